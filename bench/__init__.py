@@ -1,1 +1,1 @@
-"""Benches: every speed claim of Fourfold as a ratio against a peer, interleaved in one run, printed with medians."""
+"""Benches: every speed claim of Fourfold, as a ratio to a peer that takes turns with it in one run, with medians."""

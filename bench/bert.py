@@ -1,9 +1,9 @@
 """BERT as one rank of a tensor axis or of a sequence axis holds it: the model whose memory `sequence_memory` counts.
 
-ways    among how many ranks weights are split, and with them heads, inner sizes and vocabulary; 1 = whole
-split   whether the ranks that split the weights split tokens too, where every weight is whole
-Law: what autograd keeps here is what the ranks of a real job keep. Collectives are left out: they change values and
-no sizes, except where one makes a tensor (the gathered logits).
+num_shards  the ranks among which weights are split, and with them heads, inner sizes and vocabulary; 1 = not split
+split       whether these ranks split the tokens too, where a layer's weights are whole
+Law: autograd keeps here what the ranks of a real job keep. Collectives are left out: they change values but no sizes,
+except where one makes a tensor (the gathered logits).
 
 Post-norm, tied output weight, a loss on every position (Devlin et al., 2019; split as Megatron does, Shoeybi et al.,
 2019). Dropout keeps one byte an element, as it does on GPUs; on CPUs torch's own keeps a float.
@@ -24,7 +24,7 @@ Losses = Callable[[Tensor, Tensor], Tensor]
 
 
 class Shape(NamedTuple):
-    """BERT-base, with the vocabulary padded so that 12 ranks may split it."""
+    """BERT-base, with the vocabulary padded so that 12 ranks can split it."""
 
     width: int = 768
     heads: int = 12
@@ -38,13 +38,13 @@ def dropout(x: Tensor) -> Tensor:
 
 
 def math_attention(q_BHLK: Tensor, k_BHLK: Tensor, v_BHLK: Tensor) -> Tensor:
-    """Attention with its rows in memory: weights, their dropped form and the mask of that are kept for backward."""
+    """Attention with its rows in memory: backward keeps the weights, the weights after dropout, and the mask."""
     scores = q_BHLK @ k_BHLK.transpose(-1, -2) * q_BHLK.shape[-1] ** -0.5
     return dropout(F.softmax(scores, -1)) @ v_BHLK
 
 
 def flash_attention(q_BHLK: Tensor, k_BHLK: Tensor, v_BHLK: Tensor) -> Tensor:
-    """Flash attention: the output and one log-sum-exp a row are kept. Its dropout is redrawn, and keeps nothing."""
+    """Flash attention: backward keeps the output and one log-sum-exp per row. Its dropout is redrawn, not kept."""
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q_BHLK, k_BHLK, v_BHLK)[0]
 
 
@@ -86,7 +86,7 @@ class Bert(nn.Module):
     def __init__(
         self, shape: Shape, *, num_shards: int = 1, split: bool = False, attend: Attend = math_attention
     ) -> None:
-        """`split`: between the split layers each rank has 1/ways of the tokens, as Megatron's sequence parallelism."""
+        """`split`: between the split layers each rank has 1/num_shards of the tokens, as in Megatron."""
         super().__init__()
         self.num_shards = num_shards if split else 1
         self.token = nn.Embedding(shape.vocabulary // num_shards, shape.width)
@@ -107,7 +107,7 @@ class Bert(nn.Module):
 
 
 class _InPlaceCrossEntropy(torch.autograd.Function):
-    """Megatron's vocabulary-parallel cross-entropy: softmax and its gradient are written over the logits."""
+    """Megatron's vocabulary-parallel cross-entropy: softmax and its gradient overwrite the logits."""
 
     @staticmethod
     def forward(ctx: Any, logits_BLV: Tensor, targets_BL: Tensor) -> Tensor:
@@ -128,16 +128,16 @@ class _InPlaceCrossEntropy(torch.autograd.Function):
 
 
 class _SplitLinear(torch.autograd.Function):
-    """A column-split layer on tokens that are split too: gathered to be used, and again in backward; summed to shares.
+    """A column-split layer on split tokens: all-gathers them in forward and again in backward, then reduce-scatters.
 
     Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2022), §4.2.
     """
 
     @staticmethod
-    def forward(ctx: Any, x_BlD: Tensor, weight: Tensor, bias: Tensor, ways: int) -> Tensor:
+    def forward(ctx: Any, x_BlD: Tensor, weight: Tensor, bias: Tensor, num_shards: int) -> Tensor:
         ctx.save_for_backward(x_BlD, weight)
-        ctx.num_shards = ways
-        return F.linear(_gather_tokens(x_BlD, ways), weight, bias)
+        ctx.num_shards = num_shards
+        return F.linear(_gather_tokens(x_BlD, num_shards), weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
@@ -149,35 +149,35 @@ class _SplitLinear(torch.autograd.Function):
 
 
 class _ReduceScatterTokens(torch.autograd.Function):
-    """The ranks' addends of all tokens to sums of this rank's; backward gathers."""
+    """Reduce-scatter: partial sums of all tokens to the sums of this rank's tokens; backward all-gathers."""
 
     @staticmethod
-    def forward(ctx: Any, x_BLD: Tensor, ways: int) -> Tensor:
-        ctx.num_shards = ways
-        return _local_tokens(x_BLD, ways)
+    def forward(ctx: Any, x_BLD: Tensor, num_shards: int) -> Tensor:
+        ctx.num_shards = num_shards
+        return _local_tokens(x_BLD, num_shards)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         return _gather_tokens(gradients[0], ctx.num_shards), None
 
 
-def _gather_tokens(x_BlD: Tensor, ways: int) -> Tensor:
+def _gather_tokens(x_BlD: Tensor, num_shards: int) -> Tensor:
     batch, length, width = x_BlD.shape
-    return x_BlD.new_empty(batch, ways * length, width)
+    return x_BlD.new_empty(batch, num_shards * length, width)
 
 
-def _local_tokens(x_BLD: Tensor, ways: int) -> Tensor:
+def _local_tokens(x_BLD: Tensor, num_shards: int) -> Tensor:
     batch, length, width = x_BLD.shape
-    return x_BLD.new_empty(batch, length // ways, width)
+    return x_BLD.new_empty(batch, length // num_shards, width)
 
 
 class _GatherLogits(torch.autograd.Function):
-    """All ranks' logits on every rank; backward takes this rank's part."""
+    """All-gather of the logits; backward takes this rank's part."""
 
     @staticmethod
-    def forward(ctx: Any, logits_NV: Tensor, ways: int) -> Tensor:
+    def forward(ctx: Any, logits_NV: Tensor, num_shards: int) -> Tensor:
         ctx.held = logits_NV.shape[-1]
-        return logits_NV.new_empty(len(logits_NV), ways * ctx.held)
+        return logits_NV.new_empty(len(logits_NV), num_shards * ctx.held)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
@@ -185,19 +185,19 @@ class _GatherLogits(torch.autograd.Function):
 
 
 def losses(logits_BLV: Tensor, targets_BL: Tensor) -> Tensor:
-    """torch's own cross-entropy: its log-softmax is kept, its backward makes two more of that size."""
+    """torch's own cross-entropy: it keeps the log-softmax, and its backward makes two more tensors of that size."""
     return F.cross_entropy(logits_BLV.flatten(0, 1), targets_BL.flatten(), reduction="none")
 
 
 def in_place_losses(logits_BLV: Tensor, targets_BL: Tensor) -> Tensor:
-    """Cross-entropy that never holds more than the logits themselves; under a split vocabulary, this rank's part."""
+    """Cross-entropy that holds no more than the logits; with a split vocabulary, this rank's part of them."""
     return _InPlaceCrossEntropy.apply(logits_BLV, targets_BL)
 
 
-def gathered_losses(ways: int) -> Losses:
+def gathered_losses(num_shards: int) -> Losses:
     """torch's own cross-entropy on the logits of all ranks."""
 
     def compute(logits_BLV: Tensor, targets_BL: Tensor) -> Tensor:
-        return losses(_GatherLogits.apply(logits_BLV.flatten(0, 1), ways)[None], targets_BL)
+        return losses(_GatherLogits.apply(logits_BLV.flatten(0, 1), num_shards)[None], targets_BL)
 
     return compute

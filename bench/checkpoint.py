@@ -1,12 +1,12 @@
-"""Checkpoints: saving and loading beside torch.distributed.checkpoint and beside the disk itself.
+"""Checkpoints: saving and loading, compared with torch.distributed.checkpoint and with the disk itself.
 
     python -m bench.checkpoint [--width 384] [--layers 8] [--rounds 9]
     torchrun --nproc-per-node 2 -m bench.checkpoint …     the same on two ranks, each with a thread
 
-disk    the same bytes in one file: written to a new name and fsynced; read through one small buffer, as dd does
-cold    after the system has been asked to forget the files; warm: right after that
-Law: rounds are interleaved, one of each kind after the other; a share is taken within its round, and medians are told.
-     Everyone keeps as many old files as a run does: blocks that a virtual disk has never held are slow to write.
+disk    the same bytes in one file: written under a new name and fsynced; read through one small buffer, as dd does
+cold    read after the page cache has been dropped; warm: read again right after that
+Law: rounds are interleaved, one of each kind after the other; ratios are taken within a round, and medians printed. All
+     kinds keep as many old files as a run does: blocks that a virtual disk has never held are slow to write.
 """
 
 import argparse
@@ -41,7 +41,7 @@ WARM_UP = 3  # rounds
 
 
 class NullLog:
-    """A log that nobody reads."""
+    """A log that writes nothing."""
 
     def write_record(self, record: Mapping[str, Any]) -> None: ...
     def log_message(self, text: str) -> None:
@@ -66,7 +66,7 @@ def make_training_state(width: int, layers: int) -> TrainingState:
 
 
 def drop_page_cache(folder: Path) -> None:
-    """Ask the system to drop what it holds of the files in memory."""
+    """Ask the kernel to drop the files from its page cache."""
     for path in folder.rglob("*"):
         if path.is_file():
             handle = os.open(path, os.O_RDONLY)
@@ -76,14 +76,14 @@ def drop_page_cache(folder: Path) -> None:
 
 def write_file(path: Path, data: bytes) -> None:
     with path.open("xb", buffering=0) as file:
-        left = memoryview(data)
-        while left:
-            left = left[file.write(left) :]
+        remaining = memoryview(data)
+        while remaining:
+            remaining = remaining[file.write(remaining) :]
         os.fsync(file.fileno())
 
 
 def read_file(path: Path) -> None:
-    # Not read_bytes: faulting in the pages of a new buffer is no work of the disk, and would flatter the others.
+    # Not read_bytes: page faults of a new buffer are not the disk's work, and would make the others look better.
     buffer = bytearray(CHUNK_BYTES)
     with path.open("rb", buffering=0) as file:
         while file.readinto(buffer):
@@ -91,13 +91,13 @@ def read_file(path: Path) -> None:
 
 
 def remove_files(folder: Path, number: int) -> None:
-    """What was written in an earlier round."""
+    """Remove what an earlier round has written."""
     shutil.rmtree(folder / f"dcp-{number}", ignore_errors=True)
     (folder / f"plain-{number}").unlink(missing_ok=True)
 
 
 def flat_state(step: TrainStep) -> dict[str, Any]:
-    """The same tensors as torch.distributed.checkpoint is given them."""
+    """The same tensors, as torch.distributed.checkpoint takes them."""
     state = step.state_dict()
     tensors = {f"model.{name}": value for name, value in state["model"].items()}
     for name, values in state["optimizer"].items():
@@ -106,14 +106,14 @@ def flat_state(step: TrainStep) -> dict[str, Any]:
 
 
 class Timings:
-    """Seconds by kind, as rank 0 sees them: from when all ranks are there until all have done their part."""
+    """Seconds by kind, as rank 0 measures them: from when all ranks are ready until all have finished."""
 
     def __init__(self, step: TrainStep) -> None:
         self._step = step
         self.seconds: dict[str, list[float]] = {}
 
     def record(self, kind: str, *parts: Callable[[], object], alone: bool = False) -> None:
-        """Time the parts, one after the other. `alone`: rank 0 does it, for all."""
+        """Time the parts, one after the other. `alone`: only rank 0 runs them."""
         self._step.all_gather_json(None)
         begin = time.perf_counter()
         for part in parts if self._step.rank == 0 or not alone else ():
@@ -124,12 +124,12 @@ class Timings:
 
 def measure(run: TrainingState, *, rounds: int, folder: Path) -> dict[str, list[float]]:
     """Seconds by kind, and the number of bytes."""
-    keeper = CheckpointManager(run, AttemptDir(folder / "run", "bench"), NullLog(), seed=0)
-    keeper.save(TrainingProgress(1))  # allocates the snapshot
-    keeper.wait()
-    num_bytes = sum(run.step.all_gather_json(keeper._snapshot.num_bytes))
+    manager = CheckpointManager(run, AttemptDir(folder / "run", "bench"), NullLog(), seed=0)
+    manager.save(TrainingProgress(1))  # allocates the snapshot
+    manager.wait()
+    num_bytes = sum(run.step.all_gather_json(manager._snapshot.num_bytes))
     data = os.urandom(num_bytes)
-    theirs = flat_state(run.step)
+    torch_state = flat_state(run.step)
     alone = not dist.is_initialized()
     timing = Timings(run.step)
     for number in range(-WARM_UP, rounds):
@@ -139,13 +139,15 @@ def measure(run: TrainingState, *, rounds: int, folder: Path) -> dict[str, list[
         if run.step.rank == 0:
             remove_files(folder, number - NUM_KEPT)
         timing.record("disk: write", lambda at=plain: write_file(at, data), alone=True)
-        timing.record("fourfold: save", lambda at=number: keeper.save(TrainingProgress(WARM_UP + at + 2)), keeper.wait)
-        timing.record("torch DCP: save", lambda at=target: save(theirs, checkpoint_id=str(at), no_dist=alone))
+        timing.record(
+            "fourfold: save", lambda at=number: manager.save(TrainingProgress(WARM_UP + at + 2)), manager.wait
+        )
+        timing.record("torch DCP: save", lambda at=target: save(torch_state, checkpoint_id=str(at), no_dist=alone))
         timing.record("", lambda: drop_page_cache(folder), alone=True)
         for kind in ("cold", "warm"):
-            read = functools.partial(load, theirs, checkpoint_id=str(target), no_dist=alone)
+            read = functools.partial(load, torch_state, checkpoint_id=str(target), no_dist=alone)
             timing.record(f"disk: read, {kind}", functools.partial(read_file, plain), alone=True)
-            timing.record(f"fourfold: load, {kind}", keeper.resume)
+            timing.record(f"fourfold: load, {kind}", manager.resume)
             timing.record(f"torch DCP: load, {kind}", read)
     del timing.seconds[""]
     return {**timing.seconds, "bytes": [float(num_bytes)]}
@@ -157,29 +159,31 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=9)
     arguments = parser.parse_args()
-    # As a rank of two has on two cores; with more threads than free cores a plain copy takes ten times as long.
+    # As each of two ranks has on two cores: with more threads than free cores a plain copy takes ten times as long.
     torch.set_num_threads(1)
     if from_environment() is not None:
         dist.init_process_group("gloo")
     run = make_training_state(arguments.width, arguments.layers)
-    with tempfile.TemporaryDirectory(prefix="fourfold-bench-", dir=".") as own:
-        folder = Path(run.step.all_gather_json(own)[0])
-        found = measure(run, rounds=arguments.rounds, folder=folder)
+    with tempfile.TemporaryDirectory(prefix="fourfold-bench-", dir=".") as local_folder:
+        folder = Path(run.step.all_gather_json(local_folder)[0])
+        seconds_by_kind = measure(run, rounds=arguments.rounds, folder=folder)
         run.step.all_gather_json(None)
     if run.step.rank == 0:
-        print_results(found, ranks=run.step.plan.dp, rounds=arguments.rounds)
+        print_results(seconds_by_kind, ranks=run.step.plan.dp, rounds=arguments.rounds)
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
-def print_results(found: dict[str, list[float]], *, ranks: int, rounds: int) -> None:
-    (num_bytes,) = found.pop("bytes")
-    many = f"{ranks} {'rank' if ranks == 1 else 'ranks'} with one thread each"
-    print(f"{describe_machine()}\n{num_bytes / MIB:.0f} MiB, {many}, medians of {rounds} interleaved rounds\n")
+def print_results(seconds_by_kind: dict[str, list[float]], *, ranks: int, rounds: int) -> None:
+    (num_bytes,) = seconds_by_kind.pop("bytes")
+    ranks_text = f"{ranks} {'rank' if ranks == 1 else 'ranks'} with one thread each"
+    print(f"{describe_machine()}\n{num_bytes / MIB:.0f} MiB, {ranks_text}, medians of {rounds} interleaved rounds\n")
     rows = [("", "seconds", "MiB/s", "of the disk", "middle half")]
-    for kind, seconds in found.items():
+    for kind, seconds in seconds_by_kind.items():
         median = statistics.median(seconds)
-        disk = found["disk: write" if kind.endswith(("save", "write")) else f"disk: read, {kind.rpartition(' ')[2]}"]
+        disk = seconds_by_kind[
+            "disk: write" if kind.endswith(("save", "write")) else f"disk: read, {kind.rpartition(' ')[2]}"
+        ]
         shares = [one / each for one, each in zip(disk, seconds, strict=True)]
         low, middle, high = statistics.quantiles(shares, n=4)
         shown = f"{middle:.0%}", f"{low:.0%}–{high:.0%}"

@@ -1,11 +1,11 @@
-"""Codecs: what coding and reading one bucket costs a core, and what it saves.
+"""Codecs: the processor time to encode and decode one bucket, and the bytes that it saves.
 
     python -m bench.codecs [--rounds 30] [--ranks 2]
 
-encode  from a rank's addend to its last message, in a step of the steady state
-decode  reading the messages of all ranks into the sum
-Law: configurations take turns in one run, and medians are told; of the thread's own processor time, so that a busy
-machine does not count.
+encode  from a rank's gradient to its last message, in a step of the steady state
+decode  from the messages of all ranks to the sum
+Law: configurations take turns in one run. Medians are of the thread's own processor time, which other processes do not
+change.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from fourfold.plan.data.buckets import Bucket, Slot
 
 # A block of a small language model, in reverse order of definition: 1,050,624 elements, 4.0 MiB of float32.
 SHAPES = [(256, 1024), (512,), (1024, 256), (512,), (256, 512), (512, 256), (512,), (1024, 256), (512,)]
-WARM_UP = 100  # steps until remainders have grown and thresholds stay
+WARM_UP = 100  # steps until the residuals have grown and the thresholds are stable
 CODINGS = {
     "bf16": CodecSpec("bf16"),
     "fp16": CodecSpec("fp16"),
@@ -40,7 +40,7 @@ CODINGS = {
 
 @dataclasses.dataclass
 class CodecTimes:
-    """Processor seconds of a step's two halves, by step."""
+    """Processor seconds of encoding and decoding, by step."""
 
     encode_seconds: list[float] = dataclasses.field(default_factory=list)
     decode_seconds: list[float] = dataclasses.field(default_factory=list)
@@ -55,23 +55,23 @@ def make_bucket() -> Bucket:
     return Bucket(0, tuple(slots), start, "float32", 4, 0)
 
 
-def time_codec(each: Codec, flat: torch.Tensor, ranks: int, times: CodecTimes) -> None:
-    """One talk, with this rank's own message in the place of everybody's."""
+def time_codec(codec: Codec, flat: torch.Tensor, ranks: int, times: CodecTimes) -> None:
+    """One reduction, with this rank's own message in place of every rank's."""
     encode = decode = 0.0
     begin = time.thread_time()
-    talk = each.reduce(flat)
-    message = next(talk)
+    reduction = codec.reduce(flat)
+    message = next(reduction)
     encode += time.thread_time() - begin
-    for number in range(len(each.rounds)):
+    for number in range(len(codec.rounds)):
         gathered = message.combine is Combine.GATHER
         reply = [message.payload.clone() for _ in range(ranks)] if gathered else [message.payload]
         begin = time.thread_time()
         try:
-            message = talk.send(reply)
+            message = reduction.send(reply)
         except StopIteration:
             decode += time.thread_time() - begin
         else:
-            assert number + 1 < len(each.rounds)
+            assert number + 1 < len(codec.rounds)
             encode += time.thread_time() - begin
     times.encode_seconds.append(encode)
     times.decode_seconds.append(decode)
@@ -84,32 +84,32 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     memory.keep_freed_memory()  # as every training process does
-    where, cpu = make_bucket(), torch.device("cpu")
-    codecs = {name: registry.make_codec(coding, where, SHAPES, device=cpu) for name, coding in CODINGS.items()}
+    bucket, cpu = make_bucket(), torch.device("cpu")
+    codecs = {name: registry.make_codec(coding, bucket, SHAPES, device=cpu) for name, coding in CODINGS.items()}
     times = {name: CodecTimes() for name in codecs}
-    dense = 2 * (options.ranks - 1) / options.ranks * where.num_bytes
+    dense = 2 * (options.ranks - 1) / options.ranks * bucket.num_bytes
     generator = torch.Generator().manual_seed(0)
     for turn in range(WARM_UP + options.rounds):
-        gradient = torch.randn(where.size, generator=generator) ** 3
-        for name, each in codecs.items():
+        gradient = torch.randn(bucket.size, generator=generator) ** 3
+        for name, codec in codecs.items():
             flat = gradient.clone()
-            time_codec(each, flat, options.ranks, times[name] if turn >= WARM_UP else CodecTimes())
+            time_codec(codec, flat, options.ranks, times[name] if turn >= WARM_UP else CodecTimes())
     rows = []
-    for name, each in codecs.items():
+    for name, codec in codecs.items():
         encode, decode = statistics.median(times[name].encode_seconds), statistics.median(times[name].decode_seconds)
-        sent = codec_sent_bytes(each.rounds, size=options.ranks)
+        sent = codec_sent_bytes(codec.rounds, size=options.ranks)
         rows.append(
             [
                 name,
                 f"{1e3 * encode:.2f}",
                 f"{1e3 * decode:.2f}",
-                f"{where.num_bytes / (encode + decode) / 1e9:.1f}",
+                f"{bucket.num_bytes / (encode + decode) / 1e9:.1f}",
                 f"{sent / 1e6:.3f}",
                 f"{dense / sent:.1f}",
             ]
         )
     print(describe_machine())
-    print(f"one bucket of {where.num_bytes / 2**20:.1f} MiB, {options.ranks} ranks, 1 thread, {options.rounds} rounds")
+    print(f"one bucket of {bucket.num_bytes / 2**20:.1f} MiB, {options.ranks} ranks, 1 thread, {options.rounds} rounds")
     print(format_table([["codec", "encode, ms", "decode, ms", "GB/s", "sent, MB", "dense / sent"], *rows]))
 
 

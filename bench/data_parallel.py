@@ -1,15 +1,16 @@
 """The data axis against its peers: step time, memory and loss of the same training on the same machine.
 
-case           a model and a batch size                     configuration  a way to train it on all ranks
+case           a model and a batch size
+configuration  a way to train it on all ranks
 turn           a few steps of one configuration while the others sleep; turns rotate, A B C … B C … A
-round          a fresh start of all processes of a case, and its turns
-step time      median over turns of the slower rank's median; a ratio is taken inside each turn, then its median
+round          a new start of all processes of a case, and its turns
+step time      the median over turns of the slower rank's median; ratios are taken within a turn, then their median
 Law: all data-parallel configurations of a case reach the same losses, or this command fails.
 
     python -m bench.data_parallel [--cases gpt1,gpt8,cnn,mlp] [--only fourfold,ddp-tuned] [--rounds 2] [--json FILE]
 
-Memory is measured in runs of its own, one configuration on the machine at a time: reading it takes locks that a
-timed step would feel, and sleeping neighbours would share the libraries' pages.
+Memory is measured in runs of its own, with one configuration on the machine at a time: reading it takes locks that
+would slow a timed step, and sleeping processes would share the pages of libraries.
 """
 
 import argparse
@@ -42,14 +43,14 @@ DEEPSPEED = ("deepspeed1", "deepspeed2", "deepspeed3")
 CONFIGURATIONS = ("ddp", "ddp-tuned", "ddp-malloc", "zero-torch", "fsdp2", *DEEPSPEED, "alone", *OURS)
 DEFAULT = ("ddp", "ddp-tuned", "ddp-malloc", "fsdp2", "alone", "fourfold")
 LOWER_BOUND, PEER = "alone", "ddp-tuned"
-# These do not see the other rank's data, or round otherwise (AdamW as a loop of operations, not fused).
+# These do not use the other rank's data, or round differently (AdamW as a loop of operations, not fused).
 OTHER_ARITHMETIC = (LOWER_BOUND, "ddp")
 TOLERANCE = 1e-4
-WARMUP = 3  # steps before the first turn: optimizer state, DDP's buckets, the allocator's habits
+WARMUP = 3  # steps before the first turn: they set up optimizer state, DDP's buckets and the allocator
 
 
 class Target(NamedTuple):
-    """Shares of the peer's step time and summed memory to reach."""
+    """The ratios to the peer's step time and summed memory to reach."""
 
     step_ratio: float
     memory_ratio: float = 1.0
@@ -57,7 +58,7 @@ class Target(NamedTuple):
 
 @dataclass(frozen=True)
 class CaseSpec:
-    """What a case is, how many steps a turn times, and what our configurations are to reach."""
+    """A case's description, the timed steps of a turn, and the targets of Fourfold's configurations."""
 
     text: str
     steps: int
@@ -135,7 +136,7 @@ class Turn:
 
 @dataclass
 class Results:
-    """All that was seen of one case: turns of all rounds, losses of the last one."""
+    """All measurements of one case: the turns of all rounds, the losses of the last round."""
 
     turns: list[dict[str, Turn]]
     losses: dict[str, list[float]]
@@ -157,7 +158,7 @@ class Results:
 
 
 def measure(case: str, setting: Settings, *, memory: bool = True) -> Results:
-    """The memory pass, where it is wanted, then the rounds."""
+    """The memory pass, if wanted, then the rounds."""
     steps = setting.steps or CASES[case].steps
     measured = Results([], {}, {})
     for name in setting.configurations if memory else ():
@@ -178,7 +179,7 @@ def _run_round(worlds: dict[str, World], measured: Results, *, steps: int, turns
     measured.losses = {name: Turn.from_replies(worlds[name].run_turn(untimed=WARMUP, timed=1)).losses for name in names}
     for number in range(turns):
         first = number % len(names)
-        # One untimed step in each turn: it finds the others' data in the caches.
+        # One untimed step in each turn: it finds other configurations' data in the caches.
         turn = {
             name: Turn.from_replies(worlds[name].run_turn(untimed=1, timed=steps))
             for name in names[first:] + names[:first]
@@ -194,25 +195,25 @@ def _show_status(text: str) -> None:
 
 
 def describe(case: str, measured: Results, setting: Settings) -> str:
-    """The table of a case, the check of its losses and what was reached."""
+    """The table of a case, the check of its losses, and the targets."""
     names = list(measured.memory)
     num_steps = len(measured.losses[names[0]])
     titles = ["", "step ms", f"/ {PEER}", "(half of turns)", f"/ {LOWER_BOUND}", "cpu ms", "system", "PSS MB", "own MB"]
     rows = [[*titles, f"loss {num_steps}"], *(_row(name, measured) for name in names)]
     difference = measured.max_loss_difference()
     others = sorted(turn.others for turns in measured.turns for turn in turns.values())
-    apart = " and ".join(OTHER_ARITHMETIC)
+    excluded = " and ".join(OTHER_ARITHMETIC)
     verdict = "agree" if difference <= TOLERANCE else "DISAGREE"
     lines = [
         f"{case} · {CASES[case].text} · {setting.ranks} ranks × 1 thread · {len(measured.turns)} turns",
         format_table(rows),
-        f"  losses {verdict}: largest relative difference {difference:.1e} in {num_steps} steps, {apart} excepted",
+        f"  losses {verdict}: largest relative difference {difference:.1e} in {num_steps} steps, without {excluded}",
         f"  other processes used {median(others):.2f} cores (median of turns), {others[-1]:.2f} at most",
     ]
-    # The figures to reach are for two ranks.
+    # The targets are for two ranks.
     if PEER in names and setting.ranks == 2:
         reached = [
-            _format_target(name, reach, measured) for name, reach in CASES[case].targets.items() if name in names
+            _format_target(name, target, measured) for name, target in CASES[case].targets.items() if name in names
         ]
         lines += [f"  {line}" for line in reached]
     return "\n".join(lines)
@@ -246,22 +247,21 @@ def middle_half(values: list[float]) -> str:
     return f"{ordered[cut]:.2f}–{ordered[-1 - cut]:.2f}"
 
 
-def _format_target(name: str, reach: Target, measured: Results) -> str:
+def _format_target(name: str, target: Target, measured: Results) -> str:
     ratio = median(measured.ratios(name, PEER))
     share = measured.memory[name].pss_bytes / measured.memory[PEER].pss_bytes
 
     def format_limit(what: str, value: float, limit: float) -> str:
         return f"{what} {value:.3f} of {PEER}, reach ≤ {limit:.2f}: {'reached' if value <= limit else 'missed'}"
 
-    return (
-        f"{name}: {format_limit('step', ratio, reach.step_ratio)} · {format_limit('memory', share, reach.memory_ratio)}"
-    )
+    step, memory = format_limit("step", ratio, target.step_ratio), format_limit("memory", share, target.memory_ratio)
+    return f"{name}: {step} · {memory}"
 
 
 def main() -> int:
     """0, or 1 where losses disagree or a configuration does not run."""
     arguments = vars(_parser().parse_args())
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # by way of every `with`: the worlds end too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # leaves every `with` block: the worlds end too
     cases, file = arguments.pop("cases"), arguments.pop("json")
     chosen, absent = arguments.pop("only"), ()
     if not importlib.util.find_spec("deepspeed"):
@@ -295,7 +295,7 @@ def _record(measured: Results) -> dict[str, object]:
 
 
 def comma_separated(choices: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
-    """The reader of a comma-separated list of some of these."""
+    """A parser of a comma-separated list of these choices."""
 
     def parse(text: str) -> tuple[str, ...]:
         chosen = tuple(text.split(","))
@@ -315,7 +315,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, help="timed steps of a turn; each case has its own default")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--limit", type=int, default=600, help="seconds after which a world is ended")
-    parser.add_argument("--json", metavar="FILE", help="write every single figure")
+    parser.add_argument("--json", metavar="FILE", help="write all figures")
     return parser
 
 

@@ -1,11 +1,11 @@
-"""Faults: ranks of a real run are killed, one after the other, and the time until training goes on is taken.
+"""Faults: kills ranks of a real run, one after the other, and measures the time until training goes on.
 
     python -m bench.faults [--kills 20] [--words lm steps=300 checkpoint_every=5]
 
-noticed  from the signal to the launcher's finding
-again    from the signal to the end of the first step after it: what the reach of 6 s is about
-Law: the moments and the ranks are drawn at random from a seed; afterwards the weights are compared, bit for bit, with
-those of a run that nobody disturbed.
+noticed  from the signal until the launcher has found the cause
+again    from the signal to the end of the first step after it; the target is 6 s
+Law: a seed draws the moments and the ranks; afterwards the weights are compared, bit for bit, with those of an
+undisturbed run.
 """
 
 import argparse
@@ -29,13 +29,13 @@ from safetensors.torch import load_file
 from bench.measurement import describe_machine, format_table
 
 COMMAND_ARGS = ("lm", "steps=300", "checkpoint_every=5")
-TIMEOUT_SECONDS = 60.0  # for a run to go on
-MAX_STEPS, MAX_SECONDS = 6, 0.1  # of training between two kills
+TIMEOUT_SECONDS = 60.0  # until a run goes on
+MAX_STEPS, MAX_SECONDS = 6, 0.1  # between two kills
 POLL_SECONDS = 0.01
 
 
 class Kill(NamedTuple):
-    """One kill, and what came of it."""
+    """One kill, and the seconds until it was noticed and until training went on."""
 
     rank: int
     detect_seconds: float
@@ -48,12 +48,12 @@ def start_job(folder: Path, words: Sequence[str]) -> subprocess.Popen[bytes]:
 
 
 def wait_for_lines(path: Path, lines: int, job: subprocess.Popen[bytes]) -> list[dict] | None:
-    """What a file of lines holds as soon as it holds so many; None where the job has ended before."""
+    """The lines of a JSON-lines file as soon as it has `lines` of them; None if the job has ended before."""
     deadline = time.monotonic() + TIMEOUT_SECONDS
     while time.monotonic() < deadline:
-        found = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
-        if len(found) >= lines:
-            return [json.loads(line) for line in found]
+        raw_lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+        if len(raw_lines) >= lines:
+            return [json.loads(line) for line in raw_lines]
         if job.poll() is not None:
             return None
         time.sleep(POLL_SECONDS)
@@ -61,7 +61,7 @@ def wait_for_lines(path: Path, lines: int, job: subprocess.Popen[bytes]) -> list
 
 
 def wait_for_step(log: Path, step: int, job: subprocess.Popen[bytes]) -> None:
-    """Until a run's log tells of a step."""
+    """Wait until a run's log has reached a step, or the job has ended."""
     deadline = time.monotonic() + TIMEOUT_SECONDS
     while job.poll() is None and time.monotonic() < deadline:
         lines = log.read_bytes().split(b"\n")[:-1] if log.exists() else []
@@ -71,26 +71,26 @@ def wait_for_step(log: Path, step: int, job: subprocess.Popen[bytes]) -> None:
 
 
 def kill_repeatedly(folder: Path, words: Sequence[str], kills: int) -> list[Kill]:
-    draw = random.Random(0)
+    rng = random.Random(0)
     job = start_job(folder, words)
     run = folder / "runs" / "run"
-    done: list[Kill] = []
+    recovered: list[Kill] = []
     try:
         furthest = 0
-        while len(done) < kills:
-            # A job that never gets further is given up, so every attempt is let get further than those before.
-            wait_for_step(run / "metrics.jsonl", furthest + draw.randint(1, MAX_STEPS), job)
-            time.sleep(draw.uniform(0.0, MAX_SECONDS))
+        while len(recovered) < kills:
+            # A launcher gives up a job without progress, so every attempt may get further than those before.
+            wait_for_step(run / "metrics.jsonl", furthest + rng.randint(1, MAX_STEPS), job)
+            time.sleep(rng.uniform(0.0, MAX_SECONDS))
             ranks = sorted(psutil.Process(job.pid).children(), key=lambda each: each.pid)
             if job.poll() is not None or len(ranks) < 2:
                 break
-            rank, begin = draw.randrange(2), time.time()
+            rank, begin = rng.randrange(2), time.time()
             os.kill(ranks[rank].pid, signal.SIGKILL)
-            faults = wait_for_lines(run / "faults.jsonl", len(done) + 1, job)
+            faults = wait_for_lines(run / "faults.jsonl", len(recovered) + 1, job)
             if faults is None:
                 break
             noticed = faults[-1]["time"] - begin
-            done.append(Kill(rank, noticed, noticed + faults[-1]["seconds"]))
+            recovered.append(Kill(rank, noticed, noticed + faults[-1]["seconds"]))
             furthest = max(furthest, faults[-1]["step"])
         if job.wait(600):
             raise RuntimeError(f"the run ended with code {job.returncode}")
@@ -98,7 +98,7 @@ def kill_repeatedly(folder: Path, words: Sequence[str], kills: int) -> list[Kill
         if job.poll() is None:
             job.kill()  # its ranks end with it
             job.wait()
-    return done
+    return recovered
 
 
 def load_newest_weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -112,25 +112,27 @@ def main() -> None:
     parser.add_argument("--words", nargs="+", default=COMMAND_ARGS)
     given = parser.parse_args()
     print(describe_machine())
-    with tempfile.TemporaryDirectory() as place:
-        disturbed, whole = Path(place) / "disturbed", Path(place) / "whole"
+    with tempfile.TemporaryDirectory() as folder:
+        disturbed, undisturbed = Path(folder) / "disturbed", Path(folder) / "whole"
         disturbed.mkdir()
-        whole.mkdir()
-        done = kill_repeatedly(disturbed, given.words, given.kills)
-        if start_job(whole, given.words).wait():
+        undisturbed.mkdir()
+        recovered = kill_repeatedly(disturbed, given.words, given.kills)
+        if start_job(undisturbed, given.words).wait():
             raise RuntimeError("the undisturbed run failed")
-        ours, theirs = load_newest_weights(disturbed), load_newest_weights(whole)
+        ours, theirs = load_newest_weights(disturbed), load_newest_weights(undisturbed)
         same = ours.keys() == theirs.keys() and all(torch.equal(ours[name], value) for name, value in theirs.items())
     rows = [("seconds", "median", "least", "most")]
     rows += [
         (name, *(f"{value:.2f}" for value in (statistics.median(times), min(times), max(times))))
         for name, times in (
-            ("noticed", [kill.detect_seconds for kill in done]),
-            ("again", [kill.recover_seconds for kill in done]),
+            ("noticed", [kill.detect_seconds for kill in recovered]),
+            ("again", [kill.recover_seconds for kill in recovered]),
         )
     ]
     print(format_table(rows))
-    print(f"{len(done)} kills survived; the final weights are {'the same, bit for bit' if same else 'NOT the same'}")
+    print(
+        f"{len(recovered)} kills survived; the final weights are {'the same, bit for bit' if same else 'NOT the same'}"
+    )
     print(f"load now {os.getloadavg()[0]:.1f}")
 
 

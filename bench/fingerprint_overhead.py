@@ -1,8 +1,8 @@
-"""What it costs to tell and compare calls: the same steps with and without, by turns.
+"""What fingerprints of calls cost: the same steps with and without them, alternately.
 
-with     as it is: each rank tells its call, and compares those of the others when it reads the summed loss
-without  neither told nor compared
-Law: steps alternate, on all ranks alike, and a difference is taken within a pair of neighbours.
+with     as it is: each rank publishes its call, and compares the others' when it reads the summed loss
+without  neither published nor compared
+Law: steps with and without alternate, in the same order on all ranks, and are compared within neighbouring pairs.
 
     PYTHONPATH=. fourfold run -n 2 bench/fingerprint_overhead.py shared|gloo PAIRS
 """
@@ -30,12 +30,12 @@ CALL_TEXT = "step 1000, positions 2000 to 2002 of epoch 0, seed 0"
 
 @contextlib.contextmanager
 def without_fingerprints(transport: Any) -> Iterator[None]:
-    """Within: calls are neither told nor compared."""
+    """Within: calls are neither published nor compared."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(transport, "begin_call"))
         if hasattr(transport, "_fingerprint_check"):
-            roll = stack.enter_context(mock.patch.object(transport, "_fingerprint_check"))
-            roll.append_fingerprint.side_effect = lambda values, call: values.clone()
+            check = stack.enter_context(mock.patch.object(transport, "_fingerprint_check"))
+            check.append_fingerprint.side_effect = lambda values, call: values.clone()
         else:
             stack.enter_context(mock.patch.object(transport._calls, "compare"))
         yield
@@ -49,28 +49,28 @@ def main() -> None:
     )
     transport: Any = step._transport
     (batch,) = case.batches(step.rank, 1)
-    found = []
+    pairs_of_seconds = []
     for number in range(WARMUP + pairs):
         seconds = {}
-        for told in (True, False) if number % 2 else (False, True):
-            with contextlib.nullcontext() if told else without_fingerprints(transport):
+        for is_checked in (True, False) if number % 2 else (False, True):
+            with contextlib.nullcontext() if is_checked else without_fingerprints(transport):
                 begin = time.perf_counter()
                 step(batch)
-                seconds[told] = time.perf_counter() - begin
-        found.append((seconds[True], seconds[False]))
-    ratios = [told / untold for told, untold in found[WARMUP:]]
+                seconds[is_checked] = time.perf_counter() - begin
+        pairs_of_seconds.append((seconds[True], seconds[False]))
+    ratios = [checked / unchecked for checked, unchecked in pairs_of_seconds[WARMUP:]]
     low, _, high = quantiles(ratios, n=4)
-    without = median(untold for _, untold in found[WARMUP:])
+    without = median(unchecked for _, unchecked in pairs_of_seconds[WARMUP:])
     alone = _board_seconds(transport) if kind == "shared" else _message_seconds(transport)
     if step.rank == 0:
         print(describe_machine())
         print(f"{kind}: step without {without * 1e3:.1f} ms")
         print(f"with / without {median(ratios):.4f}, middle half {low:.3f}–{high:.3f}")
-        print(f"telling and comparing: {alone * 1e6:.1f} µs of CPU, {alone / without:.4%} of the step")
+        print(f"publishing and comparing: {alone * 1e6:.1f} µs of CPU, {alone / without:.4%} of the step")
 
 
 def _board_seconds(transport: Any) -> float:
-    """Seconds of one telling and comparing in shared memory, from many in a row: nobody waits in them."""
+    """Seconds to publish and compare one call in shared memory, from many in a row, none of which waits."""
     counts = [1] * transport.size
     for _ in range(BOARD_DEPTH):
         transport.begin_call(CALL_TEXT)
@@ -79,13 +79,13 @@ def _board_seconds(transport: Any) -> float:
     for _ in range(NUM_CALLS):
         transport.begin_call(CALL_TEXT)
         transport._calls.compare()
-        # Another rank may be too far away to be compared above.
+        # The other rank may be too far ahead or behind to be compared above.
         transport._calls.board.check(transport.index, lambda: counts)
     return (time.process_time() - begin) / NUM_CALLS
 
 
 def _message_seconds(transport: Any) -> float:
-    """Seconds of making and comparing the tags of one call. The message is there without them; it grows by 48 bytes."""
+    """Seconds to make and compare the fingerprints of one call. The message exists anyway, and grows by 48 bytes."""
     values = torch.zeros(4, dtype=torch.float64)
     sums = [0.0] * NUM_LOSS_SCALARS + [1.0] * transport.size
     begin = time.process_time()

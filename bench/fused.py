@@ -1,11 +1,11 @@
 """Fused: an update inside backward against updates after it, in one process with one thread.
 
-default, foreach, fused   torch's AdamW as it comes, over lists of tensors, and in one kernel; `zero_grad` sets to None
+default, foreach, fused   torch's AdamW: by default, over lists of tensors, in one kernel; `zero_grad` sets to None
 fourfold-early            Fourfold with one rank, `update = "in_backward"`
 fourfold                  the same, `update = "after"`
                           (its processes run without glibc's tcache, as ranks do: `environment/malloc.py`)
 peak                      the largest resident set of the process so far, its libraries included (getrusage)
-Law: all of them take turns in one run, and train the same weights; AdamW as a loop of operations rounds otherwise.
+Law: all take turns in one run and train the same weights, but for the rounding of AdamW as a loop of operations.
 
     python -m bench.fused [--cases mlp,gpt1] [--rounds 2] [--turns 6]
 """
@@ -23,11 +23,11 @@ from bench.process_world import WorldError
 PEERS = ("default", "foreach", "fused")
 OURS = ("fourfold-early", "fourfold")
 SAME_KERNEL = ("fused", *OURS)
-"""Those that compute an update with the same kernel."""
+"""The configurations that compute an update with the same kernel."""
 
 
 class Target(NamedTuple):
-    """Shares of the peers' step time and of the fused update's memory that `fourfold-early` is to reach."""
+    """The ratios to the peers' step time and to the fused update's memory that `fourfold-early` should reach."""
 
     ratio_to_default: float
     ratio_to_fused: float
@@ -38,7 +38,7 @@ TARGETS = {"mlp": Target(0.40, 0.98), "gpt1": Target(0.86, 1.00)}
 
 
 def describe(case: str, measured: Results) -> str:
-    """The table of a case, the check of its losses and what was reached."""
+    """The table of a case, the check of its losses, and the targets."""
     titles = ["", "step ms", "/ default", "/ fused", "(half of turns)", "faults", "peak MB", "/ fused", "loss"]
     rows = [titles, *(_row(name, measured) for name in measured.losses)]
     others = sorted(turn.others for turns in measured.turns for turn in turns.values())
@@ -48,13 +48,13 @@ def describe(case: str, measured: Results) -> str:
         f"  losses of {', '.join(SAME_KERNEL)} differ by {_max_loss_difference(measured):.1e}",
         f"  other processes used {median(others):.2f} cores (median of turns), {others[-1]:.2f} at most",
     ]
-    reach, early = TARGETS[case], OURS[0]
-    seen = [
-        ("step, of default", median(measured.ratios(early, "default")), reach.ratio_to_default),
-        ("step, of fused", median(measured.ratios(early, "fused")), reach.ratio_to_fused),
-        ("peak, of fused", _peak_bytes(measured, early) / _peak_bytes(measured, "fused"), reach.memory_ratio),
+    target, early = TARGETS[case], OURS[0]
+    ratios = [
+        ("step, of default", median(measured.ratios(early, "default")), target.ratio_to_default),
+        ("step, of fused", median(measured.ratios(early, "fused")), target.ratio_to_fused),
+        ("peak, of fused", _peak_bytes(measured, early) / _peak_bytes(measured, "fused"), target.memory_ratio),
     ]
-    for what, value, limit in seen:
+    for what, value, limit in ratios:
         lines.append(f"  {what}: {value:.3f}, reach ≤ {limit:.2f}: {'reached' if value <= limit else 'missed'}")
     return "\n".join(lines)
 
@@ -92,7 +92,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, help="timed steps of a turn; each case has its own default")
     parser.add_argument("--limit", type=int, default=600, help="seconds after which a process is ended")
     arguments = vars(parser.parse_args())
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # by way of every `with`: the processes end too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # leaves every `with` block: the processes end too
     cases, failed = arguments.pop("cases"), False
     setting = Settings(configurations=(*PEERS, *OURS), ranks=1, **arguments)
     print(describe_machine(), flush=True)

@@ -1,9 +1,9 @@
-"""What a batch eight times as large needs: the same samples, other rates.
+"""Learning-rate schedules: what a batch eight times as large needs, on the same samples.
 
     python -m bench.lr_schedules [--seeds 10]
 
-Every run sees 43,008 handwritten digits (about 30 epochs); medians over seeds of what the validation data say.
-A network in which nothing is normalized: too large a first step, and its units are dead.
+Every run sees 43,008 handwritten digits (about 30 epochs); the table has medians over seeds, on the validation data.
+The network has no normalization: after too large a first step its units are dead.
 """
 
 import argparse
@@ -38,7 +38,7 @@ ADAM = functools.partial(torch.optim.Adam, lr=0.012)
 LAMB = functools.partial(ff.optim.LAMB, lr=0.05)
 LARS = functools.partial(ff.optim.LARS, lr=20.0)
 
-# name: optimizer, batch size, rates
+# name: optimizer, batch size, schedule
 CASES: dict[str, tuple[Any, int, ff.LRSchedule]] = {
     "Adam, batch 64": (ADAM, digits.TUNED_BATCH_SIZE, ff.LRSchedule(schedule="cosine")),
     "Adam, batch 512, rate as it is": (ADAM, LARGE_BATCH_SIZE, ff.LRSchedule(schedule="cosine")),
@@ -62,13 +62,13 @@ CASES: dict[str, tuple[Any, int, ff.LRSchedule]] = {
 
 
 def train(name: str, *, seed: int, folder: str) -> Mapping[str, float]:
-    """What the validation data say of one run."""
-    optimizer, batch_size, rates = CASES[name]
+    """The validation metrics of one run."""
+    optimizer, batch_size, schedule = CASES[name]
     task = dataclasses.replace(digits.task(), model=Deep, optimizer=optimizer, schedule=None)
     settings: dict[str, Any] = {
         "steps": NUM_SAMPLES // batch_size,
         "batch_size": batch_size,
-        "rates": rates,
+        "rates": schedule,
         "seed": seed,
     }
     return ff.train(task, folder=folder, checkpoint_every=0, trace_every=0, **settings).valid

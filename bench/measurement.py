@@ -1,7 +1,7 @@
-"""Measures: memory and load as the kernel counts them, machines and tables as text.
+"""Measurement: memory and processor time as the kernel counts them, the machine and tables as text.
 
 PSS  proportional set size: a page shared by n processes counts 1/n in each, so a sum over ranks counts it once
-Law: nothing here runs inside the process it measures.
+Law: nothing here runs inside the process that it measures.
 """
 
 import os
@@ -19,7 +19,7 @@ MB = 1_000_000
 
 @dataclass
 class PeakMemory:
-    """Largest sum over processes seen so far; `own_bytes` leaves out files (libraries), which neighbours may share."""
+    """The largest sum over processes so far; `own_bytes` leaves out files, such as libraries."""
 
     pss_bytes: int = 0
     own_bytes: int = 0
@@ -39,14 +39,14 @@ def _read_smaps_rollup(pid: int) -> dict[str, int]:
 
 
 def machine_cpu_seconds() -> float:
-    """Processor seconds this machine has spent on anything, time stolen by its host included."""
+    """Processor seconds that this machine has spent, including time that its host has stolen."""
     fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
     user, nice, system, _idle, _iowait, irq, softirq, steal = (int(field) for field in fields[:8])
     return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
 
 
 def describe_machine() -> str:
-    """Cores, processor, memory, versions, date, load: what a figure cannot be read without."""
+    """Cores, processor, memory, versions, date, load: a figure means little without them."""
     info = Path("/proc/cpuinfo").read_text().splitlines()
     names = [line.split(":", 1)[1].strip() for line in info if line.startswith("model name")]
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,8 +1,8 @@
 """Models: what the benches train, in plain single-device PyTorch.
 
-case    a model, a batch of it, a learning rate
-blocks  what a peer that wraps layer by layer wraps: every model has them as `blocks`
-Law: weights depend on the seed only, batch i on (rank, i) only, so that every configuration trains the same.
+case    a model, its batches, a learning rate
+blocks  the layers that FSDP wraps one by one; every model has them as `blocks`
+Law: weights depend on the seed only, and batch i on (rank, i) only, so that all configurations train the same.
 
 B batch · L sequence · D width · H heads · K head size · C channels
 """
@@ -63,8 +63,8 @@ class GPT(nn.Module):
         self.head = nn.Linear(width, VOCABULARY, bias=False)
 
     def forward(self, tokens_BL: Tensor) -> Tensor:
-        places_L = torch.arange(tokens_BL.shape[1], device=tokens_BL.device)
-        x_BLD = self.tokens(tokens_BL) + self.positions(places_L)
+        positions_L = torch.arange(tokens_BL.shape[1], device=tokens_BL.device)
+        x_BLD = self.tokens(tokens_BL) + self.positions(positions_L)
         for block in self.blocks:
             x_BLD = block(x_BLD)
         return self.head(self.norm(x_BLD))
@@ -78,8 +78,8 @@ class Residual(nn.Module):
         self.conv1 = nn.Conv2d(num_in, num_out, 3, stride, padding=1, bias=False)
         self.conv2 = nn.Conv2d(num_out, num_out, 3, padding=1, bias=False)
         self.norm1, self.norm2 = nn.GroupNorm(8, num_out), nn.GroupNorm(8, num_out)
-        plain = stride == 1 and num_in == num_out
-        self.skip = nn.Identity() if plain else nn.Conv2d(num_in, num_out, 1, stride, bias=False)
+        is_identity = stride == 1 and num_in == num_out
+        self.skip = nn.Identity() if is_identity else nn.Conv2d(num_in, num_out, 1, stride, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         y = F.relu(self.norm1(self.conv1(x)))
@@ -94,8 +94,8 @@ class CNN(nn.Module):
         self.stem = nn.Conv2d(3, widths[0], 3, padding=1, bias=False)
         blocks, num_in = [], widths[0]
         for stage, width in enumerate(widths):
-            for place in range(depth):
-                blocks.append(Residual(num_in, width, stride=2 if stage and not place else 1))
+            for layer in range(depth):
+                blocks.append(Residual(num_in, width, stride=2 if stage and not layer else 1))
                 num_in = width
         self.blocks = nn.ModuleList(blocks)
         self.head = nn.Linear(num_in, CLASSES)

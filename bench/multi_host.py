@@ -1,9 +1,9 @@
 """Several hosts on this machine behind slow links: bytes sent, step time, and time to a fixed loss.
 
 host       a network namespace with a link of limited rate (`fourfold.testing.network_namespaces`; needs root)
-contender  a way to train the built-in `lm`; `fourfold:zero=1,codec=fp16` is a plan of ours
-turn       a few steps of one contender, then its validation loss, while the others sleep; turns rotate
-MB         bytes that left a host in a step, headers included, evaluation not: the median over turns and hosts
+contender  a way to train the built-in `lm`; `fourfold:zero=1,codec=fp16` is a plan of Fourfold's
+turn       a few steps of one contender, then its validation loss, while the others sleep; contenders rotate
+MB         bytes that left a host in a step, with headers, without evaluation: the median over turns and hosts
 formula    2 (H − 1) / H of the weights' bytes at zero 0 to 2, 3 (H − 1) / H at zero 3 (DESIGN §3), H hosts
 Law: all contenders start from the same weights and see the same batches, rates and clipping.
 
@@ -36,7 +36,7 @@ ZERO_OF_PEERS = {"ddp": 0, "fsdp2": 3}
 
 @dataclass(frozen=True)
 class Settings:
-    """How much is run, and on what."""
+    """What is run, how long, and on which hosts."""
 
     contenders: tuple[str, ...]
     hosts: int
@@ -54,7 +54,7 @@ class Settings:
 
 @dataclass
 class TrainingCurve:
-    """One contender's training: the slowest rank's seconds a step, bytes a step and host, losses after each turn."""
+    """One contender's training: seconds per step of the slowest rank, bytes per step and host, loss after each turn."""
 
     model_bytes: int
     seconds: list[list[float]] = field(default_factory=list)
@@ -62,41 +62,41 @@ class TrainingCurve:
     valid: list[float] = field(default_factory=list)
 
     def seconds_to(self, target: float) -> float | None:
-        """Seconds of steps until a turn ended at the target or below; None where it never did."""
+        """Seconds of steps until a turn ended at the target loss or below; None if it never did."""
         spent = accumulate(sum(turn) for turn in self.seconds)
         return next((so_far for so_far, loss in zip(spent, self.valid, strict=True) if loss <= target), None)
 
 
 def measure(setting: Settings) -> dict[str, TrainingCurve]:
-    """All turns of all contenders."""
+    """Run all turns of all contenders."""
     with Hosts(setting.hosts, rate=setting.rate) as hosts, ExitStack() as stack:
-        worlds, courses = {}, {}
+        worlds, curves = {}, {}
         for name in setting.contenders:
             options = {"module": "bench.multi_host_worker", "hosts": hosts}
             world = World(name, str(setting.steps), num_ranks=setting.ranks, limit_seconds=setting.limit, **options)
             worlds[name] = stack.enter_context(world)
-            courses[name] = TrainingCurve(worlds[name].ready_replies[0]["bytes"])
+            curves[name] = TrainingCurve(worlds[name].ready_replies[0]["bytes"])
         for number in range(setting.steps // setting.turn):
             first = number % len(worlds)
             for name in [*worlds, *worlds][first : first + len(worlds)]:
                 _show_status(f"turn {number + 1} of {setting.steps // setting.turn}: {name}")
-                _run_turn(worlds[name], courses[name], hosts, setting.turn)
+                _run_turn(worlds[name], curves[name], hosts, setting.turn)
         _show_status("")
-        return courses
+        return curves
 
 
-def _run_turn(world: World, course: TrainingCurve, hosts: Hosts, steps: int) -> None:
+def _run_turn(world: World, curve: TrainingCurve, hosts: Hosts, steps: int) -> None:
     before = hosts.sent_bytes()
     replies = world.request({"steps": steps})
     after = hosts.sent_bytes()
-    course.seconds.append([max(each) for each in zip(*(reply["seconds"] for reply in replies), strict=True)])
-    course.sent_bytes.append(median(a - b for a, b in zip(after, before, strict=True)) / steps)
+    curve.seconds.append([max(each) for each in zip(*(reply["seconds"] for reply in replies), strict=True)])
+    curve.sent_bytes.append(median(a - b for a, b in zip(after, before, strict=True)) / steps)
     valid = world.request({"valid": True})
-    course.valid.append(sum(reply["valid"] for reply in valid) / len(valid))
+    curve.valid.append(sum(reply["valid"] for reply in valid) / len(valid))
 
 
 def zero_of(contender: str, ranks: int) -> int | None:
-    """The zero level whose formula a contender is measured against; None where what it sends is compressed or rare."""
+    """The zero level whose formula applies to a contender; None if it compresses or does not reduce every step."""
     if contender in PEERS:
         return ZERO_OF_PEERS.get(contender)
     plan = parse_plan(contender, ranks)
@@ -104,58 +104,58 @@ def zero_of(contender: str, ranks: int) -> int | None:
 
 
 def formula_bytes(zero: int, hosts: int, model_bytes: int) -> float:
-    """What a host must send in a step: each pass over the weights' bytes is (H − 1) / H of them."""
+    """Bytes a host must send in a step: each pass over the weights sends (H − 1) / H of them."""
     return PASSES_OF_ZERO[zero] * (hosts - 1) / hosts * model_bytes
 
 
-def describe(courses: dict[str, TrainingCurve], setting: Settings) -> str:
+def describe(curves: dict[str, TrainingCurve], setting: Settings) -> str:
     titles = ["", "step ms", f"/ {PEER}", "MB", "/ formula", f"loss {setting.steps}"]
     titles += [f"seconds to {setting.target}"] if setting.target is not None else []
-    rows = [titles, *(_row(name, courses, setting) for name in courses)]
+    rows = [titles, *(_row(name, curves, setting) for name in curves)]
     rate = "no limit" if setting.rate is None else setting.rate
-    size = next(iter(courses.values())).model_bytes / MB
+    size = next(iter(curves.values())).model_bytes / MB
     lines = [
         f"{setting.hosts} hosts × {setting.each} ranks × 1 thread, {rate} · lm, {size:.2f} MB of weights"
         f" · {setting.steps} steps in turns of {setting.turn}",
         format_table(rows),
     ]
-    if "ddp-powersgd" in courses:
+    if "ddp-powersgd" in curves:
         lines.append(f"  ddp-powersgd: rank 2, plain for {POWERSGD_START} steps")
-    return "\n".join([*lines, *_verdicts(courses, setting)])
+    return "\n".join([*lines, *_verdicts(curves, setting)])
 
 
-def _row(name: str, courses: dict[str, TrainingCurve], setting: Settings) -> list[str]:
-    course, peer = courses[name], courses.get(PEER)
-    ratios = [median(a) / median(b) for a, b in zip(course.seconds, peer.seconds, strict=True)] if peer else []
-    share = _ratio_to_formula(name, course, setting)
+def _row(name: str, curves: dict[str, TrainingCurve], setting: Settings) -> list[str]:
+    curve, peer = curves[name], curves.get(PEER)
+    ratios = [median(a) / median(b) for a, b in zip(curve.seconds, peer.seconds, strict=True)] if peer else []
+    ratio = _ratio_to_formula(name, curve, setting)
     cells = [
         name,
-        f"{1e3 * median(second for turn in course.seconds for second in turn):.1f}",
+        f"{1e3 * median(second for turn in curve.seconds for second in turn):.1f}",
         f"{median(ratios):.3f}" if ratios else "–",
-        f"{median(course.sent_bytes) / MB:.3f}",
-        "–" if share is None else f"{share:.3f}",
-        f"{course.valid[-1]:.4f}",
+        f"{median(curve.sent_bytes) / MB:.3f}",
+        "–" if ratio is None else f"{ratio:.3f}",
+        f"{curve.valid[-1]:.4f}",
     ]
     if setting.target is not None:
-        spent = course.seconds_to(setting.target)
+        spent = curve.seconds_to(setting.target)
         cells.append("never" if spent is None else f"{spent:.1f}")
     return cells
 
 
-def _ratio_to_formula(name: str, course: TrainingCurve, setting: Settings) -> float | None:
+def _ratio_to_formula(name: str, curve: TrainingCurve, setting: Settings) -> float | None:
     zero = zero_of(name, setting.ranks)
     if zero is None or setting.hosts == 1:
         return None
-    return median(course.sent_bytes) / formula_bytes(zero, setting.hosts, course.model_bytes)
+    return median(curve.sent_bytes) / formula_bytes(zero, setting.hosts, curve.model_bytes)
 
 
-def _verdicts(courses: dict[str, TrainingCurve], setting: Settings) -> list[str]:
+def _verdicts(curves: dict[str, TrainingCurve], setting: Settings) -> list[str]:
     lines = []
-    for name, course in courses.items():
-        share = _ratio_to_formula(name, course, setting)
-        if name.startswith(OURS) and share is not None:
-            verdict = "reached" if abs(share - 1) <= BYTES_TOLERANCE else "missed"
-            lines.append(f"  {name}: bytes {share:.3f} of the formula, reach 1 ± {BYTES_TOLERANCE}: {verdict}")
+    for name, curve in curves.items():
+        ratio = _ratio_to_formula(name, curve, setting)
+        if name.startswith(OURS) and ratio is not None:
+            verdict = "reached" if abs(ratio - 1) <= BYTES_TOLERANCE else "missed"
+            lines.append(f"  {name}: bytes {ratio:.3f} of the formula, reach 1 ± {BYTES_TOLERANCE}: {verdict}")
     return lines
 
 
@@ -165,9 +165,9 @@ def _show_status(text: str) -> None:
 
 
 def main() -> int:
-    """0, or 1 where a contender does not run or hosts cannot be had."""
+    """0; 1 if a contender does not run or hosts cannot be made."""
     arguments = vars(_parser().parse_args())
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # by way of every `with`: hosts and worlds end too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwinds every `with`, which ends hosts and worlds
     file = arguments.pop("json")
     arguments["contenders"] = arguments.pop("only")
     arguments["rate"] = None if arguments["rate"] == "none" else arguments["rate"]
@@ -176,20 +176,20 @@ def main() -> int:
     print(head, flush=True)
     try:
         for name in setting.contenders:
-            zero_of(name, setting.ranks)  # a plan that cannot be is told of before anything starts
-        courses = measure(setting)
+            zero_of(name, setting.ranks)  # raises for an illegal plan before anything starts
+        curves = measure(setting)
     except (FourfoldError, WorldError) as error:
         print(f"\n{error}", flush=True)
         return 1
-    print(f"\n{describe(courses, setting)}", flush=True)
+    print(f"\n{describe(curves, setting)}", flush=True)
     if file:
-        record = {"machine": head, "setting": vars(setting), "courses": {n: vars(c) for n, c in courses.items()}}
+        record = {"machine": head, "setting": vars(setting), "courses": {n: vars(c) for n, c in curves.items()}}
         Path(file).write_text(json.dumps(record, indent=1) + "\n")
     return 0
 
 
 def _parse_contenders(text: str) -> tuple[str, ...]:
-    # Plans have commas of their own: what does not begin a contender goes on with the one before.
+    # Plans contain commas: a word that does not begin a contender continues the one before.
     chosen: list[str] = []
     for word in text.split(","):
         if word in PEERS or word.partition(":")[0] == OURS:
@@ -206,15 +206,15 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench.multi_host", description=str(__doc__).split("\n")[0])
     parser.add_argument("--only", type=_parse_contenders, default=DEFAULT, help="contenders, comma-separated")
     parser.add_argument("--hosts", type=int, default=2)
-    parser.add_argument("--each", type=int, default=1, help="ranks of a host")
+    parser.add_argument("--each", type=int, default=1, help="ranks per host")
     parser.add_argument(
-        "--rate", default="100mbit", help="of each host's link, both ways, as tc has it; none: no limit"
+        "--rate", default="100mbit", help="of each host's link, in both directions, in tc's notation; none: no limit"
     )
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--turn", type=int, default=20, help="steps of a turn")
-    parser.add_argument("--target", type=float, help="the validation loss whose time is asked for")
-    parser.add_argument("--limit", type=int, default=1800, help="seconds after which a world is ended")
-    parser.add_argument("--json", metavar="FILE", help="write every single figure")
+    parser.add_argument("--turn", type=int, default=20, help="steps per turn")
+    parser.add_argument("--target", type=float, help="the validation loss to reach")
+    parser.add_argument("--limit", type=int, default=1800, help="seconds after which a world is killed")
+    parser.add_argument("--json", metavar="FILE", help="write all figures")
     return parser
 
 

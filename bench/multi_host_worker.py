@@ -1,7 +1,7 @@
 """One rank of one contender: the built-in `lm`, trained on one machine of several hosts.
 
-contender  a way to train the same model on the same batches: DDP and its hooks, FSDP2, or a plan of ours
-turn       some steps, or one validation, taken when the parent says so
+contender  a way to train the same model on the same batches: DDP and its hooks, FSDP2, or a plan of Fourfold's
+turn       some steps, or one validation, at the parent's request
 Law: all contenders have the same weights at the start, the same batches, rates and clipping.
 
     python -m bench.multi_host_worker CONTENDER STEPS LIMIT RENDEZVOUS      (RANK and WORLD_SIZE in the environment)
@@ -29,17 +29,17 @@ from fourfold.tasks import lm
 
 VALID_BYTES = 16_384
 VALID_BATCH_SIZE = 16
-POWERSGD_START = 10  # plain all-reduces before it: it needs two at least
+POWERSGD_START = 10  # plain all-reduces before it: it needs at least two
 OURS = "fourfold"
 
 
 class Contender(Protocol):
-    """What is measured; `optimizer.param_groups` sets the rates."""
+    """What is measured; the caller sets learning rates in `optimizer.param_groups`."""
 
     optimizer: torch.optim.Optimizer
 
     def step(self, batch: Any) -> float:
-        """One update; a loss, the local one for peers: no reduction, so that they pay for none."""
+        """One update; returns a loss. Peers return the local one, so that they pay for no reduction of it."""
         ...
 
     def validate(self, batches: Sequence[Any]) -> float:
@@ -48,7 +48,7 @@ class Contender(Protocol):
 
 
 class TorchPeer:
-    """The loop that every torch peer writes."""
+    """The training loop of every torch peer."""
 
     def __init__(self, model: nn.Module, task: ff.Task) -> None:
         self._model, self._task = model, task
@@ -74,7 +74,7 @@ class TorchPeer:
 
 
 class FourfoldContender:
-    """A plan of ours."""
+    """A plan of Fourfold's."""
 
     def __init__(self, model: nn.Module, task: ff.Task, plan: ff.Plan) -> None:
         self._step = ff.parallelize(model, task.loss, task.optimizer, plan, clip=task.clip)
@@ -148,14 +148,14 @@ def make_contender(contender: str, task: ff.Task, size: int) -> Contender:
 
 
 class ContenderRun:
-    """A contender, and where it stands."""
+    """A contender, its data, and the step it has reached."""
 
     def __init__(self, contender: str, steps: int, *, rank: int, size: int) -> None:
         self._task = lm.task(steps=steps, valid_bytes=VALID_BYTES)
         data = self._task.data()
         self._contender = make_contender(contender, self._task, size)
         self._base_lrs = [group["lr"] for group in self._contender.optimizer.param_groups]
-        # The same batches for everybody, in one order.
+        # Every contender gets the same batches in the same order.
         self._batches = ff.Feed(data.train, ff.Plan(dp=size), batch_size=self._task.batch_size, seed=0).repeat()
         assert data.valid is not None
         start, stop = shard_range(0, len(data.valid) // (size * VALID_BATCH_SIZE) * size * VALID_BATCH_SIZE, size, rank)
@@ -164,7 +164,7 @@ class ContenderRun:
         self._step = 0
 
     def run_steps(self, count: int) -> dict[str, object]:
-        """Some steps: the seconds of each, and the loss of the last."""
+        """Take some steps; returns the seconds of each, and the loss of the last."""
         seconds, loss = [], float("nan")
         for _ in range(count):
             batch = next(self._batches)
@@ -184,7 +184,7 @@ class ContenderRun:
 
 def main(arguments: list[str], say: TextIO) -> None:
     contender, steps, limit, rendezvous = arguments
-    # The kernel ends this process at its limit even if it hangs in C or the parent is gone.
+    # The kernel kills this process at its limit even if it hangs in C or the parent is gone.
     signal.alarm(int(limit))
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
@@ -196,7 +196,7 @@ def main(arguments: list[str], say: TextIO) -> None:
         request = json.loads(line)
         reply = training.run_steps(request["steps"]) if "steps" in request else training.validate()
         print(json.dumps(reply), file=say, flush=True)
-    # Without the group's own shutdown: another rank may be gone already.
+    # Skips the group's own shutdown: another rank may be gone already.
     os._exit(0)
 
 

@@ -1,9 +1,9 @@
-"""What a step spends on reading its optimizer's options (AdamW), and on the longer call that carries them.
+"""Options: what a step spends on reading its optimizer's options (AdamW), and on the longer call text with them.
 
-unchanged  options as in the step before
-schedule   every group has a new rate in each step; the schedule's own time is not counted
-OTHER      another version of `parts/optim/option_tracker.py`: the two take turns, and the ratio is that of neighbours
-Law: each reading is timed alone and in turn, so a median says more than the load of the machine does.
+unchanged  the options are those of the step before
+schedule   every group has a new learning rate in each step; the time of the schedule itself is not counted
+OTHER      another version of `parts/optim/option_tracker.py`: the two take turns; ratios are of neighbouring readings
+Law: each reading is timed alone and in turn, so that the medians do not depend on the machine's load.
 
     PYTHONPATH=src:. python bench/options.py [OTHER]
 """
@@ -40,7 +40,7 @@ def import_file(path: Path) -> ModuleType:
 def time_readings(optimizer: torch.optim.Optimizer, modules: list[ModuleType], *, schedule: bool) -> list[list[float]]:
     """Microseconds of each reading, by module."""
     readers: list[Any] = [module.OptionTracker(optimizer) for module in modules]
-    found: list[list[float]] = [[] for _ in modules]
+    readings: list[list[float]] = [[] for _ in modules]
     rate = 1e-3
     for number in range(WARMUP + NUM_READINGS):
         rate *= 0.9999
@@ -50,8 +50,8 @@ def time_readings(optimizer: torch.optim.Optimizer, modules: list[ModuleType], *
             which = (number + turn) % len(readers)
             begin = time.perf_counter()
             readers[which].text()
-            found[which].append((time.perf_counter() - begin) * 1e6)
-    return [each[WARMUP:] for each in found]
+            readings[which].append((time.perf_counter() - begin) * 1e6)
+    return [each[WARMUP:] for each in readings]
 
 
 def microseconds(act: Any) -> float:
@@ -64,13 +64,13 @@ def main() -> None:
     for num_groups in (1, 2, 12, 48):
         weights = [torch.nn.Parameter(torch.zeros(2)) for _ in range(num_groups)]
         optimizer = torch.optim.AdamW([{"params": [weight]} for weight in weights], lr=1e-3)
-        said = []
+        texts = []
         for name, schedule in (("unchanged", False), ("schedule", True)):
             mine, *others = time_readings(optimizer, modules, schedule=schedule)
-            said.append(f"{name} {median(mine):.1f} µs")
+            texts.append(f"{name} {median(mine):.1f} µs")
             for other in others:
                 ratio = median(one / two for one, two in zip(mine, other, strict=True))
-                said.append(f"other {median(other):.1f} µs, ratio {ratio:.2f}")
+                texts.append(f"other {median(other):.1f} µs, ratio {ratio:.2f}")
         text = divergence_report.with_options(CALL_TEXT, option_tracker.OptionTracker(optimizer).text())
         call = microseconds(lambda text=text: collective_fingerprint.fingerprint(text)) - microseconds(
             lambda: collective_fingerprint.fingerprint(CALL_TEXT)
@@ -78,7 +78,7 @@ def main() -> None:
         board = microseconds(lambda text=text: collective_fingerprint.encode_call(text)) - microseconds(
             lambda: collective_fingerprint.encode_call(CALL_TEXT)
         )
-        print(f"{num_groups:3} groups: {'; '.join(said)}; the longer call: tag {call:+.1f} µs, board {board:+.1f} µs")
+        print(f"{num_groups:3} groups: {'; '.join(texts)}; the longer call: tag {call:+.1f} µs, board {board:+.1f} µs")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Beside: what a checkpoint and a sampled step cost the steps of the default language model.
+"""Overhead: what a checkpoint and a traced step cost the training of the default language model.
 
     torchrun --nproc-per-node 2 -m bench.overhead [--rounds 12]
 
-block   ten steps; a save begins before the first of them, and has been written before the last has ended, or it is told
-twin    the same block without a save; twins take turns in one run, and which is first changes
-Law: a cost is the median difference of twins, told as a share of the steps it is paid for.
+block   ten steps; a save begins before the first one. If it is not written when the last one ends, the output says so
+twin    the same block without a save; twins take turns in one run, and the order alternates
+Law: a cost is the median difference of twins, as a fraction of the steps between two saves (or two traced steps).
 """
 
 import argparse
@@ -29,31 +29,31 @@ from fourfold.trainer.tracer import Tracer
 BLOCK_STEPS = 10
 WARM_UP = 5
 SAVE_EVERY = 50
-UNSAMPLED_STEP = 1  # a step that is not recorded where every hundredth is
+UNSAMPLED_STEP = 1  # a step that is not traced if every hundredth is
 
 
 class PairedTimes(NamedTuple):
-    """Seconds with and without, wall and processor time of this rank, by round."""
+    """(with, without) by round, in seconds: wall time and processor time of this rank."""
 
     wall_seconds: list[tuple[float, float]]
     cpu_seconds: list[tuple[float, float]]
 
 
 def time_in_turns(rounds: int, with_it: Callable[[], None], without: Callable[[], None]) -> PairedTimes:
-    found = PairedTimes([], [])
+    times = PairedTimes([], [])
     for number in range(rounds):
         spent = {}
         for work in (with_it, without)[:: 1 if number % 2 else -1]:
             wall, processor = time.perf_counter(), time.process_time()
             work()
             spent[work] = time.perf_counter() - wall, time.process_time() - processor
-        for index, kind in enumerate(found):
+        for index, kind in enumerate(times):
             kind.append((spent[with_it][index], spent[without][index]))
-    return found
+    return times
 
 
 def format_row(name: str, twins: Sequence[tuple[float, float]], steps: int, every: int) -> tuple[str, ...]:
-    """`steps` in a twin; the cost is paid once in `every` steps."""
+    """A row: a twin has `steps` steps, and the cost arises once in `every` steps."""
     step = statistics.median(without for _, without in twins) / steps
     extra = [with_it - without for with_it, without in twins]
     shares = [each / (every * step) for each in extra]
@@ -67,11 +67,11 @@ def build_step(folder: str) -> tuple[TrainStep, CheckpointManager, Callable[[], 
     data = task.data()
     step = parallelize(task.model(), task.loss, task.optimizer, plan, clip=task.clip)
     feed = Feed(data.train, plan, batch_size=task.batch_size)
-    keeper = CheckpointManager(
+    manager = CheckpointManager(
         TrainingState(step, feed), AttemptDir(Path(step.all_gather_json(folder)[0]), "bench"), NullLog(), seed=0
     )
     batches = feed.repeat()
-    return step, keeper, lambda: step(next(batches)) and None
+    return step, manager, lambda: step(next(batches)) and None
 
 
 def main() -> None:
@@ -79,38 +79,38 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=12)
     rounds = parser.parse_args().rounds
     with tempfile.TemporaryDirectory(prefix="fourfold-bench-", dir=".") as folder:
-        step, keeper, one = build_step(folder)
-        tracing = Tracer(step, folder=Path(folder) if step.rank == 0 else None)
-        late = saves = samples = 0
+        step, manager, run_step = build_step(folder)
+        tracer = Tracer(step, folder=Path(folder) if step.rank == 0 else None)
+        num_late = saves = samples = 0
 
         def block() -> None:
             for _ in range(BLOCK_STEPS):
-                one()
+                run_step()
 
         def saving() -> None:
-            nonlocal late, saves
+            nonlocal num_late, saves
             saves += 1
-            keeper.save(TrainingProgress(saves))
+            manager.save(TrainingProgress(saves))
             block()
-            late += keeper._writer_thread is not None and keeper._writer_thread.is_alive()
+            num_late += manager._writer_thread is not None and manager._writer_thread.is_alive()
 
         def sampled() -> None:
             nonlocal samples
             samples += 1
-            with tracing.sample(TRACE_EVERY * samples):
-                one()
+            with tracer.sample(TRACE_EVERY * samples):
+                run_step()
 
         def unsampled() -> None:
-            with tracing.sample(UNSAMPLED_STEP):
-                one()
+            with tracer.sample(UNSAMPLED_STEP):
+                run_step()
 
         for _ in range(WARM_UP):
-            one()
+            run_step()
         sampled()
         saving()
         saves_found = time_in_turns(rounds, saving, block)
         steps_found = time_in_turns(rounds * BLOCK_STEPS, sampled, unsampled)
-        keeper.wait()
+        manager.wait()
         step.all_gather_json(None)
     if step.rank == 0:
         print(
@@ -127,7 +127,7 @@ def main() -> None:
             format_row(f"{traced}, processor", steps_found.cpu_seconds, 1, TRACE_EVERY),
         ]
         print(format_table(rows))
-        print(f"\n{late} of {saves} saves were still being written when their block ended")
+        print(f"\n{num_late} of {saves} saves were still being written when their block ended")
 
 
 if __name__ == "__main__":

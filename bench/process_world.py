@@ -1,8 +1,8 @@
-"""Worlds of rank processes under measurement.
+"""Process world: the rank processes of one configuration under measurement.
 
 world   the processes of one configuration; they sleep except in their turns
 turn    some untimed and some timed steps of all ranks of one world
-Law: every process started here has ended when its `with` block is left, and none outlives its limit.
+Law: at the end of its `with` block every process of a world has ended, and none outlives its time limit.
 """
 
 import json
@@ -26,11 +26,11 @@ SAMPLE_SECONDS = 0.05
 
 
 class WorldError(RuntimeError):
-    """A rank ended early or the world ran past its limit; carries what the ranks printed."""
+    """A rank has ended early, or the world has exceeded its time limit; the text holds what the ranks printed."""
 
 
 class World(AbstractContextManager["World"]):
-    """`python -m MODULE` once per rank: started and ready on entry, ended on exit, whatever happened."""
+    """`python -m MODULE` once per rank: started and ready on entry, ended on exit in any case."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class World(AbstractContextManager["World"]):
         self._folder = tempfile.TemporaryDirectory(prefix="fourfold-bench-")
         self._processes: list[subprocess.Popen[bytes]] = []
         self.ready_replies: list[dict] = []
-        """What each rank said when it was ready."""
+        """The first reply of each rank, when it was ready."""
 
     def __enter__(self) -> Self:
         try:
@@ -65,7 +65,7 @@ class World(AbstractContextManager["World"]):
         for process in self._processes:
             assert process.stdin
             with suppress(BrokenPipeError):
-                process.stdin.close()  # the end of its turns: a rank leaves by itself
+                process.stdin.close()  # the end of its turns: the rank exits
         for process in self._processes:
             try:
                 process.wait(timeout=5)
@@ -79,24 +79,24 @@ class World(AbstractContextManager["World"]):
     def run_turn(
         self, *, untimed: int, timed: int, sample: Callable[[Sequence[int]], None] | None = None
     ) -> list[dict]:
-        """Let all ranks step at once; their results by rank.
+        """Make all ranks step at once; returns their results by rank.
 
-        `sample(pids)` is called about 20 times a second meanwhile. Each result gets `others`: processor seconds
-        per second that went to anybody else.
+        `sample(pids)` is called about 20 times a second meanwhile. Each result gets `others`: the processor seconds
+        per second that all other processes have used.
         """
         cpu, begin, busy = self._cpu_seconds(), time.monotonic(), machine_cpu_seconds()
         pids = [process.pid for process in self._processes]
         results = self.request({"untimed": untimed, "timed": timed}, (lambda: sample(pids)) if sample else None)
-        foreign = machine_cpu_seconds() - busy - (self._cpu_seconds() - cpu)
-        others = max(0.0, foreign / (time.monotonic() - begin))
+        others_seconds = machine_cpu_seconds() - busy - (self._cpu_seconds() - cpu)
+        others = max(0.0, others_seconds / (time.monotonic() - begin))
         return [result | {"others": others} for result in results]
 
     def request(self, request: Mapping[str, object], on_tick: Callable[[], None] | None = None) -> list[dict]:
-        """What all ranks reply to a request, by rank."""
+        """Send a request to all ranks; returns their replies by rank."""
         line = json.dumps(request) + "\n"
         for process in self._processes:
             assert process.stdin
-            # A rank that is gone is reported with its log where its reply is missing.
+            # A rank that is gone is reported, with its log, when its reply is missing.
             with suppress(BrokenPipeError):
                 process.stdin.write(line.encode())
                 process.stdin.flush()
@@ -105,17 +105,17 @@ class World(AbstractContextManager["World"]):
     def _start(self, rank: int) -> subprocess.Popen[bytes]:
         inherited = [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
         numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": self._ranks, "LOCAL_WORLD_SIZE": self._ranks}
-        place = {name: str(number) for name, number in numbers.items()}
+        rank_variables = {name: str(number) for name, number in numbers.items()}
         command = [*self._command, f"file://{self._folder.name}/rendezvous"]
         if self._hosts is not None:
-            place = self._hosts.rank_environ(rank, self._ranks)
+            rank_variables = self._hosts.rank_environ(rank, self._ranks)
             command = self._hosts.host_of(rank, self._ranks).command(command)
-        # Ours as `fourfold run` starts them, peers as torchrun does.
-        heap = malloc_variables() if self._command[3].startswith("fourfold") else {}
+        # Fourfold's ranks get the variables of `fourfold run`, the peers' ranks those of torchrun.
+        malloc_settings = malloc_variables() if self._command[3].startswith("fourfold") else {}
         environment = {
             **os.environ,
-            **heap,
-            **place,
+            **malloc_settings,
+            **rank_variables,
             "OMP_NUM_THREADS": "1",
             "MKL_NUM_THREADS": "1",
             "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src"), *inherited]),
@@ -134,7 +134,7 @@ class World(AbstractContextManager["World"]):
         return ticks / os.sysconf("SC_CLK_TCK")
 
     def _read_replies(self, on_tick: Callable[[], None] | None = None) -> list[dict]:
-        """One JSON line of every rank, by rank."""
+        """One JSON line from every rank, by rank."""
         replies: dict[int, dict] = {}
         with selectors.DefaultSelector() as selector:
             for rank, process in enumerate(self._processes):

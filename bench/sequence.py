@@ -2,11 +2,11 @@
 
     python -m bench.sequence [--lengths 1024 4096 16384] [--turns 3] [--ranks 2] [--bidirectional]
 
-forward and backward of one layer, float32, one thread a rank. Ways take turns in one run; a ratio is taken inside
-each turn, then the median over turns. "processor" is the slowest rank's own time, which other load does not lengthen
-much; "waited" is by the rank that waited least: the rest is unequal speed. "hidden" is the share of the time of an
-exchange with nothing computed meanwhile that was not waited for.
-Law: all ways give the same sums, else nothing is printed.
+Forward and backward of one layer, float32, one thread per rank. The layouts take turns in one run; a ratio is taken
+inside each turn, then the median over turns. "processor" is the CPU time of the slowest rank, which other load hardly
+changes. "waited" is the time of the rank that waited least; what others waited longer is unequal speed. "hidden" is the
+fraction of an exchange, timed with nothing to compute, that no rank waited for.
+Law: all layouts give the same sums, else nothing is printed.
 """
 
 import argparse
@@ -26,7 +26,7 @@ OVERLAPPING = ("zigzag shared", "zigzag gloo")
 
 
 class LengthResults:
-    """What was measured at one length, by way."""
+    """What was measured at one length, by layout."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, list[float]] = {way: [] for way in LAYOUTS}
@@ -48,7 +48,7 @@ class LengthResults:
 
 
 def run_turn(world: World, length: LengthResults, job: dict[str, Any], first: int, expected: list[list[float]]) -> None:
-    """Every way once, beginning with another one than in the turn before."""
+    """Every layout once; each turn begins with another one."""
     for way in [*LAYOUTS, *LAYOUTS][first % len(LAYOUTS) :][: len(LAYOUTS)]:
         if way in OVERLAPPING:
             alone = world.request({**job, "way": way, "exchange": True})
@@ -59,7 +59,7 @@ def run_turn(world: World, length: LengthResults, job: dict[str, Any], first: in
         length.waiting_seconds[way].append(min(reply["waited"] for reply in replies))
         expected.append([sum(reply[name] for reply in replies) for name in "oqkv"])
         if not all(math.isclose(a, b, rel_tol=1e-4) for a, b in zip(expected[0], expected[-1], strict=True)):
-            raise SystemExit(f"{way}: other sums than the first way's, {expected[-1]} and {expected[0]}")
+            raise SystemExit(f"{way}: other sums than the first layout, {expected[-1]} and {expected[0]}")
 
 
 def format_rows(length: int, found: LengthResults) -> list[list[str]]:

@@ -2,14 +2,14 @@
 
     python -m bench.sequence_memory
 
-fake rank  one process that plays one rank with tensors that have sizes and no memory (`testing/peak_memory.py`)
-hasty      with the first hop of a ring only: the others hold no more, and take time
-Law: what is printed is counted, for all 12 layers: the winner fits, and one sample (or one step of length) more does
-not. On the way there, layers are extrapolated from 2 and 3, in which the peak is a line. The winner of the headline is
-counted with every hop, too.
+fake rank  one process that runs one rank with tensors that have sizes but no memory (`testing/peak_memory.py`)
+few hops   with the first hops of a ring only: the others hold no more, and take time
+Law: what is printed is counted for all 12 layers: the winner fits, and one sample (or one step of length) more does
+not. The search extrapolates from 2 and 3 layers, because the peak is linear in the layers. The winner of the headline
+is counted again with every hop.
 
 float32, Adam, dropout 0.1, a loss on every position, no recomputation. TP is tensor parallelism over heads and inner
-sizes as Megatron has it, its gradients made anew in each step. Sequence ranks hold what Fourfold's ranks on GPUs hold:
+sizes as in Megatron, with gradients made anew in each step. Sequence ranks hold what Fourfold's ranks on GPUs hold:
 weights, gradient slots and states in buckets, for the whole run.
 """
 
@@ -29,9 +29,11 @@ from bench.measurement import describe_machine, format_table
 from fourfold.parts.comm.reduce.single_rank import SingleRankTransport
 from fourfold.parts.comm.ring.p2p import RingOverP2P
 from fourfold.parts.comm.ring.single_rank import NullRingGroup
-from fourfold.parts.data.grad_buckets import GradBuckets, flatten_params, param_specs
-from fourfold.parts.sequence.attention import SequenceGroup, sequence_attention
+from fourfold.parts.data.flat_params import flatten_params, param_specs
+from fourfold.parts.data.grad_buckets import GradBuckets
+from fourfold.parts.sequence.attention import sequence_attention
 from fourfold.parts.sequence.dropout import AttentionDropout
+from fourfold.parts.sequence.sequence_group import SequenceGroup
 from fourfold.plan.data.buckets import make_buckets
 from fourfold.plan.data.zero import RESTING_LAYOUTS, grad_buffer_indices
 from fourfold.plan.plan import Plan
@@ -40,10 +42,10 @@ from fourfold.words.layout import SPLIT
 from fourfold.words.trace_events import NULL_RECORDER
 
 USABLE_BYTES = 15_400_000_000
-"""Of 16 GiB: what context, libraries and fragments leave on a P100."""
+"""The part of 16 GiB that context, libraries and fragmentation leave on a P100."""
 LAYERS = 12
-SAMPLE_LENGTH, BATCH = 512, 64  # the length that batches are counted at, the batch that lengths are counted at
-LENGTH_STEP = 64  # of lengths
+SAMPLE_LENGTH, BATCH = 512, 64  # the length at which batches are counted, the batch at which lengths are counted
+LENGTH_STEP = 64
 MAX_HOPS = 1
 MAX_GROWTH = 8
 TENSOR_SIZES = (1, 2, 4, 6, 12)  # 12 heads
@@ -56,7 +58,7 @@ Kinds = dict[str, Sequence[Tensor]]
 
 
 class StepMemory(NamedTuple):
-    """What lies beside a rank's weights for the whole step; `owner` is what must live as long."""
+    """What a rank holds besides its weights for the whole step; `owner` must live as long."""
 
     tensors_by_kind: Kinds
     owner: object = None
@@ -64,14 +66,14 @@ class StepMemory(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """How BERT is laid over `size` ranks: what one of them builds, computes, and keeps beside its weights."""
+    """How BERT is laid over `size` ranks: what one rank builds, computes, and holds besides its weights."""
 
     size: int
     build: Callable[[bert.Shape], bert.Bert]
     step_memory: Callable[[nn.Module], StepMemory]
     losses: bert.Losses
     num_shards: int
-    """Among how many ranks a sequence is cut; a length that does not divide is padded."""
+    """The number of ranks that share a sequence; a length that does not divide is padded."""
 
 
 def tensor_parallel(
@@ -81,18 +83,18 @@ def tensor_parallel(
     attend: bert.Attend = bert.math_attention,
     split: bool = False,
 ) -> Layout:
-    """A rank of a tensor axis. Its gradients are freed after each update, as torch does it."""
+    """A rank of a tensor axis. Its gradients are freed after each update, as in torch."""
     build = functools.partial(bert.Bert, num_shards=size, attend=attend, split=split)
     return Layout(size, build, adam, losses, size if split else 1)
 
 
 def adam(model: nn.Module) -> StepMemory:
-    """Two moments of every weight."""
+    """Adam's two moments of every weight."""
     return StepMemory({STATES: [torch.empty_like(p) for p in model.parameters() for _ in range(2)]})
 
 
 class NullChannel:
-    """A wire of `size` ranks, of which this one is alone: it takes the memory of messages and brings nothing."""
+    """A channel of `size` ranks of which only this one exists: messages take memory and bring nothing."""
 
     name = "silence"
 
@@ -115,7 +117,7 @@ class NullChannel:
 
 
 class TruncatedRing(RingOverP2P):
-    """A link whose visits end after `HOPS` hops."""
+    """A ring whose iteration ends after `HOPS` hops."""
 
     def iterate_blocks(self, parts: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
         return itertools.islice(super().iterate_blocks(parts), MAX_HOPS + 1)
@@ -124,7 +126,7 @@ class TruncatedRing(RingOverP2P):
 def sequence_parallel(
     size: int, ring: str, *, zero: int = 0, losses: bert.Losses = bert.losses, few_hops: bool = False
 ) -> Layout:
-    """A rank of Fourfold's sequence axis; alone, it has torch's own attention. Zero's shares are over the ranks."""
+    """A rank of Fourfold's sequence axis; a single rank uses torch's own attention. ZeRO shards over the ranks."""
     rest = functools.partial(zero_buckets, size=size, zero=zero)
     axis = SequenceGroup((TruncatedRing if few_hops else RingOverP2P)(NullChannel(size)), NullRingGroup(), ring)
 
@@ -136,7 +138,7 @@ def sequence_parallel(
 
 
 def zero_buckets(model: nn.Module, *, size: int, zero: int) -> StepMemory:
-    """What `step/build.py` and `parts/comm` make for GPUs; the hooks that fill the slots are the real ones."""
+    """What `step/build.py` and `parts/comm` allocate on GPUs; the hooks that fill the slots are the real ones."""
     named = dict(model.named_parameters())
     rest = RESTING_LAYOUTS[zero if size > 1 else 0]
     split = rest.state == SPLIT
@@ -159,7 +161,7 @@ def zero_buckets(model: nn.Module, *, size: int, zero: int) -> StepMemory:
 
 
 def peak_memory(job: Layout, shape: bert.Shape, *, batch: int, length: int) -> PeakMemory:
-    """One forward and backward of one rank; the update holds less. With real tensors, or inside a mode of others."""
+    """One forward and backward of one rank; the update holds less. Tensors may be real or fake."""
     model = job.build(shape._replace(positions=max(shape.positions, length)))
     resting = job.step_memory(model)
     ids_BL = torch.zeros(batch, -(-length // job.num_shards), dtype=torch.long)
@@ -175,14 +177,14 @@ def peak_memory(job: Layout, shape: bert.Shape, *, batch: int, length: int) -> P
 
 
 def peak_bytes(job: Layout, *, batch: int, length: int, layers: int = LAYERS) -> int:
-    """Bytes of BERT-base at a step's fullest moment."""
+    """Peak bytes of a step of BERT-base."""
     # The meta device has the sizes of fake tensors (`tests/simulated/test_peak.py`) at a fifth of their time.
     with torch.device("meta"):
         return peak_memory(job, bert.Shape(layers=layers), batch=batch, length=length).peak_bytes
 
 
 def extrapolate_bytes(job: Layout, *, batch: int, length: int) -> int:
-    """The same from 2 and 3 layers, in which it is affine."""
+    """The same, extrapolated from 2 and 3 layers: it is affine in the layers."""
     two, three = (peak_bytes(job, batch=batch, length=length, layers=layers) for layers in (2, 3))
     return two + (LAYERS - 2) * (three - two)
 
@@ -211,7 +213,7 @@ def largest_within(bytes_at: Callable[[int], int], limit: int, start: int = 1) -
 
 
 def max_size(job: Layout, question: "Question") -> int:
-    """The answer for all layers; extrapolated, then verified, and looked for with all layers if that was wrong."""
+    """The answer for all layers: extrapolated, then verified, and searched with all layers if that was wrong."""
     start = question.start * job.size
     guess = largest_within(lambda n: extrapolate_bytes(job, **question.at(n)), USABLE_BYTES, start)
     fits = guess == 0 or peak_bytes(job, **question.at(guess)) <= USABLE_BYTES
@@ -222,12 +224,12 @@ def max_size(job: Layout, question: "Question") -> int:
 
 @dataclass(frozen=True)
 class Question:
-    """What is made as large as it can be, in steps of `unit`."""
+    """What is maximized, in steps of `unit`."""
 
     title: str
     unit: int
     start: int
-    """Where to begin, in units for each rank."""
+    """Where the search begins, in units per rank."""
     at: Callable[[int], dict[str, int]]
 
 
@@ -241,7 +243,7 @@ BASELINE, ORIGINAL, MERGED = "vocabulary-parallel loss", "rsa (full rows)", "pla
 
 
 class Row(NamedTuple):
-    """A way to lay BERT over ranks, by the number of ranks."""
+    """A layout of BERT for each number of ranks."""
 
     name: str
     sizes: Sequence[int]
@@ -291,7 +293,7 @@ def measure_rows(rows: Sequence[Row], question: Question) -> Found:
 
 
 def ratios(tensors: Found, sequences: Found) -> list[list[str]]:
-    """What 64 sequence ranks reach over 12 tensor ranks, and equal numbers of both."""
+    """What 64 sequence ranks reach compared with 12 tensor ranks, and equal numbers of both."""
     lines = [["", "64 : 12", *(f"{size} : {size}" for size in TENSOR_SIZES if size > 1)]]
     for name, ours in sequences.items():
         for against, theirs in tensors.items():
@@ -311,7 +313,7 @@ def format_results(heading: str, found: Found, sizes: Sequence[int]) -> str:
 
 
 def verify_result(question: Question, found: int) -> str:
-    """The headline's winner once more, with every hop of every layer. Raises AssertionError where that holds more."""
+    """Count the headline's winner again, with every hop of every layer. Raises AssertionError if that holds more."""
     at = question.at(found // question.unit)
     few = peak_bytes(sequence_parallel(64, "plain", few_hops=True), **at)
     with FakeTensorMode():

@@ -1,7 +1,7 @@
-"""One rank of the sequence axis under measurement: attention, forward and backward, in the way it is told.
+"""One rank of the sequence axis under measurement: attention, forward and backward, in the layout of each job.
 
-way   ring and transport: "zigzag shared", "gather gloo", or "alone", which is rank 0 with the whole sequence
-Law: ranks begin together; what is computed is the same in every way, so its sums are compared.
+way   the layout, ring and transport: "zigzag shared", "gather gloo"; or "alone", rank 0 with the full sequence
+Law: ranks begin together. All layouts compute the same, so their sums are compared.
 
     python -m bench.sequence_worker CONFIGURATION CASE LIMIT RENDEZVOUS      (RANK and WORLD_SIZE in the environment)
 """
@@ -21,25 +21,26 @@ from fourfold.parts.comm import transports
 from fourfold.parts.comm.ring.protocol import RingGroup
 from fourfold.parts.comm.ring.single_rank import NullRingGroup
 from fourfold.parts.memory import keep_freed_memory
-from fourfold.parts.sequence.attention import SequenceGroup, connect_sequence, sequence_attention
+from fourfold.parts.sequence.attention import sequence_attention
+from fourfold.parts.sequence.sequence_group import SequenceGroup, connect_sequence
 from fourfold.plan.sequence import token_positions
 
 ALONE = "alone"
 
 
 class Axes:
-    """All axes of this rank, made when first asked for."""
+    """All sequence groups of this rank, made when first used."""
 
     def __init__(self) -> None:
-        self._ranks, self._axes = transports.init_communicator(), {}
+        self._comm, self._axes = transports.init_communicator(), {}
 
     def axis(self, way: str) -> SequenceGroup:
         if way not in self._axes:
             ring, choice = way.split()
-            ulysses = self._ranks.size if ring == "ulysses" else 1
+            ulysses = self._comm.size if ring == "ulysses" else 1
             ring = "plain" if ring == "ulysses" else ring
-            everyone = [range(self._ranks.size)]
-            self._axes[way] = connect_sequence(self._ranks, everyone, ring=ring, ulysses=ulysses, transport=choice)
+            everyone = [range(self._comm.size)]
+            self._axes[way] = connect_sequence(self._comm, everyone, ring=ring, ulysses=ulysses, transport=choice)
         return self._axes[way]
 
     def single_rank(self) -> SequenceGroup:
@@ -47,14 +48,14 @@ class Axes:
 
 
 def make_tensors(job: dict[str, Any]) -> list[Tensor]:
-    """q, k, v and the upstream gradient of the whole sequence, on every rank the same."""
+    """q, k, v and the upstream gradient of the full sequence, the same on every rank."""
     generator = torch.Generator().manual_seed(0)
     shape = 1, job["heads"], job["length"], job["size"]
     return [torch.randn(shape, generator=generator) for _ in range(4)]
 
 
 def measure_attention(ways: Axes, job: dict[str, Any]) -> dict[str, float]:
-    """Seconds of one forward and backward, the processor's, those that this rank waited; and sums to compare."""
+    """Wall time, CPU time and waiting time of one forward and backward, in seconds; and sums to compare."""
     rank = dist.get_rank()
     here = job["way"] != ALONE
     axis = ways.axis(job["way"]) if here else ways.single_rank()
@@ -67,7 +68,7 @@ def measure_attention(ways: Axes, job: dict[str, Any]) -> dict[str, float]:
     waited, begin, used = _waiting_seconds(axis), time.perf_counter(), time.thread_time()
     seconds = 0.0
     if here or rank == 0:
-        out = sequence_attention(q, k, v, axis, causal=job["causal"])
+        out = sequence_attention(q, k, v, axis, is_causal=job["causal"])
         out.backward(grad_out)
         seconds = time.perf_counter() - begin
         used = time.thread_time() - used
@@ -80,7 +81,7 @@ def measure_attention(ways: Axes, job: dict[str, Any]) -> dict[str, float]:
 
 
 def measure_exchange(ways: Axes, job: dict[str, Any]) -> dict[str, float]:
-    """Seconds of what a layer exchanges around the ring, with nothing computed meanwhile."""
+    """Seconds for all exchanges of a layer around the ring, with nothing to compute."""
     axis = ways.axis(job["way"])
     block = torch.randn(1, job["heads"], job["length"] // axis.size, 2 * job["size"])
     dist.barrier()
@@ -119,7 +120,7 @@ def main(answers: TextIO) -> None:
     for line in sys.stdin:
         job = json.loads(line)
         _reply(answers, (measure_exchange if job.get("exchange") else measure_attention)(ways, job))
-    os._exit(0)  # Without the group's own shutdown: another rank may be gone already.
+    os._exit(0)  # Skips the shutdown of the process group: another rank may be gone already.
 
 
 def _reply(answers: TextIO, value: dict[str, Any]) -> None:

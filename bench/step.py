@@ -1,11 +1,11 @@
-"""What a step costs beside its arithmetic: a TrainStep of one process against the same training in plain PyTorch.
+"""Step: what a step costs besides its arithmetic: a TrainStep of one process against the same training in plain torch.
 
-plain     a loop as torch's users write it: zero_grad, forward, mean loss, backward, clip if asked, AdamW.step, item
+plain     a plain loop: zero_grad, forward, mean loss, backward, clip if asked for, AdamW.step, item
 mean      a TrainStep whose loss is torch's mean of a batch, observed for its true count
 each      a TrainStep whose loss gives a value for each sample
 clip      the gradient norm is clipped at 1, in all of them
-CPU       processor time of the process, all its threads: what other processes do shows less in it
-fast      the tenth of the steps that took least, its slowest: on a machine that others use, nearest to a quiet one
+CPU       processor time of all threads of the process, which depends less on other processes
+fast      the fastest tenth of the steps, its slowest: on a busy machine nearest to an idle one
 Law: all train the same model on the same batches; each step is timed alone, and they take turns.
 
     PYTHONPATH=src:. OMP_NUM_THREADS=1 python -m bench.step [STEPS]
@@ -74,8 +74,8 @@ def main() -> None:
             "mean": fourfold_step(copy.deepcopy(start), clip, MEAN),
             "each": fourfold_step(copy.deepcopy(start), clip, PER_SAMPLE),
         }
-        found = time_in_turns(turns, [batches[number % len(batches)] for number in range(WARMUP + steps)])
-        rows += [format_row(name, found, "" if clip is None else ", clip") for name in turns]
+        timings = time_in_turns(turns, [batches[number % len(batches)] for number in range(WARMUP + steps)])
+        rows += [format_row(name, timings, "" if clip is None else ", clip") for name in turns]
     print(format_table(rows))
 
 
@@ -86,30 +86,32 @@ class StepTiming(NamedTuple):
 
 
 def time_in_turns(turns: dict[str, Step], batches: list[Batch]) -> dict[str, list[StepTiming]]:
-    """Each step of each turn, without the first."""
-    found: dict[str, list[StepTiming]] = {name: [] for name in turns}
+    """The timing of every step of every configuration, without the first WARMUP."""
+    timings: dict[str, list[StepTiming]] = {name: [] for name in turns}
     for number, batch in enumerate(batches):
         for name in turns if number % 2 else reversed(turns):
             begin, cpu = time.perf_counter(), time.process_time()
             loss = turns[name](batch)
-            found[name].append(StepTiming(time.perf_counter() - begin, time.process_time() - cpu, loss))
-    return {name: each[WARMUP:] for name, each in found.items()}
+            timings[name].append(StepTiming(time.perf_counter() - begin, time.process_time() - cpu, loss))
+    return {name: each[WARMUP:] for name, each in timings.items()}
 
 
-def format_row(name: str, found: dict[str, list[StepTiming]], more: str) -> tuple[str, ...]:
-    pairs = [(mine.cpu_seconds, theirs.cpu_seconds) for mine, theirs in zip(found[name], found["plain"], strict=True)]
-    ratios = [mine / theirs for mine, theirs in pairs]
+def format_row(name: str, timings: dict[str, list[StepTiming]], suffix: str) -> tuple[str, ...]:
+    pairs = [
+        (ours.cpu_seconds, theirs.cpu_seconds) for ours, theirs in zip(timings[name], timings["plain"], strict=True)
+    ]
+    ratios = [ours / theirs for ours, theirs in pairs]
     low, _, high = quantiles(ratios, n=4)
     fast, plain_fast = (quantiles(column, n=10)[0] for column in zip(*pairs, strict=True))
     return (
-        f"{name}{more}",
-        f"{median(each.seconds for each in found[name]) * 1e6:.0f}",
-        f"{median(mine for mine, _ in pairs) * 1e6:.0f}",
+        f"{name}{suffix}",
+        f"{median(each.seconds for each in timings[name]) * 1e6:.0f}",
+        f"{median(ours for ours, _ in pairs) * 1e6:.0f}",
         f"{median(ratios):.3f}",
         f"{low:.2f}–{high:.2f}",
         f"{fast * 1e6:.0f}",
         f"{(fast - plain_fast) * 1e6:.0f}",
-        f"{found[name][-1].loss:.6f}",
+        f"{timings[name][-1].loss:.6f}",
     )
 
 

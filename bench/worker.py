@@ -1,9 +1,9 @@
 """One rank of one configuration.
 
 configuration  a way to train the same model on the same batches: `step(batch) -> loss`
-turn           some untimed and some timed steps, taken when the parent says so
-Law: a rank says that it is ready, and then sleeps except in its turns: nobody builds, leaves or spins
-while another world steps.
+turn           some untimed and some timed steps, at the parent's request
+Law: once it has reported that it is ready, a rank sleeps except in its turns: no process builds, exits or spins while
+another world steps.
 
     python -m bench.worker CONFIGURATION CASE LIMIT RENDEZVOUS      (RANK and WORLD_SIZE in the environment)
 """
@@ -32,7 +32,7 @@ NUM_BATCHES = 4
 
 
 def _torch_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
-    """The step every torch peer writes; its loss is the local one: no reduction, so that they pay for none."""
+    """The step of every torch peer. Its loss is the local one: reducing it would cost the peers time."""
 
     def step(batch: Batch) -> float:
         inputs, targets = batch
@@ -56,7 +56,7 @@ def ddp_tuned(model: nn.Module, case: Case) -> Step:
 
 
 def ddp_malloc(model: nn.Module, case: Case) -> Step:
-    """Tuned DDP in a process that keeps freed memory, as Fourfold's do: what of the difference is not the allocator."""
+    """Tuned DDP in a process that keeps freed memory, as Fourfold's do: it shows what the allocator contributes."""
     from fourfold.parts.memory import keep_freed_memory
 
     keep_freed_memory()
@@ -64,7 +64,7 @@ def ddp_malloc(model: nn.Module, case: Case) -> Step:
 
 
 def fsdp2(model: nn.Module, case: Case) -> Step:
-    from torch.distributed.device_mesh import init_device_mesh  # here: no other configuration should hold them
+    from torch.distributed.device_mesh import init_device_mesh  # here: no other configuration should import it
     from torch.distributed.fsdp import fully_shard
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -75,18 +75,18 @@ def fsdp2(model: nn.Module, case: Case) -> Step:
 
 
 def no_communication(model: nn.Module, case: Case) -> Step:
-    """The bound: as many processes at once, and not a word between them."""
+    """The lower bound: equally many processes without any communication."""
     return _torch_step(model, torch.optim.AdamW(model.parameters(), lr=case.lr, fused=True))
 
 
 def single_process(model: nn.Module, case: Case, **options: Any) -> Step:
-    """One process as torch's users write it; `options` choose how the update is carried out."""
+    """One process of plain torch; `options` choose how AdamW runs its update."""
     return _torch_step(model, torch.optim.AdamW(model.parameters(), lr=case.lr, **options))
 
 
 def zero_torch(model: nn.Module, case: Case) -> Step:
     """torch's own ZeRO 1, over tuned DDP."""
-    from torch.distributed.optim import ZeroRedundancyOptimizer  # here: no other configuration should hold it
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # here: no other configuration should import it
 
     model = DistributedDataParallel(model, static_graph=True, gradient_as_bucket_view=True)
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=case.lr, fused=True)
@@ -94,9 +94,9 @@ def zero_torch(model: nn.Module, case: Case) -> Step:
 
 
 def deepspeed(model: nn.Module, case: Case, *, stage: int) -> Step:
-    """DeepSpeed's ZeRO with torch's fused AdamW; its own is compiled when it is first used."""
+    """DeepSpeed's ZeRO with torch's fused AdamW; DeepSpeed's own would be compiled at its first use."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    import deepspeed as ds  # pyright: ignore[reportMissingImports]  # an extra of this bench only
+    import deepspeed as ds  # pyright: ignore[reportMissingImports]  # an optional dependency of this bench only
 
     ds.logger.setLevel("ERROR")
     optimizer = torch.optim.AdamW(model.parameters(), lr=case.lr, fused=True)
@@ -148,7 +148,7 @@ CONFIGURATIONS: dict[str, Callable[[nn.Module, Case], Step]] = {
 
 
 def run_turn(step: Step, batches: Iterator[Batch], *, untimed: int, timed: int) -> dict[str, object]:
-    """Untimed steps, then timed ones: all losses; seconds, processor seconds and page faults of the timed."""
+    """Untimed steps, then timed ones: the losses of all; seconds, processor seconds and page faults of the timed."""
     values = [step(next(batches)) for _ in range(untimed)]
     seconds = []
     before = resource.getrusage(resource.RUSAGE_SELF)
@@ -167,9 +167,9 @@ def run_turn(step: Step, batches: Iterator[Batch], *, untimed: int, timed: int) 
     }
 
 
-def main(arguments: list[str], say: TextIO) -> None:
+def main(arguments: list[str], reply_stream: TextIO) -> None:
     configuration, case_name, limit, rendezvous = arguments
-    # The kernel ends this process at its limit even if it hangs in C or the parent is gone.
+    # The kernel ends this process at its limit, even if it hangs in C code or its parent is gone.
     signal.alarm(int(limit))
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
@@ -178,15 +178,15 @@ def main(arguments: list[str], say: TextIO) -> None:
     case = CASES[case_name]
     step = CONFIGURATIONS[configuration](case.build(), case)
     batches = itertools.cycle(case.batches(rank, NUM_BATCHES))
-    print(json.dumps({"ready": rank}), file=say, flush=True)
+    print(json.dumps({"ready": rank}), file=reply_stream, flush=True)
     for line in sys.stdin:
-        print(json.dumps(run_turn(step, batches, **json.loads(line))), file=say, flush=True)
+        print(json.dumps(run_turn(step, batches, **json.loads(line))), file=reply_stream, flush=True)
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    # What libraries print must not mix with the messages: they get stderr.
-    with os.fdopen(os.dup(1), "w") as say:
+    # What libraries print goes to stderr: stdout is for the replies to the parent.
+    with os.fdopen(os.dup(1), "w") as reply_stream:
         os.dup2(2, 1)
-        main(sys.argv[1:], say)
+        main(sys.argv[1:], reply_stream)

@@ -1,4 +1,4 @@
-"""Attention in one process, in plain torch, and what the ranks of a sequence have to find."""
+"""Attention in one process, in plain torch: what the ranks of a sequence group must compute."""
 
 import itertools
 from collections.abc import Iterator
@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fourfold.parts.sequence.attention import SequenceGroup, sequence_attention
+from fourfold.parts.sequence.attention import sequence_attention
 from fourfold.parts.sequence.dropout import AttentionDropout, DropoutMask
+from fourfold.parts.sequence.sequence_group import SequenceGroup
 from fourfold.plan.sequence import RINGS, TokenRanges, token_positions
 
 TOLERANCE = 1e-12
@@ -17,7 +18,7 @@ INF = float("inf")
 
 
 class HeadCounts(NamedTuple):
-    """How many heads of queries and of keys for each rank that exchanges them, and the size of V."""
+    """The number of query heads and of key heads per Ulysses rank, and the head size of V."""
 
     num_q: int
     num_kv: int
@@ -36,7 +37,7 @@ MASKS = (None, *KEY_MASKS, *ROW_MASKS)
 
 
 class AttentionCase(NamedTuple):
-    """One attention over `size` ranks."""
+    """One attention call over `size` ranks."""
 
     size: int
     ring: str = "zigzag"
@@ -58,7 +59,7 @@ class AttentionCase(NamedTuple):
 
 
 class FullTensors(NamedTuple):
-    """The tensors of a whole sequence; `mask` [b, h, 1 or L, L]."""
+    """The tensors of full sequences; `mask` [b, h, 1 or L, L]."""
 
     q: Tensor
     k: Tensor
@@ -68,7 +69,7 @@ class FullTensors(NamedTuple):
 
 
 class AttentionResult(NamedTuple):
-    """What attention gave."""
+    """The output and the gradients of attention."""
 
     out: Tensor
     grad_q: Tensor
@@ -77,7 +78,7 @@ class AttentionResult(NamedTuple):
 
 
 def cases(size: int) -> Iterator[AttentionCase]:
-    """For every way to lay an axis of this size, every kind of mask; heads and dropout by turns."""
+    """Every layout of an axis of this size with every kind of mask; heads and dropout take turns."""
     layouts = itertools.product(RINGS, (u for u in range(1, size + 1) if size % u == 0))
     heads, dropouts = itertools.cycle(HEADS), itertools.cycle((0.0, 0.0, 0.3))
     for (ring, ulysses), mask, causal in itertools.product(layouts, MASKS, (False, True)):
@@ -102,7 +103,7 @@ def _mask(case: AttentionCase, heads: int, generator: torch.Generator) -> Tensor
     length, dtype = case.length, case.dtype
     numbers = torch.randn(BATCH, heads, length, length, generator=generator, dtype=torch.float64).to(dtype)
     tokens = torch.arange(length)
-    if case.mask == "padding":  # and of one sample nothing but padding
+    if case.mask == "padding":  # one sample is nothing but padding
         return tokens < torch.tensor([0, max(1, length - 3)]).view(BATCH, 1, 1, 1)
     if case.mask == "bias of keys":
         return numbers[:, :, :1].masked_fill(tokens % 3 == 1, -INF)
@@ -121,7 +122,7 @@ def _mask(case: AttentionCase, heads: int, generator: torch.Generator) -> Tensor
 
 
 def oracle(case: AttentionCase, tensors: FullTensors) -> AttentionResult:
-    """What one process finds that writes all scores down, in float64."""
+    """What one process computes that holds all scores, in float64."""
     q, k, v = (tensor.double().clone().requires_grad_() for tensor in tensors[:3])
     heads = q.shape[1]
     scale = HEAD_SIZE**-0.5 if case.scale is None else case.scale
@@ -133,8 +134,8 @@ def oracle(case: AttentionCase, tensors: FullTensors) -> AttentionResult:
         scores = (scores + tensors.mask).masked_fill(tensors.mask == lowest, -INF)
     if case.causal:
         scores = scores.masked_fill(torch.ones(case.length, case.length, dtype=torch.bool).triu(1), -INF)
-    dead = (scores == -INF).all(-1, keepdim=True)
-    weights = scores.masked_fill(dead, 0.0).softmax(-1).masked_fill(dead, 0.0)
+    is_masked = (scores == -INF).all(-1, keepdim=True)
+    weights = scores.masked_fill(is_masked, 0.0).softmax(-1).masked_fill(is_masked, 0.0)
     if case.dropout_args is not None:
         everything, tokens = slice(None), torch.arange(case.length)
         draw = DropoutMask(
@@ -150,9 +151,9 @@ def _repeat_heads(tensor: Tensor, heads: int) -> Tensor:
     return tensor.repeat_interleave(heads // tensor.shape[1], 1)
 
 
-def shard_inputs(tensors: FullTensors, case: AttentionCase, spans: TokenRanges) -> dict[str, Any]:
-    """This rank's part of the tensors, as `attend` takes it."""
-    mine = torch.tensor(token_positions(spans))
+def shard_inputs(tensors: FullTensors, case: AttentionCase, ranges: TokenRanges) -> dict[str, Any]:
+    """This rank's shard of the tensors, as arguments of `sequence_attention`."""
+    mine = torch.tensor(token_positions(ranges))
     q, k, v = (tensor[:, :, mine].clone().requires_grad_() for tensor in tensors[:3])
     mask = tensors.mask
     if mask is not None and case.mask in KEY_MASKS:
@@ -160,16 +161,16 @@ def shard_inputs(tensors: FullTensors, case: AttentionCase, spans: TokenRanges) 
     elif mask is not None and mask.shape[-2] > 1:
         mask = mask[:, :, mine]
     settings = {
-        "causal": case.causal,
+        "is_causal": case.causal,
         "scale": case.scale,
         "dropout": case.dropout_args,
-        "grouped": q.shape[1] != k.shape[1],
+        "enable_gqa": q.shape[1] != k.shape[1],
     }
     return {"q": q, "k": k, "v": v, "mask": mask, **settings}
 
 
 def run_on_axis(case: AttentionCase, tensors: FullTensors, axis: SequenceGroup) -> AttentionResult:
-    """What this rank of an axis finds."""
+    """What this rank of a sequence group computes."""
     mine = torch.tensor(token_positions(axis.local_token_ranges(case.length)))
     given = shard_inputs(tensors, case, axis.local_token_ranges(case.length))
     out = sequence_attention(group=axis, **given)
@@ -177,9 +178,9 @@ def run_on_axis(case: AttentionCase, tensors: FullTensors, axis: SequenceGroup) 
     return AttentionResult(out.detach(), *(given[name].grad for name in "qkv"))
 
 
-def deviation(found: AttentionResult, expected: AttentionResult, spans: TokenRanges) -> float:
+def deviation(found: AttentionResult, expected: AttentionResult, ranges: TokenRanges) -> float:
     """The largest |a − b| / max(1, |b|) over the output and the three gradients of a rank's tokens."""
-    mine = torch.tensor(token_positions(spans))
+    mine = torch.tensor(token_positions(ranges))
     pairs = zip(found, (tensor[:, :, mine] for tensor in expected), strict=True)
     worst = [((a.double() - b).abs() / b.abs().clamp(min=1.0)).nan_to_num(INF).max().item() for a, b in pairs]
     return max(worst)

@@ -1,4 +1,4 @@
-"""Models that use their weights in ways that are hard on whoever moves weights about: 16 features, ten classes."""
+"""Models that use their weights in ways that make sharding hard: 16 features, ten classes."""
 
 from typing import Any
 
@@ -9,22 +9,22 @@ from torch.utils.checkpoint import checkpoint
 
 
 class FunctionalUse(nn.Module):
-    """Weights are used outside their modules: tied by hand, transposed, and through a view that is kept."""
+    """Uses weights outside their modules: tied by hand, transposed, and through a view that is used later."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second, self.head = nn.Linear(16, 24), nn.Linear(24, 24), nn.Linear(24, 10)
 
     def forward(self, x: Tensor) -> Tensor:
-        kept = self.second.weight.t()
+        view = self.second.weight.t()
         x = F.gelu(self.first(x))
         x = F.gelu(self.second(x))
         x = x + F.gelu(F.linear(x, self.first.weight[:, :8].t().repeat(3, 1)))
-        return self.head(x @ kept) + (x @ self.first.weight) @ self.first.weight[:10].t()
+        return self.head(x @ view) + (x @ self.first.weight) @ self.first.weight[:10].t()
 
 
 class ReusedLayers(nn.Module):
-    """Layers come again, when others have been used since."""
+    """Uses each layer twice, with other layers in between."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class ReusedLayers(nn.Module):
 
 
 class Checkpointed(nn.Module):
-    """Regions that are computed again in backward: of both kinds, and one inside another."""
+    """Activation checkpointing: reentrant, non-reentrant, and nested."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,14 +53,14 @@ class Checkpointed(nn.Module):
         return self.head(x)
 
     def _checkpoint(self, layer: Any, x: Tensor, *, use_reentrant: bool = False) -> Tensor:
-        # Ranks may be threads: a generator set back here would spoil a model that is being made there.
+        # Ranks may be threads: restoring the generator here would disturb a model that another rank is making.
         out = checkpoint(layer, x, use_reentrant=use_reentrant, preserve_rng_state=False)
         assert isinstance(out, Tensor)
         return out
 
 
 class LargeGRU(nn.Module):
-    """One operation takes more weights than are held otherwise."""
+    """One operation needs more weights at once than are unsharded otherwise."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class LargeGRU(nn.Module):
 
 
 class _ScaleFunction(torch.autograd.Function):
-    """Saves its weight itself."""
+    """An autograd function that saves its weight."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -87,7 +87,7 @@ class _ScaleFunction(torch.autograd.Function):
 
 
 class CustomFunction(nn.Module):
-    """An operation of one's own, and weights that are no tensors of any module of torch."""
+    """A custom autograd function, and weights that do not belong to a torch layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ class AttentionLayers(nn.Module):
 
 
 class ComplexWeights(nn.Module):
-    """Complex weights: gradients have imaginary parts."""
+    """Complex weights, whose gradients have imaginary parts."""
 
     def __init__(self) -> None:
         super().__init__()

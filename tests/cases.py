@@ -1,4 +1,4 @@
-"""What simulated and spawned tests train: small models in float64, global batches, and their cut among ranks."""
+"""What simulated and spawned tests train: small models in float64, global batches, and each rank's part of them."""
 
 import functools
 import threading
@@ -22,7 +22,7 @@ from tests.awkward_models import AWKWARD_MODELS
 
 @dataclass(frozen=True)
 class Case:
-    """One training: everything JSON can carry."""
+    """One training, as JSON can represent it."""
 
     model: str = "mlp"
     loss: str = "values"
@@ -80,7 +80,7 @@ class Case:
 
 
 class MLP(nn.Module):
-    """Sixteen features, ten classes; with a tied, a frozen or an unused layer on demand."""
+    """Sixteen features, ten classes; if `kind` says so, with a tied, a frozen or an unused layer."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ class MLP(nn.Module):
         return self.head(x) * self.scale
 
 
-# Ranks may be threads, and they share torch's generator.
+# Ranks may be threads, which share torch's generator.
 SEED_LOCK = threading.Lock()
 
 
@@ -136,7 +136,7 @@ LOSSES: dict[str, Callable[[Any, Any], Any]] = {
 def loss(case: Case) -> Callable[[Any, Any], Any]:
     if case.model == "lm":
         return functools.partial(_per_token_loss, LOSSES[case.loss])
-    # "sometimes" depends on how many samples there are: values of its own samples alone would be refused.
+    # "sometimes" depends on the number of samples, which unreduced values must not.
     kind = "pair" if (case.model, case.loss) == ("sometimes", "values") else case.loss
     return digits.loss if case.model == "digits" else LOSSES[kind]
 
@@ -190,8 +190,8 @@ def local_batch(batch: Any, size: int, index: int) -> Any:
     """The part of a global batch that one data index gets."""
     inputs, targets = batch
     start, stop = shard_range(0, len(targets), size, index)
-    some = {k: v[start:stop] for k, v in inputs.items()} if isinstance(inputs, dict) else inputs[start:stop]
-    return some, targets[start:stop]
+    part = {k: v[start:stop] for k, v in inputs.items()} if isinstance(inputs, dict) else inputs[start:stop]
+    return part, targets[start:stop]
 
 
 def train_oracle(case: Case) -> TrainingResult:
@@ -199,7 +199,7 @@ def train_oracle(case: Case) -> TrainingResult:
 
 
 def train_step(case: Case, step: TrainStep, *, skip: int = 0) -> TrainingResult:
-    """All steps of a case on this rank, the first `skip` left out."""
+    """All steps of a case on this rank, except the first `skip`."""
     size, index = step.plan.dp, step.dp_index
     metrics = [step(local_batch(batch, size, index)) for batch in batches(case)[skip:]]
     step.flush()
@@ -207,7 +207,7 @@ def train_step(case: Case, step: TrainStep, *, skip: int = 0) -> TrainingResult:
 
 
 def build_step(case: Case, size: int, ranks: Any = None) -> TrainStep:
-    """The case's step: on the ranks given (threads), or on those that the environment speaks of (processes)."""
+    """The case's step: on the given ranks (threads), or on those of the environment (processes)."""
     if ranks is None:
         return parallelize(model(case.model), loss(case), optimizer(case), case.plan(size), clip=case.clip)
     return TrainStep(
@@ -216,5 +216,5 @@ def build_step(case: Case, size: int, ranks: Any = None) -> TrainStep:
 
 
 def deviation(case: Case, size: int, ranks: Any = None) -> float:
-    """How far this rank's training is from the oracle's."""
+    """The deviation of this rank's training from the oracle's."""
     return oracle.deviation(train_step(case, build_step(case, size, ranks)), train_oracle(case))

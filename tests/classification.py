@@ -1,4 +1,4 @@
-"""Eight features and three classes: batches in float64, a loss for each sample, and a training of a given model."""
+"""Eight features and three classes: batches in float64, a loss for each sample, and the training of a given model."""
 
 import functools
 from typing import Any
@@ -27,7 +27,7 @@ def loss(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def local_batch(batch: Batch, plan: Plan, index: int) -> Batch:
-    """A data rank's share of a batch."""
+    """A data rank's part of a batch."""
     start, stop = shard_range(0, len(batch[1]), plan.dp, index)
     return batch[0][start:stop], batch[1][start:stop]
 

@@ -1,4 +1,4 @@
-"""The oracle of mixed precision: ranks with rounded copies, in one process, in plain torch; and what is compared."""
+"""The oracle of mixed precision: ranks with rounded weights, in one process, in plain torch; the step under test."""
 
 from typing import Any
 
@@ -13,11 +13,11 @@ from tests import cases
 from tests.cases import Case, batches, local_batch
 
 CASE = Case(precision="bf16", batch_sizes=(12, 12, 12, 12), bucket_bytes=1000, optimizer="SGD")
-# torch's fused kernels round the last elements of a tensor otherwise than the others: which those are depends on where
-# a parameter lies.
+# torch's fused kernels round the last elements of a tensor differently, and which elements are last depends on how
+# parameters are laid out in memory.
 OPTIMIZER_OPTIONS = {"foreach": True}
 LAYER_WISE = ("LARS", "LAMB")  # which have no such kernels
-# Where weights rest split, and are gathered: not among the threads of one host, unless they meet in a group.
+# Threads of one host share weights; only over gloo do weights rest split and are unsharded.
 ZERO_FIELDS: dict[int, dict[str, Any]] = {
     zero: {"zero": zero, "transport": "gloo" if zero == 3 else "by-host"} for zero in range(4)
 }
@@ -29,7 +29,7 @@ def _optimizer(case: Case) -> Any:
 
 
 def train_oracle(case: Case, size: int = 1) -> TrainingResult:
-    """What `size` ranks ought to do, in one process: rounded copies compute, torch.optim updates float32 weights."""
+    """What `size` ranks must do: rounded weights compute, and torch.optim updates the float32 master weights."""
     masters, working = cases.model(case.model).float(), cases.model(case.model).to(DTYPES[case.precision])
     optimizer, loss = _optimizer(case)(masters.parameters()), cases.loss(case)
     losses, norms = [], []
@@ -42,13 +42,15 @@ def train_oracle(case: Case, size: int = 1) -> TrainingResult:
             inputs, targets = local_batch(batch, size, rank)
             slots.append([])
             for part in range(case.microbatches):
-                some = slice(*shard_range(0, len(targets), case.microbatches, part))
-                values = loss(working(inputs[some].to(DTYPES[case.precision])).float(), targets[some])
+                span = slice(*shard_range(0, len(targets), case.microbatches, part))
+                values = loss(working(inputs[span].to(DTYPES[case.precision])).float(), targets[span])
                 (values.sum() / len(batch[1])).backward()
                 total += values.sum().item()
                 slots[-1].append([p.grad for p in working.parameters()])
                 working.zero_grad()
-        sums = [sum_gradients(case, [[each[n] for each in mine] for mine in slots]) for n in range(len(slots[0][0]))]
+        sums = [
+            sum_gradients(case, [[each[n] for each in of_rank] for of_rank in slots]) for n in range(len(slots[0][0]))
+        ]
         for high, gradient in zip(masters.parameters(), sums, strict=True):
             high.grad = gradient
         if case.clip is not None:
@@ -59,15 +61,15 @@ def train_oracle(case: Case, size: int = 1) -> TrainingResult:
 
 
 def sum_gradients(case, slots):
-    """The gradient of a parameter from those of each rank and microbatch: in slots and in rank order."""
+    """The gradient of a parameter, summed as transports do: over microbatches in the slot, then in rank order."""
     if slots[0][0] is None:
         return None
-    number = DTYPES[case.precision if case.reduce_dtype == "keep" else case.reduce_dtype]
-    if case.zero >= 2 and len(slots) > 1:  # a round of sums after each backward
+    dtype = DTYPES[case.precision if case.reduce_dtype == "keep" else case.reduce_dtype]
+    if case.zero >= 2 and len(slots) > 1:  # reduced after each backward
         return add_in_order(
-            [add_in_order([mine[part].to(number) for mine in slots]) for part in range(case.microbatches)]
+            [add_in_order([of_rank[part].to(dtype) for of_rank in slots]) for part in range(case.microbatches)]
         ).float()
-    return add_in_order([add_in_order([part.to(number) for part in mine]) for mine in slots]).float()
+    return add_in_order([add_in_order([part.to(dtype) for part in of_rank]) for of_rank in slots]).float()
 
 
 def add_in_order(parts):

@@ -1,6 +1,6 @@
-"""The door's optimizers: torch optimizers like any other, whose updates also run on flat buffers.
+"""ff.optim: optimizers with layer-wise rates. They are torch optimizers whose updates also run on flat buffers.
 
-Law: `LARS` and `LAMB` do the same alone, in a `DistributedOptimizer` and under `parallelize`.
+Law: `LARS` and `LAMB` compute the same updates alone, in a `DistributedOptimizer` and under `parallelize`.
 """
 
 from fourfold.parts.optim.lars_lamb import LAMB, LARS

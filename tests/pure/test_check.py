@@ -56,7 +56,7 @@ def test_a_mesh_of_another_size_is_refused_with_one_that_fits(num_ranks, sp, dp)
     assert bool(problems) == (dp * sp != num_ranks)
     for problem in problems:
         suggested = dict(pair.split(" = ") for pair in problem.attempt.split(", or -n ")[0].split(", "))
-        assert size_problems(Plan(**{axis: int(size) for axis, size in suggested.items()}), num_ranks) == []
+        assert size_problems(Plan.from_dict({axis: int(size) for axis, size in suggested.items()}), num_ranks) == []
 
 
 @given(

@@ -11,12 +11,13 @@ from fourfold.plan.codec import (
     Combine,
     codec_rounds,
     codec_sent_bytes,
+    dct_spec,
     low_rank_spec,
     num_sent,
-    sparse_spec,
-    supports_all_reduce,
 )
 from fourfold.plan.data.buckets import Bucket, Slot
+from fourfold.plan.plan import APPLIES_WHEN, Plan
+from fourfold.plan.plan_fields import FIELDS
 from fourfold.words.errors import PlanError
 
 SHAPES = st.lists(
@@ -45,13 +46,13 @@ def test_what_is_kept_is_what_the_sparsity_leaves(num_elements, percent):
 
 
 @given(shapes=SHAPES, density=st.floats(0.001, 1.0), rank=st.integers(1, 8))
-def test_whole_stretches_and_the_rest_tile_a_bucket(shapes, density, rank):
+def test_dense_ranges_and_the_others_tile_a_bucket(shapes, density, rank):
     bucket = bucket_of(shapes)
-    dct = sparse_spec(CodecSpec("dct", density=density), bucket)
-    stretches = [*dct.dense_ranges, *((each.start, each.stop) for each in dct.sparse_ranges)]
+    dct = dct_spec(bucket, density)
+    ranges = [*dct.dense_ranges, *((each.start, each.stop) for each in dct.sparse_ranges)]
     low_rank = low_rank_spec(bucket, shapes, rank)
     matrices = [(each.start, each.start + each.rows * each.columns) for each in low_rank.matrices]
-    for tiles in (stretches, [*low_rank.dense_ranges, *matrices]):
+    for tiles in (ranges, [*low_rank.dense_ranges, *matrices]):
         tiles.sort()
         assert [start for start, _ in tiles] == [0, *(stop for _, stop in tiles[:-1])]
         assert tiles[-1][1] == bucket.size
@@ -71,12 +72,21 @@ def test_no_codec_sends_more_than_the_whole(shapes, density, rank, width):
         assert sum(step.num_bytes for step in steps) <= bucket.num_bytes + 4 + width + 8
 
 
-def test_only_casts_commute_with_summation():
-    bucket = bucket_of([(64, 64)])
-    assert {kind for kind in CODECS if supports_all_reduce(codec_rounds(CodecSpec(kind), bucket, [(64, 64)]))} == {
-        "bf16",
-        "fp16",
-    }
+@given(shapes=SHAPES)
+def test_a_codec_that_commutes_sums_one_message(shapes):
+    for kind, row in CODECS.items():
+        rounds = codec_rounds(CodecSpec(kind), bucket_of(shapes), shapes)
+        assert not row.commutes or [each.combine for each in rounds] == [Combine.SUM]
+    assert [kind for kind, row in CODECS.items() if row.commutes] == ["bf16", "fp16"]
+
+
+def test_plan_fields_of_a_codec_are_fields_of_a_plan_that_apply_with_it_only():
+    fields = {name for row in CODECS.values() for name in row.fields}
+    assert fields == {name for name in FIELDS if name.startswith("codec_")}
+    for kind, row in CODECS.items():
+        for name in fields:
+            need, applies = APPLIES_WHEN[name]
+            assert applies(Plan(dp=2, codec=kind)) == (name in row.fields) == (kind in need.split())
 
 
 def test_a_codec_as_bytes():

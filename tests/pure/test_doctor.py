@@ -40,7 +40,7 @@ def test_a_healthy_machine_has_nothing_to_mend() -> None:
     assert {finding.mark for finding in findings} == {OK}
     assert not any(finding.attempt for finding in findings)
     assert exit_code(findings) == 0
-    assert format_findings(findings).endswith("\n\nnothing to mend")
+    assert format_findings(findings).endswith("\n\nnothing to fix")
 
 
 NO_GPU = {"has_gpu_driver": True, "cuda_build": "13.0"}

@@ -95,7 +95,7 @@ def test_warm_up_that_does_not_end_and_an_unknown_batch_are_refused() -> None:
     with pytest.raises(SettingError, match="warmup = 10, steps = 10   need warm-up that ends before the run"):
         LRSchedule(warmup=10).lr_lambda(steps=10)
     for sizes in ((8, None), (None, 8)):
-        with pytest.raises(SettingError, match="need the batch size, and the one the rate was tuned for"):
+        with pytest.raises(SettingError, match="need the batch size, and the one that the rate was tuned for"):
             LRSchedule(scale="sqrt").scaling_factor(sizes[0], tuned_batch_size=sizes[1])
 
 

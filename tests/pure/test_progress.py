@@ -133,5 +133,5 @@ def test_a_run_goes_on_where_nobody_reads_what_it_shows(terminal: bool, capfd: p
         progress.finish("end")
     assert capfd.readouterr() == (
         "",
-        "fourfold: the output could not be written: broken pipe; the run goes on unseen\n",
+        "fourfold: the output could not be written: broken pipe; the run goes on without it\n",
     )

@@ -85,7 +85,7 @@ def test_a_quiet_run_has_one_quiet_line_and_no_table(run):
     assert "Faults and restarts" not in words(html)
     assert not rows(html, "faults")
     log(run, {"resumed": 4})
-    assert "No faults; gone on from step 4." in words(page.write_report([run]).read_text())
+    assert "No faults; resumed from step 4." in words(page.write_report([run]).read_text())
 
 
 @given(junk=st.lists(st.binary().filter(lambda line: line.strip()), max_size=5))
@@ -150,8 +150,8 @@ def test_the_time_of_a_resumed_run_is_that_of_all_its_attempts(run):
     path.write_text("\n".join([*steps[:4], *between, *steps[4:], valid, finished]) + "\n")
     html = page.write_report([run]).read_text()
     assert rows(html, "attempts")[1:] == [
-        ["1 to 4", "2.5 s", "3.28 k", "begun"],
-        ["5 to 6", "3.2 s", "1.26 k", "gone on from step 4"],
+        ["1 to 4", "2.5 s", "3.28 k", "started"],
+        ["5 to 6", "3.2 s", "1.26 k", "resumed from step 4"],
     ]
     assert "0:06 time, 2 attempts" in words(html).replace("0:06time", "0:06 time")
     assert "2.14 k" in words(html)

@@ -1,4 +1,4 @@
-"""Laws of the simulation: order within lanes, needs across them, and deadlocks told."""
+"""Laws of the simulation: order within lanes, dependencies across them, and errors that show deadlocks."""
 
 import itertools
 
@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fourfold.plan.data.step_program import DataStepSpec, lower_step
+from fourfold.plan.data.step_program import DataStepSpec, StepSync, lower_step
 from fourfold.plan.data.zero import RESTING_LAYOUTS
 from fourfold.plan.dependencies import Dependencies, lane_of
 from fourfold.plan.simulate import makespan, simulate
@@ -17,7 +17,7 @@ from fourfold.words.trace_events import LANES
 def _can_be(step):
     if step.update == "in_backward":
         return not (step.has_clip or step.allows_unused or step.has_trust_ratios)
-    return step.update == "after" or step.sync == "step"
+    return step.update == "after" or step.sync == StepSync.GRADIENTS
 
 
 RESTING = st.sampled_from([RESTING_LAYOUTS[zero] for zero in (0, 1, 2)])
@@ -31,7 +31,7 @@ STEPS = st.builds(
     update=st.sampled_from(["after", "in_backward", "in_forward"]),
     launch_order=st.just(()),
     has_trust_ratios=st.booleans(),
-    sync=st.sampled_from(["step", "apart", "meet"]),
+    sync=st.sampled_from(StepSync),
 ).filter(_can_be)
 SECONDS = st.floats(0, 10, allow_nan=False).map(lambda value: round(value, 3))
 
@@ -96,12 +96,15 @@ def test_an_update_needs_what_every_rank_has_measured():
     assert [timed.start for timed in times[0] if timed.action.verb == Verb.UPDATE] == [14]
 
 
-def test_ranks_that_meet_wait_for_the_slowest_and_those_apart_do_not():
-    meeting, apart = (dict.fromkeys(range(2), lower_step(DataStepSpec(1, 1, sync=sync))) for sync in ("meet", "apart"))
+def test_ranks_wait_for_the_slowest_where_weights_are_averaged_and_not_in_a_local_step():
+    averaging, local = (
+        dict.fromkeys(range(2), lower_step(DataStepSpec(1, 1, sync=sync)))
+        for sync in (StepSync.WEIGHTS, StepSync.NOTHING)
+    )
     slow = {(1, "U0.0"): 10.0}
-    times = simulate(meeting, lambda rank, action: slow.get((rank, str(action)), 1.0))
+    times = simulate(averaging, lambda rank, action: slow.get((rank, str(action)), 1.0))
     assert [(str(t.action), t.start) for t in times[0]][3:] == [("U0.0", 3), ("P0.0", 4), ("L0.0", 14)]
-    times = simulate(apart, lambda rank, action: slow.get((rank, str(action)), 1.0))
+    times = simulate(local, lambda rank, action: slow.get((rank, str(action)), 1.0))
     assert makespan({0: times[0]}) == 4
 
 
@@ -133,7 +136,7 @@ def test_reductions_in_another_order_are_a_deadlock_that_says_where_ranks_stand(
     assert "▸R0.1 R0.0" in said
 
 
-@given(step=STEPS.filter(lambda step: step.num_buckets > 1 and step.sync == "step"), data=st.data())
+@given(step=STEPS.filter(lambda step: step.num_buckets > 1 and step.sync == StepSync.GRADIENTS), data=st.data())
 def test_any_swap_of_two_reductions_on_one_rank_is_found(step, data):
     actions = list(lower_step(step))
     places = [i for i, action in enumerate(actions) if action.verb == Verb.REDUCE]

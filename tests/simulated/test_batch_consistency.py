@@ -1,4 +1,4 @@
-"""Laws of the comparison of batches between ranks that share sequences. All ranks as threads of one process."""
+"""Laws of the comparison of batches between the ranks of a sequence. Ranks are threads."""
 
 import contextlib
 import dataclasses
@@ -31,7 +31,7 @@ def shorter(inputs, targets, ranks, dp):
 
 
 def of_other_lines(inputs, targets, ranks, dp):
-    return local_batch(batches(LM)[1], dp, ranks.rank % dp)  # as if ranks of a line were dp apart
+    return local_batch(batches(LM)[1], dp, ranks.rank % dp)  # as if every dp-th rank were of one sequence
 
 
 UNLIKE = {"another target": another_target, "fewer": fewer_samples, "shorter": shorter}
@@ -44,7 +44,7 @@ UNLIKE = {"another target": another_target, "fewer": fewer_samples, "shorter": s
 ])  # fmt: skip
 def test_other_batches_are_refused_in_later_steps_too(dp, sp, ulysses, kind):
     case = dataclasses.replace(LM, sp=sp, ulysses=ulysses, batch_sizes=(6, 6), microbatches=2)
-    refused = functools.partial(pytest.raises, TaskError, match="other batches on some of .* share sequences")
+    refused = functools.partial(pytest.raises, TaskError, match="different batches on some of .* share sequences")
 
     def body(ranks):
         step = build_step(case, dp * sp, ranks)

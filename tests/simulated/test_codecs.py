@@ -11,13 +11,14 @@ from fourfold.parts.codec import registry
 from fourfold.parts.codec.dct import Dct
 from fourfold.parts.codec.int8 import Int8
 from fourfold.parts.codec.powersgd import PowerSGD
+from fourfold.parts.codec.protocol import SavedRows
 from fourfold.parts.codec.sparse import kth_largest
 from fourfold.parts.codec.topk import TopK
 from fourfold.plan.codec import CODECS, INDEX_BLOCK, SCALE_BLOCK, CodecSpec, codec_rounds, num_sent
 from fourfold.testing.codecs import simulate_reduce
 from tests.pure.test_codec import bucket_of
 
-REMEMBERING = [kind for kind in CODECS if kind not in ("bf16", "fp16")]
+REMEMBERING = [kind for kind, row in CODECS.items() if row.remembers]
 SHAPES = [(40, 30), (30,), (), (7, 3, 5), (600,), (33, 65)]
 CPU = torch.device("cpu")
 
@@ -110,6 +111,49 @@ def test_what_two_bytes_cannot_hold_waits_in_four(kind, dtype):
     remainder = remainder_of(each)
     assert remainder.dtype == torch.float32
     assert remainder[8].item() == pytest.approx(20 * thousandth, rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", CODECS)
+def test_a_codec_has_a_class_and_remembers_what_its_row_says(kind):
+    (codec,) = make(kind, SHAPES, dtype="float32", density=0.1, matrix_rank=2)
+    assert isinstance(codec, registry.CLASSES[kind])
+    assert {key for state in codec.state_tensors().values() for key in state} == set(CODECS[kind].remembers)
+    assert (codec.residual is not None) == ("remainder" in CODECS[kind].remembers)
+
+
+def test_every_codec_has_a_class():
+    assert registry.CLASSES.keys() == CODECS.keys()
+
+
+@pytest.mark.parametrize("kind", REMEMBERING)
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_residuals_keep_their_sum_on_another_number_of_ranks(kind, size):
+    options = {"dtype": "float64", "density": 0.1, "matrix_rank": 2}
+    saved, loaded = make(kind, SHAPES, size=2, **options), make(kind, SHAPES, size=size, **options)
+    for step in range(3):
+        simulate_reduce(saved, gradients(SHAPES, size=2, seed=step))
+    states = [codec.state_tensors() for codec in saved]
+    for rank, codec in enumerate(loaded):
+        for name, tensors in codec.state_tensors().items():
+            for key, tensor in tensors.items():
+                rows = torch.stack([state[name][key] for state in states])
+                codec.reshard(key, SavedRows(rows, rank, size), tensor)
+    before, after = (sum(map(remainder_of, codecs)) for codecs in (saved, loaded))
+    torch.testing.assert_close(after, before, rtol=0.0, atol=0.0 if size == 2 else 1e-12)
+    if size == 2:
+        for one, other in zip(saved, loaded, strict=True):
+            for name, tensors in one.state_tensors().items():
+                assert all(torch.equal(tensor, other.state_tensors()[name][key]) for key, tensor in tensors.items())
+
+
+@pytest.mark.parametrize("kind", REMEMBERING)
+def test_a_codec_that_finds_nothing_saved_forgets_its_residual(kind):
+    (codec,) = make(kind, SHAPES, density=0.1, matrix_rank=2)
+    simulate_reduce([codec], gradients(SHAPES, size=1))
+    for tensors in codec.state_tensors().values():
+        for key, tensor in tensors.items():
+            codec.reshard(key, SavedRows(None, 0, 1), tensor)
+    assert not remainder_of(codec).any()
 
 
 @pytest.mark.parametrize("kind", CODECS)

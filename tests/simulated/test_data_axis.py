@@ -1,4 +1,4 @@
-"""The laws of the data axis, all ranks as threads of one process."""
+"""The laws of the data axis. Ranks are threads."""
 
 import dataclasses
 import functools
@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from fourfold.parts.optim import flat_optimizer
+from fourfold.parts.optim.user_optimizer import ELEMENTWISE
 from fourfold.plan.plan import Plan
 from fourfold.step.build import TrainStep
 from fourfold.step.distributed_optimizer import DistributedOptimizer
@@ -18,7 +18,7 @@ from fourfold.words.program import Verb
 from tests.cases import LOSSES, Case, batches, build_step, deviation, local_batch, train_step
 
 
-@pytest.mark.parametrize("kind", [cls.__name__ for cls in flat_optimizer.ELEMENTWISE])
+@pytest.mark.parametrize("kind", [cls.__name__ for cls in ELEMENTWISE])
 @pytest.mark.parametrize("zero", [0, 1])
 def test_a_flat_update_equals_the_update_of_each_parameter(kind, zero):
     case = Case(optimizer=kind, batch_sizes=(8, 8, 8, 8), bucket_bytes=1500, zero=zero)
@@ -36,13 +36,13 @@ def test_a_parameter_without_gradient_is_named(zero, microbatches):
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("zero", [0, 1, 2])
 def test_a_parameter_without_gradient_on_some_ranks_is_trained_by_the_others(microbatches, zero):
-    # The spare layer works for even microbatches only, so on some ranks and in some steps it has no gradient.
+    # The spare layer is used for even microbatches only: on some ranks, in some steps, it has no gradient.
     case = Case(model="sometimes", unused="allow", microbatches=microbatches, zero=zero)
     assert max(threads.run(3, lambda ranks: deviation(case, 3, ranks))) <= TOLERANCE
 
 
 def test_a_layer_used_on_one_rank_only_is_trained_everywhere(monkeypatch):
-    # Rank 0 gets 2 samples, rank 1 gets 3: their buckets become complete in different orders.
+    # Rank 0 gets 2 samples, rank 1 gets 3: their buckets are completed in different orders.
     case = Case(model="sometimes", unused="allow", batch_sizes=(5, 5), bucket_bytes=300)
 
     def body(ranks):
@@ -101,7 +101,9 @@ def test_between_hosts_and_with_a_codec_gradients_travel_in_more_buckets(monkeyp
 
     def wrapped(ranks):
         model = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(8)))
-        return DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, communicator=ranks)._num_buckets
+        return DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), model, communicator=ranks
+        )._averager.num_buckets
 
     monkeypatch.setattr("fourfold.plan.data.buckets.MIN_INTER_HOST_BUCKET_BYTES", 1)
     here, coded = num_buckets(), num_buckets(codec="int8")
@@ -125,7 +127,7 @@ def test_the_launch_order_is_frozen_after_the_first_step_and_the_same_everywhere
 
 
 def test_after_the_first_step_buckets_are_launched_in_the_recorded_order(monkeypatch):
-    # Rank 0 gets 3 samples and never uses the spare layer, whose buckets are the first by number: they come last.
+    # Rank 0 gets 3 samples and never uses the spare layer, whose buckets have the lowest numbers: they come last.
     case = Case(model="sometimes", unused="allow", batch_sizes=(7, 7), bucket_bytes=300)
 
     def body(ranks):
@@ -144,7 +146,7 @@ def test_after_the_first_step_buckets_are_launched_in_the_recorded_order(monkeyp
 
 
 def test_two_gradients_of_a_parameter_in_one_backward_are_refused():
-    # A reentrant checkpoint runs a backward of its own for each use of the layer.
+    # A reentrant checkpoint runs a separate backward for each use of the layer.
     class Twice(torch.nn.Module):
         def __init__(self):
             super().__init__()

@@ -1,4 +1,4 @@
-"""Laws of ranks that go astray: found in the same call, named, and no weight is changed. Ranks are threads."""
+"""Laws of ranks that diverge: found in the same call, named, and no weight is changed. Ranks are threads."""
 
 import copy
 import mmap
@@ -42,8 +42,8 @@ CALLS: dict[str, Callable[[TrainStep], Any]] = {
 }
 
 
-def astray(step: TrainStep, act: Callable[[], Any]) -> str:
-    """What is said; no weight may have moved."""
+def divergence(step: TrainStep, act: Callable[[], Any]) -> str:
+    """The message of the DivergenceError that `act` raises; it changes no weight."""
     before = copy.deepcopy(dict(step.model.named_parameters()))
     with pytest.raises(DivergenceError) as caught:
         act()
@@ -55,44 +55,43 @@ def astray(step: TrainStep, act: Callable[[], Any]) -> str:
 @pytest.mark.parametrize("steps", [0, 2])
 @pytest.mark.parametrize("call", CALLS)
 def test_a_call_that_not_all_ranks_make_is_found_and_named_on_every_rank(call, steps, alone, monkeypatch):
-    monkeypatch.setattr(
-        call_check, "DIVERGENCE_GRACE_SECONDS", threads.TIME_LIMIT_SECONDS
-    )  # However slow the machine is.
+    # However slow the machine is, late ranks are waited for.
+    monkeypatch.setattr(call_check, "DIVERGENCE_GRACE_SECONDS", threads.TIME_LIMIT_SECONDS)
 
-    def body(ranks):
-        step = build_step(CASE, 3, ranks)
+    def body(comm):
+        step = build_step(CASE, 3, comm)
         for number in range(steps):
             train(step, number)
-        calls_it = (ranks.rank == 1) == alone
-        return astray(step, lambda: CALLS[call](step) if calls_it else train(step, steps))
+        calls_it = (comm.rank == 1) == alone
+        return divergence(step, lambda: CALLS[call](step) if calls_it else train(step, steps))
 
     one, others = (f"{call} after step {steps}", f"step {steps + 1}")[:: 1 if alone else -1]
-    for said in threads.run(3, body):
-        assert f"rank 1 is at {one}; ranks 0 and 2 are at {others}" in said
+    for message in threads.run(3, body):
+        assert f"rank 1 is at {one}; ranks 0 and 2 are at {others}" in message
 
 
-def test_a_rank_that_never_comes_does_not_keep_the_others_from_telling(monkeypatch):
+def test_a_rank_that_never_comes_does_not_keep_the_others_from_an_error(monkeypatch):
     monkeypatch.setattr(call_check, "DIVERGENCE_GRACE_SECONDS", 0.3)
-    kept = []  # a rank whose step is gone would be taken for dead
+    steps = []  # a rank whose step is garbage-collected would count as dead
 
-    def body(ranks):
-        step = build_step(CASE, 3, ranks)
-        kept.append(step)
+    def body(comm):
+        step = build_step(CASE, 3, comm)
+        steps.append(step)
         train(step, 0)
-        if ranks.rank == 2:
+        if comm.rank == 2:
             return ""
-        return astray(step, lambda: CALLS["evaluate()"](step) if ranks.rank else train(step, 1))
+        return divergence(step, lambda: CALLS["evaluate()"](step) if comm.rank else train(step, 1))
 
-    for said in threads.run(3, body)[:2]:
-        assert "rank 0 is at step 2; rank 1 is at evaluate() after step 1; rank 2 is at step 1 and has" in said
+    for message in threads.run(3, body)[:2]:
+        assert "rank 0 is at step 2; rank 1 is at evaluate() after step 1; rank 2 is at step 1 and has" in message
 
 
-def test_a_stray_that_has_ended_of_it_is_told_as_a_stray():
-    slotting = SharedMemoryLayout((), (), num_scalars=8)
-    mapping = mmap.mmap(-1, 3 * slotting.region_bytes)
+def test_a_rank_that_diverged_and_then_died_is_reported_as_diverged():
+    layout = SharedMemoryLayout((), (), num_scalars=8)
+    mapping = mmap.mmap(-1, 3 * layout.region_bytes)
     here, there = socket.socketpair()
-    first = SharedMemoryTransport(mapping, slotting, HostRanks(0, (0, 1, 2), {1: here}))
-    stray = SharedMemoryTransport(mapping, slotting, HostRanks(1, (0, 1, 2)))
+    first = SharedMemoryTransport(mapping, layout, HostRanks(0, (0, 1, 2), {1: here}))
+    stray = SharedMemoryTransport(mapping, layout, HostRanks(1, (0, 1, 2)))
     stray.begin_call("evaluate() after step 5")
     there.close()
     first.begin_call("step 6")
@@ -101,53 +100,53 @@ def test_a_stray_that_has_ended_of_it_is_told_as_a_stray():
 
 
 def test_a_step_left_out_is_found_when_the_others_evaluate():
-    def body(ranks):
-        step = build_step(CASE, 2, ranks)
+    def body(comm):
+        step = build_step(CASE, 2, comm)
         train(step, 0)
-        if ranks.rank == 0:
+        if comm.rank == 0:
             train(step, 1)
-            return astray(step, lambda: CALLS["evaluate()"](step))
-        return astray(step, lambda: CALLS["evaluate()"](step))
+            return divergence(step, lambda: CALLS["evaluate()"](step))
+        return divergence(step, lambda: CALLS["evaluate()"](step))
 
     with pytest.raises(DivergenceError, match=r"rank 0 is at step 2; rank 1 is at evaluate\(\) after step 1"):
         threads.run(2, body)
 
 
 def test_a_batch_left_out_on_one_rank_is_found_in_that_step():
-    def body(ranks):
-        step = build_step(CASE, 2, ranks)
+    def body(comm):
+        step = build_step(CASE, 2, comm)
         for number, batch in enumerate(batches(CASE)):
-            if ranks.rank == 1 and number == 1:
+            if comm.rank == 1 and number == 1:
                 continue
-            place = BatchRange(36, 5, 0, 12 * number, 12 * number + 12, 0, 0)
-            part = Batch.wrap(local_batch(batch, 2, ranks.rank), place)
+            positions = BatchRange(36, 5, 0, 12 * number, 12 * number + 12, 0, 0)
+            local = Batch.wrap(local_batch(batch, 2, comm.rank), positions)
             if number == 0:
-                step(part)
+                step(local)
             else:
-                return astray(step, lambda part=part: step(part))
+                return divergence(step, lambda local=local: step(local))
         return ""
 
-    for said in threads.run(2, body):
-        assert "rank 0 is at step 2, positions 12 to 24 of epoch 0, seed 5, 36 samples; " in said
-        assert "rank 1 is at step 2, positions 24 to 36 of epoch 0, seed 5" in said
-        assert "no batch that one rank leaves out" in said
+    for message in threads.run(2, body):
+        assert "rank 0 is at step 2, positions 12 to 24 of epoch 0, seed 5, 36 samples; " in message
+        assert "rank 1 is at step 2, positions 24 to 36 of epoch 0, seed 5" in message
+        assert "no batch that one rank leaves out" in message
 
 
 def test_sources_of_different_lengths_are_found_in_the_first_step():
-    """As when each rank has read files of its own: it would take its share of them only, in another order."""
+    """As if each rank had read files of its own: it would take its part of these only, in an order of its own."""
 
-    def body(ranks):
-        step, length = build_step(CASE, 2, ranks), 40 + 4 * ranks.rank
-        part = Batch.wrap(local_batch(batches(CASE)[0], 2, ranks.rank), BatchRange(length, 0, 0, 0, 12, 0, 6))
-        return astray(step, lambda: step(part))
+    def body(comm):
+        step, length = build_step(CASE, 2, comm), 40 + 4 * comm.rank
+        local = Batch.wrap(local_batch(batches(CASE)[0], 2, comm.rank), BatchRange(length, 0, 0, 0, 12, 0, 6))
+        return divergence(step, lambda: step(local))
 
-    for said in threads.run(2, body):
-        assert "rank 0 is at step 1, positions 0 to 12 of epoch 0, seed 0, 40 samples; " in said
-        assert "rank 1 is at step 1, positions 0 to 12 of epoch 0, seed 0, 44 samples" in said
-        assert "the same source" in said
+    for message in threads.run(2, body):
+        assert "rank 0 is at step 1, positions 0 to 12 of epoch 0, seed 0, 40 samples; " in message
+        assert "rank 1 is at step 1, positions 0 to 12 of epoch 0, seed 0, 44 samples" in message
+        assert "the same source" in message
 
 
-def test_a_rank_that_has_not_come_yet_is_told_where_it_was_last():
+def test_a_late_rank_is_reported_in_its_last_call():
     mapping = mmap.mmap(-1, 3 * collective_fingerprint.BOARD_BYTES)
     board = collective_fingerprint.CallBoard(
         mapping, [index * collective_fingerprint.BOARD_BYTES for index in range(3)], ranks=(4, 5, 6)
@@ -166,12 +165,12 @@ def test_a_rank_that_has_not_come_yet_is_told_where_it_was_last():
     board.write(2, 2, "step 2")
     board.write(2, 3, "step 3")
     with pytest.raises(DivergenceError, match=r"rank 5 is at edit"):
-        board.check(1, lambda: [1, 2, 3])  # Rank 6 is ahead already.
+        board.check(1, lambda: [1, 2, 3])  # rank 6 is ahead already
 
 
-@pytest.mark.parametrize("raised", [False, True])
-def test_a_rank_may_go_on_while_another_compares(raised):
-    # Its later calls come to lie where the earlier ones were read, before its flag says so.
+@pytest.mark.parametrize("raises_flag", [False, True])
+def test_a_rank_may_go_on_while_another_compares(raises_flag):
+    # Its later calls overwrite the earlier ones while these are read, before its flag says so.
     board = collective_fingerprint.CallBoard(
         mmap.mmap(-1, 2 * collective_fingerprint.BOARD_BYTES), [0, collective_fingerprint.BOARD_BYTES], ranks=(0, 1)
     )
@@ -179,14 +178,14 @@ def test_a_rank_may_go_on_while_another_compares(raised):
         board.write(index, 1, "swapped_weights()")
     counts = [1, 1]
 
-    def counted():
+    def get_counts():
         before = list(counts)
         for number in range(counts[1] + 1, collective_fingerprint.BOARD_DEPTH + 2):
             board.write(1, number, "unsharded()")
-            counts[1] = number if raised else collective_fingerprint.BOARD_DEPTH
+            counts[1] = number if raises_flag else collective_fingerprint.BOARD_DEPTH
         return before
 
-    board.check(0, counted)
+    board.check(0, get_counts)
     board.write(0, 2, "unsharded()")
     board.check(0, lambda: [2, 3])
     board.write(0, 3, "all_gather_json()")
@@ -194,7 +193,7 @@ def test_a_rank_may_go_on_while_another_compares(raised):
         board.check(0, lambda: [3, 3])
 
 
-def test_long_calls_still_differ_by_what_fits_and_are_read_again():
+def test_long_calls_are_cut_and_decoded_again():
     for call in ("", "step 6", "ä" * collective_fingerprint.CALL_BYTES):
         assert len(collective_fingerprint.encode_call(call)) == collective_fingerprint.CALL_BYTES
         assert call.startswith(collective_fingerprint.decode_call(collective_fingerprint.encode_call(call)).rstrip("�"))

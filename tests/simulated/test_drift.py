@@ -46,12 +46,12 @@ def train(case: Case, step: TrainStep, steps: range) -> None:
 
 @torch.no_grad()
 def disturb(step: TrainStep, name: str) -> None:
-    """Change the last bit of the first element that this rank holds of a weight."""
+    """Flip the last bit of the first element of a weight that this rank holds."""
     weight = step.weight_shards[name].reshape(-1)
     weight[:1] = torch.nextafter(weight[:1], torch.full_like(weight[:1], 9.0))
 
 
-# How, ranks, hosts, the rank that strays, the ranks that it is compared with.
+# Name: plan fields, ranks, hosts, the rank whose bit is flipped, the ranks that the error names.
 HOW: dict[str, tuple[dict[str, Any], int, int, int, str]] = {
     "shared memory": ({}, 3, 1, 1, "rank 1 .*ranks 0 and 2"),
     "gloo": ({"transport": "gloo"}, 2, 1, 1, "rank 1 .*rank 0"),
@@ -113,7 +113,7 @@ def test_what_differs_from_the_start_is_found_after_the_first_step_that_ranks_ta
 
     def body(ranks):
         step = build(case, ranks, every=1000)
-        if steps == 1:  # with local steps hooks are refused, and averages hide what differs
+        if steps == 1:  # with local steps hooks are refused, and averages hide a difference
             step.optimizer.register_step_post_hook(lambda *_: disturb(step, FIRST) if ranks.rank else None)
             with pytest.raises(DivergenceError, match=f"the weights after step 1\n  {FIRST}"):
                 train(case, step, range(1))
@@ -143,7 +143,7 @@ def test_a_drift_is_found_at_the_next_check_of_a_training():
 
     first, second = threads.run(2, body)
     assert first == second
-    assert "head.bias" in first  # in the others' gradients the difference has arrived too
+    assert "head.bias" in first  # the difference has reached the gradients of the other ranks too
 
 
 def test_frozen_weights_are_compared_too():
@@ -184,7 +184,7 @@ def test_weights_that_exist_once_per_host_have_no_replica_there():
         step = build(case, ranks)
         if ranks.rank:
             with torch.no_grad():
-                step.model.get_parameter(FIRST).add_(1.0)  # the memory of all
+                step.model.get_parameter(FIRST).add_(1.0)  # the ranks share this memory
         step.check_drift()
         return True
 

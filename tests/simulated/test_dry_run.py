@@ -1,4 +1,4 @@
-"""The dry run of the sequence axis finds mixing of tokens that the model's own weights, or its forward, do not show."""
+"""The dry run of the sequence axis finds mixed tokens that the model's own weights or its forward do not show."""
 
 import functools
 import logging
@@ -12,7 +12,12 @@ from torch.utils.checkpoint import checkpoint
 
 from fourfold.plan.plan import Plan
 from fourfold.step.build import TrainStep
-from fourfold.step.dry_run.random_weights import CHECK_CONFIGS, STRICTEST_CHECK, WEAKEST_CHECK, MemoryFit
+from fourfold.step.dry_run.check_config import (
+    SEQUENCE_CHECKS,
+    STRICTEST_SEQUENCE_CHECK,
+    WEAKEST_SEQUENCE_CHECK,
+    MemoryFit,
+)
 from fourfold.step.sequence import grad_sum_check
 from fourfold.step.sequence.dry_run import DryRunResult, SequenceDryRun
 from fourfold.step.sequence.token_shards import token_shard
@@ -33,7 +38,7 @@ class Attention(nn.Module):
 
 
 class Body(nn.Module):
-    """An embedding of tokens and positions, an attention with something around it, a head."""
+    """Embeddings of tokens and positions, attention with a layer before and after it, a head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +60,7 @@ class Body(nn.Module):
 
 
 class SmallScale(Body):
-    """A convolution along the tokens behind a scale, as LayerScale has it."""
+    """A convolution along the tokens behind a scale, as in LayerScale."""
 
     def __init__(self, scale: float, shape: tuple[int, ...] = ()) -> None:
         super().__init__()
@@ -82,7 +87,7 @@ class ClosedSigmoid(ClosedGate):
 
 
 class SmallConstant(Body):
-    """A buffer is a constant: it is judged as it is, in float64."""
+    """A buffer is a constant: it keeps its value, in float64."""
 
     scale: Tensor
 
@@ -107,7 +112,7 @@ WEIGHTS = {
 
 
 def tried(model: nn.Module, *, sp: int = 2, ring: str = "zigzag", fits: MemoryFit = MemoryFit()) -> list[DryRunResult]:  # noqa: B008
-    """What each rank's trial finds."""
+    """What each rank's dry run finds."""
     torch.manual_seed(0)
     inputs = {"tokens": torch.randint(0, 50, (2, LENGTH)), "positions": torch.arange(LENGTH).expand(2, LENGTH)}
     return [
@@ -130,7 +135,7 @@ def test_mixing_behind_a_small_weight_or_a_closed_gate_is_refused(kind):
     for each in tried(make().to(dtype)):
         (problem,) = each.problems
         assert "depend on other ranks' tokens" in problem.got
-        assert each.config == STRICTEST_CHECK
+        assert each.config == STRICTEST_SEQUENCE_CHECK
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -140,7 +145,7 @@ def test_a_model_without_mixing_passes_in_float64_whatever_its_dtype(sp, dtype):
     model = Body().to(dtype)
     ranks = tried(model, sp=sp)
     assert [(each.problems, each.num_calls, each.config, each.fallback_reason) for each in ranks] == [
-        ([], 1, STRICTEST_CHECK, "")
+        ([], 1, STRICTEST_SEQUENCE_CHECK, "")
     ] * sp
     assert {each.outputs.dtype for each in ranks} == {dtype}
     assert sums_problem(model, ranks) is None
@@ -150,7 +155,7 @@ def test_a_model_without_mixing_passes_in_float64_whatever_its_dtype(sp, dtype):
 
 
 class Centred(torch.autograd.Function):
-    """The identity; its backward takes the mean over the tokens away."""
+    """The identity; its backward subtracts the mean over the tokens."""
 
     @staticmethod
     def forward(ctx, x: Tensor) -> Tensor:
@@ -162,7 +167,7 @@ class Centred(torch.autograd.Function):
 
 
 class MeanWeight(torch.autograd.Function):
-    """x · w, whose backward gives the weight the mean over the tokens in place of the sum."""
+    """x · w; its backward gives the weight the mean over the tokens, not the sum."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
@@ -198,7 +203,7 @@ class InHook(Body):
 
 
 class InHookOfQueries(Body):
-    """A hook on what goes into attention: the gradients that attention itself gives are the same."""
+    """A hook on the inputs of attention: the gradients that attention itself returns stay the same."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -288,7 +293,7 @@ SEEDING = threading.Lock()
 
 
 class Checkpointed(Body):
-    """Norms in float32, in a checkpoint, which computes them again in backward."""
+    """Norms in float32, in a checkpoint, which recomputes them in backward."""
 
     def __init__(self, *, reentrant: bool, whole: bool) -> None:
         super().__init__()
@@ -308,7 +313,7 @@ class Checkpointed(Body):
 
 
 class Logarithmic(Body):
-    """Weights that must be positive, and one of which a model takes 1 − p."""
+    """Weights that must be positive, and one that is used as 1 − p."""
 
     def __init__(self, *, near: bool) -> None:
         super().__init__()
@@ -321,7 +326,7 @@ class Logarithmic(Body):
 
 
 class Keys(Body):
-    """A bias of keys has no gradient but rounding: attention does not change when all scores do."""
+    """A bias of keys has only rounding as gradient: it adds the same amount to all scores of a query."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -352,7 +357,7 @@ class Imaginary(Body):
 
 
 class PlainTensor(Body):
-    """A constant that is no buffer."""
+    """A constant that is not a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -389,31 +394,34 @@ def test_models_without_mixing_pass(kind):
     torch.manual_seed(1)
     model = PASSING[kind]()
     ranks = tried(model)
-    assert [(each.problems, each.config, each.fallback_reason) for each in ranks] == [([], STRICTEST_CHECK, "")] * 2
+    assert [(each.problems, each.config, each.fallback_reason) for each in ranks] == [
+        ([], STRICTEST_SEQUENCE_CHECK, "")
+    ] * 2
     assert sums_problem(model, ranks) is None
 
 
-# ---- where float64 or random weights cannot be had ----------------------------------------------------
+# ---- where float64 or random weights are unavailable ----------------------------------------------------
 
 
 def test_weights_that_cannot_be_of_order_1_are_near_the_models_own():
     torch.manual_seed(1)
     ranks = tried(Logarithmic(near=True))
-    assert {(each.config, tuple(each.problems)) for each in ranks} == {(CHECK_CONFIGS[1], ())}
+    assert {(each.config, tuple(each.problems)) for each in ranks} == {(SEQUENCE_CHECKS[1], ())}
     assert "not finite" in ranks[0].fallback_reason
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("fits", "judgement"), [(MemoryFit(fits_float64=False), CHECK_CONFIGS[2]), (MemoryFit(False, False), WEAKEST_CHECK)]
+    ("fits", "config"),
+    [(MemoryFit(fits_float64=False), SEQUENCE_CHECKS[2]), (MemoryFit(False, False), WEAKEST_SEQUENCE_CHECK)],
 )
-def test_where_memory_does_not_do_the_models_dtype_is_used_and_told(fits, judgement, dtype):
+def test_without_enough_memory_the_models_dtype_is_used_and_reported(fits, config, dtype):
     torch.manual_seed(1)
     model = Body().to(dtype)
     ranks = tried(model, fits=fits)
-    assert [(each.problems, each.config) for each in ranks] == [([], judgement)] * 2
+    assert [(each.problems, each.config) for each in ranks] == [([], config)] * 2
     assert all("do not fit into memory" in each.fallback_reason for each in ranks)
-    refused = tried(SmallScale(0.5 if judgement == WEAKEST_CHECK else 0.0).to(dtype), fits=fits)
+    refused = tried(SmallScale(0.5 if config == WEAKEST_SEQUENCE_CHECK else 0.0).to(dtype), fits=fits)
     assert all(each.problems for each in refused)
 
 
@@ -426,7 +434,7 @@ class OnlyFloat32(Body):
         return x
 
 
-def test_what_has_no_float64_is_judged_in_its_own_dtype_and_this_is_logged(caplog):
+def test_an_operation_without_float64_is_checked_in_its_own_dtype_and_this_is_logged(caplog):
     def loss(outputs: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(outputs.transpose(1, 2), targets, reduction="none")
 
@@ -452,14 +460,14 @@ class LearnedMask(Body):
         return F.scaled_dot_product_attention(q, q, q, attn_mask=x[:, None, None, :, 0]).squeeze(1)
 
 
-def test_a_mask_that_wants_a_gradient_is_refused():
+def test_a_mask_that_requires_a_gradient_is_refused():
     (problem,) = tried(LearnedMask())[0].problems
-    assert "a mask [2, 1, 1, 8] at attention call 1 (LearnedMask) that wants a gradient" in problem.got
+    assert "a mask [2, 1, 1, 8] at attention call 1 (LearnedMask) that requires a gradient" in problem.got
     assert problem.attempt == "mask.detach()"
 
 
 class Features(nn.Module):
-    """Inputs that are no tokens but features; a hook on them that mixes."""
+    """Inputs of features instead of tokens, with a hook that mixes them."""
 
     def __init__(self, *, mixes: bool) -> None:
         super().__init__()
@@ -482,7 +490,7 @@ def test_gradients_of_inputs_that_hold_features_are_compared(mixes):
 
 
 class Caching(Body):
-    """A table that is kept for the next forward, in a dict and as an attribute; and a weight that is held twice."""
+    """A table that is cached for the next forward, in a dict and as an attribute; and a weight that is held twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -496,7 +504,7 @@ class Caching(Body):
         return x * self.newest * self.tables[x.shape[1]] * self.held[0]
 
 
-def test_what_a_model_keeps_from_a_dry_run_is_dropped():
+def test_what_a_model_caches_in_a_dry_run_is_dropped():
     torch.manual_seed(1)
     model = Caching()
     assert [each.problems for each in tried(model)] == [[], []]

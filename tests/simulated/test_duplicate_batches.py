@@ -1,4 +1,4 @@
-"""Laws of data ranks that are given the same batches: refused, unless it is one batch again and again, or permitted."""
+"""Laws of data ranks with the same batches: refused, unless one batch is repeated, or the user allows it."""
 
 import contextlib
 import copy
@@ -75,7 +75,7 @@ def linear():
 
 
 def trained(way, size, batches, *, hosts=1, **options):
-    """How many batches each rank trained on, and what ended it. `batches(rank)` are a rank's."""
+    """On how many batches each rank trained, and the error that ended it. `batches(rank)` are a rank's batches."""
 
     def body(ranks):
         model = linear()
@@ -138,7 +138,7 @@ def test_one_batch_again_and_again_is_told_once_and_trained(way):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("last", [0, 1, 2])
 def test_ranks_that_have_differed_once_are_watched_no_more(way, last, monkeypatch):
-    """In the first batch, or later, also on one of three ranks alone."""
+    """Ranks differ in the first batch, or later; on all ranks, or on one of three."""
     hashed, hash_ = [], duplicate_batches.batch_digest
     monkeypatch.setattr(duplicate_batches, "batch_digest", lambda tensors: hashed.append(1) or hash_(tensors))
 
@@ -165,7 +165,7 @@ def test_one_rank_has_nobody_to_be_compared_with(way, monkeypatch):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_empty_batches_say_nothing(way):
-    """Two ranks have the same samples, the third has none; and where all but one have none, nobody has the same."""
+    """Two ranks have the same samples and the third has none: the same. Only one rank has samples: not the same."""
     some = lambda rank: [drawn(n, samples=4 if rank < 2 else 0) for n in range(5)]  # noqa: E731
     plan = ff.Plan(dp=3, unused="allow")
     assert [count for count, _ in trained(way, 3, some, plan=plan)] == [2, 2, 2]
@@ -235,7 +235,7 @@ def test_ranks_that_share_sequences_have_the_same_batches_by_right(dp):
 
 
 def test_ranks_that_share_a_sequence_are_one_data_rank():
-    """Of two data ranks only the first has samples: nobody else has the same, though it is two ranks."""
+    """Only the first of two data ranks has samples. It is two ranks (sp = 2), but no other data rank has the same."""
     case = Case(model="lm", batch_sizes=(4,) * 4, sp=2)
 
     def body(ranks):
@@ -264,7 +264,7 @@ def test_several_forwards_before_a_backward_are_one_batch():
 
 
 def test_only_what_is_trained_on_is_compared():
-    """Not what is evaluated, with or without recording of gradients, and no numbers that belong to no sample."""
+    """Evaluation batches are not compared, with or without autograd, nor numbers that do not belong to samples."""
 
     class Scheduled(nn.Module):
         def __init__(self):
@@ -330,7 +330,7 @@ def test_a_watched_model_is_copied_and_saved_and_its_copy_is_not_watched():
 
 
 class Opaque:
-    """What nobody can hash."""
+    """An object that cannot be hashed."""
 
 
 @pytest.mark.parametrize("tree", [

@@ -208,7 +208,7 @@ def test_weights_that_rest_split_are_not_copied_nor_written_between_steps():
         step(batch_of_rank(step, batches(CASE)[0]))
         uses = (lambda: clamp_data(step.model), lambda: halve(step.model), lambda: head(step.model))
         for use in (*uses, step.model.state_dict, lambda: step.model(batches(CASE)[0][0])):
-            with pytest.raises(TrainingError, match=r"a weight used between steps.*try step\.read\(\)"):
+            with pytest.raises(TrainingError, match=r"a weight used between steps.*try step\.unsharded\(\)"):
                 use()
         with pytest.raises(RuntimeError, match="a weight used between steps"):  # torch's own, with ours within
             load(step.model)
@@ -289,7 +289,7 @@ def test_a_model_that_an_earlier_step_has_rounded_is_refused(precision):
         inner = nn.Sequential(step.model) if precision == "keep" else step.model
         plan = Plan(dp=2, precision=precision)
         with pytest.raises(
-            PlanError, match=r"an earlier TrainStep has rounded.*try a new model, with model\.load_state"
+            PlanError, match=r"an earlier TrainStep has rounded.*try a new model, and model\.load_state"
         ):
             check_plan_on_ranks(inner, plan, ranks)
         fresh = cases.model("mlp").float()

@@ -1,4 +1,4 @@
-"""Laws of models that write into buffers while they run forward: alike on every mesh, or refused."""
+"""Laws of models that write into buffers in forward: the same on every mesh, or refused."""
 
 import contextlib
 
@@ -75,17 +75,17 @@ def expected(kind: str, given: list) -> oracle.TrainingResult:
 @pytest.mark.parametrize("kind", ["moving mean", "replaced", "samples", "frozen"])
 def test_state_that_depends_on_the_samples_is_refused_on_every_rank(kind, plan):
     def body(ranks):
-        with pytest.raises(TaskError, match=r"forward writes (state|calls|codes), from the samples it is given"):
+        with pytest.raises(TaskError, match=r"forward writes (state|calls|codes), and the values depend on"):
             train(ranks, kind, plan, batches(9))
 
     threads.run(plan.dp, body)
 
 
-# One sample a rank: no two parts of a rank's batch differ.
+# One sample per rank, so no two parts of a rank's batch differ.
 @pytest.mark.parametrize("kind", ["moving mean", "replaced", "frozen"])
 def test_state_that_differs_among_ranks_only_is_refused(kind):
     def body(ranks):
-        with pytest.raises(TaskError, match=r"forward writes (state|codes), from the samples it is given"):
+        with pytest.raises(TaskError, match=r"forward writes (state|codes), and the values depend on its samples"):
             train(ranks, kind, Plan(dp=3), batches(3))
 
     threads.run(3, body)
@@ -101,7 +101,7 @@ def test_state_that_counts_forwards_is_refused_with_microbatches(kind, plan):
     threads.run(plan.dp, body)
 
 
-# In the last batch some ranks have no samples, and in the next one they have some again.
+# In batches of 2 and 1, some ranks have no samples; in the next batch they have some again.
 @pytest.mark.parametrize("plan", [Plan(dp=3), Plan(dp=3, zero=2), Plan(dp=3, zero=1, update="in_forward"), Plan()])
 @pytest.mark.parametrize("kind", ["none", "spectral norm", "old spectral norm", "calls", "made once"])
 def test_state_that_is_the_same_after_any_samples_is_trained_as_in_one_process(kind, plan):
@@ -111,21 +111,21 @@ def test_state_that_is_the_same_after_any_samples_is_trained_as_in_one_process(k
 
 
 @pytest.mark.parametrize("kind", ["none", "made once"])
-def test_state_that_forwards_leave_alike_goes_with_microbatches(kind):
+def test_state_that_repeated_forwards_do_not_change_goes_with_microbatches(kind):
     given = batches(9, 2, 9)
     got = threads.run(2, lambda ranks: train(ranks, kind, Plan(dp=2, microbatches=3), given))
     assert max(oracle.deviation(each, expected(kind, given)) for each in got) <= TOLERANCE
 
 
 @pytest.mark.parametrize("kind", ["moving mean", "spectral norm", "frozen"])
-def test_state_of_each_ranks_own_can_be_declared(kind):
+def test_state_per_rank_can_be_allowed(kind):
     plan = Plan(dp=2, microbatches=2, batch_norm="local")
     first, second = threads.run(2, lambda ranks: train(ranks, kind, plan, batches(9, 9)).losses)
     assert first == second
 
 
 @pytest.mark.parametrize("kind", ["moving mean", "replaced", "calls", "made once", "spectral norm"])
-def test_what_a_dry_run_writes_is_put_back(kind):
+def test_what_a_dry_run_writes_is_restored(kind):
     def body(ranks):
         step = TrainStep(model(kind), loss, sgd, plan=Plan(dp=2), communicator=ranks, clip=None)
         before = {name: buffer.clone() for name, buffer in step.model.named_buffers()}
@@ -139,7 +139,7 @@ def test_what_a_dry_run_writes_is_put_back(kind):
 
 
 class Attending(nn.Module):
-    """Tokens that meet in attention; forward keeps a moving mean of the tokens that it is given, or counts itself."""
+    """Tokens that interact in attention; forward keeps a moving mean of its tokens, or counts its calls."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -171,7 +171,7 @@ def test_state_that_depends_on_the_tokens_is_refused_where_ranks_share_sequences
             attending = Attending(kind).double()
         step = TrainStep(attending, of_tokens, sgd, plan=Plan(sp=2), communicator=ranks, clip=None)
         if kind == "moving mean":
-            with pytest.raises(TaskError, match="forward writes state, from the samples it is given"):
+            with pytest.raises(TaskError, match="forward writes state, and the values depend on its samples"):
                 step(batch)
             return []
         return [step(batch).loss for _ in range(3)]
@@ -180,7 +180,7 @@ def test_state_that_depends_on_the_tokens_is_refused_where_ranks_share_sequences
     assert first == second
 
 
-def test_a_first_batch_without_samples_for_some_rank_cannot_keep_its_state_alike():
+def test_a_first_batch_without_samples_on_some_rank_is_refused_if_forward_writes():
     def body(ranks):
         with pytest.raises(TaskError, match="a first batch without samples on rank"):
             train(ranks, "spectral norm", Plan(dp=3), batches(2))

@@ -34,7 +34,7 @@ class Net(nn.Module):
 
 
 def net(*, stays: bool = False) -> Net:
-    """A net whose statistics are frozen, at values that a batch does not have."""
+    """A net with frozen statistics that are not those of any batch."""
     with SEED_LOCK:
         torch.manual_seed(3)
         model = Net(stays=stays).double()

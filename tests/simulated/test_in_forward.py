@@ -389,7 +389,7 @@ def test_the_trace_shows_updates_within_forward_and_counts_them_once():
 
     trace = threads.run(2, body)[0]
     for rank in trace.ranks:
-        at = {event.name: event for event in trace.of(step=3, rank=rank)}
+        at = {event.name: event for event in trace.events_of(step=3, rank=rank)}
         updates = [event for name, event in at.items() if name[0] == "U"]
         assert len(updates) == sum(action.verb == Verb.UPDATE for action in trace.program[rank])
         assert all(at["F0.0"].start <= each.start <= each.stop <= at["F0.0"].stop for each in updates)

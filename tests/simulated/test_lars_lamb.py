@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import fourfold as ff
-from fourfold.parts.optim.lars_lamb import begin_update, finish_update
+from fourfold.parts.optim.layerwise import begin_update, finish_update
 from fourfold.plan.plan import Plan
 from fourfold.step.build import TrainStep
 from fourfold.testing import threads
@@ -151,7 +151,7 @@ def test_an_empty_group_and_impossible_options_are_refused(kind: Any) -> None:
     with pytest.raises(OptimizerError) as caught:
         kind([weight], lr=-1.0, weight_decay=-1.0)
     assert [problem.got for problem in caught.value.problems] == ["lr = -1.0", "weight_decay = -1.0"]
-    with pytest.raises(OptimizerError, match="less than 1"):
+    with pytest.raises(OptimizerError, match="below 1"):
         kind([weight], **({"momentum": 1.0} if kind is ff.optim.LARS else {"betas": (0.9, 1.0)}))
     assert kind((p for p in [weight]), lr=1.0).param_groups[0]["params"] == [weight]
 

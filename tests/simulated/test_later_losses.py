@@ -1,4 +1,4 @@
-"""Laws of losses whose first batch shows nothing amiss: what a later one shows is refused before a weight moves."""
+"""Laws of losses that a later batch shows to be wrong, not the first: refused before that batch changes a weight."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def chunks(o, y):
 
 
 def smoothed(o, y):
-    """As the label smoother of transformers does it."""
+    """Label smoothing as in transformers."""
     logs, ignored, y = -o.log_softmax(-1), (y < 0)[..., None], y.clamp(min=0)[..., None]
     told = logs.gather(-1, y).masked_fill(ignored, 0.0), logs.sum(-1, keepdim=True).masked_fill(ignored, 0.0)
     count = ignored.numel() - ignored.sum()
@@ -69,11 +69,11 @@ def told(figure, value):
 
 
 own_penalty = torch.tensor(1.5, dtype=WIDE)
-SHARDED = [(2, 2, 3)]  # autograd keeps its tensors in another way
+SHARDED = [(2, 2, 3)]  # autograd saves other tensors with sharded weights
 
 
 def ignoring():
-    """The first samples of a rank ignored throughout."""
+    """All targets of a rank's first samples are ignored."""
     found = []
     for inputs, targets in batches():
         ignored = targets.clone()
@@ -83,7 +83,7 @@ def ignoring():
 
 
 def later():
-    """A first batch without an ignored target, then others that ignore some, unevenly."""
+    """A first batch without ignored targets, then batches with an uneven number of them."""
     (inputs, targets), *others = batches()
     return [(inputs, targets.clamp(min=0)), *others]
 
@@ -146,7 +146,7 @@ def test_what_is_no_count_is_refused(name):
 
 
 class Centred(nn.Module):
-    """Unreduced: how far each sample is from a moving average of all before it."""
+    """Unreduced: the distance of each sample from a moving average of all samples before it."""
 
     centre: torch.Tensor
 
@@ -173,7 +173,7 @@ class Counting(nn.Module):
 
 
 class Caching(nn.Module):
-    """Makes its weights when it is first called: each call leaves the same."""
+    """Makes its class weights in the first call; every call gives the same ones."""
 
     def __init__(self):
         super().__init__()
@@ -192,7 +192,7 @@ def closed(module):
 @pytest.mark.parametrize("held", [lambda module: module, closed, lambda module: module.forward])
 @pytest.mark.parametrize("kind", [Centred, Counting])
 def test_a_loss_that_writes_its_own_buffers_is_refused_where_a_batch_is_cut(kind, held):
-    refused_at_once(lambda: held(kind()), "the loss writes (centre|calls) of its own")
+    refused_at_once(lambda: held(kind()), "the loss writes its own (centre|calls) each time")
 
 
 def test_a_loss_that_caches_is_trained_and_its_state_is_its_own_in_one_process():
@@ -210,7 +210,7 @@ def slope_too(o, y):
 def test_an_evaluation_of_a_source_refuses_counts_that_part_ways_among_ranks(loss):
     inputs, targets = batches()[0]
     targets = targets.clamp(min=0)
-    targets[3:5] = targets[11:] = -100  # not in what the dry run sees
+    targets[3:5] = targets[11:] = -100  # not among the samples of the dry run
     source = TensorSource(inputs, targets)
     task = Task(model=net, loss=loss, data=lambda: Data(train=source), optimizer=sgd)
 
@@ -223,7 +223,7 @@ def test_an_evaluation_of_a_source_refuses_counts_that_part_ways_among_ranks(los
 
 
 class Field(nn.Module):
-    """A number for each place, with the place, by which the loss differentiates it: as for equations of physics."""
+    """Returns values and the points at which they are taken; the loss differentiates by the points, as in a PINN."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""No wait outlasts the one it waits for."""
+"""No wait outlasts the rank it waits for."""
 
 import os
 import subprocess
@@ -20,45 +20,45 @@ from fourfold.words.errors import PeerError
 from tests.cases import Case
 from tests.checkpoint_runs import ThreadRun
 
-SECONDS = 20  # far less than a wait's own time limit, far more than a look takes
+SECONDS = 20  # far less than a wait's own time limit, far more than a check of the peers takes
 
 
 @pytest.fixture
 def corpse() -> Iterator[_RankProcess]:
-    """Where a rank lived that has been killed; its parent has not taken notice yet."""
+    """The process of a rank that has been killed and is still a zombie."""
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    mine = _RankProcess(host_id(), "somewhere", *process_id(process.pid))
+    killed = _RankProcess(host_id(), "somewhere", *process_id(process.pid))
     process.kill()
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-    yield mine
+    yield killed
     process.wait()
 
 
-def beside(corpse: _RankProcess) -> Communicator:
-    """Rank 0 of two; rank 1 has died."""
-    ranks = Communicator(World(rank=0, size=2, local_rank=0, local_size=2), torch.device("cpu"))
-    ranks._processes = [_RankProcess(host_id(), "here", *this_process()), corpse]
-    return ranks
+def rank_0_with(peer: _RankProcess) -> Communicator:
+    """Rank 0 of two; `peer` is rank 1."""
+    comm = Communicator(World(rank=0, size=2, local_rank=0, local_size=2), torch.device("cpu"))
+    comm._processes = [_RankProcess(host_id(), "here", *this_process()), peer]
+    return comm
 
 
-def test_a_process_that_has_died_is_seen_before_it_is_buried(corpse: _RankProcess) -> None:
-    ranks = beside(corpse)
-    assert [ranks.is_peer_dead(rank) for rank in range(2)] == [False, True]
+def test_a_zombie_counts_as_dead(corpse: _RankProcess) -> None:
+    comm = rank_0_with(corpse)
+    assert [comm.is_peer_dead(rank) for rank in range(2)] == [False, True]
     with pytest.raises(PeerError, match=r"rank 1 \(host somewhere\)"):
-        ranks.check_peers()
+        comm.check_peers()
 
 
-def test_a_later_process_of_the_same_number_and_one_of_another_host_are_not_mistaken_for_the_rank() -> None:
+def test_a_later_process_with_the_same_pid_or_one_of_another_host_is_not_taken_for_the_rank() -> None:
     here = _RankProcess(host_id(), "here", *this_process())
-    assert beside(here._replace(start_ticks=here.start_ticks - 1)).is_peer_dead(1)
-    assert not beside(here._replace(host="another", pid=1, start_ticks=0)).is_peer_dead(1)
+    assert rank_0_with(here._replace(start_ticks=here.start_ticks - 1)).is_peer_dead(1)
+    assert not rank_0_with(here._replace(host="another", pid=1, start_ticks=0)).is_peer_dead(1)
 
 
-def test_a_connection_that_breaks_tells_who_has_died_and_other_errors_are_left_alone(corpse: _RankProcess) -> None:
-    ranks = beside(corpse)
-    with pytest.raises(PeerError, match=r"rank 1 \(host somewhere\) died"), ranks.report_dead_peers():
+def test_a_broken_connection_names_the_dead_rank_and_other_errors_pass_unchanged(corpse: _RankProcess) -> None:
+    comm = rank_0_with(corpse)
+    with pytest.raises(PeerError, match=r"rank 1 \(host somewhere\) died"), comm.report_dead_peers():
         raise RuntimeError("[pair.cc:547] Connection closed by peer [127.0.0.1]:1234")
-    with pytest.raises(RuntimeError, match="shapes"), ranks.report_dead_peers():
+    with pytest.raises(RuntimeError, match="shapes"), comm.report_dead_peers():
         raise RuntimeError("shapes differ")
 
 
@@ -66,31 +66,31 @@ class Stuck:
     """A source whose disk does not answer."""
 
     def __init__(self) -> None:
-        self.answers = threading.Event()
+        self.is_released = threading.Event()
 
     def __len__(self) -> int:
         return 4
 
     def __getitem__(self, index: int) -> None:
-        self.answers.wait(60)
+        self.is_released.wait(60)
         raise OSError("at last")
 
 
-def test_a_rank_that_waits_for_data_hears_of_a_death(corpse: _RankProcess) -> None:
+def test_a_rank_that_waits_for_data_notices_a_dead_peer(corpse: _RankProcess) -> None:
     source, begin = Stuck(), time.monotonic()
     feed = Feed(source, batch_size=2)
-    feed.check_peers = beside(corpse).check_peers
+    feed.check_peers = rank_0_with(corpse).check_peers
     with pytest.raises(PeerError):
         next(iter(feed))
     assert time.monotonic() - begin < SECONDS
-    source.answers.set()
+    source.is_released.set()
 
 
 def test_the_writer_does_not_wait_for_the_piece_of_a_dead_rank(tmp_path, monkeypatch) -> None:
-    def body(ranks):
-        run = ThreadRun(Case(), ranks, tmp_path)
+    def body(comm):
+        run = ThreadRun(Case(), comm, tmp_path)
         run.run_steps(0, 2, save_at=(1,))
-        if ranks.rank == 1:  # as if it had been killed while it wrote
+        if comm.rank == 1:  # as if it had been killed while writing
             monkeypatch.setattr(run.checkpoints, "_write_rank_file", lambda *_: None)
         monkeypatch.setattr(run.step, "peer_is_dead", lambda rank: rank == 1)
         begin = time.monotonic()

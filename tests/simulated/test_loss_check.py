@@ -1,4 +1,4 @@
-"""Laws of the loss's judgement in float64: ordinary models pass, no trace is left, and what falls back is logged."""
+"""Laws of the loss check in float64: ordinary models pass, no trace is left, and a fallback is logged."""
 
 import functools
 import logging
@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from fourfold.plan.plan import Plan
 from fourfold.step.build import TrainStep
 from fourfold.step.dry_run import first_batch, loss_check
-from fourfold.step.dry_run.random_weights import MemoryFit
+from fourfold.step.dry_run.check_config import LOSS_CHECKS, STRICTEST_LOSS_CHECK, MemoryFit
 from fourfold.step.objective import Objective
 from fourfold.testing import threads
 from fourfold.words.errors import TaskError
@@ -28,7 +28,7 @@ Loss = Callable[[nn.Module, Any, Tensor], Any]
 
 
 class Layer(nn.Module):
-    """A transformer's layer: causal attention and a feed-forward part, with dropout."""
+    """A transformer layer: causal attention and a feed-forward part, with dropout."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Layer(nn.Module):
 
 
 class Gpt(nn.Module):
-    """Scores of the next token [samples, tokens, classes]; `run` is how its layers are called."""
+    """Scores of the next token [samples, tokens, classes]; `run` calls the layers."""
 
     def __init__(self, run: Callable[[nn.Module, Tensor], Any] = lambda layer, x: layer(x), tied: bool = False) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class Gpt(nn.Module):
 
 
 class Kinds(nn.Module):
-    """Of tokens: their embeddings, changed by `change`, and scores."""
+    """Embeddings of tokens, changed by `change`, and scores."""
 
     def __init__(self, change: Callable[[Any, Tensor], Tensor], **parts: Any) -> None:
         super().__init__()
@@ -166,7 +166,7 @@ MODULE = nn.CrossEntropyLoss(weight=CLASS_WEIGHTS.clone(), label_smoothing=0.1)
 
 
 def by_loop(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Clamped for each sample: no bend of the batch's mean."""
+    """Clamped for each sample: no kink in the batch's mean."""
     each = [(o - ones(y)).square().mean().clamp(max=9.0) for o, y in zip(outputs, targets, strict=True)]
     return torch.stack(each).mean()
 
@@ -233,7 +233,7 @@ def states() -> list[str]:
 
 
 def kept(model: nn.Module) -> dict[str, Any]:
-    """All that a judgement might change, by name: identities, versions and values."""
+    """All that a check might change, by name: identities, versions and values."""
     found: dict[str, Any] = {}
     for name, p in [*model.named_parameters(), *model.named_buffers()]:
         grad = None if p.grad is None else (id(p.grad), p.grad._version, p.grad.tolist())
@@ -246,7 +246,7 @@ def kept(model: nn.Module) -> dict[str, Any]:
 
 
 class Remembering(Gpt):
-    """Keeps its last scores, a moving average that no buffer holds, and a count."""
+    """Keeps its last scores, a moving average that is not a buffer, and a count."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -264,7 +264,7 @@ class Remembering(Gpt):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("room", [MemoryFit(), MemoryFit(fits_float64=False)])
-def test_a_judgement_leaves_the_model_its_gradients_and_all_generators_as_they_were(dtype, room):
+def test_a_check_leaves_the_model_its_gradients_and_all_generators_as_they_were(dtype, room):
     with SEED_LOCK:
         torch.manual_seed(1)
         model = Remembering().to(dtype)
@@ -277,7 +277,7 @@ def test_a_judgement_leaves_the_model_its_gradients_and_all_generators_as_they_w
     held = [model.tokens.weight, *model.parameters()]
 
     def loss(outputs: Tensor, targets: Tensor) -> Tensor:
-        penalty = sum(p.square().sum() for p in held)  # not by way of the model
+        penalty = sum(p.square().sum() for p in held)  # not through the model
         return F.cross_entropy(*flat(outputs, targets), weight=CLASS_WEIGHTS.to(dtype)) + 0.01 * penalty
 
     def body(ranks: Any) -> None:
@@ -289,7 +289,7 @@ def test_a_judgement_leaves_the_model_its_gradients_and_all_generators_as_they_w
         whole, parts = (batch(), [tuple(t[:2] for t in batch()), tuple(t[2:] for t in batch())])
         verdict = loss_check.check_loss(model, objective, whole, parts, memory_fit=room, device=torch.device("cpu"))
         assert verdict.problem is None
-        assert verdict.config == str(loss_check.STRICTEST_CHECK if room.fits_float64 else loss_check.CHECK_CONFIGS[-1])
+        assert verdict.config == str(STRICTEST_LOSS_CHECK if room.fits_float64 else LOSS_CHECKS[-1])
         assert kept(model) == before
         assert states() == generators
         assert torch.equal(model.mean, mean)
@@ -300,7 +300,7 @@ def test_a_judgement_leaves_the_model_its_gradients_and_all_generators_as_they_w
     assert not fired
 
 
-def test_without_memory_for_float64_gradients_are_judged_in_the_models_dtype_and_that_is_logged(monkeypatch, caplog):
+def test_without_memory_for_float64_gradients_are_checked_in_the_models_dtype_and_that_is_logged(monkeypatch, caplog):
     monkeypatch.setattr(first_batch, "find_memory_fit", lambda *args, **options: MemoryFit(fits_float64=False))
     caplog.set_level(logging.WARNING)
     threads.run(2, lambda ranks: trained(ranks, "gpt", plan_of("gpt")))
@@ -321,7 +321,7 @@ def test_without_memory_for_float64_gradients_are_judged_in_the_models_dtype_and
     threads.run(2, normalized)
 
 
-def test_what_fails_in_float64_is_judged_in_the_models_dtype_and_that_is_logged(caplog):
+def test_what_fails_in_float64_is_checked_in_the_models_dtype_and_that_is_logged(caplog):
     class Narrow(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
@@ -346,7 +346,7 @@ def test_what_fails_in_float64_is_judged_in_the_models_dtype_and_that_is_logged(
     assert "not implemented for 'Double'" in record.message
 
 
-def test_torchscript_is_not_judged_and_left_as_it_is():
+def test_torchscript_is_not_checked_and_left_as_it_is():
     model = nn.Sequential(torch.jit.script(nn.Linear(4, CLASSES)))
     before = [p.clone() for p in model.parameters()]
     given = torch.ones(3, 4), torch.zeros(3, dtype=torch.int64)
@@ -364,7 +364,7 @@ def test_a_model_with_parts_in_torchscript_trains_as_in_one_process():
         norm = nn.BatchNorm1d(4, dtype=torch.float64).eval()
         return nn.Sequential(torch.jit.script(nn.Sequential(nn.Linear(4, 4, dtype=torch.float64), norm, nn.Tanh())))
 
-    scripted = [made() for _ in range(3)]  # here: TorchScript cannot be made in two threads at once
+    scripted = [made() for _ in range(3)]  # made here: two threads cannot make TorchScript at once
     given = [(torch.rand(6, 4, dtype=torch.float64), torch.arange(6) % 4) for _ in range(3)]
 
     def body(ranks: Any) -> list[Tensor]:

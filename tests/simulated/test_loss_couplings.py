@@ -1,4 +1,4 @@
-"""Laws of small and hidden couplings: samples that meet anywhere, in a value or a gradient, are refused or declared."""
+"""Laws of small and hidden couplings: samples that interact anywhere, in a value or a gradient, are refused."""
 
 import functools
 from collections.abc import Callable
@@ -25,7 +25,7 @@ Mix = Callable[["Net", Tensor], Tensor]
 
 
 class Net(nn.Module):
-    """Scores of three classes; `mix` is what happens between its two layers. `gate` is zero."""
+    """Scores of three classes; `mix` is applied between the two layers. `gate` is zero."""
 
     def __init__(self, mix: Mix = lambda net, x: x) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ def refused(make: Callable[[], nn.Module], plan: Plan, match: str, loss: Any = p
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("kind", LOSSES)
 def test_a_small_coupling_of_the_loss_is_refused_on_every_rank(kind, plan):
-    match = "unreduced values with a mean" if kind == "unreduced values" else "a loss that is one number"
+    match = "unreduced loss values with a mean" if kind == "unreduced values" else "a scalar loss"
     refused(net, plan, match, LOSSES[kind])
 
 
@@ -151,13 +151,13 @@ def test_a_small_coupling_of_the_loss_is_refused_on_every_rank(kind, plan):
 @pytest.mark.parametrize("kind", SMALL)
 def test_a_coupling_behind_a_small_scale_or_a_gate_is_refused(kind, dtype):
     for plan in PLANS:
-        match = r"a loss that is one number|gradients of .* that do not add up"
+        match = r"a scalar loss|gradients of .* that do not add up"
         refused(lambda: net(SMALL[kind], dtype), plan, match, dtype=dtype)
 
 
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("kind", [*IN_GRADIENT, "a hook of a module"])
-def test_samples_that_meet_in_the_gradient_only_are_refused(kind, plan):
+def test_samples_that_interact_in_the_gradient_only_are_refused(kind, plan):
     make = with_module_hook if kind not in IN_GRADIENT else functools.partial(net, IN_GRADIENT[kind])
     refused(make, plan, r"gradients of .* that do not add up")
 
@@ -167,11 +167,11 @@ def test_a_loss_divided_by_itself_is_refused_for_its_gradient():
         value = plain(model, outputs, targets)
         return value / value.detach()
 
-    # Its divisor grows with no number of samples; without that it would be found by its gradient.
+    # Its divisor does not grow with the number of samples; otherwise its gradient would reveal it.
     refused(net, PLANS[0], r"gradients of .* that do not add up|counts are not proportional", loss)
 
 
-BENT: dict[str, Callable[[Tensor], Tensor]] = {
+KINKED: dict[str, Callable[[Tensor], Tensor]] = {
     "clamp(max)": lambda mean: mean.clamp(max=100.0),
     "clamp(min)": lambda mean: mean.clamp(min=0.1),
     "flooding": lambda mean: (mean - 0.1).abs() + 0.1,
@@ -181,11 +181,11 @@ BENT: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("kind", BENT)
-def test_a_mean_through_a_function_with_a_bend_is_refused_before_it_bends(kind):
-    refused(net, PLANS[0], "a mean over the batch that goes through", lambda m, o, y: BENT[kind](plain(m, o, y)))
+@pytest.mark.parametrize("kind", KINKED)
+def test_a_mean_through_a_function_with_a_kink_is_refused_before_it_reaches_the_kink(kind):
+    refused(net, PLANS[0], "a mean over the batch that passes through", lambda m, o, y: KINKED[kind](plain(m, o, y)))
 
     def by_hand(model: Net, outputs: Tensor, targets: Tensor) -> Tensor:
-        return BENT[kind]((outputs - F.one_hot(targets, CLASSES)).square().mean())
+        return KINKED[kind]((outputs - F.one_hot(targets, CLASSES)).square().mean())
 
-    refused(net, PLANS[2], "a mean over the batch that goes through", by_hand)
+    refused(net, PLANS[2], "a mean over the batch that passes through", by_hand)

@@ -1,4 +1,4 @@
-"""Laws of the dry run on a first batch: it disturbs nothing, and refuses nothing for chance."""
+"""Laws of the dry run on a first batch: it disturbs nothing, and refuses nothing because of random numbers."""
 
 import functools
 import random
@@ -22,7 +22,7 @@ sgd = functools.partial(torch.optim.SGD, lr=0.1)
 
 
 class Net(nn.Module):
-    """Four features, three classes, with all kinds of chance between."""
+    """Four features, three classes, and all kinds of random functions."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ CHANCES: dict[str, Any] = {
     "mixup": lambda model, x: 0.3 * x + 0.7 * x[torch.randperm(len(x))].detach(),
     "recurrent": lambda model, x: model.recurrent(x[:, None].expand(-1, 3, -1))[0][:, -1],
     "attention": attended,
-    "gumbel": lambda model, x: F.gumbel_softmax(x),  # draws where no mode sees it
+    "gumbel": lambda model, x: F.gumbel_softmax(x),  # draws where no mode can see it
     "numpy": lambda model, x: x * torch.from_numpy(np.random.rand(len(x), 1)).to(x),
     "python": lambda model, x: x * torch.tensor([[random.random()] for _ in x]).to(x),
 }
@@ -93,15 +93,15 @@ def tried(kind: str, loss: Any, plan: Plan | None = None) -> None:
 
 
 @pytest.mark.parametrize("kind", CHANCES)
-def test_chance_refuses_no_mean_and_no_generator_moves(kind):
+def test_random_functions_refuse_no_mean_and_no_generator_advances(kind):
     tried(kind, lambda o, y: F.cross_entropy(o, y))
     tried(kind, lambda o, y: (o - F.one_hot(y, 3)).square().mean())
     tried(kind, lambda o, y: F.cross_entropy(o, y, reduction="none"))
 
 
 @pytest.mark.parametrize("kind", sorted(CHANCES.keys() - UNSEEN))
-def test_chance_hides_no_sum(kind):
-    with pytest.raises(TaskError, match="a loss that is one number"):
+def test_random_functions_hide_no_sum(kind):
+    with pytest.raises(TaskError, match="a scalar loss"):
         tried(kind, lambda o, y: F.cross_entropy(o, y, reduction="sum"))
 
 
@@ -176,7 +176,7 @@ def test_unreduced_values_are_compared_once_and_never_again():
     assert calls == [3, 1, 2] * 2 + [3] * 6  # in the dtype of the model, in float64, and in two steps
 
 
-def test_nothing_is_tried_out_where_nothing_is_cut():
+def test_there_is_no_dry_run_where_no_batch_is_split():
     calls = []
 
     def loss(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -189,14 +189,14 @@ def test_nothing_is_tried_out_where_nothing_is_cut():
     assert calls == [9]
 
 
-def test_a_batch_that_is_empty_everywhere_has_shown_nothing():
+def test_a_batch_that_is_empty_on_all_ranks_shows_nothing():
     inputs, targets = batch()
 
     def body(ranks):
         loss = functools.partial(F.cross_entropy, reduction="sum")
         step = TrainStep(net("dropout"), loss, sgd, plan=Plan(dp=2), communicator=ranks, clip=None)
         step.evaluate((inputs[:0], targets[:0]))
-        with pytest.raises(TaskError, match="a loss that is one number"):
+        with pytest.raises(TaskError, match="a scalar loss"):
             step((inputs[: 3 * ranks.rank], targets[: 3 * ranks.rank]))
 
     threads.run(2, body)
@@ -222,7 +222,7 @@ def test_compiled_code_is_trained_by_the_same_means():
     assert got == pytest.approx(expected, rel=1e-12)
 
 
-def test_a_number_made_by_compiled_code_is_refused_where_a_batch_is_cut():
+def test_a_scalar_loss_of_compiled_code_is_refused_where_a_batch_is_split():
     class Own(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -234,14 +234,14 @@ def test_a_number_made_by_compiled_code_is_refused_where_a_batch_is_cut():
     def with_loss(ranks):
         loss = torch.compile(lambda o, y: F.cross_entropy(o, y), backend="eager")
         step = TrainStep(net("none"), loss, sgd, plan=Plan(microbatches=2), communicator=ranks, clip=None)
-        with pytest.raises(TaskError, match="a compiled loss that is one number, and a batch that is cut in 2"):
+        with pytest.raises(TaskError, match="a compiled scalar loss, and a batch that is split into 2 parts"):
             step(batch())
 
     def with_model(ranks):
         model: Any = torch.compile(Own(), backend="eager")
         step = TrainStep(model, None, sgd, plan=Plan(microbatches=2), communicator=ranks, clip=None)
         inputs, labels = batch()
-        with pytest.raises(TaskError, match="loss = None and a compiled model, and a batch that is cut in 2"):
+        with pytest.raises(TaskError, match="loss = None and a compiled model, and a batch that is split into 2 parts"):
             step({"x": inputs, "labels": labels})
 
     for body in (with_loss, with_model):

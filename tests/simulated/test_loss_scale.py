@@ -200,7 +200,7 @@ def test_the_scale_goes_on_where_it_was():
 
 @pytest.mark.parametrize(("fields", "said"), [
     ({"update": "in_backward"}, "no gradient has overflowed before the first bucket"),
-    ({"codec": "topk"}, "known to be finite when they are coded"),
+    ({"codec": "topk"}, "finite gradients"),
     ({"sync": "local"}, "an average of the weights that the update keeps"),
     ({"sync": "local", "offload": "states"}, "weights that are averaged on the device where"),
 ])  # fmt: skip

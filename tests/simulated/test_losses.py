@@ -1,4 +1,4 @@
-"""Laws of losses that are one number: however a batch is cut, they train as in one process, or are refused."""
+"""Laws of scalar losses: however a batch is split, they train as in one process, or are refused."""
 
 import functools
 import math
@@ -32,7 +32,7 @@ own_weight = nn.Parameter(torch.ones(1))
 
 
 class Net(nn.Module):
-    """Scores of each class for each of a sample's tokens [samples, tokens, classes]."""
+    """Class scores for each token [samples, tokens, classes]."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ def net() -> nn.Module:
 
 @functools.cache
 def batches() -> list[tuple[Tensor, Tensor]]:
-    """Three batches. In the first one every second target is ignored, in some samples all of them; later fewer."""
+    """Three batches. In the first, every second target is ignored, and all targets of some samples; later fewer."""
     generator = torch.Generator().manual_seed(4)
     found = []
     for number in range(3):
@@ -67,7 +67,7 @@ def flat(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def ones(targets: Tensor) -> Tensor:
-    """Each target as probabilities: 0.8 for it, the rest for the others."""
+    """Each target as probabilities: 0.8 for its class, the remainder for the other classes."""
     return F.one_hot(targets.clamp(min=0), CLASSES).to(WIDE) * 0.75 + 0.05
 
 
@@ -166,7 +166,7 @@ def trained(ranks: Any, loss: Any, cut: tuple[int, int, int], given: Sequence[An
 
 
 def alone(loss: Any, given: Sequence[Any]) -> TrainingResult:
-    """In plain torch: the loss of the whole batch, as the user's function has it."""
+    """Training in plain torch on the loss of the whole batch, as the user's function returns it."""
     model = net()
     loss = functools.partial(loss, model) if loss is with_penalty else loss
     optimizer, losses = sgd(model.parameters()), []
@@ -197,7 +197,7 @@ def test_a_number_that_is_no_mean_is_refused_on_every_rank_before_a_weight_moves
         before = [p.clone() for p in model.parameters()]
         plan = Plan(dp=cut[0], microbatches=cut[1], zero=cut[2])
         step = TrainStep(model, REFUSED[name], sgd, plan=plan, communicator=ranks, clip=None)
-        with pytest.raises(TaskError, match="a loss that is one number") as caught:
+        with pytest.raises(TaskError, match=r"a loss that is one number|a scalar loss") as caught:
             step(part(batches()[0], cut[0], step.dp_index))
         assert "unreduced values, or a pair (sum, count)" in str(caught.value)
         return all(map(torch.equal, before, model.parameters()))
@@ -317,7 +317,7 @@ def test_a_first_batch_of_which_nothing_counts_teaches_nothing():
         step = TrainStep(net().float(), EXACT["ignoring"], sgd, **options)
         return [step(batch).overflowed for batch in given]
 
-    # Sums of gradients would be beyond what float16 holds, their mean is not.
+    # The sum of the gradients overflows float16, their mean does not.
     assert threads.run(1, body) == [[False, False]]
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 import fourfold as ff
 from fourfold.parts import memory
-from fourfold.parts.optim import flat_optimizer
+from fourfold.parts.optim.user_optimizer import num_state_tensors
 from fourfold.plan.memory import HostRanks, bytes_per_element, host_memory_use
 from fourfold.plan.plan import Plan
 from fourfold.step.build import TrainStep
@@ -42,9 +42,7 @@ def _step(plan: Plan, ranks: ThreadCommunicator, optimizer: str = "AdamW") -> Tr
 
 
 def _formula(step: TrainStep, host: HostRanks) -> float:
-    kinds = [
-        flat_optimizer.num_state_tensors(step.optimizer, group) for group in range(len(step.optimizer.param_groups))
-    ]
+    kinds = [num_state_tensors(step.optimizer, group) for group in range(len(step.optimizer.param_groups))]
     own_bytes = {name: 4 for name, _ in step.model.named_parameters()}
     of = bytes_per_element(step.buckets, step.plan, num_states=kinds, original_bytes=own_bytes)
     return host_memory_use(of, zero=step.plan.zero, host=host).total

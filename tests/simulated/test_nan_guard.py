@@ -1,4 +1,4 @@
-"""Laws of steps whose loss or gradient is not a finite number. Ranks are threads."""
+"""Laws of steps whose loss or gradient is not finite. Ranks are threads."""
 
 import copy
 import json
@@ -35,7 +35,7 @@ def build(case: Case, ranks: Any, *, skip_nan: int) -> TrainStep:
 
 
 def poisoned(case: Case, number: int, sample: int, value: float = NAN) -> list[Any]:
-    """The case's global batches; in batch `number` one sample is no good."""
+    """The case's global batches; in batch `number` one sample is bad."""
     found = batches(case)
     found[number][0][sample] = value
     return found
@@ -78,14 +78,14 @@ def test_training_with_a_skipped_step_is_training_without_it(fields, bad):
 
 
 def test_the_text_names_step_rank_and_samples_of_the_global_order():
-    # Positions 12 to 24 in two microbatches on each of two ranks: position 22 is the second sample of rank 1's last.
+    # Positions 12 to 24 in two microbatches on each of two ranks: position 22 is in the last one, on rank 1.
     case = Case(microbatches=2)
     found = poisoned(case, 1, sample=10)
     ids = rows(40, 3, 2, 12, 24).tolist()
 
     def body(ranks):
         step = build(case, ranks, skip_nan=5)
-        step.num_steps = 7  # as after a resumption
+        step.num_steps = 7  # as after a resume
         skipped = None
         for number, batch in enumerate(found[:2]):
             start, stop = 12 * number, 12 * number + 12
@@ -102,7 +102,7 @@ def test_the_text_names_step_rank_and_samples_of_the_global_order():
 def test_a_norm_that_is_not_finite_is_seen_before_the_update_though_all_losses_are_finite():
     def body(ranks):
         model = nn.Linear(2, 2)
-        # The root of 0 has an infinite slope, which 0 makes no number.
+        # The root has an infinite derivative at 0; times 0 it is NaN.
         loss: Callable[[Any, Any], Any] = lambda outputs, targets: (outputs * targets).abs().sqrt().sum(1)  # noqa: E731
         step = TrainStep(model, loss, torch.optim.Adam, plan=Plan(dp=2), communicator=ranks, clip=1.0, skip_nan=1)
         before = copy.deepcopy(model.state_dict())
@@ -148,7 +148,7 @@ def test_more_steps_in_a_row_than_allowed_end_the_training(bad, ends_at):
         for number, (inputs, targets) in enumerate(batches(case)):
             batch = local_batch((inputs * NAN if number in bad else inputs, targets), 2, ranks.rank)
             if number + 1 == ends_at:
-                with pytest.raises(TrainingError, match="the 2 steps before were no better"):
+                with pytest.raises(TrainingError, match="the 2 steps before were bad too"):
                     step(batch)
                 return
             step(batch)
@@ -157,7 +157,7 @@ def test_more_steps_in_a_row_than_allowed_end_the_training(bad, ends_at):
 
 
 def test_a_first_step_without_even_a_count_teaches_nothing():
-    # The count of the first step is what the gradients of all others are divided by.
+    # The gradients of all later steps are divided by the count of the first step.
     case = Case(loss="pair")
     found = poisoned(case, 0, sample=0)
     model, loss, optimizer = cases.model("mlp"), cases.loss(case), cases.optimizer(case)
@@ -208,11 +208,11 @@ def test_ranks_that_would_not_skip_alike_are_refused():
 
 
 class Interrupted(Exception):
-    """The loss function's own, in mid-run."""
+    """An error of the loss function during the run."""
 
 
 def task(*, bad: Sequence[int], stop_at: int | None = None) -> ff.Task:
-    """Sixteen samples, some of them no good; the run breaks off in a step of this number."""
+    """Sixteen samples, some of them bad; the run fails in the given step."""
     torch.manual_seed(1)
     inputs, targets = torch.randn(16, 4), torch.randn(16, 2)
     inputs[list(bad)] = NAN
@@ -258,7 +258,7 @@ def test_a_resumed_run_skips_the_same_steps_and_is_the_undisturbed_one_bit_for_b
     ff.train(task(bad=[3]), folder=str(tmp_path), name="broken", **options)
 
     skipped = [line["step"] for line in lines(tmp_path / "whole" / "metrics.jsonl") if line.get("skipped")]
-    assert len(skipped) == 2  # sample 3, once an epoch
+    assert len(skipped) == 2  # sample 3, once in each epoch
     assert whole.loss == whole.loss
     expected, got = saved(tmp_path / "whole"), saved(tmp_path / "broken")
     assert any(name.startswith("ema.") for name in expected)

@@ -1,4 +1,4 @@
-"""Inputs of ordinary users that are not quite what a task expects: taken where they are clear, else refused by name."""
+"""User inputs that are not quite what a task expects: accepted if they are clear, else refused by name."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""Laws of the wrapped optimizer: uneven data, and state that only one rank has. All ranks as threads."""
+"""Laws of the wrapped optimizer: uneven data, and state that only one rank has. Ranks are threads."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ RATE, MOMENTUM = 0.05, 0.9
 
 
 def model() -> nn.Module:
-    """The same on every call and thread: torch's generator is everybody's."""
+    """The same model in every call and thread: threads share torch's generator."""
     made = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 2)).double()
     generator = torch.Generator().manual_seed(0)
     for parameter in made.parameters():
@@ -33,7 +33,7 @@ def batch(rank: int, number: int) -> Tensor:
 
 
 def oracle(counts: list[int], *, by_all: bool, accumulate: int = 1) -> list[Tensor]:
-    """One process that goes through the ranks' batches, round by round."""
+    """One process that trains on the batches of all ranks, round by round."""
     theirs = model()
     optimizer = sgd(theirs.parameters())
     for number in range(0, max(counts), accumulate):
@@ -108,7 +108,7 @@ def test_ranks_out_of_data_count_for_no_parameter():
                 found = [None if g is None else g.item() for g in gradients]
         return found
 
-    assert threads.run(2, body) == [[4.0, None], [2.0, None]]  # in its second round rank 1 is alone
+    assert threads.run(2, body) == [[4.0, None], [2.0, None]]  # in the second round only rank 1 has data
 
 
 def test_the_optimizer_goes_on_as_usual_after_join():
@@ -137,7 +137,7 @@ def test_what_one_rank_has_loaded_all_ranks_get():
         mine.register_buffer("seen", torch.zeros(2, dtype=torch.bool))
         adam = torch.optim.AdamW(mine.parameters(), lr=RATE)
         optimizer = DistributedOptimizer(adam, mine, communicator=ranks)
-        if ranks.rank == 1:  # as if a checkpoint had been read here, and here alone
+        if ranks.rank == 1:  # as if only this rank had read a checkpoint
             for group in adam.param_groups:
                 group |= {"lr": 0.5, "betas": (0.5, 0.6)}
             adam.state.clear()

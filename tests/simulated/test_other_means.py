@@ -1,4 +1,4 @@
-"""Laws of parts of a batch whose losses are not made by the same means: they are refused before a weight moves."""
+"""Laws of batches whose parts take different means: they are refused before a weight changes."""
 
 import functools
 
@@ -22,7 +22,7 @@ APART = "whose counts are not proportional"
 
 
 class Heads(nn.Module):
-    """One of two tasks for each sample, and a head for either."""
+    """Each sample is of one of two tasks, and each task has a head."""
 
     def __init__(self):
         super().__init__()
@@ -68,7 +68,7 @@ def of_one_head(outputs, targets):
 
 
 def own_loss(model):
-    """A model's own loss."""
+    """A model that returns its loss."""
     forward = model.forward
 
     def with_loss(x, **targets):
@@ -124,7 +124,7 @@ def test_batches_of_one_task_at_a_time_are_trained(loss):
 
 
 class Routed(nn.Module):
-    """Its last layer is one of two, as a batch has it."""
+    """The batch decides which of two layers is the last."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Laws of samples that are dicts, and of models that make their own loss (loss = None)."""
+"""Laws of samples that are dicts, and of models that return their own loss (loss = None)."""
 
 import copy
 import functools
@@ -27,7 +27,7 @@ sgd = functools.partial(torch.optim.SGD, lr=0.1)
 
 
 class Texts:
-    """Samples as Hugging Face's data sets have them: lists of numbers, a part of the labels ignored."""
+    """Samples like those of Hugging Face datasets: lists of numbers, with some labels ignored."""
 
     def __len__(self) -> int:
         return SAMPLES
@@ -93,7 +93,7 @@ def test_a_model_of_transformers_trains_its_own_loss_as_in_one_process(kind, cut
 
 
 class Own(nn.Module):
-    """Makes its loss of `x` and `labels`; returns it as `how` says."""
+    """Computes its loss from `x` and `labels`, and returns it in the form `how`."""
 
     def __init__(self, how: str = "dict") -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class Own(nn.Module):
 
 
 class Pairs:
-    """Ten dicts of four features and a class."""
+    """Ten dicts with four features and a class."""
 
     def __len__(self) -> int:
         return 10

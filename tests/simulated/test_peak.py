@@ -1,4 +1,4 @@
-"""Laws of counted memory: what fake tensors say of a step is what real ones hold."""
+"""Laws of counted memory: a step on fake tensors holds as many bytes as on real ones."""
 
 from typing import Any
 
@@ -42,12 +42,12 @@ def test_a_fake_step_holds_what_a_real_one_does_to_the_byte(name: str) -> None:
     assert sum(real.bytes_by_kind.values()) == real.peak_bytes
 
 
-def test_a_step_holds_what_the_allocator_has_given_out() -> None:
+def test_a_step_holds_what_the_allocator_gave_out() -> None:
     job = JOBS["tensor"]
     model, ids = job.build(SHAPE), torch.zeros(3, 16, dtype=torch.long)
     counted = PeakMemory()
-    counted.track("there already", [*model.parameters(), ids])
-    there = counted.peak_bytes
+    counted.track("existing", [*model.parameters(), ids])
+    existing = counted.peak_bytes
     with counted:
         job.losses(model(ids, ids), ids).sum().backward()
     model.zero_grad()
@@ -59,11 +59,11 @@ def test_a_step_holds_what_the_allocator_has_given_out() -> None:
     for event in sorted(events, key=lambda event: event.start_ns()):
         now += event.nbytes()
         most = max(most, now)
-    # Scalars that torch makes inside operations.
-    assert counted.peak_bytes - there == pytest.approx(most, abs=64)
+    # The difference: scalars that torch makes inside operations.
+    assert counted.peak_bytes - existing == pytest.approx(most, abs=64)
 
 
-def test_what_a_step_holds_is_a_line_in_the_number_of_layers() -> None:
+def test_what_a_step_holds_is_linear_in_the_number_of_layers() -> None:
     def held(job: Layout, layers: int) -> int:
         with torch.device("meta"):
             return peak_memory(job, SHAPE._replace(layers=layers), batch=3, length=16).peak_bytes
@@ -74,18 +74,17 @@ def test_what_a_step_holds_is_a_line_in_the_number_of_layers() -> None:
 
 
 @pytest.mark.parametrize("ring", ["plain", "rsa"])
-def test_the_first_hop_holds_what_all_do(ring: str) -> None:
+def test_the_first_hop_holds_as_much_as_all_hops(ring: str) -> None:
     with torch.device("meta"):
-        few, all_of_them = (
-            peak_memory(sequence_parallel(8, ring, few_hops=hasty), SHAPE, batch=3, length=32)
-            for hasty in (True, False)
+        one_hop, all_hops = (
+            peak_memory(sequence_parallel(8, ring, few_hops=few), SHAPE, batch=3, length=32) for few in (True, False)
         )
-    assert few.bytes_by_kind == all_of_them.bytes_by_kind
+    assert one_hop.bytes_by_kind == all_hops.bytes_by_kind
 
 
 def test_merged_blocks_hold_far_more_samples_than_the_most_careful_tensor_parallelism() -> None:
     def largest_batch(job: Layout, least: int) -> float:
-        """Where the line through two batches meets the limit."""
+        """The batch size at which the line through two batch sizes reaches the limit."""
         one, two = (extrapolate_bytes(job, batch=batch, length=512) for batch in (least, 2 * least))
         return least + (USABLE_BYTES - one) * least / (two - one)
 
@@ -101,11 +100,11 @@ def test_the_largest_is_found_and_one_more_is_too_much(rest: int, each: int, ben
     start = 1 + limit % 100
 
     def held(n: int) -> int:
-        asked.append(n)
+        tried.append(n)
         return rest + each * n + bend * n * n
 
-    asked: list[int] = []
+    tried: list[int] = []
     found = largest_within(held, limit, start)
     assert found == 0 or held(found) <= limit
     assert held(found + 1) > limit
-    assert bend or len(asked) <= 14  # and not as many as there are numbers
+    assert bend or len(tried) <= 14  # a search, not a scan

@@ -291,7 +291,7 @@ def test_checkpoints_hold_the_float32_weights_and_averages_and_are_read_on_any_m
 
     def save(ranks):
         run: Any = ThreadRun(case, ranks, tmp_path, ema=0.9)
-        run.train_steps(0, 2, save_at=(2,))
+        run.run_steps(0, 2, save_at=(2,))
         weights = run.step.state_dict()
         with run.step.swapped_weights(run.average.values):
             return weights, run.step.state_dict()["model"]

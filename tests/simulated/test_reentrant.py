@@ -1,4 +1,4 @@
-"""Reentrant checkpoints train as in one process, or are refused with the way out."""
+"""Reentrant checkpoints train as in one process, or are refused with what to try."""
 
 import copy
 import functools
@@ -30,7 +30,7 @@ class Layer(nn.Module):
 
 
 class Net(nn.Module):
-    """Two layers in reentrant checkpoints. "twice": one of them is used again; "apart": none of its inputs has one."""
+    """Two layers in reentrant checkpoints. "twice": one is used again; "apart": no input of it has a gradient."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("fields", PLANS)
 @pytest.mark.parametrize("kind", REFUSED)
-def test_a_reentrant_checkpoint_that_cannot_be_trained_is_refused_on_every_rank_with_the_way_out(kind, fields):
+def test_a_reentrant_checkpoint_that_cannot_be_trained_is_refused_on_every_rank_with_what_to_try(kind, fields):
     (error, said), plan = REFUSED[kind], Plan(**fields)
     torch.manual_seed(1)
     model = Net(kind)
@@ -126,5 +126,5 @@ def test_a_reentrant_checkpoint_that_cannot_be_trained_is_refused_on_every_rank_
         assert found is error
         assert said in text
         assert "use_reentrant=False" in text
-        # With sp > 1 a rank that fails in the middle of backward leaves others waiting in attention.
+        # With sp > 1, a rank that fails in the middle of backward leaves others waiting in attention.
         assert ("in the model" in text) == (kind == "twice" and plan.sp > 1)

@@ -1,4 +1,4 @@
-"""Where the ranks of one host meet: only a living rank 0 of the same job is ever joined."""
+"""The rendezvous of one host: ranks only ever join a living rank 0 of the same job."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from fourfold.environment.rendezvous import LocalRendezvous
 from fourfold.parts.comm import rendezvous_store
 from fourfold.words.errors import LaunchError
 
-SEAT = RankInfo(MPICH, 1, 2, 1, 2)
+RANK_1 = RankInfo(MPICH, 1, 2, 1, 2)
 
 
 def write(note: Path, *, pid: int, began: int) -> None:
@@ -23,24 +23,22 @@ def write(note: Path, *, pid: int, began: int) -> None:
 
 
 def test_a_note_counts_while_its_writer_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    mine = process_id(os.getpid())
-    write(tmp_path / "note", pid=mine.pid, began=mine.start_ticks)
-    assert rendezvous_store._wait_for_note(tmp_path / "note", SEAT) == "store-7"
+    this = process_id(os.getpid())
+    write(tmp_path / "note", pid=this.pid, began=this.start_ticks)
+    assert rendezvous_store._wait_for_note(tmp_path / "note", RANK_1) == "store-7"
     monkeypatch.setattr(rendezvous_store, "HOST_TIMEOUT_SECONDS", 0.1)
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
-    for pid, began in (
-        (mine.pid, mine.start_ticks - 1),
-        (ended.pid, mine.start_ticks),
-    ):  # a number used again, a dead process
+    reused_pid, dead = (this.pid, this.start_ticks - 1), (ended.pid, this.start_ticks)
+    for pid, began in (reused_pid, dead):
         write(tmp_path / "note", pid=pid, began=began)
         with pytest.raises(LaunchError, match="rank 0 did not come"):
-            rendezvous_store._wait_for_note(tmp_path / "note", SEAT)
+            rendezvous_store._wait_for_note(tmp_path / "note", RANK_1)
 
 
-def test_the_stores_of_jobs_that_were_killed_are_removed(tmp_path: Path) -> None:
-    mine = process_id(os.getpid())
-    (kept, gone) = (tmp_path / f"store-{mine.pid}-{began}-ab" for began in (mine.start_ticks, mine.start_ticks - 1))
+def test_the_stores_of_killed_jobs_are_removed(tmp_path: Path) -> None:
+    this = process_id(os.getpid())
+    kept, gone = (tmp_path / f"store-{this.pid}-{began}-ab" for began in (this.start_ticks, this.start_ticks - 1))
     for file in (kept, gone, tmp_path / "rendezvous-ab"):
         file.touch()
     rendezvous_store._remove_stale_stores(tmp_path)
@@ -55,21 +53,21 @@ LAUNCHER = "import os, subprocess, sys; subprocess.run(sys.argv[1:], env={**os.e
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", "3", '{"pid": null, "began": 1, "port": 7}', "[" * 100_000])
-def test_a_note_of_another_form_is_not_believed(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_malformed_note_is_ignored(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous_store, "HOST_TIMEOUT_SECONDS", 0.05)
     (tmp_path / "note").write_text(text)
     with pytest.raises(LaunchError, match="rank 0 did not come"):
-        rendezvous_store._wait_for_note(tmp_path / "note", SEAT)
+        rendezvous_store._wait_for_note(tmp_path / "note", RANK_1)
 
 
-def test_ranks_of_one_launcher_look_for_one_note_and_those_of_another_for_another() -> None:
+def test_ranks_look_for_the_note_of_their_own_launcher() -> None:
     def name(*command: str, **more: str) -> str:
         environ = {**{k: v for k, v in os.environ.items() if k != "PMI_RANK"}, **more}
         return subprocess.run(command, env=environ, capture_output=True, text=True, check=True, timeout=300).stdout
 
     rank = [sys.executable, "-c", NAME]
     alone = name(*rank, PMI_RANK="1")
-    # A shell between the launcher and the rank is a part of the rank.
+    # A shell between the launcher and the rank belongs to the rank.
     assert name("sh", "-c", f'"{sys.executable}" -c "{NAME}"; true', PMI_RANK="0") == alone
     assert name(sys.executable, "-c", LAUNCHER, *rank) != alone
 
@@ -89,7 +87,7 @@ def test_a_folder_that_others_can_write_to_is_refused(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("kind", "told"),
+    ("kind", "message"),
     [
         ("file", "is no folder"),
         ("link to nowhere", "is no folder"),
@@ -97,8 +95,8 @@ def test_a_folder_that_others_can_write_to_is_refused(tmp_path: Path, monkeypatc
         ("another user", "is another user's"),
     ],
 )
-def test_what_is_no_folder_of_this_users_is_told(
-    kind: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_error_says_why_the_folder_is_unusable(
+    kind: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     above = tmp_path / "file" if kind == "no folder above" else tmp_path
     (tmp_path / "file").touch()
@@ -113,25 +111,25 @@ def test_what_is_no_folder_of_this_users_is_told(
         monkeypatch.setattr(rendezvous_store.os, "getuid", lambda: another)
         folder = above / f"fourfold-{another}"
         folder.mkdir(mode=0o700)
-    with pytest.raises(LaunchError, match=re.escape(f"{folder} {told}")):
+    with pytest.raises(LaunchError, match=re.escape(f"{folder} {message}")):
         rendezvous_store._private_folder()
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
-def test_a_note_that_the_disk_does_not_take_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_note_that_the_disk_does_not_take_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous_store.tempfile, "gettempdir", lambda: str(tmp_path))
-    folder, place = rendezvous_store._private_folder(), LocalRendezvous("MPICH", "PMI_RANK")
-    (folder / f"{rendezvous_store._note_name(place)}.{os.getpid()}").symlink_to("/dev/full")
+    folder, address = rendezvous_store._private_folder(), LocalRendezvous("MPICH", "PMI_RANK")
+    (folder / f"{rendezvous_store._note_name(address)}.{os.getpid()}").symlink_to("/dev/full")
     with pytest.raises(LaunchError, match="could not be written: no space left on device   need room"):
-        rendezvous_store._open_host_store(RankInfo(MPICH, 0, 2, 0, 2), place)
+        rendezvous_store._open_host_store(RankInfo(MPICH, 0, 2, 0, 2), address)
 
 
-def test_what_others_have_put_there_is_swept_around(tmp_path: Path) -> None:
-    mine = process_id(os.getpid())
-    gone = tmp_path / f"store-{mine.pid}-{mine.start_ticks - 1}-ab"
+def test_files_that_are_no_stores_are_left_alone(tmp_path: Path) -> None:
+    this = process_id(os.getpid())
+    gone = tmp_path / f"store-{this.pid}-{this.start_ticks - 1}-ab"
     for name in ("store-ab", "store-1-2-3-4-5", "store-x-y-ab"):
         (tmp_path / name).touch()
-    (tmp_path / f"store-1-{mine.start_ticks}-folder").mkdir()
+    (tmp_path / f"store-1-{this.start_ticks}-folder").mkdir()
     gone.touch()
     rendezvous_store._remove_stale_stores(tmp_path)
     assert not gone.exists()

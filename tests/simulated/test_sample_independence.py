@@ -1,4 +1,4 @@
-"""Laws of what samples do to each other: a batch is cut only where they do nothing, in forward and in gradients."""
+"""Laws of interacting samples: a batch is split only if its samples are independent, in forward and in gradients."""
 
 import functools
 import itertools
@@ -20,7 +20,7 @@ PLANS = [Plan(dp=2), Plan(dp=2, microbatches=2, zero=3), Plan(microbatches=2)]
 
 
 class Net(nn.Module):
-    """Four features, three classes; `mix` is what samples do to each other."""
+    """Four features, three classes; `mix` makes samples interact."""
 
     def __init__(self, mix=lambda x: x):
         super().__init__()
@@ -54,7 +54,7 @@ def step(ranks, model, plan, loss=values):
 
 
 def plainly(model, loss, num_ranks):
-    """One step by the mean of the ranks' losses, each of its own samples."""
+    """One step on the mean of the ranks' losses, each over the rank's own samples."""
     optimizer, losses = sgd(model.parameters()), []
     for rank in range(num_ranks):
         inputs = torch.randn(8, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
@@ -103,12 +103,12 @@ def test_one_process_may_mix_samples():
     trains(MIXING["less the mean"], Plan(), values, values)
 
 
-def test_a_model_for_so_many_samples_at_a_time_is_trained():
+def test_a_model_for_a_fixed_number_of_samples_is_trained():
     trains(lambda x: x.view(8, 4), PLANS[0], values, values)
 
 
 @pytest.mark.parametrize("loss", [values, F.cross_entropy])
-def test_in_a_model_for_so_many_samples_at_a_time_they_may_not_meet(loss):
+def test_in_a_model_for_a_fixed_number_of_samples_they_may_not_interact(loss):
     def body(ranks):
         with pytest.raises(TaskError, match="for 8 samples together"):
             step(ranks, Net(lambda x: x.view(8, 4) - x.view(8, 4).mean(0)), PLANS[0], loss)
@@ -149,7 +149,7 @@ def hooked(hook, dtype=torch.float64):
 
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("kind", BOUNDED)
-def test_a_hook_that_bounds_gradients_is_refused_where_a_batch_is_cut(kind, plan):
+def test_a_hook_that_bounds_gradients_is_refused_where_a_batch_is_split(kind, plan):
     def body(ranks):
         with pytest.raises(TaskError, match=r"a hook of first\.weight"):
             step(ranks, hooked(BOUNDED[kind]), plan)
@@ -170,7 +170,7 @@ def test_a_hook_that_scales_or_masks_is_trained(kind, dtype):
 
 
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
-def test_embeddings_that_look_at_a_whole_batch_are_refused_where_it_is_cut(kind):
+def test_embeddings_that_depend_on_the_full_batch_are_refused_where_it_is_split(kind):
     by_count, by_length = kind(5, 3, scale_grad_by_freq=True), kind(5, 3, max_norm=1.0)
     for plan in PLANS:
         with pytest.raises(PlanError, match="scale_grad_by_freq at the model"):

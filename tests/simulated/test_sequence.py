@@ -1,4 +1,4 @@
-"""Laws of attention over the sequence axis: ranks as threads, by messages and in shared memory."""
+"""Laws of attention over the sequence axis; ranks are threads, which use messages or shared memory."""
 
 import itertools
 import threading
@@ -17,7 +17,7 @@ from tests.attention_oracle import BATCH, HEAD_SIZE, HEADS, TOLERANCE, Attention
 
 
 def worst(cases, by="messages", factor=1.0):
-    """By case, the largest deviation of any rank; all cases of one layout."""
+    """The largest deviation of any rank, by case; all cases have one layout."""
     expected = [(case, *_expected(case, factor)) for case in cases]
 
     def body(ranks):
@@ -41,14 +41,14 @@ def _expected(case, factor):
 def test_every_axis_finds_what_one_process_finds(size):
     by_layout = itertools.groupby(attention_oracle.cases(size), key=lambda case: (case.ring, case.ulysses))
     for turn, (_, cases) in enumerate(by_layout):
-        # Of large axes every second case: two turns see all.
+        # For large axes, every second case: two sizes cover all.
         found = worst(list(cases)[turn % 2 :: 1 if size < 5 else 2], "shared" if turn % 3 else "messages")
         assert not {case: far for case, far in found.items() if far > TOLERANCE}
 
 
 @pytest.mark.parametrize("mask", [None, "documents", "padding"])
 @pytest.mark.parametrize("ring", ["zigzag", "plain", "gather"])
-def test_scores_are_made_by_rows_where_they_would_not_fit(monkeypatch, ring, mask):
+def test_scores_are_computed_by_rows_where_they_would_not_fit(monkeypatch, ring, mask):
     monkeypatch.setattr(kernels, "MAX_SCORES", 1)
     cases = [AttentionCase(3, ring, causal=causal, mask=mask, heads=heads, dropout=dropout)
              for causal in (False, True) for heads, dropout in (("narrow V", 0.0), ("grouped", 0.4))]  # fmt: skip
@@ -61,13 +61,13 @@ def test_scores_are_made_by_rows_where_they_would_not_fit(monkeypatch, ring, mas
 @pytest.mark.parametrize("heads", ["grouped", "narrow V"])
 @pytest.mark.parametrize("ring", RINGS)
 def test_scores_of_ten_thousand_overflow_nowhere(ring, heads):
-    # Of such scores the rounding of the inputs alone decides: float64 sees the same inputs.
+    # With such scores, the rounding of the inputs decides, so float64 gets the same inputs.
     cases = [AttentionCase(4, ring, causal=causal, heads=heads, scale=1.0) for causal in (False, True)]
     tensors = attention_oracle.make_tensors(cases[0], factor=100.0)
     assert (tensors.q @ tensors.k.repeat_interleave(tensors.q.shape[1] // tensors.k.shape[1], 1).mT).abs().max() > 1e4
     assert max(worst(cases, factor=100.0).values()) <= 1e-9
     single = [case._replace(dtype=torch.float32) for case in cases]
-    # Gradients by q and k grow with them; a score of 1e4 is rounded to 1e-3.
+    # The gradients of q and k grow with q and k; a score of 1e4 is rounded to 1e-3.
     assert max(worst(single, factor=100.0).values()) < 0.3
 
 
@@ -80,7 +80,7 @@ def test_narrow_numbers_are_rounded_once_and_not_at_every_hop(ring, dtype, toler
 
 
 def test_queries_that_may_attend_to_nothing_give_zero_as_in_torch_and_no_gradient():
-    case = AttentionCase(2, mask="padding")  # of the first sample all is padding
+    case = AttentionCase(2, mask="padding")  # the first sample is all padding
     tensors = attention_oracle.make_tensors(case)
     assert tensors.mask is not None
     alone = torch.nn.functional.scaled_dot_product_attention(*tensors[:3], attn_mask=tensors.mask)
@@ -154,7 +154,7 @@ def test_the_slowest_rank_of_zigzag_computes_what_the_plan_says(monkeypatch, by)
     def counting(compute):
         def counted(block, *whole):
             rows, keys = block.q.shape[-2], block.k.shape[-2]
-            scores = rows * (rows + 1) // 2 if block.causal else rows * keys
+            scores = rows * (rows + 1) // 2 if block.is_causal else rows * keys
             done[index[threading.get_ident()]] += scores
             return compute(block, *whole)
 
@@ -207,7 +207,7 @@ def test_the_trace_shows_that_messages_travel_while_a_rank_computes(monkeypatch)
         sent = [span for span in spans if span.lane == SEND_LANE]
         beside = [any(who == rank and span.start < begin and stop < span.stop for who, begin, stop in computed)
                   for span in sent]  # fmt: skip
-        # K and V in forward and in backward, and their gradients, of which nothing is left to hide the last hop.
+        # K and V, in forward and in backward, and their gradients, whose last hop nothing can hide.
         assert {span.name for span in sent} == {RING_SPAN}
         assert (len(sent), sum(beside)) == (9, 8)
 

@@ -1,4 +1,4 @@
-"""Before the first step a model is tried out: what cannot be cut into tokens is refused, with the place and the way."""
+"""The dry run of the sequence axis refuses a model that cannot be sharded by tokens, with the place and the reason."""
 
 import functools
 import re
@@ -22,7 +22,7 @@ LENGTH, WIDTH = 16, 24
 
 
 class Body(nn.Module):
-    """An embedding of tokens and positions, one layer between, a head."""
+    """Embeddings of tokens and positions, one layer, a head."""
 
     def __init__(self, layer: nn.Module, *, positions: str = "given") -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Body(nn.Module):
 
 
 class Attention(nn.Module):
-    """Attention of one kind, with something around it."""
+    """Attention of one kind, with a layer before or after it."""
 
     def __init__(self, kind: str = "plain", around: str = "none") -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class Pooled(Body):
 
 
 class Losing(Body):
-    """As models do that take their loss themselves: a mean of all tokens among the outputs."""
+    """A model that computes its own loss: the mean over all tokens is one of its outputs."""
 
     def forward(self, tokens: Tensor, positions: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
         logits = super().forward(tokens, positions)
@@ -96,7 +96,7 @@ class Losing(Body):
 
 
 class Torchs(nn.Module):
-    """torch's own module of attention."""
+    """torch's own attention module."""
 
     def __init__(self, **options) -> None:
         super().__init__()
@@ -123,13 +123,13 @@ FINE = {
 @pytest.mark.parametrize("sp", [2, 4])
 @pytest.mark.parametrize("ring", ["zigzag", "plain"])
 @pytest.mark.parametrize("kind", FINE)
-def test_tokens_that_meet_in_attention_only_can_be_cut(kind, ring, sp):
+def test_a_model_whose_tokens_interact_only_in_attention_passes(kind, ring, sp):
     torch.manual_seed(1)
     for index in range(sp):
         assert problems(Body(FINE[kind]()), sp=sp, index=index, ring=ring) == []
 
 
-def test_the_built_in_model_can_be_cut():
+def test_the_built_in_model_passes():
     model = built_in("lm")
     inputs, _ = batches(Case(model="lm", batch_sizes=(2,)))[0]
     for index in range(4):
@@ -150,17 +150,17 @@ REFUSED = {
         Body,
         Attention,
         {"around": "fixed"},
-        r"q of attention call 1 \(layer\): 16 long with 16 tokens, 16 with 8",
+        r"q of attention call 1 \(layer\): 16 long for 16 tokens, 16 for 8",
     ),
     "after attention": (Body, Attention, {"around": "rolled after"}, r"the outputs depend.*first in head"),
-    "one output": (Pooled, Attention, {}, r"an output \[2, 50\] that is not each token's own"),
-    "a mean": (Losing, Attention, {}, r"an output \[\] that is not each token's own"),
+    "one output": (Pooled, Attention, {}, r"an output \[2, 50\] that is neither per token nor the same on every rank"),
+    "a mean": (Losing, Attention, {}, r"an output \[\] that is neither per token nor the same on every rank"),
     "no attention": (Body, nn.Identity, {}, r"never calls scaled_dot_product_attention"),
 }
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_tokens_that_meet_elsewhere_are_refused_with_the_place(kind):
+def test_tokens_that_interact_elsewhere_are_refused_with_the_place(kind):
     body, layer, options, said = REFUSED[kind]
     torch.manual_seed(1)
     (problem,) = problems(body(layer(**options)))
@@ -168,13 +168,13 @@ def test_tokens_that_meet_elsewhere_are_refused_with_the_place(kind):
     assert re.search(said, text), text
 
 
-def test_keys_of_another_length_are_told_by_the_name_of_what_they_are():
+def test_keys_of_another_length_are_refused_as_cross_attention():
     (problem,) = problems(Body(Attention("crossed")))
     assert "cross-attention at attention call 1 (layer" in problem.got
     assert f"{LENGTH} queries, 5 keys" in problem.got
 
 
-def test_a_call_has_the_dtypes_that_autocast_gives_it():
+def test_an_intercepted_call_has_the_dtypes_of_autocast():
     q, k, v = torch.randn(3, 1, 2, 4, 8).unbind(0)
     mask, taken = torch.zeros(4, 4), []
 
@@ -189,14 +189,14 @@ def test_a_call_has_the_dtypes_that_autocast_gives_it():
     assert taken == [torch.bfloat16] * 4
 
 
-def test_positions_that_the_model_makes_are_refused():
+def test_positions_that_the_model_makes_itself_are_refused():
     torch.manual_seed(1)
     (problem,) = problems(Body(Attention(), positions="made"))
     assert "does not use positions" in problem.got
     assert "arange" in problem.attempt
 
 
-def test_a_trial_leaves_the_model_as_it_was():
+def test_a_dry_run_leaves_the_model_as_it_was():
     torch.manual_seed(1)
     model = Body(Attention("plain", "gated convolution"))
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -208,7 +208,7 @@ def test_a_trial_leaves_the_model_as_it_was():
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
-def test_calls_are_routed_once_each_and_only_within():
+def test_each_call_is_intercepted_once_and_only_inside():
     x = torch.randn(1, 2, 4, 8)
     attention = nn.MultiheadAttention(16, 2, batch_first=True)
     tokens = torch.randn(1, 4, 16)
@@ -216,7 +216,7 @@ def test_calls_are_routed_once_each_and_only_within():
 
     def target(call: AttentionCall) -> Tensor:
         taken.append(call)
-        return F.scaled_dot_product_attention(call.q, call.k, call.v)  # a target's own calls are torch's
+        return F.scaled_dot_product_attention(call.q, call.k, call.v)  # a handler's own calls go to torch
 
     original = F.scaled_dot_product_attention
     with intercept_attention(target):
@@ -230,7 +230,7 @@ def test_calls_are_routed_once_each_and_only_within():
     assert len(taken) == 4
 
 
-def test_a_dropout_in_a_checkpoint_is_done_instead_in_both_forwards():
+def test_a_dropout_in_a_checkpoint_is_overridden_in_both_forwards():
     x, taken = torch.randn(4, 4, requires_grad=True), []
 
     def instead(func, *args, **kwargs) -> Tensor:
@@ -245,7 +245,7 @@ def test_a_dropout_in_a_checkpoint_is_done_instead_in_both_forwards():
 
 
 @pytest.mark.parametrize("name", ["module", "imported"])
-def test_a_checkpoint_is_routed_again_in_its_backward(name):
+def test_the_second_forward_of_a_checkpoint_is_intercepted(name):
     functions = {"module": lambda t: F.scaled_dot_product_attention(t, t, t), "imported": lambda t: imported(t, t, t)}
     x, taken = torch.randn(1, 2, 4, 8, requires_grad=True), []
 
@@ -260,7 +260,7 @@ def test_a_checkpoint_is_routed_again_in_its_backward(name):
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("fields", [{"sp": 2}, {"dp": 2, "zero": 3}, {"update": "in_forward"}])
-def test_compiled_code_is_refused_where_it_hides_what_must_be_seen(fields):
+def test_compiled_code_is_refused_where_it_hides_calls(fields):
     body = Body(Attention())
     assert not model_problems(body, Plan(**fields))
     body.layer.compile()

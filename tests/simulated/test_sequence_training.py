@@ -1,4 +1,4 @@
-"""The laws of the sequence axis in training, all ranks as threads of one process."""
+"""Laws of the sequence axis in training; ranks are threads."""
 
 import copy
 import dataclasses
@@ -104,7 +104,8 @@ def test_a_mean_is_refused_where_ranks_have_unequal_parts():
     assert max(threads.run(2, lambda ranks: deviation(fits, 2, ranks))) <= TOLERANCE
     odd = dataclasses.replace(fits, length=13)
     with pytest.raises(
-        TaskError, match=r"a mean, and 13 tokens, which do not divide: \[5, 8\] targets.*try unreduced.*length 12 or 16"
+        TaskError,
+        match=r"a mean, and 13 tokens, which do not divide evenly: \[5, 8\] targets.*try unreduced.*length 12 or 16",
     ):
         threads.run(2, lambda ranks: deviation(odd, 2, ranks))
 
@@ -121,13 +122,13 @@ def test_a_mean_over_targets_that_are_ignored_is_refused_when_they_are_unequal()
         threads.run(2, body)
 
 
-def test_heads_that_cannot_be_shared_out_are_refused():
+def test_heads_that_cannot_be_split_are_refused():
     with pytest.raises(TaskError, match=r"ulysses = 4, 4 heads, 2 of them of keys and values.*try ulysses = 1 or 2"):
         threads.run(4, lambda ranks: deviation(dataclasses.replace(LM, sp=4, ulysses=4), 4, ranks))
 
 
 def shifted(logits: Tensor, targets: Tensor) -> Tensor:
-    """Each output is compared with the next one's target: the last of each part has none."""
+    """Each output is compared with the next token's target; the last token of each range has none."""
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), targets[:, 1:].flatten(), reduction="none")
 
 
@@ -147,15 +148,15 @@ SCALARS = {
     ),
     "weighted": (
         lambda logits, targets: F.cross_entropy(logits.flatten(0, 1), targets.flatten(), weight=WEIGHTS),
-        r"a loss that is one number, made by NllLossBackward0.*without weights.*try unreduced values",
+        r"a scalar loss made by NllLossBackward0.*without weights.*try unreduced values",
     ),
     "masked": (
         lambda logits, targets: (values(logits, targets) * (targets >= 0)).sum() / (targets >= 0).sum(),
-        r"a loss that is one number, made by DivBackward0.*try unreduced values",
+        r"a scalar loss made by DivBackward0.*try unreduced values",
     ),
     "picked": (
         lambda logits, targets: F.cross_entropy(logits[targets >= 0], targets[targets >= 0]),
-        r"a loss that is one number, made by NllLossBackward0.*try unreduced values",
+        r"a scalar loss made by NllLossBackward0.*try unreduced values",
     ),
 }
 WEIGHTS = torch.linspace(0.9, 1.1, 256, dtype=torch.float64)
@@ -172,7 +173,7 @@ def test_a_scalar_that_may_be_no_mean_of_all_elements_is_refused(kind):
         threads.run(2, lambda ranks: built(ranks, Plan(), loss, bidirectional())(batches(LM)[0]))
 
 
-def test_a_batch_without_samples_is_no_trial():
+def test_a_batch_without_samples_is_no_dry_run():
     def body(ranks):
         step = built(ranks, Plan(), lambda logits, targets: values(logits, targets).sum().sqrt())  # no mean
         inputs, targets = batches(LM)[0]
@@ -184,7 +185,7 @@ def test_a_batch_without_samples_is_no_trial():
 
 
 def test_ranks_of_one_sequence_with_other_batches_are_refused():
-    with pytest.raises(TaskError, match=r"other batches on some of ranks 0, 1, which share.*ff\.shard\(loader, plan\)"):
+    with pytest.raises(TaskError, match=r"different batches on some of ranks 0, 1, .*ff\.shard\(loader, plan\)"):
         threads.run(2, lambda ranks: built(ranks, Plan(), values)(batches(LM)[ranks.rank]))
 
 
@@ -216,7 +217,7 @@ BATCHES = {
 
 
 @pytest.mark.parametrize("kind", BATCHES)
-def test_a_batch_whose_tokens_cannot_be_cut_is_refused(kind):
+def test_a_batch_whose_tokens_cannot_be_sharded_is_refused(kind):
     batch, said = BATCHES[kind]
     with pytest.raises(TaskError, match=said):
         threads.run(2, lambda ranks: built(ranks, Plan(), shifted)(batch))
@@ -231,7 +232,7 @@ def test_local_steps_are_refused():
 
 
 class Bidirectional(nn.Module):
-    """Attention both ways, with a mask of keys on demand."""
+    """Bidirectional attention, with a key mask on request."""
 
     def __init__(self, mask: str = "none", dropout: float = 0.0) -> None:
         super().__init__()
@@ -252,14 +253,14 @@ class Bidirectional(nn.Module):
 
 
 def bidirectional(*options) -> nn.Module:
-    with SEED_LOCK, torch.random.fork_rng([]):  # ranks are threads, and share torch's generator
+    with SEED_LOCK, torch.random.fork_rng([]):  # ranks are threads and share torch's generator
         torch.manual_seed(3)
         return Bidirectional(*options).double()
 
 
 @pytest.mark.parametrize("length", [16, 13, 3])
 @pytest.mark.parametrize("mask", ["none", "keys", "added"])
-def test_pads_are_keys_for_nobody(mask, length):
+def test_no_query_attends_to_pads(mask, length):
     case = dataclasses.replace(LM, length=length)
     expected = oracle.train(bidirectional(mask), loss_of(case), optimizer(case), batches(case))
 
@@ -271,7 +272,7 @@ def test_pads_are_keys_for_nobody(mask, length):
 
 
 def dropped(ranks, plan, sizes):
-    """The weights of a model with dropout in attention, on batches that know their place in the feed's order."""
+    """The weights of a model with attention dropout, trained on batches with a sample range."""
     case = dataclasses.replace(LM, batch_sizes=sizes)
     plan = dataclasses.replace(plan, dp=ranks.size // plan.sp)
     step = TrainStep(
@@ -296,7 +297,7 @@ def test_what_attention_drops_does_not_depend_on_the_mesh(size, plan):
             torch.testing.assert_close(weights[name], weight, rtol=0, atol=TOLERANCE)
 
 
-def test_tokens_are_dropped_apart_and_what_else_is_drawn_is_the_same():
+def test_token_dropout_differs_between_ranks_and_other_draws_are_the_same():
     x, found = torch.ones(400), []
     for index in (0, 1, 0):
         with torch.random.fork_rng([]):
@@ -315,7 +316,7 @@ def test_tokens_are_dropped_apart_and_what_else_is_drawn_is_the_same():
 
 
 class Packed(Bidirectional):
-    """Attention within documents, by a mask of all tokens by all."""
+    """Attention within documents, by a mask [B, 1, L, L]."""
 
     def forward(self, tokens: Tensor, positions: Tensor, mask: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
         x = self.embedding(tokens) + self.places(positions % 32)
@@ -347,7 +348,7 @@ def test_documents_may_be_packed_by_a_mask_of_any_length(kind, length):
     assert max(threads.run(2, body)) <= TOLERANCE
 
 
-WHOLE: dict[str, dict[str, Any]] = {  # codecs that leave nothing out
+LOSSLESS: dict[str, dict[str, Any]] = {  # codecs that drop nothing
     "topk": {"codec": "topk", "codec_density": 1.0},
     "powersgd": {"codec": "powersgd", "codec_rank": 64},
     "dct": {"codec": "dct", "codec_density": 1.0},
@@ -358,15 +359,15 @@ WHOLE: dict[str, dict[str, Any]] = {  # codecs that leave nothing out
 @given(
     mesh=st.sampled_from([(1, 2), (2, 2), (1, 4)]),
     way=st.sampled_from(WAYS),
-    codec=st.sampled_from(sorted(WHOLE)),
+    codec=st.sampled_from(sorted(LOSSLESS)),
     zero=st.integers(0, 2),
     update=st.sampled_from(["after", "in_backward", "in_forward"]),
     microbatches=st.integers(1, 2),
 )
-def test_a_codec_that_leaves_nothing_out_changes_nothing(mesh, way, codec, **fields):
+def test_a_codec_that_drops_nothing_changes_nothing(mesh, way, codec, **fields):
     (dp, sp), (ring, ulysses) = mesh, way
     ways = {"sp": sp, "ring": ring, "ulysses": ulysses if sp % ulysses == 0 else 1}
-    case = dataclasses.replace(LM, **ways, **WHOLE[codec], **fields)
+    case = dataclasses.replace(LM, **ways, **LOSSLESS[codec], **fields)
     assert max(threads.run(dp * sp, lambda ranks: deviation(case, dp * sp, ranks))) <= TOLERANCE
 
 
@@ -380,7 +381,7 @@ def test_a_codec_that_leaves_nothing_out_changes_nothing(mesh, way, codec, **fie
     {"precision": "bf16", "zero": 3, "update": "in_forward"},
 ])  # fmt: skip
 @pytest.mark.parametrize(("dp", "sp"), [(2, 2), (1, 4)])
-def test_what_rounds_or_leaves_out_trains_nearly_the_same_and_all_ranks_alike(dp, sp, fields):
+def test_lossy_codecs_train_nearly_the_same_and_equally_on_all_ranks(dp, sp, fields):
     case = dataclasses.replace(LM, sp=sp, batch_sizes=(4,) * 6, **fields)
 
     def body(ranks):

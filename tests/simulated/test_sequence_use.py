@@ -1,5 +1,6 @@
-"""Laws of how attention over the sequence axis may be used, what it refuses, what it drops, and how it waits."""
+"""Laws of attention over the sequence axis: how it may be used, what it refuses, what it drops, how it waits."""
 
+import functools
 import threading
 
 import pytest
@@ -12,7 +13,8 @@ from fourfold.parts import memory
 from fourfold.parts.comm.ring import shared_memory
 from fourfold.parts.sequence import kernels
 from fourfold.parts.sequence.attention import sequence_attention
-from fourfold.parts.sequence.dropout import GOLDEN_GAMMA, AttentionDropout, DropoutMask, _as_int64, _splitmix64
+from fourfold.parts.sequence.dropout import AttentionDropout, DropoutMask, _as_int64, _splitmix64
+from fourfold.parts.splitmix64 import GOLDEN_GAMMA
 from fourfold.plan.sequence import RINGS, token_positions
 from fourfold.testing import thread_rings, threads
 from fourfold.words.errors import DivergenceError, PeerError, PlanError, TrainingError
@@ -21,16 +23,16 @@ from tests.attention_oracle import TOLERANCE, AttentionCase
 
 
 def both(size, use, ring="zigzag", ulysses=1):
-    """What `use(attend, take)` gives in one process, and what its ranks give, put together."""
+    """The results of `use(attend, tensors)` in one process, and those of the ranks, concatenated."""
     tensors = attention_oracle.make_tensors(AttentionCase(size, ring, ulysses))
-    alone = use(lambda q, k, v, causal=False: scaled_dot_product_attention(q, k, v, is_causal=causal), tensors)
+    alone = use(scaled_dot_product_attention, tensors)
 
     def body(ranks):
         axis = thread_rings.make_axis(ranks, ring, ulysses)
         mine = torch.tensor(token_positions(axis.local_token_ranges(tensors.q.shape[-2])))
         q, k, v, grad_out = (tensor[:, :, mine] for tensor in tensors[:4])
         local = attention_oracle.FullTensors(q, k, v, grad_out, None)
-        return mine, use(lambda q, k, v, causal=False: sequence_attention(q, k, v, axis, causal=causal), local)
+        return mine, use(functools.partial(sequence_attention, group=axis), local)
 
     found = threads.run(size, body)
     order = torch.argsort(torch.cat([mine for mine, _ in found]))
@@ -49,7 +51,7 @@ USES = [("zigzag", 1), ("plain", 1), ("rsa", 1), ("gather", 1), ("zigzag", 2), (
 def test_it_may_be_computed_again_in_backward(ring, ulysses):
     def use(attend, tensors):
         q, k, v = (tensor.clone().requires_grad_() for tensor in tensors[:3])
-        layer = lambda q, k, v: attend(q, k, v, causal=True).sin()  # noqa: E731
+        layer = lambda q, k, v: attend(q, k, v, is_causal=True).sin()  # noqa: E731
         out = checkpoint(layer, q, k, v, use_reentrant=False)
         out.backward(tensors.grad_out)
         return out.detach(), q.grad, k.grad, v.grad
@@ -63,7 +65,7 @@ def test_it_may_be_used_twice_in_one_graph_and_without_one(ring, ulysses):
         q, k, v = (tensor.clone().requires_grad_() for tensor in tensors[:3])
         with torch.no_grad():
             first = attend(q, k, v)
-        out = attend(attend(q, k, v, causal=True), k, v)
+        out = attend(attend(q, k, v, is_causal=True), k, v)
         out.backward(tensors.grad_out)
         return first, out.detach(), q.grad, k.grad, v.grad
 
@@ -72,12 +74,12 @@ def test_it_may_be_used_twice_in_one_graph_and_without_one(ring, ulysses):
 
 @pytest.mark.parametrize("wanted", ["q", "k", "v", "qv"])
 @pytest.mark.parametrize(("ring", "ulysses"), USES)
-def test_only_some_of_q_k_and_v_may_want_a_gradient(ring, ulysses, wanted):
+def test_only_some_of_q_k_and_v_may_require_a_gradient(ring, ulysses, wanted):
     def use(attend, tensors):
         given = {name: tensor.clone() for name, tensor in zip("qkv", tensors[:3], strict=True)}
         for name in wanted:
             given[name].requires_grad_()
-        attend(*given.values(), causal=True).backward(tensors.grad_out)
+        attend(*given.values(), is_causal=True).backward(tensors.grad_out)
         assert all(given[name].grad is None for name in "qkv" if name not in wanted)
         return [given[name].grad for name in wanted]
 
@@ -85,9 +87,9 @@ def test_only_some_of_q_k_and_v_may_want_a_gradient(ring, ulysses, wanted):
 
 
 @pytest.mark.parametrize(("ring", "ulysses"), USES)
-def test_tensors_may_lie_in_memory_as_they_like(ring, ulysses):
+def test_tensors_may_have_any_strides(ring, ulysses):
     def use(attend, tensors):
-        # As of a projection [B, l, H, K], seen as [B, H, l, K]; the upstream gradient is one number, expanded.
+        # A projection [B, l, H, K], viewed as [B, H, l, K]; the upstream gradient is one number, expanded.
         q, k, v = (t.transpose(1, 2).contiguous().requires_grad_() for t in tensors[:3])
         out = attend(*(t.transpose(1, 2) for t in (q, k, v)))
         out.sum().backward()
@@ -127,9 +129,9 @@ def test_one_rank_calls_torchs_own_attention(monkeypatch):
     monkeypatch.setattr(
         torch.nn.functional, "scaled_dot_product_attention", lambda *a, **k: (called.append(1), own(*a, **k))[1]
     )
-    assert torch.equal(sequence_attention(q, k, v, axis, causal=True), own(q, k, v, is_causal=True))
+    assert torch.equal(sequence_attention(q, k, v, axis, is_causal=True), own(q, k, v, is_causal=True))
     assert called == [1]
-    # Which takes masks that have no part for every rank.
+    # It takes masks that cannot be split among ranks.
     mask = torch.randn(6, 6, requires_grad=True)
     sequence_attention(q, k, v, axis, mask=mask).sum().backward()
     assert mask.grad is not None
@@ -137,13 +139,13 @@ def test_one_rank_calls_torchs_own_attention(monkeypatch):
 
 @pytest.mark.parametrize("groups", [4, 2])
 def test_half_precision_is_computed_by_flash_attention_on_gpus(groups):
-    with FakeTensorMode():  # its kernels' own rules of shapes and dtypes, and no GPU
+    with FakeTensorMode():  # the kernels' rules for shapes and dtypes, without a GPU
         q = torch.empty(2, 4, 16, 64, device="cuda", dtype=torch.bfloat16)
         k = torch.empty(2, groups, 16, 64, device="cuda", dtype=torch.bfloat16)
         block = kernels.AttentionBlock(q, k, k, 0.1, is_causal=True)
         part = kernels.forward(block)
         grads = kernels.backward(block, kernels.SoftmaxTotals(part.out, part.out, part.lse))
-    # The plain kernel gives wide numbers.
+    # The plain kernel returns float32.
     assert (part.out.shape, part.out.dtype) == (q.shape, torch.bfloat16)
     assert (part.lse.shape, part.lse.dtype) == (q.shape[:-1], torch.float32)
     assert (grads.q.shape, grads.k.shape, grads.v.shape) == (q.shape, k.shape, k.shape)
@@ -153,21 +155,24 @@ def test_half_precision_is_computed_by_flash_attention_on_gpus(groups):
 
 Q = torch.randn(2, 4, 6, 8)
 REFUSED = [
-    ({"mask": torch.ones(6, 6, dtype=torch.bool)}, r"a mask \[6, 6\] .*need \[.., 1, 6\]: .*\[.., 6 or 1, 12\]"),
-    ({"mask": torch.ones(3, 1, 1, 6)}, r"a mask \[3, 1, 1, 6\]"),
-    ({"mask": torch.ones(1, 1, dtype=torch.bool)}, r"a mask \[1, 1\]"),
-    ({"mask": torch.ones(1, 6, dtype=torch.int64)}, "need a boolean or a floating-point one"),
-    ({"mask": torch.ones(1, 6, requires_grad=True)}, "wants a gradient"),
+    ({"mask": torch.ones(6, 6, dtype=torch.bool)}, r"a.* mask \[6, 6\] .*need \[.., 1, 6\] .*\[.., 6 or 1, 12\]"),
+    ({"mask": torch.ones(3, 1, 1, 6)}, r"an attention mask \[3, 1, 1, 6\]"),
+    ({"mask": torch.ones(1, 1, dtype=torch.bool)}, r"an attention mask \[1, 1\]"),
+    ({"mask": torch.ones(1, 6, dtype=torch.int64)}, "need a boolean or floating-point mask"),
+    ({"mask": torch.ones(1, 6, requires_grad=True)}, "requires a gradient"),
     ({"k": Q[:, :, :5], "v": Q[:, :, :5]}, "self-attention"),
-    ({"k": Q[:, :2], "v": Q[:, :2]}, "need as many heads of keys"),
-    ({"k": Q[:, :3], "v": Q[:, :3], "grouped": True}, "divisible"),
+    ({"k": Q[:, :2], "v": Q[:, :2]}, "need as many key heads as query heads"),
+    ({"k": Q[:, :3], "v": Q[:, :3], "enable_gqa": True}, "the number of key heads divides"),
     ({"k": Q[..., :4]}, "need q "),
     ({"v": Q.double()}, "one floating-point dtype"),
     (
         {"q": Q[:, :, :5], "k": Q[:, :, :5], "v": Q[:, :, :5]},
         "sequence length 10 .*divisible by 4 .*try length 8 or 12",
     ),
-    ({"dropout": AttentionDropout(0.5, samples=[1, 2, 3])}, "3.* samples of the dropout, a batch of 2"),
+    (
+        {"dropout": AttentionDropout(0.5, samples=[1, 2, 3])},
+        "sample indices of shape .3., and a batch of 2 samples",
+    ),
 ]
 
 
@@ -183,7 +188,7 @@ def test_what_would_be_computed_wrongly_is_refused(given, said):
 def test_heads_that_cannot_be_exchanged_are_refused():
     def body(ranks):
         with pytest.raises(TrainingError, match=r"ulysses = 4, 4 heads, 2 of them .*try ulysses = 1 or 2"):
-            sequence_attention(Q, Q[:, :2], Q[:, :2], thread_rings.make_axis(ranks, ulysses=4), grouped=True)
+            sequence_attention(Q, Q[:, :2], Q[:, :2], thread_rings.make_axis(ranks, ulysses=4), enable_gqa=True)
 
     threads.run(4, body)
     with pytest.raises(TrainingError, match=r"dropout of 1\.5"):
@@ -207,7 +212,7 @@ def test_what_is_kept_is_as_much_as_asked_for_in_every_direction(p):
         assert (share - (1 - p)).abs().max() <= 5 * (p * (1 - p) / count) ** 0.5
 
 
-def test_every_call_every_place_and_every_seed_draws_anew():
+def test_every_call_position_and_seed_has_its_own_draw():
     first = kept().double() - 0.75
     others = [kept(seed=1), kept(step=1), kept(call=1), kept(seed=2**40), kept(seed=-1)]
     others += [kept().roll(1, dim) for dim in range(4)]
@@ -216,7 +221,7 @@ def test_every_call_every_place_and_every_seed_draws_anew():
         assert abs(correlation) < 5 / first.numel() ** 0.5
 
 
-def test_a_draw_depends_on_where_it_is_and_not_on_what_is_drawn_with_it():
+def test_a_draw_depends_on_its_position_and_not_on_the_block_it_is_drawn_in():
     whole = kept(rows=16, columns=24)
     part = DropoutMask(
         AttentionDropout(0.25), torch.tensor([2]), torch.tensor([1, 3]), torch.arange(16), torch.arange(24).flip(0)
@@ -224,11 +229,11 @@ def test_a_draw_depends_on_where_it_is_and_not_on_what_is_drawn_with_it():
     assert torch.equal(part.keep_mask(slice(4, 9), slice(0, 7)), whole[2:3, [1, 3], 4:9].flip(-1)[..., :7])
 
 
-def test_the_hash_is_the_published_one_and_draws_the_same_for_good():
+def test_the_hash_is_the_published_one_and_never_changes():
     # SplitMix64 from 1234567, as published with its test programs.
     words = _splitmix64(torch.tensor([1234567, 1234567 + _as_int64(GOLDEN_GAMMA)]))
     assert words.tolist() == [6457827717110365317, 3203168211198807973]
-    # What a checkpoint goes on with must not change with a version.
+    # A run that resumes from a checkpoint must draw the same in later versions.
     drawn = kept(0.5, 2, 12, seed=1, step=2, call=3)[1, 2].long().tolist()
     assert ["".join(map(str, row)) for row in drawn] == ["111110101011", "100101000010"]
 
@@ -236,7 +241,7 @@ def test_the_hash_is_the_published_one_and_draws_the_same_for_good():
 # ---- shared memory ---------------------------------------------------------------------------------
 
 
-def test_a_block_lies_still_until_all_have_read_it():
+def test_a_block_is_not_overwritten_before_all_ranks_have_read_it():
     begun = threading.Event()
 
     def body(ranks):
@@ -257,7 +262,7 @@ def test_a_block_lies_still_until_all_have_read_it():
     assert threads.run(2, body) == [[6.0] * 4, [5.0] * 4]
 
 
-def test_a_sum_lies_still_until_its_owner_has_it():
+def test_a_sum_is_not_overwritten_before_its_owner_has_read_it():
     ahead = threading.Event()
 
     def body(ranks):
@@ -277,10 +282,10 @@ def test_a_sum_lies_still_until_its_owner_has_it():
     assert threads.run(2, body) == [[[1.0] * 3, [2.0] * 3]] * 2
 
 
-def test_ranks_that_attend_to_something_else_are_told_of_it():
+def test_ranks_with_different_attention_calls_raise():
     def body(ranks):
         axis, mine = thread_rings.make_axis(ranks, transport="shared"), Q[:, :, : 2 + 2 * ranks.rank]
-        with pytest.raises(DivergenceError, match=r"rank . shows \d+ bytes, rank . \d+ .*need the same attention"):
+        with pytest.raises(DivergenceError, match=r"rank . has \d+ bytes, rank . \d+ .*need the same attention"):
             sequence_attention(mine, mine, mine, axis)
 
     threads.run(2, body)

@@ -209,7 +209,7 @@ NUMBERS = Numbers(8)
     (data.DataLoader(NUMBERS, sampler=data.SubsetRandomSampler([1])), "SubsetRandomSampler.*data.Subset"),
     (data.DataLoader(NUMBERS, sampler=data.DistributedSampler(NUMBERS, 2, 0)), "sharded already"),
     (sharded(data.DataLoader(NUMBERS, 2), 2, 0), "sharded already"),
-    (OwnLoader(NUMBERS, 2), "OwnLoader.* way of its own"),
+    (OwnLoader(NUMBERS, 2), "OwnLoader.* overrides __iter__"),
     (data.DataLoader(Numbers(1), 2), "1 samples for 2 data ranks .* at least 2"),
     (data.DataLoader(Numbers(7), 4, drop_last=True), "7 samples for 2 data ranks .* at least 8.* drop_last=False"),
 ])  # fmt: skip

@@ -274,7 +274,7 @@ def test_what_backward_needs_may_not_be_changed():
     def body(ranks):
         plan = Plan(dp=3, zero=3, transport="gloo")
         step = TrainStep(Careless().double(), F.mse_loss, torch.optim.SGD, plan=plan, communicator=ranks, clip=None)
-        with pytest.raises(TrainingError, match="that backward needs, changed since forward"):
+        with pytest.raises(TrainingError, match="that backward needs has changed since forward"):
             step(ones())
         return True
 
@@ -288,7 +288,7 @@ def test_a_graph_is_no_use_outside_its_step():
         step._actions.begin_step([])
         with gathered_of(step).phase("forward"):
             total = step.model(x).sum()
-        with pytest.raises(TrainingError, match="a backward outside a step"):
+        with pytest.raises(TrainingError, match="a backward outside of a step"):
             total.backward()
         return y is not None
 

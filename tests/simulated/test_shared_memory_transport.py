@@ -1,4 +1,4 @@
-"""Laws of waits in shared memory: ranks whose gradients come in different orders."""
+"""Laws of waits in shared memory: no deadlock between ranks whose gradients come in different orders."""
 
 import functools
 import mmap
@@ -23,7 +23,7 @@ NUM_BUCKETS = 8
 
 
 class NoOtherHosts:
-    """The other hosts left out: what a rank has summed is the whole sum, once it has been waited for."""
+    """No other hosts: what a rank has summed is the whole sum, once it has been waited for."""
 
     size, index, replica_index, sent_bytes = 1, 0, 0, 0.0
 
@@ -33,32 +33,32 @@ class NoOtherHosts:
     all_reduce_async = reduce_scatter_async
 
 
-def test_a_sum_on_its_way_lands_before_a_rank_waits_for_a_later_launch():
-    # Two ranks whose gradients come in different orders: rank 0 waits for the slot of bucket 0, by whose turn bucket 4
-    # comes; rank 1 for that of bucket 1, which rank 0 has yet to launch.
+def test_a_pending_sum_is_finished_before_a_rank_waits_for_a_later_launch():
+    # Bucket 4 uses the buffer of bucket 0, and bucket 5 that of bucket 1. Rank 0 waits for bucket 0's buffer; rank 1
+    # waits for bucket 1's, which rank 0 has yet to launch.
     sizes, dtypes = [64] * NUM_BUCKETS, [torch.float32] * NUM_BUCKETS
-    slotting = SharedMemoryLayout(
+    layout = SharedMemoryLayout(
         sizes,
         dtypes,
         num_scalars=8,
         buffer_indices=grad_buffer_indices(NUM_BUCKETS, is_cyclic=True),
         weight_dtypes=dtypes,
     )
-    mapping, both = mmap.mmap(-1, slotting.total_bytes(2)), threading.Barrier(2)
-    make = functools.partial(SharedMemoryTransport, mapping, slotting, rest=RESTING_LAYOUTS[2], time_limit_seconds=10)
+    mapping, both = mmap.mmap(-1, layout.total_bytes(2)), threading.Barrier(2)
+    make = functools.partial(SharedMemoryTransport, mapping, layout, rest=RESTING_LAYOUTS[2], time_limit_seconds=10)
 
-    def body(ranks):
-        shared = make(HostRanks(ranks.rank, (0, 1)), inter_host=cast(Any, NoOtherHosts()))
+    def body(comm):
+        shared = make(HostRanks(comm.rank, (0, 1)), inter_host=cast(Any, NoOtherHosts()))
         shared.acquire_buffer(0)
         shared.grad_buffers[0].fill_(1.0)
         shared.reduce_async(0, 0)
         both.wait(10)
-        if ranks.rank == 0:
+        if comm.rank == 0:
             shared.acquire_buffer(4)
         shared.acquire_buffer(1)
         shared.grad_buffers[1].fill_(2.0)
         shared.reduce_async(1, 1)
-        if ranks.rank == 1:
+        if comm.rank == 1:
             shared.acquire_buffer(5)
         return [shared.wait_reduce(bucket) or shared.grad_shard(bucket).flat.tolist() for bucket in (0, 1)]
 
@@ -66,44 +66,48 @@ def test_a_sum_on_its_way_lands_before_a_rank_waits_for_a_later_launch():
 
 
 def test_a_rank_does_its_part_of_a_sum_before_it_waits_for_a_later_message():
-    # As above, with a codec: rank 1 waits for the message of bucket 1, and rank 0 first for the sum of bucket 0.
-    sizes, wide, narrow = [64] * NUM_BUCKETS, [torch.float32] * NUM_BUCKETS, [torch.bfloat16] * NUM_BUCKETS
-    slotting = SharedMemoryLayout(
-        sizes, wide, num_scalars=8, buffer_indices=grad_buffer_indices(NUM_BUCKETS, is_cyclic=True), weight_dtypes=wide
+    # As above with a codec: rank 1 waits for the message of bucket 1, and rank 0 first waits for the sum of bucket 0.
+    sizes, float32s, bfloat16s = [64] * NUM_BUCKETS, [torch.float32] * NUM_BUCKETS, [torch.bfloat16] * NUM_BUCKETS
+    layout = SharedMemoryLayout(
+        sizes,
+        float32s,
+        num_scalars=8,
+        buffer_indices=grad_buffer_indices(NUM_BUCKETS, is_cyclic=True),
+        weight_dtypes=float32s,
     )
-    messages = SharedMemoryLayout(sizes, narrow, num_scalars=8)
-    mapping, other = mmap.mmap(-1, slotting.total_bytes(2)), mmap.mmap(-1, messages.total_bytes(2))
+    messages = SharedMemoryLayout(sizes, bfloat16s, num_scalars=8)
+    mapping, other = mmap.mmap(-1, layout.total_bytes(2)), mmap.mmap(-1, messages.total_bytes(2))
     first, both, launched = threading.Event(), threading.Barrier(2), threading.Event()
     buckets = [Bucket(index, (Slot(str(index), 0, 64),), 64, "float32", 4, 0) for index in range(NUM_BUCKETS)]
 
-    def body(ranks):
+    def body(comm):
         inner = SharedMemoryTransport(
             mapping,
-            slotting,
-            HostRanks(ranks.rank, (0, 1)),
+            layout,
+            HostRanks(comm.rank, (0, 1)),
             rest=RESTING_LAYOUTS[2],
             is_prereduced=True,
             time_limit_seconds=10,
         )
-        sums = SharedMemoryTransport(other, messages, HostRanks(ranks.rank, (0, 1)), time_limit_seconds=10)
-        codecs = [registry.make_codec(CodecSpec("bf16"), bucket, [(64,)], device=ranks.device) for bucket in buckets]
+        sums = SharedMemoryTransport(other, messages, HostRanks(comm.rank, (0, 1)), time_limit_seconds=10)
+        codecs = [registry.make_codec(CodecSpec("bf16"), bucket, [(64,)], device=comm.device) for bucket in buckets]
         coded = CompressedTransport(
-            CompressedRoutes(inner, [sums], NullMessageGatherer(), is_host_leader=ranks.rank == 0), codecs
+            CompressedRoutes(inner, [sums], NullMessageGatherer(), is_host_leader=comm.rank == 0), codecs
         )
         coded.acquire_buffer(0)
         coded.grad_buffers[0].fill_(1.0)
-        if ranks.rank == 0:
+        if comm.rank == 0:
             first.wait(10)
         coded.reduce_async(0, 0)
         first.set()
         both.wait(10)
-        if ranks.rank == 0:
+        if comm.rank == 0:
             launched.wait(10)
             coded.acquire_buffer(4)
         coded.acquire_buffer(1)
         coded.grad_buffers[1].fill_(2.0)
         coded.reduce_async(1, 1)
-        if ranks.rank == 1:
+        if comm.rank == 1:
             launched.set()
             coded.acquire_buffer(5)
         return [coded.wait_reduce(bucket) or coded.grad_shard(bucket).flat.tolist() for bucket in (0, 1)]
@@ -115,22 +119,22 @@ def test_a_rank_does_its_part_of_a_sum_before_it_waits_for_the_next_round_of_mes
     # Each of two rounds reduces bucket 0, then bucket 1. Rank 1 is the first to hand bucket 1's sum of the first round
     # to the inner transport. It then waits for room for its next message, until rank 0 begins the second round too.
     # Rank 0 first waits for bucket 1's buffer, which is free once rank 1 has done its part of that sum.
-    sizes, wide = [64, 64], [torch.float32] * 2
-    layout = SharedMemoryLayout(sizes, wide, num_scalars=8, weight_dtypes=wide)
+    sizes, float32s = [64, 64], [torch.float32] * 2
+    layout = SharedMemoryLayout(sizes, float32s, num_scalars=8, weight_dtypes=float32s)
     message_layout = SharedMemoryLayout(sizes, [torch.bfloat16] * 2, num_scalars=8)
     mapping, messages = mmap.mmap(-1, layout.total_bytes(2)), mmap.mmap(-1, message_layout.total_bytes(2))
     buckets = [Bucket(index, (Slot(str(index), 0, 64),), 64, "float32", 4, 0) for index in range(2)]
     launched = [[threading.Event() for _ in buckets] for _ in range(2)]
     summed, handed_over = threading.Event(), threading.Event()
 
-    def body(ranks):
-        host = HostRanks(ranks.rank, (0, 1))
+    def body(comm):
+        host = HostRanks(comm.rank, (0, 1))
         inner = SharedMemoryTransport(
             mapping, layout, host, rest=RESTING_LAYOUTS[2], is_prereduced=True, time_limit_seconds=10
         )
         sums = SharedMemoryTransport(messages, message_layout, host, time_limit_seconds=10)
-        codecs = [registry.make_codec(CodecSpec("bf16"), bucket, [(64,)], device=ranks.device) for bucket in buckets]
-        routes = CompressedRoutes(inner, [sums], NullMessageGatherer(), is_host_leader=ranks.rank == 0)
+        codecs = [registry.make_codec(CodecSpec("bf16"), bucket, [(64,)], device=comm.device) for bucket in buckets]
+        routes = CompressedRoutes(inner, [sums], NullMessageGatherer(), is_host_leader=comm.rank == 0)
         coded = CompressedTransport(routes, codecs)
 
         def launch(bucket, reduction_index):
@@ -139,13 +143,13 @@ def test_a_rank_does_its_part_of_a_sum_before_it_waits_for_the_next_round_of_mes
 
         for bucket in range(2):
             coded.acquire_buffer(bucket)
-            if ranks.rank == 1:
+            if comm.rank == 1:
                 launched[0][bucket].wait(10)
             elif bucket == 1:
                 launched[1][0].wait(10)
             launch(bucket, bucket)
-            launched[ranks.rank][bucket].set()
-        if ranks.rank == 0:
+            launched[comm.rank][bucket].set()
+        if comm.rank == 0:
             launched[1][1].wait(10)
             # Rank 0's part of the message of bucket 1, and of the sum of bucket 0; it hands nothing over.
             assert sums.is_reduced(1)
@@ -156,7 +160,12 @@ def test_a_rank_does_its_part_of_a_sum_before_it_waits_for_the_next_round_of_mes
         else:
             summed.wait(10)
             hand_over = inner.reduce_async
-            inner.reduce_async = lambda *arguments: (hand_over(*arguments), handed_over.set())
+
+            def hand_over_and_say_so(bucket: int, reduction_index: int) -> None:
+                hand_over(bucket, reduction_index)
+                handed_over.set()
+
+            inner.reduce_async = hand_over_and_say_so
         coded.acquire_buffer(0)
         launch(0, 2)
         coded.acquire_buffer(1)

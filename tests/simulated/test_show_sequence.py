@@ -1,4 +1,4 @@
-"""Laws of what `fourfold show` says of the sequence axis: it is what attention does."""
+"""`fourfold show` reports of the sequence axis what attention does."""
 
 import pytest
 import torch
@@ -9,7 +9,8 @@ from fourfold.analysis.describe_sequence import saved_bytes, sent_bytes, trace_m
 from fourfold.cli import run_commands
 from fourfold.parts.comm.ring.p2p import RingOverP2P
 from fourfold.parts.comm.ring.single_rank import NullRingGroup
-from fourfold.parts.sequence.attention import SequenceGroup, sequence_attention
+from fourfold.parts.sequence.attention import sequence_attention
+from fourfold.parts.sequence.sequence_group import SequenceGroup
 from fourfold.plan.plan import Plan
 from fourfold.step.meta_model import build_meta_model
 from fourfold.tasks import digits, lm
@@ -27,7 +28,7 @@ TASK = lm.task(length=96, heads=4, kv_heads=2, layers=3, width=64, batch_size=6)
     ],
     ids=str,
 )
-def test_what_is_said_to_be_sent_is_what_a_rank_sends(plan: Plan) -> None:
+def test_the_reported_bytes_are_those_that_a_rank_sends(plan: Plan) -> None:
     seen = trace_model(TASK, build_meta_model(TASK))
     (form,) = seen.attention_calls
     samples = TASK.batch_size // plan.dp
@@ -45,14 +46,14 @@ def test_what_is_said_to_be_sent_is_what_a_rank_sends(plan: Plan) -> None:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        out = sequence_attention(q, k, v, axis, causal=True, grouped=True)
+        out = sequence_attention(q, k, v, axis, is_causal=True, enable_gqa=True)
     if plan.ring != "rsa":
         assert saved_bytes(plan, seen, samples, seen.length) == 3 * sum(kept.values())
     out.sum().backward()
     assert sent_bytes(plan, seen, samples, seen.length) == 3 * (around.sent_bytes + heads.sent_bytes)
 
 
-def test_every_token_has_one_rank_and_pads_are_told() -> None:
+def test_every_token_has_one_rank_and_pads_are_reported() -> None:
     told = show(Plan(sp=4), lm.task(length=100))
     assert "samples of 100 tokens, padded to 104, 26 a rank" in told
     rows = [
@@ -71,6 +72,6 @@ def test_a_task_without_positions_is_refused() -> None:
         show(Plan(sp=2), digits.task())
 
 
-def test_what_is_shown_does_not_ask_for_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_needs_no_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_commands.show(["lm", "sp=2"]) == 0
     assert "pp 1 × dp 1 × sp 2 × tp 1 = 2 ranks" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Laws of ranks' sources: one source for all, or a refusal on every rank before a weight moves."""
+"""Laws of data sources: one source for all ranks, or an error on every rank before a weight changes."""
 
 import functools
 
@@ -29,7 +29,7 @@ def built(ranks, **plan):
 
 
 def trained(size, source, *, hosts=1):
-    """What each rank says after an epoch of the source that `source(rank)` is."""
+    """The error of each rank after an epoch of `source(rank)`."""
 
     def body(ranks):
         step, feed = built(ranks), Feed(source(ranks.rank), batch_size=8)
@@ -67,7 +67,7 @@ def test_one_source_is_trained_also_where_processors_round_otherwise():
 
 
 class Restless:
-    """Samples that are others each time, by a generator that each rank has for itself."""
+    """Samples that change with each read, from a generator of each rank."""
 
     def __init__(self, rank):
         self.generator = torch.Generator().manual_seed(rank)

@@ -1,4 +1,4 @@
-"""What is no state of the step is refused on every rank before anything changes. Ranks are threads."""
+"""Laws of loading: a state that does not fit is refused on every rank before anything changes. Ranks are threads."""
 
 import dataclasses
 
@@ -51,7 +51,7 @@ STATES = {
 
 
 def loaded(ranks, case, change, *, saved_by=CASE):
-    """What of a step's state `change` made of another step's; all ranks get it, or those that `change` knows of."""
+    """Load a state that `change` has made of another step's state, on all ranks or on those that `change` chooses."""
     other = build_step(saved_by, ranks.size, ranks)
     other(local_batch(batches(saved_by)[0], ranks.size, other.dp_index))
     state = change(other.state_dict())
@@ -100,7 +100,7 @@ def test_two_values_of_a_tied_weight_are_refused(tmp_path):
 
 
 class Copying(cases.MLP):
-    """Its state_dict has copies."""
+    """Its state_dict contains copies."""
 
     def __init__(self) -> None:
         super().__init__("mlp")
@@ -110,7 +110,7 @@ class Copying(cases.MLP):
 
 
 class Renaming(cases.MLP):
-    """Its state_dict has other names."""
+    """Its state_dict has different names."""
 
     def __init__(self) -> None:
         super().__init__("mlp")

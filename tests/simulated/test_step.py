@@ -1,4 +1,4 @@
-"""Laws of one step as its user meets it: what it refuses, what it leaves alone, what it says."""
+"""Laws of one step from its user's view: what it refuses, what it does not change, what it reports."""
 
 import gc
 import os
@@ -21,7 +21,7 @@ def sgd(parameters):
 
 
 def linear(ranks, model=None, **options):
-    """A step of a small model in float32, with a plain sum of outputs as loss."""
+    """A step of a small float32 model; its loss is the sum of the outputs."""
     model = model or nn.Linear(2, 2)
     options = {"clip": None, "plan": Plan(dp=ranks.size), "optimizer": sgd, **options}
     return TrainStep(model, lambda outputs, targets: outputs.sum(1), communicator=ranks, **options)
@@ -41,7 +41,7 @@ def test_a_backward_outside_the_step_changes_nothing(size, update):
         for batch in batches(case):
             part = local_batch(batch, size, ranks.rank)
             metrics.append(step(part))
-            LOSSES["values"](step.model(part[0]) * 100, part[1]).mean().backward()  # left in .grad
+            LOSSES["values"](step.model(part[0]) * 100, part[1]).mean().backward()  # stays in .grad
         weights = {name: p.detach().clone() for name, p in step.model.named_parameters()}
         return [m.loss for m in metrics], weights
 
@@ -229,7 +229,7 @@ def test_the_mean_of_many_samples_in_half_precision_is_summed_beyond_its_range()
 
 
 def test_a_step_and_its_oracle_disagree_when_they_should():
-    # The laws of this folder would be worth nothing if `deviation` could not be large.
+    # The laws in this folder prove nothing unless `deviation` can be large.
     case, other = Case(), Case(optimizer="SGD")
 
     def body(ranks):

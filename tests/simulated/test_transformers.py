@@ -1,4 +1,4 @@
-"""Models of transformers over the sequence axis: as in one process, without a change to them. Nothing is downloaded."""
+"""transformers models over the sequence axis train as in one process, unchanged. Nothing is downloaded."""
 
 import copy
 import functools
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fourfold.plan.plan import Plan
 from fourfold.step.build import TrainStep
-from fourfold.step.dry_run.random_weights import STRICTEST_CHECK
+from fourfold.step.dry_run.check_config import STRICTEST_SEQUENCE_CHECK
 from fourfold.step.sequence.dry_run import SequenceDryRun
 from fourfold.step.sequence.token_shards import token_shard
 from fourfold.step.sequence.transformers import ATTENTION_NAME
@@ -45,7 +45,7 @@ def bert() -> nn.Module:
 
 
 def uncached() -> nn.Module:
-    """Without a cache transformers looks for packed documents, and would take a rank's jumps for their borders."""
+    """Without a cache, transformers takes gaps in a rank's positions for borders of packed documents."""
     model = llama()
     setattr(model.config, "use_cache", False)  # noqa: B010
     return model
@@ -55,7 +55,7 @@ MODELS = {"llama": llama, "uncached": uncached, "gpt2": gpt2, "bert": bert}
 
 
 class Wide(torch.overrides.TorchFunctionMode):
-    """Normalization in float32, as these models have it, would round what is compared to 1e-9."""
+    """Casts to float32, as in these models' norms, would round what is compared to 1e-9."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
@@ -103,7 +103,7 @@ def expected(kind: str, given: list) -> oracle.TrainingResult:
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("sp", [2, 4])
 @pytest.mark.parametrize("kind", MODELS)
-def test_a_model_of_transformers_is_trained_as_in_one_process(kind, sp, masked):
+def test_a_transformers_model_is_trained_as_in_one_process(kind, sp, masked):
     given = batches(masked=masked)
     alone = expected(kind, given)
     trained = threads.run(sp, lambda ranks: train(ranks, kind, Plan(sp=sp), given))
@@ -167,7 +167,7 @@ def test_linear_attention_is_refused_with_the_place():
         threads.run(2, body)
 
 
-def test_a_model_that_knows_no_other_attention_is_refused():
+def test_a_model_without_attention_interface_is_refused():
     torch.manual_seed(3)
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
     model = transformers.FalconForCausalLM(transformers.FalconConfig(**sizes, **SMALL))
@@ -182,10 +182,10 @@ def test_a_mixture_of_experts_passes_the_dry_run_in_float64():
     model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, **options, **SMALL))
     for index in range(2):
         tried = SequenceDryRun(model, batches()[0][0], token_shard(Plan(sp=2), LENGTH, index)).run()
-        assert (tried.problems, tried.config) == ([], STRICTEST_CHECK)
+        assert (tried.problems, tried.config) == ([], STRICTEST_SEQUENCE_CHECK)
 
 
-def test_a_model_that_counts_positions_itself_is_refused():
+def test_a_model_that_makes_its_own_positions_is_refused():
     class Blind(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -201,6 +201,6 @@ def test_a_model_that_counts_positions_itself_is_refused():
         threads.run(2, body)
 
 
-def test_the_name_is_known_to_transformers_when_it_has_been_used():
+def test_the_attention_name_is_registered_after_use():
     threads.run(2, lambda ranks: train(ranks, "llama", Plan(sp=2), batches()[:1]))
     assert ATTENTION_NAME in transformers.AttentionInterface()

@@ -1,4 +1,4 @@
-"""Laws of models that differentiate within forward, with weights that rest split between hosts (zero 3)."""
+"""Laws of models that differentiate within forward, with weights sharded between hosts (zero 3)."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from fourfold.words.errors import TaskError
 
 
 class Energy(nn.Module):
-    """Outputs a derivative of what two layers make of its inputs, taken in the way of this name."""
+    """Returns a derivative of two layers by their inputs, taken in the way of this name."""
 
     def __init__(self, way):
         super().__init__()
@@ -69,11 +69,11 @@ def trained(way, *, zero, size=2):
     def body(ranks):
         plan = ff.Plan(dp=size, zero=zero, bucket_bytes=8, unused="allow")
         sgd = lambda parameters: torch.optim.SGD(parameters, lr=0.01)  # noqa: E731
-        # A pair is believed: some of these models let the samples of a batch meet.
+        # A pair is not checked: in some of these models, samples of a batch interact.
         loss = lambda y, t: ((y - t).square().sum(), y.numel())  # noqa: E731
         step = TrainStep(Energy(way), loss, sgd, plan=plan, communicator=ranks, clip=None)
         generator = torch.Generator().manual_seed(ranks.rank)
-        # Forward-mode levels are the process's, not a thread's: only one rank may use them.
+        # Forward-mode levels belong to the process, not to a thread, so only one rank may use them.
         samples = 0 if way == "jvp" and ranks.rank else 2
         draw = lambda: torch.randn(samples, 3, generator=generator, dtype=torch.float64)  # noqa: E731
         losses = [step((draw(), draw())).loss for _ in range(3)]

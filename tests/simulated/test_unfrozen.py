@@ -1,4 +1,4 @@
-"""A law of states of parameters that were frozen before: every rank takes them, or every rank refuses them."""
+"""The law of states of parameters that were frozen before: every rank loads them, or every rank refuses."""
 
 import functools
 

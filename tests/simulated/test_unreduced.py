@@ -1,4 +1,4 @@
-"""Laws of `DistributedOptimizer.step()`: no gradient that only one rank has seen moves a weight. Ranks are threads."""
+"""Laws of `DistributedOptimizer.step()`: a gradient that only one rank has changes no weight. Ranks are threads."""
 
 import contextlib
 
@@ -13,7 +13,7 @@ from fourfold.words.errors import TrainingError
 
 
 class Two(nn.Module):
-    """Two layers, of which a call may use the first alone."""
+    """Two layers; a call may use only the first."""
 
     def __init__(self):
         super().__init__()
@@ -28,7 +28,7 @@ class Two(nn.Module):
 
 
 class Loop:
-    """A rank's model, its optimizer, and what a loop does with them."""
+    """A rank's model, its optimizer, and the calls of a training loop."""
 
     def __init__(self, ranks, kind=torch.optim.SGD, *, model=None, **fields):
         self.model, self.rank = model or Two(), ranks.rank
@@ -132,7 +132,7 @@ def test_a_gradient_that_no_reduction_has_seen_is_refused_before_a_weight_moves(
         with pytest.raises(TrainingError, match=r"\.grad of .* since the last step") as caught:
             loop.optimizer.step(lambda: 0.0) if closed else loop.step()
         assert all(map(torch.equal, loop.parameters, before))
-        loop.clear()  # and the ranks can go on
+        loop.clear()  # then training can continue
         loop.backward()
         loop.step()
         return str(caught.value), [p.tolist() for p in loop.parameters]
@@ -374,7 +374,7 @@ def present(gradient):
 
 
 def test_gradients_that_a_loop_keeps_stay_as_they_were():
-    """Torch makes new tensors where `.grad` is None: a loop may keep the old ones."""
+    """Torch makes a new tensor where `.grad` is None: a loop may still hold the old one."""
 
     def body(ranks):
         loop = Loop(ranks)

@@ -1,4 +1,4 @@
-"""Laws of models whose forward writes into weights that are trained: trained as on one device, or refused."""
+"""Laws of models whose forward writes trained weights: trained as on one device, or refused."""
 
 import functools
 
@@ -17,7 +17,7 @@ from fourfold.words.errors import PlanError, TaskError
 from tests.cases import SEED_LOCK
 from tests.classification import batches, loss, sgd, train
 
-# What forward writes into `centers`, from the samples that it is given. Writes through `.data` count no version.
+# Writes of forward into `centers` that depend on its samples. Writes through `.data` do not change the version.
 FROM_SAMPLES = {
     "data": lambda m, x: m.centers.data.mul_(0.9).add_(0.1 * x.mean(0)),
     "no_grad": lambda m, x: m.centers.mul_(0.9).add_(0.1 * x.mean(0)),
@@ -30,7 +30,7 @@ FROM_SAMPLES = {
     "view": lambda m, x: m.centers.detach().view(2, 4)[1].copy_(x.mean(0)[:4]),
     "counter": lambda m, x: m.centers.data.add_(0.01 * len(x)),
 }
-# The same after any samples.
+# Writes that do not depend on the samples.
 EACH_TIME = {
     "decay": lambda m, x: m.centers.data.mul_(0.9),
     "cast": lambda m, x: m.first.weight.data.copy_(torch.round(m.first.weight.data + 0.3, decimals=1)),
@@ -79,26 +79,28 @@ def refused(made, plan: Plan, match: str, given: list | None = None, **world) ->
 @pytest.mark.parametrize("plan", [Plan(dp=2), Plan(microbatches=2), Plan(dp=2, microbatches=2)])
 @pytest.mark.parametrize("kind", FROM_SAMPLES)
 def test_trained_weights_that_forward_writes_from_its_samples_are_refused_on_every_rank(kind, plan):
-    refused(lambda: model(kind), plan, "forward writes centers, which is trained, from the samples it is given")
+    refused(
+        lambda: model(kind), plan, "forward writes the trained weight centers, and the values depend on its samples"
+    )
 
 
-# One sample a rank: no two parts of a rank's batch differ.
+# One sample per rank, so no two parts of a rank's batch differ.
 @pytest.mark.parametrize("kind", ["data", "no_grad"])
 def test_trained_weights_that_differ_among_ranks_only_are_refused(kind):
-    match = "forward writes centers, which is trained, from the samples it is given"
+    match = "forward writes the trained weight centers, and the values depend on its samples"
     refused(lambda: model(kind), Plan(dp=3), match, batches(3))
 
 
 @pytest.mark.parametrize("kind", EACH_TIME)
 def test_trained_weights_that_forward_writes_each_time_are_refused_with_microbatches(kind):
     for plan in (Plan(microbatches=2), Plan(dp=2, microbatches=3)):
-        refused(lambda: model(kind), plan, r"each forward changes .*, which is trained, and microbatches = .")
+        refused(lambda: model(kind), plan, r"each forward changes the trained weight .*, and microbatches = .")
 
 
 # In the third and the last batch some ranks have no samples.
 @pytest.mark.parametrize("plan", [Plan(dp=3), Plan(dp=3, update="in_forward"), Plan(dp=3, update="in_backward")])
 @pytest.mark.parametrize("kind", [*EACH_TIME, *ONCE])
-def test_trained_weights_that_forward_writes_alike_are_trained_as_in_one_process(kind, plan):
+def test_trained_weights_that_forward_writes_equally_are_trained_as_in_one_process(kind, plan):
     given = batches(9, 7, 2, 9, 2)
     got = threads.run(plan.dp, lambda ranks: train(ranks, model(kind), plan, given))
     expected = oracle.train(model(kind), loss, sgd, given)
@@ -106,14 +108,14 @@ def test_trained_weights_that_forward_writes_alike_are_trained_as_in_one_process
 
 
 @pytest.mark.parametrize("kind", ONCE)
-def test_trained_weights_that_forward_writes_alike_once_go_with_microbatches(kind):
+def test_trained_weights_that_forward_writes_once_go_with_microbatches(kind):
     given = batches(9, 2, 9)
     got = threads.run(2, lambda ranks: train(ranks, model(kind), Plan(dp=2, microbatches=3), given))
     expected = oracle.train(model(kind), loss, sgd, given)
     assert max(oracle.deviation(each, expected) for each in got) <= TOLERANCE
 
 
-# What does nothing to the first batch may do something later.
+# A write that changes nothing in the first batch may change something later.
 @pytest.mark.parametrize("kind", ["data", "no_grad", *EACH_TIME, *[kind for kind in ONCE if kind != "nothing"]])
 @pytest.mark.parametrize(
     ("plan", "hosts", "why"),
@@ -121,8 +123,8 @@ def test_trained_weights_that_forward_writes_alike_once_go_with_microbatches(kin
         (Plan(dp=2, zero=1), 1, "share one copy"),
         (Plan(dp=2, zero=2), 1, "share one copy"),
         (Plan(dp=2, zero=3), 2, "gathered"),
-        (Plan(precision="bf16"), 1, "rounded"),
-        (Plan(dp=2, precision="bf16"), 1, "rounded"),
+        (Plan(precision="bf16"), 1, "master weights"),
+        (Plan(dp=2, precision="bf16"), 1, "master weights"),
     ],
 )
 def test_trained_weights_are_not_written_where_the_write_would_be_lost(kind, plan, hosts, why):
@@ -130,7 +132,7 @@ def test_trained_weights_are_not_written_where_the_write_would_be_lost(kind, pla
         return model(kind).float() if plan.precision != "keep" else model(kind)
 
     given = [(inputs.float(), targets) for inputs, targets in batches(9)] if plan.precision != "keep" else batches(9)
-    refused(made, plan, f"forward writes .*, which is trained, with .* {why}", given, hosts=hosts)
+    refused(made, plan, f"forward writes the trained weight .*, with .* {why}", given, hosts=hosts)
 
 
 @pytest.mark.parametrize(("zero", "hosts"), [(1, 1), (2, 1), (3, 2)])
@@ -141,15 +143,15 @@ def test_a_forward_that_writes_nothing_is_trained_at_every_level(zero, hosts):
     assert max(oracle.deviation(each, expected) for each in got) <= TOLERANCE
 
 
-def test_weights_are_no_state_of_each_ranks_own():
+def test_trained_weights_may_not_differ_between_ranks():
     plan = Plan(dp=2, batch_norm="local")
     for kind in ("data", "clamp"):
-        match = 'forward writes .*, which is trained, with batch_norm = "local"'
+        match = 'forward writes the trained weight .*, with batch_norm = "local"'
         refused(functools.partial(model, kind, batch_norm=True), plan, match)
 
 
 @pytest.mark.parametrize("kind", [*EACH_TIME, *ONCE])
-def test_what_a_dry_run_writes_into_weights_is_put_back(kind):
+def test_what_a_dry_run_writes_into_weights_is_restored(kind):
     def body(ranks):
         step = TrainStep(model(kind), loss, sgd, plan=Plan(dp=2), communicator=ranks, clip=None)
         before = {name: weight.clone() for name, weight in step.named_weights()}
@@ -160,7 +162,7 @@ def test_what_a_dry_run_writes_into_weights_is_put_back(kind):
 
 
 class PastTorch(Writing):
-    """Writes by other means than torch's functions."""
+    """Writes without a torch function."""
 
     def forward(self, x: Tensor) -> Tensor:
         np.multiply(self.centers.detach().numpy(), 0.9, out=self.centers.detach().numpy())
@@ -174,19 +176,19 @@ class Replacing(Writing):
 
 
 @pytest.mark.parametrize("zero", [0, 1])
-def test_weights_that_are_written_past_torchs_functions_are_refused(zero):
-    match = "forward writes centers, which is trained, by other means than torch's functions"
+def test_weights_that_are_written_without_a_torch_function_are_refused(zero):
+    match = "forward writes the trained weight centers without a torch function"
     refused(lambda: PastTorch("nothing").double(), Plan(dp=2, zero=zero), match)
 
 
 def test_weights_whose_storage_is_replaced_are_refused():
-    match = "forward gives centers, which is trained, another storage"
+    match = "forward moves the trained weight centers to another storage"
     for plan in (Plan(dp=2), Plan(microbatches=2)):
         refused(lambda: Replacing("nothing").double(), plan, match)
 
 
 class Centers(nn.Module):
-    """A loss with a parameter of its own, which it moves to the samples, or shrinks."""
+    """A loss with a parameter, which it moves towards the samples, or shrinks."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -198,13 +200,13 @@ class Centers(nn.Module):
         return F.cross_entropy(outputs + self.centers.detach(), targets, reduction="none")
 
 
-def test_a_loss_that_writes_into_parameters_of_its_own_is_refused():
+def test_a_loss_that_writes_its_own_parameters_is_refused():
     def body(ranks, kind):
         step = TrainStep(model("nothing"), Centers(kind), sgd, plan=Plan(dp=2), communicator=ranks, clip=None)
         step.dry_run(batches(9)[0], training=True)
 
     def refusing(ranks):
-        with pytest.raises(TaskError, match="the loss writes centers of its own"):
+        with pytest.raises(TaskError, match="the loss writes its own centers each time"):
             body(ranks, "moves")
 
     threads.run(2, refusing)
@@ -243,8 +245,8 @@ def of_tokens(outputs: Tensor, targets: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("kind", "match"),
     [
-        ("moving mean", r"forward writes head\.bias, which is trained, from the samples"),
-        ("clamp always", r"sp > 1 and a forward that writes head\.bias, which is trained"),
+        ("moving mean", r"forward writes the trained weight head\.bias, and the values depend on its samples"),
+        ("clamp always", r"sp > 1 and a forward that writes the trained weight head\.bias"),
     ],
 )
 def test_weights_that_forward_writes_are_refused_where_ranks_share_sequences(kind, match):
@@ -257,7 +259,7 @@ def test_weights_that_forward_writes_are_refused_where_ranks_share_sequences(kin
 
 
 @pytest.mark.parametrize("kind", ["none", "clamp"])
-def test_weights_that_forward_writes_alike_are_trained_where_ranks_share_sequences(kind):
+def test_weights_that_forward_writes_equally_are_trained_where_ranks_share_sequences(kind):
     def body(ranks):
         step = TrainStep(attending(kind), of_tokens, sgd, plan=Plan(sp=2), communicator=ranks, clip=None)
         return oracle.snapshot(step, [step(TEXTS_BATCH).loss for _ in range(3)], [])
@@ -267,7 +269,7 @@ def test_weights_that_forward_writes_alike_are_trained_where_ranks_share_sequenc
 
 
 class Renormed(nn.Module):
-    """Rows that are shortened as they are looked up."""
+    """An embedding that shortens rows when it looks them up."""
 
     def __init__(self, *, by_function: bool = False) -> None:
         super().__init__()
@@ -299,5 +301,5 @@ def test_an_embedding_with_a_largest_norm_trains_in_microbatches(by_function):
 def test_an_embedding_with_a_largest_norm_is_refused_where_its_write_is_lost():
     with pytest.raises(PlanError, match='max_norm at table, and precision = "bf16"'):
         check_plan_for_model(renormed().float(), Plan(precision="bf16"), clip=None)
-    match = r"forward writes table\.weight, which is trained, from the samples it is given"
+    match = r"forward writes the trained weight table\.weight, and the values depend on its samples"
     refused(functools.partial(renormed, by_function=True), Plan(dp=2), match, TOKENS)

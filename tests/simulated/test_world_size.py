@@ -1,4 +1,4 @@
-"""Laws of calls that are given no plan: they use all ranks as data ranks. Ranks are threads."""
+"""Laws of calls without a plan: they use all ranks as data ranks. Ranks are threads."""
 
 import threading
 
@@ -12,21 +12,21 @@ from fourfold.tasks import digits
 from fourfold.testing import threads
 from fourfold.trainer import train as training
 
-RANK_OF_A_LAUNCHER = {"RANK": "1", "WORLD_SIZE": "3", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "3"}
+LAUNCHER_VARIABLES = {"RANK": "1", "WORLD_SIZE": "3", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "3"}
 
 
 @pytest.mark.parametrize("size", [1, 3])
 def test_parallelize_without_a_plan_trains_on_the_batches_of_all_ranks(size, monkeypatch):
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # the number of threads is the test process's own
-    here = threading.local()
-    monkeypatch.setattr(transports, "init_communicator", lambda: here.ranks)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # keeps the test process's number of threads
+    local = threading.local()
+    monkeypatch.setattr(transports, "init_communicator", lambda: local.comm)
 
-    def body(ranks):
-        here.ranks = ranks
+    def body(comm):
+        local.comm = comm
         model = nn.Linear(1, 1, bias=False)
         nn.init.zeros_(model.weight)
         step = ff.parallelize(model, lambda outputs, _: outputs.squeeze(1), lambda p: torch.optim.SGD(p, lr=1.0))
-        step((torch.full((1, 1), float(ranks.rank)), torch.zeros(1)))
+        step((torch.full((1, 1), float(comm.rank)), torch.zeros(1)))
         return step.plan.dp, model.weight.item()
 
     mean = sum(range(size)) / size
@@ -40,7 +40,7 @@ def test_train_without_a_plan_uses_all_ranks(monkeypatch):
     def caught(*args, **_):
         raise Caught(args[3])
 
-    for name, value in RANK_OF_A_LAUNCHER.items():
+    for name, value in LAUNCHER_VARIABLES.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(training, "parallelize", caught)
     with pytest.raises(Caught) as found:

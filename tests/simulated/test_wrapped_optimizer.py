@@ -1,4 +1,4 @@
-"""Laws of the wrapper: what is done to it is done to the optimizer inside; what would make ranks differ is refused.
+"""Laws of the wrapper: it acts on the optimizer inside; whatever would make ranks differ is refused.
 
 Ranks are threads; the oracle is plain PyTorch with the whole batch, in float64.
 """
@@ -33,7 +33,7 @@ def model() -> nn.Module:
 
 
 def batch(number: int, rank: int | None) -> Tensor:
-    """A rank's images; of None, those of both ranks."""
+    """A rank's images; for None, those of both ranks."""
     generator = torch.Generator().manual_seed(number)
     both = torch.randn(2, 2, 3, 6, 6, generator=generator, dtype=torch.float64)
     return both.flatten(0, 1) if rank is None else both[rank]
@@ -61,7 +61,7 @@ def apart(mine, theirs) -> float:
 
 
 def agrees(make, train, *, start=model) -> bool:
-    """Whether two ranks train as one process does."""
+    """Whether two ranks train the same weights as one process."""
 
     def body(ranks):
         mine = start()
@@ -85,7 +85,7 @@ def scaled(mine, optimizer, rank):
 
 
 def overflowing(mine, optimizer, rank):
-    """One rank's loss is infinite in one step, which all leave out."""
+    """The loss of one rank is infinite in one step, which all ranks skip."""
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     for number in range(STEPS):
         optimizer.zero_grad()
@@ -104,7 +104,7 @@ def test_a_gradient_scaler_reaches_the_wrapped_optimizer(kind, fused, train):
 
 
 class Scaled(torch.optim.Optimizer):
-    """Has attributes of its own, one of which is there only once it has been set."""
+    """An optimizer with attributes, one of which exists only after it is set."""
 
     def __init__(self, parameters, lr):
         super().__init__(parameters, {"lr": lr})
@@ -224,7 +224,7 @@ def test_a_parameter_that_is_frozen_later_is_named_as_such():
     def body(ranks):
         mine, _ = wrapped(ranks)
         mine.get_submodule("0").requires_grad_(False)
-        with pytest.raises(TrainingError, match=r"0\.weight got no gradient, for it was frozen.*unused = \"allow\""):
+        with pytest.raises(TrainingError, match=r"0\.weight got no gradient: it was frozen.*unused = \"allow\""):
             of(mine, 0, ranks.rank).backward()
         return True
 
@@ -249,7 +249,7 @@ def noise(mine, optimizer, ranks):
 
 
 def momentum(mine, optimizer, ranks):
-    """As when one rank alone has loaded a checkpoint before its optimizer was wrapped."""
+    """As if only one rank had loaded a checkpoint before its optimizer was wrapped."""
     if ranks.rank == 0:
         for parameter in mine.parameters():
             optimizer.state[parameter]["momentum_buffer"] = torch.ones_like(parameter)
@@ -344,7 +344,7 @@ def test_a_state_that_one_rank_has_loaded_and_broadcast_is_everyones():
     def body(ranks):
         mine, optimizer = wrapped(ranks, momentum=0.9)
         plainly(mine, optimizer, ranks.rank)
-        for _ in range(2 * ranks.rank):  # the others load it once, from the broadcast
+        for _ in range(2 * ranks.rank):  # the other rank loads it once, from the broadcast
             loaded(optimizer, optimizer.state_dict(), factor=0.5)
         optimizer.broadcast_state(src=1)
         plainly(mine, optimizer, ranks.rank, first=4)
@@ -358,7 +358,7 @@ COUNTS = [5, 2]
 
 
 def epochs(mine, optimizer, rank, scheduler, scaler, around):
-    """Two epochs in which ranks have unequal numbers of batches; the oracle has both ranks'."""
+    """Two epochs in which ranks have different numbers of batches; the oracle has the batches of both."""
     for epoch in range(2):
         with around(scheduler, scaler):
             for number in range(max(COUNTS) if rank is None else COUNTS[rank]):

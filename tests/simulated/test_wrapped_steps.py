@@ -1,4 +1,4 @@
-"""Laws of a wrapped optimizer's step: whoever calls it, and whatever it uses, ranks train as one process does.
+"""Laws of a wrapped optimizer's step: ranks train as one process does, however the step is called.
 
 Ranks are threads; the oracle is plain PyTorch with the whole batch, in float64.
 """
@@ -26,7 +26,7 @@ def model() -> nn.Module:
 
 
 def batch(number: int, rank: int | None) -> Tensor:
-    """A rank's samples; of None, those of both ranks."""
+    """A rank's samples; for None, those of both ranks."""
     generator = torch.Generator().manual_seed(number)
     both = torch.randn(2, 4, 6, generator=generator, dtype=torch.float64) * torch.tensor([0.5, 2.0]).view(2, 1, 1)
     return both.flatten(0, 1) if rank is None else both[rank]
@@ -56,7 +56,7 @@ def plainly(mine, optimizer, rank, *, steps=STEPS):
 
 
 def compared(make, train, **how) -> list[str]:
-    """Whether two ranks train as one process does: the weights of each, beside those of plain PyTorch."""
+    """Whether the weights of two ranks are those of plain PyTorch in one process."""
 
     def body(ranks):
         mine = model()
@@ -69,12 +69,12 @@ def compared(make, train, **how) -> list[str]:
     first, second = threads.run(2, body)
     found = [] if all(map(torch.equal, first, second)) else ["the ranks differ"]
     far = max((a - b).abs().max().item() for a, b in zip(first, alone.parameters(), strict=True))
-    # A line search compares losses: what is rounded otherwise grows with every step.
+    # A line search compares losses: a difference in rounding grows with every step.
     return found + ([f"{far:.2g} from one process"] if far > 1e3 * TOLERANCE else [])
 
 
 class Polyak(torch.optim.Optimizer):
-    """As far as the loss says."""
+    """Its step size is the loss."""
 
     def __init__(self, parameters, lr):
         super().__init__(parameters, {"lr": lr})
@@ -91,7 +91,7 @@ class Polyak(torch.optim.Optimizer):
 
 
 class Halving(torch.optim.Optimizer):
-    """Halves a step until the loss falls. Asks the closure for a loss without gradients."""
+    """Halves its step until the loss falls; calls the closure for a loss without gradients."""
 
     def __init__(self, parameters, lr):
         super().__init__(parameters, {"lr": lr})
@@ -112,7 +112,7 @@ class Halving(torch.optim.Optimizer):
 
 
 class Plain(torch.optim.SGD):
-    """Calls its parent's step, and takes an argument of its own."""
+    """Calls its parent's step, and has an argument that its parent has not."""
 
     def step(self, closure=None, *, scale=1.0):  # type: ignore[override]
         for group in self.param_groups:
@@ -189,7 +189,7 @@ def test_a_loss_that_has_no_mean_is_refused_where_an_optimizer_may_step_by_it(va
     def body(ranks):
         mine = model()
         optimizer = DistributedOptimizer(Polyak(mine.parameters(), lr=0.5), mine, communicator=ranks)
-        with pytest.raises(TrainingError, match=r"a closure that returns .* need one number, .* Polyak may step by"):
+        with pytest.raises(TrainingError, match=r"a closure that returns .* need one number: Polyak uses its mean"):
             by_closure(mine, optimizer, ranks.rank, value=value)
         return True
 
@@ -246,7 +246,7 @@ def test_a_gradient_of_one_ranks_own_is_refused_past_the_wrapper_too(how, kind):
             "scaler": lambda: (local(), scaler.step(inner), scaler.update()),
         }
         before = [p.detach().clone() for p in mine.parameters()]
-        for _ in range(2):  # an error leaves nothing behind
+        for _ in range(2):  # an error must leave no state behind
             with pytest.raises(TrainingError, match="not been averaged"):
                 steps[how]()
             optimizer.zero_grad()

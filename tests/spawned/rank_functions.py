@@ -19,7 +19,7 @@ from torch import nn
 import fourfold as ff
 from fourfold.analysis.verify import verify
 from fourfold.parts.comm import transports
-from fourfold.parts.sequence import attention as attention_module
+from fourfold.parts.sequence.sequence_group import connect_sequence
 from fourfold.plan.codec import codec_rounds
 from fourfold.plan.trace_file import encode_trace
 from fourfold.tasks import lm
@@ -33,7 +33,7 @@ from tests.cases import Case
 
 
 def deviation(host: str | None = None, **fields: Any) -> dict[str, Any]:
-    """How far a training is from the oracle's, and what carried it. `host`: ranks are told to live on two hosts."""
+    """The deviation of a training from the oracle's, and its transport. `host`: ranks pretend to be on two hosts."""
     if "batch_sizes" in fields:
         fields["batch_sizes"] = tuple(fields["batch_sizes"])
     case = Case(**fields)
@@ -44,8 +44,8 @@ def deviation(host: str | None = None, **fields: Any) -> dict[str, Any]:
 
 
 def coded_deviations(cases: list[dict[str, Any]], host: str | None = None) -> list[dict[str, Any]]:
-    """For each case: how far a training is from that of its codec's workers, and what a step has sent."""
-    told = []
+    """For each case: the deviation of a training from that of its codec's workers, and the bytes a step sends."""
+    results = []
     for fields in cases:
         case, size = Case(**fields, batch_sizes=(16, 16)), dist.get_world_size()
         with fake_hosts(host):
@@ -54,7 +54,7 @@ def coded_deviations(cases: list[dict[str, Any]], host: str | None = None) -> li
         trained = oracle.snapshot(step, [m.loss for m in metrics], [m.grad_norm for m in metrics])
         expected = codec_oracle.train(case, size, unit=16.0)
         lengths = [sum(b.num_bytes for b in rounds) for rounds in _codec_rounds(step)]
-        told.append(
+        results.append(
             {
                 "deviation": oracle.deviation(trained, expected),
                 "transport": step.transport_name,
@@ -62,12 +62,12 @@ def coded_deviations(cases: list[dict[str, Any]], host: str | None = None) -> li
                 "message_bytes": sum(lengths),
             }
         )
-    return told
+    return results
 
 
 def precision_deviations(cases: list[dict[str, Any]], host: str | None = None) -> list[float]:
-    """For each case: how far the weights of the update are from those of ranks in one process."""
-    told = []
+    """For each case: the largest difference between a weight and that of the same ranks in one process."""
+    deviations = []
     for fields in cases:
         case, size = (
             dataclasses.replace(precision_oracle.CASE, batch_sizes=(16, 16, 16), **fields),
@@ -79,12 +79,12 @@ def precision_deviations(cases: list[dict[str, Any]], host: str | None = None) -
             precision_oracle.train_steps(step, case).weights,
             precision_oracle.train_oracle(case, size).weights,
         )
-        told.append(max((got[name] - weight).abs().max().item() for name, weight in expected.items()))
-    return told
+        deviations.append(max((got[name] - weight).abs().max().item() for name, weight in expected.items()))
+    return deviations
 
 
-def apart_deviation(fields: dict[str, Any], host: str | None = None) -> dict[str, Any]:
-    """How far a training with local steps is from that of its workers, and what each step has sent."""
+def local_sgd_deviation(fields: dict[str, Any], host: str | None = None) -> dict[str, Any]:
+    """The deviation of a local SGD training from that of its workers, and the bytes that each step sends."""
     case, size = Case(**{**fields, "batch_sizes": tuple(fields["batch_sizes"])}), dist.get_world_size()
     with fake_hosts(host):
         step = cases_module.build_step(case, size)
@@ -98,26 +98,26 @@ def apart_deviation(fields: dict[str, Any], host: str | None = None) -> dict[str
 
 
 def attentions(choice: str, host: str | None) -> dict[str, Any]:
-    """How far every layout's attention is from one process', which links it had, and what it has sent by ring."""
-    size, ranks = dist.get_world_size(), transports.init_communicator()
+    """Every layout's deviation from attention in one process, the rings it used, and the bytes sent by ring."""
+    size, comm = dist.get_world_size(), transports.init_communicator()
     deviations: dict[str, float] = {}
     sent: dict[str, float] = {}
     names: set[str] = set()
     by_layout = itertools.groupby(attention_oracle.cases(size), key=lambda case: (case.ring, case.ulysses))
     for (ring, ulysses), cases in by_layout:
         with fake_hosts(host):
-            axis = attention_module.connect_sequence(ranks, [range(size)], ring=ring, ulysses=ulysses, transport=choice)
+            axis = connect_sequence(comm, [range(size)], ring=ring, ulysses=ulysses, transport=choice)
         names |= {link.name for link in axis.groups if link.size > 1}
         for case in cases:
             tensors = attention_oracle.make_tensors(case)
-            found, expected = attention_oracle.run_on_axis(case, tensors, axis), attention_oracle.oracle(case, tensors)
-            deviations[str(case)] = attention_oracle.deviation(found, expected, axis.local_token_ranges(case.length))
+            got, expected = attention_oracle.run_on_axis(case, tensors, axis), attention_oracle.oracle(case, tensors)
+            deviations[str(case)] = attention_oracle.deviation(got, expected, axis.local_token_ranges(case.length))
         sent[ring] = axis.ring_group.sent_bytes + axis.ulysses_group.sent_bytes
     return {"deviations": deviations, "links": sorted(names), "sent_bytes": sent}
 
 
 def _codec_rounds(step: Any) -> list[Any]:
-    """By bucket, what its codec says of its messages."""
+    """The messages of each bucket's codec."""
     shapes = {name: tuple(p.shape) for name, p in step.model.named_parameters()}
     by_bucket = [[shapes[slot.name] for slot in bucket.slots] for bucket in step.buckets]
     return [codec_rounds(step.plan.codec_spec, b, s) for b, s in zip(step.buckets, by_bucket, strict=True)]
@@ -137,19 +137,19 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1)
 
 
-def start_apart() -> bool:
-    """Ranks that begin with other weights and buffers train with rank 0's."""
+def starts_from_rank_0() -> bool:
+    """Whether ranks whose models have different weights and buffers start from rank 0's."""
     torch.manual_seed(dist.get_rank())
     model = nn.Sequential(nn.Linear(4, 4), nn.GroupNorm(2, 4), nn.Linear(4, 2))
     model.register_buffer("offset", torch.full((3,), float(dist.get_rank())))
     model[0].requires_grad_(False)
     step = ff.parallelize(model, nn.functional.mse_loss, sgd, ff.Plan(dp=dist.get_world_size()))
     sums = {name: tensor.double().sum().item() for name, tensor in step.model.state_dict().items()}
-    return all(theirs == sums for theirs in step.all_gather_json(sums)) and sums["offset"] == 0.0
+    return all(other == sums for other in step.all_gather_json(sums)) and sums["offset"] == 0.0
 
 
-def dies_in_silence() -> None:
-    """Rank 1 ends without a word after a step; the others say what they noticed, and how soon."""
+def dies_without_an_error() -> None:
+    """Rank 1 exits after a step; the others raise what they noticed, and how soon."""
     case = Case()
     step = cases_module.build_step(case, dist.get_world_size())
     cases_module.train_step(case, step)
@@ -163,7 +163,7 @@ def dies_in_silence() -> None:
 
 
 def stable_count(count: Callable[[], int]) -> int:
-    """What is counted three times in a row: the kernel lists a thread for a while after it has ended."""
+    """A count that comes three times in a row: the kernel lists a thread for a while after it has ended."""
     counts: list[int] = []
     while len(counts) < 3 or len(set(counts[-3:])) > 1:
         counts.append(count())
@@ -171,20 +171,18 @@ def stable_count(count: Callable[[], int]) -> int:
     return counts[-1]
 
 
-def group_that_is_forgotten() -> list[int]:
-    """Threads of this process more than before: with a group, with its ranks' name gone, and with itself gone."""
+def threads_of_a_group() -> list[int]:
+    """Threads added by a group: while it exists, after its communicator's name is gone, and after its own is."""
 
     def threads() -> int:
         gc.collect()
-        transports.init_communicator()  # here the groups end that nobody has any more
-        return stable_count(
-            lambda: len(os.listdir("/proc/self/task"))
-        )  # with the kernel, which lists them a while longer
+        transports.init_communicator()  # destroys orphaned groups
+        return stable_count(lambda: len(os.listdir("/proc/self/task")))
 
-    before, ranks = threads(), transports.init_communicator()
-    group = ranks.process_group_getter(range(ranks.size), "tests")
+    before, comm = threads(), transports.init_communicator()
+    group = comm.process_group_getter(range(comm.size), "tests")
     counts = [threads() - before]
-    del ranks
+    del comm
     counts.append(threads() - before)
     assert group() in dist.distributed_c10d._world.pg_map
     dist.all_reduce(torch.ones(1), group=group())
@@ -196,17 +194,17 @@ KEPT_GROUPS: list[Any] = []
 
 
 def keep_groups() -> None:
-    """Keep all groups for good: the end of one would wait for its collectives, which nobody ends any more."""
+    """Keep all groups for ever: the end of one would wait for its collectives, which no rank completes."""
     KEPT_GROUPS.extend(dist.distributed_c10d._world.pg_map)
 
 
-def diverges(transport: str, stray: list[int], host: str | None = None) -> str:
-    """What is said where some ranks evaluate while the others train; before that, all have done both."""
+def diverges(transport: str, diverging: list[int], host: str | None = None) -> str:
+    """The error if some ranks evaluate while the others train; before that, all have done both."""
     case = Case(transport=transport)
     with fake_hosts(host):
         step = cases_module.build_step(case, dist.get_world_size())
     batch = cases_module.local_batch(cases_module.batches(case)[0], dist.get_world_size(), dist.get_rank())
-    for call in (step, step.evaluate, step, step.evaluate if dist.get_rank() in stray else step):
+    for call in (step, step.evaluate, step, step.evaluate if dist.get_rank() in diverging else step):
         try:
             call(batch)
         except DivergenceError as error:
@@ -216,7 +214,7 @@ def diverges(transport: str, stray: list[int], host: str | None = None) -> str:
 
 
 def skips(transport: str) -> dict[str, Any]:
-    """How far a training with a skipped step is from the oracle's without it, and why it was skipped."""
+    """The deviation of a training with a skipped step from the oracle's without it, and why it was skipped."""
     case, size = Case(transport=transport, clip=0.5), dist.get_world_size()
     batches = cases_module.batches(case)
     batches[1][0][-1] = float("nan")
@@ -244,7 +242,7 @@ def feed(num_samples: int, batch_size: int) -> list[list[int]]:
 
 
 def dies(rank: int) -> None:
-    """One rank raises in mid-step, while the others wait for its gradient."""
+    """One rank raises in the middle of a step, while the others wait for its gradient."""
     case = Case()
     step = cases_module.build_step(case, dist.get_world_size())
     if dist.get_rank() == rank:
@@ -253,9 +251,9 @@ def dies(rank: int) -> None:
 
 
 def trace(transport: str, host: str | None = None, steps: int = 12, ahead_seconds: int = 0) -> str:
-    """The trace of a few steps of a language model, every one of them sampled from the third on.
+    """The trace of a few steps of a language model; every step is sampled from the third on.
 
-    ahead_seconds: how far the clock of the second half of the ranks is ahead of the others'.
+    `ahead_seconds`: how far the clocks of the second half of the ranks are ahead of the others'.
     """
     true_clock = time.monotonic_ns
     ahead = ahead_seconds * 10**9 * (dist.get_rank() * 2 // dist.get_world_size())
@@ -274,7 +272,7 @@ def trace(transport: str, host: str | None = None, steps: int = 12, ahead_second
 
 
 def wide_steps(steps: int, zero: int, shard: int | None) -> int:
-    """Some steps of one wide layer, whose input wants a gradient; the bytes of its own."""
+    """Run some steps of one wide layer whose input needs a gradient; returns the bytes of its parameters."""
     model = nn.Linear(1024, 1024)
     plan = ff.Plan(dp=dist.get_world_size(), zero=zero, shard=shard)
     step = ff.parallelize(model, nn.functional.mse_loss, sgd, plan)
@@ -284,7 +282,7 @@ def wide_steps(steps: int, zero: int, shard: int | None) -> int:
 
 
 def late_in_data(folder: str) -> list[Any]:
-    """What the log of a run says of late ranks, whose rank 1 reads slowly."""
+    """The stragglers in the log of a run whose rank 1 reads slowly."""
 
     class Source:
         def __len__(self) -> int:
@@ -316,7 +314,7 @@ def late_in_data(folder: str) -> list[Any]:
 
 
 def verdict(**fields: Any) -> dict[str, Any] | None:
-    """What `fourfold verify` finds of a plan with these fields; on rank 0."""
+    """The result of `fourfold verify` for a plan with these fields, on rank 0."""
     task = lm.task(width=32, layers=1, length=32, steps=2, batch_size=4, clip=None)
-    found = verify(task, ff.Plan(**fields))
-    return None if found is None else {"worst": found.max_deviation, "tensors": len(found.weight_deviations)}
+    result = verify(task, ff.Plan(**fields))
+    return None if result is None else {"worst": result.max_deviation, "tensors": len(result.weight_deviations)}

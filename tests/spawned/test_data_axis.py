@@ -12,7 +12,7 @@ WRAPPED = "tests.spawned.wrapped_optimizer"
 TRANSPORTS = ["shared", "gloo"]
 
 
-# Uneven, and the second batch leaves a rank without a sample: in forward it has no use for what it updates.
+# Uneven batches; the second leaves one rank without a sample, which has no forward and still updates its shard.
 HARDEST = {"batch_sizes": [12, 3, 9], "microbatches": 2, "clip": 0.5, "bucket_bytes": 1500}
 PLACES = {
     "shared": ({"transport": "shared"}, "shared memory"),
@@ -44,7 +44,7 @@ def test_every_transport_trains_as_the_oracle_does_at_every_level(world, fields,
     {"transport": "shared", "model": "unused", "unused": "allow"},
     {"transport": "gloo", "zero": 1, "model": "unused", "unused": "allow"},
 ])  # fmt: skip
-def test_what_is_hard_to_carry_is_carried(world, fields):
+def test_hard_cases_train_as_the_oracle_does(world, fields):
     results = world(4).run(f"{CASES}:deviation", **HARDEST | fields)
     assert max(result["deviation"] for result in results) <= TOLERANCE
 
@@ -54,10 +54,10 @@ def test_two_byte_weights_and_sums_in_float32_travel_as_themselves(world, transp
     cases = [{"precision": "bf16", "reduce_dtype": "fp32", "zero": zero, "microbatches": 2} for zero in (0, 1, 2)]
     cases += [{"precision": "fp16", "zero": 1}, {"precision": "bf16", "zero": 2}]
     cases = [{**case, "transport": transport} for case in cases]
-    for told in world(4).run(f"{CASES}:precision_deviations", cases=cases, host=host):
-        # Hosts add up in another order than ranks do: float32 hardly minds.
-        assert max(told[:3]) < 1e-7
-        assert max(told[3:]) < 1e-4
+    for deviations in world(4).run(f"{CASES}:precision_deviations", cases=cases, host=host):
+        # Sums between hosts have another order, which changes float32 little.
+        assert max(deviations[:3]) < 1e-7
+        assert max(deviations[3:]) < 1e-4
 
 
 CODED = [
@@ -69,8 +69,8 @@ CODED = [
 @pytest.mark.parametrize(("transport", "host"), [("gloo", None), ("by-host", "two")])
 def test_messages_over_gloo_train_as_a_codecs_workers_would(world, transport, host):
     cases = [{**case, "transport": transport} for case in CODED]
-    for told in world(4).run(f"{CASES}:coded_deviations", cases=cases, host=host):
-        for case, result in zip(cases, told, strict=True):
+    for results in world(4).run(f"{CASES}:coded_deviations", cases=cases, host=host):
+        for case, result in zip(cases, results, strict=True):
             # The order in which gloo adds 2-byte numbers is its own.
             assert result["deviation"] <= (2**-9 if case["codec"] == "bf16" else TOLERANCE), case
             if case["zero"] == 0 and host is None:
@@ -79,10 +79,10 @@ def test_messages_over_gloo_train_as_a_codecs_workers_would(world, transport, ho
 
 
 @pytest.mark.parametrize(("transport", "host"), [("gloo", None), ("shared", None), ("by-host", "two")])
-def test_ranks_that_learn_by_themselves_meet_over_every_transport(world, transport, host):
+def test_local_sgd_syncs_over_every_transport(world, transport, host):
     case = {"sync": "local", "local_steps": 2, "outer_lr": 0.7, "outer_momentum": 0.9, "microbatches": 2}
     case |= {"batch_sizes": [12, 9, 3, 12], "bucket_bytes": 1500, "transport": transport}
-    for result in world(4).run(f"{CASES}:apart_deviation", fields=case, host=host):
+    for result in world(4).run(f"{CASES}:local_sgd_deviation", fields=case, host=host):
         assert result["deviation"] <= TOLERANCE
         assert [sent > 0 for sent in result["sent_bytes"]] == [False, transport != "shared"] * 2
         if transport == "gloo":
@@ -90,17 +90,17 @@ def test_ranks_that_learn_by_themselves_meet_over_every_transport(world, transpo
 
 
 def test_ranks_start_from_the_weights_of_rank_0(world):
-    assert all(world(2).run(f"{CASES}:start_apart"))
+    assert all(world(2).run(f"{CASES}:starts_from_rank_0"))
 
 
 @pytest.mark.parametrize(("transport", "accumulate"), [("shared", 1), ("gloo", 2)])
-def test_a_wrapped_optimizer_does_what_it_does_alone(world, accumulate, transport):
+def test_a_wrapped_optimizer_trains_as_in_one_process(world, accumulate, transport):
     results = world(2).run(f"{WRAPPED}:trains", accumulate=accumulate, transport=transport)
     assert max(result["deviation"] for result in results) <= TOLERANCE
 
 
 @pytest.mark.parametrize("kind", ["LARS", "LAMB"])
-def test_a_wrapped_layer_wise_optimizer_does_what_it_does_alone(world, kind):
+def test_a_wrapped_layer_wise_optimizer_trains_as_in_one_process(world, kind):
     results = world(2).run(f"{WRAPPED}:trains", accumulate=1, kind=kind)
     assert max(result["deviation"] for result in results) <= TOLERANCE
 
@@ -119,8 +119,8 @@ def test_ranks_with_unequal_data_go_on_to_the_end(world, fields):
     assert all(("between hosts" in result["transport"]) == ("host" in fields) for result in results)
 
 
-def test_a_group_has_threads_only_as_long_as_somebody_has_the_group(world):
-    for held, unnamed, gone in world(2).run(f"{CASES}:group_that_is_forgotten"):
+def test_a_group_has_threads_only_while_it_is_referenced(world):
+    for held, unnamed, gone in world(2).run(f"{CASES}:threads_of_a_group"):
         assert held == unnamed > 0
         assert gone == 0
 
@@ -130,18 +130,18 @@ def test_gradients_of_two_backwards_add_up(world):
 
 
 def test_backward_names_the_parameter_without_gradient(world):
-    for said in world(2).run(f"{WRAPPED}:without_gradient"):
-        assert "spare.weight got no gradient" in said
+    for message in world(2).run(f"{WRAPPED}:without_gradient"):
+        assert "spare.weight got no gradient" in message
 
 
 def test_a_backward_after_a_failed_one_is_refused(world):
-    for said in world(2).run(f"{WRAPPED}:after_an_error"):
-        assert "a hook of the user's own" in said[0]
-        assert "after one that ended with an error" in said[1]
+    for messages in world(2).run(f"{WRAPPED}:after_an_error"):
+        assert "a hook of the user's own" in messages[0]
+        assert "after one that ended with an error" in messages[1]
 
 
 @pytest.mark.parametrize("wraps", [True, False])
-def test_all_ranks_begin_with_rank_0s_tensors_however_they_lie_in_memory(world, wraps):
+def test_all_ranks_begin_with_rank_0s_tensors_whatever_their_strides(world, wraps):
     assert world(2).run(f"{WRAPPED}:lying_anyhow", wraps=wraps) == [[True] * 5] * 2
 
 
@@ -151,30 +151,32 @@ def test_a_wrapped_optimizer_keeps_what_earlier_backwards_left(world):
         assert gradients == {"always": 1.5, "earlier": 1.5, "never": None}
 
 
-def test_the_death_of_a_rank_is_noticed_and_named(world):
+def test_the_death_of_a_rank_is_noticed_and_reported(world):
     broken = SpawnedWorld(3, root=world(2)._root)
     with pytest.raises(CaseFailed) as caught:
-        broken.run(f"{CASES}:dies_in_silence")
+        broken.run(f"{CASES}:dies_without_an_error")
     assert len(re.findall(r"noticed in \d s: rank 1 \(host .*\) died", str(caught.value))) == 2
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_ranks_in_different_calls_are_told_so(world, transport):
-    for said in world(2).run(f"{CASES}:diverges", transport=transport, stray=[1]):
-        assert "rank 0 is at step 3; rank 1 is at evaluate() after step 2" in said
+def test_ranks_in_different_calls_raise_an_error_that_names_both(world, transport):
+    for message in world(2).run(f"{CASES}:diverges", transport=transport, diverging=[1]):
+        assert "rank 0 is at step 3; rank 1 is at evaluate() after step 2" in message
 
 
-def test_hosts_in_different_calls_are_told_so(world):
-    results = world(4).run(f"{CASES}:diverges", transport="shared", stray=[2, 3], host="two")
-    for rank, said in enumerate(results):
-        here, there = rank % 2, rank % 2 + 2
-        assert f"rank {here} is at step 3; rank {there} is at evaluate() after step 2" in said
+def test_hosts_in_different_calls_raise_an_error_that_names_both(world):
+    results = world(4).run(f"{CASES}:diverges", transport="shared", diverging=[2, 3], host="two")
+    for rank, message in enumerate(results):
+        first, second = rank % 2, rank % 2 + 2
+        assert f"rank {first} is at step 3; rank {second} is at evaluate() after step 2" in message
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_backward_that_one_rank_leaves_out_is_told(world, transport):
-    for said in world(2).run(f"{WRAPPED}:diverges", transport=transport):
-        assert "rank 0 is at backward 2 after 1 steps of the optimizer; rank 1 is at backward 2 after 2 steps" in said
+def test_a_backward_that_one_rank_leaves_out_is_an_error(world, transport):
+    for message in world(2).run(f"{WRAPPED}:diverges", transport=transport):
+        assert (
+            "rank 0 is at backward 2 after 1 steps of the optimizer; rank 1 is at backward 2 after 2 steps" in message
+        )
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -184,9 +186,9 @@ def test_every_rank_skips_the_step_that_is_not_finite(world, transport):
         assert result["skipped"][0].startswith("step 2: the loss is nan; rank 1, samples")
 
 
-def test_a_run_names_the_rank_that_is_late_in_its_log(world, tmp_path):
-    for said in world(2).run(f"{CASES}:late_in_data", folder=str(tmp_path)):
-        (late,) = said
+def test_a_run_names_a_straggler_in_its_log(world, tmp_path):
+    for stragglers in world(2).run(f"{CASES}:late_in_data", folder=str(tmp_path)):
+        (late,) = stragglers
         assert (late["rank"], late["place"]) == (1, "data")
 
 

@@ -1,4 +1,4 @@
-"""Laws of several hosts, made on this machine out of network namespaces."""
+"""Laws of several hosts, simulated on this machine by network namespaces."""
 
 import os
 import select
@@ -18,7 +18,7 @@ from tests.conftest import ROOT
 pytestmark = pytest.mark.hosts
 CASES = "tests.spawned.rank_functions"
 SECONDS = 30
-REACHES = [*((zero, None) for zero in FIELD_RULES["zero"].choices), (3, 2)]
+ZERO_AND_SHARD = [*((zero, None) for zero in FIELD_RULES["zero"].choices), (3, 2)]
 OWNER = """
 import subprocess, sys, time
 from fourfold.testing.network_namespaces import Hosts
@@ -42,7 +42,7 @@ def four_ranks(two) -> Iterator[SpawnedWorld]:
     world.kill()
 
 
-@pytest.mark.parametrize(("zero", "shard"), REACHES)
+@pytest.mark.parametrize(("zero", "shard"), ZERO_AND_SHARD)
 def test_two_hosts_train_as_the_oracle_does(four_ranks, zero, shard):
     fields = {"clip": 0.5, "microbatches": 2, "batch_sizes": [12, 12, 3]}
     results = four_ranks.run(f"{CASES}:deviation", zero=zero, shard=shard, **fields)
@@ -50,7 +50,7 @@ def test_two_hosts_train_as_the_oracle_does(four_ranks, zero, shard):
     assert max(result["deviation"] for result in results) <= TOLERANCE
 
 
-@pytest.mark.parametrize(("zero", "shard"), REACHES)
+@pytest.mark.parametrize(("zero", "shard"), ZERO_AND_SHARD)
 def test_each_host_sends_what_the_formula_says(four_ranks, two, zero, shard):
     def sent(steps: int) -> list[int]:
         before = two.sent_bytes()
@@ -58,34 +58,34 @@ def test_each_host_sends_what_the_formula_says(four_ranks, two, zero, shard):
         assert num_bytes == GRADIENT_BYTES
         return [after - first for after, first in zip(two.sent_bytes(), before, strict=True)]
 
-    # Twice as many steps less the same start: the weights' broadcast and the groups are made once in each.
-    each = [(more - few) / 2 for more, few in zip(sent(4), sent(2), strict=True)]
-    # 2 (H − 1) / H of the gradient, H = 2, and half as much again at zero 3; headers and scalars are the rest.
+    # The difference leaves out the start, which is the same in both: groups, and the broadcast of the weights.
+    sent_bytes = [(more - few) / 2 for more, few in zip(sent(4), sent(2), strict=True)]
+    # 2 (H − 1) / H of the gradient, H = 2, and half as much again at zero 3; the tolerance is headers and scalars.
     gathered = zero == 3 and shard is None
-    assert each == pytest.approx([GRADIENT_BYTES * (1.5 if gathered else 1)] * 2, rel=0.02)
+    assert sent_bytes == pytest.approx([GRADIENT_BYTES * (1.5 if gathered else 1)] * 2, rel=0.02)
 
 
 GRADIENT_BYTES = 4 * (1024 * 1024 + 1024)
 
 
-def there(name: str) -> bool:
+def exists(name: str) -> bool:
     return name in network_namespaces._namespaces()
 
 
-def test_hosts_of_an_owner_that_was_killed_are_removed_with_what_runs_in_them():
+def test_hosts_of_a_killed_owner_are_removed_with_their_processes():
     owner = subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True, cwd=ROOT)
     assert owner.stdout
     try:
         name, pid = owner.stdout.readline().split()
         network_namespaces.remove_stale()
-        assert there(name)  # its owner lives
+        assert exists(name)  # its owner is alive
     finally:
         owner.kill()
         owner.wait(SECONDS)
         owner.stdout.close()
     handle = os.pidfd_open(int(pid))
     network_namespaces.remove_stale()
-    assert not there(name)
+    assert not exists(name)
     assert select.select([handle], [], [], SECONDS)[0]  # the process has ended
     os.close(handle)
 
@@ -94,26 +94,26 @@ def test_hosts_are_removed_after_an_error():
     made = Hosts(2)
 
     def fail() -> None:
-        assert there(made.hosts[1].name)
+        assert exists(made.hosts[1].name)
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError), made:
         fail()
-    assert not there(made.hosts[1].name)
+    assert not exists(made.hosts[1].name)
 
 
 def test_hosts_that_cannot_be_made_leave_nothing():
     made = Hosts(2, rate="a lot")
     with pytest.raises(network_namespaces.HostsUnavailable, match=r"tc .*need CAP_SYS_ADMIN"):
         made.__enter__()
-    assert not any(there(host.name) for host in made.hosts)
+    assert not any(exists(host.name) for host in made.hosts)
 
 
-def test_a_link_is_as_slow_as_it_was_asked_to_be():
+def test_a_link_has_the_rate_that_was_asked_for():
     with Hosts(2, rate="10mbit") as made:
         seconds = send(made.hosts[0], made.hosts[1], num_bytes=1_000_000)
         assert made.sent_bytes()[0] > 1_000_000
-    # 0.8 s at 10 Mbit/s, less what fits in the bucket; without a limit some milliseconds.
+    # 0.8 s at 10 Mbit/s, less what fits in the token bucket; without a limit it takes milliseconds.
     assert seconds > 0.4
 
 

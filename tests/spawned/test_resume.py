@@ -1,30 +1,30 @@
-"""The same command goes on: after a kill at any moment of a save, bit for bit, and on another number of ranks."""
+"""The same command goes on, bit for bit, after a kill at any moment of a save; what it refuses; its checkpoints."""
 
 import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from fourfold.cli import main
 
-SECONDS = 300  # the time limit of a command; most take four on an idle machine
+SECONDS = 300  # the time limit of a command
 SOURCE = Path(__file__).parents[2] / "src"
 SMALL = ("width=32", "layers=1", "length=16", "valid_bytes=512", "batch_size=4", "ema=0.9")
 TRAIN = ("train", "lm", *SMALL, "steps=6", "checkpoint_every=2")
 
-# Kills its own process at one moment of saving step 4.
+# For each moment: kills a fork of this process at that moment of saving step 4. Forks, because one import is enough.
 DYING = """
-import os, signal, sys
+import json, os, signal, sys
+import fourfold.cli.job, fourfold.tasks.lm, fourfold.trainer.train
 from fourfold.checkpoint import manager, store
+from fourfold.cli import main
 
 
 def die_in(owner, name, after=False):
@@ -49,51 +49,37 @@ def half(path, snapshot, real=manager.write_snapshot):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-moment = sys.argv[1]
-if moment == "half a file":
-    manager.write_snapshot = half
-elif moment == "no manifest":
-    die_in(manager, "wait_for_marker", after=True)
-elif moment == "not renamed":
-    die_in(store.CheckpointStore, "commit")
-else:
-    die_in(store.CheckpointStore, "commit", after=True)
-from fourfold.cli import main
-main(sys.argv[2:])
+def arrange(moment):
+    if moment == "half a piece":
+        manager.write_snapshot = half
+    elif moment == "no manifest":
+        die_in(manager, "wait_for_marker", after=True)
+    elif moment == "not renamed":
+        die_in(store.CheckpointStore, "commit")
+    else:
+        die_in(store.CheckpointStore, "commit", after=True)
+
+
+for moment, folder in json.loads(sys.argv[1]).items():
+    if os.fork() == 0:
+        os.chdir(folder)
+        arrange(moment)
+        main(sys.argv[2:])
+    _, status = os.wait()
+    assert os.WTERMSIG(status) == signal.SIGKILL, (moment, status)
 """
+# What is killed, and the step from which the same command goes on.
+MOMENTS = {"half a piece": 2, "no manifest": 2, "not renamed": 2, "renamed": 4}
 
 
-def start(folder: Path, *words: str, moment: str = "") -> subprocess.Popen[str]:
-    """`fourfold WORDS` in a folder; with a moment, one that kills itself then."""
+def kill_while_saving(folders: dict[str, str], *words: str) -> None:
+    """`fourfold WORDS` in each folder, killed at its moment."""
     foreign = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     environment = {name: value for name, value in os.environ.items() if name not in foreign}
     environment |= {"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    folder.mkdir(exist_ok=True)
-    how = ["-c", DYING, moment] if moment else ["-m", "fourfold"]
-    pipe = subprocess.PIPE
-    command = [sys.executable, *how, *words]
-    return subprocess.Popen(command, cwd=folder, env=environment, stdout=pipe, stderr=pipe, text=True)
-
-
-def end(process: subprocess.Popen[str], *, code: int = 0) -> str:
-    try:
-        out, err = process.communicate(timeout=SECONDS)
-    finally:
-        if process.poll() is None:
-            kill(process)
-    assert process.returncode == code, err
-    return out
-
-
-def kill(process: subprocess.Popen[str]) -> None:
-    """The launcher and its ranks, by their numbers."""
-    ranks = psutil.Process(process.pid).children(recursive=True)
-    process.kill()
-    for rank in ranks:
-        with contextlib.suppress(psutil.NoSuchProcess):  # The kernel ends them with their launcher.
-            rank.kill()
-    process.communicate()
-    psutil.wait_procs(ranks, timeout=60)
+    command = [sys.executable, "-c", DYING, json.dumps(folders), *words]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=SECONDS)
+    assert ended.returncode == 0, ended.stderr
 
 
 def run_of(folder: Path) -> Path:
@@ -122,73 +108,55 @@ def equal(a: Path, b: Path) -> bool:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An undisturbed run."""
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The undisturbed run."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as in the processes that are killed
     folder = tmp_path_factory.mktemp("whole")
-    end(start(folder, *TRAIN, "-n", "1"))
-    return run_of(folder)
+    with contextlib.chdir(folder), pytest.raises(SystemExit, match=r"^0$"):
+        main([*TRAIN, "-n", "1"])
+    yield run_of(folder)
+    torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize(
-    ("moment", "step"), [("half a file", 2), ("no manifest", 2), ("not renamed", 2), ("renamed", 4)]
-)
-def test_a_run_killed_while_saving_goes_on_as_if_it_had_not_been(whole, moment, step, tmp_path):
-    end(start(tmp_path, *TRAIN, "-n", "1", moment=moment), code=-signal.SIGKILL)
-    out = end(start(tmp_path, *TRAIN, "-n", "1"))
-    run = run_of(tmp_path)
-    assert f"goes on from step {step} of 6" in out
-    assert equal(run, whole)
-    assert losses(run) == losses(whole)
-    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-00000004", "step-00000006"]
-
-
-def test_another_number_of_ranks_goes_on_with_the_same_samples(whole, tmp_path):
-    end(start(tmp_path, *TRAIN, "-n", "1", moment="not renamed"), code=-signal.SIGKILL)
-    out = end(start(tmp_path, *TRAIN, "-n", "2"))
-    assert "goes on from step 2 of 6" in out
-    assert losses(run_of(tmp_path)) == pytest.approx(losses(whole), rel=1e-5)
-
-
-def test_a_job_of_two_killed_in_the_middle_goes_on_bit_for_bit(tmp_path):
-    command = ("train", "lm", *SMALL, "steps=400", "checkpoint_every=1", "-n", "2")
-    end(start(tmp_path / "whole", *command))
-    process = start(tmp_path / "killed", *command)
-    assert process.stdout is not None
-    steps = (line for line in process.stdout if line.startswith("step "))
-    next(steps)
-    said = next(steps, "")  # two seconds later; something is being saved at any time
-    kill(process)
-    assert "/400" in said, "the run ended before it could be killed"
-    out = end(start(tmp_path / "killed", *command))
-    assert "goes on from step" in out
-    killed, undisturbed = run_of(tmp_path / "killed"), run_of(tmp_path / "whole")
-    assert equal(killed, undisturbed)
-    assert losses(killed) == losses(undisturbed)
-
-
-Said = Callable[..., str]
+Run = Callable[..., str]
 
 
 @pytest.fixture
-def said(whole: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Said:
-    """What a command says, run in this process in the folder of the undisturbed run."""
-    monkeypatch.chdir(whole.parents[1])
+def run(whole: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
+    """Runs a command in this process and returns what it prints; beside the undisturbed run, or in a folder."""
 
-    def run(*words: str, code: int = 0) -> str:
+    def command(*words: str, code: int = 0, folder: Path = whole.parents[1]) -> str:
+        monkeypatch.chdir(folder)
         with pytest.raises(SystemExit) as ended:
             main(words)
         out, err = capfd.readouterr()
         assert ended.value.code == code, err
         return out + err
 
-    return run
+    return command
 
 
-def test_a_finished_run_says_so(whole, said):
+def test_a_run_killed_while_saving_goes_on_as_if_it_had_not_been(whole, run, tmp_path):
+    folders = {moment: tmp_path / moment for moment in MOMENTS}
+    for folder in folders.values():
+        folder.mkdir()
+    kill_while_saving({moment: str(folder) for moment, folder in folders.items()}, *TRAIN, "-n", "1")
+    for moment, step in MOMENTS.items():
+        out = run(*TRAIN, "-n", "1", folder=folders[moment])
+        resumed = run_of(folders[moment])
+        assert f"goes on from step {step} of 6" in out, moment
+        assert equal(resumed, whole), moment
+        assert losses(resumed) == losses(whole), moment
+        left = sorted(path.name for path in (resumed / "checkpoints").iterdir())
+        assert left == ["step-00000004", "step-00000006"], moment
+
+
+def test_a_finished_run_says_so(whole, run):
     before = log(whole)
-    text = said(*TRAIN, "-n", "1")
+    text = run(*TRAIN, "-n", "1")
     assert f"runs/{whole.name} is finished (6 steps): fourfold train … name=another" in text
-    text = said(*TRAIN, "-n", "2", "zero=1", "bucket_bytes=4096")
+    text = run(*TRAIN, "-n", "2", "zero=1", "bucket_bytes=4096")
     assert (
         "is finished (6 steps; it had dp = 1, zero = 0, bucket_bytes = 4194304, the same training): fourfold train"
         in text
@@ -196,44 +164,43 @@ def test_a_finished_run_says_so(whole, said):
     assert log(whole) == before
 
 
-def test_a_name_of_another_run_is_refused_with_what_differs(whole, said):
-    text = said(*TRAIN, "seed=1", f"name={whole.name}", code=2)
-    assert f"runs/{whole.name} exists already, with another seed (0 there, 1 here)" in text
+def test_a_name_of_another_run_is_refused_with_what_differs(whole, run):
+    text = run(*TRAIN, "seed=1", f"name={whole.name}", code=2)
+    assert f"runs/{whole.name} is there already, with another seed (0 there, 1 here)" in text
 
 
-def test_checkpoints_are_listed_verified_and_exported(whole, said, tmp_path):
-    rows = said("checkpoint", "list", whole.name).splitlines()
+def test_checkpoints_are_listed_verified_and_exported(whole, run, tmp_path):
+    rows = run("checkpoint", "list", whole.name).splitlines()
     assert [row.split()[0] for row in rows] == ["step", "4", "6"]
     assert rows[2].endswith("best")
-    assert said("checkpoint", "verify", whole.name).count("good") == 2
+    assert run("checkpoint", "verify", whole.name).count("good") == 2
 
     file = tmp_path / "weights.safetensors"
-    said("checkpoint", "export", whole.name, str(file), "--ema")
+    run("checkpoint", "export", whole.name, str(file), "--ema")
     saved = weights(whole)
     exported = load_file(file)
     assert {f"ema.{name}" for name in exported} == {name for name in saved if name.startswith("ema.")}
     assert all(torch.equal(value, saved[f"ema.{name}"]) for name, value in exported.items())
-    assert "exists already" in said("checkpoint", "export", whole.name, str(file), code=2)
-    assert "need one of 4, 6" in said("checkpoint", "export", whole.name, "--step", "5", code=2)
-    assert "no such file" in said("train", "lm", "init=nothing.safetensors", "-n", "1", code=2)
-    assert "embedding.weight of shape" in said("train", "lm", f"init={file}", "-n", "1", code=2)
+    assert "exists already" in run("checkpoint", "export", whole.name, str(file), code=2)
+    assert "need one of 4, 6" in run("checkpoint", "export", whole.name, "--step", "5", code=2)
+    assert "no such file" in run("train", "lm", "init=nothing.safetensors", "-n", "1", code=2)
+    assert "embedding.weight of shape" in run("train", "lm", f"init={file}", "-n", "1", code=2)
 
-    rank_file = whole / "checkpoints" / "step-00000006" / "rank-000.safetensors"
-    good = rank_file.read_bytes()
-    rank_file.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
-    assert str(Path("step-00000006") / rank_file.name) in said("checkpoint", "verify", whole.name, code=1)
-    rank_file.write_bytes(good)
+    piece = whole / "checkpoints" / "step-00000006" / "rank-000.safetensors"
+    good = piece.read_bytes()
+    piece.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
+    assert str(Path("step-00000006") / piece.name) in run("checkpoint", "verify", whole.name, code=1)
+    piece.write_bytes(good)
 
 
-def test_a_run_starts_over_and_begins_with_given_weights(whole, said, tmp_path):
+def test_a_run_starts_over_and_begins_with_given_weights(whole, run, tmp_path):
     file = tmp_path / "weights.safetensors"
-    said("checkpoint", "export", whole.name, str(file))
-    (tmp_path / "other").mkdir()
+    run("checkpoint", "export", whole.name, str(file))
     words = (*TRAIN, f"init={file}", "name=begun", "-n", "1")
-    end(start(tmp_path, *words))
+    run(*words, folder=tmp_path)
     first = log(tmp_path / "runs" / "begun")[0]["loss"]
     assert first < 0.9 * losses(whole)[0]
-    out = end(start(tmp_path, *words, "fresh=true"))
-    assert "what was there is now runs/begun-before-1" in out
+    out = run(*words, "fresh=true", folder=tmp_path)
+    assert "the earlier run is now runs/begun-before-1" in out
     assert log(tmp_path / "runs" / "begun")[0]["loss"] == first
     assert "finished" in log(tmp_path / "runs" / "begun-before-1")[-1]

@@ -1,4 +1,4 @@
-"""The laws of the sequence axis on real processes: messages over gloo, and shared memory."""
+"""Laws of attention over the sequence axis on real processes: messages over gloo, and shared memory."""
 
 import pytest
 
@@ -6,11 +6,11 @@ from tests.attention_oracle import TOLERANCE
 
 
 @pytest.mark.parametrize(("size", "choice", "host"), [(2, "gloo", None), (2, "shared", None), (4, "by-host", "two")])
-def test_processes_find_what_one_process_finds(world, size, choice, host):
+def test_processes_compute_what_one_process_does(world, size, choice, host):
     told = world(size).run("tests.spawned.rank_functions:attentions", choice=choice, host=host)
     worst = {name: max(rank["deviations"][name] for rank in told) for name in told[0]["deviations"]}
     assert {name: far for name, far in worst.items() if far > TOLERANCE} == {}
-    # Between hosts gloo; hosts of two whose heads are exchanged inside meet in shared memory there.
+    # gloo between hosts; with two ranks per host, heads are exchanged in shared memory inside a host.
     expected = {"gloo": {"gloo"}, "shared": {"shared memory"}, "by-host": {"gloo", "shared memory"}}
     assert {name for rank in told for name in rank["links"]} == expected[choice]
     for rank in told:

@@ -1,15 +1,17 @@
 """A run of two real ranks leaves a trace of both and a page; its simulated step is the measured one's length."""
 
+import socket
 import statistics
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from fourfold.cli import main
 from fourfold.plan import cost
 from fourfold.plan.simulate import makespan
 from fourfold.plan.trace_file import Trace, decode_trace
-from tests.spawned.test_launch import TASK, end, start
+from tests.spawned.test_launch import RUN_FILES, TASK, end, start
 
 __all__ = ["start"]  # a fixture
 
@@ -28,17 +30,24 @@ def loss(outputs, targets, broken):
 """
 
 
-def test_a_run_of_two_ranks_writes_a_trace_of_both_and_a_page(start, tmp_path: Path):
+def test_a_run_of_two_ranks_prints_what_one_does_and_writes_a_trace_of_both_and_a_page(
+    start, tmp_path: Path, monkeypatch, capfd
+):
     ended = end(start(TASK, ["train", "script.py", "name=first", "trace_every=2", "-n", "2"]))
     assert ended.code == 0, ended.err
+    assert ended.out.count("step 4/4") == 1
+    assert ended.out.count("2 ranks") == 1
     folder = tmp_path / "runs" / "first"
+    assert sorted(path.name for path in folder.iterdir()) == RUN_FILES
     trace = decode_trace((folder / "trace.json").read_bytes())
     assert trace.steps == [2, 3, 4]
     assert {event.rank for event in trace.events} == {0, 1}
     assert "report   runs/first/report.html" in ended.out
     assert "rank 1 compute" in (folder / "report.html").read_text()
-    again = end(start(TASK, ["report", "first"]))
-    assert (again.code, again.out.strip()) == (0, "runs/first/report.html")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit, match=r"^0$"):
+        main(["report", "first"])
+    assert capfd.readouterr().out.strip() == "runs/first/report.html"
 
 
 def test_a_run_that_fails_leaves_its_trace(start, tmp_path: Path):
@@ -46,7 +55,9 @@ def test_a_run_that_fails_leaves_its_trace(start, tmp_path: Path):
     script = script.replace("(outputs - targets) ** 2", "loss(outputs, targets, broken)") + FAILING
     ended = end(start(script, ["train", "script.py", "broken=yes", "name=first", "trace_every=2", "-n", "2"]))
     assert ended.code == 1
-    assert "the loss of step 6" in ended.err
+    host = socket.gethostname()
+    assert ended.err.startswith(f"fourfold: rank 1 of 2 (host {host}, after step 5) failed\n")
+    assert ended.err.endswith("OSError: the loss of step 6\n")
     assert decode_trace((tmp_path / "runs" / "first" / "trace.json").read_bytes()).steps == [2, 3, 4]
 
 

@@ -1,4 +1,4 @@
-"""Worlds that others start: real mpirun, mpiexec, srun; and what they leave behind."""
+"""Worlds that other launchers start (real mpirun, mpiexec, srun), and what they leave behind."""
 
 import getpass
 import os
@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from fourfold.cli import main
 from tests.ports import free_ports
 from tests.spawned.test_launch import SECONDS, SOURCE, TASK, Ended
 
@@ -24,13 +25,13 @@ LM = ["train", "lm", "width=32", "layers=1", "heads=2", "length=16", "steps=3", 
 
 
 def environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
-    mine = {k: v for k, v in os.environ.items() if not k.startswith(FOREIGN) and k not in ("RANK", "WORLD_SIZE")}
-    path = os.pathsep.join([str(SOURCE), mine.get("PYTHONPATH", "")])
-    return {**mine, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **(more or {})}
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith(FOREIGN) and k not in ("RANK", "WORLD_SIZE")}
+    path = os.pathsep.join([str(SOURCE), inherited.get("PYTHONPATH", "")])
+    return {**inherited, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **(more or {})}
 
 
 def run(command: Sequence[str], folder: Path, more: Mapping[str, str] | None = None) -> Ended:
-    """The command's end. Past the time limit it is killed, with its children."""
+    """Run a command to its end; past the time limit it is killed, with its children."""
     process = subprocess.Popen(
         command, cwd=folder, env=environment(more), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -46,7 +47,7 @@ def run(command: Sequence[str], folder: Path, more: Mapping[str, str] | None = N
 
 
 def program(*names: str, says: str = "") -> str:
-    """The first of these programs that is here and says so of itself; else the test is skipped."""
+    """The first of these programs that is installed and whose version contains `says`; else the test is skipped."""
     for name in names:
         path = shutil.which(name)
         if path and says in subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60).stdout:
@@ -88,7 +89,7 @@ PartitionName=all Nodes=ALL Default=YES State=UP
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """A Slurm of one node on this host, for this file only; gives the variables that lead to it."""
+    """A Slurm of one node on this host, for this file only; yields the environment variables that select it."""
     daemons = [program("slurmctld"), program("slurmd")]
     folder = tmp_path_factory.mktemp("slurm")
     for name in ("state", "spool"):
@@ -123,7 +124,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]
 def comes_up(folder: Path, variables: Mapping[str, str]) -> bool:
     deadline = time.monotonic() + CLUSTER_SECONDS
     while time.monotonic() < deadline:
-        # An srun that waits for its turn is the poll: it comes back once the node is up.
+        # A waiting srun is the poll: it returns once the node is up.
         try:
             command = ["srun", "--immediate=5", "-n", "1", "true"]
             done = subprocess.run(command, cwd=folder, env=environment(variables), capture_output=True, timeout=10)
@@ -139,7 +140,7 @@ Launch = Callable[[Sequence[str]], Ended]
 
 @pytest.fixture(params=["Open MPI", "MPICH", "Slurm"])
 def launch(request: pytest.FixtureRequest, tmp_path: Path) -> Launch:
-    """Runs a command on two ranks, which have a temporary folder of their own."""
+    """A function that runs a command on two ranks, which have a temporary folder of their own."""
     more = request.getfixturevalue("cluster") if request.param == "Slurm" else {}
     command = {
         "Open MPI": open_mpi,
@@ -149,26 +150,11 @@ def launch(request: pytest.FixtureRequest, tmp_path: Path) -> Launch:
     temporary = tmp_path / "temporary"
     temporary.mkdir()
 
-    # Set for the ranks alone: Open MPI keeps sockets in TMPDIR, whose names must be short.
+    # Set for the ranks only: Open MPI keeps sockets in TMPDIR, whose names must be short.
     def start(words: Sequence[str]) -> Ended:
         return run([*command, "env", f"TMPDIR={temporary}", *words], tmp_path, more)
 
     return start
-
-
-def test_train_runs_under_every_launcher_and_one_rank_speaks(launch: Launch, tmp_path: Path) -> None:
-    ended = launch([PYTHON, "-m", "fourfold", *LM])
-    assert ended.code == 0, ended.err
-    assert ended.out.count("step 3/3") == 1
-    assert ended.out.count("2 ranks") == 1
-    assert "\x1b" not in ended.out  # Open MPI gives ranks a terminal, although its own output is none
-    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["first"]
-    assert left_behind(tmp_path) == []
-
-
-def left_behind(folder: Path) -> list[str]:
-    """Notes of meetings that are over."""
-    return [path.name for path in (folder / "temporary").glob("fourfold-*/*")]
 
 
 MEET = """
@@ -181,12 +167,21 @@ if comm.rank == 0:
 """
 
 
-def test_two_programs_of_one_launcher_each_meet_their_own(launch: Launch, tmp_path: Path) -> None:
+def test_under_every_launcher_train_runs_and_the_next_program_meets_too(launch: Launch, tmp_path: Path) -> None:
     (tmp_path / "meet.py").write_text(MEET)
-    ended = launch(["sh", "-c", f"{PYTHON} meet.py first; {PYTHON} meet.py second"])
+    ended = launch(["sh", "-c", f"{PYTHON} -m fourfold {' '.join(LM)} && {PYTHON} meet.py second"])
     assert ended.code == 0, ended.err
-    assert ended.out.splitlines() == ["[['first', 0], ['first', 1]]", "[['second', 0], ['second', 1]]"]
+    assert ended.out.count("step 3/3") == 1
+    assert ended.out.count("2 ranks") == 1
+    assert ended.out.splitlines()[-1] == "[['second', 0], ['second', 1]]"
+    assert "\x1b" not in ended.out  # Open MPI gives ranks a terminal, although its own output is none
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["first"]
     assert left_behind(tmp_path) == []
+
+
+def left_behind(folder: Path) -> list[str]:
+    """Files of rendezvous that are over."""
+    return [path.name for path in (folder / "temporary").glob("fourfold-*/*")]
 
 
 def test_a_rank_that_fails_ends_the_job_and_is_named(launch: Launch, tmp_path: Path) -> None:
@@ -202,7 +197,7 @@ DYING = TASK.replace("raise OSError(", "os.kill(os.getpid(), 9)  # (").replace('
 
 
 def test_the_ranks_of_a_dead_one_end_for_a_requeue_under_srun(cluster: Mapping[str, str], tmp_path: Path) -> None:
-    # mpirun ends all ranks by itself; srun does not, unless it is told to.
+    # mpirun ends all ranks by itself; srun does so only with --kill-on-bad-exit.
     (tmp_path / "script.py").write_text(DYING)
     rank = f'{PYTHON} -m fourfold train script.py broken=yes; echo "$SLURM_PROCID ended with $?"'
     ended = run(["srun", "-n", "2", "--overcommit", "--time=10", "sh", "-c", rank], tmp_path, cluster)
@@ -221,15 +216,15 @@ def test_an_salloc_shell_and_a_batch_script_are_no_world(cluster: Mapping[str, s
     ended = run(["sbatch", "--wait", "-n", "2", "--overcommit", "--time=10", "batch.sh"], tmp_path, cluster)
     assert ended.code == 0, ended.err
     assert (tmp_path / "who").read_text() == "None\n"
-    assert "SLURM_PROCID=0" in (tmp_path / "variables").read_text()  # or this test says nothing
+    assert "SLURM_PROCID=0" in (tmp_path / "variables").read_text()  # else this test shows nothing
 
 
-def test_pods_meet_at_the_address_they_are_given(tmp_path: Path) -> None:
-    (tmp_path / "meet.py").write_text(MEET)
+def test_pods_join_at_the_address_they_are_given(tmp_path: Path) -> None:
+    (tmp_path / "join.py").write_text(JOIN)
     address = {"FOURFOLD_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports(1)[0])}
     pods = [
         subprocess.Popen(
-            [PYTHON, "meet.py", "pod"],
+            [PYTHON, "join.py", "pod"],
             cwd=tmp_path,
             env=environment({**address, "JOB_COMPLETION_INDEX": str(index)}),
             stdout=subprocess.PIPE,
@@ -238,24 +233,31 @@ def test_pods_meet_at_the_address_they_are_given(tmp_path: Path) -> None:
         for index in (1, 0)
     ]
     try:
-        said = [pod.communicate(timeout=SECONDS)[0] for pod in pods]
+        outputs = [pod.communicate(timeout=SECONDS)[0] for pod in pods]
     finally:
         for pod in pods:
             pod.kill()
             pod.wait()
     assert [pod.returncode for pod in pods] == [0, 0]
-    assert said == ["", "[['pod', 0], ['pod', 1]]\n"]
+    assert outputs == ["", "[['pod', 0], ['pod', 1]]\n"]
 
 
-def test_what_cannot_be_derived_is_told_without_a_traceback(tmp_path: Path) -> None:
+def test_what_cannot_be_derived_is_reported_without_a_traceback(tmp_path: Path, monkeypatch, capfd) -> None:
+    for name in os.environ:
+        if name.startswith(FOREIGN):
+            monkeypatch.delenv(name)
     several_hosts = {
         "OMPI_COMM_WORLD_RANK": "0",
         "OMPI_COMM_WORLD_SIZE": "2",
         "OMPI_COMM_WORLD_LOCAL_RANK": "0",
         "OMPI_COMM_WORLD_LOCAL_SIZE": "1",
     }
-    ended = run([PYTHON, "-m", "fourfold", *LM], tmp_path, several_hosts)
-    assert ended.code == 2
-    assert ended.err.startswith("LaunchError: 1 problem in the environment (Open MPI)\n")
-    assert "try mpirun -x MASTER_ADDR=host-of-rank-0" in ended.err
-    assert "Traceback" not in ended.err
+    for name, value in several_hosts.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit, match=r"^2$"):
+        main(LM)
+    err = capfd.readouterr().err
+    assert err.startswith("LaunchError: 1 problem in the environment (Open MPI)\n")
+    assert "try mpirun -x MASTER_ADDR=host-of-rank-0" in err
+    assert "Traceback" not in err

@@ -1,4 +1,4 @@
-"""What the ranks of a spawned world do with a wrapped optimizer: their own loop, forward and backward. JSON."""
+"""What the ranks of a spawned world do with a wrapped optimizer in their own loop. Results are JSON."""
 
 import contextlib
 from typing import Any
@@ -15,81 +15,81 @@ from tests.spawned.rank_functions import fake_hosts, keep_groups, sgd
 
 
 def trains(accumulate: int, host: str | None = None, transport: str = "by-host", kind: str = "ASGD") -> dict[str, Any]:
-    """A plain loop with a wrapped optimizer of a kind that is not element-wise, beside the same loop alone."""
+    """Compare a plain loop with a wrapped optimizer to the same loop in one process."""
     case, size = Case(batch_sizes=(12, 12, 12)), dist.get_world_size()
     loss = cases.loss(case)
-    theirs, mine = cases.model("mlp"), cases.model("mlp")
-    alone = getattr(ff.optim, kind, None) or getattr(torch.optim, kind)
-    plain, model = alone(theirs.parameters(), lr=0.05), mine
+    reference, model = cases.model("mlp"), cases.model("mlp")
+    make = getattr(ff.optim, kind, None) or getattr(torch.optim, kind)
+    plain = make(reference.parameters(), lr=0.05)
     with fake_hosts(host):
         optimizer = ff.DistributedOptimizer(
-            alone(model.parameters(), lr=0.05), model, ff.Plan(dp=size, bucket_bytes=4000, transport=transport)
+            make(model.parameters(), lr=0.05), model, ff.Plan(dp=size, bucket_bytes=4000, transport=transport)
         )
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
-    far, norms = 0.0, []
+    deviation, norms = 0.0, []
     for inputs, targets in cases.batches(case):
         plain.zero_grad()
-        loss(theirs(inputs), targets).mean().backward()
-        norms.append(float(nn.utils.clip_grad_norm_(theirs.parameters(), 0.2)))
+        loss(reference(inputs), targets).mean().backward()
+        norms.append(float(nn.utils.clip_grad_norm_(reference.parameters(), 0.2)))
         plain.step()
         for group in plain.param_groups:
             group["lr"] *= 0.5
         optimizer.zero_grad()
-        some, few = cases.local_batch((inputs, targets), size, dist.get_rank())
+        local = cases.local_batch((inputs, targets), size, dist.get_rank())
         for part in range(accumulate):
-            last = part == accumulate - 1
-            x, y = cases.local_batch((some, few), accumulate, part)
-            with contextlib.nullcontext() if last else optimizer.no_sync():
+            is_last = part == accumulate - 1
+            x, y = cases.local_batch(local, accumulate, part)
+            with contextlib.nullcontext() if is_last else optimizer.no_sync():
                 (loss(model(x), y).mean() / accumulate).backward()
-        far = max(far, abs(float(optimizer.clip_grad_norm_(0.2)) - norms[-1]))
+        deviation = max(deviation, abs(float(optimizer.clip_grad_norm_(0.2)) - norms[-1]))
         optimizer.step()
         scheduler.step()
-    pairs = zip(model.parameters(), theirs.parameters(), strict=True)
-    far = max(far, *(float((a - b).abs().max()) for a, b in pairs))
-    return {"deviation": far, "transport": optimizer.transport_name}
+    pairs = zip(model.parameters(), reference.parameters(), strict=True)
+    deviation = max(deviation, *(float((a - b).abs().max()) for a, b in pairs))
+    return {"deviation": deviation, "transport": optimizer.transport_name}
 
 
 def uneven(transport: str = "by-host", host: str | None = None) -> dict[str, Any]:
-    """A rank has one batch more than the rank before it; all of them beside one process that has all batches."""
+    """Each rank has one batch more than the previous rank; compare with one process that has all batches."""
     size, rank = dist.get_world_size(), dist.get_rank()
     case = Case(batch_sizes=(12,) * size)
-    loss, mine, theirs, data = cases.loss(case), cases.model("mlp"), cases.model("mlp"), cases.batches(case)
+    loss, model, reference, data = cases.loss(case), cases.model("mlp"), cases.model("mlp"), cases.batches(case)
     plan = ff.Plan(dp=size, bucket_bytes=4000, transport=transport)
     with fake_hosts(host):
-        optimizer = ff.DistributedOptimizer(sgd(mine.parameters()), mine, plan)
+        optimizer = ff.DistributedOptimizer(sgd(model.parameters()), model, plan)
     with optimizer.join():
         for inputs, targets in data[:rank]:
             optimizer.zero_grad()
-            loss(mine(inputs), targets).mean().backward()
+            loss(model(inputs), targets).mean().backward()
             optimizer.step()
-    plain = sgd(theirs.parameters())
+    plain = sgd(reference.parameters())
     for number in range(size - 1):
         plain.zero_grad()
         inputs, targets = data[number]
-        # Ranks above `number` have this batch: as many times the same gradient, of `size`.
-        ((size - 1 - number) / size * loss(theirs(inputs), targets).mean()).backward()
+        # The ranks above `number` have this batch: the sum of their equal gradients, divided by `size`.
+        ((size - 1 - number) / size * loss(reference(inputs), targets).mean()).backward()
         plain.step()
-    pairs = zip(mine.parameters(), theirs.parameters(), strict=True)
-    placed = (ff.world().rank, ff.world().size) == (rank, size)
-    far = max(float((a - b).abs().max()) for a, b in pairs)
-    return {"deviation": far, "transport": optimizer.transport_name, "placed": placed}
+    pairs = zip(model.parameters(), reference.parameters(), strict=True)
+    is_placed = (ff.world().rank, ff.world().size) == (rank, size)
+    deviation = max(float((a - b).abs().max()) for a, b in pairs)
+    return {"deviation": deviation, "transport": optimizer.transport_name, "placed": is_placed}
 
 
 def adds_up() -> float:
     """Two backwards without zero_grad in between leave the sum of both means in `.grad`."""
     case, size = Case(), dist.get_world_size()
-    loss, model, theirs = cases.loss(case), cases.model("mlp"), cases.model("mlp")
+    loss, model, reference = cases.loss(case), cases.model("mlp"), cases.model("mlp")
     ff.DistributedOptimizer(sgd(model.parameters()), model, ff.Plan(dp=size))
     for batch in cases.batches(case)[:2]:
-        loss(theirs(batch[0]), batch[1]).mean().backward()
+        loss(reference(batch[0]), batch[1]).mean().backward()
         x, y = cases.local_batch(batch, size, dist.get_rank())
         loss(model(x), y).mean().backward()
-    pairs = zip(model.parameters(), theirs.parameters(), strict=True)
+    pairs = zip(model.parameters(), reference.parameters(), strict=True)
     return max(float((a.grad - b.grad).abs().max()) for a, b in pairs if a.grad is not None and b.grad is not None)
 
 
 def lying_anyhow(wraps: bool) -> list[bool]:
-    """Whether each tensor of a model is rank 0's at the start, however it lies in memory, here and there."""
+    """Whether each tensor of a model equals rank 0's at the start, whatever its strides on either rank."""
     rank, size = dist.get_rank(), dist.get_world_size()
     first, mine = _model_with_strides(0), _model_with_strides(rank)
     before = [tensor.clone() for tensor in _all_tensors(first)]
@@ -101,7 +101,7 @@ def lying_anyhow(wraps: bool) -> list[bool]:
 
 
 def _model_with_strides(rank: int) -> nn.Module:
-    """Tensors with gaps, transposed, and on one rank in another order than on the others; values by rank."""
+    """A model with strided and transposed tensors, one of them with other strides on rank 0; values differ by rank."""
     draw = torch.Generator().manual_seed(rank)
     model = nn.Module()
     model.gaps = nn.Parameter(torch.randn(4, 8, generator=draw)[:, :3])
@@ -118,7 +118,7 @@ def _all_tensors(model: nn.Module) -> list[torch.Tensor]:
 
 
 def without_gradient() -> str:
-    """What `backward()` says when a parameter got no gradient."""
+    """The error of `backward()` for a parameter without a gradient."""
     model = cases.model("unused")
     optimizer = ff.DistributedOptimizer(sgd(model.parameters()), model)
     try:
@@ -129,7 +129,7 @@ def without_gradient() -> str:
 
 
 def after_an_error() -> list[str]:
-    """What the backward after a failed one says."""
+    """The error of a backward after one that failed."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
     optimizer = ff.DistributedOptimizer(sgd(model.parameters()), model)
     broken: torch.Tensor = model[0](torch.ones(1, 2))
@@ -149,7 +149,7 @@ def _raise_in_hook(_: torch.Tensor) -> None:
 
 
 def with_unused_layers() -> dict[str, Any]:
-    """`.grad` of a layer used only under no_sync, and of one used nowhere."""
+    """`.grad` of a layer that is used only under no_sync, and of one that is never used."""
     layers = nn.ModuleDict({name: nn.Linear(1, 1) for name in ("always", "earlier", "never")})
     optimizer = ff.DistributedOptimizer(
         sgd(layers.parameters()), layers, ff.Plan(dp=dist.get_world_size(), unused="allow")
@@ -163,7 +163,7 @@ def with_unused_layers() -> dict[str, Any]:
 
 
 def diverges(transport: str) -> str:
-    """What a wrapped optimizer says where rank 1 leaves out a backward, but no step."""
+    """The error of a wrapped optimizer if rank 1 skips a backward, but no step."""
     model = nn.Linear(2, 2)
     plan = ff.Plan(dp=dist.get_world_size(), transport=transport)
     optimizer = ff.DistributedOptimizer(sgd(model.parameters()), model, plan)

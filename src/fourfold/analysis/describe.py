@@ -10,11 +10,11 @@ from torch import nn
 
 from fourfold.analysis.describe_sequence import format_sequence
 from fourfold.parts import mixed_precision
-from fourfold.parts.data import grad_buckets
-from fourfold.parts.optim import flat_optimizer
+from fourfold.parts.data.flat_params import param_specs
+from fourfold.parts.optim.user_optimizer import build_optimizer, is_layerwise, num_state_tensors
 from fourfold.plan.codec import codec_rounds, codec_sent_bytes
 from fourfold.plan.data.buckets import Bucket, ParamSpec, effective_bucket_bytes, make_buckets
-from fourfold.plan.data.step_program import DataStepSpec, lower_step
+from fourfold.plan.data.step_program import DataStepSpec, StepSync, lower_step
 from fourfold.plan.data.zero import RESTING_LAYOUTS, layout_changes, step_sent_bytes
 from fourfold.plan.memory import (
     HostMemoryUse,
@@ -85,12 +85,12 @@ def show(plan: Plan, task: Task) -> str:
 def _lay_out(plan: Plan, task: Task, model: nn.Module) -> _StepLayout:
     """Raises PlanError or OptimizerError."""
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    optimizer = flat_optimizer.build_optimizer(task.optimizer, list(model.parameters()))
+    optimizer = build_optimizer(task.optimizer, list(model.parameters()))
     check_update_timing(optimizer, plan)
     groups = optimizer.param_groups
     group_of = {id(p): index for index, group in enumerate(groups) for p in group["params"]}
-    param_specs = grad_buckets.param_specs(trainable, {name: group_of[id(p)] for name, p in trainable.items()})
-    specs = compute_specs(param_specs, plan.precision, excluded=mixed_precision.full_precision_params(model))
+    stored = param_specs(trainable, {name: group_of[id(p)] for name, p in trainable.items()})
+    specs = compute_specs(stored, plan.precision, excluded=mixed_precision.full_precision_params(model))
     resting = RESTING_LAYOUTS[plan.zero if plan.num_shards > 1 else 0]
     buckets = make_buckets(
         specs,
@@ -104,11 +104,11 @@ def _lay_out(plan: Plan, task: Task, model: nn.Module) -> _StepLayout:
         has_clip=task.clip is not None or plan.precision == "fp16",
         allows_unused=plan.unused == "allow",
         update=plan.update,
-        has_trust_ratios=flat_optimizer.is_layerwise(optimizer) and resting.state == SPLIT,
+        has_trust_ratios=is_layerwise(optimizer) and resting.state == SPLIT,
     )
     shapes = {name: tuple(p.shape) for name, p in trainable.items()}
-    num_states = [flat_optimizer.num_state_tensors(optimizer, index) for index in range(len(groups))]
-    return _StepLayout(param_specs, shapes, buckets, step, num_states)
+    num_states = [num_state_tensors(optimizer, index) for index in range(len(groups))]
+    return _StepLayout(stored, shapes, buckets, step, num_states)
 
 
 def _format_plan(plan: Plan) -> str:
@@ -165,8 +165,8 @@ def _format_programs(plan: Plan, step: DataStepSpec) -> list[str]:
         return [_format_program(plan, step)]
     often = f"in every {_format_ordinal(plan.local_steps)} step"
     return [
-        _format_program(plan, step._replace(sync="apart"), "ranks do not communicate gradients"),
-        _format_program(plan, step._replace(sync="meet"), often),
+        _format_program(plan, step._replace(sync=StepSync.NOTHING), "ranks do not communicate gradients"),
+        _format_program(plan, step._replace(sync=StepSync.WEIGHTS), often),
     ]
 
 

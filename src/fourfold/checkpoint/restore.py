@@ -16,7 +16,7 @@ from fourfold.checkpoint.read import CheckpointReader
 from fourfold.checkpoint.weights_file import dtype_problems, shape_problems
 from fourfold.feed.feed import Position
 from fourfold.parts.data.param_access import untracked_access
-from fourfold.parts.optim.flat_optimizer import IMPLEMENTATION_OPTIONS
+from fourfold.parts.optim.option_text import IMPLEMENTATION_OPTIONS
 from fourfold.plan.checkpoint_boxes import Box
 from fourfold.plan.checkpoint_manifest import Manifest
 from fourfold.plan.rng import generator_seed, rng_state_to_restore

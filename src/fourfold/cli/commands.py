@@ -1,6 +1,6 @@
-"""The commands, as typer has them: what they take, and their help.
+"""Commands: their arguments and their help, declared for typer.
 
-Law: reading the command line does nothing; what is to be done comes back as a function, and torch is not imported.
+Law: parsing the command line runs nothing and does not import torch; it returns the command as a function.
 """
 
 import functools
@@ -25,7 +25,7 @@ COMMANDS = ("train", "run", "show", "verify", "checkpoint", "report", "doctor")
 WITH_SETTINGS = ("fourfold train", "fourfold show", "fourfold verify")
 OPTIONS, RUN_OPTIONS = "[-n N]", "[-n N] [--restarts K]"
 TRAIN_WORDS = "TASK PLAN.toml KEY=VALUE"
-SETTINGS_PLACE = "{settings}"  # in the help of `fourfold train`
+SETTINGS_PLACE = "{settings}"  # in the docstring of `train`, replaced by the table of settings
 NumProcesses = Annotated[
     str | None,
     typer.Option("-n", metavar="N", help="Number of processes. Default: one per GPU, else min(cores, 4)."),
@@ -33,7 +33,7 @@ NumProcesses = Annotated[
 
 
 def parse_command(arguments: list[str]) -> Command | None:
-    """What a command line asks for, or None where it was the help. Raises SettingError."""
+    """The command of a command line; None if the help has been printed. Raises SettingError."""
     word = next((word for word in arguments if not word.startswith("-")), None)
     if word is not None and word not in COMMANDS:
         raise SettingError(
@@ -41,12 +41,12 @@ def parse_command(arguments: list[str]) -> Command | None:
             where="fourfold",
         )
     try:
-        act: Any = app(arguments, prog_name="fourfold", standalone_mode=False)
+        command: Any = app(arguments, prog_name="fourfold", standalone_mode=False)
     except Exception as error:
         if not hasattr(error, "format_message"):
             raise
         raise _usage_error(error) from None
-    return act if isinstance(act, functools.partial) else None
+    return command if isinstance(command, functools.partial) else None
 
 
 def _suggestion(word: str) -> str:
@@ -59,7 +59,7 @@ def _suggestion(word: str) -> str:
 
 
 def _usage_error(error: Any) -> SettingError:
-    """What the option parser objects to, in our form. (Which click it comes from depends on typer's version.)"""
+    """An error of the option parser, as a SettingError. Its class depends on the version of typer."""
     command = error.ctx.command_path if getattr(error, "ctx", None) else "fourfold"
     name = getattr(error, "option_name", "")
     if name:
@@ -68,7 +68,7 @@ def _usage_error(error: Any) -> SettingError:
 
 
 def _option_problem(name: str, known: list[str] | None, command: str) -> Problem:
-    """An option that is not there; `known` are those that were perhaps meant, None where only its value is missing."""
+    """An unknown option; `known` are similar ones, or None if the option is known and only its value is missing."""
     if known is None:
         return Problem(f"the option {name} without a value", "a value after it", "fourfold train --help")
     if command in WITH_SETTINGS:
@@ -82,18 +82,18 @@ def fourfold(
     context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Print the versions of fourfold and torch.")] = False,
 ) -> None:
-    """Write a training task once, for one device; say in a plan how it is laid over many.
+    """Write a training task once, for one device; a plan says how it runs on many.
 
     \b
-    fourfold train                        a language model, on this machine, about two minutes
-    fourfold train lm data=PATH           the same on your text
+    fourfold train                        train a language model on this machine, in about two minutes
+    fourfold train lm data=PATH           the same, on your own text
     fourfold train task.py:task -n 4      your own task, on 4 processes
     fourfold run -n 4 script.py           your own script, on 4 processes
-    fourfold show plan.toml               what each rank will do and send
-    fourfold verify lm plan.toml          whether a plan gives the training of one device
-    fourfold checkpoint list runs/NAME    a run's checkpoints
-    fourfold report first second          a run as a page, or several beside each other
-    fourfold doctor                       this machine: what is there, what to mend
+    fourfold show plan.toml               print what each rank will do and send
+    fourfold verify lm plan.toml          check that a plan trains as one device does
+    fourfold checkpoint list runs/NAME    list a run's checkpoints
+    fourfold report first second          write a page that shows a run, or compares several
+    fourfold doctor                       check this machine, and say what to fix
     """
     if version:
         print(versions())
@@ -102,7 +102,7 @@ def fourfold(
 
 
 class _TrainCommand(TyperCommand):
-    """Puts the table of settings into the help only when it is printed: importing the settings takes 50 ms."""
+    """Inserts the table of settings when the help is printed, and not before: importing the settings takes 50 ms."""
 
     def format_help_text(self, ctx: Any, formatter: Any) -> None:
         from fourfold.cli.settings_table import help_table
@@ -120,18 +120,19 @@ def train(
 
     \b
     TASK       lm (a language model, the default), digits, or path/to/file.py:name
-    PLAN.toml  how the task is laid over processes; without it, each takes its share of the batch
+    PLAN.toml  how the task is divided among processes; without it, they divide the batch
     KEY=VALUE  a field of the plan, such as dp=2 microbatches=4
                an argument of the task, such as data=PATH length=256 lr=1e-3
-               a setting of the run, such as steps=500 seed=1 (its default):
+               a setting of the run, such as steps=500 seed=1; in brackets its default:
     {settings}
 
-    The run goes to runs/NAME: its plan, its settings, metrics.jsonl, checkpoints, trace.json, and report.html to look
-    at. The same command again goes on where the newest checkpoint ends, on any number of processes.
+    The run's folder is runs/NAME, with its plan, settings, metrics.jsonl, checkpoints, trace.json and report.html. The
+    same command again resumes from the newest checkpoint, on any number of processes.
 
-    When a rank dies, or makes no step for hang_seconds (and for 5 median steps; none: no limit), all start again from
-    the newest checkpoint: any number of times with progress in between, restarts= times without. SIGTERM and Ctrl-C
-    save at the next step and end with code 75 (to be started again) and 130; a second one ends at once.
+    If a rank dies, or finishes no step for hang_seconds (and for 5 median steps), all ranks restart from the newest
+    checkpoint: any number of times with progress in between, restarts= times without. SIGTERM and Ctrl-C save a
+    checkpoint after the current step and end with exit code 75 (start the same command again) or 130; a second one
+    ends at once.
     """
     from fourfold.cli import run_commands
 
@@ -145,43 +146,43 @@ def run(
     command: Annotated[list[str] | None, typer.Argument(metavar="SCRIPT.py ARGUMENT", hidden=True)] = None,
     processes: NumProcesses = None,
     restarts: Annotated[
-        str, typer.Option("--restarts", metavar="K", help="Start all again when one fails, so many times.")
+        str, typer.Option("--restarts", metavar="K", help="How many times to restart all processes when one fails.")
     ] = "0",
 ) -> Command:
-    """Run a script in N processes that know each other.
+    """Run a script in N processes that can communicate.
 
     Each process finds RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT in its environment, as under torchrun.
-    What follows the script is the script's own.
+    Everything after the script is passed on to it.
     """
     from fourfold.cli import run_commands
 
     return functools.partial(run_commands.run, command or [], processes, restarts)
 
 
-@app.command(options_metavar="[-h]", short_help="Print a plan: each rank's program, bytes sent.")
+@app.command(options_metavar="[-h]", short_help="Print a plan: each rank's program, the bytes it sends.")
 def show(words: Annotated[list[str] | None, typer.Argument(metavar=TRAIN_WORDS, hidden=True)] = None) -> Command:
     """Print a plan: its mesh, each rank's program and the bytes it sends.
 
-    TASK gives the parameters that are counted; without it, the language model.
+    TASK gives the model; without it, the language model lm.
     """
     from fourfold.cli import run_commands
 
     return functools.partial(run_commands.show, words or [])
 
 
-@app.command(options_metavar=OPTIONS, short_help="Train by a plan and on one device, and compare.")
+@app.command(options_metavar=OPTIONS, short_help="Train with a plan and on one device, and compare.")
 def verify(
     words: Annotated[list[str] | None, typer.Argument(metavar=TRAIN_WORDS, hidden=True)] = None,
     processes: NumProcesses = None,
 ) -> Command:
-    """Train a few steps as a plan has it, and on one device, in float64; compare losses, gradients and weights.
+    """Train a few steps with a plan and on one device, in float64; compare losses, gradients and weights.
 
     \b
     TASK       as for fourfold train
     PLAN.toml  the plan; or its fields as KEY=VALUE: dp=2 sp=2 zero=1
     KEY=VALUE  steps=3 batch_size=8 seed=1, and arguments of the task
 
-    Exit code 1 where something is further off than 1e-9 · max(1, |b|). Nothing is written.
+    The exit code is 1 if a value deviates by more than 1e-9 · max(1, |b|). Writes no files.
     """
     from fourfold.cli import run_commands
 
@@ -199,7 +200,10 @@ def checkpoint_help(context: typer.Context) -> None:
 
 
 Run = Annotated[str, typer.Argument(metavar="RUN", help="The run's folder, or its name in runs/.", show_default=False)]
-Step = Annotated[int | None, typer.Option("--step", metavar="STEP", help="Which one. Default: the newest good one.")]
+Step = Annotated[
+    int | None,
+    typer.Option("--step", metavar="STEP", help="The checkpoint of this step. Default: the newest good one."),
+]
 
 
 @checkpoint.command("list")
@@ -212,7 +216,7 @@ def list_checkpoints(run: Run) -> Command:
 
 @checkpoint.command("verify")
 def verify_checkpoints(run: Run) -> Command:
-    """Read every file and compare its size and checksum. Exit code 1, naming the file, where one is damaged."""
+    """Check size and checksum of every file. Names damaged files; then the exit code is 1."""
     from fourfold.cli import checkpoint
 
     return functools.partial(checkpoint.verify_checkpoints, run)
@@ -223,7 +227,7 @@ def export_checkpoint(
     run: Run,
     file: Annotated[str | None, typer.Argument(metavar="[FILE]", help="Default: NAME-STEP.safetensors here.")] = None,
     step: Step = None,
-    ema: Annotated[bool, typer.Option("--ema", help="The averaged weights.")] = False,
+    ema: Annotated[bool, typer.Option("--ema", help="Export the averaged weights.")] = False,
 ) -> Command:
     """Write the weights into one plain safetensors file, which init=FILE and other libraries read."""
     from fourfold.cli import checkpoint
@@ -231,23 +235,23 @@ def export_checkpoint(
     return functools.partial(checkpoint.export_checkpoint, run, file, step=step, ema=ema)
 
 
-@app.command(options_metavar="[--json]", short_help="Look at this machine and say what to mend.")
+@app.command(options_metavar="[--json]", short_help="Check this machine and say what to fix.")
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print the same as JSON.")] = False) -> Command:
-    """Look at this machine and say what to mend: cores, memory, GPUs, disk, versions, launchers. Takes seconds.
+    """Check this machine and say what to fix: cores, memory, GPUs, disk, versions, launchers. Takes seconds.
 
-    The exit code is 1 where something fails, 0 where there are at most warnings.
+    The exit code is 1 if a check fails, 0 if there are only warnings.
     """
-    from fourfold.cli.doctor import run_doctor as look
+    from fourfold.cli.doctor import run_doctor
 
-    return functools.partial(look, as_json=as_json)
+    return functools.partial(run_doctor, as_json=as_json)
 
 
-@app.command(options_metavar="[-h]", short_help="Write a run, or several, as a page to look at.")
+@app.command(options_metavar="[-h]", short_help="Write a page that shows a run, or compares several.")
 def report(runs: Annotated[list[str] | None, typer.Argument(metavar="RUN [RUN…]", hidden=True)] = None) -> Command:
-    """Write a run as a page to look at; several runs beside each other.
+    """Write an HTML page that shows a run, or compares several.
 
-    RUN is the folder of a run, or its name in runs/. One run's page is its report.html, that of several lies beside
-    their folders.
+    RUN is the folder of a run, or its name in runs/. The page of one run is report.html in its folder; that of several
+    is next to the folder of the first.
     """
     from fourfold.cli import run_commands
 
@@ -255,7 +259,7 @@ def report(runs: Annotated[list[str] | None, typer.Argument(metavar="RUN [RUN…
 
 
 def versions() -> str:
-    """The versions installed, as `fourfold 0.1.0 (torch 2.13.0, Python 3.11.2)`; torch is not imported for it."""
+    """The versions installed, as `fourfold 0.1.0 (torch 2.13.0, Python 3.11.2)`; without importing torch."""
     import platform
     from importlib.metadata import PackageNotFoundError, version
 

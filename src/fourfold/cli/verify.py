@@ -72,7 +72,7 @@ def format_result(prepared: job.Job, result: "VerifyResult") -> list[str]:
         f"largest deviation {result.max_deviation:.1e}, of |a − b| / max(1, |b|); the tolerance is {TOLERANCE:.0e}"
     )
     if result.num_dropouts:
-        lines.append("dropout is switched off: each rank draws its own masks")
+        lines.append("dropout is left out: each rank draws its own masks")
     if result.has_randomness:
         lines.append(
             "the model draws random numbers while it trains: they differ between meshes, and results may differ by them"

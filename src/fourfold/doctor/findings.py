@@ -32,4 +32,4 @@ def format_findings(findings: Sequence[Finding]) -> str:
     lines = align_columns(rows, "<<<<", gap="   ")
     marks = [finding.mark for finding in findings]
     bad = [f"{marks.count(mark)} {word}" for mark, word in ((FAIL, "failing"), (WARN, "to look at")) if mark in marks]
-    return "\n".join([*lines, "", ", ".join(bad) or "nothing to mend"])
+    return "\n".join([*lines, "", ", ".join(bad) or "nothing to fix"])

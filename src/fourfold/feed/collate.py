@@ -1,7 +1,7 @@
-"""Samples: what a source must be, and how its samples become a batch.
+"""Collate: what a source must be, and how its samples become a batch.
 
-form  of a sample: the shapes and dtypes of its tensors, by their places in it
-Law: what cannot be stacked is told with the number of the sample and what it has instead.
+form  the shapes and dtypes of a sample's tensors, each under its path in the sample
+Law: an error about samples that cannot be stacked names the sample, and in what it differs.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,7 +23,7 @@ Handler = Callable[..., Any]
 
 
 def source_problem(source: Any, name: str) -> Problem | None:
-    """What is wrong with a source; None where its samples can be counted and asked for by number."""
+    """What is wrong with a source; None if it has a length and numbered samples."""
     got = argument_checks.format_argument(name, source)
     if isinstance(source, torch.utils.data.DataLoader):
         return Problem(got, INDEXABLE_NEED, "its dataset: loader.dataset")
@@ -36,12 +36,12 @@ def source_problem(source: Any, name: str) -> Problem | None:
         )
     try:
         return None if len(source) else Problem(f"{name} without samples", "at least one")
-    except Exception as error:  # no length, a negative one, one beyond an index; or the source's own objection
+    except Exception as error:  # a length that is negative or too large, or an error of the source's own
         return Problem(f"{got}: {str(error) or type(error).__name__}", INDEXABLE_NEED)
 
 
 def check_data(data: Any, *, where: str) -> None:
-    """Raise DataError with all that is wrong with what a task's `data` function returned."""
+    """Raises DataError with all problems of what a task's `data` function has returned."""
     if not isinstance(data, Data):
         raise DataError(
             Problem(
@@ -58,7 +58,7 @@ def check_data(data: Any, *, where: str) -> None:
 
 
 def collate_samples(samples: Sequence[Any], indices: Sequence[int]) -> Any:
-    """The samples as one batch, as torch's `default_collate` makes it. `numbers`: which samples of the source.
+    """The samples as one batch, as torch's `default_collate` makes it. `indices`: their numbers in the source.
 
     Raises DataError where a sample is None, or has other shapes, dtypes or keys than the first one.
     """
@@ -67,8 +67,8 @@ def collate_samples(samples: Sequence[Any], indices: Sequence[int]) -> Any:
     except Exception as error:
         problem = _first_mismatch(samples, indices)
         if problem is None:  # strings in an array, sparse tensors
-            said = "tensors and arrays in one place" if isinstance(error, _Mismatch) else _first_line(error)
-            got = f"samples {indices[0] if indices else 0} and on cannot be stacked: {said}"
+            reason = "tensors and arrays in one place" if isinstance(error, _Mismatch) else _first_line(error)
+            got = f"samples from {indices[0] if indices else 0} on cannot be stacked: {reason}"
             problem = Problem(got, "dense tensors, arrays or numbers", "tensors, or a source with a fetch(indices)")
         raise DataError(problem, where="the source") from None
 
@@ -78,12 +78,12 @@ def _first_line(error: Exception) -> str:
 
 
 class _Mismatch(Exception):
-    """Samples differ in what torch would convert without a word."""
+    """Samples differ in a way that torch would convert silently."""
 
 
 def _require_same(handler: Handler, key: Callable[[Any], Any]) -> Handler:
     def handle(batch: Sequence[Any], *, collate_fn_map: Any = None) -> Any:
-        if len({key(each) for each in batch}) > 1:
+        if len({key(sample) for sample in batch}) > 1:
             raise _Mismatch
         return handler(batch, collate_fn_map=collate_fn_map)
 
@@ -91,10 +91,10 @@ def _require_same(handler: Handler, key: Callable[[Any], Any]) -> Handler:
 
 
 def _collate_dicts(batch: Sequence[Mapping[Any, Any]], *, collate_fn_map: Any = None) -> dict[Any, Any]:
-    """A dict of batches. Torch would take the keys of the first dict, and leave out what the others have besides."""
-    if any(each.keys() != batch[0].keys() for each in batch):
+    """A dict of batches. torch would take the keys of the first dict and silently drop all others."""
+    if any(sample.keys() != batch[0].keys() for sample in batch):
         raise _Mismatch
-    return {key: collate([each[key] for each in batch], collate_fn_map=collate_fn_map) for key in batch[0]}
+    return {key: collate([sample[key] for sample in batch], collate_fn_map=collate_fn_map) for key in batch[0]}
 
 
 def _dtype(value: Any) -> Any:
@@ -106,7 +106,7 @@ _HANDLERS: dict[Any, Handler] = {
     Mapping: _collate_dicts,
     Tensor: _require_same(default_collate_fn_map[Tensor], _dtype),
     np.ndarray: _require_same(default_collate_fn_map[np.ndarray], _dtype),
-    # NumPy's scalars, which torch has under one key of several types.
+    # NumPy's scalars: torch registers several types under one key.
     **{
         key: _require_same(default_collate_fn_map[key], _dtype)
         for key in default_collate_fn_map
@@ -117,22 +117,20 @@ _HANDLERS: dict[Any, Handler] = {
 }
 
 
-def _first_mismatch(samples: Sequence[Any], numbers: Sequence[int]) -> Problem | None:
-    """The first sample that is None or is not like the first one, and how."""
-    for sample, number in zip(samples, numbers, strict=False):
-        for place, form in _leaf_forms(sample):
+def _first_mismatch(samples: Sequence[Any], indices: Sequence[int]) -> Problem | None:
+    """The first sample that is None or differs from the first one, and in what."""
+    for sample, index in zip(samples, indices, strict=False):
+        for path, form in _leaf_forms(sample):
             if form == "None":
-                need = "a pair (inputs, targets)" if not place else "a tensor there"
-                return Problem(
-                    f"sample {number}{place and f': {place}'} is None", need, "a source without such samples"
-                )
+                need = "a pair (inputs, targets)" if not path else "a tensor there"
+                return Problem(f"sample {index}{path and f': {path}'} is None", need, "a source without such samples")
     first = dict(_leaf_forms(samples[0]))
-    for sample, number in zip(samples[1:], numbers[1:], strict=False):
-        theirs = dict(_leaf_forms(sample))
-        for place in {**first, **theirs}:
-            a, b = first.get(place, "missing"), theirs.get(place, "missing")
+    for sample, index in zip(samples[1:], indices[1:], strict=False):
+        form = dict(_leaf_forms(sample))
+        for path in {**first, **form}:
+            a, b = first.get(path, "missing"), form.get(path, "missing")
             if a != b:
-                got = f"{place or 'samples'}: {a} in sample {numbers[0]}, {b} in sample {number}"
+                got = f"{path or 'samples'}: {a} in sample {indices[0]}, {b} in sample {index}"
                 if "missing" in (a, b):
                     attempt = "the same keys in every sample"
                 else:
@@ -141,17 +139,17 @@ def _first_mismatch(samples: Sequence[Any], numbers: Sequence[int]) -> Problem |
     return None
 
 
-def _leaf_forms(sample: Any, place: str = "") -> Iterator[tuple[str, str]]:
+def _leaf_forms(sample: Any, path: str = "") -> Iterator[tuple[str, str]]:
     if sample is None:
-        yield place, "None"
+        yield path, "None"
     elif isinstance(sample, Tensor | np.ndarray | np.number | np.bool_):
-        yield place, f"{str(sample.dtype).removeprefix('torch.')} {list(sample.shape)}"
+        yield path, f"{str(sample.dtype).removeprefix('torch.')} {list(sample.shape)}"
     elif isinstance(sample, Mapping):
         for key, value in sample.items():
-            yield from _leaf_forms(value, f"{place}[{key!r}]")
+            yield from _leaf_forms(value, f"{path}[{key!r}]")
     elif isinstance(sample, tuple | list):
-        names = ("inputs", "targets") if not place and len(sample) == 2 else range(len(sample))
+        names = ("inputs", "targets") if not path and len(sample) == 2 else range(len(sample))
         for name, value in zip(names, sample, strict=True):
-            yield from _leaf_forms(value, name if isinstance(name, str) else f"{place}[{name}]")
+            yield from _leaf_forms(value, name if isinstance(name, str) else f"{path}[{name}]")
     else:
-        yield place, type(sample).__name__
+        yield path, type(sample).__name__

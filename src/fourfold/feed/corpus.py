@@ -1,10 +1,10 @@
-"""Text as bytes: many files read as one long row.
+"""Corpus: many text files, read as one row of bytes.
 
-piece    the bytes [start, stop) of one file
-corpus   pieces laid end to end, memory-mapped, never copied as a whole
-split    two corpora that share no byte: one to train on, one to evaluate on
-Law: which side a file falls on is a function of its path below the root alone, never of its place on this machine.
-A few files may all fall on one side; then the last tenth of each is held out instead.
+file range  the bytes [start, stop) of one file
+corpus      file ranges laid end to end, memory-mapped, never copied as a whole
+split       two corpora without a common byte: one to train on, one for validation
+Law: whether a file is for validation depends on its path below the root alone, not on where the root is. If a few files
+all fall on one side, the last tenth of each is held out instead.
 """
 
 import functools
@@ -36,12 +36,12 @@ class FileRange(NamedTuple):
 
 
 class Corpus:
-    """Pieces laid end to end, as one row of bytes."""
+    """File ranges laid end to end, as one row of bytes."""
 
-    def __init__(self, pieces: Iterable[FileRange]) -> None:
-        self.file_ranges = tuple(piece for piece in pieces if piece.stop > piece.start)
-        self.ends = np.cumsum([piece.stop - piece.start for piece in self.file_ranges], dtype=np.int64)
-        # A bounded number of maps, so that a folder of a million files stays below the kernel's limit of maps.
+    def __init__(self, file_ranges: Iterable[FileRange]) -> None:
+        self.file_ranges = tuple(file_range for file_range in file_ranges if file_range.stop > file_range.start)
+        self.ends = np.cumsum([file_range.stop - file_range.start for file_range in self.file_ranges], dtype=np.int64)
+        # A bounded number of maps: a folder of a million files must stay below the kernel's limit.
         self._map_cached = functools.lru_cache(maxsize=MAX_OPEN_MAPS)(_map_file)
 
     def __len__(self) -> int:
@@ -49,78 +49,78 @@ class Corpus:
 
     def read(self, starts: Sequence[int] | np.ndarray, length: int) -> np.ndarray:
         """Rows of `length` bytes from each of B starts: uint8 [B, length]. Raises IndexError outside the corpus."""
-        firsts = np.asarray(starts, dtype=np.int64)
-        if firsts.size and (firsts.min() < 0 or firsts.max() + length > len(self)):
-            raise IndexError(f"bytes up to {int(firsts.max()) + length} asked of a corpus of {len(self)}")
-        rows = np.empty((firsts.size, length), dtype=np.uint8)
-        places = np.searchsorted(self.ends, firsts, side="right")
-        for row, place, first in zip(rows, places.tolist(), firsts.tolist(), strict=True):
-            self._fill(row, place=place, first=first)
+        offsets = np.asarray(starts, dtype=np.int64)
+        if offsets.size and (offsets.min() < 0 or offsets.max() + length > len(self)):
+            raise IndexError(f"bytes up to {int(offsets.max()) + length} asked of a corpus of {len(self)}")
+        rows = np.empty((offsets.size, length), dtype=np.uint8)
+        range_indices = np.searchsorted(self.ends, offsets, side="right")
+        for row, range_index, offset in zip(rows, range_indices.tolist(), offsets.tolist(), strict=True):
+            self._fill(row, range_index=range_index, offset=offset)
         return rows
 
-    def _fill(self, row: np.ndarray, *, place: int, first: int) -> None:
+    def _fill(self, row: np.ndarray, *, range_index: int, offset: int) -> None:
         filled = 0
         while filled < row.size:
-            piece = self.file_ranges[place]
-            start = piece.stop - (int(self.ends[place]) - first - filled)
-            taken = self._map_cached(piece)[start : start + row.size - filled]
-            row[filled : filled + taken.size] = taken
-            filled += taken.size
-            place += 1
+            file_range = self.file_ranges[range_index]
+            start = file_range.stop - (int(self.ends[range_index]) - offset - filled)
+            copied = self._map_cached(file_range)[start : start + row.size - filled]
+            row[filled : filled + copied.size] = copied
+            filled += copied.size
+            range_index += 1
 
 
 class CorpusSplit(NamedTuple):
-    """Two corpora that share no byte."""
+    """Two corpora without a common byte."""
 
     train: Corpus
     valid: Corpus
 
 
 def is_validation_file(relative: str) -> bool:
-    """Whether the file at this path below the root (with `/` between names) is for validation."""
+    """Whether a file is for validation; `relative` is its path below the root, with `/` between names."""
     return xxhash.xxh3_64_intdigest(relative.encode("utf-8", "surrogateescape")) % VALID_ONE_IN == 0
 
 
 def standard_library() -> CorpusSplit:
-    """The sources of the running Python's standard library. Raises DataError where they are not installed as files."""
+    """The source code of Python's standard library. Raises DataError if it is not installed as files."""
     root = Path(sysconfig.get_path("stdlib"))
-    pieces = [piece for piece in _files(root) if piece.path.suffix == ".py"]
-    if not pieces:
+    file_ranges = [file_range for file_range in _files(root) if file_range.path.suffix == ".py"]
+    if not file_ranges:
         raise DataError(
             Problem(f"no .py file in {root}", "the standard library's sources", "data=PATH, any folder of text"),
             where="the standard library",
         )
-    return _split_by_path(root, pieces)
+    return _split_by_path(root, file_ranges)
 
 
 def open_text(path: str | os.PathLike[str] | None = None) -> CorpusSplit:
-    """The standard library's sources, or the text at `path`: a folder, or one file whose last tenth is held out.
+    """The standard library's source code, or the text at `path`: a folder, or a file whose last tenth is held out.
 
-    Raises DataError where there is nothing at `path`, or no text.
+    Raises DataError if there is nothing at `path`, or no text.
     """
     if path is None:
         return standard_library()
     root = resolve_text_path(path)
     if root.is_file():
         return _split_each_file([FileRange(root, 0, root.stat().st_size)])
-    pieces = [piece for piece in _files(root) if _is_text(piece.path)]
-    if not pieces:
+    file_ranges = [file_range for file_range in _files(root) if _is_text(file_range.path)]
+    if not file_ranges:
         raise DataError(
             Problem(f"no text in {root}", "files that can be read and hold no zero byte", "another folder, or a file"),
             where=f"data={path}",
         )
-    return _split_by_path(root, pieces)
+    return _split_by_path(root, file_ranges)
 
 
 def resolve_text_path(path: str | os.PathLike[str]) -> Path:
-    """The path, if a readable file or folder is there. Raises DataError."""
+    """The path. Raises DataError if no file or folder is there that this user may read."""
     if not str(path):
         got, attempt = "data= with nothing after it", "no data=, for Python's own source code"
         raise DataError(Problem(got, "a file or folder of text", attempt))
     try:
         root = Path(path).expanduser()
         is_there = root.exists()
-    except (OSError, RuntimeError) as error:  # too long a name; ~ of a user who is not there
+    except (OSError, RuntimeError) as error:  # a name that is too long, or ~NAME of an unknown user
         got = f"{str(path)[:60]}: {os_error_text(error) if isinstance(error, OSError) else str(error)}"
         raise DataError(Problem(got, "a file or folder of text"), where="data") from None
     if not is_there:
@@ -134,22 +134,25 @@ def resolve_text_path(path: str | os.PathLike[str]) -> Path:
     return root
 
 
-def _map_file(piece: FileRange) -> np.ndarray:
+def _map_file(file_range: FileRange) -> np.ndarray:
     """The file's first `stop` bytes, mapped: uint8 [stop]."""
     try:
-        if piece.stop >= LARGE_FILE_BYTES:
-            # Read only: torch's map may be written to, so the kernel refuses one that is larger than its memory.
-            return np.memmap(piece.path, dtype=np.uint8, mode="r", shape=(piece.stop,))
-        # torch's map, not numpy's: Python's mmap holds a file descriptor per map, and 1024 are allowed.
-        return torch.from_file(str(piece.path), shared=False, size=piece.stop, dtype=torch.uint8).numpy()
+        if file_range.stop >= LARGE_FILE_BYTES:
+            # Read-only: torch's map is writable, and the kernel refuses a writable map that is larger than its memory.
+            return np.memmap(file_range.path, dtype=np.uint8, mode="r", shape=(file_range.stop,))
+        # torch's map, not numpy's: Python's mmap keeps a file descriptor open per map, and the limit is often 1024.
+        return torch.from_file(str(file_range.path), shared=False, size=file_range.stop, dtype=torch.uint8).numpy()
     except (RuntimeError, OSError, ValueError) as error:
         raise DataError(
-            Problem(f"{piece.path} cannot be mapped: {str(error).splitlines()[0]}", f"its {piece.stop} bytes, as found")
+            Problem(
+                f"{file_range.path} cannot be mapped: {str(error).splitlines()[0]}",
+                f"its {file_range.stop} bytes, as when the folder was read",
+            )
         ) from error
 
 
 def _files(root: Path) -> Iterator[FileRange]:
-    """All non-empty files below a folder, in sorted order; hidden ones and installed packages left out."""
+    """All non-empty files below a folder, sorted, without hidden ones and installed packages."""
     for folder, folders, names in os.walk(root):
         folders[:] = sorted(name for name in folders if name not in SKIPPED_FOLDERS and not name.startswith("."))
         for name in sorted(name for name in names if not name.startswith(".")):
@@ -158,21 +161,21 @@ def _files(root: Path) -> Iterator[FileRange]:
                 yield FileRange(path, 0, size)
 
 
-def _split_by_path(root: Path, pieces: Sequence[FileRange]) -> CorpusSplit:
-    held_out = [is_validation_file(piece.path.relative_to(root).as_posix()) for piece in pieces]
+def _split_by_path(root: Path, file_ranges: Sequence[FileRange]) -> CorpusSplit:
+    held_out = [is_validation_file(file_range.path.relative_to(root).as_posix()) for file_range in file_ranges]
     if all(held_out) or not any(held_out):
-        return _split_each_file(pieces)  # a few files, which fell all on one side
+        return _split_each_file(file_ranges)  # a few files, all on one side
     return CorpusSplit(
-        train=Corpus(piece for piece, out in zip(pieces, held_out, strict=True) if not out),
-        valid=Corpus(piece for piece, out in zip(pieces, held_out, strict=True) if out),
+        train=Corpus(file_range for file_range, out in zip(file_ranges, held_out, strict=True) if not out),
+        valid=Corpus(file_range for file_range, out in zip(file_ranges, held_out, strict=True) if out),
     )
 
 
-def _split_each_file(pieces: Sequence[FileRange]) -> CorpusSplit:
-    cuts = [piece.stop - piece.stop // 10 for piece in pieces]
+def _split_each_file(file_ranges: Sequence[FileRange]) -> CorpusSplit:
+    cuts = [file_range.stop - file_range.stop // 10 for file_range in file_ranges]
     return CorpusSplit(
-        train=Corpus(piece._replace(stop=cut) for piece, cut in zip(pieces, cuts, strict=True)),
-        valid=Corpus(piece._replace(start=cut) for piece, cut in zip(pieces, cuts, strict=True)),
+        train=Corpus(file_range._replace(stop=cut) for file_range, cut in zip(file_ranges, cuts, strict=True)),
+        valid=Corpus(file_range._replace(start=cut) for file_range, cut in zip(file_ranges, cuts, strict=True)),
     )
 
 

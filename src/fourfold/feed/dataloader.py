@@ -1,9 +1,9 @@
-"""Shard: a torch DataLoader becomes one that reads its data rank's share of every epoch.
+"""DataLoader: `shard` makes a torch DataLoader read only its data rank's samples of every epoch.
 
 global batch  what all data ranks train on together: `batch_size` samples from each
-tail          the samples that are left when no further global batch can be filled
-Law: over all data ranks an epoch's batches are those of a `Feed` with the same seed, in the same order, and each sample
-comes once. A rank that gets none of the tail repeats one sample of it, so that all ranks have as many batches.
+tail          the samples that remain when no further global batch can be filled
+Law: the batches of all data ranks together are those of a `Feed` with the same seed, in the same order, and each sample
+comes once. A rank without a sample of the tail repeats one of them, so that all ranks have equally many batches.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ Sample = TypeVar("Sample", covariant=True)
 
 
 class ShardSampler(Sampler[int]):
-    """The samples of one data rank, an epoch at each iteration. Another epoch has another order, where it shuffles."""
+    """The samples of one data rank: each iteration is an epoch, with an order of its own if `shuffle`."""
 
     def __init__(
         self,
@@ -36,15 +36,15 @@ class ShardSampler(Sampler[int]):
         shuffle: bool,
         drop_last: bool,
     ) -> None:
-        """`place` is the number of data ranks, and this one's index among them."""
+        """`size_and_index`: the number of data ranks, and this rank's index among them."""
         self._num_samples, self._batch_size, (self._size, self._index) = num_samples, batch_size, size_and_index
         self._seed, self._shuffle, self._epoch = seed, shuffle, 0
-        whole = batch_size * self._size
-        self._tail_start = num_samples // whole * whole
+        global_batch_size = batch_size * self._size
+        self._tail_start = num_samples // global_batch_size * global_batch_size
         self._has_tail = self._tail_start < num_samples and not drop_last
 
     def set_epoch(self, epoch: int) -> None:
-        """The next iteration is this epoch, the one after it the next. Raises DataError for what is no whole number."""
+        """Makes the next iteration this epoch. Raises DataError if it is not a whole number."""
         if problems := argument_checks.int_problems("epoch", epoch, minimum=0):
             raise DataError(problems, where="set_epoch")
         self._epoch = int(epoch)
@@ -75,20 +75,20 @@ class ShardSampler(Sampler[int]):
 
 
 def shard(loader: DataLoader[Sample], plan: Plan | None = None, *, seed: int = 0) -> DataLoader[Sample]:
-    """The same loader over this data rank's samples: dataset, workers, collate function and all else are as they were.
+    """The same loader over this data rank's samples; dataset, workers, collate function and all else stay as they are.
 
-    `batch_size` is each rank's, as in the loader; the global batch is as many times larger as there are data ranks.
-    Without a plan all ranks are data ranks; with one that has sp > 1, the ranks of a sequence get the same samples. A
-    loader with `shuffle=True` is shuffled by `seed`, in a new order at every iteration; each rank must therefore begin
-    as many iterations as the others. `loader.sampler.set_epoch(n)` says which epoch comes next, to resume a run.
-    Workers draw other numbers on each data rank, by `seed` and the seed of the loader's generator, if there is one.
+    `batch_size` stays the size per rank; the global batch is that times the number of data ranks. Without a plan all
+    ranks are data ranks; with a plan of sp > 1, the ranks of one sequence get the same samples. A loader with
+    `shuffle=True` is shuffled by `seed`, in a new order at every iteration; so every rank must begin equally many
+    iterations. `loader.sampler.set_epoch(n)` sets the next epoch, to resume a run. Workers draw different random
+    numbers on each data rank, from `seed` and the seed of the loader's generator, if it has one.
 
-    Every rank has as many batches, and each sample comes once in an epoch, with one exception: where fewer samples are
-    left for the last batch than there are ranks, ranks without one repeat one of these. The last batch may be smaller,
-    and by one sample smaller on some ranks than on others; `drop_last=True` leaves it out, on all ranks.
+    All ranks have equally many batches, and each sample comes once in an epoch, with one exception: if fewer samples
+    remain for the last batch than there are ranks, each rank without a sample repeats one of these. The last batch may
+    be smaller, and on some ranks by one sample smaller than on others; `drop_last=True` drops it, on all ranks.
 
-    Raises DataError for an IterableDataset, a batch sampler, a sampler of another kind than `shuffle` makes, and fewer
-    samples than the ranks need.
+    Raises DataError for an IterableDataset, for a batch sampler, for a sampler other than those that `shuffle` makes,
+    and for fewer samples than the ranks need.
     """
     problems = argument_checks.seed_problems(seed) + argument_checks.instance_problems(
         "plan", plan, Plan, optional=True, attempt="ff.Plan(dp=2)"
@@ -100,12 +100,12 @@ def shard(loader: DataLoader[Sample], plan: Plan | None = None, *, seed: int = 0
         problems += _loader_problems(loader)
     if problems:
         raise DataError(problems, where="ff.shard")
-    here = dp_size_and_index(plan, where="ff.shard")
-    if problems := _too_few_problems(loader, here[0]):
+    size_and_index = dp_size_and_index(plan, where="ff.shard")
+    if problems := _too_few_problems(loader, size_and_index[0]):
         raise DataError(problems, where="ff.shard")
     shuffle, dataset = isinstance(loader.sampler, RandomSampler), loader.dataset
-    how: dict[str, Any] = {"seed": seed, "shuffle": shuffle, "drop_last": loader.drop_last}
-    sampler = ShardSampler(_length(loader), loader.batch_size or 1, here, **how)
+    options: dict[str, Any] = {"seed": seed, "shuffle": shuffle, "drop_last": loader.drop_last}
+    sampler = ShardSampler(_length(loader), loader.batch_size or 1, size_and_index, **options)
     return DataLoader(
         dataset,
         batch_size=loader.batch_size,
@@ -117,7 +117,7 @@ def shard(loader: DataLoader[Sample], plan: Plan | None = None, *, seed: int = 0
         timeout=loader.timeout,
         worker_init_fn=loader.worker_init_fn,
         multiprocessing_context=loader.multiprocessing_context,
-        generator=_worker_generator(loader, here, seed),
+        generator=_worker_generator(loader, size_and_index, seed),
         prefetch_factor=loader.prefetch_factor,
         persistent_workers=loader.persistent_workers,
         pin_memory_device=loader.pin_memory_device,
@@ -125,9 +125,9 @@ def shard(loader: DataLoader[Sample], plan: Plan | None = None, *, seed: int = 0
     )
 
 
-def _worker_generator(loader: DataLoader[Any], place: tuple[int, int], seed: int) -> Any:
-    """What seeds the workers: on each data index something else, for ranks are mostly seeded alike."""
-    size, index = place
+def _worker_generator(loader: DataLoader[Any], size_and_index: tuple[int, int], seed: int) -> Any:
+    """The generator that seeds the workers. It differs between data ranks, which mostly have the same seed."""
+    size, index = size_and_index
     if size == 1:
         return loader.generator
     base = 0 if loader.generator is None else loader.generator.initial_seed()
@@ -136,20 +136,20 @@ def _worker_generator(loader: DataLoader[Any], place: tuple[int, int], seed: int
 
 
 def _loader_problems(loader: DataLoader[Any]) -> list[Problem]:
-    """Why this loader's samples cannot be shared among ranks by their numbers."""
+    """Why the samples of this loader cannot be divided among ranks by their numbers."""
     if isinstance(loader.dataset, IterableDataset):
         need = "a dataset with a length and numbered samples: each rank would read the whole stream"
-        attempt = "a stream that yields every ff.world().size-th sample, from the ff.world().rank-th on"
+        attempt = "a stream of every ff.world().size-th sample, from the ff.world().rank-th on"
         return [Problem("an IterableDataset", need, attempt)]
     if not hasattr(loader.dataset, "__len__"):
         got = f"a dataset without a length ({type(loader.dataset).__name__})"
-        return [Problem(got, "len(dataset): how many samples are to be shared", "a dataset with __len__")]
+        return [Problem(got, "len(dataset): the number of samples to divide", "a dataset with __len__")]
     problems = []
     if type(loader).__iter__ is not DataLoader.__iter__:
-        got = f"a {type(loader).__name__}, which iterates in a way of its own"
+        got = f"a {type(loader).__name__}, which overrides __iter__"
         problems.append(Problem(got, "a torch DataLoader", "ff.shard before it is wrapped"))
     if loader.batch_size is None and loader.batch_sampler is not None:
-        got, need = f"a batch sampler ({type(loader.batch_sampler).__name__})", "batches that are cut by batch_size"
+        got, need = f"a batch sampler ({type(loader.batch_sampler).__name__})", "batches of batch_size samples"
         problems.append(Problem(got, need, "batch_size=… and shuffle=…, or a batch sampler made for ff.world().rank"))
     elif isinstance(loader.sampler, DistributedSampler | ShardSampler):
         got = f"a loader that is sharded already ({type(loader.sampler).__name__})"
@@ -162,7 +162,7 @@ def _loader_problems(loader: DataLoader[Any]) -> list[Problem]:
 
 
 def _has_standard_sampler(loader: DataLoader[Any]) -> bool:
-    """Whether the sampler is what `shuffle` makes: every sample once, in order or at random."""
+    """Whether the sampler is one that `shuffle` makes: every sample once, in order or at random."""
     sampler, length = loader.sampler, _length(loader)
     if type(sampler) is RandomSampler:
         return len(sampler) == length and not sampler.replacement
@@ -170,12 +170,12 @@ def _has_standard_sampler(loader: DataLoader[Any]) -> bool:
 
 
 def _too_few_problems(loader: DataLoader[Any], size: int) -> list[Problem]:
-    least = size * ((loader.batch_size or 1) if loader.drop_last else 1)
-    if (length := _length(loader)) >= least:
+    required = size * ((loader.batch_size or 1) if loader.drop_last else 1)
+    if (length := _length(loader)) >= required:
         return []
     each = "a whole batch for each data rank, as drop_last=True" if loader.drop_last else "one for each data rank"
     attempt = "a smaller batch_size, or drop_last=False" if loader.drop_last else "more samples, or fewer ranks"
-    return [Problem(f"{length} samples for {size} data ranks", f"at least {least}: {each}", attempt)]
+    return [Problem(f"{length} samples for {size} data ranks", f"at least {required}: {each}", attempt)]
 
 
 def _length(loader: DataLoader[Any]) -> int:

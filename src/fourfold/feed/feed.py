@@ -1,8 +1,8 @@
-"""Feed: the batches of one rank, read ahead by a thread.
+"""Feed: the batches of one rank, prefetched by a thread.
 
-state  (seed, epoch, position, num_samples): what has been handed out; ranks and read-ahead are no part of it
-share  this data index's part of each global batch; when a batch does not divide, shares differ by one
-Law: over all data indices the samples of a global batch are `plan.order.rows` of its positions, whatever the mesh.
+state        (seed, epoch, position, num_samples): which samples the feed has yielded; independent of ranks and prefetch
+local batch  this data rank's part of a global batch; if a batch does not divide evenly, parts differ by one sample
+Law: the local batches of all data ranks together are `plan.sample_order.rows` of the batch's positions, on any mesh.
 """
 
 from collections.abc import Callable, Generator, Iterator, Mapping
@@ -24,9 +24,9 @@ from fourfold.words.task import Source
 
 
 class Position(NamedTuple):
-    """Where a feed stands: samples [0, position) of the epoch have been handed out.
+    """The state of a feed: it has yielded samples [0, position) of the epoch.
 
-    num_samples  the length of the epoch's order; None in states of older versions
+    num_samples  the length of the epoch; None in states of older versions
     """
 
     seed: int
@@ -35,13 +35,14 @@ class Position(NamedTuple):
     num_samples: int | None = None
 
 
-torch.serialization.add_safe_globals([Position])  # torch.load takes a saved state, also with weights_only
+torch.serialization.add_safe_globals([Position])  # torch.load accepts a saved state, with weights_only too
 
 
 class Batch(tuple):
-    """A pair (inputs, targets) that knows which samples it holds: errors then name them.
+    """A pair (inputs, targets) with the numbers of its samples, which errors name.
 
-    probe: of the feed's source, with the first batch of each data rank, where there are several; see `feed.probe`.
+    probe: the fingerprint of the feed's source, on a data rank's first batch if there are several data ranks
+    (`feed/source_fingerprint.py`).
     """
 
     samples: BatchRange
@@ -49,7 +50,7 @@ class Batch(tuple):
 
     @classmethod
     def wrap(cls, values: Any, samples: BatchRange) -> Any:
-        """A pair or a dict that knows its samples; whatever else a source makes of samples is left as it is."""
+        """The pair or dict with the numbers of its samples; other values are returned as they are."""
         if isinstance(values, Mapping):
             batch = DictBatch(values)
         elif type(values) in (tuple, list) and len(values) == 2:
@@ -61,23 +62,24 @@ class Batch(tuple):
 
 
 class DictBatch(dict[str, Any]):
-    """A dict of inputs that knows which samples it holds."""
+    """A dict of inputs with the numbers of its samples; see `Batch`."""
 
     samples: BatchRange
     probe: Fingerprint | None = None
 
 
 class Feed:
-    """Iterate over an epoch's local batches; the next loop is the next epoch. `batch_size` is global.
+    """Iterates over the local batches of an epoch; the next loop is the next epoch. `batch_size` is global.
 
-    An epoch's last batch holds what is left; a data index may then get an empty batch, which a step takes. Samples that
-    draw from torch's, Python's or NumPy's generators draw the same on any mesh, and are read while they are waited for.
+    An epoch's last batch holds the remaining samples; a data rank may then get an empty batch, which a step accepts.
+    Samples that draw from torch's, Python's or NumPy's generators draw the same numbers on any mesh; such samples are
+    not prefetched, but read when their batch is requested.
     Raises DataError for an empty source or a batch size below one.
     """
 
     def __init__(self, source: Source, plan: Plan | None = None, *, batch_size: int, seed: int = 0) -> None:
-        found = source_problem(source, "source")
-        problems = [] if found is None else [found]
+        problem = source_problem(source, "source")
+        problems = [] if problem is None else [problem]
         problems += argument_checks.int_problems("batch_size", batch_size, minimum=1) + argument_checks.seed_problems(
             seed
         )
@@ -89,11 +91,11 @@ class Feed:
         self._state = Position(int(seed), 0, 0, len(source))
         self._uses_rng = self._has_fingerprint = False
         self.check_peers: Callable[[], None] = _noop
-        """Called from time to time while a batch is waited for: what it raises ends the waiting."""
+        """Called from time to time while the feed waits for a batch; an error that it raises ends the wait."""
 
     @classmethod
     def single_rank(cls, source: Source, *, batch_size: int, seed: int = 0) -> "Feed":
-        """Whole batches, as one process has them, whatever the world is."""
+        """A feed of global batches, as in a world of one rank."""
         feed = cls(source, batch_size=batch_size, seed=seed)
         feed._size, feed._index = 1, 0
         return feed
@@ -110,15 +112,15 @@ class Feed:
 
     @property
     def state(self) -> Position:
-        """What has been handed out so far; `load` puts a feed there, on any number of ranks."""
+        """Which samples the feed has yielded; `load_state` continues from there, on any number of ranks."""
         return self._state
 
     def load_state(self, state: Position) -> None:
-        """Go on from a state that another feed of the same source gave. Its seed is taken over, and its order with it.
+        """Continue from the state of another feed over the same source, with the seed and the order of that feed.
 
-        Within a loop over the feed the next batch is from there; in another epoch the loop ends, and the next begins.
-        The batch size may be another: a position counts samples. Raises DataError for a state in the middle of an
-        epoch of another number of samples, whose order was another one.
+        Within a loop over the feed, the next batch comes from the new position; if the state is in another epoch, the
+        loop ends. The batch size may differ, because a position counts samples. Raises DataError for a state in the
+        middle of an epoch if the number of samples has changed since, because the order has changed with it.
         """
         if problems := _state_problems(state, len(self._source)):
             raise DataError(problems, where="the feed")
@@ -129,7 +131,7 @@ class Feed:
         return -(-len(self._source) // self._batch_size)
 
     def __iter__(self) -> Iterator[Any]:
-        """The rest of the epoch. The state advances when a batch is taken, not when it is read."""
+        """The remaining batches of the epoch. The state advances when a batch is yielded, not when it is read."""
         epoch = self._state.epoch
         while self._state.epoch == epoch:
             batches = prefetch(
@@ -139,7 +141,7 @@ class Feed:
                 self._state = after
                 yield batch
                 if self._state is not after or after.epoch != epoch:
-                    break  # the epoch is over, or `load` has put the feed elsewhere
+                    break  # the epoch is over, or `load_state` has moved the feed
 
     def repeat(self) -> Generator[Any, None, None]:
         """Batches without end, epoch after epoch."""
@@ -147,7 +149,7 @@ class Feed:
             yield from self
 
     def _batches(self, start: Position) -> Iterator[tuple[Position, Any]]:
-        """The rest of an epoch: what the state is after each batch, and the batch."""
+        """The remaining batches of an epoch, each with the state after it."""
         num_samples, (seed, epoch, position, _) = len(self._source), start
         if problem := _length_mismatch(start, num_samples):
             raise DataError(problem, where="the feed")
@@ -163,19 +165,19 @@ class Feed:
             yield Position(seed, *after, num_samples), batch
 
     def _fetch(self, samples: BatchRange, *, is_first: bool) -> Any:
-        """A batch. Whether its samples draw is found out with the first one: then nobody else draws."""
+        """A batch. The first one shows whether samples draw random numbers: no other code draws while it is read."""
         if not is_first and not self._uses_rng:
             return fetch(self._source, samples.sample_ids())
-        drawing = {"seed": samples.seed, "epoch": samples.epoch, "uses_rng": self._uses_rng}
-        batch, self._uses_rng = fetch_seeded(self._source, samples.sample_ids(), **drawing)
+        options = {"seed": samples.seed, "epoch": samples.epoch, "uses_rng": self._uses_rng}
+        batch, self._uses_rng = fetch_seeded(self._source, samples.sample_ids(), **options)
         return batch
 
     def _source_fingerprint(self, seed: int) -> Fingerprint | None:
-        """Of the source's middle sample; None where it is another one each time it is read."""
-        drawing = {"seed": seed, "epoch": 0, "uses_rng": self._uses_rng}
+        """The fingerprint of the source's middle sample; None if the sample differs each time it is read."""
+        options = {"seed": seed, "epoch": 0, "uses_rng": self._uses_rng}
         try:
-            twice = [fetch_seeded(self._source, [len(self._source) // 2], **drawing)[0] for _ in range(2)]
-        except Exception:  # the sample's own error is raised where a batch has it, with the others
+            twice = [fetch_seeded(self._source, [len(self._source) // 2], **options)[0] for _ in range(2)]
+        except Exception:  # the batch that holds this sample will raise the error
             return None
         first, second = map(fingerprint_of, twice)
         return first if is_same_sample(first, second) else None
@@ -185,13 +187,13 @@ def _noop() -> None: ...
 
 
 def _state_problems(state: Any, num_samples: int) -> list[Problem]:
-    """What is wrong with a state that a feed of so many samples is to go on from."""
+    """What is wrong with a state, for a feed of `num_samples` samples."""
     numbers = list(state) if isinstance(state, tuple | list) else []
     if len(numbers) == 4 and numbers[3] is None:
         numbers = numbers[:3]
     if len(numbers) not in (3, 4) or not all(map(argument_checks.is_int, numbers)):
         got = f"a state {state!r}"
-        return [Problem(got, "(seed, epoch, position, num_samples), as another feed's `state` is")]
+        return [Problem(got, "(seed, epoch, position, num_samples), the `state` of another feed")]
     position = Position(*numbers)
     problems = argument_checks.seed_problems(position.seed) + argument_checks.int_problems(
         "epoch", position.epoch, minimum=0
@@ -205,7 +207,7 @@ def _state_problems(state: Any, num_samples: int) -> list[Problem]:
 
 
 def _length_mismatch(state: Position, num_samples: int) -> Problem | None:
-    """What is wrong where the source had another length when the state's epoch began: that epoch's order is another."""
+    """The problem if the source had another length when the state's epoch began: its order differs then."""
     if state.position == 0 or state.num_samples in (None, num_samples):
         return None
     got = f"position {state.position} in an epoch of {state.num_samples} samples, and a source of {num_samples} now"
@@ -214,12 +216,12 @@ def _length_mismatch(state: Position, num_samples: int) -> Problem | None:
 
 
 def dp_size_and_index(plan: Plan | None, *, where: str) -> tuple[int, int]:
-    """Size of the data axis, and this process's index on it. Raises DataError for a plan of another number of ranks."""
+    """The size of the data axis and this rank's index on it. Raises DataError for a plan of another number of ranks."""
     world = transports.world()
     if plan is None:
         return world.size, world.rank
     if plan.mesh.size != world.size:
         got = f"a plan of {plan.mesh.size} ranks in a world of {world.size}"
-        attempt = "the plan that the model is trained with, or none: then all ranks are data ranks"
+        attempt = "the plan that the model is trained with, or no plan: then all ranks are data ranks"
         raise DataError(Problem(got, "one for each rank", attempt), where=where)
     return plan.dp, plan.mesh.coordinates(world.rank)["dp"]

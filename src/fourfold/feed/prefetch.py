@@ -1,7 +1,7 @@
-"""Ahead: items that a thread makes, in front of who takes them.
+"""Prefetch: a thread reads items of an iterator before they are needed.
 
-in turn  an item is made while it is waited for, and not before
-Law: the items and their order are those of the iterator; its error is raised where the item is waited for.
+on demand  an item is read only when it is requested
+Law: items and their order are those of the iterator; its error is raised where the item is requested.
 """
 
 import queue
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 PREFETCH_DEPTH = 2
 PEER_CHECK_SECONDS = 0.25
 POLL_SECONDS = 0.1
-JOIN_TIMEOUT_SECONDS = 1.0  # a source that does not answer must not keep its rank; the thread ends with the process
+JOIN_TIMEOUT_SECONDS = 1.0  # a source that hangs must not hold up its rank; the thread ends with the process
 
 Item = TypeVar("Item")
 
@@ -27,49 +27,49 @@ _END = object()
 def prefetch(
     items: Iterator[Item], *, is_on_demand: Callable[[], bool], check_peers: Callable[[], None]
 ) -> Generator[Item, None, None]:
-    """The items, made by a thread that stays `READ_AHEAD` of them in front; where `in_turn()` none.
+    """The items, read by a thread up to PREFETCH_DEPTH of them ahead; while `is_on_demand()`, none ahead.
 
-    The first one is made in turn in any case: `in_turn` is asked when it has been made. `look` is called from time to
-    time while an item is waited for: what it raises ends the waiting.
+    The first item is always read on demand; `is_on_demand` is called after it. `check_peers` is called from time to
+    time during a wait for an item; an error that it raises ends the wait.
     """
     ready: queue.Queue[Any] = queue.Queue(PREFETCH_DEPTH)
-    wanted, stopped = threading.Semaphore(0), threading.Event()
+    demand, stopped = threading.Semaphore(0), threading.Event()
 
-    def make() -> None:
+    def read_items() -> None:
         try:
             is_first = True
-            while not (is_first or is_on_demand()) or _wait_for_demand(wanted, stopped):
+            while not (is_first or is_on_demand()) or _wait_for_demand(demand, stopped):
                 is_first, item = False, next(items, _END)
                 if not _put_item(ready, item, stopped) or item is _END:
                     return
         except BaseException as error:  # raised in the caller's thread, below
             _put_item(ready, _Failed(error), stopped)
 
-    thread = threading.Thread(target=make, name="fourfold feed", daemon=True)
+    thread = threading.Thread(target=read_items, name="fourfold feed", daemon=True)
     thread.start()
     try:
-        wanted.release()
+        demand.release()
         while (item := _get_item(ready, check_peers)) is not _END:
             if isinstance(item, _Failed):
                 raise item.error
             yield item
-            wanted.release()
+            demand.release()
     finally:
         stopped.set()
         thread.join(JOIN_TIMEOUT_SECONDS)
 
 
-def _get_item(ready: queue.Queue[Any], look: Callable[[], None]) -> Any:
+def _get_item(ready: queue.Queue[Any], check_peers: Callable[[], None]) -> Any:
     while True:
         try:
             return ready.get(timeout=PEER_CHECK_SECONDS)
         except queue.Empty:
-            look()
+            check_peers()
 
 
-def _wait_for_demand(wanted: threading.Semaphore, stopped: threading.Event) -> bool:
+def _wait_for_demand(demand: threading.Semaphore, stopped: threading.Event) -> bool:
     while not stopped.is_set():
-        if wanted.acquire(timeout=POLL_SECONDS):
+        if demand.acquire(timeout=POLL_SECONDS):
             return True
     return False
 

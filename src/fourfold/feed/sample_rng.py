@@ -1,9 +1,10 @@
-"""Draws: random numbers that samples draw from the generators of the process: torch's, Python's and NumPy's.
+"""Sample RNG: random numbers that samples draw from the process's generators: torch's, Python's and NumPy's.
 
-Law: what a sample draws is a function of seed, epoch and its number, so augmented samples are the same on any mesh and
-after a resume; and training draws what it would have drawn if the samples drew nothing.
+Law: what a sample draws is a function of the seed, the epoch and its number. So augmented samples are the same on any
+mesh and after a resume; and training draws the numbers that it would draw if the samples drew none.
 
-A source that has its own `fetch` draws for a batch as a whole, by its first sample: there the mesh counts.
+A source with its own `fetch` draws once for a whole batch, seeded by its first sample: there the mesh makes a
+difference.
 """
 
 import functools
@@ -29,9 +30,9 @@ class GeneratorStates(NamedTuple):
 
 
 def fetch_seeded(source: Source, indices: Sequence[int], *, seed: int, epoch: int, uses_rng: bool = False) -> Any:
-    """The batch of these samples, and whether they draw. `draws`: they are known to.
+    """The batch of these samples, and whether they draw random numbers. `uses_rng`: they are known to.
 
-    Nobody else may draw meanwhile. Samples are read twice where it turns out that they draw.
+    No other code may draw meanwhile. If samples turn out to draw, they are read a second time, seeded.
     """
     before = _generator_states()
     seeded = functools.partial(_seed_generators, seed, epoch)

@@ -3,7 +3,7 @@
 sample   (inputs, targets) without a batch dim, or a dict of a model's inputs, the labels among them
 source   a map from a number to a sample
 batch    (inputs, targets) with samples on dim 0, inputs a tensor or a dict of tensors; or one dict of tensors
-Law: `fetch(source, indices)` equals the stack of `source[i]`, whichever way it is read.
+Law: `fetch(source, indices)` equals the stack of `source[i]`, with or without a `fetch` of the source's own.
 
 B batch · L sequence length
 """
@@ -34,11 +34,11 @@ class BatchSource(Source, Protocol):
 
 
 def fetch(source: Source, indices: Sequence[int], *, before_sample: Callable[[int], None] | None = None) -> Any:
-    """The batch of these samples, in this order; by `source.fetch` where there is one, else samples are stacked.
+    """The batch of these samples, in this order: by `source.fetch` if the source has it, else stacked samples.
 
-    No indices give a batch of no samples, of the right shapes. `before(i)` is called before `source[i]`, or before
-    `source.fetch` with its first index. Raises DataError where the source raises StopIteration, which would end a
-    generator that reads it.
+    No indices give a batch of no samples with the right shapes. `before_sample(i)` is called before `source[i]`, or
+    before `source.fetch` with its first index. Raises DataError if the source raises StopIteration, which would
+    silently end a generator that reads it.
     """
     try:
         return _fetch(source, indices, before_sample)
@@ -69,7 +69,7 @@ def _fetch(source: Source, indices: Sequence[int], before: Callable[[int], None]
 
 
 def _check_num_samples(batch: Any, num_samples: int) -> Any:
-    """What a source's own `fetch` returned. Raises DataError where it has another number of samples than were asked."""
+    """The batch of a source's own `fetch`. Raises DataError if its number of samples is not the requested one."""
     level = [batch]
     while level:
         value = level.pop()
@@ -80,18 +80,18 @@ def _check_num_samples(batch: Any, num_samples: int) -> Any:
         elif isinstance(value, Tensor) and value.dim() and len(value) != num_samples:
             got = f"fetch of {num_samples} indices returned a tensor of {list(value.shape)}"
             need = f"a first dim of {num_samples}, a row for each index"
-            raise DataError(Problem(got, need, "one sample for each index: ranks ask for parts of a batch"))
+            raise DataError(Problem(got, need, "one sample for each index: ranks fetch parts of a batch"))
     return batch
 
 
 def _check_sample(sample: Any, index: int) -> Any:
-    """A sample that can be collated. Raises DataError for one that is no pair and no dict of numbers."""
+    """A sample that can be collated. Raises DataError if it is neither a pair nor a dict of numbers."""
     if isinstance(sample, Mapping):
         return _convert_dict_sample(sample, index)
     if isinstance(sample, tuple | list) and len(sample) == 2:
         return tuple(sample)
     if sample is None:
-        return None  # `stack` names it
+        return None  # `collate_samples` reports it
     kind = type(sample).__name__
     got = f"{kind} of {len(sample)}" if isinstance(sample, tuple | list) else kind
     attempt = "source[i] = (x, y), or {'input_ids': …, 'labels': …} with loss=None"
@@ -100,7 +100,7 @@ def _check_sample(sample: Any, index: int) -> Any:
 
 
 def _convert_dict_sample(sample: Mapping[Any, Any], index: int) -> dict[str, Any]:
-    """Lists of numbers become tensors: collated as they are, they would become one tensor for each position."""
+    """The sample with its lists of numbers as tensors: torch collates lists to one tensor per position."""
     checked, problems = {}, []
     for name, value in sample.items():
         if isinstance(value, Tensor | np.ndarray | np.number | np.bool_ | bool | int | float):
@@ -142,14 +142,14 @@ class TensorSource:
 
 
 class TokenSource:
-    """A corpus of bytes cut into samples of `length` tokens; the targets are the tokens, one further on.
+    """A corpus of bytes in samples of `length` tokens; the target of each token is the next one.
 
     corpus        the bytes, one token each
     length        L, tokens of one sample
-    num_samples   at most so many samples, spread evenly over the corpus; None for all
+    num_samples   the most samples, spread evenly over the corpus; None for all
 
-    A sample is ({"tokens": int64 [L], "positions": int64 [L]}, targets int64 [L]). Raises DataError where the corpus
-    is shorter than one sample and its last target.
+    A sample is ({"tokens": int64 [L], "positions": int64 [L]}, targets int64 [L]). Raises DataError if the
+    corpus is shorter than one sample and its last target.
     """
 
     def __init__(self, corpus: Corpus, *, length: int, num_samples: int | None = None) -> None:
@@ -180,7 +180,7 @@ class TokenSource:
 
 
 def corpus_problem(corpus: Corpus, *, length: int, name: str) -> Problem | None:
-    """What is wrong with a corpus that holds no sample of `length` tokens and their last target; None if it does."""
+    """The problem of a corpus too short for `length` tokens and their last target; None if it is long enough."""
     if len(corpus) > length:
         return None
     attempt = f"length={len(corpus) - 1}, or more text" if len(corpus) > 1 else "more text"

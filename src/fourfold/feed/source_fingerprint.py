@@ -1,7 +1,7 @@
-"""Probe: numbers out of one sample, by which ranks find out whether they read the same source.
+"""Source fingerprint: numbers from one sample, by which ranks check that they read the same source.
 
-Law: of one source all ranks have the same probe but for rounding, whichever samples they train on. A source whose
-sample is another one each time it is read has none.
+Law: all ranks have the same fingerprint of one source but for rounding, whichever samples they train on. A source whose
+sample differs each time it is read has none.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,18 +12,18 @@ import torch
 from torch import Tensor
 
 NUM_SAMPLED_ELEMENTS = 256  # of each tensor, spread evenly
-TOLERANCE = 1e-3  # unlike processors may round what a source computes otherwise
+TOLERANCE = 1e-3  # different processors may round what a source computes differently
 
 Fingerprint = list[list[Any]]
 
 
 def fingerprint_of(batch: Any) -> Fingerprint:
-    """The shape and some elements of each tensor, in order; JSON."""
+    """The shape and some elements of each tensor, in order, as JSON values."""
     return [[list(leaf.shape), _elements(leaf)] for leaf in _leaves(batch)]
 
 
 def is_same_sample(first: Fingerprint, second: Fingerprint) -> bool:
-    """Whether two probes are of the same sample, but for rounding."""
+    """Whether two fingerprints are of the same sample, but for rounding."""
     if [shape for shape, _ in first] != [shape for shape, _ in second]:
         return False
     return all(_are_close(a, b) for (_, a), (_, b) in zip(first, second, strict=True))
@@ -38,8 +38,8 @@ def _are_close(first: Sequence[float], second: Sequence[float]) -> bool:
 
 def _elements(leaf: Tensor) -> list[float]:
     flat = (torch.view_as_real(leaf) if leaf.is_complex() else leaf).reshape(-1)
-    places = torch.linspace(0, max(0, len(flat) - 1), min(len(flat), NUM_SAMPLED_ELEMENTS)).long()
-    return flat[places].double().tolist()
+    indices = torch.linspace(0, max(0, len(flat) - 1), min(len(flat), NUM_SAMPLED_ELEMENTS)).long()
+    return flat[indices].double().tolist()
 
 
 def _leaves(batch: Any) -> Iterator[Tensor]:

@@ -1,6 +1,6 @@
-"""Lost arguments: what functions of torch are given, and do not hand on to modes and to classes of tensors.
+"""Dropped arguments: some torch functions do not pass all their arguments to function modes and tensor classes.
 
-Law: `func(*args, **completed(func, args, kwargs))` is the call that was made.
+Law: `func(*args, **restore_arguments(func, args, kwargs))` is the call that the user made.
 
 Source: the calls of `handle_torch_function` in torch 2.13; a test compares them with this list.
 """
@@ -21,7 +21,7 @@ DROPPED_ARGUMENTS: dict[Callable[..., Any], tuple[str, ...]] = {
 
 
 def restore_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The keyword arguments of a call that a mode or a class of tensors has been handed, as its caller gave them."""
+    """The keyword arguments of a call that a function mode or a tensor class has got, as the caller gave them."""
     names = DROPPED_ARGUMENTS.get(func)
     if names is None:
         return kwargs
@@ -31,6 +31,6 @@ def restore_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         frame = frame.f_back
     if frame is None:
         return kwargs
-    by_place = code.co_varnames[: min(len(args), code.co_argcount)]
-    given = {*kwargs, *by_place}
+    positional = code.co_varnames[: min(len(args), code.co_argcount)]
+    given = {*kwargs, *positional}
     return kwargs | {name: frame.f_locals[name] for name in names if name in frame.f_locals and name not in given}

@@ -1,11 +1,11 @@
-"""Memory: the owner of every long-lived buffer. It decides where a buffer lives; nobody else knows.
+"""Memory: allocates every long-lived buffer, and decides where it is.
 
 flat     one-dimensional, allocated once per run
-private  seen by this process only, backed by huge pages where the system grants them
+private  seen by this process only, in huge pages if the system grants them
 mapping  memory that several processes of a host see: anonymous (memfd), so it vanishes with its last user
-slot     memory that is lent again and again, each time until nobody holds a tensor in it any more
-account  what has been handed out here and is still alive, and what others hold who have asked to be counted
-Law: long-lived buffers are made here, once per run; everybody else holds views.
+pool     memory that is lent again and again; a loan ends when no tensor in it is alive any more
+use      bytes of the buffers that were allocated here and are alive, and of the tensors of tracked owners
+Law: long-lived buffers are made here, once per run. All other modules hold views of them.
 """
 
 import ctypes
@@ -24,19 +24,19 @@ from fourfold.environment import malloc
 from fourfold.words.errors import FourfoldError, Problem
 
 PAGE_BYTES = 4096
-# Below this, a mapping of its own (rounded up to pages, zeroed by faults) costs more than it brings.
+# Smaller buffers do not repay a mapping of their own, which is rounded up to pages and zeroed by page faults.
 HUGE_PAGE_MIN_BYTES = 2 * 2**20
 
 
 class MemoryUnavailable(FourfoldError):
-    """Shared memory cannot be had here; the message says why."""
+    """Shared memory is not available here; the message says why."""
 
 
 class MemoryUse(NamedTuple):
-    """Bytes of long-lived buffers that are alive. Added up over the ranks of a host they are the host's.
+    """Bytes of long-lived buffers that are alive. The sum over the ranks of a host is the host's use.
 
-    `shared` are those that this process has made: mappings of what another process has made do not count again.
-    What grows as it is used (`create_growing`) is not counted.
+    `shared_bytes` counts what this process has made, not what it maps of other processes. Growing memory
+    (`create_growing`) is not counted.
     """
 
     private_bytes: int
@@ -48,39 +48,39 @@ class MemoryUse(NamedTuple):
 
 
 class TensorOwner(Protocol):
-    """Who has long-lived buffers that could not be made here, such as the states of torch's optimizers."""
+    """Has long-lived tensors that were not allocated here, such as the states of torch's optimizers."""
 
     def owned_tensors(self) -> Iterable[torch.Tensor]:
-        """Those there are at this moment."""
+        """The tensors at this moment."""
         ...
 
 
-# By number, so that a buffer is entered and leaves in one operation of a dict: threads and the garbage collector do so.
+# Entering and removing a key are single operations of a dict: threads and the garbage collector do both.
 _live_buffers: dict[int, MemoryUse] = {}
 _buffer_ids = itertools.count()
 _owners: "weakref.WeakSet[TensorOwner]" = weakref.WeakSet()
-# Shared memory made by this process that has not been mapped yet, by device and inode. No set: who takes a key out of
-# a dict is told so in the same operation, and ranks that are threads map at the same time.
+# Shared memory that this process has made and not mapped yet, by device and inode. A dict, not a set: `pop` is atomic
+# and says whether the key was there. (In tests ranks are threads that map at the same time.)
 _unmapped: dict[tuple[int, int], bool] = {}
 
 
 def memory_use() -> MemoryUse:
-    """What this process holds of long-lived buffers."""
+    """The bytes of long-lived buffers in this process."""
     alive = list(_live_buffers.values())
-    others = sum(tensor.nbytes for holder in list(_owners) for tensor in holder.owned_tensors())
-    return MemoryUse(others + sum(each.private_bytes for each in alive), sum(each.shared_bytes for each in alive))
+    owned_bytes = sum(tensor.nbytes for owner in list(_owners) for tensor in owner.owned_tensors())
+    return MemoryUse(owned_bytes + sum(each.private_bytes for each in alive), sum(each.shared_bytes for each in alive))
 
 
 def track_owner(owner: TensorOwner) -> None:
-    """From now on, and while it lives, `held` counts what the holder has too."""
+    """From now on `memory_use` counts the owner's tensors too, as long as the owner lives."""
     _owners.add(owner)
 
 
 def _track_buffer(buffer: object, num_bytes: MemoryUse) -> None:
-    """Count a buffer until it is gone."""
-    number = next(_buffer_ids)
-    _live_buffers[number] = num_bytes
-    weakref.finalize(buffer, functools.partial(_live_buffers.pop, number)).atexit = False
+    """Count a buffer until it is freed."""
+    buffer_id = next(_buffer_ids)
+    _live_buffers[buffer_id] = num_bytes
+    weakref.finalize(buffer, functools.partial(_live_buffers.pop, buffer_id)).atexit = False
 
 
 def _tracked(flat: torch.Tensor) -> torch.Tensor:
@@ -89,7 +89,7 @@ def _tracked(flat: torch.Tensor) -> torch.Tensor:
 
 
 def allocate_private(num_elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A flat of zeros [num_elements] that only this process sees."""
+    """A flat of zeros [num_elements] in private memory."""
     num_bytes = num_elements * dtype.itemsize
     if device.type != "cpu" or num_bytes < HUGE_PAGE_MIN_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
         return _tracked(torch.zeros(num_elements, dtype=dtype, device=device))
@@ -105,34 +105,34 @@ def _map_huge_pages(num_bytes: int) -> mmap.mmap:
 
 
 class BufferPool:
-    """Flats that are lent. A loan ends by itself when nobody holds its storage, through whatever view.
+    """Lends flats. A loan ends when its storage is freed, that is when the last view of it is gone.
 
-    On a CPU the memory is kept for the next loan; on other devices torch's own allocator does that.
+    On a CPU the memory is kept for the next loan. On other devices torch's allocator does that.
     """
 
     def __init__(self) -> None:
         self._free: list[mmap.mmap] = []
         self.num_in_use = 0
-        """How many loans have not ended."""
+        """Loans that have not ended."""
         self.peak_in_use = 0
 
     def acquire(self, num_elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A flat [num_elements]; what it holds is undefined."""
-        room = self._pop_free(num_elements * dtype.itemsize) if device.type == "cpu" else None
-        if room is None:
+        """A flat [num_elements] with undefined values."""
+        mapping = self._pop_free(num_elements * dtype.itemsize) if device.type == "cpu" else None
+        if mapping is None:
             flat = _tracked(torch.empty(num_elements, dtype=dtype, device=device))
         else:
-            flat = torch.frombuffer(room, dtype=dtype, count=num_elements)
+            flat = torch.frombuffer(mapping, dtype=dtype, count=num_elements)
         self.num_in_use += 1
         self.peak_in_use = max(self.peak_in_use, self.num_in_use)
-        weakref.finalize(flat.untyped_storage(), self._release, room).atexit = False
+        weakref.finalize(flat.untyped_storage(), self._release, mapping).atexit = False
         return flat
 
     def _pop_free(self, num_bytes: int) -> mmap.mmap:
-        """The least free memory that is large enough; where there is none, the largest makes way for a new one."""
+        """The smallest free mapping that is large enough. If there is none, a new one replaces the largest free one."""
         self._free.sort(key=len)
-        for index, room in enumerate(self._free):
-            if len(room) >= num_bytes:
+        for index, mapping in enumerate(self._free):
+            if len(mapping) >= num_bytes:
                 return self._free.pop(index)
         if self._free:
             self._free.pop()
@@ -145,17 +145,17 @@ class BufferPool:
 
 
 def allocate_pinned(num_elements: int, dtype: torch.dtype) -> torch.Tensor:
-    """A flat of zeros [num_elements] in host memory that a GPU reads and writes without a copy in between."""
+    """A flat of zeros [num_elements] in pinned host memory, which a GPU reads and writes directly."""
     return _tracked(torch.zeros(num_elements, dtype=dtype, pin_memory=True))
 
 
 def create_shared(num_bytes: int) -> int:
-    """A file descriptor of anonymous shared memory, all of it reserved. Raises MemoryUnavailable."""
+    """A file descriptor of anonymous shared memory, fully reserved. Raises MemoryUnavailable."""
     if not hasattr(os, "memfd_create"):
         raise MemoryUnavailable(Problem(f"no memfd on {sys.platform}", "Linux", 'transport = "gloo"'))
     handle = os.memfd_create("fourfold", os.MFD_CLOEXEC)
     try:
-        # Reserved now, so that a lack of memory is an error here and not a SIGBUS in mid-step.
+        # Reserve it now, so that a lack of memory is an error here and not a SIGBUS in the middle of a step.
         os.posix_fallocate(handle, 0, num_bytes)
     except OSError as error:
         os.close(handle)
@@ -166,7 +166,7 @@ def create_shared(num_bytes: int) -> int:
 
 
 def create_growing(num_bytes: int) -> int:
-    """A file descriptor of anonymous shared memory of which nothing is reserved yet; see `grow`."""
+    """A file descriptor of anonymous shared memory with nothing reserved yet; see `grow`. Raises MemoryUnavailable."""
     if not hasattr(os, "memfd_create"):
         raise MemoryUnavailable(Problem(f"no memfd on {sys.platform}", "Linux", 'transport = "gloo"'))
     handle = os.memfd_create("fourfold", os.MFD_CLOEXEC)
@@ -175,22 +175,22 @@ def create_growing(num_bytes: int) -> int:
 
 
 def grow(fd: int, start: int, num_bytes: int) -> None:
-    """Reserve [start, start + num_bytes) of growing memory; what is reserved already stays as it is."""
+    """Reserve [start, start + num_bytes) of growing memory; reserved parts keep their contents."""
     try:
         os.posix_fallocate(fd, start, num_bytes)
     except OSError as error:
-        need = f"{num_bytes / 2**20:.0f} MiB of shared memory for what the ranks of this host show each other"
+        need = f"{num_bytes / 2**20:.0f} MiB of shared memory for messages between the ranks of this host"
         raise MemoryUnavailable(Problem(str(error), need, 'shorter sequences, or transport = "gloo"')) from None
 
 
 def close_shared(fd: int) -> None:
-    """Give back what `create_shared` or `create_growing` made."""
+    """Close a descriptor of `create_shared` or `create_growing`."""
     _unmapped.pop(_memory_id(fd), None)
     os.close(fd)
 
 
 def map_shared(fd: int) -> mmap.mmap:
-    """The mapping behind a descriptor; the descriptor is closed."""
+    """Map the memory of a descriptor, and close the descriptor."""
     mapping = mmap.mmap(fd, os.fstat(fd).st_size)
     if _unmapped.pop(_memory_id(fd), False):
         _track_buffer(mapping, MemoryUse(0, len(mapping)))
@@ -199,17 +199,17 @@ def map_shared(fd: int) -> mmap.mmap:
 
 
 def _memory_id(fd: int) -> tuple[int, int]:
-    """What all descriptors of the same memory have in common."""
+    """Device and inode: equal for all descriptors of the same memory."""
     status = os.fstat(fd)
     return status.st_dev, status.st_ino
 
 
 def keep_freed_memory() -> bool:
-    """Let the C library keep what is freed instead of giving it back to the system; True where it agreed.
+    """Let the C library keep freed memory instead of returning it to the system. Returns whether it agreed.
 
-    A backward pass allocates and frees the same large gradients in every step. As separate mappings each costs
-    its pages' faults and zeroing again (`docs/measured.md`, "Freed memory"). A user's own setting is left alone
-    (`words.heap`).
+    A backward allocates and frees the same large gradients in every step. As separate mappings each of them pays for
+    page faults and zeroing again (`docs/measured.md`, "Freed memory"). A user's own setting is respected
+    (`environment.malloc`).
     """
     mallopt = _malloc("mallopt")
     if mallopt is None or malloc.is_user_configured(os.environ):
@@ -219,14 +219,14 @@ def keep_freed_memory() -> bool:
 
 
 def trim_freed_memory() -> None:
-    """Give what is free now back to the system, once: the first steps leave holes between what stays."""
+    """Return free memory to the system once, after the first steps: they leave holes between lasting allocations."""
     trim = _malloc("malloc_trim")
     if trim is not None:
         trim(0)
 
 
 def _malloc(name: str) -> Callable[..., int] | None:
-    """A function of glibc's malloc, or None where there is another C library."""
+    """A function of glibc's malloc; None with another C library."""
     if not sys.platform.startswith("linux"):
         return None
     try:

@@ -1,11 +1,11 @@
-"""Lowered: a model that computes in two-byte numbers, and looks from outside as if it did not.
+"""Mixed precision: the model computes in a two-byte dtype, and takes and returns float32.
 
-kept     parameters that stay what they are: those of batch normalization, whose statistics are kept in full; integers
-lowered  all other floating-point parameters, frozen ones too
-Law: floating-point inputs come in as the user has them and go on in the model's numbers; outputs come out as float32.
+full precision  parameters that keep their dtype: those of batch normalization, because of its statistics, and integers
+cast            all other floating-point parameters, also frozen ones
+Law: floating-point inputs are cast to the model's dtype, and outputs in that dtype to float32.
 
-Buffers stay what they are: running statistics, and tables of positions, which two bytes would spoil. Other
-normalizations (layer, group, RMS) are lowered: torch takes their means and variances in float32 all the same.
+Buffers keep their dtype: two bytes would spoil running statistics and position tables. Other normalizations (layer,
+group, RMS) are cast: torch computes their means and variances in float32 anyway.
 """
 
 import functools
@@ -19,33 +19,33 @@ from fourfold.plan.precision import COMPUTE_FORMATS, is_float
 
 
 def full_precision_params(model: nn.Module) -> set[str]:
-    """The names of the parameters that stay what they are."""
-    normalizing = [module for module in model.modules() if isinstance(module, BatchNormBase)]
-    whole = {id(p) for module in normalizing for p in module.parameters(recurse=False)}
+    """The names of the parameters that keep their dtype."""
+    norms = [module for module in model.modules() if isinstance(module, BatchNormBase)]
+    norm_ids = {id(p) for module in norms for p in module.parameters(recurse=False)}
     return {
         name
         for name, p in model.named_parameters(remove_duplicate=False)
-        if id(p) in whole or not is_float(str(p.dtype).removeprefix("torch."))
+        if id(p) in norm_ids or not is_float(str(p.dtype).removeprefix("torch."))
     }
 
 
 @torch.no_grad()
 def cast_model(model: nn.Module, precision: str) -> None:
-    """Have the model compute in the numbers of `precision`: frozen parameters, inputs and outputs.
+    """Cast frozen parameters to the dtype of `precision`, and from now on inputs and outputs too.
 
-    Trainable parameters are the update's: they are moved by `data.rehome`.
+    Trainable parameters are cast when they move into their buckets.
     """
     dtype = getattr(torch, COMPUTE_FORMATS[precision].dtype)
-    stay = full_precision_params(model)
+    full_precision = full_precision_params(model)
     for name, parameter in model.named_parameters():
-        if not parameter.requires_grad and name not in stay:
+        if not parameter.requires_grad and name not in full_precision:
             parameter.data = parameter.data.to(dtype)
     model.register_forward_pre_hook(functools.partial(_cast_inputs, dtype), with_kwargs=True)
     model.register_forward_hook(functools.partial(_cast_outputs, dtype))
 
 
 def find_cast_module(model: nn.Module) -> str | None:
-    """The name of a module of the model that has been lowered before; None where there is none."""
+    """The name of a module that `cast_model` was called on before; None if there is none."""
     for name, module in model.named_modules():
         hooks = [hook for hook in forward_pre_hooks(module) if isinstance(hook, functools.partial)]
         if any(hook.func is _cast_inputs for hook in hooks):

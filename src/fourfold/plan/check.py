@@ -1,11 +1,12 @@
 """Check: whether the fields of a plan go together, and whether the plan fits a number of ranks.
 
-Each field alone is checked when the plan is made (`plan.plan_problems`). What depends on the model is checked in
+Each field alone is checked when the plan is made (`plan/plan_fields.py`). What depends on the model is checked in
 `step/model_checks.py`.
 
 Law: no silent fallback. What a plan asks for happens, or is refused, with all problems at once.
 """
 
+from fourfold.plan.codec import CODECS
 from fourfold.plan.plan import Plan, candidate_meshes
 from fourfold.words.errors import Problem
 
@@ -107,7 +108,7 @@ def codec_problems(plan: Plan) -> list[Problem]:
     if plan.zero == 3:
         need = "gradients to be most of the traffic: at zero 3 two thirds are weights, which codecs do not compress"
         problems.append(Problem(f"{codec} with zero = 3", need, 'zero = 2, or codec = "none"'))
-    if plan.codec not in ("bf16", "fp16") and plan.unused == "allow":
+    if CODECS[plan.codec].remembers and plan.unused == "allow":
         need = "a gradient for every parameter: the residual of a parameter that no rank uses would not be applied"
         problems.append(Problem(f'{codec} with unused = "allow"', need, 'unused = "refuse", or codec = "bf16"'))
     return problems

@@ -1,27 +1,28 @@
-"""Codecs, thought: what a bucket's reduction becomes on the wire, and how many bytes that is.
+"""Codecs: what the reduction of a bucket sends when gradients are compressed, and how many bytes that is.
 
-message   what one rank says of a bucket in one round; its length never changes, and is the same on every rank
-round     a message and how the ranks' messages meet: summed on the way, or gathered and summed by whoever reads them
-entry     a value and its place: 16 bits inside a block of 65,536 elements, and a count for each block
-stretch   consecutive slots of a sparse message that are sent whole, because a threshold of so few means nothing
-Law: every byte of a message is counted, places and scales included, and known before the first step.
+message  what one rank sends for a bucket in one round: of fixed length, the same on every rank
+round    one exchange of messages: they are summed on the way, or gathered and summed by each reader
+entry    of a sparse message: a value and its index, 16 bits within a block of 65,536 elements, and a count per block
+dense    consecutive slots that a sparse message sends whole, because a threshold over so few elements means nothing
+Law: the length of a message is known before the first step, and counts every byte: indices and scales too.
+
+A codec is one row of `CODECS` and one file in `parts/codec`.
 
 Sources: Vogels et al., "PowerSGD" (2019), Alg. 1; Gupta et al., "Training Recommender Systems at Scale:
 Communication-Efficient Model and Data Parallelism" (2021), Alg. 1 (DCT).
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
-from fourfold.plan.data.buckets import Bucket
+from fourfold.plan.data.buckets import Bucket, Slot
 from fourfold.words.errors import PlanError, Problem
 from fourfold.words.layout import Change
 from fourfold.words.layout import collective_sent_bytes as layout_bytes
 
-CODECS = ("bf16", "fp16", "int8", "topk", "powersgd", "dct")
 SCALE_BLOCK = 256
 INDEX_BLOCK = 65536
 ALIGNMENT_BYTES = 8  # bytes of a number in a message
@@ -39,11 +40,11 @@ class Combine(StrEnum):
 
 @dataclass(frozen=True)
 class CodecSpec:
-    """A codec and its parameters, those of other kinds unused.
+    """A codec and its parameters. A kind ignores the parameters of the others.
 
-    rank     powersgd: columns of the two factors
-    density  topk, dct: the share of elements sent in a step, above 0, at most 1; the paper's sparsity η is 1 − density
-    life     dct: steps for which a threshold is used
+    matrix_rank    powersgd: columns of the two factors
+    density        topk, dct: fraction of elements sent in a step, above 0, at most 1; the paper's η is 1 − density
+    refresh_steps  dct: how many steps use one threshold
     """
 
     kind: str
@@ -68,7 +69,7 @@ class CodecSpec:
 
 
 class CodecRound(NamedTuple):
-    """One exchange of a bucket's reduction: how it meets, and the length of one rank's message."""
+    """One exchange of a bucket's reduction: how messages are combined, and the length of one rank's message."""
 
     combine: Combine
     num_bytes: int
@@ -79,90 +80,88 @@ Shapes = Sequence[tuple[int, ...]]
 
 
 def codec_rounds(spec: CodecSpec, bucket: Bucket, shapes: Shapes) -> tuple[CodecRound, ...]:
-    """What the reduction of a bucket consists of. Raises PlanError for gradients that are no floating-point numbers."""
+    """The rounds of a bucket's reduction. Raises PlanError for gradients that are not floating-point numbers."""
     if not bucket.dtype.startswith(("float", "bfloat")):
         names = ", ".join(slot.name for slot in bucket.slots[:3])
         got = f"codec = {spec.kind!r} and {bucket.dtype} gradients ({names})"
         raise PlanError(Problem(got, "floating-point gradients", 'codec = "none"'))
-    if spec.kind in ("bf16", "fp16"):
-        return (CodecRound(Combine.SUM, unpadded_length(bucket) * min(2, bucket.element_bytes)),)
-    if spec.kind == "powersgd":
-        low_rank = low_rank_spec(bucket, shapes, spec.matrix_rank)
-        width = accumulation_bytes(bucket)
-        first = CodecRound(Combine.SUM, (low_rank.num_p + low_rank.num_dense) * width)
-        return (first, CodecRound(Combine.SUM, low_rank.num_q * width)) if low_rank.matrices else (first,)
-    sections = blockwise_layout(bucket) if spec.kind == "int8" else sparse_spec(spec, bucket).message_layout(bucket)
-    return (CodecRound(Combine.GATHER, sections.num_bytes),)
+    return CODECS[spec.kind].rounds(spec, bucket, shapes)
 
 
-def supports_all_reduce(steps: Sequence[CodecRound]) -> bool:
-    """Whether messages may be summed as they are, in any grouping, before they are read: one round, a sum."""
-    return len(steps) == 1 and steps[0].combine is Combine.SUM
-
-
-def codec_sent_bytes(steps: Sequence[CodecRound], *, size: int) -> float:
+def codec_sent_bytes(rounds: Sequence[CodecRound], *, size: int) -> float:
     """Bytes each of `size` ranks sends for a bucket, by ring: 2 (N−1)/N of a summed message, N−1 gathered ones."""
     sent = 0.0
-    for step in steps:
-        if step.combine is Combine.SUM:
-            sent += layout_bytes(Change.ALL_REDUCE, whole_bytes=step.num_bytes, size=size)
+    for each in rounds:
+        if each.combine is Combine.SUM:
+            sent += layout_bytes(Change.ALL_REDUCE, whole_bytes=each.num_bytes, size=size)
         else:
-            sent += layout_bytes(Change.ALL_GATHER, whole_bytes=step.num_bytes * size, size=size)
+            sent += layout_bytes(Change.ALL_GATHER, whole_bytes=each.num_bytes * size, size=size)
     return sent
 
 
 def unpadded_length(bucket: Bucket) -> int:
-    """Elements of a bucket that a codec is about: all but the padding, which is zero and stays so."""
+    """The elements of a bucket that a codec works on: all but the padding, which stays zero."""
     return bucket.slots[-1].stop
 
 
 def accumulation_bytes(bucket: Bucket) -> int:
-    """Bytes of an element of what is remembered: at least float32, else small remainders would be rounded away."""
+    """Bytes per element of a residual: at least those of float32, or small residuals would be rounded away."""
     return max(4, bucket.element_bytes)
 
 
 class MessageSection(NamedTuple):
-    """A part of a message: `num` numbers of `width` bytes each."""
+    """A part of a message: `num_items` numbers of `item_bytes` each."""
 
     num_items: int
     item_bytes: int
 
 
 class MessageLayout(NamedTuple):
-    """Where the parts of a message begin, in bytes, and where it ends."""
+    """Where the sections of a message begin, in bytes, and the length of the message."""
 
     starts: tuple[int, ...]
     num_bytes: int
 
 
 def pack_sections(sections: Sequence[MessageSection]) -> MessageLayout:
-    """The sections one after the other, each at a multiple of its width; messages lie end to end, so the whole too."""
+    """The sections end to end, each aligned to its numbers. Messages lie end to end too, so the length is aligned."""
     starts, end = [], 0
-    for num, width in sections:
-        start = -(-end // width) * width
+    for num_items, item_bytes in sections:
+        start = -(-end // item_bytes) * item_bytes
         starts.append(start)
-        end = start + num * width
+        end = start + num_items * item_bytes
     return MessageLayout(tuple(starts), -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES)
 
 
+# ---- bf16, fp16 and int8: every element in fewer bytes ----------------------------------------------------------
+
+
+def _cast_rounds(spec: CodecSpec, bucket: Bucket, shapes: Shapes) -> tuple[CodecRound, ...]:
+    return (CodecRound(Combine.SUM, unpadded_length(bucket) * min(2, bucket.element_bytes)),)
+
+
 def blockwise_layout(bucket: Bucket) -> MessageLayout:
-    """int8: a scale for each block of 256 elements, then a byte for each element."""
-    return pack_sections(
-        [
-            MessageSection(-(-unpadded_length(bucket) // SCALE_BLOCK), accumulation_bytes(bucket)),
-            MessageSection(unpadded_length(bucket), 1),
-        ]
-    )
+    """int8: one scale per block of 256 elements, then one byte per element."""
+    num_elements = unpadded_length(bucket)
+    scales = MessageSection(-(-num_elements // SCALE_BLOCK), accumulation_bytes(bucket))
+    return pack_sections([scales, MessageSection(num_elements, 1)])
+
+
+def _int8_rounds(spec: CodecSpec, bucket: Bucket, shapes: Shapes) -> tuple[CodecRound, ...]:
+    return (CodecRound(Combine.GATHER, blockwise_layout(bucket).num_bytes),)
+
+
+# ---- topk and dct: some of the elements -------------------------------------------------------------------------
 
 
 def num_sent(num_elements: int, density: float) -> int:
     """How many of the elements are sent: n − ⌊n·η⌋ with η = 1 − density, at least one."""
-    # A density of 0.1 of ten elements is one, not two: what binary fractions add at the 9th digit is no element.
+    # 0.1 of ten elements is one, not two: the error of binary fractions at the 9th digit is no element.
     return max(1, min(num_elements, math.ceil(num_elements * density - 1e-9)))
 
 
 class SparseRange(NamedTuple):
-    """A stretch of a bucket of which `kept` elements are to be sent; no more than `high` can be, below `low` is few."""
+    """Elements [start, stop) of a bucket, how many of them a step aims to send, and the least and the most it may."""
 
     start: int
     stop: int
@@ -173,7 +172,7 @@ class SparseRange(NamedTuple):
 
 @dataclass(frozen=True)
 class SparseSpec:
-    """What a sparse message holds: stretches [start, stop) sent whole, and the entries chosen from the others."""
+    """What a sparse message holds: ranges [start, stop) sent whole, and entries chosen from the other ranges."""
 
     dense_ranges: tuple[tuple[int, int], ...]
     sparse_ranges: tuple[SparseRange, ...]
@@ -184,37 +183,57 @@ class SparseSpec:
 
     @property
     def capacity(self) -> int:
-        """The most entries a message has place for."""
+        """The most entries that fit into a message."""
         return sum(each.max_sent for each in self.sparse_ranges)
 
     def message_layout(self, bucket: Bucket) -> MessageLayout:
-        """Counts by place block (int32), values (whole stretches first), places (int16)."""
-        counts = -(-unpadded_length(bucket) // INDEX_BLOCK) if self.sparse_ranges else 0
+        """Counts by index block (int32), values (dense ranges first), indices (int16)."""
+        num_counts = -(-unpadded_length(bucket) // INDEX_BLOCK) if self.sparse_ranges else 0
         values = MessageSection(self.num_dense + self.capacity, bucket.element_bytes)
-        return pack_sections([MessageSection(counts, 4), values, MessageSection(self.capacity, 2)])
+        return pack_sections([MessageSection(num_counts, 4), values, MessageSection(self.capacity, 2)])
 
 
-def sparse_spec(spec: CodecSpec, bucket: Bucket) -> SparseSpec:
-    """What is chosen from a bucket: by topk from all of it, by dct from each parameter that is large enough."""
-    if spec.kind == "topk":
-        num_elements = unpadded_length(bucket)
-        count = num_sent(num_elements, spec.density)
-        if count == num_elements:
-            return SparseSpec(((0, num_elements),), ())
-        return SparseSpec((), (SparseRange(0, num_elements, count, count, count),))
-    whole: list[tuple[int, int]] = []
-    chosen = []
+def topk_spec(bucket: Bucket, density: float) -> SparseSpec:
+    """topk: entries from the whole bucket, as many in every step."""
+    num_elements = unpadded_length(bucket)
+    count = num_sent(num_elements, density)
+    if count == num_elements:
+        return SparseSpec(((0, num_elements),), ())
+    return SparseSpec((), (SparseRange(0, num_elements, count, count, count),))
+
+
+def dct_spec(bucket: Bucket, density: float) -> SparseSpec:
+    """dct: entries from each parameter that is large enough; the others are sent whole."""
+    dense: list[tuple[int, int]] = []
+    sparse = []
     for slot in bucket.slots:
         num_elements = slot.stop - slot.start
-        count = num_sent(num_elements, spec.density)
+        count = num_sent(num_elements, density)
         if num_elements >= DENSE_BELOW and count < num_elements:
-            low, high = math.floor(count * BAND_LOW), min(num_elements, math.ceil(count * BAND_HIGH))
-            chosen.append(SparseRange(slot.start, slot.stop, count, low, high))
-        elif whole and whole[-1][1] == slot.start:
-            whole[-1] = whole[-1][0], slot.stop
+            least, most = math.floor(count * BAND_LOW), min(num_elements, math.ceil(count * BAND_HIGH))
+            sparse.append(SparseRange(slot.start, slot.stop, count, least, most))
         else:
-            whole.append((slot.start, slot.stop))
-    return SparseSpec(tuple(whole), tuple(chosen))
+            _append_range(dense, slot)
+    return SparseSpec(tuple(dense), tuple(sparse))
+
+
+def _append_range(ranges: list[tuple[int, int]], slot: Slot) -> None:
+    """Append a slot to ranges, joined with the last one if it continues it."""
+    if ranges and ranges[-1][1] == slot.start:
+        ranges[-1] = ranges[-1][0], slot.stop
+    else:
+        ranges.append((slot.start, slot.stop))
+
+
+def _topk_rounds(spec: CodecSpec, bucket: Bucket, shapes: Shapes) -> tuple[CodecRound, ...]:
+    return (CodecRound(Combine.GATHER, topk_spec(bucket, spec.density).message_layout(bucket).num_bytes),)
+
+
+def _dct_rounds(spec: CodecSpec, bucket: Bucket, shapes: Shapes) -> tuple[CodecRound, ...]:
+    return (CodecRound(Combine.GATHER, dct_spec(bucket, spec.density).message_layout(bucket).num_bytes),)
+
+
+# ---- powersgd: matrices as products of two factors --------------------------------------------------------------
 
 
 class FactoredMatrix(NamedTuple):
@@ -230,7 +249,7 @@ class FactoredMatrix(NamedTuple):
 
 @dataclass(frozen=True)
 class LowRankSpec:
-    """What powersgd does with a bucket: matrices as products of factors, the rest whole."""
+    """What powersgd sends of a bucket: matrices as products of factors, the other parameters whole."""
 
     matrices: tuple[FactoredMatrix, ...]
     dense_ranges: tuple[tuple[int, int], ...]
@@ -243,18 +262,50 @@ class LowRankSpec:
 
 
 def low_rank_spec(bucket: Bucket, shapes: Shapes, matrix_rank: int) -> LowRankSpec:
-    """Which parameters become factors: those whose factors are smaller than they are, (rows + columns)·rank < size."""
+    """Factors for each parameter that is larger than its factors: (rows + columns)·matrix_rank < rows·columns."""
     matrices: list[FactoredMatrix] = []
-    whole: list[tuple[int, int]] = []
-    left = right = 0
-    for number, (slot, shape) in enumerate(zip(bucket.slots, shapes, strict=True)):
+    dense: list[tuple[int, int]] = []
+    num_p = num_q = 0
+    for index, (slot, shape) in enumerate(zip(bucket.slots, shapes, strict=True)):
         rows = shape[0] if shape else 1
         columns = (slot.stop - slot.start) // rows
         if (rows + columns) * matrix_rank < rows * columns:
-            matrices.append(FactoredMatrix(number, slot.start, rows, columns, left, right))
-            left, right = left + rows * matrix_rank, right + columns * matrix_rank
-        elif whole and whole[-1][1] == slot.start:
-            whole[-1] = whole[-1][0], slot.stop
+            matrices.append(FactoredMatrix(index, slot.start, rows, columns, num_p, num_q))
+            num_p, num_q = num_p + rows * matrix_rank, num_q + columns * matrix_rank
         else:
-            whole.append((slot.start, slot.stop))
-    return LowRankSpec(tuple(matrices), tuple(whole), left, right)
+            _append_range(dense, slot)
+    return LowRankSpec(tuple(matrices), tuple(dense), num_p, num_q)
+
+
+def _powersgd_rounds(spec: CodecSpec, bucket: Bucket, shapes: Shapes) -> tuple[CodecRound, ...]:
+    low_rank, width = low_rank_spec(bucket, shapes, spec.matrix_rank), accumulation_bytes(bucket)
+    first = CodecRound(Combine.SUM, (low_rank.num_p + low_rank.num_dense) * width)
+    return (first, CodecRound(Combine.SUM, low_rank.num_q * width)) if low_rank.matrices else (first,)
+
+
+# ---- the table --------------------------------------------------------------------------------------------------
+
+
+class CodecKind(NamedTuple):
+    """What is known of a codec without a tensor."""
+
+    rounds: Callable[[CodecSpec, Bucket, Shapes], tuple[CodecRound, ...]]
+    """The rounds of a bucket's reduction."""
+    fields: tuple[str, ...] = ()
+    """The plan fields that it reads. With another codec they have no effect."""
+    remembers: tuple[str, ...] = ()
+    """What each rank keeps from step to step: the keys of `Codec.state_tensors`. "remainder" is the residual."""
+    commutes: bool = False
+    """Whether messages may be summed in any grouping before they are read: always one round, summed on the way."""
+
+
+CODECS: dict[str, CodecKind] = {
+    "bf16": CodecKind(_cast_rounds, commutes=True),
+    "fp16": CodecKind(_cast_rounds, commutes=True),
+    "int8": CodecKind(_int8_rounds, remembers=("remainder",)),
+    "topk": CodecKind(_topk_rounds, fields=("codec_density",), remembers=("remainder",)),
+    "powersgd": CodecKind(_powersgd_rounds, fields=("codec_rank",), remembers=("remainder", "warm")),
+    "dct": CodecKind(
+        _dct_rounds, fields=("codec_density", "codec_refresh_steps"), remembers=("remainder", "threshold", "age")
+    ),
+}

@@ -1,11 +1,11 @@
-"""Rates: the learning rate over a run, as factors of the rate that was tuned.
+"""Learning rate schedule: the learning rate over a run, as factors of the rate that was tuned.
 
-scale     what a batch larger than the one the rate was tuned for multiplies it by
-warm-up   the first steps: a line from the tuned rate up to the scaled one
-schedule  the curve after it: constant, linear, cosine or step
-Law: a factor is a function of the step, the number of steps and the batch sizes alone: not of ranks, nor of the past.
+scale     multiplies the tuned rate if the batch is larger than the one that it was tuned for
+warm-up   the first steps: the rate rises linearly from the tuned one to the scaled one
+schedule  the curve after warm-up: constant, linear, cosine or step
+Law: a factor depends only on the step, the number of steps and the batch sizes: not on ranks, nor on earlier steps.
 
-Sources: linear scaling and gradual warm-up, Goyal et al. 2017 (arXiv 1706.02677), §2.1, §2.2; their steps, §5.1;
+Sources: linear scaling and gradual warm-up, Goyal et al. 2017 (arXiv 1706.02677), §2.1, §2.2; step schedule, §5.1;
 square root, Krizhevsky 2014 (arXiv 1404.5997), §5; cosine, Loshchilov and Hutter 2017 (arXiv 1608.03983), eq. 5.
 """
 
@@ -25,15 +25,15 @@ SCALING_RULES: dict[str, Callable[[float], float]] = {"none": lambda k: 1.0, "li
 
 @dataclass(frozen=True, kw_only=True)
 class LRSchedule:
-    """How the learning rate goes over a run. Every factor multiplies the rate that the optimizer was made with.
+    """How the learning rate changes over a run. Every factor multiplies the rate that the optimizer was made with.
 
-    schedule    constant, linear, cosine or step; None: the task's own, and constant where there is none
-    warmup      steps of the line up to the full rate: from 1 / scale of it where a larger batch has scaled it
+    schedule    constant, linear, cosine or step; None: the task's own schedule, or constant if it has none
+    warmup      steps of the linear rise to the full rate: from 1 / scale of it if a larger batch scales the rate
                 (Goyal et al.), else from one step above 0
-    scale       none, linear (k) or sqrt (√k), where k is the batch size / the one that the rate was tuned for
+    scale       none, linear (k) or sqrt (√k), where k = batch size / batch size that the rate was tuned for
     batch_size  the global batch size that the rate was tuned for; None: the task's
-    milestones  of step: shares of all steps at which the rate is multiplied by `drop`
-    floor       of linear and cosine: the share of the full rate that is left when the run has ended
+    milestones  for step: the fractions of all steps at which the rate is multiplied by `drop`
+    floor       for linear and cosine: the fraction of the full rate at the end of the run
     Raises SettingError with all problems.
     """
 
@@ -48,12 +48,13 @@ class LRSchedule:
     def __post_init__(self) -> None:
         problems = list(_problems(self))
         if problems:
-            raise SettingError(problems, where="the rates")
+            raise SettingError(problems, where="the learning rate schedule")
 
     def scaling_factor(self, batch_size: int | None, *, tuned_batch_size: int | None = None) -> float:
-        """What the rate is multiplied by at a global batch of `batch_size`; `tuned` where this has no `batch_size`.
+        """The factor for a global batch of `batch_size`.
 
-        Raises SettingError where the rate is to be scaled and one of the two is not known.
+        `tuned_batch_size`: what the rate was tuned for, unless this schedule has a `batch_size`. Raises SettingError if
+        the rate must be scaled and one of the two sizes is unknown.
         """
         if self.scale == "none":
             return 1.0
@@ -62,9 +63,9 @@ class LRSchedule:
             got = (
                 f"scale = {self.scale}, batch size {batch_size or 'unknown'}, tuned for {tuned_batch_size or 'unknown'}"
             )
-            attempt = "Rates(scale=…, batch_size=64).factors(steps=…, batch_size=512)"
-            problem = Problem(got, "the batch size, and the one the rate was tuned for", attempt)
-            raise SettingError(problem, where="the rates")
+            attempt = "LRSchedule(scale=…, batch_size=64).lr_lambda(steps=…, batch_size=512)"
+            problem = Problem(got, "the batch size, and the one that the rate was tuned for", attempt)
+            raise SettingError(problem, where="the learning rate schedule")
         return SCALING_RULES[self.scale](batch_size / tuned_batch_size)
 
     def lr_lambda(
@@ -75,10 +76,10 @@ class LRSchedule:
         tuned_batch_size: int | None = None,
         task_schedule: LRLambda | None = None,
     ) -> LRLambda:
-        """The factor of the tuned rate at each step of 0 .. steps - 1; later steps have that of the end.
+        """The factor of the tuned rate at each step 0 … steps − 1, for `torch.optim.lr_scheduler.LambdaLR`.
 
-        What `torch.optim.lr_scheduler.LambdaLR` takes. `own` is the curve where there is no `schedule`.
-        Raises SettingError where warm-up does not end, or `multiple` does.
+        Later steps have the factor of the end. `task_schedule` is the curve if this has no `schedule`. Raises
+        SettingError if warm-up does not end before the run, or a batch size is missing (`scaling_factor`).
         """
         if self.warmup >= steps:
             problem = Problem(
@@ -86,28 +87,28 @@ class LRSchedule:
                 "warm-up that ends before the run",
                 f"warmup = {steps // 20}",
             )
-            raise SettingError(problem, where="the rates")
-        multiple = self.scaling_factor(batch_size, tuned_batch_size=tuned_batch_size)
+            raise SettingError(problem, where="the learning rate schedule")
+        scale = self.scaling_factor(batch_size, tuned_batch_size=tuned_batch_size)
         curve = task_schedule if task_schedule is not None and self.schedule is None else None
 
         def factor(step: int) -> float:
-            after = curve(step) if curve is not None else self._schedule_factor(step, steps)
-            return multiple * self._warmup_factor(step, multiple) * after
+            scheduled = curve(step) if curve is not None else self._schedule_factor(step, steps)
+            return scale * self._warmup_factor(step, scale) * scheduled
 
         return factor
 
-    def _warmup_factor(self, step: int, multiple: float) -> float:
+    def _warmup_factor(self, step: int, scale: float) -> float:
         if step >= self.warmup:
             return 1.0
-        # Not from 0: the first step would be for nothing. This line is 0 one step before it.
-        start = 1.0 / multiple if multiple > 1 else 1.0 / (self.warmup + 1)
+        # Not from 0: the first step would change nothing. This line is 0 one step before the first.
+        start = 1.0 / scale if scale > 1 else 1.0 / (self.warmup + 1)
         return start + (1.0 - start) * step / self.warmup
 
     def _schedule_factor(self, step: int, steps: int) -> float:
         return CURVES[self.schedule or "constant"](self, step, steps)
 
     def _progress(self, step: int, steps: int) -> float:
-        """The share of the steps after warm-up that lies behind `step`."""
+        """The fraction of the steps after warm-up that are done at `step`."""
         return min(max(0, step - self.warmup) / max(1, steps - self.warmup), 1.0)
 
     def describe(
@@ -120,38 +121,38 @@ class LRSchedule:
     ) -> str:
         """`rate 0.003 × 8 (linear, batch 512 of 64), 500 steps of warm-up, then cosine`.
 
-        `rates` are those of the optimizer's groups; `own`: there is a curve of the task's.
+        `base_lrs` are the rates of the optimizer's groups.
         """
         parts = ["rate " + ", ".join(f"{rate:g}" for rate in dict.fromkeys(base_lrs))]
         if self.scale != "none":
-            multiple = self.scaling_factor(batch_size, tuned_batch_size=tuned_batch_size)
-            parts[0] += f" × {multiple:.4g} ({self.scale}, batch {batch_size} of {self.batch_size or tuned_batch_size})"
+            scale = self.scaling_factor(batch_size, tuned_batch_size=tuned_batch_size)
+            parts[0] += f" × {scale:.4g} ({self.scale}, batch {batch_size} of {self.batch_size or tuned_batch_size})"
         if self.warmup:
             parts.append(f"{self.warmup} {'step' if self.warmup == 1 else 'steps'} of warm-up")
         curve = self.schedule or ("the task's own schedule" if has_task_schedule else "constant")
         return ", ".join([*parts, f"then {curve}" if self.warmup else curve])
 
     def non_default_fields(self) -> dict[str, Any]:
-        """What differs from the defaults."""
+        """The fields that differ from their defaults."""
         pairs = ((field, getattr(self, field.name)) for field in dataclasses.fields(self))
         return {field.name: value for field, value in pairs if value != field.default}
 
 
-def _constant(rates: LRSchedule, step: int, steps: int) -> float:
+def _constant(schedule: LRSchedule, step: int, steps: int) -> float:
     return 1.0
 
 
-def _linear(rates: LRSchedule, step: int, steps: int) -> float:
-    return rates.floor + (1.0 - rates.floor) * (1.0 - rates._progress(step, steps))
+def _linear(schedule: LRSchedule, step: int, steps: int) -> float:
+    return schedule.floor + (1.0 - schedule.floor) * (1.0 - schedule._progress(step, steps))
 
 
-def _cosine(rates: LRSchedule, step: int, steps: int) -> float:
-    return rates.floor + (1.0 - rates.floor) * 0.5 * (1.0 + math.cos(math.pi * rates._progress(step, steps)))
+def _cosine(schedule: LRSchedule, step: int, steps: int) -> float:
+    return schedule.floor + (1.0 - schedule.floor) * 0.5 * (1.0 + math.cos(math.pi * schedule._progress(step, steps)))
 
 
-def _step(rates: LRSchedule, step: int, steps: int) -> float:
-    # Counted from the first step, warm-up included, as Goyal et al. count their epochs; 1e-9: 2/3 of 90 is 60.
-    return rates.drop ** sum(step >= milestone * steps - 1e-9 for milestone in rates.milestones)
+def _step(schedule: LRSchedule, step: int, steps: int) -> float:
+    # Steps count from the first one, warm-up included, as Goyal et al. count their epochs; 1e-9: 2/3 of 90 is 60.
+    return schedule.drop ** sum(step >= milestone * steps - 1e-9 for milestone in schedule.milestones)
 
 
 CURVES: dict[str, Callable[[LRSchedule, int, int], float]] = {
@@ -162,29 +163,29 @@ CURVES: dict[str, Callable[[LRSchedule, int, int], float]] = {
 }
 
 
-def _problems(rates: LRSchedule) -> Iterable[Problem]:
+def _problems(schedule: LRSchedule) -> Iterable[Problem]:
     for name, choices in {"schedule": CURVES, "scale": SCALING_RULES}.items():
-        value = getattr(rates, name)
-        # A list is no key of a dict.
+        value = getattr(schedule, name)
+        # A value that is not hashable, such as a list, cannot be looked up.
         if not (isinstance(value, str) and value in choices) and not (name == "schedule" and value is None):
             yield Problem(f"{name} = {value!r}", "one of " + ", ".join(choices))
-    if type(rates.warmup) is not int or rates.warmup < 0:
-        yield Problem(f"warmup = {rates.warmup!r}", "a number of steps, 0 or more", "warmup = 100")
-    if rates.batch_size is not None and (type(rates.batch_size) is not int or rates.batch_size < 1):
-        yield Problem(f"batch_size = {rates.batch_size!r}", "a number of samples, at least 1")
-    shares = rates.milestones
-    if not _is_increasing(shares):
-        listed = ", ".join(f"{share}" for share in shares) if isinstance(shares, tuple | list) else f"{shares!r}"
-        need = "rising shares of the steps, between 0 and 1"
+    if type(schedule.warmup) is not int or schedule.warmup < 0:
+        yield Problem(f"warmup = {schedule.warmup!r}", "a number of steps, 0 or more", "warmup = 100")
+    if schedule.batch_size is not None and (type(schedule.batch_size) is not int or schedule.batch_size < 1):
+        yield Problem(f"batch_size = {schedule.batch_size!r}", "a number of samples, at least 1")
+    fractions = schedule.milestones
+    if not _is_increasing(fractions):
+        listed = ", ".join(map(str, fractions)) if isinstance(fractions, tuple | list) else f"{fractions!r}"
+        need = "increasing fractions of the steps, between 0 and 1"
         yield Problem(f"milestones = {listed}", need, "milestones = (0.5, 0.75)")
-    if not (argument_checks.is_real(rates.drop) and 0 < rates.drop <= 1):
-        yield Problem(f"drop = {rates.drop!r}", "more than 0, at most 1", "drop = 0.1")
-    if not (argument_checks.is_real(rates.floor) and 0 <= rates.floor <= 1):
-        yield Problem(f"floor = {rates.floor!r}", "0 or more, at most 1", "floor = 0.02")
+    if not (argument_checks.is_real(schedule.drop) and 0 < schedule.drop <= 1):
+        yield Problem(f"drop = {schedule.drop!r}", "more than 0, at most 1", "drop = 0.1")
+    if not (argument_checks.is_real(schedule.floor) and 0 <= schedule.floor <= 1):
+        yield Problem(f"floor = {schedule.floor!r}", "0 or more, at most 1", "floor = 0.02")
 
 
-def _is_increasing(shares: Any) -> bool:
-    """Whether these are numbers between 0 and 1, each above the one before it."""
-    if not isinstance(shares, tuple | list) or not all(map(argument_checks.is_real, shares)):
+def _is_increasing(fractions: Any) -> bool:
+    """Whether these are numbers between 0 and 1 in increasing order."""
+    if not isinstance(fractions, tuple | list) or not all(map(argument_checks.is_real, fractions)):
         return False
-    return all(0 < share < 1 for share in shares) and list(shares) == sorted(set(shares))
+    return all(0 < each < 1 for each in fractions) and list(fractions) == sorted(set(fractions))

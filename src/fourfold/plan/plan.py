@@ -104,9 +104,7 @@ class Plan:
         if self.sync == "local":
             # Every rank trains by itself between averages, so the number of ranks matters too.
             names += ["sync", "local_steps", "outer_lr", "outer_momentum", "dp"]
-        on_disk = {
-            new: old for old, new in RENAMED_FIELDS.items()
-        }  # a run's identity keeps the names it was saved under
+        on_disk = {new: old for old, new in RENAMED_FIELDS.items()}
         return {on_disk.get(name, name): getattr(self, name) for name in names}
 
     @property

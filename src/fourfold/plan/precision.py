@@ -1,9 +1,9 @@
-"""Precision, thought: in which numbers weights are computed with and gradients are summed, and the scale of a loss.
+"""Precision: the dtypes of computation and of gradient sums, and the scale of an fp16 loss.
 
-working weights  what forward and backward use: two bytes each, once per host from zero 1 on
-master weights   what the update keeps and changes: float32, or the model's own numbers where they are wider
-scale            what a loss is multiplied by so that small gradients are not rounded to 0 in float16
-Law: the scales of a training are those of torch.amp.GradScaler, down to the least; then an overflow is a bad step.
+working weights  used by forward and backward: two bytes each, once per host from zero 1 on
+master weights   changed by the update: float32, or the model's own dtype if that is wider
+scale            multiplies the loss so that small gradients are not rounded to 0 in float16
+Law: the scales of a training are those of torch.amp.GradScaler, down to the minimum; an overflow there is a bad step.
 
 Sources: Micikevicius et al., "Mixed Precision Training" (2018), §3.1 and §3.2; `torch.amp.GradScaler` for the numbers.
 """
@@ -17,7 +17,7 @@ from fourfold.plan.data.buckets import Bucket, ParamSpec
 
 
 class FloatFormat(NamedTuple):
-    """A floating-point format."""
+    """A floating-point dtype and its size."""
 
     dtype: str
     num_bytes: int
@@ -29,17 +29,17 @@ MASTER_BYTES = 4
 
 
 def is_float(dtype: str) -> bool:
-    """Whether numbers of this dtype may be computed with in another precision: not integers, nor one-byte formats."""
+    """Whether tensors of this dtype may be computed in another precision: not integers, nor one-byte floats."""
     return dtype.startswith(("float", "bfloat")) and not dtype.startswith("float8")
 
 
 def compute_specs(specs: Iterable[ParamSpec], precision: str, *, excluded: Collection[str] = ()) -> list[ParamSpec]:
-    """The specs of the working weights; parameters named in `kept` stay what they are."""
-    number = COMPUTE_FORMATS.get(precision)
-    if number is None:
+    """The specs of the working weights; parameters named in `excluded` keep their dtype."""
+    compute = COMPUTE_FORMATS.get(precision)
+    if compute is None:
         return list(specs)
     return [
-        spec._replace(dtype=number.dtype, element_bytes=number.num_bytes)
+        spec._replace(dtype=compute.dtype, element_bytes=compute.num_bytes)
         if is_float(spec.dtype) and spec.name not in excluded
         else spec
         for spec in specs
@@ -47,21 +47,21 @@ def compute_specs(specs: Iterable[ParamSpec], precision: str, *, excluded: Colle
 
 
 def gradient_bucket(bucket: Bucket, reduce_dtype: str) -> Bucket:
-    """The bucket as its gradients are summed."""
-    number = REDUCE_FORMATS.get(reduce_dtype)
-    if number is None or not is_float(bucket.dtype):
+    """The bucket with the dtype in which its gradients are summed."""
+    reduce = REDUCE_FORMATS.get(reduce_dtype)
+    if reduce is None or not is_float(bucket.dtype):
         return bucket
-    return dataclasses.replace(bucket, dtype=number.dtype, element_bytes=number.num_bytes)
+    return dataclasses.replace(bucket, dtype=reduce.dtype, element_bytes=reduce.num_bytes)
 
 
 def has_master_weights(bucket: Bucket, precision: str) -> bool:
-    """Whether the bucket's weights are working weights, beside which the update keeps its own."""
-    number = COMPUTE_FORMATS.get(precision)
-    return number is not None and bucket.dtype == number.dtype
+    """Whether the bucket holds working weights, so that the update needs master weights."""
+    compute = COMPUTE_FORMATS.get(precision)
+    return compute is not None and bucket.dtype == compute.dtype
 
 
 class LossScaler:
-    """The scale of the loss: halved where a gradient overflows, doubled after `interval` steps in which none does."""
+    """The scale of the loss: halved when a gradient overflows, doubled after `growth_interval` steps without one."""
 
     INITIAL_SCALE, MIN_SCALE, GROWTH_INTERVAL = 65536.0, 1.0, 2000
     GROWTH, BACKOFF = 2.0, 0.5
@@ -72,11 +72,11 @@ class LossScaler:
 
     @property
     def can_decrease(self) -> bool:
-        """Whether a smaller scale may help against an overflow."""
+        """Whether the scale can be halved against an overflow."""
         return self.value > self.MIN_SCALE
 
     def update(self, *, overflowed: bool) -> None:
-        """A step with this scale is over."""
+        """Adapt the scale after a step with it."""
         if overflowed:
             self.value, self._num_good_steps = max(self.MIN_SCALE, self.value * self.BACKOFF), 0
             return
@@ -88,10 +88,11 @@ class LossScaler:
 
     @property
     def state(self) -> dict[str, float]:
+        """What a checkpoint saves: the scale, and the number of steps since it changed."""
         return {"value": self.value, "good": self._num_good_steps}
 
     def load_state(self, state: Mapping[str, float]) -> None:
-        """Put back what `state` gave. What no scale can be is not believed."""
+        """Restore a saved `state`, unless its scale is out of range."""
         value = float(state["value"])
         if math.isfinite(value) and self.MIN_SCALE <= value <= self.MAX_SCALE:
             self.value, self._num_good_steps = value, max(0, int(state["good"])) % self._growth_interval

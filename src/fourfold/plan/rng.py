@@ -1,4 +1,4 @@
-"""RNG: which state torch's generators get on each rank, at the start of a run and after a resume.
+"""RNG: the state that torch's generators have on each rank, at the start of a run and after a resume.
 
 data index  a rank's index on dp: ranks with the same data index hold tokens of the same samples
 Law: ranks with the same data index have the same state, whatever the mesh; other data indices have other states.
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from fourfold.plan.checkpoint_manifest import Manifest, RngState
 from fourfold.words.mesh import Mesh
 
-# Primes far apart, so that no data index at one step shares a seed with another one at a step nearby.
+# Two distant primes, so that seeds differ between data indices and between nearby steps.
 _INDEX_STRIDE, _STEP_STRIDE = 1_000_003, 7_919
 
 
@@ -19,9 +19,9 @@ def generator_seed(seed: int, dp_index: int, *, step: int = 0) -> int:
 
 
 def rng_state_to_restore(manifest: Manifest, mesh: Mesh, rank: int) -> RngState | None:
-    """The saved state that this rank of `mesh` restores; None where it seeds its generators instead.
+    """The saved state that this rank of `mesh` restores; None if it must seed its generators instead.
 
-    States are restored where the data axis has the size it had, since only then a data index means the same samples.
+    States are restored only if the data axis still has the same size: else a data index stands for other samples.
     """
     saved = manifest.mesh
     if saved is None:
@@ -32,7 +32,7 @@ def rng_state_to_restore(manifest: Manifest, mesh: Mesh, rank: int) -> RngState 
 
 
 def _is_by_dp_index(states: Sequence[RngState], mesh: Mesh) -> bool:
-    """Whether states saved without their mesh keep the law on this one."""
+    """Whether states saved without their mesh satisfy the law on this mesh."""
     if len(states) != mesh.size:
         return False
     by_index = {(mesh.coordinates(rank)["dp"], state.cpu) for rank, state in enumerate(states)}

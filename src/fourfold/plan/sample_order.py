@@ -1,9 +1,9 @@
-"""Order: which sample, when, to whom. A pure function of (seed, epoch, position).
+"""Sample order: which sample each rank trains on at each step, as a pure function of (seed, epoch, position).
 
-position  place in the epoch's global order, 0 to num_samples − 1
-id        the sample there: a keyed bijection of the position (Feistel network with cycle-walking)
-share     the consecutive part of a range that one index of an axis takes
-Law: every epoch visits each sample once, and neither the rank count nor the batch size changes the order.
+position  an index into the epoch's global order, 0 to num_samples − 1
+id        the sample at a position: a keyed bijection (Feistel network with cycle-walking)
+shard     the consecutive part of a range of positions that one index of an axis takes
+Law: every epoch visits each sample once; neither the number of ranks nor the batch size changes the order.
 
 Source: Black and Rogaway, "Ciphers with arbitrary finite domains" (CT-RSA 2002), §3 cycle-walking, §4 Feistel.
 """
@@ -20,7 +20,7 @@ _SHIFT = np.uint64(33)
 
 
 def rows(num_samples: int, seed: int, epoch: int, start: int, stop: int) -> np.ndarray:
-    """Sample ids at positions [start, stop) of an epoch: int64 [stop − start]. No O(num_samples) memory."""
+    """Sample ids at positions [start, stop) of an epoch: int64 [stop − start], without O(num_samples) memory."""
     if not 0 <= start <= stop <= num_samples:
         raise IndexError(f"positions {start} to {stop} are outside an epoch of {num_samples} samples")
     half = np.uint64(max(1, ((num_samples - 1).bit_length() + 1) // 2))
@@ -34,7 +34,7 @@ def rows(num_samples: int, seed: int, epoch: int, start: int, stop: int) -> np.n
 
 
 class BatchRange(NamedTuple):
-    """Positions [start, stop) of an epoch's order: a global batch; [first, last) is the part that a rank has."""
+    """A global batch: positions [start, stop) of an epoch's order. A rank takes [local_start, local_stop) of them."""
 
     num_samples: int
     seed: int
@@ -48,7 +48,7 @@ class BatchRange(NamedTuple):
         return f"positions {self.start} to {self.stop} of epoch {self.epoch}, seed {self.seed}"
 
     def sample_ids(self) -> list[int]:
-        """The samples of this rank's part."""
+        """The ids of this rank's samples."""
         return rows(self.num_samples, self.seed, self.epoch, self.local_start, self.local_stop).tolist()
 
 
@@ -59,7 +59,7 @@ def shard_range(start: int, stop: int, size: int, index: int) -> tuple[int, int]
 
 
 def _keys(seed: int, epoch: int) -> np.ndarray:
-    # A hash of both, never their sum: else epoch e + 1 of seed s would repeat epoch e of seed s + 1.
+    # A hash of both, not their sum: else epoch e + 1 of seed s would repeat epoch e of seed s + 1.
     digest = hashlib.blake2b(f"fourfold order {ORDER_VERSION} {seed} {epoch}".encode(), digest_size=8 * FEISTEL_ROUNDS)
     return np.frombuffer(digest.digest(), dtype="<u8").astype(np.uint64)
 

@@ -1,14 +1,14 @@
-"""The sequence axis: which tokens each rank keeps, what it computes of attention, and what it sends.
+"""The sequence axis: which tokens each rank holds, which attention scores it computes, and what it sends.
 
-span    [start, stop) of the whole sequence
-ring    how the ranks attend to each other's tokens: one of RINGS
-order   which spans a rank keeps: `plain` is one, `zigzag` one from each half, so that causal work is equal
-tile    a rectangle of scores that a rank computes at once: [start, stop) of its queries × [start, stop) of some keys
-Law: the ranks' spans tile the sequence; a rank keeps its own in ascending order, so the causal mask of its own
-queries and keys is the ordinary one.
+token range  [start, stop) of the whole sequence
+ring         how ranks attend to tokens of other ranks: one of RINGS
+token order  which token ranges a rank holds: `plain` is one, `zigzag` one from each half, so that causal work is equal
+tile         a rectangle of scores that a rank computes at once: [start, stop) of its queries × [start, stop) of keys
+Law: the token ranges of the ranks tile the sequence; a rank holds its own in ascending order, so the causal mask among
+its own tokens is the usual one.
 
-sp = ulysses × ring size. The index on the axis is ring index · ulysses + ulysses index; the `ulysses` neighbours
-share out the tokens of one place on the ring, and the heads while they attend.
+sp = ulysses × ring size. The index on the axis is ring index · ulysses + ulysses index. The `ulysses` consecutive ranks
+at one ring index split its tokens, and split the heads during attention.
 """
 
 import math
@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from fourfold.words.errors import PlanError, Problem
 
-# ring: order of its tokens. "gather" is no ring: keys and values are brought to all at once.
+# ring -> order of its tokens. "gather" is not a ring: it all-gathers keys and values.
 TOKEN_ORDERS = {"zigzag": "zigzag", "plain": "plain", "rsa": "plain", "gather": "zigzag"}
 RINGS = tuple(TOKEN_ORDERS)
 
@@ -26,7 +26,7 @@ TokenRanges = tuple[TokenRange, ...]
 
 
 class Tile(NamedTuple):
-    """Queries [start, stop) by keys [start, stop), in local order. `causal`: a square on the diagonal."""
+    """Queries [start, stop) × keys [start, stop), in local order. `causal`: a square on the diagonal."""
 
     queries: TokenRange
     keys: TokenRange
@@ -34,7 +34,7 @@ class Tile(NamedTuple):
 
     @property
     def num_scores(self) -> int:
-        """How many pairs of query and key are looked at."""
+        """The number of (query, key) pairs that are computed."""
         rows, columns = (stop - start for start, stop in (self.queries, self.keys))
         return rows * (rows + 1) // 2 if self.causal else rows * columns
 
@@ -43,7 +43,7 @@ class Tile(NamedTuple):
 
 
 def ring_size(size: int, ulysses: int) -> int:
-    """Places on the ring of an axis of `size` ranks. Raises PlanError unless `ulysses` divides it."""
+    """The size of the ring on an axis of `size` ranks. Raises PlanError unless `ulysses` divides `size`."""
     problem = ulysses_problem(size, ulysses)
     if problem is not None:
         raise PlanError(problem, where="the plan")
@@ -51,45 +51,49 @@ def ring_size(size: int, ulysses: int) -> int:
 
 
 def length_divisor(size: int, ring: str = "zigzag", ulysses: int = 1) -> int:
-    """What the length of a sequence must be divisible by."""
-    places = ring_size(size, ulysses)
-    pieces = 2 if TOKEN_ORDERS[ring] == "zigzag" and places > 1 else 1
-    return places * math.lcm(pieces, ulysses)
+    """The number that must divide the length of a sequence."""
+    ring_length = ring_size(size, ulysses)
+    num_ranges = 2 if TOKEN_ORDERS[ring] == "zigzag" and ring_length > 1 else 1
+    return ring_length * math.lcm(num_ranges, ulysses)
 
 
 def token_ranges(length: int, size: int, ring: str = "zigzag", ulysses: int = 1) -> tuple[TokenRanges, ...]:
-    """The spans that each of `size` indices on the axis keeps, in its local order.
+    """The token ranges that each of `size` indices on the axis holds, in local order.
 
-    Raises PlanError where the length does not divide.
+    Raises PlanError for a length that is not divisible.
     """
     problem = length_problem(length, size, ring, ulysses)
     if problem is not None:
         raise PlanError(problem, where="the plan")
-    places = ring_size(size, ulysses)
-    if TOKEN_ORDERS[ring] == "plain" or places == 1:
-        kept = [(place,) for place in range(places)]
-        width = length // places
+    ring_length = ring_size(size, ulysses)
+    if TOKEN_ORDERS[ring] == "plain" or ring_length == 1:
+        chunks = [(index,) for index in range(ring_length)]
+        chunk_length = length // ring_length
     else:
-        kept = [(place, 2 * places - 1 - place) for place in range(places)]
-        width = length // (2 * places)
-    around = [tuple((chunk * width, (chunk + 1) * width) for chunk in those) for those in kept]
-    local = length // size
-    return tuple(_sub_ranges(spans, index * local, (index + 1) * local) for spans in around for index in range(ulysses))
+        chunks = [(index, 2 * ring_length - 1 - index) for index in range(ring_length)]
+        chunk_length = length // (2 * ring_length)
+    by_ring_index = [tuple((chunk * chunk_length, (chunk + 1) * chunk_length) for chunk in each) for each in chunks]
+    local_length = length // size
+    return tuple(
+        _sub_ranges(ranges, index * local_length, (index + 1) * local_length)
+        for ranges in by_ring_index
+        for index in range(ulysses)
+    )
 
 
-def _sub_ranges(spans: TokenRanges, start: int, stop: int) -> TokenRanges:
-    """[start, stop) of the tokens of `spans`, as spans."""
-    found, passed = [], 0
-    for first, last in spans:
+def _sub_ranges(ranges: TokenRanges, start: int, stop: int) -> TokenRanges:
+    """Tokens [start, stop) in the local order of `ranges`, as token ranges."""
+    result, passed = [], 0
+    for first, last in ranges:
         begin, end = max(start - passed, 0), min(stop - passed, last - first)
         if begin < end:
-            found.append((first + begin, first + end))
+            result.append((first + begin, first + end))
         passed += last - first
-    return tuple(found)
+    return tuple(result)
 
 
 def length_problem(length: int, size: int, ring: str = "zigzag", ulysses: int = 1) -> Problem | None:
-    """What is wrong with a sequence of this length, if anything, and the nearest lengths that work."""
+    """What is wrong with a sequence of this length, with the nearest lengths that work; None if nothing is."""
     need = length_divisor(size, ring, ulysses)
     if length > 0 and length % need == 0:
         return None
@@ -101,23 +105,23 @@ def length_problem(length: int, size: int, ring: str = "zigzag", ulysses: int = 
 
 
 def ulysses_problem(size: int, ulysses: int) -> Problem | None:
-    """What is wrong with exchanging heads among `ulysses` of `size` ranks, if anything."""
+    """What is wrong with exchanging heads among `ulysses` of `size` ranks; None if nothing is."""
     if size % ulysses == 0:
         return None
-    works = [str(u) for u in range(1, size + 1) if size % u == 0]
-    return Problem(f"ulysses = {ulysses}, sp = {size}", "ulysses to divide sp", f"ulysses = {' or '.join(works)}")
+    divisors = [str(u) for u in range(1, size + 1) if size % u == 0]
+    return Problem(f"ulysses = {ulysses}, sp = {size}", "ulysses to divide sp", f"ulysses = {' or '.join(divisors)}")
 
 
 def heads_problem(num_heads: int, num_kv_heads: int, ulysses: int) -> Problem | None:
-    """What is wrong with sharing out these heads among `ulysses` ranks, if anything."""
+    """What is wrong with splitting these heads among `ulysses` ranks; None if nothing is."""
     if num_heads % ulysses == 0 and num_kv_heads % ulysses == 0:
         return None
-    both = math.gcd(num_heads, num_kv_heads)
-    works = [str(u) for u in range(1, both + 1) if both % u == 0]
+    common = math.gcd(num_heads, num_kv_heads)
+    divisors = [str(u) for u in range(1, common + 1) if common % u == 0]
     return Problem(
-        f"ulysses = {ulysses}, {num_heads} heads, {num_kv_heads} of them of keys and values",
+        f"ulysses = {ulysses}, {num_heads} heads, {num_kv_heads} heads of keys and values",
         "both divisible by ulysses",
-        f"ulysses = {' or '.join(works)}",
+        f"ulysses = {' or '.join(divisors)}",
     )
 
 
@@ -125,52 +129,54 @@ def heads_problem(num_heads: int, num_kv_heads: int, ulysses: int) -> Problem | 
 
 
 def tiles(queries: TokenRanges, keys: TokenRanges, *, causal: bool) -> tuple[Tile, ...]:
-    """The tiles of the queries of some spans by the keys of others, both in their local order; none that is masked out.
+    """The tiles of scores of the tokens in `queries` with those in `keys`, in local order, without masked tiles.
 
-    The spans of one sequence are cut at the same places: two of them are the same or do not meet.
+    All token ranges of a sequence are cut at the same positions: two of them are equal or disjoint.
     """
-    whole = _num_tokens(queries), _num_tokens(keys)
+    all_queries, all_keys = (0, _num_tokens(queries)), (0, _num_tokens(keys))
     if not causal:
-        return (Tile((0, whole[0]), (0, whole[1]), False),)
+        return (Tile(all_queries, all_keys, False),)
     if queries == keys:
-        return (Tile((0, whole[0]), (0, whole[1]), True),)
+        return (Tile(all_queries, all_keys, True),)
     found: list[Tile] = []
-    for span, rows in _local_ranges(queries):
-        before = sum(stop - start for start, stop in keys if stop <= span[0])
+    for query_range, rows in _local_ranges(queries):
+        before = sum(stop - start for start, stop in keys if stop <= query_range[0])
         if before:
             last = found[-1] if found else None
             if last is not None and last.keys == (0, before) and not last.causal and last.queries[1] == rows[0]:
                 found[-1] = Tile((last.queries[0], rows[1]), (0, before), False)
             else:
                 found.append(Tile(rows, (0, before), False))
-        found += [Tile(rows, columns, True) for other, columns in _local_ranges(keys) if other == span]
+        found += [Tile(rows, columns, True) for key_range, columns in _local_ranges(keys) if key_range == query_range]
     return tuple(found)
 
 
-def _num_tokens(spans: TokenRanges) -> int:
-    return sum(stop - start for start, stop in spans)
+def _num_tokens(ranges: TokenRanges) -> int:
+    return sum(stop - start for start, stop in ranges)
 
 
-def _local_ranges(spans: TokenRanges) -> list[tuple[TokenRange, TokenRange]]:
-    """Each span, and where it lies in local order."""
-    found, passed = [], 0
-    for start, stop in spans:
-        found.append(((start, stop), (passed, passed + stop - start)))
+def _local_ranges(ranges: TokenRanges) -> list[tuple[TokenRange, TokenRange]]:
+    """Every token range, and its range in local order."""
+    result, passed = [], 0
+    for start, stop in ranges:
+        result.append(((start, stop), (passed, passed + stop - start)))
         passed += stop - start
-    return found
+    return result
 
 
 def scores_per_index(length: int, size: int, ring: str = "zigzag", *, causal: bool) -> tuple[int, ...]:
-    """Scores that each place of a ring looks at, in one head of one sequence."""
-    spans = token_ranges(length, size, ring)
-    return tuple(sum(tile.num_scores for keys in spans for tile in tiles(mine, keys, causal=causal)) for mine in spans)
+    """The number of scores that each ring index computes, for one head of one sequence."""
+    ranges = token_ranges(length, size, ring)
+    return tuple(
+        sum(tile.num_scores for keys in ranges for tile in tiles(queries, keys, causal=causal)) for queries in ranges
+    )
 
 
 # ---- what is sent ----------------------------------------------------------------------------------
 
 
 class AttentionSize(NamedTuple):
-    """One layer's attention over a whole sequence. `value_size` is a head's size of V (that of K where None)."""
+    """The attention of one layer over a whole sequence. `value_size` is the head size of V; None: that of K."""
 
     batch: int
     length: int
@@ -183,27 +189,27 @@ class AttentionSize(NamedTuple):
 def attention_sent_elements(layer: AttentionSize, size: int, *, ulysses: int = 1) -> float:
     """Elements that each rank sends in forward and backward of a layer.
 
-    Around a ring of N places K and V travel N−1 hops in forward, and again in backward, with dK and dV as far: with
-    hidden size H, 6 (N−1) · B · H · L/N. Exchanging heads, all of Q, K, V, O and their gradients move once, but for
-    the part that stays.
+    On a ring of N ranks, K and V make N−1 hops in forward and again in backward, and dK and dV as many: with hidden
+    size H, 6 (N−1) · B · H · L/N elements. An exchange of heads moves Q, K, V, O and their gradients once, except for
+    the part that stays on the rank.
     """
-    places = ring_size(size, ulysses)
+    ring_length = ring_size(size, ulysses)
     kv_heads = layer.num_kv_heads or layer.num_heads
     value_size = layer.value_size or layer.head_size
     tokens = layer.batch * layer.length / size
-    pair = tokens * kv_heads * (layer.head_size + value_size)
-    query_and_out = tokens * layer.num_heads * (layer.head_size + value_size)
-    around = 3 * (places - 1) * pair
-    exchanged = 2 * (pair + query_and_out) * (ulysses - 1) / ulysses
-    return around + exchanged
+    keys_values = tokens * kv_heads * (layer.head_size + value_size)
+    queries_outputs = tokens * layer.num_heads * (layer.head_size + value_size)
+    ring_elements = 3 * (ring_length - 1) * keys_values
+    exchanged = 2 * (keys_values + queries_outputs) * (ulysses - 1) / ulysses
+    return ring_elements + exchanged
 
 
 def padded_length(length: int, size: int, ring: str = "zigzag", ulysses: int = 1) -> int:
-    """The least length that divides and is not below this one: what a sequence is padded to."""
+    """The length to which a sequence is padded: the least one that is divisible and at least `length`."""
     need = length_divisor(size, ring, ulysses)
     return -(-length // need) * need
 
 
-def token_positions(spans: Sequence[TokenRange]) -> list[int]:
-    """The places in the whole sequence of a rank's tokens, in local order."""
-    return [token for start, stop in spans for token in range(start, stop)]
+def token_positions(ranges: Sequence[TokenRange]) -> list[int]:
+    """The positions of a rank's tokens in the whole sequence, in local order."""
+    return [token for start, stop in ranges for token in range(start, stop)]

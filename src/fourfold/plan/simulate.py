@@ -1,8 +1,8 @@
-"""Simulate: when each action of a program begins and ends, if each costs what its price says.
+"""Simulation: when each action of a program begins and ends, given the cost of each.
 
-clock  the time up to which a lane is taken
-lead   how long before its needs have all ended an action may begin: a bucket is ready before backward is over
-Law: an action begins when its lane is free and its needs have ended, less its lead, and never before that.
+clock    the time until which a lane is occupied
+overlap  how long before its dependencies end an action may begin: a bucket is ready before backward ends
+Law: an action begins as soon as its lane is free and its dependencies have ended, less its overlap; never earlier.
 """
 
 from collections import Counter
@@ -15,11 +15,11 @@ from fourfold.words.program import Action, Program, ProgramError
 from fourfold.words.trace_events import LANES
 
 CostFunction = Callable[[int, Action], float]
-NUM_CONTEXT_ACTIONS = 3  # actions that an error shows before and after the one a lane stands at
+NUM_CONTEXT_ACTIONS = 3  # that an error shows before and after the action at which a lane is stuck
 
 
 class TimedAction(NamedTuple):
-    """An action and its time, in seconds since the step began."""
+    """An action with its start and end, in seconds since the step began."""
 
     action: Action
     start: float
@@ -30,23 +30,24 @@ Timeline = Mapping[int, tuple[TimedAction, ...]]
 
 
 def no_overlap(rank: int, action: Action) -> float:
+    """The overlap of programs whose actions wait for the end of their dependencies."""
     return 0.0
 
 
 def simulate(
     program: Program, cost: CostFunction, *, overlap: CostFunction = no_overlap
 ) -> dict[int, tuple[TimedAction, ...]]:
-    """The timeline of one step, by rank, in the program's order. `price` and `lead` are in seconds.
+    """The timeline of one step, by rank, in the order of the program. `cost` and `overlap` are in seconds.
 
-    Raises ProgramError for a program that cannot end; the message shows where each rank stands.
+    Raises ProgramError for a program that deadlocks; the message shows where each rank is stuck.
     """
     _check_no_repeats(program)
-    state = _Simulator(program, cost, overlap)
-    while state.advance():
+    simulator = _Simulator(program, cost, overlap)
+    while simulator.advance():
         pass
-    if state.has_pending():
-        raise ProgramError(state.problems(), where="the program: it cannot end")
-    return {rank: tuple(state.times[rank, each] for each in actions) for rank, actions in program.items()}
+    if simulator.has_pending():
+        raise ProgramError(simulator.problems(), where="the program: it cannot end")
+    return {rank: tuple(simulator.times[rank, action] for action in actions) for rank, actions in program.items()}
 
 
 def _check_no_repeats(program: Program) -> None:
@@ -61,87 +62,92 @@ def _check_no_repeats(program: Program) -> None:
 
 
 def makespan(timeline: Timeline) -> float:
-    """Seconds from the first beginning to the last end."""
-    times = [each for actions in timeline.values() for each in actions]
-    return max(each.end for each in times) - min(each.start for each in times) if times else 0.0
+    """Seconds from the first start to the last end."""
+    times = [timed for actions in timeline.values() for timed in actions]
+    return max(timed.end for timed in times) - min(timed.start for timed in times) if times else 0.0
 
 
 class _Simulator:
-    """Queues, clocks, and what has been given its time."""
+    """A queue and a clock per rank and lane, and the times assigned so far."""
 
-    def __init__(self, program: Program, price: CostFunction, lead: CostFunction) -> None:
-        self._program, self._cost, self._overlap = program, price, lead
+    def __init__(self, program: Program, cost: CostFunction, overlap: CostFunction) -> None:
+        self._program, self._cost, self._overlap = program, cost, overlap
         self._dependencies = Dependencies(program)
         self._queues = {
-            (rank, name): [action for action in actions if lane_of(action) == name]
+            (rank, lane): [action for action in actions if lane_of(action) == lane]
             for rank, actions in program.items()
-            for name in LANES
+            for lane in LANES
         }
         self._next = dict.fromkeys(self._queues, 0)
         self._clocks = dict.fromkeys(self._queues, 0.0)
         self.times: dict[tuple[int, Action], TimedAction] = {}
 
-    def next_action(self, rank: int, name: str) -> Action | None:
-        queue, place = self._queues[rank, name], self._next[rank, name]
-        return queue[place] if place < len(queue) else None
+    def next_action(self, rank: int, lane: str) -> Action | None:
+        """The first action of a lane that has no time yet."""
+        queue, index = self._queues[rank, lane], self._next[rank, lane]
+        return queue[index] if index < len(queue) else None
 
     def has_pending(self) -> bool:
         return any(self.next_action(*key) is not None for key in self._queues)
 
     def advance(self) -> bool:
-        """Give every lane's next action its time where that is known; whether there was any."""
+        """Assign times to as many actions of every lane as possible. Returns whether there were any."""
         moved = False
-        for rank, name in self._queues:
-            while (action := self.next_action(rank, name)) is not None and self._schedule(rank, name, action):
+        for rank, lane in self._queues:
+            while (action := self.next_action(rank, lane)) is not None and self._schedule(rank, lane, action):
                 moved = True
         return moved
 
-    def _schedule(self, rank: int, name: str, action: Action) -> bool:
-        members = self._dependencies.participants(rank, action)
-        if any(self.next_action(member, name) != action for member in members):
+    def _schedule(self, rank: int, lane: str, action: Action) -> bool:
+        """Assign times to the next action of a lane, on all ranks that take part in it, if that is possible."""
+        participants = self._dependencies.participants(rank, action)
+        if any(self.next_action(each, lane) != action for each in participants):
             return False
-        starts = [self._earliest_start(member, name, action) for member in members]
+        starts = [self._earliest_start(each, lane, action) for each in participants]
         if None in starts:
             return False
         start = max(each for each in starts if each is not None)
-        end = start + max(self._cost(member, action) for member in members)
-        for member in members:
-            self.times[member, action] = TimedAction(action, start, end)
-            self._clocks[member, name] = end
-            self._next[member, name] += 1
+        end = start + max(self._cost(each, action) for each in participants)
+        for each in participants:
+            self.times[each, action] = TimedAction(action, start, end)
+            self._clocks[each, lane] = end
+            self._next[each, lane] += 1
         return True
 
-    def _earliest_start(self, rank: int, name: str, action: Action) -> float | None:
-        start = self._clocks[rank, name]
-        lead = self._overlap(rank, action)
-        for need in self._dependencies.of(rank, action):
-            met = self.times.get(need)
-            if met is None:
+    def _earliest_start(self, rank: int, lane: str, action: Action) -> float | None:
+        """When an action can begin on one rank; None while a dependency has no time yet."""
+        start = self._clocks[rank, lane]
+        overlap = self._overlap(rank, action)
+        for dependency in self._dependencies.of(rank, action):
+            timed = self.times.get(dependency)
+            if timed is None:
                 return None
-            start = max(start, met.start, met.end - lead)
+            start = max(start, timed.start, timed.end - overlap)
         return start
 
     def problems(self) -> list[Problem]:
-        """Where each rank stands, and what it waits for."""
+        """Where each rank is stuck, and what it waits for."""
         return [
-            Problem(f"rank {rank}, {name}: {self._context(rank, action)}", self._waiting_for(rank, name, action))
-            for rank, name in self._queues
-            if (action := self.next_action(rank, name)) is not None
+            Problem(f"rank {rank}, {lane}: {self._context(rank, action)}", self._waiting_for(rank, lane, action))
+            for rank, lane in self._queues
+            if (action := self.next_action(rank, lane)) is not None
         ]
 
     def _context(self, rank: int, action: Action) -> str:
+        """The action and its neighbours in the program, with a mark in front of the action."""
         actions = self._program[rank]
-        place = actions.index(action)
-        low, high = max(0, place - NUM_CONTEXT_ACTIONS), place + NUM_CONTEXT_ACTIONS + 1
+        index = actions.index(action)
+        low, high = max(0, index - NUM_CONTEXT_ACTIONS), index + NUM_CONTEXT_ACTIONS + 1
         words = [f"▸{each}" if each == action else str(each) for each in actions[low:high]]
         return " ".join([*(["…"] if low else []), *words, *(["…"] if high < len(actions) else [])])
 
-    def _waiting_for(self, rank: int, name: str, action: Action) -> str:
+    def _waiting_for(self, rank: int, lane: str, action: Action) -> str:
         missing = []
-        for need in self._dependencies.of(rank, action):
-            if need not in self.times:
-                there = need.action in self._program.get(need.rank, ())
-                missing.append(f"{need.action} of rank {need.rank}" + ("" if there else ", which is in no program"))
+        for dependency in self._dependencies.of(rank, action):
+            if dependency not in self.times:
+                exists = dependency.action in self._program.get(dependency.rank, ())
+                suffix = "" if exists else ", which is in no program"
+                missing.append(f"{dependency.action} of rank {dependency.rank}{suffix}")
         others = self._dependencies.participants(rank, action)
-        missing += [f"rank {each} to come to {action} too" for each in others if self.next_action(each, name) != action]
+        missing += [f"rank {each} to come to {action} too" for each in others if self.next_action(each, lane) != action]
         return ", ".join(missing[:NUM_CONTEXT_ACTIONS]) or "the other ranks of this collective"

@@ -1,8 +1,8 @@
-"""Late ranks: those that the others wait for, step after step.
+"""Stragglers: ranks for which the others wait, step after step.
 
-busy  what a rank spends its own time on in a step, in seconds by name; waiting is no part of it
-late  busy for more than FACTOR times as long as the others, by their median
-Law: a rank is late by its typical step, so one slow step of many makes nobody late.
+busy       seconds of a step that a rank spends on its own work, by phase; waiting is not part of it
+straggler  a rank that is busy for more than STRAGGLER_FACTOR times the median of the others
+Law: a rank is judged by its typical step, so a single slow step makes no straggler.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,12 +10,17 @@ from dataclasses import dataclass
 from statistics import median, median_high
 
 STRAGGLER_FACTOR = 1.5
-MIN_EXCESS_SECONDS = 0.002  # below it, it is the system's own unrest
+MIN_EXCESS_SECONDS = 0.002  # smaller differences are noise of the system
 
 
 @dataclass(frozen=True)
 class Straggler:
-    """A rank others wait for: seconds a step that it is busy, and they are; what it is in, and both again there."""
+    """A rank for which the others wait.
+
+    seconds        per step that it is busy; `others_seconds`: that the others are
+    place          the phase of the step in which it loses most; `place_seconds`, `others_place_seconds`: spent there
+    The field names are keys of the log on disk.
+    """
 
     rank: int
     seconds: float
@@ -25,34 +30,35 @@ class Straggler:
     others_place_seconds: float
 
     def describe(self, host: str) -> str:
+        """The warning for a user; `host` is the host of the rank."""
         there = f"{_ms(self.place_seconds)} in {self.place}, they {_ms(self.others_place_seconds)}"
         busy = f"busy for {_ms(self.seconds)} a step, the others for {_ms(self.others_seconds)}"
         return f"rank {self.rank} on {host} is late: {busy}; it is {there}"
 
 
 def median_step_seconds(steps: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Busy seconds of one rank's typical step: by name, the median over the steps."""
+    """Busy seconds of one rank's typical step: by phase, the median over the steps."""
     rows = list(steps)
     names = dict.fromkeys(name for row in rows for name in row)
     return {name: median(row.get(name, 0.0) for row in rows) for name in names}
 
 
 def find_stragglers(busy: Sequence[Mapping[str, float]]) -> list[Straggler]:
-    """The late among all ranks, from each one's typical step, in rank order."""
+    """The stragglers, in rank order. `busy`: by rank, the typical step as `median_step_seconds` gives it."""
     totals = [sum(row.values()) for row in busy]
-    found = []
+    stragglers = []
     for rank, (total, row) in enumerate(zip(totals, busy, strict=True)):
         others = [other for number, other in enumerate(busy) if number != rank]
         if not others:
             continue
-        # The higher of two in the middle: at most half of the ranks can be late.
+        # The higher of two middle values: at most half of the ranks can be stragglers.
         usual = median_high(sum(other.values()) for other in others)
         if total <= STRAGGLER_FACTOR * usual or total - usual < MIN_EXCESS_SECONDS:
             continue
-        there = {name: median(other.get(name, 0.0) for other in others) for name in row}
-        place = max(row, key=lambda name: row[name] - there[name])
-        found.append(Straggler(rank, total, usual, place, row[place], there[place]))
-    return found
+        others_row = {name: median(other.get(name, 0.0) for other in others) for name in row}
+        phase = max(row, key=lambda name: row[name] - others_row[name])
+        stragglers.append(Straggler(rank, total, usual, phase, row[phase], others_row[phase]))
+    return stragglers
 
 
 def _ms(seconds: float) -> str:

@@ -1,10 +1,10 @@
-"""Timeline: what all ranks recorded in the sampled steps of a run, and its file.
+"""Trace file: what all ranks recorded in the sampled steps of a run, and the file it is saved in.
 
-event  a span of a rank in a step, in seconds since the first event of the trace; a moment has no length
-trace  the program that was run, and its events
-Law: decode(encode(trace)) == trace, to the nanosecond. The file opens in Perfetto and in chrome://tracing.
+event  a span of a rank in a step, in seconds since the first event of the trace; an instant has no length
+trace  the program that ran, and its events
+Law: decode_trace(encode_trace(trace)) == trace, to the nanosecond. The file opens in Perfetto and chrome://tracing.
 
-Source: "Trace Event Format", the JSON object format; a process is a rank, a thread a lane.
+Format: "Trace Event Format", as a JSON object; a process is a rank, a thread is a lane.
 """
 
 import itertools
@@ -29,7 +29,7 @@ class TraceError(FourfoldError):
 
 
 class Event(NamedTuple):
-    """A span of a rank. Seconds are whole nanoseconds."""
+    """A span of a rank, in seconds with nanosecond resolution."""
 
     rank: int
     step: int
@@ -45,7 +45,7 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class Trace:
-    """What was run, and when."""
+    """The program that ran, and the events of its sampled steps."""
 
     program: Program
     events: tuple[Event, ...]
@@ -59,7 +59,7 @@ class Trace:
         return sorted({event.step for event in self.events})
 
     def program_of_step(self, step: int) -> Program:
-        """What was run in a sampled step: where ranks keep to themselves, they push and pull in some steps only."""
+        """The program of one sampled step: under local SGD, pushes and pulls happen only in some steps."""
         names = {event.name for event in self.events if event.step == step}
         return {
             rank: tuple(a for a in actions if a.verb not in (Verb.PUSH, Verb.PULL) or str(a) in names)
@@ -67,18 +67,19 @@ class Trace:
         }
 
     def events_of(self, *, step: int, rank: int) -> list[Event]:
+        """The events of one rank in one step."""
         return [event for event in self.events if event.step == step and event.rank == rank]
 
 
 def encode_trace(trace: Trace) -> bytes:
-    """The trace as a file."""
+    """The trace as the bytes of a file."""
     rows: list[dict[str, Any]] = []
     for rank in trace.ranks:
         rows.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}})
         for number, lane in enumerate(LANES):
             rows.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": number, "args": {"name": lane}})
     for event in trace.events:
-        place = {
+        common = {
             "name": event.name,
             "pid": event.rank,
             "tid": LANES.index(event.lane),
@@ -86,7 +87,7 @@ def encode_trace(trace: Trace) -> bytes:
         }
         kind = "wait" if event.name == WAIT_SPAN else event.lane
         length = {"ph": "X", "dur": _to_microseconds(event.seconds)} if " " not in event.name else {"ph": "i", "s": "t"}
-        rows.append({**place, **length, "cat": kind, "args": {"step": event.step}})
+        rows.append({**common, **length, "cat": kind, "args": {"step": event.step}})
     other = {"fourfold": TRACE_VERSION, "program": format_program(trace.program)}
     return b"{" + b",\n".join([
         b'"displayTimeUnit": "ms"',
@@ -100,11 +101,11 @@ def _to_microseconds(seconds: float) -> float:
 
 
 def decode_trace(data: bytes, *, where: str = "trace.json") -> Trace:
-    """The trace in a file. Raises TraceError where it is none of ours."""
+    """Read the trace in a file. Raises TraceError unless Fourfold wrote it."""
     try:
-        whole = from_json(data)
-        program = parse_program(whole["otherData"]["program"])
-        rows = [row for row in whole["traceEvents"] if row["ph"] in "Xi"]
+        document = from_json(data)
+        program = parse_program(document["otherData"]["program"])
+        rows = [row for row in document["traceEvents"] if row["ph"] in "Xi"]
         return Trace(program, tuple(map(_event, rows)))
     except (DecodeError, KeyError, TypeError, AttributeError, IndexError, ProgramError) as error:
         problem = Problem(f"no trace of a run ({error})", "the file that fourfold train writes", "the same run again")
@@ -118,7 +119,7 @@ def _event(row: Mapping[str, Any]) -> Event:
 
 
 def waiting_seconds_within(events: list[Event], within: Event) -> float:
-    """Seconds that a rank waited within one of its spans; waits may lie in each other."""
+    """Seconds that a rank waited within one of its spans; waits may be nested."""
     spans = sorted(
         (max(event.start, within.start), min(event.stop, within.stop))
         for event in events
@@ -132,7 +133,7 @@ def waiting_seconds_within(events: list[Event], within: Event) -> float:
 
 
 def merged_waits(events: list[Event]) -> list[Event]:
-    """The waits among the events, those that lie in or touch each other joined."""
+    """The waits among the events; those that overlap or touch are merged."""
     joined: list[Event] = []
     for event in sorted((e for e in events if e.name == WAIT_SPAN), key=lambda e: e.start):
         if joined and event.start <= joined[-1].stop:
@@ -143,11 +144,11 @@ def merged_waits(events: list[Event]) -> list[Event]:
 
 
 def clock_offset_bounds(mine: list[int], theirs: list[int]) -> tuple[int, int]:
-    """The least and the most that another host's clock can be ahead of this one's, in nanoseconds.
+    """The bounds of how far another host's clock is ahead of this one's, in nanoseconds.
 
-    Both clocks were read in turn: round i + 1 was begun by nobody before everybody had begun round i.
+    Both hosts read their clocks in rounds: no host begins round i + 1 before every host has begun round i.
     """
     pairs = list(itertools.pairwise(zip(mine, theirs, strict=True)))
-    least = max(before[1] - after[0] for before, after in pairs)
-    most = min(after[1] - before[0] for before, after in pairs)
-    return least, most
+    lower = max(before[1] - after[0] for before, after in pairs)
+    upper = min(after[1] - before[0] for before, after in pairs)
+    return lower, upper

@@ -1,6 +1,6 @@
-"""Saved: the checkpoints of a run, those that are there and those that came to grief.
+"""Checkpoint card: a run's checkpoints on the page: those on the disk, those damaged, those that were never written.
 
-Law: sizes and presence are read from the disk, pauses and failures from the log; neither is guessed from the other.
+Law: what exists and its size come from the disk, pauses and failures from the log; neither is inferred from the other.
 """
 
 import re
@@ -23,7 +23,7 @@ COLUMNS = ("step", "size", "pause", "")
 
 
 class SavedCheckpoint(NamedTuple):
-    """A checkpoint that is on the disk, or that was lost. Unknown is None."""
+    """A checkpoint that is on the disk, or that was lost. None means unknown."""
 
     step: int
     num_bytes: int | None
@@ -33,14 +33,14 @@ class SavedCheckpoint(NamedTuple):
 
 
 class CheckpointHistory(NamedTuple):
-    """Pauses by step of every save that was begun, and the checkpoints there is something to say about, by step."""
+    """The pause of every save that was begun, by step; and the checkpoints kept, damaged or not written, by step."""
 
     pauses: Mapping[int, float]
     checkpoints: Sequence[SavedCheckpoint] = ()
 
     @property
     def written_steps(self) -> set[int]:
-        """The steps of the saves that went well, as the log knows them."""
+        """The steps of the successful saves, according to the log."""
         return {*self.pauses} - {each.step for each in self.checkpoints if each.status == NOT_WRITTEN}
 
     @property
@@ -48,8 +48,8 @@ class CheckpointHistory(NamedTuple):
         return [each for each in self.checkpoints if each.status in (KEPT, BEST)]
 
 
-def read_checkpoints(folder: Path, lines: Iterable[Mapping[str, Any]]) -> CheckpointHistory:
-    """What the run's folder and the lines of its log say. Raises OSError."""
+def read_checkpoints(run_dir: Path, lines: Iterable[Mapping[str, Any]]) -> CheckpointHistory:
+    """The checkpoints, from the run's folder and the lines of its log. Raises OSError."""
     pauses: dict[int, float] = {}
     lost: list[SavedCheckpoint] = []
     for line in lines:
@@ -58,15 +58,15 @@ def read_checkpoints(folder: Path, lines: Iterable[Mapping[str, Any]]) -> Checkp
         elif "damaged" in line and (name := CHECKPOINT_NAME.fullmatch(line["checkpoint"])):
             texts = [text.rpartition(f"{line['checkpoint']}/")[2] for text in line["damaged"]]
             lost.append(SavedCheckpoint(int(name[1]), None, None, DAMAGED, "; ".join(texts)))
-        elif "warning" in line and (said := FAILED_WARNING.match(line["warning"])):
-            lost.append(SavedCheckpoint(int(said[1]), None, pauses.get(int(said[1])), NOT_WRITTEN, said[2]))
-    shelf = CheckpointStore(folder)
-    best = shelf.best_step()
-    there = [
-        SavedCheckpoint(step, _num_bytes(shelf.step_dir(step)), pauses.get(step), BEST if step == best else KEPT)
-        for step in shelf.steps()
+        elif "warning" in line and (failed := FAILED_WARNING.match(line["warning"])):
+            lost.append(SavedCheckpoint(int(failed[1]), None, pauses.get(int(failed[1])), NOT_WRITTEN, failed[2]))
+    store = CheckpointStore(run_dir)
+    best = store.best_step()
+    on_disk = [
+        SavedCheckpoint(step, _num_bytes(store.step_dir(step)), pauses.get(step), BEST if step == best else KEPT)
+        for step in store.steps()
     ]
-    return CheckpointHistory(pauses, sorted([*lost, *there], key=lambda each: each.step))
+    return CheckpointHistory(pauses, sorted([*lost, *on_disk], key=lambda each: each.step))
 
 
 def _num_bytes(folder: Path) -> int:
@@ -74,22 +74,22 @@ def _num_bytes(folder: Path) -> int:
 
 
 def checkpoint_ticks(checkpoints: CheckpointHistory, *, last_step: int) -> Series:
-    """A tick for every save on an axis of steps that ends at `last`."""
+    """A tick for every save, on an axis of steps that ends at `last_step`."""
     steps = checkpoints.written_steps | {each.step for each in checkpoints.on_disk}
     return Series("checkpoint", [(float(step), 0.0) for step in sorted(steps) if step <= last_step], 2, "tick")
 
 
 def checkpoints_card(checkpoints: CheckpointHistory) -> str:
-    """What was saved, what it cost, and what is there."""
-    pauses, found = checkpoints
-    if not pauses and not found:
+    """The card: how many checkpoints were saved, how long each paused training, which are kept."""
+    pauses, saved = checkpoints
+    if not pauses and not saved:
         return '<h2>Checkpoints</h2><p class="note">None was saved.</p>'
-    said = [f"{len(checkpoints.written_steps):,} saved, {len(checkpoints.on_disk)} kept"]
+    notes = [f"{len(checkpoints.written_steps):,} saved, {len(checkpoints.on_disk)} kept"]
     if pauses:
         typical, longest = statistics.median(pauses.values()), max(pauses.values())
-        said.append(f"pause {format_seconds(typical)} in the median, {format_seconds(longest)} at most")
-    table = render_table(COLUMNS, [render_row(_row_cells(each)) for each in found], style="saved") if found else ""
-    return f'<h2>Checkpoints</h2><p class="note">{escape(" · ".join(said))}</p>{table}'
+        notes.append(f"pause {format_seconds(typical)} in the median, {format_seconds(longest)} at most")
+    table = render_table(COLUMNS, [render_row(_row_cells(each)) for each in saved], style="saved") if saved else ""
+    return f'<h2>Checkpoints</h2><p class="note">{escape(" · ".join(notes))}</p>{table}'
 
 
 def _row_cells(saved: SavedCheckpoint) -> Sequence[str]:

@@ -1,6 +1,6 @@
-"""Table: rows of text for the page.
+"""HTML table: rows of text for the page.
 
-Law: every text is escaped here, and what XML cannot hold is not let through.
+Law: every text is escaped here, and characters that XML does not allow are written out.
 """
 
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from html import escape
 
 from fourfold.words.terminal_text import escape_controls
 
-MAX_ROWS = 20  # rows that are shown at once
+MAX_ROWS = 20  # the rows shown without a click
 UNKNOWN = "–"
 
 
@@ -18,14 +18,14 @@ def render_row(texts: Sequence[str], tag: str = "td") -> str:
 
 
 def _render_cell(text: str, tag: str) -> str:
-    kind = ' class="unknown"' if text == UNKNOWN else ""
-    return f"<{tag}{kind}>{escape(escape_controls(text))}</{tag}>"
+    class_attribute = ' class="unknown"' if text == UNKNOWN else ""
+    return f"<{tag}{class_attribute}>{escape(escape_controls(text))}</{tag}>"
 
 
 def render_table(columns: Sequence[str], rows: Sequence[str], *, style: str) -> str:
-    """A table of rows; all but the last `MOST` of them only when they are asked for."""
-    earlier, late = rows[:-MAX_ROWS], rows[-MAX_ROWS:]
-    table = _render_rows(columns, late, style)
+    """A table of rows; all but the last MAX_ROWS are folded away."""
+    earlier, shown = rows[:-MAX_ROWS], rows[-MAX_ROWS:]
+    table = _render_rows(columns, shown, style)
     if not earlier:
         return table
     return (
@@ -33,5 +33,5 @@ def render_table(columns: Sequence[str], rows: Sequence[str], *, style: str) -> 
     )
 
 
-def _render_rows(heads: Sequence[str], rows: Sequence[str], style: str) -> str:
-    return f'<div class="scroll"><table class="listed {style}">{render_row(heads, "th")}{"".join(rows)}</table></div>'
+def _render_rows(columns: Sequence[str], rows: Sequence[str], style: str) -> str:
+    return f'<div class="scroll"><table class="listed {style}">{render_row(columns, "th")}{"".join(rows)}</table></div>'

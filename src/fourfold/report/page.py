@@ -1,7 +1,7 @@
-"""Page: a run, or several beside each other, as one HTML file that needs nothing else.
+"""Page: a run, or a comparison of several, as one HTML file that needs no other.
 
-card  a part of the page: a heading and a drawing or a table
-Law: everything that comes from a run is escaped; nothing is fetched, and the page is well-formed XML.
+card  a part of the page: a heading, and a drawing or a table
+Law: everything that comes from a run is escaped; the page loads nothing and is well-formed XML.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,14 +19,15 @@ from fourfold.report.svg import Point, Series, line_chart
 from fourfold.words.units import format_bytes, format_si
 
 REPORT_FILE = "report.html"
-MAX_POINTS = 500  # of a curve: more than a drawing has room for
+MAX_POINTS = 500  # of a curve: no drawing shows more
 ENVIRONMENT_KEYS = ("transport", "versions", "machine", "cores")
 
 
 def write_report(paths: Sequence[Path]) -> Path:
-    """The report of the runs in these folders: in the folder of one, or beside those of several. Returns its path.
+    """Write the report of the runs in these folders; returns its path.
 
-    Raises ReportError where a run cannot be read.
+    The page of one run goes into its folder, that of several next to the first run's folder. Raises ReportError if a
+    run cannot be read.
     """
     records = [read_run(path) for path in paths]
     one = len(records) == 1
@@ -38,26 +39,26 @@ def write_report(paths: Sequence[Path]) -> Path:
 
 
 def render_run(record: RunRecord) -> str:
-    """One run."""
+    """The page of one run."""
     cards = [_card(loss_chart([record])), _card(throughput_chart([record]))]
     trace = record.trace if record.trace is not None and record.trace.events else None
     untraced = "<h2>Time by action</h2><p>No step of this run was traced.</p>"
     cards += [_card(action_card(trace) if trace else untraced), _checkpoints_and_segments(record)]
-    if troubles := faults.faults_card(record.faults, record.resumed_steps):
-        cards.append(_card(troubles, wide=True))
+    if faults_html := faults.faults_card(record.faults, record.resumed_steps):
+        cards.append(_card(faults_html, wide=True))
     if trace:
         cards.append(_card(step_card(trace), wide=True))
-    # The plan is long, these two are short.
-    beside = f"{_card(_settings(record))}{_card(_key_value_table('Environment', _environment(record)))}"
-    cards += [_card(_key_value_table("Plan", _plan_fields(record))), f'<div class="stack">{beside}</div>']
+    # The plan is long; the settings and the environment are short, and share the column next to it.
+    short_cards = f"{_card(_settings(record))}{_card(_key_value_table('Environment', _environment(record)))}"
+    cards += [_card(_key_value_table("Plan", _plan_fields(record))), f'<div class="stack">{short_cards}</div>']
     ended = "" if record.finish_line else " · not finished"
     settings = record.settings
-    under = f"{settings.get('task', 'run')} · {_describe_ranks(record)} · {settings.get('transport', '')}{ended}"
+    subtitle = f"{settings.get('task', 'run')} · {_describe_ranks(record)} · {settings.get('transport', '')}{ended}"
     figures = "".join(
         f"<div><b>{escape(value)}</b><span>{escape(name)}</span></div>" for name, value in key_figures(record)
     )
     body = f'<div class="figures">{figures}</div><div class="cards">{"".join(cards)}</div>'
-    return _html_page(record.name, under, body)
+    return _html_page(record.name, subtitle, body)
 
 
 def _checkpoints_and_segments(record: RunRecord) -> str:
@@ -66,7 +67,7 @@ def _checkpoints_and_segments(record: RunRecord) -> str:
 
 
 def render_comparison(records: Sequence[RunRecord]) -> str:
-    """Several runs."""
+    """The page that compares several runs."""
     tables = [{**dict(key_figures(record)), **_fault_counts(record)} for record in records]
     names = list(dict.fromkeys(name for table in tables for name in table))
     rows = [render_row(["", *(record.name for record in records)], "th")]
@@ -90,12 +91,12 @@ def render_comparison(records: Sequence[RunRecord]) -> str:
 
 
 def key_figures(record: RunRecord) -> list[tuple[str, str]]:
-    """The key figures, by name."""
+    """The key figures, as (name, text)."""
     figures = []
     if record.evaluations:
         for name, value in record.evaluations[-1][1].items():
-            told = "nan" if value is None else f"{value:.4f}"  # JSON has no word for what is not finite
-            figures.append((f"validation {name}" if name == "loss" else name, told))
+            text = "nan" if value is None else f"{value:.4f}"  # JSON has no NaN: the log says null
+            figures.append((f"validation {name}" if name == "loss" else name, text))
     losses = [line["loss"] for line in record.steps[-20:] if line["loss"] is not None]
     if losses:
         figures.append(("training loss", f"{sum(losses) / len(losses):.4f}"))
@@ -118,7 +119,7 @@ def _fault_counts(record: RunRecord) -> dict[str, str]:
 
 
 def loss_chart(records: Sequence[RunRecord]) -> str:
-    """The loss of every step, smoothed, and the validation's; of one run its restarts, faults and checkpoints too."""
+    """The loss, smoothed, and the validation loss; for one run also single steps, faults and checkpoints."""
     series, dots = [], []
     for index, record in enumerate(records):
         losses = [(line["step"], line["loss"]) for line in record.steps if line["loss"] is not None]
@@ -142,7 +143,7 @@ def loss_chart(records: Sequence[RunRecord]) -> str:
 
 
 def throughput_chart(records: Sequence[RunRecord]) -> str:
-    """Units a second over the time that the steps took. Samples and tokens are not comparable: a drawing per unit."""
+    """Throughput over the time in steps. One drawing per unit: samples and tokens are not comparable."""
     by_unit: dict[str, list[Series]] = {}
     for index, record in enumerate(records):
         by_unit.setdefault(record.unit, []).append(_throughput_series(record, colour=index))
@@ -151,16 +152,16 @@ def throughput_chart(records: Sequence[RunRecord]) -> str:
 
 
 def _throughput_series(record: RunRecord, *, colour: int) -> Series:
-    points, passed = [], 0.0
+    points, elapsed = [], 0.0
     for number, line in enumerate(record.steps):
-        passed += line["seconds"]
-        points.append((passed, record.step_units(number) / max(line["seconds"], 1e-9)))
-    # The first step allocates, and says nothing of the speed.
+        elapsed += line["seconds"]
+        points.append((elapsed, record.step_units(number) / max(line["seconds"], 1e-9)))
+    # The first step allocates, so it is left out.
     return Series(record.name, downsample(smooth(points[1:]), _mean), colour)
 
 
 def _throughput_drawing(series: Sequence[Series], unit: str, *, legend: bool) -> str:
-    """The drawing of the runs that count in `unit`; "" where none of them has enough steps."""
+    """The drawing for one unit; "" if no run has enough steps."""
     factor, prefix = _unit_prefix(max((y for each in series for _, y in each.points), default=0.0))
     scaled_down = [each._replace(points=[(x, y / factor) for x, y in each.points]) for each in series]
     title = f"Throughput, {unit}"
@@ -169,7 +170,7 @@ def _throughput_drawing(series: Sequence[Series], unit: str, *, legend: bool) ->
 
 
 def smooth(points: Sequence[Point]) -> list[Point]:
-    """Means over windows of a fiftieth of the points, each at the last point of its window."""
+    """Moving means over a fiftieth of the points, each at the last point of its window."""
     width = max(1, len(points) // 50)
     result, total = [], 0.0
     for index, (x, y) in enumerate(points):
@@ -179,10 +180,10 @@ def smooth(points: Sequence[Point]) -> list[Point]:
 
 
 def downsample(points: Sequence[Point], pick: Callable[[Sequence[Point]], Point]) -> list[Point]:
-    """At most `POINTS` of the points, and always the last."""
+    """At most about MAX_POINTS points, always with the last one. `pick` makes one point of several."""
     stride = -(-len(points) // MAX_POINTS) or 1
-    some = [pick(points[index : index + stride]) for index in range(0, len(points), stride)]
-    return some if not points or some[-1] == points[-1] else [*some, points[-1]]
+    picked = [pick(points[index : index + stride]) for index in range(0, len(points), stride)]
+    return picked if not points or picked[-1] == points[-1] else [*picked, points[-1]]
 
 
 def _first(points: Sequence[Point]) -> Point:
@@ -218,7 +219,7 @@ def _environment(record: RunRecord) -> dict[str, Any]:
 
 
 def _flatten(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Tables within the values, such as the versions, as entries of their own."""
+    """The values, with nested tables such as the versions replaced by their entries."""
     found: dict[str, Any] = {}
     for name, value in values.items():
         found |= value if isinstance(value, dict) else {name: value}
@@ -240,10 +241,10 @@ def _card(content: str, *, wide: bool = False) -> str:
     return f'<section class="card{" wide" if wide else ""}">{content}</section>'
 
 
-def _html_page(title: str, under: str, body: str) -> str:
+def _html_page(title: str, subtitle: str, body: str) -> str:
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"/>'
         '<meta name="viewport" content="width=device-width, initial-scale=1"/>'
         f"<title>{escape(title)} · Fourfold</title><style>{CSS}</style></head>\n"
-        f'<body><main><h1>{escape(title)}</h1><p class="under">{escape(under)}</p>{body}</main></body></html>\n'
+        f'<body><main><h1>{escape(title)}</h1><p class="under">{escape(subtitle)}</p>{body}</main></body></html>\n'
     )

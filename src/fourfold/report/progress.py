@@ -1,9 +1,9 @@
 """Progress: one calm line on a terminal, a few plain ones in a log.
 
-line  where a run stands: step, loss, throughput, share of time not spent computing, time left
-note  a text of its own (an evaluation, a warning), shown above the line
-Law: showing never floods: at most a few redraws a second on a terminal, a line in 2 to 60 seconds in a log. A run
-is worth more than what is shown of it: where nobody reads any more (`| head`), it goes on unseen.
+line     where a run stands: step, loss, throughput, fraction of time spent waiting, time left
+message  a text above the line, such as an evaluation or a warning
+Law: output stays short: at most four redraws per second on a terminal, a line every 2 to 60 seconds in a log. An output
+that cannot be written (`| head` has ended) never stops the run.
 """
 
 import atexit
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 
 REDRAW_SECONDS = 0.25
 NUM_LOG_LINES = 20
-LOG_INTERVAL_SECONDS = (2.0, 60.0)  # the least and the most between two lines of a log
-BAR_WIDTHS = (30, 20, 10)  # what is tried, widest first; none where the terminal is narrower
+LOG_INTERVAL_SECONDS = (2.0, 60.0)  # least and most between two lines of a log
+BAR_WIDTHS = (30, 20, 10)  # the widest that fits is drawn; none on a narrower terminal
 MIN_CELLS = 2  # step and loss
 
 
 class Progress:
-    """Shows a run to a person. Made and used on one rank only. `live=False`: plain lines, on a terminal too."""
+    """Shows a run's progress, on one rank only. `live=False`: plain lines, even on a terminal."""
 
     def __init__(
         self, file: TextIO | None = None, *, live: bool = True, clock: Callable[[], float] = time.monotonic
@@ -50,12 +50,12 @@ class Progress:
         self._live: Live | None = None
 
     def start(self, text: str) -> None:
-        """The run begins; `text` says what runs and how."""
+        """Begin; `text` says what runs and how."""
         self._began_at = self._clock()
         self._print(text)
 
     def show_step(self, line: ProgressLine) -> None:
-        """A step is done. Draws at most every quarter of a second; in a log when a line is due."""
+        """Show a finished step, if a redraw or a line of the log is due."""
         self._last = line
         now = self._clock()
         if self._shown_at is not None and now - self._shown_at < self._interval(line, now):
@@ -64,16 +64,16 @@ class Progress:
         self._draw(line)
 
     def print_message(self, text: str) -> None:
-        """A text of its own, above the line."""
+        """Print a message above the line."""
         self._print(text)
 
     def finish(self, text: str) -> None:
-        """The run has ended well: the last step's line, then `text`."""
+        """End after a successful run: the last step's line, then `text`."""
         self.close()
         self._print(text)
 
     def close(self) -> None:
-        """Give the terminal back, with the last line on it. May be called again."""
+        """Release the terminal, with the last step's line on it. Further calls do nothing."""
         if self._last is not None and self._last is not self._drawn:
             self._draw(self._last)
         if self._live is not None:
@@ -86,8 +86,8 @@ class Progress:
         if self._is_live():
             return REDRAW_SECONDS
         total = now - self._began_at + (line.remaining_seconds or 0.0)
-        least, most = LOG_INTERVAL_SECONDS
-        return min(max(total / NUM_LOG_LINES, least), most)
+        shortest, longest = LOG_INTERVAL_SECONDS
+        return min(max(total / NUM_LOG_LINES, shortest), longest)
 
     def _draw(self, line: ProgressLine) -> None:
         self._drawn = line
@@ -102,8 +102,8 @@ class Progress:
         if self._live is None:
             from rich.live import Live
 
-            # No thread that redraws: it would take the interpreter from the training loop. A rank that ends early
-            # must still show the cursor again, so the end of the process closes too.
+            # No redraw thread: it would take the interpreter lock from the training loop. A rank that ends early must
+            # show the cursor again, hence atexit.
             self._live = Live(console=console, auto_refresh=False)
             atexit.register(self.close)
             self._live.start()
@@ -121,14 +121,14 @@ class Progress:
 
     @contextlib.contextmanager
     def _tolerating_write_errors(self) -> Iterator[None]:
-        """Within: what cannot be written is told once on stderr, and the rest is not shown."""
+        """Within: the first write error is reported on stderr, and from then on nothing is shown."""
         try:
             yield
         except OSError as error:
             if self._is_output_open:
                 self._is_output_open = False
                 print_stderr(
-                    f"fourfold: the output could not be written: {os_error_text(error)}; the run goes on unseen"
+                    f"fourfold: the output could not be written: {os_error_text(error)}; the run goes on without it"
                 )
             if self._live is not None:
                 atexit.unregister(self.close)
@@ -143,41 +143,41 @@ class Progress:
         if self._console is None:
             from rich.console import Console
 
-            class Told(Console):
+            class NonExitingConsole(Console):
                 def on_broken_pipe(self) -> None:  # rich's own ends the process
                     raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
 
-            self._console = Told(file=self._file, highlight=False)
+            self._console = NonExitingConsole(file=self._file, highlight=False)
         return self._console
 
 
 def format_cells(line: ProgressLine) -> list[str]:
-    """The parts of a line, each of a width that does not change during a run."""
+    """The cells of a line; the width of each stays the same during a run."""
     width = len(str(line.num_steps))
-    parts = [
+    cells = [
         f"step {line.step:>{width}}/{line.num_steps}",
         f"loss {format_loss(line.loss):>6}",
         f"{format_si(line.units_per_second):>7} {line.unit}/s",
         f"waiting {round(100 * line.waiting_fraction):>2} %",
     ]
     if line.remaining_seconds is not None:
-        parts.append(f"{format_duration(line.remaining_seconds):>7} left")
-    return parts
+        cells.append(f"{format_duration(line.remaining_seconds):>7} left")
+    return cells
 
 
 def fit_to_width(line: ProgressLine, width: int) -> list[tuple[str, str]]:
-    """The line for a terminal of `width` columns, as (text, style): a bar where there is room, else fewer cells."""
-    parts = format_cells(line)
-    every = len(parts)
-    while len(parts) > MIN_CELLS and len("   ".join(parts)) >= width:
-        parts.pop(2 if len(parts) == 3 else 3)  # waiting and time left go first, then the rate
-    room = width - len("   ".join(parts)) - 4
-    bar = next((length for length in BAR_WIDTHS if length <= room), 0) if len(parts) == every else 0
+    """The line for a terminal of `width` columns, as (text, style): a bar if there is room, else fewer cells."""
+    cells = format_cells(line)
+    num_cells = len(cells)
+    while len(cells) > MIN_CELLS and len("   ".join(cells)) >= width:
+        cells.pop(2 if len(cells) == 3 else 3)  # waiting and time left go first, then the rate
+    room = width - len("   ".join(cells)) - 4
+    bar = next((length for length in BAR_WIDTHS if length <= room), 0) if len(cells) == num_cells else 0
     done = round(bar * line.step / max(1, line.num_steps))
-    drawn = [("━" * done, "cyan"), ("━" * (bar - done), "bright_black"), ("   ", "")] if bar else []
+    bar_parts = [("━" * done, "cyan"), ("━" * (bar - done), "bright_black"), ("   ", "")] if bar else []
     styles = ("bold", "bold", "", "", "")
-    spaced = [(text + ("   " if i + 1 < len(parts) else ""), styles[i]) for i, text in enumerate(parts)]
-    return drawn + spaced
+    spaced = [(text + ("   " if i + 1 < len(cells) else ""), styles[i]) for i, text in enumerate(cells)]
+    return bar_parts + spaced
 
 
 def format_loss(value: float) -> str:

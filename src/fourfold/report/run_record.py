@@ -1,6 +1,6 @@
-"""Record: what a run's folder says of it, read again.
+"""Run record: a run, as read from its folder.
 
-Law: a log that was cut off in mid-line is read up to there; a file that is missing is told, not guessed.
+Law: a log whose last line is incomplete is read up to there; a missing file is an error, never a guess.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ REQUIRED_FILES = ("settings.json", "plan.toml", "metrics.jsonl")
 
 
 class LogLine(TypedDict, total=False):
-    """What the lines of a log have in common: a field that is there has this type."""
+    """The fields that lines of a log may have, and their types."""
 
     step: int
     loss: float | None
@@ -43,17 +43,18 @@ class LogLine(TypedDict, total=False):
 
 
 class ReportError(FourfoldError):
-    """A run that cannot be shown."""
+    """A run that cannot be read."""
 
 
 @dataclass(frozen=True)
 class RunRecord:
     """One run.
 
-    steps    the lines of the log's steps
-    valid    its evaluations as (step, measures)
-    resumed  the steps from which it went on
-    attempts the stretches between
+    steps          the lines of the log for steps, in order
+    evaluations    the evaluations, as (step, metrics)
+    finish_line    the last line of a complete run
+    resumed_steps  the steps from which it resumed
+    segments       the run between its start, its resumptions and its end
     """
 
     name: str
@@ -71,9 +72,9 @@ class RunRecord:
 
     @property
     def last_step(self) -> int:
-        """The last step it has reached, or was to reach."""
-        asked = self.settings.get("steps")
-        return max(asked if isinstance(asked, int) else 0, self.steps[-1]["step"] if self.steps else 0)
+        """The last step that it has reached, or that it was set to reach."""
+        steps_setting = self.settings.get("steps")
+        return max(steps_setting if isinstance(steps_setting, int) else 0, self.steps[-1]["step"] if self.steps else 0)
 
     @property
     def unit(self) -> str:
@@ -85,36 +86,36 @@ class RunRecord:
         return self.steps[index]["samples"] if self.steps else 0
 
     def step_units(self, index: int) -> float:
-        """Tokens of a step, or samples where it has none."""
+        """The tokens of a step, or its samples if it has no tokens."""
         return (self.steps[index].get("tokens") or self.step_samples(index)) if self.steps else 0
 
     @property
     def total_seconds(self) -> float:
-        """The run's time, over all its attempts."""
-        return sum(attempt.seconds for attempt in self.segments)
+        """The run's time, over all segments."""
+        return sum(segment.seconds for segment in self.segments)
 
     @property
     def units_per_second(self) -> float:
-        """Units a second."""
+        """Tokens or samples per second."""
         total = sum(self.step_units(index) for index in range(len(self.steps)))
         return total / max(self.total_seconds, 1e-9)
 
     @property
     def mean_sent_bytes(self) -> float:
-        """What rank 0 sent in a step, on average; 0 where the run was written before that was."""
+        """The mean bytes per step that rank 0 has sent; 0 for a run of an older version, which did not log them."""
         return sum(line.get("sent_bytes", 0.0) for line in self.steps) / max(len(self.steps), 1)
 
     @property
     def waiting_fraction(self) -> float:
-        """The share of the steps' time that rank 0 spent reducing and waiting."""
+        """The fraction of the steps' time that rank 0 has spent reducing and waiting."""
         seconds = sum(line["seconds"] for line in self.steps)
         return sum(line["waiting_seconds"] for line in self.steps) / max(seconds, 1e-9)
 
 
 def find_run(word: str, *, parent: Path) -> Path:
-    """The folder a user means: a path, or the name of a run. Raises ReportError."""
+    """The folder of the run that the user named by its path or its name. Raises ReportError."""
     for path in (Path(word), parent / word):
-        with contextlib.suppress(OSError):  # a name that is too long is no run's
+        with contextlib.suppress(OSError):  # a name that is too long for a file system
             if path.is_dir():
                 return path
     runs = sorted(path.name for path in parent.iterdir() if path.is_dir()) if parent.is_dir() else []
@@ -133,7 +134,7 @@ def read_run(path: Path) -> RunRecord:
         raise ReportError(problems, where="fourfold report")
     try:
         settings = from_json(read_bounded(path / "settings.json"), dict[str, Any])
-        # What makes it the same run is made of the other settings.
+        # The identity repeats the other settings.
         settings.pop("identity", None)
         plan = read_toml(path / "plan.toml")
     except DecodeError as error:
@@ -159,7 +160,7 @@ def read_run(path: Path) -> RunRecord:
 
 
 def _missing_fields(fields: Mapping[str, Any]) -> list[str]:
-    """What the line of a log lacks. Fields that came with a later version are not missing."""
+    """The fields that a line of a log lacks. Fields that a later version has added are not required."""
     if "step" in fields and "loss" in fields:
         needed: tuple[str, ...] = ("samples", "seconds", "waiting_seconds")
     else:
@@ -181,7 +182,7 @@ def _read_log(path: Path) -> list[dict[str, Any]]:
                 raise DecodeError(f"no {', '.join(missing)}")
             found.append(fields)
         except (DecodeError, msgspec.ValidationError):
-            if number == len(raw):  # no line end: the run was killed while it wrote
+            if number == len(raw):  # no end of line: the run was killed while it wrote
                 break
             raise ReportError(Problem(f"{path}, line {number}: {line[:40]!r}", "a line of a run's log")) from None
     return found

@@ -1,7 +1,7 @@
-"""Attempts: the stretches of a run between its beginning, its resumptions and its end, and the time each took.
+"""Segments: a run between its start, its resumptions and its end, and the time of each segment.
 
-attempt  from where a process began, or went on from a checkpoint, to the checkpoint that the next one went on from
-Law: attempts tile the run's steps; what was done after an attempt's last checkpoint was done again, and is not counted.
+segment  from the start, or from a checkpoint, to the checkpoint from which the next segment resumed
+Law: segments tile the run's steps. Steps after the last checkpoint of a segment were repeated, and count once.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,11 +12,11 @@ from fourfold.report.progress import format_seconds
 from fourfold.words.units import format_si
 
 COLUMNS = ("steps", "time", "a second", "")
-NOTE = "Steps after an attempt's last checkpoint were done again; their first time is not counted."
+NOTE = "Steps after an attempt's last checkpoint were repeated; their first time is not counted."
 
 
 class Segment(NamedTuple):
-    """Steps `first` to `last`; `units` are tokens, or samples where there are none."""
+    """Steps `first_step` to `last_step`. `num_units` counts tokens, or samples if there are no tokens."""
 
     first_step: int
     last_step: int
@@ -25,19 +25,19 @@ class Segment(NamedTuple):
 
 
 def read_segments(lines: Iterable[Mapping[str, Any]]) -> list[Segment]:
-    """The attempts that the lines of a log tell of, at least one."""
-    found, begun = [], _SegmentBuilder(0)
+    """The segments in the lines of a log, at least one."""
+    segments, builder = [], _SegmentBuilder(0)
     for line in lines:
         if "resumed" in line:
-            found.append(begun.build())
-            begun = _SegmentBuilder(line["resumed"])
+            segments.append(builder.build())
+            builder = _SegmentBuilder(line["resumed"])
         else:
-            begun.add_line(line)
-    return [*found, begun.build()]
+            builder.add_line(line)
+    return [*segments, builder.build()]
 
 
 class _SegmentBuilder:
-    """An attempt, line by line."""
+    """A segment, built line by line."""
 
     def __init__(self, step: int) -> None:
         self._first = self._last = step
@@ -48,7 +48,7 @@ class _SegmentBuilder:
             self._last = line["step"]
             self._seconds += line["seconds"]
             self._units += line.get("tokens") or line["samples"]
-        # Between steps there are evaluations, saves and batches: where the whole time is told, it counts.
+        # The sum of the steps leaves out evaluations, saves and batches: the elapsed time, if logged, replaces it.
         elif "elapsed_seconds" in line:
             self._seconds = line["elapsed_seconds"]
         elif "finished" in line:
@@ -58,16 +58,16 @@ class _SegmentBuilder:
         return Segment(self._first + 1, self._last, self._seconds, self._units)
 
 
-def segments_card(attempts: Sequence[Segment]) -> str:
-    """The table of attempts; nothing where there was one."""
-    if len(attempts) == 1:
+def segments_card(segments: Sequence[Segment]) -> str:
+    """The card with the table of segments; "" if there is only one."""
+    if len(segments) == 1:
         return ""
-    rows = [render_row(_row_cells(each)) for each in attempts]
+    rows = [render_row(_row_cells(each)) for each in segments]
     return f'<h2>Time by attempt</h2><p class="note">{NOTE}</p>{render_table(COLUMNS, rows, style="attempts")}'
 
 
-def _row_cells(attempt: Segment) -> Sequence[str]:
-    first, last, seconds, units = attempt
+def _row_cells(segment: Segment) -> Sequence[str]:
+    first, last, seconds, units = segment
     steps = UNKNOWN if last < first else f"{first:,} to {last:,}" if last > first else f"{first:,}"
     rate = format_si(units / seconds) if units and seconds > 0 else UNKNOWN
-    return steps, format_seconds(seconds), rate, f"gone on from step {first - 1:,}" if first > 1 else "begun"
+    return steps, format_seconds(seconds), rate, f"resumed from step {first - 1:,}" if first > 1 else "started"

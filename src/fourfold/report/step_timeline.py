@@ -1,6 +1,6 @@
-"""Step: one step of a run drawn, as it was measured and as it is simulated from its prices.
+"""Step timeline: one step of a run, drawn as measured and as simulated at the measured costs of its actions.
 
-Law: both are drawn on one axis of time, from the first action of the step.
+Law: both share one time axis, which starts at the first action of the step.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,57 +35,57 @@ VERB_STYLES = {
 }
 BAR_STYLES = {DATA_TIME: "data", WAITING_TIME: "wait", OTHER_TIME: "rest"}
 BAR_STYLES |= dict.fromkeys((REDUCE_TIME, GATHER_TIME, AVERAGE_TIME), "reduce")
-MAX_OPEN_ROWS = 24  # rows of a table that are shown at once
+MAX_OPEN_ROWS = 24  # a longer table is folded away
 
 
 def action_card(trace: Trace) -> str:
-    """Time by action, as bars."""
-    spent = {name: seconds for name, seconds in seconds_by_category(trace).items() if seconds > 0}
-    whole = sum(seconds for name, seconds in spent.items() if name != REDUCE_TIME) or 1.0
+    """The card with the time per kind of action, as bars."""
+    seconds_by_kind = {name: seconds for name, seconds in seconds_by_category(trace).items() if seconds > 0}
+    total = sum(seconds for name, seconds in seconds_by_kind.items() if name != REDUCE_TIME) or 1.0
     rows = [
-        Bar(name, seconds * 1e3, f"{seconds * 1e3:.2f} ms · {100 * seconds / whole:.1f} %", BAR_STYLES.get(name, name))
-        for name, seconds in spent.items()
+        Bar(name, seconds * 1e3, f"{seconds * 1e3:.2f} ms · {100 * seconds / total:.1f} %", BAR_STYLES.get(name, name))
+        for name, seconds in seconds_by_kind.items()
     ]
     steps = f"{len(trace.steps)} sampled {'step' if len(trace.steps) == 1 else 'steps'}"
     note = f"Means over {steps} and {len(trace.ranks)} {'rank' if len(trace.ranks) == 1 else 'ranks'}."
-    if REDUCE_TIME in spent:
-        note += " Reducing goes on beside backward or within it, and is not counted again in the step."
+    if REDUCE_TIME in seconds_by_kind:
+        note += " Reductions run during backward, so their time is not added to the step's."
     return f'<h2>Time by action</h2>{bar_chart(rows, title="Time by action")}<p class="note">{escape(note)}</p>'
 
 
 def step_card(trace: Trace) -> str:
-    """The typical step of every rank, measured and simulated, and the difference per action."""
+    """The card with the median step: all ranks measured and simulated, and the difference per action."""
     step = median_step(trace)
-    begun, priced = measured_timeline(trace, step), simulated_timeline(trace, step)
-    rows = [*_measured_lanes(trace, step, begun), Lane("", ()), *_simulated_lanes(priced)]
-    end = max(makespan(begun), makespan(priced)) * 1e3
+    measured, simulated = measured_timeline(trace, step), simulated_timeline(trace, step)
+    rows = [*_measured_lanes(trace, step, measured), Lane("", ()), *_simulated_lanes(simulated)]
+    end = max(makespan(measured), makespan(simulated)) * 1e3
     drawing = lane_chart(rows, end=end, title=f"Step {step}, measured and simulated", x="time, ms")
-    far = makespan(priced) / (makespan(begun) or 1.0) - 1
+    deviation = makespan(simulated) / (makespan(measured) or 1.0) - 1
     text = (
-        f"Step {step}: measured {makespan(begun) * 1e3:.2f} ms, simulated {makespan(priced) * 1e3:.2f} ms "
-        f"({_signed(100 * far, 1)} %). The simulation runs the same program at the median cost of each action over "
-        f"{len(trace.steps)} sampled steps, waits left out."
+        f"Step {step}: measured {makespan(measured) * 1e3:.2f} ms, simulated {makespan(simulated) * 1e3:.2f} ms "
+        f"({_signed(100 * deviation, 1)} %). The simulation runs the same program at the median cost of each action "
+        f"over {len(trace.steps)} sampled steps, without waits."
     )
     keys = {**{name: name for name in COMPUTE_CATEGORIES.values()}, "reduce": "reduce", "wait": "waiting"}
     legend = "".join(f'<span class="key {style}"></span>{name}' for style, name in keys.items())
     mark = f"a line on the reduce lane: a bucket is {READY_EVENT}"
-    rows_of = compare_timelines(trace, step, priced)
+    rows_of = compare_timelines(trace, step, simulated)
     return (
         f"<h2>One step, measured and simulated</h2><p>{escape(text)}</p>"
         f'<div class="scroll">{drawing}</div><p class="note">{legend} · {mark}</p>'
-        f"{_difference_table(rows_of, begun, priced)}"
+        f"{_difference_table(rows_of, measured, simulated)}"
     )
 
 
-def _measured_lanes(trace: Trace, step: int, begun: Mapping[int, Sequence[TimedAction]]) -> list[Lane]:
-    # `begun` counts from the step's first action, the trace from its own first event.
+def _measured_lanes(trace: Trace, step: int, measured: Mapping[int, Sequence[TimedAction]]) -> list[Lane]:
+    # `measured` starts at the step's first action, the trace at its own first event.
     zero = min(event.start for event in trace.events if event.step == step and _is_action(event.name))
     result = []
     for rank in trace.ranks:
         events = trace.events_of(step=step, rank=rank)
         moments = [event for event in events if event.name.endswith(f" {READY_EVENT}")]
         for name in LANES:
-            blocks = _blocks(begun[rank], name)
+            blocks = _blocks(measured[rank], name)
             if name == COMPUTE_LANE:
                 waits = [event for event in merged_waits(events) if event.start >= zero]
                 blocks += [Block("waiting", (e.start - zero) * 1e3, (e.stop - zero) * 1e3, "wait") for e in waits]
@@ -117,7 +117,7 @@ def _blocks(actions: Sequence[TimedAction], name: str) -> list[Block]:
     ]
 
 
-def _difference_table(rows: Sequence[Difference], begun: Timeline, priced: Timeline) -> str:
+def _difference_table(rows: Sequence[Difference], measured: Timeline, simulated: Timeline) -> str:
     head = (
         "<tr><th>action</th><th>measured, ms</th><th>simulated, ms</th><th>difference, ms</th>"
         "<th>ends, measured</th><th>ends, simulated</th><th>difference, ms</th></tr>"
@@ -126,7 +126,7 @@ def _difference_table(rows: Sequence[Difference], begun: Timeline, priced: Timel
         _difference_row(f"rank {d.rank}   {d.action}", d.measured, d.simulated, d.measured_end, d.simulated_end)
         for d in rows
     ]
-    both = makespan(begun), makespan(priced)
+    both = makespan(measured), makespan(simulated)
     total = _difference_row("step", *both, *both, style=' class="total"')
     table = f'<div class="scroll"><table>{head}{"".join(body)}{total}</table></div>'
     shown = ' open=""' if len(rows) <= MAX_OPEN_ROWS else ""

@@ -1,6 +1,6 @@
-"""Style: the report's style sheet, for light and dark.
+"""Style: the report's style sheet, light and dark.
 
-Law: no drawing names a colour; all of them are here, twice.
+Law: no drawing names a colour; each is defined here, once for light and once for dark.
 """
 
 CSS = """

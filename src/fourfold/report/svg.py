@@ -1,8 +1,8 @@
-"""SVG: lines, bars and lanes, drawn as text.
+"""SVG: charts of lines, bars and lanes, as text.
 
 frame   the rectangle between the axes, in the drawing's own units
-series  points of one name; colours come from the page's style sheet, by class
-Law: a drawing is well-formed XML, every text in it is escaped, and it names its axes with their units.
+series  points under one name; the page's style sheet gives the colours, by class
+Law: a drawing is well-formed XML, escapes every text, and names its axes with their units.
 """
 
 import math
@@ -11,14 +11,14 @@ from html import escape
 from typing import NamedTuple
 
 Point = tuple[float, float]
-LETTER_WIDTH = 6.6  # the width of a letter at the drawings' size, in their units
+LETTER_WIDTH = 6.6  # of an average letter, in the drawing's units
 NUM_COLOURS = 6
-# Marks of the horizontal axis: from where to where, relative to the frame's bottom; a rule begins at its top.
+# Marks on the horizontal axis: (top, bottom) relative to the bottom of the frame; a rule begins at the frame's top.
 MARK_EXTENTS = {"rule": (0.0, 0.0), "peg": (-9.0, 0.0), "tick": (1.0, 7.0)}
 
 
 class Series(NamedTuple):
-    """Points of one name. `kind` is line, faint (a line behind others), dots, or one of `MARKS`: x alone counts."""
+    """Points under one name. `kind`: line, faint (a line behind others), dots, or a key of MARK_EXTENTS (without y)."""
 
     name: str
     points: Sequence[Point]
@@ -27,7 +27,7 @@ class Series(NamedTuple):
 
 
 class Frame(NamedTuple):
-    """Where values lie: x from `x0` to `x1` in [left, right], y from `y0` to `y1` in [bottom, top]."""
+    """Maps values to the drawing: x in [x0, x1] to [left, right], y in [y0, y1] to [bottom, top]."""
 
     left: float
     right: float
@@ -46,7 +46,7 @@ class Frame(NamedTuple):
 
 
 class Bar(NamedTuple):
-    """A row of `bars`."""
+    """A row of `bar_chart`."""
 
     name: str
     value: float
@@ -55,7 +55,7 @@ class Bar(NamedTuple):
 
 
 class Block(NamedTuple):
-    """A stretch of a lane; a mark where start and stop are the same."""
+    """A block in a lane; a mark if `start` equals `stop`."""
 
     name: str
     start: float
@@ -64,7 +64,7 @@ class Block(NamedTuple):
 
 
 class Lane(NamedTuple):
-    """A row of `lanes`."""
+    """A row of `lane_chart`."""
 
     name: str
     blocks: Sequence[Block]
@@ -89,7 +89,7 @@ def format_number(value: float) -> str:
 def line_chart(
     series: Sequence[Series], *, x: str, y: str, title: str, from_zero: bool = False, legend: bool = False
 ) -> str:
-    """Curves in one frame. `x` and `y` name the axes with their units; `legend` names a single curve too."""
+    """Curves in one frame. `x` and `y` name the axes with their units; `legend=True` names a single curve too."""
     width, height = 560.0, 300.0
     points = [point for each in series if each.kind not in MARK_EXTENTS for point in each.points]
     if not points:
@@ -125,15 +125,15 @@ def _axes(frame: Frame, *, x: str, y: str) -> str:
 
 def _curve(frame: Frame, series: Series) -> str:
     colour = f"c{series.colour % NUM_COLOURS}"
-    places = [(frame.x(px), frame.y(py)) for px, py in series.points]
-    if series.kind == "dots" or len(places) == 1:
+    positions = [(frame.x(px), frame.y(py)) for px, py in series.points]
+    if series.kind == "dots" or len(positions) == 1:
         dots = (
             f'<circle class="dot {colour}" cx="{px:.1f}" cy="{py:.1f}" r="4">'
             f"<title>{escape(series.name)} {value:.6g} at {format_number(at)}</title></circle>"
-            for (px, py), (at, value) in zip(places, series.points, strict=True)
+            for (px, py), (at, value) in zip(positions, series.points, strict=True)
         )
         return "".join(dots)
-    path = "L".join(f"{px:.1f} {py:.1f}" for px, py in places)
+    path = "L".join(f"{px:.1f} {py:.1f}" for px, py in positions)
     return f'<path class="{series.kind} {colour}" d="M{path}"/>'
 
 
@@ -141,7 +141,7 @@ def _marks(frame: Frame, series: Series) -> str:
     upper, lower = MARK_EXTENTS[series.kind]
     top = frame.top if series.kind == "rule" else frame.bottom + upper
     parts = []
-    # One mark where several would lie on each other.
+    # One mark for several at the same place.
     for at, value in {round(frame.x(value)): value for value, _ in series.points}.items():
         tip = f"<title>{escape(series.name)} at {format_number(value)}</title>"
         parts.append(
@@ -170,7 +170,7 @@ def _legend(series: Sequence[Series], *, right: float, least: int) -> str:
 
 
 def bar_chart(rows: Sequence[Bar], *, title: str) -> str:
-    """A horizontal bar per row, its name to the left, its label behind it."""
+    """One horizontal bar per row, with its name on the left and its label on the right."""
     width, each = 560.0, 30.0
     left, right = 130.0, width - 130
     most = max((row.value for row in rows), default=0.0) or 1.0
@@ -187,7 +187,7 @@ def bar_chart(rows: Sequence[Bar], *, title: str) -> str:
 
 
 def lane_chart(rows: Sequence[Lane], *, end: float, title: str, x: str) -> str:
-    """Rows of blocks over one axis of time from 0 to `end`. A row without a name is a gap, its blocks are left out."""
+    """Rows of blocks over a time axis from 0 to `end`. A row without a name is a gap; its blocks are not drawn."""
     width, each = 1120.0, 28.0
     tops, at = [], 8.0
     for row in rows:
@@ -196,9 +196,9 @@ def lane_chart(rows: Sequence[Lane], *, end: float, title: str, x: str) -> str:
     frame = Frame(left=150, right=width - 16, top=8, bottom=at + 2, x0=0, x1=end, y0=0, y1=1)
     parts = []
     for value in axis_ticks(0, end, 8):
-        place = frame.x(value)
-        parts.append(f'<line class="grid" x1="{place:.1f}" x2="{place:.1f}" y1="4" y2="{frame.bottom:.1f}"/>')
-        parts.append(f'<text class="middle" x="{place:.1f}" y="{frame.bottom + 16:.1f}">{format_number(value)}</text>')
+        grid_x = frame.x(value)
+        parts.append(f'<line class="grid" x1="{grid_x:.1f}" x2="{grid_x:.1f}" y1="4" y2="{frame.bottom:.1f}"/>')
+        parts.append(f'<text class="middle" x="{grid_x:.1f}" y="{frame.bottom + 16:.1f}">{format_number(value)}</text>')
     parts.append(f'<text class="name end" x="{frame.right}" y="{frame.bottom + 34:.1f}">{escape(x)}</text>')
     for row, top in zip(rows, tops, strict=True):
         if row.name:

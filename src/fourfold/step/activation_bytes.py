@@ -1,8 +1,8 @@
-"""Activations: what autograd certainly keeps of a forward, counted on a model without values.
+"""Activation bytes: what autograd certainly saves in a forward, measured with a meta model.
 
-kept  the storages that linear and convolution layers have saved for their weights' gradients, and the outputs
-Law: every byte counted here is held by a real forward too, from the layer until backward reaches it. What a backend
-may choose otherwise, such as attention's scores, and what is checkpointed or offloaded by hooks, is not counted.
+saved  the storages that linear and convolution layers save for the gradients of their weights, and the outputs
+Law: a real forward holds every byte that is counted here, from the layer until backward reaches it. Not counted: what a
+backend may choose to save, such as attention scores, and what is checkpointed or offloaded by hooks.
 """
 
 import weakref
@@ -24,52 +24,52 @@ AUTOCAST_DEVICES = ("cpu", "cuda")
 
 
 def activation_bytes_per_sample(model: nn.Module, inputs: Any, *, is_half_precision: bool) -> float:
-    """Bytes that a forward of `model`, a model without memory, keeps of each sample; 0 where it cannot run so.
+    """Bytes that a forward of a meta model saves for each sample; 0 if the model cannot run on the meta device.
 
-    `inputs`: those of one sample. `halves`: whether the run computes in two-byte numbers.
+    `inputs`: of one sample. `is_half_precision`: the run computes in two-byte numbers.
     """
     if not all(p.is_meta for p in model.parameters()):
         return 0.0
     try:
-        few, more = (_saved_bytes(model, inputs, number, is_half_precision=is_half_precision) for number in (2, 4))
-    except Exception:  # A forward that needs values, or more memory than a shape: the bound goes without it.
+        two, four = (_saved_bytes(model, inputs, number, is_half_precision=is_half_precision) for number in (2, 4))
+    except Exception:  # a forward that needs values: the bound leaves activations out
         return 0.0
-    return max(0.0, (more - few) / 2)
+    return max(0.0, (four - two) / 2)
 
 
 def _saved_bytes(model: nn.Module, inputs: Any, num_samples: int, *, is_half_precision: bool) -> float:
-    """Bytes kept of a forward of so many samples."""
+    """Bytes saved in a forward of `num_samples` samples."""
     saved: weakref.WeakSet[_SavedTensor] = weakref.WeakSet()
 
     def pack(tensor: Tensor) -> _SavedTensor:
-        held = _SavedTensor(tensor)
-        saved.add(held)
-        return held
+        entry = _SavedTensor(tensor)
+        saved.add(entry)
+        return entry
 
     on_meta = tree_map(
         inputs, lambda tensor: torch.empty((num_samples, *tensor.shape[1:]), dtype=tensor.dtype, device="meta")
     )
     watch = _LayerInputMode()
-    with torch.device("meta"), watch, torch.autograd.graph.saved_tensors_hooks(pack, lambda held: held.tensor):
+    with torch.device("meta"), watch, torch.autograd.graph.saved_tensors_hooks(pack, lambda entry: entry.tensor):
         outputs = call_model(model, on_meta)
-    # What is alive now is held by the outputs' graph: a branch that the model has dropped is gone.
+    # The entries that are still alive are held by the outputs' graph: a branch that the model dropped is freed.
     storages = {
-        storage_key(held.tensor): held.tensor for held in saved if storage_key(held.tensor) in watch.inputs_by_storage
+        storage_key(each.tensor): each.tensor for each in saved if storage_key(each.tensor) in watch.inputs_by_storage
     }
     storages |= {storage_key(tensor): tensor for tensor in tree_leaves(outputs)}
-    most = 2 if is_half_precision or watch.is_autocast else 8
-    return float(sum(_storage_bytes(tensor, most) for tensor in storages.values()))
+    max_element_bytes = 2 if is_half_precision or watch.is_autocast else 8
+    return float(sum(_storage_bytes(tensor, max_element_bytes) for tensor in storages.values()))
 
 
 class _SavedTensor:
-    """A tensor that autograd has saved."""
+    """A tensor that autograd has saved; alive as long as the graph holds it."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
 
 
 class _LayerInputMode(TorchFunctionMode):
-    """Sees the inputs of layers; holds them, so that no storage takes the place of another."""
+    """Records the inputs of layers, and holds them, so that no storage address is reused."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,5 +86,5 @@ class _LayerInputMode(TorchFunctionMode):
 
 
 def _storage_bytes(tensor: Tensor, max_element_bytes: int) -> float:
-    """Of its storage, in numbers of at most so many bytes."""
+    """Bytes of a tensor's storage, with elements of at most `max_element_bytes`."""
     return tensor.untyped_storage().nbytes() * min(1.0, max_element_bytes / tensor.element_size())

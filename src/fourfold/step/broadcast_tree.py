@@ -1,4 +1,4 @@
-"""Broadcast of trees: a rank sends a nested value to all ranks.
+"""Broadcasts: a rank sends a nested value, or the tensors of its model, to all ranks.
 
 tree  dicts, lists, tuples, numbers, strings, None and tensors, nested
 spec  a tree as JSON, with each tensor replaced by its dtype, shape and kind of device
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fourfold.parts.comm import transports
 from fourfold.words.errors import Problem, TrainingError
@@ -43,6 +43,13 @@ def broadcast_tree(communicator: transports.Communicator, tree: Any, *, src: int
         if communicator.rank != src:
             tensor.copy_(flat.view(tensor.dtype).view(tensor.shape))
     return tree if communicator.rank == src else _rebuild(message["shape"], iter(tensors))
+
+
+def broadcast_model(communicator: transports.Communicator, model: nn.Module, *, src: int = 0) -> None:
+    """Give all ranks the parameters and buffers of rank `src`. Collective."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        communicator.broadcast(tensor.data, src)
+    torch.autograd.graph.increment_version(list(model.parameters()))
 
 
 def _tree_spec(tree: Any, tensors: list[Tensor]) -> dict[str, Any]:

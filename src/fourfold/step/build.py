@@ -21,13 +21,18 @@ from fourfold.parts import memory, mixed_precision
 from fourfold.parts.codec import registry
 from fourfold.parts.comm import transports
 from fourfold.parts.data import grad_buckets, local_sgd
+from fourfold.parts.data.flat_params import param_specs
 from fourfold.parts.data.unbucketed_grads import UnbucketedGrads
+from fourfold.parts.dtypes import bucket_dtype
 from fourfold.parts.optim import flat_optimizer
 from fourfold.parts.optim.master_weights import MasterWeightPolicy, offload_device
+from fourfold.parts.optim.option_text import IMPLEMENTATION_OPTIONS
 from fourfold.parts.optim.option_tracker import OptionTracker
 from fourfold.parts.optim.step_hooks import StepHooks
+from fourfold.parts.optim.update_slices import update_slices
+from fourfold.parts.optim.user_optimizer import OptimizerFactory, build_optimizer, group_indices, is_layerwise
 from fourfold.plan.data.buckets import Bucket, ParamSpec, effective_bucket_bytes, make_buckets
-from fourfold.plan.data.step_program import DataStepSpec, lower_step
+from fourfold.plan.data.step_program import DataStepSpec, StepSync, lower_step
 from fourfold.plan.data.zero import RESTING_LAYOUTS, RestingLayouts, grad_buffer_indices
 from fourfold.plan.intervals import DRIFT_CHECK, is_due
 from fourfold.plan.memory import has_unbucketed_grads
@@ -80,7 +85,7 @@ from fourfold.words.trace_events import Recorder
 def parallelize(
     model: nn.Module,
     loss: Callable[[Any, Any], Any] | None,
-    optimizer: flat_optimizer.OptimizerFactory,
+    optimizer: OptimizerFactory,
     plan: Plan | None = None,
     *,
     clip: float | None = None,
@@ -132,15 +137,15 @@ class CommStats(NamedTuple):
 class TrainStep:
     """One training step: `step(batch)` is one optimizer update. `ff.parallelize` makes it.
 
-    The batch is this rank's part of the global batch; it may be empty. All methods are collective (every rank calls
-    them, in the same order), unless they say otherwise; DivergenceError names the ranks that call different ones.
+    The batch is this rank's part of the global batch; it may be empty. Every rank must call the methods that say
+    "Collective", in the same order; DivergenceError names the ranks that are in different calls.
     """
 
     def __init__(
         self,
         model: nn.Module,
         loss: Callable[[Any, Any], Any] | None,
-        optimizer: flat_optimizer.OptimizerFactory,
+        optimizer: OptimizerFactory,
         *,
         plan: Plan,
         communicator: transports.Communicator,
@@ -153,28 +158,28 @@ class TrainStep:
         check_model_loss(loss, plan)
         self.model, self.plan, self._communicator = model, plan, communicator
         self.objective = Objective(loss)
-        self.optimizer = flat_optimizer.build_optimizer(optimizer, list(model.parameters()))
+        self.optimizer = build_optimizer(optimizer, list(model.parameters()))
         check_update_timing(self.optimizer, plan)
         check_user_optimizer(self.optimizer, plan)
         self._optimizer_watch = OptimizerWatch(self.optimizer, plan)
         self._frozen_norms = FrozenBatchNorms(model, plan)
         trainable = trainable_parameters(model)
-        param_specs = grad_buckets.param_specs(trainable, flat_optimizer.group_indices(self.optimizer, trainable))
+        own_specs = param_specs(trainable, group_indices(self.optimizer, trainable))
         shapes = {name: list(p.shape) for name, p in trainable.items()}
         self._duplicate_batches = DuplicateBatches(
             same_batches, num_data_ranks=plan.dp, is_log_rank=communicator.rank == 0
         )
         options = {"clip": clip, "skip_nan": skip_nan, "same_batches": same_batches, "drift_check": drift_check}
-        check_same_on_ranks(communicator, param_specs, shapes, plan=plan, options=options, optimizer=self.optimizer)
+        check_same_on_ranks(communicator, own_specs, shapes, plan=plan, options=options, optimizer=self.optimizer)
         self._options = OptionTracker(self.optimizer)
         # Split over one rank is whole.
         layouts = RESTING_LAYOUTS[plan.zero if plan.num_shards > 1 else 0]
         is_sharded = layouts.state == SPLIT
-        specs = compute_specs(param_specs, plan.precision, excluded=mixed_precision.full_precision_params(model))
+        specs = compute_specs(own_specs, plan.precision, excluded=mixed_precision.full_precision_params(model))
         self.buckets = _build_buckets(plan, specs, communicator, num_shards=plan.reduce_group_size if is_sharded else 1)
         by_bucket = [[trainable[slot.name] for slot in bucket.slots] for bucket in self.buckets]
         codecs = _build_codecs(plan, self.buckets, by_bucket)
-        layerwise = flat_optimizer.is_layerwise(self.optimizer)
+        layerwise = is_layerwise(self.optimizer)
         allow_unused = plan.unused == "allow"
         unbucketed = (
             UnbucketedGrads(trainable, self.buckets, allow_unused=allow_unused) if has_unbucketed_grads(plan) else None
@@ -211,7 +216,7 @@ class TrainStep:
             self._gradients = grad_buckets.GradBuckets(
                 trainable, self.buckets, self._transport, allow_unused=allow_unused
             )
-            slices = grad_buckets.update_slices(
+            slices = update_slices(
                 self._weights, self.buckets, self._transport, split_by_param=by_slot, is_chunked=is_sharded
             )
         prepare = self._transport.reduce_range if is_sharded else None
@@ -291,8 +296,8 @@ class TrainStep:
         if self._local_sgd is None:
             self.program = self.local_program = lower_step(self._step_spec)
             return
-        self.program = lower_step(self._step_spec._replace(sync="meet"))
-        self.local_program = lower_step(self._step_spec._replace(sync="apart"))
+        self.program = lower_step(self._step_spec._replace(sync=StepSync.WEIGHTS))
+        self.local_program = lower_step(self._step_spec._replace(sync=StepSync.NOTHING))
 
     @property
     def is_synchronized(self) -> bool:
@@ -304,7 +309,7 @@ class TrainStep:
         return self._communicator.rank
 
     def request_stop(self, stop: bool) -> None:
-        """Ask to stop the run, on this rank: after the next step `stop_requested` is True on all ranks."""
+        """Whether this rank wants to stop the run. If any rank does, `stop_requested` is True on all after a step."""
         self._actions.stop_requested = stop
 
     @property
@@ -330,7 +335,7 @@ class TrainStep:
             self._gradients.recorder = recorder  # with local steps gradients are not sent
 
     def _channels(self) -> tuple[Any, ...]:
-        """All that this rank communicates through in a step."""
+        """The transport and the rings through which this rank communicates in a step."""
         rings = self._sequence_parallel.ring_groups if self._sequence_parallel is not None else ()
         return (self._transport, *rings)
 
@@ -715,7 +720,7 @@ class TrainStep:
         self._state.load_state_dict(state)
         for group, options in zip(self.optimizer.param_groups, state["groups"], strict=True):
             # Options such as `foreach` choose an implementation; that was done when the step was built.
-            group.update({k: cloned(v) for k, v in options.items() if k not in flat_optimizer.IMPLEMENTATION_OPTIONS})
+            group.update({k: cloned(v) for k, v in options.items() if k not in IMPLEMENTATION_OPTIONS})
         record = state["record"]
         if self._loss_scaler is not None and record.get("scale"):
             self._loss_scaler.load_state(record["scale"])
@@ -824,24 +829,24 @@ def _build_buckets(
     )
 
 
-def _may_block_in_backward(plan: Plan, rest: RestingLayouts) -> bool:
+def _may_block_in_backward(plan: Plan, layouts: RestingLayouts) -> bool:
     """Whether, within backward, one rank may wait for a reduction while another waits for the totals of all hosts."""
     # Split gradients pass through a few buffers: backward waits for a free one. Updates in backward need the totals.
-    return plan.update == "in_backward" and rest.gradient == SPLIT
+    return plan.update == "in_backward" and layouts.gradient == SPLIT
 
 
 def _transport_spec(
-    plan: Plan, buckets: Sequence[Bucket], rest: RestingLayouts, *, num_norms: int
+    plan: Plan, buckets: Sequence[Bucket], layouts: RestingLayouts, *, num_norms: int
 ) -> transports.TransportSpec:
     """What the transport must provide for these buckets."""
     return transports.TransportSpec(
         sizes=tuple(bucket.size for bucket in buckets),
-        dtypes=tuple(grad_buckets.bucket_dtype(gradient_bucket(bucket, plan.reduce_dtype)) for bucket in buckets),
-        buffer_indices=grad_buffer_indices(len(buckets), is_cyclic=rest.gradient == SPLIT),
-        rest=rest,
+        dtypes=tuple(bucket_dtype(gradient_bucket(bucket, plan.reduce_dtype)) for bucket in buckets),
+        buffer_indices=grad_buffer_indices(len(buckets), is_cyclic=layouts.gradient == SPLIT),
+        rest=layouts,
         num_scalars=max(8, num_norms),
-        num_shards=plan.num_shards if rest.state == SPLIT else None,
-        weight_dtypes=tuple(grad_buckets.bucket_dtype(bucket) for bucket in buckets),
+        num_shards=plan.num_shards if layouts.state == SPLIT else None,
+        weight_dtypes=tuple(bucket_dtype(bucket) for bucket in buckets),
     )
 
 
@@ -854,7 +859,7 @@ def preflight(task: Task, plan: Plan) -> nn.Module:
     check_plan_for_model(model, plan, clip=task.clip)
     check_model_loss(task.loss, plan)
     transports.check_transport_device(plan.transport, "cuda" if torch.cuda.is_available() else "cpu")
-    optimizer = flat_optimizer.build_optimizer(task.optimizer, list(model.parameters()))
+    optimizer = build_optimizer(task.optimizer, list(model.parameters()))
     check_update_timing(optimizer, plan)
     check_user_optimizer(optimizer, plan)
     return model

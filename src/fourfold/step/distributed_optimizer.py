@@ -6,7 +6,6 @@ Law: on every rank, the wrapped optimizer does what it would do on one device wi
 """
 
 import contextlib
-import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
@@ -16,13 +15,13 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fourfold.parts.comm import transports
-from fourfold.parts.data import grad_buckets
+from fourfold.parts.data.flat_params import param_specs
 from fourfold.parts.data.grad_hooks import register_last_hook
-from fourfold.parts.optim.flat_optimizer import group_indices
 from fourfold.parts.optim.option_checks import check_options
 from fourfold.parts.optim.option_tracker import OptionTracker
+from fourfold.parts.optim.user_optimizer import group_indices
 from fourfold.parts.torch_private import NO_BACKWARD_ID, call_after_backward, current_backward_id
-from fourfold.plan.intervals import DRIFT_CHECK, is_due
+from fourfold.plan.intervals import DRIFT_CHECK
 from fourfold.plan.plan import Plan
 from fourfold.step import replica_drift
 from fourfold.step.argument_checks import (
@@ -32,11 +31,12 @@ from fourfold.step.argument_checks import (
     check_wrapper_plan,
 )
 from fourfold.step.batch_norm import FrozenBatchNorms
-from fourfold.step.broadcast_tree import broadcast_tree
+from fourfold.step.broadcast_tree import broadcast_model, broadcast_tree
 from fourfold.step.duplicate_batches import DuplicateBatches, InputFingerprints
 from fourfold.step.grad_averager import GradAverager
 from fourfold.step.memory_formats import shape_and_strides
 from fourfold.step.model_checks import check_plan_on_ranks
+from fourfold.step.optimizer_proxy import OptimizerProxy
 from fourfold.step.optimizer_steps import OptimizerSteps
 from fourfold.step.rank_agreement import check_same_on_ranks
 from fourfold.step.uneven_inputs import UnevenInputs
@@ -51,7 +51,7 @@ _owners: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """By parameter: a weak reference to the DistributedOptimizer that reduces its gradient."""
 
 
-class DistributedOptimizer(torch.optim.Optimizer):
+class DistributedOptimizer(OptimizerProxy):
     """Wraps any torch optimizer, so that a plain training loop runs on all ranks. Collective.
 
     The loop stays as it is: `backward()` averages the gradients over the ranks, and `step()` is the wrapped optimizer's
@@ -88,44 +88,48 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if isinstance(optimizer, DistributedOptimizer):
             raise OptimizerError(Problem("a DistributedOptimizer, wrapped again", "the torch optimizer itself, once"))
         check_options(optimizer)
-        # The state, the groups and the hooks are the wrapped optimizer's: see __getattr__.
         self._optimizer, self._model = optimizer, model
         self._communicator = comm = communicator or transports.init_communicator()
-        plan = plan or Plan(dp=comm.size)
+        self._plan = plan = plan or Plan(dp=comm.size)
         check_plan_on_ranks(model, plan, comm)
         check_wrapper_plan(plan)
-        self._plan, self._frozen_norms = plan, FrozenBatchNorms(model, plan)
+        self._frozen_norms = FrozenBatchNorms(model, plan)
         trainable = trainable_parameters(model)
         check_wrapper_parameters(optimizer, model, trainable, comm)
-        shapes = {name: shape_and_strides(p) for name, p in trainable.items()}
         self._duplicate_batches = DuplicateBatches(same_batches, num_data_ranks=plan.dp, is_log_rank=comm.rank == 0)
-        specs = grad_buckets.param_specs(trainable, dict.fromkeys(trainable, -1) | group_indices(optimizer, trainable))
-        options = {"same_batches": same_batches, "drift_check": drift_check}
-        check_same_on_ranks(comm, specs, shapes, plan=plan, options=options, optimizer=optimizer)
+        self._check_same_on_ranks(trainable, {"same_batches": same_batches, "drift_check": drift_check})
         self._input_fingerprints = InputFingerprints(model if self._duplicate_batches.is_active else None)
         self._options = OptionTracker(optimizer)
         self._drift_checker = replica_drift.DriftChecker(comm, drift_check, attempt=WRAPPER_HINT)
-        self._last_compared_step, self._num_loads_seen = 0, 0
-        self._next_compare_step: float = 1  # steps
-        self._broadcast_model(src=0)
-        self._is_sync_enabled, self._backward_id = True, NO_BACKWARD_ID
-        self._num_backwards = 0
+        self._drift_schedule = replica_drift.DriftSchedule(self._drift_checker.every)
+        broadcast_model(comm, model)
+        self._is_sync_enabled, self._is_replaced = True, False
+        self._backward_id, self._num_backwards = NO_BACKWARD_ID, 0
         self._uneven_inputs: UnevenInputs | None = None
         """The rounds of a `join` block; None outside of one."""
-        self._is_replaced = False
-        # Registered before the hooks that take gradients: a round must begin before its first gradient is taken. Not
+        # Before the averager's hooks, which take gradients: a round must begin before its first gradient is taken. Not
         # hooks of tensors: torch.autograd.grad would call them too, which leaves nothing to reduce.
         for parameter in trainable.values():
             register_last_hook(parameter, self._on_backward_begin)
         self._averager = GradAverager(trainable, optimizer, plan, comm)
         self._gradients, self._transport = self._averager.gradients, self._averager.transport
-        self.transport_name = self._averager.transport_name
         self._unreduced = UnreducedGrads(self._averager.reduced_grads, self._gradients.views, optimizer)
         self._steps = OptimizerSteps(
             optimizer, model, self._unreduced, self._frozen_norms, self._transport, num_ranks=comm.size
         )
         self._claim_parameters(trainable)
         self._is_built = True
+
+    @property
+    def transport_name(self) -> str:
+        return self._averager.transport_name
+
+    def _check_same_on_ranks(self, trainable: dict[str, nn.Parameter], options: dict[str, Any]) -> None:
+        comm, optimizer = self._communicator, self._optimizer
+        groups = dict.fromkeys(trainable, -1) | group_indices(optimizer, trainable)
+        specs = param_specs(trainable, groups)
+        shapes = {name: shape_and_strides(p) for name, p in trainable.items()}
+        check_same_on_ranks(comm, specs, shapes, plan=self._plan, options=options, optimizer=optimizer)
 
     def _claim_parameters(self, trainable: dict[str, nn.Parameter]) -> None:
         """Make this the only owner of its parameters: an earlier one would take their gradients first."""
@@ -204,22 +208,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._uneven_inputs is not None:
             return self._uneven_inputs.divisor(self._uneven_inputs.count_active_ranks())
         self._transport.check_same_call()
-        self._check_drift()
-        return self._communicator.size
-
-    def _check_drift(self) -> None:
-        """Compare weights after the first step, after the first that uses loaded state, and after every so many.
-
-        Only within a backward: then all ranks are known to have taken as many steps. So early, because what is wrong
-        from the start, such as noise that each rank draws for itself, must not cost a run.
-        """
-        num_steps = self._steps.num_steps
-        if self._num_loads_seen != self._steps.num_loads:
-            self._num_loads_seen, self._next_compare_step = self._steps.num_loads, num_steps + 1
-        is_wanted = num_steps >= self._next_compare_step or is_due(num_steps, self._drift_checker.every, 1)
-        if self._drift_checker.every and num_steps > self._last_compared_step and is_wanted:
-            self._last_compared_step, self._next_compare_step = num_steps, math.inf
+        # Here, within a backward, all ranks have taken the same number of steps.
+        if self._drift_schedule.is_due(self._steps.num_steps, self._steps.num_loads):
             self._compare_weights()
+        return self._communicator.size
 
     def check_drift(self) -> None:
         """Compare the ranks' weights now, as `drift_check` does after every so many steps. Collective.
@@ -269,10 +261,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._uneven_inputs is not None:
             raise TrainingError(Problem("join() within join()", "one around the whole loop"))
         rounds = self._uneven_inputs = UnevenInputs(
-            self._communicator,
-            self._transport,
-            self._options,
-            divides_by_world_size=divide_by_initial_world_size,
+            self._communicator, self._transport, self._options, divides_by_world_size=divide_by_initial_world_size
         )
         self._steps.is_in_join = True
         try:
@@ -283,18 +272,21 @@ class DistributedOptimizer(torch.optim.Optimizer):
         finally:
             self._uneven_inputs = None
             self._steps.is_in_join = False
-        num_rounds, num_steps = zip(
-            *self._communicator.all_gather_json([rounds.num_rounds, self._steps.num_steps]), strict=True
-        )
-        self._steps.num_steps = max(num_steps)
+        self._copy_longest_rank(rounds.num_rounds, states)
+
+    def _copy_longest_rank(self, num_rounds: int, states: Sequence[Any]) -> None:
+        """After a `join` block: give all ranks the state of the rank that had data in the most rounds. Collective."""
+        rounds, steps = zip(*self._communicator.all_gather_json([num_rounds, self._steps.num_steps]), strict=True)
+        self._steps.num_steps = max(steps)
         for parameter in self._averager.parameters:
             parameter.grad = None
-        if len(set(num_rounds)) > 1:
-            src = num_rounds.index(max(num_rounds))
-            values = self.broadcast_state([each.state_dict() for each in states], src=src)
-            if self._communicator.rank != src:
-                for each, value in zip(states, values, strict=True):
-                    each.load_state_dict(value)
+        if len(set(rounds)) == 1:
+            return
+        src = rounds.index(max(rounds))
+        values = self.broadcast_state([each.state_dict() for each in states], src=src)
+        if self._communicator.rank != src:
+            for each, value in zip(states, values, strict=True):
+                each.load_state_dict(value)
 
     def _shadow_round(self, rounds: UnevenInputs) -> bool:
         """Add zeros to a round of the others; False where no rank has data left."""
@@ -315,37 +307,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
         So only one rank needs to read a checkpoint. `value` is anything else that all ranks should know, such as the
         epoch: dicts, lists, tuples, numbers, strings, None and tensors. Raises TrainingError for anything else.
         """
-        self._broadcast_model(src=src)
+        broadcast_model(self._communicator, self._model, src=src)
         optimizer_state, value = broadcast_tree(self._communicator, [self._optimizer.state_dict(), value], src=src)
         if self._communicator.rank != src:
             self._optimizer.load_state_dict(optimizer_state)
-        self._steps.num_loads = self._num_loads_seen = 0
+        self._steps.num_loads = self._drift_schedule.num_loads = 0
         return value
-
-    def _broadcast_model(self, *, src: int) -> None:
-        for tensor in (*self._model.parameters(), *self._model.buffers()):
-            self._communicator.broadcast(tensor.data, src)
-        torch.autograd.graph.increment_version(list(self._model.parameters()))
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale `.grad` so that its global norm is at most `max_norm`; returns the norm before. No communication."""
         return nn.utils.clip_grad_norm_(self._averager.parameters, max_norm)
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        return self._optimizer.param_groups
-
-    @param_groups.setter
-    def param_groups(self, groups: list[dict[str, Any]]) -> None:  # type: ignore[override]
-        self._optimizer.param_groups = groups
-
-    @property
-    def state(self) -> Any:  # type: ignore[override]
-        return self._optimizer.state
-
-    @state.setter
-    def state(self, state: Any) -> None:  # type: ignore[override]
-        self._optimizer.state = state
 
     def step(self, closure: Callable[..., Any] | None = None, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         """The wrapped optimizer's step, on mean gradients; `args` and `kwargs` are passed on to it.
@@ -370,35 +341,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raises OptimizerError: the buckets are made already."""
         raise OptimizerError(Problem("add_param_group", "all parameters from the start", "a new DistributedOptimizer"))
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self._optimizer.zero_grad(set_to_none)
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._optimizer.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._optimizer.load_state_dict(state_dict)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_optimizer"], name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Set attributes that the wrapper does not have, such as a GradScaler's scale, on the wrapped optimizer."""
-        if self._is_wrapper_attribute(name):
-            super().__setattr__(name, value)
-        else:
-            setattr(self._optimizer, name, value)
-
-    def __delattr__(self, name: str) -> None:
-        if self._is_wrapper_attribute(name):
-            super().__delattr__(name)
-        else:
-            delattr(self._optimizer, name)
-
-    def _is_wrapper_attribute(self, name: str) -> bool:
-        own = self.__dict__
-        return name in own or "_is_built" not in own or hasattr(type(self), name)
 
     def __reduce_ex__(self, _: Any) -> NoReturn:
         """Raises OptimizerError: a DistributedOptimizer is neither copied nor pickled."""

@@ -88,7 +88,7 @@ class DeferredUpdates:
         self._transport.end_step()
 
     def check_missed_accesses(self, first_reached: Callable[[int], str | None]) -> None:
-        """Raise TrainingError if backward has reached a bucket of which forward reported no access.
+        """Raise TrainingError if backward has reached a bucket and forward reported no access to it.
 
         `first_reached(bucket)` names a parameter of the bucket that has a gradient, or is None.
         """

@@ -13,6 +13,8 @@ from torch.optim import Optimizer
 
 from fourfold.parts.comm import transports
 from fourfold.parts.data import grad_buckets
+from fourfold.parts.data.flat_params import param_specs
+from fourfold.parts.dtypes import bucket_dtype
 from fourfold.plan.data.buckets import effective_bucket_bytes, make_buckets
 from fourfold.plan.data.zero import grad_buffer_indices
 from fourfold.plan.plan import Plan
@@ -31,12 +33,12 @@ class GradAverager:
         plan: Plan,
         communicator: transports.Communicator,
     ) -> None:
-        specs = grad_buckets.param_specs(dict(trainable), {})
+        specs = param_specs(dict(trainable), {})
         num_bytes = effective_bucket_bytes(specs, plan.bucket_bytes, is_inter_host=communicator.num_hosts > 1)
         buckets = make_buckets(specs, bucket_bytes=num_bytes)
         spec = transports.TransportSpec(
             sizes=tuple(bucket.size for bucket in buckets),
-            dtypes=tuple(grad_buckets.bucket_dtype(bucket) for bucket in buckets),
+            dtypes=tuple(bucket_dtype(bucket) for bucket in buckets),
             buffer_indices=grad_buffer_indices(len(buckets), is_cyclic=False),
             num_scalars=max(8, len(trainable)),
         )
@@ -47,7 +49,7 @@ class GradAverager:
         )
         self.gradients.mark_last_backward()
         self.gradients.is_enabled = True
-        self._num_buckets = len(buckets)
+        self.num_buckets = len(buckets)
         buffers = self.transport.grad_buffers
         self.reduced_grads = [
             ReducedGrad(slot.name, trainable[slot.name], buffers[bucket.index])
@@ -63,10 +65,10 @@ class GradAverager:
         Returns, by parameter, how many ranks have a gradient of it.
         """
         num_ranks_with_grad = self._count_ranks_with_grad()
-        for bucket in range(self._num_buckets):
+        for bucket in range(self.num_buckets):
             self.transport.wait_reduce(bucket)
         self.transport.scale_grads(1.0 / divisor)
-        for bucket in range(self._num_buckets):
+        for bucket in range(self.num_buckets):
             self.transport.all_gather_grads(bucket)
         return num_ranks_with_grad
 
@@ -91,7 +93,7 @@ class GradAverager:
         """Return when this rank's slots are its own again. Collective."""
         self.transport.end_step()
         # Autograd may add to `.grad` in place and the optimizer may change it: no other rank may still read it then.
-        for bucket in range(self._num_buckets):
+        for bucket in range(self.num_buckets):
             self.transport.acquire_buffer(bucket)
 
     def begin_next_round(self) -> None:

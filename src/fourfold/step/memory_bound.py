@@ -1,11 +1,11 @@
-"""Memory bound: the bytes that a run is certain to hold on this host, compared with what the host has.
+"""Memory bound: the bytes that a run certainly needs on this host, compared with what the host has.
 
-bound        a lower bound: only what is certainly held at one moment; what fits the bound may still not fit the host
+bound        a lower bound of what is held at one moment; a run within the bound may still not fit
 model        weights, master weights, gradients and optimizer states of this host's ranks, as `plan/memory.py` counts
-batch        the samples that a rank has in its hands; between two steps the old batch and the next one
-activations  of one microbatch on one rank: inputs of linear and convolution layers that autograd keeps for backward,
-             and the outputs; measured per sample by two forwards of a model without values
-Law: what could run is never refused. Nothing of the run has been allocated when it is refused.
+batch        the samples that a rank holds; between two steps the old batch and the next one
+activations  of one microbatch on one rank: inputs of linear and convolution layers that autograd saves for backward,
+             and the outputs; measured per sample by two forwards of a meta model
+Law: a run that would fit is never refused. A run is refused before it allocates anything.
 """
 
 from typing import Any, NamedTuple
@@ -16,8 +16,8 @@ from torch import nn
 from fourfold.environment.host_memory import available_bytes
 from fourfold.feed.sample_rng import fetch_seeded
 from fourfold.parts import mixed_precision
-from fourfold.parts.data import grad_buckets
-from fourfold.parts.optim import flat_optimizer
+from fourfold.parts.data.flat_params import param_specs
+from fourfold.parts.optim.user_optimizer import build_optimizer, group_indices, num_state_tensors
 from fourfold.plan.data.buckets import effective_bucket_bytes, make_buckets
 from fourfold.plan.data.zero import RESTING_LAYOUTS
 from fourfold.plan.memory import HostRanks, bytes_per_element, host_memory_use
@@ -30,16 +30,16 @@ from fourfold.words.layout import SPLIT
 from fourfold.words.task import Source, Task
 from fourfold.words.units import format_bytes
 
-# Private memory of a rank that has imported torch and does nothing: 130 MB on Linux, of which half is counted.
+# Private memory of a rank that has only imported torch: 130 MB on Linux; half of it is counted.
 PROCESS_BYTES = 64 * 2**20
-# Activations are measured where the batch alone is at least this part of the memory: else they are not worth the time.
+# Activations are measured only if the batch is at least this fraction of the memory: measuring them takes time.
 MIN_BATCH_FRACTION = 2**-17
 
 
 class MemoryBound(NamedTuple):
-    """Bytes in a memory. `batch` and `activations` are of one sample, of the ranks that hold it.
+    """Bytes in one memory, of all ranks that use it. Batch and activations are per sample of the global batch.
 
-    num_batches  how many batches there are between two steps: the old one and the next
+    num_batches  how many batches exist between two steps: the old one and the next
     """
 
     process_bytes: float
@@ -50,19 +50,19 @@ class MemoryBound(NamedTuple):
     num_batches: int = 2
 
     def total_bytes(self, num_samples: int, num_microbatches: int, num_steps: int) -> float:
-        """For global batches of so many samples."""
-        held = num_samples * self.batch_bytes_per_sample
-        between = self.model_bytes + held * min(self.num_batches, max(1, num_steps))
-        within = (
+        """The bound for global batches of `num_samples` samples: the larger one of two moments."""
+        batch_bytes = num_samples * self.batch_bytes_per_sample
+        between_steps = self.model_bytes + batch_bytes * min(self.num_batches, max(1, num_steps))
+        in_step = (
             (self.model_bytes if num_steps > 1 else self.weight_bytes)
-            + held
+            + batch_bytes
             + num_samples // num_microbatches * self.activation_bytes_per_sample
         )
-        return self.process_bytes + max(between, within)
+        return self.process_bytes + max(between_steps, in_step)
 
 
 class MemoryPool(NamedTuple):
-    """A memory, and the ranks that use it. `trains`: whether models and activations are there, or batches alone."""
+    """A memory, and how many ranks use it. `has_model`: it holds models and activations too, not only batches."""
 
     name: str
     num_bytes: int
@@ -74,17 +74,17 @@ class MemoryPool(NamedTuple):
 def check_memory(
     task: Task, plan: Plan, source: Source, model: nn.Module, *, batch_size: int, num_steps: int, num_ranks: int
 ) -> None:
-    """Raise SettingError where `num_ranks` ranks of this run cannot fit into the memory of this host, or of a GPU.
+    """Raise SettingError if `num_ranks` ranks of this run cannot fit into the memory of this host, or of a GPU.
 
-    `model` is an outline: no memory behind it. Where the host does not say what it has, nothing is refused. Ranks that
-    already run count themselves alone: what the others hold is no longer available.
+    `model` is a meta model. Nothing is refused if the host does not say how much memory it has. A rank that already
+    runs passes `num_ranks=1`: what the other ranks hold is not available any more.
     """
     samples, problems = min(batch_size, len(source)), []
-    for place in _memory_pools(num_ranks):
-        bound = measure_bound(task, plan, source, model, num_samples=samples, pool=place)
-        if bound.total_bytes(samples, plan.microbatches, num_steps) > place.num_bytes:
+    for pool in _memory_pools(num_ranks):
+        bound = measure_bound(task, plan, source, model, num_samples=samples, pool=pool)
+        if bound.total_bytes(samples, plan.microbatches, num_steps) > pool.num_bytes:
             problems.append(
-                _memory_problem(bound, plan, place, batch_size=batch_size, num_samples=samples, num_steps=num_steps)
+                _memory_problem(bound, plan, pool, batch_size=batch_size, num_samples=samples, num_steps=num_steps)
             )
     if problems:
         raise SettingError(problems, where="what the run holds in memory")
@@ -92,46 +92,44 @@ def check_memory(
 
 def _memory_pools(num_ranks: int) -> list[MemoryPool]:
     has_gpus, on_host = torch.cuda.is_available(), available_bytes()
-    places = (
+    pools = (
         [] if on_host is None else [MemoryPool("available on this host", on_host, num_ranks, has_model=not has_gpus)]
     )
     if has_gpus:
-        # Of the smallest of them, all of it: what others use now may be free when the run begins.
+        # All memory of the smallest GPU: what other processes use now may be free when the run begins.
         devices = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
         least = min(device.total_memory for device in devices)
-        places.append(MemoryPool("the memory of a GPU", least, 1, is_host=False))
-    return places
+        pools.append(MemoryPool("the memory of a GPU", least, 1, is_host=False))
+    return pools
 
 
 def measure_bound(
     task: Task, plan: Plan, source: Source, model: nn.Module, *, num_samples: int, pool: MemoryPool
 ) -> MemoryBound:
-    """What a run holds in a memory."""
-    weights = held = activations = 0.0
+    """The bound of what a run holds in a memory."""
+    weights = model_bytes = activations = 0.0
     batch = _sample_bytes(source) / plan.dp
     if pool.has_model:
-        weights, held = _model_bytes(task, plan, model, pool)
+        weights, model_bytes = _model_bytes(task, plan, model, pool)
         if num_samples * batch >= pool.num_bytes * MIN_BATCH_FRACTION:
-            each = activation_bytes_per_sample(
-                model, fetch_seeded(source, [0], seed=0, epoch=0)[0][0], is_half_precision=plan.precision != "keep"
-            )
-            activations = each / (plan.dp * plan.sp)
-    # This process is there already.
+            inputs = fetch_seeded(source, [0], seed=0, epoch=0)[0][0]
+            is_half_precision = plan.precision != "keep"
+            per_sample = activation_bytes_per_sample(model, inputs, is_half_precision=is_half_precision)
+            activations = per_sample / (plan.dp * plan.sp)
+    # This process exists already.
     processes = PROCESS_BYTES * (pool.num_ranks - 1) if pool.is_host else 0
-    return MemoryBound(processes, weights, held, batch * pool.num_ranks, activations, 2 if pool.is_host else 1)
+    return MemoryBound(processes, weights, model_bytes, batch * pool.num_ranks, activations, 2 if pool.is_host else 1)
 
 
 def _sample_bytes(source: Source) -> int:
-    """Of one sample as a batch holds it. A source with its own `fetch` may make samples of several sizes."""
+    """The smallest of a few samples, as a batch holds it. Samples differ in size only with a source's own `fetch`."""
     last = len(source) - 1
     numbers = sorted({0, last // 2, last}) if hasattr(source, "fetch") else [0]
     try:
         return min(_tensor_bytes(fetch_seeded(source, [number], seed=0, epoch=0)[0]) for number in numbers)
     except FourfoldError:
         raise
-    except (
-        Exception
-    ):  # the source's own error: where the sample is read for a step, it is raised with its rank and step
+    except Exception:  # the source's own error; the step that reads the sample raises it with rank and step
         return 0
 
 
@@ -140,33 +138,34 @@ def _tensor_bytes(batch: Any) -> int:
 
 
 def _model_bytes(task: Task, plan: Plan, model: nn.Module, pool: MemoryPool) -> tuple[float, float]:
-    """Weights alone, and all that lasts from step to step, of a place's ranks."""
+    """Bytes of the weights alone, and of all that lasts from step to step, of the ranks that use a memory."""
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    optimizer = flat_optimizer.build_optimizer(task.optimizer, list(model.parameters()))
-    own = grad_buckets.param_specs(trainable, flat_optimizer.group_indices(optimizer, trainable))
-    specs = compute_specs(own, plan.precision, excluded=mixed_precision.full_precision_params(model))
-    shares = plan.reduce_group_size if RESTING_LAYOUTS[plan.zero].state == SPLIT else 1
+    optimizer = build_optimizer(task.optimizer, list(model.parameters()))
+    stored = param_specs(trainable, group_indices(optimizer, trainable))
+    specs = compute_specs(stored, plan.precision, excluded=mixed_precision.full_precision_params(model))
+    num_shards = plan.reduce_group_size if RESTING_LAYOUTS[plan.zero].state == SPLIT else 1
     buckets = make_buckets(
         specs,
         bucket_bytes=effective_bucket_bytes(specs, plan.bucket_bytes, is_inter_host=plan.codec != "none"),
-        num_shards=shares,
+        num_shards=num_shards,
     )
-    kinds = [flat_optimizer.num_state_tensors(optimizer, group) for group in range(len(optimizer.param_groups))]
-    of = bytes_per_element(
-        buckets, plan, num_states=kinds, original_bytes={spec.name: spec.element_bytes for spec in own}
+    num_states = [num_state_tensors(optimizer, group) for group in range(len(optimizer.param_groups))]
+    element_bytes = bytes_per_element(
+        buckets, plan, num_states=num_states, original_bytes={spec.name: spec.element_bytes for spec in stored}
     )
-    held = host_memory_use(of, zero=plan.zero, host=_min_host(plan, pool))
-    part = pool.num_ranks / _min_host(plan, pool).num_ranks
-    # A real model is there already, and gives its memory back when the run's own copy is made.
-    weights = part * held.weights if all(p.is_meta for p in trainable.values()) else 0.0
-    if plan.unused == "allow":  # what is not used has neither gradient nor state
+    host = _min_host(plan, pool)
+    use = host_memory_use(element_bytes, zero=plan.zero, host=host)
+    fraction = pool.num_ranks / host.num_ranks
+    # A model that is not on the meta device exists already, and is freed when the run makes its own copy.
+    weights = fraction * use.weights if all(p.is_meta for p in trainable.values()) else 0.0
+    if plan.unused == "allow":  # unused parameters have neither gradient nor state
         return weights, weights
     offloaded = plan.offload == "states" and not pool.is_host
-    return weights, weights + part * (held.gradients + (0 if offloaded else held.masters + held.states))
+    return weights, weights + fraction * (use.gradients + (0 if offloaded else use.masters + use.states))
 
 
 def _min_host(plan: Plan, pool: MemoryPool) -> HostRanks:
-    """The least a place can hold: ranks of a host share memory where they can."""
+    """The host that needs the least memory: its ranks share memory wherever they can."""
     shares_memory = pool.is_host and plan.reduce_group_size > 1 and plan.transport in ("by-host", "shared")
     return HostRanks(plan.reduce_group_size if pool.is_host else 1, plan.shard_groups, has_shared_memory=shares_memory)
 
@@ -182,39 +181,39 @@ def _memory_problem(
         "activations": num_samples // plan.microbatches * bound.activation_bytes_per_sample,
         "model": bound.model_bytes,
     }
-    told = ", ".join(f"{name} {format_bytes(value)}" for name, value in parts.items() if value)
-    of = f", of which an epoch has {num_samples}," if num_samples < batch_size else ""
+    shown = ", ".join(f"{name} {format_bytes(value)}" for name, value in parts.items() if value)
+    limited = f" (an epoch has {num_samples} samples)" if num_samples < batch_size else ""
     needed = format_bytes(bound.total_bytes(num_samples, plan.microbatches, num_steps))
-    got = f"batch_size = {batch_size}{of} takes at least {needed} ({told})"
+    got = f"batch_size = {batch_size}{limited} takes at least {needed} ({shown})"
     return Problem(
         got, need, " or ".join(_suggestions(bound, plan, num_samples, num_steps=num_steps, num_bytes=pool.num_bytes))
     )
 
 
 def _describe_largest_part(bound: MemoryBound, plan: Plan) -> str:
-    """What does not fit even with the smallest batch: the largest part."""
+    """The largest part of a bound that even the smallest batch exceeds."""
     parts = {
         f"{plan.mesh.size} processes that take": bound.process_bytes,
         "samples that take": plan.dp * bound.batch_bytes_per_sample,
         "activations of one sample that take": plan.dp * bound.activation_bytes_per_sample,
         "weights, gradients and optimizer states that take": bound.model_bytes,
     }
-    words = max(parts, key=lambda name: parts[name])
-    return f"{words} at least {format_bytes(parts[words])}"
+    largest = max(parts, key=lambda name: parts[name])
+    return f"{largest} at least {format_bytes(parts[largest])}"
 
 
 def _suggestions(bound: MemoryBound, plan: Plan, num_samples: int, *, num_steps: int, num_bytes: int) -> list[str]:
-    """The batch beyond which the bound does not fit, and the fewest microbatches with which it does."""
+    """The batch size from which the bound is exceeded, and a number of microbatches with which it is not."""
     unit = plan.dp * plan.microbatches
     low, high = 0, num_samples // unit
-    while low < high:  # the most units that fit
+    while low < high:  # bisect for the most units that fit
         middle = (low + high + 1) // 2
         fits = bound.total_bytes(middle * unit, plan.microbatches, num_steps) <= num_bytes
         low, high = (middle, high) if fits else (low, middle - 1)
     attempts = [f"a batch_size well below {(low + 1) * unit}"]
-    pieces = plan.microbatches
-    while pieces < num_samples and bound.total_bytes(num_samples, pieces, num_steps) > num_bytes:
-        pieces *= 2
-    if bound.total_bytes(num_samples, pieces, num_steps) <= num_bytes:
-        attempts.append(f"microbatches above {pieces}")
+    microbatches = plan.microbatches
+    while microbatches < num_samples and bound.total_bytes(num_samples, microbatches, num_steps) > num_bytes:
+        microbatches *= 2
+    if bound.total_bytes(num_samples, microbatches, num_steps) <= num_bytes:
+        attempts.append(f"microbatches above {microbatches}")
     return attempts

@@ -1,7 +1,7 @@
-"""Layouts: how parameters lie in memory, and whether they still do as when slots were made for their gradients.
+"""Memory formats: how parameters lie in memory, and whether that has changed since their gradient slots were made.
 
-layout  dtype, device and strides
-Law: a gradient lies in memory as its parameter does, so that a fused update goes through both in the same order.
+memory format  dtype, device and strides
+Law: a gradient has the memory format of its parameter, so that a fused update reads both in the same order.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ MAX_NAMES = 3  # names in a message
 
 
 def shape_and_strides(parameter: Tensor) -> list[int] | str:
-    """The shape; where it is not contiguous, with the strides: ranks sum their gradients as these lie in memory."""
+    """The shape; with the strides if it is not contiguous, because ranks add gradients in memory order."""
     like = torch.empty_like(parameter, device="meta")
     if like.is_contiguous():
         return list(like.shape)
@@ -25,28 +25,28 @@ def shape_and_strides(parameter: Tensor) -> list[int] | str:
 
 
 class MemoryFormats:
-    """The layouts of parameters when slots were made."""
+    """The memory formats that parameters had when their slots were made."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], optimizer: Optimizer) -> None:
         self._parameters = parameters
         self._initial = [_memory_format(parameter) for parameter in parameters.values()]
         self.uses_memory_order = any(group.get("fused") for group in optimizer.param_groups)
-        """Whether updates go by places in memory, not by elements: then a change is looked for in every round."""
+        """Whether updates go through memory in order, as fused ones do: then every round checks for a change."""
 
     def check_unchanged(self) -> None:
-        """Raise TrainingError naming the parameters that lie otherwise now."""
+        """Raise TrainingError naming the parameters whose memory format has changed."""
         changed = [
-            f"{name} ({_describe_change(built, _memory_format(parameter))})"
-            for (name, parameter), built in zip(self._parameters.items(), self._initial, strict=True)
-            if _memory_format(parameter) != built
+            f"{name} ({_describe_change(initial, _memory_format(parameter))})"
+            for (name, parameter), initial in zip(self._parameters.items(), self._initial, strict=True)
+            if _memory_format(parameter) != initial
         ]
         if changed:
-            rest = f" and {len(changed) - MAX_NAMES} more" if len(changed) > MAX_NAMES else ""
+            more = f" and {len(changed) - MAX_NAMES} more" if len(changed) > MAX_NAMES else ""
             got = (
                 f"parameters that were converted after DistributedOptimizer was built: {', '.join(changed[:MAX_NAMES])}"
             )
             need = "the dtype, device and memory format that gradients are reduced in"
-            raise TrainingError(Problem(got + rest, need, "model.to(…) before DistributedOptimizer(…)"))
+            raise TrainingError(Problem(got + more, need, "model.to(…) before DistributedOptimizer(…)"))
 
 
 def _memory_format(parameter: Tensor) -> tuple[object, ...]:
@@ -54,6 +54,6 @@ def _memory_format(parameter: Tensor) -> tuple[object, ...]:
 
 
 def _describe_change(before: tuple[object, ...], now: tuple[object, ...]) -> str:
-    """`torch.float32 to torch.float64`"""
+    """For example `torch.float32 to torch.float64`."""
     old, new = next((old, new) for old, new in zip(before, now, strict=True) if old != new)
     return f"strides {list(old)} to {list(new)}" if isinstance(old, tuple) else f"{old} to {new}"  # type: ignore[call-overload]

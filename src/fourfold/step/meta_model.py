@@ -1,6 +1,6 @@
-"""Outline: a task's model without memory behind it, to be looked at before anything is started.
+"""Meta models: a task's model on the meta device, to check it before anything is started.
 
-Law: an outline has the names, shapes and modules of the model, and no values.
+Law: a meta model has the names, shapes and modules of the real model, but no values.
 """
 
 import contextlib
@@ -21,25 +21,26 @@ from fourfold.words.errors import FourfoldError, Problem, SettingError, TaskErro
 from fourfold.words.task import Task
 from fourfold.words.units import format_bytes
 
-# What torch says of a tensor that is too large for 64 bits, or for the memory.
+# Parts of torch's messages about tensors that are too large for 64 bits, or for the memory.
 TOO_LARGE_MESSAGES = ("overflow", "can't allocate memory", "not enough memory", "out of memory")
 
 
 def build_meta_model(task: Task, *, max_bytes: int | None = None) -> nn.Module:
-    """The task's model on the meta device, or a real one where it cannot do without memory.
+    """The task's model on the meta device, or a real model if it cannot be made there.
 
-    Raises SettingError as soon as its parameters take more than `most_bytes`, or where a size is beyond 64 bits.
+    Raises TaskError if the task returns no model, and SettingError as soon as the parameters take more than
+    `max_bytes`, or if a size does not fit into 64 bits.
     """
-    # Some models compute with values while they are made; an error of the task's own comes again in `_real`.
-    found = try_meta_model(task, max_bytes=max_bytes)
-    found = _real_model(task) if found is None else found
-    if problem := model_problem(found):
+    # Some models compute with values while they are made. If the task itself is wrong, `_real_model` raises its error.
+    model = try_meta_model(task, max_bytes=max_bytes)
+    model = _real_model(task) if model is None else model
+    if problem := model_problem(model):
         raise TaskError(problem, where="the task")
-    return found
+    return model
 
 
 def model_problem(model: Any) -> Problem | None:
-    """What is wrong with what a task's `model` function returned; None where it is a module that can be trained."""
+    """What is wrong with the result of a task's `model` function; None if it is a module that can be trained."""
     if not isinstance(model, nn.Module):
         return Problem(format_argument("model()", model), "a torch.nn.Module", "model=lambda: Net()")
     lazy = [name for name, p in model.named_parameters() if isinstance(p, nn.parameter.UninitializedParameter)]
@@ -50,7 +51,7 @@ def model_problem(model: Any) -> Problem | None:
 
 
 def try_meta_model(task: Task, *, max_bytes: int | None = None) -> nn.Module | None:
-    """The task's model on the meta device; None where it cannot do without memory. Raises as `outline` does."""
+    """The task's model on the meta device; None if it cannot be made there. Raises as `build_meta_model` does."""
     try:
         with torch.device("meta"), _SkipRandomInit(), _limit_parameter_bytes(max_bytes):
             return _uncached(task.model)()
@@ -62,7 +63,7 @@ def try_meta_model(task: Task, *, max_bytes: int | None = None) -> nn.Module | N
 
 
 def _uncached(function: Callable[[], Any]) -> Callable[[], Any]:
-    """The function under `functools.cache`: it would keep the outline, and return it where a model is needed."""
+    """The function inside `functools.cache`, which would return the meta model again when a real one is needed."""
     while isinstance(function, functools._lru_cache_wrapper):
         function = function.__wrapped__
     return function
@@ -77,8 +78,8 @@ def _real_model(task: Task) -> nn.Module:
 
 
 def _raise_if_too_large(error: Exception) -> None:
-    """Raise SettingError where torch could not make a tensor because of its size."""
-    if not any(words in str(error).lower() for words in TOO_LARGE_MESSAGES):
+    """Raise SettingError if torch could not make a tensor because of its size."""
+    if not any(text in str(error).lower() for text in TOO_LARGE_MESSAGES):
         return
     got = f"a tensor of the model cannot be made: {str(error).splitlines()[0][:120]}"
     raise SettingError(Problem(got, "sizes that fit into memory", "a smaller model"), where="the model") from None
@@ -86,18 +87,18 @@ def _raise_if_too_large(error: Exception) -> None:
 
 @contextlib.contextmanager
 def _limit_parameter_bytes(max_bytes: int | None) -> Iterator[None]:
-    """Within: the parameters that this thread gives to modules may take so many bytes. Raises SettingError beyond."""
+    """Inside, raise SettingError as soon as the parameters of this thread's modules take more than `max_bytes`."""
     thread, sizes, total = threading.get_ident(), dict[int, int](), [0]
 
-    def forget(number: int) -> None:
-        total[0] -= sizes.pop(number)
+    def forget(key: int) -> None:
+        total[0] -= sizes.pop(key)
 
     def register(module: nn.Module, name: str, parameter: Tensor | None) -> None:
         if parameter is None or threading.get_ident() != thread or id(parameter) in sizes:
             return
         sizes[id(parameter)] = parameter.nbytes
         total[0] += parameter.nbytes
-        # One that is replaced, as tied weights are, is gone and does not count.
+        # A parameter that is replaced, as in weight tying, is freed and does not count any more.
         weakref.finalize(parameter, forget, id(parameter)).atexit = False
         if max_bytes is not None and total[0] > max_bytes:
             got = f"a model whose first {len(sizes)} parameters take {format_bytes(total[0])}"
@@ -115,9 +116,9 @@ def _limit_parameter_bytes(max_bytes: int | None) -> Iterator[None]:
 
 
 class _SkipRandomInit(TorchFunctionMode):
-    """Leaves tensors as they are where they would be filled with random numbers.
+    """Skips the random initialization of meta tensors.
 
-    On the meta device these run through torch's reference implementations, which import torch._dynamo (1.25 s).
+    There it runs through torch's reference implementations, which import torch._dynamo (1.25 s).
     """
 
     def __torch_function__(

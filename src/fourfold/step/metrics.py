@@ -1,4 +1,4 @@
-"""Metrics: what a step says of itself."""
+"""Metrics: the results of one step."""
 
 import dataclasses
 
@@ -7,17 +7,20 @@ from fourfold.step.nan_guard import Skipped
 
 @dataclasses.dataclass(frozen=True)
 class Metrics:
-    """What a step says of itself. Global, the same on every rank, except the times, which are this rank's.
+    """The results of one step: global, the same on every rank, except the times, which are this rank's.
 
     loss             mean over all elements of the global batch
-    tokens           None where the inputs carry no positions
+    samples          of the global batch
+    tokens           of the global batch; None if the inputs have no positions
     grad_norm        norm of the global gradient before clipping; None without `clip`, unless the loss is scaled. With
-                     local steps: the root of the mean square of all ranks' own
+                     local steps: the root mean square of the ranks' own norms
+    seconds          duration of the step
     waiting_seconds  part of `seconds` spent reducing gradients and waiting for other ranks
-    sent_bytes       of gradients and weights, that this rank has sent to other hosts or over gloo or NCCL, as by ring
-    skipped          why the step changed nothing, where `skip_nan` left it out; None for all others
+    sent_bytes       gradients and weights that this rank has sent to other hosts, or over gloo or NCCL, counted as for
+                     a ring
+    skipped          why the step changed nothing, if `skip_nan` skipped it; else None
     loss_scale       what the loss was multiplied by for backward; None without `precision = "fp16"`
-    overflowed       whether the scaled gradient was not finite: the step has changed nothing, the next scale is half
+    overflowed       the scaled gradient was not finite: the step has changed nothing, and the next scale is half
     """
 
     loss: float

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from fourfold.parts import mixed_precision
 from fourfold.parts.comm import transports
-from fourfold.parts.optim import flat_optimizer
+from fourfold.parts.optim.user_optimizer import is_layerwise
 from fourfold.parts.torch_private import is_compiled
 from fourfold.plan.check import combination_problems, layerwise_problems, model_loss_problems, size_problems
 from fourfold.plan.plan import Plan
@@ -53,7 +53,7 @@ def model_plan_problems(model: nn.Module, plan: Plan, *, clip: float | None) -> 
 
 def check_update_timing(optimizer: Optimizer, plan: Plan) -> None:
     """Raise PlanError if the plan updates buckets before this optimizer can know all that it needs."""
-    problems = layerwise_problems(plan, type(optimizer).__name__) if flat_optimizer.is_layerwise(optimizer) else []
+    problems = layerwise_problems(plan, type(optimizer).__name__) if is_layerwise(optimizer) else []
     if problems:
         raise PlanError(problems, where="the plan")
 

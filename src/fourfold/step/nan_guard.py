@@ -1,11 +1,10 @@
-"""Guard: bad steps are left out, or end the training.
+"""NaN guard: bad steps are skipped, or end the training.
 
-bad step  one whose global loss, or norm of the gradient where one is measured, is not a finite number
-Law: all ranks leave out the same steps, and a step that is left out changes neither weights nor optimizer states,
-nor the model's buffers; the order of the samples goes on.
+bad step  a step whose global loss, or gradient norm if one is measured, is not finite
+Law: all ranks skip the same steps. A skipped step changes neither weights nor optimizer states nor the model's buffers;
+the order of the samples goes on.
 """
 
-import itertools
 from typing import Any, NamedTuple
 
 import torch
@@ -17,18 +16,18 @@ from fourfold.plan.sample_order import BatchRange
 from fourfold.step.actions import NO_ELEMENTS, Actions
 from fourfold.words.errors import Problem, TrainingError
 
-MAX_NAMED_SAMPLES = 64  # samples of a rank that a message names
+MAX_NAMED_SAMPLES = 64  # of one rank, in a message
 
 
 class Skipped(NamedTuple):
-    """A step that was left out. `rank`: whose loss was not finite; None where it was several ranks' or no one's."""
+    """A skipped step. `rank`: the rank whose loss was not finite; None if there were several, or none."""
 
     text: str
     rank: int | None
 
 
 class NanGuard:
-    """Judges each step of one rank; `limit` is how many in a row may be left out."""
+    """Checks each step of one rank; `limit` is how many steps in a row may be skipped."""
 
     def __init__(self, communicator: Communicator, model: nn.Module, *, limit: int) -> None:
         self._communicator, self._model, self._limit = communicator, model, limit
@@ -37,18 +36,18 @@ class NanGuard:
 
     @torch.no_grad()
     def save_buffers(self) -> None:
-        """Before a step: remember the buffers, which forward may change (running statistics)."""
+        """Before a step: copy the buffers that forward may change, such as running statistics."""
         if self._limit == 0:
             return
         for name, buffer in self._model.named_buffers():
-            known = self._buffers.get(name)
-            if known is None or known[0] is not buffer or known[1] != version_of(buffer):
+            saved = self._buffers.get(name)
+            if saved is None or saved[0] is not buffer or saved[1] != version_of(buffer):
                 self._buffers[name] = buffer, version_of(buffer), buffer.clone()
 
     def check(self, actions: Actions, step: int, samples: BatchRange | None) -> Skipped | None:
-        """After step `number`: None where it was good. Collective where it was bad.
+        """After a step: None if it was good. Collective if it was bad.
 
-        Raises TrainingError where the step is bad and may not be left out. `samples`: the batch's, where known.
+        `samples`: of the batch, if known. Raises TrainingError if the step is bad and must not be skipped.
         """
         if actions.bad_reason is None:
             self._num_in_a_row = 0
@@ -59,38 +58,37 @@ class NanGuard:
         if self._num_in_a_row <= self._limit:
             return skipped
         if self._limit == 0:
-            problem = Problem(skipped.text, "a finite loss and gradient", "skip_nan=10 to leave such steps out")
+            problem = Problem(skipped.text, "a finite loss and gradient", "skip_nan=10 to skip such steps")
         else:
             need = f"at most skip_nan = {self._limit} such steps in a row"
-            problem = Problem(f"{skipped.text}; the {self._limit} steps before were no better", need)
+            problem = Problem(f"{skipped.text}; the {self._limit} steps before were bad too", need)
         raise TrainingError(problem, where="training")
 
     @torch.no_grad()
     def _restore(self) -> None:
-        for buffer, version, kept in self._buffers.values():
+        for buffer, version, saved in self._buffers.values():
             if version_of(buffer) != version:
-                buffer.copy_(kept)
+                buffer.copy_(saved)
 
-    def _describe(self, actions: Actions, number: int, samples: BatchRange | None) -> Skipped:
-        mine = [list(some) for some in actions.nonfinite_microbatches()]
-        bad = list(itertools.chain(*mine))
+    def _describe(self, actions: Actions, step: int, samples: BatchRange | None) -> Skipped:
+        bad = [index for microbatch in actions.nonfinite_microbatches() for index in microbatch]
         if samples is not None:
             ids = samples.sample_ids()
-            # Where no rank's loss is to blame, all samples are told: any of them may have had the gradient.
-            told: list[Any] = [[ids[index] for index in bad], ids]
+            # If every rank's loss is finite, all samples are named: the gradient may be that of any of them.
+            names: list[Any] = [[ids[index] for index in bad], ids]
         else:
-            told = [bad, []]
-        everyone = self._communicator.all_gather_json([len(bad) > 0, *told])
-        guilty = [rank for rank, (is_bad, _, _) in enumerate(everyone) if is_bad]
-        of = "samples" if samples is not None else "samples of its batch"
-        if guilty:
-            parts = [f"rank {rank}, {of} {_sample_list(everyone[rank][1])}" for rank in guilty]
+            names = [bad, []]
+        by_rank = self._communicator.all_gather_json([len(bad) > 0, *names])
+        bad_ranks = [rank for rank, (is_bad, _, _) in enumerate(by_rank) if is_bad]
+        noun = "samples" if samples is not None else "samples of its batch"
+        if bad_ranks:
+            parts = [f"rank {rank}, {noun} {_sample_list(by_rank[rank][1])}" for rank in bad_ranks]
         else:
-            parts = [f"rank {rank}, {of} {_sample_list(ids)}" for rank, (_, _, ids) in enumerate(everyone) if ids]
+            parts = [f"rank {rank}, {noun} {_sample_list(ids)}" for rank, (_, _, ids) in enumerate(by_rank) if ids]
             parts = [*(["every rank's own loss is finite"] if actions.bad_reason != NO_ELEMENTS else []), *parts]
         place = "" if samples is None else f" ({samples})"
-        text = f"step {number}: {'; '.join([str(actions.bad_reason), *parts])}{place}"
-        return Skipped(text, guilty[0] if len(guilty) == 1 else None)
+        text = f"step {step}: {'; '.join([str(actions.bad_reason), *parts])}{place}"
+        return Skipped(text, bad_ranks[0] if len(bad_ranks) == 1 else None)
 
 
 def _sample_list(numbers: list[int]) -> str:

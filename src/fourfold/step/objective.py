@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from fourfold.parts.torch_private import is_compiled, is_compiled_function
 from fourfold.step.batch import Microbatch, input_names
 from fourfold.step.dry_run.fixed_random import without_randomness
-from fourfold.step.dry_run.loss_divisors import LossDivisors, final_nodes
+from fourfold.step.dry_run.loss_divisors import LossDivisors
+from fourfold.step.dry_run.loss_graph import final_nodes
 from fourfold.step.dry_run.loss_kinks import find_kinks
 from fourfold.step.loss_call_sites import OutputIndex, signature
 from fourfold.step.loss_sum import Loss, sum_loss
@@ -176,7 +177,7 @@ class Objective:
         """The calls without those on which the loss did not depend in the dry run, unless it does now."""
         if len(self._is_unused_call) != len(calls) or not any(self._is_unused_call):
             return calls
-        now = final_nodes(value.grad_fn) if isinstance(value, Tensor) else []
+        now = [node for node, _ in final_nodes(value.grad_fn)] if isinstance(value, Tensor) else []
         return [
             each
             for each, is_unused in zip(calls, self._is_unused_call, strict=True)

@@ -1,8 +1,8 @@
-"""Steps of a wrapped optimizer: checked and counted, whoever calls them; and the loss of a closure.
+"""Optimizer steps: the steps of a wrapped optimizer, checked and counted whoever calls them; the loss of a closure.
 
-past the wrapper  the user, a GradScaler or a framework calls `step()` of the wrapped optimizer itself
-closure           computes a loss and its gradients; some optimizers step by the loss itself, as a line search does
-Law: a step moves weights only by what all ranks have alike: mean gradients, and the mean of the losses.
+direct step  the user, a GradScaler or a framework calls `step()` of the wrapped optimizer itself, not of its wrapper
+closure      computes a loss and its gradients; some optimizers use the loss itself, for example in a line search
+Law: a step changes weights only by what is the same on all ranks: mean gradients, and the mean of the losses.
 """
 
 import functools
@@ -22,7 +22,7 @@ from fourfold.words.program import LOSS
 
 
 class OptimizerSteps:
-    """The steps of one wrapped optimizer, through its wrapper or past it."""
+    """The steps of one wrapped optimizer, through its wrapper or direct."""
 
     def __init__(
         self,
@@ -39,14 +39,14 @@ class OptimizerSteps:
         self.num_steps = 0
         """Steps done."""
         self.num_loads = 0
-        """How often state has been loaded since all ranks were given the same."""
+        """How often state has been loaded since the last `broadcast_state`."""
         self.is_in_join = False
-        """Whether ranks without data may be here: they answer reductions, and nothing else."""
+        """Whether this is inside `join()`: ranks without data answer reductions only."""
         self._uses_loss = _uses_loss(optimizer)
         self._is_through_wrapper = False
-        # Past the wrapper: a step may call the step of its parent class, which calls the same hooks again.
+        # Nested direct steps: a step may call the step of its parent class, which calls the same hooks again.
         self._depth = 0
-        # An optimizer that has not called Optimizer.__init__ has no hooks: then only its wrapper is checked.
+        # An optimizer that does not call Optimizer.__init__ has no hooks: then only steps of the wrapper are checked.
         self._handles = []
         if takes_step_hooks(optimizer):
             self._handles = [
@@ -56,12 +56,12 @@ class OptimizerSteps:
             ]
 
     def remove_hooks(self) -> None:
-        """Another wrapper has taken over."""
+        """Stop checking: another wrapper has taken over the parameters."""
         for handle in self._handles:
             handle.remove()
 
     def step(self, closure: Any, args: Any, kwargs: Any) -> Any:
-        """One step, through the wrapper."""
+        """One step through the wrapper."""
         self._is_through_wrapper = True
         try:
             if closure is None:
@@ -75,7 +75,7 @@ class OptimizerSteps:
         return result
 
     def begin_round(self) -> None:
-        """A backward has begun. No step is under way that has not called it: one that was has ended with an error."""
+        """A backward begins. Inside a step only a closure runs one; any other step that has not ended has failed."""
         self._depth = 0
 
     def _on_pre_step(self, _: Optimizer, args: Any, kwargs: Any) -> Any:
@@ -106,14 +106,14 @@ class OptimizerSteps:
         self.num_steps += 1
 
     def _wrap_closure(self, closure: Any) -> Any:
-        """The closure, which then checks what it leaves in `.grad`; now, if it is none."""
-        if callable(closure) and not isinstance(closure, nn.Module):  # the first argument of a user's step may be any
+        """The closure with a check of `.grad` after it. If it is no closure, check now."""
+        if callable(closure) and not isinstance(closure, nn.Module):  # the first argument of a step may be anything
             return functools.partial(self._run_closure, closure)
         self._check_step()
         return closure
 
     def _run_closure(self, closure: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        depth, self._depth = self._depth, 0  # an error in here ends the step
+        depth, self._depth = self._depth, 0  # stays 0 if the closure raises
         loss = closure(*args, **kwargs)
         self._check_step()
         if self._uses_loss and self._num_ranks > 1 and loss is not None:
@@ -131,7 +131,7 @@ class OptimizerSteps:
         """The mean of all ranks' losses, the same bits on every rank. Collective."""
         kind = type(self._optimizer).__name__
         if self.is_in_join:
-            need = "the losses of all ranks: a line search steps by their mean, and ranks out of data have none"
+            need = "a loss on every rank, since a line search uses their mean; ranks without data have none"
             attempt = "equal numbers of batches and no join(), or an optimizer without a closure"
             raise TrainingError(Problem(f"{kind} with a closure, within join()", need, attempt), where="step()")
         if isinstance(loss, Tensor) and loss.numel() != 1:
@@ -145,17 +145,17 @@ class OptimizerSteps:
         mean = self._transport.wait_scalars(LOSS)[0] / self._num_ranks
         if not isinstance(loss, Tensor):
             return mean
-        told = loss.clone()  # with its graph: a step may call backward itself
-        told.data.fill_(mean)
-        return told
+        result = loss.clone()  # with its graph: a step may call backward itself
+        result.data.fill_(mean)
+        return result
 
 
 def _scalar_loss_problem(got: str, kind: str) -> Problem:
-    need = f"one number, whose mean over the ranks {kind} may step by"
+    need = f"one number: {kind} uses its mean over the ranks"
     return Problem(f"a closure that returns {got}", need, "return loss")
 
 
 def _uses_loss(optimizer: Optimizer) -> bool:
-    """Whether steps may depend on what a closure returns. torch's other optimizers hand it on."""
+    """Whether steps may depend on the closure's loss. torch's optimizers other than LBFGS only return it."""
     known = type(optimizer).__module__.startswith(("torch.optim.", "fourfold."))
     return isinstance(optimizer, LBFGS) or not known

@@ -12,7 +12,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from fourfold.parts.comm import transports
-from fourfold.parts.optim.option_tracker import ABSENT, CLASS_KEY, describe_options
+from fourfold.parts.optim.option_text import ABSENT, CLASS_KEY, describe_options
 from fourfold.plan.data.buckets import ParamSpec
 from fourfold.plan.plan import Plan
 from fourfold.words.errors import PlanError, Problem

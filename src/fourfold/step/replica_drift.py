@@ -131,6 +131,31 @@ class DriftChecker:
             )
 
 
+class DriftSchedule:
+    """When the weights of a wrapped optimizer are compared, asked in every backward.
+
+    After the first step, after the first step that uses loaded state, and after every `every` steps; 0: never. The
+    first step is compared because what is wrong from the start, such as noise that each rank draws for itself, must not
+    cost a run.
+    """
+
+    def __init__(self, every: int) -> None:
+        self._every = every
+        self._last_step, self._next_step = 0, 1.0
+        self.num_loads = 0
+        """How many loads of optimizer state have been seen."""
+
+    def is_due(self, num_steps: int, num_loads: int) -> bool:
+        """Whether to compare now, after so many steps and loads; True only once for each step."""
+        if self.num_loads != num_loads:
+            self.num_loads, self._next_step = num_loads, num_steps + 1
+        is_wanted = num_steps >= self._next_step or is_due(num_steps, self._every, 1)
+        if not (self._every and num_steps > self._last_step and is_wanted):
+            return False
+        self._last_step, self._next_step = num_steps, math.inf
+        return True
+
+
 def replicated_tensors(model: nn.Module, plan: Plan) -> Iterator[ReplicatedTensor]:
     """The replicas that a rank holds of a model whose weights are all in its own memory."""
     for name, parameter in model.named_parameters():

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fourfold.parts.optim import flat_optimizer
+from fourfold.parts.optim.user_optimizer import group_indices, state_keys
 from fourfold.words.errors import Problem, closest_match
 
 STATE_KEYS = ("model", "optimizer", "groups", "record")
@@ -114,8 +114,8 @@ def optimizer_problems(
     attempt = "the optimizer it was saved with, or init= with its weights"
     if saved not in (None, name):
         return [Problem(f"{name}, and states of {saved}", f"{saved}", attempt)]
-    group_of = flat_optimizer.group_indices(optimizer, trainable)  # type: ignore[arg-type]
-    needed = {group: flat_optimizer.state_keys(optimizer, group) for group in set(group_of.values())}
+    group_of = group_indices(optimizer, trainable)  # type: ignore[arg-type]
+    needed = {group: state_keys(optimizer, group) for group in set(group_of.values())}
     for parameter, group in group_of.items():
         missing = needed[group] - keys[parameter] if keys.get(parameter) else None
         if missing:  # A parameter without any state has not been updated yet.

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fourfold.parts import mixed_precision
 from fourfold.parts.comm import transports
-from fourfold.parts.data import grad_buckets
+from fourfold.parts.data.flat_params import flatten_params
 from fourfold.parts.data.param_access import untracked_access
 from fourfold.parts.data.sharded_params import ShardedParams
 from fourfold.parts.data.weight_edits import WeightEdits
@@ -62,7 +62,7 @@ class Weights:
             self.shards: Sequence[transports.BucketSlice] = self.sharded_params.shards
             self.flats = [shard.flat for shard in self.shards]
         else:
-            self.flats = grad_buckets.flatten_params(self.trainable, buckets, transport)
+            self.flats = flatten_params(self.trainable, buckets, transport)
             self.shards = [transports.BucketSlice(0, flat.numel(), flat) for flat in self.flats]
         self._trained_ids = {id(p) for p in self.trainable.values()}
         self._modules = list(model.modules())

@@ -20,9 +20,9 @@ from fourfold.words.task import Data, Task
 
 NUM_CLASSES = 10
 SIDE = 8  # pixels
-MAX_PIXEL_VALUE = 16.0  # of a pixel
+MAX_PIXEL_VALUE = 16.0
 GROUP_CHANNELS = 8  # channels normalized together
-TUNED_BATCH_SIZE = 64  # samples of a batch, at which the default learning rate was found
+TUNED_BATCH_SIZE = 64  # samples; the default learning rate was tuned with it
 
 
 def task(
@@ -33,7 +33,7 @@ def task(
     lr: float = 3e-3,
     weight_decay: float = 0.01,
 ) -> Task:
-    """The task, from its settings. Raises SettingError, or TaskError where scikit-learn is missing."""
+    """The task with these settings. Raises SettingError, or TaskError if scikit-learn is missing."""
     if channels < 1 or channels % GROUP_CHANNELS:
         fitting = max(channels // GROUP_CHANNELS, 1) * GROUP_CHANNELS
         raise SettingError(
@@ -86,14 +86,14 @@ def loss(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def evaluate(logits: Tensor, targets: Tensor) -> dict[str, tuple[Tensor, int]]:
-    """The share of samples whose class is right, as (correct, count)."""
+    """The fraction of samples with the right class, as (correct, count)."""
     return {"accuracy": ((logits.argmax(dim=-1) == targets).sum(), targets.numel())}
 
 
 def open_data() -> Data:
-    """All images in memory, every fifth held out. Raises TaskError where scikit-learn is missing."""
+    """All images in memory, every fifth held out. Raises TaskError if scikit-learn is missing."""
     check_sklearn()
-    from sklearn.datasets import load_digits  # here, because it is an extra and takes a second
+    from sklearn.datasets import load_digits  # here: it is an optional dependency, and its import takes a second
 
     digits: Any = load_digits()
     images = torch.from_numpy(digits.images).float().unsqueeze(1) / MAX_PIXEL_VALUE
@@ -106,7 +106,7 @@ def open_data() -> Data:
 
 
 def check_sklearn() -> None:
-    """Raises TaskError where scikit-learn, which brings the images, is missing."""
+    """Raises TaskError if scikit-learn, which contains the images, is missing."""
     if importlib.util.find_spec("sklearn") is None:
         raise TaskError(
             Problem("scikit-learn is not installed", "its images of digits", "pip install 'fourfold[vision]'"),

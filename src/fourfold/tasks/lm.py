@@ -1,8 +1,8 @@
 """A byte-level language model: a small Transformer that predicts the next byte of a text.
 
 tokens     bytes, 0 to 255
-positions  where each token stands in its sample; given, never counted by the model, so tokens may live anywhere
-Law: a logit depends on tokens at its own and earlier places only, and on differences of positions only.
+positions  the index of each token in its sample; an input of the model, so tokens may be split among ranks
+Law: a logit depends only on tokens at its own and earlier positions, and only on differences of positions.
 
 B batch · L sequence length · D width · H heads · G heads of keys and values · K head size · V 256 bytes
 """
@@ -23,8 +23,8 @@ from fourfold.words.task import Data, Task
 NUM_BYTES = 256
 MAX_LAYERS = 100_000
 ROTARY_BASE = 10_000.0
-MIN_LR_FACTOR = 0.02  # of the learning rate, at the last step
-TUNED_BATCH_SIZE = 16  # samples of a batch, at which the default learning rate was found
+MIN_LR_FACTOR = 0.02  # at the last step
+TUNED_BATCH_SIZE = 16  # samples; the default learning rate was tuned with it
 
 
 def task(
@@ -45,14 +45,14 @@ def task(
     prompt: str = "def ",
     temperature: float = 0.7,
 ) -> Task:
-    """The task, from its settings. Without `data`, the text is the source code of Python's standard library.
+    """The task with these settings. Without `data`, the text is the source code of Python's standard library.
 
     kv_heads     heads of keys and values, shared by groups of query heads (GQA, arXiv 2305.13245); None: as `heads`
     length       tokens of one sample
     batch_size   samples of one step, over all processes
-    warmup       share of the steps in which the learning rate grows
-    valid_bytes  bytes the validation loss is measured on, in samples spread over the validation text
-    Raises SettingError for sizes that do not fit each other, DataError where there is nothing at `data`.
+    warmup       fraction of the steps in which the learning rate grows
+    valid_bytes  bytes for the validation loss, in samples spread over the validation text
+    Raises SettingError for sizes that do not fit each other, DataError if there is nothing at `data`.
     """
     kv_heads = heads if kv_heads is None else kv_heads
     counts = {"length": length, "steps": steps, "batch_size": batch_size, "valid_bytes": valid_bytes}
@@ -84,7 +84,7 @@ def task(
 def _shape_problems(*, width: int, layers: int, heads: int, kv_heads: int) -> Iterable[Problem]:
     sizes = {"width": width, "layers": layers, "heads": heads, "kv_heads": kv_heads}
     too_small = [Problem(f"{name} = {size}", "1 or more") for name, size in sizes.items() if size < 1]
-    if layers > MAX_LAYERS:  # Python would be busy with its modules for minutes before anybody could say so.
+    if layers > MAX_LAYERS:  # Python would make modules for minutes before any other check could fail.
         yield Problem(f"layers = {layers}", f"at most {MAX_LAYERS}")
     yield from too_small
     if too_small:
@@ -102,11 +102,11 @@ def _shape_problems(*, width: int, layers: int, heads: int, kv_heads: int) -> It
 def _rate_problems(*, clip: float | None, **rates: float) -> Iterable[Problem]:
     positive = {"lr": rates["lr"], "temperature": rates["temperature"], "clip": 1.0 if clip is None else clip}
     yield from (Problem(f"{name} = {rate}", "more than 0") for name, rate in positive.items() if not rate > 0)
-    # A clip may be infinite: it then measures the norm, and clips nothing.
+    # An infinite clip is allowed: it measures the norm and clips nothing.
     finite = {"lr": rates["lr"], "temperature": rates["temperature"], "weight_decay": rates["weight_decay"]}
     yield from (Problem(f"{name} = {rate}", "a finite number") for name, rate in finite.items() if rate == math.inf)
     if not 0 <= rates["warmup"] < 1:
-        yield Problem(f"warmup = {rates['warmup']}", "a share of the steps: 0 or more, less than 1", "warmup=0.05")
+        yield Problem(f"warmup = {rates['warmup']}", "a fraction of the steps: 0 or more, less than 1", "warmup=0.05")
     if not rates["weight_decay"] >= 0:
         yield Problem(f"weight_decay = {rates['weight_decay']}", "0 or more")
 
@@ -145,7 +145,7 @@ class GatedMLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then the gated MLP, each added to the stream it reads normalized."""
+    """Attention, then the gated MLP, each with a norm before it and a residual around it."""
 
     def __init__(self, width: int, *, heads: int, kv_heads: int) -> None:
         super().__init__()
@@ -172,7 +172,7 @@ class LanguageModel(nn.Module):
 
     @torch.no_grad()
     def initialize(self) -> None:
-        """Weights that keep variances; those that write to the stream smaller by √(2 · layers) (GPT-2)."""
+        """Weights that preserve variance; those that add to the residual stream smaller by √(2 · layers) (GPT-2)."""
         for name, weight in self.named_parameters():
             if weight.ndim == 1:
                 nn.init.ones_(weight)
@@ -191,7 +191,7 @@ class LanguageModel(nn.Module):
 
 def rotary_cos_sin(positions_BL: Tensor, head_size: int, *, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Cosines and signed sines of the rotary angles (RoFormer, arXiv 2104.09864): each [B, L, 1, K]."""
-    # Angles of far positions need more digits than a half-precision model has.
+    # The angles of large positions need more digits than half precision has.
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     exponents = torch.arange(0, head_size, 2, dtype=wide, device=positions_BL.device) / head_size
     angles = positions_BL[:, :, None, None].to(wide) * ROTARY_BASE**-exponents
@@ -200,8 +200,8 @@ def rotary_cos_sin(positions_BL: Tensor, head_size: int, *, dtype: torch.dtype) 
 
 
 def apply_rotary(x_BLHK: Tensor, cos_BL1K: Tensor, sin_BL1K: Tensor) -> Tensor:
-    """Each pair (x[k], x[k + K/2]) turned by its angle."""
-    # Full rows, not half rows: two thirds of the time on a CPU, and the same bits.
+    """Each pair (x[k], x[k + K/2]) rotated by its angle."""
+    # Full rows, not half rows: two thirds of the time on a CPU, and bitwise the same.
     return x_BLHK * cos_BL1K + x_BLHK.roll(x_BLHK.shape[-1] // 2, dims=-1) * sin_BL1K
 
 
@@ -216,7 +216,7 @@ def evaluate(logits_BLV: Tensor, targets_BL: Tensor) -> dict[str, tuple[Tensor, 
 
 
 def open_data(path: str | None, *, length: int, valid_bytes: int) -> Data:
-    """The sources. Raises DataError where the text is missing, empty or shorter than a sample."""
+    """The sources. Raises DataError if the text is missing, empty or shorter than a sample."""
     split = open_text(path)
     found = (
         corpus_problem(split.train, length=length, name="the text to train on"),
@@ -231,7 +231,7 @@ def open_data(path: str | None, *, length: int, valid_bytes: int) -> Data:
 
 
 def optimizer(parameters: Iterable[nn.Parameter], *, lr: float, weight_decay: float) -> torch.optim.AdamW:
-    """AdamW; matrices decay, gains of norms do not."""
+    """AdamW with weight decay for matrices, without for the gains of norms."""
     every = list(parameters)
     groups = [
         {"params": [p for p in every if p.ndim > 1], "weight_decay": weight_decay},
@@ -254,9 +254,9 @@ def schedule(step: int, steps: int, *, warmup: float) -> float:
 def generate(
     model: nn.Module, *, prompt: str, length: int, temperature: float, num_bytes: int = 300, seed: int = 0
 ) -> str:
-    """Text the model continues `prompt` with, the prompt included; bytes that are no printable text show as `·`."""
+    """The prompt and the model's continuation; bytes that are not printable text show as `·`."""
     device = next(model.parameters()).device
-    # Drawn on the CPU from a generator of its own: the same text on every device, and no other draw is disturbed.
+    # A generator of its own on the CPU: the same text on every device, and other draws are not disturbed.
     generator = torch.Generator().manual_seed(seed)
     tokens = list(prompt.encode() or b"\n")
     training = model.training

@@ -1,1 +1,1 @@
-"""What tests are made of: an oracle in one process, ranks as threads, worlds of processes."""
+"""What tests need: an oracle in one process, ranks as threads, worlds of processes, hosts as network namespaces."""

@@ -1,10 +1,10 @@
 """Hosts on one machine: network namespaces, each behind a link of limited rate.
 
-host    a namespace with one interface; processes in it see no other network and share memory among themselves only
-bridge  a namespace of its own that joins the hosts; what is sent to a host is limited there, what it sends at the host
-owner   the process that made them; its number and its beginning are in the names
-Law: what is made here is removed when the `with` block is left, or by whoever comes next once its owner is dead;
-no process is ended that does not live in such a namespace.
+host    a namespace with one interface; its processes see no other network, and share memory only among themselves
+bridge  a namespace that joins the hosts; it limits what is sent to a host, and the host limits what it sends
+owner   the process that made them; its pid and start ticks are in the names
+Law: what is made here is removed when the `with` block ends, or by the next user once its owner is dead; only processes
+inside these namespaces are ever killed.
 
 Needs root (CAP_SYS_ADMIN, CAP_NET_ADMIN), `ip` and `tc` of iproute2, and the kernel's token bucket filter.
 """
@@ -32,7 +32,7 @@ _counter = itertools.count()
 
 
 class HostsUnavailable(LaunchError):
-    """This machine or this user cannot have namespaces with limited links."""
+    """This machine or this user cannot make namespaces with limited links."""
 
 
 @dataclass(frozen=True)
@@ -43,19 +43,19 @@ class Host:
     address: str
 
     def command(self, command: Sequence[str]) -> list[str]:
-        """The command that runs `command` there; `ip` becomes it, so the process started is the process meant."""
+        """The command that runs `command` on this host. `ip` replaces itself by it, so the pid is the command's."""
         return ["ip", "netns", "exec", self.name, *command]
 
     def sent_bytes(self) -> int:
         """Bytes that have left this host since it was made, headers and acknowledgements included."""
-        told = json.loads(_ip("-n", self.name, "-s", "-j", "link", "show", "dev", INTERFACE))
-        return told[0]["stats64"]["tx"]["bytes"]
+        links = json.loads(_ip("-n", self.name, "-s", "-j", "link", "show", "dev", INTERFACE))
+        return links[0]["stats64"]["tx"]["bytes"]
 
 
 class Hosts(AbstractContextManager["Hosts"]):
-    """`count` hosts, made on entry and removed on exit with every process in them.
+    """`count` hosts, made on entry and removed on exit with every process in them. Raises HostsUnavailable.
 
-    `rate` limits each host both ways, in the words of tc ("100mbit"); None: no limit. Raises HostsUnavailable.
+    `rate` limits each host in both directions, in tc's notation ("100mbit"); None: no limit.
     """
 
     def __init__(self, count: int, *, rate: str | None = "100mbit") -> None:
@@ -74,24 +74,24 @@ class Hosts(AbstractContextManager["Hosts"]):
         return self
 
     def __exit__(self, *_: object) -> None:
-        there = set(_namespaces())
+        existing = set(_namespaces())
         for name in (*(host.name for host in self.hosts), self._bridge):
-            if name in there:
+            if name in existing:
                 _remove(name)
 
     def host_of(self, rank: int, size: int) -> Host:
-        """The host of a rank: consecutive ranks live together, the same number on each host."""
+        """The host of a rank: consecutive ranks share a host, the same number on each."""
         if size % len(self.hosts):
             raise LaunchError(Problem(f"{size} ranks on {len(self.hosts)} hosts", "as many ranks on each host"))
         return self.hosts[rank * len(self.hosts) // size]
 
     def rank_environ(self, rank: int, size: int) -> dict[str, str]:
-        """What a launcher would tell this rank, and the interface that gloo is to use."""
+        """The variables that a launcher would set for this rank, and the interface for gloo to use."""
         self.host_of(rank, size)
-        each = size // len(self.hosts)
-        place = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank % each, "LOCAL_WORLD_SIZE": each}
-        told = {name: str(value) for name, value in place.items()}
-        return {**told, "MASTER_ADDR": self.hosts[0].address, "GLOO_SOCKET_IFNAME": INTERFACE}
+        local_size = size // len(self.hosts)
+        place = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank % local_size, "LOCAL_WORLD_SIZE": local_size}
+        variables = {name: str(value) for name, value in place.items()}
+        return {**variables, "MASTER_ADDR": self.hosts[0].address, "GLOO_SOCKET_IFNAME": INTERFACE}
 
     def sent_bytes(self) -> list[int]:
         return [host.sent_bytes() for host in self.hosts]
@@ -115,7 +115,7 @@ class Hosts(AbstractContextManager["Hosts"]):
 
 
 def unavailable_reason() -> str | None:
-    """Why hosts cannot be had here, found out by making one; None where they can."""
+    """Why hosts cannot be made here, found out by making one; None if they can."""
     try:
         with Hosts(1):
             return None
@@ -124,7 +124,7 @@ def unavailable_reason() -> str | None:
 
 
 def remove_stale() -> None:
-    """Remove what owners that have died have left: their namespaces, and the processes in them."""
+    """Remove what dead owners have left: their namespaces, and the processes in them."""
     for name in _namespaces():
         match = re.fullmatch(rf"{PREFIX}-(\d+)-(\d+)-\d+-\w+", name)
         if match and process_id(int(match[1])).start_ticks != int(match[2]):
@@ -145,14 +145,14 @@ def _remove(name: str) -> None:
         _kill_processes(name)
         _ip("netns", "del", name)
     except HostsUnavailable:
-        if name in _namespaces():  # else another process has come upon the same one, and was faster
+        if name in _namespaces():  # else another process has removed it first
             raise
 
 
 def _kill_processes(name: str) -> None:
     for pid in map(int, _ip("netns", "pids", name).split()):
-        with suppress(ProcessLookupError):  # It has ended by itself.
-            # Through a handle: a number may have become another process's by now.
+        with suppress(ProcessLookupError):  # it has ended by itself
+            # Through a handle: by now the pid may be another process's.
             handle = os.pidfd_open(pid)
             try:
                 if str(pid) in _ip("netns", "pids", name).split():

@@ -1,4 +1,4 @@
-"""The oracle: the same training in one process, in plain torch. Slow, obvious, and what every mesh must equal.
+"""The oracle: the same training in one process, in plain torch. Slow and obvious, and every mesh must equal it.
 
 Law: |a − b| ≤ 1e-9 · max(1, |b|) in float64.
 """
@@ -17,7 +17,7 @@ TOLERANCE = 1e-9
 
 
 class TrainingResult(NamedTuple):
-    """What a training left: a loss and a gradient norm per step, and the weights by name."""
+    """The result of a training: a loss and a gradient norm per step, and the weights by name."""
 
     losses: list[float]
     grad_norms: list[float]
@@ -34,23 +34,23 @@ def train(
 ) -> TrainingResult:
     """One update per global batch: the mean over all its elements, clipped by the global norm."""
     model.train()
-    stepper = optimizer(model.parameters())
+    update = optimizer(model.parameters())
     losses, norms = [], []
     for inputs, targets in batches:
         samples = len(next(iter(inputs.values())) if isinstance(inputs, dict) else inputs)
         value = sum_loss(loss(call_model(model, inputs), targets), samples)
         mean = value.total / value.count
-        stepper.zero_grad()
+        update.zero_grad()
         mean.backward()
         if clip is not None:
             norms.append(nn.utils.clip_grad_norm_(model.parameters(), clip).item())
-        stepper.step()
+        update.step()
         losses.append(mean.item())
     return TrainingResult(losses, norms, {name: p.detach().clone() for name, p in model.named_parameters()})
 
 
 def deviation(got: TrainingResult, oracle: TrainingResult) -> float:
-    """The largest |a − b| / max(1, |b|) over losses, norms and weights; infinite where something is missing."""
+    """The largest |a − b| / max(1, |b|) over losses, norms and weights; infinite if something is missing."""
     if got.weights.keys() != oracle.weights.keys() or len(got.losses) != len(oracle.losses):
         return float("inf")
     pairs: list[tuple[Any, Any]] = [(got.losses, oracle.losses), (got.grad_norms, oracle.grad_norms)]
@@ -68,7 +68,7 @@ def _relative_error(a: Any, b: Any) -> float:
 
 
 def snapshot(step: TrainStep, losses: Sequence[float], grad_norms: Sequence[float | None]) -> TrainingResult:
-    """What a training with Fourfold left, in the oracle's form. Collective."""
+    """The result of a training with Fourfold, in the oracle's form. Collective."""
     weights = dict(step.model.named_parameters()) | dict(step.named_weights())
-    kept = [norm for norm in grad_norms if norm is not None]
-    return TrainingResult(list(losses), kept, {name: p.detach().clone() for name, p in weights.items()})
+    norms = [norm for norm in grad_norms if norm is not None]
+    return TrainingResult(list(losses), norms, {name: p.detach().clone() for name, p in weights.items()})

@@ -1,12 +1,12 @@
-"""Peak: the bytes a step holds at its fullest moment, by kind, on real or fake tensors.
+"""Peak memory: the most bytes a step holds at once, by kind, on real or fake tensors.
 
-kind     what the caller says of tensors that are there (`hold`); else ACTIVATION if made outside a backward, TEMPORARY
-         if made inside one
+kind     what the caller names tensors that exist already (`track`); else ACTIVATION if made outside of a backward,
+         TEMPORARY if made inside one
 storage  counted once, however many views it has, from when an operation returns it until its last tensor is gone
-Law: the kinds add up to the bytes of all storages that are alive and have been seen.
+Law: the kinds add up to the bytes of all live storages that have been seen.
 
-Memory that an operation takes and gives back before it returns is not seen. Fake tensors have sizes and no memory, so
-one process counts what a rank of any world would hold.
+Memory that an operation allocates and frees before it returns is not seen. Fake tensors have sizes but no memory, so
+one process can count what a rank of any world would hold.
 """
 
 import weakref
@@ -23,7 +23,7 @@ ACTIVATION, TEMPORARY = "activations", "temporaries"
 
 
 class PeakMemory(TorchDispatchMode):
-    """Within: every operation's results are counted. `bytes` and `kinds` tell of the fullest moment."""
+    """Within: counts the results of every operation. `peak_bytes` and `bytes_by_kind` are those of the peak."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class PeakMemory(TorchDispatchMode):
         self._seen_storages = WeakIdKeyDictionary()
 
     def track(self, kind: str, tensors: Iterable[Tensor]) -> None:
-        """Count tensors that are there already."""
+        """Count tensors that exist already."""
         for tensor in tensors:
             self._count(tensor, kind)
         self._update_peak()

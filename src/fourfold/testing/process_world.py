@@ -1,8 +1,8 @@
-"""Worlds of processes that many tests share: the spawned rung.
+"""Worlds of processes that many tests share: the spawned tests.
 
-case  a function of a module, named as "package.module:function"; every rank calls it, its result is JSON
-Law: a world has joined one process group by a file, every case has a time limit, and a failure shows every rank's
-traceback. A world that a case has broken is ended, by process id, and the next case gets a new one.
+case  a function of a module, named as "package.module:function"; every rank calls it, and its result is JSON
+Law: a world joins one process group by a file, every case has a time limit, and a failure shows every rank's traceback.
+A world that a case has broken is killed, by process id, and the next case gets a new one.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ class CaseFailed(AssertionError):
 
 
 class SpawnedWorld:
-    """`size` processes, started when first used; with `hosts`, shared among them."""
+    """`size` processes, started at the first case; on `hosts`, if given."""
 
     def __init__(self, size: int, *, root: Path, hosts: Hosts | None = None) -> None:
         self.size, self._root, self._hosts = size, root, hosts
@@ -39,7 +39,7 @@ class SpawnedWorld:
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def run(self, case: str, *, time_limit_seconds: float = TIME_LIMIT_SECONDS, **arguments: Any) -> list[Any]:
-        """What `case(**arguments)` returned on each rank. Raises CaseFailed."""
+        """The results of `case(**arguments)`, by rank. Raises CaseFailed."""
         if not self._processes:
             self._start()
         for process in self._processes:
@@ -53,7 +53,7 @@ class SpawnedWorld:
         raise CaseFailed(f"{case} on {self.size} ranks\n" + "\n".join(map(_format_answer, range(self.size), answers)))
 
     def kill(self) -> None:
-        """End the processes of this world, by id."""
+        """Kill the processes of this world, by process id."""
         for process in self._processes:
             process.kill()
         for process in self._processes:
@@ -75,9 +75,9 @@ class SpawnedWorld:
             if self._hosts is not None:
                 variables = self._hosts.rank_environ(rank, self.size)
                 command = self._hosts.host_of(rank, self.size).command(command)
-            # Names that torch is about to take away are not to be told to users first.
-            given = [os.environ["PYTHONWARNINGS"]] if os.environ.get("PYTHONWARNINGS") else []
-            warn = ",".join([*given, "error:`torch.distributed:FutureWarning"])
+            # A name that torch deprecates fails our tests before it warns our users.
+            inherited = [os.environ["PYTHONWARNINGS"]] if os.environ.get("PYTHONWARNINGS") else []
+            warn = ",".join([*inherited, "error:`torch.distributed:FutureWarning"])
             environ = {**os.environ, **variables, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": warn}
             self._processes.append(
                 subprocess.Popen(
@@ -94,22 +94,22 @@ class SpawnedWorld:
             raise CaseFailed(f"a world of {self.size} ranks did not start")
 
     def _read_answers(self, deadline: float) -> list[dict[str, Any] | None]:
-        """One line of JSON from each rank, or None from those that ended or did not come in time."""
+        """One line of JSON from each rank; None from a rank that ended or did not answer in time."""
         answers: list[dict[str, Any] | None] = [None] * self.size
-        left = {process.stdout: rank for rank, process in enumerate(self._processes) if process.stdout is not None}
+        pending = {process.stdout: rank for rank, process in enumerate(self._processes) if process.stdout is not None}
         failed = False
-        while left and time.monotonic() < deadline:
+        while pending and time.monotonic() < deadline:
             # Not `select`: a session of many tests has more than 1024 files open.
-            with selectors.DefaultSelector() as waiting:
-                for pipe in left:
-                    waiting.register(pipe, selectors.EVENT_READ)
-                ready = [key.fileobj for key, _ in waiting.select(0.2)]
-            for pipe in [pipe for pipe in left if pipe in ready]:
-                rank = left.pop(pipe)
+            with selectors.DefaultSelector() as selector:
+                for pipe in pending:
+                    selector.register(pipe, selectors.EVENT_READ)
+                ready = [key.fileobj for key, _ in selector.select(0.2)]
+            for pipe in [pipe for pipe in pending if pipe in ready]:
+                rank = pending.pop(pipe)
                 line = pipe.readline()
                 answers[rank] = json.loads(line) if line else None
                 if (not line or "error" in (answers[rank] or {})) and not failed:
-                    # One rank has failed: the others may wait for it, give them a little time to say so.
+                    # The other ranks may be waiting for the one that failed: give them a little time to answer.
                     failed, deadline = True, min(deadline, time.monotonic() + 8.0)
         return answers
 
@@ -121,18 +121,18 @@ def _format_answer(rank: int, answer: dict[str, Any] | None) -> str:
 
 
 def _serve(rendezvous: str) -> None:
-    """The life of one rank: join, then a case per line until the input ends."""
+    """The main loop of one rank: join, then run a case per line until the input ends."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what a case prints must not look like an answer
+    os.dup2(2, 1)  # what a case prints must not mix with the answers
     import torch.distributed as dist
 
     size, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=size)
-    gc.freeze()  # so that it is quick to find what a case has left behind
+    gc.freeze()  # makes later collections quick
     _write_answer(answers, {"started": True})
     for number, line in enumerate(sys.stdin):
         if number % CASES_PER_GC == CASES_PER_GC - 1:
-            gc.collect()  # what is left of a case is garbage, which may still hold groups
+            gc.collect()  # a case's garbage may still hold process groups
         job = json.loads(line)
         try:
             module, name = job["case"].split(":")
@@ -142,12 +142,12 @@ def _serve(rendezvous: str) -> None:
             _write_answer(answers, {"result": result})
         except BaseException:
             _write_answer(answers, {"error": traceback.format_exc()})
-    # Without the group's own shutdown: another rank may be gone already.
+    # Skips the group's own shutdown: another rank may be gone already.
     os._exit(0)
 
 
 def _destroy_groups(dist: Any) -> None:
-    """End all groups but the world's: each has threads that poll, and hundreds of cases make thousands."""
+    """Destroy all groups but the world's: each has threads that poll, and hundreds of cases make thousands of them."""
     from fourfold.parts.torch_private import all_process_groups  # not on top: it imports torch, as this file does not
 
     for group in [group for group in all_process_groups(dist) if group is not dist.group.WORLD]:

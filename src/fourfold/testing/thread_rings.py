@@ -1,4 +1,4 @@
-"""Links between ranks that are threads: messages by queues, or real shared memory."""
+"""Rings between ranks that are threads: messages by queues, or real shared memory."""
 
 import queue
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from torch import Tensor
 from fourfold.parts.comm.ring.p2p import PendingRecv, RingOverP2P
 from fourfold.parts.comm.ring.protocol import RingGroup
 from fourfold.parts.comm.ring.single_rank import NullRingGroup
-from fourfold.parts.sequence.attention import SequenceGroup, connect_sequence
+from fourfold.parts.sequence.sequence_group import SequenceGroup, connect_sequence
 from fourfold.testing.threads import TIME_LIMIT_SECONDS, ThreadCommunicator
 from fourfold.words.trace_events import NULL_RECORDER
 
@@ -18,14 +18,14 @@ GATHER_TAG, ALL_TO_ALL_TAG = "gather", "swap"
 
 
 class ThreadChannel:
-    """See `links.Wire`. `sent` counts the elements that this rank has sent."""
+    """See `P2PChannel`. `num_sent_elements` counts what this rank has sent."""
 
     name = "threads"
 
     def __init__(
-        self, ranks: ThreadCommunicator, members: Sequence[int], queues: dict[Any, queue.Queue[Tensor]]
+        self, comm: ThreadCommunicator, members: Sequence[int], queues: dict[Any, queue.Queue[Tensor]]
     ) -> None:
-        self.size, self.index, self._members, self._queues = len(members), members.index(ranks.rank), members, queues
+        self.size, self.index, self._members, self._queues = len(members), members.index(comm.rank), members, queues
         self.sent_bytes, self.waiting_seconds, self.recorder = 0.0, 0.0, NULL_RECORDER
         self.num_sent_elements = 0
 
@@ -43,8 +43,8 @@ class ThreadChannel:
         for peer, part in enumerate(parts):
             if peer != self.index:
                 self._send(part, peer, tag)
-        own = parts[self.index].clone()
-        return torch.stack([own if peer == self.index else self._recv(peer, tag) for peer in range(self.size)])
+        local = parts[self.index].clone()
+        return torch.stack([local if peer == self.index else self._recv(peer, tag) for peer in range(self.size)])
 
     def _send(self, flat: Tensor, peer: int, tag: int | str) -> None:
         self.num_sent_elements += flat.numel()
@@ -58,20 +58,23 @@ class ThreadChannel:
         return self._queues.setdefault((self._members[source], self._members[target], tag), queue.Queue())
 
 
-def make_p2p_ring(ranks: ThreadCommunicator, groups: Sequence[Sequence[int]]) -> RingGroup:
-    """The link of a thread's group, by messages. Collective."""
-    boxes = ranks.all_gather_object({})[0]
-    mine = next(group for group in groups if ranks.rank in group)
-    return RingOverP2P(ThreadChannel(ranks, mine, boxes)) if len(mine) > 1 else NullRingGroup()
+def make_p2p_ring(comm: ThreadCommunicator, groups: Sequence[Sequence[int]]) -> RingGroup:
+    """The ring of a thread's group, by messages. Collective."""
+    queues = comm.all_gather_object({})[0]
+    group = next(each for each in groups if comm.rank in each)
+    return RingOverP2P(ThreadChannel(comm, group, queues)) if len(group) > 1 else NullRingGroup()
 
 
 def make_axis(
-    ranks: ThreadCommunicator, ring: str = "zigzag", ulysses: int = 1, *, transport: str = "messages"
+    comm: ThreadCommunicator, ring: str = "zigzag", ulysses: int = 1, *, transport: str = "messages"
 ) -> SequenceGroup:
-    """The axis of a thread; all threads keep tokens of one sequence. `by`: messages, or shared memory. Collective."""
-    everyone = range(ranks.size)
+    """The sequence axis of a thread; all threads hold tokens of one sequence. Collective.
+
+    `transport`: "messages" or "shared" (memory).
+    """
+    ranks = range(comm.size)
     if transport == "shared":
-        return connect_sequence(ranks, [everyone], ring=ring, ulysses=ulysses, transport="shared")
-    places = [everyone[first::ulysses] for first in range(ulysses)]
-    neighbours = [everyone[start : start + ulysses] for start in range(0, ranks.size, ulysses)]
-    return SequenceGroup(make_p2p_ring(ranks, places), make_p2p_ring(ranks, neighbours), ring)
+        return connect_sequence(comm, [ranks], ring=ring, ulysses=ulysses, transport="shared")
+    ring_groups = [ranks[first::ulysses] for first in range(ulysses)]
+    head_groups = [ranks[start : start + ulysses] for start in range(0, comm.size, ulysses)]
+    return SequenceGroup(make_p2p_ring(comm, ring_groups), make_p2p_ring(comm, head_groups), ring)

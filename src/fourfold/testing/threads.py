@@ -1,8 +1,8 @@
-"""Ranks as threads of one process: the simulated rung. Real shared memory; groups of threads, not of processes.
+"""Ranks as threads of one process: the simulated tests. Real shared memory; groups of threads, not of processes.
 
-Law: what a rank does here is what it does as a process; only `exchange`, `broadcast`, `sum` and the collectives of
-groups are done by threads. A collective happens when the last member begins it, so members may begin as they like,
-and one that is begun in another order than the others' is found.
+Law: what a rank does here is what it does as a process; threads replace only the communicator's own collectives
+(`all_gather_json`, `broadcast`, `all_reduce`) and those of groups. A collective runs when its last member begins it, so
+members may begin at different times, and one that members begin in different orders is found.
 """
 
 import json
@@ -20,7 +20,7 @@ TIME_LIMIT_SECONDS = 120.0
 
 
 class _Rendezvous:
-    """Where the threads of a world meet: a row of values, and a barrier before and after reading it."""
+    """What the threads of a world share: one value per rank, and a barrier before and after reading them."""
 
     def __init__(self, size: int) -> None:
         self.values: list[Any] = [None] * size
@@ -30,20 +30,20 @@ class _Rendezvous:
 
 
 class _Collective:
-    """What the members of a group do together; the last one to begin does it for all. See `groups.Work`."""
+    """One collective of a group; the last member to begin runs it for all. See `Work`."""
 
     def __init__(self, size: int, barrier: threading.Barrier) -> None:
         self._inputs: list[tuple[str, torch.Tensor, torch.Tensor] | None] = [None] * size
         self._num_missing, self._done, self._barrier = size, threading.Event(), barrier
 
-    def contribute(self, index: int, kind: str, out: torch.Tensor, given: torch.Tensor) -> None:
-        self._inputs[index] = kind, out, given
+    def contribute(self, index: int, kind: str, out: torch.Tensor, flat: torch.Tensor) -> None:
+        self._inputs[index] = kind, out, flat
         self._num_missing -= 1
         if self._num_missing == 0:
-            told = [each for each in self._inputs if each is not None]
-            assert len({(kind, out.numel(), given.numel()) for kind, out, given in told}) == 1, "other collectives"
+            inputs = [each for each in self._inputs if each is not None]
+            assert len({(kind, out.numel(), flat.numel()) for kind, out, flat in inputs}) == 1, "different collectives"
             with torch.no_grad():
-                COLLECTIVES[kind]([out for _, out, _ in told], [given for _, _, given in told])
+                COLLECTIVES[kind]([out for _, out, _ in inputs], [flat for _, _, flat in inputs])
             self._done.set()
 
     def wait(self) -> None:
@@ -70,23 +70,23 @@ def _all_to_all(outs: list[torch.Tensor], flats: list[torch.Tensor]) -> None:
         out.copy_(torch.stack([flat.view(len(outs), -1)[index] for flat in flats]).view(-1))
 
 
-def _all_gather(outs: list[torch.Tensor], parts: list[torch.Tensor]) -> None:
-    everyone = torch.cat(parts)
+def _all_gather(outs: list[torch.Tensor], shards: list[torch.Tensor]) -> None:
+    gathered = torch.cat(shards)
     for out in outs:
-        out.copy_(everyone)
+        out.copy_(gathered)
 
 
 COLLECTIVES = {"all_reduce": _all_reduce, "all_to_all": _all_to_all, "all_gather": _all_gather}
 
 
 class ThreadGroup:
-    """One thread's view of a group of threads; see `groups.Group`."""
+    """One thread's view of a group of threads; see `Group`."""
 
     def __init__(self, rendezvous: _Rendezvous, key: tuple[str, tuple[int, ...]], rank: int) -> None:
         self._rendezvous, self._key, self._rank = rendezvous, key, rank
         self._num_started = 0
 
-    def _start(self, kind: str, out: torch.Tensor, given: torch.Tensor) -> _Collective:
+    def _start(self, kind: str, out: torch.Tensor, flat: torch.Tensor) -> _Collective:
         members = self._key[1]
         self._num_started += 1
         with self._rendezvous.lock:
@@ -94,7 +94,7 @@ class ThreadGroup:
             work = self._rendezvous.collectives.get(name)
             if work is None:
                 work = self._rendezvous.collectives[name] = _Collective(len(members), self._rendezvous.barrier)
-            work.contribute(members.index(self._rank), kind, out, given)
+            work.contribute(members.index(self._rank), kind, out, flat)
             if work.is_completed():
                 del self._rendezvous.collectives[name]
         return work
@@ -103,7 +103,7 @@ class ThreadGroup:
         return self._start("all_reduce", flat, flat)
 
     def reduce_scatter(self, out: torch.Tensor, flat: torch.Tensor) -> _Collective:
-        raise NotImplementedError("of GPUs only")
+        raise NotImplementedError("only GPUs use it")
 
     def all_to_all(self, out: torch.Tensor, flat: torch.Tensor) -> _Collective:
         return self._start("all_to_all", out, flat)
@@ -112,9 +112,9 @@ class ThreadGroup:
         return self._start("all_gather", out, shard)
 
     def broadcast(self, flat: torch.Tensor, source: int) -> None:
-        everyone = flat.new_empty(len(self._key[1]) * flat.numel())
-        self.all_gather(everyone, flat).wait()
-        flat.copy_(everyone.view(len(self._key[1]), -1)[self._key[1].index(source)])
+        gathered = flat.new_empty(len(self._key[1]) * flat.numel())
+        self.all_gather(gathered, flat).wait()
+        flat.copy_(gathered.view(len(self._key[1]), -1)[self._key[1].index(source)])
 
 
 class ThreadCommunicator(Communicator):
@@ -137,9 +137,9 @@ class ThreadCommunicator(Communicator):
         """Every thread's value itself, in rank order. Collective."""
         self._rendezvous.values[self.rank] = value
         self._rendezvous.barrier.wait()
-        row = list(self._rendezvous.values)
+        values = list(self._rendezvous.values)
         self._rendezvous.barrier.wait()
-        return row
+        return values
 
     def all_gather_json(self, value: Any) -> list[Any]:
         return [json.loads(text) for text in self.all_gather_object(json.dumps(value))]
@@ -158,27 +158,27 @@ class ThreadCommunicator(Communicator):
 
 
 def run(size: int, body: Callable[[ThreadCommunicator], Any], *, hosts: int = 1) -> list[Any]:
-    """`body(ranks)` on `size` threads, of so many hosts; their results in rank order.
+    """Run `body(comm)` on `size` threads, spread over `hosts`; their results in rank order.
 
-    The first error of any thread is raised.
+    Raises the first error of any thread.
     """
-    meeting = _Rendezvous(size)
+    rendezvous = _Rendezvous(size)
     results: list[Any] = [None] * size
     errors: list[BaseException] = []
 
     def work(rank: int) -> None:
         try:
-            results[rank] = body(ThreadCommunicator(rank, size, meeting, hosts=hosts))
+            results[rank] = body(ThreadCommunicator(rank, size, rendezvous, hosts=hosts))
         except BaseException as error:  # raised in the caller's thread, below
             errors.append(error)
-            meeting.barrier.abort()
+            rendezvous.barrier.abort()
 
     threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(size)]
     for thread in threads:
         thread.start()
     deadline = time.monotonic() + TIME_LIMIT_SECONDS
     for thread in threads:
-        # Once one has failed, the others may wait for it in vain: they end with the process.
+        # Once a thread has failed, the others may wait for it for ever: they end with the process.
         while thread.is_alive() and not errors and time.monotonic() < deadline:
             thread.join(0.05)
     if errors:

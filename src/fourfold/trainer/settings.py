@@ -24,6 +24,7 @@ from fourfold.trainer.lr_factors import lr_factors
 from fourfold.words import argument_checks
 from fourfold.words.argument_checks import MAX_SEED
 from fourfold.words.errors import Problem, SettingError
+from fourfold.words.run_files import RUNS_DIR
 from fourfold.words.task import Task, check_task
 
 TRACE_EVERY = 100  # steps
@@ -155,7 +156,7 @@ class Settings:
     name: str | None = setting(
         None, type=str, is_optional=True, help="the run's name", default_text="the task and a hash", word=GIVEN
     )
-    folder: str = setting("runs", type=os.PathLike, help="where the run's folder is", word=None)
+    folder: str = setting(RUNS_DIR, type=os.PathLike, help="where the run's folder is", word=None)
     run_prefix: str = setting("run", type=str, help="what the name of an unnamed run begins with", word=None)
     task_name: str | None = setting(
         None, type=str, is_optional=True, help="the task in the identity; None: run_prefix", word=None

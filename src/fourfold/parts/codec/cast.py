@@ -1,14 +1,15 @@
-"""bf16, fp16: each element in two bytes. Rounding commutes with nothing, but the sum is taken in the same dtype.
+"""bf16 and fp16: every element is sent in two bytes, and the sum is taken in the same dtype.
 
-Nothing is remembered: the sum itself is rounded on its way, on ranks that could not know of it.
-Law: a value beyond 65,504 becomes infinite in fp16, on every rank alike; it is not clamped behind the user's back.
+There is no residual: the transport rounds the partial sums too, and no rank knows what that loses.
+Law: a value beyond 65,504 becomes infinite in fp16, the same on every rank. It is not clamped, so the user sees it.
 """
 
 import torch
 from torch import Tensor
 
 from fourfold.parts import memory
-from fourfold.parts.codec.protocol import CodecReduction, Message, bucket_dtype
+from fourfold.parts.codec.protocol import CodecReduction, Message, SavedRows
+from fourfold.parts.dtypes import bucket_dtype
 from fourfold.plan.codec import CodecSpec, Combine, Shapes, codec_rounds, unpadded_length
 from fourfold.plan.data.buckets import Bucket
 
@@ -16,14 +17,14 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Cast:
-    """See `Codec`. A gradient that has two bytes already is sent as it is."""
+    """A `Codec`. A gradient that has two bytes already is sent as it is."""
 
     def __init__(self, spec: CodecSpec, bucket: Bucket, shapes: Shapes, device: torch.device) -> None:
         self.rounds, self.residual = codec_rounds(spec, bucket, shapes), None
-        own = bucket_dtype(bucket)
-        dtype = DTYPES[spec.kind] if own.itemsize > 2 else own
-        self.message_dtype, self.num_elements = dtype, unpadded_length(bucket)
-        self._payload = memory.allocate_private(self.num_elements, dtype, device)
+        own_dtype = bucket_dtype(bucket)
+        self.message_dtype = DTYPES[spec.kind] if own_dtype.itemsize > 2 else own_dtype
+        self.num_elements = unpadded_length(bucket)
+        self._payload = memory.allocate_private(self.num_elements, self.message_dtype, device)
 
     @torch.no_grad()
     def reduce(self, flat: Tensor) -> CodecReduction:
@@ -35,3 +36,6 @@ class Cast:
 
     def state_tensors(self) -> dict[str, dict[str, Tensor]]:
         return {}
+
+    def reshard(self, key: str, saved: SavedRows, out: Tensor) -> None:
+        raise AssertionError("a cast has no state")

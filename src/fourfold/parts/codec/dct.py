@@ -1,11 +1,11 @@
-"""dct: Dynamic Communication Thresholding, data-parallel: a hard threshold per parameter, found anew now and then.
+"""dct: Dynamic Communication Thresholding. A hard threshold per parameter, found again every `refresh_steps` steps.
 
-life  steps for which a threshold is used; finding it costs more than using it
-band  how many elements may pass: outside of [low, high] the threshold is found anew in the same step
-Law: a parameter never sends more than `high` elements, and at a refresh without ties n − ⌊n·η⌋, zeros never.
+refresh  finding the threshold, which costs more than using it
+band     [min_sent, max_sent] elements; outside of it the threshold is refreshed in the same step
+Law: a parameter never sends more than `max_sent` elements. A refresh without ties sends n − ⌊n·η⌋, but no zeros.
 
-Source: Gupta et al. (2021), Alg. 1. The band is ours: remainders grow after the first refresh, which saw none, so a
-threshold that is kept for its whole life lets more and more through; and messages here have a fixed length.
+Source: Gupta et al. (2021), Alg. 1. The band is ours. The first refresh sees no residual, and residuals grow after it,
+so a threshold that is kept for all its steps lets more and more through. Our messages have a fixed length.
 """
 
 import torch
@@ -13,64 +13,69 @@ from torch import Tensor
 
 from fourfold.parts import memory
 from fourfold.parts.codec.protocol import (
+    RESIDUAL_KEY,
     CodecReduction,
-    accumulation_dtype,
-    bucket_dtype,
+    SavedRows,
     reduce_by_gather,
+    reshard_residual,
     residual_by_param,
 )
 from fourfold.parts.codec.sparse import SparseMessage, indices_above, select_largest
-from fourfold.plan.codec import CodecSpec, Shapes, SparseRange, codec_rounds, sparse_spec, unpadded_length
+from fourfold.parts.dtypes import accumulation_dtype, bucket_dtype
+from fourfold.plan.codec import CodecSpec, Shapes, SparseRange, codec_rounds, dct_spec, unpadded_length
 from fourfold.plan.data.buckets import Bucket
+
+THRESHOLD_KEY, AGE_KEY = "threshold", "age"
 
 
 class Dct:
-    """See `Codec` and `Gathering`."""
+    """A `Codec` and a `GatheredCodec`."""
 
     def __init__(self, spec: CodecSpec, bucket: Bucket, shapes: Shapes, device: torch.device) -> None:
         self.message_dtype, self.num_elements = torch.uint8, unpadded_length(bucket)
         self.rounds, self._refresh_steps = codec_rounds(spec, bucket, shapes), spec.refresh_steps
-        self._bucket, layout = bucket, sparse_spec(spec, bucket)
+        self._bucket, layout, dtype = bucket, dct_spec(bucket, spec.density), bucket_dtype(bucket)
         self._sparse_ranges = layout.sparse_ranges
-        self._message = SparseMessage(layout, bucket, bucket_dtype(bucket), device)
-        self.residual: Tensor = memory.allocate_private(self.num_elements, accumulation_dtype(bucket), device)
-        self.thresholds = torch.zeros(len(layout.sparse_ranges), dtype=torch.float64)
-        self.ages = torch.zeros(len(layout.sparse_ranges), dtype=torch.int64)
+        self._message = SparseMessage(layout, bucket, dtype, device)
+        self.residual: Tensor = memory.allocate_private(self.num_elements, accumulation_dtype(dtype), device)
+        self.thresholds = torch.zeros(len(self._sparse_ranges), dtype=torch.float64)
+        self.ages = torch.zeros(len(self._sparse_ranges), dtype=torch.int64)
+        """By range: the steps since its threshold was last due."""
         self.num_early_refreshes = 0
-        """Refreshes before their time, since the start."""
+        """Refreshes before they were due, since the start."""
 
     def reduce(self, flat: Tensor) -> CodecReduction:
         return reduce_by_gather(self, flat)
 
     @torch.no_grad()
     def encode(self, flat: Tensor) -> Tensor:
-        rest = self.residual.add_(flat)
-        found = [self._select(number, rest[each.start : each.stop]) for number, each in enumerate(self._sparse_ranges)]
-        places = [there.add_(each.start) for there, each in zip(found, self._sparse_ranges, strict=True)]
-        none = torch.empty(0, dtype=torch.int64, device=rest.device)
-        return self._message.write(rest, torch.cat(places) if places else none)
+        residual = self.residual.add_(flat)
+        indices = [
+            self._select(index, residual[each.start : each.stop]).add_(each.start)
+            for index, each in enumerate(self._sparse_ranges)
+        ]
+        none = torch.empty(0, dtype=torch.int64, device=residual.device)
+        return self._message.write(residual, torch.cat(indices) if indices else none)
 
     def _select(self, range_index: int, flat: Tensor) -> Tensor:
-        """Places in a parameter's stretch that are to be sent."""
-        each, threshold, age = (
-            self._sparse_ranges[range_index],
-            float(self.thresholds[range_index]),
-            int(self.ages[range_index]),
-        )
+        """Indices into `flat`, the elements of one range, of those that are sent."""
+        sparse_range = self._sparse_ranges[range_index]
+        threshold, age = float(self.thresholds[range_index]), int(self.ages[range_index])
         self.ages[range_index] += 1
         if age % self._refresh_steps:
-            places = indices_above(flat, threshold)
-            if self._in_band(each, places.numel(), threshold, flat.dtype):
-                return places
+            indices = indices_above(flat, threshold)
+            if self._is_in_band(sparse_range, indices.numel(), threshold, flat.dtype):
+                return indices
             self.num_early_refreshes += 1
-        choice = select_largest(flat, each.num_sent, max_count=each.max_sent)
-        self.thresholds[range_index] = choice.threshold
-        return choice.indices
+        selection = select_largest(flat, sparse_range.num_sent, max_count=sparse_range.max_sent)
+        self.thresholds[range_index] = selection.threshold
+        return selection.indices
 
     @staticmethod
-    def _in_band(each: SparseRange, count: int, threshold: float, dtype: torch.dtype) -> bool:
-        # At the least threshold there is, few pass because most are zero, and looking again would not help.
-        return count <= each.max_sent and (count >= each.min_sent or threshold <= torch.finfo(dtype).tiny)
+    def _is_in_band(sparse_range: SparseRange, count: int, threshold: float, dtype: torch.dtype) -> bool:
+        # At the least possible threshold few pass because most are zero: a refresh would find the same.
+        is_least = threshold <= torch.finfo(dtype).tiny
+        return count <= sparse_range.max_sent and (count >= sparse_range.min_sent or is_least)
 
     @torch.no_grad()
     def decode_add(self, payload: Tensor, out: Tensor) -> None:
@@ -81,9 +86,17 @@ class Dct:
         self.thresholds.mul_(abs(factor))
 
     def state_tensors(self) -> dict[str, dict[str, Tensor]]:
-        found = residual_by_param(self._bucket, self.residual)
+        state = residual_by_param(self._bucket, self.residual)
         names = {slot.start: slot.name for slot in self._bucket.slots}
-        for number, each in enumerate(self._sparse_ranges):
-            one = slice(number, number + 1)
-            found[names[each.start]] |= {"threshold": self.thresholds[one], "age": self.ages[one]}
-        return found
+        for index, each in enumerate(self._sparse_ranges):
+            one = slice(index, index + 1)
+            state[names[each.start]] |= {THRESHOLD_KEY: self.thresholds[one], AGE_KEY: self.ages[one]}
+        return state
+
+    def reshard(self, key: str, saved: SavedRows, out: Tensor) -> None:
+        if key == RESIDUAL_KEY:
+            reshard_residual(saved, out)
+        elif (row := saved.local_row(out.numel())) is not None:
+            out.copy_(row)
+        elif key == AGE_KEY:
+            out.zero_()  # a refresh is due at age 0, so the old threshold is never used

@@ -1,9 +1,10 @@
-"""int8: blocks of 256 elements, a scale for each and a byte for every element; what rounding loses is remembered.
+"""int8: one byte per element and one scale per block of 256. What rounding loses goes into the residual.
 
 scale  the largest magnitude of a block / 127, at least the smallest normal number
-Law: |remainder| ≤ scale / 2. A block that is not finite is sent so (NaN) and not remembered.
+Law: |residual| ≤ scale / 2. A block that is not finite is sent as NaN, and its residual is 0.
 
-Nearest rounding, not stochastic: with error feedback it is unbiased over steps, needs no random numbers, and errs less.
+Rounding is to nearest, not stochastic: with error feedback it is unbiased over steps, needs no random numbers, and its
+error is smaller.
 """
 
 from collections.abc import Iterator
@@ -12,23 +13,30 @@ import torch
 from torch import Tensor
 
 from fourfold.parts import memory
-from fourfold.parts.codec.protocol import CodecReduction, accumulation_dtype, reduce_by_gather, residual_by_param
+from fourfold.parts.codec.protocol import (
+    CodecReduction,
+    SavedRows,
+    reduce_by_gather,
+    reshard_residual,
+    residual_by_param,
+)
+from fourfold.parts.dtypes import accumulation_dtype, bucket_dtype
 from fourfold.plan.codec import SCALE_BLOCK, CodecSpec, Shapes, blockwise_layout, codec_rounds, unpadded_length
 from fourfold.plan.data.buckets import Bucket
 
 MAX_CODE = 127
-# Elements worked on at a time on a CPU: few enough to stay in a cache from one operation to the next, and enough
-# that calling the operations costs little (docs/measured.md, "Codecs").
+# Elements per operation on a CPU: few enough to stay in the cache from one operation to the next, and enough that the
+# calls themselves cost little (docs/measured.md, "Codecs").
 CHUNK_ELEMENTS = 2**18
 
 
 class Int8:
-    """See `Codec` and `Gathering`."""
+    """A `Codec` and a `GatheredCodec`."""
 
     def __init__(self, spec: CodecSpec, bucket: Bucket, shapes: Shapes, device: torch.device) -> None:
         self.message_dtype, self.num_elements = torch.uint8, unpadded_length(bucket)
         self.rounds = codec_rounds(spec, bucket, shapes)
-        self._bucket, self._residual_dtype = bucket, accumulation_dtype(bucket)
+        self._bucket, self._residual_dtype = bucket, accumulation_dtype(bucket_dtype(bucket))
         self._layout = blockwise_layout(bucket)
         self._chunk = CHUNK_ELEMENTS if device.type == "cpu" else self.num_elements
         self._payload = torch.zeros(self._layout.num_bytes, dtype=torch.uint8, device=device)
@@ -42,15 +50,15 @@ class Int8:
         scales, values = self._sections(self._payload)
         smallest = torch.finfo(self._residual_dtype).tiny
         for elements, blocks in self._chunks():
-            rest = self.residual[elements].add_(flat[elements]).view(blocks.stop - blocks.start, -1)
-            # Never below the smallest normal number, whose inverse is finite: what is less than half of it waits.
-            scale = rest.abs().amax(1).div_(MAX_CODE).clamp_(min=smallest)
-            value = values[elements].view(rest.shape)
-            value.copy_((rest * scale.reciprocal().unsqueeze(1)).round_())
-            rest.addcmul_(value, scale.unsqueeze(1), value=-1)
+            residual = self.residual[elements].add_(flat[elements]).view(blocks.stop - blocks.start, -1)
+            # At least the smallest normal number, whose inverse is finite. Less than half of it waits in the residual.
+            scale = residual.abs().amax(1).div_(MAX_CODE).clamp_(min=smallest)
+            value = values[elements].view(residual.shape)
+            value.copy_((residual * scale.reciprocal().unsqueeze(1)).round_())
+            residual.addcmul_(value, scale.unsqueeze(1), value=-1)
             scales[blocks] = scale
             if not torch.isfinite(scale).all():
-                rest.masked_fill_(~torch.isfinite(scale).unsqueeze(1), 0.0)
+                residual.masked_fill_(~torch.isfinite(scale).unsqueeze(1), 0.0)
         return self._payload
 
     @torch.no_grad()
@@ -72,7 +80,7 @@ class Int8:
         return scales, payload[second : second + self.num_elements].view(torch.int8)
 
     def _chunks(self) -> Iterator[tuple[slice, slice]]:
-        """Elements and their blocks, whole blocks first, then the last one if it is shorter."""
+        """Slices of elements and of their blocks: full blocks first, then the last one if it is shorter."""
         full = self.num_elements // SCALE_BLOCK * SCALE_BLOCK
         step = -(-self._chunk // SCALE_BLOCK) * SCALE_BLOCK
         for start in range(0, full, step):
@@ -86,3 +94,6 @@ class Int8:
 
     def state_tensors(self) -> dict[str, dict[str, Tensor]]:
         return residual_by_param(self._bucket, self.residual)
+
+    def reshard(self, key: str, saved: SavedRows, out: Tensor) -> None:
+        reshard_residual(saved, out)

@@ -1,8 +1,9 @@
-"""Talk: how a codec and a transport speak of one bucket.
+"""The codec protocol: how a codec and a transport exchange the messages of one bucket.
 
-message  a flat tensor, of the same length and dtype on every rank, and how it meets the others
-talk     a generator: it yields messages, is sent what they have become, and leaves the sum in the flat
-Law: with the same messages every rank leaves the same bits in the flat, whatever the rank remembers for itself.
+message    a flat tensor, of the same length and dtype on every rank, and how the ranks' messages are combined
+reduction  a generator: it yields messages, is sent what they were combined to, and leaves the sum in the flat
+residual   what a rank has not sent yet; error feedback adds it to the next gradient
+Law: from the same messages every rank computes the same bits, whatever its own residual is.
 """
 
 from collections.abc import Generator, Sequence
@@ -14,16 +15,34 @@ from torch import Tensor
 from fourfold.plan.codec import CodecRound, Combine
 from fourfold.plan.data.buckets import Bucket
 
+RESIDUAL_KEY = "remainder"
+"""The key of the residual in a codec's state, and in checkpoints."""
+
 
 class Message(NamedTuple):
-    """`payload` is the codec's own buffer, good until the talk goes on; a transport may sum into it."""
+    """`payload` is the codec's own buffer. It is good until the generator goes on, and a transport may sum into it."""
 
     payload: Tensor
     combine: Combine
 
 
 CodecReduction = Generator[Message, Sequence[Tensor], None]
-"""It is sent every rank's message in rank order where they are gathered, and the sum alone where they are summed."""
+"""A gathered message is answered with every rank's message in rank order, a summed one with the sum alone."""
+
+
+class SavedRows(NamedTuple):
+    """One tensor of a codec's state as all ranks of an earlier run saved it, and this rank of the run that loads it."""
+
+    rows: Tensor | None
+    """[ranks that saved, elements]; None if it was not saved."""
+    rank: int
+    size: int
+
+    def local_row(self, num_elements: int) -> Tensor | None:
+        """What this rank saved itself; None if other ranks saved it, or it had another length."""
+        if self.rows is None or self.rows.shape != (self.size, num_elements):
+            return None
+        return self.rows[self.rank]
 
 
 class Codec(Protocol):
@@ -32,59 +51,67 @@ class Codec(Protocol):
     rounds: tuple[CodecRound, ...]
     message_dtype: torch.dtype
     num_elements: int
-    """Elements of the bucket, its padding left out."""
+    """Elements of the bucket without its padding."""
 
     @property
     def residual(self) -> Tensor | None:
-        """[length] what this rank has not sent yet, float32 or wider; None where nothing is remembered."""
+        """[num_elements] what this rank has not sent yet, float32 or wider; None for a codec that remembers nothing."""
         ...
 
     def reduce(self, flat: Tensor) -> CodecReduction:
-        """Turn this rank's addend `flat` [length] into the sum over ranks of what each of them has sent."""
+        """Turn this rank's addend `flat` [num_elements] into the sum over ranks of what each of them has sent."""
         ...
 
     def scale_residual(self, factor: float) -> None:
-        """The gradient is from now on measured in another unit: multiply what is remembered."""
+        """Gradients have another unit from now on: multiply what is remembered."""
         ...
 
     def state_tensors(self) -> dict[str, dict[str, Tensor]]:
-        """What this rank remembers, by parameter and key: the living tensors, flat, so that they can be put back.
+        """What this rank remembers, by parameter and key: the flat tensors themselves, no copies.
 
-        "remainder" [elements of the parameter]; the other keys are the codec's own.
+        The keys are those of `remembers` in `plan.codec.CODECS`.
         """
+        ...
+
+    def reshard(self, key: str, saved: SavedRows, out: Tensor) -> None:
+        """Write into `out`, a tensor of `state_tensors`, what this rank continues from; leave it if nothing fits."""
         ...
 
 
 class GatheredCodec(Protocol):
-    """A codec whose messages are gathered: each can be read on its own, and what was sent is the sum of them."""
+    """A codec whose messages are gathered: each is readable by itself, and the sum of all is what was sent."""
 
     def encode(self, flat: Tensor) -> Tensor:
-        """The message of this rank, which remembers what it leaves out. `flat` is only read."""
+        """This rank's message; what it leaves out goes into the residual. `flat` is only read."""
         ...
 
     def decode_add(self, payload: Tensor, out: Tensor) -> None:
-        """Add what one rank has sent to `out` [length]."""
+        """Add what one rank has sent to `out` [num_elements]."""
         ...
 
 
 @torch.no_grad()
 def reduce_by_gather(codec: GatheredCodec, flat: Tensor) -> CodecReduction:
-    """The talk of a codec whose messages are gathered: summed in rank order, as a dense reduction would."""
-    everyone = yield Message(codec.encode(flat), Combine.GATHER)
+    """The reduction of a gathered codec: messages are summed in rank order, as a dense reduction would."""
+    payloads = yield Message(codec.encode(flat), Combine.GATHER)
     flat.zero_()
-    for payload in everyone:
+    for payload in payloads:
         codec.decode_add(payload, flat)
 
 
-def bucket_dtype(bucket: Bucket) -> torch.dtype:
-    return getattr(torch, bucket.dtype)
+def residual_by_param(bucket: Bucket, residual: Tensor) -> dict[str, dict[str, Tensor]]:
+    """A residual [num_elements] in the form of `state_tensors`."""
+    return {slot.name: {RESIDUAL_KEY: residual[slot.start : slot.stop]} for slot in bucket.slots}
 
 
-def accumulation_dtype(bucket: Bucket) -> torch.dtype:
-    """What remainders are kept in; see `plan.codec.work_bytes`."""
-    return torch.promote_types(bucket_dtype(bucket), torch.float32)
+def reshard_residual(saved: SavedRows, out: Tensor) -> None:
+    """Each rank continues from its own residual. On another number of ranks each takes an equal part of the sum.
 
-
-def residual_by_param(bucket: Bucket, flat: Tensor) -> dict[str, dict[str, Tensor]]:
-    """A remainder [length] as `state` gives it."""
-    return {slot.name: {"remainder": flat[slot.start : slot.stop]} for slot in bucket.slots}
+    Only the sum of all residuals means something to the other ranks, so the sum is what has to stay.
+    """
+    if saved.rows is None:
+        out.zero_()
+    elif len(saved.rows) == saved.size:
+        out.copy_(saved.rows[saved.rank])
+    else:
+        out.copy_(saved.rows.sum(0) / saved.size)

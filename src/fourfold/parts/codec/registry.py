@@ -1,11 +1,10 @@
-"""Codecs: what a bucket's gradient becomes on the wire, and what a rank remembers of what it has not sent.
+"""Codecs: which class compresses the gradients of a bucket.
 
-codec      one bucket's, on one rank; `talk` turns an addend into the sum of what all ranks have sent
-remainder  what error feedback carries to the next step
-Law: where there is a remainder, Σ over steps of what was sent + remainder = Σ over steps of the gradient, on every
-rank by itself.
+codec     of one bucket on one rank: `reduce` turns this rank's addend into the sum of what all ranks have sent
+residual  what error feedback carries to the next step
+Law: on each rank by itself, Σ over steps of what was sent + residual = Σ over steps of the gradient (not for casts).
 
-`plan/codec.py` says how many rounds and bytes that takes.
+A codec is one file here and one row of `CODECS` in `plan/codec.py`, which says how many rounds and bytes it takes.
 """
 
 from collections.abc import Callable
@@ -23,7 +22,7 @@ from fourfold.plan.data.buckets import Bucket
 
 __all__ = ["Codec", "CodecReduction", "GatheredCodec", "Message", "make_codec"]
 
-CODECS: dict[str, Callable[[CodecSpec, Bucket, Shapes, torch.device], Codec]] = {
+CLASSES: dict[str, Callable[[CodecSpec, Bucket, Shapes, torch.device], Codec]] = {
     "bf16": Cast,
     "fp16": Cast,
     "int8": Int8,
@@ -34,5 +33,5 @@ CODECS: dict[str, Callable[[CodecSpec, Bucket, Shapes, torch.device], Codec]] = 
 
 
 def make_codec(spec: CodecSpec, bucket: Bucket, shapes: Shapes, *, device: torch.device) -> Codec:
-    """The codec of a bucket whose parameters have these shapes. Raises PlanError for gradients that are no floats."""
-    return CODECS[spec.kind](spec, bucket, shapes, device)
+    """The codec of a bucket. Raises PlanError for gradients that are not floating-point numbers."""
+    return CLASSES[spec.kind](spec, bucket, shapes, device)

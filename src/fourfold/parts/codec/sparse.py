@@ -1,10 +1,10 @@
-"""Entries: choosing the largest elements of a flat, and writing them into sparse messages.
+"""Sparse messages: the largest elements of a flat are chosen, and written as values and indices.
 
-threshold  the magnitude from which an element is sent; never below the smallest normal number, so zeros never are
-tie        an element whose magnitude is the threshold; of too many the first are taken
-Law: `kth_largest` is exact; a sample only tells where to look.
+threshold  the least magnitude that is sent; at least the smallest normal number, so zeros are never sent
+tie        an element whose magnitude is the threshold; if there are too many, the first ones are sent
+Law: `kth_largest` is exact. The sample only narrows the search.
 
-A NaN counts as larger than anything: it is sent, and so seen, and never waits in a remainder.
+A NaN counts as larger than any number: it is sent, so every rank sees it, and it never waits in a residual.
 """
 
 import math
@@ -23,25 +23,25 @@ HALF_BLOCK = INDEX_BLOCK // 2
 
 
 def indices_above(flat: Tensor, threshold: float) -> Tensor:
-    """Where |flat| is not below the threshold: int64, ascending."""
+    """Indices where |flat| is not below the threshold: int64, ascending. NaN is not below it."""
     if flat.device.type != "cpu":
         return (flat.abs() < threshold).logical_not_().nonzero().squeeze(1)
-    found = []
+    chunks = []
     for start in range(0, flat.numel(), CHUNK_ELEMENTS):
         # numpy compares and searches 5 times as fast as torch on a CPU (docs/measured.md, "Codecs").
         below = np.less(flat[start : start + CHUNK_ELEMENTS].abs().numpy(), threshold)
-        places = np.flatnonzero(np.logical_not(below, out=below))
-        places += start
-        found.append(torch.from_numpy(places))
-    return found[0] if len(found) == 1 else torch.cat(found)
+        indices = np.flatnonzero(np.logical_not(below, out=below))
+        indices += start
+        chunks.append(torch.from_numpy(indices))
+    return chunks[0] if len(chunks) == 1 else torch.cat(chunks)
 
 
 def kth_largest(flat: Tensor, count: int) -> float:
-    """The `count`-th largest magnitude, NaN the largest."""
+    """The `count`-th largest magnitude; NaN is the largest."""
     num_elements = flat.numel()
     if num_elements > 2 * SAMPLE_SIZE and count <= num_elements // 4:
         sample = flat[:: num_elements // SAMPLE_SIZE].abs()
-        # A quarter more than the expected rank, and a few standard deviations: rarely too few, never many.
+        # A quarter and a few standard deviations beyond the expected rank: rarely too few candidates, never many.
         expected = count * sample.numel() / num_elements
         rank = min(sample.numel(), int(1.25 * expected + 4.0 * expected**0.5) + 1)
         guess = sample.kthvalue(sample.numel() - rank + 1).values.item()
@@ -52,31 +52,31 @@ def kth_largest(flat: Tensor, count: int) -> float:
 
 
 class Selection(NamedTuple):
-    """The threshold that lets about as many elements through as were asked for, and where those are, ascending."""
+    """The threshold that about as many elements reach as were asked for, and their indices, ascending."""
 
     threshold: float
     indices: Tensor
 
 
 def select_largest(flat: Tensor, count: int, *, max_count: int) -> Selection:
-    """The `count` largest elements: fewer where fewer are not zero, and up to `most` where there are ties."""
-    found = kth_largest(flat, count)
-    if not math.isfinite(found):
+    """The `count` largest elements: fewer if fewer are not zero, and up to `max_count` if there are ties."""
+    least = kth_largest(flat, count)
+    if not math.isfinite(least):
         return Selection(math.inf, _take_nonfinite(flat, max_count))
-    threshold = max(found, torch.finfo(flat.dtype).tiny)
-    places = indices_above(flat, threshold)
-    if places.numel() > max_count:
-        tied = flat[places].abs() == threshold
-        spare = max_count - int(tied.logical_not().sum())
-        places = places[tied.logical_not() | (tied.cumsum(0) <= spare)]
-    return Selection(threshold, places)
+    threshold = max(least, torch.finfo(flat.dtype).tiny)
+    indices = indices_above(flat, threshold)
+    if indices.numel() > max_count:
+        tied = flat[indices].abs() == threshold
+        num_tied_sent = max_count - int(tied.logical_not().sum())
+        indices = indices[tied.logical_not() | (tied.cumsum(0) <= num_tied_sent)]
+    return Selection(threshold, indices)
 
 
 def _take_nonfinite(flat: Tensor, max_count: int) -> Tensor:
-    """Places of up to `most` elements that are not finite; what else is not finite is forgotten."""
-    places = indices_above(flat, math.inf)
-    flat.index_fill_(0, places[max_count:], 0.0)
-    return places[:max_count]
+    """Indices of up to `max_count` elements that are not finite. Further ones are set to 0."""
+    indices = indices_above(flat, math.inf)
+    flat.index_fill_(0, indices[max_count:], 0.0)
+    return indices[:max_count]
 
 
 class _Sections(NamedTuple):
@@ -98,23 +98,23 @@ class SparseMessage:
         self._block_offsets = torch.arange(self._num_blocks, device=device) * INDEX_BLOCK + HALF_BLOCK
 
     def write(self, residual: Tensor, indices: Tensor) -> Tensor:
-        """Move the whole stretches and the elements at `places` (ascending) from the remainder to the message."""
+        """Move the dense ranges and the elements at `indices` (ascending) from the residual to the message."""
         counts, values, offsets = self._sections(self.payload)
-        at = 0
+        position = 0
         for start, stop in self._layout.dense_ranges:
-            self._move(residual[start:stop], values[at : at + stop - start])
-            at += stop - start
+            self._move(residual[start:stop], values[position : position + stop - start])
+            position += stop - start
         if self._layout.sparse_ranges:
-            taken = residual[indices]
-            self._move(taken, values[at : at + indices.numel()])
-            residual.index_copy_(0, indices, taken)
+            chosen = residual[indices]
+            self._move(chosen, values[position : position + indices.numel()])
+            residual.index_copy_(0, indices, chosen)
             counts.copy_(torch.bincount(indices >> 16, minlength=self._num_blocks))
             offsets[: indices.numel()] = (indices & (INDEX_BLOCK - 1)) - HALF_BLOCK
         return self.payload
 
     @staticmethod
     def _move(source: Tensor, target: Tensor) -> None:
-        """Copy to the message; what its dtype cannot hold stays, except of what is not finite."""
+        """Copy to the message. What its dtype cannot hold stays in the source; where it is not finite, nothing does."""
         target.copy_(source)
         if source.dtype == target.dtype:
             source.zero_()
@@ -122,23 +122,23 @@ class SparseMessage:
             source.sub_(target).nan_to_num_(0.0, 0.0, 0.0)
 
     def add_to(self, payload: Tensor, out: Tensor) -> None:
-        """Add a message to `out` [length]."""
+        """Add a message to `out` [elements of the bucket]."""
         counts, values, offsets = self._sections(payload)
-        at = 0
+        position = 0
         for start, stop in self._layout.dense_ranges:
-            out[start:stop].add_(values[at : at + stop - start])
-            at += stop - start
+            out[start:stop].add_(values[position : position + stop - start])
+            position += stop - start
         if self._layout.sparse_ranges:
-            places = torch.repeat_interleave(self._block_offsets, counts.long())
-            places += offsets[: places.numel()]
-            out.index_add_(0, places, values[at : at + places.numel()])
+            indices = torch.repeat_interleave(self._block_offsets, counts.long())
+            indices += offsets[: indices.numel()]
+            out.index_add_(0, indices, values[position : position + indices.numel()])
 
     def _sections(self, payload: Tensor) -> _Sections:
         width, num_values = self._dtype.itemsize, self._layout.num_dense + self._layout.capacity
-        counts, values, places = self._offsets
+        counts_start, values_start, indices_start = self._offsets
         num_counts = self._num_blocks if self._layout.sparse_ranges else 0
         return _Sections(
-            payload[counts : counts + 4 * num_counts].view(torch.int32),
-            payload[values : values + width * num_values].view(self._dtype),
-            payload[places : places + 2 * self._layout.capacity].view(torch.int16),
+            payload[counts_start : counts_start + 4 * num_counts].view(torch.int32),
+            payload[values_start : values_start + width * num_values].view(self._dtype),
+            payload[indices_start : indices_start + 2 * self._layout.capacity].view(torch.int16),
         )

@@ -1,6 +1,6 @@
-"""topk: the largest elements of a bucket, as many in every step; the others wait in the remainder.
+"""topk: the largest elements of a bucket, as many in every step. The others wait in the residual.
 
-Law: the elements sent are the `kept` largest of gradient + remainder, ties taken from the front.
+Law: the elements sent are the `num_sent` largest of gradient + residual; of equal ones, the first.
 Source: Stich, Cordonnier, Jaggi, "Sparsified SGD with memory" (2018), Alg. 1.
 """
 
@@ -10,37 +10,38 @@ from torch import Tensor
 from fourfold.parts import memory
 from fourfold.parts.codec.protocol import (
     CodecReduction,
-    accumulation_dtype,
-    bucket_dtype,
+    SavedRows,
     reduce_by_gather,
+    reshard_residual,
     residual_by_param,
 )
 from fourfold.parts.codec.sparse import SparseMessage, select_largest
-from fourfold.plan.codec import CodecSpec, Shapes, codec_rounds, sparse_spec, unpadded_length
+from fourfold.parts.dtypes import accumulation_dtype, bucket_dtype
+from fourfold.plan.codec import CodecSpec, Shapes, codec_rounds, topk_spec, unpadded_length
 from fourfold.plan.data.buckets import Bucket
 
 
 class TopK:
-    """See `Codec` and `Gathering`."""
+    """A `Codec` and a `GatheredCodec`."""
 
     def __init__(self, spec: CodecSpec, bucket: Bucket, shapes: Shapes, device: torch.device) -> None:
         self.message_dtype, self.num_elements = torch.uint8, unpadded_length(bucket)
         self.rounds = codec_rounds(spec, bucket, shapes)
-        self._bucket, layout = bucket, sparse_spec(spec, bucket)
+        self._bucket, layout, dtype = bucket, topk_spec(bucket, spec.density), bucket_dtype(bucket)
         self._sparse_ranges = layout.sparse_ranges
-        self._message = SparseMessage(layout, bucket, bucket_dtype(bucket), device)
-        self.residual: Tensor = memory.allocate_private(self.num_elements, accumulation_dtype(bucket), device)
+        self._message = SparseMessage(layout, bucket, dtype, device)
+        self.residual: Tensor = memory.allocate_private(self.num_elements, accumulation_dtype(dtype), device)
 
     def reduce(self, flat: Tensor) -> CodecReduction:
         return reduce_by_gather(self, flat)
 
     @torch.no_grad()
     def encode(self, flat: Tensor) -> Tensor:
-        rest = self.residual.add_(flat)
-        places = torch.empty(0, dtype=torch.int64, device=rest.device)
+        residual = self.residual.add_(flat)
+        indices = torch.empty(0, dtype=torch.int64, device=residual.device)
         for each in self._sparse_ranges:
-            places = select_largest(rest, each.num_sent, max_count=each.max_sent).indices
-        return self._message.write(rest, places)
+            indices = select_largest(residual, each.num_sent, max_count=each.max_sent).indices
+        return self._message.write(residual, indices)
 
     @torch.no_grad()
     def decode_add(self, payload: Tensor, out: Tensor) -> None:
@@ -51,3 +52,6 @@ class TopK:
 
     def state_tensors(self) -> dict[str, dict[str, Tensor]]:
         return residual_by_param(self._bucket, self.residual)
+
+    def reshard(self, key: str, saved: SavedRows, out: Tensor) -> None:
+        reshard_residual(saved, out)

@@ -1,8 +1,8 @@
-"""Groups: ranks that do collectives together, and what each collective is.
+"""Collectives of a group of ranks.
 
 group  some ranks, for one purpose; its collectives pair up by the order in which each rank begins them
-work   a collective on its way
-Law: begun is not ended: what goes in may not be written, nor what comes out read, before `wait` has returned.
+work   a collective that has begun
+Law: until `wait` has returned, a collective's input may not be written and its output may not be read.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,13 +15,13 @@ from torch import Tensor
 from fourfold.words.layout import Change
 from fourfold.words.layout import collective_sent_bytes as layout_bytes
 
-# Torch 2.13 has renamed these, and warns of the names before.
+# Torch 2.13 renamed these, and warns about the old names.
 all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
 reduce_scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
 
 
 class Work(Protocol):
-    """A collective on its way, as torch.distributed has them."""
+    """A collective that has begun; torch.distributed's own has these methods too."""
 
     def wait(self) -> Any: ...
 
@@ -31,31 +31,31 @@ class Work(Protocol):
 
 
 class Group(Protocol):
-    """Ranks that do collectives together."""
+    """Ranks that do collectives together. All but `broadcast` return before they are done."""
 
     def all_reduce(self, flat: Tensor) -> Work:
-        """The sum of all ranks' flats, in place."""
+        """Sum `flat` over the ranks, in place."""
         ...
 
     def reduce_scatter(self, out: Tensor, flat: Tensor) -> Work:
-        """Into `part`: this rank's equal share of the sum of the flats."""
+        """Into `out`: this rank's shard of the sum of `flat`; shards are equal."""
         ...
 
     def all_to_all(self, out: Tensor, flat: Tensor) -> Work:
-        """Into `received`: every rank's stretch for this one, in rank order; stretches are equal."""
+        """Into `out`: every rank's part for this one, in rank order; parts are equal."""
         ...
 
     def all_gather(self, out: Tensor, shard: Tensor) -> Work:
-        """Into `everyone`: the parts of all ranks, in rank order."""
+        """Into `out`: the shards of all ranks, in rank order."""
         ...
 
     def broadcast(self, flat: Tensor, source: int) -> None:
-        """What global rank `source` has, everywhere, in place. Waits."""
+        """Copy global rank `source`'s values into every rank's `flat`. Waits."""
         ...
 
 
 class TorchGroup:
-    """The group over a process group of torch.distributed."""
+    """The group over a process group of torch.distributed; `group` is called at every use."""
 
     def __init__(self, group: Callable[[], dist.ProcessGroup | None]) -> None:
         self._group = group
@@ -76,11 +76,11 @@ class TorchGroup:
         dist.broadcast(flat, src=source, group=self._group())
 
 
-def all_gather_rows(group: Group, mine: Tensor, *, size: int) -> Sequence[Tensor]:
+def all_gather_rows(group: Group, row: Tensor, *, size: int) -> Sequence[Tensor]:
     """Every rank's tensor [n], in rank order. Waits."""
-    everyone = mine.new_empty(size * mine.numel())
-    group.all_gather(everyone, mine).wait()
-    return everyone.view(size, -1).unbind()
+    gathered = row.new_empty(size * row.numel())
+    group.all_gather(gathered, row).wait()
+    return gathered.view(size, -1).unbind()
 
 
 def _require_work(work: dist.Work | None) -> dist.Work:
@@ -89,17 +89,17 @@ def _require_work(work: dist.Work | None) -> dist.Work:
 
 
 def sum_in_order(parts: Sequence[Tensor], *, out: Tensor) -> None:
-    """The sum of the parts, in their order whoever adds; `out` may be one of them."""
+    """Add the parts in their order; `out` may be one of them."""
     total = parts[0]
     if len(parts) == 1:
         if out is not total:
             out.copy_(total)
         return
     for number, part in enumerate(parts[1:], 1):
-        # Only the last sum lands in `out`: that may be an addend which is still to come.
+        # Only the last sum goes to `out`, which may be an addend that is yet to be added.
         total = torch.add(total, part, out=out if number == len(parts) - 1 else None)
 
 
 def ring_bytes(collective: Change, flat: Tensor, size: int) -> float:
-    """Bytes each of `size` ranks sends to change the layout of `flat`."""
+    """Bytes each of `size` ranks sends in a collective on `flat`, by the ring formula."""
     return layout_bytes(collective, whole_bytes=flat.numel() * flat.element_size(), size=size)

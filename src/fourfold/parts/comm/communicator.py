@@ -1,9 +1,8 @@
-"""Ranks: the processes of this job, joined. Wraps the process group of torch.distributed.
+"""Communicator: the processes of this job, joined. Wraps torch.distributed's process group.
 
-exchange   every rank gives a text, every rank gets all texts
-host       where a process runs: boot id and network namespace; processes of one host can share memory
-roster     host and process of every rank, so that a death can be told with a name
-Law: texts are JSON, never pickle; a world of one rank needs no process group.
+host            where a process runs: boot id and network namespace; processes of one host can share memory
+all_gather_json every rank passes a JSON value and receives every rank's
+Law: values travel as JSON, never as pickle; a world of one rank needs no process group.
 """
 
 import contextlib
@@ -24,11 +23,11 @@ from fourfold.parts.comm.collectives import Group, TorchGroup
 from fourfold.parts.comm.process_group_lifecycle import ProcessGroupRegistry
 from fourfold.words.errors import PEER_GONE_MESSAGES, PeerError
 
-PROCESS_EXIT_GRACE_SECONDS = 1.0  # a process's sockets are closed a moment before it is gone
+PROCESS_EXIT_GRACE_SECONDS = 1.0  # a process's sockets close a moment before it is gone
 
 
 class _RankProcess(NamedTuple):
-    """Where a rank lives."""
+    """The process of a rank, and its host."""
 
     host: str
     hostname: str
@@ -37,7 +36,7 @@ class _RankProcess(NamedTuple):
 
 
 class Communicator:
-    """All ranks of the job, or one alone."""
+    """All ranks of the job, or this process alone."""
 
     def __init__(self, world: World, device: torch.device) -> None:
         self.world, self.device = world, device
@@ -45,24 +44,24 @@ class Communicator:
         self._processes: list[_RankProcess] = []
 
     def register(self) -> "Communicator":
-        """Have every rank know where all live. Collective."""
-        mine = _RankProcess(host_id(), platform.node(), *this_process())
-        self._processes = [_RankProcess(*theirs) for theirs in self.all_gather_json(mine)]
+        """Tell every rank the hosts and processes of all. Collective."""
+        process = _RankProcess(host_id(), platform.node(), *this_process())
+        self._processes = [_RankProcess(*fields) for fields in self.all_gather_json(process)]
         return self
 
     @property
     def num_hosts(self) -> int:
-        """On how many hosts the ranks are; 1 where nobody has enrolled."""
+        """The number of hosts that ranks run on; 1 before `register`."""
         return len({process.host for process in self._processes}) or 1
 
     def is_peer_dead(self, rank: int) -> bool:
-        """Whether a rank's process has ended, as far as this host can tell. Not collective: waits ask it."""
+        """Whether a rank's process has ended; False for ranks of other hosts. Not collective: called while waiting."""
         if not self._processes or self._processes[rank].host != self._processes[self.rank].host:
             return False
         return not is_alive(self._processes[rank].pid, self._processes[rank].start_ticks)
 
     def check_peers(self) -> None:
-        """Raise PeerError where another rank of this host has ended. Not collective: waits call it."""
+        """Raise PeerError if another rank of this host has ended. Not collective: called while waiting."""
         dead = self._dead_ranks()
         if dead:
             raise PeerError(f"{self._format_ranks(dead)} died while rank {self.rank} needed it")
@@ -75,17 +74,17 @@ class Communicator:
 
     @contextlib.contextmanager
     def report_dead_peers(self) -> Iterator[None]:
-        """Within: a connection that breaks is a PeerError that says who has died."""
+        """Within: a broken connection raises a PeerError that names the dead rank."""
         try:
             yield
         except RuntimeError as error:
-            said = str(error).splitlines()[0] if str(error) else ""
             if not any(words in str(error).lower() for words in PEER_GONE_MESSAGES):
                 raise
+            message = str(error).splitlines()[0]
             deadline = time.monotonic() + PROCESS_EXIT_GRACE_SECONDS
             while not (dead := self._dead_ranks()) and time.monotonic() < deadline:
                 time.sleep(0.01)
-            who = self._format_ranks(dead) if dead else f"a rank of another host ({said})"
+            who = self._format_ranks(dead) if dead else f"a rank of another host ({message})"
             raise PeerError(f"{who} died while rank {self.rank} waited for it") from error
 
     @property
@@ -97,7 +96,7 @@ class Communicator:
         return self.world.size
 
     def all_gather_json(self, value: Any) -> list[Any]:
-        """Every rank's JSON value, in rank order."""
+        """Every rank's JSON value, in rank order. Collective."""
         if self.size == 1:
             return [value]
         text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(self.device)
@@ -114,9 +113,9 @@ class Communicator:
         return [row.cpu() for row in rows]
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
-        """Rank `source`'s values, everywhere, in place, however the tensor lies in memory."""
+        """Copy rank `source`'s values into every rank's tensor, whatever its strides. Collective."""
         if self.size > 1:
-            # gloo sends the memory as it lies: strides, and gaps between elements, may be other ones elsewhere.
+            # gloo sends the memory as it lies, and strides and gaps between elements may differ between ranks.
             flat = tensor.contiguous()
             with self.report_dead_peers():
                 dist.broadcast(flat, src=source)
@@ -124,33 +123,34 @@ class Communicator:
                 tensor.copy_(flat)
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
-        """The sum over all ranks, everywhere, in place."""
+        """Sum over all ranks, in place. Collective."""
         if self.size > 1:
             dist.all_reduce(tensor)
 
     @property
     def host(self) -> str:
-        """The same for two ranks exactly if they can share memory."""
+        """Equal for two ranks if and only if they can share memory."""
         return host_id()
 
     def get_group(self, ranks: Sequence[int], purpose: str) -> Group:
-        """A group of these ranks for one purpose. Every rank must ask for the same groups in one order.
+        """The group of these ranks for one purpose. Every rank must ask for the same groups in the same order.
 
-        Collectives of one group pair up by order alone, so two streams whose order is not fixed need two groups.
+        Collectives of one group pair up by order alone. Two sequences of collectives whose relative order may differ
+        between ranks need two groups, hence two purposes.
         """
         return TorchGroup(self.process_group_getter(ranks, purpose))
 
     def process_group_getter(self, ranks: Sequence[int], purpose: str) -> Callable[[], dist.ProcessGroup | None]:
-        """The same as torch.distributed has it, to be asked for at every use."""
+        """Returns a function that returns torch's process group; call it at every use, and keep no group."""
         return self._process_groups.get_or_create(purpose, ranks)
 
 
 def host_id() -> str:
-    """The same for two processes exactly if they can share memory; FOURFOLD_HOST overrides it."""
-    given = os.environ.get("FOURFOLD_HOST")
-    if given:
-        return given
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    if not boot.exists():
+    """Equal for two processes if and only if they can share memory; FOURFOLD_HOST overrides it."""
+    override = os.environ.get("FOURFOLD_HOST")
+    if override:
+        return override
+    boot_id = Path("/proc/sys/kernel/random/boot_id")
+    if not boot_id.exists():
         return f"process {os.getpid()}"
-    return f"{boot.read_text().strip()} {os.stat('/proc/self/ns/net').st_ino}"
+    return f"{boot_id.read_text().strip()} {os.stat('/proc/self/ns/net').st_ino}"

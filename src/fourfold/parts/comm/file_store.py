@@ -1,6 +1,6 @@
-"""File store: where the ranks of one host meet, in a file that only this user may open.
+"""File store: a torch.distributed store in a file that only this user may open, for the ranks of one host.
 
-It stands alone, and imports torch only: every script of `fourfold run` that makes a process group comes here, and need
+It stands alone, and imports torch only: every script of `fourfold run` that makes a process group needs it, and need
 not import all of `parts.comm` (0.2 to 0.5 s on a busy machine).
 """
 
@@ -9,18 +9,17 @@ from datetime import timedelta
 
 from torch.distributed import FileStore, PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
 
-GROUP_TIMEOUT_SECONDS = (
-    1800.0  # for the ranks of our own launcher, which watches them: as torch has it for process groups
-)
+# For the ranks of our own launcher, which watches them; torch's own limit for process groups.
+GROUP_TIMEOUT_SECONDS = 1800.0
 
 _num_openings: Counter[str] = Counter()
 
 
 def open_file_store(path: str, size: int, timeout_seconds: float) -> Store:
-    """The store in a file, which torch removes when the last of `size` ranks has let go of it.
+    """The store in a file, which torch removes when the last of `size` ranks has released it.
 
-    seconds: how long a rank waits there for what another one is to write.
-    Each opening of a process sees its own keys: what an earlier process group has left is not read by the next.
+    `timeout_seconds`: how long a rank waits for a key that another rank writes.
+    Each opening by a process has keys of its own, so a process group never reads those of an earlier one.
     """
     _num_openings[path] += 1
     store = PrefixStore(str(_num_openings[path]), FileStore(path, size))

@@ -1,7 +1,8 @@
-"""Host: how the ranks of one host come to map the same memory.
+"""Host shared memory: how the ranks of one host come to map the same memory.
 
-leader  the least of them: it makes the memory and hands out its descriptor
-link    a socket between the leader and another; it can be read once its other end is gone
+leader       the lowest of them: it makes the memory and sends its descriptor to the others
+peer socket  a socket between the leader and another rank; nothing is sent on it after the descriptor, so it becomes
+             readable only when its other end is gone
 """
 
 import os
@@ -19,7 +20,7 @@ CONNECT_TIMEOUT_SECONDS = 60.0
 
 
 class _MemoryServer(NamedTuple):
-    """A host's memory at its leader, and the socket where the others ask for it."""
+    """The leader's memory, and the socket where the other ranks ask for it."""
 
     handle: int = -1
     listener: socket.socket | None = None
@@ -32,33 +33,33 @@ class _MemoryServer(NamedTuple):
 
 
 class SharedHostMemory(NamedTuple):
-    """The descriptor of the host's memory, and links by local index."""
+    """The descriptor of the host's memory, and sockets to peers by their index on the host."""
 
     handle: int
     peer_sockets: dict[int, socket.socket]
 
 
 def open_host_memory(
-    create: Callable[[], int], ranks: Communicator, here: Sequence[int]
+    create: Callable[[], int], comm: Communicator, host_ranks: Sequence[int]
 ) -> tuple[SharedHostMemory | None, str]:
-    """Memory that the leader makes by `create`, at all of `here`; or None and the reason, on every rank of the job.
+    """Memory that the leader makes by `create`, for `host_ranks`; or None and the reason, on every rank of the job.
 
-    Collective among all ranks. Raises LaunchError.
+    Collective among all ranks of the job. Raises LaunchError.
     """
-    opened = _create_and_listen(create, ranks, here)
-    problems = [problem for problem in (opened.problem, *ranks.all_gather_json(opened.problem)) if problem]
+    server = _create_and_listen(create, comm, host_ranks)
+    problems = [problem for problem in (server.problem, *comm.all_gather_json(server.problem)) if problem]
     if problems:
-        opened.close()
+        server.close()
         return None, problems[0]
     try:
-        return _exchange_handle(opened, ranks, here), ""
+        return _exchange_handle(server, comm, host_ranks), ""
     except (OSError, IndexError) as error:
-        problem = Problem(f"ranks {here} did not meet ({error or 'one of them has ended'})", "all of them to be alive")
-        raise LaunchError(problem) from error
+        got = f"ranks {host_ranks} could not connect to each other ({error or 'one of them has ended'})"
+        raise LaunchError(Problem(got, "all of them to be alive")) from error
 
 
-def _create_and_listen(create: Callable[[], int], ranks: Communicator, here: Sequence[int]) -> _MemoryServer:
-    if ranks.rank != here[0]:
+def _create_and_listen(create: Callable[[], int], comm: Communicator, host_ranks: Sequence[int]) -> _MemoryServer:
+    if comm.rank != host_ranks[0]:
         return _MemoryServer()
     try:
         handle = create()
@@ -66,37 +67,37 @@ def _create_and_listen(create: Callable[[], int], ranks: Communicator, here: Seq
         return _MemoryServer(problem="; ".join(f"{p.got}, need {p.need}" for p in error.problems))
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.settimeout(CONNECT_TIMEOUT_SECONDS)
-    # An abstract name: it belongs to the network namespace, like the host, and vanishes with the socket.
+    # An abstract name belongs to the network namespace, as a host does, and vanishes with the socket.
     listener.bind(f"\0fourfold-{secrets.token_hex(16)}")
-    listener.listen(len(here))
+    listener.listen(len(host_ranks))
     return _MemoryServer(handle, listener)
 
 
-def _exchange_handle(opened: _MemoryServer, ranks: Communicator, here: Sequence[int]) -> SharedHostMemory:
-    address = opened.listener.getsockname().decode("latin-1") if opened.listener else ""
-    addresses = ranks.all_gather_json(address)
-    links: dict[int, socket.socket] = {}
-    if opened.listener is None:
-        link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        link.settimeout(CONNECT_TIMEOUT_SECONDS)
-        link.connect(addresses[here[0]].encode("latin-1"))
-        link.sendall(here.index(ranks.rank).to_bytes(4, "little"))
-        _, handles, _, _ = socket.recv_fds(link, 1, 1)
-        links[0] = link
-        return SharedHostMemory(handles[0], links)
-    while len(links) < len(here) - 1:
-        link, _ = opened.listener.accept()
-        if not _same_user(link):
-            link.close()
+def _exchange_handle(server: _MemoryServer, comm: Communicator, host_ranks: Sequence[int]) -> SharedHostMemory:
+    address = server.listener.getsockname().decode("latin-1") if server.listener else ""
+    addresses = comm.all_gather_json(address)
+    sockets: dict[int, socket.socket] = {}
+    if server.listener is None:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        sock.settimeout(CONNECT_TIMEOUT_SECONDS)
+        sock.connect(addresses[host_ranks[0]].encode("latin-1"))
+        sock.sendall(host_ranks.index(comm.rank).to_bytes(4, "little"))
+        _, handles, _, _ = socket.recv_fds(sock, 1, 1)
+        sockets[0] = sock
+        return SharedHostMemory(handles[0], sockets)
+    while len(sockets) < len(host_ranks) - 1:
+        sock, _ = server.listener.accept()
+        if not _is_same_user(sock):
+            sock.close()
             continue
-        index = int.from_bytes(link.recv(4, socket.MSG_WAITALL), "little")
-        socket.send_fds(link, [b"m"], [opened.handle])
-        links[index] = link
-    opened.listener.close()
-    return SharedHostMemory(opened.handle, links)
+        index = int.from_bytes(sock.recv(4, socket.MSG_WAITALL), "little")
+        socket.send_fds(sock, [b"m"], [server.handle])
+        sockets[index] = sock
+    server.listener.close()
+    return SharedHostMemory(server.handle, sockets)
 
 
-def _same_user(link: socket.socket) -> bool:
+def _is_same_user(sock: socket.socket) -> bool:
     """Whether the other end runs as this user: abstract sockets have no file permissions."""
-    credentials = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
     return int.from_bytes(credentials[4:8], sys.byteorder) == os.getuid()

@@ -1,4 +1,8 @@
-"""TODO."""
+"""Joining: how this process joins the job's ranks and learns its place among them.
+
+Law: a process group that exists already is used and never ended; a launcher's environment comes next; else the process
+is a world of its own.
+"""
 
 import contextlib
 import os
@@ -14,7 +18,7 @@ from fourfold.words.errors import LaunchError, Problem
 
 
 def init_communicator() -> Communicator:
-    """Join the process group that is there, or the one the launcher's environment speaks of, or stay alone."""
+    """Use the process group that exists, else join the one that the launcher describes, else stay alone."""
     process_group_lifecycle.destroy_orphaned()
     world = existing_world()
     if world is not None:
@@ -31,43 +35,43 @@ def init_communicator() -> Communicator:
 
 
 def _init_process_group(backend: str) -> None:
-    """Make the process group, where the launcher's environment says that ranks meet. Raises LaunchError."""
-    seat = launchers.detect(os.environ)
-    assert seat is not None
+    """Make the process group at the rendezvous that the launcher's environment gives. Raises LaunchError."""
+    info = launchers.detect(os.environ)
+    assert info is not None
     try:
-        store = rendezvous_store.open_store(seat, os.environ)
+        store = rendezvous_store.open_store(info, os.environ)
         if store is None:
             dist.init_process_group(backend)
         else:
-            dist.init_process_group(backend, store=store, rank=seat.rank, world_size=seat.size)
+            dist.init_process_group(backend, store=store, rank=info.rank, world_size=info.size)
     except (ValueError, dist.DistError) as error:
         got = str(error).splitlines()[0]
-        if seat.launcher is launchers.TORCHRUN:
+        if info.launcher is launchers.TORCHRUN:
             problem = Problem(got, "the variables of a launcher", "fourfold run -n N SCRIPT.py")
         else:
             attempt = "MASTER_ADDR and MASTER_PORT of your own"
-            problem = Problem(got, f"rank 0 at {rendezvous_store.describe_address(seat, os.environ)}", attempt)
+            problem = Problem(got, f"rank 0 at {rendezvous_store.describe_address(info, os.environ)}", attempt)
         raise LaunchError(problem) from error
 
 
 def existing_world() -> World | None:
-    """The world of the process group that is there, or None; has no effect."""
+    """The world of the process group that exists, or None. Has no effect."""
     return _world_of_group() if dist.is_available() and dist.is_initialized() else None
 
 
 def world() -> World:
     """This process's place: `rank`, `size`, `local_rank`, `local_size`. Joins nothing.
 
-    As the process group says that is there, else the environment of torchrun, `fourfold run`, mpirun, srun or
-    Kubernetes; without any of them, one process alone. Raises LaunchError where a launcher's variables contradict
-    each other.
+    Taken from the process group if one exists, else from the environment of torchrun, `fourfold run`, mpirun, srun or
+    Kubernetes; without any of them, one process alone. Raises LaunchError if a launcher's variables contradict each
+    other.
     """
     return existing_world() or from_environment() or World()
 
 
 def _world_of_group() -> World:
     rank, size = dist.get_rank(), dist.get_world_size()
-    with contextlib.suppress(LaunchError):  # The user has made a group all the same.
+    with contextlib.suppress(LaunchError):  # contradicting variables: the user has made a group all the same
         launched = from_environment()
         if launched is not None and (launched.rank, launched.size) == (rank, size):
             return launched

@@ -1,9 +1,10 @@
-"""Leaving: how the process groups of torch.distributed end that were made here.
+"""Process group lifecycle: how the process groups that Fourfold makes in torch.distributed end.
 
-groups     made by one user of the ranks; whoever uses one asks for it at every use, and keeps none
-forgotten  what nobody has any more: ended when ranks join the next time
-Law: no thread of gloo's outlives its process's last line. One that lets go of a tensor while the interpreter is taken
-apart aborts the process, after all has gone well.
+registry  a communicator's groups; users ask it for a group at every use, and keep none
+orphaned  the groups of a registry that no longer exists
+Law: all groups are destroyed before the interpreter shuts down: orphaned ones at the next join, all others at exit.
+
+A gloo thread that frees a tensor during interpreter shutdown aborts the process, after all has gone well.
 """
 
 import atexit
@@ -20,24 +21,26 @@ from fourfold.environment.standard_streams import flush_streams, print_stderr
 from fourfold.parts.comm import rendezvous_store
 from fourfold.words.errors import TrainingError
 
-DESTROY_TIMEOUT_SECONDS = (
-    5.0  # for the end of a group: a collective that was given up never ends where all ranks live on
-)
+# Destroying a group waits for its collectives, and an abandoned one may never end.
+DESTROY_TIMEOUT_SECONDS = 5.0
 GroupKey = tuple[str, tuple[int, ...]]
-"""What a group is for, and its ranks."""
+"""A group's purpose and its ranks."""
 
 
 class ProcessGroupRegistry:
-    """Process groups, each made once."""
+    """The process groups of one communicator, each made once."""
 
     def __init__(self) -> None:
         self._groups: dict[GroupKey, Any] = {}
         _registries.add(self)
 
     def get_or_create(self, purpose: str, ranks: Sequence[int]) -> Callable[[], dist.ProcessGroup | None]:
-        """The group, to be asked for at every use. Every rank must make the same groups in one order."""
+        """Returns a function that returns the group, or raises once it is destroyed.
+
+        Every rank must make the same groups in the same order.
+        """
         key = purpose, tuple(ranks)
-        # Others end on all ranks together, and no two processes forget a group at the same moment.
+        # NCCL groups are destroyed on all ranks together, and registries do not vanish on all ranks at the same time.
         if not self._groups and dist.get_backend() == "gloo":
             weakref.finalize(self, _orphan, os.getpid(), self._groups).atexit = False
         if key not in self._groups:
@@ -48,10 +51,10 @@ class ProcessGroupRegistry:
         try:
             return self._groups[key]
         except KeyError:
-            raise TrainingError("the ranks have left each other: this process is at its end") from None
+            raise TrainingError("a process group was used after it was destroyed: this process is ending") from None
 
     def release_all(self) -> list[Any]:
-        """Let go of all."""
+        """Forget all groups, and return them."""
         groups = list(self._groups.values())
         self._groups.clear()
         return groups
@@ -59,10 +62,10 @@ class ProcessGroupRegistry:
 
 _registries: "weakref.WeakSet[ProcessGroupRegistry]" = weakref.WeakSet()
 _orphaned: list[tuple[int, Any]] = []
-"""Groups, and the process that has them: a fork has none of their threads."""
+"""Groups, and the process that made them: a forked child has none of their threads."""
 _exit_hooks: set[bool] = set()
 _stuck_threads: list[threading.Thread] = []
-"""Threads in which groups did not end in END_SECONDS."""
+"""Threads in which groups did not end within DESTROY_TIMEOUT_SECONDS."""
 
 
 def _orphan(process: int, groups: Mapping[GroupKey, Any]) -> None:
@@ -70,19 +73,19 @@ def _orphan(process: int, groups: Mapping[GroupKey, Any]) -> None:
 
 
 def _pop_orphaned() -> list[Any]:
-    taken = [_orphaned.pop() for _ in range(len(_orphaned))]  # more may come meanwhile
-    return [group for process, group in taken if process == os.getpid()]
+    popped = [_orphaned.pop() for _ in range(len(_orphaned))]  # more may be appended meanwhile
+    return [group for process, group in popped if process == os.getpid()]
 
 
 def destroy_orphaned() -> None:
-    """End the groups of steps that are gone: each of gloo's has three threads, and sockets.
+    """Destroy orphaned groups: each gloo group has three threads, and sockets.
 
-    Not where they are forgotten: Python may do that in any thread, in the middle of anything.
+    Not in the finalizer that orphans them: Python may run that in any thread, in the middle of anything.
     """
     groups = _pop_orphaned()
     if groups:
         _unregister(groups)
-        # They end with the last that has them, which may wait.
+        # A group ends when its last reference goes, and that may wait.
         ending = threading.Thread(target=groups.clear, name="fourfold-end", daemon=True)
         ending.start()
         ending.join(DESTROY_TIMEOUT_SECONDS)
@@ -92,14 +95,15 @@ def destroy_orphaned() -> None:
 
 def _unregister(groups: Sequence[Any]) -> None:
     for group in groups:
-        with contextlib.suppress(ValueError):  # It has ended already, with the world it was of.
+        with contextlib.suppress(ValueError):  # destroyed already, with its world
             dist.destroy_process_group(group)
 
 
 def release_groups(*, include_world: bool) -> list[Any]:
-    """Let go of all groups that were made here, and with `world` of the process group that is there.
+    """Unregister all groups that Fourfold made, and with `include_world` torch's default group.
 
-    Returns them, for the caller to be the last that has them: then they end, and that may take as long as a collective.
+    Returns them, so that the caller holds the last references. They end when it drops these, and that may take as long
+    as a collective.
     """
     groups = [group for each in list(_registries) for group in each.release_all()] + _pop_orphaned()
     if include_world and dist.is_available() and dist.is_initialized():
@@ -109,17 +113,17 @@ def release_groups(*, include_world: bool) -> list[Any]:
 
 
 def release_groups_at_exit(*, include_world: bool) -> None:
-    """Have this process `leave` at its exit, and end with code 1 if that takes more than END_SECONDS.
+    """Release all groups at this process's exit, which ends with code 1 if that takes over DESTROY_TIMEOUT_SECONDS.
 
-    The groups end in a thread that is there already: at its exit Python starts none.
+    The groups end in a thread that is started now: at exit Python starts none.
     """
     if include_world in _exit_hooks:
         return
     _exit_hooks.add(include_world)
-    asked, groups = threading.Event(), []
+    is_exiting, groups = threading.Event(), []
 
     def destroy() -> None:
-        asked.wait()
+        is_exiting.wait()
         groups.clear()
         rendezvous_store.release_stores()
 
@@ -127,18 +131,18 @@ def release_groups_at_exit(*, include_world: bool) -> None:
     ending.start()
 
     def at_exit() -> None:
-        if not ending.is_alive():  # in a fork
+        if not ending.is_alive():  # a forked child has no such thread
             return
         groups.extend(release_groups(include_world=include_world))
-        asked.set()
+        is_exiting.set()
         ending.join(DESTROY_TIMEOUT_SECONDS)
         if any(thread.is_alive() for thread in (ending, *_stuck_threads)):
-            # Later it would come back into an interpreter that is gone, and abort the process.
-            told = (
-                f"a collective was given up and has not ended in {DESTROY_TIMEOUT_SECONDS:.0f} s: "
+            # Later the thread would return into an interpreter that is gone, and abort the process.
+            message = (
+                f"an abandoned collective has not ended in {DESTROY_TIMEOUT_SECONDS:.0f} s: "
                 "this process ends without it"
             )
-            print_stderr(f"fourfold: {told}")
+            print_stderr(f"fourfold: {message}")
             flush_streams()
             os._exit(1)
 

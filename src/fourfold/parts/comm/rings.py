@@ -1,4 +1,7 @@
-"""TODO."""
+"""Rings: which exchange of blocks joins the ranks of a sequence: shared memory, or messages over gloo or NCCL.
+
+Law: every rank chooses the same, from what all ranks have said of themselves.
+"""
 
 from collections.abc import Sequence
 
@@ -10,45 +13,43 @@ from fourfold.parts.comm.ring.p2p_channel import ProcessGroupChannel
 from fourfold.parts.comm.ring.protocol import RingGroup
 from fourfold.parts.comm.ring.shared_memory import RingOverSharedMemory, RingPlace, total_bytes
 from fourfold.parts.comm.ring.single_rank import NullRingGroup
-from fourfold.parts.comm.transports import check_transport_device, gather_hosts
-from fourfold.words.errors import PlanError, Problem
+from fourfold.parts.comm.transports import check_transport_device, gather_hosts, no_shared_memory
 
 
 def make_ring(
-    ranks: Communicator, groups: Sequence[Sequence[int]], purpose: str, *, choice: str = "by-host"
+    comm: Communicator, groups: Sequence[Sequence[int]], purpose: str, *, choice: str = "by-host"
 ) -> RingGroup:
-    """The link among the ranks of this rank's group. Collective; `groups` partition the ranks, alike on every rank.
+    """The ring among the ranks of this rank's group. Collective; `groups` partition the ranks, on every rank the same.
 
-    Raises PlanError where a transport is asked for that cannot be had.
+    Raises PlanError if the plan asks for a transport that cannot be had.
     """
-    check_transport_device(choice, ranks.device.type)
-    mine = next(group for group in groups if ranks.rank in group)
-    if all(len(group) == 1 for group in groups):
+    check_transport_device(choice, comm.device.type)
+    group = next(each for each in groups if comm.rank in each)
+    if all(len(each) == 1 for each in groups):
         return NullRingGroup()
-    if ranks.device.type == "cpu" and choice in ("by-host", "shared"):
-        neighbours, reason = _make_shared_memory_ring(ranks, groups, mine)
-        if neighbours is not None:
-            return neighbours
+    if comm.device.type == "cpu" and choice in ("by-host", "shared"):
+        ring, reason = _make_shared_memory_ring(comm, groups, group)
+        if ring is not None:
+            return ring
         if choice == "shared":
-            problem = Problem(f'transport = "shared", but {reason}', "ranks that share memory", 'transport = "by-host"')
-            raise PlanError(problem, where="the plan")
-    wires = [ProcessGroupChannel(ranks, group, purpose) for group in groups]
-    return RingOverP2P(next(wire for wire, group in zip(wires, groups, strict=True) if group is mine))
+            raise no_shared_memory(reason)
+    # Every rank makes the channels of all groups, and uses that of its own.
+    channels = [ProcessGroupChannel(comm, each, purpose) for each in groups]
+    return RingOverP2P(next(channel for channel, each in zip(channels, groups, strict=True) if each is group))
 
 
 def _make_shared_memory_ring(
-    ranks: Communicator, groups: Sequence[Sequence[int]], mine: Sequence[int]
+    comm: Communicator, groups: Sequence[Sequence[int]], group: Sequence[int]
 ) -> tuple[RingOverSharedMemory | None, str]:
-    """The link of a group inside a host, if every group is; or None and the reason."""
-    said, reason = gather_hosts(ranks)
-    apart = [group for group in groups if len({said[rank] for rank in group}) > 1]
-    if reason or apart:
-        return None, reason or f"ranks {list(apart[0])} are on several hosts"
-    met, problem = open_host_memory(lambda: memory.create_growing(total_bytes(len(mine))), ranks, mine)
-    if met is None:
-        return None, problem
-    for socket in met.peer_sockets.values():
+    """The ring of a group if every group is within one host; or None and the reason. Collective."""
+    hosts, reason = gather_hosts(comm)
+    across_hosts = [each for each in groups if len({hosts[rank] for rank in each}) > 1]
+    if reason or across_hosts:
+        return None, reason or f"ranks {list(across_hosts[0])} are on several hosts"
+    host_memory, reason = open_host_memory(lambda: memory.create_growing(total_bytes(len(group))), comm, group)
+    if host_memory is None:
+        return None, reason
+    for socket in host_memory.peer_sockets.values():
         socket.close()
-    return RingOverSharedMemory(
-        met.handle, RingPlace(list(mine).index(ranks.rank), tuple(mine)), check_peers=ranks.check_peers
-    ), ""
+    place = RingPlace(list(group).index(comm.rank), tuple(group))
+    return RingOverSharedMemory(host_memory.handle, place, check_peers=comm.check_peers), ""

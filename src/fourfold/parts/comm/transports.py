@@ -1,8 +1,7 @@
-"""Comm: the only place that touches torch.distributed. Joins the ranks and connects them by a transport.
+"""Transports: which transport joins the data ranks: one rank alone, shared memory, gloo or NCCL.
 
-ranks      the processes of the job (`join`)
-transport  how their buckets are summed: alone, shared memory, gloo, NCCL (`connect`)
-Law: every rank decides for the same transport, from what all ranks said of themselves.
+choice  the plan's `transport`: "by-host" takes shared memory inside hosts where it can be had, else process groups
+Law: every rank chooses the same transport, from what all ranks have said of themselves.
 """
 
 import platform
@@ -55,154 +54,162 @@ __all__ = [
 
 
 class TransportChoice(NamedTuple):
-    """A transport, and what is to be said of the choice."""
+    """A transport, and why it was chosen, in words."""
 
     transport: Transport
     description: str
 
 
 def make_transport(
-    ranks: Communicator,
+    comm: Communicator,
     spec: TransportSpec,
     *,
     choice: str = "by-host",
     codecs: Sequence[Codec] = (),
     unbucketed_grads: GradsOfBucket | None = None,
 ) -> TransportChoice:
-    """The transport among all ranks. Collective. `choice` is the plan's `transport`, `codecs` one for each bucket.
+    """The transport among all ranks. Collective.
 
-    `held`: one rank's gradients by bucket, where they have no slots. Raises PlanError where a transport is asked for
-    that cannot be had.
+    choice            the plan's `transport`
+    codecs            one for each bucket, if gradients are compressed
+    unbucketed_grads  a bucket's gradients, if there is one rank and they have no buffers
+
+    Raises PlanError if the plan asks for a transport that cannot be had.
     """
     if unbucketed_grads is not None:
-        check_transport_device(choice, ranks.device.type)
-        return TransportChoice(
-            SingleRankTransport([], spec.buffer_indices, unbucketed_grads=unbucketed_grads),
-            "one rank, nothing to exchange",
-        )
+        check_transport_device(choice, comm.device.type)
+        single = SingleRankTransport([], spec.buffer_indices, unbucketed_grads=unbucketed_grads)
+        return TransportChoice(single, "one rank, nothing to exchange")
     if not codecs:
-        return _make_uncompressed(ranks, spec, choice)
-    inner, note = _make_uncompressed(ranks, spec._replace(is_prereduced=True), choice)
-    sums = []
-    for number, those in enumerate(message_indices(codecs)):
-        lengths = [codecs[bucket].rounds[number].num_bytes for bucket in those]
-        dtypes = [codecs[bucket].message_dtype for bucket in those]
+        return _make_uncompressed(comm, spec, choice)
+    inner, description = _make_uncompressed(comm, spec._replace(is_prereduced=True), choice)
+    stage_transports = []
+    for stage, buckets in enumerate(message_indices(codecs)):
+        lengths = [codecs[bucket].rounds[stage].num_bytes for bucket in buckets]
+        dtypes = [codecs[bucket].message_dtype for bucket in buckets]
         sizes = [length // dtype.itemsize for length, dtype in zip(lengths, dtypes, strict=True)]
-        messages = TransportSpec(tuple(sizes), tuple(dtypes), tuple(range(len(sizes))), purpose=f"round {number}")
-        sums.append(_make_uncompressed(ranks, messages, choice).transport)
-    tells = not isinstance(inner, SharedMemoryTransport) or inner.index == 0
-    coded = CompressedTransport(CompressedRoutes(inner, sums, _make_gatherer(ranks, inner), tells), codecs)
-    return TransportChoice(coded, f"{note}, coded")
+        messages = TransportSpec(tuple(sizes), tuple(dtypes), tuple(range(len(sizes))), purpose=f"round {stage}")
+        stage_transports.append(_make_uncompressed(comm, messages, choice).transport)
+    is_host_leader = not isinstance(inner, SharedMemoryTransport) or inner.index == 0
+    routes = CompressedRoutes(inner, stage_transports, _make_gatherer(comm, inner), is_host_leader)
+    return TransportChoice(CompressedTransport(routes, codecs), f"{description}, coded")
 
 
-def _make_gatherer(ranks: Communicator, inner: Transport) -> MessageGatherer:
-    """The ranks that gather each other's messages. Collective."""
+def _make_gatherer(comm: Communicator, inner: Transport) -> MessageGatherer:
+    """All-gathers among one rank of each host if hosts share memory, else among all ranks. Collective."""
     if isinstance(inner, SingleRankTransport):
         return NullMessageGatherer()
-    # Between hosts with shared memory, the ranks of one local index; else all.
-    column = inner.index if isinstance(inner, SharedMemoryTransport) else 0
-    said = ranks.all_gather_json(column)
-    wires = [[rank for rank, other in enumerate(said) if other == each] for each in sorted(set(said))]
-    gatherers = [GroupMessageGatherer(ranks, members) for members in wires if len(members) > 1]
-    return gatherers[column] if gatherers else NullMessageGatherer()
+    local_index = inner.index if isinstance(inner, SharedMemoryTransport) else 0
+    indices = comm.all_gather_json(local_index)
+    groups = [[rank for rank, other in enumerate(indices) if other == index] for index in sorted(set(indices))]
+    gatherers = [GroupMessageGatherer(comm, group) for group in groups if len(group) > 1]
+    return gatherers[local_index] if gatherers else NullMessageGatherer()
 
 
-def _make_uncompressed(ranks: Communicator, spec: TransportSpec, choice: str) -> TransportChoice:
-    check_transport_device(choice, ranks.device.type)
-    if ranks.size == 1:
-        alone = SingleRankTransport(_private_buffers(spec, ranks.device), spec.buffer_indices)
-        return TransportChoice(alone, "one rank, nothing to exchange")
-    members = tuple(range(ranks.size))
+def _make_uncompressed(comm: Communicator, spec: TransportSpec, choice: str) -> TransportChoice:
+    check_transport_device(choice, comm.device.type)
+    if comm.size == 1:
+        single = SingleRankTransport(_private_buffers(spec, comm.device), spec.buffer_indices)
+        return TransportChoice(single, "one rank, nothing to exchange")
     reason = "as the plan asks"
-    if ranks.device.type == "cpu" and choice in ("by-host", "shared"):
-        shared, reason = _make_shared_memory(ranks, spec)
+    if comm.device.type == "cpu" and choice in ("by-host", "shared"):
+        shared, reason = _make_shared_memory(comm, spec)
         if shared is not None:
             return TransportChoice(shared, shared.name)
         if choice == "shared":
-            problem = Problem(f'transport = "shared", but {reason}', "ranks that share memory", 'transport = "by-host"')
-            raise PlanError(problem, where="the plan")
-    slots = _private_buffers(spec, ranks.device)
-    transport = ProcessGroupTransport(slots, ranks, members, spec)
+            raise no_shared_memory(reason)
+    transport = ProcessGroupTransport(_private_buffers(spec, comm.device), comm, range(comm.size), spec)
     return TransportChoice(transport, f"{transport.name} ({reason})" if transport.name == "gloo" else transport.name)
+
+
+def no_shared_memory(reason: str) -> PlanError:
+    """The error if the plan asks for shared memory that the ranks cannot have."""
+    problem = Problem(f'transport = "shared", but {reason}', "ranks that share memory", 'transport = "by-host"')
+    return PlanError(problem, where="the plan")
 
 
 def check_transport_device(choice: str, device: str) -> None:
     """Raise PlanError for a transport that this kind of device cannot have."""
-    wrong = {"nccl": "cpu", "shared": "cuda", "gloo": "cuda"}.get(choice)
-    if wrong == device:
-        need = "GPUs" if wrong == "cpu" else "CPU ranks"
-        problem = Problem(f'transport = "{choice}" on {wrong}', need, 'transport = "by-host"')
+    unsupported = {"nccl": "cpu", "shared": "cuda", "gloo": "cuda"}.get(choice)
+    if unsupported == device:
+        need = "GPUs" if device == "cpu" else "CPU ranks"
+        problem = Problem(f'transport = "{choice}" on {device}', need, 'transport = "by-host"')
         raise PlanError(problem, where="the plan")
 
 
 def _private_buffers(spec: TransportSpec, device: torch.device) -> list[torch.Tensor]:
-    """Slots of this process's own."""
+    """Gradient buffers that only this process sees."""
     lengths = [size * dtype.itemsize for size, dtype in zip(spec.sizes, spec.dtypes, strict=True)]
-    room: dict[int, int] = {}
-    for turn, length in zip(spec.buffer_indices, lengths, strict=True):
-        room[turn] = max(room.get(turn, 0), length)
-    flats = {turn: memory.allocate_private(length, torch.uint8, device) for turn, length in room.items()}
+    num_bytes: dict[int, int] = {}
+    for index, length in zip(spec.buffer_indices, lengths, strict=True):
+        num_bytes[index] = max(num_bytes.get(index, 0), length)
+    flats = {index: memory.allocate_private(length, torch.uint8, device) for index, length in num_bytes.items()}
     return [
-        flats[turn][:length].view(dtype)
-        for turn, length, dtype in zip(spec.buffer_indices, lengths, spec.dtypes, strict=True)
+        flats[index][:length].view(dtype)
+        for index, length, dtype in zip(spec.buffer_indices, lengths, spec.dtypes, strict=True)
     ]
 
 
-def gather_hosts(ranks: Communicator) -> tuple[list[str], str]:
-    """The host of every rank, or the reason why they cannot share memory. Collective."""
+def gather_hosts(comm: Communicator) -> tuple[list[str], str]:
+    """The host of every rank, and the reason if they cannot share memory, else "". Collective."""
     machine = platform.machine()
-    able = sys.platform == "linux" and machine == "x86_64"
-    said = ranks.all_gather_json(ranks.host if able else "")
-    if all(said):
-        return said, ""
-    return said, f"shared memory needs Linux on x86-64, rank {said.index('')} is not ({sys.platform}, {machine})"
+    is_supported = sys.platform == "linux" and machine == "x86_64"
+    hosts = comm.all_gather_json(comm.host if is_supported else "")
+    if all(hosts):
+        return hosts, ""
+    return hosts, f"shared memory needs Linux on x86-64, rank {hosts.index('')} is not ({sys.platform}, {machine})"
 
 
-def _make_shared_memory(ranks: Communicator, spec: TransportSpec) -> tuple[SharedMemoryTransport | None, str]:
-    """Shared memory inside each host, gloo between hosts; or None and the reason."""
-    said, reason = gather_hosts(ranks)
+def _make_shared_memory(comm: Communicator, spec: TransportSpec) -> tuple[SharedMemoryTransport | None, str]:
+    """Shared memory inside each host, gloo between hosts; or None and the reason. Collective."""
+    host_names, reason = gather_hosts(comm)
     if reason:
         return None, reason
-    hosts = [[rank for rank, host in enumerate(said) if host == name] for name in dict.fromkeys(said)]
-    here = next(host for host in hosts if ranks.rank in host)
-    if len({len(host) for host in hosts}) > 1 or len(here) == 1:
+    hosts = [[rank for rank, name in enumerate(host_names) if name == each] for each in dict.fromkeys(host_names)]
+    host_ranks = next(host for host in hosts if comm.rank in host)
+    size, index = len(host_ranks), host_ranks.index(comm.rank)
+    if len({len(host) for host in hosts}) > 1 or size == 1:
         return None, f"{len(hosts)} hosts with {sorted({len(host) for host in hosts})} ranks each"
-    sharing = _num_host_shards(spec.num_shards or ranks.size, len(here), len(hosts))
-    between_hosts = spec.rest.weight == SPLIT and sharing > 1
-    weights = (spec.weight_dtypes or spec.dtypes) if spec.rest.state == SPLIT else ()
-    slotting = SharedMemoryLayout(
-        spec.sizes,
-        spec.dtypes,
-        num_scalars=spec.num_scalars,
-        buffer_indices=spec.buffer_indices,
-        weight_dtypes=() if between_hosts else weights,
-        staging_dtypes=weights if between_hosts else (),
-    )
-    met, problem = open_host_memory(lambda: memory.create_shared(slotting.total_bytes(len(here))), ranks, here)
-    if met is None:
-        return None, problem
-    between = None
+    num_host_shards = _num_host_shards(spec.num_shards or comm.size, size, len(hosts))
+    layout = _shared_layout(spec, num_host_shards)
+    host_memory, reason = open_host_memory(lambda: memory.create_shared(layout.total_bytes(size)), comm, host_ranks)
+    if host_memory is None:
+        return None, reason
+    inter_host = None
     if len(hosts) > 1:
-        use = spec._replace(num_shards=sharing)
-        columns = [GroupInterHostReducer(ranks, [host[index] for host in hosts], use) for index in range(len(here))]
-        between = columns[here.index(ranks.rank)]
-    mapping = memory.map_shared(met.handle)
-    index = here.index(ranks.rank)
+        host_spec = spec._replace(num_shards=num_host_shards)
+        # Every rank makes the groups of all local indices, and uses those of its own.
+        reducers = [GroupInterHostReducer(comm, [host[i] for host in hosts], host_spec) for i in range(size)]
+        inter_host = reducers[index]
     shared = SharedMemoryTransport(
-        mapping,
-        slotting,
-        HostRanks(index, tuple(here), met.peer_sockets),
+        memory.map_shared(host_memory.handle),
+        layout,
+        HostRanks(index, tuple(host_ranks), host_memory.peer_sockets),
         rest=spec.rest,
-        inter_host=between,
+        inter_host=inter_host,
         is_prereduced=spec.is_prereduced,
     )
     return shared, shared.name
 
 
-def _num_host_shards(num_shards: int, ranks_per_host: int, num_hosts: int) -> int:
-    """Among how many hosts of `each` ranks that is split which `shard` ranks share. Raises PlanError.
+def _shared_layout(spec: TransportSpec, num_host_shards: int) -> SharedMemoryLayout:
+    """Weights that rest split between hosts come through staging buffers; otherwise they exist once per host."""
+    is_split_between_hosts = spec.rest.weight == SPLIT and num_host_shards > 1
+    weight_dtypes = (spec.weight_dtypes or spec.dtypes) if spec.rest.state == SPLIT else ()
+    return SharedMemoryLayout(
+        spec.sizes,
+        spec.dtypes,
+        num_scalars=spec.num_scalars,
+        buffer_indices=spec.buffer_indices,
+        weight_dtypes=() if is_split_between_hosts else weight_dtypes,
+        staging_dtypes=weight_dtypes if is_split_between_hosts else (),
+    )
 
-    Ranks that have memory in common need no second copy there: within a host all of them share.
+
+def _num_host_shards(num_shards: int, ranks_per_host: int, num_hosts: int) -> int:
+    """How many hosts split what `num_shards` ranks split. Raises PlanError.
+
+    The ranks of a host share memory, so a second copy within a host would be of no use: all of them share one.
     """
     if ranks_per_host % num_shards == 0:
         return 1

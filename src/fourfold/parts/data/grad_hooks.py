@@ -1,22 +1,25 @@
 """Gradient hooks: ours run after all post-accumulate hooks of the user.
 
-Ours move the gradient out of `.grad`, and torch runs a parameter's hooks in the order of registration. A hook that the
-user registers later would find None there.
-Law: whenever a user registers a hook, it sees the gradient of this rank in `.grad`, and what it writes there counts.
+Our hooks move the gradient out of `.grad`. torch runs a parameter's hooks in the order of registration, so a hook that
+the user registers after ours would find None there.
+Law: whenever a user registers a hook, it sees this rank's gradient in `.grad`, and what it writes there is used.
 """
 
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable
+from typing import Protocol
 
 from torch import Tensor
 
+from fourfold.parts.data.param_access import untracked_access
 from fourfold.parts.torch_private import post_accumulate_hooks, set_post_accumulate_hooks
 
 GradHook = Callable[[Tensor], None]
 
 
 class _OrderedHooks(OrderedDict[int, GradHook]):
-    """A parameter's post-accumulate hooks by handle id. Those whose ids are in `last` stay behind all others."""
+    """A parameter's post-accumulate hooks by handle id. The ids in `last_ids` stay behind all others."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -24,18 +27,18 @@ class _OrderedHooks(OrderedDict[int, GradHook]):
 
     def __setitem__(self, key: int, hook: GradHook) -> None:
         super().__setitem__(key, hook)
-        for ours in self.last_ids:
-            self.move_to_back(ours)
+        for last_id in self.last_ids:
+            self.move_to_back(last_id)
 
     def move_to_back(self, key: int) -> None:
-        # Not move_to_end: torch reads the underlying dict, whose order that does not change.
-        moved = self[key]
+        # Not move_to_end: it does not change the order of the underlying dict, which torch reads.
+        hook = self[key]
         del self[key]
-        super().__setitem__(key, moved)
+        super().__setitem__(key, hook)
 
 
 def register_last_hook(parameter: Tensor, hook: GradHook) -> None:
-    """Register a post-accumulate hook that runs after the user's, those registered later included.
+    """Register a post-accumulate hook that runs after those of the user, even those registered later.
 
     Several of ours run in the order of registration.
     """
@@ -48,14 +51,35 @@ def register_last_hook(parameter: Tensor, hook: GradHook) -> None:
     hooks = post_accumulate_hooks(parameter)
     assert isinstance(hooks, _OrderedHooks)
     hooks.last_ids.append(handle.id)
-    hooks.move_to_back(handle.id)  # those of ours that were there have just been moved behind it
+    hooks.move_to_back(handle.id)  # registering it has moved our earlier hooks behind it
 
 
 def _call_if_registered(hooks: dict[int, GradHook], key: int) -> GradHook:
-    """Calls a hook as long as it is among `hooks`: there its handle removes it."""
+    """A hook that calls `hooks[key]` as long as it is there: its handle removes it from `hooks`."""
 
     def call(parameter: Tensor) -> None:
         if key in hooks:
             hooks[key](parameter)
 
     return call
+
+
+class GradSink(Protocol):
+    """Takes gradients from autograd."""
+
+    def on_grad(self, parameter: Tensor, param_index: int) -> None: ...
+
+
+def weak_grad_hook(sink: GradSink, param_index: int) -> Callable[[Tensor], None]:
+    """A hook that passes a gradient to `sink.on_grad`. It holds the sink weakly."""
+    # The garbage collector does not traverse a parameter's hooks: with a strong reference the whole step, with its
+    # shared memory, would live as long as the process.
+    weak_sink = weakref.ref(sink)
+
+    def hook(parameter: Tensor) -> None:
+        sink = weak_sink()
+        if sink is not None:
+            with untracked_access():
+                sink.on_grad(parameter, param_index)
+
+    return hook

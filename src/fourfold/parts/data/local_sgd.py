@@ -1,13 +1,13 @@
-"""Local steps, done: weights drift away from an anchor, each rank's by itself, and come back together.
+"""Local SGD: each rank trains its own weights for some steps, then the weights of all ranks are averaged.
 
-anchor   the weights that all ranks had alike when they last met
-share    of a rank: its part of the loss elements that all ranks have learned from since; shares sum to 1
-advance  the mean of all ranks' weights by their shares, less the anchor: what the outer optimizer goes along
-Law: after a meeting all ranks have the same weights; with outer_lr 1 and no momentum these are the mean.
+reference weights  the weights of all ranks after the last synchronization
+sample weight      of a rank: its fraction of the loss elements that all ranks trained on since; they sum to 1
+pseudo-gradient    the mean of the ranks' weights, by sample weight, minus the reference: what the outer optimizer uses
+Law: after a synchronization all ranks have the same weights. With outer_lr 1 and no momentum they are the mean.
 
 Sources: Stich, "Local SGD Converges Fast and Communicates Little" (2018); Lin et al., "Don't Use Large Mini-Batches,
-Use Local SGD" (2018); Douillard et al., "DiLoCo" (2023), Alg. 1, with Nesterov's momentum as torch.optim.SGD has it.
-Shares: McMahan et al., "Communication-Efficient Learning of Deep Networks" (2017), Alg. 1.
+Use Local SGD" (2018); Douillard et al., "DiLoCo" (2023), Alg. 1, with Nesterov's momentum as in torch.optim.SGD.
+Sample weights: McMahan et al., "Communication-Efficient Learning of Deep Networks" (2017), Alg. 1.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,78 +29,78 @@ class OuterOptimizer(NamedTuple):
 
     @property
     def is_mean(self) -> bool:
-        """Whether weights become the mean of all ranks', however each of these has come about."""
+        """Whether a synchronization sets the weights to their mean over ranks, whatever the reference is."""
         return self == OuterOptimizer()
 
 
 class LocalSGD:
-    """What one rank keeps between two meetings. `weights` are flats, one a bucket."""
+    """One rank's state between two synchronizations. `weights` are flats, one per bucket."""
 
     def __init__(
         self, weights: Sequence[Tensor], buckets: Sequence[Bucket], transport: LocalSGDTransport, outer: OuterOptimizer
     ) -> None:
         self._weights, self._buckets, self._transport, self._outer = weights, buckets, transport, outer
         self._reference_weights = [memory.allocate_private(len(flat), flat.dtype, flat.device) for flat in weights]
-        kept = weights if outer.momentum else []
-        self._momenta = [memory.allocate_private(len(flat), flat.dtype, flat.device) for flat in kept]
+        with_momentum = weights if outer.momentum else []
+        self._momenta = [memory.allocate_private(len(flat), flat.dtype, flat.device) for flat in with_momentum]
         self.finish_sync()
 
     def finish_sync(self) -> None:
-        """The weights are the same on all ranks now: as they are at the next step's begin, they are the anchor."""
+        """All ranks have the same weights now. As they are when the next step begins, they become the reference."""
         self._is_synced = True
         self._local_count = self._global_count = 0.0
 
     @torch.no_grad()
     def begin_step(self) -> None:
-        """A step begins. What was written into the weights since ranks have met is in the anchor too."""
+        """Begin a step; in the first since a synchronization, copy the weights, with their edits, to the reference."""
         if not self._is_synced:
             return
         self._is_synced = False
-        for anchor, weight in zip(self._reference_weights, self._weights, strict=True):
-            anchor.copy_(weight)
+        for reference, weight in zip(self._reference_weights, self._weights, strict=True):
+            reference.copy_(weight)
 
     @torch.no_grad()
     def update_reference(self, values: Mapping[str, Tensor]) -> None:
-        """All ranks have been given the same new weights, by name: they are in the anchor from now on."""
-        for bucket, anchor in zip(self._buckets, self._reference_weights, strict=True):
+        """Copy new weights, the same on all ranks, into the reference."""
+        for bucket, reference in zip(self._buckets, self._reference_weights, strict=True):
             for slot in bucket.slots:
                 if slot.name in values:
-                    anchor[slot.start : slot.stop] = values[slot.name].reshape(-1)
+                    reference[slot.start : slot.stop] = values[slot.name].reshape(-1)
 
     def add_loss_counts(self, local_count: float, global_count: float) -> None:
-        """A step has updated this rank's weights with `own` loss elements, and those of all ranks with `of`."""
+        """Count the loss elements that a step has trained this rank's weights on, and all ranks' weights."""
         self._local_count, self._global_count = self._local_count + local_count, self._global_count + global_count
 
     @torch.no_grad()
     def push(self, bucket: int) -> None:
-        """Say how far this rank has come. Does not wait."""
-        # Where no rank has learned anything, only edits can have moved them.
-        share = self._local_count / self._global_count if self._global_count else 1.0 / self._transport.size
-        slot = self._transport.grad_buffers[bucket]
-        torch.sub(self._weights[bucket], self._reference_weights[bucket], out=slot).mul_(share)
+        """Start to reduce this rank's part of the pseudo-gradient. Does not wait."""
+        # If no rank has trained on anything, only edits can have changed weights.
+        sample_weight = self._local_count / self._global_count if self._global_count else 1.0 / self._transport.size
+        buffer = self._transport.grad_buffers[bucket]
+        torch.sub(self._weights[bucket], self._reference_weights[bucket], out=buffer).mul_(sample_weight)
         self._transport.all_reduce_async(bucket)
 
     @torch.no_grad()
     def pull(self, bucket: int) -> None:
-        """Go one outer step from the anchor; waits for all ranks."""
-        weight, anchor = self._weights[bucket], self._reference_weights[bucket]
-        for start, stop, advance in self._transport.wait_all_reduce(bucket):
+        """Make one outer step from the reference weights. Waits for all ranks."""
+        weight, reference = self._weights[bucket], self._reference_weights[bucket]
+        for start, stop, pseudo_gradient in self._transport.wait_all_reduce(bucket):
             if self._outer.momentum:
                 momentum = self._momenta[bucket][start:stop]
-                momentum.mul_(self._outer.momentum).add_(advance)
-                anchor[start:stop].add_(momentum, alpha=self._outer.lr * self._outer.momentum)
-            anchor[start:stop].add_(advance, alpha=self._outer.lr)
-        weight.copy_(anchor)
+                momentum.mul_(self._outer.momentum).add_(pseudo_gradient)
+                reference[start:stop].add_(momentum, alpha=self._outer.lr * self._outer.momentum)
+            reference[start:stop].add_(pseudo_gradient, alpha=self._outer.lr)
+        weight.copy_(reference)
 
     @property
     def momenta(self) -> dict[str, Tensor]:
-        """The outer optimizer's momentum by parameter, flat, the same on all ranks after a meeting; may be empty."""
+        """The outer optimizer's momentum by parameter, flat, equal on all ranks after `pull`; may be empty."""
         pairs = zip(self._buckets, self._momenta, strict=False)
         return {slot.name: flat[slot.start : slot.stop] for bucket, flat in pairs for slot in bucket.slots}
 
     @torch.no_grad()
     def load_state(self, momenta: Mapping[str, Tensor]) -> None:
-        """Put back what `momenta` gave, zeros where nothing is given; and begin from the weights as they are."""
+        """Load what `momenta` gave, 0 for what is missing, and continue from the current weights."""
         for name, flat in self.momenta.items():
             if name in momenta:
                 flat.copy_(momenta[name].reshape(-1))

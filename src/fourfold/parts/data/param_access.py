@@ -1,14 +1,15 @@
-"""Uses: told of a parameter just before an operation takes it, whoever calls the operation.
+"""Parameter access: a callback before each torch operation that reads a parameter's elements.
 
-use   an operation of torch with the parameter among its arguments, also in a list; its data, views and address too
-look  what is asked of a parameter without its elements: its shape, its dtype, its gradient
-kind  a class of parameters, one a bucket: torch hands every operation on them to the class first
-Law: every use is told of before it happens, once an operation and bucket; no look is, and no result is of a kind.
+access    a torch operation with the parameter among its arguments, also inside a list; also its data, views and address
+metadata  what can be read of a parameter without its elements: shape, dtype, gradient
+class     a subclass of Parameter, one per bucket: torch calls its `__torch_function__` instead of the operation
+Law: the callback comes before every access, once per operation and bucket, never for metadata; no result has a class
+of ours.
 
-Hooks of modules would miss a weight that is used outside its module, as in `F.linear(x, embedding.weight)`. What torch
-does not hand to the class cannot be told of: a parameter that is itself an argument of a transform of `torch.func`, or
-of an extension not registered with `torch.library`; code compiled by TorchScript; and what is computed once more
-inside `torch.autograd.grad(…, parameters)`.
+Module hooks would miss a weight that is used outside its module, as in `F.linear(x, embedding.weight)`. What torch does
+not pass to the class is not seen: a parameter that is itself an argument of a `torch.func` transform, or of an
+extension not registered with `torch.library`; code compiled by TorchScript; and recomputation inside
+`torch.autograd.grad(…, parameters)`.
 
 Source: torch's protocol for subclasses, "Extending torch Python API" in its docs.
 """
@@ -26,9 +27,9 @@ from fourfold.parts.dropped_arguments import DROPPED_ARGUMENTS, restore_argument
 from fourfold.parts.torch_private import DisableTorchFunctionSubclass, are_transforms_active, suspend_transforms
 from fourfold.words.errors import Problem, TaskError
 
-NO_SAVED_TENSOR_HOOKS = "support saved tensor hooks"  # what torch.func says
+NO_SAVED_TENSOR_HOOKS = "support saved tensor hooks"  # in an error message of torch.func
 
-# Attributes that are the elements, or a view of them. All others only tell of them.
+# Attributes that are the elements or a view of them. All other attributes are metadata.
 _VIEW_ATTRIBUTES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
 _METADATA_METHODS = (
     "size dim ndimension numel nelement element_size stride storage_offset get_device is_contiguous is_floating_point "
@@ -38,79 +39,82 @@ _METADATA_METHODS = (
 
 
 def _metadata_functions() -> frozenset[Any]:
-    looks: set[Any] = {torch.numel, torch.is_floating_point, torch.is_complex, torch.autograd.grad}
-    looks.update(getattr(Tensor, name) for name in _METADATA_METHODS.split())
+    functions: set[Any] = {torch.numel, torch.is_floating_point, torch.is_complex, torch.autograd.grad}
+    functions.update(getattr(Tensor, name) for name in _METADATA_METHODS.split())
     for base in Tensor.__mro__:
         for name, attribute in vars(base).items():
             if isinstance(attribute, GetSetDescriptorType):
-                looks.update((attribute.__set__, attribute.__delete__))
+                functions.update((attribute.__set__, attribute.__delete__))
                 if name not in _VIEW_ATTRIBUTES:
-                    looks.add(attribute.__get__)
-    return frozenset(looks)
+                    functions.add(attribute.__get__)
+    return frozenset(functions)
 
 
 METADATA_FUNCTIONS = _metadata_functions()
 
 
 class ParamAccess:
-    """Tells of uses while it listens. Parameters know it weakly: it lives as long as somebody else holds it."""
+    """Calls `before_access(bucket)` ahead of each torch operation that reads a parameter of the bucket, while enabled.
+
+    Parameters hold only a weak reference to it.
+    """
 
     def __init__(
         self, parameters_by_bucket: Sequence[Sequence[nn.Parameter]], before_access: Callable[[int], None]
     ) -> None:
-        """`before(bucket)` is called just before an operation takes a parameter of the bucket.
+        """`before_access` may work with the parameters itself; that counts as no access.
 
-        It may itself work with the parameters: these are no uses. What it raises is raised where the parameter was
-        to be used. It stands where the operation stands: see `outside`.
+        What it raises is raised from the operation. It runs inside the operation's transforms and autocast: see
+        `outside_transforms`.
         """
         self.is_enabled = False
         self.operation_index = 0
-        """The number of the operation that is told of: one that takes several buckets needs them all at once."""
+        """Counts operations: one that reads several buckets needs them all at once, and has several callbacks."""
         self.before_access = before_access
         self.bucket_of: dict[type, int] = {}
         for bucket, parameters in enumerate(parameters_by_bucket):
-            kind = _make_param_class(weakref.ref(self))
-            self.bucket_of[kind] = bucket
+            param_class = _make_param_class(weakref.ref(self))
+            self.bucket_of[param_class] = bucket
             for parameter in parameters:
-                parameter.__class__ = kind
-        # Weakly: a parameter may have come to hold the step, and then neither would ever go.
-        mine = [weakref.ref(parameter) for parameters in parameters_by_bucket for parameter in parameters]
-        self._finalizer = weakref.finalize(self, _make_plain, mine)
+                parameter.__class__ = param_class
+        # Weak: if a parameter holds a reference to the step, neither would ever be freed.
+        weak_parameters = [weakref.ref(parameter) for parameters in parameters_by_bucket for parameter in parameters]
+        self._finalizer = weakref.finalize(self, _make_plain, weak_parameters)
         self._finalizer.atexit = False
 
     def close(self) -> None:
-        """The parameters are plain again: nothing is told any more."""
+        """Make the parameters plain again: no more callbacks."""
         self._finalizer()
 
 
 def _make_plain(parameters: Iterable[weakref.ref[nn.Parameter]]) -> None:
-    for each in parameters:
-        parameter = each()
+    for weak_parameter in parameters:
+        parameter = weak_parameter()
         if parameter is not None:
             parameter.__class__ = nn.Parameter
 
 
 def _make_param_class(owner: "weakref.ref[ParamAccess]") -> type[nn.Parameter]:
-    """A class of its own for the parameters of one bucket: torch says which classes an operation meets."""
+    """A class for the parameters of one bucket: torch says which classes are among an operation's arguments."""
 
     class Parameter(nn.Parameter):
         @classmethod
         def __torch_function__(
             cls, func: Any, types: Sequence[Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
         ) -> Any:
-            uses = owner()
+            access = owner()
             if func in DROPPED_ARGUMENTS:
                 kwargs = restore_arguments(func, tuple(args), kwargs or {})
-            known = uses.bucket_of if uses is not None else {cls: 0}
+            ours = access.bucket_of if access is not None else {cls: 0}
             with DisableTorchFunctionSubclass():
-                if uses is not None and uses.is_enabled and func not in METADATA_FUNCTIONS:
-                    uses.operation_index += 1
-                    for kind in types:
-                        if kind in known:
-                            uses.before_access(known[kind])
-                if all(map(known.__contains__, types)):
+                if access is not None and access.is_enabled and func not in METADATA_FUNCTIONS:
+                    access.operation_index += 1
+                    for each in types:
+                        if each in ours:
+                            access.before_access(ours[each])
+                if all(map(ours.__contains__, types)):
                     return func(*args, **kwargs) if kwargs else func(*args)
-            others = tuple(kind for kind in types if kind not in known and kind is not Tensor)
+            others = tuple(each for each in types if each not in ours and each is not Tensor)
             return _dispatch(func, others, args, kwargs or {})
 
         def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
@@ -125,9 +129,9 @@ def _make_param_class(owner: "weakref.ref[ParamAccess]") -> type[nn.Parameter]:
 
 
 def _dispatch(func: Any, others: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """The operation as it would be if its parameters were plain: tensors of another class decide about it."""
-    for kind in others:
-        result = kind.__torch_function__(func, others, args, kwargs)
+    """The operation as if our parameters were plain: the other tensor classes among its arguments decide."""
+    for other in others:
+        result = other.__torch_function__(func, others, args, kwargs)
         if result is not NotImplemented:
             return result
     if others:
@@ -137,12 +141,12 @@ def _dispatch(func: Any, others: Sequence[Any], args: Sequence[Any], kwargs: dic
 
 
 untracked_access = DisableTorchFunctionSubclass
-"""Within: parameters are plain, and nobody is told."""
+"""Within, operations on parameters are plain: no callbacks."""
 
 
 @contextlib.contextmanager
 def outside_transforms(device_type: str) -> Iterator[None]:
-    """Within: no gradient is recorded, no `torch.func` transform and no autocast is active, as between operations."""
+    """Within, no gradient is recorded, and no `torch.func` transform or autocast is active."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         if torch.is_autocast_enabled(device_type):
@@ -154,13 +158,13 @@ def outside_transforms(device_type: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def explain_transform_errors() -> Iterator[None]:
-    """Within: a transform that torch ends because of our hooks for saved tensors is a TaskError."""
+    """Within, the error of a transform that does not support our saved tensor hooks becomes a TaskError."""
     try:
         yield
     except RuntimeError as error:
         if NO_SAVED_TENSOR_HOOKS not in str(error):
             raise
         got = "torch.func.grad, vjp, jacrev or hessian in the model, with zero = 3 between hosts or process groups"
-        need = "autograd to keep shards of weights instead of whole ones, which these transforms do not allow"
+        need = "autograd to save shards instead of whole weights, which these transforms do not support"
         attempt = "torch.autograd.grad(…, create_graph=True), or zero = 2"
         raise TaskError(Problem(got, need, attempt)) from error

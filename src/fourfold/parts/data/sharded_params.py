@@ -1,13 +1,13 @@
-"""Gathered: weights that rest split are brought together before use, and given back after it.
+"""Sharded parameters: weights that rest split are all-gathered before use and resharded after it (ZeRO-3).
 
-home     this rank's share of a bucket, where it rests and is updated
-slot     memory a whole bucket is gathered into; who holds a view of it holds the slot
-held     a bucket that is in a slot: its parameters are views of it. All others are placeholders
-placeholder  a NaN in the parameter's shape: a use that nobody was told of is not silently right
-record   what autograd keeps of a weight instead of a view: bucket, offset, sizes, strides
-Law: what a view shows never changes while somebody holds it, and no rank gathers what the others do not.
+shard        this rank's part of a bucket, where it rests and is updated
+buffer       memory that a whole bucket is gathered into; it is reused when no tensor in it is alive any more
+unsharded    a bucket that is in a buffer: its parameters are views of it. Those of all other buckets are placeholders
+placeholder  a NaN in the parameter's shape: an access that was missed gives NaN, not a plausible number
+saved view   what autograd keeps of a weight instead of a tensor: bucket, offset, sizes, strides
+Law: what a view shows never changes while a tensor refers to it, and every rank issues the same all-gathers.
 
-Which bucket is gathered when is in `plan/unshard_order.py`.
+`plan/unshard_order.py` decides which bucket is gathered when.
 """
 
 import contextlib
@@ -20,22 +20,19 @@ from torch import Tensor, nn
 
 from fourfold.parts import memory
 from fourfold.parts.comm.reduce.protocol import BucketSlice, Transport
-from fourfold.parts.data.grad_buckets import bucket_dtype
 from fourfold.parts.data.param_access import ParamAccess, explain_transform_errors, outside_transforms
+from fourfold.parts.dtypes import bucket_dtype
 from fourfold.parts.torch_private import version_of
 from fourfold.plan.data.buckets import Bucket
 from fourfold.plan.unshard_order import MAX_UNSHARDED, MissingBucket, UnshardOrder
 from fourfold.words.errors import Problem, TrainingError
+from fourfold.words.noop import noop
 
 NONE_MISSING = -1
 
 
-def noop(bucket: int) -> None:
-    """For those who need not be told."""
-
-
 class _PendingUnshard(NamedTuple):
-    """A gather that has begun, and what waits for its end."""
+    """An all-gather that has begun; `wait` returns when it has ended."""
 
     bucket: int
     buffer: Tensor
@@ -43,7 +40,7 @@ class _PendingUnshard(NamedTuple):
 
 
 class _SavedParamView(NamedTuple):
-    """A view of a bucket's slot, in elements, and the version of its weights."""
+    """A view of a bucket's buffer, in elements, and the version of its weights."""
 
     bucket: int
     offset: int
@@ -53,31 +50,31 @@ class _SavedParamView(NamedTuple):
 
 
 class SavedTensor(NamedTuple):
-    """Any other tensor that autograd keeps, and its version."""
+    """Any other tensor that autograd saves, and its version."""
 
     tensor: Tensor
     version: int
 
 
 class ShardedParams:
-    """The weights of a step, at rest in homes."""
+    """The weights of a step, at rest in shards."""
 
     def __init__(
         self, parameters: Sequence[Sequence[nn.Parameter]], buckets: Sequence[Bucket], transport: Transport
     ) -> None:
-        """`parameters` are by bucket and slot. Their weights stay where they are until they `settle`."""
+        """`parameters` are by bucket and slot. Their weights stay where they are until `shard_params`."""
         self._parameters, self._buckets, self._transport = parameters, buckets, transport
         self._device = parameters[0][0].device
-        owns = [transport.grad_shard(bucket.index) for bucket in buckets]
-        # Not the parameters' own: with a precision they are as the user made them until they settle.
+        ranges = [transport.grad_shard(bucket.index) for bucket in buckets]
+        # Not the parameters' dtypes: with a precision those are the user's until `shard_params`.
         dtypes = [bucket_dtype(bucket) for bucket in buckets]
         self.shards = [
             BucketSlice(start, stop, memory.allocate_private(stop - start, dtype, self._device))
-            for (start, stop, _), dtype in zip(owns, dtypes, strict=True)
+            for (start, stop, _), dtype in zip(ranges, dtypes, strict=True)
         ]
         self._shard_ranges = {
-            slot.name: (bucket.index, slot.start, max(home.start, slot.start), min(home.stop, slot.stop))
-            for bucket, home in zip(buckets, self.shards, strict=True)
+            slot.name: (bucket.index, slot.start, max(shard.start, slot.start), min(shard.stop, slot.stop))
+            for bucket, shard in zip(buckets, self.shards, strict=True)
             for slot in bucket.slots
         }
         self._placeholders = [torch.full((), float("nan"), dtype=dtype, device=self._device) for dtype in dtypes]
@@ -86,63 +83,63 @@ class ShardedParams:
         self._unshard_order: UnshardOrder | None = None
         self._pending: deque[_PendingUnshard] = deque()
         self._unsharded: OrderedDict[int, Tensor] = OrderedDict()
-        self._bucket_of_address: dict[int, int] = {}  # by the address of its slot, the bucket
+        self._bucket_of_address: dict[int, int] = {}  # of its buffer
         self.before_unshard: Callable[[int], None] = noop
-        """Called before this rank's share of a bucket is read."""
+        """Called before this rank's shard of a bucket is read."""
         self._param_access = ParamAccess(parameters, self._on_param_access)
         self._operation_index, self._needed_buckets = 0, set[int]()
 
-    # ---- homes --------------------------------------------------------------------------------------
+    # ---- shards -------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def shard_params(self, broadcast: Callable[[Tensor], None]) -> None:
-        """What the parameters show comes home, a bucket at a time, and they rest. `spread` may change a flat before."""
+        """Shard the parameters, a bucket at a time: copy each into its shard. `broadcast` may change a flat first."""
         self._param_access.is_enabled = False
         for bucket in self._buckets:
-            whole = torch.zeros(bucket.size, dtype=self.shards[bucket.index].flat.dtype, device=self._device)
+            flat = torch.zeros(bucket.size, dtype=self.shards[bucket.index].flat.dtype, device=self._device)
             for slot, parameter in zip(bucket.slots, self._parameters[bucket.index], strict=True):
-                whole[slot.start : slot.stop] = parameter.data.flatten()
-            broadcast(whole)
-            start, stop, home = self.shards[bucket.index]
-            home.copy_(whole[start:stop])
+                flat[slot.start : slot.stop] = parameter.data.flatten()
+            broadcast(flat)
+            start, stop, shard = self.shards[bucket.index]
+            shard.copy_(flat[start:stop])
             self._use_placeholders(bucket.index)
         self._param_access.is_enabled = True
 
     @torch.no_grad()
     def load_weights(self, values: Mapping[str, Tensor]) -> None:
-        """Replace weights, by name, as far as they are this rank's."""
+        """Replace this rank's shards of weights, given the full weights by name."""
         for name, value in values.items():
-            _, first, low, high = self._shard_ranges[name]
+            _, slot_start, low, high = self._shard_ranges[name]
             if low < high:
-                self.local_shard(name).copy_(value.detach().flatten()[low - first : high - first])
+                self.local_shard(name).copy_(value.detach().flatten()[low - slot_start : high - slot_start])
 
     def local_shard(self, name: str) -> Tensor:
-        """This rank's share of a parameter, as it lies; may be empty."""
+        """This rank's shard of a parameter, no copy; may be empty."""
         bucket, _, low, high = self._shard_ranges[name]
-        start, _, home = self.shards[bucket]
-        return home[low - start : max(low, high) - start]
+        start, _, flat = self.shards[bucket]
+        return flat[low - start : max(low, high) - start]
 
     @torch.no_grad()
     def pad_to_full(self, name: str, shard: Tensor, parameter: Tensor) -> Tensor:
-        """A copy of a share at its place among zeros [elements]: summed over the ranks they are the parameter."""
-        _, first, low, high = self._shard_ranges[name]
-        whole = torch.zeros(parameter.numel(), dtype=shard.dtype, device=parameter.device)
+        """A copy of a shard, padded with zeros to all elements of the parameter, which is the sum over ranks."""
+        _, slot_start, low, high = self._shard_ranges[name]
+        full = torch.zeros(parameter.numel(), dtype=shard.dtype, device=parameter.device)
         if low < high:
-            whole[low - first : high - first] = shard
-        return whole
+            full[low - slot_start : high - slot_start] = shard
+        return full
 
     def unsharded_buckets(self) -> Iterator[tuple[Bucket, Tensor]]:
-        """Every bucket and all of its weights, one after the other. Collective: every rank goes to the end."""
+        """Every bucket with all of its weights, one after the other. Collective: every rank iterates to the end."""
         for bucket in self._buckets:
-            coming = self._unshard_async(bucket.index)
-            coming.wait()
-            yield bucket, coming.buffer
+            pending = self._unshard_async(bucket.index)
+            pending.wait()
+            yield bucket, pending.buffer
 
     @contextlib.contextmanager
     def all_unsharded(self) -> Iterator[None]:
-        """Within: all parameters are whole, in this rank's own memory; what does not settle is lost. Collective."""
-        for bucket, slot in self.unsharded_buckets():
-            self._use_unsharded_views(bucket.index, slot)
+        """Within, all parameters are whole, in this rank's memory; changes need `shard_params`. Collective."""
+        for bucket, buffer in self.unsharded_buckets():
+            self._use_unsharded_views(bucket.index, buffer)
         self._param_access.is_enabled = False
         try:
             yield
@@ -155,7 +152,7 @@ class ShardedParams:
 
     @contextlib.contextmanager
     def phase(self, kind: str) -> Iterator[None]:
-        """Within: weights are gathered when they are used. Collective: every rank has the same phases."""
+        """Within, weights are unsharded when they are used. Collective: every rank has the same phases."""
         self._unshard_order = self._unshard_orders.setdefault(kind, UnshardOrder())
         self._unshard_order.begin_phase()
         try:
@@ -170,18 +167,16 @@ class ShardedParams:
                 self.reshard(bucket)
 
     def _finish_phase(self) -> None:
-        """Until no rank misses anything any more."""
+        """Serve the other ranks until none of them misses a bucket."""
         self._join_remaining_unshards()
         while self._exchange_missing(MissingBucket(NONE_MISSING, NONE_MISSING)):
             pass
 
     def _on_param_access(self, bucket: int) -> None:
-        """An operation is about to take weights of the bucket, and perhaps of others too: of these it is told next."""
+        """An operation is about to read weights of the bucket. If it reads several, there is a call for each."""
         if self._unshard_order is None:
-            got = "a weight used between steps, where weights rest split: there is a placeholder in its place"
-            attempt = (
-                "step.read() to call the model, step.weights() or step.state_dict() to copy, step.edit() to change it"
-            )
+            got = "a weight used between steps: it rests split, and the parameter is a placeholder"
+            attempt = "step.unsharded() to call the model, step.named_weights() to copy, step.edit() to change it"
             raise TrainingError(Problem(got, "the whole weight", attempt))
         if self._param_access.operation_index != self._operation_index:
             self._operation_index = self._param_access.operation_index
@@ -190,11 +185,11 @@ class ShardedParams:
         self.ensure_unsharded(bucket)
 
     def ensure_unsharded(self, bucket: int) -> None:
-        """Have a bucket held, beside those that the present operation needs."""
+        """Unshard a bucket and keep the others that the current operation needs."""
         assert self._unshard_order is not None
         missed = bucket not in self._unsharded
         if missed:
-            with outside_transforms(self._device.type):  # a transform of torch.func refuses to write into other tensors
+            with outside_transforms(self._device.type):  # transforms of torch.func refuse writes into other tensors
                 self._unshard_missing(bucket)
         self._unsharded.move_to_end(bucket)
         self._unshard_order.mark_used(bucket)
@@ -207,44 +202,44 @@ class ShardedParams:
                 self._prefetch()
 
     def reshard(self, bucket: int) -> None:
-        """The bucket is held no more, at least not here: autograd or the user may still hold its slot."""
-        slot = self._unsharded.pop(bucket, None)
-        if slot is not None:
-            del self._bucket_of_address[slot.data_ptr()]
+        """Replace the bucket's parameters by placeholders. Autograd or the user may keep tensors in its buffer."""
+        buffer = self._unsharded.pop(bucket, None)
+        if buffer is not None:
+            del self._bucket_of_address[buffer.data_ptr()]
             self._use_placeholders(bucket)
 
     def _unshard_missing(self, bucket: int) -> None:
-        script = self._unshard_order
-        assert script is not None
-        if any(coming.bucket == bucket for coming in self._pending) or script.is_pending(bucket):
+        order = self._unshard_order
+        assert order is not None
+        if any(pending.bucket == bucket for pending in self._pending) or order.is_pending(bucket):
             while bucket not in self._unsharded:
                 if not self._pending:
-                    self._pending.append(self._unshard_async(script.next_bucket()))
+                    self._pending.append(self._unshard_async(order.next_bucket()))
                 self._wait_next()
             return
         self._join_remaining_unshards()
         while bucket not in self._unsharded:
-            self._exchange_missing(script.missing_bucket(bucket), wanted=bucket)
+            self._exchange_missing(order.missing_bucket(bucket), wanted=bucket)
 
     def _join_remaining_unshards(self) -> None:
-        """Take part in the gathers that are left, and keep nothing."""
-        script = self._unshard_order
-        assert script is not None
-        while self._pending or not script.has_ended:
+        """Take part in the remaining all-gathers of the order, and keep no result."""
+        order = self._unshard_order
+        assert order is not None
+        while self._pending or not order.has_ended:
             if not self._pending:
-                self._pending.append(self._unshard_async(script.next_bucket()))
+                self._pending.append(self._unshard_async(order.next_bucket()))
             self._pending.popleft().wait()
 
     def _exchange_missing(self, missing: MissingBucket, *, wanted: int = NONE_MISSING) -> bool:
-        """Hear what all ranks miss, and gather that; whether there was anything."""
+        """All-gather which buckets the ranks miss, and unshard those. Returns whether there were any."""
         assert self._unshard_order is not None
-        pleas = [MissingBucket(*row) for row in self._transport.all_gather_ints(missing)]
-        missed = self._unshard_order.insert_missing([each for each in pleas if each.bucket != NONE_MISSING])
+        reports = [MissingBucket(*row) for row in self._transport.all_gather_ints(missing)]
+        missed = self._unshard_order.insert_missing([each for each in reports if each.bucket != NONE_MISSING])
         for bucket in missed:
-            coming = self._unshard_async(bucket)
-            coming.wait()
+            pending = self._unshard_async(bucket)
+            pending.wait()
             if bucket == wanted:
-                self._store_unsharded(coming)
+                self._store_unsharded(pending)
         return bool(missed)
 
     def _prefetch(self) -> None:
@@ -254,14 +249,14 @@ class ShardedParams:
 
     def _unshard_async(self, bucket: int) -> _PendingUnshard:
         self.before_unshard(bucket)
-        home = self.shards[bucket].flat
-        slot = self.buffer_pool.acquire(self._buckets[bucket].size, home.dtype, home.device)
-        return _PendingUnshard(bucket, slot, self._transport.unshard_async(bucket, home, slot))
+        shard = self.shards[bucket].flat
+        buffer = self.buffer_pool.acquire(self._buckets[bucket].size, shard.dtype, shard.device)
+        return _PendingUnshard(bucket, buffer, self._transport.unshard_async(bucket, shard, buffer))
 
     def _wait_next(self) -> None:
-        coming = self._pending.popleft()
-        coming.wait()
-        self._store_unsharded(coming)
+        pending = self._pending.popleft()
+        pending.wait()
+        self._store_unsharded(pending)
 
     def _store_unsharded(self, pending: _PendingUnshard) -> None:
         self.reshard(pending.bucket)
@@ -270,18 +265,18 @@ class ShardedParams:
         self._use_unsharded_views(pending.bucket, pending.buffer)
 
     def _use_unsharded_views(self, bucket: int, flat: Tensor) -> None:
-        """The bucket's parameters become views of a flat."""
+        """Make the bucket's parameters views of a flat."""
         with outside_transforms(self._device.type):
             for slot, parameter in zip(self._buckets[bucket].slots, self._parameters[bucket], strict=True):
                 parameter.data = flat[slot.start : slot.stop].view(parameter.shape)
 
     def _use_placeholders(self, bucket: int) -> None:
-        """The bucket's parameters become placeholders."""
+        """Make the bucket's parameters placeholders."""
         with outside_transforms(self._device.type):
             for parameter in self._parameters[bucket]:
                 parameter.data = self._placeholders[bucket].expand(parameter.shape)
 
-    # ---- what autograd keeps ------------------------------------------------------------------------
+    # ---- what autograd saves ------------------------------------------------------------------------
 
     def _pack(self, tensor: Tensor) -> _SavedParamView | SavedTensor:
         bucket = (
@@ -296,15 +291,15 @@ class ShardedParams:
     def _unpack(self, saved: _SavedParamView | SavedTensor) -> Tensor:
         now = version_of(saved.tensor) if isinstance(saved, SavedTensor) else self._weight_version(saved.bucket)
         if now != saved.version:
-            # Autograd checks this itself, but not behind hooks.
+            # Autograd checks this itself, but not for tensors that hooks have packed.
             what = "one of the tensors" if isinstance(saved, SavedTensor) else "a weight"
-            got = f"{what} that backward needs, changed since forward (version {now}, {saved.version} then)"
-            raise TrainingError(Problem(got, "what forward has computed with"), where="backward")
+            got = f"{what} that backward needs has changed since forward (version {now}, then {saved.version})"
+            raise TrainingError(Problem(got, "the values that forward computed with"), where="backward")
         if isinstance(saved, SavedTensor):
             return saved.tensor
         if self._unshard_order is None:
-            got = "a backward outside a step, of a graph with weights that rest split"
-            raise TrainingError(Problem(got, "backward within the step, or weights that rest whole", "zero = 2"))
+            got = "a backward outside of a step, through weights that rest split"
+            raise TrainingError(Problem(got, "backward inside the step, or weights that rest whole", "zero = 2"))
         with outside_transforms(self._device.type):
             self._needed_buckets = {saved.bucket}
             self.ensure_unsharded(saved.bucket)

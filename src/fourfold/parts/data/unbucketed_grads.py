@@ -1,8 +1,7 @@
-"""In place: the gradients of one rank, which has nobody to sum with, stay where autograd leaves them.
+"""Unbucketed gradients: the gradients of a single rank stay where autograd leaves them.
 
-complete  a bucket all of whose parameters have their gradient of the step; its update may come, while backward goes on
-release   a gradient that has been used is freed: the memory of the next one
-Law: what a step does is what it would do by way of slots; but nothing is copied, and no slot exists.
+complete  a bucket whose parameters all have their gradient of the step; it may be updated while backward continues
+Law: a step computes what it would compute with `GradBuckets`, but copies nothing and has no slots.
 """
 
 import itertools
@@ -10,22 +9,16 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor, nn
 
-from fourfold.parts.data.grad_buckets import (
-    check_all_reached,
-    check_dense,
-    noop,
-    raise_grad_cleared,
-    raise_second_grad,
-    weak_grad_hook,
-)
-from fourfold.parts.data.grad_hooks import register_last_hook
-from fourfold.parts.optim.flat_optimizer import UpdateSlice
+from fourfold.parts.data.grad_checks import check_all_reached, check_dense, raise_grad_cleared, raise_second_grad
+from fourfold.parts.data.grad_hooks import register_last_hook, weak_grad_hook
+from fourfold.parts.optim.update_slices import UpdateSlice
 from fourfold.plan.data.buckets import Bucket
+from fourfold.words.noop import noop
 from fourfold.words.trace_events import LAUNCHED_EVENT, NULL_RECORDER, READY_EVENT
 
 
 class UnbucketedGrads:
-    """The gradients of a step of one rank; as `data.Gradients` to those who use them."""
+    """The gradients of a step of a single rank; the same interface as `GradBuckets`."""
 
     def __init__(
         self, parameters: Mapping[str, nn.Parameter], buckets: Sequence[Bucket], *, allow_unused: bool
@@ -36,7 +29,7 @@ class UnbucketedGrads:
         self._parameters = [[parameters[slot.name] for slot in bucket.slots] for bucket in buckets]
         self._detached_grads: list[list[Tensor | None]] = [[] for _ in buckets]
         self.launch_order: Sequence[int] = list(range(len(buckets)))
-        """The order in which buckets are used."""
+        """The order in which buckets are updated."""
         self.recorder, self.on_launch, self.is_enabled = NULL_RECORDER, noop, False
         self.completion_order: list[int] = []
         for number, name in enumerate(self._names):
@@ -52,11 +45,11 @@ class UnbucketedGrads:
         self._is_last_backward, self.num_launched = False, 0
 
     def mark_last_backward(self) -> None:
-        """The next backward is the step's last: buckets may be used as they become complete."""
+        """The next backward is the step's last: buckets may be updated as they become complete."""
         self._is_last_backward = True
 
     def on_grad(self, parameter: Tensor, param_index: int) -> None:
-        """Autograd has a parameter's gradient ready."""
+        """Check a gradient that autograd has accumulated; in the last backward, count it."""
         if not self.is_enabled:
             return
         if parameter.grad is None:
@@ -86,38 +79,38 @@ class UnbucketedGrads:
             self.on_launch()
 
     def finish_round(self) -> None:
-        """No gradient will come any more."""
+        """End the step's gradients: all remaining buckets are complete."""
         self.completion_order += [bucket for bucket, missing in enumerate(self._num_missing) if missing]
         self._num_missing = [0] * len(self._num_missing)
         self._launch_ready()
 
     def local_grads(self, bucket: int) -> list[Tensor]:
-        """The gradients of a bucket, as they lie."""
+        """The gradients of a bucket, for the norm; no copies."""
         return [parameter.grad for parameter in self._parameters[bucket] if parameter.grad is not None]
 
     def detach_grads(self) -> None:
-        """Keep the gradients out of `.grad`, where anybody may set them to None: they are used after the step."""
+        """Move the gradients out of `.grad`, which the user may clear: they are used after the step."""
         self._detached_grads = [[parameter.grad for parameter in members] for members in self._parameters]
         self.drop_grads()
 
     def restore_grads(self, bucket: int) -> None:
-        """Put a bucket's gradients back: they are about to be used."""
+        """Put a bucket's gradients back into `.grad`, where the update reads them."""
         for parameter, gradient in zip(self._parameters[bucket], self._detached_grads[bucket], strict=True):
             parameter.grad = gradient
         self._detached_grads[bucket] = []
 
     def first_reached(self, bucket: int) -> str | None:
-        """The name of a parameter of the bucket that a backward of the step has reached, if there is one."""
-        mine = zip(self._names, self._bucket_of, self.reached, strict=True)
-        return next((name for name, of, reached in mine if of == bucket and reached), None)
+        """The name of the bucket's first parameter that a backward of this step has reached; None if there is none."""
+        params = zip(self._names, self._bucket_of, self.reached, strict=True)
+        return next((name for name, of, reached in params if of == bucket and reached), None)
 
     def free_grads(self, bucket: int) -> None:
-        """Free a bucket's gradients: they have been used."""
+        """Free a bucket's gradients after their update: their memory serves the next ones."""
         for parameter in self._parameters[bucket]:
             parameter.grad = None
 
     def drop_grads(self) -> None:
-        """Drop what is in `.grad`: a backward that was no part of a step has left it there."""
+        """Drop what is in `.grad`: backwards outside of steps have left it there."""
         for bucket in range(len(self._parameters)):
             self.free_grads(bucket)
 
@@ -127,7 +120,7 @@ class UnbucketedGrads:
             check_all_reached(self._names, self.reached, itertools.chain.from_iterable(self._parameters))
 
     def update_slices(self, weights: Sequence[Tensor], buckets: Sequence[Bucket]) -> list[list[UpdateSlice]]:
-        """What the update works on, by bucket: each parameter's stretch of the flat `weights`."""
+        """The slices that the update works on, by bucket: one for each parameter."""
         return [
             [
                 UpdateSlice(slot.start, slot.stop, weight[slot.start : slot.stop], parameter, number)

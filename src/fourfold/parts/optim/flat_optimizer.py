@@ -1,169 +1,41 @@
-"""Optimizers on flat buffers: the user's class, its options by group, its update over whole buckets at once.
+"""The flat optimizer: the user's class and options, its update over slices of whole buckets.
 
-piece         a stretch of a bucket's weights with the tensor where its summed gradient rests
-converted     of a gradient: made the numbers of its weights just before these are updated
-element-wise  an update in which no element looks at another: it may run on flat buffers as it is
-layer-wise    an update in which an element looks at two norms of its parameter: see `layerwise`
-Law: the update of a flat piece equals the update of its parameters one by one.
+slice      elements of a bucket with the place of their reduced gradient (`update_slices`)
+converted  a gradient that is cast or moved to its weights' dtype and device just before the update
+Law: the update of a slice equals the update of its parameters one by one.
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from fourfold.parts import memory
-from fourfold.parts.optim.lars_lamb import (
-    LAYERWISE,
-    LayerwiseOptimizer,
-    PendingLayerwiseUpdate,
-    begin_update,
-    finish_update,
-)
-from fourfold.parts.optim.option_checks import call_factory, check_options
-from fourfold.parts.torch_private import avoid_dynamo_import, mark_step_called, step_without_wrappers
+from fourfold.parts.optim.layerwise import LayerwiseOptimizer, PendingLayerwiseUpdate, begin_update, finish_update
+from fourfold.parts.optim.option_text import IMPLEMENTATION_OPTIONS
+from fourfold.parts.optim.update_slices import UpdateSlice
+from fourfold.parts.optim.user_optimizer import is_layerwise
+from fourfold.parts.torch_private import mark_step_called, step_without_wrappers
 from fourfold.plan.data.buckets import Bucket
 from fourfold.words.errors import OptimizerError, Problem
-
-ELEMENTWISE: tuple[type[Optimizer], ...] = (
-    torch.optim.SGD,
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.Adamax,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.Adagrad,
-    torch.optim.Adadelta,
-    torch.optim.RMSprop,
-    torch.optim.Rprop,
-)
-# How an update is carried out, not what it computes: chosen here unless the user did.
-IMPLEMENTATION_OPTIONS = ("fused", "foreach")
-
-OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
-
 
 PrepareGrads = Callable[[int, int, int, float], None]
 
 
-class UpdateSlice(NamedTuple):
-    """Elements [start, stop) of a bucket: the weights that are updated, and where the sum of their gradients rests.
-
-    `slot` is the number of the piece's parameter in the bucket, where pieces are cut by parameter. In place of a
-    gradient the parameter itself: its gradient is what its `.grad` holds at the time. `working`: where these are master
-    weights, those that the model computes with.
-    """
-
-    start: int
-    stop: int
-    weight: Tensor
-    gradient: Tensor | nn.Parameter
-    slot_index: int | None = None
-    model_weight: Tensor | None = None
-
-    @property
-    def converts_grad(self) -> bool:
-        """Whether the gradient is of another dtype than the weights, or on another device; or these are masters."""
-        weight, gradient = self.weight, self.gradient
-        alike = gradient.dtype == weight.dtype and gradient.device == weight.device
-        return self.model_weight is not None or not alike
-
-    @property
-    def is_unbucketed(self) -> bool:
-        """Whether the gradient is where autograd leaves it."""
-        return isinstance(self.gradient, nn.Parameter)
-
-
-def check_supported(optimizer: Optimizer) -> None:
-    """Raise OptimizerError unless the optimizer's update can run on flat buffers."""
-    kind = type(optimizer)
-    if kind not in (*ELEMENTWISE, *LAYERWISE):
-        known = ", ".join(cls.__name__ for cls in ELEMENTWISE)
-        ours = ", ".join(f"ff.optim.{cls.__name__}" for cls in LAYERWISE)
-        attempt = "one of these, or ff.DistributedOptimizer, which runs any optimizer as it is"
-        need = f"an element-wise optimizer of torch.optim ({known}), or {ours}"
-        raise OptimizerError(Problem(kind.__name__, need, attempt))
-    if any(group.get("differentiable") for group in optimizer.param_groups):
-        raise OptimizerError(Problem("differentiable = True", "an update outside autograd", "differentiable = False"))
-
-
-def is_layerwise(optimizer: Optimizer) -> bool:
-    """Whether the update must know which elements are of one parameter."""
-    return isinstance(optimizer, LAYERWISE)
-
-
-def build_optimizer(factory: OptimizerFactory, parameters: Sequence[nn.Parameter]) -> Optimizer:
-    """The user's optimizer over the original parameters. Raises OptimizerError for what cannot run on flat buffers."""
-    avoid_dynamo_import()
-    optimizer = call_factory(factory, parameters)
-    if not isinstance(optimizer, Optimizer):
-        attempt = "functools.partial(torch.optim.AdamW, lr=3e-4)"
-        raise OptimizerError(Problem(repr(optimizer), "a function from parameters to a torch optimizer", attempt))
-    check_supported(optimizer)
-    check_options(optimizer)
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    strangers = len(held - {id(p) for p in parameters})
-    if strangers:
-        problem = Problem(
-            f"{strangers} parameters that are not the model's", "an optimizer of the parameters it is given"
-        )
-        raise OptimizerError(problem)
-    # torch would update them once for each time, and only warns.
-    twice = sum(len(group["params"]) for group in optimizer.param_groups) - len(held)
-    if twice:
-        got = f"{twice} parameters that are in a group more than once"
-        raise OptimizerError(Problem(got, "every parameter once", "each parameter once, as model.parameters() has it"))
-    left = sum(p.requires_grad and id(p) not in held for p in parameters)
-    if left:
-        got = f"{left} trainable parameters that are in no group"
-        raise OptimizerError(Problem(got, "every trainable parameter in a group", "p.requires_grad_(False) for them"))
-    return optimizer
-
-
-def num_state_tensors(optimizer: Optimizer, group: int) -> int:
-    """How many tensors of a parameter's shape an update keeps for each parameter of a group."""
-    state, trial = _trial_state(optimizer, group)
-    return sum(isinstance(value, Tensor) and value.shape == trial.shape for value in state.values())
-
-
-def state_keys(optimizer: Optimizer, group: int) -> set[str]:
-    """What an update keeps for each parameter of a group, by name."""
-    return set(_trial_state(optimizer, group)[0])
-
-
-@torch.no_grad()
-def _trial_state(optimizer: Optimizer, group: int) -> tuple[dict[str, Any], nn.Parameter]:
-    """The state after an update of a small parameter with a group's options, and that parameter."""
-    # Asked by trying: it depends on options (momentum, amsgrad), and no optimizer tells it.
-    trial = nn.Parameter(torch.zeros(2))
-    trial.grad = torch.zeros(2)
-    options = {k: v for k, v in optimizer.param_groups[group].items() if k != "params"}
-    kind: Any = type(optimizer)
-    flat: Optimizer = kind([trial], lr=options["lr"])
-    flat.param_groups[0].update(options)
-    step_without_wrappers(flat)
-    return flat.state[trial], trial
-
-
-def group_indices(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> dict[str, int]:
-    """By name of a parameter: the index of its group; a parameter that is in no group is left out."""
-    group_of = {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
-    return {name: group_of[id(p)] for name, p in parameters.items() if id(p) in group_of}
-
-
 class _FlatUpdate(NamedTuple):
-    """Pieces that one optimizer updates. `has_slots`: their gradients always rest in the same tensors, as they are."""
+    """The slices that one optimizer object updates together."""
 
     optimizer: Optimizer
     slices: Sequence[UpdateSlice]
     has_fixed_grads: bool
+    """Whether the gradients are always in the same tensors, and are used as they are."""
 
 
 class FlatOptimizer:
-    """The user's optimizer, once per bucket, over pieces of flat memory."""
+    """The user's optimizer, once for each bucket, over slices of flat memory."""
 
     def __init__(
         self,
@@ -173,9 +45,9 @@ class FlatOptimizer:
         *,
         prepare_grads: PrepareGrads | None = None,
     ) -> None:
-        """A bucket's group is an index into `optimizer.param_groups`; `pieces` are by bucket.
+        """`slices` are by bucket. A bucket's `param_group` is an index into `optimizer.param_groups`.
 
-        `prepare(bucket, start, stop, factor)` has the gradients of a piece made, just before they are used.
+        `prepare_grads(bucket, start, stop, factor)` computes the gradients of a slice, just before they are used.
         """
         self._user_optimizer, self._buckets, self._slices, self._prepare_grads = (
             optimizer,
@@ -183,28 +55,28 @@ class FlatOptimizer:
             slices,
             prepare_grads,
         )
-        self.converts_grads = any(piece.converts_grad for some in slices for piece in some)
-        """Whether gradients are converted: then all are, and multiplied by `factor` in the weights' own numbers."""
+        self.converts_grads = any(each.converts_grad for bucket_slices in slices for each in bucket_slices)
+        """Whether gradients are converted. If one is, all are, and `factor` multiplies them in the weights' dtype."""
         self._implementations = [_choose_implementation(optimizer, p[0].weight) if p else {} for p in slices]
         self._updates = [
-            [self._make_update(bucket, some) for some in self._slice_groups(bucket)] for bucket in range(len(slices))
+            [self._make_update(bucket, group) for group in self._slice_groups(bucket)] for bucket in range(len(slices))
         ]
         self._pending: dict[int, list[PendingLayerwiseUpdate]] = {}
         self._frozen_options: list[dict[str, Any]] | None = None
         memory.track_owner(self)
 
     def owned_tensors(self) -> Iterator[Tensor]:
-        """The tensors of the states."""
+        """The optimizer states."""
         for run in (run for runs in self._updates for run in runs):
             for state in list(run.optimizer.state.values()):
                 yield from [value for value in list(state.values()) if isinstance(value, Tensor)]
 
     def _slice_groups(self, bucket: int) -> list[Sequence[UpdateSlice]]:
-        """The pieces that are updated together: one by one where each is to be prepared or converted, else all."""
-        pieces = self._slices[bucket]
+        """The slices that are updated together: one by one if each is prepared or converted, else all."""
+        slices = self._slices[bucket]
         if self._prepare_grads is not None or self.converts_grads:
-            return [[piece] for piece in pieces]
-        return [pieces] if pieces else []
+            return [[each] for each in slices]
+        return [slices] if slices else []
 
     def _make_update(self, bucket: int, slices: Sequence[UpdateSlice]) -> "_FlatUpdate":
         kind = type(self._user_optimizer)
@@ -212,17 +84,17 @@ class FlatOptimizer:
         options: dict[str, Any] = {
             k: v for k, v in self._user_optimizer.defaults.items() if k in accepted
         } | self._implementations[bucket]
-        flat = kind([piece.weight for piece in slices], **options)
+        flat = kind([each.weight for each in slices], **options)
         run = _FlatUpdate(
-            flat, slices, has_fixed_grads=not (self.converts_grads or any(piece.is_unbucketed for piece in slices))
+            flat, slices, has_fixed_grads=not (self.converts_grads or any(each.is_unbucketed for each in slices))
         )
         if run.has_fixed_grads:
-            for piece in slices:
-                piece.weight.grad = piece.gradient
+            for each in slices:
+                each.weight.grad = each.gradient
         return run
 
     def set_options_frozen(self, *, frozen: bool) -> None:
-        """From now on update with the options of this moment, or again with those of each update's."""
+        """Keep the options of this moment for all further updates, or read them anew in each update again."""
         self._frozen_options = None
         if frozen:
             self._frozen_options = [
@@ -232,7 +104,7 @@ class FlatOptimizer:
             self._notify_schedulers()
 
     def _notify_schedulers(self) -> None:
-        # A scheduler of torch warns unless it has seen a step of the optimizer it was made with.
+        # torch's schedulers warn unless the optimizer they were made with has made a step.
         mark_step_called(self._user_optimizer)
 
     @torch.no_grad()
@@ -245,17 +117,19 @@ class FlatOptimizer:
         squared_norms: Tensor | None = None,
         gradient: Tensor | None = None,
     ) -> None:
-        """One step of the bucket's weights. `used[s]`: whether any rank had a gradient for slot s; None = all.
+        """One step of the bucket's weights.
 
-        `factor` is what the sums are multiplied by, by `prepare` or when they are converted. `squares`: what `direct`
-        gave, summed over the ranks that share the bucket; without it, a bucket of a layer-wise optimizer is here as a
-        whole. `gradient`: the whole bucket's, in the weights' numbers, in place of the sums.
+        used           by slot: whether any rank had a gradient for it; None = all
+        factor         multiplies the sums, when they are prepared or converted
+        squared_norms  layer-wise: the result of `begin_layerwise_update`, summed over the ranks that share the bucket;
+                       None if this rank has the whole bucket
+        gradient       the whole bucket's, in the weights' dtype, to be used in place of the sums
         """
         if is_layerwise(self._user_optimizer):
             if squared_norms is None:
                 squared_norms = self.begin_layerwise_update(bucket, used=used, factor=factor, gradient=gradient)
-            for begun, run in zip(self._pending.pop(bucket), self._updates[bucket], strict=True):
-                finish_update(begun, squared_norms.to(run.slices[0].weight.device))
+            for pending, run in zip(self._pending.pop(bucket), self._updates[bucket], strict=True):
+                finish_update(pending, squared_norms.to(run.slices[0].weight.device))
                 _write_back(run)
         else:
             for run in self._prepared_updates(bucket, used, factor, gradient):
@@ -273,37 +147,37 @@ class FlatOptimizer:
         factor: float = 1.0,
         gradient: Tensor | None = None,
     ) -> Tensor:
-        """The first half of a layer-wise update: float64 [slots, 2], see `layerwise.Begun.squares`."""
-        begun = self._pending[bucket] = []
+        """The first half of a layer-wise update: float64 [slots, 2], see `PendingLayerwiseUpdate.squared_norms`."""
+        pending = self._pending[bucket] = []
         device = self._user_optimizer.param_groups[0]["params"][0].device
         total = torch.zeros(len(self._buckets[bucket].slots), 2, dtype=torch.float64, device=device)
         for run in self._prepared_updates(bucket, used, factor, gradient):
-            owners = [piece.slot_index for piece in run.slices if piece.slot_index is not None]
-            begun.append(begin_update(cast(LayerwiseOptimizer, run.optimizer), owners, num_parameters=len(total)))
-            total += begun[-1].squared_norms.to(device)
+            indices = [each.slot_index for each in run.slices if each.slot_index is not None]
+            pending.append(begin_update(cast(LayerwiseOptimizer, run.optimizer), indices, num_parameters=len(total)))
+            total += pending[-1].squared_norms.to(device)
         return total
 
     def _prepared_updates(
         self, bucket: int, used: Sequence[bool] | None, factor: float, bucket_grad: Tensor | None
     ) -> Iterator["_FlatUpdate"]:
-        """The bucket's runs, one after the other, each with its options and gradients."""
+        """The bucket's updates one after the other, each with its options and gradients set."""
         groups = self._user_optimizer.param_groups if self._frozen_options is None else self._frozen_options
-        theirs = {k: v for k, v in groups[self._buckets[bucket].param_group].items() if k != "params"}
-        theirs = _without_grad_writes(theirs | self._implementations[bucket])
+        options = {k: v for k, v in groups[self._buckets[bucket].param_group].items() if k != "params"}
+        options = _without_grad_writes(options | self._implementations[bucket])
         for run in self._updates[bucket]:
-            run.optimizer.param_groups[0].update(theirs)
-            for piece in run.slices:
+            run.optimizer.param_groups[0].update(options)
+            for each in run.slices:
                 if self._prepare_grads is not None:
-                    self._prepare_grads(bucket, piece.start, piece.stop, 1.0 if self.converts_grads else factor)
-                piece.weight.grad = self._slice_grad(piece, factor, bucket_grad)
+                    self._prepare_grads(bucket, each.start, each.stop, 1.0 if self.converts_grads else factor)
+                each.weight.grad = self._slice_grad(each, factor, bucket_grad)
                 if used is not None:
-                    assert piece.slot_index is not None
-                    if not used[piece.slot_index]:
-                        piece.weight.grad = None
+                    assert each.slot_index is not None
+                    if not used[each.slot_index]:
+                        each.weight.grad = None
             yield run
 
     def _slice_grad(self, update_slice: UpdateSlice, factor: float, bucket_grad: Tensor | None) -> Tensor | None:
-        """What a piece is updated with."""
+        """The gradient that a slice is updated with."""
         if bucket_grad is not None:
             return bucket_grad[update_slice.start : update_slice.stop]
         if self.converts_grads:
@@ -311,16 +185,16 @@ class FlatOptimizer:
         return _unbucketed_grad(update_slice) if update_slice.is_unbucketed else update_slice.gradient
 
     def state_slices(self, bucket: int, start: int, stop: int) -> dict[str, Any]:
-        """The state of elements [start, stop) of a bucket as it lies: lists of consecutive tensors, scalars as floats.
+        """The state of elements [start, stop) of a bucket: lists of consecutive tensors (no copies), scalars as floats.
 
-        Empty before the first update, and where this rank has none of these elements.
+        Empty before the first update, and if this rank updates none of these elements.
         """
-        held = [(run, p) for run in self._updates[bucket] for p in run.slices if p.start < stop and start < p.stop]
-        if not held:
+        pairs = [(run, s) for run in self._updates[bucket] for s in run.slices if s.start < stop and start < s.stop]
+        if not pairs:
             return {}
-        covering = [piece for _, piece in held]
-        states = [run.optimizer.state.get(piece.weight, {}) for run, piece in held]
-        bounds = [(max(start, piece.start) - piece.start, min(stop, piece.stop) - piece.start) for piece in covering]
+        covering = [each for _, each in pairs]
+        states = [run.optimizer.state.get(each.weight, {}) for run, each in pairs]
+        bounds = [(max(start, each.start) - each.start, min(stop, each.stop) - each.start) for each in covering]
         result: dict[str, Any] = {}
         for key, first in states[0].items():
             if isinstance(first, Tensor) and first.shape == covering[0].weight.shape:
@@ -330,63 +204,63 @@ class FlatOptimizer:
         return result
 
     def can_load_state(self, bucket: int, slots: Sequence[tuple[int, int, Mapping[str, Any]]]) -> bool:
-        """Whether the parameters that this rank updates together all have a state, or none of them has."""
-        for piece in (piece for run in self._updates[bucket] for piece in run.slices):
-            kept = [state.keys() for start, stop, state in slots if start < piece.stop and piece.start < stop]
-            if any(keys != kept[0] for keys in kept):
+        """Whether, of the parameters that are updated together, all have a state or none has."""
+        for each in (each for run in self._updates[bucket] for each in run.slices):
+            saved_keys = [state.keys() for start, stop, state in slots if start < each.stop and each.start < stop]
+            if any(keys != saved_keys[0] for keys in saved_keys):
                 return False
         return True
 
     def load_state(self, bucket: int, slots: Sequence[tuple[int, int, Mapping[str, Any]]]) -> None:
-        """Put back what `stretches` gave, tensors joined: (start, stop, state) of stretches that tile the bucket."""
-        for flat, piece in ((run.optimizer, piece) for run in self._updates[bucket] for piece in run.slices):
-            covering = [slot for slot in slots if slot[0] < piece.stop and piece.start < slot[1]]
+        """Load what `state_slices` gave, with tensors joined: (start, stop, state) of slots that tile the bucket."""
+        for flat, each in ((run.optimizer, each) for run in self._updates[bucket] for each in run.slices):
+            covering = [slot for slot in slots if slot[0] < each.stop and each.start < slot[1]]
             if not covering:
                 continue  # padding
             state: dict[str, Any] = {}
             for key, first in covering[0][2].items():
                 if isinstance(first, Tensor):
-                    # Saved with other weights than now, states become the numbers that these are updated in.
-                    dtype = piece.weight.dtype if first.is_floating_point() else first.dtype
-                    whole = torch.zeros(piece.stop - piece.start, dtype=dtype, device=piece.weight.device)
+                    # The weights may have had another dtype when the state was saved.
+                    dtype = each.weight.dtype if first.is_floating_point() else first.dtype
+                    joined = torch.zeros(each.stop - each.start, dtype=dtype, device=each.weight.device)
                     for start, stop, s in covering:
-                        low, high = max(start, piece.start), min(stop, piece.stop)
-                        whole[low - piece.start : high - piece.start] = s[key][low - start : high - start]
-                    state[key] = whole
+                        low, high = max(start, each.start), min(stop, each.stop)
+                        joined[low - each.start : high - each.start] = s[key][low - start : high - start]
+                    state[key] = joined
                 elif any(s[key] != first for _, _, s in covering):
                     problem = Problem(f"{key} differs between parameters of one bucket", "the plan it was saved with")
                     raise OptimizerError(problem, where="the state")
                 else:
                     state[key] = _scalar_state(
-                        first, piece.weight, fused=bool(self._implementations[bucket].get("fused"))
+                        first, each.weight, fused=bool(self._implementations[bucket].get("fused"))
                     )
-            flat.state[piece.weight] = state
+            flat.state[each.weight] = state
 
 
 def _unbucketed_grad(update_slice: UpdateSlice) -> Tensor | None:
-    """The gradient where autograd has left it; None where there is none."""
+    """The gradient where autograd left it, flat; None if there is none."""
     gradient = update_slice.gradient.grad
     return None if gradient is None else gradient.reshape(-1)
 
 
 def _converted_grad(update_slice: UpdateSlice, factor: float) -> Tensor:
-    """The sum of a piece's gradients in the numbers of its weights, times the factor."""
-    # A copy in any case: what rests in a slot may still be read by others, and some updates change their gradients.
+    """The sum of a slice's gradients in the dtype of its weights, times the factor."""
+    # Always a copy: other ranks may still read the slot, and some updates change their gradients.
     gradient = update_slice.gradient.to(update_slice.weight.device, update_slice.weight.dtype, copy=True)
     return gradient if factor == 1.0 else gradient.mul_(factor)
 
 
 def _write_back(update: _FlatUpdate) -> None:
-    """After an update: the model computes with the new weights, and gradients that rest in no slot are free."""
-    for piece in update.slices:
-        if piece.model_weight is not None:
-            piece.model_weight.copy_(piece.weight)
+    """After an update: round master weights into the model weights, and free gradients that are in no slot."""
+    for each in update.slices:
+        if each.model_weight is not None:
+            each.model_weight.copy_(each.weight)
         if not update.has_fixed_grads:
-            piece.weight.grad = None
+            each.weight.grad = None
 
 
 def _scalar_state(value: Any, weight: Tensor, *, fused: bool) -> Any:
-    """A scalar of the state as torch's optimizers keep it: a tensor, on the device where a fused update reads it."""
+    """A scalar of the state as torch's optimizers store it: a tensor, on the weight's device if the update is fused."""
     if not isinstance(value, float):
         return value
     dtype = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
@@ -394,17 +268,17 @@ def _scalar_state(value: Any, weight: Tensor, *, fused: bool) -> Any:
 
 
 def _without_grad_writes(options: dict[str, Any]) -> dict[str, Any]:
-    """The options of a group, without an implementation that writes into gradients: other ranks may still read them."""
+    """The options of a group, without the implementation that changes gradients: other ranks may still read them."""
     if options.get("foreach") and options.get("nesterov"):
         return options | {"foreach": False}  # it adds the momentum to the gradients
     return options
 
 
 def _choose_implementation(optimizer: Optimizer, weight: Tensor) -> dict[str, bool | None]:
-    """Fused, where the class has it for this device and the user asked for no other implementation."""
-    theirs = {key: optimizer.defaults.get(key) for key in IMPLEMENTATION_OPTIONS if key in optimizer.defaults}
-    if "fused" not in theirs or any(value is not None for value in theirs.values()):
-        return theirs
-    # torch 2.13's fused SGD leaves most elements of 2-byte weights as they are on CPUs (pytorch#191763).
-    able = weight.device.type == "cuda" or weight.dtype in (torch.float32, torch.float64)
-    return {"fused": True, "foreach": False} if able else theirs
+    """Fused, if the class has it for this device and the user chose no implementation."""
+    chosen = {key: optimizer.defaults.get(key) for key in IMPLEMENTATION_OPTIONS if key in optimizer.defaults}
+    if "fused" not in chosen or any(value is not None for value in chosen.values()):
+        return chosen
+    # On CPUs torch 2.13's fused SGD leaves most elements of 2-byte weights unchanged (pytorch#191763).
+    can_fuse = weight.device.type == "cuda" or weight.dtype in (torch.float32, torch.float64)
+    return {"fused": True, "foreach": False} if can_fuse else chosen

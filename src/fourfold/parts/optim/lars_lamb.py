@@ -1,93 +1,20 @@
-"""LARS and LAMB: every parameter moves by a share of its own length, whatever the length of its gradient.
+"""LARS and LAMB: each parameter moves in proportion to its own norm, whatever the norm of its gradient.
 
-direction    the way an element would go: element-wise, from its gradient and its state
-trust ratio  ‖weight‖ / ‖direction‖ of a parameter: the one number of an update that looks at a whole parameter
-stretch      what of a parameter lies in one tensor; on flat buffers a parameter may lie in several
-Law: the update of a parameter's stretches equals the update of the parameter, however it is cut.
+Law: the update of a parameter is the same however it is cut into tensors; see `layerwise`.
 
 Sources: LARS, You, Gitman, Ginsburg 2017 (arXiv 1708.03888), eq. 6 and algorithm 1; LAMB, You et al. 2020
 (arXiv 1904.00962), algorithm 2, with φ(z) = z as in its experiments.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from fourfold.parts.optim.layerwise import ParamGroup, begin_update, finish_update
 from fourfold.words.errors import OptimizerError, Problem
-
-ParamGroup = dict[str, Any]
-
-
-class LayerwiseOptimizer(Protocol):
-    """What an optimizer with a trust ratio is made of."""
-
-    param_groups: list[ParamGroup]
-    state: Any
-
-    def update_direction(self, weight: Tensor, state: dict[str, Any], group: ParamGroup) -> Tensor:
-        """What the weight's norm is compared with; advances the state. Never the weight itself."""
-        ...
-
-    def trust_ratio(self, weight_norm: Tensor, norm: Tensor, group: ParamGroup) -> Tensor:
-        """The trust ratio of a parameter with these norms, both more than 0."""
-        ...
-
-    def apply_update(self, weight: Tensor, direction: Tensor, ratio: Tensor, group: ParamGroup) -> None:
-        """Change the weight; `direction` may be used up, unless it is the gradient."""
-        ...
-
-
-class PendingLayerwiseUpdate(NamedTuple):
-    """An update that waits for its norms."""
-
-    optimizer: LayerwiseOptimizer
-    param_updates: Sequence[tuple[Tensor, Tensor, int, ParamGroup]]
-    """Weight, direction, the number of the parameter they are a stretch of, group."""
-    squared_norms: Tensor
-    """[parameters, 2] float64: the sums of squares of weight and direction over the stretches that are here."""
-
-
-def begin_update(
-    optimizer: LayerwiseOptimizer, param_indices: Sequence[int], *, num_parameters: int
-) -> PendingLayerwiseUpdate:
-    """The element-wise half of an update: directions, and what is here of the squared norms.
-
-    `owners`: for every tensor of the optimizer, the number of the parameter it is a stretch of. Tensors without
-    gradient are left out. Raises OptimizerError for a sparse gradient.
-    """
-    tensors = [(weight, group) for group in optimizer.param_groups for weight in group["params"]]
-    device = tensors[0][0].device if tensors else None
-    squares = torch.zeros(num_parameters, 2, dtype=torch.float64, device=device)
-    moves = []
-    for (weight, group), owner in zip(tensors, param_indices, strict=True):
-        if weight.grad is None:
-            continue
-        if weight.grad.layout is not torch.strided:
-            raise OptimizerError(Problem("a sparse gradient", "dense gradients", "sparse=False"))
-        direction = optimizer.update_direction(weight, optimizer.state[weight], group)
-        squares[owner] += torch.stack((_squared_norm(weight), _squared_norm(direction)))
-        moves.append((weight, direction, owner, group))
-    return PendingLayerwiseUpdate(optimizer, moves, squares)
-
-
-def finish_update(pending: PendingLayerwiseUpdate, squared_norms: Tensor) -> None:
-    """The other half, with the squared norms [parameters, 2] of whole parameters."""
-    norms = squared_norms.sqrt()
-    one = torch.ones((), dtype=norms.dtype, device=norms.device)
-    for weight, direction, owner, group in pending.param_updates:
-        weight_norm, norm = norms[owner]
-        adapted = group["adapt"] & (weight_norm > 0) & (norm > 0)
-        ratio = torch.where(adapted, pending.optimizer.trust_ratio(weight_norm, norm, group), one)
-        pending.optimizer.apply_update(weight, direction, ratio, group)
-
-
-def _squared_norm(tensor: Tensor) -> Tensor:
-    # Squares of two-byte numbers overflow, or vanish.
-    wide = torch.float32 if tensor.dtype.itemsize < 4 else None
-    return torch.linalg.vector_norm(tensor, dtype=wide).double().square()
 
 
 def _step(optimizer: Any, closure: Callable[[], float] | None) -> float | None:
@@ -96,8 +23,8 @@ def _step(optimizer: Any, closure: Callable[[], float] | None) -> float | None:
         with torch.enable_grad():
             loss = closure()
     count = sum(len(group["params"]) for group in optimizer.param_groups)
-    begun = begin_update(optimizer, range(count), num_parameters=count)
-    finish_update(begun, begun.squared_norms)
+    pending = begin_update(optimizer, range(count), num_parameters=count)
+    finish_update(pending, pending.squared_norms)
     return loss
 
 
@@ -108,8 +35,8 @@ class LARS(Optimizer):
     v ← momentum · v + lr · λ · (g + weight_decay · w)
     w ← w − v
 
-    λ is one number a parameter, and 1 where ‖w‖ or ‖g‖ is 0, or where the group has `adapt=False`: there `lr` is the
-    plain rate of SGD, and a group of biases and gains wants a smaller one than the matrices.
+    λ is one number per parameter. It is 1 if ‖w‖ or ‖g‖ is 0, or if the group has `adapt=False`: there `lr` is the
+    plain rate of SGD, so a group of biases and gains needs a smaller one than the matrices.
     Raises OptimizerError for options out of range and for a group without elements.
     """
 
@@ -138,7 +65,7 @@ class LARS(Optimizer):
         return _step(self, closure)
 
     def update_direction(self, weight: Tensor, state: dict[str, Any], group: ParamGroup) -> Tensor:
-        """The gradient: the paper measures it before weight decay is added."""
+        """The gradient: the paper takes its norm before weight decay is added."""
         assert weight.grad is not None
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(weight)
@@ -161,7 +88,7 @@ class LAMB(Optimizer):
     u = m / (1 − β₁ᵗ) / (√(v / (1 − β₂ᵗ)) + eps) + weight_decay · w
     w ← w − lr · ‖w‖ / ‖u‖ · u
 
-    The ratio is one number a parameter, and 1 where ‖w‖ or ‖u‖ is 0, or where the group has `adapt=False`: there the
+    The ratio is one number per parameter. It is 1 if ‖w‖ or ‖u‖ is 0, or if the group has `adapt=False`: there the
     update is AdamW's. Raises OptimizerError for options out of range and for a group without elements.
     """
 
@@ -186,12 +113,12 @@ class LAMB(Optimizer):
         return _step(self, closure)
 
     def update_direction(self, weight: Tensor, state: dict[str, Any], group: ParamGroup) -> Tensor:
-        """u: Adam's direction and the decay."""
+        """u: Adam's direction plus weight decay."""
         gradient = weight.grad
         assert gradient is not None
         if not state:
             wide = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
-            state["step"] = torch.zeros((), dtype=wide)  # on the CPU, as torch's own: read here at every step
+            state["step"] = torch.zeros((), dtype=wide)  # on the CPU, like torch's own: it is read in every step
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(weight), torch.zeros_like(weight)
         state["step"] += 1
         number = state["step"].item()
@@ -219,19 +146,19 @@ def _checked_group(group: ParamGroup, defaults: ParamGroup, class_name: str, *, 
     members = [params] if isinstance(params, Tensor) else list(params)
     options = {**defaults, **group}
     problems = []
-    # A member may be a pair of a name and a parameter.
+    # A member may be a pair (name, parameter).
     tensors = [member[1] if isinstance(member, tuple) else member for member in members]
     if not any(tensor.numel() for tensor in tensors):
         got = f"{class_name} on an empty group ({len(tensors)} parameters, no elements)"
-        need = "at least one weight, whose norm the trust ratio is made of"
+        need = "at least one weight: the trust ratio is made of its norm"
         problems.append(Problem(got, need, 'groups = [group for group in groups if group["params"]]'))
     for name in ("lr", "weight_decay", "eps", "trust"):
         if name in options and not options[name] >= 0:
-            problems.append(Problem(f"{name} = {options[name]}", "0 or more"))
+            problems.append(Problem(f"{name} = {options[name]}", "at least 0"))
     for name in below_one:
         values = options[name] if isinstance(options[name], tuple) else (options[name],)
         if not all(0 <= value < 1 for value in values):
-            problems.append(Problem(f"{name} = {options[name]}", "0 or more, less than 1"))
+            problems.append(Problem(f"{name} = {options[name]}", "at least 0, below 1"))
     if problems:
         raise OptimizerError(problems, where=class_name)
     return {**group, "params": members}

@@ -1,8 +1,8 @@
-"""Masters: the update's own copy of the weights, in its own dtype and on its own device.
+"""Master weights: the update's own copy of the weights, in its own dtype and on its own device.
 
-working weights  what the model computes with; they lie in the buckets' flats
-master weights   what the update changes; of a bucket those that this rank updates, rounded into the working weights
-Law: after every update, and every edit, a working weight is its master weight rounded; never the other way round.
+model weights   what the model computes with; they are in the buckets' flats
+master weights  what the update changes, then rounds into the model weights: the part of a bucket that this rank updates
+Law: after every update and every edit, a model weight is its master weight rounded, never the other way round.
 
 Source: Micikevicius et al., "Mixed Precision Training" (2018), §3.1; ZeRO: Rajbhandari et al. (2020), §3.1.
 """
@@ -32,23 +32,23 @@ class MasterShard(NamedTuple):
 
 
 class MasterWeightPolicy(NamedTuple):
-    """What the update keeps of its own: `precision` is the plan's; `is_split`: only what this rank updates.
-
-    `host`: where the update runs and keeps weights of its own whatever the precision; None: where the weights are.
-    """
+    """Which master weights there are."""
 
     precision: str = "keep"
+    """The plan's."""
     is_sharded: bool = False
+    """Whether a rank keeps only the master weights that it updates."""
     offload_device: torch.device | None = None
+    """Device of offloaded master weights and of the update; None = no offload."""
 
 
 def offload_device(offload: str, device: torch.device) -> torch.device | None:
-    """Where states are to rest that leave the ranks' `device`; None where they are in host memory already."""
+    """The device that optimizer states are offloaded to; None if they stay on `device`, or are on the host anyway."""
     return torch.device("cpu") if offload == "states" and device.type != "cpu" else None
 
 
 class MasterWeights:
-    """The master weights of this rank, by bucket; None for a bucket whose working weights are updated themselves."""
+    """The master weights of this rank by bucket; None for a bucket whose model weights are updated themselves."""
 
     def __init__(
         self,
@@ -57,27 +57,32 @@ class MasterWeights:
         transport: Transport,
         policy: MasterWeightPolicy,
     ) -> None:
-        """`parameters` are as the user made them: in their own dtypes, and not in the buckets yet."""
+        """`parameters` are as the user made them: in their own dtypes, not in the buckets yet."""
         self.is_sharded, self.by_bucket = policy.is_sharded, list[MasterShard | None]()
         for bucket in buckets:
             widens = has_master_weights(bucket, policy.precision)
             if not widens and policy.offload_device is None:
                 self.by_bucket.append(None)
                 continue
-            first, last = transport.grad_shard(bucket.index)[:2] if policy.is_sharded else (0, bucket.size)
+            start, stop = transport.grad_shard(bucket.index)[:2] if policy.is_sharded else (0, bucket.size)
             members = [parameters[slot.name] for slot in bucket.slots]
             least = torch.float32 if widens else members[0].dtype
             dtype = functools.reduce(torch.promote_types, (p.dtype for p in members), least)
             device = members[0].device
             if policy.offload_device is not None and device.type == "cuda":
-                flat = memory.allocate_pinned(last - first, dtype)
+                flat = memory.allocate_pinned(stop - start, dtype)
             else:
-                flat = memory.allocate_private(last - first, dtype, policy.offload_device or device)
-            self.by_bucket.append(MasterShard(first, flat))
+                flat = memory.allocate_private(stop - start, dtype, policy.offload_device or device)
+            self.by_bucket.append(MasterShard(start, flat))
         self._shard_ranges = {
-            slot.name: (own, max(slot.start, own.start), min(slot.stop, own.start + own.flat.numel()), slot.start)
-            for bucket, own in zip(buckets, self.by_bucket, strict=True)
-            if own is not None
+            slot.name: (
+                shard,
+                max(slot.start, shard.start),
+                min(slot.stop, shard.start + shard.flat.numel()),
+                slot.start,
+            )
+            for bucket, shard in zip(buckets, self.by_bucket, strict=True)
+            if shard is not None
             for slot in bucket.slots
         }
 
@@ -88,24 +93,24 @@ class MasterWeights:
 
     @torch.no_grad()
     def load_parameter(self, name: str, value: Tensor) -> None:
-        """Take this rank's share of a parameter's new value."""
-        own, low, high, first = self._shard_ranges[name]
+        """Copy this rank's shard of a parameter's new value."""
+        shard, low, high, slot_start = self._shard_ranges[name]
         if low < high:
-            own.view_range(low, high).copy_(value.reshape(-1)[low - first : high - first])
+            shard.view_range(low, high).copy_(value.reshape(-1)[low - slot_start : high - slot_start])
 
     def local_shard(self, name: str) -> Tensor:
-        """This rank's share of a parameter's master weights, as it lies; may be empty."""
-        own, low, high, _ = self._shard_ranges[name]
-        return own.view_range(low, max(low, high))
+        """This rank's shard of a parameter's master weights, no copy; may be empty."""
+        shard, low, high, _ = self._shard_ranges[name]
+        return shard.view_range(low, max(low, high))
 
     @torch.no_grad()
     def pad_to_full(self, name: str, shard: Tensor, parameter: Tensor) -> Tensor:
-        """A copy of a share at its place among zeros [elements]: summed over the ranks they are the parameter.
+        """A copy of a shard, padded with zeros to the full parameter [elements]: its sum over ranks is the parameter.
 
-        It lies on the parameter's device, where ranks can sum it.
+        It is on the parameter's device, where ranks can sum it.
         """
-        _, low, high, first = self._shard_ranges[name]
-        whole = torch.zeros(parameter.numel(), dtype=shard.dtype, device=parameter.device)
+        _, low, high, slot_start = self._shard_ranges[name]
+        full = torch.zeros(parameter.numel(), dtype=shard.dtype, device=parameter.device)
         if low < high:
-            whole[low - first : high - first] = shard
-        return whole
+            full[low - slot_start : high - slot_start] = shard
+        return full

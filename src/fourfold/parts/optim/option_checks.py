@@ -1,6 +1,6 @@
-"""Optimizer options: what a user's factory made, and whether its numbers can train.
+"""Option checks: whether the options of the user's optimizer can train.
 
-Law: an option that would make every weight NaN or infinite in the first update is refused before it.
+Law: an option that would make every weight NaN or infinite in the first update is refused before that update.
 """
 
 import math
@@ -15,23 +15,23 @@ from torch.optim import Optimizer
 
 from fourfold.words.errors import OptimizerError, Problem
 
-# These multiply what is added to a weight. Others may be infinite on purpose, such as a bound of a step's size.
+# These multiply what is added to a weight. Others may be infinite on purpose, for example a bound on the step size.
 FINITE_OPTIONS = ("lr", "weight_decay", "momentum", "dampening", "lr_decay", "eps")
 _TORCH = Path(torch.__file__).parent
 
 
 def call_factory(factory: Callable[[Any], Any], parameters: Any) -> Any:
-    """`factory(parameters)`. Raises OptimizerError for options that torch refuses, such as a negative rate."""
+    """`factory(parameters)`. Raises OptimizerError for options that torch refuses, for example a negative rate."""
     try:
         return factory(parameters)
     except (TypeError, ValueError) as error:
         if not _comes_from_torch(error.__traceback__):
-            raise  # The user's own code: his lines of the traceback say more.
-        raise OptimizerError(Problem(str(error), "options that torch's optimizer takes")) from error
+            raise  # An error of the user's own code: its traceback says more.
+        raise OptimizerError(Problem(str(error), "options that the optimizer accepts")) from error
 
 
 def check_options(optimizer: Optimizer) -> None:
-    """Raise OptimizerError for options that are not finite, in all groups at once."""
+    """Raise OptimizerError with all options that are not finite, of all groups."""
     problems = []
     for number, group in enumerate(optimizer.param_groups):
         where = f" in group {number}" if len(optimizer.param_groups) > 1 else ""

@@ -1,96 +1,58 @@
-"""Options: an optimizer's class and the options of its groups, as text that ranks can compare.
+"""Option tracker: the options of an optimizer's groups in every step, as text that ranks compare.
 
-option       an entry of a parameter group, such as `lr`; `params`, `fused` and `foreach` are not compared
-changing     the options as they are now: a step's call carries them, so ranks that differ raise before the update
-Law: equal options have equal text on every rank; no device tensor is read during training.
+text      a digest of all options and the values of each; a step's call carries it, so ranks that differ raise before
+          the update
+constant  an option that has never changed; all constant options are compared at once
+Law: equal options have equal text on every rank. No device tensor is read during training.
 """
 
 import itertools
 import operator
-import re
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import xxhash
 from torch import Tensor
 from torch.optim import Optimizer
 
-# `fused` and `foreach` say how an update is carried out, not what it computes.
-IMPLEMENTATION_OPTIONS = frozenset({"fused", "foreach"})
-NOT_COMPARED = frozenset({"params", "param_names"}) | IMPLEMENTATION_OPTIONS
-ABSENT = "none"
-CLASS_KEY = "optimizer class"
-DEVICE_TENSOR = "a device tensor"
-SEPARATOR, EQUALS = "; ", " = "
+from fourfold.parts.optim.option_text import (
+    ABSENT,
+    ELLIPSIS,
+    EQUALS,
+    HEX_PREFIX,
+    IMPLEMENTATION_OPTIONS,
+    NOT_COMPARED,
+    SEPARATOR,
+    option_text,
+)
+
 MAX_SHOWN_VALUES = 4  # values of one option
 MAX_SHOWN_BYTES = MAX_SHOWN_VALUES * 8
-HEX_PREFIX, ELLIPSIS = "0x", "…"  # around bits of numbers
 IMMUTABLE_TYPES = (int, float, bool, str, type(None))
 NUMBER_TYPES = frozenset({int, float})
 
 
-def describe_options(optimizer: Optimizer) -> dict[str, str]:
-    """Class, defaults and every group's options, by name. Reads device tensors too: for use when a step is built."""
-    kind = type(optimizer)
-    found = {CLASS_KEY: f"{kind.__module__}.{kind.__qualname__}"}
-    for where, options in (("default", optimizer.defaults), *_named_groups(optimizer.param_groups)):
-        compared = sorted(options.keys() - NOT_COMPARED)
-        found |= {f"{where} {name}": option_text(options[name], read_device=True) for name in compared}
-    return found
-
-
-def _named_groups(groups: Sequence[Mapping[str, Any]]) -> list[tuple[str, Mapping[str, Any]]]:
-    return [(f"group {index}", group) for index, group in enumerate(groups)]
-
-
-def option_text(value: Any, *, read_device: bool = False) -> str:
-    """The text of an option's value. `read`: also of a tensor on a device, which has to be copied for it."""
-    if type(value) is float:
-        return repr(value)
-    if isinstance(value, Tensor):
-        return option_text(value.tolist()) if read_device or value.device.type == "cpu" else DEVICE_TENSOR
-    if value is None or isinstance(value, bool | str):
-        return str(value)
-    if isinstance(value, int | float):
-        return _number_text(value)
-    if isinstance(value, list | tuple):
-        return f"({', '.join(option_text(each, read_device=read_device) for each in value)})"
-    if isinstance(value, Mapping):
-        return f"({', '.join(f'{key}: {option_text(each, read_device=read_device)}' for key, each in value.items())})"
-    if hasattr(value, "item"):  # a number of numpy's
-        return option_text(value.item())
-    # Not repr: it may hold an address, which differs between processes.
-    return getattr(value, "__qualname__", type(value).__qualname__)
-
-
-def _number_text(value: float) -> str:
-    try:
-        return repr(float(value))  # lr = 1 and lr = 1.0 train the same
-    except OverflowError:
-        return repr(value)
-
-
 class OptionTracker:
-    """The options of an optimizer's groups in every step. Only those that have changed become text again.
+    """Keeps the text of an optimizer's options. Only options that have changed are formatted again.
 
-    Models with dozens of groups and a new rate for each of them in every step are usual. So the loops over groups are
-    those of `map` and of tuples: options that have never changed are compared all at once, the others one by one.
+    Dozens of groups with a new rate for each in every step are usual. So the loops over groups are those of `map` and
+    of tuples: constant options are compared all at once, the others one by one.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._num_options: list[int] = []
         self._pick_constant: operator.itemgetter[Any] | None = None
-        """Picks from a group the options that have never changed."""
+        """Picks the constant options from a group."""
         self._constant_rows: tuple[Any, ...] = ()
         self._constant_hash = 0
         self._changed: set[str] = set()
         self._last_values: dict[str, list[Any]] = {}
-        """Of all options that are not constant: their values by group. Empty: to be read again in every step."""
+        """By option that is not constant: its values by group. Empty: they may change in place, so read every step."""
         self._texts: dict[str, str] = {}
         self._packed_values: dict[str, bytes] = {}
-        """Of options with more values than are shown: all of them."""
+        """By option with more values than are shown: all of them."""
         self._text = ""
 
     def text(self) -> str:
@@ -101,19 +63,14 @@ class OptionTracker:
         elif not self._refresh(groups):
             return self._text
         text = SEPARATOR.join(self._texts.values())
-        every = b"".join([text.encode(), *self._packed_values.values()])
-        self._text = f"{xxhash.xxh32_hexdigest(every)} {text}"
+        full_text = b"".join([text.encode(), *self._packed_values.values()])
+        self._text = f"{xxhash.xxh32_hexdigest(full_text)} {text}"
         return self._text
 
     def implementation(self) -> str:
-        """How updates are carried out, where the user says so: ranks that differ in it may round differently."""
+        """How updates are carried out, if the user chose it: ranks that differ in it may round differently."""
         groups = self._optimizer.param_groups
-        chosen = {
-            f"{name} = {group[name]}"
-            for group in groups
-            for name in IMPLEMENTATION_OPTIONS & group.keys()
-            if group[name]
-        }
+        chosen = {f"{name} = {group[name]}" for group in groups for name in IMPLEMENTATION_OPTIONS if group.get(name)}
         return ", ".join(sorted(chosen))
 
     def short_digest(self) -> int:
@@ -121,7 +78,7 @@ class OptionTracker:
         return int(self.text().partition(" ")[0], 16) >> 12
 
     def _is_unchanged(self, groups: Sequence[dict[str, Any]]) -> bool:
-        """Whether groups and options are those of the last call, and what was constant has not changed."""
+        """Whether groups and options are those of the last call, and constant options have not changed."""
         if list(map(len, groups)) != self._num_options:
             return False
         if self._pick_constant is None:
@@ -135,41 +92,41 @@ class OptionTracker:
             return False
 
     def _rebuild(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Make all options text, and find out which have changed."""
+        """Format all options, and find which have changed."""
         names = sorted({name for group in groups for name in group} - NOT_COMPARED)
         texts, packed = self._texts, self._packed_values
         self._texts, self._packed_values, self._last_values, constant = {}, {}, {}, []
         for name in names:
             values = _option_values(groups, name)
-            is_settled = self._format_option(name, values)
+            is_final = self._format_option(name, values)
             if name in texts and (texts[name], packed[name]) != (self._texts[name], self._packed_values[name]):
                 self._changed.add(name)
             if name not in self._changed and all(map(_is_immutable, values)):
                 constant.append(name)
             else:
-                self._last_values[name] = values if is_settled else []
+                self._last_values[name] = values if is_final else []
         self._num_options = list(map(len, groups))
         self._pick_constant = operator.itemgetter(*constant) if constant else None
         self._constant_rows = tuple(map(self._pick_constant, groups)) if self._pick_constant else ()
         self._constant_hash = hash(self._constant_rows)
 
     def _refresh(self, groups: Sequence[dict[str, Any]]) -> bool:
-        """Make those options text that are not constant. Whether there was anything to do."""
-        found = False
+        """Format the options that are not constant and have changed. Returns whether there was one."""
+        has_changed = False
         for name, seen in self._last_values.items():
             values = _option_values(groups, name)
             if seen and all(map(operator.is_, values, seen)):
                 continue
             self._last_values[name] = values if self._format_option(name, values) else []
-            found = True
-        return found
+            has_changed = True
+        return has_changed
 
     def _format_option(self, name: str, values: list[Any]) -> bool:
-        """Make an option's values text. Whether the text can only change with the objects."""
+        """Format an option's values. Returns whether the text can change only if the value objects do."""
         are_numbers = _are_numbers(values)
         if are_numbers and values.count(values[0]) == len(values):
             values = values[:1]
-        # A rate of its own for each layer: the digest has all of them, the text the first.
+        # One rate per layer, for example: the digest covers all of them, the text shows the first ones.
         packed = _pack_numbers(values) if are_numbers and len(values) > MAX_SHOWN_VALUES else b""
         if packed:
             text = f"{HEX_PREFIX}{packed[:MAX_SHOWN_BYTES].hex()}{ELLIPSIS}"  # decimals would take a microsecond each
@@ -185,7 +142,7 @@ def _option_values(groups: Sequence[dict[str, Any]], name: str) -> list[Any]:
 
 
 def _are_numbers(values: Sequence[Any]) -> bool:
-    """Whether all are numbers of Python's own, or tuples of them."""
+    """Whether all are Python numbers, or tuples of Python numbers."""
     kinds = set(map(type, values))
     if kinds == {tuple}:
         kinds = set(map(type, itertools.chain.from_iterable(values)))
@@ -193,7 +150,7 @@ def _are_numbers(values: Sequence[Any]) -> bool:
 
 
 def _pack_numbers(values: Sequence[Any]) -> bytes:
-    """Numbers as bits, in an order that all machines share; none where one of them is a tuple or too large."""
+    """The bits of numbers, in the same byte order on every machine; empty if one is a tuple or too large."""
     try:
         return struct.pack(f"<{len(values)}d", *values)
     except struct.error:
@@ -201,7 +158,7 @@ def _pack_numbers(values: Sequence[Any]) -> bytes:
 
 
 def _is_immutable(value: Any) -> bool:
-    """Whether a value cannot be changed in place, and can be compared without a device."""
+    """Whether a value cannot change in place, and can be compared without reading a device."""
     return isinstance(value, IMMUTABLE_TYPES) or (isinstance(value, tuple) and all(map(_is_immutable, value)))
 
 
@@ -210,19 +167,4 @@ def _is_on_device(value: Any) -> bool:
 
 
 class _Absent:
-    """Of an option that a group does not have."""
-
-
-def parse_options(text: str) -> dict[str, str]:
-    """By option: its values, of what `Options.text` gave, which may be cut off at its end."""
-    rows = text.partition(" ")[2].split(SEPARATOR)
-    return {name: _decode_numbers(values) for name, equals, values in (row.partition(EQUALS) for row in rows) if equals}
-
-
-def _decode_numbers(values: str) -> str:
-    """Bits of numbers as decimals: of `0x9a9999999999b93f…` `0.1, …`."""
-    bits = re.fullmatch(rf"{HEX_PREFIX}((?:[0-9a-f]{{16}})+)[0-9a-f]*{ELLIPSIS}?", values)
-    if bits is None:
-        return values
-    raw = bytes.fromhex(bits[1])
-    return ", ".join([*map(repr, struct.unpack(f"<{len(raw) // 8}d", raw)), ELLIPSIS])
+    """Stands for an option that a group does not have."""

@@ -1,9 +1,9 @@
-"""Step hooks: the hooks of the user's optimizer around an update over flat buffers.
+"""Step hooks: the hooks of the user's optimizer, around an update over flat buffers.
 
-pre-hook   called when all gradients are reduced and clipped, before the first weight changes; may change `.grad`
-post-hook  called when all weights are updated; may change them in place
-Law: a hook sees what it sees in one process: the model's parameters and, in `.grad`, the gradient of the global batch,
-a copy of this rank's own. What it cannot see raises.
+pre-hook   called after all gradients are reduced and clipped, before the first weight changes; may change `.grad`
+post-hook  called after all weights are updated; may change them in place
+Law: a hook sees what it would see in one process: the model's parameters and, in `.grad`, the gradient of the global
+batch, as this rank's own copy. Access to anything else raises.
 """
 
 from collections.abc import Sequence
@@ -20,10 +20,10 @@ from fourfold.words.errors import OptimizerError, Problem
 
 
 def has_custom_step(optimizer: Optimizer) -> bool:
-    """Whether somebody has replaced `step`, of the instance or of its class. A torch scheduler's wrapper is not one."""
+    """Whether user code has replaced `step`, on the instance or its class. A torch scheduler's wrapper is allowed."""
     step: Any = optimizer.__dict__.get("step")
     if step is not None:
-        # By its globals: `functools.wraps` copies every mark that a scheduler leaves.
+        # A scheduler's wrapper is known by its globals: `functools.wraps` would copy any other mark.
         while getattr(step, "__globals__", None) is vars(lr_scheduler):
             step = step.__wrapped__
         if getattr(step, "__func__", step) is not type(optimizer).step:
@@ -41,7 +41,7 @@ def _is_torch_or_fourfold(function: Any) -> bool:
 
 
 class _ForbiddenState:
-    """In place of `optimizer.state` while hooks run: states rest in flat buffers, not by parameter."""
+    """Replaces `optimizer.state` while hooks run: states rest in flat buffers, not by parameter."""
 
     def _raise(self, *_: Any, **__: Any) -> NoReturn:
         need = "hooks that use parameters and gradients only: the states rest in flat buffers"
@@ -62,14 +62,15 @@ class StepHooks:
         is_unbucketed: bool,
         can_skip_params: bool,
     ) -> None:
-        """`parameters` are by bucket and slot. `in_place`: gradients are in `.grad` anyway, and used there.
+        """`parameters` are by bucket and slot.
 
-        `by_slot`: the update can leave out a parameter that has no gradient.
+        is_unbucketed    gradients are in `.grad` anyway, and the update reads them there
+        can_skip_params  the update can leave out a parameter that has no gradient
         """
         self._optimizer, self._buckets, self._parameters = optimizer, buckets, parameters
         self._is_unbucketed, self._can_skip_params = is_unbucketed, can_skip_params
         self.bucket_grads: Sequence[Tensor | None] = [None] * len(buckets)
-        """By bucket, after the pre-hooks: what to update with in place of the sums; None: with the sums."""
+        """By bucket, after the pre-hooks: the gradient to update with in place of the sums; None: use the sums."""
         self._saved_grads: list[tuple[nn.Parameter, Tensor | None]] = []
 
     @property
@@ -79,10 +80,11 @@ class StepHooks:
     def run_pre_hooks(
         self, transport: Transport, used: Sequence[float] | None, factor: float
     ) -> Sequence[float] | None:
-        """Call the pre-hooks; all sums are there. Not collective.
+        """Call the pre-hooks, after all reductions have ended. Not collective.
 
-        `used`: by slot of all buckets, on how many ranks it has a gradient; None: all. Returns the same, as the hooks
-        leave it. `factor` is what the sums are still to be multiplied by.
+        used    by slot of all buckets: on how many ranks it has a gradient; None = all
+        factor  what the sums must still be multiplied by
+        Returns `used` as the hooks leave it.
         """
         if not self._is_unbucketed:
             self.bucket_grads = [self._full_grad(bucket, transport, factor) for bucket in self._buckets]
@@ -94,7 +96,7 @@ class StepHooks:
         return used
 
     def run_post_hooks(self) -> None:
-        """Call the post-hooks; all weights are new. Afterwards no parameter has a gradient."""
+        """Call the post-hooks, after all weights are updated. Afterwards no parameter has a gradient."""
         for parameter, gradient in self._saved_grads:
             parameter.grad = gradient
         self._call_hooks(step_post_hooks(self._optimizer))
@@ -108,11 +110,11 @@ class StepHooks:
     @torch.no_grad()
     def _full_grad(self, bucket: Bucket, transport: Transport, factor: float) -> Tensor:
         first = self._parameters[bucket.index][0]
-        # A copy: other ranks read the sums where they lie, and a hook may write.
-        whole = torch.zeros(bucket.size, dtype=first.dtype, device=first.device)
-        for part in transport.reduced_views(bucket.index):
-            whole[part.start : part.stop] = part.flat
-        return whole if factor == 1.0 else whole.mul_(factor)
+        # A copy: a hook may write into it, while other ranks still read the sums.
+        full = torch.zeros(bucket.size, dtype=first.dtype, device=first.device)
+        for view in transport.reduced_views(bucket.index):
+            full[view.start : view.stop] = view.flat
+        return full if factor == 1.0 else full.mul_(factor)
 
     def _views(self) -> list[Tensor]:
         return [
@@ -123,21 +125,21 @@ class StepHooks:
         ]
 
     def _expose_grads(self, used: Sequence[float] | None) -> None:
-        for number, (parameter, view) in enumerate(zip(self._all_params(), self._views(), strict=True)):
-            parameter.grad = view if used is None or used[number] else None
+        for index, (parameter, view) in enumerate(zip(self._all_params(), self._views(), strict=True)):
+            parameter.grad = view if used is None or used[index] else None
 
     @torch.no_grad()
     def _collect_grads(self, used: Sequence[float] | None) -> Sequence[float] | None:
-        """Have what the hooks have put into `.grad` in the flat copies."""
+        """Copy what the hooks have put into `.grad` to the flat copies."""
         names = [slot.name for bucket in self._buckets for slot in bucket.slots]
-        has = [parameter.grad is not None for parameter in self._all_params()]
-        if not (self._can_skip_params or all(has)):
-            got = f"a step pre-hook that sets the gradient of {names[has.index(False)]} to None"
+        has_grad = [parameter.grad is not None for parameter in self._all_params()]
+        if not (self._can_skip_params or all(has_grad)):
+            got = f"a step pre-hook that sets the gradient of {names[has_grad.index(False)]} to None"
             raise OptimizerError(Problem(got, "a gradient for every parameter", 'unused = "allow", or a gradient of 0'))
         for parameter, view in zip(self._all_params(), self._views(), strict=True):
             if parameter.grad is not None and parameter.grad.data_ptr() != view.data_ptr():
                 view.copy_(parameter.grad)
-        return used if all(has) and used is None else has
+        return used if all(has_grad) and used is None else has_grad
 
     def _call_hooks(self, hooks: Sequence[StepHook]) -> None:
         optimizer: Any = self._optimizer

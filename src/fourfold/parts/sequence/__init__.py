@@ -1,1 +1,1 @@
-"""The sequence axis, with tensors: exact attention over sharded sequences."""
+"""The sequence axis, with tensors: exact attention over sequences whose tokens are split among ranks."""

@@ -1,11 +1,11 @@
-"""Dropout of attention that does not depend on the mesh: who is dropped is a function of where it is.
+"""Attention dropout: which probabilities are dropped, independent of the mesh.
 
-A probability is kept or dropped by a hash of (seed, step, call, sample, head, query's place, key's place), all of them
-global. The hash is SplitMix64 (Steele, Lea and Flood 2014): one stream for every row of scores, whose start is a hash
-of the row, and whose counter is the key's place.
+A hash of (seed, step, call, sample, head, query position, key position), all of them global, decides whether a
+probability is kept. The hash is SplitMix64 (Steele, Lea and Flood 2014), with one stream per row of scores: a hash of
+the row is its start, the key position is its counter.
 
 B samples · H query heads · R queries · C keys
-Law: any rank, and one process alone, draws the same for the same place.
+Law: on any mesh, and in one process, the same entry of the score matrix is dropped.
 """
 
 from collections.abc import Sequence
@@ -14,18 +14,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fourfold.parts.splitmix64 import GOLDEN_GAMMA, MULTIPLIER_1, MULTIPLIER_2
 from fourfold.words.errors import Problem, TrainingError
 
-GOLDEN_GAMMA = 0x9E3779B97F4A7C15
-MULTIPLIER_1, MULTIPLIER_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 TWO_TO_64 = 2**64
 
 
 @dataclass(frozen=True)
 class AttentionDropout:
-    """What is dropped in one call of attention. `samples`: which samples of the global batch these are, [B].
+    """Dropout in one call of attention. `samples` [B]: the indices of these samples in the global batch.
 
-    Probabilities that are kept are divided by 1 − p, as torch does it. Raises TrainingError unless 0 ≤ p ≤ 1.
+    As in torch, the probabilities that are kept are divided by 1 − p. Raises TrainingError unless 0 ≤ p ≤ 1.
     """
 
     p: float
@@ -36,17 +35,17 @@ class AttentionDropout:
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.p <= 1.0:
-            raise TrainingError(Problem(f"dropout of {self.p}", "a probability"), where="attention")
+            raise TrainingError(Problem(f"dropout of {self.p}", "a probability from 0 to 1"), where="attention")
 
     @property
     def keep_scale(self) -> float:
-        """What is kept is multiplied by this."""
+        """The factor 1 / (1 − p) of the probabilities that are kept."""
         return 1.0 / (1.0 - self.p) if self.p < 1.0 else 0.0
 
 
 @dataclass(frozen=True)
 class DropoutMask:
-    """A dropout, and where this rank's scores are: int64 `samples` [B], `heads` [H], `queries` [l], `keys` [k]."""
+    """A dropout at the global indices of a block of scores: int64 samples [B], heads [H], queries [R], keys [C]."""
 
     dropout: AttentionDropout
     samples: Tensor
@@ -59,30 +58,30 @@ class DropoutMask:
         return self.dropout.keep_scale
 
     def keep_mask(self, rows: slice, columns: slice) -> Tensor:
-        """bool [B, H, R, C]: which of these scores are kept."""
-        drop = self.dropout
-        key = 0
-        for number in (drop.seed, drop.step, drop.call):
-            key = _splitmix64_int(key ^ (number % TWO_TO_64))
-        keys = _splitmix64(self.samples[:, None] ^ _as_int64(key))
-        keys = _splitmix64(keys ^ self.heads)
-        keys = _splitmix64(keys[..., None] ^ self.queries[rows])
-        drawn = keys[..., None] + self.keys[columns] * _as_int64(GOLDEN_GAMMA)
-        # A double times 2^64 is exact, so p is too.
-        threshold = int(drop.p * TWO_TO_64) - TWO_TO_64 // 2
+        """Which of these scores are kept: bool [B, H, R, C]."""
+        dropout = self.dropout
+        call_hash = 0
+        for number in (dropout.seed, dropout.step, dropout.call):
+            call_hash = _splitmix64_int(call_hash ^ (number % TWO_TO_64))
+        hashes = _splitmix64(self.samples[:, None] ^ _as_int64(call_hash))
+        hashes = _splitmix64(hashes ^ self.heads)
+        hashes = _splitmix64(hashes[..., None] ^ self.queries[rows])
+        counters = hashes[..., None] + self.keys[columns] * _as_int64(GOLDEN_GAMMA)
+        # The product of a double and 2^64 is exact, so the threshold is p exactly.
+        threshold = int(dropout.p * TWO_TO_64) - TWO_TO_64 // 2
         if threshold >= TWO_TO_64 // 2:
-            return torch.zeros(drawn.shape, dtype=torch.bool, device=drawn.device)
-        return _splitmix64(drawn) >= threshold
+            return torch.zeros(counters.shape, dtype=torch.bool, device=counters.device)
+        return _splitmix64(counters) >= threshold
 
 
 def sample_indices(dropout: AttentionDropout, batch: int, device: torch.device) -> Tensor:
-    """int64 [B]; those of the batch from 0 on where the dropout does not say. Raises TrainingError."""
+    """The samples of a dropout, int64 [B]; 0, 1, 2 … if it names none. Raises TrainingError."""
     if dropout.samples is None:
         return torch.arange(batch, device=device)
     samples = torch.as_tensor(dropout.samples, dtype=torch.int64, device=device)
     if samples.shape != (batch,):
-        got = f"{tuple(samples.shape)} samples of the dropout, a batch of {batch}"
-        raise TrainingError(Problem(got, "one for each"), where="attention")
+        got = f"dropout with sample indices of shape {list(samples.shape)}, and a batch of {batch} samples"
+        raise TrainingError(Problem(got, f"one index per sample: [{batch}]"), where="attention")
     return samples
 
 
@@ -94,10 +93,10 @@ def _splitmix64_int(number: int) -> int:
 
 
 def _splitmix64(words: Tensor) -> Tensor:
-    """SplitMix64's finalizer, of every int64, in place. Products wrap around, as they are to."""
+    """SplitMix64's finalizer on every int64, in place. Products wrap around, as the algorithm requires."""
     words = words.add_(_as_int64(GOLDEN_GAMMA))
     for shift, factor in ((30, MULTIPLIER_1), (27, MULTIPLIER_2), (31, 1)):
-        # torch shifts the sign in: it is masked off again.
+        # torch shifts the sign bit in; the mask removes it.
         words.bitwise_xor_((words >> shift).bitwise_and_(2 ** (64 - shift) - 1))
         if factor != 1:
             words.mul_(_as_int64(factor))

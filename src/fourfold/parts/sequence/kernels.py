@@ -1,21 +1,22 @@
 """Kernels: attention of some queries to some keys, and its gradients as part of a larger whole.
 
-lse    log-sum-exp of a query's scores; −inf where it attends to nothing
-whole  of all keys: backward takes the output and the lse of the whole, and so gives this block's exact part of it
+lse     log-sum-exp of a query's scores; −inf if it attends to nothing
+totals  output and lse over all keys: with them, backward gives a block's exact part of the gradients
+B batch · H query heads · G key and value heads, G | H · R queries · C keys · K, V head sizes
+Law: the outputs and lse of all blocks, merged, are attention; the gradients of all blocks, summed, are its gradients.
 
-B batch · H heads of queries · G heads of keys and values, G | H · R queries · C keys · K, V head sizes
-Law: a block's output and lse, merged with those of the other blocks, are attention; its gradients, added up, too.
-
-Flash kernels where there is one that does what is asked, and plain products, by rows, where not. On CPUs half
-precision is computed in float32, which is faster there and exact; on GPUs flash attention is in half precision only.
+A flash kernel runs if one supports the call, else plain matrix products, some rows at a time. On CPUs, half precision
+is computed in float32, which is faster there and exact; on GPUs, flash attention exists in half precision only.
 Source of the gradients: FlashAttention (arXiv 2205.14135) B.4.
 """
 
 from dataclasses import dataclass, replace
+from math import inf
 
 import torch
 from torch import Tensor
 
+from fourfold.parts.dtypes import accumulation_dtype
 from fourfold.parts.sequence import masks
 from fourfold.parts.sequence.dropout import DropoutMask
 from fourfold.parts.torch_private import (
@@ -25,16 +26,15 @@ from fourfold.parts.torch_private import (
     cuda_flash_attention_backward,
 )
 
-INF = float("inf")
-# Scores held at once by the plain kernel: enough for the products to be fast, little enough for the cache's sake.
+# Scores that the plain kernel holds at once: enough for fast products, few enough for the cache.
 MAX_SCORES = 2**21
 
 
 @dataclass(frozen=True)
 class AttentionBlock:
-    """q [B, H, R, K] by k [B, G, C, K], v [B, G, C, V]. `mask` [b, h, R or 1, C] is added; `draw`: of R by C.
+    """q [B, H, R, K], k [B, G, C, K], v [B, G, C, V]; `mask` [b, h, R or 1, C] is additive, `dropout_mask` is R by C.
 
-    `causal`: R = C, and each query sees the keys up to its own.
+    is_causal  R = C, and each query attends to the keys up to its own
     """
 
     q: Tensor
@@ -48,7 +48,7 @@ class AttentionBlock:
 
 @dataclass(frozen=True)
 class BlockOutput:
-    """out [B, H, R, V] of a block's own softmax, lse [B, H, R]."""
+    """out [B, H, R, V] of a softmax over this block's keys alone, and its lse [B, H, R]."""
 
     out: Tensor
     lse: Tensor
@@ -56,7 +56,7 @@ class BlockOutput:
 
 @dataclass(frozen=True)
 class SoftmaxTotals:
-    """Of a block's queries: the gradient of the output, the output, and the lse of the whole; +inf where it is −inf."""
+    """For a block's queries, over all keys: gradient of the output, output, and lse (+inf in place of −inf)."""
 
     grad_out: Tensor
     out: Tensor
@@ -68,20 +68,15 @@ class SoftmaxTotals:
 
 @dataclass(frozen=True)
 class BlockGrads:
-    """Of a block's q, k and v."""
+    """The gradients of a block's q, k and v."""
 
     q: Tensor
     k: Tensor
     v: Tensor
 
 
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What sums over blocks are made in: float32, or the inputs' own if that is wider."""
-    return torch.promote_types(dtype, torch.float32)
-
-
 def compute_dtype(tensor: Tensor) -> torch.dtype:
-    """What a block is computed in."""
+    """The dtype in which a block is computed."""
     return tensor.dtype if tensor.device.type == "cuda" else accumulation_dtype(tensor.dtype)
 
 
@@ -94,8 +89,8 @@ def forward(block: AttentionBlock) -> BlockOutput:
             block.q, block.k, block.v, is_causal=block.is_causal, mask=block.mask, scale=block.scale
         )
         if block.mask is not None:
-            # This kernel says 0 of rows that attend to nothing.
-            lse = lse.masked_fill(masks.fully_masked(block.mask, is_causal=block.is_causal), -INF)
+            # For rows that attend to nothing this kernel returns 0.
+            lse = lse.masked_fill(masks.fully_masked(block.mask, is_causal=block.is_causal), -inf)
         return BlockOutput(out, lse)
     if _flash_on_cuda(block):
         return BlockOutput(
@@ -138,7 +133,7 @@ def _flash_on_cuda(block: AttentionBlock) -> bool:
 
 
 def _repeat_kv(block: AttentionBlock) -> tuple[Tensor, Tensor]:
-    """k and v once for every head of queries."""
+    """k and v, repeated for every query head."""
     times = block.q.shape[1] // block.k.shape[1]
     if times == 1:
         return block.k, block.v
@@ -163,44 +158,46 @@ def _cuda_backward(block: AttentionBlock, totals: SoftmaxTotals) -> BlockGrads:
 
 
 def _empty_output(block: AttentionBlock) -> BlockOutput:
-    """Of queries that attend to no key."""
+    """The output of queries that attend to no key."""
     shape = (*block.q.shape[:-1], block.v.shape[-1])
     return BlockOutput(
-        block.q.new_zeros(shape), block.q.new_full(shape[:-1], -INF, dtype=accumulation_dtype(block.q.dtype))
+        block.q.new_zeros(shape), block.q.new_full(shape[:-1], -inf, dtype=accumulation_dtype(block.q.dtype))
     )
 
 
 def _row_ranges(block: AttentionBlock) -> list[tuple[int, int]]:
-    """[start, stop) of the queries whose scores are held at once."""
+    """[start, stop) of the queries whose scores are held at the same time."""
     batch, heads, rows = block.q.shape[:3]
-    each = max(1, MAX_SCORES // max(1, batch * heads * block.k.shape[-2]))
-    return [(start, min(rows, start + each)) for start in range(0, rows, each)]
+    step = max(1, MAX_SCORES // max(1, batch * heads * block.k.shape[-2]))
+    return [(start, min(rows, start + step)) for start in range(0, rows, step)]
 
 
 def _row_block(block: AttentionBlock, start: int, stop: int) -> AttentionBlock:
-    """The queries [start, stop) of a block, in wide numbers; of a causal one only the keys that they see."""
-    last = stop if block.is_causal else block.k.shape[-2]
-    mask, to = block.mask, accumulation_dtype(block.q.dtype)
+    """The queries [start, stop) of a block in its accumulation dtype; if causal, with the keys they attend to."""
+    num_keys = stop if block.is_causal else block.k.shape[-2]
+    mask, dtype = block.mask, accumulation_dtype(block.q.dtype)
     if mask is not None:
-        mask = mask[..., start:stop, :last] if mask.shape[-2] > 1 else mask[..., :last]
-    q, k, v = block.q[:, :, start:stop].to(to), block.k[:, :, :last].to(to), block.v[:, :, :last].to(to)
-    return replace(block, q=q, k=k, v=v, mask=mask)
+        mask = mask[..., start:stop, :num_keys] if mask.shape[-2] > 1 else mask[..., :num_keys]
+    q, k, v = block.q[:, :, start:stop], block.k[:, :, :num_keys], block.v[:, :, :num_keys]
+    return replace(block, q=q.to(dtype), k=k.to(dtype), v=v.to(dtype), mask=mask)
 
 
 def _fold_groups(rows: Tensor, groups: int) -> Tensor:
-    """[B, H, R, ..] -> [B, G, H/G · R, ..]: the heads that share keys, one below the other."""
+    """[B, H, R, ..] -> [B, G, H/G · R, ..]: the query heads that share keys, stacked."""
     return rows.reshape(rows.shape[0], groups, -1, rows.shape[-1])
 
 
-def _scores(piece: AttentionBlock, start: int) -> Tensor:
-    """[B, H, R, C] of a piece whose first query is `start`."""
-    groups, rows, keys = piece.k.shape[1], piece.q.shape[-2], piece.k.shape[-2]
-    scores = (_fold_groups(piece.q * piece.scale, groups) @ piece.k.mT).view(*piece.q.shape[:3], keys)
-    if piece.mask is not None:
-        scores += piece.mask
-    if piece.is_causal:
-        later = torch.ones(rows, keys, dtype=torch.bool, device=scores.device).triu(start + 1)
-        scores.masked_fill_(later, -INF)
+def _scores(rows_block: AttentionBlock, start: int) -> Tensor:
+    """Scores [B, H, R, C] of a block of rows; `start` is the index of its first query."""
+    groups, rows, keys = rows_block.k.shape[1], rows_block.q.shape[-2], rows_block.k.shape[-2]
+    scores = (_fold_groups(rows_block.q * rows_block.scale, groups) @ rows_block.k.mT).view(
+        *rows_block.q.shape[:3], keys
+    )
+    if rows_block.mask is not None:
+        scores += rows_block.mask
+    if rows_block.is_causal:
+        is_later = torch.ones(rows, keys, dtype=torch.bool, device=scores.device).triu(start + 1)
+        scores.masked_fill_(is_later, -inf)
     return scores
 
 
@@ -209,10 +206,10 @@ def _plain_forward(block: AttentionBlock) -> BlockOutput:
     out = torch.empty(*block.q.shape[:-1], block.v.shape[-1], dtype=dtype, device=block.q.device)
     lse = torch.empty(block.q.shape[:-1], dtype=dtype, device=block.q.device)
     for start, stop in _row_ranges(block):
-        piece = _row_block(block, start, stop)
-        weights = _scores(piece, start)
+        rows_block = _row_block(block, start, stop)
+        weights = _scores(rows_block, start)
         top = weights.amax(-1, keepdim=True)
-        top.masked_fill_(top == -INF, 0.0)
+        top.masked_fill_(top == -inf, 0.0)
         total = weights.sub_(top).exp_().sum(-1, keepdim=True)
         lse[:, :, start:stop] = (top + total.log()).squeeze(-1)
         weights.div_(total.masked_fill_(total == 0.0, 1.0))
@@ -220,7 +217,7 @@ def _plain_forward(block: AttentionBlock) -> BlockOutput:
             weights.mul_(block.dropout_mask.keep_mask(slice(start, stop), slice(weights.shape[-1]))).mul_(
                 block.dropout_mask.keep_scale
             )
-        out[:, :, start:stop] = (_fold_groups(weights, groups) @ piece.v).view(*piece.q.shape[:3], -1)
+        out[:, :, start:stop] = (_fold_groups(weights, groups) @ rows_block.v).view(*rows_block.q.shape[:3], -1)
     return BlockOutput(out, lse)
 
 
@@ -228,17 +225,17 @@ def _plain_backward(block: AttentionBlock, totals: SoftmaxTotals) -> BlockGrads:
     groups, dtype = block.k.shape[1], accumulation_dtype(block.q.dtype)
     grads = BlockGrads(*(torch.zeros(t.shape, dtype=dtype, device=t.device) for t in (block.q, block.k, block.v)))
     for start, stop in _row_ranges(block):
-        piece, those = _row_block(block, start, stop), totals.slice_rows(start, stop)
-        grad_out, keys = those.grad_out.to(dtype), slice(piece.k.shape[-2])
-        weights = _scores(piece, start).sub_(those.lse[..., None]).exp_()
-        grad = (_fold_groups(grad_out, groups) @ piece.v.mT).view_as(weights)
+        rows_block, row_totals = _row_block(block, start, stop), totals.slice_rows(start, stop)
+        grad_out, keys = row_totals.grad_out.to(dtype), slice(rows_block.k.shape[-2])
+        weights = _scores(rows_block, start).sub_(row_totals.lse[..., None]).exp_()
+        grad = (_fold_groups(grad_out, groups) @ rows_block.v.mT).view_as(weights)
         kept = weights
         if block.dropout_mask is not None:
             keep = block.dropout_mask.keep_mask(slice(start, stop), keys)
             kept = (weights * keep).mul_(block.dropout_mask.keep_scale)
             grad.mul_(keep).mul_(block.dropout_mask.keep_scale)
         grads.v[:, :, keys] += _fold_groups(kept, groups).mT @ _fold_groups(grad_out, groups)
-        grad.sub_((grad_out * those.out.to(dtype)).sum(-1, keepdim=True)).mul_(weights).mul_(block.scale)
-        grads.q[:, :, start:stop] = (_fold_groups(grad, groups) @ piece.k).view_as(piece.q)
-        grads.k[:, :, keys] += _fold_groups(grad, groups).mT @ _fold_groups(piece.q, groups)
+        grad.sub_((grad_out * row_totals.out.to(dtype)).sum(-1, keepdim=True)).mul_(weights).mul_(block.scale)
+        grads.q[:, :, start:stop] = (_fold_groups(grad, groups) @ rows_block.k).view_as(rows_block.q)
+        grads.k[:, :, keys] += _fold_groups(grad, groups).mT @ _fold_groups(rows_block.q, groups)
     return grads

@@ -1,37 +1,38 @@
-"""Merge: attention to some keys and attention to others -> attention to both.
+"""Online softmax: merges attention to some keys with attention to others.
 
-A block's output counts by its share of the sum of exponentials, σ(lse of the block − lse so far). As a share it can
-not overflow, however large the scores; the sum itself is never formed.
+weight  a block's part of the sum of exponentials, σ(lse of the block − lse so far)
+Law: the sum of exponentials itself is never formed, so no score overflows, however large.
 """
+
+from math import inf
 
 import torch
 from torch import Tensor
 
-from fourfold.parts.sequence.kernels import BlockOutput, accumulation_dtype
+from fourfold.parts.dtypes import accumulation_dtype
+from fourfold.parts.sequence.kernels import BlockOutput
 from fourfold.plan.sequence import TokenRange
-
-INF = float("inf")
 
 
 class OnlineSoftmax:
-    """What a rank's queries have attended to so far: out [B, H, l, V] and lse [B, H, l]."""
+    """Attention of a rank's queries to the keys seen so far: out [B, H, l, V] and lse [B, H, l]."""
 
     def __init__(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> None:
         self._shape, self._dtype, self._device = shape, accumulation_dtype(dtype), device
         self._output: BlockOutput | None = None
 
-    def merge(self, part: BlockOutput, queries: TokenRange) -> None:
-        """Take in a block of the queries [start, stop)."""
+    def merge(self, block: BlockOutput, queries: TokenRange) -> None:
+        """Merge the output of a block of the queries [start, stop)."""
         start, stop = queries
-        part = BlockOutput(part.out.to(self._dtype), part.lse.to(self._dtype))
+        block = BlockOutput(block.out.to(self._dtype), block.lse.to(self._dtype))
         if self._output is None and stop - start == self._shape[2]:
-            self._output = part
+            self._output = block
             return
         out, lse = self.out[:, :, start:stop], self.lse[:, :, start:stop]
-        total = torch.logaddexp(lse, part.lse)
-        # Of a query that attends to nothing in this block: its share is 0, also where it attends to nothing so far.
-        share = (part.lse - total).exp_().masked_fill_(part.lse == -INF, 0.0)
-        out.lerp_(part.out, share[..., None])
+        total = torch.logaddexp(lse, block.lse)
+        # A query that attends to nothing in this block has weight 0 here, even if it has attended to nothing so far.
+        weight = (block.lse - total).exp_().masked_fill_(block.lse == -inf, 0.0)
+        out.lerp_(block.out, weight[..., None])
         lse.copy_(total)
 
     @property
@@ -45,5 +46,5 @@ class OnlineSoftmax:
     def _get_output(self) -> BlockOutput:
         if self._output is None:
             out = torch.zeros(self._shape, dtype=self._dtype, device=self._device)
-            self._output = BlockOutput(out, torch.full(self._shape[:-1], -INF, dtype=self._dtype, device=self._device))
+            self._output = BlockOutput(out, torch.full(self._shape[:-1], -inf, dtype=self._dtype, device=self._device))
         return self._output

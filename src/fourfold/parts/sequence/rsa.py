@@ -1,13 +1,17 @@
-"""Ring self-attention as its paper has it (arXiv 2105.13120, 3.2): the reference, to be read.
+"""Ring self-attention (RSA) as in its paper (arXiv 2105.13120, 3.2): the readable reference.
 
-K goes round once to fill the scores of this rank's queries by all keys, an ordinary softmax follows, and V goes round
-once to use it. The scores [l, L] stay on the rank: the quadratic memory is divided by the ranks, not removed.
-Where the paper sums dK and dV of full length over all ranks, here they travel as partial sums and end at their owner:
-6 (N−1) · B · H · L/N elements instead of 8, and no buffer of full length.
+K goes round the ring once and fills the scores of this rank's queries by all keys. An ordinary softmax follows. V goes
+round once and is weighted by it. The scores [l, L] stay on the rank: the quadratic memory is divided by the number of
+ranks, not removed.
+The paper sums dK and dV of full length over all ranks. Here they travel as partial sums and end at their owner: that
+takes 6 (N−1) · B · H · L/N elements instead of 8, and no buffer of full length.
 
-B batch · H heads of queries · G heads of keys and values · l tokens of a place · L whole sequence · K, V head sizes
+B batch · H query heads · G key and value heads · r = H/G · l rows of queries per key head · l tokens of a rank ·
+L full sequence · K, V head sizes
 """
 
+import dataclasses
+from math import inf
 from typing import Any
 
 import torch
@@ -15,29 +19,25 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fourfold.parts.comm.ring.protocol import RingGroup
+from fourfold.parts.dtypes import accumulation_dtype
 from fourfold.parts.sequence import masks
-from fourfold.parts.sequence.kernels import accumulation_dtype
-from fourfold.parts.sequence.ring import RingCall
-
-INF = float("inf")
+from fourfold.parts.sequence.ring_call import RingCall
 
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, mask: masks.Mask, call: RingCall) -> Tensor:
-    """q [B, H, l, K], k [B, G, l, K], v [B, G, l, V] -> [B, H, l, V]; the places of `call` keep one span each."""
+    """q [B, H, l, K], k [B, G, l, K], v [B, G, l, V] -> [B, H, l, V]; each ring index keeps one token range."""
     dtype, groups = accumulation_dtype(q.dtype), k.shape[1]
     folded = (q * call.scale).to(dtype).reshape(q.shape[0], groups, -1, q.shape[-1])
     scores = _scores(folded, k.to(dtype), call.group).view(*q.shape[:3], -1)
     scores = _apply_mask(scores, mask, call)
-    # What attends to nothing gives 0, as in torch, and a gradient of 0.
-    dead = (scores == -INF).all(-1, keepdim=True)
-    weights = scores.masked_fill(dead, 0.0).softmax(-1).masked_fill(dead, 0.0)
-    draw = call.dropout_mask(q)
-    if draw is not None:
+    # A query that attends to nothing gives 0, as in torch, and a gradient of 0.
+    is_masked = (scores == -inf).all(-1, keepdim=True)
+    weights = scores.masked_fill(is_masked, 0.0).softmax(-1).masked_fill(is_masked, 0.0)
+    dropout_mask = call.dropout_mask(q)
+    if dropout_mask is not None:
         keys = torch.arange(scores.shape[-1], device=q.device)
-        kept = type(draw)(draw.dropout, draw.samples, draw.heads, draw.queries, keys).keep_mask(
-            slice(None), slice(None)
-        )
-        weights = weights * kept * draw.keep_scale
+        keep = dataclasses.replace(dropout_mask, keys=keys).keep_mask(slice(None), slice(None))
+        weights = weights * keep * dropout_mask.keep_scale
     folded = weights.view(q.shape[0], groups, -1, weights.shape[-1])
     return _weighted_values(folded, v.to(dtype), call.group).view(*q.shape[:3], -1).to(q.dtype)
 
@@ -50,7 +50,7 @@ def _apply_mask(scores: Tensor, mask: masks.Mask, call: RingCall) -> Tensor:
         scores = scores + torch.cat([block.view(mask.key_mask.shape) for block in blocks], dim=-1)
     if call.is_causal:
         keys = torch.arange(scores.shape[-1], device=scores.device)
-        scores = scores.masked_fill(keys > call.token_positions(call.local_ranges, scores.device)[:, None], -INF)
+        scores = scores.masked_fill(keys > call.token_positions(call.local_ranges, scores.device)[:, None], -inf)
     return scores
 
 
@@ -66,12 +66,12 @@ def _weighted_values(weights: Tensor, v: Tensor, group: RingGroup) -> Tensor:
 
 class _Scores(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, link: RingGroup) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, group: RingGroup) -> Tensor:
         ctx.save_for_backward(q, k)
-        ctx.link = link
+        ctx.group = group
         local = k.shape[-2]
-        scores = q.new_empty(*q.shape[:-1], local * link.size)
-        for owner, block in link.iterate_blocks((k,)):
+        scores = q.new_empty(*q.shape[:-1], local * group.size)
+        for owner, block in group.iterate_blocks((k,)):
             scores[..., owner * local : (owner + 1) * local] = q @ block.view(k.shape).mT
         return scores
 
@@ -80,21 +80,21 @@ class _Scores(torch.autograd.Function):
     def backward(ctx: Any, grad_scores: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
         q, k = ctx.saved_tensors
         local = k.shape[-2]
-        grad_k = _reduce_to_owner(grad_scores, q, ctx.link)
+        grad_k = _reduce_to_owner(grad_scores, q, ctx.group)
         grad_q = torch.zeros_like(q)
-        for owner, block in ctx.link.iterate_blocks((k,)):
+        for owner, block in ctx.group.iterate_blocks((k,)):
             grad_q += grad_scores[..., owner * local : (owner + 1) * local] @ block.view(k.shape)
         return grad_q, grad_k, None
 
 
 class _WeightedValues(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weights: Tensor, v: Tensor, link: RingGroup) -> Tensor:
+    def forward(ctx: Any, weights: Tensor, v: Tensor, group: RingGroup) -> Tensor:
         ctx.save_for_backward(weights, v)
-        ctx.link = link
+        ctx.group = group
         local = v.shape[-2]
         out = weights.new_zeros(*weights.shape[:-1], v.shape[-1])
-        for owner, block in link.iterate_blocks((v,)):
+        for owner, block in group.iterate_blocks((v,)):
             out += weights[..., owner * local : (owner + 1) * local] @ block.view(v.shape)
         return out
 
@@ -103,21 +103,21 @@ class _WeightedValues(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
         weights, v = ctx.saved_tensors
         local = v.shape[-2]
-        grad_v = _reduce_to_owner(weights, grad_out, ctx.link)
+        grad_v = _reduce_to_owner(weights, grad_out, ctx.group)
         grad_weights = torch.empty_like(weights)
-        for owner, block in ctx.link.iterate_blocks((v,)):
+        for owner, block in ctx.group.iterate_blocks((v,)):
             grad_weights[..., owner * local : (owner + 1) * local] = grad_out @ block.view(v.shape).mT
         return grad_weights, grad_v, None
 
 
 def _reduce_to_owner(rows: Tensor, right: Tensor, group: RingGroup) -> Tensor:
-    """rows [B, G, r, L], right [B, G, r, X] -> [B, G, l, X]: rowsᵀ · right of this rank's columns, over all ranks."""
+    """rows [B, G, r, L], right [B, G, r, X] -> [B, G, l, X]: rowsᵀ · right, this rank's columns, summed over ranks."""
     local = rows.shape[-1] // group.size
     shape = (*rows.shape[:2], local, right.shape[-1])
-    carry = group.make_accumulator(torch.Size(shape).numel(), rows.dtype, rows.device)
+    accumulator = group.make_accumulator(torch.Size(shape).numel(), rows.dtype, rows.device)
     for hop in range(1, group.size):
         owner = (group.index - hop) % group.size
-        carry.receive().view(shape).add_(rows[..., owner * local : (owner + 1) * local].mT @ right)
-        carry.send()
-    mine = rows[..., group.index * local : (group.index + 1) * local].mT @ right
-    return mine.add_(carry.result().view(shape))
+        accumulator.receive().view(shape).add_(rows[..., owner * local : (owner + 1) * local].mT @ right)
+        accumulator.send()
+    local_part = rows[..., group.index * local : (group.index + 1) * local].mT @ right
+    return local_part.add_(accumulator.result().view(shape))

@@ -1,4 +1,4 @@
-"""Ulysses: ranks that share out tokens exchange them for heads, attend, and exchange back (arXiv 2309.14509).
+"""Ulysses: ranks exchange tokens for heads, attend, and exchange back (arXiv 2309.14509).
 
 B batch · H heads · l tokens of a rank · u ranks
 """
@@ -15,7 +15,7 @@ from fourfold.parts.sequence.masks import Mask
 
 
 def tokens_to_heads(group: RingGroup, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Of each [B, H, l, K]: some tokens of all heads -> [B, H/u, u · l, K], all tokens of some heads."""
+    """Each [B, H, l, K] (some tokens, all heads) -> [B, H/u, u · l, K] (all tokens, some heads)."""
     return _AllToAll.apply(group, True, *tensors)  # pyright: ignore[reportReturnType]
 
 
@@ -25,7 +25,7 @@ def heads_to_tokens(group: RingGroup, tensor: Tensor) -> Tensor:
 
 
 def mask_to_heads(group: RingGroup, mask: Mask) -> Mask:
-    """The mask of what this rank has after `to_heads`."""
+    """The mask for what this rank holds after `tokens_to_heads`."""
     if mask.key_mask is not None:
         return Mask(key_mask=_local_heads(group, torch.cat(_all_gather(group, mask.key_mask), dim=-1)))
     if mask.query_mask is None:
@@ -45,24 +45,24 @@ def _local_heads(group: RingGroup, mask: Tensor) -> Tensor:
 
 class _AllToAll(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, link: RingGroup, to_heads: bool, *tensors: Tensor):
-        ctx.link, ctx.tokens_to_heads = link, to_heads
-        return _all_to_all(link, to_heads, tensors)
+    def forward(ctx: Any, group: RingGroup, to_heads: bool, *tensors: Tensor):
+        ctx.group, ctx.to_heads = group, to_heads
+        return _all_to_all(group, to_heads, tensors)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
-        return None, None, *_all_to_all(ctx.link, not ctx.tokens_to_heads, grads)
+        return None, None, *_all_to_all(ctx.group, not ctx.to_heads, grads)
 
 
 def _all_to_all(group: RingGroup, to_heads: bool, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """All tensors in one message to each rank. Heads are dim 1, tokens dim 2."""
-    cut, joined = (1, 2) if to_heads else (2, 1)
-    pieces = [tensor.chunk(group.size, dim=cut) for tensor in tensors]
-    parts = torch.stack([torch.cat([piece[peer].reshape(-1) for piece in pieces]) for peer in range(group.size)])
-    received, start, found = group.all_to_all(parts), 0, []
-    for piece in pieces:
-        shape, stop = piece[0].shape, start + piece[0].numel()
-        found.append(torch.cat([row[start:stop].view(shape) for row in received], dim=joined))
+    """Exchange all tensors in one message per rank. Heads are dim 1, tokens dim 2."""
+    split_dim, cat_dim = (1, 2) if to_heads else (2, 1)
+    chunks = [tensor.chunk(group.size, dim=split_dim) for tensor in tensors]
+    messages = torch.stack([torch.cat([each[peer].reshape(-1) for each in chunks]) for peer in range(group.size)])
+    received, start, exchanged = group.all_to_all(messages), 0, []
+    for each in chunks:
+        shape, stop = each[0].shape, start + each[0].numel()
+        exchanged.append(torch.cat([row[start:stop].view(shape) for row in received], dim=cat_dim))
         start = stop
-    return tuple(found)
+    return tuple(exchanged)

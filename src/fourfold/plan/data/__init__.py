@@ -1,7 +1,7 @@
 """The data axis: buckets, where their tensors rest, and the program of a step. No torch."""
 
 from fourfold.plan.data.buckets import Bucket, ParamSpec, Slot, effective_bucket_bytes, make_buckets
-from fourfold.plan.data.step_program import DataStepSpec, lower_step
+from fourfold.plan.data.step_program import DataStepSpec, StepSync, lower_step
 from fourfold.plan.data.zero import (
     NUM_GRAD_BUFFERS,
     RESTING_LAYOUTS,
@@ -23,6 +23,7 @@ __all__ = [
     "RestingLayouts",
     "ShardGroups",
     "Slot",
+    "StepSync",
     "effective_bucket_bytes",
     "grad_buffer_indices",
     "layout_changes",

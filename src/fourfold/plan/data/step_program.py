@@ -5,6 +5,7 @@ Law: every data rank has the same program, so all of them begin the same collect
 """
 
 from collections.abc import Mapping
+from enum import StrEnum
 from typing import NamedTuple
 
 from fourfold.plan.data.zero import RESTING_LAYOUTS, RestingLayouts, layout_changes
@@ -12,13 +13,19 @@ from fourfold.words.layout import Change
 from fourfold.words.program import GRAD_NORM, LOSS, TRUST_NORMS, USED_PARAMS, Action, Verb
 
 
+class StepSync(StrEnum):
+    """What ranks exchange in a step."""
+
+    GRADIENTS = "gradients"  # every bucket is reduced
+    NOTHING = "nothing"  # a local step of local SGD
+    WEIGHTS = "weights"  # a local step of local SGD, after which the weights are averaged
+
+
 class DataStepSpec(NamedTuple):
     """What a data rank's step consists of.
 
     launch_order      the order of reductions, as recorded in the first step; empty: by bucket number
     has_trust_ratios  the optimizer needs norms of single parameters, and parameters are split among ranks
-    sync              "step": gradients are reduced. Under local SGD every rank keeps its gradients: "apart" in a step
-                      without, "meet" in a step with an averaging of weights
     """
 
     microbatches: int
@@ -29,7 +36,7 @@ class DataStepSpec(NamedTuple):
     update: str = "after"
     launch_order: tuple[int, ...] = ()
     has_trust_ratios: bool = False
-    sync: str = "step"
+    sync: StepSync = StepSync.GRADIENTS
 
 
 def lower_step(step: DataStepSpec) -> tuple[Action, ...]:
@@ -49,7 +56,9 @@ def lower_step(step: DataStepSpec) -> tuple[Action, ...]:
     """
     launch_order = step.launch_order or tuple(range(step.num_buckets))
     updates = {bucket: _update(step, bucket) for bucket in launch_order}
-    pushes = {bucket: [Action(Verb.PUSH, 0, bucket)] if step.sync == "meet" else [] for bucket in launch_order}
+    pushes = {
+        bucket: [Action(Verb.PUSH, 0, bucket)] if step.sync == StepSync.WEIGHTS else [] for bucket in launch_order
+    }
     actions: list[Action] = []
     if step.update == "in_forward":
         actions += [action for bucket in reversed(launch_order) for action in updates[bucket]]
@@ -59,7 +68,7 @@ def lower_step(step: DataStepSpec) -> tuple[Action, ...]:
     actions += _measures(step)
     for bucket in launch_order:
         actions += (updates[bucket] if step.update == "after" else []) + pushes[bucket]
-    if step.sync == "meet":
+    if step.sync == StepSync.WEIGHTS:
         actions += [Action(Verb.PULL, 0, bucket) for bucket in launch_order]
     return tuple(actions)
 
@@ -85,7 +94,7 @@ def _reductions(
     first = microbatch * step.num_buckets if every_backward else 0
     actions = []
     for bucket in launch_order:
-        if step.sync == "step":
+        if step.sync == StepSync.GRADIENTS:
             actions.append(Action(Verb.REDUCE, 0, first + bucket))
         if is_last and step.update == "in_backward":
             actions += updates[bucket]

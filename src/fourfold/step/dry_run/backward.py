@@ -1,4 +1,4 @@
-"""Backward of the dry run: outputs are differentiated inside torch function modes, and gradients are counted."""
+"""Backward of the dry run: it runs inside torch function modes, and its gradients are counted."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
@@ -11,7 +11,7 @@ from fourfold.step.tensor_tree import tree_leaves
 
 
 def run_backward(outputs: Any, grad_tensors: list[Tensor | None]) -> None:
-    """Differentiate the sum of all outputs times their weights; torch function modes stay on, as in forward."""
+    """Differentiate all outputs with these upstream gradients; torch function modes stay on, as in forward."""
     pairs = [
         (output, weight)
         for output, weight in zip(tree_leaves(outputs), grad_tensors, strict=True)
@@ -20,14 +20,12 @@ def run_backward(outputs: Any, grad_tensors: list[Tensor | None]) -> None:
     if not pairs:
         return
     roots, gradients = zip(*pairs, strict=True)
-    # `torch.autograd.backward` would hand itself to the modes and run without them: a checkpoint would compute in
-    # another dtype than the first time.
     run_backward_under_modes(roots, gradients)
 
 
 @contextlib.contextmanager
 def count_gradients(parameters: Mapping[str, Tensor]) -> Iterator[Mapping[str, int]]:
-    """Within, how many gradients each parameter gets."""
+    """Count, within, how many gradients each parameter gets."""
     counts = dict.fromkeys(parameters, 0)
 
     def make_hook(name: str) -> Callable[[Tensor], None]:

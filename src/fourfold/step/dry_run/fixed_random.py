@@ -1,7 +1,7 @@
-"""Without randomness: a forward that gives each sample the same loss in whatever batch it comes.
+"""Fixed random numbers: a forward in which a sample has the same loss in every batch.
 
-Law: inside, torch's random functions return fixed values, and dropout leaves out nothing; afterwards all generators of
-this process are where they were.
+Law: inside the mode, torch's random functions return fixed values and dropout drops nothing. On exit, all random
+number generators of this process have the state that they had before.
 """
 
 import contextlib
@@ -26,11 +26,11 @@ RNN_FUNCTIONS = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
 
 
 class FixedRandomMode(TorchFunctionMode):
-    """What a forward has shown.
+    """Replaces random functions, and observes a forward.
 
-    has_drawn  whether it has drawn from a generator all the same
-    itemsize   of its least precise numbers
-    made       how many numbers its operations have made: about as many as autograd keeps
+    has_randomness  whether some generator was used nevertheless
+    min_itemsize    size in bytes of the least precise numbers
+    num_elements    how many numbers the operations computed: about as many as autograd keeps
     """
 
     has_randomness = False
@@ -52,15 +52,15 @@ class FixedRandomMode(TorchFunctionMode):
 
 @contextlib.contextmanager
 def without_randomness(device: torch.device) -> Iterator[FixedRandomMode]:
-    """Within, nothing is left to chance, as far as torch's Python functions are asked."""
+    """Within, torch's Python functions draw no random numbers; all generators are restored on exit."""
     before = _rng_states(device)
-    watched = FixedRandomMode()
+    mode = FixedRandomMode()
     try:
-        with watched:
-            yield watched
+        with mode:
+            yield mode
     finally:
         after = _rng_states(device)
-        watched.has_randomness = not all(map(_is_same_state, before, after))
+        mode.has_randomness = not all(map(_is_same_state, before, after))
         torch.set_rng_state(before[0])
         random.setstate(before[1])
         np.random.set_state(before[2])
@@ -82,7 +82,7 @@ def _is_same_state(a: Any, b: Any) -> bool:
 
 
 def _call_without_randomness(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The result of a call, with a fixed value where it would be drawn."""
+    """The result of a call, with fixed values in place of random ones."""
     name = getattr(func, "__name__", "")
     if func in DROPOUT_FUNCTIONS:
         return args[0] if args else kwargs["input"]
@@ -94,13 +94,13 @@ def _call_without_randomness(func: Callable[..., Any], args: tuple[Any, ...], kw
     if func is F.rrelu:
         return func(args[0], *args[1:3], **{**kwargs, "training": False})
     if name in RNN_FUNCTIONS and any(type(arg) is float for arg in args):
-        place = next(index for index, arg in enumerate(args) if type(arg) is float)
-        return func(*args[:place], 0.0, *args[place + 1 :], **kwargs)
-    maker = _REPLACEMENTS.get(name)
-    return func(*args, **kwargs) if maker is None else maker(func, args, kwargs)
+        index = next(index for index, arg in enumerate(args) if type(arg) is float)  # the probability of dropout
+        return func(*args[:index], 0.0, *args[index + 1 :], **kwargs)
+    replacement = _REPLACEMENTS.get(name)
+    return func(*args, **kwargs) if replacement is None else replacement(func, args, kwargs)
 
 
-DRAW_FRACTION = 0.375  # of a range, or of a standard deviation: what stands for a draw
+DRAW_FRACTION = 0.375  # of a range or of a standard deviation: the value in place of a draw
 
 
 def _fill_new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -112,7 +112,7 @@ def _fill_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tens
 
 
 def _fixed_randint(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """torch.randint(low=0, high, size), and its `like`."""
+    """torch.randint(low=0, high, size) and torch.randint_like."""
     numbers = [arg for arg in args if isinstance(arg, int)]
     numbers += [kwargs[name] for name in ("low", "high") if name in kwargs]
     value = sum(numbers) // 2

@@ -1,6 +1,6 @@
-"""Exact: code that asks for float32 or less computes in float64; for complex64 or less, in complex128.
+"""Float64 mode: code that asks for float32 or less gets float64; for complex64 or less, complex128.
 
-grouped  torch's grouped matrix product, which has no float64 kernel; here it is one product per group
+grouped_mm  torch's grouped matrix product has no float64 kernel; here it is one product per group
 Law: inside the mode every floating-point result of a float64 model is float64.
 """
 
@@ -24,7 +24,7 @@ FACTORIES = frozenset({torch.zeros, torch.ones, torch.empty, torch.rand, torch.r
 
 
 class Float64Mode(TorchFunctionMode):
-    """`new_tensors`: tensors made without a dtype, as by `torch.zeros(4)`, are float64 too."""
+    """`new_tensors`: tensors created without a dtype, as by `torch.zeros(4)`, are float64 too."""
 
     def __init__(self, *, new_tensors: bool = False) -> None:
         super().__init__()
@@ -58,21 +58,21 @@ def grouped_mm(
 ) -> Tensor:
     """`torch.nn.functional.grouped_mm` in any dtype: one ordinary product per group.
 
-    Group g ends at `offs[g]`: of the rows of a [n, K] with b [G, K, N], of the columns of b [K, n] with a [G, M, K], or
-    of what is summed over with a [M, n] and b [n, N]. Without `offs` both have a first dim of groups.
+    Group g ends at `offs[g]`. The offsets split the rows of a [n, K] with b [G, K, N], the columns of b [K, n] with
+    a [G, M, K], or the summed dim of a [M, n] and b [n, N]. Without `offs`, both have a first dim of groups.
     """
     if offs is None:
         out = a @ b
     else:
         stops = offs.tolist()
-        spans = [slice(start, stop) for start, stop in zip([0, *stops[:-1]], stops, strict=True)]
+        ranges = [slice(start, stop) for start, stop in zip([0, *stops[:-1]], stops, strict=True)]
         if a.dim() == 2 and b.dim() == 2:
-            out = torch.stack([a[:, span] @ b[span] for span in spans])
+            out = torch.stack([a[:, each] @ b[each] for each in ranges])
         elif a.dim() == 2:
-            parts = [a[span] @ b[group] for group, span in enumerate(spans)]
+            parts = [a[each] @ b[group] for group, each in enumerate(ranges)]
             out = torch.cat([*parts, a.new_zeros(a.shape[0] - stops[-1], b.shape[2])])
         else:
-            parts = [a[group] @ b[:, span] for group, span in enumerate(spans)]
+            parts = [a[group] @ b[:, each] for group, each in enumerate(ranges)]
             out = torch.cat([*parts, a.new_zeros(a.shape[1], b.shape[1] - stops[-1])], dim=1)
     out = out if bias is None else out + bias
     return out if out_dtype is None else out.to(out_dtype)

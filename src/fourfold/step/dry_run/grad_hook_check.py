@@ -1,7 +1,8 @@
-"""Gradient hooks: whether the hooks of parameters may see the gradients of parts of a batch, one by one.
+"""Gradient hooks: whether parameter hooks may see the gradients of the parts of a batch one by one.
 
-Law: a hook of `Tensor.register_hook` whose result for a sum is not the sum of its results is refused where a batch is
-cut: it would clamp or normalize what each part adds to the gradient, and not the gradient.
+additive  hook(a + b) = hook(a) + hook(b), as for a hook that scales or masks
+Law: a hook of `Tensor.register_hook` that is not additive is refused if a batch is split into parts. It would clamp or
+normalize the gradient of each part, and not their sum.
 """
 
 from collections.abc import Iterator
@@ -11,24 +12,25 @@ from torch import Tensor, nn
 
 from fourfold.parts.torch_private import tensor_hooks
 from fourfold.step.dry_run.fixed_random import without_randomness
+from fourfold.step.dry_run.state_problems import format_names
 from fourfold.words.errors import Problem
 
-# Lengths of the gradients that hooks are tried with: a bound or a threshold lies between two of them.
+# The sizes of the random gradients: a hook's bound or threshold lies between two of them.
 GRADIENT_SCALES = (1e-6, 1e-4, 1e-2, 1.0, 1e2)
-# Of the largest number in the result, by the size in bytes of a real number.
+# Relative to the largest number in the result, by the size in bytes of a real number.
 TOLERANCE = {8: 1e-9, 4: 1e-4, 2: 5e-2, 1: 2e-1}
 SEED = 13
 
 
 def hook_problems(model: nn.Module, num_parts: int) -> list[Problem]:
-    """What is wrong with the hooks of the trained parameters, where a batch is cut in so many parts."""
+    """What is wrong with the hooks of the trained parameters, if a batch is split into so many parts."""
     names = [name for name, p in model.named_parameters() if p.requires_grad and not _is_additive(p)]
     if not names:
         return []
-    got = f"a hook of {', '.join(names[:3])}{' …' if len(names) > 3 else ''} that does not treat a sum of gradients"
-    got += f" as the sum of what it makes of each, and a batch that is cut in {num_parts}"
-    need = "hooks that scale or mask: each part's gradient goes through them before all are added up"
-    attempt = "clip=… for the norm, or optimizer.register_step_pre_hook(…), which sees the whole gradient"
+    got = f"a hook of {format_names(names)} that is not additive: hook(a + b) differs from hook(a) + hook(b);"
+    got += f" and a batch that is split into {num_parts} parts"
+    need = "hooks that scale or mask: each part's gradient passes through them before the gradients are summed"
+    attempt = "clip=… to limit the norm, or optimizer.register_step_pre_hook(…), which sees the full gradient"
     return [Problem(got, need, attempt)]
 
 
@@ -47,8 +49,8 @@ def _is_additive(parameter: nn.Parameter) -> bool:
 
     for a, b in _random_gradients(parameter):
         with without_randomness(parameter.device):
-            whole, parts = apply_hooks(a + b), apply_hooks(a) + apply_hooks(b)
-        if not _is_close(whole, parts):
+            of_sum, summed = apply_hooks(a + b), apply_hooks(a) + apply_hooks(b)
+        if not _is_close(of_sum, summed):
             return False
     return True
 

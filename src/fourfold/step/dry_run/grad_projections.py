@@ -1,8 +1,8 @@
-"""Projections: a gradient in one number, so that gradients can be compared without a second set of them.
+"""Gradient projections: each gradient as one number, so that gradients can be compared without storing two sets.
 
-projection  a gradient's product with fixed random numbers: projections of summands add up to the projection of the sum
-group       consecutive parameters whose projections are added
-Law: where a parameter's gradients do not add up, their projections do not.
+projection  the dot product of a gradient with fixed random numbers; it is linear in the gradient
+group       consecutive parameters whose projections are summed
+Law: if the gradients of the parts do not add up to the full gradient, their projections do not either.
 """
 
 import math
@@ -15,18 +15,20 @@ from torch import Tensor
 from fourfold.step.dry_run.random_weights import TILE_SIZE
 
 SEED = 7
+# Relative to the largest gradient of the model: a gradient that is 0 in theory is rounding noise in practice.
+NOISE_FLOOR = 1e-3
 
 
 class Projection(NamedTuple):
-    """A gradient's projection, and its norm."""
+    """The projection of a gradient, and its norm."""
 
     value: float
     norm: float
 
 
 def project_gradients(parameters: Mapping[str, Tensor], *, max_groups: int | None = None) -> list[Projection]:
-    """The projections of the parameters' gradients, in at most `limit` groups; None: one each. Gradients are freed."""
-    count = min(TILE_SIZE, max((2 * p.numel() for p in parameters.values()), default=0))  # of complex ones both parts
+    """Project the gradients of the parameters, in at most `max_groups` groups (None: one each), and free them."""
+    count = min(TILE_SIZE, max((2 * p.numel() for p in parameters.values()), default=0))  # 2: complex
     numbers = torch.randn(count, generator=torch.Generator().manual_seed(SEED)).double()
     values, norms = [], []
     for parameter in parameters.values():
@@ -40,13 +42,13 @@ def project_gradients(parameters: Mapping[str, Tensor], *, max_groups: int | Non
     if not values:
         return []
     table = torch.stack([torch.stack(values), torch.stack(norms)]).T.tolist()
-    each = group_size(len(table), max_groups)
-    groups = [table[start : start + each] for start in range(0, len(table), each)]
+    size = group_size(len(table), max_groups)
+    groups = [table[start : start + size] for start in range(0, len(table), size)]
     return [Projection(sum(value for value, _ in group), max(norm for _, norm in group)) for group in groups]
 
 
 def group_size(num_params: int, max_groups: int | None) -> int:
-    """How many of `count` parameters make a group, so that there are at most `limit` groups."""
+    """The number of parameters in a group, such that there are at most `max_groups` groups."""
     return 1 if max_groups is None else max(1, math.ceil(num_params / max_groups))
 
 
@@ -56,5 +58,5 @@ def _project(flat: Tensor, numbers: Tensor) -> Tensor:
         return flat @ numbers[: flat.numel()]
     rows = flat[: full * TILE_SIZE].view(full, TILE_SIZE)
     weights = numbers.repeat(math.ceil(full / TILE_SIZE))[:full]
-    rest = flat[full * TILE_SIZE :]
-    return (rows @ numbers) @ weights + rest @ numbers[: rest.numel()]
+    remainder = flat[full * TILE_SIZE :]
+    return (rows @ numbers) @ weights + remainder @ numbers[: remainder.numel()]

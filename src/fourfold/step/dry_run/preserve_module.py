@@ -1,7 +1,8 @@
-"""Unchanged: what a model keeps from its forwards in the dry run is dropped, and it has the gradients that it had.
+"""Preserving a module: a dry run leaves no trace in the attributes and gradients of a model.
 
-A model may keep tables of positions, say, in attributes. In the dry run they would be made in float64, and stay.
-Law: after the `with` every attribute of every module, and what dicts and lists among them hold, is what it was.
+A model may cache tensors in attributes, such as tables of positions. In a dry run they would be made in float64.
+Law: on exit, every attribute of every module has its value from before, and so have the contents of dicts and lists
+among them.
 """
 
 import contextlib
@@ -16,7 +17,7 @@ from fourfold.step.dry_run.random_weights import cast_real
 
 @contextlib.contextmanager
 def preserve_module(model: nn.Module) -> Iterator[None]:
-    """Within, forwards and backwards of the model leave no trace. Its gradients are not there."""
+    """Within, forwards and backwards of the model leave no trace; its gradients are None."""
     modules = list(model.modules())
     attributes = [dict(vars(module)) for module in modules]
     contents = [(value, value.copy()) for each in attributes for value in each.values() if _is_container(value)]
@@ -38,20 +39,17 @@ def preserve_module(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def copy_tensor_attributes(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
-    """Within, tensors that modules hold as plain attributes are copies, in another dtype as parameters and buffers are.
-
-    dtype: None leaves them in their own.
-    """
-    changed: list[tuple[dict[str, Any], str, Tensor]] = []
+    """Within, tensors that modules hold as plain attributes are copies in this dtype (None: in their own)."""
+    replaced: list[tuple[dict[str, Any], str, Tensor]] = []
     for attributes in map(vars, model.modules()):
         for name, value in list(attributes.items()):
             if isinstance(value, Tensor):
-                changed.append((attributes, name, value))
+                replaced.append((attributes, name, value))
                 attributes[name] = cast_real(value.detach().clone(), dtype)
     try:
         yield
     finally:
-        for attributes, name, value in changed:
+        for attributes, name, value in replaced:
             attributes[name] = value
 
 

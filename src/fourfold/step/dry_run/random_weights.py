@@ -1,73 +1,27 @@
-"""Random weights: what a dry run computes with instead of the model's own weights.
+"""Random weights: what a dry run computes with, in place of the model's own weights.
 
-free     every weight is drawn at order 1, so that no mixing of tokens hides behind a small scale or a closed gate
-near     every weight is its own value times a number from 0.5 to 1.5, and a zero becomes a small number
-tile     random numbers are drawn once per parameter, at most PERIOD of them, and repeated
-Law: all ranks of a model get the same weights, whatever their device.
+free  every weight is drawn at order 1, so that no mixing of tokens hides behind a small scale or a closed gate
+near  every weight is its own value times a number from 0.5 to 1.5; a zero becomes a small number
+tile  random numbers are drawn once per parameter, at most TILE_SIZE of them, and repeated
+Law: all ranks get the same weights, whatever their device.
 """
 
 import math
 from collections.abc import Mapping
-from typing import NamedTuple
 
-import psutil
 import torch
 from torch import Tensor, nn
+
+from fourfold.step.dry_run.check_config import CheckConfig
 
 # A prime: no dim of a weight is a multiple of it, so no two rows of a weight are equal.
 TILE_SIZE = 65_521
 SEED = 20_240_601
 
 
-class CheckConfig(NamedTuple):
-    """How the dry run computes: in which dtype (None: the model's), with which weights, with or without gradients."""
-
-    dtype: torch.dtype | None
-    weights: str
-    has_gradients: bool
-
-    def __str__(self) -> str:
-        dtype = "the model's own dtype" if self.dtype is None else str(self.dtype).removeprefix("torch.")
-        weights = {"free": "random weights", "near": "weights near the model's own", "own": "the model's own weights"}
-        return f"in {dtype}, with {weights[self.weights]}{'' if self.has_gradients else ', without gradients'}"
-
-
-STRICTEST_CHECK = CheckConfig(torch.float64, "free", True)
-"""What proves most. The dry run falls back on the others, in this order, where it cannot be had."""
-CHECK_CONFIGS = (STRICTEST_CHECK, CheckConfig(torch.float64, "near", True), CheckConfig(None, "free", True))
-WEAKEST_CHECK = CheckConfig(None, "own", False)
-
-
-class MemoryFit(NamedTuple):
-    """Whether weights and gradients of the dry run fit into memory: in float64, and in the model's dtype."""
-
-    fits_float64: bool = True
-    fits_model_dtype: bool = True
-
-
-def find_memory_fit(
-    model: nn.Module, device: torch.device, *, num_local_ranks: int, num_activations: int = 0
-) -> MemoryFit:
-    """Whether a dry run fits into the free memory of this device, which `num_sharing` ranks use.
-
-    activations: how many numbers autograd keeps of a forward.
-    """
-    if device.type == "cuda":
-        free = torch.cuda.mem_get_info(device)[0]
-    elif device.type == "cpu":
-        free = psutil.virtual_memory().available
-    else:
-        return MemoryFit()
-    elements = sum(p.numel() for p in model.parameters())
-    own = sum(p.numel() * p.element_size() for p in model.parameters())
-    # The weights and their gradients.
-    exact = 2 * 8 * elements + 8 * num_activations
-    return MemoryFit(fits_float64=exact * num_local_ranks <= free, fits_model_dtype=2 * own * num_local_ranks <= free)
-
-
 @torch.no_grad()
 def make_state(model: nn.Module, config: CheckConfig) -> dict[str, Tensor]:
-    """Parameters and buffers for `torch.func.functional_call`. Buffers are copies: what forward writes is dropped."""
+    """Parameters and buffers for a functional call. Buffers are copies: what forward writes is dropped."""
     generator = torch.Generator().manual_seed(SEED)
     state = copy_buffers(model, config.dtype)
     for name, p in model.named_parameters():
@@ -88,9 +42,9 @@ def make_state(model: nn.Module, config: CheckConfig) -> dict[str, Tensor]:
 def copy_parameters(
     model: nn.Module, config: CheckConfig, existing: Mapping[int, nn.Parameter] | None = None
 ) -> dict[str, nn.Parameter]:
-    """Copies of all parameters: trained ones with the weights of the judgement, frozen ones as they are.
+    """Copies of all parameters: trained ones with the weights of the configuration, frozen ones unchanged.
 
-    known: by the id of a parameter, the copy that there is already.
+    existing  copies to reuse, by the id of the parameter
     """
     generator = torch.Generator().manual_seed(SEED)
     copies: dict[str, nn.Parameter] = {}
@@ -113,14 +67,14 @@ def copy_buffers(model: nn.Module, dtype: torch.dtype | None) -> dict[str, Tenso
 def random_tiled(like: Tensor, generator: torch.Generator, *, is_uniform: bool = False) -> Tensor:
     """Random numbers in the shape and on the device of a tensor: normal, or uniform from -1 to 1; float64."""
     count = min(like.numel(), TILE_SIZE)
-    # In float32 they are drawn four times as fast.
+    # Drawing float32 is four times as fast.
     numbers = torch.rand(count, generator=generator) * 2 - 1 if is_uniform else torch.randn(count, generator=generator)
     times = math.ceil(like.numel() / max(count, 1))
     return numbers.to(like.device).double().repeat(times)[: like.numel()].view(like.shape)
 
 
 def _random_weight(p: Tensor, generator: torch.Generator) -> Tensor:
-    """A weight of order 1. It keeps its sign: a model may take its logarithm or its root."""
+    """A weight of order 1. Signs are kept: a model may take its logarithm or its root."""
     if p.is_complex():
         return torch.view_as_complex(
             _random_weight(torch.view_as_real(p.detach().resolve_conj()).contiguous(), generator)
@@ -139,12 +93,12 @@ def _perturbed_weight(p: Tensor, generator: torch.Generator) -> Tensor:
         return torch.view_as_complex(
             _perturbed_weight(torch.view_as_real(p.detach().resolve_conj()).contiguous(), generator)
         )
-    own, numbers = p.detach().double(), random_tiled(p, generator, is_uniform=True)
-    return torch.where(own == 0, 0.1 * numbers, own * (1.0 + 0.5 * numbers))
+    values, numbers = p.detach().double(), random_tiled(p, generator, is_uniform=True)
+    return torch.where(values == 0, 0.1 * numbers, values * (1.0 + 0.5 * numbers))
 
 
 def _fill_zeros(p: Tensor, generator: torch.Generator) -> Tensor | None:
-    """A copy of a weight with small numbers for its zeros; None where it has none."""
+    """A copy of a weight with small numbers in place of zeros; None if it has no zeros."""
     zeros = p == 0
     if p.is_complex() or not bool(zeros.any()):
         return None
@@ -152,7 +106,7 @@ def _fill_zeros(p: Tensor, generator: torch.Generator) -> Tensor | None:
 
 
 def cast_real(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """A tensor of real or complex numbers in the dtype of a judgement; others stay."""
+    """A real or complex tensor in this dtype or its complex counterpart; any other tensor unchanged."""
     if dtype is None or not (tensor.is_floating_point() or tensor.is_complex()):
         return tensor
     return tensor.to(dtype.to_complex() if tensor.is_complex() else dtype)

@@ -1,12 +1,12 @@
-"""Weight writes: what a forward writes into the parameters of a model.
+"""Weight write tracker: what a forward writes into the parameters of a model.
 
-write    a function of torch that changes a tensor in place, where the tensor has elements of a parameter; also one that
-         changes nothing, as a clamp may with these samples
-copied   a parameter's elements as they were before the first write
-renorm   a lookup in an embedding that shortens rows (`max_norm`)
-Law: inside the mode, a parameter is copied before any of torch's functions writes into it.
+write   a torch function that changes a tensor in place, where the tensor shares elements with a parameter; even if the
+        values stay the same, as with a clamp
+saved   the elements of a parameter before its first write
+renorm  a lookup in an embedding that shortens rows (`max_norm`)
+Law: inside the mode, a parameter is saved before a torch function writes into it.
 
-A write by other means, as through numpy, is not seen here: `fingerprints` of weights before and after tell of it.
+A write without a torch function, such as through numpy, is not seen here; fingerprints of the weights reveal it.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -25,7 +25,7 @@ from fourfold.step.tensor_tree import tree_leaves
 
 _AUGMENTED = "add sub mul matmul truediv floordiv mod and or xor lshift rshift pow"
 _INPLACE_OPERATORS = frozenset({"__setitem__", *(f"__i{name}__" for name in _AUGMENTED.split())})
-# Their names end as those of functions that write.
+# Their names end in _, but they write no elements.
 _NON_WRITING = frozenset({"requires_grad_", "detach_", "share_memory_", "rename_"})
 _EMBEDDING_FUNCTIONS = (F.embedding, F.embedding_bag)
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
@@ -33,20 +33,20 @@ _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
 class _SavedParam(NamedTuple):
     data: Tensor
-    """What the parameter showed: restoring gives it the same memory again."""
+    """The parameter's memory: restoring gives it the same memory again."""
     value: Tensor
 
 
 class WeightWriteTracker(TorchFunctionMode):
-    """Sees the writes of this thread into a model's parameters."""
+    """Records the writes of this thread into a model's parameters."""
 
     def __init__(self, model: nn.Module, *, not_restored: Collection[str] = (), counts_renorms: bool = True) -> None:
-        """Parameters that are `kept` are not copied, and `restore` leaves them. `renorms`: whether these are writes."""
+        """`not_restored`: parameters that are not saved. `counts_renorms`: whether a renorm counts as a write."""
         super().__init__()
         self._not_restored, self._counts_renorms = not_restored, counts_renorms
         self._saved: dict[str, _SavedParam] = {}
         self.written: set[str] = set()
-        """The parameters that were written, by name."""
+        """The names of the parameters that were written."""
         with untracked_access():
             self._parameters = dict(model.named_parameters())
             self._versions = {name: version_of(p) for name, p in self._parameters.items()}
@@ -55,7 +55,7 @@ class WeightWriteTracker(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = restore_arguments(func, args, kwargs or {})
-        # The compiler follows a mode into here, and what it finds would not compile.
+        # The compiler traces a mode, and could not compile what follows.
         if not torch.compiler.is_compiling():
             for target in filter(_may_alias_param, _write_targets(func, args, kwargs)):
                 self._record_write(target, is_renorm=func in _EMBEDDING_FUNCTIONS)
@@ -72,40 +72,40 @@ class WeightWriteTracker(TorchFunctionMode):
                     self._saved[name] = _SavedParam(data, data.clone())
 
     def _overlapping_params(self, target: Tensor) -> list[str]:
-        """The parameters that have elements in common with a tensor."""
+        """The names of the parameters that share elements with a tensor."""
         same = [name for name, p in self._parameters.items() if p is target]
-        # Not of a transform of torch.func: these have no memory of their own.
+        # Tensors inside a transform of torch.func have no memory of their own.
         if same or not _has_storage(target):
             return same
         return [name for name, p in self._parameters.items() if _has_storage(p) and _overlap(p, target)]
 
     @torch.no_grad()
     def changes(self) -> Mapping[str, Tensor]:
-        """What was written and has other elements than before: a fingerprint, by name."""
+        """Fingerprints of the parameters that were written and have other elements than before, by name."""
         with untracked_access():
             now = {name: self._parameters[name].data for name in self.written & self._saved.keys()}
             changed = {name: p for name, p in now.items() if not is_identical(p, self._saved[name].value)}
-            found = fingerprints(list(changed.values()))
-        # In two parts: a fingerprint may be beyond what an int64 holds.
-        halves = [[number >> 32, number & 0xFFFFFFFF] for number in found]
+            numbers = fingerprints(list(changed.values()))
+        # In two halves: a fingerprint may exceed an int64.
+        halves = [[number >> 32, number & 0xFFFFFFFF] for number in numbers]
         return {name: torch.tensor(half) for name, half in zip(changed, halves, strict=True)}
 
     def replaced_storage(self) -> list[str]:
-        """The parameters that have another storage than before."""
+        """The names of the parameters that have another storage than before."""
         with untracked_access():
-            pairs = [(name, self._parameters[name].data, copied.data) for name, copied in self._saved.items()]
+            pairs = [(name, self._parameters[name].data, saved.data) for name, saved in self._saved.items()]
         return [name for name, now, before in pairs if now.data_ptr() != before.data_ptr()]
 
     def untracked_writes(self) -> list[str]:
-        """The parameters that were written, as their versions tell, by what is not seen here."""
+        """The names of the parameters whose version changed without a write that was recorded."""
         with untracked_access():
-            noted = self.written | self._saved.keys()
-            now = {name: version_of(p) for name, p in self._parameters.items() if name not in noted}
+            recorded = self.written | self._saved.keys()
+            now = {name: version_of(p) for name, p in self._parameters.items() if name not in recorded}
         return [name for name, version in now.items() if version != self._versions[name]]
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put back what was copied."""
+        """Restore the parameters that were saved."""
         with untracked_access():
             for name, (data, value) in self._saved.items():
                 self._parameters[name].data = data
@@ -124,8 +124,8 @@ def _write_targets(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     if kwargs.get("out") is not None:
         yield from tree_leaves(kwargs["out"])
     if is_operator(func):
-        for place, name in written_arguments(func):
-            yield from tree_leaves(args[place] if place < len(args) else kwargs.get(name))
+        for index, name in written_arguments(func):
+            yield from tree_leaves(args[index] if index < len(args) else kwargs.get(name))
         return
     if func in _EMBEDDING_FUNCTIONS:
         if kwargs.get("max_norm") is not None:
@@ -138,7 +138,7 @@ def _write_targets(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
 
 
 def _may_alias_param(tensor: Tensor) -> bool:
-    """Whether a tensor may have elements of a parameter: what autograd has computed has not, unless it is a view."""
+    """Whether a tensor may share elements with a parameter. A result of autograd does so only if it is a view."""
     return tensor.grad_fn is None or is_view(tensor)
 
 
@@ -154,15 +154,15 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
 
 
 def _address_range(tensor: Tensor) -> tuple[int, int]:
-    """From the address of its first byte to that after its last one."""
+    """The address of a tensor's first byte, and the address after its last."""
     if not tensor.numel():
         return 0, 0
-    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.data_ptr(), tensor.data_ptr() + (reach + 1) * tensor.element_size()
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
 
 
 def is_identical(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors have the same elements; NaN is the same as NaN."""
+    """Whether two tensors have the same elements; NaN equals NaN."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     return torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())

@@ -1,1 +1,1 @@
-"""Sequence parallelism in a step: token shards, attention over all of them, and the checks on the model."""
+"""The sequence axis of a step: token shards of a batch, and attention that reaches all tokens."""

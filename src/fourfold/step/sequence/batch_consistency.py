@@ -1,8 +1,8 @@
-"""Alike: ranks that hold tokens of the same samples are given the same batch, and in every step this is checked.
+"""Batch consistency: ranks that hold tokens of the same samples must get the same batch. Every step checks it.
 
-digest   a hash of all numbers of a batch
-unlike   a rank whose line has other batches takes part in the step with no samples at all; all ranks learn of it with
-         the loss, and refuse the step before a weight moves
+digest    a hash of all numbers of a batch
+mismatch  different digests in an sp group: its ranks take part in the step without samples
+Law: all ranks receive a mismatch together with the loss, and refuse the step before a weight changes.
 """
 
 from collections.abc import Sequence
@@ -16,16 +16,16 @@ from fourfold.parts.comm.ring.protocol import RingGroup
 from fourfold.step.tensor_tree import tree_leaves
 from fourfold.words.errors import Problem
 
-DIGEST_BITS = 62  # of an int64, which every transport carries
+DIGEST_BITS = 62  # fits an int64, which every transport carries
 
 
 def batch_digest(batch: Any) -> int:
-    """A hash of all numbers of a batch, of their dtypes and shapes."""
-    found = xxhash.xxh3_64()
+    """A hash of the values, dtypes and shapes of a batch."""
+    digest = xxhash.xxh3_64()
     for tensor in tree_leaves(batch):
-        found.update(f"{tensor.dtype} {list(tensor.shape)}".encode())
-        found.update(_tensor_bytes(tensor))
-    return found.intdigest() >> (64 - DIGEST_BITS)
+        digest.update(f"{tensor.dtype} {list(tensor.shape)}".encode())
+        digest.update(_tensor_bytes(tensor))
+    return digest.intdigest() >> (64 - DIGEST_BITS)
 
 
 def _tensor_bytes(tensor: Tensor) -> memoryview:
@@ -36,17 +36,17 @@ def _tensor_bytes(tensor: Tensor) -> memoryview:
 
 
 def is_equal_across_ranks(number: int, ring_groups: Sequence[RingGroup], device: torch.device) -> bool:
-    """Whether all ranks of a line have this number. Collective among them: `links` lead to all of them by turns."""
+    """Whether all ranks of an sp group have this number. Collective; `ring_groups` together reach them all."""
     differs = 0
-    for link in ring_groups:
-        rows = [row.tolist() for row in link.all_gather([torch.tensor([number, differs], device=device)])]
+    for group in ring_groups:
+        rows = [row.tolist() for row in group.all_gather([torch.tensor([number, differs], device=device)])]
         differs = int(any(row != [number, 0] for row in rows))
     return not differs
 
 
 def batch_mismatch_problem(ranks: Sequence[int] = ()) -> Problem:
-    """What is wrong where a line's ranks, if they are known, have other batches."""
-    those = f"ranks {', '.join(map(str, ranks))}, which" if ranks else "the ranks that"
-    got = f"sp > 1, and other batches on some of {those} share sequences"
-    need = "the same batch on each of them: a rank takes its own tokens of it"
+    """What is wrong if the ranks of an sp group, where they are known, have different batches."""
+    group = f"ranks {', '.join(map(str, ranks))}, which" if ranks else "the ranks that"
+    got = f"sp > 1, and different batches on some of {group} share sequences"
+    need = "the same batch on each of these ranks: a rank takes its own tokens from it"
     return Problem(got, need, "ff.Feed(dataset, plan, batch_size=…), or ff.shard(loader, plan)")

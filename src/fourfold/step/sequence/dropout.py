@@ -1,9 +1,9 @@
-"""Dropout: of a rank's own tokens drawn apart from the other ranks of its line, of attention the same on every mesh.
+"""Dropout with sp > 1: each rank draws its own for its tokens; in attention it is the same on every mesh.
 
-Ranks that hold tokens of the same samples have one state of torch's generator, so that what is drawn for a sample or a
-layer (stochastic depth) is the same on all of them. Dropout is drawn for each token: each rank has draws of its own.
-tag  a number drawn from the shared state: a checkpoint, which restores the state, draws it again
-Law: the shared state moves on alike on all ranks, and a checkpoint's second forward drops what the first dropped.
+The ranks of an sp group share one state of torch's random number generator. So what is drawn per sample or per layer,
+as in stochastic depth, is the same on all of them. Dropout is drawn per token, so each rank needs other numbers.
+tag  a number drawn from the shared state; a checkpoint, which restores the state, draws the same tag again
+Law: the shared state advances in the same way on all ranks, and a checkpoint's second forward drops what the first did.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,14 +21,14 @@ _MAX_TAG = 2**62
 
 
 def per_rank_dropouts(index: int) -> dict[Any, Callable[..., Tensor]]:
-    """What is to be called instead of torch's dropouts on the rank at `index` of the sequence axis."""
+    """Replacements for torch's dropout functions, for the rank at this index on the sequence axis."""
 
     def dropout_per_rank(
         func: Callable[..., Tensor], x: Tensor, p: float = 0.5, training: bool = True, *rest: Any, **more: Any
     ):
         if not training or p == 0.0:
             return func(x, p, training, *rest, **more)
-        # From the shared state: the seed is the same on all ranks, and again when a checkpoint is computed again.
+        # The tag is the same on all ranks, and again when a checkpoint recomputes its forward.
         seed = _draw_tag() + index * 0x9E3779B97F4A7C15
         cuda = [x.device] if x.device.type == "cuda" else []
         with torch.random.fork_rng(cuda):
@@ -39,28 +39,34 @@ def per_rank_dropouts(index: int) -> dict[Any, Callable[..., Tensor]]:
 
 
 class AttentionDropoutCounter:
-    """Numbers the calls of attention of a step that drop something."""
+    """Numbers the attention calls of a step that have dropout."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
 
     def begin_step(self, step: int, first_sample: int, microbatch_sizes: Sequence[int]) -> None:
-        """Begin a step of microbatches of these sizes, whose first sample is `first` of the global batch."""
+        """Begin a step of microbatches of these sizes; `first_sample` is its first index in the global batch."""
         self._step, self._first_sample, self._microbatch_sizes = step, first_sample, microbatch_sizes
         self._microbatch_index, self._call_index = -1, 0
         self._dropouts: dict[int, AttentionDropout] = {}
 
     def next_microbatch(self, *_: Any) -> None:
-        """The model's forward begins on the next microbatch."""
+        """The forward of the next microbatch begins."""
         self._microbatch_index, self._call_index = self._microbatch_index + 1, 0
 
     def next_dropout(self, p: float) -> AttentionDropout:
-        """What is dropped in the call of attention that now begins, or is made again for a checkpoint's backward."""
+        """The dropout of the attention call that begins now, or that a checkpoint repeats in backward."""
         tag = _draw_tag()
         if tag not in self._dropouts:
             if is_in_backward():
-                got = "sp > 1, dropout in attention, and a checkpoint that does not restore the generator's state"
-                raise TaskError(Problem(got, "the same dropout in both forwards", "preserve_rng_state=True"))
+                got = "sp > 1, dropout in attention, and a checkpoint that does not restore the random number generator"
+                raise TaskError(
+                    Problem(
+                        got,
+                        "the same dropout in both forwards of a checkpoint",
+                        "checkpoint(…, preserve_rng_state=True)",
+                    )
+                )
             start = self._first_sample + sum(self._microbatch_sizes[: self._microbatch_index])
             samples = range(start, start + self._microbatch_sizes[self._microbatch_index])
             self._dropouts[tag] = AttentionDropout(p, self._seed, self._step, self._call_index, samples)

@@ -1,10 +1,10 @@
-"""Trial: before the first step, the model is tried out on a few tokens, whole and cut.
+"""Dry run of the sequence axis, on one rank: before the first step, a model runs on a few tokens, full and sharded.
 
-as it is   the model on all the tokens of a few samples: what the loss will be given, what attention is made by hand
-judged     the model on whole sequences and on this rank's tokens alone, forward and backward, in float64 and with
-           random weights (`judge.py`); where that cannot be, in the next best way of `random_weights.JUDGEMENTS`
-Law: where the replay has the same keys, values, masks and outputs as the whole, call by call, and the same gradients,
-tokens meet in attention only, and the cut model is the model. Nothing is communicated.
+unchanged run  the model as it is, on all tokens of a few samples: outputs for the loss, and attention made by hand
+check          full sequences against this rank's tokens alone, forward and backward, in float64 and with random
+               weights (`shard_comparison.py`); if that is unavailable, the next one of `SEQUENCE_CHECKS`
+Law: if the shard has the same keys, values, masks, outputs and gradients as the full sequences, call by call, then
+tokens interact only in attention, and the sharded model is the model. Nothing is communicated.
 """
 
 from collections.abc import Mapping
@@ -15,44 +15,51 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fourfold.step.batch import POSITION_KEYS, has_token_dim
-from fourfold.step.dry_run.forward_state import EDIT_ADVICE, describe_trained
+from fourfold.step.dry_run.check_config import (
+    SEQUENCE_CHECKS,
+    STRICTEST_SEQUENCE_CHECK,
+    WEAKEST_SEQUENCE_CHECK,
+    CheckConfig,
+    CheckUnavailable,
+    MemoryFit,
+)
 from fourfold.step.dry_run.preserve_module import preserve_module
-from fourfold.step.dry_run.random_weights import CHECK_CONFIGS, STRICTEST_CHECK, WEAKEST_CHECK, CheckConfig, MemoryFit
+from fourfold.step.dry_run.state_problems import EDIT_ADVICE, describe_trained
 from fourfold.step.dry_run.weight_write_tracker import WeightWriteTracker
 from fourfold.step.model_call import eval_mode
 from fourfold.step.sequence.grad_sum_check import GradProjections
 from fourfold.step.sequence.module_tracker import ModuleTracker
 from fourfold.step.sequence.sdpa_interception import AttentionCall, intercept_attention
-from fourfold.step.sequence.shard_comparison import CheckUnavailable, ShardComparison
-from fourfold.step.sequence.token_shards import TokenShard
+from fourfold.step.sequence.shard_comparison import ShardComparison
+from fourfold.step.sequence.token_shards import DP_INSTEAD, TokenShard
 from fourfold.step.sequence.tolerance import ShardMismatch
 from fourfold.step.sequence.transformers import has_transformers_model, install_attention
 from fourfold.step.tensor_tree import tree_map
 from fourfold.words.errors import Problem, TaskError
 
-ATTENTION_ONLY = "tokens that meet in torch.nn.functional.scaled_dot_product_attention only"
+ATTENTION_ONLY = "tokens that interact only in torch.nn.functional.scaled_dot_product_attention"
 NOT_CHECKED = (
     "tokens that mix in training mode only, in branches that the first batch does not take, or through state that is "
     "neither a parameter nor a buffer"
 )
-"""What a dry run does not see."""
+"""What a dry run cannot find."""
 SOFTMAX_FUNCTIONS = {torch.softmax, torch.Tensor.softmax, F.softmax}
 
 
 class DryRunResult(NamedTuple):
-    """What a trial has found: problems; else how many calls of attention there are, and what the loss gives."""
+    """Problems; or else the number of attention calls, the outputs of the unchanged run, and gradient projections."""
 
     problems: list[Problem]
     num_calls: int = 0
     outputs: Any = None
     grad_projections: GradProjections | None = None
-    config: CheckConfig = STRICTEST_CHECK
+    config: CheckConfig = STRICTEST_SEQUENCE_CHECK
     fallback_reason: str = ""
-    """Why the best judgement could not be had; empty where it was."""
+    """Why the strictest check was unavailable; empty if it was made."""
 
 
 class SequenceDryRun:
-    """The trial of a model on whole inputs (a dict), of which `share` is this rank's; `ulysses` is the plan's."""
+    """The dry run of a model on full inputs (a dict) and on this rank's shard of them; `ulysses` is the plan's."""
 
     def __init__(
         self,
@@ -75,7 +82,7 @@ class SequenceDryRun:
         self._num_calls = 0
 
     def run(self) -> DryRunResult:
-        """Try the model out. What the model raises itself on whole inputs is raised."""
+        """Run the model and check it. An exception of the model on full inputs is raised."""
         with eval_mode(self._model), self._tracker, preserve_module(self._model):
             try:
                 trained = {name for name, p in self._model.named_parameters() if p.requires_grad}
@@ -83,7 +90,7 @@ class SequenceDryRun:
                     outputs = self._run_unchanged()
                 if names := sorted(trained & writes.written):
                     got = f"sp > 1 and a forward that writes {describe_trained(names)}"
-                    return DryRunResult([Problem(got, "weights that only the update writes", EDIT_ADVICE)])
+                    return DryRunResult([Problem(got, "trained weights that only the optimizer writes", EDIT_ADVICE)])
                 if not self._num_calls:
                     return DryRunResult([self._no_attention_problem()])
                 return self._compare_shards(outputs)
@@ -92,7 +99,7 @@ class SequenceDryRun:
 
     @torch.no_grad()
     def _run_unchanged(self) -> Any:
-        """What the model, with its own weights and in its own dtype, gives for whole sequences."""
+        """The model's outputs for full sequences, with its own weights and in its own dtype."""
 
         def count_call(call: AttentionCall) -> Tensor:
             self._num_calls += 1
@@ -113,42 +120,44 @@ class SequenceDryRun:
         except Exception as error:
             if not has_transformers_model(self._model):
                 raise
-            call()  # what it raises as it is configured is its own
+            call()  # raises if the model fails with its configured attention too
             got = f"sp > 1 and a {type(self._model).__name__} that fails with another attention function: {error}"
-            need = "a model of transformers that attends through its AttentionInterface"
-            raise TaskError(Problem(got, need, "sp = 1, and dp instead")) from error
+            need = "a transformers model that attends through its AttentionInterface"
+            raise TaskError(Problem(got, need, DP_INSTEAD)) from error
 
     def _compare_shards(self, outputs: Any) -> DryRunResult:
-        """The verdict of the first judgement that can be had."""
+        """The result of the strictest check that can be made."""
         reasons: dict[torch.dtype | None, str] = {}
         if not self._memory_fit.fits_float64:
             reasons[torch.float64] = "weights and gradients do not fit into memory in float64"
         if not self._memory_fit.fits_model_dtype:
             reasons[None] = "weights and gradients do not fit into memory"
-        given_up = dict(reasons)
-        for judgement in CHECK_CONFIGS:
-            if judgement.dtype in given_up:
+        without_memory = set(reasons)
+        for config in SEQUENCE_CHECKS:
+            if config.dtype in without_memory:
                 continue
             try:
-                return self._run_config(outputs, judgement, "; ".join(reasons.values()))
+                return self._run_config(outputs, config, "; ".join(reasons.values()))
             except CheckUnavailable as error:
-                reasons[judgement.dtype] = f"{judgement}: {error}"
+                reasons[config.dtype] = f"{config}: {error}"
         try:
-            return self._run_config(outputs, WEAKEST_CHECK, "; ".join(reasons.values()))
+            return self._run_config(outputs, WEAKEST_SEQUENCE_CHECK, "; ".join(reasons.values()))
         except CheckUnavailable as error:
             raise error.__cause__ or error from None
 
     def _run_config(self, outputs: Any, config: CheckConfig, fallback_reason: str) -> DryRunResult:
-        options = {"tracker": self._tracker, "ulysses": self._ulysses}
-        judge = ShardComparison(self._model, self._inputs, self._shard, config, **options)
+        comparison = ShardComparison(
+            self._model, self._inputs, self._shard, config, tracker=self._tracker, ulysses=self._ulysses
+        )
         try:
-            gradients = judge.run()
+            gradients = comparison.run()
         except ShardMismatch as error:
-            return DryRunResult([self._explain_mismatch(judge, error)], config=config, fallback_reason=fallback_reason)
+            problem = self._explain_mismatch(comparison, error)
+            return DryRunResult([problem], config=config, fallback_reason=fallback_reason)
         return DryRunResult([], self._num_calls, outputs, gradients, config, fallback_reason)
 
     def _notice_manual_attention(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Notice attention that is made by hand: it is what a message should speak of."""
+        """Note attention made by hand, so that a message can name it."""
         if func is F.multi_head_attention_forward and kwargs.get("need_weights", True):
             self._manual_attention.append(
                 f"{self._tracker.current_module_name} (nn.MultiheadAttention with need_weights=True)"
@@ -163,8 +172,8 @@ class SequenceDryRun:
     def _no_attention_problem(self) -> Problem:
         if self._manual_attention:
             return self._manual_attention_problem()
-        got = f"a model that never calls scaled_dot_product_attention ({type(self._model).__name__})"
-        return Problem(f"sp > 1 and {got}", ATTENTION_ONLY, "sp = 1, and dp instead")
+        got = f"sp > 1 and a model ({type(self._model).__name__}) that never calls scaled_dot_product_attention"
+        return Problem(got, ATTENTION_ONLY, DP_INSTEAD)
 
     def _manual_attention_problem(self) -> Problem:
         attempt = "scaled_dot_product_attention(q, k, v, is_causal=…)"
@@ -172,42 +181,42 @@ class SequenceDryRun:
             attempt = "need_weights=False"
         return Problem(f"sp > 1 and attention made by hand at {self._manual_attention[0]}", ATTENTION_ONLY, attempt)
 
-    def _explain_mismatch(self, judge: ShardComparison, error: ShardMismatch) -> Problem:
-        """Why the replay is not the whole, as far as can be found out by looking closer."""
+    def _explain_mismatch(self, comparison: ShardComparison, error: ShardMismatch) -> Problem:
+        """What is wrong if the replay differs from the full sequences, with the place if it can be found."""
         if self._manual_attention:
             return self._manual_attention_problem()
         if error.is_in_backward:
-            return Problem(f"sp > 1 and {error.got}", ATTENTION_ONLY + ", in backward too", "sp = 1, and dp instead")
+            return Problem(f"sp > 1 and {error.got}", f"{ATTENTION_ONLY}, in backward too", DP_INSTEAD)
         position = next(name for name in self._inputs if name in POSITION_KEYS)
-        turned = judge.whole_outputs(**{position: self._inputs[position].flip(1)})
-        if all(map(torch.equal, turned, judge.whole_outputs())):
-            need = "positions that are given: each rank has other tokens than the first"
-            attempt = f"{position} [samples, tokens] where the model counts places itself, as by torch.arange"
+        flipped = comparison.full_outputs(**{position: self._inputs[position].flip(1)})
+        if all(map(torch.equal, flipped, comparison.full_outputs())):
+            need = "a model that uses the positions it is given: a rank's tokens need not start at position 0"
+            attempt = f"{position} [samples, tokens] in place of positions that the model makes, as by torch.arange"
             return Problem(f"sp > 1 and a model that does not use {position}", need, attempt)
-        first = judge.find_first_difference()
-        at = f", first in {first}" if first else ""
-        return Problem(f"sp > 1 and {error.got}{at}", ATTENTION_ONLY, "sp = 1, and dp instead")
+        first = comparison.find_first_difference()
+        where = f", first in {first}" if first else ""
+        return Problem(f"sp > 1 and {error.got}{where}", ATTENTION_ONLY, DP_INSTEAD)
 
 
 def truncate_batch(tree: Any, *, length: int, num_tokens: int, num_samples: int) -> Any:
-    """The first `few` tokens of the first samples, the last token again where there are not so many.
+    """The first tokens of the first samples; the last token is repeated if there are fewer than `num_tokens`.
 
-    Of a mask [B, L, L] they are rows and columns.
+    Of a mask [B, L, L], both rows and columns are taken.
     """
-    places = torch.arange(num_tokens).clamp(max=length - 1)
+    positions = torch.arange(num_tokens).clamp(max=length - 1)
 
     def first(tensor: Tensor) -> Tensor:
-        some = tensor[:num_samples]
+        first_samples = tensor[:num_samples]
         if not has_token_dim(tensor, length):
-            return some
-        some = some[:, places.to(tensor.device)]
-        return some[:, :, places.to(tensor.device)] if _is_square_mask(tensor) else some
+            return first_samples
+        tokens = first_samples[:, positions.to(tensor.device)]
+        return tokens[:, :, positions.to(tensor.device)] if _is_square_mask(tensor) else tokens
 
     return tree_map(tree, first)
 
 
 def _is_square_mask(tensor: Tensor) -> bool:
-    """Whether a token tensor is a mask of all tokens by all, [B, L, L]. Features may be as many: but no mask adds."""
+    """Whether a token tensor is a mask [B, L, L] and not L features: an additive mask is never positive."""
     if tensor.dim() != 3 or tensor.shape[1] != tensor.shape[2]:
         return False
     return tensor.dtype == torch.bool or (tensor.is_floating_point() and not bool((tensor > 0).any()))

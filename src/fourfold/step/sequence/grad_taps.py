@@ -1,4 +1,4 @@
-"""Taps: the gradients of what embeddings give, and of inputs that hold features, are recorded in backward.
+"""Gradient taps: backward records the gradients of embeddings' outputs, and of inputs that hold features.
 
 Law: a tap changes no number and no gradient.
 
@@ -20,7 +20,7 @@ from fourfold.step.tensor_tree import tree_map
 
 
 class GradTap(NamedTuple):
-    """One tensor, where it was made, and what backward has found."""
+    """One tensor, the module that made it, and the gradients that backward has recorded."""
 
     module_name: str
     output: Tensor
@@ -28,18 +28,18 @@ class GradTap(NamedTuple):
 
 
 class GradTaps:
-    """The taps of one pass, in the order of forward."""
+    """The taps of one pass, in forward order."""
 
     def __init__(self, tracker: ModuleTracker, shard: TokenShard) -> None:
         self._tracker, self._shard = tracker, shard
         self.taps: list[GradTap] = []
 
     def tap_inputs(self, inputs: Mapping[str, Any]) -> Any:
-        """The model's inputs, those that hold the features of each token with a gradient of their own."""
+        """The model's inputs, with a tap on each that holds features of tokens."""
 
         def tapped(tensor: Tensor) -> Tensor:
             is_tokens = tensor.dim() == 3 and tensor.shape[1] in (self._shard.length, self._shard.size)
-            # A square one may be a mask, whose gradient is of no token.
+            # A square tensor may be a mask, whose gradient belongs to no token.
             if not is_tokens or not tensor.is_floating_point() or tensor.shape[2] == self._shard.length:
                 return tensor
             return self._tap(tensor.detach().clone().requires_grad_(torch.is_grad_enabled()), "the inputs")
@@ -47,9 +47,9 @@ class GradTaps:
         return tree_map(inputs, tapped)
 
     def tap_embedding(self, func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        """Stands in the place of torch's embedding."""
+        """Replaces torch's embedding function."""
         output = func(*args, **kwargs)
-        # What a checkpoint computes again is not counted again.
+        # The second forward of a checkpoint is not tapped again.
         return output.clone() if is_in_backward() else self._tap(output, self._tracker.current_module_name)
 
     def _tap(self, tensor: Tensor, module_name: str) -> Tensor:
@@ -57,8 +57,8 @@ class GradTaps:
         return tap_output(tensor, self.taps[-1].gradients, OUTPUT)
 
 
-def shard_shape(whole: Tensor, shard: TokenShard) -> torch.Size | None:
-    """The shape that a shard of a token tensor has; None for a tensor without tokens."""
-    if not has_token_dim(whole, shard.length):
+def shard_shape(full: Tensor, shard: TokenShard) -> torch.Size | None:
+    """The shape of a shard of a token tensor; None for a tensor without tokens."""
+    if not has_token_dim(full, shard.length):
         return None
-    return torch.Size((whole.shape[0], shard.size, *whole.shape[2:]))
+    return torch.Size((full.shape[0], shard.size, *full.shape[2:]))

@@ -1,9 +1,9 @@
-"""Losses: what a loss of a part of the tokens says of the whole.
+"""Losses with sp > 1: whether the losses of token shards add up to the loss of all tokens.
 
-mean     a loss that is one number: torch's own mean of all elements, so that it is known how many it is of
-even     each rank's part has as many elements as the others': then the mean of their means is the mean
-ignored  the targets that torch's own losses leave out, as they were called
-Law: the ranks' sums and counts add up to those of the whole, or the loss is refused.
+mean     a scalar loss must be torch's own mean of all elements, so that the number of elements is known
+even     each rank has the same number of elements; then the mean of the ranks' means is the mean
+ignored  targets that torch's losses leave out, as with `ignore_index`
+Law: the sums and counts of the ranks add up to those of all tokens, or the loss is refused.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,6 +21,7 @@ from fourfold.parts.torch_private import (
     saved_total_weight,
 )
 from fourfold.step.batch import has_token_dim
+from fourfold.step.dry_run.loss_graph import MEAN_NODES, RESHAPING_OPS, topological_order
 from fourfold.step.loss_sum import sum_loss
 from fourfold.step.sequence.sdpa_interception import AttentionCall, intercept_attention
 from fourfold.step.sequence.token_shards import TokenShard
@@ -29,17 +30,16 @@ from fourfold.step.torch_losses import ignore_index_of
 from fourfold.words.errors import Problem, TaskError
 
 UNREDUCED_ADVICE = 'unreduced values (reduction="none"), or a pair (sum, count)'
-# Both sides are made of the same numbers, and differ by the rounding of their sums only.
+# Both sides sum the same numbers, so they differ only by rounding.
 TOLERANCE, HALF_TOLERANCE = 1e-5, 1e-2
-# The steps of autograd that make a mean of elements, and what may stand behind one.
+# The autograd nodes that average elements, and those that may follow one without changing the number.
 NLL_NODES = {"NllLossBackward0", "NllLoss2DBackward0"}
-MEAN_NODES = {"MeanBackward0", "MeanBackward1"}
 REDUCED_LOSS_NODES = {
     f"{name}Backward0"
     for name in ("MseLoss", "SmoothL1Loss", "HuberLoss", "BinaryCrossEntropy", "BinaryCrossEntropyWithLogits")
 }
-TRANSPARENT_NODES = {f"{name}Backward0" for name in ("ToCopy", "View", "Squeeze", "Unsqueeze", "Alias", "Clone")}
-# These may take other elements in another batch.
+TRANSPARENT_NODES = {f"{op}Backward0" for op in RESHAPING_OPS}
+# These may select other elements in another batch.
 INDEXING_NODES = {"IndexBackward0", "MaskedSelectBackward0", "TakeBackward0"}
 
 
@@ -55,7 +55,7 @@ class LossSum(NamedTuple):
 
 
 class ObservedLoss(NamedTuple):
-    """A loss; whether it was given as one number, and if so by what, where that is no mean; the targets left out."""
+    """A loss. `is_mean`: it was a scalar; `non_mean_op`: the operation that made that scalar, if that is no mean."""
 
     loss_sum: LossSum
     is_mean: bool
@@ -65,32 +65,34 @@ class ObservedLoss(NamedTuple):
 
 
 def observe_loss(loss: Callable[[Any, Any], Any], outputs: Any, targets: Any, num_samples: int) -> ObservedLoss:
-    """The value of a loss, and how it was come by."""
+    """Compute a loss, and observe how."""
     ignored = []
 
-    def watch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def observe(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if (index := ignore_index_of(func, args, kwargs)) is not None:
             ignored.append(index)
 
     outputs = tree_map(outputs, lambda t: t.detach().requires_grad_() if t.is_floating_point() else t)
-    with torch.enable_grad(), intercept_attention(AttentionCall.run_sdpa, observer=watch):
+    with torch.enable_grad(), intercept_attention(AttentionCall.run_sdpa, observer=observe):
         value = loss(outputs, targets)
     half = any(t.is_floating_point() and t.dtype.itemsize < 4 for t in tree_leaves(outputs))
-    close = HALF_TOLERANCE if half else TOLERANCE
+    tolerance = HALF_TOLERANCE if half else TOLERANCE
     if isinstance(value, Tensor) and value.dim() == 0:
-        elements = _num_averaged(value)
-        odd = None if elements is not None else value.grad_fn.name() if value.grad_fn is not None else "the model"
-        return ObservedLoss(LossSum(float(value) * (elements or 0.0), elements or 0.0), True, ignored, odd, close)
-    measured = sum_loss(value, num_samples)
-    return ObservedLoss(LossSum(float(measured.total), float(measured.count)), False, ignored, None, close)
+        count, non_mean_op = _num_averaged(value), None
+        if count is None:
+            non_mean_op = "the model" if value.grad_fn is None else value.grad_fn.name()
+        loss_sum = LossSum(float(value) * (count or 0.0), count or 0.0)
+        return ObservedLoss(loss_sum, True, ignored, non_mean_op, tolerance)
+    total = sum_loss(value, num_samples)
+    return ObservedLoss(LossSum(float(total.total), float(total.count)), False, ignored, None, tolerance)
 
 
 def _num_averaged(value: Tensor) -> float | None:
-    """How many elements a scalar is the plain mean of, in this batch and in any other; None where that is not known."""
+    """The number of elements whose plain mean a scalar is, in this batch as in any other; None if that is not known."""
     node: Any = value.grad_fn
     while node is not None and node.name() in TRANSPARENT_NODES:
         node = node.next_functions[0][0]
-    if node is None or any(name in INDEXING_NODES for name in _node_names(node)):
+    if node is None or any(each.name() in INDEXING_NODES for each in topological_order(node)):
         return None
     if node.name() in NLL_NODES and saved_reduction(node) == REDUCTION_MEAN and saved_class_weights(node) is None:
         return float(saved_total_weight(node))
@@ -99,57 +101,46 @@ def _num_averaged(value: Tensor) -> float | None:
     return float(saved_input_numel(node)) if node.name() in MEAN_NODES else None
 
 
-def _node_names(node: Any) -> set[str]:
-    """The names of all that autograd has recorded up to this node."""
-    seen, ahead = {node}, [node]
-    while ahead:
-        fresh = {before for before, _ in ahead.pop().next_functions if before is not None} - seen
-        seen |= fresh
-        ahead += fresh
-    return {each.name() for each in seen}
-
-
 def check_even_targets(
     targets: Any, shards: Sequence[TokenShard], ignored_indices: Sequence[int], *, lengths: str
 ) -> None:
-    """Raise TaskError where the means of parts are no mean: some part has fewer targets. On all ranks alike.
+    """Raise TaskError, on all ranks, if some shard has fewer targets: then the mean of the shards' means is no mean.
 
-    lengths: those that divide, in words.
+    `lengths` names the sequence lengths that divide evenly.
     """
     length = shards[0].length
-    counts = [share.size if share.real_tokens is None else len(share.real_tokens) for share in shards]
-    what, attempt = f"{length} tokens, which do not divide", f"{UNREDUCED_ADVICE}, or {lengths}"
+    counts = [shard.size if shard.real_tokens is None else len(shard.real_tokens) for shard in shards]
+    what, attempt = f"{length} tokens, which do not divide evenly", f"{UNREDUCED_ADVICE}, or {lengths}"
     for target in tree_leaves(targets) if len(set(counts)) == 1 else ():
         if not has_token_dim(target, length) or target.is_floating_point():
             continue
         for index in {-100, *ignored_indices}:
-            told = (target != index).sum(0)
-            counts = [int(sum(int(told[start:stop].sum()) for start, stop in share.ranges)) for share in shards]
+            num_counted = (target != index).sum(0)
+            counts = [sum(int(num_counted[start:stop].sum()) for start, stop in shard.ranges) for shard in shards]
             what, attempt = f"targets with {index}, which is ignored", UNREDUCED_ADVICE
             if len(set(counts)) > 1:
                 break
     if len(set(counts)) > 1:
         got = f"sp = {len(shards)}, a loss that is a mean, and {what}: {counts} targets by rank"
         raise TaskError(
-            Problem(got, "as many on every rank, or a loss that can be added up", attempt), where="the loss"
+            Problem(got, "the same number on every rank, or a loss that can be summed over ranks", attempt),
+            where="the loss",
         )
 
 
 def non_mean_problem(non_mean_op: str, sp_size: int) -> Problem:
-    """What is wrong with a loss that is one number, made by `odd`."""
-    got = f"sp = {sp_size}, and a loss that is one number, made by {non_mean_op}"
-    need = "to know how many elements it is the mean of: torch's own mean of all of them, without weights"
+    """What is wrong with a scalar loss that `non_mean_op` has made."""
+    got = f"sp = {sp_size}, and a scalar loss made by {non_mean_op}"
+    need = "a scalar that torch makes as the mean of all elements, without weights, so that their number is known"
     return Problem(got, need, UNREDUCED_ADVICE)
 
 
-def loss_sum_problem(whole: LossSum, parts: Sequence[LossSum], *, tolerance: float) -> Problem | None:
-    """What is wrong with a loss whose parts are not the whole's. `close`: what rounding makes of the mean."""
+def loss_sum_problem(full: LossSum, parts: Sequence[LossSum], *, tolerance: float) -> Problem | None:
+    """What is wrong if the losses of the shards do not add up; `tolerance` is that of the mean, relative."""
     added = LossSum(sum(part.total for part in parts), sum(part.num_elements for part in parts))
-    if added.num_elements == whole.num_elements and abs(added.mean - whole.mean) <= tolerance * max(
-        abs(whole.mean), 1e-6
-    ):
+    if added.num_elements == full.num_elements and abs(added.mean - full.mean) <= tolerance * max(abs(full.mean), 1e-6):
         return None
-    got = f"sp = {len(parts)}, a loss of {whole.mean:.8g} over {whole.num_elements:g} elements for all tokens"
-    got += f", and {added.mean:.8g} over {added.num_elements:g} for the ranks' parts"
-    need = "a loss of each token's output and its own target"
-    return Problem(got, need, "targets that the data has shifted, and " + UNREDUCED_ADVICE)
+    got = f"sp = {len(parts)}, a loss of {full.mean:.8g} over {full.num_elements:g} elements for all tokens"
+    got += f", but {added.mean:.8g} over {added.num_elements:g} for the ranks' tokens"
+    need = "a loss that compares each token's output with the same token's target"
+    return Problem(got, need, f"targets that the data has shifted, and {UNREDUCED_ADVICE}")

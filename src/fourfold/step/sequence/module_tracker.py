@@ -1,6 +1,6 @@
-"""Where: the module that is running, for messages, and what each module makes.
+"""Module tracker: which module is running, for messages, and what each module returns.
 
-Law: hooks are there inside the `with` only.
+Law: hooks exist only inside the `with`.
 """
 
 import contextlib
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 
 class ModuleOutput(NamedTuple):
-    """The first tensor that a module without children returned."""
+    """The first tensor that a module without children has returned."""
 
     name: str
     type_name: str
@@ -19,7 +19,7 @@ class ModuleOutput(NamedTuple):
 
 
 class ModuleTracker:
-    """Within, `here` is the name of the module that is running."""
+    """Within, `current_module_name` is the module that is running."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -33,9 +33,9 @@ class ModuleTracker:
     def __enter__(self) -> Self:
         self._hooks = []
         for name, module in self._model.named_modules():
-            shown = name or type(module).__name__
+            label = name or type(module).__name__
             self._hooks.append(
-                module.register_forward_pre_hook(lambda m, i, name=shown: self._active_names.append(name))
+                module.register_forward_pre_hook(lambda m, i, name=label: self._active_names.append(name))
             )
             self._hooks.append(module.register_forward_hook(self._exit_module, always_call=True))
         return self
@@ -53,9 +53,9 @@ class ModuleTracker:
 
     @contextlib.contextmanager
     def record_outputs(self) -> Iterator[list[ModuleOutput]]:
-        """Within, what modules without children make is added to the list."""
-        self._outputs = made = []
+        """Within, outputs of modules without children are added to the list."""
+        self._outputs = outputs = []
         try:
-            yield made
+            yield outputs
         finally:
             self._outputs = None

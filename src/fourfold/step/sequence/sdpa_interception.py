@@ -1,11 +1,10 @@
-"""Route: calls of scaled_dot_product_attention go where they are sent, whoever makes them.
+"""Interception of scaled_dot_product_attention (SDPA): its calls go to a handler, whatever code makes them.
 
-call    one call, with the arguments of torch's scaled_dot_product_attention
-mode    a TorchFunctionMode: sees what a thread calls, in whatever way it came by the function; not what torch's own
-        composites call, such as nn.MultiheadAttention, since a mode is off while it is asked
-patch   of every module that has the function under some name: sees those, and the second forward of a checkpoint,
-        since backward has no mode
-Law: inside `routed` no call of this thread reaches torch's own kernel unasked; outside, every call does.
+mode   a TorchFunctionMode: it sees all calls of a thread, under any name of the function, but not the calls inside
+       torch's composites such as nn.MultiheadAttention, because a mode is off while it handles a call
+patch  replaces the function in every module that holds it: it catches these calls, and those in the second forward
+       of a checkpoint, because modes are off in backward
+Law: inside `intercept_attention`, every SDPA call of this thread goes to the handler; outside, none does.
 """
 
 import contextlib
@@ -46,47 +45,45 @@ class AttentionCall(NamedTuple):
     enable_gqa: bool = False
 
     def run_sdpa(self) -> Tensor:
-        """What torch makes of it: [B, H, l, Dv]. A mask may come with `causal`, which torch does not take."""
-        mask, causal = self.mask, self.is_causal
-        if mask is not None and causal:
-            mask, causal = (
-                combine_masks(mask, torch.ones(self.q.shape[2], self.k.shape[2], device=mask.device).tril() > 0),
-                False,
-            )
-        return SDPA(self.q, self.k, self.v, mask, self.dropout_p, causal, scale=self.scale, enable_gqa=self.enable_gqa)
+        """Compute the call with torch: [B, H, l, Dv]. A mask may come with `is_causal`, which torch itself refuses."""
+        mask, is_causal = self.mask, self.is_causal
+        if mask is not None and is_causal:
+            causal_mask = torch.ones(self.q.shape[2], self.k.shape[2], device=mask.device).tril() > 0
+            mask, is_causal = combine_masks(mask, causal_mask), False
+        return SDPA(
+            self.q, self.k, self.v, mask, self.dropout_p, is_causal, scale=self.scale, enable_gqa=self.enable_gqa
+        )
 
 
-def combine_masks(mask: Tensor, other: Tensor) -> Tensor:
-    """A mask, and a boolean one beside it."""
-    return mask & other if mask.dtype == torch.bool else mask.masked_fill(~other, float("-inf"))
+def combine_masks(mask: Tensor, bool_mask: Tensor) -> Tensor:
+    """A boolean or additive mask that also masks what a second, boolean mask does."""
+    return mask & bool_mask if mask.dtype == torch.bool else mask.masked_fill(~bool_mask, float("-inf"))
 
 
 AttentionHandler = Callable[[AttentionCall], Tensor]
-
-
 FunctionObserver = Callable[[Any, tuple[Any, ...], dict[str, Any]], None]
 FunctionOverrides = Mapping[Any, Callable[..., Any]]
 
 
-class _ThreadRoutes(threading.local):
-    """The routes that are open in a thread, the innermost last; None: closed while a target works."""
+class _ThreadHandlers(threading.local):
+    """The handlers and overrides of a thread, the innermost last; None while a handler runs: its calls go to torch."""
 
     def __init__(self) -> None:
         self.handlers: list[AttentionHandler | None] = []
         self.overrides: list[FunctionOverrides] = []
 
 
-class _ProcessRoutes:
-    """The routes that are open in any thread."""
+class _ProcessHandlers:
+    """The handlers and overrides of all threads."""
 
     def __init__(self) -> None:
         self.handlers: list[AttentionHandler] = []
         self.overrides: list[FunctionOverrides] = []
 
 
-_thread_routes = _ThreadRoutes()
+_of_thread = _ThreadHandlers()
 _lock = threading.Lock()
-_process_routes = _ProcessRoutes()
+_of_process = _ProcessHandlers()
 _patched: list[tuple[Any, str, Any]] = []
 
 
@@ -94,59 +91,60 @@ _patched: list[tuple[Any, str, Any]] = []
 def intercept_attention(
     handler: AttentionHandler, *, observer: FunctionObserver | None = None, overrides: FunctionOverrides | None = None
 ) -> Iterator[None]:
-    """Within, each call of this thread, and of the threads of its backward, is `target`'s.
+    """Within, `handler` computes each SDPA call of this thread and of the threads of its backward.
 
-    `watch(func, args, kwargs)` hears of every other torch function that the thread calls; what is in `instead` is
-    called as `instead[func](func, *args, **kwargs)`; in a checkpoint's second forward if it is of DROPOUTS.
+    `observer(func, args, kwargs)` is called for every other torch function that the thread calls. A function in
+    `overrides` is called as `overrides[func](func, *args, **kwargs)`; in a checkpoint's second forward, only the
+    DROPOUT_FUNCTIONS are.
     """
     overrides = overrides or {}
-    _thread_routes.handlers.append(handler)
-    _thread_routes.overrides.append(overrides)
+    _of_thread.handlers.append(handler)
+    _of_thread.overrides.append(overrides)
     with _lock:
-        _process_routes.handlers.append(handler)
-        _process_routes.overrides.append(overrides)
+        _of_process.handlers.append(handler)
+        _of_process.overrides.append(overrides)
         if not _patched:
             _patched.extend(_find_bindings(len(sys.modules)))
-            for module, name, own in _patched:
-                setattr(module, name, _wrappers_by_id[id(own)])
+            for module, name, original in _patched:
+                setattr(module, name, _wrappers_by_id[id(original)])
     try:
         with _InterceptMode(observer, overrides):
             yield
     finally:
-        _thread_routes.handlers.pop()
-        _thread_routes.overrides.pop()
+        _of_thread.handlers.pop()
+        _of_thread.overrides.pop()
         with _lock:
-            index = _process_routes.handlers.index(handler)
-            del _process_routes.handlers[index], _process_routes.overrides[index]
-            if not _process_routes.handlers:
-                for module, name, own in _patched:
-                    setattr(module, name, own)
+            index = _of_process.handlers.index(handler)
+            del _of_process.handlers[index], _of_process.overrides[index]
+            if not _of_process.handlers:
+                for module, name, original in _patched:
+                    setattr(module, name, original)
                 _patched.clear()
 
 
 @functools.lru_cache(1)
 def _find_bindings(num_modules: int) -> list[tuple[Any, str, Any]]:
-    """The modules that have one of torch's functions, its name there, and it; looked for again with more modules."""
+    """(module, name, function) of every module that holds one of these functions; cached per number of modules."""
     found = []
     for module in list(sys.modules.values()):
         members = getattr(module, "__dict__", None)
-        # No lookup by name: some modules make what they are asked for.
+        # `__dict__`, not getattr: some modules create attributes on request.
         if type(members) is dict and module.__name__ != __name__:
             found += [(module, name, value) for name, value in list(members.items()) if id(value) in _wrappers_by_id]
     return found
 
 
-def _make_dropout_wrapper(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """What stands in the place of a dropout: in backward it does what the mode does in forward."""
+def _make_dropout_wrapper(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A replacement for a dropout function: in backward it does what the mode does in forward."""
 
-    @functools.wraps(own)
-    def stand_in(*args: Any, **kwargs: Any) -> Tensor:
-        routes = _thread_routes.overrides or (_process_routes.overrides if len(_process_routes.overrides) == 1 else [])
-        if routes and own in routes[-1] and is_in_backward():
-            return routes[-1][own](own, *args, **kwargs)
-        return own(*args, **kwargs)
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Tensor:
+        overrides = _of_thread.overrides or (_of_process.overrides if len(_of_process.overrides) == 1 else [])
+        if overrides and original in overrides[-1] and is_in_backward():
+            return overrides[-1][original](original, *args, **kwargs)
+        return original(*args, **kwargs)
 
-    return stand_in
+    return wrapper
 
 
 def intercepted_sdpa(
@@ -159,22 +157,22 @@ def intercepted_sdpa(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Stands in the place of torch's scaled_dot_product_attention."""
+    """Replaces torch's scaled_dot_product_attention."""
     call = _autocast(AttentionCall(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa))
-    target = _current_handler()
-    if target is None:
+    handler = _current_handler()
+    if handler is None:
         return call.run_sdpa()
     if query.dim() != 4:
-        return _attend_3d(target, call)
-    _thread_routes.handlers.append(None)
+        return _attend_3d(handler, call)
+    _of_thread.handlers.append(None)
     try:
-        return target(call)
+        return handler(call)
     finally:
-        _thread_routes.handlers.pop()
+        _of_thread.handlers.pop()
 
 
 def _autocast(call: AttentionCall) -> AttentionCall:
-    """A call as autocast has it: what torch casts for its kernel, all of the four that are in float32 or less."""
+    """Cast a call as torch's autocast does: q, k, v and mask, unless they are float64."""
     device = call.q.device.type
     if not torch.is_autocast_enabled(device):
         return call
@@ -188,27 +186,28 @@ def _autocast(call: AttentionCall) -> AttentionCall:
 
 
 def _attend_3d(handler: AttentionHandler, call: AttentionCall) -> Tensor:
-    """A call whose tensors are [N, l, D]: each of the N is a sample of one head."""
+    """A call whose tensors are [N, l, D]: N samples of one head."""
     if call.q.dim() != 3:
         got = f"sp > 1 and scaled_dot_product_attention of {list(call.q.shape)}"
-        raise TaskError(Problem(got, "q, k and v of [samples, heads, tokens, head size]", "q.flatten(0, -4)"))
+        raise TaskError(Problem(got, "q, k and v of shape [samples, heads, tokens, head size]", "q.flatten(0, -4)"))
     mask = call.mask if call.mask is None or call.mask.dim() < 3 else call.mask.unsqueeze(1)
     q, k, v = (tensor.unsqueeze(1) for tensor in (call.q, call.k, call.v))
     return intercepted_sdpa(q, k, v, mask, call.dropout_p, call.is_causal, call.scale, call.enable_gqa).squeeze(1)
 
 
 def _current_handler() -> AttentionHandler | None:
-    if _thread_routes.handlers:
-        return _thread_routes.handlers[-1]
-    # A thread of autograd's, in the second forward of a checkpoint: it has no routes of its own.
-    if is_in_backward() and len(_process_routes.handlers) == 1:
-        return _process_routes.handlers[0]
+    if _of_thread.handlers:
+        return _of_thread.handlers[-1]
+    # A thread of autograd, in the second forward of a checkpoint, has no handlers of its own.
+    if is_in_backward() and len(_of_process.handlers) == 1:
+        return _of_process.handlers[0]
     return None
 
 
-_original_functions = {_make_dropout_wrapper(own): own for own in DROPOUT_FUNCTIONS}
-_wrappers_by_id: dict[int, Callable[..., Tensor]] = {id(own): stand for stand, own in _original_functions.items()} | {
-    id(SDPA): intercepted_sdpa
+_original_functions = {_make_dropout_wrapper(original): original for original in DROPOUT_FUNCTIONS}
+_wrappers_by_id: dict[int, Callable[..., Tensor]] = {
+    **{id(original): wrapper for wrapper, original in _original_functions.items()},
+    id(SDPA): intercepted_sdpa,
 }
 
 
@@ -223,7 +222,7 @@ class _InterceptMode(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in DROPPED_ARGUMENTS:
             kwargs = restore_arguments(func, args, kwargs)
-        # torch's own dropout names itself by its module, where now something stands in its place.
+        # torch's dropout passes itself by its name in the module, which is now the wrapper.
         func = _original_functions.get(func, func)
         if func in SDPA_FUNCTIONS:
             return intercepted_sdpa(*args, **kwargs)

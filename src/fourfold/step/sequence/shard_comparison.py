@@ -1,9 +1,9 @@
-"""Judge: the model's forward and backward on whole sequences and on one rank's tokens, compared call by call.
+"""Shard comparison: a model's forward and backward on full sequences and on one shard of the tokens, call by call.
 
-whole    the model on all tokens, each attention call recorded, its gradients too
-replay   the model on this rank's tokens alone, which get from each attention call what was recorded for them
-weight   the scalar that is differentiated is the sum of all outputs times fixed random weights, by global token
-tap      an embedding's output, or an input of floats: its gradient is compared as well
+full    the model on all tokens; each attention call is recorded, with its gradients
+replay  the model on this rank's tokens alone; each attention call returns its rows of the recorded output
+tap     an embedding's output, or an input of features: its gradient is compared as well
+Both passes differentiate the sum of all outputs times fixed random numbers, which depend on the global token only.
 
 B samples · L length · l = L / sp
 """
@@ -17,15 +17,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fourfold.parts.data.grad_buckets import second_grad_problem
+from fourfold.parts.data.grad_checks import second_grad_problem
 from fourfold.parts.torch_private import is_in_backward, swapped_state
 from fourfold.step.batch import has_token_dim
 from fourfold.step.dry_run import random_weights
 from fourfold.step.dry_run.backward import count_gradients, run_backward
+from fourfold.step.dry_run.check_config import CheckConfig, CheckUnavailable
 from fourfold.step.dry_run.float64_mode import Float64Mode
-from fourfold.step.dry_run.grad_projections import Projection
+from fourfold.step.dry_run.grad_projections import NOISE_FLOOR, Projection
 from fourfold.step.dry_run.preserve_module import copy_tensor_attributes
-from fourfold.step.dry_run.random_weights import CheckConfig
 from fourfold.step.sequence import grad_sum_check
 from fourfold.step.sequence.attention_match import compare_attention_calls
 from fourfold.step.sequence.attention_replay import (
@@ -36,7 +36,7 @@ from fourfold.step.sequence.attention_replay import (
     recompute_call,
     record_call,
 )
-from fourfold.step.sequence.grad_sum_check import NOISE_FLOOR, GradProjections
+from fourfold.step.sequence.grad_sum_check import GradProjections
 from fourfold.step.sequence.grad_taps import GradTaps, shard_shape
 from fourfold.step.sequence.module_tracker import ModuleTracker
 from fourfold.step.sequence.sdpa_interception import AttentionCall, AttentionHandler, intercept_attention
@@ -47,6 +47,7 @@ from fourfold.step.sequence.tolerance import (
     gradient_tolerance_of,
     is_close,
     is_replicated,
+    is_shard_of,
     shard_rows,
 )
 from fourfold.step.sequence.transformers import has_transformers_model, install_attention
@@ -54,14 +55,12 @@ from fourfold.step.tensor_tree import tree_leaves, tree_map
 from fourfold.words.errors import FourfoldError, Problem, TaskError
 
 SEED = 11
-
-
-class CheckUnavailable(Exception):
-    """The model cannot be judged in this way; it may be in another."""
+# What a model raises for a shard if it expects another number of tokens.
+_SIZE_ERRORS = (RuntimeError, IndexError, ValueError)
 
 
 class ShardComparison:
-    """One judgement of a model on whole inputs (a dict), of which `share` is this rank's; `ulysses` is the plan's."""
+    """One check of a model on full inputs (a dict), against this rank's shard of them; `ulysses` is the plan's."""
 
     def __init__(
         self,
@@ -84,33 +83,37 @@ class ShardComparison:
     # ---- both passes --------------------------------------------------------------------------------
 
     def run(self) -> GradProjections | None:
-        """Compare the passes. Raises Differs or TaskError where tokens mix, Unfit where the model cannot be run so."""
+        """Compare the passes; None without gradients.
+
+        Raises ShardMismatch or TaskError if tokens mix, CheckUnavailable if the model cannot be run like this.
+        """
         with self._patched_model(self._record_attention, self._taps), _raise_unavailable():
-            whole = self._call_model(self._taps.tap_inputs(self._inputs))
-        if self._config.weights != "own" and not _is_finite(whole):
+            full = self._call_model(self._taps.tap_inputs(self._inputs))
+        if self._config.weights != "own" and not _is_finite(full):
             raise CheckUnavailable("outputs that are not finite")
         if has_transformers_model(self._model):
-            self._compare_with_own_attention(whole)
+            self._compare_with_configured_attention(full)
         taps = GradTaps(self._tracker, self._shard)
-        own = self._replay_forward(taps)
-        self._compare_outputs(whole, own)
+        local = self._replay_forward(taps)
+        self._compare_outputs(full, local)
         if not self._config.has_gradients:
             return None
         parameters = {name: self._state[name] for name, p in self._model.named_parameters() if p.requires_grad}
-        weights = self._random_grad_tensors(whole)
+        grad_tensors = self._random_grad_tensors(full)
         with (
             self._patched_model(self._record_attention, self._taps),
             count_gradients(parameters) as counts,
             _raise_unavailable(),
         ):
-            run_backward(whole, weights)
+            run_backward(full, grad_tensors)
         if twice := next((name for name, count in counts.items() if count > 1), None):
             raise TaskError(second_grad_problem(twice))
-        total = grad_sum_check.project_grouped_gradients(parameters)
-        self._check_finite(total)
-        self._replay_backward(own, whole, weights, taps)
+        projections = grad_sum_check.project_grouped_gradients(parameters)
+        self._check_finite(projections)
+        self._replay_backward(local, full, grad_tensors, taps)
         self._compare_taps(taps)
-        return GradProjections(total, grad_sum_check.project_grouped_gradients(parameters), self._gradient_tolerance)
+        local_projections = grad_sum_check.project_grouped_gradients(parameters)
+        return GradProjections(projections, local_projections, self._gradient_tolerance)
 
     @property
     def num_calls(self) -> int:
@@ -118,90 +121,89 @@ class ShardComparison:
 
     @contextlib.contextmanager
     def _patched_model(self, handler: AttentionHandler, taps: GradTaps | None = None) -> Iterator[None]:
-        exact = Float64Mode(new_tensors=True) if self._config.dtype is not None else contextlib.nullcontext()
-        instead = {} if taps is None else {F.embedding: taps.tap_embedding}
-        grad = torch.set_grad_enabled(self._config.has_gradients and taps is not None)
+        overrides = {} if taps is None else {F.embedding: taps.tap_embedding}
+        grad_mode = torch.set_grad_enabled(self._config.has_gradients and taps is not None)
+        # Not `torch.func.functional_call`: a checkpoint's second forward, in backward, needs these weights too.
         weights = swapped_state(self._model, self._state)
-        constants = copy_tensor_attributes(self._model, self._config.dtype)
+        attributes = copy_tensor_attributes(self._model, self._config.dtype)
         with (
-            grad,
-            exact,
+            grad_mode,
+            self._float64_mode(),
             weights,
-            constants,
-            intercept_attention(handler, overrides=instead),
+            attributes,
+            intercept_attention(handler, overrides=overrides),
             install_attention(self._model),
         ):
             yield
+
+    def _float64_mode(self) -> contextlib.AbstractContextManager[Any]:
+        return Float64Mode(new_tensors=True) if self._config.dtype is not None else contextlib.nullcontext()
 
     def _call_model(self, inputs: Mapping[str, Any]) -> Any:
         return self._model(**inputs)
 
     def _record_attention(self, call: AttentionCall) -> Tensor:
         if is_in_backward():
-            number = self._find_recomputed_call(call, is_whole=True)
+            number = self._find_recomputed_call(call, is_full=True)
             return recompute_call(call, None if number is None else self._recorded_calls[number - 1])
-        one, output = record_call(call, self._tracker.current_module_name)
-        self._recorded_calls.append(one)
+        recorded, output = record_call(call, self._tracker.current_module_name)
+        self._recorded_calls.append(recorded)
         return output
 
     def _replay_forward(self, taps: GradTaps | None) -> Any:
         """The model's outputs for this rank's tokens alone."""
-        number, share = 0, self._shard
+        number, shard = 0, self._shard
 
         def play_next(call: AttentionCall) -> Tensor:
             nonlocal number
             if number == len(self._recorded_calls):
-                raise ShardMismatch(
-                    f"{number + 1} calls of attention, {number} with whole sequences", depends_on_others=False
-                )
+                raise _num_calls_mismatch(number + 1, number)
             number += 1
-            compare_attention_calls(
-                self._recorded_calls[number - 1].call, call, self._shard, self._call_name(number), ulysses=self._ulysses
-            )
+            recorded, name = self._recorded_calls[number - 1].call, self._call_name(number)
+            compare_attention_calls(recorded, call, shard, name, ulysses=self._ulysses)
             return self._play_back(number, call)
 
         with self._patched_model(play_next, taps):
             try:
-                inputs = shard_tokens(dict(self._inputs), share)
-                own = self._call_model(inputs if taps is None else taps.tap_inputs(inputs))
-            except (RuntimeError, IndexError, ValueError) as error:
-                got = f"with {share.size} of {share.length} tokens: {_first_line(error)}"
+                inputs = shard_tokens(dict(self._inputs), shard)
+                outputs = self._call_model(inputs if taps is None else taps.tap_inputs(inputs))
+            except _SIZE_ERRORS as error:
+                got = f"a model that fails on a shard of {shard.size} of {shard.length} tokens: {_first_line(error)}"
                 raise ShardMismatch(got, depends_on_others=False) from error
         if number < len(self._recorded_calls):
-            raise ShardMismatch(
-                f"{number} calls of attention, {len(self._recorded_calls)} with whole sequences",
-                depends_on_others=False,
-            )
-        return own
+            raise _num_calls_mismatch(number, len(self._recorded_calls))
+        return outputs
 
-    def _replay_backward(self, own: Any, whole: Any, grad_tensors: list[Tensor | None], taps: GradTaps) -> None:
-        share = self._shard
-        parts: list[Tensor | None] = []
-        for tensor, weight in zip(tree_leaves(whole), grad_tensors, strict=True):
-            if weight is not None:
-                # Outputs of no token are the same on all ranks, and each has its part of the gradient.
-                is_tokens = has_token_dim(tensor, share.length)
-                weight = shard_rows(weight, share, 1) if is_tokens else weight * (share.size / share.padded_length)
-            parts.append(weight)
+    def _replay_backward(self, local: Any, full: Any, grad_tensors: list[Tensor | None], taps: GradTaps) -> None:
+        shard = self._shard
+        local_grads: list[Tensor | None] = []
+        for tensor, gradient in zip(tree_leaves(full), grad_tensors, strict=True):
+            if gradient is not None:
+                # Outputs without tokens are the same on all ranks, and each rank has its fraction of their gradient.
+                is_tokens = has_token_dim(tensor, shard.length)
+                fraction = shard.size / shard.padded_length
+                gradient = shard_rows(gradient, shard, 1) if is_tokens else gradient * fraction
+            local_grads.append(gradient)
 
         def play_recomputed(call: AttentionCall) -> Tensor:
-            number = self._find_recomputed_call(call, is_whole=False)
+            number = self._find_recomputed_call(call, is_full=False)
             if number is None:
                 got = "sp > 1 and a checkpoint whose second forward computes something else than its first"
-                raise TaskError(Problem(got, "the same both times", "use_reentrant=False, which torch checks"))
+                attempt = "checkpoint(…, use_reentrant=False), with which torch compares the two"
+                raise TaskError(Problem(got, "the same forward both times", attempt))
             return self._play_back(number, call)
 
         with self._patched_model(play_recomputed, taps):
             try:
-                run_backward(own, parts)
-            except (RuntimeError, IndexError, ValueError) as error:
-                got = f"with {share.size} of {share.length} tokens, in backward: {_first_line(error)}"
+                run_backward(local, local_grads)
+            except _SIZE_ERRORS as error:
+                got = f"a backward that fails on a shard of {shard.size} of {shard.length} tokens: {_first_line(error)}"
                 raise ShardMismatch(got, depends_on_others=False, is_in_backward=True) from error
         if self._mismatches:
             raise ShardMismatch(self._mismatches[0], is_in_backward=True)
 
     def _random_grad_tensors(self, outputs: Any) -> list[Tensor | None]:
-        """The random weights of each output that can be differentiated."""
+        """Random upstream gradients, one for each output that can be differentiated."""
         generator = torch.Generator().manual_seed(SEED)
         return [
             random_weights.random_tiled(output.detach(), generator).to(output.dtype)
@@ -210,19 +212,19 @@ class ShardComparison:
             for output in tree_leaves(outputs)
         ]
 
-    # ---- calls of attention -------------------------------------------------------------------------
+    # ---- attention calls ----------------------------------------------------------------------------
 
     def _call_name(self, call_number: int) -> str:
         return f"attention call {call_number} ({self._recorded_calls[call_number - 1].module_name})"
 
-    def _find_recomputed_call(self, call: AttentionCall, *, is_whole: bool) -> int | None:
-        """Which call a checkpoint makes again."""
+    def _find_recomputed_call(self, call: AttentionCall, *, is_full: bool) -> int | None:
+        """The number of the call that a checkpoint repeats; None if there is none like it."""
         for number in range(len(self._recorded_calls), 0, -1):
-            known = self._recorded_calls[number - 1].call
-            pairs = [(getattr(known, name), getattr(call, name)) for name in QKV]
-            if not is_whole:
-                pairs = [(shard_rows(one, self._shard, 2), other) for one, other in pairs]
-            if all(one.shape == other.shape and is_close(one, other.detach()) for one, other in pairs):
+            recorded = self._recorded_calls[number - 1].call
+            pairs = [(getattr(recorded, name), getattr(call, name)) for name in QKV]
+            if not is_full:
+                pairs = [(shard_rows(full, self._shard, 2), local) for full, local in pairs]
+            if all(a.shape == b.shape and is_close(a, b.detach()) for a, b in pairs):
                 return number
         return None
 
@@ -231,113 +233,106 @@ class ShardComparison:
         return Playback(output, lambda gradient: self._play_back_gradients(number, gradient))(call)
 
     def _play_back_gradients(self, number: int, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        known = self._recorded_calls[number - 1]
-        self._check_gradient_rows(
-            known.gradients.get(OUTPUT), gradient, 2, f"gradients of the output of {self._call_name(number)}"
-        )
-        recorded = [known.gradients.get(name) for name in QKV]
-        return tuple(None if one is None else shard_rows(one, self._shard, 2) for one in recorded)
+        gradients = self._recorded_calls[number - 1].gradients
+        what = f"gradients of the output of {self._call_name(number)}"
+        self._check_gradient_rows(gradients.get(OUTPUT), gradient, 2, what)
+        recorded = [gradients.get(name) for name in QKV]
+        return tuple(None if full is None else shard_rows(full, self._shard, 2) for full in recorded)
 
     # ---- comparison ---------------------------------------------------------------------------------
 
-    def _compare_outputs(self, outputs: Any, own: Any) -> None:
-        theirs, ours = list(tree_leaves(outputs)), list(tree_leaves(own))
-        if len(theirs) != len(ours):
-            raise ShardMismatch(f"{len(ours)} outputs, {len(theirs)} with whole sequences", depends_on_others=False)
-        pairs = [(whole.detach(), mine.detach()) for whole, mine in zip(theirs, ours, strict=True)]
-        for whole, mine in pairs:
-            if has_token_dim(whole, self._shard.length):
-                check_shard_rows(whole, mine, self._shard, 1, "the outputs")
-            elif not is_replicated(whole, mine):
-                raise ShardMismatch(
-                    f"an output {list(whole.shape)} that is not each token's own", depends_on_others=False
-                )
-        if not any(has_token_dim(whole, self._shard.length) for whole, _ in pairs):
-            shapes = ", ".join(str(list(whole.shape)) for whole, _ in pairs)
-            raise ShardMismatch(f"no output for each token, but {shapes}", depends_on_others=False)
+    def _compare_outputs(self, full_outputs: Any, local_outputs: Any) -> None:
+        full_leaves, local_leaves = list(tree_leaves(full_outputs)), list(tree_leaves(local_outputs))
+        if len(full_leaves) != len(local_leaves):
+            got = f"{len(local_leaves)} outputs for a shard of the tokens, {len(full_leaves)} for full sequences"
+            raise ShardMismatch(got, depends_on_others=False)
+        pairs = [(full.detach(), local.detach()) for full, local in zip(full_leaves, local_leaves, strict=True)]
+        for full, local in pairs:
+            if has_token_dim(full, self._shard.length):
+                check_shard_rows(full, local, self._shard, 1, "the outputs")
+            elif not is_replicated(full, local):
+                got = f"an output {list(full.shape)} that is neither per token nor the same on every rank"
+                raise ShardMismatch(got, depends_on_others=False)
+        if not any(has_token_dim(full, self._shard.length) for full, _ in pairs):
+            shapes = ", ".join(str(list(full.shape)) for full, _ in pairs)
+            raise ShardMismatch(f"outputs {shapes}, none of them per token", depends_on_others=False)
 
-    def _compare_with_own_attention(self, outputs: Any) -> None:
-        """A transformers model must be the same with our attention and masks as with those it is configured for."""
-        exact = Float64Mode(new_tensors=True) if self._config.dtype is not None else contextlib.nullcontext()
-        with _raise_unavailable(), torch.no_grad(), exact, copy_tensor_attributes(self._model, self._config.dtype):
-            theirs = torch.func.functional_call(self._model, self._state, (), self._inputs)
-        if not all(
-            is_close(one, other.detach()) for one, other in zip(tree_leaves(theirs), tree_leaves(outputs), strict=True)
-        ):
-            kind = f"a {type(self._model).__name__} that attends otherwise than its masks and modules say"
-            raise TaskError(Problem(f"sp > 1 and {kind}", "plain or causal attention, with a mask of keys"))
+    def _compare_with_configured_attention(self, outputs: Any) -> None:
+        """Check that a transformers model computes the same with our attention and masks as with its own."""
+        attributes = copy_tensor_attributes(self._model, self._config.dtype)
+        with _raise_unavailable(), torch.no_grad(), self._float64_mode(), attributes:
+            configured = torch.func.functional_call(self._model, self._state, (), self._inputs)
+        pairs = zip(tree_leaves(configured), tree_leaves(outputs), strict=True)
+        if not all(is_close(a, b.detach()) for a, b in pairs):
+            got = f"sp > 1 and a {type(self._model).__name__} whose attention does more than its masks and modules say"
+            raise TaskError(Problem(got, "plain or causal attention, with a mask of keys"))
 
     def _compare_taps(self, taps: GradTaps) -> None:
-        for whole, own in zip(self._taps.taps, taps.taps, strict=False):
-            if whole.output.dim() >= 2 and own.output.shape == shard_shape(whole.output, self._shard):
-                gradient = own.gradients.get(OUTPUT)
-                gradient = torch.zeros_like(own.output) if gradient is None else gradient
-                self._check_gradient_rows(
-                    whole.gradients.get(OUTPUT), gradient, 1, f"gradients of the output of {whole.module_name}"
-                )
+        for full, local in zip(self._taps.taps, taps.taps, strict=False):
+            if full.output.dim() >= 2 and local.output.shape == shard_shape(full.output, self._shard):
+                gradient = local.gradients.get(OUTPUT)
+                gradient = torch.zeros_like(local.output) if gradient is None else gradient
+                what = f"gradients of the output of {full.module_name}"
+                self._check_gradient_rows(full.gradients.get(OUTPUT), gradient, 1, what)
         if self._mismatches:
             raise ShardMismatch(self._mismatches[0], is_in_backward=True)
 
-    def _check_gradient_rows(self, whole: Tensor | None, own: Tensor, dim: int, what: str) -> None:
-        """Note what is wrong unless a gradient is this rank's rows of the whole's (None: zeros)."""
-        expected = torch.zeros_like(own) if whole is None else shard_rows(whole, self._shard, dim)
-        bound, floor = gradient_tolerance_of(own.dtype), NOISE_FLOOR * self._max_gradient
-        if expected.shape != own.shape or not is_close(expected, own, bound, floor=floor):
+    def _check_gradient_rows(self, full: Tensor | None, local: Tensor, dim: int, what: str) -> None:
+        """Record a mismatch unless `local` is this rank's rows of the full gradient (None: zeros)."""
+        expected = torch.zeros_like(local) if full is None else shard_rows(full, self._shard, dim)
+        tolerance, floor = gradient_tolerance_of(local.dtype), NOISE_FLOOR * self._max_gradient
+        if expected.shape != local.shape or not is_close(expected, local, tolerance, floor=floor):
             self._mismatches.append(what)
 
     @functools.cached_property
     def _max_gradient(self) -> float:
-        """The largest number among all gradients that were recorded for whole sequences."""
-        found = [*(call.gradients for call in self._recorded_calls), *(tap.gradients for tap in self._taps.taps)]
-        return max((g.abs().max().item() for each in found for g in each.values() if g.numel()), default=0.0)
+        """The largest number in all gradients that were recorded for full sequences."""
+        recorded = [*(call.gradients for call in self._recorded_calls), *(tap.gradients for tap in self._taps.taps)]
+        return max((g.abs().max().item() for each in recorded for g in each.values() if g.numel()), default=0.0)
 
     @property
     def _gradient_tolerance(self) -> float:
         dtypes = {tensor.dtype for tensor in self._state.values() if tensor.requires_grad}
         return max(map(gradient_tolerance_of, dtypes), default=0.0)
 
-    def _check_finite(self, total: list[Projection]) -> None:
-        if not all(torch.isfinite(torch.tensor([one.norm for one in total], dtype=torch.float64))):
+    def _check_finite(self, projections: list[Projection]) -> None:
+        if not all(torch.isfinite(torch.tensor([each.norm for each in projections], dtype=torch.float64))):
             raise CheckUnavailable("gradients that are not finite")
 
-    # ---- to explain a difference --------------------------------------------------------------------
+    # ---- explaining a mismatch ----------------------------------------------------------------------
 
-    def whole_outputs(self, **changed_inputs: Tensor) -> list[Tensor]:
-        """The outputs for whole sequences with some inputs changed."""
+    def full_outputs(self, **changed_inputs: Tensor) -> list[Tensor]:
+        """The outputs for full sequences, with some inputs changed."""
         with self._patched_model(AttentionCall.run_sdpa):
             return list(tree_leaves(self._call_model({**self._inputs, **changed_inputs})))
 
     def find_first_difference(self) -> str | None:
-        """The first module whose outputs for this rank's tokens are not those it has among all tokens."""
-        with self._tracker.record_outputs() as whole:
-            self.whole_outputs()
-        # It ends as it did before; what was recorded until then tells where.
-        with self._tracker.record_outputs() as own, contextlib.suppress(ShardMismatch):
+        """The first module whose outputs for this rank's tokens are not those for full sequences."""
+        with self._tracker.record_outputs() as full_outputs:
+            self.full_outputs()
+        # The replay fails as it did before; the outputs recorded until then show where.
+        with self._tracker.record_outputs() as local_outputs, contextlib.suppress(ShardMismatch):
             self._replay_forward(None)
-        for (name, kind, result), (_, _, mine) in zip(whole, own, strict=False):
-            if not self._is_shard_of(result, mine):
-                return f"{name} ({kind})"
+        for (name, type_name, full), (_, _, local) in zip(full_outputs, local_outputs, strict=False):
+            if not is_shard_of(full, local, self._shard):
+                return f"{name} ({type_name})"
         return None
 
-    def _is_shard_of(self, whole: Tensor, own: Tensor) -> bool:
-        share = self._shard
-        for dim in range(whole.dim()):
-            if whole.shape[dim] == share.length and own.dim() == whole.dim() and own.shape[dim] == share.size:
-                part = shard_rows(whole, share, dim)
-                if part.shape == own.shape:
-                    return is_close(part, own)
-        return whole.shape == own.shape and is_close(whole, own)
+
+def _num_calls_mismatch(num_local: int, num_full: int) -> ShardMismatch:
+    got = f"{num_local} attention calls for a shard of the tokens, {num_full} for full sequences"
+    return ShardMismatch(got, depends_on_others=False)
 
 
 def _is_finite(outputs: Any) -> bool:
-    """Whether outputs are numbers; minus infinity is the logit of what cannot be."""
-    real = [output.detach() for output in tree_leaves(outputs) if output.is_floating_point()]
-    return not any(bool((output.isnan() | output.isposinf()).any()) for output in real)
+    """Whether outputs are numbers. Minus infinity counts: it is the logit of an impossible class."""
+    floats = [output.detach() for output in tree_leaves(outputs) if output.is_floating_point()]
+    return not any(bool((output.isnan() | output.isposinf()).any()) for output in floats)
 
 
 @contextlib.contextmanager
 def _raise_unavailable() -> Iterator[None]:
-    """Within, what the model raises for whole sequences is raised as Unfit."""
+    """Within, what the model raises for full sequences becomes CheckUnavailable."""
     try:
         yield
     except (FourfoldError, ShardMismatch, CheckUnavailable):

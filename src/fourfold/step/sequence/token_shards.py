@@ -1,9 +1,10 @@
-"""Tokens: which of a batch's tensors have tokens, and the part of them that a rank keeps.
+"""Token shards: which tensors of a batch have tokens, and which of the tokens a rank keeps.
 
-length  tokens of a sample, as the positions have it; a token tensor is one whose dim 1 is that long
-share   what one rank keeps: spans of a sequence that is padded until it divides
-pad     a token that fills up: the last one once more; it is a key for nobody, and its output is dropped
-Law: the shares tile the sequence, and no pad reaches a loss or a token that is none.
+length        tokens of a sample, from the positions
+token tensor  a tensor whose dim 1 is that long
+shard         the tokens that one rank keeps: ranges of a sequence that is padded until it divides
+pad           the last token once more; no query attends to it, and its output is dropped
+Law: the shards tile the sequence, and no pad reaches a loss or another token.
 
 B samples · L length · P padded length · l = P / sp
 """
@@ -16,16 +17,18 @@ from torch import Tensor
 
 from fourfold.plan.plan import Plan
 from fourfold.plan.sequence import TokenRanges, padded_length, token_ranges
-from fourfold.step.batch import POSITION_KEYS, find_positions, has_token_dim
+from fourfold.step.batch import POSITION_KEYS, find_positions, has_token_dim, unpack_batch
 from fourfold.step.sequence.sdpa_interception import AttentionCall
 from fourfold.step.tensor_tree import tree_leaves, tree_map
 from fourfold.words.errors import Problem, TaskError
 
 POSITION_HELP = " or ".join(POSITION_KEYS)
+DP_INSTEAD = "sp = 1, with dp instead"
+"""What to try with a model whose tokens cannot be sharded."""
 
 
 class TokenShard(NamedTuple):
-    """The tokens of one rank, of sequences of `length` tokens, padded to `padded`."""
+    """The tokens that one rank keeps of sequences of `length` tokens, padded to `padded_length`."""
 
     length: int
     padded_length: int
@@ -33,36 +36,45 @@ class TokenShard(NamedTuple):
 
     @property
     def size(self) -> int:
-        """l: tokens, pads among them."""
+        """l: the number of tokens, including pads."""
         return sum(stop - start for start, stop in self.ranges)
 
     @property
     def positions(self) -> Tensor:
-        """Where each token is in the whole sequence: int64 [l]; from `length` on they are pads."""
+        """The position of each token in the full sequence: int64 [l]; positions from `length` on are pads."""
         return torch.cat([torch.arange(start, stop) for start, stop in self.ranges])
 
     @property
     def real_tokens(self) -> Tensor | None:
-        """Which local tokens are no pads: int64; None: all."""
+        """The local indices of the tokens that are no pads: int64; None: all."""
         if all(stop <= self.length for _, stop in self.ranges):
             return None
         return (self.positions < self.length).nonzero().flatten()
 
     def shard_tensor(self, tensor: Tensor) -> Tensor:
-        """The part of a token tensor [B, L, …] that is this share's: [B, l, …]."""
+        """The shard [B, l, …] of a token tensor [B, L, …]."""
         if self.padded_length == self.length:
             return torch.cat([tensor[:, start:stop] for start, stop in self.ranges], dim=1)
         return tensor[:, self.positions.clamp(max=self.length - 1).to(tensor.device)]
 
 
 def token_shard(plan: Plan, length: int, sp_index: int) -> TokenShard:
-    """What the index on the sequence axis keeps of sequences of this length."""
+    """The shard of this index on the sequence axis, for sequences of this length."""
     padded = padded_length(length, plan.sp, plan.ring, plan.ulysses)
     return TokenShard(length, padded, token_ranges(padded, plan.sp, plan.ring, plan.ulysses)[sp_index])
 
 
+def inputs_and_targets(batch: Any) -> tuple[Any, Any]:
+    """The inputs and targets of a batch. Raises TaskError for anything else."""
+    inputs, targets = unpack_batch(batch)
+    if targets is None:
+        got = f"sp > 1 and a batch of {', '.join(map(str, inputs))} without targets"
+        raise TaskError(Problem(got, "a pair (inputs, targets)"), where="the batch")
+    return inputs, targets
+
+
 def sequence_length(batch: Any) -> int:
-    """Tokens of each sample. Raises TaskError where they cannot be cut."""
+    """The number of tokens of each sample. Raises TaskError if they cannot be sharded."""
     need = f"a dict with {POSITION_HELP}, int64 [samples, tokens]"
     attempt = "{'tokens': …, 'positions': torch.arange(length).expand(samples, length)}, which the model must use"
     inputs, targets = batch
@@ -71,33 +83,37 @@ def sequence_length(batch: Any) -> int:
         raise TaskError(Problem(got, need, attempt), where="the batch")
     positions = find_positions(inputs)
     if positions is None:
-        raise TaskError(Problem(f"sp > 1 and inputs {', '.join(inputs)}", need, attempt), where="the batch")
+        raise TaskError(
+            Problem(f"sp > 1 and inputs {', '.join(inputs)} without positions", need, attempt), where="the batch"
+        )
     if positions.dim() != 2:
-        raise TaskError(Problem(f"positions {list(positions.shape)}", need, attempt), where="the batch")
+        raise TaskError(
+            Problem(f"sp > 1 and positions of shape {list(positions.shape)}", need, attempt), where="the batch"
+        )
     length = positions.shape[1]
     if not any(has_token_dim(tensor, length) for tensor in tree_leaves(targets)):
         shapes = ", ".join(str(list(tensor.shape)) for tensor in tree_leaves(targets))
         need = f"a target for each of the {length} tokens: each rank has the outputs of its own tokens only"
-        raise TaskError(Problem(f"sp > 1 and targets {shapes}", need, "sp = 1, and dp instead"), where="the batch")
+        raise TaskError(Problem(f"sp > 1 and targets of shape {shapes}", need, DP_INSTEAD), where="the batch")
     return length
 
 
 def shard_tokens(tree: Any, shard: TokenShard) -> Any:
-    """A tree of tensors with each token tensor cut to the share; the others are the samples' own, and whole."""
+    """A tree of tensors in which each token tensor is cut to the shard; the others stay."""
     return tree_map(tree, lambda tensor: shard.shard_tensor(tensor) if has_token_dim(tensor, shard.length) else tensor)
 
 
 def mask_padding(call: AttentionCall, shard: TokenShard) -> Tensor | None:
-    """The mask of a call, with pads as keys for nobody. A causal one needs none: pads come last."""
-    mask, missing = call.mask, shard.padded_length - shard.length
-    if not missing or (mask is None and call.is_causal):
+    """The mask of a call, extended so that no query attends to pads. A causal call needs none: pads come last."""
+    mask, num_pads = call.mask, shard.padded_length - shard.length
+    if not num_pads or (mask is None and call.is_causal):
         return mask
     real = (shard.positions < shard.length).to(call.k.device)
     if mask is None:
         return real.view(1, 1, 1, -1)
     if mask.shape[-1] == shard.length:
         hidden = False if mask.dtype == torch.bool else float("-inf")
-        return F.pad(mask, (0, missing), value=hidden)
+        return F.pad(mask, (0, num_pads), value=hidden)
     if mask.shape[-1] == shard.size:
         return mask & real if mask.dtype == torch.bool else mask.masked_fill(~real, float("-inf"))
     return mask

@@ -1,7 +1,7 @@
-"""Closeness: whether a shard's numbers are the rows of the whole's.
+"""Tolerance: whether a shard's numbers are the rows of the full tensor's.
 
-bound  the largest difference as a part of the largest number: rounding makes less than this, mixing of tokens more
-floor  a size below which numbers are rounding noise; of gradients that are 0 in theory
+tolerance  the largest difference, relative to the largest number: rounding stays below it, mixed tokens do not
+floor      a size below which numbers are rounding noise, as are gradients that are 0 in theory
 """
 
 import functools
@@ -11,19 +11,19 @@ from torch import Tensor
 
 from fourfold.step.sequence.token_shards import TokenShard
 
-# In float64 29 model types of transformers differ by 2e-14 at most, gradients too.
+# In float64, 29 model types of transformers differ by at most 2e-14, gradients included.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
 HALF_TOLERANCE = 5e-2
-# Gradients add up more rounding: in bfloat16 the sums of these models' gradients differ by up to 3e-2.
+# Gradients accumulate more rounding: in bfloat16, the sums of these models' gradients differ by up to 3e-2.
 GRADIENT_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-2}
 HALF_GRADIENT_TOLERANCE = 0.2
-# An output of no token is computed by all ranks alike; a mean over tokens is not the same, but may be near.
+# All ranks compute an output without tokens in the same way. A mean over tokens differs, but may be close.
 REPLICATED_TOLERANCE = {torch.float64: 1e-9}
 DEFAULT_REPLICATED_TOLERANCE = 1e-6
 
 
 class ShardMismatch(Exception):
-    """The replay is not the whole; `got` says where, and whether other ranks' tokens are seen to matter."""
+    """A replay differs from the full sequences. `got` says where, and whether other ranks' tokens matter there."""
 
     def __init__(self, what: str, *, depends_on_others: bool = True, is_in_backward: bool = False) -> None:
         self.got = f"{what} depend on other ranks' tokens" if depends_on_others else what
@@ -40,25 +40,35 @@ def gradient_tolerance_of(dtype: torch.dtype) -> float:
 
 
 @torch.no_grad()  # a checkpoint counts what autograd saves in it
-def is_close(whole: Tensor, own: Tensor, tolerance: float | None = None, *, floor: float = 0.0) -> bool:
-    if whole.is_complex():
-        whole, own = (torch.view_as_real(tensor.resolve_conj()) for tensor in (whole, own))
-    if not whole.is_floating_point():
-        return torch.equal(whole, own)
-    if not torch.equal(whole.isnan(), own.isnan()):
+def is_close(expected: Tensor, actual: Tensor, tolerance: float | None = None, *, floor: float = 0.0) -> bool:
+    if expected.is_complex():
+        expected, actual = (torch.view_as_real(tensor.resolve_conj()) for tensor in (expected, actual))
+    if not expected.is_floating_point():
+        return torch.equal(expected, actual)
+    if not torch.equal(expected.isnan(), actual.isnan()):
         return False
-    if not whole.numel():
+    if not expected.numel():
         return True
-    tolerance = tolerance_of(whole.dtype) if tolerance is None else tolerance
-    whole, own = (torch.nan_to_num(tensor, posinf=0.0, neginf=0.0).double() for tensor in (whole, own))
-    return (whole - own).abs().max().item() <= tolerance * max(whole.abs().max().item(), floor, 1e-30)
+    tolerance = tolerance_of(expected.dtype) if tolerance is None else tolerance
+    expected, actual = (torch.nan_to_num(tensor, posinf=0.0, neginf=0.0).double() for tensor in (expected, actual))
+    return (expected - actual).abs().max().item() <= tolerance * max(expected.abs().max().item(), floor, 1e-30)
 
 
-def is_replicated(whole: Tensor, own: Tensor) -> bool:
-    """Whether an output that is of no token is the same on all ranks."""
-    return whole.shape == own.shape and is_close(
-        whole, own, REPLICATED_TOLERANCE.get(whole.dtype, DEFAULT_REPLICATED_TOLERANCE)
+def is_replicated(full: Tensor, local: Tensor) -> bool:
+    """Whether an output without tokens is the same on all ranks."""
+    return full.shape == local.shape and is_close(
+        full, local, REPLICATED_TOLERANCE.get(full.dtype, DEFAULT_REPLICATED_TOLERANCE)
     )
+
+
+def is_shard_of(full: Tensor, local: Tensor, shard: TokenShard) -> bool:
+    """Whether `local` is this shard of `full`, in any dim; or equal to it, if it has no tokens."""
+    for dim in range(full.dim()):
+        if full.shape[dim] == shard.length and local.dim() == full.dim() and local.shape[dim] == shard.size:
+            rows = shard_rows(full, shard, dim)
+            if rows.shape == local.shape:
+                return is_close(rows, local)
+    return full.shape == local.shape and is_close(full, local)
 
 
 def shard_rows(tensor: Tensor, shard: TokenShard, dim: int) -> Tensor:
@@ -71,11 +81,11 @@ def _shard_positions(shard: TokenShard, device: torch.device) -> Tensor:
     return shard.positions.to(device)
 
 
-def check_shard_rows(whole: Tensor, own: Tensor, shard: TokenShard, dim: int, what: str) -> None:
-    """Raise Differs unless `own` is this shard's rows of `whole`."""
-    if whole.shape[dim] != shard.length or own.shape[dim] != shard.size:
-        lengths = f"{whole.shape[dim]} long with {shard.length} tokens, {own.shape[dim]} with {shard.size}"
+def check_shard_rows(full: Tensor, local: Tensor, shard: TokenShard, dim: int, what: str) -> None:
+    """Raise ShardMismatch unless `local` is this shard's rows of `full`."""
+    if full.shape[dim] != shard.length or local.shape[dim] != shard.size:
+        lengths = f"{full.shape[dim]} long for {shard.length} tokens, {local.shape[dim]} for {shard.size}"
         raise ShardMismatch(f"{what}: {lengths}", depends_on_others=False)
-    mine = shard_rows(whole, shard, dim)
-    if mine.shape != own.shape or not is_close(mine, own):
+    rows = shard_rows(full, shard, dim)
+    if rows.shape != local.shape or not is_close(rows, local):
         raise ShardMismatch(what)

@@ -1,10 +1,10 @@
-"""Calls: which collective call each rank is in, told beside what the call sums.
+"""Collective fingerprints: ranks say which collective call they are in, and compare.
 
-call   one collective call of a program: its name and its step, such as "evaluate() after step 6"; a step's call also
-       carries the optimizer's options on a second line (see `parts.options`)
-board  where the ranks of a host write their calls, by turns, so that a rank that is ahead overwrites nothing
-tag    48 bits of a call's hash; as a float64 it is exact
-Law: no weight is changed and nothing is returned before all ranks are known to be in the same call.
+call         one collective call of a program: its name and step, such as "evaluate() after step 6"; a step's call also
+             carries the optimizer's options on a second line (see `parts.optim.option_tracker`)
+board        where the ranks of a host write their calls, a ring buffer in shared memory
+fingerprint  48 bits of a call's hash, which a float64 holds exactly
+Law: no weight changes and nothing is returned before all ranks are known to be in the same call.
 """
 
 import hashlib
@@ -15,31 +15,32 @@ from fourfold.parts.comm.reduce.divergence_report import divergence_error
 from fourfold.words.errors import DivergenceError
 
 CALL_BYTES = 512
-BOARD_DEPTH = 64  # how many calls a rank may be ahead of another and still be compared: some calls wait for nobody
+BOARD_DEPTH = 64  # how many calls a rank may run ahead and still be compared: some calls do not wait
 BOARD_BYTES = CALL_BYTES * BOARD_DEPTH
 
 
 class CallBoard:
-    """The calls of a host's ranks, in shared memory; `ranks` are their global ranks, `starts` their first bytes."""
+    """The calls of a host's ranks. `starts`: the byte where each rank's part begins; `ranks`: their global ranks."""
 
     def __init__(self, mapping: mmap.mmap, starts: Sequence[int], ranks: Sequence[int]) -> None:
         self._mapping, self._starts, self._ranks = mapping, tuple(starts), tuple(ranks)
 
     def write(self, index: int, number: int, call: str) -> None:
-        """The call of this number of the rank of this local index. Its flag is raised afterwards."""
-        place = self._offset(index, number)
-        self._mapping[place : place + CALL_BYTES] = encode_call(call)
+        """Write call `number` of the rank with this index on the host. The caller raises the rank's flag afterwards."""
+        start = self._offset(index, number)
+        self._mapping[start : start + CALL_BYTES] = encode_call(call)
 
     def check(self, index: int, get_counts: Callable[[], Sequence[int]]) -> None:
-        """Raise DivergenceError where a rank has begun another call than this one; `counted` are calls begun by rank.
+        """Raise DivergenceError if a rank has begun another call than rank `index`.
 
-        A rank may be many calls ahead, where these do not wait for others. It has compared this one itself.
+        `get_counts` returns how many calls each rank has begun. A rank may be many calls ahead, as some calls do not
+        wait; it has compared this one itself.
         """
         counts = get_counts()
         number = counts[index]
         calls = [self._read(peer, number) for peer in range(len(counts))]
         for peer, call in enumerate(calls):
-            # Whoever has begun the last turn may by now be writing over what has just been read.
+            # A rank that has begun the last call of the ring buffer may be overwriting what was just read.
             if counts[peer] >= number and get_counts()[peer] < number + BOARD_DEPTH - 1 and call != calls[index]:
                 raise self._divergence_error(number, counts)
 
@@ -53,15 +54,15 @@ class CallBoard:
         )
 
     def _read(self, index: int, number: int) -> bytes:
-        place = self._offset(index, number)
-        return self._mapping[place : place + CALL_BYTES]
+        start = self._offset(index, number)
+        return self._mapping[start : start + CALL_BYTES]
 
     def _offset(self, index: int, number: int) -> int:
         return self._starts[index] + number % BOARD_DEPTH * CALL_BYTES
 
 
 def encode_call(call: str) -> bytes:
-    """CALL_BYTES bytes."""
+    """The first CALL_BYTES bytes of the call, padded with zeros."""
     return call.encode()[:CALL_BYTES].ljust(CALL_BYTES, b"\0")
 
 

@@ -1,15 +1,16 @@
-"""Coded: a transport whose gradients travel as the messages of codecs.
+"""Compressed transport: gradients travel between ranks as the messages of codecs.
 
-talk   of a bucket: begins when the bucket is launched, goes on when its messages are there or its sum is needed
-wire   the ranks that gather each other's messages: one of each host, or all where there is no shared memory
-sums   for each round whose messages are summed, a transport of its own: its buckets are the messages
-inner  the transport underneath: it adds up what one host's ranks have, and moves weights and scalars
+codec run  the generator by which a codec reduces one bucket: it yields a message, and is sent what became of it
+stage      the place of a message in a codec run: first, second, …; later messages depend on the results of earlier ones
+round      one reduction of every bucket; a step with several microbatches may have several
+inner      the transport underneath: adds up what one host's ranks hold, and moves weights and scalars
+gatherer   all-gathers messages: among one rank of each host, or among all ranks without shared memory
 Law: a codec's worker is one data rank, whatever joins the ranks. So a plan trains with the same mathematics on one
 host, where nothing needs to be small, as on many.
 
-A message that is summed becomes the whole sum on every rank; then one rank of a host hands it to the inner transport,
-and the others hand it zeros. Gathered messages are read by the ranks of one wire only, and the hosts' ranks are added
-up by the inner transport, in full precision, in memory.
+Messages that are summed go through one more transport per stage, whose buckets are the messages. Every rank then has
+the whole sum; one rank of each host hands it to the inner transport, and the others hand over zeros. Gathered messages
+reach only one gatherer's ranks; the inner transport adds up the ranks of a host, in full precision, in memory.
 """
 
 import contextlib
@@ -31,37 +32,37 @@ from fourfold.parts.comm.reduce.protocol import BucketSlice, Transport
 from fourfold.plan.codec import Combine
 from fourfold.words.trace_events import Recorder
 
-DONE_ROUND = math.inf
-
 
 class CompressedRoutes(NamedTuple):
-    """How messages travel: the inner transport, one for each round of sums, and the wire.
+    """How messages travel.
 
-    `tells`: whether this rank is the one of its host that hands the sums of messages to the inner transport.
+    stage_transports  one for each stage whose messages are summed
+    is_host_leader    whether this rank hands sums of messages to the inner transport, for its host
     """
 
     inner: Transport
-    round_transports: Sequence[Transport]
+    stage_transports: Sequence[Transport]
     gatherer: MessageGatherer
     is_host_leader: bool
 
 
 @dataclass
 class _PendingReduction:
-    """A bucket's talk, what its reduction is called, and the message that is on its way, of which round."""
+    """A bucket whose codec run has not ended, and the message that it waits for."""
 
     bucket: int
     reduction_index: int
-    generator: CodecReduction
+    run: CodecReduction
     message_result: AsyncResult
-    round_index: float = 0
+    stage: int = 0
+    is_done: bool = False
 
 
 class CompressedTransport:
-    """See `Transport`; `codecs` has one for each bucket."""
+    """See `Transport`. `codecs`: one for each bucket."""
 
     def __init__(self, routes: CompressedRoutes, codecs: Sequence[Codec]) -> None:
-        self._inner, self._round_transports, self._gatherer, self._is_host_leader = routes
+        self._inner, self._stage_transports, self._gatherer, self._is_host_leader = routes
         self.codecs = codecs
         self.name, self.size, self.index = self._inner.name, self._inner.size, self._inner.index
         self.grad_buffers, self.buffer_indices = self._inner.grad_buffers, self._inner.buffer_indices
@@ -95,7 +96,7 @@ class CompressedTransport:
     @property
     def sent_bytes(self) -> float:
         return (
-            self._inner.sent_bytes + self._gatherer.sent_bytes + sum(each.sent_bytes for each in self._round_transports)
+            self._inner.sent_bytes + self._gatherer.sent_bytes + sum(each.sent_bytes for each in self._stage_transports)
         )
 
     @contextlib.contextmanager
@@ -105,83 +106,80 @@ class CompressedTransport:
         self._codec_seconds += time.perf_counter() - begin - (self._inner.waiting_seconds - waited)
 
     def rescale_residuals(self, factor: float) -> None:
-        """Gradients are from now on measured in another unit: multiply what is remembered."""
+        """Multiply what the codecs remember: from now on gradients are `factor` times as large."""
         for codec in self.codecs:
             codec.scale_residual(factor)
 
-    # ---- talks --------------------------------------------------------------------------------------
+    # ---- codec runs ---------------------------------------------------------------------------------
 
     def acquire_buffer(self, bucket: int) -> None:
-        same = [
+        pending = [
             each.bucket for each in self._pending if self.buffer_indices[each.bucket] == self.buffer_indices[bucket]
         ]
-        if same:
+        if pending:
             with self._timed():
-                self._finish_through(same[-1])
+                self._finish_through(pending[-1])
         self._inner.acquire_buffer(bucket)
 
     @torch.no_grad()
     def reduce_async(self, bucket: int, reduction_index: int) -> None:
         with self._timed():
             self._begin_grad_round(reduction_index // len(self.codecs))
-            talk = self.codecs[bucket].reduce(self._unpadded_grads(bucket))
-            message = next(talk)
-            self._pending.append(
-                _PendingReduction(bucket, reduction_index, talk, self._send_message(bucket, 0, message))
-            )
+            run = self.codecs[bucket].reduce(self._unpadded_grads(bucket))
+            result = self._send_message(bucket, 0, next(run))
+            self._pending.append(_PendingReduction(bucket, reduction_index, run, result))
             self._advance_ready()
 
     def _unpadded_grads(self, bucket: int) -> Tensor:
-        """A slot without its padding."""
+        """A bucket's buffer without its padding."""
         return self.grad_buffers[bucket][: self.codecs[bucket].num_elements]
 
     def _begin_grad_round(self, number: int) -> None:
-        """Begin a further round of reductions in the same step: messages are written again, when all have read them."""
+        """Begin round `number` of reductions within a step: message buffers are free once every rank has begun it."""
         if number != self._grad_round:
             if self._pending:
                 self._finish_through(self._pending[-1].bucket)
-            if self._round_transports:
+            if self._stage_transports:
                 # Room for the next message comes only when every rank has begun this round. A rank that has not may be
                 # waiting for this rank's part of the last sum.
                 self._finish_handed_over()
-            for each in self._round_transports:
+            for each in self._stage_transports:
                 each.end_step()
         self._grad_round = number
 
-    def _send_message(self, bucket: int, number: int, message: Message) -> AsyncResult:
-        """Send a message of a round on its way."""
+    def _send_message(self, bucket: int, stage: int, message: Message) -> AsyncResult:
         if message.combine is Combine.GATHER:
             return self._gatherer.all_gather_async(message.payload)
-        transport, place = self._round_transports[number], self._message_index[number][bucket]
-        transport.acquire_buffer(place)
-        transport.grad_buffers[place].copy_(message.payload)
-        transport.reduce_async(place, place)
+        transport, index = self._stage_transports[stage], self._message_index[stage][bucket]
+        transport.acquire_buffer(index)
+        transport.grad_buffers[index].copy_(message.payload)
+        transport.reduce_async(index, index)
         return AsyncResult(
-            functools.partial(_wait_total, transport, place), functools.partial(transport.is_reduced, place)
+            functools.partial(_wait_total, transport, index), functools.partial(transport.is_reduced, index)
         )
 
     def _advance_ready(self) -> None:
-        """Go on with the talks whose messages are there, without waiting.
+        """Continue the codec runs whose messages have come, without waiting.
 
-        Messages of a round are said in program order: a talk must not overtake those before it.
+        The messages of a stage are sent in program order, so no run may overtake an earlier one.
         """
-        reached = DONE_ROUND
-        for talking in list(self._pending):
-            while talking.round_index < reached and talking.message_result.is_done():
-                self._advance(talking)
-            reached = talking.round_index
-            if reached == 0:
+        limit = math.inf
+        for reduction in list(self._pending):
+            while not reduction.is_done and reduction.stage < limit and reduction.message_result.is_done():
+                self._advance(reduction)
+            limit = math.inf if reduction.is_done else reduction.stage
+            if limit == 0:
                 break
         self._reduce_finished()
 
     def _finish_through(self, bucket: int) -> None:
-        """Wait for the ends of the talks up to a bucket's.
+        """Wait until the codec runs up to a bucket's have ended.
 
-        No further: a rank that has not launched the next bucket may be waiting for the sum of this one.
+        Not further: a rank that has not launched the next bucket may be waiting for this bucket's sum.
         """
         with self.recorder.waiting():
             while any(each.bucket == bucket for each in self._pending):
-                # Before any wait for a later message: who is to send it may be waiting for this rank's part.
+                # Before any wait for a later message: its sender may be waiting for this rank's part.
                 self._finish_handed_over()
                 self._advance(self._pending[0])
                 self._advance_ready()
@@ -195,21 +193,21 @@ class CompressedTransport:
     @torch.no_grad()
     def _advance(self, reduction: _PendingReduction) -> None:
         try:
-            message = reduction.generator.send(reduction.message_result.wait())
+            message = reduction.run.send(reduction.message_result.wait())
         except StopIteration:
-            reduction.round_index = DONE_ROUND
+            reduction.is_done = True
             return
-        reduction.round_index += 1
-        reduction.message_result = self._send_message(reduction.bucket, int(reduction.round_index), message)
+        reduction.stage += 1
+        reduction.message_result = self._send_message(reduction.bucket, reduction.stage, message)
 
     def _reduce_finished(self) -> None:
-        """Give the inner transport the buckets whose talks have ended, in program order."""
-        while self._pending and self._pending[0].round_index == DONE_ROUND:
-            talking = self._pending.popleft()
-            if not self._is_host_leader and self.codecs[talking.bucket].rounds[0].combine is Combine.SUM:
-                self._unpadded_grads(talking.bucket).zero_()
-            self._inner.reduce_async(talking.bucket, talking.reduction_index)
-            self._last_handed_over = talking.bucket
+        """Hand the buckets whose codec runs have ended to the inner transport, in program order."""
+        while self._pending and self._pending[0].is_done:
+            reduction = self._pending.popleft()
+            if not self._is_host_leader and self.codecs[reduction.bucket].rounds[0].combine is Combine.SUM:
+                self._unpadded_grads(reduction.bucket).zero_()
+            self._inner.reduce_async(reduction.bucket, reduction.reduction_index)
+            self._last_handed_over = reduction.bucket
 
     def wait_reduce(self, bucket: int) -> None:
         if any(each.bucket == bucket for each in self._pending):
@@ -224,7 +222,7 @@ class CompressedTransport:
         return all(each.bucket != bucket for each in self._pending) and self._inner.is_reduced(bucket)
 
     def end_step(self) -> None:
-        for each in self._round_transports:
+        for each in self._stage_transports:
             each.end_step()
         self._grad_round, self._last_handed_over = 0, None
         self._inner.end_step()
@@ -235,11 +233,11 @@ class CompressedTransport:
     def check_same_call(self) -> None:
         self._inner.check_same_call()
 
-    # ---- as the inner transport has it ----------------------------------------------------------------
+    # ---- the inner transport's ----------------------------------------------------------------------
 
     def can_acquire_buffer(self, bucket: int) -> bool:
-        same = any(self.buffer_indices[each.bucket] == self.buffer_indices[bucket] for each in self._pending)
-        return not same and self._inner.can_acquire_buffer(bucket)
+        is_pending = any(self.buffer_indices[each.bucket] == self.buffer_indices[bucket] for each in self._pending)
+        return not is_pending and self._inner.can_acquire_buffer(bucket)
 
     def unshard_async(self, bucket: int, shard: Tensor, out: Tensor) -> Callable[[], None]:
         return self._inner.unshard_async(bucket, shard, out)
@@ -288,20 +286,20 @@ class CompressedTransport:
 
 
 def message_indices(codecs: Sequence[Codec]) -> list[dict[int, int]]:
-    """By round of sums: the place of each bucket that has one among that round's messages."""
-    num_rounds = max(len(codec.rounds) for codec in codecs)
+    """For each stage with summed messages: each bucket's index among the messages of that stage."""
+    num_stages = max(len(codec.rounds) for codec in codecs)
     result = []
-    for number in range(num_rounds):
-        those = [
+    for stage in range(num_stages):
+        buckets = [
             bucket
             for bucket, codec in enumerate(codecs)
-            if number < len(codec.rounds) and codec.rounds[number].combine is Combine.SUM
+            if stage < len(codec.rounds) and codec.rounds[stage].combine is Combine.SUM
         ]
-        result.append({bucket: place for place, bucket in enumerate(those)})
+        result.append({bucket: index for index, bucket in enumerate(buckets)})
     return [each for each in result if each]
 
 
-def _wait_total(transport: Transport, place: int) -> Sequence[Tensor]:
-    transport.wait_reduce(place)
-    transport.all_gather_grads(place)
-    return [transport.grad_buffers[place]]
+def _wait_total(transport: Transport, index: int) -> Sequence[Tensor]:
+    transport.wait_reduce(index)
+    transport.all_gather_grads(index)
+    return [transport.grad_buffers[index]]

@@ -1,15 +1,15 @@
-"""TODO."""
+"""Divergence report: the error that says which ranks are in which call, or have which optimizer options."""
 
 from collections.abc import Collection, Mapping, Sequence
 
-from fourfold.parts.optim.option_tracker import ABSENT, parse_options
+from fourfold.parts.optim.option_text import ABSENT, parse_options
 from fourfold.words.errors import DivergenceError, Problem
 
-POSITIONS_SEPARATOR = ", positions "  # what follows is a step's part of the feed's order: see `plan.order.Stretch`
+POSITIONS_SEPARATOR = ", positions "  # a step's part of the sample order follows: see `plan.sample_order.BatchRange`
 
 
 def with_options(call: str, options: str) -> str:
-    """The call, carrying what `parts.options.Options.text` says."""
+    """The call, with the optimizer's options as text on its second line."""
     return f"{call}\n{options}"
 
 
@@ -19,9 +19,9 @@ SAME_OPTIONS_HINT = "the same arguments, schedule and edits of them on every ran
 def divergence_error(
     calls: Mapping[int, str], *, behind: Collection[int] = (), attempt: str = SAME_OPTIONS_HINT
 ) -> DivergenceError:
-    """The error that says which ranks are in which call; ranks `behind` have not begun theirs yet.
+    """The error that says which ranks are in which call. Ranks `behind` have not begun the call yet: theirs is older.
 
-    `attempt`: what to try where they are in the same call, with other options.
+    `attempt`: what to try if ranks are in the same call with different options.
     """
     names, options = {}, {}
     for rank, call in calls.items():
@@ -40,28 +40,28 @@ def divergence_error(
 
 
 def _option_divergence_error(call: str, options: Mapping[int, str], attempt: str) -> DivergenceError:
-    """Ranks are in the same call, with different options of the optimizer: each option that differs, and its values."""
+    """For ranks in the same call with different optimizer options: names each option that differs, and its values."""
     by_rank = {rank: parse_options(text) for rank, text in options.items()}
     need, problems = "the same options on every rank", []
-    for option in dict.fromkeys(name for of in by_rank.values() for name in of):
-        rows = _group_by_text({rank: of.get(option, ABSENT) for rank, of in by_rank.items()})
+    for option in dict.fromkeys(name for values in by_rank.values() for name in values):
+        rows = _group_by_text({rank: values.get(option, ABSENT) for rank, values in by_rank.items()})
         if len(rows) > 1:
-            told = "; ".join(f"{_format_ranks(ranks, 'has', 'have')} {values}" for values, ranks in rows)
-            problems.append(Problem(f"{option}: {told}", need, attempt))
-    if not problems:  # a call has no room for all: the digest at its beginning tells
-        told = "; ".join(
+            got = "; ".join(f"{_format_ranks(ranks, 'has', 'have')} {values}" for values, ranks in rows)
+            problems.append(Problem(f"{option}: {got}", need, attempt))
+    if not problems:  # the call was too short for all options; the digest at its beginning differs
+        got = "; ".join(
             f"{_format_ranks(ranks, 'has', 'have')} {text.split()[0]}" for text, ranks in _group_by_text(options)
         )
-        problems.append(Problem(f"options that are too long to show, by digest: {told}", need, attempt))
+        problems.append(Problem(f"options that are too long to show, by digest: {got}", need, attempt))
     return DivergenceError(problems, where=f"the options of the optimizer at {call}")
 
 
 def _group_by_text(texts: Mapping[int, str]) -> list[tuple[str, list[int]]]:
-    """The ranks of each text; the fewest first: they are most likely the ones that went astray."""
-    found: dict[str, list[int]] = {}
+    """The ranks of each text, the fewest first: they are the likeliest to have diverged."""
+    by_text: dict[str, list[int]] = {}
     for rank, text in texts.items():
-        found.setdefault(text, []).append(rank)
-    return sorted(found.items(), key=lambda row: (len(row[1]), row[1]))
+        by_text.setdefault(text, []).append(rank)
+    return sorted(by_text.items(), key=lambda row: (len(row[1]), row[1]))
 
 
 def _format_ranks(ranks: Sequence[int], one: str, many: str) -> str:

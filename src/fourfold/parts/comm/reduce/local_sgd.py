@@ -1,7 +1,7 @@
-"""Apart: gradients stay with their rank, and the ranks meet now and then.
+"""Local SGD transport: ranks train on their own gradients, and synchronise every few steps.
 
-meeting  a step in which ranks sum what they put into their slots; all ranks have it after the same number of steps
-Law: outside meetings no rank reads or sends more than scalars.
+sync  a step in which ranks sum what they put into their buffers; all ranks sync after the same number of steps
+Law: outside of a sync no rank reads or sends more than scalars.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,17 +17,15 @@ GLOBAL_SCALARS = (LOSS, GRAD_NORM)  # the scalars that are summed over all ranks
 
 
 class LocalSGDTransport:
-    """See `Transport`: one rank's, over the slots of the transport that it meets the others by."""
+    """See `Transport`: that of one rank, over the buffers of the transport that joins all ranks."""
 
     shared_weights: Sequence[torch.Tensor] | None = None
     is_writer, unshards_params, replica_index = True, False, 0
 
     def __init__(self, global_transport: Transport, num_ranks: int) -> None:
-        self._global_transport, self._local_transport = (
-            global_transport,
-            SingleRankTransport(global_transport.grad_buffers, global_transport.buffer_indices),
-        )
-        # Of all hosts: with shared memory, a transport's own size is that of its host.
+        self._global_transport = global_transport
+        self._local_transport = SingleRankTransport(global_transport.grad_buffers, global_transport.buffer_indices)
+        # Over all hosts; the size of a shared memory transport counts only its own host's ranks.
         self.name, self.size, self.index = global_transport.name, num_ranks, global_transport.index
         self.grad_buffers, self.buffer_indices = global_transport.grad_buffers, global_transport.buffer_indices
         self._is_syncing = False
@@ -38,7 +36,7 @@ class LocalSGDTransport:
 
     @recorder.setter
     def recorder(self, recorder: Recorder) -> None:
-        # The sums of a meeting are no reductions of gradients: they lie within its pulls.
+        # The sums of a sync are no reductions of gradients: the trace shows them within its pull actions.
         self._global_transport.recorder = WaitsOnlyRecorder(recorder)
 
     @property
@@ -57,15 +55,15 @@ class LocalSGDTransport:
     def sent_bytes(self) -> float:
         return self._global_transport.sent_bytes
 
-    # ---- a meeting ----------------------------------------------------------------------------------
+    # ---- a sync -------------------------------------------------------------------------------------
 
     def all_reduce_async(self, bucket: int) -> None:
-        """What is to be summed lies in this rank's slot. Does not wait."""
+        """This rank's addend is in its buffer: begin to sum it over all ranks. Does not wait."""
         self._is_syncing = True
         self._global_transport.reduce_async(bucket, bucket)
 
     def wait_all_reduce(self, bucket: int) -> Sequence[BucketSlice]:
-        """Wait for the sum of a pushed bucket: where it lies until `close`."""
+        """Wait for a bucket's sum; returns where it lies until `end_step`."""
         self._global_transport.wait_reduce(bucket)
         return self._global_transport.reduced_views(bucket)
 
@@ -75,7 +73,7 @@ class LocalSGDTransport:
             self._global_transport.end_step()
             self._is_syncing = False
 
-    # ---- the others', in every step -----------------------------------------------------------------
+    # ---- all ranks together, in every step ----------------------------------------------------------
 
     def begin_call(self, call: str) -> None:
         self._global_transport.begin_call(call)
@@ -84,21 +82,22 @@ class LocalSGDTransport:
         self._global_transport.check_same_call()
 
     def acquire_buffer(self, bucket: int) -> None:
-        # Others may still read what this rank put there for the last meeting.
+        # Other ranks may still read what this rank put there for the last sync.
         self._global_transport.acquire_buffer(bucket)
 
     def broadcast_weights(self) -> None:
         self._global_transport.broadcast_weights()
 
     def all_reduce_scalars_async(self, kind: int, values: torch.Tensor) -> None:
-        (self._global_transport if kind in GLOBAL_SCALARS else self._local_transport).all_reduce_scalars_async(
-            kind, values
-        )
+        self._transport_of(kind).all_reduce_scalars_async(kind, values)
 
     def wait_scalars(self, kind: int) -> list[float]:
-        return (self._global_transport if kind in GLOBAL_SCALARS else self._local_transport).wait_scalars(kind)
+        return self._transport_of(kind).wait_scalars(kind)
 
-    # ---- this rank's own ----------------------------------------------------------------------------
+    def _transport_of(self, kind: int) -> Transport:
+        return self._global_transport if kind in GLOBAL_SCALARS else self._local_transport
+
+    # ---- this rank alone ----------------------------------------------------------------------------
 
     def reduce_async(self, bucket: int, reduction_index: int) -> None:
         self._local_transport.reduce_async(bucket, reduction_index)

@@ -36,8 +36,8 @@ class _TwoStageReduce:
 
     def _start_next_stage(self) -> None:
         head = self._queue.popleft()
-        head._sum = head._first.wait()
-        head._second = head._replica_group.all_reduce(head._sum)
+        shard = head._first.wait()
+        head._sum, head._second = shard, head._replica_group.all_reduce(shard)
 
     def is_done(self) -> bool:
         while self._second is None:

@@ -1,4 +1,8 @@
-"""TODO."""
+"""Ring over messages: blocks and sums are passed on from each rank to its right neighbour.
+
+channel  what carries the messages: a process group, or queues of threads
+tag      separates blocks from sums; messages with the same tag arrive in order
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
@@ -12,11 +16,11 @@ from fourfold.words.trace_events import RING_SPAN, Recorder
 PendingRecv = Callable[[], Tensor]
 
 
-BLOCK_TAG, SUM_TAG = range(2)  # the lanes of a wire: messages of one lane arrive in order
+BLOCK_TAG, SUM_TAG = range(2)
 
 
 class P2PChannel(Protocol):
-    """What messages are sent by."""
+    """Carries messages between the ranks of a ring."""
 
     name: str
     size: int
@@ -26,7 +30,7 @@ class P2PChannel(Protocol):
     recorder: Recorder
 
     def send_right_recv_left(self, flat: Tensor, tag: int) -> PendingRecv:
-        """Begin to send to the next place; what lands is what the place before has sent."""
+        """Begin to send to the right neighbour. Returns the wait for what the left neighbour sends."""
         ...
 
     def all_gather(self, flat: Tensor) -> Tensor:
@@ -34,12 +38,12 @@ class P2PChannel(Protocol):
         ...
 
     def all_to_all(self, parts: Tensor) -> Tensor:
-        """[size, n], one row for each rank -> [size, n], the row of each rank for this one."""
+        """[size, n], row i for rank i -> [size, n], row i from rank i."""
         ...
 
 
 class RingOverP2P:
-    """A link whose blocks are handed on from place to place; see `Link`."""
+    """See `RingGroup`."""
 
     def __init__(self, channel: P2PChannel) -> None:
         self._channel = channel
@@ -64,10 +68,10 @@ class RingOverP2P:
     def iterate_blocks(self, parts: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
         block = concat_flat(parts)
         for hop in range(self.size):
-            land = _send_recv(self._channel, block, BLOCK_TAG) if hop < self.size - 1 else None
+            wait = _send_recv(self._channel, block, BLOCK_TAG) if hop < self.size - 1 else None
             yield (self.index - hop) % self.size, block
-            if land is not None:
-                block = land()
+            if wait is not None:
+                block = wait()
 
     def make_accumulator(self, num_elements: int, dtype: torch.dtype, device: torch.device) -> RingAccumulator:
         return _P2PAccumulator(self._channel, torch.zeros(num_elements, dtype=dtype, device=device))
@@ -80,7 +84,7 @@ class RingOverP2P:
 
 
 class _P2PAccumulator:
-    """Sums handed on from place to place; see `Carry`. `zeros` are this rank's, to begin with."""
+    """See `RingAccumulator`. `zeros`: the first sum, which this rank passes on."""
 
     def __init__(self, channel: P2PChannel, zeros: Tensor) -> None:
         self._channel, self._sum = channel, zeros
@@ -99,11 +103,11 @@ class _P2PAccumulator:
 
 
 def _send_recv(channel: P2PChannel, flat: Tensor, tag: int) -> PendingRecv:
-    told, shifted = channel.recorder.sending(RING_SPAN), channel.send_right_recv_left(flat, tag)
+    end_span, recv = channel.recorder.sending(RING_SPAN), channel.send_right_recv_left(flat, tag)
 
     def wait() -> Tensor:
-        taken = shifted()
-        told()
-        return taken
+        received = recv()
+        end_span()
+        return received
 
     return wait

@@ -1,4 +1,4 @@
-"""TODO."""
+"""Messages between the ranks of a ring over a process group: gloo between processes, NCCL on GPUs."""
 
 import contextlib
 import time
@@ -15,22 +15,22 @@ from fourfold.words.trace_events import NULL_RECORDER
 
 
 class ProcessGroupChannel:
-    """See `links.Wire`. Every rank of the job must make those of all members in the same order."""
+    """See `P2PChannel`. Every rank of the job must make the channels of all groups, in the same order."""
 
-    def __init__(self, ranks: Communicator, members: Sequence[int], purpose: str) -> None:
-        self._communicator, self._group = ranks, ranks.process_group_getter(members, purpose)
-        self.name = "NCCL" if ranks.device.type == "cuda" else "gloo"
+    def __init__(self, comm: Communicator, members: Sequence[int], purpose: str) -> None:
+        self._communicator, self._group = comm, comm.process_group_getter(members, purpose)
+        self.name = "NCCL" if comm.device.type == "cuda" else "gloo"
         self.size = len(members)
-        self.index = list(members).index(ranks.rank) if ranks.rank in members else -1
+        self.index = list(members).index(comm.rank) if comm.rank in members else -1
         self._right_rank, self._left_rank = (members[(self.index + step) % self.size] for step in (1, -1))
         self.sent_bytes, self.waiting_seconds, self.recorder = 0.0, 0.0, NULL_RECORDER
 
     def send_right_recv_left(self, flat: Tensor, tag: int) -> PendingRecv:
-        taken = torch.empty_like(flat)
+        received = torch.empty_like(flat)
         self.sent_bytes += flat.numel() * flat.element_size()
         operations = [
             dist.P2POp(dist.isend, flat, self._right_rank, group=self._group(), tag=tag),
-            dist.P2POp(dist.irecv, taken, self._left_rank, group=self._group(), tag=tag),
+            dist.P2POp(dist.irecv, received, self._left_rank, group=self._group(), tag=tag),
         ]
         with self._communicator.report_dead_peers():
             works = dist.batch_isend_irecv(operations)
@@ -39,16 +39,16 @@ class ProcessGroupChannel:
             with self._timed():
                 for work in works:
                     work.wait()
-            return taken
+            return received
 
         return wait
 
     def all_gather(self, flat: Tensor) -> Tensor:
-        everyone = flat.new_empty(self.size, flat.numel())
+        gathered = flat.new_empty(self.size, flat.numel())
         self.sent_bytes += (self.size - 1) * flat.numel() * flat.element_size()
         with self._timed():
-            all_gather(everyone.view(-1), flat, group=self._group())
-        return everyone
+            all_gather(gathered.view(-1), flat, group=self._group())
+        return gathered
 
     def all_to_all(self, parts: Tensor) -> Tensor:
         received = torch.empty_like(parts)

@@ -1,11 +1,10 @@
-"""Links: ranks that show each other blocks: the places of a ring, or those that exchange heads.
+"""Ring groups: ranks that exchange blocks: the ranks of a ring, or those that exchange heads.
 
-block   a flat of the same length and dtype on every rank; here K and V of a rank's tokens, in one message
-visit   the blocks of all, one after the other: one's own, then that of the place before, and so on
-carry   sums that end at their owner: each rank adds its part for the owner that it is visited by, its own last
-wire    what messages are sent by: a process group, or queues of threads
-Law: all ranks of a link do the same things with it in the same order. What a visit shows is to be read before the
-next one is asked for, and never written.
+block        a flat tensor of the same length and dtype on every rank; here K and V of a rank's tokens, in one message
+iteration    `iterate_blocks`: this rank's own block, then its left neighbour's, and so on round the ring
+accumulator  sums that end at their owner: each rank adds its part for the block that it looks at, its own last
+Law: all ranks of a group do the same things with it in the same order. A block is read before the next one is asked
+for, and never written.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,23 +17,23 @@ from fourfold.words.trace_events import Recorder
 
 
 class RingAccumulator(Protocol):
-    """Sums on their way to their owners; `take` and `give` by turns, size − 1 times, then `own`."""
+    """Sums on their way to their owners: `receive` and `send` alternate, size − 1 times each, then `result`."""
 
     def receive(self) -> Tensor:
-        """What the ranks before have added up for the owner of the block visited now; zeros if there are none."""
+        """The sum so far for the owner of the current block; zeros on the first rank to add. Add to it in place."""
         ...
 
     def send(self) -> None:
-        """This rank has added its part to what it took."""
+        """This rank has added its part: pass the sum on."""
         ...
 
     def result(self) -> Tensor:
-        """What all others have added up for this rank."""
+        """The sum of all other ranks' parts for this rank."""
         ...
 
 
 class RingGroup(Protocol):
-    """This rank's view of the ranks of a link."""
+    """This rank's view of the group."""
 
     name: str
     size: int
@@ -42,39 +41,39 @@ class RingGroup(Protocol):
 
     @property
     def sent_bytes(self) -> float:
-        """Given to process groups, since the start."""
+        """Bytes given to process groups, since the start."""
         ...
 
     @property
     def waiting_seconds(self) -> float:
-        """Spent waiting for others, since the start."""
+        """Seconds spent waiting for other ranks, since the start."""
         ...
 
     @property
     def recorder(self) -> Recorder:
-        """Told of waits."""
+        """Records waits."""
         ...
 
     @recorder.setter
     def recorder(self, recorder: Recorder) -> None: ...
 
     def iterate_blocks(self, parts: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
-        """(owner, its block: its parts, one after the other), for all. To be read to the end.
+        """Yields (owner, its block) for every rank; a block is the owner's parts, concatenated. Read it to the end.
 
-        The next one is on its way while one is looked at.
+        The next block is on its way while the current one is used.
         """
         ...
 
     def make_accumulator(self, num_elements: int, dtype: torch.dtype, device: torch.device) -> RingAccumulator:
-        """Begin sums of this length."""
+        """Begin to accumulate sums of this length."""
         ...
 
     def all_gather(self, parts: Sequence[Tensor]) -> Sequence[Tensor]:
-        """The blocks of all, by index; this rank's to keep."""
+        """The blocks of all ranks, by index; the caller may keep them."""
         ...
 
     def all_to_all(self, parts: Tensor) -> Tensor:
-        """parts [size, n], one for each rank -> [size, n], what each rank had for this one."""
+        """parts [size, n], row i for rank i -> [size, n], row i from rank i."""
         ...
 
 
@@ -83,5 +82,5 @@ def concat_flat(parts: Sequence[Tensor]) -> Tensor:
 
 
 def reduce_scatter(ring: RingGroup, parts: Tensor) -> Tensor:
-    """parts [size, n], this rank's addends for each -> [n], the sum of all ranks' for this one, in rank order."""
+    """parts [size, n], row i for rank i -> [n], the sum of the rows for this rank, added in rank order."""
     return ring.all_to_all(parts).sum(0)

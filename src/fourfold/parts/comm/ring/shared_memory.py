@@ -1,16 +1,17 @@
-"""Neighbours: a link between processes of one host, in shared memory: blocks are read where they lie.
+"""Ring over shared memory: the ranks of one host read each other's blocks where they lie.
 
-region  one rank's part of the mapping: its flags, then areas of which only what is used is ever reserved
-flag    an int64 that only its owner writes and that only grows
-post    what a rank shows the others next, in one of two areas by turns
-sum     what the others have added up for a rank, in one of two areas of that rank's region by turns
-Law: a post lies still until all have read it: who posts a third time has read all second posts, and each of them was
-made after its rank had read all first ones. So the two areas are enough, and nobody says what he has read. A sum
-is written by one rank at a time, in the order of the ring (`ADDED`); its second one by turns for the same reason.
+region   one rank's part of the mapping: its flags, then areas of which only what is used is ever reserved
+flag     an int64 that only its owner writes and that only grows
+publish  put a block where the other ranks read it, in one of two areas alternately
+sum      what the other ranks have added up for a rank, in one of two areas of that rank's region alternately
+Law: a block stays unchanged until all have read it. A rank that publishes for the third time has read every second
+block, and each of these was published after its rank had read every first one. So two areas are enough, and no rank
+has to say what it has read. One rank at a time writes a sum, in the order of the ring (`ACCUMULATED`); two areas are
+enough for the same reason.
 
-Nobody sends anything: of the 6 (N−1) · B · H · L/N elements of a layer each rank copies its own K and V twice, and adds
-to the sums of others in place. The order of addition is that of messages, so both give the same bits. As `shared`, this
-needs the order of plain stores on x86-64.
+Nothing is sent: of the 6 (N−1) · B · H · L/N elements of a layer, each rank copies its own K and V twice, and adds to
+the sums of others in place. The order of addition is that of messages, so both give the same bits. Like the shared
+memory transport, this needs the order of plain stores on x86-64.
 """
 
 import mmap
@@ -28,27 +29,30 @@ from fourfold.parts.comm.ring.protocol import RingAccumulator
 from fourfold.words.errors import DivergenceError, PeerError, Problem
 from fourfold.words.trace_events import NULL_RECORDER
 
-PUBLISHED, ACCUMULATED, LENGTHS = range(3)  # flags; LENGTHS are two words, in bytes, one for each turn
+PUBLISHED, ACCUMULATED, LENGTHS = range(3)  # flags; LENGTHS are two words, the bytes of each published area
 AREA_BYTES = 2**34  # of addresses, not of memory
 REGION_BYTES = ALIGNMENT_BYTES + 4 * AREA_BYTES
 BLOCK_AREAS, SUM_AREAS = 0, 2  # areas, two of each
 
 
 def total_bytes(size: int) -> int:
-    """Of the growing memory of `size` ranks."""
+    """Bytes of the growing memory of `size` ranks."""
     return size * REGION_BYTES
 
 
 class RingPlace(NamedTuple):
-    """A rank's place in a link: `here`, its index among `ranks`, the global ranks of all."""
+    """A rank's index in a ring, and the global ranks of the ring."""
 
     ring_index: int
     ranks: tuple[int, ...]
 
 
 class RingOverSharedMemory:
-    """See `links.Link`. `handle`: growing memory of `total_bytes`, which this takes over; `look`: raises PeerError
-    where a rank has died; asked now and then while this rank waits."""
+    """See `RingGroup`.
+
+    handle       growing memory of `total_bytes`, which this object then owns
+    check_peers  called now and then while this rank waits; raises PeerError if a rank has died
+    """
 
     name = "shared memory"
 
@@ -64,29 +68,29 @@ class RingOverSharedMemory:
         self._flag_counts = [0, 0]
         self._num_accumulators = 0
 
-    # ---- what a rank shows ---------------------------------------------------------------------------
+    # ---- blocks --------------------------------------------------------------------------------------
 
     def iterate_blocks(self, parts: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
-        mine = self._publish(parts)
-        yield self.index, mine
+        local_block = self._publish(parts)
+        yield self.index, local_block
         for hop in range(1, self.size):
             owner = (self.index - hop) % self.size
-            yield owner, self._read_peer(owner, mine)
+            yield owner, self._read_peer(owner, local_block)
 
     def all_gather(self, parts: Sequence[Tensor]) -> Sequence[Tensor]:
-        mine = self._publish(parts)
-        return [self._read_peer(peer, mine).clone() for peer in range(self.size)]
+        local_block = self._publish(parts)
+        return [self._read_peer(peer, local_block).clone() for peer in range(self.size)]
 
     def all_to_all(self, parts: Tensor) -> Tensor:
-        mine = self._publish((parts,))
-        return torch.stack([self._read_peer(peer, mine).view_as(parts)[self.index] for peer in range(self.size)])
+        local_block = self._publish((parts,))
+        return torch.stack([self._read_peer(peer, local_block).view_as(parts)[self.index] for peer in range(self.size)])
 
     def make_accumulator(self, num_elements: int, dtype: torch.dtype, device: torch.device) -> RingAccumulator:
         self._num_accumulators += 1
         return _SharedMemoryAccumulator(self, num_elements, dtype)
 
     def _publish(self, parts: Sequence[Tensor]) -> Tensor:
-        """This rank's block, where all see it."""
+        """Put this rank's block where all ranks read it; returns it."""
         count, num_elements = self._flag_counts[PUBLISHED], sum(part.numel() for part in parts)
         block = self._memory.view(self.index, BLOCK_AREAS + count % 2, num_elements, parts[0].dtype)
         start = 0
@@ -97,17 +101,17 @@ class RingOverSharedMemory:
         self._increment_flag(PUBLISHED)
         return block
 
-    def _read_peer(self, peer: int, mine: Tensor) -> Tensor:
-        """A peer's block in this round, which is like this rank's."""
+    def _read_peer(self, peer: int, local_block: Tensor) -> Tensor:
+        """A peer's current block; `local_block` is this rank's, of the same length."""
         count = self._flag_counts[PUBLISHED]
-        turn = (count - 1) % 2
+        area = (count - 1) % 2
         self._wait_flag(PUBLISHED, count, peer)
-        length = self._flags[self._flag_word(peer, LENGTHS) + turn]
-        if length != mine.nbytes:
-            got = f"rank {self._ranks[peer]} shows {length} bytes, rank {self._ranks[self.index]} {mine.nbytes}"
+        length = self._flags[self._flag_word(peer, LENGTHS) + area]
+        if length != local_block.nbytes:
+            got = f"rank {self._ranks[peer]} has {length} bytes, rank {self._ranks[self.index]} {local_block.nbytes}"
             need = "the same attention, of the same sizes, on every rank of a sequence"
             raise DivergenceError(Problem(got, need), where="attention over the sequence axis")
-        return self._memory.view(peer, BLOCK_AREAS + turn, mine.numel(), mine.dtype)
+        return self._memory.view(peer, BLOCK_AREAS + area, local_block.numel(), local_block.dtype)
 
     # ---- flags ---------------------------------------------------------------------------------------
 
@@ -131,7 +135,7 @@ class RingOverSharedMemory:
 
 
 class _SharedMemoryAccumulator:
-    """See `links.Carry`."""
+    """See `RingAccumulator`."""
 
     def __init__(self, ring: RingOverSharedMemory, num_elements: int, dtype: torch.dtype) -> None:
         self._ring, self._num_elements, self._dtype = ring, num_elements, dtype
@@ -139,11 +143,11 @@ class _SharedMemoryAccumulator:
 
     def receive(self) -> Tensor:
         self._hop += 1
-        held = self._view((self._ring.index - self._hop) % self._ring.size)
+        total = self._view((self._ring.index - self._hop) % self._ring.size)
         if self._hop == 1:
-            return held.zero_()
+            return total.zero_()
         self._wait_for_left(self._hop - 1)
-        return held
+        return total
 
     def send(self) -> None:
         self._ring._increment_flag(ACCUMULATED)
@@ -161,7 +165,7 @@ class _SharedMemoryAccumulator:
 
 
 class _GrowingMemory:
-    """Regions of memory that are reserved as far as they have been used."""
+    """Memory whose areas are reserved only as far as they have been used."""
 
     def __init__(self, handle: int) -> None:
         self._handle = os.dup(handle)
@@ -172,7 +176,7 @@ class _GrowingMemory:
         memory.close_shared(self._handle)
 
     def view(self, region: int, area: int, num_elements: int, dtype: torch.dtype) -> Tensor:
-        """The first elements of an area, a flat. Raises MemoryUnavailable."""
+        """The first elements of an area. Raises MemoryUnavailable."""
         num_bytes = num_elements * dtype.itemsize
         start = region * REGION_BYTES + ALIGNMENT_BYTES + area * AREA_BYTES
         if num_bytes > AREA_BYTES:

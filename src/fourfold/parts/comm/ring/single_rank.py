@@ -1,4 +1,4 @@
-"""TODO."""
+"""A ring group of one rank."""
 
 from collections.abc import Iterator, Sequence
 
@@ -10,7 +10,7 @@ from fourfold.words.trace_events import NULL_RECORDER
 
 
 class NullRingGroup:
-    """One rank; see `Link`."""
+    """See `RingGroup`."""
 
     name = "alone"
     size, index = 1, 0
@@ -32,16 +32,16 @@ class NullRingGroup:
 
 
 class _NullAccumulator:
-    """What nobody else adds to; see `Carry`."""
+    """Sums that no other rank adds to; see `RingAccumulator`."""
 
     def __init__(self, zeros: Tensor) -> None:
         self._zeros = zeros
 
     def receive(self) -> Tensor:
-        raise AssertionError("one rank is visited by nobody")
+        raise AssertionError("one rank has no other rank's block")
 
     def send(self) -> None:
-        raise AssertionError("one rank gives nothing away")
+        raise AssertionError("one rank has no neighbour to send to")
 
     def result(self) -> Tensor:
         return self._zeros

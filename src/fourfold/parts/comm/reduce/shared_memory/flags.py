@@ -11,12 +11,13 @@ transport is not used.
 import mmap
 import socket
 from collections.abc import Mapping
-from typing import NamedTuple
+from dataclasses import dataclass, field
 
 from fourfold.parts.comm.reduce.shared_memory.layout import FLAG_STRIDE, NUM_FLAGS
 
 
-class HostRanks(NamedTuple):
+@dataclass(frozen=True)
+class HostRanks:
     """The ranks of this host: their global ranks, which of them this one is, and sockets to others of them.
 
     peer_sockets  by index on the host: the leader (index 0) has one to every rank, each other rank one to the leader
@@ -24,7 +25,7 @@ class HostRanks(NamedTuple):
 
     index: int
     ranks: tuple[int, ...]
-    peer_sockets: Mapping[int, socket.socket] = {}
+    peer_sockets: Mapping[int, socket.socket] = field(default_factory=dict)
 
     @property
     def size(self) -> int:

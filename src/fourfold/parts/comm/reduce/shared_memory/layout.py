@@ -1,8 +1,9 @@
-"""Slotting: where things lie in the memory that the ranks of one host share.
+"""Layout: where things lie in the memory that the ranks of one host share.
 
-region   one rank's part of the mapping: its flags, its calls, its scalars, its slots
+region   one rank's part of the mapping: its flags, calls, scalars and gradient buffers
 flag     an int64 that only its owner writes, in a cache line of its own
-slot     room for a bucket's gradients; buckets with the same turn share one
+buffer   room for a bucket's gradients; buckets with the same buffer index share one
+staging  buffers through which split weights come from other hosts
 Law: pure arithmetic, the same on every rank; tensors are views of the mapping.
 """
 
@@ -34,11 +35,10 @@ ALIGNMENT_BYTES = 4096
 
 
 class SharedMemoryLayout:
-    """Where things lie. Pure arithmetic, the same on every rank.
+    """A region per rank: flags, calls, scalars, gradient buffers; behind all regions weights or staging buffers.
 
-    A region a rank: flags, calls, scalars, then slots, of which buckets with the same turn share one. Behind the
-    regions, where weights are to exist once per host: their flats, `weights` their dtypes. Where they rest split
-    between hosts: the stages through which they come, `stages` their dtypes.
+    weight_dtypes   dtypes of the buckets' weights if they exist once per host, else empty
+    staging_dtypes  dtypes of the buckets' weights if they rest split between hosts, else empty
     """
 
     def __init__(
@@ -56,15 +56,15 @@ class SharedMemoryLayout:
         self.buffer_indices = tuple(buffer_indices if buffer_indices is not None else range(len(sizes)))
         self.calls_offset = 8 * FLAG_STRIDE * NUM_FLAGS
         flags = _align(self.calls_offset + BOARD_BYTES)
-        # Two copies of the scalars, by turns: a rank is never two measures ahead of another.
+        # Two copies of the scalars, used alternately: no rank is ever two all-reduces ahead of another.
         scalars = _align(8 * num_scalars * NUM_SCALAR_KINDS * 2)
         self.scalars_offset, offset = flags, flags + scalars
         lengths = _aligned_bytes(self.sizes, self.dtypes)
         starts = {}
-        for turn in dict.fromkeys(self.buffer_indices):
-            starts[turn] = offset
-            offset += max(length for length, each in zip(lengths, self.buffer_indices, strict=True) if each == turn)
-        self.buffer_offsets = [starts[turn] for turn in self.buffer_indices]
+        for index in dict.fromkeys(self.buffer_indices):
+            starts[index] = offset
+            offset += max(length for length, each in zip(lengths, self.buffer_indices, strict=True) if each == index)
+        self.buffer_offsets = [starts[index] for index in self.buffer_indices]
         self.region_bytes = offset
         lengths = _aligned_bytes(self.sizes, self.weight_dtypes) if weight_dtypes else []
         self.weights_bytes = sum(lengths)
@@ -72,7 +72,7 @@ class SharedMemoryLayout:
         self.staging_bytes = max(_aligned_bytes(self.sizes, staging_dtypes)) if staging_dtypes else 0
 
     def total_bytes(self, size: int) -> int:
-        """Of the mapping of `size` ranks."""
+        """Bytes of the mapping for `size` ranks."""
         return size * self.region_bytes + self.weights_bytes + NUM_STAGING_BUFFERS * self.staging_bytes
 
 
@@ -85,7 +85,7 @@ def _align(num_bytes: int) -> int:
 
 
 def view_grad_buffers(mapping: mmap.mmap, layout: SharedMemoryLayout, region: int) -> list[torch.Tensor]:
-    """A rank's slot of each bucket."""
+    """A rank's gradient buffer of each bucket."""
     start = region * layout.region_bytes
     return [
         torch.frombuffer(mapping, dtype=dtype, count=size, offset=start + offset)
@@ -94,7 +94,7 @@ def view_grad_buffers(mapping: mmap.mmap, layout: SharedMemoryLayout, region: in
 
 
 def view_weights(mapping: mmap.mmap, layout: SharedMemoryLayout, start: int) -> list[torch.Tensor]:
-    """The weights of each bucket, once per host, from byte `start` on."""
+    """The weights of each bucket, which begin at byte `start`."""
     return [
         torch.frombuffer(mapping, dtype=dtype, count=size, offset=start + offset)
         for size, dtype, offset in zip(layout.sizes, layout.weight_dtypes, layout.weight_offsets, strict=True)
@@ -102,7 +102,7 @@ def view_weights(mapping: mmap.mmap, layout: SharedMemoryLayout, start: int) -> 
 
 
 def view_staging_buffers(mapping: mmap.mmap, layout: SharedMemoryLayout, start: int) -> list[torch.Tensor]:
-    """The bytes of each stage, from byte `start` on."""
+    """The bytes of each staging buffer; the first begins at byte `start`."""
     length = layout.staging_bytes
     return [
         torch.frombuffer(mapping, dtype=torch.uint8, count=length, offset=start + number * length)
@@ -111,7 +111,7 @@ def view_staging_buffers(mapping: mmap.mmap, layout: SharedMemoryLayout, start: 
 
 
 def view_scalars(mapping: mmap.mmap, layout: SharedMemoryLayout, region: int) -> torch.Tensor:
-    """float64 [kind, turn, scalar]"""
+    """float64 [kind, parity, scalar]"""
     count = NUM_SCALAR_KINDS * 2 * layout.num_scalars
     offset = region * layout.region_bytes + layout.scalars_offset
     flat = torch.frombuffer(mapping, dtype=torch.float64, count=count, offset=offset)

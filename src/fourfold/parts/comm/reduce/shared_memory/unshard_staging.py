@@ -1,12 +1,12 @@
-"""Staging: weights that rest split between hosts, brought together in memory that a host's ranks share.
+"""Staging: weights that rest split between hosts are gathered in memory that a host's ranks share.
 
-stage   room for a whole bucket; buckets take turns in a few of them
-staged  this rank's slice has come, from all hosts
-taken   this rank has copied the bucket to where it wants it
-Law: a stage is written again only when every rank of the host has taken what was there.
+buffer  room for a whole bucket; buckets use a few buffers in rotation
+staged  this rank's slice has come from all hosts
+copied  this rank has copied the bucket to where it needs it
+Law: a buffer is written again only after every rank of the host has copied what was there.
 
-Between hosts each rank brings one slice, so that a bucket crosses the network once a host and not once a rank. Each
-rank then copies the whole: how long it needs it is its own affair.
+Between hosts each rank brings one slice, so a bucket crosses the network once per host and not once per rank. Each
+rank then copies the whole bucket, and keeps its copy as long as it needs.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ from fourfold.plan.unshard_order import NUM_STAGING_BUFFERS
 
 
 class StagingFlags(NamedTuple):
-    """How the ranks of a host tell each other: raise one's own counter; wait until everybody's has reached a count."""
+    """Raise this rank's flag, or wait until every rank's flag has reached a count."""
 
     signal_staged: Callable[[], None]
     signal_copied: Callable[[], None]
@@ -27,31 +27,31 @@ class StagingFlags(NamedTuple):
 
 
 class HostUnshardStaging:
-    """This rank's part in bringing buckets to its host. Every rank brings the same ones in the same order."""
+    """This rank's part in gathering buckets. Every rank of the host gathers the same buckets in the same order."""
 
     def __init__(self, buffers: Sequence[torch.Tensor], flags: StagingFlags) -> None:
-        """`stages` are bytes."""
+        """`buffers`: uint8, one flat tensor each."""
         self._buffers, self._flags = buffers, flags
         self._num_begun = 0
 
     def unshard_async(
         self, local_slice: slice, out: torch.Tensor, start_gather: Callable[[torch.Tensor], Callable[[], None]]
     ) -> Callable[[], None]:
-        """Begin to bring a bucket into `out`. `begin` brings what comes from other hosts into this rank's `part` of it.
+        """Begin to gather a bucket into `out`. Returns the wait; waits are called in the order of the gathers.
 
-        The returned function waits; these must be called in the order of beginnings.
+        `start_gather(flat)` begins to gather this rank's slice from all hosts into `flat`, and returns the wait.
         """
         self._num_begun += 1
         number = self._num_begun
         self._flags.wait_all_copied(number - NUM_STAGING_BUFFERS)
-        stage = self._buffers[number % NUM_STAGING_BUFFERS][: out.numel() * out.element_size()].view(out.dtype)
-        land = start_gather(stage[local_slice])
+        buffer = self._buffers[number % NUM_STAGING_BUFFERS][: out.numel() * out.element_size()].view(out.dtype)
+        wait = start_gather(buffer[local_slice])
 
         def wait_and_copy() -> None:
-            land()
+            wait()
             self._flags.signal_staged()
             self._flags.wait_all_staged(number)
-            out.copy_(stage)
+            out.copy_(buffer)
             self._flags.signal_copied()
 
         return wait_and_copy

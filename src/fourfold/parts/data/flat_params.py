@@ -1,0 +1,42 @@
+"""Flat parameters: the weights of a model move into one flat per bucket.
+
+flat  one-dimensional memory of a bucket; each parameter of the bucket becomes a view of its slot
+Law: a parameter keeps its values and its shape.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from fourfold.parts import memory
+from fourfold.parts.comm.reduce.protocol import Transport
+from fourfold.parts.dtypes import bucket_dtype
+from fourfold.plan.data.buckets import Bucket, ParamSpec
+
+
+def param_specs(parameters: Mapping[str, nn.Parameter], groups: Mapping[str, int]) -> list[ParamSpec]:
+    """What bucket arithmetic needs to know about the trainable parameters, in order of definition."""
+    return [
+        ParamSpec(name, p.numel(), str(p.dtype).removeprefix("torch."), p.element_size(), groups.get(name, 0))
+        for name, p in parameters.items()
+    ]
+
+
+@torch.no_grad()
+def flatten_params(
+    parameters: Mapping[str, nn.Parameter], buckets: Sequence[Bucket], transport: Transport
+) -> Sequence[Tensor]:
+    """Move the weights into one flat per bucket, and return the flats: shared ones if the transport has them."""
+    flats = transport.shared_weights
+    if flats is None:
+        devices = [parameters[bucket.slots[0].name].device for bucket in buckets]
+        flats = [memory.allocate_private(b.size, bucket_dtype(b), d) for b, d in zip(buckets, devices, strict=True)]
+    for bucket, flat in zip(buckets, flats, strict=True):
+        for slot in bucket.slots:
+            parameter = parameters[slot.name]
+            view = flat[slot.start : slot.stop].view(parameter.shape)
+            if transport.is_writer:
+                view.copy_(parameter)
+            parameter.data = view
+    return flats

@@ -1,0 +1,61 @@
+"""Gradient checks: gradients that cannot be reduced, and parameters that got none.
+
+Law: each error names the parameter and says what to change in the user's code.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from fourfold.words.errors import Problem, TaskError, TrainingError
+
+
+def raise_grad_cleared(name: str) -> NoReturn:
+    """Raise TaskError for a gradient that a hook has removed before it could be reduced."""
+    got = f"a hook has set .grad of {name} to None"
+    need = "the gradient left in .grad: the update takes it from there, after all hooks"
+    raise TaskError(Problem(got, need, "a hook that reads .grad, or changes it"))
+
+
+def raise_grad_has_graph(name: str) -> NoReturn:
+    """Raise TaskError for a gradient that has a graph: its derivative would be lost in the reduction."""
+    got = f"backward(create_graph=True), which gives .grad of {name} a graph of its own"
+    need = "gradients without a graph: a mean over ranks has none"
+    attempt = "torch.autograd.grad(loss, parameters, create_graph=True) in the loss, then backward()"
+    raise TaskError(Problem(got, need, attempt))
+
+
+def check_dense(gradient: Tensor, name: str) -> None:
+    """Raise TaskError for a sparse gradient."""
+    if gradient.layout is not torch.strided:
+        raise TaskError(Problem(f"{name} has a sparse gradient", "dense gradients", "sparse=False"))
+
+
+def second_grad_problem(name: str) -> Problem:
+    """The problem of a parameter that gets two gradients in one backward."""
+    got = f"two gradients of {name} in one backward (a reentrant checkpoint around its layer?)"
+    return Problem(got, "one, with all uses added up", "checkpoint(…, use_reentrant=False)")
+
+
+def raise_second_grad(name: str) -> NoReturn:
+    """Raise TaskError for the second gradient of a parameter in one backward."""
+    raise TaskError(second_grad_problem(name))
+
+
+def check_all_reached(names: Sequence[str], reached: Sequence[bool], parameters: Iterable[nn.Parameter]) -> None:
+    """Raise TrainingError naming the parameters that no backward of the step has reached."""
+    need = "a gradient for every trainable parameter"
+    # A reentrant checkpoint without an input that requires a gradient gives its parameters none.
+    attempt = 'unused = "allow", or requires_grad_(False), or use_reentrant=False if it is in a checkpoint'
+    attempt_frozen = 'unused = "allow", which lets parameters be frozen and unfrozen during training'
+    problems = []
+    for name, was_reached, parameter in zip(names, reached, parameters, strict=True):
+        if not was_reached and parameter.requires_grad:
+            problems.append(Problem(f"parameter {name} got no gradient", need, attempt))
+        elif not was_reached:
+            got = f"parameter {name} got no gradient: it was frozen after the step was built"
+            problems.append(Problem(got, need, attempt_frozen))
+    if problems:
+        raise TrainingError(problems)

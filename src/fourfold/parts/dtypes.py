@@ -1,0 +1,15 @@
+"""Dtypes: what buckets are made of, and what sums are made in."""
+
+import torch
+
+from fourfold.plan.data.buckets import Bucket
+
+
+def bucket_dtype(bucket: Bucket) -> torch.dtype:
+    """The dtype that a bucket names."""
+    return getattr(torch, bucket.dtype)
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of sums and residuals: float32, or the numbers' own dtype if that is wider."""
+    return torch.promote_types(dtype, torch.float32)

@@ -1,0 +1,260 @@
+"""Forward comparison: a few samples in one forward, against the same samples in two.
+
+full   the samples of a microbatch in one forward
+parts  the same samples in two forwards of different sizes
+state  buffers and parameters of the model and of the loss's modules
+Law: a loss that is a mean has the same value for the full samples and for the parts, each weighted by its count, and
+the state after a forward does not depend on its samples.
+"""
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fourfold.plan.plan import Plan
+from fourfold.step.batch import (
+    Microbatch,
+    batch_and_parts,
+    num_samples,
+    slice_samples,
+    split_microbatches,
+    unpack_batch,
+)
+from fourfold.step.dry_run.fixed_random import without_randomness
+from fourfold.step.dry_run.forward_state import (
+    StateChanges,
+    differing_across_forwards,
+    preserve_state,
+    summarize_changes,
+)
+from fourfold.step.dry_run.loss_additivity import LossComparison, compare_losses
+from fourfold.step.dry_run.state_problems import (
+    forward_count_problems,
+    loss_state_problem,
+    sample_dependence_problems,
+)
+from fourfold.step.dry_run.weight_write_check import WeightWriteCheck
+from fourfold.step.model_call import call_model, eval_mode
+from fourfold.step.objective import ForwardResult, Objective
+from fourfold.step.tensor_tree import detached_clone, tree_leaves, tree_map
+from fourfold.words.errors import Problem
+
+# What a model raises that takes only a fixed number of samples.
+_SIZE_ERRORS = (RuntimeError, ValueError, IndexError)
+
+
+class DryRunForward(NamedTuple):
+    """One forward of the dry run, and what it wrote."""
+
+    result: ForwardResult | None
+    """None where the loss is not computed."""
+    num_samples: int
+    state_changes: StateChanges
+    loss_state_changes: StateChanges
+    """What it wrote into buffers and parameters of the loss's modules."""
+    has_writes: bool
+    """Whether it wrote any state or parameter, even the value that was there already."""
+    has_randomness: bool
+    min_itemsize: int
+    num_elements: int
+    """How many numbers its operations have computed."""
+
+
+class ComparedBatch(NamedTuple):
+    """The samples that this rank has compared, and how many numbers a forward computes for each of them."""
+
+    batch: Any
+    elements_per_sample: int
+
+
+class ForwardComparison:
+    """Compares forwards on one rank. It keeps a sample for dummy forwards, and the batch of the last comparison."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        objective: Objective,
+        plan: Plan,
+        device: torch.device,
+        weight_check: WeightWriteCheck,
+    ) -> None:
+        self._model, self._objective, self._plan, self._device = model, objective, plan, device
+        self._weight_check = weight_check
+        self._num_parts = plan.dp * plan.sp * plan.microbatches
+        self._compares_state = True
+        """Whether untrained state is compared; trained weights always are."""
+        self.sample: Microbatch | None = None
+        self.compared_batch: ComparedBatch | None = None
+
+    def run(self, batch: Any, *, training: bool) -> dict[str, Any]:
+        """Run the forwards for a batch that is not empty. Returns this rank's part of the dry run's report."""
+        total = num_samples(batch)
+        size = min(total, max(2, -(-total // self._plan.microbatches)))
+        batch = tree_map(slice_samples(batch, 0, size), lambda tensor: tensor.to(self._device))
+        # With "local", each part has batch statistics of its own, so the losses of the parts do not make up the full
+        # loss.
+        is_local = self._plan.batch_norm == "local"
+        self._compares_state = training and not is_local
+        if training and (is_local or self._num_parts == 1):
+            self._forward(batch)  # only for its writes into weights, which are refused in any case
+            if self._num_parts == 1:
+                return {}
+        with eval_mode(self._model) if is_local or not training else contextlib.nullcontext():
+            full = self._forward(batch)
+            raw_loss = None if full.result is None else full.result.raw_loss
+            # A pair (sum, count) is not compared: it says that the loss of a part is what the user wants.
+            is_loss_compared = isinstance(raw_loss, Tensor) and (training or raw_loss.numel() == 1)
+            has_writes = full.has_writes
+            if not is_loss_compared and not has_writes:
+                return {}
+            try:
+                full, parts = self._forward_parts(batch, full)
+            except _SIZE_ERRORS:
+                if isinstance(raw_loss, Tensor) and raw_loss.numel() > 1 and not has_writes:
+                    return {}  # The model takes this many samples only, and every part of a batch has as many.
+                raise
+            problems = self._state_problems(batch, [*parts, full]) if full.state_changes else []
+            if full.loss_state_changes:
+                problems += self._loss_state_problems(batch, [*parts, full])
+        if self._is_scalar(full) and self._objective.is_compiled:
+            problems.append(
+                compiled_problem("a compiled scalar loss", self._num_parts, "the loss without torch.compile")
+            )
+        self.sample = split_microbatches(tree_map(slice_samples(batch, 0, 1), torch.clone), 1, self._device)[0]
+        report = {"problems": problems, **self._summarize(full)}
+        return {**report, "loss": self._compare_losses(batch, full, parts)} if is_loss_compared else report
+
+    def _is_scalar(self, forward: DryRunForward) -> bool:
+        return forward.result is not None and self._objective.is_scalar(forward.result.raw_loss, forward.num_samples)
+
+    def _summarize(self, full: DryRunForward) -> dict[str, Any]:
+        return {
+            "has_writes": self._compares_state and full.has_writes,
+            "is_shape_1_scalar": self._objective.is_shape_1_scalar,
+            "uses_counts": self._objective.uses_counts,
+            "state_changes": summarize_changes(full.state_changes),
+            "divisors": self._objective.divisors.summarize(),
+        }
+
+    # ---- forwards -----------------------------------------------------------------------------------
+
+    def _forward_parts(self, batch: Any, full: DryRunForward) -> tuple[DryRunForward, list[DryRunForward]]:
+        """The forward of the full samples, and those of two parts. A single sample is taken twice to make parts."""
+        full_batch, parts = batch_and_parts(batch)
+        if full.num_samples > 1:
+            try:
+                return full, [self._forward(part) for part in parts]
+            except _SIZE_ERRORS:
+                return self._forward_repeated_halves(batch, full)
+        try:
+            return self._forward(full_batch), [full, full]
+        except _SIZE_ERRORS:
+            # The model takes one sample at a time, so every part of a batch has one.
+            return full, [full]
+
+    def _forward_repeated_halves(self, batch: Any, full: DryRunForward) -> tuple[DryRunForward, list[DryRunForward]]:
+        """The same for a model that takes a fixed number of samples: each part is one half of them, taken twice."""
+        half = full.num_samples // 2
+        if full.num_samples % 2:
+            batch = slice_samples(batch, 0, 2 * half)
+            full = self._forward(batch)
+        halves_twice = (
+            tree_map(slice_samples(batch, start, start + half), lambda tensor: torch.cat([tensor, tensor]))
+            for start in (0, half)
+        )
+        return full, [self._forward(twice)._replace(num_samples=half) for twice in halves_twice]
+
+    def _forward(self, batch: Any, *, num_forwards: int = 1) -> DryRunForward:
+        samples = num_samples(batch)
+        part = Microbatch(*unpack_batch(batch), samples, 0)
+        modules, check = self._objective.loss_modules(self._model), self._weight_check
+        # With autograd on, as in a step: a model may differentiate within forward.
+        with (
+            preserve_state(modules) as loss_state,
+            preserve_state(self._model, not_restored=check.not_restored, counts_renorms=check.counts_renorms) as state,
+        ):
+            with self._objective.force_eager(self._model), without_randomness(self._device) as mode:
+                results = [self._forward_loss(part) for _ in range(num_forwards)]
+            check.observe(state.write_tracker)
+            changes = state.changes()
+            has_writes = bool(changes or state.write_tracker.written)
+            if not self._compares_state:
+                changes = {name: value for name, value in changes.items() if name in check.trained_names}
+            loss_changes = loss_state.changes() if self._compares_state else {}
+            return DryRunForward(
+                results[-1],
+                samples,
+                changes,
+                loss_changes,
+                has_writes or bool(loss_changes),
+                mode.has_randomness,
+                mode.min_itemsize,
+                mode.num_elements,
+            )
+
+    def _forward_loss(self, part: Microbatch) -> ForwardResult | None:
+        # Copies: a model may write into its inputs, or differentiate by them.
+        part = part._replace(
+            inputs=tree_map(part.inputs, detached_clone), targets=tree_map(part.targets, detached_clone)
+        )
+        if self._plan.sp == 1:
+            return self._objective.dry_run(self._model, part)
+        call_model(self._model, part.inputs)
+        return None
+
+    # ---- comparison ---------------------------------------------------------------------------------
+
+    def _compare_losses(self, batch: Any, full: DryRunForward, parts: Sequence[DryRunForward]) -> LossComparison:
+        forwards = (full, *parts)
+        full_result, *part_results = [forward.result for forward in forwards if forward.result is not None]
+        outputs = [
+            leaf.detach()
+            for result in (full_result, *part_results)
+            for leaf in tree_leaves(result.outputs)
+            if leaf.is_floating_point()
+        ]
+        comparison = compare_losses(
+            full_result,
+            part_results,
+            part_sizes=[forward.num_samples for forward in parts],
+            min_itemsize=min(forward.min_itemsize for forward in forwards),
+            max_output=max(map(_max_finite, outputs), default=0.0),
+        )._replace(
+            has_randomness=any(forward.has_randomness for forward in forwards), loss_names=self._objective.loss_names
+        )
+        # With a single part, the model takes one sample at a time.
+        if comparison.is_comparable and not comparison.has_randomness and len(parts) > 1:
+            self.compared_batch = ComparedBatch(batch, -(-full.num_elements // full.num_samples))
+        return comparison
+
+    def _state_problems(self, batch: Any, forwards: Sequence[DryRunForward]) -> list[Problem]:
+        """What is wrong with the model state that these forwards have changed."""
+        trained = self._weight_check.trained_names
+        if names := differing_across_forwards([forward.state_changes for forward in forwards]):
+            return sample_dependence_problems(names, self._num_parts, trained)
+        if self._plan.microbatches == 1:
+            return []
+        after_two = self._forward(batch, num_forwards=2).state_changes
+        names = differing_across_forwards([forwards[-1].state_changes, after_two])
+        return forward_count_problems(names, self._plan.microbatches, trained)
+
+    def _loss_state_problems(self, batch: Any, forwards: Sequence[DryRunForward]) -> list[Problem]:
+        """What is wrong with the state that the loss has changed: ranks without samples do not call the loss."""
+        after_two = self._forward(batch, num_forwards=2).loss_state_changes
+        names = differing_across_forwards([*(forward.loss_state_changes for forward in forwards), after_two])
+        return [loss_state_problem(names, self._num_parts)] if names else []
+
+
+def compiled_problem(what: str, num_parts: int, attempt: str) -> Problem:
+    """What is wrong with a mean that compiled code computes, if the batch is split into parts."""
+    got = f"{what}, and a batch that is split into {num_parts} parts"
+    need = "uncompiled calls of loss functions: Fourfold counts their targets, to weight the parts"
+    return Problem(got, need, f"{attempt}; or a loss that returns unreduced values, or a pair (sum, count)")
+
+
+def _max_finite(tensor: Tensor) -> float:
+    finite = tensor[tensor.isfinite()]
+    return float(finite.abs().max()) if finite.numel() else 0.0

@@ -1,0 +1,206 @@
+"""Collective dry run of the sequence axis: each rank checks its shard, and all ranks judge all reports.
+
+report  what one rank has found: problems, gradient projections, and the loss of all tokens and of its own shard
+Law: TaskError is raised on every rank or on none.
+"""
+
+import contextlib
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from fourfold.parts.comm import transports
+from fourfold.plan.plan import Plan
+from fourfold.plan.sequence import length_divisor
+from fourfold.step.dry_run.check_config import STRICTEST_SEQUENCE_CHECK, MemoryFit, find_memory_fit
+from fourfold.step.dry_run.grad_projections import Projection
+from fourfold.step.sequence.batch_consistency import batch_mismatch_problem
+from fourfold.step.sequence.dry_run import DryRunResult, SequenceDryRun, truncate_batch
+from fourfold.step.sequence.grad_sum_check import GradProjections, gradient_sum_problem
+from fourfold.step.sequence.losses import LossSum, ObservedLoss, loss_sum_problem, non_mean_problem, observe_loss
+from fourfold.step.sequence.token_shards import sequence_length, shard_tokens, token_shard
+from fourfold.step.tensor_tree import tree_leaves, tree_map
+from fourfold.words.errors import Problem, TaskError
+
+DRY_RUN_TOKENS = 256
+DRY_RUN_SAMPLES = 2
+log = logging.getLogger("fourfold")
+
+Report = dict[str, Any]
+
+
+class DryRunOutcome(NamedTuple):
+    """What the dry run has shown: whether some rank had samples, and the ignored targets of a scalar loss."""
+
+    has_samples: bool
+    ignored_indices: list[int] | None
+    """None: the loss is no scalar, or no rank had samples."""
+
+
+class CollectiveDryRun:
+    """The dry run of the sequence axis on all ranks."""
+
+    def __init__(
+        self, model: nn.Module, loss: Callable[[Any, Any], Any], plan: Plan, comm: transports.Communicator
+    ) -> None:
+        self._model, self._loss, self._plan, self._comm = model, loss, plan, comm
+        self._coords = plan.mesh.coordinates(comm.rank)
+
+    def run(
+        self,
+        inputs: Mapping[str, Any],
+        targets: Any,
+        *,
+        digest: int,
+        unsharded: contextlib.AbstractContextManager[None],
+    ) -> DryRunOutcome:
+        """Run the dry run of a batch with this digest. Collective. Within `unsharded` the model may be called.
+
+        Raises TaskError if the model or the loss cannot be sharded by tokens.
+        """
+        report: Report = {"dp_index": self._coords["dp"], "problems": [], "digest": digest}
+        memory_fit = self._find_memory_fit()
+        # Leaving `unsharded` is collective with sharded weights, so nothing within may communicate: a rank without
+        # samples leaves at once.
+        with unsharded:
+            if any(len(tensor) for tensor in tree_leaves(targets)):
+                report |= self._run_local(inputs, targets, memory_fit)
+        reports = self._comm.all_gather_json(report)
+        self._raise_problems(reports)
+        reports = [each for each in reports if "loss_sums" in each]
+        self._check_gradients(reports)
+        self._check_losses(reports)
+        ignored_indices = None
+        if any(each["has_mean"] for each in reports):
+            ignored_indices = sorted({index for each in reports for index in each["ignored_indices"]})
+        return DryRunOutcome(bool(reports), ignored_indices)
+
+    def truncate(self, inputs: Any, targets: Any) -> tuple[Any, Any]:
+        """The first samples and tokens of a batch, as many as the dry run takes."""
+        length = sequence_length((inputs, targets))
+        num_tokens = self._num_tokens(length, inputs, targets)
+        inputs, targets = (
+            truncate_batch(tree, length=length, num_tokens=num_tokens, num_samples=DRY_RUN_SAMPLES)
+            for tree in (inputs, targets)
+        )
+        return inputs, targets
+
+    # ---- this rank ----------------------------------------------------------------------------------
+
+    def _find_memory_fit(self) -> MemoryFit:
+        """What fits into memory on every rank. Collective."""
+        local_fit = find_memory_fit(self._model, self._comm.device, num_local_ranks=self._comm.world.local_size)
+        return MemoryFit(*(all(column) for column in zip(*self._comm.all_gather_json(local_fit), strict=True)))
+
+    def _num_tokens(self, length: int, inputs: Any, targets: Any) -> int:
+        """How many tokens the dry run takes: a number that divides, and that is no other tensor's dim 1."""
+        divisor = length_divisor(self._plan.sp, self._plan.ring, self._plan.ulysses)
+        num_tokens = -(-min(length, DRY_RUN_TOKENS) // divisor) * divisor
+        others = [
+            t.shape[1] for t in (*tree_leaves(inputs), *tree_leaves(targets)) if t.dim() > 1 and t.shape[1] != length
+        ]
+        while num_tokens in others:
+            num_tokens += divisor
+        return num_tokens
+
+    def _run_local(self, inputs: Mapping[str, Any], targets: Any, memory_fit: MemoryFit) -> Report:
+        """The report of a rank that has samples."""
+        result, losses = self._inspect(inputs, targets, memory_fit)
+        return {
+            "problems": result.problems,
+            "gradients": result.grad_projections,
+            "config": str(result.config),
+            "fallback_reason": result.fallback_reason,
+            "loss_sums": [each.loss_sum for each in losses],
+            "has_mean": any(each.is_mean for each in losses),
+            "non_mean_op": next((each.non_mean_op for each in losses if each.non_mean_op is not None), None),
+            "tolerance": max((each.tolerance for each in losses), default=0.0),
+            "ignored_indices": sorted({index for each in losses for index in each.ignored_indices}),
+        }
+
+    def _inspect(
+        self, inputs: Mapping[str, Any], targets: Any, memory_fit: MemoryFit
+    ) -> tuple[DryRunResult, list[ObservedLoss]]:
+        """The result for the model; without problems, also the loss of all tokens, and that of this rank's."""
+        length = sequence_length((inputs, targets))
+        inputs, targets = self.truncate(inputs, targets)
+        num_tokens = sequence_length((inputs, targets))
+        inputs, targets = (tree_map(tree, lambda tensor: tensor.to(self._comm.device)) for tree in (inputs, targets))
+        shard = token_shard(self._plan, num_tokens, self._coords["sp"])
+        try:
+            result = SequenceDryRun(self._model, inputs, shard, ulysses=self._plan.ulysses, memory_fit=memory_fit).run()
+        except (RuntimeError, ValueError, IndexError, AssertionError) as error:
+            text = str(error).splitlines()[0] if str(error) else type(error).__name__
+            if num_tokens == length:
+                problem = Problem(f"a model that fails on a sample of {length} tokens: {text}", "a model that runs")
+                return DryRunResult([problem]), []
+            got = f"sp > 1 and a model that fails on {num_tokens} tokens, where a sample has {length}: {text}"
+            return DryRunResult([Problem(got, "a model that takes any number of tokens")]), []
+        if result.problems:
+            return result, []
+        num_samples = len(next(tree_leaves(targets)))
+        with torch.no_grad():
+            full = observe_loss(self._loss, result.outputs, targets, num_samples)
+            # Computed from the same outputs, so that the two differ by the loss alone.
+            outputs = shard_tokens(result.outputs, shard)
+            return result, [full, observe_loss(self._loss, outputs, shard_tokens(targets, shard), num_samples)]
+
+    # ---- all ranks ----------------------------------------------------------------------------------
+
+    def _raise_problems(self, reports: list[Report]) -> None:
+        """Raise TaskError for different batches, or for the problems that any rank has found."""
+        for dp_index in {report["dp_index"] for report in reports}:
+            ranks = [rank for rank, report in enumerate(reports) if report["dp_index"] == dp_index]
+            if len({reports[rank]["digest"] for rank in ranks}) > 1:
+                raise TaskError(batch_mismatch_problem(ranks), where="the batch")
+        problems = [Problem(*problem) for report in reports for problem in report["problems"]]
+        if problems:
+            raise TaskError(list(dict.fromkeys(problems)), where="the model")
+
+    def _check_gradients(self, reports: list[Report]) -> None:
+        """Raise TaskError if the parameter gradients of the shards do not add up; log a weaker check."""
+        names = [name for name, p in self._model.named_parameters() if p.requires_grad]
+        for group in _by_dp_index(reports):
+            configs = {report["config"] for report in group}
+            if len(configs) > 1:
+                got = f"sp > 1 and a dry run {' on one rank, but '.join(sorted(configs))} on another"
+                raise TaskError(Problem(got, "ranks that can all run the same check"), where="the model")
+            gradients = [report["gradients"] for report in group]
+            if None in gradients:
+                continue
+            projections = [
+                GradProjections([Projection(*each) for each in full], [Projection(*each) for each in shard], tolerance)
+                for full, shard, tolerance in gradients
+            ]
+            if problem := gradient_sum_problem(names, projections):
+                raise TaskError(problem, where="the model")
+        weaker = next((report for report in reports if report["config"] != str(STRICTEST_SEQUENCE_CHECK)), None)
+        if weaker is not None and self._comm.rank == 0:
+            log.warning(
+                "the dry run of sp = %d computed %s instead of %s: %s",
+                self._plan.sp,
+                weaker["config"],
+                STRICTEST_SEQUENCE_CHECK,
+                weaker["fallback_reason"],
+            )
+
+    def _check_losses(self, reports: list[Report]) -> None:
+        """Raise TaskError if the losses of the shards do not add up to the loss of all tokens."""
+        for group in _by_dp_index(reports):
+            shard_sums = [LossSum(*report["loss_sums"][1]) for report in group]
+            full_sum, op = LossSum(*group[0]["loss_sums"][0]), group[0]["non_mean_op"]
+            if op is None:
+                problem = loss_sum_problem(full_sum, shard_sums, tolerance=group[0]["tolerance"])
+            else:
+                problem = non_mean_problem(op, len(shard_sums))
+            if problem is not None:
+                raise TaskError(problem, where="the loss")
+
+
+def _by_dp_index(reports: list[Report]) -> list[list[Report]]:
+    """The reports of each sp group."""
+    indices = sorted({report["dp_index"] for report in reports})
+    return [[report for report in reports if report["dp_index"] == index] for index in indices]
