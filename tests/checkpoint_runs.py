@@ -43,8 +43,8 @@ class MemoryLog:
 class ThreadRun:
     """A run of a case on one thread's rank; `save_at` are steps, `valid` the losses measured there."""
 
-    def __init__(self, case: Case, ranks: Any, folder: Path, *, token: str = "a", ema: float | None = None) -> None:
-        self.case, self.step = case, build_step(case, ranks.size, ranks)
+    def __init__(self, case: Case, comm: Any, folder: Path, *, token: str = "a", ema: float | None = None) -> None:
+        self.case, self.step = case, build_step(case, comm.size, comm)
         source = [(torch.zeros(1), torch.zeros(1)) for _ in range(40)]
         self.ema = EMA(self.step.weight_shards, ema) if ema else None
         self.feed = Feed(source, batch_size=8)
@@ -72,7 +72,7 @@ class ThreadRun:
 
 
 def save_twice(folder: Path, size: int = 2) -> CheckpointStore:
-    threads.run(size, lambda ranks: ThreadRun(Case(), ranks, folder).run_steps(0, 3, save_at=(1, 3)))
+    threads.run(size, lambda comm: ThreadRun(Case(), comm, folder).run_steps(0, 3, save_at=(1, 3)))
     store = CheckpointStore(folder)
     assert store.steps() == [1, 3]
     return store

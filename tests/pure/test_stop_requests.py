@@ -19,14 +19,14 @@ from fourfold.words.errors import SettingError
 SECONDS = 60.0  # a command takes half a second on an idle machine
 
 
-def pulse() -> Heartbeat:
+def heartbeat() -> Heartbeat:
     return Heartbeat(memoryview(bytearray(8 * RECORD_WORDS)).cast("q"))
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_request_is_a_note_and_the_handlers_before_come_back(number: signal.Signals, tmp_path: Path) -> None:
     before = signal.getsignal(number)
-    with stop_signal.handle_stop_signals(pulse(), tmp_path, World(), limit_seconds=600.0) as request:
+    with stop_signal.handle_stop_signals(heartbeat(), tmp_path, World(), limit_seconds=600.0) as request:
         assert request() == 0
         os.kill(os.getpid(), number)
         assert request() == number
@@ -41,7 +41,7 @@ def test_handlers_of_the_users_own_are_left_alone_and_so_is_an_event_loop(tmp_pa
     before = [signal.signal(number, lambda got, _: heard.append(got)) for number in (signal.SIGTERM, signal.SIGUSR1)]
     signal.set_wakeup_fd(writing)
     try:
-        with stop_signal.handle_stop_signals(pulse(), tmp_path, World(), limit_seconds=600.0) as request:
+        with stop_signal.handle_stop_signals(heartbeat(), tmp_path, World(), limit_seconds=600.0) as request:
             os.kill(os.getpid(), signal.SIGTERM)
             os.kill(os.getpid(), signal.SIGUSR1)
             assert sorted(os.read(reading, 1) + os.read(reading, 1)) == [signal.SIGUSR1, signal.SIGTERM]
@@ -91,13 +91,13 @@ def child(body: str, folder: Path, *, limit: float = 600.0) -> "subprocess.Popen
 def test_a_process_whose_step_does_not_end_is_ended_and_says_where_it_was(tmp_path: Path) -> None:
     stuck = child("stick()", tmp_path, limit=0.2)
     stuck.send_signal(signal.SIGTERM)
-    _, told = stuck.communicate(timeout=SECONDS)
+    _, err = stuck.communicate(timeout=SECONDS)
     assert stuck.returncode == 75
-    assert told.startswith(
+    assert err.startswith(
         "fourfold: stopped by SIGTERM: no step, evaluation or checkpoint ended within 0.2 s (FOURFOLD_STOP_SECONDS); "
         "nothing is saved, and the same command begins again\nit was here, innermost first\n"
     )
-    assert ", in stick\n" in told
+    assert ", in stick\n" in err
 
 
 BUSY = "while True: time.sleep(0.01)"
@@ -128,8 +128,8 @@ def test_a_second_sigterm_ends_a_process_at_once(body: str, tmp_path: Path) -> N
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(0.2)
     assert process.returncode == 75
-    told = process.communicate()[1]
-    assert told.startswith("fourfold: stopped at once by SIGTERM, the second request; nothing is saved")
+    err = process.communicate()[1]
+    assert err.startswith("fourfold: stopped at once by SIGTERM, the second request; nothing is saved")
 
 
 @pytest.mark.parametrize("body", ["stick()", BUSY])
@@ -137,8 +137,8 @@ def test_a_second_ctrl_c_ends_a_process_at_once(body: str, tmp_path: Path) -> No
     process = child(f"try:\n    {body}\nexcept KeyboardInterrupt:\n    sys.exit('interrupted')", tmp_path)
     process.send_signal(signal.SIGINT)
     assert process.stderr is not None
-    told = process.stderr.readline()
-    assert told == "fourfold: SIGINT: saving after this step, then ending; Ctrl-C again ends at once\n"
+    err = process.stderr.readline()
+    assert err == "fourfold: SIGINT: saving after this step, then ending; Ctrl-C again ends at once\n"
     time.sleep(stop_signal.REPEAT_SECONDS[signal.SIGINT] + 0.05)
     process.send_signal(signal.SIGINT)
     rest = process.communicate(timeout=SECONDS)[1]
@@ -172,7 +172,8 @@ def test_signals_that_come_together_are_one_request(
 @contextlib.contextmanager
 def waiting(folder: Path, beats: Heartbeat | None = None) -> Iterator[stop_signal.StopSignalHandler]:
     """Requests of a process that gets no signals."""
-    requests = stop_signal.StopSignalHandler([signal.SIGTERM, signal.SIGINT], beats or pulse(), folder, World(), 25.0)
+    signals = [signal.SIGTERM, signal.SIGINT]
+    requests = stop_signal.StopSignalHandler(signals, beats or heartbeat(), folder, World(), 25.0)
     try:
         yield requests
     finally:
@@ -198,14 +199,17 @@ print(request())
 
 def test_the_signals_of_a_fork_are_its_own(tmp_path: Path) -> None:
     process = child(FORK, tmp_path)
-    out, told = process.communicate(timeout=2 * SECONDS)
-    assert (process.returncode, out, told) == (0, "-15\n-15\n0\n", "")
+    assert process.stdout is not None
+    assert process.stderr is not None
+    # Not by `communicate`, which skips what `readline` has read ahead of its line.
+    out, err = process.stdout.read(), process.stderr.read()
+    assert (process.wait(SECONDS), out, err) == (0, "-15\n-15\n0\n", "")
 
 
 def test_a_step_that_ends_gives_a_process_its_time_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
-    beats = pulse()
+    beats = heartbeat()
     with waiting(tmp_path, beats) as requests:
         now[0] = 200.0
         requests._on_wakeup_byte(signal.SIGTERM)

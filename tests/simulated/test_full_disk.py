@@ -68,7 +68,8 @@ def train(folder: Path, **given: Any) -> MemoryDisplay:
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
     )
     display = MemoryDisplay()
-    ff.train(task, folder=str(folder), name="run", steps=6, batch_size=4, report=display, **{"trace_every": 0, **given})
+    options: dict[str, Any] = {"steps": 6, "batch_size": 4, "trace_every": 0, **given}
+    ff.train(task, folder=str(folder), name="run", report=display, **options)
     return display
 
 

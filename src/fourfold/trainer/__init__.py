@@ -1,1 +1,1 @@
-"""Floor 5: a whole run of a task: many steps, its folder, its log."""
+"""Floor 5: a run of a task, from start to end: settings, training loop, folder, log, heartbeat, trace, stop signals."""

@@ -24,7 +24,7 @@ HEARTBEAT_VARIABLE = "FOURFOLD_PULSE"
 RECORD_WORDS = 8  # int64s of a record: a cache line
 STEP, RESUMED_STEP, PHASE, PHASE_START, TYPICAL_SECONDS = range(5)
 STARTING, STEPPING, PAUSED, DONE = range(4)
-MAX_SAMPLES = 31  # steps of which the median is taken
+MAX_SAMPLES = 31  # steps that the median is taken over
 LIMIT_FACTOR = 5
 # What has not been measured yet may take long: imports, a compiler in the first step, a first evaluation.
 FIRST_SECONDS = 600.0
