@@ -149,7 +149,7 @@ def start_apart() -> bool:
 
 
 def dies_in_silence() -> None:
-    """Rank 1 ends without a word after a step; the others say what they noticed, and how soon."""
+    """Rank 1 exits silently after a step; the others say what they noticed, and how soon."""
     case = Case()
     step = cases_module.build_step(case, dist.get_world_size())
     cases_module.train_step(case, step)
@@ -241,15 +241,6 @@ def feed(num_samples: int, batch_size: int) -> list[list[int]]:
     source = [(torch.tensor([index]), torch.tensor([index])) for index in range(num_samples)]
     batches = ff.Feed(source, ff.Plan(dp=dist.get_world_size()), batch_size=batch_size, seed=3)
     return [targets.flatten().tolist() for _, targets in batches]
-
-
-def dies(rank: int) -> None:
-    """One rank raises in mid-step, while the others wait for its gradient."""
-    case = Case()
-    step = cases_module.build_step(case, dist.get_world_size())
-    if dist.get_rank() == rank:
-        raise RuntimeError("this rank gives up")
-    cases_module.train_step(case, step)
 
 
 def trace(transport: str, host: str | None = None, steps: int = 12, ahead_seconds: int = 0) -> str:
