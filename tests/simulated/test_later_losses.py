@@ -13,7 +13,7 @@ from fourfold.testing.oracle import TOLERANCE
 from fourfold.trainer.evaluate import evaluate
 from fourfold.words.errors import TaskError
 from fourfold.words.task import Data, Task
-from tests.simulated.test_losses import CUTS, WIDE, alone, batches, ce, flat, net, part, sgd, trained
+from tests.simulated.test_losses import CUTS, WIDE, alone, batches, ce, flat, in_turn, net, part, sgd, trained
 
 LATER = {
     "a mean by hand beside": lambda o, y: ce(*flat(o, y)) + o.square().mean(),
@@ -96,8 +96,7 @@ def refused_after(step, given, dp, match):
     return all(torch.equal(weight, before[name]) for name, weight in step.named_weights())
 
 
-@pytest.mark.parametrize("name", LATER)
-@pytest.mark.parametrize("cut", CUTS + SHARDED)
+@pytest.mark.parametrize(("name", "cut"), in_turn(LATER, CUTS + SHARDED))
 def test_what_is_no_mean_of_the_kept_is_refused_once_some_are_ignored(name, cut):
     def body(ranks):
         transport = "gloo" if cut[2] == 3 else "by-host"
@@ -116,8 +115,7 @@ def test_the_same_losses_train_as_in_one_process_while_nothing_is_ignored(name):
 
 
 @pytest.mark.parametrize("given", [later, ignoring])
-@pytest.mark.parametrize("name", EXACT)
-@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize(("name", "cut"), in_turn(EXACT, CUTS))
 def test_losses_that_stay_exact_when_some_are_ignored_are_not_refused(name, cut, given):
     expected = alone(EXACT[name], given())
     got = threads.run(cut[0], lambda ranks: trained(ranks, EXACT[name], cut, given()))

@@ -3,7 +3,7 @@
 import functools
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -179,18 +179,21 @@ def alone(loss: Any, given: Sequence[Any]) -> TrainingResult:
     return TrainingResult(losses, [], {name: p.detach() for name, p in model.named_parameters()})
 
 
-@pytest.mark.parametrize("name", [*EXACT, "with a penalty"])
-def test_a_mean_is_trained_as_in_one_process_however_the_batch_is_cut(name):
+def in_turn(names: Iterable[str], values: Sequence[Any]) -> list[tuple[str, Any]]:
+    """Each name with two of the values, in turn: all with all would prove the same."""
+    return [(name, values[(row + shift) % len(values)]) for row, name in enumerate(names) for shift in (0, 2)]
+
+
+@pytest.mark.parametrize(("name", "cut"), in_turn([*EXACT, "with a penalty"], CUTS))
+def test_a_mean_is_trained_as_in_one_process_however_the_batch_is_cut(name, cut):
     loss, given = EXACT.get(name, with_penalty), batches()
     expected = alone(loss, given)
     assert all(map(math.isfinite, expected.losses))
-    for cut in CUTS:
-        got = threads.run(cut[0], lambda ranks, cut=cut: trained(ranks, loss, cut, given))
-        assert max(oracle.deviation(each, expected) for each in got) <= TOLERANCE, cut
+    got = threads.run(cut[0], lambda ranks: trained(ranks, loss, cut, given))
+    assert max(oracle.deviation(each, expected) for each in got) <= TOLERANCE
 
 
-@pytest.mark.parametrize("name", REFUSED)
-@pytest.mark.parametrize("cut", [(2, 1, 0), (1, 3, 0), (3, 2, 2)])
+@pytest.mark.parametrize(("name", "cut"), in_turn(REFUSED, [(2, 1, 0), (1, 3, 0), (3, 2, 2)]))
 def test_a_number_that_is_no_mean_is_refused_on_every_rank_before_a_weight_moves(name, cut):
     def body(ranks):
         model = net()
@@ -229,9 +232,14 @@ def wide(dtype: torch.dtype, given: Sequence[Any]) -> list[Any]:
     return [(inputs.to(dtype), targets) for inputs, targets in given]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("scale", [1e-3, 1.0, 30.0])
-@pytest.mark.parametrize("name", ["ignoring", "smoothed", "mse of some", "by hand", "with a penalty"])
+DTYPES, SCALES = [torch.float32, torch.bfloat16, torch.float16], [1e-3, 1.0, 30.0]
+ROUNDED = ["ignoring", "smoothed", "mse of some", "by hand", "with a penalty"]
+
+
+@pytest.mark.parametrize(
+    ("name", "scale", "dtype"),  # any two of them together
+    [(name, scale, DTYPES[(i + j) % 3]) for i, name in enumerate(ROUNDED) for j, scale in enumerate(SCALES)],
+)
 def test_rounding_alone_refuses_no_loss(name, scale, dtype):
     def body(ranks):
         model = net().to(dtype)
@@ -287,9 +295,14 @@ def test_what_is_ignored_everywhere_is_no_loss(dp):
     threads.run(dp, body)
 
 
-@pytest.mark.parametrize("update", ["after", "in_backward", "in_forward"])
-@pytest.mark.parametrize("cut", CUTS)
-@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize(
+    ("place", "cut", "update"),  # any two of them together
+    [
+        ((i + j) % 2, cut, update)
+        for i, cut in enumerate(CUTS)
+        for j, update in enumerate(["after", "in_backward", "in_forward"])
+    ],
+)
 def test_a_batch_of_which_nothing_counts_can_be_left_out(place, cut, update):
     given = batches()
     empty = given[place][0], torch.full_like(given[place][1], -100)

@@ -1,11 +1,10 @@
 """The laws of the data axis on real processes: every transport equals the oracle."""
 
-import re
-
 import pytest
 
 from fourfold.testing.oracle import TOLERANCE
 from fourfold.testing.process_world import CaseFailed, SpawnedWorld
+from tests.conftest import ROOT
 
 CASES = "tests.spawned.rank_functions"
 WRAPPED = "tests.spawned.wrapped_optimizer"
@@ -49,15 +48,17 @@ def test_hard_cases_train_as_the_oracle_does(world, fields):
     assert max(result["deviation"] for result in results) <= TOLERANCE
 
 
-@pytest.mark.parametrize(("transport", "host"), [("gloo", None), ("by-host", "two")])
-def test_two_byte_weights_and_sums_in_float32_travel_as_themselves(world, transport, host):
-    cases = [{"precision": "bf16", "reduce_dtype": "fp32", "zero": zero, "microbatches": 2} for zero in (0, 1, 2)]
-    cases += [{"precision": "fp16", "zero": 1}, {"precision": "bf16", "zero": 2}]
-    cases = [{**case, "transport": transport} for case in cases]
-    for deviations in world(4).run(f"{CASES}:precision_deviations", cases=cases, host=host):
-        # Sums between hosts have another order, which changes float32 little.
-        assert max(deviations[:3]) < 1e-7
-        assert max(deviations[3:]) < 1e-4
+PRECISE = [{"precision": "bf16", "reduce_dtype": "fp32", "zero": zero, "microbatches": 2} for zero in (0, 2)]
+ROUNDED = [{"precision": "fp16", "zero": 1}, {"precision": "bf16", "zero": 2}]
+
+
+@pytest.mark.parametrize(("transport", "host", "rounded"), [("gloo", None, ROUNDED), ("by-host", "two", ROUNDED[:1])])
+def test_two_byte_weights_and_sums_in_float32_travel_as_themselves(world, transport, host, rounded):
+    cases = [{**case, "transport": transport} for case in (*PRECISE, *rounded)]
+    for told in world(4).run(f"{CASES}:precision_deviations", cases=cases, host=host):
+        # Hosts add up in another order than ranks do: float32 hardly minds.
+        assert max(told[:2]) < 1e-7
+        assert max(told[2:]) < 1e-4
 
 
 CODED = [
@@ -66,11 +67,11 @@ CODED = [
 ]
 
 
-@pytest.mark.parametrize(("transport", "host"), [("gloo", None), ("by-host", "two")])
-def test_messages_over_gloo_train_as_a_codecs_workers_would(world, transport, host):
-    cases = [{**case, "transport": transport} for case in CODED]
-    for results in world(4).run(f"{CASES}:coded_deviations", cases=cases, host=host):
-        for case, result in zip(cases, results, strict=True):
+@pytest.mark.parametrize(("transport", "host", "coded"), [("gloo", None, CODED), ("by-host", "two", CODED[1::2])])
+def test_messages_over_gloo_train_as_a_codecs_workers_would(world, transport, host, coded):
+    cases = [{**case, "transport": transport} for case in coded]
+    for told in world(4).run(f"{CASES}:coded_deviations", cases=cases, host=host):
+        for case, result in zip(cases, told, strict=True):
             # The order in which gloo adds 2-byte numbers is its own.
             assert result["deviation"] <= (2**-9 if case["codec"] == "bf16" else TOLERANCE), case
             if case["zero"] == 0 and host is None:
@@ -151,11 +152,10 @@ def test_a_wrapped_optimizer_keeps_what_earlier_backwards_left(world):
         assert gradients == {"always": 1.5, "earlier": 1.5, "never": None}
 
 
-def test_the_death_of_a_rank_is_noticed_and_reported(world):
-    broken = SpawnedWorld(3, root=world(2)._root)
-    with pytest.raises(CaseFailed) as caught:
-        broken.run(f"{CASES}:dies_without_an_error")
-    assert len(re.findall(r"noticed in \d s: rank 1 \(host .*\) died", str(caught.value))) == 2
+def test_the_death_of_a_rank_is_noticed_and_named():
+    # A world of its own: this one ends.
+    with pytest.raises(CaseFailed, match=r"noticed in \d s: rank 1 \(host .*\) died"):
+        SpawnedWorld(2, root=ROOT).run(f"{CASES}:dies_without_an_error")
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -199,11 +199,3 @@ def test_every_sample_is_fed_once_in_one_order(world):
         by_size[size] = [[i for rank in ranks for i in rank[number]] for number in range(3)]
     assert by_size[2] == by_size[4]
     assert sorted(i for batch in by_size[2] for i in batch) == list(range(23))
-
-
-def test_a_rank_that_raises_does_not_leave_the_others_waiting(world):
-    # A world of its own: this one ends.
-    broken = SpawnedWorld(2, root=world(2)._root)
-    with pytest.raises(CaseFailed, match="this rank gives up"):
-        broken.run(f"{CASES}:dies", rank=1)
-    broken.kill()

@@ -324,7 +324,7 @@ def test_a_signal_that_comes_while_ranks_are_ended_is_not_lost_in_a_restart(star
 
 def test_a_job_that_is_stopped_or_killed_goes_on_with_the_same_command(start, undisturbed: Path, tmp_path: Path):
     """Stopped through a rank, through its launcher and by Ctrl-C; killed with its launcher; its checkpoint damaged."""
-    words = (*TRAIN, "what=terminate,terminate_launcher,kill_launcher,interrupt", "times=4", "-n", "2")
+    words = (*TRAIN, "what=terminate,terminate_launcher,kill_launcher,interrupt", "times=4", "later=2", "-n", "2")
     run = tmp_path / "runs" / "first"
     resumed = ""
     for name, code in (("SIGTERM", 75), ("SIGTERM", 75), ("SIGKILL", -signal.SIGKILL), ("SIGINT", 130)):

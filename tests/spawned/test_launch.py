@@ -148,25 +148,31 @@ def test_a_rank_that_leaves_the_others_is_named_and_not_started_again(start: Sta
     assert '"script.py", line 10, in <module>\n    dist.barrier()\n' in ended.err
 
 
-def test_a_killed_rank_is_named_with_its_signal(start: Start) -> None:
-    script = "import os\nif os.environ['RANK'] == '1':\n    os.kill(os.getpid(), 9)\n" + WAITING
-    ended = end(start(script, ["run", "-n", "2", "script.py"]))
-    assert ended.code == 1
-    assert ended.err.startswith("fourfold: rank 1 of 2 was killed by SIGKILL")
-    assert ended.err.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)]
-)
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)])
 def test_a_signal_ends_every_process(start: Start, number: signal.Signals, code: int) -> None:
     if number == signal.SIGKILL and sys.platform != "linux":
         pytest.skip("only Linux ends the ranks of a launcher that was killed")
     process = start(WAITING, ["run", "-n", "2", "script.py"])
+    check_signal_ends_all(process, number, code)
+
+
+def test_a_job_under_nohup_outlives_its_terminal_and_ends_at_sigterm(start: Start) -> None:
+    ignored = "import os, sys; from signal import *; signal(SIGHUP, SIG_IGN); os.execv(sys.argv[1], sys.argv[1:])"
+    process = start(WAITING, [sys.executable, *FOURFOLD, "run", "-n", "2", "script.py"], launcher=("-c", ignored))
+    check_signal_ends_all(process, signal.SIGTERM, 143, ignored=signal.SIGHUP)
+
+
+def check_signal_ends_all(
+    process: subprocess.Popen[str], number: signal.Signals, code: int, *, ignored: signal.Signals | None = None
+) -> None:
     assert process.stdout is not None
     assert [process.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
     children = psutil.Process(process.pid).children(recursive=True)
     assert len(children) == 2
+    if ignored is not None:
+        process.send_signal(ignored)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(0.5)
     process.send_signal(number)
     ended = end(process)  # also waits for the ranks, which hold the other end of the pipes
     assert ended.code == code
@@ -176,18 +182,6 @@ def test_a_signal_ends_every_process(start: Start, number: signal.Signals, code:
     while [child for child in children if alive(child)] and time.monotonic() < deadline:
         os.sched_yield()
     assert not [child for child in children if alive(child)]
-
-
-def test_a_job_under_nohup_outlives_its_terminal(start: Start) -> None:
-    ignored = "import os, sys; from signal import *; signal(SIGHUP, SIG_IGN); os.execv(sys.argv[1], sys.argv[1:])"
-    process = start(WAITING, [sys.executable, *FOURFOLD, "run", "-n", "2", "script.py"], launcher=("-c", ignored))
-    assert process.stdout is not None
-    assert [process.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
-    process.send_signal(signal.SIGHUP)
-    with pytest.raises(subprocess.TimeoutExpired):
-        process.wait(0.5)
-    process.send_signal(signal.SIGTERM)
-    assert end(process).code == 143
 
 
 def alive(process: psutil.Process) -> bool:
@@ -379,7 +373,7 @@ import os, stat
 from pathlib import Path
 import psutil
 import torch, torch.distributed as dist
-from fourfold.parts.comm.communicator import init_communicator
+from fourfold.parts.comm.transports import init_communicator
 
 for again in range(2):
     dist.init_process_group("gloo")
@@ -416,7 +410,7 @@ def test_no_other_user_reaches_the_store_of_a_job(start: Start) -> None:
 MPI = """
 import os, sys
 from pathlib import Path
-from fourfold.parts.comm.communicator import init_communicator
+from fourfold.parts.comm.transports import init_communicator
 ranks = init_communicator()
 folder = Path(os.environ["TMPDIR"]) / f"fourfold-{os.getuid()}"
 names = sorted(file.name.split("-")[0] for file in folder.iterdir())
@@ -450,7 +444,7 @@ GIVEN_UP = """
 import gc
 import torch
 from fourfold.parts.comm import process_group_lifecycle
-from fourfold.parts.comm.communicator import init_communicator
+from fourfold.parts.comm.transports import init_communicator
 
 process_group_lifecycle.DESTROY_TIMEOUT_SECONDS = 1.0
 ones = torch.ones(4)

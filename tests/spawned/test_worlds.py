@@ -220,7 +220,7 @@ def test_an_salloc_shell_and_a_batch_script_are_no_world(cluster: Mapping[str, s
 
 
 def test_pods_join_at_the_address_they_are_given(tmp_path: Path) -> None:
-    (tmp_path / "join.py").write_text(MEET)
+    (tmp_path / "join.py").write_text(JOIN)
     address = {"FOURFOLD_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports(1)[0])}
     pods = [
         subprocess.Popen(
