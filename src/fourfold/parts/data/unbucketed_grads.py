@@ -5,7 +5,7 @@ Law: a step computes what it would compute with `GradBuckets`, but copies nothin
 """
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor, nn
 
@@ -30,7 +30,8 @@ class UnbucketedGrads:
         self._detached_grads: list[list[Tensor | None]] = [[] for _ in buckets]
         self.launch_order: Sequence[int] = list(range(len(buckets)))
         """The order in which buckets are updated."""
-        self.recorder, self.on_launch, self.is_enabled = NULL_RECORDER, noop, False
+        self.recorder, self.is_enabled = NULL_RECORDER, False
+        self.on_launch: Callable[[], None] = noop
         self.completion_order: list[int] = []
         for number, name in enumerate(self._names):
             register_last_hook(parameters[name], weak_grad_hook(self, number))
