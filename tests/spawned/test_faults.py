@@ -237,9 +237,9 @@ def test_a_crash_loop_ends_with_the_first_cause(start: Start, tmp_path: Path):
     assert job.err.count("RuntimeError: the disk of this rank") == 2
     assert [fault["kind"] for fault in faults(tmp_path / "runs" / "first")] == ["restart", "gave up"]
     assert job.err.endswith(
-        "gave up after 1 restart in a row that came no further than step 3\n"
-        "  look at   the error above; those before it are in runs/first/faults.jsonl\n"
-        "  try       to mend its cause, or restarts=10 where the machine is to blame\n"
+        "gave up after 1 restart in a row without getting past step 3\n"
+        "  look at   the error above; earlier ones are in runs/first/faults.jsonl\n"
+        "  try       to fix its cause, or restarts=10 if the machine is to blame\n"
         "  then      nothing is saved, and the same command begins again\n"
     )
 
