@@ -470,5 +470,5 @@ def test_a_collective_that_was_given_up_keeps_no_rank(start: Start, tmp_path: Pa
         assert ended.code != 0
         assert ended.out == "and here I am\n"
         assert "every rank has had enough" in ended.err
-        assert "a collective was given up and has not ended in 1 s: this process ends without it" in ended.err
+        assert "an abandoned collective has not ended in 1 s: this process ends without it" in ended.err
         assert "terminate called" not in ended.err

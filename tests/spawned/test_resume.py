@@ -166,7 +166,7 @@ def test_a_finished_run_says_so(whole, run):
 
 def test_a_name_of_another_run_is_refused_with_what_differs(whole, run):
     text = run(*TRAIN, "seed=1", f"name={whole.name}", code=2)
-    assert f"runs/{whole.name} is there already, with another seed (0 there, 1 here)" in text
+    assert f"runs/{whole.name} exists already, with another seed (0 there, 1 here)" in text
 
 
 def test_checkpoints_are_listed_verified_and_exported(whole, run, tmp_path):
