@@ -293,7 +293,7 @@ def test_checkpoints_hold_the_float32_weights_and_averages_and_are_read_on_any_m
         run: Any = ThreadRun(case, ranks, tmp_path, ema=0.9)
         run.run_steps(0, 2, save_at=(2,))
         weights = run.step.state_dict()
-        with run.step.swapped_weights(run.average.values):
+        with run.step.swapped_weights(run.ema.values):
             return weights, run.step.state_dict()["model"]
 
     def load(ranks):
@@ -302,7 +302,7 @@ def test_checkpoints_hold_the_float32_weights_and_averages_and_are_read_on_any_m
         state = other.step.state_dict()
         assert equal_tensors(state["model"], weights["model"])
         assert all(equal_tensors(keys, weights["optimizer"][name]) for name, keys in state["optimizer"].items())
-        with other.step.swapped_weights(other.average.values):
+        with other.step.swapped_weights(other.ema.values):
             assert equal_tensors(other.step.state_dict()["model"], averages)
 
     weights, averages = threads.run(size, save)[0]
@@ -343,7 +343,7 @@ def test_states_that_rest_elsewhere_train_as_those_that_rest_beside_the_weights(
 
 def test_on_cpu_ranks_states_are_in_host_memory_already():
     (step,) = threads.run(1, lambda ranks: cases_module.build_step(Case(offload="states"), 1, ranks))
-    assert not step._weights.masters.names
+    assert not step._weights.master_weights.param_names
     assert offload_device("states", torch.device("cuda")) == torch.device("cpu")
     assert "already" in format_offload("cpu")
     assert "where the update runs" in format_offload("cuda")

@@ -187,7 +187,7 @@ def test_what_would_be_computed_wrongly_is_refused(given, said):
 
 def test_heads_that_cannot_be_exchanged_are_refused():
     def body(ranks):
-        with pytest.raises(TrainingError, match=r"ulysses = 4, 4 heads, 2 of them .*try ulysses = 1 or 2"):
+        with pytest.raises(TrainingError, match=r"ulysses = 4, 4 heads, 2 heads of .*try ulysses = 1 or 2"):
             sequence_attention(Q, Q[:, :2], Q[:, :2], thread_rings.make_axis(ranks, ulysses=4), enable_gqa=True)
 
     threads.run(4, body)

@@ -31,7 +31,7 @@ def test_states_without_those_of_unfrozen_parameters_are_taken_or_refused_by_all
         state["optimizer"] |= {"0.weight": {}, "0.bias": {}}
         second = build(net(frozen=False))
         if "unused" not in how:
-            with pytest.raises(OptimizerError, match="some with a state and some without"):
+            with pytest.raises(OptimizerError, match="some with optimizer state and some without"):
                 second.load_state_dict(state)
             return True
         second.load_state_dict(state)

@@ -122,7 +122,7 @@ def test_trained_weights_that_forward_writes_once_go_with_microbatches(kind):
     [
         (Plan(dp=2, zero=1), 1, "share one copy"),
         (Plan(dp=2, zero=2), 1, "share one copy"),
-        (Plan(dp=2, zero=3), 2, "gathered"),
+        (Plan(dp=2, zero=3), 2, "all-gathered"),
         (Plan(precision="bf16"), 1, "master weights"),
         (Plan(dp=2, precision="bf16"), 1, "master weights"),
     ],
