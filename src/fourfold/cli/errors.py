@@ -1,7 +1,7 @@
 """Errors: how a command that fails reports it.
 
-Law: one process writes one text to stderr. The exit code says what was wrong: 2 the input, 1 the run; 75 nothing, and
-the same command should be started again; 130 after a Ctrl-C.
+Law: bad input is reported by rank 0 alone, any other failure by each rank that fails. The exit code says what was wrong:
+2 the input, 1 the run; 75 a stop by SIGTERM or a dead peer, so that the same command should be started again; 130 a Ctrl-C.
 """
 
 import time
@@ -28,7 +28,7 @@ class ErrorCollector:
 
     @contextmanager
     def collect(self) -> Iterator[None]:
-        """Within: a FourfoldError is collected, and execution continues after the `with` block."""
+        """Context manager: a FourfoldError is collected, and execution continues after the `with` block."""
         try:
             yield
         except FourfoldError as error:
@@ -63,7 +63,10 @@ def report_error(error: BaseException) -> int:
 
 
 def _is_input_error(errors: Sequence[BaseException]) -> bool:
-    """Whether the input is wrong, which is so on every rank. A task's `sys.exit(2)` has that code on one rank only."""
+    """Whether the input is wrong, which every rank finds.
+
+    The class decides, not the error: a task's `sys.exit(2)` gives one rank's error the same exit code.
+    """
     return any(isinstance(each, FourfoldError) and type(each).exit_code == INPUT_CODE for each in errors)
 
 
