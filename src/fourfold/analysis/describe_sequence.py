@@ -154,7 +154,7 @@ def _format_costs(plan: Plan, trace: ModelTrace, samples: int, padded: int) -> l
 
 
 def sent_bytes(plan: Plan, trace: ModelTrace, samples: int, padded: int) -> float:
-    """Bytes that each rank sends in a step: keys, values, with Ulysses queries and outputs, and the gradients of these."""
+    """Bytes that each rank sends in a step: keys, values and their gradients; with Ulysses also queries and outputs."""
     return sum(
         number
         * shape.element_bytes

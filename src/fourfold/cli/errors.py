@@ -1,7 +1,7 @@
 """Errors: how a command that fails reports it.
 
-Law: bad input is reported by rank 0 alone, any other failure by each rank that fails. The exit code says what was wrong:
-2 the input, 1 the run; 75 a stop by SIGTERM or a dead peer, so that the same command should be started again; 130 a Ctrl-C.
+Law: rank 0 alone reports bad input and an agreed stop; each rank that fails in another way reports that. The exit code
+says why: 2 the input is wrong; 1 the run failed; 75 SIGTERM or a dead peer: start the same command again; 130 Ctrl-C.
 """
 
 import time

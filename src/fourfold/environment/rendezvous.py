@@ -51,8 +51,8 @@ class FileRendezvous:
 
 def store_file(environ: Mapping[str, str]) -> str | None:
     """The rendezvous file of our own launcher; None under another launcher, even if our launcher started that one."""
-    # Our launcher starts ranks by torchrun's agent, which sets torchrun's variables. Its store file ends with the agent's
-    # run id; under a torchrun that a rank of our launcher has started, the id is another one.
+    # Our launcher starts ranks by torchrun's agent, which sets torchrun's variables. The store file's name ends with
+    # the agent's run id; a torchrun that our launcher has started has another id.
     file, run = environ.get(STORE_VARIABLE, ""), environ.get("TORCHELASTIC_RUN_ID", "")
     if not run or not file.endswith(run):
         return None

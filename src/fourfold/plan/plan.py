@@ -128,7 +128,7 @@ class Plan:
 
     @property
     def shard_groups(self) -> ShardGroups:
-        """How many ranks split a bucket, and how many replicas there are; at zero 0 one replica, all ranks split the sum."""
+        """How many ranks split a bucket, and how many replicas of the shards there are; at zero 0 all ranks and one."""
         size = self.num_shards if self.zero else self.reduce_group_size
         return ShardGroups(size, self.reduce_group_size // size)
 

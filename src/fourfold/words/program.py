@@ -27,7 +27,7 @@ class Verb(StrEnum):
     SEND = "S"
     RECEIVE = "V"
     EXCHANGE = "X"
-    MEASURE = "M"  # start to sum a few scalars over the ranks: the loss and counts, norms, …; see LOSS below
+    MEASURE = "M"  # sum a few scalars over the ranks; the index says which: LOSS, GRAD_NORM, …
     REDUCE = "R"
     GATHER = "G"
     UPDATE = "U"

@@ -121,7 +121,7 @@ class ShardedParams:
 
     @torch.no_grad()
     def pad_to_full(self, name: str, shard: Tensor, parameter: Tensor) -> Tensor:
-        """A copy of a shard, padded with zeros to the full parameter [elements]: its sum over ranks is the parameter."""
+        """A copy of a shard, padded with zeros to the full size [elements]: its sum over ranks is the parameter."""
         _, slot_start, low, high = self._shard_ranges[name]
         full = torch.zeros(parameter.numel(), dtype=shard.dtype, device=parameter.device)
         if low < high:
@@ -137,7 +137,10 @@ class ShardedParams:
 
     @contextlib.contextmanager
     def all_unsharded(self) -> Iterator[None]:
-        """Context manager: all parameters are whole, in this rank's memory; only `shard_params` keeps changes. Collective."""
+        """Context manager: all parameters are whole, in this rank's memory. Collective.
+
+        Changes are lost unless `shard_params` is called within.
+        """
         for bucket, buffer in self.unsharded_buckets():
             self._use_unsharded_views(bucket.index, buffer)
         self._param_access.is_enabled = False
