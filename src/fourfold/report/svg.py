@@ -21,7 +21,7 @@ MARK_EXTENTS = {"rule": (0.0, 0.0), "peg": (-9.0, 0.0), "tick": (1.0, 7.0)}
 class Series(NamedTuple):
     """Points (x, y) under one name.
 
-    kind  "line", "faint" (a pale line, not in the legend), "dots", or a key of MARK_EXTENTS: marks at each x, whatever y
+    kind  "line", "faint" (a line behind others, not in the legend), "dots", or a key of MARK_EXTENTS (marks at each x)
     """
 
     name: str

@@ -47,7 +47,7 @@ class AttentionDropoutCounter:
         self._seed = seed
 
     def begin_step(self, step: int, first_sample: int, microbatch_sizes: Sequence[int]) -> None:
-        """Begin a step. `first_sample`: the index of this rank's first sample in the global batch.
+        """Begin a step. `first_sample`: the index of this rank's first sample, in the global batch if that is known.
 
         `microbatch_sizes`: the sizes of the microbatches that are not empty.
         """
