@@ -11,7 +11,16 @@ from hypothesis import strategies as st
 
 from fourfold.checkpoint.manifest_file import read_manifest, verify_checkpoint
 from fourfold.launch import failure_report
-from fourfold.plan.decode import MAX_DEPTH, DecodeError, from_json, from_toml, is_too_deep, read_bounded
+from fourfold.plan.decode import (
+    MAX_DEPTH,
+    MAX_LINE_LENGTH,
+    MAX_TOML_CHARS,
+    DecodeError,
+    from_json,
+    from_toml,
+    is_too_deep,
+    read_bounded,
+)
 from fourfold.plan.plan import Plan
 from fourfold.plan.trace_file import decode_trace as decode_trace
 from fourfold.report import faults, page
@@ -65,6 +74,13 @@ def test_what_is_nested_too_deeply_is_not_decoded(depth):
 def test_dotted_keys_cost_no_memory_that_grows_with_their_square(parts):
     with pytest.raises(DecodeError, match=DEEP):
         from_toml(".".join("a" * parts) + " = 1")
+
+
+def test_a_long_toml_file_and_a_long_line_are_refused_with_the_reason():
+    with pytest.raises(DecodeError, match=f"^more than {MAX_TOML_CHARS} characters"):
+        from_toml("\n" * (MAX_TOML_CHARS + 1))
+    with pytest.raises(DecodeError, match=r"^line 2 has more than"):
+        from_toml("a = 1\n# " + "x" * MAX_LINE_LENGTH)
 
 
 def test_values_just_within_the_limit_are_decoded():

@@ -27,3 +27,8 @@ def test_every_bad_word_is_reported():
     assert "3 problems in program" in said
     for word in ("'F0'", "'second'", "'Y1.2'"):
         assert word in said
+
+
+def test_line_numbers_count_blank_lines():
+    with pytest.raises(ProgramError, match="line 4: 'second'"):
+        parse_program("\n0: F0.0\n\nsecond")

@@ -12,8 +12,8 @@ def test_a_rank_that_is_busy_longer_is_named_with_what_it_is_in():
     (found,) = find_stragglers([EVEN, EVEN, {**EVEN, "backward": 0.140}, EVEN])
     assert (found.rank, found.place) == (2, "backward")
     text = found.describe("node7")
-    assert text.startswith("rank 2 on node7 is late: busy for 161 ms a step, the others for 61 ms")
-    assert text.endswith("it is 140 ms in backward, they 40 ms")
+    assert text.startswith("rank 2 on node7 is a straggler: busy for 161 ms a step, the others for 61 ms")
+    assert text.endswith("of these 140 ms in backward, theirs 40 ms")
 
 
 def test_it_is_named_for_what_it_does_longer_not_for_what_takes_longest():

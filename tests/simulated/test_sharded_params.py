@@ -274,7 +274,7 @@ def test_what_backward_needs_may_not_be_changed():
     def body(ranks):
         plan = Plan(dp=3, zero=3, transport="gloo")
         step = TrainStep(Careless().double(), F.mse_loss, torch.optim.SGD, plan=plan, communicator=ranks, clip=None)
-        with pytest.raises(TrainingError, match="that backward needs has changed since forward"):
+        with pytest.raises(TrainingError, match=r"needs has changed since forward \(version \d+ in forward, \d+ now\)"):
             step(ones())
         return True
 

@@ -120,6 +120,14 @@ def wrong(objective, value, calls, samples):
     return Loss(loss.total * 1.0001, loss.count)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_number_that_is_not_finite_is_an_infinite_deviation(value):
+    good, bad = (oracle.TrainingResult([1.0, number], [], {"w": torch.ones(2)}) for number in (1.0, value))
+    assert oracle.deviation(good, good) == 0.0
+    for pair in ((bad, good), (good, bad), (bad, bad)):
+        assert oracle.deviation(*pair) == float("inf")
+
+
 def test_a_wrong_gradient_is_found_in_every_number():
     with mock.patch.object(Objective, "sum_loss", wrong):
         verdict = verify(task(), Plan())

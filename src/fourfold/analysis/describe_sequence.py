@@ -1,6 +1,7 @@
 """Describe the sequence axis: each rank's tokens, its work in attention, what it saves for backward, what it sends.
 
-Law: every number is arithmetic on the plan and on the shapes of attention, which a meta model's forward gives.
+Law: every number is arithmetic on the plan and on the shapes of attention, which one forward gives: of the meta model,
+else of the model.
 """
 
 from collections import Counter
@@ -98,7 +99,7 @@ def trace_model(task: Task, model: nn.Module) -> ModelTrace:
     try:
         calls = _attention_calls(model, inputs)
     except (RuntimeError, NotImplementedError):
-        # Some models compute with values, which a meta model has not; an error of the task's own is raised again here.
+        # Some models read values, and a meta model has none. If the error is the task's own, it is raised again here.
         calls = _attention_calls(task.model(), inputs)
     if not calls:
         need = "a model that attends by torch.nn.functional.scaled_dot_product_attention"
@@ -153,7 +154,7 @@ def _format_costs(plan: Plan, trace: ModelTrace, samples: int, padded: int) -> l
 
 
 def sent_bytes(plan: Plan, trace: ModelTrace, samples: int, padded: int) -> float:
-    """Bytes of keys, values and their gradients that each rank sends in a step."""
+    """Bytes that each rank sends in a step: keys, values and their gradients; with Ulysses also queries and outputs."""
     return sum(
         number
         * shape.element_bytes

@@ -1,7 +1,7 @@
 """Errors: how a command that fails reports it.
 
-Law: one process writes one text to stderr. The exit code says what was wrong: 2 the input, 1 the run; 75 nothing, and
-the same command should be started again; 130 after a Ctrl-C.
+Law: rank 0 alone reports bad input and an agreed stop; each rank that fails in another way reports that. The exit code
+says why: 2 the input is wrong; 1 the run failed; 75 SIGTERM or a dead peer: start the same command again; 130 Ctrl-C.
 """
 
 import time
@@ -28,7 +28,7 @@ class ErrorCollector:
 
     @contextmanager
     def collect(self) -> Iterator[None]:
-        """Within: a FourfoldError is collected, and execution continues after the `with` block."""
+        """Context manager: a FourfoldError is collected, and execution continues after the `with` block."""
         try:
             yield
         except FourfoldError as error:
@@ -63,7 +63,10 @@ def report_error(error: BaseException) -> int:
 
 
 def _is_input_error(errors: Sequence[BaseException]) -> bool:
-    """Whether the input is wrong, which is so on every rank. A task's `sys.exit(2)` has that code on one rank only."""
+    """Whether the input is wrong, which every rank finds.
+
+    The class decides, not the error: a task's `sys.exit(2)` gives one rank's error the same exit code.
+    """
     return any(isinstance(each, FourfoldError) and type(each).exit_code == INPUT_CODE for each in errors)
 
 

@@ -3,7 +3,8 @@
 TCP    a host and a port where rank 0 listens
 local  all processes run on one host and find each other in a private folder, by the job of their launcher
 file   the ranks of our own launcher find each other in a file in its private folder, a new one per attempt
-Law: nothing is guessed. If the variables of a launcher do not determine the place, a LaunchError asks for it.
+Law: rank 0's host is never guessed: if the variables of a launcher do not determine it, a LaunchError asks for it. The
+port has a default.
 """
 
 from collections.abc import Mapping
@@ -17,6 +18,7 @@ DEFAULT_PORT = 29500  # torchrun's
 # Ports derived from a job id: above the well-known ports, below those that Linux uses for outgoing connections.
 FIRST_PORT, NUM_PORTS = 15000, 14000
 STORE_VARIABLE = "FOURFOLD_STORE"
+NODELIST_VARIABLES = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
 PORT_STRIDE = 31  # consecutive jobs, and the first steps of each, get different ports
 
 
@@ -49,6 +51,8 @@ class FileRendezvous:
 
 def store_file(environ: Mapping[str, str]) -> str | None:
     """The rendezvous file of our own launcher; None under another launcher, even if our launcher started that one."""
+    # Our launcher starts ranks by torchrun's agent, which sets torchrun's variables. The store file's name ends with
+    # the agent's run id; a torchrun that our launcher has started has another id.
     file, run = environ.get(STORE_VARIABLE, ""), environ.get("TORCHELASTIC_RUN_ID", "")
     if not run or not file.endswith(run):
         return None
@@ -59,7 +63,7 @@ def find_rendezvous(
     rank_info: RankInfo, environ: Mapping[str, str]
 ) -> TCPRendezvous | LocalRendezvous | FileRendezvous | None:
     """Where the ranks find each other; None if torch's own variables say so already. Raises LaunchError."""
-    if rank_info.launcher is TORCHRUN:
+    if rank_info.launcher is TORCHRUN:  # or our own launcher, which sets the same variables
         file = store_file(environ)
         return None if file is None else FileRendezvous(file)
     address = environ.get("MASTER_ADDR")
@@ -72,13 +76,14 @@ def find_rendezvous(
         return LocalRendezvous(
             " ".join([rank_info.launcher.name, *(environ.get(n, "") for n in rank_info.launcher.job_vars)]), names[0]
         )
-    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST")
-    if not nodes:
+    variable = next((name for name in NODELIST_VARIABLES if environ.get(name)), None)
+    if variable is None:
         raise _missing_address_error(rank_info)
+    nodes = environ[variable]
     try:
         return TCPRendezvous(next(slurm_hostlist.expand_nodelist(nodes)), master_port(environ))
     except ValueError:
-        problem = Problem(f"SLURM_JOB_NODELIST = {nodes}", "a node list such as n[01-04]", _suggestion(rank_info))
+        problem = Problem(f"{variable} = {nodes}", "a node list such as n[01-04]", _suggestion(rank_info))
         raise LaunchError(problem, where="the environment (Slurm)") from None
 
 

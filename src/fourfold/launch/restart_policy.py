@@ -29,7 +29,8 @@ class SupervisionPolicy:
     has_heartbeat     the ranks write which step they are at (`trainer/heartbeat.py`)
     hang_seconds      the least time without a step after which a rank counts as hanging; None: never
     shutdown_seconds  seconds between asking a rank to end and killing it, after another rank has failed
-    save_seconds      seconds for the current step and a checkpoint, after ranks that train were asked to stop
+    save_seconds      seconds for the current step and a checkpoint, after ranks that train were asked to stop; the
+                      command line sets it (`stop_seconds()`)
     notify            called at once with the text of a fault after which the job goes on
     record_fault      called with every fault, once it is known how long recovery took
     run_dir           the run's folder; None for a script, whose folder is unknown

@@ -14,7 +14,7 @@ import msgspec
 
 MAX_DEPTH = 64  # Fourfold's own files have five levels
 MAX_SMALL_BYTES = 2**20  # for plans, settings of a run, error reports of a rank: files of a few KiB
-MAX_TOML_BYTES = 2**16
+MAX_TOML_CHARS = 2**16
 # tomllib needs memory quadratic in the number of parts of a dotted key, which is one line: 100,000 parts took 24 GiB.
 MAX_LINE_LENGTH = 1000
 
@@ -41,8 +41,11 @@ def from_json(text: bytes, kind: type[T] | Any = Any) -> T | Any:
 
 def from_toml(text: str) -> dict[str, Any]:
     """Decode TOML into a table. Raises DecodeError."""
-    if len(text) > MAX_TOML_BYTES or any(len(line) > MAX_LINE_LENGTH for line in text.splitlines()):
-        raise DecodeError(f"more than {MAX_TOML_BYTES} characters, or more than {MAX_LINE_LENGTH} in a line")
+    if len(text) > MAX_TOML_CHARS:
+        raise DecodeError(f"more than {MAX_TOML_CHARS} characters")
+    for number, line in enumerate(text.splitlines(), 1):
+        if len(line) > MAX_LINE_LENGTH:
+            raise DecodeError(f"line {number} has more than {MAX_LINE_LENGTH} characters")
     try:
         table = tomllib.loads(text.removeprefix("\ufeff"))  # some editors write a byte order mark
     except RecursionError:

@@ -123,12 +123,12 @@ class Plan:
 
     @property
     def reduce_group_size(self) -> int:
-        """The number of ranks whose gradients are summed, and over which tensors rest split: dp · sp."""
+        """The number of ranks whose gradients are summed: dp · sp."""
         return self.dp * self.sp
 
     @property
     def shard_groups(self) -> ShardGroups:
-        """How many ranks split a bucket, and how many groups of such ranks there are."""
+        """How many ranks split a bucket, and how many replicas of the shards there are; at zero 0 all ranks and one."""
         size = self.num_shards if self.zero else self.reduce_group_size
         return ShardGroups(size, self.reduce_group_size // size)
 

@@ -1,7 +1,8 @@
 """Stragglers: ranks for which the others wait, step after step.
 
 busy       seconds of a step that a rank spends on its own work, by phase; waiting is not part of it
-straggler  a rank that is busy for more than STRAGGLER_FACTOR times the median of the others
+straggler  a rank that is busy for more than STRAGGLER_FACTOR times the median of the others, and for at least
+           MIN_EXCESS_SECONDS longer
 Law: a rank is judged by its typical step, so a single slow step makes no straggler.
 """
 
@@ -31,9 +32,9 @@ class Straggler:
 
     def describe(self, host: str) -> str:
         """The warning for a user; `host` is the host of the rank."""
-        there = f"{_ms(self.place_seconds)} in {self.place}, they {_ms(self.others_place_seconds)}"
+        there = f"{_ms(self.place_seconds)} in {self.place}, theirs {_ms(self.others_place_seconds)}"
         busy = f"busy for {_ms(self.seconds)} a step, the others for {_ms(self.others_seconds)}"
-        return f"rank {self.rank} on {host} is late: {busy}; it is {there}"
+        return f"rank {self.rank} on {host} is a straggler: {busy}; of these {there}"
 
 
 def median_step_seconds(steps: Iterable[Mapping[str, float]]) -> dict[str, float]:

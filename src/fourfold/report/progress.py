@@ -1,9 +1,9 @@
-"""Progress: one calm line on a terminal, a few plain ones in a log.
+"""Progress: one status line on a terminal, redrawn in place; a few plain lines in a log.
 
 line     where a run stands: step, loss, throughput, fraction of time spent waiting, time left
 message  a text above the line, such as an evaluation or a warning
-Law: output stays short: at most four redraws per second on a terminal, a line every 2 to 60 seconds in a log. An output
-that cannot be written (`| head` has ended) never stops the run.
+Law: steps redraw a terminal at most four times a second, and add a line to a log every 2 to 60 seconds. An output that
+cannot be written (`| head` has ended) never stops the run.
 """
 
 import atexit
@@ -73,7 +73,7 @@ class Progress:
         self._print(text)
 
     def close(self) -> None:
-        """Release the terminal, with the last step's line on it. Further calls do nothing."""
+        """Show the last step, if that is still to do, and give the terminal back. Further calls do nothing."""
         if self._last is not None and self._last is not self._drawn:
             self._draw(self._last)
         if self._live is not None:
@@ -121,7 +121,7 @@ class Progress:
 
     @contextlib.contextmanager
     def _tolerating_write_errors(self) -> Iterator[None]:
-        """Within: the first write error is reported on stderr, and from then on nothing is shown."""
+        """Context manager: the first write error is reported on stderr, and from then on nothing is shown."""
         try:
             yield
         except OSError as error:
@@ -152,7 +152,7 @@ class Progress:
 
 
 def format_cells(line: ProgressLine) -> list[str]:
-    """The cells of a line; the width of each stays the same during a run."""
+    """The cells of a line, padded so that they rarely move during a run."""
     width = len(str(line.num_steps))
     cells = [
         f"step {line.step:>{width}}/{line.num_steps}",

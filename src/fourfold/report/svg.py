@@ -1,8 +1,9 @@
 """SVG: charts of lines, bars and lanes, as text.
 
-frame   the rectangle between the axes, in the drawing's own units
-series  points under one name; the page's style sheet gives the colours, by class
-Law: a drawing is well-formed XML, escapes every text, and names its axes with their units.
+frame   the rectangle that the axes enclose, in the drawing's units (`viewBox`), and the values at its borders
+series  points under one name; `colour` numbers a class of the page's style sheet
+lane    a row of blocks over time
+Law: a drawing is well-formed XML and escapes every text; an axis with numbers has a name with its unit.
 """
 
 import math
@@ -18,7 +19,10 @@ MARK_EXTENTS = {"rule": (0.0, 0.0), "peg": (-9.0, 0.0), "tick": (1.0, 7.0)}
 
 
 class Series(NamedTuple):
-    """Points under one name. `kind`: line, faint (a line behind others), dots, or a key of MARK_EXTENTS (without y)."""
+    """Points (x, y) under one name.
+
+    kind  "line", "faint" (a line behind others, not in the legend), "dots", or a key of MARK_EXTENTS (marks at each x)
+    """
 
     name: str
     points: Sequence[Point]
@@ -46,7 +50,7 @@ class Frame(NamedTuple):
 
 
 class Bar(NamedTuple):
-    """A row of `bar_chart`."""
+    """A row of `bar_chart`: `name` on the left, `label` on the right; `style` is the bar's class."""
 
     name: str
     value: float
@@ -55,7 +59,7 @@ class Bar(NamedTuple):
 
 
 class Block(NamedTuple):
-    """A block in a lane; a mark if `start` equals `stop`."""
+    """A block of a lane, `start` to `stop` in ms; a mark if they are equal. `style` is its class."""
 
     name: str
     start: float
@@ -64,7 +68,7 @@ class Block(NamedTuple):
 
 
 class Lane(NamedTuple):
-    """A row of `lane_chart`."""
+    """A row of `lane_chart`; without a name, a gap."""
 
     name: str
     blocks: Sequence[Block]

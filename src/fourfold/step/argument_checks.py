@@ -1,6 +1,7 @@
 """Argument checks: wrong arguments of the public functions, found before a rank waits for another.
 
-Law: all problems at once; nothing that the user passed is called or changed.
+Law: the arguments of a public function are checked together; the user's model, loss and optimizer factory are neither
+called nor changed.
 """
 
 import dataclasses
@@ -106,7 +107,8 @@ def model_argument_problems(model: Any) -> list[Problem]:
         if not meta:
             return []
         got = f"a model with {len(meta)} parameters on the meta device, {meta[0]} the first of them"
-        # The task's meta model was made before: a model() that caches its result returns that one again.
+        # Fourfold has called the task's model() on the meta device before. A model() that caches its result returns
+        # that meta model again.
         attempt = 'a model() that makes a new model each time; or model.to_empty(device="cpu"), then initialize it'
         return [Problem(got, "parameters with values", attempt)]
     attempt = "its result: model()" if callable(model) else ""

@@ -1,6 +1,7 @@
 """EMA: an exponential moving average of the weights.
 
-decay  how much of the average a step keeps: min(`decay`, (1 + t) / (10 + t)) after t steps
+decay  the factor of the old average in an update after t steps: d = min(`decay`, (1 + t) / (10 + t));
+       new average = d · average + (1 − d) · weights
 Law: training with an average gives the same weights as training without.
 
 Source of the warm-up: TensorFlow's ExponentialMovingAverage (`num_updates`). Without it, the average of a short run
@@ -26,7 +27,7 @@ class EMA:
 
     @torch.no_grad()
     def update(self, num_steps: int) -> None:
-        """Add the weights after `num_steps` steps to the averages."""
+        """Update the averages with the current weights. `num_steps`: steps so far; with local steps, syncs so far."""
         new_fraction = 1.0 - min(self._decay, (1 + num_steps) / (10 + num_steps))
         for name, weight in self._weights.items():
             average = self.values[name]

@@ -1,6 +1,13 @@
 """Executor: runs one rank's program, action by action.
 
-Law: it decides nothing. The program says what happens in which order; `actions` says what an action does.
+forward, backward   of one microbatch
+measure             sum scalars over the ranks: loss and counts, the gradient norm, …
+reduce              launch the buckets that hooks have not launched yet
+update              wait for a bucket's reduction, and update its weights
+gather              start to all-gather a bucket's new weights
+push, pull          local SGD: start to sum a bucket's changes; take the new weights from the sum
+Law: it never reorders. The program gives the order, and `actions` says what an action does; actions that hooks have
+already run during backward are skipped.
 """
 
 import time

@@ -1,4 +1,4 @@
-"""Gradient averager: the gradients of one model, averaged over all ranks while backward runs.
+"""Gradient averager: averages the gradients of one model over all ranks; reductions begin while backward runs.
 
 round  one backward that reduces, on all ranks
 slot   the part of a bucket's buffer that holds one parameter's gradient; after a round `.grad` is a view of it
@@ -47,6 +47,7 @@ class GradAverager:
         self.gradients = grad_buckets.GradBuckets(
             dict(trainable), buckets, self.transport, allow_unused=self._allows_unused
         )
+        # Each backward that reduces is a round of its own, so it is also the round's last.
         self.gradients.mark_last_backward()
         self.gradients.is_enabled = True
         self.num_buckets = len(buckets)
@@ -60,9 +61,9 @@ class GradAverager:
         self._memory_formats = MemoryFormats(trainable, optimizer)
 
     def average(self, divisor: int) -> list[float]:
-        """Make the slots the sums over all ranks, divided by `divisor`. Collective.
+        """Fill the slots with the sums over all ranks, divided by `divisor`. Collective; waits for the reductions.
 
-        Returns, by parameter, how many ranks have a gradient of it.
+        Returns how many ranks have a gradient of each of `self.parameters`; 1 for each with `unused = "refuse"`.
         """
         num_ranks_with_grad = self._count_ranks_with_grad()
         for bucket in range(self.num_buckets):
@@ -90,7 +91,7 @@ class GradAverager:
             raise
 
     def end_round(self) -> None:
-        """Return when this rank's slots are its own again. Collective."""
+        """Wait until no other rank reads this rank's slots any more. Collective."""
         self.transport.end_step()
         # Autograd may add to `.grad` in place and the optimizer may change it: no other rank may still read it then.
         for bucket in range(self.num_buckets):

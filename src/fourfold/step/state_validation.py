@@ -1,6 +1,7 @@
 """State validation: whether a saved state can be loaded into a step.
 
-Law: every problem is reported before anything is changed.
+Law: a state that does not fit is refused before anything is changed. Problems are reported together, except where one
+makes the other checks impossible.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,6 +13,8 @@ from torch import Tensor
 from fourfold.parts.optim.user_optimizer import group_indices, state_keys
 from fourfold.words.errors import Problem, closest_match
 
+# model: weights and buffers by name. optimizer: states by parameter name. groups: options of the optimizer's groups.
+# record: what the first step has fixed (launch order, nominal count), and the optimizer's class.
 STATE_KEYS = ("model", "optimizer", "groups", "record")
 
 
@@ -45,6 +48,7 @@ def weight_problems(values: Any, trainable: Mapping[str, Tensor]) -> list[Proble
             problems.append(Problem(f"a {type(value).__name__} for {name}", "a tensor"))
         elif value.shape != parameter.shape:
             problems.append(Problem(f"{name} of shape {list(value.shape)}", f"shape {list(parameter.shape)}"))
+        # By kind of number only: float64 may become float16, but a complex number no real one.
         elif not torch.can_cast(value.dtype, parameter.dtype):
             got, need = (str(each).removeprefix("torch.") for each in (value.dtype, parameter.dtype))
             problems.append(Problem(f"{name} of {got}", f"numbers that fit into {need}"))

@@ -1,13 +1,13 @@
-"""Uneven means: whether the counts of several means are proportional from part to part of a batch.
+"""Uneven means: whether the counts of several means have the same ratio in all parts of a batch.
 
-A loss that is one number may be made of several means, each with its own count. The parts of a batch (microbatches,
-ranks) add up to the loss of the whole batch only if all these counts are proportional from part to part.
+A scalar loss may be made of several means, each over its own count of elements. The losses of the parts of a batch
+(microbatches, ranks) add up to the loss of the whole batch only if these counts have the same ratio in every part.
 
-count         the count of the first mean, of one part
-other_count   the counts of the other means, added up with fixed factors
-other_square  other_count² / count
-Law: summed over all parts, other_count² = count · other_square if and only if the counts are proportional (Cauchy and
-Schwarz). So three sums over ranks decide it, and an uneven loss is refused.
+count         in one part, the count of the first mean
+other_count   in one part, the counts of the other means, added up with fixed factors
+other_square  in one part, other_count² / count
+Law: with all three summed over the parts, other_count² = count · other_square if and only if the ratio is the same in
+every part (Cauchy and Schwarz). So three sums over the ranks find an uneven loss, which is refused.
 """
 
 import math

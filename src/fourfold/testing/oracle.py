@@ -3,6 +3,7 @@
 Law: |a − b| ≤ 1e-9 · max(1, |b|) in float64.
 """
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ TOLERANCE = 1e-9
 
 
 class TrainingResult(NamedTuple):
-    """The result of a training: a loss and a gradient norm per step, and the weights by name."""
+    """The result of a training: a loss per step, with clipping a gradient norm per step, and the weights by name."""
 
     losses: list[float]
     grad_norms: list[float]
@@ -50,7 +51,7 @@ def train(
 
 
 def deviation(got: TrainingResult, oracle: TrainingResult) -> float:
-    """The largest |a − b| / max(1, |b|) over losses, norms and weights; infinite if something is missing."""
+    """The largest |a − b| / max(1, |b|) over all numbers; infinite if something is missing or not finite."""
     if got.weights.keys() != oracle.weights.keys() or len(got.losses) != len(oracle.losses):
         return float("inf")
     pairs: list[tuple[Any, Any]] = [(got.losses, oracle.losses), (got.grad_norms, oracle.grad_norms)]
@@ -64,7 +65,10 @@ def _relative_error(a: Any, b: Any) -> float:
     a, b = a.to(wide), b.to(wide)
     if a.shape != b.shape:
         return float("inf")
-    return ((a - b).abs() / b.abs().clamp(min=1.0)).max().item() if a.numel() else 0.0
+    if not a.numel():
+        return 0.0
+    error = ((a - b).abs() / b.abs().clamp(min=1.0)).max().item()
+    return error if math.isfinite(error) else float("inf")
 
 
 def snapshot(step: TrainStep, losses: Sequence[float], grad_norms: Sequence[float | None]) -> TrainingResult:

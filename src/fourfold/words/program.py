@@ -5,7 +5,8 @@ verb     what is done: forward, backward, reduce, …; one letter in text
 stage    the part of the model that the action works on
 index    the microbatch, bucket or scalar that the action works on
 program  rank -> its actions, in order
-Law: parse_program(format_program(program)) == program, and a pass over the program may move any action.
+Law: parse_program(format_program(program)) == program, and a pass may reorder actions if it keeps their
+dependencies.
 """
 
 import re
@@ -26,12 +27,12 @@ class Verb(StrEnum):
     SEND = "S"
     RECEIVE = "V"
     EXCHANGE = "X"
-    MEASURE = "M"  # sum a few scalars over the data ranks: the loss, counts, norms
+    MEASURE = "M"  # sum a few scalars over the ranks; the index says which: LOSS, GRAD_NORM, …
     REDUCE = "R"
     GATHER = "G"
     UPDATE = "U"
-    PUSH = "P"
-    PULL = "L"
+    PUSH = "P"  # local SGD: start to sum the ranks' changes of a bucket's weights
+    PULL = "L"  # local SGD: wait for that sum, and make the outer step from it
 
 
 # The index of a MEASURE says which scalars: the loss and the counts; the squared gradient norm; which parameters
@@ -67,7 +68,9 @@ def parse_program(text: str) -> dict[int, tuple[Action, ...]]:
     """Read a program as `format_program` writes it. Raises ProgramError with every word that is not an action."""
     program: dict[int, tuple[Action, ...]] = {}
     problems: list[Problem] = []
-    for number, line in enumerate(filter(str.strip, text.splitlines()), 1):
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip():
+            continue
         head, colon, body = line.partition(":")
         if not colon or not head.strip().isdigit():
             problems.append(Problem(f"line {number}: {line.strip()[:40]!r}", "RANK: ACTION ACTION …"))

@@ -1,7 +1,7 @@
-"""File store: a torch.distributed store in a file that only this user may open, for the ranks of one host.
+"""File store: a torch.distributed store in a file, for the ranks of one host. Its folder admits only this user.
 
-It stands alone, and imports torch only: every script of `fourfold run` that makes a process group needs it, and need
-not import all of `parts.comm` (0.2 to 0.5 s on a busy machine).
+Law: of packages, this file imports torch only. Scripts of `fourfold run` that make a process group need it, and to
+import all of `parts.comm` would cost 0.2 to 0.5 s on a busy machine.
 """
 
 from collections import Counter
@@ -9,17 +9,17 @@ from datetime import timedelta
 
 from torch.distributed import FileStore, PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
 
-# For the ranks of our own launcher, which watches them; torch's own limit for process groups.
+# torch's own limit for process groups. Our launcher watches its ranks, so they need no shorter one.
 GROUP_TIMEOUT_SECONDS = 1800.0
 
 _num_openings: Counter[str] = Counter()
 
 
 def open_file_store(path: str, size: int, timeout_seconds: float) -> Store:
-    """The store in a file, which torch removes when the last of `size` ranks has released it.
+    """Open the store at `path`. torch removes the file when the last of `size` ranks has released it.
 
     `timeout_seconds`: how long a rank waits for a key that another rank writes.
-    Each opening by a process has keys of its own, so a process group never reads those of an earlier one.
+    Keys have the number of the opening as prefix, so a process group never reads the keys of an earlier one.
     """
     _num_openings[path] += 1
     store = PrefixStore(str(_num_openings[path]), FileStore(path, size))

@@ -1,7 +1,7 @@
-"""Joining: how this process joins the job's ranks and learns its place among them.
+"""Init: how this process joins the ranks of its job and learns its rank.
 
-Law: a process group that exists already is used and never ended; a launcher's environment comes next; else the process
-is a world of its own.
+Law: a process group that exists is used, and Fourfold never destroys it; else the launcher's environment says what to
+join; else the process is alone.
 """
 
 import contextlib
@@ -60,7 +60,7 @@ def existing_world() -> World | None:
 
 
 def world() -> World:
-    """This process's place: `rank`, `size`, `local_rank`, `local_size`. Joins nothing.
+    """This process's `rank`, `size`, `local_rank` and `local_size`. Makes no process group.
 
     Taken from the process group if one exists, else from the environment of torchrun, `fourfold run`, mpirun, srun or
     Kubernetes; without any of them, one process alone. Raises LaunchError if a launcher's variables contradict each

@@ -121,7 +121,7 @@ class ShardedParams:
 
     @torch.no_grad()
     def pad_to_full(self, name: str, shard: Tensor, parameter: Tensor) -> Tensor:
-        """A copy of a shard, padded with zeros to all elements of the parameter, which is the sum over ranks."""
+        """A copy of a shard, padded with zeros to the full size [elements]: its sum over ranks is the parameter."""
         _, slot_start, low, high = self._shard_ranges[name]
         full = torch.zeros(parameter.numel(), dtype=shard.dtype, device=parameter.device)
         if low < high:
@@ -137,7 +137,10 @@ class ShardedParams:
 
     @contextlib.contextmanager
     def all_unsharded(self) -> Iterator[None]:
-        """Within, all parameters are whole, in this rank's memory; changes need `shard_params`. Collective."""
+        """Context manager: all parameters are whole, in this rank's memory. Collective.
+
+        Changes are lost unless `shard_params` is called within.
+        """
         for bucket, buffer in self.unsharded_buckets():
             self._use_unsharded_views(bucket.index, buffer)
         self._param_access.is_enabled = False
@@ -152,7 +155,10 @@ class ShardedParams:
 
     @contextlib.contextmanager
     def phase(self, kind: str) -> Iterator[None]:
-        """Within, weights are unsharded when they are used. Collective: every rank has the same phases."""
+        """Context manager: weights are unsharded when they are used. Collective: every rank has the same phases.
+
+        `kind`: phases of one kind have one order of all-gathers.
+        """
         self._unshard_order = self._unshard_orders.setdefault(kind, UnshardOrder())
         self._unshard_order.begin_phase()
         try:
@@ -167,7 +173,7 @@ class ShardedParams:
                 self.reshard(bucket)
 
     def _finish_phase(self) -> None:
-        """Serve the other ranks until none of them misses a bucket."""
+        """Take part in the other ranks' all-gathers until no rank misses a bucket any more."""
         self._join_remaining_unshards()
         while self._exchange_missing(MissingBucket(NONE_MISSING, NONE_MISSING)):
             pass
@@ -231,7 +237,10 @@ class ShardedParams:
             self._pending.popleft().wait()
 
     def _exchange_missing(self, missing: MissingBucket, *, wanted: int = NONE_MISSING) -> bool:
-        """All-gather which buckets the ranks miss, and unshard those. Returns whether there were any."""
+        """Exchange miss reports, and take part in the all-gathers of all buckets that ranks miss; keep only `wanted`.
+
+        Returns whether any rank missed a bucket. Collective.
+        """
         assert self._unshard_order is not None
         reports = [MissingBucket(*row) for row in self._transport.all_gather_ints(missing)]
         missed = self._unshard_order.insert_missing([each for each in reports if each.bucket != NONE_MISSING])
@@ -293,7 +302,9 @@ class ShardedParams:
         if now != saved.version:
             # Autograd checks this itself, but not for tensors that hooks have packed.
             what = "one of the tensors" if isinstance(saved, SavedTensor) else "a weight"
-            got = f"{what} that backward needs has changed since forward (version {now}, then {saved.version})"
+            got = (
+                f"{what} that backward needs has changed since forward (version {saved.version} in forward, {now} now)"
+            )
             raise TrainingError(Problem(got, "the values that forward computed with"), where="backward")
         if isinstance(saved, SavedTensor):
             return saved.tensor

@@ -2,10 +2,10 @@
 
 edit     a change of a weight that Fourfold did not make
 version  torch's count of writes into a parameter; it misses writes through `p.data`, NumPy or raw memory
-sample   some elements of each parameter, whose bytes are compared from step to step on a CPU
-Law: an edit that would be lost is reported before the next step, if the version counts it or the sample shows it.
+probe    a few elements of each parameter (`_WeightSample`), whose bytes are compared from step to step on CPUs
+Law: an edit that would be lost is reported before the next step, if the version counts it or the probe shows it.
 
-Master weights can be compared with all elements of the model weights; that takes as long as reading them.
+With master weights, `mismatched_params` compares every element; that takes as long as reading them.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,8 +1,8 @@
 """Master weights: the update's own copy of the weights, in its own dtype and on its own device.
 
 model weights   what the model computes with; they are in the buckets' flats
-master weights  what the update changes, then rounds into the model weights: the part of a bucket that this rank updates
-Law: after every update and every edit, a model weight is its master weight rounded, never the other way round.
+master weights  what the update changes, then casts into the model weights: the part of a bucket that this rank updates
+Law: after every update and edit, model weight == master weight cast to the model's dtype.
 
 Source: Micikevicius et al., "Mixed Precision Training" (2018), §3.1; ZeRO: Rajbhandari et al. (2020), §3.1.
 """

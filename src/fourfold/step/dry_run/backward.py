@@ -11,23 +11,26 @@ from fourfold.step.tensor_tree import tree_leaves
 
 
 def run_backward(outputs: Any, grad_tensors: list[Tensor | None]) -> None:
-    """Differentiate all outputs with these upstream gradients; torch function modes stay on, as in forward."""
+    """Run backward from all outputs with these upstream gradients (None: skip the output).
+
+    Torch function modes stay active, as in forward.
+    """
     pairs = [
-        (output, weight)
-        for output, weight in zip(tree_leaves(outputs), grad_tensors, strict=True)
-        if weight is not None
+        (output, gradient)
+        for output, gradient in zip(tree_leaves(outputs), grad_tensors, strict=True)
+        if gradient is not None
     ]
     if not pairs:
         return
     roots, gradients = zip(*pairs, strict=True)
-    # `torch.autograd.backward` would be passed to the modes and run without them: a checkpoint would recompute its
-    # forward in another dtype.
+    # The modes would intercept `torch.autograd.backward` and run it with themselves off: a checkpoint would recompute
+    # its forward in another dtype.
     run_backward_under_modes(roots, gradients)
 
 
 @contextlib.contextmanager
 def count_gradients(parameters: Mapping[str, Tensor]) -> Iterator[Mapping[str, int]]:
-    """Count, within, how many gradients each parameter gets."""
+    """Context manager: counts how many gradients each parameter gets."""
     counts = dict.fromkeys(parameters, 0)
 
     def make_hook(name: str) -> Callable[[Tensor], None]:

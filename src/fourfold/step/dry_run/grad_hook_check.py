@@ -1,8 +1,8 @@
 """Gradient hooks: whether parameter hooks may see the gradients of the parts of a batch one by one.
 
 additive  hook(a + b) = hook(a) + hook(b), as for a hook that scales or masks
-Law: a hook of `Tensor.register_hook` that is not additive is refused if a batch is split into parts. It would clamp or
-normalize the gradient of each part, and not their sum.
+Law: if a batch is split into parts, a hook of `Tensor.register_hook` that is not additive for random gradients is
+refused. It would change the gradient of each part (clamp or normalize it, for example), and not their sum.
 """
 
 from collections.abc import Iterator

@@ -1,9 +1,10 @@
-"""Dropout with sp > 1: each rank draws its own for its tokens; in attention it is the same on every mesh.
+"""Dropout with sp > 1: each rank drops other entries of its tokens; dropout in attention is the same on every mesh.
 
-The ranks of an sp group share one state of torch's random number generator. So what is drawn per sample or per layer,
-as in stochastic depth, is the same on all of them. Dropout is drawn per token, so each rank needs other numbers.
-tag  a number drawn from the shared state; a checkpoint, which restores the state, draws the same tag again
-Law: the shared state advances in the same way on all ranks, and a checkpoint's second forward drops what the first did.
+The ranks that share a sequence have equal states of torch's random number generator. So what a model draws per sample
+or per layer (stochastic depth) is the same on all of them. Dropout is drawn per token, and needs other numbers on each.
+
+tag  a number drawn from the equal states; a checkpoint, which restores the state, draws the same tag again
+Law: the states stay equal on these ranks, and a checkpoint's second forward drops what the first did.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fourfold.parts.sequence.dropout import AttentionDropout
+from fourfold.parts.splitmix64 import GOLDEN_GAMMA
 from fourfold.parts.torch_private import is_in_backward
 from fourfold.step.sequence.sdpa_interception import DROPOUT_FUNCTIONS
 from fourfold.words.errors import Problem, TaskError
@@ -29,7 +31,7 @@ def per_rank_dropouts(index: int) -> dict[Any, Callable[..., Tensor]]:
         if not training or p == 0.0:
             return func(x, p, training, *rest, **more)
         # The tag is the same on all ranks, and again when a checkpoint recomputes its forward.
-        seed = _draw_tag() + index * 0x9E3779B97F4A7C15
+        seed = _draw_tag() + index * GOLDEN_GAMMA
         cuda = [x.device] if x.device.type == "cuda" else []
         with torch.random.fork_rng(cuda):
             torch.manual_seed(seed % 2**63)
@@ -39,13 +41,16 @@ def per_rank_dropouts(index: int) -> dict[Any, Callable[..., Tensor]]:
 
 
 class AttentionDropoutCounter:
-    """Numbers the attention calls of a step that have dropout."""
+    """Gives each attention call with dropout its place in the step, from which its `AttentionDropout` is made."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
 
     def begin_step(self, step: int, first_sample: int, microbatch_sizes: Sequence[int]) -> None:
-        """Begin a step of microbatches of these sizes; `first_sample` is its first index in the global batch."""
+        """Begin a step. `first_sample`: the index of this rank's first sample, in the global batch if that is known.
+
+        `microbatch_sizes`: the sizes of the microbatches that are not empty.
+        """
         self._step, self._first_sample, self._microbatch_sizes = step, first_sample, microbatch_sizes
         self._microbatch_index, self._call_index = -1, 0
         self._dropouts: dict[int, AttentionDropout] = {}

@@ -3,7 +3,8 @@
 full    the model on all tokens; each attention call is recorded, with its gradients
 replay  the model on this rank's tokens alone; each attention call returns its rows of the recorded output
 tap     an embedding's output, or an input of features: its gradient is compared as well
-Both passes differentiate the sum of all outputs times fixed random numbers, which depend on the global token only.
+Both backwards start from the same random upstream gradients: drawn for the full outputs, of which the replay gets the
+rows of its own tokens.
 
 B samples · L length · l = L / sp
 """
@@ -264,7 +265,7 @@ class ShardComparison:
             configured = torch.func.functional_call(self._model, self._state, (), self._inputs)
         pairs = zip(tree_leaves(configured), tree_leaves(outputs), strict=True)
         if not all(is_close(a, b.detach()) for a, b in pairs):
-            got = f"sp > 1 and a {type(self._model).__name__} whose attention does more than its masks and modules say"
+            got = f"sp > 1 and a {type(self._model).__name__} that does not compute plain attention with its mask"
             raise TaskError(Problem(got, "plain or causal attention, with a mask of keys"))
 
     def _compare_taps(self, taps: GradTaps) -> None:

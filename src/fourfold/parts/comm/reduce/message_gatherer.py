@@ -13,17 +13,20 @@ from fourfold.words.layout import Change
 
 
 class MessageGatherer(Protocol):
-    """Ranks that all-gather each other's messages."""
+    """All-gathers the messages of some ranks: one of each host if hosts share memory, else all."""
 
     sent_bytes: float
 
     def all_gather_async(self, payload: Tensor) -> AsyncResult:
-        """Begin to gather every rank's message [bytes]; the result is the messages, in rank order."""
+        """Begin to gather the members' messages [elements]; the result is one message per member, in rank order."""
         ...
 
 
 class NullMessageGatherer:
-    """For a rank whose messages no other rank needs: the others read its sums in shared memory."""
+    """Where all ranks share memory, or there is one: the result is this rank's own message alone.
+
+    Ranks then sum what they have decoded in shared memory.
+    """
 
     sent_bytes = 0.0
 
