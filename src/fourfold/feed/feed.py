@@ -20,6 +20,7 @@ from fourfold.plan.plan import Plan
 from fourfold.plan.sample_order import BatchRange, shard_range
 from fourfold.words import argument_checks
 from fourfold.words.errors import DataError, Problem
+from fourfold.words.noop import noop
 from fourfold.words.task import Source
 
 
@@ -90,7 +91,7 @@ class Feed:
         self._size, self._index = dp_size_and_index(plan, where="the feed")
         self._state = Position(int(seed), 0, 0, len(source))
         self._uses_rng = self._has_fingerprint = False
-        self.check_peers: Callable[[], None] = _noop
+        self.check_peers: Callable[[], None] = noop
         """Called from time to time while the feed waits for a batch; an error that it raises ends the wait."""
 
     @classmethod
@@ -181,9 +182,6 @@ class Feed:
             return None
         first, second = map(fingerprint_of, twice)
         return first if is_same_sample(first, second) else None
-
-
-def _noop() -> None: ...
 
 
 def _state_problems(state: Any, num_samples: int) -> list[Problem]:

@@ -14,11 +14,9 @@ from fourfold.checkpoint.store import resume_hint
 from fourfold.launch.failure_report import Cause
 from fourfold.trainer.fault_log import FAULTS_FILE, Fault
 from fourfold.trainer.heartbeat import HeartbeatRecord
+from fourfold.words.noop import noop
 
 SHUTDOWN_SECONDS = 3
-
-
-def _noop(_: object) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -41,8 +39,8 @@ class SupervisionPolicy:
     hang_seconds: float | None = None
     shutdown_seconds: int = SHUTDOWN_SECONDS
     save_seconds: float = SHUTDOWN_SECONDS
-    notify: Callable[[str], None] = _noop
-    record_fault: Callable[[Fault], None] = _noop
+    notify: Callable[[str], None] = noop
+    record_fault: Callable[[Fault], None] = noop
     run_dir: Path | None = None
 
     def resume_hint(self) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
+from fourfold.words.noop import noop
 from fourfold.words.program import Action
 
 COMPUTE_LANE, REDUCE_LANE, SEND_LANE = "compute", "reduce", "send"
@@ -62,10 +63,6 @@ class Recorder(Protocol):
         ...
 
 
-def _noop() -> None:
-    pass
-
-
 class NullRecorder:
     """Discards everything: the recorder of every step that is not sampled."""
 
@@ -84,7 +81,7 @@ class NullRecorder:
         return self._null_context
 
     def sending(self, name: str) -> Callable[[], None]:
-        return _noop
+        return noop
 
     def instant(self, bucket: int, what: str) -> None:
         pass
