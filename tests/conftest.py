@@ -51,8 +51,14 @@ def _check_signal_handlers() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _reset_compiler() -> Iterator[None]:
-    """Each test begins with a compiler that compiles: threads that tell it not to for a while may leave it so."""
+def _reset_torch() -> Iterator[None]:
+    """Each test begins with one thread of torch, and ends with a compiler that compiles.
+
+    A test of small tensors gains nothing from a second thread, and loses much where two tests run at once. Threads
+    that tell the compiler not to compile for a while may leave it so.
+    """
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
     yield
     if "torch._dynamo" in sys.modules:
         sys.modules["torch"].compiler.set_stance("default")

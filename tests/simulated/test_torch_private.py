@@ -220,6 +220,29 @@ def test_a_tensor_subclass_is_not_asked_while_it_is_disabled():
     assert Told.calls == before + 1
 
 
+def test_no_mode_and_no_subclass_sees_what_is_called_while_torch_functions_are_disabled():
+    class Mode(torch.overrides.TorchFunctionMode):
+        calls = 0
+
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            self.calls += 1
+            return func(*args, **(kwargs or {}))
+
+    class Subclass(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            raise AssertionError("a torch function of a subclass was called")
+
+    tensor = torch.zeros(2).as_subclass(Subclass)
+    with Mode() as mode:
+        with private.DisableTorchFunction():
+            assert tensor.dtype == torch.float32
+            assert tensor.add(1.0).numel() == 2
+        assert mode.calls == 0
+        torch.zeros(2).add(1.0)
+        assert mode.calls == 2
+
+
 def test_an_operator_names_the_arguments_that_it_writes():
     add, packet = torch.ops.aten.add_.Tensor, torch.ops.aten.add_
     assert private.is_operator(add)

@@ -1,0 +1,30 @@
+"""Simulated tests: ranks are threads of one process, of which one at a time holds Python's lock."""
+
+import gc
+import os
+from collections.abc import Iterator
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def _stay_on_one_core() -> Iterator[None]:
+    """On several cores the threads of a test take half as long again: each time, the lock wakes another core.
+
+    Each of pytest's processes has a core of its own.
+    """
+    if not hasattr(os, "sched_setaffinity"):
+        yield
+        return
+    cores = os.sched_getaffinity(0)
+    number = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    os.sched_setaffinity(0, {sorted(cores)[number % len(cores)]})
+    yield
+    os.sched_setaffinity(0, cores)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _freeze_imported_objects() -> None:
+    """Torch alone makes half a million objects, through which every full garbage collection would go."""
+    gc.collect()
+    gc.freeze()
