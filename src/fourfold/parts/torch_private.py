@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._C import DisableTorchFunctionSubclass
+from torch._C import DisableTorchFunction, DisableTorchFunctionSubclass
 from torch._C import _functorch as functorch  # type: ignore[attr-defined]
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.optim import Optimizer
@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data._utils.collate import collate, default_collate_fn_map
 
 __all__ = [
+    "DisableTorchFunction",
     "DisableTorchFunctionSubclass",
     "TorchDispatchMode",
     "collate",

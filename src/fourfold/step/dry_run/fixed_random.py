@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fourfold.parts.dropped_arguments import restore_arguments
-from fourfold.parts.torch_private import is_view
+from fourfold.parts.torch_private import DisableTorchFunction, is_view
 
 DROPOUT_FUNCTIONS = {
     *(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout),
@@ -44,10 +44,15 @@ class FixedRandomMode(TorchFunctionMode):
         if torch.compiler.is_compiling():
             return func(*args, **kwargs)
         result = _call_without_randomness(func, args, kwargs)
-        if isinstance(result, Tensor) and result.is_floating_point():
+        if isinstance(result, Tensor):
+            with DisableTorchFunction():
+                self._observe(result)
+        return result
+
+    def _observe(self, result: Tensor) -> None:
+        if result.dtype.is_floating_point:
             self.min_itemsize = min(self.min_itemsize, result.dtype.itemsize)
             self.num_elements += 0 if is_view(result) else result.numel()
-        return result
 
 
 @contextlib.contextmanager
@@ -76,9 +81,9 @@ def _rng_states(device: torch.device) -> list[Any]:
 def _is_same_state(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor):
         return torch.equal(a, b)
-    if isinstance(a, tuple):
-        return all(map(_is_same_state, a, b))
-    return bool(np.array_equal(a, b))
+    if isinstance(a[1], np.ndarray):  # numpy's: names, numbers and one array
+        return all(map(np.array_equal, a, b))
+    return bool(a == b)
 
 
 def _call_without_randomness(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

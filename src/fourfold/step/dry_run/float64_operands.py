@@ -49,7 +49,7 @@ class WidenOperandsMode(TorchFunctionMode):
     def _convert_result(self, result: Any, operands: tuple[Any, ...]) -> Any:
         if type(result) in (list, tuple):
             return type(result)(self._convert_result(each, operands) for each in result)
-        if not isinstance(result, Tensor) or not (result.is_floating_point() or result.is_complex()):
+        if not isinstance(result, Tensor):
             return result
         wide = cast_real(result, self._dtype)
         if wide is not result and any(isinstance(each, Tensor) and each.is_floating_point() for each in operands):

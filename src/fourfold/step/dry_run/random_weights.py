@@ -12,6 +12,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from fourfold.parts.torch_private import DisableTorchFunction
 from fourfold.step.dry_run.check_config import CheckConfig
 
 # A prime: no dim of a weight is a multiple of it, so no two rows of a weight are equal.
@@ -107,6 +108,9 @@ def _fill_zeros(p: Tensor, generator: torch.Generator) -> Tensor | None:
 
 def cast_real(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     """A real or complex tensor in this dtype or its complex counterpart; any other tensor unchanged."""
-    if dtype is None or not (tensor.is_floating_point() or tensor.is_complex()):
+    if dtype is None:
         return tensor
-    return tensor.to(dtype.to_complex() if tensor.is_complex() else dtype)
+    with DisableTorchFunction():  # a mode casts the operands of every operation, and most have the dtype already
+        before = tensor.dtype
+    after = dtype.to_complex() if before.is_complex else dtype if before.is_floating_point else before
+    return tensor if after == before else tensor.to(after)

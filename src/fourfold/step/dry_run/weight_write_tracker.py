@@ -20,7 +20,14 @@ from torch.overrides import TorchFunctionMode
 from fourfold.parts.data.param_access import untracked_access
 from fourfold.parts.dropped_arguments import restore_arguments
 from fourfold.parts.fingerprint import fingerprints
-from fourfold.parts.torch_private import is_operator, is_transform_tensor, is_view, version_of, written_arguments
+from fourfold.parts.torch_private import (
+    DisableTorchFunction,
+    is_operator,
+    is_transform_tensor,
+    is_view,
+    version_of,
+    written_arguments,
+)
 from fourfold.step.tensor_tree import tree_leaves
 
 _AUGMENTED = "add sub mul matmul truediv floordiv mod and or xor lshift rshift pow"
@@ -139,7 +146,8 @@ def _write_targets(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
 
 def _may_alias_param(tensor: Tensor) -> bool:
     """Whether a tensor may share elements with a parameter. A result of autograd does so only if it is a view."""
-    return tensor.grad_fn is None or is_view(tensor)
+    with DisableTorchFunction():
+        return tensor.grad_fn is None or is_view(tensor)
 
 
 def _has_storage(tensor: Tensor) -> bool:
