@@ -1,4 +1,4 @@
-"""The CPU quota of a container: one answer, for the threads of a run and for the doctor."""
+"""The CPU quota and the memory limit of a container: one answer, for a run and for the doctor."""
 
 from pathlib import Path
 from unittest import mock
@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 
 from fourfold.doctor import machine_probe
-from fourfold.environment import cgroup, world
+from fourfold.environment import cgroup, host_memory, world
 
 
 def tree(folder: Path, files: dict[str, str], own: str) -> dict[str, Path]:
@@ -54,3 +54,48 @@ def test_a_run_and_the_doctor_see_the_same_quota(quota, cores):
     ):
         found = machine_probe.probe_machine()
         assert (world.num_cores(), found.cores, found.quota_cores) == (cores, cores, quota)
+
+
+LARGE_V1 = str(2**63 - 4096)  # no limit
+MEMORY_TREES = {
+    "no limit": ({"memory.max": "max\n", "memory.current": "5\n"}, "0::/\n", (None, None)),
+    "the own group": (
+        {"job/memory.max": "9000\n", "job/memory.current": "5000\n", "job/memory.stat": "active_file 70\n"},
+        "0::/job\n", (9000, 4070),
+    ),
+    "a group above, which has less left": (
+        {"memory.max": "99000\n", "memory.current": "98000\n", "job/memory.max": "9000\n", "job/memory.current": "1\n"},
+        "0::/job\n", (99000, 1000),
+    ),
+    "over the limit": ({"memory.max": "9000\n", "memory.current": "9001\n"}, "0::/\n", (9000, 0)),
+    "version 1, no limit at all": (
+        {"memory/memory.limit_in_bytes": LARGE_V1, "memory/memory.usage_in_bytes": "5000"}, V1, (None, None),
+    ),
+    "version 1, a limit": (
+        {"memory/docker/a/memory.limit_in_bytes": "9000", "memory/docker/a/memory.usage_in_bytes": "5000",
+         "memory/memory.limit_in_bytes": LARGE_V1, "memory/memory.usage_in_bytes": "5000"},
+        V1, (9000, 4000),
+    ),
+    "version 1, with swap": (
+        {"memory/memory.limit_in_bytes": "9000", "memory/memory.usage_in_bytes": "5000",
+         "memory/memory.memsw.limit_in_bytes": "9500", "memory/memory.memsw.usage_in_bytes": "6500"},
+        V1, (9500, 3000),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MEMORY_TREES)
+def test_a_run_and_the_doctor_see_the_same_memory_limit(name, tmp_path, monkeypatch):
+    files, own, expected = MEMORY_TREES[name]
+    paths = tree(tmp_path, files, own)
+    (tmp_path / "meminfo").write_text("MemAvailable: 1000 kB\nSwapFree: 0 kB\n")
+    monkeypatch.setattr(host_memory, "CGROUP_ROOT", paths["root"])
+    monkeypatch.setattr(host_memory, "PROC_CGROUP", paths["proc_cgroup"])
+    monkeypatch.setattr(host_memory, "MEMINFO", tmp_path / "meminfo")
+    found = machine_probe.probe_machine()
+    assert (found.limit_bytes, found.limit_left_bytes) == expected
+    has_limit = found.limit_left_bytes is not None
+    assert host_memory.available_bytes() == (found.limit_left_bytes if has_limit else 1000 * 1024)
+    # The probe reserves little of what is left.
+    assert found.shared_problem == ""
+    assert found.shared_bytes == machine_probe.MIB if has_limit else found.shared_bytes <= machine_probe.SHARED_BYTES

@@ -12,7 +12,7 @@ import torch
 from fourfold.feed.feed import Batch
 from fourfold.parts.comm.reduce import collective_fingerprint
 from fourfold.parts.comm.reduce.shared_memory import call_check
-from fourfold.parts.comm.reduce.shared_memory.flags import HostRanks
+from fourfold.parts.comm.reduce.shared_memory.flags import HostFlags, HostRanks
 from fourfold.parts.comm.reduce.shared_memory.layout import SharedMemoryLayout
 from fourfold.parts.comm.reduce.shared_memory.transport import SharedMemoryTransport
 from fourfold.plan.sample_order import BatchRange
@@ -84,6 +84,22 @@ def test_a_rank_that_never_comes_does_not_keep_the_others_from_an_error(monkeypa
 
     for message in threads.run(3, body)[:2]:
         assert "rank 0 is at step 2; rank 1 is at evaluate() after step 1; rank 2 is at step 1 and has" in message
+
+
+def test_calls_are_compared_once_all_ranks_have_begun_or_the_grace_period_is_over():
+    layout = SharedMemoryLayout((), (), num_scalars=8)
+    mapping, hosts = mmap.mmap(-1, layout.total_bytes(3)), [HostRanks(index, (0, 1, 2)) for index in range(3)]
+    flags = [HostFlags(mapping, layout.region_bytes, index=index, size=3) for index in range(3)]
+    checks = [call_check.CallCheck(mapping, layout, host, own) for host, own in zip(hosts, flags, strict=True)]
+    checks[0].begin("step 6")
+    checks[1].begin("edit()")
+    grace = call_check.DIVERGENCE_GRACE_SECONDS
+    checks[0].compare_after(grace)  # rank 2 may still begin its call
+    with pytest.raises(DivergenceError, match="rank 2 is at nothing and has come no further"):
+        checks[0].compare_after(grace + 0.1)
+    checks[2].begin("step 6")
+    with pytest.raises(DivergenceError, match=r"rank 1 is at edit\(\); ranks 0 and 2 are at step 6"):
+        checks[0].compare_after(0.0)
 
 
 def test_a_rank_that_diverged_and_then_died_is_reported_as_diverged():

@@ -1,6 +1,8 @@
 """env:// in a rank of our own launcher uses the job's file, and only for the job's own world."""
 
+import importlib
 import os
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -40,6 +42,22 @@ def test_a_world_of_the_scripts_own_uses_torchs_handler(handle: Any, monkeypatch
         with monkeypatch.context() as changed:
             changed.setenv(name, value)
             assert handle("env://")[0] == "theirs"
+
+
+def test_torch_takes_the_handler_that_is_registered(
+    handle: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    # torch's own table: `init_process_group` reads it, and `register_rendezvous_handler` refuses a name that is in it.
+    module: Any = importlib.import_module(env_store.RENDEZVOUS_MODULE)
+    monkeypatch.setattr(module, "_rendezvous_handlers", dict(module._rendezvous_handlers))
+    monkeypatch.setenv("MASTER_PORT", "0")  # torch's own handler takes any free port
+    env_store.register_handler(module)
+    _, *place = next(module.rendezvous("env://", 1, 2))
+    assert place == [1, 2]
+    assert (tmp_path / "store-ab-3").exists()
+    store, *place = next(module.rendezvous("env://", 0, 1, timeout=timedelta(seconds=20)))
+    assert place == [0, 1]
+    assert isinstance(store, module.TCPStore)
 
 
 def test_a_group_does_not_read_keys_of_an_earlier_one(handle: Any) -> None:

@@ -1,11 +1,10 @@
 """Machine probe: looks at this machine. It takes about two seconds, most of them to import torch.
 
-cgroup  version 2 (memory.max) or 1 (memory.limit_in_bytes), this process's own first; see `environment/cgroup.py`
+limit   of a container: see `environment/host_memory.py` and `environment/cgroup.py`
 test    a file of 32 MiB is written and removed, shared memory is reserved and released
 Law: the probe leaves nothing behind, and what it cannot find out is None, never a guess.
 """
 
-import contextlib
 import os
 import platform
 import shutil
@@ -18,7 +17,7 @@ from typing import Any
 import psutil
 
 from fourfold.doctor.facts import MachineFacts
-from fourfold.environment import cgroup
+from fourfold.environment import cgroup, host_memory
 from fourfold.environment.world import num_cores
 from fourfold.words.errors import os_error_text
 
@@ -27,16 +26,14 @@ SHM = Path("/dev/shm")
 WRITE_BYTES = 32 * MIB
 SHARED_BYTES = 256 * MIB
 WRITE_SECONDS = 1.0  # a slow disk shows before all is written
-UNLIMITED_BYTES = 2**60  # cgroup v1 says "no limit" with a number near 2**63
 
 
 def probe_machine(folder: Path = Path()) -> MachineFacts:
     """The facts, but for `gloo`. Starts no process."""
     memory = psutil.virtual_memory()
-    limit, left = _memory_limit()
-    shared_bytes, shared_problem = _probe_shared_memory(
-        min(SHARED_BYTES, memory.available // 8, (left or memory.available) // 8)
-    )
+    limit = host_memory.tightest_memory_limit()
+    left = memory.available if limit is None else min(memory.available, limit.headroom_bytes)
+    shared_bytes, shared_problem = _probe_shared_memory(min(SHARED_BYTES, max(MIB, left // 8)))
     rate, skew, disk_problem = _probe_disk(folder)
     return MachineFacts(
         environ=dict(os.environ),
@@ -51,8 +48,8 @@ def probe_machine(folder: Path = Path()) -> MachineFacts:
         load_average=os.getloadavg()[0],
         total_bytes=memory.total,
         available_bytes=memory.available,
-        limit_bytes=limit,
-        limit_left_bytes=left,
+        limit_bytes=None if limit is None else limit.limit_bytes,
+        limit_left_bytes=None if limit is None else limit.headroom_bytes,
         shared_bytes=shared_bytes,
         shared_problem=shared_problem,
         shm_bytes=shutil.disk_usage(SHM).free if SHM.is_dir() else None,
@@ -75,33 +72,6 @@ def _probe_torch() -> dict[str, Any]:
     if torch.cuda.is_available():
         gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return {"torch": torch.__version__, "cuda_build": torch.version.cuda or torch.version.hip, "gpus": tuple(gpus)}
-
-
-def _read_number(path: Path) -> int | None:
-    try:
-        return int(path.read_text())
-    except (OSError, ValueError):  # no such file, or "max"
-        return None
-
-
-def _memory_limit() -> tuple[int | None, int | None]:
-    """The container's limit and what is left of it."""
-    for folder in cgroup.cgroup_dirs("memory"):
-        for most, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
-            limit = _read_number(folder / most)
-            if limit is not None and limit < UNLIMITED_BYTES:
-                return limit, max(0, limit - (_read_number(folder / used) or 0) + _reclaimable_bytes(folder))
-    return None, None
-
-
-def _reclaimable_bytes(folder: Path) -> int:
-    """File pages that count as used, but which the kernel frees on demand."""
-    with contextlib.suppress(OSError, ValueError):
-        for line in (folder / "memory.stat").read_text().splitlines():
-            name, _, value = line.partition(" ")
-            if name in ("inactive_file", "total_inactive_file"):
-                return int(value)
-    return 0
 
 
 def _probe_shared_memory(num_bytes: int) -> tuple[int, str]:

@@ -2,13 +2,15 @@
 
 available  what the kernel can give without swapping others out, plus free swap, within the limits of the cgroup
 cgroup     version 2 (memory.max, memory.swap.max) or 1 (memory.limit_in_bytes, memory.memsw.limit_in_bytes)
-headroom   a limit of a cgroup, less its use, plus what it gives back on demand
+limit      of a cgroup: it holds for every process of the group and of the groups below it
+headroom   a limit, less its use, plus what it gives back on demand
 Law: an unknown amount is None, never a guess; an unknown limit does not lower the answer.
 """
 
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from fourfold.environment.cgroup import CGROUP_ROOT, PROC_CGROUP, cgroup_dirs
 
@@ -24,13 +26,39 @@ CGROUP_FILES = {
 }
 
 
+class MemoryLimit(NamedTuple):
+    """The limit of a group, and its headroom.
+
+    Version 2 limits memory and swap separately; version 1 limits memory, and the sum of memory and swap. Memory beyond
+    its limit is swapped out, so free swap adds to every limit that does not include it.
+    """
+
+    folder: Path
+    limit_bytes: int
+    headroom_bytes: int
+    includes_swap: bool
+
+    def swap_beyond(self, free_swap: int) -> int:
+        """The bytes that can be swapped out when the limit is reached."""
+        if self.includes_swap:
+            return 0
+        limit, use = _read_int(self.folder / "memory.swap.max"), _read_int(self.folder / "memory.swap.current")
+        return free_swap if limit is None else min(free_swap, max(0, limit - (use or 0)))
+
+
 def available_bytes() -> int | None:
     """Bytes that could be allocated on this host, swap included; None if the system does not say."""
     meminfo = _meminfo()
     if meminfo is None:
         return None
     available, free_swap = meminfo
-    return min([available + free_swap, *_cgroup_headrooms(free_swap=free_swap)])
+    headrooms = (limit.headroom_bytes + limit.swap_beyond(free_swap) for limit in _memory_limits())
+    return min([available + free_swap, *headrooms])
+
+
+def tightest_memory_limit() -> MemoryLimit | None:
+    """The limit with the least headroom, which this process reaches first if it does not swap; None without limits."""
+    return min(_memory_limits(), key=lambda limit: limit.headroom_bytes, default=None)
 
 
 def _meminfo() -> tuple[int, int] | None:
@@ -43,24 +71,14 @@ def _meminfo() -> tuple[int, int] | None:
         return None
 
 
-def _cgroup_headrooms(*, free_swap: int) -> Iterator[int]:
-    """The headroom of every memory limit that holds for this process.
-
-    Version 2 limits memory and swap separately; version 1 limits memory, and the sum of memory and swap. Memory beyond
-    its limit is swapped out, so free swap adds to every limit that does not include it.
-    """
+def _memory_limits() -> Iterator[MemoryLimit]:
+    """Every memory limit that holds for this process: of its own group and of those above it."""
     for folder in cgroup_dirs("memory", root=CGROUP_ROOT, proc_cgroup=PROC_CGROUP):
         for limit_file, (use_file, reclaimable) in CGROUP_FILES.items():
             limit, use = _read_int(folder / limit_file), _read_int(folder / use_file)
             if limit is not None and use is not None and limit < UNLIMITED_BYTES:
                 headroom = max(0, limit - use + _reclaimable_bytes(folder, reclaimable))
-                swap = 0 if limit_file == MEMSW_LIMIT else min(free_swap, _swap_headroom(folder, free_swap))
-                yield headroom + swap
-
-
-def _swap_headroom(folder: Path, free_swap: int) -> int:
-    limit, use = _read_int(folder / "memory.swap.max"), _read_int(folder / "memory.swap.current")
-    return free_swap if limit is None else max(0, limit - (use or 0))
+                yield MemoryLimit(folder, limit, headroom, includes_swap=limit_file == MEMSW_LIMIT)
 
 
 def _read_int(path: Path) -> int | None:

@@ -11,33 +11,25 @@ so a threshold that is kept for all its steps lets more and more through. Our me
 import torch
 from torch import Tensor
 
-from fourfold.parts import memory
-from fourfold.parts.codec.protocol import (
-    RESIDUAL_KEY,
-    CodecReduction,
-    SavedRows,
-    reduce_by_gather,
-    reshard_residual,
-    residual_by_param,
-)
+from fourfold.parts.codec.protocol import CodecReduction, SavedRows, reduce_by_gather
+from fourfold.parts.codec.residual import RESIDUAL_KEY, ResidualCodec
 from fourfold.parts.codec.sparse import SparseMessage, indices_above, select_largest
-from fourfold.parts.dtypes import accumulation_dtype, bucket_dtype
-from fourfold.plan.codec import CodecSpec, Shapes, SparseRange, codec_rounds, dct_spec, unpadded_length
+from fourfold.parts.dtypes import bucket_dtype
+from fourfold.plan.codec import CodecSpec, Shapes, SparseRange, dct_spec
 from fourfold.plan.data.buckets import Bucket
 
 THRESHOLD_KEY, AGE_KEY = "threshold", "age"
 
 
-class Dct:
+class Dct(ResidualCodec):
     """A `Codec` and a `GatheredCodec`."""
 
     def __init__(self, spec: CodecSpec, bucket: Bucket, shapes: Shapes, device: torch.device) -> None:
-        self.message_dtype, self.num_elements = torch.uint8, unpadded_length(bucket)
-        self.rounds, self._refresh_steps = codec_rounds(spec, bucket, shapes), spec.refresh_steps
-        self._bucket, layout, dtype = bucket, dct_spec(bucket, spec.density), bucket_dtype(bucket)
+        super().__init__(spec, bucket, shapes, device)
+        self.message_dtype, self._refresh_steps = torch.uint8, spec.refresh_steps
+        layout = dct_spec(bucket, spec.density)
         self._sparse_ranges = layout.sparse_ranges
-        self._message = SparseMessage(layout, bucket, dtype, device)
-        self.residual: Tensor = memory.allocate_private(self.num_elements, accumulation_dtype(dtype), device)
+        self._message = SparseMessage(layout, bucket, bucket_dtype(bucket), device)
         self.thresholds = torch.zeros(len(self._sparse_ranges), dtype=torch.float64)
         self.ages = torch.zeros(len(self._sparse_ranges), dtype=torch.int64)
         """By range: the steps since its threshold was last due."""
@@ -82,11 +74,11 @@ class Dct:
         self._message.add_to(payload, out)
 
     def scale_residual(self, factor: float) -> None:
-        self.residual.mul_(factor)
+        super().scale_residual(factor)
         self.thresholds.mul_(abs(factor))
 
     def state_tensors(self) -> dict[str, dict[str, Tensor]]:
-        state = residual_by_param(self._bucket, self.residual)
+        state = super().state_tensors()
         names = {slot.start: slot.name for slot in self._bucket.slots}
         for index, each in enumerate(self._sparse_ranges):
             one = slice(index, index + 1)
@@ -95,7 +87,7 @@ class Dct:
 
     def reshard(self, key: str, saved: SavedRows, out: Tensor) -> None:
         if key == RESIDUAL_KEY:
-            reshard_residual(saved, out)
+            super().reshard(key, saved, out)
         elif (row := saved.local_row(out.numel())) is not None:
             out.copy_(row)
         elif key == AGE_KEY:

@@ -12,16 +12,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from fourfold.parts import memory
-from fourfold.parts.codec.protocol import (
-    CodecReduction,
-    SavedRows,
-    reduce_by_gather,
-    reshard_residual,
-    residual_by_param,
-)
-from fourfold.parts.dtypes import accumulation_dtype, bucket_dtype
-from fourfold.plan.codec import SCALE_BLOCK, CodecSpec, Shapes, blockwise_layout, codec_rounds, unpadded_length
+from fourfold.parts.codec.protocol import CodecReduction, reduce_by_gather
+from fourfold.parts.codec.residual import ResidualCodec
+from fourfold.plan.codec import SCALE_BLOCK, CodecSpec, Shapes, blockwise_layout
 from fourfold.plan.data.buckets import Bucket
 
 MAX_CODE = 127
@@ -30,17 +23,14 @@ MAX_CODE = 127
 CHUNK_ELEMENTS = 2**18
 
 
-class Int8:
+class Int8(ResidualCodec):
     """A `Codec` and a `GatheredCodec`."""
 
     def __init__(self, spec: CodecSpec, bucket: Bucket, shapes: Shapes, device: torch.device) -> None:
-        self.message_dtype, self.num_elements = torch.uint8, unpadded_length(bucket)
-        self.rounds = codec_rounds(spec, bucket, shapes)
-        self._bucket, self._residual_dtype = bucket, accumulation_dtype(bucket_dtype(bucket))
-        self._layout = blockwise_layout(bucket)
+        super().__init__(spec, bucket, shapes, device)
+        self.message_dtype, self._layout = torch.uint8, blockwise_layout(bucket)
         self._chunk = CHUNK_ELEMENTS if device.type == "cpu" else self.num_elements
         self._payload = torch.zeros(self._layout.num_bytes, dtype=torch.uint8, device=device)
-        self.residual: Tensor = memory.allocate_private(self.num_elements, self._residual_dtype, device)
 
     def reduce(self, flat: Tensor) -> CodecReduction:
         return reduce_by_gather(self, flat)
@@ -48,7 +38,7 @@ class Int8:
     @torch.no_grad()
     def encode(self, flat: Tensor) -> Tensor:
         scales, values = self._sections(self._payload)
-        smallest = torch.finfo(self._residual_dtype).tiny
+        smallest = torch.finfo(self.residual.dtype).tiny
         for elements, blocks in self._chunks():
             residual = self.residual[elements].add_(flat[elements]).view(blocks.stop - blocks.start, -1)
             # At least the smallest normal number, whose inverse is finite. Less than half of it waits in the residual.
@@ -76,7 +66,8 @@ class Int8:
         """The scales and the values of a message: views."""
         first, second = self._layout.starts
         num_scales = -(-self.num_elements // SCALE_BLOCK)
-        scales = payload[first : first + num_scales * self._residual_dtype.itemsize].view(self._residual_dtype)
+        dtype = self.residual.dtype
+        scales = payload[first : first + num_scales * dtype.itemsize].view(dtype)
         return scales, payload[second : second + self.num_elements].view(torch.int8)
 
     def _chunks(self) -> Iterator[tuple[slice, slice]]:
@@ -88,12 +79,3 @@ class Int8:
             yield slice(start, stop), slice(start // SCALE_BLOCK, stop // SCALE_BLOCK)
         if full < self.num_elements:
             yield slice(full, self.num_elements), slice(full // SCALE_BLOCK, full // SCALE_BLOCK + 1)
-
-    def scale_residual(self, factor: float) -> None:
-        self.residual.mul_(factor)
-
-    def state_tensors(self) -> dict[str, dict[str, Tensor]]:
-        return residual_by_param(self._bucket, self.residual)
-
-    def reshard(self, key: str, saved: SavedRows, out: Tensor) -> None:
-        reshard_residual(saved, out)

@@ -15,35 +15,25 @@ import zlib
 import torch
 from torch import Tensor
 
-from fourfold.parts import memory
-from fourfold.parts.codec.protocol import (
-    RESIDUAL_KEY,
-    CodecReduction,
-    Message,
-    SavedRows,
-    reshard_residual,
-    residual_by_param,
-)
-from fourfold.parts.dtypes import accumulation_dtype, bucket_dtype
-from fourfold.plan.codec import CodecSpec, Combine, FactoredMatrix, Shapes, codec_rounds, low_rank_spec, unpadded_length
+from fourfold.parts.codec.protocol import CodecReduction, Message, SavedRows
+from fourfold.parts.codec.residual import RESIDUAL_KEY, ResidualCodec
+from fourfold.plan.codec import CodecSpec, Combine, FactoredMatrix, Shapes, low_rank_spec
 from fourfold.plan.data.buckets import Bucket
 
 Q_KEY = "warm"
 MIN_RELATIVE_NORM = 1e-6  # of the largest norm of a row of R
 
 
-class PowerSGD:
+class PowerSGD(ResidualCodec):
     """A `Codec`."""
 
     def __init__(self, spec: CodecSpec, bucket: Bucket, shapes: Shapes, device: torch.device) -> None:
-        self.rounds, self._rank = codec_rounds(spec, bucket, shapes), spec.matrix_rank
-        self._bucket, self._layout = bucket, low_rank_spec(bucket, shapes, spec.matrix_rank)
+        super().__init__(spec, bucket, shapes, device)
+        self._rank, self._layout = spec.matrix_rank, low_rank_spec(bucket, shapes, spec.matrix_rank)
         self._seeds = {
             each.slot_index: zlib.crc32(bucket.slots[each.slot_index].name.encode()) for each in self._layout.matrices
         }
-        dtype = self.message_dtype = accumulation_dtype(bucket_dtype(bucket))
-        self.num_elements = unpadded_length(bucket)
-        self.residual: Tensor = memory.allocate_private(self.num_elements, dtype, device)
+        dtype = self.message_dtype = self.residual.dtype
         # The first round sends all P, then the parameters that go whole; the second all R.
         self._first_message = torch.zeros(self._layout.num_p + self._layout.num_dense, dtype=dtype, device=device)
         self._second_message = torch.zeros(self._layout.num_q, dtype=dtype, device=device)
@@ -130,18 +120,15 @@ class PowerSGD:
         if is_dead.any():
             right[is_dead] = self._random_factor(each).to(right.dtype)[is_dead]
 
-    def scale_residual(self, factor: float) -> None:
-        self.residual.mul_(factor)
-
     def state_tensors(self) -> dict[str, dict[str, Tensor]]:
-        state = residual_by_param(self._bucket, self.residual)
+        state = super().state_tensors()
         for each in self._layout.matrices:
             state[self._bucket.slots[each.slot_index].name][Q_KEY] = self._q_factor(self.prev_q, each).view(-1)
         return state
 
     def reshard(self, key: str, saved: SavedRows, out: Tensor) -> None:
         if key == RESIDUAL_KEY:
-            reshard_residual(saved, out)
+            super().reshard(key, saved, out)
         elif saved.rows is not None and saved.rows.shape[1] == out.numel():
             out.copy_(saved.rows[0])  # equal on every rank
 

@@ -13,10 +13,6 @@ import torch
 from torch import Tensor
 
 from fourfold.plan.codec import CodecRound, Combine
-from fourfold.plan.data.buckets import Bucket
-
-RESIDUAL_KEY = "remainder"
-"""The key of the residual in a codec's state, and in checkpoints."""
 
 
 class Message(NamedTuple):
@@ -97,21 +93,3 @@ def reduce_by_gather(codec: GatheredCodec, flat: Tensor) -> CodecReduction:
     flat.zero_()
     for payload in payloads:
         codec.decode_add(payload, flat)
-
-
-def residual_by_param(bucket: Bucket, residual: Tensor) -> dict[str, dict[str, Tensor]]:
-    """A residual [num_elements] in the form of `state_tensors`."""
-    return {slot.name: {RESIDUAL_KEY: residual[slot.start : slot.stop]} for slot in bucket.slots}
-
-
-def reshard_residual(saved: SavedRows, out: Tensor) -> None:
-    """Each rank continues from its own residual. On another number of ranks each takes an equal part of the sum.
-
-    Only the sum of all residuals means something to the other ranks, so the sum is what has to stay.
-    """
-    if saved.rows is None:
-        out.zero_()
-    elif len(saved.rows) == saved.size:
-        out.copy_(saved.rows[saved.rank])
-    else:
-        out.copy_(saved.rows.sum(0) / saved.size)

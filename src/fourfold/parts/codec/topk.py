@@ -7,30 +7,22 @@ Source: Stich, Cordonnier, Jaggi, "Sparsified SGD with memory" (2018), Alg. 1.
 import torch
 from torch import Tensor
 
-from fourfold.parts import memory
-from fourfold.parts.codec.protocol import (
-    CodecReduction,
-    SavedRows,
-    reduce_by_gather,
-    reshard_residual,
-    residual_by_param,
-)
+from fourfold.parts.codec.protocol import CodecReduction, reduce_by_gather
+from fourfold.parts.codec.residual import ResidualCodec
 from fourfold.parts.codec.sparse import SparseMessage, select_largest
-from fourfold.parts.dtypes import accumulation_dtype, bucket_dtype
-from fourfold.plan.codec import CodecSpec, Shapes, codec_rounds, topk_spec, unpadded_length
+from fourfold.parts.dtypes import bucket_dtype
+from fourfold.plan.codec import CodecSpec, Shapes, topk_spec
 from fourfold.plan.data.buckets import Bucket
 
 
-class TopK:
+class TopK(ResidualCodec):
     """A `Codec` and a `GatheredCodec`."""
 
     def __init__(self, spec: CodecSpec, bucket: Bucket, shapes: Shapes, device: torch.device) -> None:
-        self.message_dtype, self.num_elements = torch.uint8, unpadded_length(bucket)
-        self.rounds = codec_rounds(spec, bucket, shapes)
-        self._bucket, layout, dtype = bucket, topk_spec(bucket, spec.density), bucket_dtype(bucket)
+        super().__init__(spec, bucket, shapes, device)
+        self.message_dtype, layout = torch.uint8, topk_spec(bucket, spec.density)
         self._sparse_ranges = layout.sparse_ranges
-        self._message = SparseMessage(layout, bucket, dtype, device)
-        self.residual: Tensor = memory.allocate_private(self.num_elements, accumulation_dtype(dtype), device)
+        self._message = SparseMessage(layout, bucket, bucket_dtype(bucket), device)
 
     def reduce(self, flat: Tensor) -> CodecReduction:
         return reduce_by_gather(self, flat)
@@ -46,12 +38,3 @@ class TopK:
     @torch.no_grad()
     def decode_add(self, payload: Tensor, out: Tensor) -> None:
         self._message.add_to(payload, out)
-
-    def scale_residual(self, factor: float) -> None:
-        self.residual.mul_(factor)
-
-    def state_tensors(self) -> dict[str, dict[str, Tensor]]:
-        return residual_by_param(self._bucket, self.residual)
-
-    def reshard(self, key: str, saved: SavedRows, out: Tensor) -> None:
-        reshard_residual(saved, out)

@@ -114,13 +114,11 @@ def _attention(
     return out.transpose(1, 2).contiguous(), None
 
 
-def _key_mask(
-    *, mask_function: Any, attention_mask: Tensor | None = None, use_vmap: bool = False, **_: Any
-) -> Tensor | None:
+def _key_mask(*, mask_function: Any, attention_mask: Tensor | None = None, **_: Any) -> Tensor | None:
     """See transformers' `AttentionMaskInterface`: a key mask, bool [B, 1, 1, l], or None."""
     from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
-    if use_vmap or mask_function not in (causal_mask_function, bidirectional_mask_function):
+    if mask_function not in (causal_mask_function, bidirectional_mask_function):
         name = getattr(mask_function, "__qualname__", str(mask_function)).partition(".")[0]
         got = f"sp > 1 and a mask by {name}, made from this rank's tokens alone"
         raise TaskError(Problem(got, "plain or causal attention, with a mask of keys", DP_INSTEAD))

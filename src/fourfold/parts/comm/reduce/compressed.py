@@ -161,15 +161,15 @@ class CompressedTransport:
     def _advance_ready(self) -> None:
         """Continue the codec runs whose messages have come, without waiting.
 
-        The messages of a stage are sent in program order, so no run may overtake an earlier one.
+        The messages of a stage are sent in program order, so no run may overtake an earlier one: messages arrive in
+        another order on every rank, and collectives of one group pair up by order alone.
         """
         limit = math.inf
         for reduction in list(self._pending):
             while not reduction.is_done and reduction.stage < limit and reduction.message_result.is_done():
                 self._advance(reduction)
-            limit = math.inf if reduction.is_done else reduction.stage
-            if limit == 0:
-                break
+            if not reduction.is_done:
+                limit = reduction.stage
         self._reduce_finished()
 
     def _finish_through(self, bucket: int) -> None:

@@ -1,0 +1,92 @@
+"""Law of the compressed transport: the messages of a stage are sent in program order, whenever earlier ones arrive."""
+
+import random
+from typing import Any, cast
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fourfold.parts.codec.protocol import CodecReduction, Message
+from fourfold.parts.comm.reduce.compressed import CompressedRoutes, CompressedTransport, message_indices
+from fourfold.parts.comm.reduce.message_gatherer import NullMessageGatherer
+from fourfold.parts.comm.reduce.single_rank import SingleRankTransport
+from fourfold.plan.codec import CodecRound, Combine
+
+
+class Counter:
+    """A codec of one element, to which each round adds one."""
+
+    num_elements, message_dtype, residual = 1, torch.float64, None
+
+    def __init__(self, num_rounds: int) -> None:
+        self.rounds = (CodecRound(Combine.SUM, 8),) * num_rounds
+
+    def reduce(self, flat: Tensor) -> CodecReduction:
+        for _ in self.rounds:
+            (total,) = yield Message(flat, Combine.SUM)
+            flat.copy_(total + 1)
+
+
+class StageMessages:
+    """The transport of one stage: it records launches, and a message arrives when the test says so, or in a wait.
+
+    If two ranks launched the messages of two buckets in different orders, a process group would add one bucket's
+    message to the other's.
+    """
+
+    sent_bytes = 0.0
+
+    def __init__(self, num_messages: int) -> None:
+        self.grad_buffers = [torch.zeros(1, dtype=torch.float64) for _ in range(num_messages)]
+        self.launched: list[int] = []
+        self.arrived: set[int] = set()
+
+    def acquire_buffer(self, index: int) -> None:
+        pass
+
+    all_gather_grads = acquire_buffer
+
+    def reduce_async(self, index: int, reduction_index: int) -> None:
+        self.launched.append(index)
+
+    def wait_reduce(self, index: int) -> None:
+        self.arrived.add(index)
+
+    def is_reduced(self, index: int) -> bool:
+        return index in self.arrived
+
+    def in_flight(self) -> list[int]:
+        return [index for index in self.launched if index not in self.arrived]
+
+
+@given(num_rounds=st.lists(st.integers(1, 3), min_size=2, max_size=5), chance=st.randoms(use_true_random=False))
+def test_messages_of_a_stage_are_sent_in_program_order_in_whatever_order_earlier_ones_arrive(
+    num_rounds: list[int], chance: random.Random
+) -> None:
+    codecs: Any = [Counter(number) for number in num_rounds]
+    stages = [StageMessages(len(indices)) for indices in message_indices(codecs)]
+    buckets = range(len(codecs))
+    inner = SingleRankTransport([torch.zeros(1, dtype=torch.float64) for _ in buckets], tuple(buckets))
+    routes = CompressedRoutes(inner, cast(Any, stages), NullMessageGatherer(), is_host_leader=True)
+    coded = CompressedTransport(routes, codecs)
+
+    def let_arrive_and_poll() -> None:
+        in_flight = [(stage, index) for stage in stages for index in stage.in_flight()]
+        for stage, index in chance.sample(in_flight, chance.randint(0, len(in_flight))):
+            stage.arrived.add(index)
+        coded.is_reduced(0)
+
+    for bucket in buckets:
+        coded.grad_buffers[bucket].fill_(10.0 * bucket)
+        coded.reduce_async(bucket, bucket)
+        let_arrive_and_poll()
+    for _ in range(chance.randint(0, 8)):
+        let_arrive_and_poll()
+    for bucket in buckets:
+        coded.wait_reduce(bucket)
+    assert [stage.launched for stage in stages] == [list(range(len(stage.launched))) for stage in stages]
+    assert [flat.item() for flat in coded.grad_buffers] == [
+        10.0 * b + n for b, n in zip(buckets, num_rounds, strict=True)
+    ]
