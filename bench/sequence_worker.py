@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fourfold.parts.comm import transports
+from fourfold.parts.comm import init
 from fourfold.parts.comm.ring.protocol import RingGroup
 from fourfold.parts.comm.ring.single_rank import NullRingGroup
 from fourfold.parts.memory import keep_freed_memory
@@ -32,7 +32,7 @@ class Axes:
     """All sequence groups of this rank, made when first used."""
 
     def __init__(self) -> None:
-        self._comm, self._axes = transports.init_communicator(), {}
+        self._comm, self._axes = init.init_communicator(), {}
 
     def axis(self, way: str) -> SequenceGroup:
         if way not in self._axes:

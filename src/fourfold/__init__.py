@@ -55,7 +55,7 @@ _MODULE_OF = {
     "parallelize": "step.build",
     "shard": "feed.dataloader",
     "train": "trainer.train",
-    "world": "parts.comm.transports",
+    "world": "parts.comm.init",
 }
 
 

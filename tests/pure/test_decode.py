@@ -25,6 +25,7 @@ from fourfold.plan.plan import Plan
 from fourfold.plan.trace_file import decode_trace as decode_trace
 from fourfold.report import faults, page
 from fourfold.report.run_record import ReportError
+from fourfold.trainer.fault_log import FAULTS_FILE
 from fourfold.words.errors import CheckpointError, FourfoldError, PlanError
 from tests.pure.test_report import make
 
@@ -159,7 +160,7 @@ def test_a_trace_whose_program_is_no_text_is_refused(program):
 
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_a_fault_that_is_nested_too_deeply_is_counted(depth, tmp_path):
-    (tmp_path / faults.FAULTS_FILE).write_text(f'{{"time": 1, "kind": "x", "step": 1, "later": {lists(depth)}}}\n')
+    (tmp_path / FAULTS_FILE).write_text(f'{{"time": 1, "kind": "x", "step": 1, "later": {lists(depth)}}}\n')
     found = faults.read_faults(tmp_path)
     assert len(found.faults) + found.num_unreadable == 1
     assert found.num_unreadable == (depth > 1000)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fourfold.report import checkpoint_card, faults, page, run_record, svg
 from fourfold.report.faults import Faults
-from fourfold.trainer.fault_log import Fault
+from fourfold.trainer.fault_log import FAULTS_FILE, Fault
 from tests.pure.test_report import NASTY, make, parsed, words
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -43,7 +43,7 @@ def run(tmp_path: Path) -> Path:
 
 def write_faults(folder: Path, *lines: bytes | dict[str, object]) -> None:
     text = [line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines]
-    (folder / faults.FAULTS_FILE).write_bytes(b"\n".join(text))
+    (folder / FAULTS_FILE).write_bytes(b"\n".join(text))
 
 
 def log(folder: Path, *lines: dict[str, object]) -> None:

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fourfold.parts.comm import transports
+from fourfold.parts.comm import init
+from fourfold.parts.comm.communicator import Communicator
+from fourfold.parts.comm.reduce.divergence_report import with_options
 from fourfold.parts.data.flat_params import param_specs
 from fourfold.parts.data.grad_hooks import register_last_hook
 from fourfold.parts.optim.option_checks import check_options
@@ -81,7 +83,7 @@ class DistributedOptimizer(OptimizerProxy):
         plan: Plan | None = None,
         *,
         same_batches: str = "refuse",
-        communicator: transports.Communicator | None = None,
+        communicator: Communicator | None = None,
         drift_check: int = DRIFT_CHECK,
     ) -> None:
         check_wrapper_arguments(optimizer=optimizer, model=model, plan=plan)
@@ -89,7 +91,7 @@ class DistributedOptimizer(OptimizerProxy):
             raise OptimizerError(Problem("a DistributedOptimizer, wrapped again", "the torch optimizer itself, once"))
         check_options(optimizer)
         self._optimizer, self._model = optimizer, model
-        self._communicator = comm = communicator or transports.init_communicator()
+        self._communicator = comm = communicator or init.init_communicator()
         self._plan = plan = plan or Plan(dp=comm.size)
         check_plan_on_ranks(model, plan, comm)
         check_wrapper_plan(plan)
@@ -201,7 +203,7 @@ class DistributedOptimizer(OptimizerProxy):
             return
         loads = f" and {self._steps.num_loads} × load_state_dict" if self._steps.num_loads else ""
         call = f"backward {self._num_backwards} after {self._steps.num_steps} steps of the optimizer{loads}"
-        self._transport.begin_call(transports.with_options(call, self._options.text()))
+        self._transport.begin_call(with_options(call, self._options.text()))
 
     def _finish_call(self) -> int:
         """What the sum of this round's gradients is divided by. Raises DivergenceError where ranks differ."""

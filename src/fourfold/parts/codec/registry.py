@@ -15,12 +15,10 @@ from fourfold.parts.codec.cast import Cast
 from fourfold.parts.codec.dct import Dct
 from fourfold.parts.codec.int8 import Int8
 from fourfold.parts.codec.powersgd import PowerSGD
-from fourfold.parts.codec.protocol import Codec, CodecReduction, GatheredCodec, Message
+from fourfold.parts.codec.protocol import Codec
 from fourfold.parts.codec.topk import TopK
 from fourfold.plan.codec import CodecSpec, Shapes
 from fourfold.plan.data.buckets import Bucket
-
-__all__ = ["Codec", "CodecReduction", "GatheredCodec", "Message", "make_codec"]
 
 CLASSES: dict[str, Callable[[CodecSpec, Bucket, Shapes, torch.device], Codec]] = {
     "bf16": Cast,
