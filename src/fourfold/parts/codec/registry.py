@@ -1,8 +1,8 @@
 """Codecs: which class compresses the gradients of a bucket.
 
 codec     of one bucket on one rank: `reduce` turns this rank's addend into the sum of what all ranks have sent
-residual  what error feedback carries to the next step
-Law: on each rank by itself, Σ over steps of what was sent + residual = Σ over steps of the gradient (not for casts).
+residual  what error feedback carries to the next reduction
+Law: on each rank by itself, Σ of what was sent + residual = Σ of the gradients, over all reductions (not for casts).
 
 A codec is one file here and one row of `CODECS` in `plan/codec.py`, which says how many rounds and bytes it takes.
 """
