@@ -40,7 +40,7 @@ def files(pattern: str = "**/*.py") -> list[Path]:
     return sorted(SOURCE.glob(pattern))
 
 
-def test_only_comm_and_what_makes_processes_touch_torch_distributed():
+def test_only_comm_and_process_launchers_import_torch_distributed():
     importers = {
         path.relative_to(SOURCE).parts[:2]
         for path in files()
@@ -58,16 +58,16 @@ def test_nothing_reads_a_pickle():
         assert "_object_list" not in path.read_text(), path  # torch's object collectives pickle
 
 
-def test_the_interpreter_can_be_read_in_one_sitting():
+def test_the_executor_stays_short():
     assert len((SOURCE / "step" / "executor.py").read_text().splitlines()) < 150
 
 
-def test_every_file_opens_with_its_nouns():
+def test_every_file_has_a_docstring():
     for path in files():
         assert ast.get_docstring(ast.parse(path.read_text())), path
 
 
-def test_nothing_inside_imports_the_package_itself():
+def test_no_module_imports_the_package_root():
     # The door imports every floor lazily, so an import of it from inside is an import upward.
     for path in set(files()) - {SOURCE / "__init__.py"}:
         for node in ast.walk(ast.parse(path.read_text())):
@@ -117,7 +117,7 @@ def test_files_and_functions_are_small():
     assert {name: size for name, size in too_large().items() if name not in ALLOWED} == {}
 
 
-def test_no_exception_to_the_limits_outlives_its_need():
+def test_every_exception_to_the_limits_is_still_needed():
     assert set(ALLOWED) - set(too_large()) == set()
 
 
@@ -173,7 +173,7 @@ def foreign_private_names(tree: ast.AST, ours: set[str]) -> set[str]:
     return found
 
 
-def test_private_names_of_torch_stand_in_one_file():
+def test_private_names_of_torch_are_used_in_one_file():
     trees = {path: ast.parse(path.read_text()) for path in files()}
     ours = set().union(*map(defined_names, trees.values()))
     for path, tree in trees.items():
@@ -182,7 +182,7 @@ def test_private_names_of_torch_stand_in_one_file():
             assert not foreign, f"{path}: {sorted(foreign)} of another package; see parts/torch_private.py"
 
 
-def test_a_private_name_of_torch_is_seen_in_every_form():
+def test_every_form_of_using_a_private_name_is_detected():
     forms = {
         "import torch._dynamo": "_dynamo",
         "from torch._C import _functorch": "_functorch",

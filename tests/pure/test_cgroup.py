@@ -41,7 +41,7 @@ TREES = {
 
 
 @pytest.mark.parametrize("name", TREES)
-def test_the_smallest_quota_of_a_group_and_those_above_it_counts(name, tmp_path):
+def test_the_quota_is_the_smallest_of_a_cgroup_and_its_ancestors(name, tmp_path):
     files, own, quota = TREES[name]
     assert cgroup.cpu_quota(**tree(tmp_path, files, own)) == quota
 

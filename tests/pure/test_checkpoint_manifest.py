@@ -74,7 +74,7 @@ def test_boxes_tile_every_tensor_and_a_written_manifest_has_no_problems(rows, si
 
 
 @given(rows=TENSORS, size=st.integers(1, 7))
-def test_files_differ_in_size_by_no_more_than_the_rows_at_their_ends(rows, size):
+def test_file_sizes_differ_by_at_most_two_rows(rows, size):
     tensors = [tensor._replace(is_unsharded=False) for tensor in named(rows)]
     held = dict.fromkeys(map(shard_file_name, range(size)), 0)
     for tensor in tensors:
@@ -85,7 +85,7 @@ def test_files_differ_in_size_by_no_more_than_the_rows_at_their_ends(rows, size)
 
 
 @given(shape=st.lists(st.integers(1, 6), min_size=1, max_size=3), data=st.data())
-def test_a_box_is_put_together_from_the_boxes_of_any_number_of_ranks(shape, data):
+def test_a_box_is_assembled_from_the_boxes_of_any_number_of_ranks(shape, data):
     tensor = GlobalTensor("model.a", "F32", tuple(shape))
     values = np.arange(math.prod(shape)).reshape(shape)
     offsets = tuple(data.draw(st.integers(0, n - 1)) for n in shape)
@@ -145,14 +145,14 @@ FIRST, SECOND = "rank-000.safetensors", "rank-001.safetensors"
         ({"tensors": entry((FIRST, (0, 0), (2, 2)), (FIRST, (2, 0), (2, 2)))}, "two boxes in one file"),
     ],
 )
-def test_an_impossible_manifest_is_refused(fields, said):
+def test_an_inconsistent_manifest_is_refused(fields, said):
     assert any(said in text for text in manifest_problems(changed(**fields)))
 
 
 @pytest.mark.parametrize(("dtype", "elements", "fits"), [
     ("F64", 2**43, True), ("F64", 2**43 + 1, False), ("I8", 2**46, True), ("I8", 2**46 + 1, False),
 ])  # fmt: skip
-def test_the_bound_of_a_tensor_is_in_bytes(dtype, elements, fits):
+def test_the_size_limit_of_a_tensor_is_in_bytes(dtype, elements, fits):
     tensors = entry((FIRST, (0,), (elements,)), shape=(elements,), dtype=dtype)
     found = list(
         manifest_problems(changed(tensors=tensors, files={FIRST: FileEntry(2**50, ""), SECOND: FileEntry(8, "")}))
@@ -172,6 +172,6 @@ def breakers() -> Iterator[bytes]:
 
 
 @pytest.mark.parametrize("text", list(breakers()))
-def test_a_manifest_of_another_form_is_not_read(text):
+def test_a_malformed_manifest_is_refused(text):
     with pytest.raises(msgspec.DecodeError):
         msgspec.json.decode(text, type=Manifest)

@@ -74,7 +74,7 @@ NO_WORLD = {
 
 
 @pytest.mark.parametrize("name", NO_WORLD)
-def test_what_is_no_world_is_not_taken_for_one(name: str) -> None:
+def test_an_environment_without_ranks_gives_no_world(name: str) -> None:
     assert from_environment(variables(NO_WORLD[name])) is None
 
 
@@ -94,7 +94,7 @@ INSIDE = {
 
 
 @pytest.mark.parametrize("name", INSIDE)
-def test_of_two_launchers_the_inner_one_counts(name: str) -> None:
+def test_the_inner_of_two_nested_launchers_decides(name: str) -> None:
     text, world = INSIDE[name]
     assert from_environment(variables(text)) == world
 
@@ -117,7 +117,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("text", WRONG)
-def test_contradicting_and_missing_variables_are_reported(text: str) -> None:
+def test_contradictory_and_missing_variables_are_reported(text: str) -> None:
     with pytest.raises(LaunchError) as told:
         from_environment(variables(text))
     assert WRONG[text] in str(told.value)
@@ -133,7 +133,7 @@ def place(text: str) -> TCPRendezvous | LocalRendezvous | FileRendezvous | None:
 ONE_HOST = OPEN_MPI.replace("LOCAL_SIZE=2", "LOCAL_SIZE=4")
 
 
-def test_the_rendezvous_is_where_the_launcher_says() -> None:
+def test_the_rendezvous_follows_from_the_launchers_variables() -> None:
     assert place(TORCHRUN) is None  # torch reads MASTER_ADDR and MASTER_PORT itself
     assert place(f"{OPEN_MPI} MASTER_ADDR=a") == TCPRendezvous("a", 29500)
     assert place(f"{ONE_HOST} MASTER_ADDR=a MASTER_PORT=7") == TCPRendezvous("a", 7)
@@ -157,7 +157,7 @@ def test_the_rendezvous_is_where_the_launcher_says() -> None:
         (f"{STEP} MASTER_PORT=high", "MASTER_PORT=29500"),
     ],
 )
-def test_a_rendezvous_that_cannot_be_derived_is_asked_for(text: str, attempt: str) -> None:
+def test_a_rendezvous_that_cannot_be_derived_is_refused_with_what_to_set(text: str, attempt: str) -> None:
     with pytest.raises(LaunchError, match=attempt.replace("(", "\\(")):
         place(text)
 
@@ -171,12 +171,12 @@ def test_consecutive_jobs_and_their_steps_have_different_ports(job: int, step: i
     assert len({of(job + i, j) for i in range(3) for j in (step, step + 1)}) == 6
 
 
-def test_the_table_reads_no_variable_for_two_launchers_ranks() -> None:
+def test_no_two_launchers_share_a_rank_variable() -> None:
     names = [name for launcher in LAUNCHERS for name in launcher.rank_vars]
     assert len(names) == len(set(names))
 
 
-def test_node_lists_are_read_as_slurm_writes_them() -> None:
+def test_slurm_node_lists_are_expanded() -> None:
     assert list(slurm_hostlist.expand_nodelist("n1")) == ["n1"]
     assert list(slurm_hostlist.expand_nodelist("gpu[08-10,3],login,r[0-1]n[1-2]x")) == [
         *("gpu08", "gpu09", "gpu10", "gpu3", "login"),
@@ -187,12 +187,12 @@ def test_node_lists_are_read_as_slurm_writes_them() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "n[", "n[1", "n1]", "n[1-]", "n[a]", "n[2-1]", "a,,b", "n[[1]]", "n[1] b"])
-def test_broken_node_lists_are_refused(text: str) -> None:
+def test_malformed_node_lists_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="node list"):
         list(slurm_hostlist.expand_nodelist(text))
 
 
 @given(st.lists(st.integers(1, 99), min_size=1, max_size=8), st.integers(1, 3))
-def test_a_list_of_hosts_is_read_back(numbers: list[int], width: int) -> None:
+def test_expanding_a_node_list_gives_its_hosts(numbers: list[int], width: int) -> None:
     written = ",".join(f"{number:0{width}}" for number in numbers)
     assert list(slurm_hostlist.expand_nodelist(f"n[{written}]")) == [f"n{number:0{width}}" for number in numbers]

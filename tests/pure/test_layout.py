@@ -68,14 +68,14 @@ def move(held, collective, before, after):
 
 @pytest.mark.parametrize(("before", "after"), list(itertools.product(LAYOUTS, LAYOUTS)))
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_the_change_between_any_two_layouts_keeps_the_tensor(before, after, size):
+def test_changing_the_layout_keeps_the_global_tensor(before, after, size):
     tensor = np.random.default_rng(0).normal(size=(8, 12))
     moved = move(lay(tensor, before, size), change(before, after), before, after)
     assert [part.shape for part in moved] == [part.shape for part in lay(tensor, after, size)]
     np.testing.assert_allclose(read(moved, after), tensor, rtol=1e-12)
 
 
-def test_an_all_reduce_sends_what_its_two_halves_send():
+def test_an_all_reduce_sends_as_much_as_a_reduce_scatter_and_an_all_gather():
     for size in (1, 2, 8):
         sent = {c: collective_sent_bytes(c, whole_bytes=1000, size=size) for c in Change}
         assert sent[Change.ALL_REDUCE] == sent[Change.REDUCE_SCATTER] + sent[Change.ALL_GATHER]

@@ -12,7 +12,7 @@ FORBIDDEN = st.sampled_from([part for part in pairs.pairs(CHOICES) if all(value 
 
 @settings(max_examples=20)
 @given(forbidden=st.sets(FORBIDDEN, max_size=12), seed=st.integers(0, 3))
-def test_two_values_are_in_a_legal_row_or_told_to_be_impossible(forbidden, seed):
+def test_every_pair_of_values_is_in_a_legal_row_or_reported_impossible(forbidden, seed):
     def is_legal(row):
         return not forbidden & pairs.pairs_in(row)
 
@@ -23,7 +23,7 @@ def test_two_values_are_in_a_legal_row_or_told_to_be_impossible(forbidden, seed)
     assert len(rows) < 60  # of 4096; 16 are the least
 
 
-def test_the_same_rows_come_again_and_what_is_wanted_first_is_there():
+def test_covers_are_deterministic_and_contain_the_required_parts():
     wanted = pairs.parts(CHOICES, "abc")
     found = [pairs.cover(CHOICES, lambda row: True, [BASE], first=wanted) for _ in range(2)]
     assert found[0] == found[1]

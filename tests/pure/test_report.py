@@ -49,7 +49,7 @@ def make(folder: Path, *, task: str = "lm", loss: float = 3.0, tokens: int | Non
     return folder
 
 
-def test_a_page_is_well_formed_and_needs_nothing_else(run):
+def test_a_page_is_well_formed_and_self_contained(run):
     html = page.write_report([run]).read_text()
     root = parsed(html)
     assert not re.search(r"(src|href)=|url\(|@import|<script", html)
@@ -85,7 +85,7 @@ def test_the_step_is_drawn_measured_and_simulated_with_its_differences(run):
     assert text.count("U0.1") >= 4
 
 
-def test_what_comes_from_a_run_is_escaped(tmp_path):
+def test_text_from_a_run_is_escaped(tmp_path):
     folder = make(tmp_path / "a&b", task=NASTY)
     html = page.write_report([folder]).read_text()
     assert "<b>&" not in html
@@ -107,7 +107,7 @@ def test_several_runs_are_compared(tmp_path):
     assert html.count('class="line c1"') >= 2  # the second run, in both drawings
 
 
-def test_a_run_without_a_trace_or_an_end_is_shown_all_the_same(run):
+def test_an_unfinished_run_without_a_trace_is_shown(run):
     (run / "trace.json").unlink()
     lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
     (run / "metrics.jsonl").write_text("".join(lines[:4]) + lines[4][:9])
@@ -117,7 +117,7 @@ def test_a_run_without_a_trace_or_an_end_is_shown_all_the_same(run):
     assert "steps" in text
 
 
-def test_a_loss_that_is_no_number_leaves_a_gap(run):
+def test_a_nan_loss_leaves_a_gap_in_the_curve(run):
     lines = (run / "metrics.jsonl").read_text().replace('"loss": 2.8,', '"loss": null,')
     (run / "metrics.jsonl").write_text(lines)
     assert "NaN" not in page.write_report([run]).read_text()
@@ -132,7 +132,7 @@ def test_missing_files_are_reported_all_at_once(run):
     assert "need a file that fourfold train writes" in str(caught.value)
 
 
-def test_a_run_that_is_not_there_is_reported_with_the_nearest(run):
+def test_a_missing_run_is_reported_with_the_closest_name(run):
     with pytest.raises(run_record.ReportError, match="try fourfold report first"):
         run_record.find_run("frist", parent=run.parent)
     assert run_record.find_run("first", parent=run.parent) == run
@@ -149,14 +149,14 @@ def test_any_curve_is_well_formed(points, name):
 
 
 @given(low=NUMBERS, length=st.floats(1e-6, 1e6))
-def test_ticks_are_few_and_within(low, length):
+def test_axis_ticks_are_few_and_within_the_range(low, length):
     result = svg.axis_ticks(low, low + length)
     margin = 1e-6 * max(abs(low), length)
     assert 1 <= len(result) <= 7
     assert all(low - margin <= tick <= low + length + margin for tick in result)
 
 
-def test_bars_are_as_long_as_their_values():
+def test_bar_lengths_are_proportional_to_their_values():
     rows = [svg.Bar(NASTY, 1.0, "1 ms", "wait"), svg.Bar("two", 2.0, "2 ms", "wait")]
     root = ElementTree.fromstring(svg.bar_chart(rows, title="t"))
     widths = [float(node.get("width", 0)) for node in root.iter("{http://www.w3.org/2000/svg}rect")]
@@ -164,14 +164,14 @@ def test_bars_are_as_long_as_their_values():
 
 
 @given(values=st.lists(NUMBERS, min_size=1, max_size=2000))
-def test_a_thinned_curve_keeps_its_last_point(values):
+def test_a_downsampled_curve_keeps_its_last_point(values):
     points = [(float(index), value) for index, value in enumerate(values)]
     thin = page.downsample(page.smooth(points), lambda some: some[0])
     assert len(thin) <= page.MAX_POINTS + 1
     assert thin[-1][0] == points[-1][0]
 
 
-def test_no_field_of_the_plan_is_left_out(run):
+def test_every_field_of_the_plan_is_shown(run):
     text = words(page.write_report([run]).read_text())
     assert all(field.name in text for field in dataclasses.fields(Plan) if getattr(Plan(), field.name) is not None)
 
@@ -185,7 +185,7 @@ def test_a_long_table_keeps_every_row_and_shows_the_last(num):
     assert max(0, num - html_table.MAX_ROWS) == max(0, len(hidden) - 1)
 
 
-def test_short_times_have_their_units():
+def test_durations_are_shown_with_units():
     times = (0.0017, 0.9996, 4.21, 99.94, 99.96, 725.0)
     assert [progress.format_seconds(each) for each in times] == ["1.70 ms", "1.0 s", "4.2 s", "99.9 s", "1:40", "12:05"]
 
@@ -201,7 +201,7 @@ def axes_of(html: str) -> dict[str, str]:
     return result
 
 
-def test_runs_that_count_in_different_units_have_no_axis_of_throughput_in_common(tmp_path):
+def test_runs_with_different_units_have_separate_throughput_charts(tmp_path):
     folders = [make(tmp_path / "words"), *(make(tmp_path / name, tokens=None) for name in ("images", "pictures"))]
     axes = axes_of(page.render_comparison([run_record.read_run(folder) for folder in folders]))
     tokens, samples = axes["thousand tokens a second"], axes["samples a second"]
@@ -212,14 +212,14 @@ def test_runs_that_count_in_different_units_have_no_axis_of_throughput_in_common
     assert "words" not in samples
 
 
-def test_runs_of_one_unit_share_an_axis_of_throughput(tmp_path):
+def test_runs_with_the_same_unit_share_a_throughput_chart(tmp_path):
     axes = axes_of(page.render_comparison([run_record.read_run(make(tmp_path / name)) for name in ("first", "second")]))
     (rate,) = (text for name, text in axes.items() if name.endswith("a second"))
     assert "first" in rate
     assert "second" in rate
 
 
-def test_a_measure_that_is_no_number_is_shown(run):
+def test_a_nan_metric_is_shown(run):
     lines = (run / "metrics.jsonl").read_text()
     (run / "metrics.jsonl").write_text(lines + json.dumps({"step": 20, "valid": {"loss": None, "f1": None}}) + "\n")
     figures = dict(page.key_figures(run_record.read_run(run)))

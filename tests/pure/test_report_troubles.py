@@ -79,7 +79,7 @@ def test_faults_are_listed_and_marked_on_the_curve(run):
     assert marked(html, "peg") == ["skipped step at 5"]
 
 
-def test_a_quiet_run_has_one_quiet_line_and_no_table(run):
+def test_a_run_without_faults_has_one_line_and_no_table(run):
     html = page.write_report([run]).read_text()
     assert "No faults, no restarts." in words(html)
     assert "Faults and restarts" not in words(html)
@@ -90,7 +90,7 @@ def test_a_quiet_run_has_one_quiet_line_and_no_table(run):
 
 @given(junk=st.lists(st.binary().filter(lambda line: line.strip()), max_size=5))
 @example(junk=[b'{"time": 1, "kind": "half a li', b"3", b"[]", b'{"time": 1, "kind": "x", "step": "3"}', b"\xff"])
-def test_a_line_that_cannot_be_read_is_counted_and_hides_no_other(junk, tmp_path_factory):
+def test_unreadable_fault_lines_are_counted_and_the_others_shown(junk, tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     lines = [line for each in junk for line in each.splitlines() if line.strip()]
     write_faults(folder, RESTART, *lines, {**SKIPPED, "later": "a field of a later version"})
@@ -102,7 +102,7 @@ def test_a_line_that_cannot_be_read_is_counted_and_hides_no_other(junk, tmp_path
 
 @given(known=st.lists(FAULTS, min_size=1, max_size=60), resumed=st.lists(st.integers(0, 10**6), max_size=9))
 @example(known=[Fault(time=1e300, kind="\x00" + NASTY, step=2**70, text="\x1b[31m")], resumed=[])
-def test_any_fault_is_shown_well_formed(known, resumed):
+def test_any_fault_gives_well_formed_html(known, resumed):
     card = faults.faults_card(Faults(known), resumed)
     root = ElementTree.fromstring(f"<html>{card}</html>")
     assert len([row for row in root.iter("tr") if row[0].tag == "td"]) == len(known)
@@ -111,12 +111,12 @@ def test_any_fault_is_shown_well_formed(known, resumed):
     )
 
 
-def test_a_step_that_cannot_be_does_not_stretch_the_axis(run):
+def test_a_fault_at_an_impossible_step_does_not_stretch_the_axis(run):
     write_faults(run, {**RESTART, "step": 10**12}, {**RESTART, "step": -1}, {**RESTART, "step": 0})
     assert marked(page.write_report([run]).read_text(), "rule") == ["restart at 0"]
 
 
-def test_checkpoints_are_reported_with_sizes_pauses_and_what_became_of_them(run):
+def test_checkpoints_are_reported_with_sizes_pauses_and_outcomes(run):
     checkpoint(run, "step-00000004", 3 * 2**20)
     log(
         run,
@@ -142,7 +142,7 @@ def test_a_run_without_checkpoints_says_so(run):
     assert checkpoint_card.read_checkpoints(run, []).on_disk == []
 
 
-def test_the_time_of_a_resumed_run_is_that_of_all_its_attempts(run):
+def test_the_time_of_a_resumed_run_is_the_sum_over_its_segments(run):
     path = run / "metrics.jsonl"
     *steps, valid, finished = path.read_text().splitlines()
     saved_at_4 = {"step": 4, "checkpoint": "step-00000004", "pause_seconds": 0.1, "elapsed_seconds": 2.5}
@@ -166,7 +166,7 @@ def test_a_comparison_counts_restarts_and_skipped_steps(tmp_path):
     assert "restarts / skipped steps2 / 10 / 0" in text.replace("> ", "")
 
 
-def test_marks_leave_the_curve_where_it_is():
+def test_marks_do_not_move_the_curve():
     curve = svg.Series("loss", [(0.0, 3.0), (10.0, 2.0)])
     marks = [svg.Series("restart", [(5.0, 0.0)], 3, "rule"), svg.Series("checkpoint", [(9.0, 0.0)], 2, "tick")]
     drawn = [svg.line_chart(each, x="step", y="loss", title="Loss") for each in ([curve], [*marks, curve])]

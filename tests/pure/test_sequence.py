@@ -32,7 +32,7 @@ def layouts(draw):
 
 
 @given(layouts())
-def test_every_token_is_kept_once_and_all_ranks_keep_as_many(layout):
+def test_every_token_is_on_one_rank_and_all_ranks_hold_equally_many(layout):
     length, size, _, _ = layout
     kept = [token_positions(spans) for spans in token_ranges(*layout)]
     assert sorted(token for tokens in kept for token in tokens) == list(range(length))
@@ -41,7 +41,7 @@ def test_every_token_is_kept_once_and_all_ranks_keep_as_many(layout):
 
 
 @given(layouts())
-def test_ranks_that_exchange_heads_together_hold_the_tokens_of_one_ring_index(layout):
+def test_a_ulysses_group_holds_the_tokens_of_one_ring_index(layout):
     length, size, ring, ulysses = layout
     places = token_ranges(length, ring_size(size, ulysses), ring)
     kept = [token_positions(spans) for spans in token_ranges(*layout)]
@@ -81,14 +81,14 @@ def test_zigzag_halves_the_work_of_the_slowest_rank_of_a_causal_ring(size, ratio
     assert max(zigzag) == min(zigzag)
 
 
-def test_every_hop_of_zigzag_costs_the_same():
+def test_every_hop_of_a_zigzag_ring_costs_about_the_same():
     places = token_ranges(64, 4, "zigzag")
     for mine in places:
         hops = [sum(tile.num_scores for tile in tiles(mine, keys, causal=True)) for keys in places]
         assert sorted(set(hops)) == [128, 136]  # half of 16 · 16, and one's own with the diagonal
 
 
-def test_a_layer_sends_what_the_papers_count():
+def test_attention_sends_the_elements_given_in_the_papers():
     layer = AttentionSize(batch=2, length=1024, num_heads=8, head_size=64)
     hidden = 8 * 64
     assert attention_sent_elements(layer, 4) == 6 * 3 * 2 * hidden * 1024 / 4
@@ -100,7 +100,7 @@ def test_a_layer_sends_what_the_papers_count():
 
 
 @given(layouts(), st.integers(1, 10_000))
-def test_a_length_that_does_not_divide_is_refused_with_lengths_that_work(layout, length):
+def test_an_indivisible_length_is_refused_and_valid_lengths_suggested(layout, length):
     _, size, ring, ulysses = layout
     problem = length_problem(length, size, ring, ulysses)
     padded = padded_length(length, size, ring, ulysses)
@@ -113,7 +113,7 @@ def test_a_length_that_does_not_divide_is_refused_with_lengths_that_work(layout,
             token_ranges(length, size, ring, ulysses)
 
 
-def test_the_other_order_is_offered_where_it_works():
+def test_the_plain_ring_is_suggested_if_the_length_allows_it():
     problem = length_problem(6000, 16, "zigzag")
     assert problem is not None
     assert problem.need == "a length divisible by 32 (zigzag)"
@@ -122,7 +122,7 @@ def test_the_other_order_is_offered_where_it_works():
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "works"), [(12, 12, "1 or 2 or 3 or 4 or 6 or 12"), (32, 8, "1 or 2")])
-def test_heads_that_cannot_be_split_are_refused_with_what_works(heads, kv_heads, works):
+def test_indivisible_heads_are_refused_and_valid_ulysses_sizes_suggested(heads, kv_heads, works):
     problem = heads_problem(heads, kv_heads, 5)
     assert problem is not None
     assert problem.attempt.startswith(f"ulysses = {works}")
@@ -130,7 +130,7 @@ def test_heads_that_cannot_be_split_are_refused_with_what_works(heads, kv_heads,
     assert heads_problem(32, 8, 16) is not None
 
 
-def test_ulysses_divides_the_axis():
+def test_ulysses_must_divide_sp():
     with pytest.raises(PlanError, match=r"ulysses = 2, sp = 1 .*need ulysses to divide sp .*try ulysses = 1"):
         Plan(ulysses=2)
     assert Plan(ring="rsa").ring == "rsa"

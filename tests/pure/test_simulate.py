@@ -48,7 +48,7 @@ def priced(draw):
 
 
 @given(case=priced())
-def test_nothing_begins_before_its_needs_or_its_lane_allow(case):
+def test_no_action_begins_before_its_dependencies_and_its_lane_allow(case):
     program, costs, leads = case
     times = simulate(program, lambda *key: costs[key], overlap=lambda rank, action: leads.get((rank, action), 0.0))
     at = {(rank, timed.action): timed for rank, each in times.items() for timed in each}
@@ -75,7 +75,7 @@ def test_a_step_takes_at_least_its_longest_lane(case):
 
 
 @given(case=priced(), longer=SECONDS)
-def test_a_dearer_action_never_makes_a_step_shorter(case, longer):
+def test_a_longer_action_never_shortens_a_step(case, longer):
     program, costs, _ = case
     key = next(iter(costs))
     dearer = {**costs, key: costs[key] + longer}
@@ -90,13 +90,13 @@ def test_an_update_waits_for_the_slowest_rank():
     assert [timed.start for timed in times[0]] == [0, 1, 2, 12, 13]
 
 
-def test_an_update_needs_what_every_rank_has_measured():
+def test_a_clipped_update_waits_for_the_norms_of_all_ranks():
     program = dict.fromkeys(range(2), lower_step(DataStepSpec(1, 1, has_clip=True)))
     times = simulate(program, lambda rank, action: 10.0 if (rank, str(action)) == (1, "M0.1") else 1.0)
     assert [timed.start for timed in times[0] if timed.action.verb == Verb.UPDATE] == [14]
 
 
-def test_ranks_wait_for_the_slowest_where_weights_are_averaged_and_not_in_a_local_step():
+def test_local_sgd_waits_for_the_slowest_rank_only_in_steps_that_average():
     averaging, local = (
         dict.fromkeys(range(2), lower_step(DataStepSpec(1, 1, sync=sync)))
         for sync in (StepSync.WEIGHTS, StepSync.NOTHING)
@@ -108,7 +108,7 @@ def test_ranks_wait_for_the_slowest_where_weights_are_averaged_and_not_in_a_loca
     assert makespan({0: times[0]}) == 4
 
 
-def test_norms_of_directions_need_what_every_rank_has_measured_and_reduced():
+def test_norms_of_update_directions_wait_for_the_gradient_norms_of_all_ranks():
     program = dict.fromkeys(range(2), lower_step(DataStepSpec(1, 1, has_clip=True, has_trust_ratios=True)))
     prices = {(1, "M0.1"): 10.0, (0, "M0.3"): 5.0}
     times = simulate(program, lambda rank, action: prices.get((rank, str(action)), 1.0))
@@ -126,7 +126,7 @@ def test_a_reduction_overlaps_with_backward_once_its_bucket_is_ready():
     assert [(str(t.action), t.start) for t in times[1]][3:] == [("R0.0", 6), ("R0.1", 12), ("U0.0", 12), ("U0.1", 13)]
 
 
-def test_reductions_in_another_order_are_a_deadlock_that_says_where_ranks_stand():
+def test_reductions_in_different_orders_are_a_deadlock_reported_with_each_ranks_position():
     program = parse_program("0: F0.0 M0.0 B0.0 R0.0 R0.1 U0.0 U0.1\n1: F0.0 M0.0 B0.0 R0.1 R0.0 U0.0 U0.1")
     with pytest.raises(ProgramError) as caught:
         simulate(program, lambda rank, action: 1.0)
@@ -137,7 +137,7 @@ def test_reductions_in_another_order_are_a_deadlock_that_says_where_ranks_stand(
 
 
 @given(step=STEPS.filter(lambda step: step.num_buckets > 1 and step.sync == StepSync.GRADIENTS), data=st.data())
-def test_any_swap_of_two_reductions_on_one_rank_is_found(step, data):
+def test_any_swap_of_two_reductions_on_one_rank_is_a_deadlock(step, data):
     actions = list(lower_step(step))
     places = [i for i, action in enumerate(actions) if action.verb == Verb.REDUCE]
     one, other = data.draw(st.lists(st.sampled_from(places), min_size=2, max_size=2, unique=True))
@@ -147,7 +147,7 @@ def test_any_swap_of_two_reductions_on_one_rank_is_found(step, data):
         simulate({0: tuple(actions), 1: tuple(swapped)}, lambda rank, action: 1.0)
 
 
-def test_a_pipeline_goes_through_the_same_rule():
+def test_a_pipeline_follows_the_same_dependency_rule():
     program = parse_program("0: F0.0 F0.1 B0.0 B0.1\n1: F1.0 B1.0 F1.1 B1.1")
     times = simulate(program, lambda rank, action: 1.0)
     assert [(str(t.action), t.start) for t in times[0]] == [("F0.0", 0), ("F0.1", 1), ("B0.0", 3), ("B0.1", 5)]
@@ -163,13 +163,13 @@ def test_a_pipeline_goes_through_the_same_rule():
         ("0: F0.0 R0.0 R0.0", "need each action once"),
     ],
 )
-def test_an_order_that_cannot_end_names_what_is_missing(text, missing):
+def test_a_deadlock_is_reported_with_the_missing_action(text, missing):
     with pytest.raises(ProgramError) as caught:
         simulate(parse_program(text), lambda rank, action: 1.0)
     assert missing in str(caught.value)
 
 
-def test_each_data_rank_of_a_pipeline_needs_its_own_counterpart():
+def test_each_data_rank_depends_on_its_counterpart_in_the_stage_before():
     program = parse_program("0: F0.0\n1: F0.0\n2: F1.0\n3: F1.0")
     forward = Action(Verb.FORWARD, 1, 0)
     assert [Dependencies(program).of(rank, forward)[0].rank for rank in (2, 3)] == [0, 1]

@@ -24,7 +24,9 @@ def heartbeat() -> Heartbeat:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_request_is_a_note_and_the_handlers_before_come_back(number: signal.Signals, tmp_path: Path) -> None:
+def test_a_stop_signal_is_recorded_and_the_previous_handlers_are_restored(
+    number: signal.Signals, tmp_path: Path
+) -> None:
     before = signal.getsignal(number)
     with stop_signal.handle_stop_signals(heartbeat(), tmp_path, World(), limit_seconds=600.0) as request:
         assert request() == 0
@@ -34,7 +36,7 @@ def test_a_request_is_a_note_and_the_handlers_before_come_back(number: signal.Si
     assert signal.set_wakeup_fd(-1) == -1
 
 
-def test_handlers_of_the_users_own_are_left_alone_and_so_is_an_event_loop(tmp_path: Path) -> None:
+def test_the_users_signal_handlers_and_event_loop_are_left_alone(tmp_path: Path) -> None:
     heard: list[int] = []
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
@@ -88,7 +90,7 @@ def child(body: str, folder: Path, *, limit: float = 600.0) -> "subprocess.Popen
     return process
 
 
-def test_a_process_whose_step_does_not_end_is_ended_and_says_where_it_was(tmp_path: Path) -> None:
+def test_a_process_whose_step_does_not_end_is_ended_and_its_stack_reported(tmp_path: Path) -> None:
     stuck = child("stick()", tmp_path, limit=0.2)
     stuck.send_signal(signal.SIGTERM)
     _, err = stuck.communicate(timeout=SECONDS)
@@ -104,7 +106,7 @@ BUSY = "while True: time.sleep(0.01)"
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
-def test_a_request_that_cannot_be_answered_on_stderr_is_a_request_all_the_same(tmp_path: Path) -> None:
+def test_a_stop_request_is_honoured_if_stderr_cannot_be_written(tmp_path: Path) -> None:
     body = "os.dup2(os.open('/dev/full', os.O_WRONLY), 2)\nprint('full', flush=True)\nstick()"
     process = child(body, tmp_path)
     assert process.stdout is not None
@@ -150,7 +152,7 @@ def test_a_second_ctrl_c_ends_a_process_at_once(body: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, None)])
-def test_signals_that_come_together_are_one_request(
+def test_signals_in_quick_succession_are_one_request(
     number: signal.Signals, code: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # GNU timeout signals its child, and then the process group that it is in.
@@ -197,7 +199,7 @@ print(request())
 """
 
 
-def test_the_signals_of_a_fork_are_its_own(tmp_path: Path) -> None:
+def test_a_forked_process_handles_its_own_signals(tmp_path: Path) -> None:
     process = child(FORK, tmp_path)
     assert process.stdout is not None
     assert process.stderr is not None
@@ -206,7 +208,7 @@ def test_the_signals_of_a_fork_are_its_own(tmp_path: Path) -> None:
     assert (process.wait(SECONDS), out, err) == (0, "-15\n-15\n0\n", "")
 
 
-def test_a_step_that_ends_gives_a_process_its_time_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_end_of_a_step_extends_the_stop_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     beats = heartbeat()
@@ -222,7 +224,7 @@ def test_a_step_that_ends_gives_a_process_its_time_again(tmp_path: Path, monkeyp
         assert requests._deadline() == 255.0
 
 
-def test_the_time_to_stop_is_a_number_of_seconds() -> None:
+def test_stop_seconds_must_be_a_positive_number() -> None:
     assert stop_signal.stop_seconds({}) == stop_signal.stop_seconds({stop_signal.STOP_SECONDS_VARIABLE: ""}) == 25.0
     assert stop_signal.stop_seconds({stop_signal.STOP_SECONDS_VARIABLE: "0.5"}) == 0.5
     for text in ("0", "-1", "nan", "inf", "1e300", "soon"):

@@ -25,18 +25,18 @@ def steers(text: str) -> list[str]:
 
 
 @given(st.text(st.characters(codec=None)))
-def test_escaped_text_steers_no_terminal_and_escaping_twice_changes_nothing(text: str) -> None:
+def test_escaped_text_has_no_controls_and_escaping_is_idempotent(text: str) -> None:
     assert not steers(escape_controls(text))
     assert escape_controls(escape_controls(text)) == escape_controls(text)
 
 
-def test_controls_are_written_out_and_text_of_every_language_stays() -> None:
+def test_controls_are_escaped_and_text_of_every_language_is_kept() -> None:
     assert escape_controls("\x1b[2J \x9b \x7f \u202e") == r"\x1b[2J \x9b \x7f \u202e"
     text = "Grüße, 你好\u3000שלום\u00a0\tümlaut\n"
     assert escape_controls(text) == text
 
 
-def test_errors_show_what_they_were_given_escaped() -> None:
+def test_errors_are_printed_escaped() -> None:
     assert not steers(str(SettingError(Problem(NASTY, NASTY, NASTY), where=NASTY)))
     assert not steers(str(SettingError(NASTY)))
     assert not steers(format_error(ValueError(NASTY)))
@@ -50,7 +50,7 @@ def test_a_sample_of_generated_text_is_printed_escaped() -> None:
     assert r"\x1b[31m" in out.getvalue()
 
 
-def test_the_language_models_own_sample_holds_no_controls() -> None:
+def test_generated_text_has_no_controls() -> None:
     model = lm.task(width=8, heads=1, layers=1, length=8).model()
     assert not steers(lm.generate(model, prompt=NASTY, length=8, temperature=5.0, num_bytes=64))
 

@@ -40,7 +40,7 @@ def events(draw):
 
 
 @given(found=st.lists(events(), max_size=20))
-def test_reading_a_trace_is_the_inverse_of_writing_it(found):
+def test_a_trace_survives_a_round_trip_through_its_file(found):
     again = decode_trace(encode_trace(Trace(PROGRAM, tuple(found))))
     assert again.program == PROGRAM
     for before, after in zip(found, again.events, strict=True):
@@ -77,7 +77,7 @@ def trace(*, late: float = 0.0) -> Trace:
     return Trace(PROGRAM, tuple(found))
 
 
-def test_costs_leave_waits_out():
+def test_costs_exclude_waits():
     found = cost.measure_costs(trace(late=3.0))
     assert found.seconds[0, "U0.0"] == pytest.approx(1.0)
     assert found.seconds[0, "U0.1"] == pytest.approx(1.5)
@@ -127,20 +127,20 @@ def gathering() -> Trace:
     return Trace(program, tuple(Event(0, 3, *row) for row in found))
 
 
-def test_gathers_have_a_time_of_their_own():
+def test_all_gathers_are_a_category_of_their_own():
     spent = step_breakdown.seconds_by_category(gathering())
     assert spent["gather"] == pytest.approx(4.0)
     assert spent["between actions"] == pytest.approx(1.0)
     assert sum(seconds for name, seconds in spent.items() if name != step_breakdown.REDUCE_TIME) == pytest.approx(10.0)
 
 
-def test_every_verb_of_a_program_has_a_time_it_counts_as():
+def test_every_verb_of_the_data_axis_has_a_time_category():
     assert {verb for verb in Verb if verb not in step_breakdown.CATEGORIES} == {
         Verb.BACKWARD_INPUT, Verb.BACKWARD_WEIGHT, Verb.SEND, Verb.RECEIVE, Verb.EXCHANGE
     }  # fmt: skip
 
 
-def test_the_typical_step_is_the_one_of_median_length():
+def test_the_typical_step_is_the_one_of_median_duration():
     whole = trace()
     slow = [e._replace(step=5, stop=e.stop + 50) for e in whole.events if e.step == 3 and e.name == "U0.1"]
     others = [e._replace(step=5) for e in whole.events if e.step == 3 and e.name != "U0.1"]
@@ -157,7 +157,7 @@ def test_of_two_sampled_steps_the_typical_one_is_shown_and_simulated():
 
 
 @given(spans=st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50)), max_size=8))
-def test_waits_within_waits_count_once(spans):
+def test_overlapping_waits_count_once(spans):
     waits = [Event(0, 3, WAIT_SPAN, COMPUTE_LANE, float(min(span)), float(max(span))) for span in spans]
     within = Event(0, 3, "U0.0", COMPUTE_LANE, 10.0, 40.0)
     covered = {second for wait in waits for second in range(int(wait.start), int(wait.stop)) if 10 <= second < 40}
@@ -170,7 +170,7 @@ def test_waits_within_waits_count_once(spans):
     ahead=st.integers(-(10**15), 10**15),
     delays=st.lists(st.tuples(st.integers(1, 10**6), st.integers(1, 10**6)), min_size=2, max_size=8),
 )
-def test_the_true_distance_of_two_clocks_lies_within_the_bounds(ahead, delays):
+def test_the_true_clock_offset_lies_within_the_bounds(ahead, delays):
     now, mine, theirs = 10**9, [], []
     for first, second in delays:
         mine.append(now + first)
@@ -181,12 +181,12 @@ def test_the_true_distance_of_two_clocks_lies_within_the_bounds(ahead, delays):
 
 
 @pytest.mark.parametrize("data", [b"", b"{}", b"[1]", b'{"traceEvents": [], "otherData": {"program": "0: Q"}}'])
-def test_a_file_that_is_no_trace_is_refused(data):
+def test_an_invalid_trace_file_is_refused(data):
     with pytest.raises(TraceError, match=r"no trace of a run"):
         decode_trace(data)
 
 
-def test_the_file_is_in_the_format_that_perfetto_reads():
+def test_a_trace_file_is_in_perfettos_format():
     rows = json.loads(encode_trace(trace(late=1.0)))["traceEvents"]
     assert {row["ph"] for row in rows} == {"M", "X", "i"}
     assert {row["pid"] for row in rows} == {0, 1}

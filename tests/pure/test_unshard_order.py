@@ -33,7 +33,7 @@ def test_the_miss_reports_of_one_round_refer_to_positions_before_it():
     assert order.buckets == [9, 0, 7, 1, 2, 8, 3]
 
 
-def test_a_miss_report_names_the_all_gather_that_was_used_not_the_last_one():
+def test_a_miss_report_names_the_last_bucket_used_not_the_last_all_gather():
     order = learnt(0, 1, 2, 3)
     order.begin_phase()
     assert [order.next_bucket() for _ in range(4)] == [0, 1, 2, 3]
