@@ -9,7 +9,7 @@ SOURCE = Path(__file__).parents[2] / "src" / "fourfold"
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_PARAMETERS = 350, 45, 8
 # What exceeds a limit ("FILE" its lines, "FILE FUNCTION" its lines or parameters), and why. To be shortened.
 PUBLIC_SIGNATURE = "public: its keywords are the contract of DESIGN §8"
-NEXT_ISSUE = "the next issue takes the step apart into lowering and assembly"
+NEXT_ISSUE = "to be split into lowering and assembly"
 ALLOWED = {
     "feed/dataloader.py shard": "half of it is the docstring of a public function",
     "parts/sequence/attention.py sequence_attention": "the arguments of scaled_dot_product_attention, and the ring's",
@@ -68,7 +68,7 @@ def test_every_file_has_a_docstring():
 
 
 def test_no_module_imports_the_package_root():
-    # The door imports every floor lazily, so an import of it from inside is an import upward.
+    # The package root imports every layer lazily, so an import of it from inside is an import upward.
     for path in set(files()) - {SOURCE / "__init__.py"}:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):
@@ -156,7 +156,7 @@ def is_own(node: ast.expr) -> bool:
 
 
 def foreign_private_names(tree: ast.AST, ours: set[str]) -> set[str]:
-    """Private names that a file uses and that are none of `ours`: module parts, attributes, strings of `getattr`."""
+    """Private names that a file uses and that are not in `ours`: module parts, attributes, strings of `getattr`."""
     found: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):

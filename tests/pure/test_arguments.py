@@ -31,7 +31,7 @@ def sample(index: int) -> Any:
 
 
 class Source:
-    """Eight samples, of which the sixth is what `odd` makes."""
+    """Eight samples; sample 5 is what `odd` returns, if it is given."""
 
     def __init__(self, odd: Callable[[], Any] | None = None) -> None:
         self.odd = odd
@@ -60,7 +60,7 @@ def task(**given: Any) -> ff.Task:
 
 
 def train(runs: Any, of: ff.Task | None = None, **given: Any) -> ff.FourfoldError | None:
-    """What a run in this process raises; None where it ends well."""
+    """The error that a run in this process raises; None if it succeeds."""
     options: dict[str, Any] = {"folder": str(runs), "checkpoint_every": 0, "trace_every": 0, **given}
     try:
         ff.train(of or task(), **options)

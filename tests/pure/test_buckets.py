@@ -37,34 +37,34 @@ def test_slots_tile_buckets(specs, bucket_bytes):
 
 @given(specs=SPECS, bucket_bytes=st.integers(1, 4000))
 def test_buckets_and_slots_are_in_reverse_order_of_definition(specs, bucket_bytes):
-    place = {spec.name: number for number, spec in enumerate(reversed(specs))}
+    position = {spec.name: number for number, spec in enumerate(reversed(specs))}
     buckets = make_buckets(specs, bucket_bytes=bucket_bytes)
-    ends = [place[bucket.slots[-1].name] for bucket in buckets]
+    ends = [position[bucket.slots[-1].name] for bucket in buckets]
     assert ends == sorted(ends)
     for bucket in buckets:
-        places = [place[slot.name] for slot in bucket.slots]
-        assert places == sorted(places)
+        positions = [position[slot.name] for slot in bucket.slots]
+        assert positions == sorted(positions)
 
 
-@pytest.mark.parametrize(("megabytes", "asked", "closed"), [
+@pytest.mark.parametrize(("megabytes", "limit", "expected"), [
     (3.5, 4.0, 0.5),  # a small model
     (20.0, 4.0, 2.5),  # an eighth
     (400.0, 4.0, 4.0),  # a large one: as the plan says
     (3.5, 0.25, 0.25),  # never more than the plan says
 ])  # fmt: skip
-def test_between_hosts_a_model_has_about_eight_buckets_of_at_least_512_kib(megabytes, asked, closed):
+def test_between_hosts_a_model_has_about_eight_buckets_of_at_least_512_kib(megabytes, limit, expected):
     specs = [ParamSpec("p", int(megabytes * 2**18), "float32", 4)]
-    assert effective_bucket_bytes(specs, int(asked * 2**20), is_inter_host=True) == closed * 2**20
-    assert effective_bucket_bytes(specs, int(asked * 2**20), is_inter_host=False) == asked * 2**20
+    assert effective_bucket_bytes(specs, int(limit * 2**20), is_inter_host=True) == expected * 2**20
+    assert effective_bucket_bytes(specs, int(limit * 2**20), is_inter_host=False) == limit * 2**20
 
 
 def test_each_zero_level_implies_its_collectives():
-    lives = {zero: layout_changes(rest) for zero, rest in RESTING_LAYOUTS.items()}
+    changes = {zero: layout_changes(rest) for zero, rest in RESTING_LAYOUTS.items()}
     none = Change.NONE
-    assert lives[0] == (none, none, Change.ALL_REDUCE, none)
-    assert lives[1] == (none, none, Change.REDUCE_SCATTER, Change.ALL_GATHER)
-    assert lives[2] == (none, Change.REDUCE_SCATTER, none, Change.ALL_GATHER)
-    assert lives[3] == (Change.ALL_GATHER, Change.REDUCE_SCATTER, none, none)
+    assert changes[0] == (none, none, Change.ALL_REDUCE, none)
+    assert changes[1] == (none, none, Change.REDUCE_SCATTER, Change.ALL_GATHER)
+    assert changes[2] == (none, Change.REDUCE_SCATTER, none, Change.ALL_GATHER)
+    assert changes[3] == (Change.ALL_GATHER, Change.REDUCE_SCATTER, none, none)
 
 
 @pytest.mark.parametrize(("zero", "factor"), [(0, 2), (1, 2), (2, 2), (3, 3)])

@@ -1,4 +1,4 @@
-"""Whether a plan is legal can be asked without torch."""
+"""Laws of plan checks: which combinations of fields and sizes are legal, decided without torch."""
 
 import subprocess
 import sys

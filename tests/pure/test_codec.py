@@ -1,4 +1,4 @@
-"""Laws of a codec's arithmetic: rounds, bytes, and what may be said of a bucket at all."""
+"""Laws of codecs without tensors: rounds, message bytes, and which buckets are refused."""
 
 import pytest
 from hypothesis import example, given
@@ -67,9 +67,9 @@ def test_dense_and_compressed_ranges_tile_a_bucket(shapes, density, rank):
 def test_no_codec_sends_more_than_the_uncompressed_bucket(shapes, density, rank, width):
     bucket = bucket_of(shapes, f"float{8 * width}", width)
     for kind in CODECS:
-        steps = codec_rounds(CodecSpec(kind, matrix_rank=rank, density=density), bucket, shapes)
-        # What is fixed in every message: an entry at least, a scale, a count of places, a rounding up.
-        assert sum(step.num_bytes for step in steps) <= bucket.num_bytes + 4 + width + 8
+        rounds = codec_rounds(CodecSpec(kind, matrix_rank=rank, density=density), bucket, shapes)
+        # The overhead of every message: at least one entry, a scale, a count per index block, alignment.
+        assert sum(each.num_bytes for each in rounds) <= bucket.num_bytes + 4 + width + 8
 
 
 @given(shapes=SHAPES)
@@ -90,12 +90,12 @@ def test_the_plan_fields_of_a_codec_apply_only_with_it():
 
 
 def test_message_bytes_of_each_codec():
-    # A matrix of 512 × 1024 and a vector of 1024, float32: 525,312 elements, 9 blocks of places.
+    # A matrix of 512 × 1024 and a vector of 1024, float32: 525,312 elements, 9 index blocks.
     shapes = [(512, 1024), (1024,)]
     bucket = bucket_of(shapes)
 
     def bytes_of(kind, **parameters):
-        return [tuple(step) for step in codec_rounds(CodecSpec(kind, **parameters), bucket, shapes)]
+        return [tuple(each) for each in codec_rounds(CodecSpec(kind, **parameters), bucket, shapes)]
 
     assert bytes_of("bf16") == bytes_of("fp16") == [(Combine.SUM, 2 * 525_312)]
     assert bytes_of("int8") == [(Combine.GATHER, 525_312 + 4 * 2052)]

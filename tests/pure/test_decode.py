@@ -1,4 +1,4 @@
-"""Files may hold anything: their content is decoded, or refused with one kind of error."""
+"""Laws of decoding: any content of a file is decoded, or refused with one kind of error."""
 
 import contextlib
 import json
@@ -27,9 +27,9 @@ from fourfold.report import faults, page
 from fourfold.report.run_record import ReportError
 from fourfold.trainer.fault_log import FAULTS_FILE
 from fourfold.words.errors import CheckpointError, FourfoldError, PlanError
-from tests.pure.test_report import make
+from tests.pure.test_report import make_run
 
-# Decoders give up at about 1,000 levels by themselves; what walks through their values does so before.
+# The decoders fail at about 1,000 levels by themselves; code that walks through decoded values fails earlier.
 DEPTHS = [MAX_DEPTH + 1, 900, 100_000]
 DEEP = re.compile("nested too deeply|more than")
 LEAVES = st.none() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
@@ -105,7 +105,7 @@ def test_a_file_is_not_read_beyond_the_limit(tmp_path):
 @pytest.mark.parametrize("depth", DEPTHS)
 @pytest.mark.parametrize("name", ["settings.json", "plan.toml", "metrics.jsonl", "trace.json"])
 def test_the_report_names_a_deeply_nested_file_of_a_run(name, depth, tmp_path):
-    run = make(tmp_path / "run")
+    run = make_run(tmp_path / "run")
     text = f"a = {lists(depth)}" if name == "plan.toml" else dicts(depth)
     (run / name).write_text(text + "\n")
     with pytest.raises(FourfoldError, match=r"run of|as they were written|line 1|no trace") as caught:
@@ -118,14 +118,14 @@ def test_the_report_names_a_deeply_nested_file_of_a_run(name, depth, tmp_path):
     b'{"valid": 1}', b'{"damaged": 1}',
 ])  # fmt: skip
 def test_the_report_names_a_malformed_log_line(line, tmp_path):
-    run = make(tmp_path / "run")
+    run = make_run(tmp_path / "run")
     (run / "metrics.jsonl").write_bytes(line + b"\n" + (run / "metrics.jsonl").read_bytes())
     with pytest.raises(ReportError, match=r"metrics\.jsonl, line 1"):
         page.write_report([run])
 
 
 def test_the_report_shows_or_names_a_log_line_that_lacks_a_field(tmp_path):
-    run = make(tmp_path / "run")
+    run = make_run(tmp_path / "run")
     with (run / "metrics.jsonl").open("a") as file:
         extra = {"step": 6, "checkpoint": "step-00000006", "pause_seconds": 0.1, "elapsed_seconds": 1.0}
         damaged = {"checkpoint": "step-00000004", "damaged": ["a file"]}
@@ -146,7 +146,7 @@ def test_the_report_shows_or_names_a_log_line_that_lacks_a_field(tmp_path):
 
 @pytest.mark.parametrize("text", ["[]", "3", "null"])
 def test_settings_that_are_not_a_json_object_are_refused(text, tmp_path):
-    run = make(tmp_path / "run")
+    run = make_run(tmp_path / "run")
     (run / "settings.json").write_text(text)
     with pytest.raises(ReportError, match="the settings and the plan as they were written"):
         page.write_report([run])

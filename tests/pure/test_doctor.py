@@ -109,9 +109,9 @@ def test_a_container_limit_counts_only_if_it_is_lower() -> None:
 
 
 def test_the_oldest_supported_torch_is_the_one_in_pyproject() -> None:
-    asked = re.search(r'"torch>=(\d+)\.(\d+)"', (ROOT / "pyproject.toml").read_text())
-    assert asked is not None
-    assert tuple(map(int, asked.groups())) == OLDEST_TORCH
+    required = re.search(r'"torch>=(\d+)\.(\d+)"', (ROOT / "pyproject.toml").read_text())
+    assert required is not None
+    assert tuple(map(int, required.groups())) == OLDEST_TORCH
 
 
 def test_a_probe_leaves_nothing_behind(tmp_path: Path) -> None:

@@ -74,14 +74,14 @@ def test_every_factor_lies_between_zero_and_the_scaling_factor(schedule: str, sc
 
 
 def test_the_tasks_schedule_is_scaled_and_warmed_up_unless_another_is_set() -> None:
-    def own(step: int) -> float:
+    def task_schedule(step: int) -> float:
         return 1.0 - step / 10
 
     factor = LRSchedule(scale="linear", warmup=2).lr_lambda(
-        steps=10, batch_size=4, tuned_batch_size=2, task_schedule=own
+        steps=10, batch_size=4, tuned_batch_size=2, task_schedule=task_schedule
     )
     assert [factor(step) for step in range(4)] == pytest.approx([1.0, 1.5 * 0.9, 2 * 0.8, 2 * 0.7])
-    assert LRSchedule(schedule="constant").lr_lambda(steps=10, task_schedule=own)(5) == 1.0
+    assert LRSchedule(schedule="constant").lr_lambda(steps=10, task_schedule=task_schedule)(5) == 1.0
 
 
 def test_invalid_schedule_arguments_are_reported_all_at_once() -> None:
@@ -100,7 +100,7 @@ def test_warmup_longer_than_the_run_and_an_unknown_batch_size_are_refused() -> N
 
 
 @pytest.mark.parametrize(
-    ("rates", "own", "text"),
+    ("rates", "has_task_schedule", "text"),
     [
         (
             LRSchedule(scale="linear", warmup=500, schedule="cosine"),
@@ -111,8 +111,10 @@ def test_warmup_longer_than_the_run_and_an_unknown_batch_size_are_refused() -> N
         (LRSchedule(warmup=1), True, "rate 0.0003, 1 step of warm-up, then the task's own schedule"),
     ],
 )
-def test_the_description_says_what_was_scaled(rates: LRSchedule, own: bool, text: str) -> None:
-    assert rates.describe([3e-4, 3e-4], batch_size=512, tuned_batch_size=64, has_task_schedule=own) == text
+def test_the_description_says_what_was_scaled(rates: LRSchedule, has_task_schedule: bool, text: str) -> None:
+    assert (
+        rates.describe([3e-4, 3e-4], batch_size=512, tuned_batch_size=64, has_task_schedule=has_task_schedule) == text
+    )
 
 
 def test_every_lr_setting_is_parsed_into_a_field_of_the_schedule() -> None:

@@ -1,4 +1,4 @@
-"""What cannot fit into the memory of a host is refused before it is allocated; what could fit never is."""
+"""Laws of the memory check: what cannot fit into a host is refused before it is allocated, what could fit never is."""
 
 import functools
 from collections.abc import Callable
@@ -54,7 +54,7 @@ class Net(nn.Module):
         if self.kind == "checkpointed":
             return checkpoint(self._forward, x, use_reentrant=False)  # type: ignore[return-value]
         if self.kind == "dropped":
-            self._forward(x)  # a branch whose result nobody uses
+            self._forward(x)  # a branch whose result is unused
             return self.second(self.first(x[:, :1].expand_as(x)).relu())
         if self.kind == "autocast":
             with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -108,7 +108,7 @@ MEMINFO = "MemTotal: 2000 kB\nMemAvailable:  1000 kB\nSwapFree: 24 kB\nHugePages
         ({"meminfo": MEMINFO}, 1024 * 1024),
         ({"cgroup/memory.max": "max\n", "cgroup/memory.current": "5\n", "meminfo": MEMINFO}, 1024 * 1024),
         ({"cgroup/memory.max": "5000\n", "cgroup/memory.current": "4000\n", **NO_SWAP, "meminfo": MEMINFO}, 1000),
-        # What is over the limit is swapped out, as far as that has a limit of its own.
+        # What exceeds the limit is swapped out, up to the swap limit.
         ({"cgroup/memory.max": "5000\n", "cgroup/memory.current": "4000\n", "meminfo": MEMINFO}, 1000 + 24 * 1024),
         (
             {
@@ -169,8 +169,8 @@ def test_available_memory_is_the_least_of_the_hosts_memory_and_its_limits(
 # ---- the bound is a lower bound
 
 
-def really_kept(model: nn.Module, inputs: Any) -> int:
-    """Bytes of all storages that a real forward saves, its outputs, and nothing that is a parameter."""
+def measured_activation_bytes(model: nn.Module, inputs: Any) -> int:
+    """Bytes that a real forward keeps: storages saved for backward, and outputs, without parameters."""
     kept: dict[int, int] = {}
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
 
@@ -206,19 +206,21 @@ def test_the_activation_bound_is_at_most_what_a_real_forward_keeps(kind: str) ->
     samples = 4
     many = tree_map(inputs, lambda tensor: tensor.repeat(samples, *[1] * (tensor.dim() - 1)))
     bound = samples * activation_bytes_per_sample(build_meta_model(task(model=make)), inputs, is_half_precision=False)
-    assert bound <= really_kept(make(), many)
-    # And it is worth having, but where the model keeps nothing itself.
+    assert bound <= measured_activation_bytes(make(), many)
+    # The bound is useful too: it is above a minimum, which is small only if the model saves little itself.
     least = {"frozen": 4, "checkpointed": 4, "no grad": 4, "autocast": 4 * WIDE}.get(kind, 8 * WIDE)
     assert bound >= samples * least
 
 
 def test_a_model_with_data_dependent_control_flow_has_no_activation_bound() -> None:
-    class Asks(Net):
+    class DataDependent(Net):
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x if x.sum() > 0 else -x)
 
     assert (
-        activation_bytes_per_sample(build_meta_model(task(model=Asks)), torch.zeros(1, WIDE), is_half_precision=False)
+        activation_bytes_per_sample(
+            build_meta_model(task(model=DataDependent)), torch.zeros(1, WIDE), is_half_precision=False
+        )
         == 0
     )
 
@@ -228,18 +230,18 @@ def test_a_model_with_data_dependent_control_flow_has_no_activation_bound() -> N
 )
 def test_memory_per_rank_is_that_of_the_host_divided_by_its_ranks(plan: ff.Plan) -> None:
     made = task()
-    parts = [
+    bounds = [
         measure_bound(
             made, plan, Rows(), build_meta_model(made), num_samples=2**30, pool=MemoryPool("", 24 * GIB, num_ranks)
         )
         for num_ranks in (1, plan.mesh.size)
     ]
-    assert parts[0].model_bytes * plan.mesh.size == pytest.approx(parts[1].model_bytes)
-    assert parts[0].batch_bytes_per_sample * plan.mesh.size == pytest.approx(parts[1].batch_bytes_per_sample)
+    assert bounds[0].model_bytes * plan.mesh.size == pytest.approx(bounds[1].model_bytes)
+    assert bounds[0].batch_bytes_per_sample * plan.mesh.size == pytest.approx(bounds[1].batch_bytes_per_sample)
     weights = sum(p.nbytes for p in Net().parameters())
-    # One rank alone keeps gradients where autograd leaves them; four ranks have whole ones, or one set between them.
+    # One rank has unbucketed gradients only; four ranks have a whole copy each, or shards of one copy.
     whole = {(1, 0): 3, (4, 0): 4 * 4, (4, 1): 1 + 4 + 2, (4, 3): 1 + 4 + 1 + 2}[plan.dp, plan.zero]
-    assert parts[1].model_bytes == pytest.approx(whole * weights, rel=0.05)
+    assert bounds[1].model_bytes == pytest.approx(whole * weights, rel=0.05)
 
 
 # ---- refusals
@@ -316,22 +318,22 @@ def test_no_run_is_refused_if_the_available_memory_is_unknown(tmp_path: Path, mo
 def test_the_memory_check_leaves_random_initialization_unchanged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Drawn(Net):
+    class RandomInit(Net):
         def __init__(self) -> None:
             super().__init__()
-            self.order = torch.randperm(WIDE, device="cpu")  # drawn, also where there is no memory behind the model
+            self.order = torch.randperm(WIDE, device="cpu")  # drawn even if the model is on the meta device
 
     seen: list[list[int]] = []
 
     def model() -> nn.Module:
-        made = Drawn()
+        made = RandomInit()
         seen.append(made.order.tolist())
         return made
 
     monkeypatch.setattr(Rows, "__len__", lambda self: 16)
     assert train(tmp_path, task(model=model), seed=5) is None
     torch.manual_seed(5)
-    assert Drawn().order.tolist() == seen[-1]
+    assert RandomInit().order.tolist() == seen[-1]
 
 
 def test_samples_of_different_sizes_are_counted_at_the_smallest_size_seen() -> None:
@@ -359,10 +361,10 @@ def test_an_error_of_the_source_is_raised_by_training_and_not_by_the_memory_chec
             raise OSError("the disk of this host")
 
     failing = task(data=lambda: ff.Data(train=Failing()))
-    place = MemoryPool("available on this host", 2**40, 1)
+    pool = MemoryPool("available on this host", 2**40, 1)
     memory_bound.measure_bound(
-        failing, ff.Plan(), failing.data().train, build_meta_model(failing), num_samples=8, pool=place
+        failing, ff.Plan(), failing.data().train, build_meta_model(failing), num_samples=8, pool=pool
     )
     with pytest.raises(OSError, match="the disk of this host"):
         ff.train(failing, folder=str(tmp_path))
-    assert list(tmp_path.iterdir())  # the run had begun: its folder says what happened
+    assert list(tmp_path.iterdir())  # the run had begun, so its folder exists

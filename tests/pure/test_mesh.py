@@ -25,10 +25,10 @@ def test_ranks_and_coordinates_are_inverse(mesh):
 @given(mesh=MESHES, axis=st.sampled_from(AXES))
 def test_a_full_turn_around_a_ring_ends_at_the_start(mesh, axis):
     for rank in range(mesh.size):
-        here = rank
+        current = rank
         for _ in range(mesh.axis_size(axis)):
-            here = mesh.peer(here, axis, 1)
-        assert here == rank
+            current = mesh.peer(current, axis, 1)
+        assert current == rank
         assert mesh.peer(mesh.peer(rank, axis, -1), axis, 1) == rank
 
 

@@ -1,4 +1,4 @@
-"""The law of the rows in which any two values go together."""
+"""Laws of pairwise covers: rows of choices in which every legal pair of values occurs."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,7 +24,7 @@ def test_every_pair_of_values_is_in_a_legal_row_or_reported_impossible(forbidden
 
 
 def test_covers_are_deterministic_and_contain_the_required_parts():
-    wanted = pairs.parts(CHOICES, "abc")
-    found = [pairs.cover(CHOICES, lambda row: True, [BASE], first=wanted) for _ in range(2)]
+    required = pairs.parts(CHOICES, "abc")
+    found = [pairs.cover(CHOICES, lambda row: True, [BASE], first=required) for _ in range(2)]
     assert found[0] == found[1]
-    assert all(any(row.items() >= set(part) for row in found[0].rows) for part in wanted)
+    assert all(any(row.items() >= set(part) for row in found[0].rows) for part in required)

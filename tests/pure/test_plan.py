@@ -60,14 +60,14 @@ def test_all_problems_are_reported_at_once():
         Plan.from_dict(
             {"dp": 0, "microbatch": 2, "codec": "gzip", "zero": 4, "tp": 2, "bucket_bytes": "big"}, where="plan.toml"
         )
-    said = str(caught.value)
-    assert said.startswith("6 problems in plan.toml")
-    assert "dp = 0" in said
-    assert "a whole number of at least 1" in said
-    assert "try microbatches" in said
-    assert "codec = 'gzip'" in said
-    assert "one of none, bf16" in said
-    assert "not built yet" in said
+    message = str(caught.value)
+    assert message.startswith("6 problems in plan.toml")
+    assert "dp = 0" in message
+    assert "a whole number of at least 1" in message
+    assert "try microbatches" in message
+    assert "codec = 'gzip'" in message
+    assert "one of none, bf16" in message
+    assert "not built yet" in message
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_a_mistyped_choice_is_refused_and_the_closest_one_suggested(fields: dict
 
 
 @pytest.mark.parametrize(
-    ("fields", "unread"),
+    ("fields", "ineffective"),
     [
         ({"codec_density": 0.05}, {"codec_density": "codec = topk or dct"}),
         ({"codec_density": 0.05, "codec": "powersgd"}, {"codec_density": "codec = topk or dct"}),
@@ -101,8 +101,8 @@ def test_a_mistyped_choice_is_refused_and_the_closest_one_suggested(fields: dict
         ({}, {}),
     ],
 )
-def test_fields_without_effect_are_reported(fields: dict, unread: dict):
-    assert Plan(**fields).ineffective_fields == unread
+def test_fields_without_effect_are_reported(fields: dict, ineffective: dict):
+    assert Plan(**fields).ineffective_fields == ineffective
 
 
 @pytest.mark.parametrize(("name", "value"), [("pp", 2), ("tp", 2)])
@@ -111,12 +111,12 @@ def test_an_axis_that_is_not_built_yet_is_refused(name, value):
         Plan(**{name: value})
 
 
-@pytest.mark.parametrize(("fields", "said"), [
+@pytest.mark.parametrize(("fields", "message"), [
     ({"dp": 6, "shard": 4, "zero": 3}, "shard = 4 with dp = 6   need a divisor of dp   try shard = 1, 2, 3, 6"),
     ({"dp": 4, "shard": 2}, "shard = 2 with zero = 0"),
 ])  # fmt: skip
-def test_an_invalid_shard_size_is_refused(fields, said):
-    with pytest.raises(PlanError, match=said):
+def test_an_invalid_shard_size_is_refused(fields, message):
+    with pytest.raises(PlanError, match=message):
         Plan(**fields)
 
 
@@ -131,8 +131,8 @@ def test_an_invalid_plan_file_is_refused(text):
     ("outer_momentum", 1), ("outer_momentum", -0.1), ("codec_density", 0.0),
 ])  # fmt: skip
 def test_an_out_of_range_number_is_refused_with_the_range(name, value):
-    least = "of at least 0" if name == "outer_momentum" else "above 0"
-    with pytest.raises(PlanError, match=f"{name} = .*need a number {least}, at most"):
+    minimum = "of at least 0" if name == "outer_momentum" else "above 0"
+    with pytest.raises(PlanError, match=f"{name} = .*need a number {minimum}, at most"):
         Plan(**{name: value})
 
 
@@ -164,10 +164,10 @@ def test_the_codec_is_part_of_a_runs_identity_and_the_mesh_is_not():
 )
 def test_old_field_names_in_a_plan_file_are_still_read(old, new, value):
     texts = [f'version = 1\ndp = 2\ncodec = "dct"\n{name} = {value!r}\n' for name in (old, new)]
-    then, now = map(Plan.from_toml, texts)
-    assert then == now
-    assert getattr(now, new) == value
-    assert old not in now.to_toml(defaults=True).replace(new, "")
+    from_old, from_new = map(Plan.from_toml, texts)
+    assert from_old == from_new
+    assert getattr(from_new, new) == value
+    assert old not in from_new.to_toml(defaults=True).replace(new, "")
 
 
 @pytest.mark.parametrize(

@@ -23,10 +23,10 @@ def test_verbs_have_one_letter_each():
 def test_every_invalid_word_is_reported():
     with pytest.raises(ProgramError) as caught:
         parse_program("0: F0.0 F0\nsecond\n1: Y1.2")
-    said = str(caught.value)
-    assert "3 problems in program" in said
+    message = str(caught.value)
+    assert "3 problems in program" in message
     for word in ("'F0'", "'second'", "'Y1.2'"):
-        assert word in said
+        assert word in message
 
 
 def test_line_numbers_count_blank_lines():

@@ -121,9 +121,9 @@ def test_losses_keep_their_width_as_they_decrease() -> None:
 
 @pytest.mark.parametrize("terminal", [False, True])
 def test_a_run_continues_if_its_output_cannot_be_written(terminal: bool, capfd: pytest.CaptureFixture[str]) -> None:
-    reading, writing = os.pipe()
-    os.close(reading)
-    with os.fdopen(writing, "w") as file:
+    read_fd, write_fd = os.pipe()
+    os.close(read_fd)
+    with os.fdopen(write_fd, "w") as file:
         if terminal:
             file.isatty = lambda: True  # type: ignore[method-assign]
         progress = Progress(file)

@@ -20,44 +20,44 @@ def at(step: int, resumed: int = 0) -> list[HeartbeatRecord]:
     return [HeartbeatRecord(step, resumed, STEPPING, 0.0, 0.1)] * 2
 
 
-def judged(deaths: list[tuple[int, int]], *, restarts: int = 3, of: Cause = KILLED) -> list[bool]:
+def restart_decisions(deaths: list[tuple[int, int]], *, restarts: int = 3, of: Cause = KILLED) -> list[bool]:
     """Whether the job restarts after each death: (last step, step it had resumed from)."""
     budget = RestartBudget(SupervisionPolicy(max_restarts=restarts, has_heartbeat=True))
     return [budget.allows_restart(of, at(*death)) for death in deaths]
 
 
 def test_any_number_of_restarts_with_progress_is_allowed() -> None:
-    assert all(judged([(step, 0) for step in range(100)], restarts=1))
+    assert all(restart_decisions([(step, 0) for step in range(100)], restarts=1))
 
 
 def test_a_newer_checkpoint_is_progress_even_if_the_last_step_is_not_higher() -> None:
-    assert judged([(57, 50), (56, 55), (56, 55)], restarts=1) == [True, True, False]
-    assert judged([(57, 50), (56, 50)], restarts=1) == [True, False]
+    assert restart_decisions([(57, 50), (56, 55), (56, 55)], restarts=1) == [True, True, False]
+    assert restart_decisions([(57, 50), (56, 50)], restarts=1) == [True, False]
 
 
 def test_consecutive_restarts_without_progress_are_limited() -> None:
-    assert judged([(5, 0), (5, 0), (5, 0), (5, 0)], restarts=3) == [True, True, True, False]
-    assert judged([(5, 0), (5, 0), (6, 0), (6, 0), (6, 0)], restarts=2) == [True, True, True, True, False]
-    assert judged([(5, 0)], restarts=0) == [False]
+    assert restart_decisions([(5, 0), (5, 0), (5, 0), (5, 0)], restarts=3) == [True, True, True, False]
+    assert restart_decisions([(5, 0), (5, 0), (6, 0), (6, 0), (6, 0)], restarts=2) == [True, True, True, True, False]
+    assert restart_decisions([(5, 0)], restarts=0) == [False]
 
 
 def test_before_the_first_step_a_killed_rank_is_restarted_and_a_failed_program_is_not() -> None:
-    assert judged([(-1, -1)]) == [True]
-    assert judged([(-1, -1)], of=FAILED) == [False]
-    assert judged([(3, 0), (-1, -1)], of=FAILED) == [True, True]  # an earlier attempt has finished steps
+    assert restart_decisions([(-1, -1)]) == [True]
+    assert restart_decisions([(-1, -1)], of=FAILED) == [False]
+    assert restart_decisions([(3, 0), (-1, -1)], of=FAILED) == [True, True]  # an earlier attempt has finished steps
 
 
-@pytest.mark.parametrize("error", [CheckpointError("bad"), TrainingError("no gradient"), StoppedError("asked")])
+@pytest.mark.parametrize("error", [CheckpointError("bad"), TrainingError("no gradient"), StoppedError("requested")])
 def test_errors_that_would_recur_are_not_retried(error: Exception) -> None:
     cause = failure_report.first_cause({0: failure_report.make_record(error, rank=0)}, {0: 1}, ["rank 0 of 1"])
-    assert judged([(9, 0)], of=cause) == [False]
+    assert restart_decisions([(9, 0)], of=cause) == [False]
 
 
 def test_a_job_restarts_after_a_peer_error() -> None:
     cause = failure_report.first_cause(
         {0: failure_report.make_record(PeerError("rank 1 died"), rank=0)}, {0: 75}, ["rank 0 of 1"]
     )
-    assert judged([(9, 0)], of=cause) == [True]
+    assert restart_decisions([(9, 0)], of=cause) == [True]
 
 
 def test_a_requested_stop_is_not_reported_as_a_failure() -> None:

@@ -1,4 +1,4 @@
-"""The laws of `bench.same`: its cases are legal and cover the plan, and no difference goes unseen."""
+"""Laws of `bench.same`: its cases are legal and cover the plan, and every difference is reported."""
 
 import dataclasses
 import functools
@@ -10,7 +10,7 @@ from bench import same_cases
 from bench.same_compare import Stored, compare_facts, compare_tensors
 from fourfold.plan.plan import Plan
 
-DERIVED = {"dp"}  # of the number of ranks
+DERIVED = {"dp"}  # from the number of ranks
 NOT_BUILT = {"pp", "tp", "schedule", "interleave", "recompute"}
 
 

@@ -25,11 +25,11 @@ def test_any_range_of_the_order_can_be_computed_by_itself(count, seed, data):
 
 @given(start=st.integers(0, 1000), length=st.integers(0, 1000), size=st.integers(1, 17))
 def test_shards_tile_a_range_and_differ_by_at_most_one(start, length, size):
-    shares = [shard_range(start, start + length, size, index) for index in range(size)]
-    assert shares[0][0] == start
-    assert shares[-1][1] == start + length
-    assert all(shares[i][1] == shares[i + 1][0] for i in range(size - 1))
-    assert max(b - a for a, b in shares) - min(b - a for a, b in shares) <= 1
+    ranges = [shard_range(start, start + length, size, index) for index in range(size)]
+    assert ranges[0][0] == start
+    assert ranges[-1][1] == start + length
+    assert all(ranges[i][1] == ranges[i + 1][0] for i in range(size - 1))
+    assert max(b - a for a, b in ranges) - min(b - a for a, b in ranges) <= 1
 
 
 def test_every_epoch_and_every_seed_has_its_own_order():

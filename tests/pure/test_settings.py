@@ -1,4 +1,4 @@
-"""Laws of settings: what knows them is derived from their one declaration, and a run's identity stays what it was."""
+"""Laws of settings: every use derives from one declaration, and the identity of old runs does not change."""
 
 import dataclasses
 import inspect

@@ -14,7 +14,7 @@ from fourfold.words.program import Action, ProgramError, Verb, parse_program
 from fourfold.words.trace_events import LANES
 
 
-def _can_be(step):
+def _is_legal(step):
     if step.update == "in_backward":
         return not (step.has_clip or step.allows_unused or step.has_trust_ratios)
     return step.update == "after" or step.sync == StepSync.GRADIENTS
@@ -32,54 +32,54 @@ STEPS = st.builds(
     launch_order=st.just(()),
     has_trust_ratios=st.booleans(),
     sync=st.sampled_from(StepSync),
-).filter(_can_be)
+).filter(_is_legal)
 SECONDS = st.floats(0, 10, allow_nan=False).map(lambda value: round(value, 3))
 
 
 @st.composite
-def priced(draw):
-    """A data axis's program, a price and a lead for each action."""
+def programs_with_costs(draw):
+    """A program of the data axis, a cost for each action, and an overlap for each reduction."""
     actions = lower_step(draw(STEPS))
     program = dict.fromkeys(range(draw(st.integers(1, 4))), actions)
     keys = [(rank, action) for rank in program for action in actions]
     costs = {key: draw(SECONDS) for key in keys}
-    leads = {key: draw(SECONDS) for key in keys if key[1].verb == Verb.REDUCE}
-    return program, costs, leads
+    overlaps = {key: draw(SECONDS) for key in keys if key[1].verb == Verb.REDUCE}
+    return program, costs, overlaps
 
 
-@given(case=priced())
+@given(case=programs_with_costs())
 def test_no_action_begins_before_its_dependencies_and_its_lane_allow(case):
-    program, costs, leads = case
-    times = simulate(program, lambda *key: costs[key], overlap=lambda rank, action: leads.get((rank, action), 0.0))
+    program, costs, overlaps = case
+    times = simulate(program, lambda *key: costs[key], overlap=lambda rank, action: overlaps.get((rank, action), 0.0))
     at = {(rank, timed.action): timed for rank, each in times.items() for timed in each}
-    needs = Dependencies(program)
+    dependencies = Dependencies(program)
     for (rank, action), timed in at.items():
         assert timed.end >= timed.start + costs[rank, action]
-        for need in needs.of(rank, action):
-            met = at[need]
-            assert timed.start >= max(met.start, met.end - leads.get((rank, action), 0.0))
-            assert leads.get((rank, action), 0.0) or timed.start >= met.end
+        for needed in dependencies.of(rank, action):
+            dependency = at[needed]
+            assert timed.start >= max(dependency.start, dependency.end - overlaps.get((rank, action), 0.0))
+            assert overlaps.get((rank, action), 0.0) or timed.start >= dependency.end
     for rank, actions in program.items():
         for name in LANES:
             queue = [at[rank, action] for action in actions if lane_of(action) == name]
             assert all(after.start >= before.end for before, after in itertools.pairwise(queue))
 
 
-@given(case=priced())
+@given(case=programs_with_costs())
 def test_a_step_takes_at_least_its_longest_lane(case):
-    program, costs, leads = case
-    times = simulate(program, lambda *key: costs[key], overlap=lambda *key: leads.get(key, 0.0))
+    program, costs, overlaps = case
+    times = simulate(program, lambda *key: costs[key], overlap=lambda *key: overlaps.get(key, 0.0))
     for rank, actions in program.items():
         for name in LANES:
             assert makespan(times) >= sum(costs[rank, action] for action in actions if lane_of(action) == name) - 1e-9
 
 
-@given(case=priced(), longer=SECONDS)
+@given(case=programs_with_costs(), longer=SECONDS)
 def test_a_longer_action_never_shortens_a_step(case, longer):
     program, costs, _ = case
     key = next(iter(costs))
-    dearer = {**costs, key: costs[key] + longer}
-    before, after = (simulate(program, lambda *key, of=of: of[key]) for of in (costs, dearer))
+    slower = {**costs, key: costs[key] + longer}
+    before, after = (simulate(program, lambda *key, of=of: of[key]) for of in (costs, slower))
     assert makespan(after) >= makespan(before) - 1e-9
 
 
@@ -110,8 +110,8 @@ def test_local_sgd_waits_for_the_slowest_rank_only_in_steps_that_average():
 
 def test_norms_of_update_directions_wait_for_the_gradient_norms_of_all_ranks():
     program = dict.fromkeys(range(2), lower_step(DataStepSpec(1, 1, has_clip=True, has_trust_ratios=True)))
-    prices = {(1, "M0.1"): 10.0, (0, "M0.3"): 5.0}
-    times = simulate(program, lambda rank, action: prices.get((rank, str(action)), 1.0))
+    costs = {(1, "M0.1"): 10.0, (0, "M0.3"): 5.0}
+    times = simulate(program, lambda rank, action: costs.get((rank, str(action)), 1.0))
     for rank in (0, 1):
         start = {str(timed.action): timed.start for timed in times[rank]}
         assert start["M0.3"] >= 14 > start["M0.1"]
@@ -120,9 +120,9 @@ def test_norms_of_update_directions_wait_for_the_gradient_norms_of_all_ranks():
 
 def test_a_reduction_overlaps_with_backward_once_its_bucket_is_ready():
     program = dict.fromkeys(range(2), lower_step(DataStepSpec(1, 2)))
-    leads = {"R0.0": 6.0, "R0.1": 0.0}
-    price = {"B0.0": 10.0}
-    times = simulate(program, lambda r, a: price.get(str(a), 1.0), overlap=lambda r, a: leads.get(str(a), 0.0))
+    overlaps = {"R0.0": 6.0, "R0.1": 0.0}
+    costs = {"B0.0": 10.0}
+    times = simulate(program, lambda r, a: costs.get(str(a), 1.0), overlap=lambda r, a: overlaps.get(str(a), 0.0))
     assert [(str(t.action), t.start) for t in times[1]][3:] == [("R0.0", 6), ("R0.1", 12), ("U0.0", 12), ("U0.1", 13)]
 
 
@@ -130,17 +130,17 @@ def test_reductions_in_different_orders_are_a_deadlock_reported_with_each_ranks_
     program = parse_program("0: F0.0 M0.0 B0.0 R0.0 R0.1 U0.0 U0.1\n1: F0.0 M0.0 B0.0 R0.1 R0.0 U0.0 U0.1")
     with pytest.raises(ProgramError) as caught:
         simulate(program, lambda rank, action: 1.0)
-    said = str(caught.value)
-    assert "it cannot end" in said
-    assert "rank 0, reduce: F0.0 M0.0 B0.0 ▸R0.0 R0.1 U0.0 U0.1   need rank 1 to come to R0.0 too" in said
-    assert "▸R0.1 R0.0" in said
+    message = str(caught.value)
+    assert "it cannot end" in message
+    assert "rank 0, reduce: F0.0 M0.0 B0.0 ▸R0.0 R0.1 U0.0 U0.1   need rank 1 to come to R0.0 too" in message
+    assert "▸R0.1 R0.0" in message
 
 
 @given(step=STEPS.filter(lambda step: step.num_buckets > 1 and step.sync == StepSync.GRADIENTS), data=st.data())
 def test_any_swap_of_two_reductions_on_one_rank_is_a_deadlock(step, data):
     actions = list(lower_step(step))
-    places = [i for i, action in enumerate(actions) if action.verb == Verb.REDUCE]
-    one, other = data.draw(st.lists(st.sampled_from(places), min_size=2, max_size=2, unique=True))
+    positions = [i for i, action in enumerate(actions) if action.verb == Verb.REDUCE]
+    one, other = data.draw(st.lists(st.sampled_from(positions), min_size=2, max_size=2, unique=True))
     swapped = list(actions)
     swapped[one], swapped[other] = actions[other], actions[one]
     with pytest.raises(ProgramError, match="cannot end"):

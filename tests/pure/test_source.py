@@ -44,9 +44,9 @@ def test_a_corpus_is_the_concatenation_of_its_file_ranges(tmp_path: Path):
     rng = np.random.default_rng(0)
     texts = [rng.integers(0, 256, size, dtype=np.uint8).tobytes() for size in (7, 1, 30, 2, 2, 64)]
     write(tmp_path, {f"{i}": text for i, text in enumerate(texts)})
-    cuts = [(0, 7), (0, 1), (5, 25), (1, 1), (0, 2), (3, 64)]
-    corpus = Corpus(FileRange(tmp_path / f"{i}", start, stop) for i, (start, stop) in enumerate(cuts))
-    joined = b"".join(text[start:stop] for text, (start, stop) in zip(texts, cuts, strict=True))
+    ranges = [(0, 7), (0, 1), (5, 25), (1, 1), (0, 2), (3, 64)]
+    corpus = Corpus(FileRange(tmp_path / f"{i}", start, stop) for i, (start, stop) in enumerate(ranges))
+    joined = b"".join(text[start:stop] for text, (start, stop) in zip(texts, ranges, strict=True))
 
     assert all_bytes(corpus) == joined
     for length in (1, 2, 9, 40):
@@ -63,17 +63,17 @@ def test_a_corpus_ends_where_its_last_file_range_ends(tmp_path: Path):
 
 
 def test_the_validation_split_depends_only_on_paths_relative_to_the_root(tmp_path: Path):
-    here, there = write(tmp_path / "here", pages(60)), write(tmp_path / "there/below", pages(60))
-    # One more file must not move another.
-    write(there, {"part0/aaa.txt": b"new\n", "zzz.txt": b"new\n"})
+    first_root, second_root = write(tmp_path / "here", pages(60)), write(tmp_path / "there/below", pages(60))
+    # Additional files must not change the split of the others.
+    write(second_root, {"part0/aaa.txt": b"new\n", "zzz.txt": b"new\n"})
 
     def names(corpus: Corpus, root: Path) -> list[str]:
-        return [piece.path.relative_to(root).as_posix() for piece in corpus.file_ranges]
+        return [each.path.relative_to(root).as_posix() for each in corpus.file_ranges]
 
-    first, second = open_text(here), open_text(there)
-    assert names(first.valid, here) == sorted(name for name in pages(60) if is_validation_file(name)) != []
+    first, second = open_text(first_root), open_text(second_root)
+    assert names(first.valid, first_root) == sorted(name for name in pages(60) if is_validation_file(name)) != []
     for one, other in zip(first, second, strict=True):
-        assert names(one, here) == [name for name in names(other, there) if name in pages(60)]
+        assert names(one, first_root) == [name for name in names(other, second_root) if name in pages(60)]
 
 
 def test_the_rule_of_the_validation_split_is_frozen():
@@ -103,14 +103,14 @@ def test_the_last_tenth_of_each_file_is_held_out_if_files_cannot_be_split(tmp_pa
 def test_only_text_is_read_from_a_folder(tmp_path: Path):
     extra = {"image.bin": b"a\0b", ".git/config": b"hidden", "__pycache__/x.txt": b"cache", "empty.txt": b""}
     split = open_text(write(tmp_path, {**pages(40), **extra}))
-    names = {piece.path.relative_to(tmp_path).as_posix() for side in split for piece in side.file_ranges}
+    names = {each.path.relative_to(tmp_path).as_posix() for side in split for each in side.file_ranges}
     assert names == set(pages(40))
 
 
 def test_about_a_twentieth_of_the_standard_library_is_held_out():
     split = standard_library()
-    assert all(piece.path.suffix == ".py" for side in split for piece in side.file_ranges)
-    assert not any("site-packages" in piece.path.parts for side in split for piece in side.file_ranges)
+    assert all(each.path.suffix == ".py" for side in split for each in side.file_ranges)
+    assert not any("site-packages" in each.path.parts for side in split for each in side.file_ranges)
     assert 0.02 < len(split.valid) / len(split.train) < 0.15
     assert len(split.train) > 5_000_000
 
@@ -221,18 +221,18 @@ def test_a_corpus_larger_than_the_memory_is_mapped(tmp_path: Path) -> None:
     assert (bytes(first), bytes(last)) == (b"begin", b"\0\0end")
 
 
-class Short(Counted):
-    """A `fetch` that returns another number of samples than requested."""
+class WrongCount(Counted):
+    """A `fetch` that returns the wrong number of samples."""
 
     def fetch(self, indices, /):
         return {"image": torch.zeros(3, 2)}, torch.zeros(3)
 
 
 def test_a_fetch_with_the_wrong_number_of_samples_is_refused():
-    assert len(fetch(Short(), range(3))[1]) == 3
+    assert len(fetch(WrongCount(), range(3))[1]) == 3
     for indices in ([], [0], range(4)):
         with pytest.raises(DataError, match=f"fetch of {len(indices)} indices returned a tensor of \\[3"):
-            fetch(Short(), indices)
+            fetch(WrongCount(), indices)
 
 
 @pytest.mark.parametrize("odd", [torch.ones(4).to_sparse(), np.array("a"), np.array([None])])

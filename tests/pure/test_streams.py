@@ -17,12 +17,12 @@ pytestmark = pytest.mark.skipif(not os.path.exists(FULL), reason="no /dev/full h
 @contextmanager
 def unread() -> Iterator[int]:
     """A pipe whose reader is gone."""
-    reading, writing = os.pipe()
-    os.close(reading)
+    read_fd, write_fd = os.pipe()
+    os.close(read_fd)
     try:
-        yield writing
+        yield write_fd
     finally:
-        os.close(writing)
+        os.close(write_fd)
 
 
 def run(code: str, *, out: int | None = None, err: int | None = None) -> "subprocess.CompletedProcess[str]":

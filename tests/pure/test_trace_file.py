@@ -88,15 +88,15 @@ def test_costs_exclude_waits():
 
 def test_a_simulated_step_ends_when_the_measured_one_did():
     for late in (0.0, 3.0):
-        whole = trace(late=late)
-        times = cost.simulated_timeline(whole)
-        # Two reductions wait for no one, and the second's wait is all that the simulation leaves out.
-        assert makespan(times) == pytest.approx(makespan(cost.measured_timeline(whole, 3)), rel=0.1)
+        recorded = trace(late=late)
+        times = cost.simulated_timeline(recorded)
+        # The only difference: the simulation leaves out the wait for the second reduction.
+        assert makespan(times) == pytest.approx(makespan(cost.measured_timeline(recorded, 3)), rel=0.1)
 
 
 def test_every_action_that_was_measured_is_compared():
-    whole = trace()
-    rows = cost.compare_timelines(whole, 3, cost.simulated_timeline(whole))
+    recorded = trace()
+    rows = cost.compare_timelines(recorded, 3, cost.simulated_timeline(recorded))
     assert {(row.rank, row.action) for row in rows} == {(r, str(a)) for r, actions in PROGRAM.items() for a in actions}
     assert all(row.measured == pytest.approx(row.simulated) for row in rows)
 
@@ -109,8 +109,8 @@ def test_time_by_action_adds_up_to_the_step():
     assert spent["forward"] == pytest.approx(1.0)
 
 
-def gathering() -> Trace:
-    """One step of zero 1: buckets are updated, and their weights gathered while the process waits for nobody."""
+def zero1_trace() -> Trace:
+    """One step of zero 1: each bucket is updated, then its weights are all-gathered. There are no waits."""
     found = [
         ("step", COMPUTE_LANE, 0.0, 10.0),
         ("F0.0", COMPUTE_LANE, 0.0, 1.0),
@@ -128,7 +128,7 @@ def gathering() -> Trace:
 
 
 def test_all_gathers_are_a_category_of_their_own():
-    spent = step_breakdown.seconds_by_category(gathering())
+    spent = step_breakdown.seconds_by_category(zero1_trace())
     assert spent["gather"] == pytest.approx(4.0)
     assert spent["between actions"] == pytest.approx(1.0)
     assert sum(seconds for name, seconds in spent.items() if name != step_breakdown.REDUCE_TIME) == pytest.approx(10.0)
@@ -141,17 +141,17 @@ def test_every_verb_of_the_data_axis_has_a_time_category():
 
 
 def test_the_typical_step_is_the_one_of_median_duration():
-    whole = trace()
-    slow = [e._replace(step=5, stop=e.stop + 50) for e in whole.events if e.step == 3 and e.name == "U0.1"]
-    others = [e._replace(step=5) for e in whole.events if e.step == 3 and e.name != "U0.1"]
-    assert cost.median_step(Trace(PROGRAM, (*slow, *others, *whole.events))) in (3, 4)
+    recorded = trace()
+    slow = [e._replace(step=5, stop=e.stop + 50) for e in recorded.events if e.step == 3 and e.name == "U0.1"]
+    others = [e._replace(step=5) for e in recorded.events if e.step == 3 and e.name != "U0.1"]
+    assert cost.median_step(Trace(PROGRAM, (*slow, *others, *recorded.events))) in (3, 4)
 
 
 def test_of_two_sampled_steps_the_typical_one_is_shown_and_simulated():
-    whole = trace()
-    slow = Trace(PROGRAM, tuple(e._replace(start=e.start * 3, stop=e.stop * 3) for e in whole.events if e.step == 3))
-    both = Trace(PROGRAM, (*slow.events, *(e for e in whole.events if e.step == 4)))
-    alone = Trace(PROGRAM, tuple(e for e in whole.events if e.step == 4))
+    recorded = trace()
+    slow = Trace(PROGRAM, tuple(e._replace(start=e.start * 3, stop=e.stop * 3) for e in recorded.events if e.step == 3))
+    both = Trace(PROGRAM, (*slow.events, *(e for e in recorded.events if e.step == 4)))
+    alone = Trace(PROGRAM, tuple(e for e in recorded.events if e.step == 4))
     assert cost.median_step(both) == 4
     assert cost.measure_costs(both).seconds == cost.measure_costs(alone).seconds
 
@@ -167,17 +167,17 @@ def test_overlapping_waits_count_once(spans):
 
 
 @given(
-    ahead=st.integers(-(10**15), 10**15),
+    offset=st.integers(-(10**15), 10**15),
     delays=st.lists(st.tuples(st.integers(1, 10**6), st.integers(1, 10**6)), min_size=2, max_size=8),
 )
-def test_the_true_clock_offset_lies_within_the_bounds(ahead, delays):
+def test_the_true_clock_offset_lies_within_the_bounds(offset, delays):
     now, mine, theirs = 10**9, [], []
     for first, second in delays:
         mine.append(now + first)
-        theirs.append(now + second + ahead)
+        theirs.append(now + second + offset)
         now += 10**6  # a round ends after both have begun it
     least, most = clock_offset_bounds(mine, theirs)
-    assert least <= ahead <= most
+    assert least <= offset <= most
 
 
 @pytest.mark.parametrize("data", [b"", b"{}", b"[1]", b'{"traceEvents": [], "otherData": {"program": "0: Q"}}'])

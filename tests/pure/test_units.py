@@ -1,4 +1,4 @@
-"""Numbers for people: three digits, a suitable prefix, and no count above 0 shown as 0."""
+"""Human-readable numbers: three digits, a suitable prefix, and no count above 0 shown as 0."""
 
 import pytest
 from hypothesis import given
