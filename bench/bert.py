@@ -2,8 +2,8 @@
 
 num_shards  the ranks among which weights are split, and with them heads, inner sizes and vocabulary; 1 = not split
 split       whether these ranks split the tokens too, where a layer's weights are whole
-Law: autograd keeps here what the ranks of a real job keep. Collectives are left out: they change values but no sizes,
-except where one makes a tensor (the gathered logits).
+Law: autograd keeps the same tensors here as on the ranks of a real job. Collectives are left out, except one that
+makes a tensor (the gathered logits): the others change values but no sizes.
 
 Post-norm, tied output weight, a loss on every position (Devlin et al., 2019; split as Megatron does, Shoeybi et al.,
 2019). Dropout keeps one byte an element, as it does on GPUs; on CPUs torch's own keeps a float.

@@ -24,7 +24,7 @@ TREES = {
     "no files": ({}, "0::/\n", None),
     "no limit": ({"cpu.max": "max 100000\n"}, "0::/\n", None),
     "version 2, in a container": ({"cpu.max": "250000 100000\n"}, "0::/\n", 2.5),
-    "version 2, its own_cgroup group": ({"job/step/cpu.max": "150000 100000\n"}, "0::/job/step\n", 1.5),
+    "version 2, its own group": ({"job/step/cpu.max": "150000 100000\n"}, "0::/job/step\n", 1.5),
     "version 2, a parent group": (
         {"job/cpu.max": "300000 100000\n", "job/step/cpu.max": "max 100000\n"}, "0::/job/step\n", 3.0,
     ),
