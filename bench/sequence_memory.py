@@ -297,15 +297,15 @@ def measure_rows(rows: Sequence[Row], question: Question) -> Found:
 def ratios(tensors: Found, sequences: Found) -> list[list[str]]:
     """What 64 sequence ranks reach compared with 12 tensor ranks, and with equal numbers of ranks."""
     lines = [["", "64 : 12", *(f"{size} : {size}" for size in TENSOR_SIZES if size > 1)]]
-    for name, ours in sequences.items():
-        for against, theirs in tensors.items():
-            equal = [_ratio(ours, size, theirs, size) for size in TENSOR_SIZES if size > 1]
-            lines.append([f"{name} : TP, {against}", _ratio(ours, 64, theirs, 12), *equal])
+    for name, sequence in sequences.items():
+        for tensor_name, tensor in tensors.items():
+            equal = [_ratio(sequence, size, tensor, size) for size in TENSOR_SIZES if size > 1]
+            lines.append([f"{name} : TP, {tensor_name}", _ratio(sequence, 64, tensor, 12), *equal])
     return lines
 
 
-def _ratio(ours: Mapping[int, int], size: int, theirs: Mapping[int, int], against: int) -> str:
-    return f"{ours[size] / theirs[against]:.1f}" if ours.get(size) and theirs.get(against) else "–"
+def _ratio(sequence: Mapping[int, int], size: int, tensor: Mapping[int, int], tensor_size: int) -> str:
+    return f"{sequence[size] / tensor[tensor_size]:.1f}" if sequence.get(size) and tensor.get(tensor_size) else "–"
 
 
 def format_results(heading: str, found: Found, sizes: Sequence[int]) -> str:
