@@ -7,7 +7,7 @@ from pathlib import Path
 SOURCE = Path(__file__).parents[2] / "src" / "fourfold"
 
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_PARAMETERS = 350, 45, 8
-# What exceeds a limit ("FILE" its lines, "FILE FUNCTION" its lines or parameters), and why. To be shortened.
+# Exceptions to the limits, and why: "FILE" for its lines, "FILE FUNCTION" for its lines or parameters.
 PUBLIC_SIGNATURE = "public: its keywords are the contract of DESIGN §8"
 NEXT_ISSUE = "to be split into lowering and assembly"
 ALLOWED = {
@@ -124,7 +124,7 @@ def test_every_exception_to_the_limits_is_still_needed():
 # Names with an underscore that are public by their documentation, and those of the standard library.
 PUBLIC = {"_replace", "_asdict", "_fields", "_make", "_exit"}
 STANDARD_LIBRARY = {"_getframe", "_current_frames", "_run_exitfuncs", "_lru_cache_wrapper", "_thread"}
-# Private names of nn.Module that classes of ours use for attributes of their own.
+# Private names of nn.Module that classes of Fourfold use for their own attributes.
 AMBIGUOUS = {"_parameters", "_buffers", "_modules"}
 MAY_NAME_PRIVATE = {
     "parts/torch_private.py": "the one file for torch's private names",

@@ -48,9 +48,9 @@ def test_buckets_and_slots_are_in_reverse_order_of_definition(specs, bucket_byte
 
 @pytest.mark.parametrize(("megabytes", "limit", "expected"), [
     (3.5, 4.0, 0.5),  # a small model
-    (20.0, 4.0, 2.5),  # an eighth
-    (400.0, 4.0, 4.0),  # a large one: as the plan says
-    (3.5, 0.25, 0.25),  # never more than the plan says
+    (20.0, 4.0, 2.5),  # a medium model: an eighth of it
+    (400.0, 4.0, 4.0),  # a large model: the plan's limit
+    (3.5, 0.25, 0.25),  # the plan's limit holds for small models too
 ])  # fmt: skip
 def test_between_hosts_a_model_has_about_eight_buckets_of_at_least_512_kib(megabytes, limit, expected):
     specs = [ParamSpec("p", int(megabytes * 2**18), "float32", 4)]

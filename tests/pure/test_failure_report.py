@@ -1,4 +1,4 @@
-"""Why a job ended: the first cause, reported once, with the user's lines."""
+"""Why a job ended: the first cause is reported once, with the lines of the user's code."""
 
 import os
 import signal
@@ -195,7 +195,7 @@ def raised(code: str, **names: object) -> Exception:
 def test_a_traceback_is_cut_to_the_users_lines() -> None:
     import torch
 
-    # Through torch's frames and fourfold's, and the user's in between.
+    # The traceback has frames of torch, and frames of the user's code between them.
     text = format_error(
         raised("tree.tree_map(lambda x: x.no_such_name, [1])", tree=torch.utils._pytree)  # type: ignore[attr-defined]
     )

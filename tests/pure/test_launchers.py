@@ -1,4 +1,4 @@
-"""The ranks and sizes that the variables of a launcher give, and where its ranks find each other."""
+"""Laws of launchers: which ranks and sizes follow from their environment variables, and which rendezvous."""
 
 from collections.abc import Mapping
 

@@ -1,4 +1,4 @@
-"""Laws of the learning rate: how it scales with the batch, warms up and falls."""
+"""Laws of the learning rate: how it scales with the batch size, warms up and decays."""
 
 import itertools
 import math

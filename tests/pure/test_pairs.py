@@ -20,7 +20,7 @@ def test_every_pair_of_values_is_in_a_legal_row_or_reported_impossible(forbidden
     assert all(map(is_legal, rows))
     assert set(impossible) == forbidden
     assert set().union(*map(pairs.pairs_in, rows)) == set(pairs.pairs(CHOICES)) - forbidden
-    assert len(rows) < 60  # of 4096; 16 are the least
+    assert len(rows) < 60  # of 4096; at least 16 are needed
 
 
 def test_covers_are_deterministic_and_contain_the_required_parts():

@@ -155,7 +155,9 @@ def test_the_time_of_a_resumed_run_is_the_sum_over_its_segments(run):
     ]
     assert "0:06 time, 2 attempts" in visible_text(html).replace("0:06time", "0:06 time")
     assert "2.14 k" in visible_text(html)
-    path.write_text("\n".join([*steps[:4], json.dumps({"resumed": 4}), *steps[4:]]) + "\n")  # not ended, an older log
+    path.write_text(
+        "\n".join([*steps[:4], json.dumps({"resumed": 4}), *steps[4:]]) + "\n"
+    )  # an unfinished run, with a log of an older version
     assert [attempt.seconds for attempt in run_record.read_run(run).segments] == [2.0, 1.0]
 
 

@@ -1,4 +1,4 @@
-"""Whether a job restarts, and which rank held it up."""
+"""Laws of restarts: whether a job restarts, and which ranks count as hanging."""
 
 import math
 from pathlib import Path
@@ -71,9 +71,11 @@ def test_the_hang_limit_follows_the_step_time_and_has_a_minimum() -> None:
     assert HeartbeatRecord(9, 0, STEPPING, 0.0, 0.1).limit_seconds(10.0) == 10.0
     assert HeartbeatRecord(9, 0, STEPPING, 0.0, 60.0).limit_seconds(10.0) == 300.0
     assert HeartbeatRecord(9, 0, PAUSED, 0.0, 1.0).limit_seconds(10.0) == 120.0
-    assert HeartbeatRecord(9, 0, PAUSED, 0.0, 0.0).limit_seconds(10.0) == 600.0  # the first of its kind
+    assert HeartbeatRecord(9, 0, PAUSED, 0.0, 0.0).limit_seconds(10.0) == 600.0  # the first pause has no precedent
     assert HeartbeatRecord(-1, 0, STARTING, 0.0, 0.0).limit_seconds(10.0) == 600.0
-    assert HeartbeatRecord(9, 0, DONE, 0.0, 0.0).limit_seconds(10.0) == math.inf  # a sample, a page
+    assert (
+        HeartbeatRecord(9, 0, DONE, 0.0, 0.0).limit_seconds(10.0) == math.inf
+    )  # the run generates its sample or writes its report
 
 
 def test_only_ranks_beyond_their_limit_are_overdue() -> None:

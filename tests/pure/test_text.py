@@ -1,4 +1,4 @@
-"""Printed text cannot control the terminal, wherever it comes from."""
+"""Laws of printed text: whatever its source, it contains no terminal controls."""
 
 import io
 import sys

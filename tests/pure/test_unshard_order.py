@@ -22,7 +22,7 @@ def test_a_missing_bucket_is_inserted_after_what_its_rank_used_last():
     assert order.buckets == [0, 1, 7, 2, 3]
     assert order.missing_bucket(9) == MissingBucket(
         9, 4
-    )  # this rank used the last one, whose position is one higher now
+    )  # this rank used the last bucket, whose position has grown by one
 
 
 def test_the_miss_reports_of_one_round_refer_to_positions_before_it():
