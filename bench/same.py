@@ -13,7 +13,7 @@ Compared of a case: the loss and metrics of 3 steps and an evaluation, and every
 all ranks. With `reload`, a second TrainStep loads the state and takes another step; its state is compared too. With
 DistributedOptimizer, gradients are compared too. Then the collectives: which calls reach a ProcessGroup of
 torch.distributed, in which order in each group, with kind, elements, dtype, bytes, peers and tags (`same_record`).
-Transfers through shared memory make no such call. Traces show their order (cases with the door "train", and all runs):
+Transfers through shared memory make no such call. Traces show their order (cases with the api "train", and all runs):
 which bucket is ready, sent, updated and gathered; the log has the bytes sent.
 
 Compared of a run: log, settings, plan, trace, collectives, and all checkpoints (manifest; file, title, dtype, shape and
@@ -138,7 +138,7 @@ def run_case(report: Report, worlds: dict[str, CheckoutWorld], checkouts: Checko
     name, files = f"case-{number}", {side: str(checkouts.folder(side) / f"case-{number}") for side in worlds}
     requests = {side: {"case": case, "name": name, "file": files[side]} for side in worlds}
     found, outcome = run_both(worlds, requests)
-    if outcome is None and case["door"] != "train":  # a run that exists already would be resumed
+    if outcome is None and case["api"] != "train":  # a run that exists already would be resumed
         failures = "; ".join(
             f"{each.where} {each.detail.splitlines()[0]}" for each in found if each.detail != "trained"
         )
@@ -148,7 +148,7 @@ def run_case(report: Report, worlds: dict[str, CheckoutWorld], checkouts: Checko
     groups = ["outcome"]
     if outcome is not None:
         groups += ["losses", "weights", "collectives"]
-        groups += ["metrics", "states"] if case["door"] != "train" else ["log", "trace", "checkpoints"]
+        groups += ["metrics", "states"] if case["api"] != "train" else ["log", "trace", "checkpoints"]
         found += compare_records(files["old"], files["new"], case["ranks"])
         folders = [checkouts.folder(side) / "runs" / name for side in worlds]
         if all(folder.exists() for folder in folders):

@@ -1,7 +1,7 @@
 """Cases of `bench.same`: plans, models and batches, drawn from a seed. Imports neither torch nor Fourfold.
 
 case   one training: a value for each field of OPTIONS
-door   the interface that drives it: "loop" (parallelize), "feed" (parallelize and Feed), "train" (ff.train), "wrap"
+api    the interface that drives it: "loop" (parallelize), "feed" (parallelize and Feed), "train" (ff.train), "wrap"
        (DistributedOptimizer)
 pair   two fields and their values, in one case
 run    a run folder: a plan in TOML, and further arguments of `fourfold train`
@@ -27,7 +27,7 @@ NEW_NAMES = {"reduce": "reduce_dtype", "codec_life": "codec_refresh_steps"}
 # The first option of each field is its default, from which a case is drawn.
 TASK_OPTIONS: dict[str, tuple[Any, ...]] = {
     "ranks": (2, 1, 3, 4),
-    "door": ("loop", "feed", "train", "wrap"),
+    "api": ("loop", "feed", "train", "wrap"),
     "model": ("mlp", "tied", "spare", "norm", "frozen", "conv", "attention"),
     "dtype": ("float32", "float64"),
     "loss": ("values", "pair", "scalar", "masked"),
@@ -86,8 +86,8 @@ def differing(case: Case, names: Iterable[str]) -> list[str]:
 
 
 def is_legal(case: Case) -> bool:
-    """Whether the plan, the door and the model allow the case."""
-    rules = (_mesh, _fields_are_read, _model, _door, _update, _local, _numbers)
+    """Whether the plan, the interface and the model allow the case."""
+    rules = (_mesh, _fields_are_read, _model, _api, _update, _local, _numbers)
     return all(rule(case) for rule in rules)
 
 
@@ -112,12 +112,12 @@ def _model(case: Case) -> bool:
     return not (case["model"] == "norm" and is_batch_split and case["batch_norm"] == "refuse")
 
 
-def _door(case: Case) -> bool:
-    if case["batches"] != "even" and (data_ranks(case) == 1 or case["door"] not in ("loop", "wrap")):
+def _api(case: Case) -> bool:
+    if case["batches"] != "even" and (data_ranks(case) == 1 or case["api"] not in ("loop", "wrap")):
         return False
-    if case["door"] in ("train", "wrap") and case["reload"]:
+    if case["api"] in ("train", "wrap") and case["reload"]:
         return False
-    if case["door"] != "wrap":
+    if case["api"] != "wrap":
         return True
     ignored = [name for name in PLAN_OPTIONS if name not in (*WRAPPED, "microbatches")]
     return not differing(case, ignored) and case["loss"] == "values" and case["batches"] != "empty"
@@ -174,7 +174,7 @@ def generate(count: int = NUM_CASES, seed: int = SEED) -> tuple[list[Case], floa
     possible: set[Pair] = set()
     for number in range(count):
         # DistributedOptimizer reads few fields, so such a case has few new pairs and would hardly be chosen.
-        fixed = {"door": "wrap"} if number % WRAP_EVERY == WRAP_EVERY - 1 else {}
+        fixed = {"api": "wrap"} if number % WRAP_EVERY == WRAP_EVERY - 1 else {}
         candidates = [(case, pairs(case)) for case in (_candidate(draw, fixed) for _ in range(NUM_CANDIDATES))]
         possible.update(*(found for _, found in candidates))
         best, new = max(candidates, key=lambda each: len(each[1] - covered))
@@ -185,7 +185,7 @@ def generate(count: int = NUM_CASES, seed: int = SEED) -> tuple[list[Case], floa
 
 def plan_fields(case: Case) -> dict[str, Any]:
     """The fields of the case's plan, without those that have no effect."""
-    if case["door"] == "wrap":
+    if case["api"] == "wrap":
         return {"dp": case["ranks"], **{name: case[name] for name in WRAPPED}}
     skipped = {name for name, (other, values) in READ_UNDER.items() if case[other] not in values}
     fields = {name: case[name] for name in PLAN_OPTIONS if name not in skipped and case[name] is not None}
@@ -194,7 +194,7 @@ def plan_fields(case: Case) -> dict[str, Any]:
 
 def describe(case: Case) -> str:
     """The case in a line: the main options, then those that differ from START."""
-    always = ("door", "model", "dtype", "optimizer")
+    always = ("api", "model", "dtype", "optimizer")
     rest = differing(case, [name for name in OPTIONS if name not in (*always, "ranks")])
     head = f"{case['ranks']} ranks, " + ", ".join(str(case[name]) for name in always)
     return "; ".join([head, *(f"{name} = {case[name]}" for name in rest)])

@@ -107,7 +107,7 @@ def _loop(ff: Any, case: Case, record: CaseRecord) -> None:
     make = same_models.optimizer(case, ff.optim)
     step = build(make, plan, clip=case["clip"])
     batches: list[Any] = same_models.batches(case, rank // case["sp"])
-    if case["door"] == "feed":
+    if case["api"] == "feed":
         size = 2 * case["microbatches"] * data_ranks(case)
         source = same_models.Source(case, size * (STEPS + 2) + 1)
         batches = list(itertools.islice(ff.Feed(source, plan, batch_size=size, seed=3), STEPS + 2))
@@ -176,10 +176,10 @@ def _train(ff: Any, case: Case, record: CaseRecord, name: str) -> None:
 def run_case(ff: Any, recorder: Recorder, request: Record) -> Record:
     """Run a case, and write its record. A refusal by this version is a result too."""
     case, record = request["case"], CaseRecord()
-    doors = {"wrap": _wrap, "train": functools.partial(_train, name=request["name"])}
+    drivers = {"wrap": _wrap, "train": functools.partial(_train, name=request["name"])}
     recorder.begin()
     try:
-        doors.get(case["door"], _loop)(ff, case, record)
+        drivers.get(case["api"], _loop)(ff, case, record)
         outcome = "trained"
     except ff.FourfoldError as error:
         outcome = f"refused: {type(error).__name__}"

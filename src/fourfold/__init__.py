@@ -1,6 +1,6 @@
 """Fourfold: write the task once, for one device; say in a plan how it is laid over many.
 
-The names below are the whole door. They are loaded when first used, so that `import fourfold` does not import torch.
+The names below are the whole public interface. They are loaded on first use: `import fourfold` does not import torch.
 """
 
 import importlib

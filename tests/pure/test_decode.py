@@ -22,7 +22,7 @@ from fourfold.plan.decode import (
     read_bounded,
 )
 from fourfold.plan.plan import Plan
-from fourfold.plan.trace_file import decode_trace as decode_trace
+from fourfold.plan.trace_file import decode_trace
 from fourfold.report import faults, page
 from fourfold.report.run_record import ReportError
 from fourfold.trainer.fault_log import FAULTS_FILE

@@ -24,7 +24,7 @@ from fourfold.tasks import digits, lm
 from fourfold.words.errors import FourfoldError, SettingError
 from tests.pure.test_cli import Refused, refused
 
-__all__ = ["refused"]
+__all__ = ["refused"]  # a fixture
 
 GIB = 2**30
 WIDE = 64
