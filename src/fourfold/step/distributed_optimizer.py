@@ -25,13 +25,7 @@ from fourfold.parts.optim.user_optimizer import group_indices
 from fourfold.parts.torch_private import NO_BACKWARD_ID, call_after_backward, current_backward_id
 from fourfold.plan.intervals import DRIFT_CHECK
 from fourfold.plan.plan import Plan
-from fourfold.step import replica_drift
-from fourfold.step.argument_checks import (
-    check_join_states,
-    check_wrapper_arguments,
-    check_wrapper_parameters,
-    check_wrapper_plan,
-)
+from fourfold.step import argument_checks, replica_drift
 from fourfold.step.batch_norm import FrozenBatchNorms
 from fourfold.step.broadcast_tree import broadcast_model, broadcast_tree
 from fourfold.step.duplicate_batches import DuplicateBatches, InputFingerprints
@@ -86,7 +80,7 @@ class DistributedOptimizer(OptimizerProxy):
         communicator: Communicator | None = None,
         drift_check: int = DRIFT_CHECK,
     ) -> None:
-        check_wrapper_arguments(optimizer=optimizer, model=model, plan=plan)
+        argument_checks.check_wrapper_arguments(optimizer=optimizer, model=model, plan=plan)
         if isinstance(optimizer, DistributedOptimizer):
             raise OptimizerError(Problem("a DistributedOptimizer, wrapped again", "the torch optimizer itself, once"))
         check_options(optimizer)
@@ -94,10 +88,10 @@ class DistributedOptimizer(OptimizerProxy):
         self._communicator = comm = communicator or init.init_communicator()
         self._plan = plan = plan or Plan(dp=comm.size)
         check_plan_on_ranks(model, plan, comm)
-        check_wrapper_plan(plan)
+        argument_checks.check_wrapper_plan(plan)
         self._frozen_norms = FrozenBatchNorms(model, plan)
         trainable = trainable_parameters(model)
-        check_wrapper_parameters(optimizer, model, trainable, comm)
+        argument_checks.check_wrapper_parameters(optimizer, model, trainable, comm)
         self._duplicate_batches = DuplicateBatches(same_batches, num_data_ranks=plan.dp, is_log_rank=comm.rank == 0)
         self._check_same_on_ranks(trainable, {"same_batches": same_batches, "drift_check": drift_check})
         self._input_fingerprints = InputFingerprints(model if self._duplicate_batches.is_active else None)
@@ -259,7 +253,7 @@ class DistributedOptimizer(OptimizerProxy):
         `no_sync()` and not reduced when it leaves is lost. Each reduction sends one message more, of three numbers.
         """
         self._check_not_replaced()
-        check_join_states(states)
+        argument_checks.check_join_states(states)
         if self._uneven_inputs is not None:
             raise TrainingError(Problem("join() within join()", "one around the whole loop"))
         rounds = self._uneven_inputs = UnevenInputs(
