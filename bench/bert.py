@@ -2,13 +2,13 @@
 
 num_shards  the ranks among which weights are split, and with them heads, inner sizes and vocabulary; 1 = not split
 split       whether these ranks split the tokens too, where a layer's weights are whole
-Law: autograd keeps here what the ranks of a real job keep. Collectives are left out: they change values but no sizes,
-except where one makes a tensor (the gathered logits).
+Law: autograd keeps the same tensors here as on the ranks of a real job. Collectives are left out, except one that
+makes a tensor (the gathered logits): the others change values but no sizes.
 
 Post-norm, tied output weight, a loss on every position (Devlin et al., 2019; split as Megatron does, Shoeybi et al.,
 2019). Dropout keeps one byte an element, as it does on GPUs; on CPUs torch's own keeps a float.
 
-B batch · L sequence held here · D width · H heads held here · K head size · V vocabulary held here
+B batch · L sequence on this rank · D width · H heads on this rank · K head size · V vocabulary on this rank
 """
 
 from collections.abc import Callable
@@ -176,12 +176,12 @@ class _GatherLogits(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits_NV: Tensor, num_shards: int) -> Tensor:
-        ctx.held = logits_NV.shape[-1]
-        return logits_NV.new_empty(len(logits_NV), num_shards * ctx.held)
+        ctx.local_size = logits_NV.shape[-1]
+        return logits_NV.new_empty(len(logits_NV), num_shards * ctx.local_size)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0][:, : ctx.held], None
+        return gradients[0][:, : ctx.local_size], None
 
 
 def losses(logits_BLV: Tensor, targets_BL: Tensor) -> Tensor:

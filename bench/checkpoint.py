@@ -66,7 +66,7 @@ def make_training_state(width: int, layers: int) -> TrainingState:
 
 
 def drop_page_cache(folder: Path) -> None:
-    """Ask the kernel to drop the files from its page cache."""
+    """Tell the kernel to drop the files from its page cache."""
     for path in folder.rglob("*"):
         if path.is_file():
             handle = os.open(path, os.O_RDONLY)
@@ -83,7 +83,7 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 def read_file(path: Path) -> None:
-    # Not read_bytes: page faults of a new buffer are not the disk's work, and would make the others look better.
+    # Not read_bytes: page faults of a new buffer are not the disk's work, and would flatter the others.
     buffer = bytearray(CHUNK_BYTES)
     with path.open("rb", buffering=0) as file:
         while file.readinto(buffer):

@@ -24,15 +24,15 @@ from fourfold.plan.data.buckets import Bucket, Slot
 
 # A block of a small language model, in reverse order of definition: 1,050,624 elements, 4.0 MiB of float32.
 SHAPES = [(256, 1024), (512,), (1024, 256), (512,), (256, 512), (512, 256), (512,), (1024, 256), (512,)]
-WARM_UP = 100  # steps until the residuals have grown and the thresholds are stable
-CODINGS = {
+WARM_UP = 100  # rounds until the residuals have grown and the thresholds are stable
+CODEC_SPECS = {
     "bf16": CodecSpec("bf16"),
     "fp16": CodecSpec("fp16"),
     "int8": CodecSpec("int8"),
     "topk 1 %": CodecSpec("topk", density=0.01),
-    "dct 1 %, life 100": CodecSpec("dct", density=0.01, refresh_steps=100),
-    "dct 1 %, life 1": CodecSpec("dct", density=0.01, refresh_steps=1),
-    "dct 10 %, life 100": CodecSpec("dct", density=0.1, refresh_steps=100),
+    "dct 1 %, refresh 100": CodecSpec("dct", density=0.01, refresh_steps=100),
+    "dct 1 %, refresh 1": CodecSpec("dct", density=0.01, refresh_steps=1),
+    "dct 10 %, refresh 100": CodecSpec("dct", density=0.1, refresh_steps=100),
     "powersgd, rank 2": CodecSpec("powersgd", matrix_rank=2),
     "powersgd, rank 4": CodecSpec("powersgd", matrix_rank=4),
 }
@@ -85,7 +85,7 @@ def main() -> None:
     torch.set_num_threads(1)
     memory.keep_freed_memory()  # as every training process does
     bucket, cpu = make_bucket(), torch.device("cpu")
-    codecs = {name: registry.make_codec(coding, bucket, SHAPES, device=cpu) for name, coding in CODINGS.items()}
+    codecs = {name: registry.make_codec(spec, bucket, SHAPES, device=cpu) for name, spec in CODEC_SPECS.items()}
     times = {name: CodecTimes() for name in codecs}
     dense = 2 * (options.ranks - 1) / options.ranks * bucket.num_bytes
     generator = torch.Generator().manual_seed(0)

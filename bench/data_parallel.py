@@ -1,4 +1,4 @@
-"""The data axis against its peers: step time, memory and loss of the same training on the same machine.
+"""The data axis compared with DDP, FSDP2 and DeepSpeed: step time, memory and loss of the same training.
 
 case           a model and a batch size
 configuration  a way to train it on all ranks
@@ -29,7 +29,7 @@ from typing import NamedTuple
 from bench.measurement import MB, PeakMemory, describe_machine, format_table
 from bench.process_world import World, WorldError
 
-OURS = (
+FOURFOLD_CONFIGURATIONS = (
     "fourfold",
     "fourfold-early",
     "fourfold-forward",
@@ -40,7 +40,16 @@ OURS = (
     "fourfold-zero3",
 )
 DEEPSPEED = ("deepspeed1", "deepspeed2", "deepspeed3")
-CONFIGURATIONS = ("ddp", "ddp-tuned", "ddp-malloc", "zero-torch", "fsdp2", *DEEPSPEED, "alone", *OURS)
+CONFIGURATIONS = (
+    "ddp",
+    "ddp-tuned",
+    "ddp-malloc",
+    "zero-torch",
+    "fsdp2",
+    *DEEPSPEED,
+    "alone",
+    *FOURFOLD_CONFIGURATIONS,
+)
 DEFAULT = ("ddp", "ddp-tuned", "ddp-malloc", "fsdp2", "alone", "fourfold")
 LOWER_BOUND, PEER = "alone", "ddp-tuned"
 # These do not use the other rank's data, or round differently (AdamW as a loop of operations, not fused).
@@ -252,14 +261,14 @@ def _format_target(name: str, target: Target, measured: Results) -> str:
     share = measured.memory[name].pss_bytes / measured.memory[PEER].pss_bytes
 
     def format_limit(what: str, value: float, limit: float) -> str:
-        return f"{what} {value:.3f} of {PEER}, reach ≤ {limit:.2f}: {'reached' if value <= limit else 'missed'}"
+        return f"{what} {value:.3f} of {PEER}, target ≤ {limit:.2f}: {'reached' if value <= limit else 'missed'}"
 
     step, memory = format_limit("step", ratio, target.step_ratio), format_limit("memory", share, target.memory_ratio)
     return f"{name}: {step} · {memory}"
 
 
 def main() -> int:
-    """0, or 1 where losses disagree or a configuration does not run."""
+    """Returns 0, or 1 if losses disagree or a configuration does not run."""
     arguments = vars(_parser().parse_args())
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # leaves every `with` block: the worlds end too
     cases, file = arguments.pop("cases"), arguments.pop("json")

@@ -1,9 +1,9 @@
-"""Faults: kills ranks of a real run, one after the other, and measures the time until training goes on.
+"""Faults: kills ranks of a real run, one after the other, and measures the time until training resumes.
 
     python -m bench.faults [--kills 20] [--words lm steps=300 checkpoint_every=5]
 
-noticed  from the signal until the launcher has found the cause
-again    from the signal to the end of the first step after it; the target is 6 s
+detect   from the signal until the launcher has found the cause
+resume   from the signal to the end of the first step after it; the target is 6 s
 Law: a seed draws the moments and the ranks; afterwards the weights are compared, bit for bit, with those of an
 undisturbed run.
 """
@@ -29,13 +29,13 @@ from safetensors.torch import load_file
 from bench.measurement import describe_machine, format_table
 
 COMMAND_ARGS = ("lm", "steps=300", "checkpoint_every=5")
-TIMEOUT_SECONDS = 60.0  # until a run goes on
+TIMEOUT_SECONDS = 60.0  # until a run resumes
 MAX_STEPS, MAX_SECONDS = 6, 0.1  # between two kills
 POLL_SECONDS = 0.01
 
 
 class Kill(NamedTuple):
-    """One kill, and the seconds until it was noticed and until training went on."""
+    """One kill, and the seconds until it was detected and until training resumed."""
 
     rank: int
     detect_seconds: float
@@ -78,7 +78,7 @@ def kill_repeatedly(folder: Path, words: Sequence[str], kills: int) -> list[Kill
     try:
         furthest = 0
         while len(recovered) < kills:
-            # A launcher gives up a job without progress, so every attempt may get further than those before.
+            # A launcher gives up a job without progress, so each attempt runs further than those before.
             wait_for_step(run / "metrics.jsonl", furthest + rng.randint(1, MAX_STEPS), job)
             time.sleep(rng.uniform(0.0, MAX_SECONDS))
             ranks = sorted(psutil.Process(job.pid).children(), key=lambda each: each.pid)
@@ -89,8 +89,8 @@ def kill_repeatedly(folder: Path, words: Sequence[str], kills: int) -> list[Kill
             faults = wait_for_lines(run / "faults.jsonl", len(recovered) + 1, job)
             if faults is None:
                 break
-            noticed = faults[-1]["time"] - begin
-            recovered.append(Kill(rank, noticed, noticed + faults[-1]["seconds"]))
+            detect_seconds = faults[-1]["time"] - begin
+            recovered.append(Kill(rank, detect_seconds, detect_seconds + faults[-1]["seconds"]))
             furthest = max(furthest, faults[-1]["step"])
         if job.wait(600):
             raise RuntimeError(f"the run ended with code {job.returncode}")
@@ -119,14 +119,16 @@ def main() -> None:
         recovered = kill_repeatedly(disturbed, given.words, given.kills)
         if start_job(undisturbed, given.words).wait():
             raise RuntimeError("the undisturbed run failed")
-        ours, theirs = load_newest_weights(disturbed), load_newest_weights(undisturbed)
-        same = ours.keys() == theirs.keys() and all(torch.equal(ours[name], value) for name, value in theirs.items())
-    rows = [("seconds", "median", "least", "most")]
+        disturbed_weights, undisturbed_weights = load_newest_weights(disturbed), load_newest_weights(undisturbed)
+        same = disturbed_weights.keys() == undisturbed_weights.keys() and all(
+            torch.equal(disturbed_weights[name], value) for name, value in undisturbed_weights.items()
+        )
+    rows = [("seconds", "median", "min", "max")]
     rows += [
         (name, *(f"{value:.2f}" for value in (statistics.median(times), min(times), max(times))))
         for name, times in (
-            ("noticed", [kill.detect_seconds for kill in recovered]),
-            ("again", [kill.recover_seconds for kill in recovered]),
+            ("detect", [kill.detect_seconds for kill in recovered]),
+            ("resume", [kill.recover_seconds for kill in recovered]),
         )
     ]
     print(format_table(rows))

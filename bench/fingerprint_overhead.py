@@ -1,6 +1,6 @@
-"""What fingerprints of calls cost: the same steps with and without them, alternately.
+"""The cost of collective fingerprints: the same steps with and without them, in turn.
 
-with     as it is: each rank publishes its call, and compares the others' when it reads the summed loss
+with     each rank publishes its call, and compares those of the others when it reads the summed loss
 without  neither published nor compared
 Law: steps with and without alternate, in the same order on all ranks, and are compared within neighbouring pairs.
 
@@ -70,7 +70,7 @@ def main() -> None:
 
 
 def _board_seconds(transport: Any) -> float:
-    """Seconds to publish and compare one call in shared memory, from many in a row, none of which waits."""
+    """Seconds to publish and compare one call in shared memory, from many in a row without waiting."""
     counts = [1] * transport.size
     for _ in range(BOARD_DEPTH):
         transport.begin_call(CALL_TEXT)

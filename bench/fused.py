@@ -1,11 +1,11 @@
-"""Fused: an update inside backward against updates after it, in one process with one thread.
+"""Fused: updates inside backward compared with updates after it, in one process with one thread.
 
 default, foreach, fused   torch's AdamW: by default, over lists of tensors, in one kernel; `zero_grad` sets to None
 fourfold-early            Fourfold with one rank, `update = "in_backward"`
 fourfold                  the same, `update = "after"`
                           (its processes run without glibc's tcache, as ranks do: `environment/malloc.py`)
 peak                      the largest resident set of the process so far, its libraries included (getrusage)
-Law: all take turns in one run and train the same weights, but for the rounding of AdamW as a loop of operations.
+Law: all take turns in one run and train the same weights, up to the rounding of AdamW as a loop of operations.
 
     python -m bench.fused [--cases mlp,gpt1] [--rounds 2] [--turns 6]
 """
@@ -21,8 +21,8 @@ from bench.measurement import MB, describe_machine, format_table
 from bench.process_world import WorldError
 
 PEERS = ("default", "foreach", "fused")
-OURS = ("fourfold-early", "fourfold")
-SAME_KERNEL = ("fused", *OURS)
+FOURFOLD_CONFIGURATIONS = ("fourfold-early", "fourfold")
+SAME_KERNEL = ("fused", *FOURFOLD_CONFIGURATIONS)
 """The configurations that compute an update with the same kernel."""
 
 
@@ -48,14 +48,14 @@ def describe(case: str, measured: Results) -> str:
         f"  losses of {', '.join(SAME_KERNEL)} differ by {_max_loss_difference(measured):.1e}",
         f"  other processes used {median(others):.2f} cores (median of turns), {others[-1]:.2f} at most",
     ]
-    target, early = TARGETS[case], OURS[0]
+    target, early = TARGETS[case], FOURFOLD_CONFIGURATIONS[0]
     ratios = [
-        ("step, of default", median(measured.ratios(early, "default")), target.ratio_to_default),
-        ("step, of fused", median(measured.ratios(early, "fused")), target.ratio_to_fused),
-        ("peak, of fused", _peak_bytes(measured, early) / _peak_bytes(measured, "fused"), target.memory_ratio),
+        ("step, ratio to default", median(measured.ratios(early, "default")), target.ratio_to_default),
+        ("step, ratio to fused", median(measured.ratios(early, "fused")), target.ratio_to_fused),
+        ("peak, ratio to fused", _peak_bytes(measured, early) / _peak_bytes(measured, "fused"), target.memory_ratio),
     ]
     for what, value, limit in ratios:
-        lines.append(f"  {what}: {value:.3f}, reach ≤ {limit:.2f}: {'reached' if value <= limit else 'missed'}")
+        lines.append(f"  {what}: {value:.3f}, target ≤ {limit:.2f}: {'reached' if value <= limit else 'missed'}")
     return "\n".join(lines)
 
 
@@ -84,7 +84,7 @@ def _max_loss_difference(measured: Results) -> float:
 
 
 def main() -> int:
-    """0, or 1 where losses disagree or a configuration does not run."""
+    """Returns 0, or 1 if losses disagree or a configuration does not run."""
     parser = argparse.ArgumentParser(prog="python -m bench.fused", description=str(__doc__).split("\n")[0])
     parser.add_argument("--cases", type=comma_separated(tuple(TARGETS)), default=tuple(TARGETS), help="comma-separated")
     parser.add_argument("--rounds", type=int, default=2, help="fresh starts of all processes")
@@ -94,7 +94,7 @@ def main() -> int:
     arguments = vars(parser.parse_args())
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # leaves every `with` block: the processes end too
     cases, failed = arguments.pop("cases"), False
-    setting = Settings(configurations=(*PEERS, *OURS), ranks=1, **arguments)
+    setting = Settings(configurations=(*PEERS, *FOURFOLD_CONFIGURATIONS), ranks=1, **arguments)
     print(describe_machine(), flush=True)
     for case in cases:
         try:

@@ -1,4 +1,4 @@
-"""Learning-rate schedules: what a batch eight times as large needs, on the same samples.
+"""Learning-rate schedules for a batch eight times as large, on the same samples.
 
     python -m bench.lr_schedules [--seeds 10]
 
@@ -79,7 +79,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=10)
     seeds = parser.parse_args().seeds
     torch.set_num_threads(1)
-    print("| | accuracy | least | loss |\n|---|---|---|---|")
+    print("| | accuracy | minimum | loss |\n|---|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:
         for name in CASES:
             runs = [train(name, seed=seed, folder=folder) for seed in range(seeds)]

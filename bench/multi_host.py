@@ -22,12 +22,12 @@ from pathlib import Path
 from statistics import median
 
 from bench.measurement import MB, describe_machine, format_table
-from bench.multi_host_worker import OURS, PEERS, POWERSGD_START, parse_plan
+from bench.multi_host_worker import FOURFOLD, PEERS, POWERSGD_START, parse_plan
 from bench.process_world import World, WorldError
 from fourfold.testing.network_namespaces import Hosts
 from fourfold.words.errors import FourfoldError
 
-DEFAULT = ("ddp", "ddp-fp16", "ddp-powersgd", OURS)
+DEFAULT = ("ddp", "ddp-fp16", "ddp-powersgd", FOURFOLD)
 PEER = "ddp"
 PASSES_OF_ZERO = {0: 2, 1: 2, 2: 2, 3: 3}
 BYTES_TOLERANCE = 0.02
@@ -153,9 +153,9 @@ def _verdicts(curves: dict[str, TrainingCurve], setting: Settings) -> list[str]:
     lines = []
     for name, curve in curves.items():
         ratio = _ratio_to_formula(name, curve, setting)
-        if name.startswith(OURS) and ratio is not None:
+        if name.startswith(FOURFOLD) and ratio is not None:
             verdict = "reached" if abs(ratio - 1) <= BYTES_TOLERANCE else "missed"
-            lines.append(f"  {name}: bytes {ratio:.3f} of the formula, reach 1 ± {BYTES_TOLERANCE}: {verdict}")
+            lines.append(f"  {name}: bytes {ratio:.3f} of the formula, target 1 ± {BYTES_TOLERANCE}: {verdict}")
     return lines
 
 
@@ -165,7 +165,7 @@ def _show_status(text: str) -> None:
 
 
 def main() -> int:
-    """0; 1 if a contender does not run or hosts cannot be made."""
+    """Returns 0; 1 if a contender does not run or hosts cannot be made."""
     arguments = vars(_parser().parse_args())
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwinds every `with`, which ends hosts and worlds
     file = arguments.pop("json")
@@ -183,7 +183,7 @@ def main() -> int:
         return 1
     print(f"\n{describe(curves, setting)}", flush=True)
     if file:
-        record = {"machine": head, "setting": vars(setting), "courses": {n: vars(c) for n, c in curves.items()}}
+        record = {"machine": head, "setting": vars(setting), "curves": {n: vars(c) for n, c in curves.items()}}
         Path(file).write_text(json.dumps(record, indent=1) + "\n")
     return 0
 
@@ -192,12 +192,12 @@ def _parse_contenders(text: str) -> tuple[str, ...]:
     # Plans contain commas: a word that does not begin a contender continues the one before.
     chosen: list[str] = []
     for word in text.split(","):
-        if word in PEERS or word.partition(":")[0] == OURS:
+        if word in PEERS or word.partition(":")[0] == FOURFOLD:
             chosen.append(word)
         elif chosen and "=" in word:
             chosen[-1] += f",{word}"
         else:
-            names = ", ".join([*PEERS, OURS, f"{OURS}:field=value,…"])
+            names = ", ".join([*PEERS, FOURFOLD, f"{FOURFOLD}:field=value,…"])
             raise argparse.ArgumentTypeError(f"{word}: need some of {names}")
     return tuple(chosen)
 

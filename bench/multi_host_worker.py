@@ -30,7 +30,7 @@ from fourfold.tasks import lm
 VALID_BYTES = 16_384
 VALID_BATCH_SIZE = 16
 POWERSGD_START = 10  # plain all-reduces before it: it needs at least two
-OURS = "fourfold"
+FOURFOLD = "fourfold"
 
 
 class Contender(Protocol):
@@ -39,7 +39,7 @@ class Contender(Protocol):
     optimizer: torch.optim.Optimizer
 
     def step(self, batch: Any) -> float:
-        """One update; returns a loss. Peers return the local one, so that they pay for no reduction of it."""
+        """One update; returns a loss. Peers return the local loss, to save them a reduction."""
         ...
 
     def validate(self, batches: Sequence[Any]) -> float:
@@ -182,7 +182,7 @@ class ContenderRun:
         return {"valid": self._contender.validate(self._valid_batches)}
 
 
-def main(arguments: list[str], say: TextIO) -> None:
+def main(arguments: list[str], reply_stream: TextIO) -> None:
     contender, steps, limit, rendezvous = arguments
     # The kernel kills this process at its limit even if it hangs in C or the parent is gone.
     signal.alarm(int(limit))
@@ -191,17 +191,17 @@ def main(arguments: list[str], say: TextIO) -> None:
     dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=size)
     training = ContenderRun(contender, int(steps), rank=rank, size=size)
     num_bytes = sum(p.numel() * p.element_size() for p in lm.task().model().parameters())
-    print(json.dumps({"bytes": num_bytes}), file=say, flush=True)
+    print(json.dumps({"bytes": num_bytes}), file=reply_stream, flush=True)
     for line in sys.stdin:
         request = json.loads(line)
         reply = training.run_steps(request["steps"]) if "steps" in request else training.validate()
-        print(json.dumps(reply), file=say, flush=True)
-    # Skips the group's own shutdown: another rank may be gone already.
+        print(json.dumps(reply), file=reply_stream, flush=True)
+    # Skips the shutdown of the process group: another rank may be gone already.
     os._exit(0)
 
 
 if __name__ == "__main__":
-    # What libraries print must not mix with the messages: they get stderr.
-    with os.fdopen(os.dup(1), "w") as say:
+    # What libraries print goes to stderr: stdout is for the replies to the parent.
+    with os.fdopen(os.dup(1), "w") as reply_stream:
         os.dup2(2, 1)
-        main(sys.argv[1:], say)
+        main(sys.argv[1:], reply_stream)

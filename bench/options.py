@@ -1,9 +1,9 @@
-"""Options: what a step spends on reading its optimizer's options (AdamW), and on the longer call text with them.
+"""Options: the time a step takes to read its optimizer's options (AdamW), and to fingerprint a call text with them.
 
 unchanged  the options are those of the step before
 schedule   every group has a new learning rate in each step; the time of the schedule itself is not counted
-OTHER      another version of `parts/optim/option_tracker.py`: the two take turns; ratios are of neighbouring readings
-Law: each reading is timed alone and in turn, so that the medians do not depend on the machine's load.
+OTHER      another version of `parts/optim/option_tracker.py`: the two take turns; ratios are of consecutive readings
+Law: each reading is timed by itself, in turn, so that load affects both versions equally.
 
     PYTHONPATH=src:. python bench/options.py [OTHER]
 """
@@ -54,8 +54,8 @@ def time_readings(optimizer: torch.optim.Optimizer, modules: list[ModuleType], *
     return [each[WARMUP:] for each in readings]
 
 
-def microseconds(act: Any) -> float:
-    return min(timeit.repeat(act, number=NUM_REPEATS, repeat=5)) / NUM_REPEATS * 1e6
+def microseconds(call: Any) -> float:
+    return min(timeit.repeat(call, number=NUM_REPEATS, repeat=5)) / NUM_REPEATS * 1e6
 
 
 def main() -> None:
@@ -66,10 +66,10 @@ def main() -> None:
         optimizer = torch.optim.AdamW([{"params": [weight]} for weight in weights], lr=1e-3)
         texts = []
         for name, schedule in (("unchanged", False), ("schedule", True)):
-            mine, *others = time_readings(optimizer, modules, schedule=schedule)
-            texts.append(f"{name} {median(mine):.1f} µs")
+            installed, *others = time_readings(optimizer, modules, schedule=schedule)
+            texts.append(f"{name} {median(installed):.1f} µs")
             for other in others:
-                ratio = median(one / two for one, two in zip(mine, other, strict=True))
+                ratio = median(one / two for one, two in zip(installed, other, strict=True))
                 texts.append(f"other {median(other):.1f} µs, ratio {ratio:.2f}")
         text = divergence_report.with_options(CALL_TEXT, option_tracker.OptionTracker(optimizer).text())
         call = microseconds(lambda text=text: collective_fingerprint.fingerprint(text)) - microseconds(

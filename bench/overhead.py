@@ -1,10 +1,10 @@
-"""Overhead: what a checkpoint and a traced step cost the training of the default language model.
+"""Overhead: the cost of checkpoints and of traced steps when training the default language model.
 
     torchrun --nproc-per-node 2 -m bench.overhead [--rounds 12]
 
-block   ten steps; a save begins before the first one. If it is not written when the last one ends, the output says so
-twin    the same block without a save; twins take turns in one run, and the order alternates
-Law: a cost is the median difference of twins, as a fraction of the steps between two saves (or two traced steps).
+block   ten steps; a save begins before the first one. The output says how many were still being written at the end
+pair    a block with a save and one without (or a step with and without tracing); the order alternates
+Law: a cost is the median difference within pairs, as a fraction of the steps between two saves (or two traced steps).
 """
 
 import argparse
@@ -52,14 +52,14 @@ def time_in_turns(rounds: int, with_it: Callable[[], None], without: Callable[[]
     return times
 
 
-def format_row(name: str, twins: Sequence[tuple[float, float]], steps: int, every: int) -> tuple[str, ...]:
-    """A row: a twin has `steps` steps, and the cost arises once in `every` steps."""
-    step = statistics.median(without for _, without in twins) / steps
-    extra = [with_it - without for with_it, without in twins]
+def format_row(name: str, pairs: Sequence[tuple[float, float]], steps: int, every: int) -> tuple[str, ...]:
+    """A row: each half of a pair has `steps` steps, and the cost arises once in `every` steps."""
+    step = statistics.median(without for _, without in pairs) / steps
+    extra = [with_it - without for with_it, without in pairs]
     shares = [each / (every * step) for each in extra]
     low, middle, high = statistics.quantiles(shares, n=4)
-    more = f"{statistics.median(extra) * 1e3:+.1f}"
-    return name, f"{step * 1e3:.1f}", more, f"{middle:+.2%}", f"{low:+.2%} to {high:+.2%}"
+    added = f"{statistics.median(extra) * 1e3:+.1f}"
+    return name, f"{step * 1e3:.1f}", added, f"{middle:+.2%}", f"{low:+.2%} to {high:+.2%}"
 
 
 def build_step(folder: str) -> tuple[TrainStep, CheckpointManager, Callable[[], None]]:
@@ -117,7 +117,7 @@ def main() -> None:
             f"{describe_machine()}\nlm, 2 ranks, {rounds} pairs of blocks, "
             f"{rounds * BLOCK_STEPS} pairs of steps; rank 0's times\n"
         )
-        heads = ("", "step, ms", "more, ms", "of the steps", "middle half")
+        heads = ("", "step, ms", "added, ms", "of the steps", "middle half")
         saved = f"one save in {SAVE_EVERY} steps"
         traced = f"one sampled step in {TRACE_EVERY}"
         rows = [heads, format_row(saved, saves_found.wall_seconds, BLOCK_STEPS, SAVE_EVERY)]

@@ -1,13 +1,13 @@
-"""Cases of `bench.same`: plans, models and batches, drawn from a seed. Nothing here imports torch or Fourfold.
+"""Cases of `bench.same`: plans, models and batches, drawn from a seed. Imports neither torch nor Fourfold.
 
 case   one training: a value for each field of OPTIONS
-door   how it is driven: "loop" (parallelize), "feed" (parallelize and Feed), "train" (ff.train), "wrap"
+api    the interface that drives it: "loop" (parallelize), "feed" (parallelize and Feed), "train" (ff.train), "wrap"
        (DistributedOptimizer)
 pair   two fields and their values, in one case
-run    a run folder: a plan in TOML, and further words for `fourfold train`
-Law: the same seed gives the same cases. Each case goes through `is_legal`, so no plan is refused.
+run    a run folder: a plan in TOML, and further arguments of `fourfold train`
+Law: the same seed gives the same cases. Each case satisfies `is_legal`, so no plan is refused.
 
-Plan fields have the names of version 1 here. `NEW_NAMES` says what later versions call them.
+Plan fields have the names of version 1 here. `NEW_NAMES` has the names of later versions.
 """
 
 import random
@@ -24,10 +24,10 @@ WRAP_EVERY = 12
 LAYERWISE = ("LAMB", "LARS")
 NEW_NAMES = {"reduce": "reduce_dtype", "codec_life": "codec_refresh_steps"}
 
-# The first option of each field is the one to start from.
+# The first option of each field is its default, from which a case is drawn.
 TASK_OPTIONS: dict[str, tuple[Any, ...]] = {
     "ranks": (2, 1, 3, 4),
-    "door": ("loop", "feed", "train", "wrap"),
+    "api": ("loop", "feed", "train", "wrap"),
     "model": ("mlp", "tied", "spare", "norm", "frozen", "conv", "attention"),
     "dtype": ("float32", "float64"),
     "loss": ("values", "pair", "scalar", "masked"),
@@ -64,7 +64,7 @@ OPTIONS = TASK_OPTIONS | PLAN_OPTIONS
 START: Case = {name: options[0] for name, options in OPTIONS.items()}
 # DistributedOptimizer reads these fields of a plan, and refuses others.
 WRAPPED = ("batch_norm", "unused", "bucket_bytes", "transport")
-# What each of these fields needs to have any effect.
+# Each of these fields has an effect only with these values of another field.
 READ_UNDER: dict[str, tuple[str, tuple[str, ...]]] = {
     "local_steps": ("sync", ("local",)),
     "outer_lr": ("sync", ("local",)),
@@ -81,13 +81,13 @@ def data_ranks(case: Case) -> int:
 
 
 def differing(case: Case, names: Iterable[str]) -> list[str]:
-    """Those of the fields that are not where they start."""
+    """Those of the fields that differ from START."""
     return [name for name in names if case[name] != START[name]]
 
 
 def is_legal(case: Case) -> bool:
-    """Whether no rule of the plan, of the door or of the model forbids the case."""
-    rules = (_mesh, _fields_are_read, _model, _door, _update, _local, _numbers)
+    """Whether the plan, the interface and the model allow the case."""
+    rules = (_mesh, _fields_are_read, _model, _api, _update, _local, _numbers)
     return all(rule(case) for rule in rules)
 
 
@@ -108,19 +108,19 @@ def _model(case: Case) -> bool:
         return False
     if case["model"] == "spare" and case["unused"] == "refuse":
         return False
-    is_cut = case["ranks"] * case["microbatches"] > 1
-    return not (case["model"] == "norm" and is_cut and case["batch_norm"] == "refuse")
+    is_batch_split = case["ranks"] * case["microbatches"] > 1
+    return not (case["model"] == "norm" and is_batch_split and case["batch_norm"] == "refuse")
 
 
-def _door(case: Case) -> bool:
-    if case["batches"] != "even" and (data_ranks(case) == 1 or case["door"] not in ("loop", "wrap")):
+def _api(case: Case) -> bool:
+    if case["batches"] != "even" and (data_ranks(case) == 1 or case["api"] not in ("loop", "wrap")):
         return False
-    if case["door"] in ("train", "wrap") and case["reload"]:
+    if case["api"] in ("train", "wrap") and case["reload"]:
         return False
-    if case["door"] != "wrap":
+    if case["api"] != "wrap":
         return True
-    unread = [name for name in PLAN_OPTIONS if name not in (*WRAPPED, "microbatches")]
-    return not differing(case, unread) and case["loss"] == "values" and case["batches"] != "empty"
+    ignored = [name for name in PLAN_OPTIONS if name not in (*WRAPPED, "microbatches")]
+    return not differing(case, ignored) and case["loss"] == "values" and case["batches"] != "empty"
 
 
 def _update(case: Case) -> bool:
@@ -147,16 +147,16 @@ def _numbers(case: Case) -> bool:
 
 
 def pairs(case: Case) -> frozenset[Pair]:
-    """All pairs of a case. A field without effect is in none."""
+    """All pairs of a case, without fields that have no effect."""
     idle = {name for name, (other, values) in READ_UNDER.items() if case[other] not in values}
     if case["sp"] == case["ulysses"]:
         idle.add("ring")
-    told = [f"{name}={value}" for name, value in case.items() if name not in idle]
-    return frozenset((a, b) for i, a in enumerate(told) for b in told[i + 1 :])
+    values = [f"{name}={value}" for name, value in case.items() if name not in idle]
+    return frozenset((a, b) for i, a in enumerate(values) for b in values[i + 1 :])
 
 
 def _candidate(draw: random.Random, fixed: Case) -> Case:
-    """A legal case: from START, each field that is not fixed is changed where the rules let it."""
+    """A legal case: START, with each field that is not fixed changed to a random option if that is legal."""
     case, names = START | fixed, [name for name in OPTIONS if name not in fixed]
     for _ in range(2):
         for name in draw.sample(names, len(names)):
@@ -167,14 +167,14 @@ def _candidate(draw: random.Random, fixed: Case) -> Case:
 
 
 def generate(count: int = NUM_CASES, seed: int = SEED) -> tuple[list[Case], float]:
-    """The cases, those with most new pairs first, and the share of all pairs seen that they have."""
+    """The cases, those with most new pairs first, and the fraction of all pairs seen that they cover."""
     draw = random.Random(seed)
     cases: list[Case] = []
     covered: set[Pair] = set()
     possible: set[Pair] = set()
     for number in range(count):
-        # A wrapped optimizer reads few fields, so it has few new pairs and would hardly be chosen.
-        fixed = {"door": "wrap"} if number % WRAP_EVERY == WRAP_EVERY - 1 else {}
+        # DistributedOptimizer reads few fields, so such a case has few new pairs and would hardly be chosen.
+        fixed = {"api": "wrap"} if number % WRAP_EVERY == WRAP_EVERY - 1 else {}
         candidates = [(case, pairs(case)) for case in (_candidate(draw, fixed) for _ in range(NUM_CANDIDATES))]
         possible.update(*(found for _, found in candidates))
         best, new = max(candidates, key=lambda each: len(each[1] - covered))
@@ -184,8 +184,8 @@ def generate(count: int = NUM_CASES, seed: int = SEED) -> tuple[list[Case], floa
 
 
 def plan_fields(case: Case) -> dict[str, Any]:
-    """The fields of the case's plan that differ from Plan's own defaults, or may."""
-    if case["door"] == "wrap":
+    """The fields of the case's plan, without those that have no effect."""
+    if case["api"] == "wrap":
         return {"dp": case["ranks"], **{name: case[name] for name in WRAPPED}}
     skipped = {name for name, (other, values) in READ_UNDER.items() if case[other] not in values}
     fields = {name: case[name] for name in PLAN_OPTIONS if name not in skipped and case[name] is not None}
@@ -193,8 +193,8 @@ def plan_fields(case: Case) -> dict[str, Any]:
 
 
 def describe(case: Case) -> str:
-    """The case in a line: what is always of interest, then what is not where it starts."""
-    always = ("door", "model", "dtype", "optimizer")
+    """The case in a line: the main options, then those that differ from START."""
+    always = ("api", "model", "dtype", "optimizer")
     rest = differing(case, [name for name in OPTIONS if name not in (*always, "ranks")])
     head = f"{case['ranks']} ranks, " + ", ".join(str(case[name]) for name in always)
     return "; ".join([head, *(f"{name} = {case[name]}" for name in rest)])
@@ -225,6 +225,6 @@ def run_name(fields: dict[str, Any]) -> str:
 
 
 def toml(fields: dict[str, Any]) -> str:
-    """A plan of two ranks as version 1 writes it."""
+    """A plan for two ranks in the format of version 1."""
     values = {"version": 1, "dp": 2, "bucket_bytes": 6000, **fields}
     return "".join(f'{k} = "{v}"\n' if isinstance(v, str) else f"{k} = {v}\n" for k, v in values.items())

@@ -1,7 +1,7 @@
-"""Comparing what two checkouts have written: facts as JSON has them, tensors by their bytes.
+"""Compares what two checkouts have written: facts as JSON, tensors by their bytes.
 
-difference  a group of facts, the place in it, and what each of the two has there
-Law: equal means equal bits. A float is compared as it prints, so 0.0 is not -0.0, and nan is nan.
+difference  a group of facts, the place in it, and the two values there
+Law: equal means equal bits. A float in JSON is compared by its repr, so 0.0 differs from -0.0, and nan equals nan.
 """
 
 import json
@@ -16,15 +16,15 @@ SHOWN = 90  # characters of a value
 
 
 class Difference(NamedTuple):
-    """What differs. `size`: the largest difference of numbers, where there is one."""
+    """One difference. `size` is the largest difference of numbers, 0 if none differ."""
 
     group: str
     where: str
-    told: str
+    detail: str
     size: float = 0.0
 
     def __str__(self) -> str:
-        return f"{self.group:<14} {self.where}: {self.told}"
+        return f"{self.group:<14} {self.where}: {self.detail}"
 
 
 class Stored(NamedTuple):
@@ -35,7 +35,7 @@ class Stored(NamedTuple):
     content: bytes
 
     def values(self) -> np.ndarray | None:
-        """As float64, or None where it does not hold floating-point numbers."""
+        """As float64; None if it does not hold floating-point numbers."""
         if self.dtype == "BF16":
             wide = np.frombuffer(self.content, np.uint16).astype(np.uint32) << 16
             return wide.view(np.float32).astype(np.float64)
@@ -51,16 +51,16 @@ def read_tensors(path: Path) -> dict[str, Stored]:
     header.pop("__metadata__", None)
     return {
         name: Stored(
-            told["dtype"],
-            tuple(told["shape"]),
-            content[begin + told["data_offsets"][0] : begin + told["data_offsets"][1]],
+            entry["dtype"],
+            tuple(entry["shape"]),
+            content[begin + entry["data_offsets"][0] : begin + entry["data_offsets"][1]],
         )
-        for name, told in header.items()
+        for name, entry in header.items()
     }
 
 
 def compare_tensors(old: dict[str, Stored], new: dict[str, Stored], *, group: str, where: str) -> list[Difference]:
-    """Names, dtypes, shapes and bytes; of the tensors whose numbers differ, the one that differs most."""
+    """Compare names, dtypes, shapes and bytes. Of tensors with different values, one difference names the largest."""
     found = _missing(old, new, group=group, where=where)
     unequal: list[tuple[float, str]] = []
     for name in [name for name in old if name in new]:
@@ -73,20 +73,20 @@ def compare_tensors(old: dict[str, Stored], new: dict[str, Stored], *, group: st
             unequal.append((_largest(a, b), name))
     if unequal:
         size, name = max(unequal)
-        told = f"{len(unequal)} of {len(old)} tensors, by at most {size:.3g} in {name}"
-        found.append(Difference(group, where, told, size))
+        detail = f"{len(unequal)} of {len(old)} tensors, by at most {size:.3g} in {name}"
+        found.append(Difference(group, where, detail, size))
     return found
 
 
 def _missing(old: dict[str, Any], new: dict[str, Any], *, group: str, where: str) -> list[Difference]:
-    """A line for the names that only one of the two has."""
+    """A difference for the names that only one of the two has."""
     found = []
-    for side, mine, other in (("OLD", old, new), ("NEW", new, old)):
-        if names := [name for name in mine if name not in other]:
-            value = mine[names[0]]
-            told = "" if isinstance(value, Stored) or len(names) > 1 else f": {_short(value)}"
+    for side, one, other in (("OLD", old, new), ("NEW", new, old)):
+        if names := [name for name in one if name not in other]:
+            value = one[names[0]]
+            shown = "" if isinstance(value, Stored) or len(names) > 1 else f": {_short(value)}"
             rest = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            found.append(Difference(group, where, f"only {side} has {names[0]}{rest}{told}"))
+            found.append(Difference(group, where, f"only {side} has {names[0]}{rest}{shown}"))
     return found
 
 
@@ -95,12 +95,12 @@ def _largest(a: Stored, b: Stored) -> float:
     if one is None or other is None:
         return math.inf
     with np.errstate(invalid="ignore"):
-        apart = np.abs(one - other)
-    return float(np.nan_to_num(apart, nan=math.inf).max(initial=0.0))
+        distances = np.abs(one - other)
+    return float(np.nan_to_num(distances, nan=math.inf).max(initial=0.0))
 
 
 def compare_facts(old: Any, new: Any, *, group: str, where: str = "") -> list[Difference]:
-    """Where two JSON values differ. Of a list the first place is told, and how many others there are."""
+    """Where two JSON values differ. Of lists, the first different place and the number of others."""
     if isinstance(old, dict) and isinstance(new, dict):
         found = _missing(old, new, group=group, where=where)
         for name in [name for name in old if name in new]:
@@ -111,8 +111,8 @@ def compare_facts(old: Any, new: Any, *, group: str, where: str = "") -> list[Di
     if json.dumps(old) == json.dumps(new):
         return []
     size = abs(old - new) if _is_number(old) and _is_number(new) else 0.0
-    told = f"{_short(old)} | {_short(new)}" + (f", {size:.3g} apart" if size else "")
-    return [Difference(group, where or "value", told, size)]
+    detail = f"{_short(old)} | {_short(new)}" + (f", difference {size:.3g}" if size else "")
+    return [Difference(group, where or "value", detail, size)]
 
 
 def _compare_lists(old: list[Any], new: list[Any], *, group: str, where: str) -> list[Difference]:
@@ -121,17 +121,17 @@ def _compare_lists(old: list[Any], new: list[Any], *, group: str, where: str) ->
     if len(old) != len(new):
         longer, name = (old, "OLD") if len(old) > len(new) else (new, "NEW")
         place = unequal[0] if unequal else min(len(old), len(new))
-        told = f"{len(old)} | {len(new)} entries; at {place} {name} has {_short(longer[place])}"
-        found.append(Difference(group, where, told))
+        detail = f"{len(old)} | {len(new)} entries; at {place} {name} has {_short(longer[place])}"
+        found.append(Difference(group, where, detail))
     elif unequal:
         place = unequal[0]
         rest = f" (the first of {len(unequal)} of {len(old)} entries)" if len(unequal) > 1 else ""
         if isinstance(old[place], dict) and isinstance(new[place], dict):
             return compare_facts(old[place], new[place], group=group, where=f"{where} [{place}]{rest}".strip())
         sizes = [abs(old[at] - new[at]) for at in unequal if _is_number(old[at]) and _is_number(new[at])]
-        apart = f", at most {max(sizes):.3g} apart" if sizes else ""
-        told = f"[{place}] {_short(old[place])} | {_short(new[place])}{apart}{rest}"
-        found.append(Difference(group, where or "list", told, max(sizes, default=0.0)))
+        largest = f", largest difference {max(sizes):.3g}" if sizes else ""
+        detail = f"[{place}] {_short(old[place])} | {_short(new[place])}{largest}{rest}"
+        found.append(Difference(group, where or "list", detail, max(sizes, default=0.0)))
     return found
 
 
@@ -145,7 +145,7 @@ def _short(value: Any) -> str:
 
 
 def compare_records(old: str, new: str, size: int) -> list[Difference]:
-    """What `same_child` has written of a case on `size` ranks; the arguments are the files without rank and suffix."""
+    """Compare the records that `same_child` wrote for a case on `size` ranks; `old` and `new` lack rank and suffix."""
     found: list[Difference] = []
     for rank in range(size):
         facts = [json.loads(Path(f"{file}-{rank}.json").read_text()) for file in (old, new)]

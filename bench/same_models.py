@@ -1,6 +1,6 @@
 """What `bench.same` trains: small models, losses, optimizers and batches, in plain PyTorch.
 
-Law: weights and batches depend on the case alone. A rank's batch is its part of the global one.
+Law: weights and batches depend only on the case. A rank's batch is its part of the global one.
 
 B batch · L tokens of a sample · D width · H heads · K head size
 """
@@ -27,7 +27,7 @@ OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 class Net(nn.Module):
-    """Features [B, 16] to logits [B, 10]. `kind` ties, freezes, normalizes or leaves out a layer."""
+    """Features [B, 16] to logits [B, 10]. `kind` says which layer is tied, frozen, normalized or unused."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class Text(nn.Module):
 
 
 def seed(case: Case) -> int:
-    """The same in every process and for every checkout."""
+    """A seed that is the same in every process and for every checkout."""
     return zlib.crc32(f"{case['model']} {case['dtype']} {case['batches']} {case['loss']}".encode())
 
 
@@ -135,10 +135,10 @@ LOSSES: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-def optimizer(case: Case, own: Any) -> Callable[[Any], torch.optim.Optimizer]:
-    """A factory of two groups: matrices with weight decay, the rest without. `own`: Fourfold's optimizers."""
+def optimizer(case: Case, fourfold_optim: Any) -> Callable[[Any], torch.optim.Optimizer]:
+    """A factory of two groups: matrices with weight decay, the rest without. `fourfold_optim` is `ff.optim`."""
     home, options = OPTIMIZERS[case["optimizer"]]
-    kind = getattr(torch.optim if home == "torch" else own, case["optimizer"])
+    kind = getattr(torch.optim if home == "torch" else fourfold_optim, case["optimizer"])
 
     def make(parameters: Any) -> torch.optim.Optimizer:
         parameters = [p for p in parameters if p.requires_grad]
@@ -150,13 +150,13 @@ def optimizer(case: Case, own: Any) -> Callable[[Any], torch.optim.Optimizer]:
 
 def draw(case: Case, count: int, generator: torch.Generator) -> tuple[Any, Tensor]:
     """A batch of `count` samples."""
-    whole = functools.partial(torch.randint, generator=generator)
+    randint = functools.partial(torch.randint, generator=generator)
     if case["model"] == "attention":
         positions = torch.arange(LENGTH).expand(count, LENGTH)
-        inputs = {"tokens": whole(0, BYTES, (count, LENGTH)), "positions": positions}
-        return inputs, whole(0, BYTES, (count, LENGTH))
+        inputs = {"tokens": randint(0, BYTES, (count, LENGTH)), "positions": positions}
+        return inputs, randint(0, BYTES, (count, LENGTH))
     features = torch.randn(count, FEATURES, generator=generator, dtype=torch.float64)
-    return features.to(getattr(torch, case["dtype"])), whole(0, CLASSES, (count,))
+    return features.to(getattr(torch, case["dtype"])), randint(0, CLASSES, (count,))
 
 
 def batches(case: Case, index: int, count: int = STEPS + 2) -> list[tuple[Any, Tensor]]:

@@ -1,11 +1,11 @@
-"""What a process asks of torch.distributed, recorded below all of torch's own names for it.
+"""Records the collectives of a process, at torch's lowest level: the methods of ProcessGroup.
 
-call   one method of a ProcessGroup: its kind, the sizes of its tensors, and its whole numbers (peer, tag)
+call   one method of a ProcessGroup: its kind, the sizes of its tensors, and its integers (peer, tag)
 group  a process group, numbered in the order in which it is made
-Law: calls of one group stand in the order in which this rank made them. Groups have no order among each other: two of
-them may be used from two threads.
+Law: the calls of a group are in the order in which this rank made them. There is no order between groups: two threads
+may use two groups.
 
-Texts that ranks exchange (`allgather` of bytes) have their length left out. They name processes and hosts.
+The length of text that ranks exchange (`allgather` of bytes) is not recorded: it names processes and hosts.
 """
 
 import functools
@@ -57,13 +57,13 @@ class Recorder:
         for kind in KINDS:
             method = getattr(dist.ProcessGroup, kind, None)
             if method is not None:
-                setattr(dist.ProcessGroup, kind, self._watched(kind, method))
+                setattr(dist.ProcessGroup, kind, self._recording(kind, method))
         made = dist.new_group
         for module in (dist, dist.distributed_c10d):
             module.new_group = self._numbered(made)  # type: ignore[attr-defined]
 
     def begin(self) -> None:
-        """Begin anew, with no groups but the world's."""
+        """Forget all calls, and all groups except the world."""
         self._calls, self.groups = {}, []
         self._names = {dist.group.WORLD.group_name: WORLD} if dist.group.WORLD is not None else {}
 
@@ -72,16 +72,16 @@ class Recorder:
         calls, self._calls = self._calls or {}, None
         return dict(sorted(calls.items()))
 
-    def _watched(self, kind: str, method: Any) -> Any:
+    def _recording(self, kind: str, method: Any) -> Any:
         @functools.wraps(method)
-        def watched(group: Any, *given: Any, **named: Any) -> Any:
+        def recording(group: Any, *given: Any, **named: Any) -> Any:
             if self._calls is not None:
-                call = [kind, *_told(kind, [*given, *named.values()])]
+                call = [kind, *_call_sizes(kind, [*given, *named.values()])]
                 with self._lock:
-                    self._calls.setdefault(self._names.get(group.group_name, "a group of others"), []).append(call)
+                    self._calls.setdefault(self._names.get(group.group_name, "unknown group"), []).append(call)
             return method(group, *given, **named)
 
-        return watched
+        return recording
 
     def _numbered(self, made: Any) -> Any:
         @functools.wraps(made)
@@ -90,23 +90,23 @@ class Recorder:
             ranks = list(given[0] if given else named.get("ranks") or [])
             if isinstance(group, dist.ProcessGroup):
                 self._names[group.group_name] = f"group {len(self.groups):02} of ranks {ranks}"
-            # Of a group of others, too: groups are numbered alike on every rank.
+            # Also a group without this rank, so that all ranks number groups equally.
             self.groups.append(group)
             return group
 
         return new_group
 
 
-def _told(kind: str, given: Any) -> list[Any]:
-    """Sizes and dtypes of all tensors, and all whole numbers, of what a method is given."""
-    told: list[Any] = []
+def _call_sizes(kind: str, given: Any) -> list[Any]:
+    """Sizes and dtypes of all tensors, and all integers, among the arguments of a method."""
+    sizes: list[Any] = []
     for value in given:
         if isinstance(value, Tensor):
             is_text = kind == "allgather" and value.dtype == torch.uint8
             dtype = str(value.dtype).removeprefix("torch.")
-            told.append(TEXT if is_text else f"{value.numel()} {dtype} {value.numel() * value.element_size()} B")
+            sizes.append(TEXT if is_text else f"{value.numel()} {dtype} {value.numel() * value.element_size()} B")
         elif isinstance(value, list | tuple):
-            told += _told(kind, value)
+            sizes += _call_sizes(kind, value)
         elif isinstance(value, int) and not isinstance(value, bool):
-            told.append(value)
-    return told
+            sizes.append(value)
+    return sizes

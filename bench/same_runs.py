@@ -1,9 +1,9 @@
-"""Run folders of two checkouts: what is in them, and copies of a run as it was before its last steps.
+"""Run folders of two checkouts: compares them, and truncates copies of a run to resume it.
 
 log         metrics.jsonl, without times
-trace       trace.json: what each rank did, in order, by lane and verb; without times, and without waits
+trace       trace.json: what each rank did, in order, by lane and verb; without times and waits
 checkpoint  manifest.json, and the stored tensors of all files
-Law: only names on disk are used here, which versions promise each other.
+Law: only file formats that versions share are used here.
 """
 
 import json
@@ -20,7 +20,7 @@ LOG_BYTES = "metrics_bytes"  # of a manifest: the length of a log that holds tim
 
 
 def read_log(folder: Path) -> list[Any]:
-    """The lines of the log without times. Who is late is a matter of time."""
+    """The lines of the log without times, and without stragglers, which depend on time."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [{name: value for name, value in line.items() if name not in TIMES} for line in lines if "late" not in line]
 
@@ -36,23 +36,25 @@ def read_settings(folder: Path) -> dict[str, Any]:
 
 
 def read_trace(folder: Path) -> dict[str, list[str]]:
-    """By rank, step, lane and verb: the names of what was done, in order.
+    """The names of events in order, by rank, step, lane and verb.
 
-    Across verbs there is no order to compare: a bucket may be ready before or after another one is sent. Ends of
-    reductions come as they come, so they are sorted.
+    The order between verbs is not compared: a bucket may be ready before or after another one is sent. Reductions end
+    in any order, so their ends are sorted.
     """
     path = folder / "trace.json"
     if not path.exists():
         return {}
     events = [event for event in json.loads(path.read_text())["traceEvents"] if "ts" in event]
-    told: dict[str, list[str]] = {}
+    names_by_place: dict[str, list[str]] = {}
     for event in sorted(events, key=lambda event: event["ts"]):
         name, _, what = event["name"].partition(" ")
         if name in ("wait", ""):
             continue
         place = f"rank {event['pid']} step {event['args']['step']} {event['cat']} {name[:1]}… {what}".rstrip()
-        told.setdefault(place, []).append(name)
-    return {place: sorted(names) if place.endswith("done") else names for place, names in sorted(told.items())}
+        names_by_place.setdefault(place, []).append(name)
+    return {
+        place: sorted(names) if place.endswith("done") else names for place, names in sorted(names_by_place.items())
+    }
 
 
 def read_checkpoint(folder: Path) -> tuple[dict[str, Any], dict[str, Stored]]:
@@ -87,8 +89,8 @@ def compare_runs(old: Path, new: Path, *, where: str) -> list[Difference]:
     return found + compare_checkpoints(old, new, where=where)
 
 
-def cut(run: Path, copy: Path) -> None:
-    """Copy a finished run as it was after its saved step: later checkpoints, and later lines of its log, are gone."""
+def truncate_run(run: Path, copy: Path) -> None:
+    """Copy a finished run as it was after its saved step, without later checkpoints and log lines."""
     shutil.rmtree(copy, ignore_errors=True)
     shutil.copytree(run, copy)
     for path in (copy / "checkpoints").glob("step-*"):

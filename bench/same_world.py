@@ -1,7 +1,7 @@
 """Worlds of `bench.same`: the processes of one checkout and one number of ranks.
 
-Law: a world is started when it is first asked, again after one that failed, and ended as the process group that it
-leads. No process outlives its limit: ranks end themselves, too.
+Law: a world starts when it is first used and after a failure, and is killed as one process group. No process outlives
+its time limit: ranks end themselves too.
 """
 
 import contextlib
@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 BENCH_ROOT = Path(__file__).resolve().parent.parent
 START_SECONDS = 180.0
 REPLY_SECONDS = 75.0  # a little more than a rank gives itself
-LAST_SECONDS = 3.0  # for the other ranks to tell of an error, once one has
-SHOWN_CHARACTERS = 4000  # of what a rank has said
+LAST_SECONDS = 3.0  # for other ranks to report errors, after the first one
+SHOWN_CHARACTERS = 4000  # of a rank's output
 ENVIRONMENT = {
     "PYTHONDONTWRITEBYTECODE": "1",
     "OMP_NUM_THREADS": "1",
@@ -31,7 +31,7 @@ ENVIRONMENT = {
 
 
 class WorldFailed(RuntimeError):
-    """A rank raised an error that is no FourfoldError, ended, or took too long."""
+    """A rank raised an error other than FourfoldError, ended, or took too long."""
 
 
 class Rank(NamedTuple):
@@ -42,27 +42,27 @@ class Rank(NamedTuple):
 
 
 class CheckoutWorld:
-    """`size` ranks with `checkout`/src on their path and nothing of another checkout."""
+    """`size` ranks that import Fourfold from `checkout`/src only."""
 
     def __init__(self, checkout: Path, size: int, *, folder: Path) -> None:
         self._checkout, self._size, self._folder = checkout, size, folder
         self._parent: subprocess.Popen[bytes] | None = None
         self._ranks: list[Rank] = []
-        self._meeting: tempfile.TemporaryDirectory[str] | None = None
+        self._rendezvous_dir: tempfile.TemporaryDirectory[str] | None = None
         self._is_ready = False
         self._failure: WorldFailed | None = None
 
     def begin(self) -> None:
-        """Start the ranks unless they are there; `send` waits for them."""
+        """Start the ranks unless they run already; `send` waits until they are ready."""
         if self._parent is not None:
             return
-        self._meeting = tempfile.TemporaryDirectory(prefix="fourfold-same-world-")
+        self._rendezvous_dir = tempfile.TemporaryDirectory(prefix="fourfold-same-world-")
         pipes = [(os.pipe(), os.pipe()) for _ in range(self._size)]
-        theirs = [(requests[0], replies[1]) for requests, replies in pipes]
-        ends = [f"{requests}:{replies}" for requests, replies in theirs]
+        child_ends = [(requests[0], replies[1]) for requests, replies in pipes]
+        ends = [f"{requests}:{replies}" for requests, replies in child_ends]
         with open(self._log("parent"), "wb") as log:
             self._parent = subprocess.Popen(
-                [sys.executable, "-m", "bench.same_child", str(self._checkout), self._meeting.name, *ends],
+                [sys.executable, "-m", "bench.same_child", str(self._checkout), self._rendezvous_dir.name, *ends],
                 cwd=self._folder,
                 env={
                     **os.environ,
@@ -72,16 +72,16 @@ class CheckoutWorld:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                pass_fds=[end for both in theirs for end in both],
+                pass_fds=[end for both in child_ends for end in both],
                 start_new_session=True,
             )
-        for end in [end for both in theirs for end in both]:
+        for end in [end for both in child_ends for end in both]:
             os.close(end)
-        self._ranks = [Rank(os.fdopen(to[1], "wb"), os.fdopen(back[0], "rb")) for to, back in pipes]
+        self._ranks = [Rank(os.fdopen(requests[1], "wb"), os.fdopen(replies[0], "rb")) for requests, replies in pipes]
         self._is_ready = False
 
     def send(self, request: dict[str, Any]) -> None:
-        """Ask all ranks, once they are ready."""
+        """Send a request to all ranks, once they are ready."""
         self.begin()
         if not self._is_ready:
             try:
@@ -91,12 +91,12 @@ class CheckoutWorld:
                 return
             self._is_ready = True
         for rank in self._ranks:
-            with contextlib.suppress(BrokenPipeError):  # told later, as a rank without a reply
+            with contextlib.suppress(BrokenPipeError):  # reported later, as a rank without a reply
                 rank.requests.write((json.dumps(request) + "\n").encode())
                 rank.requests.flush()
 
     def outcome(self) -> str:
-        """What came of the request. Raises WorldFailed."""
+        """The outcome of the request. Raises WorldFailed."""
         if self._failure is not None:
             failure, self._failure = self._failure, None
             raise failure
@@ -114,25 +114,25 @@ class CheckoutWorld:
             with contextlib.suppress(BrokenPipeError):
                 pipe.close()
         self._ranks = []
-        if self._meeting is not None:
-            self._meeting.cleanup()
-            self._meeting = None
+        if self._rendezvous_dir is not None:
+            self._rendezvous_dir.cleanup()
+            self._rendezvous_dir = None
 
     def _log(self, name: str) -> Path:
-        assert self._meeting is not None
-        return Path(self._meeting.name) / f"{name}.log"
+        assert self._rendezvous_dir is not None
+        return Path(self._rendezvous_dir.name) / f"{name}.log"
 
     def _replies(self, limit: float) -> list[dict[str, Any]]:
-        """A line of JSON from each rank. A world in which one fails is ended; then WorldFailed."""
+        """A line of JSON from each rank. If a rank fails, ends the world and raises WorldFailed."""
         deadline, replies = time.monotonic() + limit, dict[int, dict[str, Any]]()
-        with selectors.DefaultSelector() as waiting:
+        with selectors.DefaultSelector() as selector:
             for number, rank in enumerate(self._ranks):
-                waiting.register(rank.replies, selectors.EVENT_READ, number)
+                selector.register(rank.replies, selectors.EVENT_READ, number)
             while len(replies) < self._size and time.monotonic() < deadline:
-                for key, _ in waiting.select(0.2):
+                for key, _ in selector.select(0.2):
                     line = self._ranks[key.data].replies.readline()
                     replies[key.data] = json.loads(line) if line else {"error": f"it ended\n{self._tail(key.data)}"}
-                    waiting.unregister(key.fileobj)
+                    selector.unregister(key.fileobj)
                     if "error" in replies[key.data]:
                         deadline = min(deadline, time.monotonic() + LAST_SECONDS)
         failed = [f"rank {rank}: {reply['error']}" for rank, reply in sorted(replies.items()) if "error" in reply]

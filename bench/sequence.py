@@ -1,11 +1,11 @@
-"""The sequence axis: attention around a ring, by all-gather, by exchanging heads, and in one process.
+"""The sequence axis: attention around a ring, by all-gather, by exchanging heads (Ulysses), and in one process.
 
     python -m bench.sequence [--lengths 1024 4096 16384] [--turns 3] [--ranks 2] [--bidirectional]
 
 Forward and backward of one layer, float32, one thread per rank. The layouts take turns in one run; a ratio is taken
 inside each turn, then the median over turns. "processor" is the CPU time of the slowest rank, which other load hardly
-changes. "waited" is the time of the rank that waited least; what others waited longer is unequal speed. "hidden" is the
-fraction of an exchange, timed with nothing to compute, that no rank waited for.
+changes. "waited" is the waiting time of the rank that waited least; other ranks wait longer if speeds are unequal.
+"hidden" is the fraction of an exchange, timed with nothing to compute, that no rank waited for.
 Law: all layouts give the same sums, else nothing is printed.
 """
 
@@ -26,55 +26,55 @@ OVERLAPPING = ("zigzag shared", "zigzag gloo")
 
 
 class LengthResults:
-    """What was measured at one length, by layout."""
+    """Measurements at one length, by layout."""
 
     def __init__(self) -> None:
-        self.seconds: dict[str, list[float]] = {way: [] for way in LAYOUTS}
-        self.cpu_seconds: dict[str, list[float]] = {way: [] for way in LAYOUTS}
-        self.waiting_seconds: dict[str, list[float]] = {way: [] for way in LAYOUTS}
-        self.exchange_seconds: dict[str, list[float]] = {way: [] for way in OVERLAPPING}
+        self.seconds: dict[str, list[float]] = {layout: [] for layout in LAYOUTS}
+        self.cpu_seconds: dict[str, list[float]] = {layout: [] for layout in LAYOUTS}
+        self.waiting_seconds: dict[str, list[float]] = {layout: [] for layout in LAYOUTS}
+        self.exchange_seconds: dict[str, list[float]] = {layout: [] for layout in OVERLAPPING}
 
-    def ratio(self, way: str, base: str) -> float:
-        return statistics.median(a / b for a, b in zip(self.seconds[way], self.seconds[base], strict=True))
+    def ratio(self, layout: str, base: str) -> float:
+        return statistics.median(a / b for a, b in zip(self.seconds[layout], self.seconds[base], strict=True))
 
-    def overlap_ratio(self, way: str) -> str:
-        if way not in self.exchange_seconds:
+    def overlap_ratio(self, layout: str) -> str:
+        if layout not in self.exchange_seconds:
             return ""
         shares = [
             1 - waited / alone
-            for waited, alone in zip(self.waiting_seconds[way], self.exchange_seconds[way], strict=True)
+            for waited, alone in zip(self.waiting_seconds[layout], self.exchange_seconds[layout], strict=True)
         ]
         return f"{max(0.0, statistics.median(shares)):.2f}"
 
 
 def run_turn(world: World, length: LengthResults, job: dict[str, Any], first: int, expected: list[list[float]]) -> None:
-    """Every layout once; each turn begins with another one."""
-    for way in [*LAYOUTS, *LAYOUTS][first % len(LAYOUTS) :][: len(LAYOUTS)]:
-        if way in OVERLAPPING:
-            alone = world.request({**job, "way": way, "exchange": True})
-            length.exchange_seconds[way].append(max(reply["seconds"] for reply in alone))
-        replies = world.request({**job, "way": way})
-        length.seconds[way].append(max(reply["seconds"] for reply in replies))
-        length.cpu_seconds[way].append(max(reply["processor"] for reply in replies))
-        length.waiting_seconds[way].append(min(reply["waited"] for reply in replies))
+    """Run every layout once; each turn begins with a different one."""
+    for layout in [*LAYOUTS, *LAYOUTS][first % len(LAYOUTS) :][: len(LAYOUTS)]:
+        if layout in OVERLAPPING:
+            alone = world.request({**job, "layout": layout, "exchange": True})
+            length.exchange_seconds[layout].append(max(reply["seconds"] for reply in alone))
+        replies = world.request({**job, "layout": layout})
+        length.seconds[layout].append(max(reply["seconds"] for reply in replies))
+        length.cpu_seconds[layout].append(max(reply["processor"] for reply in replies))
+        length.waiting_seconds[layout].append(min(reply["waited"] for reply in replies))
         expected.append([sum(reply[name] for reply in replies) for name in "oqkv"])
         if not all(math.isclose(a, b, rel_tol=1e-4) for a, b in zip(expected[0], expected[-1], strict=True)):
-            raise SystemExit(f"{way}: other sums than the first layout, {expected[-1]} and {expected[0]}")
+            raise SystemExit(f"{layout}: sums {expected[-1]} differ from those of the first layout, {expected[0]}")
 
 
 def format_rows(length: int, found: LengthResults) -> list[list[str]]:
     return [
         [
             f"{length:,}",
-            way,
-            f"{statistics.median(found.seconds[way]) * 1000:.1f}",
-            f"{found.ratio(way, BASE_LAYOUT):.3f}",
-            f"{found.ratio(way, ALONE):.3f}",
-            f"{statistics.median(found.cpu_seconds[way]) * 1000:.1f}",
-            f"{statistics.median(found.waiting_seconds[way]) * 1000:.1f}",
-            found.overlap_ratio(way),
+            layout,
+            f"{statistics.median(found.seconds[layout]) * 1000:.1f}",
+            f"{found.ratio(layout, BASE_LAYOUT):.3f}",
+            f"{found.ratio(layout, ALONE):.3f}",
+            f"{statistics.median(found.cpu_seconds[layout]) * 1000:.1f}",
+            f"{statistics.median(found.waiting_seconds[layout]) * 1000:.1f}",
+            found.overlap_ratio(layout),
         ]
-        for way in LAYOUTS
+        for layout in LAYOUTS
     ]
 
 
@@ -89,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--limit", type=int, default=1800, help="seconds")
     setting = parser.parse_args(arguments)
     print(describe_machine())
-    titles = ["length", "way", "ms", "/ gather", "/ one process", "processor, ms", "waited, ms", "hidden"]
+    titles = ["length", "layout", "ms", "/ gather", "/ one process", "processor, ms", "waited, ms", "hidden"]
     with World(
         "sequence", "-", num_ranks=setting.ranks, limit_seconds=setting.limit, module="bench.sequence_worker"
     ) as world:

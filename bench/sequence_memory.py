@@ -2,7 +2,7 @@
 
     python -m bench.sequence_memory
 
-fake rank  one process that runs one rank with tensors that have sizes but no memory (`testing/peak_memory.py`)
+fake rank  a process that runs as one rank, with tensors that have sizes but no memory (`testing/peak_memory.py`)
 few hops   with the first hops of a ring only: the others hold no more, and take time
 Law: what is printed is counted for all 12 layers: the winner fits, and one sample (or one step of length) more does
 not. The search extrapolates from 2 and 3 layers, because the peak is linear in the layers. The winner of the headline
@@ -94,7 +94,7 @@ def adam(model: nn.Module) -> StepMemory:
 
 
 class NullChannel:
-    """A channel of `size` ranks of which only this one exists: messages take memory and bring nothing."""
+    """A channel of `size` ranks, of which only this one exists: messages take memory but have no content."""
 
     name = "silence"
 
@@ -117,7 +117,7 @@ class NullChannel:
 
 
 class TruncatedRing(RingOverP2P):
-    """A ring whose iteration ends after `HOPS` hops."""
+    """A ring whose iteration ends after `MAX_HOPS` hops."""
 
     def iterate_blocks(self, parts: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
         return itertools.islice(super().iterate_blocks(parts), MAX_HOPS + 1)
@@ -143,21 +143,23 @@ def zero_buckets(model: nn.Module, *, size: int, zero: int) -> StepMemory:
     rest = RESTING_LAYOUTS[zero if size > 1 else 0]
     split = rest.state == SPLIT
     buckets = make_buckets(param_specs(named, {}), bucket_bytes=Plan().bucket_bytes, num_shards=size if split else 1)
-    by_turn = grad_buffer_indices(len(buckets), is_cyclic=rest.gradient == SPLIT)
-    room: dict[int, int] = {}
-    for bucket, turn in zip(buckets, by_turn, strict=True):
-        room[turn] = max(room.get(turn, 0), bucket.size)
-    held = {turn: torch.empty(length) for turn, length in room.items()}
-    transport = SingleRankTransport([held[turn][: b.size] for b, turn in zip(buckets, by_turn, strict=True)], by_turn)
+    buffer_indices = grad_buffer_indices(len(buckets), is_cyclic=rest.gradient == SPLIT)
+    buffer_sizes: dict[int, int] = {}
+    for bucket, index in zip(buckets, buffer_indices, strict=True):
+        buffer_sizes[index] = max(buffer_sizes.get(index, 0), bucket.size)
+    buffers = {index: torch.empty(length) for index, length in buffer_sizes.items()}
+    transport = SingleRankTransport(
+        [buffers[index][: b.size] for b, index in zip(buckets, buffer_indices, strict=True)], buffer_indices
+    )
     transport.shared_weights = [torch.empty(bucket.size) for bucket in buckets]
     flatten_params(named, buckets, transport)
     gradients = GradBuckets(named, buckets, transport, allow_unused=False)
     gradients.is_enabled = True
     gradients.mark_last_backward()
-    shares = [bucket.size // (size if split else 1) for bucket in buckets]
-    own = [torch.empty(share) for share in shares] if rest.gradient == SPLIT else []
-    states = [torch.empty(2 * share) for share in shares]
-    return StepMemory({GRADIENTS: [*held.values(), *own], STATES: states}, gradients)
+    shard_sizes = [bucket.size // (size if split else 1) for bucket in buckets]
+    grad_shards = [torch.empty(shard_size) for shard_size in shard_sizes] if rest.gradient == SPLIT else []
+    states = [torch.empty(2 * shard_size) for shard_size in shard_sizes]
+    return StepMemory({GRADIENTS: [*buffers.values(), *grad_shards], STATES: states}, gradients)
 
 
 def peak_memory(job: Layout, shape: bert.Shape, *, batch: int, length: int) -> PeakMemory:
@@ -192,8 +194,8 @@ def extrapolate_bytes(job: Layout, *, batch: int, length: int) -> int:
 def largest_within(bytes_at: Callable[[int], int], limit: int, start: int = 1) -> int:
     """The largest n ≥ 0 with bytes_at(n) ≤ limit, of a growing function; 0 if there is none.
 
-    Guesses by a line through two numbers that are known, but never goes up more than `LEAP` times at once: what is
-    small at first may grow as nothing.
+    Guesses by linear extrapolation from two known values, but never grows a guess more than `MAX_GROWTH` times at
+    once: at small n the slope may be near 0.
     """
     low, high, known = start, 2 * start, {}
     while known.setdefault(low, bytes_at(low)) > limit:
@@ -293,17 +295,17 @@ def measure_rows(rows: Sequence[Row], question: Question) -> Found:
 
 
 def ratios(tensors: Found, sequences: Found) -> list[list[str]]:
-    """What 64 sequence ranks reach compared with 12 tensor ranks, and equal numbers of both."""
+    """What 64 sequence ranks reach compared with 12 tensor ranks, and with equal numbers of ranks."""
     lines = [["", "64 : 12", *(f"{size} : {size}" for size in TENSOR_SIZES if size > 1)]]
-    for name, ours in sequences.items():
-        for against, theirs in tensors.items():
-            equal = [_ratio(ours, size, theirs, size) for size in TENSOR_SIZES if size > 1]
-            lines.append([f"{name} : TP, {against}", _ratio(ours, 64, theirs, 12), *equal])
+    for name, sequence in sequences.items():
+        for tensor_name, tensor in tensors.items():
+            equal = [_ratio(sequence, size, tensor, size) for size in TENSOR_SIZES if size > 1]
+            lines.append([f"{name} : TP, {tensor_name}", _ratio(sequence, 64, tensor, 12), *equal])
     return lines
 
 
-def _ratio(ours: Mapping[int, int], size: int, theirs: Mapping[int, int], against: int) -> str:
-    return f"{ours[size] / theirs[against]:.1f}" if ours.get(size) and theirs.get(against) else "–"
+def _ratio(sequence: Mapping[int, int], size: int, tensor: Mapping[int, int], tensor_size: int) -> str:
+    return f"{sequence[size] / tensor[tensor_size]:.1f}" if sequence.get(size) and tensor.get(tensor_size) else "–"
 
 
 def format_results(heading: str, found: Found, sizes: Sequence[int]) -> str:
@@ -313,7 +315,7 @@ def format_results(heading: str, found: Found, sizes: Sequence[int]) -> str:
 
 
 def verify_result(question: Question, found: int) -> str:
-    """Count the headline's winner again, with every hop of every layer. Raises AssertionError if that holds more."""
+    """Count the headline's result again with every hop of every layer. Raises AssertionError if it needs more."""
     at = question.at(found // question.unit)
     few = peak_bytes(sequence_parallel(64, "plain", few_hops=True), **at)
     with FakeTensorMode():

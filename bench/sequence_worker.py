@@ -1,6 +1,6 @@
 """One rank of the sequence axis under measurement: attention, forward and backward, in the layout of each job.
 
-way   the layout, ring and transport: "zigzag shared", "gather gloo"; or "alone", rank 0 with the full sequence
+layout  ring and transport: "zigzag shared", "gather gloo"; or "alone", rank 0 with the full sequence
 Law: ranks begin together. All layouts compute the same, so their sums are compared.
 
     python -m bench.sequence_worker CONFIGURATION CASE LIMIT RENDEZVOUS      (RANK and WORLD_SIZE in the environment)
@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fourfold.parts.comm import transports
+from fourfold.parts.comm import init
 from fourfold.parts.comm.ring.protocol import RingGroup
 from fourfold.parts.comm.ring.single_rank import NullRingGroup
 from fourfold.parts.memory import keep_freed_memory
@@ -32,16 +32,16 @@ class Axes:
     """All sequence groups of this rank, made when first used."""
 
     def __init__(self) -> None:
-        self._comm, self._axes = transports.init_communicator(), {}
+        self._comm, self._axes = init.init_communicator(), {}
 
-    def axis(self, way: str) -> SequenceGroup:
-        if way not in self._axes:
-            ring, choice = way.split()
+    def axis(self, layout: str) -> SequenceGroup:
+        if layout not in self._axes:
+            ring, choice = layout.split()
             ulysses = self._comm.size if ring == "ulysses" else 1
             ring = "plain" if ring == "ulysses" else ring
-            everyone = [range(self._comm.size)]
-            self._axes[way] = connect_sequence(self._comm, everyone, ring=ring, ulysses=ulysses, transport=choice)
-        return self._axes[way]
+            all_ranks = [range(self._comm.size)]
+            self._axes[layout] = connect_sequence(self._comm, all_ranks, ring=ring, ulysses=ulysses, transport=choice)
+        return self._axes[layout]
 
     def single_rank(self) -> SequenceGroup:
         return SequenceGroup(NullRingGroup(), NullRingGroup())
@@ -54,20 +54,20 @@ def make_tensors(job: dict[str, Any]) -> list[Tensor]:
     return [torch.randn(shape, generator=generator) for _ in range(4)]
 
 
-def measure_attention(ways: Axes, job: dict[str, Any]) -> dict[str, float]:
+def measure_attention(axes: Axes, job: dict[str, Any]) -> dict[str, float]:
     """Wall time, CPU time and waiting time of one forward and backward, in seconds; and sums to compare."""
     rank = dist.get_rank()
-    here = job["way"] != ALONE
-    axis = ways.axis(job["way"]) if here else ways.single_rank()
+    is_sequence_split = job["layout"] != ALONE
+    axis = axes.axis(job["layout"]) if is_sequence_split else axes.single_rank()
     *qkv, grad_out = make_tensors(job)
-    if here:
-        mine = torch.tensor(token_positions(axis.local_token_ranges(job["length"])))
-        *qkv, grad_out = (tensor[:, :, mine] for tensor in (*qkv, grad_out))
+    if is_sequence_split:
+        local_positions = torch.tensor(token_positions(axis.local_token_ranges(job["length"])))
+        *qkv, grad_out = (tensor[:, :, local_positions] for tensor in (*qkv, grad_out))
     q, k, v = (tensor.requires_grad_() for tensor in qkv)
     dist.barrier()
     waited, begin, used = _waiting_seconds(axis), time.perf_counter(), time.thread_time()
     seconds = 0.0
-    if here or rank == 0:
+    if is_sequence_split or rank == 0:
         out = sequence_attention(q, k, v, axis, is_causal=job["causal"])
         out.backward(grad_out)
         seconds = time.perf_counter() - begin
@@ -76,13 +76,13 @@ def measure_attention(ways: Axes, job: dict[str, Any]) -> dict[str, float]:
     else:
         used, sums = 0.0, [0.0] * 4
     dist.barrier()
-    told = {"seconds": seconds, "processor": used, "waited": _waiting_seconds(axis) - waited}
-    return told | dict(zip("oqkv", sums, strict=True))
+    times = {"seconds": seconds, "processor": used, "waited": _waiting_seconds(axis) - waited}
+    return times | dict(zip("oqkv", sums, strict=True))
 
 
-def measure_exchange(ways: Axes, job: dict[str, Any]) -> dict[str, float]:
+def measure_exchange(axes: Axes, job: dict[str, Any]) -> dict[str, float]:
     """Seconds for all exchanges of a layer around the ring, with nothing to compute."""
-    axis = ways.axis(job["way"])
+    axis = axes.axis(job["layout"])
     block = torch.randn(1, job["heads"], job["length"] // axis.size, 2 * job["size"])
     dist.barrier()
     begin = time.perf_counter()
@@ -115,11 +115,11 @@ def main(answers: TextIO) -> None:
     dist.init_process_group(
         "gloo", init_method=rendezvous, rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"])
     )
-    ways = Axes()
+    axes = Axes()
     _reply(answers, {"ready": True})
     for line in sys.stdin:
         job = json.loads(line)
-        _reply(answers, (measure_exchange if job.get("exchange") else measure_attention)(ways, job))
+        _reply(answers, (measure_exchange if job.get("exchange") else measure_attention)(axes, job))
     os._exit(0)  # Skips the shutdown of the process group: another rank may be gone already.
 
 

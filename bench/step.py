@@ -1,12 +1,12 @@
-"""Step: what a step costs besides its arithmetic: a TrainStep of one process against the same training in plain torch.
+"""Step: the overhead of a step: a TrainStep of one process compared with the same training in plain torch.
 
-plain     a plain loop: zero_grad, forward, mean loss, backward, clip if asked for, AdamW.step, item
+plain     a plain loop: zero_grad, forward, mean loss, backward, clip if enabled, AdamW.step, item
 mean      a TrainStep whose loss is torch's mean of a batch, observed for its true count
 each      a TrainStep whose loss gives a value for each sample
 clip      the gradient norm is clipped at 1, in all of them
 CPU       processor time of all threads of the process, which depends less on other processes
-fast      the fastest tenth of the steps, its slowest: on a busy machine nearest to an idle one
-Law: all train the same model on the same batches; each step is timed alone, and they take turns.
+fast      the first decile of the steps' times: on a busy machine, closest to an idle one
+Law: all train the same model on the same batches, take turns, and each step is timed by itself.
 
     PYTHONPATH=src:. OMP_NUM_THREADS=1 python -m bench.step [STEPS]
 """
@@ -97,16 +97,14 @@ def time_in_turns(turns: dict[str, Step], batches: list[Batch]) -> dict[str, lis
 
 
 def format_row(name: str, timings: dict[str, list[StepTiming]], suffix: str) -> tuple[str, ...]:
-    pairs = [
-        (ours.cpu_seconds, theirs.cpu_seconds) for ours, theirs in zip(timings[name], timings["plain"], strict=True)
-    ]
-    ratios = [ours / theirs for ours, theirs in pairs]
+    pairs = [(one.cpu_seconds, plain.cpu_seconds) for one, plain in zip(timings[name], timings["plain"], strict=True)]
+    ratios = [one / plain for one, plain in pairs]
     low, _, high = quantiles(ratios, n=4)
     fast, plain_fast = (quantiles(column, n=10)[0] for column in zip(*pairs, strict=True))
     return (
         f"{name}{suffix}",
         f"{median(each.seconds for each in timings[name]) * 1e6:.0f}",
-        f"{median(ours for ours, _ in pairs) * 1e6:.0f}",
+        f"{median(one for one, _ in pairs) * 1e6:.0f}",
         f"{median(ratios):.3f}",
         f"{low:.2f}–{high:.2f}",
         f"{fast * 1e6:.0f}",

@@ -1,6 +1,6 @@
 """Fourfold: write the task once, for one device; say in a plan how it is laid over many.
 
-The names below are the whole door. They are loaded when first used, so that `import fourfold` does not import torch.
+The names below are the whole public interface. They are loaded on first use: `import fourfold` does not import torch.
 """
 
 import importlib
@@ -55,7 +55,7 @@ _MODULE_OF = {
     "parallelize": "step.build",
     "shard": "feed.dataloader",
     "train": "trainer.train",
-    "world": "parts.comm.transports",
+    "world": "parts.comm.init",
 }
 
 

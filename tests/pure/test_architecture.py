@@ -7,9 +7,9 @@ from pathlib import Path
 SOURCE = Path(__file__).parents[2] / "src" / "fourfold"
 
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_PARAMETERS = 350, 45, 8
-# What exceeds a limit ("FILE" its lines, "FILE FUNCTION" its lines or parameters), and why. To be shortened.
+# Exceptions to the limits, and why: "FILE" for its lines, "FILE FUNCTION" for its lines or parameters.
 PUBLIC_SIGNATURE = "public: its keywords are the contract of DESIGN §8"
-NEXT_ISSUE = "the next issue takes the step apart into lowering and assembly"
+NEXT_ISSUE = "to be split into lowering and assembly"
 ALLOWED = {
     "feed/dataloader.py shard": "half of it is the docstring of a public function",
     "parts/sequence/attention.py sequence_attention": "the arguments of scaled_dot_product_attention, and the ring's",
@@ -40,7 +40,7 @@ def files(pattern: str = "**/*.py") -> list[Path]:
     return sorted(SOURCE.glob(pattern))
 
 
-def test_only_comm_and_what_makes_processes_touch_torch_distributed():
+def test_only_comm_and_process_launchers_import_torch_distributed():
     importers = {
         path.relative_to(SOURCE).parts[:2]
         for path in files()
@@ -58,17 +58,17 @@ def test_nothing_reads_a_pickle():
         assert "_object_list" not in path.read_text(), path  # torch's object collectives pickle
 
 
-def test_the_interpreter_can_be_read_in_one_sitting():
+def test_the_executor_stays_short():
     assert len((SOURCE / "step" / "executor.py").read_text().splitlines()) < 150
 
 
-def test_every_file_opens_with_its_nouns():
+def test_every_file_has_a_docstring():
     for path in files():
         assert ast.get_docstring(ast.parse(path.read_text())), path
 
 
-def test_nothing_inside_imports_the_package_itself():
-    # The door imports every floor lazily, so an import of it from inside is an import upward.
+def test_no_module_imports_the_package_root():
+    # The package root imports every layer lazily, so an import of it from inside is an import upward.
     for path in set(files()) - {SOURCE / "__init__.py"}:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):
@@ -117,14 +117,14 @@ def test_files_and_functions_are_small():
     assert {name: size for name, size in too_large().items() if name not in ALLOWED} == {}
 
 
-def test_no_exception_to_the_limits_outlives_its_need():
+def test_every_exception_to_the_limits_is_still_needed():
     assert set(ALLOWED) - set(too_large()) == set()
 
 
 # Names with an underscore that are public by their documentation, and those of the standard library.
 PUBLIC = {"_replace", "_asdict", "_fields", "_make", "_exit"}
 STANDARD_LIBRARY = {"_getframe", "_current_frames", "_run_exitfuncs", "_lru_cache_wrapper", "_thread"}
-# Private names of nn.Module that classes of ours use for attributes of their own.
+# Private names of nn.Module that classes of Fourfold use for their own attributes.
 AMBIGUOUS = {"_parameters", "_buffers", "_modules"}
 # The files that may name private names of other packages, and the tests that fail when a release drops one.
 # launch/env_store.py runs while torch is being imported, so it cannot import torch_private.
@@ -163,9 +163,9 @@ def is_super(node: ast.expr) -> bool:
 
 
 def foreign_private_names(tree: ast.AST, ours: set[str]) -> set[str]:
-    """Private names that a file uses and that are none of `ours`: module parts, attributes, strings of `getattr`.
+    """Private names that a file uses and that are not in `ours`: module parts, attributes, strings of `getattr`.
 
-    What a class asks of its base by `super()` is the base's, though the class defines it too.
+    A name reached through `super()` belongs to the base class, though the class defines it too.
     """
     found: set[str] = set()
     for node in ast.walk(tree):
@@ -184,7 +184,7 @@ def foreign_private_names(tree: ast.AST, ours: set[str]) -> set[str]:
     return found
 
 
-def test_private_names_of_torch_stand_in_one_file():
+def test_private_names_of_torch_are_used_in_one_file():
     trees = {path: ast.parse(path.read_text()) for path in files()}
     ours = set().union(*map(defined_names, trees.values()))
     for path, tree in trees.items():
@@ -214,7 +214,7 @@ def test_one_file_imports_transformers_and_the_launcher_alone_torchelastic():
     assert importers["torch.distributed.elastic"] == launcher
 
 
-def test_a_private_name_of_torch_is_seen_in_every_form():
+def test_every_form_of_using_a_private_name_is_detected():
     forms = {
         "import torch._dynamo": "_dynamo",
         "from torch._C import _functorch": "_functorch",

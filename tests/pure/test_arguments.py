@@ -31,7 +31,7 @@ def sample(index: int) -> Any:
 
 
 class Source:
-    """Eight samples, of which the sixth is what `odd` makes."""
+    """Eight samples; sample 5 is what `odd` returns, if it is given."""
 
     def __init__(self, odd: Callable[[], Any] | None = None) -> None:
         self.odd = odd
@@ -60,7 +60,7 @@ def task(**given: Any) -> ff.Task:
 
 
 def train(runs: Any, of: ff.Task | None = None, **given: Any) -> ff.FourfoldError | None:
-    """What a run in this process raises; None where it ends well."""
+    """The error that a run in this process raises; None if it succeeds."""
     options: dict[str, Any] = {"folder": str(runs), "checkpoint_every": 0, "trace_every": 0, **given}
     try:
         ff.train(of or task(), **options)
@@ -77,7 +77,7 @@ def refused(run: Callable[[], Any], *words: str) -> None:
 
 
 @given(st.one_of(st.integers(), st.floats(), st.text(max_size=3), st.none(), st.booleans(), st.sampled_from(ODD)))
-def test_no_value_makes_a_rule_raise_and_what_a_rule_admits_is_what_it_says(value: Any) -> None:
+def test_argument_checks_never_raise_and_accept_only_valid_values(value: Any) -> None:
     assert bool(argument_checks.int_problems("n", value, minimum=1)) != (type(value) is int and value >= 1)
     for problems in (
         argument_checks.seed_problems(value),
@@ -90,13 +90,13 @@ def test_no_value_makes_a_rule_raise_and_what_a_rule_admits_is_what_it_says(valu
 
 
 @pytest.mark.parametrize("seed", [-(2**63), -1, 0, 2**63, 2**64 - 1])
-def test_every_seed_that_torch_takes_gives_each_data_index_another_seed_that_torch_takes(seed: int) -> None:
+def test_every_seed_valid_in_torch_gives_each_data_index_a_distinct_valid_seed(seed: int) -> None:
     seeds = [torch.Generator().manual_seed(generator_seed(seed, index)).initial_seed() for index in range(8)]
     assert len(set(seeds)) == 8
 
 
 @pytest.mark.parametrize("seed", [2**64, -(2**63) - 1, 1.5, "1", None, True, NAN])
-def test_a_seed_that_torch_does_not_take_is_refused_everywhere(seed: Any, tmp_path: Any) -> None:
+def test_a_seed_invalid_in_torch_is_refused_everywhere(seed: Any, tmp_path: Any) -> None:
     want = "need a whole number from -2**63 to 2**64 - 1"
     assert want in str(train(tmp_path, seed=seed))
     refused(lambda: ff.Feed(Source(), batch_size=2, seed=seed), want)
@@ -125,7 +125,7 @@ def test_a_seed_that_torch_does_not_take_is_refused_everywhere(seed: Any, tmp_pa
         "plan": (3, {"dp": 1}, "plan.toml"),
     }.items(),
 )
-def test_a_run_with_an_impossible_setting_is_refused_by_name(name: str, values: tuple[Any, ...], tmp_path: Any) -> None:
+def test_an_invalid_run_setting_is_reported_by_name(name: str, values: tuple[Any, ...], tmp_path: Any) -> None:
     for value in values:
         error = train(tmp_path, **{name: value})
         assert error is not None, value
@@ -139,7 +139,7 @@ def test_all_wrong_settings_are_reported_at_once(tmp_path: Any) -> None:
         assert f"{name} = " in text
 
 
-def test_numbers_of_numpy_are_numbers_and_pythons_own_keep_their_identity() -> None:
+def test_numpy_numbers_are_accepted_and_python_ints_stay_ints() -> None:
     theirs = make_settings(task(), batch_size=np.int64(4), clip=np.float32(2), seed=np.uint8(3))
     assert theirs == make_settings(task(), batch_size=4, clip=2.0, seed=3)
     assert type(make_settings(task(), clip=1).clip) is int
@@ -164,37 +164,37 @@ def test_numbers_of_numpy_are_numbers_and_pythons_own_keep_their_identity() -> N
         ("tuned_for", 0, "tuned_for"),
     ],
 )  # fmt: skip
-def test_a_task_is_refused_when_it_is_made(field: str, value: Any, words: str) -> None:
+def test_an_invalid_task_is_refused_when_it_is_made(field: str, value: Any, words: str) -> None:
     refused(lambda: task(**{field: value}), words)
 
 
 @pytest.mark.parametrize("other", [None, 3, "lm", task, ff.Task])
-def test_what_is_no_task_is_refused_by_every_function_that_takes_one(other: Any, tmp_path: Any) -> None:
+def test_every_function_that_takes_a_task_refuses_anything_else(other: Any, tmp_path: Any) -> None:
     for run in (lambda: ff.train(other), lambda: show(ff.Plan(), other), lambda: verify(other, ff.Plan())):
         refused(run, "need a Task")
 
 
-def test_an_optimizer_instance_is_refused_with_the_factory_that_makes_it() -> None:
+def test_an_optimizer_instance_is_refused_and_its_factory_suggested() -> None:
     model = nn.Linear(4, 1)
     made: Any = torch.optim.AdamW(model.parameters(), lr=0.5)
     refused(lambda: ff.parallelize(model, squares, made), "functools.partial(torch.optim.AdamW, lr=0.5)")
 
 
 @pytest.mark.parametrize("value", [None, "x", lambda: nn.Linear(4, 1), nn.Linear, nn.Linear(4, 1, device="meta")])
-def test_what_is_no_model_with_values_is_refused(value: Any) -> None:
+def test_anything_but_a_materialized_model_is_refused(value: Any) -> None:
     refused(lambda: ff.parallelize(value, squares, SGD), "the arguments of parallelize", "model")
     optimizer = torch.optim.SGD(nn.Linear(4, 1).parameters(), lr=0.1)
     refused(lambda: ff.DistributedOptimizer(optimizer, value), "the arguments of DistributedOptimizer", "model")
 
 
-def test_a_wrapped_optimizer_that_is_none_is_refused() -> None:
+def test_distributed_optimizer_wraps_only_torch_optimizers() -> None:
     model = nn.Linear(4, 1)
     for value in (SGD, None, model):
         refused(lambda value=value: ff.DistributedOptimizer(value, model), "need a torch optimizer")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("lr", [INF, NAN, torch.tensor(INF), -1, None, "a"])
-def test_a_rate_that_cannot_train_is_refused_before_the_first_step(lr: Any, tmp_path: Any) -> None:
+def test_an_invalid_learning_rate_is_refused_before_the_first_step(lr: Any, tmp_path: Any) -> None:
     factory = functools.partial(torch.optim.SGD, lr=lr)
     for run in (
         lambda: ff.parallelize(nn.Linear(4, 1), squares, factory),
@@ -204,7 +204,7 @@ def test_a_rate_that_cannot_train_is_refused_before_the_first_step(lr: Any, tmp_
     assert train(tmp_path, task(optimizer=factory)) is not None
 
 
-def test_an_infinite_or_nan_option_is_refused_in_its_group_and_an_infinite_bound_is_not() -> None:
+def test_a_nonfinite_option_is_reported_with_its_param_group_but_an_infinite_bound_is_allowed() -> None:
     def two(parameters: Any) -> Any:
         weight, bias = parameters
         return torch.optim.AdamW([{"params": [weight]}, {"params": [bias], "weight_decay": NAN}], lr=0.1)
@@ -213,7 +213,7 @@ def test_an_infinite_or_nan_option_is_refused_in_its_group_and_an_infinite_bound
     ff.parallelize(nn.Linear(4, 1), squares, functools.partial(torch.optim.Rprop, lr=0.1, step_sizes=(1e-6, INF)))
 
 
-def test_an_error_of_the_users_own_factory_stays_the_users() -> None:
+def test_an_error_in_the_users_factory_is_raised_unchanged() -> None:
     def wrong(parameters: Any) -> Any:
         raise ValueError("mine")
 
@@ -222,7 +222,7 @@ def test_an_error_of_the_users_own_factory_stays_the_users() -> None:
 
 
 @pytest.mark.parametrize("factor", [NAN, INF, None, "a"])
-def test_a_schedule_that_gives_no_finite_factor_ends_the_run_before_the_step(factor: Any, tmp_path: Any) -> None:
+def test_a_nonfinite_schedule_factor_ends_the_run_before_the_step(factor: Any, tmp_path: Any) -> None:
     error = train(tmp_path, task(schedule=lambda step, steps: factor if step else 1.0))
     assert "the schedule's factor at step 2" in str(error)
 
@@ -243,7 +243,7 @@ def test_a_schedule_that_gives_no_finite_factor_ends_the_run_before_the_step(fac
         (lambda o, t: (squares(o, t), 4), "sum of shape [8, 1]"),
     ],
 )
-def test_a_loss_that_cannot_be_trained_is_refused(loss: Any, words: str, tmp_path: Any) -> None:
+def test_a_loss_that_cannot_be_trained_on_is_refused(loss: Any, words: str, tmp_path: Any) -> None:
     error = train(tmp_path, task(loss=loss))
     assert words in str(error)
     assert error is not None
@@ -274,7 +274,7 @@ def test_a_sample_that_differs_from_the_others_is_reported_with_its_number_and_b
 
 
 @pytest.mark.parametrize("kind", [np.float32, float, int, torch.as_tensor])
-def test_samples_of_one_form_become_a_batch(kind: Any) -> None:
+def test_scalar_samples_are_collated_into_tensors(kind: Any) -> None:
     samples = [(kind(1), kind(2))] * 4
     (batch,) = list(ff.Feed(samples, batch_size=4))
     assert all(isinstance(part, torch.Tensor) and part.shape[0] == 4 for part in batch)
@@ -296,35 +296,35 @@ def test_samples_of_one_form_become_a_batch(kind: Any) -> None:
         (type("Huge", (), {"__len__": lambda self: 10**30, "__getitem__": lambda self, i: i})(), "Huge"),
     ],
 )
-def test_what_has_no_numbered_samples_is_refused(source: Any, words: str, tmp_path: Any) -> None:
+def test_a_source_without_indexed_samples_is_refused(source: Any, words: str, tmp_path: Any) -> None:
     refused(lambda: ff.Feed(source, batch_size=2), words)
     where = words.replace("source", "train")
     assert where in str(train(tmp_path, task(data=lambda: ff.Data(train=source))))
 
 
 @pytest.mark.parametrize("opened", [None, Source(), [sample(0)]])
-def test_data_that_are_no_data_are_refused(opened: Any, tmp_path: Any) -> None:
+def test_a_data_function_that_does_not_return_data_is_refused(opened: Any, tmp_path: Any) -> None:
     assert "need the task's data() to return a Data" in str(train(tmp_path, task(data=lambda: opened)))
 
 
 @pytest.mark.parametrize("found", [3, {"accuracy": 3}, {"accuracy": (1, 2, 3)}])
-def test_what_evaluate_returns_is_checked(found: Any, tmp_path: Any) -> None:
+def test_the_return_value_of_evaluate_is_checked(found: Any, tmp_path: Any) -> None:
     given = {"evaluate": lambda outputs, targets: found, "data": lambda: ff.Data(train=Source(), valid=Source())}
     assert "need a dict from names to pairs (sum, count)" in str(train(tmp_path, task(**given)))
 
 
 @pytest.mark.parametrize("batch", [(torch.zeros(()), torch.zeros(())), (torch.zeros(4, 4), torch.zeros(()))])
-def test_a_batch_without_a_dim_of_samples_is_refused(batch: Any) -> None:
+def test_a_batch_without_a_sample_dim_is_refused(batch: Any) -> None:
     step = ff.parallelize(nn.Linear(4, 1), squares, SGD)
     refused(lambda: step(batch), "without dims")
 
 
 @pytest.mark.parametrize("state", [None, (0, 0), ("a", 0, 0), (0, 0, 1.5), (0, 0, 99)])
-def test_a_state_that_no_feed_gave_is_refused(state: Any) -> None:
+def test_an_invalid_feed_state_is_refused(state: Any) -> None:
     refused(lambda: ff.Feed(Source(), batch_size=2).load_state(state), "the feed")
 
 
 @pytest.mark.parametrize("name", ["schedule", "scale", "warmup", "batch_size", "milestones", "drop", "floor"])
-def test_rates_of_any_type_are_judged(name: str) -> None:
+def test_invalid_lr_schedule_arguments_of_any_type_are_reported_by_name(name: str) -> None:
     for value in ([[]], {"a": 1}, "x", object(), NAN, -1.5):
         refused(lambda value=value: ff.LRSchedule(**{name: value}), name)  # type: ignore[arg-type]

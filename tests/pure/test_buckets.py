@@ -37,38 +37,38 @@ def test_slots_tile_buckets(specs, bucket_bytes):
 
 @given(specs=SPECS, bucket_bytes=st.integers(1, 4000))
 def test_buckets_and_slots_are_in_reverse_order_of_definition(specs, bucket_bytes):
-    place = {spec.name: number for number, spec in enumerate(reversed(specs))}
+    position = {spec.name: number for number, spec in enumerate(reversed(specs))}
     buckets = make_buckets(specs, bucket_bytes=bucket_bytes)
-    ends = [place[bucket.slots[-1].name] for bucket in buckets]
+    ends = [position[bucket.slots[-1].name] for bucket in buckets]
     assert ends == sorted(ends)
     for bucket in buckets:
-        places = [place[slot.name] for slot in bucket.slots]
-        assert places == sorted(places)
+        positions = [position[slot.name] for slot in bucket.slots]
+        assert positions == sorted(positions)
 
 
-@pytest.mark.parametrize(("megabytes", "asked", "closed"), [
+@pytest.mark.parametrize(("megabytes", "limit", "expected"), [
     (3.5, 4.0, 0.5),  # a small model
-    (20.0, 4.0, 2.5),  # an eighth
-    (400.0, 4.0, 4.0),  # a large one: as the plan says
-    (3.5, 0.25, 0.25),  # never more than the plan says
+    (20.0, 4.0, 2.5),  # a medium model: an eighth of it
+    (400.0, 4.0, 4.0),  # a large model: the plan's limit
+    (3.5, 0.25, 0.25),  # the plan's limit holds for small models too
 ])  # fmt: skip
-def test_between_hosts_a_model_travels_in_about_eight_buckets_of_half_a_mebibyte_at_least(megabytes, asked, closed):
+def test_between_hosts_a_model_has_about_eight_buckets_of_at_least_512_kib(megabytes, limit, expected):
     specs = [ParamSpec("p", int(megabytes * 2**18), "float32", 4)]
-    assert effective_bucket_bytes(specs, int(asked * 2**20), is_inter_host=True) == closed * 2**20
-    assert effective_bucket_bytes(specs, int(asked * 2**20), is_inter_host=False) == asked * 2**20
+    assert effective_bucket_bytes(specs, int(limit * 2**20), is_inter_host=True) == expected * 2**20
+    assert effective_bucket_bytes(specs, int(limit * 2**20), is_inter_host=False) == limit * 2**20
 
 
-def test_zero_is_a_table_of_rests():
-    lives = {zero: layout_changes(rest) for zero, rest in RESTING_LAYOUTS.items()}
+def test_each_zero_level_implies_its_collectives():
+    changes = {zero: layout_changes(rest) for zero, rest in RESTING_LAYOUTS.items()}
     none = Change.NONE
-    assert lives[0] == (none, none, Change.ALL_REDUCE, none)
-    assert lives[1] == (none, none, Change.REDUCE_SCATTER, Change.ALL_GATHER)
-    assert lives[2] == (none, Change.REDUCE_SCATTER, none, Change.ALL_GATHER)
-    assert lives[3] == (Change.ALL_GATHER, Change.REDUCE_SCATTER, none, none)
+    assert changes[0] == (none, none, Change.ALL_REDUCE, none)
+    assert changes[1] == (none, none, Change.REDUCE_SCATTER, Change.ALL_GATHER)
+    assert changes[2] == (none, Change.REDUCE_SCATTER, none, Change.ALL_GATHER)
+    assert changes[3] == (Change.ALL_GATHER, Change.REDUCE_SCATTER, none, none)
 
 
 @pytest.mark.parametrize(("zero", "factor"), [(0, 2), (1, 2), (2, 2), (3, 3)])
-def test_a_step_sends_what_the_zero_paper_says(zero, factor):
+def test_a_step_sends_the_bytes_given_in_the_zero_paper(zero, factor):
     # Rajbhandari et al. 2020, §7: 2 Ψ for stages 0 to 2, 3 Ψ for stage 3, with one microbatch.
     (bucket,) = make_buckets([ParamSpec("p", 1000, "float32", 4)], bucket_bytes=4096)
     assert step_sent_bytes([bucket], zero=zero, shard_groups=ShardGroups(8), microbatches=1) == pytest.approx(
@@ -76,7 +76,7 @@ def test_a_step_sends_what_the_zero_paper_says(zero, factor):
     )
 
 
-def test_a_step_as_text():
+def test_the_program_of_a_step_as_text():
     program = lower_step(DataStepSpec(microbatches=2, num_buckets=3, has_clip=True, launch_order=(2, 0, 1)))
     assert " ".join(map(str, program)) == "F0.0 B0.0 F0.1 M0.0 B0.1 R0.2 R0.0 R0.1 M0.1 U0.2 U0.0 U0.1"
     program = lower_step(DataStepSpec(1, 2, RESTING_LAYOUTS[1], has_clip=True, has_trust_ratios=True))

@@ -9,14 +9,14 @@ from fourfold.doctor import machine_probe
 from fourfold.environment import cgroup, host_memory, world
 
 
-def tree(folder: Path, files: dict[str, str], own: str) -> dict[str, Path]:
+def tree(folder: Path, files: dict[str, str], own_cgroup: str) -> dict[str, Path]:
     """A file system of cgroups, and what the kernel says of this process."""
     for name, text in files.items():
         path = folder / "cgroup" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    (folder / "own").write_text(own)
-    return {"root": folder / "cgroup", "proc_cgroup": folder / "own"}
+    (folder / "own_cgroup").write_text(own_cgroup)
+    return {"root": folder / "cgroup", "proc_cgroup": folder / "own_cgroup"}
 
 
 V1 = "4:memory:/docker/a\n3:cpu,cpuacct:/docker/a\n"
@@ -24,8 +24,8 @@ TREES = {
     "no files": ({}, "0::/\n", None),
     "no limit": ({"cpu.max": "max 100000\n"}, "0::/\n", None),
     "version 2, in a container": ({"cpu.max": "250000 100000\n"}, "0::/\n", 2.5),
-    "version 2, the own group": ({"job/step/cpu.max": "150000 100000\n"}, "0::/job/step\n", 1.5),
-    "version 2, a group above": (
+    "version 2, its own group": ({"job/step/cpu.max": "150000 100000\n"}, "0::/job/step\n", 1.5),
+    "version 2, a parent group": (
         {"job/cpu.max": "300000 100000\n", "job/step/cpu.max": "max 100000\n"}, "0::/job/step\n", 3.0,
     ),
     "version 2, the smallest of both": (
@@ -41,9 +41,9 @@ TREES = {
 
 
 @pytest.mark.parametrize("name", TREES)
-def test_the_smallest_quota_of_a_group_and_those_above_it_counts(name, tmp_path):
-    files, own, quota = TREES[name]
-    assert cgroup.cpu_quota(**tree(tmp_path, files, own)) == quota
+def test_the_quota_is_the_smallest_of_a_cgroup_and_its_ancestors(name, tmp_path):
+    files, own_cgroup, quota = TREES[name]
+    assert cgroup.cpu_quota(**tree(tmp_path, files, own_cgroup)) == quota
 
 
 @pytest.mark.parametrize(("quota", "cores"), [(None, 8), (0.5, 1), (1.5, 1), (3.0, 3), (100.0, 8)])

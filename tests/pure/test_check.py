@@ -1,4 +1,4 @@
-"""Whether a plan is legal can be asked without torch."""
+"""Laws of plan checks: which combinations of fields and sizes are legal, decided without torch."""
 
 import subprocess
 import sys
@@ -24,7 +24,7 @@ sys.exit("torch" in sys.modules)
 
 
 @pytest.mark.parametrize("fields", [{"zero": 1}, {"zero": 2}, {"codec": "topk"}, {"unused": "allow"}])
-def test_what_needs_the_same_gradients_everywhere_is_refused_with_local_steps(fields):
+def test_options_that_need_equal_gradients_on_all_ranks_are_refused_with_local_sgd(fields):
     (problem,) = sync_problems(Plan(dp=2, sync="local", **fields))
     ((name, value),) = fields.items()
     assert name in problem.got
@@ -33,14 +33,14 @@ def test_what_needs_the_same_gradients_everywhere_is_refused_with_local_steps(fi
 
 
 @pytest.mark.parametrize("fields", [{"zero": 3}, {"unused": "allow"}])
-def test_a_codec_with_a_residual_needs_a_gradient_of_every_parameter_and_no_sharded_weights(fields):
+def test_a_codec_with_error_feedback_needs_every_gradient_and_unsharded_weights(fields):
     (problem,) = codec_problems(Plan(dp=2, codec="dct", **fields))
     ((name, value),) = fields.items()
     assert problem.got in (f'codec = "dct" with {name} = {value}', f'codec = "dct" with {name} = "{value}"')
     assert codec_problems(Plan(dp=2, **fields)) == []
 
 
-def test_a_codec_without_a_residual_may_skip_parameters():
+def test_a_codec_without_error_feedback_allows_unused_parameters():
     assert codec_problems(Plan(codec="bf16", unused="allow")) == []
 
 
@@ -51,7 +51,7 @@ def test_a_layerwise_update_in_backward_needs_whole_parameters():
 
 
 @given(num_ranks=st.integers(1, 64), sp=st.integers(1, 4), dp=st.integers(1, 16))
-def test_a_mesh_of_another_size_is_refused_with_one_that_fits(num_ranks, sp, dp):
+def test_a_mesh_of_the_wrong_size_is_refused_and_one_that_fits_suggested(num_ranks, sp, dp):
     problems = size_problems(Plan(dp=dp, sp=sp), num_ranks)
     assert bool(problems) == (dp * sp != num_ranks)
     for problem in problems:
@@ -62,6 +62,6 @@ def test_a_mesh_of_another_size_is_refused_with_one_that_fits(num_ranks, sp, dp)
 @given(
     st.fixed_dictionaries({name: st.sampled_from(FIELD_RULES[name].choices) for name in ("zero", "update", "unused")})
 )
-def test_a_plan_that_keeps_precision_codec_and_synchrony_is_legal_but_in_backward(fields):
+def test_zero_update_and_unused_combine_freely_except_with_in_backward(fields):
     problems = combination_problems(Plan(dp=2, **fields), clip=1.0)
     assert len(problems) == (fields["update"] == "in_backward") * (1 + (fields["unused"] == "allow"))

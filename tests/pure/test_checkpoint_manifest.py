@@ -42,11 +42,11 @@ def named(rows: list[tuple[str, tuple[int, ...], bool]]) -> list[GlobalTensor]:
 
 def manifest(tensors: list[GlobalTensor], size: int) -> Manifest:
     """A manifest as it is written, of these tensors on `size` ranks."""
-    stretches = assign_shards(tensors, size)
+    stored_boxes = assign_shards(tensors, size)
     return Manifest(
         version=MANIFEST_VERSION,
         step=3,
-        tensors={t.name: TensorEntry(t.dtype, t.shape, stretches[t.name]) for t in tensors},
+        tensors={t.name: TensorEntry(t.dtype, t.shape, stored_boxes[t.name]) for t in tensors},
         aliases={},
         scalars={},
         groups=({"lr": 0.1},),
@@ -67,36 +67,36 @@ def test_boxes_tile_every_tensor_and_a_written_manifest_has_no_problems(rows, si
     for tensor in tensors:
         covered = np.zeros(tensor.shape, dtype=int)
         whole = Box((0,) * len(tensor.shape), tensor.shape)
-        for stretch in assign_shards(tensors, size)[tensor.name]:
-            covered[relative_slices(stretch.box, whole)] += 1
+        for stored in assign_shards(tensors, size)[tensor.name]:
+            covered[relative_slices(stored.box, whole)] += 1
         assert (covered == 1).all()
     assert not list(manifest_problems(manifest(tensors, size)))
 
 
 @given(rows=TENSORS, size=st.integers(1, 7))
-def test_files_differ_in_size_by_no_more_than_the_rows_at_their_ends(rows, size):
+def test_file_sizes_differ_by_at_most_two_rows(rows, size):
     tensors = [tensor._replace(is_unsharded=False) for tensor in named(rows)]
-    held = dict.fromkeys(map(shard_file_name, range(size)), 0)
+    file_bytes = dict.fromkeys(map(shard_file_name, range(size)), 0)
     for tensor in tensors:
-        for stretch in assign_shards(tensors, size)[tensor.name]:
-            held[stretch.file] += math.prod(stretch.lengths) * ELEMENT_BYTES[tensor.dtype]
+        for stored in assign_shards(tensors, size)[tensor.name]:
+            file_bytes[stored.file] += math.prod(stored.lengths) * ELEMENT_BYTES[tensor.dtype]
     row = max(t.num_bytes // t.shape[0] if t.shape and t.shape[0] else t.num_bytes for t in tensors)
-    assert max(held.values()) - min(held.values()) <= 2 * row + 1
+    assert max(file_bytes.values()) - min(file_bytes.values()) <= 2 * row + 1
 
 
 @given(shape=st.lists(st.integers(1, 6), min_size=1, max_size=3), data=st.data())
-def test_a_box_is_put_together_from_the_boxes_of_any_number_of_ranks(shape, data):
+def test_a_box_is_assembled_from_the_boxes_of_any_number_of_ranks(shape, data):
     tensor = GlobalTensor("model.a", "F32", tuple(shape))
     values = np.arange(math.prod(shape)).reshape(shape)
     offsets = tuple(data.draw(st.integers(0, n - 1)) for n in shape)
     lengths = tuple(data.draw(st.integers(1, n - x)) for n, x in zip(shape, offsets, strict=True))
     wanted, whole = Box(offsets, lengths), Box((0,) * len(shape), tensor.shape)
     result = np.full(lengths, -1)
-    for stretch in assign_shards([tensor], data.draw(st.integers(1, 5)))["model.a"]:
-        piece = values[relative_slices(stretch.box, whole)]
-        common = intersection(stretch.box, wanted)
+    for stored in assign_shards([tensor], data.draw(st.integers(1, 5)))["model.a"]:
+        values_of_box = values[relative_slices(stored.box, whole)]
+        common = intersection(stored.box, wanted)
         if common is not None:
-            result[relative_slices(common, wanted)] = piece[relative_slices(common, stretch.box)]
+            result[relative_slices(common, wanted)] = values_of_box[relative_slices(common, stored.box)]
     assert (result == values[relative_slices(wanted, whole)]).all()
 
 
@@ -105,16 +105,16 @@ def changed(**fields: Any) -> Manifest:
 
 
 def entry(
-    *stretches: tuple[str, tuple[int, ...], tuple[int, ...]], shape=(4, 2), dtype="F32"
+    *stored_boxes: tuple[str, tuple[int, ...], tuple[int, ...]], shape=(4, 2), dtype="F32"
 ) -> dict[str, TensorEntry]:
-    return {"model.a": TensorEntry(dtype, shape, tuple(StoredBox(*each) for each in stretches))}
+    return {"model.a": TensorEntry(dtype, shape, tuple(StoredBox(*each) for each in stored_boxes))}
 
 
 FIRST, SECOND = "rank-000.safetensors", "rank-001.safetensors"
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "message"),
     [
         ({"version": 99}, "version 99"),
         ({"step": -1}, "step -1"),
@@ -145,14 +145,14 @@ FIRST, SECOND = "rank-000.safetensors", "rank-001.safetensors"
         ({"tensors": entry((FIRST, (0, 0), (2, 2)), (FIRST, (2, 0), (2, 2)))}, "two boxes in one file"),
     ],
 )
-def test_an_impossible_manifest_is_refused(fields, said):
-    assert any(said in text for text in manifest_problems(changed(**fields)))
+def test_an_inconsistent_manifest_is_refused(fields, message):
+    assert any(message in text for text in manifest_problems(changed(**fields)))
 
 
 @pytest.mark.parametrize(("dtype", "elements", "fits"), [
     ("F64", 2**43, True), ("F64", 2**43 + 1, False), ("I8", 2**46, True), ("I8", 2**46 + 1, False),
 ])  # fmt: skip
-def test_the_bound_of_a_tensor_is_in_bytes(dtype, elements, fits):
+def test_the_size_limit_of_a_tensor_is_in_bytes(dtype, elements, fits):
     tensors = entry((FIRST, (0,), (elements,)), shape=(elements,), dtype=dtype)
     found = list(
         manifest_problems(changed(tensors=tensors, files={FIRST: FileEntry(2**50, ""), SECOND: FileEntry(8, "")}))
@@ -160,7 +160,7 @@ def test_the_bound_of_a_tensor_is_in_bytes(dtype, elements, fits):
     assert (not found) == fits
 
 
-def breakers() -> Iterator[bytes]:
+def malformed_manifests() -> Iterator[bytes]:
     text = msgspec.json.encode(changed())
     yield text[: len(text) // 2]
     yield text.replace(b'"step":3', b'"step":"3"')
@@ -171,7 +171,7 @@ def breakers() -> Iterator[bytes]:
     yield b"[]"
 
 
-@pytest.mark.parametrize("text", list(breakers()))
-def test_a_manifest_of_another_form_is_not_read(text):
+@pytest.mark.parametrize("text", list(malformed_manifests()))
+def test_a_malformed_manifest_is_refused(text):
     with pytest.raises(msgspec.DecodeError):
         msgspec.json.decode(text, type=Manifest)

@@ -95,13 +95,13 @@ def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Captu
     return run
 
 
-def test_an_unknown_setting_is_reported_with_the_nearest(refused: Refused) -> None:
+def test_an_unknown_setting_is_reported_with_the_closest_name(refused: Refused) -> None:
     text = refused("train", "mine.py", "widht=3", "-n", "2")
     assert "SettingError: 1 problem in the command line" in text
     assert "widht = 3   need a known setting   try width=3" in text
 
 
-def test_an_unknown_setting_without_a_near_one_is_reported_with_all(refused: Refused) -> None:
+def test_an_unknown_setting_without_a_close_match_lists_all_settings(refused: Refused) -> None:
     text = refused("train", "mine.py", "xyzzy=3")
     assert "try width=…, lr=…, bias=…, samples=…, jumpy=…, steps=…, batch_size=…" in text
 
@@ -125,7 +125,7 @@ def test_an_axis_not_built_yet_is_refused(refused: Refused) -> None:
     assert "tp = 2   need 1 (the rest is not built yet)   try tp = 1" in refused("train", "mine.py", "tp=2")
 
 
-def test_an_impossible_mesh_is_reported_with_the_possible_ones(refused: Refused) -> None:
+def test_an_invalid_mesh_is_refused_and_valid_ones_suggested(refused: Refused) -> None:
     Path("plan.toml").write_text("version = 1\ndp = 4\n")
     text = refused("train", "mine.py", "plan.toml", "-n", "2")
     assert "PlanError: 1 problem in plan.toml" in text
@@ -148,7 +148,7 @@ def test_a_plan_that_cannot_be_read_is_refused(refused: Refused, text: str, prob
     assert problem in refused("train", "mine.py", "plan.toml")
 
 
-def test_missing_files_are_reported_with_their_neighbours(refused: Refused) -> None:
+def test_missing_files_are_reported_with_the_closest_names(refused: Refused) -> None:
     Path("plan.toml").write_text("version = 1\n")
     assert "mime.py (no such file)   need a Python file with a task   try mine.py" in refused("train", "mime.py")
     text = refused("train", "mine.py", "plam.toml")
@@ -163,7 +163,7 @@ def test_an_empty_corpus_is_refused(refused: Refused) -> None:
     assert "train without samples   need at least one" in refused("train", "mine.py", "samples=0", "-n", "2")
 
 
-def test_local_steps_that_do_not_divide_the_steps_are_reported_with_steps_that_do(refused: Refused) -> None:
+def test_local_steps_that_do_not_divide_the_steps_are_refused_and_valid_steps_suggested(refused: Refused) -> None:
     text = refused("train", "mine.py", "-n", "2", "sync=local", "local_steps=3", "steps=7")
     assert "steps = 7, local_steps = 3   need a number of steps divisible by local_steps   try steps=6 or 9" in text
 
@@ -176,7 +176,7 @@ def test_local_steps_that_do_not_divide_the_steps_are_reported_with_steps_that_d
         (["batch_size=7", "microbatches=3"], "need a batch divisible by dp × microbatches   try batch_size=6 or 12"),
     ],
 )
-def test_a_batch_that_does_not_divide_is_reported_with_those_that_do(
+def test_an_indivisible_batch_is_refused_and_divisible_ones_suggested(
     refused: Refused, words: list[str], problem: str
 ) -> None:
     assert problem in refused("train", "mine.py", "-n", "2", *words)
@@ -215,7 +215,7 @@ def test_a_task_file_that_does_not_import_is_reported_with_the_users_lines(
         ("lmm", "need lm, digits, or path/to/file.py:name   try lm"),
     ],
 )
-def test_a_word_that_is_no_task_is_refused(refused: Refused, word: str, problem: str) -> None:
+def test_an_argument_that_is_not_a_task_is_refused(refused: Refused, word: str, problem: str) -> None:
     assert problem in refused("train", word)
 
 
@@ -226,25 +226,25 @@ def test_an_optimizer_that_cannot_run_on_flat_buffers_is_refused(refused: Refuse
 
 
 @pytest.mark.parametrize("number", ["0", "-2", "two", "1.5"])
-def test_a_number_of_processes_is_at_least_one(refused: Refused, number: str) -> None:
+def test_the_number_of_processes_is_at_least_one(refused: Refused, number: str) -> None:
     assert f"-n {number}   need a number of processes, at least 1" in refused("train", "mine.py", "-n", number)
 
 
-def test_words_that_are_too_many_are_refused(refused: Refused) -> None:
+def test_surplus_arguments_are_refused(refused: Refused) -> None:
     text = refused("train", "lm", "digits", "a.toml", "b.toml", "steps=1", "steps=2")
     assert "lm and digits" in text
     assert "a.toml and b.toml" in text
     assert "steps = 1 and steps=2   need each key once" in text
 
 
-def test_options_and_commands_that_do_not_exist_are_reported_with_what_does(refused: Refused) -> None:
+def test_unknown_options_and_commands_are_reported_with_valid_ones(refused: Refused) -> None:
     assert "the option --steps   need settings as KEY=VALUE   try steps=…" in refused("train", "--steps", "5")
     assert "try fourfold train" in refused("trian")
     assert "try fourfold train mine.py" in refused("mine.py")
     assert "need SCRIPT.py" in refused("run")
 
 
-def test_what_the_option_parser_objects_to_is_reported_with_what_to_try(refused: Refused) -> None:
+def test_errors_of_the_option_parser_come_with_a_suggestion(refused: Refused) -> None:
     assert "the option -n without a value   need a value after it" in refused("train", "-n")
     assert "the option --verson   need an option of this command   try --version" in refused("--verson")
     assert "the option --jsn   need an option of this command   try --json" in refused("doctor", "--jsn")
@@ -253,7 +253,7 @@ def test_what_the_option_parser_objects_to_is_reported_with_what_to_try(refused:
     assert "'steps = 3'   need a setting as KEY=VALUE, without spaces   try steps=3" in text
 
 
-def test_a_name_that_is_taken_is_refused(refused: Refused) -> None:
+def test_a_run_name_that_is_taken_is_refused(refused: Refused) -> None:
     Path("runs/first").mkdir(parents=True)
     assert "exists already" in refused("train", "mine.py", "name=first", "-n", "2")
 
@@ -261,7 +261,7 @@ def test_a_name_that_is_taken_is_refused(refused: Refused) -> None:
 # ---- parsing
 
 
-def test_words_are_sorted_by_their_form() -> None:
+def test_arguments_are_classified_by_their_form() -> None:
     parsed = parse_args(["data=a.toml", "my/task.py:task", "steps=5", "plans/two.toml", "prompt=a = b"])
     assert parsed == ParsedArgs(
         task="my/task.py:task",
@@ -271,7 +271,7 @@ def test_words_are_sorted_by_their_form() -> None:
     assert parse_args([]) == ParsedArgs(task="lm", plan_file=None, values={})
 
 
-def test_values_have_the_kind_of_the_default() -> None:
+def test_values_are_parsed_by_the_type_of_the_default() -> None:
     def task(
         *,
         width: int = 8,
@@ -323,12 +323,12 @@ def test_values_have_the_kind_of_the_default() -> None:
         (RUN_SETTINGS["clip"], "nan"),
     ],
 )
-def test_a_text_of_another_kind_is_no_value(kind: ValueType, text: str) -> None:
+def test_text_of_the_wrong_type_does_not_parse(kind: ValueType, text: str) -> None:
     with pytest.raises((ValueError, OverflowError)):
         kind.parse(text)
 
 
-def test_keys_of_an_unknown_task_are_not_judged() -> None:
+def test_settings_of_an_unknown_task_are_not_checked() -> None:
     assert parse_values({"whatever": "3"}, None).task == {}
 
 
@@ -344,7 +344,7 @@ def test_a_launcher_and_the_command_must_agree() -> None:
         check_num_processes("2", World(rank=1, size=4))
 
 
-def test_ranks_share_the_cores_unless_the_user_says_otherwise() -> None:
+def test_ranks_divide_the_cores_unless_the_user_sets_threads() -> None:
     assert thread_variables(1, {}) == {"OMP_NUM_THREADS": str(num_cores()), "MKL_NUM_THREADS": str(num_cores())}
     assert thread_variables(10_000, {"OMP_NUM_THREADS": "7"}) == {"MKL_NUM_THREADS": "1"}
 
@@ -355,7 +355,7 @@ def test_ranks_share_the_cores_unless_the_user_says_otherwise() -> None:
     ({"GLIBC_TUNABLES": "glibc.malloc.arena_max=1"}, True),
     ({"MALLOC_ARENA_MAX": "1"}, True),
 ])  # fmt: skip
-def test_memory_is_allocated_as_the_user_says(given: dict[str, str], is_users: bool) -> None:
+def test_the_users_malloc_settings_are_kept(given: dict[str, str], is_users: bool) -> None:
     assert malloc.is_user_configured(given) == is_users
     assert malloc.malloc_variables(given) == ({} if is_users else {"GLIBC_TUNABLES": "glibc.malloc.tcache_count=0"})
 
@@ -406,13 +406,13 @@ def test_ctrl_c_while_options_are_read_is_130(
     assert capfd.readouterr().err.strip() == "fourfold: stopped by SIGINT"
 
 
-def test_samples_whose_tokens_cannot_be_cut_are_refused_before_a_process_is_started(refused: Refused):
+def test_samples_that_cannot_be_split_by_tokens_are_refused_before_processes_start(refused: Refused):
     text = refused("train", "digits", "sp=2", "dp=1")
     assert "inputs that are a Tensor" in text
     assert "position_ids or positions" in text
 
 
-def test_an_interrupt_that_is_dropped_while_importing_is_not_lost(monkeypatch: pytest.MonkeyPatch):
+def test_an_interrupt_swallowed_during_imports_is_raised_later(monkeypatch: pytest.MonkeyPatch):
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     monkeypatch.setattr(sigint, "_is_interrupted", False)
     try:
@@ -429,27 +429,27 @@ def test_an_interrupt_that_is_dropped_while_importing_is_not_lost(monkeypatch: p
 
 
 @pytest.mark.parametrize("arguments", [["--version"], ["show", "zerro=1"]])
-def test_a_command_that_was_called_in_a_program_leaves_it_its_handlers(arguments: list[str]) -> None:
+def test_main_called_from_a_program_restores_its_signal_handlers(arguments: list[str]) -> None:
     with pytest.raises(SystemExit):
         main(arguments)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 @pytest.mark.parametrize("command", ["show", "verify"])
-def test_a_misspelt_field_is_named_before_a_plan_is_missed(refused: Refused, command: str):
+def test_a_misspelt_field_is_reported_rather_than_a_missing_plan(refused: Refused, command: str):
     assert "zerro = 1   need a known setting   try zero=1" in refused(command, "zerro=1")
 
 
-def test_no_text_at_all_is_no_path(refused: Refused):
+def test_an_empty_path_is_refused(refused: Refused):
     assert "data= with nothing after it" in refused("train", "lm", "data=")
 
 
-def test_what_cannot_be_verified_is_refused_with_the_reason(refused: Refused):
+def test_verify_refuses_what_it_cannot_verify_with_the_reason(refused: Refused):
     assert "no plan" in refused("verify", "lm")
     assert "another training than one device's" in refused("verify", "lm", "dp=2", "codec=topk")
 
 
-def test_gloo_listens_at_the_loopback_device_unless_the_user_has_chosen_another(tmp_path: Path) -> None:
+def test_gloo_uses_the_loopback_interface_unless_the_user_sets_one(tmp_path: Path) -> None:
     (tmp_path / "up").write_text("0x9\n")
     (tmp_path / "down").write_text("0x8\n")
     assert loopback_variables({}, tmp_path / "up") == {"GLOO_SOCKET_IFNAME": "lo"}
@@ -490,7 +490,7 @@ LONG = "x" * 5000
         (("show", "lm", "dp=1", "width=1000000000"), "a tensor of the model cannot be made"),
     ],
 )
-def test_values_beyond_measure_are_refused_without_a_traceback(
+def test_out_of_range_values_are_refused_without_a_traceback(
     refused: Refused, arguments: tuple[str, ...], message: str
 ) -> None:
     text = refused(*arguments)
@@ -498,14 +498,14 @@ def test_values_beyond_measure_are_refused_without_a_traceback(
     assert "Traceback" not in text
 
 
-def test_a_folder_in_the_place_of_a_file_is_not_recommended_again(refused: Refused) -> None:
+def test_a_folder_given_as_a_file_is_not_suggested_again(refused: Refused) -> None:
     Path("plan.toml").mkdir()
     Path("a.py").mkdir()
     assert "try" not in refused("train", "plan.toml")
     assert "try" not in refused("train", "a.py")
 
 
-def test_a_plan_that_is_a_pipe_is_refused_and_not_waited_for(refused: Refused, tmp_path: Path):
+def test_a_plan_that_is_a_pipe_is_refused_without_blocking(refused: Refused, tmp_path: Path):
     os.mkfifo(tmp_path / "pipe.toml")
     assert "pipe.toml (is a pipe)   need a file" in refused("train", "mine.py", "pipe.toml")
 
@@ -515,7 +515,7 @@ def test_a_plan_may_begin_with_a_byte_order_mark(refused: Refused, tmp_path: Pat
     assert "need the number of ranks, 2" in refused("train", "mine.py", "mark.toml", "-n", "2")
 
 
-def test_a_number_of_processes_with_thousands_of_digits_is_none(refused: Refused):
+def test_a_number_of_processes_with_thousands_of_digits_is_refused(refused: Refused):
     assert "need a number of processes" in refused("train", "mine.py", "-n", "9" * 5000)
 
 
@@ -527,7 +527,7 @@ def test_a_number_of_processes_with_thousands_of_digits_is_none(refused: Refused
         ("torch.nn.LazyLinear(1)", "a lazy model: weight has no shape yet   need parameters with shapes"),
     ],
 )
-def test_what_is_no_model_is_refused(refused: Refused, tmp_path: Path, model: str, problem: str):
+def test_a_task_without_a_usable_model_is_refused(refused: Refused, tmp_path: Path, model: str, problem: str):
     code = f"\nimport dataclasses\nodd = dataclasses.replace(fixed, model=lambda: {model})\n"
     (tmp_path / "mine.py").write_text(TASK + code)
     assert problem in refused("train", "mine.py:odd", "-n", "1")
@@ -541,7 +541,7 @@ def test_a_parameter_twice_in_a_group_is_refused(refused: Refused, tmp_path: Pat
         assert "2 parameters that are in a group more than once" in refused("train", "mine.py:odd", "-n", "1")
 
 
-def test_closed_streams_lead_nowhere():
+def test_a_command_runs_with_stdin_and_stdout_closed():
     command = f"{sys.executable} -m fourfold --version <&- >&-"
     ended = subprocess.run(["sh", "-c", command], stderr=subprocess.PIPE, text=True, timeout=60, check=False)
     assert (ended.returncode, ended.stderr) == (0, "")

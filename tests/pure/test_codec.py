@@ -1,4 +1,4 @@
-"""Laws of a codec's arithmetic: rounds, bytes, and what may be said of a bucket at all."""
+"""Laws of codecs without tensors: rounds, message bytes, and which buckets are refused."""
 
 import pytest
 from hypothesis import example, given
@@ -40,13 +40,13 @@ def bucket_of(shapes, dtype="float32", element_bytes=4) -> Bucket:
 
 @example(num_elements=100, percent=7)  # 100 · 0.07 is 7.000000000000001
 @given(num_elements=st.integers(1, 10**6), percent=st.integers(1, 100))
-def test_what_is_kept_is_what_the_sparsity_leaves(num_elements, percent):
+def test_num_sent_is_the_complement_of_the_sparsity(num_elements, percent):
     # n − ⌊n·η⌋ in whole numbers, η = 1 − percent / 100.
     assert num_sent(num_elements, percent / 100) == num_elements - num_elements * (100 - percent) // 100
 
 
 @given(shapes=SHAPES, density=st.floats(0.001, 1.0), rank=st.integers(1, 8))
-def test_dense_ranges_and_the_others_tile_a_bucket(shapes, density, rank):
+def test_dense_and_compressed_ranges_tile_a_bucket(shapes, density, rank):
     bucket = bucket_of(shapes)
     dct = dct_spec(bucket, density)
     ranges = [*dct.dense_ranges, *((each.start, each.stop) for each in dct.sparse_ranges)]
@@ -64,12 +64,12 @@ def test_dense_ranges_and_the_others_tile_a_bucket(shapes, density, rank):
 
 
 @given(shapes=SHAPES, density=st.floats(0.001, 0.5), rank=st.integers(1, 4), width=st.sampled_from([4, 8]))
-def test_no_codec_sends_more_than_the_whole(shapes, density, rank, width):
+def test_no_codec_sends_more_than_the_uncompressed_bucket(shapes, density, rank, width):
     bucket = bucket_of(shapes, f"float{8 * width}", width)
     for kind in CODECS:
-        steps = codec_rounds(CodecSpec(kind, matrix_rank=rank, density=density), bucket, shapes)
-        # What is fixed in every message: an entry at least, a scale, a count of places, a rounding up.
-        assert sum(step.num_bytes for step in steps) <= bucket.num_bytes + 4 + width + 8
+        rounds = codec_rounds(CodecSpec(kind, matrix_rank=rank, density=density), bucket, shapes)
+        # The overhead of every message: at least one entry, a scale, a count per index block, alignment.
+        assert sum(each.num_bytes for each in rounds) <= bucket.num_bytes + 4 + width + 8
 
 
 @given(shapes=SHAPES)
@@ -80,7 +80,7 @@ def test_a_codec_that_commutes_sums_one_message(shapes):
     assert [kind for kind, row in CODECS.items() if row.commutes] == ["bf16", "fp16"]
 
 
-def test_plan_fields_of_a_codec_are_fields_of_a_plan_that_apply_with_it_only():
+def test_the_plan_fields_of_a_codec_apply_only_with_it():
     fields = {name for row in CODECS.values() for name in row.fields}
     assert fields == {name for name in FIELDS if name.startswith("codec_")}
     for kind, row in CODECS.items():
@@ -89,13 +89,13 @@ def test_plan_fields_of_a_codec_are_fields_of_a_plan_that_apply_with_it_only():
             assert applies(Plan(dp=2, codec=kind)) == (name in row.fields) == (kind in need.split())
 
 
-def test_a_codec_as_bytes():
-    # A matrix of 512 × 1024 and a vector of 1024, float32: 525,312 elements, 9 blocks of places.
+def test_message_bytes_of_each_codec():
+    # A matrix of 512 × 1024 and a vector of 1024, float32: 525,312 elements, 9 index blocks.
     shapes = [(512, 1024), (1024,)]
     bucket = bucket_of(shapes)
 
     def bytes_of(kind, **parameters):
-        return [tuple(step) for step in codec_rounds(CodecSpec(kind, **parameters), bucket, shapes)]
+        return [tuple(each) for each in codec_rounds(CodecSpec(kind, **parameters), bucket, shapes)]
 
     assert bytes_of("bf16") == bytes_of("fp16") == [(Combine.SUM, 2 * 525_312)]
     assert bytes_of("int8") == [(Combine.GATHER, 525_312 + 4 * 2052)]
@@ -118,12 +118,12 @@ def test_gathered_messages_are_sent_to_every_other_rank():
 
 @pytest.mark.parametrize("kind", CODECS)
 @pytest.mark.parametrize("dtype", ["int32", "int64", "bool", "uint8"])
-def test_a_codec_refuses_what_is_no_floating_point_number(kind, dtype):
+def test_codecs_refuse_gradients_that_are_not_floating_point(kind, dtype):
     with pytest.raises(PlanError, match=rf"{dtype} gradients \(p0\)"):
         codec_rounds(CodecSpec(kind), bucket_of([(4, 4)], dtype, 4), [(4, 4)])
 
 
-def test_an_impossible_coding_is_refused_with_all_its_problems():
+def test_an_invalid_codec_spec_reports_all_problems():
     with pytest.raises(PlanError) as caught:
         CodecSpec("gzip", matrix_rank=0, density=1.5, refresh_steps=0)
     assert len(caught.value.problems) == 4

@@ -1,4 +1,4 @@
-"""Files may hold anything: their content is decoded, or refused with one kind of error."""
+"""Laws of decoding: any content of a file is decoded, or refused with one kind of error."""
 
 import contextlib
 import json
@@ -22,13 +22,14 @@ from fourfold.plan.decode import (
     read_bounded,
 )
 from fourfold.plan.plan import Plan
-from fourfold.plan.trace_file import decode_trace as decode_trace
+from fourfold.plan.trace_file import decode_trace
 from fourfold.report import faults, page
 from fourfold.report.run_record import ReportError
+from fourfold.trainer.fault_log import FAULTS_FILE
 from fourfold.words.errors import CheckpointError, FourfoldError, PlanError
-from tests.pure.test_report import make
+from tests.pure.test_report import make_run
 
-# Decoders give up at about 1,000 levels by themselves; what walks through their values does so before.
+# The decoders fail at about 1,000 levels by themselves; code that walks through decoded values fails earlier.
 DEPTHS = [MAX_DEPTH + 1, 900, 100_000]
 DEEP = re.compile("nested too deeply|more than")
 LEAVES = st.none() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
@@ -44,12 +45,12 @@ def dicts(depth: int) -> str:
 
 
 @given(value=JSON)
-def test_what_json_can_hold_is_decoded(value):
+def test_any_json_value_is_decoded(value):
     assert from_json(json.dumps(value).encode()) == value
 
 
 @given(text=st.binary() | st.text().map(str.encode))
-def test_any_other_bytes_are_a_decode_error(text):
+def test_arbitrary_bytes_are_json_or_a_decode_error(text):
     with contextlib.suppress(DecodeError):
         from_json(text)
 
@@ -61,7 +62,7 @@ def test_any_text_is_toml_or_a_decode_error(text):
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_what_is_nested_too_deeply_is_not_decoded(depth):
+def test_deeply_nested_text_is_refused(depth):
     for text in (lists(depth), dicts(depth)):
         with pytest.raises(DecodeError, match="nested too deeply"):
             from_json(text.encode())
@@ -71,7 +72,7 @@ def test_what_is_nested_too_deeply_is_not_decoded(depth):
 
 
 @pytest.mark.parametrize("parts", [MAX_DEPTH + 2, 100_000])
-def test_dotted_keys_cost_no_memory_that_grows_with_their_square(parts):
+def test_dotted_keys_take_no_quadratic_memory(parts):
     with pytest.raises(DecodeError, match=DEEP):
         from_toml(".".join("a" * parts) + " = 1")
 
@@ -87,12 +88,12 @@ def test_values_just_within_the_limit_are_decoded():
     assert not is_too_deep(from_json(lists(MAX_DEPTH).encode()))
 
 
-def test_a_number_that_no_float_can_hold_is_refused():
+def test_a_number_beyond_the_range_of_floats_is_refused():
     with pytest.raises(DecodeError):
         from_json(b"1e999")
 
 
-def test_a_small_file_is_not_read_beyond_its_bound(tmp_path):
+def test_a_file_is_not_read_beyond_the_limit(tmp_path):
     (tmp_path / "file").write_bytes(bytes(100))
     assert len(read_bounded(tmp_path / "file", max_bytes=100)) == 100
     with pytest.raises(DecodeError, match="more than 99 bytes"):
@@ -103,8 +104,8 @@ def test_a_small_file_is_not_read_beyond_its_bound(tmp_path):
 
 @pytest.mark.parametrize("depth", DEPTHS)
 @pytest.mark.parametrize("name", ["settings.json", "plan.toml", "metrics.jsonl", "trace.json"])
-def test_a_file_of_a_run_that_is_nested_too_deeply_is_named(name, depth, tmp_path):
-    run = make(tmp_path / "run")
+def test_the_report_names_a_deeply_nested_file_of_a_run(name, depth, tmp_path):
+    run = make_run(tmp_path / "run")
     text = f"a = {lists(depth)}" if name == "plan.toml" else dicts(depth)
     (run / name).write_text(text + "\n")
     with pytest.raises(FourfoldError, match=r"run of|as they were written|line 1|no trace") as caught:
@@ -116,15 +117,15 @@ def test_a_file_of_a_run_that_is_nested_too_deeply_is_named(name, depth, tmp_pat
     b"[]", b"3", b'"step"', b'{"step": "x"}', b'{"step": 1, "loss": {}}', b'{"resumed": null}', b'{"finished": {}}',
     b'{"valid": 1}', b'{"damaged": 1}',
 ])  # fmt: skip
-def test_a_line_of_a_log_that_has_another_form_is_named(line, tmp_path):
-    run = make(tmp_path / "run")
+def test_the_report_names_a_malformed_log_line(line, tmp_path):
+    run = make_run(tmp_path / "run")
     (run / "metrics.jsonl").write_bytes(line + b"\n" + (run / "metrics.jsonl").read_bytes())
     with pytest.raises(ReportError, match=r"metrics\.jsonl, line 1"):
         page.write_report([run])
 
 
-def test_a_line_of_a_log_that_lacks_a_field_is_shown_or_named(tmp_path):
-    run = make(tmp_path / "run")
+def test_the_report_shows_or_names_a_log_line_that_lacks_a_field(tmp_path):
+    run = make_run(tmp_path / "run")
     with (run / "metrics.jsonl").open("a") as file:
         extra = {"step": 6, "checkpoint": "step-00000006", "pause_seconds": 0.1, "elapsed_seconds": 1.0}
         damaged = {"checkpoint": "step-00000004", "damaged": ["a file"]}
@@ -144,41 +145,41 @@ def test_a_line_of_a_log_that_lacks_a_field_is_shown_or_named(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["[]", "3", "null"])
-def test_settings_that_are_no_table_are_refused(text, tmp_path):
-    run = make(tmp_path / "run")
+def test_settings_that_are_not_a_json_object_are_refused(text, tmp_path):
+    run = make_run(tmp_path / "run")
     (run / "settings.json").write_text(text)
     with pytest.raises(ReportError, match="the settings and the plan as they were written"):
         page.write_report([run])
 
 
 @pytest.mark.parametrize("program", ["[]", "{}", "1", "null"])
-def test_a_trace_whose_program_is_no_text_is_refused(program):
+def test_a_trace_whose_program_is_not_text_is_refused(program):
     with pytest.raises(FourfoldError, match="no trace of a run"):
         decode_trace(b'{"traceEvents": [], "otherData": {"program": %s}}' % program.encode())
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_a_fault_that_is_nested_too_deeply_is_counted(depth, tmp_path):
-    (tmp_path / faults.FAULTS_FILE).write_text(f'{{"time": 1, "kind": "x", "step": 1, "later": {lists(depth)}}}\n')
+def test_a_deeply_nested_fault_is_counted(depth, tmp_path):
+    (tmp_path / FAULTS_FILE).write_text(f'{{"time": 1, "kind": "x", "step": 1, "later": {lists(depth)}}}\n')
     found = faults.read_faults(tmp_path)
     assert len(found.faults) + found.num_unreadable == 1
     assert found.num_unreadable == (depth > 1000)
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_a_plan_that_is_nested_too_deeply_is_refused(depth):
+def test_a_deeply_nested_plan_is_refused(depth):
     with pytest.raises(PlanError, match=DEEP):
         Plan.from_toml(f"version = 1\ndp = {lists(depth)}")
 
 
 @pytest.mark.parametrize("text", [lists(100_000), dicts(100_000), '{"rank": "0"}', '{"message": {"text": "torch"}}'])
-def test_an_error_file_of_another_form_is_no_record(text, tmp_path):
+def test_a_malformed_error_file_gives_no_record(text, tmp_path):
     (tmp_path / "error").write_text(text)
     assert failure_report.load_record(tmp_path / "error") is None
 
 
 @pytest.mark.parametrize("text", [lists(100_000), dicts(100_000), f'{{"xxh3_128": "", "manifest": {lists(100_000)}}}'])
-def test_a_manifest_that_is_nested_too_deeply_is_damaged(text, tmp_path):
+def test_a_deeply_nested_manifest_counts_as_damaged(text, tmp_path):
     (tmp_path / "manifest.json").write_text(text)
     with pytest.raises(CheckpointError, match=re.escape(str(tmp_path / "manifest.json"))):
         read_manifest(tmp_path)

@@ -35,7 +35,7 @@ HEALTHY = MachineFacts(
 )
 
 
-def test_a_healthy_machine_has_nothing_to_mend() -> None:
+def test_a_healthy_machine_has_nothing_to_fix() -> None:
     findings = check_machine(HEALTHY)
     assert {finding.mark for finding in findings} == {OK}
     assert not any(finding.attempt for finding in findings)
@@ -85,7 +85,7 @@ BAD_VALUES: list[tuple[str, str, str, dict[str, Any]]] = [
 @pytest.mark.parametrize(
     ("name", "mark", "attempt", "changes"), BAD_VALUES, ids=[f"{i[0]}-{i[1]}-{i[2]}" for i in BAD_VALUES]
 )
-def test_a_bad_value_marks_its_own_row_only_and_has_a_remedy(
+def test_a_bad_value_marks_only_its_own_row_and_suggests_a_fix(
     name: str, mark: str, attempt: str, changes: dict[str, Any]
 ) -> None:
     findings = check_machine(dataclasses.replace(HEALTHY, **changes))
@@ -96,11 +96,11 @@ def test_a_bad_value_marks_its_own_row_only_and_has_a_remedy(
     assert f"try {bad[0].attempt}" in format_findings(findings)
 
 
-def test_every_row_that_can_be_bad_is_tested() -> None:
+def test_every_row_has_a_bad_value_in_these_tests() -> None:
     assert {finding.name for finding in check_machine(HEALTHY)} - {case[0] for case in BAD_VALUES} == set()
 
 
-def test_a_container_limit_counts_only_where_it_is_lower() -> None:
+def test_a_container_limit_counts_only_if_it_is_lower() -> None:
     def memory(**changes: Any) -> str:
         return next(f.value for f in check_machine(dataclasses.replace(HEALTHY, **changes)) if f.name == "memory")
 
@@ -108,10 +108,10 @@ def test_a_container_limit_counts_only_where_it_is_lower() -> None:
     assert memory(limit_bytes=999 * GIB, limit_left_bytes=1) == "50.0 GiB free of 64.0 GiB"
 
 
-def test_the_oldest_torch_is_the_one_the_package_asks_for() -> None:
-    asked = re.search(r'"torch>=(\d+)\.(\d+)"', (ROOT / "pyproject.toml").read_text())
-    assert asked is not None
-    assert tuple(map(int, asked.groups())) == OLDEST_TORCH
+def test_the_oldest_supported_torch_is_the_one_in_pyproject() -> None:
+    required = re.search(r'"torch>=(\d+)\.(\d+)"', (ROOT / "pyproject.toml").read_text())
+    assert required is not None
+    assert tuple(map(int, required.groups())) == OLDEST_TORCH
 
 
 def test_a_probe_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ def test_a_folder_that_cannot_be_written_to_is_reported(tmp_path: Path) -> None:
     assert facts.disk_problem.startswith("cannot write here")
 
 
-def test_the_command_says_the_same_in_json(tmp_path: Path) -> None:
+def test_json_output_has_the_same_rows_as_text(tmp_path: Path) -> None:
     def doctor(*arguments: str) -> tuple[int, str]:
         command = [sys.executable, "-m", "fourfold", "doctor", *arguments]
         environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])}

@@ -3,7 +3,7 @@
 from fourfold.words.errors import PlanError, Problem, closest_match
 
 
-def test_problems_stand_in_columns():
+def test_problems_are_printed_in_columns():
     problems = [
         Problem("mesh.pp = 4", "blocks divisible by pp", "pp = 2"),
         Problem("sp = 8, length 60", "a multiple", "64"),
@@ -19,6 +19,6 @@ def test_a_plain_message_is_one_line():
     assert PlanError("nothing fits").full_message() == "PlanError: nothing fits"
 
 
-def test_the_nearest_word_is_found_or_none():
+def test_closest_match_finds_a_similar_word_or_none():
     assert closest_match("microbatch", ["microbatches", "dp"]) == "microbatches"
     assert closest_match("xyz", ["microbatches", "dp"]) is None

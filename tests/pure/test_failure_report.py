@@ -1,4 +1,4 @@
-"""Why a job ended: the first cause, reported once, with the user's lines."""
+"""Why a job ended: the first cause is reported once, with the lines of the user's code."""
 
 import os
 import signal
@@ -32,7 +32,7 @@ def test_the_earliest_error_is_the_cause() -> None:
     assert result.text == "rank 1 of 4 failed\nValueError: early"
 
 
-def test_an_echo_is_never_the_cause_of_a_job() -> None:
+def test_an_echo_of_another_ranks_failure_is_not_the_cause() -> None:
     reset = entry(0, timestamp=1.0, kind="RuntimeError", message="[pair.cc:547] Connection closed by peer [127.0.0.1]")
     assert "rank 1" in first(reset, entry(1, timestamp=2.0)).text
     assert first(reset, exit_codes={0: 1, 1: -9}).text.startswith("rank 1 of 4 was killed by SIGKILL")
@@ -40,7 +40,7 @@ def test_an_echo_is_never_the_cause_of_a_job() -> None:
     assert "rank 0 of 4 failed" in first(reset).text  # if there is no other record
 
 
-def test_a_rank_that_left_is_the_cause_where_there_is_no_better_one() -> None:
+def test_a_rank_that_exited_early_is_the_cause_if_no_rank_failed() -> None:
     reset = entry(0, timestamp=1.0, kind="PeerError", message="rank 1 died while rank 0 waited for it")
     left = "rank 1 of 4 ended with exit code 0 before the run had ended"
     assert first(reset, exit_codes={0: 75, 1: 0}) == failure_report.Cause(left, 1, 1)
@@ -55,7 +55,7 @@ def exited(code: object) -> SystemExit:
     return caught.value
 
 
-def test_a_rank_that_calls_exit_is_the_cause_with_its_own_code_and_is_not_started_again() -> None:
+def test_a_rank_that_calls_sys_exit_is_the_cause_with_its_code_and_is_not_restarted() -> None:
     reset = entry(0, timestamp=1.0, kind="PeerError", message="rank 1 died while rank 0 waited for it")
     result = first(reset, failure_report.make_record(exited(3), rank=1), exit_codes={0: 75})  # rank 1 is still exiting
     assert result.text == ('rank 1 of 4 called sys.exit and ended with exit code 3\n  File "user.py", line 3, in leave')
@@ -63,19 +63,19 @@ def test_a_rank_that_calls_exit_is_the_cause_with_its_own_code_and_is_not_starte
 
 
 @pytest.mark.parametrize(("given", "code"), [(3, 3), (-1, 255), (259, 3), ("no data", 1), (True, 1), (None, 0), (0, 0)])
-def test_the_code_of_an_exit_is_the_one_that_python_would_end_with(given: object, code: int) -> None:
+def test_exit_codes_of_sys_exit_are_those_of_python(given: object, code: int) -> None:
     script = [sys.executable, "-S", "-c", f"import sys; sys.exit({given!r})"]
     assert subprocess.run(script, capture_output=True, check=False).returncode == code
     assert failure_report.exit_code(SystemExit(given)) == code
 
 
-def test_what_an_exit_says_is_reported() -> None:
+def test_the_message_of_sys_exit_is_reported() -> None:
     result = failure_report.make_record(exited("no data"), rank=1)
     assert result.text.startswith("called sys.exit and ended with exit code 1: no data\n")
     assert not failure_report.make_record(exited("connection refused"), rank=1).is_echo
 
 
-def test_a_program_that_ended_normally_while_others_waited_for_it_is_the_cause() -> None:
+def test_a_rank_that_ended_normally_while_others_waited_is_the_cause() -> None:
     lost = entry(0, timestamp=1.0, kind="PeerError", message="rank 1 died while rank 0 waited for it")
     result = first(lost, failure_report.end_record(1), exit_codes={0: 75})  # rank 1's process is still there
     assert result.text == (
@@ -86,7 +86,7 @@ def test_a_program_that_ended_normally_while_others_waited_for_it_is_the_cause()
     assert (result.rank, result.exit_code, result.is_final) == (1, 1, True)
 
 
-def test_a_program_that_ended_normally_is_not_blamed_for_the_failure_of_another() -> None:
+def test_a_rank_that_ended_normally_is_not_the_cause_if_another_failed() -> None:
     lost = entry(0, timestamp=1.0, kind="PeerError", message="rank 2 died while rank 0 waited for it")
     done = failure_report.end_record(1)
     assert "ValueError" in first(lost, done, entry(2, timestamp=2.0)).text
@@ -101,7 +101,7 @@ def test_the_users_line_that_waited_for_an_ended_rank_is_reported() -> None:
     )
 
 
-def test_a_rank_that_was_interrupted_is_the_cause_and_is_not_started_again() -> None:
+def test_a_rank_that_was_interrupted_is_the_cause_and_is_not_restarted() -> None:
     reset = entry(0, timestamp=1.0, kind="PeerError", message="rank 1 died while rank 0 waited for it")
     result = first(
         reset, failure_report.make_record(KeyboardInterrupt(), rank=1), exit_codes={0: 75}
@@ -110,7 +110,7 @@ def test_a_rank_that_was_interrupted_is_the_cause_and_is_not_started_again() -> 
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
-def test_what_a_full_disk_does_not_take_is_reported_on_stderr(tmp_path: Path) -> None:
+def test_a_record_that_does_not_fit_on_the_disk_is_printed_on_stderr(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("raise ValueError('of mine')\n")
     (tmp_path / "record.json.part").symlink_to("/dev/full")
@@ -123,11 +123,11 @@ def test_what_a_full_disk_does_not_take_is_reported_on_stderr(tmp_path: Path) ->
     assert "OSError" not in ended.stderr
 
 
-def test_our_own_peer_error_is_an_echo() -> None:
+def test_a_peer_error_is_an_echo() -> None:
     assert failure_report.make_record(PeerError("rank 1 has gone"), rank=0).is_echo
 
 
-def test_an_error_goes_before_a_death_by_signal() -> None:
+def test_an_exception_takes_precedence_over_a_death_by_signal() -> None:
     result = first(entry(1, timestamp=1.0), exit_codes={0: -signal.SIGABRT, 1: 1})
     assert "ValueError" in result.text
 
@@ -138,7 +138,7 @@ def test_bad_input_keeps_its_exit_code() -> None:
     assert result.text.startswith("rank 2 of 4 failed\nPlanError")
 
 
-def test_an_error_whose_text_fails_is_reported_all_the_same() -> None:
+def test_an_error_whose_str_raises_is_still_reported() -> None:
     class Mute(Exception):
         def __str__(self) -> str:
             raise ValueError("no words")
@@ -170,7 +170,7 @@ def test_a_rank_records_how_it_ended_even_if_it_has_changed_its_environment(
     assert (result.kind, result.rank) == (kind, 1)
 
 
-def test_a_record_survives_its_file(tmp_path: Path) -> None:
+def test_a_record_survives_a_round_trip_through_its_file(tmp_path: Path) -> None:
     path = tmp_path / "error.json"
     written = failure_report.make_record(ValueError("bööm"), rank=3)
     failure_report.save_record(path, written)
@@ -179,7 +179,7 @@ def test_a_record_survives_its_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"message": {"extraInfo": {}}}'])
-def test_a_file_in_another_form_is_no_record(tmp_path: Path, text: str) -> None:
+def test_a_malformed_or_missing_file_gives_no_record(tmp_path: Path, text: str) -> None:
     path = tmp_path / "error.json"
     path.write_text(text)
     assert failure_report.load_record(path) is None
@@ -195,7 +195,7 @@ def raised(code: str, **names: object) -> Exception:
 def test_a_traceback_is_cut_to_the_users_lines() -> None:
     import torch
 
-    # Through torch's frames and fourfold's, and the user's in between.
+    # The traceback has frames of torch, and frames of the user's code between them.
     text = format_error(
         raised("tree.tree_map(lambda x: x.no_such_name, [1])", tree=torch.utils._pytree)  # type: ignore[attr-defined]
     )
@@ -207,7 +207,7 @@ def test_a_traceback_is_cut_to_the_users_lines() -> None:
     assert "_pytree.py" not in text
 
 
-def test_full_tracebacks_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_tracebacks_can_be_requested(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
     monkeypatch.setenv("FOURFOLD_TRACEBACK", "full")
@@ -215,7 +215,7 @@ def test_full_tracebacks_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "_pytree.py" in format_error(error)
 
 
-def test_an_error_of_our_own_code_keeps_every_frame() -> None:
+def test_an_error_inside_fourfold_keeps_every_frame() -> None:
     with pytest.raises(AttributeError) as caught:
         failure_report.first_cause(None, {}, [])  # type: ignore[arg-type]
     error = caught.value
@@ -224,12 +224,12 @@ def test_an_error_of_our_own_code_keeps_every_frame() -> None:
     assert "failure_report.py" in format_error(error)
 
 
-def test_what_caused_an_error_is_reported_too() -> None:
+def test_the_direct_cause_of_an_error_is_reported() -> None:
     text = format_error(raised("try:\n    1 / 0\nexcept ZeroDivisionError as e:\n    raise ValueError('v') from e"))
     assert text.index("ZeroDivisionError") < text.index("direct cause") < text.index("ValueError: v")
 
 
-def test_our_own_errors_speak_without_traceback() -> None:
+def test_fourfold_errors_are_printed_without_a_traceback() -> None:
     assert format_error(PlanError(Problem("dp = 3", "2 ranks", "dp = 2"), where="plan.toml")) == (
         "PlanError: 1 problem in plan.toml\n  dp = 3   need 2 ranks   try dp = 2"
     )

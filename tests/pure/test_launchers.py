@@ -1,4 +1,4 @@
-"""The ranks and sizes that the variables of a launcher give, and where its ranks find each other."""
+"""Laws of launchers: which ranks and sizes follow from their environment variables, and which rendezvous."""
 
 from collections.abc import Mapping
 
@@ -38,7 +38,7 @@ STEP = (
 )
 PODS = "JOB_COMPLETION_INDEX=3 FOURFOLD_WORLD_SIZE=4 HOSTNAME=train-3"
 
-PLACES = {
+RANK_3_OF_4 = {
     "torchrun": TORCHRUN,
     "Open MPI": OPEN_MPI,
     "MPICH": MPICH,
@@ -50,9 +50,9 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize("name", PLACES)
+@pytest.mark.parametrize("name", RANK_3_OF_4)
 def test_every_launcher_gives_the_same_rank_info(name: str) -> None:
-    assert from_environment(variables(PLACES[name])) == World(rank=3, size=4, local_rank=1, local_size=2)
+    assert from_environment(variables(RANK_3_OF_4[name])) == World(rank=3, size=4, local_rank=1, local_size=2)
 
 
 def test_a_pod_of_an_indexed_job_is_a_host_of_its_own() -> None:
@@ -74,11 +74,11 @@ NO_WORLD = {
 
 
 @pytest.mark.parametrize("name", NO_WORLD)
-def test_what_is_no_world_is_not_taken_for_one(name: str) -> None:
+def test_an_environment_without_ranks_gives_no_world(name: str) -> None:
     assert from_environment(variables(NO_WORLD[name])) is None
 
 
-INSIDE = {
+NESTED = {
     "torchrun inside srun": (f"{STEP} RANK=0 WORLD_SIZE=8 LOCAL_RANK=0 LOCAL_WORLD_SIZE=4", World(0, 8, 0, 4)),
     "mpirun inside salloc": (f"{NO_WORLD['an salloc shell']} {OPEN_MPI}", World(3, 4, 1, 2)),
     "mpirun whose helpers srun has started": (
@@ -93,13 +93,13 @@ INSIDE = {
 }
 
 
-@pytest.mark.parametrize("name", INSIDE)
-def test_of_two_launchers_the_inner_one_counts(name: str) -> None:
-    text, world = INSIDE[name]
+@pytest.mark.parametrize("name", NESTED)
+def test_the_inner_of_two_nested_launchers_decides(name: str) -> None:
+    text, world = NESTED[name]
     assert from_environment(variables(text)) == world
 
 
-WRONG = {
+INVALID = {
     "RANK=1": "no WORLD_SIZE",
     "RANK=4 WORLD_SIZE=4 LOCAL_RANK=0 LOCAL_WORLD_SIZE=2": "RANK = 4, WORLD_SIZE = 4",
     "RANK=one WORLD_SIZE=two": "2 problems",
@@ -116,34 +116,34 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("text", WRONG)
-def test_contradicting_and_missing_variables_are_reported(text: str) -> None:
-    with pytest.raises(LaunchError) as told:
+@pytest.mark.parametrize("text", INVALID)
+def test_contradictory_and_missing_variables_are_reported(text: str) -> None:
+    with pytest.raises(LaunchError) as caught:
         from_environment(variables(text))
-    assert WRONG[text] in str(told.value)
+    assert INVALID[text] in str(caught.value)
 
 
-def place(text: str) -> TCPRendezvous | LocalRendezvous | FileRendezvous | None:
+def rendezvous_of(text: str) -> TCPRendezvous | LocalRendezvous | FileRendezvous | None:
     environ: Mapping[str, str] = variables(text)
-    seat = detect(environ)
-    assert seat is not None
-    return find_rendezvous(seat, environ)
+    rank_info = detect(environ)
+    assert rank_info is not None
+    return find_rendezvous(rank_info, environ)
 
 
 ONE_HOST = OPEN_MPI.replace("LOCAL_SIZE=2", "LOCAL_SIZE=4")
 
 
-def test_the_rendezvous_is_where_the_launcher_says() -> None:
-    assert place(TORCHRUN) is None  # torch reads MASTER_ADDR and MASTER_PORT itself
-    assert place(f"{OPEN_MPI} MASTER_ADDR=a") == TCPRendezvous("a", 29500)
-    assert place(f"{ONE_HOST} MASTER_ADDR=a MASTER_PORT=7") == TCPRendezvous("a", 7)
-    assert place(ONE_HOST) == LocalRendezvous("Open MPI 191299585", "OMPI_COMM_WORLD_RANK")
-    assert place(f"{STEP} MASTER_PORT=7") == TCPRendezvous("gpu07", 7)
-    assert place(f"{STEP} SLURM_STEP_NODELIST=gpu08") == TCPRendezvous("gpu08", master_port(variables(STEP)))
-    assert place(f"{OPEN_MPI} SLURM_JOB_ID=77 SLURM_JOB_NODELIST=n[1-2]") == TCPRendezvous(
+def test_the_rendezvous_follows_from_the_launchers_variables() -> None:
+    assert rendezvous_of(TORCHRUN) is None  # torch reads MASTER_ADDR and MASTER_PORT itself
+    assert rendezvous_of(f"{OPEN_MPI} MASTER_ADDR=a") == TCPRendezvous("a", 29500)
+    assert rendezvous_of(f"{ONE_HOST} MASTER_ADDR=a MASTER_PORT=7") == TCPRendezvous("a", 7)
+    assert rendezvous_of(ONE_HOST) == LocalRendezvous("Open MPI 191299585", "OMPI_COMM_WORLD_RANK")
+    assert rendezvous_of(f"{STEP} MASTER_PORT=7") == TCPRendezvous("gpu07", 7)
+    assert rendezvous_of(f"{STEP} SLURM_STEP_NODELIST=gpu08") == TCPRendezvous("gpu08", master_port(variables(STEP)))
+    assert rendezvous_of(f"{OPEN_MPI} SLURM_JOB_ID=77 SLURM_JOB_NODELIST=n[1-2]") == TCPRendezvous(
         "n1", master_port(variables(STEP))
     )
-    assert place(f"{PODS} FOURFOLD_SERVICE=svc MASTER_PORT=7") == TCPRendezvous("train-0.svc", 7)
+    assert rendezvous_of(f"{PODS} FOURFOLD_SERVICE=svc MASTER_PORT=7") == TCPRendezvous("train-0.svc", 7)
 
 
 @pytest.mark.parametrize(
@@ -157,9 +157,9 @@ def test_the_rendezvous_is_where_the_launcher_says() -> None:
         (f"{STEP} MASTER_PORT=high", "MASTER_PORT=29500"),
     ],
 )
-def test_a_rendezvous_that_cannot_be_derived_is_asked_for(text: str, attempt: str) -> None:
+def test_a_rendezvous_that_cannot_be_derived_is_refused_with_what_to_set(text: str, attempt: str) -> None:
     with pytest.raises(LaunchError, match=attempt.replace("(", "\\(")):
-        place(text)
+        rendezvous_of(text)
 
 
 @given(st.integers(1, 2**26), st.integers(0, 20))
@@ -171,12 +171,12 @@ def test_consecutive_jobs_and_their_steps_have_different_ports(job: int, step: i
     assert len({of(job + i, j) for i in range(3) for j in (step, step + 1)}) == 6
 
 
-def test_the_table_reads_no_variable_for_two_launchers_ranks() -> None:
+def test_no_two_launchers_share_a_rank_variable() -> None:
     names = [name for launcher in LAUNCHERS for name in launcher.rank_vars]
     assert len(names) == len(set(names))
 
 
-def test_node_lists_are_read_as_slurm_writes_them() -> None:
+def test_slurm_node_lists_are_expanded() -> None:
     assert list(slurm_hostlist.expand_nodelist("n1")) == ["n1"]
     assert list(slurm_hostlist.expand_nodelist("gpu[08-10,3],login,r[0-1]n[1-2]x")) == [
         *("gpu08", "gpu09", "gpu10", "gpu3", "login"),
@@ -187,12 +187,12 @@ def test_node_lists_are_read_as_slurm_writes_them() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "n[", "n[1", "n1]", "n[1-]", "n[a]", "n[2-1]", "a,,b", "n[[1]]", "n[1] b"])
-def test_broken_node_lists_are_refused(text: str) -> None:
+def test_malformed_node_lists_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="node list"):
         list(slurm_hostlist.expand_nodelist(text))
 
 
 @given(st.lists(st.integers(1, 99), min_size=1, max_size=8), st.integers(1, 3))
-def test_a_list_of_hosts_is_read_back(numbers: list[int], width: int) -> None:
+def test_expanding_a_node_list_gives_its_hosts(numbers: list[int], width: int) -> None:
     written = ",".join(f"{number:0{width}}" for number in numbers)
     assert list(slurm_hostlist.expand_nodelist(f"n[{written}]")) == [f"n{number:0{width}}" for number in numbers]

@@ -1,4 +1,4 @@
-"""What cannot fit into the memory of a host is refused before it is allocated; what could fit never is."""
+"""Laws of the memory check: what cannot fit into a host is refused before it is allocated, what could fit never is."""
 
 import functools
 from collections.abc import Callable
@@ -24,7 +24,7 @@ from fourfold.tasks import digits, lm
 from fourfold.words.errors import FourfoldError, SettingError
 from tests.pure.test_cli import Refused, refused
 
-__all__ = ["refused"]
+__all__ = ["refused"]  # a fixture
 
 GIB = 2**30
 WIDE = 64
@@ -54,7 +54,7 @@ class Net(nn.Module):
         if self.kind == "checkpointed":
             return checkpoint(self._forward, x, use_reentrant=False)  # type: ignore[return-value]
         if self.kind == "dropped":
-            self._forward(x)  # a branch whose result nobody uses
+            self._forward(x)  # a branch whose result is unused
             return self.second(self.first(x[:, :1].expand_as(x)).relu())
         if self.kind == "autocast":
             with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -108,7 +108,7 @@ MEMINFO = "MemTotal: 2000 kB\nMemAvailable:  1000 kB\nSwapFree: 24 kB\nHugePages
         ({"meminfo": MEMINFO}, 1024 * 1024),
         ({"cgroup/memory.max": "max\n", "cgroup/memory.current": "5\n", "meminfo": MEMINFO}, 1024 * 1024),
         ({"cgroup/memory.max": "5000\n", "cgroup/memory.current": "4000\n", **NO_SWAP, "meminfo": MEMINFO}, 1000),
-        # What is over the limit is swapped out, as far as that has a limit of its own.
+        # What exceeds the limit is swapped out, up to the swap limit.
         ({"cgroup/memory.max": "5000\n", "cgroup/memory.current": "4000\n", "meminfo": MEMINFO}, 1000 + 24 * 1024),
         (
             {
@@ -160,7 +160,7 @@ MEMINFO = "MemTotal: 2000 kB\nMemAvailable:  1000 kB\nSwapFree: 24 kB\nHugePages
         ),
     ],
 )
-def test_what_a_host_can_give_is_the_least_of_its_memory_and_its_limits(
+def test_available_memory_is_the_least_of_the_hosts_memory_and_its_limits(
     files: dict[str, str], available: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert host(tmp_path, monkeypatch, files) == available
@@ -169,8 +169,8 @@ def test_what_a_host_can_give_is_the_least_of_its_memory_and_its_limits(
 # ---- the bound is a lower bound
 
 
-def really_kept(model: nn.Module, inputs: Any) -> int:
-    """Bytes of all storages that a real forward saves, its outputs, and nothing that is a parameter."""
+def measured_activation_bytes(model: nn.Module, inputs: Any) -> int:
+    """Bytes that a real forward keeps: storages saved for backward, and outputs, without parameters."""
     kept: dict[int, int] = {}
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
 
@@ -201,24 +201,26 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Any]] = {
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_activations_are_never_counted_that_a_real_forward_does_not_keep(kind: str) -> None:
+def test_the_activation_bound_is_at_most_what_a_real_forward_keeps(kind: str) -> None:
     make, inputs = MODELS[kind]
     samples = 4
     many = tree_map(inputs, lambda tensor: tensor.repeat(samples, *[1] * (tensor.dim() - 1)))
     bound = samples * activation_bytes_per_sample(build_meta_model(task(model=make)), inputs, is_half_precision=False)
-    assert bound <= really_kept(make(), many)
-    # And it is worth having, but where the model keeps nothing itself.
+    assert bound <= measured_activation_bytes(make(), many)
+    # The bound is useful too: it is above a minimum, which is small only if the model saves little itself.
     least = {"frozen": 4, "checkpointed": 4, "no grad": 4, "autocast": 4 * WIDE}.get(kind, 8 * WIDE)
     assert bound >= samples * least
 
 
-def test_a_model_that_needs_values_has_no_bound_of_activations() -> None:
-    class Asks(Net):
+def test_a_model_with_data_dependent_control_flow_has_no_activation_bound() -> None:
+    class DataDependent(Net):
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x if x.sum() > 0 else -x)
 
     assert (
-        activation_bytes_per_sample(build_meta_model(task(model=Asks)), torch.zeros(1, WIDE), is_half_precision=False)
+        activation_bytes_per_sample(
+            build_meta_model(task(model=DataDependent)), torch.zeros(1, WIDE), is_half_precision=False
+        )
         == 0
     )
 
@@ -226,20 +228,20 @@ def test_a_model_that_needs_values_has_no_bound_of_activations() -> None:
 @pytest.mark.parametrize(
     "plan", [ff.Plan(), ff.Plan(dp=4), ff.Plan(dp=4, zero=1), ff.Plan(dp=4, zero=3, microbatches=2)]
 )
-def test_the_part_of_a_rank_is_that_of_the_host_over_its_ranks(plan: ff.Plan) -> None:
+def test_memory_per_rank_is_that_of_the_host_divided_by_its_ranks(plan: ff.Plan) -> None:
     made = task()
-    parts = [
+    bounds = [
         measure_bound(
             made, plan, Rows(), build_meta_model(made), num_samples=2**30, pool=MemoryPool("", 24 * GIB, num_ranks)
         )
         for num_ranks in (1, plan.mesh.size)
     ]
-    assert parts[0].model_bytes * plan.mesh.size == pytest.approx(parts[1].model_bytes)
-    assert parts[0].batch_bytes_per_sample * plan.mesh.size == pytest.approx(parts[1].batch_bytes_per_sample)
+    assert bounds[0].model_bytes * plan.mesh.size == pytest.approx(bounds[1].model_bytes)
+    assert bounds[0].batch_bytes_per_sample * plan.mesh.size == pytest.approx(bounds[1].batch_bytes_per_sample)
     weights = sum(p.nbytes for p in Net().parameters())
-    # One rank alone keeps gradients where autograd leaves them; four ranks have whole ones, or one set between them.
+    # One rank has unbucketed gradients only; four ranks have a whole copy each, or shards of one copy.
     whole = {(1, 0): 3, (4, 0): 4 * 4, (4, 1): 1 + 4 + 2, (4, 3): 1 + 4 + 1 + 2}[plan.dp, plan.zero]
-    assert parts[1].model_bytes == pytest.approx(whole * weights, rel=0.05)
+    assert bounds[1].model_bytes == pytest.approx(whole * weights, rel=0.05)
 
 
 # ---- refusals
@@ -258,7 +260,7 @@ def train(folder: Path, of: ff.Task, plan: ff.Plan | None = None, **given: Any) 
 
 
 @pytest.mark.parametrize("size", [10**9, 10**30])
-def test_a_batch_beyond_the_memory_is_refused_on_the_command_line(refused: Refused, size: int) -> None:
+def test_a_batch_too_large_for_memory_is_refused_on_the_command_line(refused: Refused, size: int) -> None:
     text = refused("train", "lm", f"batch_size={size}", "-n", "2")
     assert f"batch_size = {size} (an epoch has" in text
     assert "activations" in text
@@ -267,30 +269,30 @@ def test_a_batch_beyond_the_memory_is_refused_on_the_command_line(refused: Refus
     assert "GiB" in refused("verify", "lm", f"batch_size={size}", "dp=2")
 
 
-def test_more_processes_than_memory_are_refused(refused: Refused) -> None:
+def test_more_processes_than_fit_into_memory_are_refused(refused: Refused) -> None:
     text = refused("train", "mine.py", "-n", "100000", "batch_size=100000")
     assert "100000 processes that take at least 6250 GiB" in text
 
 
 @pytest.mark.parametrize("setting", ["width=100000000", "width=1000000000000", "width=1e30", "layers=1e9"])
-def test_a_model_beyond_the_memory_is_refused_while_it_is_outlined(refused: Refused, setting: str) -> None:
+def test_a_model_too_large_for_memory_is_refused_on_the_meta_device(refused: Refused, setting: str) -> None:
     assert "need " in refused("train", "lm", setting, "heads=1", "-n", "1")
 
 
-def test_a_batch_of_ones_own_task_is_refused_in_python_before_a_sample_is_kept(tmp_path: Path) -> None:
+def test_train_refuses_a_batch_too_large_for_memory_before_it_writes_a_file(tmp_path: Path) -> None:
     error = train(tmp_path, task(batch_size=10**13))
     assert isinstance(error, SettingError)
     assert "batch_size = 10000000000000 takes at least" in str(error)
     assert not list(tmp_path.iterdir())
 
 
-def test_a_model_of_ones_own_task_is_refused_in_python_before_it_is_made(tmp_path: Path) -> None:
+def test_train_refuses_a_model_too_large_for_memory_before_it_is_allocated(tmp_path: Path) -> None:
     error = train(tmp_path, task(model=lambda: nn.Sequential(*(nn.Linear(100_000, 100_000) for _ in range(1000)))))
     assert "need at most" in str(error)
 
 
 @pytest.mark.parametrize("plan", [ff.Plan(), ff.Plan(microbatches=4)])
-def test_the_least_memory_that_is_not_refused_is_the_bound(
+def test_a_run_is_refused_exactly_if_less_memory_than_the_bound_is_available(
     plan: ff.Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made, samples = task(batch_size=4096), 4096
@@ -306,33 +308,35 @@ def test_the_least_memory_that_is_not_refused_is_the_bound(
     assert "batch_size = 4096 takes at least" in str(train(tmp_path, made, plan))
 
 
-def test_a_host_that_does_not_say_what_it_has_refuses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_run_is_refused_if_the_available_memory_is_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     available(monkeypatch, 0)
     assert train(tmp_path, task()) is not None
     available(monkeypatch, None)
     assert train(tmp_path, task()) is None
 
 
-def test_the_check_changes_no_draw_of_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Drawn(Net):
+def test_the_memory_check_leaves_random_initialization_unchanged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class RandomInit(Net):
         def __init__(self) -> None:
             super().__init__()
-            self.order = torch.randperm(WIDE, device="cpu")  # drawn, also where there is no memory behind the model
+            self.order = torch.randperm(WIDE, device="cpu")  # drawn even if the model is on the meta device
 
     seen: list[list[int]] = []
 
     def model() -> nn.Module:
-        made = Drawn()
+        made = RandomInit()
         seen.append(made.order.tolist())
         return made
 
     monkeypatch.setattr(Rows, "__len__", lambda self: 16)
     assert train(tmp_path, task(model=model), seed=5) is None
     torch.manual_seed(5)
-    assert Drawn().order.tolist() == seen[-1]
+    assert RandomInit().order.tolist() == seen[-1]
 
 
-def test_samples_of_several_sizes_are_counted_as_the_least_that_was_seen() -> None:
+def test_samples_of_different_sizes_are_counted_at_the_smallest_size_seen() -> None:
     class Ragged:
         def __len__(self) -> int:
             return 9
@@ -351,16 +355,16 @@ def test_samples_of_several_sizes_are_counted_as_the_least_that_was_seen() -> No
     assert fetch(Ragged(), [0])[0].nbytes == 400
 
 
-def test_a_source_that_fails_is_not_judged_here_and_its_error_comes_from_training(tmp_path: Path) -> None:
+def test_an_error_of_the_source_is_raised_by_training_and_not_by_the_memory_check(tmp_path: Path) -> None:
     class Failing(Rows):
         def __getitem__(self, index: int) -> Any:
             raise OSError("the disk of this host")
 
     failing = task(data=lambda: ff.Data(train=Failing()))
-    place = MemoryPool("available on this host", 2**40, 1)
+    pool = MemoryPool("available on this host", 2**40, 1)
     memory_bound.measure_bound(
-        failing, ff.Plan(), failing.data().train, build_meta_model(failing), num_samples=8, pool=place
+        failing, ff.Plan(), failing.data().train, build_meta_model(failing), num_samples=8, pool=pool
     )
     with pytest.raises(OSError, match="the disk of this host"):
         ff.train(failing, folder=str(tmp_path))
-    assert list(tmp_path.iterdir())  # the run had begun: its folder says what happened
+    assert list(tmp_path.iterdir())  # the run had begun, so its folder exists

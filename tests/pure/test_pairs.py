@@ -1,4 +1,4 @@
-"""The law of the rows in which any two values go together."""
+"""Laws of pairwise covers: rows of choices in which every legal pair of values occurs."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,7 +12,7 @@ FORBIDDEN = st.sampled_from([part for part in pairs.pairs(CHOICES) if all(value 
 
 @settings(max_examples=20)
 @given(forbidden=st.sets(FORBIDDEN, max_size=12), seed=st.integers(0, 3))
-def test_two_values_are_in_a_legal_row_or_told_to_be_impossible(forbidden, seed):
+def test_every_pair_of_values_is_in_a_legal_row_or_reported_impossible(forbidden, seed):
     def is_legal(row):
         return not forbidden & pairs.pairs_in(row)
 
@@ -20,11 +20,11 @@ def test_two_values_are_in_a_legal_row_or_told_to_be_impossible(forbidden, seed)
     assert all(map(is_legal, rows))
     assert set(impossible) == forbidden
     assert set().union(*map(pairs.pairs_in, rows)) == set(pairs.pairs(CHOICES)) - forbidden
-    assert len(rows) < 60  # of 4096; 16 are the least
+    assert len(rows) < 60  # of 4096; at least 16 are needed
 
 
-def test_the_same_rows_come_again_and_what_is_wanted_first_is_there():
-    wanted = pairs.parts(CHOICES, "abc")
-    found = [pairs.cover(CHOICES, lambda row: True, [BASE], first=wanted) for _ in range(2)]
+def test_covers_are_deterministic_and_contain_the_required_parts():
+    required = pairs.parts(CHOICES, "abc")
+    found = [pairs.cover(CHOICES, lambda row: True, [BASE], first=required) for _ in range(2)]
     assert found[0] == found[1]
-    assert all(any(row.items() >= set(part) for row in found[0].rows) for part in wanted)
+    assert all(any(row.items() >= set(part) for row in found[0].rows) for part in required)

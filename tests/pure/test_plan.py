@@ -29,11 +29,11 @@ PLANS = st.builds(
 
 
 @given(plan=PLANS, defaults=st.booleans())
-def test_reading_a_plan_is_the_inverse_of_writing_it(plan, defaults):
+def test_a_plan_survives_a_round_trip_through_toml(plan, defaults):
     assert Plan.from_toml(plan.to_toml(defaults=defaults)) == plan
 
 
-def test_every_field_has_a_rule_that_admits_its_default():
+def test_every_field_has_a_rule_that_accepts_its_default():
     assert tuple(field.name for field in dataclasses.fields(Plan)) == FIELDS
     for field in dataclasses.fields(Plan):
         rule = FIELD_RULES[field.name]
@@ -60,14 +60,14 @@ def test_all_problems_are_reported_at_once():
         Plan.from_dict(
             {"dp": 0, "microbatch": 2, "codec": "gzip", "zero": 4, "tp": 2, "bucket_bytes": "big"}, where="plan.toml"
         )
-    said = str(caught.value)
-    assert said.startswith("6 problems in plan.toml")
-    assert "dp = 0" in said
-    assert "a whole number of at least 1" in said
-    assert "try microbatches" in said
-    assert "codec = 'gzip'" in said
-    assert "one of none, bf16" in said
-    assert "not built yet" in said
+    message = str(caught.value)
+    assert message.startswith("6 problems in plan.toml")
+    assert "dp = 0" in message
+    assert "a whole number of at least 1" in message
+    assert "try microbatches" in message
+    assert "codec = 'gzip'" in message
+    assert "one of none, bf16" in message
+    assert "not built yet" in message
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_all_problems_are_reported_at_once():
         ({"zero": 7}, None),
     ],
 )
-def test_a_mistyped_choice_is_refused_with_the_nearest_one(fields: dict, attempt: str | None):
+def test_a_mistyped_choice_is_refused_and_the_closest_one_suggested(fields: dict, attempt: str | None):
     with pytest.raises(PlanError) as caught:
         Plan(**fields)
     assert ("try" in str(caught.value)) == (attempt is not None)
@@ -87,7 +87,7 @@ def test_a_mistyped_choice_is_refused_with_the_nearest_one(fields: dict, attempt
 
 
 @pytest.mark.parametrize(
-    ("fields", "unread"),
+    ("fields", "ineffective"),
     [
         ({"codec_density": 0.05}, {"codec_density": "codec = topk or dct"}),
         ({"codec_density": 0.05, "codec": "powersgd"}, {"codec_density": "codec = topk or dct"}),
@@ -101,8 +101,8 @@ def test_a_mistyped_choice_is_refused_with_the_nearest_one(fields: dict, attempt
         ({}, {}),
     ],
 )
-def test_fields_without_effect_are_known(fields: dict, unread: dict):
-    assert Plan(**fields).ineffective_fields == unread
+def test_fields_without_effect_are_reported(fields: dict, ineffective: dict):
+    assert Plan(**fields).ineffective_fields == ineffective
 
 
 @pytest.mark.parametrize(("name", "value"), [("pp", 2), ("tp", 2)])
@@ -111,17 +111,17 @@ def test_an_axis_that_is_not_built_yet_is_refused(name, value):
         Plan(**{name: value})
 
 
-@pytest.mark.parametrize(("fields", "said"), [
+@pytest.mark.parametrize(("fields", "message"), [
     ({"dp": 6, "shard": 4, "zero": 3}, "shard = 4 with dp = 6   need a divisor of dp   try shard = 1, 2, 3, 6"),
     ({"dp": 4, "shard": 2}, "shard = 2 with zero = 0"),
 ])  # fmt: skip
-def test_shards_that_do_not_fit_the_data_ranks_are_refused(fields, said):
-    with pytest.raises(PlanError, match=said):
+def test_an_invalid_shard_size_is_refused(fields, message):
+    with pytest.raises(PlanError, match=message):
         Plan(**fields)
 
 
 @pytest.mark.parametrize("text", ["dp = 2", "version = 2\ndp = 2", "version = 1\ndp = [", 'version = 1\ndp = "2"'])
-def test_a_file_that_is_no_plan_is_refused(text):
+def test_an_invalid_plan_file_is_refused(text):
     with pytest.raises(PlanError, match=r"plan\.toml"):
         Plan.from_toml(text)
 
@@ -130,18 +130,18 @@ def test_a_file_that_is_no_plan_is_refused(text):
     ("outer_lr", 0), ("outer_lr", 11.0), ("outer_lr", float("nan")), ("outer_lr", True), ("outer_lr", "1"),
     ("outer_momentum", 1), ("outer_momentum", -0.1), ("codec_density", 0.0),
 ])  # fmt: skip
-def test_a_number_outside_its_bounds_is_refused_with_them(name, value):
-    least = "of at least 0" if name == "outer_momentum" else "above 0"
-    with pytest.raises(PlanError, match=f"{name} = .*need a number {least}, at most"):
+def test_an_out_of_range_number_is_refused_with_the_range(name, value):
+    minimum = "of at least 0" if name == "outer_momentum" else "above 0"
+    with pytest.raises(PlanError, match=f"{name} = .*need a number {minimum}, at most"):
         Plan(**{name: value})
 
 
-def test_true_is_no_number():
+def test_a_bool_is_not_a_number():
     with pytest.raises(PlanError, match="dp = True"):
         Plan(dp=True)
 
 
-def test_values_of_a_command_line_are_read_by_kind():
+def test_command_line_values_are_parsed_by_type():
     assert parse_value("dp", "4") == 4
     assert parse_value("dp", "four") == "four"
     assert parse_value("shard", "none") is None
@@ -154,7 +154,7 @@ def test_plan_imports_no_torch():
     assert subprocess.run([sys.executable, "-c", code], timeout=300, check=False).returncode == 0
 
 
-def test_a_codec_makes_another_training_and_a_mesh_does_not():
+def test_the_codec_is_part_of_a_runs_identity_and_the_mesh_is_not():
     assert not Plan(dp=4, zero=2, microbatches=3, update="in_backward").identity_fields
     assert Plan(codec="topk", codec_density=0.1).identity_fields["codec_density"] == 0.1
 
@@ -162,24 +162,24 @@ def test_a_codec_makes_another_training_and_a_mesh_does_not():
 @pytest.mark.parametrize(
     ("old", "new", "value"), [("reduce", "reduce_dtype", "fp32"), ("codec_life", "codec_refresh_steps", 7)]
 )
-def test_a_plan_file_with_an_old_field_name_means_the_same(old, new, value):
+def test_old_field_names_in_a_plan_file_are_still_read(old, new, value):
     texts = [f'version = 1\ndp = 2\ncodec = "dct"\n{name} = {value!r}\n' for name in (old, new)]
-    then, now = map(Plan.from_toml, texts)
-    assert then == now
-    assert getattr(now, new) == value
-    assert old not in now.to_toml(defaults=True).replace(new, "")
+    from_old, from_new = map(Plan.from_toml, texts)
+    assert from_old == from_new
+    assert getattr(from_new, new) == value
+    assert old not in from_new.to_toml(defaults=True).replace(new, "")
 
 
 @pytest.mark.parametrize(
     ("old", "new", "value"), [("reduce", "reduce_dtype", "fp32"), ("codec_life", "codec_refresh_steps", 7)]
 )
-def test_an_old_and_the_new_name_of_a_field_in_one_file_are_refused(old, new, value):
+def test_a_plan_file_with_both_names_of_a_field_is_refused(old, new, value):
     with pytest.raises(PlanError, match=rf"plan\.toml\n  {old} and {new}   need one of them"):
         Plan.from_toml(f"version = 1\n{old} = {value!r}\n{new} = {value!r}\n")
 
 
 @pytest.mark.parametrize(("old", "new"), [("reduce", "reduce_dtype"), ("codec_life", "codec_refresh_steps")])
-def test_an_old_field_name_outside_a_file_is_refused_with_the_new_one(old, new):
+def test_an_old_field_name_outside_a_file_is_refused_and_the_new_one_suggested(old, new):
     with pytest.raises(PlanError, match=f"try {new}$"):
         Plan.from_dict({old: "fp32"})
 
@@ -191,6 +191,6 @@ def test_the_identity_of_a_run_keeps_the_field_names_it_was_saved_under():
     }  # fmt: skip
 
 
-def test_the_numbers_of_the_training_are_part_of_a_runs_identity():
+def test_precision_and_reduce_dtype_are_part_of_a_runs_identity():
     assert Plan(dp=2, zero=1).identity_fields == {}
     assert Plan(precision="bf16", reduce_dtype="fp32").identity_fields == {"precision": "bf16", "reduce": "fp32"}

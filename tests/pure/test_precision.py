@@ -14,13 +14,13 @@ SPECS = [
 ]
 
 
-def test_floating_point_weights_are_computed_with_in_two_bytes_and_others_stay():
+def test_floating_point_weights_are_cast_to_two_bytes_and_others_kept():
     assert compute_specs(SPECS, "keep") == SPECS
     names = {spec.name: (spec.dtype, spec.element_bytes) for spec in compute_specs(SPECS, "fp16", excluded={"norm"})}
     assert names == {"a": ("float16", 2), "norm": ("float32", 4), "count": ("int64", 8), "small": ("float16", 2)}
 
 
-def test_only_buckets_in_the_numbers_of_the_computation_have_masters():
+def test_only_buckets_in_the_compute_dtype_have_master_weights():
     buckets = make_buckets(compute_specs(SPECS, "bf16", excluded={"norm"}), bucket_bytes=1000)
     assert {b.slots[0].name: has_master_weights(b, "bf16") for b in buckets} == {
         "small": True,
@@ -45,7 +45,7 @@ def test_gradients_and_weights_are_sent_in_their_own_dtypes(zero, reduce, factor
     assert sent == pytest.approx(factor * 100 * 3 / 4)
 
 
-def test_an_impossible_loss_scale_is_not_restored():
+def test_an_invalid_loss_scale_is_not_restored():
     scale = LossScaler()
     for state in ({"value": float("nan"), "good": 1}, {"value": 0.0, "good": 1}, {"value": float("inf"), "good": 1}):
         scale.load_state(state)

@@ -11,7 +11,7 @@ PROGRAMS = st.dictionaries(st.integers(0, 64), st.lists(ACTIONS, max_size=20).ma
 
 
 @given(program=PROGRAMS)
-def test_reading_a_program_is_the_inverse_of_showing_it(program):
+def test_parsing_a_program_is_the_inverse_of_formatting_it(program):
     assert parse_program(format_program(program)) == program
 
 
@@ -20,13 +20,13 @@ def test_verbs_have_one_letter_each():
     assert all(len(verb.value) == 1 for verb in Verb)
 
 
-def test_every_bad_word_is_reported():
+def test_every_invalid_word_is_reported():
     with pytest.raises(ProgramError) as caught:
         parse_program("0: F0.0 F0\nsecond\n1: Y1.2")
-    said = str(caught.value)
-    assert "3 problems in program" in said
+    message = str(caught.value)
+    assert "3 problems in program" in message
     for word in ("'F0'", "'second'", "'Y1.2'"):
-        assert word in said
+        assert word in message
 
 
 def test_line_numbers_count_blank_lines():

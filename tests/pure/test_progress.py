@@ -51,7 +51,7 @@ def logged(*, steps: int, seconds_per_step: float) -> list[str]:
     return file.getvalue().splitlines()
 
 
-def test_a_log_begins_and_ends_with_a_line_and_has_about_twenty() -> None:
+def test_a_log_shows_the_first_and_last_step_and_about_twenty_in_all() -> None:
     lines = logged(steps=1000, seconds_per_step=0.12)
     assert lines[0] == "begin"
     assert lines[1].startswith("step    1/1000")
@@ -61,7 +61,7 @@ def test_a_log_begins_and_ends_with_a_line_and_has_about_twenty() -> None:
 
 
 @pytest.mark.parametrize("seconds_per_step", [0.001, 0.12, 30.0])
-def test_a_log_is_neither_flooded_nor_silent(seconds_per_step: float) -> None:
+def test_log_lines_come_at_bounded_intervals(seconds_per_step: float) -> None:
     shown = len(logged(steps=300, seconds_per_step=seconds_per_step)) - 2
     total = 300 * seconds_per_step
     least, most = LOG_INTERVAL_SECONDS
@@ -78,7 +78,7 @@ def test_lines_of_a_run_are_aligned() -> None:
     assert texts[0] == "step    1/1000   loss 2.5000    12.3 k tokens/s   waiting  8 %      1:00 left"
 
 
-def test_a_terminal_sees_one_line_and_notes_above_it() -> None:
+def test_a_terminal_shows_one_progress_line_with_messages_above_it() -> None:
     file, clock = Terminal(), Clock()
     progress = Progress(file, clock=clock)
     for step in (1, 2, 3):  # within a quarter of a second: drawn once
@@ -101,7 +101,7 @@ def test_a_line_fits_its_terminal(width: int) -> None:
     assert ("━" in text) == (width >= len("   ".join(format_cells(line(500)))) + 14)  # a bar only if all cells fit
 
 
-def test_what_is_shown_cannot_steer_the_terminal() -> None:
+def test_messages_are_printed_without_terminal_controls() -> None:
     file = io.StringIO()
     Progress(file).print_message("a\x1b[31m [bold]b[/bold]\r\n\tc")
     assert file.getvalue().splitlines() == ["a\\x1b[31m [bold]b[/bold]\\r", "        c"]
@@ -110,20 +110,20 @@ def test_what_is_shown_cannot_steer_the_terminal() -> None:
 @pytest.mark.parametrize(
     ("seconds", "text"), [(-1, "0:00"), (9.4, "0:09"), (725, "12:05"), (11_220, "3:07:00"), (190_800, "2d 05h")]
 )
-def test_times_are_for_people(seconds: float, text: str) -> None:
+def test_durations_are_human_readable(seconds: float, text: str) -> None:
     assert format_duration(seconds) == text
 
 
-def test_losses_keep_their_width_while_they_fall() -> None:
+def test_losses_keep_their_width_as_they_decrease() -> None:
     assert [format_loss(value) for value in (123.456, 12.3456, 2.30258)] == ["123.46", "12.346", "2.3026"]
     assert format_loss(float("nan")) == "nan"
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-def test_a_run_goes_on_when_its_output_cannot_be_written(terminal: bool, capfd: pytest.CaptureFixture[str]) -> None:
-    reading, writing = os.pipe()
-    os.close(reading)
-    with os.fdopen(writing, "w") as file:
+def test_a_run_continues_if_its_output_cannot_be_written(terminal: bool, capfd: pytest.CaptureFixture[str]) -> None:
+    read_fd, write_fd = os.pipe()
+    os.close(read_fd)
+    with os.fdopen(write_fd, "w") as file:
         if terminal:
             file.isatty = lambda: True  # type: ignore[method-assign]
         progress = Progress(file)

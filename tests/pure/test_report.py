@@ -19,20 +19,20 @@ NASTY = "<b>&\"'</script>"
 NUMBERS = st.floats(-1e9, 1e9, allow_nan=False).map(lambda value: round(value, 6))
 
 
-def parsed(html: str) -> ElementTree.Element:
+def parse_html(html: str) -> ElementTree.Element:
     return ElementTree.fromstring(html.removeprefix("<!DOCTYPE html>"))
 
 
-def words(html: str) -> str:
-    return " ".join("".join(parsed(html).itertext()).split())
+def visible_text(html: str) -> str:
+    return " ".join("".join(parse_html(html).itertext()).split())
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    return make(tmp_path / "first")
+    return make_run(tmp_path / "first")
 
 
-def make(folder: Path, *, task: str = "lm", loss: float = 3.0, tokens: int | None = 2048) -> Path:
+def make_run(folder: Path, *, task: str = "lm", loss: float = 3.0, tokens: int | None = 2048) -> Path:
     folder.mkdir()
     (folder / "plan.toml").write_text(Plan(dp=2).to_toml(defaults=True))
     versions = {"fourfold": "0.1.0", "torch": "2.13.0", "python": "3.11.2"}
@@ -49,16 +49,16 @@ def make(folder: Path, *, task: str = "lm", loss: float = 3.0, tokens: int | Non
     return folder
 
 
-def test_a_page_is_well_formed_and_needs_nothing_else(run):
+def test_a_page_is_well_formed_and_self_contained(run):
     html = page.write_report([run]).read_text()
-    root = parsed(html)
+    root = parse_html(html)
     assert not re.search(r"(src|href)=|url\(|@import|<script", html)
     assert {node.tag.split("}")[-1] for node in root.iter()} >= {"svg", "table", "style", "title"}
     assert "prefers-color-scheme: dark" in html
 
 
 def test_every_key_figure_is_on_the_page(run):
-    text = words(page.write_report([run]).read_text())
+    text = visible_text(page.write_report([run]).read_text())
     for figure in (
         "2.3457",
         "3.3841",
@@ -77,47 +77,47 @@ def test_every_key_figure_is_on_the_page(run):
 
 def test_the_step_is_drawn_measured_and_simulated_with_its_differences(run):
     html = page.write_report([run]).read_text()
-    text = words(html)
+    text = visible_text(html)
     for name in ("rank 0 compute", "rank 1 reduce", "simulated 0 compute", "simulated 1 reduce"):
         assert name in text
-    rows = [row for row in parsed(html).iter("tr") if (row[0].text or "").startswith("rank ")]
+    rows = [row for row in parse_html(html).iter("tr") if (row[0].text or "").startswith("rank ")]
     assert len(rows) == 14  # seven actions on each of two ranks
     assert text.count("U0.1") >= 4
 
 
-def test_what_comes_from_a_run_is_escaped(tmp_path):
-    folder = make(tmp_path / "a&b", task=NASTY)
+def test_text_from_a_run_is_escaped(tmp_path):
+    folder = make_run(tmp_path / "a&b", task=NASTY)
     html = page.write_report([folder]).read_text()
     assert "<b>&" not in html
-    assert NASTY in words(html)
-    assert "a&b" in words(html)
-    assert NASTY in words(
-        page.render_comparison([run_record.read_run(folder), run_record.read_run(make(tmp_path / "second"))])
+    assert NASTY in visible_text(html)
+    assert "a&b" in visible_text(html)
+    assert NASTY in visible_text(
+        page.render_comparison([run_record.read_run(folder), run_record.read_run(make_run(tmp_path / "second"))])
     )
 
 
 def test_several_runs_are_compared(tmp_path):
-    folders = [make(tmp_path / "first"), make(tmp_path / "second", loss=2.0, task="digits")]
+    folders = [make_run(tmp_path / "first"), make_run(tmp_path / "second", loss=2.0, task="digits")]
     path = page.write_report(folders)
     assert path == tmp_path / "first+second.html"
     html = path.read_text()
-    text = words(html)
+    text = visible_text(html)
     assert "2 runs compared" in text
     assert "task lm digits".replace(" ", "") in text.replace(" ", "")
     assert html.count('class="line c1"') >= 2  # the second run, in both drawings
 
 
-def test_a_run_without_a_trace_or_an_end_is_shown_all_the_same(run):
+def test_an_unfinished_run_without_a_trace_is_shown(run):
     (run / "trace.json").unlink()
     lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
     (run / "metrics.jsonl").write_text("".join(lines[:4]) + lines[4][:9])
-    text = words(page.write_report([run]).read_text())
+    text = visible_text(page.write_report([run]).read_text())
     assert "No step of this run was traced." in text
     assert "not finished" in text
     assert "steps" in text
 
 
-def test_a_loss_that_is_no_number_leaves_a_gap(run):
+def test_a_nan_loss_leaves_a_gap_in_the_curve(run):
     lines = (run / "metrics.jsonl").read_text().replace('"loss": 2.8,', '"loss": null,')
     (run / "metrics.jsonl").write_text(lines)
     assert "NaN" not in page.write_report([run]).read_text()
@@ -132,7 +132,7 @@ def test_missing_files_are_reported_all_at_once(run):
     assert "need a file that fourfold train writes" in str(caught.value)
 
 
-def test_a_run_that_is_not_there_is_reported_with_the_nearest(run):
+def test_a_missing_run_is_reported_with_the_closest_name(run):
     with pytest.raises(run_record.ReportError, match="try fourfold report first"):
         run_record.find_run("frist", parent=run.parent)
     assert run_record.find_run("first", parent=run.parent) == run
@@ -149,14 +149,14 @@ def test_any_curve_is_well_formed(points, name):
 
 
 @given(low=NUMBERS, length=st.floats(1e-6, 1e6))
-def test_ticks_are_few_and_within(low, length):
+def test_axis_ticks_are_few_and_within_the_range(low, length):
     result = svg.axis_ticks(low, low + length)
     margin = 1e-6 * max(abs(low), length)
     assert 1 <= len(result) <= 7
     assert all(low - margin <= tick <= low + length + margin for tick in result)
 
 
-def test_bars_are_as_long_as_their_values():
+def test_bar_lengths_are_proportional_to_their_values():
     rows = [svg.Bar(NASTY, 1.0, "1 ms", "wait"), svg.Bar("two", 2.0, "2 ms", "wait")]
     root = ElementTree.fromstring(svg.bar_chart(rows, title="t"))
     widths = [float(node.get("width", 0)) for node in root.iter("{http://www.w3.org/2000/svg}rect")]
@@ -164,15 +164,15 @@ def test_bars_are_as_long_as_their_values():
 
 
 @given(values=st.lists(NUMBERS, min_size=1, max_size=2000))
-def test_a_thinned_curve_keeps_its_last_point(values):
+def test_a_downsampled_curve_keeps_its_last_point(values):
     points = [(float(index), value) for index, value in enumerate(values)]
     thin = page.downsample(page.smooth(points), lambda some: some[0])
     assert len(thin) <= page.MAX_POINTS + 1
     assert thin[-1][0] == points[-1][0]
 
 
-def test_no_field_of_the_plan_is_left_out(run):
-    text = words(page.write_report([run]).read_text())
+def test_every_field_of_the_plan_is_shown(run):
+    text = visible_text(page.write_report([run]).read_text())
     assert all(field.name in text for field in dataclasses.fields(Plan) if getattr(Plan(), field.name) is not None)
 
 
@@ -185,14 +185,14 @@ def test_a_long_table_keeps_every_row_and_shows_the_last(num):
     assert max(0, num - html_table.MAX_ROWS) == max(0, len(hidden) - 1)
 
 
-def test_short_times_have_their_units():
+def test_durations_are_shown_with_units():
     times = (0.0017, 0.9996, 4.21, 99.94, 99.96, 725.0)
     assert [progress.format_seconds(each) for each in times] == ["1.70 ms", "1.0 s", "4.2 s", "99.9 s", "1:40", "12:05"]
 
 
 def axes_of(html: str) -> dict[str, str]:
     """All texts of each drawing, by the name of its vertical axis."""
-    drawings = [node for node in parsed(html).iter() if node.tag.endswith("svg")]
+    drawings = [node for node in parse_html(html).iter() if node.tag.endswith("svg")]
     names = ("a second", "loss")
     result = {}
     for drawing in drawings:
@@ -201,8 +201,11 @@ def axes_of(html: str) -> dict[str, str]:
     return result
 
 
-def test_runs_that_count_in_different_units_have_no_axis_of_throughput_in_common(tmp_path):
-    folders = [make(tmp_path / "words"), *(make(tmp_path / name, tokens=None) for name in ("images", "pictures"))]
+def test_runs_with_different_units_have_separate_throughput_charts(tmp_path):
+    folders = [
+        make_run(tmp_path / "words"),
+        *(make_run(tmp_path / name, tokens=None) for name in ("images", "pictures")),
+    ]
     axes = axes_of(page.render_comparison([run_record.read_run(folder) for folder in folders]))
     tokens, samples = axes["thousand tokens a second"], axes["samples a second"]
     assert "words" in tokens
@@ -212,16 +215,18 @@ def test_runs_that_count_in_different_units_have_no_axis_of_throughput_in_common
     assert "words" not in samples
 
 
-def test_runs_of_one_unit_share_an_axis_of_throughput(tmp_path):
-    axes = axes_of(page.render_comparison([run_record.read_run(make(tmp_path / name)) for name in ("first", "second")]))
+def test_runs_with_the_same_unit_share_a_throughput_chart(tmp_path):
+    axes = axes_of(
+        page.render_comparison([run_record.read_run(make_run(tmp_path / name)) for name in ("first", "second")])
+    )
     (rate,) = (text for name, text in axes.items() if name.endswith("a second"))
     assert "first" in rate
     assert "second" in rate
 
 
-def test_a_measure_that_is_no_number_is_shown(run):
+def test_a_nan_metric_is_shown(run):
     lines = (run / "metrics.jsonl").read_text()
     (run / "metrics.jsonl").write_text(lines + json.dumps({"step": 20, "valid": {"loss": None, "f1": None}}) + "\n")
     figures = dict(page.key_figures(run_record.read_run(run)))
     assert figures["validation loss"] == figures["f1"] == "nan"
-    parsed(page.render_run(run_record.read_run(run)))
+    parse_html(page.render_run(run_record.read_run(run)))

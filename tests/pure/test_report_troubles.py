@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from fourfold.report import checkpoint_card, faults, page, run_record, svg
 from fourfold.report.faults import Faults
-from fourfold.trainer.fault_log import Fault
-from tests.pure.test_report import NASTY, make, parsed, words
+from fourfold.trainer.fault_log import FAULTS_FILE, Fault
+from tests.pure.test_report import NASTY, make_run, parse_html, visible_text
 
 SVG = "{http://www.w3.org/2000/svg}"
 RESTART = {
@@ -38,12 +38,12 @@ FAULTS = st.builds(
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    return make(tmp_path / "first")
+    return make_run(tmp_path / "first")
 
 
 def write_faults(folder: Path, *lines: bytes | dict[str, object]) -> None:
     text = [line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines]
-    (folder / faults.FAULTS_FILE).write_bytes(b"\n".join(text))
+    (folder / FAULTS_FILE).write_bytes(b"\n".join(text))
 
 
 def log(folder: Path, *lines: dict[str, object]) -> None:
@@ -59,12 +59,12 @@ def checkpoint(folder: Path, name: str, num_bytes: int) -> None:
 
 def marked(html: str, kind: str) -> list[str | None]:
     """The tooltips of the marks of one kind."""
-    paths = (node for node in parsed(html).iter(f"{SVG}path") if (node.get("class") or "").split()[0] == kind)
+    paths = (node for node in parse_html(html).iter(f"{SVG}path") if (node.get("class") or "").split()[0] == kind)
     return [title.text for node in paths if (title := node.find(f"{SVG}title")) is not None]
 
 
 def rows(html: str, table: str) -> list[list[str]]:
-    result = (node for node in parsed(html).iter("table") if table in (node.get("class") or "").split())
+    result = (node for node in parse_html(html).iter("table") if table in (node.get("class") or "").split())
     return [["".join(cell.itertext()) for cell in row] for node in result for row in node.iter("tr")]
 
 
@@ -79,18 +79,18 @@ def test_faults_are_listed_and_marked_on_the_curve(run):
     assert marked(html, "peg") == ["skipped step at 5"]
 
 
-def test_a_quiet_run_has_one_quiet_line_and_no_table(run):
+def test_a_run_without_faults_has_one_line_and_no_table(run):
     html = page.write_report([run]).read_text()
-    assert "No faults, no restarts." in words(html)
-    assert "Faults and restarts" not in words(html)
+    assert "No faults, no restarts." in visible_text(html)
+    assert "Faults and restarts" not in visible_text(html)
     assert not rows(html, "faults")
     log(run, {"resumed": 4})
-    assert "No faults; resumed from step 4." in words(page.write_report([run]).read_text())
+    assert "No faults; resumed from step 4." in visible_text(page.write_report([run]).read_text())
 
 
 @given(junk=st.lists(st.binary().filter(lambda line: line.strip()), max_size=5))
 @example(junk=[b'{"time": 1, "kind": "half a li', b"3", b"[]", b'{"time": 1, "kind": "x", "step": "3"}', b"\xff"])
-def test_a_line_that_cannot_be_read_is_counted_and_hides_no_other(junk, tmp_path_factory):
+def test_unreadable_fault_lines_are_counted_and_the_others_shown(junk, tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     lines = [line for each in junk for line in each.splitlines() if line.strip()]
     write_faults(folder, RESTART, *lines, {**SKIPPED, "later": "a field of a later version"})
@@ -102,7 +102,7 @@ def test_a_line_that_cannot_be_read_is_counted_and_hides_no_other(junk, tmp_path
 
 @given(known=st.lists(FAULTS, min_size=1, max_size=60), resumed=st.lists(st.integers(0, 10**6), max_size=9))
 @example(known=[Fault(time=1e300, kind="\x00" + NASTY, step=2**70, text="\x1b[31m")], resumed=[])
-def test_any_fault_is_shown_well_formed(known, resumed):
+def test_any_fault_gives_well_formed_html(known, resumed):
     card = faults.faults_card(Faults(known), resumed)
     root = ElementTree.fromstring(f"<html>{card}</html>")
     assert len([row for row in root.iter("tr") if row[0].tag == "td"]) == len(known)
@@ -111,12 +111,12 @@ def test_any_fault_is_shown_well_formed(known, resumed):
     )
 
 
-def test_a_step_that_cannot_be_does_not_stretch_the_axis(run):
+def test_a_fault_at_an_impossible_step_does_not_stretch_the_axis(run):
     write_faults(run, {**RESTART, "step": 10**12}, {**RESTART, "step": -1}, {**RESTART, "step": 0})
     assert marked(page.write_report([run]).read_text(), "rule") == ["restart at 0"]
 
 
-def test_checkpoints_are_reported_with_sizes_pauses_and_what_became_of_them(run):
+def test_checkpoints_are_reported_with_sizes_pauses_and_outcomes(run):
     checkpoint(run, "step-00000004", 3 * 2**20)
     log(
         run,
@@ -131,18 +131,18 @@ def test_checkpoints_are_reported_with_sizes_pauses_and_what_became_of_them(run)
         ["4", "3.00 MiB", "4.00 ms", "kept"],
         ["6", "–", "6.00 ms", "not written: no space left on device"],
     ]
-    assert "3 saved, 1 kept · pause 3.00 ms in the median, 6.00 ms at most" in words(html)
+    assert "3 saved, 1 kept · pause 3.00 ms in the median, 6.00 ms at most" in visible_text(html)
     assert marked(html, "tick") == ["checkpoint at 1", "checkpoint at 2", "checkpoint at 4"]
 
 
 def test_a_run_without_checkpoints_says_so(run):
     html = page.write_report([run]).read_text()
-    assert "None was saved." in words(html)
+    assert "None was saved." in visible_text(html)
     assert not rows(html, "saved")
     assert checkpoint_card.read_checkpoints(run, []).on_disk == []
 
 
-def test_the_time_of_a_resumed_run_is_that_of_all_its_attempts(run):
+def test_the_time_of_a_resumed_run_is_the_sum_over_its_segments(run):
     path = run / "metrics.jsonl"
     *steps, valid, finished = path.read_text().splitlines()
     saved_at_4 = {"step": 4, "checkpoint": "step-00000004", "pause_seconds": 0.1, "elapsed_seconds": 2.5}
@@ -153,20 +153,22 @@ def test_the_time_of_a_resumed_run_is_that_of_all_its_attempts(run):
         ["1 to 4", "2.5 s", "3.28 k", "started"],
         ["5 to 6", "3.2 s", "1.26 k", "resumed from step 4"],
     ]
-    assert "0:06 time, 2 attempts" in words(html).replace("0:06time", "0:06 time")
-    assert "2.14 k" in words(html)
-    path.write_text("\n".join([*steps[:4], json.dumps({"resumed": 4}), *steps[4:]]) + "\n")  # not ended, an older log
+    assert "0:06 time, 2 attempts" in visible_text(html).replace("0:06time", "0:06 time")
+    assert "2.14 k" in visible_text(html)
+    path.write_text(
+        "\n".join([*steps[:4], json.dumps({"resumed": 4}), *steps[4:]]) + "\n"
+    )  # an unfinished run, with a log of an older version
     assert [attempt.seconds for attempt in run_record.read_run(run).segments] == [2.0, 1.0]
 
 
 def test_a_comparison_counts_restarts_and_skipped_steps(tmp_path):
-    folders = [make(tmp_path / "first"), make(tmp_path / "second", loss=2.0)]
+    folders = [make_run(tmp_path / "first"), make_run(tmp_path / "second", loss=2.0)]
     write_faults(folders[0], RESTART, RESTART, SKIPPED, {**SKIPPED, "kind": "terminated"})
-    text = words(page.render_comparison([run_record.read_run(folder) for folder in folders]))
+    text = visible_text(page.render_comparison([run_record.read_run(folder) for folder in folders]))
     assert "restarts / skipped steps2 / 10 / 0" in text.replace("> ", "")
 
 
-def test_marks_leave_the_curve_where_it_is():
+def test_marks_do_not_move_the_curve():
     curve = svg.Series("loss", [(0.0, 3.0), (10.0, 2.0)])
     marks = [svg.Series("restart", [(5.0, 0.0)], 3, "rule"), svg.Series("checkpoint", [(9.0, 0.0)], 2, "tick")]
     drawn = [svg.line_chart(each, x="step", y="loss", title="Loss") for each in ([curve], [*marks, curve])]

@@ -1,4 +1,4 @@
-"""Whether a job restarts, and which rank held it up."""
+"""Laws of restarts: whether a job restarts, and which ranks count as hanging."""
 
 import math
 from pathlib import Path
@@ -20,63 +20,65 @@ def at(step: int, resumed: int = 0) -> list[HeartbeatRecord]:
     return [HeartbeatRecord(step, resumed, STEPPING, 0.0, 0.1)] * 2
 
 
-def judged(deaths: list[tuple[int, int]], *, restarts: int = 3, of: Cause = KILLED) -> list[bool]:
+def restart_decisions(deaths: list[tuple[int, int]], *, restarts: int = 3, of: Cause = KILLED) -> list[bool]:
     """Whether the job restarts after each death: (last step, step it had resumed from)."""
     budget = RestartBudget(SupervisionPolicy(max_restarts=restarts, has_heartbeat=True))
     return [budget.allows_restart(of, at(*death)) for death in deaths]
 
 
 def test_any_number_of_restarts_with_progress_is_allowed() -> None:
-    assert all(judged([(step, 0) for step in range(100)], restarts=1))
+    assert all(restart_decisions([(step, 0) for step in range(100)], restarts=1))
 
 
-def test_a_newer_checkpoint_is_progress_even_where_the_step_is_not() -> None:
-    assert judged([(57, 50), (56, 55), (56, 55)], restarts=1) == [True, True, False]
-    assert judged([(57, 50), (56, 50)], restarts=1) == [True, False]
+def test_a_newer_checkpoint_is_progress_even_if_the_last_step_is_not_higher() -> None:
+    assert restart_decisions([(57, 50), (56, 55), (56, 55)], restarts=1) == [True, True, False]
+    assert restart_decisions([(57, 50), (56, 50)], restarts=1) == [True, False]
 
 
-def test_restarts_without_progress_are_counted_in_a_row() -> None:
-    assert judged([(5, 0), (5, 0), (5, 0), (5, 0)], restarts=3) == [True, True, True, False]
-    assert judged([(5, 0), (5, 0), (6, 0), (6, 0), (6, 0)], restarts=2) == [True, True, True, True, False]
-    assert judged([(5, 0)], restarts=0) == [False]
+def test_consecutive_restarts_without_progress_are_limited() -> None:
+    assert restart_decisions([(5, 0), (5, 0), (5, 0), (5, 0)], restarts=3) == [True, True, True, False]
+    assert restart_decisions([(5, 0), (5, 0), (6, 0), (6, 0), (6, 0)], restarts=2) == [True, True, True, True, False]
+    assert restart_decisions([(5, 0)], restarts=0) == [False]
 
 
-def test_a_rank_killed_before_the_first_step_is_started_again_a_program_that_fails_there_is_not() -> None:
-    assert judged([(-1, -1)]) == [True]
-    assert judged([(-1, -1)], of=FAILED) == [False]
-    assert judged([(3, 0), (-1, -1)], of=FAILED) == [True, True]  # an earlier attempt has finished steps
+def test_before_the_first_step_a_killed_rank_is_restarted_and_a_failed_program_is_not() -> None:
+    assert restart_decisions([(-1, -1)]) == [True]
+    assert restart_decisions([(-1, -1)], of=FAILED) == [False]
+    assert restart_decisions([(3, 0), (-1, -1)], of=FAILED) == [True, True]  # an earlier attempt has finished steps
 
 
-@pytest.mark.parametrize("error", [CheckpointError("bad"), TrainingError("no gradient"), StoppedError("asked")])
-def test_what_another_attempt_cannot_mend_is_not_attempted(error: Exception) -> None:
+@pytest.mark.parametrize("error", [CheckpointError("bad"), TrainingError("no gradient"), StoppedError("requested")])
+def test_errors_that_would_recur_are_not_retried(error: Exception) -> None:
     cause = failure_report.first_cause({0: failure_report.make_record(error, rank=0)}, {0: 1}, ["rank 0 of 1"])
-    assert judged([(9, 0)], of=cause) == [False]
+    assert restart_decisions([(9, 0)], of=cause) == [False]
 
 
-def test_a_peer_that_has_gone_is_a_reason_to_try_again() -> None:
+def test_a_job_restarts_after_a_peer_error() -> None:
     cause = failure_report.first_cause(
         {0: failure_report.make_record(PeerError("rank 1 died"), rank=0)}, {0: 75}, ["rank 0 of 1"]
     )
-    assert judged([(9, 0)], of=cause) == [True]
+    assert restart_decisions([(9, 0)], of=cause) == [True]
 
 
-def test_a_job_that_was_asked_to_stop_says_so_and_not_that_a_rank_failed() -> None:
+def test_a_requested_stop_is_not_reported_as_a_failure() -> None:
     cause = failure_report.first_cause(
         {1: failure_report.make_record(StoppedError("stopped after step 5"), rank=1)}, {1: 75}, ["rank 0", "rank 1"]
     )
     assert (cause.text, cause.exit_code, cause.is_stopped) == ("stopped after step 5", 75, True)
 
 
-def test_a_limit_is_learned_from_the_steps_and_never_below_the_least() -> None:
+def test_the_hang_limit_follows_the_step_time_and_has_a_minimum() -> None:
     assert HeartbeatRecord(9, 0, STEPPING, 0.0, 0.1).limit_seconds(10.0) == 10.0
     assert HeartbeatRecord(9, 0, STEPPING, 0.0, 60.0).limit_seconds(10.0) == 300.0
     assert HeartbeatRecord(9, 0, PAUSED, 0.0, 1.0).limit_seconds(10.0) == 120.0
-    assert HeartbeatRecord(9, 0, PAUSED, 0.0, 0.0).limit_seconds(10.0) == 600.0  # the first of its kind
+    assert HeartbeatRecord(9, 0, PAUSED, 0.0, 0.0).limit_seconds(10.0) == 600.0  # the first pause has no precedent
     assert HeartbeatRecord(-1, 0, STARTING, 0.0, 0.0).limit_seconds(10.0) == 600.0
-    assert HeartbeatRecord(9, 0, DONE, 0.0, 0.0).limit_seconds(10.0) == math.inf  # a sample, a page
+    assert (
+        HeartbeatRecord(9, 0, DONE, 0.0, 0.0).limit_seconds(10.0) == math.inf
+    )  # the run generates its sample or writes its report
 
 
-def test_only_ranks_beyond_their_limit_are_late() -> None:
+def test_only_ranks_beyond_their_limit_are_overdue() -> None:
     beats = [
         HeartbeatRecord(9, 0, STEPPING, 100.0, 0.1),
         HeartbeatRecord(9, 0, PAUSED, 50.0, 20.0),
@@ -85,7 +87,7 @@ def test_only_ranks_beyond_their_limit_are_late() -> None:
     assert hang_detector.overdue_ranks(beats, min_seconds=10.0, now=100.0) == [2]
 
 
-def test_a_launcher_reads_what_its_ranks_have_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launcher_reads_the_heartbeats_of_its_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([0.0, 5.0, 6.0, 7.0, 8.0, 9.0])
     monkeypatch.setattr("time.monotonic", lambda: next(clock))
     heartbeats = HeartbeatFile(tmp_path, 2)

@@ -14,11 +14,11 @@ from tests.pure.test_checkpoint_manifest import manifest
 MESHES = st.builds(Mesh, dp=st.integers(1, 5), sp=st.integers(1, 4), tp=st.integers(1, 2))
 
 
-def saved_on(mesh: Mesh, *, told: bool = True) -> Manifest:
+def saved_on(mesh: Mesh, *, has_mesh: bool = True) -> Manifest:
     """A checkpoint of this mesh: state `0d` belongs to data index d."""
     states = tuple(RngState(f"{mesh.coordinates(rank)['dp']:02x}") for rank in range(mesh.size))
     made = manifest([GlobalTensor("model.a", "F32", (4, 2))], mesh.size)
-    return msgspec.structs.replace(made, random=states, mesh=mesh if told else None)
+    return msgspec.structs.replace(made, random=states, mesh=mesh if has_mesh else None)
 
 
 def restored(saved: Manifest, mesh: Mesh) -> list[str | None]:
@@ -31,25 +31,25 @@ def by_data_index(mesh: Mesh) -> list[str]:
 
 
 @given(saved=MESHES, mesh=MESHES)
-def test_every_rank_restores_the_state_of_its_data_index_where_dp_has_the_size_it_had(saved, mesh):
+def test_every_rank_restores_the_rng_state_of_its_data_index_if_dp_is_unchanged(saved, mesh):
     assert not list(manifest_problems(saved_on(saved)))
     expected = by_data_index(mesh) if saved.dp == mesh.dp else [None] * mesh.size
     assert restored(saved_on(saved), mesh) == expected
 
 
 @given(saved=MESHES, mesh=MESHES)
-def test_states_saved_without_their_mesh_are_restored_only_where_they_are_those_of_the_data_indices(saved, mesh):
-    found = restored(saved_on(saved, told=False), mesh)
+def test_rng_states_saved_without_a_mesh_are_restored_only_if_they_match_the_data_indices(saved, mesh):
+    found = restored(saved_on(saved, has_mesh=False), mesh)
     assert found == (by_data_index(mesh) if saved_on(saved).random == saved_on(mesh).random else [None] * mesh.size)
 
 
 def test_a_manifest_written_before_the_mesh_was_recorded_is_read():
-    text = msgspec.json.encode(saved_on(Mesh(dp=2), told=False)).replace(b',"mesh":null', b"")
+    text = msgspec.json.encode(saved_on(Mesh(dp=2), has_mesh=False)).replace(b',"mesh":null', b"")
     assert b"mesh" not in text
-    assert msgspec.json.decode(text, type=Manifest) == saved_on(Mesh(dp=2), told=False)
+    assert msgspec.json.decode(text, type=Manifest) == saved_on(Mesh(dp=2), has_mesh=False)
 
 
-def test_the_mesh_is_read_as_it_was_written():
+def test_the_mesh_of_a_manifest_survives_a_round_trip():
     saved = saved_on(Mesh(dp=2, sp=3))
     assert msgspec.json.decode(msgspec.json.encode(saved), type=Manifest) == saved
 

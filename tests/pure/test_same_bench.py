@@ -1,4 +1,4 @@
-"""The laws of `bench.same`: its cases are legal and cover the plan, and no difference goes unseen."""
+"""Laws of `bench.same`: its cases are legal and cover the plan, and every difference is reported."""
 
 import dataclasses
 import functools
@@ -10,7 +10,7 @@ from bench import same_cases
 from bench.same_compare import Stored, compare_facts, compare_tensors
 from fourfold.plan.plan import Plan
 
-DERIVED = {"dp"}  # of the number of ranks
+DERIVED = {"dp"}  # from the number of ranks
 NOT_BUILT = {"pp", "tp", "schedule", "interleave", "recompute"}
 
 
@@ -24,7 +24,7 @@ def test_the_same_seed_gives_the_same_cases():
     assert same_cases.generate(3)[0] == generated()[0][:3]
 
 
-def test_the_cases_have_every_field_of_a_plan_and_every_option():
+def test_the_cases_cover_every_plan_field_and_every_option():
     cases, share = generated()
     names = {field.name for field in dataclasses.fields(Plan)} - DERIVED - NOT_BUILT
     assert {same_cases.NEW_NAMES.get(name, name) for name in same_cases.PLAN_OPTIONS} == {
@@ -66,7 +66,7 @@ def test_equal_means_equal_bits():
         {"other": [["broadcast", "1 int64 8 B", 0], ["allreduce", "4 float32 16 B"]]},
     ],
 )
-def test_another_order_size_or_number_of_collectives_is_told(other):
+def test_a_different_order_size_or_number_of_collectives_is_reported(other):
     calls = {"group": [["broadcast", "1 int64 8 B", 0], ["allreduce", "4 float32 16 B"]]}
     assert not compare_facts(calls, calls, group="collectives")
     assert compare_facts(calls, other, group="collectives")

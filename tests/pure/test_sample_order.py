@@ -17,7 +17,7 @@ def test_an_epoch_visits_every_sample_once(count, seed, epoch):
 
 
 @given(count=COUNTS, seed=SEEDS, data=st.data())
-def test_any_range_can_be_computed_alone(count, seed, data):
+def test_any_range_of_the_order_can_be_computed_by_itself(count, seed, data):
     start = data.draw(st.integers(0, count))
     stop = data.draw(st.integers(start, count))
     assert np.array_equal(rows(count, seed, 0, start, stop), rows(count, seed, 0, 0, count)[start:stop])
@@ -25,14 +25,14 @@ def test_any_range_can_be_computed_alone(count, seed, data):
 
 @given(start=st.integers(0, 1000), length=st.integers(0, 1000), size=st.integers(1, 17))
 def test_shards_tile_a_range_and_differ_by_at_most_one(start, length, size):
-    shares = [shard_range(start, start + length, size, index) for index in range(size)]
-    assert shares[0][0] == start
-    assert shares[-1][1] == start + length
-    assert all(shares[i][1] == shares[i + 1][0] for i in range(size - 1))
-    assert max(b - a for a, b in shares) - min(b - a for a, b in shares) <= 1
+    ranges = [shard_range(start, start + length, size, index) for index in range(size)]
+    assert ranges[0][0] == start
+    assert ranges[-1][1] == start + length
+    assert all(ranges[i][1] == ranges[i + 1][0] for i in range(size - 1))
+    assert max(b - a for a, b in ranges) - min(b - a for a, b in ranges) <= 1
 
 
-def test_epochs_and_seeds_give_other_orders():
+def test_every_epoch_and_every_seed_has_its_own_order():
     # Never seed + epoch: the next epoch of one seed must not be the first of the next.
     orders = {tuple(rows(1000, seed, epoch, 0, 1000)) for seed in range(5) for epoch in range(5)}
     assert len(orders) == 25
@@ -57,6 +57,6 @@ def test_neighbours_do_not_stay_neighbours():
     assert np.mean(np.diff(order) == 1) < 0.001
 
 
-def test_positions_outside_are_refused():
+def test_positions_outside_an_epoch_are_refused():
     with pytest.raises(IndexError, match="outside an epoch of 10 samples"):
         rows(10, 0, 0, 5, 11)

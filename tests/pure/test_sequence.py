@@ -24,7 +24,7 @@ from fourfold.words.errors import PlanError
 
 @st.composite
 def layouts(draw):
-    """(length, size, ring, ulysses) that go together."""
+    """A legal (length, size, ring, ulysses)."""
     size = draw(st.integers(1, 12))
     ulysses = draw(st.sampled_from([u for u in range(1, size + 1) if size % u == 0]))
     ring = draw(st.sampled_from(RINGS))
@@ -32,43 +32,43 @@ def layouts(draw):
 
 
 @given(layouts())
-def test_every_token_is_kept_once_and_all_ranks_keep_as_many(layout):
+def test_every_token_is_on_one_rank_and_all_ranks_hold_equally_many(layout):
     length, size, _, _ = layout
-    kept = [token_positions(spans) for spans in token_ranges(*layout)]
-    assert sorted(token for tokens in kept for token in tokens) == list(range(length))
-    assert {len(tokens) for tokens in kept} == {length // size}
-    assert all(tokens == sorted(tokens) for tokens in kept)
+    held = [token_positions(spans) for spans in token_ranges(*layout)]
+    assert sorted(token for tokens in held for token in tokens) == list(range(length))
+    assert {len(tokens) for tokens in held} == {length // size}
+    assert all(tokens == sorted(tokens) for tokens in held)
 
 
 @given(layouts())
-def test_ranks_that_exchange_heads_together_hold_the_tokens_of_one_ring_index(layout):
+def test_a_ulysses_group_holds_the_tokens_of_one_ring_index(layout):
     length, size, ring, ulysses = layout
-    places = token_ranges(length, ring_size(size, ulysses), ring)
-    kept = [token_positions(spans) for spans in token_ranges(*layout)]
-    for place, spans in enumerate(places):
-        together = [token for tokens in kept[place * ulysses : (place + 1) * ulysses] for token in tokens]
+    ring_ranges = token_ranges(length, ring_size(size, ulysses), ring)
+    held = [token_positions(spans) for spans in token_ranges(*layout)]
+    for ring_index, spans in enumerate(ring_ranges):
+        together = [token for tokens in held[ring_index * ulysses : (ring_index + 1) * ulysses] for token in tokens]
         assert together == token_positions(spans)
 
 
 @given(layouts(), st.booleans(), st.booleans())
 def test_tiles_cover_every_score_once_and_nothing_that_is_masked_out(layout, causal, gathers):
     length, size, ring, ulysses = layout
-    places = token_ranges(length, ring_size(size, ulysses), ring)
-    sides = [tuple(sorted(span for spans in places for span in spans))] if gathers else places
-    for spans in places:
-        mine, seen = token_positions(spans), []
-        for keys in sides:
-            theirs = token_positions(keys)
+    ring_ranges = token_ranges(length, ring_size(size, ulysses), ring)
+    key_ranges = [tuple(sorted(span for spans in ring_ranges for span in spans))] if gathers else ring_ranges
+    for spans in ring_ranges:
+        query_positions, seen = token_positions(spans), []
+        for keys in key_ranges:
+            key_positions = token_positions(keys)
             for tile in tiles(spans, keys, causal=causal):
                 pairs = [
-                    (mine[row], theirs[column])
+                    (query_positions[row], key_positions[column])
                     for row in range(*tile.queries)
                     for column in range(*tile.keys)
                     if not tile.causal or column - tile.keys[0] <= row - tile.queries[0]
                 ]
                 assert len(pairs) == tile.num_scores
                 seen += pairs
-        expected = [(row, column) for row in mine for column in range(length) if not causal or column <= row]
+        expected = [(row, column) for row in query_positions for column in range(length) if not causal or column <= row]
         assert sorted(seen) == expected
 
 
@@ -81,26 +81,26 @@ def test_zigzag_halves_the_work_of_the_slowest_rank_of_a_causal_ring(size, ratio
     assert max(zigzag) == min(zigzag)
 
 
-def test_every_hop_of_zigzag_costs_the_same():
-    places = token_ranges(64, 4, "zigzag")
-    for mine in places:
-        hops = [sum(tile.num_scores for tile in tiles(mine, keys, causal=True)) for keys in places]
-        assert sorted(set(hops)) == [128, 136]  # half of 16 · 16, and one's own with the diagonal
+def test_every_hop_of_a_zigzag_ring_costs_about_the_same():
+    ring_ranges = token_ranges(64, 4, "zigzag")
+    for query_positions in ring_ranges:
+        hops = [sum(tile.num_scores for tile in tiles(query_positions, keys, causal=True)) for keys in ring_ranges]
+        assert sorted(set(hops)) == [128, 136]  # half of 16 · 16; a rank's own block has the diagonal too
 
 
-def test_a_layer_sends_what_the_papers_count():
+def test_attention_sends_the_elements_given_in_the_papers():
     layer = AttentionSize(batch=2, length=1024, num_heads=8, head_size=64)
     hidden = 8 * 64
     assert attention_sent_elements(layer, 4) == 6 * 3 * 2 * hidden * 1024 / 4
     assert attention_sent_elements(layer, 1) == 0
     # K and V of two of eight heads.
     assert attention_sent_elements(layer._replace(num_kv_heads=2), 4) == attention_sent_elements(layer, 4) / 4
-    # All of Q, K, V, O and their gradients, but for what stays.
+    # All of Q, K, V, O and their gradients, except what stays on the rank.
     assert attention_sent_elements(layer, 4, ulysses=4) == 8 * 2 * hidden * 1024 / 4 * 3 / 4
 
 
 @given(layouts(), st.integers(1, 10_000))
-def test_a_length_that_does_not_divide_is_refused_with_lengths_that_work(layout, length):
+def test_an_indivisible_length_is_refused_and_valid_lengths_suggested(layout, length):
     _, size, ring, ulysses = layout
     problem = length_problem(length, size, ring, ulysses)
     padded = padded_length(length, size, ring, ulysses)
@@ -113,7 +113,7 @@ def test_a_length_that_does_not_divide_is_refused_with_lengths_that_work(layout,
             token_ranges(length, size, ring, ulysses)
 
 
-def test_the_other_order_is_offered_where_it_works():
+def test_the_plain_ring_is_suggested_if_the_length_allows_it():
     problem = length_problem(6000, 16, "zigzag")
     assert problem is not None
     assert problem.need == "a length divisible by 32 (zigzag)"
@@ -122,7 +122,7 @@ def test_the_other_order_is_offered_where_it_works():
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "works"), [(12, 12, "1 or 2 or 3 or 4 or 6 or 12"), (32, 8, "1 or 2")])
-def test_heads_that_cannot_be_split_are_refused_with_what_works(heads, kv_heads, works):
+def test_indivisible_heads_are_refused_and_valid_ulysses_sizes_suggested(heads, kv_heads, works):
     problem = heads_problem(heads, kv_heads, 5)
     assert problem is not None
     assert problem.attempt.startswith(f"ulysses = {works}")
@@ -130,7 +130,7 @@ def test_heads_that_cannot_be_split_are_refused_with_what_works(heads, kv_heads,
     assert heads_problem(32, 8, 16) is not None
 
 
-def test_ulysses_divides_the_axis():
+def test_ulysses_must_divide_sp():
     with pytest.raises(PlanError, match=r"ulysses = 2, sp = 1 .*need ulysses to divide sp .*try ulysses = 1"):
         Plan(ulysses=2)
     assert Plan(ring="rsa").ring == "rsa"

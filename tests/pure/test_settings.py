@@ -1,4 +1,4 @@
-"""Laws of settings: what knows them is derived from their one declaration, and a run's identity stays what it was."""
+"""Laws of settings: every use derives from one declaration, and the identity of old runs does not change."""
 
 import dataclasses
 import inspect
@@ -42,7 +42,7 @@ class WithPatience(Settings):
     patience: int = setting(7, type=int, minimum=1, help="evaluations without progress", in_identity="if given")
 
 
-def test_one_field_more_is_checked_parsed_listed_and_part_of_the_identity() -> None:
+def test_a_new_field_is_checked_parsed_listed_and_part_of_the_identity() -> None:
     given = {"steps": 1, "batch_size": 1, "clip": None}
     (problem,) = setting_problems(WithPatience(**given, patience=0))
     assert problem.got == "patience = 0"
@@ -71,7 +71,7 @@ def test_the_documentation_lists_every_setting() -> None:
     assert markdown_table() in (ROOT / "docs" / "runs.md").read_text()
 
 
-def test_every_default_has_a_type_that_its_own_check_admits() -> None:
+def test_every_default_passes_its_own_check() -> None:
     settings = make_settings(TASK)
     for name, declared in declared_settings(settings).items():
         assert not declared.problems(name, getattr(settings, name)), name
@@ -97,7 +97,7 @@ FULL_IDENTITY = (
         ff.Plan(dp=2, sync="local", local_steps=2, precision="bf16"), FULL_IDENTITY, "run-39b20a",
     ),
 ])  # fmt: skip
-def test_the_identity_of_a_run_is_what_it_was_when_old_runs_were_saved(given, plan, identity, name) -> None:
+def test_the_identity_of_a_run_is_the_one_that_older_versions_saved(given, plan, identity, name) -> None:
     found = run_identity(make_settings(TASK, **given), plan)
     assert msgspec.json.encode(found).decode() == identity
     assert default_run_name("run", found) == name

@@ -14,7 +14,7 @@ from fourfold.words.program import Action, ProgramError, Verb, parse_program
 from fourfold.words.trace_events import LANES
 
 
-def _can_be(step):
+def _is_legal(step):
     if step.update == "in_backward":
         return not (step.has_clip or step.allows_unused or step.has_trust_ratios)
     return step.update == "after" or step.sync == StepSync.GRADIENTS
@@ -32,54 +32,54 @@ STEPS = st.builds(
     launch_order=st.just(()),
     has_trust_ratios=st.booleans(),
     sync=st.sampled_from(StepSync),
-).filter(_can_be)
+).filter(_is_legal)
 SECONDS = st.floats(0, 10, allow_nan=False).map(lambda value: round(value, 3))
 
 
 @st.composite
-def priced(draw):
-    """A data axis's program, a price and a lead for each action."""
+def programs_with_costs(draw):
+    """A program of the data axis, a cost for each action, and an overlap for each reduction."""
     actions = lower_step(draw(STEPS))
     program = dict.fromkeys(range(draw(st.integers(1, 4))), actions)
     keys = [(rank, action) for rank in program for action in actions]
     costs = {key: draw(SECONDS) for key in keys}
-    leads = {key: draw(SECONDS) for key in keys if key[1].verb == Verb.REDUCE}
-    return program, costs, leads
+    overlaps = {key: draw(SECONDS) for key in keys if key[1].verb == Verb.REDUCE}
+    return program, costs, overlaps
 
 
-@given(case=priced())
-def test_nothing_begins_before_its_needs_or_its_lane_allow(case):
-    program, costs, leads = case
-    times = simulate(program, lambda *key: costs[key], overlap=lambda rank, action: leads.get((rank, action), 0.0))
+@given(case=programs_with_costs())
+def test_no_action_begins_before_its_dependencies_and_its_lane_allow(case):
+    program, costs, overlaps = case
+    times = simulate(program, lambda *key: costs[key], overlap=lambda rank, action: overlaps.get((rank, action), 0.0))
     at = {(rank, timed.action): timed for rank, each in times.items() for timed in each}
-    needs = Dependencies(program)
+    dependencies = Dependencies(program)
     for (rank, action), timed in at.items():
         assert timed.end >= timed.start + costs[rank, action]
-        for need in needs.of(rank, action):
-            met = at[need]
-            assert timed.start >= max(met.start, met.end - leads.get((rank, action), 0.0))
-            assert leads.get((rank, action), 0.0) or timed.start >= met.end
+        for needed in dependencies.of(rank, action):
+            dependency = at[needed]
+            assert timed.start >= max(dependency.start, dependency.end - overlaps.get((rank, action), 0.0))
+            assert overlaps.get((rank, action), 0.0) or timed.start >= dependency.end
     for rank, actions in program.items():
         for name in LANES:
             queue = [at[rank, action] for action in actions if lane_of(action) == name]
             assert all(after.start >= before.end for before, after in itertools.pairwise(queue))
 
 
-@given(case=priced())
+@given(case=programs_with_costs())
 def test_a_step_takes_at_least_its_longest_lane(case):
-    program, costs, leads = case
-    times = simulate(program, lambda *key: costs[key], overlap=lambda *key: leads.get(key, 0.0))
+    program, costs, overlaps = case
+    times = simulate(program, lambda *key: costs[key], overlap=lambda *key: overlaps.get(key, 0.0))
     for rank, actions in program.items():
         for name in LANES:
             assert makespan(times) >= sum(costs[rank, action] for action in actions if lane_of(action) == name) - 1e-9
 
 
-@given(case=priced(), longer=SECONDS)
-def test_a_dearer_action_never_makes_a_step_shorter(case, longer):
+@given(case=programs_with_costs(), longer=SECONDS)
+def test_a_longer_action_never_shortens_a_step(case, longer):
     program, costs, _ = case
     key = next(iter(costs))
-    dearer = {**costs, key: costs[key] + longer}
-    before, after = (simulate(program, lambda *key, of=of: of[key]) for of in (costs, dearer))
+    slower = {**costs, key: costs[key] + longer}
+    before, after = (simulate(program, lambda *key, of=of: of[key]) for of in (costs, slower))
     assert makespan(after) >= makespan(before) - 1e-9
 
 
@@ -90,13 +90,13 @@ def test_an_update_waits_for_the_slowest_rank():
     assert [timed.start for timed in times[0]] == [0, 1, 2, 12, 13]
 
 
-def test_an_update_needs_what_every_rank_has_measured():
+def test_a_clipped_update_waits_for_the_norms_of_all_ranks():
     program = dict.fromkeys(range(2), lower_step(DataStepSpec(1, 1, has_clip=True)))
     times = simulate(program, lambda rank, action: 10.0 if (rank, str(action)) == (1, "M0.1") else 1.0)
     assert [timed.start for timed in times[0] if timed.action.verb == Verb.UPDATE] == [14]
 
 
-def test_ranks_wait_for_the_slowest_where_weights_are_averaged_and_not_in_a_local_step():
+def test_local_sgd_waits_for_the_slowest_rank_only_in_steps_that_average():
     averaging, local = (
         dict.fromkeys(range(2), lower_step(DataStepSpec(1, 1, sync=sync)))
         for sync in (StepSync.WEIGHTS, StepSync.NOTHING)
@@ -108,10 +108,10 @@ def test_ranks_wait_for_the_slowest_where_weights_are_averaged_and_not_in_a_loca
     assert makespan({0: times[0]}) == 4
 
 
-def test_norms_of_directions_need_what_every_rank_has_measured_and_reduced():
+def test_norms_of_update_directions_wait_for_the_gradient_norms_of_all_ranks():
     program = dict.fromkeys(range(2), lower_step(DataStepSpec(1, 1, has_clip=True, has_trust_ratios=True)))
-    prices = {(1, "M0.1"): 10.0, (0, "M0.3"): 5.0}
-    times = simulate(program, lambda rank, action: prices.get((rank, str(action)), 1.0))
+    costs = {(1, "M0.1"): 10.0, (0, "M0.3"): 5.0}
+    times = simulate(program, lambda rank, action: costs.get((rank, str(action)), 1.0))
     for rank in (0, 1):
         start = {str(timed.action): timed.start for timed in times[rank]}
         assert start["M0.3"] >= 14 > start["M0.1"]
@@ -120,34 +120,34 @@ def test_norms_of_directions_need_what_every_rank_has_measured_and_reduced():
 
 def test_a_reduction_overlaps_with_backward_once_its_bucket_is_ready():
     program = dict.fromkeys(range(2), lower_step(DataStepSpec(1, 2)))
-    leads = {"R0.0": 6.0, "R0.1": 0.0}
-    price = {"B0.0": 10.0}
-    times = simulate(program, lambda r, a: price.get(str(a), 1.0), overlap=lambda r, a: leads.get(str(a), 0.0))
+    overlaps = {"R0.0": 6.0, "R0.1": 0.0}
+    costs = {"B0.0": 10.0}
+    times = simulate(program, lambda r, a: costs.get(str(a), 1.0), overlap=lambda r, a: overlaps.get(str(a), 0.0))
     assert [(str(t.action), t.start) for t in times[1]][3:] == [("R0.0", 6), ("R0.1", 12), ("U0.0", 12), ("U0.1", 13)]
 
 
-def test_reductions_in_another_order_are_a_deadlock_that_says_where_ranks_stand():
+def test_reductions_in_different_orders_are_a_deadlock_reported_with_each_ranks_position():
     program = parse_program("0: F0.0 M0.0 B0.0 R0.0 R0.1 U0.0 U0.1\n1: F0.0 M0.0 B0.0 R0.1 R0.0 U0.0 U0.1")
     with pytest.raises(ProgramError) as caught:
         simulate(program, lambda rank, action: 1.0)
-    said = str(caught.value)
-    assert "it cannot end" in said
-    assert "rank 0, reduce: F0.0 M0.0 B0.0 ▸R0.0 R0.1 U0.0 U0.1   need rank 1 to come to R0.0 too" in said
-    assert "▸R0.1 R0.0" in said
+    message = str(caught.value)
+    assert "it cannot end" in message
+    assert "rank 0, reduce: F0.0 M0.0 B0.0 ▸R0.0 R0.1 U0.0 U0.1   need rank 1 to come to R0.0 too" in message
+    assert "▸R0.1 R0.0" in message
 
 
 @given(step=STEPS.filter(lambda step: step.num_buckets > 1 and step.sync == StepSync.GRADIENTS), data=st.data())
-def test_any_swap_of_two_reductions_on_one_rank_is_found(step, data):
+def test_any_swap_of_two_reductions_on_one_rank_is_a_deadlock(step, data):
     actions = list(lower_step(step))
-    places = [i for i, action in enumerate(actions) if action.verb == Verb.REDUCE]
-    one, other = data.draw(st.lists(st.sampled_from(places), min_size=2, max_size=2, unique=True))
+    positions = [i for i, action in enumerate(actions) if action.verb == Verb.REDUCE]
+    one, other = data.draw(st.lists(st.sampled_from(positions), min_size=2, max_size=2, unique=True))
     swapped = list(actions)
     swapped[one], swapped[other] = actions[other], actions[one]
     with pytest.raises(ProgramError, match="cannot end"):
         simulate({0: tuple(actions), 1: tuple(swapped)}, lambda rank, action: 1.0)
 
 
-def test_a_pipeline_goes_through_the_same_rule():
+def test_a_pipeline_follows_the_same_dependency_rule():
     program = parse_program("0: F0.0 F0.1 B0.0 B0.1\n1: F1.0 B1.0 F1.1 B1.1")
     times = simulate(program, lambda rank, action: 1.0)
     assert [(str(t.action), t.start) for t in times[0]] == [("F0.0", 0), ("F0.1", 1), ("B0.0", 3), ("B0.1", 5)]
@@ -163,13 +163,13 @@ def test_a_pipeline_goes_through_the_same_rule():
         ("0: F0.0 R0.0 R0.0", "need each action once"),
     ],
 )
-def test_an_order_that_cannot_end_names_what_is_missing(text, missing):
+def test_a_deadlock_is_reported_with_the_missing_action(text, missing):
     with pytest.raises(ProgramError) as caught:
         simulate(parse_program(text), lambda rank, action: 1.0)
     assert missing in str(caught.value)
 
 
-def test_each_data_rank_of_a_pipeline_needs_its_own_counterpart():
+def test_each_data_rank_depends_on_its_counterpart_in_the_stage_before():
     program = parse_program("0: F0.0\n1: F0.0\n2: F1.0\n3: F1.0")
     forward = Action(Verb.FORWARD, 1, 0)
     assert [Dependencies(program).of(rank, forward)[0].rank for rank in (2, 3)] == [0, 1]

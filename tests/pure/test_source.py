@@ -40,13 +40,13 @@ class Counted:
         return {"image": torch.full((2, 3), float(index)), "age": index}, -index
 
 
-def test_a_corpus_reads_as_its_pieces_laid_end_to_end(tmp_path: Path):
+def test_a_corpus_is_the_concatenation_of_its_file_ranges(tmp_path: Path):
     rng = np.random.default_rng(0)
     texts = [rng.integers(0, 256, size, dtype=np.uint8).tobytes() for size in (7, 1, 30, 2, 2, 64)]
     write(tmp_path, {f"{i}": text for i, text in enumerate(texts)})
-    cuts = [(0, 7), (0, 1), (5, 25), (1, 1), (0, 2), (3, 64)]
-    corpus = Corpus(FileRange(tmp_path / f"{i}", start, stop) for i, (start, stop) in enumerate(cuts))
-    joined = b"".join(text[start:stop] for text, (start, stop) in zip(texts, cuts, strict=True))
+    ranges = [(0, 7), (0, 1), (5, 25), (1, 1), (0, 2), (3, 64)]
+    corpus = Corpus(FileRange(tmp_path / f"{i}", start, stop) for i, (start, stop) in enumerate(ranges))
+    joined = b"".join(text[start:stop] for text, (start, stop) in zip(texts, ranges, strict=True))
 
     assert all_bytes(corpus) == joined
     for length in (1, 2, 9, 40):
@@ -54,7 +54,7 @@ def test_a_corpus_reads_as_its_pieces_laid_end_to_end(tmp_path: Path):
         assert [row.tobytes() for row in corpus.read(starts, length)] == [joined[i : i + length] for i in starts]
 
 
-def test_a_corpus_ends_where_its_last_piece_ends(tmp_path: Path):
+def test_a_corpus_ends_where_its_last_file_range_ends(tmp_path: Path):
     corpus = Corpus([FileRange(write(tmp_path, {"a": b"abcdef"}) / "a", 0, 4)])
     assert len(corpus) == 4
     for start, length in ((-1, 2), (3, 2)):
@@ -62,26 +62,26 @@ def test_a_corpus_ends_where_its_last_piece_ends(tmp_path: Path):
             corpus.read([start], length)
 
 
-def test_the_split_of_files_depends_on_the_path_below_the_root_alone(tmp_path: Path):
-    here, there = write(tmp_path / "here", pages(60)), write(tmp_path / "there/below", pages(60))
-    # One more file must not move another.
-    write(there, {"part0/aaa.txt": b"new\n", "zzz.txt": b"new\n"})
+def test_the_validation_split_depends_only_on_paths_relative_to_the_root(tmp_path: Path):
+    first_root, second_root = write(tmp_path / "here", pages(60)), write(tmp_path / "there/below", pages(60))
+    # Additional files must not change the split of the others.
+    write(second_root, {"part0/aaa.txt": b"new\n", "zzz.txt": b"new\n"})
 
     def names(corpus: Corpus, root: Path) -> list[str]:
-        return [piece.path.relative_to(root).as_posix() for piece in corpus.file_ranges]
+        return [each.path.relative_to(root).as_posix() for each in corpus.file_ranges]
 
-    first, second = open_text(here), open_text(there)
-    assert names(first.valid, here) == sorted(name for name in pages(60) if is_validation_file(name)) != []
+    first, second = open_text(first_root), open_text(second_root)
+    assert names(first.valid, first_root) == sorted(name for name in pages(60) if is_validation_file(name)) != []
     for one, other in zip(first, second, strict=True):
-        assert names(one, here) == [name for name in names(other, there) if name in pages(60)]
+        assert names(one, first_root) == [name for name in names(other, second_root) if name in pages(60)]
 
 
-def test_the_rule_of_the_split_stays_as_it_is():
+def test_the_rule_of_the_validation_split_is_frozen():
     held_out = [i for i in range(100) if is_validation_file(f"asyncio/page{i}.py")]
     assert held_out == [9, 18, 33, 54, 65, 70]
 
 
-def test_train_and_validation_share_no_byte_and_miss_none(tmp_path: Path):
+def test_train_and_validation_partition_the_text(tmp_path: Path):
     texts = pages(60)
     split = open_text(write(tmp_path, texts))
     lines = all_bytes(split.train).splitlines() + all_bytes(split.valid).splitlines()
@@ -89,7 +89,7 @@ def test_train_and_validation_share_no_byte_and_miss_none(tmp_path: Path):
     assert not {p.path for p in split.train.file_ranges} & {p.path for p in split.valid.file_ranges}
 
 
-def test_where_files_cannot_be_split_their_last_tenths_are_held_out(tmp_path: Path):
+def test_the_last_tenth_of_each_file_is_held_out_if_files_cannot_be_split(tmp_path: Path):
     text = bytes(range(1, 101))
     split = open_text(write(tmp_path, {"book.txt": text}) / "book.txt")
     assert (all_bytes(split.train), all_bytes(split.valid)) == (text[:90], text[90:])
@@ -103,19 +103,19 @@ def test_where_files_cannot_be_split_their_last_tenths_are_held_out(tmp_path: Pa
 def test_only_text_is_read_from_a_folder(tmp_path: Path):
     extra = {"image.bin": b"a\0b", ".git/config": b"hidden", "__pycache__/x.txt": b"cache", "empty.txt": b""}
     split = open_text(write(tmp_path, {**pages(40), **extra}))
-    names = {piece.path.relative_to(tmp_path).as_posix() for side in split for piece in side.file_ranges}
+    names = {each.path.relative_to(tmp_path).as_posix() for side in split for each in side.file_ranges}
     assert names == set(pages(40))
 
 
-def test_the_standard_library_is_there_and_a_twentieth_or_so_is_held_out():
+def test_about_a_twentieth_of_the_standard_library_is_held_out():
     split = standard_library()
-    assert all(piece.path.suffix == ".py" for side in split for piece in side.file_ranges)
-    assert not any("site-packages" in piece.path.parts for side in split for piece in side.file_ranges)
+    assert all(each.path.suffix == ".py" for side in split for each in side.file_ranges)
+    assert not any("site-packages" in each.path.parts for side in split for each in side.file_ranges)
     assert 0.02 < len(split.valid) / len(split.train) < 0.15
     assert len(split.train) > 5_000_000
 
 
-def test_a_sample_covers_its_bytes_and_its_targets_are_one_further(tmp_path: Path):
+def test_targets_are_the_tokens_shifted_by_one(tmp_path: Path):
     text = bytes(range(100, 200))
     tokens = TokenSource(Corpus([FileRange(write(tmp_path, {"a": text}) / "a", 0, 100)]), length=9)
     assert len(tokens) == 11  # 11 × 9 tokens, and a last target
@@ -180,7 +180,7 @@ def test_samples_beyond_the_last_are_refused(tmp_path: Path):
         ({}, "", "no text in", "another folder"),
     ],
 )
-def test_missing_text_is_an_error_with_a_way_out(
+def test_missing_text_is_refused_with_a_suggestion(
     texts: dict[str, bytes], path: str, got: str, attempt: str, tmp_path: Path
 ):
     with pytest.raises(DataError) as caught:
@@ -191,7 +191,7 @@ def test_missing_text_is_an_error_with_a_way_out(
     assert attempt in problem.attempt
 
 
-def test_a_corpus_shorter_than_a_sample_is_refused_with_a_length_that_works(tmp_path: Path):
+def test_a_corpus_shorter_than_a_sample_is_refused_and_a_valid_length_suggested(tmp_path: Path):
     corpus = Corpus([FileRange(write(tmp_path, {"a": b"12345"}) / "a", 0, 5)])
     with pytest.raises(DataError) as caught:
         TokenSource(corpus, length=5)
@@ -199,7 +199,7 @@ def test_a_corpus_shorter_than_a_sample_is_refused_with_a_length_that_works(tmp_
     assert len(TokenSource(corpus, length=4)) == 1
 
 
-def test_a_file_that_shrank_is_named(tmp_path: Path):
+def test_a_file_that_shrank_is_reported_by_name(tmp_path: Path):
     path = write(tmp_path, {"a": b"123"}) / "a"
     with pytest.raises(DataError, match="a cannot be mapped"):
         Corpus([FileRange(path, 0, 5000)]).read([0], 10)
@@ -221,18 +221,18 @@ def test_a_corpus_larger_than_the_memory_is_mapped(tmp_path: Path) -> None:
     assert (bytes(first), bytes(last)) == (b"begin", b"\0\0end")
 
 
-class Short(Counted):
-    """A `fetch` that returns another number of samples than requested."""
+class WrongCount(Counted):
+    """A `fetch` that returns the wrong number of samples."""
 
     def fetch(self, indices, /):
         return {"image": torch.zeros(3, 2)}, torch.zeros(3)
 
 
-def test_a_fetch_with_another_number_of_samples_is_refused():
-    assert len(fetch(Short(), range(3))[1]) == 3
+def test_a_fetch_with_the_wrong_number_of_samples_is_refused():
+    assert len(fetch(WrongCount(), range(3))[1]) == 3
     for indices in ([], [0], range(4)):
         with pytest.raises(DataError, match=f"fetch of {len(indices)} indices returned a tensor of \\[3"):
-            fetch(Short(), indices)
+            fetch(WrongCount(), indices)
 
 
 @pytest.mark.parametrize("odd", [torch.ones(4).to_sparse(), np.array("a"), np.array([None])])
@@ -243,7 +243,7 @@ def test_samples_that_cannot_be_stacked_are_refused(odd):
 
 @pytest.mark.parametrize("wrap", [lambda inputs: inputs, lambda inputs: (inputs, 1), lambda inputs: ({"x": inputs}, 1)])
 @pytest.mark.parametrize("order", [[0, 1], [1, 0]])
-def test_a_key_that_only_some_samples_have_is_refused_whichever_comes_first(wrap, order):
+def test_a_key_missing_from_some_samples_is_refused_in_any_order(wrap, order):
     """torch takes the keys of the first sample: whether others are lost would depend on how ranks divide a batch."""
     samples = [wrap({"a": 1.0}), wrap({"a": 1.0, "mask": 0.0})]
     with pytest.raises(DataError, match=r"\['mask'\]: .*missing in sample .* the same keys in every sample"):
@@ -251,7 +251,7 @@ def test_a_key_that_only_some_samples_have_is_refused_whichever_comes_first(wrap
     assert fetch([samples[1]] * 2, [0, 1])
 
 
-def test_dicts_of_one_form_are_stacked_whatever_the_order_of_their_keys():
+def test_dicts_with_the_same_keys_are_stacked_whatever_their_order():
     inputs, targets = fetch([({"a": 1.0, "b": 2.0}, 0), ({"b": 3.0, "a": 4.0}, 1)], [0, 1])
     assert {name: values.tolist() for name, values in inputs.items()} == {"a": [1.0, 4.0], "b": [2.0, 3.0]}
     assert targets.tolist() == [0, 1]
@@ -262,12 +262,12 @@ def test_dicts_of_one_form_are_stacked_whatever_the_order_of_their_keys():
     (np.float32(1), np.float64(1.5), r"float32 \[\] in sample 0, float64 \[\] in sample 1"),
     (torch.ones(2), np.ones(2, dtype=np.float32), "tensors and arrays in one place"),
 ])  # fmt: skip
-def test_samples_whose_dtype_would_depend_on_their_batch_are_refused(first, second, message):
+def test_samples_of_mixed_types_are_refused(first, second, message):
     with pytest.raises(DataError, match=message):
         fetch([(torch.ones(1), first), (torch.ones(1), second)], [0, 1])
 
 
-def test_texts_of_any_library_in_a_dict_are_refused():
+def test_numpy_strings_in_a_sample_are_refused():
     with pytest.raises(DataError, match="sample 0 has a str_ as 'name'"):
         fetch([{"x": 1.0, "name": np.str_("a")}], [0])
 
@@ -288,12 +288,12 @@ class ExhaustedBatches(Exhausted):
 
 
 @pytest.mark.parametrize("kind", [Exhausted, ExhaustedBatches])
-def test_a_source_that_ends_an_iterator_is_named_with_its_line(kind: type[Counted]):
+def test_a_stop_iteration_in_a_source_is_reported_with_its_line(kind: type[Counted]):
     message = r"StopIteration in test_source.py, line \d+   need a sample for every number below len\(source\)"
     with pytest.raises(DataError, match=message):
         fetch(kind(), [2, 3])
 
 
-def test_a_source_that_stops_within_a_feed_is_reported_as_outside():
+def test_a_stop_iteration_in_a_source_is_reported_by_a_feed_too():
     with pytest.raises(DataError, match="StopIteration in test_source"):
         list(Feed(Exhausted(), Plan(), batch_size=1))

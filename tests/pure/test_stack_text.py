@@ -23,7 +23,7 @@ def test_a_rank_inside_comm_waits_for_peers_and_one_in_its_own_code_does_not():
     assert not waits_for_peers([])
 
 
-def test_a_call_of_comm_far_out_in_the_stack_is_no_wait():
+def test_a_comm_call_far_out_in_the_stack_does_not_count_as_a_wait():
     assert polling.__file__ is not None
     own = ["/task/loss.py"] * MAX_FRAMES
     assert not waits_for_peers([*own, polling.__file__])

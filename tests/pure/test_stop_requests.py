@@ -1,4 +1,4 @@
-"""Requests to stop: a note for the next step, and the end of a process that does not come to read it."""
+"""Requests to stop: the next step sees them; a process whose step does not end is terminated."""
 
 import contextlib
 import os
@@ -24,7 +24,9 @@ def heartbeat() -> Heartbeat:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_request_is_a_note_and_the_handlers_before_come_back(number: signal.Signals, tmp_path: Path) -> None:
+def test_a_stop_signal_is_recorded_and_the_previous_handlers_are_restored(
+    number: signal.Signals, tmp_path: Path
+) -> None:
     before = signal.getsignal(number)
     with stop_signal.handle_stop_signals(heartbeat(), tmp_path, World(), limit_seconds=600.0) as request:
         assert request() == 0
@@ -34,26 +36,26 @@ def test_a_request_is_a_note_and_the_handlers_before_come_back(number: signal.Si
     assert signal.set_wakeup_fd(-1) == -1
 
 
-def test_handlers_of_the_users_own_are_left_alone_and_so_is_an_event_loop(tmp_path: Path) -> None:
-    heard: list[int] = []
-    reading, writing = os.pipe()
-    os.set_blocking(writing, False)
-    before = [signal.signal(number, lambda got, _: heard.append(got)) for number in (signal.SIGTERM, signal.SIGUSR1)]
-    signal.set_wakeup_fd(writing)
+def test_the_users_signal_handlers_and_event_loop_are_left_alone(tmp_path: Path) -> None:
+    received: list[int] = []
+    read_fd, write_fd = os.pipe()
+    os.set_blocking(write_fd, False)
+    before = [signal.signal(number, lambda got, _: received.append(got)) for number in (signal.SIGTERM, signal.SIGUSR1)]
+    signal.set_wakeup_fd(write_fd)
     try:
         with stop_signal.handle_stop_signals(heartbeat(), tmp_path, World(), limit_seconds=600.0) as request:
             os.kill(os.getpid(), signal.SIGTERM)
             os.kill(os.getpid(), signal.SIGUSR1)
-            assert sorted(os.read(reading, 1) + os.read(reading, 1)) == [signal.SIGUSR1, signal.SIGTERM]
+            assert sorted(os.read(read_fd, 1) + os.read(read_fd, 1)) == [signal.SIGUSR1, signal.SIGTERM]
             assert request() == 0
-        assert sorted(heard) == [signal.SIGUSR1, signal.SIGTERM]
-        assert signal.set_wakeup_fd(-1) == writing
+        assert sorted(received) == [signal.SIGUSR1, signal.SIGTERM]
+        assert signal.set_wakeup_fd(-1) == write_fd
     finally:
         signal.set_wakeup_fd(-1)
         for number, handler in zip((signal.SIGTERM, signal.SIGUSR1), before, strict=True):
             signal.signal(number, handler)
-        os.close(reading)
-        os.close(writing)
+        os.close(read_fd)
+        os.close(write_fd)
 
 
 CHILD = """
@@ -64,8 +66,8 @@ from fourfold.trainer import stop_signal
 from fourfold.trainer.heartbeat import RECORD_WORDS, Heartbeat
 
 
-def stick():
-    # Inside one call of C, which no signal interrupts, so that Python runs no handler: a mutex that is locked twice.
+def block_in_c():
+    # Blocks in a C call that no signal interrupts, so that Python runs no handler: it locks a mutex twice.
     mutex = ctypes.create_string_buffer(64)
     for _ in range(2):
         ctypes.CDLL(None).pthread_mutex_lock(mutex)
@@ -88,8 +90,8 @@ def child(body: str, folder: Path, *, limit: float = 600.0) -> "subprocess.Popen
     return process
 
 
-def test_a_process_whose_step_does_not_end_is_ended_and_says_where_it_was(tmp_path: Path) -> None:
-    stuck = child("stick()", tmp_path, limit=0.2)
+def test_a_process_whose_step_does_not_end_is_terminated_and_its_stack_reported(tmp_path: Path) -> None:
+    stuck = child("block_in_c()", tmp_path, limit=0.2)
     stuck.send_signal(signal.SIGTERM)
     _, err = stuck.communicate(timeout=SECONDS)
     assert stuck.returncode == 75
@@ -97,15 +99,15 @@ def test_a_process_whose_step_does_not_end_is_ended_and_says_where_it_was(tmp_pa
         "fourfold: stopped by SIGTERM: no step, evaluation or checkpoint ended within 0.2 s (FOURFOLD_STOP_SECONDS); "
         "nothing is saved, and the same command begins again\nit was here, innermost first\n"
     )
-    assert ", in stick\n" in err
+    assert ", in block_in_c\n" in err
 
 
 BUSY = "while True: time.sleep(0.01)"
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
-def test_a_request_that_cannot_be_answered_on_stderr_is_a_request_all_the_same(tmp_path: Path) -> None:
-    body = "os.dup2(os.open('/dev/full', os.O_WRONLY), 2)\nprint('full', flush=True)\nstick()"
+def test_a_stop_request_is_honoured_if_stderr_cannot_be_written(tmp_path: Path) -> None:
+    body = "os.dup2(os.open('/dev/full', os.O_WRONLY), 2)\nprint('full', flush=True)\nblock_in_c()"
     process = child(body, tmp_path)
     assert process.stdout is not None
     assert process.stdout.readline() == "full\n"
@@ -118,7 +120,7 @@ def test_a_request_that_cannot_be_answered_on_stderr_is_a_request_all_the_same(t
         process.kill()
 
 
-@pytest.mark.parametrize("body", ["stick()", BUSY])
+@pytest.mark.parametrize("body", ["block_in_c()", BUSY])
 def test_a_second_sigterm_ends_a_process_at_once(body: str, tmp_path: Path) -> None:
     process = child(body, tmp_path)
     deadline = time.monotonic() + SECONDS
@@ -132,7 +134,7 @@ def test_a_second_sigterm_ends_a_process_at_once(body: str, tmp_path: Path) -> N
     assert err.startswith("fourfold: stopped at once by SIGTERM, the second request; nothing is saved")
 
 
-@pytest.mark.parametrize("body", ["stick()", BUSY])
+@pytest.mark.parametrize("body", ["block_in_c()", BUSY])
 def test_a_second_ctrl_c_ends_a_process_at_once(body: str, tmp_path: Path) -> None:
     process = child(f"try:\n    {body}\nexcept KeyboardInterrupt:\n    sys.exit('interrupted')", tmp_path)
     process.send_signal(signal.SIGINT)
@@ -150,7 +152,7 @@ def test_a_second_ctrl_c_ends_a_process_at_once(body: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, None)])
-def test_signals_that_come_together_are_one_request(
+def test_signals_in_quick_succession_are_one_request(
     number: signal.Signals, code: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # GNU timeout signals its child, and then the process group that it is in.
@@ -158,7 +160,7 @@ def test_signals_that_come_together_are_one_request(
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     monkeypatch.setattr("os._exit", ends.append)
     monkeypatch.setattr("_thread.interrupt_main", interrupts.append)
-    with waiting(tmp_path) as requests:
+    with handler_without_signals(tmp_path) as requests:
         for later in (0.0, 0.0, 0.9 * stop_signal.REPEAT_SECONDS[number]):
             now[0] = 100.0 + later
             requests._on_wakeup_byte(number)
@@ -170,8 +172,8 @@ def test_signals_that_come_together_are_one_request(
 
 
 @contextlib.contextmanager
-def waiting(folder: Path, beats: Heartbeat | None = None) -> Iterator[stop_signal.StopSignalHandler]:
-    """Requests of a process that gets no signals."""
+def handler_without_signals(folder: Path, beats: Heartbeat | None = None) -> Iterator[stop_signal.StopSignalHandler]:
+    """A handler in a process that gets no signals: the tests call it with signal numbers."""
     signals = [signal.SIGTERM, signal.SIGINT]
     requests = stop_signal.StopSignalHandler(signals, beats or heartbeat(), folder, World(), 25.0)
     try:
@@ -197,7 +199,7 @@ print(request())
 """
 
 
-def test_the_signals_of_a_fork_are_its_own(tmp_path: Path) -> None:
+def test_a_forked_process_handles_its_own_signals(tmp_path: Path) -> None:
     process = child(FORK, tmp_path)
     assert process.stdout is not None
     assert process.stderr is not None
@@ -206,11 +208,11 @@ def test_the_signals_of_a_fork_are_its_own(tmp_path: Path) -> None:
     assert (process.wait(SECONDS), out, err) == (0, "-15\n-15\n0\n", "")
 
 
-def test_a_step_that_ends_gives_a_process_its_time_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_end_of_a_step_extends_the_stop_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     beats = heartbeat()
-    with waiting(tmp_path, beats) as requests:
+    with handler_without_signals(tmp_path, beats) as requests:
         now[0] = 200.0
         requests._on_wakeup_byte(signal.SIGTERM)
         assert requests._deadline() == 225.0
@@ -222,7 +224,7 @@ def test_a_step_that_ends_gives_a_process_its_time_again(tmp_path: Path, monkeyp
         assert requests._deadline() == 255.0
 
 
-def test_the_time_to_stop_is_a_number_of_seconds() -> None:
+def test_stop_seconds_must_be_a_positive_number() -> None:
     assert stop_signal.stop_seconds({}) == stop_signal.stop_seconds({stop_signal.STOP_SECONDS_VARIABLE: ""}) == 25.0
     assert stop_signal.stop_seconds({stop_signal.STOP_SECONDS_VARIABLE: "0.5"}) == 0.5
     for text in ("0", "-1", "nan", "inf", "1e300", "soon"):

@@ -8,7 +8,7 @@ from fourfold.plan.stragglers import STRAGGLER_FACTOR, find_stragglers, median_s
 EVEN = {"data": 0.001, "forward": 0.020, "backward": 0.040}
 
 
-def test_a_rank_that_is_busy_longer_is_named_with_what_it_is_in():
+def test_a_straggler_is_reported_with_its_slow_phase():
     (found,) = find_stragglers([EVEN, EVEN, {**EVEN, "backward": 0.140}, EVEN])
     assert (found.rank, found.place) == (2, "backward")
     text = found.describe("node7")
@@ -16,7 +16,7 @@ def test_a_rank_that_is_busy_longer_is_named_with_what_it_is_in():
     assert text.endswith("of these 140 ms in backward, theirs 40 ms")
 
 
-def test_it_is_named_for_what_it_does_longer_not_for_what_takes_longest():
+def test_the_slow_phase_is_the_one_with_the_largest_excess_not_the_longest_one():
     (found,) = find_stragglers([EVEN, {**EVEN, "data": 0.035}])
     assert (found.rank, found.place) == (1, "data")
 

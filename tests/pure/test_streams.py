@@ -17,12 +17,12 @@ pytestmark = pytest.mark.skipif(not os.path.exists(FULL), reason="no /dev/full h
 @contextmanager
 def unread() -> Iterator[int]:
     """A pipe whose reader is gone."""
-    reading, writing = os.pipe()
-    os.close(reading)
+    read_fd, write_fd = os.pipe()
+    os.close(read_fd)
     try:
-        yield writing
+        yield write_fd
     finally:
-        os.close(writing)
+        os.close(write_fd)
 
 
 def run(code: str, *, out: int | None = None, err: int | None = None) -> "subprocess.CompletedProcess[str]":
@@ -48,7 +48,7 @@ RUN_COMMANDS_SAY = "from fourfold.cli.run_commands import _print_error as say"
     ],
 )
 @pytest.mark.parametrize("kind", ["full", "unread"])
-def test_a_message_that_stderr_does_not_take_changes_no_exit_code(code: str, expected: int, kind: str) -> None:
+def test_a_message_that_stderr_rejects_does_not_change_the_exit_code(code: str, expected: int, kind: str) -> None:
     with unread() if kind == "unread" else open(FULL, "w") as stream:
         number = stream if isinstance(stream, int) else stream.fileno()
         ended = run(code, err=number)
@@ -65,26 +65,26 @@ sys.exit(3)
 """
 
 
-def test_a_run_whose_messages_cannot_be_written_goes_on() -> None:
+def test_a_run_whose_messages_cannot_be_written_continues() -> None:
     with unread() as stream:
         assert run(NOTES, out=stream, err=stream).returncode == 3
 
 
-def test_a_command_whose_output_the_disk_does_not_take_says_so_without_a_traceback() -> None:
+def test_output_that_does_not_fit_on_the_disk_is_reported_without_a_traceback() -> None:
     with open(FULL, "w") as stream:
         ended = run("from fourfold.cli import main; main(['--help'])", out=stream.fileno())
     message = "fourfold: the output could not be written: no space left on device\n"
     assert (ended.returncode, ended.stderr) == (1, message)
 
 
-def test_a_command_whose_reader_has_gone_says_nothing() -> None:
+def test_a_command_whose_reader_has_gone_prints_no_error() -> None:
     with unread() as stream:
         ended = run("from fourfold.cli import main; main(['--help'])", out=stream)
     assert (ended.returncode, ended.stderr) == (1, "")
 
 
 @pytest.mark.parametrize("error", ["BrokenPipeError(32, 'of its own')", "OSError(28, 'of its own')"])
-def test_an_error_of_a_pipe_of_the_tasks_own_is_reported(error: str) -> None:
+def test_an_os_error_of_the_task_itself_is_reported(error: str) -> None:
     code = f"""
 from fourfold.cli import commands, main
 def fail(): raise {error}

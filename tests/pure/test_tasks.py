@@ -39,7 +39,7 @@ def test_a_later_token_changes_no_earlier_logit(kv_heads: int):
 
 
 @pytest.mark.parametrize("kv_heads", [4, 1])
-def test_only_differences_of_positions_matter(kv_heads: int):
+def test_attention_depends_only_on_relative_positions(kv_heads: int):
     model, batch = small_model(kv_heads=kv_heads), batch_of_bytes()
     before = model(**batch)
     shifted = model(batch["tokens"], batch["positions"] + 1000)
@@ -48,7 +48,7 @@ def test_only_differences_of_positions_matter(kv_heads: int):
     assert (stretched - before).abs().max() > 1e-3
 
 
-def test_far_positions_keep_their_digits_in_half_precision():
+def test_rotary_embeddings_of_large_positions_stay_precise_in_bf16():
     positions = torch.tensor([[100_000, 100_001]])
     for actual, exact in zip(
         *(lm.rotary_cos_sin(positions, 8, dtype=d) for d in (torch.bfloat16, torch.float64)), strict=True
@@ -56,7 +56,7 @@ def test_far_positions_keep_their_digits_in_half_precision():
         torch.testing.assert_close(actual.double(), exact, rtol=0, atol=0.02)
 
 
-def test_shared_keys_and_values_equal_repeated_ones():
+def test_grouped_query_attention_equals_attention_with_repeated_keys_and_values():
     """Grouped-query attention is attention whose heads within a group have the same keys and values."""
     shared, full = (lm.Attention(32, heads=4, kv_heads=n).double() for n in (2, 4))
     q, k, v = shared.qkv.weight.detach().unflatten(0, (8, 8)).split((4, 2, 2))
@@ -67,7 +67,7 @@ def test_shared_keys_and_values_equal_repeated_ones():
     torch.testing.assert_close(shared(x, *angles), full(x, *angles), rtol=0, atol=1e-12)
 
 
-def test_every_parameter_learns():
+def test_every_parameter_gets_a_gradient():
     task = lm.task(**SMALL)
     model, batch = small_model(), batch_of_bytes()
     assert task.loss is not None
@@ -75,7 +75,7 @@ def test_every_parameter_learns():
     assert all(p.grad is not None and p.grad.abs().max() > 0 for p in model.parameters())
 
 
-def test_the_loss_is_the_nats_of_every_token_and_bits_are_nats_over_log_two():
+def test_the_loss_is_in_nats_per_token_and_the_metric_in_bits_per_byte():
     task = lm.task(**SMALL)
     logits = torch.randn(3, 16, 256, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     targets = batch_of_bytes()["tokens"]
@@ -88,7 +88,7 @@ def test_the_loss_is_the_nats_of_every_token_and_bits_are_nats_over_log_two():
     torch.testing.assert_close(total, nats.sum() / math.log(2))
 
 
-def test_the_rate_grows_in_a_line_and_falls_as_a_cosine():
+def test_the_learning_rate_warms_up_linearly_and_decays_as_a_cosine():
     rates = [lm.schedule(step, 100, warmup=0.1) for step in range(100)]
     assert rates[:10] == pytest.approx([(i + 1) / 10 for i in range(10)])
     assert rates[10] == 1.0
@@ -100,7 +100,7 @@ def test_the_rate_grows_in_a_line_and_falls_as_a_cosine():
         assert all(0 < digits.schedule(step, steps) <= 1 for step in range(steps))
 
 
-def test_matrices_decay_and_gains_do_not():
+def test_weight_decay_applies_to_matrices_only():
     task, model = lm.task(**SMALL, weight_decay=0.3), small_model()
     decayed, undecayed = task.optimizer(model.parameters()).param_groups
     assert {p.ndim for p in decayed["params"]} == {2}
@@ -110,7 +110,7 @@ def test_matrices_decay_and_gains_do_not():
     assert len(decayed["params"]) + len(undecayed["params"]) == len(list(model.parameters()))
 
 
-def test_text_is_generated_the_same_each_time_and_can_be_printed():
+def test_generated_text_is_deterministic_and_printable():
     settings: dict[str, Any] = {"prompt": "def ", "length": 16, "temperature": 1.0, "num_bytes": 60}
     model = small_model()
     state = torch.random.get_rng_state()
@@ -123,7 +123,7 @@ def test_text_is_generated_the_same_each_time_and_can_be_printed():
     assert model.training
 
 
-def test_a_few_steps_on_the_standard_library_learn():
+def test_a_few_steps_on_the_standard_library_lower_the_loss():
     task = lm.task(**SMALL, steps=30, lr=1e-2)
     torch.manual_seed(0)
     model, data = task.model(), task.data()
@@ -152,7 +152,7 @@ def test_a_few_steps_on_the_standard_library_learn():
         ({"warmup": 1.5, "lr": 0.0}, ["lr = 0.0", "warmup = 1.5"]),
     ],
 )
-def test_settings_that_do_not_fit_are_refused_all_at_once(settings: dict[str, Any], names: list[str]):
+def test_invalid_task_settings_are_reported_all_at_once(settings: dict[str, Any], names: list[str]):
     with pytest.raises(SettingError) as caught:
         lm.task(**settings)
     assert len(caught.value.problems) == len(names)
@@ -174,7 +174,7 @@ def test_text_that_is_missing_or_too_short_is_refused(tmp_path: Path):
     assert len(caught.value.problems) == 1
 
 
-def test_digits_learn_beyond_97_percent():
+def test_digits_reach_97_percent_accuracy():
     pytest.importorskip("sklearn")
     task = digits.task(steps=60, channels=16, lr=1e-2)
     torch.manual_seed(0)
@@ -200,7 +200,7 @@ def test_digits_learn_beyond_97_percent():
     assert correct / count > 0.97
 
 
-def test_digits_say_what_is_missing(monkeypatch: pytest.MonkeyPatch):
+def test_digits_refuse_invalid_channels_and_report_a_missing_package(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(SettingError, match="channels = 12"):
         digits.task(channels=12)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)

@@ -1,4 +1,4 @@
-"""Printed text cannot control the terminal, wherever it comes from."""
+"""Laws of printed text: whatever its source, it contains no terminal controls."""
 
 import io
 import sys
@@ -16,43 +16,43 @@ from fourfold.tasks import lm
 from fourfold.words.errors import Problem, SettingError
 from fourfold.words.terminal_text import escape_controls
 
-STEERING = {"Cc", "Cf", "Cs", "Zl", "Zp"}  # Unicode categories
+CONTROLS = {"Cc", "Cf", "Cs", "Zl", "Zp"}  # Unicode categories
 NASTY = "a\x1b[31mb\x07\x9bc\x7f\u202ed\u2066\u2028\r\x00"
 
 
-def steers(text: str) -> list[str]:
-    return [char for char in text if unicodedata.category(char) in STEERING and char not in "\n\t"]
+def controls_in(text: str) -> list[str]:
+    return [char for char in text if unicodedata.category(char) in CONTROLS and char not in "\n\t"]
 
 
 @given(st.text(st.characters(codec=None)))
-def test_escaped_text_steers_no_terminal_and_escaping_twice_changes_nothing(text: str) -> None:
-    assert not steers(escape_controls(text))
+def test_escaped_text_has_no_controls_and_escaping_is_idempotent(text: str) -> None:
+    assert not controls_in(escape_controls(text))
     assert escape_controls(escape_controls(text)) == escape_controls(text)
 
 
-def test_controls_are_written_out_and_text_of_every_language_stays() -> None:
+def test_controls_are_escaped_and_text_of_every_language_is_kept() -> None:
     assert escape_controls("\x1b[2J \x9b \x7f \u202e") == r"\x1b[2J \x9b \x7f \u202e"
     text = "Grüße, 你好\u3000שלום\u00a0\tümlaut\n"
     assert escape_controls(text) == text
 
 
-def test_errors_show_what_they_were_given_escaped() -> None:
-    assert not steers(str(SettingError(Problem(NASTY, NASTY, NASTY), where=NASTY)))
-    assert not steers(str(SettingError(NASTY)))
-    assert not steers(format_error(ValueError(NASTY)))
+def test_errors_are_printed_escaped() -> None:
+    assert not controls_in(str(SettingError(Problem(NASTY, NASTY, NASTY), where=NASTY)))
+    assert not controls_in(str(SettingError(NASTY)))
+    assert not controls_in(format_error(ValueError(NASTY)))
     assert r"\x1b[31m" in format_error(ValueError(NASTY))
 
 
 def test_a_sample_of_generated_text_is_printed_escaped() -> None:
     out = io.StringIO()
     Progress(out, live=False).finish(f"sample\n{NASTY}")
-    assert not steers(out.getvalue())
+    assert not controls_in(out.getvalue())
     assert r"\x1b[31m" in out.getvalue()
 
 
-def test_the_language_models_own_sample_holds_no_controls() -> None:
+def test_generated_text_has_no_controls() -> None:
     model = lm.task(width=8, heads=1, layers=1, length=8).model()
-    assert not steers(lm.generate(model, prompt=NASTY, length=8, temperature=5.0, num_bytes=64))
+    assert not controls_in(lm.generate(model, prompt=NASTY, length=8, temperature=5.0, num_bytes=64))
 
 
 MODEL = """
@@ -106,4 +106,4 @@ def test_no_command_prints_a_users_control_characters(
         sys.modules.pop("nasty", None)
     out, err = capfd.readouterr()
     assert out or err
-    assert not steers(out + err)
+    assert not controls_in(out + err)

@@ -40,7 +40,7 @@ def events(draw):
 
 
 @given(found=st.lists(events(), max_size=20))
-def test_reading_a_trace_is_the_inverse_of_writing_it(found):
+def test_a_trace_survives_a_round_trip_through_its_file(found):
     again = decode_trace(encode_trace(Trace(PROGRAM, tuple(found))))
     assert again.program == PROGRAM
     for before, after in zip(found, again.events, strict=True):
@@ -77,7 +77,7 @@ def trace(*, late: float = 0.0) -> Trace:
     return Trace(PROGRAM, tuple(found))
 
 
-def test_costs_leave_waits_out():
+def test_costs_exclude_waits():
     found = cost.measure_costs(trace(late=3.0))
     assert found.seconds[0, "U0.0"] == pytest.approx(1.0)
     assert found.seconds[0, "U0.1"] == pytest.approx(1.5)
@@ -88,15 +88,15 @@ def test_costs_leave_waits_out():
 
 def test_a_simulated_step_ends_when_the_measured_one_did():
     for late in (0.0, 3.0):
-        whole = trace(late=late)
-        times = cost.simulated_timeline(whole)
-        # Two reductions wait for no one, and the second's wait is all that the simulation leaves out.
-        assert makespan(times) == pytest.approx(makespan(cost.measured_timeline(whole, 3)), rel=0.1)
+        recorded = trace(late=late)
+        times = cost.simulated_timeline(recorded)
+        # The only difference: the simulation leaves out the wait for the second reduction.
+        assert makespan(times) == pytest.approx(makespan(cost.measured_timeline(recorded, 3)), rel=0.1)
 
 
 def test_every_action_that_was_measured_is_compared():
-    whole = trace()
-    rows = cost.compare_timelines(whole, 3, cost.simulated_timeline(whole))
+    recorded = trace()
+    rows = cost.compare_timelines(recorded, 3, cost.simulated_timeline(recorded))
     assert {(row.rank, row.action) for row in rows} == {(r, str(a)) for r, actions in PROGRAM.items() for a in actions}
     assert all(row.measured == pytest.approx(row.simulated) for row in rows)
 
@@ -109,8 +109,8 @@ def test_time_by_action_adds_up_to_the_step():
     assert spent["forward"] == pytest.approx(1.0)
 
 
-def gathering() -> Trace:
-    """One step of zero 1: buckets are updated, and their weights gathered while the process waits for nobody."""
+def zero1_trace() -> Trace:
+    """One step of zero 1: each bucket is updated, then its weights are all-gathered. There are no waits."""
     found = [
         ("step", COMPUTE_LANE, 0.0, 10.0),
         ("F0.0", COMPUTE_LANE, 0.0, 1.0),
@@ -127,37 +127,37 @@ def gathering() -> Trace:
     return Trace(program, tuple(Event(0, 3, *row) for row in found))
 
 
-def test_gathers_have_a_time_of_their_own():
-    spent = step_breakdown.seconds_by_category(gathering())
+def test_all_gathers_are_a_category_of_their_own():
+    spent = step_breakdown.seconds_by_category(zero1_trace())
     assert spent["gather"] == pytest.approx(4.0)
     assert spent["between actions"] == pytest.approx(1.0)
     assert sum(seconds for name, seconds in spent.items() if name != step_breakdown.REDUCE_TIME) == pytest.approx(10.0)
 
 
-def test_every_verb_of_a_program_has_a_time_it_counts_as():
+def test_every_verb_of_the_data_axis_has_a_time_category():
     assert {verb for verb in Verb if verb not in step_breakdown.CATEGORIES} == {
         Verb.BACKWARD_INPUT, Verb.BACKWARD_WEIGHT, Verb.SEND, Verb.RECEIVE, Verb.EXCHANGE
     }  # fmt: skip
 
 
-def test_the_typical_step_is_the_one_of_median_length():
-    whole = trace()
-    slow = [e._replace(step=5, stop=e.stop + 50) for e in whole.events if e.step == 3 and e.name == "U0.1"]
-    others = [e._replace(step=5) for e in whole.events if e.step == 3 and e.name != "U0.1"]
-    assert cost.median_step(Trace(PROGRAM, (*slow, *others, *whole.events))) in (3, 4)
+def test_the_typical_step_is_the_one_of_median_duration():
+    recorded = trace()
+    slow = [e._replace(step=5, stop=e.stop + 50) for e in recorded.events if e.step == 3 and e.name == "U0.1"]
+    others = [e._replace(step=5) for e in recorded.events if e.step == 3 and e.name != "U0.1"]
+    assert cost.median_step(Trace(PROGRAM, (*slow, *others, *recorded.events))) in (3, 4)
 
 
 def test_of_two_sampled_steps_the_typical_one_is_shown_and_simulated():
-    whole = trace()
-    slow = Trace(PROGRAM, tuple(e._replace(start=e.start * 3, stop=e.stop * 3) for e in whole.events if e.step == 3))
-    both = Trace(PROGRAM, (*slow.events, *(e for e in whole.events if e.step == 4)))
-    alone = Trace(PROGRAM, tuple(e for e in whole.events if e.step == 4))
+    recorded = trace()
+    slow = Trace(PROGRAM, tuple(e._replace(start=e.start * 3, stop=e.stop * 3) for e in recorded.events if e.step == 3))
+    both = Trace(PROGRAM, (*slow.events, *(e for e in recorded.events if e.step == 4)))
+    alone = Trace(PROGRAM, tuple(e for e in recorded.events if e.step == 4))
     assert cost.median_step(both) == 4
     assert cost.measure_costs(both).seconds == cost.measure_costs(alone).seconds
 
 
 @given(spans=st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50)), max_size=8))
-def test_waits_within_waits_count_once(spans):
+def test_overlapping_waits_count_once(spans):
     waits = [Event(0, 3, WAIT_SPAN, COMPUTE_LANE, float(min(span)), float(max(span))) for span in spans]
     within = Event(0, 3, "U0.0", COMPUTE_LANE, 10.0, 40.0)
     covered = {second for wait in waits for second in range(int(wait.start), int(wait.stop)) if 10 <= second < 40}
@@ -167,26 +167,26 @@ def test_waits_within_waits_count_once(spans):
 
 
 @given(
-    ahead=st.integers(-(10**15), 10**15),
+    offset=st.integers(-(10**15), 10**15),
     delays=st.lists(st.tuples(st.integers(1, 10**6), st.integers(1, 10**6)), min_size=2, max_size=8),
 )
-def test_the_true_distance_of_two_clocks_lies_within_the_bounds(ahead, delays):
+def test_the_true_clock_offset_lies_within_the_bounds(offset, delays):
     now, mine, theirs = 10**9, [], []
     for first, second in delays:
         mine.append(now + first)
-        theirs.append(now + second + ahead)
+        theirs.append(now + second + offset)
         now += 10**6  # a round ends after both have begun it
     least, most = clock_offset_bounds(mine, theirs)
-    assert least <= ahead <= most
+    assert least <= offset <= most
 
 
 @pytest.mark.parametrize("data", [b"", b"{}", b"[1]", b'{"traceEvents": [], "otherData": {"program": "0: Q"}}'])
-def test_a_file_that_is_no_trace_is_refused(data):
+def test_an_invalid_trace_file_is_refused(data):
     with pytest.raises(TraceError, match=r"no trace of a run"):
         decode_trace(data)
 
 
-def test_the_file_is_in_the_format_that_perfetto_reads():
+def test_a_trace_file_is_in_perfettos_format():
     rows = json.loads(encode_trace(trace(late=1.0)))["traceEvents"]
     assert {row["ph"] for row in rows} == {"M", "X", "i"}
     assert {row["pid"] for row in rows} == {0, 1}

@@ -1,4 +1,4 @@
-"""Numbers for people: three digits, a suitable prefix, and no count above 0 shown as 0."""
+"""Human-readable numbers: three digits, a suitable prefix, and no count above 0 shown as 0."""
 
 import pytest
 from hypothesis import given
@@ -32,7 +32,7 @@ def test_a_count_is_shown_within_half_a_percent(number: int) -> None:
 
 
 @pytest.mark.parametrize(("number", "text"), [(0, "0"), (17, "17"), (999, "999"), (1218, "1.22 k"), (867_072, "867 k")])
-def test_counts_are_whole_numbers_where_they_are_small(number: int, text: str) -> None:
+def test_small_counts_are_whole_numbers(number: int, text: str) -> None:
     assert format_count(number) == text
 
 

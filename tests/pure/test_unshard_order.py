@@ -22,7 +22,7 @@ def test_a_missing_bucket_is_inserted_after_what_its_rank_used_last():
     assert order.buckets == [0, 1, 7, 2, 3]
     assert order.missing_bucket(9) == MissingBucket(
         9, 4
-    )  # this rank used the last one, whose position is one higher now
+    )  # this rank used the last bucket, whose position has grown by one
 
 
 def test_the_miss_reports_of_one_round_refer_to_positions_before_it():
@@ -33,7 +33,7 @@ def test_the_miss_reports_of_one_round_refer_to_positions_before_it():
     assert order.buckets == [9, 0, 7, 1, 2, 8, 3]
 
 
-def test_a_miss_report_names_the_all_gather_that_was_used_not_the_last_one():
+def test_a_miss_report_names_the_last_bucket_used_not_the_last_all_gather():
     order = learnt(0, 1, 2, 3)
     order.begin_phase()
     assert [order.next_bucket() for _ in range(4)] == [0, 1, 2, 3]
@@ -47,16 +47,16 @@ REPORTS = st.lists(st.tuples(st.integers(0, 5), st.integers(-1, 3)).map(lambda p
 
 @given(st.lists(REPORTS, max_size=5), st.lists(st.integers(0, 3), min_size=2, max_size=2))
 def test_ranks_that_used_different_buckets_still_have_the_same_order(rounds, used):
-    ranks = [learnt(0, 1, 2, 3) for _ in used]
-    for order, bucket in zip(ranks, used, strict=True):
+    orders = [learnt(0, 1, 2, 3) for _ in used]
+    for order, bucket in zip(orders, used, strict=True):
         order.begin_phase()
         while not order.has_ended:
             order.next_bucket()
         order.mark_used(bucket)
     for reports in rounds:
-        first, second = (order.insert_missing(reports) for order in ranks)
+        first, second = (order.insert_missing(reports) for order in orders)
         assert first == second == list(dict.fromkeys(report.bucket for report in reports))
-    assert ranks[0].buckets == ranks[1].buckets
-    assert sorted(set(ranks[0].buckets)) == sorted(
+    assert orders[0].buckets == orders[1].buckets
+    assert sorted(set(orders[0].buckets)) == sorted(
         {0, 1, 2, 3} | {report.bucket for reports in rounds for report in reports}
     )

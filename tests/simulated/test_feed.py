@@ -13,8 +13,8 @@ import torch
 import fourfold as ff
 from fourfold.analysis.verify import verify
 from fourfold.environment.world import World
-from fourfold.feed import feed as feed_module
 from fourfold.feed.feed import Position
+from fourfold.parts.comm import init
 from fourfold.plan.sample_order import BatchRange
 from fourfold.words.errors import DataError
 
@@ -134,7 +134,7 @@ def samples_of(feed, epochs=1):
 def on_ranks(size, monkeypatch, **how):
     result = {}
     for rank in range(size):
-        monkeypatch.setattr(feed_module.transports, "world", lambda rank=rank: World(rank=rank, size=size))
+        monkeypatch.setattr(init, "world", lambda rank=rank: World(rank=rank, size=size))
         seed_all(rank)
         result |= samples_of(ff.Feed(Augmented(), **how), epochs=2)
     return result

@@ -12,8 +12,8 @@ from torch.utils import data
 
 import fourfold as ff
 from fourfold.environment.world import World
-from fourfold.feed import feed
 from fourfold.feed.dataloader import ShardSampler
+from fourfold.parts.comm import init
 from fourfold.plan.plan import Plan
 from fourfold.step.distributed_optimizer import DistributedOptimizer
 from fourfold.testing import threads
@@ -36,7 +36,7 @@ class Numbers(data.Dataset):
 def sharded(loader, size, rank, plan=None, **options):
     """The loader of rank `rank` of `size`."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(feed.transports, "world", lambda: World(rank=rank, size=size))
+        patch.setattr(init, "world", lambda: World(rank=rank, size=size))
         return ff.shard(loader, plan, **options)
 
 
@@ -86,7 +86,7 @@ def test_a_shuffled_loader_has_the_batches_of_a_feed(length, size, batch_size, s
     for rank in range(size):
         plan = Plan(dp=size)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(feed.transports, "world", lambda rank=rank: World(rank=rank, size=size))
+            patch.setattr(init, "world", lambda rank=rank: World(rank=rank, size=size))
             fed = ff.Feed(pairs, plan, batch_size=size * batch_size, seed=seed)
             expected = [[batch[0].tolist() for batch in fed] for _ in range(2)]
         result = epochs(sharded(loader, size, rank, seed=seed), 2)
@@ -241,7 +241,7 @@ def test_a_place_that_cannot_be_is_refused(options, message, monkeypatch):
     """A plan of more ranks than the world has would drop the samples of the missing ranks."""
     with pytest.raises(DataError, match=message):
         sharded(data.DataLoader(NUMBERS, 2), 2, 1, **options)
-    monkeypatch.setattr(feed.transports, "world", lambda: World(rank=1, size=2))
+    monkeypatch.setattr(init, "world", lambda: World(rank=1, size=2))
     with pytest.raises(DataError, match=message):
         ff.Feed(NUMBERS, batch_size=2, **options)
 

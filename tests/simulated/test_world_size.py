@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import fourfold as ff
-from fourfold.parts.comm import transports
+from fourfold.parts.comm import init
 from fourfold.tasks import digits
 from fourfold.testing import threads
 from fourfold.trainer import train as training
@@ -19,7 +19,7 @@ LAUNCHER_VARIABLES = {"RANK": "1", "WORLD_SIZE": "3", "LOCAL_RANK": "1", "LOCAL_
 def test_parallelize_without_a_plan_trains_on_the_batches_of_all_ranks(size, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # keeps the test process's number of threads
     local = threading.local()
-    monkeypatch.setattr(transports, "init_communicator", lambda: local.comm)
+    monkeypatch.setattr(init, "init_communicator", lambda: local.comm)
 
     def body(comm):
         local.comm = comm

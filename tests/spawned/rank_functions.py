@@ -18,7 +18,7 @@ from torch import nn
 
 import fourfold as ff
 from fourfold.analysis.verify import verify
-from fourfold.parts.comm import transports
+from fourfold.parts.comm import init
 from fourfold.parts.sequence.sequence_group import connect_sequence
 from fourfold.plan.codec import codec_rounds
 from fourfold.plan.trace_file import encode_trace
@@ -99,7 +99,7 @@ def local_sgd_deviation(fields: dict[str, Any], host: str | None = None) -> dict
 
 def attentions(choice: str, host: str | None) -> dict[str, Any]:
     """Every layout's deviation from attention in one process, the rings it used, and the bytes sent by ring."""
-    size, comm = dist.get_world_size(), transports.init_communicator()
+    size, comm = dist.get_world_size(), init.init_communicator()
     deviations: dict[str, float] = {}
     sent: dict[str, float] = {}
     names: set[str] = set()
@@ -176,10 +176,10 @@ def threads_of_a_group() -> list[int]:
 
     def threads() -> int:
         gc.collect()
-        transports.init_communicator()  # destroys orphaned groups
+        init.init_communicator()  # destroys orphaned groups
         return stable_count(lambda: len(os.listdir("/proc/self/task")))
 
-    before, comm = threads(), transports.init_communicator()
+    before, comm = threads(), init.init_communicator()
     group = comm.process_group_getter(range(comm.size), "tests")
     counts = [threads() - before]
     del comm

@@ -335,7 +335,7 @@ def test_a_job_that_is_stopped_or_killed_goes_on_with_the_same_command(start, un
             resumed = "goes on from step "
             continue
         # The signal comes within a step, and is reported after it or after the next.
-        told = re.escape("; the same command goes on there\n")
+        told = re.escape("; run the same command again to resume there\n")
         told = rf"(?s).*fourfold: stopped by {name} after step (\d+), which is saved{told}"
         told = re.fullmatch(told, job.err)
         assert told, job.err
@@ -417,7 +417,7 @@ def test_ctrl_c_while_ranks_start_is_answered_in_one_line(start: Start, tmp_path
 def test_sigterm_ends_a_foreign_world_in_the_same_way_and_one_rank_goes_on(start, train_here, tmp_path: Path):
     jobs = foreign_world(start, "what=terminate", "times=1")
     assert [job.end() for job in jobs] == [75, 75]
-    told = "stopped by SIGTERM after step 5, which is saved; the same command goes on there"
+    told = "stopped by SIGTERM after step 5, which is saved; run the same command again to resume there"
     assert jobs[0].err == f"fourfold: {told}\n"
     assert jobs[1].err == ""
     assert "goes on from step 5 of 30" in train_here("what=terminate", "times=1")

@@ -373,7 +373,7 @@ import os, stat
 from pathlib import Path
 import psutil
 import torch, torch.distributed as dist
-from fourfold.parts.comm.transports import init_communicator
+from fourfold.parts.comm.init import init_communicator
 
 for again in range(2):
     dist.init_process_group("gloo")
@@ -410,7 +410,7 @@ def test_no_other_user_reaches_the_store_of_a_job(start: Start) -> None:
 MPI = """
 import os, sys
 from pathlib import Path
-from fourfold.parts.comm.transports import init_communicator
+from fourfold.parts.comm.init import init_communicator
 ranks = init_communicator()
 folder = Path(os.environ["TMPDIR"]) / f"fourfold-{os.getuid()}"
 names = sorted(file.name.split("-")[0] for file in folder.iterdir())
@@ -444,7 +444,7 @@ GIVEN_UP = """
 import gc
 import torch
 from fourfold.parts.comm import process_group_lifecycle
-from fourfold.parts.comm.transports import init_communicator
+from fourfold.parts.comm.init import init_communicator
 
 process_group_lifecycle.DESTROY_TIMEOUT_SECONDS = 1.0
 ones = torch.ones(4)

@@ -159,7 +159,7 @@ def launch(request: pytest.FixtureRequest, tmp_path: Path) -> Launch:
 
 JOIN = """
 import sys
-from fourfold.parts.comm.transports import init_communicator
+from fourfold.parts.comm.init import init_communicator
 comm = init_communicator()
 rows = comm.all_gather_json([sys.argv[1], comm.rank])
 if comm.rank == 0:

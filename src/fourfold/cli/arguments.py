@@ -79,7 +79,7 @@ class LaunchSettings:
         type=float,
         is_optional=True,
         above=0,
-        help="seconds (and 5 median steps) without a step before a rank is killed; none: never",
+        help="a rank is killed after so many seconds, and 5 times the median step, without a step; none: never",
     )
 
 

@@ -129,8 +129,8 @@ def train(
     The run's folder is runs/NAME, with its plan, settings, metrics.jsonl, checkpoints, trace.json and report.html. The
     same command again resumes from the newest checkpoint, on any number of processes.
 
-    If a rank dies, or finishes no step for hang_seconds (and for 5 median steps), all ranks restart from the newest
-    checkpoint: any number of times with progress in between, restarts= times without. SIGTERM and Ctrl-C save a
+    If a rank dies, or finishes no step for hang_seconds and for 5 times the median step, all ranks restart from the
+    newest checkpoint: any number of times with progress in between, restarts= times without. SIGTERM and Ctrl-C save a
     checkpoint after the current step and end with exit code 75 (start the same command again) or 130; a second one
     ends at once.
     """

@@ -17,6 +17,7 @@ from fourfold.launch.process_defaults import default_num_processes
 from fourfold.plan.decode import DecodeError, read_bounded
 from fourfold.plan.lr_schedule import LRSchedule
 from fourfold.plan.plan import Plan
+from fourfold.plan.plan_fields import FIELDS
 from fourfold.trainer.lr_factors import tuned_batch_size
 from fourfold.trainer.run_identity import check_run_name, default_run_name, run_identity
 from fourfold.trainer.settings import LR_PREFIX, TASK_FIELDS, check_steps, make_settings
@@ -75,9 +76,7 @@ def parse_job(words: Sequence[str], *, num_processes: int | None = None) -> Job:
     with errors.collect():
         values = arguments.parse_values(parsed.values, argument_types)
     if values is None:  # The fields of the plan can be checked all the same.
-        values = arguments.parse_values(
-            {key: text for key, text in parsed.values.items() if key in arguments.FIELDS}, None
-        )
+        values = arguments.parse_values({key: text for key, text in parsed.values.items() if key in FIELDS}, None)
     elif factory is not None and argument_types is not None:
         with errors.collect():
             task = task_loader.make_task(factory, values.task, spec=parsed.task)

@@ -15,7 +15,7 @@ from fourfold.feed.prefetch import prefetch
 from fourfold.feed.sample_rng import fetch_seeded
 from fourfold.feed.source import fetch
 from fourfold.feed.source_fingerprint import Fingerprint, fingerprint_of, is_same_sample
-from fourfold.parts.comm import transports
+from fourfold.parts.comm import init
 from fourfold.plan.plan import Plan
 from fourfold.plan.sample_order import BatchRange, shard_range
 from fourfold.words import argument_checks
@@ -215,7 +215,7 @@ def _length_mismatch(state: Position, num_samples: int) -> Problem | None:
 
 def dp_size_and_index(plan: Plan | None, *, where: str) -> tuple[int, int]:
     """The size of the data axis and this rank's index on it. Raises DataError for a plan of another number of ranks."""
-    world = transports.world()
+    world = init.world()
     if plan is None:
         return world.size, world.rank
     if plan.mesh.size != world.size:

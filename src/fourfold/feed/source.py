@@ -24,8 +24,6 @@ from fourfold.feed.corpus import Corpus
 from fourfold.words.errors import DataError, Problem
 from fourfold.words.task import Source
 
-__all__ = ["BatchSource", "Source", "TensorSource", "TokenSource", "corpus_problem", "fetch"]
-
 
 class BatchSource(Source, Protocol):
     """A source that reads a whole batch at once, cheaper than sample by sample."""

@@ -43,8 +43,8 @@ class CodecSpec:
     """A codec and its parameters. A kind ignores the parameters of the others.
 
     matrix_rank    powersgd: columns of the two factors
-    density        topk, dct: fraction of elements sent in a step, above 0, at most 1; the paper's η is 1 − density
-    refresh_steps  dct: how many steps use one threshold
+    density        topk, dct: fraction of elements sent in a reduction, above 0, at most 1; the paper's η is 1 − density
+    refresh_steps  dct: how many reductions of a bucket use one threshold: one a step, or one a microbatch at zero 2
     """
 
     kind: str
@@ -161,7 +161,7 @@ def num_sent(num_elements: int, density: float) -> int:
 
 
 class SparseRange(NamedTuple):
-    """Elements [start, stop) of a bucket, how many of them a step aims to send, and the least and the most it may."""
+    """Elements [start, stop) of a bucket, how many of them to aim for in a reduction, the least and the most."""
 
     start: int
     stop: int
@@ -194,7 +194,7 @@ class SparseSpec:
 
 
 def topk_spec(bucket: Bucket, density: float) -> SparseSpec:
-    """topk: entries from the whole bucket, as many in every step."""
+    """topk: entries from the whole bucket, as many in every reduction."""
     num_elements = unpadded_length(bucket)
     count = num_sent(num_elements, density)
     if count == num_elements:
@@ -294,7 +294,7 @@ class CodecKind(NamedTuple):
     fields: tuple[str, ...] = ()
     """The plan fields that it reads. With another codec they have no effect."""
     remembers: tuple[str, ...] = ()
-    """What each rank keeps from step to step: the keys of `Codec.state_tensors`. "remainder" is the residual."""
+    """What each rank keeps between reductions: the keys of `Codec.state_tensors`. "remainder" is the residual."""
     commutes: bool = False
     """Whether messages may be summed in any grouping before they are read: always one round, summed on the way."""
 

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fourfold.parts.comm import transports
+from fourfold.parts.comm.communicator import Communicator
 from fourfold.words.errors import Problem, TrainingError
 
 PLAIN_TYPES = (bool, int, float, str, type(None))
 
 
 @torch.no_grad()
-def broadcast_tree(communicator: transports.Communicator, tree: Any, *, src: int = 0) -> Any:
+def broadcast_tree(communicator: Communicator, tree: Any, *, src: int = 0) -> Any:
     """Rank `src`'s tree, on every rank; rank `src` gets its own object back. Collective.
 
     Raises TrainingError, on every rank, if the tree contains an object of another type.
@@ -45,7 +45,7 @@ def broadcast_tree(communicator: transports.Communicator, tree: Any, *, src: int
     return tree if communicator.rank == src else _rebuild(message["shape"], iter(tensors))
 
 
-def broadcast_model(communicator: transports.Communicator, model: nn.Module, *, src: int = 0) -> None:
+def broadcast_model(communicator: Communicator, model: nn.Module, *, src: int = 0) -> None:
     """Give all ranks the parameters and buffers of rank `src`. Collective."""
     for tensor in (*model.parameters(), *model.buffers()):
         communicator.broadcast(tensor.data, src)

@@ -19,7 +19,14 @@ from fourfold.environment.host_memory import available_bytes
 from fourfold.environment.world import num_cores
 from fourfold.parts import memory, mixed_precision
 from fourfold.parts.codec import registry
-from fourfold.parts.comm import transports
+from fourfold.parts.codec.protocol import Codec
+from fourfold.parts.comm import init, transports
+from fourfold.parts.comm.communicator import Communicator
+from fourfold.parts.comm.reduce.compressed import CompressedTransport
+from fourfold.parts.comm.reduce.divergence_report import with_options
+from fourfold.parts.comm.reduce.fingerprint_check import NUM_LOSS_SCALARS
+from fourfold.parts.comm.reduce.local_sgd import LocalSGDTransport
+from fourfold.parts.comm.reduce.transport_spec import TransportSpec
 from fourfold.parts.data import grad_buckets, local_sgd
 from fourfold.parts.data.flat_params import param_specs
 from fourfold.parts.data.unbucketed_grads import UnbucketedGrads
@@ -117,7 +124,7 @@ def parallelize(
     be carried out with them.
     """
     check_arguments(model=model, loss=loss, optimizer=optimizer, plan=plan, clip=clip, seed=seed, skip_nan=skip_nan)
-    comm = transports.init_communicator()
+    comm = init.init_communicator()
     plan = plan or Plan(dp=comm.size)
     check_plan_on_ranks(model, plan, comm, clip=clip)
     _set_threads(comm)
@@ -148,7 +155,7 @@ class TrainStep:
         optimizer: OptimizerFactory,
         *,
         plan: Plan,
-        communicator: transports.Communicator,
+        communicator: Communicator,
         clip: float | None,
         skip_nan: int = 0,
         seed: int = 0,
@@ -194,9 +201,7 @@ class TrainStep:
         if layouts.weight == SPLIT and not self._transport.unshards_params:
             layouts = RESTING_LAYOUTS[2]  # the weights exist once per host: nothing to unshard before use
         self.codec_state = CodecState(codecs, communicator)
-        local_transport = (
-            transports.LocalSGDTransport(self._transport, communicator.size) if plan.sync == "local" else None
-        )
+        local_transport = LocalSGDTransport(self._transport, communicator.size) if plan.sync == "local" else None
         self._transport = local_transport or self._transport
         policy = MasterWeightPolicy(plan.precision, is_sharded, offload_device(plan.offload, communicator.device))
         outer = (
@@ -362,7 +367,7 @@ class TrainStep:
         samples = getattr(batch, "samples", None)
         self._check_unchanged()
         call = _call_name(f"step {self.num_steps + 1}", samples)
-        self._transport.begin_call(transports.with_options(call, self._options.text()))
+        self._transport.begin_call(with_options(call, self._options.text()))
         compares_batches = self._duplicate_batches.is_active and samples is None
         compares_sources = self._num_calls == 0 and samples is not None
         if not self._has_record or compares_batches or compares_sources:
@@ -523,7 +528,7 @@ class TrainStep:
     def _all_reduce(self, values: Tensor) -> list[float]:
         sums: list[float] = []
         # split() of no values gives one empty chunk: the ranks are still compared.
-        for chunk in values.split(transports.NUM_LOSS_SCALARS):
+        for chunk in values.split(NUM_LOSS_SCALARS):
             self._transport.all_reduce_scalars_async(LOSS, chunk)
             sums += self._transport.wait_scalars(LOSS)
         return sums
@@ -787,7 +792,7 @@ class TrainStep:
         self._lower_programs()
         self._gradients.launch_order = list(order)
         before = self._actions.nominal_count
-        if before is not None and before != count and isinstance(self._transport, transports.CompressedTransport):
+        if before is not None and before != count and isinstance(self._transport, CompressedTransport):
             # Residuals were divided by the previous nominal count.
             self._transport.rescale_residuals(before / count)
         self._actions.nominal_count = count
@@ -799,9 +804,7 @@ def _call_name(call: str, samples: BatchRange | None) -> str:
     return call if samples is None else f"{call}, {samples}, {samples.num_samples} samples"
 
 
-def _build_codecs(
-    plan: Plan, buckets: Sequence[Bucket], by_bucket: Sequence[Sequence[nn.Parameter]]
-) -> list[registry.Codec]:
+def _build_codecs(plan: Plan, buckets: Sequence[Bucket], by_bucket: Sequence[Sequence[nn.Parameter]]) -> list[Codec]:
     """One codec for each bucket; none without a codec in the plan."""
     codec_spec = plan.codec_spec
     if codec_spec is None:
@@ -818,7 +821,7 @@ def _build_codecs(
 
 
 def _build_buckets(
-    plan: Plan, specs: Sequence[ParamSpec], communicator: transports.Communicator, *, num_shards: int
+    plan: Plan, specs: Sequence[ParamSpec], communicator: Communicator, *, num_shards: int
 ) -> tuple[Bucket, ...]:
     # A codec's residuals depend on the buckets: with a codec, one host has the same buckets as several.
     is_inter_host = communicator.num_hosts > 1 or plan.codec != "none"
@@ -835,11 +838,9 @@ def _may_block_in_backward(plan: Plan, layouts: RestingLayouts) -> bool:
     return plan.update == "in_backward" and layouts.gradient == SPLIT
 
 
-def _transport_spec(
-    plan: Plan, buckets: Sequence[Bucket], layouts: RestingLayouts, *, num_norms: int
-) -> transports.TransportSpec:
+def _transport_spec(plan: Plan, buckets: Sequence[Bucket], layouts: RestingLayouts, *, num_norms: int) -> TransportSpec:
     """What the transport must provide for these buckets."""
-    return transports.TransportSpec(
+    return TransportSpec(
         sizes=tuple(bucket.size for bucket in buckets),
         dtypes=tuple(bucket_dtype(gradient_bucket(bucket, plan.reduce_dtype)) for bucket in buckets),
         buffer_indices=grad_buffer_indices(len(buckets), is_cyclic=layouts.gradient == SPLIT),
@@ -874,7 +875,7 @@ def _tune_freed_memory(num_steps: int) -> None:
         memory.trim_freed_memory()
 
 
-def _set_threads(communicator: transports.Communicator) -> None:
+def _set_threads(communicator: Communicator) -> None:
     """Divide the cores of the host among its ranks, unless the user has chosen a number of threads."""
     # torch's default is the number of physical cores: any other number is the user's choice.
     defaults = {num_cores(), psutil.cpu_count(logical=False)}

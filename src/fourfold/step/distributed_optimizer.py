@@ -14,7 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fourfold.parts.comm import transports
+from fourfold.parts.comm import init
+from fourfold.parts.comm.communicator import Communicator
+from fourfold.parts.comm.reduce.divergence_report import with_options
 from fourfold.parts.data.flat_params import param_specs
 from fourfold.parts.data.grad_hooks import register_last_hook
 from fourfold.parts.optim.option_checks import check_options
@@ -23,13 +25,7 @@ from fourfold.parts.optim.user_optimizer import group_indices
 from fourfold.parts.torch_private import NO_BACKWARD_ID, call_after_backward, current_backward_id
 from fourfold.plan.intervals import DRIFT_CHECK
 from fourfold.plan.plan import Plan
-from fourfold.step import replica_drift
-from fourfold.step.argument_checks import (
-    check_join_states,
-    check_wrapper_arguments,
-    check_wrapper_parameters,
-    check_wrapper_plan,
-)
+from fourfold.step import argument_checks, replica_drift
 from fourfold.step.batch_norm import FrozenBatchNorms
 from fourfold.step.broadcast_tree import broadcast_model, broadcast_tree
 from fourfold.step.duplicate_batches import DuplicateBatches, InputFingerprints
@@ -81,21 +77,21 @@ class DistributedOptimizer(OptimizerProxy):
         plan: Plan | None = None,
         *,
         same_batches: str = "refuse",
-        communicator: transports.Communicator | None = None,
+        communicator: Communicator | None = None,
         drift_check: int = DRIFT_CHECK,
     ) -> None:
-        check_wrapper_arguments(optimizer=optimizer, model=model, plan=plan)
+        argument_checks.check_wrapper_arguments(optimizer=optimizer, model=model, plan=plan)
         if isinstance(optimizer, DistributedOptimizer):
             raise OptimizerError(Problem("a DistributedOptimizer, wrapped again", "the torch optimizer itself, once"))
         check_options(optimizer)
         self._optimizer, self._model = optimizer, model
-        self._communicator = comm = communicator or transports.init_communicator()
+        self._communicator = comm = communicator or init.init_communicator()
         self._plan = plan = plan or Plan(dp=comm.size)
         check_plan_on_ranks(model, plan, comm)
-        check_wrapper_plan(plan)
+        argument_checks.check_wrapper_plan(plan)
         self._frozen_norms = FrozenBatchNorms(model, plan)
         trainable = trainable_parameters(model)
-        check_wrapper_parameters(optimizer, model, trainable, comm)
+        argument_checks.check_wrapper_parameters(optimizer, model, trainable, comm)
         self._duplicate_batches = DuplicateBatches(same_batches, num_data_ranks=plan.dp, is_log_rank=comm.rank == 0)
         self._check_same_on_ranks(trainable, {"same_batches": same_batches, "drift_check": drift_check})
         self._input_fingerprints = InputFingerprints(model if self._duplicate_batches.is_active else None)
@@ -201,7 +197,7 @@ class DistributedOptimizer(OptimizerProxy):
             return
         loads = f" and {self._steps.num_loads} × load_state_dict" if self._steps.num_loads else ""
         call = f"backward {self._num_backwards} after {self._steps.num_steps} steps of the optimizer{loads}"
-        self._transport.begin_call(transports.with_options(call, self._options.text()))
+        self._transport.begin_call(with_options(call, self._options.text()))
 
     def _finish_call(self) -> int:
         """What the sum of this round's gradients is divided by. Raises DivergenceError where ranks differ."""
@@ -257,7 +253,7 @@ class DistributedOptimizer(OptimizerProxy):
         `no_sync()` and not reduced when it leaves is lost. Each reduction sends one message more, of three numbers.
         """
         self._check_not_replaced()
-        check_join_states(states)
+        argument_checks.check_join_states(states)
         if self._uneven_inputs is not None:
             raise TrainingError(Problem("join() within join()", "one around the whole loop"))
         rounds = self._uneven_inputs = UnevenInputs(

@@ -12,6 +12,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fourfold.parts.comm import transports
+from fourfold.parts.comm.communicator import Communicator
+from fourfold.parts.comm.reduce.transport_spec import TransportSpec
 from fourfold.parts.data import grad_buckets
 from fourfold.parts.data.flat_params import param_specs
 from fourfold.parts.dtypes import bucket_dtype
@@ -31,12 +33,12 @@ class GradAverager:
         trainable: Mapping[str, nn.Parameter],
         optimizer: Optimizer,
         plan: Plan,
-        communicator: transports.Communicator,
+        communicator: Communicator,
     ) -> None:
         specs = param_specs(dict(trainable), {})
         num_bytes = effective_bucket_bytes(specs, plan.bucket_bytes, is_inter_host=communicator.num_hosts > 1)
         buckets = make_buckets(specs, bucket_bytes=num_bytes)
-        spec = transports.TransportSpec(
+        spec = TransportSpec(
             sizes=tuple(bucket.size for bucket in buckets),
             dtypes=tuple(bucket_dtype(bucket) for bucket in buckets),
             buffer_indices=grad_buffer_indices(len(buckets), is_cyclic=False),

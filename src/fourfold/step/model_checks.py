@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from fourfold.parts import mixed_precision
 from fourfold.parts.comm import transports
+from fourfold.parts.comm.communicator import Communicator
 from fourfold.parts.optim.user_optimizer import is_layerwise
 from fourfold.parts.torch_private import is_compiled
 from fourfold.plan.check import combination_problems, layerwise_problems, model_loss_problems, size_problems
@@ -23,9 +24,7 @@ from fourfold.step.batch_norm import FREEZE_HINT, uses_batch_stats
 from fourfold.words.errors import PlanError, Problem, TaskError
 
 
-def check_plan_on_ranks(
-    model: nn.Module, plan: Plan, communicator: transports.Communicator, *, clip: float | None = None
-) -> None:
+def check_plan_on_ranks(model: nn.Module, plan: Plan, communicator: Communicator, *, clip: float | None = None) -> None:
     """Raise PlanError with every reason why the plan cannot be carried out with this model on these ranks."""
     problems = size_problems(plan, communicator.size) + model_plan_problems(model, plan, clip=clip)
     if problems:

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fourfold.parts.comm import transports
+from fourfold.parts.comm.communicator import Communicator
+from fourfold.parts.comm.reduce.protocol import Transport
 from fourfold.parts.data.local_sgd import LocalSGD
 from fourfold.parts.optim import flat_optimizer
 from fourfold.plan.data.buckets import Bucket
@@ -30,8 +31,8 @@ class PersistentState:
     weights: Weights
     buckets: Sequence[Bucket]
     optimizer: flat_optimizer.FlatOptimizer
-    transport: transports.Transport
-    communicator: transports.Communicator
+    transport: Transport
+    communicator: Communicator
     codec_state: CodecState
     local_sgd: LocalSGD | None
     is_sharded: bool

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from fourfold.parts.comm import transports
+from fourfold.parts.comm.communicator import Communicator
 from fourfold.parts.optim.option_text import ABSENT, CLASS_KEY, describe_options
 from fourfold.plan.data.buckets import ParamSpec
 from fourfold.plan.plan import Plan
@@ -19,7 +19,7 @@ from fourfold.words.errors import PlanError, Problem
 
 
 def check_same_on_ranks(
-    communicator: transports.Communicator,
+    communicator: Communicator,
     specs: Sequence[ParamSpec],
     shapes: Mapping[str, list[int] | str],
     *,

@@ -9,7 +9,9 @@ from typing import NoReturn
 
 import torch
 
-from fourfold.parts.comm import transports
+from fourfold.parts.comm.communicator import Communicator
+from fourfold.parts.comm.reduce.divergence_report import divergence_error, with_options
+from fourfold.parts.comm.reduce.protocol import Transport
 from fourfold.parts.optim.option_tracker import OptionTracker
 from fourfold.words.program import LOSS
 
@@ -23,8 +25,8 @@ class UnevenInputs:
 
     def __init__(
         self,
-        communicator: transports.Communicator,
-        transport: transports.Transport,
+        communicator: Communicator,
+        transport: Transport,
         options: OptionTracker,
         *,
         divides_by_world_size: bool,
@@ -61,7 +63,5 @@ class UnevenInputs:
     def _raise_options_differ(self) -> NoReturn:
         """Raise DivergenceError with the options that differ between active ranks. Collective."""
         texts = self._communicator.all_gather_json(self._options.text() if self._has_data else None)
-        calls = {rank: transports.with_options(self._call, text) for rank, text in enumerate(texts) if text is not None}
-        raise transports.divergence_error(
-            calls, attempt="join(states=[scheduler]), after which all ranks have the same"
-        )
+        calls = {rank: with_options(self._call, text) for rank, text in enumerate(texts) if text is not None}
+        raise divergence_error(calls, attempt="join(states=[scheduler]), after which all ranks have the same")

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from fourfold.parts import mixed_precision
-from fourfold.parts.comm import transports
+from fourfold.parts.comm.communicator import Communicator
+from fourfold.parts.comm.reduce.protocol import BucketSlice, Transport
 from fourfold.parts.data.flat_params import flatten_params
 from fourfold.parts.data.param_access import untracked_access
 from fourfold.parts.data.sharded_params import ShardedParams
@@ -38,8 +39,8 @@ class Weights:
         self,
         model: nn.Module,
         buckets: Sequence[Bucket],
-        transport: transports.Transport,
-        communicator: transports.Communicator,
+        transport: Transport,
+        communicator: Communicator,
         policy: MasterWeightPolicy,
         *,
         is_mean: bool = True,
@@ -59,11 +60,11 @@ class Weights:
         if transport.unshards_params:
             by_bucket = [[self.trainable[slot.name] for slot in bucket.slots] for bucket in buckets]
             self.sharded_params = ShardedParams(by_bucket, buckets, transport)
-            self.shards: Sequence[transports.BucketSlice] = self.sharded_params.shards
+            self.shards: Sequence[BucketSlice] = self.sharded_params.shards
             self.flats = [shard.flat for shard in self.shards]
         else:
             self.flats = flatten_params(self.trainable, buckets, transport)
-            self.shards = [transports.BucketSlice(0, flat.numel(), flat) for flat in self.flats]
+            self.shards = [BucketSlice(0, flat.numel(), flat) for flat in self.flats]
         self._trained_ids = {id(p) for p in self.trainable.values()}
         self._modules = list(model.modules())
         self._initial_child_ids = self._child_ids()

@@ -188,9 +188,9 @@ class TrainingLoop:
 def _format_saved(newest: int | None, step: int) -> str:
     """What is saved of a run that has stopped after `step`, and where the same command will resume."""
     if newest == step:
-        return ", which is saved; the same command goes on there"
+        return ", which is saved; run the same command again to resume there"
     if newest:
-        return f"; the newest checkpoint is of step {newest}, where the same command goes on"
+        return f"; the newest checkpoint is of step {newest}; run the same command again to resume there"
     return "; nothing is saved, and the same command begins again"
 
 

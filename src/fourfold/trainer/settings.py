@@ -143,7 +143,7 @@ class Settings:
         type=int,
         minimum=0,
         is_optional=True,
-        help="steps between evaluations; a new least validation loss is saved",
+        help="steps between evaluations; each new minimum of the validation loss saves a checkpoint",
         default_text="at the end only",
         word={"minimum": 1, **GIVEN},
     )

@@ -1,11 +1,11 @@
-"""dct: Dynamic Communication Thresholding. A hard threshold per parameter, found again every `refresh_steps` steps.
+"""dct: Dynamic Communication Thresholding. A hard threshold per parameter, renewed every `refresh_steps` reductions.
 
 refresh  finding the threshold, which costs more than using it
-band     [min_sent, max_sent] elements; outside of it the threshold is refreshed in the same step
+band     [min_sent, max_sent] elements; outside of it the threshold is refreshed in the same reduction
 Law: a parameter never sends more than `max_sent` elements. A refresh without ties sends n − ⌊n·η⌋, but no zeros.
 
 Source: Gupta et al. (2021), Alg. 1. The band is ours. The first refresh sees no residual, and residuals grow after it,
-so a threshold that is kept for all its steps lets more and more through. Our messages have a fixed length.
+so a threshold that is kept for all its reductions lets more and more through. Our messages have a fixed length.
 """
 
 import torch
@@ -32,7 +32,7 @@ class Dct(ResidualCodec):
         self._message = SparseMessage(layout, bucket, bucket_dtype(bucket), device)
         self.thresholds = torch.zeros(len(self._sparse_ranges), dtype=torch.float64)
         self.ages = torch.zeros(len(self._sparse_ranges), dtype=torch.int64)
-        """By range: the steps since its threshold was last due."""
+        """By range: the reductions of its bucket so far. A refresh is due where `refresh_steps` divides it."""
         self.num_early_refreshes = 0
         """Refreshes before they were due, since the start."""
 

@@ -1,8 +1,8 @@
-"""powersgd: each matrix as a product of two thin factors, from one step of power iteration per training step.
+"""powersgd: each matrix as a product of two thin factors, from one step of power iteration per reduction.
 
 M  [rows, columns]  this rank's gradient + residual of one parameter
 P  [rows, rank]     M · Q, summed over ranks, then its columns orthogonalised
-R  [rank, columns]  Pᵀ · M, summed over ranks; its transpose is the Q of the next step
+R  [rank, columns]  Pᵀ · M, summed over ranks; its transpose is the Q of the next reduction
 Law: Σ over ranks of what was sent = P · R. A rank's residual is M − P · Pᵀ · M, its own part of what P · R leaves out.
 
 Source: Vogels et al., "PowerSGD" (2019), Alg. 1 and 2. Vectors, and matrices whose factors would not be
@@ -38,7 +38,7 @@ class PowerSGD(ResidualCodec):
         self._first_message = torch.zeros(self._layout.num_p + self._layout.num_dense, dtype=dtype, device=device)
         self._second_message = torch.zeros(self._layout.num_q, dtype=dtype, device=device)
         self.prev_q = torch.zeros_like(self._second_message)
-        """The R of the step before, [rank, columns] each: equal on every rank."""
+        """The R of the reduction before, [rank, columns] each: equal on every rank."""
         for each in self._layout.matrices:
             self._init_factor(each)
 
@@ -66,7 +66,7 @@ class PowerSGD(ResidualCodec):
             else:
                 matrix.copy_(base @ right)
             if not torch.isfinite(right).all():
-                # The gradient that is not finite was sent. Nothing of it may come back in later steps.
+                # The gradient that is not finite was sent. Nothing of it may come back in later reductions.
                 _matrix(residual, each).zero_()
                 self._init_factor(each)
             else:
@@ -113,7 +113,7 @@ class PowerSGD(ResidualCodec):
     def _reinit_dead_factors(self, each: FactoredMatrix, right: Tensor) -> None:
         """Replace rows of R that are only rounding errors; a gradient of less than full rank has such rows.
 
-        Otherwise the directions of the next step would depend on the order of sums, and so on the mesh.
+        Otherwise the directions of the next reduction would depend on the order of sums, and so on the mesh.
         """
         norms = torch.linalg.vector_norm(right, dim=1)
         is_dead = norms <= norms.max() * MIN_RELATIVE_NORM

@@ -1,8 +1,8 @@
 """Codecs: which class compresses the gradients of a bucket.
 
 codec     of one bucket on one rank: `reduce` turns this rank's addend into the sum of what all ranks have sent
-residual  what error feedback carries to the next step
-Law: on each rank by itself, Σ over steps of what was sent + residual = Σ over steps of the gradient (not for casts).
+residual  what error feedback carries to the next reduction
+Law: on each rank by itself, Σ of what was sent + residual = Σ of the gradients, over all reductions (not for casts).
 
 A codec is one file here and one row of `CODECS` in `plan/codec.py`, which says how many rounds and bytes it takes.
 """
@@ -15,12 +15,10 @@ from fourfold.parts.codec.cast import Cast
 from fourfold.parts.codec.dct import Dct
 from fourfold.parts.codec.int8 import Int8
 from fourfold.parts.codec.powersgd import PowerSGD
-from fourfold.parts.codec.protocol import Codec, CodecReduction, GatheredCodec, Message
+from fourfold.parts.codec.protocol import Codec
 from fourfold.parts.codec.topk import TopK
 from fourfold.plan.codec import CodecSpec, Shapes
 from fourfold.plan.data.buckets import Bucket
-
-__all__ = ["Codec", "CodecReduction", "GatheredCodec", "Message", "make_codec"]
 
 CLASSES: dict[str, Callable[[CodecSpec, Bucket, Shapes, torch.device], Codec]] = {
     "bf16": Cast,

@@ -1,4 +1,4 @@
-"""topk: the largest elements of a bucket, as many in every step. The others wait in the residual.
+"""topk: the largest elements of a bucket, as many in every reduction. The others wait in the residual.
 
 Law: the elements sent are the `num_sent` largest of gradient + residual; of equal ones, the first.
 Source: Stich, Cordonnier, Jaggi, "Sparsified SGD with memory" (2018), Alg. 1.

@@ -15,42 +15,18 @@ from fourfold.parts import memory
 from fourfold.parts.codec.protocol import Codec
 from fourfold.parts.comm.communicator import Communicator
 from fourfold.parts.comm.host_shared_memory import open_host_memory
-from fourfold.parts.comm.init import existing_world, init_communicator, world
 from fourfold.parts.comm.reduce.compressed import CompressedRoutes, CompressedTransport, message_indices
-from fourfold.parts.comm.reduce.divergence_report import divergence_error, with_options
-from fourfold.parts.comm.reduce.fingerprint_check import NUM_LOSS_SCALARS
 from fourfold.parts.comm.reduce.inter_host import GroupInterHostReducer
-from fourfold.parts.comm.reduce.local_sgd import LocalSGDTransport
 from fourfold.parts.comm.reduce.message_gatherer import GroupMessageGatherer, MessageGatherer, NullMessageGatherer
 from fourfold.parts.comm.reduce.process_group import ProcessGroupTransport
-from fourfold.parts.comm.reduce.protocol import BucketSlice, GradsOfBucket, Transport
+from fourfold.parts.comm.reduce.protocol import GradsOfBucket, Transport
 from fourfold.parts.comm.reduce.shared_memory.flags import HostRanks
 from fourfold.parts.comm.reduce.shared_memory.layout import SharedMemoryLayout
 from fourfold.parts.comm.reduce.shared_memory.transport import SharedMemoryTransport
 from fourfold.parts.comm.reduce.single_rank import SingleRankTransport
 from fourfold.parts.comm.reduce.transport_spec import TransportSpec
-from fourfold.parts.comm.ring.protocol import RingGroup
-from fourfold.words.errors import LaunchError, PlanError, Problem
+from fourfold.words.errors import PlanError, Problem
 from fourfold.words.layout import SPLIT
-
-__all__ = [
-    "NUM_LOSS_SCALARS",
-    "BucketSlice",
-    "Communicator",
-    "CompressedTransport",
-    "LaunchError",
-    "LocalSGDTransport",
-    "RingGroup",
-    "SingleRankTransport",
-    "Transport",
-    "TransportSpec",
-    "divergence_error",
-    "existing_world",
-    "init_communicator",
-    "make_transport",
-    "with_options",
-    "world",
-]
 
 
 class TransportChoice(NamedTuple):

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from fourfold.parts.comm import transports
+from fourfold.parts.comm.communicator import Communicator
 from fourfold.plan.plan import Plan
 from fourfold.plan.sequence import length_divisor
 from fourfold.step.dry_run.check_config import STRICTEST_SEQUENCE_CHECK, MemoryFit, find_memory_fit
@@ -43,9 +43,7 @@ class DryRunOutcome(NamedTuple):
 class CollectiveDryRun:
     """The dry run of the sequence axis on all ranks."""
 
-    def __init__(
-        self, model: nn.Module, loss: Callable[[Any, Any], Any], plan: Plan, comm: transports.Communicator
-    ) -> None:
+    def __init__(self, model: nn.Module, loss: Callable[[Any, Any], Any], plan: Plan, comm: Communicator) -> None:
         self._model, self._loss, self._plan, self._comm = model, loss, plan, comm
         self._coords = plan.mesh.coordinates(comm.rank)
 

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from fourfold.parts.comm import transports
+from fourfold.parts.comm.communicator import Communicator
+from fourfold.parts.comm.ring.protocol import RingGroup
 from fourfold.parts.sequence.attention import sequence_attention
 from fourfold.parts.sequence.sequence_group import connect_sequence
 from fourfold.plan.plan import Plan
@@ -51,7 +52,7 @@ class SequenceParallel:
         model: nn.Module,
         loss: Callable[[Any, Any], Any],
         plan: Plan,
-        comm: transports.Communicator,
+        comm: Communicator,
         *,
         seed: int = 0,
     ) -> None:
@@ -71,7 +72,7 @@ class SequenceParallel:
         self.has_dry_run = False
 
     @property
-    def ring_groups(self) -> Sequence[transports.RingGroup]:
+    def ring_groups(self) -> Sequence[RingGroup]:
         """The groups through which attention communicates."""
         return self._sequence_group.groups
 
