@@ -5,6 +5,8 @@ Law: a process is known by its number and its start ticks, because the kernel gi
 """
 
 import os
+import signal
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -61,3 +63,15 @@ def _stat_fields(pid: int) -> list[str]:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return []
+
+
+def end_with_parent(parent: int) -> None:
+    """Make the kernel kill this process when its parent, of this number, is gone, however it ended (Linux)."""
+    if sys.platform != "linux":
+        return
+    import ctypes
+
+    set_parent_death_signal = 1
+    ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+    if os.getppid() != parent:  # It ended before the line above.
+        os._exit(1)

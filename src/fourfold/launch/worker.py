@@ -12,7 +12,6 @@ import contextlib
 import faulthandler
 import os
 import runpy
-import signal
 import sys
 import threading
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from fourfold.environment import standard_streams
+from fourfold.environment.processes import end_with_parent
 from fourfold.launch import env_store, failure_report, hang_detector
 from fourfold.words.errors import INTERRUPT_EXIT_CODE, REQUEUE_EXIT_CODE, os_error_text
 
@@ -28,7 +28,7 @@ EXIT_SECONDS = 2.0  # how long a failed rank may take for its atexit functions a
 
 def main(arguments: Sequence[str]) -> None:
     launcher, *command = arguments
-    _set_parent_death_signal(int(launcher))
+    end_with_parent(int(launcher))
     # Read now: the program may change its environment.
     rank, path = int(os.environ["RANK"]), Path(os.environ["TORCHELASTIC_ERROR_FILE"])
     faulthandler.enable(all_threads=False)
@@ -129,18 +129,6 @@ def _dump_stack_on_signal() -> None:
     if folder is not None:
         path = hang_detector.stack_file(Path(folder), int(os.environ["LOCAL_RANK"]))
         faulthandler.register(hang_detector.DUMP_SIGNAL, file=path.open("w"), all_threads=False)
-
-
-def _set_parent_death_signal(launcher: int) -> None:
-    """Make the kernel end this process when the launcher is gone, however it ended (Linux)."""
-    if sys.platform != "linux":
-        return
-    import ctypes
-
-    set_parent_death_signal = 1
-    ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
-    if os.getppid() != launcher:  # It ended before the line above.
-        os._exit(1)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,9 @@
 
 case  a function of a module, named as "package.module:function"; every rank calls it, and its result is JSON
 Law: a world joins one process group by a file, every case has a time limit, and a failure shows every rank's traceback.
-A world that a case has broken is killed, by process id, and the next case gets a new one.
+A world that a case has broken is killed, and the next case gets a new one.
+
+The ranks of a host are forks of one process: importing torch takes two seconds, and starting its fork none.
 """
 
 import contextlib
@@ -16,14 +18,18 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn, TextIO
 
+from fourfold.environment.processes import end_with_parent
 from fourfold.testing.network_namespaces import Hosts
 
 TIME_LIMIT_SECONDS = 300.0
 START_TIMEOUT_SECONDS = 300.0
 CASES_PER_GC = 16
+STDERR = 2
+IMPORTED_ONCE = ("torch.distributed", "fourfold.trainer.train")
 
 
 class CaseFailed(AssertionError):
@@ -35,17 +41,18 @@ class SpawnedWorld:
 
     def __init__(self, size: int, *, root: Path, hosts: Hosts | None = None) -> None:
         self.size, self._root, self._hosts = size, root, hosts
-        self._processes: list[subprocess.Popen[str]] = []
+        self._processes: list[subprocess.Popen[Any]] = []
+        """One per host: it has forked the ranks of the host, and ends with them."""
+        self._jobs: list[TextIO] = []
+        self._answers: list[TextIO] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def run(self, case: str, *, time_limit_seconds: float = TIME_LIMIT_SECONDS, **arguments: Any) -> list[Any]:
         """The results of `case(**arguments)`, by rank. Raises CaseFailed."""
         if not self._processes:
             self._start()
-        for process in self._processes:
-            assert process.stdin is not None
-            process.stdin.write(json.dumps({"case": case, "arguments": arguments}) + "\n")
-            process.stdin.flush()
+        for jobs in self._jobs:
+            jobs.write(json.dumps({"case": case, "arguments": arguments}) + "\n")
         answers = self._read_answers(time.monotonic() + time_limit_seconds)
         if all(answer is not None and "result" in answer for answer in answers):
             return [answer["result"] for answer in answers if answer is not None]
@@ -53,50 +60,63 @@ class SpawnedWorld:
         raise CaseFailed(f"{case} on {self.size} ranks\n" + "\n".join(map(_format_answer, range(self.size), answers)))
 
     def kill(self) -> None:
-        """Kill the processes of this world, by process id."""
+        """Kill the processes of this world."""
         for process in self._processes:
-            process.kill()
+            process.kill()  # and the kernel its ranks
         for process in self._processes:
             process.wait()
-            for pipe in (process.stdin, process.stdout):
-                with contextlib.suppress(BrokenPipeError):
-                    assert pipe is not None
-                    pipe.close()
-        self._processes = []
+        for jobs in self._jobs:
+            with contextlib.suppress(BrokenPipeError):
+                jobs.close()
+        for answers in self._answers:
+            answers.read()  # until the rank is gone
+            answers.close()
+        self._processes, self._jobs, self._answers = [], [], []
         if self._folder is not None:
             self._folder.cleanup()
 
     def _start(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="fourfold-world-")
-        for rank in range(self.size):
-            places = {"RANK": rank, "WORLD_SIZE": self.size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": self.size}
-            variables = {name: str(place) for name, place in places.items()}
-            command = [sys.executable, "-m", "fourfold.testing.process_world", f"{self._folder.name}/rendezvous"]
-            if self._hosts is not None:
-                variables = self._hosts.rank_environ(rank, self.size)
-                command = self._hosts.host_of(rank, self.size).command(command)
-            # A name that torch deprecates fails our tests before it warns our users.
-            inherited = [os.environ["PYTHONWARNINGS"]] if os.environ.get("PYTHONWARNINGS") else []
-            warn = ",".join([*inherited, "error:`torch.distributed:FutureWarning"])
-            environ = {**os.environ, **variables, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": warn}
-            self._processes.append(
-                subprocess.Popen(
-                    command,
-                    cwd=self._root,
-                    env=environ,
-                    text=True,
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                )
-            )
+        num_hosts = 1 if self._hosts is None else len(self._hosts.hosts)
+        per_host = self.size // num_hosts
+        for first in range(0, self.size, per_host):
+            self._start_host(range(first, first + per_host))
         if not all(self._read_answers(time.monotonic() + START_TIMEOUT_SECONDS)):
             self.kill()
             raise CaseFailed(f"a world of {self.size} ranks did not start")
 
+    def _start_host(self, ranks: Sequence[int]) -> None:
+        """Start the process that forks the ranks of one host."""
+        assert self._folder is not None
+        specs, far_ends = [], []
+        for rank in ranks:
+            (jobs_out, jobs_in), (answers_out, answers_in) = os.pipe(), os.pipe()
+            self._jobs.append(os.fdopen(jobs_in, "w", buffering=1))
+            self._answers.append(os.fdopen(answers_out))
+            specs.append({"jobs": jobs_out, "answers": answers_in, "variables": self._variables(rank)})
+            far_ends += [jobs_out, answers_in]
+        rendezvous = f"{self._folder.name}/rendezvous"
+        command = [sys.executable, "-m", "fourfold.testing.process_world", rendezvous, json.dumps(specs)]
+        if self._hosts is not None:
+            command = self._hosts.host_of(ranks[0], self.size).command(command)
+        # A name that torch deprecates fails our tests before it warns our users.
+        inherited = [os.environ["PYTHONWARNINGS"]] if os.environ.get("PYTHONWARNINGS") else []
+        warn = ",".join([*inherited, "error:`torch.distributed:FutureWarning"])
+        environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": warn}
+        files: dict[str, Any] = {"pass_fds": far_ends, "stdin": subprocess.DEVNULL, "stdout": STDERR}
+        self._processes.append(subprocess.Popen(command, cwd=self._root, env=environ, **files))
+        _close(far_ends)
+
+    def _variables(self, rank: int) -> dict[str, str]:
+        if self._hosts is not None:
+            return self._hosts.rank_environ(rank, self.size)
+        places = {"RANK": rank, "WORLD_SIZE": self.size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": self.size}
+        return {name: str(place) for name, place in places.items()}
+
     def _read_answers(self, deadline: float) -> list[dict[str, Any] | None]:
         """One line of JSON from each rank; None from a rank that ended or did not answer in time."""
         answers: list[dict[str, Any] | None] = [None] * self.size
-        pending = {process.stdout: rank for rank, process in enumerate(self._processes) if process.stdout is not None}
+        pending = {pipe: rank for rank, pipe in enumerate(self._answers)}
         failed = False
         while pending and time.monotonic() < deadline:
             # Not `select`: a session of many tests has more than 1024 files open.
@@ -120,17 +140,38 @@ def _format_answer(rank: int, answer: dict[str, Any] | None) -> str:
     return f"---- rank {rank}: " + ("ok" if "result" in answer else str(answer["error"]))
 
 
-def _serve(rendezvous: str) -> None:
+def _fork_ranks(rendezvous: str, specs: Sequence[dict[str, Any]]) -> None:
+    """Fork the ranks of this host, so that torch is imported once for all; return when they have ended."""
+    for module in IMPORTED_ONCE:
+        importlib.import_module(module)
+    gc.freeze()  # makes later collections quick
+    parent, pipes = os.getpid(), {end for spec in specs for end in (spec["jobs"], spec["answers"])}
+    for end in pipes:
+        os.set_inheritable(end, False)  # a program that a case starts is not to keep them open
+    for spec in specs:
+        if os.fork() == 0:
+            end_with_parent(parent)
+            _close(pipes - {spec["jobs"], spec["answers"]})
+            os.environ.update(spec["variables"])
+            _serve(rendezvous, os.fdopen(spec["jobs"]), os.fdopen(spec["answers"], "w"))
+    _close(pipes)
+    for _ in specs:
+        os.wait()
+
+
+def _close(descriptors: Iterable[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
+def _serve(rendezvous: str, jobs: TextIO, answers: TextIO) -> NoReturn:
     """The main loop of one rank: join, then run a case per line until the input ends."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what a case prints must not mix with the answers
     import torch.distributed as dist
 
     size, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=size)
-    gc.freeze()  # makes later collections quick
     _write_answer(answers, {"started": True})
-    for number, line in enumerate(sys.stdin):
+    for number, line in enumerate(jobs):
         if number % CASES_PER_GC == CASES_PER_GC - 1:
             gc.collect()  # a case's garbage may still hold process groups
         job = json.loads(line)
@@ -154,10 +195,10 @@ def _destroy_groups(dist: Any) -> None:
         dist.destroy_process_group(group)
 
 
-def _write_answer(answers: Any, value: dict[str, Any]) -> None:
+def _write_answer(answers: TextIO, value: dict[str, Any]) -> None:
     answers.write(json.dumps(value) + "\n")
     answers.flush()
 
 
 if __name__ == "__main__":
-    _serve(sys.argv[1])
+    _fork_ranks(sys.argv[1], json.loads(sys.argv[2]))
