@@ -42,7 +42,7 @@ UNLIKE = {"another target": another_target, "fewer": fewer_samples, "shorter": s
     (3, 2, 1, "other lines"),  # where sums over all ranks would be the same
     (2, 3, 1, "other lines"),
 ])  # fmt: skip
-def test_other_batches_are_refused_in_later_steps_too(dp, sp, ulysses, kind):
+def test_different_batches_within_a_sequence_group_are_refused_in_later_steps_too(dp, sp, ulysses, kind):
     case = dataclasses.replace(LM, sp=sp, ulysses=ulysses, batch_sizes=(6, 6), microbatches=2)
     refused = functools.partial(pytest.raises, TaskError, match="different batches on some of .* share sequences")
 
@@ -78,7 +78,7 @@ def test_other_batches_are_refused_in_later_steps_too(dp, sp, ulysses, kind):
     torch.ones(()),
     torch.ones(0, 5),
 ])  # fmt: skip
-def test_a_digest_is_of_the_numbers_however_they_lie(tensor):
+def test_a_digest_does_not_depend_on_strides(tensor):
     assert batch_digest({"x": tensor}) == batch_digest({"x": tensor.clone(memory_format=torch.contiguous_format)})
     assert batch_digest({"x": tensor}) != batch_digest({"x": tensor.unsqueeze(0)})
     assert not tensor.numel() or batch_digest({"x": tensor}) != batch_digest(

@@ -37,7 +37,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(case, tmp_path):
+def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(case, tmp_path):
     ema = 0.9 if case.update == "after" else None  # an average wants the weights after each step
 
     def undisturbed(ranks):
@@ -64,7 +64,7 @@ def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(case, tmp_path):
 
 
 @pytest.mark.parametrize(("size", "zero", "then"), [(1, 0, 0), (2, 0, 1), (4, 0, 2), (1, 1, 0), (4, 1, 1), (2, 2, 0)])
-def test_another_number_of_ranks_at_another_zero_reads_the_same_files(size, zero, then, tmp_path):
+def test_a_checkpoint_loads_on_another_number_of_ranks_and_another_zero_level(size, zero, then, tmp_path):
     case = Case(model="tied", batch_sizes=(12, 12, 12, 12), zero=zero)
     threads.run(3, lambda ranks: ThreadRun(case, ranks, tmp_path).run_steps(0, 2, save_at=(2,)))
 
@@ -82,7 +82,7 @@ def test_another_number_of_ranks_at_another_zero_reads_the_same_files(size, zero
 
 @pytest.mark.parametrize("codec", ["int8", "topk", "powersgd", "dct"])
 @pytest.mark.parametrize(("size", "zero"), [(1, 0), (2, 2), (4, 1)])
-def test_what_ranks_have_not_sent_is_kept_on_another_number_of_them(size, zero, codec, tmp_path):
+def test_a_resumed_run_keeps_the_sum_of_residuals_on_another_number_of_ranks(size, zero, codec, tmp_path):
     case = Case(codec=codec, batch_sizes=(12, 11, 12, 12))
 
     def remainders(run):
@@ -107,7 +107,7 @@ def test_what_ranks_have_not_sent_is_kept_on_another_number_of_them(size, zero, 
         torch.testing.assert_close(now, total, rtol=0, atol=1e-15)
 
 
-def test_what_was_not_sent_is_not_dropped_in_silence(tmp_path):
+def test_a_codec_without_residuals_refuses_saved_residuals(tmp_path):
     case = Case(codec="topk", batch_sizes=(12, 12))
     threads.run(2, lambda ranks: ThreadRun(case, ranks, tmp_path).run_steps(0, 2, save_at=(2,)))
     with pytest.raises(CheckpointError, match="what a codec has not sent yet, and codec = 'bf16'"):
@@ -116,7 +116,7 @@ def test_what_was_not_sent_is_not_dropped_in_silence(tmp_path):
         )
 
 
-def test_random_numbers_go_on_where_they_were(tmp_path):
+def test_a_resumed_run_restores_the_random_state(tmp_path):
     def drawn(ranks):
         ThreadRun(Case(), ranks, tmp_path).run_steps(0, 2, save_at=(2,))
         first = torch.rand(4)
@@ -129,7 +129,7 @@ def test_random_numbers_go_on_where_they_were(tmp_path):
     assert torch.equal(first, second)
 
 
-def test_a_checkpoint_written_before_the_mesh_was_recorded_restores_random_numbers_too(tmp_path):
+def test_a_checkpoint_without_a_recorded_mesh_restores_the_random_state_too(tmp_path):
     def drawn(ranks, *, again):
         run = ThreadRun(Case(), ranks, tmp_path)
         if not again:
@@ -146,7 +146,7 @@ def test_a_checkpoint_written_before_the_mesh_was_recorded_restores_random_numbe
 
 
 @pytest.mark.parametrize("state", ["00", "00" * 5056], ids=["of another size", "of the same size"])
-def test_a_random_state_that_torch_does_not_take_is_refused_before_anything_changes(state, tmp_path):
+def test_a_random_state_that_torch_rejects_is_refused_before_anything_changes(state, tmp_path):
     save_twice(tmp_path, 1)
     rewrite_manifest(
         CheckpointStore(tmp_path).step_dir(3), lambda manifest: manifest.update(random=[{"cpu": state, "device": ""}])
@@ -162,7 +162,7 @@ def test_a_random_state_that_torch_does_not_take_is_refused_before_anything_chan
     threads.run(1, resume)
 
 
-def test_what_another_model_has_saved_is_refused_with_every_difference(tmp_path):
+def test_a_checkpoint_of_another_model_is_refused_with_every_difference(tmp_path):
     save_twice(tmp_path, 1)
     with pytest.raises(CheckpointError) as caught:
         threads.run(1, lambda ranks: ThreadRun(Case(model="frozen"), ranks, tmp_path).checkpoints.resume())
@@ -201,14 +201,14 @@ def test_states_of_another_optimizer_are_refused_before_anything_changes(
     threads.run(2, resume)
 
 
-def test_states_saved_before_the_optimizer_was_recorded_are_refused_where_they_lack_some(tmp_path):
+def test_a_checkpoint_without_a_recorded_optimizer_is_refused_if_states_are_missing(tmp_path):
     threads.run(1, lambda ranks: ThreadRun(Case(optimizer="SGD"), ranks, tmp_path).run_steps(0, 2, save_at=(2,)))
     rewrite_manifest(CheckpointStore(tmp_path).step_dir(2), lambda manifest: manifest.pop("optimizer"))
     with pytest.raises(CheckpointError, match="without exp_avg, exp_avg_sq, step"):
         threads.run(1, lambda ranks: ThreadRun(Case(), ranks, tmp_path).checkpoints.resume())
 
 
-def test_a_run_goes_on_with_the_options_that_the_task_has_now_and_says_which_have_changed(tmp_path, monkeypatch):
+def test_a_resumed_run_uses_the_tasks_current_options_and_reports_those_that_changed(tmp_path, monkeypatch):
     monkeypatch.setitem(cases.OPTIMIZERS, "edited", functools.partial(torch.optim.AdamW, eps=1e-3))
     case = Case(batch_sizes=(8, 8, 8, 8))
 
@@ -239,7 +239,7 @@ def own_states(run: ThreadRun) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_states_of_local_steps_are_each_ranks_own_or_on_another_number_of_ranks_their_mean(size, tmp_path):
+def test_local_sgd_states_are_per_rank_and_averaged_on_another_number_of_ranks(size, tmp_path):
     case = Case(sync="local", local_steps=2, outer_momentum=0.9, batch_sizes=(12, 12))
 
     def begin(ranks):
@@ -261,7 +261,7 @@ def test_states_of_local_steps_are_each_ranks_own_or_on_another_number_of_ranks_
             assert torch.equal(outer[name], saved[0][1][name])
 
 
-def test_ranks_that_learn_by_themselves_may_go_on_together(tmp_path):
+def test_a_local_sgd_run_may_resume_with_synchronous_steps(tmp_path):
     case = Case(sync="local", local_steps=2, outer_momentum=0.9, batch_sizes=(12, 12, 12, 12))
     threads.run(3, lambda ranks: ThreadRun(case, ranks, tmp_path).run_steps(0, 2, save_at=(2,)))
 
@@ -289,7 +289,7 @@ class Hollow(nn.Module):
         return self.layer(inputs)
 
 
-def test_a_run_with_an_average_and_parameters_without_elements_goes_on(tmp_path):
+def test_a_run_with_ema_and_empty_parameters_resumes(tmp_path):
     data = TensorSource(torch.ones(8, 4), torch.zeros(8, 2))
 
     def run(*, breaks: bool = False):

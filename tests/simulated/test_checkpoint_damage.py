@@ -78,7 +78,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_what_is_damaged_is_found_named_and_the_one_before_is_used(damage, tmp_path, capsys):
+def test_damage_is_found_and_named_and_the_previous_checkpoint_is_used(damage, tmp_path, capsys):
     name, break_it = DAMAGE[damage]
     store = save_twice(tmp_path)
     break_it(store.step_dir(3) / name)
@@ -128,7 +128,7 @@ DIFFERENCES = {
 
 
 @pytest.mark.parametrize("difference", DIFFERENCES)
-def test_a_file_whose_tensors_are_not_those_of_the_manifest_is_damaged(difference, tmp_path, capsys):
+def test_a_file_whose_tensors_differ_from_the_manifest_is_damaged(difference, tmp_path, capsys):
     change, said = DIFFERENCES[difference]
     store = save_twice(tmp_path, 1)
     rewrite_manifest(store.step_dir(3), change)
@@ -141,7 +141,7 @@ def test_a_file_whose_tensors_are_not_those_of_the_manifest_is_damaged(differenc
     assert f"{store.step_dir(1)}   good" in out
 
 
-def test_a_checkpoint_that_was_copied_to_the_name_of_another_step_is_damaged(tmp_path, capsys):
+def test_a_checkpoint_copied_to_the_folder_of_another_step_is_damaged(tmp_path, capsys):
     store = save_twice(tmp_path, 1)
     shutil.copytree(store.step_dir(1), store.step_dir(5))
     assert checkpoints.verify_checkpoints(str(tmp_path)) == 1
@@ -149,7 +149,7 @@ def test_a_checkpoint_that_was_copied_to_the_name_of_another_step_is_damaged(tmp
     assert newest_valid(tmp_path) == store.step_dir(3)
 
 
-def test_a_damaged_marker_is_reported_and_older_checkpoints_stay(tmp_path, monkeypatch):
+def test_a_damaged_marker_is_reported_and_older_checkpoints_are_kept(tmp_path, monkeypatch):
     def broken(path, suffix, text, real=manager.write_marker):
         real(path, suffix, b'{"file":' * 100_000 if "step-00000003" in str(path) else text)
 
@@ -171,7 +171,7 @@ DEEP = "[" * 900 + "]" * 900
 @pytest.mark.parametrize(
     "text", ['{"identity":' * 100_000, '{"identity": [[', "[]", f'{{"identity": {{"a": {DEEP}}}}}']
 )
-def test_settings_that_cannot_be_read_say_nothing_of_the_run(text, tmp_path):
+def test_unreadable_settings_give_a_run_no_identity(text, tmp_path):
     (tmp_path / "settings.json").write_text(text)
     (tmp_path / "plan.toml").write_text("a = " + "[" * 100_000)
     (tmp_path / "metrics.jsonl").write_text('{"finished": 3}\n' + text + "\n")
@@ -201,7 +201,7 @@ NEWER = {
 
 
 @pytest.mark.parametrize("change", NEWER.values(), ids=NEWER)
-def test_a_checkpoint_of_a_newer_version_is_no_damage_and_the_run_does_not_begin_again(change, tmp_path, capsys):
+def test_a_checkpoint_of_a_newer_version_is_not_damaged_and_the_run_does_not_restart(change, tmp_path, capsys):
     store = save_twice(tmp_path)
     for step in store.steps():
         rewrite_manifest(store.step_dir(step), change)
@@ -219,7 +219,7 @@ def test_a_checkpoint_of_a_newer_version_is_no_damage_and_the_run_does_not_begin
 
 @pytest.mark.parametrize("name", ["manifest.json", "rank-001.safetensors"])
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EMFILE, errno.ESTALE])
-def test_a_file_that_may_not_be_opened_is_no_damage(name, number, tmp_path, monkeypatch):
+def test_a_file_that_cannot_be_opened_is_not_damaged(name, number, tmp_path, monkeypatch):
     store = save_twice(tmp_path)
 
     def refused(path, *rest, real=Path.open, **how):
@@ -233,7 +233,7 @@ def test_a_file_that_may_not_be_opened_is_no_damage(name, number, tmp_path, monk
     assert store.steps() == [1, 3]
 
 
-def test_without_a_good_checkpoint_nothing_is_put_back(tmp_path):
+def test_without_a_valid_checkpoint_nothing_is_restored(tmp_path):
     store = save_twice(tmp_path, 1)
     for step in (1, 3):
         flip(store.step_dir(step) / "rank-000.safetensors", -1)
@@ -243,7 +243,7 @@ def test_without_a_good_checkpoint_nothing_is_put_back(tmp_path):
         newest_valid(tmp_path)
 
 
-def test_a_file_that_cannot_be_written_leaves_older_checkpoints(tmp_path, monkeypatch):
+def test_a_failed_write_keeps_older_checkpoints(tmp_path, monkeypatch):
     def fails(path, snapshot, real=write.write_snapshot):
         if path.name == "rank-001.safetensors" and "step-00000003" in str(path):
             raise OSError(28, "No space left on device")
@@ -323,7 +323,7 @@ def small_disk(path: Path) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("checked", [True, False], ids=["room is looked for first", "room ends while writing"])
-def test_a_full_disk_is_a_warning_and_the_checkpoints_before_stay(checked, tmp_path, monkeypatch):
+def test_a_full_disk_is_a_warning_and_earlier_checkpoints_are_kept(checked, tmp_path, monkeypatch):
     if not checked:
         monkeypatch.setattr(CheckpointManager, "_check_disk_space", lambda *_: None)
     monkeypatch.setattr(manager, "SPARE_BYTES", 0)
@@ -347,7 +347,7 @@ def test_a_full_disk_is_a_warning_and_the_checkpoints_before_stay(checked, tmp_p
         assert not verify_checkpoint(CheckpointStore(folder).step_dir(1))
 
 
-def test_an_export_makes_its_folder_or_says_why_it_cannot(tmp_path, capsys):
+def test_an_export_creates_its_folder_or_reports_why_it_cannot(tmp_path, capsys):
     save_twice(tmp_path)
     target = tmp_path / "not" / "there" / "weights.safetensors"
     assert checkpoints.export_checkpoint(str(tmp_path), str(target), step=None, ema=False) == 0

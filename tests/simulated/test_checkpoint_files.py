@@ -27,7 +27,7 @@ from tests.cases import Case, batches
 from tests.checkpoint_runs import MemoryLog, ThreadRun, save_twice
 
 
-def test_the_last_ones_and_the_best_are_kept(tmp_path):
+def test_the_last_checkpoints_and_the_best_one_are_kept(tmp_path):
     case = Case(batch_sizes=(8,) * 6)
     valid = {1: 3.0, 2: 1.0, 3: 2.0, 4: 2.0, 5: 2.0}
     every = tuple(range(1, 7))
@@ -38,7 +38,7 @@ def test_the_last_ones_and_the_best_are_kept(tmp_path):
     assert sorted(path.name for path in store.path.iterdir()) == [store.step_dir(step).name for step in (2, 5, 6)]
 
 
-def test_a_snapshot_is_what_the_weights_were_when_it_was_taken(tmp_path, monkeypatch):
+def test_a_snapshot_holds_the_weights_at_the_time_it_was_taken(tmp_path, monkeypatch):
     entered, go = threads.threading.Event(), threads.threading.Event()
 
     def later(path, snapshot, real=write.write_snapshot):
@@ -93,7 +93,7 @@ def test_weights_are_exported_under_the_models_names_and_loaded_again(tmp_path):
         check_weights_file(fresh, tmp_path / "missing.safetensors")
 
 
-def test_complex_weights_are_not_put_into_real_parameters(tmp_path):
+def test_complex_weights_are_not_loaded_into_real_parameters(tmp_path):
     """Torch would keep the real parts."""
     fresh = cases.model("mlp")
     weights = {name: value.to(torch.complex64) for name, value in fresh.state_dict().items()}
@@ -103,7 +103,7 @@ def test_complex_weights_are_not_put_into_real_parameters(tmp_path):
             load(fresh, tmp_path / "weights.safetensors")
 
 
-def test_a_checkpoint_of_complex_weights_is_not_put_into_real_parameters(tmp_path):
+def test_a_checkpoint_of_complex_weights_is_not_loaded_into_real_parameters(tmp_path):
     def run(ranks, dtype):
         module = torch.nn.Linear(2, 2, dtype=dtype)
         plan, sgd = Plan(dp=1), functools.partial(torch.optim.SGD, lr=0.1)
@@ -124,7 +124,7 @@ def test_a_checkpoint_of_complex_weights_is_not_put_into_real_parameters(tmp_pat
     assert progress is not None
 
 
-def test_an_average_follows_its_definition_and_does_not_disturb(tmp_path):
+def test_an_ema_follows_its_definition(tmp_path):
     weight = torch.nn.Parameter(torch.tensor([1.0, -2.0]))
     average, expected = EMA({"w": weight}, 0.9), weight.detach().clone()
     for step in range(1, 20):
@@ -143,7 +143,7 @@ def test_files_are_balanced_in_bytes(tmp_path):
     assert max(sizes) < 1.2 * min(sizes)
 
 
-def test_a_task_that_changes_its_working_directory_leaves_its_run_where_it_is(tmp_path, monkeypatch):
+def test_a_task_that_changes_the_working_directory_does_not_move_its_run(tmp_path, monkeypatch):
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
 

@@ -58,7 +58,7 @@ def gradients(shapes, *, size, seed=0, dtype=torch.float64):
     life=st.integers(1, 4),
     seed=st.integers(0, 99),
 )
-def test_what_was_sent_and_what_remains_is_the_gradient(kind, size, steps, shapes, density, rank, life, seed):
+def test_sent_gradients_plus_residuals_are_the_gradient(kind, size, steps, shapes, density, rank, life, seed):
     codecs = make(kind, shapes, size=size, density=density, matrix_rank=rank, refresh_steps=life)
     gradient = sent = torch.zeros(bucket_of(shapes).size, dtype=torch.float64)
     for step in range(steps):
@@ -72,7 +72,7 @@ def test_what_was_sent_and_what_remains_is_the_gradient(kind, size, steps, shape
 
 
 @pytest.mark.parametrize("kind", ["topk", "dct"])
-def test_at_density_one_a_sparse_codec_is_no_codec_bit_for_bit(kind):
+def test_a_sparse_codec_of_density_1_equals_no_codec_bit_for_bit(kind):
     codecs = make(kind, SHAPES, size=3, density=1.0, dtype="float32")
     for step in range(3):
         flats = gradients(SHAPES, size=3, seed=step, dtype=torch.float32)
@@ -83,7 +83,7 @@ def test_at_density_one_a_sparse_codec_is_no_codec_bit_for_bit(kind):
 
 @pytest.mark.parametrize("kind", CODECS)
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16"])
-def test_a_message_is_as_long_as_was_said(kind, dtype):
+def test_a_message_has_the_predicted_size(kind, dtype):
     shapes = [*SHAPES, (300, 257)]  # more than one block of places
     codecs = make(kind, shapes, size=2, dtype=dtype, density=0.03, matrix_rank=2)
     said = simulate_reduce(codecs, gradients(shapes, size=2, dtype=getattr(torch, dtype)))
@@ -99,7 +99,7 @@ def codecs_width(dtype):
 
 @pytest.mark.parametrize("kind", ["topk", "dct"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_what_two_bytes_cannot_hold_waits_in_four(kind, dtype):
+def test_residuals_of_two_byte_gradients_are_kept_in_float32(kind, dtype):
     # 20 times a thousandth beside a one that is always sent: bfloat16 itself cannot add a thousandth to a one.
     (each,) = make(kind, [(1000,)], dtype=dtype, density=0.001)
     thousandth = torch.tensor(0.001, dtype=getattr(torch, dtype)).item()
@@ -114,7 +114,7 @@ def test_what_two_bytes_cannot_hold_waits_in_four(kind, dtype):
 
 
 @pytest.mark.parametrize("kind", CODECS)
-def test_a_codec_remembers_what_its_row_says(kind):
+def test_a_codec_has_the_state_tensors_that_its_table_row_lists(kind):
     (codec,) = make(kind, SHAPES, dtype="float32", density=0.1, matrix_rank=2)
     assert {key for state in codec.state_tensors().values() for key in state} == set(CODECS[kind].remembers)
     assert (codec.residual is not None) == ("remainder" in CODECS[kind].remembers)
@@ -146,7 +146,7 @@ def test_residuals_keep_their_sum_on_another_number_of_ranks(kind, size):
 
 
 @pytest.mark.parametrize("kind", REMEMBERING)
-def test_a_codec_that_finds_nothing_saved_forgets_its_residual(kind):
+def test_a_codec_without_saved_state_clears_its_residual(kind):
     (codec,) = make(kind, SHAPES, density=0.1, matrix_rank=2)
     simulate_reduce([codec], gradients(SHAPES, size=1))
     for tensors in codec.state_tensors().values():
@@ -156,7 +156,7 @@ def test_a_codec_that_finds_nothing_saved_forgets_its_residual(kind):
 
 
 @pytest.mark.parametrize("kind", CODECS)
-def test_a_codec_goes_on_from_its_state_bit_for_bit(kind):
+def test_a_codec_resumes_from_its_state_bit_for_bit(kind):
     options = {"size": 2, "dtype": "float32", "density": 0.1, "matrix_rank": 2, "refresh_steps": 3}
     codecs, others = make(kind, SHAPES, **options), make(kind, SHAPES, **options)
     for step in range(4):
@@ -173,7 +173,7 @@ def test_a_codec_goes_on_from_its_state_bit_for_bit(kind):
 
 
 @pytest.mark.parametrize("kind", REMEMBERING)
-def test_a_change_of_unit_changes_what_is_remembered(kind):
+def test_residuals_scale_with_the_unit_of_gradients(kind):
     # Powers of two scale without rounding, so the two trainings must agree in every bit.
     options = {"dtype": "float32", "density": 0.1, "matrix_rank": 2, "refresh_steps": 3}
     codecs, others = make(kind, SHAPES, **options), make(kind, SHAPES, **options)
@@ -190,7 +190,7 @@ def test_a_change_of_unit_changes_what_is_remembered(kind):
 
 @pytest.mark.parametrize("kind", REMEMBERING)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_gradient_that_is_not_finite_is_seen_by_all_and_not_remembered(kind, bad):
+def test_a_nonfinite_gradient_reaches_all_ranks_and_no_residual(kind, bad):
     codecs = make(kind, [(64, 64)], size=2, dtype="float32", density=0.01)
     for step in range(3):
         flats = gradients([(64, 64)], size=2, seed=step, dtype=torch.float32)
@@ -204,7 +204,7 @@ def test_a_gradient_that_is_not_finite_is_seen_by_all_and_not_remembered(kind, b
 # ---- casts --------------------------------------------------------------------------------------
 
 
-def test_beyond_its_range_fp16_is_infinite_on_every_rank():
+def test_an_fp16_overflow_is_infinite_on_every_rank():
     codecs = make("fp16", [(3,)], size=2, dtype="float32")
     flats = [torch.tensor([40000.0, 1.0, 70000.0]), torch.tensor([40000.0, 1.0, 0.0])]
     simulate_reduce(codecs, flats)
@@ -213,7 +213,7 @@ def test_beyond_its_range_fp16_is_infinite_on_every_rank():
 
 
 @pytest.mark.parametrize(("kind", "error"), [("bf16", 2**-8), ("fp16", 2**-11)])
-def test_a_cast_errs_by_half_a_unit_in_the_last_place(kind, error):
+def test_a_cast_is_off_by_at_most_half_a_unit_in_the_last_place(kind, error):
     (flat,) = gradients(SHAPES, size=1, dtype=torch.float32)
     before = flat.clone()
     simulate_reduce(make(kind, SHAPES, dtype="float32"), [flat])
@@ -224,7 +224,7 @@ def test_a_cast_errs_by_half_a_unit_in_the_last_place(kind, error):
 
 
 @given(length=st.integers(1, 3000), seed=st.integers(0, 999), exponent=st.integers(-30, 30))
-def test_int8_errs_by_half_a_step_of_its_block(length, seed, exponent):
+def test_int8_is_off_by_at_most_half_a_step_of_its_block(length, seed, exponent):
     (each,) = make("int8", [(length,)], dtype="float32")
     (flat,) = gradients([(length,)], size=1, seed=seed, dtype=torch.float32)
     before = flat.mul_(10.0**exponent).clone()
@@ -235,7 +235,7 @@ def test_int8_errs_by_half_a_step_of_its_block(length, seed, exponent):
         assert (flat[block] - before[block]).abs().max() <= 0.5001 * step
 
 
-def test_int8_of_denormal_numbers_waits():
+def test_int8_keeps_denormal_gradients_in_the_residual():
     (each,) = make("int8", [(10,)], dtype="float32")
     assert isinstance(each, Int8)
     flat = torch.full((10,), 1e-42)
@@ -261,7 +261,7 @@ def test_the_kth_largest_is_exact(length, count, seed, ties):
     assert kth_largest(flat, k) == flat.abs().sort(descending=True).values[k - 1].item()
 
 
-def test_a_sample_that_misleads_does_not_change_the_kth_largest():
+def test_a_misleading_sample_does_not_change_the_kth_largest():
     # All large elements lie where the sample does not look, or all where it does.
     for first in (0, 1):
         flat = torch.rand(80000)
@@ -281,14 +281,14 @@ def test_topk_sends_the_largest_of_the_bucket(shapes, percent):
     assert torch.equal(flat, before * largest)
 
 
-def test_topk_takes_the_first_of_the_ties():
+def test_topk_breaks_ties_by_the_lowest_index():
     flat = torch.ones(1000)
     flat[500] = 2.0
     simulate_reduce(make("topk", [(1000,)], dtype="float32", density=0.01), [flat])
     assert flat.nonzero().squeeze(1).tolist() == [*range(9), 500]
 
 
-def test_places_reach_over_many_blocks():
+def test_indices_span_many_blocks():
     length = 3 * INDEX_BLOCK + 17
     flat = torch.zeros(length)
     places = torch.tensor([0, 1, INDEX_BLOCK - 1, INDEX_BLOCK, 2 * INDEX_BLOCK + 5, 3 * INDEX_BLOCK, length - 1])
@@ -300,7 +300,7 @@ def test_places_reach_over_many_blocks():
 
 
 @given(length=st.integers(256, 5000), percent=st.integers(1, 99), seed=st.integers(0, 99))
-def test_at_a_refresh_without_ties_as_many_are_kept_as_the_sparsity_leaves(length, percent, seed):
+def test_a_refresh_without_ties_keeps_exactly_the_density(length, percent, seed):
     generator = torch.Generator().manual_seed(seed)
     flat = torch.randperm(length, generator=generator).add_(1).to(torch.float64)
     simulate_reduce(make("dct", [(length,)], density=percent / 100), [flat])
@@ -320,7 +320,7 @@ def test_zeros_are_never_sent():
     assert each.num_early_refreshes == 0
 
 
-def test_a_threshold_is_kept_for_its_life():
+def test_a_threshold_is_kept_for_refresh_steps():
     each = dct([(4000,)], density=0.1, refresh_steps=3)
     seen = []
     for step in range(9):
@@ -341,7 +341,7 @@ def test_drift_never_takes_density_out_of_its_band(seed, growth):
     assert each.num_early_refreshes > 0
 
 
-def test_the_first_threshold_is_too_low_and_does_not_stay():
+def test_the_first_threshold_is_too_low_and_is_refreshed_early():
     # The first refresh sees no remainder. From the second step on the remainder is most of what there is.
     each = dct([(20000,)], density=0.01, refresh_steps=1000)
     counts = []
@@ -395,7 +395,7 @@ def test_a_warm_start_finds_the_best_approximation():
     assert errors[-1] == pytest.approx(1.0, abs=1e-9)
 
 
-def test_a_matrix_without_gradient_is_learned_when_it_has_one():
+def test_powersgd_sends_a_matrix_whose_gradient_was_zero_before():
     (each,) = make("powersgd", [(30, 30)], matrix_rank=2)
     for _ in range(3):
         flat = torch.zeros(900, dtype=torch.float64)
@@ -409,7 +409,7 @@ def test_a_matrix_without_gradient_is_learned_when_it_has_one():
     torch.testing.assert_close(each.residual, torch.zeros(900, dtype=torch.float64), rtol=0, atol=1e-10)
 
 
-def test_ranks_remember_their_own_part_only():
+def test_residuals_do_not_accumulate_differences_between_ranks():
     # Differences between ranks cancel in the sum, and must not pile up in the remainders.
     codecs = make("powersgd", [(40, 40)], size=2, matrix_rank=2)
     generator = torch.Generator().manual_seed(3)

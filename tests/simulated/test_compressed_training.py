@@ -26,7 +26,7 @@ def worst(case: Case, size: int, *, unit: float = 1.0) -> float:
 
 
 @pytest.mark.parametrize("codec", REMEMBERING)
-def test_a_state_dict_holds_what_every_rank_remembers(codec):
+def test_a_state_dict_holds_the_codec_state_of_every_rank(codec):
     case = Case(codec=codec, batch_sizes=(12, 12, 12, 12))
 
     def begin(ranks):
@@ -48,7 +48,7 @@ def test_a_state_dict_holds_what_every_rank_remembers(codec):
         assert all(torch.equal(got[name], weight) for name, weight in expected.items())
 
 
-def test_over_memory_nothing_is_sent():
+def test_shared_memory_sends_no_bytes():
     case = Case(codec="topk")
 
     def body(ranks):
@@ -64,7 +64,7 @@ def test_complex_gradients_are_not_compressed():
     assert "weight (torch.complex64)" in problem.got
 
 
-def test_what_messages_will_cost_is_shown_before():
+def test_show_reports_how_much_less_a_codec_sends():
     bucket_bytes, dp = 2**22, 4
     shown = show(Plan(dp=dp, codec="bf16", bucket_bytes=bucket_bytes), lm.task())
     assert "2 times less than without the codec" in shown
@@ -76,13 +76,13 @@ def test_what_messages_will_cost_is_shown_before():
     assert "1.5 times as much as without the codec" in shown
 
 
-def test_a_field_that_nothing_reads_is_shown_as_such():
+def test_show_reports_fields_without_effect():
     shown = show(Plan(dp=2, codec_density=0.5), lm.task())
     assert "  codec_density = 0.5   no effect without codec = topk or dct\n" in shown
     assert "no effect" not in show(Plan(dp=2, codec="topk", codec_density=0.5), lm.task())
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_a_gradient_of_less_than_full_rank_leaves_no_rounding_to_go_along(size):
+def test_powersgd_sends_no_rounding_noise_of_a_rank_deficient_gradient(size):
     # One sample makes matrices of rank 1; what other columns there are must not come from the order of sums.
     assert worst(Case(codec="powersgd", batch_sizes=(1, 1, 3), bucket_bytes=1500), size) <= TOLERANCE

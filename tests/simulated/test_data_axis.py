@@ -41,7 +41,7 @@ def test_a_parameter_without_gradient_on_some_ranks_is_trained_by_the_others(mic
     assert max(threads.run(3, lambda ranks: deviation(case, 3, ranks))) <= TOLERANCE
 
 
-def test_a_layer_used_on_one_rank_only_is_trained_everywhere(monkeypatch):
+def test_a_layer_used_on_one_rank_only_is_trained_on_every_rank(monkeypatch):
     # Rank 0 gets 2 samples, rank 1 gets 3: their buckets are completed in different orders.
     case = Case(model="sometimes", unused="allow", batch_sizes=(5, 5), bucket_bytes=300)
 
@@ -63,7 +63,7 @@ def test_a_layer_used_on_one_rank_only_is_trained_everywhere(monkeypatch):
 
 @pytest.mark.parametrize(("bucket_bytes", "others"), [(2**20, 300), (300, 2**20), (4000, 4000)])
 @pytest.mark.parametrize(("zero", "then"), [(0, 0), (1, 0), (0, 1), (2, 1)])
-def test_a_state_can_be_taken_to_another_mesh_and_other_buckets(bucket_bytes, others, zero, then):
+def test_a_state_dict_loads_on_another_mesh_and_other_buckets(bucket_bytes, others, zero, then):
     case = Case(batch_sizes=(12, 12, 12, 12), clip=0.5, model="tied", bucket_bytes=bucket_bytes, zero=zero)
 
     def begin(ranks):
@@ -95,7 +95,7 @@ def test_a_state_can_be_taken_to_another_mesh_and_other_buckets(bucket_bytes, ot
             torch.testing.assert_close(trained.weights[name], weight.detach(), rtol=0, atol=TOLERANCE)
 
 
-def test_between_hosts_and_with_a_codec_gradients_travel_in_more_buckets(monkeypatch):
+def test_more_buckets_are_used_between_hosts_and_with_a_codec(monkeypatch):
     def num_buckets(**fields):
         return len(threads.run(1, lambda ranks: build_step(Case(bucket_bytes=2**20, **fields), 1, ranks))[0].buckets)
 
@@ -113,7 +113,7 @@ def test_between_hosts_and_with_a_codec_gradients_travel_in_more_buckets(monkeyp
     assert threads.run(1, wrapped) == [8]
 
 
-def test_the_launch_order_is_frozen_after_the_first_step_and_the_same_everywhere():
+def test_the_launch_order_is_frozen_after_the_first_step_and_the_same_on_every_rank():
     case = Case(bucket_bytes=1000)
 
     def body(ranks):
@@ -178,7 +178,7 @@ class Weighed(torch.nn.Module):
 
 @pytest.mark.parametrize("zero", [0, 1, 2])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_the_norm_of_gradients_of_two_bytes_is_neither_rounded_nor_infinite(zero, dtype):
+def test_the_norm_of_two_byte_gradients_is_neither_rounded_nor_infinite(zero, dtype):
     each = torch.tensor(9000.0, dtype=dtype)
 
     def body(ranks):
@@ -189,6 +189,6 @@ def test_the_norm_of_gradients_of_two_bytes_is_neither_rounded_nor_infinite(zero
     assert threads.run(2, body) == [pytest.approx(each.item() * 900**0.5, rel=1e-6)] * 2
 
 
-def test_what_another_bucket_left_in_a_slot_is_no_part_of_the_norm():
+def test_stale_data_in_a_reused_slot_is_not_part_of_the_norm():
     case = Case(zero=2, clip=0.05, bucket_bytes=1, batch_sizes=(12, 12))
     assert max(threads.run(2, lambda ranks: deviation(case, 2, ranks))) <= TOLERANCE

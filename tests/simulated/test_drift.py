@@ -86,7 +86,7 @@ def test_replicas_that_differ_in_one_bit_are_found_and_named_on_every_rank(how):
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_replicas_that_train_alike_are_not_told(how):
+def test_equal_replicas_pass_every_drift_check(how):
     fields, size, hosts, _, _ = HOW[how]
     case = dataclasses.replace(CASE, **fields)
     found = []
@@ -108,7 +108,7 @@ def test_replicas_that_train_alike_are_not_told(how):
 
 
 @pytest.mark.parametrize("steps", [1, 3])
-def test_what_differs_from_the_start_is_found_after_the_first_step_that_ranks_take_together(steps):
+def test_an_initial_difference_is_found_after_the_first_synchronized_step(steps):
     case = dataclasses.replace(CASE, **({"sync": "local", "local_steps": steps} if steps > 1 else {}))
 
     def body(ranks):
@@ -130,7 +130,7 @@ def test_what_differs_from_the_start_is_found_after_the_first_step_that_ranks_ta
     assert threads.run(2, body) == [[] if steps == 1 else ["after step 3"]] * 2
 
 
-def test_a_drift_is_found_at_the_next_check_of_a_training():
+def test_drift_is_found_at_the_next_check():
     def body(ranks):
         step = build(CASE, ranks, every=3)
         train(CASE, step, range(1))
@@ -191,7 +191,7 @@ def test_weights_that_exist_once_per_host_have_no_replica_there():
     assert threads.run(2, body) == [True, True]
 
 
-def test_weights_that_have_changed_places_are_found():
+def test_swapped_rows_of_a_weight_are_found():
     def body(ranks):
         step = build(CASE, ranks)
         if ranks.rank:
@@ -210,7 +210,7 @@ def test_a_negative_number_of_steps_between_checks_is_refused():
         threads.run(2, lambda ranks: build(CASE, ranks, every=-1))
 
 
-def test_no_check_is_made_where_none_is_asked_for(monkeypatch):
+def test_drift_check_0_makes_no_check(monkeypatch):
     def body(ranks):
         train(CASE, build(CASE, ranks, every=0), range(4))
         return True
@@ -219,7 +219,7 @@ def test_no_check_is_made_where_none_is_asked_for(monkeypatch):
     assert threads.run(2, body) == [True, True]
 
 
-def test_unlike_machines_warn_with_the_size_and_again_when_it_has_grown_tenfold(monkeypatch):
+def test_drift_between_different_machines_warns_and_again_when_it_has_grown_tenfold(monkeypatch):
     monkeypatch.setattr(replica_drift, "machine_fingerprint", lambda ranks: f"machine {ranks.rank}")
     told: list[str] = []
     monkeypatch.setattr(warnings, "warn", lambda text, *_, **__: told.append(str(text)))
@@ -243,7 +243,7 @@ def test_unlike_machines_warn_with_the_size_and_again_when_it_has_grown_tenfold(
     assert "machine 1" in told[0]
 
 
-def test_a_difference_between_like_machines_is_an_error_among_unlike_ones_too(monkeypatch):
+def test_drift_between_equal_machines_is_an_error_even_if_others_differ(monkeypatch):
     monkeypatch.setattr(replica_drift, "machine_fingerprint", lambda ranks: "old" if ranks.rank == 0 else "new")
 
     def body(ranks):
@@ -257,7 +257,7 @@ def test_a_difference_between_like_machines_is_an_error_among_unlike_ones_too(mo
     assert threads.run(3, body) == [True] * 3
 
 
-def test_the_wrapped_optimizer_checks_in_the_backward_after_every_so_many_steps():
+def test_the_wrapped_optimizer_checks_in_the_backward_after_drift_check_steps():
     def body(ranks):
         made = nn.Linear(3, 2).double()
         inner = torch.optim.SGD(made.parameters(), lr=0.1)
@@ -283,7 +283,7 @@ def bits(tensor: torch.Tensor, how: str) -> int:
 @pytest.mark.parametrize("how", ["cpu", "device"])
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
-def test_a_fingerprint_sees_every_bit_and_its_place(how, data):
+def test_a_fingerprint_depends_on_every_bit_and_its_position(how, data):
     dtype = data.draw(st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64]))
     length = data.draw(st.integers(2, 70))
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 1000)))
@@ -306,7 +306,7 @@ def test_a_fingerprint_sees_every_bit_and_its_place(how, data):
     assert bits(raw.view(dtype), how) != before
 
 
-def test_a_fingerprint_does_not_depend_on_how_it_is_cut(monkeypatch):
+def test_a_fingerprint_does_not_depend_on_its_chunks(monkeypatch):
     tensor = torch.randn(1000, generator=torch.Generator().manual_seed(1))
     whole = device_fingerprint(tensor)
     monkeypatch.setattr(fingerprint, "CHUNK_WORDS", 64)
@@ -318,7 +318,7 @@ def test_a_fingerprint_does_not_depend_on_how_it_is_cut(monkeypatch):
         assert bits(strided, how) == bits(strided.contiguous(), how)
 
 
-def test_a_run_checks_as_often_as_it_is_told_to(monkeypatch, tmp_path):
+def test_train_passes_drift_check_to_parallelize(monkeypatch, tmp_path):
     asked = []
 
     class Asked(Exception):
@@ -346,7 +346,7 @@ def test_a_run_checks_as_often_as_it_is_told_to(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("drift_check", [0, 5])
-def test_a_run_checks_at_its_end_unless_it_is_told_not_to(monkeypatch, tmp_path, drift_check):
+def test_a_run_checks_drift_at_its_end_unless_drift_check_is_0(monkeypatch, tmp_path, drift_check):
     checked = []
     monkeypatch.setattr(TrainStep, "check_drift", lambda step: checked.append(step.num_steps))
     task = Task(

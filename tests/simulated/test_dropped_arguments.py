@@ -71,7 +71,7 @@ CALLS = {
 @pytest.mark.filterwarnings("ignore:.*chain_matmul is deprecated")
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("mode", MODES)
-def test_a_mode_loses_no_argument(mode, call):
+def test_a_torch_function_mode_drops_no_argument(mode, call):
     expected = CALLS[call]()
     for others in ([], [observing], [MODES[mode]]):
         with contextlib.ExitStack() as stack:
@@ -81,7 +81,7 @@ def test_a_mode_loses_no_argument(mode, call):
         assert torch.equal(got, expected) if isinstance(expected, Tensor) else got == expected
 
 
-def test_a_watched_parameter_loses_no_argument():
+def test_a_tracked_parameter_drops_no_argument():
     weight = nn.Parameter(wide(2, 3))
     expected = F.l1_loss(weight, B, **WEIGHT)
     uses = ParamAccess([[weight]], lambda bucket: None)
@@ -126,7 +126,7 @@ CHANGED = {"einsum", "backward", "grad"}
 
 
 @pytest.mark.parametrize("module", [torch.functional, F, _tensor, nn.init, torch.autograd])
-def test_all_arguments_that_torch_loses_are_known(module: ModuleType):
+def test_all_arguments_that_torch_drops_are_listed(module: ModuleType):
     known = {func.__name__: set(names) for func, names in DROPPED_ARGUMENTS.items()}
     assert _lost(module) == {name: known[name] for name in _lost(module) if name in known}
 

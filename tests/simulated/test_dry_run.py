@@ -403,7 +403,7 @@ def test_models_without_mixing_pass(kind):
 # ---- where float64 or random weights are unavailable ----------------------------------------------------
 
 
-def test_weights_that_cannot_be_of_order_1_are_near_the_models_own():
+def test_weights_near_the_models_own_are_used_if_random_ones_give_nonfinite_results():
     torch.manual_seed(1)
     ranks = tried(Logarithmic(near=True))
     assert {(each.config, tuple(each.problems)) for each in ranks} == {(SEQUENCE_CHECKS[1], ())}

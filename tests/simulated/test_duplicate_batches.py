@@ -99,7 +99,7 @@ def trained(way, size, batches, *, hosts=1, **options):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("numbers", [[0, 1, 2, 3], [0, 0, 1, 0, 2, 3], [5, 5, 5, 5, 6, 7, 8]])
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_the_third_different_batch_that_all_data_ranks_have_is_refused_on_every_rank(way, numbers, hosts):
+def test_the_third_distinct_batch_common_to_all_data_ranks_is_refused_on_every_rank(way, numbers, hosts):
     found = trained(way, 3, lambda rank: map(drawn, numbers), hosts=hosts)
     third = next(place for place in range(len(numbers)) if len(set(numbers[: place + 1])) == 3)
     for count, error in found:
@@ -111,7 +111,7 @@ def test_the_third_different_batch_that_all_data_ranks_have_is_refused_on_every_
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_ranks_that_are_refused_are_refused_again_until_their_batches_differ(way):
+def test_refusals_repeat_until_the_ranks_batches_differ(way):
     def body(ranks):
         rank = way(ranks, linear())
         for number in (0, 1):
@@ -128,7 +128,7 @@ def test_ranks_that_are_refused_are_refused_again_until_their_batches_differ(way
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_one_batch_again_and_again_is_told_once_and_trained(way):
+def test_a_repeated_batch_warns_once_and_is_trained_on(way):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert trained(way, 2, lambda rank: [drawn(0)] * 6) == [(6, None)] * 2
@@ -137,7 +137,7 @@ def test_one_batch_again_and_again_is_told_once_and_trained(way):
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("last", [0, 1, 2])
-def test_ranks_that_have_differed_once_are_watched_no_more(way, last, monkeypatch):
+def test_comparison_stops_once_batches_have_differed(way, last, monkeypatch):
     """Ranks differ in the first batch, or later; on all ranks, or on one of three."""
     hashed, hash_ = [], duplicate_batches.batch_digest
     monkeypatch.setattr(duplicate_batches, "batch_digest", lambda tensors: hashed.append(1) or hash_(tensors))
@@ -152,19 +152,19 @@ def test_ranks_that_have_differed_once_are_watched_no_more(way, last, monkeypatc
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_same_batches_are_permitted_by_an_argument_and_then_nothing_is_hashed(way, monkeypatch):
+def test_same_batches_can_be_allowed_and_are_then_not_hashed(way, monkeypatch):
     monkeypatch.setattr(duplicate_batches, "batch_digest", None)
     assert trained(way, 2, lambda rank: map(drawn, range(5)), same_batches="allow") == [(5, None)] * 2
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_one_rank_has_nobody_to_be_compared_with(way, monkeypatch):
+def test_one_rank_hashes_no_batches(way, monkeypatch):
     monkeypatch.setattr(duplicate_batches, "batch_digest", None)
     assert trained(way, 1, lambda rank: map(drawn, range(5))) == [(5, None)]
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_empty_batches_say_nothing(way):
+def test_empty_batches_are_not_compared(way):
     """Two ranks have the same samples and the third has none: the same. Only one rank has samples: not the same."""
     some = lambda rank: [drawn(n, samples=4 if rank < 2 else 0) for n in range(5)]  # noqa: E731
     plan = ff.Plan(dp=3, unused="allow")
@@ -174,7 +174,7 @@ def test_empty_batches_say_nothing(way):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_watching_ends_after_a_number_of_batches(way, monkeypatch):
+def test_comparison_ends_after_max_compared_batches(way, monkeypatch):
     monkeypatch.setattr(duplicate_batches, "MAX_COMPARED", 4)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -183,7 +183,7 @@ def test_watching_ends_after_a_number_of_batches(way, monkeypatch):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_the_policy_is_one_of_two_and_the_same_on_every_rank(way):
+def test_same_batches_has_two_values_and_is_the_same_on_every_rank(way):
     def unknown(ranks):
         with pytest.raises(SettingError, match='same_batches = "yes"'):
             way(ranks, linear(), same_batches="yes")
@@ -203,7 +203,7 @@ def test_batches_of_a_feed_are_not_compared(monkeypatch):
     assert trained(Parallel, 2, lambda rank: fed) == [(5, None)] * 2
 
 
-def test_a_feeds_batch_on_one_rank_and_a_loaders_on_another_end_no_rank_in_a_wait():
+def test_a_feed_batch_on_one_rank_and_a_loader_batch_on_another_do_not_deadlock():
     def body(ranks):
         rank = Parallel(ranks, linear())
         batch = drawn(0)
@@ -217,7 +217,7 @@ def test_a_feeds_batch_on_one_rank_and_a_loaders_on_another_end_no_rank_in_a_wai
 
 
 @pytest.mark.parametrize("dp", [1, 2])
-def test_ranks_that_share_sequences_have_the_same_batches_by_right(dp):
+def test_batches_are_compared_between_data_ranks_and_not_within_a_sequence_group(dp):
     case = Case(model="lm", batch_sizes=(4,) * 4, sp=2)
 
     def body(ranks):
@@ -234,7 +234,7 @@ def test_ranks_that_share_sequences_have_the_same_batches_by_right(dp):
     assert threads.run(2 * dp, body) == [4 if dp == 1 else 2] * 2 * dp
 
 
-def test_ranks_that_share_a_sequence_are_one_data_rank():
+def test_ranks_of_a_sequence_group_count_as_one_data_rank():
     """Only the first of two data ranks has samples. It is two ranks (sp = 2), but no other data rank has the same."""
     case = Case(model="lm", batch_sizes=(4,) * 4, sp=2)
 
@@ -263,7 +263,7 @@ def test_several_forwards_before_a_backward_are_one_batch():
     assert threads.run(2, body) == [True, True]
 
 
-def test_only_what_is_trained_on_is_compared():
+def test_only_training_batches_are_compared():
     """Evaluation batches are not compared, with or without autograd, nor numbers that do not belong to samples."""
 
     class Scheduled(nn.Module):
@@ -292,7 +292,7 @@ def test_only_what_is_trained_on_is_compared():
     assert sum(REPEATED in str(each.message) for each in caught) == 1
 
 
-def test_uneven_data_within_join_are_compared_among_those_that_have_some():
+def test_within_join_only_ranks_with_data_are_compared():
     def body(ranks):
         model = linear()
         optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, communicator=ranks)
@@ -310,7 +310,7 @@ def test_uneven_data_within_join_are_compared_among_those_that_have_some():
     assert threads.run(3, body) == [2, 2, 0]
 
 
-def test_a_watched_model_is_copied_and_saved_and_its_copy_is_not_watched():
+def test_copies_and_saved_files_of_an_observed_model_are_not_observed():
     def body(ranks):
         model = linear()
         optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, communicator=ranks)
@@ -337,7 +337,7 @@ class Opaque:
     Opaque(), {"x": torch.ones(2), "cache": Opaque()}, torch.empty(0, 3), torch.ones(()), 3, None, (), {"mask": None},
     torch.ones(2, device="meta"), torch.ones(2, 2).to_sparse(),
 ])  # fmt: skip
-def test_what_cannot_be_compared_has_no_fingerprint(tree):
+def test_inputs_that_cannot_be_compared_have_no_fingerprint(tree):
     assert duplicate_batches.fingerprint(tree) is None
 
 
@@ -354,7 +354,7 @@ def test_fingerprints_differ_where_batches_do():
     assert duplicate_batches.fingerprint(x.t().contiguous().t()) == duplicate_batches.fingerprint(x)
 
 
-def test_a_compiled_model_is_not_compiled_again_when_nobody_listens_any_more():
+def test_removing_the_input_hook_does_not_recompile_a_model():
     counter, model = CompileCounter(), linear()
     inputs = duplicate_batches.InputFingerprints(model)
     compiled = torch.compile(model, backend=counter, fullgraph=True)

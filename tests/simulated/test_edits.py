@@ -85,7 +85,7 @@ def by_hand(case, edit):
 
 @EDITS
 @pytest.mark.parametrize("fields", [{"zero": 0}, {"zero": 1, "transport": "gloo"}, {"zero": 0, "unused": "allow"}])
-def test_training_goes_on_from_an_edit_where_each_rank_has_all_weights(fields, edit):
+def test_training_continues_from_an_edit_where_every_rank_holds_all_weights(fields, edit):
     case = dataclasses.replace(CASE, **fields)
     for got in edited(case, edit):
         for name, weight in by_hand(case, edit).items():
@@ -98,13 +98,13 @@ LOST += [{"zero": 1}, {"zero": 2}, {"zero": 1, "update": "in_backward"}, {"preci
 
 @EDITS
 @pytest.mark.parametrize("fields", LOST)
-def test_an_edit_that_would_be_lost_or_be_made_by_each_rank_is_refused(fields, edit):
+def test_an_edit_that_would_be_lost_or_applied_once_per_rank_is_refused(fields, edit):
     with pytest.raises(TaskError, match=r"written outside of step\.edit\(\) .*try with step\.edit\(\) as model"):
         edited(dataclasses.replace(CASE, **fields), edit)
 
 
 @pytest.mark.parametrize("fields", [*LOST, {"zero": 3, "transport": "gloo"}, {"zero": 0}])
-def test_the_same_edit_within_a_block_is_trained_from(fields):
+def test_training_continues_from_the_same_edit_within_step_edit(fields):
     def how(step):
         with step.edit() as net:
             halve(net)
@@ -115,7 +115,7 @@ def test_the_same_edit_within_a_block_is_trained_from(fields):
             torch.testing.assert_close(got[name].double(), weight, rtol=0.02, atol=2e-3)
 
 
-def test_one_element_that_no_sample_has_is_found_in_the_first_steps():
+def test_an_edit_of_one_unsampled_element_is_found_in_the_first_steps():
     def poke(net):
         net.second.weight.data[3, 7] += 1.0
 
@@ -123,7 +123,7 @@ def test_one_element_that_no_sample_has_is_found_in_the_first_steps():
         edited(dataclasses.replace(CASE, precision="bf16"), poke)
 
 
-def test_one_element_that_no_sample_has_is_found_when_all_weights_are_checked():
+def test_an_edit_of_one_unsampled_element_is_found_when_all_weights_are_checked():
     def body(ranks):
         step = make(dataclasses.replace(CASE, precision="bf16"), ranks, drift_check=6)
         for number in range(6):
@@ -137,7 +137,7 @@ def test_one_element_that_no_sample_has_is_found_when_all_weights_are_checked():
     threads.run(2, body)
 
 
-def test_weights_that_are_not_finite_are_no_edit():
+def test_nonfinite_weights_are_not_taken_for_an_edit():
     def body(ranks):
         step = make(dataclasses.replace(CASE, precision="bf16"), ranks)
         step.load_weights({"scale": torch.tensor(float("nan"))})
@@ -149,7 +149,7 @@ def test_weights_that_are_not_finite_are_no_edit():
 
 
 @pytest.mark.parametrize("fields", [{"precision": "bf16"}, {"zero": 1}])
-def test_an_edit_of_one_rank_is_told_to_all(fields):
+def test_an_edit_on_one_rank_is_reported_on_all(fields):
     def body(ranks):
         step = make(dataclasses.replace(CASE, **fields), ranks)
         step(batch_of_rank(step, batches(CASE)[0]))
@@ -166,7 +166,7 @@ def test_an_edit_of_one_rank_is_told_to_all(fields):
         assert "written" in said
 
 
-def test_weights_that_a_later_forward_writes_are_refused_beside_master_weights():
+def test_weights_written_by_a_later_forward_are_refused_with_master_weights():
     class Shortens(nn.Module):
         def __init__(self):
             super().__init__()
@@ -191,7 +191,7 @@ def test_weights_that_a_later_forward_writes_are_refused_beside_master_weights()
         threads.run(2, body)
 
 
-def test_an_embedding_that_forward_shortens_is_refused_with_weights_that_are_rounded():
+def test_an_embedding_with_max_norm_is_refused_with_rounded_weights():
     class Words(nn.Module):
         def __init__(self):
             super().__init__()
@@ -202,7 +202,7 @@ def test_an_embedding_that_forward_shortens_is_refused_with_weights_that_are_rou
         check_plan_for_model(Words(), Plan(precision="bf16"), clip=None)
 
 
-def test_weights_that_rest_split_are_not_copied_nor_written_between_steps():
+def test_sharded_weights_cannot_be_read_or_written_between_steps():
     def body(ranks):
         step = make(dataclasses.replace(CASE, zero=3, transport="gloo"), ranks)
         step(batch_of_rank(step, batches(CASE)[0]))
@@ -224,7 +224,7 @@ LOCAL = dataclasses.replace(CASE, sync="local", local_steps=2, outer_lr=0.7, out
 
 
 @EDITS
-def test_local_steps_go_on_from_what_is_written_when_ranks_have_met(edit):
+def test_local_sgd_continues_from_an_edit_after_averaging(edit):
     def in_block(step):
         with step.edit() as net:
             edit(net)
@@ -236,7 +236,7 @@ def test_local_steps_go_on_from_what_is_written_when_ranks_have_met(edit):
 
 
 @pytest.mark.parametrize("edit", [clamp, clamp_data, halve])
-def test_between_meetings_an_outer_step_would_take_an_edit_for_training(edit):
+def test_an_edit_between_averages_is_refused_with_an_outer_optimizer(edit):
     case = dataclasses.replace(LOCAL, local_steps=4, batch_sizes=(8,) * 4)
     with pytest.raises(TaskError, match=r"between two averages of the weights"):
         edited(case, edit)
@@ -245,7 +245,7 @@ def test_between_meetings_an_outer_step_would_take_an_edit_for_training(edit):
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
-def test_what_is_put_between_meetings_is_no_step_of_the_outer_optimizer():
+def test_weights_loaded_between_averages_are_not_an_outer_step():
     case = dataclasses.replace(LOCAL, local_steps=4, batch_sizes=(8,) * 4)
     value = torch.tensor(0.25, dtype=torch.float64)
 
@@ -270,7 +270,7 @@ def test_what_is_put_between_meetings_is_no_step_of_the_outer_optimizer():
 
 
 @pytest.mark.parametrize("unused", ["refuse", "allow"])
-def test_a_module_that_is_replaced_after_the_build_is_refused_and_not_left_untrained(unused):
+def test_a_module_replaced_after_the_build_is_refused(unused):
     def body(ranks):
         step = make(dataclasses.replace(CASE, unused=unused), ranks)
         step(batch_of_rank(step, batches(CASE)[0]))
@@ -282,7 +282,7 @@ def test_a_module_that_is_replaced_after_the_build_is_refused_and_not_left_untra
 
 
 @pytest.mark.parametrize("precision", ["keep", "bf16"])
-def test_a_model_that_an_earlier_step_has_rounded_is_refused(precision):
+def test_a_model_rounded_by_an_earlier_step_is_refused(precision):
     def body(ranks):
         step = make(dataclasses.replace(CASE, precision="bf16"), ranks)
         step(batch_of_rank(step, batches(CASE)[0]))
@@ -300,7 +300,7 @@ def test_a_model_that_an_earlier_step_has_rounded_is_refused(precision):
 
 
 @pytest.mark.parametrize("fields", [{"zero": 0}, {"zero": 1}, {"precision": "bf16"}, {"zero": 3, "transport": "gloo"}])
-def test_weights_that_are_put_are_those_of_the_model_or_refused_on_every_rank(fields):
+def test_load_weights_refuses_other_names_and_shapes_on_every_rank(fields):
     wrong = {
         "nope": torch.ones(4),
         "second.weight": torch.ones(24),  # it would be spread over the rows

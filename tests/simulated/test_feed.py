@@ -48,7 +48,7 @@ def through_torch(state):
 
 
 @pytest.mark.parametrize("saved", [lambda state: state, tuple, through_json, through_torch, lambda state: state[:3]])
-def test_a_state_goes_on_in_any_form_with_the_seed_it_was_made_with(saved):
+def test_a_saved_state_in_any_form_resumes_with_its_own_seed(saved):
     undisturbed, first, second = fed(seed=3), fed(seed=3), fed(seed=5)
     expected = targets(undisturbed) + targets(undisturbed)
     begun = targets(first, 2)
@@ -57,14 +57,14 @@ def test_a_state_goes_on_in_any_form_with_the_seed_it_was_made_with(saved):
     assert second.state == Position(3, 2, 0, 20)
 
 
-def test_a_state_goes_on_with_another_batch_size():
+def test_a_state_resumes_with_another_batch_size():
     first, second = fed(), fed(batch_size=3)
     begun = targets(first, 2)
     second.load_state(first.state)
     assert sorted(itertools.chain(*begun, *targets(second))) == list(range(20))
 
 
-def test_a_state_within_an_epoch_of_another_length_is_refused_and_changes_nothing():
+def test_a_mid_epoch_state_of_another_source_length_is_refused_and_changes_nothing():
     first, second = fed(20), fed(24)
     targets(first, 2)
     with pytest.raises(DataError, match=r"position 8 in an epoch of 20 samples, and a source of 24 now .* \(0, 1, 0\)"):
@@ -75,7 +75,7 @@ def test_a_state_within_an_epoch_of_another_length_is_refused_and_changes_nothin
     assert sorted(itertools.chain(*targets(second))) == list(range(24))
 
 
-def test_a_source_that_grows_within_an_epoch_ends_the_loop_that_goes_on():
+def test_a_source_that_grows_within_an_epoch_is_refused_when_the_loop_continues():
     source = numbers(20)
     feed = ff.Feed(source, batch_size=4)
     targets(feed, 2)
@@ -95,7 +95,7 @@ def test_a_source_that_grows_within_an_epoch_ends_the_loop_that_goes_on():
     (None, "a state None"),
     ("abc", "a state 'abc'"),
 ])  # fmt: skip
-def test_what_is_no_state_is_refused(state, message):
+def test_an_invalid_state_is_refused(state, message):
     with pytest.raises(DataError, match=message):
         fed().load_state(state)
 
@@ -140,7 +140,7 @@ def on_ranks(size, monkeypatch, **how):
     return result
 
 
-def test_samples_draw_the_same_on_any_mesh_and_batch_size_and_other_numbers_in_each_epoch(monkeypatch):
+def test_random_samples_are_the_same_on_any_mesh_and_batch_size_and_differ_between_epochs(monkeypatch):
     undisturbed = on_ranks(1, monkeypatch, batch_size=4)
     assert undisturbed.keys() == {(epoch, number) for epoch in range(2) for number in range(12)}
     assert len({str(row) for row in undisturbed.values()}) == 24
@@ -150,7 +150,7 @@ def test_samples_draw_the_same_on_any_mesh_and_batch_size_and_other_numbers_in_e
     assert not {str(row) for row in other.values()} & {str(row) for row in undisturbed.values()}
 
 
-def test_samples_draw_the_same_after_a_resume():
+def test_random_samples_are_the_same_after_a_resume():
     undisturbed = samples_of(ff.Feed(Augmented(), batch_size=4))
     first, second = ff.Feed(Augmented(), batch_size=4), ff.Feed(Augmented(), batch_size=4)
     inputs, which = next(iter(first))
@@ -166,7 +166,7 @@ class Quiet(Augmented):
         return torch.zeros(3), index
 
 
-def test_training_draws_as_if_the_samples_drew_nothing():
+def test_random_samples_do_not_advance_the_generators_of_training():
     result = []
     for source in (Quiet(), Augmented()):
         seed_all(0)
@@ -193,7 +193,7 @@ class CountingSource:
 
 
 @pytest.mark.parametrize("draws", [False, True])
-def test_samples_that_draw_are_read_while_they_are_waited_for_and_others_ahead(draws):
+def test_only_samples_without_random_numbers_are_prefetched(draws):
     source = CountingSource(draws=draws)
     loop = iter(ff.Feed(source, batch_size=1))
     next(loop)
@@ -208,7 +208,7 @@ def test_samples_that_draw_are_read_while_they_are_waited_for_and_others_ahead(d
 
 @pytest.mark.parametrize("draws", [False, True])
 @pytest.mark.parametrize("number", [0, 5])
-def test_an_error_of_the_source_is_raised_where_its_batch_is_waited_for(number, draws):
+def test_an_error_of_the_source_is_raised_at_its_own_batch(number, draws):
     class Failing(CountingSource):
         def __getitem__(self, index):
             if index == bad:
@@ -249,7 +249,7 @@ def augmented(folder, name, **how):
     return result.loss, result.valid
 
 
-def test_a_run_whose_samples_draw_is_the_same_after_a_resume_and_however_often_it_evaluates(tmp_path):
+def test_a_run_with_random_samples_does_not_depend_on_resumes_or_evaluations(tmp_path):
     undisturbed = augmented(tmp_path, "undisturbed")
     assert augmented(tmp_path, "often", evaluate_every=1) == undisturbed
     with pytest.raises(Interrupted):
@@ -258,7 +258,7 @@ def test_a_run_whose_samples_draw_is_the_same_after_a_resume_and_however_often_i
     assert augmented(tmp_path, "resumed") == undisturbed
 
 
-def test_verify_compares_samples_that_draw():
+def test_verify_supports_random_samples():
     task = ff.Task(
         model=lambda: torch.nn.Linear(3, 1),
         loss=lambda outputs, targets: (outputs[:, 0] - targets).square(),

@@ -83,7 +83,7 @@ def test_state_that_depends_on_the_samples_is_refused_on_every_rank(kind, plan):
 
 # One sample per rank, so no two parts of a rank's batch differ.
 @pytest.mark.parametrize("kind", ["moving mean", "replaced", "frozen"])
-def test_state_that_differs_among_ranks_only_is_refused(kind):
+def test_state_that_differs_only_between_ranks_is_refused(kind):
     def body(ranks):
         with pytest.raises(TaskError, match=r"forward writes (state|codes), and the values depend on its samples"):
             train(ranks, kind, Plan(dp=3), batches(3))
@@ -104,14 +104,14 @@ def test_state_that_counts_forwards_is_refused_with_microbatches(kind, plan):
 # In batches of 2 and 1, some ranks have no samples; in the next batch they have some again.
 @pytest.mark.parametrize("plan", [Plan(dp=3), Plan(dp=3, zero=2), Plan(dp=3, zero=1, update="in_forward"), Plan()])
 @pytest.mark.parametrize("kind", ["none", "spectral norm", "old spectral norm", "calls", "made once"])
-def test_state_that_is_the_same_after_any_samples_is_trained_as_in_one_process(kind, plan):
+def test_state_that_does_not_depend_on_samples_is_trained_as_in_one_process(kind, plan):
     given = batches(9, 7, 2, 9, 1, 9)
     got = threads.run(plan.dp, lambda ranks: train(ranks, kind, plan, given))
     assert max(oracle.deviation(each, expected(kind, given)) for each in got) <= TOLERANCE
 
 
 @pytest.mark.parametrize("kind", ["none", "made once"])
-def test_state_that_repeated_forwards_do_not_change_goes_with_microbatches(kind):
+def test_state_that_repeated_forwards_do_not_change_is_allowed_with_microbatches(kind):
     given = batches(9, 2, 9)
     got = threads.run(2, lambda ranks: train(ranks, kind, Plan(dp=2, microbatches=3), given))
     assert max(oracle.deviation(each, expected(kind, given)) for each in got) <= TOLERANCE
@@ -125,7 +125,7 @@ def test_state_per_rank_can_be_allowed(kind):
 
 
 @pytest.mark.parametrize("kind", ["moving mean", "replaced", "calls", "made once", "spectral norm"])
-def test_what_a_dry_run_writes_is_restored(kind):
+def test_state_written_by_a_dry_run_is_restored(kind):
     def body(ranks):
         step = TrainStep(model(kind), loss, sgd, plan=Plan(dp=2), communicator=ranks, clip=None)
         before = {name: buffer.clone() for name, buffer in step.model.named_buffers()}

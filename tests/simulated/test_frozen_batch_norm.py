@@ -63,7 +63,7 @@ def test_frozen_statistics_train_as_on_one_device(plan):
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_statistics_of_each_batch_are_refused(plan):
+def test_batch_statistics_are_refused(plan):
     trains, untracked = net(), net()
     trains.norm.train()
     untracked.norm = nn.BatchNorm1d(8, track_running_stats=False).double().eval()
@@ -75,7 +75,7 @@ def test_statistics_of_each_batch_are_refused(plan):
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_statistics_that_are_frozen_no_more_are_refused_before_a_weight_moves(plan):
+def test_unfrozen_statistics_are_refused_before_a_weight_moves(plan):
     (batch,) = batches(9)
 
     def body(ranks):
@@ -90,7 +90,7 @@ def test_statistics_that_are_frozen_no_more_are_refused_before_a_weight_moves(pl
     assert len(set(threads.run(plan.dp, body))) == 1
 
 
-def test_a_model_whose_train_keeps_statistics_frozen_may_be_set_to_train():
+def test_a_model_may_keep_its_statistics_frozen_in_train_mode():
     (batch,), plan = batches(9), Plan(dp=2)
 
     def body(ranks):
@@ -112,7 +112,7 @@ class Thawing(Net):
 
 
 @pytest.mark.parametrize("plan", PLANS[:3])
-def test_statistics_that_forward_itself_unfreezes_are_refused(plan):
+def test_statistics_unfrozen_by_forward_are_refused(plan):
     def body(ranks):
         model = Thawing().double()
         model.norm.eval()
@@ -123,7 +123,7 @@ def test_statistics_that_forward_itself_unfreezes_are_refused(plan):
     threads.run(plan.dp, body)
 
 
-def test_one_rank_that_unfreezes_its_statistics_is_named_and_no_other_waits():
+def test_a_rank_that_unfreezes_its_statistics_is_reported_without_deadlock():
     (batch,), plan = batches(9), Plan(dp=2)
 
     def body(ranks):
@@ -136,7 +136,7 @@ def test_one_rank_that_unfreezes_its_statistics_is_named_and_no_other_waits():
     threads.run(2, body)
 
 
-def test_a_distributed_optimizer_trains_frozen_statistics_and_refuses_others():
+def test_a_distributed_optimizer_trains_frozen_statistics_and_refuses_unfrozen_ones():
     (batch,), plan = batches(9), Plan(dp=2)
 
     def body(ranks):

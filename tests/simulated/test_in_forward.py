@@ -47,7 +47,7 @@ def weights(step):
     return {name: p.detach().clone() for name, p in step.model.named_parameters()}
 
 
-def test_the_program_begins_with_the_updates_of_the_step_before():
+def test_the_program_begins_with_the_updates_of_the_previous_step():
     step = threads.run(1, lambda ranks: build_step(CASE, 1, ranks))[0]
     verbs = [action.verb for action in step.program]
     assert verbs[: len(step.buckets)] == [Verb.UPDATE] * len(step.buckets)
@@ -55,7 +55,7 @@ def test_the_program_begins_with_the_updates_of_the_step_before():
 
 
 @pytest.mark.parametrize(("size", "zero"), [(1, 0), (2, 0), (2, 1), (2, 2)])
-def test_a_bucket_is_updated_when_forward_comes_to_it_and_not_before(size, zero):
+def test_a_bucket_is_updated_just_before_forward_uses_it(size, zero):
     case = dataclasses.replace(CASE, zero=zero, bucket_bytes=1)
 
     def body(ranks):
@@ -78,7 +78,7 @@ def test_a_bucket_is_updated_when_forward_comes_to_it_and_not_before(size, zero)
 
 @ZEROS
 @pytest.mark.parametrize("optimizer", ["AdamW", "LAMB"])
-def test_the_rate_is_that_of_the_step_whose_gradient_it_is(optimizer, zero):
+def test_an_update_uses_the_learning_rate_of_the_step_of_its_gradient(optimizer, zero):
     def body(case, step):
         schedule = torch.optim.lr_scheduler.StepLR(step.optimizer, step_size=1, gamma=0.1)
         for batch in batches(case):
@@ -112,7 +112,7 @@ EVERYWHERE = [(use, zero) for use in ("evaluate", "load_state_dict") for zero in
 
 
 @pytest.mark.parametrize(("use", "zero"), sorted({*EVERYWHERE, *((use, n % 3) for n, use in enumerate(USES))}))
-def test_who_wants_the_weights_between_steps_finds_them_new(use, zero):
+def test_weights_read_between_steps_are_updated_first(use, zero):
     def body(case, step):
         found = {}
         for number, batch in enumerate(batches(case)):
@@ -128,7 +128,7 @@ def test_who_wants_the_weights_between_steps_finds_them_new(use, zero):
 
 
 @ZEROS
-def test_a_state_between_steps_goes_on_bit_for_bit(zero):
+def test_training_resumes_bit_for_bit_from_a_state_between_steps(zero):
     case = dataclasses.replace(CASE, zero=zero)
     whole = threads.run(2, lambda ranks: train_step(case, build_step(case, 2, ranks)).weights)
 
@@ -255,7 +255,7 @@ def test_no_weight_is_overwritten_while_another_ranks_backward_may_read_it(zero)
 
 
 @pytest.mark.parametrize("zero", [1, 2])
-def test_no_weight_is_used_before_all_ranks_have_updated_their_shares_of_it(zero):
+def test_no_weight_is_used_before_all_ranks_have_updated_their_shards_of_it(zero):
     case = dataclasses.replace(CASE, zero=zero)
 
     def body(one, step):
@@ -273,7 +273,7 @@ def test_no_weight_is_used_before_all_ranks_have_updated_their_shares_of_it(zero
     same(*both(case, 2, body))
 
 
-def test_a_use_between_steps_is_told_to_need_the_update_first():
+def test_a_use_between_steps_is_refused_until_pending_updates_are_flushed():
     def body(ranks):
         step = build_step(CASE, 2, ranks)
         step(local_batch(batches(CASE)[0], 2, ranks.rank))
@@ -291,7 +291,7 @@ def test_a_use_between_steps_is_told_to_need_the_update_first():
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_gradients_that_anybody_sets_to_none_between_steps_are_not_lost(size):
+def test_zero_grad_between_steps_loses_no_gradient(size):
     def body(case, step):
         for batch in batches(case):
             step(local_batch(batch, size, step.dp_index))
@@ -313,7 +313,7 @@ class Unseen(nn.Module):
         return torch.func.vmap(lambda b, y: y + b)(self.bias, self.layer(x).T).T
 
 
-def test_a_use_that_nobody_was_told_of_ends_the_training():
+def test_an_unreported_parameter_use_stops_training():
     def body(ranks):
         plan = Plan(update="in_forward", bucket_bytes=1)
         make = functools.partial(torch.optim.SGD, lr=0.1)
@@ -327,7 +327,7 @@ def test_a_use_that_nobody_was_told_of_ends_the_training():
 
 
 @ZEROS
-def test_a_flush_after_a_step_whose_first_microbatch_was_empty_leaves_the_next_step_as_it_is(zero):
+def test_a_flush_after_an_empty_first_microbatch_does_not_change_the_next_step(zero):
     """As at the end of an epoch, where a checkpoint is saved: rank 0 has one sample for two microbatches."""
     case = dataclasses.replace(CASE, batch_sizes=(8, 3, 8, 8), microbatches=2, zero=zero)
 
@@ -341,7 +341,7 @@ def test_a_flush_after_a_step_whose_first_microbatch_was_empty_leaves_the_next_s
     same(*both(case, 2, body))
 
 
-def test_a_step_after_one_that_was_left_out_trains_as_it_would_after_backward():
+def test_a_step_after_a_skipped_one_trains_as_with_updates_after_backward():
     """The step that is left out has an empty first microbatch; nothing waits for the step after it."""
     case = dataclasses.replace(CASE, batch_sizes=(8, 3, 8, 8), microbatches=2)
 
@@ -366,7 +366,7 @@ def test_a_step_after_one_that_was_left_out_trains_as_it_would_after_backward():
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2])
-def test_a_step_after_an_empty_batch_and_an_evaluation_is_not_blamed_for_unseen_uses(zero):
+def test_a_step_after_an_empty_batch_and_an_evaluation_is_not_refused_for_unreported_uses(zero):
     # The rank without samples uses no weight in the step's forward; the evaluation does the updates of it.
     def body(case, step):
         for number, batch in enumerate(batches(case)):
@@ -401,7 +401,7 @@ def test_the_trace_shows_updates_within_forward_and_counts_them_once():
     }
 
 
-def test_a_step_that_nobody_holds_any_more_is_gone_with_its_memory():
+def test_an_unreferenced_step_frees_its_shared_memory():
     def files() -> int:
         gc.collect()
         return len(os.listdir("/proc/self/fd"))
@@ -442,7 +442,7 @@ def test_a_run_ends_with_the_weights_of_its_last_step(ema, tmp_path):
     ({"model": "compiled"}, "compiled code at second"),
     ({"model": "scripted"}, "compiled code at second"),
 ])  # fmt: skip
-def test_updates_in_forward_are_refused_where_uses_are_not_told_of_or_come_too_late(fields, said):
+def test_updates_in_forward_are_refused_where_uses_are_unreported_or_come_too_late(fields, said):
     case = dataclasses.replace(CASE, clip=None, **fields)
     model, loss, optimizer = cases_module.model("mlp"), cases_module.loss(case), cases_module.optimizer(case)
     if case.model == "compiled":

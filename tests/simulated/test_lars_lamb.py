@@ -62,7 +62,7 @@ PAPERS: list[tuple[Any, Callable[..., Tensor]]] = [
 
 
 @pytest.mark.parametrize(("make", "paper"), PAPERS, ids=["LARS", "LAMB"])
-def test_an_update_is_the_papers_with_changing_rates(make: Any, paper: Callable[..., Tensor]) -> None:
+def test_updates_follow_the_papers_with_changing_rates(make: Any, paper: Callable[..., Tensor]) -> None:
     rates = [0.5, 0.1, 0.7, 0.01, 0.3]
     starts = [normal(4, 3, seed=0), normal(5, seed=1, scale=10.0), normal(seed=2)]
     gradients = [[normal(*w.shape, seed=10 * n + i, scale=n + 1.0) for n in range(5)] for i, w in enumerate(starts)]
@@ -94,7 +94,7 @@ def test_the_trust_ratio_of_a_zero_norm_is_one(kind: Any, which: str) -> None:
     assert which == "gradient" or move(adapt=True).abs().min() > 0.1
 
 
-def test_a_group_that_is_not_adapted_moves_as_torchs_own_optimizer() -> None:
+def test_a_group_without_adaptation_is_updated_as_by_torchs_own_optimizer() -> None:
     ours, theirs = (nn.Parameter(normal(6, seed=3)) for _ in range(2))
     pairs = [
         (ff.optim.LAMB([ours], lr=0.1, weight_decay=0.0, adapt=False), torch.optim.Adam([theirs], lr=0.1, eps=1e-6)),
@@ -111,7 +111,7 @@ def test_a_group_that_is_not_adapted_moves_as_torchs_own_optimizer() -> None:
 
 @settings(max_examples=40)
 @given(kind=st.sampled_from(KINDS), cuts=st.sets(st.integers(1, 22)), skip=st.booleans())
-def test_however_a_parameter_is_cut_its_update_is_the_same(kind: Any, cuts: set[int], skip: bool) -> None:
+def test_an_update_does_not_depend_on_how_a_parameter_is_sharded(kind: Any, cuts: set[int], skip: bool) -> None:
     whole = [nn.Parameter(normal(16, seed=0)), nn.Parameter(normal(7, seed=1, scale=5.0))]
     flat = torch.cat([w.detach() for w in whole])
     bounds = sorted({0, 16, 23} | cuts)
@@ -135,7 +135,7 @@ def test_however_a_parameter_is_cut_its_update_is_the_same(kind: Any, cuts: set[
     torch.testing.assert_close(torch.cat([*stretches]), torch.cat([*whole]), rtol=0, atol=1e-12)
 
 
-def test_norms_of_two_byte_numbers_do_not_overflow() -> None:
+def test_norms_of_two_byte_weights_do_not_overflow() -> None:
     weight = nn.Parameter(torch.full((4096,), 3e3, dtype=torch.float16))  # its square is 9e6, above the largest
     weight.grad = torch.full_like(weight, 1e-3)
     ff.optim.LARS([weight], lr=1.0, trust=0.01, momentum=0.0).step()
@@ -143,7 +143,7 @@ def test_norms_of_two_byte_numbers_do_not_overflow() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_empty_group_and_impossible_options_are_refused(kind: Any) -> None:
+def test_an_empty_group_and_invalid_options_are_refused(kind: Any) -> None:
     weight = nn.Parameter(torch.ones(2))
     for empty in ([], [nn.Parameter(torch.ones(0, 3))]):
         with pytest.raises(OptimizerError, match=f"{kind.__name__} on an empty group"):
@@ -161,14 +161,14 @@ def test_an_empty_group_and_impossible_options_are_refused(kind: Any) -> None:
 
 @pytest.mark.parametrize("optimizer", ["LARS", "LAMB"])
 @pytest.mark.parametrize("zero", [0, 1, 2])
-def test_a_parameter_without_gradient_is_left_alone(optimizer: str, zero: int) -> None:
+def test_a_parameter_without_gradient_is_not_updated(optimizer: str, zero: int) -> None:
     case = Case(model="unused", unused="allow", optimizer=optimizer, zero=zero, clip=0.05)
     assert max(threads.run(2, lambda ranks: deviation(case, 2, ranks))) <= TOLERANCE
 
 
 @pytest.mark.parametrize("optimizer", ["LARS", "LAMB"])
 @pytest.mark.parametrize(("zero", "then"), [(0, 0), (0, 1), (2, 0), (1, 2)])
-def test_a_state_can_be_taken_to_another_mesh(optimizer: str, zero: int, then: int) -> None:
+def test_a_state_dict_loads_on_another_mesh(optimizer: str, zero: int, then: int) -> None:
     case = Case(batch_sizes=(12, 12, 12, 12), optimizer=optimizer, bucket_bytes=1500, zero=zero)
 
     def begun(ranks: Any) -> dict[str, Any]:
@@ -194,7 +194,7 @@ def test_a_state_can_be_taken_to_another_mesh(optimizer: str, zero: int, then: i
 
 
 @pytest.mark.parametrize("optimizer", ["LARS", "LAMB"])
-def test_an_update_in_backward_of_a_share_of_a_parameter_is_refused(optimizer: str) -> None:
+def test_an_update_in_backward_of_a_parameter_shard_is_refused(optimizer: str) -> None:
     case = Case(optimizer=optimizer, zero=1, update="in_backward")
     with pytest.raises(
         PlanError, match=f'"in_backward" with {optimizer} at zero = 1   need the norms of whole parameters'

@@ -97,7 +97,7 @@ def refused_after(step, given, dp, match):
 
 
 @pytest.mark.parametrize(("name", "cut"), in_turn(LATER, CUTS + SHARDED))
-def test_what_is_no_mean_of_the_kept_is_refused_once_some_are_ignored(name, cut):
+def test_a_loss_that_is_no_mean_of_the_kept_targets_is_refused_once_some_are_ignored(name, cut):
     def body(ranks):
         transport = "gloo" if cut[2] == 3 else "by-host"
         plan = Plan(dp=cut[0], microbatches=cut[1], zero=cut[2], transport=transport)
@@ -108,7 +108,7 @@ def test_what_is_no_mean_of_the_kept_is_refused_once_some_are_ignored(name, cut)
 
 
 @pytest.mark.parametrize("name", LATER)
-def test_the_same_losses_train_as_in_one_process_while_nothing_is_ignored(name):
+def test_the_same_losses_train_as_in_one_process_while_no_target_is_ignored(name):
     given = [(inputs, targets.clamp(min=0)) for inputs, targets in batches()]
     got = threads.run(3, lambda ranks: trained(ranks, LATER[name], (3, 2, 0), given))
     assert max(oracle.deviation(each, alone(LATER[name], given)) for each in got) <= TOLERANCE
@@ -116,7 +116,7 @@ def test_the_same_losses_train_as_in_one_process_while_nothing_is_ignored(name):
 
 @pytest.mark.parametrize("given", [later, ignoring])
 @pytest.mark.parametrize(("name", "cut"), in_turn(EXACT, CUTS))
-def test_losses_that_stay_exact_when_some_are_ignored_are_not_refused(name, cut, given):
+def test_losses_that_stay_exact_when_some_targets_are_ignored_are_not_refused(name, cut, given):
     expected = alone(EXACT[name], given())
     got = threads.run(cut[0], lambda ranks: trained(ranks, EXACT[name], cut, given()))
     assert max(oracle.deviation(each, expected) for each in got) <= TOLERANCE
@@ -138,7 +138,7 @@ COUNTS = {
 
 
 @pytest.mark.parametrize("name", COUNTS)
-def test_what_is_no_count_is_refused(name):
+def test_an_invalid_count_is_refused(name):
     loss, match = COUNTS[name]
     refused_at_once(lambda: loss, match)
 
@@ -189,11 +189,11 @@ def closed(module):
 
 @pytest.mark.parametrize("held", [lambda module: module, closed, lambda module: module.forward])
 @pytest.mark.parametrize("kind", [Centred, Counting])
-def test_a_loss_that_writes_its_own_buffers_is_refused_where_a_batch_is_cut(kind, held):
+def test_a_loss_that_writes_its_own_buffers_is_refused_where_a_batch_is_split(kind, held):
     refused_at_once(lambda: held(kind()), "the loss writes its own (centre|calls) each time")
 
 
-def test_a_loss_that_caches_is_trained_and_its_state_is_its_own_in_one_process():
+def test_a_loss_that_caches_is_trained_and_one_process_may_keep_loss_state():
     got = threads.run(2, lambda ranks: trained(ranks, Caching(), (2, 2, 0), batches()))
     expected = alone(lambda o, y: Caching()(o, y).mean(), batches())
     assert max(oracle.deviation(each, expected) for each in got) <= TOLERANCE
@@ -205,7 +205,7 @@ def slope_too(o, y):
 
 
 @pytest.mark.parametrize("loss", [slope_too, LATER["a mean by hand beside"]])
-def test_an_evaluation_of_a_source_refuses_counts_that_part_ways_among_ranks(loss):
+def test_an_evaluation_of_a_source_refuses_disproportionate_counts(loss):
     inputs, targets = batches()[0]
     targets = targets.clamp(min=0)
     targets[3:5] = targets[11:] = -100  # not among the samples of the dry run

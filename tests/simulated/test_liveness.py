@@ -41,14 +41,14 @@ def rank_0_with(peer: _RankProcess) -> Communicator:
     return comm
 
 
-def test_a_zombie_counts_as_dead(corpse: _RankProcess) -> None:
+def test_a_zombie_process_counts_as_dead(corpse: _RankProcess) -> None:
     comm = rank_0_with(corpse)
     assert [comm.is_peer_dead(rank) for rank in range(2)] == [False, True]
     with pytest.raises(PeerError, match=r"rank 1 \(host somewhere\)"):
         comm.check_peers()
 
 
-def test_a_later_process_with_the_same_pid_or_one_of_another_host_is_not_taken_for_the_rank() -> None:
+def test_a_reused_pid_counts_as_dead_and_a_rank_of_another_host_as_alive() -> None:
     here = _RankProcess(host_id(), "here", *this_process())
     assert rank_0_with(here._replace(start_ticks=here.start_ticks - 1)).is_peer_dead(1)
     assert not rank_0_with(here._replace(host="another", pid=1, start_ticks=0)).is_peer_dead(1)
@@ -86,7 +86,7 @@ def test_a_rank_that_waits_for_data_notices_a_dead_peer(corpse: _RankProcess) ->
     source.is_released.set()
 
 
-def test_the_writer_does_not_wait_for_the_piece_of_a_dead_rank(tmp_path, monkeypatch) -> None:
+def test_the_writer_does_not_wait_for_the_file_of_a_dead_rank(tmp_path, monkeypatch) -> None:
     def body(comm):
         run = ThreadRun(Case(), comm, tmp_path)
         run.run_steps(0, 2, save_at=(1,))

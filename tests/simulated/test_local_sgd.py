@@ -34,7 +34,7 @@ def deviation(case: Case, size: int, ranks) -> float:
 @pytest.mark.parametrize(("size", "hosts", "batch_sizes", "model"), [
     (4, 2, (7, 1, 13, 2, 9, 12, 3, 8, 1), "tied"), (3, 1, (5, 9, 1, 12, 4, 13), "frozen"),
 ])  # fmt: skip
-def test_local_steps_are_workers_that_meet_and_their_norms_are_told(size, hosts, batch_sizes, model):
+def test_local_sgd_trains_as_separate_workers_that_average_their_weights(size, hosts, batch_sizes, model):
     # Three steps between meetings, and so many meetings that a momentum is of several.
     case = Case(model=model, loss="pair", batch_sizes=batch_sizes, sync="local", local_steps=3, outer_momentum=0.9)
     case = dataclasses.replace(case, optimizer="LAMB", microbatches=2, clip=0.05, outer_lr=0.7, bucket_bytes=1500)
@@ -49,7 +49,7 @@ def test_a_rank_without_samples_updates_each_bucket_once():
 
 @settings(max_examples=10)
 @given(size=st.integers(1, 4), batch_sizes=st.lists(st.integers(1, 9), min_size=1, max_size=4).map(tuple))
-def test_plain_descent_that_meets_in_every_step_is_data_parallelism(size, batch_sizes):
+def test_sgd_averaged_in_every_step_equals_data_parallelism(size, batch_sizes):
     # With momentum they differ where batches are uneven: each rank's is its own.
     case = Case(optimizer="descent", batch_sizes=batch_sizes, sync="local", local_steps=1)
     both = threads.run(size, lambda ranks: (train_step(case, build_step(case, size, ranks)), train_oracle(case)))
@@ -59,7 +59,7 @@ def test_plain_descent_that_meets_in_every_step_is_data_parallelism(size, batch_
 LOCAL = Case(sync="local", local_steps=3, batch_sizes=(12, 11, 2, 12, 12, 7), outer_momentum=0.9, bucket_bytes=1500)
 
 
-def test_ranks_differ_between_meetings_and_agree_after_them():
+def test_ranks_differ_between_averages_and_agree_after_them():
     def body(ranks):
         step = build_step(LOCAL, 2, ranks)
         seen = []
@@ -74,7 +74,7 @@ def test_ranks_differ_between_meetings_and_agree_after_them():
         assert torch.equal(mine, theirs) == whole
 
 
-def test_gradients_are_never_reduced_and_weights_are_in_meetings_only():
+def test_gradients_are_never_reduced_and_weights_only_in_averaging_steps():
     def body(ranks):
         step = build_step(LOCAL, 2, ranks)
         for batch in batches(LOCAL):
@@ -86,7 +86,7 @@ def test_gradients_are_never_reduced_and_weights_are_in_meetings_only():
         assert Verb.REDUCE not in {a.verb for a in meeting}
 
 
-def test_a_state_between_meetings_is_refused():
+def test_a_state_dict_between_averages_is_refused():
     def body(ranks):
         step = build_step(LOCAL, 2, ranks)
         step(local_batch(batches(LOCAL)[0], 2, step.dp_index))
@@ -96,7 +96,7 @@ def test_a_state_between_meetings_is_refused():
     threads.run(2, body)
 
 
-def test_every_rank_goes_on_from_what_is_put_back():
+def test_every_rank_resumes_from_a_loaded_state():
     case = dataclasses.replace(LOCAL, optimizer="descent")
 
     def body(ranks):
@@ -114,7 +114,7 @@ def test_every_rank_goes_on_from_what_is_put_back():
     assert all(all(same) for same in threads.run(2, body))
 
 
-def test_a_bad_step_is_left_out_by_all_ranks_and_a_meeting_is_held_all_the_same():
+def test_a_bad_step_is_skipped_by_all_ranks_and_its_average_still_happens():
     case = dataclasses.replace(LOCAL, outer_momentum=0.0)
 
     def body(ranks):
@@ -135,7 +135,7 @@ def test_a_bad_step_is_left_out_by_all_ranks_and_a_meeting_is_held_all_the_same(
     assert mine.isfinite().all()
 
 
-def test_show_tells_both_programs_and_how_seldom_weights_are_sent():
+def test_show_lists_both_programs_and_the_bytes_sent_per_step():
     told = {sync: show(Plan(dp=2, sync=sync, local_steps=4), lm.task()) for sync in ("step", "local")}
     apart, meeting = (part for part in told["local"].split("\n\n") if part.startswith("program"))
     assert "R0." not in told["local"]
@@ -179,12 +179,12 @@ def saved(folder: Path) -> dict[str, torch.Tensor]:
 RUN: dict[str, Any] = {"batch_size": 4, "trace_every": 0, "ema": 0.5}
 
 
-def test_a_run_that_would_end_between_meetings_is_refused():
+def test_a_run_that_would_end_between_averages_is_refused():
     with pytest.raises(SettingError, match=r"steps = 8, local_steps = 3.*try steps=6 or 9"):
         ff.train(small(), ff.Plan(sync="local", local_steps=3), steps=8, **RUN)
 
 
-def test_a_run_saves_and_evaluates_at_the_next_meeting_and_goes_on_bit_for_bit(tmp_path):
+def test_a_run_saves_and_evaluates_at_the_next_average_and_resumes_bit_for_bit(tmp_path):
     plan = ff.Plan(sync="local", local_steps=3, outer_lr=0.7, outer_momentum=0.9)
     options: dict[str, Any] = {"steps": 9, "checkpoint_every": 2, "folder": str(tmp_path), **RUN}
     ff.train(small(), plan, name="whole", **options)
@@ -201,7 +201,7 @@ def test_a_run_saves_and_evaluates_at_the_next_meeting_and_goes_on_bit_for_bit(t
 
 
 @given(every=st.integers(1, 30), meetings=st.integers(1, 20), period=st.integers(1, 12))
-def test_what_is_wanted_now_and_then_is_done_as_often_and_less_than_a_period_late(every, meetings, period):
+def test_periodic_actions_run_at_the_next_average_after_they_are_due(every, meetings, period):
     done = [step for step in range(1, meetings * period + 1) if is_due(step, every, period)]
     wanted = range(every, meetings * period + 1, every)
     assert done == sorted({-(-step // period) * period for step in wanted})

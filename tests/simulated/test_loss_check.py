@@ -321,7 +321,7 @@ def test_without_memory_for_float64_gradients_are_checked_in_the_models_dtype_an
     threads.run(2, normalized)
 
 
-def test_what_fails_in_float64_is_checked_in_the_models_dtype_and_that_is_logged(caplog):
+def test_a_model_that_fails_in_float64_is_checked_in_its_own_dtype_and_that_is_logged(caplog):
     class Narrow(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
@@ -346,7 +346,7 @@ def test_what_fails_in_float64_is_checked_in_the_models_dtype_and_that_is_logged
     assert "not implemented for 'Double'" in record.message
 
 
-def test_torchscript_is_not_checked_and_left_as_it_is():
+def test_torchscript_is_not_checked_and_not_changed():
     model = nn.Sequential(torch.jit.script(nn.Linear(4, CLASSES)))
     before = [p.clone() for p in model.parameters()]
     given = torch.ones(3, 4), torch.zeros(3, dtype=torch.int64)

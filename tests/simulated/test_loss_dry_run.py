@@ -93,14 +93,14 @@ def tried(kind: str, loss: Any, plan: Plan | None = None) -> None:
 
 
 @pytest.mark.parametrize("kind", CHANCES)
-def test_random_functions_refuse_no_mean_and_no_generator_advances(kind):
+def test_a_mean_loss_passes_with_random_functions_and_no_generator_advances(kind):
     tried(kind, lambda o, y: F.cross_entropy(o, y))
     tried(kind, lambda o, y: (o - F.one_hot(y, 3)).square().mean())
     tried(kind, lambda o, y: F.cross_entropy(o, y, reduction="none"))
 
 
 @pytest.mark.parametrize("kind", sorted(CHANCES.keys() - UNSEEN))
-def test_random_functions_hide_no_sum(kind):
+def test_a_summed_loss_is_refused_in_spite_of_random_functions(kind):
     with pytest.raises(TaskError, match="a scalar loss"):
         tried(kind, lambda o, y: F.cross_entropy(o, y, reduction="sum"))
 
@@ -145,7 +145,7 @@ def test_random_tensors_keep_their_shapes_and_dtypes():
 
 
 @pytest.mark.parametrize("plan", [Plan(dp=3), Plan(dp=3, zero=3, transport="gloo")])
-def test_when_one_rank_fails_on_its_first_batch_all_of_them_raise(plan):
+def test_all_ranks_raise_when_one_fails_on_its_first_batch(plan):
     def body(ranks):
         def loss(outputs: Tensor, targets: Tensor) -> Tensor:
             if ranks.rank == 1:
@@ -160,7 +160,7 @@ def test_when_one_rank_fails_on_its_first_batch_all_of_them_raise(plan):
     threads.run(3, body)
 
 
-def test_unreduced_values_are_compared_once_and_never_again():
+def test_unreduced_values_are_compared_only_once():
     calls = []
 
     def loss(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -176,7 +176,7 @@ def test_unreduced_values_are_compared_once_and_never_again():
     assert calls == [3, 1, 2] * 2 + [3] * 6  # in the dtype of the model, in float64, and in two steps
 
 
-def test_there_is_no_dry_run_where_no_batch_is_split():
+def test_no_dry_run_happens_if_no_batch_is_split():
     calls = []
 
     def loss(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -189,7 +189,7 @@ def test_there_is_no_dry_run_where_no_batch_is_split():
     assert calls == [9]
 
 
-def test_a_batch_that_is_empty_on_all_ranks_shows_nothing():
+def test_a_batch_that_is_empty_on_all_ranks_is_no_dry_run():
     inputs, targets = batch()
 
     def body(ranks):
@@ -202,7 +202,7 @@ def test_a_batch_that_is_empty_on_all_ranks_shows_nothing():
     threads.run(2, body)
 
 
-def test_compiled_code_is_trained_by_the_same_means():
+def test_compiled_code_trains_as_eager_code():
     def trained(ranks, *, compiled: bool):
         model: Any = nn.Linear(4, 3).double()
         with torch.no_grad():
@@ -248,7 +248,7 @@ def test_a_scalar_loss_of_compiled_code_is_refused_where_a_batch_is_split():
         threads.run(1, body)
 
 
-def test_a_model_that_writes_into_its_inputs_finds_them_as_the_user_gave_them():
+def test_a_dry_run_does_not_change_inputs_that_forward_writes():
     class Writing(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -21,7 +21,7 @@ FP16 = dataclasses.replace(CASE, precision="fp16", batch_sizes=(12, 12, 12))
 
 
 @given(overflows=st.lists(st.booleans(), max_size=40), interval=st.integers(1, 4))
-def test_the_scales_are_those_of_torchs_grad_scaler(overflows, interval):
+def test_the_scales_equal_those_of_torchs_grad_scaler(overflows, interval):
     weight = nn.Parameter(torch.ones(1))
     scaler = torch.amp.GradScaler("cpu", growth_interval=interval)
     optimizer = torch.optim.SGD([weight], lr=0.0)
@@ -37,7 +37,7 @@ def test_the_scales_are_those_of_torchs_grad_scaler(overflows, interval):
         scale.update(overflowed=overflowed)
 
 
-def test_a_scale_grows_no_further_than_float32_does():
+def test_a_scale_stays_within_the_range_of_float32():
     scale = LossScaler(initial=2.0**127, growth_interval=1)
     scale.update(overflowed=False)
     assert scale.value == 2.0**127
@@ -46,7 +46,7 @@ def test_a_scale_grows_no_further_than_float32_does():
 @pytest.mark.parametrize("fields", pairs.grid(
     where=((1, 0), (2, 0), (2, 1), (2, 3)), microbatches=(1, 2), clip=(0.1, None)
 ))  # fmt: skip
-def test_the_loss_is_scaled_and_nobody_notices(fields):
+def test_loss_scaling_does_not_change_training(fields):
     size, zero = fields["where"]
     case = dataclasses.replace(FP16, **ZERO_FIELDS[zero], microbatches=fields["microbatches"], clip=fields["clip"])
     expected = train_oracle(dataclasses.replace(case, reduce_dtype="fp32"), size)
@@ -57,7 +57,7 @@ def test_the_loss_is_scaled_and_nobody_notices(fields):
 
 
 @pytest.mark.parametrize(("size", "zero"), [(1, 0), (2, 0), (2, 1)])
-def test_weights_that_stay_in_float32_move_by_the_true_gradient_too(size, zero):
+def test_weights_kept_in_float32_are_updated_by_unscaled_gradients(size, zero):
     def body(ranks):
         torch.manual_seed(1)
         model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
@@ -112,7 +112,7 @@ DATA = torch.ones(2, 4), torch.zeros(2)
 
 @pytest.mark.parametrize(("clip", "update"), [(None, "after"), (1.0, "after"), (None, "in_forward")])
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_an_overflow_on_one_rank_leaves_the_step_out_on_all_and_halves_the_scale(zero, clip, update):
+def test_an_overflow_on_one_rank_skips_the_step_on_all_and_halves_the_scale(zero, clip, update):
     def body(ranks):
         step = loud(ranks, zero=zero, clip=clip, update=update)
         step(DATA)
@@ -136,7 +136,7 @@ def tensors(state):
     return [{key: torch.as_tensor(value) for key, value in keys.items()} for keys in state["optimizer"].values()]
 
 
-def test_gradients_too_small_for_float16_are_kept_by_the_scale():
+def test_loss_scaling_preserves_gradients_too_small_for_float16():
     def moved(ranks):
         step = loud(ranks)
         step.model.factor = 1e-7  # of about 1: less than half the least number of float16, 6e-8
@@ -156,7 +156,7 @@ def test_gradients_too_small_for_float16_are_kept_by_the_scale():
     assert with_scale(1e-2) == [False]
 
 
-def test_an_overflow_at_the_least_scale_is_a_bad_step():
+def test_an_overflow_at_the_minimum_scale_is_a_bad_step():
     def body(ranks, *, skip_nan):
         step = loud(ranks, skip_nan=skip_nan)
         step._loss_scaler.value = 2.0
@@ -172,7 +172,7 @@ def test_an_overflow_at_the_least_scale_is_a_bad_step():
         threads.run(2, lambda ranks: body(ranks, skip_nan=0))
 
 
-def test_a_loss_that_is_no_number_is_a_bad_step_at_any_scale():
+def test_a_nan_loss_is_a_bad_step_at_any_scale():
     def body(ranks):
         step = loud(ranks, skip_nan=1)
         metrics = step((DATA[0] * float("inf"), DATA[1]))
@@ -181,7 +181,7 @@ def test_a_loss_that_is_no_number_is_a_bad_step_at_any_scale():
     assert threads.run(2, body) == [(False, "step 1: the loss is nan", 65536.0)] * 2
 
 
-def test_the_scale_goes_on_where_it_was():
+def test_the_scale_is_restored_with_the_state():
     def body(ranks, state=None):
         step = loud(ranks)
         if state is not None:
@@ -204,7 +204,7 @@ def test_the_scale_goes_on_where_it_was():
     ({"sync": "local"}, "an average of the weights that the update keeps"),
     ({"sync": "local", "offload": "states"}, "weights that are averaged on the device where"),
 ])  # fmt: skip
-def test_a_scaled_loss_is_refused_where_an_overflow_comes_too_late(fields, said):
+def test_loss_scaling_is_refused_where_an_overflow_is_found_too_late(fields, said):
     case = dataclasses.replace(FP16, **fields)
     model, loss, optimizer = cases.model(case.model), cases.loss(case), cases.optimizer(case)
     with pytest.raises(PlanError, match=said):

@@ -185,7 +185,7 @@ def in_turn(names: Iterable[str], values: Sequence[Any]) -> list[tuple[str, Any]
 
 
 @pytest.mark.parametrize(("name", "cut"), in_turn([*EXACT, "with a penalty"], CUTS))
-def test_a_mean_is_trained_as_in_one_process_however_the_batch_is_cut(name, cut):
+def test_a_mean_is_trained_as_in_one_process_however_the_batch_is_split(name, cut):
     loss, given = EXACT.get(name, with_penalty), batches()
     expected = alone(loss, given)
     assert all(map(math.isfinite, expected.losses))
@@ -194,7 +194,7 @@ def test_a_mean_is_trained_as_in_one_process_however_the_batch_is_cut(name, cut)
 
 
 @pytest.mark.parametrize(("name", "cut"), in_turn(REFUSED, [(2, 1, 0), (1, 3, 0), (3, 2, 2)]))
-def test_a_number_that_is_no_mean_is_refused_on_every_rank_before_a_weight_moves(name, cut):
+def test_a_scalar_loss_that_is_no_mean_is_refused_on_every_rank_before_a_weight_moves(name, cut):
     def body(ranks):
         model = net()
         before = [p.clone() for p in model.parameters()]
@@ -208,7 +208,7 @@ def test_a_number_that_is_no_mean_is_refused_on_every_rank_before_a_weight_moves
     assert all(threads.run(cut[0], body))
 
 
-def test_a_loss_that_is_off_by_little_is_told_with_digits_that_differ():
+def test_a_small_deviation_is_reported_with_digits_that_differ():
     def slightly(o, y):
         return F.mse_loss(o, ones(y)) + 1e-6 * o.mean(0).square().sum()
 
@@ -223,7 +223,7 @@ def test_a_loss_that_is_off_by_little_is_told_with_digits_that_differ():
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_nothing_is_cut_in_one_forward_a_step_and_nothing_refused(name):
+def test_no_loss_is_refused_if_the_batch_is_not_split(name):
     (got,) = threads.run(1, lambda ranks: trained(ranks, REFUSED[name], (1, 1, 0), batches()))
     assert oracle.deviation(got, alone(REFUSED[name], batches())) <= TOLERANCE
 
@@ -240,7 +240,7 @@ ROUNDED = ["ignoring", "smoothed", "mse of some", "by hand", "with a penalty"]
     ("name", "scale", "dtype"),  # any two of them together
     [(name, scale, DTYPES[(i + j) % 3]) for i, name in enumerate(ROUNDED) for j, scale in enumerate(SCALES)],
 )
-def test_rounding_alone_refuses_no_loss(name, scale, dtype):
+def test_no_loss_is_refused_for_rounding_alone(name, scale, dtype):
     def body(ranks):
         model = net().to(dtype)
         with torch.no_grad():
@@ -264,7 +264,7 @@ def test_a_loss_near_zero_is_not_refused_for_its_rounding():
 
 
 @pytest.mark.parametrize("cut", CUTS)
-def test_counts_that_part_ways_in_a_later_batch_are_refused_before_a_weight_moves(cut):
+def test_counts_that_differ_in_a_later_batch_are_refused_before_a_weight_moves(cut):
     inputs, targets = batches()[0]
     given = [(inputs, targets.clamp(min=0)), (inputs, targets)]
 
@@ -281,7 +281,7 @@ def test_counts_that_part_ways_in_a_later_batch_are_refused_before_a_weight_move
 
 
 @pytest.mark.parametrize("dp", [1, 3])
-def test_what_is_ignored_everywhere_is_no_loss(dp):
+def test_a_global_batch_without_a_loss_element_is_refused(dp):
     inputs, targets = batches()[0]
     nothing = inputs, torch.full_like(targets, -100)
 
@@ -303,7 +303,7 @@ def test_what_is_ignored_everywhere_is_no_loss(dp):
         for j, update in enumerate(["after", "in_backward", "in_forward"])
     ],
 )
-def test_a_batch_of_which_nothing_counts_can_be_left_out(place, cut, update):
+def test_a_batch_whose_targets_are_all_ignored_can_be_skipped(place, cut, update):
     given = batches()
     empty = given[place][0], torch.full_like(given[place][1], -100)
 
@@ -321,7 +321,7 @@ def test_a_batch_of_which_nothing_counts_can_be_left_out(place, cut, update):
     assert max(oracle.deviation(got, expected) for got in threads.run(cut[0], body)) <= TOLERANCE
 
 
-def test_a_first_batch_of_which_nothing_counts_teaches_nothing():
+def test_a_first_batch_whose_targets_are_all_ignored_sets_no_nominal_count():
     inputs, targets = batches()[0]
     given = [(inputs.float(), torch.full_like(targets, -100)), (inputs.float(), targets)]
 
@@ -351,7 +351,7 @@ def test_an_evaluation_weights_the_parts_as_a_step_does(name):
 
 @pytest.mark.parametrize("dp", [1, 3])
 @pytest.mark.parametrize("name", ["ignoring", "weighted", "by hand"])
-def test_the_loss_of_a_whole_source_is_that_of_one_batch_of_all(name, dp):
+def test_the_loss_of_a_source_equals_that_of_one_batch_with_all_samples(name, dp):
     source = TensorSource(*batches()[0])
     task = Task(model=net, loss=EXACT[name], data=lambda: Data(train=source), optimizer=sgd)
     with torch.no_grad():
@@ -364,7 +364,7 @@ def test_the_loss_of_a_whole_source_is_that_of_one_batch_of_all(name, dp):
     assert threads.run(dp, body) == [pytest.approx(expected, rel=1e-12)] * dp
 
 
-def test_the_mean_that_does_not_wait_for_a_device_is_torchs_own():
+def test_the_mean_without_device_synchronization_equals_torchs_own():
     generator = torch.Generator().manual_seed(6)
     outputs, targets = torch.randn(12, CLASSES, generator=generator, dtype=WIDE), batches()[0][1][:3].flatten()
     smoothed: dict[str, Any] = {"label_smoothing": 0.1}

@@ -54,7 +54,7 @@ def poisoned(case: Case, number: int, sample: int, value: float = NAN) -> list[A
     {"update": "in_forward"},
     {"update": "in_forward", "zero": 1, "clip": 0.3, "microbatches": 2},
 ], ids=str)  # fmt: skip
-def test_training_with_a_skipped_step_is_training_without_it(fields, bad):
+def test_training_with_a_skipped_step_equals_training_without_it(fields, bad):
     case = Case(**{"batch_sizes": (12, 12, 12, 12), **fields})
     found = poisoned(case, bad, sample=1)
 
@@ -77,7 +77,7 @@ def test_training_with_a_skipped_step_is_training_without_it(fields, bad):
         assert skipped == results[0][1]
 
 
-def test_the_text_names_step_rank_and_samples_of_the_global_order():
+def test_the_message_names_step_rank_and_samples_of_the_global_order():
     # Positions 12 to 24 in two microbatches on each of two ranks: position 22 is in the last one, on rank 1.
     case = Case(microbatches=2)
     found = poisoned(case, 1, sample=10)
@@ -99,7 +99,7 @@ def test_the_text_names_step_rank_and_samples_of_the_global_order():
         assert skipped == (text, 1)
 
 
-def test_a_norm_that_is_not_finite_is_seen_before_the_update_though_all_losses_are_finite():
+def test_a_nonfinite_norm_is_found_before_the_update_even_if_all_losses_are_finite():
     def body(ranks):
         model = nn.Linear(2, 2)
         # The root has an infinite derivative at 0; times 0 it is NaN.
@@ -117,7 +117,7 @@ def test_a_norm_that_is_not_finite_is_seen_before_the_update_though_all_losses_a
         assert skipped.rank is None
 
 
-def test_by_default_a_step_that_is_not_finite_ends_the_training_and_changes_nothing():
+def test_by_default_a_nonfinite_step_stops_training_and_changes_nothing():
     case = Case(clip=0.1)
     found = poisoned(case, 2, sample=4, value=INF)
 
@@ -140,7 +140,7 @@ def test_by_default_a_step_that_is_not_finite_ends_the_training_and_changes_noth
 
 
 @pytest.mark.parametrize(("bad", "ends_at"), [((0, 1, 2), 3), ((0, 1, 3, 4), None), ((1, 2, 3, 4), 4)])
-def test_more_steps_in_a_row_than_allowed_end_the_training(bad, ends_at):
+def test_more_consecutive_bad_steps_than_allowed_stop_training(bad, ends_at):
     case = Case(batch_sizes=(6,) * 5)
 
     def body(ranks):
@@ -156,7 +156,7 @@ def test_more_steps_in_a_row_than_allowed_end_the_training(bad, ends_at):
     threads.run(2, body)
 
 
-def test_a_first_step_without_even_a_count_teaches_nothing():
+def test_a_first_step_with_a_nan_count_sets_no_nominal_count():
     # The gradients of all later steps are divided by the count of the first step.
     case = Case(loss="pair")
     found = poisoned(case, 0, sample=0)
@@ -177,7 +177,7 @@ def test_a_first_step_without_even_a_count_teaches_nothing():
         assert oracle.deviation(trained, expected) <= TOLERANCE
 
 
-def test_running_statistics_are_as_before_a_skipped_step():
+def test_a_skipped_step_restores_running_statistics():
     class Running(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -202,7 +202,7 @@ def test_running_statistics_are_as_before_a_skipped_step():
     assert threads.run(2, body) == [[0.5, 0.5, 0.75, 0.75]] * 2
 
 
-def test_ranks_that_would_not_skip_alike_are_refused():
+def test_ranks_with_different_skip_nan_are_refused():
     with pytest.raises(PlanError, match=r"rank 0 has skip_nan 0, rank 1 has skip_nan 1"):
         threads.run(2, lambda ranks: build(Case(), ranks, skip_nan=ranks.rank))
 
@@ -243,7 +243,7 @@ def saved(folder: Path) -> dict[str, torch.Tensor]:
         return {name: reader.read_tensor(name) for name in reader.manifest.tensors}
 
 
-def test_a_resumed_run_skips_the_same_steps_and_is_the_undisturbed_one_bit_for_bit(tmp_path):
+def test_a_resumed_run_skips_the_same_steps_and_equals_an_uninterrupted_one_bit_for_bit(tmp_path):
     options: dict[str, Any] = {
         "steps": 8,
         "batch_size": 4,
@@ -275,7 +275,7 @@ def test_a_resumed_run_skips_the_same_steps_and_is_the_undisturbed_one_bit_for_b
         assert "3" in fault["text"].partition("samples ")[2].partition(" (")[0].split(", ")
 
 
-def test_an_average_of_the_weights_does_not_move_in_a_skipped_step(tmp_path, monkeypatch):
+def test_the_ema_is_not_updated_in_a_skipped_step(tmp_path, monkeypatch):
     moved = []
     monkeypatch.setattr(EMA, "update", lambda self, steps: moved.append(steps))
     ff.train(task(bad=[3]), folder=str(tmp_path), name="run", steps=8, batch_size=4, ema=0.5, skip_nan=1)
@@ -284,7 +284,7 @@ def test_an_average_of_the_weights_does_not_move_in_a_skipped_step(tmp_path, mon
     assert moved == [number for number in range(1, 9) if number not in skipped]
 
 
-def test_a_stopped_run_goes_on_when_it_may_skip(tmp_path):
+def test_a_stopped_run_resumes_with_skip_nan(tmp_path):
     options: dict[str, Any] = {
         "steps": 4,
         "batch_size": 4,

@@ -76,7 +76,7 @@ def test_ranks_with_unequal_data_train_as_one_process_does(counts, by_all):
         assert gradients == [None] * 4
 
 
-def test_unequal_data_go_with_accumulation():
+def test_unequal_data_train_with_gradient_accumulation():
     counts = [4, 2]
 
     def body(ranks):
@@ -94,7 +94,7 @@ def test_unequal_data_go_with_accumulation():
     assert max(threads.run(2, body)) <= TOLERANCE
 
 
-def test_ranks_out_of_data_count_for_no_parameter():
+def test_ranks_out_of_data_give_unused_parameters_no_gradient():
     def body(ranks):
         layers = nn.ModuleDict({name: nn.Linear(1, 1) for name in ("always", "never")})
         plan = ff.Plan(dp=2, unused="allow")
@@ -111,7 +111,7 @@ def test_ranks_out_of_data_count_for_no_parameter():
     assert threads.run(2, body) == [[4.0, None], [2.0, None]]  # in the second round only rank 1 has data
 
 
-def test_the_optimizer_goes_on_as_usual_after_join():
+def test_training_continues_after_join():
     def body(ranks):
         mine = model()
         optimizer = DistributedOptimizer(sgd(mine.parameters()), mine, communicator=ranks)
@@ -131,7 +131,7 @@ def test_the_optimizer_goes_on_as_usual_after_join():
     assert first == second
 
 
-def test_what_one_rank_has_loaded_all_ranks_get():
+def test_broadcast_state_gives_all_ranks_the_state_of_one():
     def body(ranks):
         mine, value = model(), None
         mine.register_buffer("seen", torch.zeros(2, dtype=torch.bool))
@@ -159,7 +159,7 @@ def test_what_one_rank_has_loaded_all_ranks_get():
     assert source[3] == {"epoch": 3, "best": (0.25, None), "mask": [True, False]}
 
 
-def test_what_cannot_be_told_is_refused_on_every_rank():
+def test_a_value_that_cannot_be_broadcast_is_refused_on_every_rank():
     def body(ranks):
         with pytest.raises(TrainingError, match=r"the value of rank 1\n  a set"):
             broadcast_tree(ranks, {"seen": {1, 2}} if ranks.rank == 1 else None, src=1)
@@ -168,7 +168,7 @@ def test_what_cannot_be_told_is_refused_on_every_rank():
     assert threads.run(2, body) == [True, True]
 
 
-def test_what_a_wrapped_optimizer_does_not_do_is_refused_all_at_once():
+def test_plan_fields_that_a_wrapped_optimizer_does_not_support_are_reported_together():
     def body(ranks):
         mine = model()
         with pytest.raises(PlanError) as caught:
@@ -181,7 +181,7 @@ def test_what_a_wrapped_optimizer_does_not_do_is_refused_all_at_once():
     threads.run(2, body)
 
 
-def test_a_world_is_what_the_launcher_says(monkeypatch):
+def test_the_world_is_read_from_the_launchers_variables(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "JOB_COMPLETION_INDEX", "SLURM_PROCID"):
         monkeypatch.delenv(name, raising=False)
     assert (ff.world().rank, ff.world().size) == (0, 1)

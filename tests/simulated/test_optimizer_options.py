@@ -59,7 +59,7 @@ def test_ranks_with_different_optimizers_are_refused_when_the_step_is_built(diff
     assert threads.run(3, body) == [True] * 3
 
 
-def test_every_option_that_differs_is_named_at_once():
+def test_all_options_that_differ_are_reported_together():
     def body(ranks):
         other = {"lr": 0.5, "momentum": 0.9} if ranks.rank else {"lr": 0.1}
         with pytest.raises(PlanError) as caught:
@@ -86,7 +86,7 @@ def test_a_parameter_in_another_group_of_the_wrapped_optimizer_is_refused():
 
 
 @pytest.mark.filterwarnings("ignore:weights differ:RuntimeWarning")
-def test_how_an_update_is_carried_out_may_differ():
+def test_fused_and_foreach_may_differ_between_ranks():
     """Then the updates may round differently, and the comparison of weights at most warns."""
 
     def body(ranks):
@@ -102,7 +102,7 @@ def test_how_an_update_is_carried_out_may_differ():
     assert threads.run(2, body) == [True, True]
 
 
-def test_ranks_that_update_in_one_manner_may_not_differ_in_a_bit():
+def test_ranks_with_the_same_update_kernel_may_not_differ_in_a_bit():
     def body(ranks):
         made = optimizer(CASE, fused=True)
         step = TrainStep(model("mlp"), loss(CASE), made, plan=CASE.plan(2), communicator=ranks, clip=None)
@@ -146,7 +146,7 @@ def test_options_that_differ_are_found_in_the_same_step_before_a_weight_moves(ch
         assert "ranks 0 and 2 have" in text
 
 
-def test_tensors_within_a_tuple_are_found_too():
+def test_tensors_that_differ_within_a_tuple_are_found():
     def body(ranks):
         betas = torch.tensor(0.5), torch.tensor(0.75)
         make = functools.partial(adamw, lr=torch.tensor(0.1), betas=betas, foreach=False, fused=False)
@@ -164,7 +164,7 @@ def test_tensors_within_a_tuple_are_found_too():
 
 
 @pytest.mark.parametrize("hosts", [1, 2])
-def test_a_tensor_that_is_changed_in_place_is_found(hosts):
+def test_a_tensor_option_changed_in_place_is_found(hosts):
     def body(ranks):
         make = functools.partial(adamw, lr=torch.tensor(0.1))
         step = TrainStep(model("mlp"), loss(CASE), make, plan=CASE.plan(4), communicator=ranks, clip=None)
@@ -178,7 +178,7 @@ def test_a_tensor_that_is_changed_in_place_is_found(hosts):
     assert threads.run(4, body, hosts=hosts) == [True] * 4
 
 
-def test_options_beyond_what_a_call_can_show_are_compared_all_the_same():
+def test_options_too_long_to_show_are_compared_too():
     def body(ranks):
         def make(parameters):
             return sgd([{"params": [p], "lr": 0.0123456789 / (1 + n)} for n, p in enumerate(parameters)], lr=0.1)
@@ -199,7 +199,7 @@ def test_options_beyond_what_a_call_can_show_are_compared_all_the_same():
     assert threads.run(2, body) == [True, True]
 
 
-def test_a_scheduler_that_one_rank_alone_has_is_found():
+def test_a_scheduler_on_one_rank_only_is_found():
     def body(ranks):
         step = build_step(CASE, 2, ranks)
         step.optimizer.zero_grad()
@@ -233,7 +233,7 @@ def test_a_scheduler_on_every_rank_trains_as_one_process_does():
         assert max((weights[name] - p).abs().max().item() for name, p in mine.named_parameters()) <= TOLERANCE
 
 
-def test_the_options_of_a_checkpoint_are_those_that_are_compared():
+def test_options_loaded_from_a_state_dict_are_those_compared():
     def body(ranks):
         step = build_step(CASE, 2, ranks)
         step(local_batch(batches(CASE)[0], 2, ranks.rank))
@@ -248,7 +248,7 @@ def test_the_options_of_a_checkpoint_are_those_that_are_compared():
     assert threads.run(2, body) == [[0.125, 0.125]] * 2
 
 
-def test_wrapped_optimizers_with_other_options_are_found_in_backward():
+def test_wrapped_optimizers_with_different_options_are_found_in_backward():
     def body(ranks):
         optimizer = wrapped(ranks, functools.partial(sgd, lr=0.1))
         made = optimizer._model
@@ -265,7 +265,7 @@ def test_wrapped_optimizers_with_other_options_are_found_in_backward():
     assert threads.run(2, body) == [True, True]
 
 
-def test_within_join_a_rank_without_data_may_be_behind_with_its_options():
+def test_within_join_a_rank_without_data_may_have_older_options():
     def body(ranks):
         optimizer = wrapped(ranks, functools.partial(sgd, lr=0.1))
         schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer._optimizer, 0.5)

@@ -83,7 +83,7 @@ def on_device(value: float) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("num_groups", [1, 12])
-def test_a_rate_on_a_device_is_not_read_even_where_it_takes_the_place_of_an_equal_number(num_groups):
+def test_a_device_tensor_is_not_read_even_if_it_replaces_an_equal_number(num_groups):
     optimizer = adamw(num_groups, lr=0.5)
     options = OptionTracker(optimizer)
     options.text()
@@ -151,7 +151,7 @@ def edited(optimizer: torch.optim.Optimizer, edit: Any) -> None:
 @example(edits=[(0, "weight_decay", -1.0, True), "text", (0, "weight_decay", -2.0, True)])
 @example(edits=[(0, "note", "a", True), "text", "another name"])
 @given(edits=EDITS)
-def test_after_any_edits_the_text_is_that_of_options_read_for_the_first_time(num_groups, edits):
+def test_after_any_edits_the_text_equals_that_of_a_new_tracker(num_groups, edits):
     optimizer = adamw(max(num_groups, 5) if num_groups > 1 else 1)
     if num_groups == 1:
         edits = [(0, *edit[1:]) if isinstance(edit, tuple) else edit for edit in edits]
@@ -164,7 +164,7 @@ def test_after_any_edits_the_text_is_that_of_options_read_for_the_first_time(num
     assert options.text() == OptionTracker(optimizer).text()
 
 
-def test_whole_numbers_have_the_text_of_the_same_real_numbers():
+def test_integers_have_the_text_of_equal_floats():
     texts = []
     for rates in ([1, 2, 3, 4, 5, 6], [1.0, 2.0, 3.0, 4.0, 5.0, 6.0], [1.0, 2, 3.0, 4, 5.0, 6]):
         optimizer = adamw(6)
@@ -174,7 +174,7 @@ def test_whole_numbers_have_the_text_of_the_same_real_numbers():
     assert len(set(texts)) == 1
 
 
-def test_ranks_with_many_rates_are_told_the_first_of_them_in_decimals():
+def test_of_many_rates_that_differ_the_first_are_shown_in_decimals():
     def body(ranks):
         def make(parameters):
             return torch.optim.SGD([{"params": [p], "lr": 0.1 / (1 + n)} for n, p in enumerate(parameters)])

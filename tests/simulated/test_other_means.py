@@ -134,7 +134,7 @@ class Routed(nn.Module):
         return self.layers[int(x[0, 0] > 0)](x)
 
 
-def test_ranks_may_use_other_layers_for_the_same_output():
+def test_ranks_may_use_different_layers_for_the_same_output():
     def body(ranks):
         inputs = torch.ones(4, 4, dtype=WIDE) * (1 if ranks.rank else -1)
         plan = Plan(dp=2, unused="allow")
@@ -166,7 +166,7 @@ def used_later(outputs, targets):
 
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("loss", [beside, beside_by_a_product, used_later])
-def test_a_part_without_the_others_means_is_refused_when_it_comes(loss, plan):
+def test_a_part_that_takes_different_means_is_refused_in_a_later_batch(loss, plan):
     def body(ranks):
         (inputs, targets), *_ = later()
         apart = targets.clone()
@@ -182,7 +182,7 @@ def test_a_part_without_the_others_means_is_refused_when_it_comes(loss, plan):
 
 
 @pytest.mark.parametrize("name", ["a masked mean of at least one", "chunks", "smoothed by hand"])
-def test_what_the_first_samples_do_not_show_is_refused_in_the_same_step(name):
+def test_a_fault_that_the_dry_run_does_not_show_is_refused_in_the_same_step(name):
     def body(ranks):
         (inputs, targets), *_ = later()
         targets = targets.clone()
@@ -204,7 +204,7 @@ def test_an_evaluation_refuses_a_mean_by_hand_whose_parts_do_not_add_up(name):
     threads.run(2, body)
 
 
-def test_what_is_checkpointed_is_left_alone():
+def test_a_checkpointed_loss_is_not_refused():
     def loss(outputs, targets):
         masked = lambda o: (o.square().sum(-1) * (targets >= 0)).sum() / (targets >= 0).sum()  # noqa: E731
         return checkpoint(masked, outputs, use_reentrant=False)

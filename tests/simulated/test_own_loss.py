@@ -166,7 +166,7 @@ def test_a_feed_makes_dict_batches_of_dict_samples():
         ({"x": [1, [2, 3]]}, "sample 3 has a list as 'x'"),
     ],
 )
-def test_a_sample_of_another_shape_is_refused_with_its_kind_and_number(sample, told):
+def test_a_sample_of_another_form_is_refused_with_its_type_and_index(sample, told):
     class Some:
         def __len__(self) -> int:
             return 4
@@ -180,7 +180,7 @@ def test_a_sample_of_another_shape_is_refused_with_its_kind_and_number(sample, t
 
 
 @pytest.mark.parametrize("dp", [1, 3])
-def test_an_evaluation_of_a_models_own_loss_sees_the_inputs(dp):
+def test_task_metrics_get_the_whole_batch_if_the_model_computes_its_loss(dp):
     def right(outputs: Any, batch: dict[str, Tensor]) -> dict[str, tuple[int, int]]:
         return {"right": (int((outputs["logits"].argmax(1) == batch["labels"]).sum()), len(batch["labels"]))}
 
@@ -228,14 +228,14 @@ def test_a_models_own_loss_is_refused_where_ranks_share_sequences():
         preflight(task(), Plan(sp=2))
 
 
-def test_pairs_are_what_they_were():
+def test_a_feed_of_pairs_gives_tuples():
     source = TensorSource(torch.randn(4, 4).double(), torch.arange(4) % 3)
     (batch,) = Feed(source, Plan(), batch_size=4, seed=0)
     assert isinstance(batch, tuple)
     assert [len(part) for part in batch] == [4, 4]
 
 
-def test_lists_joined_end_to_end_are_refused_with_the_names_of_what_differs():
+def test_concatenated_inputs_are_refused_with_the_names_whose_lengths_differ():
     def body(ranks):
         step = TrainStep(
             nn.EmbeddingBag(9, 3), lambda o, y: o.square().sum(1), sgd, plan=Plan(), communicator=ranks, clip=None
@@ -247,7 +247,7 @@ def test_lists_joined_end_to_end_are_refused_with_the_names_of_what_differs():
     threads.run(1, body)
 
 
-def test_a_rank_hears_what_is_wrong_with_the_first_batch_of_another():
+def test_an_error_in_one_ranks_first_batch_is_reported_on_all_ranks():
     def body(ranks):
         batch = {"x": torch.randn(4, 4, dtype=torch.float64), "labels": torch.arange(4) % 3}
         if ranks.rank == 1:

@@ -59,12 +59,12 @@ X = torch.ones(2, 3, dtype=torch.float64)
     (lambda t: copy.deepcopy(t.third), [1]),
     (lambda t: repr(t.third), [1]),
 ])  # fmt: skip
-def test_every_kind_of_use_is_told_of_once_an_operation(told, use, buckets):
+def test_every_kind_of_use_is_reported_once_per_operation(told, use, buckets):
     use(told)
     assert told.buckets == buckets
 
 
-def test_a_use_is_told_of_before_it_happens(told):
+def test_a_use_is_reported_before_it_happens(told):
     told.uses.before_access = lambda bucket: told.third.data.fill_(2.0)
     assert torch.equal(X @ told.third, torch.full((2, 3), 6.0, dtype=torch.float64))
 
@@ -79,7 +79,7 @@ def in_autocast(x):
     lambda t: torch.func.vmap(lambda x: x @ t.third)(X.float()),
     lambda t: in_autocast(t.third),
 ])  # fmt: skip
-def test_the_told_can_change_parameters_inside_of_transforms_and_of_autocast(told, use):
+def test_the_callback_can_change_parameters_inside_transforms_and_autocast(told, use):
     def square(bucket):
         with outside_transforms("cpu"):
             told.third.copy_(torch.mm(told.third, told.third))
@@ -103,12 +103,12 @@ def test_the_told_can_change_parameters_inside_of_transforms_and_of_autocast(tol
     lambda t: isinstance(t.first, nn.Parameter),
     lambda t: nn.ParameterList([t.first, t.third]),
 ])  # fmt: skip
-def test_a_look_is_no_use(told, look):
+def test_reading_metadata_is_no_use(told, look):
     look(told)
     assert told.buckets == []
 
 
-def test_nothing_is_told_when_it_does_not_listen_nor_after_the_end(told):
+def test_nothing_is_reported_while_disabled_or_after_close(told):
     told.uses.is_enabled = False
     F.linear(X, told.first)
     told.uses.is_enabled = True
@@ -118,7 +118,7 @@ def test_nothing_is_told_when_it_does_not_listen_nor_after_the_end(told):
     assert type(told.first) is nn.Parameter
 
 
-def test_what_the_told_does_with_parameters_is_no_use(told):
+def test_uses_within_the_callback_are_not_reported(told):
     told.uses.before_access = lambda bucket: (told.buckets.append(bucket), told.third.sum())
     F.linear(X, told.first)
     assert told.buckets == [0]
@@ -160,7 +160,7 @@ def gradients(model):
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def test_a_model_computes_the_same_and_every_parameter_of_it_is_told_of():
+def test_a_model_computes_the_same_and_the_use_of_every_parameter_is_reported():
     expected, model, seen = gradients(block()), block(), []
     parameters = list(model.parameters())
     uses = ParamAccess([[p] for p in parameters], seen.append)
@@ -179,7 +179,7 @@ def test_a_model_computes_the_same_and_every_parameter_of_it_is_told_of():
     assert torch.equal(functional, block()(TOKENS))
 
 
-def test_copies_and_files_of_a_model_are_plain():
+def test_copies_and_saved_files_of_a_model_have_plain_parameters():
     model = block()
     uses = ParamAccess([list(model.parameters())], lambda bucket: None)
     uses.is_enabled = True
@@ -206,7 +206,7 @@ class Marked(torch.Tensor):
     """A tensor of a user's class, which torch's rule hands on to results."""
 
 
-def test_a_users_class_of_tensors_keeps_its_say(told):
+def test_a_users_tensor_subclass_takes_precedence(told):
     marked = X.as_subclass(Marked)
     for result in (F.linear(marked, told.first), torch.stack([told.first[0], told.first[1], marked[0]])):
         assert type(result) is Marked
@@ -214,7 +214,7 @@ def test_a_users_class_of_tensors_keeps_its_say(told):
     assert told.buckets == [0, 0, 0, 0]
 
 
-def test_an_owner_that_nobody_holds_goes_and_its_parameters_are_plain_again():
+def test_an_unreferenced_owner_is_freed_and_its_parameters_are_plain_again():
     class Owner:
         def __init__(self, parameter):
             self.parameter = parameter

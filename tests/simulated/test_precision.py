@@ -34,7 +34,7 @@ from tests.precision_oracle import (
 @pytest.mark.parametrize("fields", pairs.grid(
     zero=(0, 1, 2, 3), size=(3, 2, 1), microbatches=(2, 1), reduce_dtype=("keep", "fp32")
 ))  # fmt: skip
-def test_rounded_copies_compute_and_float32_weights_are_updated_bit_for_bit_as_by_hand(fields):
+def test_rounded_weights_compute_and_master_weights_are_updated_bit_for_bit_as_in_plain_torch(fields):
     size, level = fields["size"], ZERO_FIELDS[fields["zero"]]
     case = dataclasses.replace(CASE, **level, microbatches=fields["microbatches"], reduce_dtype=fields["reduce_dtype"])
     expected = train_oracle(case, size)
@@ -46,7 +46,7 @@ def test_rounded_copies_compute_and_float32_weights_are_updated_bit_for_bit_as_b
 
 @pytest.mark.parametrize("zero", [0, 1])
 @pytest.mark.parametrize(("optimizer", "model"), [("AdamW", "tied"), ("Adagrad", "mlp"), ("RMSprop", "frozen")])
-def test_other_optimizers_tied_and_frozen_weights_too(optimizer, model, zero):
+def test_other_optimizers_and_tied_and_frozen_weights_train_as_in_plain_torch(optimizer, model, zero):
     case = dataclasses.replace(CASE, optimizer=optimizer, model=model, **ZERO_FIELDS[zero], bucket_bytes=4000)
     expected = train_oracle(case, 2).weights
     for got in train_on_threads(case, 2):
@@ -60,7 +60,7 @@ def test_other_optimizers_tied_and_frozen_weights_too(optimizer, model, zero):
 @pytest.mark.parametrize("fields", pairs.grid(
     zero=(0, 1, 2, 3), microbatches=(2, 1), update=("in_backward", "in_forward")
 ))  # fmt: skip
-def test_updates_in_backward_or_forward_are_those_after_it_bit_for_bit(fields):
+def test_updates_in_backward_or_forward_equal_those_after_backward_bit_for_bit(fields):
     case = dataclasses.replace(CASE, **ZERO_FIELDS[fields["zero"]], microbatches=fields["microbatches"], model="tied")
     case = dataclasses.replace(case, batch_sizes=(12, 11, 12, 5))
     late, early = train_on_threads(case, 2), train_on_threads(dataclasses.replace(case, update=fields["update"]), 2)
@@ -70,7 +70,7 @@ def test_updates_in_backward_or_forward_are_those_after_it_bit_for_bit(fields):
 
 @pytest.mark.parametrize("optimizer", ["LARS", "LAMB"])
 @pytest.mark.parametrize("zero", [0, 1])
-def test_layer_wise_updates_measure_the_float32_weights(zero, optimizer):
+def test_trust_ratios_use_the_float32_weights(zero, optimizer):
     case = dataclasses.replace(CASE, optimizer=optimizer, **ZERO_FIELDS[zero], reduce_dtype="fp32")
     expected = train_oracle(case, 2)
     for got in train_on_threads(case, 2):
@@ -79,7 +79,7 @@ def test_layer_wise_updates_measure_the_float32_weights(zero, optimizer):
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_the_clipped_norm_is_that_of_the_sums_and_clipping_does_not_round_them(zero):
+def test_clipping_uses_the_norm_of_the_sums_and_does_not_round_them(zero):
     case = dataclasses.replace(CASE, **ZERO_FIELDS[zero], clip=0.1, batch_sizes=(12, 12))
     expected = train_oracle(case, 2)
     for got in train_on_threads(case, 2):
@@ -88,7 +88,7 @@ def test_the_clipped_norm_is_that_of_the_sums_and_clipping_does_not_round_them(z
             torch.testing.assert_close(got.weights[name], weight, rtol=1e-6, atol=1e-7)
 
 
-def test_sums_in_float32_do_not_care_which_rank_has_which_microbatch():
+def test_float32_sums_do_not_depend_on_which_rank_has_which_microbatch():
     # The same four rounded gradients, added up in another order.
     def far(reduce):
         cases = [dataclasses.replace(CASE, microbatches=count, zero=1, reduce_dtype=reduce) for count in (4, 2)]
@@ -99,7 +99,7 @@ def test_sums_in_float32_do_not_care_which_rank_has_which_microbatch():
 
 
 @pytest.mark.parametrize(("reduce", "number"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
-def test_gradients_are_summed_in_the_numbers_asked_for_whatever_the_model_computes_in(reduce, number):
+def test_gradients_are_summed_in_reduce_dtype_whatever_dtype_the_model_computes_in(reduce, number):
     def body(ranks):
         case = dataclasses.replace(CASE, precision="keep", reduce_dtype=reduce, zero=1, batch_sizes=(8,))
         step = cases_module.build_step(case, 2, ranks)
@@ -149,7 +149,7 @@ class Watched(nn.Module):
         return {"logits": out, "places": places}
 
 
-def test_what_is_in_which_numbers():
+def test_the_dtypes_of_inputs_outputs_weights_buffers_and_states():
     def loss(outputs, targets):
         told.update({name: value.dtype for name, value in outputs.items()})
         return (outputs["logits"] - targets).square()
@@ -190,7 +190,7 @@ def resumed(ranks, case, state):
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize(("zero", "then"), [(0, 3), (0, 2), (1, 0), (3, 1)])
-def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit_at_any_zero_level(zero, then, precision):
+def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit_at_any_zero_level(zero, then, precision):
     case = dataclasses.replace(CASE, **ZERO_FIELDS[zero], optimizer="AdamW", precision=precision)
     halfway = dataclasses.replace(case, batch_sizes=case.batch_sizes[:2])
 
@@ -210,7 +210,7 @@ def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit_at_any_zero_level(zero
 
 
 @pytest.mark.parametrize("zero", [0, 1])
-def test_a_float32_state_goes_through_a_bf16_run_and_back_unchanged(zero):
+def test_a_float32_state_is_unchanged_by_loading_and_saving_it_in_bf16(zero):
     whole = dataclasses.replace(CASE, precision="keep", **ZERO_FIELDS[zero])
 
     def first(ranks):
@@ -240,7 +240,7 @@ def rounded(step):
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_edits_are_of_the_float32_weights_and_all_ranks_have_rank_0s(zero):
+def test_edits_change_the_float32_weights_and_all_ranks_get_those_of_rank_0(zero):
     def body(ranks):
         step = make_step(dataclasses.replace(CASE, **ZERO_FIELDS[zero]), 2, ranks)
         before = step.state_dict()["model"]
@@ -259,7 +259,7 @@ def test_edits_are_of_the_float32_weights_and_all_ranks_have_rank_0s(zero):
 
 @pytest.mark.parametrize("precision", ["keep", "bf16"])
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_averages_are_of_the_float32_weights_and_evaluating_with_them_changes_nothing(zero, precision):
+def test_the_ema_averages_the_float32_weights_and_evaluating_with_it_changes_nothing(zero, precision):
     case = dataclasses.replace(CASE, **ZERO_FIELDS[zero], precision=precision)
 
     def body(ranks):
@@ -286,7 +286,7 @@ def test_averages_are_of_the_float32_weights_and_evaluating_with_them_changes_no
 
 
 @pytest.mark.parametrize(("zero", "size", "then"), [(1, 2, (3, 1)), (0, 2, (2, 3)), (3, 3, (1, 2))])
-def test_checkpoints_hold_the_float32_weights_and_averages_and_are_read_on_any_mesh(tmp_path, zero, size, then):
+def test_checkpoints_hold_the_float32_weights_and_the_ema_and_load_on_any_mesh(tmp_path, zero, size, then):
     case = dataclasses.replace(CASE, **ZERO_FIELDS[zero], batch_sizes=(12, 12, 12))
 
     def save(ranks):
@@ -315,7 +315,7 @@ def test_checkpoints_hold_the_float32_weights_and_averages_and_are_read_on_any_m
 
 @pytest.mark.parametrize("update", ["after", "in_backward"])
 @pytest.mark.parametrize(("zero", "optimizer"), [(0, "AdamW"), (1, "AdamW"), (2, "SGD"), (1, "LAMB")])
-def test_states_that_rest_elsewhere_train_as_those_that_rest_beside_the_weights(monkeypatch, zero, optimizer, update):
+def test_offloaded_states_train_as_states_on_the_device_of_the_weights(monkeypatch, zero, optimizer, update):
     if update == "in_backward" and optimizer == "LAMB":
         update = "in_forward"
     case = Case(**ZERO_FIELDS[zero], optimizer=optimizer, update=update, bucket_bytes=1000)
@@ -349,7 +349,7 @@ def test_on_cpu_ranks_states_are_in_host_memory_already():
     assert "where the update runs" in format_offload("cuda")
 
 
-def test_the_state_of_a_model_in_two_bytes_goes_on_in_float32():
+def test_the_state_of_a_two_byte_model_resumes_in_float32():
     def first(ranks):
         case = dataclasses.replace(CASE, precision="keep", optimizer="AdamW")
         make_optimizer, loss = cases_module.optimizer(case), cases_module.loss(case)

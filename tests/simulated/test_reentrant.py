@@ -111,7 +111,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("fields", PLANS)
 @pytest.mark.parametrize("kind", REFUSED)
-def test_a_reentrant_checkpoint_that_cannot_be_trained_is_refused_on_every_rank_with_what_to_try(kind, fields):
+def test_a_reentrant_checkpoint_that_cannot_be_trained_is_refused_on_every_rank_with_a_remedy(kind, fields):
     (error, said), plan = REFUSED[kind], Plan(**fields)
     torch.manual_seed(1)
     model = Net(kind)

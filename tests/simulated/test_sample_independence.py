@@ -92,7 +92,7 @@ def test_unreduced_values_that_depend_on_other_samples_are_refused_on_every_rank
     threads.run(plan.dp, body)
 
 
-def test_a_pair_says_that_parts_may_be_trained_by_themselves():
+def test_a_sum_count_pair_allows_samples_of_a_rank_to_interact():
     def loss(outputs, targets):
         return contrastive(outputs, targets).sum(), len(targets)
 
@@ -103,12 +103,12 @@ def test_one_process_may_mix_samples():
     trains(MIXING["less the mean"], Plan(), values, values)
 
 
-def test_a_model_for_a_fixed_number_of_samples_is_trained():
+def test_a_model_with_a_fixed_batch_size_is_trained():
     trains(lambda x: x.view(8, 4), PLANS[0], values, values)
 
 
 @pytest.mark.parametrize("loss", [values, F.cross_entropy])
-def test_in_a_model_for_a_fixed_number_of_samples_they_may_not_interact(loss):
+def test_samples_of_a_model_with_a_fixed_batch_size_may_not_interact(loss):
     def body(ranks):
         with pytest.raises(TaskError, match="for 8 samples together"):
             step(ranks, Net(lambda x: x.view(8, 4) - x.view(8, 4).mean(0)), PLANS[0], loss)
@@ -118,7 +118,7 @@ def test_in_a_model_for_a_fixed_number_of_samples_they_may_not_interact(loss):
 
 @pytest.mark.parametrize("samples", [2, 3, 4, 5])
 @pytest.mark.parametrize("loss", [values, F.cross_entropy])
-def test_statistics_that_need_two_samples_are_refused_however_few_a_microbatch_has(samples, loss):
+def test_batch_statistics_are_refused_however_few_samples_a_microbatch_has(samples, loss):
     def body(ranks):
         model, plan = Net(MIXING["statistics of two at least"]), Plan(dp=2, microbatches=2)
         inputs = torch.randn(2 * samples, 4, dtype=torch.float64)
@@ -181,6 +181,6 @@ def test_embeddings_that_depend_on_the_full_batch_are_refused_where_it_is_split(
     check_plan_for_model(by_count, Plan(), clip=None)
 
 
-def test_modules_without_shapes_are_refused_by_name():
+def test_lazy_modules_are_refused_by_name():
     with pytest.raises(PlanError, match=r"lazy modules .* 0\.weight, 0\.bias"):
         check_plan_for_model(nn.Sequential(nn.LazyLinear(3)), Plan(), clip=None)

@@ -38,7 +38,7 @@ def _expected(case, factor):
 
 
 @pytest.mark.parametrize("size", range(1, 9))
-def test_every_axis_finds_what_one_process_finds(size):
+def test_attention_over_every_axis_equals_attention_in_one_process(size):
     by_layout = itertools.groupby(attention_oracle.cases(size), key=lambda case: (case.ring, case.ulysses))
     for turn, (_, cases) in enumerate(by_layout):
         # For large axes, every second case: two sizes cover all.
@@ -48,7 +48,7 @@ def test_every_axis_finds_what_one_process_finds(size):
 
 @pytest.mark.parametrize("mask", [None, "documents", "padding"])
 @pytest.mark.parametrize("ring", ["zigzag", "plain", "gather"])
-def test_scores_are_computed_by_rows_where_they_would_not_fit(monkeypatch, ring, mask):
+def test_scores_that_do_not_fit_are_computed_in_blocks_of_rows(monkeypatch, ring, mask):
     monkeypatch.setattr(kernels, "MAX_SCORES", 1)
     cases = [AttentionCase(3, ring, causal=causal, mask=mask, heads=heads, dropout=dropout)
              for causal in (False, True) for heads, dropout in (("narrow V", 0.0), ("grouped", 0.4))]  # fmt: skip
@@ -60,7 +60,7 @@ def test_scores_are_computed_by_rows_where_they_would_not_fit(monkeypatch, ring,
 
 @pytest.mark.parametrize("heads", ["grouped", "narrow V"])
 @pytest.mark.parametrize("ring", RINGS)
-def test_scores_of_ten_thousand_overflow_nowhere(ring, heads):
+def test_scores_of_ten_thousand_do_not_overflow(ring, heads):
     # With such scores, the rounding of the inputs decides, so float64 gets the same inputs.
     cases = [AttentionCase(4, ring, causal=causal, heads=heads, scale=1.0) for causal in (False, True)]
     tensors = attention_oracle.make_tensors(cases[0], factor=100.0)
@@ -73,13 +73,13 @@ def test_scores_of_ten_thousand_overflow_nowhere(ring, heads):
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 3e-6), (torch.bfloat16, 0.04), (torch.float16, 5e-3)])
 @pytest.mark.parametrize("ring", RINGS)
-def test_narrow_numbers_are_rounded_once_and_not_at_every_hop(ring, dtype, tolerance):
+def test_low_precision_results_are_rounded_once_and_not_at_every_hop(ring, dtype, tolerance):
     cases = [AttentionCase(8, ring, causal=causal, mask=mask, dtype=dtype) for causal in (False, True)
              for mask in (None, "bias", "padding")]  # fmt: skip
     assert max(worst(cases).values()) < tolerance
 
 
-def test_queries_that_may_attend_to_nothing_give_zero_as_in_torch_and_no_gradient():
+def test_fully_masked_queries_give_zero_as_in_torch_and_no_gradient():
     case = AttentionCase(2, mask="padding")  # the first sample is all padding
     tensors = attention_oracle.make_tensors(case)
     assert tensors.mask is not None
@@ -112,7 +112,7 @@ def wires(axis) -> list[thread_rings.ThreadChannel]:
 @pytest.mark.parametrize(("size", "ring", "ulysses"), [
     *itertools.product((2, 4), RINGS, (1,)), (4, "zigzag", 2), (4, "zigzag", 4), (6, "gather", 3),
 ])  # fmt: skip
-def test_a_layer_sends_six_times_its_part_of_k_for_every_hop_and_no_more(size, ring, ulysses, heads):
+def test_a_layer_sends_six_times_its_local_k_per_hop(size, ring, ulysses, heads):
     case = AttentionCase(size, ring, ulysses, causal=True, heads=heads)
     tensors = attention_oracle.make_tensors(case)
 
@@ -130,7 +130,7 @@ def test_a_layer_sends_six_times_its_part_of_k_for_every_hop_and_no_more(size, r
         )
 
 
-def test_a_key_mask_travels_in_the_message_of_its_keys():
+def test_a_key_mask_is_sent_in_the_message_of_its_keys():
     case = AttentionCase(4, mask="padding")
 
     def body(ranks):
@@ -147,7 +147,7 @@ def test_a_key_mask_travels_in_the_message_of_its_keys():
 
 
 @pytest.mark.parametrize("by", ["messages", "shared"])
-def test_the_slowest_rank_of_zigzag_computes_what_the_plan_says(monkeypatch, by):
+def test_every_rank_computes_as_many_scores_as_planned_and_zigzag_balances_them(monkeypatch, by):
     done = [0] * 4
     index = {}
 
@@ -181,7 +181,7 @@ def test_the_slowest_rank_of_zigzag_computes_what_the_plan_says(monkeypatch, by)
     assert slowest["plain"] / slowest["zigzag"] == pytest.approx(1.75, rel=0.06)
 
 
-def test_the_trace_shows_that_messages_travel_while_a_rank_computes(monkeypatch):
+def test_the_trace_shows_communication_overlapped_with_computation(monkeypatch):
     computed = []
 
     def timed(compute):

@@ -160,7 +160,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_tokens_that_interact_elsewhere_are_refused_with_the_place(kind):
+def test_tokens_that_interact_elsewhere_are_refused_with_the_module(kind):
     body, layer, options, said = REFUSED[kind]
     torch.manual_seed(1)
     (problem,) = problems(body(layer(**options)))
@@ -189,14 +189,14 @@ def test_an_intercepted_call_has_the_dtypes_of_autocast():
     assert taken == [torch.bfloat16] * 4
 
 
-def test_positions_that_the_model_makes_itself_are_refused():
+def test_positions_that_the_model_computes_itself_are_refused():
     torch.manual_seed(1)
     (problem,) = problems(Body(Attention(), positions="made"))
     assert "does not use positions" in problem.got
     assert "arange" in problem.attempt
 
 
-def test_a_dry_run_leaves_the_model_as_it_was():
+def test_a_dry_run_does_not_change_the_model():
     torch.manual_seed(1)
     model = Body(Attention("plain", "gated convolution"))
     before = {name: value.clone() for name, value in model.state_dict().items()}

@@ -43,13 +43,13 @@ LM = Case(model="lm", batch_sizes=(4, 4, 4))
 @pytest.mark.parametrize(("dp", "sp", "ring", "ulysses"), [
     (1, 3, "zigzag", 1), (1, 8, "zigzag", 2), (2, 4, "rsa", 1), (2, 4, "gather", 1), (4, 2, "plain", 2),
 ])  # fmt: skip
-def test_a_sequence_may_be_cut_among_three_or_eight_ranks_or_into_unequal_parts(dp, sp, ring, ulysses):
+def test_a_sequence_may_be_split_over_three_or_eight_ranks_and_unevenly(dp, sp, ring, ulysses):
     case = dataclasses.replace(LM, sp=sp, ring=ring, ulysses=ulysses, length=11, batch_sizes=(5, 1, 3), zero=1)
     assert max(threads.run(dp * sp, lambda ranks: deviation(case, dp * sp, ranks))) <= TOLERANCE
 
 
 @pytest.mark.parametrize(("zero", "ring", "ulysses"), [(number % 3, *way) for number, way in enumerate(WAYS)])
-def test_every_way_to_attend_gives_the_same_training(ring, ulysses, zero):
+def test_every_ring_and_ulysses_size_trains_as_in_one_process(ring, ulysses, zero):
     case = dataclasses.replace(LM, sp=4, ring=ring, ulysses=ulysses, zero=zero)
     assert max(threads.run(4, lambda ranks: deviation(case, 4, ranks))) <= TOLERANCE
 
@@ -66,7 +66,7 @@ def test_metrics_count_each_sample_and_token_once():
     assert threads.run(4, body) == [[(5, 65), (3, 39), (5, 65)]] * 4
 
 
-def test_an_evaluation_is_that_of_one_process():
+def test_an_evaluation_equals_that_of_one_process():
     case = dataclasses.replace(LM, batch_sizes=(5,), length=13)
 
     def body(ranks):
@@ -77,7 +77,7 @@ def test_an_evaluation_is_that_of_one_process():
     assert threads.run(4, body) == pytest.approx([expected] * 4, abs=TOLERANCE)
 
 
-def test_a_state_can_be_taken_to_another_mesh_of_tokens():
+def test_a_state_dict_loads_on_another_sequence_axis():
     case = dataclasses.replace(LM, batch_sizes=(4, 4, 4, 4), zero=1, bucket_bytes=3000)
 
     def begin(ranks):
@@ -99,7 +99,7 @@ def test_a_state_can_be_taken_to_another_mesh_of_tokens():
             torch.testing.assert_close(weights[name], weight, rtol=0, atol=TOLERANCE)
 
 
-def test_a_mean_is_refused_where_ranks_have_unequal_parts():
+def test_a_mean_loss_is_refused_where_ranks_hold_unequal_numbers_of_tokens():
     fits = dataclasses.replace(LM, loss="scalar", sp=2)
     assert max(threads.run(2, lambda ranks: deviation(fits, 2, ranks))) <= TOLERANCE
     odd = dataclasses.replace(fits, length=13)
@@ -110,7 +110,7 @@ def test_a_mean_is_refused_where_ranks_have_unequal_parts():
         threads.run(2, lambda ranks: deviation(odd, 2, ranks))
 
 
-def test_a_mean_over_targets_that_are_ignored_is_refused_when_they_are_unequal():
+def test_a_mean_loss_is_refused_when_ranks_ignore_unequal_numbers_of_targets():
     def body(ranks):
         step = build_step(dataclasses.replace(LM, loss="scalar", sp=2), 2, ranks)
         inputs, targets = batches(LM)[0]
@@ -167,7 +167,7 @@ def values(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", SCALARS)
-def test_a_scalar_that_may_be_no_mean_of_all_elements_is_refused(kind):
+def test_a_scalar_loss_that_may_not_be_a_mean_of_all_elements_is_refused(kind):
     loss, said = SCALARS[kind]
     with pytest.raises(TaskError, match=said):
         threads.run(2, lambda ranks: built(ranks, Plan(), loss, bidirectional())(batches(LM)[0]))
@@ -184,12 +184,12 @@ def test_a_batch_without_samples_is_no_dry_run():
         threads.run(2, body)
 
 
-def test_ranks_of_one_sequence_with_other_batches_are_refused():
+def test_different_batches_within_a_sequence_group_are_refused():
     with pytest.raises(TaskError, match=r"different batches on some of ranks 0, 1, .*ff\.shard\(loader, plan\)"):
         threads.run(2, lambda ranks: built(ranks, Plan(), values)(batches(LM)[ranks.rank]))
 
 
-def test_a_mean_over_targets_that_are_ignored_is_refused_when_they_are_unequal_in_a_microbatch():
+def test_a_mean_loss_is_refused_when_ranks_ignore_unequal_numbers_of_targets_in_a_microbatch():
     def body(ranks):
         step = build_step(dataclasses.replace(LM, loss="scalar", sp=2, microbatches=2, ring="plain"), 2, ranks)
         inputs, targets = batches(LM)[0]
@@ -260,7 +260,7 @@ def bidirectional(*options) -> nn.Module:
 
 @pytest.mark.parametrize("length", [16, 13, 3])
 @pytest.mark.parametrize("mask", ["none", "keys", "added"])
-def test_no_query_attends_to_pads(mask, length):
+def test_no_query_attends_to_padding(mask, length):
     case = dataclasses.replace(LM, length=length)
     expected = oracle.train(bidirectional(mask), loss_of(case), optimizer(case), batches(case))
 
@@ -290,14 +290,14 @@ def dropped(ranks, plan, sizes):
     ("size", "plan"),
     [(4, Plan(sp=4)), (4, Plan(sp=2)), (2, Plan(sp=2, microbatches=2)), (2, Plan(sp=2, ulysses=2)), (3, Plan(sp=3))],
 )
-def test_what_attention_drops_does_not_depend_on_the_mesh(size, plan):
+def test_attention_dropout_does_not_depend_on_the_mesh(size, plan):
     expected = threads.run(2, lambda ranks: dropped(ranks, Plan(sp=2), (4, 4, 4)))[0]
     for weights in threads.run(size, lambda ranks: dropped(ranks, plan, (4, 4, 4))):
         for name, weight in expected.items():
             torch.testing.assert_close(weights[name], weight, rtol=0, atol=TOLERANCE)
 
 
-def test_token_dropout_differs_between_ranks_and_other_draws_are_the_same():
+def test_token_dropout_differs_between_ranks_and_other_random_numbers_do_not():
     x, found = torch.ones(400), []
     for index in (0, 1, 0):
         with torch.random.fork_rng([]):
@@ -364,7 +364,7 @@ LOSSLESS: dict[str, dict[str, Any]] = {  # codecs that drop nothing
     update=st.sampled_from(["after", "in_backward", "in_forward"]),
     microbatches=st.integers(1, 2),
 )
-def test_a_codec_that_drops_nothing_changes_nothing(mesh, way, codec, **fields):
+def test_a_lossless_codec_does_not_change_training(mesh, way, codec, **fields):
     (dp, sp), (ring, ulysses) = mesh, way
     ways = {"sp": sp, "ring": ring, "ulysses": ulysses if sp % ulysses == 0 else 1}
     case = dataclasses.replace(LM, **ways, **LOSSLESS[codec], **fields)

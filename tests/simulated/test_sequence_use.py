@@ -48,7 +48,7 @@ USES = [("zigzag", 1), ("plain", 1), ("rsa", 1), ("gather", 1), ("zigzag", 2), (
 
 
 @pytest.mark.parametrize(("ring", "ulysses"), USES)
-def test_it_may_be_computed_again_in_backward(ring, ulysses):
+def test_attention_may_be_recomputed_in_backward(ring, ulysses):
     def use(attend, tensors):
         q, k, v = (tensor.clone().requires_grad_() for tensor in tensors[:3])
         layer = lambda q, k, v: attend(q, k, v, is_causal=True).sin()  # noqa: E731
@@ -60,7 +60,7 @@ def test_it_may_be_computed_again_in_backward(ring, ulysses):
 
 
 @pytest.mark.parametrize(("ring", "ulysses"), USES)
-def test_it_may_be_used_twice_in_one_graph_and_without_one(ring, ulysses):
+def test_attention_may_be_used_twice_in_one_graph_and_under_no_grad(ring, ulysses):
     def use(attend, tensors):
         q, k, v = (tensor.clone().requires_grad_() for tensor in tensors[:3])
         with torch.no_grad():
@@ -74,7 +74,7 @@ def test_it_may_be_used_twice_in_one_graph_and_without_one(ring, ulysses):
 
 @pytest.mark.parametrize("wanted", ["q", "k", "v", "qv"])
 @pytest.mark.parametrize(("ring", "ulysses"), USES)
-def test_only_some_of_q_k_and_v_may_require_a_gradient(ring, ulysses, wanted):
+def test_q_k_and_v_may_require_gradients_independently(ring, ulysses, wanted):
     def use(attend, tensors):
         given = {name: tensor.clone() for name, tensor in zip("qkv", tensors[:3], strict=True)}
         for name in wanted:
@@ -98,7 +98,7 @@ def test_tensors_may_have_any_strides(ring, ulysses):
     assert same(*both(4, use, ring, ulysses))
 
 
-def test_tensors_may_have_no_heads_and_batches_no_samples():
+def test_tensors_may_lack_the_head_dim_and_batches_may_be_empty():
     def use(attend, tensors):
         q, k, v, grad_out = (tensor[:, 0].clone().requires_grad_() for tensor in tensors[:4])
         attend(q, k, v).backward(grad_out)
@@ -111,7 +111,7 @@ def test_tensors_may_have_no_heads_and_batches_no_samples():
 
 
 @pytest.mark.parametrize("ring", RINGS)
-def test_a_gradient_of_a_gradient_is_refused(ring):
+def test_double_backward_is_refused(ring):
     def body(ranks):
         q, k, v = (t.requires_grad_() for t in torch.randn(3, 1, 1, 2, 4))
         out = sequence_attention(q, k, v, thread_rings.make_axis(ranks, ring))
@@ -177,7 +177,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("given", "said"), REFUSED)
-def test_what_would_be_computed_wrongly_is_refused(given, said):
+def test_unsupported_arguments_are_refused(given, said):
     def body(ranks):
         with pytest.raises((TrainingError, PlanError), match=said):
             sequence_attention(group=thread_rings.make_axis(ranks), **{"q": Q, "k": Q, "v": Q, **given})
@@ -204,7 +204,7 @@ def kept(p=0.25, rows=200, columns=300, **fields):
 
 
 @pytest.mark.parametrize("p", [0.0, 1e-3, 0.25, 0.9, 1.0])
-def test_what_is_kept_is_as_much_as_asked_for_in_every_direction(p):
+def test_dropout_keeps_the_requested_fraction_along_every_dim(p):
     found = kept(p).double()
     for dims in ((0, 1, 2, 3), (0, 1, 2), (0, 1, 3), (2, 3)):
         share = found.mean(dims)
@@ -212,7 +212,7 @@ def test_what_is_kept_is_as_much_as_asked_for_in_every_direction(p):
         assert (share - (1 - p)).abs().max() <= 5 * (p * (1 - p) / count) ** 0.5
 
 
-def test_every_call_position_and_seed_has_its_own_draw():
+def test_every_call_position_and_seed_has_its_own_dropout_mask():
     first = kept().double() - 0.75
     others = [kept(seed=1), kept(step=1), kept(call=1), kept(seed=2**40), kept(seed=-1)]
     others += [kept().roll(1, dim) for dim in range(4)]
@@ -221,7 +221,7 @@ def test_every_call_position_and_seed_has_its_own_draw():
         assert abs(correlation) < 5 / first.numel() ** 0.5
 
 
-def test_a_draw_depends_on_its_position_and_not_on_the_block_it_is_drawn_in():
+def test_a_dropout_mask_depends_on_positions_and_not_on_blocks():
     whole = kept(rows=16, columns=24)
     part = DropoutMask(
         AttentionDropout(0.25), torch.tensor([2]), torch.tensor([1, 3]), torch.arange(16), torch.arange(24).flip(0)
@@ -291,7 +291,7 @@ def test_ranks_with_different_attention_calls_raise():
     threads.run(2, body)
 
 
-def test_a_wait_ends_when_a_rank_has_died_or_does_not_come():
+def test_a_wait_ends_when_a_rank_has_died_or_never_arrives():
     def look():
         raise PeerError("rank 1 died")
 

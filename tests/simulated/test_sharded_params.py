@@ -49,7 +49,7 @@ HYBRID = Place(4, shard=2, transport="gloo")
 
 @pytest.mark.parametrize("place", [GLOO, HOSTS, HYBRID])
 @pytest.mark.parametrize("batch_sizes", [(1, 9), (9, 1, 2)])
-def test_a_rank_without_samples_brings_its_share(place, batch_sizes):
+def test_a_rank_without_samples_contributes_its_shards(place, batch_sizes):
     # Where the first batch is of one sample, all ranks but one have none when the order of gathers is learnt.
     case = place.case(batch_sizes=batch_sizes, microbatches=2)
     assert max(place.run(lambda ranks: deviation(case, place.size, ranks))) <= TOLERANCE
@@ -57,7 +57,7 @@ def test_a_rank_without_samples_brings_its_share(place, batch_sizes):
 
 @pytest.mark.parametrize("place", [Place(3, transport="gloo"), Place(6, hosts=3)])
 @pytest.mark.parametrize(("sizes", "microbatches"), [((5, 5, 5, 5), 1), ((4, 7, 5), 2)])
-def test_ranks_may_use_weights_in_orders_of_their_own(place, sizes, microbatches):
+def test_ranks_may_use_weights_in_different_orders(place, sizes, microbatches):
     # The spare layer works for batches of even length only: now on these ranks, now on those.
     case = place.case(model="sometimes", unused="allow", batch_sizes=sizes, bucket_bytes=1, microbatches=microbatches)
     same = dataclasses.replace(case, zero=0, shard=None)
@@ -71,7 +71,7 @@ def test_ranks_may_use_weights_in_orders_of_their_own(place, sizes, microbatches
 
 
 @pytest.mark.parametrize("kind", AWKWARD_MODELS)
-def test_weights_are_whole_however_they_are_used(kind):
+def test_weights_are_unsharded_however_they_are_used(kind):
     # A bucket for each parameter: one operation of the recurrent network needs more than are held otherwise.
     case = GLOO.case(model=kind, bucket_bytes=1, batch_sizes=(8, 8))
     assert max(GLOO.run(lambda ranks: deviation(case, GLOO.size, ranks))) <= TOLERANCE
@@ -153,7 +153,7 @@ def ones(rows: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("place", [GLOO, HOSTS])
-def test_few_buckets_are_whole_at_a_time(place):
+def test_few_buckets_are_unsharded_at_a_time(place):
     def body(ranks):
         step = deep(ranks, place)
         slots = gathered_of(step).buffer_pool
@@ -171,7 +171,7 @@ def test_few_buckets_are_whole_at_a_time(place):
 
 @pytest.mark.parametrize("place", [GLOO, HOSTS, Place(4, hosts=2, shard=2), HYBRID])
 @pytest.mark.parametrize("microbatches", [1, 3])
-def test_a_rank_sends_what_the_formula_says(place, microbatches):
+def test_sent_bytes_equal_the_formula(place, microbatches):
     def body(ranks):
         step = deep(ranks, place, microbatches=microbatches)
         step.dry_run(ones(6), training=True)  # forwards of its own, once
@@ -187,7 +187,7 @@ def test_a_rank_sends_what_the_formula_says(place, microbatches):
         assert sent[0] == sent[-1]  # also while the order is learnt
 
 
-def test_at_rest_a_parameter_holds_no_memory_and_is_not_a_number():
+def test_a_resharded_parameter_holds_no_memory_and_reads_as_nan():
     def body(ranks):
         step = deep(ranks, GLOO)
         step(ones())
@@ -204,7 +204,7 @@ def test_at_rest_a_parameter_holds_no_memory_and_is_not_a_number():
     assert held == [12 * WIDTH * WIDTH / 3] * 3
 
 
-def test_a_view_that_is_kept_never_shows_another_bucket():
+def test_a_kept_view_never_shows_another_bucket():
     def body(ranks):
         step = deep(ranks, GLOO)
         module: Any = step.model
@@ -220,7 +220,7 @@ def test_a_view_that_is_kept_never_shows_another_bucket():
     GLOO.run(body)
 
 
-def test_scripts_are_the_same_on_every_rank_and_stay_once_they_are_learnt():
+def test_unshard_orders_are_the_same_on_every_rank_and_fixed_once_recorded():
     def body(ranks):
         step = deep(ranks, GLOO)
         step(ones(0 if ranks.rank == 0 else 2))
@@ -237,7 +237,7 @@ def test_scripts_are_the_same_on_every_rank_and_stay_once_they_are_learnt():
     assert first == {"forward": list(reversed(range(12))), "backward": list(range(12))}
 
 
-def test_the_next_gather_has_begun_when_a_bucket_is_used():
+def test_the_all_gather_of_a_bucket_begins_before_the_bucket_is_used():
     def body(ranks):
         step = deep(ranks, GLOO)
         step(ones())
@@ -270,7 +270,7 @@ class Careless(nn.Module):
         return z
 
 
-def test_what_backward_needs_may_not_be_changed():
+def test_a_tensor_saved_for_backward_may_not_be_modified():
     def body(ranks):
         plan = Plan(dp=3, zero=3, transport="gloo")
         step = TrainStep(Careless().double(), F.mse_loss, torch.optim.SGD, plan=plan, communicator=ranks, clip=None)
@@ -281,7 +281,7 @@ def test_what_backward_needs_may_not_be_changed():
     assert all(GLOO.run(body))
 
 
-def test_a_graph_is_no_use_outside_its_step():
+def test_a_backward_outside_a_step_is_refused():
     def body(ranks):
         step = deep(ranks, GLOO)
         x, y = ones()
@@ -295,7 +295,7 @@ def test_a_graph_is_no_use_outside_its_step():
     assert all(GLOO.run(body))
 
 
-def test_a_weight_changed_since_forward_is_noticed_in_backward():
+def test_a_weight_changed_since_forward_is_found_in_backward():
     def body(ranks):
         step = deep(ranks, GLOO)
         gathered = gathered_of(step)
@@ -310,7 +310,7 @@ def test_a_weight_changed_since_forward_is_noticed_in_backward():
 
 
 @pytest.mark.parametrize("place", [GLOO, HOSTS])
-def test_weights_can_be_read_edited_put_and_evaluated(place):
+def test_weights_can_be_read_edited_loaded_and_evaluated(place):
     case = place.case(batch_sizes=(12, 12))
 
     def body(ranks):
@@ -336,7 +336,7 @@ def test_weights_can_be_read_edited_put_and_evaluated(place):
     assert all(other == first for other in others)
 
 
-def test_an_edit_outside_its_block_is_noticed():
+def test_an_edit_outside_step_edit_is_found():
     def body(ranks):
         step = deep(ranks, GLOO)
         next(iter(step.model.parameters())).data = torch.ones(WIDTH, WIDTH, dtype=torch.float64)
@@ -347,7 +347,7 @@ def test_an_edit_outside_its_block_is_noticed():
     assert all(GLOO.run(body))
 
 
-def test_a_copy_of_the_model_is_plain():
+def test_a_copy_of_the_model_has_plain_parameters():
     def body(ranks):
         import copy
 
@@ -371,7 +371,7 @@ ONWARD = [
 
 
 @pytest.mark.parametrize(("first", "then", "then_zero"), ONWARD)
-def test_a_state_goes_to_other_levels_ranks_and_shares(first, then, then_zero):
+def test_a_state_dict_loads_at_other_zero_levels_ranks_and_shard_groups(first, then, then_zero):
     case = first.case(batch_sizes=(12, 12, 12, 12), clip=0.5, model="tied")
 
     def begin(ranks):
@@ -401,7 +401,7 @@ def test_a_state_goes_to_other_levels_ranks_and_shares(first, then, then_zero):
 @pytest.mark.parametrize(
     ("first", "then"), [(GLOO, GLOO), (HYBRID, HYBRID), (HOSTS, GLOO), (GLOO, Place(2)), (HYBRID, HOSTS)]
 )
-def test_checkpoints_of_weights_that_rest_split_are_read_anywhere(first, then, tmp_path):
+def test_checkpoints_of_sharded_weights_load_on_any_mesh(first, then, tmp_path):
     case = first.case(batch_sizes=(12,) * 4, clip=0.5, model="tied")
 
     def begin(ranks):
@@ -425,7 +425,7 @@ def test_checkpoints_of_weights_that_rest_split_are_read_anywhere(first, then, t
 
 
 @pytest.mark.parametrize("place", [GLOO, HOSTS, HYBRID])
-def test_half_precision_weights_are_gathered_and_float32_ones_are_trained(place):
+def test_two_byte_weights_are_all_gathered_and_float32_master_weights_are_trained(place):
     # In bf16 two orders of sums differ; with the masters split, and kept, the weights stay near the oracle's.
     fields: dict[str, Any] = {"batch_sizes": (12, 12, 12), "precision": "bf16", "clip": 0.5}
 
@@ -444,13 +444,13 @@ def test_half_precision_weights_are_gathered_and_float32_ones_are_trained(place)
             assert not torch.equal(weights[name], weights[name].bfloat16().to(weights[name].dtype))
 
 
-def test_shares_that_cut_hosts_apart_are_refused_with_those_that_do_not():
+def test_shard_groups_that_straddle_hosts_are_refused_with_sizes_that_fit():
     case = Case(zero=3, shard=3)
     with pytest.raises(PlanError, match=r"shard = 3 on 3 hosts of 2 ranks .* try shard = 2, 6, or transport"):
         threads.run(6, lambda ranks: build_step(case, 6, ranks), hosts=3)
 
 
-def test_a_stage_is_written_again_when_all_have_taken_what_was_there():
+def test_a_staging_buffer_is_reused_only_after_all_ranks_have_copied_it():
     told: list[Any] = []
     stages = [torch.zeros(64, dtype=torch.uint8) for _ in range(NUM_STAGING_BUFFERS)]
     flags = StagingFlags(
@@ -473,7 +473,7 @@ def test_a_stage_is_written_again_when_all_have_taken_what_was_there():
     assert out.tolist() == [1.0] * 4 + [0.0] * 4
 
 
-def test_a_loan_ends_when_nobody_holds_its_storage():
+def test_a_buffer_returns_to_the_pool_when_its_storage_is_unreferenced():
     slots = memory.BufferPool()
     flat = slots.acquire(1000, torch.float32, torch.device("cpu"))
     address, view = flat.data_ptr(), flat[10:20].view(2, 5)
@@ -486,7 +486,7 @@ def test_a_loan_ends_when_nobody_holds_its_storage():
     assert slots.acquire(500, torch.float64, torch.device("cpu")).data_ptr() == address
 
 
-def test_a_slot_that_is_too_small_makes_way():
+def test_a_free_buffer_that_is_too_small_is_dropped():
     slots = memory.BufferPool()
     for size in (10_000, 20_000, 40_000):
         slots.acquire(size, torch.float32, torch.device("cpu"))

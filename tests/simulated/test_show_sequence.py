@@ -28,7 +28,7 @@ TASK = lm.task(length=96, heads=4, kv_heads=2, layers=3, width=64, batch_size=6)
     ],
     ids=str,
 )
-def test_the_reported_bytes_are_those_that_a_rank_sends(plan: Plan) -> None:
+def test_the_reported_bytes_equal_those_that_a_rank_saves_and_sends(plan: Plan) -> None:
     seen = trace_model(TASK, build_meta_model(TASK))
     (form,) = seen.attention_calls
     samples = TASK.batch_size // plan.dp
@@ -53,7 +53,7 @@ def test_the_reported_bytes_are_those_that_a_rank_sends(plan: Plan) -> None:
     assert sent_bytes(plan, seen, samples, seen.length) == 3 * (around.sent_bytes + heads.sent_bytes)
 
 
-def test_every_token_has_one_rank_and_pads_are_reported() -> None:
+def test_every_token_has_one_rank_and_padding_is_reported() -> None:
     told = show(Plan(sp=4), lm.task(length=100))
     assert "samples of 100 tokens, padded to 104, 26 a rank" in told
     rows = [

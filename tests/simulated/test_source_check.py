@@ -55,13 +55,13 @@ def part(rank, size=2):
 @pytest.mark.parametrize(
     "source", [part, lambda rank: [part(rank)[index] for index in range(20)]], ids=["fetch", "samples"]
 )
-def test_parts_of_the_data_in_the_place_of_one_source_are_refused_on_every_rank(source, hosts):
+def test_a_different_source_on_each_rank_is_refused_on_every_rank(source, hosts):
     for said in trained(2, source, hosts=hosts):
         assert "another source on rank 1 than on rank 0" in said
         assert "need the same source on every rank" in said
 
 
-def test_one_source_is_trained_also_where_processors_round_otherwise():
+def test_one_source_is_trained_also_where_processors_round_differently():
     assert trained(2, lambda rank: TensorSource(INPUTS, TARGETS)) == ["trained"] * 2
     assert trained(3, lambda rank: TensorSource(INPUTS * (1 + 1e-6 * rank), TARGETS)) == ["trained"] * 3
 
@@ -79,12 +79,12 @@ class Restless:
         return torch.randn(3, dtype=torch.float64, generator=self.generator), torch.zeros(1, dtype=torch.float64)
 
 
-def test_samples_that_are_others_each_time_are_not_compared():
+def test_samples_that_change_with_each_read_are_not_compared():
     assert trained(2, Restless) == ["trained"] * 2
 
 
 @pytest.mark.parametrize("zero", [0, 3])
-def test_validation_data_of_other_lengths_are_refused_on_every_rank(zero):
+def test_validation_data_of_different_lengths_are_refused_on_every_rank(zero):
     def body(ranks):
         step = built(ranks, zero=zero)
         sgd = functools.partial(torch.optim.SGD, lr=0.01)
@@ -98,7 +98,7 @@ def test_validation_data_of_other_lengths_are_refused_on_every_rank(zero):
     assert threads.run(2, body, hosts=2) == [True, True]
 
 
-def test_a_probe_tells_samples_apart_by_shape_and_by_value():
+def test_a_fingerprint_distinguishes_samples_by_shape_and_by_value():
     ones = {"x": torch.ones(1, 500), "y": (torch.tensor([3]), torch.tensor([1j]))}
     probe = fingerprint_of(ones)
     assert is_same_sample(probe, fingerprint_of(dict(reversed(ones.items()))))

@@ -78,7 +78,7 @@ def test_the_state_of_another_optimizer_is_refused(before, after):
         threads.run(2, lambda ranks: loaded(ranks, case, lambda state: state, saved_by=saved_by))
 
 
-def test_a_state_that_does_not_fit_on_one_rank_is_told_on_all():
+def test_a_state_that_does_not_fit_on_one_rank_is_refused_on_all():
     def body(ranks):
         with pytest.raises(TaskError, match="a NoneType"):
             loaded(ranks, CASE, lambda state: state if ranks.rank else None)
@@ -124,7 +124,7 @@ class Renaming(cases.MLP):
     [(Copying, {"precision": "bf16"}, 1), (Copying, {"zero": 3}, 2), (Renaming, {}, 1)],
     ids=["rounded copies", "copies of placeholders", "other names"],
 )
-def test_a_model_whose_state_dict_has_not_its_weights_is_refused_when_the_run_begins(
+def test_a_model_whose_state_dict_lacks_its_own_weights_is_refused_when_the_run_begins(
     kind, fields, hosts, tmp_path, monkeypatch
 ):
     monkeypatch.setitem(awkward_models.AWKWARD_MODELS, "own state_dict", kind)
@@ -133,7 +133,7 @@ def test_a_model_whose_state_dict_has_not_its_weights_is_refused_when_the_run_be
         threads.run(2, lambda ranks: ThreadRun(case, ranks, tmp_path), hosts=hosts)
 
 
-def test_names_beside_the_checkpoints_that_are_none_of_ours_do_no_harm(tmp_path):
+def test_foreign_names_in_the_checkpoint_folder_are_ignored(tmp_path):
     shelf = save_twice(tmp_path, 1)
     (shelf.path / "step-000000009").mkdir()
     (shelf.path / ".part-of-mine").touch()
@@ -145,7 +145,7 @@ def test_names_beside_the_checkpoints_that_are_none_of_ours_do_no_harm(tmp_path)
 
 
 @pytest.mark.parametrize("number", [2, 3], ids=["amid the epoch", "after its last batch"])
-def test_a_feed_that_is_put_elsewhere_within_a_loop_goes_on_there(number):
+def test_a_state_loaded_within_a_loop_moves_the_feed(number):
     feed = Feed([(torch.tensor(n), torch.tensor(n)) for n in range(12)], batch_size=4)
     seen, place = [], feed.state
     for _, targets in feed:

@@ -75,7 +75,7 @@ def test_a_model_belongs_to_its_last_step_alone():
     threads.run(1, body)
 
 
-def test_what_is_trained_may_not_change_behind_the_step():
+def test_the_trainable_parameters_may_not_change_after_the_build():
     def body(ranks):
         step = linear(ranks)
         step.model.get_parameter("bias").requires_grad_(False)
@@ -103,7 +103,7 @@ def replace_parameter(optimizer):
 
 
 @pytest.mark.parametrize("change", [exchange_members, exchange_groups, replace_parameter])
-def test_parameters_stay_in_the_groups_they_were_in(change):
+def test_parameters_may_not_move_between_optimizer_groups(change):
     def two_groups(parameters):
         weight, bias = parameters
         return torch.optim.SGD([{"params": [weight], "lr": 0.1}, {"params": [bias]}], lr=1.0)
@@ -119,7 +119,7 @@ def test_parameters_stay_in_the_groups_they_were_in(change):
 
 
 @pytest.mark.parametrize("difference", ["order", "clip", "plan"])
-def test_ranks_that_differ_are_told_the_first_difference(difference):
+def test_the_first_difference_between_ranks_is_reported(difference):
     class Two(nn.Module):
         def __init__(self, names):
             super().__init__()
@@ -146,7 +146,7 @@ def test_an_optimizer_of_other_parameters_is_refused():
         threads.run(1, body)
 
 
-def test_parameters_without_elements_are_no_matter():
+def test_parameters_without_elements_are_allowed():
     def body(ranks):
         model = nn.Linear(2, 2)
         model.register_parameter("nothing", nn.Parameter(torch.zeros(0)))
@@ -159,7 +159,7 @@ def test_parameters_without_elements_are_no_matter():
     assert threads.run(2, body) == [True, True]
 
 
-def test_autograd_notices_weights_that_a_step_has_changed():
+def test_autograd_detects_weights_that_a_step_has_changed():
     def body(ranks):
         model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
         step = linear(ranks, model)
@@ -219,7 +219,7 @@ def test_two_byte_weights_are_updated_as_torch_does(kind):
     assert max(differences) <= 0.02  # a step of SGD is 0.05 here, and bfloat16 has 8 bits
 
 
-def test_the_mean_of_many_samples_in_half_precision_is_summed_beyond_its_range():
+def test_the_mean_of_many_float16_losses_does_not_overflow():
     weight = torch.ones((), dtype=torch.float16, requires_grad=True)
     loss = sum_loss(weight * 2, 70_000)
     (loss.total / loss.count).backward()
@@ -228,7 +228,7 @@ def test_the_mean_of_many_samples_in_half_precision_is_summed_beyond_its_range()
     assert weight.grad.item() == 2.0
 
 
-def test_a_step_and_its_oracle_disagree_when_they_should():
+def test_the_deviation_from_the_oracle_of_another_training_is_large():
     # The laws in this folder prove nothing unless `deviation` can be large.
     case, other = Case(), Case(optimizer="SGD")
 
@@ -238,7 +238,7 @@ def test_a_step_and_its_oracle_disagree_when_they_should():
     assert min(threads.run(2, body)) > 1e-3
 
 
-def test_a_step_that_nobody_holds_any_more_is_gone_with_its_memory():
+def test_an_unreferenced_step_frees_its_shared_memory():
     def files() -> int:
         gc.collect()
         return len(os.listdir("/proc/self/fd"))

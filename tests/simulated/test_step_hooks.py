@@ -112,7 +112,7 @@ def test_hooks_train_as_in_one_process(how, kind):
 
 
 @pytest.mark.parametrize("codec", ["none", "bf16"])
-def test_hooks_see_gradients_in_the_numbers_of_the_weights_however_these_were_summed(codec):
+def test_hooks_see_gradients_in_the_dtype_of_the_weights_whatever_dtype_sums_them(codec):
     fields = {"reduce_dtype": "fp32"} if codec == "none" else {"codec": codec}
     case = dataclasses.replace(CASE, clip=0.5, **fields)
     seen = []
@@ -140,7 +140,7 @@ def test_a_hook_registered_after_the_build_trains_as_in_one_process():
     assert max(threads.run(2, body)) <= TOLERANCE
 
 
-def test_hooks_of_all_optimizers_are_called_once_a_step_in_torchs_order():
+def test_global_optimizer_hooks_are_called_once_a_step_in_torchs_order():
     calls: list[tuple[int, str]] = []
 
     def body(ranks):
@@ -172,7 +172,7 @@ def test_hooks_of_all_optimizers_are_called_once_a_step_in_torchs_order():
         assert [name for of, name in calls if of == rank] == ["every before", "before", "after", "every after"] * 3
 
 
-def test_a_step_that_is_left_out_calls_no_hook():
+def test_a_skipped_step_calls_no_hook():
     called = []
 
     def body(ranks):
@@ -186,7 +186,7 @@ def test_a_step_that_is_left_out_calls_no_hook():
 
 
 @pytest.mark.parametrize(("size", "sees"), [(1, "unused"), (2, "unused")])
-def test_a_gradient_that_a_hook_takes_away_is_not_used(size, sees):
+def test_a_gradient_that_a_hook_sets_to_none_is_not_used(size, sees):
     case = dataclasses.replace(CASE, model=sees, unused="allow")
 
     def take_away(optimizer, args, kwargs):
@@ -199,7 +199,7 @@ def test_a_gradient_that_a_hook_takes_away_is_not_used(size, sees):
     assert max(far) <= TOLERANCE
 
 
-def test_a_gradient_that_a_hook_takes_away_is_refused_where_every_parameter_is_updated():
+def test_a_gradient_that_a_hook_sets_to_none_is_refused_where_every_parameter_is_updated():
     def take_away(optimizer, args, kwargs):
         parameters(optimizer)[0].grad = None
 
@@ -226,7 +226,7 @@ def test_a_hook_that_replaces_the_storage_of_a_weight_is_refused_at_once():
     assert threads.run(2, body) == [True, True]
 
 
-def test_a_hook_that_reads_states_is_told_that_they_are_not_there():
+def test_a_hook_that_reads_optimizer_state_is_refused():
     def reads(optimizer, args, kwargs):
         for state in optimizer.state.values():
             state["momentum_buffer"].zero_()
@@ -338,7 +338,7 @@ CHANGES: dict[str, tuple[Callable[[torch.optim.Optimizer], Any], str]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_a_flat_update_would_drop_is_refused_at_the_build_and_later(change):
+def test_an_optimizer_change_that_a_flat_update_would_drop_is_refused_at_the_build_and_later(change):
     act, said = CHANGES[change]
 
     def body(ranks):
@@ -372,7 +372,7 @@ def test_parameters_added_after_the_build_are_refused():
 
 
 @pytest.mark.parametrize("kind", ["SGD", "Adagrad"])
-def test_a_scheduler_is_no_step_of_its_own(kind):
+def test_a_scheduler_is_not_taken_for_a_custom_step(kind):
     case = dataclasses.replace(CASE, optimizer=kind)
 
     def body(ranks):
@@ -389,7 +389,7 @@ def test_a_scheduler_is_no_step_of_its_own(kind):
     assert max(threads.run(2, body)) <= TOLERANCE
 
 
-def test_a_class_whose_step_was_replaced_is_refused(monkeypatch):
+def test_an_optimizer_class_whose_step_was_replaced_is_refused(monkeypatch):
     plain = torch.optim.SGD.step
     monkeypatch.setattr(torch.optim.SGD, "step", lambda self, closure=None: plain(self, closure))
     with pytest.raises(OptimizerError, match=r"a step\(\) of its own"):
@@ -397,7 +397,7 @@ def test_a_class_whose_step_was_replaced_is_refused(monkeypatch):
 
 
 @pytest.mark.parametrize("how", [{"fused": True}, {"foreach": True}, {}])
-def test_an_adagrad_has_state_from_the_start_and_is_not_refused(how):
+def test_adagrads_initial_state_is_not_refused(how):
     def make(parameters):
         return torch.optim.Adagrad(parameters, lr=0.1, **how)
 
@@ -418,7 +418,7 @@ def test_an_adagrad_has_state_from_the_start_and_is_not_refused(how):
         threads.run(1, lambda ranks: build(CASE, ranks, trained))
 
 
-def test_a_hook_of_all_optimizers_is_told_as_one():
+def test_a_global_optimizer_hook_is_reported_as_such():
     handle = register_optimizer_step_post_hook(lambda *_: None)
     try:
         with pytest.raises(OptimizerError, match="a step post-hook of all optimizers with zero = 1"):

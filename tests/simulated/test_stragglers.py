@@ -60,7 +60,7 @@ def body(ranks) -> tuple[MemoryLog, int]:
     return log, len(gathered)
 
 
-def test_a_slow_rank_is_named_once_with_what_it_is_in():
+def test_a_straggler_is_reported_once_with_the_phase_it_is_slow_in():
     for log, _ in threads.run(3, body):
         (note,) = log.notes
         assert note.startswith("rank 1 on ")
@@ -72,7 +72,7 @@ def test_a_slow_rank_is_named_once_with_what_it_is_in():
         assert line["late"]["others_seconds"] < line["late"]["seconds"] / 1.5
 
 
-def test_ranks_speak_of_it_once_in_a_window():
+def test_straggler_detection_communicates_once_per_window():
     # Beside it the first step alone exchanges: its dry run (three times), its weights, the nominal count and the launch
     # order.
     for _, exchanges in threads.run(2, body):

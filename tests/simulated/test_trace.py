@@ -63,7 +63,7 @@ def test_a_bucket_is_ready_then_sent_then_reduced_then_done():
                     assert ready <= sent <= at[name].start <= at[name].stop <= done
 
 
-def test_a_step_apart_and_a_meeting_are_each_recorded_and_simulated_as_what_they_were():
+def test_local_and_averaging_steps_are_recorded_and_simulated_with_their_own_programs():
     whole = traced(Case(sync="local", local_steps=2, bucket_bytes=1500, clip=0.5), 2)[0]
     for step in whole.steps:
         program = whole.program_of_step(step)
@@ -80,7 +80,7 @@ def test_a_step_apart_and_a_meeting_are_each_recorded_and_simulated_as_what_they
 @pytest.mark.parametrize(
     "fields", [{"zero": 1}, {"zero": 2, "update": "in_backward"}, {"sync": "local", "local_steps": 2}]
 )
-def test_every_action_is_recorded_on_the_lane_it_waits_in(fields):
+def test_every_action_is_recorded_on_its_lane(fields):
     whole = traced(Case(bucket_bytes=1500, **fields), 2)[0]
     lanes = {str(action): lane_of(action) for actions in whole.program.values() for action in actions}
     found = {event.name: event.lane for event in whole.events if event.name in lanes}
@@ -88,7 +88,7 @@ def test_every_action_is_recorded_on_the_lane_it_waits_in(fields):
     assert any(name[0] in "GP" for name in found)
 
 
-def test_gathers_beside_reductions_keep_their_time():
+def test_all_gathers_that_overlap_reductions_keep_their_time():
     spans = [Span("R0.0", REDUCE_LANE, 10, 20), Span("G0.0", REDUCE_LANE, 12, 14), Span("R0.1", REDUCE_LANE, 15, 30)]
     assert _without_overlap(spans) == [*spans[:2], Span("R0.1", REDUCE_LANE, 20, 30)]
 
@@ -111,7 +111,7 @@ def test_only_sampled_steps_are_recorded_and_none_when_off():
     assert traced(Case(), 1, every=0)[0].events == ()
 
 
-def test_a_recorder_hears_nothing_after_its_step():
+def test_a_recorder_records_nothing_after_its_step():
     case = Case()
 
     def body(ranks):
@@ -146,7 +146,7 @@ def test_a_long_run_keeps_its_first_and_its_last_samples(tmp_path):
     assert steps[2:] == list(range(45, 131, 5))
 
 
-def test_recording_changes_no_number():
+def test_recording_does_not_change_training():
     case = Case(clip=0.5)
 
     def weights(every):

@@ -118,7 +118,7 @@ def test_lengths_that_do_not_divide_are_padded(kind):
     assert max(oracle.deviation(each, alone) for each in trained) <= TOLERANCE
 
 
-def test_outside_a_step_a_model_attends_as_it_is_configured():
+def test_outside_a_step_a_model_keeps_its_configured_attention():
     def body(ranks):
         step = TrainStep(copy.deepcopy(made("llama")), loss, adamw, plan=Plan(sp=2), communicator=ranks, clip=None)
         step(batches()[0])
@@ -152,7 +152,7 @@ def test_sliding_windows_are_refused():
         threads.run(2, body)
 
 
-def test_linear_attention_is_refused_with_the_place():
+def test_linear_attention_is_refused_with_the_module():
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4}
     linear = {f"linear_{name}_head_dim": 8 for name in ("key", "value")}
     heads = {"num_key_value_heads": 2, "head_dim": 8, "linear_num_value_heads": 4, "linear_num_key_heads": 2, **linear}
@@ -185,7 +185,7 @@ def test_a_mixture_of_experts_passes_the_dry_run_in_float64():
         assert (tried.problems, tried.config) == ([], STRICTEST_SEQUENCE_CHECK)
 
 
-def test_a_model_that_makes_its_own_positions_is_refused():
+def test_a_model_that_computes_its_own_positions_is_refused():
     class Blind(nn.Module):
         def __init__(self) -> None:
             super().__init__()

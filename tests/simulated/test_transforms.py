@@ -83,12 +83,12 @@ def trained(way, *, zero, size=2):
 
 
 @pytest.mark.parametrize("way", TRAINED)
-def test_what_needs_no_hooks_of_its_own_trains_at_zero_3_as_at_zero_0(way):
+def test_autograd_grad_vmap_and_jvp_train_at_zero_3_as_at_zero_0(way):
     for found, expected in zip(trained(way, zero=3), trained(way, zero=0), strict=True):
         torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("way", REFUSED)
-def test_reverse_transforms_of_torch_func_are_refused_at_zero_3_with_what_works(way):
+def test_reverse_transforms_of_torch_func_are_refused_at_zero_3_with_alternatives(way):
     with pytest.raises(TaskError, match=r"torch\.func.* zero = 3 .*torch\.autograd\.grad\(.*zero = 2"):
         trained(way, zero=3)

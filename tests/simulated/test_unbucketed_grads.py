@@ -42,7 +42,7 @@ def watched(step):
 
 
 @pytest.mark.parametrize("update", UPDATES)
-def test_updates_in_backward_hold_one_gradient_at_a_time_and_updates_after_it_all(update):
+def test_updates_in_backward_hold_one_gradient_at_a_time_and_updates_after_backward_all(update):
     step = on_one_rank(dataclasses.replace(CASE, update=update))
     most = watched(step)
     sizes = [p.numel() for p in step.model.parameters()]
@@ -57,7 +57,7 @@ def test_updates_in_backward_hold_one_gradient_at_a_time_and_updates_after_it_al
 
 
 @pytest.mark.parametrize("update", UPDATES)
-def test_a_bad_step_frees_its_gradients_and_moves_nothing(update):
+def test_a_bad_step_frees_its_gradients_and_changes_no_weight(update):
     step = on_one_rank(dataclasses.replace(CASE, update=update), skip_nan=1)
     (first, _), most = batches(CASE), watched(step)
     step(first)
@@ -70,7 +70,7 @@ def test_a_bad_step_frees_its_gradients_and_moves_nothing(update):
 
 @pytest.mark.parametrize("update", UPDATES)
 @pytest.mark.parametrize("microbatches", [1, 2])
-def test_a_gradient_that_lies_in_another_order_is_read_in_the_parameters(update, microbatches):
+def test_a_gradient_with_other_strides_than_its_parameter_is_read_correctly(update, microbatches):
     case = dataclasses.replace(CASE, update=update, microbatches=microbatches, batch_sizes=(8, 7, 8))
     step = on_one_rank(case)
     for parameter in step.model.parameters():

@@ -20,7 +20,7 @@ def net(*, frozen: bool) -> nn.Module:
 
 
 @pytest.mark.parametrize("how", [{}, {"zero": 1}, {"unused": "allow"}, {"unused": "allow", "zero": 1}])
-def test_states_without_those_of_unfrozen_parameters_are_taken_or_refused_by_all_ranks(how):
+def test_a_state_without_unfrozen_parameters_is_loaded_or_refused_on_all_ranks(how):
     def body(ranks):
         make, plan = functools.partial(torch.optim.Adam, lr=0.1), Plan(dp=2, **how)
         batch = torch.ones(2, 3, dtype=torch.float64) + ranks.rank, torch.zeros(2, 2, dtype=torch.float64)

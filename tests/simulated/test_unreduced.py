@@ -124,7 +124,7 @@ REFUSED = [
 
 @pytest.mark.parametrize("prepare", REFUSED)
 @pytest.mark.parametrize("closed", [False, True])
-def test_a_gradient_that_no_reduction_has_seen_is_refused_before_a_weight_moves(prepare, closed):
+def test_an_unreduced_gradient_is_refused_before_a_weight_moves(prepare, closed):
     def body(ranks):
         loop = Loop(ranks)
         prepare(loop)
@@ -143,7 +143,7 @@ def test_a_gradient_that_no_reduction_has_seen_is_refused_before_a_weight_moves(
     assert "no_sync" in said
 
 
-def test_a_gradient_set_on_one_rank_alone_is_refused_there_and_the_others_learn_of_it():
+def test_a_gradient_set_on_one_rank_only_is_refused_there_and_then_on_all_ranks():
     def body(ranks):
         loop = Loop(ranks)
         if ranks.rank == 1:
@@ -239,7 +239,7 @@ LEGAL = [
 
 
 @pytest.mark.parametrize("prepare", LEGAL)
-def test_what_all_ranks_have_alike_is_stepped_with(prepare):
+def test_gradients_that_are_the_same_on_all_ranks_are_used(prepare):
     def body(ranks):
         loop = Loop(ranks)
         prepare(loop)
@@ -255,7 +255,7 @@ def test_what_all_ranks_have_alike_is_stepped_with(prepare):
     assert first == second
 
 
-def test_on_one_rank_every_gradient_is_everyones():
+def test_one_rank_may_use_any_gradient():
     def body(ranks):
         loop = Loop(ranks)
         for prepare in REFUSED:
@@ -267,7 +267,7 @@ def test_on_one_rank_every_gradient_is_everyones():
 
 
 @pytest.mark.parametrize("hand", [False, True])
-def test_a_parameter_that_no_rank_has_used_has_no_gradient_of_its_own(hand):
+def test_a_parameter_that_no_rank_has_used_may_not_have_a_local_gradient(hand):
     def body(ranks):
         loop = Loop(ranks, unused="allow")
         loop.backward(both=False)
@@ -285,7 +285,7 @@ def test_a_parameter_that_no_rank_has_used_has_no_gradient_of_its_own(hand):
     assert first == second
 
 
-def test_gradients_of_autograd_that_are_not_stepped_with_reduce_nothing():
+def test_autograd_grad_reduces_nothing():
     def body(ranks):
         loop = Loop(ranks, unused="allow")
         gradients = torch.autograd.grad(loop.loss(), loop.parameters)
@@ -300,7 +300,7 @@ def test_gradients_of_autograd_that_are_not_stepped_with_reduce_nothing():
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.LBFGS])
 @pytest.mark.parametrize("how", ["backward", "local_backward", "set_by_autograd"])
-def test_what_a_closure_leaves_in_grad_must_be_reduced(kind, how):
+def test_gradients_that_a_closure_leaves_must_be_reduced(kind, how):
     def body(ranks):
         loop = Loop(ranks, kind)
         before = [p.detach().clone() for p in loop.parameters]
@@ -321,7 +321,7 @@ def test_what_a_closure_leaves_in_grad_must_be_reduced(kind, how):
     assert first == second
 
 
-def test_a_parameter_that_was_frozen_at_the_start_cannot_be_trained_later():
+def test_a_parameter_frozen_at_the_build_cannot_be_trained_later():
     def body(ranks):
         model = Two()
         model.first.requires_grad_(False)
@@ -353,7 +353,7 @@ def given_a_stranger(loop):
 @pytest.mark.parametrize(
     ("change", "name"), [(thawed_and_added, "second.weight"), (given_a_stranger, "without a name")]
 )
-def test_what_is_given_to_the_optimizer_later_is_refused_unless_it_is_averaged(change, name):
+def test_parameters_added_to_the_optimizer_later_are_refused_unless_reduced(change, name):
     def body(ranks):
         model = Two()
         model.second.requires_grad_(False)
@@ -373,7 +373,7 @@ def present(gradient):
     return gradient
 
 
-def test_gradients_that_a_loop_keeps_stay_as_they_were():
+def test_gradients_kept_by_the_loop_are_not_overwritten():
     """Torch makes a new tensor where `.grad` is None: a loop may still hold the old one."""
 
     def body(ranks):
@@ -396,7 +396,7 @@ def test_gradients_that_a_loop_keeps_stay_as_they_were():
     assert first == second
 
 
-def test_parameters_belong_to_their_last_wrapper_alone():
+def test_parameters_belong_to_their_last_wrapper_only():
     def body(ranks):
         first = Loop(ranks)
         first.backward()

@@ -36,14 +36,14 @@ def test_fused_updates_give_the_weights_of_updates_after_backward_bit_for_bit(fi
 
 
 @pytest.mark.parametrize(("zero", "shard"), [(2, None), (3, 2)])
-def test_updates_in_backward_between_hosts_do_not_wait_for_each_other_for_ever(zero, shard, monkeypatch):
+def test_updates_in_backward_between_hosts_do_not_deadlock(zero, shard, monkeypatch):
     monkeypatch.setattr(threads, "TIME_LIMIT_SECONDS", 30.0)
     case = dataclasses.replace(CASE, model="reused", zero=zero, shard=shard, update="in_backward")
     assert max(threads.run(4, lambda ranks: deviation(case, 4, ranks), hosts=2)) <= TOLERANCE
 
 
 @pytest.mark.parametrize(("size", "zero"), [(1, 0), (2, 1), (2, 2)])
-def test_the_first_buckets_are_updated_while_backward_goes_on(size, zero):
+def test_the_first_buckets_are_updated_during_backward(size, zero):
     case = dataclasses.replace(CASE, zero=zero, update="in_backward")
 
     def body(ranks):
@@ -62,7 +62,7 @@ def test_the_first_buckets_are_updated_while_backward_goes_on(size, zero):
     assert any(not late for updates in threads.run(size, body) for late in updates)
 
 
-def test_the_program_shows_updates_behind_their_reductions():
+def test_the_program_shows_updates_after_their_reductions():
     step = threads.run(1, lambda ranks: build_step(dataclasses.replace(CASE, update="in_backward"), 1, ranks))[0]
     verbs = [a.verb for a in step.program if a.verb in (Verb.REDUCE, Verb.UPDATE)]
     assert verbs == [Verb.REDUCE, Verb.UPDATE] * len(step.buckets)
@@ -72,7 +72,7 @@ def test_the_program_shows_updates_behind_their_reductions():
     ({"clip": 1.0}, "the norm of all gradients before"),
     ({"unused": "allow"}, "which parameters have no gradient"),
 ])  # fmt: skip
-def test_updates_in_backward_are_refused_where_they_cannot_know_enough(fields, said):
+def test_updates_in_backward_are_refused_with_clipping_or_unused_parameters(fields, said):
     case = dataclasses.replace(CASE, update="in_backward", **fields)
     model, loss, optimizer = cases.model(case.model), cases.loss(case), cases.optimizer(case)
     with pytest.raises(PlanError, match=said):
@@ -138,7 +138,7 @@ def test_no_backward_computes_with_weights_that_another_rank_has_updated(zero):
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2])
-def test_a_weight_that_backward_still_needs_is_told_on_every_rank_when_updates_come_in_backward(zero):
+def test_an_update_in_backward_of_a_weight_that_backward_still_needs_raises_on_every_rank(zero):
     ready, told = threading.Event(), [threading.Event(), threading.Event()]
 
     def body(ranks):
@@ -159,7 +159,7 @@ def by_turns(parameters):
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])
-def test_sums_that_others_read_are_not_written_whatever_group_asks_for_it(microbatches):
+def test_reduced_gradients_that_other_ranks_read_are_not_overwritten(microbatches):
     case = Case(batch_sizes=(12, 12, 12, 12), bucket_bytes=1500, microbatches=microbatches)
 
     def body(ranks):

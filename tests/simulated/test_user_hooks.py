@@ -118,7 +118,7 @@ def test_a_hook_sees_the_gradient_of_its_rank_whenever_it_is_registered(way, fie
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize(("way", "fields"), [each for each in WAYS if "precision" not in each[1]])
-def test_what_a_hook_writes_into_grad_is_trained(way, fields, size, late, replaces):
+def test_gradients_that_a_hook_writes_are_used(way, fields, size, late, replaces):
     def double(parameter):
         if replaces:
             parameter.grad = parameter.grad * 2
@@ -144,7 +144,7 @@ def test_what_a_hook_writes_into_grad_is_trained(way, fields, size, late, replac
 
 
 @pytest.mark.parametrize("way", [parallel, wrapped])
-def test_a_hook_that_has_been_removed_is_called_no_more(way):
+def test_a_removed_hook_is_not_called(way):
     def body(ranks):
         module, calls = model(), []
         early = register(module, lambda p: calls.append("early"))
@@ -168,7 +168,7 @@ def test_a_hook_that_has_been_removed_is_called_no_more(way):
 @pytest.mark.parametrize("unused", ["refuse", "allow"])
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("way", [parallel, wrapped])
-def test_a_hook_that_takes_the_gradient_away_is_refused_by_name(way, size, unused):
+def test_a_hook_that_sets_a_gradient_to_none_is_refused_by_name(way, size, unused):
     def clear(parameter):
         parameter.grad = None
 

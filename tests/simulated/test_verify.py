@@ -74,7 +74,7 @@ PLANS = [Plan(), Plan(microbatches=3), Plan(bucket_bytes=100), Plan(update="in_b
 
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("kind", ["plain", "module", "number", "narrow"])
-def test_what_is_right_passes(kind, plan):
+def test_a_correct_training_passes(kind, plan):
     verdict = verify(task(kind, clip=0.5 if plan.update == "after" else None), plan)
     assert verdict is not None
     assert verdict.max_deviation <= TOLERANCE
@@ -103,7 +103,7 @@ def test_complex_parameters_are_compared_in_complex128(plan):
     assert seen == {torch.float64, torch.complex128}
 
 
-def test_an_imaginary_part_that_is_wrong_is_found():
+def test_a_wrong_imaginary_part_is_found():
     with mock.patch.object(Objective, "sum_loss", wrong):
         verdict = verify(task(model=Complex), Plan())
     assert verdict is not None
@@ -121,14 +121,14 @@ def wrong(objective, value, calls, samples):
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_number_that_is_not_finite_is_an_infinite_deviation(value):
+def test_a_nonfinite_number_is_an_infinite_deviation(value):
     good, bad = (oracle.TrainingResult([1.0, number], [], {"w": torch.ones(2)}) for number in (1.0, value))
     assert oracle.deviation(good, good) == 0.0
     for pair in ((bad, good), (good, bad), (bad, bad)):
         assert oracle.deviation(*pair) == float("inf")
 
 
-def test_a_wrong_gradient_is_found_in_every_number():
+def test_a_wrong_gradient_is_found_in_every_loss_and_gradient():
     with mock.patch.object(Objective, "sum_loss", wrong):
         verdict = verify(task(), Plan())
     assert verdict is not None
@@ -150,7 +150,7 @@ def table(verdict: VerifyResult) -> str:
     )
 
 
-def test_the_table_says_what_was_compared_and_what_was_left_out():
+def test_the_table_shows_what_was_compared_and_what_was_left_out():
     verdict = VerifyResult([1e-12], {"a": 2e-13, "bc": 0.0}, {"a": 1e-5, "bc": float("nan")}, 2, True)
     lines = table(verdict)
     assert lines.startswith("lm on dp 2 × sp 2, compared with one device: 3 steps in float64")
@@ -163,7 +163,7 @@ def test_the_table_says_what_was_compared_and_what_was_left_out():
     assert "trains as one device does" in table(VerifyResult([0.0], {"a": 0.0}, {"a": 1e-10}, 0, False))
 
 
-def test_what_is_off_is_named_and_ends_with_exit_code_1():
+def test_deviations_are_named_and_give_exit_code_1():
     verdict = VerifyResult([1e-12, 1e-3], {"a": 2e-13, "bc": 0.0}, {"a": 1e-5, "bc": float("nan")}, 0, False)
     job = Job(task=task(), plan=Plan(), settings={"task_name": "lm"}, identity={})
     with (
@@ -180,12 +180,12 @@ def test_what_is_off_is_named_and_ends_with_exit_code_1():
     "plan",
     [Plan(dp=2, codec="topk"), Plan(dp=2, sync="local"), Plan(batch_norm="local"), Plan(dp=2, reduce_dtype="fp32")],
 )
-def test_plans_of_another_training_are_refused_with_the_reason(plan):
+def test_plans_that_change_the_training_are_refused_with_the_reason(plan):
     with pytest.raises(PlanError, match="another training than one device's"):
         check_verifiable(plan)
 
 
-def test_what_asks_for_float32_gets_float64():
+def test_casts_to_float32_give_float64():
     x = torch.ones(2, dtype=torch.float64)
     with Float64Mode():
         made = [x.float(), x.to(torch.float32), x.to(dtype=torch.bfloat16), torch.zeros(2, dtype=torch.float16)]
@@ -202,7 +202,7 @@ GROUPED = {
 
 
 @pytest.mark.parametrize("kind", GROUPED)
-def test_grouped_products_in_float64_are_those_of_torch_in_float32(kind):
+def test_grouped_products_in_float64_equal_those_of_torch_in_float32(kind):
     first, second, offsets = GROUPED[kind]
     torch.manual_seed(0)
     # torch wants strides in multiples of 16 bytes.
@@ -237,7 +237,7 @@ def test_a_mixture_of_experts_of_transformers_is_verified():
     assert verdict.max_deviation <= TOLERANCE
 
 
-def test_what_asks_for_complex64_gets_complex128():
+def test_casts_to_complex64_give_complex128():
     x = torch.ones(2, dtype=torch.float64)
     with Float64Mode():
         made = [getattr(x, name)() for name in ("cfloat", "chalf")]

@@ -86,7 +86,7 @@ def test_trained_weights_that_forward_writes_from_its_samples_are_refused_on_eve
 
 # One sample per rank, so no two parts of a rank's batch differ.
 @pytest.mark.parametrize("kind", ["data", "no_grad"])
-def test_trained_weights_that_differ_among_ranks_only_are_refused(kind):
+def test_trained_weights_that_differ_only_between_ranks_are_refused(kind):
     match = "forward writes the trained weight centers, and the values depend on its samples"
     refused(lambda: model(kind), Plan(dp=3), match, batches(3))
 
@@ -108,7 +108,7 @@ def test_trained_weights_that_forward_writes_equally_are_trained_as_in_one_proce
 
 
 @pytest.mark.parametrize("kind", ONCE)
-def test_trained_weights_that_forward_writes_once_go_with_microbatches(kind):
+def test_trained_weights_that_forward_writes_once_are_allowed_with_microbatches(kind):
     given = batches(9, 2, 9)
     got = threads.run(2, lambda ranks: train(ranks, model(kind), Plan(dp=2, microbatches=3), given))
     expected = oracle.train(model(kind), loss, sgd, given)
@@ -127,7 +127,7 @@ def test_trained_weights_that_forward_writes_once_go_with_microbatches(kind):
         (Plan(dp=2, precision="bf16"), 1, "master weights"),
     ],
 )
-def test_trained_weights_are_not_written_where_the_write_would_be_lost(kind, plan, hosts, why):
+def test_writes_to_trained_weights_are_refused_where_they_would_be_lost(kind, plan, hosts, why):
     def made():
         return model(kind).float() if plan.precision != "keep" else model(kind)
 
@@ -136,7 +136,7 @@ def test_trained_weights_are_not_written_where_the_write_would_be_lost(kind, pla
 
 
 @pytest.mark.parametrize(("zero", "hosts"), [(1, 1), (2, 1), (3, 2)])
-def test_a_forward_that_writes_nothing_is_trained_at_every_level(zero, hosts):
+def test_a_forward_that_writes_nothing_is_trained_at_every_zero_level(zero, hosts):
     given, plan = batches(9, 2, 9), Plan(dp=2, zero=zero)
     got = threads.run(2, lambda ranks: train(ranks, model("nothing"), plan, given), hosts=hosts)
     expected = oracle.train(model("nothing"), loss, sgd, given)
@@ -151,7 +151,7 @@ def test_trained_weights_may_not_differ_between_ranks():
 
 
 @pytest.mark.parametrize("kind", [*EACH_TIME, *ONCE])
-def test_what_a_dry_run_writes_into_weights_is_restored(kind):
+def test_weights_written_by_a_dry_run_are_restored(kind):
     def body(ranks):
         step = TrainStep(model(kind), loss, sgd, plan=Plan(dp=2), communicator=ranks, clip=None)
         before = {name: weight.clone() for name, weight in step.named_weights()}
@@ -292,13 +292,13 @@ TOKENS = [(torch.arange(9), torch.arange(9) % 3), (torch.arange(8) % 4, torch.ar
 
 
 @pytest.mark.parametrize("by_function", [False, True])
-def test_an_embedding_with_a_largest_norm_trains_in_microbatches(by_function):
+def test_an_embedding_with_max_norm_trains_in_microbatches(by_function):
     made = functools.partial(renormed, by_function=by_function)
     (got,) = threads.run(1, lambda ranks: train(ranks, made(), Plan(microbatches=3), TOKENS))
     assert oracle.deviation(got, oracle.train(made(), loss, sgd, TOKENS)) <= TOLERANCE
 
 
-def test_an_embedding_with_a_largest_norm_is_refused_where_its_write_is_lost():
+def test_an_embedding_with_max_norm_is_refused_where_its_write_is_lost():
     with pytest.raises(PlanError, match='max_norm at table, and precision = "bf16"'):
         check_plan_for_model(renormed().float(), Plan(precision="bf16"), clip=None)
     match = r"forward writes the trained weight table\.weight, and the values depend on its samples"

@@ -117,7 +117,7 @@ class Scaled(torch.optim.Optimizer):
             parameter -= rate * parameter.grad
 
 
-def test_attributes_that_are_set_on_the_wrapper_are_the_wrapped_optimizers():
+def test_attributes_set_on_the_wrapper_reach_the_wrapped_optimizer():
     def train(mine, optimizer, rank):
         plainly(mine, optimizer, rank, steps=2)
         optimizer.factor, optimizer.later = 0.25, 0.5
@@ -155,11 +155,11 @@ def channels_last() -> nn.Module:
 
 @pytest.mark.parametrize("how", [{}, {"fused": True}, {"foreach": True}])
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
-def test_gradients_lie_in_memory_as_their_parameters_do(kind, how):
+def test_gradients_have_the_strides_of_their_parameters(kind, how):
     assert agrees(functools.partial(kind, lr=0.1, **how), plainly, start=channels_last)
 
 
-def test_gradients_that_a_loop_keeps_lie_as_they_did():
+def test_gradients_kept_by_the_loop_keep_their_strides():
     def body(ranks):
         mine, optimizer = wrapped(ranks, mine=channels_last(), fused=True)
         kept = []
@@ -172,7 +172,7 @@ def test_gradients_that_a_loop_keeps_lie_as_they_did():
     assert threads.run(2, body) == [[True] * 8] * 2
 
 
-def test_ranks_whose_parameters_lie_differently_are_refused():
+def test_ranks_with_different_parameter_strides_are_refused():
     def body(ranks):
         with pytest.raises(
             PlanError, match=r"0\.weight \[4, 3, 3, 3\] float64.*\[4, 3, 3, 3\], strides \[27, 1, 9, 3\]"
@@ -202,7 +202,7 @@ def test_parameters_that_are_converted_later_are_refused(options, convert, said)
     assert threads.run(2, body) == [True, True]
 
 
-def test_a_later_memory_format_is_trained_where_updates_go_by_elements():
+def test_a_later_memory_format_is_trained_with_elementwise_updates():
     def train(mine, optimizer, rank):
         mine.to(memory_format=torch.channels_last)
         plainly(mine, optimizer, rank)
@@ -220,7 +220,7 @@ def test_gradients_with_a_graph_are_refused():
     assert threads.run(2, body) == [True, True]
 
 
-def test_a_parameter_that_is_frozen_later_is_named_as_such():
+def test_a_parameter_that_is_frozen_later_is_reported_as_frozen():
     def body(ranks):
         mine, _ = wrapped(ranks)
         mine.get_submodule("0").requires_grad_(False)
@@ -269,7 +269,7 @@ def test_updates_that_differ_from_the_start_are_found_after_the_first_step(prepa
     assert threads.run(2, body) == [1, 1]
 
 
-def test_weights_are_compared_when_it_is_asked_for():
+def test_check_drift_compares_the_weights():
     def body(ranks):
         mine, optimizer = wrapped(ranks)
         plainly(mine, optimizer, ranks.rank)
@@ -287,7 +287,7 @@ def test_weights_are_compared_when_it_is_asked_for():
     assert threads.run(2, body) == [True, True]
 
 
-def test_a_wrapper_is_not_wrapped():
+def test_wrapping_a_wrapper_is_refused():
     def body(ranks):
         mine, optimizer = wrapped(ranks)
         with pytest.raises(OptimizerError, match="wrapped again"):
@@ -314,7 +314,7 @@ def loaded(optimizer, saved, *, factor=1.0):
     optimizer.load_state_dict(saved)
 
 
-def test_a_state_that_one_rank_alone_loads_is_found_before_a_weight_moves():
+def test_a_state_loaded_on_one_rank_only_is_found_before_a_weight_moves():
     def body(ranks):
         mine, optimizer = wrapped(ranks, momentum=0.9)
         plainly(mine, optimizer, ranks.rank)
@@ -340,7 +340,7 @@ def test_states_that_differ_between_ranks_are_found_after_the_next_step():
     assert threads.run(2, body) == [True, True]
 
 
-def test_a_state_that_one_rank_has_loaded_and_broadcast_is_everyones():
+def test_a_state_loaded_on_one_rank_and_broadcast_is_the_same_on_all():
     def body(ranks):
         mine, optimizer = wrapped(ranks, momentum=0.9)
         plainly(mine, optimizer, ranks.rank)
@@ -386,7 +386,7 @@ SCHEDULERS = {
 
 
 @pytest.mark.parametrize("kind", SCHEDULERS)
-def test_states_that_join_is_given_are_at_its_end_those_of_the_rank_that_was_at_it_longest(kind):
+def test_join_ends_with_the_states_of_the_rank_with_the_most_batches(kind):
     def scaler():
         return torch.amp.GradScaler("cpu", init_scale=2.0, growth_interval=2)
 
@@ -433,14 +433,14 @@ def test_options_within_join_are_compared_among_the_ranks_with_data():
     assert threads.run(3, body) == [True] * 3
 
 
-def test_marks_of_options_are_exact_when_they_are_squared_and_summed():
+def test_short_digests_of_options_are_exact_when_squared_and_summed():
     parameters = [nn.Parameter(torch.ones(1))]
     marks = [OptionTracker(torch.optim.SGD(parameters, lr=0.1 * number)).short_digest() for number in range(1, 50)]
     assert len(set(marks)) == 49
     assert max(marks) ** 2 * 4096 < 2**53
 
 
-def test_join_refuses_what_has_no_state():
+def test_join_refuses_objects_without_a_state_dict():
     def body(ranks):
         _, optimizer = wrapped(ranks)
         wrong: list[Any] = [[3], None]
@@ -455,7 +455,7 @@ def test_join_refuses_what_has_no_state():
     assert threads.run(2, body) == [True, True]
 
 
-def test_freezing_and_thawing_goes_with_unused_allow():
+def test_freezing_and_unfreezing_is_allowed_with_unused_allow():
     def train(mine, optimizer, rank):
         for first, is_trained in ((0, True), (2, False), (4, True)):
             mine.get_submodule("0").requires_grad_(is_trained)

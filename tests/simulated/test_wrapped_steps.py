@@ -130,11 +130,11 @@ def test_a_line_search_steps_by_the_mean_loss(make):
 
 
 @pytest.mark.parametrize("value", [lambda loss: loss, lambda loss: loss.item(), lambda loss: loss.detach().view(1)])
-def test_an_optimizer_of_the_users_own_steps_by_the_mean_loss(value):
+def test_a_custom_optimizer_steps_by_the_mean_loss(value):
     assert compared(functools.partial(Polyak, lr=0.5), functools.partial(by_closure, value=value)) == []
 
 
-def test_a_closure_gets_the_arguments_that_its_optimizer_gives_it():
+def test_a_closure_gets_the_arguments_that_its_optimizer_passes():
     def train(mine, optimizer, rank):
         for number in range(STEPS):
 
@@ -167,7 +167,7 @@ def test_a_mean_loss_keeps_its_graph():
     assert compared(functools.partial(Backward, lr=0.5), train) == []
 
 
-def test_torchs_optimizers_hand_on_the_loss_of_a_closure_as_it_is():
+def test_torchs_optimizers_return_the_local_loss_of_a_closure():
     def body(ranks):
         mine = model()
         optimizer = DistributedOptimizer(torch.optim.Adam(mine.parameters()), mine, communicator=ranks)
@@ -185,7 +185,7 @@ def test_torchs_optimizers_hand_on_the_loss_of_a_closure_as_it_is():
 
 
 @pytest.mark.parametrize("value", [lambda loss: (loss, 1), lambda loss: loss.expand(2), lambda loss: "low"])
-def test_a_loss_that_has_no_mean_is_refused_where_an_optimizer_may_step_by_it(value):
+def test_a_closure_value_without_a_mean_is_refused_where_the_optimizer_may_use_it(value):
     def body(ranks):
         mine = model()
         optimizer = DistributedOptimizer(Polyak(mine.parameters(), lr=0.5), mine, communicator=ranks)
@@ -196,7 +196,7 @@ def test_a_loss_that_has_no_mean_is_refused_where_an_optimizer_may_step_by_it(va
     assert threads.run(2, body) == [True, True]
 
 
-def test_a_loss_that_steps_are_taken_by_is_refused_within_join():
+def test_an_optimizer_that_steps_by_the_loss_is_refused_within_join():
     def body(ranks):
         mine = model()
         optimizer = DistributedOptimizer(wolfe(mine.parameters()), mine, communicator=ranks)
@@ -207,7 +207,7 @@ def test_a_loss_that_steps_are_taken_by_is_refused_within_join():
     assert threads.run(2, body) == [True, True]
 
 
-def test_steps_past_the_wrapper_are_those_of_the_wrapper():
+def test_a_direct_step_of_the_wrapped_optimizer_equals_one_of_the_wrapper():
     def past(optimizer):
         return getattr(optimizer, "_optimizer", optimizer)
 
@@ -228,7 +228,7 @@ def test_steps_past_the_wrapper_are_those_of_the_wrapper():
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, Plain])
 @pytest.mark.parametrize("how", ["step", "closure", "keyword", "scaler"])
-def test_a_gradient_of_one_ranks_own_is_refused_past_the_wrapper_too(how, kind):
+def test_an_unreduced_gradient_is_refused_in_a_direct_step_too(how, kind):
     def body(ranks):
         mine = model()
         inner = kind(mine.parameters(), lr=0.1)
@@ -263,7 +263,7 @@ def test_a_gradient_of_one_ranks_own_is_refused_past_the_wrapper_too(how, kind):
     assert first == second
 
 
-def test_a_step_past_the_wrapper_counts_once():
+def test_a_direct_step_counts_once():
     def body(ranks):
         mine = model()
         inner = Plain(mine.parameters(), lr=0.1)
@@ -287,7 +287,7 @@ def test_the_arguments_of_a_step_reach_the_wrapped_optimizer():
     assert compared(functools.partial(Plain, lr=0.1), train) == []
 
 
-def test_an_optimizer_that_a_newer_wrapper_has_is_not_checked_by_the_older_one():
+def test_an_optimizer_that_is_wrapped_again_is_not_checked_by_the_older_wrapper():
     def body(ranks):
         mine = model()
         inner = torch.optim.SGD(mine.parameters(), lr=0.1)
