@@ -79,12 +79,12 @@ def add_in_order(parts):
     return total
 
 
-def make_step(case: Case, size: int, ranks: Any = None) -> Any:
+def make_step(case: Case, size: int, comm: Any = None) -> Any:
     """The case's step, of a model in float32: on the ranks given (threads), or on those of the environment."""
     model, loss, optimizer = cases.model(case.model).float(), cases.loss(case), _optimizer(case)
-    if ranks is None:
+    if comm is None:
         return parallelize(model, loss, optimizer, case.plan(size), clip=case.clip)
-    return TrainStep(model, loss, optimizer, plan=case.plan(size), communicator=ranks, clip=case.clip)
+    return TrainStep(model, loss, optimizer, plan=case.plan(size), communicator=comm, clip=case.clip)
 
 
 def batch_of_rank(step, batch):
@@ -99,7 +99,7 @@ def train_steps(step, case, first=0):
 
 
 def train_on_threads(case, size):
-    return threads.run(size, lambda ranks: train_steps(make_step(case, size, ranks), case))
+    return threads.run(size, lambda comm: train_steps(make_step(case, size, comm), case))
 
 
 def equal_tensors(a, b):

@@ -15,23 +15,23 @@ from tests.cases import Case, batches, build_step, local_batch
 LM = Case(model="lm", batch_sizes=(4, 4, 4))
 
 
-def another_target(inputs, targets, ranks, dp):
-    targets[0, 3] += ranks.rank == ranks.size - 1  # on one rank
+def another_target(inputs, targets, comm, dp):
+    targets[0, 3] += comm.rank == comm.size - 1  # on one rank
     return inputs, targets
 
 
-def fewer_samples(inputs, targets, ranks, dp):
-    some = slice(0 if ranks.rank == ranks.size - 1 else len(targets))
+def fewer_samples(inputs, targets, comm, dp):
+    some = slice(0 if comm.rank == comm.size - 1 else len(targets))
     return {name: tensor[some] for name, tensor in inputs.items()}, targets[some]
 
 
-def shorter(inputs, targets, ranks, dp):
-    some = slice(targets.shape[1] - 4 * (ranks.rank == 0))
+def shorter(inputs, targets, comm, dp):
+    some = slice(targets.shape[1] - 4 * (comm.rank == 0))
     return {name: tensor[:, some] for name, tensor in inputs.items()}, targets[:, some]
 
 
-def of_other_lines(inputs, targets, ranks, dp):
-    return local_batch(batches(LM)[1], dp, ranks.rank % dp)  # as if every dp-th rank were of one sequence
+def of_other_lines(inputs, targets, comm, dp):
+    return local_batch(batches(LM)[1], dp, comm.rank % dp)  # as if every dp-th rank were of one sequence
 
 
 UNLIKE = {"another target": another_target, "fewer": fewer_samples, "shorter": shorter}
@@ -46,12 +46,12 @@ def test_different_batches_within_a_sequence_group_are_refused_in_later_steps_to
     case = dataclasses.replace(LM, sp=sp, ulysses=ulysses, batch_sizes=(6, 6), microbatches=2)
     refused = functools.partial(pytest.raises, TaskError, match="different batches on some of .* share sequences")
 
-    def body(ranks):
-        step = build_step(case, dp * sp, ranks)
+    def body(comm):
+        step = build_step(case, dp * sp, comm)
         first, second = (local_batch(batch, dp, step.dp_index) for batch in batches(case))
         step(first)
         step(second)
-        batch = UNLIKE.get(kind, of_other_lines)(*second, ranks, dp)
+        batch = UNLIKE.get(kind, of_other_lines)(*second, comm, dp)
         is_unlike = step._compare_sequence_batch(batch)[1] is not None
         with refused() if is_unlike else contextlib.nullcontext(), step.local_batch(batch):
             pass

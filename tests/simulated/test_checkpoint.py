@@ -40,16 +40,16 @@ CASES = [
 def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(case, tmp_path):
     ema = 0.9 if case.update == "after" else None  # an average wants the weights after each step
 
-    def undisturbed(ranks):
-        run = ThreadRun(case, ranks, tmp_path / "whole", ema=ema)
+    def undisturbed(comm):
+        run = ThreadRun(case, comm, tmp_path / "whole", ema=ema)
         run.run_steps(0, 4)
         return run.copy_tensors(), torch.get_rng_state()
 
-    def begin(ranks):
-        ThreadRun(case, ranks, tmp_path, ema=ema).run_steps(0, 3, save_at=(2,))
+    def begin(comm):
+        ThreadRun(case, comm, tmp_path, ema=ema).run_steps(0, 3, save_at=(2,))
 
-    def go_on(ranks):
-        run = ThreadRun(case, ranks, tmp_path, token="b", ema=ema)
+    def go_on(comm):
+        run = ThreadRun(case, comm, tmp_path, token="b", ema=ema)
         progress = run.checkpoints.resume()
         assert progress is not None
         assert progress.step == 2
@@ -66,10 +66,10 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(case, tmp_path):
 @pytest.mark.parametrize(("size", "zero", "then"), [(1, 0, 0), (2, 0, 1), (4, 0, 2), (1, 1, 0), (4, 1, 1), (2, 2, 0)])
 def test_a_checkpoint_loads_on_another_number_of_ranks_and_another_zero_level(size, zero, then, tmp_path):
     case = Case(model="tied", batch_sizes=(12, 12, 12, 12), zero=zero)
-    threads.run(3, lambda ranks: ThreadRun(case, ranks, tmp_path).run_steps(0, 2, save_at=(2,)))
+    threads.run(3, lambda comm: ThreadRun(case, comm, tmp_path).run_steps(0, 2, save_at=(2,)))
 
-    def go_on(ranks):
-        run = ThreadRun(dataclasses.replace(case, zero=then), ranks, tmp_path)
+    def go_on(comm):
+        run = ThreadRun(dataclasses.replace(case, zero=then), comm, tmp_path)
         assert run.checkpoints.resume() is not None
         run.run_steps(2, 4)
         return {name: p.detach().clone() for name, p in run.step.model.named_parameters()}
@@ -88,13 +88,13 @@ def test_a_resumed_run_keeps_the_sum_of_residuals_on_another_number_of_ranks(siz
     def remainders(run):
         return {name: state["remainder"].clone() for name, state in run.step.codec_state.tensors.items()}
 
-    def begin(ranks):
-        run = ThreadRun(case, ranks, tmp_path)
+    def begin(comm):
+        run = ThreadRun(case, comm, tmp_path)
         run.run_steps(0, 2, save_at=(2,))
         return remainders(run)
 
-    def go_on(ranks):
-        run = ThreadRun(dataclasses.replace(case, zero=zero, bucket_bytes=900), ranks, tmp_path)
+    def go_on(comm):
+        run = ThreadRun(dataclasses.replace(case, zero=zero, bucket_bytes=900), comm, tmp_path)
         assert run.checkpoints.resume() is not None
         found = remainders(run)
         run.run_steps(2, 4)
@@ -109,18 +109,18 @@ def test_a_resumed_run_keeps_the_sum_of_residuals_on_another_number_of_ranks(siz
 
 def test_a_codec_without_residuals_refuses_saved_residuals(tmp_path):
     case = Case(codec="topk", batch_sizes=(12, 12))
-    threads.run(2, lambda ranks: ThreadRun(case, ranks, tmp_path).run_steps(0, 2, save_at=(2,)))
+    threads.run(2, lambda comm: ThreadRun(case, comm, tmp_path).run_steps(0, 2, save_at=(2,)))
     with pytest.raises(CheckpointError, match="what a codec has not sent yet, and codec = 'bf16'"):
         threads.run(
-            2, lambda ranks: ThreadRun(dataclasses.replace(case, codec="bf16"), ranks, tmp_path).checkpoints.resume()
+            2, lambda comm: ThreadRun(dataclasses.replace(case, codec="bf16"), comm, tmp_path).checkpoints.resume()
         )
 
 
 def test_a_resumed_run_restores_the_random_state(tmp_path):
-    def drawn(ranks):
-        ThreadRun(Case(), ranks, tmp_path).run_steps(0, 2, save_at=(2,))
+    def drawn(comm):
+        ThreadRun(Case(), comm, tmp_path).run_steps(0, 2, save_at=(2,))
         first = torch.rand(4)
-        again = ThreadRun(Case(), ranks, tmp_path)
+        again = ThreadRun(Case(), comm, tmp_path)
         torch.manual_seed(99)
         assert again.checkpoints.resume() is not None
         return first, torch.rand(4)
@@ -130,8 +130,8 @@ def test_a_resumed_run_restores_the_random_state(tmp_path):
 
 
 def test_a_checkpoint_without_a_recorded_mesh_restores_the_random_state_too(tmp_path):
-    def drawn(ranks, *, again):
-        run = ThreadRun(Case(), ranks, tmp_path)
+    def drawn(comm, *, again):
+        run = ThreadRun(Case(), comm, tmp_path)
         if not again:
             run.run_steps(0, 2, save_at=(2,))
         else:
@@ -152,8 +152,8 @@ def test_a_random_state_that_torch_rejects_is_refused_before_anything_changes(st
         CheckpointStore(tmp_path).step_dir(3), lambda manifest: manifest.update(random=[{"cpu": state, "device": ""}])
     )
 
-    def resume(ranks):
-        run = ThreadRun(Case(), ranks, tmp_path)
+    def resume(comm):
+        run = ThreadRun(Case(), comm, tmp_path)
         before = run.copy_tensors()
         with pytest.raises(CheckpointError, match=f"a random state of {len(state) // 2} bytes"):
             run.checkpoints.resume()
@@ -165,11 +165,11 @@ def test_a_random_state_that_torch_rejects_is_refused_before_anything_changes(st
 def test_a_checkpoint_of_another_model_is_refused_with_every_difference(tmp_path):
     save_twice(tmp_path, 1)
     with pytest.raises(CheckpointError) as caught:
-        threads.run(1, lambda ranks: ThreadRun(Case(model="frozen"), ranks, tmp_path).checkpoints.resume())
+        threads.run(1, lambda comm: ThreadRun(Case(model="frozen"), comm, tmp_path).checkpoints.resume())
     assert "second.weight" in str(caught.value)
     with pytest.raises(CheckpointError, match=r"spare\.bias") as caught:
         threads.run(
-            1, lambda ranks: ThreadRun(Case(model="unused", unused="allow"), ranks, tmp_path).checkpoints.resume()
+            1, lambda comm: ThreadRun(Case(model="unused", unused="allow"), comm, tmp_path).checkpoints.resume()
         )
     assert "spare.weight" in str(caught.value)
 
@@ -189,10 +189,10 @@ def test_states_of_another_optimizer_are_refused_before_anything_changes(
 ):
     monkeypatch.setitem(cases.OPTIMIZERS, "AMSGrad", functools.partial(torch.optim.AdamW, amsgrad=True))
     case = Case(optimizer=before, zero=zero)
-    threads.run(2, lambda ranks: ThreadRun(case, ranks, tmp_path).run_steps(0, 2, save_at=(2,)))
+    threads.run(2, lambda comm: ThreadRun(case, comm, tmp_path).run_steps(0, 2, save_at=(2,)))
 
-    def resume(ranks):
-        run = ThreadRun(dataclasses.replace(case, optimizer=after), ranks, tmp_path)
+    def resume(comm):
+        run = ThreadRun(dataclasses.replace(case, optimizer=after), comm, tmp_path)
         weights = run.copy_tensors()
         with pytest.raises(CheckpointError, match=said):
             run.checkpoints.resume()
@@ -202,26 +202,26 @@ def test_states_of_another_optimizer_are_refused_before_anything_changes(
 
 
 def test_a_checkpoint_without_a_recorded_optimizer_is_refused_if_states_are_missing(tmp_path):
-    threads.run(1, lambda ranks: ThreadRun(Case(optimizer="SGD"), ranks, tmp_path).run_steps(0, 2, save_at=(2,)))
+    threads.run(1, lambda comm: ThreadRun(Case(optimizer="SGD"), comm, tmp_path).run_steps(0, 2, save_at=(2,)))
     rewrite_manifest(CheckpointStore(tmp_path).step_dir(2), lambda manifest: manifest.pop("optimizer"))
     with pytest.raises(CheckpointError, match="without exp_avg, exp_avg_sq, step"):
-        threads.run(1, lambda ranks: ThreadRun(Case(), ranks, tmp_path).checkpoints.resume())
+        threads.run(1, lambda comm: ThreadRun(Case(), comm, tmp_path).checkpoints.resume())
 
 
 def test_a_resumed_run_uses_the_tasks_current_options_and_reports_those_that_changed(tmp_path, monkeypatch):
     monkeypatch.setitem(cases.OPTIMIZERS, "edited", functools.partial(torch.optim.AdamW, eps=1e-3))
     case = Case(batch_sizes=(8, 8, 8, 8))
 
-    def edited_while_it_runs(ranks):
-        run = ThreadRun(case, ranks, tmp_path)
+    def edited_while_it_runs(comm):
+        run = ThreadRun(case, comm, tmp_path)
         run.run_steps(0, 2, save_at=(2,))
         for group in run.step.optimizer.param_groups:
             group["eps"] = 1e-3
         run.run_steps(2, 4)
         return run.copy_tensors()
 
-    def edited_before_it_goes_on(ranks):
-        run = ThreadRun(dataclasses.replace(case, optimizer="edited"), ranks, tmp_path)
+    def edited_before_it_goes_on(comm):
+        run = ThreadRun(dataclasses.replace(case, optimizer="edited"), comm, tmp_path)
         assert run.checkpoints.resume() is not None
         run.run_steps(2, 4)
         return run.copy_tensors(), run.log.messages
@@ -242,13 +242,13 @@ def own_states(run: ThreadRun) -> dict[str, Tensor]:
 def test_local_sgd_states_are_per_rank_and_averaged_on_another_number_of_ranks(size, tmp_path):
     case = Case(sync="local", local_steps=2, outer_momentum=0.9, batch_sizes=(12, 12))
 
-    def begin(ranks):
-        run = ThreadRun(case, ranks, tmp_path)
+    def begin(comm):
+        run = ThreadRun(case, comm, tmp_path)
         run.run_steps(0, 2, save_at=(2,))
         return own_states(run), run.step.state_refs()["outer"]
 
-    def go_on(ranks):
-        run = ThreadRun(case, ranks, tmp_path)
+    def go_on(comm):
+        run = ThreadRun(case, comm, tmp_path)
         assert run.checkpoints.resume() is not None
         return own_states(run), run.step.state_refs()["outer"]
 
@@ -263,15 +263,15 @@ def test_local_sgd_states_are_per_rank_and_averaged_on_another_number_of_ranks(s
 
 def test_a_local_sgd_run_may_resume_with_synchronous_steps(tmp_path):
     case = Case(sync="local", local_steps=2, outer_momentum=0.9, batch_sizes=(12, 12, 12, 12))
-    threads.run(3, lambda ranks: ThreadRun(case, ranks, tmp_path).run_steps(0, 2, save_at=(2,)))
+    threads.run(3, lambda comm: ThreadRun(case, comm, tmp_path).run_steps(0, 2, save_at=(2,)))
 
-    def go_on(ranks, **fields):
-        run = ThreadRun(dataclasses.replace(case, sync="step", **fields), ranks, tmp_path)
+    def go_on(comm, **fields):
+        run = ThreadRun(dataclasses.replace(case, sync="step", **fields), comm, tmp_path)
         assert run.checkpoints.resume() is not None
         run.run_steps(2, 4)
         return [p.detach().clone() for p in run.step.model.parameters()]
 
-    whole, split = threads.run(2, go_on), threads.run(3, lambda ranks: go_on(ranks, zero=2))
+    whole, split = threads.run(2, go_on), threads.run(3, lambda comm: go_on(comm, zero=2))
     for a, b in zip(whole[0], split[0], strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=TOLERANCE)
 

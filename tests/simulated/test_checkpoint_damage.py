@@ -87,8 +87,8 @@ def test_damage_is_found_and_named_and_the_previous_checkpoint_is_used(damage, t
     checkpoints.export_checkpoint(str(tmp_path), str(tmp_path / "weights"), step=None, ema=False)
     assert "a newer checkpoint is damaged" in capsys.readouterr().err
 
-    def go_on(ranks):
-        run = ThreadRun(Case(), ranks, tmp_path, token="b")
+    def go_on(comm):
+        run = ThreadRun(Case(), comm, tmp_path, token="b")
         progress = run.checkpoints.resume()
         assert progress is not None
         run.run_steps(1, 3, save_at=(3,))
@@ -155,8 +155,8 @@ def test_a_damaged_marker_is_reported_and_older_checkpoints_are_kept(tmp_path, m
 
     monkeypatch.setattr(manager, "write_marker", broken)
 
-    def body(ranks):
-        run = ThreadRun(Case(), ranks, tmp_path)
+    def body(comm):
+        run = ThreadRun(Case(), comm, tmp_path)
         run.run_steps(0, 3, save_at=(1, 3))
         return run.log.messages
 
@@ -206,7 +206,7 @@ def test_a_checkpoint_of_a_newer_version_is_not_damaged_and_the_run_does_not_res
     for step in store.steps():
         rewrite_manifest(store.step_dir(step), change)
     with pytest.raises(UnreadableCheckpointError, match=r"version 2, of a newer fourfold .* at most version 1"):
-        threads.run(2, lambda ranks: ThreadRun(Case(), ranks, tmp_path).checkpoints.resume())
+        threads.run(2, lambda comm: ThreadRun(Case(), comm, tmp_path).checkpoints.resume())
     assert store.steps() == [1, 3]
     assert checkpoints.verify_checkpoints(str(tmp_path)) == 1
     assert checkpoints.list_checkpoints(str(tmp_path)) == 0
@@ -229,7 +229,7 @@ def test_a_file_that_cannot_be_opened_is_not_damaged(name, number, tmp_path, mon
 
     monkeypatch.setattr(Path, "open", refused)
     with pytest.raises(UnreadableCheckpointError, match=rf"{name}: {os.strerror(number).lower()}"):
-        threads.run(2, lambda ranks: ThreadRun(Case(), ranks, tmp_path).checkpoints.resume())
+        threads.run(2, lambda comm: ThreadRun(Case(), comm, tmp_path).checkpoints.resume())
     assert store.steps() == [1, 3]
 
 
@@ -237,7 +237,7 @@ def test_without_a_valid_checkpoint_nothing_is_restored(tmp_path):
     store = save_twice(tmp_path, 1)
     for step in (1, 3):
         flip(store.step_dir(step) / "rank-000.safetensors", -1)
-    (progress,) = threads.run(1, lambda ranks: ThreadRun(Case(), ranks, tmp_path).checkpoints.resume())
+    (progress,) = threads.run(1, lambda comm: ThreadRun(Case(), comm, tmp_path).checkpoints.resume())
     assert progress is None
     with pytest.raises(CheckpointError, match="no checkpoint"):
         newest_valid(tmp_path)
@@ -251,8 +251,8 @@ def test_a_failed_write_keeps_older_checkpoints(tmp_path, monkeypatch):
 
     monkeypatch.setattr(manager, "write_snapshot", fails)
 
-    def body(ranks):
-        run = ThreadRun(Case(), ranks, tmp_path)
+    def body(comm):
+        run = ThreadRun(Case(), comm, tmp_path)
         run.run_steps(0, 3, save_at=(1, 3))
         return run.log.messages
 
@@ -266,8 +266,8 @@ def test_a_failed_write_keeps_older_checkpoints(tmp_path, monkeypatch):
 def test_a_folder_that_cannot_be_written_is_reported_without_waiting_for_markers(tmp_path, monkeypatch):
     monkeypatch.setattr(manager, "MARKER_TIMEOUT_SECONDS", 10.0)
 
-    def body(ranks):
-        run = ThreadRun(Case(), ranks, tmp_path)
+    def body(comm):
+        run = ThreadRun(Case(), comm, tmp_path)
         run.run_steps(0, 1, save_at=(1,))
         if run.step.rank == 0:
             store = CheckpointStore(tmp_path).path
@@ -298,8 +298,8 @@ def test_a_folder_that_is_removed_while_it_is_written_is_reported_without_waitin
 
     monkeypatch.setattr(manager, "write_marker", mark)
 
-    def body(ranks):
-        run = ThreadRun(Case(), ranks, tmp_path)
+    def body(comm):
+        run = ThreadRun(Case(), comm, tmp_path)
         run.run_steps(0, 3, save_at=(1, 3))
         return run.log.messages
 
@@ -330,8 +330,8 @@ def test_a_full_disk_is_a_warning_and_earlier_checkpoints_are_kept(checked, tmp_
     with small_disk(tmp_path / "disk"):
         folder = tmp_path / "disk" / "run"
 
-        def body(ranks):
-            run = ThreadRun(Case(), ranks, folder)
+        def body(comm):
+            run = ThreadRun(Case(), comm, folder)
             run.run_steps(0, 1, save_at=(1,))
             if run.step.rank == 0:
                 free = shutil.disk_usage(folder).free

@@ -21,7 +21,7 @@ REMEMBERING = [kind for kind in CODECS if kind not in ("bf16", "fp16")]
 def worst(case: Case, size: int, *, unit: float = 1.0) -> float:
     expected = codec_oracle.train(case, size, unit=unit)
     return max(
-        threads.run(size, lambda ranks: oracle.deviation(train_step(case, build_step(case, size, ranks)), expected))
+        threads.run(size, lambda comm: oracle.deviation(train_step(case, build_step(case, size, comm)), expected))
     )
 
 
@@ -29,8 +29,8 @@ def worst(case: Case, size: int, *, unit: float = 1.0) -> float:
 def test_a_state_dict_holds_the_codec_state_of_every_rank(codec):
     case = Case(codec=codec, batch_sizes=(12, 12, 12, 12))
 
-    def begin(ranks):
-        step = build_step(case, 3, ranks)
+    def begin(comm):
+        step = build_step(case, 3, comm)
         for batch in batches(case)[:2]:
             step(local_batch(batch, 3, step.dp_index))
         state = step.state_dict()
@@ -38,8 +38,8 @@ def test_a_state_dict_holds_the_codec_state_of_every_rank(codec):
 
     begun = threads.run(3, begin)
 
-    def go_on(ranks):
-        step = build_step(case, 3, ranks)
+    def go_on(comm):
+        step = build_step(case, 3, comm)
         train_step(dataclasses.replace(case, batch_sizes=(9,)), step)  # what it remembers of this must go
         step.load_state_dict(begun[0][0])
         return train_step(case, step, skip=2).weights
@@ -51,8 +51,8 @@ def test_a_state_dict_holds_the_codec_state_of_every_rank(codec):
 def test_shared_memory_sends_no_bytes():
     case = Case(codec="topk")
 
-    def body(ranks):
-        step = build_step(case, 2, ranks)
+    def body(comm):
+        step = build_step(case, 2, comm)
         return [step(local_batch(batch, 2, step.dp_index)).sent_bytes for batch in batches(case)]
 
     assert threads.run(2, body) == [[0.0] * 3] * 2

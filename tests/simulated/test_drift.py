@@ -27,13 +27,13 @@ CASE = Case(batch_sizes=(12, 12, 12, 12, 12), bucket_bytes=1500)
 FIRST = "first.weight"
 
 
-def build(case: Case, ranks: Any, *, every: int = 2) -> TrainStep:
+def build(case: Case, comm: Any, *, every: int = 2) -> TrainStep:
     return TrainStep(
         model(case.model),
         loss(case),
         optimizer(case),
-        plan=case.plan(ranks.size),
-        communicator=ranks,
+        plan=case.plan(comm.size),
+        communicator=comm,
         clip=case.clip,
         drift_check=every,
     )
@@ -71,12 +71,12 @@ def test_replicas_that_differ_in_one_bit_are_found_and_named_on_every_rank(how):
     fields, size, hosts, stray, who = HOW[how]
     case = dataclasses.replace(CASE, **fields)
 
-    def body(ranks):
-        step = build(case, ranks)
+    def body(comm):
+        step = build(case, comm)
         train(case, step, range(2))
         step.flush()
         name = FIRST if case.model == "mlp" else next(iter(step.weight_shards))
-        if ranks.rank == stray:
+        if comm.rank == stray:
             disturb(step, name)
         with pytest.raises(DivergenceError, match=f"{name}.*({who})"):
             step.check_drift()
@@ -91,12 +91,12 @@ def test_equal_replicas_pass_every_drift_check(how):
     case = dataclasses.replace(CASE, **fields)
     found = []
 
-    def body(ranks):
-        step = build(case, ranks, every=1)
+    def body(comm):
+        step = build(case, comm, every=1)
         compared = step._drift_checker.compare
 
         def counting(*args, **options):
-            found.append(ranks.rank)
+            found.append(comm.rank)
             return compared(*args, **options)
 
         step._drift_checker.compare = counting
@@ -111,10 +111,10 @@ def test_equal_replicas_pass_every_drift_check(how):
 def test_an_initial_difference_is_found_after_the_first_synchronized_step(steps):
     case = dataclasses.replace(CASE, **({"sync": "local", "local_steps": steps} if steps > 1 else {}))
 
-    def body(ranks):
-        step = build(case, ranks, every=1000)
+    def body(comm):
+        step = build(case, comm, every=1000)
         if steps == 1:  # with local steps hooks are refused, and averages hide a difference
-            step.optimizer.register_step_post_hook(lambda *_: disturb(step, FIRST) if ranks.rank else None)
+            step.optimizer.register_step_post_hook(lambda *_: disturb(step, FIRST) if comm.rank else None)
             with pytest.raises(DivergenceError, match=f"the weights after step 1\n  {FIRST}"):
                 train(case, step, range(1))
             return []
@@ -131,10 +131,10 @@ def test_an_initial_difference_is_found_after_the_first_synchronized_step(steps)
 
 
 def test_drift_is_found_at_the_next_check():
-    def body(ranks):
-        step = build(CASE, ranks, every=3)
+    def body(comm):
+        step = build(CASE, comm, every=3)
         train(CASE, step, range(1))
-        if ranks.rank:
+        if comm.rank:
             disturb(step, "head.bias")
         train(CASE, step, range(1, 2))
         with pytest.raises(DivergenceError, match="after step 3") as caught:
@@ -149,10 +149,10 @@ def test_drift_is_found_at_the_next_check():
 def test_frozen_weights_are_compared_too():
     case = dataclasses.replace(CASE, model="frozen")
 
-    def body(ranks):
-        step = build(case, ranks)
+    def body(comm):
+        step = build(case, comm)
         with torch.no_grad():
-            if ranks.rank:
+            if comm.rank:
                 step.model.get_parameter("second.bias")[0] += 1.0
         with pytest.raises(DivergenceError, match=r"second\.bias.*by at most 1"):
             step.check_drift()
@@ -162,12 +162,12 @@ def test_frozen_weights_are_compared_too():
 
 
 def test_frozen_weights_of_small_integers_are_compared():
-    def body(ranks):
+    def body(comm):
         mine = nn.Linear(3, 2)
         mine.codes = nn.Parameter(torch.tensor([3, 200, 7], dtype=torch.uint8), requires_grad=False)
         inner = torch.optim.SGD(mine.parameters(), lr=0.1)
-        optimizer = DistributedOptimizer(inner, mine, Plan(dp=2), communicator=ranks, drift_check=1)
-        mine.codes.data[1] = 100 * (1 + ranks.rank)
+        optimizer = DistributedOptimizer(inner, mine, Plan(dp=2), communicator=comm, drift_check=1)
+        mine.codes.data[1] = 100 * (1 + comm.rank)
         mine(torch.ones(1, 3)).sum().backward()
         optimizer.step()
         with pytest.raises(DivergenceError, match=r"codes \(frozen weights\).*by at most 100, where weights reach 200"):
@@ -180,9 +180,9 @@ def test_frozen_weights_of_small_integers_are_compared():
 def test_weights_that_exist_once_per_host_have_no_replica_there():
     case = dataclasses.replace(CASE, zero=1)
 
-    def body(ranks):
-        step = build(case, ranks)
-        if ranks.rank:
+    def body(comm):
+        step = build(case, comm)
+        if comm.rank:
             with torch.no_grad():
                 step.model.get_parameter(FIRST).add_(1.0)  # the ranks share this memory
         step.check_drift()
@@ -192,9 +192,9 @@ def test_weights_that_exist_once_per_host_have_no_replica_there():
 
 
 def test_swapped_rows_of_a_weight_are_found():
-    def body(ranks):
-        step = build(CASE, ranks)
-        if ranks.rank:
+    def body(comm):
+        step = build(CASE, comm)
+        if comm.rank:
             with torch.no_grad():
                 weight = step.model.get_parameter("second.weight")
                 weight[[0, 1]] = weight[[1, 0]]
@@ -207,12 +207,12 @@ def test_swapped_rows_of_a_weight_are_found():
 
 def test_a_negative_number_of_steps_between_checks_is_refused():
     with pytest.raises(SettingError, match="drift_check = -1"):
-        threads.run(2, lambda ranks: build(CASE, ranks, every=-1))
+        threads.run(2, lambda comm: build(CASE, comm, every=-1))
 
 
 def test_drift_check_0_makes_no_check(monkeypatch):
-    def body(ranks):
-        train(CASE, build(CASE, ranks, every=0), range(4))
+    def body(comm):
+        train(CASE, build(CASE, comm, every=0), range(4))
         return True
 
     monkeypatch.setattr(replica_drift, "fingerprints", None)
@@ -220,19 +220,19 @@ def test_drift_check_0_makes_no_check(monkeypatch):
 
 
 def test_drift_between_different_machines_warns_and_again_when_it_has_grown_tenfold(monkeypatch):
-    monkeypatch.setattr(replica_drift, "machine_fingerprint", lambda ranks: f"machine {ranks.rank}")
+    monkeypatch.setattr(replica_drift, "machine_fingerprint", lambda comm: f"machine {comm.rank}")
     told: list[str] = []
     monkeypatch.setattr(warnings, "warn", lambda text, *_, **__: told.append(str(text)))
 
-    def body(ranks):
-        step = build(CASE, ranks)
+    def body(comm):
+        step = build(CASE, comm)
         sizes = []
         for size in (1e-6, 2e-6, 1e-3):
-            if ranks.rank:
+            if comm.rank:
                 with torch.no_grad():
                     step.model.get_parameter(FIRST)[0, 0] += size
             step.check_drift()
-            sizes.append(ranks.all_gather_json(len(told))[0])
+            sizes.append(comm.all_gather_json(len(told))[0])
         return sizes
 
     first, second = threads.run(2, body)
@@ -244,11 +244,11 @@ def test_drift_between_different_machines_warns_and_again_when_it_has_grown_tenf
 
 
 def test_drift_between_equal_machines_is_an_error_even_if_others_differ(monkeypatch):
-    monkeypatch.setattr(replica_drift, "machine_fingerprint", lambda ranks: "old" if ranks.rank == 0 else "new")
+    monkeypatch.setattr(replica_drift, "machine_fingerprint", lambda comm: "old" if comm.rank == 0 else "new")
 
-    def body(ranks):
-        step = build(CASE, ranks)
-        if ranks.rank == 2:
+    def body(comm):
+        step = build(CASE, comm)
+        if comm.rank == 2:
             disturb(step, FIRST)
         with pytest.raises(DivergenceError, match=r"rank 2 .*ranks 0 and 1"):
             step.check_drift()
@@ -258,15 +258,15 @@ def test_drift_between_equal_machines_is_an_error_even_if_others_differ(monkeypa
 
 
 def test_the_wrapped_optimizer_checks_in_the_backward_after_drift_check_steps():
-    def body(ranks):
+    def body(comm):
         made = nn.Linear(3, 2).double()
         inner = torch.optim.SGD(made.parameters(), lr=0.1)
-        optimizer = DistributedOptimizer(inner, made, Plan(dp=2), communicator=ranks, drift_check=3)
+        optimizer = DistributedOptimizer(inner, made, Plan(dp=2), communicator=comm, drift_check=3)
         inputs = torch.ones(1, 3, dtype=torch.float64)
         for number in range(3):
             made(inputs).sum().backward()
             optimizer.step()
-            if ranks.rank and number == 1:
+            if comm.rank and number == 1:
                 with torch.no_grad():
                     made.bias[0] += 0.5
         with pytest.raises(DivergenceError, match=r"after step 3\n  bias.*by at most 0\.5"):

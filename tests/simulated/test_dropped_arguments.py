@@ -97,11 +97,11 @@ def test_a_weighted_mean_trains_with_its_weights_where_ranks_share_sequences():
         options: dict[str, Any] = {"reduction": "none", "weight": outputs.detach().square()}
         return F.l1_loss(outputs, F.one_hot(targets, 9).to(outputs), **options).mean(-1)
 
-    def body(ranks):
+    def body(comm):
         with SEED_LOCK:
             torch.manual_seed(3)
             model = Attending().double()
-        step = TrainStep(model, loss, lambda p: torch.optim.SGD(p, lr=0.1), plan=plan, communicator=ranks, clip=None)
+        step = TrainStep(model, loss, lambda p: torch.optim.SGD(p, lr=0.1), plan=plan, communicator=comm, clip=None)
         return [step(batch).loss for _ in range(3)]
 
     plan = Plan()

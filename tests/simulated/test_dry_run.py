@@ -270,12 +270,12 @@ def test_a_step_is_refused_on_every_rank_before_a_weight_moves(make):
     def loss(outputs: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(outputs.transpose(1, 2), targets, reduction="none")
 
-    def body(ranks):
+    def body(comm):
         with SEEDING, torch.random.fork_rng([]):
             torch.manual_seed(1)
             model = make()
         descent = functools.partial(torch.optim.SGD, lr=1.0)
-        step = TrainStep(model, loss, descent, plan=Plan(sp=2), communicator=ranks, clip=None)
+        step = TrainStep(model, loss, descent, plan=Plan(sp=2), communicator=comm, clip=None)
         before = [p.detach().clone() for p in model.parameters()]
         tokens = torch.arange(2 * LENGTH).view(2, LENGTH) % 50
         inputs = {"tokens": tokens, "positions": torch.arange(LENGTH).expand(2, LENGTH)}
@@ -438,12 +438,12 @@ def test_an_operation_without_float64_is_checked_in_its_own_dtype_and_this_is_lo
     def loss(outputs: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(outputs.transpose(1, 2), targets, reduction="none")
 
-    def body(ranks):
+    def body(comm):
         descent = functools.partial(torch.optim.SGD, lr=0.0)
         with SEEDING, torch.random.fork_rng([]):
             torch.manual_seed(1)
             model = OnlyFloat32()
-        step = TrainStep(model, loss, descent, plan=Plan(sp=2), communicator=ranks, clip=None)
+        step = TrainStep(model, loss, descent, plan=Plan(sp=2), communicator=comm, clip=None)
         tokens = torch.arange(2 * LENGTH).view(2, LENGTH) % 50
         step(({"tokens": tokens, "positions": torch.arange(LENGTH).expand(2, LENGTH)}, tokens))
 

@@ -35,11 +35,11 @@ def drawn(number, *, samples=4):
 class Parallel:
     """A rank that trains with `parallelize`."""
 
-    def __init__(self, ranks, model, **options):
+    def __init__(self, comm, model, **options):
         sgd = lambda parameters: torch.optim.SGD(parameters, lr=0.1)  # noqa: E731
-        plan = options.pop("plan", None) or ff.Plan(dp=ranks.size)
+        plan = options.pop("plan", None) or ff.Plan(dp=comm.size)
         self.step = TrainStep(
-            model, lambda y, t: (y - t).square(), sgd, plan=plan, communicator=ranks, clip=None, **options
+            model, lambda y, t: (y - t).square(), sgd, plan=plan, communicator=comm, clip=None, **options
         )
 
     def train(self, batch):
@@ -49,10 +49,10 @@ class Parallel:
 class Wrapped:
     """A rank that trains with `DistributedOptimizer`."""
 
-    def __init__(self, ranks, model, **options):
+    def __init__(self, comm, model, **options):
         self.model = model
         inner = torch.optim.SGD(model.parameters(), lr=0.1)
-        self.optimizer = DistributedOptimizer(inner, model, options.pop("plan", None), communicator=ranks, **options)
+        self.optimizer = DistributedOptimizer(inner, model, options.pop("plan", None), communicator=comm, **options)
 
     def train(self, batch):
         inputs, targets = batch
@@ -77,11 +77,11 @@ def linear():
 def trained(way, size, batches, *, hosts=1, **options):
     """On how many batches each rank trained, and the error that ended it. `batches(rank)` are a rank's batches."""
 
-    def body(ranks):
+    def body(comm):
         model = linear()
-        rank = way(ranks, model, **options)
+        rank = way(comm, model, **options)
         count, error = 0, None
-        for batch in batches(ranks.rank):
+        for batch in batches(comm.rank):
             before = copy.deepcopy(model.state_dict())
             try:
                 rank.train(batch)
@@ -112,14 +112,14 @@ def test_the_third_distinct_batch_common_to_all_data_ranks_is_refused_on_every_r
 
 @pytest.mark.parametrize("way", WAYS)
 def test_refusals_repeat_until_the_ranks_batches_differ(way):
-    def body(ranks):
-        rank = way(ranks, linear())
+    def body(comm):
+        rank = way(comm, linear())
         for number in (0, 1):
             rank.train(drawn(number))
         for number in (2, 3):
             with pytest.raises(TaskError, match="the same batches"):
                 rank.train(drawn(number))
-        rank.train(drawn(10 + ranks.rank))
+        rank.train(drawn(10 + comm.rank))
         for number in range(20, 24):
             rank.train(drawn(number))
         return True
@@ -184,14 +184,14 @@ def test_comparison_ends_after_max_compared_batches(way, monkeypatch):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_same_batches_has_two_values_and_is_the_same_on_every_rank(way):
-    def unknown(ranks):
+    def unknown(comm):
         with pytest.raises(SettingError, match='same_batches = "yes"'):
-            way(ranks, linear(), same_batches="yes")
+            way(comm, linear(), same_batches="yes")
         return True
 
-    def unlike(ranks):
+    def unlike(comm):
         with pytest.raises(PlanError, match="same_batches"):
-            way(ranks, linear(), same_batches="allow" if ranks.rank else "refuse")
+            way(comm, linear(), same_batches="allow" if comm.rank else "refuse")
         return True
 
     assert threads.run(2, unknown) == threads.run(2, unlike) == [True, True]
@@ -204,12 +204,12 @@ def test_batches_of_a_feed_are_not_compared(monkeypatch):
 
 
 def test_a_feed_batch_on_one_rank_and_a_loader_batch_on_another_do_not_deadlock():
-    def body(ranks):
-        rank = Parallel(ranks, linear())
+    def body(comm):
+        rank = Parallel(comm, linear())
         batch = drawn(0)
         fed = Batch.wrap(batch, BatchRange(99, 0, 0, 0, 4, 0, 4))
         with pytest.raises(FourfoldError, match="step 1, positions 0 to 4"):
-            rank.train(fed if ranks.rank else batch)
+            rank.train(fed if comm.rank else batch)
         return True
 
     for hosts in (1, 2):
@@ -220,8 +220,8 @@ def test_a_feed_batch_on_one_rank_and_a_loader_batch_on_another_do_not_deadlock(
 def test_batches_are_compared_between_data_ranks_and_not_within_a_sequence_group(dp):
     case = Case(model="lm", batch_sizes=(4,) * 4, sp=2)
 
-    def body(ranks):
-        step = build_case(case, 2 * dp, ranks)
+    def body(comm):
+        step = build_case(case, 2 * dp, comm)
         first, second, *rest = global_batches(case)  # the same on all ranks
         step(first)
         step(second)
@@ -238,8 +238,8 @@ def test_ranks_of_a_sequence_group_count_as_one_data_rank():
     """Only the first of two data ranks has samples. It is two ranks (sp = 2), but no other data rank has the same."""
     case = Case(model="lm", batch_sizes=(4,) * 4, sp=2)
 
-    def body(ranks):
-        step = build_case(case, 4, ranks)
+    def body(comm):
+        step = build_case(case, 4, comm)
         for batch in global_batches(case):
             step(tree_map(batch, lambda tensor: tensor[: 0 if step.dp_index else 4]))
         return step.num_steps
@@ -248,9 +248,9 @@ def test_ranks_of_a_sequence_group_count_as_one_data_rank():
 
 
 def test_several_forwards_before_a_backward_are_one_batch():
-    def body(ranks):
+    def body(comm):
         model = linear()
-        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, communicator=ranks)
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, communicator=comm)
         for step in range(3):
             with optimizer.no_sync():
                 model(drawn(2 * step)[0]).sum().backward()
@@ -274,9 +274,9 @@ def test_only_training_batches_are_compared():
         def forward(self, x, *, step, scale):
             return self.layer(x) * scale + step
 
-    def body(ranks):
+    def body(comm):
         model = Scheduled()
-        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, communicator=ranks)
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, communicator=comm)
         for step in range(6):
             model.eval()
             model(drawn(step)[0], step=step, scale=torch.tensor(2.0))
@@ -293,13 +293,13 @@ def test_only_training_batches_are_compared():
 
 
 def test_within_join_only_ranks_with_data_are_compared():
-    def body(ranks):
+    def body(comm):
         model = linear()
-        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, communicator=ranks)
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, communicator=comm)
 
         def train():
             with optimizer.join():
-                for number in range(0 if ranks.rank == 2 else 5):
+                for number in range(0 if comm.rank == 2 else 5):
                     model(drawn(number)[0]).sum().backward()
                     optimizer.step()
 
@@ -311,9 +311,9 @@ def test_within_join_only_ranks_with_data_are_compared():
 
 
 def test_copies_and_saved_files_of_an_observed_model_are_not_observed():
-    def body(ranks):
+    def body(comm):
         model = linear()
-        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, communicator=ranks)
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, communicator=comm)
         copies = [copy.deepcopy(model)]
         file = io.BytesIO()
         torch.save(model, file)
@@ -322,7 +322,7 @@ def test_copies_and_saved_files_of_an_observed_model_are_not_observed():
         for number in range(5):
             for other in copies:
                 other(drawn(number)[0]).sum().backward()
-            model(drawn(10 * ranks.rank + number)[0]).sum().backward()
+            model(drawn(10 * comm.rank + number)[0]).sum().backward()
             optimizer.step()
         return len(model._forward_pre_hooks)
 

@@ -49,18 +49,18 @@ def head(net):
 EDITS = pytest.mark.parametrize("edit", [load, clamp, clamp_data, halve, head])
 
 
-def make(case, ranks, **options):
+def make(case, comm, **options):
     net = cases.model(case.model) if case.precision == "keep" else cases.model(case.model).float()
     return TrainStep(
-        net, loss(case), optimizer(case), plan=case.plan(ranks.size), communicator=ranks, clip=None, **options
+        net, loss(case), optimizer(case), plan=case.plan(comm.size), communicator=comm, clip=None, **options
     )
 
 
 def edited(case, edit, *, how=None, options=None):
     """What is trained on every rank, with an edit after the second step."""
 
-    def body(ranks):
-        step = make(case, ranks, **(options or {}))
+    def body(comm):
+        step = make(case, comm, **(options or {}))
         for number, batch in enumerate(batches(case)):
             step(batch_of_rank(step, batch))
             if number == 1:
@@ -124,8 +124,8 @@ def test_an_edit_of_one_unsampled_element_is_found_in_the_first_steps():
 
 
 def test_an_edit_of_one_unsampled_element_is_found_when_all_weights_are_checked():
-    def body(ranks):
-        step = make(dataclasses.replace(CASE, precision="bf16"), ranks, drift_check=6)
+    def body(comm):
+        step = make(dataclasses.replace(CASE, precision="bf16"), comm, drift_check=6)
         for number in range(6):
             step(batch_of_rank(step, batches(CASE)[number % 5]))
         step.model.get_parameter("second.weight").data[3, 7] += 1.0
@@ -138,8 +138,8 @@ def test_an_edit_of_one_unsampled_element_is_found_when_all_weights_are_checked(
 
 
 def test_nonfinite_weights_are_not_taken_for_an_edit():
-    def body(ranks):
-        step = make(dataclasses.replace(CASE, precision="bf16"), ranks)
+    def body(comm):
+        step = make(dataclasses.replace(CASE, precision="bf16"), comm)
         step.load_weights({"scale": torch.tensor(float("nan"))})
         for _ in range(2):
             with pytest.raises(TrainingError, match="the loss is nan"):
@@ -150,13 +150,13 @@ def test_nonfinite_weights_are_not_taken_for_an_edit():
 
 @pytest.mark.parametrize("fields", [{"precision": "bf16"}, {"zero": 1}])
 def test_an_edit_on_one_rank_is_reported_on_all(fields):
-    def body(ranks):
-        step = make(dataclasses.replace(CASE, **fields), ranks)
+    def body(comm):
+        step = make(dataclasses.replace(CASE, **fields), comm)
         step(batch_of_rank(step, batches(CASE)[0]))
-        ranks.all_gather_json(None)
-        if ranks.rank == 1:
+        comm.all_gather_json(None)
+        if comm.rank == 1:
             clamp(step.model)
-        ranks.all_gather_json(None)
+        comm.all_gather_json(None)
         try:
             step(batch_of_rank(step, batches(CASE)[1]))
         except (TaskError, DivergenceError) as error:
@@ -178,14 +178,14 @@ def test_weights_written_by_a_later_forward_are_refused_with_master_weights():
                     self.layer.weight.clamp_(-0.1, 0.1)
             return self.layer(x).float()
 
-    def body(ranks):
+    def body(comm):
         make_sgd = functools.partial(torch.optim.SGD, lr=0.1)
         plan = Plan(dp=2, precision="bf16")
         model = Shortens()
-        step = TrainStep(model, lambda out, _: out.square().mean(1), make_sgd, plan=plan, communicator=ranks, clip=None)
+        step = TrainStep(model, lambda out, _: out.square().mean(1), make_sgd, plan=plan, communicator=comm, clip=None)
         for number in range(3):
             model.shortens = number > 0  # the dry run of the first step sees nothing
-            step((torch.full((2, 4), number + 1.0 + ranks.rank), torch.zeros(2)))
+            step((torch.full((2, 4), number + 1.0 + comm.rank), torch.zeros(2)))
 
     with pytest.raises(TaskError, match=r"layer\.weight, written outside"):
         threads.run(2, body)
@@ -203,8 +203,8 @@ def test_an_embedding_with_max_norm_is_refused_with_rounded_weights():
 
 
 def test_sharded_weights_cannot_be_read_or_written_between_steps():
-    def body(ranks):
-        step = make(dataclasses.replace(CASE, zero=3, transport="gloo"), ranks)
+    def body(comm):
+        step = make(dataclasses.replace(CASE, zero=3, transport="gloo"), comm)
         step(batch_of_rank(step, batches(CASE)[0]))
         uses = (lambda: clamp_data(step.model), lambda: halve(step.model), lambda: head(step.model))
         for use in (*uses, step.model.state_dict, lambda: step.model(batches(CASE)[0][0])):
@@ -256,8 +256,8 @@ def test_weights_loaded_between_averages_are_not_an_outer_step():
         with step.edit() as net:
             net.get_parameter("scale").copy_(value)
 
-    def body(ranks, how):
-        step = make(case, ranks)
+    def body(comm, how):
+        step = make(case, comm)
         for number, batch in enumerate(batches(case)):
             if number == 3:
                 how(step)
@@ -271,8 +271,8 @@ def test_weights_loaded_between_averages_are_not_an_outer_step():
 
 @pytest.mark.parametrize("unused", ["refuse", "allow"])
 def test_a_module_replaced_after_the_build_is_refused(unused):
-    def body(ranks):
-        step = make(dataclasses.replace(CASE, unused=unused), ranks)
+    def body(comm):
+        step = make(dataclasses.replace(CASE, unused=unused), comm)
         step(batch_of_rank(step, batches(CASE)[0]))
         step.model.head = nn.Linear(24, 10).double()
         step(batch_of_rank(step, batches(CASE)[1]))
@@ -283,18 +283,18 @@ def test_a_module_replaced_after_the_build_is_refused(unused):
 
 @pytest.mark.parametrize("precision", ["keep", "bf16"])
 def test_a_model_rounded_by_an_earlier_step_is_refused(precision):
-    def body(ranks):
-        step = make(dataclasses.replace(CASE, precision="bf16"), ranks)
+    def body(comm):
+        step = make(dataclasses.replace(CASE, precision="bf16"), comm)
         step(batch_of_rank(step, batches(CASE)[0]))
         inner = nn.Sequential(step.model) if precision == "keep" else step.model
         plan = Plan(dp=2, precision=precision)
         with pytest.raises(
             PlanError, match=r"an earlier TrainStep has rounded.*try a new model, and model\.load_state"
         ):
-            check_plan_on_ranks(inner, plan, ranks)
+            check_plan_on_ranks(inner, plan, comm)
         fresh = cases.model("mlp").float()
         fresh.load_state_dict(step.state_dict()["model"])
-        check_plan_on_ranks(fresh, plan, ranks)
+        check_plan_on_ranks(fresh, plan, comm)
 
     threads.run(2, body)
 
@@ -309,13 +309,13 @@ def test_load_weights_refuses_other_names_and_shapes_on_every_rank(fields):
         "scale": torch.tensor(1j),
     }
 
-    def body(ranks):
-        step = make(dataclasses.replace(CASE, **fields), ranks)
+    def body(comm):
+        step = make(dataclasses.replace(CASE, **fields), comm)
         before = step.state_dict()["model"]
         said = []
         for name, value in wrong.items():
             with pytest.raises(TaskError, match=name) as caught:
-                step.load_weights({name: value} if ranks.rank else {"scale": torch.tensor(3.0)})
+                step.load_weights({name: value} if comm.rank else {"scale": torch.tensor(3.0)})
             said.append(str(caught.value))
         no_dict: Any = torch.ones(3)
         with pytest.raises(TaskError, match="dict of tensors by name"):

@@ -51,8 +51,8 @@ def test_frozen_statistics_train_as_on_one_device(plan):
     given = batches(9, 7, 9)
     expected = oracle.train(net(stays=True), loss, sgd, given)
 
-    def body(ranks):
-        step = TrainStep(net(), loss, sgd, plan=plan, communicator=ranks, clip=None)
+    def body(comm):
+        step = TrainStep(net(), loss, sgd, plan=plan, communicator=comm, clip=None)
         metrics = [step(local_batch(batch, plan, step.dp_index)) for batch in given]
         step.evaluate(local_batch(given[0], plan, step.dp_index))
         assert torch.equal(step.model.get_buffer("norm.running_mean"), net().get_buffer("norm.running_mean"))
@@ -78,8 +78,8 @@ def test_batch_statistics_are_refused(plan):
 def test_unfrozen_statistics_are_refused_before_a_weight_moves(plan):
     (batch,) = batches(9)
 
-    def body(ranks):
-        step = TrainStep(net(), loss, sgd, plan=plan, communicator=ranks, clip=None)
+    def body(comm):
+        step = TrainStep(net(), loss, sgd, plan=plan, communicator=comm, clip=None)
         step(local_batch(batch, plan, step.dp_index))
         step.model.train()
         with pytest.raises(TaskError, match="batch normalization at norm in training mode"):
@@ -93,8 +93,8 @@ def test_unfrozen_statistics_are_refused_before_a_weight_moves(plan):
 def test_a_model_may_keep_its_statistics_frozen_in_train_mode():
     (batch,), plan = batches(9), Plan(dp=2)
 
-    def body(ranks):
-        step = TrainStep(net(stays=True), loss, sgd, plan=plan, communicator=ranks, clip=None)
+    def body(comm):
+        step = TrainStep(net(stays=True), loss, sgd, plan=plan, communicator=comm, clip=None)
         losses = []
         for _ in range(3):
             step.model.train()
@@ -113,10 +113,10 @@ class Thawing(Net):
 
 @pytest.mark.parametrize("plan", PLANS[:3])
 def test_statistics_unfrozen_by_forward_are_refused(plan):
-    def body(ranks):
+    def body(comm):
         model = Thawing().double()
         model.norm.eval()
-        step = TrainStep(model, loss, sgd, plan=plan, communicator=ranks, clip=None)
+        step = TrainStep(model, loss, sgd, plan=plan, communicator=comm, clip=None)
         with pytest.raises(TaskError, match="forward writes norm"):
             step(local_batch(batches(24)[0], plan, step.dp_index))
 
@@ -126,10 +126,10 @@ def test_statistics_unfrozen_by_forward_are_refused(plan):
 def test_a_rank_that_unfreezes_its_statistics_is_reported_without_deadlock():
     (batch,), plan = batches(9), Plan(dp=2)
 
-    def body(ranks):
-        step = TrainStep(net(), loss, sgd, plan=plan, communicator=ranks, clip=None)
+    def body(comm):
+        step = TrainStep(net(), loss, sgd, plan=plan, communicator=comm, clip=None)
         step(local_batch(batch, plan, step.dp_index))
-        step.model.train(ranks.rank == 1)
+        step.model.train(comm.rank == 1)
         with pytest.raises((TaskError, DivergenceError), match=r"batch normalization at norm in training mode|step 2"):
             step(local_batch(batch, plan, step.dp_index))
 
@@ -139,10 +139,10 @@ def test_a_rank_that_unfreezes_its_statistics_is_reported_without_deadlock():
 def test_a_distributed_optimizer_trains_frozen_statistics_and_refuses_unfrozen_ones():
     (batch,), plan = batches(9), Plan(dp=2)
 
-    def body(ranks):
+    def body(comm):
         model = net()
-        optimizer = DistributedOptimizer(sgd(model.parameters()), model, plan, communicator=ranks)
-        inputs, targets = local_batch(batch, plan, ranks.rank)
+        optimizer = DistributedOptimizer(sgd(model.parameters()), model, plan, communicator=comm)
+        inputs, targets = local_batch(batch, plan, comm.rank)
 
         def backward():
             loss(model(inputs), targets).mean().backward()

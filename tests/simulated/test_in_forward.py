@@ -33,7 +33,7 @@ ZEROS = pytest.mark.parametrize("zero", [0, 1, 2])
 def both(case, size, body):
     """What `body(case, step)` gives on every rank with updates in forward, and after backward."""
     cases = [case, dataclasses.replace(case, update="after")]
-    return [threads.run(size, lambda ranks, one=one: body(one, build_step(one, size, ranks))) for one in cases]
+    return [threads.run(size, lambda comm, one=one: body(one, build_step(one, size, comm))) for one in cases]
 
 
 def same(got, expected):
@@ -48,7 +48,7 @@ def weights(step):
 
 
 def test_the_program_begins_with_the_updates_of_the_previous_step():
-    step = threads.run(1, lambda ranks: build_step(CASE, 1, ranks))[0]
+    step = threads.run(1, lambda comm: build_step(CASE, 1, comm))[0]
     verbs = [action.verb for action in step.program]
     assert verbs[: len(step.buckets)] == [Verb.UPDATE] * len(step.buckets)
     assert verbs.count(Verb.UPDATE) == len(step.buckets)
@@ -58,9 +58,9 @@ def test_the_program_begins_with_the_updates_of_the_previous_step():
 def test_a_bucket_is_updated_just_before_forward_uses_it(size, zero):
     case = dataclasses.replace(CASE, zero=zero, bucket_bytes=1)
 
-    def body(ranks):
-        step, seen = build_step(case, size, ranks), []
-        step(local_batch(batches(case)[0], size, ranks.rank))
+    def body(comm):
+        step, seen = build_step(case, size, comm), []
+        step(local_batch(batches(case)[0], size, comm.rank))
         flats = {bucket.slots[0].name: flat for bucket, flat in zip(step.buckets, step._weights.flats, strict=True)}
         watched = {name: (flat, flat.clone()) for name, flat in flats.items() if name in ("first.bias", "head.bias")}
 
@@ -69,7 +69,7 @@ def test_a_bucket_is_updated_just_before_forward_uses_it(size, zero):
 
         step.model.get_submodule("second").register_forward_pre_hook(look)
         step.model.get_submodule("head").register_forward_hook(look)
-        step(local_batch(batches(case)[1], size, ranks.rank))
+        step(local_batch(batches(case)[1], size, comm.rank))
         return seen
 
     is_old = [{"first.bias": False, "head.bias": True}, {"first.bias": False, "head.bias": False}]
@@ -130,18 +130,18 @@ def test_weights_read_between_steps_are_updated_first(use, zero):
 @ZEROS
 def test_training_resumes_bit_for_bit_from_a_state_between_steps(zero):
     case = dataclasses.replace(CASE, zero=zero)
-    whole = threads.run(2, lambda ranks: train_step(case, build_step(case, 2, ranks)).weights)
+    whole = threads.run(2, lambda comm: train_step(case, build_step(case, 2, comm)).weights)
 
-    def begin(ranks):
-        step = build_step(case, 2, ranks)
+    def begin(comm):
+        step = build_step(case, 2, comm)
         for batch in batches(case)[:2]:
-            step(local_batch(batch, 2, ranks.rank))
+            step(local_batch(batch, 2, comm.rank))
         return step.state_dict()
 
     state = threads.run(2, begin)[0]
 
-    def go_on(ranks):
-        step = build_step(case, 2, ranks)
+    def go_on(comm):
+        step = build_step(case, 2, comm)
         step.load_state_dict(state)
         return train_step(case, step, skip=2).weights
 
@@ -170,12 +170,12 @@ def test_ranks_may_use_buckets_in_different_orders_or_not_at_all(zero):
 
     start = Either().double()
 
-    def body(ranks, update):
+    def body(comm, update):
         plan = Plan(dp=3, zero=zero, bucket_bytes=1, unused="allow", update=update)
         model, make = copy.deepcopy(start), functools.partial(torch.optim.AdamW, lr=0.1)
-        step = TrainStep(model, lambda out, _: out.square(), make, plan=plan, communicator=ranks, clip=None)
+        step = TrainStep(model, lambda out, _: out.square(), make, plan=plan, communicator=comm, clip=None)
         for number, row in enumerate(ways):
-            way = row[ranks.rank]
+            way = row[comm.rank]
             rows = 0 if way is None else 2
             step((torch.full((rows, 4), float(way or 0) + number / 100, dtype=torch.float64), torch.zeros(rows)))
         return weights(step)
@@ -209,10 +209,10 @@ class Slow(nn.Module):
         return self.last(torch.tanh(self.first(Pause.apply(x.requires_grad_(), self.at_end))))
 
 
-def slow_step(ranks, zero):
+def slow_step(comm, zero):
     plan = Plan(dp=2, zero=zero, update="in_forward", bucket_bytes=1)
     make = functools.partial(torch.optim.SGD, lr=0.1)
-    return TrainStep(Slow().double(), lambda out, _: out.square(), make, plan=plan, communicator=ranks, clip=None)
+    return TrainStep(Slow().double(), lambda out, _: out.square(), make, plan=plan, communicator=comm, clip=None)
 
 
 def ones():
@@ -223,8 +223,8 @@ def ones():
 def test_no_weight_is_overwritten_while_another_ranks_backward_may_read_it(zero):
     next_forward = threading.Event()
 
-    def body(ranks):
-        step, same = slow_step(ranks, zero), []
+    def body(comm):
+        step, same = slow_step(comm, zero), []
         step(ones())  # ranks wait for each other at the end of the first step
         step.flush()
         flats = step._weights.flats
@@ -242,11 +242,11 @@ def test_no_weight_is_overwritten_while_another_ranks_backward_may_read_it(zero)
             same.append(is_old())
 
         model = cast(Slow, step.model)
-        if ranks.rank == 1:
+        if comm.rank == 1:
             model.at_end = at_end
         step(ones())
         model.at_end = lambda: None
-        if ranks.rank == 0:
+        if comm.rank == 0:
             step.model.register_forward_pre_hook(lambda *_: next_forward.set())
         step(ones())
         return same
@@ -274,9 +274,9 @@ def test_no_weight_is_used_before_all_ranks_have_updated_their_shards_of_it(zero
 
 
 def test_a_use_between_steps_is_refused_until_pending_updates_are_flushed():
-    def body(ranks):
-        step = build_step(CASE, 2, ranks)
-        step(local_batch(batches(CASE)[0], 2, ranks.rank))
+    def body(comm):
+        step = build_step(CASE, 2, comm)
+        step(local_batch(batches(CASE)[0], 2, comm.rank))
         for use in (
             lambda: step.model(batches(CASE)[0][0]),
             step.model.state_dict,
@@ -314,10 +314,10 @@ class Unseen(nn.Module):
 
 
 def test_an_unreported_parameter_use_stops_training():
-    def body(ranks):
+    def body(comm):
         plan = Plan(update="in_forward", bucket_bytes=1)
         make = functools.partial(torch.optim.SGD, lr=0.1)
-        step = TrainStep(Unseen(), lambda out, _: out.square(), make, plan=plan, communicator=ranks, clip=None)
+        step = TrainStep(Unseen(), lambda out, _: out.square(), make, plan=plan, communicator=comm, clip=None)
         batch = torch.ones(2, 4), torch.zeros(2)
         step(batch)
         with pytest.raises(TrainingError, match="a use of bias that torch did not report"):
@@ -345,7 +345,7 @@ def test_a_step_after_a_skipped_one_trains_as_with_updates_after_backward():
     """The step that is left out has an empty first microbatch; nothing waits for the step after it."""
     case = dataclasses.replace(CASE, batch_sizes=(8, 3, 8, 8), microbatches=2)
 
-    def body(ranks, update):
+    def body(comm, update):
         one = dataclasses.replace(case, update=update)
         plan, optimizer = one.plan(2), cases_module.optimizer(one)
         step = TrainStep(
@@ -353,7 +353,7 @@ def test_a_step_after_a_skipped_one_trains_as_with_updates_after_backward():
             cases_module.loss(one),
             optimizer,
             plan=plan,
-            communicator=ranks,
+            communicator=comm,
             clip=1.0,
             skip_nan=1,
         )
@@ -362,7 +362,7 @@ def test_a_step_after_a_skipped_one_trains_as_with_updates_after_backward():
             step(local_batch((bad, targets), 2, step.dp_index))
         return weights(step)
 
-    same(*[threads.run(2, lambda ranks, u=u: body(ranks, u)) for u in ("in_forward", "after")])
+    same(*[threads.run(2, lambda comm, u=u: body(comm, u)) for u in ("in_forward", "after")])
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2])
@@ -379,8 +379,8 @@ def test_a_step_after_an_empty_batch_and_an_evaluation_is_not_refused_for_unrepo
 
 
 def test_the_trace_shows_updates_within_forward_and_counts_them_once():
-    def body(ranks):
-        step = build_step(CASE, 2, ranks)
+    def body(comm):
+        step = build_step(CASE, 2, comm)
         tracing = Tracer(step, every=1)
         for number, batch in enumerate(batches(CASE), 1):
             with tracing.sample(number):
@@ -406,10 +406,10 @@ def test_an_unreferenced_step_frees_its_shared_memory():
         gc.collect()
         return len(os.listdir("/proc/self/fd"))
 
-    def body(ranks):
+    def body(comm):
         case = dataclasses.replace(CASE, zero=1)
-        step = build_step(case, 2, ranks)
-        step(local_batch(batches(case)[0], 2, ranks.rank))
+        step = build_step(case, 2, comm)
+        step(local_batch(batches(case)[0], 2, comm.rank))
 
     threads.run(2, body)
     before = files()

@@ -163,7 +163,7 @@ def test_an_empty_group_and_invalid_options_are_refused(kind: Any) -> None:
 @pytest.mark.parametrize("zero", [0, 1, 2])
 def test_a_parameter_without_gradient_is_not_updated(optimizer: str, zero: int) -> None:
     case = Case(model="unused", unused="allow", optimizer=optimizer, zero=zero, clip=0.05)
-    assert max(threads.run(2, lambda ranks: deviation(case, 2, ranks))) <= TOLERANCE
+    assert max(threads.run(2, lambda comm: deviation(case, 2, comm))) <= TOLERANCE
 
 
 @pytest.mark.parametrize("optimizer", ["LARS", "LAMB"])
@@ -171,21 +171,21 @@ def test_a_parameter_without_gradient_is_not_updated(optimizer: str, zero: int) 
 def test_a_state_dict_loads_on_another_mesh(optimizer: str, zero: int, then: int) -> None:
     case = Case(batch_sizes=(12, 12, 12, 12), optimizer=optimizer, bucket_bytes=1500, zero=zero)
 
-    def begun(ranks: Any) -> dict[str, Any]:
-        step = build_step(case, 3, ranks)
+    def begun(comm: Any) -> dict[str, Any]:
+        step = build_step(case, 3, comm)
         for batch in batches(case)[:2]:
             step(local_batch(batch, 3, step.dp_index))
         return step.state_dict()
 
     state = threads.run(3, begun)[0]
 
-    def go_on(ranks: Any) -> dict[str, Tensor]:
-        step = build_step(dataclasses.replace(case, zero=then), 2, ranks)
+    def go_on(comm: Any) -> dict[str, Tensor]:
+        step = build_step(dataclasses.replace(case, zero=then), 2, comm)
         step.load_state_dict(state)
         return train_step(case, step, skip=2).weights
 
-    def whole(ranks: Any) -> dict[str, Tensor]:
-        return train_step(case, build_step(case, 1, ranks)).weights
+    def whole(comm: Any) -> dict[str, Tensor]:
+        return train_step(case, build_step(case, 1, comm)).weights
 
     (expected,) = threads.run(1, whole)
     for weights in threads.run(2, go_on):
@@ -199,16 +199,16 @@ def test_an_update_in_backward_of_a_parameter_shard_is_refused(optimizer: str) -
     with pytest.raises(
         PlanError, match=f'"in_backward" with {optimizer} at zero = 1   need the norms of whole parameters'
     ):
-        threads.run(2, lambda ranks: build_step(case, 2, ranks))
-    threads.run(1, lambda ranks: build_step(case, 1, ranks))
+        threads.run(2, lambda comm: build_step(case, 2, comm))
+    threads.run(1, lambda comm: build_step(case, 1, comm))
 
 
 def test_an_empty_group_is_refused_by_the_step_too() -> None:
     def groups(parameters: Any) -> torch.optim.Optimizer:
         return ff.optim.LARS([{"params": list(parameters)}, {"params": []}], lr=1.0)
 
-    def body(ranks: Any) -> None:
-        TrainStep(model("mlp"), LOSSES["values"], groups, plan=Plan(), communicator=ranks, clip=None)
+    def body(comm: Any) -> None:
+        TrainStep(model("mlp"), LOSSES["values"], groups, plan=Plan(), communicator=comm, clip=None)
 
     with pytest.raises(OptimizerError, match="LARS on an empty group"):
         threads.run(1, body)

@@ -98,10 +98,10 @@ def refused_after(step, given, dp, match):
 
 @pytest.mark.parametrize(("name", "cut"), in_turn(LATER, CUTS + SHARDED))
 def test_a_loss_that_is_no_mean_of_the_kept_targets_is_refused_once_some_are_ignored(name, cut):
-    def body(ranks):
+    def body(comm):
         transport = "gloo" if cut[2] == 3 else "by-host"
         plan = Plan(dp=cut[0], microbatches=cut[1], zero=cut[2], transport=transport)
-        step = TrainStep(net(), LATER[name], sgd, plan=plan, communicator=ranks, clip=None)
+        step = TrainStep(net(), LATER[name], sgd, plan=plan, communicator=comm, clip=None)
         return refused_after(step, later(), cut[0], "whose counts are not proportional")
 
     assert all(threads.run(cut[0], body))
@@ -110,7 +110,7 @@ def test_a_loss_that_is_no_mean_of_the_kept_targets_is_refused_once_some_are_ign
 @pytest.mark.parametrize("name", LATER)
 def test_the_same_losses_train_as_in_one_process_while_no_target_is_ignored(name):
     given = [(inputs, targets.clamp(min=0)) for inputs, targets in batches()]
-    got = threads.run(3, lambda ranks: trained(ranks, LATER[name], (3, 2, 0), given))
+    got = threads.run(3, lambda comm: trained(comm, LATER[name], (3, 2, 0), given))
     assert max(oracle.deviation(each, alone(LATER[name], given)) for each in got) <= TOLERANCE
 
 
@@ -118,13 +118,13 @@ def test_the_same_losses_train_as_in_one_process_while_no_target_is_ignored(name
 @pytest.mark.parametrize(("name", "cut"), in_turn(EXACT, CUTS))
 def test_losses_that_stay_exact_when_some_targets_are_ignored_are_not_refused(name, cut, given):
     expected = alone(EXACT[name], given())
-    got = threads.run(cut[0], lambda ranks: trained(ranks, EXACT[name], cut, given()))
+    got = threads.run(cut[0], lambda comm: trained(comm, EXACT[name], cut, given()))
     assert max(oracle.deviation(each, expected) for each in got) <= TOLERANCE
 
 
 def refused_at_once(loss, match, dp=2, **options):
-    def body(ranks):
-        step = TrainStep(net(), loss(), sgd, plan=Plan(dp=dp, **options), communicator=ranks, clip=None)
+    def body(comm):
+        step = TrainStep(net(), loss(), sgd, plan=Plan(dp=dp, **options), communicator=comm, clip=None)
         with pytest.raises(TaskError, match=match):
             step(part(batches()[0], dp, step.dp_index))
 
@@ -194,10 +194,10 @@ def test_a_loss_that_writes_its_own_buffers_is_refused_where_a_batch_is_split(ki
 
 
 def test_a_loss_that_caches_is_trained_and_one_process_may_keep_loss_state():
-    got = threads.run(2, lambda ranks: trained(ranks, Caching(), (2, 2, 0), batches()))
+    got = threads.run(2, lambda comm: trained(comm, Caching(), (2, 2, 0), batches()))
     expected = alone(lambda o, y: Caching()(o, y).mean(), batches())
     assert max(oracle.deviation(each, expected) for each in got) <= TOLERANCE
-    assert threads.run(1, lambda ranks: trained(ranks, Centred(), (1, 1, 0), batches()))
+    assert threads.run(1, lambda comm: trained(comm, Centred(), (1, 1, 0), batches()))
 
 
 def slope_too(o, y):
@@ -212,8 +212,8 @@ def test_an_evaluation_of_a_source_refuses_disproportionate_counts(loss):
     source = TensorSource(inputs, targets)
     task = Task(model=net, loss=loss, data=lambda: Data(train=source), optimizer=sgd)
 
-    def body(ranks):
-        step = TrainStep(net(), loss, sgd, plan=Plan(dp=2), communicator=ranks, clip=None)
+    def body(comm):
+        step = TrainStep(net(), loss, sgd, plan=Plan(dp=2), communicator=comm, clip=None)
         with pytest.raises(TaskError, match="whose counts are not proportional"):
             evaluate(step, task, source, 4)
 
@@ -240,11 +240,11 @@ def equation(outputs, targets):
 
 @pytest.mark.parametrize("cut", CUTS)
 def test_a_loss_may_differentiate_outputs_by_one_another(cut):
-    def train(ranks, dp, **options):
-        step = TrainStep(Field(), equation, sgd, plan=Plan(dp=dp, **options), communicator=ranks, clip=None)
+    def train(comm, dp, **options):
+        step = TrainStep(Field(), equation, sgd, plan=Plan(dp=dp, **options), communicator=comm, clip=None)
         metrics = [step(part(batch, dp, step.dp_index)).loss for batch in batches()]
         return oracle.snapshot(step, metrics, [])
 
-    (expected,) = threads.run(1, lambda ranks: train(ranks, 1))
-    got = threads.run(cut[0], lambda ranks: train(ranks, cut[0], microbatches=cut[1], zero=cut[2]))
+    (expected,) = threads.run(1, lambda comm: train(comm, 1))
+    got = threads.run(cut[0], lambda comm: train(comm, cut[0], microbatches=cut[1], zero=cut[2]))
     assert max(oracle.deviation(each, expected) for each in got) <= TOLERANCE

@@ -27,8 +27,8 @@ from tests import local_sgd_oracle
 from tests.cases import Case, batches, build_step, local_batch, loss, model, optimizer, train_oracle, train_step
 
 
-def deviation(case: Case, size: int, ranks) -> float:
-    return oracle.deviation(train_step(case, build_step(case, size, ranks)), local_sgd_oracle.train(case, size))
+def deviation(case: Case, size: int, comm) -> float:
+    return oracle.deviation(train_step(case, build_step(case, size, comm)), local_sgd_oracle.train(case, size))
 
 
 @pytest.mark.parametrize(("size", "hosts", "batch_sizes", "model"), [
@@ -38,13 +38,13 @@ def test_local_sgd_trains_as_separate_workers_that_average_their_weights(size, h
     # Three steps between meetings, and so many meetings that a momentum is of several.
     case = Case(model=model, loss="pair", batch_sizes=batch_sizes, sync="local", local_steps=3, outer_momentum=0.9)
     case = dataclasses.replace(case, optimizer="LAMB", microbatches=2, clip=0.05, outer_lr=0.7, bucket_bytes=1500)
-    assert max(threads.run(size, lambda ranks: deviation(case, size, ranks), hosts=hosts)) <= TOLERANCE
+    assert max(threads.run(size, lambda comm: deviation(case, size, comm), hosts=hosts)) <= TOLERANCE
 
 
 def test_a_rank_without_samples_updates_each_bucket_once():
     # Its buckets are all updated when the first of them is asked for.
     case = Case(sync="local", local_steps=1, batch_sizes=(1, 2), bucket_bytes=1, update="in_backward")
-    assert max(threads.run(2, lambda ranks: deviation(case, 2, ranks))) <= TOLERANCE
+    assert max(threads.run(2, lambda comm: deviation(case, 2, comm))) <= TOLERANCE
 
 
 @settings(max_examples=10)
@@ -52,7 +52,7 @@ def test_a_rank_without_samples_updates_each_bucket_once():
 def test_sgd_averaged_in_every_step_equals_data_parallelism(size, batch_sizes):
     # With momentum they differ where batches are uneven: each rank's is its own.
     case = Case(optimizer="descent", batch_sizes=batch_sizes, sync="local", local_steps=1)
-    both = threads.run(size, lambda ranks: (train_step(case, build_step(case, size, ranks)), train_oracle(case)))
+    both = threads.run(size, lambda comm: (train_step(case, build_step(case, size, comm)), train_oracle(case)))
     assert max(oracle.deviation(got, expected) for got, expected in both) <= TOLERANCE
 
 
@@ -60,8 +60,8 @@ LOCAL = Case(sync="local", local_steps=3, batch_sizes=(12, 11, 2, 12, 12, 7), ou
 
 
 def test_ranks_differ_between_averages_and_agree_after_them():
-    def body(ranks):
-        step = build_step(LOCAL, 2, ranks)
+    def body(comm):
+        step = build_step(LOCAL, 2, comm)
         seen = []
         for batch in batches(LOCAL):
             metrics = step(local_batch(batch, 2, step.dp_index))
@@ -75,8 +75,8 @@ def test_ranks_differ_between_averages_and_agree_after_them():
 
 
 def test_gradients_are_never_reduced_and_weights_only_in_averaging_steps():
-    def body(ranks):
-        step = build_step(LOCAL, 2, ranks)
+    def body(comm):
+        step = build_step(LOCAL, 2, comm)
         for batch in batches(LOCAL):
             step(local_batch(batch, 2, step.dp_index))
         return step.program, step.local_program
@@ -87,8 +87,8 @@ def test_gradients_are_never_reduced_and_weights_only_in_averaging_steps():
 
 
 def test_a_state_dict_between_averages_is_refused():
-    def body(ranks):
-        step = build_step(LOCAL, 2, ranks)
+    def body(comm):
+        step = build_step(LOCAL, 2, comm)
         step(local_batch(batches(LOCAL)[0], 2, step.dp_index))
         with pytest.raises(TrainingError, match=r"after step 1, with local_steps = 3.*try after step 3"):
             step.state_dict()
@@ -99,8 +99,8 @@ def test_a_state_dict_between_averages_is_refused():
 def test_every_rank_resumes_from_a_loaded_state():
     case = dataclasses.replace(LOCAL, optimizer="descent")
 
-    def body(ranks):
-        step, again = build_step(case, 2, ranks), build_step(case, 2, ranks)
+    def body(comm):
+        step, again = build_step(case, 2, comm), build_step(case, 2, comm)
         parts = [local_batch(batch, 2, step.dp_index) for batch in batches(case)]
         for batch in parts[:3]:
             step(batch)
@@ -117,14 +117,14 @@ def test_every_rank_resumes_from_a_loaded_state():
 def test_a_bad_step_is_skipped_by_all_ranks_and_its_average_still_happens():
     case = dataclasses.replace(LOCAL, outer_momentum=0.0)
 
-    def body(ranks):
+    def body(comm):
         step = TrainStep(
-            model(case.model), loss(case), optimizer(case), plan=case.plan(2), communicator=ranks, clip=None, skip_nan=3
+            model(case.model), loss(case), optimizer(case), plan=case.plan(2), communicator=comm, clip=None, skip_nan=3
         )
         skipped = []
         for number, batch in enumerate(batches(case)):
             inputs, targets = local_batch(batch, 2, step.dp_index)
-            if number == 2 and ranks.rank == 1:
+            if number == 2 and comm.rank == 1:
                 inputs = inputs * float("nan")
             skipped.append(step((inputs, targets)).skipped is not None)
         return skipped, torch.cat([p.detach().reshape(-1) for p in step.model.parameters()])

@@ -203,10 +203,10 @@ def batch(rank: int = 0) -> tuple[Tensor, Tensor]:
     return tokens, targets
 
 
-def trained(ranks: Any, kind: str, plan: Plan, loss: str = "ignoring") -> None:
+def trained(comm: Any, kind: str, plan: Plan, loss: str = "ignoring") -> None:
     model = made(kind)
-    step = TrainStep(model, functools.partial(LOSSES[loss], model), sgd, plan=plan, communicator=ranks, clip=None)
-    step(batch(ranks.rank))
+    step = TrainStep(model, functools.partial(LOSSES[loss], model), sgd, plan=plan, communicator=comm, clip=None)
+    step(batch(comm.rank))
 
 
 def plan_of(kind: str, dp: int = 2, **options: Any) -> Plan:
@@ -215,16 +215,16 @@ def plan_of(kind: str, dp: int = 2, **options: Any) -> Plan:
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_ordinary_models_pass_in_float64(kind, caplog):
-    threads.run(2, lambda ranks: trained(ranks, kind, plan_of(kind)))
+    threads.run(2, lambda comm: trained(comm, kind, plan_of(kind)))
     if "reentrant" not in kind:
-        threads.run(2, lambda ranks: trained(ranks, kind, plan_of(kind, zero=3, transport="gloo", microbatches=2)))
+        threads.run(2, lambda comm: trained(comm, kind, plan_of(kind, zero=3, transport="gloo", microbatches=2)))
     assert not [record for record in caplog.records if "dry run of the loss" in record.message]
 
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_ordinary_losses_pass_in_float64(loss, caplog):
     for kind in ("gpt", "bfloat16"):
-        threads.run(2, lambda ranks, kind=kind: trained(ranks, kind, plan_of(kind, microbatches=2), loss))
+        threads.run(2, lambda comm, kind=kind: trained(comm, kind, plan_of(kind, microbatches=2), loss))
     assert not [record for record in caplog.records if "dry run of the loss" in record.message]
 
 
@@ -280,8 +280,8 @@ def test_a_check_leaves_the_model_its_gradients_and_all_generators_as_they_were(
         penalty = sum(p.square().sum() for p in held)  # not through the model
         return F.cross_entropy(*flat(outputs, targets), weight=CLASS_WEIGHTS.to(dtype)) + 0.01 * penalty
 
-    def body(ranks: Any) -> None:
-        step = TrainStep(model, loss, sgd, plan=Plan(microbatches=2), communicator=ranks, clip=None)
+    def body(comm: Any) -> None:
+        step = TrainStep(model, loss, sgd, plan=Plan(microbatches=2), communicator=comm, clip=None)
         for p in model.parameters():
             p.grad = torch.ones_like(p) if p.requires_grad else None
         before, generators, mean = kept(model), states(), model.mean.clone()
@@ -303,20 +303,20 @@ def test_a_check_leaves_the_model_its_gradients_and_all_generators_as_they_were(
 def test_without_memory_for_float64_gradients_are_checked_in_the_models_dtype_and_that_is_logged(monkeypatch, caplog):
     monkeypatch.setattr(first_batch, "find_memory_fit", lambda *args, **options: MemoryFit(fits_float64=False))
     caplog.set_level(logging.WARNING)
-    threads.run(2, lambda ranks: trained(ranks, "gpt", plan_of("gpt")))
+    threads.run(2, lambda comm: trained(comm, "gpt", plan_of("gpt")))
     (record,) = caplog.records
     assert "in the model's own dtype, with the model's own weights instead of in float64" in record.message
     assert "do not fit into memory" in record.message
 
-    def normalized(ranks: Any) -> None:
+    def normalized(comm: Any) -> None:
         model = Gpt()
         model.head.register_full_backward_hook(lambda module, given, got: (given[0] / given[0].norm(),))
         nn.init.ones_(model.head.weight)
         step = TrainStep(
-            model, functools.partial(LOSSES["ignoring"], model), sgd, plan=plan_of("gpt"), communicator=ranks, clip=None
+            model, functools.partial(LOSSES["ignoring"], model), sgd, plan=plan_of("gpt"), communicator=comm, clip=None
         )
         with pytest.raises(TaskError, match=r"gradients of .* that do not add up"):
-            step(batch(ranks.rank))
+            step(batch(comm.rank))
 
     threads.run(2, normalized)
 
@@ -333,12 +333,12 @@ def test_a_model_that_fails_in_float64_is_checked_in_its_own_dtype_and_that_is_l
         def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
             return gradient * 2
 
-    def body(ranks: Any) -> None:
+    def body(comm: Any) -> None:
         model = Kinds(lambda m, x: Narrow.apply(x))  # type: ignore[arg-type, return-value]
         step = TrainStep(
-            model, functools.partial(LOSSES["ignoring"], model), sgd, plan=Plan(dp=2), communicator=ranks, clip=None
+            model, functools.partial(LOSSES["ignoring"], model), sgd, plan=Plan(dp=2), communicator=comm, clip=None
         )
-        step(batch(ranks.rank))
+        step(batch(comm.rank))
 
     caplog.set_level(logging.WARNING)
     threads.run(2, body)
@@ -367,11 +367,11 @@ def test_a_model_with_parts_in_torchscript_trains_as_in_one_process():
     scripted = [made() for _ in range(3)]  # made here: two threads cannot make TorchScript at once
     given = [(torch.rand(6, 4, dtype=torch.float64), torch.arange(6) % 4) for _ in range(3)]
 
-    def body(ranks: Any) -> list[Tensor]:
-        model = scripted[ranks.rank]
-        step = TrainStep(model, F.cross_entropy, sgd, plan=Plan(dp=2), communicator=ranks, clip=None)
+    def body(comm: Any) -> list[Tensor]:
+        model = scripted[comm.rank]
+        step = TrainStep(model, F.cross_entropy, sgd, plan=Plan(dp=2), communicator=comm, clip=None)
         for each in given:
-            step(tuple(tensor[ranks.rank * 3 :][:3] for tensor in each))
+            step(tuple(tensor[comm.rank * 3 :][:3] for tensor in each))
         return [p.detach().clone() for p in model.parameters()]
 
     got, alone = threads.run(2, body), sgd(scripted[2].parameters())

@@ -126,16 +126,16 @@ def with_module_hook() -> Net:
     return model
 
 
-def tried(ranks: Any, model: nn.Module, plan: Plan, loss: Any = plain, dtype: torch.dtype = torch.float32) -> TrainStep:
-    step = TrainStep(model, functools.partial(loss, model), sgd, plan=plan, communicator=ranks, clip=None)
-    step.dry_run(batch(ranks.rank, dtype), training=True)
+def tried(comm: Any, model: nn.Module, plan: Plan, loss: Any = plain, dtype: torch.dtype = torch.float32) -> TrainStep:
+    step = TrainStep(model, functools.partial(loss, model), sgd, plan=plan, communicator=comm, clip=None)
+    step.dry_run(batch(comm.rank, dtype), training=True)
     return step
 
 
 def refused(make: Callable[[], nn.Module], plan: Plan, match: str, loss: Any = plain, **options: Any) -> None:
-    def body(ranks: Any) -> None:
+    def body(comm: Any) -> None:
         with pytest.raises(TaskError, match=match):
-            tried(ranks, make(), plan, loss, **options)
+            tried(comm, make(), plan, loss, **options)
 
     threads.run(plan.dp, body)
 

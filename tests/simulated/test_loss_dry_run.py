@@ -83,8 +83,8 @@ def states() -> list[bytes]:
 
 
 def tried(kind: str, loss: Any, plan: Plan | None = None) -> None:
-    def body(ranks):
-        step = TrainStep(net(kind), loss, sgd, plan=plan or Plan(microbatches=2), communicator=ranks, clip=None)
+    def body(comm):
+        step = TrainStep(net(kind), loss, sgd, plan=plan or Plan(microbatches=2), communicator=comm, clip=None)
         before = states()
         step.dry_run(batch(), training=True)
         assert states() == before
@@ -146,14 +146,14 @@ def test_random_tensors_keep_their_shapes_and_dtypes():
 
 @pytest.mark.parametrize("plan", [Plan(dp=3), Plan(dp=3, zero=3, transport="gloo")])
 def test_all_ranks_raise_when_one_fails_on_its_first_batch(plan):
-    def body(ranks):
+    def body(comm):
         def loss(outputs: Tensor, targets: Tensor) -> Tensor:
-            if ranks.rank == 1:
+            if comm.rank == 1:
                 raise ZeroDivisionError("no such class")
             return F.cross_entropy(outputs, targets)
 
-        step = TrainStep(net("dropout"), loss, sgd, plan=plan, communicator=ranks, clip=None)
-        kind = ZeroDivisionError if ranks.rank == 1 else TaskError
+        step = TrainStep(net("dropout"), loss, sgd, plan=plan, communicator=comm, clip=None)
+        kind = ZeroDivisionError if comm.rank == 1 else TaskError
         with pytest.raises(kind, match="no such class"):
             step(batch())
 
@@ -167,8 +167,8 @@ def test_unreduced_values_are_compared_only_once():
         calls.append(len(targets))
         return F.cross_entropy(outputs, targets, reduction="none")
 
-    def body(ranks):
-        step = TrainStep(net("dropout"), loss, sgd, plan=Plan(microbatches=3), communicator=ranks, clip=None)
+    def body(comm):
+        step = TrainStep(net("dropout"), loss, sgd, plan=Plan(microbatches=3), communicator=comm, clip=None)
         for _ in range(2):
             step(batch())
 
@@ -183,27 +183,25 @@ def test_no_dry_run_happens_if_no_batch_is_split():
         calls.append(len(targets))
         return F.cross_entropy(outputs, targets)
 
-    threads.run(
-        1, lambda ranks: TrainStep(net("noise"), loss, sgd, plan=Plan(), communicator=ranks, clip=None)(batch())
-    )
+    threads.run(1, lambda comm: TrainStep(net("noise"), loss, sgd, plan=Plan(), communicator=comm, clip=None)(batch()))
     assert calls == [9]
 
 
 def test_a_batch_that_is_empty_on_all_ranks_is_no_dry_run():
     inputs, targets = batch()
 
-    def body(ranks):
+    def body(comm):
         loss = functools.partial(F.cross_entropy, reduction="sum")
-        step = TrainStep(net("dropout"), loss, sgd, plan=Plan(dp=2), communicator=ranks, clip=None)
+        step = TrainStep(net("dropout"), loss, sgd, plan=Plan(dp=2), communicator=comm, clip=None)
         step.evaluate((inputs[:0], targets[:0]))
         with pytest.raises(TaskError, match="a scalar loss"):
-            step((inputs[: 3 * ranks.rank], targets[: 3 * ranks.rank]))
+            step((inputs[: 3 * comm.rank], targets[: 3 * comm.rank]))
 
     threads.run(2, body)
 
 
 def test_compiled_code_trains_as_eager_code():
-    def trained(ranks, *, compiled: bool):
+    def trained(comm, *, compiled: bool):
         model: Any = nn.Linear(4, 3).double()
         with torch.no_grad():
             model.weight.fill_(0.1)
@@ -213,7 +211,7 @@ def test_compiled_code_trains_as_eager_code():
             return F.cross_entropy(outputs, targets.where(targets > 0, -100))
 
         compile_: Any = functools.partial(torch.compile, backend="eager") if compiled else lambda code: code
-        step = TrainStep(compile_(model), compile_(loss), sgd, plan=Plan(microbatches=1), communicator=ranks, clip=None)
+        step = TrainStep(compile_(model), compile_(loss), sgd, plan=Plan(microbatches=1), communicator=comm, clip=None)
         return [step(batch()).loss for _ in range(2)]
 
     ((got,), (expected,)) = (
@@ -231,15 +229,15 @@ def test_a_scalar_loss_of_compiled_code_is_refused_where_a_batch_is_split():
         def forward(self, x: Tensor, labels: Tensor) -> Tensor:
             return F.cross_entropy(self.layer(x), labels)
 
-    def with_loss(ranks):
+    def with_loss(comm):
         loss = torch.compile(lambda o, y: F.cross_entropy(o, y), backend="eager")
-        step = TrainStep(net("none"), loss, sgd, plan=Plan(microbatches=2), communicator=ranks, clip=None)
+        step = TrainStep(net("none"), loss, sgd, plan=Plan(microbatches=2), communicator=comm, clip=None)
         with pytest.raises(TaskError, match="a compiled scalar loss, and a batch that is split into 2 parts"):
             step(batch())
 
-    def with_model(ranks):
+    def with_model(comm):
         model: Any = torch.compile(Own(), backend="eager")
-        step = TrainStep(model, None, sgd, plan=Plan(microbatches=2), communicator=ranks, clip=None)
+        step = TrainStep(model, None, sgd, plan=Plan(microbatches=2), communicator=comm, clip=None)
         inputs, labels = batch()
         with pytest.raises(TaskError, match="loss = None and a compiled model, and a batch that is split into 2 parts"):
             step({"x": inputs, "labels": labels})
@@ -257,9 +255,9 @@ def test_a_dry_run_does_not_change_inputs_that_forward_writes():
         def forward(self, x: Tensor) -> Tensor:
             return self.layer(x.mul_(2.0).requires_grad_())
 
-    def body(ranks):
+    def body(comm):
         given, (inputs, targets) = batch(), batch()
-        step = TrainStep(Writing(), F.cross_entropy, sgd, plan=Plan(microbatches=2), communicator=ranks, clip=None)
+        step = TrainStep(Writing(), F.cross_entropy, sgd, plan=Plan(microbatches=2), communicator=comm, clip=None)
         step.dry_run(given, training=True)
         assert torch.equal(given[0], inputs)
         assert not given[0].requires_grad

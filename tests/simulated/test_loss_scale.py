@@ -58,13 +58,13 @@ def test_loss_scaling_does_not_change_training(fields):
 
 @pytest.mark.parametrize(("size", "zero"), [(1, 0), (2, 0), (2, 1)])
 def test_weights_kept_in_float32_are_updated_by_unscaled_gradients(size, zero):
-    def body(ranks):
+    def body(comm):
         torch.manual_seed(1)
         model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
         make = lambda parameters: torch.optim.SGD(parameters, lr=1.0)  # noqa: E731
         plan = Plan(dp=size, zero=zero, precision="fp16", batch_norm="local")
         loss = lambda outputs, _: 10 * (outputs - 1).square()  # noqa: E731
-        step = TrainStep(model, loss, make, plan=plan, communicator=ranks, clip=0.01)
+        step = TrainStep(model, loss, make, plan=plan, communicator=comm, clip=0.01)
         before = step.state_dict()["model"]
         while step((torch.randn(6, 4), torch.zeros(6))).overflowed:
             assert step.num_steps < 10
@@ -99,12 +99,12 @@ class Louder(torch.autograd.Function):
         return gradients[0] * ctx.factor, None
 
 
-def loud(ranks: Any, *, zero: int = 0, skip_nan: int = 0, clip: float | None = None, update: str = "after") -> Any:
+def loud(comm: Any, *, zero: int = 0, skip_nan: int = 0, clip: float | None = None, update: str = "after") -> Any:
     torch.manual_seed(1)
-    plan = Plan(dp=ranks.size, **ZERO_FIELDS[zero], update=update, precision="fp16", bucket_bytes=8)
+    plan = Plan(dp=comm.size, **ZERO_FIELDS[zero], update=update, precision="fp16", bucket_bytes=8)
     make = lambda parameters: torch.optim.Adam(parameters, lr=0.01)  # noqa: E731
     loss = lambda outputs, _: outputs.square()  # noqa: E731
-    return TrainStep(Loud(), loss, make, plan=plan, communicator=ranks, clip=clip, skip_nan=skip_nan)
+    return TrainStep(Loud(), loss, make, plan=plan, communicator=comm, clip=clip, skip_nan=skip_nan)
 
 
 DATA = torch.ones(2, 4), torch.zeros(2)
@@ -113,11 +113,11 @@ DATA = torch.ones(2, 4), torch.zeros(2)
 @pytest.mark.parametrize(("clip", "update"), [(None, "after"), (1.0, "after"), (None, "in_forward")])
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_an_overflow_on_one_rank_skips_the_step_on_all_and_halves_the_scale(zero, clip, update):
-    def body(ranks):
-        step = loud(ranks, zero=zero, clip=clip, update=update)
+    def body(comm):
+        step = loud(comm, zero=zero, clip=clip, update=update)
         step(DATA)
         before = step.state_dict()
-        step.model.factor = 1e6 if ranks.rank == 1 else 1.0
+        step.model.factor = 1e6 if comm.rank == 1 else 1.0
         metrics = step(DATA)
         after = step.state_dict()
         assert (metrics.overflowed, metrics.skipped, metrics.loss_scale) == (True, None, 65536.0)
@@ -137,18 +137,18 @@ def tensors(state):
 
 
 def test_loss_scaling_preserves_gradients_too_small_for_float16():
-    def moved(ranks):
-        step = loud(ranks)
+    def moved(comm):
+        step = loud(comm)
         step.model.factor = 1e-7  # of about 1: less than half the least number of float16, 6e-8
-        step._loss_scaler.value = ranks.scale
+        step._loss_scaler.value = comm.scale
         before = step.state_dict()["model"]
         step(DATA)
         return not equal_tensors(step.state_dict()["model"], before)
 
     def with_scale(scale):
-        def body(ranks):
-            ranks.scale = scale
-            return moved(ranks)
+        def body(comm):
+            comm.scale = scale
+            return moved(comm)
 
         return threads.run(1, body)
 
@@ -157,8 +157,8 @@ def test_loss_scaling_preserves_gradients_too_small_for_float16():
 
 
 def test_an_overflow_at_the_minimum_scale_is_a_bad_step():
-    def body(ranks, *, skip_nan):
-        step = loud(ranks, skip_nan=skip_nan)
+    def body(comm, *, skip_nan):
+        step = loud(comm, skip_nan=skip_nan)
         step._loss_scaler.value = 2.0
         step.model.factor = float("inf")
         assert step(DATA).overflowed
@@ -167,14 +167,14 @@ def test_an_overflow_at_the_minimum_scale_is_a_bad_step():
         assert "the gradient norm is" in metrics.skipped.text
         return step._loss_scaler.value
 
-    assert threads.run(2, lambda ranks: body(ranks, skip_nan=1)) == [1.0, 1.0]
+    assert threads.run(2, lambda comm: body(comm, skip_nan=1)) == [1.0, 1.0]
     with pytest.raises(TrainingError, match="the gradient norm is"):
-        threads.run(2, lambda ranks: body(ranks, skip_nan=0))
+        threads.run(2, lambda comm: body(comm, skip_nan=0))
 
 
 def test_a_nan_loss_is_a_bad_step_at_any_scale():
-    def body(ranks):
-        step = loud(ranks, skip_nan=1)
+    def body(comm):
+        step = loud(comm, skip_nan=1)
         metrics = step((DATA[0] * float("inf"), DATA[1]))
         return metrics.overflowed, metrics.skipped.text.split(";")[0], step._loss_scaler.value
 
@@ -182,8 +182,8 @@ def test_a_nan_loss_is_a_bad_step_at_any_scale():
 
 
 def test_the_scale_is_restored_with_the_state():
-    def body(ranks, state=None):
-        step = loud(ranks)
+    def body(comm, state=None):
+        step = loud(comm)
         if state is not None:
             step.load_state_dict(state)
             return step(DATA).loss_scale, step._loss_scaler.state
@@ -195,7 +195,7 @@ def test_the_scale_is_restored_with_the_state():
         return step.state_dict()
 
     state = threads.run(1, body)[0]
-    assert threads.run(1, lambda ranks: body(ranks, state)) == [(32768.0, {"value": 32768.0, "good": 2})]
+    assert threads.run(1, lambda comm: body(comm, state)) == [(32768.0, {"value": 32768.0, "good": 2})]
 
 
 @pytest.mark.parametrize(("fields", "said"), [

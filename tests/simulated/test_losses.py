@@ -155,11 +155,11 @@ def part(batch: tuple[Tensor, Tensor], size: int, index: int) -> tuple[Tensor, T
     return batch[0][start:stop], batch[1][start:stop]
 
 
-def trained(ranks: Any, loss: Any, cut: tuple[int, int, int], given: Sequence[Any], **options: Any) -> TrainingResult:
+def trained(comm: Any, loss: Any, cut: tuple[int, int, int], given: Sequence[Any], **options: Any) -> TrainingResult:
     dp, microbatches, zero = cut
     model, plan = net(), Plan(dp=dp, microbatches=microbatches, zero=zero, **options)
     loss = functools.partial(loss, model) if loss is with_penalty else loss
-    step = TrainStep(model, loss, sgd, plan=plan, communicator=ranks, clip=None)
+    step = TrainStep(model, loss, sgd, plan=plan, communicator=comm, clip=None)
     metrics = [step(part(batch, dp, step.dp_index)) for batch in given]
     step.flush()
     return oracle.snapshot(step, [m.loss for m in metrics], [])
@@ -189,17 +189,17 @@ def test_a_mean_is_trained_as_in_one_process_however_the_batch_is_split(name, cu
     loss, given = EXACT.get(name, with_penalty), batches()
     expected = alone(loss, given)
     assert all(map(math.isfinite, expected.losses))
-    got = threads.run(cut[0], lambda ranks: trained(ranks, loss, cut, given))
+    got = threads.run(cut[0], lambda comm: trained(comm, loss, cut, given))
     assert max(oracle.deviation(each, expected) for each in got) <= TOLERANCE
 
 
 @pytest.mark.parametrize(("name", "cut"), in_turn(REFUSED, [(2, 1, 0), (1, 3, 0), (3, 2, 2)]))
 def test_a_scalar_loss_that_is_no_mean_is_refused_on_every_rank_before_a_weight_moves(name, cut):
-    def body(ranks):
+    def body(comm):
         model = net()
         before = [p.clone() for p in model.parameters()]
         plan = Plan(dp=cut[0], microbatches=cut[1], zero=cut[2])
-        step = TrainStep(model, REFUSED[name], sgd, plan=plan, communicator=ranks, clip=None)
+        step = TrainStep(model, REFUSED[name], sgd, plan=plan, communicator=comm, clip=None)
         with pytest.raises(TaskError, match=r"a loss that is one number|a scalar loss") as caught:
             step(part(batches()[0], cut[0], step.dp_index))
         assert "unreduced values, or a pair (sum, count)" in str(caught.value)
@@ -212,8 +212,8 @@ def test_a_small_deviation_is_reported_with_digits_that_differ():
     def slightly(o, y):
         return F.mse_loss(o, ones(y)) + 1e-6 * o.mean(0).square().sum()
 
-    def body(ranks):
-        step = TrainStep(net(), slightly, sgd, plan=Plan(microbatches=2), communicator=ranks, clip=None)
+    def body(comm):
+        step = TrainStep(net(), slightly, sgd, plan=Plan(microbatches=2), communicator=comm, clip=None)
         with pytest.raises(TaskError) as caught:
             step(batches()[0])
         whole, mean = re.findall(r"(0\.\d+) (?:for|as)", str(caught.value))
@@ -224,7 +224,7 @@ def test_a_small_deviation_is_reported_with_digits_that_differ():
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_no_loss_is_refused_if_the_batch_is_not_split(name):
-    (got,) = threads.run(1, lambda ranks: trained(ranks, REFUSED[name], (1, 1, 0), batches()))
+    (got,) = threads.run(1, lambda comm: trained(comm, REFUSED[name], (1, 1, 0), batches()))
     assert oracle.deviation(got, alone(REFUSED[name], batches())) <= TOLERANCE
 
 
@@ -241,12 +241,12 @@ ROUNDED = ["ignoring", "smoothed", "mse of some", "by hand", "with a penalty"]
     [(name, scale, DTYPES[(i + j) % 3]) for i, name in enumerate(ROUNDED) for j, scale in enumerate(SCALES)],
 )
 def test_no_loss_is_refused_for_rounding_alone(name, scale, dtype):
-    def body(ranks):
+    def body(comm):
         model = net().to(dtype)
         with torch.no_grad():
             model.get_parameter("second.weight").mul_(scale)
         loss = EXACT.get(name) or functools.partial(with_penalty, model)
-        step = TrainStep(model, loss, sgd, plan=Plan(dp=2, microbatches=2), communicator=ranks, clip=None)
+        step = TrainStep(model, loss, sgd, plan=Plan(dp=2, microbatches=2), communicator=comm, clip=None)
         step.dry_run(part(wide(dtype, batches())[0], 2, step.dp_index), training=True)
 
     threads.run(2, body)
@@ -256,8 +256,8 @@ def test_a_loss_near_zero_is_not_refused_for_its_rounding():
     def certain(o, y):
         return ce(40 * ones(y).flatten(0, 1) + 0 * o.flatten(0, 1), y.clamp(min=0).flatten())
 
-    def body(ranks):
-        step = TrainStep(net().float(), certain, sgd, plan=Plan(dp=2), communicator=ranks, clip=None)
+    def body(comm):
+        step = TrainStep(net().float(), certain, sgd, plan=Plan(dp=2), communicator=comm, clip=None)
         return step(part(wide(torch.float32, batches())[0], 2, step.dp_index)).loss
 
     assert max(threads.run(2, body)) < 1e-6
@@ -268,9 +268,9 @@ def test_counts_that_differ_in_a_later_batch_are_refused_before_a_weight_moves(c
     inputs, targets = batches()[0]
     given = [(inputs, targets.clamp(min=0)), (inputs, targets)]
 
-    def body(ranks):
+    def body(comm):
         plan = Plan(dp=cut[0], microbatches=cut[1], zero=cut[2])
-        step = TrainStep(net(), REFUSED["two counts"], sgd, plan=plan, communicator=ranks, clip=None)
+        step = TrainStep(net(), REFUSED["two counts"], sgd, plan=plan, communicator=comm, clip=None)
         step(part(given[0], cut[0], step.dp_index))
         before = {name: weight.clone() for name, weight in step.named_weights()}
         with pytest.raises(TaskError, match=r"means over different elements \(cross_entropy, mse_loss\)"):
@@ -285,8 +285,8 @@ def test_a_global_batch_without_a_loss_element_is_refused(dp):
     inputs, targets = batches()[0]
     nothing = inputs, torch.full_like(targets, -100)
 
-    def body(ranks):
-        step = TrainStep(net(), EXACT["ignoring"], sgd, plan=Plan(dp=dp, microbatches=2), communicator=ranks, clip=None)
+    def body(comm):
+        step = TrainStep(net(), EXACT["ignoring"], sgd, plan=Plan(dp=dp, microbatches=2), communicator=comm, clip=None)
         match = r"step 1: a global batch without a loss element: all targets are ignored, .* no samples   need"
         with pytest.raises(TrainingError, match=match) as raised:
             step(part(nothing, dp, step.dp_index))
@@ -307,9 +307,9 @@ def test_a_batch_whose_targets_are_all_ignored_can_be_skipped(place, cut, update
     given = batches()
     empty = given[place][0], torch.full_like(given[place][1], -100)
 
-    def body(ranks):
+    def body(comm):
         plan = Plan(dp=cut[0], microbatches=cut[1], zero=cut[2], update=update)
-        step = TrainStep(net(), EXACT["ignoring"], sgd, plan=plan, communicator=ranks, clip=None, skip_nan=1)
+        step = TrainStep(net(), EXACT["ignoring"], sgd, plan=plan, communicator=comm, clip=None, skip_nan=1)
         metrics = [step(part(batch, cut[0], step.dp_index)) for batch in (*given[:place], empty, *given[place:])]
         left_out = metrics.pop(place)
         assert left_out.skipped is not None
@@ -325,8 +325,8 @@ def test_a_first_batch_whose_targets_are_all_ignored_sets_no_nominal_count():
     inputs, targets = batches()[0]
     given = [(inputs.float(), torch.full_like(targets, -100)), (inputs.float(), targets)]
 
-    def body(ranks):
-        options = {"plan": Plan(precision="fp16"), "communicator": ranks, "clip": None, "skip_nan": 1}
+    def body(comm):
+        options = {"plan": Plan(precision="fp16"), "communicator": comm, "clip": None, "skip_nan": 1}
         step = TrainStep(net().float(), EXACT["ignoring"], sgd, **options)
         return [step(batch).overflowed for batch in given]
 
@@ -342,8 +342,8 @@ def test_an_evaluation_weights_the_parts_as_a_step_does(name):
     with torch.no_grad():
         expected = loss(net()(inputs), targets).item()
 
-    def body(ranks):
-        step = TrainStep(net(), loss, sgd, plan=Plan(dp=3), communicator=ranks, clip=None)
+    def body(comm):
+        step = TrainStep(net(), loss, sgd, plan=Plan(dp=3), communicator=comm, clip=None)
         return step.evaluate(part((inputs, targets), 3, step.dp_index)).loss
 
     assert threads.run(3, body) == [pytest.approx(expected, rel=1e-12)] * 3
@@ -357,8 +357,8 @@ def test_the_loss_of_a_source_equals_that_of_one_batch_with_all_samples(name, dp
     with torch.no_grad():
         expected = EXACT[name](net()(source.inputs), source.targets).item()
 
-    def body(ranks):
-        step = TrainStep(net(), task.loss, sgd, plan=Plan(dp=dp), communicator=ranks, clip=None)
+    def body(comm):
+        step = TrainStep(net(), task.loss, sgd, plan=Plan(dp=dp), communicator=comm, clip=None)
         return evaluate(step, task, source, 4)["loss"]
 
     assert threads.run(dp, body) == [pytest.approx(expected, rel=1e-12)] * dp

@@ -28,10 +28,10 @@ OPTIMIZERS: dict[str, Any] = {
 WITHIN = 0.05
 
 
-def _step(plan: Plan, ranks: ThreadCommunicator, optimizer: str = "AdamW") -> TrainStep:
+def _step(plan: Plan, comm: ThreadCommunicator, optimizer: str = "AdamW") -> TrainStep:
     """A step of 330,000 parameters that has been taken twice."""
     model = nn.Sequential(*[layer for _ in range(5) for layer in (nn.Linear(256, 256), nn.Tanh())])
-    options: dict[str, Any] = {"plan": plan, "communicator": ranks, "clip": None}
+    options: dict[str, Any] = {"plan": plan, "communicator": comm, "clip": None}
     step = TrainStep(
         model, lambda outputs, targets: (outputs - targets).square().sum(-1), OPTIMIZERS[optimizer], **options
     )
@@ -49,11 +49,11 @@ def _formula(step: TrainStep, host: HostRanks) -> float:
 
 
 def _compare(plan: Plan, optimizer: str = "AdamW", *, hosts: int = 1) -> None:
-    def body(ranks: ThreadCommunicator) -> tuple[int, float]:
-        step = _step(plan, ranks, optimizer)
-        ranks.all_gather_json(None)
+    def body(comm: ThreadCommunicator) -> tuple[int, float]:
+        step = _step(plan, comm, optimizer)
+        comm.all_gather_json(None)
         counted = memory.memory_use().total_bytes - before
-        ranks.all_gather_json(None)
+        comm.all_gather_json(None)
         return counted, _formula(step, host)
 
     host = HostRanks(plan.dp // hosts, plan.shard_groups, has_shared_memory=plan.transport != "gloo" and plan.dp > 1)
@@ -97,8 +97,8 @@ def test_the_reference_weights_of_local_sgd_are_counted(momentum: float) -> None
 
 
 def test_freed_buffers_are_not_counted() -> None:
-    def body(ranks: ThreadCommunicator) -> None:
-        _step(Plan(dp=2, zero=2, bucket_bytes=2**18), ranks)
+    def body(comm: ThreadCommunicator) -> None:
+        _step(Plan(dp=2, zero=2, bucket_bytes=2**18), comm)
 
     gc.collect()
     before = memory.memory_use()

@@ -28,10 +28,10 @@ from tests.cases import Case, batches, local_batch
 NAN, INF = float("nan"), float("inf")
 
 
-def build(case: Case, ranks: Any, *, skip_nan: int) -> TrainStep:
+def build(case: Case, comm: Any, *, skip_nan: int) -> TrainStep:
     model, loss, optimizer = cases.model(case.model), cases.loss(case), cases.optimizer(case)
-    plan = case.plan(ranks.size)
-    return TrainStep(model, loss, optimizer, plan=plan, communicator=ranks, clip=case.clip, skip_nan=skip_nan)
+    plan = case.plan(comm.size)
+    return TrainStep(model, loss, optimizer, plan=plan, communicator=comm, clip=case.clip, skip_nan=skip_nan)
 
 
 def poisoned(case: Case, number: int, sample: int, value: float = NAN) -> list[Any]:
@@ -58,9 +58,9 @@ def test_training_with_a_skipped_step_equals_training_without_it(fields, bad):
     case = Case(**{"batch_sizes": (12, 12, 12, 12), **fields})
     found = poisoned(case, bad, sample=1)
 
-    def body(ranks):
-        step = build(case, ranks, skip_nan=1)
-        metrics = [step(local_batch(batch, ranks.size, ranks.rank)) for batch in found]
+    def body(comm):
+        step = build(case, comm, skip_nan=1)
+        metrics = [step(local_batch(batch, comm.size, comm.rank)) for batch in found]
         assert [m.skipped is not None for m in metrics] == [number == bad for number in range(4)]
         assert metrics[bad].loss != metrics[bad].loss
         good = [m for m in metrics if m.skipped is None]
@@ -83,14 +83,14 @@ def test_the_message_names_step_rank_and_samples_of_the_global_order():
     found = poisoned(case, 1, sample=10)
     ids = rows(40, 3, 2, 12, 24).tolist()
 
-    def body(ranks):
-        step = build(case, ranks, skip_nan=5)
+    def body(comm):
+        step = build(case, comm, skip_nan=5)
         step.num_steps = 7  # as after a resume
         skipped = None
         for number, batch in enumerate(found[:2]):
             start, stop = 12 * number, 12 * number + 12
-            place = BatchRange(40, 3, 2, start, stop, *shard_range(start, stop, 2, ranks.rank))
-            skipped = step(Batch.wrap(local_batch(batch, 2, ranks.rank), place)).skipped
+            place = BatchRange(40, 3, 2, start, stop, *shard_range(start, stop, 2, comm.rank))
+            skipped = step(Batch.wrap(local_batch(batch, 2, comm.rank), place)).skipped
         return skipped
 
     named = ", ".join(map(str, ids[9:12]))
@@ -100,11 +100,11 @@ def test_the_message_names_step_rank_and_samples_of_the_global_order():
 
 
 def test_a_nonfinite_norm_is_found_before_the_update_even_if_all_losses_are_finite():
-    def body(ranks):
+    def body(comm):
         model = nn.Linear(2, 2)
         # The root has an infinite derivative at 0; times 0 it is NaN.
         loss: Callable[[Any, Any], Any] = lambda outputs, targets: (outputs * targets).abs().sqrt().sum(1)  # noqa: E731
-        step = TrainStep(model, loss, torch.optim.Adam, plan=Plan(dp=2), communicator=ranks, clip=1.0, skip_nan=1)
+        step = TrainStep(model, loss, torch.optim.Adam, plan=Plan(dp=2), communicator=comm, clip=1.0, skip_nan=1)
         before = copy.deepcopy(model.state_dict())
         metrics = step((torch.ones(2, 2), torch.zeros(2, 2)))
         assert metrics.loss == 0.0
@@ -121,13 +121,13 @@ def test_by_default_a_nonfinite_step_stops_training_and_changes_nothing():
     case = Case(clip=0.1)
     found = poisoned(case, 2, sample=4, value=INF)
 
-    def body(ranks):
-        step = build(case, ranks, skip_nan=0)
+    def body(comm):
+        step = build(case, comm, skip_nan=0)
         for batch in found[:2]:
-            step(local_batch(batch, 3, ranks.rank))
+            step(local_batch(batch, 3, comm.rank))
         before = copy.deepcopy(step.state_dict())
         with pytest.raises(TrainingError, match=r"step 3: the loss is nan; rank 1, samples of its batch 0, 1, 2, 3"):
-            step(local_batch(found[2], 3, ranks.rank))
+            step(local_batch(found[2], 3, comm.rank))
         after = step.state_dict()
         assert all(torch.equal(before["model"][name], value) for name, value in after["model"].items())
         for name, states in after["optimizer"].items():
@@ -143,10 +143,10 @@ def test_by_default_a_nonfinite_step_stops_training_and_changes_nothing():
 def test_more_consecutive_bad_steps_than_allowed_stop_training(bad, ends_at):
     case = Case(batch_sizes=(6,) * 5)
 
-    def body(ranks):
-        step = build(case, ranks, skip_nan=2)
+    def body(comm):
+        step = build(case, comm, skip_nan=2)
         for number, (inputs, targets) in enumerate(batches(case)):
-            batch = local_batch((inputs * NAN if number in bad else inputs, targets), 2, ranks.rank)
+            batch = local_batch((inputs * NAN if number in bad else inputs, targets), 2, comm.rank)
             if number + 1 == ends_at:
                 with pytest.raises(TrainingError, match="the 2 steps before were bad too"):
                     step(batch)
@@ -165,10 +165,10 @@ def test_a_first_step_with_a_nan_count_sets_no_nominal_count():
     def lost(outputs: Any, targets: Any) -> Any:
         return (outputs.sum(), NAN) if outputs.isnan().any() else loss(outputs, targets)
 
-    def body(ranks):
+    def body(comm):
         mine, plan = copy.deepcopy(model), case.plan(2)
-        step = TrainStep(mine, lost, optimizer, plan=plan, communicator=ranks, clip=None, skip_nan=1)
-        metrics = [step(local_batch(batch, 2, ranks.rank)) for batch in found]
+        step = TrainStep(mine, lost, optimizer, plan=plan, communicator=comm, clip=None, skip_nan=1)
+        metrics = [step(local_batch(batch, 2, comm.rank)) for batch in found]
         return oracle.snapshot(step, [m.loss for m in metrics[1:]], [])
 
     results = threads.run(2, body)
@@ -189,10 +189,10 @@ def test_a_skipped_step_restores_running_statistics():
             self.mean.lerp_(x.mean(0), 0.5)
             return self.layer(x)
 
-    def body(ranks):
+    def body(comm):
         model = Running()
         loss: Callable[[Any, Any], Any] = lambda outputs, targets: outputs.sum(1)  # noqa: E731
-        step = TrainStep(model, loss, torch.optim.SGD, plan=Plan(dp=2), communicator=ranks, clip=None, skip_nan=1)
+        step = TrainStep(model, loss, torch.optim.SGD, plan=Plan(dp=2), communicator=comm, clip=None, skip_nan=1)
         seen = []
         for value in (1.0, NAN, 1.0, NAN):
             step((torch.full((2, 2), value), torch.zeros(2)))
@@ -204,7 +204,7 @@ def test_a_skipped_step_restores_running_statistics():
 
 def test_ranks_with_different_skip_nan_are_refused():
     with pytest.raises(PlanError, match=r"rank 0 has skip_nan 0, rank 1 has skip_nan 1"):
-        threads.run(2, lambda ranks: build(Case(), ranks, skip_nan=ranks.rank))
+        threads.run(2, lambda comm: build(Case(), comm, skip_nan=comm.rank))
 
 
 class Interrupted(Exception):

@@ -54,19 +54,19 @@ def apart(mine: nn.Module, theirs: list[Tensor]) -> float:
 @pytest.mark.parametrize("by_all", [True, False])
 @pytest.mark.parametrize("counts", [[3, 1], [0, 2, 5], [2, 2, 2], [1, 4, 0, 4]])
 def test_ranks_with_unequal_data_train_as_one_process_does(counts, by_all):
-    def body(ranks):
+    def body(comm):
         mine = model()
         plan = ff.Plan(dp=len(counts), bucket_bytes=200)
-        optimizer = DistributedOptimizer(sgd(mine.parameters()), mine, plan, communicator=ranks)
+        optimizer = DistributedOptimizer(sgd(mine.parameters()), mine, plan, communicator=comm)
         with optimizer.join(divide_by_initial_world_size=by_all):
-            for number in range(counts[ranks.rank]):
+            for number in range(counts[comm.rank]):
                 optimizer.zero_grad()
-                mine(batch(ranks.rank, number)).square().mean().backward()
+                mine(batch(comm.rank, number)).square().mean().backward()
                 optimizer.step()
         states = [optimizer.state[p]["momentum_buffer"].sum().item() for p in mine.parameters()]
         return (
             apart(mine, oracle(counts, by_all=by_all)),
-            ranks.all_gather_json(states),
+            comm.all_gather_json(states),
             [p.grad for p in mine.parameters()],
         )
 
@@ -79,15 +79,15 @@ def test_ranks_with_unequal_data_train_as_one_process_does(counts, by_all):
 def test_unequal_data_train_with_gradient_accumulation():
     counts = [4, 2]
 
-    def body(ranks):
+    def body(comm):
         mine = model()
-        optimizer = DistributedOptimizer(sgd(mine.parameters()), mine, communicator=ranks)
+        optimizer = DistributedOptimizer(sgd(mine.parameters()), mine, communicator=comm)
         with optimizer.join():
-            for number in range(0, counts[ranks.rank], 2):
+            for number in range(0, counts[comm.rank], 2):
                 optimizer.zero_grad()
                 with optimizer.no_sync():
-                    (mine(batch(ranks.rank, number)).square().mean() / 2).backward()
-                (mine(batch(ranks.rank, number + 1)).square().mean() / 2).backward()
+                    (mine(batch(comm.rank, number)).square().mean() / 2).backward()
+                (mine(batch(comm.rank, number + 1)).square().mean() / 2).backward()
                 optimizer.step()
         return apart(mine, oracle(counts, by_all=True, accumulate=2))
 
@@ -95,13 +95,13 @@ def test_unequal_data_train_with_gradient_accumulation():
 
 
 def test_ranks_out_of_data_give_unused_parameters_no_gradient():
-    def body(ranks):
+    def body(comm):
         layers = nn.ModuleDict({name: nn.Linear(1, 1) for name in ("always", "never")})
         plan = ff.Plan(dp=2, unused="allow")
-        optimizer = DistributedOptimizer(sgd(layers.parameters()), layers, plan, communicator=ranks)
+        optimizer = DistributedOptimizer(sgd(layers.parameters()), layers, plan, communicator=comm)
         found = None
         with optimizer.join():
-            for _ in range(1 + ranks.rank):
+            for _ in range(1 + comm.rank):
                 optimizer.zero_grad()
                 layers["always"](torch.full((1, 1), 4.0)).sum().backward()
                 gradients = (layers[name].get_parameter("weight").grad for name in ("always", "never"))
@@ -112,17 +112,17 @@ def test_ranks_out_of_data_give_unused_parameters_no_gradient():
 
 
 def test_training_continues_after_join():
-    def body(ranks):
+    def body(comm):
         mine = model()
-        optimizer = DistributedOptimizer(sgd(mine.parameters()), mine, communicator=ranks)
+        optimizer = DistributedOptimizer(sgd(mine.parameters()), mine, communicator=comm)
         with optimizer.join(), pytest.raises(TrainingError, match="within join"), optimizer.join():
             pass
         with optimizer.join():
-            for number in range(ranks.rank):  # one rank steps, the other does not
+            for number in range(comm.rank):  # one rank steps, the other does not
                 mine(batch(0, number)).square().mean().backward()
                 optimizer.step()
         optimizer.zero_grad()
-        mine(torch.full((1, 6), float(ranks.rank), dtype=torch.float64)).sum().backward()
+        mine(torch.full((1, 6), float(comm.rank), dtype=torch.float64)).sum().backward()
         gradient = mine.get_parameter("0.bias").grad
         assert gradient is not None
         return gradient.tolist()
@@ -132,12 +132,12 @@ def test_training_continues_after_join():
 
 
 def test_broadcast_state_gives_all_ranks_the_state_of_one():
-    def body(ranks):
+    def body(comm):
         mine, value = model(), None
         mine.register_buffer("seen", torch.zeros(2, dtype=torch.bool))
         adam = torch.optim.AdamW(mine.parameters(), lr=RATE)
-        optimizer = DistributedOptimizer(adam, mine, communicator=ranks)
-        if ranks.rank == 1:  # as if only this rank had read a checkpoint
+        optimizer = DistributedOptimizer(adam, mine, communicator=comm)
+        if comm.rank == 1:  # as if only this rank had read a checkpoint
             for group in adam.param_groups:
                 group |= {"lr": 0.5, "betas": (0.5, 0.6)}
             adam.state.clear()
@@ -160,21 +160,19 @@ def test_broadcast_state_gives_all_ranks_the_state_of_one():
 
 
 def test_a_value_that_cannot_be_broadcast_is_refused_on_every_rank():
-    def body(ranks):
+    def body(comm):
         with pytest.raises(TrainingError, match=r"the value of rank 1\n  a set"):
-            broadcast_tree(ranks, {"seen": {1, 2}} if ranks.rank == 1 else None, src=1)
+            broadcast_tree(comm, {"seen": {1, 2}} if comm.rank == 1 else None, src=1)
         return True
 
     assert threads.run(2, body) == [True, True]
 
 
 def test_plan_fields_that_a_wrapped_optimizer_does_not_support_are_reported_together():
-    def body(ranks):
+    def body(comm):
         mine = model()
         with pytest.raises(PlanError) as caught:
-            DistributedOptimizer(
-                sgd(mine.parameters()), mine, ff.Plan(dp=2, zero=1, microbatches=3), communicator=ranks
-            )
+            DistributedOptimizer(sgd(mine.parameters()), mine, ff.Plan(dp=2, zero=1, microbatches=3), communicator=comm)
         assert [problem.got for problem in caught.value.problems] == ["zero = 1", "microbatches = 3"]
         assert [problem.attempt for problem in caught.value.problems] == ["ff.parallelize", "no_sync()"]
 

@@ -175,16 +175,16 @@ def test_integers_have_the_text_of_equal_floats():
 
 
 def test_of_many_rates_that_differ_the_first_are_shown_in_decimals():
-    def body(ranks):
+    def body(comm):
         def make(parameters):
             return torch.optim.SGD([{"params": [p], "lr": 0.1 / (1 + n)} for n, p in enumerate(parameters)])
 
-        step = TrainStep(model("mlp"), loss(CASE), make, plan=CASE.plan(2), communicator=ranks, clip=None)
-        step(local_batch(batches(CASE)[0], 2, ranks.rank))
+        step = TrainStep(model("mlp"), loss(CASE), make, plan=CASE.plan(2), communicator=comm, clip=None)
+        step(local_batch(batches(CASE)[0], 2, comm.rank))
         for group in step.optimizer.param_groups:
-            group["lr"] *= 1 + ranks.rank
+            group["lr"] *= 1 + comm.rank
         with pytest.raises(DivergenceError, match=r"lr: rank 0 has 0\.1, 0\.05, .*…; rank 1 has 0\.2, 0\.1, .*…,? "):
-            step(local_batch(batches(CASE)[1], 2, ranks.rank))
+            step(local_batch(batches(CASE)[1], 2, comm.rank))
         return len(step.optimizer.param_groups)
 
     assert min(threads.run(2, body)) > 4

@@ -88,8 +88,8 @@ def of_task(task, samples=4):
     }
 
 
-def refused(ranks, model, loss, batch, plan):
-    step = TrainStep(model, loss, sgd, plan=plan, communicator=ranks, clip=None)
+def refused(comm, model, loss, batch, plan):
+    step = TrainStep(model, loss, sgd, plan=plan, communicator=comm, clip=None)
     before = {name: weight.clone() for name, weight in step.named_weights()}
     with pytest.raises(TaskError, match=APART):
         step(batch)
@@ -102,19 +102,19 @@ PLANS = [Plan(dp=2), Plan(dp=2, microbatches=2, zero=1), Plan(dp=2, zero=3, tran
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("loss", [of_other_functions, on_one_line, of_one_head, None])
 def test_a_batch_of_one_task_on_each_rank_is_refused(loss, plan):
-    def body(ranks):
-        inputs, targets = of_task(ranks.rank)
+    def body(comm):
+        inputs, targets = of_task(comm.rank)
         if loss is None:
-            return refused(ranks, own_loss(heads()), None, {"x": inputs} | targets, plan)
-        return refused(ranks, heads(), loss, (inputs, targets), plan)
+            return refused(comm, own_loss(heads()), None, {"x": inputs} | targets, plan)
+        return refused(comm, heads(), loss, (inputs, targets), plan)
 
     assert all(threads.run(2, body))
 
 
 @pytest.mark.parametrize("loss", [of_other_functions, on_one_line, of_one_head])
 def test_batches_of_one_task_at_a_time_are_trained(loss):
-    def body(ranks):
-        step = TrainStep(heads(), loss, sgd, plan=Plan(dp=2, microbatches=2), communicator=ranks, clip=None)
+    def body(comm):
+        step = TrainStep(heads(), loss, sgd, plan=Plan(dp=2, microbatches=2), communicator=comm, clip=None)
         return [step(of_task(task)).loss for task in (0, 1)]
 
     first = heads()
@@ -135,13 +135,13 @@ class Routed(nn.Module):
 
 
 def test_ranks_may_use_different_layers_for_the_same_output():
-    def body(ranks):
-        inputs = torch.ones(4, 4, dtype=WIDE) * (1 if ranks.rank else -1)
+    def body(comm):
+        inputs = torch.ones(4, 4, dtype=WIDE) * (1 if comm.rank else -1)
         plan = Plan(dp=2, unused="allow")
         with SEED_LOCK:
             torch.manual_seed(1)
             model = Routed().double()
-        step = TrainStep(model, F.cross_entropy, sgd, plan=plan, communicator=ranks, clip=None)
+        step = TrainStep(model, F.cross_entropy, sgd, plan=plan, communicator=comm, clip=None)
         return step((inputs, torch.arange(4) % 3)).loss
 
     assert len(set(threads.run(2, body))) == 1
@@ -167,15 +167,15 @@ def used_later(outputs, targets):
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("loss", [beside, beside_by_a_product, used_later])
 def test_a_part_that_takes_different_means_is_refused_in_a_later_batch(loss, plan):
-    def body(ranks):
+    def body(comm):
         (inputs, targets), *_ = later()
         apart = targets.clone()
         apart[shard_range(0, len(apart), 2, 1)[0] :] = -100
-        step = TrainStep(net(), loss, sgd, plan=plan, communicator=ranks, clip=None)
-        step(part((inputs, targets), 2, ranks.rank))
+        step = TrainStep(net(), loss, sgd, plan=plan, communicator=comm, clip=None)
+        step(part((inputs, targets), 2, comm.rank))
         before = {name: weight.clone() for name, weight in step.named_weights()}
         with pytest.raises(TaskError, match=APART):
-            step(part((inputs, apart), 2, ranks.rank))
+            step(part((inputs, apart), 2, comm.rank))
         return all(torch.equal(weight, before[name]) for name, weight in step.named_weights())
 
     assert all(threads.run(2, body))
@@ -183,23 +183,23 @@ def test_a_part_that_takes_different_means_is_refused_in_a_later_batch(loss, pla
 
 @pytest.mark.parametrize("name", ["a masked mean of at least one", "chunks", "smoothed by hand"])
 def test_a_fault_that_the_dry_run_does_not_show_is_refused_in_the_same_step(name):
-    def body(ranks):
+    def body(comm):
         (inputs, targets), *_ = later()
         targets = targets.clone()
         targets[3:6] = -100  # the dry run takes the first three of each rank
-        return refused(ranks, net(), LATER[name], part((inputs, targets), 2, ranks.rank), PLANS[1])
+        return refused(comm, net(), LATER[name], part((inputs, targets), 2, comm.rank), PLANS[1])
 
     assert all(threads.run(2, body))
 
 
 @pytest.mark.parametrize("name", ["a masked mean of at least one", "chunks", "smoothed by hand"])
 def test_an_evaluation_refuses_a_mean_by_hand_whose_parts_do_not_add_up(name):
-    def body(ranks):
-        step = TrainStep(net(), LATER[name], sgd, plan=PLANS[0], communicator=ranks, clip=None)
+    def body(comm):
+        step = TrainStep(net(), LATER[name], sgd, plan=PLANS[0], communicator=comm, clip=None)
         even, uneven, *_ = later()
-        assert not torch.isnan(torch.tensor(step.evaluate(part(even, 2, ranks.rank)).loss))
+        assert not torch.isnan(torch.tensor(step.evaluate(part(even, 2, comm.rank)).loss))
         with pytest.raises(TaskError, match=APART):
-            step.evaluate(part(uneven, 2, ranks.rank))
+            step.evaluate(part(uneven, 2, comm.rank))
 
     threads.run(2, body)
 
@@ -209,9 +209,9 @@ def test_a_checkpointed_loss_is_not_refused():
         masked = lambda o: (o.square().sum(-1) * (targets >= 0)).sum() / (targets >= 0).sum()  # noqa: E731
         return checkpoint(masked, outputs, use_reentrant=False)
 
-    def body(ranks):
-        step = TrainStep(net(), loss, sgd, plan=PLANS[1], communicator=ranks, clip=None)
-        return step(part(later()[0], 2, ranks.rank)).loss
+    def body(comm):
+        step = TrainStep(net(), loss, sgd, plan=PLANS[1], communicator=comm, clip=None)
+        return step(part(later()[0], 2, comm.rank)).loss
 
     even = later()[0]
     with torch.no_grad():

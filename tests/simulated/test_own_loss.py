@@ -65,11 +65,11 @@ def model(kind: str) -> nn.Module:
 def test_a_model_of_transformers_trains_its_own_loss_as_in_one_process(kind, cut):
     dp, microbatches, zero = cut
 
-    def body(ranks):
+    def body(comm):
         transport = "gloo" if zero == 3 else "by-host"
         plan = Plan(dp=dp, microbatches=microbatches, zero=zero, unused="allow", transport=transport)
         with Wide():
-            step = TrainStep(copy.deepcopy(model(kind)), None, sgd, plan=plan, communicator=ranks, clip=None)
+            step = TrainStep(copy.deepcopy(model(kind)), None, sgd, plan=plan, communicator=comm, clip=None)
             metrics = []
             for _ in range(2):
                 batch = whole()
@@ -128,14 +128,14 @@ def task(**fields: Any) -> Task:
     return Task(**given | fields)
 
 
-def build(ranks, how: str = "dict", plan: Plan | None = None) -> TrainStep:
-    return TrainStep(own(how), None, sgd, plan=plan or Plan(dp=ranks.size), communicator=ranks, clip=None)
+def build(comm, how: str = "dict", plan: Plan | None = None) -> TrainStep:
+    return TrainStep(own(how), None, sgd, plan=plan or Plan(dp=comm.size), communicator=comm, clip=None)
 
 
 @pytest.mark.parametrize("how", ["dict", "tuple", "number"])
 def test_the_loss_is_found_among_a_models_outputs(how):
-    def body(ranks):
-        step = build(ranks, how)
+    def body(comm):
+        step = build(comm, how)
         return [step(batch).loss for batch in Feed(Pairs(), step.plan, batch_size=10)]
 
     batch = {"x": torch.stack([Pairs()[i]["x"] for i in range(10)])}
@@ -184,8 +184,8 @@ def test_task_metrics_get_the_whole_batch_if_the_model_computes_its_loss(dp):
     def right(outputs: Any, batch: dict[str, Tensor]) -> dict[str, tuple[int, int]]:
         return {"right": (int((outputs["logits"].argmax(1) == batch["labels"]).sum()), len(batch["labels"]))}
 
-    def body(ranks):
-        step = build(ranks)
+    def body(comm):
+        step = build(comm)
         return evaluate(step, task(evaluate=right), Pairs(), 4)
 
     one, *others = threads.run(dp, body)
@@ -203,19 +203,19 @@ def test_a_task_with_a_models_own_loss_is_verified():
 
 
 def test_a_loss_without_targets_and_targets_without_a_loss_are_refused():
-    def with_loss(ranks):
-        step = TrainStep(own(), F.cross_entropy, sgd, plan=Plan(dp=2), communicator=ranks, clip=None)
+    def with_loss(comm):
+        step = TrainStep(own(), F.cross_entropy, sgd, plan=Plan(dp=2), communicator=comm, clip=None)
         with pytest.raises(TaskError, match="a batch of x, labels without targets") as caught:
             step({"x": torch.zeros(2, 4).double(), "labels": torch.tensor([0, 1])})
         assert "loss=None" in str(caught.value)
 
-    def with_targets(ranks):
-        step = build(ranks)
+    def with_targets(comm):
+        step = build(comm)
         with pytest.raises(TaskError, match=r"a batch \(inputs, targets\), and loss = None"):
             step((torch.zeros(2, 4).double(), torch.tensor([0, 1])))
 
-    def without_labels(ranks):
-        step = build(ranks)
+    def without_labels(comm):
+        step = build(comm)
         with pytest.raises(TaskError, match=r"outputs \(dict\) without a loss, of inputs x"):
             step({"x": torch.zeros(2, 4).double()})
 
@@ -236,9 +236,9 @@ def test_a_feed_of_pairs_gives_tuples():
 
 
 def test_concatenated_inputs_are_refused_with_the_names_whose_lengths_differ():
-    def body(ranks):
+    def body(comm):
         step = TrainStep(
-            nn.EmbeddingBag(9, 3), lambda o, y: o.square().sum(1), sgd, plan=Plan(), communicator=ranks, clip=None
+            nn.EmbeddingBag(9, 3), lambda o, y: o.square().sum(1), sgd, plan=Plan(), communicator=comm, clip=None
         )
         inputs = {"input": torch.arange(7), "offsets": torch.tensor([0, 2, 5])}
         with pytest.raises(TaskError, match=r"7 in inputs\['input'\], 3 in inputs\['offsets'\], 3 in targets"):
@@ -248,11 +248,11 @@ def test_concatenated_inputs_are_refused_with_the_names_whose_lengths_differ():
 
 
 def test_an_error_in_one_ranks_first_batch_is_reported_on_all_ranks():
-    def body(ranks):
+    def body(comm):
         batch = {"x": torch.randn(4, 4, dtype=torch.float64), "labels": torch.arange(4) % 3}
-        if ranks.rank == 1:
+        if comm.rank == 1:
             del batch["labels"]
         with pytest.raises(TaskError, match="without a loss, of inputs x"):
-            build(ranks)(batch)
+            build(comm)(batch)
 
     threads.run(2, body)

@@ -100,23 +100,23 @@ def test_float32_sums_do_not_depend_on_which_rank_has_which_microbatch():
 
 @pytest.mark.parametrize(("reduce", "number"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
 def test_gradients_are_summed_in_reduce_dtype_whatever_dtype_the_model_computes_in(reduce, number):
-    def body(ranks):
+    def body(comm):
         case = dataclasses.replace(CASE, precision="keep", reduce_dtype=reduce, zero=1, batch_sizes=(8,))
-        step = cases_module.build_step(case, 2, ranks)
+        step = cases_module.build_step(case, 2, comm)
         train_steps(step, case)
         return {slot.dtype for slot in step._transport.grad_buffers}, {p.dtype for p in step.model.parameters()}
 
     assert threads.run(2, body) == [({number}, {torch.float64})] * 2
 
 
-def drifting(plan, ranks, steps=100):
+def drifting(plan, comm, steps=100):
     """A weight of 1 that moves by 1e-4 in each step; in bfloat16 the next smaller number is 0.996."""
     model = nn.Linear(1, 1, bias=False)
     nn.init.ones_(model.weight)
     if plan.precision == "keep":
         model = model.bfloat16()
     make = lambda parameters: torch.optim.SGD(parameters, lr=1e-4)  # noqa: E731
-    step = TrainStep(model, lambda outputs, _: outputs.float(), make, plan=plan, communicator=ranks, clip=None)
+    step = TrainStep(model, lambda outputs, _: outputs.float(), make, plan=plan, communicator=comm, clip=None)
     data = torch.ones(2, 1, dtype=torch.float32 if plan.precision != "keep" else torch.bfloat16), torch.zeros(2)
     for _ in range(steps):
         step(data)
@@ -154,10 +154,10 @@ def test_the_dtypes_of_inputs_outputs_weights_buffers_and_states():
         told.update({name: value.dtype for name, value in outputs.items()})
         return (outputs["logits"] - targets).square()
 
-    def body(ranks):
+    def body(comm):
         make = lambda parameters: torch.optim.Adam(parameters)  # noqa: E731
         plan = Plan(precision="bf16")
-        step = TrainStep(Watched(), loss, make, plan=plan, communicator=ranks, clip=None)
+        step = TrainStep(Watched(), loss, make, plan=plan, communicator=comm, clip=None)
         inputs = {"x": torch.randn(6, 4), "places": torch.arange(6)}
         step((inputs, torch.zeros(6, 4)))
         return step
@@ -181,8 +181,8 @@ def test_the_dtypes_of_inputs_outputs_weights_buffers_and_states():
             if isinstance(value, torch.Tensor)} == {high}  # fmt: skip
 
 
-def resumed(ranks, case, state):
-    step = make_step(case, ranks.size, ranks)
+def resumed(comm, case, state):
+    step = make_step(case, comm.size, comm)
     step.load_state_dict(state)
     assert equal_tensors(step.state_dict()["model"], state["model"])
     return train_steps(step, case, first=2)
@@ -194,34 +194,34 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit_at_any_zero_level
     case = dataclasses.replace(CASE, **ZERO_FIELDS[zero], optimizer="AdamW", precision=precision)
     halfway = dataclasses.replace(case, batch_sizes=case.batch_sizes[:2])
 
-    def first(ranks):
-        step = make_step(halfway, 2, ranks)
+    def first(comm):
+        step = make_step(halfway, 2, comm)
         train_steps(step, halfway)
         return step.state_dict()
 
     states = threads.run(2, first)
     expected = train_on_threads(case, 2)[0].weights
     for got in threads.run(
-        2, lambda ranks: resumed(ranks, dataclasses.replace(case, **ZERO_FIELDS[then]), states[ranks.rank])
+        2, lambda comm: resumed(comm, dataclasses.replace(case, **ZERO_FIELDS[then]), states[comm.rank])
     ):
         assert equal_tensors(got.weights, expected)
     # On other ranks: what is put back is what was saved.
-    threads.run(3, lambda ranks: resumed(ranks, dataclasses.replace(case, **ZERO_FIELDS[then]), states[0]))
+    threads.run(3, lambda comm: resumed(comm, dataclasses.replace(case, **ZERO_FIELDS[then]), states[0]))
 
 
 @pytest.mark.parametrize("zero", [0, 1])
 def test_a_float32_state_is_unchanged_by_loading_and_saving_it_in_bf16(zero):
     whole = dataclasses.replace(CASE, precision="keep", **ZERO_FIELDS[zero])
 
-    def first(ranks):
-        step = make_step(whole, 2, ranks)
+    def first(comm):
+        step = make_step(whole, 2, comm)
         train_steps(step, whole)
         return step.state_dict()
 
     def through(case, states):
-        def body(ranks):
-            step = make_step(dataclasses.replace(case, zero=1 - zero), 2, ranks)
-            step.load_state_dict(states[ranks.rank])
+        def body(comm):
+            step = make_step(dataclasses.replace(case, zero=1 - zero), 2, comm)
+            step.load_state_dict(states[comm.rank])
             return step.state_dict()
 
         return threads.run(2, body)
@@ -241,12 +241,12 @@ def rounded(step):
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_edits_change_the_float32_weights_and_all_ranks_get_those_of_rank_0(zero):
-    def body(ranks):
-        step = make_step(dataclasses.replace(CASE, **ZERO_FIELDS[zero]), 2, ranks)
+    def body(comm):
+        step = make_step(dataclasses.replace(CASE, **ZERO_FIELDS[zero]), 2, comm)
         before = step.state_dict()["model"]
         with step.edit() as model:
             assert {p.dtype for p in model.parameters()} == {torch.float32}
-            model.first.weight.mul_(1.0001 if ranks.rank == 0 else 7.0)
+            model.first.weight.mul_(1.0001 if comm.rank == 0 else 7.0)
         after = step.state_dict()["model"]
         assert torch.equal(after["first.weight"], before["first.weight"] * 1.0001)
         assert all(torch.equal(value, before[name]) for name, value in after.items() if name != "first.weight")
@@ -262,8 +262,8 @@ def test_edits_change_the_float32_weights_and_all_ranks_get_those_of_rank_0(zero
 def test_the_ema_averages_the_float32_weights_and_evaluating_with_it_changes_nothing(zero, precision):
     case = dataclasses.replace(CASE, **ZERO_FIELDS[zero], precision=precision)
 
-    def body(ranks):
-        step = make_step(case, 2, ranks)
+    def body(comm):
+        step = make_step(case, 2, comm)
         average, expected = EMA(step.weight_shards, 0.5), None
         for number, batch in enumerate(batches(case), 1):
             step(batch_of_rank(step, batch))
@@ -289,15 +289,15 @@ def test_the_ema_averages_the_float32_weights_and_evaluating_with_it_changes_not
 def test_checkpoints_hold_the_float32_weights_and_the_ema_and_load_on_any_mesh(tmp_path, zero, size, then):
     case = dataclasses.replace(CASE, **ZERO_FIELDS[zero], batch_sizes=(12, 12, 12))
 
-    def save(ranks):
-        run: Any = ThreadRun(case, ranks, tmp_path, ema=0.9)
+    def save(comm):
+        run: Any = ThreadRun(case, comm, tmp_path, ema=0.9)
         run.run_steps(0, 2, save_at=(2,))
         weights = run.step.state_dict()
         with run.step.swapped_weights(run.ema.values):
             return weights, run.step.state_dict()["model"]
 
-    def load(ranks):
-        other: Any = ThreadRun(dataclasses.replace(case, **ZERO_FIELDS[then[0]]), ranks, tmp_path, token="b", ema=0.9)
+    def load(comm):
+        other: Any = ThreadRun(dataclasses.replace(case, **ZERO_FIELDS[then[0]]), comm, tmp_path, token="b", ema=0.9)
         assert other.checkpoints.resume().step == 2
         state = other.step.state_dict()
         assert equal_tensors(state["model"], weights["model"])
@@ -319,15 +319,15 @@ def test_offloaded_states_train_as_states_on_the_device_of_the_weights(monkeypat
     if update == "in_backward" and optimizer == "LAMB":
         update = "in_forward"
     case = Case(**ZERO_FIELDS[zero], optimizer=optimizer, update=update, bucket_bytes=1000)
-    expected = threads.run(2, lambda ranks: cases_module.train_step(case, cases_module.build_step(case, 2, ranks)))[0]
+    expected = threads.run(2, lambda comm: cases_module.train_step(case, cases_module.build_step(case, 2, comm)))[0]
 
-    def body(ranks):
-        step = cases_module.build_step(dataclasses.replace(case, offload="states"), 2, ranks)
+    def body(comm):
+        step = cases_module.build_step(dataclasses.replace(case, offload="states"), 2, comm)
         own = step._weights.master_weights
         assert set(own.param_names) == set(step._weights.trainable)
         got = cases_module.train_step(case, step)
         state = step.state_dict()
-        other = cases_module.build_step(dataclasses.replace(case, zero=0, update="after"), 2, ranks)
+        other = cases_module.build_step(dataclasses.replace(case, zero=0, update="after"), 2, comm)
         other.load_state_dict(state)
         assert equal_tensors(other.state_dict()["model"], state["model"])
         return got, state["model"]
@@ -342,7 +342,7 @@ def test_offloaded_states_train_as_states_on_the_device_of_the_weights(monkeypat
 
 
 def test_on_cpu_ranks_states_are_in_host_memory_already():
-    (step,) = threads.run(1, lambda ranks: cases_module.build_step(Case(offload="states"), 1, ranks))
+    (step,) = threads.run(1, lambda comm: cases_module.build_step(Case(offload="states"), 1, comm))
     assert not step._weights.master_weights.param_names
     assert offload_device("states", torch.device("cuda")) == torch.device("cpu")
     assert "already" in format_offload("cpu")
@@ -350,18 +350,18 @@ def test_on_cpu_ranks_states_are_in_host_memory_already():
 
 
 def test_the_state_of_a_two_byte_model_resumes_in_float32():
-    def first(ranks):
+    def first(comm):
         case = dataclasses.replace(CASE, precision="keep", optimizer="AdamW")
         make_optimizer, loss = cases_module.optimizer(case), cases_module.loss(case)
         model = cases_module.model(case.model).bfloat16()
-        step = TrainStep(model, loss, make_optimizer, plan=case.plan(1), communicator=ranks, clip=None)
+        step = TrainStep(model, loss, make_optimizer, plan=case.plan(1), communicator=comm, clip=None)
         inputs, targets = batches(case)[0]
         step((inputs.bfloat16(), targets))
         return step.state_dict()
 
-    def then(ranks):
+    def then(comm):
         case = dataclasses.replace(CASE, optimizer="AdamW")
-        step = make_step(case, 1, ranks)
+        step = make_step(case, 1, comm)
         step.load_state_dict(state)
         train_steps(step, case)
         return {value.dtype for keys in step.state_dict()["optimizer"].values() for value in keys.values()

@@ -73,8 +73,8 @@ PLANS = [
 ]
 
 
-def step_of(model: nn.Module, ranks, plan: Plan) -> TrainStep:
-    return TrainStep(copy.deepcopy(model), loss, adamw, plan=plan, communicator=ranks, clip=None)
+def step_of(model: nn.Module, comm, plan: Plan) -> TrainStep:
+    return TrainStep(copy.deepcopy(model), loss, adamw, plan=plan, communicator=comm, clip=None)
 
 
 def part_of(batch: Any, step: TrainStep) -> Any:
@@ -95,8 +95,8 @@ def expected():
 def test_a_reentrant_checkpoint_trains_as_in_one_process(fields, expected):
     plan, (model, alone) = Plan(**fields), expected
 
-    def body(ranks):
-        step = step_of(model, ranks, plan)
+    def body(comm):
+        step = step_of(model, comm, plan)
         losses = [step(part_of(batch, step)).loss for batch in batches(3)]
         return oracle.deviation(oracle.snapshot(step, losses, []), alone)
 
@@ -116,8 +116,8 @@ def test_a_reentrant_checkpoint_that_cannot_be_trained_is_refused_on_every_rank_
     torch.manual_seed(1)
     model = Net(kind)
 
-    def body(ranks):
-        step = step_of(model, ranks, plan)
+    def body(comm):
+        step = step_of(model, comm, plan)
         with pytest.raises(FourfoldError) as caught:
             step(part_of(batches(1)[0], step))
         return type(caught.value), str(caught.value)

@@ -20,8 +20,8 @@ def worst(cases, by="messages", factor=1.0):
     """The largest deviation of any rank, by case; all cases have one layout."""
     expected = [(case, *_expected(case, factor)) for case in cases]
 
-    def body(ranks):
-        axis = thread_rings.make_axis(ranks, cases[0].ring, cases[0].ulysses, transport=by)
+    def body(comm):
+        axis = thread_rings.make_axis(comm, cases[0].ring, cases[0].ulysses, transport=by)
         found = []
         for case, tensors, oracle in expected:
             mine = attention_oracle.run_on_axis(case, tensors, axis)
@@ -91,8 +91,8 @@ def test_fully_masked_queries_give_zero_as_in_torch_and_no_gradient():
     assert not alone[0].any()
     assert not any(tensor[0].any() for tensor in expected)
 
-    def body(ranks):
-        axis = thread_rings.make_axis(ranks)
+    def body(comm):
+        axis = thread_rings.make_axis(comm)
         found = [
             attention_oracle.run_on_axis(case, tensors._replace(mask=mask), axis) for mask in (tensors.mask, lowest)
         ]
@@ -116,8 +116,8 @@ def test_a_layer_sends_six_times_its_local_k_per_hop(size, ring, ulysses, heads)
     case = AttentionCase(size, ring, ulysses, causal=True, heads=heads)
     tensors = attention_oracle.make_tensors(case)
 
-    def body(ranks):
-        axis = thread_rings.make_axis(ranks, ring, ulysses)
+    def body(comm):
+        axis = thread_rings.make_axis(comm, ring, ulysses)
         attention_oracle.run_on_axis(case, tensors, axis)
         return sum(wire.num_sent_elements for wire in wires(axis))
 
@@ -133,8 +133,8 @@ def test_a_layer_sends_six_times_its_local_k_per_hop(size, ring, ulysses, heads)
 def test_a_key_mask_is_sent_in_the_message_of_its_keys():
     case = AttentionCase(4, mask="padding")
 
-    def body(ranks):
-        axis = thread_rings.make_axis(ranks)
+    def body(comm):
+        axis = thread_rings.make_axis(comm)
         (wire,), messages = wires(axis), []
         shift = wire.send_right_recv_left
         wire.send_right_recv_left = lambda flat, tag: (messages.append(flat.numel()), shift(flat, tag))[1]
@@ -167,10 +167,10 @@ def test_every_rank_computes_as_many_scores_as_planned_and_zigzag_balances_them(
         done[:] = [0] * 4
         case = AttentionCase(4, ring, causal=True)
 
-        def body(ranks, case=case):
-            index[threading.get_ident()] = ranks.rank
+        def body(comm, case=case):
+            index[threading.get_ident()] = comm.rank
             attention_oracle.run_on_axis(
-                case, attention_oracle.make_tensors(case), thread_rings.make_axis(ranks, case.ring, transport=by)
+                case, attention_oracle.make_tensors(case), thread_rings.make_axis(comm, case.ring, transport=by)
             )
 
         threads.run(4, body)
@@ -197,8 +197,8 @@ def test_the_trace_shows_communication_overlapped_with_computation(monkeypatch):
     monkeypatch.setattr(kernels, "backward", timed(kernels.backward))
     case = AttentionCase(4, causal=True)
 
-    def body(ranks):
-        axis, recording = thread_rings.make_axis(ranks), SpanRecorder()
+    def body(comm):
+        axis, recording = thread_rings.make_axis(comm), SpanRecorder()
         axis.ring_group.recorder = recording
         attention_oracle.run_on_axis(case, attention_oracle.make_tensors(case), axis)
         return threading.get_ident(), recording.spans
@@ -219,8 +219,8 @@ def test_messages_and_shared_memory_give_the_same_bits(ring):
     by_way = [
         threads.run(
             4,
-            lambda ranks, by=by: attention_oracle.run_on_axis(
-                case, tensors, thread_rings.make_axis(ranks, ring, transport=by)
+            lambda comm, by=by: attention_oracle.run_on_axis(
+                case, tensors, thread_rings.make_axis(comm, ring, transport=by)
             ),
         )
         for by in ("messages", "shared")

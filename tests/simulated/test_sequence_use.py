@@ -27,8 +27,8 @@ def both(size, use, ring="zigzag", ulysses=1):
     tensors = attention_oracle.make_tensors(AttentionCase(size, ring, ulysses))
     alone = use(scaled_dot_product_attention, tensors)
 
-    def body(ranks):
-        axis = thread_rings.make_axis(ranks, ring, ulysses)
+    def body(comm):
+        axis = thread_rings.make_axis(comm, ring, ulysses)
         mine = torch.tensor(token_positions(axis.local_token_ranges(tensors.q.shape[-2])))
         q, k, v, grad_out = (tensor[:, :, mine] for tensor in tensors[:4])
         local = attention_oracle.FullTensors(q, k, v, grad_out, None)
@@ -112,9 +112,9 @@ def test_tensors_may_lack_the_head_dim_and_batches_may_be_empty():
 
 @pytest.mark.parametrize("ring", RINGS)
 def test_double_backward_is_refused(ring):
-    def body(ranks):
+    def body(comm):
         q, k, v = (t.requires_grad_() for t in torch.randn(3, 1, 1, 2, 4))
-        out = sequence_attention(q, k, v, thread_rings.make_axis(ranks, ring))
+        out = sequence_attention(q, k, v, thread_rings.make_axis(comm, ring))
         (grad,) = torch.autograd.grad(out.sin().sum(), q, create_graph=True)
         with pytest.raises(RuntimeError, match="once_differentiable"):
             grad.sum().backward()
@@ -178,17 +178,17 @@ REFUSED = [
 
 @pytest.mark.parametrize(("given", "said"), REFUSED)
 def test_unsupported_arguments_are_refused(given, said):
-    def body(ranks):
+    def body(comm):
         with pytest.raises((TrainingError, PlanError), match=said):
-            sequence_attention(group=thread_rings.make_axis(ranks), **{"q": Q, "k": Q, "v": Q, **given})
+            sequence_attention(group=thread_rings.make_axis(comm), **{"q": Q, "k": Q, "v": Q, **given})
 
     threads.run(2, body)
 
 
 def test_heads_that_cannot_be_exchanged_are_refused():
-    def body(ranks):
+    def body(comm):
         with pytest.raises(TrainingError, match=r"ulysses = 4, 4 heads, 2 heads of .*try ulysses = 1 or 2"):
-            sequence_attention(Q, Q[:, :2], Q[:, :2], thread_rings.make_axis(ranks, ulysses=4), enable_gqa=True)
+            sequence_attention(Q, Q[:, :2], Q[:, :2], thread_rings.make_axis(comm, ulysses=4), enable_gqa=True)
 
     threads.run(4, body)
     with pytest.raises(TrainingError, match=r"dropout of 1\.5"):
@@ -244,10 +244,10 @@ def test_the_hash_is_the_published_one_and_never_changes():
 def test_a_block_is_not_overwritten_before_all_ranks_have_read_it():
     begun = threading.Event()
 
-    def body(ranks):
-        link = thread_rings.make_axis(ranks, transport="shared").ring_group
-        first = link.iterate_blocks([torch.full((4,), 1.0 + ranks.rank)])
-        if ranks.rank == 0:
+    def body(comm):
+        link = thread_rings.make_axis(comm, transport="shared").ring_group
+        first = link.iterate_blocks([torch.full((4,), 1.0 + comm.rank)])
+        if comm.rank == 0:
             list(first)
             second = link.iterate_blocks([torch.full((4,), 5.0)])
             next(second)
@@ -265,16 +265,16 @@ def test_a_block_is_not_overwritten_before_all_ranks_have_read_it():
 def test_a_sum_is_not_overwritten_before_its_owner_has_read_it():
     ahead = threading.Event()
 
-    def body(ranks):
-        link = thread_rings.make_axis(ranks, transport="shared").ring_group
+    def body(comm):
+        link = thread_rings.make_axis(comm, transport="shared").ring_group
         found = []
         for number in (1.0, 2.0):
             carry = link.make_accumulator(3, torch.float64, torch.device("cpu"))
             carry.receive().add_(number)
             carry.send()
-            if ranks.rank == 1 and number == 2.0:
+            if comm.rank == 1 and number == 2.0:
                 ahead.set()
-            if ranks.rank == 0 and number == 1.0:
+            if comm.rank == 0 and number == 1.0:
                 assert ahead.wait(30)
             found.append(carry.result().tolist())
         return found
@@ -283,8 +283,8 @@ def test_a_sum_is_not_overwritten_before_its_owner_has_read_it():
 
 
 def test_ranks_with_different_attention_calls_raise():
-    def body(ranks):
-        axis, mine = thread_rings.make_axis(ranks, transport="shared"), Q[:, :, : 2 + 2 * ranks.rank]
+    def body(comm):
+        axis, mine = thread_rings.make_axis(comm, transport="shared"), Q[:, :, : 2 + 2 * comm.rank]
         with pytest.raises(DivergenceError, match=r"rank . has \d+ bytes, rank . \d+ .*need the same attention"):
             sequence_attention(mine, mine, mine, axis)
 
@@ -295,16 +295,16 @@ def test_a_wait_ends_when_a_rank_has_died_or_never_arrives():
     def look():
         raise PeerError("rank 1 died")
 
-    def body(ranks):
-        link = thread_rings.make_axis(ranks, transport="shared").ring_group
-        if ranks.rank == 1:
+    def body(comm):
+        link = thread_rings.make_axis(comm, transport="shared").ring_group
+        if comm.rank == 1:
             return
         assert isinstance(link, shared_memory.RingOverSharedMemory)
         link.check_peers = look
         with pytest.raises(PeerError, match="rank 1 died"):
             list(link.iterate_blocks([torch.zeros(2)]))
 
-    def late(ranks):
+    def late(comm):
         handle = memory.create_growing(shared_memory.total_bytes(2))
         link = shared_memory.RingOverSharedMemory(
             handle, shared_memory.RingPlace(0, (4, 7)), check_peers=lambda: None, time_limit_seconds=0.1
@@ -317,8 +317,8 @@ def test_a_wait_ends_when_a_rank_has_died_or_never_arrives():
 
 
 def test_a_block_that_does_not_fit_is_refused():
-    def body(ranks):
-        link = thread_rings.make_axis(ranks, transport="shared").ring_group
+    def body(comm):
+        link = thread_rings.make_axis(comm, transport="shared").ring_group
         with pytest.raises(memory.MemoryUnavailable, match="need at most 16 GiB"):
             link.make_accumulator(2**40, torch.float32, torch.device("cpu")).receive()
 

@@ -259,10 +259,10 @@ def test_an_epoch_is_a_nonnegative_integer(epoch):
 def test_a_sharded_loader_trains_where_the_unsharded_one_is_refused():
     samples = data.TensorDataset(torch.arange(64.0).view(32, 2))
 
-    def body(ranks):
+    def body(comm):
         model = torch.nn.Linear(2, 1)
-        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1e-5), model, communicator=ranks)
-        for (x,) in loaders[ranks.rank]:
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1e-5), model, communicator=comm)
+        for (x,) in loaders[comm.rank]:
             optimizer.zero_grad()
             model(x).sum().backward()
             optimizer.step()

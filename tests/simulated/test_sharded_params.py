@@ -52,7 +52,7 @@ HYBRID = Place(4, shard=2, transport="gloo")
 def test_a_rank_without_samples_contributes_its_shards(place, batch_sizes):
     # Where the first batch is of one sample, all ranks but one have none when the order of gathers is learnt.
     case = place.case(batch_sizes=batch_sizes, microbatches=2)
-    assert max(place.run(lambda ranks: deviation(case, place.size, ranks))) <= TOLERANCE
+    assert max(place.run(lambda comm: deviation(case, place.size, comm))) <= TOLERANCE
 
 
 @pytest.mark.parametrize("place", [Place(3, transport="gloo"), Place(6, hosts=3)])
@@ -62,8 +62,8 @@ def test_ranks_may_use_weights_in_different_orders(place, sizes, microbatches):
     case = place.case(model="sometimes", unused="allow", batch_sizes=sizes, bucket_bytes=1, microbatches=microbatches)
     same = dataclasses.replace(case, zero=0, shard=None)
 
-    def body(case, ranks):
-        return train_step(case, build_step(case, place.size, ranks))
+    def body(case, comm):
+        return train_step(case, build_step(case, place.size, comm))
 
     expected = place.run(functools.partial(body, same))
     for got, wanted in zip(place.run(functools.partial(body, case)), expected, strict=True):
@@ -74,7 +74,7 @@ def test_ranks_may_use_weights_in_different_orders(place, sizes, microbatches):
 def test_weights_are_unsharded_however_they_are_used(kind):
     # A bucket for each parameter: one operation of the recurrent network needs more than are held otherwise.
     case = GLOO.case(model=kind, bucket_bytes=1, batch_sizes=(8, 8))
-    assert max(GLOO.run(lambda ranks: deviation(case, GLOO.size, ranks))) <= TOLERANCE
+    assert max(GLOO.run(lambda comm: deviation(case, GLOO.size, comm))) <= TOLERANCE
 
 
 WIDTH = 48
@@ -95,15 +95,15 @@ class Turned(nn.Module):
 
 @pytest.mark.parametrize("place", [Place(2, transport="gloo"), HOSTS])
 def test_ranks_may_use_their_layers_in_opposite_orders(place):
-    def body(zero, ranks):
+    def body(zero, comm):
         with SEEDING, torch.random.fork_rng():
             torch.manual_seed(3)
             module = Turned().double()
         plan = Plan(dp=place.size, zero=zero, transport=place.transport, bucket_bytes=1)
         sgd = functools.partial(torch.optim.SGD, lr=0.1)
-        step = TrainStep(module, F.mse_loss, sgd, plan=plan, communicator=ranks, clip=None)
+        step = TrainStep(module, F.mse_loss, sgd, plan=plan, communicator=comm, clip=None)
         x, y = ones()
-        losses = [step((x if ranks.rank < place.size // 2 else -x, y)).loss for _ in range(3)]
+        losses = [step((x if comm.rank < place.size // 2 else -x, y)).loss for _ in range(3)]
         return losses, {name: weight.clone() for name, weight in step.named_weights()}
 
     for (losses, weights), (wanted, others) in zip(
@@ -132,13 +132,13 @@ class Deep(nn.Module):
         return x
 
 
-def deep(ranks, place, **fields) -> TrainStep:
+def deep(comm, place, **fields) -> TrainStep:
     with SEEDING, torch.random.fork_rng():
         torch.manual_seed(3)
         module = Deep().double()
     plan = Plan(dp=place.size, zero=3, shard=place.shard, transport=place.transport, bucket_bytes=1, **fields)
     return TrainStep(
-        module, F.mse_loss, functools.partial(torch.optim.SGD, lr=0.1), plan=plan, communicator=ranks, clip=None
+        module, F.mse_loss, functools.partial(torch.optim.SGD, lr=0.1), plan=plan, communicator=comm, clip=None
     )
 
 
@@ -154,8 +154,8 @@ def ones(rows: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("place", [GLOO, HOSTS])
 def test_few_buckets_are_unsharded_at_a_time(place):
-    def body(ranks):
-        step = deep(ranks, place)
+    def body(comm):
+        step = deep(comm, place)
         slots = gathered_of(step).buffer_pool
         for _ in range(3):
             step(ones())
@@ -172,8 +172,8 @@ def test_few_buckets_are_unsharded_at_a_time(place):
 @pytest.mark.parametrize("place", [GLOO, HOSTS, Place(4, hosts=2, shard=2), HYBRID])
 @pytest.mark.parametrize("microbatches", [1, 3])
 def test_sent_bytes_equal_the_formula(place, microbatches):
-    def body(ranks):
-        step = deep(ranks, place, microbatches=microbatches)
+    def body(comm):
+        step = deep(comm, place, microbatches=microbatches)
         step.dry_run(ones(6), training=True)  # forwards of its own, once
         return [step(ones(6)).sent_bytes for _ in range(3)], step.buckets
 
@@ -188,8 +188,8 @@ def test_sent_bytes_equal_the_formula(place, microbatches):
 
 
 def test_a_resharded_parameter_holds_no_memory_and_reads_as_nan():
-    def body(ranks):
-        step = deep(ranks, GLOO)
+    def body(comm):
+        step = deep(comm, GLOO)
         step(ones())
         for parameter in step.model.parameters():
             with untracked_access():
@@ -205,8 +205,8 @@ def test_a_resharded_parameter_holds_no_memory_and_reads_as_nan():
 
 
 def test_a_kept_view_never_shows_another_bucket():
-    def body(ranks):
-        step = deep(ranks, GLOO)
+    def body(comm):
+        step = deep(comm, GLOO)
         module: Any = step.model
         step.dry_run(ones(), training=True)
         module.keeps = True
@@ -221,9 +221,9 @@ def test_a_kept_view_never_shows_another_bucket():
 
 
 def test_unshard_orders_are_the_same_on_every_rank_and_fixed_once_recorded():
-    def body(ranks):
-        step = deep(ranks, GLOO)
-        step(ones(0 if ranks.rank == 0 else 2))
+    def body(comm):
+        step = deep(comm, GLOO)
+        step(ones(0 if comm.rank == 0 else 2))
         for kind in ("try out", "judge"):
             del gathered_of(step)._unshard_orders[kind]
         learnt = {kind: list(script.buckets) for kind, script in gathered_of(step)._unshard_orders.items()}
@@ -238,8 +238,8 @@ def test_unshard_orders_are_the_same_on_every_rank_and_fixed_once_recorded():
 
 
 def test_the_all_gather_of_a_bucket_begins_before_the_bucket_is_used():
-    def body(ranks):
-        step = deep(ranks, GLOO)
+    def body(comm):
+        step = deep(comm, GLOO)
         step(ones())
         gathered = gathered_of(step)
         use, ahead = gathered.ensure_unsharded, []
@@ -271,9 +271,9 @@ class Careless(nn.Module):
 
 
 def test_a_tensor_saved_for_backward_may_not_be_modified():
-    def body(ranks):
+    def body(comm):
         plan = Plan(dp=3, zero=3, transport="gloo")
-        step = TrainStep(Careless().double(), F.mse_loss, torch.optim.SGD, plan=plan, communicator=ranks, clip=None)
+        step = TrainStep(Careless().double(), F.mse_loss, torch.optim.SGD, plan=plan, communicator=comm, clip=None)
         with pytest.raises(TrainingError, match=r"needs has changed since forward \(version \d+ in forward, \d+ now\)"):
             step(ones())
         return True
@@ -282,8 +282,8 @@ def test_a_tensor_saved_for_backward_may_not_be_modified():
 
 
 def test_a_backward_outside_a_step_is_refused():
-    def body(ranks):
-        step = deep(ranks, GLOO)
+    def body(comm):
+        step = deep(comm, GLOO)
         x, y = ones()
         step._actions.begin_step([])
         with gathered_of(step).phase("forward"):
@@ -296,8 +296,8 @@ def test_a_backward_outside_a_step_is_refused():
 
 
 def test_a_weight_changed_since_forward_is_found_in_backward():
-    def body(ranks):
-        step = deep(ranks, GLOO)
+    def body(comm):
+        step = deep(comm, GLOO)
         gathered = gathered_of(step)
         with gathered.phase("forward"):
             total = step.model(ones()[0]).sum()
@@ -313,11 +313,11 @@ def test_a_weight_changed_since_forward_is_found_in_backward():
 def test_weights_can_be_read_edited_loaded_and_evaluated(place):
     case = place.case(batch_sizes=(12, 12))
 
-    def body(ranks):
-        step = build_step(case, place.size, ranks)
+    def body(comm):
+        step = build_step(case, place.size, comm)
         name = "second.weight"
         with step.edit() as module:
-            module.get_parameter(name).fill_(float(ranks.rank + 2))
+            module.get_parameter(name).fill_(float(comm.rank + 2))
         assert dict(step.named_weights())[name].unique().tolist() == [2.0]
         step.load_weights({name: torch.full((24, 24), 0.25, dtype=torch.float64)})
         assert dict(step.named_weights())[name].unique().tolist() == [0.25]
@@ -328,7 +328,7 @@ def test_weights_can_be_read_edited_loaded_and_evaluated(place):
         expected = F.cross_entropy(plain(batch[0]), batch[1]).item()
         assert told == pytest.approx(expected, abs=1e-12)
         with step.unsharded() as module:
-            for _ in range(2 if ranks.rank == 0 else 0):
+            for _ in range(2 if comm.rank == 0 else 0):
                 torch.testing.assert_close(module(batch[0]), plain(batch[0]))
         return train_step(case, step).losses
 
@@ -337,8 +337,8 @@ def test_weights_can_be_read_edited_loaded_and_evaluated(place):
 
 
 def test_an_edit_outside_step_edit_is_found():
-    def body(ranks):
-        step = deep(ranks, GLOO)
+    def body(comm):
+        step = deep(comm, GLOO)
         next(iter(step.model.parameters())).data = torch.ones(WIDTH, WIDTH, dtype=torch.float64)
         with pytest.raises(TaskError, match="another storage than before"):
             step(ones())
@@ -348,10 +348,10 @@ def test_an_edit_outside_step_edit_is_found():
 
 
 def test_a_copy_of_the_model_has_plain_parameters():
-    def body(ranks):
+    def body(comm):
         import copy
 
-        step = deep(ranks, GLOO)
+        step = deep(comm, GLOO)
         with step.edit() as module:
             twin = copy.deepcopy(module)
         assert all(type(p) is nn.Parameter for p in twin.parameters())
@@ -374,8 +374,8 @@ ONWARD = [
 def test_a_state_dict_loads_at_other_zero_levels_ranks_and_shard_groups(first, then, then_zero):
     case = first.case(batch_sizes=(12, 12, 12, 12), clip=0.5, model="tied")
 
-    def begin(ranks):
-        step = build_step(case, first.size, ranks)
+    def begin(comm):
+        step = build_step(case, first.size, comm)
         for batch in batches(case)[:2]:
             step(local_batch(batch, first.size, step.dp_index))
         return step.state_dict()
@@ -386,8 +386,8 @@ def test_a_state_dict_loads_at_other_zero_levels_ranks_and_shard_groups(first, t
             assert torch.equal(weight, other["model"][name])
     onward = then.case(batch_sizes=case.batch_sizes, clip=0.5, model="tied", zero=then_zero, bucket_bytes=4000)
 
-    def go_on(ranks):
-        step = build_step(onward, then.size, ranks)
+    def go_on(comm):
+        step = build_step(onward, then.size, comm)
         step.load_state_dict(state)
         return train_step(onward, step, skip=2)
 
@@ -404,14 +404,14 @@ def test_a_state_dict_loads_at_other_zero_levels_ranks_and_shard_groups(first, t
 def test_checkpoints_of_sharded_weights_load_on_any_mesh(first, then, tmp_path):
     case = first.case(batch_sizes=(12,) * 4, clip=0.5, model="tied")
 
-    def begin(ranks):
-        run = ThreadRun(case, ranks, tmp_path, ema=0.5)
+    def begin(comm):
+        run = ThreadRun(case, comm, tmp_path, ema=0.5)
         run.run_steps(0, 2, save_at=(2,))
         run.run_steps(2, 4)
         return oracle.snapshot(run.step, [], [])
 
-    def go_on(ranks):
-        run = ThreadRun(then.case(batch_sizes=(12,) * 4, clip=0.5, model="tied"), ranks, tmp_path, token="b", ema=0.5)
+    def go_on(comm):
+        run = ThreadRun(then.case(batch_sizes=(12,) * 4, clip=0.5, model="tied"), comm, tmp_path, token="b", ema=0.5)
         assert run.checkpoints.resume() is not None
         run.run_steps(2, 4)
         return oracle.snapshot(run.step, [], [])
@@ -429,8 +429,8 @@ def test_two_byte_weights_are_all_gathered_and_float32_master_weights_are_traine
     # In bf16 two orders of sums differ; with the masters split, and kept, the weights stay near the oracle's.
     fields: dict[str, Any] = {"batch_sizes": (12, 12, 12), "precision": "bf16", "clip": 0.5}
 
-    def body(case, ranks):
-        step = build_step(case, place.size, ranks)
+    def body(case, comm):
+        step = build_step(case, place.size, comm)
         for batch in batches(case):
             step(local_batch(batch, place.size, step.dp_index))
         return {name: weight.clone() for name, weight in step.named_weights()}, step.state_dict()["model"]
@@ -447,7 +447,7 @@ def test_two_byte_weights_are_all_gathered_and_float32_master_weights_are_traine
 def test_shard_groups_that_straddle_hosts_are_refused_with_sizes_that_fit():
     case = Case(zero=3, shard=3)
     with pytest.raises(PlanError, match=r"shard = 3 on 3 hosts of 2 ranks .* try shard = 2, 6, or transport"):
-        threads.run(6, lambda ranks: build_step(case, 6, ranks), hosts=3)
+        threads.run(6, lambda comm: build_step(case, 6, comm), hosts=3)
 
 
 def test_a_staging_buffer_is_reused_only_after_all_ranks_have_copied_it():

@@ -22,18 +22,18 @@ def values(outputs, targets):
     return (outputs - targets).square()
 
 
-def built(ranks, **plan):
+def built(comm, **plan):
     model = torch.nn.Linear(3, 1).double()
     sgd = functools.partial(torch.optim.SGD, lr=0.01)
-    return TrainStep(model, values, sgd, plan=ff.Plan(dp=ranks.size, **plan), communicator=ranks, clip=None)
+    return TrainStep(model, values, sgd, plan=ff.Plan(dp=comm.size, **plan), communicator=comm, clip=None)
 
 
 def trained(size, source, *, hosts=1):
     """The error of each rank after an epoch of `source(rank)`."""
 
-    def body(ranks):
-        step, feed = built(ranks), Feed(source(ranks.rank), batch_size=8)
-        feed._size, feed._index = ranks.size, ranks.rank  # threads are ranks here
+    def body(comm):
+        step, feed = built(comm), Feed(source(comm.rank), batch_size=8)
+        feed._size, feed._index = comm.size, comm.rank  # threads are ranks here
         (weight, _) = step.model.parameters()
         before = weight.detach().clone()
         try:
@@ -85,12 +85,12 @@ def test_samples_that_change_with_each_read_are_not_compared():
 
 @pytest.mark.parametrize("zero", [0, 3])
 def test_validation_data_of_different_lengths_are_refused_on_every_rank(zero):
-    def body(ranks):
-        step = built(ranks, zero=zero)
+    def body(comm):
+        step = built(comm, zero=zero)
         sgd = functools.partial(torch.optim.SGD, lr=0.01)
         data = ff.Data(train=part(0))
         task = ff.Task(model=lambda: step.model, loss=values, data=lambda: data, optimizer=sgd)
-        source = TensorSource(INPUTS[: 9 + 4 * ranks.rank], TARGETS[: 9 + 4 * ranks.rank])
+        source = TensorSource(INPUTS[: 9 + 4 * comm.rank], TARGETS[: 9 + 4 * comm.rank])
         with pytest.raises(TaskError, match="validation data of 9 on rank 0, 13 on rank 1 samples"):
             evaluate(step, task, source, 4)
         return True

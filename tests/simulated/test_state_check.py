@@ -50,12 +50,12 @@ STATES = {
 }
 
 
-def loaded(ranks, case, change, *, saved_by=CASE):
+def loaded(comm, case, change, *, saved_by=CASE):
     """Load a state that `change` has made of another step's state, on all ranks or on those that `change` chooses."""
-    other = build_step(saved_by, ranks.size, ranks)
-    other(local_batch(batches(saved_by)[0], ranks.size, other.dp_index))
+    other = build_step(saved_by, comm.size, comm)
+    other(local_batch(batches(saved_by)[0], comm.size, other.dp_index))
     state = change(other.state_dict())
-    step = build_step(case, ranks.size, ranks)
+    step = build_step(case, comm.size, comm)
     before = step.state_dict()
     try:
         step.load_state_dict(state)
@@ -68,20 +68,20 @@ def loaded(ranks, case, change, *, saved_by=CASE):
 def test_a_state_that_does_not_fit_is_refused_before_anything_changes(kind):
     change, said = STATES[kind]
     with pytest.raises(TaskError, match=said):
-        threads.run(2, lambda ranks: loaded(ranks, CASE, change))
+        threads.run(2, lambda comm: loaded(comm, CASE, change))
 
 
 @pytest.mark.parametrize(("before", "after"), [("AdamW", "SGD"), ("SGD", "AdamW"), ("Adam", "AdamW")])
 def test_the_state_of_another_optimizer_is_refused(before, after):
     saved_by, case = (dataclasses.replace(CASE, optimizer=name) for name in (before, after))
     with pytest.raises(TaskError, match=f"{after}, and states of {before}"):
-        threads.run(2, lambda ranks: loaded(ranks, case, lambda state: state, saved_by=saved_by))
+        threads.run(2, lambda comm: loaded(comm, case, lambda state: state, saved_by=saved_by))
 
 
 def test_a_state_that_does_not_fit_on_one_rank_is_refused_on_all():
-    def body(ranks):
+    def body(comm):
         with pytest.raises(TaskError, match="a NoneType"):
-            loaded(ranks, CASE, lambda state: state if ranks.rank else None)
+            loaded(comm, CASE, lambda state: state if comm.rank else None)
 
     threads.run(2, body)
 
@@ -93,10 +93,10 @@ def test_two_values_of_a_tied_weight_are_refused(tmp_path):
     with pytest.raises(CheckpointError, match=said):
         load_weights_file(cases.model("tied"), tmp_path / "weights.safetensors")
     untied = dataclasses.replace(CASE, optimizer="descent")
-    threads.run(1, lambda ranks: ThreadRun(untied, ranks, tmp_path).run_steps(0, 1, save_at=(1,)))
+    threads.run(1, lambda comm: ThreadRun(untied, comm, tmp_path).run_steps(0, 1, save_at=(1,)))
     tied = dataclasses.replace(untied, model="tied")
     with pytest.raises(TaskError, match=said):
-        threads.run(1, lambda ranks: ThreadRun(tied, ranks, tmp_path).checkpoints.resume())
+        threads.run(1, lambda comm: ThreadRun(tied, comm, tmp_path).checkpoints.resume())
 
 
 class Copying(cases.MLP):
@@ -130,7 +130,7 @@ def test_a_model_whose_state_dict_lacks_its_own_weights_is_refused_when_the_run_
     monkeypatch.setitem(awkward_models.AWKWARD_MODELS, "own state_dict", kind)
     case = dataclasses.replace(CASE, model="own state_dict", **fields)
     with pytest.raises(TaskError, match=r"a state_dict\(\) without \w+(\.\w+)? itself and 8 more"):
-        threads.run(2, lambda ranks: ThreadRun(case, ranks, tmp_path), hosts=hosts)
+        threads.run(2, lambda comm: ThreadRun(case, comm, tmp_path), hosts=hosts)
 
 
 def test_foreign_names_in_the_checkpoint_folder_are_ignored(tmp_path):
@@ -140,7 +140,7 @@ def test_foreign_names_in_the_checkpoint_folder_are_ignored(tmp_path):
     assert shelf.steps() == [1, 3]
     shelf.prune(num_kept=1)
     assert sorted(path.name for path in shelf.path.iterdir()) == [".part-of-mine", "step-000000009", "step-00000003"]
-    assert threads.run(1, lambda ranks: ThreadRun(Case(), ranks, tmp_path).checkpoints.resume())[0].step == 3
+    assert threads.run(1, lambda comm: ThreadRun(Case(), comm, tmp_path).checkpoints.resume())[0].step == 3
     assert CheckpointStore(tmp_path).steps() == [3]
 
 

@@ -40,18 +40,18 @@ class MemoryLog:
         self.notes.append(text)
 
 
-def body(ranks) -> tuple[MemoryLog, int]:
+def body(comm) -> tuple[MemoryLog, int]:
     def loss(outputs, targets):
         return outputs.sum(1)
 
     def sgd(parameters):
         return torch.optim.SGD(parameters, lr=0.1)
 
-    options = {"plan": Plan(dp=ranks.size), "clip": None, "same_batches": "allow"}  # so that no step compares batches
-    step = TrainStep(Slow(ranks.rank), loss, sgd, communicator=ranks, **options)
-    log, gathered, exchange = MemoryLog(), [], ranks.all_gather_json
+    options = {"plan": Plan(dp=comm.size), "clip": None, "same_batches": "allow"}  # so that no step compares batches
+    step = TrainStep(Slow(comm.rank), loss, sgd, communicator=comm, **options)
+    log, gathered, exchange = MemoryLog(), [], comm.all_gather_json
     lateness = StragglerDetector(step, log)
-    ranks.all_gather_json = lambda value: gathered.append(value) or exchange(value)
+    comm.all_gather_json = lambda value: gathered.append(value) or exchange(value)
     for number in range(1, 2 * WINDOW_STEPS + 1):
         with lateness.data_wait():
             pass

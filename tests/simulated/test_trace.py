@@ -22,8 +22,8 @@ from tests.cases import Case, batches, build_step, local_batch
 def traced(case: Case, size: int, *, every: int = 5, steps: int = 6) -> list[Trace]:
     """What each rank of a run holds at its end."""
 
-    def body(ranks):
-        step = build_step(case, size, ranks)
+    def body(comm):
+        step = build_step(case, size, comm)
         tracing = Tracer(step, every=every)
         for number in range(1, steps + 1):
             with tracing.sample(number) as recorder, recorder.span("data"):
@@ -114,8 +114,8 @@ def test_only_sampled_steps_are_recorded_and_none_when_off():
 def test_a_recorder_records_nothing_after_its_step():
     case = Case()
 
-    def body(ranks):
-        step = build_step(case, 1, ranks)
+    def body(comm):
+        step = build_step(case, 1, comm)
         tracing = Tracer(step, every=1)
         with tracing.sample(1) as recorder:
             step(batches(case)[0])
@@ -131,8 +131,8 @@ def test_a_recorder_records_nothing_after_its_step():
 def test_a_long_run_keeps_its_first_and_its_last_samples(tmp_path):
     case = Case()
 
-    def body(ranks):
-        step = build_step(case, 1, ranks)
+    def body(comm):
+        step = build_step(case, 1, comm)
         tracing = Tracer(step, every=5, folder=tmp_path)
         for number in range(1, 131):
             with tracing.sample(number):
@@ -150,8 +150,8 @@ def test_recording_does_not_change_training():
     case = Case(clip=0.5)
 
     def weights(every):
-        def body(ranks):
-            step = build_step(case, 2, ranks)
+        def body(comm):
+            step = build_step(case, 2, comm)
             tracing = Tracer(step, every=every)
             for number, batch in enumerate(batches(case), 1):
                 with tracing.sample(number):

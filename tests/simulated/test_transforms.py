@@ -66,15 +66,15 @@ WAYS = REFUSED | TRAINED
 def trained(way, *, zero, size=2):
     """Losses of some steps, and the weights after them."""
 
-    def body(ranks):
+    def body(comm):
         plan = ff.Plan(dp=size, zero=zero, bucket_bytes=8, unused="allow")
         sgd = lambda parameters: torch.optim.SGD(parameters, lr=0.01)  # noqa: E731
         # A pair is not checked: in some of these models, samples of a batch interact.
         loss = lambda y, t: ((y - t).square().sum(), y.numel())  # noqa: E731
-        step = TrainStep(Energy(way), loss, sgd, plan=plan, communicator=ranks, clip=None)
-        generator = torch.Generator().manual_seed(ranks.rank)
+        step = TrainStep(Energy(way), loss, sgd, plan=plan, communicator=comm, clip=None)
+        generator = torch.Generator().manual_seed(comm.rank)
         # Forward-mode levels belong to the process, not to a thread, so only one rank may use them.
-        samples = 0 if way == "jvp" and ranks.rank else 2
+        samples = 0 if way == "jvp" and comm.rank else 2
         draw = lambda: torch.randn(samples, 3, generator=generator, dtype=torch.float64)  # noqa: E731
         losses = [step((draw(), draw())).loss for _ in range(3)]
         return losses, {name: weight.detach().clone() for name, weight in step.named_weights()}

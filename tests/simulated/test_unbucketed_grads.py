@@ -25,7 +25,7 @@ def on_one_rank(case, *, skip_nan=0):
     """The case's step, on a rank that has no other."""
     model, loss, optimizer = cases.model(case.model), cases.loss(case), cases.optimizer(case)
     make = functools.partial(TrainStep, plan=case.plan(1), clip=case.clip, skip_nan=skip_nan)
-    return threads.run(1, lambda ranks: make(model, loss, optimizer, communicator=ranks))[0]
+    return threads.run(1, lambda comm: make(model, loss, optimizer, communicator=comm))[0]
 
 
 def watched(step):
@@ -103,9 +103,9 @@ class Odd(nn.Module):
     ("unused", TrainingError, r"parameter layer\.weight got no gradient"),
 ])  # fmt: skip
 def test_gradients_that_cannot_be_used_are_refused_by_name(kind, error, said, update):
-    def body(ranks):
+    def body(comm):
         plan = Plan(update=update, bucket_bytes=1)
-        step = TrainStep(Odd(kind), LOSSES["values"], torch.optim.SGD, plan=plan, communicator=ranks, clip=None)
+        step = TrainStep(Odd(kind), LOSSES["values"], torch.optim.SGD, plan=plan, communicator=comm, clip=None)
         step(BATCH)
 
     with pytest.raises(error, match=said):

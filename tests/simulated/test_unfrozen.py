@@ -21,10 +21,10 @@ def net(*, frozen: bool) -> nn.Module:
 
 @pytest.mark.parametrize("how", [{}, {"zero": 1}, {"unused": "allow"}, {"unused": "allow", "zero": 1}])
 def test_a_state_without_unfrozen_parameters_is_loaded_or_refused_on_all_ranks(how):
-    def body(ranks):
+    def body(comm):
         make, plan = functools.partial(torch.optim.Adam, lr=0.1), Plan(dp=2, **how)
-        batch = torch.ones(2, 3, dtype=torch.float64) + ranks.rank, torch.zeros(2, 2, dtype=torch.float64)
-        build = functools.partial(TrainStep, loss=_squares, optimizer=make, plan=plan, communicator=ranks, clip=None)
+        batch = torch.ones(2, 3, dtype=torch.float64) + comm.rank, torch.zeros(2, 2, dtype=torch.float64)
+        build = functools.partial(TrainStep, loss=_squares, optimizer=make, plan=plan, communicator=comm, clip=None)
         first = build(net(frozen=True))
         first(batch)
         state = first.state_dict()

@@ -30,11 +30,11 @@ class Two(nn.Module):
 class Loop:
     """A rank's model, its optimizer, and the calls of a training loop."""
 
-    def __init__(self, ranks, kind=torch.optim.SGD, *, model=None, **fields):
-        self.model, self.rank = model or Two(), ranks.rank
-        plan = ff.Plan(dp=ranks.size, **fields)
+    def __init__(self, comm, kind=torch.optim.SGD, *, model=None, **fields):
+        self.model, self.rank = model or Two(), comm.rank
+        plan = ff.Plan(dp=comm.size, **fields)
         self.inner = kind([p for p in self.model.parameters() if p.requires_grad], lr=0.1)
-        self.optimizer = DistributedOptimizer(self.inner, self.model, plan, communicator=ranks)
+        self.optimizer = DistributedOptimizer(self.inner, self.model, plan, communicator=comm)
         self.parameters = list(self.model.parameters())
 
     def loss(self, **how):
@@ -125,8 +125,8 @@ REFUSED = [
 @pytest.mark.parametrize("prepare", REFUSED)
 @pytest.mark.parametrize("closed", [False, True])
 def test_an_unreduced_gradient_is_refused_before_a_weight_moves(prepare, closed):
-    def body(ranks):
-        loop = Loop(ranks)
+    def body(comm):
+        loop = Loop(comm)
         prepare(loop)
         before = [p.detach().clone() for p in loop.parameters]
         with pytest.raises(TrainingError, match=r"\.grad of .* since the last step") as caught:
@@ -144,9 +144,9 @@ def test_an_unreduced_gradient_is_refused_before_a_weight_moves(prepare, closed)
 
 
 def test_a_gradient_set_on_one_rank_only_is_refused_there_and_then_on_all_ranks():
-    def body(ranks):
-        loop = Loop(ranks)
-        if ranks.rank == 1:
+    def body(comm):
+        loop = Loop(comm)
+        if comm.rank == 1:
             loop.set_by_hand()
             with pytest.raises(TrainingError, match="since the last step"):
                 loop.step()
@@ -240,8 +240,8 @@ LEGAL = [
 
 @pytest.mark.parametrize("prepare", LEGAL)
 def test_gradients_that_are_the_same_on_all_ranks_are_used(prepare):
-    def body(ranks):
-        loop = Loop(ranks)
+    def body(comm):
+        loop = Loop(comm)
         prepare(loop)
         before = [p.detach().clone() for p in loop.parameters]
         gradients = [None if p.grad is None else p.grad.clone() for p in loop.parameters]
@@ -256,8 +256,8 @@ def test_gradients_that_are_the_same_on_all_ranks_are_used(prepare):
 
 
 def test_one_rank_may_use_any_gradient():
-    def body(ranks):
-        loop = Loop(ranks)
+    def body(comm):
+        loop = Loop(comm)
         for prepare in REFUSED:
             prepare(loop)
             loop.step()
@@ -268,8 +268,8 @@ def test_one_rank_may_use_any_gradient():
 
 @pytest.mark.parametrize("hand", [False, True])
 def test_a_parameter_that_no_rank_has_used_may_not_have_a_local_gradient(hand):
-    def body(ranks):
-        loop = Loop(ranks, unused="allow")
+    def body(comm):
+        loop = Loop(comm, unused="allow")
         loop.backward(both=False)
         if hand:
             loop.set_by_hand(loop.model.second.bias)
@@ -286,12 +286,12 @@ def test_a_parameter_that_no_rank_has_used_may_not_have_a_local_gradient(hand):
 
 
 def test_autograd_grad_reduces_nothing():
-    def body(ranks):
-        loop = Loop(ranks, unused="allow")
+    def body(comm):
+        loop = Loop(comm, unused="allow")
         gradients = torch.autograd.grad(loop.loss(), loop.parameters)
         assert all(p.grad is None for p in loop.parameters)
         own = Two()
-        (own(torch.full((1, 2), ranks.rank + 1.0)).square().sum()).backward()
+        (own(torch.full((1, 2), comm.rank + 1.0)).square().sum()).backward()
         expected = [p.grad for p in own.parameters() if p.grad is not None]
         return all(torch.equal(a, b) for a, b in zip(gradients, expected, strict=True))
 
@@ -301,8 +301,8 @@ def test_autograd_grad_reduces_nothing():
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.LBFGS])
 @pytest.mark.parametrize("how", ["backward", "local_backward", "set_by_autograd"])
 def test_gradients_that_a_closure_leaves_must_be_reduced(kind, how):
-    def body(ranks):
-        loop = Loop(ranks, kind)
+    def body(comm):
+        loop = Loop(comm, kind)
         before = [p.detach().clone() for p in loop.parameters]
 
         def closure():
@@ -322,11 +322,11 @@ def test_gradients_that_a_closure_leaves_must_be_reduced(kind, how):
 
 
 def test_a_parameter_frozen_at_the_build_cannot_be_trained_later():
-    def body(ranks):
+    def body(comm):
         model = Two()
         model.first.requires_grad_(False)
-        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, communicator=ranks)
-        x = torch.full((1, 2), ranks.rank + 1.0)
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, communicator=comm)
+        x = torch.full((1, 2), comm.rank + 1.0)
         model(x).sum().backward()
         optimizer.step()
         model.first.requires_grad_(True)
@@ -354,10 +354,10 @@ def given_a_stranger(loop):
     ("change", "name"), [(thawed_and_added, "second.weight"), (given_a_stranger, "without a name")]
 )
 def test_parameters_added_to_the_optimizer_later_are_refused_unless_reduced(change, name):
-    def body(ranks):
+    def body(comm):
         model = Two()
         model.second.requires_grad_(False)
-        loop = Loop(ranks, model=model)
+        loop = Loop(comm, model=model)
         change(loop)
         loop.backward()
         before = [p.detach().clone() for p in loop.parameters]
@@ -376,8 +376,8 @@ def present(gradient):
 def test_gradients_kept_by_the_loop_are_not_overwritten():
     """Torch makes a new tensor where `.grad` is None: a loop may still hold the old one."""
 
-    def body(ranks):
-        loop = Loop(ranks)
+    def body(comm):
+        loop = Loop(comm)
         loop.backward()
         kept = [present(p.grad) for p in loop.parameters]
         kept_too: list[torch.Tensor] = []
@@ -397,12 +397,12 @@ def test_gradients_kept_by_the_loop_are_not_overwritten():
 
 
 def test_parameters_belong_to_their_last_wrapper_only():
-    def body(ranks):
-        first = Loop(ranks)
+    def body(comm):
+        first = Loop(comm)
         first.backward()
         first.step()
         first.clear()
-        second = Loop(ranks, model=first.model)
+        second = Loop(comm, model=first.model)
         second.backward()
         for use in (first.step, first.local_backward):
             with pytest.raises(TrainingError, match="a newer one that has taken over"):

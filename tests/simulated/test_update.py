@@ -27,7 +27,7 @@ def test_fused_updates_give_the_weights_of_updates_after_backward_bit_for_bit(fi
     size, early = fields["size"], dataclasses.replace(CASE, model="tied", batch_sizes=(12, 11, 12, 5))
     early = dataclasses.replace(early, **{name: value for name, value in fields.items() if name != "size"})
     case = dataclasses.replace(early, update="after")
-    expected = threads.run(size, lambda ranks: train_step(case, build_step(case, size, ranks)))
+    expected = threads.run(size, lambda comm: train_step(case, build_step(case, size, comm)))
     for got, wanted in zip(
         threads.run(size, lambda r: train_step(early, build_step(early, size, r))), expected, strict=True
     ):
@@ -39,15 +39,15 @@ def test_fused_updates_give_the_weights_of_updates_after_backward_bit_for_bit(fi
 def test_updates_in_backward_between_hosts_do_not_deadlock(zero, shard, monkeypatch):
     monkeypatch.setattr(threads, "TIME_LIMIT_SECONDS", 30.0)
     case = dataclasses.replace(CASE, model="reused", zero=zero, shard=shard, update="in_backward")
-    assert max(threads.run(4, lambda ranks: deviation(case, 4, ranks), hosts=2)) <= TOLERANCE
+    assert max(threads.run(4, lambda comm: deviation(case, 4, comm), hosts=2)) <= TOLERANCE
 
 
 @pytest.mark.parametrize(("size", "zero"), [(1, 0), (2, 1), (2, 2)])
 def test_the_first_buckets_are_updated_during_backward(size, zero):
     case = dataclasses.replace(CASE, zero=zero, update="in_backward")
 
-    def body(ranks):
-        step, late = build_step(case, size, ranks), []
+    def body(comm):
+        step, late = build_step(case, size, comm), []
         update = step._actions.update
 
         def watched(bucket):
@@ -55,7 +55,7 @@ def test_the_first_buckets_are_updated_during_backward(size, zero):
             update(bucket)
 
         step._actions.update = watched
-        step(local_batch(batches(case)[0], size, ranks.rank))
+        step(local_batch(batches(case)[0], size, comm.rank))
         return late
 
     # Of a bucket's two ranks at least the one that launches it last finds all there is to be had.
@@ -63,7 +63,7 @@ def test_the_first_buckets_are_updated_during_backward(size, zero):
 
 
 def test_the_program_shows_updates_after_their_reductions():
-    step = threads.run(1, lambda ranks: build_step(dataclasses.replace(CASE, update="in_backward"), 1, ranks))[0]
+    step = threads.run(1, lambda comm: build_step(dataclasses.replace(CASE, update="in_backward"), 1, comm))[0]
     verbs = [a.verb for a in step.program if a.verb in (Verb.REDUCE, Verb.UPDATE)]
     assert verbs == [Verb.REDUCE, Verb.UPDATE] * len(step.buckets)
 
@@ -106,12 +106,12 @@ class Detached(torch.nn.Module):
         return Pause.apply(self.last(torch.tanh(Pause.apply(x, self.at_end))), self.at_begin)
 
 
-def train_detached(ranks, zero, update, *, ready):
+def train_detached(comm, zero, update, *, ready):
     """A step in which rank 1 reads its last weight when rank 0 has had time to update it. Whether it still could."""
     model = Detached().double()
     make = functools.partial(torch.optim.SGD, lr=0.1)
     plan = Plan(dp=2, zero=zero, update=update, bucket_bytes=1)
-    step = TrainStep(model, lambda out, _: out.square(), make, plan=plan, communicator=ranks, clip=None)
+    step = TrainStep(model, lambda out, _: out.square(), make, plan=plan, communicator=comm, clip=None)
     before, same = model.last.weight.detach().clone(), []
 
     def at_end():
@@ -123,7 +123,7 @@ def train_detached(ranks, zero, update, *, ready):
 
     batch = torch.ones(3, 16, dtype=torch.float64), torch.zeros(3)
     step.dry_run(batch, training=True)  # its backward is no step's
-    if ranks.rank == 0:
+    if comm.rank == 0:
         model.at_begin = lambda: ready.wait(5)
     else:
         model.at_end = at_end
@@ -134,18 +134,18 @@ def train_detached(ranks, zero, update, *, ready):
 @pytest.mark.parametrize("zero", [0, 1, 2])
 def test_no_backward_computes_with_weights_that_another_rank_has_updated(zero):
     ready = threading.Event()
-    assert threads.run(2, lambda ranks: train_detached(ranks, zero, "after", ready=ready))[1] == [True]
+    assert threads.run(2, lambda comm: train_detached(comm, zero, "after", ready=ready))[1] == [True]
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2])
 def test_an_update_in_backward_of_a_weight_that_backward_still_needs_raises_on_every_rank(zero):
     ready, told = threading.Event(), [threading.Event(), threading.Event()]
 
-    def body(ranks):
+    def body(comm):
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            train_detached(ranks, zero, "in_backward", ready=ready)
-        told[ranks.rank].set()
-        assert told[1 - ranks.rank].wait(5)
+            train_detached(comm, zero, "in_backward", ready=ready)
+        told[comm.rank].set()
+        assert told[1 - comm.rank].wait(5)
 
     threads.run(2, body)
 
@@ -162,8 +162,8 @@ def by_turns(parameters):
 def test_reduced_gradients_that_other_ranks_read_are_not_overwritten(microbatches):
     case = Case(batch_sizes=(12, 12, 12, 12), bucket_bytes=1500, microbatches=microbatches)
 
-    def body(ranks):
-        step = TrainStep(model("mlp"), loss(case), by_turns, plan=case.plan(ranks.size), communicator=ranks, clip=None)
+    def body(comm):
+        step = TrainStep(model("mlp"), loss(case), by_turns, plan=case.plan(comm.size), communicator=comm, clip=None)
         return train_step(case, step)
 
     want = oracle.train(model("mlp"), loss(case), by_turns, batches(case))

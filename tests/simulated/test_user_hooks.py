@@ -55,26 +55,26 @@ def register(module, hook):
     return [p.register_post_accumulate_grad_hook(hook) for p in module.parameters()]
 
 
-def parallel(ranks, module, **fields):
+def parallel(comm, module, **fields):
     """A call that trains `module` on this rank's batch, with `parallelize`."""
-    plan = ff.Plan(dp=ranks.size, bucket_bytes=8, **fields)
+    plan = ff.Plan(dp=comm.size, bucket_bytes=8, **fields)
     sgd = lambda parameters: torch.optim.SGD(parameters, lr=RATE)  # noqa: E731
-    step = TrainStep(module, loss, sgd, plan=plan, communicator=ranks, clip=None)
+    step = TrainStep(module, loss, sgd, plan=plan, communicator=comm, clip=None)
 
     def train():
-        step(batch(ranks.rank))
+        step(batch(comm.rank))
         step.flush()
 
     return step, train
 
 
-def wrapped(ranks, module, **fields):
+def wrapped(comm, module, **fields):
     """The same with `DistributedOptimizer`."""
-    plan = ff.Plan(dp=ranks.size, bucket_bytes=8, **fields)
-    optimizer = DistributedOptimizer(torch.optim.SGD(module.parameters(), lr=RATE), module, plan, communicator=ranks)
+    plan = ff.Plan(dp=comm.size, bucket_bytes=8, **fields)
+    optimizer = DistributedOptimizer(torch.optim.SGD(module.parameters(), lr=RATE), module, plan, communicator=comm)
 
     def train():
-        x, y = batch(ranks.rank)
+        x, y = batch(comm.rank)
         optimizer.zero_grad()
         loss(module(x), y).mean().backward()
         optimizer.step()
@@ -89,7 +89,7 @@ WAYS = [(parallel, fields) for fields in PLANS] + [(wrapped, {})]
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize(("way", "fields"), WAYS)
 def test_a_hook_sees_the_gradient_of_its_rank_whenever_it_is_registered(way, fields, size, late):
-    def body(ranks):
+    def body(comm):
         module, seen = model(), {}
         names = {id(p): name for name, p in module.named_parameters()}
 
@@ -98,7 +98,7 @@ def test_a_hook_sees_the_gradient_of_its_rank_whenever_it_is_registered(way, fie
 
         if not late:
             register(module, look)
-        kept, train = way(ranks, module, **fields)
+        kept, train = way(comm, module, **fields)
         if late:
             register(module, look)
         train()
@@ -125,11 +125,11 @@ def test_gradients_that_a_hook_writes_are_used(way, fields, size, late, replaces
         else:
             parameter.grad.mul_(2)
 
-    def body(ranks):
+    def body(comm):
         module = model()
         if not late:
             register(module, double)
-        kept, train = way(ranks, module, **fields)
+        kept, train = way(comm, module, **fields)
         if late:
             register(module, double)
         train()
@@ -145,10 +145,10 @@ def test_gradients_that_a_hook_writes_are_used(way, fields, size, late, replaces
 
 @pytest.mark.parametrize("way", [parallel, wrapped])
 def test_a_removed_hook_is_not_called(way):
-    def body(ranks):
+    def body(comm):
         module, calls = model(), []
         early = register(module, lambda p: calls.append("early"))
-        kept, train = way(ranks, module)
+        kept, train = way(comm, module)
         late = register(module, lambda p: calls.append("late"))
         train()
         counts = [(calls.count("early"), calls.count("late"))]
@@ -172,9 +172,9 @@ def test_a_hook_that_sets_a_gradient_to_none_is_refused_by_name(way, size, unuse
     def clear(parameter):
         parameter.grad = None
 
-    def body(ranks):
+    def body(comm):
         module = model()
-        kept, train = way(ranks, module, unused=unused)
+        kept, train = way(comm, module, unused=unused)
         module.get_parameter("2.bias").register_post_accumulate_grad_hook(clear)
         before = copy.deepcopy(module)
         with pytest.raises(TaskError, match=r"a hook has set \.grad of 2\.bias to None"):
@@ -188,9 +188,9 @@ def test_a_hook_that_sets_a_gradient_to_none_is_refused_by_name(way, size, unuse
 
 
 def test_a_model_with_our_hooks_is_copied_without_them():
-    def body(ranks):
+    def body(comm):
         module = model()
-        kept, _ = parallel(ranks, module)
+        kept, _ = parallel(comm, module)
         other = copy.deepcopy(module)
         del kept
         return all(not p._post_accumulate_grad_hooks for p in other.parameters())

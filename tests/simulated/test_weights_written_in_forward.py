@@ -69,9 +69,9 @@ def model(kind: str, **options: bool) -> nn.Module:
 
 
 def refused(made, plan: Plan, match: str, given: list | None = None, **world) -> None:
-    def body(ranks):
+    def body(comm):
         with pytest.raises(TaskError, match=match):
-            train(ranks, made(), plan, given or batches(9))
+            train(comm, made(), plan, given or batches(9))
 
     threads.run(plan.dp, body, **world)
 
@@ -102,7 +102,7 @@ def test_trained_weights_that_forward_writes_each_time_are_refused_with_microbat
 @pytest.mark.parametrize("kind", [*EACH_TIME, *ONCE])
 def test_trained_weights_that_forward_writes_equally_are_trained_as_in_one_process(kind, plan):
     given = batches(9, 7, 2, 9, 2)
-    got = threads.run(plan.dp, lambda ranks: train(ranks, model(kind), plan, given))
+    got = threads.run(plan.dp, lambda comm: train(comm, model(kind), plan, given))
     expected = oracle.train(model(kind), loss, sgd, given)
     assert max(oracle.deviation(each, expected) for each in got) <= TOLERANCE
 
@@ -110,7 +110,7 @@ def test_trained_weights_that_forward_writes_equally_are_trained_as_in_one_proce
 @pytest.mark.parametrize("kind", ONCE)
 def test_trained_weights_that_forward_writes_once_are_allowed_with_microbatches(kind):
     given = batches(9, 2, 9)
-    got = threads.run(2, lambda ranks: train(ranks, model(kind), Plan(dp=2, microbatches=3), given))
+    got = threads.run(2, lambda comm: train(comm, model(kind), Plan(dp=2, microbatches=3), given))
     expected = oracle.train(model(kind), loss, sgd, given)
     assert max(oracle.deviation(each, expected) for each in got) <= TOLERANCE
 
@@ -138,7 +138,7 @@ def test_writes_to_trained_weights_are_refused_where_they_would_be_lost(kind, pl
 @pytest.mark.parametrize(("zero", "hosts"), [(1, 1), (2, 1), (3, 2)])
 def test_a_forward_that_writes_nothing_is_trained_at_every_zero_level(zero, hosts):
     given, plan = batches(9, 2, 9), Plan(dp=2, zero=zero)
-    got = threads.run(2, lambda ranks: train(ranks, model("nothing"), plan, given), hosts=hosts)
+    got = threads.run(2, lambda comm: train(comm, model("nothing"), plan, given), hosts=hosts)
     expected = oracle.train(model("nothing"), loss, sgd, given)
     assert max(oracle.deviation(each, expected) for each in got) <= TOLERANCE
 
@@ -152,8 +152,8 @@ def test_trained_weights_may_not_differ_between_ranks():
 
 @pytest.mark.parametrize("kind", [*EACH_TIME, *ONCE])
 def test_weights_written_by_a_dry_run_are_restored(kind):
-    def body(ranks):
-        step = TrainStep(model(kind), loss, sgd, plan=Plan(dp=2), communicator=ranks, clip=None)
+    def body(comm):
+        step = TrainStep(model(kind), loss, sgd, plan=Plan(dp=2), communicator=comm, clip=None)
         before = {name: weight.clone() for name, weight in step.named_weights()}
         step.dry_run(batches(9)[0], training=True)
         return all(torch.equal(weight, before[name]) for name, weight in step.named_weights())
@@ -201,16 +201,16 @@ class Centers(nn.Module):
 
 
 def test_a_loss_that_writes_its_own_parameters_is_refused():
-    def body(ranks, kind):
-        step = TrainStep(model("nothing"), Centers(kind), sgd, plan=Plan(dp=2), communicator=ranks, clip=None)
+    def body(comm, kind):
+        step = TrainStep(model("nothing"), Centers(kind), sgd, plan=Plan(dp=2), communicator=comm, clip=None)
         step.dry_run(batches(9)[0], training=True)
 
-    def refusing(ranks):
+    def refusing(comm):
         with pytest.raises(TaskError, match="the loss writes its own centers each time"):
-            body(ranks, "moves")
+            body(comm, "moves")
 
     threads.run(2, refusing)
-    threads.run(2, lambda ranks: body(ranks, "rests"))
+    threads.run(2, lambda comm: body(comm, "rests"))
 
 
 class Attending(nn.Module):
@@ -250,8 +250,8 @@ def of_tokens(outputs: Tensor, targets: Tensor) -> Tensor:
     ],
 )
 def test_weights_that_forward_writes_are_refused_where_ranks_share_sequences(kind, match):
-    def body(ranks):
-        step = TrainStep(attending(kind), of_tokens, sgd, plan=Plan(sp=2), communicator=ranks, clip=None)
+    def body(comm):
+        step = TrainStep(attending(kind), of_tokens, sgd, plan=Plan(sp=2), communicator=comm, clip=None)
         with pytest.raises(TaskError, match=match):
             step(TEXTS_BATCH)
 
@@ -260,8 +260,8 @@ def test_weights_that_forward_writes_are_refused_where_ranks_share_sequences(kin
 
 @pytest.mark.parametrize("kind", ["none", "clamp"])
 def test_weights_that_forward_writes_equally_are_trained_where_ranks_share_sequences(kind):
-    def body(ranks):
-        step = TrainStep(attending(kind), of_tokens, sgd, plan=Plan(sp=2), communicator=ranks, clip=None)
+    def body(comm):
+        step = TrainStep(attending(kind), of_tokens, sgd, plan=Plan(sp=2), communicator=comm, clip=None)
         return oracle.snapshot(step, [step(TEXTS_BATCH).loss for _ in range(3)], [])
 
     expected = oracle.train(attending(kind), of_tokens, sgd, [TEXTS_BATCH] * 3)
@@ -294,7 +294,7 @@ TOKENS = [(torch.arange(9), torch.arange(9) % 3), (torch.arange(8) % 4, torch.ar
 @pytest.mark.parametrize("by_function", [False, True])
 def test_an_embedding_with_max_norm_trains_in_microbatches(by_function):
     made = functools.partial(renormed, by_function=by_function)
-    (got,) = threads.run(1, lambda ranks: train(ranks, made(), Plan(microbatches=3), TOKENS))
+    (got,) = threads.run(1, lambda comm: train(comm, made(), Plan(microbatches=3), TOKENS))
     assert oracle.deviation(got, oracle.train(made(), loss, sgd, TOKENS)) <= TOLERANCE
 
 

@@ -50,10 +50,10 @@ def plainly(mine, optimizer, rank, *, first=0, steps=STEPS):
         optimizer.step()
 
 
-def wrapped(ranks, kind: Any = torch.optim.SGD, mine=None, *, plan=None, drift_check=1000, **options):
+def wrapped(comm, kind: Any = torch.optim.SGD, mine=None, *, plan=None, drift_check=1000, **options):
     mine = mine or model()
     inner = kind(mine.parameters(), **{"lr": 0.1, **options})
-    return mine, DistributedOptimizer(inner, mine, plan, communicator=ranks, drift_check=drift_check)
+    return mine, DistributedOptimizer(inner, mine, plan, communicator=comm, drift_check=drift_check)
 
 
 def apart(mine, theirs) -> float:
@@ -63,10 +63,10 @@ def apart(mine, theirs) -> float:
 def agrees(make, train, *, start=model) -> bool:
     """Whether two ranks train the same weights as one process."""
 
-    def body(ranks):
+    def body(comm):
         mine = start()
-        optimizer = DistributedOptimizer(make(mine.parameters()), mine, communicator=ranks)
-        train(mine, optimizer, ranks.rank)
+        optimizer = DistributedOptimizer(make(mine.parameters()), mine, communicator=comm)
+        train(mine, optimizer, comm.rank)
         return [p.detach().clone() for p in mine.parameters()]
 
     alone = start()
@@ -140,8 +140,8 @@ def test_states_and_groups_can_be_replaced():
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
 def test_copies_of_a_wrapper_are_refused(copied):
-    def body(ranks):
-        _, optimizer = wrapped(ranks)
+    def body(comm):
+        _, optimizer = wrapped(comm)
         with pytest.raises(OptimizerError, match=r"a copy or a pickle .*state_dict"):
             copied(optimizer)
         return hasattr(DistributedOptimizer.step, "apply_hooks")
@@ -160,12 +160,12 @@ def test_gradients_have_the_strides_of_their_parameters(kind, how):
 
 
 def test_gradients_kept_by_the_loop_keep_their_strides():
-    def body(ranks):
-        mine, optimizer = wrapped(ranks, mine=channels_last(), fused=True)
+    def body(comm):
+        mine, optimizer = wrapped(comm, mine=channels_last(), fused=True)
         kept = []
         for number in range(2):
             optimizer.zero_grad()
-            of(mine, number, ranks.rank).backward()
+            of(mine, number, comm.rank).backward()
             kept.append([p.grad for p in mine.parameters()])
         return [g.stride() == p.stride() for row in kept for g, p in zip(row, mine.parameters(), strict=True)]
 
@@ -173,11 +173,11 @@ def test_gradients_kept_by_the_loop_keep_their_strides():
 
 
 def test_ranks_with_different_parameter_strides_are_refused():
-    def body(ranks):
+    def body(comm):
         with pytest.raises(
             PlanError, match=r"0\.weight \[4, 3, 3, 3\] float64.*\[4, 3, 3, 3\], strides \[27, 1, 9, 3\]"
         ):
-            wrapped(ranks, mine=channels_last() if ranks.rank else model())
+            wrapped(comm, mine=channels_last() if comm.rank else model())
         return True
 
     assert threads.run(2, body) == [True, True]
@@ -191,10 +191,10 @@ def test_ranks_with_different_parameter_strides_are_refused():
     ],
 )
 def test_parameters_that_are_converted_later_are_refused(options, convert, said):
-    def body(ranks):
-        mine, _ = wrapped(ranks, **options)
+    def body(comm):
+        mine, _ = wrapped(comm, **options)
         mine.to(**convert)
-        x = batch(0, ranks.rank).to(next(mine.parameters()).dtype)
+        x = batch(0, comm.rank).to(next(mine.parameters()).dtype)
         with pytest.raises(TrainingError, match=rf"converted after.*0\.weight \({said}\)"):
             mine(x).sum().backward()
         return True
@@ -211,21 +211,21 @@ def test_a_later_memory_format_is_trained_with_elementwise_updates():
 
 
 def test_gradients_with_a_graph_are_refused():
-    def body(ranks):
-        mine, _ = wrapped(ranks)
+    def body(comm):
+        mine, _ = wrapped(comm)
         with pytest.raises(TaskError, match=r"create_graph=True.*torch\.autograd\.grad"):
-            of(mine, 0, ranks.rank).backward(create_graph=True)
+            of(mine, 0, comm.rank).backward(create_graph=True)
         return True
 
     assert threads.run(2, body) == [True, True]
 
 
 def test_a_parameter_that_is_frozen_later_is_reported_as_frozen():
-    def body(ranks):
-        mine, _ = wrapped(ranks)
+    def body(comm):
+        mine, _ = wrapped(comm)
         mine.get_submodule("0").requires_grad_(False)
         with pytest.raises(TrainingError, match=r"0\.weight got no gradient: it was frozen.*unused = \"allow\""):
-            of(mine, 0, ranks.rank).backward()
+            of(mine, 0, comm.rank).backward()
         return True
 
     assert threads.run(2, body) == [True, True]
@@ -244,41 +244,41 @@ class Noisy(torch.optim.SGD):
             parameter += 1e-3 * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
 
 
-def noise(mine, optimizer, ranks):
-    optimizer.seed = ranks.rank
+def noise(mine, optimizer, comm):
+    optimizer.seed = comm.rank
 
 
-def momentum(mine, optimizer, ranks):
+def momentum(mine, optimizer, comm):
     """As if only one rank had loaded a checkpoint before its optimizer was wrapped."""
-    if ranks.rank == 0:
+    if comm.rank == 0:
         for parameter in mine.parameters():
             optimizer.state[parameter]["momentum_buffer"] = torch.ones_like(parameter)
 
 
 @pytest.mark.parametrize("prepare", [noise, momentum])
 def test_updates_that_differ_from_the_start_are_found_after_the_first_step(prepare):
-    def body(ranks):
-        mine, optimizer = wrapped(ranks, Noisy, momentum=0.9)
-        prepare(mine, optimizer, ranks)
+    def body(comm):
+        mine, optimizer = wrapped(comm, Noisy, momentum=0.9)
+        prepare(mine, optimizer, comm)
         with pytest.raises(
             DivergenceError, match=r"the weights after step 1\n.*loaded state.*optimizer\.broadcast_state\(\)"
         ):
-            plainly(mine, optimizer, ranks.rank, steps=2)
+            plainly(mine, optimizer, comm.rank, steps=2)
         return optimizer._steps.num_steps
 
     assert threads.run(2, body) == [1, 1]
 
 
 def test_check_drift_compares_the_weights():
-    def body(ranks):
-        mine, optimizer = wrapped(ranks)
-        plainly(mine, optimizer, ranks.rank)
+    def body(comm):
+        mine, optimizer = wrapped(comm)
+        plainly(mine, optimizer, comm.rank)
         optimizer.check_drift()
         with torch.no_grad():
-            mine.get_parameter("0.bias")[0] += ranks.rank
+            mine.get_parameter("0.bias")[0] += comm.rank
         with pytest.raises(DivergenceError, match=r"the weights after step 4\n  0\.bias"):
             optimizer.check_drift()
-        if ranks.rank == 0:
+        if comm.rank == 0:
             optimizer.step()
         with pytest.raises(DivergenceError, match=r"rank 0 is at check_drift\(\) after 5 steps"):
             optimizer.check_drift()
@@ -288,20 +288,20 @@ def test_check_drift_compares_the_weights():
 
 
 def test_wrapping_a_wrapper_is_refused():
-    def body(ranks):
-        mine, optimizer = wrapped(ranks)
+    def body(comm):
+        mine, optimizer = wrapped(comm)
         with pytest.raises(OptimizerError, match="wrapped again"):
-            DistributedOptimizer(optimizer, mine, communicator=ranks)
+            DistributedOptimizer(optimizer, mine, communicator=comm)
         return True
 
     assert threads.run(2, body) == [True, True]
 
 
 def test_the_first_step_is_not_compared_where_drift_checks_are_off():
-    def body(ranks):
-        mine, optimizer = wrapped(ranks, Noisy, drift_check=0)
-        noise(mine, optimizer, ranks)
-        plainly(mine, optimizer, ranks.rank)
+    def body(comm):
+        mine, optimizer = wrapped(comm, Noisy, drift_check=0)
+        noise(mine, optimizer, comm)
+        plainly(mine, optimizer, comm.rank)
         return True
 
     assert threads.run(2, body) == [True, True]
@@ -315,39 +315,39 @@ def loaded(optimizer, saved, *, factor=1.0):
 
 
 def test_a_state_loaded_on_one_rank_only_is_found_before_a_weight_moves():
-    def body(ranks):
-        mine, optimizer = wrapped(ranks, momentum=0.9)
-        plainly(mine, optimizer, ranks.rank)
-        if ranks.rank == 1:
+    def body(comm):
+        mine, optimizer = wrapped(comm, momentum=0.9)
+        plainly(mine, optimizer, comm.rank)
+        if comm.rank == 1:
             loaded(optimizer, optimizer.state_dict())
         before = [p.detach().clone() for p in mine.parameters()]
         with pytest.raises(DivergenceError, match=r"rank 1 is at .* 4 steps of the optimizer and 1 × load_state_dict"):
-            plainly(mine, optimizer, ranks.rank)
+            plainly(mine, optimizer, comm.rank)
         return apart(mine.parameters(), before)
 
     assert threads.run(2, body) == [0.0, 0.0]
 
 
 def test_states_that_differ_between_ranks_are_found_after_the_next_step():
-    def body(ranks):
-        mine, optimizer = wrapped(ranks, momentum=0.9)
-        plainly(mine, optimizer, ranks.rank)
-        loaded(optimizer._optimizer, optimizer.state_dict(), factor=1.0 + ranks.rank)
+    def body(comm):
+        mine, optimizer = wrapped(comm, momentum=0.9)
+        plainly(mine, optimizer, comm.rank)
+        loaded(optimizer._optimizer, optimizer.state_dict(), factor=1.0 + comm.rank)
         with pytest.raises(DivergenceError, match="the weights after step 5"):
-            plainly(mine, optimizer, ranks.rank)
+            plainly(mine, optimizer, comm.rank)
         return True
 
     assert threads.run(2, body) == [True, True]
 
 
 def test_a_state_loaded_on_one_rank_and_broadcast_is_the_same_on_all():
-    def body(ranks):
-        mine, optimizer = wrapped(ranks, momentum=0.9)
-        plainly(mine, optimizer, ranks.rank)
-        for _ in range(2 * ranks.rank):  # the other rank loads it once, from the broadcast
+    def body(comm):
+        mine, optimizer = wrapped(comm, momentum=0.9)
+        plainly(mine, optimizer, comm.rank)
+        for _ in range(2 * comm.rank):  # the other rank loads it once, from the broadcast
             loaded(optimizer, optimizer.state_dict(), factor=0.5)
         optimizer.broadcast_state(src=1)
-        plainly(mine, optimizer, ranks.rank, first=4)
+        plainly(mine, optimizer, comm.rank, first=4)
         return [p.tolist() for p in mine.parameters()]
 
     first, second = threads.run(2, body)
@@ -390,13 +390,13 @@ def test_join_ends_with_the_states_of_the_rank_with_the_most_batches(kind):
     def scaler():
         return torch.amp.GradScaler("cpu", init_scale=2.0, growth_interval=2)
 
-    def body(ranks):
-        mine, optimizer = wrapped(ranks, momentum=0.9)
+    def body(comm):
+        mine, optimizer = wrapped(comm, momentum=0.9)
 
         def around(*states):
             return optimizer.join(states=states)
 
-        epochs(mine, optimizer, ranks.rank, SCHEDULERS[kind](optimizer), mine_scaler := scaler(), around)
+        epochs(mine, optimizer, comm.rank, SCHEDULERS[kind](optimizer), mine_scaler := scaler(), around)
         return [p.detach().clone() for p in mine.parameters()], mine_scaler.get_scale()
 
     alone = model()
@@ -411,23 +411,23 @@ def test_join_ends_with_the_states_of_the_rank_with_the_most_batches(kind):
 
 @pytest.mark.parametrize("kind", ["lambda", "cyclic"])
 def test_schedules_that_differ_within_join_are_refused_on_every_rank(kind):
-    def body(ranks):
-        mine, optimizer = wrapped(ranks, momentum=0.9)
+    def body(comm):
+        mine, optimizer = wrapped(comm, momentum=0.9)
         scaler = torch.amp.GradScaler("cpu", enabled=False)
         with pytest.raises(DivergenceError, match=r"within join\(\)\n  lr: .*join\(states=\[scheduler\]\)"):
-            epochs(mine, optimizer, ranks.rank, SCHEDULERS[kind](optimizer), scaler, lambda *_: optimizer.join())
+            epochs(mine, optimizer, comm.rank, SCHEDULERS[kind](optimizer), scaler, lambda *_: optimizer.join())
         return True
 
     assert threads.run(2, body) == [True, True]
 
 
 def test_options_within_join_are_compared_among_the_ranks_with_data():
-    def body(ranks):
-        mine, optimizer = wrapped(ranks)
-        optimizer.param_groups[0]["lr"] = 0.2 if ranks.rank == 2 else 0.1
+    def body(comm):
+        mine, optimizer = wrapped(comm)
+        optimizer.param_groups[0]["lr"] = 0.2 if comm.rank == 2 else 0.1
         said = r"within join\(\)\n  lr: rank 1 has 0\.1; rank 2 has 0\.2"
         with pytest.raises(DivergenceError, match=said), optimizer.join():
-            plainly(mine, optimizer, ranks.rank % 2, steps=ranks.rank)
+            plainly(mine, optimizer, comm.rank % 2, steps=comm.rank)
         return True
 
     assert threads.run(3, body) == [True] * 3
@@ -441,8 +441,8 @@ def test_short_digests_of_options_are_exact_when_squared_and_summed():
 
 
 def test_join_refuses_objects_without_a_state_dict():
-    def body(ranks):
-        _, optimizer = wrapped(ranks)
+    def body(comm):
+        _, optimizer = wrapped(comm)
         wrong: list[Any] = [[3], None]
         for states in wrong:
             with (
@@ -461,9 +461,9 @@ def test_freezing_and_unfreezing_is_allowed_with_unused_allow():
             mine.get_submodule("0").requires_grad_(is_trained)
             plainly(mine, optimizer, rank, first=first, steps=2)
 
-    def body(ranks):
-        mine, optimizer = wrapped(ranks, torch.optim.AdamW, plan=Plan(dp=2, unused="allow"))
-        train(mine, optimizer, ranks.rank)
+    def body(comm):
+        mine, optimizer = wrapped(comm, torch.optim.AdamW, plan=Plan(dp=2, unused="allow"))
+        train(mine, optimizer, comm.rank)
         return [p.detach().clone() for p in mine.parameters()]
 
     alone = model()

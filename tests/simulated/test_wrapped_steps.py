@@ -58,10 +58,10 @@ def plainly(mine, optimizer, rank, *, steps=STEPS):
 def compared(make, train, **how) -> list[str]:
     """Whether the weights of two ranks are those of plain PyTorch in one process."""
 
-    def body(ranks):
+    def body(comm):
         mine = model()
-        optimizer = DistributedOptimizer(make(mine.parameters()), mine, communicator=ranks, **how)
-        train(mine, optimizer, ranks.rank)
+        optimizer = DistributedOptimizer(make(mine.parameters()), mine, communicator=comm, **how)
+        train(mine, optimizer, comm.rank)
         return [p.detach().clone() for p in mine.parameters()]
 
     alone = model()
@@ -168,13 +168,13 @@ def test_a_mean_loss_keeps_its_graph():
 
 
 def test_torchs_optimizers_return_the_local_loss_of_a_closure():
-    def body(ranks):
+    def body(comm):
         mine = model()
-        optimizer = DistributedOptimizer(torch.optim.Adam(mine.parameters()), mine, communicator=ranks)
-        loss = of(mine, 0, ranks.rank).item()
+        optimizer = DistributedOptimizer(torch.optim.Adam(mine.parameters()), mine, communicator=comm)
+        loss = of(mine, 0, comm.rank).item()
 
         def closure():
-            found = of(mine, 0, ranks.rank)
+            found = of(mine, 0, comm.rank)
             found.backward()
             return found.item()
 
@@ -186,22 +186,22 @@ def test_torchs_optimizers_return_the_local_loss_of_a_closure():
 
 @pytest.mark.parametrize("value", [lambda loss: (loss, 1), lambda loss: loss.expand(2), lambda loss: "low"])
 def test_a_closure_value_without_a_mean_is_refused_where_the_optimizer_may_use_it(value):
-    def body(ranks):
+    def body(comm):
         mine = model()
-        optimizer = DistributedOptimizer(Polyak(mine.parameters(), lr=0.5), mine, communicator=ranks)
+        optimizer = DistributedOptimizer(Polyak(mine.parameters(), lr=0.5), mine, communicator=comm)
         with pytest.raises(TrainingError, match=r"a closure that returns .* need one number: Polyak uses its mean"):
-            by_closure(mine, optimizer, ranks.rank, value=value)
+            by_closure(mine, optimizer, comm.rank, value=value)
         return True
 
     assert threads.run(2, body) == [True, True]
 
 
 def test_an_optimizer_that_steps_by_the_loss_is_refused_within_join():
-    def body(ranks):
+    def body(comm):
         mine = model()
-        optimizer = DistributedOptimizer(wolfe(mine.parameters()), mine, communicator=ranks)
+        optimizer = DistributedOptimizer(wolfe(mine.parameters()), mine, communicator=comm)
         with pytest.raises(TrainingError, match=r"LBFGS with a closure, within join\(\)"), optimizer.join():
-            by_closure(mine, optimizer, ranks.rank, steps=1)
+            by_closure(mine, optimizer, comm.rank, steps=1)
         return True
 
     assert threads.run(2, body) == [True, True]
@@ -229,15 +229,15 @@ def test_a_direct_step_of_the_wrapped_optimizer_equals_one_of_the_wrapper():
 @pytest.mark.parametrize("kind", [torch.optim.SGD, Plain])
 @pytest.mark.parametrize("how", ["step", "closure", "keyword", "scaler"])
 def test_an_unreduced_gradient_is_refused_in_a_direct_step_too(how, kind):
-    def body(ranks):
+    def body(comm):
         mine = model()
         inner = kind(mine.parameters(), lr=0.1)
-        optimizer = DistributedOptimizer(inner, mine, communicator=ranks)
+        optimizer = DistributedOptimizer(inner, mine, communicator=comm)
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
 
         def local():
             with optimizer.no_sync():
-                scaler.scale(of(mine, 0, ranks.rank)).backward()
+                scaler.scale(of(mine, 0, comm.rank)).backward()
 
         steps = {
             "step": lambda: (local(), inner.step()),
@@ -252,7 +252,7 @@ def test_an_unreduced_gradient_is_refused_in_a_direct_step_too(how, kind):
             optimizer.zero_grad()
             scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
         assert all(map(torch.equal, mine.parameters(), before))
-        of(mine, 0, ranks.rank).backward()
+        of(mine, 0, comm.rank).backward()
         inner.step()
         local()
         with pytest.raises(TrainingError, match="not been averaged"):
@@ -264,14 +264,14 @@ def test_an_unreduced_gradient_is_refused_in_a_direct_step_too(how, kind):
 
 
 def test_a_direct_step_counts_once():
-    def body(ranks):
+    def body(comm):
         mine = model()
         inner = Plain(mine.parameters(), lr=0.1)
-        optimizer = DistributedOptimizer(inner, mine, communicator=ranks)
-        for _ in range(1 + ranks.rank):
+        optimizer = DistributedOptimizer(inner, mine, communicator=comm)
+        for _ in range(1 + comm.rank):
             inner.step()
         with pytest.raises(DivergenceError, match=r"rank 0 is at backward 1 after 1 steps.*after 2 steps"):
-            of(mine, 0, ranks.rank).backward()
+            of(mine, 0, comm.rank).backward()
         return optimizer.defaults["lr"]
 
     assert threads.run(2, body) == [0.1, 0.1]
@@ -288,12 +288,12 @@ def test_the_arguments_of_a_step_reach_the_wrapped_optimizer():
 
 
 def test_an_optimizer_that_is_wrapped_again_is_not_checked_by_the_older_wrapper():
-    def body(ranks):
+    def body(comm):
         mine = model()
         inner = torch.optim.SGD(mine.parameters(), lr=0.1)
-        DistributedOptimizer(inner, mine, communicator=ranks)
-        optimizer = DistributedOptimizer(inner, mine, communicator=ranks)
-        plainly(mine, optimizer, ranks.rank)
+        DistributedOptimizer(inner, mine, communicator=comm)
+        optimizer = DistributedOptimizer(inner, mine, communicator=comm)
+        plainly(mine, optimizer, comm.rank)
         return [p.tolist() for p in mine.parameters()]
 
     first, second = threads.run(2, body)
