@@ -1,4 +1,4 @@
-"""A run on one thread's rank that saves and goes on, and its log in memory."""
+"""A run on one thread's rank that saves and resumes, and its log in memory."""
 
 import json
 from collections.abc import Callable

@@ -80,7 +80,7 @@ def add_in_order(parts):
 
 
 def make_step(case: Case, size: int, comm: Any = None) -> Any:
-    """The case's step, of a model in float32: on the ranks given (threads), or on those of the environment."""
+    """The case's step, of a model in float32: over `comm` (ranks are threads), or over the ranks of the environment."""
     model, loss, optimizer = cases.model(case.model).float(), cases.loss(case), _optimizer(case)
     if comm is None:
         return parallelize(model, loss, optimizer, case.plan(size), clip=case.clip)
