@@ -1,4 +1,4 @@
-"""The laws of going on from a checkpoint, all ranks as threads of one process."""
+"""Laws of resuming from a checkpoint. Ranks are threads."""
 
 import dataclasses
 import functools
@@ -38,9 +38,9 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(case, tmp_path):
-    ema = 0.9 if case.update == "after" else None  # an average wants the weights after each step
+    ema = 0.9 if case.update == "after" else None  # an EMA needs the weights after each step
 
-    def undisturbed(comm):
+    def uninterrupted(comm):
         run = ThreadRun(case, comm, tmp_path / "whole", ema=ema)
         run.run_steps(0, 4)
         return run.copy_tensors(), torch.get_rng_state()
@@ -48,7 +48,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(case, tmp_path):
     def begin(comm):
         ThreadRun(case, comm, tmp_path, ema=ema).run_steps(0, 3, save_at=(2,))
 
-    def go_on(comm):
+    def resume(comm):
         run = ThreadRun(case, comm, tmp_path, token="b", ema=ema)
         progress = run.checkpoints.resume()
         assert progress is not None
@@ -56,9 +56,9 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(case, tmp_path):
         run.run_steps(2, 4)
         return run.copy_tensors()
 
-    whole = threads.run(3, undisturbed)
+    whole = threads.run(3, uninterrupted)
     threads.run(3, begin)
-    for (expected, _), got in zip(whole, threads.run(3, go_on), strict=True):
+    for (expected, _), got in zip(whole, threads.run(3, resume), strict=True):
         assert got.keys() == expected.keys()
         assert all(torch.equal(got[name], value) for name, value in expected.items())
 
@@ -68,14 +68,14 @@ def test_a_checkpoint_loads_on_another_number_of_ranks_and_another_zero_level(si
     case = Case(model="tied", batch_sizes=(12, 12, 12, 12), zero=zero)
     threads.run(3, lambda comm: ThreadRun(case, comm, tmp_path).run_steps(0, 2, save_at=(2,)))
 
-    def go_on(comm):
+    def resume(comm):
         run = ThreadRun(dataclasses.replace(case, zero=then), comm, tmp_path)
         assert run.checkpoints.resume() is not None
         run.run_steps(2, 4)
         return {name: p.detach().clone() for name, p in run.step.model.named_parameters()}
 
     oracle = train_oracle(case)
-    for weights in threads.run(size, go_on):
+    for weights in threads.run(size, resume):
         for name, weight in oracle.weights.items():
             torch.testing.assert_close(weights[name], weight, rtol=0, atol=TOLERANCE)
 
@@ -85,25 +85,25 @@ def test_a_checkpoint_loads_on_another_number_of_ranks_and_another_zero_level(si
 def test_a_resumed_run_keeps_the_sum_of_residuals_on_another_number_of_ranks(size, zero, codec, tmp_path):
     case = Case(codec=codec, batch_sizes=(12, 11, 12, 12))
 
-    def remainders(run):
+    def residuals(run):
         return {name: state["remainder"].clone() for name, state in run.step.codec_state.tensors.items()}
 
     def begin(comm):
         run = ThreadRun(case, comm, tmp_path)
         run.run_steps(0, 2, save_at=(2,))
-        return remainders(run)
+        return residuals(run)
 
-    def go_on(comm):
+    def resume(comm):
         run = ThreadRun(dataclasses.replace(case, zero=zero, bucket_bytes=900), comm, tmp_path)
         assert run.checkpoints.resume() is not None
-        found = remainders(run)
+        found = residuals(run)
         run.run_steps(2, 4)
         return found
 
-    saved, loaded = threads.run(3, begin), threads.run(size, go_on)
+    saved, loaded = threads.run(3, begin), threads.run(size, resume)
     assert any(value.any() for value in saved[0].values())
     for name in saved[0]:
-        total, now = (torch.stack([each[name] for each in ranks]).sum(0) for ranks in (saved, loaded))
+        total, now = (torch.stack([each[name] for each in by_rank]).sum(0) for by_rank in (saved, loaded))
         torch.testing.assert_close(now, total, rtol=0, atol=1e-15)
 
 
@@ -120,9 +120,9 @@ def test_a_resumed_run_restores_the_random_state(tmp_path):
     def drawn(comm):
         ThreadRun(Case(), comm, tmp_path).run_steps(0, 2, save_at=(2,))
         first = torch.rand(4)
-        again = ThreadRun(Case(), comm, tmp_path)
+        resumed_run = ThreadRun(Case(), comm, tmp_path)
         torch.manual_seed(99)
-        assert again.checkpoints.resume() is not None
+        assert resumed_run.checkpoints.resume() is not None
         return first, torch.rand(4)
 
     ((first, second),) = threads.run(1, drawn)
@@ -130,22 +130,22 @@ def test_a_resumed_run_restores_the_random_state(tmp_path):
 
 
 def test_a_checkpoint_without_a_recorded_mesh_restores_the_random_state_too(tmp_path):
-    def drawn(comm, *, again):
+    def drawn(comm, *, resumed):
         run = ThreadRun(Case(), comm, tmp_path)
-        if not again:
+        if not resumed:
             run.run_steps(0, 2, save_at=(2,))
         else:
             torch.manual_seed(99)
             assert run.checkpoints.resume() is not None
         return torch.rand(4)
 
-    (first,) = threads.run(1, functools.partial(drawn, again=False))
+    (first,) = threads.run(1, functools.partial(drawn, resumed=False))
     rewrite_manifest(CheckpointStore(tmp_path).step_dir(2), lambda manifest: manifest.pop("mesh"))
-    (second,) = threads.run(1, functools.partial(drawn, again=True))
+    (second,) = threads.run(1, functools.partial(drawn, resumed=True))
     assert torch.equal(first, second)
 
 
-@pytest.mark.parametrize("state", ["00", "00" * 5056], ids=["of another size", "of the same size"])
+@pytest.mark.parametrize("state", ["00", "00" * 5056], ids=["another size", "the same size"])
 def test_a_random_state_that_torch_rejects_is_refused_before_anything_changes(state, tmp_path):
     save_twice(tmp_path, 1)
     rewrite_manifest(
@@ -175,7 +175,7 @@ def test_a_checkpoint_of_another_model_is_refused_with_every_difference(tmp_path
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "said"),
+    ("before", "after", "message"),
     [
         ("Adam", "AdamW", "AdamW, and states of Adam "),
         ("SGD", "AdamW", "AdamW, and states of SGD "),
@@ -185,7 +185,7 @@ def test_a_checkpoint_of_another_model_is_refused_with_every_difference(tmp_path
 )
 @pytest.mark.parametrize("zero", [0, 1])
 def test_states_of_another_optimizer_are_refused_before_anything_changes(
-    zero, before, after, said, tmp_path, monkeypatch
+    zero, before, after, message, tmp_path, monkeypatch
 ):
     monkeypatch.setitem(cases.OPTIMIZERS, "AMSGrad", functools.partial(torch.optim.AdamW, amsgrad=True))
     case = Case(optimizer=before, zero=zero)
@@ -194,7 +194,7 @@ def test_states_of_another_optimizer_are_refused_before_anything_changes(
     def resume(comm):
         run = ThreadRun(dataclasses.replace(case, optimizer=after), comm, tmp_path)
         weights = run.copy_tensors()
-        with pytest.raises(CheckpointError, match=said):
+        with pytest.raises(CheckpointError, match=message):
             run.checkpoints.resume()
         assert all(torch.equal(value, weights[name]) for name, value in run.copy_tensors().items())
 
@@ -220,16 +220,18 @@ def test_a_resumed_run_uses_the_tasks_current_options_and_reports_those_that_cha
         run.run_steps(2, 4)
         return run.copy_tensors()
 
-    def edited_before_it_goes_on(comm):
+    def edited_before_it_resumes(comm):
         run = ThreadRun(dataclasses.replace(case, optimizer="edited"), comm, tmp_path)
         assert run.checkpoints.resume() is not None
         run.run_steps(2, 4)
         return run.copy_tensors(), run.log.messages
 
     expected = threads.run(2, edited_while_it_runs)[0]
-    for got, notes in threads.run(2, edited_before_it_goes_on):
+    for got, messages in threads.run(2, edited_before_it_resumes):
         assert all(torch.equal(got[name], value) for name, value in expected.items())
-        assert notes == ["the task's optimizer has eps = 0.001 (1e-08 when step 2 was saved): the run goes on with it"]
+        assert messages == [
+            "the task's optimizer has eps = 0.001 (1e-08 when step 2 was saved): the run goes on with it"
+        ]
 
 
 def own_states(run: ThreadRun) -> dict[str, Tensor]:
@@ -247,13 +249,13 @@ def test_local_sgd_states_are_per_rank_and_averaged_on_another_number_of_ranks(s
         run.run_steps(0, 2, save_at=(2,))
         return own_states(run), run.step.state_refs()["outer"]
 
-    def go_on(comm):
+    def resume(comm):
         run = ThreadRun(case, comm, tmp_path)
         assert run.checkpoints.resume() is not None
         return own_states(run), run.step.state_refs()["outer"]
 
     saved = threads.run(3, begin)
-    for rank, (states, outer) in enumerate(threads.run(size, go_on)):
+    for rank, (states, outer) in enumerate(threads.run(size, resume)):
         for name, state in states.items():
             rows = torch.stack([own[name] for own, _ in saved])
             assert not torch.equal(rows[0], rows[1])
@@ -265,19 +267,19 @@ def test_a_local_sgd_run_may_resume_with_synchronous_steps(tmp_path):
     case = Case(sync="local", local_steps=2, outer_momentum=0.9, batch_sizes=(12, 12, 12, 12))
     threads.run(3, lambda comm: ThreadRun(case, comm, tmp_path).run_steps(0, 2, save_at=(2,)))
 
-    def go_on(comm, **fields):
+    def resume(comm, **fields):
         run = ThreadRun(dataclasses.replace(case, sync="step", **fields), comm, tmp_path)
         assert run.checkpoints.resume() is not None
         run.run_steps(2, 4)
         return [p.detach().clone() for p in run.step.model.parameters()]
 
-    whole, split = threads.run(2, go_on), threads.run(3, lambda comm: go_on(comm, zero=2))
+    whole, split = threads.run(2, resume), threads.run(3, lambda comm: resume(comm, zero=2))
     for a, b in zip(whole[0], split[0], strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=TOLERANCE)
 
 
-class Hollow(nn.Module):
-    """Two parameters have no elements; the forward of step 3 fails where it `breaks`."""
+class EmptyParameters(nn.Module):
+    """Two parameters have no elements; with `breaks`, the forward of step 3 fails."""
 
     def __init__(self, *, breaks: bool) -> None:
         super().__init__()
@@ -294,7 +296,7 @@ def test_a_run_with_ema_and_empty_parameters_resumes(tmp_path):
 
     def run(*, breaks: bool = False):
         task = ff.Task(
-            model=lambda: Hollow(breaks=breaks),
+            model=lambda: EmptyParameters(breaks=breaks),
             loss=lambda outputs, targets: (outputs - targets).square(),
             data=lambda: ff.Data(train=data),
             optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),

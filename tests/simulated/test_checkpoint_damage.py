@@ -1,4 +1,4 @@
-"""What is damaged, or cannot be written, costs the checkpoints before it nothing. Ranks are threads."""
+"""Laws of damaged and failed checkpoints: earlier ones stay valid. Ranks are threads."""
 
 import contextlib
 import errno
@@ -26,9 +26,9 @@ from tests.cases import Case
 from tests.checkpoint_runs import ThreadRun, rewrite_manifest, save_twice
 
 
-def flip(path: Path, place: int) -> None:
+def flip(path: Path, offset: int) -> None:
     text = bytearray(path.read_bytes())
-    text[place] ^= 1
+    text[offset] ^= 1
     path.write_bytes(text)
 
 
@@ -58,7 +58,7 @@ DAMAGE = {
         "manifest.json",
         lambda path: rewrite_manifest(path.parent, lambda manifest: manifest.update(step=4)),
     ),
-    "a count of nothing": (
+    "a nominal count of 0": (
         "manifest.json",
         lambda path: rewrite_manifest(path.parent, lambda manifest: manifest["record"].update(nominal_count=0)),
     ),
@@ -66,7 +66,7 @@ DAMAGE = {
         "manifest.json",
         lambda path: rewrite_manifest(path.parent, lambda manifest: manifest["record"].update(scale={"good": 1})),
     ),
-    "a count of updates that is a text": (
+    "a count of updates that is a string": (
         "manifest.json",
         lambda path: rewrite_manifest(path.parent, lambda manifest: manifest["scalars"]["head.bias"].update(step="x")),
     ),
@@ -87,23 +87,23 @@ def test_damage_is_found_and_named_and_the_previous_checkpoint_is_used(damage, t
     checkpoints.export_checkpoint(str(tmp_path), str(tmp_path / "weights"), step=None, ema=False)
     assert "a newer checkpoint is damaged" in capsys.readouterr().err
 
-    def go_on(comm):
+    def resume(comm):
         run = ThreadRun(Case(), comm, tmp_path, token="b")
         progress = run.checkpoints.resume()
         assert progress is not None
         run.run_steps(1, 3, save_at=(3,))
         return progress.step, run.log.messages
 
-    (step, notes), (other, _) = threads.run(2, go_on)
+    (step, messages), (other, _) = threads.run(2, resume)
     assert (step, other) == (1, 1)
-    assert name in notes[0]
+    assert name in messages[0]
     assert CheckpointStore(tmp_path).steps() == [1, 3]
     assert not verify_checkpoint(store.step_dir(3))
     assert (store.path / "damaged-step-00000003").is_dir()
 
 
-def turn(manifest: dict[str, Any]) -> None:
-    """Say that a matrix has another shape of as many elements."""
+def transpose(manifest: dict[str, Any]) -> None:
+    """Give a matrix another shape with as many elements."""
     entry = manifest["tensors"]["model.first.weight"]
     assert entry["shape"] == [24, 16]
     entry["shape"] = [16, 24]
@@ -115,7 +115,7 @@ DIFFERENCES = {
         lambda manifest: manifest["tensors"]["model.head.bias"].update(dtype="I64"),
         "model.head.bias is F64 [10], I64 [10] in the manifest",
     ),
-    "another shape": (turn, "model.first.weight is F64 [24, 16], F64 [16, 24] in the manifest"),
+    "another shape": (transpose, "model.first.weight is F64 [24, 16], F64 [16, 24] in the manifest"),
     "another name": (
         lambda manifest: manifest["tensors"].update({"model.x": manifest["tensors"].pop("model.head.bias")}),
         "no model.x",
@@ -129,15 +129,15 @@ DIFFERENCES = {
 
 @pytest.mark.parametrize("difference", DIFFERENCES)
 def test_a_file_whose_tensors_differ_from_the_manifest_is_damaged(difference, tmp_path, capsys):
-    change, said = DIFFERENCES[difference]
+    change, message = DIFFERENCES[difference]
     store = save_twice(tmp_path, 1)
     rewrite_manifest(store.step_dir(3), change)
-    assert any(said in text for text in verify_checkpoint(store.step_dir(3)))
+    assert any(message in text for text in verify_checkpoint(store.step_dir(3)))
     assert newest_valid(tmp_path) == store.step_dir(1)
     assert checkpoints.verify_checkpoints(str(tmp_path)) == 1
     out = capsys.readouterr().out
     assert f"{store.step_dir(3)}   damaged" in out
-    assert f"rank-000.safetensors: {said}" in out
+    assert f"rank-000.safetensors: {message}" in out
     assert f"{store.step_dir(1)}   good" in out
 
 
@@ -160,8 +160,8 @@ def test_a_damaged_marker_is_reported_and_older_checkpoints_are_kept(tmp_path, m
         run.run_steps(0, 3, save_at=(1, 3))
         return run.log.messages
 
-    (notes,) = threads.run(1, body)
-    assert "step 3 could not be written: rank-000.json: " in notes[0]
+    (messages,) = threads.run(1, body)
+    assert "step 3 could not be written: rank-000.json: " in messages[0]
     assert CheckpointStore(tmp_path).steps() == [1]
 
 
@@ -186,10 +186,10 @@ def test_every_flipped_bit_of_a_file_is_found(tmp_path):
     store = save_twice(tmp_path, 1)
     generator = torch.Generator().manual_seed(0)
     for path in store.step_dir(3).iterdir():
-        for place in torch.randint(path.stat().st_size - 1, (40,), generator=generator).tolist():
-            flip(path, place)
-            assert verify_checkpoint(store.step_dir(3)), (path, place)
-            flip(path, place)
+        for offset in torch.randint(path.stat().st_size - 1, (40,), generator=generator).tolist():
+            flip(path, offset)
+            assert verify_checkpoint(store.step_dir(3)), (path, offset)
+            flip(path, offset)
     assert not verify_checkpoint(store.step_dir(3))
 
 
@@ -256,8 +256,8 @@ def test_a_failed_write_keeps_older_checkpoints(tmp_path, monkeypatch):
         run.run_steps(0, 3, save_at=(1, 3))
         return run.log.messages
 
-    (notes, others) = threads.run(2, body)
-    assert "step 3 could not be written: rank 1: no space left on device" in notes[0]
+    (messages, others) = threads.run(2, body)
+    assert "step 3 could not be written: rank 1: no space left on device" in messages[0]
     assert not others
     assert [path.name for path in CheckpointStore(tmp_path).path.iterdir()] == ["step-00000001"]
     assert not verify_checkpoint(CheckpointStore(tmp_path).step_dir(1))
@@ -277,9 +277,9 @@ def test_a_folder_that_cannot_be_written_is_reported_without_waiting_for_markers
         run.run_steps(1, 3, save_at=(3,))
         return run.log.messages
 
-    (notes, others) = threads.run(2, body)
-    assert "step 3 could not be written: rank 0: " in notes[0]
-    assert "in time" not in notes[0]
+    (messages, others) = threads.run(2, body)
+    assert "step 3 could not be written: rank 0: " in messages[0]
+    assert "in time" not in messages[0]
     assert not others
 
 
@@ -303,14 +303,14 @@ def test_a_folder_that_is_removed_while_it_is_written_is_reported_without_waitin
         run.run_steps(0, 3, save_at=(1, 3))
         return run.log.messages
 
-    (notes, _) = threads.run(2, body)
-    assert "step 3 could not be written: its folder was removed while it was written" in notes[0]
+    (messages, _) = threads.run(2, body)
+    assert "step 3 could not be written: its folder was removed while it was written" in messages[0]
     assert [path.name for path in CheckpointStore(tmp_path).path.iterdir()] == ["step-00000001"]
 
 
 @contextlib.contextmanager
 def small_disk(path: Path) -> Iterator[None]:
-    """A file system of 256 KiB at `path`, or a skip where it cannot be had."""
+    """A file system of 256 KiB at `path`; skips the test where it cannot be mounted."""
     path.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=256k", "fourfold-test", str(path)]
     mount = shutil.which("mount")
@@ -322,7 +322,7 @@ def small_disk(path: Path) -> Iterator[None]:
         subprocess.run(["umount", str(path)], check=True)
 
 
-@pytest.mark.parametrize("checked", [True, False], ids=["room is looked for first", "room ends while writing"])
+@pytest.mark.parametrize("checked", [True, False], ids=["space is checked first", "space runs out while writing"])
 def test_a_full_disk_is_a_warning_and_earlier_checkpoints_are_kept(checked, tmp_path, monkeypatch):
     if not checked:
         monkeypatch.setattr(CheckpointManager, "_check_disk_space", lambda *_: None)
@@ -340,9 +340,9 @@ def test_a_full_disk_is_a_warning_and_earlier_checkpoints_are_kept(checked, tmp_
             run.run_steps(1, 3, save_at=(3,))
             return run.log.messages
 
-        notes, _ = threads.run(2, body)
-        assert "could not be written" in notes[0]
-        assert ("KiB needed" if checked else "no space left") in notes[0]
+        messages, _ = threads.run(2, body)
+        assert "could not be written" in messages[0]
+        assert ("KiB needed" if checked else "no space left") in messages[0]
         assert [path.name for path in CheckpointStore(folder).path.iterdir()] == ["step-00000001"]
         assert not verify_checkpoint(CheckpointStore(folder).step_dir(1))
 

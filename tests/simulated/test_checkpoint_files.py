@@ -1,4 +1,4 @@
-"""What is on the disk after a save: which checkpoints, which files, whose weights. Ranks are threads."""
+"""Laws of what a save leaves on disk: which checkpoints, which files, which weights. Ranks are threads."""
 
 import functools
 import os
@@ -41,12 +41,12 @@ def test_the_last_checkpoints_and_the_best_one_are_kept(tmp_path):
 def test_a_snapshot_holds_the_weights_at_the_time_it_was_taken(tmp_path, monkeypatch):
     entered, go = threads.threading.Event(), threads.threading.Event()
 
-    def later(path, snapshot, real=write.write_snapshot):
+    def delayed_write(path, snapshot, real=write.write_snapshot):
         entered.set()
         assert go.wait(30)
         return real(path, snapshot)
 
-    monkeypatch.setattr(manager, "write_snapshot", later)
+    monkeypatch.setattr(manager, "write_snapshot", delayed_write)
 
     def body(comm):
         run = ThreadRun(Case(), comm, tmp_path)
