@@ -1,4 +1,4 @@
-"""The laws of codecs: nothing is lost, messages are as long as was said, and every rank gets the same sum."""
+"""Laws of codecs: unsent gradients stay in residuals, messages have the planned size, every rank gets the same sum."""
 
 import itertools
 
@@ -18,7 +18,7 @@ from fourfold.plan.codec import CODECS, INDEX_BLOCK, SCALE_BLOCK, CodecSpec, cod
 from fourfold.testing.codecs import simulate_reduce
 from tests.pure.test_codec import bucket_of
 
-REMEMBERING = [kind for kind, row in CODECS.items() if row.remembers]
+STATEFUL = [kind for kind, row in CODECS.items() if row.remembers]
 SHAPES = [(40, 30), (30,), (), (7, 3, 5), (600,), (33, 65)]
 CPU = torch.device("cpu")
 
@@ -28,7 +28,7 @@ def make(kind, shapes, *, dtype="float64", size=1, **parameters):
     return [registry.make_codec(CodecSpec(kind, **parameters), bucket, shapes, device=CPU) for _ in range(size)]
 
 
-def remainder_of(each):
+def residual_of(each):
     assert each.residual is not None
     return each.residual
 
@@ -49,17 +49,17 @@ def gradients(shapes, *, size, seed=0, dtype=torch.float64):
 
 @settings(max_examples=60)
 @given(
-    kind=st.sampled_from(REMEMBERING),
+    kind=st.sampled_from(STATEFUL),
     size=st.integers(1, 4),
     steps=st.integers(1, 6),
     shapes=st.lists(st.sampled_from(SHAPES), min_size=1, max_size=4),
     density=st.sampled_from([0.01, 0.1, 0.5, 1.0]),
     rank=st.integers(1, 4),
-    life=st.integers(1, 4),
+    refresh_steps=st.integers(1, 4),
     seed=st.integers(0, 99),
 )
-def test_sent_gradients_plus_residuals_are_the_gradient(kind, size, steps, shapes, density, rank, life, seed):
-    codecs = make(kind, shapes, size=size, density=density, matrix_rank=rank, refresh_steps=life)
+def test_sent_gradients_plus_residuals_are_the_gradient(kind, size, steps, shapes, density, rank, refresh_steps, seed):
+    codecs = make(kind, shapes, size=size, density=density, matrix_rank=rank, refresh_steps=refresh_steps)
     gradient = sent = torch.zeros(bucket_of(shapes).size, dtype=torch.float64)
     for step in range(steps):
         flats = gradients(shapes, size=size, seed=10 * seed + step)
@@ -67,8 +67,8 @@ def test_sent_gradients_plus_residuals_are_the_gradient(kind, size, steps, shape
         simulate_reduce(codecs, flats)
         assert all(torch.equal(flat, flats[0]) for flat in flats)
         sent = sent + flats[0]
-    remainder = sum(map(remainder_of, codecs))
-    assert (sent + remainder - gradient).abs().max() <= 1e-12 * max(1.0, gradient.abs().max().item())
+    residual = sum(map(residual_of, codecs))
+    assert (sent + residual - gradient).abs().max() <= 1e-12 * max(1.0, gradient.abs().max().item())
 
 
 @pytest.mark.parametrize("kind", ["topk", "dct"])
@@ -84,7 +84,7 @@ def test_a_sparse_codec_of_density_1_equals_no_codec_bit_for_bit(kind):
 @pytest.mark.parametrize("kind", CODECS)
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16"])
 def test_a_message_has_the_predicted_size(kind, dtype):
-    shapes = [*SHAPES, (300, 257)]  # more than one block of places
+    shapes = [*SHAPES, (300, 257)]  # more than one block of indices
     codecs = make(kind, shapes, size=2, dtype=dtype, density=0.03, matrix_rank=2)
     said = simulate_reduce(codecs, gradients(shapes, size=2, dtype=getattr(torch, dtype)))
     expected = codec_rounds(
@@ -100,7 +100,7 @@ def codecs_width(dtype):
 @pytest.mark.parametrize("kind", ["topk", "dct"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_residuals_of_two_byte_gradients_are_kept_in_float32(kind, dtype):
-    # 20 times a thousandth beside a one that is always sent: bfloat16 itself cannot add a thousandth to a one.
+    # A one is sent each time; 20 thousandths accumulate in the residual. In bfloat16, one plus a thousandth is one.
     (each,) = make(kind, [(1000,)], dtype=dtype, density=0.001)
     thousandth = torch.tensor(0.001, dtype=getattr(torch, dtype)).item()
     for _ in range(20):
@@ -108,9 +108,9 @@ def test_residuals_of_two_byte_gradients_are_kept_in_float32(kind, dtype):
         flat[7] = 1.0
         simulate_reduce([each], [flat])
         assert flat.nonzero().tolist() == [[7]]
-    remainder = remainder_of(each)
-    assert remainder.dtype == torch.float32
-    assert remainder[8].item() == pytest.approx(20 * thousandth, rel=1e-6)
+    residual = residual_of(each)
+    assert residual.dtype == torch.float32
+    assert residual[8].item() == pytest.approx(20 * thousandth, rel=1e-6)
 
 
 @pytest.mark.parametrize("kind", CODECS)
@@ -124,7 +124,7 @@ def test_every_codec_has_a_class():
     assert registry.CLASSES.keys() == CODECS.keys()
 
 
-@pytest.mark.parametrize("kind", REMEMBERING)
+@pytest.mark.parametrize("kind", STATEFUL)
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_residuals_keep_their_sum_on_another_number_of_ranks(kind, size):
     options = {"dtype": "float64", "density": 0.1, "matrix_rank": 2}
@@ -137,7 +137,7 @@ def test_residuals_keep_their_sum_on_another_number_of_ranks(kind, size):
             for key, tensor in tensors.items():
                 rows = torch.stack([state[name][key] for state in states])
                 codec.reshard(key, SavedRows(rows, rank, size), tensor)
-    before, after = (sum(map(remainder_of, codecs)) for codecs in (saved, loaded))
+    before, after = (sum(map(residual_of, codecs)) for codecs in (saved, loaded))
     torch.testing.assert_close(after, before, rtol=0.0, atol=0.0 if size == 2 else 1e-12)
     if size == 2:
         for one, other in zip(saved, loaded, strict=True):
@@ -145,14 +145,14 @@ def test_residuals_keep_their_sum_on_another_number_of_ranks(kind, size):
                 assert all(torch.equal(tensor, other.state_tensors()[name][key]) for key, tensor in tensors.items())
 
 
-@pytest.mark.parametrize("kind", REMEMBERING)
+@pytest.mark.parametrize("kind", STATEFUL)
 def test_a_codec_without_saved_state_clears_its_residual(kind):
     (codec,) = make(kind, SHAPES, density=0.1, matrix_rank=2)
     simulate_reduce([codec], gradients(SHAPES, size=1))
     for tensors in codec.state_tensors().values():
         for key, tensor in tensors.items():
             codec.reshard(key, SavedRows(None, 0, 1), tensor)
-    assert not remainder_of(codec).any()
+    assert not residual_of(codec).any()
 
 
 @pytest.mark.parametrize("kind", CODECS)
@@ -172,7 +172,7 @@ def test_a_codec_resumes_from_its_state_bit_for_bit(kind):
         assert torch.equal(ours[0], theirs[0])
 
 
-@pytest.mark.parametrize("kind", REMEMBERING)
+@pytest.mark.parametrize("kind", STATEFUL)
 def test_residuals_scale_with_the_unit_of_gradients(kind):
     # Powers of two scale without rounding, so the two trainings must agree in every bit.
     options = {"dtype": "float32", "density": 0.1, "matrix_rank": 2, "refresh_steps": 3}
@@ -188,7 +188,7 @@ def test_residuals_scale_with_the_unit_of_gradients(kind):
         torch.testing.assert_close(ours[0], theirs[0] * (8.0 if step >= 4 else 1.0), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", REMEMBERING)
+@pytest.mark.parametrize("kind", STATEFUL)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_nonfinite_gradient_reaches_all_ranks_and_no_residual(kind, bad):
     codecs = make(kind, [(64, 64)], size=2, dtype="float32", density=0.01)
@@ -198,7 +198,7 @@ def test_a_nonfinite_gradient_reaches_all_ranks_and_no_residual(kind, bad):
             flats[1][100:200] = bad
         simulate_reduce(codecs, flats)
         assert torch.isfinite(flats[0]).all() == (step != 1)
-        assert all(torch.isfinite(remainder_of(each)).all() for each in codecs)
+        assert all(torch.isfinite(residual_of(each)).all() for each in codecs)
 
 
 # ---- casts --------------------------------------------------------------------------------------
@@ -262,7 +262,7 @@ def test_the_kth_largest_is_exact(length, count, seed, ties):
 
 
 def test_a_misleading_sample_does_not_change_the_kth_largest():
-    # All large elements lie where the sample does not look, or all where it does.
+    # The sample contains none of the large elements, or all of them.
     for first in (0, 1):
         flat = torch.rand(80000)
         flat[first :: 80000 // 8192][:500] += 5.0
@@ -291,8 +291,8 @@ def test_topk_breaks_ties_by_the_lowest_index():
 def test_indices_span_many_blocks():
     length = 3 * INDEX_BLOCK + 17
     flat = torch.zeros(length)
-    places = torch.tensor([0, 1, INDEX_BLOCK - 1, INDEX_BLOCK, 2 * INDEX_BLOCK + 5, 3 * INDEX_BLOCK, length - 1])
-    flat[places] = torch.arange(1.0, 8.0)
+    indices = torch.tensor([0, 1, INDEX_BLOCK - 1, INDEX_BLOCK, 2 * INDEX_BLOCK + 5, 3 * INDEX_BLOCK, length - 1])
+    flat[indices] = torch.arange(1.0, 8.0)
     for kind in ("topk", "dct"):
         sent = flat.clone()
         simulate_reduce(make(kind, [(length,)], dtype="float32", density=0.001), [sent])
@@ -308,8 +308,8 @@ def test_a_refresh_without_ties_keeps_exactly_the_density(length, percent, seed)
 
 
 def test_zeros_are_never_sent():
-    # More than η of the elements are zero: the η-quantile is 0, and `>=` would keep everything. Fewer than the band's
-    # low end are left, and looking for a threshold again and again would find no more.
+    # More than η of the elements are zero: the η-quantile is 0, and `>=` would keep everything. Fewer elements are left
+    # than the band's lower bound, and refreshing the threshold in every step would find no more.
     each = dct([(1000,)], density=0.1, refresh_steps=2)
     for _ in range(4):
         flat = torch.zeros(1000, dtype=torch.float64)
@@ -342,7 +342,7 @@ def test_drift_never_takes_density_out_of_its_band(seed, growth):
 
 
 def test_the_first_threshold_is_too_low_and_is_refreshed_early():
-    # The first refresh sees no remainder. From the second step on the remainder is most of what there is.
+    # There is no residual at the first refresh. From the second step on, most of the sum is residual.
     each = dct([(20000,)], density=0.01, refresh_steps=1000)
     counts = []
     for step in range(30):
@@ -351,7 +351,7 @@ def test_the_first_threshold_is_too_low_and_is_refreshed_early():
         counts.append(int(flat.count_nonzero()))
     assert max(counts) <= 250
     assert each.num_early_refreshes >= 1
-    assert each.thresholds.item() > 2.5758 * 1.5  # the 1 % quantile of |N(0, 1)| is where it began
+    assert each.thresholds.item() > 2.5758 * 1.5  # it began at the 1 % quantile of |N(0, 1)|
 
 
 # ---- powersgd -----------------------------------------------------------------------------------
@@ -410,7 +410,7 @@ def test_powersgd_sends_a_matrix_whose_gradient_was_zero_before():
 
 
 def test_residuals_do_not_accumulate_differences_between_ranks():
-    # Differences between ranks cancel in the sum, and must not pile up in the remainders.
+    # Differences between ranks cancel in the sum, and must not accumulate in the residuals.
     codecs = make("powersgd", [(40, 40)], size=2, matrix_rank=2)
     generator = torch.Generator().manual_seed(3)
     norms = []
@@ -418,5 +418,5 @@ def test_residuals_do_not_accumulate_differences_between_ranks():
         left, right = (torch.randn(2, 40, generator=generator, dtype=torch.float64) for _ in range(2))
         low, noise = (left.T @ right).flatten(), torch.randn(1600, generator=generator, dtype=torch.float64)
         simulate_reduce(codecs, [low + noise, low - noise])
-        norms.append(max(remainder_of(each).norm().item() for each in codecs))
+        norms.append(max(residual_of(each).norm().item() for each in codecs))
     assert norms[-1] < 60**0.5 * 40

@@ -1,4 +1,4 @@
-"""Training with codecs, all ranks as threads: what the workers of the oracle do, at every zero level."""
+"""Laws of training with codecs: equal to the oracle's workers at every zero level. Ranks are threads."""
 
 import dataclasses
 
@@ -15,7 +15,7 @@ from fourfold.testing.oracle import TOLERANCE
 from tests import codec_oracle
 from tests.cases import Case, batches, build_step, local_batch, train_step
 
-REMEMBERING = [kind for kind in CODECS if kind not in ("bf16", "fp16")]
+STATEFUL = [kind for kind in CODECS if kind not in ("bf16", "fp16")]
 
 
 def worst(case: Case, size: int, *, unit: float = 1.0) -> float:
@@ -25,7 +25,7 @@ def worst(case: Case, size: int, *, unit: float = 1.0) -> float:
     )
 
 
-@pytest.mark.parametrize("codec", REMEMBERING)
+@pytest.mark.parametrize("codec", STATEFUL)
 def test_a_state_dict_holds_the_codec_state_of_every_rank(codec):
     case = Case(codec=codec, batch_sizes=(12, 12, 12, 12))
 
@@ -36,15 +36,15 @@ def test_a_state_dict_holds_the_codec_state_of_every_rank(codec):
         state = step.state_dict()
         return state, train_step(case, step, skip=2).weights
 
-    begun = threads.run(3, begin)
+    saved = threads.run(3, begin)
 
-    def go_on(comm):
+    def resume(comm):
         step = build_step(case, 3, comm)
-        train_step(dataclasses.replace(case, batch_sizes=(9,)), step)  # what it remembers of this must go
-        step.load_state_dict(begun[0][0])
+        train_step(dataclasses.replace(case, batch_sizes=(9,)), step)  # the codec state of this must be replaced
+        step.load_state_dict(saved[0][0])
         return train_step(case, step, skip=2).weights
 
-    for (_, expected), got in zip(begun, threads.run(3, go_on), strict=True):
+    for (_, expected), got in zip(saved, threads.run(3, resume), strict=True):
         assert all(torch.equal(got[name], weight) for name, weight in expected.items())
 
 
@@ -59,8 +59,8 @@ def test_shared_memory_sends_no_bytes():
 
 
 def test_complex_gradients_are_not_compressed():
-    odd = torch.nn.Linear(2, 2, dtype=torch.complex64)
-    (problem,) = model_problems(odd, Plan(codec="int8"))
+    complex_model = torch.nn.Linear(2, 2, dtype=torch.complex64)
+    (problem,) = model_problems(complex_model, Plan(codec="int8"))
     assert "weight (torch.complex64)" in problem.got
 
 
@@ -84,5 +84,5 @@ def test_show_reports_fields_without_effect():
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_powersgd_sends_no_rounding_noise_of_a_rank_deficient_gradient(size):
-    # One sample makes matrices of rank 1; what other columns there are must not come from the order of sums.
+    # One sample makes matrices of rank 1; other columns would only be rounding, which depends on the order of sums.
     assert worst(Case(codec="powersgd", batch_sizes=(1, 1, 3), bucket_bytes=1500), size) <= TOLERANCE

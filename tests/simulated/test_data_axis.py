@@ -76,12 +76,12 @@ def test_a_state_dict_loads_on_another_mesh_and_other_buckets(bucket_bytes, othe
 
     state = threads.run(3, begin)[0]
 
-    def go_on(comm):
+    def resume(comm):
         step = build_step(dataclasses.replace(case, bucket_bytes=others, zero=then), 2, comm)
         step.load_state_dict(state)
         return train_step(case, step, skip=2)
 
-    def whole(comm):
+    def train_uninterrupted(comm):
         step = build_step(case, 1, comm)
         for number, batch in enumerate(batches(case)):
             if number == 1:
@@ -89,8 +89,8 @@ def test_a_state_dict_loads_on_another_mesh_and_other_buckets(bucket_bytes, othe
             step(batch)
         return dict(step.model.named_parameters())
 
-    (expected,) = threads.run(1, whole)
-    for trained in threads.run(2, go_on):
+    (expected,) = threads.run(1, train_uninterrupted)
+    for trained in threads.run(2, resume):
         for name, weight in expected.items():
             torch.testing.assert_close(trained.weights[name], weight.detach(), rtol=0, atol=TOLERANCE)
 
@@ -106,10 +106,10 @@ def test_more_buckets_are_used_between_hosts_and_with_a_codec(monkeypatch):
         )._averager.num_buckets
 
     monkeypatch.setattr("fourfold.plan.data.buckets.MIN_INTER_HOST_BUCKET_BYTES", 1)
-    here, coded = num_buckets(), num_buckets(codec="int8")
+    uncompressed, compressed = num_buckets(), num_buckets(codec="int8")
     assert threads.run(1, wrapped) == [1]
     monkeypatch.setattr(threads.ThreadCommunicator, "num_hosts", 2)
-    assert here < coded == num_buckets() == num_buckets(codec="int8")
+    assert uncompressed < compressed == num_buckets() == num_buckets(codec="int8")
     assert threads.run(1, wrapped) == [8]
 
 
