@@ -1,4 +1,4 @@
-"""Laws of the comparison of batches between the ranks of a sequence. Ranks are threads."""
+"""Laws of the comparison of batches within a sequence group. Ranks are threads."""
 
 import contextlib
 import dataclasses
@@ -30,17 +30,17 @@ def shorter(inputs, targets, comm, dp):
     return {name: tensor[:, some] for name, tensor in inputs.items()}, targets[:, some]
 
 
-def of_other_lines(inputs, targets, comm, dp):
-    return local_batch(batches(LM)[1], dp, comm.rank % dp)  # as if every dp-th rank were of one sequence
+def batch_of_another_group(inputs, targets, comm, dp):
+    return local_batch(batches(LM)[1], dp, comm.rank % dp)  # as if every dp-th rank were in one sequence group
 
 
-UNLIKE = {"another target": another_target, "fewer": fewer_samples, "shorter": shorter}
+MISMATCHES = {"another target": another_target, "fewer": fewer_samples, "shorter": shorter}
 
 
 @pytest.mark.parametrize(("dp", "sp", "ulysses", "kind"), [
-    *((dp, sp, ulysses, kind) for dp, sp, ulysses in ((1, 2, 1), (3, 2, 1), (2, 4, 2)) for kind in UNLIKE),
-    (3, 2, 1, "other lines"),  # where sums over all ranks would be the same
-    (2, 3, 1, "other lines"),
+    *((dp, sp, ulysses, kind) for dp, sp, ulysses in ((1, 2, 1), (3, 2, 1), (2, 4, 2)) for kind in MISMATCHES),
+    (3, 2, 1, "another group"),  # where sums over all ranks would be the same
+    (2, 3, 1, "another group"),
 ])  # fmt: skip
 def test_different_batches_within_a_sequence_group_are_refused_in_later_steps_too(dp, sp, ulysses, kind):
     case = dataclasses.replace(LM, sp=sp, ulysses=ulysses, batch_sizes=(6, 6), microbatches=2)
@@ -51,21 +51,21 @@ def test_different_batches_within_a_sequence_group_are_refused_in_later_steps_to
         first, second = (local_batch(batch, dp, step.dp_index) for batch in batches(case))
         step(first)
         step(second)
-        batch = UNLIKE.get(kind, of_other_lines)(*second, comm, dp)
-        is_unlike = step._compare_sequence_batch(batch)[1] is not None
-        with refused() if is_unlike else contextlib.nullcontext(), step.local_batch(batch):
+        batch = MISMATCHES.get(kind, batch_of_another_group)(*second, comm, dp)
+        is_mismatch = step._compare_sequence_batch(batch)[1] is not None
+        with refused() if is_mismatch else contextlib.nullcontext(), step.local_batch(batch):
             pass
         before = {name: weight.clone() for name, weight in step.named_weights()}
         for use in (step.evaluate, step):
             with refused():
                 use(batch)
         assert all(torch.equal(weight, before[name]) for name, weight in step.named_weights())
-        return is_unlike
+        return is_mismatch
 
     found = threads.run(dp * sp, body)
-    lines = [found[first : first + sp] for first in range(0, dp * sp, sp)]
+    groups = [found[first : first + sp] for first in range(0, dp * sp, sp)]
     assert any(found)
-    assert all(len(set(line)) == 1 for line in lines)
+    assert all(len(set(group)) == 1 for group in groups)
 
 
 @pytest.mark.parametrize("tensor", [

@@ -1,4 +1,4 @@
-"""Laws of ranks that diverge: found in the same call, named, and no weight is changed. Ranks are threads."""
+"""Laws of ranks that diverge: found in the same call and reported, before a weight changes. Ranks are threads."""
 
 import copy
 import mmap
@@ -91,8 +91,8 @@ def test_a_rank_that_diverged_and_then_died_is_reported_as_diverged():
     mapping = mmap.mmap(-1, 3 * layout.region_bytes)
     here, there = socket.socketpair()
     first = SharedMemoryTransport(mapping, layout, HostRanks(0, (0, 1, 2), {1: here}))
-    stray = SharedMemoryTransport(mapping, layout, HostRanks(1, (0, 1, 2)))
-    stray.begin_call("evaluate() after step 5")
+    diverged = SharedMemoryTransport(mapping, layout, HostRanks(1, (0, 1, 2)))
+    diverged.begin_call("evaluate() after step 5")
     there.close()
     first.begin_call("step 6")
     with pytest.raises(DivergenceError, match="rank 2 is at nothing and has come no further"), here:
@@ -133,7 +133,7 @@ def test_a_batch_skipped_on_one_rank_is_found_in_that_step():
 
 
 def test_sources_of_different_lengths_are_found_in_the_first_step():
-    """As if each rank had read files of its own: it would take its part of these only, in an order of its own."""
+    """As if each rank had read its own files: each would train on a part of its own files only, in its own order."""
 
     def body(comm):
         step, length = build_step(CASE, 2, comm), 40 + 4 * comm.rank
@@ -170,7 +170,7 @@ def test_a_late_rank_is_reported_at_its_last_call():
 
 @pytest.mark.parametrize("raises_flag", [False, True])
 def test_a_rank_may_advance_while_another_compares(raises_flag):
-    # Its later calls overwrite the earlier ones while these are read, before its flag says so.
+    # Its later calls overwrite earlier ones while these are read, before its flag is raised.
     board = collective_fingerprint.CallBoard(
         mmap.mmap(-1, 2 * collective_fingerprint.BOARD_BYTES), [0, collective_fingerprint.BOARD_BYTES], ranks=(0, 1)
     )

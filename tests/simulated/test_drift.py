@@ -1,4 +1,4 @@
-"""Laws of the drift check: replicas that differ in one bit are found, and named. Ranks are threads."""
+"""Laws of the drift check: replicas that differ in one bit are found and reported. Ranks are threads."""
 
 import dataclasses
 import warnings
@@ -93,11 +93,11 @@ def test_equal_replicas_pass_every_drift_check(how):
 
     def body(comm):
         step = build(case, comm, every=1)
-        compared = step._drift_checker.compare
+        compare = step._drift_checker.compare
 
         def counting(*args, **options):
             found.append(comm.rank)
-            return compared(*args, **options)
+            return compare(*args, **options)
 
         step._drift_checker.compare = counting
         train(case, step, range(4))
@@ -118,11 +118,11 @@ def test_an_initial_difference_is_found_after_the_first_synchronized_step(steps)
             with pytest.raises(DivergenceError, match=f"the weights after step 1\n  {FIRST}"):
                 train(case, step, range(1))
             return []
-        compared = step._drift_checker.compare
+        compare = step._drift_checker.compare
         found: list[str] = []
         step._drift_checker.compare = lambda tensors, when, **more: (
             found.append(when),
-            compared(tensors, when, **more),
+            compare(tensors, when, **more),
         )[1]
         train(case, step, range(5))
         return found
@@ -221,8 +221,8 @@ def test_drift_check_0_makes_no_check(monkeypatch):
 
 def test_drift_between_different_machines_warns_and_again_when_it_has_grown_tenfold(monkeypatch):
     monkeypatch.setattr(replica_drift, "machine_fingerprint", lambda comm: f"machine {comm.rank}")
-    told: list[str] = []
-    monkeypatch.setattr(warnings, "warn", lambda text, *_, **__: told.append(str(text)))
+    warned: list[str] = []
+    monkeypatch.setattr(warnings, "warn", lambda text, *_, **__: warned.append(str(text)))
 
     def body(comm):
         step = build(CASE, comm)
@@ -232,15 +232,15 @@ def test_drift_between_different_machines_warns_and_again_when_it_has_grown_tenf
                 with torch.no_grad():
                     step.model.get_parameter(FIRST)[0, 0] += size
             step.check_drift()
-            sizes.append(comm.all_gather_json(len(told))[0])
+            sizes.append(comm.all_gather_json(len(warned))[0])
         return sizes
 
     first, second = threads.run(2, body)
     assert first == second == [1, 1, 2]
-    assert "first.weight" in told[0]
-    assert "1e-06" in told[0]
-    assert "machine 0" in told[0]
-    assert "machine 1" in told[0]
+    assert "first.weight" in warned[0]
+    assert "1e-06" in warned[0]
+    assert "machine 0" in warned[0]
+    assert "machine 1" in warned[0]
 
 
 def test_drift_between_equal_machines_is_an_error_even_if_others_differ(monkeypatch):
@@ -319,14 +319,14 @@ def test_a_fingerprint_does_not_depend_on_its_chunks(monkeypatch):
 
 
 def test_train_passes_drift_check_to_parallelize(monkeypatch, tmp_path):
-    asked = []
+    passed = []
 
-    class Asked(Exception):
+    class Stopped(Exception):
         pass
 
     def parallelize(*_, drift_check, **__):
-        asked.append(drift_check)
-        raise Asked
+        passed.append(drift_check)
+        raise Stopped
 
     monkeypatch.setattr(train_module, "parallelize", parallelize)
     task = Task(
@@ -336,11 +336,11 @@ def test_train_passes_drift_check_to_parallelize(monkeypatch, tmp_path):
         optimizer=optimizer(CASE),
         steps=1,
     )
-    told: list[dict[str, Any]] = [{"drift_check": 7}, {"drift_check": 0}, {}]
-    for options in told:
-        with pytest.raises(Asked):
+    settings_by_run: list[dict[str, Any]] = [{"drift_check": 7}, {"drift_check": 0}, {}]
+    for options in settings_by_run:
+        with pytest.raises(Stopped):
             train_module.train(task, folder=str(tmp_path), **options)
-    assert asked == [7, 0, DRIFT_CHECK]
+    assert passed == [7, 0, DRIFT_CHECK]
     with pytest.raises(SettingError, match="drift_check = -1"):
         train_module.train(task, folder=str(tmp_path), drift_check=-1)
 
