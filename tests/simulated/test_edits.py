@@ -1,4 +1,4 @@
-"""Laws of weights that are written by hand between steps: training goes on from them, or they are refused."""
+"""Laws of weights that the user writes between steps: training continues from them, or they are refused."""
 
 import dataclasses
 import functools
@@ -56,8 +56,8 @@ def make(case, comm, **options):
     )
 
 
-def edited(case, edit, *, how=None, options=None):
-    """What is trained on every rank, with an edit after the second step."""
+def train_with_edit(case, edit, *, how=None, options=None):
+    """The weights of every rank after training with an edit after the second step."""
 
     def body(comm):
         step = make(case, comm, **(options or {}))
@@ -70,7 +70,7 @@ def edited(case, edit, *, how=None, options=None):
     return threads.run(2, body)
 
 
-def by_hand(case, edit):
+def plain_torch_with_edit(case, edit):
     """The same in one process, in plain torch."""
     net = cases.model(case.model)
     stepper = optimizer(case)(net.parameters())
@@ -87,31 +87,36 @@ def by_hand(case, edit):
 @pytest.mark.parametrize("fields", [{"zero": 0}, {"zero": 1, "transport": "gloo"}, {"zero": 0, "unused": "allow"}])
 def test_training_continues_from_an_edit_where_every_rank_holds_all_weights(fields, edit):
     case = dataclasses.replace(CASE, **fields)
-    for got in edited(case, edit):
-        for name, weight in by_hand(case, edit).items():
+    for got in train_with_edit(case, edit):
+        for name, weight in plain_torch_with_edit(case, edit).items():
             torch.testing.assert_close(got[name], weight, rtol=1e-9, atol=1e-9)
 
 
-LOST = [{"precision": precision, "zero": zero} for precision in ("bf16", "fp16") for zero in (0, 1, 2)]
-LOST += [{"zero": 1}, {"zero": 2}, {"zero": 1, "update": "in_backward"}, {"precision": "bf16", "reduce_dtype": "fp32"}]
+REFUSED = [{"precision": precision, "zero": zero} for precision in ("bf16", "fp16") for zero in (0, 1, 2)]
+REFUSED += [
+    {"zero": 1},
+    {"zero": 2},
+    {"zero": 1, "update": "in_backward"},
+    {"precision": "bf16", "reduce_dtype": "fp32"},
+]
 
 
 @EDITS
-@pytest.mark.parametrize("fields", LOST)
+@pytest.mark.parametrize("fields", REFUSED)
 def test_an_edit_that_would_be_lost_or_applied_once_per_rank_is_refused(fields, edit):
     with pytest.raises(TaskError, match=r"written outside of step\.edit\(\) .*try with step\.edit\(\) as model"):
-        edited(dataclasses.replace(CASE, **fields), edit)
+        train_with_edit(dataclasses.replace(CASE, **fields), edit)
 
 
-@pytest.mark.parametrize("fields", [*LOST, {"zero": 3, "transport": "gloo"}, {"zero": 0}])
+@pytest.mark.parametrize("fields", [*REFUSED, {"zero": 3, "transport": "gloo"}, {"zero": 0}])
 def test_training_continues_from_the_same_edit_within_step_edit(fields):
     def how(step):
         with step.edit() as net:
             halve(net)
 
     case = dataclasses.replace(CASE, **fields)
-    for got in edited(case, halve, how=how):
-        for name, weight in by_hand(case, halve).items():
+    for got in train_with_edit(case, halve, how=how):
+        for name, weight in plain_torch_with_edit(case, halve).items():
             torch.testing.assert_close(got[name].double(), weight, rtol=0.02, atol=2e-3)
 
 
@@ -120,7 +125,7 @@ def test_an_edit_of_one_unsampled_element_is_found_in_the_first_steps():
         net.second.weight.data[3, 7] += 1.0
 
     with pytest.raises(TaskError, match=r"second\.weight, written outside"):
-        edited(dataclasses.replace(CASE, precision="bf16"), poke)
+        train_with_edit(dataclasses.replace(CASE, precision="bf16"), poke)
 
 
 def test_an_edit_of_one_unsampled_element_is_found_when_all_weights_are_checked():
@@ -162,18 +167,18 @@ def test_an_edit_on_one_rank_is_reported_on_all(fields):
         except (TaskError, DivergenceError) as error:
             return str(error)
 
-    for said in threads.run(2, body):
-        assert "written" in said
+    for message in threads.run(2, body):
+        assert "written" in message
 
 
 def test_weights_written_by_a_later_forward_are_refused_with_master_weights():
-    class Shortens(nn.Module):
+    class ClampsLater(nn.Module):
         def __init__(self):
             super().__init__()
-            self.layer, self.shortens = nn.Linear(4, 4), False
+            self.layer, self.clamps = nn.Linear(4, 4), False
 
         def forward(self, x):
-            if self.shortens:
+            if self.clamps:
                 with torch.no_grad():
                     self.layer.weight.clamp_(-0.1, 0.1)
             return self.layer(x).float()
@@ -181,10 +186,10 @@ def test_weights_written_by_a_later_forward_are_refused_with_master_weights():
     def body(comm):
         make_sgd = functools.partial(torch.optim.SGD, lr=0.1)
         plan = Plan(dp=2, precision="bf16")
-        model = Shortens()
+        model = ClampsLater()
         step = TrainStep(model, lambda out, _: out.square().mean(1), make_sgd, plan=plan, communicator=comm, clip=None)
         for number in range(3):
-            model.shortens = number > 0  # the dry run of the first step sees nothing
+            model.clamps = number > 0  # the dry run of the first step sees nothing
             step((torch.full((2, 4), number + 1.0 + comm.rank), torch.zeros(2)))
 
     with pytest.raises(TaskError, match=r"layer\.weight, written outside"):
@@ -192,14 +197,14 @@ def test_weights_written_by_a_later_forward_are_refused_with_master_weights():
 
 
 def test_an_embedding_with_max_norm_is_refused_with_rounded_weights():
-    class Words(nn.Module):
+    class Embedding(nn.Module):
         def __init__(self):
             super().__init__()
             self.words = nn.Embedding(4, 4, max_norm=1.0)
 
-    check_plan_for_model(Words(), Plan(), clip=None)
+    check_plan_for_model(Embedding(), Plan(), clip=None)
     with pytest.raises(PlanError, match=r"max_norm at words"):
-        check_plan_for_model(Words(), Plan(precision="bf16"), clip=None)
+        check_plan_for_model(Embedding(), Plan(precision="bf16"), clip=None)
 
 
 def test_sharded_weights_cannot_be_read_or_written_between_steps():
@@ -210,7 +215,7 @@ def test_sharded_weights_cannot_be_read_or_written_between_steps():
         for use in (*uses, step.model.state_dict, lambda: step.model(batches(CASE)[0][0])):
             with pytest.raises(TrainingError, match=r"a weight used between steps.*try step\.unsharded\(\)"):
                 use()
-        with pytest.raises(RuntimeError, match="a weight used between steps"):  # torch's own, with ours within
+        with pytest.raises(RuntimeError, match="a weight used between steps"):  # torch's error contains ours
             load(step.model)
         with step.unsharded() as net:
             assert net(batches(CASE)[0][0]).isfinite().all()
@@ -230,7 +235,7 @@ def test_local_sgd_continues_from_an_edit_after_averaging(edit):
             edit(net)
 
     case = dataclasses.replace(LOCAL, batch_sizes=(8,) * 4)
-    for got, expected in zip(edited(case, edit), edited(case, edit, how=in_block), strict=True):
+    for got, expected in zip(train_with_edit(case, edit), train_with_edit(case, edit, how=in_block), strict=True):
         for name, weight in expected.items():
             assert torch.equal(got[name], weight)
 
@@ -239,9 +244,9 @@ def test_local_sgd_continues_from_an_edit_after_averaging(edit):
 def test_an_edit_between_averages_is_refused_with_an_outer_optimizer(edit):
     case = dataclasses.replace(LOCAL, local_steps=4, batch_sizes=(8,) * 4)
     with pytest.raises(TaskError, match=r"between two averages of the weights"):
-        edited(case, edit)
+        train_with_edit(case, edit)
     mean = dataclasses.replace(case, outer_lr=1.0, outer_momentum=0.0)
-    one, two = edited(mean, edit)
+    one, two = train_with_edit(mean, edit)
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
@@ -249,7 +254,7 @@ def test_weights_loaded_between_averages_are_not_an_outer_step():
     case = dataclasses.replace(LOCAL, local_steps=4, batch_sizes=(8,) * 4)
     value = torch.tensor(0.25, dtype=torch.float64)
 
-    def put(step):
+    def load_weights(step):
         step.load_weights({n: value if n == "scale" else p.detach().clone() for n, p in step.model.named_parameters()})
 
     def edit(step):
@@ -264,9 +269,9 @@ def test_weights_loaded_between_averages_are_not_an_outer_step():
             step(batch_of_rank(step, batch))
         return step.state_dict()["model"]
 
-    # One rank: all that it has is rank 0's, so both ways give it the same weights.
-    by_put, by_edit = (threads.run(1, functools.partial(body, how=how))[0] for how in (put, edit))
-    assert all(torch.equal(by_put[name], by_edit[name]) for name in by_edit)
+    # With one rank, both ways give rank 0's weights.
+    by_load, by_edit = (threads.run(1, functools.partial(body, how=how))[0] for how in (load_weights, edit))
+    assert all(torch.equal(by_load[name], by_edit[name]) for name in by_edit)
 
 
 @pytest.mark.parametrize("unused", ["refuse", "allow"])
@@ -303,8 +308,8 @@ def test_a_model_rounded_by_an_earlier_step_is_refused(precision):
 def test_load_weights_refuses_other_names_and_shapes_on_every_rank(fields):
     wrong = {
         "nope": torch.ones(4),
-        "second.weight": torch.ones(24),  # it would be spread over the rows
-        "first.weight": torch.ones(16, 24),  # it would be read in another order
+        "second.weight": torch.ones(24),  # it would be broadcast over the rows
+        "first.weight": torch.ones(16, 24),  # it would be reshaped
         "head.bias": [0.0] * 10,
         "scale": torch.tensor(1j),
     }
@@ -312,16 +317,16 @@ def test_load_weights_refuses_other_names_and_shapes_on_every_rank(fields):
     def body(comm):
         step = make(dataclasses.replace(CASE, **fields), comm)
         before = step.state_dict()["model"]
-        said = []
+        messages = []
         for name, value in wrong.items():
             with pytest.raises(TaskError, match=name) as caught:
                 step.load_weights({name: value} if comm.rank else {"scale": torch.tensor(3.0)})
-            said.append(str(caught.value))
+            messages.append(str(caught.value))
         no_dict: Any = torch.ones(3)
         with pytest.raises(TaskError, match="dict of tensors by name"):
             step.load_weights(no_dict)
         assert all(torch.equal(value, before[name]) for name, value in step.state_dict()["model"].items())
-        return said
+        return messages
 
     first, second = threads.run(2, body)
     assert first == second

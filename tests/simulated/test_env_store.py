@@ -1,4 +1,4 @@
-"""env:// in a rank of our own launcher uses the job's file, and only for the job's own world."""
+"""In a rank of our launcher, env:// uses the job's store file, but only for the job's own process group."""
 
 import os
 from pathlib import Path
@@ -15,7 +15,7 @@ WORLD = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_POR
 
 @pytest.fixture
 def handle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """torch's handler of env://, with ours in front of it."""
+    """torch's handler of env://, wrapped by ours."""
     for name, value in {**WORLD, STORE_VARIABLE: f"{tmp_path}/store-ab", "TORCHELASTIC_RUN_ID": "ab"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "3")

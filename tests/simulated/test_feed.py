@@ -1,4 +1,4 @@
-"""Laws of a feed: resuming from its state, and the random numbers that its samples draw."""
+"""Laws of a feed: resuming from its state, and random numbers in its samples."""
 
 import io
 import itertools
@@ -49,19 +49,19 @@ def through_torch(state):
 
 @pytest.mark.parametrize("saved", [lambda state: state, tuple, through_json, through_torch, lambda state: state[:3]])
 def test_a_saved_state_in_any_form_resumes_with_its_own_seed(saved):
-    undisturbed, first, second = fed(seed=3), fed(seed=3), fed(seed=5)
-    expected = targets(undisturbed) + targets(undisturbed)
-    begun = targets(first, 2)
+    uninterrupted, first, second = fed(seed=3), fed(seed=3), fed(seed=5)
+    expected = targets(uninterrupted) + targets(uninterrupted)
+    first_batches = targets(first, 2)
     second.load_state(saved(first.state))
-    assert begun + targets(second) + targets(second) == expected
+    assert first_batches + targets(second) + targets(second) == expected
     assert second.state == Position(3, 2, 0, 20)
 
 
 def test_a_state_resumes_with_another_batch_size():
     first, second = fed(), fed(batch_size=3)
-    begun = targets(first, 2)
+    first_batches = targets(first, 2)
     second.load_state(first.state)
-    assert sorted(itertools.chain(*begun, *targets(second))) == list(range(20))
+    assert sorted(itertools.chain(*first_batches, *targets(second))) == list(range(20))
 
 
 def test_a_mid_epoch_state_of_another_source_length_is_refused_and_changes_nothing():
@@ -121,17 +121,17 @@ class Augmented:
 
 
 def samples_of(feed, epochs=1):
-    """The numbers drawn, by epoch and number of the sample."""
+    """The random numbers of each sample, by epoch and index."""
     result = {}
     for epoch in range(epochs):
         for inputs, numbers_ in feed:
             for row, number in zip(inputs, numbers_, strict=True):
                 result[epoch, number.item()] = row.tolist()
-            drawn()  # training draws too
+            drawn()  # training draws random numbers too
     return result
 
 
-def on_ranks(size, monkeypatch, **how):
+def samples_on_ranks(size, monkeypatch, **how):
     result = {}
     for rank in range(size):
         monkeypatch.setattr(feed_module.transports, "world", lambda rank=rank: World(rank=rank, size=size))
@@ -141,25 +141,25 @@ def on_ranks(size, monkeypatch, **how):
 
 
 def test_random_samples_are_the_same_on_any_mesh_and_batch_size_and_differ_between_epochs(monkeypatch):
-    undisturbed = on_ranks(1, monkeypatch, batch_size=4)
-    assert undisturbed.keys() == {(epoch, number) for epoch in range(2) for number in range(12)}
-    assert len({str(row) for row in undisturbed.values()}) == 24
-    assert on_ranks(3, monkeypatch, batch_size=4) == undisturbed
-    assert on_ranks(2, monkeypatch, batch_size=6) == undisturbed
-    other = on_ranks(1, monkeypatch, batch_size=4, seed=1)
-    assert not {str(row) for row in other.values()} & {str(row) for row in undisturbed.values()}
+    on_one_rank = samples_on_ranks(1, monkeypatch, batch_size=4)
+    assert on_one_rank.keys() == {(epoch, number) for epoch in range(2) for number in range(12)}
+    assert len({str(row) for row in on_one_rank.values()}) == 24
+    assert samples_on_ranks(3, monkeypatch, batch_size=4) == on_one_rank
+    assert samples_on_ranks(2, monkeypatch, batch_size=6) == on_one_rank
+    other = samples_on_ranks(1, monkeypatch, batch_size=4, seed=1)
+    assert not {str(row) for row in other.values()} & {str(row) for row in on_one_rank.values()}
 
 
 def test_random_samples_are_the_same_after_a_resume():
-    undisturbed = samples_of(ff.Feed(Augmented(), batch_size=4))
+    uninterrupted = samples_of(ff.Feed(Augmented(), batch_size=4))
     first, second = ff.Feed(Augmented(), batch_size=4), ff.Feed(Augmented(), batch_size=4)
     inputs, which = next(iter(first))
     second.load_state(first.state)
-    begun = {(0, number.item()): row.tolist() for row, number in zip(inputs, which, strict=True)}
-    assert begun | samples_of(second) == undisturbed
+    first_batches = {(0, number.item()): row.tolist() for row, number in zip(inputs, which, strict=True)}
+    assert first_batches | samples_of(second) == uninterrupted
 
 
-class Quiet(Augmented):
+class Deterministic(Augmented):
     """Samples that draw no random numbers."""
 
     def __getitem__(self, index):
@@ -168,7 +168,7 @@ class Quiet(Augmented):
 
 def test_random_samples_do_not_advance_the_generators_of_training():
     result = []
-    for source in (Quiet(), Augmented()):
+    for source in (Deterministic(), Augmented()):
         seed_all(0)
         loop = ff.Feed(source, batch_size=2).repeat()
         result.append([drawn() for _ in itertools.islice(loop, 20)])
@@ -197,7 +197,7 @@ def test_only_samples_without_random_numbers_are_prefetched(draws):
     source = CountingSource(draws=draws)
     loop = iter(ff.Feed(source, batch_size=1))
     next(loop)
-    for _ in range(2 if draws else 1):  # if the first sample draws, it is read twice
+    for _ in range(2 if draws else 1):  # if the first sample draws random numbers, it is read twice
         assert source.read.acquire(timeout=10)
     for _ in range(3):
         assert source.read.acquire(timeout=0.2) != draws
@@ -250,12 +250,12 @@ def augmented(folder, name, **how):
 
 
 def test_a_run_with_random_samples_does_not_depend_on_resumes_or_evaluations(tmp_path):
-    undisturbed = augmented(tmp_path, "undisturbed")
-    assert augmented(tmp_path, "often", evaluate_every=1) == undisturbed
+    uninterrupted = augmented(tmp_path, "uninterrupted")
+    assert augmented(tmp_path, "often", evaluate_every=1) == uninterrupted
     with pytest.raises(Interrupted):
         augmented(tmp_path, "resumed", schedule=interrupted)
     seed_all(5)
-    assert augmented(tmp_path, "resumed") == undisturbed
+    assert augmented(tmp_path, "resumed") == uninterrupted
 
 
 def test_verify_supports_random_samples():

@@ -153,8 +153,8 @@ class Attending(nn.Module):
             new = x.detach().mean((0, 1)) if self.kind == "moving mean" else torch.ones(4, dtype=torch.float64)
             self.state.add_(new, alpha=0.1)
         heads = x[:, None]
-        met = F.scaled_dot_product_attention(heads, heads, heads, is_causal=True)[:, 0]
-        return self.head(met + self.state)
+        attended = F.scaled_dot_product_attention(heads, heads, heads, is_causal=True)[:, 0]
+        return self.head(attended + self.state)
 
 
 @pytest.mark.parametrize("kind", ["none", "calls", "moving mean"])
