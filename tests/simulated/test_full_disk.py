@@ -1,4 +1,4 @@
-"""What a full disk does to a run: training goes on, and what the disk takes later is not lost."""
+"""Laws of runs on a full disk: training continues, and what cannot be written now is written later."""
 
 import errno
 import json
@@ -23,7 +23,7 @@ FULL = OSError(errno.ENOSPC, "No space left on device")
 
 
 class Disk:
-    """A log's file on a disk with room for so many bytes."""
+    """A log file on a disk with `room` free bytes."""
 
     def __init__(self, file: Any, room: int) -> None:
         self._file, self.room = file, room
@@ -81,8 +81,8 @@ def lines(path: Path) -> list[dict[str, Any]]:
 def test_log_lines_that_a_full_disk_rejects_are_written_later(room, tmp_path):
     folder = RunDir(tmp_path, "run", run_prefix="run", identity={})
     disk = folder._log = Disk(folder._log, room)  # type: ignore[assignment]
-    late = [folder.append_record({"number": number}) is not None for number in range(3)]
-    assert late == [room < 13 * (number + 1) for number in range(3)]
+    unwritten = [folder.append_record({"number": number}) is not None for number in range(3)]
+    assert unwritten == [room < 13 * (number + 1) for number in range(3)]
     position = folder.log_bytes()
     folder.append_record({"number": 3})
     disk.room = 10**6
@@ -132,7 +132,7 @@ def test_a_log_replaced_by_an_editor_is_not_taken_for_another_run(tmp_path):
     (tmp_path / "edited").rename(path)
     folder.sync()
     folder.append_record({"number": 1})
-    assert [line["number"] for line in lines(path)] == [0]  # as before: the lines go where they went
+    assert [line["number"] for line in lines(path)] == [0]  # lines go to the open file, which is no longer at this path
     folder.close()
 
 
@@ -199,19 +199,19 @@ def test_a_run_is_finished_only_when_its_last_checkpoint_is_written(tmp_path, mo
     assert newest_valid(tmp_path / "run").name == "step-00000006"
 
 
-@pytest.mark.parametrize("again", [False, True], ids=["begins", "goes on"])
-def test_a_run_that_starts_on_a_full_disk_names_the_file_and_changes_nothing(again, tmp_path, monkeypatch):
-    if again:
+@pytest.mark.parametrize("resumed", [False, True], ids=["new run", "resumed run"])
+def test_a_run_that_starts_on_a_full_disk_names_the_file_and_changes_nothing(resumed, tmp_path, monkeypatch):
+    if resumed:
         monkeypatch.setattr(manager, "write_snapshot", refuse)
         with pytest.raises(TrainingError, match="could not be written"):
             train(tmp_path)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     monkeypatch.setattr(Path, "write_bytes", refuse)
-    name = "plan.toml" if again else "settings.json"
+    name = "plan.toml" if resumed else "settings.json"
     with pytest.raises(TrainingError, match=rf"{name} could not be written: no space left .*need room .*try the same"):
         train(tmp_path)
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
-    assert again or not list(tmp_path.iterdir())
+    assert resumed or not list(tmp_path.iterdir())
 
 
 def refuse(*_: Any) -> None:

@@ -1,4 +1,4 @@
-"""Laws of updates that wait for the next use of their weights."""
+"""Laws of update = "in_forward": a bucket is updated just before its next use."""
 
 import copy
 import dataclasses
@@ -31,7 +31,7 @@ ZEROS = pytest.mark.parametrize("zero", [0, 1, 2])
 
 
 def both(case, size, body):
-    """What `body(case, step)` gives on every rank with updates in forward, and after backward."""
+    """The results of `body(case, step)` on every rank, with updates in forward and with updates after backward."""
     cases = [case, dataclasses.replace(case, update="after")]
     return [threads.run(size, lambda comm, one=one: body(one, build_step(one, size, comm))) for one in cases]
 
@@ -64,11 +64,11 @@ def test_a_bucket_is_updated_just_before_forward_uses_it(size, zero):
         flats = {bucket.slots[0].name: flat for bucket, flat in zip(step.buckets, step._weights.flats, strict=True)}
         watched = {name: (flat, flat.clone()) for name, flat in flats.items() if name in ("first.bias", "head.bias")}
 
-        def look(*_):
+        def record(*_):
             seen.append({name: torch.equal(flat, old) for name, (flat, old) in watched.items()})
 
-        step.model.get_submodule("second").register_forward_pre_hook(look)
-        step.model.get_submodule("head").register_forward_hook(look)
+        step.model.get_submodule("second").register_forward_pre_hook(record)
+        step.model.get_submodule("head").register_forward_hook(record)
         step(local_batch(batches(case)[1], size, comm.rank))
         return seen
 
@@ -87,7 +87,7 @@ def test_an_update_uses_the_learning_rate_of_the_step_of_its_gradient(optimizer,
         return weights(step)
 
     with warnings.catch_warnings():
-        warnings.filterwarnings("error", "Detected call of `lr_scheduler")  # of steps that it did not see
+        warnings.filterwarnings("error", "Detected call of `lr_scheduler")  # it did not see our steps
         same(*both(dataclasses.replace(CASE, zero=zero, optimizer=optimizer), 2, body))
 
 
@@ -107,7 +107,7 @@ def _edit(step):
         model.get_parameter("scale").mul_(2.0)
 
 
-# At every zero level a use of this rank's alone, and one that all ranks have together.
+# At every zero level, one use that a rank makes by itself and one that is collective.
 EVERYWHERE = [(use, zero) for use in ("evaluate", "load_state_dict") for zero in (0, 1, 2)]
 
 
@@ -118,9 +118,9 @@ def test_weights_read_between_steps_are_updated_first(use, zero):
         for number, batch in enumerate(batches(case)):
             mine = local_batch(batch, 2, step.dp_index)
             step(mine)
-            told = USES[use](step, mine)
+            metrics = USES[use](step, mine)
             if use == "evaluate":
-                found[f"loss {number}"] = torch.tensor(told.loss)
+                found[f"loss {number}"] = torch.tensor(metrics.loss)
             found |= {f"{name} {number}": p.detach().clone() for name, p in step.model.named_parameters()}
         return found
 
@@ -130,7 +130,7 @@ def test_weights_read_between_steps_are_updated_first(use, zero):
 @ZEROS
 def test_training_resumes_bit_for_bit_from_a_state_between_steps(zero):
     case = dataclasses.replace(CASE, zero=zero)
-    whole = threads.run(2, lambda comm: train_step(case, build_step(case, 2, comm)).weights)
+    uninterrupted = threads.run(2, lambda comm: train_step(case, build_step(case, 2, comm)).weights)
 
     def begin(comm):
         step = build_step(case, 2, comm)
@@ -140,16 +140,16 @@ def test_training_resumes_bit_for_bit_from_a_state_between_steps(zero):
 
     state = threads.run(2, begin)[0]
 
-    def go_on(comm):
+    def resume(comm):
         step = build_step(case, 2, comm)
         step.load_state_dict(state)
         return train_step(case, step, skip=2).weights
 
-    same(threads.run(2, go_on), whole)
+    same(threads.run(2, resume), uninterrupted)
 
 
-class Either(nn.Module):
-    """Two layers in one order or the other, or only one of them; ranks may differ in it."""
+class EitherOrder(nn.Module):
+    """Two layers in either order, or only one of them; ranks may differ."""
 
     def __init__(self):
         super().__init__()
@@ -165,10 +165,10 @@ class Either(nn.Module):
 
 @ZEROS
 def test_ranks_may_use_buckets_in_different_orders_or_not_at_all(zero):
-    # By step: which way each rank goes; None: it has no sample.
+    # By step: each rank's choice; None: it has no sample.
     ways = [(0, 1, 2), (1, 0, 3), (2, 3, 1), (None, 1, 0), (3, 2, None), (1, 1, 0)]
 
-    start = Either().double()
+    start = EitherOrder().double()
 
     def body(comm, update):
         plan = Plan(dp=3, zero=zero, bucket_bytes=1, unused="allow", update=update)
@@ -184,7 +184,7 @@ def test_ranks_may_use_buckets_in_different_orders_or_not_at_all(zero):
 
 
 class Pause(torch.autograd.Function):
-    """The identity, which does something in backward."""
+    """The identity; its backward calls `act`."""
 
     @staticmethod
     def forward(ctx, x, act):
@@ -198,7 +198,7 @@ class Pause(torch.autograd.Function):
 
 
 class Slow(nn.Module):
-    """Its backward does something when all gradients are there."""
+    """Its backward calls `at_end` when all gradients have been computed."""
 
     def __init__(self):
         super().__init__()
@@ -234,7 +234,7 @@ def test_no_weight_is_overwritten_while_another_ranks_backward_may_read_it(zero)
             return all(map(torch.equal, before, flats))
 
         def at_end():
-            # Rank 0 is in its next forward now, and must not get further.
+            # Rank 0 is in its next forward now, and must wait there.
             next_forward.wait(5)
             end = time.monotonic() + 0.3
             while time.monotonic() < end and is_old():
@@ -302,8 +302,8 @@ def test_zero_grad_between_steps_loses_no_gradient(size):
     same(*both(CASE, size, body))
 
 
-class Unseen(nn.Module):
-    """A bias that torch.func takes as an argument: no operation of torch has it."""
+class UntrackedUse(nn.Module):
+    """A bias that is an argument of torch.func.vmap: no torch operation gets the parameter itself."""
 
     def __init__(self):
         super().__init__()
@@ -317,7 +317,7 @@ def test_an_unreported_parameter_use_stops_training():
     def body(comm):
         plan = Plan(update="in_forward", bucket_bytes=1)
         make = functools.partial(torch.optim.SGD, lr=0.1)
-        step = TrainStep(Unseen(), lambda out, _: out.square(), make, plan=plan, communicator=comm, clip=None)
+        step = TrainStep(UntrackedUse(), lambda out, _: out.square(), make, plan=plan, communicator=comm, clip=None)
         batch = torch.ones(2, 4), torch.zeros(2)
         step(batch)
         with pytest.raises(TrainingError, match="a use of bias that torch did not report"):
@@ -342,7 +342,7 @@ def test_a_flush_after_an_empty_first_microbatch_does_not_change_the_next_step(z
 
 
 def test_a_step_after_a_skipped_one_trains_as_with_updates_after_backward():
-    """The step that is left out has an empty first microbatch; nothing waits for the step after it."""
+    """The skipped step has an empty first microbatch; no updates are pending in the step after it."""
     case = dataclasses.replace(CASE, batch_sizes=(8, 3, 8, 8), microbatches=2)
 
     def body(comm, update):
@@ -367,7 +367,7 @@ def test_a_step_after_a_skipped_one_trains_as_with_updates_after_backward():
 
 @pytest.mark.parametrize("zero", [0, 1, 2])
 def test_a_step_after_an_empty_batch_and_an_evaluation_is_not_refused_for_unreported_uses(zero):
-    # The rank without samples uses no weight in the step's forward; the evaluation does the updates of it.
+    # The rank without samples uses no weight in the step's forward; its pending updates run in the evaluation.
     def body(case, step):
         for number, batch in enumerate(batches(case)):
             step(local_batch(batch, 2, step.dp_index))
@@ -437,17 +437,17 @@ def test_a_run_ends_with_the_weights_of_its_last_step(ema, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize(("fields", "said"), [
+@pytest.mark.parametrize(("fields", "message"), [
     ({"sync": "local"}, "updated weights at the end of the step"),
     ({"model": "compiled"}, "compiled code at second"),
     ({"model": "scripted"}, "compiled code at second"),
 ])  # fmt: skip
-def test_updates_in_forward_are_refused_where_uses_are_unreported_or_come_too_late(fields, said):
+def test_updates_in_forward_are_refused_where_uses_are_unreported_or_come_too_late(fields, message):
     case = dataclasses.replace(CASE, clip=None, **fields)
     model, loss, optimizer = cases_module.model("mlp"), cases_module.loss(case), cases_module.optimizer(case)
     if case.model == "compiled":
         model.get_submodule("second").compile()
     if case.model == "scripted":
         model.add_module("second", cast(nn.Module, torch.jit.script(model.get_submodule("second"))))
-    with pytest.raises(PlanError, match=said):
+    with pytest.raises(PlanError, match=message):
         parallelize(model, loss, optimizer, case.plan(1))

@@ -1,4 +1,4 @@
-"""Laws of LARS and LAMB: the papers' updates, however a parameter is cut."""
+"""Laws of LARS and LAMB: the papers' updates, however parameters are sharded."""
 
 import dataclasses
 import functools
@@ -115,24 +115,24 @@ def test_an_update_does_not_depend_on_how_a_parameter_is_sharded(kind: Any, cuts
     whole = [nn.Parameter(normal(16, seed=0)), nn.Parameter(normal(7, seed=1, scale=5.0))]
     flat = torch.cat([w.detach() for w in whole])
     bounds = sorted({0, 16, 23} | cuts)
-    stretches = [nn.Parameter(flat[a:b].clone()) for a, b in itertools.pairwise(bounds)]
+    shards = [nn.Parameter(flat[a:b].clone()) for a, b in itertools.pairwise(bounds)]
     owners = [int(a >= 16) for a in bounds[:-1]]
-    one, many = (kind(each, lr=0.3, weight_decay=0.1) for each in (whole, stretches))
+    one, many = (kind(each, lr=0.3, weight_decay=0.1) for each in (whole, shards))
     for number in range(3):
         gradient = normal(23, seed=5 + number)
         for parameter, part in zip(whole, gradient.split([16, 7]), strict=True):
             parameter.grad = part.clone()
-        for stretch, (a, b) in zip(stretches, itertools.pairwise(bounds), strict=True):
-            stretch.grad = gradient[a:b].clone()
+        for shard, (a, b) in zip(shards, itertools.pairwise(bounds), strict=True):
+            shard.grad = gradient[a:b].clone()
         if skip and number == 1:
             whole[1].grad = None
-            for stretch, owner in zip(stretches, owners, strict=True):
-                stretch.grad = stretch.grad if owner == 0 else None
+            for shard, owner in zip(shards, owners, strict=True):
+                shard.grad = shard.grad if owner == 0 else None
         one.step()
         with torch.no_grad():
             begun = begin_update(many, owners, num_parameters=2)
             finish_update(begun, begun.squared_norms)
-    torch.testing.assert_close(torch.cat([*stretches]), torch.cat([*whole]), rtol=0, atol=1e-12)
+    torch.testing.assert_close(torch.cat([*shards]), torch.cat([*whole]), rtol=0, atol=1e-12)
 
 
 def test_norms_of_two_byte_weights_do_not_overflow() -> None:
@@ -156,7 +156,7 @@ def test_an_empty_group_and_invalid_options_are_refused(kind: Any) -> None:
     assert kind((p for p in [weight]), lr=1.0).param_groups[0]["params"] == [weight]
 
 
-# ---- laid over ranks
+# ---- on several ranks
 
 
 @pytest.mark.parametrize("optimizer", ["LARS", "LAMB"])
@@ -171,15 +171,15 @@ def test_a_parameter_without_gradient_is_not_updated(optimizer: str, zero: int) 
 def test_a_state_dict_loads_on_another_mesh(optimizer: str, zero: int, then: int) -> None:
     case = Case(batch_sizes=(12, 12, 12, 12), optimizer=optimizer, bucket_bytes=1500, zero=zero)
 
-    def begun(comm: Any) -> dict[str, Any]:
+    def train_first_half(comm: Any) -> dict[str, Any]:
         step = build_step(case, 3, comm)
         for batch in batches(case)[:2]:
             step(local_batch(batch, 3, step.dp_index))
         return step.state_dict()
 
-    state = threads.run(3, begun)[0]
+    state = threads.run(3, train_first_half)[0]
 
-    def go_on(comm: Any) -> dict[str, Tensor]:
+    def resume(comm: Any) -> dict[str, Tensor]:
         step = build_step(dataclasses.replace(case, zero=then), 2, comm)
         step.load_state_dict(state)
         return train_step(case, step, skip=2).weights
@@ -188,7 +188,7 @@ def test_a_state_dict_loads_on_another_mesh(optimizer: str, zero: int, then: int
         return train_step(case, build_step(case, 1, comm)).weights
 
     (expected,) = threads.run(1, whole)
-    for weights in threads.run(2, go_on):
+    for weights in threads.run(2, resume):
         for name, weight in expected.items():
             torch.testing.assert_close(weights[name], weight, rtol=0, atol=TOLERANCE)
 
