@@ -1,4 +1,4 @@
-"""Laws of the dry run on a first batch: it disturbs nothing, and refuses nothing because of random numbers."""
+"""Laws of the dry run on a first batch: it changes no state, and refuses nothing because of random numbers."""
 
 import functools
 import random
@@ -34,7 +34,7 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = torch.tanh(self.first(x))
-        return self.second(CHANCES[self.kind](self, x))
+        return self.second(RANDOM_FUNCTIONS[self.kind](self, x))
 
 
 def drop_path(x: Tensor) -> Tensor:
@@ -49,7 +49,7 @@ def attended(model: Any, x: Tensor) -> Tensor:
     )
 
 
-CHANCES: dict[str, Any] = {
+RANDOM_FUNCTIONS: dict[str, Any] = {
     "none": lambda model, x: x,
     "dropout": lambda model, x: F.dropout(F.alpha_dropout(x, 0.2, training=True), 0.5, training=True),
     "drop path": lambda model, x: drop_path(x),
@@ -60,11 +60,11 @@ CHANCES: dict[str, Any] = {
     "mixup": lambda model, x: 0.3 * x + 0.7 * x[torch.randperm(len(x))].detach(),
     "recurrent": lambda model, x: model.recurrent(x[:, None].expand(-1, 3, -1))[0][:, -1],
     "attention": attended,
-    "gumbel": lambda model, x: F.gumbel_softmax(x),  # draws where no mode can see it
+    "gumbel": lambda model, x: F.gumbel_softmax(x),  # draws where no torch function mode sees it
     "numpy": lambda model, x: x * torch.from_numpy(np.random.rand(len(x), 1)).to(x),
     "python": lambda model, x: x * torch.tensor([[random.random()] for _ in x]).to(x),
 }
-UNSEEN = {"gumbel", "numpy", "python"}
+UNTRACKED = {"gumbel", "numpy", "python"}
 
 
 def net(kind: str) -> nn.Module:
@@ -82,7 +82,7 @@ def states() -> list[bytes]:
     return [repr(each).encode() for each in (torch.get_rng_state().tolist(), random.getstate(), np.random.get_state())]
 
 
-def tried(kind: str, loss: Any, plan: Plan | None = None) -> None:
+def dry_run(kind: str, loss: Any, plan: Plan | None = None) -> None:
     def body(comm):
         step = TrainStep(net(kind), loss, sgd, plan=plan or Plan(microbatches=2), communicator=comm, clip=None)
         before = states()
@@ -92,30 +92,30 @@ def tried(kind: str, loss: Any, plan: Plan | None = None) -> None:
     threads.run(1, body)
 
 
-@pytest.mark.parametrize("kind", CHANCES)
+@pytest.mark.parametrize("kind", RANDOM_FUNCTIONS)
 def test_a_mean_loss_passes_with_random_functions_and_no_generator_advances(kind):
-    tried(kind, lambda o, y: F.cross_entropy(o, y))
-    tried(kind, lambda o, y: (o - F.one_hot(y, 3)).square().mean())
-    tried(kind, lambda o, y: F.cross_entropy(o, y, reduction="none"))
+    dry_run(kind, lambda o, y: F.cross_entropy(o, y))
+    dry_run(kind, lambda o, y: (o - F.one_hot(y, 3)).square().mean())
+    dry_run(kind, lambda o, y: F.cross_entropy(o, y, reduction="none"))
 
 
-@pytest.mark.parametrize("kind", sorted(CHANCES.keys() - UNSEEN))
+@pytest.mark.parametrize("kind", sorted(RANDOM_FUNCTIONS.keys() - UNTRACKED))
 def test_a_summed_loss_is_refused_in_spite_of_random_functions(kind):
     with pytest.raises(TaskError, match="a scalar loss"):
-        tried(kind, lambda o, y: F.cross_entropy(o, y, reduction="sum"))
+        dry_run(kind, lambda o, y: F.cross_entropy(o, y, reduction="sum"))
 
 
-@pytest.mark.parametrize("kind", CHANCES)
+@pytest.mark.parametrize("kind", RANDOM_FUNCTIONS)
 def test_without_randomness_a_sample_has_the_same_outputs_in_any_batch(kind):
     model, (inputs, _) = net(kind), batch()
     with torch.no_grad():
         with without_randomness(CPU) as whole:
             together = model(inputs)
         with without_randomness(CPU):
-            apart = torch.cat([model(inputs[:2]), model(inputs[2:])])
-    assert whole.has_randomness == (kind in UNSEEN)
-    if kind not in UNSEEN | {"mixup"}:
-        assert torch.allclose(together, apart, rtol=1e-10)
+            separately = torch.cat([model(inputs[:2]), model(inputs[2:])])
+    assert whole.has_randomness == (kind in UNTRACKED)
+    if kind not in UNTRACKED | {"mixup"}:
+        assert torch.allclose(together, separately, rtol=1e-10)
 
 
 def test_random_tensors_keep_their_shapes_and_dtypes():

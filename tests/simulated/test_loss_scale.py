@@ -1,4 +1,4 @@
-"""Laws of the scaled loss: overflows are found on all ranks alike, and cost a step, not a training."""
+"""Laws of loss scaling: an overflow is found on all ranks, and costs one step."""
 
 import dataclasses
 from typing import Any
@@ -25,7 +25,7 @@ def test_the_scales_equal_those_of_torchs_grad_scaler(overflows, interval):
     weight = nn.Parameter(torch.ones(1))
     scaler = torch.amp.GradScaler("cpu", growth_interval=interval)
     optimizer = torch.optim.SGD([weight], lr=0.0)
-    scaler.scale(weight.sum())  # it makes its scale when it is first asked
+    scaler.scale(weight.sum())  # it creates its scale in the first call
     scale = LossScaler(growth_interval=interval)
     for overflowed in overflows:
         assert scale.value == scaler.get_scale()
@@ -71,13 +71,13 @@ def test_weights_kept_in_float32_are_updated_by_unscaled_gradients(size, zero):
         after = step.state_dict()["model"]
         return [(after[name] - before[name]).norm().item() for name, _ in model.named_parameters()]
 
-    for moved in threads.run(size, body):
-        assert sum(each**2 for each in moved) ** 0.5 == pytest.approx(0.01, rel=1e-3)
-        assert min(moved[2:]) > 1e-3
+    for update_norms in threads.run(size, body):
+        assert sum(each**2 for each in update_norms) ** 0.5 == pytest.approx(0.01, rel=1e-3)
+        assert min(update_norms[2:]) > 1e-3
 
 
-class Loud(nn.Module):
-    """A layer whose gradients can be made as large, or as small, as one likes, after a loss that stays what it is."""
+class ScaledGradients(nn.Module):
+    """A layer whose gradients are multiplied by `factor`; the loss is not."""
 
     def __init__(self):
         super().__init__()
@@ -85,10 +85,10 @@ class Loud(nn.Module):
         self.factor = 1.0
 
     def forward(self, x):
-        return Louder.apply(self.layer(x), self.factor)
+        return ScaleGradients.apply(self.layer(x), self.factor)
 
 
-class Louder(torch.autograd.Function):
+class ScaleGradients(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, factor):
         ctx.factor = factor
@@ -99,12 +99,12 @@ class Louder(torch.autograd.Function):
         return gradients[0] * ctx.factor, None
 
 
-def loud(comm: Any, *, zero: int = 0, skip_nan: int = 0, clip: float | None = None, update: str = "after") -> Any:
+def build(comm: Any, *, zero: int = 0, skip_nan: int = 0, clip: float | None = None, update: str = "after") -> Any:
     torch.manual_seed(1)
     plan = Plan(dp=comm.size, **ZERO_FIELDS[zero], update=update, precision="fp16", bucket_bytes=8)
     make = lambda parameters: torch.optim.Adam(parameters, lr=0.01)  # noqa: E731
     loss = lambda outputs, _: outputs.square()  # noqa: E731
-    return TrainStep(Loud(), loss, make, plan=plan, communicator=comm, clip=clip, skip_nan=skip_nan)
+    return TrainStep(ScaledGradients(), loss, make, plan=plan, communicator=comm, clip=clip, skip_nan=skip_nan)
 
 
 DATA = torch.ones(2, 4), torch.zeros(2)
@@ -114,7 +114,7 @@ DATA = torch.ones(2, 4), torch.zeros(2)
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_an_overflow_on_one_rank_skips_the_step_on_all_and_halves_the_scale(zero, clip, update):
     def body(comm):
-        step = loud(comm, zero=zero, clip=clip, update=update)
+        step = build(comm, zero=zero, clip=clip, update=update)
         step(DATA)
         before = step.state_dict()
         step.model.factor = 1e6 if comm.rank == 1 else 1.0
@@ -137,9 +137,9 @@ def tensors(state):
 
 
 def test_loss_scaling_preserves_gradients_too_small_for_float16():
-    def moved(comm):
-        step = loud(comm)
-        step.model.factor = 1e-7  # of about 1: less than half the least number of float16, 6e-8
+    def is_updated(comm):
+        step = build(comm)
+        step.model.factor = 1e-7  # gradients of about 1: below half of the smallest float16, 6e-8
         step._loss_scaler.value = comm.scale
         before = step.state_dict()["model"]
         step(DATA)
@@ -148,7 +148,7 @@ def test_loss_scaling_preserves_gradients_too_small_for_float16():
     def with_scale(scale):
         def body(comm):
             comm.scale = scale
-            return moved(comm)
+            return is_updated(comm)
 
         return threads.run(1, body)
 
@@ -158,7 +158,7 @@ def test_loss_scaling_preserves_gradients_too_small_for_float16():
 
 def test_an_overflow_at_the_minimum_scale_is_a_bad_step():
     def body(comm, *, skip_nan):
-        step = loud(comm, skip_nan=skip_nan)
+        step = build(comm, skip_nan=skip_nan)
         step._loss_scaler.value = 2.0
         step.model.factor = float("inf")
         assert step(DATA).overflowed
@@ -174,7 +174,7 @@ def test_an_overflow_at_the_minimum_scale_is_a_bad_step():
 
 def test_a_nan_loss_is_a_bad_step_at_any_scale():
     def body(comm):
-        step = loud(comm, skip_nan=1)
+        step = build(comm, skip_nan=1)
         metrics = step((DATA[0] * float("inf"), DATA[1]))
         return metrics.overflowed, metrics.skipped.text.split(";")[0], step._loss_scaler.value
 
@@ -183,7 +183,7 @@ def test_a_nan_loss_is_a_bad_step_at_any_scale():
 
 def test_the_scale_is_restored_with_the_state():
     def body(comm, state=None):
-        step = loud(comm)
+        step = build(comm)
         if state is not None:
             step.load_state_dict(state)
             return step(DATA).loss_scale, step._loss_scaler.state
@@ -198,14 +198,14 @@ def test_the_scale_is_restored_with_the_state():
     assert threads.run(1, lambda comm: body(comm, state)) == [(32768.0, {"value": 32768.0, "good": 2})]
 
 
-@pytest.mark.parametrize(("fields", "said"), [
+@pytest.mark.parametrize(("fields", "message"), [
     ({"update": "in_backward"}, "no gradient has overflowed before the first bucket"),
     ({"codec": "topk"}, "finite gradients"),
     ({"sync": "local"}, "an average of the weights that the update keeps"),
     ({"sync": "local", "offload": "states"}, "weights that are averaged on the device where"),
 ])  # fmt: skip
-def test_loss_scaling_is_refused_where_an_overflow_is_found_too_late(fields, said):
+def test_loss_scaling_is_refused_where_an_overflow_is_found_too_late(fields, message):
     case = dataclasses.replace(FP16, **fields)
     model, loss, optimizer = cases.model(case.model), cases.loss(case), cases.optimizer(case)
-    with pytest.raises(PlanError, match=said):
+    with pytest.raises(PlanError, match=message):
         parallelize(model, loss, optimizer, case.plan(1))

@@ -18,7 +18,7 @@ from tests.simulated.test_later_losses import LATER, later
 from tests.simulated.test_losses import WIDE, ce, flat, net, part
 
 sgd = functools.partial(torch.optim.SGD, lr=0.1)
-APART = "whose counts are not proportional"
+DISPROPORTIONATE = "whose counts are not proportional"
 
 
 class Heads(nn.Module):
@@ -40,7 +40,7 @@ def heads():
         return Heads().double()
 
 
-def of_other_functions(outputs, targets):
+def by_different_functions(outputs, targets):
     loss, first = sum(each.sum() for each in outputs) * 0, targets["task"] == 0
     if first.any():
         loss = loss + F.cross_entropy(outputs[0][first], targets["class"][first])
@@ -49,7 +49,7 @@ def of_other_functions(outputs, targets):
     return loss
 
 
-def on_one_line(outputs, targets):
+def by_one_function(outputs, targets):
     loss = sum(each.sum() for each in outputs) * 0
     for task, output in enumerate(outputs):
         mine = targets["task"] == task
@@ -58,7 +58,7 @@ def on_one_line(outputs, targets):
     return loss
 
 
-def of_one_head(outputs, targets):
+def by_one_head(outputs, targets):
     loss, first = sum(each.sum() for each in outputs) * 0, targets["task"] == 0
     if first.any():
         loss = loss + F.cross_entropy(outputs[0][first], targets["class"][first])
@@ -72,7 +72,7 @@ def own_loss(model):
     forward = model.forward
 
     def with_loss(x, **targets):
-        return {"loss": of_other_functions(forward(x), targets)}
+        return {"loss": by_different_functions(forward(x), targets)}
 
     model.forward = with_loss
     return model
@@ -91,7 +91,7 @@ def of_task(task, samples=4):
 def refused(comm, model, loss, batch, plan):
     step = TrainStep(model, loss, sgd, plan=plan, communicator=comm, clip=None)
     before = {name: weight.clone() for name, weight in step.named_weights()}
-    with pytest.raises(TaskError, match=APART):
+    with pytest.raises(TaskError, match=DISPROPORTIONATE):
         step(batch)
     return all(torch.equal(weight, before[name]) for name, weight in step.named_weights())
 
@@ -100,7 +100,7 @@ PLANS = [Plan(dp=2), Plan(dp=2, microbatches=2, zero=1), Plan(dp=2, zero=3, tran
 
 
 @pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("loss", [of_other_functions, on_one_line, of_one_head, None])
+@pytest.mark.parametrize("loss", [by_different_functions, by_one_function, by_one_head, None])
 def test_a_batch_of_one_task_on_each_rank_is_refused(loss, plan):
     def body(comm):
         inputs, targets = of_task(comm.rank)
@@ -111,7 +111,7 @@ def test_a_batch_of_one_task_on_each_rank_is_refused(loss, plan):
     assert all(threads.run(2, body))
 
 
-@pytest.mark.parametrize("loss", [of_other_functions, on_one_line, of_one_head])
+@pytest.mark.parametrize("loss", [by_different_functions, by_one_function, by_one_head])
 def test_batches_of_one_task_at_a_time_are_trained(loss):
     def body(comm):
         step = TrainStep(heads(), loss, sgd, plan=Plan(dp=2, microbatches=2), communicator=comm, clip=None)
@@ -147,35 +147,35 @@ def test_ranks_may_use_different_layers_for_the_same_output():
     assert len(set(threads.run(2, body))) == 1
 
 
-def beside(outputs, targets):
+def plus_penalty(outputs, targets):
     penalty = 0.1 * outputs.square().mean()
     kept = targets >= 0
     return F.cross_entropy(outputs[kept], targets[kept]) + penalty if kept.any() else penalty
 
 
-def beside_by_a_product(outputs, targets):
-    shares = torch.full((outputs.numel(),), 0.1 / outputs.numel(), dtype=WIDE)
-    kept, penalty = targets >= 0, outputs.square().flatten() @ shares
+def plus_penalty_by_product(outputs, targets):
+    coefficients = torch.full((outputs.numel(),), 0.1 / outputs.numel(), dtype=WIDE)
+    kept, penalty = targets >= 0, outputs.square().flatten() @ coefficients
     return F.cross_entropy(outputs[kept], targets[kept]) + penalty if kept.any() else penalty
 
 
 def used_later(outputs, targets):
-    value, figure = ce(*flat(outputs, targets)), F.mse_loss(outputs, torch.zeros_like(outputs))
-    return value + figure if (targets < 0).any() else value
+    value, metric = ce(*flat(outputs, targets)), F.mse_loss(outputs, torch.zeros_like(outputs))
+    return value + metric if (targets < 0).any() else value
 
 
 @pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("loss", [beside, beside_by_a_product, used_later])
+@pytest.mark.parametrize("loss", [plus_penalty, plus_penalty_by_product, used_later])
 def test_a_part_that_takes_different_means_is_refused_in_a_later_batch(loss, plan):
     def body(comm):
         (inputs, targets), *_ = later()
-        apart = targets.clone()
-        apart[shard_range(0, len(apart), 2, 1)[0] :] = -100
+        uneven_targets = targets.clone()
+        uneven_targets[shard_range(0, len(uneven_targets), 2, 1)[0] :] = -100
         step = TrainStep(net(), loss, sgd, plan=plan, communicator=comm, clip=None)
         step(part((inputs, targets), 2, comm.rank))
         before = {name: weight.clone() for name, weight in step.named_weights()}
-        with pytest.raises(TaskError, match=APART):
-            step(part((inputs, apart), 2, comm.rank))
+        with pytest.raises(TaskError, match=DISPROPORTIONATE):
+            step(part((inputs, uneven_targets), 2, comm.rank))
         return all(torch.equal(weight, before[name]) for name, weight in step.named_weights())
 
     assert all(threads.run(2, body))
@@ -198,7 +198,7 @@ def test_an_evaluation_refuses_a_mean_by_hand_whose_parts_do_not_add_up(name):
         step = TrainStep(net(), LATER[name], sgd, plan=PLANS[0], communicator=comm, clip=None)
         even, uneven, *_ = later()
         assert not torch.isnan(torch.tensor(step.evaluate(part(even, 2, comm.rank)).loss))
-        with pytest.raises(TaskError, match=APART):
+        with pytest.raises(TaskError, match=DISPROPORTIONATE):
             step.evaluate(part(uneven, 2, comm.rank))
 
     threads.run(2, body)

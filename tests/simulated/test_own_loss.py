@@ -1,4 +1,4 @@
-"""Laws of samples that are dicts, and of models that return their own loss (loss = None)."""
+"""Laws of samples that are dicts, and of models that compute their own loss (loss = None)."""
 
 import copy
 import functools
@@ -60,10 +60,10 @@ def model(kind: str) -> nn.Module:
     return classifier().double()
 
 
-@pytest.mark.parametrize("cut", [(1, 1, 0), (2, 1, 0), (1, 3, 0), (3, 2, 0), (3, 5, 1), (2, 2, 3)])
+@pytest.mark.parametrize("split", [(1, 1, 0), (2, 1, 0), (1, 3, 0), (3, 2, 0), (3, 5, 1), (2, 2, 3)])
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "bert", "classifier"])
-def test_a_model_of_transformers_trains_its_own_loss_as_in_one_process(kind, cut):
-    dp, microbatches, zero = cut
+def test_a_model_of_transformers_trains_its_own_loss_as_in_one_process(kind, split):
+    dp, microbatches, zero = split
 
     def body(comm):
         transport = "gloo" if zero == 3 else "by-host"
@@ -79,15 +79,15 @@ def test_a_model_of_transformers_trains_its_own_loss_as_in_one_process(kind, cut
             return oracle.snapshot(step, [m.loss for m in metrics], [])
 
     with Wide():
-        alone, losses = copy.deepcopy(model(kind)), []
-        optimizer = sgd(alone.parameters())
+        single, losses = copy.deepcopy(model(kind)), []
+        optimizer = sgd(single.parameters())
         for _ in range(2):
-            loss = alone(**whole()).loss
+            loss = single(**whole()).loss
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
             losses.append(loss.item())
-    expected = oracle.TrainingResult(losses, [], {name: p.detach() for name, p in alone.named_parameters()})
+    expected = oracle.TrainingResult(losses, [], {name: p.detach() for name, p in single.named_parameters()})
     got = threads.run(dp, body)
     assert max(oracle.deviation(each, expected) for each in got) <= TOLERANCE
 
@@ -141,8 +141,8 @@ def test_the_loss_is_found_among_a_models_outputs(how):
     batch = {"x": torch.stack([Pairs()[i]["x"] for i in range(10)])}
     batch["labels"] = torch.tensor([Pairs()[i]["labels"] for i in range(10)])
     expected = own("dict")(**batch)["loss"].item()
-    (alone,) = threads.run(1, body)
-    assert alone == [pytest.approx(expected, rel=1e-12)]
+    (single,) = threads.run(1, body)
+    assert single == [pytest.approx(expected, rel=1e-12)]
 
 
 def test_a_feed_makes_dict_batches_of_dict_samples():
@@ -153,7 +153,7 @@ def test_a_feed_makes_dict_batches_of_dict_samples():
 
 
 @pytest.mark.parametrize(
-    ("sample", "told"),
+    ("sample", "message"),
     [
         (None, "sample 3 is None"),
         ("text", "sample 3 is a str"),
@@ -166,7 +166,7 @@ def test_a_feed_makes_dict_batches_of_dict_samples():
         ({"x": [1, [2, 3]]}, "sample 3 has a list as 'x'"),
     ],
 )
-def test_a_sample_of_another_form_is_refused_with_its_type_and_index(sample, told):
+def test_a_sample_of_another_form_is_refused_with_its_type_and_index(sample, message):
     class Some:
         def __len__(self) -> int:
             return 4
@@ -176,7 +176,7 @@ def test_a_sample_of_another_form_is_refused_with_its_type_and_index(sample, tol
 
     with pytest.raises(DataError) as caught:
         list(Feed(Some(), Plan(), batch_size=4))
-    assert told in str(caught.value)
+    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize("dp", [1, 3])

@@ -53,7 +53,7 @@ def step(comm, model, plan, loss=values):
     return [p.detach().clone() for p in model.parameters()]
 
 
-def plainly(model, loss, num_ranks):
+def plain_torch_step(model, loss, num_ranks):
     """One step on the mean of the ranks' losses, each over the rank's own samples."""
     optimizer, losses = sgd(model.parameters()), []
     for rank in range(num_ranks):
@@ -65,7 +65,7 @@ def plainly(model, loss, num_ranks):
 
 
 def trains(mix, plan, loss, plain_loss):
-    want = plainly(Net(mix), plain_loss, plan.dp)
+    want = plain_torch_step(Net(mix), plain_loss, plan.dp)
     for got in threads.run(plan.dp, lambda comm: step(comm, Net(mix), plan, loss)):
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 
@@ -74,7 +74,7 @@ MIXING = {
     "less the mean": lambda x: x - x.mean(0),
     "statistics by hand": lambda x: (x - x.mean(0)) / x.std(0),
     "attention among samples": lambda x: (x @ x.T).softmax(1) @ x,
-    "statistics of two at least": lambda x: F.batch_norm(x, None, None, training=True),
+    "batch normalization": lambda x: F.batch_norm(x, None, None, training=True),
 }
 
 
@@ -120,7 +120,7 @@ def test_samples_of_a_model_with_a_fixed_batch_size_may_not_interact(loss):
 @pytest.mark.parametrize("loss", [values, F.cross_entropy])
 def test_batch_statistics_are_refused_however_few_samples_a_microbatch_has(samples, loss):
     def body(comm):
-        model, plan = Net(MIXING["statistics of two at least"]), Plan(dp=2, microbatches=2)
+        model, plan = Net(MIXING["batch normalization"]), Plan(dp=2, microbatches=2)
         inputs = torch.randn(2 * samples, 4, dtype=torch.float64)
         with pytest.raises(TaskError, match="samples together"):
             TrainStep(model, loss, sgd, plan=plan, communicator=comm, clip=None)(
