@@ -24,7 +24,7 @@ SECONDS = 20  # far less than a wait's own time limit, far more than a check of 
 
 
 @pytest.fixture
-def corpse() -> Iterator[_RankProcess]:
+def killed_rank() -> Iterator[_RankProcess]:
     """The process of a rank that has been killed and is still a zombie."""
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     killed = _RankProcess(host_id(), "somewhere", *process_id(process.pid))
@@ -41,8 +41,8 @@ def rank_0_with(peer: _RankProcess) -> Communicator:
     return comm
 
 
-def test_a_zombie_process_counts_as_dead(corpse: _RankProcess) -> None:
-    comm = rank_0_with(corpse)
+def test_a_zombie_process_counts_as_dead(killed_rank: _RankProcess) -> None:
+    comm = rank_0_with(killed_rank)
     assert [comm.is_peer_dead(rank) for rank in range(2)] == [False, True]
     with pytest.raises(PeerError, match=r"rank 1 \(host somewhere\)"):
         comm.check_peers()
@@ -54,8 +54,8 @@ def test_a_reused_pid_counts_as_dead_and_a_rank_of_another_host_as_alive() -> No
     assert not rank_0_with(here._replace(host="another", pid=1, start_ticks=0)).is_peer_dead(1)
 
 
-def test_a_broken_connection_names_the_dead_rank_and_other_errors_pass_unchanged(corpse: _RankProcess) -> None:
-    comm = rank_0_with(corpse)
+def test_a_broken_connection_names_the_dead_rank_and_other_errors_pass_unchanged(killed_rank: _RankProcess) -> None:
+    comm = rank_0_with(killed_rank)
     with pytest.raises(PeerError, match=r"rank 1 \(host somewhere\) died"), comm.report_dead_peers():
         raise RuntimeError("[pair.cc:547] Connection closed by peer [127.0.0.1]:1234")
     with pytest.raises(RuntimeError, match="shapes"), comm.report_dead_peers():
@@ -76,10 +76,10 @@ class Stuck:
         raise OSError("at last")
 
 
-def test_a_rank_that_waits_for_data_notices_a_dead_peer(corpse: _RankProcess) -> None:
+def test_a_rank_that_waits_for_data_notices_a_dead_peer(killed_rank: _RankProcess) -> None:
     source, begin = Stuck(), time.monotonic()
     feed = Feed(source, batch_size=2)
-    feed.check_peers = rank_0_with(corpse).check_peers
+    feed.check_peers = rank_0_with(killed_rank).check_peers
     with pytest.raises(PeerError):
         next(iter(feed))
     assert time.monotonic() - begin < SECONDS

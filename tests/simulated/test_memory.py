@@ -1,4 +1,4 @@
-"""Laws of the memory that long-lived buffers take: what is counted is what arithmetic says."""
+"""Laws of the memory of long-lived buffers: the counted bytes equal the formula's."""
 
 import functools
 import gc
@@ -29,7 +29,7 @@ WITHIN = 0.05
 
 
 def _step(plan: Plan, comm: ThreadCommunicator, optimizer: str = "AdamW") -> TrainStep:
-    """A step of 330,000 parameters that has been taken twice."""
+    """A train step with 330,000 parameters, after two steps."""
     model = nn.Sequential(*[layer for _ in range(5) for layer in (nn.Linear(256, 256), nn.Tanh())])
     options: dict[str, Any] = {"plan": plan, "communicator": comm, "clip": None}
     step = TrainStep(

@@ -156,18 +156,18 @@ def test_more_consecutive_bad_steps_than_allowed_stop_training(bad, ends_at):
     threads.run(2, body)
 
 
-def test_a_first_step_with_a_nan_count_sets_no_nominal_count():
+def test_a_first_step_with_a_with_nan_count_sets_no_nominal_count():
     # The gradients of all later steps are divided by the count of the first step.
     case = Case(loss="pair")
     found = poisoned(case, 0, sample=0)
     model, loss, optimizer = cases.model("mlp"), cases.loss(case), cases.optimizer(case)
 
-    def lost(outputs: Any, targets: Any) -> Any:
+    def with_nan_count(outputs: Any, targets: Any) -> Any:
         return (outputs.sum(), NAN) if outputs.isnan().any() else loss(outputs, targets)
 
     def body(comm):
         mine, plan = copy.deepcopy(model), case.plan(2)
-        step = TrainStep(mine, lost, optimizer, plan=plan, communicator=comm, clip=None, skip_nan=1)
+        step = TrainStep(mine, with_nan_count, optimizer, plan=plan, communicator=comm, clip=None, skip_nan=1)
         metrics = [step(local_batch(batch, 2, comm.rank)) for batch in found]
         return oracle.snapshot(step, [m.loss for m in metrics[1:]], [])
 
