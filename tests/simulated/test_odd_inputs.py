@@ -1,4 +1,4 @@
-"""User inputs that are not quite what a task expects: accepted if they are clear, else refused by name."""
+"""Laws of unusual user inputs: accepted if they are unambiguous, else refused by name."""
 
 import dataclasses
 import functools

@@ -32,7 +32,7 @@ def batch(rank: int, number: int) -> Tensor:
     return torch.randn(3, 6, generator=generator, dtype=torch.float64)
 
 
-def oracle(counts: list[int], *, by_all: bool, accumulate: int = 1) -> list[Tensor]:
+def oracle(counts: list[int], *, divide_by_all: bool, accumulate: int = 1) -> list[Tensor]:
     """One process that trains on the batches of all ranks, round by round."""
     theirs = model()
     optimizer = sgd(theirs.parameters())
@@ -42,36 +42,36 @@ def oracle(counts: list[int], *, by_all: bool, accumulate: int = 1) -> list[Tens
         for rank in active:
             for part in range(accumulate):
                 loss = theirs(batch(rank, number + part)).square().mean() / accumulate
-                (loss / (len(counts) if by_all else len(active))).backward()
+                (loss / (len(counts) if divide_by_all else len(active))).backward()
         optimizer.step()
     return [p.detach() for p in theirs.parameters()]
 
 
-def apart(mine: nn.Module, theirs: list[Tensor]) -> float:
+def max_difference(mine: nn.Module, theirs: list[Tensor]) -> float:
     return max((a.detach() - b).abs().max().item() for a, b in zip(mine.parameters(), theirs, strict=True))
 
 
-@pytest.mark.parametrize("by_all", [True, False])
+@pytest.mark.parametrize("divide_by_all", [True, False])
 @pytest.mark.parametrize("counts", [[3, 1], [0, 2, 5], [2, 2, 2], [1, 4, 0, 4]])
-def test_ranks_with_unequal_data_train_as_one_process_does(counts, by_all):
+def test_ranks_with_unequal_data_train_as_one_process_does(counts, divide_by_all):
     def body(comm):
         mine = model()
         plan = ff.Plan(dp=len(counts), bucket_bytes=200)
         optimizer = DistributedOptimizer(sgd(mine.parameters()), mine, plan, communicator=comm)
-        with optimizer.join(divide_by_initial_world_size=by_all):
+        with optimizer.join(divide_by_initial_world_size=divide_by_all):
             for number in range(counts[comm.rank]):
                 optimizer.zero_grad()
                 mine(batch(comm.rank, number)).square().mean().backward()
                 optimizer.step()
         states = [optimizer.state[p]["momentum_buffer"].sum().item() for p in mine.parameters()]
         return (
-            apart(mine, oracle(counts, by_all=by_all)),
+            max_difference(mine, oracle(counts, divide_by_all=divide_by_all)),
             comm.all_gather_json(states),
             [p.grad for p in mine.parameters()],
         )
 
-    for far, states, gradients in threads.run(len(counts), body):
-        assert far <= TOLERANCE
+    for difference, states, gradients in threads.run(len(counts), body):
+        assert difference <= TOLERANCE
         assert all(state == states[0] for state in states)
         assert gradients == [None] * 4
 
@@ -89,7 +89,7 @@ def test_unequal_data_train_with_gradient_accumulation():
                     (mine(batch(comm.rank, number)).square().mean() / 2).backward()
                 (mine(batch(comm.rank, number + 1)).square().mean() / 2).backward()
                 optimizer.step()
-        return apart(mine, oracle(counts, by_all=True, accumulate=2))
+        return max_difference(mine, oracle(counts, divide_by_all=True, accumulate=2))
 
     assert max(threads.run(2, body)) <= TOLERANCE
 

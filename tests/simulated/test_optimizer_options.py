@@ -49,10 +49,10 @@ OTHERS: dict[str, tuple[Any, Any, str]] = {
 @pytest.mark.parametrize("kind", [stepped, wrapped])
 @pytest.mark.parametrize("difference", OTHERS)
 def test_ranks_with_different_optimizers_are_refused_when_the_step_is_built(difference, kind):
-    first, other, said = OTHERS[difference]
+    first, other, message = OTHERS[difference]
 
     def body(comm):
-        with pytest.raises(PlanError, match=f"rank 0 has .*{said}"):
+        with pytest.raises(PlanError, match=f"rank 0 has .*{message}"):
             kind(comm, other if comm.rank == 1 else first)
         return True
 
@@ -66,9 +66,9 @@ def test_all_options_that_differ_are_reported_together():
             stepped(comm, functools.partial(sgd, **other))
         return [problem.got for problem in caught.value.problems]
 
-    for said in threads.run(2, body):
-        assert any("lr = 0.1" in got and "lr = 0.5" in got for got in said)
-        assert any("momentum = 0.0" in got and "momentum = 0.9" in got for got in said)
+    for problems in threads.run(2, body):
+        assert any("lr = 0.1" in got and "lr = 0.5" in got for got in problems)
+        assert any("momentum = 0.0" in got and "momentum = 0.9" in got for got in problems)
 
 
 def test_a_parameter_in_another_group_of_the_wrapped_optimizer_is_refused():
@@ -87,7 +87,7 @@ def test_a_parameter_in_another_group_of_the_wrapped_optimizer_is_refused():
 
 @pytest.mark.filterwarnings("ignore:weights differ:RuntimeWarning")
 def test_fused_and_foreach_may_differ_between_ranks():
-    """Then the updates may round differently, and the comparison of weights at most warns."""
+    """The updates may round differently, so the comparison of weights at most warns."""
 
     def body(comm):
         how = {"foreach": True} if comm.rank else {"fused": True}
@@ -125,7 +125,7 @@ CHANGED: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("change", CHANGED)
 def test_options_that_differ_are_found_in_the_same_step_before_a_weight_moves(change, how):
     case = dataclasses.replace(CASE, **({"local_steps": 3} if "sync" in how else {}), **how)
-    options, said = CHANGED[change]
+    options, message = CHANGED[change]
 
     def body(comm):
         step = build_step(case, 3, comm)
@@ -135,7 +135,7 @@ def test_options_that_differ_are_found_in_the_same_step_before_a_weight_moves(ch
             for group in step.optimizer.param_groups:
                 group |= options
         before = copy.deepcopy(dict(step.model.named_parameters()))
-        with pytest.raises(DivergenceError, match=said) as caught:
+        with pytest.raises(DivergenceError, match=message) as caught:
             step(local_batch(batches(case)[1], 3, comm.rank))
         assert all(torch.equal(p, before[name]) for name, p in step.model.named_parameters())
         return str(caught.value)
@@ -152,7 +152,7 @@ def test_tensors_that_differ_within_a_tuple_are_found():
         make = functools.partial(adamw, lr=torch.tensor(0.1), betas=betas, foreach=False, fused=False)
         step = TrainStep(model("mlp"), loss(CASE), make, plan=CASE.plan(2), communicator=comm, clip=None)
         step(local_batch(batches(CASE)[0], 2, comm.rank))
-        step.optimizer.param_groups[0]["betas"] = (torch.tensor(0.5), torch.tensor(0.75))  # other objects, the same
+        step.optimizer.param_groups[0]["betas"] = (torch.tensor(0.5), torch.tensor(0.75))  # other objects, equal values
         step(local_batch(batches(CASE)[1], 2, comm.rank))
         if comm.rank:
             step.optimizer.param_groups[0]["betas"][1].fill_(0.25)
@@ -204,7 +204,7 @@ def test_a_scheduler_on_one_rank_only_is_found():
         step = build_step(CASE, 2, comm)
         step.optimizer.zero_grad()
         if comm.rank == 1:
-            torch.optim.lr_scheduler.StepLR(step.optimizer, 10)  # the rate is the same so far
+            torch.optim.lr_scheduler.StepLR(step.optimizer, 10)  # the rate is still the same
         with pytest.raises(DivergenceError, match=r"initial_lr: rank 0 has none; rank 1 has 0\.01"):
             step(local_batch(batches(CASE)[0], 2, comm.rank))
         return True

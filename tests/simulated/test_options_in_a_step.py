@@ -23,13 +23,13 @@ def adamw(num_groups: int, **options: Any) -> torch.optim.Optimizer:
 
 
 def new_rates(optimizer: torch.optim.Optimizer, number: int) -> None:
-    """What a schedule does between steps, with a rate of its own for each group."""
+    """What a scheduler does between steps, with a different rate for each group."""
     for index, group in enumerate(optimizer.param_groups):
         group["lr"] = 0.1 / (1 + index + number)
 
 
 def bytecodes(act: Any) -> int:
-    """How many instructions the interpreter carries out for a call: no other process disturbs this measure."""
+    """How many bytecode instructions a call takes: unlike time, a measure that no other process affects."""
     count = 0
 
     def trace(frame: Any, event: str, _: Any) -> Any:
@@ -46,7 +46,7 @@ def bytecodes(act: Any) -> int:
     return count
 
 
-def reading(num_groups: int, schedule: bool) -> int:
+def instructions_of_text(num_groups: int, schedule: bool) -> int:
     optimizer = adamw(num_groups)
     options = OptionTracker(optimizer)
     for number in range(3):
@@ -60,7 +60,7 @@ def reading(num_groups: int, schedule: bool) -> int:
 @pytest.mark.parametrize("schedule", [False, True])
 def test_reading_the_options_of_more_groups_takes_no_more_instructions(schedule):
     # The loops over groups are built-in ones. With Python's own, 48 groups took 11,258 instructions, and 150 µs.
-    assert reading(48, schedule) == reading(12, schedule) < 350
+    assert instructions_of_text(48, schedule) == instructions_of_text(12, schedule) < 350
 
 
 class OnDevice(torch.Tensor):
@@ -120,7 +120,7 @@ EDITS = st.lists(
 )
 
 
-def edited(optimizer: torch.optim.Optimizer, edit: Any) -> None:
+def apply_edit(optimizer: torch.optim.Optimizer, edit: Any) -> None:
     if edit == "in place":
         for value in (v for group in optimizer.param_groups for v in group.values()):
             if isinstance(value, torch.Tensor):
@@ -160,7 +160,7 @@ def test_after_any_edits_the_text_equals_that_of_a_new_tracker(num_groups, edits
         if edit == "text":
             options.text()
         else:
-            edited(optimizer, edit)
+            apply_edit(optimizer, edit)
     assert options.text() == OptionTracker(optimizer).text()
 
 

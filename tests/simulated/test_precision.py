@@ -1,4 +1,4 @@
-"""Laws of mixed precision: two-byte computation, the update's own weights, sums in a dtype of choice."""
+"""Laws of mixed precision: two-byte working weights, float32 master weights, sums in `reduce_dtype`."""
 
 import dataclasses
 from typing import Any
@@ -35,8 +35,10 @@ from tests.precision_oracle import (
     zero=(0, 1, 2, 3), size=(3, 2, 1), microbatches=(2, 1), reduce_dtype=("keep", "fp32")
 ))  # fmt: skip
 def test_rounded_weights_compute_and_master_weights_are_updated_bit_for_bit_as_in_plain_torch(fields):
-    size, level = fields["size"], ZERO_FIELDS[fields["zero"]]
-    case = dataclasses.replace(CASE, **level, microbatches=fields["microbatches"], reduce_dtype=fields["reduce_dtype"])
+    size, level_fields = fields["size"], ZERO_FIELDS[fields["zero"]]
+    case = dataclasses.replace(
+        CASE, **level_fields, microbatches=fields["microbatches"], reduce_dtype=fields["reduce_dtype"]
+    )
     expected = train_oracle(case, size)
     for got in train_on_threads(case, size):
         assert got.losses == pytest.approx(expected.losses, rel=1e-6)
@@ -63,9 +65,9 @@ def test_other_optimizers_and_tied_and_frozen_weights_train_as_in_plain_torch(op
 def test_updates_in_backward_or_forward_equal_those_after_backward_bit_for_bit(fields):
     case = dataclasses.replace(CASE, **ZERO_FIELDS[fields["zero"]], microbatches=fields["microbatches"], model="tied")
     case = dataclasses.replace(case, batch_sizes=(12, 11, 12, 5))
-    late, early = train_on_threads(case, 2), train_on_threads(dataclasses.replace(case, update=fields["update"]), 2)
-    assert equal_tensors(early[0].weights, late[0].weights)
-    assert equal_tensors(early[1].weights, late[0].weights)
+    after, early = train_on_threads(case, 2), train_on_threads(dataclasses.replace(case, update=fields["update"]), 2)
+    assert equal_tensors(early[0].weights, after[0].weights)
+    assert equal_tensors(early[1].weights, after[0].weights)
 
 
 @pytest.mark.parametrize("optimizer", ["LARS", "LAMB"])
@@ -89,24 +91,24 @@ def test_clipping_uses_the_norm_of_the_sums_and_does_not_round_them(zero):
 
 
 def test_float32_sums_do_not_depend_on_which_rank_has_which_microbatch():
-    # The same four rounded gradients, added up in another order.
-    def far(reduce):
+    # The same four rounded gradients, summed in another order.
+    def difference(reduce):
         cases = [dataclasses.replace(CASE, microbatches=count, zero=1, reduce_dtype=reduce) for count in (4, 2)]
         one, two = (train_on_threads(case, size)[0].weights for case, size in zip(cases, (1, 2), strict=True))
         return max((one[name] - two[name]).abs().max().item() for name in one)
 
-    assert far("fp32") < 1e-6 < 1e-5 < far("keep")
+    assert difference("fp32") < 1e-6 < 1e-5 < difference("keep")
 
 
-@pytest.mark.parametrize(("reduce", "number"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
-def test_gradients_are_summed_in_reduce_dtype_whatever_dtype_the_model_computes_in(reduce, number):
+@pytest.mark.parametrize(("reduce", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
+def test_gradients_are_summed_in_reduce_dtype_whatever_dtype_the_model_computes_in(reduce, dtype):
     def body(comm):
         case = dataclasses.replace(CASE, precision="keep", reduce_dtype=reduce, zero=1, batch_sizes=(8,))
         step = cases_module.build_step(case, 2, comm)
         train_steps(step, case)
         return {slot.dtype for slot in step._transport.grad_buffers}, {p.dtype for p in step.model.parameters()}
 
-    assert threads.run(2, body) == [({number}, {torch.float64})] * 2
+    assert threads.run(2, body) == [({dtype}, {torch.float64})] * 2
 
 
 def drifting(plan, comm, steps=100):
@@ -127,14 +129,16 @@ def drifting(plan, comm, steps=100):
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_updates_too_small_for_the_working_weights_add_up(zero):
-    for working, precise in threads.run(2, lambda r: drifting(Plan(dp=2, **ZERO_FIELDS[zero], precision="bf16"), r)):
+    for working, precise in threads.run(
+        2, lambda comm: drifting(Plan(dp=2, **ZERO_FIELDS[zero], precision="bf16"), comm)
+    ):
         assert precise == pytest.approx(0.99, rel=1e-5)
         assert working == torch.tensor(precise).bfloat16().item()
-    assert threads.run(1, lambda r: drifting(Plan(), r)) == [(1.0, 1.0)]
+    assert threads.run(1, lambda comm: drifting(Plan(), comm)) == [(1.0, 1.0)]
 
 
-class Watched(nn.Module):
-    """Says in what it computes: parameters, a buffer, batch normalization, what comes in and what goes out."""
+class RecordsDtypes(nn.Module):
+    """Records the dtypes of its inputs, parameters and buffer; it has batch normalization."""
 
     def __init__(self):
         super().__init__()
@@ -151,18 +155,18 @@ class Watched(nn.Module):
 
 def test_the_dtypes_of_inputs_outputs_weights_buffers_and_states():
     def loss(outputs, targets):
-        told.update({name: value.dtype for name, value in outputs.items()})
+        output_dtypes.update({name: value.dtype for name, value in outputs.items()})
         return (outputs["logits"] - targets).square()
 
     def body(comm):
         make = lambda parameters: torch.optim.Adam(parameters)  # noqa: E731
         plan = Plan(precision="bf16")
-        step = TrainStep(Watched(), loss, make, plan=plan, communicator=comm, clip=None)
+        step = TrainStep(RecordsDtypes(), loss, make, plan=plan, communicator=comm, clip=None)
         inputs = {"x": torch.randn(6, 4), "places": torch.arange(6)}
         step((inputs, torch.zeros(6, 4)))
         return step
 
-    told = {}
+    output_dtypes = {}
     (step,) = threads.run(1, body)
     low, high = torch.bfloat16, torch.float32
     assert step.model.seen == {
@@ -174,14 +178,14 @@ def test_the_dtypes_of_inputs_outputs_weights_buffers_and_states():
         "norm.weight": high,
         "norm.bias": high,
     }
-    assert told == {"logits": high, "places": torch.int64}
+    assert output_dtypes == {"logits": high, "places": torch.int64}
     state = step.state_dict()
     assert {value.dtype for name, value in state["model"].items() if "num_batches" not in name} == {high}
     assert {value.dtype for keys in state["optimizer"].values() for value in keys.values()
             if isinstance(value, torch.Tensor)} == {high}  # fmt: skip
 
 
-def resumed(comm, case, state):
+def resume_training(comm, case, state):
     step = make_step(case, comm.size, comm)
     step.load_state_dict(state)
     assert equal_tensors(step.state_dict()["model"], state["model"])
@@ -202,11 +206,11 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit_at_any_zero_level
     states = threads.run(2, first)
     expected = train_on_threads(case, 2)[0].weights
     for got in threads.run(
-        2, lambda comm: resumed(comm, dataclasses.replace(case, **ZERO_FIELDS[then]), states[comm.rank])
+        2, lambda comm: resume_training(comm, dataclasses.replace(case, **ZERO_FIELDS[then]), states[comm.rank])
     ):
         assert equal_tensors(got.weights, expected)
-    # On other ranks: what is put back is what was saved.
-    threads.run(3, lambda comm: resumed(comm, dataclasses.replace(case, **ZERO_FIELDS[then]), states[0]))
+    # On another number of ranks, the loaded state equals the saved one.
+    threads.run(3, lambda comm: resume_training(comm, dataclasses.replace(case, **ZERO_FIELDS[then]), states[0]))
 
 
 @pytest.mark.parametrize("zero", [0, 1])
@@ -232,8 +236,8 @@ def test_a_float32_state_is_unchanged_by_loading_and_saving_it_in_bf16(zero):
         assert all(equal_tensors(keys, states[0]["optimizer"][name]) for name, keys in after["optimizer"].items())
 
 
-def rounded(step):
-    """Whether the model computes with the rounded values of what the update has."""
+def is_rounded(step):
+    """Whether the working weights are the rounded master weights."""
     state = step.state_dict()["model"]
     with step.unsharded() as model:
         return all(torch.equal(p, state[name].to(p.dtype)) for name, p in model.named_parameters())
@@ -250,9 +254,9 @@ def test_edits_change_the_float32_weights_and_all_ranks_get_those_of_rank_0(zero
         after = step.state_dict()["model"]
         assert torch.equal(after["first.weight"], before["first.weight"] * 1.0001)
         assert all(torch.equal(value, before[name]) for name, value in after.items() if name != "first.weight")
-        assert rounded(step)
+        assert is_rounded(step)
         train_steps(step, CASE)
-        return rounded(step)
+        return is_rounded(step)
 
     assert threads.run(2, body) == [True, True]
 
@@ -269,17 +273,17 @@ def test_the_ema_averages_the_float32_weights_and_evaluating_with_it_changes_not
             step(batch_of_rank(step, batch))
             average.update(number)
             weights = step.state_dict()["model"]
-            share = 1.0 - min(0.5, (1 + number) / (10 + number))
-            expected = first | {n: torch.lerp((expected or first)[n], w, share) for n, w in weights.items()}
+            lerp_weight = 1.0 - min(0.5, (1 + number) / (10 + number))
+            expected = first | {n: torch.lerp((expected or first)[n], w, lerp_weight) for n, w in weights.items()}
         before = step.state_dict()["model"]
         loss = step.evaluate(batch_of_rank(step, batches(case)[0])).loss
         with step.swapped_weights(average.values):
             assert equal_tensors(step.state_dict()["model"], expected)
-            assert rounded(step)
+            assert is_rounded(step)
             assert step.evaluate(batch_of_rank(step, batches(case)[0])).loss != loss
         assert equal_tensors(step.state_dict()["model"], before)
         assert step.evaluate(batch_of_rank(step, batches(case)[0])).loss == loss
-        return rounded(step)
+        return is_rounded(step)
 
     first = {name: p.detach() for name, p in cases_module.model(case.model).float().named_parameters()}
     assert threads.run(2, body) == [True, True]
@@ -332,7 +336,7 @@ def test_offloaded_states_train_as_states_on_the_device_of_the_weights(monkeypat
         assert equal_tensors(other.state_dict()["model"], state["model"])
         return got, state["model"]
 
-    # As if the ranks were GPUs: on CPU ranks all is in host memory already.
+    # As if the ranks were GPUs: CPU ranks have everything in host memory already.
     monkeypatch.setattr(
         "fourfold.step.build.offload_device", lambda offload, device: device if offload == "states" else None
     )
@@ -359,7 +363,7 @@ def test_the_state_of_a_two_byte_model_resumes_in_float32():
         step((inputs.bfloat16(), targets))
         return step.state_dict()
 
-    def then(comm):
+    def resume(comm):
         case = dataclasses.replace(CASE, optimizer="AdamW")
         step = make_step(case, 1, comm)
         step.load_state_dict(state)
@@ -368,4 +372,4 @@ def test_the_state_of_a_two_byte_model_resumes_in_float32():
                 if isinstance(value, torch.Tensor)}  # fmt: skip
 
     (state,) = threads.run(1, first)
-    assert threads.run(1, then) == [{torch.float32}]
+    assert threads.run(1, resume) == [{torch.float32}]
