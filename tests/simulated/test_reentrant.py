@@ -30,7 +30,7 @@ class Layer(nn.Module):
 
 
 class Net(nn.Module):
-    """Two layers in reentrant checkpoints. "twice": one is used again; "apart": no input of it has a gradient."""
+    """Two layers in reentrant checkpoints. "twice": one is used again; "in a dict": the input is in a dict."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -93,12 +93,12 @@ def expected():
 
 @pytest.mark.parametrize("fields", PLANS)
 def test_a_reentrant_checkpoint_trains_as_in_one_process(fields, expected):
-    plan, (model, alone) = Plan(**fields), expected
+    plan, (model, in_one_process) = Plan(**fields), expected
 
     def body(comm):
         step = step_of(model, comm, plan)
         losses = [step(part_of(batch, step)).loss for batch in batches(3)]
-        return oracle.deviation(oracle.snapshot(step, losses, []), alone)
+        return oracle.deviation(oracle.snapshot(step, losses, []), in_one_process)
 
     assert max(threads.run(plan.mesh.size, body)) <= TOLERANCE
 
@@ -112,7 +112,7 @@ REFUSED = {
 @pytest.mark.parametrize("fields", PLANS)
 @pytest.mark.parametrize("kind", REFUSED)
 def test_a_reentrant_checkpoint_that_cannot_be_trained_is_refused_on_every_rank_with_a_remedy(kind, fields):
-    (error, said), plan = REFUSED[kind], Plan(**fields)
+    (error, message), plan = REFUSED[kind], Plan(**fields)
     torch.manual_seed(1)
     model = Net(kind)
 
@@ -124,7 +124,7 @@ def test_a_reentrant_checkpoint_that_cannot_be_trained_is_refused_on_every_rank_
 
     for found, text in threads.run(plan.mesh.size, body):
         assert found is error
-        assert said in text
+        assert message in text
         assert "use_reentrant=False" in text
         # With sp > 1, a rank that fails in the middle of backward leaves others waiting in attention.
         assert ("in the model" in text) == (kind == "twice" and plan.sp > 1)

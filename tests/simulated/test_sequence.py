@@ -16,12 +16,12 @@ from tests import attention_oracle
 from tests.attention_oracle import BATCH, HEAD_SIZE, HEADS, TOLERANCE, AttentionCase
 
 
-def worst(cases, by="messages", factor=1.0):
+def worst(cases, transport="messages", factor=1.0):
     """The largest deviation of any rank, by case; all cases have one layout."""
     expected = [(case, *_expected(case, factor)) for case in cases]
 
     def body(comm):
-        axis = thread_rings.make_axis(comm, cases[0].ring, cases[0].ulysses, transport=by)
+        axis = thread_rings.make_axis(comm, cases[0].ring, cases[0].ulysses, transport=transport)
         found = []
         for case, tensors, oracle in expected:
             mine = attention_oracle.run_on_axis(case, tensors, axis)
@@ -41,7 +41,7 @@ def _expected(case, factor):
 def test_attention_over_every_axis_equals_attention_in_one_process(size):
     by_layout = itertools.groupby(attention_oracle.cases(size), key=lambda case: (case.ring, case.ulysses))
     for turn, (_, cases) in enumerate(by_layout):
-        # For large axes, every second case: two sizes cover all.
+        # For large axes, every second case: together, two sizes cover all cases.
         found = worst(list(cases)[turn % 2 :: 1 if size < 5 else 2], "shared" if turn % 3 else "messages")
         assert not {case: far for case, far in found.items() if far > TOLERANCE}
 
@@ -55,13 +55,13 @@ def test_scores_that_do_not_fit_are_computed_in_blocks_of_rows(monkeypatch, ring
     assert max(worst(cases).values()) <= TOLERANCE
 
 
-# ---- numbers ---------------------------------------------------------------------------------------
+# ---- numerics --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("heads", ["grouped", "narrow V"])
 @pytest.mark.parametrize("ring", RINGS)
 def test_scores_of_ten_thousand_do_not_overflow(ring, heads):
-    # With such scores, the rounding of the inputs decides, so float64 gets the same inputs.
+    # With such scores, rounding of the inputs dominates, so the oracle gets the same inputs in float64.
     cases = [AttentionCase(4, ring, causal=causal, heads=heads, scale=1.0) for causal in (False, True)]
     tensors = attention_oracle.make_tensors(cases[0], factor=100.0)
     assert (tensors.q @ tensors.k.repeat_interleave(tensors.q.shape[1] // tensors.k.shape[1], 1).mT).abs().max() > 1e4
@@ -104,8 +104,8 @@ def test_fully_masked_queries_give_zero_as_in_torch_and_no_gradient():
 # ---- what is sent and computed ---------------------------------------------------------------------
 
 
-def wires(axis) -> list[thread_rings.ThreadChannel]:
-    return [link._channel for link in axis.groups if link.size > 1]
+def channels(axis) -> list[thread_rings.ThreadChannel]:
+    return [ring._channel for ring in axis.groups if ring.size > 1]
 
 
 @pytest.mark.parametrize("heads", ["all", "grouped", "narrow V"])
@@ -119,7 +119,7 @@ def test_a_layer_sends_six_times_its_local_k_per_hop(size, ring, ulysses, heads)
     def body(comm):
         axis = thread_rings.make_axis(comm, ring, ulysses)
         attention_oracle.run_on_axis(case, tensors, axis)
-        return sum(wire.num_sent_elements for wire in wires(axis))
+        return sum(channel.num_sent_elements for channel in channels(axis))
 
     queries, keys, value_size = (number * ulysses for number in HEADS[heads])
     layer = AttentionSize(BATCH, case.length, queries, HEAD_SIZE, keys, value_size // ulysses)
@@ -135,9 +135,9 @@ def test_a_key_mask_is_sent_in_the_message_of_its_keys():
 
     def body(comm):
         axis = thread_rings.make_axis(comm)
-        (wire,), messages = wires(axis), []
-        shift = wire.send_right_recv_left
-        wire.send_right_recv_left = lambda flat, tag: (messages.append(flat.numel()), shift(flat, tag))[1]
+        (channel,), messages = channels(axis), []
+        shift = channel.send_right_recv_left
+        channel.send_right_recv_left = lambda flat, tag: (messages.append(flat.numel()), shift(flat, tag))[1]
         attention_oracle.run_on_axis(case, attention_oracle.make_tensors(case), axis)
         return messages
 
@@ -146,8 +146,8 @@ def test_a_key_mask_is_sent_in_the_message_of_its_keys():
     assert threads.run(4, body) == [[with_mask] * 3 + [with_mask, *[with_mask, pair] * 2, pair]] * 4
 
 
-@pytest.mark.parametrize("by", ["messages", "shared"])
-def test_every_rank_computes_as_many_scores_as_planned_and_zigzag_balances_them(monkeypatch, by):
+@pytest.mark.parametrize("transport", ["messages", "shared"])
+def test_every_rank_computes_as_many_scores_as_planned_and_zigzag_balances_them(monkeypatch, transport):
     done = [0] * 4
     index = {}
 
@@ -170,7 +170,7 @@ def test_every_rank_computes_as_many_scores_as_planned_and_zigzag_balances_them(
         def body(comm, case=case):
             index[threading.get_ident()] = comm.rank
             attention_oracle.run_on_axis(
-                case, attention_oracle.make_tensors(case), thread_rings.make_axis(comm, case.ring, transport=by)
+                case, attention_oracle.make_tensors(case), thread_rings.make_axis(comm, case.ring, transport=transport)
             )
 
         threads.run(4, body)
@@ -205,25 +205,25 @@ def test_the_trace_shows_communication_overlapped_with_computation(monkeypatch):
 
     for rank, spans in threads.run(4, body):
         sent = [span for span in spans if span.lane == SEND_LANE]
-        beside = [any(who == rank and span.start < begin and stop < span.stop for who, begin, stop in computed)
+        overlapped = [any(who == rank and span.start < begin and stop < span.stop for who, begin, stop in computed)
                   for span in sent]  # fmt: skip
-        # K and V, in forward and in backward, and their gradients, whose last hop nothing can hide.
+        # K and V, in forward and in backward, and their gradients, whose last hop nothing can overlap.
         assert {span.name for span in sent} == {RING_SPAN}
-        assert (len(sent), sum(beside)) == (9, 8)
+        assert (len(sent), sum(overlapped)) == (9, 8)
 
 
 @pytest.mark.parametrize("ring", RINGS)
 def test_messages_and_shared_memory_give_the_same_bits(ring):
     case = AttentionCase(4, ring, causal=True, heads="grouped", dtype=torch.float32)
     tensors = attention_oracle.make_tensors(case)
-    by_way = [
+    by_transport = [
         threads.run(
             4,
-            lambda comm, by=by: attention_oracle.run_on_axis(
-                case, tensors, thread_rings.make_axis(comm, ring, transport=by)
+            lambda comm, transport=transport: attention_oracle.run_on_axis(
+                case, tensors, thread_rings.make_axis(comm, ring, transport=transport)
             ),
         )
-        for by in ("messages", "shared")
+        for transport in ("messages", "shared")
     ]
-    for one, other in zip(*by_way, strict=True):
+    for one, other in zip(*by_transport, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))

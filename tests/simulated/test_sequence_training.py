@@ -36,7 +36,7 @@ from tests.cases import (
 from tests.cases import loss as loss_of
 from tests.cases import model as make
 
-WAYS = [("zigzag", 1), ("plain", 1), ("rsa", 1), ("gather", 1), ("zigzag", 2), ("plain", 2)]
+RING_LAYOUTS = [("zigzag", 1), ("plain", 1), ("rsa", 1), ("gather", 1), ("zigzag", 2), ("plain", 2)]
 LM = Case(model="lm", batch_sizes=(4, 4, 4))
 
 
@@ -48,7 +48,9 @@ def test_a_sequence_may_be_split_over_three_or_eight_ranks_and_unevenly(dp, sp, 
     assert max(threads.run(dp * sp, lambda comm: deviation(case, dp * sp, comm))) <= TOLERANCE
 
 
-@pytest.mark.parametrize(("zero", "ring", "ulysses"), [(number % 3, *way) for number, way in enumerate(WAYS)])
+@pytest.mark.parametrize(
+    ("zero", "ring", "ulysses"), [(number % 3, *ring_layout) for number, ring_layout in enumerate(RING_LAYOUTS)]
+)
 def test_every_ring_and_ulysses_size_trains_as_in_one_process(ring, ulysses, zero):
     case = dataclasses.replace(LM, sp=4, ring=ring, ulysses=ulysses, zero=zero)
     assert max(threads.run(4, lambda comm: deviation(case, 4, comm))) <= TOLERANCE
@@ -88,26 +90,26 @@ def test_a_state_dict_loads_on_another_sequence_axis():
 
     state = threads.run(4, begin)[0]
 
-    def go_on(comm):
+    def resume(comm):
         step = build_step(dataclasses.replace(case, sp=2, zero=2, ring="plain"), 4, comm)
         step.load_state_dict(state)
         return train_step(case, step, skip=2).weights
 
     expected = train_oracle(case).weights
-    for weights in threads.run(4, go_on):
+    for weights in threads.run(4, resume):
         for name, weight in expected.items():
             torch.testing.assert_close(weights[name], weight, rtol=0, atol=TOLERANCE)
 
 
 def test_a_mean_loss_is_refused_where_ranks_hold_unequal_numbers_of_tokens():
-    fits = dataclasses.replace(LM, loss="scalar", sp=2)
-    assert max(threads.run(2, lambda comm: deviation(fits, 2, comm))) <= TOLERANCE
-    odd = dataclasses.replace(fits, length=13)
+    even = dataclasses.replace(LM, loss="scalar", sp=2)
+    assert max(threads.run(2, lambda comm: deviation(even, 2, comm))) <= TOLERANCE
+    uneven = dataclasses.replace(even, length=13)
     with pytest.raises(
         TaskError,
         match=r"a mean, and 13 tokens, which do not divide evenly: \[5, 8\] targets.*try unreduced.*length 12 or 16",
     ):
-        threads.run(2, lambda comm: deviation(odd, 2, comm))
+        threads.run(2, lambda comm: deviation(uneven, 2, comm))
 
 
 def test_a_mean_loss_is_refused_when_ranks_ignore_unequal_numbers_of_targets():
@@ -134,7 +136,7 @@ def shifted(logits: Tensor, targets: Tensor) -> Tensor:
 
 def test_a_loss_that_shifts_its_targets_is_refused():
     def body(comm):
-        step = built(comm, LM.plan(1), shifted)
+        step = build(comm, LM.plan(1), shifted)
         step(batches(LM)[0])
 
     with pytest.raises(TaskError, match=r"over 30 elements for all tokens.* over 28 .*that the data has shifted"):
@@ -168,14 +170,14 @@ def values(logits: Tensor, targets: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("kind", SCALARS)
 def test_a_scalar_loss_that_may_not_be_a_mean_of_all_elements_is_refused(kind):
-    loss, said = SCALARS[kind]
-    with pytest.raises(TaskError, match=said):
-        threads.run(2, lambda comm: built(comm, Plan(), loss, bidirectional())(batches(LM)[0]))
+    loss, message = SCALARS[kind]
+    with pytest.raises(TaskError, match=message):
+        threads.run(2, lambda comm: build(comm, Plan(), loss, bidirectional())(batches(LM)[0]))
 
 
 def test_a_batch_without_samples_is_no_dry_run():
     def body(comm):
-        step = built(comm, Plan(), lambda logits, targets: values(logits, targets).sum().sqrt())  # no mean
+        step = build(comm, Plan(), lambda logits, targets: values(logits, targets).sum().sqrt())  # no mean
         inputs, targets = batches(LM)[0]
         assert math.isnan(step.evaluate(({name: tensor[:0] for name, tensor in inputs.items()}, targets[:0])).loss)
         step((inputs, targets))
@@ -186,7 +188,7 @@ def test_a_batch_without_samples_is_no_dry_run():
 
 def test_different_batches_within_a_sequence_group_are_refused():
     with pytest.raises(TaskError, match=r"different batches on some of ranks 0, 1, .*ff\.shard\(loader, plan\)"):
-        threads.run(2, lambda comm: built(comm, Plan(), values)(batches(LM)[comm.rank]))
+        threads.run(2, lambda comm: build(comm, Plan(), values)(batches(LM)[comm.rank]))
 
 
 def test_a_mean_loss_is_refused_when_ranks_ignore_unequal_numbers_of_targets_in_a_microbatch():
@@ -201,7 +203,7 @@ def test_a_mean_loss_is_refused_when_ranks_ignore_unequal_numbers_of_targets_in_
         threads.run(2, body)
 
 
-def built(comm, plan, loss, model=None):
+def build(comm, plan, loss, model=None):
     plan = dataclasses.replace(plan, dp=1, sp=comm.size)
     return TrainStep(model or make("lm"), loss, optimizer(LM), plan=plan, communicator=comm, clip=None)
 
@@ -218,9 +220,9 @@ BATCHES = {
 
 @pytest.mark.parametrize("kind", BATCHES)
 def test_a_batch_whose_tokens_cannot_be_sharded_is_refused(kind):
-    batch, said = BATCHES[kind]
-    with pytest.raises(TaskError, match=said):
-        threads.run(2, lambda comm: built(comm, Plan(), shifted)(batch))
+    batch, message = BATCHES[kind]
+    with pytest.raises(TaskError, match=message):
+        threads.run(2, lambda comm: build(comm, Plan(), shifted)(batch))
 
 
 def test_local_steps_are_refused():
@@ -265,7 +267,7 @@ def test_no_query_attends_to_padding(mask, length):
     expected = oracle.train(bidirectional(mask), loss_of(case), optimizer(case), batches(case))
 
     def body(comm):
-        step = built(comm, Plan(), loss_of(case), bidirectional(mask))
+        step = build(comm, Plan(), loss_of(case), bidirectional(mask))
         return oracle.deviation(train_step(case, step), expected)
 
     assert max(threads.run(4, body)) <= TOLERANCE
@@ -341,7 +343,7 @@ def test_documents_may_be_packed_by_a_mask_of_any_length(kind, length):
     expected = oracle.train(copy.deepcopy(model), loss_of(case), optimizer(case), given)
 
     def body(comm):
-        step = built(comm, Plan(), loss_of(case), copy.deepcopy(model))
+        step = build(comm, Plan(), loss_of(case), copy.deepcopy(model))
         metrics = [step(batch) for batch in given]
         return oracle.deviation(oracle.snapshot(step, [m.loss for m in metrics], []), expected)
 
@@ -358,16 +360,16 @@ LOSSLESS: dict[str, dict[str, Any]] = {  # codecs that drop nothing
 @settings(max_examples=12)
 @given(
     mesh=st.sampled_from([(1, 2), (2, 2), (1, 4)]),
-    way=st.sampled_from(WAYS),
+    ring_layout=st.sampled_from(RING_LAYOUTS),
     codec=st.sampled_from(sorted(LOSSLESS)),
     zero=st.integers(0, 2),
     update=st.sampled_from(["after", "in_backward", "in_forward"]),
     microbatches=st.integers(1, 2),
 )
-def test_a_lossless_codec_does_not_change_training(mesh, way, codec, **fields):
-    (dp, sp), (ring, ulysses) = mesh, way
-    ways = {"sp": sp, "ring": ring, "ulysses": ulysses if sp % ulysses == 0 else 1}
-    case = dataclasses.replace(LM, **ways, **LOSSLESS[codec], **fields)
+def test_a_lossless_codec_does_not_change_training(mesh, ring_layout, codec, **fields):
+    (dp, sp), (ring, ulysses) = mesh, ring_layout
+    layout = {"sp": sp, "ring": ring, "ulysses": ulysses if sp % ulysses == 0 else 1}
+    case = dataclasses.replace(LM, **layout, **LOSSLESS[codec], **fields)
     assert max(threads.run(dp * sp, lambda comm: deviation(case, dp * sp, comm))) <= TOLERANCE
 
 

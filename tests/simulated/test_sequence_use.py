@@ -1,4 +1,4 @@
-"""Laws of attention over the sequence axis: how it may be used, what it refuses, what it drops, how it waits."""
+"""Laws of attention over the sequence axis: how it may be used, what it refuses, its dropout, its waits."""
 
 import functools
 import threading
@@ -131,7 +131,7 @@ def test_one_rank_calls_torchs_own_attention(monkeypatch):
     )
     assert torch.equal(sequence_attention(q, k, v, axis, is_causal=True), own(q, k, v, is_causal=True))
     assert called == [1]
-    # It takes masks that cannot be split among ranks.
+    # It accepts masks that cannot be split between ranks.
     mask = torch.randn(6, 6, requires_grad=True)
     sequence_attention(q, k, v, axis, mask=mask).sum().backward()
     assert mask.grad is not None
@@ -176,10 +176,10 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("given", "said"), REFUSED)
-def test_unsupported_arguments_are_refused(given, said):
+@pytest.mark.parametrize(("given", "message"), REFUSED)
+def test_unsupported_arguments_are_refused(given, message):
     def body(comm):
-        with pytest.raises((TrainingError, PlanError), match=said):
+        with pytest.raises((TrainingError, PlanError), match=message):
             sequence_attention(group=thread_rings.make_axis(comm), **{"q": Q, "k": Q, "v": Q, **given})
 
     threads.run(2, body)
@@ -198,31 +198,31 @@ def test_heads_that_cannot_be_exchanged_are_refused():
 # ---- dropout ---------------------------------------------------------------------------------------
 
 
-def kept(p=0.25, rows=200, columns=300, **fields):
+def keep_mask(p=0.25, rows=200, columns=300, **fields):
     draw = DropoutMask(AttentionDropout(p, **fields), *(torch.arange(n) for n in (3, 4, rows, columns)))
     return draw.keep_mask(slice(None), slice(None))
 
 
 @pytest.mark.parametrize("p", [0.0, 1e-3, 0.25, 0.9, 1.0])
 def test_dropout_keeps_the_requested_fraction_along_every_dim(p):
-    found = kept(p).double()
+    found = keep_mask(p).double()
     for dims in ((0, 1, 2, 3), (0, 1, 2), (0, 1, 3), (2, 3)):
-        share = found.mean(dims)
-        count = found.numel() / share.numel()
-        assert (share - (1 - p)).abs().max() <= 5 * (p * (1 - p) / count) ** 0.5
+        kept_fraction = found.mean(dims)
+        count = found.numel() / kept_fraction.numel()
+        assert (kept_fraction - (1 - p)).abs().max() <= 5 * (p * (1 - p) / count) ** 0.5
 
 
 def test_every_call_position_and_seed_has_its_own_dropout_mask():
-    first = kept().double() - 0.75
-    others = [kept(seed=1), kept(step=1), kept(call=1), kept(seed=2**40), kept(seed=-1)]
-    others += [kept().roll(1, dim) for dim in range(4)]
+    first = keep_mask().double() - 0.75
+    others = [keep_mask(seed=1), keep_mask(step=1), keep_mask(call=1), keep_mask(seed=2**40), keep_mask(seed=-1)]
+    others += [keep_mask().roll(1, dim) for dim in range(4)]
     for other in others:
         correlation = (first * (other.double() - 0.75)).mean() / (0.25 * 0.75)
         assert abs(correlation) < 5 / first.numel() ** 0.5
 
 
 def test_a_dropout_mask_depends_on_positions_and_not_on_blocks():
-    whole = kept(rows=16, columns=24)
+    whole = keep_mask(rows=16, columns=24)
     part = DropoutMask(
         AttentionDropout(0.25), torch.tensor([2]), torch.tensor([1, 3]), torch.arange(16), torch.arange(24).flip(0)
     )
@@ -234,7 +234,7 @@ def test_the_hash_is_the_published_one_and_never_changes():
     words = _splitmix64(torch.tensor([1234567, 1234567 + _as_int64(GOLDEN_GAMMA)]))
     assert words.tolist() == [6457827717110365317, 3203168211198807973]
     # A run that resumes from a checkpoint must draw the same in later versions.
-    drawn = kept(0.5, 2, 12, seed=1, step=2, call=3)[1, 2].long().tolist()
+    drawn = keep_mask(0.5, 2, 12, seed=1, step=2, call=3)[1, 2].long().tolist()
     assert ["".join(map(str, row)) for row in drawn] == ["111110101011", "100101000010"]
 
 
@@ -245,11 +245,11 @@ def test_a_block_is_not_overwritten_before_all_ranks_have_read_it():
     begun = threading.Event()
 
     def body(comm):
-        link = thread_rings.make_axis(comm, transport="shared").ring_group
-        first = link.iterate_blocks([torch.full((4,), 1.0 + comm.rank)])
+        ring_group = thread_rings.make_axis(comm, transport="shared").ring_group
+        first = ring_group.iterate_blocks([torch.full((4,), 1.0 + comm.rank)])
         if comm.rank == 0:
             list(first)
-            second = link.iterate_blocks([torch.full((4,), 5.0)])
+            second = ring_group.iterate_blocks([torch.full((4,), 5.0)])
             next(second)
             begun.set()
             return next(second)[1].tolist()
@@ -257,25 +257,25 @@ def test_a_block_is_not_overwritten_before_all_ranks_have_read_it():
         assert begun.wait(30)
         assert held.tolist() == [1.0] * 4
         list(first)
-        return list(link.iterate_blocks([torch.full((4,), 6.0)]))[1][1].tolist()
+        return list(ring_group.iterate_blocks([torch.full((4,), 6.0)]))[1][1].tolist()
 
     assert threads.run(2, body) == [[6.0] * 4, [5.0] * 4]
 
 
 def test_a_sum_is_not_overwritten_before_its_owner_has_read_it():
-    ahead = threading.Event()
+    is_ahead = threading.Event()
 
     def body(comm):
-        link = thread_rings.make_axis(comm, transport="shared").ring_group
+        ring_group = thread_rings.make_axis(comm, transport="shared").ring_group
         found = []
         for number in (1.0, 2.0):
-            carry = link.make_accumulator(3, torch.float64, torch.device("cpu"))
+            carry = ring_group.make_accumulator(3, torch.float64, torch.device("cpu"))
             carry.receive().add_(number)
             carry.send()
             if comm.rank == 1 and number == 2.0:
-                ahead.set()
+                is_ahead.set()
             if comm.rank == 0 and number == 1.0:
-                assert ahead.wait(30)
+                assert is_ahead.wait(30)
             found.append(carry.result().tolist())
         return found
 
@@ -292,25 +292,25 @@ def test_ranks_with_different_attention_calls_raise():
 
 
 def test_a_wait_ends_when_a_rank_has_died_or_never_arrives():
-    def look():
+    def raise_peer_error():
         raise PeerError("rank 1 died")
 
     def body(comm):
-        link = thread_rings.make_axis(comm, transport="shared").ring_group
+        ring_group = thread_rings.make_axis(comm, transport="shared").ring_group
         if comm.rank == 1:
             return
-        assert isinstance(link, shared_memory.RingOverSharedMemory)
-        link.check_peers = look
+        assert isinstance(ring_group, shared_memory.RingOverSharedMemory)
+        ring_group.check_peers = raise_peer_error
         with pytest.raises(PeerError, match="rank 1 died"):
-            list(link.iterate_blocks([torch.zeros(2)]))
+            list(ring_group.iterate_blocks([torch.zeros(2)]))
 
     def late(comm):
         handle = memory.create_growing(shared_memory.total_bytes(2))
-        link = shared_memory.RingOverSharedMemory(
+        ring_group = shared_memory.RingOverSharedMemory(
             handle, shared_memory.RingPlace(0, (4, 7)), check_peers=lambda: None, time_limit_seconds=0.1
         )
         with pytest.raises(PeerError, match="rank 7 did not come"):
-            list(link.iterate_blocks([torch.zeros(2)]))
+            list(ring_group.iterate_blocks([torch.zeros(2)]))
 
     threads.run(2, body)
     threads.run(1, late)
@@ -318,8 +318,8 @@ def test_a_wait_ends_when_a_rank_has_died_or_never_arrives():
 
 def test_a_block_that_does_not_fit_is_refused():
     def body(comm):
-        link = thread_rings.make_axis(comm, transport="shared").ring_group
+        ring_group = thread_rings.make_axis(comm, transport="shared").ring_group
         with pytest.raises(memory.MemoryUnavailable, match="need at most 16 GiB"):
-            link.make_accumulator(2**40, torch.float32, torch.device("cpu")).receive()
+            ring_group.make_accumulator(2**40, torch.float32, torch.device("cpu")).receive()
 
     threads.run(2, body)
