@@ -1,4 +1,4 @@
-"""Laws of `ff.shard`: over all data ranks, a loader's samples come once an epoch."""
+"""Laws of `ff.shard`: over all data ranks, every sample of a loader comes once an epoch."""
 
 import itertools
 import random
@@ -73,12 +73,12 @@ def test_every_sample_comes_once_an_epoch_and_all_ranks_have_equally_many_batche
         assert max(sizes) - min(sizes) <= 1
         assert min(sizes) >= 1
     seen = [int(number) for batches in by_rank for batch in batches for number in batch]
-    left = length % (size * batch_size)
+    remainder = length % (size * batch_size)
     if drop_last:
-        assert len(seen) == len(set(seen)) == length - left
+        assert len(seen) == len(set(seen)) == length - remainder
     else:
         assert set(seen) == set(range(length))
-        assert len(seen) - length == (size - left if 0 < left < size else 0)
+        assert len(seen) - length == (size - remainder if 0 < remainder < size else 0)
 
 
 @given(length=st.integers(5, 60), size=st.integers(1, 5), batch_size=st.integers(1, 7), seed=st.integers(0, 3))
@@ -159,7 +159,7 @@ class Augmented(Numbers):
 
 
 def drawn_by_workers(size, rank, plan=None, *, seed=0, **options):
-    """The numbers that one rank's samples draw in two epochs. All ranks have the same seed, as in most scripts."""
+    """The random numbers that a rank's samples draw in two epochs. All ranks have the same seed, as in most scripts."""
     torch.manual_seed(0)
     if "generator" in options:
         options["generator"] = torch.Generator().manual_seed(options["generator"])
