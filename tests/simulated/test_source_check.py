@@ -22,7 +22,7 @@ def values(outputs, targets):
     return (outputs - targets).square()
 
 
-def built(comm, **plan):
+def build(comm, **plan):
     model = torch.nn.Linear(3, 1).double()
     sgd = functools.partial(torch.optim.SGD, lr=0.01)
     return TrainStep(model, values, sgd, plan=ff.Plan(dp=comm.size, **plan), communicator=comm, clip=None)
@@ -32,7 +32,7 @@ def trained(size, source, *, hosts=1):
     """The error of each rank after an epoch of `source(rank)`."""
 
     def body(comm):
-        step, feed = built(comm), Feed(source(comm.rank), batch_size=8)
+        step, feed = build(comm), Feed(source(comm.rank), batch_size=8)
         feed._size, feed._index = comm.size, comm.rank  # threads are ranks here
         (weight, _) = step.model.parameters()
         before = weight.detach().clone()
@@ -56,9 +56,9 @@ def part(rank, size=2):
     "source", [part, lambda rank: [part(rank)[index] for index in range(20)]], ids=["fetch", "samples"]
 )
 def test_a_different_source_on_each_rank_is_refused_on_every_rank(source, hosts):
-    for said in trained(2, source, hosts=hosts):
-        assert "another source on rank 1 than on rank 0" in said
-        assert "need the same source on every rank" in said
+    for message in trained(2, source, hosts=hosts):
+        assert "another source on rank 1 than on rank 0" in message
+        assert "need the same source on every rank" in message
 
 
 def test_one_source_is_trained_also_where_processors_round_differently():
@@ -66,8 +66,8 @@ def test_one_source_is_trained_also_where_processors_round_differently():
     assert trained(3, lambda rank: TensorSource(INPUTS * (1 + 1e-6 * rank), TARGETS)) == ["trained"] * 3
 
 
-class Restless:
-    """Samples that change with each read, from a generator of each rank."""
+class RandomSamples:
+    """Samples that change with each read, from each rank's own generator."""
 
     def __init__(self, rank):
         self.generator = torch.Generator().manual_seed(rank)
@@ -80,13 +80,13 @@ class Restless:
 
 
 def test_samples_that_change_with_each_read_are_not_compared():
-    assert trained(2, Restless) == ["trained"] * 2
+    assert trained(2, RandomSamples) == ["trained"] * 2
 
 
 @pytest.mark.parametrize("zero", [0, 3])
 def test_validation_data_of_different_lengths_are_refused_on_every_rank(zero):
     def body(comm):
-        step = built(comm, zero=zero)
+        step = build(comm, zero=zero)
         sgd = functools.partial(torch.optim.SGD, lr=0.01)
         data = ff.Data(train=part(0))
         task = ff.Task(model=lambda: step.model, loss=values, data=lambda: data, optimizer=sgd)
@@ -100,8 +100,8 @@ def test_validation_data_of_different_lengths_are_refused_on_every_rank(zero):
 
 def test_a_fingerprint_distinguishes_samples_by_shape_and_by_value():
     ones = {"x": torch.ones(1, 500), "y": (torch.tensor([3]), torch.tensor([1j]))}
-    probe = fingerprint_of(ones)
-    assert is_same_sample(probe, fingerprint_of(dict(reversed(ones.items()))))
+    fingerprint = fingerprint_of(ones)
+    assert is_same_sample(fingerprint, fingerprint_of(dict(reversed(ones.items()))))
     for other in (
         {**ones, "x": torch.ones(1, 501)},
         {**ones, "x": torch.ones(1, 500) * 1.01},
@@ -110,6 +110,6 @@ def test_a_fingerprint_distinguishes_samples_by_shape_and_by_value():
         {**ones, "x": torch.full((1, 500), torch.nan)},
         {"x": ones["x"]},
     ):
-        assert not is_same_sample(probe, fingerprint_of(other))
+        assert not is_same_sample(fingerprint, fingerprint_of(other))
     empty = {"x": torch.ones(1, 0), "nan": torch.tensor([torch.nan, torch.inf])}
     assert is_same_sample(fingerprint_of(empty), fingerprint_of(empty))

@@ -1,4 +1,4 @@
-"""Laws of one step from its user's view: what it refuses, what it does not change, what it reports."""
+"""Laws of a train step as its user sees it: what it refuses, what it does not change, what it reports."""
 
 import gc
 import os

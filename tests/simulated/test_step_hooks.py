@@ -18,7 +18,7 @@ from fourfold.words.task import Data, Task
 from tests.cases import Case, batches, local_batch, loss, model, optimizer, train_step
 
 CASE = Case(batch_sizes=(12, 10, 14), bucket_bytes=1500, optimizer="SGD")
-BOUND = 0.15  # of weights: many of the small network's are beyond it
+BOUND = 0.15  # of weights: many of the small network's weights exceed it
 
 
 def parameters(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
@@ -44,7 +44,7 @@ def replace(optimizer: Any, args: Any, kwargs: Any) -> None:
 
 
 def decay_by_gradient(optimizer: Any, args: Any, kwargs: Any) -> None:
-    """Reads gradients after the update, and spoils them: nobody may see that."""
+    """Reads gradients after the update, and overwrites them with NaN, which must have no effect."""
     for p in parameters(optimizer):
         if p.grad is not None:
             p.data.mul_(1.0 - 0.1 * p.grad.abs().mean())
@@ -78,7 +78,7 @@ def build(case: Case, comm: Any, make: Any) -> TrainStep:
     return TrainStep(model(case.model), loss(case), make, plan=plan, communicator=comm, clip=case.clip)
 
 
-HOW: dict[str, tuple[int, int, dict[str, Any]]] = {
+SETUPS: dict[str, tuple[int, int, dict[str, Any]]] = {
     "one rank": (1, 1, {}),
     "shared memory": (2, 1, {}),
     "three ranks": (3, 1, {"microbatches": 2, "clip": 0.5}),
@@ -93,20 +93,20 @@ HOW: dict[str, tuple[int, int, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("kind", HOOKS)
-@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("how", SETUPS)
 def test_hooks_train_as_in_one_process(how, kind):
-    size, hosts, fields = HOW[how]
+    size, hosts, fields = SETUPS[how]
     case = dataclasses.replace(CASE, **fields)
     make = hooked(case, *HOOKS[kind])
     plain = oracle.train(model(case.model), loss(case), optimizer(case), batches(case), clip=case.clip)
-    alone = oracle.train(model(case.model), loss(case), make, batches(case), clip=case.clip)
-    assert oracle.deviation(plain, alone) > 1e-4, "the hook changes nothing"
+    expected = oracle.train(model(case.model), loss(case), make, batches(case), clip=case.clip)
+    assert oracle.deviation(plain, expected) > 1e-4, "the hook changes nothing"
 
     def body(comm):
         step = build(case, comm, make)
-        far = oracle.deviation(train_step(case, step), alone)
+        deviation = oracle.deviation(train_step(case, step), expected)
         assert all(p.grad is None for p in step.model.parameters())
-        return far
+        return deviation
 
     assert max(threads.run(size, body, hosts=hosts)) <= TOLERANCE
 
@@ -122,20 +122,20 @@ def test_hooks_see_gradients_in_the_dtype_of_the_weights_whatever_dtype_sums_the
         centralize(optimizer, args, kwargs)
 
     make = hooked(case, before, clamp)
-    alone = oracle.train(model("mlp"), loss(case), hooked(case, centralize, clamp), batches(case), clip=0.5)
-    far = threads.run(2, lambda comm: oracle.deviation(train_step(case, build(case, comm, make)), alone))
-    assert 0.0 < max(far) <= (1e-6 if codec == "none" else 1e-3)
+    expected = oracle.train(model("mlp"), loss(case), hooked(case, centralize, clamp), batches(case), clip=0.5)
+    deviations = threads.run(2, lambda comm: oracle.deviation(train_step(case, build(case, comm, make)), expected))
+    assert 0.0 < max(deviations) <= (1e-6 if codec == "none" else 1e-3)
     assert seen == [{torch.float64}] * 6
 
 
 def test_a_hook_registered_after_the_build_trains_as_in_one_process():
-    alone = oracle.train(model("mlp"), loss(CASE), hooked(CASE, centralize, clamp), batches(CASE))
+    expected = oracle.train(model("mlp"), loss(CASE), hooked(CASE, centralize, clamp), batches(CASE))
 
     def body(comm):
         step = build(CASE, comm, optimizer(CASE))
         step.optimizer.register_step_pre_hook(centralize)
         step.optimizer.register_step_post_hook(clamp)
-        return oracle.deviation(train_step(CASE, step), alone)
+        return oracle.deviation(train_step(CASE, step), expected)
 
     assert max(threads.run(2, body)) <= TOLERANCE
 
@@ -189,22 +189,22 @@ def test_a_skipped_step_calls_no_hook():
 def test_a_gradient_that_a_hook_sets_to_none_is_not_used(size, sees):
     case = dataclasses.replace(CASE, model=sees, unused="allow")
 
-    def take_away(optimizer, args, kwargs):
+    def set_to_none(optimizer, args, kwargs):
         assert any(p.grad is None for p in parameters(optimizer)), "the unused layer has no gradient"
         parameters(optimizer)[0].grad = None
 
-    make = hooked(case, take_away)
-    alone = oracle.train(model(case.model), loss(case), make, batches(case))
-    far = threads.run(size, lambda comm: oracle.deviation(train_step(case, build(case, comm, make)), alone))
-    assert max(far) <= TOLERANCE
+    make = hooked(case, set_to_none)
+    expected = oracle.train(model(case.model), loss(case), make, batches(case))
+    deviations = threads.run(size, lambda comm: oracle.deviation(train_step(case, build(case, comm, make)), expected))
+    assert max(deviations) <= TOLERANCE
 
 
 def test_a_gradient_that_a_hook_sets_to_none_is_refused_where_every_parameter_is_updated():
-    def take_away(optimizer, args, kwargs):
+    def set_to_none(optimizer, args, kwargs):
         parameters(optimizer)[0].grad = None
 
     def body(comm):
-        step = build(CASE, comm, hooked(CASE, take_away))
+        step = build(CASE, comm, hooked(CASE, set_to_none))
         with pytest.raises(OptimizerError, match=r'first\.weight.*unused = "allow"'):
             step(local_batch(batches(CASE)[0], 2, comm.rank))
         return True
@@ -250,7 +250,7 @@ def test_a_hook_that_changes_the_arguments_of_step_is_refused():
     assert threads.run(2, body) == [True, True]
 
 
-UNABLE: dict[str, dict[str, Any]] = {
+UNSUPPORTED: dict[str, dict[str, Any]] = {
     "zero": {"zero": 1},
     "zero 3": {"zero": 3, "transport": "gloo"},
     "update": {"update": "in_backward"},
@@ -262,14 +262,14 @@ UNABLE: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("pair", [(clamp, None), (None, clamp)])
-@pytest.mark.parametrize("why", UNABLE)
+@pytest.mark.parametrize("why", UNSUPPORTED)
 def test_hooks_that_cannot_run_are_refused_at_the_build_and_later(why, pair):
-    case = dataclasses.replace(CASE, **UNABLE[why])
-    field, value = next(iter(UNABLE[why].items()))
-    said = f"{field} = {value!r}".replace("'", '"')
+    case = dataclasses.replace(CASE, **UNSUPPORTED[why])
+    field, value = next(iter(UNSUPPORTED[why].items()))
+    message = f"{field} = {value!r}".replace("'", '"')
 
     def body(comm):
-        with pytest.raises(OptimizerError, match=f"step (pre|post)-hook.*{said}"):
+        with pytest.raises(OptimizerError, match=f"step (pre|post)-hook.*{message}"):
             build(case, comm, hooked(case, *pair))
         step = build(case, comm, optimizer(case))
         before, after = pair
@@ -277,7 +277,7 @@ def test_hooks_that_cannot_run_are_refused_at_the_build_and_later(why, pair):
             step.optimizer.register_step_pre_hook(before)
         else:
             step.optimizer.register_step_post_hook(after)
-        with pytest.raises(OptimizerError, match=f"step (pre|post)-hook.*{said}"):
+        with pytest.raises(OptimizerError, match=f"step (pre|post)-hook.*{message}"):
             step(local_batch(batches(case)[0], 2, comm.rank))
         return True
 
@@ -307,7 +307,7 @@ def own_step(made: torch.optim.Optimizer) -> None:
 
 
 def wrapping_step(made: torch.optim.Optimizer) -> None:
-    """As decorators do it: the wrapper looks like what it wraps, a scheduler's mark included."""
+    """As decorators do: the wrapper has the attributes of what it wraps, a scheduler's mark included."""
     torch.optim.lr_scheduler.StepLR(made, 1)
     before = made.step
 
@@ -339,7 +339,7 @@ CHANGES: dict[str, tuple[Callable[[torch.optim.Optimizer], Any], str]] = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_an_optimizer_change_that_a_flat_update_would_drop_is_refused_at_the_build_and_later(change):
-    act, said = CHANGES[change]
+    act, message = CHANGES[change]
 
     def body(comm):
         make = optimizer(CASE)
@@ -349,11 +349,11 @@ def test_an_optimizer_change_that_a_flat_update_would_drop_is_refused_at_the_bui
             act(made)
             return made
 
-        with pytest.raises(OptimizerError, match=said):
+        with pytest.raises(OptimizerError, match=message):
             build(CASE, comm, changed)
         step = build(CASE, comm, make)
         act(step.optimizer)
-        with pytest.raises(OptimizerError, match=said):
+        with pytest.raises(OptimizerError, match=message):
             step(local_batch(batches(CASE)[0], 2, comm.rank))
         return True
 
@@ -383,8 +383,8 @@ def test_a_scheduler_is_not_taken_for_a_custom_step(kind):
 
         step = build(case, comm, make)
         torch.optim.lr_scheduler.ConstantLR(step.optimizer, factor=1.0)
-        alone = oracle.train(model(case.model), loss(case), optimizer(case), batches(case))
-        return oracle.deviation(train_step(case, step), alone)
+        expected = oracle.train(model(case.model), loss(case), optimizer(case), batches(case))
+        return oracle.deviation(train_step(case, step), expected)
 
     assert max(threads.run(2, body)) <= TOLERANCE
 
@@ -401,10 +401,10 @@ def test_adagrads_initial_state_is_not_refused(how):
     def make(parameters):
         return torch.optim.Adagrad(parameters, lr=0.1, **how)
 
-    def nothing() -> Data:
+    def no_data() -> Data:
         return Data(train=[], valid=None)
 
-    task = Task(model=lambda: model("mlp"), loss=loss(CASE), data=nothing, optimizer=make, steps=1, batch_size=2)
+    task = Task(model=lambda: model("mlp"), loss=loss(CASE), data=no_data, optimizer=make, steps=1, batch_size=2)
     check_task(task, CASE.plan(2))
     threads.run(2, lambda comm: train_step(CASE, build(CASE, comm, make)))
 
@@ -428,13 +428,13 @@ def test_a_global_optimizer_hook_is_reported_as_such():
 
 
 def test_a_task_whose_hooks_cannot_run_is_refused_before_processes_start():
-    def nothing() -> Data:
+    def no_data() -> Data:
         return Data(train=[], valid=None)
 
     task = Task(
         model=lambda: model("mlp"),
         loss=loss(CASE),
-        data=nothing,
+        data=no_data,
         optimizer=hooked(CASE, None, clamp),
         steps=1,
         batch_size=2,

@@ -29,7 +29,7 @@ def test_fused_updates_give_the_weights_of_updates_after_backward_bit_for_bit(fi
     case = dataclasses.replace(early, update="after")
     expected = threads.run(size, lambda comm: train_step(case, build_step(case, size, comm)))
     for got, wanted in zip(
-        threads.run(size, lambda r: train_step(early, build_step(early, size, r))), expected, strict=True
+        threads.run(size, lambda comm: train_step(early, build_step(early, size, comm))), expected, strict=True
     ):
         assert got.losses == wanted.losses
         assert all(torch.equal(got.weights[name], weight) for name, weight in wanted.weights.items())
@@ -47,19 +47,19 @@ def test_the_first_buckets_are_updated_during_backward(size, zero):
     case = dataclasses.replace(CASE, zero=zero, update="in_backward")
 
     def body(comm):
-        step, late = build_step(case, size, comm), []
+        step, all_launched = build_step(case, size, comm), []
         update = step._actions.update
 
-        def watched(bucket):
-            late.append(bool(step._gradients.num_launched == len(step.buckets)))
+        def record(bucket):
+            all_launched.append(bool(step._gradients.num_launched == len(step.buckets)))
             update(bucket)
 
-        step._actions.update = watched
+        step._actions.update = record
         step(local_batch(batches(case)[0], size, comm.rank))
-        return late
+        return all_launched
 
-    # Of a bucket's two ranks at least the one that launches it last finds all there is to be had.
-    assert any(not late for updates in threads.run(size, body) for late in updates)
+    # At least the rank that launches a bucket last finds its reduction complete.
+    assert any(not all_launched for updates in threads.run(size, body) for all_launched in updates)
 
 
 def test_the_program_shows_updates_after_their_reductions():
@@ -68,19 +68,19 @@ def test_the_program_shows_updates_after_their_reductions():
     assert verbs == [Verb.REDUCE, Verb.UPDATE] * len(step.buckets)
 
 
-@pytest.mark.parametrize(("fields", "said"), [
+@pytest.mark.parametrize(("fields", "message"), [
     ({"clip": 1.0}, "the norm of all gradients before"),
     ({"unused": "allow"}, "which parameters have no gradient"),
 ])  # fmt: skip
-def test_updates_in_backward_are_refused_with_clipping_or_unused_parameters(fields, said):
+def test_updates_in_backward_are_refused_with_clipping_or_unused_parameters(fields, message):
     case = dataclasses.replace(CASE, update="in_backward", **fields)
     model, loss, optimizer = cases.model(case.model), cases.loss(case), cases.optimizer(case)
-    with pytest.raises(PlanError, match=said):
+    with pytest.raises(PlanError, match=message):
         parallelize(model, loss, optimizer, case.plan(1), clip=case.clip)
 
 
 class Pause(torch.autograd.Function):
-    """The identity, which does something in backward."""
+    """The identity; its backward calls `act`."""
 
     @staticmethod
     def forward(ctx, x, act):
@@ -107,7 +107,7 @@ class Detached(torch.nn.Module):
 
 
 def train_detached(comm, zero, update, *, ready):
-    """A step in which rank 1 reads its last weight when rank 0 has had time to update it. Whether it still could."""
+    """A step in which rank 1 reads its last weight after rank 0 could update it; whether it read the old value."""
     model = Detached().double()
     make = functools.partial(torch.optim.SGD, lr=0.1)
     plan = Plan(dp=2, zero=zero, update=update, bucket_bytes=1)
@@ -122,7 +122,7 @@ def train_detached(comm, zero, update, *, ready):
         same.append(torch.equal(before, model.last.weight))
 
     batch = torch.ones(3, 16, dtype=torch.float64), torch.zeros(3)
-    step.dry_run(batch, training=True)  # its backward is no step's
+    step.dry_run(batch, training=True)  # its backward does not belong to a step
     if comm.rank == 0:
         model.at_begin = lambda: ready.wait(5)
     else:
@@ -139,19 +139,19 @@ def test_no_backward_computes_with_weights_that_another_rank_has_updated(zero):
 
 @pytest.mark.parametrize("zero", [0, 1, 2])
 def test_an_update_in_backward_of_a_weight_that_backward_still_needs_raises_on_every_rank(zero):
-    ready, told = threading.Event(), [threading.Event(), threading.Event()]
+    ready, raised = threading.Event(), [threading.Event(), threading.Event()]
 
     def body(comm):
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             train_detached(comm, zero, "in_backward", ready=ready)
-        told[comm.rank].set()
-        assert told[1 - comm.rank].wait(5)
+        raised[comm.rank].set()
+        assert raised[1 - comm.rank].wait(5)
 
     threads.run(2, body)
 
 
-def by_turns(parameters):
-    """Nesterov's momentum in one group alone; several tensors at once, as the user has asked for."""
+def two_groups(parameters):
+    """Nesterov momentum in one of two groups; updates with foreach=True."""
     parameters = list(parameters)
     first, second = parameters[0::2], parameters[1::2]
     groups = [{"params": first, "momentum": 0.9, "nesterov": True}, {"params": second}]
@@ -163,8 +163,8 @@ def test_reduced_gradients_that_other_ranks_read_are_not_overwritten(microbatche
     case = Case(batch_sizes=(12, 12, 12, 12), bucket_bytes=1500, microbatches=microbatches)
 
     def body(comm):
-        step = TrainStep(model("mlp"), loss(case), by_turns, plan=case.plan(comm.size), communicator=comm, clip=None)
+        step = TrainStep(model("mlp"), loss(case), two_groups, plan=case.plan(comm.size), communicator=comm, clip=None)
         return train_step(case, step)
 
-    want = oracle.train(model("mlp"), loss(case), by_turns, batches(case))
-    assert max(oracle.deviation(got, want) for got in threads.run(4, body)) <= oracle.TOLERANCE
+    expected = oracle.train(model("mlp"), loss(case), two_groups, batches(case))
+    assert max(oracle.deviation(got, expected) for got in threads.run(4, body)) <= oracle.TOLERANCE
