@@ -20,7 +20,7 @@ from fourfold.trainer.evaluate import evaluate
 from fourfold.words.errors import DataError, TaskError
 from fourfold.words.task import Data, Task
 from tests.cases import SEED_LOCK
-from tests.simulated.test_transformers import MODELS, Wide, made
+from tests.simulated.test_transformers import MODELS, KeepFloat64, made
 
 SAMPLES, LENGTH = 11, 8
 sgd = functools.partial(torch.optim.SGD, lr=0.1)
@@ -68,7 +68,7 @@ def test_a_model_of_transformers_trains_its_own_loss_as_in_one_process(kind, spl
     def body(comm):
         transport = "gloo" if zero == 3 else "by-host"
         plan = Plan(dp=dp, microbatches=microbatches, zero=zero, unused="allow", transport=transport)
-        with Wide():
+        with KeepFloat64():
             step = TrainStep(copy.deepcopy(model(kind)), None, sgd, plan=plan, communicator=comm, clip=None)
             metrics = []
             for _ in range(2):
@@ -78,7 +78,7 @@ def test_a_model_of_transformers_trains_its_own_loss_as_in_one_process(kind, spl
             step.flush()
             return oracle.snapshot(step, [m.loss for m in metrics], [])
 
-    with Wide():
+    with KeepFloat64():
         single, losses = copy.deepcopy(model(kind)), []
         optimizer = sgd(single.parameters())
         for _ in range(2):

@@ -203,7 +203,7 @@ def test_a_transform_is_active_inside_it_unless_suspended():
 
 
 def test_torch_function_of_a_tensor_subclass_can_be_disabled():
-    class Told(torch.Tensor):
+    class CountsCalls(torch.Tensor):
         calls = 0
 
         @classmethod
@@ -211,13 +211,13 @@ def test_torch_function_of_a_tensor_subclass_can_be_disabled():
             cls.calls += 1
             return super().__torch_function__(func, types, args, kwargs)
 
-    tensor = torch.zeros(2).as_subclass(Told)
-    before = Told.calls
+    tensor = torch.zeros(2).as_subclass(CountsCalls)
+    before = CountsCalls.calls
     with private.DisableTorchFunctionSubclass():
         tensor.add(1.0)
-    assert Told.calls == before
+    assert CountsCalls.calls == before
     tensor.add(1.0)
-    assert Told.calls == before + 1
+    assert CountsCalls.calls == before + 1
 
 
 def test_an_operator_names_the_arguments_that_it_writes():

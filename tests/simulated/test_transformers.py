@@ -44,17 +44,17 @@ def bert() -> nn.Module:
     return transformers.BertForMaskedLM(transformers.BertConfig(**options, **dropouts, **SMALL))
 
 
-def uncached() -> nn.Module:
+def without_cache() -> nn.Module:
     """Without a cache, transformers takes gaps in a rank's positions for borders of packed documents."""
     model = llama()
     setattr(model.config, "use_cache", False)  # noqa: B010
     return model
 
 
-MODELS = {"llama": llama, "uncached": uncached, "gpt2": gpt2, "bert": bert}
+MODELS = {"llama": llama, "uncached": without_cache, "gpt2": gpt2, "bert": bert}
 
 
-class Wide(torch.overrides.TorchFunctionMode):
+class KeepFloat64(torch.overrides.TorchFunctionMode):
     """Casts to float32, as in these models' norms, would round what is compared to 1e-9."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -89,14 +89,14 @@ adamw = functools.partial(torch.optim.AdamW, lr=1e-2)
 
 
 def train(comm, kind: str, plan: Plan, given: list) -> oracle.TrainingResult:
-    with Wide():
+    with KeepFloat64():
         step = TrainStep(copy.deepcopy(made(kind)), loss, adamw, plan=plan, communicator=comm, clip=None)
         metrics = [step(batch) for batch in given]
     return oracle.snapshot(step, [m.loss for m in metrics], [])
 
 
 def expected(kind: str, given: list) -> oracle.TrainingResult:
-    with Wide():
+    with KeepFloat64():
         return oracle.train(copy.deepcopy(made(kind)), loss, adamw, given)
 
 
@@ -105,17 +105,17 @@ def expected(kind: str, given: list) -> oracle.TrainingResult:
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_transformers_model_is_trained_as_in_one_process(kind, sp, masked):
     given = batches(masked=masked)
-    alone = expected(kind, given)
+    single_process = expected(kind, given)
     trained = threads.run(sp, lambda comm: train(comm, kind, Plan(sp=sp), given))
-    assert max(oracle.deviation(each, alone) for each in trained) <= TOLERANCE
+    assert max(oracle.deviation(each, single_process) for each in trained) <= TOLERANCE
 
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_lengths_that_do_not_divide_are_padded(kind):
     given = batches(masked=True, length=13)
-    alone = expected(kind, given)
+    single_process = expected(kind, given)
     trained = threads.run(2, lambda comm: train(comm, kind, Plan(sp=2, ring="plain"), given))
-    assert max(oracle.deviation(each, alone) for each in trained) <= TOLERANCE
+    assert max(oracle.deviation(each, single_process) for each in trained) <= TOLERANCE
 
 
 def test_outside_a_step_a_model_keeps_its_configured_attention():
@@ -181,8 +181,8 @@ def test_a_mixture_of_experts_passes_the_dry_run_in_float64():
     torch.manual_seed(3)
     model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, **options, **SMALL))
     for index in range(2):
-        tried = SequenceDryRun(model, batches()[0][0], token_shard(Plan(sp=2), LENGTH, index)).run()
-        assert (tried.problems, tried.config) == ([], STRICTEST_SEQUENCE_CHECK)
+        result = SequenceDryRun(model, batches()[0][0], token_shard(Plan(sp=2), LENGTH, index)).run()
+        assert (result.problems, result.config) == ([], STRICTEST_SEQUENCE_CHECK)
 
 
 def test_a_model_that_computes_its_own_positions_is_refused():
