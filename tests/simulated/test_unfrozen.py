@@ -1,4 +1,4 @@
-"""The law of states of parameters that were frozen before: every rank loads them, or every rank refuses."""
+"""Law of a state from before parameters were unfrozen: all ranks load it, or all refuse it."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""Laws of `DistributedOptimizer.step()`: a gradient that only one rank has changes no weight. Ranks are threads."""
+"""Laws of `DistributedOptimizer.step()`: unreduced gradients change no weight. Ranks are threads."""
 
 import contextlib
 
@@ -137,10 +137,10 @@ def test_an_unreduced_gradient_is_refused_before_a_weight_moves(prepare, closed)
         loop.step()
         return str(caught.value), [p.tolist() for p in loop.parameters]
 
-    (said, first), (_, second) = threads.run(2, body)
+    (message, first), (_, second) = threads.run(2, body)
     assert first == second
-    assert "second.bias" in said
-    assert "no_sync" in said
+    assert "second.bias" in message
+    assert "no_sync" in message
 
 
 def test_a_gradient_set_on_one_rank_only_is_refused_there_and_then_on_all_ranks():
@@ -338,7 +338,7 @@ def test_a_parameter_frozen_at_the_build_cannot_be_trained_later():
     assert "requires_grad_(True)" in threads.run(2, body)[0]
 
 
-def thawed_and_added(loop):
+def unfrozen_and_added(loop):
     for parameter in loop.model.second.parameters():
         parameter.requires_grad_(True)
     loop.inner.add_param_group({"params": list(loop.model.second.parameters())})
@@ -351,7 +351,7 @@ def given_a_stranger(loop):
 
 
 @pytest.mark.parametrize(
-    ("change", "name"), [(thawed_and_added, "second.weight"), (given_a_stranger, "without a name")]
+    ("change", "name"), [(unfrozen_and_added, "second.weight"), (given_a_stranger, "without a name")]
 )
 def test_parameters_added_to_the_optimizer_later_are_refused_unless_reduced(change, name):
     def body(comm):

@@ -1,4 +1,4 @@
-"""Laws of `fourfold verify`: it passes what is right, names what is wrong, and says what it leaves out."""
+"""Laws of `fourfold verify`: it passes correct training, names deviations, and reports what it leaves out."""
 
 import dataclasses
 import functools
@@ -23,7 +23,7 @@ from fourfold.words.task import Data, Task
 
 
 class Net(nn.Module):
-    """Eight features, three classes; dropout as a module, a number of its own or a draw; a norm in float32."""
+    """Eight features, three classes; dropout as a module or a number, a random factor, or a softmax in float32."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ def test_complex_parameters_are_compared_in_complex128(plan):
 
 
 def test_a_wrong_imaginary_part_is_found():
-    with mock.patch.object(Objective, "sum_loss", wrong):
+    with mock.patch.object(Objective, "sum_loss", wrong_loss_sum):
         verdict = verify(task(model=Complex), Plan())
     assert verdict is not None
     assert verdict.grad_deviations["phase"] > 1e-7
@@ -115,7 +115,7 @@ def test_the_oracle_compares_imaginary_parts():
     assert oracle.deviation(a, b) == pytest.approx(0.5 / abs(1.0 + 1.5j))
 
 
-def wrong(objective, value, calls, samples):
+def wrong_loss_sum(objective, value, calls, samples):
     loss = sum_loss(value, samples)
     return Loss(loss.total * 1.0001, loss.count)
 
@@ -129,7 +129,7 @@ def test_a_nonfinite_number_is_an_infinite_deviation(value):
 
 
 def test_a_wrong_gradient_is_found_in_every_loss_and_gradient():
-    with mock.patch.object(Objective, "sum_loss", wrong):
+    with mock.patch.object(Objective, "sum_loss", wrong_loss_sum):
         verdict = verify(task(), Plan())
     assert verdict is not None
     assert min(verdict.loss_deviations) > 1e-6
@@ -205,7 +205,7 @@ GROUPED = {
 def test_grouped_products_in_float64_equal_those_of_torch_in_float32(kind):
     first, second, offsets = GROUPED[kind]
     torch.manual_seed(0)
-    # torch wants strides in multiples of 16 bytes.
+    # torch requires strides in multiples of 16 bytes.
     a, b = torch.randn(first), torch.randn(second).transpose(-2, -1).contiguous().transpose(-2, -1)
     expected = F.grouped_mm(a, b, offs=offsets)
     with Float64Mode():

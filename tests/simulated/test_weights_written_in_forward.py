@@ -161,8 +161,8 @@ def test_weights_written_by_a_dry_run_are_restored(kind):
     assert all(threads.run(2, body))
 
 
-class PastTorch(Writing):
-    """Writes without a torch function."""
+class WritesWithNumpy(Writing):
+    """Writes with numpy."""
 
     def forward(self, x: Tensor) -> Tensor:
         np.multiply(self.centers.detach().numpy(), 0.9, out=self.centers.detach().numpy())
@@ -178,7 +178,7 @@ class Replacing(Writing):
 @pytest.mark.parametrize("zero", [0, 1])
 def test_weights_that_are_written_without_a_torch_function_are_refused(zero):
     match = "forward writes the trained weight centers without a torch function"
-    refused(lambda: PastTorch("nothing").double(), Plan(dp=2, zero=zero), match)
+    refused(lambda: WritesWithNumpy("nothing").double(), Plan(dp=2, zero=zero), match)
 
 
 def test_weights_whose_storage_is_replaced_are_refused():
@@ -188,7 +188,7 @@ def test_weights_whose_storage_is_replaced_are_refused():
 
 
 class Centers(nn.Module):
-    """A loss with a parameter, which it moves towards the samples, or shrinks."""
+    """A loss with a parameter, which it moves towards the samples if `kind` is "moves"."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -269,7 +269,7 @@ def test_weights_that_forward_writes_equally_are_trained_where_ranks_share_seque
 
 
 class Renormed(nn.Module):
-    """An embedding that shortens rows when it looks them up."""
+    """An embedding that renormalizes the rows that it looks up."""
 
     def __init__(self, *, by_function: bool = False) -> None:
         super().__init__()
