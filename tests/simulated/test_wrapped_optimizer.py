@@ -1,4 +1,4 @@
-"""Laws of the wrapper: it acts on the optimizer inside; whatever would make ranks differ is refused.
+"""Laws of the wrapper: it acts on the wrapped optimizer; what would make ranks differ is refused.
 
 Ranks are threads; the oracle is plain PyTorch with the whole batch, in float64.
 """
@@ -39,14 +39,14 @@ def batch(number: int, rank: int | None) -> Tensor:
     return both.flatten(0, 1) if rank is None else both[rank]
 
 
-def of(mine: nn.Module, number: int, rank: int | None) -> Tensor:
+def loss_of(mine: nn.Module, number: int, rank: int | None) -> Tensor:
     return (mine(batch(number, rank)) - 1).square().mean()
 
 
-def plainly(mine, optimizer, rank, *, first=0, steps=STEPS):
+def train_steps(mine, optimizer, rank, *, first=0, steps=STEPS):
     for number in range(first, first + steps):
         optimizer.zero_grad()
-        of(mine, number, rank).backward()
+        loss_of(mine, number, rank).backward()
         optimizer.step()
 
 
@@ -56,7 +56,7 @@ def wrapped(comm, kind: Any = torch.optim.SGD, mine=None, *, plan=None, drift_ch
     return mine, DistributedOptimizer(inner, mine, plan, communicator=comm, drift_check=drift_check)
 
 
-def apart(mine, theirs) -> float:
+def max_difference(mine, theirs) -> float:
     return max((a.detach() - b.detach()).abs().max().item() for a, b in zip(mine, theirs, strict=True))
 
 
@@ -72,14 +72,14 @@ def agrees(make, train, *, start=model) -> bool:
     alone = start()
     train(alone, make(alone.parameters()), None)
     first, second = threads.run(2, body)
-    return all(map(torch.equal, first, second)) and apart(first, alone.parameters()) <= TOLERANCE
+    return all(map(torch.equal, first, second)) and max_difference(first, alone.parameters()) <= TOLERANCE
 
 
 def scaled(mine, optimizer, rank):
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     for number in range(STEPS):
         optimizer.zero_grad()
-        scaler.scale(of(mine, number, rank)).backward()
+        scaler.scale(loss_of(mine, number, rank)).backward()
         scaler.step(optimizer)
         scaler.update()
 
@@ -89,7 +89,7 @@ def overflowing(mine, optimizer, rank):
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     for number in range(STEPS):
         optimizer.zero_grad()
-        loss = of(mine, number, rank) * (float("inf") if number == 1 and rank != 0 else 1.0)
+        loss = loss_of(mine, number, rank) * (float("inf") if number == 1 and rank != 0 else 1.0)
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
@@ -119,21 +119,21 @@ class Scaled(torch.optim.Optimizer):
 
 def test_attributes_set_on_the_wrapper_reach_the_wrapped_optimizer():
     def train(mine, optimizer, rank):
-        plainly(mine, optimizer, rank, steps=2)
+        train_steps(mine, optimizer, rank, steps=2)
         optimizer.factor, optimizer.later = 0.25, 0.5
-        plainly(mine, optimizer, rank, first=2, steps=2)
+        train_steps(mine, optimizer, rank, first=2, steps=2)
         del optimizer.later
-        plainly(mine, optimizer, rank, first=4, steps=2)
+        train_steps(mine, optimizer, rank, first=4, steps=2)
 
     assert agrees(functools.partial(Scaled, lr=0.2), train)
 
 
 def test_states_and_groups_can_be_replaced():
     def train(mine, optimizer, rank):
-        plainly(mine, optimizer, rank, steps=2)
+        train_steps(mine, optimizer, rank, steps=2)
         optimizer.state = collections.defaultdict(dict)
         optimizer.param_groups = [{**group, "lr": 0.05} for group in optimizer.param_groups]
-        plainly(mine, optimizer, rank, first=2, steps=2)
+        train_steps(mine, optimizer, rank, first=2, steps=2)
 
     assert agrees(functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9), train)
 
@@ -156,7 +156,7 @@ def channels_last() -> nn.Module:
 @pytest.mark.parametrize("how", [{}, {"fused": True}, {"foreach": True}])
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
 def test_gradients_have_the_strides_of_their_parameters(kind, how):
-    assert agrees(functools.partial(kind, lr=0.1, **how), plainly, start=channels_last)
+    assert agrees(functools.partial(kind, lr=0.1, **how), train_steps, start=channels_last)
 
 
 def test_gradients_kept_by_the_loop_keep_their_strides():
@@ -165,7 +165,7 @@ def test_gradients_kept_by_the_loop_keep_their_strides():
         kept = []
         for number in range(2):
             optimizer.zero_grad()
-            of(mine, number, comm.rank).backward()
+            loss_of(mine, number, comm.rank).backward()
             kept.append([p.grad for p in mine.parameters()])
         return [g.stride() == p.stride() for row in kept for g, p in zip(row, mine.parameters(), strict=True)]
 
@@ -184,18 +184,18 @@ def test_ranks_with_different_parameter_strides_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("options", "convert", "said"),
+    ("options", "convert", "message"),
     [
         ({"fused": True}, {"memory_format": torch.channels_last}, r"strides \[27, 9, 3, 1\] to \[27, 1, 9, 3\]"),
         ({}, {"dtype": torch.float32}, r"torch\.float64 to torch\.float32"),
     ],
 )
-def test_parameters_that_are_converted_later_are_refused(options, convert, said):
+def test_parameters_that_are_converted_later_are_refused(options, convert, message):
     def body(comm):
         mine, _ = wrapped(comm, **options)
         mine.to(**convert)
         x = batch(0, comm.rank).to(next(mine.parameters()).dtype)
-        with pytest.raises(TrainingError, match=rf"converted after.*0\.weight \({said}\)"):
+        with pytest.raises(TrainingError, match=rf"converted after.*0\.weight \({message}\)"):
             mine(x).sum().backward()
         return True
 
@@ -205,7 +205,7 @@ def test_parameters_that_are_converted_later_are_refused(options, convert, said)
 def test_a_later_memory_format_is_trained_with_elementwise_updates():
     def train(mine, optimizer, rank):
         mine.to(memory_format=torch.channels_last)
-        plainly(mine, optimizer, rank)
+        train_steps(mine, optimizer, rank)
 
     assert agrees(functools.partial(torch.optim.AdamW, lr=0.1), train)
 
@@ -214,7 +214,7 @@ def test_gradients_with_a_graph_are_refused():
     def body(comm):
         mine, _ = wrapped(comm)
         with pytest.raises(TaskError, match=r"create_graph=True.*torch\.autograd\.grad"):
-            of(mine, 0, comm.rank).backward(create_graph=True)
+            loss_of(mine, 0, comm.rank).backward(create_graph=True)
         return True
 
     assert threads.run(2, body) == [True, True]
@@ -225,7 +225,7 @@ def test_a_parameter_that_is_frozen_later_is_reported_as_frozen():
         mine, _ = wrapped(comm)
         mine.get_submodule("0").requires_grad_(False)
         with pytest.raises(TrainingError, match=r"0\.weight got no gradient: it was frozen.*unused = \"allow\""):
-            of(mine, 0, comm.rank).backward()
+            loss_of(mine, 0, comm.rank).backward()
         return True
 
     assert threads.run(2, body) == [True, True]
@@ -244,18 +244,18 @@ class Noisy(torch.optim.SGD):
             parameter += 1e-3 * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
 
 
-def noise(mine, optimizer, comm):
+def different_noise(mine, optimizer, comm):
     optimizer.seed = comm.rank
 
 
-def momentum(mine, optimizer, comm):
+def different_momentum(mine, optimizer, comm):
     """As if only one rank had loaded a checkpoint before its optimizer was wrapped."""
     if comm.rank == 0:
         for parameter in mine.parameters():
             optimizer.state[parameter]["momentum_buffer"] = torch.ones_like(parameter)
 
 
-@pytest.mark.parametrize("prepare", [noise, momentum])
+@pytest.mark.parametrize("prepare", [different_noise, different_momentum])
 def test_updates_that_differ_from_the_start_are_found_after_the_first_step(prepare):
     def body(comm):
         mine, optimizer = wrapped(comm, Noisy, momentum=0.9)
@@ -263,7 +263,7 @@ def test_updates_that_differ_from_the_start_are_found_after_the_first_step(prepa
         with pytest.raises(
             DivergenceError, match=r"the weights after step 1\n.*loaded state.*optimizer\.broadcast_state\(\)"
         ):
-            plainly(mine, optimizer, comm.rank, steps=2)
+            train_steps(mine, optimizer, comm.rank, steps=2)
         return optimizer._steps.num_steps
 
     assert threads.run(2, body) == [1, 1]
@@ -272,7 +272,7 @@ def test_updates_that_differ_from_the_start_are_found_after_the_first_step(prepa
 def test_check_drift_compares_the_weights():
     def body(comm):
         mine, optimizer = wrapped(comm)
-        plainly(mine, optimizer, comm.rank)
+        train_steps(mine, optimizer, comm.rank)
         optimizer.check_drift()
         with torch.no_grad():
             mine.get_parameter("0.bias")[0] += comm.rank
@@ -300,14 +300,14 @@ def test_wrapping_a_wrapper_is_refused():
 def test_the_first_step_is_not_compared_where_drift_checks_are_off():
     def body(comm):
         mine, optimizer = wrapped(comm, Noisy, drift_check=0)
-        noise(mine, optimizer, comm)
-        plainly(mine, optimizer, comm.rank)
+        different_noise(mine, optimizer, comm)
+        train_steps(mine, optimizer, comm.rank)
         return True
 
     assert threads.run(2, body) == [True, True]
 
 
-def loaded(optimizer, saved, *, factor=1.0):
+def load_scaled(optimizer, saved, *, factor=1.0):
     saved = copy.deepcopy(saved)
     for state in saved["state"].values():
         state["momentum_buffer"].mul_(factor)
@@ -317,13 +317,13 @@ def loaded(optimizer, saved, *, factor=1.0):
 def test_a_state_loaded_on_one_rank_only_is_found_before_a_weight_moves():
     def body(comm):
         mine, optimizer = wrapped(comm, momentum=0.9)
-        plainly(mine, optimizer, comm.rank)
+        train_steps(mine, optimizer, comm.rank)
         if comm.rank == 1:
-            loaded(optimizer, optimizer.state_dict())
+            load_scaled(optimizer, optimizer.state_dict())
         before = [p.detach().clone() for p in mine.parameters()]
         with pytest.raises(DivergenceError, match=r"rank 1 is at .* 4 steps of the optimizer and 1 × load_state_dict"):
-            plainly(mine, optimizer, comm.rank)
-        return apart(mine.parameters(), before)
+            train_steps(mine, optimizer, comm.rank)
+        return max_difference(mine.parameters(), before)
 
     assert threads.run(2, body) == [0.0, 0.0]
 
@@ -331,10 +331,10 @@ def test_a_state_loaded_on_one_rank_only_is_found_before_a_weight_moves():
 def test_states_that_differ_between_ranks_are_found_after_the_next_step():
     def body(comm):
         mine, optimizer = wrapped(comm, momentum=0.9)
-        plainly(mine, optimizer, comm.rank)
-        loaded(optimizer._optimizer, optimizer.state_dict(), factor=1.0 + comm.rank)
+        train_steps(mine, optimizer, comm.rank)
+        load_scaled(optimizer._optimizer, optimizer.state_dict(), factor=1.0 + comm.rank)
         with pytest.raises(DivergenceError, match="the weights after step 5"):
-            plainly(mine, optimizer, comm.rank)
+            train_steps(mine, optimizer, comm.rank)
         return True
 
     assert threads.run(2, body) == [True, True]
@@ -343,11 +343,11 @@ def test_states_that_differ_between_ranks_are_found_after_the_next_step():
 def test_a_state_loaded_on_one_rank_and_broadcast_is_the_same_on_all():
     def body(comm):
         mine, optimizer = wrapped(comm, momentum=0.9)
-        plainly(mine, optimizer, comm.rank)
+        train_steps(mine, optimizer, comm.rank)
         for _ in range(2 * comm.rank):  # the other rank loads it once, from the broadcast
-            loaded(optimizer, optimizer.state_dict(), factor=0.5)
+            load_scaled(optimizer, optimizer.state_dict(), factor=0.5)
         optimizer.broadcast_state(src=1)
-        plainly(mine, optimizer, comm.rank, first=4)
+        train_steps(mine, optimizer, comm.rank, first=4)
         return [p.tolist() for p in mine.parameters()]
 
     first, second = threads.run(2, body)
@@ -365,8 +365,8 @@ def epochs(mine, optimizer, rank, scheduler, scaler, around):
                 optimizer.zero_grad()
                 for one in (0, 1) if rank is None else (rank,):
                     if number < COUNTS[one]:
-                        share = 0.5 if rank is None else 1.0
-                        scaler.scale(of(mine, 10 * epoch + number, one) * share).backward()
+                        weight = 0.5 if rank is None else 1.0
+                        scaler.scale(loss_of(mine, 10 * epoch + number, one) * weight).backward()
                 scaler.step(optimizer)
                 scaler.update()
                 scheduler.step()
@@ -405,7 +405,7 @@ def test_join_ends_with_the_states_of_the_rank_with_the_most_batches(kind):
     epochs(alone, plain, None, SCHEDULERS[kind](plain), theirs, lambda *_: torch.enable_grad())
     (first, scale), (second, other) = threads.run(2, body)
     assert all(map(torch.equal, first, second))
-    assert apart(first, alone.parameters()) <= TOLERANCE
+    assert max_difference(first, alone.parameters()) <= TOLERANCE
     assert scale == other == theirs.get_scale()
 
 
@@ -425,9 +425,9 @@ def test_options_within_join_are_compared_among_the_ranks_with_data():
     def body(comm):
         mine, optimizer = wrapped(comm)
         optimizer.param_groups[0]["lr"] = 0.2 if comm.rank == 2 else 0.1
-        said = r"within join\(\)\n  lr: rank 1 has 0\.1; rank 2 has 0\.2"
-        with pytest.raises(DivergenceError, match=said), optimizer.join():
-            plainly(mine, optimizer, comm.rank % 2, steps=comm.rank)
+        message = r"within join\(\)\n  lr: rank 1 has 0\.1; rank 2 has 0\.2"
+        with pytest.raises(DivergenceError, match=message), optimizer.join():
+            train_steps(mine, optimizer, comm.rank % 2, steps=comm.rank)
         return True
 
     assert threads.run(3, body) == [True] * 3
@@ -435,9 +435,9 @@ def test_options_within_join_are_compared_among_the_ranks_with_data():
 
 def test_short_digests_of_options_are_exact_when_squared_and_summed():
     parameters = [nn.Parameter(torch.ones(1))]
-    marks = [OptionTracker(torch.optim.SGD(parameters, lr=0.1 * number)).short_digest() for number in range(1, 50)]
-    assert len(set(marks)) == 49
-    assert max(marks) ** 2 * 4096 < 2**53
+    digests = [OptionTracker(torch.optim.SGD(parameters, lr=0.1 * number)).short_digest() for number in range(1, 50)]
+    assert len(set(digests)) == 49
+    assert max(digests) ** 2 * 4096 < 2**53
 
 
 def test_join_refuses_objects_without_a_state_dict():
@@ -459,7 +459,7 @@ def test_freezing_and_unfreezing_is_allowed_with_unused_allow():
     def train(mine, optimizer, rank):
         for first, is_trained in ((0, True), (2, False), (4, True)):
             mine.get_submodule("0").requires_grad_(is_trained)
-            plainly(mine, optimizer, rank, first=first, steps=2)
+            train_steps(mine, optimizer, rank, first=first, steps=2)
 
     def body(comm):
         mine, optimizer = wrapped(comm, torch.optim.AdamW, plan=Plan(dp=2, unused="allow"))
@@ -468,4 +468,4 @@ def test_freezing_and_unfreezing_is_allowed_with_unused_allow():
 
     alone = model()
     train(alone, torch.optim.AdamW(alone.parameters(), lr=0.1), None)
-    assert max(apart(mine, alone.parameters()) for mine in threads.run(2, body)) <= TOLERANCE
+    assert max(max_difference(mine, alone.parameters()) for mine in threads.run(2, body)) <= TOLERANCE
