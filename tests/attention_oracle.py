@@ -122,7 +122,7 @@ def _mask(case: AttentionCase, heads: int, generator: torch.Generator) -> Tensor
 
 
 def oracle(case: AttentionCase, tensors: FullTensors) -> AttentionResult:
-    """What one process computes that holds all scores, in float64."""
+    """Attention in one process, from all scores, in float64."""
     q, k, v = (tensor.double().clone().requires_grad_() for tensor in tensors[:3])
     heads = q.shape[1]
     scale = HEAD_SIZE**-0.5 if case.scale is None else case.scale

@@ -54,7 +54,7 @@ def test_a_snapshot_holds_the_weights_at_the_time_it_was_taken(tmp_path, monkeyp
         then = run.copy_tensors()
         run.checkpoints.save(TrainingProgress(1))
         assert entered.wait(30)
-        run.step(batches(Case())[1])  # training goes on while nothing has been written yet
+        run.step(batches(Case())[1])  # training continues before anything has been written
         go.set()
         run.checkpoints.wait()
         return then, run.copy_tensors()

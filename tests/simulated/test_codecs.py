@@ -86,11 +86,11 @@ def test_a_sparse_codec_of_density_1_equals_no_codec_bit_for_bit(kind):
 def test_a_message_has_the_predicted_size(kind, dtype):
     shapes = [*SHAPES, (300, 257)]  # more than one block of indices
     codecs = make(kind, shapes, size=2, dtype=dtype, density=0.03, matrix_rank=2)
-    said = simulate_reduce(codecs, gradients(shapes, size=2, dtype=getattr(torch, dtype)))
+    messages = simulate_reduce(codecs, gradients(shapes, size=2, dtype=getattr(torch, dtype)))
     expected = codec_rounds(
         CodecSpec(kind, density=0.03, matrix_rank=2), bucket_of(shapes, dtype, codecs_width(dtype)), shapes
     )
-    assert [(each.combine, each.payload.nbytes) for each in said] == list(expected) == list(codecs[0].rounds)
+    assert [(each.combine, each.payload.nbytes) for each in messages] == list(expected) == list(codecs[0].rounds)
 
 
 def codecs_width(dtype):

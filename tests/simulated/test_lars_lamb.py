@@ -82,7 +82,7 @@ def test_updates_follow_the_papers_with_changing_rates(make: Any, paper: Callabl
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("which", ["weight", "gradient"])
 def test_the_trust_ratio_of_a_zero_norm_is_one(kind: Any, which: str) -> None:
-    # Without decay, an update with ratio 1 is that of a group that is not adapted.
+    # Without decay, an update with ratio 1 equals that of a group with adapt=False.
     def move(*, adapt: bool) -> Tensor:
         weight = nn.Parameter(torch.zeros(3) if which == "weight" else torch.tensor([3.0, 0.0, 4.0]))
         weight.grad = torch.zeros(3) if which == "gradient" else torch.tensor([1.0, 2.0, -2.0])

@@ -242,7 +242,7 @@ def test_the_hash_is_the_published_one_and_never_changes():
 
 
 def test_a_block_is_not_overwritten_before_all_ranks_have_read_it():
-    begun = threading.Event()
+    second_has_begun = threading.Event()
 
     def body(comm):
         ring_group = thread_rings.make_axis(comm, transport="shared").ring_group
@@ -251,10 +251,10 @@ def test_a_block_is_not_overwritten_before_all_ranks_have_read_it():
             list(first)
             second = ring_group.iterate_blocks([torch.full((4,), 5.0)])
             next(second)
-            begun.set()
+            second_has_begun.set()
             return next(second)[1].tolist()
         held = [block for _, block in (next(first), next(first))][1]
-        assert begun.wait(30)
+        assert second_has_begun.wait(30)
         assert held.tolist() == [1.0] * 4
         list(first)
         return list(ring_group.iterate_blocks([torch.full((4,), 6.0)]))[1][1].tolist()
