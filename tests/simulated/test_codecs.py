@@ -40,7 +40,7 @@ def dct(shapes, **parameters) -> Dct:
 
 
 def gradients(shapes, *, size, seed=0, dtype=torch.float64):
-    """Heavy-tailed addends of `size` ranks, some of each exactly zero."""
+    """Heavy-tailed gradients of `size` ranks; some elements are exactly zero."""
     generator = torch.Generator().manual_seed(seed)
     length = bucket_of(shapes).size
     flats = [torch.randn(length, generator=generator, dtype=torch.float64) ** 3 for _ in range(size)]
@@ -337,7 +337,7 @@ def test_drift_never_takes_density_out_of_its_band(seed, growth):
     for step in range(12):
         (flat,) = gradients([(5000,)], size=1, seed=100 * seed + step)
         simulate_reduce([each], [flat.mul_(growth**step)])
-        assert 125 <= flat.count_nonzero() <= 313  # 250, from half of it to a quarter more
+        assert 125 <= flat.count_nonzero() <= 313  # 250 expected; the band goes from half of it to a quarter more
     assert each.num_early_refreshes > 0
 
 

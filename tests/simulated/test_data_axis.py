@@ -1,4 +1,4 @@
-"""The laws of the data axis. Ranks are threads."""
+"""Laws of the data axis. Ranks are threads."""
 
 import dataclasses
 import functools

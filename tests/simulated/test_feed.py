@@ -225,7 +225,7 @@ def test_an_error_of_the_source_is_raised_at_its_own_batch(number, draws):
 
 
 class Interrupted(Exception):
-    """Ends a run in its middle."""
+    """Stops a run midway."""
 
 
 def interrupted(step, _):
@@ -235,7 +235,7 @@ def interrupted(step, _):
 
 
 def augmented(folder, name, **how):
-    """A run of a task whose samples draw, for training and validation, and whose model draws too."""
+    """A run whose training samples, validation samples and model all draw random numbers."""
     task = ff.Task(
         model=lambda: torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1)).double(),
         loss=lambda outputs, targets: (outputs[:, 0] - targets).square(),

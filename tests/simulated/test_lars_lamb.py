@@ -136,7 +136,7 @@ def test_an_update_does_not_depend_on_how_a_parameter_is_sharded(kind: Any, cuts
 
 
 def test_norms_of_two_byte_weights_do_not_overflow() -> None:
-    weight = nn.Parameter(torch.full((4096,), 3e3, dtype=torch.float16))  # its square is 9e6, above the largest
+    weight = nn.Parameter(torch.full((4096,), 3e3, dtype=torch.float16))  # its square is 9e6, above the largest float16
     weight.grad = torch.full_like(weight, 1e-3)
     ff.optim.LARS([weight], lr=1.0, trust=0.01, momentum=0.0).step()
     torch.testing.assert_close(weight.detach().float(), torch.full((4096,), 2970.0), rtol=1e-3, atol=0)

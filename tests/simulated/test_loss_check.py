@@ -63,7 +63,7 @@ class Gpt(nn.Module):
 
 
 class Kinds(nn.Module):
-    """Embeddings of tokens, changed by `change`, and scores."""
+    """Embeds tokens, applies `change`, and returns scores."""
 
     def __init__(self, change: Callable[[Any, Tensor], Tensor], **parts: Any) -> None:
         super().__init__()

@@ -50,7 +50,7 @@ def net() -> nn.Module:
 
 @functools.cache
 def batches() -> list[tuple[Tensor, Tensor]]:
-    """Three batches. Half of the targets are ignored in the first, fewer later; in all, those of four samples are."""
+    """Three batches. Half of the targets are ignored in the first, fewer later; all targets of four samples always."""
     generator = torch.Generator().manual_seed(4)
     found = []
     for number in range(3):

@@ -1,4 +1,4 @@
-"""Reentrant checkpoints train as in one process, or are refused with what to try."""
+"""Laws of reentrant checkpoints: they train as in one process, or are refused with a remedy."""
 
 import copy
 import functools

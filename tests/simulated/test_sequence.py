@@ -207,7 +207,7 @@ def test_the_trace_shows_communication_overlapped_with_computation(monkeypatch):
         sent = [span for span in spans if span.lane == SEND_LANE]
         overlapped = [any(who == rank and span.start < begin and stop < span.stop for who, begin, stop in computed)
                   for span in sent]  # fmt: skip
-        # K and V, in forward and in backward, and their gradients, whose last hop nothing can overlap.
+        # K and V, in forward and in backward, and their gradients, whose last hop overlaps with nothing.
         assert {span.name for span in sent} == {RING_SPAN}
         assert (len(sent), sum(overlapped)) == (9, 8)
 

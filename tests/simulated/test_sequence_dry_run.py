@@ -1,4 +1,4 @@
-"""The dry run of the sequence axis refuses a model that cannot be sharded by tokens, with the place and the reason."""
+"""Laws of the sequence axis's dry run: it refuses a model that cannot be sharded by tokens, and names the module."""
 
 import functools
 import re

@@ -196,7 +196,7 @@ def test_a_mean_loss_is_refused_when_ranks_ignore_unequal_numbers_of_targets_in_
         step = build_step(dataclasses.replace(LM, loss="scalar", sp=2, microbatches=2, ring="plain"), 2, comm)
         inputs, targets = batches(LM)[0]
         step((inputs, targets))
-        targets[0, 3] = targets[2, 13] = -100  # as many on each rank, but not in each microbatch
+        targets[0, 3] = targets[2, 13] = -100  # equally many on each rank, but not in each microbatch
         step((inputs, targets))
 
     with pytest.raises(TaskError, match=r"targets with -100, which is ignored: \[15, 16\] targets"):

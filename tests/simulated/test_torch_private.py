@@ -425,7 +425,7 @@ def test_flash_attention_on_a_cpu_gives_0_for_a_fully_masked_row():
 
 
 def test_flash_attention_on_a_gpu_takes_these_arguments():
-    # Of the operators' signatures; the numbers are tested where there is a GPU (test_attention).
+    # Without a GPU, only the operators' signatures; their results are tested on a GPU (test_attention).
     if torch.cuda.is_available():
         q, k, v = (torch.randn(1, 2, 16, 8, device="cuda", dtype=torch.bfloat16) for _ in range(3))
         out, lse = private.cuda_flash_attention(q, k, v, is_causal=True, scale=None)

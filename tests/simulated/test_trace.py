@@ -44,7 +44,7 @@ def test_every_rank_records_every_action_of_the_sampled_steps(size, clip):
         for rank in trace.ranks:
             names = {event.name for event in trace.events_of(step=step, rank=rank)}
             expected = {str(action) for action in trace.program[rank]}
-            # A rank alone has nothing to reduce.
+            # A single rank has nothing to reduce.
             assert expected - names == (set() if size > 1 else {name for name in expected if name[0] == "R"})
             for name in expected:
                 if name[0] == "R":

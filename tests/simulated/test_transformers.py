@@ -55,7 +55,7 @@ MODELS = {"llama": llama, "uncached": without_cache, "gpt2": gpt2, "bert": bert}
 
 
 class KeepFloat64(torch.overrides.TorchFunctionMode):
-    """Casts to float32, as in these models' norms, would round what is compared to 1e-9."""
+    """Replaces casts to float32, as in these models' norms: they would round values that are compared to 1e-9."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)

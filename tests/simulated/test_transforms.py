@@ -12,7 +12,7 @@ from fourfold.words.errors import TaskError
 
 
 class Energy(nn.Module):
-    """Returns a derivative of two layers by their inputs, taken in the way of this name."""
+    """Returns a derivative of two layers by their inputs, computed by the function of this name."""
 
     def __init__(self, way):
         super().__init__()
