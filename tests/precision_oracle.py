@@ -17,7 +17,7 @@ CASE = Case(precision="bf16", batch_sizes=(12, 12, 12, 12), bucket_bytes=1000, o
 # parameters are laid out in memory.
 OPTIMIZER_OPTIONS = {"foreach": True}
 LAYER_WISE = ("LARS", "LAMB")  # these have no such kernels
-# Threads on one host share weights; only over gloo are weights sharded, and unsharded for a use.
+# Threads on one host share weights; only over gloo are weights sharded.
 ZERO_FIELDS: dict[int, dict[str, Any]] = {
     zero: {"zero": zero, "transport": "gloo" if zero == 3 else "by-host"} for zero in range(4)
 }
@@ -29,7 +29,7 @@ def _optimizer(case: Case) -> Any:
 
 
 def train_oracle(case: Case, size: int = 1) -> TrainingResult:
-    """The expected training of `size` ranks: rounded weights compute, and torch.optim updates the float32 master weights."""
+    """The expected training of `size` ranks: rounded weights compute, torch.optim updates float32 master weights."""
     masters, working = cases.model(case.model).float(), cases.model(case.model).to(DTYPES[case.precision])
     optimizer, loss = _optimizer(case)(masters.parameters()), cases.loss(case)
     losses, norms = [], []

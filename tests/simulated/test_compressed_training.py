@@ -68,10 +68,10 @@ def test_show_reports_how_much_less_a_codec_sends():
     bucket_bytes, dp = 2**22, 4
     shown = show(Plan(dp=dp, codec="bf16", bucket_bytes=bucket_bytes), lm.task())
     assert "2 times less than without the codec" in shown
-    # int8 over four ranks: 3 messages of a byte per element, a quarter of 2 · 3/4 · 4 bytes · 2, less 4 / 256 for scales.
+    # int8 over 4 ranks: 3 messages of a byte per element, a quarter of 2 · 3/4 · 4 bytes · 2, less 4 / 256 for scales.
     shown = show(Plan(dp=dp, codec="int8", bucket_bytes=bucket_bytes), lm.task())
     assert "1.97 times less than without the codec" in shown
-    # Half of all elements over four ranks, all-gathered: 3 messages of 6 bytes each, of 2 · 3/4 · 4 bytes.
+    # Half of all elements over 4 ranks, all-gathered: 3 messages of 6 bytes each, of 2 · 3/4 · 4 bytes.
     shown = show(Plan(dp=dp, codec="topk", codec_density=0.5, bucket_bytes=bucket_bytes), lm.task())
     assert "1.5 times as much as without the codec" in shown
 

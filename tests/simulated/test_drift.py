@@ -219,7 +219,7 @@ def test_drift_check_0_makes_no_check(monkeypatch):
     assert threads.run(2, body) == [True, True]
 
 
-def test_drift_between_different_machines_warns_and_again_when_it_has_grown_tenfold(monkeypatch):
+def test_drift_between_different_machines_warns_again_when_it_has_grown_tenfold(monkeypatch):
     monkeypatch.setattr(replica_drift, "machine_fingerprint", lambda comm: f"machine {comm.rank}")
     warned: list[str] = []
     monkeypatch.setattr(warnings, "warn", lambda text, *_, **__: warned.append(str(text)))

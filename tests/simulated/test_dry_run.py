@@ -269,7 +269,7 @@ def test_mixing_in_the_gradient_of_one_weight_is_found_in_the_sum_over_the_ranks
 
 
 @pytest.mark.parametrize("make", [OfWeightAlone, Detached, ClosedGate])
-def test_a_step_is_refused_on_every_rank_before_a_weight_moves(make):
+def test_a_step_is_refused_on_every_rank_before_a_weight_changes(make):
     def loss(outputs: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(outputs.transpose(1, 2), targets, reduction="none")
 
@@ -507,7 +507,7 @@ class Caching(Body):
         return x * self.newest * self.tables[x.shape[1]] * self.held[0]
 
 
-def test_what_a_model_caches_in_a_dry_run_is_dropped():
+def test_tensors_that_a_model_caches_in_a_dry_run_are_dropped():
     torch.manual_seed(1)
     model = Caching()
     assert [each.problems for each in dry_run(model)] == [[], []]

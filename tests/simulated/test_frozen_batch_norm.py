@@ -75,7 +75,7 @@ def test_batch_statistics_are_refused(plan):
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_unfrozen_statistics_are_refused_before_a_weight_moves(plan):
+def test_unfrozen_statistics_are_refused_before_a_weight_changes(plan):
     (batch,) = batches(9)
 
     def body(comm):

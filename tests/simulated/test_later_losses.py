@@ -111,7 +111,7 @@ def refused_after(step, given, dp, match):
 
 
 @pytest.mark.parametrize(("name", "split"), in_turn(LATER, SPLITS + SHARDED))
-def test_a_loss_that_is_no_mean_of_the_kept_targets_is_refused_once_some_are_ignored(name, split):
+def test_a_loss_that_is_not_a_mean_of_the_kept_targets_is_refused_once_some_are_ignored(name, split):
     def body(comm):
         transport = "gloo" if split[2] == 3 else "by-host"
         plan = Plan(dp=split[0], microbatches=split[1], zero=split[2], transport=transport)

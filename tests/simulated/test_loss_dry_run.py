@@ -187,7 +187,7 @@ def test_no_dry_run_happens_if_no_batch_is_split():
     assert calls == [9]
 
 
-def test_a_batch_that_is_empty_on_all_ranks_is_no_dry_run():
+def test_a_batch_that_is_empty_on_all_ranks_runs_no_dry_run():
     inputs, targets = batch()
 
     def body(comm):

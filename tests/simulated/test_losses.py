@@ -194,7 +194,7 @@ def test_a_mean_is_trained_as_in_one_process_however_the_batch_is_split(name, sp
 
 
 @pytest.mark.parametrize(("name", "split"), in_turn(REFUSED, [(2, 1, 0), (1, 3, 0), (3, 2, 2)]))
-def test_a_scalar_loss_that_is_no_mean_is_refused_on_every_rank_before_a_weight_moves(name, split):
+def test_a_scalar_loss_that_is_not_a_mean_is_refused_on_every_rank_before_a_weight_changes(name, split):
     def body(comm):
         model = net()
         before = [p.clone() for p in model.parameters()]
@@ -264,7 +264,7 @@ def test_a_loss_near_zero_is_not_refused_for_its_rounding():
 
 
 @pytest.mark.parametrize("split", SPLITS)
-def test_counts_that_differ_in_a_later_batch_are_refused_before_a_weight_moves(split):
+def test_counts_that_differ_in_a_later_batch_are_refused_before_a_weight_changes(split):
     inputs, targets = batches()[0]
     given = [(inputs, targets.clamp(min=0)), (inputs, targets)]
 

@@ -156,7 +156,7 @@ def test_more_consecutive_bad_steps_than_allowed_stop_training(bad, ends_at):
     threads.run(2, body)
 
 
-def test_a_first_step_with_a_with_nan_count_sets_no_nominal_count():
+def test_a_first_step_with_a_nan_count_sets_no_nominal_count():
     # The gradients of all later steps are divided by the count of the first step.
     case = Case(loss="pair")
     found = poisoned(case, 0, sample=0)

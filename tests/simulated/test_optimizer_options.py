@@ -1,4 +1,4 @@
-"""Laws of the optimizer's options: the same on every rank, or refused before a weight moves. Ranks are threads."""
+"""Laws of the optimizer's options: the same on every rank, or refused before a weight changes. Ranks are threads."""
 
 import copy
 import dataclasses
@@ -123,7 +123,7 @@ CHANGED: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("how", [{}, {"update": "in_forward"}, {"sync": "local"}, {"zero": 1}, {"transport": "gloo"}])
 @pytest.mark.parametrize("change", CHANGED)
-def test_options_that_differ_are_found_in_the_same_step_before_a_weight_moves(change, how):
+def test_options_that_differ_are_found_in_the_same_step_before_a_weight_changes(change, how):
     case = dataclasses.replace(CASE, **({"local_steps": 3} if "sync" in how else {}), **how)
     options, message = CHANGED[change]
 

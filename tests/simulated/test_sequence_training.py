@@ -175,7 +175,7 @@ def test_a_scalar_loss_that_may_not_be_a_mean_of_all_elements_is_refused(kind):
         threads.run(2, lambda comm: build(comm, Plan(), loss, bidirectional())(batches(LM)[0]))
 
 
-def test_a_batch_without_samples_is_no_dry_run():
+def test_a_batch_without_samples_runs_no_dry_run():
     def body(comm):
         step = build(comm, Plan(), lambda logits, targets: values(logits, targets).sum().sqrt())  # no mean
         inputs, targets = batches(LM)[0]

@@ -124,7 +124,7 @@ REFUSED = [
 
 @pytest.mark.parametrize("prepare", REFUSED)
 @pytest.mark.parametrize("closed", [False, True])
-def test_an_unreduced_gradient_is_refused_before_a_weight_moves(prepare, closed):
+def test_an_unreduced_gradient_is_refused_before_a_weight_changes(prepare, closed):
     def body(comm):
         loop = Loop(comm)
         prepare(loop)

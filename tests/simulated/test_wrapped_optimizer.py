@@ -314,7 +314,7 @@ def load_scaled(optimizer, saved, *, factor=1.0):
     optimizer.load_state_dict(saved)
 
 
-def test_a_state_loaded_on_one_rank_only_is_found_before_a_weight_moves():
+def test_a_state_loaded_on_one_rank_only_is_found_before_a_weight_changes():
     def body(comm):
         mine, optimizer = wrapped(comm, momentum=0.9)
         train_steps(mine, optimizer, comm.rank)
