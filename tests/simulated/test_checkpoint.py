@@ -63,13 +63,15 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(case, tmp_path):
         assert all(torch.equal(got[name], value) for name, value in expected.items())
 
 
-@pytest.mark.parametrize(("size", "zero", "then"), [(1, 0, 0), (2, 0, 1), (4, 0, 2), (1, 1, 0), (4, 1, 1), (2, 2, 0)])
-def test_a_checkpoint_loads_on_another_number_of_ranks_and_another_zero_level(size, zero, then, tmp_path):
+@pytest.mark.parametrize(
+    ("size", "zero", "loaded_zero"), [(1, 0, 0), (2, 0, 1), (4, 0, 2), (1, 1, 0), (4, 1, 1), (2, 2, 0)]
+)
+def test_a_checkpoint_loads_on_another_number_of_ranks_and_another_zero_level(size, zero, loaded_zero, tmp_path):
     case = Case(model="tied", batch_sizes=(12, 12, 12, 12), zero=zero)
     threads.run(3, lambda comm: ThreadRun(case, comm, tmp_path).run_steps(0, 2, save_at=(2,)))
 
     def resume(comm):
-        run = ThreadRun(dataclasses.replace(case, zero=then), comm, tmp_path)
+        run = ThreadRun(dataclasses.replace(case, zero=loaded_zero), comm, tmp_path)
         assert run.checkpoints.resume() is not None
         run.run_steps(2, 4)
         return {name: p.detach().clone() for name, p in run.step.model.named_parameters()}

@@ -61,9 +61,9 @@ def test_a_layer_used_on_one_rank_only_is_trained_on_every_rank(monkeypatch):
     assert first == second
 
 
-@pytest.mark.parametrize(("bucket_bytes", "others"), [(2**20, 300), (300, 2**20), (4000, 4000)])
-@pytest.mark.parametrize(("zero", "then"), [(0, 0), (1, 0), (0, 1), (2, 1)])
-def test_a_state_dict_loads_on_another_mesh_and_other_buckets(bucket_bytes, others, zero, then):
+@pytest.mark.parametrize(("bucket_bytes", "loaded_bucket_bytes"), [(2**20, 300), (300, 2**20), (4000, 4000)])
+@pytest.mark.parametrize(("zero", "loaded_zero"), [(0, 0), (1, 0), (0, 1), (2, 1)])
+def test_a_state_dict_loads_on_another_mesh_and_other_buckets(bucket_bytes, loaded_bucket_bytes, zero, loaded_zero):
     case = Case(batch_sizes=(12, 12, 12, 12), clip=0.5, model="tied", bucket_bytes=bucket_bytes, zero=zero)
 
     def begin(comm):
@@ -77,7 +77,7 @@ def test_a_state_dict_loads_on_another_mesh_and_other_buckets(bucket_bytes, othe
     state = threads.run(3, begin)[0]
 
     def resume(comm):
-        step = build_step(dataclasses.replace(case, bucket_bytes=others, zero=then), 2, comm)
+        step = build_step(dataclasses.replace(case, bucket_bytes=loaded_bucket_bytes, zero=loaded_zero), 2, comm)
         step.load_state_dict(state)
         return train_step(case, step, skip=2)
 

@@ -52,7 +52,7 @@ def disturb(step: TrainStep, name: str) -> None:
 
 
 # Name: plan fields, ranks, hosts, the rank whose bit is flipped, the ranks that the error names.
-HOW: dict[str, tuple[dict[str, Any], int, int, int, str]] = {
+SETUPS: dict[str, tuple[dict[str, Any], int, int, int, str]] = {
     "shared memory": ({}, 3, 1, 1, "rank 1 .*ranks 0 and 2"),
     "gloo": ({"transport": "gloo"}, 2, 1, 1, "rank 1 .*rank 0"),
     "hosts": ({}, 4, 2, 3, "rank 3 .*ranks 0, 1 and 2"),
@@ -66,9 +66,9 @@ HOW: dict[str, tuple[dict[str, Any], int, int, int, str]] = {
 }
 
 
-@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("how", SETUPS)
 def test_replicas_that_differ_in_one_bit_are_found_and_named_on_every_rank(how):
-    fields, size, hosts, stray, who = HOW[how]
+    fields, size, hosts, drifted_rank, named_ranks = SETUPS[how]
     case = dataclasses.replace(CASE, **fields)
 
     def body(comm):
@@ -76,18 +76,18 @@ def test_replicas_that_differ_in_one_bit_are_found_and_named_on_every_rank(how):
         train(case, step, range(2))
         step.flush()
         name = FIRST if case.model == "mlp" else next(iter(step.weight_shards))
-        if comm.rank == stray:
+        if comm.rank == drifted_rank:
             disturb(step, name)
-        with pytest.raises(DivergenceError, match=f"{name}.*({who})"):
+        with pytest.raises(DivergenceError, match=f"{name}.*({named_ranks})"):
             step.check_drift()
         return name
 
     assert len(set(threads.run(size, body, hosts=hosts))) == 1
 
 
-@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("how", SETUPS)
 def test_equal_replicas_pass_every_drift_check(how):
-    fields, size, hosts, _, _ = HOW[how]
+    fields, size, hosts, _, _ = SETUPS[how]
     case = dataclasses.replace(CASE, **fields)
     found = []
 

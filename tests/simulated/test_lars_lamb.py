@@ -167,8 +167,8 @@ def test_a_parameter_without_gradient_is_not_updated(optimizer: str, zero: int) 
 
 
 @pytest.mark.parametrize("optimizer", ["LARS", "LAMB"])
-@pytest.mark.parametrize(("zero", "then"), [(0, 0), (0, 1), (2, 0), (1, 2)])
-def test_a_state_dict_loads_on_another_mesh(optimizer: str, zero: int, then: int) -> None:
+@pytest.mark.parametrize(("zero", "loaded_zero"), [(0, 0), (0, 1), (2, 0), (1, 2)])
+def test_a_state_dict_loads_on_another_mesh(optimizer: str, zero: int, loaded_zero: int) -> None:
     case = Case(batch_sizes=(12, 12, 12, 12), optimizer=optimizer, bucket_bytes=1500, zero=zero)
 
     def train_first_half(comm: Any) -> dict[str, Any]:
@@ -180,7 +180,7 @@ def test_a_state_dict_loads_on_another_mesh(optimizer: str, zero: int, then: int
     state = threads.run(3, train_first_half)[0]
 
     def resume(comm: Any) -> dict[str, Tensor]:
-        step = build_step(dataclasses.replace(case, zero=then), 2, comm)
+        step = build_step(dataclasses.replace(case, zero=loaded_zero), 2, comm)
         step.load_state_dict(state)
         return train_step(case, step, skip=2).weights
 

@@ -97,7 +97,7 @@ def test_the_writer_does_not_wait_for_the_file_of_a_dead_rank(tmp_path, monkeypa
         run.run_steps(2, 3, save_at=(3,))
         return run.log.messages, time.monotonic() - begin
 
-    notes, seconds = threads.run(2, body)[0]
+    messages, seconds = threads.run(2, body)[0]
     assert seconds < SECONDS
-    assert "rank 1 died before it had written its file" in notes[0]
+    assert "rank 1 died before it had written its file" in messages[0]
     assert CheckpointStore(tmp_path).steps() == [1]

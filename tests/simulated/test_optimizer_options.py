@@ -222,12 +222,12 @@ def test_a_scheduler_on_every_rank_trains_as_one_process_does():
         return {name: p.detach().clone() for name, p in step.model.named_parameters()}
 
     mine = model("mlp")
-    alone = optimizer(CASE)(mine.parameters())
-    schedule = torch.optim.lr_scheduler.ExponentialLR(alone, 0.5)
+    reference_optimizer = optimizer(CASE)(mine.parameters())
+    schedule = torch.optim.lr_scheduler.ExponentialLR(reference_optimizer, 0.5)
     for inputs, targets in batches(CASE):
-        alone.zero_grad()
+        reference_optimizer.zero_grad()
         loss(CASE)(mine(inputs), targets).mean().backward()
-        alone.step()
+        reference_optimizer.step()
         schedule.step()
     for weights in threads.run(2, body):
         assert max((weights[name] - p).abs().max().item() for name, p in mine.named_parameters()) <= TOLERANCE

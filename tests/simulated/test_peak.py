@@ -100,11 +100,11 @@ def test_largest_within_finds_the_largest_size_that_fits(rest: int, each: int, b
     start = 1 + limit % 100
 
     def held(n: int) -> int:
-        tried.append(n)
+        sizes_tried.append(n)
         return rest + each * n + bend * n * n
 
-    tried: list[int] = []
+    sizes_tried: list[int] = []
     found = largest_within(held, limit, start)
     assert found == 0 or held(found) <= limit
     assert held(found + 1) > limit
-    assert bend or len(tried) <= 14  # a search, not a scan
+    assert bend or len(sizes_tried) <= 14  # a search, not a scan

@@ -193,8 +193,8 @@ def resume_training(comm, case, state):
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize(("zero", "then"), [(0, 3), (0, 2), (1, 0), (3, 1)])
-def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit_at_any_zero_level(zero, then, precision):
+@pytest.mark.parametrize(("zero", "loaded_zero"), [(0, 3), (0, 2), (1, 0), (3, 1)])
+def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit_at_any_zero_level(zero, loaded_zero, precision):
     case = dataclasses.replace(CASE, **ZERO_FIELDS[zero], optimizer="AdamW", precision=precision)
     halfway = dataclasses.replace(case, batch_sizes=case.batch_sizes[:2])
 
@@ -206,11 +206,11 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit_at_any_zero_level
     states = threads.run(2, first)
     expected = train_on_threads(case, 2)[0].weights
     for got in threads.run(
-        2, lambda comm: resume_training(comm, dataclasses.replace(case, **ZERO_FIELDS[then]), states[comm.rank])
+        2, lambda comm: resume_training(comm, dataclasses.replace(case, **ZERO_FIELDS[loaded_zero]), states[comm.rank])
     ):
         assert equal_tensors(got.weights, expected)
     # On another number of ranks, the loaded state equals the saved one.
-    threads.run(3, lambda comm: resume_training(comm, dataclasses.replace(case, **ZERO_FIELDS[then]), states[0]))
+    threads.run(3, lambda comm: resume_training(comm, dataclasses.replace(case, **ZERO_FIELDS[loaded_zero]), states[0]))
 
 
 @pytest.mark.parametrize("zero", [0, 1])
@@ -289,8 +289,8 @@ def test_the_ema_averages_the_float32_weights_and_evaluating_with_it_changes_not
     assert threads.run(2, body) == [True, True]
 
 
-@pytest.mark.parametrize(("zero", "size", "then"), [(1, 2, (3, 1)), (0, 2, (2, 3)), (3, 3, (1, 2))])
-def test_checkpoints_hold_the_float32_weights_and_the_ema_and_load_on_any_mesh(tmp_path, zero, size, then):
+@pytest.mark.parametrize(("zero", "size", "loaded_on"), [(1, 2, (3, 1)), (0, 2, (2, 3)), (3, 3, (1, 2))])
+def test_checkpoints_hold_the_float32_weights_and_the_ema_and_load_on_any_mesh(tmp_path, zero, size, loaded_on):
     case = dataclasses.replace(CASE, **ZERO_FIELDS[zero], batch_sizes=(12, 12, 12))
 
     def save(comm):
@@ -301,7 +301,9 @@ def test_checkpoints_hold_the_float32_weights_and_the_ema_and_load_on_any_mesh(t
             return weights, run.step.state_dict()["model"]
 
     def load(comm):
-        other: Any = ThreadRun(dataclasses.replace(case, **ZERO_FIELDS[then[0]]), comm, tmp_path, token="b", ema=0.9)
+        other: Any = ThreadRun(
+            dataclasses.replace(case, **ZERO_FIELDS[loaded_on[0]]), comm, tmp_path, token="b", ema=0.9
+        )
         assert other.checkpoints.resume().step == 2
         state = other.step.state_dict()
         assert equal_tensors(state["model"], weights["model"])
@@ -310,7 +312,7 @@ def test_checkpoints_hold_the_float32_weights_and_the_ema_and_load_on_any_mesh(t
             assert equal_tensors(other.step.state_dict()["model"], averages)
 
     weights, averages = threads.run(size, save)[0]
-    threads.run(then[1], load)
+    threads.run(loaded_on[1], load)
     export_weights(CheckpointStore(tmp_path).step_dir(2), tmp_path / "weights.safetensors")
     fresh = cases_module.model(case.model)
     load_weights_file(fresh, tmp_path / "weights.safetensors")

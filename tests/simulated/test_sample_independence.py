@@ -65,9 +65,9 @@ def plain_torch_step(model, loss, num_ranks):
 
 
 def trains(mix, plan, loss, plain_loss):
-    want = plain_torch_step(Net(mix), plain_loss, plan.dp)
+    expected = plain_torch_step(Net(mix), plain_loss, plan.dp)
     for got in threads.run(plan.dp, lambda comm: step(comm, Net(mix), plan, loss)):
-        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
 
 
 MIXING = {

@@ -43,7 +43,7 @@ def test_attention_over_every_axis_equals_attention_in_one_process(size):
     for turn, (_, cases) in enumerate(by_layout):
         # For large axes, every second case: together, two sizes cover all cases.
         found = worst(list(cases)[turn % 2 :: 1 if size < 5 else 2], "shared" if turn % 3 else "messages")
-        assert not {case: far for case, far in found.items() if far > TOLERANCE}
+        assert not {case: deviation for case, deviation in found.items() if deviation > TOLERANCE}
 
 
 @pytest.mark.parametrize("mask", [None, "documents", "padding"])
@@ -83,12 +83,12 @@ def test_fully_masked_queries_give_zero_as_in_torch_and_no_gradient():
     case = AttentionCase(2, mask="padding")  # the first sample is all padding
     tensors = attention_oracle.make_tensors(case)
     assert tensors.mask is not None
-    alone = torch.nn.functional.scaled_dot_product_attention(*tensors[:3], attn_mask=tensors.mask)
+    torchs_own = torch.nn.functional.scaled_dot_product_attention(*tensors[:3], attn_mask=tensors.mask)
     lowest = torch.zeros(tensors.mask.shape, dtype=torch.float64).masked_fill(
         ~tensors.mask, torch.finfo(torch.float64).min
     )
     expected = attention_oracle.oracle(case, tensors)
-    assert not alone[0].any()
+    assert not torchs_own[0].any()
     assert not any(tensor[0].any() for tensor in expected)
 
     def body(comm):

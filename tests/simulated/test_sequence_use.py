@@ -25,7 +25,7 @@ from tests.attention_oracle import TOLERANCE, AttentionCase
 def both(size, use, ring="zigzag", ulysses=1):
     """The results of `use(attend, tensors)` in one process, and those of the ranks, concatenated."""
     tensors = attention_oracle.make_tensors(AttentionCase(size, ring, ulysses))
-    alone = use(scaled_dot_product_attention, tensors)
+    single_process = use(scaled_dot_product_attention, tensors)
 
     def body(comm):
         axis = thread_rings.make_axis(comm, ring, ulysses)
@@ -37,7 +37,7 @@ def both(size, use, ring="zigzag", ulysses=1):
     found = threads.run(size, body)
     order = torch.argsort(torch.cat([mine for mine, _ in found]))
     together = [torch.cat(parts, dim=2)[:, :, order] for parts in zip(*(each for _, each in found), strict=True)]
-    return together, alone
+    return together, single_process
 
 
 def same(found, expected):

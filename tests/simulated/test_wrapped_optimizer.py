@@ -69,10 +69,10 @@ def agrees(make, train, *, start=model) -> bool:
         train(mine, optimizer, comm.rank)
         return [p.detach().clone() for p in mine.parameters()]
 
-    alone = start()
-    train(alone, make(alone.parameters()), None)
+    reference = start()
+    train(reference, make(reference.parameters()), None)
     first, second = threads.run(2, body)
-    return all(map(torch.equal, first, second)) and max_difference(first, alone.parameters()) <= TOLERANCE
+    return all(map(torch.equal, first, second)) and max_difference(first, reference.parameters()) <= TOLERANCE
 
 
 def scaled(mine, optimizer, rank):
@@ -399,13 +399,13 @@ def test_join_ends_with_the_states_of_the_rank_with_the_most_batches(kind):
         epochs(mine, optimizer, comm.rank, SCHEDULERS[kind](optimizer), mine_scaler := scaler(), around)
         return [p.detach().clone() for p in mine.parameters()], mine_scaler.get_scale()
 
-    alone = model()
-    plain = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9)
+    reference = model()
+    plain = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9)
     theirs = scaler()
-    epochs(alone, plain, None, SCHEDULERS[kind](plain), theirs, lambda *_: torch.enable_grad())
+    epochs(reference, plain, None, SCHEDULERS[kind](plain), theirs, lambda *_: torch.enable_grad())
     (first, scale), (second, other) = threads.run(2, body)
     assert all(map(torch.equal, first, second))
-    assert max_difference(first, alone.parameters()) <= TOLERANCE
+    assert max_difference(first, reference.parameters()) <= TOLERANCE
     assert scale == other == theirs.get_scale()
 
 
@@ -466,6 +466,6 @@ def test_freezing_and_unfreezing_is_allowed_with_unused_allow():
         train(mine, optimizer, comm.rank)
         return [p.detach().clone() for p in mine.parameters()]
 
-    alone = model()
-    train(alone, torch.optim.AdamW(alone.parameters(), lr=0.1), None)
-    assert max(max_difference(mine, alone.parameters()) for mine in threads.run(2, body)) <= TOLERANCE
+    reference = model()
+    train(reference, torch.optim.AdamW(reference.parameters(), lr=0.1), None)
+    assert max(max_difference(mine, reference.parameters()) for mine in threads.run(2, body)) <= TOLERANCE

@@ -64,11 +64,11 @@ def differences(make, train, **how) -> list[str]:
         train(mine, optimizer, comm.rank)
         return [p.detach().clone() for p in mine.parameters()]
 
-    alone = model()
-    train(alone, make(alone.parameters()), None)
+    reference = model()
+    train(reference, make(reference.parameters()), None)
     first, second = threads.run(2, body)
     found = [] if all(map(torch.equal, first, second)) else ["the ranks differ"]
-    difference = max((a - b).abs().max().item() for a, b in zip(first, alone.parameters(), strict=True))
+    difference = max((a - b).abs().max().item() for a, b in zip(first, reference.parameters(), strict=True))
     # A line search compares losses: a difference in rounding grows with every step.
     return found + ([f"{difference:.2g} from one process"] if difference > 1e3 * TOLERANCE else [])
 
