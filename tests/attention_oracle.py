@@ -122,7 +122,7 @@ def _mask(case: AttentionCase, heads: int, generator: torch.Generator) -> Tensor
 
 
 def oracle(case: AttentionCase, tensors: FullTensors) -> AttentionResult:
-    """What one process computes that holds all scores, in float64."""
+    """Attention in one process, from all scores, in float64."""
     q, k, v = (tensor.double().clone().requires_grad_() for tensor in tensors[:3])
     heads = q.shape[1]
     scale = HEAD_SIZE**-0.5 if case.scale is None else case.scale
@@ -137,11 +137,11 @@ def oracle(case: AttentionCase, tensors: FullTensors) -> AttentionResult:
     is_masked = (scores == -INF).all(-1, keepdim=True)
     weights = scores.masked_fill(is_masked, 0.0).softmax(-1).masked_fill(is_masked, 0.0)
     if case.dropout_args is not None:
-        everything, tokens = slice(None), torch.arange(case.length)
+        all_indices, tokens = slice(None), torch.arange(case.length)
         draw = DropoutMask(
             case.dropout_args, torch.tensor(case.dropout_args.samples), torch.arange(heads), tokens, tokens
         )
-        weights = weights * draw.keep_mask(everything, everything) / (1 - case.dropout)
+        weights = weights * draw.keep_mask(all_indices, all_indices) / (1 - case.dropout)
     out = weights @ _repeat_heads(v, heads)
     out.backward(tensors.grad_out.double())
     return AttentionResult(out.detach(), *(tensor.grad for tensor in (q, k, v)))  # type: ignore[arg-type]

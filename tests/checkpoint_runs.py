@@ -1,4 +1,4 @@
-"""A run on one thread's rank that saves and goes on, and its log in memory."""
+"""A run on one thread's rank that saves and resumes, and its log in memory."""
 
 import json
 from collections.abc import Callable
@@ -79,7 +79,7 @@ def save_twice(folder: Path, size: int = 2) -> CheckpointStore:
 
 
 def rewrite_manifest(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
-    """Change the manifest of a checkpoint, and give it the checksum of what it now is."""
+    """Change the manifest of a checkpoint, and update its checksum."""
     path = folder / "manifest.json"
     manifest = json.loads(path.read_bytes())["manifest"]
     change(manifest)

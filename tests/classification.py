@@ -32,8 +32,8 @@ def local_batch(batch: Batch, plan: Plan, index: int) -> Batch:
     return batch[0][start:stop], batch[1][start:stop]
 
 
-def train(ranks: Any, model: nn.Module, plan: Plan, global_batches: list[Batch]) -> oracle.TrainingResult:
-    step = TrainStep(model, loss, sgd, plan=plan, communicator=ranks, clip=None)
+def train(comm: Any, model: nn.Module, plan: Plan, global_batches: list[Batch]) -> oracle.TrainingResult:
+    step = TrainStep(model, loss, sgd, plan=plan, communicator=comm, clip=None)
     losses = [step(local_batch(batch, plan, step.dp_index)).loss for batch in global_batches]
     step.flush()
     return oracle.snapshot(step, losses, [])

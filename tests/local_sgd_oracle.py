@@ -1,4 +1,4 @@
-"""The oracle of local steps: all workers in one process, in plain torch, with a torch optimizer as outer optimizer."""
+"""The oracle of local SGD: all workers in one process, in plain torch, with a torch optimizer as outer optimizer."""
 
 import copy
 
@@ -11,7 +11,7 @@ from tests.cases import Case, batches, local_batch, loss, model, optimizer
 
 
 def train(case: Case, size: int) -> TrainingResult:
-    """What training with local steps must give after the weights are averaged."""
+    """The result of local SGD after the weights are averaged."""
     shared_model = model(case.model)
     momentum = {"momentum": case.outer_momentum, "nesterov": True} if case.outer_momentum else {}
     outer = torch.optim.SGD(shared_model.parameters(), lr=case.outer_lr, **momentum)

@@ -2,7 +2,7 @@
 
 row    one value of each field
 part   values of some fields
-base   a row that is legal; a part is completed by putting it into a base, and changing one field more where it must be
+base   a legal row; a part is completed by putting it into a base and, if needed, changing one more field
 Law: each pair of values is in a row, or no completion of it is legal. The rows are the same in every process.
 """
 
@@ -17,7 +17,7 @@ Part = tuple[tuple[str, Any], ...]
 
 
 class Cover(NamedTuple):
-    """Rows with all parts that were wanted, and the parts that are in none because no completion is legal."""
+    """Rows that contain all wanted parts, and the parts that no legal row can contain."""
 
     rows: list[Row]
     impossible: list[Part]
@@ -46,9 +46,9 @@ def cover(
     never: Collection[Part] = (),
     seed: int = 0,
 ) -> Cover:
-    """Legal rows with all of `first` and all pairs, each row with as many that are missing as a greedy choice finds.
+    """Legal rows with all of `first` and all pairs, each row with as many missing pairs as a greedy choice finds.
 
-    What is in `never` is not looked for.
+    Parts in `never` are not wanted.
     """
     draw = random.Random(seed)
     rows: list[Row] = []
@@ -64,28 +64,28 @@ def cover(
             continue
         names = [name for name in choices if name not in dict(part)]
         for name in draw.sample(names, len(names)):
-            row = _bettered(row, name, choices, is_legal, missing)
+            row = _improved(row, name, choices, is_legal, missing)
         rows.append(row)
         missing -= pairs_in(row)
     return Cover(rows, impossible)
 
 
 def grid(**choices: Sequence[Any]) -> list[Row]:
-    """Rows with all pairs of values that all go together."""
+    """Rows with all pairs of values; every combination is legal."""
     plain = {name: values[0] for name, values in choices.items()}
     return cover(choices, lambda row: True, [plain]).rows
 
 
 def completed(part: Part, choices: Choices, is_legal: Callable[[Row], bool], bases: Sequence[Row]) -> Row | None:
-    """A legal row with these values, near to one of the bases."""
-    begun = [base | dict(part) for base in bases]
+    """A legal row with these values, close to one of the bases."""
+    completions = [base | dict(part) for base in bases]
     names = [name for name in choices if name not in dict(part)]
-    changed = (row | {name: value} for row in begun for name in names for value in choices[name])
-    return next(filter(is_legal, itertools.chain(begun, changed)), None)
+    changed = (row | {name: value} for row in completions for name in names for value in choices[name])
+    return next(filter(is_legal, itertools.chain(completions, changed)), None)
 
 
-def _bettered(row: Row, name: str, choices: Choices, is_legal: Callable[[Row], bool], missing: set[Part]) -> Row:
-    """The row with the value of this field that brings most of what is missing."""
+def _improved(row: Row, name: str, choices: Choices, is_legal: Callable[[Row], bool], missing: set[Part]) -> Row:
+    """The row with the value of this field that adds the most missing pairs."""
     others = [row | {name: value} for value in choices[name] if value != row[name]]
     gains = {id(each): len(missing & pairs_in(each)) for each in (row, *others)}
     better = [each for each in others if gains[id(each)] > gains[id(row)]]

@@ -6,7 +6,7 @@ import socket
 
 
 def free_ports(number: int) -> list[int]:
-    """Ports that nobody has now, of those that Linux does not give to connections by itself."""
+    """Ports that are free now, outside of Linux's ephemeral range."""
     with contextlib.ExitStack() as stack:
         listeners = []
         while len(listeners) < number:

@@ -16,8 +16,8 @@ CASE = Case(precision="bf16", batch_sizes=(12, 12, 12, 12), bucket_bytes=1000, o
 # torch's fused kernels round the last elements of a tensor differently, and which elements are last depends on how
 # parameters are laid out in memory.
 OPTIMIZER_OPTIONS = {"foreach": True}
-LAYER_WISE = ("LARS", "LAMB")  # which have no such kernels
-# Threads of one host share weights; only over gloo do weights rest split and are unsharded.
+LAYER_WISE = ("LARS", "LAMB")  # these have no such kernels
+# Threads on one host share weights; only over gloo are weights sharded.
 ZERO_FIELDS: dict[int, dict[str, Any]] = {
     zero: {"zero": zero, "transport": "gloo" if zero == 3 else "by-host"} for zero in range(4)
 }
@@ -29,7 +29,7 @@ def _optimizer(case: Case) -> Any:
 
 
 def train_oracle(case: Case, size: int = 1) -> TrainingResult:
-    """What `size` ranks must do: rounded weights compute, and torch.optim updates the float32 master weights."""
+    """The expected training of `size` ranks: rounded weights compute, torch.optim updates float32 master weights."""
     masters, working = cases.model(case.model).float(), cases.model(case.model).to(DTYPES[case.precision])
     optimizer, loss = _optimizer(case)(masters.parameters()), cases.loss(case)
     losses, norms = [], []
@@ -79,12 +79,12 @@ def add_in_order(parts):
     return total
 
 
-def make_step(case: Case, size: int, ranks: Any = None) -> Any:
-    """The case's step, of a model in float32: on the ranks given (threads), or on those of the environment."""
+def make_step(case: Case, size: int, comm: Any = None) -> Any:
+    """The case's step, of a model in float32: over `comm` (ranks are threads), or over the ranks of the environment."""
     model, loss, optimizer = cases.model(case.model).float(), cases.loss(case), _optimizer(case)
-    if ranks is None:
+    if comm is None:
         return parallelize(model, loss, optimizer, case.plan(size), clip=case.clip)
-    return TrainStep(model, loss, optimizer, plan=case.plan(size), communicator=ranks, clip=case.clip)
+    return TrainStep(model, loss, optimizer, plan=case.plan(size), communicator=comm, clip=case.clip)
 
 
 def batch_of_rank(step, batch):
@@ -99,7 +99,7 @@ def train_steps(step, case, first=0):
 
 
 def train_on_threads(case, size):
-    return threads.run(size, lambda ranks: train_steps(make_step(case, size, ranks), case))
+    return threads.run(size, lambda comm: train_steps(make_step(case, size, comm), case))
 
 
 def equal_tensors(a, b):

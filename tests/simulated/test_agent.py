@@ -10,7 +10,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from fourfold.launch.agent import Agent
 
 
-def test_the_first_signal_ends_a_job_in_order_and_a_later_one_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_signal_stops_a_job_gracefully_and_a_later_one_kills_it(monkeypatch: pytest.MonkeyPatch) -> None:
     now, ended = [100.0], []
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     agent: Any = SimpleNamespace(_stop_requested_at=None, _kill_now=ended.append)

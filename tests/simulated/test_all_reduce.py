@@ -50,7 +50,7 @@ def test_ranks_that_sum_different_numbers_of_values_are_refused(lengths, hosts):
 
 
 @pytest.mark.parametrize("values", ["x", 1.0, None, [1.0], torch.ones(2, dtype=torch.complex64)])
-def test_a_value_that_is_no_real_tensor_is_refused_on_every_rank_and_the_next_sum_is_right(values):
+def test_a_value_that_is_not_a_real_tensor_is_refused_on_every_rank_and_the_next_sum_is_correct(values):
     def body(comm):
         step = build_step(Case(), 2, comm)
         with pytest.raises(SettingError, match=r"values.*need a tensor of real numbers"):

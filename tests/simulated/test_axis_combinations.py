@@ -10,7 +10,7 @@ from fourfold.testing.oracle import TOLERANCE
 from tests.cases import Case, deviation
 
 SIZE, HOSTS, SEQUENCE_RANKS = 4, 2, 2
-# The first batch has one sample, so the other sequence group has none while the dry run and the first gathers happen.
+# The first batch has one sample: the other sequence group has none in the dry run and in the first all-gathers.
 START = Case(model="lm", sp=SEQUENCE_RANKS, length=8, batch_sizes=(1, 3), microbatches=2, bucket_bytes=40000)
 
 

@@ -1,4 +1,4 @@
-"""Laws of the comparison of batches between the ranks of a sequence. Ranks are threads."""
+"""Laws of the comparison of batches within a sequence group. Ranks are threads."""
 
 import contextlib
 import dataclasses
@@ -15,57 +15,57 @@ from tests.cases import Case, batches, build_step, local_batch
 LM = Case(model="lm", batch_sizes=(4, 4, 4))
 
 
-def another_target(inputs, targets, ranks, dp):
-    targets[0, 3] += ranks.rank == ranks.size - 1  # on one rank
+def another_target(inputs, targets, comm, dp):
+    targets[0, 3] += comm.rank == comm.size - 1  # on one rank
     return inputs, targets
 
 
-def fewer_samples(inputs, targets, ranks, dp):
-    some = slice(0 if ranks.rank == ranks.size - 1 else len(targets))
+def fewer_samples(inputs, targets, comm, dp):
+    some = slice(0 if comm.rank == comm.size - 1 else len(targets))
     return {name: tensor[some] for name, tensor in inputs.items()}, targets[some]
 
 
-def shorter(inputs, targets, ranks, dp):
-    some = slice(targets.shape[1] - 4 * (ranks.rank == 0))
+def shorter(inputs, targets, comm, dp):
+    some = slice(targets.shape[1] - 4 * (comm.rank == 0))
     return {name: tensor[:, some] for name, tensor in inputs.items()}, targets[:, some]
 
 
-def of_other_lines(inputs, targets, ranks, dp):
-    return local_batch(batches(LM)[1], dp, ranks.rank % dp)  # as if every dp-th rank were of one sequence
+def batch_of_another_group(inputs, targets, comm, dp):
+    return local_batch(batches(LM)[1], dp, comm.rank % dp)  # as if every dp-th rank were in one sequence group
 
 
-UNLIKE = {"another target": another_target, "fewer": fewer_samples, "shorter": shorter}
+MISMATCHES = {"another target": another_target, "fewer": fewer_samples, "shorter": shorter}
 
 
 @pytest.mark.parametrize(("dp", "sp", "ulysses", "kind"), [
-    *((dp, sp, ulysses, kind) for dp, sp, ulysses in ((1, 2, 1), (3, 2, 1), (2, 4, 2)) for kind in UNLIKE),
-    (3, 2, 1, "other lines"),  # where sums over all ranks would be the same
-    (2, 3, 1, "other lines"),
+    *((dp, sp, ulysses, kind) for dp, sp, ulysses in ((1, 2, 1), (3, 2, 1), (2, 4, 2)) for kind in MISMATCHES),
+    (3, 2, 1, "another group"),  # where sums over all ranks would be the same
+    (2, 3, 1, "another group"),
 ])  # fmt: skip
-def test_other_batches_are_refused_in_later_steps_too(dp, sp, ulysses, kind):
+def test_different_batches_within_a_sequence_group_are_refused_in_later_steps_too(dp, sp, ulysses, kind):
     case = dataclasses.replace(LM, sp=sp, ulysses=ulysses, batch_sizes=(6, 6), microbatches=2)
     refused = functools.partial(pytest.raises, TaskError, match="different batches on some of .* share sequences")
 
-    def body(ranks):
-        step = build_step(case, dp * sp, ranks)
+    def body(comm):
+        step = build_step(case, dp * sp, comm)
         first, second = (local_batch(batch, dp, step.dp_index) for batch in batches(case))
         step(first)
         step(second)
-        batch = UNLIKE.get(kind, of_other_lines)(*second, ranks, dp)
-        is_unlike = step._compare_sequence_batch(batch)[1] is not None
-        with refused() if is_unlike else contextlib.nullcontext(), step.local_batch(batch):
+        batch = MISMATCHES.get(kind, batch_of_another_group)(*second, comm, dp)
+        is_mismatch = step._compare_sequence_batch(batch)[1] is not None
+        with refused() if is_mismatch else contextlib.nullcontext(), step.local_batch(batch):
             pass
         before = {name: weight.clone() for name, weight in step.named_weights()}
         for use in (step.evaluate, step):
             with refused():
                 use(batch)
         assert all(torch.equal(weight, before[name]) for name, weight in step.named_weights())
-        return is_unlike
+        return is_mismatch
 
     found = threads.run(dp * sp, body)
-    lines = [found[first : first + sp] for first in range(0, dp * sp, sp)]
+    groups = [found[first : first + sp] for first in range(0, dp * sp, sp)]
     assert any(found)
-    assert all(len(set(line)) == 1 for line in lines)
+    assert all(len(set(group)) == 1 for group in groups)
 
 
 @pytest.mark.parametrize("tensor", [
@@ -78,7 +78,7 @@ def test_other_batches_are_refused_in_later_steps_too(dp, sp, ulysses, kind):
     torch.ones(()),
     torch.ones(0, 5),
 ])  # fmt: skip
-def test_a_digest_is_of_the_numbers_however_they_lie(tensor):
+def test_a_digest_does_not_depend_on_strides(tensor):
     assert batch_digest({"x": tensor}) == batch_digest({"x": tensor.clone(memory_format=torch.contiguous_format)})
     assert batch_digest({"x": tensor}) != batch_digest({"x": tensor.unsqueeze(0)})
     assert not tensor.numel() or batch_digest({"x": tensor}) != batch_digest(

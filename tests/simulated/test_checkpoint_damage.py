@@ -1,4 +1,4 @@
-"""What is damaged, or cannot be written, costs the checkpoints before it nothing. Ranks are threads."""
+"""Laws of damaged and failed checkpoints: earlier ones stay valid. Ranks are threads."""
 
 import contextlib
 import errno
@@ -26,9 +26,9 @@ from tests.cases import Case
 from tests.checkpoint_runs import ThreadRun, rewrite_manifest, save_twice
 
 
-def flip(path: Path, place: int) -> None:
+def flip(path: Path, offset: int) -> None:
     text = bytearray(path.read_bytes())
-    text[place] ^= 1
+    text[offset] ^= 1
     path.write_bytes(text)
 
 
@@ -58,7 +58,7 @@ DAMAGE = {
         "manifest.json",
         lambda path: rewrite_manifest(path.parent, lambda manifest: manifest.update(step=4)),
     ),
-    "a count of nothing": (
+    "a nominal count of 0": (
         "manifest.json",
         lambda path: rewrite_manifest(path.parent, lambda manifest: manifest["record"].update(nominal_count=0)),
     ),
@@ -66,7 +66,7 @@ DAMAGE = {
         "manifest.json",
         lambda path: rewrite_manifest(path.parent, lambda manifest: manifest["record"].update(scale={"good": 1})),
     ),
-    "a count of updates that is a text": (
+    "a count of updates that is a string": (
         "manifest.json",
         lambda path: rewrite_manifest(path.parent, lambda manifest: manifest["scalars"]["head.bias"].update(step="x")),
     ),
@@ -78,7 +78,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_what_is_damaged_is_found_named_and_the_one_before_is_used(damage, tmp_path, capsys):
+def test_damage_is_found_and_named_and_the_previous_checkpoint_is_used(damage, tmp_path, capsys):
     name, break_it = DAMAGE[damage]
     store = save_twice(tmp_path)
     break_it(store.step_dir(3) / name)
@@ -87,23 +87,23 @@ def test_what_is_damaged_is_found_named_and_the_one_before_is_used(damage, tmp_p
     checkpoints.export_checkpoint(str(tmp_path), str(tmp_path / "weights"), step=None, ema=False)
     assert "a newer checkpoint is damaged" in capsys.readouterr().err
 
-    def go_on(ranks):
-        run = ThreadRun(Case(), ranks, tmp_path, token="b")
+    def resume(comm):
+        run = ThreadRun(Case(), comm, tmp_path, token="b")
         progress = run.checkpoints.resume()
         assert progress is not None
         run.run_steps(1, 3, save_at=(3,))
         return progress.step, run.log.messages
 
-    (step, notes), (other, _) = threads.run(2, go_on)
+    (step, messages), (other, _) = threads.run(2, resume)
     assert (step, other) == (1, 1)
-    assert name in notes[0]
+    assert name in messages[0]
     assert CheckpointStore(tmp_path).steps() == [1, 3]
     assert not verify_checkpoint(store.step_dir(3))
     assert (store.path / "damaged-step-00000003").is_dir()
 
 
-def turn(manifest: dict[str, Any]) -> None:
-    """Say that a matrix has another shape of as many elements."""
+def transpose(manifest: dict[str, Any]) -> None:
+    """Give a matrix another shape with as many elements."""
     entry = manifest["tensors"]["model.first.weight"]
     assert entry["shape"] == [24, 16]
     entry["shape"] = [16, 24]
@@ -115,7 +115,7 @@ DIFFERENCES = {
         lambda manifest: manifest["tensors"]["model.head.bias"].update(dtype="I64"),
         "model.head.bias is F64 [10], I64 [10] in the manifest",
     ),
-    "another shape": (turn, "model.first.weight is F64 [24, 16], F64 [16, 24] in the manifest"),
+    "another shape": (transpose, "model.first.weight is F64 [24, 16], F64 [16, 24] in the manifest"),
     "another name": (
         lambda manifest: manifest["tensors"].update({"model.x": manifest["tensors"].pop("model.head.bias")}),
         "no model.x",
@@ -128,20 +128,20 @@ DIFFERENCES = {
 
 
 @pytest.mark.parametrize("difference", DIFFERENCES)
-def test_a_file_whose_tensors_are_not_those_of_the_manifest_is_damaged(difference, tmp_path, capsys):
-    change, said = DIFFERENCES[difference]
+def test_a_file_whose_tensors_differ_from_the_manifest_is_damaged(difference, tmp_path, capsys):
+    change, message = DIFFERENCES[difference]
     store = save_twice(tmp_path, 1)
     rewrite_manifest(store.step_dir(3), change)
-    assert any(said in text for text in verify_checkpoint(store.step_dir(3)))
+    assert any(message in text for text in verify_checkpoint(store.step_dir(3)))
     assert newest_valid(tmp_path) == store.step_dir(1)
     assert checkpoints.verify_checkpoints(str(tmp_path)) == 1
     out = capsys.readouterr().out
     assert f"{store.step_dir(3)}   damaged" in out
-    assert f"rank-000.safetensors: {said}" in out
+    assert f"rank-000.safetensors: {message}" in out
     assert f"{store.step_dir(1)}   good" in out
 
 
-def test_a_checkpoint_that_was_copied_to_the_name_of_another_step_is_damaged(tmp_path, capsys):
+def test_a_checkpoint_copied_to_the_folder_of_another_step_is_damaged(tmp_path, capsys):
     store = save_twice(tmp_path, 1)
     shutil.copytree(store.step_dir(1), store.step_dir(5))
     assert checkpoints.verify_checkpoints(str(tmp_path)) == 1
@@ -149,19 +149,19 @@ def test_a_checkpoint_that_was_copied_to_the_name_of_another_step_is_damaged(tmp
     assert newest_valid(tmp_path) == store.step_dir(3)
 
 
-def test_a_damaged_marker_is_reported_and_older_checkpoints_stay(tmp_path, monkeypatch):
+def test_a_damaged_marker_is_reported_and_older_checkpoints_are_kept(tmp_path, monkeypatch):
     def broken(path, suffix, text, real=manager.write_marker):
         real(path, suffix, b'{"file":' * 100_000 if "step-00000003" in str(path) else text)
 
     monkeypatch.setattr(manager, "write_marker", broken)
 
-    def body(ranks):
-        run = ThreadRun(Case(), ranks, tmp_path)
+    def body(comm):
+        run = ThreadRun(Case(), comm, tmp_path)
         run.run_steps(0, 3, save_at=(1, 3))
         return run.log.messages
 
-    (notes,) = threads.run(1, body)
-    assert "step 3 could not be written: rank-000.json: " in notes[0]
+    (messages,) = threads.run(1, body)
+    assert "step 3 could not be written: rank-000.json: " in messages[0]
     assert CheckpointStore(tmp_path).steps() == [1]
 
 
@@ -171,7 +171,7 @@ DEEP = "[" * 900 + "]" * 900
 @pytest.mark.parametrize(
     "text", ['{"identity":' * 100_000, '{"identity": [[', "[]", f'{{"identity": {{"a": {DEEP}}}}}']
 )
-def test_settings_that_cannot_be_read_say_nothing_of_the_run(text, tmp_path):
+def test_unreadable_settings_give_a_run_no_identity(text, tmp_path):
     (tmp_path / "settings.json").write_text(text)
     (tmp_path / "plan.toml").write_text("a = " + "[" * 100_000)
     (tmp_path / "metrics.jsonl").write_text('{"finished": 3}\n' + text + "\n")
@@ -186,10 +186,10 @@ def test_every_flipped_bit_of_a_file_is_found(tmp_path):
     store = save_twice(tmp_path, 1)
     generator = torch.Generator().manual_seed(0)
     for path in store.step_dir(3).iterdir():
-        for place in torch.randint(path.stat().st_size - 1, (40,), generator=generator).tolist():
-            flip(path, place)
-            assert verify_checkpoint(store.step_dir(3)), (path, place)
-            flip(path, place)
+        for offset in torch.randint(path.stat().st_size - 1, (40,), generator=generator).tolist():
+            flip(path, offset)
+            assert verify_checkpoint(store.step_dir(3)), (path, offset)
+            flip(path, offset)
     assert not verify_checkpoint(store.step_dir(3))
 
 
@@ -201,12 +201,12 @@ NEWER = {
 
 
 @pytest.mark.parametrize("change", NEWER.values(), ids=NEWER)
-def test_a_checkpoint_of_a_newer_version_is_no_damage_and_the_run_does_not_begin_again(change, tmp_path, capsys):
+def test_a_checkpoint_of_a_newer_version_is_not_damaged_and_the_run_does_not_restart(change, tmp_path, capsys):
     store = save_twice(tmp_path)
     for step in store.steps():
         rewrite_manifest(store.step_dir(step), change)
     with pytest.raises(UnreadableCheckpointError, match=r"version 2, of a newer fourfold .* at most version 1"):
-        threads.run(2, lambda ranks: ThreadRun(Case(), ranks, tmp_path).checkpoints.resume())
+        threads.run(2, lambda comm: ThreadRun(Case(), comm, tmp_path).checkpoints.resume())
     assert store.steps() == [1, 3]
     assert checkpoints.verify_checkpoints(str(tmp_path)) == 1
     assert checkpoints.list_checkpoints(str(tmp_path)) == 0
@@ -219,7 +219,7 @@ def test_a_checkpoint_of_a_newer_version_is_no_damage_and_the_run_does_not_begin
 
 @pytest.mark.parametrize("name", ["manifest.json", "rank-001.safetensors"])
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EMFILE, errno.ESTALE])
-def test_a_file_that_may_not_be_opened_is_no_damage(name, number, tmp_path, monkeypatch):
+def test_a_file_that_cannot_be_opened_is_not_damaged(name, number, tmp_path, monkeypatch):
     store = save_twice(tmp_path)
 
     def refused(path, *rest, real=Path.open, **how):
@@ -229,21 +229,21 @@ def test_a_file_that_may_not_be_opened_is_no_damage(name, number, tmp_path, monk
 
     monkeypatch.setattr(Path, "open", refused)
     with pytest.raises(UnreadableCheckpointError, match=rf"{name}: {os.strerror(number).lower()}"):
-        threads.run(2, lambda ranks: ThreadRun(Case(), ranks, tmp_path).checkpoints.resume())
+        threads.run(2, lambda comm: ThreadRun(Case(), comm, tmp_path).checkpoints.resume())
     assert store.steps() == [1, 3]
 
 
-def test_without_a_good_checkpoint_nothing_is_put_back(tmp_path):
+def test_without_a_valid_checkpoint_nothing_is_restored(tmp_path):
     store = save_twice(tmp_path, 1)
     for step in (1, 3):
         flip(store.step_dir(step) / "rank-000.safetensors", -1)
-    (progress,) = threads.run(1, lambda ranks: ThreadRun(Case(), ranks, tmp_path).checkpoints.resume())
+    (progress,) = threads.run(1, lambda comm: ThreadRun(Case(), comm, tmp_path).checkpoints.resume())
     assert progress is None
     with pytest.raises(CheckpointError, match="no checkpoint"):
         newest_valid(tmp_path)
 
 
-def test_a_file_that_cannot_be_written_leaves_older_checkpoints(tmp_path, monkeypatch):
+def test_a_failed_write_keeps_older_checkpoints(tmp_path, monkeypatch):
     def fails(path, snapshot, real=write.write_snapshot):
         if path.name == "rank-001.safetensors" and "step-00000003" in str(path):
             raise OSError(28, "No space left on device")
@@ -251,13 +251,13 @@ def test_a_file_that_cannot_be_written_leaves_older_checkpoints(tmp_path, monkey
 
     monkeypatch.setattr(manager, "write_snapshot", fails)
 
-    def body(ranks):
-        run = ThreadRun(Case(), ranks, tmp_path)
+    def body(comm):
+        run = ThreadRun(Case(), comm, tmp_path)
         run.run_steps(0, 3, save_at=(1, 3))
         return run.log.messages
 
-    (notes, others) = threads.run(2, body)
-    assert "step 3 could not be written: rank 1: no space left on device" in notes[0]
+    (messages, others) = threads.run(2, body)
+    assert "step 3 could not be written: rank 1: no space left on device" in messages[0]
     assert not others
     assert [path.name for path in CheckpointStore(tmp_path).path.iterdir()] == ["step-00000001"]
     assert not verify_checkpoint(CheckpointStore(tmp_path).step_dir(1))
@@ -266,8 +266,8 @@ def test_a_file_that_cannot_be_written_leaves_older_checkpoints(tmp_path, monkey
 def test_a_folder_that_cannot_be_written_is_reported_without_waiting_for_markers(tmp_path, monkeypatch):
     monkeypatch.setattr(manager, "MARKER_TIMEOUT_SECONDS", 10.0)
 
-    def body(ranks):
-        run = ThreadRun(Case(), ranks, tmp_path)
+    def body(comm):
+        run = ThreadRun(Case(), comm, tmp_path)
         run.run_steps(0, 1, save_at=(1,))
         if run.step.rank == 0:
             store = CheckpointStore(tmp_path).path
@@ -277,9 +277,9 @@ def test_a_folder_that_cannot_be_written_is_reported_without_waiting_for_markers
         run.run_steps(1, 3, save_at=(3,))
         return run.log.messages
 
-    (notes, others) = threads.run(2, body)
-    assert "step 3 could not be written: rank 0: " in notes[0]
-    assert "in time" not in notes[0]
+    (messages, others) = threads.run(2, body)
+    assert "step 3 could not be written: rank 0: " in messages[0]
+    assert "in time" not in messages[0]
     assert not others
 
 
@@ -298,19 +298,19 @@ def test_a_folder_that_is_removed_while_it_is_written_is_reported_without_waitin
 
     monkeypatch.setattr(manager, "write_marker", mark)
 
-    def body(ranks):
-        run = ThreadRun(Case(), ranks, tmp_path)
+    def body(comm):
+        run = ThreadRun(Case(), comm, tmp_path)
         run.run_steps(0, 3, save_at=(1, 3))
         return run.log.messages
 
-    (notes, _) = threads.run(2, body)
-    assert "step 3 could not be written: its folder was removed while it was written" in notes[0]
+    (messages, _) = threads.run(2, body)
+    assert "step 3 could not be written: its folder was removed while it was written" in messages[0]
     assert [path.name for path in CheckpointStore(tmp_path).path.iterdir()] == ["step-00000001"]
 
 
 @contextlib.contextmanager
 def small_disk(path: Path) -> Iterator[None]:
-    """A file system of 256 KiB at `path`, or a skip where it cannot be had."""
+    """A file system of 256 KiB at `path`; skips the test where it cannot be mounted."""
     path.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=256k", "fourfold-test", str(path)]
     mount = shutil.which("mount")
@@ -322,16 +322,16 @@ def small_disk(path: Path) -> Iterator[None]:
         subprocess.run(["umount", str(path)], check=True)
 
 
-@pytest.mark.parametrize("checked", [True, False], ids=["room is looked for first", "room ends while writing"])
-def test_a_full_disk_is_a_warning_and_the_checkpoints_before_stay(checked, tmp_path, monkeypatch):
+@pytest.mark.parametrize("checked", [True, False], ids=["space is checked first", "space runs out while writing"])
+def test_a_full_disk_is_a_warning_and_earlier_checkpoints_are_kept(checked, tmp_path, monkeypatch):
     if not checked:
         monkeypatch.setattr(CheckpointManager, "_check_disk_space", lambda *_: None)
     monkeypatch.setattr(manager, "SPARE_BYTES", 0)
     with small_disk(tmp_path / "disk"):
         folder = tmp_path / "disk" / "run"
 
-        def body(ranks):
-            run = ThreadRun(Case(), ranks, folder)
+        def body(comm):
+            run = ThreadRun(Case(), comm, folder)
             run.run_steps(0, 1, save_at=(1,))
             if run.step.rank == 0:
                 free = shutil.disk_usage(folder).free
@@ -340,14 +340,14 @@ def test_a_full_disk_is_a_warning_and_the_checkpoints_before_stay(checked, tmp_p
             run.run_steps(1, 3, save_at=(3,))
             return run.log.messages
 
-        notes, _ = threads.run(2, body)
-        assert "could not be written" in notes[0]
-        assert ("KiB needed" if checked else "no space left") in notes[0]
+        messages, _ = threads.run(2, body)
+        assert "could not be written" in messages[0]
+        assert ("KiB needed" if checked else "no space left") in messages[0]
         assert [path.name for path in CheckpointStore(folder).path.iterdir()] == ["step-00000001"]
         assert not verify_checkpoint(CheckpointStore(folder).step_dir(1))
 
 
-def test_an_export_makes_its_folder_or_says_why_it_cannot(tmp_path, capsys):
+def test_an_export_creates_its_folder_or_reports_why_it_cannot(tmp_path, capsys):
     save_twice(tmp_path)
     target = tmp_path / "not" / "there" / "weights.safetensors"
     assert checkpoints.export_checkpoint(str(tmp_path), str(target), step=None, ema=False) == 0

@@ -1,4 +1,4 @@
-"""What is on the disk after a save: which checkpoints, which files, whose weights. Ranks are threads."""
+"""Laws of what a save leaves on disk: which checkpoints, which files, which weights. Ranks are threads."""
 
 import functools
 import os
@@ -27,34 +27,34 @@ from tests.cases import Case, batches
 from tests.checkpoint_runs import MemoryLog, ThreadRun, save_twice
 
 
-def test_the_last_ones_and_the_best_are_kept(tmp_path):
+def test_the_last_checkpoints_and_the_best_one_are_kept(tmp_path):
     case = Case(batch_sizes=(8,) * 6)
     valid = {1: 3.0, 2: 1.0, 3: 2.0, 4: 2.0, 5: 2.0}
     every = tuple(range(1, 7))
-    threads.run(2, lambda ranks: ThreadRun(case, ranks, tmp_path).run_steps(0, 6, save_at=every, valid=valid))
+    threads.run(2, lambda comm: ThreadRun(case, comm, tmp_path).run_steps(0, 6, save_at=every, valid=valid))
     store = CheckpointStore(tmp_path)
     assert store.steps() == [2, 5, 6]
     assert store.best_step() == 2
     assert sorted(path.name for path in store.path.iterdir()) == [store.step_dir(step).name for step in (2, 5, 6)]
 
 
-def test_a_snapshot_is_what_the_weights_were_when_it_was_taken(tmp_path, monkeypatch):
+def test_a_snapshot_holds_the_weights_at_the_time_it_was_taken(tmp_path, monkeypatch):
     entered, go = threads.threading.Event(), threads.threading.Event()
 
-    def later(path, snapshot, real=write.write_snapshot):
+    def delayed_write(path, snapshot, real=write.write_snapshot):
         entered.set()
         assert go.wait(30)
         return real(path, snapshot)
 
-    monkeypatch.setattr(manager, "write_snapshot", later)
+    monkeypatch.setattr(manager, "write_snapshot", delayed_write)
 
-    def body(ranks):
-        run = ThreadRun(Case(), ranks, tmp_path)
+    def body(comm):
+        run = ThreadRun(Case(), comm, tmp_path)
         run.step(batches(Case())[0])
         then = run.copy_tensors()
         run.checkpoints.save(TrainingProgress(1))
         assert entered.wait(30)
-        run.step(batches(Case())[1])  # training goes on while nothing has been written yet
+        run.step(batches(Case())[1])  # training continues before anything has been written
         go.set()
         run.checkpoints.wait()
         return then, run.copy_tensors()
@@ -69,8 +69,8 @@ def test_a_snapshot_is_what_the_weights_were_when_it_was_taken(tmp_path, monkeyp
 def test_weights_are_exported_under_the_models_names_and_loaded_again(tmp_path):
     case = Case(model="tied")
 
-    def body(ranks):
-        run = ThreadRun(case, ranks, tmp_path, ema=0.5)
+    def body(comm):
+        run = ThreadRun(case, comm, tmp_path, ema=0.5)
         run.run_steps(0, 3, save_at=(3,))
         assert run.ema is not None
         return run.step.model.state_dict(), {name: value.clone() for name, value in run.ema.values.items()}
@@ -93,7 +93,7 @@ def test_weights_are_exported_under_the_models_names_and_loaded_again(tmp_path):
         check_weights_file(fresh, tmp_path / "missing.safetensors")
 
 
-def test_complex_weights_are_not_put_into_real_parameters(tmp_path):
+def test_complex_weights_are_not_loaded_into_real_parameters(tmp_path):
     """Torch would keep the real parts."""
     fresh = cases.model("mlp")
     weights = {name: value.to(torch.complex64) for name, value in fresh.state_dict().items()}
@@ -103,28 +103,28 @@ def test_complex_weights_are_not_put_into_real_parameters(tmp_path):
             load(fresh, tmp_path / "weights.safetensors")
 
 
-def test_a_checkpoint_of_complex_weights_is_not_put_into_real_parameters(tmp_path):
-    def run(ranks, dtype):
+def test_a_checkpoint_of_complex_weights_is_not_loaded_into_real_parameters(tmp_path):
+    def run(comm, dtype):
         module = torch.nn.Linear(2, 2, dtype=dtype)
         plan, sgd = Plan(dp=1), functools.partial(torch.optim.SGD, lr=0.1)
-        step = TrainStep(module, lambda outputs, targets: outputs.abs(), sgd, plan=plan, communicator=ranks, clip=None)
+        step = TrainStep(module, lambda outputs, targets: outputs.abs(), sgd, plan=plan, communicator=comm, clip=None)
         step((torch.ones(1, 2, dtype=dtype), torch.zeros(1)))
         feed = Feed([(torch.zeros(1), torch.zeros(1))], batch_size=1)
         return CheckpointManager(TrainingState(step, feed), AttemptDir(tmp_path, "a"), MemoryLog(), seed=0)
 
-    def save(ranks):
-        checkpoints = run(ranks, torch.complex64)
+    def save(comm):
+        checkpoints = run(comm, torch.complex64)
         checkpoints.save(TrainingProgress(1))
         checkpoints.wait()
 
     threads.run(1, save)
     with pytest.raises(CheckpointError, match=r"model\.weight of complex64\s+need numbers that fit into float32"):
-        threads.run(1, lambda ranks: run(ranks, torch.float32).resume())
-    (progress,) = threads.run(1, lambda ranks: run(ranks, torch.complex64).resume())
+        threads.run(1, lambda comm: run(comm, torch.float32).resume())
+    (progress,) = threads.run(1, lambda comm: run(comm, torch.complex64).resume())
     assert progress is not None
 
 
-def test_an_average_follows_its_definition_and_does_not_disturb(tmp_path):
+def test_an_ema_follows_its_definition(tmp_path):
     weight = torch.nn.Parameter(torch.tensor([1.0, -2.0]))
     average, expected = EMA({"w": weight}, 0.9), weight.detach().clone()
     for step in range(1, 20):
@@ -143,7 +143,7 @@ def test_files_are_balanced_in_bytes(tmp_path):
     assert max(sizes) < 1.2 * min(sizes)
 
 
-def test_a_task_that_changes_its_working_directory_leaves_its_run_where_it_is(tmp_path, monkeypatch):
+def test_a_task_that_changes_the_working_directory_does_not_move_its_run(tmp_path, monkeypatch):
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
 

@@ -1,4 +1,4 @@
-"""The laws of codecs: nothing is lost, messages are as long as was said, and every rank gets the same sum."""
+"""Laws of codecs: unsent gradients stay in residuals, messages have the planned size, every rank gets the same sum."""
 
 import itertools
 
@@ -18,7 +18,7 @@ from fourfold.plan.codec import CODECS, INDEX_BLOCK, SCALE_BLOCK, CodecSpec, cod
 from fourfold.testing.codecs import simulate_reduce
 from tests.pure.test_codec import bucket_of
 
-REMEMBERING = [kind for kind, row in CODECS.items() if row.remembers]
+STATEFUL = [kind for kind, row in CODECS.items() if row.remembers]
 SHAPES = [(40, 30), (30,), (), (7, 3, 5), (600,), (33, 65)]
 CPU = torch.device("cpu")
 
@@ -28,7 +28,7 @@ def make(kind, shapes, *, dtype="float64", size=1, **parameters):
     return [registry.make_codec(CodecSpec(kind, **parameters), bucket, shapes, device=CPU) for _ in range(size)]
 
 
-def remainder_of(each):
+def residual_of(each):
     assert each.residual is not None
     return each.residual
 
@@ -40,7 +40,7 @@ def dct(shapes, **parameters) -> Dct:
 
 
 def gradients(shapes, *, size, seed=0, dtype=torch.float64):
-    """Heavy-tailed addends of `size` ranks, some of each exactly zero."""
+    """Heavy-tailed gradients of `size` ranks; some elements are exactly zero."""
     generator = torch.Generator().manual_seed(seed)
     length = bucket_of(shapes).size
     flats = [torch.randn(length, generator=generator, dtype=torch.float64) ** 3 for _ in range(size)]
@@ -49,17 +49,17 @@ def gradients(shapes, *, size, seed=0, dtype=torch.float64):
 
 @settings(max_examples=60)
 @given(
-    kind=st.sampled_from(REMEMBERING),
+    kind=st.sampled_from(STATEFUL),
     size=st.integers(1, 4),
     steps=st.integers(1, 6),
     shapes=st.lists(st.sampled_from(SHAPES), min_size=1, max_size=4),
     density=st.sampled_from([0.01, 0.1, 0.5, 1.0]),
     rank=st.integers(1, 4),
-    life=st.integers(1, 4),
+    refresh_steps=st.integers(1, 4),
     seed=st.integers(0, 99),
 )
-def test_what_was_sent_and_what_remains_is_the_gradient(kind, size, steps, shapes, density, rank, life, seed):
-    codecs = make(kind, shapes, size=size, density=density, matrix_rank=rank, refresh_steps=life)
+def test_sent_gradients_plus_residuals_are_the_gradient(kind, size, steps, shapes, density, rank, refresh_steps, seed):
+    codecs = make(kind, shapes, size=size, density=density, matrix_rank=rank, refresh_steps=refresh_steps)
     gradient = sent = torch.zeros(bucket_of(shapes).size, dtype=torch.float64)
     for step in range(steps):
         flats = gradients(shapes, size=size, seed=10 * seed + step)
@@ -67,12 +67,12 @@ def test_what_was_sent_and_what_remains_is_the_gradient(kind, size, steps, shape
         simulate_reduce(codecs, flats)
         assert all(torch.equal(flat, flats[0]) for flat in flats)
         sent = sent + flats[0]
-    remainder = sum(map(remainder_of, codecs))
-    assert (sent + remainder - gradient).abs().max() <= 1e-12 * max(1.0, gradient.abs().max().item())
+    residual = sum(map(residual_of, codecs))
+    assert (sent + residual - gradient).abs().max() <= 1e-12 * max(1.0, gradient.abs().max().item())
 
 
 @pytest.mark.parametrize("kind", ["topk", "dct"])
-def test_at_density_one_a_sparse_codec_is_no_codec_bit_for_bit(kind):
+def test_a_sparse_codec_of_density_1_equals_no_codec_bit_for_bit(kind):
     codecs = make(kind, SHAPES, size=3, density=1.0, dtype="float32")
     for step in range(3):
         flats = gradients(SHAPES, size=3, seed=step, dtype=torch.float32)
@@ -83,14 +83,14 @@ def test_at_density_one_a_sparse_codec_is_no_codec_bit_for_bit(kind):
 
 @pytest.mark.parametrize("kind", CODECS)
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16"])
-def test_a_message_is_as_long_as_was_said(kind, dtype):
-    shapes = [*SHAPES, (300, 257)]  # more than one block of places
+def test_a_message_has_the_predicted_size(kind, dtype):
+    shapes = [*SHAPES, (300, 257)]  # more than one block of indices
     codecs = make(kind, shapes, size=2, dtype=dtype, density=0.03, matrix_rank=2)
-    said = simulate_reduce(codecs, gradients(shapes, size=2, dtype=getattr(torch, dtype)))
+    messages = simulate_reduce(codecs, gradients(shapes, size=2, dtype=getattr(torch, dtype)))
     expected = codec_rounds(
         CodecSpec(kind, density=0.03, matrix_rank=2), bucket_of(shapes, dtype, codecs_width(dtype)), shapes
     )
-    assert [(each.combine, each.payload.nbytes) for each in said] == list(expected) == list(codecs[0].rounds)
+    assert [(each.combine, each.payload.nbytes) for each in messages] == list(expected) == list(codecs[0].rounds)
 
 
 def codecs_width(dtype):
@@ -99,8 +99,8 @@ def codecs_width(dtype):
 
 @pytest.mark.parametrize("kind", ["topk", "dct"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_what_two_bytes_cannot_hold_waits_in_four(kind, dtype):
-    # 20 times a thousandth beside a one that is always sent: bfloat16 itself cannot add a thousandth to a one.
+def test_residuals_of_two_byte_gradients_are_kept_in_float32(kind, dtype):
+    # A one is sent each time; 20 thousandths accumulate in the residual. In bfloat16, one plus a thousandth is one.
     (each,) = make(kind, [(1000,)], dtype=dtype, density=0.001)
     thousandth = torch.tensor(0.001, dtype=getattr(torch, dtype)).item()
     for _ in range(20):
@@ -108,13 +108,13 @@ def test_what_two_bytes_cannot_hold_waits_in_four(kind, dtype):
         flat[7] = 1.0
         simulate_reduce([each], [flat])
         assert flat.nonzero().tolist() == [[7]]
-    remainder = remainder_of(each)
-    assert remainder.dtype == torch.float32
-    assert remainder[8].item() == pytest.approx(20 * thousandth, rel=1e-6)
+    residual = residual_of(each)
+    assert residual.dtype == torch.float32
+    assert residual[8].item() == pytest.approx(20 * thousandth, rel=1e-6)
 
 
 @pytest.mark.parametrize("kind", CODECS)
-def test_a_codec_remembers_what_its_row_says(kind):
+def test_a_codec_has_the_state_tensors_that_its_table_row_lists(kind):
     (codec,) = make(kind, SHAPES, dtype="float32", density=0.1, matrix_rank=2)
     assert {key for state in codec.state_tensors().values() for key in state} == set(CODECS[kind].remembers)
     assert (codec.residual is not None) == ("remainder" in CODECS[kind].remembers)
@@ -124,7 +124,7 @@ def test_every_codec_has_a_class():
     assert registry.CLASSES.keys() == CODECS.keys()
 
 
-@pytest.mark.parametrize("kind", REMEMBERING)
+@pytest.mark.parametrize("kind", STATEFUL)
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_residuals_keep_their_sum_on_another_number_of_ranks(kind, size):
     options = {"dtype": "float64", "density": 0.1, "matrix_rank": 2}
@@ -137,7 +137,7 @@ def test_residuals_keep_their_sum_on_another_number_of_ranks(kind, size):
             for key, tensor in tensors.items():
                 rows = torch.stack([state[name][key] for state in states])
                 codec.reshard(key, SavedRows(rows, rank, size), tensor)
-    before, after = (sum(map(remainder_of, codecs)) for codecs in (saved, loaded))
+    before, after = (sum(map(residual_of, codecs)) for codecs in (saved, loaded))
     torch.testing.assert_close(after, before, rtol=0.0, atol=0.0 if size == 2 else 1e-12)
     if size == 2:
         for one, other in zip(saved, loaded, strict=True):
@@ -145,18 +145,18 @@ def test_residuals_keep_their_sum_on_another_number_of_ranks(kind, size):
                 assert all(torch.equal(tensor, other.state_tensors()[name][key]) for key, tensor in tensors.items())
 
 
-@pytest.mark.parametrize("kind", REMEMBERING)
-def test_a_codec_that_finds_nothing_saved_forgets_its_residual(kind):
+@pytest.mark.parametrize("kind", STATEFUL)
+def test_a_codec_without_saved_state_clears_its_residual(kind):
     (codec,) = make(kind, SHAPES, density=0.1, matrix_rank=2)
     simulate_reduce([codec], gradients(SHAPES, size=1))
     for tensors in codec.state_tensors().values():
         for key, tensor in tensors.items():
             codec.reshard(key, SavedRows(None, 0, 1), tensor)
-    assert not remainder_of(codec).any()
+    assert not residual_of(codec).any()
 
 
 @pytest.mark.parametrize("kind", CODECS)
-def test_a_codec_goes_on_from_its_state_bit_for_bit(kind):
+def test_a_codec_resumes_from_its_state_bit_for_bit(kind):
     options = {"size": 2, "dtype": "float32", "density": 0.1, "matrix_rank": 2, "refresh_steps": 3}
     codecs, others = make(kind, SHAPES, **options), make(kind, SHAPES, **options)
     for step in range(4):
@@ -172,8 +172,8 @@ def test_a_codec_goes_on_from_its_state_bit_for_bit(kind):
         assert torch.equal(ours[0], theirs[0])
 
 
-@pytest.mark.parametrize("kind", REMEMBERING)
-def test_a_change_of_unit_changes_what_is_remembered(kind):
+@pytest.mark.parametrize("kind", STATEFUL)
+def test_residuals_scale_with_the_unit_of_gradients(kind):
     # Powers of two scale without rounding, so the two trainings must agree in every bit.
     options = {"dtype": "float32", "density": 0.1, "matrix_rank": 2, "refresh_steps": 3}
     codecs, others = make(kind, SHAPES, **options), make(kind, SHAPES, **options)
@@ -188,9 +188,9 @@ def test_a_change_of_unit_changes_what_is_remembered(kind):
         torch.testing.assert_close(ours[0], theirs[0] * (8.0 if step >= 4 else 1.0), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", REMEMBERING)
+@pytest.mark.parametrize("kind", STATEFUL)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_gradient_that_is_not_finite_is_seen_by_all_and_not_remembered(kind, bad):
+def test_a_nonfinite_gradient_reaches_all_ranks_and_no_residual(kind, bad):
     codecs = make(kind, [(64, 64)], size=2, dtype="float32", density=0.01)
     for step in range(3):
         flats = gradients([(64, 64)], size=2, seed=step, dtype=torch.float32)
@@ -198,13 +198,13 @@ def test_a_gradient_that_is_not_finite_is_seen_by_all_and_not_remembered(kind, b
             flats[1][100:200] = bad
         simulate_reduce(codecs, flats)
         assert torch.isfinite(flats[0]).all() == (step != 1)
-        assert all(torch.isfinite(remainder_of(each)).all() for each in codecs)
+        assert all(torch.isfinite(residual_of(each)).all() for each in codecs)
 
 
 # ---- casts --------------------------------------------------------------------------------------
 
 
-def test_beyond_its_range_fp16_is_infinite_on_every_rank():
+def test_an_fp16_overflow_is_infinite_on_every_rank():
     codecs = make("fp16", [(3,)], size=2, dtype="float32")
     flats = [torch.tensor([40000.0, 1.0, 70000.0]), torch.tensor([40000.0, 1.0, 0.0])]
     simulate_reduce(codecs, flats)
@@ -213,7 +213,7 @@ def test_beyond_its_range_fp16_is_infinite_on_every_rank():
 
 
 @pytest.mark.parametrize(("kind", "error"), [("bf16", 2**-8), ("fp16", 2**-11)])
-def test_a_cast_errs_by_half_a_unit_in_the_last_place(kind, error):
+def test_a_cast_is_off_by_at_most_half_a_unit_in_the_last_place(kind, error):
     (flat,) = gradients(SHAPES, size=1, dtype=torch.float32)
     before = flat.clone()
     simulate_reduce(make(kind, SHAPES, dtype="float32"), [flat])
@@ -224,7 +224,7 @@ def test_a_cast_errs_by_half_a_unit_in_the_last_place(kind, error):
 
 
 @given(length=st.integers(1, 3000), seed=st.integers(0, 999), exponent=st.integers(-30, 30))
-def test_int8_errs_by_half_a_step_of_its_block(length, seed, exponent):
+def test_int8_is_off_by_at_most_half_a_step_of_its_block(length, seed, exponent):
     (each,) = make("int8", [(length,)], dtype="float32")
     (flat,) = gradients([(length,)], size=1, seed=seed, dtype=torch.float32)
     before = flat.mul_(10.0**exponent).clone()
@@ -235,7 +235,7 @@ def test_int8_errs_by_half_a_step_of_its_block(length, seed, exponent):
         assert (flat[block] - before[block]).abs().max() <= 0.5001 * step
 
 
-def test_int8_of_denormal_numbers_waits():
+def test_int8_keeps_denormal_gradients_in_the_residual():
     (each,) = make("int8", [(10,)], dtype="float32")
     assert isinstance(each, Int8)
     flat = torch.full((10,), 1e-42)
@@ -261,8 +261,8 @@ def test_the_kth_largest_is_exact(length, count, seed, ties):
     assert kth_largest(flat, k) == flat.abs().sort(descending=True).values[k - 1].item()
 
 
-def test_a_sample_that_misleads_does_not_change_the_kth_largest():
-    # All large elements lie where the sample does not look, or all where it does.
+def test_a_misleading_sample_does_not_change_the_kth_largest():
+    # The sample contains none of the large elements, or all of them.
     for first in (0, 1):
         flat = torch.rand(80000)
         flat[first :: 80000 // 8192][:500] += 5.0
@@ -281,18 +281,18 @@ def test_topk_sends_the_largest_of_the_bucket(shapes, percent):
     assert torch.equal(flat, before * largest)
 
 
-def test_topk_takes_the_first_of_the_ties():
+def test_topk_breaks_ties_by_the_lowest_index():
     flat = torch.ones(1000)
     flat[500] = 2.0
     simulate_reduce(make("topk", [(1000,)], dtype="float32", density=0.01), [flat])
     assert flat.nonzero().squeeze(1).tolist() == [*range(9), 500]
 
 
-def test_places_reach_over_many_blocks():
+def test_indices_span_many_blocks():
     length = 3 * INDEX_BLOCK + 17
     flat = torch.zeros(length)
-    places = torch.tensor([0, 1, INDEX_BLOCK - 1, INDEX_BLOCK, 2 * INDEX_BLOCK + 5, 3 * INDEX_BLOCK, length - 1])
-    flat[places] = torch.arange(1.0, 8.0)
+    indices = torch.tensor([0, 1, INDEX_BLOCK - 1, INDEX_BLOCK, 2 * INDEX_BLOCK + 5, 3 * INDEX_BLOCK, length - 1])
+    flat[indices] = torch.arange(1.0, 8.0)
     for kind in ("topk", "dct"):
         sent = flat.clone()
         simulate_reduce(make(kind, [(length,)], dtype="float32", density=0.001), [sent])
@@ -300,7 +300,7 @@ def test_places_reach_over_many_blocks():
 
 
 @given(length=st.integers(256, 5000), percent=st.integers(1, 99), seed=st.integers(0, 99))
-def test_at_a_refresh_without_ties_as_many_are_kept_as_the_sparsity_leaves(length, percent, seed):
+def test_a_refresh_without_ties_keeps_exactly_the_density(length, percent, seed):
     generator = torch.Generator().manual_seed(seed)
     flat = torch.randperm(length, generator=generator).add_(1).to(torch.float64)
     simulate_reduce(make("dct", [(length,)], density=percent / 100), [flat])
@@ -308,8 +308,8 @@ def test_at_a_refresh_without_ties_as_many_are_kept_as_the_sparsity_leaves(lengt
 
 
 def test_zeros_are_never_sent():
-    # More than η of the elements are zero: the η-quantile is 0, and `>=` would keep everything. Fewer than the band's
-    # low end are left, and looking for a threshold again and again would find no more.
+    # More than η of the elements are zero: the η-quantile is 0, and `>=` would keep everything. Fewer elements are left
+    # than the band's lower bound, and refreshing the threshold in every step would find no more.
     each = dct([(1000,)], density=0.1, refresh_steps=2)
     for _ in range(4):
         flat = torch.zeros(1000, dtype=torch.float64)
@@ -320,7 +320,7 @@ def test_zeros_are_never_sent():
     assert each.num_early_refreshes == 0
 
 
-def test_a_threshold_is_kept_for_its_life():
+def test_a_threshold_is_kept_for_refresh_steps():
     each = dct([(4000,)], density=0.1, refresh_steps=3)
     seen = []
     for step in range(9):
@@ -337,12 +337,12 @@ def test_drift_never_takes_density_out_of_its_band(seed, growth):
     for step in range(12):
         (flat,) = gradients([(5000,)], size=1, seed=100 * seed + step)
         simulate_reduce([each], [flat.mul_(growth**step)])
-        assert 125 <= flat.count_nonzero() <= 313  # 250, from half of it to a quarter more
+        assert 125 <= flat.count_nonzero() <= 313  # 250 expected; the band goes from half of it to a quarter more
     assert each.num_early_refreshes > 0
 
 
-def test_the_first_threshold_is_too_low_and_does_not_stay():
-    # The first refresh sees no remainder. From the second step on the remainder is most of what there is.
+def test_the_first_threshold_is_too_low_and_is_refreshed_early():
+    # There is no residual at the first refresh. From the second step on, most of the sum is residual.
     each = dct([(20000,)], density=0.01, refresh_steps=1000)
     counts = []
     for step in range(30):
@@ -351,7 +351,7 @@ def test_the_first_threshold_is_too_low_and_does_not_stay():
         counts.append(int(flat.count_nonzero()))
     assert max(counts) <= 250
     assert each.num_early_refreshes >= 1
-    assert each.thresholds.item() > 2.5758 * 1.5  # the 1 % quantile of |N(0, 1)| is where it began
+    assert each.thresholds.item() > 2.5758 * 1.5  # it began at the 1 % quantile of |N(0, 1)|
 
 
 # ---- powersgd -----------------------------------------------------------------------------------
@@ -395,7 +395,7 @@ def test_a_warm_start_finds_the_best_approximation():
     assert errors[-1] == pytest.approx(1.0, abs=1e-9)
 
 
-def test_a_matrix_without_gradient_is_learned_when_it_has_one():
+def test_powersgd_sends_a_matrix_whose_gradient_was_zero_before():
     (each,) = make("powersgd", [(30, 30)], matrix_rank=2)
     for _ in range(3):
         flat = torch.zeros(900, dtype=torch.float64)
@@ -409,8 +409,8 @@ def test_a_matrix_without_gradient_is_learned_when_it_has_one():
     torch.testing.assert_close(each.residual, torch.zeros(900, dtype=torch.float64), rtol=0, atol=1e-10)
 
 
-def test_ranks_remember_their_own_part_only():
-    # Differences between ranks cancel in the sum, and must not pile up in the remainders.
+def test_residuals_do_not_accumulate_differences_between_ranks():
+    # Differences between ranks cancel in the sum, and must not accumulate in the residuals.
     codecs = make("powersgd", [(40, 40)], size=2, matrix_rank=2)
     generator = torch.Generator().manual_seed(3)
     norms = []
@@ -418,5 +418,5 @@ def test_ranks_remember_their_own_part_only():
         left, right = (torch.randn(2, 40, generator=generator, dtype=torch.float64) for _ in range(2))
         low, noise = (left.T @ right).flatten(), torch.randn(1600, generator=generator, dtype=torch.float64)
         simulate_reduce(codecs, [low + noise, low - noise])
-        norms.append(max(remainder_of(each).norm().item() for each in codecs))
+        norms.append(max(residual_of(each).norm().item() for each in codecs))
     assert norms[-1] < 60**0.5 * 40

@@ -1,4 +1,4 @@
-"""The laws of the data axis. Ranks are threads."""
+"""Laws of the data axis. Ranks are threads."""
 
 import dataclasses
 import functools
@@ -22,14 +22,14 @@ from tests.cases import LOSSES, Case, batches, build_step, deviation, local_batc
 @pytest.mark.parametrize("zero", [0, 1])
 def test_a_flat_update_equals_the_update_of_each_parameter(kind, zero):
     case = Case(optimizer=kind, batch_sizes=(8, 8, 8, 8), bucket_bytes=1500, zero=zero)
-    assert max(threads.run(3, lambda ranks: deviation(case, 3, ranks))) <= TOLERANCE
+    assert max(threads.run(3, lambda comm: deviation(case, 3, comm))) <= TOLERANCE
 
 
 @pytest.mark.parametrize(("zero", "microbatches"), [(0, 1), (0, 2), (1, 1), (2, 2)])
 def test_a_parameter_without_gradient_is_named(zero, microbatches):
     case = Case(model="unused", zero=zero, microbatches=microbatches)
     with pytest.raises(TrainingError, match=r"spare\.weight got no gradient") as caught:
-        threads.run(2, lambda ranks: train_step(case, build_step(case, 2, ranks)))
+        threads.run(2, lambda comm: train_step(case, build_step(case, 2, comm)))
     assert "spare.bias" in str(caught.value)
 
 
@@ -38,15 +38,15 @@ def test_a_parameter_without_gradient_is_named(zero, microbatches):
 def test_a_parameter_without_gradient_on_some_ranks_is_trained_by_the_others(microbatches, zero):
     # The spare layer is used for even microbatches only: on some ranks, in some steps, it has no gradient.
     case = Case(model="sometimes", unused="allow", microbatches=microbatches, zero=zero)
-    assert max(threads.run(3, lambda ranks: deviation(case, 3, ranks))) <= TOLERANCE
+    assert max(threads.run(3, lambda comm: deviation(case, 3, comm))) <= TOLERANCE
 
 
-def test_a_layer_used_on_one_rank_only_is_trained_everywhere(monkeypatch):
+def test_a_layer_used_on_one_rank_only_is_trained_on_every_rank(monkeypatch):
     # Rank 0 gets 2 samples, rank 1 gets 3: their buckets are completed in different orders.
     case = Case(model="sometimes", unused="allow", batch_sizes=(5, 5), bucket_bytes=300)
 
-    def body(ranks):
-        step = build_step(case, 2, ranks)
+    def body(comm):
+        step = build_step(case, 2, comm)
         launched: list[int] = []
         launch = step._transport.reduce_async
         monkeypatch.setattr(
@@ -61,13 +61,13 @@ def test_a_layer_used_on_one_rank_only_is_trained_everywhere(monkeypatch):
     assert first == second
 
 
-@pytest.mark.parametrize(("bucket_bytes", "others"), [(2**20, 300), (300, 2**20), (4000, 4000)])
-@pytest.mark.parametrize(("zero", "then"), [(0, 0), (1, 0), (0, 1), (2, 1)])
-def test_a_state_can_be_taken_to_another_mesh_and_other_buckets(bucket_bytes, others, zero, then):
+@pytest.mark.parametrize(("bucket_bytes", "loaded_bucket_bytes"), [(2**20, 300), (300, 2**20), (4000, 4000)])
+@pytest.mark.parametrize(("zero", "loaded_zero"), [(0, 0), (1, 0), (0, 1), (2, 1)])
+def test_a_state_dict_loads_on_another_mesh_and_other_buckets(bucket_bytes, loaded_bucket_bytes, zero, loaded_zero):
     case = Case(batch_sizes=(12, 12, 12, 12), clip=0.5, model="tied", bucket_bytes=bucket_bytes, zero=zero)
 
-    def begin(ranks):
-        step = build_step(case, 3, ranks)
+    def begin(comm):
+        step = build_step(case, 3, comm)
         for number, batch in enumerate(batches(case)[:2]):
             if number == 1:
                 step.optimizer.param_groups[0]["lr"] = 0.02
@@ -76,48 +76,48 @@ def test_a_state_can_be_taken_to_another_mesh_and_other_buckets(bucket_bytes, ot
 
     state = threads.run(3, begin)[0]
 
-    def go_on(ranks):
-        step = build_step(dataclasses.replace(case, bucket_bytes=others, zero=then), 2, ranks)
+    def resume(comm):
+        step = build_step(dataclasses.replace(case, bucket_bytes=loaded_bucket_bytes, zero=loaded_zero), 2, comm)
         step.load_state_dict(state)
         return train_step(case, step, skip=2)
 
-    def whole(ranks):
-        step = build_step(case, 1, ranks)
+    def train_uninterrupted(comm):
+        step = build_step(case, 1, comm)
         for number, batch in enumerate(batches(case)):
             if number == 1:
                 step.optimizer.param_groups[0]["lr"] = 0.02
             step(batch)
         return dict(step.model.named_parameters())
 
-    (expected,) = threads.run(1, whole)
-    for trained in threads.run(2, go_on):
+    (expected,) = threads.run(1, train_uninterrupted)
+    for trained in threads.run(2, resume):
         for name, weight in expected.items():
             torch.testing.assert_close(trained.weights[name], weight.detach(), rtol=0, atol=TOLERANCE)
 
 
-def test_between_hosts_and_with_a_codec_gradients_travel_in_more_buckets(monkeypatch):
+def test_more_buckets_are_used_between_hosts_and_with_a_codec(monkeypatch):
     def num_buckets(**fields):
-        return len(threads.run(1, lambda ranks: build_step(Case(bucket_bytes=2**20, **fields), 1, ranks))[0].buckets)
+        return len(threads.run(1, lambda comm: build_step(Case(bucket_bytes=2**20, **fields), 1, comm))[0].buckets)
 
-    def wrapped(ranks):
+    def wrapped(comm):
         model = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(8)))
         return DistributedOptimizer(
-            torch.optim.SGD(model.parameters(), lr=0.1), model, communicator=ranks
+            torch.optim.SGD(model.parameters(), lr=0.1), model, communicator=comm
         )._averager.num_buckets
 
     monkeypatch.setattr("fourfold.plan.data.buckets.MIN_INTER_HOST_BUCKET_BYTES", 1)
-    here, coded = num_buckets(), num_buckets(codec="int8")
+    uncompressed, compressed = num_buckets(), num_buckets(codec="int8")
     assert threads.run(1, wrapped) == [1]
     monkeypatch.setattr(threads.ThreadCommunicator, "num_hosts", 2)
-    assert here < coded == num_buckets() == num_buckets(codec="int8")
+    assert uncompressed < compressed == num_buckets() == num_buckets(codec="int8")
     assert threads.run(1, wrapped) == [8]
 
 
-def test_the_launch_order_is_frozen_after_the_first_step_and_the_same_everywhere():
+def test_the_launch_order_is_frozen_after_the_first_step_and_the_same_on_every_rank():
     case = Case(bucket_bytes=1000)
 
-    def body(ranks):
-        step = build_step(case, 2, ranks)
+    def body(comm):
+        step = build_step(case, 2, comm)
         train_step(case, step)
         return [str(action) for action in step.program]
 
@@ -130,8 +130,8 @@ def test_after_the_first_step_buckets_are_launched_in_the_recorded_order(monkeyp
     # Rank 0 gets 3 samples and never uses the spare layer, whose buckets have the lowest numbers: they come last.
     case = Case(model="sometimes", unused="allow", batch_sizes=(7, 7), bucket_bytes=300)
 
-    def body(ranks):
-        step = build_step(case, 2, ranks)
+    def body(comm):
+        step = build_step(case, 2, comm)
         train_step(dataclasses.replace(case, batch_sizes=(7,)), step)
         launched: list[int] = []
         launch = step._transport.reduce_async
@@ -157,8 +157,8 @@ def test_two_gradients_of_a_parameter_in_one_backward_are_refused():
                 x = checkpoint(self.layer, x.requires_grad_(), use_reentrant=True)
             return self.head(x)
 
-    def body(ranks):
-        step = TrainStep(Twice(), LOSSES["values"], torch.optim.SGD, plan=Plan(dp=2), communicator=ranks, clip=None)
+    def body(comm):
+        step = TrainStep(Twice(), LOSSES["values"], torch.optim.SGD, plan=Plan(dp=2), communicator=comm, clip=None)
         step((torch.ones(2, 16), torch.zeros(2, dtype=torch.int64)))
 
     with pytest.raises(TaskError, match=r"two gradients of layer\.\w+ in one backward"):
@@ -178,17 +178,17 @@ class Weighed(torch.nn.Module):
 
 @pytest.mark.parametrize("zero", [0, 1, 2])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_the_norm_of_gradients_of_two_bytes_is_neither_rounded_nor_infinite(zero, dtype):
+def test_the_norm_of_two_byte_gradients_is_neither_rounded_nor_infinite(zero, dtype):
     each = torch.tensor(9000.0, dtype=dtype)
 
-    def body(ranks):
+    def body(comm):
         plan, sgd = Plan(dp=2, zero=zero, bucket_bytes=1), functools.partial(torch.optim.SGD, lr=0.1)
-        step = TrainStep(Weighed(dtype), lambda out, _: (out, 1), sgd, plan=plan, communicator=ranks, clip=1.0)
+        step = TrainStep(Weighed(dtype), lambda out, _: (out, 1), sgd, plan=plan, communicator=comm, clip=1.0)
         return step((each.view(1), torch.zeros(1))).grad_norm
 
     assert threads.run(2, body) == [pytest.approx(each.item() * 900**0.5, rel=1e-6)] * 2
 
 
-def test_what_another_bucket_left_in_a_slot_is_no_part_of_the_norm():
+def test_stale_data_in_a_reused_slot_is_not_part_of_the_norm():
     case = Case(zero=2, clip=0.05, bucket_bytes=1, batch_sizes=(12, 12))
-    assert max(threads.run(2, lambda ranks: deviation(case, 2, ranks))) <= TOLERANCE
+    assert max(threads.run(2, lambda comm: deviation(case, 2, comm))) <= TOLERANCE

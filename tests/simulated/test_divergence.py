@@ -1,4 +1,4 @@
-"""Laws of ranks that diverge: found in the same call, named, and no weight is changed. Ranks are threads."""
+"""Laws of ranks that diverge: found in the same call and reported, before a weight changes. Ranks are threads."""
 
 import copy
 import mmap
@@ -54,7 +54,7 @@ def divergence(step: TrainStep, act: Callable[[], Any]) -> str:
 @pytest.mark.parametrize("alone", [True, False])
 @pytest.mark.parametrize("steps", [0, 2])
 @pytest.mark.parametrize("call", CALLS)
-def test_a_call_that_not_all_ranks_make_is_found_and_named_on_every_rank(call, steps, alone, monkeypatch):
+def test_a_call_made_by_some_ranks_only_is_reported_on_every_rank(call, steps, alone, monkeypatch):
     # However slow the machine is, late ranks are waited for.
     monkeypatch.setattr(call_check, "DIVERGENCE_GRACE_SECONDS", threads.TIME_LIMIT_SECONDS)
 
@@ -70,7 +70,7 @@ def test_a_call_that_not_all_ranks_make_is_found_and_named_on_every_rank(call, s
         assert f"rank 1 is at {one}; ranks 0 and 2 are at {others}" in message
 
 
-def test_a_rank_that_never_comes_does_not_keep_the_others_from_an_error(monkeypatch):
+def test_a_rank_that_never_arrives_does_not_hide_the_divergence_of_others(monkeypatch):
     monkeypatch.setattr(call_check, "DIVERGENCE_GRACE_SECONDS", 0.3)
     steps = []  # a rank whose step is garbage-collected would count as dead
 
@@ -107,15 +107,15 @@ def test_a_rank_that_diverged_and_then_died_is_reported_as_diverged():
     mapping = mmap.mmap(-1, 3 * layout.region_bytes)
     here, there = socket.socketpair()
     first = SharedMemoryTransport(mapping, layout, HostRanks(0, (0, 1, 2), {1: here}))
-    stray = SharedMemoryTransport(mapping, layout, HostRanks(1, (0, 1, 2)))
-    stray.begin_call("evaluate() after step 5")
+    diverged = SharedMemoryTransport(mapping, layout, HostRanks(1, (0, 1, 2)))
+    diverged.begin_call("evaluate() after step 5")
     there.close()
     first.begin_call("step 6")
     with pytest.raises(DivergenceError, match="rank 2 is at nothing and has come no further"), here:
         first.check_same_call()
 
 
-def test_a_step_left_out_is_found_when_the_others_evaluate():
+def test_a_skipped_step_is_found_when_the_other_ranks_evaluate():
     def body(comm):
         step = build_step(CASE, 2, comm)
         train(step, 0)
@@ -128,7 +128,7 @@ def test_a_step_left_out_is_found_when_the_others_evaluate():
         threads.run(2, body)
 
 
-def test_a_batch_left_out_on_one_rank_is_found_in_that_step():
+def test_a_batch_skipped_on_one_rank_is_found_in_that_step():
     def body(comm):
         step = build_step(CASE, 2, comm)
         for number, batch in enumerate(batches(CASE)):
@@ -149,7 +149,7 @@ def test_a_batch_left_out_on_one_rank_is_found_in_that_step():
 
 
 def test_sources_of_different_lengths_are_found_in_the_first_step():
-    """As if each rank had read files of its own: it would take its part of these only, in an order of its own."""
+    """As if each rank had read its own files: each would train on a part of its own files only, in its own order."""
 
     def body(comm):
         step, length = build_step(CASE, 2, comm), 40 + 4 * comm.rank
@@ -162,7 +162,7 @@ def test_sources_of_different_lengths_are_found_in_the_first_step():
         assert "the same source" in message
 
 
-def test_a_late_rank_is_reported_in_its_last_call():
+def test_a_late_rank_is_reported_at_its_last_call():
     mapping = mmap.mmap(-1, 3 * collective_fingerprint.BOARD_BYTES)
     board = collective_fingerprint.CallBoard(
         mapping, [index * collective_fingerprint.BOARD_BYTES for index in range(3)], ranks=(4, 5, 6)
@@ -185,8 +185,8 @@ def test_a_late_rank_is_reported_in_its_last_call():
 
 
 @pytest.mark.parametrize("raises_flag", [False, True])
-def test_a_rank_may_go_on_while_another_compares(raises_flag):
-    # Its later calls overwrite the earlier ones while these are read, before its flag says so.
+def test_a_rank_may_advance_while_another_compares(raises_flag):
+    # Its later calls overwrite earlier ones while these are read, before its flag is raised.
     board = collective_fingerprint.CallBoard(
         mmap.mmap(-1, 2 * collective_fingerprint.BOARD_BYTES), [0, collective_fingerprint.BOARD_BYTES], ranks=(0, 1)
     )
@@ -209,7 +209,7 @@ def test_a_rank_may_go_on_while_another_compares(raises_flag):
         board.check(0, lambda: [3, 3])
 
 
-def test_long_calls_are_cut_and_decoded_again():
+def test_long_calls_are_truncated_and_decode():
     for call in ("", "step 6", "ä" * collective_fingerprint.CALL_BYTES):
         assert len(collective_fingerprint.encode_call(call)) == collective_fingerprint.CALL_BYTES
         assert call.startswith(collective_fingerprint.decode_call(collective_fingerprint.encode_call(call)).rstrip("�"))

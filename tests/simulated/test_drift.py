@@ -1,4 +1,4 @@
-"""Laws of the drift check: replicas that differ in one bit are found, and named. Ranks are threads."""
+"""Laws of the drift check: replicas that differ in one bit are found and reported. Ranks are threads."""
 
 import dataclasses
 import warnings
@@ -27,13 +27,13 @@ CASE = Case(batch_sizes=(12, 12, 12, 12, 12), bucket_bytes=1500)
 FIRST = "first.weight"
 
 
-def build(case: Case, ranks: Any, *, every: int = 2) -> TrainStep:
+def build(case: Case, comm: Any, *, every: int = 2) -> TrainStep:
     return TrainStep(
         model(case.model),
         loss(case),
         optimizer(case),
-        plan=case.plan(ranks.size),
-        communicator=ranks,
+        plan=case.plan(comm.size),
+        communicator=comm,
         clip=case.clip,
         drift_check=every,
     )
@@ -52,7 +52,7 @@ def disturb(step: TrainStep, name: str) -> None:
 
 
 # Name: plan fields, ranks, hosts, the rank whose bit is flipped, the ranks that the error names.
-HOW: dict[str, tuple[dict[str, Any], int, int, int, str]] = {
+SETUPS: dict[str, tuple[dict[str, Any], int, int, int, str]] = {
     "shared memory": ({}, 3, 1, 1, "rank 1 .*ranks 0 and 2"),
     "gloo": ({"transport": "gloo"}, 2, 1, 1, "rank 1 .*rank 0"),
     "hosts": ({}, 4, 2, 3, "rank 3 .*ranks 0, 1 and 2"),
@@ -66,38 +66,38 @@ HOW: dict[str, tuple[dict[str, Any], int, int, int, str]] = {
 }
 
 
-@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("how", SETUPS)
 def test_replicas_that_differ_in_one_bit_are_found_and_named_on_every_rank(how):
-    fields, size, hosts, stray, who = HOW[how]
+    fields, size, hosts, drifted_rank, named_ranks = SETUPS[how]
     case = dataclasses.replace(CASE, **fields)
 
-    def body(ranks):
-        step = build(case, ranks)
+    def body(comm):
+        step = build(case, comm)
         train(case, step, range(2))
         step.flush()
         name = FIRST if case.model == "mlp" else next(iter(step.weight_shards))
-        if ranks.rank == stray:
+        if comm.rank == drifted_rank:
             disturb(step, name)
-        with pytest.raises(DivergenceError, match=f"{name}.*({who})"):
+        with pytest.raises(DivergenceError, match=f"{name}.*({named_ranks})"):
             step.check_drift()
         return name
 
     assert len(set(threads.run(size, body, hosts=hosts))) == 1
 
 
-@pytest.mark.parametrize("how", HOW)
-def test_replicas_that_train_alike_are_not_told(how):
-    fields, size, hosts, _, _ = HOW[how]
+@pytest.mark.parametrize("how", SETUPS)
+def test_equal_replicas_pass_every_drift_check(how):
+    fields, size, hosts, _, _ = SETUPS[how]
     case = dataclasses.replace(CASE, **fields)
     found = []
 
-    def body(ranks):
-        step = build(case, ranks, every=1)
-        compared = step._drift_checker.compare
+    def body(comm):
+        step = build(case, comm, every=1)
+        compare = step._drift_checker.compare
 
         def counting(*args, **options):
-            found.append(ranks.rank)
-            return compared(*args, **options)
+            found.append(comm.rank)
+            return compare(*args, **options)
 
         step._drift_checker.compare = counting
         train(case, step, range(4))
@@ -108,21 +108,21 @@ def test_replicas_that_train_alike_are_not_told(how):
 
 
 @pytest.mark.parametrize("steps", [1, 3])
-def test_what_differs_from_the_start_is_found_after_the_first_step_that_ranks_take_together(steps):
+def test_an_initial_difference_is_found_after_the_first_synchronized_step(steps):
     case = dataclasses.replace(CASE, **({"sync": "local", "local_steps": steps} if steps > 1 else {}))
 
-    def body(ranks):
-        step = build(case, ranks, every=1000)
+    def body(comm):
+        step = build(case, comm, every=1000)
         if steps == 1:  # with local steps hooks are refused, and averages hide a difference
-            step.optimizer.register_step_post_hook(lambda *_: disturb(step, FIRST) if ranks.rank else None)
+            step.optimizer.register_step_post_hook(lambda *_: disturb(step, FIRST) if comm.rank else None)
             with pytest.raises(DivergenceError, match=f"the weights after step 1\n  {FIRST}"):
                 train(case, step, range(1))
             return []
-        compared = step._drift_checker.compare
+        compare = step._drift_checker.compare
         found: list[str] = []
         step._drift_checker.compare = lambda tensors, when, **more: (
             found.append(when),
-            compared(tensors, when, **more),
+            compare(tensors, when, **more),
         )[1]
         train(case, step, range(5))
         return found
@@ -130,11 +130,11 @@ def test_what_differs_from_the_start_is_found_after_the_first_step_that_ranks_ta
     assert threads.run(2, body) == [[] if steps == 1 else ["after step 3"]] * 2
 
 
-def test_a_drift_is_found_at_the_next_check_of_a_training():
-    def body(ranks):
-        step = build(CASE, ranks, every=3)
+def test_drift_is_found_at_the_next_check():
+    def body(comm):
+        step = build(CASE, comm, every=3)
         train(CASE, step, range(1))
-        if ranks.rank:
+        if comm.rank:
             disturb(step, "head.bias")
         train(CASE, step, range(1, 2))
         with pytest.raises(DivergenceError, match="after step 3") as caught:
@@ -149,10 +149,10 @@ def test_a_drift_is_found_at_the_next_check_of_a_training():
 def test_frozen_weights_are_compared_too():
     case = dataclasses.replace(CASE, model="frozen")
 
-    def body(ranks):
-        step = build(case, ranks)
+    def body(comm):
+        step = build(case, comm)
         with torch.no_grad():
-            if ranks.rank:
+            if comm.rank:
                 step.model.get_parameter("second.bias")[0] += 1.0
         with pytest.raises(DivergenceError, match=r"second\.bias.*by at most 1"):
             step.check_drift()
@@ -162,12 +162,12 @@ def test_frozen_weights_are_compared_too():
 
 
 def test_frozen_weights_of_small_integers_are_compared():
-    def body(ranks):
+    def body(comm):
         mine = nn.Linear(3, 2)
         mine.codes = nn.Parameter(torch.tensor([3, 200, 7], dtype=torch.uint8), requires_grad=False)
         inner = torch.optim.SGD(mine.parameters(), lr=0.1)
-        optimizer = DistributedOptimizer(inner, mine, Plan(dp=2), communicator=ranks, drift_check=1)
-        mine.codes.data[1] = 100 * (1 + ranks.rank)
+        optimizer = DistributedOptimizer(inner, mine, Plan(dp=2), communicator=comm, drift_check=1)
+        mine.codes.data[1] = 100 * (1 + comm.rank)
         mine(torch.ones(1, 3)).sum().backward()
         optimizer.step()
         with pytest.raises(DivergenceError, match=r"codes \(frozen weights\).*by at most 100, where weights reach 200"):
@@ -180,9 +180,9 @@ def test_frozen_weights_of_small_integers_are_compared():
 def test_weights_that_exist_once_per_host_have_no_replica_there():
     case = dataclasses.replace(CASE, zero=1)
 
-    def body(ranks):
-        step = build(case, ranks)
-        if ranks.rank:
+    def body(comm):
+        step = build(case, comm)
+        if comm.rank:
             with torch.no_grad():
                 step.model.get_parameter(FIRST).add_(1.0)  # the ranks share this memory
         step.check_drift()
@@ -191,10 +191,10 @@ def test_weights_that_exist_once_per_host_have_no_replica_there():
     assert threads.run(2, body) == [True, True]
 
 
-def test_weights_that_have_changed_places_are_found():
-    def body(ranks):
-        step = build(CASE, ranks)
-        if ranks.rank:
+def test_swapped_rows_of_a_weight_are_found():
+    def body(comm):
+        step = build(CASE, comm)
+        if comm.rank:
             with torch.no_grad():
                 weight = step.model.get_parameter("second.weight")
                 weight[[0, 1]] = weight[[1, 0]]
@@ -207,48 +207,48 @@ def test_weights_that_have_changed_places_are_found():
 
 def test_a_negative_number_of_steps_between_checks_is_refused():
     with pytest.raises(SettingError, match="drift_check = -1"):
-        threads.run(2, lambda ranks: build(CASE, ranks, every=-1))
+        threads.run(2, lambda comm: build(CASE, comm, every=-1))
 
 
-def test_no_check_is_made_where_none_is_asked_for(monkeypatch):
-    def body(ranks):
-        train(CASE, build(CASE, ranks, every=0), range(4))
+def test_drift_check_0_makes_no_check(monkeypatch):
+    def body(comm):
+        train(CASE, build(CASE, comm, every=0), range(4))
         return True
 
     monkeypatch.setattr(replica_drift, "fingerprints", None)
     assert threads.run(2, body) == [True, True]
 
 
-def test_unlike_machines_warn_with_the_size_and_again_when_it_has_grown_tenfold(monkeypatch):
-    monkeypatch.setattr(replica_drift, "machine_fingerprint", lambda ranks: f"machine {ranks.rank}")
-    told: list[str] = []
-    monkeypatch.setattr(warnings, "warn", lambda text, *_, **__: told.append(str(text)))
+def test_drift_between_different_machines_warns_again_when_it_has_grown_tenfold(monkeypatch):
+    monkeypatch.setattr(replica_drift, "machine_fingerprint", lambda comm: f"machine {comm.rank}")
+    warned: list[str] = []
+    monkeypatch.setattr(warnings, "warn", lambda text, *_, **__: warned.append(str(text)))
 
-    def body(ranks):
-        step = build(CASE, ranks)
+    def body(comm):
+        step = build(CASE, comm)
         sizes = []
         for size in (1e-6, 2e-6, 1e-3):
-            if ranks.rank:
+            if comm.rank:
                 with torch.no_grad():
                     step.model.get_parameter(FIRST)[0, 0] += size
             step.check_drift()
-            sizes.append(ranks.all_gather_json(len(told))[0])
+            sizes.append(comm.all_gather_json(len(warned))[0])
         return sizes
 
     first, second = threads.run(2, body)
     assert first == second == [1, 1, 2]
-    assert "first.weight" in told[0]
-    assert "1e-06" in told[0]
-    assert "machine 0" in told[0]
-    assert "machine 1" in told[0]
+    assert "first.weight" in warned[0]
+    assert "1e-06" in warned[0]
+    assert "machine 0" in warned[0]
+    assert "machine 1" in warned[0]
 
 
-def test_a_difference_between_like_machines_is_an_error_among_unlike_ones_too(monkeypatch):
-    monkeypatch.setattr(replica_drift, "machine_fingerprint", lambda ranks: "old" if ranks.rank == 0 else "new")
+def test_drift_between_equal_machines_is_an_error_even_if_others_differ(monkeypatch):
+    monkeypatch.setattr(replica_drift, "machine_fingerprint", lambda comm: "old" if comm.rank == 0 else "new")
 
-    def body(ranks):
-        step = build(CASE, ranks)
-        if ranks.rank == 2:
+    def body(comm):
+        step = build(CASE, comm)
+        if comm.rank == 2:
             disturb(step, FIRST)
         with pytest.raises(DivergenceError, match=r"rank 2 .*ranks 0 and 1"):
             step.check_drift()
@@ -257,16 +257,16 @@ def test_a_difference_between_like_machines_is_an_error_among_unlike_ones_too(mo
     assert threads.run(3, body) == [True] * 3
 
 
-def test_the_wrapped_optimizer_checks_in_the_backward_after_every_so_many_steps():
-    def body(ranks):
+def test_the_wrapped_optimizer_checks_in_the_backward_after_drift_check_steps():
+    def body(comm):
         made = nn.Linear(3, 2).double()
         inner = torch.optim.SGD(made.parameters(), lr=0.1)
-        optimizer = DistributedOptimizer(inner, made, Plan(dp=2), communicator=ranks, drift_check=3)
+        optimizer = DistributedOptimizer(inner, made, Plan(dp=2), communicator=comm, drift_check=3)
         inputs = torch.ones(1, 3, dtype=torch.float64)
         for number in range(3):
             made(inputs).sum().backward()
             optimizer.step()
-            if ranks.rank and number == 1:
+            if comm.rank and number == 1:
                 with torch.no_grad():
                     made.bias[0] += 0.5
         with pytest.raises(DivergenceError, match=r"after step 3\n  bias.*by at most 0\.5"):
@@ -283,7 +283,7 @@ def bits(tensor: torch.Tensor, how: str) -> int:
 @pytest.mark.parametrize("how", ["cpu", "device"])
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
-def test_a_fingerprint_sees_every_bit_and_its_place(how, data):
+def test_a_fingerprint_depends_on_every_bit_and_its_position(how, data):
     dtype = data.draw(st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64]))
     length = data.draw(st.integers(2, 70))
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 1000)))
@@ -306,7 +306,7 @@ def test_a_fingerprint_sees_every_bit_and_its_place(how, data):
     assert bits(raw.view(dtype), how) != before
 
 
-def test_a_fingerprint_does_not_depend_on_how_it_is_cut(monkeypatch):
+def test_a_fingerprint_does_not_depend_on_its_chunks(monkeypatch):
     tensor = torch.randn(1000, generator=torch.Generator().manual_seed(1))
     whole = device_fingerprint(tensor)
     monkeypatch.setattr(fingerprint, "CHUNK_WORDS", 64)
@@ -318,15 +318,15 @@ def test_a_fingerprint_does_not_depend_on_how_it_is_cut(monkeypatch):
         assert bits(strided, how) == bits(strided.contiguous(), how)
 
 
-def test_a_run_checks_as_often_as_it_is_told_to(monkeypatch, tmp_path):
-    asked = []
+def test_train_passes_drift_check_to_parallelize(monkeypatch, tmp_path):
+    passed = []
 
-    class Asked(Exception):
+    class Stopped(Exception):
         pass
 
     def parallelize(*_, drift_check, **__):
-        asked.append(drift_check)
-        raise Asked
+        passed.append(drift_check)
+        raise Stopped
 
     monkeypatch.setattr(train_module, "parallelize", parallelize)
     task = Task(
@@ -336,17 +336,17 @@ def test_a_run_checks_as_often_as_it_is_told_to(monkeypatch, tmp_path):
         optimizer=optimizer(CASE),
         steps=1,
     )
-    told: list[dict[str, Any]] = [{"drift_check": 7}, {"drift_check": 0}, {}]
-    for options in told:
-        with pytest.raises(Asked):
+    settings_by_run: list[dict[str, Any]] = [{"drift_check": 7}, {"drift_check": 0}, {}]
+    for options in settings_by_run:
+        with pytest.raises(Stopped):
             train_module.train(task, folder=str(tmp_path), **options)
-    assert asked == [7, 0, DRIFT_CHECK]
+    assert passed == [7, 0, DRIFT_CHECK]
     with pytest.raises(SettingError, match="drift_check = -1"):
         train_module.train(task, folder=str(tmp_path), drift_check=-1)
 
 
 @pytest.mark.parametrize("drift_check", [0, 5])
-def test_a_run_checks_at_its_end_unless_it_is_told_not_to(monkeypatch, tmp_path, drift_check):
+def test_a_run_checks_drift_at_its_end_unless_drift_check_is_0(monkeypatch, tmp_path, drift_check):
     checked = []
     monkeypatch.setattr(TrainStep, "check_drift", lambda step: checked.append(step.num_steps))
     task = Task(

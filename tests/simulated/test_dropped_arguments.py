@@ -1,4 +1,4 @@
-"""Laws of our modes: a function of torch is called with all the arguments that it was given."""
+"""Laws of our torch function modes: a torch function is called with all the arguments that it was given."""
 
 import ast
 import contextlib
@@ -46,7 +46,7 @@ def with_out() -> Tensor:
     return out
 
 
-def order() -> str:
+def dim_order() -> str:
     try:
         return str(torch.empty(1, 2, 1).dim_order(ambiguity_check=True))
     except RuntimeError as error:
@@ -54,24 +54,24 @@ def order() -> str:
 
 
 A, B = wide(2, 3), wide(2, 3) ** 2
-WEIGHT: dict[str, Any] = {"weight": wide(2, 3)}  # which torch's annotations do not have
-BY_PLACE: Any = (None, None, "sum", wide(2, 3))
+WEIGHT: dict[str, Any] = {"weight": wide(2, 3)}  # torch's annotations lack it
+POSITIONAL: Any = (None, None, "sum", wide(2, 3))
 CALLS = {
     "l1_loss": lambda: F.l1_loss(A, B, **WEIGHT),
     "l1_loss, unreduced": lambda: F.l1_loss(A, B, reduction="none", **WEIGHT),
-    "l1_loss by place": lambda: F.l1_loss(A, B, *BY_PLACE),
-    "l1_loss without": lambda: F.l1_loss(A, B),
+    "l1_loss, positional": lambda: F.l1_loss(A, B, *POSITIONAL),
+    "l1_loss without weight": lambda: F.l1_loss(A, B),
     "mse_loss": lambda: F.mse_loss(A, B, **WEIGHT),
     "huber_loss": lambda: F.huber_loss(A, B, **WEIGHT),
     "chain_matmul": with_out,
-    "dim_order": order,
+    "dim_order": dim_order,
 }
 
 
 @pytest.mark.filterwarnings("ignore:.*chain_matmul is deprecated")
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("mode", MODES)
-def test_a_mode_loses_no_argument(mode, call):
+def test_a_torch_function_mode_drops_no_argument(mode, call):
     expected = CALLS[call]()
     for others in ([], [observing], [MODES[mode]]):
         with contextlib.ExitStack() as stack:
@@ -81,7 +81,7 @@ def test_a_mode_loses_no_argument(mode, call):
         assert torch.equal(got, expected) if isinstance(expected, Tensor) else got == expected
 
 
-def test_a_watched_parameter_loses_no_argument():
+def test_a_tracked_parameter_drops_no_argument():
     weight = nn.Parameter(wide(2, 3))
     expected = F.l1_loss(weight, B, **WEIGHT)
     uses = ParamAccess([[weight]], lambda bucket: None)
@@ -97,11 +97,11 @@ def test_a_weighted_mean_trains_with_its_weights_where_ranks_share_sequences():
         options: dict[str, Any] = {"reduction": "none", "weight": outputs.detach().square()}
         return F.l1_loss(outputs, F.one_hot(targets, 9).to(outputs), **options).mean(-1)
 
-    def body(ranks):
+    def body(comm):
         with SEED_LOCK:
             torch.manual_seed(3)
             model = Attending().double()
-        step = TrainStep(model, loss, lambda p: torch.optim.SGD(p, lr=0.1), plan=plan, communicator=ranks, clip=None)
+        step = TrainStep(model, loss, lambda p: torch.optim.SGD(p, lr=0.1), plan=plan, communicator=comm, clip=None)
         return [step(batch).loss for _ in range(3)]
 
     plan = Plan()
@@ -121,18 +121,18 @@ class Attending(nn.Module):
         return self.head(F.scaled_dot_product_attention(x, x, x, is_causal=True)[:, 0])
 
 
-# They are handed on in another form.
+# These pass their arguments to modes in another form.
 CHANGED = {"einsum", "backward", "grad"}
 
 
 @pytest.mark.parametrize("module", [torch.functional, F, _tensor, nn.init, torch.autograd])
-def test_all_arguments_that_torch_loses_are_known(module: ModuleType):
+def test_all_arguments_that_torch_drops_are_listed(module: ModuleType):
     known = {func.__name__: set(names) for func, names in DROPPED_ARGUMENTS.items()}
-    assert _lost(module) == {name: known[name] for name in _lost(module) if name in known}
+    assert _dropped(module) == {name: known[name] for name in _dropped(module) if name in known}
 
 
-def _lost(module: ModuleType) -> dict[str, set[str]]:
-    """By function: the parameters that do not occur in what it hands to modes."""
+def _dropped(module: ModuleType) -> dict[str, set[str]]:
+    """By function: the parameters that it does not pass to modes."""
     found: dict[str, set[str]] = {}
     functions = [node for node in ast.walk(ast.parse(inspect.getsource(module))) if isinstance(node, ast.FunctionDef)]
     for function in functions:
@@ -140,8 +140,8 @@ def _lost(module: ModuleType) -> dict[str, set[str]]:
         for call in (each for each in calls if getattr(each.func, "id", "") == "handle_torch_function"):
             if any(isinstance(keyword.value, ast.Name) and keyword.arg is None for keyword in call.keywords):
                 continue  # **kwargs
-            handed = [*call.args[2:], *(keyword.value for keyword in call.keywords)]
-            names = {node.id for each in handed for node in ast.walk(each) if isinstance(node, ast.Name)}
+            passed = [*call.args[2:], *(keyword.value for keyword in call.keywords)]
+            names = {node.id for each in passed for node in ast.walk(each) if isinstance(node, ast.Name)}
             given = function.args
             own = [*given.posonlyargs, *given.args, *given.kwonlyargs, *([given.vararg] if given.vararg else [])]
             if function.name not in CHANGED and (missing := {each.arg for each in own} - names):

@@ -1,4 +1,4 @@
-"""The dry run of the sequence axis finds mixed tokens that the model's own weights or its forward do not show."""
+"""Laws of the sequence axis's dry run: it finds tokens that interact, even if weights or forward hide it."""
 
 import functools
 import logging
@@ -111,8 +111,11 @@ WEIGHTS = {
 }
 
 
-def tried(model: nn.Module, *, sp: int = 2, ring: str = "zigzag", fits: MemoryFit = MemoryFit()) -> list[DryRunResult]:  # noqa: B008
-    """What each rank's dry run finds."""
+FITS = MemoryFit()
+
+
+def dry_run(model: nn.Module, *, sp: int = 2, ring: str = "zigzag", fits: MemoryFit = FITS) -> list[DryRunResult]:
+    """The result of each rank's dry run."""
     torch.manual_seed(0)
     inputs = {"tokens": torch.randint(0, 50, (2, LENGTH)), "positions": torch.arange(LENGTH).expand(2, LENGTH)}
     return [
@@ -121,10 +124,10 @@ def tried(model: nn.Module, *, sp: int = 2, ring: str = "zigzag", fits: MemoryFi
     ]
 
 
-def sums_problem(model: nn.Module, ranks: list[DryRunResult]):
+def sums_problem(model: nn.Module, results: list[DryRunResult]):
     names = [name for name, p in model.named_parameters() if p.requires_grad]
-    gradients = [each.grad_projections for each in ranks if each.grad_projections is not None]
-    assert len(gradients) == len(ranks)
+    gradients = [each.grad_projections for each in results if each.grad_projections is not None]
+    assert len(gradients) == len(results)
     return grad_sum_check.gradient_sum_problem(names, gradients)
 
 
@@ -132,7 +135,7 @@ def sums_problem(model: nn.Module, ranks: list[DryRunResult]):
 def test_mixing_behind_a_small_weight_or_a_closed_gate_is_refused(kind):
     make, dtype = WEIGHTS[kind]
     torch.manual_seed(1)
-    for each in tried(make().to(dtype)):
+    for each in dry_run(make().to(dtype)):
         (problem,) = each.problems
         assert "depend on other ranks' tokens" in problem.got
         assert each.config == STRICTEST_SEQUENCE_CHECK
@@ -143,12 +146,12 @@ def test_mixing_behind_a_small_weight_or_a_closed_gate_is_refused(kind):
 def test_a_model_without_mixing_passes_in_float64_whatever_its_dtype(sp, dtype):
     torch.manual_seed(1)
     model = Body().to(dtype)
-    ranks = tried(model, sp=sp)
-    assert [(each.problems, each.num_calls, each.config, each.fallback_reason) for each in ranks] == [
+    results = dry_run(model, sp=sp)
+    assert [(each.problems, each.num_calls, each.config, each.fallback_reason) for each in results] == [
         ([], 1, STRICTEST_SEQUENCE_CHECK, "")
     ] * sp
-    assert {each.outputs.dtype for each in ranks} == {dtype}
-    assert sums_problem(model, ranks) is None
+    assert {each.outputs.dtype for each in results} == {dtype}
+    assert sums_problem(model, results) is None
 
 
 # ---- mixing in the gradient alone --------------------------------------------------------------------
@@ -249,7 +252,7 @@ GRADIENTS = {
 @pytest.mark.parametrize("kind", GRADIENTS)
 def test_mixing_in_the_gradient_alone_is_refused(kind):
     torch.manual_seed(1)
-    for each in tried(GRADIENTS[kind]()):
+    for each in dry_run(GRADIENTS[kind]()):
         (problem,) = each.problems
         assert "gradients of the output of" in problem.got
         assert "in backward too" in problem.need
@@ -258,24 +261,24 @@ def test_mixing_in_the_gradient_alone_is_refused(kind):
 def test_mixing_in_the_gradient_of_one_weight_is_found_in_the_sum_over_the_ranks():
     torch.manual_seed(1)
     model = OfWeightAlone()
-    ranks = tried(model)
-    assert not any(each.problems for each in ranks)
-    problem = sums_problem(model, ranks)
+    results = dry_run(model)
+    assert not any(each.problems for each in results)
+    problem = sums_problem(model, results)
     assert problem is not None
     assert "gradients of scale that do not add up" in problem.got
 
 
 @pytest.mark.parametrize("make", [OfWeightAlone, Detached, ClosedGate])
-def test_a_step_is_refused_on_every_rank_before_a_weight_moves(make):
+def test_a_step_is_refused_on_every_rank_before_a_weight_changes(make):
     def loss(outputs: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(outputs.transpose(1, 2), targets, reduction="none")
 
-    def body(ranks):
+    def body(comm):
         with SEEDING, torch.random.fork_rng([]):
             torch.manual_seed(1)
             model = make()
-        descent = functools.partial(torch.optim.SGD, lr=1.0)
-        step = TrainStep(model, loss, descent, plan=Plan(sp=2), communicator=ranks, clip=None)
+        sgd = functools.partial(torch.optim.SGD, lr=1.0)
+        step = TrainStep(model, loss, sgd, plan=Plan(sp=2), communicator=comm, clip=None)
         before = [p.detach().clone() for p in model.parameters()]
         tokens = torch.arange(2 * LENGTH).view(2, LENGTH) % 50
         inputs = {"tokens": tokens, "positions": torch.arange(LENGTH).expand(2, LENGTH)}
@@ -393,21 +396,21 @@ PASSING = {
 def test_models_without_mixing_pass(kind):
     torch.manual_seed(1)
     model = PASSING[kind]()
-    ranks = tried(model)
-    assert [(each.problems, each.config, each.fallback_reason) for each in ranks] == [
+    results = dry_run(model)
+    assert [(each.problems, each.config, each.fallback_reason) for each in results] == [
         ([], STRICTEST_SEQUENCE_CHECK, "")
     ] * 2
-    assert sums_problem(model, ranks) is None
+    assert sums_problem(model, results) is None
 
 
 # ---- where float64 or random weights are unavailable ----------------------------------------------------
 
 
-def test_weights_that_cannot_be_of_order_1_are_near_the_models_own():
+def test_weights_near_the_models_own_are_used_if_random_ones_give_nonfinite_results():
     torch.manual_seed(1)
-    ranks = tried(Logarithmic(near=True))
-    assert {(each.config, tuple(each.problems)) for each in ranks} == {(SEQUENCE_CHECKS[1], ())}
-    assert "not finite" in ranks[0].fallback_reason
+    results = dry_run(Logarithmic(near=True))
+    assert {(each.config, tuple(each.problems)) for each in results} == {(SEQUENCE_CHECKS[1], ())}
+    assert "not finite" in results[0].fallback_reason
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -418,10 +421,10 @@ def test_weights_that_cannot_be_of_order_1_are_near_the_models_own():
 def test_without_enough_memory_the_models_dtype_is_used_and_reported(fits, config, dtype):
     torch.manual_seed(1)
     model = Body().to(dtype)
-    ranks = tried(model, fits=fits)
-    assert [(each.problems, each.config) for each in ranks] == [([], config)] * 2
-    assert all("do not fit into memory" in each.fallback_reason for each in ranks)
-    refused = tried(SmallScale(0.5 if config == WEAKEST_SEQUENCE_CHECK else 0.0).to(dtype), fits=fits)
+    results = dry_run(model, fits=fits)
+    assert [(each.problems, each.config) for each in results] == [([], config)] * 2
+    assert all("do not fit into memory" in each.fallback_reason for each in results)
+    refused = dry_run(SmallScale(0.5 if config == WEAKEST_SEQUENCE_CHECK else 0.0).to(dtype), fits=fits)
     assert all(each.problems for each in refused)
 
 
@@ -438,12 +441,12 @@ def test_an_operation_without_float64_is_checked_in_its_own_dtype_and_this_is_lo
     def loss(outputs: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(outputs.transpose(1, 2), targets, reduction="none")
 
-    def body(ranks):
-        descent = functools.partial(torch.optim.SGD, lr=0.0)
+    def body(comm):
+        sgd = functools.partial(torch.optim.SGD, lr=0.0)
         with SEEDING, torch.random.fork_rng([]):
             torch.manual_seed(1)
             model = OnlyFloat32()
-        step = TrainStep(model, loss, descent, plan=Plan(sp=2), communicator=ranks, clip=None)
+        step = TrainStep(model, loss, sgd, plan=Plan(sp=2), communicator=comm, clip=None)
         tokens = torch.arange(2 * LENGTH).view(2, LENGTH) % 50
         step(({"tokens": tokens, "positions": torch.arange(LENGTH).expand(2, LENGTH)}, tokens))
 
@@ -461,7 +464,7 @@ class LearnedMask(Body):
 
 
 def test_a_mask_that_requires_a_gradient_is_refused():
-    (problem,) = tried(LearnedMask())[0].problems
+    (problem,) = dry_run(LearnedMask())[0].problems
     assert "a mask [2, 1, 1, 8] at attention call 1 (LearnedMask) that requires a gradient" in problem.got
     assert problem.attempt == "mask.detach()"
 
@@ -504,10 +507,10 @@ class Caching(Body):
         return x * self.newest * self.tables[x.shape[1]] * self.held[0]
 
 
-def test_what_a_model_caches_in_a_dry_run_is_dropped():
+def test_tensors_that_a_model_caches_in_a_dry_run_are_dropped():
     torch.manual_seed(1)
     model = Caching()
-    assert [each.problems for each in tried(model)] == [[], []]
+    assert [each.problems for each in dry_run(model)] == [[], []]
     assert (model.tables, model.newest) == ({}, None)
     assert [name for name, p in model.named_parameters() if p.grad is not None] == []
 

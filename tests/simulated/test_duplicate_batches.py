@@ -26,7 +26,7 @@ from tests.cases import build_step as build_case
 REPEATED = "on one batch again"
 
 
-def drawn(number, *, samples=4):
+def loader_batch(number, *, samples=4):
     """Batch `number` of an endless loader."""
     generator = torch.Generator().manual_seed(number)
     return torch.randn(samples, 3, generator=generator), torch.randn(samples, 1, generator=generator)
@@ -35,11 +35,11 @@ def drawn(number, *, samples=4):
 class Parallel:
     """A rank that trains with `parallelize`."""
 
-    def __init__(self, ranks, model, **options):
+    def __init__(self, comm, model, **options):
         sgd = lambda parameters: torch.optim.SGD(parameters, lr=0.1)  # noqa: E731
-        plan = options.pop("plan", None) or ff.Plan(dp=ranks.size)
+        plan = options.pop("plan", None) or ff.Plan(dp=comm.size)
         self.step = TrainStep(
-            model, lambda y, t: (y - t).square(), sgd, plan=plan, communicator=ranks, clip=None, **options
+            model, lambda y, t: (y - t).square(), sgd, plan=plan, communicator=comm, clip=None, **options
         )
 
     def train(self, batch):
@@ -49,10 +49,10 @@ class Parallel:
 class Wrapped:
     """A rank that trains with `DistributedOptimizer`."""
 
-    def __init__(self, ranks, model, **options):
+    def __init__(self, comm, model, **options):
         self.model = model
         inner = torch.optim.SGD(model.parameters(), lr=0.1)
-        self.optimizer = DistributedOptimizer(inner, model, options.pop("plan", None), communicator=ranks, **options)
+        self.optimizer = DistributedOptimizer(inner, model, options.pop("plan", None), communicator=comm, **options)
 
     def train(self, batch):
         inputs, targets = batch
@@ -64,7 +64,7 @@ class Wrapped:
         self.optimizer.step()
 
 
-WAYS = [Parallel, Wrapped]
+APIS = [Parallel, Wrapped]
 
 
 def linear():
@@ -74,14 +74,14 @@ def linear():
     return model
 
 
-def trained(way, size, batches, *, hosts=1, **options):
-    """On how many batches each rank trained, and the error that ended it. `batches(rank)` are a rank's batches."""
+def trained(api, size, batches, *, hosts=1, **options):
+    """How many batches each rank trained on, and the error that stopped it. `batches(rank)` are a rank's batches."""
 
-    def body(ranks):
+    def body(comm):
         model = linear()
-        rank = way(ranks, model, **options)
+        rank = api(comm, model, **options)
         count, error = 0, None
-        for batch in batches(ranks.rank):
+        for batch in batches(comm.rank):
             before = copy.deepcopy(model.state_dict())
             try:
                 rank.train(batch)
@@ -96,11 +96,11 @@ def trained(way, size, batches, *, hosts=1, **options):
 
 
 @pytest.mark.parametrize("hosts", [1, 3])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("api", APIS)
 @pytest.mark.parametrize("numbers", [[0, 1, 2, 3], [0, 0, 1, 0, 2, 3], [5, 5, 5, 5, 6, 7, 8]])
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_the_third_different_batch_that_all_data_ranks_have_is_refused_on_every_rank(way, numbers, hosts):
-    found = trained(way, 3, lambda rank: map(drawn, numbers), hosts=hosts)
+def test_the_third_distinct_batch_common_to_all_data_ranks_is_refused_on_every_rank(api, numbers, hosts):
+    found = trained(api, 3, lambda rank: map(loader_batch, numbers), hosts=hosts)
     third = next(place for place in range(len(numbers)) if len(set(numbers[: place + 1])) == 3)
     for count, error in found:
         assert count == third
@@ -110,106 +110,106 @@ def test_the_third_different_batch_that_all_data_ranks_have_is_refused_on_every_
         assert 'same_batches="allow"' in error
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_ranks_that_are_refused_are_refused_again_until_their_batches_differ(way):
-    def body(ranks):
-        rank = way(ranks, linear())
+@pytest.mark.parametrize("api", APIS)
+def test_refusals_repeat_until_the_ranks_batches_differ(api):
+    def body(comm):
+        rank = api(comm, linear())
         for number in (0, 1):
-            rank.train(drawn(number))
+            rank.train(loader_batch(number))
         for number in (2, 3):
             with pytest.raises(TaskError, match="the same batches"):
-                rank.train(drawn(number))
-        rank.train(drawn(10 + ranks.rank))
+                rank.train(loader_batch(number))
+        rank.train(loader_batch(10 + comm.rank))
         for number in range(20, 24):
-            rank.train(drawn(number))
+            rank.train(loader_batch(number))
         return True
 
     assert threads.run(2, body) == [True, True]
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_one_batch_again_and_again_is_told_once_and_trained(way):
+@pytest.mark.parametrize("api", APIS)
+def test_a_repeated_batch_warns_once_and_is_trained_on(api):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        assert trained(way, 2, lambda rank: [drawn(0)] * 6) == [(6, None)] * 2
+        assert trained(api, 2, lambda rank: [loader_batch(0)] * 6) == [(6, None)] * 2
     assert sum(REPEATED in str(each.message) for each in caught) == 1
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("api", APIS)
 @pytest.mark.parametrize("last", [0, 1, 2])
-def test_ranks_that_have_differed_once_are_watched_no_more(way, last, monkeypatch):
+def test_comparison_stops_once_batches_have_differed(api, last, monkeypatch):
     """Ranks differ in the first batch, or later; on all ranks, or on one of three."""
     hashed, hash_ = [], duplicate_batches.batch_digest
     monkeypatch.setattr(duplicate_batches, "batch_digest", lambda tensors: hashed.append(1) or hash_(tensors))
 
     def batches(rank):
-        return [drawn(0)] * last + [drawn(1 if rank < 2 else 2)] + [drawn(n) for n in range(3, 9)]
+        return [loader_batch(0)] * last + [loader_batch(1 if rank < 2 else 2)] + [loader_batch(n) for n in range(3, 9)]
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        assert trained(way, 3, batches) == [(last + 7, None)] * 3
+        assert trained(api, 3, batches) == [(last + 7, None)] * 3
     assert len(hashed) == 3 * (last + 1)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_same_batches_are_permitted_by_an_argument_and_then_nothing_is_hashed(way, monkeypatch):
+@pytest.mark.parametrize("api", APIS)
+def test_same_batches_can_be_allowed_and_are_then_not_hashed(api, monkeypatch):
     monkeypatch.setattr(duplicate_batches, "batch_digest", None)
-    assert trained(way, 2, lambda rank: map(drawn, range(5)), same_batches="allow") == [(5, None)] * 2
+    assert trained(api, 2, lambda rank: map(loader_batch, range(5)), same_batches="allow") == [(5, None)] * 2
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_one_rank_has_nobody_to_be_compared_with(way, monkeypatch):
+@pytest.mark.parametrize("api", APIS)
+def test_one_rank_hashes_no_batches(api, monkeypatch):
     monkeypatch.setattr(duplicate_batches, "batch_digest", None)
-    assert trained(way, 1, lambda rank: map(drawn, range(5))) == [(5, None)]
+    assert trained(api, 1, lambda rank: map(loader_batch, range(5))) == [(5, None)]
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_empty_batches_say_nothing(way):
-    """Two ranks have the same samples and the third has none: the same. Only one rank has samples: not the same."""
-    some = lambda rank: [drawn(n, samples=4 if rank < 2 else 0) for n in range(5)]  # noqa: E731
+@pytest.mark.parametrize("api", APIS)
+def test_empty_batches_are_not_compared(api):
+    """Two ranks have the same samples and the third has none: refused. Only one rank has samples: trained."""
+    some = lambda rank: [loader_batch(n, samples=4 if rank < 2 else 0) for n in range(5)]  # noqa: E731
     plan = ff.Plan(dp=3, unused="allow")
-    assert [count for count, _ in trained(way, 3, some, plan=plan)] == [2, 2, 2]
-    one = lambda rank: [drawn(n, samples=4 if rank == n % 3 else 0) for n in range(5)]  # noqa: E731
-    assert [count for count, _ in trained(way, 3, one, plan=plan)] == [5, 5, 5]
+    assert [count for count, _ in trained(api, 3, some, plan=plan)] == [2, 2, 2]
+    one = lambda rank: [loader_batch(n, samples=4 if rank == n % 3 else 0) for n in range(5)]  # noqa: E731
+    assert [count for count, _ in trained(api, 3, one, plan=plan)] == [5, 5, 5]
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_watching_ends_after_a_number_of_batches(way, monkeypatch):
+@pytest.mark.parametrize("api", APIS)
+def test_comparison_ends_after_max_compared_batches(api, monkeypatch):
     monkeypatch.setattr(duplicate_batches, "MAX_COMPARED", 4)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found = trained(way, 2, lambda rank: [drawn(0)] * 4 + [drawn(n) for n in range(1, 6)])
+        found = trained(api, 2, lambda rank: [loader_batch(0)] * 4 + [loader_batch(n) for n in range(1, 6)])
     assert found == [(9, None)] * 2
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_the_policy_is_one_of_two_and_the_same_on_every_rank(way):
-    def unknown(ranks):
+@pytest.mark.parametrize("api", APIS)
+def test_same_batches_has_two_values_and_is_the_same_on_every_rank(api):
+    def unknown(comm):
         with pytest.raises(SettingError, match='same_batches = "yes"'):
-            way(ranks, linear(), same_batches="yes")
+            api(comm, linear(), same_batches="yes")
         return True
 
-    def unlike(ranks):
+    def mismatched(comm):
         with pytest.raises(PlanError, match="same_batches"):
-            way(ranks, linear(), same_batches="allow" if ranks.rank else "refuse")
+            api(comm, linear(), same_batches="allow" if comm.rank else "refuse")
         return True
 
-    assert threads.run(2, unknown) == threads.run(2, unlike) == [True, True]
+    assert threads.run(2, unknown) == threads.run(2, mismatched) == [True, True]
 
 
 def test_batches_of_a_feed_are_not_compared(monkeypatch):
     monkeypatch.setattr(duplicate_batches, "batch_digest", None)
-    fed = [Batch.wrap(drawn(n), BatchRange(99, 0, 0, 4 * n, 4 * n + 4, 4 * n, 4 * n + 4)) for n in range(5)]
+    fed = [Batch.wrap(loader_batch(n), BatchRange(99, 0, 0, 4 * n, 4 * n + 4, 4 * n, 4 * n + 4)) for n in range(5)]
     assert trained(Parallel, 2, lambda rank: fed) == [(5, None)] * 2
 
 
-def test_a_feeds_batch_on_one_rank_and_a_loaders_on_another_end_no_rank_in_a_wait():
-    def body(ranks):
-        rank = Parallel(ranks, linear())
-        batch = drawn(0)
+def test_a_feed_batch_on_one_rank_and_a_loader_batch_on_another_do_not_deadlock():
+    def body(comm):
+        rank = Parallel(comm, linear())
+        batch = loader_batch(0)
         fed = Batch.wrap(batch, BatchRange(99, 0, 0, 0, 4, 0, 4))
         with pytest.raises(FourfoldError, match="step 1, positions 0 to 4"):
-            rank.train(fed if ranks.rank else batch)
+            rank.train(fed if comm.rank else batch)
         return True
 
     for hosts in (1, 2):
@@ -217,11 +217,11 @@ def test_a_feeds_batch_on_one_rank_and_a_loaders_on_another_end_no_rank_in_a_wai
 
 
 @pytest.mark.parametrize("dp", [1, 2])
-def test_ranks_that_share_sequences_have_the_same_batches_by_right(dp):
+def test_batches_are_compared_between_data_ranks_and_not_within_a_sequence_group(dp):
     case = Case(model="lm", batch_sizes=(4,) * 4, sp=2)
 
-    def body(ranks):
-        step = build_case(case, 2 * dp, ranks)
+    def body(comm):
+        step = build_case(case, 2 * dp, comm)
         first, second, *rest = global_batches(case)  # the same on all ranks
         step(first)
         step(second)
@@ -234,12 +234,12 @@ def test_ranks_that_share_sequences_have_the_same_batches_by_right(dp):
     assert threads.run(2 * dp, body) == [4 if dp == 1 else 2] * 2 * dp
 
 
-def test_ranks_that_share_a_sequence_are_one_data_rank():
-    """Only the first of two data ranks has samples. It is two ranks (sp = 2), but no other data rank has the same."""
+def test_ranks_of_a_sequence_group_count_as_one_data_rank():
+    """Only the first of two data ranks has samples: its two ranks (sp = 2) have one batch, the others none."""
     case = Case(model="lm", batch_sizes=(4,) * 4, sp=2)
 
-    def body(ranks):
-        step = build_case(case, 4, ranks)
+    def body(comm):
+        step = build_case(case, 4, comm)
         for batch in global_batches(case):
             step(tree_map(batch, lambda tensor: tensor[: 0 if step.dp_index else 4]))
         return step.num_steps
@@ -248,23 +248,23 @@ def test_ranks_that_share_a_sequence_are_one_data_rank():
 
 
 def test_several_forwards_before_a_backward_are_one_batch():
-    def body(ranks):
+    def body(comm):
         model = linear()
-        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, communicator=ranks)
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, communicator=comm)
         for step in range(3):
             with optimizer.no_sync():
-                model(drawn(2 * step)[0]).sum().backward()
+                model(loader_batch(2 * step)[0]).sum().backward()
             if step < 2:
-                model(drawn(2 * step + 1)[0]).sum().backward()
+                model(loader_batch(2 * step + 1)[0]).sum().backward()
         with pytest.raises(TaskError, match="the same batches"):
-            model(drawn(5)[0]).sum().backward()
+            model(loader_batch(5)[0]).sum().backward()
         return True
 
     assert threads.run(2, body) == [True, True]
 
 
-def test_only_what_is_trained_on_is_compared():
-    """Evaluation batches are not compared, with or without autograd, nor numbers that do not belong to samples."""
+def test_only_training_batches_are_compared():
+    """Evaluation batches are not compared, with or without autograd, nor are inputs that are not per sample."""
 
     class Scheduled(nn.Module):
         def __init__(self):
@@ -274,15 +274,15 @@ def test_only_what_is_trained_on_is_compared():
         def forward(self, x, *, step, scale):
             return self.layer(x) * scale + step
 
-    def body(ranks):
+    def body(comm):
         model = Scheduled()
-        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, communicator=ranks)
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, communicator=comm)
         for step in range(6):
             model.eval()
-            model(drawn(step)[0], step=step, scale=torch.tensor(2.0))
+            model(loader_batch(step)[0], step=step, scale=torch.tensor(2.0))
             model.train()
             with torch.no_grad():
-                model(drawn(step)[0], step=step, scale=torch.tensor(2.0))
+                model(loader_batch(step)[0], step=step, scale=torch.tensor(2.0))
             model(torch.ones(2, 3), step=step, scale=torch.tensor(float(step))).sum().backward()
         return len(optimizer.state) == 0
 
@@ -292,15 +292,15 @@ def test_only_what_is_trained_on_is_compared():
     assert sum(REPEATED in str(each.message) for each in caught) == 1
 
 
-def test_uneven_data_within_join_are_compared_among_those_that_have_some():
-    def body(ranks):
+def test_within_join_only_ranks_with_data_are_compared():
+    def body(comm):
         model = linear()
-        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, communicator=ranks)
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, communicator=comm)
 
         def train():
             with optimizer.join():
-                for number in range(0 if ranks.rank == 2 else 5):
-                    model(drawn(number)[0]).sum().backward()
+                for number in range(0 if comm.rank == 2 else 5):
+                    model(loader_batch(number)[0]).sum().backward()
                     optimizer.step()
 
         with pytest.raises(TaskError, match="the same batches"):
@@ -310,10 +310,10 @@ def test_uneven_data_within_join_are_compared_among_those_that_have_some():
     assert threads.run(3, body) == [2, 2, 0]
 
 
-def test_a_watched_model_is_copied_and_saved_and_its_copy_is_not_watched():
-    def body(ranks):
+def test_copies_and_saved_files_of_an_observed_model_are_not_observed():
+    def body(comm):
         model = linear()
-        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, communicator=ranks)
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, communicator=comm)
         copies = [copy.deepcopy(model)]
         file = io.BytesIO()
         torch.save(model, file)
@@ -321,8 +321,8 @@ def test_a_watched_model_is_copied_and_saved_and_its_copy_is_not_watched():
         copies.append(torch.load(file, weights_only=False))
         for number in range(5):
             for other in copies:
-                other(drawn(number)[0]).sum().backward()
-            model(drawn(10 * ranks.rank + number)[0]).sum().backward()
+                other(loader_batch(number)[0]).sum().backward()
+            model(loader_batch(10 * comm.rank + number)[0]).sum().backward()
             optimizer.step()
         return len(model._forward_pre_hooks)
 
@@ -337,7 +337,7 @@ class Opaque:
     Opaque(), {"x": torch.ones(2), "cache": Opaque()}, torch.empty(0, 3), torch.ones(()), 3, None, (), {"mask": None},
     torch.ones(2, device="meta"), torch.ones(2, 2).to_sparse(),
 ])  # fmt: skip
-def test_what_cannot_be_compared_has_no_fingerprint(tree):
+def test_inputs_that_cannot_be_compared_have_no_fingerprint(tree):
     assert duplicate_batches.fingerprint(tree) is None
 
 
@@ -354,12 +354,12 @@ def test_fingerprints_differ_where_batches_do():
     assert duplicate_batches.fingerprint(x.t().contiguous().t()) == duplicate_batches.fingerprint(x)
 
 
-def test_a_compiled_model_is_not_compiled_again_when_nobody_listens_any_more():
+def test_removing_the_input_hook_does_not_recompile_a_model():
     counter, model = CompileCounter(), linear()
     inputs = duplicate_batches.InputFingerprints(model)
     compiled = torch.compile(model, backend=counter, fullgraph=True)
     for number in range(4):
-        compiled(drawn(number)[0]).sum().backward()
+        compiled(loader_batch(number)[0]).sum().backward()
         if number == 1:
             assert inputs.pop() is None
             inputs.remove_hook()

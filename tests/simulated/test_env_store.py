@@ -1,4 +1,4 @@
-"""env:// in a rank of our own launcher uses the job's file, and only for the job's own world."""
+"""In a rank of our launcher, env:// uses the job's store file, but only for the job's own process group."""
 
 import importlib
 import os
@@ -17,7 +17,7 @@ WORLD = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_POR
 
 @pytest.fixture
 def handle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """torch's handler of env://, with ours in front of it."""
+    """torch's handler of env://, wrapped by ours."""
     for name, value in {**WORLD, STORE_VARIABLE: f"{tmp_path}/store-ab", "TORCHELASTIC_RUN_ID": "ab"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "3")
@@ -27,7 +27,7 @@ def handle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize("url", ["env://", "env://?rank=1&world_size=2", "env://?world_size=2"])
-def test_the_world_of_the_job_uses_its_file(handle: Any, url: str, tmp_path: Path) -> None:
+def test_the_process_group_of_the_job_uses_its_store_file(handle: Any, url: str, tmp_path: Path) -> None:
     store, rank, size = handle(url)
     assert (rank, size) == (1, 2)
     store.set("a", "b")
@@ -35,7 +35,7 @@ def test_the_world_of_the_job_uses_its_file(handle: Any, url: str, tmp_path: Pat
     assert (tmp_path / "store-ab-3").stat().st_uid == os.getuid()
 
 
-def test_a_world_of_the_scripts_own_uses_torchs_handler(handle: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_process_groups_use_torchs_own_handler(handle: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert handle("env://?rank=0&world_size=2")[0] == "theirs"
     assert handle("env://?rank=1&world_size=4")[0] == "theirs"
     for name, value in (("MASTER_PORT", "8"), ("MASTER_ADDR", "elsewhere"), ("RANK", "0")):
@@ -67,7 +67,7 @@ def test_a_group_does_not_read_keys_of_an_earlier_one(handle: Any) -> None:
     assert not second.check(["address"])
 
 
-def test_a_launcher_started_by_a_rank_does_not_use_the_file_of_the_job() -> None:
+def test_a_launcher_started_by_a_rank_does_not_use_the_jobs_store_file() -> None:
     ours = {STORE_VARIABLE: "/tmp/x/store-ab", "TORCHELASTIC_RUN_ID": "ab", "TORCHELASTIC_RESTART_COUNT": "1"}
     assert store_file(ours) == "/tmp/x/store-ab-1"
     assert store_file({**ours, "TORCHELASTIC_RUN_ID": "none"}) is None

@@ -1,4 +1,4 @@
-"""Laws of a feed: resuming from its state, and the random numbers that its samples draw."""
+"""Laws of a feed: resuming from its state, and random numbers in its samples."""
 
 import io
 import itertools
@@ -48,23 +48,23 @@ def through_torch(state):
 
 
 @pytest.mark.parametrize("saved", [lambda state: state, tuple, through_json, through_torch, lambda state: state[:3]])
-def test_a_state_goes_on_in_any_form_with_the_seed_it_was_made_with(saved):
-    undisturbed, first, second = fed(seed=3), fed(seed=3), fed(seed=5)
-    expected = targets(undisturbed) + targets(undisturbed)
-    begun = targets(first, 2)
+def test_a_saved_state_in_any_form_resumes_with_its_own_seed(saved):
+    uninterrupted, first, second = fed(seed=3), fed(seed=3), fed(seed=5)
+    expected = targets(uninterrupted) + targets(uninterrupted)
+    first_batches = targets(first, 2)
     second.load_state(saved(first.state))
-    assert begun + targets(second) + targets(second) == expected
+    assert first_batches + targets(second) + targets(second) == expected
     assert second.state == Position(3, 2, 0, 20)
 
 
-def test_a_state_goes_on_with_another_batch_size():
+def test_a_state_resumes_with_another_batch_size():
     first, second = fed(), fed(batch_size=3)
-    begun = targets(first, 2)
+    first_batches = targets(first, 2)
     second.load_state(first.state)
-    assert sorted(itertools.chain(*begun, *targets(second))) == list(range(20))
+    assert sorted(itertools.chain(*first_batches, *targets(second))) == list(range(20))
 
 
-def test_a_state_within_an_epoch_of_another_length_is_refused_and_changes_nothing():
+def test_a_mid_epoch_state_of_another_source_length_is_refused_and_changes_nothing():
     first, second = fed(20), fed(24)
     targets(first, 2)
     with pytest.raises(DataError, match=r"position 8 in an epoch of 20 samples, and a source of 24 now .* \(0, 1, 0\)"):
@@ -75,7 +75,7 @@ def test_a_state_within_an_epoch_of_another_length_is_refused_and_changes_nothin
     assert sorted(itertools.chain(*targets(second))) == list(range(24))
 
 
-def test_a_source_that_grows_within_an_epoch_ends_the_loop_that_goes_on():
+def test_a_source_that_grows_within_an_epoch_is_refused_when_the_loop_continues():
     source = numbers(20)
     feed = ff.Feed(source, batch_size=4)
     targets(feed, 2)
@@ -95,7 +95,7 @@ def test_a_source_that_grows_within_an_epoch_ends_the_loop_that_goes_on():
     (None, "a state None"),
     ("abc", "a state 'abc'"),
 ])  # fmt: skip
-def test_what_is_no_state_is_refused(state, message):
+def test_an_invalid_state_is_refused(state, message):
     with pytest.raises(DataError, match=message):
         fed().load_state(state)
 
@@ -121,17 +121,17 @@ class Augmented:
 
 
 def samples_of(feed, epochs=1):
-    """The numbers drawn, by epoch and number of the sample."""
+    """The random numbers of each sample, by epoch and index."""
     result = {}
     for epoch in range(epochs):
         for inputs, numbers_ in feed:
             for row, number in zip(inputs, numbers_, strict=True):
                 result[epoch, number.item()] = row.tolist()
-            drawn()  # training draws too
+            drawn()  # training draws random numbers too
     return result
 
 
-def on_ranks(size, monkeypatch, **how):
+def samples_on_ranks(size, monkeypatch, **how):
     result = {}
     for rank in range(size):
         monkeypatch.setattr(init, "world", lambda rank=rank: World(rank=rank, size=size))
@@ -140,35 +140,35 @@ def on_ranks(size, monkeypatch, **how):
     return result
 
 
-def test_samples_draw_the_same_on_any_mesh_and_batch_size_and_other_numbers_in_each_epoch(monkeypatch):
-    undisturbed = on_ranks(1, monkeypatch, batch_size=4)
-    assert undisturbed.keys() == {(epoch, number) for epoch in range(2) for number in range(12)}
-    assert len({str(row) for row in undisturbed.values()}) == 24
-    assert on_ranks(3, monkeypatch, batch_size=4) == undisturbed
-    assert on_ranks(2, monkeypatch, batch_size=6) == undisturbed
-    other = on_ranks(1, monkeypatch, batch_size=4, seed=1)
-    assert not {str(row) for row in other.values()} & {str(row) for row in undisturbed.values()}
+def test_random_samples_are_the_same_on_any_mesh_and_batch_size_and_differ_between_epochs(monkeypatch):
+    on_one_rank = samples_on_ranks(1, monkeypatch, batch_size=4)
+    assert on_one_rank.keys() == {(epoch, number) for epoch in range(2) for number in range(12)}
+    assert len({str(row) for row in on_one_rank.values()}) == 24
+    assert samples_on_ranks(3, monkeypatch, batch_size=4) == on_one_rank
+    assert samples_on_ranks(2, monkeypatch, batch_size=6) == on_one_rank
+    other = samples_on_ranks(1, monkeypatch, batch_size=4, seed=1)
+    assert not {str(row) for row in other.values()} & {str(row) for row in on_one_rank.values()}
 
 
-def test_samples_draw_the_same_after_a_resume():
-    undisturbed = samples_of(ff.Feed(Augmented(), batch_size=4))
+def test_random_samples_are_the_same_after_a_resume():
+    uninterrupted = samples_of(ff.Feed(Augmented(), batch_size=4))
     first, second = ff.Feed(Augmented(), batch_size=4), ff.Feed(Augmented(), batch_size=4)
     inputs, which = next(iter(first))
     second.load_state(first.state)
-    begun = {(0, number.item()): row.tolist() for row, number in zip(inputs, which, strict=True)}
-    assert begun | samples_of(second) == undisturbed
+    first_batches = {(0, number.item()): row.tolist() for row, number in zip(inputs, which, strict=True)}
+    assert first_batches | samples_of(second) == uninterrupted
 
 
-class Quiet(Augmented):
+class Deterministic(Augmented):
     """Samples that draw no random numbers."""
 
     def __getitem__(self, index):
         return torch.zeros(3), index
 
 
-def test_training_draws_as_if_the_samples_drew_nothing():
+def test_random_samples_do_not_advance_the_generators_of_training():
     result = []
-    for source in (Quiet(), Augmented()):
+    for source in (Deterministic(), Augmented()):
         seed_all(0)
         loop = ff.Feed(source, batch_size=2).repeat()
         result.append([drawn() for _ in itertools.islice(loop, 20)])
@@ -193,11 +193,11 @@ class CountingSource:
 
 
 @pytest.mark.parametrize("draws", [False, True])
-def test_samples_that_draw_are_read_while_they_are_waited_for_and_others_ahead(draws):
+def test_only_samples_without_random_numbers_are_prefetched(draws):
     source = CountingSource(draws=draws)
     loop = iter(ff.Feed(source, batch_size=1))
     next(loop)
-    for _ in range(2 if draws else 1):  # if the first sample draws, it is read twice
+    for _ in range(2 if draws else 1):  # if the first sample draws random numbers, it is read twice
         assert source.read.acquire(timeout=10)
     for _ in range(3):
         assert source.read.acquire(timeout=0.2) != draws
@@ -208,7 +208,7 @@ def test_samples_that_draw_are_read_while_they_are_waited_for_and_others_ahead(d
 
 @pytest.mark.parametrize("draws", [False, True])
 @pytest.mark.parametrize("number", [0, 5])
-def test_an_error_of_the_source_is_raised_where_its_batch_is_waited_for(number, draws):
+def test_an_error_of_the_source_is_raised_at_its_own_batch(number, draws):
     class Failing(CountingSource):
         def __getitem__(self, index):
             if index == bad:
@@ -225,7 +225,7 @@ def test_an_error_of_the_source_is_raised_where_its_batch_is_waited_for(number, 
 
 
 class Interrupted(Exception):
-    """Ends a run in its middle."""
+    """Stops a run midway."""
 
 
 def interrupted(step, _):
@@ -235,7 +235,7 @@ def interrupted(step, _):
 
 
 def augmented(folder, name, **how):
-    """A run of a task whose samples draw, for training and validation, and whose model draws too."""
+    """A run whose training samples, validation samples and model all draw random numbers."""
     task = ff.Task(
         model=lambda: torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1)).double(),
         loss=lambda outputs, targets: (outputs[:, 0] - targets).square(),
@@ -249,16 +249,16 @@ def augmented(folder, name, **how):
     return result.loss, result.valid
 
 
-def test_a_run_whose_samples_draw_is_the_same_after_a_resume_and_however_often_it_evaluates(tmp_path):
-    undisturbed = augmented(tmp_path, "undisturbed")
-    assert augmented(tmp_path, "often", evaluate_every=1) == undisturbed
+def test_a_run_with_random_samples_does_not_depend_on_resumes_or_evaluations(tmp_path):
+    uninterrupted = augmented(tmp_path, "uninterrupted")
+    assert augmented(tmp_path, "often", evaluate_every=1) == uninterrupted
     with pytest.raises(Interrupted):
         augmented(tmp_path, "resumed", schedule=interrupted)
     seed_all(5)
-    assert augmented(tmp_path, "resumed") == undisturbed
+    assert augmented(tmp_path, "resumed") == uninterrupted
 
 
-def test_verify_compares_samples_that_draw():
+def test_verify_supports_random_samples():
     task = ff.Task(
         model=lambda: torch.nn.Linear(3, 1),
         loss=lambda outputs, targets: (outputs[:, 0] - targets).square(),

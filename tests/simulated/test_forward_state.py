@@ -63,8 +63,8 @@ def model(kind: str) -> nn.Module:
         return Writing(kind).double()
 
 
-def train(ranks, kind: str, plan: Plan, given: list) -> oracle.TrainingResult:
-    return classification.train(ranks, model(kind), plan, given)
+def train(comm, kind: str, plan: Plan, given: list) -> oracle.TrainingResult:
+    return classification.train(comm, model(kind), plan, given)
 
 
 def expected(kind: str, given: list) -> oracle.TrainingResult:
@@ -74,19 +74,19 @@ def expected(kind: str, given: list) -> oracle.TrainingResult:
 @pytest.mark.parametrize("plan", [Plan(dp=2), Plan(dp=2, microbatches=2), Plan(microbatches=2), Plan(dp=2, zero=2)])
 @pytest.mark.parametrize("kind", ["moving mean", "replaced", "samples", "frozen"])
 def test_state_that_depends_on_the_samples_is_refused_on_every_rank(kind, plan):
-    def body(ranks):
+    def body(comm):
         with pytest.raises(TaskError, match=r"forward writes (state|calls|codes), and the values depend on"):
-            train(ranks, kind, plan, batches(9))
+            train(comm, kind, plan, batches(9))
 
     threads.run(plan.dp, body)
 
 
 # One sample per rank, so no two parts of a rank's batch differ.
 @pytest.mark.parametrize("kind", ["moving mean", "replaced", "frozen"])
-def test_state_that_differs_among_ranks_only_is_refused(kind):
-    def body(ranks):
+def test_state_that_differs_only_between_ranks_is_refused(kind):
+    def body(comm):
         with pytest.raises(TaskError, match=r"forward writes (state|codes), and the values depend on its samples"):
-            train(ranks, kind, Plan(dp=3), batches(3))
+            train(comm, kind, Plan(dp=3), batches(3))
 
     threads.run(3, body)
 
@@ -94,9 +94,9 @@ def test_state_that_differs_among_ranks_only_is_refused(kind):
 @pytest.mark.parametrize("plan", [Plan(microbatches=2), Plan(dp=2, microbatches=3)])
 @pytest.mark.parametrize("kind", ["spectral norm", "old spectral norm", "calls"])
 def test_state_that_counts_forwards_is_refused_with_microbatches(kind, plan):
-    def body(ranks):
+    def body(comm):
         with pytest.raises(TaskError, match=r"each forward changes .*, and microbatches = ."):
-            train(ranks, kind, plan, batches(9))
+            train(comm, kind, plan, batches(9))
 
     threads.run(plan.dp, body)
 
@@ -104,30 +104,30 @@ def test_state_that_counts_forwards_is_refused_with_microbatches(kind, plan):
 # In batches of 2 and 1, some ranks have no samples; in the next batch they have some again.
 @pytest.mark.parametrize("plan", [Plan(dp=3), Plan(dp=3, zero=2), Plan(dp=3, zero=1, update="in_forward"), Plan()])
 @pytest.mark.parametrize("kind", ["none", "spectral norm", "old spectral norm", "calls", "made once"])
-def test_state_that_is_the_same_after_any_samples_is_trained_as_in_one_process(kind, plan):
+def test_state_that_does_not_depend_on_samples_is_trained_as_in_one_process(kind, plan):
     given = batches(9, 7, 2, 9, 1, 9)
-    got = threads.run(plan.dp, lambda ranks: train(ranks, kind, plan, given))
+    got = threads.run(plan.dp, lambda comm: train(comm, kind, plan, given))
     assert max(oracle.deviation(each, expected(kind, given)) for each in got) <= TOLERANCE
 
 
 @pytest.mark.parametrize("kind", ["none", "made once"])
-def test_state_that_repeated_forwards_do_not_change_goes_with_microbatches(kind):
+def test_state_that_repeated_forwards_do_not_change_is_allowed_with_microbatches(kind):
     given = batches(9, 2, 9)
-    got = threads.run(2, lambda ranks: train(ranks, kind, Plan(dp=2, microbatches=3), given))
+    got = threads.run(2, lambda comm: train(comm, kind, Plan(dp=2, microbatches=3), given))
     assert max(oracle.deviation(each, expected(kind, given)) for each in got) <= TOLERANCE
 
 
 @pytest.mark.parametrize("kind", ["moving mean", "spectral norm", "frozen"])
 def test_state_per_rank_can_be_allowed(kind):
     plan = Plan(dp=2, microbatches=2, batch_norm="local")
-    first, second = threads.run(2, lambda ranks: train(ranks, kind, plan, batches(9, 9)).losses)
+    first, second = threads.run(2, lambda comm: train(comm, kind, plan, batches(9, 9)).losses)
     assert first == second
 
 
 @pytest.mark.parametrize("kind", ["moving mean", "replaced", "calls", "made once", "spectral norm"])
-def test_what_a_dry_run_writes_is_restored(kind):
-    def body(ranks):
-        step = TrainStep(model(kind), loss, sgd, plan=Plan(dp=2), communicator=ranks, clip=None)
+def test_state_written_by_a_dry_run_is_restored(kind):
+    def body(comm):
+        step = TrainStep(model(kind), loss, sgd, plan=Plan(dp=2), communicator=comm, clip=None)
         before = {name: buffer.clone() for name, buffer in step.model.named_buffers()}
         with contextlib.suppress(TaskError):
             step.dry_run(batches(9)[0], training=True)
@@ -153,8 +153,8 @@ class Attending(nn.Module):
             new = x.detach().mean((0, 1)) if self.kind == "moving mean" else torch.ones(4, dtype=torch.float64)
             self.state.add_(new, alpha=0.1)
         heads = x[:, None]
-        met = F.scaled_dot_product_attention(heads, heads, heads, is_causal=True)[:, 0]
-        return self.head(met + self.state)
+        attended = F.scaled_dot_product_attention(heads, heads, heads, is_causal=True)[:, 0]
+        return self.head(attended + self.state)
 
 
 @pytest.mark.parametrize("kind", ["none", "calls", "moving mean"])
@@ -165,11 +165,11 @@ def test_state_that_depends_on_the_tokens_is_refused_where_ranks_share_sequences
     def of_tokens(outputs: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(outputs.flatten(0, 1), targets.flatten(), reduction="none")
 
-    def body(ranks):
+    def body(comm):
         with SEED_LOCK:
             torch.manual_seed(3)
             attending = Attending(kind).double()
-        step = TrainStep(attending, of_tokens, sgd, plan=Plan(sp=2), communicator=ranks, clip=None)
+        step = TrainStep(attending, of_tokens, sgd, plan=Plan(sp=2), communicator=comm, clip=None)
         if kind == "moving mean":
             with pytest.raises(TaskError, match="forward writes state, and the values depend on its samples"):
                 step(batch)
@@ -181,8 +181,8 @@ def test_state_that_depends_on_the_tokens_is_refused_where_ranks_share_sequences
 
 
 def test_a_first_batch_without_samples_on_some_rank_is_refused_if_forward_writes():
-    def body(ranks):
+    def body(comm):
         with pytest.raises(TaskError, match="a first batch without samples on rank"):
-            train(ranks, "spectral norm", Plan(dp=3), batches(2))
+            train(comm, "spectral norm", Plan(dp=3), batches(2))
 
     threads.run(3, body)

@@ -18,14 +18,14 @@ PLANS = [Plan(dp=2), Plan(microbatches=2), Plan(dp=2, microbatches=2), Plan(dp=2
 
 
 class Net(nn.Module):
-    def __init__(self, *, stays: bool = False) -> None:
+    def __init__(self, *, keeps_frozen: bool = False) -> None:
         super().__init__()
         self.first, self.norm, self.second = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)
-        self.stays = stays
+        self.keeps_frozen = keeps_frozen
 
     def train(self, mode: bool = True) -> "Net":
         super().train(mode)
-        if self.stays:
+        if self.keeps_frozen:
             self.norm.eval()
         return self
 
@@ -33,11 +33,11 @@ class Net(nn.Module):
         return self.second(torch.tanh(self.norm(self.first(x))))
 
 
-def net(*, stays: bool = False) -> Net:
+def net(*, keeps_frozen: bool = False) -> Net:
     """A net with frozen statistics that are not those of any batch."""
     with SEED_LOCK:
         torch.manual_seed(3)
-        model = Net(stays=stays).double()
+        model = Net(keeps_frozen=keeps_frozen).double()
     for buffer in (model.norm.running_mean, model.norm.running_var):
         assert buffer is not None
         buffer += torch.linspace(0.1, 0.8, 8)
@@ -49,10 +49,10 @@ def net(*, stays: bool = False) -> Net:
 @pytest.mark.parametrize("plan", PLANS)
 def test_frozen_statistics_train_as_on_one_device(plan):
     given = batches(9, 7, 9)
-    expected = oracle.train(net(stays=True), loss, sgd, given)
+    expected = oracle.train(net(keeps_frozen=True), loss, sgd, given)
 
-    def body(ranks):
-        step = TrainStep(net(), loss, sgd, plan=plan, communicator=ranks, clip=None)
+    def body(comm):
+        step = TrainStep(net(), loss, sgd, plan=plan, communicator=comm, clip=None)
         metrics = [step(local_batch(batch, plan, step.dp_index)) for batch in given]
         step.evaluate(local_batch(given[0], plan, step.dp_index))
         assert torch.equal(step.model.get_buffer("norm.running_mean"), net().get_buffer("norm.running_mean"))
@@ -63,23 +63,23 @@ def test_frozen_statistics_train_as_on_one_device(plan):
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_statistics_of_each_batch_are_refused(plan):
-    trains, untracked = net(), net()
-    trains.norm.train()
+def test_batch_statistics_are_refused(plan):
+    unfrozen, untracked = net(), net()
+    unfrozen.norm.train()
     untracked.norm = nn.BatchNorm1d(8, track_running_stats=False).double().eval()
-    for model in (trains, untracked):
+    for model in (unfrozen, untracked):
         with pytest.raises(PlanError, match="batch normalization at norm"):
             check_plan_for_model(model, plan, clip=None)
-    for model in (trains, untracked):
+    for model in (unfrozen, untracked):
         check_plan_for_model(model, Plan(), clip=None)
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_statistics_that_are_frozen_no_more_are_refused_before_a_weight_moves(plan):
+def test_unfrozen_statistics_are_refused_before_a_weight_changes(plan):
     (batch,) = batches(9)
 
-    def body(ranks):
-        step = TrainStep(net(), loss, sgd, plan=plan, communicator=ranks, clip=None)
+    def body(comm):
+        step = TrainStep(net(), loss, sgd, plan=plan, communicator=comm, clip=None)
         step(local_batch(batch, plan, step.dp_index))
         step.model.train()
         with pytest.raises(TaskError, match="batch normalization at norm in training mode"):
@@ -90,59 +90,59 @@ def test_statistics_that_are_frozen_no_more_are_refused_before_a_weight_moves(pl
     assert len(set(threads.run(plan.dp, body))) == 1
 
 
-def test_a_model_whose_train_keeps_statistics_frozen_may_be_set_to_train():
+def test_a_model_may_keep_its_statistics_frozen_in_train_mode():
     (batch,), plan = batches(9), Plan(dp=2)
 
-    def body(ranks):
-        step = TrainStep(net(stays=True), loss, sgd, plan=plan, communicator=ranks, clip=None)
+    def body(comm):
+        step = TrainStep(net(keeps_frozen=True), loss, sgd, plan=plan, communicator=comm, clip=None)
         losses = []
         for _ in range(3):
             step.model.train()
             losses.append(step(local_batch(batch, plan, step.dp_index)).loss)
         return oracle.snapshot(step, losses, [])
 
-    expected = oracle.train(net(stays=True), loss, sgd, [batch] * 3)
+    expected = oracle.train(net(keeps_frozen=True), loss, sgd, [batch] * 3)
     assert max(oracle.deviation(got, expected) for got in threads.run(2, body)) <= TOLERANCE
 
 
-class Thawing(Net):
+class Unfreezing(Net):
     def forward(self, x: Tensor) -> Tensor:
         self.norm.train(self.training)
         return super().forward(x)
 
 
 @pytest.mark.parametrize("plan", PLANS[:3])
-def test_statistics_that_forward_itself_unfreezes_are_refused(plan):
-    def body(ranks):
-        model = Thawing().double()
+def test_statistics_unfrozen_by_forward_are_refused(plan):
+    def body(comm):
+        model = Unfreezing().double()
         model.norm.eval()
-        step = TrainStep(model, loss, sgd, plan=plan, communicator=ranks, clip=None)
+        step = TrainStep(model, loss, sgd, plan=plan, communicator=comm, clip=None)
         with pytest.raises(TaskError, match="forward writes norm"):
             step(local_batch(batches(24)[0], plan, step.dp_index))
 
     threads.run(plan.dp, body)
 
 
-def test_one_rank_that_unfreezes_its_statistics_is_named_and_no_other_waits():
+def test_a_rank_that_unfreezes_its_statistics_is_reported_without_deadlock():
     (batch,), plan = batches(9), Plan(dp=2)
 
-    def body(ranks):
-        step = TrainStep(net(), loss, sgd, plan=plan, communicator=ranks, clip=None)
+    def body(comm):
+        step = TrainStep(net(), loss, sgd, plan=plan, communicator=comm, clip=None)
         step(local_batch(batch, plan, step.dp_index))
-        step.model.train(ranks.rank == 1)
+        step.model.train(comm.rank == 1)
         with pytest.raises((TaskError, DivergenceError), match=r"batch normalization at norm in training mode|step 2"):
             step(local_batch(batch, plan, step.dp_index))
 
     threads.run(2, body)
 
 
-def test_a_distributed_optimizer_trains_frozen_statistics_and_refuses_others():
+def test_a_distributed_optimizer_trains_frozen_statistics_and_refuses_unfrozen_ones():
     (batch,), plan = batches(9), Plan(dp=2)
 
-    def body(ranks):
+    def body(comm):
         model = net()
-        optimizer = DistributedOptimizer(sgd(model.parameters()), model, plan, communicator=ranks)
-        inputs, targets = local_batch(batch, plan, ranks.rank)
+        optimizer = DistributedOptimizer(sgd(model.parameters()), model, plan, communicator=comm)
+        inputs, targets = local_batch(batch, plan, comm.rank)
 
         def backward():
             loss(model(inputs), targets).mean().backward()

@@ -1,4 +1,4 @@
-"""What a full disk does to a run: training goes on, and what the disk takes later is not lost."""
+"""Laws of runs on a full disk: training continues, and what cannot be written now is written later."""
 
 import errno
 import json
@@ -23,7 +23,7 @@ FULL = OSError(errno.ENOSPC, "No space left on device")
 
 
 class Disk:
-    """A log's file on a disk with room for so many bytes."""
+    """A log file on a disk with `room` free bytes."""
 
     def __init__(self, file: Any, room: int) -> None:
         self._file, self.room = file, room
@@ -78,11 +78,11 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("room", [0, 1, 13, 14, 20])
-def test_lines_that_a_full_disk_does_not_take_come_with_the_next_that_it_takes(room, tmp_path):
+def test_log_lines_that_a_full_disk_rejects_are_written_later(room, tmp_path):
     folder = RunDir(tmp_path, "run", run_prefix="run", identity={})
     disk = folder._log = Disk(folder._log, room)  # type: ignore[assignment]
-    late = [folder.append_record({"number": number}) is not None for number in range(3)]
-    assert late == [room < 13 * (number + 1) for number in range(3)]
+    unwritten = [folder.append_record({"number": number}) is not None for number in range(3)]
+    assert unwritten == [room < 13 * (number + 1) for number in range(3)]
     position = folder.log_bytes()
     folder.append_record({"number": 3})
     disk.room = 10**6
@@ -93,7 +93,7 @@ def test_lines_that_a_full_disk_does_not_take_come_with_the_next_that_it_takes(r
     folder.close()
 
 
-def test_a_folder_that_was_removed_comes_back_with_the_next_checkpoint(tmp_path):
+def test_a_removed_run_folder_is_restored_with_the_next_checkpoint(tmp_path):
     folder = RunDir(tmp_path, "run", run_prefix="run", identity={"task": "a"})
     folder.write_plan_and_settings(ff.Plan(dp=2), {"steps": 3})
     before = {name: (tmp_path / "run" / name).read_bytes() for name in ("settings.json", "plan.toml")}
@@ -111,7 +111,7 @@ def test_a_folder_that_was_removed_comes_back_with_the_next_checkpoint(tmp_path)
     RunDir(tmp_path, "run", run_prefix="run", identity={"task": "a"}).close()
 
 
-def test_a_folder_that_another_process_trains_in_meanwhile_is_left_to_it(tmp_path):
+def test_a_run_folder_taken_over_by_another_run_is_not_touched(tmp_path):
     folder = RunDir(tmp_path, "run", run_prefix="run", identity={"task": "a"})
     folder.write_plan_and_settings(ff.Plan(), {})
     shutil.rmtree(tmp_path / "run")
@@ -124,7 +124,7 @@ def test_a_folder_that_another_process_trains_in_meanwhile_is_left_to_it(tmp_pat
     folder.close()
 
 
-def test_a_log_that_an_editor_has_replaced_is_no_other_run(tmp_path):
+def test_a_log_replaced_by_an_editor_is_not_taken_for_another_run(tmp_path):
     folder = RunDir(tmp_path, "run", run_prefix="run", identity={})
     folder.append_record({"number": 0})
     path = tmp_path / "run" / "metrics.jsonl"
@@ -132,11 +132,11 @@ def test_a_log_that_an_editor_has_replaced_is_no_other_run(tmp_path):
     (tmp_path / "edited").rename(path)
     folder.sync()
     folder.append_record({"number": 1})
-    assert [line["number"] for line in lines(path)] == [0]  # as before: the lines go where they went
+    assert [line["number"] for line in lines(path)] == [0]  # lines go to the open file, which is no longer at this path
     folder.close()
 
 
-def test_unwritten_lines_are_dropped_with_the_steps_that_are_done_again(tmp_path):
+def test_unwritten_lines_are_dropped_with_the_steps_that_are_repeated(tmp_path):
     folder = RunDir(tmp_path, "run", run_prefix="run", identity={})
     disk = folder._log = Disk(folder._log, 13)  # type: ignore[assignment]
     folder.append_record({"number": 0})
@@ -149,7 +149,7 @@ def test_unwritten_lines_are_dropped_with_the_steps_that_are_done_again(tmp_path
     folder.close()
 
 
-def test_training_goes_on_when_the_log_cannot_be_written(tmp_path, monkeypatch):
+def test_training_continues_when_the_log_cannot_be_written(tmp_path, monkeypatch):
     calls = iter(range(1000))
 
     def write(folder: RunDir, real=RunDir._flush) -> None:
@@ -165,7 +165,7 @@ def test_training_goes_on_when_the_log_cannot_be_written(tmp_path, monkeypatch):
     assert [line.get("step") for line in lines(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6, None]
 
 
-def test_a_trace_that_a_full_disk_does_not_take_is_reported_once_and_written_with_the_next_step(tmp_path, monkeypatch):
+def test_a_trace_that_a_full_disk_rejects_warns_once_and_is_written_with_the_next_step(tmp_path, monkeypatch):
     def write(path: Path, content: bytes, real=Path.write_bytes) -> int:
         if path.name == "trace.json.part" and next(calls) < 2:
             real(path, content[:9])
@@ -183,7 +183,7 @@ def test_a_trace_that_a_full_disk_does_not_take_is_reported_once_and_written_wit
     assert not (tmp_path / "run" / "trace.json.part").exists()
 
 
-def test_a_run_is_finished_only_with_its_last_step_on_the_disk(tmp_path, monkeypatch):
+def test_a_run_is_finished_only_when_its_last_checkpoint_is_written(tmp_path, monkeypatch):
     def fails(path, snapshot, real=manager.write_snapshot):
         if "step-00000006" in str(path):
             raise FULL
@@ -199,19 +199,19 @@ def test_a_run_is_finished_only_with_its_last_step_on_the_disk(tmp_path, monkeyp
     assert newest_valid(tmp_path / "run").name == "step-00000006"
 
 
-@pytest.mark.parametrize("again", [False, True], ids=["begins", "goes on"])
-def test_a_run_that_finds_no_room_at_its_start_names_the_file_and_leaves_all_as_it_was(again, tmp_path, monkeypatch):
-    if again:
+@pytest.mark.parametrize("resumed", [False, True], ids=["new run", "resumed run"])
+def test_a_run_that_starts_on_a_full_disk_names_the_file_and_changes_nothing(resumed, tmp_path, monkeypatch):
+    if resumed:
         monkeypatch.setattr(manager, "write_snapshot", refuse)
         with pytest.raises(TrainingError, match="could not be written"):
             train(tmp_path)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     monkeypatch.setattr(Path, "write_bytes", refuse)
-    name = "plan.toml" if again else "settings.json"
+    name = "plan.toml" if resumed else "settings.json"
     with pytest.raises(TrainingError, match=rf"{name} could not be written: no space left .*need room .*try the same"):
         train(tmp_path)
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
-    assert again or not list(tmp_path.iterdir())
+    assert resumed or not list(tmp_path.iterdir())
 
 
 def refuse(*_: Any) -> None:

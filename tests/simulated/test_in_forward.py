@@ -1,4 +1,4 @@
-"""Laws of updates that wait for the next use of their weights."""
+"""Laws of update = "in_forward": a bucket is updated just before its next use."""
 
 import copy
 import dataclasses
@@ -31,9 +31,9 @@ ZEROS = pytest.mark.parametrize("zero", [0, 1, 2])
 
 
 def both(case, size, body):
-    """What `body(case, step)` gives on every rank with updates in forward, and after backward."""
+    """The results of `body(case, step)` on every rank, with updates in forward and with updates after backward."""
     cases = [case, dataclasses.replace(case, update="after")]
-    return [threads.run(size, lambda ranks, one=one: body(one, build_step(one, size, ranks))) for one in cases]
+    return [threads.run(size, lambda comm, one=one: body(one, build_step(one, size, comm))) for one in cases]
 
 
 def same(got, expected):
@@ -47,29 +47,29 @@ def weights(step):
     return {name: p.detach().clone() for name, p in step.model.named_parameters()}
 
 
-def test_the_program_begins_with_the_updates_of_the_step_before():
-    step = threads.run(1, lambda ranks: build_step(CASE, 1, ranks))[0]
+def test_the_program_begins_with_the_updates_of_the_previous_step():
+    step = threads.run(1, lambda comm: build_step(CASE, 1, comm))[0]
     verbs = [action.verb for action in step.program]
     assert verbs[: len(step.buckets)] == [Verb.UPDATE] * len(step.buckets)
     assert verbs.count(Verb.UPDATE) == len(step.buckets)
 
 
 @pytest.mark.parametrize(("size", "zero"), [(1, 0), (2, 0), (2, 1), (2, 2)])
-def test_a_bucket_is_updated_when_forward_comes_to_it_and_not_before(size, zero):
+def test_a_bucket_is_updated_just_before_forward_uses_it(size, zero):
     case = dataclasses.replace(CASE, zero=zero, bucket_bytes=1)
 
-    def body(ranks):
-        step, seen = build_step(case, size, ranks), []
-        step(local_batch(batches(case)[0], size, ranks.rank))
+    def body(comm):
+        step, seen = build_step(case, size, comm), []
+        step(local_batch(batches(case)[0], size, comm.rank))
         flats = {bucket.slots[0].name: flat for bucket, flat in zip(step.buckets, step._weights.flats, strict=True)}
         watched = {name: (flat, flat.clone()) for name, flat in flats.items() if name in ("first.bias", "head.bias")}
 
-        def look(*_):
+        def record(*_):
             seen.append({name: torch.equal(flat, old) for name, (flat, old) in watched.items()})
 
-        step.model.get_submodule("second").register_forward_pre_hook(look)
-        step.model.get_submodule("head").register_forward_hook(look)
-        step(local_batch(batches(case)[1], size, ranks.rank))
+        step.model.get_submodule("second").register_forward_pre_hook(record)
+        step.model.get_submodule("head").register_forward_hook(record)
+        step(local_batch(batches(case)[1], size, comm.rank))
         return seen
 
     is_old = [{"first.bias": False, "head.bias": True}, {"first.bias": False, "head.bias": False}]
@@ -78,7 +78,7 @@ def test_a_bucket_is_updated_when_forward_comes_to_it_and_not_before(size, zero)
 
 @ZEROS
 @pytest.mark.parametrize("optimizer", ["AdamW", "LAMB"])
-def test_the_rate_is_that_of_the_step_whose_gradient_it_is(optimizer, zero):
+def test_an_update_uses_the_learning_rate_of_the_step_of_its_gradient(optimizer, zero):
     def body(case, step):
         schedule = torch.optim.lr_scheduler.StepLR(step.optimizer, step_size=1, gamma=0.1)
         for batch in batches(case):
@@ -87,7 +87,7 @@ def test_the_rate_is_that_of_the_step_whose_gradient_it_is(optimizer, zero):
         return weights(step)
 
     with warnings.catch_warnings():
-        warnings.filterwarnings("error", "Detected call of `lr_scheduler")  # of steps that it did not see
+        warnings.filterwarnings("error", "Detected call of `lr_scheduler")  # it did not see our steps
         same(*both(dataclasses.replace(CASE, zero=zero, optimizer=optimizer), 2, body))
 
 
@@ -107,20 +107,20 @@ def _edit(step):
         model.get_parameter("scale").mul_(2.0)
 
 
-# At every zero level a use of this rank's alone, and one that all ranks have together.
+# At every zero level, one use that a rank makes by itself and one that is collective.
 EVERYWHERE = [(use, zero) for use in ("evaluate", "load_state_dict") for zero in (0, 1, 2)]
 
 
 @pytest.mark.parametrize(("use", "zero"), sorted({*EVERYWHERE, *((use, n % 3) for n, use in enumerate(USES))}))
-def test_who_wants_the_weights_between_steps_finds_them_new(use, zero):
+def test_weights_read_between_steps_are_updated_first(use, zero):
     def body(case, step):
         found = {}
         for number, batch in enumerate(batches(case)):
             mine = local_batch(batch, 2, step.dp_index)
             step(mine)
-            told = USES[use](step, mine)
+            metrics = USES[use](step, mine)
             if use == "evaluate":
-                found[f"loss {number}"] = torch.tensor(told.loss)
+                found[f"loss {number}"] = torch.tensor(metrics.loss)
             found |= {f"{name} {number}": p.detach().clone() for name, p in step.model.named_parameters()}
         return found
 
@@ -128,28 +128,28 @@ def test_who_wants_the_weights_between_steps_finds_them_new(use, zero):
 
 
 @ZEROS
-def test_a_state_between_steps_goes_on_bit_for_bit(zero):
+def test_training_resumes_bit_for_bit_from_a_state_between_steps(zero):
     case = dataclasses.replace(CASE, zero=zero)
-    whole = threads.run(2, lambda ranks: train_step(case, build_step(case, 2, ranks)).weights)
+    uninterrupted = threads.run(2, lambda comm: train_step(case, build_step(case, 2, comm)).weights)
 
-    def begin(ranks):
-        step = build_step(case, 2, ranks)
+    def begin(comm):
+        step = build_step(case, 2, comm)
         for batch in batches(case)[:2]:
-            step(local_batch(batch, 2, ranks.rank))
+            step(local_batch(batch, 2, comm.rank))
         return step.state_dict()
 
     state = threads.run(2, begin)[0]
 
-    def go_on(ranks):
-        step = build_step(case, 2, ranks)
+    def resume(comm):
+        step = build_step(case, 2, comm)
         step.load_state_dict(state)
         return train_step(case, step, skip=2).weights
 
-    same(threads.run(2, go_on), whole)
+    same(threads.run(2, resume), uninterrupted)
 
 
-class Either(nn.Module):
-    """Two layers in one order or the other, or only one of them; ranks may differ in it."""
+class EitherOrder(nn.Module):
+    """Two layers in either order, or only one of them; ranks may differ."""
 
     def __init__(self):
         super().__init__()
@@ -165,17 +165,17 @@ class Either(nn.Module):
 
 @ZEROS
 def test_ranks_may_use_buckets_in_different_orders_or_not_at_all(zero):
-    # By step: which way each rank goes; None: it has no sample.
+    # By step: each rank's choice; None: it has no sample.
     ways = [(0, 1, 2), (1, 0, 3), (2, 3, 1), (None, 1, 0), (3, 2, None), (1, 1, 0)]
 
-    start = Either().double()
+    start = EitherOrder().double()
 
-    def body(ranks, update):
+    def body(comm, update):
         plan = Plan(dp=3, zero=zero, bucket_bytes=1, unused="allow", update=update)
         model, make = copy.deepcopy(start), functools.partial(torch.optim.AdamW, lr=0.1)
-        step = TrainStep(model, lambda out, _: out.square(), make, plan=plan, communicator=ranks, clip=None)
+        step = TrainStep(model, lambda out, _: out.square(), make, plan=plan, communicator=comm, clip=None)
         for number, row in enumerate(ways):
-            way = row[ranks.rank]
+            way = row[comm.rank]
             rows = 0 if way is None else 2
             step((torch.full((rows, 4), float(way or 0) + number / 100, dtype=torch.float64), torch.zeros(rows)))
         return weights(step)
@@ -184,7 +184,7 @@ def test_ranks_may_use_buckets_in_different_orders_or_not_at_all(zero):
 
 
 class Pause(torch.autograd.Function):
-    """The identity, which does something in backward."""
+    """The identity; its backward calls `act`."""
 
     @staticmethod
     def forward(ctx, x, act):
@@ -198,7 +198,7 @@ class Pause(torch.autograd.Function):
 
 
 class Slow(nn.Module):
-    """Its backward does something when all gradients are there."""
+    """Its backward calls `at_end` when all gradients have been computed."""
 
     def __init__(self):
         super().__init__()
@@ -209,10 +209,10 @@ class Slow(nn.Module):
         return self.last(torch.tanh(self.first(Pause.apply(x.requires_grad_(), self.at_end))))
 
 
-def slow_step(ranks, zero):
+def slow_step(comm, zero):
     plan = Plan(dp=2, zero=zero, update="in_forward", bucket_bytes=1)
     make = functools.partial(torch.optim.SGD, lr=0.1)
-    return TrainStep(Slow().double(), lambda out, _: out.square(), make, plan=plan, communicator=ranks, clip=None)
+    return TrainStep(Slow().double(), lambda out, _: out.square(), make, plan=plan, communicator=comm, clip=None)
 
 
 def ones():
@@ -223,8 +223,8 @@ def ones():
 def test_no_weight_is_overwritten_while_another_ranks_backward_may_read_it(zero):
     next_forward = threading.Event()
 
-    def body(ranks):
-        step, same = slow_step(ranks, zero), []
+    def body(comm):
+        step, same = slow_step(comm, zero), []
         step(ones())  # ranks wait for each other at the end of the first step
         step.flush()
         flats = step._weights.flats
@@ -234,7 +234,7 @@ def test_no_weight_is_overwritten_while_another_ranks_backward_may_read_it(zero)
             return all(map(torch.equal, before, flats))
 
         def at_end():
-            # Rank 0 is in its next forward now, and must not get further.
+            # Rank 0 is in its next forward now, and must wait there.
             next_forward.wait(5)
             end = time.monotonic() + 0.3
             while time.monotonic() < end and is_old():
@@ -242,11 +242,11 @@ def test_no_weight_is_overwritten_while_another_ranks_backward_may_read_it(zero)
             same.append(is_old())
 
         model = cast(Slow, step.model)
-        if ranks.rank == 1:
+        if comm.rank == 1:
             model.at_end = at_end
         step(ones())
         model.at_end = lambda: None
-        if ranks.rank == 0:
+        if comm.rank == 0:
             step.model.register_forward_pre_hook(lambda *_: next_forward.set())
         step(ones())
         return same
@@ -255,7 +255,7 @@ def test_no_weight_is_overwritten_while_another_ranks_backward_may_read_it(zero)
 
 
 @pytest.mark.parametrize("zero", [1, 2])
-def test_no_weight_is_used_before_all_ranks_have_updated_their_shares_of_it(zero):
+def test_no_weight_is_used_before_all_ranks_have_updated_their_shards_of_it(zero):
     case = dataclasses.replace(CASE, zero=zero)
 
     def body(one, step):
@@ -273,10 +273,10 @@ def test_no_weight_is_used_before_all_ranks_have_updated_their_shares_of_it(zero
     same(*both(case, 2, body))
 
 
-def test_a_use_between_steps_is_told_to_need_the_update_first():
-    def body(ranks):
-        step = build_step(CASE, 2, ranks)
-        step(local_batch(batches(CASE)[0], 2, ranks.rank))
+def test_a_use_between_steps_is_refused_until_pending_updates_are_flushed():
+    def body(comm):
+        step = build_step(CASE, 2, comm)
+        step(local_batch(batches(CASE)[0], 2, comm.rank))
         for use in (
             lambda: step.model(batches(CASE)[0][0]),
             step.model.state_dict,
@@ -291,7 +291,7 @@ def test_a_use_between_steps_is_told_to_need_the_update_first():
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_gradients_that_anybody_sets_to_none_between_steps_are_not_lost(size):
+def test_zero_grad_between_steps_loses_no_gradient(size):
     def body(case, step):
         for batch in batches(case):
             step(local_batch(batch, size, step.dp_index))
@@ -302,8 +302,8 @@ def test_gradients_that_anybody_sets_to_none_between_steps_are_not_lost(size):
     same(*both(CASE, size, body))
 
 
-class Unseen(nn.Module):
-    """A bias that torch.func takes as an argument: no operation of torch has it."""
+class UntrackedUse(nn.Module):
+    """A bias that is an argument of torch.func.vmap: no torch operation gets the parameter itself."""
 
     def __init__(self):
         super().__init__()
@@ -313,11 +313,11 @@ class Unseen(nn.Module):
         return torch.func.vmap(lambda b, y: y + b)(self.bias, self.layer(x).T).T
 
 
-def test_a_use_that_nobody_was_told_of_ends_the_training():
-    def body(ranks):
+def test_an_unreported_parameter_use_stops_training():
+    def body(comm):
         plan = Plan(update="in_forward", bucket_bytes=1)
         make = functools.partial(torch.optim.SGD, lr=0.1)
-        step = TrainStep(Unseen(), lambda out, _: out.square(), make, plan=plan, communicator=ranks, clip=None)
+        step = TrainStep(UntrackedUse(), lambda out, _: out.square(), make, plan=plan, communicator=comm, clip=None)
         batch = torch.ones(2, 4), torch.zeros(2)
         step(batch)
         with pytest.raises(TrainingError, match="a use of bias that torch did not report"):
@@ -327,7 +327,7 @@ def test_a_use_that_nobody_was_told_of_ends_the_training():
 
 
 @ZEROS
-def test_a_flush_after_a_step_whose_first_microbatch_was_empty_leaves_the_next_step_as_it_is(zero):
+def test_a_flush_after_an_empty_first_microbatch_does_not_change_the_next_step(zero):
     """As at the end of an epoch, where a checkpoint is saved: rank 0 has one sample for two microbatches."""
     case = dataclasses.replace(CASE, batch_sizes=(8, 3, 8, 8), microbatches=2, zero=zero)
 
@@ -341,11 +341,11 @@ def test_a_flush_after_a_step_whose_first_microbatch_was_empty_leaves_the_next_s
     same(*both(case, 2, body))
 
 
-def test_a_step_after_one_that_was_left_out_trains_as_it_would_after_backward():
-    """The step that is left out has an empty first microbatch; nothing waits for the step after it."""
+def test_a_step_after_a_skipped_one_trains_as_with_updates_after_backward():
+    """The skipped step has an empty first microbatch; no updates are pending in the step after it."""
     case = dataclasses.replace(CASE, batch_sizes=(8, 3, 8, 8), microbatches=2)
 
-    def body(ranks, update):
+    def body(comm, update):
         one = dataclasses.replace(case, update=update)
         plan, optimizer = one.plan(2), cases_module.optimizer(one)
         step = TrainStep(
@@ -353,7 +353,7 @@ def test_a_step_after_one_that_was_left_out_trains_as_it_would_after_backward():
             cases_module.loss(one),
             optimizer,
             plan=plan,
-            communicator=ranks,
+            communicator=comm,
             clip=1.0,
             skip_nan=1,
         )
@@ -362,12 +362,12 @@ def test_a_step_after_one_that_was_left_out_trains_as_it_would_after_backward():
             step(local_batch((bad, targets), 2, step.dp_index))
         return weights(step)
 
-    same(*[threads.run(2, lambda ranks, u=u: body(ranks, u)) for u in ("in_forward", "after")])
+    same(*[threads.run(2, lambda comm, u=u: body(comm, u)) for u in ("in_forward", "after")])
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2])
-def test_a_step_after_an_empty_batch_and_an_evaluation_is_not_blamed_for_unseen_uses(zero):
-    # The rank without samples uses no weight in the step's forward; the evaluation does the updates of it.
+def test_a_step_after_an_empty_batch_and_an_evaluation_is_not_refused_for_unreported_uses(zero):
+    # The rank without samples uses no weight in the step's forward; its pending updates run in the evaluation.
     def body(case, step):
         for number, batch in enumerate(batches(case)):
             step(local_batch(batch, 2, step.dp_index))
@@ -379,8 +379,8 @@ def test_a_step_after_an_empty_batch_and_an_evaluation_is_not_blamed_for_unseen_
 
 
 def test_the_trace_shows_updates_within_forward_and_counts_them_once():
-    def body(ranks):
-        step = build_step(CASE, 2, ranks)
+    def body(comm):
+        step = build_step(CASE, 2, comm)
         tracing = Tracer(step, every=1)
         for number, batch in enumerate(batches(CASE), 1):
             with tracing.sample(number):
@@ -401,15 +401,15 @@ def test_the_trace_shows_updates_within_forward_and_counts_them_once():
     }
 
 
-def test_a_step_that_nobody_holds_any_more_is_gone_with_its_memory():
+def test_an_unreferenced_step_frees_its_shared_memory():
     def files() -> int:
         gc.collect()
         return len(os.listdir("/proc/self/fd"))
 
-    def body(ranks):
+    def body(comm):
         case = dataclasses.replace(CASE, zero=1)
-        step = build_step(case, 2, ranks)
-        step(local_batch(batches(case)[0], 2, ranks.rank))
+        step = build_step(case, 2, comm)
+        step(local_batch(batches(case)[0], 2, comm.rank))
 
     threads.run(2, body)
     before = files()
@@ -437,17 +437,17 @@ def test_a_run_ends_with_the_weights_of_its_last_step(ema, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize(("fields", "said"), [
+@pytest.mark.parametrize(("fields", "message"), [
     ({"sync": "local"}, "updated weights at the end of the step"),
     ({"model": "compiled"}, "compiled code at second"),
     ({"model": "scripted"}, "compiled code at second"),
 ])  # fmt: skip
-def test_updates_in_forward_are_refused_where_uses_are_not_told_of_or_come_too_late(fields, said):
+def test_updates_in_forward_are_refused_where_uses_are_unreported_or_come_too_late(fields, message):
     case = dataclasses.replace(CASE, clip=None, **fields)
     model, loss, optimizer = cases_module.model("mlp"), cases_module.loss(case), cases_module.optimizer(case)
     if case.model == "compiled":
         model.get_submodule("second").compile()
     if case.model == "scripted":
         model.add_module("second", cast(nn.Module, torch.jit.script(model.get_submodule("second"))))
-    with pytest.raises(PlanError, match=said):
+    with pytest.raises(PlanError, match=message):
         parallelize(model, loss, optimizer, case.plan(1))

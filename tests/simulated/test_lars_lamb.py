@@ -1,4 +1,4 @@
-"""Laws of LARS and LAMB: the papers' updates, however a parameter is cut."""
+"""Laws of LARS and LAMB: the papers' updates, however parameters are sharded."""
 
 import dataclasses
 import functools
@@ -62,7 +62,7 @@ PAPERS: list[tuple[Any, Callable[..., Tensor]]] = [
 
 
 @pytest.mark.parametrize(("make", "paper"), PAPERS, ids=["LARS", "LAMB"])
-def test_an_update_is_the_papers_with_changing_rates(make: Any, paper: Callable[..., Tensor]) -> None:
+def test_updates_follow_the_papers_with_changing_rates(make: Any, paper: Callable[..., Tensor]) -> None:
     rates = [0.5, 0.1, 0.7, 0.01, 0.3]
     starts = [normal(4, 3, seed=0), normal(5, seed=1, scale=10.0), normal(seed=2)]
     gradients = [[normal(*w.shape, seed=10 * n + i, scale=n + 1.0) for n in range(5)] for i, w in enumerate(starts)]
@@ -82,7 +82,7 @@ def test_an_update_is_the_papers_with_changing_rates(make: Any, paper: Callable[
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("which", ["weight", "gradient"])
 def test_the_trust_ratio_of_a_zero_norm_is_one(kind: Any, which: str) -> None:
-    # Without decay, an update with ratio 1 is that of a group that is not adapted.
+    # Without decay, an update with ratio 1 equals that of a group with adapt=False.
     def move(*, adapt: bool) -> Tensor:
         weight = nn.Parameter(torch.zeros(3) if which == "weight" else torch.tensor([3.0, 0.0, 4.0]))
         weight.grad = torch.zeros(3) if which == "gradient" else torch.tensor([1.0, 2.0, -2.0])
@@ -94,7 +94,7 @@ def test_the_trust_ratio_of_a_zero_norm_is_one(kind: Any, which: str) -> None:
     assert which == "gradient" or move(adapt=True).abs().min() > 0.1
 
 
-def test_a_group_that_is_not_adapted_moves_as_torchs_own_optimizer() -> None:
+def test_a_group_without_adaptation_is_updated_as_by_torchs_own_optimizer() -> None:
     ours, theirs = (nn.Parameter(normal(6, seed=3)) for _ in range(2))
     pairs = [
         (ff.optim.LAMB([ours], lr=0.1, weight_decay=0.0, adapt=False), torch.optim.Adam([theirs], lr=0.1, eps=1e-6)),
@@ -111,39 +111,39 @@ def test_a_group_that_is_not_adapted_moves_as_torchs_own_optimizer() -> None:
 
 @settings(max_examples=40)
 @given(kind=st.sampled_from(KINDS), cuts=st.sets(st.integers(1, 22)), skip=st.booleans())
-def test_however_a_parameter_is_cut_its_update_is_the_same(kind: Any, cuts: set[int], skip: bool) -> None:
+def test_an_update_does_not_depend_on_how_a_parameter_is_sharded(kind: Any, cuts: set[int], skip: bool) -> None:
     whole = [nn.Parameter(normal(16, seed=0)), nn.Parameter(normal(7, seed=1, scale=5.0))]
     flat = torch.cat([w.detach() for w in whole])
     bounds = sorted({0, 16, 23} | cuts)
-    stretches = [nn.Parameter(flat[a:b].clone()) for a, b in itertools.pairwise(bounds)]
+    shards = [nn.Parameter(flat[a:b].clone()) for a, b in itertools.pairwise(bounds)]
     owners = [int(a >= 16) for a in bounds[:-1]]
-    one, many = (kind(each, lr=0.3, weight_decay=0.1) for each in (whole, stretches))
+    one, many = (kind(each, lr=0.3, weight_decay=0.1) for each in (whole, shards))
     for number in range(3):
         gradient = normal(23, seed=5 + number)
         for parameter, part in zip(whole, gradient.split([16, 7]), strict=True):
             parameter.grad = part.clone()
-        for stretch, (a, b) in zip(stretches, itertools.pairwise(bounds), strict=True):
-            stretch.grad = gradient[a:b].clone()
+        for shard, (a, b) in zip(shards, itertools.pairwise(bounds), strict=True):
+            shard.grad = gradient[a:b].clone()
         if skip and number == 1:
             whole[1].grad = None
-            for stretch, owner in zip(stretches, owners, strict=True):
-                stretch.grad = stretch.grad if owner == 0 else None
+            for shard, owner in zip(shards, owners, strict=True):
+                shard.grad = shard.grad if owner == 0 else None
         one.step()
         with torch.no_grad():
             begun = begin_update(many, owners, num_parameters=2)
             finish_update(begun, begun.squared_norms)
-    torch.testing.assert_close(torch.cat([*stretches]), torch.cat([*whole]), rtol=0, atol=1e-12)
+    torch.testing.assert_close(torch.cat([*shards]), torch.cat([*whole]), rtol=0, atol=1e-12)
 
 
-def test_norms_of_two_byte_numbers_do_not_overflow() -> None:
-    weight = nn.Parameter(torch.full((4096,), 3e3, dtype=torch.float16))  # its square is 9e6, above the largest
+def test_norms_of_two_byte_weights_do_not_overflow() -> None:
+    weight = nn.Parameter(torch.full((4096,), 3e3, dtype=torch.float16))  # its square is 9e6, above the largest float16
     weight.grad = torch.full_like(weight, 1e-3)
     ff.optim.LARS([weight], lr=1.0, trust=0.01, momentum=0.0).step()
     torch.testing.assert_close(weight.detach().float(), torch.full((4096,), 2970.0), rtol=1e-3, atol=0)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_empty_group_and_impossible_options_are_refused(kind: Any) -> None:
+def test_an_empty_group_and_invalid_options_are_refused(kind: Any) -> None:
     weight = nn.Parameter(torch.ones(2))
     for empty in ([], [nn.Parameter(torch.ones(0, 3))]):
         with pytest.raises(OptimizerError, match=f"{kind.__name__} on an empty group"):
@@ -156,59 +156,59 @@ def test_an_empty_group_and_impossible_options_are_refused(kind: Any) -> None:
     assert kind((p for p in [weight]), lr=1.0).param_groups[0]["params"] == [weight]
 
 
-# ---- laid over ranks
+# ---- on several ranks
 
 
 @pytest.mark.parametrize("optimizer", ["LARS", "LAMB"])
 @pytest.mark.parametrize("zero", [0, 1, 2])
-def test_a_parameter_without_gradient_is_left_alone(optimizer: str, zero: int) -> None:
+def test_a_parameter_without_gradient_is_not_updated(optimizer: str, zero: int) -> None:
     case = Case(model="unused", unused="allow", optimizer=optimizer, zero=zero, clip=0.05)
-    assert max(threads.run(2, lambda ranks: deviation(case, 2, ranks))) <= TOLERANCE
+    assert max(threads.run(2, lambda comm: deviation(case, 2, comm))) <= TOLERANCE
 
 
 @pytest.mark.parametrize("optimizer", ["LARS", "LAMB"])
-@pytest.mark.parametrize(("zero", "then"), [(0, 0), (0, 1), (2, 0), (1, 2)])
-def test_a_state_can_be_taken_to_another_mesh(optimizer: str, zero: int, then: int) -> None:
+@pytest.mark.parametrize(("zero", "loaded_zero"), [(0, 0), (0, 1), (2, 0), (1, 2)])
+def test_a_state_dict_loads_on_another_mesh(optimizer: str, zero: int, loaded_zero: int) -> None:
     case = Case(batch_sizes=(12, 12, 12, 12), optimizer=optimizer, bucket_bytes=1500, zero=zero)
 
-    def begun(ranks: Any) -> dict[str, Any]:
-        step = build_step(case, 3, ranks)
+    def train_first_half(comm: Any) -> dict[str, Any]:
+        step = build_step(case, 3, comm)
         for batch in batches(case)[:2]:
             step(local_batch(batch, 3, step.dp_index))
         return step.state_dict()
 
-    state = threads.run(3, begun)[0]
+    state = threads.run(3, train_first_half)[0]
 
-    def go_on(ranks: Any) -> dict[str, Tensor]:
-        step = build_step(dataclasses.replace(case, zero=then), 2, ranks)
+    def resume(comm: Any) -> dict[str, Tensor]:
+        step = build_step(dataclasses.replace(case, zero=loaded_zero), 2, comm)
         step.load_state_dict(state)
         return train_step(case, step, skip=2).weights
 
-    def whole(ranks: Any) -> dict[str, Tensor]:
-        return train_step(case, build_step(case, 1, ranks)).weights
+    def whole(comm: Any) -> dict[str, Tensor]:
+        return train_step(case, build_step(case, 1, comm)).weights
 
     (expected,) = threads.run(1, whole)
-    for weights in threads.run(2, go_on):
+    for weights in threads.run(2, resume):
         for name, weight in expected.items():
             torch.testing.assert_close(weights[name], weight, rtol=0, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("optimizer", ["LARS", "LAMB"])
-def test_an_update_in_backward_of_a_share_of_a_parameter_is_refused(optimizer: str) -> None:
+def test_an_update_in_backward_of_a_parameter_shard_is_refused(optimizer: str) -> None:
     case = Case(optimizer=optimizer, zero=1, update="in_backward")
     with pytest.raises(
         PlanError, match=f'"in_backward" with {optimizer} at zero = 1   need the norms of whole parameters'
     ):
-        threads.run(2, lambda ranks: build_step(case, 2, ranks))
-    threads.run(1, lambda ranks: build_step(case, 1, ranks))
+        threads.run(2, lambda comm: build_step(case, 2, comm))
+    threads.run(1, lambda comm: build_step(case, 1, comm))
 
 
 def test_an_empty_group_is_refused_by_the_step_too() -> None:
     def groups(parameters: Any) -> torch.optim.Optimizer:
         return ff.optim.LARS([{"params": list(parameters)}, {"params": []}], lr=1.0)
 
-    def body(ranks: Any) -> None:
-        TrainStep(model("mlp"), LOSSES["values"], groups, plan=Plan(), communicator=ranks, clip=None)
+    def body(comm: Any) -> None:
+        TrainStep(model("mlp"), LOSSES["values"], groups, plan=Plan(), communicator=comm, clip=None)
 
     with pytest.raises(OptimizerError, match="LARS on an empty group"):
         threads.run(1, body)

@@ -1,4 +1,4 @@
-"""Laws of losses that a later batch shows to be wrong, not the first: refused before that batch changes a weight."""
+"""Laws of losses whose error only a later batch shows: refused before that batch changes a weight."""
 
 import pytest
 import torch
@@ -13,15 +13,29 @@ from fourfold.testing.oracle import TOLERANCE
 from fourfold.trainer.evaluate import evaluate
 from fourfold.words.errors import TaskError
 from fourfold.words.task import Data, Task
-from tests.simulated.test_losses import CUTS, WIDE, alone, batches, ce, flat, in_turn, net, part, sgd, trained
+from tests.simulated.test_losses import (
+    SPLITS,
+    WIDE,
+    batches,
+    ce,
+    flat,
+    in_turn,
+    net,
+    part,
+    sgd,
+    train_in_one_process,
+    trained,
+)
 
 LATER = {
-    "a mean by hand beside": lambda o, y: ce(*flat(o, y)) + o.square().mean(),
-    "a sum by all targets": lambda o, y: ce(*flat(o, y), reduction="sum") / y.numel(),
-    "half a sum by those kept": lambda o, y: 0.5 * ce(*flat(o, y), reduction="sum") / (y >= 0).sum().clamp(min=1),
+    "plus a mean by hand": lambda o, y: ce(*flat(o, y)) + o.square().mean(),
+    "a sum divided by all targets": lambda o, y: ce(*flat(o, y), reduction="sum") / y.numel(),
+    "half a sum divided by those kept": lambda o, y: (
+        0.5 * ce(*flat(o, y), reduction="sum") / (y >= 0).sum().clamp(min=1)
+    ),
     "a masked mean": lambda o, y: (o.square().sum(-1) * (y >= 0)).sum() / (y >= 0).sum(),
     "a masked mean of at least one": lambda o, y: (o.exp().sum(-1) * (y >= 0)).sum() / (y >= 0).sum().clamp(min=1),
-    "a masked mean by means": lambda o, y: (o.exp().sum(-1) * (y >= 0)).mean() / (y >= 0).double().mean(),
+    "a masked mean as a ratio of means": lambda o, y: (o.exp().sum(-1) * (y >= 0)).mean() / (y >= 0).double().mean(),
     "a mean of those kept": lambda o, y: o[y >= 0].square().mean() if (y >= 0).any() else 0 * o.sum(),
     "chunks": lambda o, y: sum(ce(*each, reduction="sum") for each in chunks(o, y)) / (y >= 0).sum().clamp(min=1),
     "smoothed by hand": lambda o, y: smoothed(o, y),
@@ -36,9 +50,9 @@ def chunks(o, y):
 def smoothed(o, y):
     """Label smoothing as in transformers."""
     logs, ignored, y = -o.log_softmax(-1), (y < 0)[..., None], y.clamp(min=0)[..., None]
-    told = logs.gather(-1, y).masked_fill(ignored, 0.0), logs.sum(-1, keepdim=True).masked_fill(ignored, 0.0)
+    sums = logs.gather(-1, y).masked_fill(ignored, 0.0), logs.sum(-1, keepdim=True).masked_fill(ignored, 0.0)
     count = ignored.numel() - ignored.sum()
-    return 0.9 * told[0].sum() / count + 0.1 * told[1].sum() / (count * o.shape[-1])
+    return 0.9 * sums[0].sum() / count + 0.1 * sums[1].sum() / (count * o.shape[-1])
 
 
 def without_grad(o, y):
@@ -48,28 +62,28 @@ def without_grad(o, y):
 
 
 EXACT = {
-    "a sum by samples": lambda o, y: ce(*flat(o, y), reduction="sum") / len(y),
-    "a third of a sum by samples": lambda o, y: ce(*flat(o, y), reduction="sum") / (3 * len(y)),
-    "a figure within no_grad": without_grad,
-    "a constant beside": lambda o, y: 0.3 * ce(*flat(o, y)) + own_penalty.square(),
+    "a sum divided by samples": lambda o, y: ce(*flat(o, y), reduction="sum") / len(y),
+    "a third of a sum divided by samples": lambda o, y: ce(*flat(o, y), reduction="sum") / (3 * len(y)),
+    "a metric within no_grad": without_grad,
+    "plus a constant": lambda o, y: 0.3 * ce(*flat(o, y)) + own_penalty.square(),
     "half of two means": lambda o, y: (ce(*flat(o, y)) + ce(*flat(o.sin(), y))) / 2,
     "a mean of each sample": lambda o, y: o.square().flatten(1).mean(1).mean(),
-    "a mean of fixed numbers beside": lambda o, y: ce(*flat(o, y)) / 3 + own_penalty.expand(7).mean() / 5,
+    "plus a mean of constants": lambda o, y: ce(*flat(o, y)) / 3 + own_penalty.expand(7).mean() / 5,
     "a mean by lengths": lambda o, y: (o.square().sum((1, 2)) / (1 + (y >= 0).sum(1))).mean(),
-    "a figure before that is not detached": lambda o, y: told(F.l1_loss(o, torch.zeros_like(o)), ce(*flat(o, y))),
-    "a figure behind that is not detached": lambda o, y: told(F.l1_loss(o, o + 1), ce(*flat(o, y))),
+    "a metric before, not detached": lambda o, y: log_metric(F.l1_loss(o, torch.zeros_like(o)), ce(*flat(o, y))),
+    "a metric after, not detached": lambda o, y: log_metric(F.l1_loss(o, o + 1), ce(*flat(o, y))),
     "by torch.func.vmap": lambda o, y: torch.func.vmap(ce)(o.flatten(1), y.abs().sum(1) % 20).mean(),
     "elements by torch.func.vmap": lambda o, y: torch.func.vmap(F.mse_loss)(o, o.sin().detach()).mean(),
 }
 
 
-def told(figure, value):
-    assert figure.item() >= 0
+def log_metric(metric, value):
+    assert metric.item() >= 0
     return value
 
 
 own_penalty = torch.tensor(1.5, dtype=WIDE)
-SHARDED = [(2, 2, 3)]  # autograd saves other tensors with sharded weights
+SHARDED = [(2, 2, 3)]  # with sharded weights, autograd saves other tensors
 
 
 def ignoring():
@@ -96,35 +110,35 @@ def refused_after(step, given, dp, match):
     return all(torch.equal(weight, before[name]) for name, weight in step.named_weights())
 
 
-@pytest.mark.parametrize(("name", "cut"), in_turn(LATER, CUTS + SHARDED))
-def test_what_is_no_mean_of_the_kept_is_refused_once_some_are_ignored(name, cut):
-    def body(ranks):
-        transport = "gloo" if cut[2] == 3 else "by-host"
-        plan = Plan(dp=cut[0], microbatches=cut[1], zero=cut[2], transport=transport)
-        step = TrainStep(net(), LATER[name], sgd, plan=plan, communicator=ranks, clip=None)
-        return refused_after(step, later(), cut[0], "whose counts are not proportional")
+@pytest.mark.parametrize(("name", "split"), in_turn(LATER, SPLITS + SHARDED))
+def test_a_loss_that_is_not_a_mean_of_the_kept_targets_is_refused_once_some_are_ignored(name, split):
+    def body(comm):
+        transport = "gloo" if split[2] == 3 else "by-host"
+        plan = Plan(dp=split[0], microbatches=split[1], zero=split[2], transport=transport)
+        step = TrainStep(net(), LATER[name], sgd, plan=plan, communicator=comm, clip=None)
+        return refused_after(step, later(), split[0], "whose counts are not proportional")
 
-    assert all(threads.run(cut[0], body))
+    assert all(threads.run(split[0], body))
 
 
 @pytest.mark.parametrize("name", LATER)
-def test_the_same_losses_train_as_in_one_process_while_nothing_is_ignored(name):
+def test_the_same_losses_train_as_in_one_process_while_no_target_is_ignored(name):
     given = [(inputs, targets.clamp(min=0)) for inputs, targets in batches()]
-    got = threads.run(3, lambda ranks: trained(ranks, LATER[name], (3, 2, 0), given))
-    assert max(oracle.deviation(each, alone(LATER[name], given)) for each in got) <= TOLERANCE
+    got = threads.run(3, lambda comm: trained(comm, LATER[name], (3, 2, 0), given))
+    assert max(oracle.deviation(each, train_in_one_process(LATER[name], given)) for each in got) <= TOLERANCE
 
 
 @pytest.mark.parametrize("given", [later, ignoring])
-@pytest.mark.parametrize(("name", "cut"), in_turn(EXACT, CUTS))
-def test_losses_that_stay_exact_when_some_are_ignored_are_not_refused(name, cut, given):
-    expected = alone(EXACT[name], given())
-    got = threads.run(cut[0], lambda ranks: trained(ranks, EXACT[name], cut, given()))
+@pytest.mark.parametrize(("name", "split"), in_turn(EXACT, SPLITS))
+def test_losses_that_stay_exact_when_some_targets_are_ignored_are_not_refused(name, split, given):
+    expected = train_in_one_process(EXACT[name], given())
+    got = threads.run(split[0], lambda comm: trained(comm, EXACT[name], split, given()))
     assert max(oracle.deviation(each, expected) for each in got) <= TOLERANCE
 
 
 def refused_at_once(loss, match, dp=2, **options):
-    def body(ranks):
-        step = TrainStep(net(), loss(), sgd, plan=Plan(dp=dp, **options), communicator=ranks, clip=None)
+    def body(comm):
+        step = TrainStep(net(), loss(), sgd, plan=Plan(dp=dp, **options), communicator=comm, clip=None)
         with pytest.raises(TaskError, match=match):
             step(part(batches()[0], dp, step.dp_index))
 
@@ -138,7 +152,7 @@ COUNTS = {
 
 
 @pytest.mark.parametrize("name", COUNTS)
-def test_what_is_no_count_is_refused(name):
+def test_an_invalid_count_is_refused(name):
     loss, match = COUNTS[name]
     refused_at_once(lambda: loss, match)
 
@@ -183,37 +197,37 @@ class Caching(nn.Module):
         return (o * self.scale).square().mean((1, 2))
 
 
-def closed(module):
+def as_lambda(module):
     return lambda o, y: module(o, y)
 
 
-@pytest.mark.parametrize("held", [lambda module: module, closed, lambda module: module.forward])
+@pytest.mark.parametrize("held", [lambda module: module, as_lambda, lambda module: module.forward])
 @pytest.mark.parametrize("kind", [Centred, Counting])
-def test_a_loss_that_writes_its_own_buffers_is_refused_where_a_batch_is_cut(kind, held):
+def test_a_loss_that_writes_its_own_buffers_is_refused_where_a_batch_is_split(kind, held):
     refused_at_once(lambda: held(kind()), "the loss writes its own (centre|calls) each time")
 
 
-def test_a_loss_that_caches_is_trained_and_its_state_is_its_own_in_one_process():
-    got = threads.run(2, lambda ranks: trained(ranks, Caching(), (2, 2, 0), batches()))
-    expected = alone(lambda o, y: Caching()(o, y).mean(), batches())
+def test_a_loss_that_caches_is_trained_and_one_process_may_keep_loss_state():
+    got = threads.run(2, lambda comm: trained(comm, Caching(), (2, 2, 0), batches()))
+    expected = train_in_one_process(lambda o, y: Caching()(o, y).mean(), batches())
     assert max(oracle.deviation(each, expected) for each in got) <= TOLERANCE
-    assert threads.run(1, lambda ranks: trained(ranks, Centred(), (1, 1, 0), batches()))
+    assert threads.run(1, lambda comm: trained(comm, Centred(), (1, 1, 0), batches()))
 
 
-def slope_too(o, y):
+def plus_unmasked_mean(o, y):
     return ce(*flat(o, y)) + F.mse_loss(o, torch.zeros_like(o))
 
 
-@pytest.mark.parametrize("loss", [slope_too, LATER["a mean by hand beside"]])
-def test_an_evaluation_of_a_source_refuses_counts_that_part_ways_among_ranks(loss):
+@pytest.mark.parametrize("loss", [plus_unmasked_mean, LATER["plus a mean by hand"]])
+def test_an_evaluation_of_a_source_refuses_disproportionate_counts(loss):
     inputs, targets = batches()[0]
     targets = targets.clamp(min=0)
     targets[3:5] = targets[11:] = -100  # not among the samples of the dry run
     source = TensorSource(inputs, targets)
     task = Task(model=net, loss=loss, data=lambda: Data(train=source), optimizer=sgd)
 
-    def body(ranks):
-        step = TrainStep(net(), loss, sgd, plan=Plan(dp=2), communicator=ranks, clip=None)
+    def body(comm):
+        step = TrainStep(net(), loss, sgd, plan=Plan(dp=2), communicator=comm, clip=None)
         with pytest.raises(TaskError, match="whose counts are not proportional"):
             evaluate(step, task, source, 4)
 
@@ -233,18 +247,18 @@ class Field(nn.Module):
 
 
 def equation(outputs, targets):
-    value, place = outputs
-    (slope,) = torch.autograd.grad(value.sum(), place, create_graph=True)
+    value, point = outputs
+    (slope,) = torch.autograd.grad(value.sum(), point, create_graph=True)
     return (slope.square().sum(-1) - value).square().mean()
 
 
-@pytest.mark.parametrize("cut", CUTS)
-def test_a_loss_may_differentiate_outputs_by_one_another(cut):
-    def train(ranks, dp, **options):
-        step = TrainStep(Field(), equation, sgd, plan=Plan(dp=dp, **options), communicator=ranks, clip=None)
+@pytest.mark.parametrize("split", SPLITS)
+def test_a_loss_may_differentiate_outputs_by_one_another(split):
+    def train(comm, dp, **options):
+        step = TrainStep(Field(), equation, sgd, plan=Plan(dp=dp, **options), communicator=comm, clip=None)
         metrics = [step(part(batch, dp, step.dp_index)).loss for batch in batches()]
         return oracle.snapshot(step, metrics, [])
 
-    (expected,) = threads.run(1, lambda ranks: train(ranks, 1))
-    got = threads.run(cut[0], lambda ranks: train(ranks, cut[0], microbatches=cut[1], zero=cut[2]))
+    (expected,) = threads.run(1, lambda comm: train(comm, 1))
+    got = threads.run(split[0], lambda comm: train(comm, split[0], microbatches=split[1], zero=split[2]))
     assert max(oracle.deviation(each, expected) for each in got) <= TOLERANCE

@@ -24,7 +24,7 @@ SECONDS = 20  # far less than a wait's own time limit, far more than a check of 
 
 
 @pytest.fixture
-def corpse() -> Iterator[_RankProcess]:
+def killed_rank() -> Iterator[_RankProcess]:
     """The process of a rank that has been killed and is still a zombie."""
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     killed = _RankProcess(host_id(), "somewhere", *process_id(process.pid))
@@ -41,21 +41,21 @@ def rank_0_with(peer: _RankProcess) -> Communicator:
     return comm
 
 
-def test_a_zombie_counts_as_dead(corpse: _RankProcess) -> None:
-    comm = rank_0_with(corpse)
+def test_a_zombie_process_counts_as_dead(killed_rank: _RankProcess) -> None:
+    comm = rank_0_with(killed_rank)
     assert [comm.is_peer_dead(rank) for rank in range(2)] == [False, True]
     with pytest.raises(PeerError, match=r"rank 1 \(host somewhere\)"):
         comm.check_peers()
 
 
-def test_a_later_process_with_the_same_pid_or_one_of_another_host_is_not_taken_for_the_rank() -> None:
+def test_a_reused_pid_counts_as_dead_and_a_rank_of_another_host_as_alive() -> None:
     here = _RankProcess(host_id(), "here", *this_process())
     assert rank_0_with(here._replace(start_ticks=here.start_ticks - 1)).is_peer_dead(1)
     assert not rank_0_with(here._replace(host="another", pid=1, start_ticks=0)).is_peer_dead(1)
 
 
-def test_a_broken_connection_names_the_dead_rank_and_other_errors_pass_unchanged(corpse: _RankProcess) -> None:
-    comm = rank_0_with(corpse)
+def test_a_broken_connection_names_the_dead_rank_and_other_errors_pass_unchanged(killed_rank: _RankProcess) -> None:
+    comm = rank_0_with(killed_rank)
     with pytest.raises(PeerError, match=r"rank 1 \(host somewhere\) died"), comm.report_dead_peers():
         raise RuntimeError("[pair.cc:547] Connection closed by peer [127.0.0.1]:1234")
     with pytest.raises(RuntimeError, match="shapes"), comm.report_dead_peers():
@@ -76,17 +76,17 @@ class Stuck:
         raise OSError("at last")
 
 
-def test_a_rank_that_waits_for_data_notices_a_dead_peer(corpse: _RankProcess) -> None:
+def test_a_rank_that_waits_for_data_notices_a_dead_peer(killed_rank: _RankProcess) -> None:
     source, begin = Stuck(), time.monotonic()
     feed = Feed(source, batch_size=2)
-    feed.check_peers = rank_0_with(corpse).check_peers
+    feed.check_peers = rank_0_with(killed_rank).check_peers
     with pytest.raises(PeerError):
         next(iter(feed))
     assert time.monotonic() - begin < SECONDS
     source.is_released.set()
 
 
-def test_the_writer_does_not_wait_for_the_piece_of_a_dead_rank(tmp_path, monkeypatch) -> None:
+def test_the_writer_does_not_wait_for_the_file_of_a_dead_rank(tmp_path, monkeypatch) -> None:
     def body(comm):
         run = ThreadRun(Case(), comm, tmp_path)
         run.run_steps(0, 2, save_at=(1,))
@@ -97,7 +97,7 @@ def test_the_writer_does_not_wait_for_the_piece_of_a_dead_rank(tmp_path, monkeyp
         run.run_steps(2, 3, save_at=(3,))
         return run.log.messages, time.monotonic() - begin
 
-    notes, seconds = threads.run(2, body)[0]
+    messages, seconds = threads.run(2, body)[0]
     assert seconds < SECONDS
-    assert "rank 1 died before it had written its file" in notes[0]
+    assert "rank 1 died before it had written its file" in messages[0]
     assert CheckpointStore(tmp_path).steps() == [1]

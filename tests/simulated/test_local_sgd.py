@@ -1,4 +1,4 @@
-"""The laws of local steps, all ranks as threads of one process."""
+"""Laws of local SGD. Ranks are threads."""
 
 import dataclasses
 import json
@@ -27,41 +27,41 @@ from tests import local_sgd_oracle
 from tests.cases import Case, batches, build_step, local_batch, loss, model, optimizer, train_oracle, train_step
 
 
-def deviation(case: Case, size: int, ranks) -> float:
-    return oracle.deviation(train_step(case, build_step(case, size, ranks)), local_sgd_oracle.train(case, size))
+def deviation(case: Case, size: int, comm) -> float:
+    return oracle.deviation(train_step(case, build_step(case, size, comm)), local_sgd_oracle.train(case, size))
 
 
 @pytest.mark.parametrize(("size", "hosts", "batch_sizes", "model"), [
     (4, 2, (7, 1, 13, 2, 9, 12, 3, 8, 1), "tied"), (3, 1, (5, 9, 1, 12, 4, 13), "frozen"),
 ])  # fmt: skip
-def test_local_steps_are_workers_that_meet_and_their_norms_are_told(size, hosts, batch_sizes, model):
-    # Three steps between meetings, and so many meetings that a momentum is of several.
+def test_local_sgd_trains_as_separate_workers_that_average_their_weights(size, hosts, batch_sizes, model):
+    # Three local steps per average, and enough averages that the outer momentum accumulates.
     case = Case(model=model, loss="pair", batch_sizes=batch_sizes, sync="local", local_steps=3, outer_momentum=0.9)
     case = dataclasses.replace(case, optimizer="LAMB", microbatches=2, clip=0.05, outer_lr=0.7, bucket_bytes=1500)
-    assert max(threads.run(size, lambda ranks: deviation(case, size, ranks), hosts=hosts)) <= TOLERANCE
+    assert max(threads.run(size, lambda comm: deviation(case, size, comm), hosts=hosts)) <= TOLERANCE
 
 
 def test_a_rank_without_samples_updates_each_bucket_once():
-    # Its buckets are all updated when the first of them is asked for.
+    # All its buckets are updated when the first of them is due.
     case = Case(sync="local", local_steps=1, batch_sizes=(1, 2), bucket_bytes=1, update="in_backward")
-    assert max(threads.run(2, lambda ranks: deviation(case, 2, ranks))) <= TOLERANCE
+    assert max(threads.run(2, lambda comm: deviation(case, 2, comm))) <= TOLERANCE
 
 
 @settings(max_examples=10)
 @given(size=st.integers(1, 4), batch_sizes=st.lists(st.integers(1, 9), min_size=1, max_size=4).map(tuple))
-def test_plain_descent_that_meets_in_every_step_is_data_parallelism(size, batch_sizes):
-    # With momentum they differ where batches are uneven: each rank's is its own.
+def test_sgd_averaged_in_every_step_equals_data_parallelism(size, batch_sizes):
+    # With momentum they differ where batches are uneven, because momentum is local to a rank.
     case = Case(optimizer="descent", batch_sizes=batch_sizes, sync="local", local_steps=1)
-    both = threads.run(size, lambda ranks: (train_step(case, build_step(case, size, ranks)), train_oracle(case)))
+    both = threads.run(size, lambda comm: (train_step(case, build_step(case, size, comm)), train_oracle(case)))
     assert max(oracle.deviation(got, expected) for got, expected in both) <= TOLERANCE
 
 
 LOCAL = Case(sync="local", local_steps=3, batch_sizes=(12, 11, 2, 12, 12, 7), outer_momentum=0.9, bucket_bytes=1500)
 
 
-def test_ranks_differ_between_meetings_and_agree_after_them():
-    def body(ranks):
-        step = build_step(LOCAL, 2, ranks)
+def test_ranks_differ_between_averages_and_agree_after_them():
+    def body(comm):
+        step = build_step(LOCAL, 2, comm)
         seen = []
         for batch in batches(LOCAL):
             metrics = step(local_batch(batch, 2, step.dp_index))
@@ -69,26 +69,26 @@ def test_ranks_differ_between_meetings_and_agree_after_them():
             seen.append((metrics.loss, step.is_synchronized, flat))
         return seen
 
-    for (told, whole, mine), (others, _, theirs) in zip(*threads.run(2, body), strict=True):
-        assert told == others
-        assert torch.equal(mine, theirs) == whole
+    for (loss_value, is_synchronized, mine), (other_loss, _, theirs) in zip(*threads.run(2, body), strict=True):
+        assert loss_value == other_loss
+        assert torch.equal(mine, theirs) == is_synchronized
 
 
-def test_gradients_are_never_reduced_and_weights_are_in_meetings_only():
-    def body(ranks):
-        step = build_step(LOCAL, 2, ranks)
+def test_gradients_are_never_reduced_and_weights_only_in_averaging_steps():
+    def body(comm):
+        step = build_step(LOCAL, 2, comm)
         for batch in batches(LOCAL):
             step(local_batch(batch, 2, step.dp_index))
         return step.program, step.local_program
 
-    for meeting, alone in threads.run(2, body):
-        assert {a.verb for a in meeting} - {a.verb for a in alone} == {Verb.PUSH, Verb.PULL}
-        assert Verb.REDUCE not in {a.verb for a in meeting}
+    for averaging, local in threads.run(2, body):
+        assert {a.verb for a in averaging} - {a.verb for a in local} == {Verb.PUSH, Verb.PULL}
+        assert Verb.REDUCE not in {a.verb for a in averaging}
 
 
-def test_a_state_between_meetings_is_refused():
-    def body(ranks):
-        step = build_step(LOCAL, 2, ranks)
+def test_a_state_dict_between_averages_is_refused():
+    def body(comm):
+        step = build_step(LOCAL, 2, comm)
         step(local_batch(batches(LOCAL)[0], 2, step.dp_index))
         with pytest.raises(TrainingError, match=r"after step 1, with local_steps = 3.*try after step 3"):
             step.state_dict()
@@ -96,35 +96,35 @@ def test_a_state_between_meetings_is_refused():
     threads.run(2, body)
 
 
-def test_every_rank_goes_on_from_what_is_put_back():
+def test_every_rank_resumes_from_a_loaded_state():
     case = dataclasses.replace(LOCAL, optimizer="descent")
 
-    def body(ranks):
-        step, again = build_step(case, 2, ranks), build_step(case, 2, ranks)
+    def body(comm):
+        step, resumed = build_step(case, 2, comm), build_step(case, 2, comm)
         parts = [local_batch(batch, 2, step.dp_index) for batch in batches(case)]
         for batch in parts[:3]:
             step(batch)
-        again.load_state_dict(step.state_dict())
+        resumed.load_state_dict(step.state_dict())
         for batch in parts[3:]:
             step(batch)
-            again(batch)
-        pairs = zip(step.model.parameters(), again.model.parameters(), strict=True)
+            resumed(batch)
+        pairs = zip(step.model.parameters(), resumed.model.parameters(), strict=True)
         return [torch.equal(a, b) for a, b in pairs]
 
     assert all(all(same) for same in threads.run(2, body))
 
 
-def test_a_bad_step_is_left_out_by_all_ranks_and_a_meeting_is_held_all_the_same():
+def test_a_bad_step_is_skipped_by_all_ranks_and_its_average_still_happens():
     case = dataclasses.replace(LOCAL, outer_momentum=0.0)
 
-    def body(ranks):
+    def body(comm):
         step = TrainStep(
-            model(case.model), loss(case), optimizer(case), plan=case.plan(2), communicator=ranks, clip=None, skip_nan=3
+            model(case.model), loss(case), optimizer(case), plan=case.plan(2), communicator=comm, clip=None, skip_nan=3
         )
         skipped = []
         for number, batch in enumerate(batches(case)):
             inputs, targets = local_batch(batch, 2, step.dp_index)
-            if number == 2 and ranks.rank == 1:
+            if number == 2 and comm.rank == 1:
                 inputs = inputs * float("nan")
             skipped.append(step((inputs, targets)).skipped is not None)
         return skipped, torch.cat([p.detach().reshape(-1) for p in step.model.parameters()])
@@ -135,24 +135,24 @@ def test_a_bad_step_is_left_out_by_all_ranks_and_a_meeting_is_held_all_the_same(
     assert mine.isfinite().all()
 
 
-def test_show_tells_both_programs_and_how_seldom_weights_are_sent():
-    told = {sync: show(Plan(dp=2, sync=sync, local_steps=4), lm.task()) for sync in ("step", "local")}
-    apart, meeting = (part for part in told["local"].split("\n\n") if part.startswith("program"))
-    assert "R0." not in told["local"]
-    assert "P0." not in apart
-    assert "in every 4th step" in meeting
-    assert "L0.0" in meeting
-    sent = {sync: re.search(r"network +([0-9.]+) ([KM])iB", text) for sync, text in told.items()}
+def test_show_lists_both_programs_and_the_bytes_sent_per_step():
+    shown = {sync: show(Plan(dp=2, sync=sync, local_steps=4), lm.task()) for sync in ("step", "local")}
+    local, averaging = (part for part in shown["local"].split("\n\n") if part.startswith("program"))
+    assert "R0." not in shown["local"]
+    assert "P0." not in local
+    assert "in every 4th step" in averaging
+    assert "L0.0" in averaging
+    sent = {sync: re.search(r"network +([0-9.]+) ([KM])iB", text) for sync, text in shown.items()}
     sizes = {sync: float(found[1]) * {"K": 1, "M": 1024}[found[2]] for sync, found in sent.items() if found}
     assert sizes["local"] == pytest.approx(sizes["step"] / 4, rel=0.01)
 
 
 class Interrupted(Exception):
-    """The loss function's own, in mid-run."""
+    """An error of the loss function during the run."""
 
 
 def small(stop_at: int | None = None) -> ff.Task:
-    """Twenty-four samples; the run breaks off in a step of this number."""
+    """Twenty-four samples; the run fails in step `stop_at`."""
     inputs, targets = batches(Case(batch_sizes=(24,)))[0]
     calls = iter(range(1, 1000))
 
@@ -179,12 +179,12 @@ def saved(folder: Path) -> dict[str, torch.Tensor]:
 RUN: dict[str, Any] = {"batch_size": 4, "trace_every": 0, "ema": 0.5}
 
 
-def test_a_run_that_would_end_between_meetings_is_refused():
+def test_a_run_that_would_end_between_averages_is_refused():
     with pytest.raises(SettingError, match=r"steps = 8, local_steps = 3.*try steps=6 or 9"):
         ff.train(small(), ff.Plan(sync="local", local_steps=3), steps=8, **RUN)
 
 
-def test_a_run_saves_and_evaluates_at_the_next_meeting_and_goes_on_bit_for_bit(tmp_path):
+def test_a_run_saves_and_evaluates_at_the_next_average_and_resumes_bit_for_bit(tmp_path):
     plan = ff.Plan(sync="local", local_steps=3, outer_lr=0.7, outer_momentum=0.9)
     options: dict[str, Any] = {"steps": 9, "checkpoint_every": 2, "folder": str(tmp_path), **RUN}
     ff.train(small(), plan, name="whole", **options)
@@ -200,9 +200,9 @@ def test_a_run_saves_and_evaluates_at_the_next_meeting_and_goes_on_bit_for_bit(t
     assert all(torch.equal(got[name], value) for name, value in expected.items())
 
 
-@given(every=st.integers(1, 30), meetings=st.integers(1, 20), period=st.integers(1, 12))
-def test_what_is_wanted_now_and_then_is_done_as_often_and_less_than_a_period_late(every, meetings, period):
-    done = [step for step in range(1, meetings * period + 1) if is_due(step, every, period)]
-    wanted = range(every, meetings * period + 1, every)
-    assert done == sorted({-(-step // period) * period for step in wanted})
+@given(every=st.integers(1, 30), num_averages=st.integers(1, 20), period=st.integers(1, 12))
+def test_periodic_actions_run_at_the_next_average_after_they_are_due(every, num_averages, period):
+    done = [step for step in range(1, num_averages * period + 1) if is_due(step, every, period)]
+    due = range(every, num_averages * period + 1, every)
+    assert done == sorted({-(-step // period) * period for step in due})
     assert not any(is_due(step, 0, period) for step in range(20))

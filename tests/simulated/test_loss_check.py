@@ -63,7 +63,7 @@ class Gpt(nn.Module):
 
 
 class Kinds(nn.Module):
-    """Embeddings of tokens, changed by `change`, and scores."""
+    """Embeds tokens, applies `change`, and returns scores."""
 
     def __init__(self, change: Callable[[Any, Tensor], Tensor], **parts: Any) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ def in_half(layer: nn.Module, x: Tensor) -> Tensor:
         return layer(x).float()
 
 
-def turned(model: Any, x: Tensor) -> Tensor:
+def rotated(model: Any, x: Tensor) -> Tensor:
     return (x.to(torch.complex64) * model.phases).real
 
 
@@ -139,7 +139,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "checkpointed": lambda: Gpt(functools.partial(checkpoint, use_reentrant=False)),
     "checkpointed, reentrant": lambda: Gpt(functools.partial(checkpoint, use_reentrant=True)),
     "autocast": lambda: Gpt(in_half),
-    "complex": lambda: Kinds(turned, phases=nn.Parameter(torch.randn(WIDTH, dtype=torch.complex64))),
+    "complex": lambda: Kinds(rotated, phases=nn.Parameter(torch.randn(WIDTH, dtype=torch.complex64))),
     "group norm": lambda: convolved(nn.GroupNorm(2, WIDTH)),
     "batch norm": lambda: convolved(nn.BatchNorm1d(WIDTH)),
     "a compiled part": lambda: Kinds(lambda m, x: m.inner(x), inner=torch.compile(Adapted(), backend="eager")),
@@ -149,7 +149,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "experts": lambda: Kinds(routed, router=nn.Linear(WIDTH, 3), experts=nn.ModuleList([Adapted() for _ in range(3)])),
     "rounded": lambda: Kinds(rounded),
     "a buffer of constants": lambda: Kinds(lambda m, x: x * torch.tensor([0.5, 2.0] * 4)),
-    "sparse looks": lambda: Kinds(lambda m, x: x.masked_fill(x < -1, torch.finfo(x.dtype).min).clamp(-3)),
+    "masked and clamped": lambda: Kinds(lambda m, x: x.masked_fill(x < -1, torch.finfo(x.dtype).min).clamp(-3)),
 }
 
 
@@ -184,7 +184,7 @@ LOSSES: dict[str, Loss] = {
     "a penalty": lambda m, o, y: (
         F.cross_entropy(*flat(o, y)) + 0.1 * sum(p.abs().square().sum() for p in m.parameters())
     ),
-    "detached beside": lambda m, o, y: F.cross_entropy(*flat(o, y)) + (o - o.detach()).square().sum(),
+    "plus a detached difference": lambda m, o, y: F.cross_entropy(*flat(o, y)) + (o - o.detach()).square().sum(),
     "unreduced": lambda m, o, y: F.cross_entropy(o.transpose(1, 2), y, reduction="none"),
     "a pair": lambda m, o, y: (F.cross_entropy(*flat(o, y), reduction="sum"), (y >= 0).sum()),
 }
@@ -203,10 +203,10 @@ def batch(rank: int = 0) -> tuple[Tensor, Tensor]:
     return tokens, targets
 
 
-def trained(ranks: Any, kind: str, plan: Plan, loss: str = "ignoring") -> None:
+def trained(comm: Any, kind: str, plan: Plan, loss: str = "ignoring") -> None:
     model = made(kind)
-    step = TrainStep(model, functools.partial(LOSSES[loss], model), sgd, plan=plan, communicator=ranks, clip=None)
-    step(batch(ranks.rank))
+    step = TrainStep(model, functools.partial(LOSSES[loss], model), sgd, plan=plan, communicator=comm, clip=None)
+    step(batch(comm.rank))
 
 
 def plan_of(kind: str, dp: int = 2, **options: Any) -> Plan:
@@ -215,16 +215,16 @@ def plan_of(kind: str, dp: int = 2, **options: Any) -> Plan:
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_ordinary_models_pass_in_float64(kind, caplog):
-    threads.run(2, lambda ranks: trained(ranks, kind, plan_of(kind)))
+    threads.run(2, lambda comm: trained(comm, kind, plan_of(kind)))
     if "reentrant" not in kind:
-        threads.run(2, lambda ranks: trained(ranks, kind, plan_of(kind, zero=3, transport="gloo", microbatches=2)))
+        threads.run(2, lambda comm: trained(comm, kind, plan_of(kind, zero=3, transport="gloo", microbatches=2)))
     assert not [record for record in caplog.records if "dry run of the loss" in record.message]
 
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_ordinary_losses_pass_in_float64(loss, caplog):
     for kind in ("gpt", "bfloat16"):
-        threads.run(2, lambda ranks, kind=kind: trained(ranks, kind, plan_of(kind, microbatches=2), loss))
+        threads.run(2, lambda comm, kind=kind: trained(comm, kind, plan_of(kind, microbatches=2), loss))
     assert not [record for record in caplog.records if "dry run of the loss" in record.message]
 
 
@@ -232,7 +232,7 @@ def states() -> list[str]:
     return [repr(each) for each in (torch.get_rng_state().tolist(), random.getstate(), np.random.get_state())]
 
 
-def kept(model: nn.Module) -> dict[str, Any]:
+def model_state(model: nn.Module) -> dict[str, Any]:
     """All that a check might change, by name: identities, versions and values."""
     found: dict[str, Any] = {}
     for name, p in [*model.named_parameters(), *model.named_buffers()]:
@@ -245,7 +245,7 @@ def kept(model: nn.Module) -> dict[str, Any]:
     return found
 
 
-class Remembering(Gpt):
+class Stateful(Gpt):
     """Keeps its last scores, a moving average that is not a buffer, and a count."""
 
     def __init__(self) -> None:
@@ -263,11 +263,11 @@ class Remembering(Gpt):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("room", [MemoryFit(), MemoryFit(fits_float64=False)])
-def test_a_check_leaves_the_model_its_gradients_and_all_generators_as_they_were(dtype, room):
+@pytest.mark.parametrize("memory_fit", [MemoryFit(), MemoryFit(fits_float64=False)])
+def test_a_check_leaves_the_model_its_gradients_and_all_generators_as_they_were(dtype, memory_fit):
     with SEED_LOCK:
         torch.manual_seed(1)
-        model = Remembering().to(dtype)
+        model = Stateful().to(dtype)
     fired = []
     for p in model.parameters():
         if p.requires_grad:
@@ -280,17 +280,19 @@ def test_a_check_leaves_the_model_its_gradients_and_all_generators_as_they_were(
         penalty = sum(p.square().sum() for p in held)  # not through the model
         return F.cross_entropy(*flat(outputs, targets), weight=CLASS_WEIGHTS.to(dtype)) + 0.01 * penalty
 
-    def body(ranks: Any) -> None:
-        step = TrainStep(model, loss, sgd, plan=Plan(microbatches=2), communicator=ranks, clip=None)
+    def body(comm: Any) -> None:
+        step = TrainStep(model, loss, sgd, plan=Plan(microbatches=2), communicator=comm, clip=None)
         for p in model.parameters():
             p.grad = torch.ones_like(p) if p.requires_grad else None
-        before, generators, mean = kept(model), states(), model.mean.clone()
+        before, generators, mean = model_state(model), states(), model.mean.clone()
         objective = step.objective
         whole, parts = (batch(), [tuple(t[:2] for t in batch()), tuple(t[2:] for t in batch())])
-        verdict = loss_check.check_loss(model, objective, whole, parts, memory_fit=room, device=torch.device("cpu"))
+        verdict = loss_check.check_loss(
+            model, objective, whole, parts, memory_fit=memory_fit, device=torch.device("cpu")
+        )
         assert verdict.problem is None
-        assert verdict.config == str(STRICTEST_LOSS_CHECK if room.fits_float64 else LOSS_CHECKS[-1])
-        assert kept(model) == before
+        assert verdict.config == str(STRICTEST_LOSS_CHECK if memory_fit.fits_float64 else LOSS_CHECKS[-1])
+        assert model_state(model) == before
         assert states() == generators
         assert torch.equal(model.mean, mean)
         assert not model.calls
@@ -303,25 +305,25 @@ def test_a_check_leaves_the_model_its_gradients_and_all_generators_as_they_were(
 def test_without_memory_for_float64_gradients_are_checked_in_the_models_dtype_and_that_is_logged(monkeypatch, caplog):
     monkeypatch.setattr(first_batch, "find_memory_fit", lambda *args, **options: MemoryFit(fits_float64=False))
     caplog.set_level(logging.WARNING)
-    threads.run(2, lambda ranks: trained(ranks, "gpt", plan_of("gpt")))
+    threads.run(2, lambda comm: trained(comm, "gpt", plan_of("gpt")))
     (record,) = caplog.records
     assert "in the model's own dtype, with the model's own weights instead of in float64" in record.message
     assert "do not fit into memory" in record.message
 
-    def normalized(ranks: Any) -> None:
+    def normalized(comm: Any) -> None:
         model = Gpt()
         model.head.register_full_backward_hook(lambda module, given, got: (given[0] / given[0].norm(),))
         nn.init.ones_(model.head.weight)
         step = TrainStep(
-            model, functools.partial(LOSSES["ignoring"], model), sgd, plan=plan_of("gpt"), communicator=ranks, clip=None
+            model, functools.partial(LOSSES["ignoring"], model), sgd, plan=plan_of("gpt"), communicator=comm, clip=None
         )
         with pytest.raises(TaskError, match=r"gradients of .* that do not add up"):
-            step(batch(ranks.rank))
+            step(batch(comm.rank))
 
     threads.run(2, normalized)
 
 
-def test_what_fails_in_float64_is_checked_in_the_models_dtype_and_that_is_logged(caplog):
+def test_a_model_that_fails_in_float64_is_checked_in_its_own_dtype_and_that_is_logged(caplog):
     class Narrow(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
@@ -333,12 +335,12 @@ def test_what_fails_in_float64_is_checked_in_the_models_dtype_and_that_is_logged
         def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
             return gradient * 2
 
-    def body(ranks: Any) -> None:
+    def body(comm: Any) -> None:
         model = Kinds(lambda m, x: Narrow.apply(x))  # type: ignore[arg-type, return-value]
         step = TrainStep(
-            model, functools.partial(LOSSES["ignoring"], model), sgd, plan=Plan(dp=2), communicator=ranks, clip=None
+            model, functools.partial(LOSSES["ignoring"], model), sgd, plan=Plan(dp=2), communicator=comm, clip=None
         )
-        step(batch(ranks.rank))
+        step(batch(comm.rank))
 
     caplog.set_level(logging.WARNING)
     threads.run(2, body)
@@ -346,7 +348,7 @@ def test_what_fails_in_float64_is_checked_in_the_models_dtype_and_that_is_logged
     assert "not implemented for 'Double'" in record.message
 
 
-def test_torchscript_is_not_checked_and_left_as_it_is():
+def test_torchscript_is_not_checked_and_not_changed():
     model = nn.Sequential(torch.jit.script(nn.Linear(4, CLASSES)))
     before = [p.clone() for p in model.parameters()]
     given = torch.ones(3, 4), torch.zeros(3, dtype=torch.int64)
@@ -364,20 +366,20 @@ def test_a_model_with_parts_in_torchscript_trains_as_in_one_process():
         norm = nn.BatchNorm1d(4, dtype=torch.float64).eval()
         return nn.Sequential(torch.jit.script(nn.Sequential(nn.Linear(4, 4, dtype=torch.float64), norm, nn.Tanh())))
 
-    scripted = [made() for _ in range(3)]  # made here: two threads cannot make TorchScript at once
+    scripted = [made() for _ in range(3)]  # made here: TorchScript cannot be compiled in two threads at once
     given = [(torch.rand(6, 4, dtype=torch.float64), torch.arange(6) % 4) for _ in range(3)]
 
-    def body(ranks: Any) -> list[Tensor]:
-        model = scripted[ranks.rank]
-        step = TrainStep(model, F.cross_entropy, sgd, plan=Plan(dp=2), communicator=ranks, clip=None)
+    def body(comm: Any) -> list[Tensor]:
+        model = scripted[comm.rank]
+        step = TrainStep(model, F.cross_entropy, sgd, plan=Plan(dp=2), communicator=comm, clip=None)
         for each in given:
-            step(tuple(tensor[ranks.rank * 3 :][:3] for tensor in each))
+            step(tuple(tensor[comm.rank * 3 :][:3] for tensor in each))
         return [p.detach().clone() for p in model.parameters()]
 
-    got, alone = threads.run(2, body), sgd(scripted[2].parameters())
+    got, optimizer = threads.run(2, body), sgd(scripted[2].parameters())
     for inputs, targets in given:
-        alone.zero_grad()
+        optimizer.zero_grad()
         F.cross_entropy(scripted[2](inputs), targets).backward()
-        alone.step()
+        optimizer.step()
     for of_rank in got:
         torch.testing.assert_close(of_rank, list(scripted[2].parameters()), rtol=1e-12, atol=1e-12)

@@ -113,8 +113,8 @@ def with_activation_hook(net: Net, x: Tensor) -> Tensor:
 
 IN_GRADIENT: dict[str, Mix] = {
     "a hook of an activation": with_activation_hook,
-    "a function of its own": lambda net, x: Centered.apply(x),  # type: ignore[return-value]
-    "less itself, detached": lambda net, x: x + x.mean(0) - x.mean(0).detach(),
+    "a custom autograd function": lambda net, x: Centered.apply(x),  # type: ignore[return-value]
+    "a mean less itself, detached": lambda net, x: x + x.mean(0) - x.mean(0).detach(),
     "in a checkpoint": lambda net, x: checkpoint(Centered.apply, x, use_reentrant=False),  # type: ignore[return-value]
 }
 
@@ -126,16 +126,18 @@ def with_module_hook() -> Net:
     return model
 
 
-def tried(ranks: Any, model: nn.Module, plan: Plan, loss: Any = plain, dtype: torch.dtype = torch.float32) -> TrainStep:
-    step = TrainStep(model, functools.partial(loss, model), sgd, plan=plan, communicator=ranks, clip=None)
-    step.dry_run(batch(ranks.rank, dtype), training=True)
+def dry_run(
+    comm: Any, model: nn.Module, plan: Plan, loss: Any = plain, dtype: torch.dtype = torch.float32
+) -> TrainStep:
+    step = TrainStep(model, functools.partial(loss, model), sgd, plan=plan, communicator=comm, clip=None)
+    step.dry_run(batch(comm.rank, dtype), training=True)
     return step
 
 
 def refused(make: Callable[[], nn.Module], plan: Plan, match: str, loss: Any = plain, **options: Any) -> None:
-    def body(ranks: Any) -> None:
+    def body(comm: Any) -> None:
         with pytest.raises(TaskError, match=match):
-            tried(ranks, make(), plan, loss, **options)
+            dry_run(comm, make(), plan, loss, **options)
 
     threads.run(plan.dp, body)
 
@@ -175,7 +177,7 @@ KINKED: dict[str, Callable[[Tensor], Tensor]] = {
     "clamp(max)": lambda mean: mean.clamp(max=100.0),
     "clamp(min)": lambda mean: mean.clamp(min=0.1),
     "flooding": lambda mean: (mean - 0.1).abs() + 0.1,
-    "relu of less": lambda mean: F.relu(mean - 0.1),
+    "relu of a difference": lambda mean: F.relu(mean - 0.1),
     "minimum": lambda mean: torch.minimum(0.5 * mean, mean.new_tensor(50.0)),
     "largest of a stack": lambda mean: torch.stack([mean, 0 * mean]).max(),
 }

@@ -1,4 +1,4 @@
-"""Laws of the dry run on a first batch: it disturbs nothing, and refuses nothing because of random numbers."""
+"""Laws of the dry run on a first batch: it changes no state, and refuses nothing because of random numbers."""
 
 import functools
 import random
@@ -34,7 +34,7 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = torch.tanh(self.first(x))
-        return self.second(CHANCES[self.kind](self, x))
+        return self.second(RANDOM_FUNCTIONS[self.kind](self, x))
 
 
 def drop_path(x: Tensor) -> Tensor:
@@ -49,7 +49,7 @@ def attended(model: Any, x: Tensor) -> Tensor:
     )
 
 
-CHANCES: dict[str, Any] = {
+RANDOM_FUNCTIONS: dict[str, Any] = {
     "none": lambda model, x: x,
     "dropout": lambda model, x: F.dropout(F.alpha_dropout(x, 0.2, training=True), 0.5, training=True),
     "drop path": lambda model, x: drop_path(x),
@@ -60,11 +60,11 @@ CHANCES: dict[str, Any] = {
     "mixup": lambda model, x: 0.3 * x + 0.7 * x[torch.randperm(len(x))].detach(),
     "recurrent": lambda model, x: model.recurrent(x[:, None].expand(-1, 3, -1))[0][:, -1],
     "attention": attended,
-    "gumbel": lambda model, x: F.gumbel_softmax(x),  # draws where no mode can see it
+    "gumbel": lambda model, x: F.gumbel_softmax(x),  # draws where no torch function mode sees it
     "numpy": lambda model, x: x * torch.from_numpy(np.random.rand(len(x), 1)).to(x),
     "python": lambda model, x: x * torch.tensor([[random.random()] for _ in x]).to(x),
 }
-UNSEEN = {"gumbel", "numpy", "python"}
+UNTRACKED = {"gumbel", "numpy", "python"}
 
 
 def net(kind: str) -> nn.Module:
@@ -82,9 +82,9 @@ def states() -> list[bytes]:
     return [repr(each).encode() for each in (torch.get_rng_state().tolist(), random.getstate(), np.random.get_state())]
 
 
-def tried(kind: str, loss: Any, plan: Plan | None = None) -> None:
-    def body(ranks):
-        step = TrainStep(net(kind), loss, sgd, plan=plan or Plan(microbatches=2), communicator=ranks, clip=None)
+def dry_run(kind: str, loss: Any, plan: Plan | None = None) -> None:
+    def body(comm):
+        step = TrainStep(net(kind), loss, sgd, plan=plan or Plan(microbatches=2), communicator=comm, clip=None)
         before = states()
         step.dry_run(batch(), training=True)
         assert states() == before
@@ -92,30 +92,30 @@ def tried(kind: str, loss: Any, plan: Plan | None = None) -> None:
     threads.run(1, body)
 
 
-@pytest.mark.parametrize("kind", CHANCES)
-def test_random_functions_refuse_no_mean_and_no_generator_advances(kind):
-    tried(kind, lambda o, y: F.cross_entropy(o, y))
-    tried(kind, lambda o, y: (o - F.one_hot(y, 3)).square().mean())
-    tried(kind, lambda o, y: F.cross_entropy(o, y, reduction="none"))
+@pytest.mark.parametrize("kind", RANDOM_FUNCTIONS)
+def test_a_mean_loss_passes_with_random_functions_and_no_generator_advances(kind):
+    dry_run(kind, lambda o, y: F.cross_entropy(o, y))
+    dry_run(kind, lambda o, y: (o - F.one_hot(y, 3)).square().mean())
+    dry_run(kind, lambda o, y: F.cross_entropy(o, y, reduction="none"))
 
 
-@pytest.mark.parametrize("kind", sorted(CHANCES.keys() - UNSEEN))
-def test_random_functions_hide_no_sum(kind):
+@pytest.mark.parametrize("kind", sorted(RANDOM_FUNCTIONS.keys() - UNTRACKED))
+def test_a_summed_loss_is_refused_in_spite_of_random_functions(kind):
     with pytest.raises(TaskError, match="a scalar loss"):
-        tried(kind, lambda o, y: F.cross_entropy(o, y, reduction="sum"))
+        dry_run(kind, lambda o, y: F.cross_entropy(o, y, reduction="sum"))
 
 
-@pytest.mark.parametrize("kind", CHANCES)
+@pytest.mark.parametrize("kind", RANDOM_FUNCTIONS)
 def test_without_randomness_a_sample_has_the_same_outputs_in_any_batch(kind):
     model, (inputs, _) = net(kind), batch()
     with torch.no_grad():
         with without_randomness(CPU) as whole:
             together = model(inputs)
         with without_randomness(CPU):
-            apart = torch.cat([model(inputs[:2]), model(inputs[2:])])
-    assert whole.has_randomness == (kind in UNSEEN)
-    if kind not in UNSEEN | {"mixup"}:
-        assert torch.allclose(together, apart, rtol=1e-10)
+            separately = torch.cat([model(inputs[:2]), model(inputs[2:])])
+    assert whole.has_randomness == (kind in UNTRACKED)
+    if kind not in UNTRACKED | {"mixup"}:
+        assert torch.allclose(together, separately, rtol=1e-10)
 
 
 def test_random_tensors_keep_their_shapes_and_dtypes():
@@ -145,30 +145,30 @@ def test_random_tensors_keep_their_shapes_and_dtypes():
 
 
 @pytest.mark.parametrize("plan", [Plan(dp=3), Plan(dp=3, zero=3, transport="gloo")])
-def test_when_one_rank_fails_on_its_first_batch_all_of_them_raise(plan):
-    def body(ranks):
+def test_all_ranks_raise_when_one_fails_on_its_first_batch(plan):
+    def body(comm):
         def loss(outputs: Tensor, targets: Tensor) -> Tensor:
-            if ranks.rank == 1:
+            if comm.rank == 1:
                 raise ZeroDivisionError("no such class")
             return F.cross_entropy(outputs, targets)
 
-        step = TrainStep(net("dropout"), loss, sgd, plan=plan, communicator=ranks, clip=None)
-        kind = ZeroDivisionError if ranks.rank == 1 else TaskError
+        step = TrainStep(net("dropout"), loss, sgd, plan=plan, communicator=comm, clip=None)
+        kind = ZeroDivisionError if comm.rank == 1 else TaskError
         with pytest.raises(kind, match="no such class"):
             step(batch())
 
     threads.run(3, body)
 
 
-def test_unreduced_values_are_compared_once_and_never_again():
+def test_unreduced_values_are_compared_only_once():
     calls = []
 
     def loss(outputs: Tensor, targets: Tensor) -> Tensor:
         calls.append(len(targets))
         return F.cross_entropy(outputs, targets, reduction="none")
 
-    def body(ranks):
-        step = TrainStep(net("dropout"), loss, sgd, plan=Plan(microbatches=3), communicator=ranks, clip=None)
+    def body(comm):
+        step = TrainStep(net("dropout"), loss, sgd, plan=Plan(microbatches=3), communicator=comm, clip=None)
         for _ in range(2):
             step(batch())
 
@@ -176,34 +176,32 @@ def test_unreduced_values_are_compared_once_and_never_again():
     assert calls == [3, 1, 2] * 2 + [3] * 6  # in the dtype of the model, in float64, and in two steps
 
 
-def test_there_is_no_dry_run_where_no_batch_is_split():
+def test_no_dry_run_happens_if_no_batch_is_split():
     calls = []
 
     def loss(outputs: Tensor, targets: Tensor) -> Tensor:
         calls.append(len(targets))
         return F.cross_entropy(outputs, targets)
 
-    threads.run(
-        1, lambda ranks: TrainStep(net("noise"), loss, sgd, plan=Plan(), communicator=ranks, clip=None)(batch())
-    )
+    threads.run(1, lambda comm: TrainStep(net("noise"), loss, sgd, plan=Plan(), communicator=comm, clip=None)(batch()))
     assert calls == [9]
 
 
-def test_a_batch_that_is_empty_on_all_ranks_shows_nothing():
+def test_a_batch_that_is_empty_on_all_ranks_runs_no_dry_run():
     inputs, targets = batch()
 
-    def body(ranks):
+    def body(comm):
         loss = functools.partial(F.cross_entropy, reduction="sum")
-        step = TrainStep(net("dropout"), loss, sgd, plan=Plan(dp=2), communicator=ranks, clip=None)
+        step = TrainStep(net("dropout"), loss, sgd, plan=Plan(dp=2), communicator=comm, clip=None)
         step.evaluate((inputs[:0], targets[:0]))
         with pytest.raises(TaskError, match="a scalar loss"):
-            step((inputs[: 3 * ranks.rank], targets[: 3 * ranks.rank]))
+            step((inputs[: 3 * comm.rank], targets[: 3 * comm.rank]))
 
     threads.run(2, body)
 
 
-def test_compiled_code_is_trained_by_the_same_means():
-    def trained(ranks, *, compiled: bool):
+def test_compiled_code_trains_as_eager_code():
+    def trained(comm, *, compiled: bool):
         model: Any = nn.Linear(4, 3).double()
         with torch.no_grad():
             model.weight.fill_(0.1)
@@ -213,7 +211,7 @@ def test_compiled_code_is_trained_by_the_same_means():
             return F.cross_entropy(outputs, targets.where(targets > 0, -100))
 
         compile_: Any = functools.partial(torch.compile, backend="eager") if compiled else lambda code: code
-        step = TrainStep(compile_(model), compile_(loss), sgd, plan=Plan(microbatches=1), communicator=ranks, clip=None)
+        step = TrainStep(compile_(model), compile_(loss), sgd, plan=Plan(microbatches=1), communicator=comm, clip=None)
         return [step(batch()).loss for _ in range(2)]
 
     ((got,), (expected,)) = (
@@ -231,15 +229,15 @@ def test_a_scalar_loss_of_compiled_code_is_refused_where_a_batch_is_split():
         def forward(self, x: Tensor, labels: Tensor) -> Tensor:
             return F.cross_entropy(self.layer(x), labels)
 
-    def with_loss(ranks):
+    def with_loss(comm):
         loss = torch.compile(lambda o, y: F.cross_entropy(o, y), backend="eager")
-        step = TrainStep(net("none"), loss, sgd, plan=Plan(microbatches=2), communicator=ranks, clip=None)
+        step = TrainStep(net("none"), loss, sgd, plan=Plan(microbatches=2), communicator=comm, clip=None)
         with pytest.raises(TaskError, match="a compiled scalar loss, and a batch that is split into 2 parts"):
             step(batch())
 
-    def with_model(ranks):
+    def with_model(comm):
         model: Any = torch.compile(Own(), backend="eager")
-        step = TrainStep(model, None, sgd, plan=Plan(microbatches=2), communicator=ranks, clip=None)
+        step = TrainStep(model, None, sgd, plan=Plan(microbatches=2), communicator=comm, clip=None)
         inputs, labels = batch()
         with pytest.raises(TaskError, match="loss = None and a compiled model, and a batch that is split into 2 parts"):
             step({"x": inputs, "labels": labels})
@@ -248,7 +246,7 @@ def test_a_scalar_loss_of_compiled_code_is_refused_where_a_batch_is_split():
         threads.run(1, body)
 
 
-def test_a_model_that_writes_into_its_inputs_finds_them_as_the_user_gave_them():
+def test_a_dry_run_does_not_change_inputs_that_forward_writes():
     class Writing(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -257,9 +255,9 @@ def test_a_model_that_writes_into_its_inputs_finds_them_as_the_user_gave_them():
         def forward(self, x: Tensor) -> Tensor:
             return self.layer(x.mul_(2.0).requires_grad_())
 
-    def body(ranks):
+    def body(comm):
         given, (inputs, targets) = batch(), batch()
-        step = TrainStep(Writing(), F.cross_entropy, sgd, plan=Plan(microbatches=2), communicator=ranks, clip=None)
+        step = TrainStep(Writing(), F.cross_entropy, sgd, plan=Plan(microbatches=2), communicator=comm, clip=None)
         step.dry_run(given, training=True)
         assert torch.equal(given[0], inputs)
         assert not given[0].requires_grad

@@ -1,4 +1,4 @@
-"""Laws of the scaled loss: overflows are found on all ranks alike, and cost a step, not a training."""
+"""Laws of loss scaling: an overflow is found on all ranks, and costs one step."""
 
 import dataclasses
 from typing import Any
@@ -21,11 +21,11 @@ FP16 = dataclasses.replace(CASE, precision="fp16", batch_sizes=(12, 12, 12))
 
 
 @given(overflows=st.lists(st.booleans(), max_size=40), interval=st.integers(1, 4))
-def test_the_scales_are_those_of_torchs_grad_scaler(overflows, interval):
+def test_the_scales_equal_those_of_torchs_grad_scaler(overflows, interval):
     weight = nn.Parameter(torch.ones(1))
     scaler = torch.amp.GradScaler("cpu", growth_interval=interval)
     optimizer = torch.optim.SGD([weight], lr=0.0)
-    scaler.scale(weight.sum())  # it makes its scale when it is first asked
+    scaler.scale(weight.sum())  # it creates its scale in the first call
     scale = LossScaler(growth_interval=interval)
     for overflowed in overflows:
         assert scale.value == scaler.get_scale()
@@ -37,7 +37,7 @@ def test_the_scales_are_those_of_torchs_grad_scaler(overflows, interval):
         scale.update(overflowed=overflowed)
 
 
-def test_a_scale_grows_no_further_than_float32_does():
+def test_a_scale_stays_within_the_range_of_float32():
     scale = LossScaler(initial=2.0**127, growth_interval=1)
     scale.update(overflowed=False)
     assert scale.value == 2.0**127
@@ -46,7 +46,7 @@ def test_a_scale_grows_no_further_than_float32_does():
 @pytest.mark.parametrize("fields", pairs.grid(
     where=((1, 0), (2, 0), (2, 1), (2, 3)), microbatches=(1, 2), clip=(0.1, None)
 ))  # fmt: skip
-def test_the_loss_is_scaled_and_nobody_notices(fields):
+def test_loss_scaling_does_not_change_training(fields):
     size, zero = fields["where"]
     case = dataclasses.replace(FP16, **ZERO_FIELDS[zero], microbatches=fields["microbatches"], clip=fields["clip"])
     expected = train_oracle(dataclasses.replace(case, reduce_dtype="fp32"), size)
@@ -57,27 +57,27 @@ def test_the_loss_is_scaled_and_nobody_notices(fields):
 
 
 @pytest.mark.parametrize(("size", "zero"), [(1, 0), (2, 0), (2, 1)])
-def test_weights_that_stay_in_float32_move_by_the_true_gradient_too(size, zero):
-    def body(ranks):
+def test_weights_kept_in_float32_are_updated_by_unscaled_gradients(size, zero):
+    def body(comm):
         torch.manual_seed(1)
         model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
         make = lambda parameters: torch.optim.SGD(parameters, lr=1.0)  # noqa: E731
         plan = Plan(dp=size, zero=zero, precision="fp16", batch_norm="local")
         loss = lambda outputs, _: 10 * (outputs - 1).square()  # noqa: E731
-        step = TrainStep(model, loss, make, plan=plan, communicator=ranks, clip=0.01)
+        step = TrainStep(model, loss, make, plan=plan, communicator=comm, clip=0.01)
         before = step.state_dict()["model"]
         while step((torch.randn(6, 4), torch.zeros(6))).overflowed:
             assert step.num_steps < 10
         after = step.state_dict()["model"]
         return [(after[name] - before[name]).norm().item() for name, _ in model.named_parameters()]
 
-    for moved in threads.run(size, body):
-        assert sum(each**2 for each in moved) ** 0.5 == pytest.approx(0.01, rel=1e-3)
-        assert min(moved[2:]) > 1e-3
+    for update_norms in threads.run(size, body):
+        assert sum(each**2 for each in update_norms) ** 0.5 == pytest.approx(0.01, rel=1e-3)
+        assert min(update_norms[2:]) > 1e-3
 
 
-class Loud(nn.Module):
-    """A layer whose gradients can be made as large, or as small, as one likes, after a loss that stays what it is."""
+class ScaledGradients(nn.Module):
+    """A layer whose gradients are multiplied by `factor`; the loss is not."""
 
     def __init__(self):
         super().__init__()
@@ -85,10 +85,10 @@ class Loud(nn.Module):
         self.factor = 1.0
 
     def forward(self, x):
-        return Louder.apply(self.layer(x), self.factor)
+        return ScaleGradients.apply(self.layer(x), self.factor)
 
 
-class Louder(torch.autograd.Function):
+class ScaleGradients(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, factor):
         ctx.factor = factor
@@ -99,12 +99,12 @@ class Louder(torch.autograd.Function):
         return gradients[0] * ctx.factor, None
 
 
-def loud(ranks: Any, *, zero: int = 0, skip_nan: int = 0, clip: float | None = None, update: str = "after") -> Any:
+def build(comm: Any, *, zero: int = 0, skip_nan: int = 0, clip: float | None = None, update: str = "after") -> Any:
     torch.manual_seed(1)
-    plan = Plan(dp=ranks.size, **ZERO_FIELDS[zero], update=update, precision="fp16", bucket_bytes=8)
+    plan = Plan(dp=comm.size, **ZERO_FIELDS[zero], update=update, precision="fp16", bucket_bytes=8)
     make = lambda parameters: torch.optim.Adam(parameters, lr=0.01)  # noqa: E731
     loss = lambda outputs, _: outputs.square()  # noqa: E731
-    return TrainStep(Loud(), loss, make, plan=plan, communicator=ranks, clip=clip, skip_nan=skip_nan)
+    return TrainStep(ScaledGradients(), loss, make, plan=plan, communicator=comm, clip=clip, skip_nan=skip_nan)
 
 
 DATA = torch.ones(2, 4), torch.zeros(2)
@@ -112,12 +112,12 @@ DATA = torch.ones(2, 4), torch.zeros(2)
 
 @pytest.mark.parametrize(("clip", "update"), [(None, "after"), (1.0, "after"), (None, "in_forward")])
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_an_overflow_on_one_rank_leaves_the_step_out_on_all_and_halves_the_scale(zero, clip, update):
-    def body(ranks):
-        step = loud(ranks, zero=zero, clip=clip, update=update)
+def test_an_overflow_on_one_rank_skips_the_step_on_all_and_halves_the_scale(zero, clip, update):
+    def body(comm):
+        step = build(comm, zero=zero, clip=clip, update=update)
         step(DATA)
         before = step.state_dict()
-        step.model.factor = 1e6 if ranks.rank == 1 else 1.0
+        step.model.factor = 1e6 if comm.rank == 1 else 1.0
         metrics = step(DATA)
         after = step.state_dict()
         assert (metrics.overflowed, metrics.skipped, metrics.loss_scale) == (True, None, 65536.0)
@@ -136,19 +136,19 @@ def tensors(state):
     return [{key: torch.as_tensor(value) for key, value in keys.items()} for keys in state["optimizer"].values()]
 
 
-def test_gradients_too_small_for_float16_are_kept_by_the_scale():
-    def moved(ranks):
-        step = loud(ranks)
-        step.model.factor = 1e-7  # of about 1: less than half the least number of float16, 6e-8
-        step._loss_scaler.value = ranks.scale
+def test_loss_scaling_preserves_gradients_too_small_for_float16():
+    def is_updated(comm):
+        step = build(comm)
+        step.model.factor = 1e-7  # gradients of about 1: below half of the smallest float16, 6e-8
+        step._loss_scaler.value = comm.scale
         before = step.state_dict()["model"]
         step(DATA)
         return not equal_tensors(step.state_dict()["model"], before)
 
     def with_scale(scale):
-        def body(ranks):
-            ranks.scale = scale
-            return moved(ranks)
+        def body(comm):
+            comm.scale = scale
+            return is_updated(comm)
 
         return threads.run(1, body)
 
@@ -156,9 +156,9 @@ def test_gradients_too_small_for_float16_are_kept_by_the_scale():
     assert with_scale(1e-2) == [False]
 
 
-def test_an_overflow_at_the_least_scale_is_a_bad_step():
-    def body(ranks, *, skip_nan):
-        step = loud(ranks, skip_nan=skip_nan)
+def test_an_overflow_at_the_minimum_scale_is_a_bad_step():
+    def body(comm, *, skip_nan):
+        step = build(comm, skip_nan=skip_nan)
         step._loss_scaler.value = 2.0
         step.model.factor = float("inf")
         assert step(DATA).overflowed
@@ -167,23 +167,23 @@ def test_an_overflow_at_the_least_scale_is_a_bad_step():
         assert "the gradient norm is" in metrics.skipped.text
         return step._loss_scaler.value
 
-    assert threads.run(2, lambda ranks: body(ranks, skip_nan=1)) == [1.0, 1.0]
+    assert threads.run(2, lambda comm: body(comm, skip_nan=1)) == [1.0, 1.0]
     with pytest.raises(TrainingError, match="the gradient norm is"):
-        threads.run(2, lambda ranks: body(ranks, skip_nan=0))
+        threads.run(2, lambda comm: body(comm, skip_nan=0))
 
 
-def test_a_loss_that_is_no_number_is_a_bad_step_at_any_scale():
-    def body(ranks):
-        step = loud(ranks, skip_nan=1)
+def test_a_nan_loss_is_a_bad_step_at_any_scale():
+    def body(comm):
+        step = build(comm, skip_nan=1)
         metrics = step((DATA[0] * float("inf"), DATA[1]))
         return metrics.overflowed, metrics.skipped.text.split(";")[0], step._loss_scaler.value
 
     assert threads.run(2, body) == [(False, "step 1: the loss is nan", 65536.0)] * 2
 
 
-def test_the_scale_goes_on_where_it_was():
-    def body(ranks, state=None):
-        step = loud(ranks)
+def test_the_scale_is_restored_with_the_state():
+    def body(comm, state=None):
+        step = build(comm)
         if state is not None:
             step.load_state_dict(state)
             return step(DATA).loss_scale, step._loss_scaler.state
@@ -195,17 +195,17 @@ def test_the_scale_goes_on_where_it_was():
         return step.state_dict()
 
     state = threads.run(1, body)[0]
-    assert threads.run(1, lambda ranks: body(ranks, state)) == [(32768.0, {"value": 32768.0, "good": 2})]
+    assert threads.run(1, lambda comm: body(comm, state)) == [(32768.0, {"value": 32768.0, "good": 2})]
 
 
-@pytest.mark.parametrize(("fields", "said"), [
+@pytest.mark.parametrize(("fields", "message"), [
     ({"update": "in_backward"}, "no gradient has overflowed before the first bucket"),
     ({"codec": "topk"}, "finite gradients"),
     ({"sync": "local"}, "an average of the weights that the update keeps"),
     ({"sync": "local", "offload": "states"}, "weights that are averaged on the device where"),
 ])  # fmt: skip
-def test_a_scaled_loss_is_refused_where_an_overflow_comes_too_late(fields, said):
+def test_loss_scaling_is_refused_where_an_overflow_is_found_too_late(fields, message):
     case = dataclasses.replace(FP16, **fields)
     model, loss, optimizer = cases.model(case.model), cases.loss(case), cases.optimizer(case)
-    with pytest.raises(PlanError, match=said):
+    with pytest.raises(PlanError, match=message):
         parallelize(model, loss, optimizer, case.plan(1))

@@ -25,7 +25,7 @@ from tests.cases import SEED_LOCK
 
 SAMPLES, FEATURES, CLASSES, LENGTH = 13, 6, 5, 4
 WIDE = torch.float64
-CUTS = [(2, 1, 0), (1, 3, 0), (2, 3, 0), (3, 2, 2), (3, 5, 1)]  # dp, microbatches, zero
+SPLITS = [(2, 1, 0), (1, 3, 0), (2, 3, 0), (3, 2, 2), (3, 5, 1)]  # dp, microbatches, zero
 sgd = functools.partial(torch.optim.SGD, lr=0.1)
 weights = torch.tensor([0.5, 1.0, 2.0, 3.0, 0.25], dtype=WIDE)
 own_weight = nn.Parameter(torch.ones(1))
@@ -50,7 +50,7 @@ def net() -> nn.Module:
 
 @functools.cache
 def batches() -> list[tuple[Tensor, Tensor]]:
-    """Three batches. In the first, every second target is ignored, and all targets of some samples; later fewer."""
+    """Three batches. Half of the targets are ignored in the first, fewer later; all targets of four samples always."""
     generator = torch.Generator().manual_seed(4)
     found = []
     for number in range(3):
@@ -99,7 +99,7 @@ EXACT: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "shape [1]": lambda o, y: ce(*flat(o, y))[None],
     "by size_average": lambda o, y: ce(*flat(o, y), size_average=True),
     "sum, divided by hand": lambda o, y: ce(*flat(o, y), reduction="sum") / (y != -100).sum(),
-    "figures beside": lambda o, y: ce(*flat(o, y)) + 0 * F.mse_loss(o.detach(), o.detach() + 1),
+    "plus an unused mean": lambda o, y: ce(*flat(o, y)) + 0 * F.mse_loss(o.detach(), o.detach() + 1),
     "two of one count": lambda o, y: ce(*flat(o, y)) + 0.1 * F.l1_loss(kept(o, y)[0], ones(kept(o, y)[1])),
     "mse of some": lambda o, y: F.mse_loss(kept(o, y)[0], ones(kept(o, y)[1])),
     "mse": lambda o, y: F.mse_loss(o, ones(y)),
@@ -146,7 +146,7 @@ REFUSED: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "largest": lambda o, y: (o - ones(y)).square().amax(),
     "masked by hand": lambda o, y: ((o - ones(y)).square().sum(-1) * (y >= 0)).sum() / (y >= 0).sum().clamp(min=1),
     "two counts": lambda o, y: ce(*flat(o, y)) + F.mse_loss(o, ones(y)),
-    "sum of some, by samples": lambda o, y: ce(*flat(o, y), reduction="sum") / (y != -100).sum() ** 0.5,
+    "sum, divided by a root of the count": lambda o, y: ce(*flat(o, y), reduction="sum") / (y != -100).sum() ** 0.5,
 }
 
 
@@ -155,17 +155,17 @@ def part(batch: tuple[Tensor, Tensor], size: int, index: int) -> tuple[Tensor, T
     return batch[0][start:stop], batch[1][start:stop]
 
 
-def trained(ranks: Any, loss: Any, cut: tuple[int, int, int], given: Sequence[Any], **options: Any) -> TrainingResult:
-    dp, microbatches, zero = cut
+def trained(comm: Any, loss: Any, split: tuple[int, int, int], given: Sequence[Any], **options: Any) -> TrainingResult:
+    dp, microbatches, zero = split
     model, plan = net(), Plan(dp=dp, microbatches=microbatches, zero=zero, **options)
     loss = functools.partial(loss, model) if loss is with_penalty else loss
-    step = TrainStep(model, loss, sgd, plan=plan, communicator=ranks, clip=None)
+    step = TrainStep(model, loss, sgd, plan=plan, communicator=comm, clip=None)
     metrics = [step(part(batch, dp, step.dp_index)) for batch in given]
     step.flush()
     return oracle.snapshot(step, [m.loss for m in metrics], [])
 
 
-def alone(loss: Any, given: Sequence[Any]) -> TrainingResult:
+def train_in_one_process(loss: Any, given: Sequence[Any]) -> TrainingResult:
     """Training in plain torch on the loss of the whole batch, as the user's function returns it."""
     model = net()
     loss = functools.partial(loss, model) if loss is with_penalty else loss
@@ -180,40 +180,40 @@ def alone(loss: Any, given: Sequence[Any]) -> TrainingResult:
 
 
 def in_turn(names: Iterable[str], values: Sequence[Any]) -> list[tuple[str, Any]]:
-    """Each name with two of the values, in turn: all with all would prove the same."""
+    """Each name with two of the values, in turn: the full grid would test no more."""
     return [(name, values[(row + shift) % len(values)]) for row, name in enumerate(names) for shift in (0, 2)]
 
 
-@pytest.mark.parametrize(("name", "cut"), in_turn([*EXACT, "with a penalty"], CUTS))
-def test_a_mean_is_trained_as_in_one_process_however_the_batch_is_cut(name, cut):
+@pytest.mark.parametrize(("name", "split"), in_turn([*EXACT, "with a penalty"], SPLITS))
+def test_a_mean_is_trained_as_in_one_process_however_the_batch_is_split(name, split):
     loss, given = EXACT.get(name, with_penalty), batches()
-    expected = alone(loss, given)
+    expected = train_in_one_process(loss, given)
     assert all(map(math.isfinite, expected.losses))
-    got = threads.run(cut[0], lambda ranks: trained(ranks, loss, cut, given))
+    got = threads.run(split[0], lambda comm: trained(comm, loss, split, given))
     assert max(oracle.deviation(each, expected) for each in got) <= TOLERANCE
 
 
-@pytest.mark.parametrize(("name", "cut"), in_turn(REFUSED, [(2, 1, 0), (1, 3, 0), (3, 2, 2)]))
-def test_a_number_that_is_no_mean_is_refused_on_every_rank_before_a_weight_moves(name, cut):
-    def body(ranks):
+@pytest.mark.parametrize(("name", "split"), in_turn(REFUSED, [(2, 1, 0), (1, 3, 0), (3, 2, 2)]))
+def test_a_scalar_loss_that_is_not_a_mean_is_refused_on_every_rank_before_a_weight_changes(name, split):
+    def body(comm):
         model = net()
         before = [p.clone() for p in model.parameters()]
-        plan = Plan(dp=cut[0], microbatches=cut[1], zero=cut[2])
-        step = TrainStep(model, REFUSED[name], sgd, plan=plan, communicator=ranks, clip=None)
+        plan = Plan(dp=split[0], microbatches=split[1], zero=split[2])
+        step = TrainStep(model, REFUSED[name], sgd, plan=plan, communicator=comm, clip=None)
         with pytest.raises(TaskError, match=r"a loss that is one number|a scalar loss") as caught:
-            step(part(batches()[0], cut[0], step.dp_index))
+            step(part(batches()[0], split[0], step.dp_index))
         assert "unreduced values, or a pair (sum, count)" in str(caught.value)
         return all(map(torch.equal, before, model.parameters()))
 
-    assert all(threads.run(cut[0], body))
+    assert all(threads.run(split[0], body))
 
 
-def test_a_loss_that_is_off_by_little_is_told_with_digits_that_differ():
+def test_a_small_deviation_is_reported_with_digits_that_differ():
     def slightly(o, y):
         return F.mse_loss(o, ones(y)) + 1e-6 * o.mean(0).square().sum()
 
-    def body(ranks):
-        step = TrainStep(net(), slightly, sgd, plan=Plan(microbatches=2), communicator=ranks, clip=None)
+    def body(comm):
+        step = TrainStep(net(), slightly, sgd, plan=Plan(microbatches=2), communicator=comm, clip=None)
         with pytest.raises(TaskError) as caught:
             step(batches()[0])
         whole, mean = re.findall(r"(0\.\d+) (?:for|as)", str(caught.value))
@@ -223,9 +223,9 @@ def test_a_loss_that_is_off_by_little_is_told_with_digits_that_differ():
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_nothing_is_cut_in_one_forward_a_step_and_nothing_refused(name):
-    (got,) = threads.run(1, lambda ranks: trained(ranks, REFUSED[name], (1, 1, 0), batches()))
-    assert oracle.deviation(got, alone(REFUSED[name], batches())) <= TOLERANCE
+def test_no_loss_is_refused_if_the_batch_is_not_split(name):
+    (got,) = threads.run(1, lambda comm: trained(comm, REFUSED[name], (1, 1, 0), batches()))
+    assert oracle.deviation(got, train_in_one_process(REFUSED[name], batches())) <= TOLERANCE
 
 
 def wide(dtype: torch.dtype, given: Sequence[Any]) -> list[Any]:
@@ -237,16 +237,16 @@ ROUNDED = ["ignoring", "smoothed", "mse of some", "by hand", "with a penalty"]
 
 
 @pytest.mark.parametrize(
-    ("name", "scale", "dtype"),  # any two of them together
+    ("name", "scale", "dtype"),  # all pairs
     [(name, scale, DTYPES[(i + j) % 3]) for i, name in enumerate(ROUNDED) for j, scale in enumerate(SCALES)],
 )
-def test_rounding_alone_refuses_no_loss(name, scale, dtype):
-    def body(ranks):
+def test_no_loss_is_refused_for_rounding_alone(name, scale, dtype):
+    def body(comm):
         model = net().to(dtype)
         with torch.no_grad():
             model.get_parameter("second.weight").mul_(scale)
         loss = EXACT.get(name) or functools.partial(with_penalty, model)
-        step = TrainStep(model, loss, sgd, plan=Plan(dp=2, microbatches=2), communicator=ranks, clip=None)
+        step = TrainStep(model, loss, sgd, plan=Plan(dp=2, microbatches=2), communicator=comm, clip=None)
         step.dry_run(part(wide(dtype, batches())[0], 2, step.dp_index), training=True)
 
     threads.run(2, body)
@@ -256,37 +256,37 @@ def test_a_loss_near_zero_is_not_refused_for_its_rounding():
     def certain(o, y):
         return ce(40 * ones(y).flatten(0, 1) + 0 * o.flatten(0, 1), y.clamp(min=0).flatten())
 
-    def body(ranks):
-        step = TrainStep(net().float(), certain, sgd, plan=Plan(dp=2), communicator=ranks, clip=None)
+    def body(comm):
+        step = TrainStep(net().float(), certain, sgd, plan=Plan(dp=2), communicator=comm, clip=None)
         return step(part(wide(torch.float32, batches())[0], 2, step.dp_index)).loss
 
     assert max(threads.run(2, body)) < 1e-6
 
 
-@pytest.mark.parametrize("cut", CUTS)
-def test_counts_that_part_ways_in_a_later_batch_are_refused_before_a_weight_moves(cut):
+@pytest.mark.parametrize("split", SPLITS)
+def test_counts_that_differ_in_a_later_batch_are_refused_before_a_weight_changes(split):
     inputs, targets = batches()[0]
     given = [(inputs, targets.clamp(min=0)), (inputs, targets)]
 
-    def body(ranks):
-        plan = Plan(dp=cut[0], microbatches=cut[1], zero=cut[2])
-        step = TrainStep(net(), REFUSED["two counts"], sgd, plan=plan, communicator=ranks, clip=None)
-        step(part(given[0], cut[0], step.dp_index))
+    def body(comm):
+        plan = Plan(dp=split[0], microbatches=split[1], zero=split[2])
+        step = TrainStep(net(), REFUSED["two counts"], sgd, plan=plan, communicator=comm, clip=None)
+        step(part(given[0], split[0], step.dp_index))
         before = {name: weight.clone() for name, weight in step.named_weights()}
         with pytest.raises(TaskError, match=r"means over different elements \(cross_entropy, mse_loss\)"):
-            step(part(given[1], cut[0], step.dp_index))
+            step(part(given[1], split[0], step.dp_index))
         return all(torch.equal(weight, before[name]) for name, weight in step.named_weights())
 
-    assert all(threads.run(cut[0], body))
+    assert all(threads.run(split[0], body))
 
 
 @pytest.mark.parametrize("dp", [1, 3])
-def test_what_is_ignored_everywhere_is_no_loss(dp):
+def test_a_global_batch_without_a_loss_element_is_refused(dp):
     inputs, targets = batches()[0]
     nothing = inputs, torch.full_like(targets, -100)
 
-    def body(ranks):
-        step = TrainStep(net(), EXACT["ignoring"], sgd, plan=Plan(dp=dp, microbatches=2), communicator=ranks, clip=None)
+    def body(comm):
+        step = TrainStep(net(), EXACT["ignoring"], sgd, plan=Plan(dp=dp, microbatches=2), communicator=comm, clip=None)
         match = r"step 1: a global batch without a loss element: all targets are ignored, .* no samples   need"
         with pytest.raises(TrainingError, match=match) as raised:
             step(part(nothing, dp, step.dp_index))
@@ -296,37 +296,39 @@ def test_what_is_ignored_everywhere_is_no_loss(dp):
 
 
 @pytest.mark.parametrize(
-    ("place", "cut", "update"),  # any two of them together
+    ("position", "split", "update"),  # all pairs
     [
-        ((i + j) % 2, cut, update)
-        for i, cut in enumerate(CUTS)
+        ((i + j) % 2, split, update)
+        for i, split in enumerate(SPLITS)
         for j, update in enumerate(["after", "in_backward", "in_forward"])
     ],
 )
-def test_a_batch_of_which_nothing_counts_can_be_left_out(place, cut, update):
+def test_a_batch_whose_targets_are_all_ignored_can_be_skipped(position, split, update):
     given = batches()
-    empty = given[place][0], torch.full_like(given[place][1], -100)
+    empty = given[position][0], torch.full_like(given[position][1], -100)
 
-    def body(ranks):
-        plan = Plan(dp=cut[0], microbatches=cut[1], zero=cut[2], update=update)
-        step = TrainStep(net(), EXACT["ignoring"], sgd, plan=plan, communicator=ranks, clip=None, skip_nan=1)
-        metrics = [step(part(batch, cut[0], step.dp_index)) for batch in (*given[:place], empty, *given[place:])]
-        left_out = metrics.pop(place)
-        assert left_out.skipped is not None
-        assert math.isnan(left_out.loss)
+    def body(comm):
+        plan = Plan(dp=split[0], microbatches=split[1], zero=split[2], update=update)
+        step = TrainStep(net(), EXACT["ignoring"], sgd, plan=plan, communicator=comm, clip=None, skip_nan=1)
+        metrics = [
+            step(part(batch, split[0], step.dp_index)) for batch in (*given[:position], empty, *given[position:])
+        ]
+        skipped_step = metrics.pop(position)
+        assert skipped_step.skipped is not None
+        assert math.isnan(skipped_step.loss)
         step.flush()
         return oracle.snapshot(step, [m.loss for m in metrics], [])
 
-    expected = alone(EXACT["ignoring"], given)
-    assert max(oracle.deviation(got, expected) for got in threads.run(cut[0], body)) <= TOLERANCE
+    expected = train_in_one_process(EXACT["ignoring"], given)
+    assert max(oracle.deviation(got, expected) for got in threads.run(split[0], body)) <= TOLERANCE
 
 
-def test_a_first_batch_of_which_nothing_counts_teaches_nothing():
+def test_a_first_batch_whose_targets_are_all_ignored_sets_no_nominal_count():
     inputs, targets = batches()[0]
     given = [(inputs.float(), torch.full_like(targets, -100)), (inputs.float(), targets)]
 
-    def body(ranks):
-        options = {"plan": Plan(precision="fp16"), "communicator": ranks, "clip": None, "skip_nan": 1}
+    def body(comm):
+        options = {"plan": Plan(precision="fp16"), "communicator": comm, "clip": None, "skip_nan": 1}
         step = TrainStep(net().float(), EXACT["ignoring"], sgd, **options)
         return [step(batch).overflowed for batch in given]
 
@@ -335,15 +337,15 @@ def test_a_first_batch_of_which_nothing_counts_teaches_nothing():
 
 
 @pytest.mark.parametrize(
-    "name", ["ignoring", "weighted", "mse of some", "shape [1]", "sum, divided by hand", "figures beside"]
+    "name", ["ignoring", "weighted", "mse of some", "shape [1]", "sum, divided by hand", "plus an unused mean"]
 )
 def test_an_evaluation_weights_the_parts_as_a_step_does(name):
     loss, (inputs, targets) = EXACT[name], batches()[0]
     with torch.no_grad():
         expected = loss(net()(inputs), targets).item()
 
-    def body(ranks):
-        step = TrainStep(net(), loss, sgd, plan=Plan(dp=3), communicator=ranks, clip=None)
+    def body(comm):
+        step = TrainStep(net(), loss, sgd, plan=Plan(dp=3), communicator=comm, clip=None)
         return step.evaluate(part((inputs, targets), 3, step.dp_index)).loss
 
     assert threads.run(3, body) == [pytest.approx(expected, rel=1e-12)] * 3
@@ -351,20 +353,20 @@ def test_an_evaluation_weights_the_parts_as_a_step_does(name):
 
 @pytest.mark.parametrize("dp", [1, 3])
 @pytest.mark.parametrize("name", ["ignoring", "weighted", "by hand"])
-def test_the_loss_of_a_whole_source_is_that_of_one_batch_of_all(name, dp):
+def test_the_loss_of_a_source_equals_that_of_one_batch_with_all_samples(name, dp):
     source = TensorSource(*batches()[0])
     task = Task(model=net, loss=EXACT[name], data=lambda: Data(train=source), optimizer=sgd)
     with torch.no_grad():
         expected = EXACT[name](net()(source.inputs), source.targets).item()
 
-    def body(ranks):
-        step = TrainStep(net(), task.loss, sgd, plan=Plan(dp=dp), communicator=ranks, clip=None)
+    def body(comm):
+        step = TrainStep(net(), task.loss, sgd, plan=Plan(dp=dp), communicator=comm, clip=None)
         return evaluate(step, task, source, 4)["loss"]
 
     assert threads.run(dp, body) == [pytest.approx(expected, rel=1e-12)] * dp
 
 
-def test_the_mean_that_does_not_wait_for_a_device_is_torchs_own():
+def test_the_mean_without_device_synchronization_equals_torchs_own():
     generator = torch.Generator().manual_seed(6)
     outputs, targets = torch.randn(12, CLASSES, generator=generator, dtype=WIDE), batches()[0][1][:3].flatten()
     smoothed: dict[str, Any] = {"label_smoothing": 0.1}

@@ -1,4 +1,4 @@
-"""Laws of the learning rate in a run: what the optimizer gets at each step, what is said, what stays as it was."""
+"""Laws of the learning rate in a run: what the optimizer gets at each step, what is reported, what does not change."""
 
 import dataclasses
 import functools
@@ -18,7 +18,7 @@ from fourfold.words.errors import SettingError
 
 
 class MemoryDisplay:
-    """What a run says."""
+    """A progress display in memory."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -57,7 +57,7 @@ TASK = ff.Task(
 
 
 def run(folder: Path, task: ff.Task = TASK, **settings: Any) -> tuple[list[float], list[str]]:
-    """The rate of each step, as the log has it, and what was said."""
+    """The logged rate of each step, and the reported lines."""
     report = MemoryDisplay()
     result = ff.train(task, folder=str(folder), report=report, **settings)
     assert result.folder is not None
@@ -65,29 +65,29 @@ def run(folder: Path, task: ff.Task = TASK, **settings: Any) -> tuple[list[float
     return [record["lr"] for record in records if "lr" in record], report.lines
 
 
-def test_a_run_scales_warms_up_and_says_so(tmp_path: Path) -> None:
+def test_a_run_scales_and_warms_up_its_rate_and_reports_it(tmp_path: Path) -> None:
     rates = ff.LRSchedule(scale="linear", warmup=2, schedule="linear", batch_size=8)
-    got, said = run(tmp_path, rates=rates, batch_size=32)
+    got, reported = run(tmp_path, rates=rates, batch_size=32)
     assert got == pytest.approx([1e-3, 2.5e-3, 4e-3, 3e-3, 2e-3, 1e-3])
-    assert said[1] == "rate 0.001 × 4 (linear, batch 32 of 8), 2 steps of warm-up, then linear"
+    assert reported[1] == "rate 0.001 × 4 (linear, batch 32 of 8), 2 steps of warm-up, then linear"
 
 
 @pytest.mark.parametrize(("schedule", "expected"), [(None, [1e-3] * 6), (halving, [1e-3 * 0.5**n for n in range(6)])])
-def test_without_rates_the_rate_is_what_the_task_makes_of_it(schedule: Any, expected: list[float], tmp_path) -> None:
+def test_without_rates_the_tasks_own_schedule_is_used(schedule: Any, expected: list[float], tmp_path) -> None:
     task = dataclasses.replace(TASK, schedule=schedule)
-    got, said = run(tmp_path, task)
+    got, reported = run(tmp_path, task)
     assert got == expected
-    assert not any("rate" in line for line in said)
+    assert not any("rate" in line for line in reported)
     assert "rates" not in run_identity(make_settings(task, seed=0), ff.Plan())
 
 
-def test_other_rates_are_another_run() -> None:
+def test_other_rates_change_the_identity_of_a_run() -> None:
     settings = (make_settings(TASK, rates=ff.LRSchedule(warmup=warmup)) for warmup in (1, 2))
     one, other = (run_identity(each, ff.Plan()) for each in settings)
     assert one != other
 
 
-def test_a_task_stays_tuned_for_its_own_batch_when_the_command_gives_another(tmp_path: Path, monkeypatch) -> None:
+def test_a_task_stays_tuned_for_its_own_batch_size_when_the_command_gives_another(tmp_path: Path, monkeypatch) -> None:
     (tmp_path / "mine.py").write_text("from tests.simulated.test_lr_schedule import TASK as task")
     monkeypatch.chdir(tmp_path)
     words = ("lr_scale=linear", "lr_warmup=2", "batch_size=32", "dp=1")
@@ -103,7 +103,7 @@ def test_warm_up_longer_than_the_run_is_refused_before_anything_is_built() -> No
         ff.train(TASK, rates=ff.LRSchedule(warmup=6))
 
 
-def test_torchs_scheduler_takes_the_factors() -> None:
+def test_lr_lambda_drives_torchs_scheduler() -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
     rates = ff.LRSchedule(schedule="step", milestones=(0.5,), scale="sqrt", batch_size=2)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rates.lr_lambda(steps=4, batch_size=8))
@@ -124,6 +124,6 @@ def test_at_eight_times_the_batch_the_scaled_rate_learns_with_warm_up_and_not_wi
     assert warm["accuracy"] > 0.86 > cold["accuracy"]
 
 
-def test_a_run_says_which_field_nothing_reads(tmp_path: Path) -> None:
-    _, said = run(tmp_path, plan=ff.Plan(local_steps=4))
-    assert said[1] == "local_steps = 4 has no effect without sync = local"
+def test_a_run_reports_fields_without_effect(tmp_path: Path) -> None:
+    _, reported = run(tmp_path, plan=ff.Plan(local_steps=4))
+    assert reported[1] == "local_steps = 4 has no effect without sync = local"

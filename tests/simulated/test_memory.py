@@ -1,4 +1,4 @@
-"""Laws of the memory that long-lived buffers take: what is counted is what arithmetic says."""
+"""Laws of the memory of long-lived buffers: the counted bytes equal the formula's."""
 
 import functools
 import gc
@@ -28,10 +28,10 @@ OPTIMIZERS: dict[str, Any] = {
 WITHIN = 0.05
 
 
-def _step(plan: Plan, ranks: ThreadCommunicator, optimizer: str = "AdamW") -> TrainStep:
-    """A step of 330,000 parameters that has been taken twice."""
+def _step(plan: Plan, comm: ThreadCommunicator, optimizer: str = "AdamW") -> TrainStep:
+    """A train step with 330,000 parameters, after two steps."""
     model = nn.Sequential(*[layer for _ in range(5) for layer in (nn.Linear(256, 256), nn.Tanh())])
-    options: dict[str, Any] = {"plan": plan, "communicator": ranks, "clip": None}
+    options: dict[str, Any] = {"plan": plan, "communicator": comm, "clip": None}
     step = TrainStep(
         model, lambda outputs, targets: (outputs - targets).square().sum(-1), OPTIMIZERS[optimizer], **options
     )
@@ -49,11 +49,11 @@ def _formula(step: TrainStep, host: HostRanks) -> float:
 
 
 def _compare(plan: Plan, optimizer: str = "AdamW", *, hosts: int = 1) -> None:
-    def body(ranks: ThreadCommunicator) -> tuple[int, float]:
-        step = _step(plan, ranks, optimizer)
-        ranks.all_gather_json(None)
+    def body(comm: ThreadCommunicator) -> tuple[int, float]:
+        step = _step(plan, comm, optimizer)
+        comm.all_gather_json(None)
         counted = memory.memory_use().total_bytes - before
-        ranks.all_gather_json(None)
+        comm.all_gather_json(None)
         return counted, _formula(step, host)
 
     host = HostRanks(plan.dp // hosts, plan.shard_groups, has_shared_memory=plan.transport != "gloo" and plan.dp > 1)
@@ -66,7 +66,7 @@ def _compare(plan: Plan, optimizer: str = "AdamW", *, hosts: int = 1) -> None:
 @pytest.mark.parametrize("fields", pairs.grid(
     zero=(0, 1, 2, 3), dp=(4, 2, 1), precision=("keep", "bf16", "fp16"), transport=("by-host", "gloo")
 ))  # fmt: skip
-def test_a_host_holds_what_the_formula_says(fields: dict[str, Any]) -> None:
+def test_the_memory_use_of_a_host_equals_the_formula(fields: dict[str, Any]) -> None:
     _compare(Plan(**fields, microbatches=2, bucket_bytes=2**18))
 
 
@@ -74,14 +74,14 @@ def test_a_host_holds_what_the_formula_says(fields: dict[str, Any]) -> None:
     (0, None, "keep"), (0, None, "bf16"), (1, None, "bf16"), (1, 2, "keep"), (2, None, "keep"), (2, 2, "bf16"),
     (3, None, "bf16"), (3, 2, "keep"),
 ])  # fmt: skip
-def test_each_of_two_hosts_holds_what_the_formula_says(zero: int, shard: int | None, precision: str) -> None:
+def test_the_memory_use_of_each_of_two_hosts_equals_the_formula(zero: int, shard: int | None, precision: str) -> None:
     _compare(Plan(dp=4, zero=zero, shard=shard, precision=precision, bucket_bytes=2**18), hosts=2)
 
 
 @pytest.mark.parametrize(("update", "size", "zero"), [
     ("in_backward", 1, 0), ("in_backward", 2, 2), ("in_forward", 2, 1), ("in_forward", 1, 0),
 ])  # fmt: skip
-def test_fused_updates_hold_what_the_formula_says(update: str, size: int, zero: int) -> None:
+def test_the_memory_use_of_fused_updates_equals_the_formula(update: str, size: int, zero: int) -> None:
     _compare(Plan(dp=size, zero=zero, update=update, bucket_bytes=2**18))
 
 
@@ -92,13 +92,13 @@ def test_the_states_of_every_kind_of_optimizer_are_counted(optimizer: str, zero:
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_the_anchors_of_local_steps_are_counted(momentum: float) -> None:
+def test_the_reference_weights_of_local_sgd_are_counted(momentum: float) -> None:
     _compare(Plan(dp=2, sync="local", local_steps=2, outer_momentum=momentum, bucket_bytes=2**18))
 
 
-def test_what_is_gone_is_counted_no_more() -> None:
-    def body(ranks: ThreadCommunicator) -> None:
-        _step(Plan(dp=2, zero=2, bucket_bytes=2**18), ranks)
+def test_freed_buffers_are_not_counted() -> None:
+    def body(comm: ThreadCommunicator) -> None:
+        _step(Plan(dp=2, zero=2, bucket_bytes=2**18), comm)
 
     gc.collect()
     before = memory.memory_use()

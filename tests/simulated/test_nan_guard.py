@@ -28,10 +28,10 @@ from tests.cases import Case, batches, local_batch
 NAN, INF = float("nan"), float("inf")
 
 
-def build(case: Case, ranks: Any, *, skip_nan: int) -> TrainStep:
+def build(case: Case, comm: Any, *, skip_nan: int) -> TrainStep:
     model, loss, optimizer = cases.model(case.model), cases.loss(case), cases.optimizer(case)
-    plan = case.plan(ranks.size)
-    return TrainStep(model, loss, optimizer, plan=plan, communicator=ranks, clip=case.clip, skip_nan=skip_nan)
+    plan = case.plan(comm.size)
+    return TrainStep(model, loss, optimizer, plan=plan, communicator=comm, clip=case.clip, skip_nan=skip_nan)
 
 
 def poisoned(case: Case, number: int, sample: int, value: float = NAN) -> list[Any]:
@@ -54,13 +54,13 @@ def poisoned(case: Case, number: int, sample: int, value: float = NAN) -> list[A
     {"update": "in_forward"},
     {"update": "in_forward", "zero": 1, "clip": 0.3, "microbatches": 2},
 ], ids=str)  # fmt: skip
-def test_training_with_a_skipped_step_is_training_without_it(fields, bad):
+def test_training_with_a_skipped_step_equals_training_without_it(fields, bad):
     case = Case(**{"batch_sizes": (12, 12, 12, 12), **fields})
     found = poisoned(case, bad, sample=1)
 
-    def body(ranks):
-        step = build(case, ranks, skip_nan=1)
-        metrics = [step(local_batch(batch, ranks.size, ranks.rank)) for batch in found]
+    def body(comm):
+        step = build(case, comm, skip_nan=1)
+        metrics = [step(local_batch(batch, comm.size, comm.rank)) for batch in found]
         assert [m.skipped is not None for m in metrics] == [number == bad for number in range(4)]
         assert metrics[bad].loss != metrics[bad].loss
         good = [m for m in metrics if m.skipped is None]
@@ -77,20 +77,20 @@ def test_training_with_a_skipped_step_is_training_without_it(fields, bad):
         assert skipped == results[0][1]
 
 
-def test_the_text_names_step_rank_and_samples_of_the_global_order():
+def test_the_message_names_step_rank_and_samples_of_the_global_order():
     # Positions 12 to 24 in two microbatches on each of two ranks: position 22 is in the last one, on rank 1.
     case = Case(microbatches=2)
     found = poisoned(case, 1, sample=10)
     ids = rows(40, 3, 2, 12, 24).tolist()
 
-    def body(ranks):
-        step = build(case, ranks, skip_nan=5)
+    def body(comm):
+        step = build(case, comm, skip_nan=5)
         step.num_steps = 7  # as after a resume
         skipped = None
         for number, batch in enumerate(found[:2]):
             start, stop = 12 * number, 12 * number + 12
-            place = BatchRange(40, 3, 2, start, stop, *shard_range(start, stop, 2, ranks.rank))
-            skipped = step(Batch.wrap(local_batch(batch, 2, ranks.rank), place)).skipped
+            place = BatchRange(40, 3, 2, start, stop, *shard_range(start, stop, 2, comm.rank))
+            skipped = step(Batch.wrap(local_batch(batch, 2, comm.rank), place)).skipped
         return skipped
 
     named = ", ".join(map(str, ids[9:12]))
@@ -99,12 +99,12 @@ def test_the_text_names_step_rank_and_samples_of_the_global_order():
         assert skipped == (text, 1)
 
 
-def test_a_norm_that_is_not_finite_is_seen_before_the_update_though_all_losses_are_finite():
-    def body(ranks):
+def test_a_nonfinite_norm_is_found_before_the_update_even_if_all_losses_are_finite():
+    def body(comm):
         model = nn.Linear(2, 2)
         # The root has an infinite derivative at 0; times 0 it is NaN.
         loss: Callable[[Any, Any], Any] = lambda outputs, targets: (outputs * targets).abs().sqrt().sum(1)  # noqa: E731
-        step = TrainStep(model, loss, torch.optim.Adam, plan=Plan(dp=2), communicator=ranks, clip=1.0, skip_nan=1)
+        step = TrainStep(model, loss, torch.optim.Adam, plan=Plan(dp=2), communicator=comm, clip=1.0, skip_nan=1)
         before = copy.deepcopy(model.state_dict())
         metrics = step((torch.ones(2, 2), torch.zeros(2, 2)))
         assert metrics.loss == 0.0
@@ -117,17 +117,17 @@ def test_a_norm_that_is_not_finite_is_seen_before_the_update_though_all_losses_a
         assert skipped.rank is None
 
 
-def test_by_default_a_step_that_is_not_finite_ends_the_training_and_changes_nothing():
+def test_by_default_a_nonfinite_step_stops_training_and_changes_nothing():
     case = Case(clip=0.1)
     found = poisoned(case, 2, sample=4, value=INF)
 
-    def body(ranks):
-        step = build(case, ranks, skip_nan=0)
+    def body(comm):
+        step = build(case, comm, skip_nan=0)
         for batch in found[:2]:
-            step(local_batch(batch, 3, ranks.rank))
+            step(local_batch(batch, 3, comm.rank))
         before = copy.deepcopy(step.state_dict())
         with pytest.raises(TrainingError, match=r"step 3: the loss is nan; rank 1, samples of its batch 0, 1, 2, 3"):
-            step(local_batch(found[2], 3, ranks.rank))
+            step(local_batch(found[2], 3, comm.rank))
         after = step.state_dict()
         assert all(torch.equal(before["model"][name], value) for name, value in after["model"].items())
         for name, states in after["optimizer"].items():
@@ -140,13 +140,13 @@ def test_by_default_a_step_that_is_not_finite_ends_the_training_and_changes_noth
 
 
 @pytest.mark.parametrize(("bad", "ends_at"), [((0, 1, 2), 3), ((0, 1, 3, 4), None), ((1, 2, 3, 4), 4)])
-def test_more_steps_in_a_row_than_allowed_end_the_training(bad, ends_at):
+def test_more_consecutive_bad_steps_than_allowed_stop_training(bad, ends_at):
     case = Case(batch_sizes=(6,) * 5)
 
-    def body(ranks):
-        step = build(case, ranks, skip_nan=2)
+    def body(comm):
+        step = build(case, comm, skip_nan=2)
         for number, (inputs, targets) in enumerate(batches(case)):
-            batch = local_batch((inputs * NAN if number in bad else inputs, targets), 2, ranks.rank)
+            batch = local_batch((inputs * NAN if number in bad else inputs, targets), 2, comm.rank)
             if number + 1 == ends_at:
                 with pytest.raises(TrainingError, match="the 2 steps before were bad too"):
                     step(batch)
@@ -156,19 +156,19 @@ def test_more_steps_in_a_row_than_allowed_end_the_training(bad, ends_at):
     threads.run(2, body)
 
 
-def test_a_first_step_without_even_a_count_teaches_nothing():
+def test_a_first_step_with_a_nan_count_sets_no_nominal_count():
     # The gradients of all later steps are divided by the count of the first step.
     case = Case(loss="pair")
     found = poisoned(case, 0, sample=0)
     model, loss, optimizer = cases.model("mlp"), cases.loss(case), cases.optimizer(case)
 
-    def lost(outputs: Any, targets: Any) -> Any:
+    def with_nan_count(outputs: Any, targets: Any) -> Any:
         return (outputs.sum(), NAN) if outputs.isnan().any() else loss(outputs, targets)
 
-    def body(ranks):
+    def body(comm):
         mine, plan = copy.deepcopy(model), case.plan(2)
-        step = TrainStep(mine, lost, optimizer, plan=plan, communicator=ranks, clip=None, skip_nan=1)
-        metrics = [step(local_batch(batch, 2, ranks.rank)) for batch in found]
+        step = TrainStep(mine, with_nan_count, optimizer, plan=plan, communicator=comm, clip=None, skip_nan=1)
+        metrics = [step(local_batch(batch, 2, comm.rank)) for batch in found]
         return oracle.snapshot(step, [m.loss for m in metrics[1:]], [])
 
     results = threads.run(2, body)
@@ -177,7 +177,7 @@ def test_a_first_step_without_even_a_count_teaches_nothing():
         assert oracle.deviation(trained, expected) <= TOLERANCE
 
 
-def test_running_statistics_are_as_before_a_skipped_step():
+def test_a_skipped_step_restores_running_statistics():
     class Running(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -189,10 +189,10 @@ def test_running_statistics_are_as_before_a_skipped_step():
             self.mean.lerp_(x.mean(0), 0.5)
             return self.layer(x)
 
-    def body(ranks):
+    def body(comm):
         model = Running()
         loss: Callable[[Any, Any], Any] = lambda outputs, targets: outputs.sum(1)  # noqa: E731
-        step = TrainStep(model, loss, torch.optim.SGD, plan=Plan(dp=2), communicator=ranks, clip=None, skip_nan=1)
+        step = TrainStep(model, loss, torch.optim.SGD, plan=Plan(dp=2), communicator=comm, clip=None, skip_nan=1)
         seen = []
         for value in (1.0, NAN, 1.0, NAN):
             step((torch.full((2, 2), value), torch.zeros(2)))
@@ -202,9 +202,9 @@ def test_running_statistics_are_as_before_a_skipped_step():
     assert threads.run(2, body) == [[0.5, 0.5, 0.75, 0.75]] * 2
 
 
-def test_ranks_that_would_not_skip_alike_are_refused():
+def test_ranks_with_different_skip_nan_are_refused():
     with pytest.raises(PlanError, match=r"rank 0 has skip_nan 0, rank 1 has skip_nan 1"):
-        threads.run(2, lambda ranks: build(Case(), ranks, skip_nan=ranks.rank))
+        threads.run(2, lambda comm: build(Case(), comm, skip_nan=comm.rank))
 
 
 class Interrupted(Exception):
@@ -243,7 +243,7 @@ def saved(folder: Path) -> dict[str, torch.Tensor]:
         return {name: reader.read_tensor(name) for name in reader.manifest.tensors}
 
 
-def test_a_resumed_run_skips_the_same_steps_and_is_the_undisturbed_one_bit_for_bit(tmp_path):
+def test_a_resumed_run_skips_the_same_steps_and_equals_an_uninterrupted_one_bit_for_bit(tmp_path):
     options: dict[str, Any] = {
         "steps": 8,
         "batch_size": 4,
@@ -275,7 +275,7 @@ def test_a_resumed_run_skips_the_same_steps_and_is_the_undisturbed_one_bit_for_b
         assert "3" in fault["text"].partition("samples ")[2].partition(" (")[0].split(", ")
 
 
-def test_an_average_of_the_weights_does_not_move_in_a_skipped_step(tmp_path, monkeypatch):
+def test_the_ema_is_not_updated_in_a_skipped_step(tmp_path, monkeypatch):
     moved = []
     monkeypatch.setattr(EMA, "update", lambda self, steps: moved.append(steps))
     ff.train(task(bad=[3]), folder=str(tmp_path), name="run", steps=8, batch_size=4, ema=0.5, skip_nan=1)
@@ -284,7 +284,7 @@ def test_an_average_of_the_weights_does_not_move_in_a_skipped_step(tmp_path, mon
     assert moved == [number for number in range(1, 9) if number not in skipped]
 
 
-def test_a_stopped_run_goes_on_when_it_may_skip(tmp_path):
+def test_a_stopped_run_resumes_with_skip_nan(tmp_path):
     options: dict[str, Any] = {
         "steps": 4,
         "batch_size": 4,

@@ -1,4 +1,4 @@
-"""User inputs that are not quite what a task expects: accepted if they are clear, else refused by name."""
+"""Laws of unusual user inputs: accepted if they are unambiguous, else refused by name."""
 
 import dataclasses
 import functools
@@ -28,7 +28,7 @@ TASK = ff.Task(
 
 
 @pytest.mark.parametrize("lr", [np.float32(0.125), np.float64(0.125), torch.tensor(0.125)])
-def test_rates_of_numpy_are_saved_as_any_other(lr: Any, tmp_path):
+def test_numpy_learning_rates_are_saved_and_loaded(lr: Any, tmp_path):
     def make(parameters: Any) -> torch.optim.Optimizer:
         return torch.optim.AdamW(parameters, lr=lr, betas=(np.float64(0.5), 0.9))
 
@@ -40,7 +40,7 @@ def test_rates_of_numpy_are_saved_as_any_other(lr: Any, tmp_path):
 @pytest.mark.parametrize(
     "found", [{"a": ("x", 1)}, {"a": ("3", 1)}, {3: (1, 3)}, {"a": (torch.ones(2), 3)}, {"a": (1j, 3)}]
 )
-def test_measures_that_are_no_numbers_are_refused(found: Any, tmp_path):
+def test_metrics_that_are_not_numbers_are_refused(found: Any, tmp_path):
     task = dataclasses.replace(TASK, evaluate=lambda outputs, targets: found)
     with pytest.raises(TaskError, match="a dict from names to pairs"):
         ff.train(task, folder=str(tmp_path))
@@ -54,12 +54,12 @@ def _checked(error: Callable[[str], Exception]) -> nn.Module:
 
 
 @pytest.mark.parametrize("error", [ValueError, AssertionError, KeyError])
-def test_a_model_that_objects_to_the_meta_device_is_made_with_values(error: Callable[[str], Exception]):
+def test_a_model_that_fails_on_the_meta_device_is_built_with_values(error: Callable[[str], Exception]):
     assert not build_meta_model(dataclasses.replace(TASK, model=lambda: _checked(error))).weight.is_meta
 
 
 @pytest.mark.parametrize("keep", [functools.cache, functools.lru_cache(maxsize=1)])
-def test_a_model_function_that_keeps_what_it_made_is_trained(keep: Callable[..., Any], tmp_path):
+def test_a_cached_model_function_is_trained(keep: Callable[..., Any], tmp_path):
     kept = keep(lambda: nn.Linear(4, 1))
     before = ff.train(dataclasses.replace(TASK, model=kept), folder=str(tmp_path)).steps
     assert before == 1
@@ -67,7 +67,7 @@ def test_a_model_function_that_keeps_what_it_made_is_trained(keep: Callable[...,
     assert not build_meta_model(dataclasses.replace(TASK, model=keep(lambda: _checked(ValueError)))).weight.is_meta
 
 
-def test_whole_numbers_of_numpy_are_taken_in_plans():
+def test_plans_accept_numpy_scalars():
     plan = ff.Plan(dp=np.int64(2), zero=np.uint8(1), outer_lr=np.float64(0.5), transport=np.str_("gloo"))  # pyright: ignore[reportArgumentType]
     assert plan == ff.Plan(dp=2, zero=1, outer_lr=0.5, transport="gloo")
     assert [type(value) for value in dataclasses.astuple(plan)] == [type(v) for v in dataclasses.astuple(PLAIN_PLAN)]
@@ -77,6 +77,6 @@ def test_whole_numbers_of_numpy_are_taken_in_plans():
 @pytest.mark.parametrize(
     "value", [True, np.True_, 2.0, np.float64(2), "2", torch.tensor(2), np.int64(0), np.array([2])]
 )
-def test_what_is_no_whole_number_is_refused_in_plans(value: Any):
+def test_plans_refuse_values_that_are_not_integers(value: Any):
     with pytest.raises(ff.PlanError, match="a whole number from 1 to"):
         ff.Plan(dp=value)

@@ -32,7 +32,7 @@ def batch(rank: int, number: int) -> Tensor:
     return torch.randn(3, 6, generator=generator, dtype=torch.float64)
 
 
-def oracle(counts: list[int], *, by_all: bool, accumulate: int = 1) -> list[Tensor]:
+def oracle(counts: list[int], *, divide_by_all: bool, accumulate: int = 1) -> list[Tensor]:
     """One process that trains on the batches of all ranks, round by round."""
     theirs = model()
     optimizer = sgd(theirs.parameters())
@@ -42,66 +42,66 @@ def oracle(counts: list[int], *, by_all: bool, accumulate: int = 1) -> list[Tens
         for rank in active:
             for part in range(accumulate):
                 loss = theirs(batch(rank, number + part)).square().mean() / accumulate
-                (loss / (len(counts) if by_all else len(active))).backward()
+                (loss / (len(counts) if divide_by_all else len(active))).backward()
         optimizer.step()
     return [p.detach() for p in theirs.parameters()]
 
 
-def apart(mine: nn.Module, theirs: list[Tensor]) -> float:
+def max_difference(mine: nn.Module, theirs: list[Tensor]) -> float:
     return max((a.detach() - b).abs().max().item() for a, b in zip(mine.parameters(), theirs, strict=True))
 
 
-@pytest.mark.parametrize("by_all", [True, False])
+@pytest.mark.parametrize("divide_by_all", [True, False])
 @pytest.mark.parametrize("counts", [[3, 1], [0, 2, 5], [2, 2, 2], [1, 4, 0, 4]])
-def test_ranks_with_unequal_data_train_as_one_process_does(counts, by_all):
-    def body(ranks):
+def test_ranks_with_unequal_data_train_as_one_process_does(counts, divide_by_all):
+    def body(comm):
         mine = model()
         plan = ff.Plan(dp=len(counts), bucket_bytes=200)
-        optimizer = DistributedOptimizer(sgd(mine.parameters()), mine, plan, communicator=ranks)
-        with optimizer.join(divide_by_initial_world_size=by_all):
-            for number in range(counts[ranks.rank]):
+        optimizer = DistributedOptimizer(sgd(mine.parameters()), mine, plan, communicator=comm)
+        with optimizer.join(divide_by_initial_world_size=divide_by_all):
+            for number in range(counts[comm.rank]):
                 optimizer.zero_grad()
-                mine(batch(ranks.rank, number)).square().mean().backward()
+                mine(batch(comm.rank, number)).square().mean().backward()
                 optimizer.step()
         states = [optimizer.state[p]["momentum_buffer"].sum().item() for p in mine.parameters()]
         return (
-            apart(mine, oracle(counts, by_all=by_all)),
-            ranks.all_gather_json(states),
+            max_difference(mine, oracle(counts, divide_by_all=divide_by_all)),
+            comm.all_gather_json(states),
             [p.grad for p in mine.parameters()],
         )
 
-    for far, states, gradients in threads.run(len(counts), body):
-        assert far <= TOLERANCE
+    for difference, states, gradients in threads.run(len(counts), body):
+        assert difference <= TOLERANCE
         assert all(state == states[0] for state in states)
         assert gradients == [None] * 4
 
 
-def test_unequal_data_go_with_accumulation():
+def test_unequal_data_train_with_gradient_accumulation():
     counts = [4, 2]
 
-    def body(ranks):
+    def body(comm):
         mine = model()
-        optimizer = DistributedOptimizer(sgd(mine.parameters()), mine, communicator=ranks)
+        optimizer = DistributedOptimizer(sgd(mine.parameters()), mine, communicator=comm)
         with optimizer.join():
-            for number in range(0, counts[ranks.rank], 2):
+            for number in range(0, counts[comm.rank], 2):
                 optimizer.zero_grad()
                 with optimizer.no_sync():
-                    (mine(batch(ranks.rank, number)).square().mean() / 2).backward()
-                (mine(batch(ranks.rank, number + 1)).square().mean() / 2).backward()
+                    (mine(batch(comm.rank, number)).square().mean() / 2).backward()
+                (mine(batch(comm.rank, number + 1)).square().mean() / 2).backward()
                 optimizer.step()
-        return apart(mine, oracle(counts, by_all=True, accumulate=2))
+        return max_difference(mine, oracle(counts, divide_by_all=True, accumulate=2))
 
     assert max(threads.run(2, body)) <= TOLERANCE
 
 
-def test_ranks_out_of_data_count_for_no_parameter():
-    def body(ranks):
+def test_ranks_out_of_data_give_unused_parameters_no_gradient():
+    def body(comm):
         layers = nn.ModuleDict({name: nn.Linear(1, 1) for name in ("always", "never")})
         plan = ff.Plan(dp=2, unused="allow")
-        optimizer = DistributedOptimizer(sgd(layers.parameters()), layers, plan, communicator=ranks)
+        optimizer = DistributedOptimizer(sgd(layers.parameters()), layers, plan, communicator=comm)
         found = None
         with optimizer.join():
-            for _ in range(1 + ranks.rank):
+            for _ in range(1 + comm.rank):
                 optimizer.zero_grad()
                 layers["always"](torch.full((1, 1), 4.0)).sum().backward()
                 gradients = (layers[name].get_parameter("weight").grad for name in ("always", "never"))
@@ -111,18 +111,18 @@ def test_ranks_out_of_data_count_for_no_parameter():
     assert threads.run(2, body) == [[4.0, None], [2.0, None]]  # in the second round only rank 1 has data
 
 
-def test_the_optimizer_goes_on_as_usual_after_join():
-    def body(ranks):
+def test_training_continues_after_join():
+    def body(comm):
         mine = model()
-        optimizer = DistributedOptimizer(sgd(mine.parameters()), mine, communicator=ranks)
+        optimizer = DistributedOptimizer(sgd(mine.parameters()), mine, communicator=comm)
         with optimizer.join(), pytest.raises(TrainingError, match="within join"), optimizer.join():
             pass
         with optimizer.join():
-            for number in range(ranks.rank):  # one rank steps, the other does not
+            for number in range(comm.rank):  # one rank steps, the other does not
                 mine(batch(0, number)).square().mean().backward()
                 optimizer.step()
         optimizer.zero_grad()
-        mine(torch.full((1, 6), float(ranks.rank), dtype=torch.float64)).sum().backward()
+        mine(torch.full((1, 6), float(comm.rank), dtype=torch.float64)).sum().backward()
         gradient = mine.get_parameter("0.bias").grad
         assert gradient is not None
         return gradient.tolist()
@@ -131,13 +131,13 @@ def test_the_optimizer_goes_on_as_usual_after_join():
     assert first == second
 
 
-def test_what_one_rank_has_loaded_all_ranks_get():
-    def body(ranks):
+def test_broadcast_state_gives_all_ranks_the_state_of_one():
+    def body(comm):
         mine, value = model(), None
         mine.register_buffer("seen", torch.zeros(2, dtype=torch.bool))
         adam = torch.optim.AdamW(mine.parameters(), lr=RATE)
-        optimizer = DistributedOptimizer(adam, mine, communicator=ranks)
-        if ranks.rank == 1:  # as if only this rank had read a checkpoint
+        optimizer = DistributedOptimizer(adam, mine, communicator=comm)
+        if comm.rank == 1:  # as if only this rank had read a checkpoint
             for group in adam.param_groups:
                 group |= {"lr": 0.5, "betas": (0.5, 0.6)}
             adam.state.clear()
@@ -159,29 +159,27 @@ def test_what_one_rank_has_loaded_all_ranks_get():
     assert source[3] == {"epoch": 3, "best": (0.25, None), "mask": [True, False]}
 
 
-def test_what_cannot_be_told_is_refused_on_every_rank():
-    def body(ranks):
+def test_a_value_that_cannot_be_broadcast_is_refused_on_every_rank():
+    def body(comm):
         with pytest.raises(TrainingError, match=r"the value of rank 1\n  a set"):
-            broadcast_tree(ranks, {"seen": {1, 2}} if ranks.rank == 1 else None, src=1)
+            broadcast_tree(comm, {"seen": {1, 2}} if comm.rank == 1 else None, src=1)
         return True
 
     assert threads.run(2, body) == [True, True]
 
 
-def test_what_a_wrapped_optimizer_does_not_do_is_refused_all_at_once():
-    def body(ranks):
+def test_plan_fields_that_a_wrapped_optimizer_does_not_support_are_reported_together():
+    def body(comm):
         mine = model()
         with pytest.raises(PlanError) as caught:
-            DistributedOptimizer(
-                sgd(mine.parameters()), mine, ff.Plan(dp=2, zero=1, microbatches=3), communicator=ranks
-            )
+            DistributedOptimizer(sgd(mine.parameters()), mine, ff.Plan(dp=2, zero=1, microbatches=3), communicator=comm)
         assert [problem.got for problem in caught.value.problems] == ["zero = 1", "microbatches = 3"]
         assert [problem.attempt for problem in caught.value.problems] == ["ff.parallelize", "no_sync()"]
 
     threads.run(2, body)
 
 
-def test_a_world_is_what_the_launcher_says(monkeypatch):
+def test_the_world_is_read_from_the_launchers_variables(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "JOB_COMPLETION_INDEX", "SLURM_PROCID"):
         monkeypatch.delenv(name, raising=False)
     assert (ff.world().rank, ff.world().size) == (0, 1)

@@ -23,13 +23,13 @@ def adamw(num_groups: int, **options: Any) -> torch.optim.Optimizer:
 
 
 def new_rates(optimizer: torch.optim.Optimizer, number: int) -> None:
-    """What a schedule does between steps, with a rate of its own for each group."""
+    """What a scheduler does between steps, with a different rate for each group."""
     for index, group in enumerate(optimizer.param_groups):
         group["lr"] = 0.1 / (1 + index + number)
 
 
 def bytecodes(act: Any) -> int:
-    """How many instructions the interpreter carries out for a call: no other process disturbs this measure."""
+    """How many bytecode instructions a call takes: unlike time, a measure that no other process affects."""
     count = 0
 
     def trace(frame: Any, event: str, _: Any) -> Any:
@@ -46,7 +46,7 @@ def bytecodes(act: Any) -> int:
     return count
 
 
-def reading(num_groups: int, schedule: bool) -> int:
+def instructions_of_text(num_groups: int, schedule: bool) -> int:
     optimizer = adamw(num_groups)
     options = OptionTracker(optimizer)
     for number in range(3):
@@ -60,7 +60,7 @@ def reading(num_groups: int, schedule: bool) -> int:
 @pytest.mark.parametrize("schedule", [False, True])
 def test_reading_the_options_of_more_groups_takes_no_more_instructions(schedule):
     # The loops over groups are built-in ones. With Python's own, 48 groups took 11,258 instructions, and 150 µs.
-    assert reading(48, schedule) == reading(12, schedule) < 350
+    assert instructions_of_text(48, schedule) == instructions_of_text(12, schedule) < 350
 
 
 class OnDevice(torch.Tensor):
@@ -83,7 +83,7 @@ def on_device(value: float) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("num_groups", [1, 12])
-def test_a_rate_on_a_device_is_not_read_even_where_it_takes_the_place_of_an_equal_number(num_groups):
+def test_a_device_tensor_is_not_read_even_if_it_replaces_an_equal_number(num_groups):
     optimizer = adamw(num_groups, lr=0.5)
     options = OptionTracker(optimizer)
     options.text()
@@ -120,7 +120,7 @@ EDITS = st.lists(
 )
 
 
-def edited(optimizer: torch.optim.Optimizer, edit: Any) -> None:
+def apply_edit(optimizer: torch.optim.Optimizer, edit: Any) -> None:
     if edit == "in place":
         for value in (v for group in optimizer.param_groups for v in group.values()):
             if isinstance(value, torch.Tensor):
@@ -151,7 +151,7 @@ def edited(optimizer: torch.optim.Optimizer, edit: Any) -> None:
 @example(edits=[(0, "weight_decay", -1.0, True), "text", (0, "weight_decay", -2.0, True)])
 @example(edits=[(0, "note", "a", True), "text", "another name"])
 @given(edits=EDITS)
-def test_after_any_edits_the_text_is_that_of_options_read_for_the_first_time(num_groups, edits):
+def test_after_any_edits_the_text_equals_that_of_a_new_tracker(num_groups, edits):
     optimizer = adamw(max(num_groups, 5) if num_groups > 1 else 1)
     if num_groups == 1:
         edits = [(0, *edit[1:]) if isinstance(edit, tuple) else edit for edit in edits]
@@ -160,11 +160,11 @@ def test_after_any_edits_the_text_is_that_of_options_read_for_the_first_time(num
         if edit == "text":
             options.text()
         else:
-            edited(optimizer, edit)
+            apply_edit(optimizer, edit)
     assert options.text() == OptionTracker(optimizer).text()
 
 
-def test_whole_numbers_have_the_text_of_the_same_real_numbers():
+def test_integers_have_the_text_of_equal_floats():
     texts = []
     for rates in ([1, 2, 3, 4, 5, 6], [1.0, 2.0, 3.0, 4.0, 5.0, 6.0], [1.0, 2, 3.0, 4, 5.0, 6]):
         optimizer = adamw(6)
@@ -174,17 +174,17 @@ def test_whole_numbers_have_the_text_of_the_same_real_numbers():
     assert len(set(texts)) == 1
 
 
-def test_ranks_with_many_rates_are_told_the_first_of_them_in_decimals():
-    def body(ranks):
+def test_of_many_rates_that_differ_the_first_are_shown_in_decimals():
+    def body(comm):
         def make(parameters):
             return torch.optim.SGD([{"params": [p], "lr": 0.1 / (1 + n)} for n, p in enumerate(parameters)])
 
-        step = TrainStep(model("mlp"), loss(CASE), make, plan=CASE.plan(2), communicator=ranks, clip=None)
-        step(local_batch(batches(CASE)[0], 2, ranks.rank))
+        step = TrainStep(model("mlp"), loss(CASE), make, plan=CASE.plan(2), communicator=comm, clip=None)
+        step(local_batch(batches(CASE)[0], 2, comm.rank))
         for group in step.optimizer.param_groups:
-            group["lr"] *= 1 + ranks.rank
+            group["lr"] *= 1 + comm.rank
         with pytest.raises(DivergenceError, match=r"lr: rank 0 has 0\.1, 0\.05, .*…; rank 1 has 0\.2, 0\.1, .*…,? "):
-            step(local_batch(batches(CASE)[1], 2, ranks.rank))
+            step(local_batch(batches(CASE)[1], 2, comm.rank))
         return len(step.optimizer.param_groups)
 
     assert min(threads.run(2, body)) > 4

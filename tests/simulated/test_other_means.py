@@ -18,7 +18,7 @@ from tests.simulated.test_later_losses import LATER, later
 from tests.simulated.test_losses import WIDE, ce, flat, net, part
 
 sgd = functools.partial(torch.optim.SGD, lr=0.1)
-APART = "whose counts are not proportional"
+DISPROPORTIONATE = "whose counts are not proportional"
 
 
 class Heads(nn.Module):
@@ -40,7 +40,7 @@ def heads():
         return Heads().double()
 
 
-def of_other_functions(outputs, targets):
+def by_different_functions(outputs, targets):
     loss, first = sum(each.sum() for each in outputs) * 0, targets["task"] == 0
     if first.any():
         loss = loss + F.cross_entropy(outputs[0][first], targets["class"][first])
@@ -49,7 +49,7 @@ def of_other_functions(outputs, targets):
     return loss
 
 
-def on_one_line(outputs, targets):
+def by_one_function(outputs, targets):
     loss = sum(each.sum() for each in outputs) * 0
     for task, output in enumerate(outputs):
         mine = targets["task"] == task
@@ -58,7 +58,7 @@ def on_one_line(outputs, targets):
     return loss
 
 
-def of_one_head(outputs, targets):
+def by_one_head(outputs, targets):
     loss, first = sum(each.sum() for each in outputs) * 0, targets["task"] == 0
     if first.any():
         loss = loss + F.cross_entropy(outputs[0][first], targets["class"][first])
@@ -72,7 +72,7 @@ def own_loss(model):
     forward = model.forward
 
     def with_loss(x, **targets):
-        return {"loss": of_other_functions(forward(x), targets)}
+        return {"loss": by_different_functions(forward(x), targets)}
 
     model.forward = with_loss
     return model
@@ -88,10 +88,10 @@ def of_task(task, samples=4):
     }
 
 
-def refused(ranks, model, loss, batch, plan):
-    step = TrainStep(model, loss, sgd, plan=plan, communicator=ranks, clip=None)
+def refused(comm, model, loss, batch, plan):
+    step = TrainStep(model, loss, sgd, plan=plan, communicator=comm, clip=None)
     before = {name: weight.clone() for name, weight in step.named_weights()}
-    with pytest.raises(TaskError, match=APART):
+    with pytest.raises(TaskError, match=DISPROPORTIONATE):
         step(batch)
     return all(torch.equal(weight, before[name]) for name, weight in step.named_weights())
 
@@ -100,21 +100,21 @@ PLANS = [Plan(dp=2), Plan(dp=2, microbatches=2, zero=1), Plan(dp=2, zero=3, tran
 
 
 @pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("loss", [of_other_functions, on_one_line, of_one_head, None])
+@pytest.mark.parametrize("loss", [by_different_functions, by_one_function, by_one_head, None])
 def test_a_batch_of_one_task_on_each_rank_is_refused(loss, plan):
-    def body(ranks):
-        inputs, targets = of_task(ranks.rank)
+    def body(comm):
+        inputs, targets = of_task(comm.rank)
         if loss is None:
-            return refused(ranks, own_loss(heads()), None, {"x": inputs} | targets, plan)
-        return refused(ranks, heads(), loss, (inputs, targets), plan)
+            return refused(comm, own_loss(heads()), None, {"x": inputs} | targets, plan)
+        return refused(comm, heads(), loss, (inputs, targets), plan)
 
     assert all(threads.run(2, body))
 
 
-@pytest.mark.parametrize("loss", [of_other_functions, on_one_line, of_one_head])
+@pytest.mark.parametrize("loss", [by_different_functions, by_one_function, by_one_head])
 def test_batches_of_one_task_at_a_time_are_trained(loss):
-    def body(ranks):
-        step = TrainStep(heads(), loss, sgd, plan=Plan(dp=2, microbatches=2), communicator=ranks, clip=None)
+    def body(comm):
+        step = TrainStep(heads(), loss, sgd, plan=Plan(dp=2, microbatches=2), communicator=comm, clip=None)
         return [step(of_task(task)).loss for task in (0, 1)]
 
     first = heads()
@@ -134,84 +134,84 @@ class Routed(nn.Module):
         return self.layers[int(x[0, 0] > 0)](x)
 
 
-def test_ranks_may_use_other_layers_for_the_same_output():
-    def body(ranks):
-        inputs = torch.ones(4, 4, dtype=WIDE) * (1 if ranks.rank else -1)
+def test_ranks_may_use_different_layers_for_the_same_output():
+    def body(comm):
+        inputs = torch.ones(4, 4, dtype=WIDE) * (1 if comm.rank else -1)
         plan = Plan(dp=2, unused="allow")
         with SEED_LOCK:
             torch.manual_seed(1)
             model = Routed().double()
-        step = TrainStep(model, F.cross_entropy, sgd, plan=plan, communicator=ranks, clip=None)
+        step = TrainStep(model, F.cross_entropy, sgd, plan=plan, communicator=comm, clip=None)
         return step((inputs, torch.arange(4) % 3)).loss
 
     assert len(set(threads.run(2, body))) == 1
 
 
-def beside(outputs, targets):
+def plus_penalty(outputs, targets):
     penalty = 0.1 * outputs.square().mean()
     kept = targets >= 0
     return F.cross_entropy(outputs[kept], targets[kept]) + penalty if kept.any() else penalty
 
 
-def beside_by_a_product(outputs, targets):
-    shares = torch.full((outputs.numel(),), 0.1 / outputs.numel(), dtype=WIDE)
-    kept, penalty = targets >= 0, outputs.square().flatten() @ shares
+def plus_penalty_by_product(outputs, targets):
+    coefficients = torch.full((outputs.numel(),), 0.1 / outputs.numel(), dtype=WIDE)
+    kept, penalty = targets >= 0, outputs.square().flatten() @ coefficients
     return F.cross_entropy(outputs[kept], targets[kept]) + penalty if kept.any() else penalty
 
 
 def used_later(outputs, targets):
-    value, figure = ce(*flat(outputs, targets)), F.mse_loss(outputs, torch.zeros_like(outputs))
-    return value + figure if (targets < 0).any() else value
+    value, metric = ce(*flat(outputs, targets)), F.mse_loss(outputs, torch.zeros_like(outputs))
+    return value + metric if (targets < 0).any() else value
 
 
 @pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("loss", [beside, beside_by_a_product, used_later])
-def test_a_part_without_the_others_means_is_refused_when_it_comes(loss, plan):
-    def body(ranks):
+@pytest.mark.parametrize("loss", [plus_penalty, plus_penalty_by_product, used_later])
+def test_a_part_that_takes_different_means_is_refused_in_a_later_batch(loss, plan):
+    def body(comm):
         (inputs, targets), *_ = later()
-        apart = targets.clone()
-        apart[shard_range(0, len(apart), 2, 1)[0] :] = -100
-        step = TrainStep(net(), loss, sgd, plan=plan, communicator=ranks, clip=None)
-        step(part((inputs, targets), 2, ranks.rank))
+        uneven_targets = targets.clone()
+        uneven_targets[shard_range(0, len(uneven_targets), 2, 1)[0] :] = -100
+        step = TrainStep(net(), loss, sgd, plan=plan, communicator=comm, clip=None)
+        step(part((inputs, targets), 2, comm.rank))
         before = {name: weight.clone() for name, weight in step.named_weights()}
-        with pytest.raises(TaskError, match=APART):
-            step(part((inputs, apart), 2, ranks.rank))
+        with pytest.raises(TaskError, match=DISPROPORTIONATE):
+            step(part((inputs, uneven_targets), 2, comm.rank))
         return all(torch.equal(weight, before[name]) for name, weight in step.named_weights())
 
     assert all(threads.run(2, body))
 
 
 @pytest.mark.parametrize("name", ["a masked mean of at least one", "chunks", "smoothed by hand"])
-def test_what_the_first_samples_do_not_show_is_refused_in_the_same_step(name):
-    def body(ranks):
+def test_a_fault_that_the_dry_run_does_not_show_is_refused_in_the_same_step(name):
+    def body(comm):
         (inputs, targets), *_ = later()
         targets = targets.clone()
         targets[3:6] = -100  # the dry run takes the first three of each rank
-        return refused(ranks, net(), LATER[name], part((inputs, targets), 2, ranks.rank), PLANS[1])
+        return refused(comm, net(), LATER[name], part((inputs, targets), 2, comm.rank), PLANS[1])
 
     assert all(threads.run(2, body))
 
 
 @pytest.mark.parametrize("name", ["a masked mean of at least one", "chunks", "smoothed by hand"])
 def test_an_evaluation_refuses_a_mean_by_hand_whose_parts_do_not_add_up(name):
-    def body(ranks):
-        step = TrainStep(net(), LATER[name], sgd, plan=PLANS[0], communicator=ranks, clip=None)
+    def body(comm):
+        step = TrainStep(net(), LATER[name], sgd, plan=PLANS[0], communicator=comm, clip=None)
         even, uneven, *_ = later()
-        assert not torch.isnan(torch.tensor(step.evaluate(part(even, 2, ranks.rank)).loss))
-        with pytest.raises(TaskError, match=APART):
-            step.evaluate(part(uneven, 2, ranks.rank))
+        assert not torch.isnan(torch.tensor(step.evaluate(part(even, 2, comm.rank)).loss))
+        with pytest.raises(TaskError, match=DISPROPORTIONATE):
+            step.evaluate(part(uneven, 2, comm.rank))
 
     threads.run(2, body)
 
 
-def test_what_is_checkpointed_is_left_alone():
+def test_a_checkpointed_loss_is_not_refused():
     def loss(outputs, targets):
         masked = lambda o: (o.square().sum(-1) * (targets >= 0)).sum() / (targets >= 0).sum()  # noqa: E731
         return checkpoint(masked, outputs, use_reentrant=False)
 
-    def body(ranks):
-        step = TrainStep(net(), loss, sgd, plan=PLANS[1], communicator=ranks, clip=None)
-        return step(part(later()[0], 2, ranks.rank)).loss
+    def body(comm):
+        step = TrainStep(net(), loss, sgd, plan=PLANS[1], communicator=comm, clip=None)
+        return step(part(later()[0], 2, comm.rank)).loss
 
     even = later()[0]
     with torch.no_grad():

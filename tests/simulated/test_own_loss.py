@@ -1,4 +1,4 @@
-"""Laws of samples that are dicts, and of models that return their own loss (loss = None)."""
+"""Laws of samples that are dicts, and of models that compute their own loss (loss = None)."""
 
 import copy
 import functools
@@ -20,7 +20,7 @@ from fourfold.trainer.evaluate import evaluate
 from fourfold.words.errors import DataError, TaskError
 from fourfold.words.task import Data, Task
 from tests.cases import SEED_LOCK
-from tests.simulated.test_transformers import MODELS, Wide, made
+from tests.simulated.test_transformers import MODELS, KeepFloat64, made
 
 SAMPLES, LENGTH = 11, 8
 sgd = functools.partial(torch.optim.SGD, lr=0.1)
@@ -60,16 +60,16 @@ def model(kind: str) -> nn.Module:
     return classifier().double()
 
 
-@pytest.mark.parametrize("cut", [(1, 1, 0), (2, 1, 0), (1, 3, 0), (3, 2, 0), (3, 5, 1), (2, 2, 3)])
+@pytest.mark.parametrize("split", [(1, 1, 0), (2, 1, 0), (1, 3, 0), (3, 2, 0), (3, 5, 1), (2, 2, 3)])
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "bert", "classifier"])
-def test_a_model_of_transformers_trains_its_own_loss_as_in_one_process(kind, cut):
-    dp, microbatches, zero = cut
+def test_a_model_of_transformers_trains_its_own_loss_as_in_one_process(kind, split):
+    dp, microbatches, zero = split
 
-    def body(ranks):
+    def body(comm):
         transport = "gloo" if zero == 3 else "by-host"
         plan = Plan(dp=dp, microbatches=microbatches, zero=zero, unused="allow", transport=transport)
-        with Wide():
-            step = TrainStep(copy.deepcopy(model(kind)), None, sgd, plan=plan, communicator=ranks, clip=None)
+        with KeepFloat64():
+            step = TrainStep(copy.deepcopy(model(kind)), None, sgd, plan=plan, communicator=comm, clip=None)
             metrics = []
             for _ in range(2):
                 batch = whole()
@@ -78,16 +78,16 @@ def test_a_model_of_transformers_trains_its_own_loss_as_in_one_process(kind, cut
             step.flush()
             return oracle.snapshot(step, [m.loss for m in metrics], [])
 
-    with Wide():
-        alone, losses = copy.deepcopy(model(kind)), []
-        optimizer = sgd(alone.parameters())
+    with KeepFloat64():
+        single, losses = copy.deepcopy(model(kind)), []
+        optimizer = sgd(single.parameters())
         for _ in range(2):
-            loss = alone(**whole()).loss
+            loss = single(**whole()).loss
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
             losses.append(loss.item())
-    expected = oracle.TrainingResult(losses, [], {name: p.detach() for name, p in alone.named_parameters()})
+    expected = oracle.TrainingResult(losses, [], {name: p.detach() for name, p in single.named_parameters()})
     got = threads.run(dp, body)
     assert max(oracle.deviation(each, expected) for each in got) <= TOLERANCE
 
@@ -128,21 +128,21 @@ def task(**fields: Any) -> Task:
     return Task(**given | fields)
 
 
-def build(ranks, how: str = "dict", plan: Plan | None = None) -> TrainStep:
-    return TrainStep(own(how), None, sgd, plan=plan or Plan(dp=ranks.size), communicator=ranks, clip=None)
+def build(comm, how: str = "dict", plan: Plan | None = None) -> TrainStep:
+    return TrainStep(own(how), None, sgd, plan=plan or Plan(dp=comm.size), communicator=comm, clip=None)
 
 
 @pytest.mark.parametrize("how", ["dict", "tuple", "number"])
 def test_the_loss_is_found_among_a_models_outputs(how):
-    def body(ranks):
-        step = build(ranks, how)
+    def body(comm):
+        step = build(comm, how)
         return [step(batch).loss for batch in Feed(Pairs(), step.plan, batch_size=10)]
 
     batch = {"x": torch.stack([Pairs()[i]["x"] for i in range(10)])}
     batch["labels"] = torch.tensor([Pairs()[i]["labels"] for i in range(10)])
     expected = own("dict")(**batch)["loss"].item()
-    (alone,) = threads.run(1, body)
-    assert alone == [pytest.approx(expected, rel=1e-12)]
+    (single,) = threads.run(1, body)
+    assert single == [pytest.approx(expected, rel=1e-12)]
 
 
 def test_a_feed_makes_dict_batches_of_dict_samples():
@@ -153,7 +153,7 @@ def test_a_feed_makes_dict_batches_of_dict_samples():
 
 
 @pytest.mark.parametrize(
-    ("sample", "told"),
+    ("sample", "message"),
     [
         (None, "sample 3 is None"),
         ("text", "sample 3 is a str"),
@@ -166,7 +166,7 @@ def test_a_feed_makes_dict_batches_of_dict_samples():
         ({"x": [1, [2, 3]]}, "sample 3 has a list as 'x'"),
     ],
 )
-def test_a_sample_of_another_shape_is_refused_with_its_kind_and_number(sample, told):
+def test_a_sample_of_another_form_is_refused_with_its_type_and_index(sample, message):
     class Some:
         def __len__(self) -> int:
             return 4
@@ -176,16 +176,16 @@ def test_a_sample_of_another_shape_is_refused_with_its_kind_and_number(sample, t
 
     with pytest.raises(DataError) as caught:
         list(Feed(Some(), Plan(), batch_size=4))
-    assert told in str(caught.value)
+    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize("dp", [1, 3])
-def test_an_evaluation_of_a_models_own_loss_sees_the_inputs(dp):
+def test_task_metrics_get_the_whole_batch_if_the_model_computes_its_loss(dp):
     def right(outputs: Any, batch: dict[str, Tensor]) -> dict[str, tuple[int, int]]:
         return {"right": (int((outputs["logits"].argmax(1) == batch["labels"]).sum()), len(batch["labels"]))}
 
-    def body(ranks):
-        step = build(ranks)
+    def body(comm):
+        step = build(comm)
         return evaluate(step, task(evaluate=right), Pairs(), 4)
 
     one, *others = threads.run(dp, body)
@@ -203,19 +203,19 @@ def test_a_task_with_a_models_own_loss_is_verified():
 
 
 def test_a_loss_without_targets_and_targets_without_a_loss_are_refused():
-    def with_loss(ranks):
-        step = TrainStep(own(), F.cross_entropy, sgd, plan=Plan(dp=2), communicator=ranks, clip=None)
+    def with_loss(comm):
+        step = TrainStep(own(), F.cross_entropy, sgd, plan=Plan(dp=2), communicator=comm, clip=None)
         with pytest.raises(TaskError, match="a batch of x, labels without targets") as caught:
             step({"x": torch.zeros(2, 4).double(), "labels": torch.tensor([0, 1])})
         assert "loss=None" in str(caught.value)
 
-    def with_targets(ranks):
-        step = build(ranks)
+    def with_targets(comm):
+        step = build(comm)
         with pytest.raises(TaskError, match=r"a batch \(inputs, targets\), and loss = None"):
             step((torch.zeros(2, 4).double(), torch.tensor([0, 1])))
 
-    def without_labels(ranks):
-        step = build(ranks)
+    def without_labels(comm):
+        step = build(comm)
         with pytest.raises(TaskError, match=r"outputs \(dict\) without a loss, of inputs x"):
             step({"x": torch.zeros(2, 4).double()})
 
@@ -228,17 +228,17 @@ def test_a_models_own_loss_is_refused_where_ranks_share_sequences():
         preflight(task(), Plan(sp=2))
 
 
-def test_pairs_are_what_they_were():
+def test_a_feed_of_pairs_gives_tuples():
     source = TensorSource(torch.randn(4, 4).double(), torch.arange(4) % 3)
     (batch,) = Feed(source, Plan(), batch_size=4, seed=0)
     assert isinstance(batch, tuple)
     assert [len(part) for part in batch] == [4, 4]
 
 
-def test_lists_joined_end_to_end_are_refused_with_the_names_of_what_differs():
-    def body(ranks):
+def test_concatenated_inputs_are_refused_with_the_names_whose_lengths_differ():
+    def body(comm):
         step = TrainStep(
-            nn.EmbeddingBag(9, 3), lambda o, y: o.square().sum(1), sgd, plan=Plan(), communicator=ranks, clip=None
+            nn.EmbeddingBag(9, 3), lambda o, y: o.square().sum(1), sgd, plan=Plan(), communicator=comm, clip=None
         )
         inputs = {"input": torch.arange(7), "offsets": torch.tensor([0, 2, 5])}
         with pytest.raises(TaskError, match=r"7 in inputs\['input'\], 3 in inputs\['offsets'\], 3 in targets"):
@@ -247,12 +247,12 @@ def test_lists_joined_end_to_end_are_refused_with_the_names_of_what_differs():
     threads.run(1, body)
 
 
-def test_a_rank_hears_what_is_wrong_with_the_first_batch_of_another():
-    def body(ranks):
+def test_an_error_in_one_ranks_first_batch_is_reported_on_all_ranks():
+    def body(comm):
         batch = {"x": torch.randn(4, 4, dtype=torch.float64), "labels": torch.arange(4) % 3}
-        if ranks.rank == 1:
+        if comm.rank == 1:
             del batch["labels"]
         with pytest.raises(TaskError, match="without a loss, of inputs x"):
-            build(ranks)(batch)
+            build(comm)(batch)
 
     threads.run(2, body)

@@ -1,4 +1,4 @@
-"""Laws of being told of a parameter's use."""
+"""Laws of parameter access tracking: every use of a parameter is reported before it happens."""
 
 import copy
 import gc
@@ -16,8 +16,8 @@ from fourfold.parts.data.param_access import ParamAccess, outside_transforms
 WEIGHTS = [nn.Parameter(torch.randn(3, 3, dtype=torch.float64)) for _ in range(3)]
 
 
-class Told:
-    """Three matrices, the first two of bucket 0, and what was told of them."""
+class Tracked:
+    """Three matrices, the first two in bucket 0, and the buckets whose uses were reported."""
 
     def __init__(self):
         self.first, self.second, self.third = (nn.Parameter(w.detach().clone()) for w in WEIGHTS)
@@ -27,8 +27,8 @@ class Told:
 
 
 @pytest.fixture
-def told():
-    made = Told()
+def tracked():
+    made = Tracked()
     yield made
     made.uses.close()
 
@@ -59,14 +59,14 @@ X = torch.ones(2, 3, dtype=torch.float64)
     (lambda t: copy.deepcopy(t.third), [1]),
     (lambda t: repr(t.third), [1]),
 ])  # fmt: skip
-def test_every_kind_of_use_is_told_of_once_an_operation(told, use, buckets):
-    use(told)
-    assert told.buckets == buckets
+def test_every_kind_of_use_is_reported_once_per_operation(tracked, use, buckets):
+    use(tracked)
+    assert tracked.buckets == buckets
 
 
-def test_a_use_is_told_of_before_it_happens(told):
-    told.uses.before_access = lambda bucket: told.third.data.fill_(2.0)
-    assert torch.equal(X @ told.third, torch.full((2, 3), 6.0, dtype=torch.float64))
+def test_a_use_is_reported_before_it_happens(tracked):
+    tracked.uses.before_access = lambda bucket: tracked.third.data.fill_(2.0)
+    assert torch.equal(X @ tracked.third, torch.full((2, 3), 6.0, dtype=torch.float64))
 
 
 def in_autocast(x):
@@ -79,19 +79,19 @@ def in_autocast(x):
     lambda t: torch.func.vmap(lambda x: x @ t.third)(X.float()),
     lambda t: in_autocast(t.third),
 ])  # fmt: skip
-def test_the_told_can_change_parameters_inside_of_transforms_and_of_autocast(told, use):
+def test_the_callback_can_change_parameters_inside_transforms_and_autocast(tracked, use):
     def square(bucket):
         with outside_transforms("cpu"):
-            told.third.copy_(torch.mm(told.third, told.third))
+            tracked.third.copy_(torch.mm(tracked.third, tracked.third))
 
     start = WEIGHTS[2].detach().float()
-    told.third.data, told.uses.before_access = start.clone(), square
-    use(told)
-    told.uses.close()
-    assert torch.equal(told.third, torch.mm(start, start))
+    tracked.third.data, tracked.uses.before_access = start.clone(), square
+    use(tracked)
+    tracked.uses.close()
+    assert torch.equal(tracked.third, torch.mm(start, start))
 
 
-@pytest.mark.parametrize("look", [
+@pytest.mark.parametrize("inspect", [
     lambda t: (t.first.shape, t.first.dtype, t.first.device, t.first.ndim, t.first.layout, t.first.is_cuda),
     lambda t: (t.first.grad, t.first.requires_grad, t.first.is_leaf, t.first.grad_fn, t.first._version),
     lambda t: (t.first.size(), t.first.size(0), t.first.dim(), t.first.numel(), t.first.stride(), len(t.first)),
@@ -103,29 +103,29 @@ def test_the_told_can_change_parameters_inside_of_transforms_and_of_autocast(tol
     lambda t: isinstance(t.first, nn.Parameter),
     lambda t: nn.ParameterList([t.first, t.third]),
 ])  # fmt: skip
-def test_a_look_is_no_use(told, look):
-    look(told)
-    assert told.buckets == []
+def test_reading_metadata_is_no_use(tracked, inspect):
+    inspect(tracked)
+    assert tracked.buckets == []
 
 
-def test_nothing_is_told_when_it_does_not_listen_nor_after_the_end(told):
-    told.uses.is_enabled = False
-    F.linear(X, told.first)
-    told.uses.is_enabled = True
-    told.uses.close()
-    F.linear(X, told.first)
-    assert told.buckets == []
-    assert type(told.first) is nn.Parameter
+def test_nothing_is_reported_while_disabled_or_after_close(tracked):
+    tracked.uses.is_enabled = False
+    F.linear(X, tracked.first)
+    tracked.uses.is_enabled = True
+    tracked.uses.close()
+    F.linear(X, tracked.first)
+    assert tracked.buckets == []
+    assert type(tracked.first) is nn.Parameter
 
 
-def test_what_the_told_does_with_parameters_is_no_use(told):
-    told.uses.before_access = lambda bucket: (told.buckets.append(bucket), told.third.sum())
-    F.linear(X, told.first)
-    assert told.buckets == [0]
+def test_uses_within_the_callback_are_not_reported(tracked):
+    tracked.uses.before_access = lambda bucket: (tracked.buckets.append(bucket), tracked.third.sum())
+    F.linear(X, tracked.first)
+    assert tracked.buckets == [0]
 
 
 class Block(nn.Module):
-    """Weights used inside and outside of their modules, in lists, tied, recomputed and made by a parametrization."""
+    """Weights used inside and outside of their modules, tied, recomputed, and computed by a parametrization."""
 
     def __init__(self):
         super().__init__()
@@ -160,7 +160,7 @@ def gradients(model):
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def test_a_model_computes_the_same_and_every_parameter_of_it_is_told_of():
+def test_a_model_computes_the_same_and_the_use_of_every_parameter_is_reported():
     expected, model, seen = gradients(block()), block(), []
     parameters = list(model.parameters())
     uses = ParamAccess([[p] for p in parameters], seen.append)
@@ -172,14 +172,14 @@ def test_a_model_computes_the_same_and_every_parameter_of_it_is_told_of():
     assert set(seen) == set(range(len(parameters)))
     assert all(torch.equal(got[name], g) and type(got[name]) is torch.Tensor for name, g in expected.items())
     assert type(results[0]) is torch.Tensor
-    # Both kinds of checkpoint compute once more in backward, and are told of there too.
+    # Both kinds of checkpoint recompute in backward, and these uses are reported too.
     again = [i for i, (name, _) in enumerate(model.named_parameters()) if name.split(".")[0] in ("plain", "kept")]
     assert all(seen.count(index) == 2 for index in again)
     functional, _ = torch.func.functional_call(model, dict(model.named_parameters()), TOKENS), seen.clear()
     assert torch.equal(functional, block()(TOKENS))
 
 
-def test_copies_and_files_of_a_model_are_plain():
+def test_copies_and_saved_files_of_a_model_have_plain_parameters():
     model = block()
     uses = ParamAccess([list(model.parameters())], lambda bucket: None)
     uses.is_enabled = True
@@ -203,18 +203,18 @@ def _reread(model):
 
 
 class Marked(torch.Tensor):
-    """A tensor of a user's class, which torch's rule hands on to results."""
+    """A user's tensor subclass, which torch propagates to results."""
 
 
-def test_a_users_class_of_tensors_keeps_its_say(told):
+def test_a_users_tensor_subclass_takes_precedence(tracked):
     marked = X.as_subclass(Marked)
-    for result in (F.linear(marked, told.first), torch.stack([told.first[0], told.first[1], marked[0]])):
+    for result in (F.linear(marked, tracked.first), torch.stack([tracked.first[0], tracked.first[1], marked[0]])):
         assert type(result) is Marked
-    assert type(F.linear(X, told.first)) is torch.Tensor
-    assert told.buckets == [0, 0, 0, 0]
+    assert type(F.linear(X, tracked.first)) is torch.Tensor
+    assert tracked.buckets == [0, 0, 0, 0]
 
 
-def test_an_owner_that_nobody_holds_goes_and_its_parameters_are_plain_again():
+def test_an_unreferenced_owner_is_freed_and_its_parameters_are_plain_again():
     class Owner:
         def __init__(self, parameter):
             self.parameter = parameter
@@ -229,7 +229,7 @@ def test_an_owner_that_nobody_holds_goes_and_its_parameters_are_plain_again():
     gc.collect()
     assert gone() is None
     assert type(parameter) is nn.Parameter
-    # Also where a parameter has come to hold its owner.
+    # Also if a parameter refers to its owner.
     held = Owner(parameter)
     vars(held.parameter)["owner"] = held
     gone = weakref.ref(held)

@@ -33,7 +33,7 @@ JOBS = {
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_a_fake_step_holds_what_a_real_one_does_to_the_byte(name: str) -> None:
+def test_a_fake_step_has_the_peak_memory_of_a_real_one_to_the_byte(name: str) -> None:
     real = peak_memory(JOBS[name], SHAPE, batch=3, length=16)
     for without_memory in (FakeTensorMode(), torch.device("meta")):
         with without_memory:
@@ -42,7 +42,7 @@ def test_a_fake_step_holds_what_a_real_one_does_to_the_byte(name: str) -> None:
     assert sum(real.bytes_by_kind.values()) == real.peak_bytes
 
 
-def test_a_step_holds_what_the_allocator_gave_out() -> None:
+def test_counted_peak_memory_equals_that_of_the_allocator() -> None:
     job = JOBS["tensor"]
     model, ids = job.build(SHAPE), torch.zeros(3, 16, dtype=torch.long)
     counted = PeakMemory()
@@ -63,7 +63,7 @@ def test_a_step_holds_what_the_allocator_gave_out() -> None:
     assert counted.peak_bytes - existing == pytest.approx(most, abs=64)
 
 
-def test_what_a_step_holds_is_linear_in_the_number_of_layers() -> None:
+def test_peak_memory_is_linear_in_the_number_of_layers() -> None:
     def held(job: Layout, layers: int) -> int:
         with torch.device("meta"):
             return peak_memory(job, SHAPE._replace(layers=layers), batch=3, length=16).peak_bytes
@@ -74,7 +74,7 @@ def test_what_a_step_holds_is_linear_in_the_number_of_layers() -> None:
 
 
 @pytest.mark.parametrize("ring", ["plain", "rsa"])
-def test_the_first_hop_holds_as_much_as_all_hops(ring: str) -> None:
+def test_the_first_ring_hop_has_the_peak_memory_of_all_hops(ring: str) -> None:
     with torch.device("meta"):
         one_hop, all_hops = (
             peak_memory(sequence_parallel(8, ring, few_hops=few), SHAPE, batch=3, length=32) for few in (True, False)
@@ -82,7 +82,7 @@ def test_the_first_hop_holds_as_much_as_all_hops(ring: str) -> None:
     assert one_hop.bytes_by_kind == all_hops.bytes_by_kind
 
 
-def test_merged_blocks_hold_far_more_samples_than_the_most_careful_tensor_parallelism() -> None:
+def test_merged_blocks_fit_far_larger_batches_than_the_leanest_tensor_parallelism() -> None:
     def largest_batch(job: Layout, least: int) -> float:
         """The batch size at which the line through two batch sizes reaches the limit."""
         one, two = (extrapolate_bytes(job, batch=batch, length=512) for batch in (least, 2 * least))
@@ -96,15 +96,15 @@ def test_merged_blocks_hold_far_more_samples_than_the_most_careful_tensor_parall
 
 @settings(deadline=None)
 @given(rest=st.integers(0, 10**6), each=st.integers(1, 10**5), bend=st.integers(0, 50), limit=st.integers(0, 10**8))
-def test_the_largest_is_found_and_one_more_is_too_much(rest: int, each: int, bend: int, limit: int) -> None:
+def test_largest_within_finds_the_largest_size_that_fits(rest: int, each: int, bend: int, limit: int) -> None:
     start = 1 + limit % 100
 
     def held(n: int) -> int:
-        tried.append(n)
+        sizes_tried.append(n)
         return rest + each * n + bend * n * n
 
-    tried: list[int] = []
+    sizes_tried: list[int] = []
     found = largest_within(held, limit, start)
     assert found == 0 or held(found) <= limit
     assert held(found + 1) > limit
-    assert bend or len(tried) <= 14  # a search, not a scan
+    assert bend or len(sizes_tried) <= 14  # a search, not a scan

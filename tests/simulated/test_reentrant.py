@@ -1,4 +1,4 @@
-"""Reentrant checkpoints train as in one process, or are refused with what to try."""
+"""Laws of reentrant checkpoints: they train as in one process, or are refused with a remedy."""
 
 import copy
 import functools
@@ -30,7 +30,7 @@ class Layer(nn.Module):
 
 
 class Net(nn.Module):
-    """Two layers in reentrant checkpoints. "twice": one is used again; "apart": no input of it has a gradient."""
+    """Two layers in reentrant checkpoints. "twice": one is used again; "in a dict": the input is in a dict."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -73,8 +73,8 @@ PLANS = [
 ]
 
 
-def step_of(model: nn.Module, ranks, plan: Plan) -> TrainStep:
-    return TrainStep(copy.deepcopy(model), loss, adamw, plan=plan, communicator=ranks, clip=None)
+def step_of(model: nn.Module, comm, plan: Plan) -> TrainStep:
+    return TrainStep(copy.deepcopy(model), loss, adamw, plan=plan, communicator=comm, clip=None)
 
 
 def part_of(batch: Any, step: TrainStep) -> Any:
@@ -93,12 +93,12 @@ def expected():
 
 @pytest.mark.parametrize("fields", PLANS)
 def test_a_reentrant_checkpoint_trains_as_in_one_process(fields, expected):
-    plan, (model, alone) = Plan(**fields), expected
+    plan, (model, in_one_process) = Plan(**fields), expected
 
-    def body(ranks):
-        step = step_of(model, ranks, plan)
+    def body(comm):
+        step = step_of(model, comm, plan)
         losses = [step(part_of(batch, step)).loss for batch in batches(3)]
-        return oracle.deviation(oracle.snapshot(step, losses, []), alone)
+        return oracle.deviation(oracle.snapshot(step, losses, []), in_one_process)
 
     assert max(threads.run(plan.mesh.size, body)) <= TOLERANCE
 
@@ -111,20 +111,20 @@ REFUSED = {
 
 @pytest.mark.parametrize("fields", PLANS)
 @pytest.mark.parametrize("kind", REFUSED)
-def test_a_reentrant_checkpoint_that_cannot_be_trained_is_refused_on_every_rank_with_what_to_try(kind, fields):
-    (error, said), plan = REFUSED[kind], Plan(**fields)
+def test_a_reentrant_checkpoint_that_cannot_be_trained_is_refused_on_every_rank_with_a_remedy(kind, fields):
+    (error, message), plan = REFUSED[kind], Plan(**fields)
     torch.manual_seed(1)
     model = Net(kind)
 
-    def body(ranks):
-        step = step_of(model, ranks, plan)
+    def body(comm):
+        step = step_of(model, comm, plan)
         with pytest.raises(FourfoldError) as caught:
             step(part_of(batches(1)[0], step))
         return type(caught.value), str(caught.value)
 
     for found, text in threads.run(plan.mesh.size, body):
         assert found is error
-        assert said in text
+        assert message in text
         assert "use_reentrant=False" in text
         # With sp > 1, a rank that fails in the middle of backward leaves others waiting in attention.
         assert ("in the model" in text) == (kind == "twice" and plan.sp > 1)

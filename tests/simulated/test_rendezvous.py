@@ -22,7 +22,7 @@ def write(note: Path, *, pid: int, began: int) -> None:
     note.write_text(json.dumps({"store": "store-7", "pid": pid, "began": began}))
 
 
-def test_a_note_counts_while_its_writer_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_note_is_valid_while_its_writer_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     this = process_id(os.getpid())
     write(tmp_path / "note", pid=this.pid, began=this.start_ticks)
     assert rendezvous_store._wait_for_note(tmp_path / "note", RANK_1) == "store-7"
@@ -116,7 +116,7 @@ def test_the_error_says_why_the_folder_is_unusable(
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
-def test_a_note_that_the_disk_does_not_take_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_note_that_a_full_disk_rejects_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous_store.tempfile, "gettempdir", lambda: str(tmp_path))
     folder, address = rendezvous_store._private_folder(), LocalRendezvous("MPICH", "PMI_RANK")
     (folder / f"{rendezvous_store._note_name(address)}.{os.getpid()}").symlink_to("/dev/full")
@@ -124,7 +124,7 @@ def test_a_note_that_the_disk_does_not_take_is_an_error(tmp_path: Path, monkeypa
         rendezvous_store._open_host_store(RankInfo(MPICH, 0, 2, 0, 2), address)
 
 
-def test_files_that_are_no_stores_are_left_alone(tmp_path: Path) -> None:
+def test_files_that_are_not_stores_are_kept(tmp_path: Path) -> None:
     this = process_id(os.getpid())
     gone = tmp_path / f"store-{this.pid}-{this.start_ticks - 1}-ab"
     for name in ("store-ab", "store-1-2-3-4-5", "store-x-y-ab"):
@@ -159,6 +159,6 @@ sys.exit(any(rank.exitcode for rank in ranks))
 """
 
 
-def test_ranks_that_leave_at_once_leave_no_store_behind(tmp_path: Path) -> None:
+def test_ranks_that_leave_at_the_same_time_leave_no_store_behind(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", LEAVE, str(tmp_path)], check=True, timeout=300)
     assert list(tmp_path.iterdir()) == []

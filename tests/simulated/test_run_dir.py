@@ -1,4 +1,4 @@
-"""Laws of a run's folder: what stands in place of its files is reported, and nothing waits for it."""
+"""Laws of a run's folder: a pipe, file or link in place of its files is reported, and never blocks the run."""
 
 import os
 import threading
@@ -15,7 +15,7 @@ LIMIT_SECONDS = 20
 
 
 def within_limit(body):
-    """What `body` raises; it runs in a thread of its own, since a test that waits for a pipe would never end."""
+    """What `body` raises. It runs in its own thread, because a test that blocks on a pipe would never end."""
     raised = []
 
     def run():
@@ -36,7 +36,7 @@ def opened(parent):
     return RunDir(parent, "run", run_prefix="run", identity={})
 
 
-def test_a_pipe_in_place_of_a_log_is_reported_without_waiting_for_it(tmp_path):
+def test_a_pipe_in_place_of_a_log_is_reported_without_blocking(tmp_path):
     opened(tmp_path).close()
     run = tmp_path / "run"
     (run / "metrics.jsonl").unlink()
@@ -54,19 +54,19 @@ def test_a_pipe_in_place_of_a_log_is_reported_without_waiting_for_it(tmp_path):
         assert "is a pipe" in str(error)
 
 
-@pytest.mark.parametrize(("put", "said"), [
+@pytest.mark.parametrize(("create", "message"), [
     (lambda path: path.touch(), "is no folder"),
     (lambda path: path.symlink_to("/nonexistent/checkpoints"), "is a link to nothing"),
 ])  # fmt: skip
-def test_what_is_no_folder_in_the_place_of_the_checkpoints_is_refused_at_the_start(put, said, tmp_path):
-    """Each save would wait a minute for files that cannot be written."""
+def test_a_file_or_broken_link_in_place_of_the_checkpoint_folder_is_refused_at_the_start(create, message, tmp_path):
+    """Otherwise each save would wait a minute for files that cannot be written."""
     opened(tmp_path).close()
-    put(tmp_path / "run" / "checkpoints")
-    with pytest.raises(SettingError, match=f"checkpoints {said}"):
+    create(tmp_path / "run" / "checkpoints")
+    with pytest.raises(SettingError, match=f"checkpoints {message}"):
         opened(tmp_path)
 
 
-def test_a_link_to_a_folder_elsewhere_holds_the_checkpoints(tmp_path):
+def test_the_checkpoint_folder_may_be_a_link(tmp_path):
     opened(tmp_path).close()
     (tmp_path / "large").mkdir()
     (tmp_path / "run" / "checkpoints").symlink_to(tmp_path / "large")

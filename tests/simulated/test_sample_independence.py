@@ -46,14 +46,14 @@ def hardest(outputs: Tensor, targets: Tensor) -> Tensor:
     return values(outputs, targets).topk(len(targets) // 2 + 1).values
 
 
-def step(ranks, model, plan, loss=values):
-    generator = torch.Generator().manual_seed(ranks.rank)
+def step(comm, model, plan, loss=values):
+    generator = torch.Generator().manual_seed(comm.rank)
     inputs = torch.randn(8, 4, dtype=torch.float64, generator=generator)
-    TrainStep(model, loss, sgd, plan=plan, communicator=ranks, clip=None)((inputs, torch.arange(8) % 3))
+    TrainStep(model, loss, sgd, plan=plan, communicator=comm, clip=None)((inputs, torch.arange(8) % 3))
     return [p.detach().clone() for p in model.parameters()]
 
 
-def plainly(model, loss, num_ranks):
+def plain_torch_step(model, loss, num_ranks):
     """One step on the mean of the ranks' losses, each over the rank's own samples."""
     optimizer, losses = sgd(model.parameters()), []
     for rank in range(num_ranks):
@@ -65,34 +65,34 @@ def plainly(model, loss, num_ranks):
 
 
 def trains(mix, plan, loss, plain_loss):
-    want = plainly(Net(mix), plain_loss, plan.dp)
-    for got in threads.run(plan.dp, lambda ranks: step(ranks, Net(mix), plan, loss)):
-        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+    expected = plain_torch_step(Net(mix), plain_loss, plan.dp)
+    for got in threads.run(plan.dp, lambda comm: step(comm, Net(mix), plan, loss)):
+        torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
 
 
 MIXING = {
     "less the mean": lambda x: x - x.mean(0),
     "statistics by hand": lambda x: (x - x.mean(0)) / x.std(0),
     "attention among samples": lambda x: (x @ x.T).softmax(1) @ x,
-    "statistics of two at least": lambda x: F.batch_norm(x, None, None, training=True),
+    "batch normalization": lambda x: F.batch_norm(x, None, None, training=True),
 }
 
 
 @pytest.mark.parametrize(("kind", "plan"), [*itertools.product([*MIXING, "contrastive"], PLANS), ("hardest", PLANS[0])])
 def test_unreduced_values_that_depend_on_other_samples_are_refused_on_every_rank(kind, plan):
-    def body(ranks):
+    def body(comm):
         model = Net(MIXING.get(kind, lambda x: x))
         loss = {"contrastive": contrastive, "hardest": hardest}.get(kind, values)
         before = [p.detach().clone() for p in model.parameters()]
         with pytest.raises(TaskError, match="values that depend on their own sample alone"):
-            step(ranks, model, plan, loss)
+            step(comm, model, plan, loss)
         if plan.zero == 0:
             assert all(map(torch.equal, model.parameters(), before))
 
     threads.run(plan.dp, body)
 
 
-def test_a_pair_says_that_parts_may_be_trained_by_themselves():
+def test_a_sum_count_pair_allows_samples_of_a_rank_to_interact():
     def loss(outputs, targets):
         return contrastive(outputs, targets).sum(), len(targets)
 
@@ -103,27 +103,27 @@ def test_one_process_may_mix_samples():
     trains(MIXING["less the mean"], Plan(), values, values)
 
 
-def test_a_model_for_a_fixed_number_of_samples_is_trained():
+def test_a_model_with_a_fixed_batch_size_is_trained():
     trains(lambda x: x.view(8, 4), PLANS[0], values, values)
 
 
 @pytest.mark.parametrize("loss", [values, F.cross_entropy])
-def test_in_a_model_for_a_fixed_number_of_samples_they_may_not_interact(loss):
-    def body(ranks):
+def test_samples_of_a_model_with_a_fixed_batch_size_may_not_interact(loss):
+    def body(comm):
         with pytest.raises(TaskError, match="for 8 samples together"):
-            step(ranks, Net(lambda x: x.view(8, 4) - x.view(8, 4).mean(0)), PLANS[0], loss)
+            step(comm, Net(lambda x: x.view(8, 4) - x.view(8, 4).mean(0)), PLANS[0], loss)
 
     threads.run(2, body)
 
 
 @pytest.mark.parametrize("samples", [2, 3, 4, 5])
 @pytest.mark.parametrize("loss", [values, F.cross_entropy])
-def test_statistics_that_need_two_samples_are_refused_however_few_a_microbatch_has(samples, loss):
-    def body(ranks):
-        model, plan = Net(MIXING["statistics of two at least"]), Plan(dp=2, microbatches=2)
+def test_batch_statistics_are_refused_however_few_samples_a_microbatch_has(samples, loss):
+    def body(comm):
+        model, plan = Net(MIXING["batch normalization"]), Plan(dp=2, microbatches=2)
         inputs = torch.randn(2 * samples, 4, dtype=torch.float64)
         with pytest.raises(TaskError, match="samples together"):
-            TrainStep(model, loss, sgd, plan=plan, communicator=ranks, clip=None)(
+            TrainStep(model, loss, sgd, plan=plan, communicator=comm, clip=None)(
                 (inputs, torch.arange(2 * samples) % 3)
             )
 
@@ -150,12 +150,12 @@ def hooked(hook, dtype=torch.float64):
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("kind", BOUNDED)
 def test_a_hook_that_bounds_gradients_is_refused_where_a_batch_is_split(kind, plan):
-    def body(ranks):
+    def body(comm):
         with pytest.raises(TaskError, match=r"a hook of first\.weight"):
-            step(ranks, hooked(BOUNDED[kind]), plan)
+            step(comm, hooked(BOUNDED[kind]), plan)
 
     threads.run(plan.dp, body)
-    threads.run(1, lambda ranks: step(ranks, hooked(BOUNDED[kind]), Plan()))
+    threads.run(1, lambda comm: step(comm, hooked(BOUNDED[kind]), Plan()))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
@@ -166,7 +166,7 @@ def test_a_hook_that_scales_or_masks_is_trained(kind, dtype):
     assert not hook_problems(model, 2)
     assert torch.equal(state, torch.get_rng_state())
     if dtype == torch.float64:
-        threads.run(2, lambda ranks: step(ranks, hooked(SCALED[kind]), PLANS[1]))
+        threads.run(2, lambda comm: step(comm, hooked(SCALED[kind]), PLANS[1]))
 
 
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
@@ -181,6 +181,6 @@ def test_embeddings_that_depend_on_the_full_batch_are_refused_where_it_is_split(
     check_plan_for_model(by_count, Plan(), clip=None)
 
 
-def test_modules_without_shapes_are_refused_by_name():
+def test_lazy_modules_are_refused_by_name():
     with pytest.raises(PlanError, match=r"lazy modules .* 0\.weight, 0\.bias"):
         check_plan_for_model(nn.Sequential(nn.LazyLinear(3)), Plan(), clip=None)

@@ -16,12 +16,12 @@ from tests import attention_oracle
 from tests.attention_oracle import BATCH, HEAD_SIZE, HEADS, TOLERANCE, AttentionCase
 
 
-def worst(cases, by="messages", factor=1.0):
+def worst(cases, transport="messages", factor=1.0):
     """The largest deviation of any rank, by case; all cases have one layout."""
     expected = [(case, *_expected(case, factor)) for case in cases]
 
-    def body(ranks):
-        axis = thread_rings.make_axis(ranks, cases[0].ring, cases[0].ulysses, transport=by)
+    def body(comm):
+        axis = thread_rings.make_axis(comm, cases[0].ring, cases[0].ulysses, transport=transport)
         found = []
         for case, tensors, oracle in expected:
             mine = attention_oracle.run_on_axis(case, tensors, axis)
@@ -38,30 +38,30 @@ def _expected(case, factor):
 
 
 @pytest.mark.parametrize("size", range(1, 9))
-def test_every_axis_finds_what_one_process_finds(size):
+def test_attention_over_every_axis_equals_attention_in_one_process(size):
     by_layout = itertools.groupby(attention_oracle.cases(size), key=lambda case: (case.ring, case.ulysses))
     for turn, (_, cases) in enumerate(by_layout):
-        # For large axes, every second case: two sizes cover all.
+        # For large axes, every second case: together, two sizes cover all cases.
         found = worst(list(cases)[turn % 2 :: 1 if size < 5 else 2], "shared" if turn % 3 else "messages")
-        assert not {case: far for case, far in found.items() if far > TOLERANCE}
+        assert not {case: deviation for case, deviation in found.items() if deviation > TOLERANCE}
 
 
 @pytest.mark.parametrize("mask", [None, "documents", "padding"])
 @pytest.mark.parametrize("ring", ["zigzag", "plain", "gather"])
-def test_scores_are_computed_by_rows_where_they_would_not_fit(monkeypatch, ring, mask):
+def test_scores_that_do_not_fit_are_computed_in_blocks_of_rows(monkeypatch, ring, mask):
     monkeypatch.setattr(kernels, "MAX_SCORES", 1)
     cases = [AttentionCase(3, ring, causal=causal, mask=mask, heads=heads, dropout=dropout)
              for causal in (False, True) for heads, dropout in (("narrow V", 0.0), ("grouped", 0.4))]  # fmt: skip
     assert max(worst(cases).values()) <= TOLERANCE
 
 
-# ---- numbers ---------------------------------------------------------------------------------------
+# ---- numerics --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("heads", ["grouped", "narrow V"])
 @pytest.mark.parametrize("ring", RINGS)
-def test_scores_of_ten_thousand_overflow_nowhere(ring, heads):
-    # With such scores, the rounding of the inputs decides, so float64 gets the same inputs.
+def test_scores_of_ten_thousand_do_not_overflow(ring, heads):
+    # With such scores, rounding of the inputs dominates, so the oracle gets the same inputs in float64.
     cases = [AttentionCase(4, ring, causal=causal, heads=heads, scale=1.0) for causal in (False, True)]
     tensors = attention_oracle.make_tensors(cases[0], factor=100.0)
     assert (tensors.q @ tensors.k.repeat_interleave(tensors.q.shape[1] // tensors.k.shape[1], 1).mT).abs().max() > 1e4
@@ -73,26 +73,26 @@ def test_scores_of_ten_thousand_overflow_nowhere(ring, heads):
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 3e-6), (torch.bfloat16, 0.04), (torch.float16, 5e-3)])
 @pytest.mark.parametrize("ring", RINGS)
-def test_narrow_numbers_are_rounded_once_and_not_at_every_hop(ring, dtype, tolerance):
+def test_low_precision_results_are_rounded_once_and_not_at_every_hop(ring, dtype, tolerance):
     cases = [AttentionCase(8, ring, causal=causal, mask=mask, dtype=dtype) for causal in (False, True)
              for mask in (None, "bias", "padding")]  # fmt: skip
     assert max(worst(cases).values()) < tolerance
 
 
-def test_queries_that_may_attend_to_nothing_give_zero_as_in_torch_and_no_gradient():
+def test_fully_masked_queries_give_zero_as_in_torch_and_no_gradient():
     case = AttentionCase(2, mask="padding")  # the first sample is all padding
     tensors = attention_oracle.make_tensors(case)
     assert tensors.mask is not None
-    alone = torch.nn.functional.scaled_dot_product_attention(*tensors[:3], attn_mask=tensors.mask)
+    torchs_own = torch.nn.functional.scaled_dot_product_attention(*tensors[:3], attn_mask=tensors.mask)
     lowest = torch.zeros(tensors.mask.shape, dtype=torch.float64).masked_fill(
         ~tensors.mask, torch.finfo(torch.float64).min
     )
     expected = attention_oracle.oracle(case, tensors)
-    assert not alone[0].any()
+    assert not torchs_own[0].any()
     assert not any(tensor[0].any() for tensor in expected)
 
-    def body(ranks):
-        axis = thread_rings.make_axis(ranks)
+    def body(comm):
+        axis = thread_rings.make_axis(comm)
         found = [
             attention_oracle.run_on_axis(case, tensors._replace(mask=mask), axis) for mask in (tensors.mask, lowest)
         ]
@@ -104,22 +104,22 @@ def test_queries_that_may_attend_to_nothing_give_zero_as_in_torch_and_no_gradien
 # ---- what is sent and computed ---------------------------------------------------------------------
 
 
-def wires(axis) -> list[thread_rings.ThreadChannel]:
-    return [link._channel for link in axis.groups if link.size > 1]
+def channels(axis) -> list[thread_rings.ThreadChannel]:
+    return [ring._channel for ring in axis.groups if ring.size > 1]
 
 
 @pytest.mark.parametrize("heads", ["all", "grouped", "narrow V"])
 @pytest.mark.parametrize(("size", "ring", "ulysses"), [
     *itertools.product((2, 4), RINGS, (1,)), (4, "zigzag", 2), (4, "zigzag", 4), (6, "gather", 3),
 ])  # fmt: skip
-def test_a_layer_sends_six_times_its_part_of_k_for_every_hop_and_no_more(size, ring, ulysses, heads):
+def test_a_layer_sends_six_times_its_local_k_per_hop(size, ring, ulysses, heads):
     case = AttentionCase(size, ring, ulysses, causal=True, heads=heads)
     tensors = attention_oracle.make_tensors(case)
 
-    def body(ranks):
-        axis = thread_rings.make_axis(ranks, ring, ulysses)
+    def body(comm):
+        axis = thread_rings.make_axis(comm, ring, ulysses)
         attention_oracle.run_on_axis(case, tensors, axis)
-        return sum(wire.num_sent_elements for wire in wires(axis))
+        return sum(channel.num_sent_elements for channel in channels(axis))
 
     queries, keys, value_size = (number * ulysses for number in HEADS[heads])
     layer = AttentionSize(BATCH, case.length, queries, HEAD_SIZE, keys, value_size // ulysses)
@@ -130,14 +130,14 @@ def test_a_layer_sends_six_times_its_part_of_k_for_every_hop_and_no_more(size, r
         )
 
 
-def test_a_key_mask_travels_in_the_message_of_its_keys():
+def test_a_key_mask_is_sent_in_the_message_of_its_keys():
     case = AttentionCase(4, mask="padding")
 
-    def body(ranks):
-        axis = thread_rings.make_axis(ranks)
-        (wire,), messages = wires(axis), []
-        shift = wire.send_right_recv_left
-        wire.send_right_recv_left = lambda flat, tag: (messages.append(flat.numel()), shift(flat, tag))[1]
+    def body(comm):
+        axis = thread_rings.make_axis(comm)
+        (channel,), messages = channels(axis), []
+        shift = channel.send_right_recv_left
+        channel.send_right_recv_left = lambda flat, tag: (messages.append(flat.numel()), shift(flat, tag))[1]
         attention_oracle.run_on_axis(case, attention_oracle.make_tensors(case), axis)
         return messages
 
@@ -146,8 +146,8 @@ def test_a_key_mask_travels_in_the_message_of_its_keys():
     assert threads.run(4, body) == [[with_mask] * 3 + [with_mask, *[with_mask, pair] * 2, pair]] * 4
 
 
-@pytest.mark.parametrize("by", ["messages", "shared"])
-def test_the_slowest_rank_of_zigzag_computes_what_the_plan_says(monkeypatch, by):
+@pytest.mark.parametrize("transport", ["messages", "shared"])
+def test_every_rank_computes_as_many_scores_as_planned_and_zigzag_balances_them(monkeypatch, transport):
     done = [0] * 4
     index = {}
 
@@ -167,10 +167,10 @@ def test_the_slowest_rank_of_zigzag_computes_what_the_plan_says(monkeypatch, by)
         done[:] = [0] * 4
         case = AttentionCase(4, ring, causal=True)
 
-        def body(ranks, case=case):
-            index[threading.get_ident()] = ranks.rank
+        def body(comm, case=case):
+            index[threading.get_ident()] = comm.rank
             attention_oracle.run_on_axis(
-                case, attention_oracle.make_tensors(case), thread_rings.make_axis(ranks, case.ring, transport=by)
+                case, attention_oracle.make_tensors(case), thread_rings.make_axis(comm, case.ring, transport=transport)
             )
 
         threads.run(4, body)
@@ -181,7 +181,7 @@ def test_the_slowest_rank_of_zigzag_computes_what_the_plan_says(monkeypatch, by)
     assert slowest["plain"] / slowest["zigzag"] == pytest.approx(1.75, rel=0.06)
 
 
-def test_the_trace_shows_that_messages_travel_while_a_rank_computes(monkeypatch):
+def test_the_trace_shows_communication_overlapped_with_computation(monkeypatch):
     computed = []
 
     def timed(compute):
@@ -197,33 +197,33 @@ def test_the_trace_shows_that_messages_travel_while_a_rank_computes(monkeypatch)
     monkeypatch.setattr(kernels, "backward", timed(kernels.backward))
     case = AttentionCase(4, causal=True)
 
-    def body(ranks):
-        axis, recording = thread_rings.make_axis(ranks), SpanRecorder()
+    def body(comm):
+        axis, recording = thread_rings.make_axis(comm), SpanRecorder()
         axis.ring_group.recorder = recording
         attention_oracle.run_on_axis(case, attention_oracle.make_tensors(case), axis)
         return threading.get_ident(), recording.spans
 
     for rank, spans in threads.run(4, body):
         sent = [span for span in spans if span.lane == SEND_LANE]
-        beside = [any(who == rank and span.start < begin and stop < span.stop for who, begin, stop in computed)
+        overlapped = [any(who == rank and span.start < begin and stop < span.stop for who, begin, stop in computed)
                   for span in sent]  # fmt: skip
-        # K and V, in forward and in backward, and their gradients, whose last hop nothing can hide.
+        # K and V, in forward and in backward, and their gradients, whose last hop overlaps with nothing.
         assert {span.name for span in sent} == {RING_SPAN}
-        assert (len(sent), sum(beside)) == (9, 8)
+        assert (len(sent), sum(overlapped)) == (9, 8)
 
 
 @pytest.mark.parametrize("ring", RINGS)
 def test_messages_and_shared_memory_give_the_same_bits(ring):
     case = AttentionCase(4, ring, causal=True, heads="grouped", dtype=torch.float32)
     tensors = attention_oracle.make_tensors(case)
-    by_way = [
+    by_transport = [
         threads.run(
             4,
-            lambda ranks, by=by: attention_oracle.run_on_axis(
-                case, tensors, thread_rings.make_axis(ranks, ring, transport=by)
+            lambda comm, transport=transport: attention_oracle.run_on_axis(
+                case, tensors, thread_rings.make_axis(comm, ring, transport=transport)
             ),
         )
-        for by in ("messages", "shared")
+        for transport in ("messages", "shared")
     ]
-    for one, other in zip(*by_way, strict=True):
+    for one, other in zip(*by_transport, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))

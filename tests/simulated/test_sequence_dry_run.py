@@ -1,4 +1,4 @@
-"""The dry run of the sequence axis refuses a model that cannot be sharded by tokens, with the place and the reason."""
+"""Laws of the sequence axis's dry run: it refuses a model that cannot be sharded by tokens, and names the module."""
 
 import functools
 import re
@@ -71,7 +71,7 @@ class Attention(nn.Module):
             x = x + self.gate * self.conv(x.transpose(1, 2)).transpose(1, 2)
         if self.around == "recurrence":
             x = self.memory(x)[0]
-        if self.around == "cumulated":
+        if self.around == "cumulative sum":
             x = x + x.cumsum(1)
         if self.around == "centred":
             x = x - x.mean(1, keepdim=True)
@@ -87,7 +87,7 @@ class Pooled(Body):
         return super().forward(tokens, positions)[:, 0]
 
 
-class Losing(Body):
+class WithLoss(Body):
     """A model that computes its own loss: the mean over all tokens is one of its outputs."""
 
     def forward(self, tokens: Tensor, positions: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -95,7 +95,7 @@ class Losing(Body):
         return logits, 100 + logits.mean()
 
 
-class Torchs(nn.Module):
+class TorchAttention(nn.Module):
     """torch's own attention module."""
 
     def __init__(self, **options) -> None:
@@ -112,39 +112,39 @@ def problems(model: nn.Module, *, sp: int = 2, index: int = 1, ring: str = "zigz
     return SequenceDryRun(model, inputs, token_shard(Plan(sp=sp, ring=ring), LENGTH, index)).run().problems
 
 
-FINE = {
+PASSING = {
     **{kind: functools.partial(Attention, kind) for kind in ("plain", "causal", "imported", "operator", "flat")},
     "checkpoint": functools.partial(Attention, "checkpoint"),
-    "torch's": functools.partial(Torchs, need_weights=False),
+    "torch's": functools.partial(TorchAttention, need_weights=False),
     "encoder layer": functools.partial(nn.TransformerEncoderLayer, WIDTH, 2, batch_first=True),
 }
 
 
 @pytest.mark.parametrize("sp", [2, 4])
 @pytest.mark.parametrize("ring", ["zigzag", "plain"])
-@pytest.mark.parametrize("kind", FINE)
+@pytest.mark.parametrize("kind", PASSING)
 def test_a_model_whose_tokens_interact_only_in_attention_passes(kind, ring, sp):
     torch.manual_seed(1)
     for index in range(sp):
-        assert problems(Body(FINE[kind]()), sp=sp, index=index, ring=ring) == []
+        assert problems(Body(PASSING[kind]()), sp=sp, index=index, ring=ring) == []
 
 
 def test_the_built_in_model_passes():
     model = built_in("lm")
     inputs, _ = batches(Case(model="lm", batch_sizes=(2,)))[0]
     for index in range(4):
-        tried = SequenceDryRun(model, inputs, token_shard(Plan(sp=4), 16, index)).run()
-        assert (tried.problems, tried.num_calls) == ([], 2)
+        result = SequenceDryRun(model, inputs, token_shard(Plan(sp=4), 16, index)).run()
+        assert (result.problems, result.num_calls) == ([], 2)
 
 
 REFUSED = {
     "by hand": (Body, Attention, {"kind": "by hand"}, r"by hand at layer \(softmax over"),
-    "weights asked for": (Body, Torchs, {}, r"layer.attention.*need_weights=True.*try need_weights=False"),
+    "weights requested": (Body, TorchAttention, {}, r"layer.attention.*need_weights=True.*try need_weights=False"),
     "local mask": (Body, Attention, {"kind": "local mask"}, r"a mask \[8, 8\].*is_causal=True"),
     "convolution": (Body, Attention, {"around": "convolution"}, r"first in layer.conv \(Conv1d\)"),
     "gate": (Body, Attention, {"around": "gated convolution"}, r"first in layer.conv \(Conv1d\)"),
     "recurrence": (Body, Attention, {"around": "recurrence"}, r"first in layer.memory \(LSTM\)"),
-    "sum": (Body, Attention, {"around": "cumulated"}, r"q of attention call 1 \(layer\) depend"),
+    "sum": (Body, Attention, {"around": "cumulative sum"}, r"q of attention call 1 \(layer\) depend"),
     "mean": (Body, Attention, {"around": "centred"}, r"q of attention call 1 \(layer\) depend"),
     "fixed length": (
         Body,
@@ -154,18 +154,18 @@ REFUSED = {
     ),
     "after attention": (Body, Attention, {"around": "rolled after"}, r"the outputs depend.*first in head"),
     "one output": (Pooled, Attention, {}, r"an output \[2, 50\] that is neither per token nor the same on every rank"),
-    "a mean": (Losing, Attention, {}, r"an output \[\] that is neither per token nor the same on every rank"),
+    "a mean": (WithLoss, Attention, {}, r"an output \[\] that is neither per token nor the same on every rank"),
     "no attention": (Body, nn.Identity, {}, r"never calls scaled_dot_product_attention"),
 }
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_tokens_that_interact_elsewhere_are_refused_with_the_place(kind):
-    body, layer, options, said = REFUSED[kind]
+def test_tokens_that_interact_elsewhere_are_refused_with_the_module(kind):
+    body, layer, options, message = REFUSED[kind]
     torch.manual_seed(1)
     (problem,) = problems(body(layer(**options)))
     text = " need ".join(problem[:2]) + " try " + problem.attempt
-    assert re.search(said, text), text
+    assert re.search(message, text), text
 
 
 def test_keys_of_another_length_are_refused_as_cross_attention():
@@ -176,27 +176,27 @@ def test_keys_of_another_length_are_refused_as_cross_attention():
 
 def test_an_intercepted_call_has_the_dtypes_of_autocast():
     q, k, v = torch.randn(3, 1, 2, 4, 8).unbind(0)
-    mask, taken = torch.zeros(4, 4), []
+    mask, intercepted = torch.zeros(4, 4), []
 
     def target(call: AttentionCall) -> Tensor:
-        taken.extend(tensor.dtype for tensor in (call.q, call.k, call.v, call.mask) if tensor is not None)
+        intercepted.extend(tensor.dtype for tensor in (call.q, call.k, call.v, call.mask) if tensor is not None)
         return call.run_sdpa()
 
     with torch.autocast("cpu", dtype=torch.bfloat16):
         expected = F.scaled_dot_product_attention(q, k, v.bfloat16(), mask)
         with intercept_attention(target):
             assert torch.equal(F.scaled_dot_product_attention(q, k, v.bfloat16(), mask), expected)
-    assert taken == [torch.bfloat16] * 4
+    assert intercepted == [torch.bfloat16] * 4
 
 
-def test_positions_that_the_model_makes_itself_are_refused():
+def test_positions_that_the_model_computes_itself_are_refused():
     torch.manual_seed(1)
     (problem,) = problems(Body(Attention(), positions="made"))
     assert "does not use positions" in problem.got
     assert "arange" in problem.attempt
 
 
-def test_a_dry_run_leaves_the_model_as_it_was():
+def test_a_dry_run_does_not_change_the_model():
     torch.manual_seed(1)
     model = Body(Attention("plain", "gated convolution"))
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -212,10 +212,10 @@ def test_each_call_is_intercepted_once_and_only_inside():
     x = torch.randn(1, 2, 4, 8)
     attention = nn.MultiheadAttention(16, 2, batch_first=True)
     tokens = torch.randn(1, 4, 16)
-    taken = []
+    intercepted = []
 
     def target(call: AttentionCall) -> Tensor:
-        taken.append(call)
+        intercepted.append(call)
         return F.scaled_dot_product_attention(call.q, call.k, call.v)  # a handler's own calls go to torch
 
     original = F.scaled_dot_product_attention
@@ -224,38 +224,38 @@ def test_each_call_is_intercepted_once_and_only_inside():
         imported(x, x, x)
         torch.ops.aten.scaled_dot_product_attention.default(x, x, x)
         attention(tokens, tokens, tokens, need_weights=False)
-        assert len(taken) == 4
+        assert len(intercepted) == 4
     assert F.scaled_dot_product_attention is original
     original(x, x, x)
-    assert len(taken) == 4
+    assert len(intercepted) == 4
 
 
 def test_a_dropout_in_a_checkpoint_is_overridden_in_both_forwards():
-    x, taken = torch.randn(4, 4, requires_grad=True), []
+    x, intercepted = torch.randn(4, 4, requires_grad=True), []
 
-    def instead(func, *args, **kwargs) -> Tensor:
-        taken.append(func)
+    def replacement(func, *args, **kwargs) -> Tensor:
+        intercepted.append(func)
         return func(*args, **kwargs)
 
     original = F.dropout
-    with intercept_attention(AttentionCall.run_sdpa, overrides={original: instead}):
+    with intercept_attention(AttentionCall.run_sdpa, overrides={original: replacement}):
         checkpoint(lambda t: F.dropout(t, 0.5).sin(), x, use_reentrant=False).sum().backward()
-    assert taken == [original, original]
+    assert intercepted == [original, original]
     assert F.dropout is original
 
 
 @pytest.mark.parametrize("name", ["module", "imported"])
 def test_the_second_forward_of_a_checkpoint_is_intercepted(name):
     functions = {"module": lambda t: F.scaled_dot_product_attention(t, t, t), "imported": lambda t: imported(t, t, t)}
-    x, taken = torch.randn(1, 2, 4, 8, requires_grad=True), []
+    x, intercepted = torch.randn(1, 2, 4, 8, requires_grad=True), []
 
     def target(call: AttentionCall) -> Tensor:
-        taken.append(call)
+        intercepted.append(call)
         return call.run_sdpa()
 
     with intercept_attention(target):
         checkpoint(functions[name], x, use_reentrant=False).sum().backward()
-    assert len(taken) == 2
+    assert len(intercepted) == 2
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

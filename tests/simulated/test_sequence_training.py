@@ -36,29 +36,31 @@ from tests.cases import (
 from tests.cases import loss as loss_of
 from tests.cases import model as make
 
-WAYS = [("zigzag", 1), ("plain", 1), ("rsa", 1), ("gather", 1), ("zigzag", 2), ("plain", 2)]
+RING_LAYOUTS = [("zigzag", 1), ("plain", 1), ("rsa", 1), ("gather", 1), ("zigzag", 2), ("plain", 2)]
 LM = Case(model="lm", batch_sizes=(4, 4, 4))
 
 
 @pytest.mark.parametrize(("dp", "sp", "ring", "ulysses"), [
     (1, 3, "zigzag", 1), (1, 8, "zigzag", 2), (2, 4, "rsa", 1), (2, 4, "gather", 1), (4, 2, "plain", 2),
 ])  # fmt: skip
-def test_a_sequence_may_be_cut_among_three_or_eight_ranks_or_into_unequal_parts(dp, sp, ring, ulysses):
+def test_a_sequence_may_be_split_over_three_or_eight_ranks_and_unevenly(dp, sp, ring, ulysses):
     case = dataclasses.replace(LM, sp=sp, ring=ring, ulysses=ulysses, length=11, batch_sizes=(5, 1, 3), zero=1)
-    assert max(threads.run(dp * sp, lambda ranks: deviation(case, dp * sp, ranks))) <= TOLERANCE
+    assert max(threads.run(dp * sp, lambda comm: deviation(case, dp * sp, comm))) <= TOLERANCE
 
 
-@pytest.mark.parametrize(("zero", "ring", "ulysses"), [(number % 3, *way) for number, way in enumerate(WAYS)])
-def test_every_way_to_attend_gives_the_same_training(ring, ulysses, zero):
+@pytest.mark.parametrize(
+    ("zero", "ring", "ulysses"), [(number % 3, *ring_layout) for number, ring_layout in enumerate(RING_LAYOUTS)]
+)
+def test_every_ring_and_ulysses_size_trains_as_in_one_process(ring, ulysses, zero):
     case = dataclasses.replace(LM, sp=4, ring=ring, ulysses=ulysses, zero=zero)
-    assert max(threads.run(4, lambda ranks: deviation(case, 4, ranks))) <= TOLERANCE
+    assert max(threads.run(4, lambda comm: deviation(case, 4, comm))) <= TOLERANCE
 
 
 def test_metrics_count_each_sample_and_token_once():
     case = dataclasses.replace(LM, sp=2, batch_sizes=(5, 3), length=13)
 
-    def body(ranks):
-        step = build_step(case, 4, ranks)
+    def body(comm):
+        step = build_step(case, 4, comm)
         rows = [step(local_batch(batch, 2, step.dp_index)) for batch in batches(case)]
         rows.append(step.evaluate(local_batch(batches(case)[0], 2, step.dp_index)))
         return [(m.samples, m.tokens) for m in rows]
@@ -66,53 +68,53 @@ def test_metrics_count_each_sample_and_token_once():
     assert threads.run(4, body) == [[(5, 65), (3, 39), (5, 65)]] * 4
 
 
-def test_an_evaluation_is_that_of_one_process():
+def test_an_evaluation_equals_that_of_one_process():
     case = dataclasses.replace(LM, batch_sizes=(5,), length=13)
 
-    def body(ranks):
-        step = build_step(dataclasses.replace(case, sp=ranks.size), ranks.size, ranks)
+    def body(comm):
+        step = build_step(dataclasses.replace(case, sp=comm.size), comm.size, comm)
         return step.evaluate(batches(case)[0]).loss
 
     (expected,) = threads.run(1, body)
     assert threads.run(4, body) == pytest.approx([expected] * 4, abs=TOLERANCE)
 
 
-def test_a_state_can_be_taken_to_another_mesh_of_tokens():
+def test_a_state_dict_loads_on_another_sequence_axis():
     case = dataclasses.replace(LM, batch_sizes=(4, 4, 4, 4), zero=1, bucket_bytes=3000)
 
-    def begin(ranks):
-        step = build_step(dataclasses.replace(case, sp=4), 4, ranks)
+    def begin(comm):
+        step = build_step(dataclasses.replace(case, sp=4), 4, comm)
         for batch in batches(case)[:2]:
             step(batch)
         return step.state_dict()
 
     state = threads.run(4, begin)[0]
 
-    def go_on(ranks):
-        step = build_step(dataclasses.replace(case, sp=2, zero=2, ring="plain"), 4, ranks)
+    def resume(comm):
+        step = build_step(dataclasses.replace(case, sp=2, zero=2, ring="plain"), 4, comm)
         step.load_state_dict(state)
         return train_step(case, step, skip=2).weights
 
     expected = train_oracle(case).weights
-    for weights in threads.run(4, go_on):
+    for weights in threads.run(4, resume):
         for name, weight in expected.items():
             torch.testing.assert_close(weights[name], weight, rtol=0, atol=TOLERANCE)
 
 
-def test_a_mean_is_refused_where_ranks_have_unequal_parts():
-    fits = dataclasses.replace(LM, loss="scalar", sp=2)
-    assert max(threads.run(2, lambda ranks: deviation(fits, 2, ranks))) <= TOLERANCE
-    odd = dataclasses.replace(fits, length=13)
+def test_a_mean_loss_is_refused_where_ranks_hold_unequal_numbers_of_tokens():
+    even = dataclasses.replace(LM, loss="scalar", sp=2)
+    assert max(threads.run(2, lambda comm: deviation(even, 2, comm))) <= TOLERANCE
+    uneven = dataclasses.replace(even, length=13)
     with pytest.raises(
         TaskError,
         match=r"a mean, and 13 tokens, which do not divide evenly: \[5, 8\] targets.*try unreduced.*length 12 or 16",
     ):
-        threads.run(2, lambda ranks: deviation(odd, 2, ranks))
+        threads.run(2, lambda comm: deviation(uneven, 2, comm))
 
 
-def test_a_mean_over_targets_that_are_ignored_is_refused_when_they_are_unequal():
-    def body(ranks):
-        step = build_step(dataclasses.replace(LM, loss="scalar", sp=2), 2, ranks)
+def test_a_mean_loss_is_refused_when_ranks_ignore_unequal_numbers_of_targets():
+    def body(comm):
+        step = build_step(dataclasses.replace(LM, loss="scalar", sp=2), 2, comm)
         inputs, targets = batches(LM)[0]
         step((inputs, targets))
         targets[0, 3] = -100  # on one rank only
@@ -124,7 +126,7 @@ def test_a_mean_over_targets_that_are_ignored_is_refused_when_they_are_unequal()
 
 def test_heads_that_cannot_be_split_are_refused():
     with pytest.raises(TaskError, match=r"ulysses = 4, 4 heads, 2 heads of keys and values.*try ulysses = 1 or 2"):
-        threads.run(4, lambda ranks: deviation(dataclasses.replace(LM, sp=4, ulysses=4), 4, ranks))
+        threads.run(4, lambda comm: deviation(dataclasses.replace(LM, sp=4, ulysses=4), 4, comm))
 
 
 def shifted(logits: Tensor, targets: Tensor) -> Tensor:
@@ -133,8 +135,8 @@ def shifted(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def test_a_loss_that_shifts_its_targets_is_refused():
-    def body(ranks):
-        step = built(ranks, LM.plan(1), shifted)
+    def body(comm):
+        step = build(comm, LM.plan(1), shifted)
         step(batches(LM)[0])
 
     with pytest.raises(TaskError, match=r"over 30 elements for all tokens.* over 28 .*that the data has shifted"):
@@ -167,15 +169,15 @@ def values(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", SCALARS)
-def test_a_scalar_that_may_be_no_mean_of_all_elements_is_refused(kind):
-    loss, said = SCALARS[kind]
-    with pytest.raises(TaskError, match=said):
-        threads.run(2, lambda ranks: built(ranks, Plan(), loss, bidirectional())(batches(LM)[0]))
+def test_a_scalar_loss_that_may_not_be_a_mean_of_all_elements_is_refused(kind):
+    loss, message = SCALARS[kind]
+    with pytest.raises(TaskError, match=message):
+        threads.run(2, lambda comm: build(comm, Plan(), loss, bidirectional())(batches(LM)[0]))
 
 
-def test_a_batch_without_samples_is_no_dry_run():
-    def body(ranks):
-        step = built(ranks, Plan(), lambda logits, targets: values(logits, targets).sum().sqrt())  # no mean
+def test_a_batch_without_samples_runs_no_dry_run():
+    def body(comm):
+        step = build(comm, Plan(), lambda logits, targets: values(logits, targets).sum().sqrt())  # no mean
         inputs, targets = batches(LM)[0]
         assert math.isnan(step.evaluate(({name: tensor[:0] for name, tensor in inputs.items()}, targets[:0])).loss)
         step((inputs, targets))
@@ -184,26 +186,26 @@ def test_a_batch_without_samples_is_no_dry_run():
         threads.run(2, body)
 
 
-def test_ranks_of_one_sequence_with_other_batches_are_refused():
+def test_different_batches_within_a_sequence_group_are_refused():
     with pytest.raises(TaskError, match=r"different batches on some of ranks 0, 1, .*ff\.shard\(loader, plan\)"):
-        threads.run(2, lambda ranks: built(ranks, Plan(), values)(batches(LM)[ranks.rank]))
+        threads.run(2, lambda comm: build(comm, Plan(), values)(batches(LM)[comm.rank]))
 
 
-def test_a_mean_over_targets_that_are_ignored_is_refused_when_they_are_unequal_in_a_microbatch():
-    def body(ranks):
-        step = build_step(dataclasses.replace(LM, loss="scalar", sp=2, microbatches=2, ring="plain"), 2, ranks)
+def test_a_mean_loss_is_refused_when_ranks_ignore_unequal_numbers_of_targets_in_a_microbatch():
+    def body(comm):
+        step = build_step(dataclasses.replace(LM, loss="scalar", sp=2, microbatches=2, ring="plain"), 2, comm)
         inputs, targets = batches(LM)[0]
         step((inputs, targets))
-        targets[0, 3] = targets[2, 13] = -100  # as many on each rank, but not in each microbatch
+        targets[0, 3] = targets[2, 13] = -100  # equally many on each rank, but not in each microbatch
         step((inputs, targets))
 
     with pytest.raises(TaskError, match=r"targets with -100, which is ignored: \[15, 16\] targets"):
         threads.run(2, body)
 
 
-def built(ranks, plan, loss, model=None):
-    plan = dataclasses.replace(plan, dp=1, sp=ranks.size)
-    return TrainStep(model or make("lm"), loss, optimizer(LM), plan=plan, communicator=ranks, clip=None)
+def build(comm, plan, loss, model=None):
+    plan = dataclasses.replace(plan, dp=1, sp=comm.size)
+    return TrainStep(model or make("lm"), loss, optimizer(LM), plan=plan, communicator=comm, clip=None)
 
 
 BATCHES = {
@@ -218,14 +220,14 @@ BATCHES = {
 
 @pytest.mark.parametrize("kind", BATCHES)
 def test_a_batch_whose_tokens_cannot_be_sharded_is_refused(kind):
-    batch, said = BATCHES[kind]
-    with pytest.raises(TaskError, match=said):
-        threads.run(2, lambda ranks: built(ranks, Plan(), shifted)(batch))
+    batch, message = BATCHES[kind]
+    with pytest.raises(TaskError, match=message):
+        threads.run(2, lambda comm: build(comm, Plan(), shifted)(batch))
 
 
 def test_local_steps_are_refused():
-    def body(ranks):
-        check_plan_on_ranks(nn.Linear(2, 2), Plan(sp=2, sync="local"), ranks)
+    def body(comm):
+        check_plan_on_ranks(nn.Linear(2, 2), Plan(sp=2, sync="local"), comm)
 
     with pytest.raises(PlanError, match=r'sync = "local" with sp = 2'):
         threads.run(2, body)
@@ -260,23 +262,23 @@ def bidirectional(*options) -> nn.Module:
 
 @pytest.mark.parametrize("length", [16, 13, 3])
 @pytest.mark.parametrize("mask", ["none", "keys", "added"])
-def test_no_query_attends_to_pads(mask, length):
+def test_no_query_attends_to_padding(mask, length):
     case = dataclasses.replace(LM, length=length)
     expected = oracle.train(bidirectional(mask), loss_of(case), optimizer(case), batches(case))
 
-    def body(ranks):
-        step = built(ranks, Plan(), loss_of(case), bidirectional(mask))
+    def body(comm):
+        step = build(comm, Plan(), loss_of(case), bidirectional(mask))
         return oracle.deviation(train_step(case, step), expected)
 
     assert max(threads.run(4, body)) <= TOLERANCE
 
 
-def dropped(ranks, plan, sizes):
+def dropped(comm, plan, sizes):
     """The weights of a model with attention dropout, trained on batches with a sample range."""
     case = dataclasses.replace(LM, batch_sizes=sizes)
-    plan = dataclasses.replace(plan, dp=ranks.size // plan.sp)
+    plan = dataclasses.replace(plan, dp=comm.size // plan.sp)
     step = TrainStep(
-        bidirectional("keys", 0.5), loss_of(case), optimizer(case), plan=plan, communicator=ranks, clip=None, seed=5
+        bidirectional("keys", 0.5), loss_of(case), optimizer(case), plan=plan, communicator=comm, clip=None, seed=5
     )
     for number, whole in enumerate(batches(case)):
         batch = local_batch(whole, plan.dp, step.dp_index)
@@ -290,14 +292,14 @@ def dropped(ranks, plan, sizes):
     ("size", "plan"),
     [(4, Plan(sp=4)), (4, Plan(sp=2)), (2, Plan(sp=2, microbatches=2)), (2, Plan(sp=2, ulysses=2)), (3, Plan(sp=3))],
 )
-def test_what_attention_drops_does_not_depend_on_the_mesh(size, plan):
-    expected = threads.run(2, lambda ranks: dropped(ranks, Plan(sp=2), (4, 4, 4)))[0]
-    for weights in threads.run(size, lambda ranks: dropped(ranks, plan, (4, 4, 4))):
+def test_attention_dropout_does_not_depend_on_the_mesh(size, plan):
+    expected = threads.run(2, lambda comm: dropped(comm, Plan(sp=2), (4, 4, 4)))[0]
+    for weights in threads.run(size, lambda comm: dropped(comm, plan, (4, 4, 4))):
         for name, weight in expected.items():
             torch.testing.assert_close(weights[name], weight, rtol=0, atol=TOLERANCE)
 
 
-def test_token_dropout_differs_between_ranks_and_other_draws_are_the_same():
+def test_token_dropout_differs_between_ranks_and_other_random_numbers_do_not():
     x, found = torch.ones(400), []
     for index in (0, 1, 0):
         with torch.random.fork_rng([]):
@@ -340,8 +342,8 @@ def test_documents_may_be_packed_by_a_mask_of_any_length(kind, length):
         model = Packed().double()
     expected = oracle.train(copy.deepcopy(model), loss_of(case), optimizer(case), given)
 
-    def body(ranks):
-        step = built(ranks, Plan(), loss_of(case), copy.deepcopy(model))
+    def body(comm):
+        step = build(comm, Plan(), loss_of(case), copy.deepcopy(model))
         metrics = [step(batch) for batch in given]
         return oracle.deviation(oracle.snapshot(step, [m.loss for m in metrics], []), expected)
 
@@ -358,17 +360,17 @@ LOSSLESS: dict[str, dict[str, Any]] = {  # codecs that drop nothing
 @settings(max_examples=12)
 @given(
     mesh=st.sampled_from([(1, 2), (2, 2), (1, 4)]),
-    way=st.sampled_from(WAYS),
+    ring_layout=st.sampled_from(RING_LAYOUTS),
     codec=st.sampled_from(sorted(LOSSLESS)),
     zero=st.integers(0, 2),
     update=st.sampled_from(["after", "in_backward", "in_forward"]),
     microbatches=st.integers(1, 2),
 )
-def test_a_codec_that_drops_nothing_changes_nothing(mesh, way, codec, **fields):
-    (dp, sp), (ring, ulysses) = mesh, way
-    ways = {"sp": sp, "ring": ring, "ulysses": ulysses if sp % ulysses == 0 else 1}
-    case = dataclasses.replace(LM, **ways, **LOSSLESS[codec], **fields)
-    assert max(threads.run(dp * sp, lambda ranks: deviation(case, dp * sp, ranks))) <= TOLERANCE
+def test_a_lossless_codec_does_not_change_training(mesh, ring_layout, codec, **fields):
+    (dp, sp), (ring, ulysses) = mesh, ring_layout
+    layout = {"sp": sp, "ring": ring, "ulysses": ulysses if sp % ulysses == 0 else 1}
+    case = dataclasses.replace(LM, **layout, **LOSSLESS[codec], **fields)
+    assert max(threads.run(dp * sp, lambda comm: deviation(case, dp * sp, comm))) <= TOLERANCE
 
 
 @pytest.mark.parametrize("fields", [
@@ -384,9 +386,9 @@ def test_a_codec_that_drops_nothing_changes_nothing(mesh, way, codec, **fields):
 def test_lossy_codecs_train_nearly_the_same_and_equally_on_all_ranks(dp, sp, fields):
     case = dataclasses.replace(LM, sp=sp, batch_sizes=(4,) * 6, **fields)
 
-    def body(ranks):
+    def body(comm):
         module, how = make("lm").float(), optimizer(case, foreach=True)
-        step = TrainStep(module, loss_of(case), how, plan=case.plan(dp * sp), communicator=ranks, clip=case.clip)
+        step = TrainStep(module, loss_of(case), how, plan=case.plan(dp * sp), communicator=comm, clip=case.clip)
         return train_step(case, step)
 
     first, *others = threads.run(dp * sp, body, hosts=dp)

@@ -1,4 +1,4 @@
-"""Laws of attention over the sequence axis: how it may be used, what it refuses, what it drops, how it waits."""
+"""Laws of attention over the sequence axis: how it may be used, what it refuses, its dropout, its waits."""
 
 import functools
 import threading
@@ -25,10 +25,10 @@ from tests.attention_oracle import TOLERANCE, AttentionCase
 def both(size, use, ring="zigzag", ulysses=1):
     """The results of `use(attend, tensors)` in one process, and those of the ranks, concatenated."""
     tensors = attention_oracle.make_tensors(AttentionCase(size, ring, ulysses))
-    alone = use(scaled_dot_product_attention, tensors)
+    single_process = use(scaled_dot_product_attention, tensors)
 
-    def body(ranks):
-        axis = thread_rings.make_axis(ranks, ring, ulysses)
+    def body(comm):
+        axis = thread_rings.make_axis(comm, ring, ulysses)
         mine = torch.tensor(token_positions(axis.local_token_ranges(tensors.q.shape[-2])))
         q, k, v, grad_out = (tensor[:, :, mine] for tensor in tensors[:4])
         local = attention_oracle.FullTensors(q, k, v, grad_out, None)
@@ -37,7 +37,7 @@ def both(size, use, ring="zigzag", ulysses=1):
     found = threads.run(size, body)
     order = torch.argsort(torch.cat([mine for mine, _ in found]))
     together = [torch.cat(parts, dim=2)[:, :, order] for parts in zip(*(each for _, each in found), strict=True)]
-    return together, alone
+    return together, single_process
 
 
 def same(found, expected):
@@ -48,7 +48,7 @@ USES = [("zigzag", 1), ("plain", 1), ("rsa", 1), ("gather", 1), ("zigzag", 2), (
 
 
 @pytest.mark.parametrize(("ring", "ulysses"), USES)
-def test_it_may_be_computed_again_in_backward(ring, ulysses):
+def test_attention_may_be_recomputed_in_backward(ring, ulysses):
     def use(attend, tensors):
         q, k, v = (tensor.clone().requires_grad_() for tensor in tensors[:3])
         layer = lambda q, k, v: attend(q, k, v, is_causal=True).sin()  # noqa: E731
@@ -60,7 +60,7 @@ def test_it_may_be_computed_again_in_backward(ring, ulysses):
 
 
 @pytest.mark.parametrize(("ring", "ulysses"), USES)
-def test_it_may_be_used_twice_in_one_graph_and_without_one(ring, ulysses):
+def test_attention_may_be_used_twice_in_one_graph_and_under_no_grad(ring, ulysses):
     def use(attend, tensors):
         q, k, v = (tensor.clone().requires_grad_() for tensor in tensors[:3])
         with torch.no_grad():
@@ -74,7 +74,7 @@ def test_it_may_be_used_twice_in_one_graph_and_without_one(ring, ulysses):
 
 @pytest.mark.parametrize("wanted", ["q", "k", "v", "qv"])
 @pytest.mark.parametrize(("ring", "ulysses"), USES)
-def test_only_some_of_q_k_and_v_may_require_a_gradient(ring, ulysses, wanted):
+def test_q_k_and_v_may_require_gradients_independently(ring, ulysses, wanted):
     def use(attend, tensors):
         given = {name: tensor.clone() for name, tensor in zip("qkv", tensors[:3], strict=True)}
         for name in wanted:
@@ -98,7 +98,7 @@ def test_tensors_may_have_any_strides(ring, ulysses):
     assert same(*both(4, use, ring, ulysses))
 
 
-def test_tensors_may_have_no_heads_and_batches_no_samples():
+def test_tensors_may_lack_the_head_dim_and_batches_may_be_empty():
     def use(attend, tensors):
         q, k, v, grad_out = (tensor[:, 0].clone().requires_grad_() for tensor in tensors[:4])
         attend(q, k, v).backward(grad_out)
@@ -111,10 +111,10 @@ def test_tensors_may_have_no_heads_and_batches_no_samples():
 
 
 @pytest.mark.parametrize("ring", RINGS)
-def test_a_gradient_of_a_gradient_is_refused(ring):
-    def body(ranks):
+def test_double_backward_is_refused(ring):
+    def body(comm):
         q, k, v = (t.requires_grad_() for t in torch.randn(3, 1, 1, 2, 4))
-        out = sequence_attention(q, k, v, thread_rings.make_axis(ranks, ring))
+        out = sequence_attention(q, k, v, thread_rings.make_axis(comm, ring))
         (grad,) = torch.autograd.grad(out.sin().sum(), q, create_graph=True)
         with pytest.raises(RuntimeError, match="once_differentiable"):
             grad.sum().backward()
@@ -131,7 +131,7 @@ def test_one_rank_calls_torchs_own_attention(monkeypatch):
     )
     assert torch.equal(sequence_attention(q, k, v, axis, is_causal=True), own(q, k, v, is_causal=True))
     assert called == [1]
-    # It takes masks that cannot be split among ranks.
+    # It accepts masks that cannot be split between ranks.
     mask = torch.randn(6, 6, requires_grad=True)
     sequence_attention(q, k, v, axis, mask=mask).sum().backward()
     assert mask.grad is not None
@@ -176,19 +176,19 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("given", "said"), REFUSED)
-def test_what_would_be_computed_wrongly_is_refused(given, said):
-    def body(ranks):
-        with pytest.raises((TrainingError, PlanError), match=said):
-            sequence_attention(group=thread_rings.make_axis(ranks), **{"q": Q, "k": Q, "v": Q, **given})
+@pytest.mark.parametrize(("given", "message"), REFUSED)
+def test_unsupported_arguments_are_refused(given, message):
+    def body(comm):
+        with pytest.raises((TrainingError, PlanError), match=message):
+            sequence_attention(group=thread_rings.make_axis(comm), **{"q": Q, "k": Q, "v": Q, **given})
 
     threads.run(2, body)
 
 
 def test_heads_that_cannot_be_exchanged_are_refused():
-    def body(ranks):
+    def body(comm):
         with pytest.raises(TrainingError, match=r"ulysses = 4, 4 heads, 2 heads of .*try ulysses = 1 or 2"):
-            sequence_attention(Q, Q[:, :2], Q[:, :2], thread_rings.make_axis(ranks, ulysses=4), enable_gqa=True)
+            sequence_attention(Q, Q[:, :2], Q[:, :2], thread_rings.make_axis(comm, ulysses=4), enable_gqa=True)
 
     threads.run(4, body)
     with pytest.raises(TrainingError, match=r"dropout of 1\.5"):
@@ -198,31 +198,31 @@ def test_heads_that_cannot_be_exchanged_are_refused():
 # ---- dropout ---------------------------------------------------------------------------------------
 
 
-def kept(p=0.25, rows=200, columns=300, **fields):
+def keep_mask(p=0.25, rows=200, columns=300, **fields):
     draw = DropoutMask(AttentionDropout(p, **fields), *(torch.arange(n) for n in (3, 4, rows, columns)))
     return draw.keep_mask(slice(None), slice(None))
 
 
 @pytest.mark.parametrize("p", [0.0, 1e-3, 0.25, 0.9, 1.0])
-def test_what_is_kept_is_as_much_as_asked_for_in_every_direction(p):
-    found = kept(p).double()
+def test_dropout_keeps_the_requested_fraction_along_every_dim(p):
+    found = keep_mask(p).double()
     for dims in ((0, 1, 2, 3), (0, 1, 2), (0, 1, 3), (2, 3)):
-        share = found.mean(dims)
-        count = found.numel() / share.numel()
-        assert (share - (1 - p)).abs().max() <= 5 * (p * (1 - p) / count) ** 0.5
+        kept_fraction = found.mean(dims)
+        count = found.numel() / kept_fraction.numel()
+        assert (kept_fraction - (1 - p)).abs().max() <= 5 * (p * (1 - p) / count) ** 0.5
 
 
-def test_every_call_position_and_seed_has_its_own_draw():
-    first = kept().double() - 0.75
-    others = [kept(seed=1), kept(step=1), kept(call=1), kept(seed=2**40), kept(seed=-1)]
-    others += [kept().roll(1, dim) for dim in range(4)]
+def test_every_call_position_and_seed_has_its_own_dropout_mask():
+    first = keep_mask().double() - 0.75
+    others = [keep_mask(seed=1), keep_mask(step=1), keep_mask(call=1), keep_mask(seed=2**40), keep_mask(seed=-1)]
+    others += [keep_mask().roll(1, dim) for dim in range(4)]
     for other in others:
         correlation = (first * (other.double() - 0.75)).mean() / (0.25 * 0.75)
         assert abs(correlation) < 5 / first.numel() ** 0.5
 
 
-def test_a_draw_depends_on_its_position_and_not_on_the_block_it_is_drawn_in():
-    whole = kept(rows=16, columns=24)
+def test_a_dropout_mask_depends_on_positions_and_not_on_blocks():
+    whole = keep_mask(rows=16, columns=24)
     part = DropoutMask(
         AttentionDropout(0.25), torch.tensor([2]), torch.tensor([1, 3]), torch.arange(16), torch.arange(24).flip(0)
     )
@@ -234,7 +234,7 @@ def test_the_hash_is_the_published_one_and_never_changes():
     words = _splitmix64(torch.tensor([1234567, 1234567 + _as_int64(GOLDEN_GAMMA)]))
     assert words.tolist() == [6457827717110365317, 3203168211198807973]
     # A run that resumes from a checkpoint must draw the same in later versions.
-    drawn = kept(0.5, 2, 12, seed=1, step=2, call=3)[1, 2].long().tolist()
+    drawn = keep_mask(0.5, 2, 12, seed=1, step=2, call=3)[1, 2].long().tolist()
     assert ["".join(map(str, row)) for row in drawn] == ["111110101011", "100101000010"]
 
 
@@ -242,40 +242,40 @@ def test_the_hash_is_the_published_one_and_never_changes():
 
 
 def test_a_block_is_not_overwritten_before_all_ranks_have_read_it():
-    begun = threading.Event()
+    second_has_begun = threading.Event()
 
-    def body(ranks):
-        link = thread_rings.make_axis(ranks, transport="shared").ring_group
-        first = link.iterate_blocks([torch.full((4,), 1.0 + ranks.rank)])
-        if ranks.rank == 0:
+    def body(comm):
+        ring_group = thread_rings.make_axis(comm, transport="shared").ring_group
+        first = ring_group.iterate_blocks([torch.full((4,), 1.0 + comm.rank)])
+        if comm.rank == 0:
             list(first)
-            second = link.iterate_blocks([torch.full((4,), 5.0)])
+            second = ring_group.iterate_blocks([torch.full((4,), 5.0)])
             next(second)
-            begun.set()
+            second_has_begun.set()
             return next(second)[1].tolist()
         held = [block for _, block in (next(first), next(first))][1]
-        assert begun.wait(30)
+        assert second_has_begun.wait(30)
         assert held.tolist() == [1.0] * 4
         list(first)
-        return list(link.iterate_blocks([torch.full((4,), 6.0)]))[1][1].tolist()
+        return list(ring_group.iterate_blocks([torch.full((4,), 6.0)]))[1][1].tolist()
 
     assert threads.run(2, body) == [[6.0] * 4, [5.0] * 4]
 
 
 def test_a_sum_is_not_overwritten_before_its_owner_has_read_it():
-    ahead = threading.Event()
+    is_ahead = threading.Event()
 
-    def body(ranks):
-        link = thread_rings.make_axis(ranks, transport="shared").ring_group
+    def body(comm):
+        ring_group = thread_rings.make_axis(comm, transport="shared").ring_group
         found = []
         for number in (1.0, 2.0):
-            carry = link.make_accumulator(3, torch.float64, torch.device("cpu"))
+            carry = ring_group.make_accumulator(3, torch.float64, torch.device("cpu"))
             carry.receive().add_(number)
             carry.send()
-            if ranks.rank == 1 and number == 2.0:
-                ahead.set()
-            if ranks.rank == 0 and number == 1.0:
-                assert ahead.wait(30)
+            if comm.rank == 1 and number == 2.0:
+                is_ahead.set()
+            if comm.rank == 0 and number == 1.0:
+                assert is_ahead.wait(30)
             found.append(carry.result().tolist())
         return found
 
@@ -283,43 +283,43 @@ def test_a_sum_is_not_overwritten_before_its_owner_has_read_it():
 
 
 def test_ranks_with_different_attention_calls_raise():
-    def body(ranks):
-        axis, mine = thread_rings.make_axis(ranks, transport="shared"), Q[:, :, : 2 + 2 * ranks.rank]
+    def body(comm):
+        axis, mine = thread_rings.make_axis(comm, transport="shared"), Q[:, :, : 2 + 2 * comm.rank]
         with pytest.raises(DivergenceError, match=r"rank . has \d+ bytes, rank . \d+ .*need the same attention"):
             sequence_attention(mine, mine, mine, axis)
 
     threads.run(2, body)
 
 
-def test_a_wait_ends_when_a_rank_has_died_or_does_not_come():
-    def look():
+def test_a_wait_ends_when_a_rank_has_died_or_never_arrives():
+    def raise_peer_error():
         raise PeerError("rank 1 died")
 
-    def body(ranks):
-        link = thread_rings.make_axis(ranks, transport="shared").ring_group
-        if ranks.rank == 1:
+    def body(comm):
+        ring_group = thread_rings.make_axis(comm, transport="shared").ring_group
+        if comm.rank == 1:
             return
-        assert isinstance(link, shared_memory.RingOverSharedMemory)
-        link.check_peers = look
+        assert isinstance(ring_group, shared_memory.RingOverSharedMemory)
+        ring_group.check_peers = raise_peer_error
         with pytest.raises(PeerError, match="rank 1 died"):
-            list(link.iterate_blocks([torch.zeros(2)]))
+            list(ring_group.iterate_blocks([torch.zeros(2)]))
 
-    def late(ranks):
+    def late(comm):
         handle = memory.create_growing(shared_memory.total_bytes(2))
-        link = shared_memory.RingOverSharedMemory(
+        ring_group = shared_memory.RingOverSharedMemory(
             handle, shared_memory.RingPlace(0, (4, 7)), check_peers=lambda: None, time_limit_seconds=0.1
         )
         with pytest.raises(PeerError, match="rank 7 did not come"):
-            list(link.iterate_blocks([torch.zeros(2)]))
+            list(ring_group.iterate_blocks([torch.zeros(2)]))
 
     threads.run(2, body)
     threads.run(1, late)
 
 
 def test_a_block_that_does_not_fit_is_refused():
-    def body(ranks):
-        link = thread_rings.make_axis(ranks, transport="shared").ring_group
+    def body(comm):
+        ring_group = thread_rings.make_axis(comm, transport="shared").ring_group
         with pytest.raises(memory.MemoryUnavailable, match="need at most 16 GiB"):
-            link.make_accumulator(2**40, torch.float32, torch.device("cpu")).receive()
+            ring_group.make_accumulator(2**40, torch.float32, torch.device("cpu")).receive()
 
     threads.run(2, body)

@@ -1,4 +1,4 @@
-"""Laws of `ff.shard`: over all data ranks, a loader's samples come once an epoch."""
+"""Laws of `ff.shard`: over all data ranks, every sample of a loader comes once an epoch."""
 
 import itertools
 import random
@@ -55,7 +55,9 @@ GIVEN = {
 
 
 @given(**GIVEN)
-def test_samples_come_once_an_epoch_and_all_ranks_have_as_many_batches(length, size, batch_size, shuffle, drop_last):
+def test_every_sample_comes_once_an_epoch_and_all_ranks_have_equally_many_batches(
+    length, size, batch_size, shuffle, drop_last
+):
     loader = data.DataLoader(Numbers(length), batch_size, shuffle=shuffle, drop_last=drop_last)
     if length < size * (batch_size if drop_last else 1):
         with pytest.raises(DataError, match=f"{length} samples for {size} data ranks"):
@@ -71,12 +73,12 @@ def test_samples_come_once_an_epoch_and_all_ranks_have_as_many_batches(length, s
         assert max(sizes) - min(sizes) <= 1
         assert min(sizes) >= 1
     seen = [int(number) for batches in by_rank for batch in batches for number in batch]
-    left = length % (size * batch_size)
+    remainder = length % (size * batch_size)
     if drop_last:
-        assert len(seen) == len(set(seen)) == length - left
+        assert len(seen) == len(set(seen)) == length - remainder
     else:
         assert set(seen) == set(range(length))
-        assert len(seen) - length == (size - left if 0 < left < size else 0)
+        assert len(seen) - length == (size - remainder if 0 < remainder < size else 0)
 
 
 @given(length=st.integers(5, 60), size=st.integers(1, 5), batch_size=st.integers(1, 7), seed=st.integers(0, 3))
@@ -105,7 +107,7 @@ def test_epochs_differ_and_can_be_set():
     assert epochs(sharded(data.DataLoader(Numbers(20), 4, shuffle=True), 2, 1, seed=1))[0] != first
 
 
-def test_an_epoch_begun_is_an_epoch_also_with_workers():
+def test_an_interrupted_epoch_counts_as_an_epoch_also_with_workers():
     plain, working = data.DataLoader(Numbers(12), 2, shuffle=True), {"num_workers": 1, "persistent_workers": True}
     working = data.DataLoader(Numbers(12), 2, shuffle=True, **working)
     plain, working = sharded(plain, 2, 0), sharded(working, 2, 0)
@@ -114,7 +116,7 @@ def test_an_epoch_begun_is_an_epoch_also_with_workers():
     assert epochs(plain, 2) == epochs(working, 2)
 
 
-def test_in_order_without_shuffling():
+def test_samples_come_in_order_without_shuffling():
     loaders = [sharded(data.DataLoader(Numbers(10), 2), 2, rank) for rank in range(2)]
     assert [epochs(each, 2) for each in loaders] == [
         [[[0.0, 1.0], [4.0, 5.0], [8.0]]] * 2,
@@ -122,7 +124,7 @@ def test_in_order_without_shuffling():
     ]
 
 
-def test_the_ranks_of_a_sequence_get_the_same_samples():
+def test_the_ranks_of_a_sequence_group_get_the_same_samples():
     plan = Plan(dp=2, sp=2)
     loader = data.DataLoader(Numbers(16), 2, shuffle=True)
     result = [epochs(sharded(loader, 4, rank, plan))[0] for rank in range(4)]
@@ -137,7 +139,7 @@ def collate(samples):
     return torch.stack(samples) + 100
 
 
-def test_all_else_is_as_the_loader_has_it():
+def test_all_other_options_of_the_loader_are_kept():
     options = {
         "num_workers": 2, "collate_fn": collate, "timeout": 3.0, "worker_init_fn": collate,
         "prefetch_factor": 3, "persistent_workers": True, "multiprocessing_context": "spawn", "in_order": False,
@@ -157,7 +159,7 @@ class Augmented(Numbers):
 
 
 def drawn_by_workers(size, rank, plan=None, *, seed=0, **options):
-    """The numbers that one rank's samples draw in two epochs. All ranks have the same seed, as in most scripts."""
+    """The random numbers that a rank's samples draw in two epochs. All ranks have the same seed, as in most scripts."""
     torch.manual_seed(0)
     if "generator" in options:
         options["generator"] = torch.Generator().manual_seed(options["generator"])
@@ -166,7 +168,7 @@ def drawn_by_workers(size, rank, plan=None, *, seed=0, **options):
 
 
 @pytest.mark.parametrize("options", [{}, {"generator": 7}])
-def test_workers_of_other_data_ranks_draw_other_numbers(options):
+def test_workers_of_different_data_ranks_draw_different_random_numbers(options):
     first, second = drawn_by_workers(2, 0, **options), drawn_by_workers(2, 1, **options)
     assert first != second
     assert drawn_by_workers(2, 0, **options) == first
@@ -181,7 +183,7 @@ def test_one_data_rank_keeps_the_generator_of_its_loader():
     assert sharded(data.DataLoader(NUMBERS, 2, generator=generator), 1, 0).generator is generator
 
 
-def test_a_loader_without_batches_is_shared_by_its_items():
+def test_a_loader_without_batching_is_sharded_by_its_items():
     loader = data.DataLoader(Numbers(6), batch_size=None)
     assert epochs(sharded(loader, 2, 1)) == [[1.0, 3.0, 5.0]]
 
@@ -213,7 +215,7 @@ NUMBERS = Numbers(8)
     (data.DataLoader(Numbers(1), 2), "1 samples for 2 data ranks .* at least 2"),
     (data.DataLoader(Numbers(7), 4, drop_last=True), "7 samples for 2 data ranks .* at least 8.* drop_last=False"),
 ])  # fmt: skip
-def test_what_cannot_be_shared_by_numbers_is_refused(loader, message):
+def test_a_loader_that_cannot_be_sharded_by_index_is_refused(loader, message):
     with pytest.raises(DataError, match=message):
         sharded(loader, 2, 0)
 
@@ -237,7 +239,7 @@ def test_a_dataset_without_a_length_is_refused():
     ({"plan": Plan(dp=4)}, "a plan of 4 ranks in a world of 2"),
     ({"plan": Plan()}, "a plan of 1 ranks in a world of 2"),
 ])  # fmt: skip
-def test_a_place_that_cannot_be_is_refused(options, message, monkeypatch):
+def test_an_invalid_seed_or_plan_is_refused(options, message, monkeypatch):
     """A plan of more ranks than the world has would drop the samples of the missing ranks."""
     with pytest.raises(DataError, match=message):
         sharded(data.DataLoader(NUMBERS, 2), 2, 1, **options)
@@ -247,20 +249,20 @@ def test_a_place_that_cannot_be_is_refused(options, message, monkeypatch):
 
 
 @pytest.mark.parametrize("epoch", ["1", 1.0, -1, None])
-def test_an_epoch_is_a_whole_number(epoch):
+def test_an_epoch_is_a_nonnegative_integer(epoch):
     loader = sharded(data.DataLoader(NUMBERS, 2, shuffle=True), 2, 0)
     assert isinstance(loader.sampler, ShardSampler)
     with pytest.raises(DataError, match=r"epoch = .* a whole number of at least 0"):
         loader.sampler.set_epoch(epoch)
 
 
-def test_a_sharded_loader_trains_where_the_loader_itself_is_refused():
+def test_a_sharded_loader_trains_where_the_unsharded_one_is_refused():
     samples = data.TensorDataset(torch.arange(64.0).view(32, 2))
 
-    def body(ranks):
+    def body(comm):
         model = torch.nn.Linear(2, 1)
-        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1e-5), model, communicator=ranks)
-        for (x,) in loaders[ranks.rank]:
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1e-5), model, communicator=comm)
+        for (x,) in loaders[comm.rank]:
             optimizer.zero_grad()
             model(x).sum().backward()
             optimizer.step()

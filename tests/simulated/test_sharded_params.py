@@ -1,4 +1,4 @@
-"""Weights that rest split (zero 3) and hybrid sharding: ranks as threads, of one host or several, or over groups."""
+"""Laws of zero 3 and hybrid sharding. Ranks are threads on one host or several, or exchange messages as over gloo."""
 
 import dataclasses
 import functools
@@ -27,8 +27,8 @@ from tests.checkpoint_runs import ThreadRun
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
-    """How many ranks there are, on how many hosts, and among how many of them buckets are split."""
+class Topology:
+    """The number of ranks and hosts, the size of a shard group, and the transport."""
 
     size: int
     hosts: int = 1
@@ -43,45 +43,47 @@ class Place:
 
 
 SEEDING = threading.Lock()  # ranks are threads, and share torch's generator
-GLOO, HOSTS = Place(3, transport="gloo"), Place(4, hosts=2)
-HYBRID = Place(4, shard=2, transport="gloo")
+GLOO, HOSTS = Topology(3, transport="gloo"), Topology(4, hosts=2)
+HYBRID = Topology(4, shard=2, transport="gloo")
 
 
-@pytest.mark.parametrize("place", [GLOO, HOSTS, HYBRID])
+@pytest.mark.parametrize("topology", [GLOO, HOSTS, HYBRID])
 @pytest.mark.parametrize("batch_sizes", [(1, 9), (9, 1, 2)])
-def test_a_rank_without_samples_brings_its_share(place, batch_sizes):
-    # Where the first batch is of one sample, all ranks but one have none when the order of gathers is learnt.
-    case = place.case(batch_sizes=batch_sizes, microbatches=2)
-    assert max(place.run(lambda ranks: deviation(case, place.size, ranks))) <= TOLERANCE
+def test_a_rank_without_samples_contributes_its_shards(topology, batch_sizes):
+    # If the first batch has one sample, all ranks but one have none when the unshard order is recorded.
+    case = topology.case(batch_sizes=batch_sizes, microbatches=2)
+    assert max(topology.run(lambda comm: deviation(case, topology.size, comm))) <= TOLERANCE
 
 
-@pytest.mark.parametrize("place", [Place(3, transport="gloo"), Place(6, hosts=3)])
+@pytest.mark.parametrize("topology", [Topology(3, transport="gloo"), Topology(6, hosts=3)])
 @pytest.mark.parametrize(("sizes", "microbatches"), [((5, 5, 5, 5), 1), ((4, 7, 5), 2)])
-def test_ranks_may_use_weights_in_orders_of_their_own(place, sizes, microbatches):
-    # The spare layer works for batches of even length only: now on these ranks, now on those.
-    case = place.case(model="sometimes", unused="allow", batch_sizes=sizes, bucket_bytes=1, microbatches=microbatches)
+def test_ranks_may_use_weights_in_different_orders(topology, sizes, microbatches):
+    # The spare layer is used for batches of even length only: by different ranks in different steps.
+    case = topology.case(
+        model="sometimes", unused="allow", batch_sizes=sizes, bucket_bytes=1, microbatches=microbatches
+    )
     same = dataclasses.replace(case, zero=0, shard=None)
 
-    def body(case, ranks):
-        return train_step(case, build_step(case, place.size, ranks))
+    def body(case, comm):
+        return train_step(case, build_step(case, topology.size, comm))
 
-    expected = place.run(functools.partial(body, same))
-    for got, wanted in zip(place.run(functools.partial(body, case)), expected, strict=True):
-        assert oracle.deviation(got, wanted) <= TOLERANCE
+    expected = topology.run(functools.partial(body, same))
+    for got, whole in zip(topology.run(functools.partial(body, case)), expected, strict=True):
+        assert oracle.deviation(got, whole) <= TOLERANCE
 
 
 @pytest.mark.parametrize("kind", AWKWARD_MODELS)
-def test_weights_are_whole_however_they_are_used(kind):
-    # A bucket for each parameter: one operation of the recurrent network needs more than are held otherwise.
+def test_weights_are_unsharded_however_they_are_used(kind):
+    # A bucket for each parameter: one operation of the recurrent network needs more than are unsharded otherwise.
     case = GLOO.case(model=kind, bucket_bytes=1, batch_sizes=(8, 8))
-    assert max(GLOO.run(lambda ranks: deviation(case, GLOO.size, ranks))) <= TOLERANCE
+    assert max(GLOO.run(lambda comm: deviation(case, GLOO.size, comm))) <= TOLERANCE
 
 
 WIDTH = 48
 
 
-class Turned(nn.Module):
-    """Layers in an order that depends on the samples."""
+class OrderDependsOnSamples(nn.Module):
+    """Layers whose order depends on the samples."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,29 +95,29 @@ class Turned(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("place", [Place(2, transport="gloo"), HOSTS])
-def test_ranks_may_use_their_layers_in_opposite_orders(place):
-    def body(zero, ranks):
+@pytest.mark.parametrize("topology", [Topology(2, transport="gloo"), HOSTS])
+def test_ranks_may_use_their_layers_in_opposite_orders(topology):
+    def body(zero, comm):
         with SEEDING, torch.random.fork_rng():
             torch.manual_seed(3)
-            module = Turned().double()
-        plan = Plan(dp=place.size, zero=zero, transport=place.transport, bucket_bytes=1)
+            module = OrderDependsOnSamples().double()
+        plan = Plan(dp=topology.size, zero=zero, transport=topology.transport, bucket_bytes=1)
         sgd = functools.partial(torch.optim.SGD, lr=0.1)
-        step = TrainStep(module, F.mse_loss, sgd, plan=plan, communicator=ranks, clip=None)
+        step = TrainStep(module, F.mse_loss, sgd, plan=plan, communicator=comm, clip=None)
         x, y = ones()
-        losses = [step((x if ranks.rank < place.size // 2 else -x, y)).loss for _ in range(3)]
+        losses = [step((x if comm.rank < topology.size // 2 else -x, y)).loss for _ in range(3)]
         return losses, {name: weight.clone() for name, weight in step.named_weights()}
 
-    for (losses, weights), (wanted, others) in zip(
-        place.run(functools.partial(body, 3)), place.run(functools.partial(body, 0)), strict=True
+    for (losses, weights), (expected_losses, others) in zip(
+        topology.run(functools.partial(body, 3)), topology.run(functools.partial(body, 0)), strict=True
     ):
-        assert losses == pytest.approx(wanted, abs=TOLERANCE)
+        assert losses == pytest.approx(expected_losses, abs=TOLERANCE)
         for name, weight in others.items():
             torch.testing.assert_close(weights[name], weight, rtol=0, atol=TOLERANCE)
 
 
 class Deep(nn.Module):
-    """Many equal layers, each with a bucket of its own."""
+    """Many equal layers, each in its own bucket."""
 
     def __init__(self, depth: int = 12) -> None:
         super().__init__()
@@ -132,64 +134,64 @@ class Deep(nn.Module):
         return x
 
 
-def deep(ranks, place, **fields) -> TrainStep:
+def deep(comm, topology, **fields) -> TrainStep:
     with SEEDING, torch.random.fork_rng():
         torch.manual_seed(3)
         module = Deep().double()
-    plan = Plan(dp=place.size, zero=3, shard=place.shard, transport=place.transport, bucket_bytes=1, **fields)
+    plan = Plan(dp=topology.size, zero=3, shard=topology.shard, transport=topology.transport, bucket_bytes=1, **fields)
     return TrainStep(
-        module, F.mse_loss, functools.partial(torch.optim.SGD, lr=0.1), plan=plan, communicator=ranks, clip=None
+        module, F.mse_loss, functools.partial(torch.optim.SGD, lr=0.1), plan=plan, communicator=comm, clip=None
     )
 
 
-def gathered_of(step: TrainStep) -> ShardedParams:
-    gathered = step._weights.sharded_params
-    assert gathered is not None
-    return gathered
+def sharded_params_of(step: TrainStep) -> ShardedParams:
+    sharded_params = step._weights.sharded_params
+    assert sharded_params is not None
+    return sharded_params
 
 
 def ones(rows: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.ones(rows, WIDTH, dtype=torch.float64), torch.zeros(rows, WIDTH, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("place", [GLOO, HOSTS])
-def test_few_buckets_are_whole_at_a_time(place):
-    def body(ranks):
-        step = deep(ranks, place)
-        slots = gathered_of(step).buffer_pool
+@pytest.mark.parametrize("topology", [GLOO, HOSTS])
+def test_few_buckets_are_unsharded_at_a_time(topology):
+    def body(comm):
+        step = deep(comm, topology)
+        slots = sharded_params_of(step).buffer_pool
         for _ in range(3):
             step(ones())
             assert slots.num_in_use == 0
         return slots.peak_in_use, len(slots._free), len(step.buckets)
 
-    for most, kept, num_buckets in place.run(body):
+    for peak, kept, num_buckets in topology.run(body):
         assert num_buckets == 12
-        # Those that are held, one that comes, and one whose view an operation of backward has when it makes way.
-        assert most <= MAX_UNSHARDED + 2
-        assert kept <= most
+        # The unsharded ones, one that is prefetched, and one that backward still views when it is resharded.
+        assert peak <= MAX_UNSHARDED + 2
+        assert kept <= peak
 
 
-@pytest.mark.parametrize("place", [GLOO, HOSTS, Place(4, hosts=2, shard=2), HYBRID])
+@pytest.mark.parametrize("topology", [GLOO, HOSTS, Topology(4, hosts=2, shard=2), HYBRID])
 @pytest.mark.parametrize("microbatches", [1, 3])
-def test_a_rank_sends_what_the_formula_says(place, microbatches):
-    def body(ranks):
-        step = deep(ranks, place, microbatches=microbatches)
-        step.dry_run(ones(6), training=True)  # forwards of its own, once
+def test_sent_bytes_equal_the_formula(topology, microbatches):
+    def body(comm):
+        step = deep(comm, topology, microbatches=microbatches)
+        step.dry_run(ones(6), training=True)  # it runs its own forwards, once
         return [step(ones(6)).sent_bytes for _ in range(3)], step.buckets
 
-    size, shard = place.size // place.hosts, (place.shard or place.size) // place.hosts
-    for sent, buckets in place.run(body):
+    size, shard = topology.size // topology.hosts, (topology.shard or topology.size) // topology.hosts
+    for sent, buckets in topology.run(body):
         expected = step_sent_bytes(
             buckets, zero=3, shard_groups=ShardGroups(shard, size // shard), microbatches=microbatches
         )
         # Each rank of a host sends its slice.
-        assert sent[-1] == pytest.approx(expected / place.hosts, rel=1e-9)
-        assert sent[0] == sent[-1]  # also while the order is learnt
+        assert sent[-1] == pytest.approx(expected / topology.hosts, rel=1e-9)
+        assert sent[0] == sent[-1]  # also while the order is recorded
 
 
-def test_at_rest_a_parameter_holds_no_memory_and_is_not_a_number():
-    def body(ranks):
-        step = deep(ranks, GLOO)
+def test_a_resharded_parameter_holds_no_memory_and_reads_as_nan():
+    def body(comm):
+        step = deep(comm, GLOO)
         step(ones())
         for parameter in step.model.parameters():
             with untracked_access():
@@ -198,57 +200,57 @@ def test_at_rest_a_parameter_holds_no_memory_and_is_not_a_number():
         first = dict(step.model.named_parameters())["layers.0.weight"]
         assert (first.shape, first.dtype, first.requires_grad) == ((WIDTH, WIDTH), torch.float64, True)
         assert first.is_leaf
-        return sum(home.flat.numel() for home in gathered_of(step).shards)
+        return sum(shard.flat.numel() for shard in sharded_params_of(step).shards)
 
     held = GLOO.run(body)
     assert held == [12 * WIDTH * WIDTH / 3] * 3
 
 
-def test_a_view_that_is_kept_never_shows_another_bucket():
-    def body(ranks):
-        step = deep(ranks, GLOO)
+def test_a_kept_view_never_shows_another_bucket():
+    def body(comm):
+        step = deep(comm, GLOO)
         module: Any = step.model
         step.dry_run(ones(), training=True)
         module.keeps = True
         before = {name: weight.clone() for name, weight in reversed(list(step.named_weights()))}
         step(ones())
         assert all(map(torch.equal, module.kept, before.values()))
-        assert gathered_of(step).buffer_pool.num_in_use == 12
+        assert sharded_params_of(step).buffer_pool.num_in_use == 12
         module.kept.clear()
-        assert gathered_of(step).buffer_pool.num_in_use == 0
+        assert sharded_params_of(step).buffer_pool.num_in_use == 0
 
     GLOO.run(body)
 
 
-def test_scripts_are_the_same_on_every_rank_and_stay_once_they_are_learnt():
-    def body(ranks):
-        step = deep(ranks, GLOO)
-        step(ones(0 if ranks.rank == 0 else 2))
+def test_unshard_orders_are_the_same_on_every_rank_and_fixed_once_recorded():
+    def body(comm):
+        step = deep(comm, GLOO)
+        step(ones(0 if comm.rank == 0 else 2))
         for kind in ("try out", "judge"):
-            del gathered_of(step)._unshard_orders[kind]
-        learnt = {kind: list(script.buckets) for kind, script in gathered_of(step)._unshard_orders.items()}
+            del sharded_params_of(step)._unshard_orders[kind]
+        recorded = {kind: list(order.buckets) for kind, order in sharded_params_of(step)._unshard_orders.items()}
         step(ones())
-        again = {kind: list(script.buckets) for kind, script in gathered_of(step)._unshard_orders.items()}
-        assert learnt == again
-        return learnt
+        again = {kind: list(order.buckets) for kind, order in sharded_params_of(step)._unshard_orders.items()}
+        assert recorded == again
+        return recorded
 
     first, *others = GLOO.run(body)
     assert all(other == first for other in others)
     assert first == {"forward": list(reversed(range(12))), "backward": list(range(12))}
 
 
-def test_the_next_gather_has_begun_when_a_bucket_is_used():
-    def body(ranks):
-        step = deep(ranks, GLOO)
+def test_the_all_gather_of_a_bucket_begins_before_the_bucket_is_used():
+    def body(comm):
+        step = deep(comm, GLOO)
         step(ones())
-        gathered = gathered_of(step)
-        use, ahead = gathered.ensure_unsharded, []
+        sharded_params = sharded_params_of(step)
+        use, ahead = sharded_params.ensure_unsharded, []
 
         def watched(bucket):
-            ahead.append(gathered._pending[0].bucket == bucket if gathered._pending else False)
+            ahead.append(sharded_params._pending[0].bucket == bucket if sharded_params._pending else False)
             use(bucket)
 
-        gathered.ensure_unsharded = watched
+        sharded_params.ensure_unsharded = watched
         step(ones())
         return ahead
 
@@ -256,8 +258,8 @@ def test_the_next_gather_has_begun_when_a_bucket_is_used():
         assert ahead == [True] * (2 * 12)
 
 
-class Careless(nn.Module):
-    """Changes what backward needs."""
+class ModifiesSavedTensor(nn.Module):
+    """Modifies in place a tensor that backward needs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -270,10 +272,12 @@ class Careless(nn.Module):
         return z
 
 
-def test_what_backward_needs_may_not_be_changed():
-    def body(ranks):
+def test_a_tensor_saved_for_backward_may_not_be_modified():
+    def body(comm):
         plan = Plan(dp=3, zero=3, transport="gloo")
-        step = TrainStep(Careless().double(), F.mse_loss, torch.optim.SGD, plan=plan, communicator=ranks, clip=None)
+        step = TrainStep(
+            ModifiesSavedTensor().double(), F.mse_loss, torch.optim.SGD, plan=plan, communicator=comm, clip=None
+        )
         with pytest.raises(TrainingError, match=r"needs has changed since forward \(version \d+ in forward, \d+ now\)"):
             step(ones())
         return True
@@ -281,12 +285,12 @@ def test_what_backward_needs_may_not_be_changed():
     assert all(GLOO.run(body))
 
 
-def test_a_graph_is_no_use_outside_its_step():
-    def body(ranks):
-        step = deep(ranks, GLOO)
+def test_a_backward_outside_a_step_is_refused():
+    def body(comm):
+        step = deep(comm, GLOO)
         x, y = ones()
         step._actions.begin_step([])
-        with gathered_of(step).phase("forward"):
+        with sharded_params_of(step).phase("forward"):
             total = step.model(x).sum()
         with pytest.raises(TrainingError, match="a backward outside of a step"):
             total.backward()
@@ -295,50 +299,50 @@ def test_a_graph_is_no_use_outside_its_step():
     assert all(GLOO.run(body))
 
 
-def test_a_weight_changed_since_forward_is_noticed_in_backward():
-    def body(ranks):
-        step = deep(ranks, GLOO)
-        gathered = gathered_of(step)
-        with gathered.phase("forward"):
+def test_a_weight_changed_since_forward_is_found_in_backward():
+    def body(comm):
+        step = deep(comm, GLOO)
+        sharded_params = sharded_params_of(step)
+        with sharded_params.phase("forward"):
             total = step.model(ones()[0]).sum()
         torch.autograd.graph.increment_version(list(step.model.parameters()))
-        with gathered.phase("backward"), pytest.raises(TrainingError, match="a weight that backward needs"):
+        with sharded_params.phase("backward"), pytest.raises(TrainingError, match="a weight that backward needs"):
             total.backward()
         return True
 
     assert all(GLOO.run(body))
 
 
-@pytest.mark.parametrize("place", [GLOO, HOSTS])
-def test_weights_can_be_read_edited_put_and_evaluated(place):
-    case = place.case(batch_sizes=(12, 12))
+@pytest.mark.parametrize("topology", [GLOO, HOSTS])
+def test_weights_can_be_read_edited_loaded_and_evaluated(topology):
+    case = topology.case(batch_sizes=(12, 12))
 
-    def body(ranks):
-        step = build_step(case, place.size, ranks)
+    def body(comm):
+        step = build_step(case, topology.size, comm)
         name = "second.weight"
         with step.edit() as module:
-            module.get_parameter(name).fill_(float(ranks.rank + 2))
+            module.get_parameter(name).fill_(float(comm.rank + 2))
         assert dict(step.named_weights())[name].unique().tolist() == [2.0]
         step.load_weights({name: torch.full((24, 24), 0.25, dtype=torch.float64)})
         assert dict(step.named_weights())[name].unique().tolist() == [0.25]
         plain = model("mlp")
         plain.load_state_dict(step.state_dict()["model"])
         batch = batches(case)[0]
-        told = step.evaluate(local_batch(batch, place.size, step.dp_index)).loss
+        evaluated = step.evaluate(local_batch(batch, topology.size, step.dp_index)).loss
         expected = F.cross_entropy(plain(batch[0]), batch[1]).item()
-        assert told == pytest.approx(expected, abs=1e-12)
+        assert evaluated == pytest.approx(expected, abs=1e-12)
         with step.unsharded() as module:
-            for _ in range(2 if ranks.rank == 0 else 0):
+            for _ in range(2 if comm.rank == 0 else 0):
                 torch.testing.assert_close(module(batch[0]), plain(batch[0]))
         return train_step(case, step).losses
 
-    first, *others = place.run(body)
+    first, *others = topology.run(body)
     assert all(other == first for other in others)
 
 
-def test_an_edit_outside_its_block_is_noticed():
-    def body(ranks):
-        step = deep(ranks, GLOO)
+def test_an_edit_outside_step_edit_is_found():
+    def body(comm):
+        step = deep(comm, GLOO)
         next(iter(step.model.parameters())).data = torch.ones(WIDTH, WIDTH, dtype=torch.float64)
         with pytest.raises(TaskError, match="another storage than before"):
             step(ones())
@@ -347,96 +351,100 @@ def test_an_edit_outside_its_block_is_noticed():
     assert all(GLOO.run(body))
 
 
-def test_a_copy_of_the_model_is_plain():
-    def body(ranks):
+def test_a_copy_of_the_model_has_plain_parameters():
+    def body(comm):
         import copy
 
-        step = deep(ranks, GLOO)
+        step = deep(comm, GLOO)
         with step.edit() as module:
-            twin = copy.deepcopy(module)
-        assert all(type(p) is nn.Parameter for p in twin.parameters())
-        return not any(p.isnan().any() for p in twin.parameters())
+            model_copy = copy.deepcopy(module)
+        assert all(type(p) is nn.Parameter for p in model_copy.parameters())
+        return not any(p.isnan().any() for p in model_copy.parameters())
 
     assert all(GLOO.run(body))
 
 
-MESHES = [GLOO, HOSTS, Place(4, hosts=2, shard=2), HYBRID, Place(2)]
+MESHES = [GLOO, HOSTS, Topology(4, hosts=2, shard=2), HYBRID, Topology(2)]
 
 
-ONWARD = [
-    (first, then, zero)
-    for first, then in zip(MESHES, MESHES[2:] + MESHES[:2], strict=True)
-    for zero in (range(4) if then.shard is None else range(1, 4))
+RESUMPTIONS = [
+    (saved_on, loaded_on, zero)
+    for saved_on, loaded_on in zip(MESHES, MESHES[2:] + MESHES[:2], strict=True)
+    for zero in (range(4) if loaded_on.shard is None else range(1, 4))
 ]
 
 
-@pytest.mark.parametrize(("first", "then", "then_zero"), ONWARD)
-def test_a_state_goes_to_other_levels_ranks_and_shares(first, then, then_zero):
-    case = first.case(batch_sizes=(12, 12, 12, 12), clip=0.5, model="tied")
+@pytest.mark.parametrize(("saved_on", "loaded_on", "loaded_zero"), RESUMPTIONS)
+def test_a_state_dict_loads_at_other_zero_levels_ranks_and_shard_groups(saved_on, loaded_on, loaded_zero):
+    case = saved_on.case(batch_sizes=(12, 12, 12, 12), clip=0.5, model="tied")
 
-    def begin(ranks):
-        step = build_step(case, first.size, ranks)
+    def begin(comm):
+        step = build_step(case, saved_on.size, comm)
         for batch in batches(case)[:2]:
-            step(local_batch(batch, first.size, step.dp_index))
+            step(local_batch(batch, saved_on.size, step.dp_index))
         return step.state_dict()
 
-    (state, *others) = first.run(begin)
+    (state, *others) = saved_on.run(begin)
     for other in others:
         for name, weight in state["model"].items():
             assert torch.equal(weight, other["model"][name])
-    onward = then.case(batch_sizes=case.batch_sizes, clip=0.5, model="tied", zero=then_zero, bucket_bytes=4000)
+    resumed_case = loaded_on.case(
+        batch_sizes=case.batch_sizes, clip=0.5, model="tied", zero=loaded_zero, bucket_bytes=4000
+    )
 
-    def go_on(ranks):
-        step = build_step(onward, then.size, ranks)
+    def resume(comm):
+        step = build_step(resumed_case, loaded_on.size, comm)
         step.load_state_dict(state)
-        return train_step(onward, step, skip=2)
+        return train_step(resumed_case, step, skip=2)
 
     expected = train_oracle(case)
-    for trained in then.run(go_on):
+    for trained in loaded_on.run(resume):
         assert trained.losses == pytest.approx(expected.losses[2:], abs=TOLERANCE)
         for name, weight in expected.weights.items():
             torch.testing.assert_close(trained.weights[name], weight, rtol=0, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize(
-    ("first", "then"), [(GLOO, GLOO), (HYBRID, HYBRID), (HOSTS, GLOO), (GLOO, Place(2)), (HYBRID, HOSTS)]
+    ("saved_on", "loaded_on"), [(GLOO, GLOO), (HYBRID, HYBRID), (HOSTS, GLOO), (GLOO, Topology(2)), (HYBRID, HOSTS)]
 )
-def test_checkpoints_of_weights_that_rest_split_are_read_anywhere(first, then, tmp_path):
-    case = first.case(batch_sizes=(12,) * 4, clip=0.5, model="tied")
+def test_checkpoints_of_sharded_weights_load_on_any_mesh(saved_on, loaded_on, tmp_path):
+    case = saved_on.case(batch_sizes=(12,) * 4, clip=0.5, model="tied")
 
-    def begin(ranks):
-        run = ThreadRun(case, ranks, tmp_path, ema=0.5)
+    def begin(comm):
+        run = ThreadRun(case, comm, tmp_path, ema=0.5)
         run.run_steps(0, 2, save_at=(2,))
         run.run_steps(2, 4)
         return oracle.snapshot(run.step, [], [])
 
-    def go_on(ranks):
-        run = ThreadRun(then.case(batch_sizes=(12,) * 4, clip=0.5, model="tied"), ranks, tmp_path, token="b", ema=0.5)
+    def resume(comm):
+        run = ThreadRun(
+            loaded_on.case(batch_sizes=(12,) * 4, clip=0.5, model="tied"), comm, tmp_path, token="b", ema=0.5
+        )
         assert run.checkpoints.resume() is not None
         run.run_steps(2, 4)
         return oracle.snapshot(run.step, [], [])
 
-    whole, expected = first.run(begin), train_oracle(case)
-    for trained in then.run(go_on):
+    whole, expected = saved_on.run(begin), train_oracle(case)
+    for trained in loaded_on.run(resume):
         for name, weight in expected.weights.items():
             torch.testing.assert_close(trained.weights[name], weight, rtol=0, atol=TOLERANCE)
-            if first == then:
+            if saved_on == loaded_on:
                 assert torch.equal(trained.weights[name], whole[0].weights[name])
 
 
-@pytest.mark.parametrize("place", [GLOO, HOSTS, HYBRID])
-def test_half_precision_weights_are_gathered_and_float32_ones_are_trained(place):
-    # In bf16 two orders of sums differ; with the masters split, and kept, the weights stay near the oracle's.
+@pytest.mark.parametrize("topology", [GLOO, HOSTS, HYBRID])
+def test_two_byte_weights_are_all_gathered_and_float32_master_weights_are_trained(topology):
+    # In bf16 the order of sums matters, so the weights are only near those of zero 1.
     fields: dict[str, Any] = {"batch_sizes": (12, 12, 12), "precision": "bf16", "clip": 0.5}
 
-    def body(case, ranks):
-        step = build_step(case, place.size, ranks)
+    def body(case, comm):
+        step = build_step(case, topology.size, comm)
         for batch in batches(case):
-            step(local_batch(batch, place.size, step.dp_index))
+            step(local_batch(batch, topology.size, step.dp_index))
         return {name: weight.clone() for name, weight in step.named_weights()}, step.state_dict()["model"]
 
-    split = place.run(functools.partial(body, place.case(**fields)))
-    whole = place.run(functools.partial(body, place.case(**(fields | {"zero": 1, "shard": None}))))
+    split = topology.run(functools.partial(body, topology.case(**fields)))
+    whole = topology.run(functools.partial(body, topology.case(**(fields | {"zero": 1, "shard": None}))))
     for (weights, saved), (expected, _) in zip(split, whole, strict=True):
         for name, weight in expected.items():
             torch.testing.assert_close(weights[name], weight, rtol=0, atol=2e-2)
@@ -444,36 +452,36 @@ def test_half_precision_weights_are_gathered_and_float32_ones_are_trained(place)
             assert not torch.equal(weights[name], weights[name].bfloat16().to(weights[name].dtype))
 
 
-def test_shares_that_cut_hosts_apart_are_refused_with_those_that_do_not():
+def test_shard_groups_that_straddle_hosts_are_refused_with_sizes_that_fit():
     case = Case(zero=3, shard=3)
     with pytest.raises(PlanError, match=r"shard = 3 on 3 hosts of 2 ranks .* try shard = 2, 6, or transport"):
-        threads.run(6, lambda ranks: build_step(case, 6, ranks), hosts=3)
+        threads.run(6, lambda comm: build_step(case, 6, comm), hosts=3)
 
 
-def test_a_stage_is_written_again_when_all_have_taken_what_was_there():
-    told: list[Any] = []
-    stages = [torch.zeros(64, dtype=torch.uint8) for _ in range(NUM_STAGING_BUFFERS)]
+def test_a_staging_buffer_is_reused_only_after_all_ranks_have_copied_it():
+    events: list[Any] = []
+    buffers = [torch.zeros(64, dtype=torch.uint8) for _ in range(NUM_STAGING_BUFFERS)]
     flags = StagingFlags(
-        signal_staged=lambda: told.append("staged"),
-        signal_copied=lambda: told.append("taken"),
-        wait_all_staged=lambda number: told.append(("all staged", number)),
-        wait_all_copied=lambda number: told.append(("all taken", number)),
+        signal_staged=lambda: events.append("staged"),
+        signal_copied=lambda: events.append("copied"),
+        wait_all_staged=lambda number: events.append(("all staged", number)),
+        wait_all_copied=lambda number: events.append(("all copied", number)),
     )
-    staging, out = HostUnshardStaging(stages, flags), torch.zeros(8)
+    staging, out = HostUnshardStaging(buffers, flags), torch.zeros(8)
 
     def begin(part):
-        told.append("begun")
+        events.append("started")
         part.fill_(1.0)
-        return lambda: told.append("landed")
+        return lambda: events.append("done")
 
     for _ in range(NUM_STAGING_BUFFERS + 1):
         staging.unshard_async(slice(0, 4), out, begin)()
-    each = ["begun", "landed", "staged", ("all staged", NUM_STAGING_BUFFERS + 1), "taken"]
-    assert told[-6:] == [("all taken", 1), *each]
+    each = ["started", "done", "staged", ("all staged", NUM_STAGING_BUFFERS + 1), "copied"]
+    assert events[-6:] == [("all copied", 1), *each]
     assert out.tolist() == [1.0] * 4 + [0.0] * 4
 
 
-def test_a_loan_ends_when_nobody_holds_its_storage():
+def test_a_buffer_returns_to_the_pool_when_its_storage_is_unreferenced():
     slots = memory.BufferPool()
     flat = slots.acquire(1000, torch.float32, torch.device("cpu"))
     address, view = flat.data_ptr(), flat[10:20].view(2, 5)
@@ -486,7 +494,7 @@ def test_a_loan_ends_when_nobody_holds_its_storage():
     assert slots.acquire(500, torch.float64, torch.device("cpu")).data_ptr() == address
 
 
-def test_a_slot_that_is_too_small_makes_way():
+def test_a_free_buffer_that_is_too_small_is_dropped():
     slots = memory.BufferPool()
     for size in (10_000, 20_000, 40_000):
         slots.acquire(size, torch.float32, torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""`fourfold show` reports of the sequence axis what attention does."""
+"""Laws of `fourfold show` for the sequence axis: it reports what attention does."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ TASK = lm.task(length=96, heads=4, kv_heads=2, layers=3, width=64, batch_size=6)
     ],
     ids=str,
 )
-def test_the_reported_bytes_are_those_that_a_rank_sends(plan: Plan) -> None:
+def test_the_reported_bytes_equal_those_that_a_rank_saves_and_sends(plan: Plan) -> None:
     seen = trace_model(TASK, build_meta_model(TASK))
     (form,) = seen.attention_calls
     samples = TASK.batch_size // plan.dp
@@ -38,26 +38,26 @@ def test_the_reported_bytes_are_those_that_a_rank_sends(plan: Plan) -> None:
         torch.randn(samples, num, seen.length // plan.sp, form.head_size, requires_grad=True)
         for num in (form.heads, form.kv_heads, form.kv_heads)
     )
-    kept: dict[int, int] = {}
+    saved: dict[int, int] = {}
 
-    def note(tensor: torch.Tensor) -> torch.Tensor:
+    def record_saved(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.is_floating_point():
-            kept[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
+            saved[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(record_saved, lambda tensor: tensor):
         out = sequence_attention(q, k, v, axis, is_causal=True, enable_gqa=True)
     if plan.ring != "rsa":
-        assert saved_bytes(plan, seen, samples, seen.length) == 3 * sum(kept.values())
+        assert saved_bytes(plan, seen, samples, seen.length) == 3 * sum(saved.values())
     out.sum().backward()
     assert sent_bytes(plan, seen, samples, seen.length) == 3 * (around.sent_bytes + heads.sent_bytes)
 
 
-def test_every_token_has_one_rank_and_pads_are_reported() -> None:
-    told = show(Plan(sp=4), lm.task(length=100))
-    assert "samples of 100 tokens, padded to 104, 26 a rank" in told
+def test_every_token_has_one_rank_and_padding_is_reported() -> None:
+    text = show(Plan(sp=4), lm.task(length=100))
+    assert "samples of 100 tokens, padded to 104, 26 a rank" in text
     rows = [
-        line.split(maxsplit=2)[2] for line in told.splitlines() if line.strip().startswith(("0 ", "1 ", "2 ", "3 "))
+        line.split(maxsplit=2)[2] for line in text.splitlines() if line.strip().startswith(("0 ", "1 ", "2 ", "3 "))
     ]
     held = [range(int(first), int(last) + 1) for row in rows[-4:] for first, last in _spans(row)]
     assert sorted(token for span in held for token in span) == list(range(104))

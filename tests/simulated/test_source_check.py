@@ -22,18 +22,18 @@ def values(outputs, targets):
     return (outputs - targets).square()
 
 
-def built(ranks, **plan):
+def build(comm, **plan):
     model = torch.nn.Linear(3, 1).double()
     sgd = functools.partial(torch.optim.SGD, lr=0.01)
-    return TrainStep(model, values, sgd, plan=ff.Plan(dp=ranks.size, **plan), communicator=ranks, clip=None)
+    return TrainStep(model, values, sgd, plan=ff.Plan(dp=comm.size, **plan), communicator=comm, clip=None)
 
 
 def trained(size, source, *, hosts=1):
     """The error of each rank after an epoch of `source(rank)`."""
 
-    def body(ranks):
-        step, feed = built(ranks), Feed(source(ranks.rank), batch_size=8)
-        feed._size, feed._index = ranks.size, ranks.rank  # threads are ranks here
+    def body(comm):
+        step, feed = build(comm), Feed(source(comm.rank), batch_size=8)
+        feed._size, feed._index = comm.size, comm.rank  # threads are ranks here
         (weight, _) = step.model.parameters()
         before = weight.detach().clone()
         try:
@@ -55,19 +55,19 @@ def part(rank, size=2):
 @pytest.mark.parametrize(
     "source", [part, lambda rank: [part(rank)[index] for index in range(20)]], ids=["fetch", "samples"]
 )
-def test_parts_of_the_data_in_the_place_of_one_source_are_refused_on_every_rank(source, hosts):
-    for said in trained(2, source, hosts=hosts):
-        assert "another source on rank 1 than on rank 0" in said
-        assert "need the same source on every rank" in said
+def test_a_different_source_on_each_rank_is_refused_on_every_rank(source, hosts):
+    for message in trained(2, source, hosts=hosts):
+        assert "another source on rank 1 than on rank 0" in message
+        assert "need the same source on every rank" in message
 
 
-def test_one_source_is_trained_also_where_processors_round_otherwise():
+def test_one_source_is_trained_also_where_processors_round_differently():
     assert trained(2, lambda rank: TensorSource(INPUTS, TARGETS)) == ["trained"] * 2
     assert trained(3, lambda rank: TensorSource(INPUTS * (1 + 1e-6 * rank), TARGETS)) == ["trained"] * 3
 
 
-class Restless:
-    """Samples that change with each read, from a generator of each rank."""
+class RandomSamples:
+    """Samples that change with each read, from each rank's own generator."""
 
     def __init__(self, rank):
         self.generator = torch.Generator().manual_seed(rank)
@@ -79,18 +79,18 @@ class Restless:
         return torch.randn(3, dtype=torch.float64, generator=self.generator), torch.zeros(1, dtype=torch.float64)
 
 
-def test_samples_that_are_others_each_time_are_not_compared():
-    assert trained(2, Restless) == ["trained"] * 2
+def test_samples_that_change_with_each_read_are_not_compared():
+    assert trained(2, RandomSamples) == ["trained"] * 2
 
 
 @pytest.mark.parametrize("zero", [0, 3])
-def test_validation_data_of_other_lengths_are_refused_on_every_rank(zero):
-    def body(ranks):
-        step = built(ranks, zero=zero)
+def test_validation_data_of_different_lengths_are_refused_on_every_rank(zero):
+    def body(comm):
+        step = build(comm, zero=zero)
         sgd = functools.partial(torch.optim.SGD, lr=0.01)
         data = ff.Data(train=part(0))
         task = ff.Task(model=lambda: step.model, loss=values, data=lambda: data, optimizer=sgd)
-        source = TensorSource(INPUTS[: 9 + 4 * ranks.rank], TARGETS[: 9 + 4 * ranks.rank])
+        source = TensorSource(INPUTS[: 9 + 4 * comm.rank], TARGETS[: 9 + 4 * comm.rank])
         with pytest.raises(TaskError, match="validation data of 9 on rank 0, 13 on rank 1 samples"):
             evaluate(step, task, source, 4)
         return True
@@ -98,10 +98,10 @@ def test_validation_data_of_other_lengths_are_refused_on_every_rank(zero):
     assert threads.run(2, body, hosts=2) == [True, True]
 
 
-def test_a_probe_tells_samples_apart_by_shape_and_by_value():
+def test_a_fingerprint_distinguishes_samples_by_shape_and_by_value():
     ones = {"x": torch.ones(1, 500), "y": (torch.tensor([3]), torch.tensor([1j]))}
-    probe = fingerprint_of(ones)
-    assert is_same_sample(probe, fingerprint_of(dict(reversed(ones.items()))))
+    fingerprint = fingerprint_of(ones)
+    assert is_same_sample(fingerprint, fingerprint_of(dict(reversed(ones.items()))))
     for other in (
         {**ones, "x": torch.ones(1, 501)},
         {**ones, "x": torch.ones(1, 500) * 1.01},
@@ -110,6 +110,6 @@ def test_a_probe_tells_samples_apart_by_shape_and_by_value():
         {**ones, "x": torch.full((1, 500), torch.nan)},
         {"x": ones["x"]},
     ):
-        assert not is_same_sample(probe, fingerprint_of(other))
+        assert not is_same_sample(fingerprint, fingerprint_of(other))
     empty = {"x": torch.ones(1, 0), "nan": torch.tensor([torch.nan, torch.inf])}
     assert is_same_sample(fingerprint_of(empty), fingerprint_of(empty))

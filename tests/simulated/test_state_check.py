@@ -18,7 +18,7 @@ from tests.checkpoint_runs import ThreadRun, save_twice
 CASE = Case(batch_sizes=(8, 8))
 
 
-def without(part, *path):
+def remove(part, *path):
     def change(state):
         inner = state
         for key in (part, *path)[:-1]:
@@ -29,7 +29,7 @@ def without(part, *path):
     return change
 
 
-def replaced(name, value):
+def replace_weight(name, value):
     def change(state):
         state["model"][name] = value
         return state
@@ -40,22 +40,25 @@ def replaced(name, value):
 STATES = {
     "weights alone": (lambda state: state["model"], "a state without model, optimizer, groups, record"),
     "nothing": (lambda state: None, "a NoneType"),
-    "no record": (without("record"), "a state without record"),
-    "a weight less": (without("model", "head.bias"), r"head\.bias\s+need the model's own names"),
-    "a state less": (without("optimizer", "head.bias"), r"no optimizer state of head\.bias"),
-    "half a state": (without("optimizer", "head.bias", "exp_avg"), r"states of head\.bias without exp_avg\b"),
+    "no record": (remove("record"), "a state without record"),
+    "a weight less": (remove("model", "head.bias"), r"head\.bias\s+need the model's own names"),
+    "a state less": (remove("optimizer", "head.bias"), r"no optimizer state of head\.bias"),
+    "half a state": (remove("optimizer", "head.bias", "exp_avg"), r"states of head\.bias without exp_avg\b"),
     "a group less": (lambda state: {**state, "groups": state["groups"][:1]}, "1 groups of options"),
-    "another shape": (replaced("head.bias", torch.zeros(3)), r"head\.bias\s+need the model's own names and shapes"),
-    "complex": (replaced("head.bias", torch.zeros(10, dtype=torch.complex128)), r"head\.bias of complex128"),
+    "another shape": (
+        replace_weight("head.bias", torch.zeros(3)),
+        r"head\.bias\s+need the model's own names and shapes",
+    ),
+    "complex": (replace_weight("head.bias", torch.zeros(10, dtype=torch.complex128)), r"head\.bias of complex128"),
 }
 
 
-def loaded(ranks, case, change, *, saved_by=CASE):
+def load(comm, case, change, *, saved_by=CASE):
     """Load a state that `change` has made of another step's state, on all ranks or on those that `change` chooses."""
-    other = build_step(saved_by, ranks.size, ranks)
-    other(local_batch(batches(saved_by)[0], ranks.size, other.dp_index))
+    other = build_step(saved_by, comm.size, comm)
+    other(local_batch(batches(saved_by)[0], comm.size, other.dp_index))
     state = change(other.state_dict())
-    step = build_step(case, ranks.size, ranks)
+    step = build_step(case, comm.size, comm)
     before = step.state_dict()
     try:
         step.load_state_dict(state)
@@ -66,22 +69,22 @@ def loaded(ranks, case, change, *, saved_by=CASE):
 
 @pytest.mark.parametrize("kind", STATES)
 def test_a_state_that_does_not_fit_is_refused_before_anything_changes(kind):
-    change, said = STATES[kind]
-    with pytest.raises(TaskError, match=said):
-        threads.run(2, lambda ranks: loaded(ranks, CASE, change))
+    change, message = STATES[kind]
+    with pytest.raises(TaskError, match=message):
+        threads.run(2, lambda comm: load(comm, CASE, change))
 
 
 @pytest.mark.parametrize(("before", "after"), [("AdamW", "SGD"), ("SGD", "AdamW"), ("Adam", "AdamW")])
 def test_the_state_of_another_optimizer_is_refused(before, after):
     saved_by, case = (dataclasses.replace(CASE, optimizer=name) for name in (before, after))
     with pytest.raises(TaskError, match=f"{after}, and states of {before}"):
-        threads.run(2, lambda ranks: loaded(ranks, case, lambda state: state, saved_by=saved_by))
+        threads.run(2, lambda comm: load(comm, case, lambda state: state, saved_by=saved_by))
 
 
-def test_a_state_that_does_not_fit_on_one_rank_is_told_on_all():
-    def body(ranks):
+def test_a_state_that_does_not_fit_on_one_rank_is_refused_on_all():
+    def body(comm):
         with pytest.raises(TaskError, match="a NoneType"):
-            loaded(ranks, CASE, lambda state: state if ranks.rank else None)
+            load(comm, CASE, lambda state: state if comm.rank else None)
 
     threads.run(2, body)
 
@@ -89,14 +92,14 @@ def test_a_state_that_does_not_fit_on_one_rank_is_told_on_all():
 def test_two_values_of_a_tied_weight_are_refused(tmp_path):
     weights = cases.model("mlp").state_dict()
     save_file(weights, tmp_path / "weights.safetensors")
-    said = r"second\.weight and third\.weight with different values"
-    with pytest.raises(CheckpointError, match=said):
+    message = r"second\.weight and third\.weight with different values"
+    with pytest.raises(CheckpointError, match=message):
         load_weights_file(cases.model("tied"), tmp_path / "weights.safetensors")
     untied = dataclasses.replace(CASE, optimizer="descent")
-    threads.run(1, lambda ranks: ThreadRun(untied, ranks, tmp_path).run_steps(0, 1, save_at=(1,)))
+    threads.run(1, lambda comm: ThreadRun(untied, comm, tmp_path).run_steps(0, 1, save_at=(1,)))
     tied = dataclasses.replace(untied, model="tied")
-    with pytest.raises(TaskError, match=said):
-        threads.run(1, lambda ranks: ThreadRun(tied, ranks, tmp_path).checkpoints.resume())
+    with pytest.raises(TaskError, match=message):
+        threads.run(1, lambda comm: ThreadRun(tied, comm, tmp_path).checkpoints.resume())
 
 
 class Copying(cases.MLP):
@@ -124,36 +127,36 @@ class Renaming(cases.MLP):
     [(Copying, {"precision": "bf16"}, 1), (Copying, {"zero": 3}, 2), (Renaming, {}, 1)],
     ids=["rounded copies", "copies of placeholders", "other names"],
 )
-def test_a_model_whose_state_dict_has_not_its_weights_is_refused_when_the_run_begins(
+def test_a_model_whose_state_dict_lacks_its_own_weights_is_refused_when_the_run_begins(
     kind, fields, hosts, tmp_path, monkeypatch
 ):
     monkeypatch.setitem(awkward_models.AWKWARD_MODELS, "own state_dict", kind)
     case = dataclasses.replace(CASE, model="own state_dict", **fields)
     with pytest.raises(TaskError, match=r"a state_dict\(\) without \w+(\.\w+)? itself and 8 more"):
-        threads.run(2, lambda ranks: ThreadRun(case, ranks, tmp_path), hosts=hosts)
+        threads.run(2, lambda comm: ThreadRun(case, comm, tmp_path), hosts=hosts)
 
 
-def test_names_beside_the_checkpoints_that_are_none_of_ours_do_no_harm(tmp_path):
-    shelf = save_twice(tmp_path, 1)
-    (shelf.path / "step-000000009").mkdir()
-    (shelf.path / ".part-of-mine").touch()
-    assert shelf.steps() == [1, 3]
-    shelf.prune(num_kept=1)
-    assert sorted(path.name for path in shelf.path.iterdir()) == [".part-of-mine", "step-000000009", "step-00000003"]
-    assert threads.run(1, lambda ranks: ThreadRun(Case(), ranks, tmp_path).checkpoints.resume())[0].step == 3
+def test_foreign_names_in_the_checkpoint_folder_are_ignored(tmp_path):
+    store = save_twice(tmp_path, 1)
+    (store.path / "step-000000009").mkdir()
+    (store.path / ".part-of-mine").touch()
+    assert store.steps() == [1, 3]
+    store.prune(num_kept=1)
+    assert sorted(path.name for path in store.path.iterdir()) == [".part-of-mine", "step-000000009", "step-00000003"]
+    assert threads.run(1, lambda comm: ThreadRun(Case(), comm, tmp_path).checkpoints.resume())[0].step == 3
     assert CheckpointStore(tmp_path).steps() == [3]
 
 
-@pytest.mark.parametrize("number", [2, 3], ids=["amid the epoch", "after its last batch"])
-def test_a_feed_that_is_put_elsewhere_within_a_loop_goes_on_there(number):
+@pytest.mark.parametrize("number", [2, 3], ids=["within an epoch", "after its last batch"])
+def test_a_state_loaded_within_a_loop_moves_the_feed(number):
     feed = Feed([(torch.tensor(n), torch.tensor(n)) for n in range(12)], batch_size=4)
-    seen, place = [], feed.state
+    seen, first_state = [], feed.state
     for _, targets in feed:
         seen.append(targets.tolist())
         if len(seen) == 1:
-            place = feed.state
+            first_state = feed.state
         if len(seen) == number:
-            feed.load_state(place)
+            feed.load_state(first_state)
     assert len(seen) == number + 2
     assert seen[number] == seen[1]
     assert sorted(seen[0] + seen[-2] + seen[-1]) == list(range(12))

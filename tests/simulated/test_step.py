@@ -1,4 +1,4 @@
-"""Laws of one step from its user's view: what it refuses, what it does not change, what it reports."""
+"""Laws of a train step as its user sees it: what it refuses, what it does not change, what it reports."""
 
 import gc
 import os
@@ -20,11 +20,11 @@ def sgd(parameters):
     return torch.optim.SGD(parameters, lr=1.0)
 
 
-def linear(ranks, model=None, **options):
+def linear(comm, model=None, **options):
     """A step of a small float32 model; its loss is the sum of the outputs."""
     model = model or nn.Linear(2, 2)
-    options = {"clip": None, "plan": Plan(dp=ranks.size), "optimizer": sgd, **options}
-    return TrainStep(model, lambda outputs, targets: outputs.sum(1), communicator=ranks, **options)
+    options = {"clip": None, "plan": Plan(dp=comm.size), "optimizer": sgd, **options}
+    return TrainStep(model, lambda outputs, targets: outputs.sum(1), communicator=comm, **options)
 
 
 BATCH = (torch.ones(2, 2), torch.zeros(2))
@@ -35,11 +35,11 @@ BATCH = (torch.ones(2, 2), torch.zeros(2))
 def test_a_backward_outside_the_step_changes_nothing(size, update):
     case = Case(batch_sizes=(8, 8, 8), update=update)
 
-    def body(ranks):
-        step = build_step(case, size, ranks)
+    def body(comm):
+        step = build_step(case, size, comm)
         metrics = []
         for batch in batches(case):
-            part = local_batch(batch, size, ranks.rank)
+            part = local_batch(batch, size, comm.rank)
             metrics.append(step(part))
             LOSSES["values"](step.model(part[0]) * 100, part[1]).mean().backward()  # stays in .grad
         weights = {name: p.detach().clone() for name, p in step.model.named_parameters()}
@@ -53,9 +53,9 @@ def test_a_backward_outside_the_step_changes_nothing(size, update):
 
 
 def test_a_step_after_a_failed_one_is_refused_and_names_the_cause():
-    def body(ranks):
-        step = build_step(Case(model="unused"), 2, ranks)
-        batch = local_batch(batches(Case())[0], 2, ranks.rank)
+    def body(comm):
+        step = build_step(Case(model="unused"), 2, comm)
+        batch = local_batch(batches(Case())[0], 2, comm.rank)
         with pytest.raises(TrainingError, match="got no gradient"):
             step(batch)
         with pytest.raises(TrainingError, match="after one that ended with TrainingError"):
@@ -65,9 +65,9 @@ def test_a_step_after_a_failed_one_is_refused_and_names_the_cause():
 
 
 def test_a_model_belongs_to_its_last_step_alone():
-    def body(ranks):
+    def body(comm):
         model = nn.Linear(2, 2)
-        first, second = linear(ranks, model), linear(ranks, model)
+        first, second = linear(comm, model), linear(comm, model)
         second(BATCH)
         with pytest.raises(TaskError, match="weight and 1 more with another storage"):
             first(BATCH)
@@ -75,13 +75,13 @@ def test_a_model_belongs_to_its_last_step_alone():
     threads.run(1, body)
 
 
-def test_what_is_trained_may_not_change_behind_the_step():
-    def body(ranks):
-        step = linear(ranks)
+def test_the_trainable_parameters_may_not_change_after_the_build():
+    def body(comm):
+        step = linear(comm)
         step.model.get_parameter("bias").requires_grad_(False)
         with pytest.raises(TaskError, match="other trainable parameters than when"):
             step(BATCH)
-        step = linear(ranks)
+        step = linear(comm)
         step.model.add_module("more", nn.Linear(2, 2))
         with pytest.raises(TaskError, match="other trainable parameters than when"):
             step(BATCH)
@@ -103,13 +103,13 @@ def replace_parameter(optimizer):
 
 
 @pytest.mark.parametrize("change", [exchange_members, exchange_groups, replace_parameter])
-def test_parameters_stay_in_the_groups_they_were_in(change):
+def test_parameters_may_not_move_between_optimizer_groups(change):
     def two_groups(parameters):
         weight, bias = parameters
         return torch.optim.SGD([{"params": [weight], "lr": 0.1}, {"params": [bias]}], lr=1.0)
 
-    def body(ranks):
-        step = linear(ranks, optimizer=two_groups)
+    def body(comm):
+        step = linear(comm, optimizer=two_groups)
         step(BATCH)
         change(step.optimizer)
         with pytest.raises(OptimizerError, match="other parameters in the optimizer than at the build, or in other"):
@@ -119,18 +119,18 @@ def test_parameters_stay_in_the_groups_they_were_in(change):
 
 
 @pytest.mark.parametrize("difference", ["order", "clip", "plan"])
-def test_ranks_that_differ_are_told_the_first_difference(difference):
+def test_the_first_difference_between_ranks_is_reported(difference):
     class Two(nn.Module):
         def __init__(self, names):
             super().__init__()
             for name in names:
                 setattr(self, name, nn.Linear(2, 2))
 
-    def body(ranks):
-        other = ranks.rank == 1
+    def body(comm):
+        other = comm.rank == 1
         model = Two("ba" if other and difference == "order" else "ab")
         plan = Plan(dp=2, bucket_bytes=8 if other and difference == "plan" else 4096)
-        linear(ranks, model, plan=plan, clip=1.0 if other and difference == "clip" else None)
+        linear(comm, model, plan=plan, clip=1.0 if other and difference == "clip" else None)
 
     with pytest.raises(PlanError, match=r"rank 0 has .*rank 1 has"):
         threads.run(2, body)
@@ -139,30 +139,30 @@ def test_ranks_that_differ_are_told_the_first_difference(difference):
 def test_an_optimizer_of_other_parameters_is_refused():
     stranger = nn.Linear(2, 2)
 
-    def body(ranks):
-        linear(ranks, optimizer=lambda parameters: torch.optim.SGD([*parameters, stranger.weight], lr=1.0))
+    def body(comm):
+        linear(comm, optimizer=lambda parameters: torch.optim.SGD([*parameters, stranger.weight], lr=1.0))
 
     with pytest.raises(OptimizerError, match="1 parameters that are not the model's"):
         threads.run(1, body)
 
 
-def test_parameters_without_elements_are_no_matter():
-    def body(ranks):
+def test_parameters_without_elements_are_allowed():
+    def body(comm):
         model = nn.Linear(2, 2)
         model.register_parameter("nothing", nn.Parameter(torch.zeros(0)))
-        step = linear(ranks, model)
+        step = linear(comm, model)
         before = model.weight.detach().clone()
-        step(local_batch((torch.ones(4, 2), torch.zeros(4)), 2, ranks.rank))
+        step(local_batch((torch.ones(4, 2), torch.zeros(4)), 2, comm.rank))
         step.state_dict()
         return torch.allclose(model.weight, before - 1.0)
 
     assert threads.run(2, body) == [True, True]
 
 
-def test_autograd_notices_weights_that_a_step_has_changed():
-    def body(ranks):
+def test_autograd_detects_weights_that_a_step_has_changed():
+    def body(comm):
         model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-        step = linear(ranks, model)
+        step = linear(comm, model)
         stale: torch.Tensor = step.model(torch.ones(2, 2, requires_grad=True)).sum()
         step(BATCH)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -173,10 +173,10 @@ def test_autograd_notices_weights_that_a_step_has_changed():
 
 @pytest.mark.parametrize("zero", [0, 1])
 def test_after_an_edit_every_rank_has_rank_0s_weights(zero):
-    def body(ranks):
-        step = linear(ranks, plan=Plan(dp=2, zero=zero))
+    def body(comm):
+        step = linear(comm, plan=Plan(dp=2, zero=zero))
         with step.edit() as model:
-            model.get_parameter("weight").fill_(float(ranks.rank + 1))
+            model.get_parameter("weight").fill_(float(comm.rank + 1))
         return step.model.get_parameter("weight").flatten().tolist()
 
     assert threads.run(2, body) == [[1.0] * 4] * 2
@@ -185,10 +185,10 @@ def test_after_an_edit_every_rank_has_rank_0s_weights(zero):
 def test_metrics_count_the_global_batch():
     case = Case(model="lm", batch_sizes=(5, 3))
 
-    def body(ranks):
-        step = build_step(case, 2, ranks)
-        metrics = [step(local_batch(batch, 2, ranks.rank)) for batch in batches(case)]
-        checked = step.evaluate(local_batch(batches(case)[0], 2, ranks.rank))
+    def body(comm):
+        step = build_step(case, 2, comm)
+        metrics = [step(local_batch(batch, 2, comm.rank)) for batch in batches(case)]
+        checked = step.evaluate(local_batch(batches(case)[0], 2, comm.rank))
         return [(m.samples, m.tokens, m.loss) for m in (*metrics, checked)]
 
     first, second = threads.run(2, body)
@@ -201,12 +201,12 @@ def test_two_byte_weights_are_updated_as_torch_does(kind):
     def make(parameters):
         return getattr(torch.optim, kind)(parameters, lr=0.05)
 
-    def body(ranks):
+    def body(comm):
         torch.manual_seed(0)
         model = nn.Linear(24, 16).to(torch.bfloat16)
         theirs = nn.Linear(24, 16).to(torch.bfloat16)
         theirs.load_state_dict(model.state_dict())
-        step, plain = linear(ranks, model, optimizer=make), make(theirs.parameters())
+        step, plain = linear(comm, model, optimizer=make), make(theirs.parameters())
         batch = (torch.randn(4, 24, dtype=torch.bfloat16), torch.zeros(4))
         for _ in range(3):
             step(batch)
@@ -219,7 +219,7 @@ def test_two_byte_weights_are_updated_as_torch_does(kind):
     assert max(differences) <= 0.02  # a step of SGD is 0.05 here, and bfloat16 has 8 bits
 
 
-def test_the_mean_of_many_samples_in_half_precision_is_summed_beyond_its_range():
+def test_the_mean_of_many_float16_losses_does_not_overflow():
     weight = torch.ones((), dtype=torch.float16, requires_grad=True)
     loss = sum_loss(weight * 2, 70_000)
     (loss.total / loss.count).backward()
@@ -228,23 +228,23 @@ def test_the_mean_of_many_samples_in_half_precision_is_summed_beyond_its_range()
     assert weight.grad.item() == 2.0
 
 
-def test_a_step_and_its_oracle_disagree_when_they_should():
+def test_the_deviation_from_the_oracle_of_another_training_is_large():
     # The laws in this folder prove nothing unless `deviation` can be large.
     case, other = Case(), Case(optimizer="SGD")
 
-    def body(ranks):
-        return deviation(train_step(case, build_step(case, 2, ranks)), train_oracle(other))
+    def body(comm):
+        return deviation(train_step(case, build_step(case, 2, comm)), train_oracle(other))
 
     assert min(threads.run(2, body)) > 1e-3
 
 
-def test_a_step_that_nobody_holds_any_more_is_gone_with_its_memory():
+def test_an_unreferenced_step_frees_its_shared_memory():
     def files() -> int:
         gc.collect()
         return len(os.listdir("/proc/self/fd"))
 
-    def body(ranks):
-        train_step(Case(zero=1), build_step(Case(zero=1), 2, ranks))
+    def body(comm):
+        train_step(Case(zero=1), build_step(Case(zero=1), 2, comm))
 
     threads.run(2, body)
     before = files()

@@ -18,7 +18,7 @@ from fourfold.words.task import Data, Task
 from tests.cases import Case, batches, local_batch, loss, model, optimizer, train_step
 
 CASE = Case(batch_sizes=(12, 10, 14), bucket_bytes=1500, optimizer="SGD")
-BOUND = 0.15  # of weights: many of the small network's are beyond it
+BOUND = 0.15  # of weights: many of the small network's weights exceed it
 
 
 def parameters(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
@@ -44,7 +44,7 @@ def replace(optimizer: Any, args: Any, kwargs: Any) -> None:
 
 
 def decay_by_gradient(optimizer: Any, args: Any, kwargs: Any) -> None:
-    """Reads gradients after the update, and spoils them: nobody may see that."""
+    """Reads gradients after the update, and overwrites them with NaN, which must have no effect."""
     for p in parameters(optimizer):
         if p.grad is not None:
             p.data.mul_(1.0 - 0.1 * p.grad.abs().mean())
@@ -73,12 +73,12 @@ def hooked(case: Case, before: Any = None, after: Any = None) -> Callable[..., t
     return with_hooks
 
 
-def build(case: Case, ranks: Any, make: Any) -> TrainStep:
-    plan = case.plan(ranks.size)
-    return TrainStep(model(case.model), loss(case), make, plan=plan, communicator=ranks, clip=case.clip)
+def build(case: Case, comm: Any, make: Any) -> TrainStep:
+    plan = case.plan(comm.size)
+    return TrainStep(model(case.model), loss(case), make, plan=plan, communicator=comm, clip=case.clip)
 
 
-HOW: dict[str, tuple[int, int, dict[str, Any]]] = {
+SETUPS: dict[str, tuple[int, int, dict[str, Any]]] = {
     "one rank": (1, 1, {}),
     "shared memory": (2, 1, {}),
     "three ranks": (3, 1, {"microbatches": 2, "clip": 0.5}),
@@ -93,26 +93,26 @@ HOW: dict[str, tuple[int, int, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("kind", HOOKS)
-@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("how", SETUPS)
 def test_hooks_train_as_in_one_process(how, kind):
-    size, hosts, fields = HOW[how]
+    size, hosts, fields = SETUPS[how]
     case = dataclasses.replace(CASE, **fields)
     make = hooked(case, *HOOKS[kind])
     plain = oracle.train(model(case.model), loss(case), optimizer(case), batches(case), clip=case.clip)
-    alone = oracle.train(model(case.model), loss(case), make, batches(case), clip=case.clip)
-    assert oracle.deviation(plain, alone) > 1e-4, "the hook changes nothing"
+    expected = oracle.train(model(case.model), loss(case), make, batches(case), clip=case.clip)
+    assert oracle.deviation(plain, expected) > 1e-4, "the hook changes nothing"
 
-    def body(ranks):
-        step = build(case, ranks, make)
-        far = oracle.deviation(train_step(case, step), alone)
+    def body(comm):
+        step = build(case, comm, make)
+        deviation = oracle.deviation(train_step(case, step), expected)
         assert all(p.grad is None for p in step.model.parameters())
-        return far
+        return deviation
 
     assert max(threads.run(size, body, hosts=hosts)) <= TOLERANCE
 
 
 @pytest.mark.parametrize("codec", ["none", "bf16"])
-def test_hooks_see_gradients_in_the_numbers_of_the_weights_however_these_were_summed(codec):
+def test_hooks_see_gradients_in_the_dtype_of_the_weights_whatever_dtype_sums_them(codec):
     fields = {"reduce_dtype": "fp32"} if codec == "none" else {"codec": codec}
     case = dataclasses.replace(CASE, clip=0.5, **fields)
     seen = []
@@ -122,28 +122,28 @@ def test_hooks_see_gradients_in_the_numbers_of_the_weights_however_these_were_su
         centralize(optimizer, args, kwargs)
 
     make = hooked(case, before, clamp)
-    alone = oracle.train(model("mlp"), loss(case), hooked(case, centralize, clamp), batches(case), clip=0.5)
-    far = threads.run(2, lambda ranks: oracle.deviation(train_step(case, build(case, ranks, make)), alone))
-    assert 0.0 < max(far) <= (1e-6 if codec == "none" else 1e-3)
+    expected = oracle.train(model("mlp"), loss(case), hooked(case, centralize, clamp), batches(case), clip=0.5)
+    deviations = threads.run(2, lambda comm: oracle.deviation(train_step(case, build(case, comm, make)), expected))
+    assert 0.0 < max(deviations) <= (1e-6 if codec == "none" else 1e-3)
     assert seen == [{torch.float64}] * 6
 
 
 def test_a_hook_registered_after_the_build_trains_as_in_one_process():
-    alone = oracle.train(model("mlp"), loss(CASE), hooked(CASE, centralize, clamp), batches(CASE))
+    expected = oracle.train(model("mlp"), loss(CASE), hooked(CASE, centralize, clamp), batches(CASE))
 
-    def body(ranks):
-        step = build(CASE, ranks, optimizer(CASE))
+    def body(comm):
+        step = build(CASE, comm, optimizer(CASE))
         step.optimizer.register_step_pre_hook(centralize)
         step.optimizer.register_step_post_hook(clamp)
-        return oracle.deviation(train_step(CASE, step), alone)
+        return oracle.deviation(train_step(CASE, step), expected)
 
     assert max(threads.run(2, body)) <= TOLERANCE
 
 
-def test_hooks_of_all_optimizers_are_called_once_a_step_in_torchs_order():
+def test_global_optimizer_hooks_are_called_once_a_step_in_torchs_order():
     calls: list[tuple[int, str]] = []
 
-    def body(ranks):
+    def body(comm):
         mine = {}
 
         def note(name):
@@ -151,11 +151,11 @@ def test_hooks_of_all_optimizers_are_called_once_a_step_in_torchs_order():
                 assert args == (optimizer,)
                 assert kwargs == {}
                 if optimizer is mine["optimizer"]:
-                    calls.append((ranks.rank, name))
+                    calls.append((comm.rank, name))
 
             return hook
 
-        step = build(CASE, ranks, hooked(CASE, note("before"), note("after")))
+        step = build(CASE, comm, hooked(CASE, note("before"), note("after")))
         mine["optimizer"] = step.optimizer
         handles = [
             register_optimizer_step_pre_hook(note("every before")),
@@ -172,13 +172,13 @@ def test_hooks_of_all_optimizers_are_called_once_a_step_in_torchs_order():
         assert [name for of, name in calls if of == rank] == ["every before", "before", "after", "every after"] * 3
 
 
-def test_a_step_that_is_left_out_calls_no_hook():
+def test_a_skipped_step_calls_no_hook():
     called = []
 
-    def body(ranks):
+    def body(comm):
         made = hooked(CASE, lambda *_: called.append("before"), lambda *_: called.append("after"))
-        step = TrainStep(model("mlp"), loss(CASE), made, plan=CASE.plan(2), communicator=ranks, clip=None, skip_nan=1)
-        inputs, targets = local_batch(batches(CASE)[0], 2, ranks.rank)
+        step = TrainStep(model("mlp"), loss(CASE), made, plan=CASE.plan(2), communicator=comm, clip=None, skip_nan=1)
+        inputs, targets = local_batch(batches(CASE)[0], 2, comm.rank)
         assert step((inputs * float("nan"), targets)).skipped is not None
 
     threads.run(2, body)
@@ -186,27 +186,27 @@ def test_a_step_that_is_left_out_calls_no_hook():
 
 
 @pytest.mark.parametrize(("size", "sees"), [(1, "unused"), (2, "unused")])
-def test_a_gradient_that_a_hook_takes_away_is_not_used(size, sees):
+def test_a_gradient_that_a_hook_sets_to_none_is_not_used(size, sees):
     case = dataclasses.replace(CASE, model=sees, unused="allow")
 
-    def take_away(optimizer, args, kwargs):
+    def set_to_none(optimizer, args, kwargs):
         assert any(p.grad is None for p in parameters(optimizer)), "the unused layer has no gradient"
         parameters(optimizer)[0].grad = None
 
-    make = hooked(case, take_away)
-    alone = oracle.train(model(case.model), loss(case), make, batches(case))
-    far = threads.run(size, lambda ranks: oracle.deviation(train_step(case, build(case, ranks, make)), alone))
-    assert max(far) <= TOLERANCE
+    make = hooked(case, set_to_none)
+    expected = oracle.train(model(case.model), loss(case), make, batches(case))
+    deviations = threads.run(size, lambda comm: oracle.deviation(train_step(case, build(case, comm, make)), expected))
+    assert max(deviations) <= TOLERANCE
 
 
-def test_a_gradient_that_a_hook_takes_away_is_refused_where_every_parameter_is_updated():
-    def take_away(optimizer, args, kwargs):
+def test_a_gradient_that_a_hook_sets_to_none_is_refused_where_every_parameter_is_updated():
+    def set_to_none(optimizer, args, kwargs):
         parameters(optimizer)[0].grad = None
 
-    def body(ranks):
-        step = build(CASE, ranks, hooked(CASE, take_away))
+    def body(comm):
+        step = build(CASE, comm, hooked(CASE, set_to_none))
         with pytest.raises(OptimizerError, match=r'first\.weight.*unused = "allow"'):
-            step(local_batch(batches(CASE)[0], 2, ranks.rank))
+            step(local_batch(batches(CASE)[0], 2, comm.rank))
         return True
 
     assert threads.run(2, body) == [True, True]
@@ -217,40 +217,40 @@ def test_a_hook_that_replaces_the_storage_of_a_weight_is_refused_at_once():
         for p in parameters(optimizer):
             p.data = p.data.clamp(-BOUND, BOUND)
 
-    def body(ranks):
-        step = build(CASE, ranks, hooked(CASE, None, replaces))
+    def body(comm):
+        step = build(CASE, comm, hooked(CASE, None, replaces))
         with pytest.raises(TaskError, match="another storage than before"):
-            step(local_batch(batches(CASE)[0], 2, ranks.rank))
+            step(local_batch(batches(CASE)[0], 2, comm.rank))
         return True
 
     assert threads.run(2, body) == [True, True]
 
 
-def test_a_hook_that_reads_states_is_told_that_they_are_not_there():
+def test_a_hook_that_reads_optimizer_state_is_refused():
     def reads(optimizer, args, kwargs):
         for state in optimizer.state.values():
             state["momentum_buffer"].zero_()
 
-    def body(ranks):
-        step = build(CASE, ranks, hooked(CASE, None, reads))
+    def body(comm):
+        step = build(CASE, comm, hooked(CASE, None, reads))
         with pytest.raises(OptimizerError, match="state of the optimizer in a step hook"):
-            step(local_batch(batches(CASE)[0], 2, ranks.rank))
+            step(local_batch(batches(CASE)[0], 2, comm.rank))
         return True
 
     assert threads.run(2, body) == [True, True]
 
 
 def test_a_hook_that_changes_the_arguments_of_step_is_refused():
-    def body(ranks):
-        step = build(CASE, ranks, hooked(CASE, lambda optimizer, args, kwargs: (args, {"closure": None})))
+    def body(comm):
+        step = build(CASE, comm, hooked(CASE, lambda optimizer, args, kwargs: (args, {"closure": None})))
         with pytest.raises(OptimizerError, match="other arguments"):
-            step(local_batch(batches(CASE)[0], 2, ranks.rank))
+            step(local_batch(batches(CASE)[0], 2, comm.rank))
         return True
 
     assert threads.run(2, body) == [True, True]
 
 
-UNABLE: dict[str, dict[str, Any]] = {
+UNSUPPORTED: dict[str, dict[str, Any]] = {
     "zero": {"zero": 1},
     "zero 3": {"zero": 3, "transport": "gloo"},
     "update": {"update": "in_backward"},
@@ -262,23 +262,23 @@ UNABLE: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("pair", [(clamp, None), (None, clamp)])
-@pytest.mark.parametrize("why", UNABLE)
+@pytest.mark.parametrize("why", UNSUPPORTED)
 def test_hooks_that_cannot_run_are_refused_at_the_build_and_later(why, pair):
-    case = dataclasses.replace(CASE, **UNABLE[why])
-    field, value = next(iter(UNABLE[why].items()))
-    said = f"{field} = {value!r}".replace("'", '"')
+    case = dataclasses.replace(CASE, **UNSUPPORTED[why])
+    field, value = next(iter(UNSUPPORTED[why].items()))
+    message = f"{field} = {value!r}".replace("'", '"')
 
-    def body(ranks):
-        with pytest.raises(OptimizerError, match=f"step (pre|post)-hook.*{said}"):
-            build(case, ranks, hooked(case, *pair))
-        step = build(case, ranks, optimizer(case))
+    def body(comm):
+        with pytest.raises(OptimizerError, match=f"step (pre|post)-hook.*{message}"):
+            build(case, comm, hooked(case, *pair))
+        step = build(case, comm, optimizer(case))
         before, after = pair
         if before is not None:
             step.optimizer.register_step_pre_hook(before)
         else:
             step.optimizer.register_step_post_hook(after)
-        with pytest.raises(OptimizerError, match=f"step (pre|post)-hook.*{said}"):
-            step(local_batch(batches(case)[0], 2, ranks.rank))
+        with pytest.raises(OptimizerError, match=f"step (pre|post)-hook.*{message}"):
+            step(local_batch(batches(case)[0], 2, comm.rank))
         return True
 
     assert threads.run(2, body) == [True, True]
@@ -287,12 +287,12 @@ def test_hooks_that_cannot_run_are_refused_at_the_build_and_later(why, pair):
 def test_a_hook_of_one_rank_that_cannot_run_stops_all_ranks():
     case = dataclasses.replace(CASE, zero=1)
 
-    def body(ranks):
-        step = build(case, ranks, optimizer(case))
-        if ranks.rank == 1:
+    def body(comm):
+        step = build(case, comm, optimizer(case))
+        if comm.rank == 1:
             step.optimizer.register_step_post_hook(clamp)
-        with pytest.raises(OptimizerError if ranks.rank == 1 else DivergenceError) as caught:
-            step(local_batch(batches(case)[0], 3, ranks.rank))
+        with pytest.raises(OptimizerError if comm.rank == 1 else DivergenceError) as caught:
+            step(local_batch(batches(case)[0], 3, comm.rank))
         return str(caught.value)
 
     first, second, third = threads.run(3, body)
@@ -307,7 +307,7 @@ def own_step(made: torch.optim.Optimizer) -> None:
 
 
 def wrapping_step(made: torch.optim.Optimizer) -> None:
-    """As decorators do it: the wrapper looks like what it wraps, a scheduler's mark included."""
+    """As decorators do: the wrapper has the attributes of what it wraps, a scheduler's mark included."""
     torch.optim.lr_scheduler.StepLR(made, 1)
     before = made.step
 
@@ -338,10 +338,10 @@ CHANGES: dict[str, tuple[Callable[[torch.optim.Optimizer], Any], str]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_a_flat_update_would_drop_is_refused_at_the_build_and_later(change):
-    act, said = CHANGES[change]
+def test_an_optimizer_change_that_a_flat_update_would_drop_is_refused_at_the_build_and_later(change):
+    act, message = CHANGES[change]
 
-    def body(ranks):
+    def body(comm):
         make = optimizer(CASE)
 
         def changed(parameters):
@@ -349,64 +349,64 @@ def test_what_a_flat_update_would_drop_is_refused_at_the_build_and_later(change)
             act(made)
             return made
 
-        with pytest.raises(OptimizerError, match=said):
-            build(CASE, ranks, changed)
-        step = build(CASE, ranks, make)
+        with pytest.raises(OptimizerError, match=message):
+            build(CASE, comm, changed)
+        step = build(CASE, comm, make)
         act(step.optimizer)
-        with pytest.raises(OptimizerError, match=said):
-            step(local_batch(batches(CASE)[0], 2, ranks.rank))
+        with pytest.raises(OptimizerError, match=message):
+            step(local_batch(batches(CASE)[0], 2, comm.rank))
         return True
 
     assert threads.run(2, body) == [True, True]
 
 
 def test_parameters_added_after_the_build_are_refused():
-    def body(ranks):
-        step = build(CASE, ranks, optimizer(CASE))
+    def body(comm):
+        step = build(CASE, comm, optimizer(CASE))
         step.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2))]})
         with pytest.raises(OptimizerError, match="other parameters"):
-            step(local_batch(batches(CASE)[0], 2, ranks.rank))
+            step(local_batch(batches(CASE)[0], 2, comm.rank))
         return True
 
     assert threads.run(2, body) == [True, True]
 
 
 @pytest.mark.parametrize("kind", ["SGD", "Adagrad"])
-def test_a_scheduler_is_no_step_of_its_own(kind):
+def test_a_scheduler_is_not_taken_for_a_custom_step(kind):
     case = dataclasses.replace(CASE, optimizer=kind)
 
-    def body(ranks):
+    def body(comm):
         def make(parameters):
             made = optimizer(case)(parameters)
             torch.optim.lr_scheduler.ConstantLR(made, factor=1.0)
             return made
 
-        step = build(case, ranks, make)
+        step = build(case, comm, make)
         torch.optim.lr_scheduler.ConstantLR(step.optimizer, factor=1.0)
-        alone = oracle.train(model(case.model), loss(case), optimizer(case), batches(case))
-        return oracle.deviation(train_step(case, step), alone)
+        expected = oracle.train(model(case.model), loss(case), optimizer(case), batches(case))
+        return oracle.deviation(train_step(case, step), expected)
 
     assert max(threads.run(2, body)) <= TOLERANCE
 
 
-def test_a_class_whose_step_was_replaced_is_refused(monkeypatch):
+def test_an_optimizer_class_whose_step_was_replaced_is_refused(monkeypatch):
     plain = torch.optim.SGD.step
     monkeypatch.setattr(torch.optim.SGD, "step", lambda self, closure=None: plain(self, closure))
     with pytest.raises(OptimizerError, match=r"a step\(\) of its own"):
-        threads.run(1, lambda ranks: build(CASE, ranks, optimizer(CASE)))
+        threads.run(1, lambda comm: build(CASE, comm, optimizer(CASE)))
 
 
 @pytest.mark.parametrize("how", [{"fused": True}, {"foreach": True}, {}])
-def test_an_adagrad_has_state_from_the_start_and_is_not_refused(how):
+def test_adagrads_initial_state_is_not_refused(how):
     def make(parameters):
         return torch.optim.Adagrad(parameters, lr=0.1, **how)
 
-    def nothing() -> Data:
+    def no_data() -> Data:
         return Data(train=[], valid=None)
 
-    task = Task(model=lambda: model("mlp"), loss=loss(CASE), data=nothing, optimizer=make, steps=1, batch_size=2)
+    task = Task(model=lambda: model("mlp"), loss=loss(CASE), data=no_data, optimizer=make, steps=1, batch_size=2)
     check_task(task, CASE.plan(2))
-    threads.run(2, lambda ranks: train_step(CASE, build(CASE, ranks, make)))
+    threads.run(2, lambda comm: train_step(CASE, build(CASE, comm, make)))
 
     def trained(parameters):
         made = make(parameters)
@@ -415,26 +415,26 @@ def test_an_adagrad_has_state_from_the_start_and_is_not_refused(how):
         return made
 
     with pytest.raises(OptimizerError, match="state in the optimizer"):
-        threads.run(1, lambda ranks: build(CASE, ranks, trained))
+        threads.run(1, lambda comm: build(CASE, comm, trained))
 
 
-def test_a_hook_of_all_optimizers_is_told_as_one():
+def test_a_global_optimizer_hook_is_reported_as_such():
     handle = register_optimizer_step_post_hook(lambda *_: None)
     try:
         with pytest.raises(OptimizerError, match="a step post-hook of all optimizers with zero = 1"):
-            threads.run(2, lambda ranks: build(dataclasses.replace(CASE, zero=1), ranks, optimizer(CASE)))
+            threads.run(2, lambda comm: build(dataclasses.replace(CASE, zero=1), comm, optimizer(CASE)))
     finally:
         handle.remove()
 
 
 def test_a_task_whose_hooks_cannot_run_is_refused_before_processes_start():
-    def nothing() -> Data:
+    def no_data() -> Data:
         return Data(train=[], valid=None)
 
     task = Task(
         model=lambda: model("mlp"),
         loss=loss(CASE),
-        data=nothing,
+        data=no_data,
         optimizer=hooked(CASE, None, clamp),
         steps=1,
         batch_size=2,

@@ -1,4 +1,4 @@
-"""Laws of late ranks in real steps. All ranks as threads."""
+"""Laws of straggler detection in real steps. Ranks are threads."""
 
 import threading
 
@@ -15,7 +15,7 @@ BATCH = (torch.ones(2, 4), torch.zeros(2))
 
 
 class Slow(nn.Module):
-    """A layer that takes its time, in the forward of rank 1."""
+    """A layer whose forward is slow on rank 1."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
@@ -40,27 +40,27 @@ class MemoryLog:
         self.notes.append(text)
 
 
-def body(ranks) -> tuple[MemoryLog, int]:
+def body(comm) -> tuple[MemoryLog, int]:
     def loss(outputs, targets):
         return outputs.sum(1)
 
     def sgd(parameters):
         return torch.optim.SGD(parameters, lr=0.1)
 
-    options = {"plan": Plan(dp=ranks.size), "clip": None, "same_batches": "allow"}  # so that no step compares batches
-    step = TrainStep(Slow(ranks.rank), loss, sgd, communicator=ranks, **options)
-    log, gathered, exchange = MemoryLog(), [], ranks.all_gather_json
-    lateness = StragglerDetector(step, log)
-    ranks.all_gather_json = lambda value: gathered.append(value) or exchange(value)
+    options = {"plan": Plan(dp=comm.size), "clip": None, "same_batches": "allow"}  # no step compares batches
+    step = TrainStep(Slow(comm.rank), loss, sgd, communicator=comm, **options)
+    log, gathered, exchange = MemoryLog(), [], comm.all_gather_json
+    detector = StragglerDetector(step, log)
+    comm.all_gather_json = lambda value: gathered.append(value) or exchange(value)
     for number in range(1, 2 * WINDOW_STEPS + 1):
-        with lateness.data_wait():
+        with detector.data_wait():
             pass
         step(BATCH)
-        lateness.step_done(number)
+        detector.step_done(number)
     return log, len(gathered)
 
 
-def test_a_slow_rank_is_named_once_with_what_it_is_in():
+def test_a_straggler_is_reported_once_with_the_phase_it_is_slow_in():
     for log, _ in threads.run(3, body):
         (note,) = log.notes
         assert note.startswith("rank 1 on ")
@@ -68,12 +68,12 @@ def test_a_slow_rank_is_named_once_with_what_it_is_in():
         (line,) = log.lines
         assert line["late"]["place"] == "forward"
         assert line["late"]["place_seconds"] >= SECONDS
-        # They wait for it in every step, and are not busy meanwhile.
+        # The others wait for it in every step, and are not busy meanwhile.
         assert line["late"]["others_seconds"] < line["late"]["seconds"] / 1.5
 
 
-def test_ranks_speak_of_it_once_in_a_window():
-    # Beside it the first step alone exchanges: its dry run (three times), its weights, the nominal count and the launch
-    # order.
+def test_straggler_detection_communicates_once_per_window():
+    # The other exchanges are those of the first step: its dry run (three), its weights, the nominal count and the
+    # launch order.
     for _, exchanges in threads.run(2, body):
         assert exchanges == 2 + 6

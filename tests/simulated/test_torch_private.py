@@ -45,7 +45,7 @@ def test_every_public_name_of_the_file_is_tested_here():
 # ---- autograd: the backward that runs now ----
 
 
-def test_a_backward_has_a_number_and_outside_there_is_none():
+def test_a_backward_has_an_id_and_outside_there_is_none():
     seen = []
     weight = parameter(3)
     weight.register_hook(lambda _: seen.append((private.current_backward_id(), private.is_in_backward())))
@@ -59,7 +59,7 @@ def test_a_backward_has_a_number_and_outside_there_is_none():
     assert private.NO_BACKWARD_ID not in (first, second)
 
 
-def test_a_checkpoint_computes_again_inside_a_backward():
+def test_a_checkpoint_recomputes_inside_a_backward():
     seen = []
 
     def body(x):
@@ -101,14 +101,14 @@ def test_a_backward_keeps_function_modes_active():
 # ---- autograd: tensors ----
 
 
-def test_a_write_in_place_counts_a_version():
+def test_an_in_place_write_increments_the_version():
     tensor = torch.zeros(3)
     before = private.version_of(tensor)
     tensor.add_(1.0)
     assert private.version_of(tensor) == before + 1
 
 
-def test_a_view_that_autograd_tracks_is_one():
+def test_a_view_that_autograd_tracks_is_recognized():
     tensor = parameter(4) * 1.0
     assert private.is_view(tensor[:2])
     assert not private.is_view(tensor)
@@ -144,7 +144,7 @@ def test_views_share_the_key_of_their_storage():
 # ---- autograd: what nodes of the graph have saved ----
 
 
-def test_a_mean_has_saved_its_shape():
+def test_a_mean_saves_its_input_shape():
     x = parameter(3, 5)
     node = (x * 1.0).mean()
     assert private.saved_input_numel(node.grad_fn) == 15
@@ -153,7 +153,7 @@ def test_a_mean_has_saved_its_shape():
     assert len(private.saved_dims(node.grad_fn)) == len(private.saved_input_shape(node.grad_fn)) == 2
 
 
-def test_a_loss_has_saved_its_reduction():
+def test_a_loss_saves_its_reduction():
     targets = torch.tensor([0, 2, -100])
     loss = F.nll_loss(parameter(3, 4) * 1.0, targets)
     assert private.saved_reduction(loss.grad_fn) == private.REDUCTION_MEAN
@@ -168,7 +168,7 @@ def test_a_loss_has_saved_its_reduction():
     assert private.saved_reduction(total.grad_fn) != private.REDUCTION_MEAN
 
 
-def test_a_clamp_has_saved_its_bounds():
+def test_a_clamp_saves_its_bounds():
     x = parameter(())
     both, lower = x.clamp(0.0, 1.0).grad_fn, x.clamp(min=0.5).grad_fn
     assert (private.saved_minimum(both), private.saved_maximum(both)) == (0.0, 1.0)
@@ -176,7 +176,7 @@ def test_a_clamp_has_saved_its_bounds():
     assert list(map(list, private.grad_shapes(lower))) == [[]]
 
 
-def test_the_divisor_of_a_division_is_what_hooks_have_packed():
+def test_a_division_saves_the_divisor_that_hooks_have_packed():
     divisor, packed = torch.tensor(4.0, dtype=torch.float64), object()
     with torch.autograd.graph.saved_tensors_hooks(lambda _: packed, lambda _: divisor):
         hooked = (parameter(()) / divisor).grad_fn
@@ -202,8 +202,8 @@ def test_a_transform_is_active_inside_it_unless_suspended():
     assert seen == [(True, False, True)] * 2
 
 
-def test_a_tensor_subclass_is_not_asked_while_it_is_disabled():
-    class Told(torch.Tensor):
+def test_torch_function_of_a_tensor_subclass_can_be_disabled():
+    class CountsCalls(torch.Tensor):
         calls = 0
 
         @classmethod
@@ -211,13 +211,13 @@ def test_a_tensor_subclass_is_not_asked_while_it_is_disabled():
             cls.calls += 1
             return super().__torch_function__(func, types, args, kwargs)
 
-    tensor = torch.zeros(2).as_subclass(Told)
-    before = Told.calls
+    tensor = torch.zeros(2).as_subclass(CountsCalls)
+    before = CountsCalls.calls
     with private.DisableTorchFunctionSubclass():
         tensor.add(1.0)
-    assert Told.calls == before
+    assert CountsCalls.calls == before
     tensor.add(1.0)
-    assert Told.calls == before + 1
+    assert CountsCalls.calls == before + 1
 
 
 def test_no_mode_and_no_subclass_sees_what_is_called_while_torch_functions_are_disabled():
@@ -253,7 +253,7 @@ def test_an_operator_names_the_arguments_that_it_writes():
     assert private.written_arguments(torch.ops.aten.add.out) == [(3, "out")]
 
 
-def test_products_of_many_matrices_are_functions_of_torch():
+def test_grouped_matrix_products_are_functions_of_torch():
     assert all(map(callable, private.GROUPED_MM_OPS))
     assert len(private.GROUPED_MM_OPS) >= 1
 
@@ -332,7 +332,7 @@ def test_a_module_computes_with_a_swapped_state_and_tied_weights_follow():
     assert model.a.weight is weight is model.b.weight
 
 
-def test_what_torch_compile_has_made_is_seen():
+def test_compiled_code_is_recognized():
     model = nn.Linear(2, 2)
     in_place = copy.deepcopy(model)
     in_place.compile(backend="eager")
@@ -395,7 +395,7 @@ def test_hooks_of_a_state_dict_are_listed(kind):
     assert private.has_any_hook(optimizer)
 
 
-def test_a_scheduler_does_not_warn_of_an_optimizer_that_is_marked(recwarn):
+def test_a_scheduler_does_not_warn_about_a_marked_optimizer(recwarn):
     optimizer = SGD([parameter(2)], lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     private.mark_step_called(optimizer)
@@ -414,7 +414,7 @@ def test_a_step_without_wrappers_changes_weights_and_calls_no_hook():
     assert not calls
 
 
-def test_an_optimizer_is_made_without_torch_dynamo():
+def test_an_optimizer_is_made_without_importing_torch_dynamo():
     script = (
         "import sys, torch; from fourfold.parts import torch_private as private; private.avoid_dynamo_import();"
         "p = torch.nn.Parameter(torch.ones(2)); p.grad = torch.ones(2); o = torch.optim.SGD([p], lr=1.0);"
@@ -448,7 +448,7 @@ def test_flash_attention_on_a_cpu_gives_0_for_a_fully_masked_row():
 
 
 def test_flash_attention_on_a_gpu_takes_these_arguments():
-    # Of the operators' signatures; the numbers are tested where there is a GPU (test_attention).
+    # Without a GPU, only the operators' signatures; their results are tested on a GPU (test_attention).
     if torch.cuda.is_available():
         q, k, v = (torch.randn(1, 2, 16, 8, device="cuda", dtype=torch.bfloat16) for _ in range(3))
         out, lse = private.cuda_flash_attention(q, k, v, is_causal=True, scale=None)

@@ -1,4 +1,4 @@
-"""The laws of tracing, all ranks as threads of one process."""
+"""Laws of tracing. Ranks are threads."""
 
 import pytest
 
@@ -20,10 +20,10 @@ from tests.cases import Case, batches, build_step, local_batch
 
 
 def traced(case: Case, size: int, *, every: int = 5, steps: int = 6) -> list[Trace]:
-    """What each rank of a run holds at its end."""
+    """The trace that each rank holds at the end of a run."""
 
-    def body(ranks):
-        step = build_step(case, size, ranks)
+    def body(comm):
+        step = build_step(case, size, comm)
         tracing = Tracer(step, every=every)
         for number in range(1, steps + 1):
             with tracing.sample(number) as recorder, recorder.span("data"):
@@ -37,14 +37,14 @@ def traced(case: Case, size: int, *, every: int = 5, steps: int = 6) -> list[Tra
 @pytest.mark.parametrize("clip", [None, 0.5])
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_every_rank_records_every_action_of_the_sampled_steps(size, clip):
-    whole = traced(Case(clip=clip, microbatches=2, bucket_bytes=1500), size)[0]
-    assert whole.steps == [3, 4, 5]
-    assert whole.ranks == list(range(size))
-    for step in whole.steps:
-        for rank in whole.ranks:
-            names = {event.name for event in whole.events_of(step=step, rank=rank)}
-            expected = {str(action) for action in whole.program[rank]}
-            # A rank alone has nothing to reduce.
+    trace = traced(Case(clip=clip, microbatches=2, bucket_bytes=1500), size)[0]
+    assert trace.steps == [3, 4, 5]
+    assert trace.ranks == list(range(size))
+    for step in trace.steps:
+        for rank in trace.ranks:
+            names = {event.name for event in trace.events_of(step=step, rank=rank)}
+            expected = {str(action) for action in trace.program[rank]}
+            # A single rank has nothing to reduce.
             assert expected - names == (set() if size > 1 else {name for name in expected if name[0] == "R"})
             for name in expected:
                 if name[0] == "R":
@@ -52,10 +52,10 @@ def test_every_rank_records_every_action_of_the_sampled_steps(size, clip):
 
 
 def test_a_bucket_is_ready_then_sent_then_reduced_then_done():
-    for whole in traced(Case(bucket_bytes=1500), 2):
-        for step in whole.steps:
-            for rank in whole.ranks:
-                at = {event.name: event for event in whole.events_of(step=step, rank=rank)}
+    for trace in traced(Case(bucket_bytes=1500), 2):
+        for step in trace.steps:
+            for rank in trace.ranks:
+                at = {event.name: event for event in trace.events_of(step=step, rank=rank)}
                 for name in (name for name in at if name[0] == "R" and " " not in name):
                     ready, sent, done = (
                         at[f"{name} {what}"].start for what in (READY_EVENT, LAUNCHED_EVENT, DONE_EVENT)
@@ -63,32 +63,32 @@ def test_a_bucket_is_ready_then_sent_then_reduced_then_done():
                     assert ready <= sent <= at[name].start <= at[name].stop <= done
 
 
-def test_a_step_apart_and_a_meeting_are_each_recorded_and_simulated_as_what_they_were():
-    whole = traced(Case(sync="local", local_steps=2, bucket_bytes=1500, clip=0.5), 2)[0]
-    for step in whole.steps:
-        program = whole.program_of_step(step)
-        for rank in whole.ranks:
-            names = {event.name for event in whole.events_of(step=step, rank=rank)}
+def test_local_and_averaging_steps_are_recorded_and_simulated_with_their_own_programs():
+    trace = traced(Case(sync="local", local_steps=2, bucket_bytes=1500, clip=0.5), 2)[0]
+    for step in trace.steps:
+        program = trace.program_of_step(step)
+        for rank in trace.ranks:
+            names = {event.name for event in trace.events_of(step=step, rank=rank)}
             assert {name for name in names if name[1:2] == "0"} == {str(action) for action in program[rank]}
             assert any(name[0] in "PL" for name in names) == (step % 2 == 0)
-        assert {rank: len(timed) for rank, timed in cost.simulated_timeline(whole, step).items()} == {
+        assert {rank: len(timed) for rank, timed in cost.simulated_timeline(trace, step).items()} == {
             rank: len(actions) for rank, actions in program.items()
         }
-    assert step_breakdown.seconds_by_category(whole)[step_breakdown.AVERAGE_TIME] > 0
+    assert step_breakdown.seconds_by_category(trace)[step_breakdown.AVERAGE_TIME] > 0
 
 
 @pytest.mark.parametrize(
     "fields", [{"zero": 1}, {"zero": 2, "update": "in_backward"}, {"sync": "local", "local_steps": 2}]
 )
-def test_every_action_is_recorded_on_the_lane_it_waits_in(fields):
-    whole = traced(Case(bucket_bytes=1500, **fields), 2)[0]
-    lanes = {str(action): lane_of(action) for actions in whole.program.values() for action in actions}
-    found = {event.name: event.lane for event in whole.events if event.name in lanes}
+def test_every_action_is_recorded_on_its_lane(fields):
+    trace = traced(Case(bucket_bytes=1500, **fields), 2)[0]
+    lanes = {str(action): lane_of(action) for actions in trace.program.values() for action in actions}
+    found = {event.name: event.lane for event in trace.events if event.name in lanes}
     assert found == {name: lanes[name] for name in found}
     assert any(name[0] in "GP" for name in found)
 
 
-def test_gathers_beside_reductions_keep_their_time():
+def test_all_gathers_that_overlap_reductions_keep_their_time():
     spans = [Span("R0.0", REDUCE_LANE, 10, 20), Span("G0.0", REDUCE_LANE, 12, 14), Span("R0.1", REDUCE_LANE, 15, 30)]
     assert _without_overlap(spans) == [*spans[:2], Span("R0.1", REDUCE_LANE, 20, 30)]
 
@@ -100,9 +100,9 @@ def test_every_rank_holds_the_same_trace():
 
 
 def test_a_trace_can_be_priced_and_simulated():
-    whole = traced(Case(clip=0.5, bucket_bytes=1500), 2)[0]
-    times = cost.simulated_timeline(whole)
-    assert [len(times[rank]) for rank in whole.ranks] == [len(whole.program[rank]) for rank in whole.ranks]
+    trace = traced(Case(clip=0.5, bucket_bytes=1500), 2)[0]
+    times = cost.simulated_timeline(trace)
+    assert [len(times[rank]) for rank in trace.ranks] == [len(trace.program[rank]) for rank in trace.ranks]
 
 
 def test_only_sampled_steps_are_recorded_and_none_when_off():
@@ -111,11 +111,11 @@ def test_only_sampled_steps_are_recorded_and_none_when_off():
     assert traced(Case(), 1, every=0)[0].events == ()
 
 
-def test_a_recorder_hears_nothing_after_its_step():
+def test_a_recorder_records_nothing_after_its_step():
     case = Case()
 
-    def body(ranks):
-        step = build_step(case, 1, ranks)
+    def body(comm):
+        step = build_step(case, 1, comm)
         tracing = Tracer(step, every=1)
         with tracing.sample(1) as recorder:
             step(batches(case)[0])
@@ -131,8 +131,8 @@ def test_a_recorder_hears_nothing_after_its_step():
 def test_a_long_run_keeps_its_first_and_its_last_samples(tmp_path):
     case = Case()
 
-    def body(ranks):
-        step = build_step(case, 1, ranks)
+    def body(comm):
+        step = build_step(case, 1, comm)
         tracing = Tracer(step, every=5, folder=tmp_path)
         for number in range(1, 131):
             with tracing.sample(number):
@@ -146,12 +146,12 @@ def test_a_long_run_keeps_its_first_and_its_last_samples(tmp_path):
     assert steps[2:] == list(range(45, 131, 5))
 
 
-def test_recording_changes_no_number():
+def test_recording_does_not_change_training():
     case = Case(clip=0.5)
 
     def weights(every):
-        def body(ranks):
-            step = build_step(case, 2, ranks)
+        def body(comm):
+            step = build_step(case, 2, comm)
             tracing = Tracer(step, every=every)
             for number, batch in enumerate(batches(case), 1):
                 with tracing.sample(number):

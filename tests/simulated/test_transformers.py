@@ -44,18 +44,18 @@ def bert() -> nn.Module:
     return transformers.BertForMaskedLM(transformers.BertConfig(**options, **dropouts, **SMALL))
 
 
-def uncached() -> nn.Module:
+def without_cache() -> nn.Module:
     """Without a cache, transformers takes gaps in a rank's positions for borders of packed documents."""
     model = llama()
     setattr(model.config, "use_cache", False)  # noqa: B010
     return model
 
 
-MODELS = {"llama": llama, "uncached": uncached, "gpt2": gpt2, "bert": bert}
+MODELS = {"llama": llama, "uncached": without_cache, "gpt2": gpt2, "bert": bert}
 
 
-class Wide(torch.overrides.TorchFunctionMode):
-    """Casts to float32, as in these models' norms, would round what is compared to 1e-9."""
+class KeepFloat64(torch.overrides.TorchFunctionMode):
+    """Replaces casts to float32, as in these models' norms: they would round values that are compared to 1e-9."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
@@ -88,15 +88,15 @@ def loss(outputs, targets: Tensor) -> Tensor:
 adamw = functools.partial(torch.optim.AdamW, lr=1e-2)
 
 
-def train(ranks, kind: str, plan: Plan, given: list) -> oracle.TrainingResult:
-    with Wide():
-        step = TrainStep(copy.deepcopy(made(kind)), loss, adamw, plan=plan, communicator=ranks, clip=None)
+def train(comm, kind: str, plan: Plan, given: list) -> oracle.TrainingResult:
+    with KeepFloat64():
+        step = TrainStep(copy.deepcopy(made(kind)), loss, adamw, plan=plan, communicator=comm, clip=None)
         metrics = [step(batch) for batch in given]
     return oracle.snapshot(step, [m.loss for m in metrics], [])
 
 
 def expected(kind: str, given: list) -> oracle.TrainingResult:
-    with Wide():
+    with KeepFloat64():
         return oracle.train(copy.deepcopy(made(kind)), loss, adamw, given)
 
 
@@ -105,22 +105,22 @@ def expected(kind: str, given: list) -> oracle.TrainingResult:
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_transformers_model_is_trained_as_in_one_process(kind, sp, masked):
     given = batches(masked=masked)
-    alone = expected(kind, given)
-    trained = threads.run(sp, lambda ranks: train(ranks, kind, Plan(sp=sp), given))
-    assert max(oracle.deviation(each, alone) for each in trained) <= TOLERANCE
+    single_process = expected(kind, given)
+    trained = threads.run(sp, lambda comm: train(comm, kind, Plan(sp=sp), given))
+    assert max(oracle.deviation(each, single_process) for each in trained) <= TOLERANCE
 
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_lengths_that_do_not_divide_are_padded(kind):
     given = batches(masked=True, length=13)
-    alone = expected(kind, given)
-    trained = threads.run(2, lambda ranks: train(ranks, kind, Plan(sp=2, ring="plain"), given))
-    assert max(oracle.deviation(each, alone) for each in trained) <= TOLERANCE
+    single_process = expected(kind, given)
+    trained = threads.run(2, lambda comm: train(comm, kind, Plan(sp=2, ring="plain"), given))
+    assert max(oracle.deviation(each, single_process) for each in trained) <= TOLERANCE
 
 
-def test_outside_a_step_a_model_attends_as_it_is_configured():
-    def body(ranks):
-        step = TrainStep(copy.deepcopy(made("llama")), loss, adamw, plan=Plan(sp=2), communicator=ranks, clip=None)
+def test_outside_a_step_a_model_keeps_its_configured_attention():
+    def body(comm):
+        step = TrainStep(copy.deepcopy(made("llama")), loss, adamw, plan=Plan(sp=2), communicator=comm, clip=None)
         step(batches()[0])
         return getattr(step.model.config, "_attn_implementation")  # noqa: B009
 
@@ -131,11 +131,11 @@ def test_packed_documents_are_refused():
     given = batches()[:1]
     given[0][0]["position_ids"] = torch.arange(LENGTH).remainder(5).expand(4, LENGTH)
     with pytest.raises(TaskError, match=r"packed documents"):
-        threads.run(2, lambda ranks: train(ranks, "llama", Plan(sp=2), given))
+        threads.run(2, lambda comm: train(comm, "llama", Plan(sp=2), given))
 
 
 def test_sliding_windows_are_refused():
-    def body(ranks):
+    def body(comm):
         config = transformers.MistralConfig(
             hidden_size=32,
             intermediate_size=48,
@@ -146,22 +146,22 @@ def test_sliding_windows_are_refused():
             **SMALL,
         )
         model = transformers.MistralForCausalLM(config)
-        TrainStep(model, loss, adamw, plan=Plan(sp=2), communicator=ranks, clip=None)(batches()[0])
+        TrainStep(model, loss, adamw, plan=Plan(sp=2), communicator=comm, clip=None)(batches()[0])
 
     with pytest.raises(TaskError, match=r"a mask by sliding_window_causal_mask_function|a mask by and_masks"):
         threads.run(2, body)
 
 
-def test_linear_attention_is_refused_with_the_place():
+def test_linear_attention_is_refused_with_the_module():
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4}
     linear = {f"linear_{name}_head_dim": 8 for name in ("key", "value")}
     heads = {"num_key_value_heads": 2, "head_dim": 8, "linear_num_value_heads": 4, "linear_num_key_heads": 2, **linear}
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
     config = transformers.Qwen3NextConfig(**sizes, **heads, **experts, shared_expert_intermediate_size=24, **SMALL)
 
-    def body(ranks):
+    def body(comm):
         model = transformers.Qwen3NextForCausalLM(config)
-        TrainStep(model, loss, adamw, plan=Plan(sp=2), communicator=ranks, clip=None)(batches()[0])
+        TrainStep(model, loss, adamw, plan=Plan(sp=2), communicator=comm, clip=None)(batches()[0])
 
     with pytest.raises(TaskError, match=r"depend on other ranks' tokens, first in model\.layers\.0\.linear_attn"):
         threads.run(2, body)
@@ -181,11 +181,11 @@ def test_a_mixture_of_experts_passes_the_dry_run_in_float64():
     torch.manual_seed(3)
     model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, **options, **SMALL))
     for index in range(2):
-        tried = SequenceDryRun(model, batches()[0][0], token_shard(Plan(sp=2), LENGTH, index)).run()
-        assert (tried.problems, tried.config) == ([], STRICTEST_SEQUENCE_CHECK)
+        result = SequenceDryRun(model, batches()[0][0], token_shard(Plan(sp=2), LENGTH, index)).run()
+        assert (result.problems, result.config) == ([], STRICTEST_SEQUENCE_CHECK)
 
 
-def test_a_model_that_makes_its_own_positions_is_refused():
+def test_a_model_that_computes_its_own_positions_is_refused():
     class Blind(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -194,13 +194,13 @@ def test_a_model_that_makes_its_own_positions_is_refused():
         def forward(self, input_ids: Tensor, position_ids: Tensor):
             return self.inner(input_ids)
 
-    def body(ranks):
-        TrainStep(Blind(), loss, adamw, plan=Plan(sp=2), communicator=ranks, clip=None)(batches()[0])
+    def body(comm):
+        TrainStep(Blind(), loss, adamw, plan=Plan(sp=2), communicator=comm, clip=None)(batches()[0])
 
     with pytest.raises(TaskError, match=r"does not use position_ids"):
         threads.run(2, body)
 
 
 def test_the_attention_name_is_registered_after_use():
-    threads.run(2, lambda ranks: train(ranks, "llama", Plan(sp=2), batches()[:1]))
+    threads.run(2, lambda comm: train(comm, "llama", Plan(sp=2), batches()[:1]))
     assert ATTENTION_NAME in transformers.AttentionInterface()

@@ -12,7 +12,7 @@ from fourfold.words.errors import TaskError
 
 
 class Energy(nn.Module):
-    """Returns a derivative of two layers by their inputs, taken in the way of this name."""
+    """Returns a derivative of two layers by their inputs, computed by the function of this name."""
 
     def __init__(self, way):
         super().__init__()
@@ -66,15 +66,15 @@ WAYS = REFUSED | TRAINED
 def trained(way, *, zero, size=2):
     """Losses of some steps, and the weights after them."""
 
-    def body(ranks):
+    def body(comm):
         plan = ff.Plan(dp=size, zero=zero, bucket_bytes=8, unused="allow")
         sgd = lambda parameters: torch.optim.SGD(parameters, lr=0.01)  # noqa: E731
         # A pair is not checked: in some of these models, samples of a batch interact.
         loss = lambda y, t: ((y - t).square().sum(), y.numel())  # noqa: E731
-        step = TrainStep(Energy(way), loss, sgd, plan=plan, communicator=ranks, clip=None)
-        generator = torch.Generator().manual_seed(ranks.rank)
+        step = TrainStep(Energy(way), loss, sgd, plan=plan, communicator=comm, clip=None)
+        generator = torch.Generator().manual_seed(comm.rank)
         # Forward-mode levels belong to the process, not to a thread, so only one rank may use them.
-        samples = 0 if way == "jvp" and ranks.rank else 2
+        samples = 0 if way == "jvp" and comm.rank else 2
         draw = lambda: torch.randn(samples, 3, generator=generator, dtype=torch.float64)  # noqa: E731
         losses = [step((draw(), draw())).loss for _ in range(3)]
         return losses, {name: weight.detach().clone() for name, weight in step.named_weights()}
@@ -83,12 +83,12 @@ def trained(way, *, zero, size=2):
 
 
 @pytest.mark.parametrize("way", TRAINED)
-def test_what_needs_no_hooks_of_its_own_trains_at_zero_3_as_at_zero_0(way):
+def test_autograd_grad_vmap_and_jvp_train_at_zero_3_as_at_zero_0(way):
     for found, expected in zip(trained(way, zero=3), trained(way, zero=0), strict=True):
         torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("way", REFUSED)
-def test_reverse_transforms_of_torch_func_are_refused_at_zero_3_with_what_works(way):
+def test_reverse_transforms_of_torch_func_are_refused_at_zero_3_with_alternatives(way):
     with pytest.raises(TaskError, match=r"torch\.func.* zero = 3 .*torch\.autograd\.grad\(.*zero = 2"):
         trained(way, zero=3)

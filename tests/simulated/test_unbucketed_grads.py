@@ -1,4 +1,4 @@
-"""Laws of one rank, whose gradients stay where autograd leaves them."""
+"""Laws of a single rank, whose gradients stay in the tensors that autograd makes."""
 
 import dataclasses
 import functools
@@ -22,55 +22,55 @@ BATCH = torch.ones(2, 16), torch.zeros(2, dtype=torch.int64)
 
 
 def on_one_rank(case, *, skip_nan=0):
-    """The case's step, on a rank that has no other."""
+    """The case's step on a single rank."""
     model, loss, optimizer = cases.model(case.model), cases.loss(case), cases.optimizer(case)
     make = functools.partial(TrainStep, plan=case.plan(1), clip=case.clip, skip_nan=skip_nan)
-    return threads.run(1, lambda ranks: make(model, loss, optimizer, communicator=ranks))[0]
+    return threads.run(1, lambda comm: make(model, loss, optimizer, communicator=comm))[0]
 
 
-def watched(step):
-    """Have the most elements of gradients that live at once while the step runs told."""
-    parameters, most = list(step.model.parameters()), [0]
+def track_peak(step):
+    """Track the peak number of gradient elements that exist at once; returns a list with this number."""
+    parameters, peak = list(step.model.parameters()), [0]
 
-    def look(_):
-        most[0] = max(most[0], sum(p.grad.numel() for p in parameters if p.grad is not None))
+    def update_peak(_):
+        peak[0] = max(peak[0], sum(p.grad.numel() for p in parameters if p.grad is not None))
 
     for parameter in parameters:
-        parameter.register_post_accumulate_grad_hook(look)
-        parameter.register_hook(look)
-    return most
+        parameter.register_post_accumulate_grad_hook(update_peak)
+        parameter.register_hook(update_peak)
+    return peak
 
 
 @pytest.mark.parametrize("update", UPDATES)
-def test_updates_in_backward_hold_one_gradient_at_a_time_and_updates_after_it_all(update):
+def test_updates_in_backward_hold_one_gradient_at_a_time_and_updates_after_backward_all(update):
     step = on_one_rank(dataclasses.replace(CASE, update=update))
-    most = watched(step)
+    peak = track_peak(step)
     sizes = [p.numel() for p in step.model.parameters()]
     for number, batch in enumerate(batches(CASE)):
         step(batch)
         assert all(p.grad is None for p in step.model.parameters())
         if number == 0:
-            most[0] = 0  # the first step uses gradients in the order of the buckets, from then on in their own
-    assert most[0] == sum(sizes) if update == "after" else most[0] <= max(sizes)
+            peak[0] = 0  # the first step uses gradients in the order of buckets, later ones in the order of backward
+    assert peak[0] == sum(sizes) if update == "after" else peak[0] <= max(sizes)
     assert not step._transport.grad_buffers
     assert all(piece.weight.grad is None for pieces in step._state.optimizer._slices for piece in pieces)
 
 
 @pytest.mark.parametrize("update", UPDATES)
-def test_a_bad_step_frees_its_gradients_and_moves_nothing(update):
+def test_a_bad_step_frees_its_gradients_and_changes_no_weight(update):
     step = on_one_rank(dataclasses.replace(CASE, update=update), skip_nan=1)
-    (first, _), most = batches(CASE), watched(step)
+    (first, _), peak = batches(CASE), track_peak(step)
     step(first)
-    before, most[0] = [p.detach().clone() for p in step.model.parameters()], 0
+    before, peak[0] = [p.detach().clone() for p in step.model.parameters()], 0
     assert step((first[0] * float("nan"), first[1])).skipped is not None
     assert all(map(torch.equal, before, step.model.parameters()))
     assert all(p.grad is None for p in step.model.parameters())
-    assert update == "after" or most[0] <= max(p.numel() for p in before)
+    assert update == "after" or peak[0] <= max(p.numel() for p in before)
 
 
 @pytest.mark.parametrize("update", UPDATES)
 @pytest.mark.parametrize("microbatches", [1, 2])
-def test_a_gradient_that_lies_in_another_order_is_read_in_the_parameters(update, microbatches):
+def test_a_gradient_with_other_strides_than_its_parameter_is_read_correctly(update, microbatches):
     case = dataclasses.replace(CASE, update=update, microbatches=microbatches, batch_sizes=(8, 7, 8))
     step = on_one_rank(case)
     for parameter in step.model.parameters():
@@ -80,7 +80,7 @@ def test_a_gradient_that_lies_in_another_order_is_read_in_the_parameters(update,
 
 
 class Odd(nn.Module):
-    """Two layers of which the first is used as `kind` says."""
+    """Two layers; `kind` says how the first is used."""
 
     def __init__(self, kind):
         super().__init__()
@@ -97,16 +97,16 @@ class Odd(nn.Module):
 
 
 @pytest.mark.parametrize("update", UPDATES)
-@pytest.mark.parametrize(("kind", "error", "said"), [
+@pytest.mark.parametrize(("kind", "error", "message"), [
     ("twice", TaskError, r"two gradients of layer\.\w+ in one backward"),
     ("sparse", TaskError, r"table\.weight has a sparse gradient"),
     ("unused", TrainingError, r"parameter layer\.weight got no gradient"),
 ])  # fmt: skip
-def test_gradients_that_cannot_be_used_are_refused_by_name(kind, error, said, update):
-    def body(ranks):
+def test_gradients_that_cannot_be_used_are_refused_by_name(kind, error, message, update):
+    def body(comm):
         plan = Plan(update=update, bucket_bytes=1)
-        step = TrainStep(Odd(kind), LOSSES["values"], torch.optim.SGD, plan=plan, communicator=ranks, clip=None)
+        step = TrainStep(Odd(kind), LOSSES["values"], torch.optim.SGD, plan=plan, communicator=comm, clip=None)
         step(BATCH)
 
-    with pytest.raises(error, match=said):
+    with pytest.raises(error, match=message):
         threads.run(1, body)

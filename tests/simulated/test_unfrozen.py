@@ -1,4 +1,4 @@
-"""The law of states of parameters that were frozen before: every rank loads them, or every rank refuses."""
+"""Law of a state from before parameters were unfrozen: all ranks load it, or all refuse it."""
 
 import functools
 
@@ -20,11 +20,11 @@ def net(*, frozen: bool) -> nn.Module:
 
 
 @pytest.mark.parametrize("how", [{}, {"zero": 1}, {"unused": "allow"}, {"unused": "allow", "zero": 1}])
-def test_states_without_those_of_unfrozen_parameters_are_taken_or_refused_by_all_ranks(how):
-    def body(ranks):
+def test_a_state_without_unfrozen_parameters_is_loaded_or_refused_on_all_ranks(how):
+    def body(comm):
         make, plan = functools.partial(torch.optim.Adam, lr=0.1), Plan(dp=2, **how)
-        batch = torch.ones(2, 3, dtype=torch.float64) + ranks.rank, torch.zeros(2, 2, dtype=torch.float64)
-        build = functools.partial(TrainStep, loss=_squares, optimizer=make, plan=plan, communicator=ranks, clip=None)
+        batch = torch.ones(2, 3, dtype=torch.float64) + comm.rank, torch.zeros(2, 2, dtype=torch.float64)
+        build = functools.partial(TrainStep, loss=_squares, optimizer=make, plan=plan, communicator=comm, clip=None)
         first = build(net(frozen=True))
         first(batch)
         state = first.state_dict()

@@ -1,4 +1,4 @@
-"""Laws of `DistributedOptimizer.step()`: a gradient that only one rank has changes no weight. Ranks are threads."""
+"""Laws of `DistributedOptimizer.step()`: unreduced gradients change no weight. Ranks are threads."""
 
 import contextlib
 
@@ -30,11 +30,11 @@ class Two(nn.Module):
 class Loop:
     """A rank's model, its optimizer, and the calls of a training loop."""
 
-    def __init__(self, ranks, kind=torch.optim.SGD, *, model=None, **fields):
-        self.model, self.rank = model or Two(), ranks.rank
-        plan = ff.Plan(dp=ranks.size, **fields)
+    def __init__(self, comm, kind=torch.optim.SGD, *, model=None, **fields):
+        self.model, self.rank = model or Two(), comm.rank
+        plan = ff.Plan(dp=comm.size, **fields)
         self.inner = kind([p for p in self.model.parameters() if p.requires_grad], lr=0.1)
-        self.optimizer = DistributedOptimizer(self.inner, self.model, plan, communicator=ranks)
+        self.optimizer = DistributedOptimizer(self.inner, self.model, plan, communicator=comm)
         self.parameters = list(self.model.parameters())
 
     def loss(self, **how):
@@ -124,9 +124,9 @@ REFUSED = [
 
 @pytest.mark.parametrize("prepare", REFUSED)
 @pytest.mark.parametrize("closed", [False, True])
-def test_a_gradient_that_no_reduction_has_seen_is_refused_before_a_weight_moves(prepare, closed):
-    def body(ranks):
-        loop = Loop(ranks)
+def test_an_unreduced_gradient_is_refused_before_a_weight_changes(prepare, closed):
+    def body(comm):
+        loop = Loop(comm)
         prepare(loop)
         before = [p.detach().clone() for p in loop.parameters]
         with pytest.raises(TrainingError, match=r"\.grad of .* since the last step") as caught:
@@ -137,16 +137,16 @@ def test_a_gradient_that_no_reduction_has_seen_is_refused_before_a_weight_moves(
         loop.step()
         return str(caught.value), [p.tolist() for p in loop.parameters]
 
-    (said, first), (_, second) = threads.run(2, body)
+    (message, first), (_, second) = threads.run(2, body)
     assert first == second
-    assert "second.bias" in said
-    assert "no_sync" in said
+    assert "second.bias" in message
+    assert "no_sync" in message
 
 
-def test_a_gradient_set_on_one_rank_alone_is_refused_there_and_the_others_learn_of_it():
-    def body(ranks):
-        loop = Loop(ranks)
-        if ranks.rank == 1:
+def test_a_gradient_set_on_one_rank_only_is_refused_there_and_then_on_all_ranks():
+    def body(comm):
+        loop = Loop(comm)
+        if comm.rank == 1:
             loop.set_by_hand()
             with pytest.raises(TrainingError, match="since the last step"):
                 loop.step()
@@ -239,9 +239,9 @@ LEGAL = [
 
 
 @pytest.mark.parametrize("prepare", LEGAL)
-def test_what_all_ranks_have_alike_is_stepped_with(prepare):
-    def body(ranks):
-        loop = Loop(ranks)
+def test_gradients_that_are_the_same_on_all_ranks_are_used(prepare):
+    def body(comm):
+        loop = Loop(comm)
         prepare(loop)
         before = [p.detach().clone() for p in loop.parameters]
         gradients = [None if p.grad is None else p.grad.clone() for p in loop.parameters]
@@ -255,9 +255,9 @@ def test_what_all_ranks_have_alike_is_stepped_with(prepare):
     assert first == second
 
 
-def test_on_one_rank_every_gradient_is_everyones():
-    def body(ranks):
-        loop = Loop(ranks)
+def test_one_rank_may_use_any_gradient():
+    def body(comm):
+        loop = Loop(comm)
         for prepare in REFUSED:
             prepare(loop)
             loop.step()
@@ -267,9 +267,9 @@ def test_on_one_rank_every_gradient_is_everyones():
 
 
 @pytest.mark.parametrize("hand", [False, True])
-def test_a_parameter_that_no_rank_has_used_has_no_gradient_of_its_own(hand):
-    def body(ranks):
-        loop = Loop(ranks, unused="allow")
+def test_a_parameter_that_no_rank_has_used_may_not_have_a_local_gradient(hand):
+    def body(comm):
+        loop = Loop(comm, unused="allow")
         loop.backward(both=False)
         if hand:
             loop.set_by_hand(loop.model.second.bias)
@@ -285,13 +285,13 @@ def test_a_parameter_that_no_rank_has_used_has_no_gradient_of_its_own(hand):
     assert first == second
 
 
-def test_gradients_of_autograd_that_are_not_stepped_with_reduce_nothing():
-    def body(ranks):
-        loop = Loop(ranks, unused="allow")
+def test_autograd_grad_reduces_nothing():
+    def body(comm):
+        loop = Loop(comm, unused="allow")
         gradients = torch.autograd.grad(loop.loss(), loop.parameters)
         assert all(p.grad is None for p in loop.parameters)
         own = Two()
-        (own(torch.full((1, 2), ranks.rank + 1.0)).square().sum()).backward()
+        (own(torch.full((1, 2), comm.rank + 1.0)).square().sum()).backward()
         expected = [p.grad for p in own.parameters() if p.grad is not None]
         return all(torch.equal(a, b) for a, b in zip(gradients, expected, strict=True))
 
@@ -300,9 +300,9 @@ def test_gradients_of_autograd_that_are_not_stepped_with_reduce_nothing():
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.LBFGS])
 @pytest.mark.parametrize("how", ["backward", "local_backward", "set_by_autograd"])
-def test_what_a_closure_leaves_in_grad_must_be_reduced(kind, how):
-    def body(ranks):
-        loop = Loop(ranks, kind)
+def test_gradients_that_a_closure_leaves_must_be_reduced(kind, how):
+    def body(comm):
+        loop = Loop(comm, kind)
         before = [p.detach().clone() for p in loop.parameters]
 
         def closure():
@@ -321,12 +321,12 @@ def test_what_a_closure_leaves_in_grad_must_be_reduced(kind, how):
     assert first == second
 
 
-def test_a_parameter_that_was_frozen_at_the_start_cannot_be_trained_later():
-    def body(ranks):
+def test_a_parameter_frozen_at_the_build_cannot_be_trained_later():
+    def body(comm):
         model = Two()
         model.first.requires_grad_(False)
-        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, communicator=ranks)
-        x = torch.full((1, 2), ranks.rank + 1.0)
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, communicator=comm)
+        x = torch.full((1, 2), comm.rank + 1.0)
         model(x).sum().backward()
         optimizer.step()
         model.first.requires_grad_(True)
@@ -338,7 +338,7 @@ def test_a_parameter_that_was_frozen_at_the_start_cannot_be_trained_later():
     assert "requires_grad_(True)" in threads.run(2, body)[0]
 
 
-def thawed_and_added(loop):
+def unfrozen_and_added(loop):
     for parameter in loop.model.second.parameters():
         parameter.requires_grad_(True)
     loop.inner.add_param_group({"params": list(loop.model.second.parameters())})
@@ -351,13 +351,13 @@ def given_a_stranger(loop):
 
 
 @pytest.mark.parametrize(
-    ("change", "name"), [(thawed_and_added, "second.weight"), (given_a_stranger, "without a name")]
+    ("change", "name"), [(unfrozen_and_added, "second.weight"), (given_a_stranger, "without a name")]
 )
-def test_what_is_given_to_the_optimizer_later_is_refused_unless_it_is_averaged(change, name):
-    def body(ranks):
+def test_parameters_added_to_the_optimizer_later_are_refused_unless_reduced(change, name):
+    def body(comm):
         model = Two()
         model.second.requires_grad_(False)
-        loop = Loop(ranks, model=model)
+        loop = Loop(comm, model=model)
         change(loop)
         loop.backward()
         before = [p.detach().clone() for p in loop.parameters]
@@ -373,11 +373,11 @@ def present(gradient):
     return gradient
 
 
-def test_gradients_that_a_loop_keeps_stay_as_they_were():
+def test_gradients_kept_by_the_loop_are_not_overwritten():
     """Torch makes a new tensor where `.grad` is None: a loop may still hold the old one."""
 
-    def body(ranks):
-        loop = Loop(ranks)
+    def body(comm):
+        loop = Loop(comm)
         loop.backward()
         kept = [present(p.grad) for p in loop.parameters]
         kept_too: list[torch.Tensor] = []
@@ -396,13 +396,13 @@ def test_gradients_that_a_loop_keeps_stay_as_they_were():
     assert first == second
 
 
-def test_parameters_belong_to_their_last_wrapper_alone():
-    def body(ranks):
-        first = Loop(ranks)
+def test_parameters_belong_to_their_last_wrapper_only():
+    def body(comm):
+        first = Loop(comm)
         first.backward()
         first.step()
         first.clear()
-        second = Loop(ranks, model=first.model)
+        second = Loop(comm, model=first.model)
         second.backward()
         for use in (first.step, first.local_backward):
             with pytest.raises(TrainingError, match="a newer one that has taken over"):

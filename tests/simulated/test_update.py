@@ -27,60 +27,60 @@ def test_fused_updates_give_the_weights_of_updates_after_backward_bit_for_bit(fi
     size, early = fields["size"], dataclasses.replace(CASE, model="tied", batch_sizes=(12, 11, 12, 5))
     early = dataclasses.replace(early, **{name: value for name, value in fields.items() if name != "size"})
     case = dataclasses.replace(early, update="after")
-    expected = threads.run(size, lambda ranks: train_step(case, build_step(case, size, ranks)))
+    expected = threads.run(size, lambda comm: train_step(case, build_step(case, size, comm)))
     for got, wanted in zip(
-        threads.run(size, lambda r: train_step(early, build_step(early, size, r))), expected, strict=True
+        threads.run(size, lambda comm: train_step(early, build_step(early, size, comm))), expected, strict=True
     ):
         assert got.losses == wanted.losses
         assert all(torch.equal(got.weights[name], weight) for name, weight in wanted.weights.items())
 
 
 @pytest.mark.parametrize(("zero", "shard"), [(2, None), (3, 2)])
-def test_updates_in_backward_between_hosts_do_not_wait_for_each_other_for_ever(zero, shard, monkeypatch):
+def test_updates_in_backward_between_hosts_do_not_deadlock(zero, shard, monkeypatch):
     monkeypatch.setattr(threads, "TIME_LIMIT_SECONDS", 30.0)
     case = dataclasses.replace(CASE, model="reused", zero=zero, shard=shard, update="in_backward")
-    assert max(threads.run(4, lambda ranks: deviation(case, 4, ranks), hosts=2)) <= TOLERANCE
+    assert max(threads.run(4, lambda comm: deviation(case, 4, comm), hosts=2)) <= TOLERANCE
 
 
 @pytest.mark.parametrize(("size", "zero"), [(1, 0), (2, 1), (2, 2)])
-def test_the_first_buckets_are_updated_while_backward_goes_on(size, zero):
+def test_the_first_buckets_are_updated_during_backward(size, zero):
     case = dataclasses.replace(CASE, zero=zero, update="in_backward")
 
-    def body(ranks):
-        step, late = build_step(case, size, ranks), []
+    def body(comm):
+        step, all_launched = build_step(case, size, comm), []
         update = step._actions.update
 
-        def watched(bucket):
-            late.append(bool(step._gradients.num_launched == len(step.buckets)))
+        def record(bucket):
+            all_launched.append(bool(step._gradients.num_launched == len(step.buckets)))
             update(bucket)
 
-        step._actions.update = watched
-        step(local_batch(batches(case)[0], size, ranks.rank))
-        return late
+        step._actions.update = record
+        step(local_batch(batches(case)[0], size, comm.rank))
+        return all_launched
 
-    # Of a bucket's two ranks at least the one that launches it last finds all there is to be had.
-    assert any(not late for updates in threads.run(size, body) for late in updates)
+    # At least the rank that launches a bucket last finds its reduction complete.
+    assert any(not all_launched for updates in threads.run(size, body) for all_launched in updates)
 
 
-def test_the_program_shows_updates_behind_their_reductions():
-    step = threads.run(1, lambda ranks: build_step(dataclasses.replace(CASE, update="in_backward"), 1, ranks))[0]
+def test_the_program_shows_updates_after_their_reductions():
+    step = threads.run(1, lambda comm: build_step(dataclasses.replace(CASE, update="in_backward"), 1, comm))[0]
     verbs = [a.verb for a in step.program if a.verb in (Verb.REDUCE, Verb.UPDATE)]
     assert verbs == [Verb.REDUCE, Verb.UPDATE] * len(step.buckets)
 
 
-@pytest.mark.parametrize(("fields", "said"), [
+@pytest.mark.parametrize(("fields", "message"), [
     ({"clip": 1.0}, "the norm of all gradients before"),
     ({"unused": "allow"}, "which parameters have no gradient"),
 ])  # fmt: skip
-def test_updates_in_backward_are_refused_where_they_cannot_know_enough(fields, said):
+def test_updates_in_backward_are_refused_with_clipping_or_unused_parameters(fields, message):
     case = dataclasses.replace(CASE, update="in_backward", **fields)
     model, loss, optimizer = cases.model(case.model), cases.loss(case), cases.optimizer(case)
-    with pytest.raises(PlanError, match=said):
+    with pytest.raises(PlanError, match=message):
         parallelize(model, loss, optimizer, case.plan(1), clip=case.clip)
 
 
 class Pause(torch.autograd.Function):
-    """The identity, which does something in backward."""
+    """The identity; its backward calls `act`."""
 
     @staticmethod
     def forward(ctx, x, act):
@@ -106,12 +106,12 @@ class Detached(torch.nn.Module):
         return Pause.apply(self.last(torch.tanh(Pause.apply(x, self.at_end))), self.at_begin)
 
 
-def train_detached(ranks, zero, update, *, ready):
-    """A step in which rank 1 reads its last weight when rank 0 has had time to update it. Whether it still could."""
+def train_detached(comm, zero, update, *, ready):
+    """A step in which rank 1 reads its last weight after rank 0 could update it; whether it read the old value."""
     model = Detached().double()
     make = functools.partial(torch.optim.SGD, lr=0.1)
     plan = Plan(dp=2, zero=zero, update=update, bucket_bytes=1)
-    step = TrainStep(model, lambda out, _: out.square(), make, plan=plan, communicator=ranks, clip=None)
+    step = TrainStep(model, lambda out, _: out.square(), make, plan=plan, communicator=comm, clip=None)
     before, same = model.last.weight.detach().clone(), []
 
     def at_end():
@@ -122,8 +122,8 @@ def train_detached(ranks, zero, update, *, ready):
         same.append(torch.equal(before, model.last.weight))
 
     batch = torch.ones(3, 16, dtype=torch.float64), torch.zeros(3)
-    step.dry_run(batch, training=True)  # its backward is no step's
-    if ranks.rank == 0:
+    step.dry_run(batch, training=True)  # its backward does not belong to a step
+    if comm.rank == 0:
         model.at_begin = lambda: ready.wait(5)
     else:
         model.at_end = at_end
@@ -134,24 +134,24 @@ def train_detached(ranks, zero, update, *, ready):
 @pytest.mark.parametrize("zero", [0, 1, 2])
 def test_no_backward_computes_with_weights_that_another_rank_has_updated(zero):
     ready = threading.Event()
-    assert threads.run(2, lambda ranks: train_detached(ranks, zero, "after", ready=ready))[1] == [True]
+    assert threads.run(2, lambda comm: train_detached(comm, zero, "after", ready=ready))[1] == [True]
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2])
-def test_a_weight_that_backward_still_needs_is_told_on_every_rank_when_updates_come_in_backward(zero):
-    ready, told = threading.Event(), [threading.Event(), threading.Event()]
+def test_an_update_in_backward_of_a_weight_that_backward_still_needs_raises_on_every_rank(zero):
+    ready, raised = threading.Event(), [threading.Event(), threading.Event()]
 
-    def body(ranks):
+    def body(comm):
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            train_detached(ranks, zero, "in_backward", ready=ready)
-        told[ranks.rank].set()
-        assert told[1 - ranks.rank].wait(5)
+            train_detached(comm, zero, "in_backward", ready=ready)
+        raised[comm.rank].set()
+        assert raised[1 - comm.rank].wait(5)
 
     threads.run(2, body)
 
 
-def by_turns(parameters):
-    """Nesterov's momentum in one group alone; several tensors at once, as the user has asked for."""
+def two_groups(parameters):
+    """Nesterov momentum in one of two groups; updates with foreach=True."""
     parameters = list(parameters)
     first, second = parameters[0::2], parameters[1::2]
     groups = [{"params": first, "momentum": 0.9, "nesterov": True}, {"params": second}]
@@ -159,12 +159,12 @@ def by_turns(parameters):
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])
-def test_sums_that_others_read_are_not_written_whatever_group_asks_for_it(microbatches):
+def test_reduced_gradients_that_other_ranks_read_are_not_overwritten(microbatches):
     case = Case(batch_sizes=(12, 12, 12, 12), bucket_bytes=1500, microbatches=microbatches)
 
-    def body(ranks):
-        step = TrainStep(model("mlp"), loss(case), by_turns, plan=case.plan(ranks.size), communicator=ranks, clip=None)
+    def body(comm):
+        step = TrainStep(model("mlp"), loss(case), two_groups, plan=case.plan(comm.size), communicator=comm, clip=None)
         return train_step(case, step)
 
-    want = oracle.train(model("mlp"), loss(case), by_turns, batches(case))
-    assert max(oracle.deviation(got, want) for got in threads.run(4, body)) <= oracle.TOLERANCE
+    expected = oracle.train(model("mlp"), loss(case), two_groups, batches(case))
+    assert max(oracle.deviation(got, expected) for got in threads.run(4, body)) <= oracle.TOLERANCE

@@ -1,4 +1,4 @@
-"""Laws of a user's gradient hooks: they see this rank's gradient, and what they write there is trained."""
+"""Laws of a user's gradient hooks: they see this rank's gradient, and what they write to it is used."""
 
 import copy
 
@@ -45,7 +45,7 @@ def loss(outputs, targets):
 
 
 def gradients(size, *ranks):
-    """By name: what these of `size` ranks add to the gradient of the mean over all."""
+    """By name: what `ranks`, some of `size` ranks, add to the gradient of the global mean."""
     theirs = model()
     (sum(loss(theirs(x), y).mean() for x, y in map(batch, ranks)) / size).backward()
     return {name: p.grad for name, p in theirs.named_parameters() if p.grad is not None}
@@ -55,26 +55,26 @@ def register(module, hook):
     return [p.register_post_accumulate_grad_hook(hook) for p in module.parameters()]
 
 
-def parallel(ranks, module, **fields):
+def parallel(comm, module, **fields):
     """A call that trains `module` on this rank's batch, with `parallelize`."""
-    plan = ff.Plan(dp=ranks.size, bucket_bytes=8, **fields)
+    plan = ff.Plan(dp=comm.size, bucket_bytes=8, **fields)
     sgd = lambda parameters: torch.optim.SGD(parameters, lr=RATE)  # noqa: E731
-    step = TrainStep(module, loss, sgd, plan=plan, communicator=ranks, clip=None)
+    step = TrainStep(module, loss, sgd, plan=plan, communicator=comm, clip=None)
 
     def train():
-        step(batch(ranks.rank))
+        step(batch(comm.rank))
         step.flush()
 
     return step, train
 
 
-def wrapped(ranks, module, **fields):
+def wrapped(comm, module, **fields):
     """The same with `DistributedOptimizer`."""
-    plan = ff.Plan(dp=ranks.size, bucket_bytes=8, **fields)
-    optimizer = DistributedOptimizer(torch.optim.SGD(module.parameters(), lr=RATE), module, plan, communicator=ranks)
+    plan = ff.Plan(dp=comm.size, bucket_bytes=8, **fields)
+    optimizer = DistributedOptimizer(torch.optim.SGD(module.parameters(), lr=RATE), module, plan, communicator=comm)
 
     def train():
-        x, y = batch(ranks.rank)
+        x, y = batch(comm.rank)
         optimizer.zero_grad()
         loss(module(x), y).mean().backward()
         optimizer.step()
@@ -82,32 +82,32 @@ def wrapped(ranks, module, **fields):
     return optimizer, train
 
 
-WAYS = [(parallel, fields) for fields in PLANS] + [(wrapped, {})]
+APIS = [(parallel, fields) for fields in PLANS] + [(wrapped, {})]
 
 
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize(("way", "fields"), WAYS)
-def test_a_hook_sees_the_gradient_of_its_rank_whenever_it_is_registered(way, fields, size, late):
-    def body(ranks):
+@pytest.mark.parametrize(("api", "fields"), APIS)
+def test_a_hook_sees_the_gradient_of_its_rank_whenever_it_is_registered(api, fields, size, late):
+    def body(comm):
         module, seen = model(), {}
         names = {id(p): name for name, p in module.named_parameters()}
 
-        def look(parameter):
+        def record(parameter):
             seen[names[id(parameter)]] = parameter.grad.clone()
 
         if not late:
-            register(module, look)
-        kept, train = way(ranks, module, **fields)
+            register(module, record)
+        kept, train = api(comm, module, **fields)
         if late:
-            register(module, look)
+            register(module, record)
         train()
         del kept
         return seen
 
     for rank, seen in enumerate(threads.run(size, body, hosts=size)):
         # parallelize adds up contributions to the mean; DistributedOptimizer takes the mean of each rank's gradients.
-        expected = gradients(1 if way is wrapped else size, rank)
+        expected = gradients(1 if api is wrapped else size, rank)
         assert seen.keys() == expected.keys()
         rough = fields.get("precision") == "bf16"
         for name, gradient in seen.items():
@@ -117,23 +117,23 @@ def test_a_hook_sees_the_gradient_of_its_rank_whenever_it_is_registered(way, fie
 @pytest.mark.parametrize("replaces", [False, True])
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize(("way", "fields"), [each for each in WAYS if "precision" not in each[1]])
-def test_what_a_hook_writes_into_grad_is_trained(way, fields, size, late, replaces):
+@pytest.mark.parametrize(("api", "fields"), [each for each in APIS if "precision" not in each[1]])
+def test_gradients_that_a_hook_writes_are_used(api, fields, size, late, replaces):
     def double(parameter):
         if replaces:
             parameter.grad = parameter.grad * 2
         else:
             parameter.grad.mul_(2)
 
-    def body(ranks):
+    def body(comm):
         module = model()
         if not late:
             register(module, double)
-        kept, train = way(ranks, module, **fields)
+        kept, train = api(comm, module, **fields)
         if late:
             register(module, double)
         train()
-        weights = dict(kept.named_weights()) if way is parallel else dict(module.named_parameters())
+        weights = dict(kept.named_weights()) if api is parallel else dict(module.named_parameters())
         return {name: weight.detach().clone() for name, weight in weights.items()}
 
     start, mean = dict(model().named_parameters()), gradients(size, *range(size))
@@ -143,12 +143,12 @@ def test_what_a_hook_writes_into_grad_is_trained(way, fields, size, late, replac
             torch.testing.assert_close(weight, expected, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("way", [parallel, wrapped])
-def test_a_hook_that_has_been_removed_is_called_no_more(way):
-    def body(ranks):
+@pytest.mark.parametrize("api", [parallel, wrapped])
+def test_a_removed_hook_is_not_called(api):
+    def body(comm):
         module, calls = model(), []
         early = register(module, lambda p: calls.append("early"))
-        kept, train = way(ranks, module)
+        kept, train = api(comm, module)
         late = register(module, lambda p: calls.append("late"))
         train()
         counts = [(calls.count("early"), calls.count("late"))]
@@ -167,19 +167,19 @@ def test_a_hook_that_has_been_removed_is_called_no_more(way):
 
 @pytest.mark.parametrize("unused", ["refuse", "allow"])
 @pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("way", [parallel, wrapped])
-def test_a_hook_that_takes_the_gradient_away_is_refused_by_name(way, size, unused):
+@pytest.mark.parametrize("api", [parallel, wrapped])
+def test_a_hook_that_sets_a_gradient_to_none_is_refused_by_name(api, size, unused):
     def clear(parameter):
         parameter.grad = None
 
-    def body(ranks):
+    def body(comm):
         module = model()
-        kept, train = way(ranks, module, unused=unused)
+        kept, train = api(comm, module, unused=unused)
         module.get_parameter("2.bias").register_post_accumulate_grad_hook(clear)
         before = copy.deepcopy(module)
         with pytest.raises(TaskError, match=r"a hook has set \.grad of 2\.bias to None"):
             train()
-        with pytest.raises(FourfoldError):  # and the ranks do not go on as if nothing had been
+        with pytest.raises(FourfoldError):  # and the ranks do not continue as if nothing had happened
             train()
         del kept
         return all(map(torch.equal, module.parameters(), before.parameters()))
@@ -188,9 +188,9 @@ def test_a_hook_that_takes_the_gradient_away_is_refused_by_name(way, size, unuse
 
 
 def test_a_model_with_our_hooks_is_copied_without_them():
-    def body(ranks):
+    def body(comm):
         module = model()
-        kept, _ = parallel(ranks, module)
+        kept, _ = parallel(comm, module)
         other = copy.deepcopy(module)
         del kept
         return all(not p._post_accumulate_grad_hooks for p in other.parameters())
@@ -199,16 +199,16 @@ def test_a_model_with_our_hooks_is_copied_without_them():
 
 
 def test_our_own_hooks_run_in_the_order_of_registration():
-    told = []
+    calls = []
     parameter = torch.nn.Parameter(torch.ones(1))
     for name in ("first", "second", "third"):
-        register_last_hook(parameter, lambda _, name=name: told.append(name))
-    parameter.register_post_accumulate_grad_hook(lambda _: told.append("the user's"))
+        register_last_hook(parameter, lambda _, name=name: calls.append(name))
+    parameter.register_post_accumulate_grad_hook(lambda _: calls.append("the user's"))
     parameter.sum().backward()
-    assert told == ["the user's", "first", "second", "third"]
-    told.clear()
+    assert calls == ["the user's", "first", "second", "third"]
+    calls.clear()
     other = torch.nn.Parameter(torch.ones(1))
     for name in ("first", "second", "third"):
-        register_last_hook(other, lambda _, name=name: told.append(name))
+        register_last_hook(other, lambda _, name=name: calls.append(name))
     other.sum().backward()
-    assert told == ["first", "second", "third"]
+    assert calls == ["first", "second", "third"]

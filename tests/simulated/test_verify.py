@@ -1,4 +1,4 @@
-"""Laws of `fourfold verify`: it passes what is right, names what is wrong, and says what it leaves out."""
+"""Laws of `fourfold verify`: it passes correct training, names deviations, and reports what it leaves out."""
 
 import dataclasses
 import functools
@@ -23,7 +23,7 @@ from fourfold.words.task import Data, Task
 
 
 class Net(nn.Module):
-    """Eight features, three classes; dropout as a module, a number of its own or a draw; a norm in float32."""
+    """Eight features, three classes; dropout as a module or a number, a random factor, or a softmax in float32."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ PLANS = [Plan(), Plan(microbatches=3), Plan(bucket_bytes=100), Plan(update="in_b
 
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("kind", ["plain", "module", "number", "narrow"])
-def test_what_is_right_passes(kind, plan):
+def test_a_correct_training_passes(kind, plan):
     verdict = verify(task(kind, clip=0.5 if plan.update == "after" else None), plan)
     assert verdict is not None
     assert verdict.max_deviation <= TOLERANCE
@@ -103,8 +103,8 @@ def test_complex_parameters_are_compared_in_complex128(plan):
     assert seen == {torch.float64, torch.complex128}
 
 
-def test_an_imaginary_part_that_is_wrong_is_found():
-    with mock.patch.object(Objective, "sum_loss", wrong):
+def test_a_wrong_imaginary_part_is_found():
+    with mock.patch.object(Objective, "sum_loss", wrong_loss_sum):
         verdict = verify(task(model=Complex), Plan())
     assert verdict is not None
     assert verdict.grad_deviations["phase"] > 1e-7
@@ -115,21 +115,21 @@ def test_the_oracle_compares_imaginary_parts():
     assert oracle.deviation(a, b) == pytest.approx(0.5 / abs(1.0 + 1.5j))
 
 
-def wrong(objective, value, calls, samples):
+def wrong_loss_sum(objective, value, calls, samples):
     loss = sum_loss(value, samples)
     return Loss(loss.total * 1.0001, loss.count)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_number_that_is_not_finite_is_an_infinite_deviation(value):
+def test_a_nonfinite_number_is_an_infinite_deviation(value):
     good, bad = (oracle.TrainingResult([1.0, number], [], {"w": torch.ones(2)}) for number in (1.0, value))
     assert oracle.deviation(good, good) == 0.0
     for pair in ((bad, good), (good, bad), (bad, bad)):
         assert oracle.deviation(*pair) == float("inf")
 
 
-def test_a_wrong_gradient_is_found_in_every_number():
-    with mock.patch.object(Objective, "sum_loss", wrong):
+def test_a_wrong_gradient_is_found_in_every_loss_and_gradient():
+    with mock.patch.object(Objective, "sum_loss", wrong_loss_sum):
         verdict = verify(task(), Plan())
     assert verdict is not None
     assert min(verdict.loss_deviations) > 1e-6
@@ -150,7 +150,7 @@ def table(verdict: VerifyResult) -> str:
     )
 
 
-def test_the_table_says_what_was_compared_and_what_was_left_out():
+def test_the_table_shows_what_was_compared_and_what_was_left_out():
     verdict = VerifyResult([1e-12], {"a": 2e-13, "bc": 0.0}, {"a": 1e-5, "bc": float("nan")}, 2, True)
     lines = table(verdict)
     assert lines.startswith("lm on dp 2 × sp 2, compared with one device: 3 steps in float64")
@@ -163,7 +163,7 @@ def test_the_table_says_what_was_compared_and_what_was_left_out():
     assert "trains as one device does" in table(VerifyResult([0.0], {"a": 0.0}, {"a": 1e-10}, 0, False))
 
 
-def test_what_is_off_is_named_and_ends_with_exit_code_1():
+def test_deviations_are_named_and_give_exit_code_1():
     verdict = VerifyResult([1e-12, 1e-3], {"a": 2e-13, "bc": 0.0}, {"a": 1e-5, "bc": float("nan")}, 0, False)
     job = Job(task=task(), plan=Plan(), settings={"task_name": "lm"}, identity={})
     with (
@@ -180,12 +180,12 @@ def test_what_is_off_is_named_and_ends_with_exit_code_1():
     "plan",
     [Plan(dp=2, codec="topk"), Plan(dp=2, sync="local"), Plan(batch_norm="local"), Plan(dp=2, reduce_dtype="fp32")],
 )
-def test_plans_of_another_training_are_refused_with_the_reason(plan):
+def test_plans_that_change_the_training_are_refused_with_the_reason(plan):
     with pytest.raises(PlanError, match="another training than one device's"):
         check_verifiable(plan)
 
 
-def test_what_asks_for_float32_gets_float64():
+def test_casts_to_float32_give_float64():
     x = torch.ones(2, dtype=torch.float64)
     with Float64Mode():
         made = [x.float(), x.to(torch.float32), x.to(dtype=torch.bfloat16), torch.zeros(2, dtype=torch.float16)]
@@ -202,10 +202,10 @@ GROUPED = {
 
 
 @pytest.mark.parametrize("kind", GROUPED)
-def test_grouped_products_in_float64_are_those_of_torch_in_float32(kind):
+def test_grouped_products_in_float64_equal_those_of_torch_in_float32(kind):
     first, second, offsets = GROUPED[kind]
     torch.manual_seed(0)
-    # torch wants strides in multiples of 16 bytes.
+    # torch requires strides in multiples of 16 bytes.
     a, b = torch.randn(first), torch.randn(second).transpose(-2, -1).contiguous().transpose(-2, -1)
     expected = F.grouped_mm(a, b, offs=offsets)
     with Float64Mode():
@@ -237,7 +237,7 @@ def test_a_mixture_of_experts_of_transformers_is_verified():
     assert verdict.max_deviation <= TOLERANCE
 
 
-def test_what_asks_for_complex64_gets_complex128():
+def test_casts_to_complex64_give_complex128():
     x = torch.ones(2, dtype=torch.float64)
     with Float64Mode():
         made = [getattr(x, name)() for name in ("cfloat", "chalf")]

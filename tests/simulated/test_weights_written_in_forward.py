@@ -69,9 +69,9 @@ def model(kind: str, **options: bool) -> nn.Module:
 
 
 def refused(made, plan: Plan, match: str, given: list | None = None, **world) -> None:
-    def body(ranks):
+    def body(comm):
         with pytest.raises(TaskError, match=match):
-            train(ranks, made(), plan, given or batches(9))
+            train(comm, made(), plan, given or batches(9))
 
     threads.run(plan.dp, body, **world)
 
@@ -86,7 +86,7 @@ def test_trained_weights_that_forward_writes_from_its_samples_are_refused_on_eve
 
 # One sample per rank, so no two parts of a rank's batch differ.
 @pytest.mark.parametrize("kind", ["data", "no_grad"])
-def test_trained_weights_that_differ_among_ranks_only_are_refused(kind):
+def test_trained_weights_that_differ_only_between_ranks_are_refused(kind):
     match = "forward writes the trained weight centers, and the values depend on its samples"
     refused(lambda: model(kind), Plan(dp=3), match, batches(3))
 
@@ -102,15 +102,15 @@ def test_trained_weights_that_forward_writes_each_time_are_refused_with_microbat
 @pytest.mark.parametrize("kind", [*EACH_TIME, *ONCE])
 def test_trained_weights_that_forward_writes_equally_are_trained_as_in_one_process(kind, plan):
     given = batches(9, 7, 2, 9, 2)
-    got = threads.run(plan.dp, lambda ranks: train(ranks, model(kind), plan, given))
+    got = threads.run(plan.dp, lambda comm: train(comm, model(kind), plan, given))
     expected = oracle.train(model(kind), loss, sgd, given)
     assert max(oracle.deviation(each, expected) for each in got) <= TOLERANCE
 
 
 @pytest.mark.parametrize("kind", ONCE)
-def test_trained_weights_that_forward_writes_once_go_with_microbatches(kind):
+def test_trained_weights_that_forward_writes_once_are_allowed_with_microbatches(kind):
     given = batches(9, 2, 9)
-    got = threads.run(2, lambda ranks: train(ranks, model(kind), Plan(dp=2, microbatches=3), given))
+    got = threads.run(2, lambda comm: train(comm, model(kind), Plan(dp=2, microbatches=3), given))
     expected = oracle.train(model(kind), loss, sgd, given)
     assert max(oracle.deviation(each, expected) for each in got) <= TOLERANCE
 
@@ -127,7 +127,7 @@ def test_trained_weights_that_forward_writes_once_go_with_microbatches(kind):
         (Plan(dp=2, precision="bf16"), 1, "master weights"),
     ],
 )
-def test_trained_weights_are_not_written_where_the_write_would_be_lost(kind, plan, hosts, why):
+def test_writes_to_trained_weights_are_refused_where_they_would_be_lost(kind, plan, hosts, why):
     def made():
         return model(kind).float() if plan.precision != "keep" else model(kind)
 
@@ -136,9 +136,9 @@ def test_trained_weights_are_not_written_where_the_write_would_be_lost(kind, pla
 
 
 @pytest.mark.parametrize(("zero", "hosts"), [(1, 1), (2, 1), (3, 2)])
-def test_a_forward_that_writes_nothing_is_trained_at_every_level(zero, hosts):
+def test_a_forward_that_writes_nothing_is_trained_at_every_zero_level(zero, hosts):
     given, plan = batches(9, 2, 9), Plan(dp=2, zero=zero)
-    got = threads.run(2, lambda ranks: train(ranks, model("nothing"), plan, given), hosts=hosts)
+    got = threads.run(2, lambda comm: train(comm, model("nothing"), plan, given), hosts=hosts)
     expected = oracle.train(model("nothing"), loss, sgd, given)
     assert max(oracle.deviation(each, expected) for each in got) <= TOLERANCE
 
@@ -151,9 +151,9 @@ def test_trained_weights_may_not_differ_between_ranks():
 
 
 @pytest.mark.parametrize("kind", [*EACH_TIME, *ONCE])
-def test_what_a_dry_run_writes_into_weights_is_restored(kind):
-    def body(ranks):
-        step = TrainStep(model(kind), loss, sgd, plan=Plan(dp=2), communicator=ranks, clip=None)
+def test_weights_written_by_a_dry_run_are_restored(kind):
+    def body(comm):
+        step = TrainStep(model(kind), loss, sgd, plan=Plan(dp=2), communicator=comm, clip=None)
         before = {name: weight.clone() for name, weight in step.named_weights()}
         step.dry_run(batches(9)[0], training=True)
         return all(torch.equal(weight, before[name]) for name, weight in step.named_weights())
@@ -161,8 +161,8 @@ def test_what_a_dry_run_writes_into_weights_is_restored(kind):
     assert all(threads.run(2, body))
 
 
-class PastTorch(Writing):
-    """Writes without a torch function."""
+class WritesWithNumpy(Writing):
+    """Writes with numpy."""
 
     def forward(self, x: Tensor) -> Tensor:
         np.multiply(self.centers.detach().numpy(), 0.9, out=self.centers.detach().numpy())
@@ -178,7 +178,7 @@ class Replacing(Writing):
 @pytest.mark.parametrize("zero", [0, 1])
 def test_weights_that_are_written_without_a_torch_function_are_refused(zero):
     match = "forward writes the trained weight centers without a torch function"
-    refused(lambda: PastTorch("nothing").double(), Plan(dp=2, zero=zero), match)
+    refused(lambda: WritesWithNumpy("nothing").double(), Plan(dp=2, zero=zero), match)
 
 
 def test_weights_whose_storage_is_replaced_are_refused():
@@ -188,7 +188,7 @@ def test_weights_whose_storage_is_replaced_are_refused():
 
 
 class Centers(nn.Module):
-    """A loss with a parameter, which it moves towards the samples, or shrinks."""
+    """A loss with a parameter, which it moves towards the samples if `kind` is "moves"."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -201,16 +201,16 @@ class Centers(nn.Module):
 
 
 def test_a_loss_that_writes_its_own_parameters_is_refused():
-    def body(ranks, kind):
-        step = TrainStep(model("nothing"), Centers(kind), sgd, plan=Plan(dp=2), communicator=ranks, clip=None)
+    def body(comm, kind):
+        step = TrainStep(model("nothing"), Centers(kind), sgd, plan=Plan(dp=2), communicator=comm, clip=None)
         step.dry_run(batches(9)[0], training=True)
 
-    def refusing(ranks):
+    def refusing(comm):
         with pytest.raises(TaskError, match="the loss writes its own centers each time"):
-            body(ranks, "moves")
+            body(comm, "moves")
 
     threads.run(2, refusing)
-    threads.run(2, lambda ranks: body(ranks, "rests"))
+    threads.run(2, lambda comm: body(comm, "rests"))
 
 
 class Attending(nn.Module):
@@ -250,8 +250,8 @@ def of_tokens(outputs: Tensor, targets: Tensor) -> Tensor:
     ],
 )
 def test_weights_that_forward_writes_are_refused_where_ranks_share_sequences(kind, match):
-    def body(ranks):
-        step = TrainStep(attending(kind), of_tokens, sgd, plan=Plan(sp=2), communicator=ranks, clip=None)
+    def body(comm):
+        step = TrainStep(attending(kind), of_tokens, sgd, plan=Plan(sp=2), communicator=comm, clip=None)
         with pytest.raises(TaskError, match=match):
             step(TEXTS_BATCH)
 
@@ -260,8 +260,8 @@ def test_weights_that_forward_writes_are_refused_where_ranks_share_sequences(kin
 
 @pytest.mark.parametrize("kind", ["none", "clamp"])
 def test_weights_that_forward_writes_equally_are_trained_where_ranks_share_sequences(kind):
-    def body(ranks):
-        step = TrainStep(attending(kind), of_tokens, sgd, plan=Plan(sp=2), communicator=ranks, clip=None)
+    def body(comm):
+        step = TrainStep(attending(kind), of_tokens, sgd, plan=Plan(sp=2), communicator=comm, clip=None)
         return oracle.snapshot(step, [step(TEXTS_BATCH).loss for _ in range(3)], [])
 
     expected = oracle.train(attending(kind), of_tokens, sgd, [TEXTS_BATCH] * 3)
@@ -269,7 +269,7 @@ def test_weights_that_forward_writes_equally_are_trained_where_ranks_share_seque
 
 
 class Renormed(nn.Module):
-    """An embedding that shortens rows when it looks them up."""
+    """An embedding that renormalizes the rows that it looks up."""
 
     def __init__(self, *, by_function: bool = False) -> None:
         super().__init__()
@@ -292,13 +292,13 @@ TOKENS = [(torch.arange(9), torch.arange(9) % 3), (torch.arange(8) % 4, torch.ar
 
 
 @pytest.mark.parametrize("by_function", [False, True])
-def test_an_embedding_with_a_largest_norm_trains_in_microbatches(by_function):
+def test_an_embedding_with_max_norm_trains_in_microbatches(by_function):
     made = functools.partial(renormed, by_function=by_function)
-    (got,) = threads.run(1, lambda ranks: train(ranks, made(), Plan(microbatches=3), TOKENS))
+    (got,) = threads.run(1, lambda comm: train(comm, made(), Plan(microbatches=3), TOKENS))
     assert oracle.deviation(got, oracle.train(made(), loss, sgd, TOKENS)) <= TOLERANCE
 
 
-def test_an_embedding_with_a_largest_norm_is_refused_where_its_write_is_lost():
+def test_an_embedding_with_max_norm_is_refused_where_its_write_is_lost():
     with pytest.raises(PlanError, match='max_norm at table, and precision = "bf16"'):
         check_plan_for_model(renormed().float(), Plan(precision="bf16"), clip=None)
     match = r"forward writes the trained weight table\.weight, and the values depend on its samples"

@@ -17,7 +17,7 @@ LAUNCHER_VARIABLES = {"RANK": "1", "WORLD_SIZE": "3", "LOCAL_RANK": "1", "LOCAL_
 
 @pytest.mark.parametrize("size", [1, 3])
 def test_parallelize_without_a_plan_trains_on_the_batches_of_all_ranks(size, monkeypatch):
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # keeps the test process's number of threads
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # so that the test process keeps its number of threads
     local = threading.local()
     monkeypatch.setattr(init, "init_communicator", lambda: local.comm)
 

@@ -1,4 +1,4 @@
-"""Laws of the wrapper: it acts on the optimizer inside; whatever would make ranks differ is refused.
+"""Laws of the wrapper: it acts on the wrapped optimizer; what would make ranks differ is refused.
 
 Ranks are threads; the oracle is plain PyTorch with the whole batch, in float64.
 """
@@ -39,47 +39,47 @@ def batch(number: int, rank: int | None) -> Tensor:
     return both.flatten(0, 1) if rank is None else both[rank]
 
 
-def of(mine: nn.Module, number: int, rank: int | None) -> Tensor:
+def loss_of(mine: nn.Module, number: int, rank: int | None) -> Tensor:
     return (mine(batch(number, rank)) - 1).square().mean()
 
 
-def plainly(mine, optimizer, rank, *, first=0, steps=STEPS):
+def train_steps(mine, optimizer, rank, *, first=0, steps=STEPS):
     for number in range(first, first + steps):
         optimizer.zero_grad()
-        of(mine, number, rank).backward()
+        loss_of(mine, number, rank).backward()
         optimizer.step()
 
 
-def wrapped(ranks, kind: Any = torch.optim.SGD, mine=None, *, plan=None, drift_check=1000, **options):
+def wrapped(comm, kind: Any = torch.optim.SGD, mine=None, *, plan=None, drift_check=1000, **options):
     mine = mine or model()
     inner = kind(mine.parameters(), **{"lr": 0.1, **options})
-    return mine, DistributedOptimizer(inner, mine, plan, communicator=ranks, drift_check=drift_check)
+    return mine, DistributedOptimizer(inner, mine, plan, communicator=comm, drift_check=drift_check)
 
 
-def apart(mine, theirs) -> float:
+def max_difference(mine, theirs) -> float:
     return max((a.detach() - b.detach()).abs().max().item() for a, b in zip(mine, theirs, strict=True))
 
 
 def agrees(make, train, *, start=model) -> bool:
     """Whether two ranks train the same weights as one process."""
 
-    def body(ranks):
+    def body(comm):
         mine = start()
-        optimizer = DistributedOptimizer(make(mine.parameters()), mine, communicator=ranks)
-        train(mine, optimizer, ranks.rank)
+        optimizer = DistributedOptimizer(make(mine.parameters()), mine, communicator=comm)
+        train(mine, optimizer, comm.rank)
         return [p.detach().clone() for p in mine.parameters()]
 
-    alone = start()
-    train(alone, make(alone.parameters()), None)
+    reference = start()
+    train(reference, make(reference.parameters()), None)
     first, second = threads.run(2, body)
-    return all(map(torch.equal, first, second)) and apart(first, alone.parameters()) <= TOLERANCE
+    return all(map(torch.equal, first, second)) and max_difference(first, reference.parameters()) <= TOLERANCE
 
 
 def scaled(mine, optimizer, rank):
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     for number in range(STEPS):
         optimizer.zero_grad()
-        scaler.scale(of(mine, number, rank)).backward()
+        scaler.scale(loss_of(mine, number, rank)).backward()
         scaler.step(optimizer)
         scaler.update()
 
@@ -89,7 +89,7 @@ def overflowing(mine, optimizer, rank):
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     for number in range(STEPS):
         optimizer.zero_grad()
-        loss = of(mine, number, rank) * (float("inf") if number == 1 and rank != 0 else 1.0)
+        loss = loss_of(mine, number, rank) * (float("inf") if number == 1 and rank != 0 else 1.0)
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
@@ -117,31 +117,31 @@ class Scaled(torch.optim.Optimizer):
             parameter -= rate * parameter.grad
 
 
-def test_attributes_that_are_set_on_the_wrapper_are_the_wrapped_optimizers():
+def test_attributes_set_on_the_wrapper_reach_the_wrapped_optimizer():
     def train(mine, optimizer, rank):
-        plainly(mine, optimizer, rank, steps=2)
+        train_steps(mine, optimizer, rank, steps=2)
         optimizer.factor, optimizer.later = 0.25, 0.5
-        plainly(mine, optimizer, rank, first=2, steps=2)
+        train_steps(mine, optimizer, rank, first=2, steps=2)
         del optimizer.later
-        plainly(mine, optimizer, rank, first=4, steps=2)
+        train_steps(mine, optimizer, rank, first=4, steps=2)
 
     assert agrees(functools.partial(Scaled, lr=0.2), train)
 
 
 def test_states_and_groups_can_be_replaced():
     def train(mine, optimizer, rank):
-        plainly(mine, optimizer, rank, steps=2)
+        train_steps(mine, optimizer, rank, steps=2)
         optimizer.state = collections.defaultdict(dict)
         optimizer.param_groups = [{**group, "lr": 0.05} for group in optimizer.param_groups]
-        plainly(mine, optimizer, rank, first=2, steps=2)
+        train_steps(mine, optimizer, rank, first=2, steps=2)
 
     assert agrees(functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9), train)
 
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
 def test_copies_of_a_wrapper_are_refused(copied):
-    def body(ranks):
-        _, optimizer = wrapped(ranks)
+    def body(comm):
+        _, optimizer = wrapped(comm)
         with pytest.raises(OptimizerError, match=r"a copy or a pickle .*state_dict"):
             copied(optimizer)
         return hasattr(DistributedOptimizer.step, "apply_hooks")
@@ -155,77 +155,77 @@ def channels_last() -> nn.Module:
 
 @pytest.mark.parametrize("how", [{}, {"fused": True}, {"foreach": True}])
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
-def test_gradients_lie_in_memory_as_their_parameters_do(kind, how):
-    assert agrees(functools.partial(kind, lr=0.1, **how), plainly, start=channels_last)
+def test_gradients_have_the_strides_of_their_parameters(kind, how):
+    assert agrees(functools.partial(kind, lr=0.1, **how), train_steps, start=channels_last)
 
 
-def test_gradients_that_a_loop_keeps_lie_as_they_did():
-    def body(ranks):
-        mine, optimizer = wrapped(ranks, mine=channels_last(), fused=True)
+def test_gradients_kept_by_the_loop_keep_their_strides():
+    def body(comm):
+        mine, optimizer = wrapped(comm, mine=channels_last(), fused=True)
         kept = []
         for number in range(2):
             optimizer.zero_grad()
-            of(mine, number, ranks.rank).backward()
+            loss_of(mine, number, comm.rank).backward()
             kept.append([p.grad for p in mine.parameters()])
         return [g.stride() == p.stride() for row in kept for g, p in zip(row, mine.parameters(), strict=True)]
 
     assert threads.run(2, body) == [[True] * 8] * 2
 
 
-def test_ranks_whose_parameters_lie_differently_are_refused():
-    def body(ranks):
+def test_ranks_with_different_parameter_strides_are_refused():
+    def body(comm):
         with pytest.raises(
             PlanError, match=r"0\.weight \[4, 3, 3, 3\] float64.*\[4, 3, 3, 3\], strides \[27, 1, 9, 3\]"
         ):
-            wrapped(ranks, mine=channels_last() if ranks.rank else model())
+            wrapped(comm, mine=channels_last() if comm.rank else model())
         return True
 
     assert threads.run(2, body) == [True, True]
 
 
 @pytest.mark.parametrize(
-    ("options", "convert", "said"),
+    ("options", "convert", "message"),
     [
         ({"fused": True}, {"memory_format": torch.channels_last}, r"strides \[27, 9, 3, 1\] to \[27, 1, 9, 3\]"),
         ({}, {"dtype": torch.float32}, r"torch\.float64 to torch\.float32"),
     ],
 )
-def test_parameters_that_are_converted_later_are_refused(options, convert, said):
-    def body(ranks):
-        mine, _ = wrapped(ranks, **options)
+def test_parameters_that_are_converted_later_are_refused(options, convert, message):
+    def body(comm):
+        mine, _ = wrapped(comm, **options)
         mine.to(**convert)
-        x = batch(0, ranks.rank).to(next(mine.parameters()).dtype)
-        with pytest.raises(TrainingError, match=rf"converted after.*0\.weight \({said}\)"):
+        x = batch(0, comm.rank).to(next(mine.parameters()).dtype)
+        with pytest.raises(TrainingError, match=rf"converted after.*0\.weight \({message}\)"):
             mine(x).sum().backward()
         return True
 
     assert threads.run(2, body) == [True, True]
 
 
-def test_a_later_memory_format_is_trained_where_updates_go_by_elements():
+def test_a_later_memory_format_is_trained_with_elementwise_updates():
     def train(mine, optimizer, rank):
         mine.to(memory_format=torch.channels_last)
-        plainly(mine, optimizer, rank)
+        train_steps(mine, optimizer, rank)
 
     assert agrees(functools.partial(torch.optim.AdamW, lr=0.1), train)
 
 
 def test_gradients_with_a_graph_are_refused():
-    def body(ranks):
-        mine, _ = wrapped(ranks)
+    def body(comm):
+        mine, _ = wrapped(comm)
         with pytest.raises(TaskError, match=r"create_graph=True.*torch\.autograd\.grad"):
-            of(mine, 0, ranks.rank).backward(create_graph=True)
+            loss_of(mine, 0, comm.rank).backward(create_graph=True)
         return True
 
     assert threads.run(2, body) == [True, True]
 
 
-def test_a_parameter_that_is_frozen_later_is_named_as_such():
-    def body(ranks):
-        mine, _ = wrapped(ranks)
+def test_a_parameter_that_is_frozen_later_is_reported_as_frozen():
+    def body(comm):
+        mine, _ = wrapped(comm)
         mine.get_submodule("0").requires_grad_(False)
         with pytest.raises(TrainingError, match=r"0\.weight got no gradient: it was frozen.*unused = \"allow\""):
-            of(mine, 0, ranks.rank).backward()
+            loss_of(mine, 0, comm.rank).backward()
         return True
 
     assert threads.run(2, body) == [True, True]
@@ -244,41 +244,41 @@ class Noisy(torch.optim.SGD):
             parameter += 1e-3 * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
 
 
-def noise(mine, optimizer, ranks):
-    optimizer.seed = ranks.rank
+def different_noise(mine, optimizer, comm):
+    optimizer.seed = comm.rank
 
 
-def momentum(mine, optimizer, ranks):
+def different_momentum(mine, optimizer, comm):
     """As if only one rank had loaded a checkpoint before its optimizer was wrapped."""
-    if ranks.rank == 0:
+    if comm.rank == 0:
         for parameter in mine.parameters():
             optimizer.state[parameter]["momentum_buffer"] = torch.ones_like(parameter)
 
 
-@pytest.mark.parametrize("prepare", [noise, momentum])
+@pytest.mark.parametrize("prepare", [different_noise, different_momentum])
 def test_updates_that_differ_from_the_start_are_found_after_the_first_step(prepare):
-    def body(ranks):
-        mine, optimizer = wrapped(ranks, Noisy, momentum=0.9)
-        prepare(mine, optimizer, ranks)
+    def body(comm):
+        mine, optimizer = wrapped(comm, Noisy, momentum=0.9)
+        prepare(mine, optimizer, comm)
         with pytest.raises(
             DivergenceError, match=r"the weights after step 1\n.*loaded state.*optimizer\.broadcast_state\(\)"
         ):
-            plainly(mine, optimizer, ranks.rank, steps=2)
+            train_steps(mine, optimizer, comm.rank, steps=2)
         return optimizer._steps.num_steps
 
     assert threads.run(2, body) == [1, 1]
 
 
-def test_weights_are_compared_when_it_is_asked_for():
-    def body(ranks):
-        mine, optimizer = wrapped(ranks)
-        plainly(mine, optimizer, ranks.rank)
+def test_check_drift_compares_the_weights():
+    def body(comm):
+        mine, optimizer = wrapped(comm)
+        train_steps(mine, optimizer, comm.rank)
         optimizer.check_drift()
         with torch.no_grad():
-            mine.get_parameter("0.bias")[0] += ranks.rank
+            mine.get_parameter("0.bias")[0] += comm.rank
         with pytest.raises(DivergenceError, match=r"the weights after step 4\n  0\.bias"):
             optimizer.check_drift()
-        if ranks.rank == 0:
+        if comm.rank == 0:
             optimizer.step()
         with pytest.raises(DivergenceError, match=r"rank 0 is at check_drift\(\) after 5 steps"):
             optimizer.check_drift()
@@ -287,67 +287,67 @@ def test_weights_are_compared_when_it_is_asked_for():
     assert threads.run(2, body) == [True, True]
 
 
-def test_a_wrapper_is_not_wrapped():
-    def body(ranks):
-        mine, optimizer = wrapped(ranks)
+def test_wrapping_a_wrapper_is_refused():
+    def body(comm):
+        mine, optimizer = wrapped(comm)
         with pytest.raises(OptimizerError, match="wrapped again"):
-            DistributedOptimizer(optimizer, mine, communicator=ranks)
+            DistributedOptimizer(optimizer, mine, communicator=comm)
         return True
 
     assert threads.run(2, body) == [True, True]
 
 
 def test_the_first_step_is_not_compared_where_drift_checks_are_off():
-    def body(ranks):
-        mine, optimizer = wrapped(ranks, Noisy, drift_check=0)
-        noise(mine, optimizer, ranks)
-        plainly(mine, optimizer, ranks.rank)
+    def body(comm):
+        mine, optimizer = wrapped(comm, Noisy, drift_check=0)
+        different_noise(mine, optimizer, comm)
+        train_steps(mine, optimizer, comm.rank)
         return True
 
     assert threads.run(2, body) == [True, True]
 
 
-def loaded(optimizer, saved, *, factor=1.0):
+def load_scaled(optimizer, saved, *, factor=1.0):
     saved = copy.deepcopy(saved)
     for state in saved["state"].values():
         state["momentum_buffer"].mul_(factor)
     optimizer.load_state_dict(saved)
 
 
-def test_a_state_that_one_rank_alone_loads_is_found_before_a_weight_moves():
-    def body(ranks):
-        mine, optimizer = wrapped(ranks, momentum=0.9)
-        plainly(mine, optimizer, ranks.rank)
-        if ranks.rank == 1:
-            loaded(optimizer, optimizer.state_dict())
+def test_a_state_loaded_on_one_rank_only_is_found_before_a_weight_changes():
+    def body(comm):
+        mine, optimizer = wrapped(comm, momentum=0.9)
+        train_steps(mine, optimizer, comm.rank)
+        if comm.rank == 1:
+            load_scaled(optimizer, optimizer.state_dict())
         before = [p.detach().clone() for p in mine.parameters()]
         with pytest.raises(DivergenceError, match=r"rank 1 is at .* 4 steps of the optimizer and 1 × load_state_dict"):
-            plainly(mine, optimizer, ranks.rank)
-        return apart(mine.parameters(), before)
+            train_steps(mine, optimizer, comm.rank)
+        return max_difference(mine.parameters(), before)
 
     assert threads.run(2, body) == [0.0, 0.0]
 
 
 def test_states_that_differ_between_ranks_are_found_after_the_next_step():
-    def body(ranks):
-        mine, optimizer = wrapped(ranks, momentum=0.9)
-        plainly(mine, optimizer, ranks.rank)
-        loaded(optimizer._optimizer, optimizer.state_dict(), factor=1.0 + ranks.rank)
+    def body(comm):
+        mine, optimizer = wrapped(comm, momentum=0.9)
+        train_steps(mine, optimizer, comm.rank)
+        load_scaled(optimizer._optimizer, optimizer.state_dict(), factor=1.0 + comm.rank)
         with pytest.raises(DivergenceError, match="the weights after step 5"):
-            plainly(mine, optimizer, ranks.rank)
+            train_steps(mine, optimizer, comm.rank)
         return True
 
     assert threads.run(2, body) == [True, True]
 
 
-def test_a_state_that_one_rank_has_loaded_and_broadcast_is_everyones():
-    def body(ranks):
-        mine, optimizer = wrapped(ranks, momentum=0.9)
-        plainly(mine, optimizer, ranks.rank)
-        for _ in range(2 * ranks.rank):  # the other rank loads it once, from the broadcast
-            loaded(optimizer, optimizer.state_dict(), factor=0.5)
+def test_a_state_loaded_on_one_rank_and_broadcast_is_the_same_on_all():
+    def body(comm):
+        mine, optimizer = wrapped(comm, momentum=0.9)
+        train_steps(mine, optimizer, comm.rank)
+        for _ in range(2 * comm.rank):  # the other rank loads it once, from the broadcast
+            load_scaled(optimizer, optimizer.state_dict(), factor=0.5)
         optimizer.broadcast_state(src=1)
-        plainly(mine, optimizer, ranks.rank, first=4)
+        train_steps(mine, optimizer, comm.rank, first=4)
         return [p.tolist() for p in mine.parameters()]
 
     first, second = threads.run(2, body)
@@ -365,8 +365,8 @@ def epochs(mine, optimizer, rank, scheduler, scaler, around):
                 optimizer.zero_grad()
                 for one in (0, 1) if rank is None else (rank,):
                     if number < COUNTS[one]:
-                        share = 0.5 if rank is None else 1.0
-                        scaler.scale(of(mine, 10 * epoch + number, one) * share).backward()
+                        weight = 0.5 if rank is None else 1.0
+                        scaler.scale(loss_of(mine, 10 * epoch + number, one) * weight).backward()
                 scaler.step(optimizer)
                 scaler.update()
                 scheduler.step()
@@ -386,63 +386,63 @@ SCHEDULERS = {
 
 
 @pytest.mark.parametrize("kind", SCHEDULERS)
-def test_states_that_join_is_given_are_at_its_end_those_of_the_rank_that_was_at_it_longest(kind):
+def test_join_ends_with_the_states_of_the_rank_with_the_most_batches(kind):
     def scaler():
         return torch.amp.GradScaler("cpu", init_scale=2.0, growth_interval=2)
 
-    def body(ranks):
-        mine, optimizer = wrapped(ranks, momentum=0.9)
+    def body(comm):
+        mine, optimizer = wrapped(comm, momentum=0.9)
 
         def around(*states):
             return optimizer.join(states=states)
 
-        epochs(mine, optimizer, ranks.rank, SCHEDULERS[kind](optimizer), mine_scaler := scaler(), around)
+        epochs(mine, optimizer, comm.rank, SCHEDULERS[kind](optimizer), mine_scaler := scaler(), around)
         return [p.detach().clone() for p in mine.parameters()], mine_scaler.get_scale()
 
-    alone = model()
-    plain = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9)
+    reference = model()
+    plain = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9)
     theirs = scaler()
-    epochs(alone, plain, None, SCHEDULERS[kind](plain), theirs, lambda *_: torch.enable_grad())
+    epochs(reference, plain, None, SCHEDULERS[kind](plain), theirs, lambda *_: torch.enable_grad())
     (first, scale), (second, other) = threads.run(2, body)
     assert all(map(torch.equal, first, second))
-    assert apart(first, alone.parameters()) <= TOLERANCE
+    assert max_difference(first, reference.parameters()) <= TOLERANCE
     assert scale == other == theirs.get_scale()
 
 
 @pytest.mark.parametrize("kind", ["lambda", "cyclic"])
 def test_schedules_that_differ_within_join_are_refused_on_every_rank(kind):
-    def body(ranks):
-        mine, optimizer = wrapped(ranks, momentum=0.9)
+    def body(comm):
+        mine, optimizer = wrapped(comm, momentum=0.9)
         scaler = torch.amp.GradScaler("cpu", enabled=False)
         with pytest.raises(DivergenceError, match=r"within join\(\)\n  lr: .*join\(states=\[scheduler\]\)"):
-            epochs(mine, optimizer, ranks.rank, SCHEDULERS[kind](optimizer), scaler, lambda *_: optimizer.join())
+            epochs(mine, optimizer, comm.rank, SCHEDULERS[kind](optimizer), scaler, lambda *_: optimizer.join())
         return True
 
     assert threads.run(2, body) == [True, True]
 
 
 def test_options_within_join_are_compared_among_the_ranks_with_data():
-    def body(ranks):
-        mine, optimizer = wrapped(ranks)
-        optimizer.param_groups[0]["lr"] = 0.2 if ranks.rank == 2 else 0.1
-        said = r"within join\(\)\n  lr: rank 1 has 0\.1; rank 2 has 0\.2"
-        with pytest.raises(DivergenceError, match=said), optimizer.join():
-            plainly(mine, optimizer, ranks.rank % 2, steps=ranks.rank)
+    def body(comm):
+        mine, optimizer = wrapped(comm)
+        optimizer.param_groups[0]["lr"] = 0.2 if comm.rank == 2 else 0.1
+        message = r"within join\(\)\n  lr: rank 1 has 0\.1; rank 2 has 0\.2"
+        with pytest.raises(DivergenceError, match=message), optimizer.join():
+            train_steps(mine, optimizer, comm.rank % 2, steps=comm.rank)
         return True
 
     assert threads.run(3, body) == [True] * 3
 
 
-def test_marks_of_options_are_exact_when_they_are_squared_and_summed():
+def test_short_digests_of_options_are_exact_when_squared_and_summed():
     parameters = [nn.Parameter(torch.ones(1))]
-    marks = [OptionTracker(torch.optim.SGD(parameters, lr=0.1 * number)).short_digest() for number in range(1, 50)]
-    assert len(set(marks)) == 49
-    assert max(marks) ** 2 * 4096 < 2**53
+    digests = [OptionTracker(torch.optim.SGD(parameters, lr=0.1 * number)).short_digest() for number in range(1, 50)]
+    assert len(set(digests)) == 49
+    assert max(digests) ** 2 * 4096 < 2**53
 
 
-def test_join_refuses_what_has_no_state():
-    def body(ranks):
-        _, optimizer = wrapped(ranks)
+def test_join_refuses_objects_without_a_state_dict():
+    def body(comm):
+        _, optimizer = wrapped(comm)
         wrong: list[Any] = [[3], None]
         for states in wrong:
             with (
@@ -455,17 +455,17 @@ def test_join_refuses_what_has_no_state():
     assert threads.run(2, body) == [True, True]
 
 
-def test_freezing_and_thawing_goes_with_unused_allow():
+def test_freezing_and_unfreezing_is_allowed_with_unused_allow():
     def train(mine, optimizer, rank):
         for first, is_trained in ((0, True), (2, False), (4, True)):
             mine.get_submodule("0").requires_grad_(is_trained)
-            plainly(mine, optimizer, rank, first=first, steps=2)
+            train_steps(mine, optimizer, rank, first=first, steps=2)
 
-    def body(ranks):
-        mine, optimizer = wrapped(ranks, torch.optim.AdamW, plan=Plan(dp=2, unused="allow"))
-        train(mine, optimizer, ranks.rank)
+    def body(comm):
+        mine, optimizer = wrapped(comm, torch.optim.AdamW, plan=Plan(dp=2, unused="allow"))
+        train(mine, optimizer, comm.rank)
         return [p.detach().clone() for p in mine.parameters()]
 
-    alone = model()
-    train(alone, torch.optim.AdamW(alone.parameters(), lr=0.1), None)
-    assert max(apart(mine, alone.parameters()) for mine in threads.run(2, body)) <= TOLERANCE
+    reference = model()
+    train(reference, torch.optim.AdamW(reference.parameters(), lr=0.1), None)
+    assert max(max_difference(mine, reference.parameters()) for mine in threads.run(2, body)) <= TOLERANCE

@@ -32,7 +32,7 @@ def batch(number: int, rank: int | None) -> Tensor:
     return both.flatten(0, 1) if rank is None else both[rank]
 
 
-def of(mine: nn.Module, number: int, rank: int | None) -> Tensor:
+def loss_of(mine: nn.Module, number: int, rank: int | None) -> Tensor:
     return (mine(batch(number, rank)) - 1).square().mean()
 
 
@@ -41,36 +41,36 @@ def by_closure(mine, optimizer, rank, *, steps=STEPS, value=lambda loss: loss):
 
         def closure(number=number):
             optimizer.zero_grad()
-            loss = of(mine, number, rank)
+            loss = loss_of(mine, number, rank)
             loss.backward()
             return value(loss)
 
         optimizer.step(closure)
 
 
-def plainly(mine, optimizer, rank, *, steps=STEPS):
+def train_steps(mine, optimizer, rank, *, steps=STEPS):
     for number in range(steps):
         optimizer.zero_grad()
-        of(mine, number, rank).backward()
+        loss_of(mine, number, rank).backward()
         optimizer.step()
 
 
-def compared(make, train, **how) -> list[str]:
-    """Whether the weights of two ranks are those of plain PyTorch in one process."""
+def differences(make, train, **how) -> list[str]:
+    """How the weights of two ranks differ from each other, or from plain PyTorch in one process."""
 
-    def body(ranks):
+    def body(comm):
         mine = model()
-        optimizer = DistributedOptimizer(make(mine.parameters()), mine, communicator=ranks, **how)
-        train(mine, optimizer, ranks.rank)
+        optimizer = DistributedOptimizer(make(mine.parameters()), mine, communicator=comm, **how)
+        train(mine, optimizer, comm.rank)
         return [p.detach().clone() for p in mine.parameters()]
 
-    alone = model()
-    train(alone, make(alone.parameters()), None)
+    reference = model()
+    train(reference, make(reference.parameters()), None)
     first, second = threads.run(2, body)
     found = [] if all(map(torch.equal, first, second)) else ["the ranks differ"]
-    far = max((a - b).abs().max().item() for a, b in zip(first, alone.parameters(), strict=True))
+    difference = max((a - b).abs().max().item() for a, b in zip(first, reference.parameters(), strict=True))
     # A line search compares losses: a difference in rounding grows with every step.
-    return found + ([f"{far:.2g} from one process"] if far > 1e3 * TOLERANCE else [])
+    return found + ([f"{difference:.2g} from one process"] if difference > 1e3 * TOLERANCE else [])
 
 
 class Polyak(torch.optim.Optimizer):
@@ -111,8 +111,8 @@ class Halving(torch.optim.Optimizer):
         return first
 
 
-class Plain(torch.optim.SGD):
-    """Calls its parent's step, and has an argument that its parent has not."""
+class ScaledSGD(torch.optim.SGD):
+    """Calls its parent's step, with an argument that the parent lacks."""
 
     def step(self, closure=None, *, scale=1.0):  # type: ignore[override]
         for group in self.param_groups:
@@ -120,26 +120,26 @@ class Plain(torch.optim.SGD):
         return super().step(closure)
 
 
-wolfe = functools.partial(torch.optim.LBFGS, max_iter=4, line_search_fn="strong_wolfe")
-until_flat = functools.partial(torch.optim.LBFGS, max_iter=20, tolerance_change=1e-2)
+lbfgs_wolfe = functools.partial(torch.optim.LBFGS, max_iter=4, line_search_fn="strong_wolfe")
+lbfgs_tolerance = functools.partial(torch.optim.LBFGS, max_iter=20, tolerance_change=1e-2)
 
 
-@pytest.mark.parametrize("make", [functools.partial(wolfe, lr=1.0), functools.partial(until_flat, lr=0.5)])
+@pytest.mark.parametrize("make", [functools.partial(lbfgs_wolfe, lr=1.0), functools.partial(lbfgs_tolerance, lr=0.5)])
 def test_a_line_search_steps_by_the_mean_loss(make):
-    assert compared(make, by_closure) == []
+    assert differences(make, by_closure) == []
 
 
 @pytest.mark.parametrize("value", [lambda loss: loss, lambda loss: loss.item(), lambda loss: loss.detach().view(1)])
-def test_an_optimizer_of_the_users_own_steps_by_the_mean_loss(value):
-    assert compared(functools.partial(Polyak, lr=0.5), functools.partial(by_closure, value=value)) == []
+def test_a_custom_optimizer_steps_by_the_mean_loss(value):
+    assert differences(functools.partial(Polyak, lr=0.5), functools.partial(by_closure, value=value)) == []
 
 
-def test_a_closure_gets_the_arguments_that_its_optimizer_gives_it():
+def test_a_closure_gets_the_arguments_that_its_optimizer_passes():
     def train(mine, optimizer, rank):
         for number in range(STEPS):
 
             def closure(*, backward=True, number=number):
-                loss = of(mine, number, rank)
+                loss = loss_of(mine, number, rank)
                 if backward:
                     optimizer.zero_grad()
                     loss.backward()
@@ -147,7 +147,7 @@ def test_a_closure_gets_the_arguments_that_its_optimizer_gives_it():
 
             optimizer.step(closure, tries=5)
 
-    assert compared(functools.partial(Halving, lr=8.0), train) == []
+    assert differences(functools.partial(Halving, lr=8.0), train) == []
 
 
 def test_a_mean_loss_keeps_its_graph():
@@ -162,19 +162,19 @@ def test_a_mean_loss_keeps_its_graph():
     def train(mine, optimizer, rank):
         for number in range(STEPS):
             optimizer.zero_grad()
-            optimizer.step(functools.partial(of, mine, number, rank))
+            optimizer.step(functools.partial(loss_of, mine, number, rank))
 
-    assert compared(functools.partial(Backward, lr=0.5), train) == []
+    assert differences(functools.partial(Backward, lr=0.5), train) == []
 
 
-def test_torchs_optimizers_hand_on_the_loss_of_a_closure_as_it_is():
-    def body(ranks):
+def test_torchs_optimizers_return_the_local_loss_of_a_closure():
+    def body(comm):
         mine = model()
-        optimizer = DistributedOptimizer(torch.optim.Adam(mine.parameters()), mine, communicator=ranks)
-        loss = of(mine, 0, ranks.rank).item()
+        optimizer = DistributedOptimizer(torch.optim.Adam(mine.parameters()), mine, communicator=comm)
+        loss = loss_of(mine, 0, comm.rank).item()
 
         def closure():
-            found = of(mine, 0, ranks.rank)
+            found = loss_of(mine, 0, comm.rank)
             found.backward()
             return found.item()
 
@@ -185,59 +185,59 @@ def test_torchs_optimizers_hand_on_the_loss_of_a_closure_as_it_is():
 
 
 @pytest.mark.parametrize("value", [lambda loss: (loss, 1), lambda loss: loss.expand(2), lambda loss: "low"])
-def test_a_loss_that_has_no_mean_is_refused_where_an_optimizer_may_step_by_it(value):
-    def body(ranks):
+def test_a_closure_value_without_a_mean_is_refused_where_the_optimizer_may_use_it(value):
+    def body(comm):
         mine = model()
-        optimizer = DistributedOptimizer(Polyak(mine.parameters(), lr=0.5), mine, communicator=ranks)
+        optimizer = DistributedOptimizer(Polyak(mine.parameters(), lr=0.5), mine, communicator=comm)
         with pytest.raises(TrainingError, match=r"a closure that returns .* need one number: Polyak uses its mean"):
-            by_closure(mine, optimizer, ranks.rank, value=value)
+            by_closure(mine, optimizer, comm.rank, value=value)
         return True
 
     assert threads.run(2, body) == [True, True]
 
 
-def test_a_loss_that_steps_are_taken_by_is_refused_within_join():
-    def body(ranks):
+def test_an_optimizer_that_steps_by_the_loss_is_refused_within_join():
+    def body(comm):
         mine = model()
-        optimizer = DistributedOptimizer(wolfe(mine.parameters()), mine, communicator=ranks)
+        optimizer = DistributedOptimizer(lbfgs_wolfe(mine.parameters()), mine, communicator=comm)
         with pytest.raises(TrainingError, match=r"LBFGS with a closure, within join\(\)"), optimizer.join():
-            by_closure(mine, optimizer, ranks.rank, steps=1)
+            by_closure(mine, optimizer, comm.rank, steps=1)
         return True
 
     assert threads.run(2, body) == [True, True]
 
 
-def test_steps_past_the_wrapper_are_those_of_the_wrapper():
-    def past(optimizer):
+def test_a_direct_step_of_the_wrapped_optimizer_equals_one_of_the_wrapper():
+    def inner_of(optimizer):
         return getattr(optimizer, "_optimizer", optimizer)
 
     def train(mine, optimizer, rank):
         for number in range(STEPS):
             optimizer.zero_grad()
-            of(mine, number, rank).backward()
-            past(optimizer).step()
+            loss_of(mine, number, rank).backward()
+            inner_of(optimizer).step()
 
-    assert compared(functools.partial(torch.optim.SGD, lr=0.1), train) == []
-    assert compared(functools.partial(Plain, lr=0.1), train) == []
+    assert differences(functools.partial(torch.optim.SGD, lr=0.1), train) == []
+    assert differences(functools.partial(ScaledSGD, lr=0.1), train) == []
 
     def search(mine, optimizer, rank):
-        by_closure(mine, past(optimizer), rank)
+        by_closure(mine, inner_of(optimizer), rank)
 
-    assert compared(functools.partial(wolfe, lr=1.0), search) == []
+    assert differences(functools.partial(lbfgs_wolfe, lr=1.0), search) == []
 
 
-@pytest.mark.parametrize("kind", [torch.optim.SGD, Plain])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, ScaledSGD])
 @pytest.mark.parametrize("how", ["step", "closure", "keyword", "scaler"])
-def test_a_gradient_of_one_ranks_own_is_refused_past_the_wrapper_too(how, kind):
-    def body(ranks):
+def test_an_unreduced_gradient_is_refused_in_a_direct_step_too(how, kind):
+    def body(comm):
         mine = model()
         inner = kind(mine.parameters(), lr=0.1)
-        optimizer = DistributedOptimizer(inner, mine, communicator=ranks)
+        optimizer = DistributedOptimizer(inner, mine, communicator=comm)
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
 
         def local():
             with optimizer.no_sync():
-                scaler.scale(of(mine, 0, ranks.rank)).backward()
+                scaler.scale(loss_of(mine, 0, comm.rank)).backward()
 
         steps = {
             "step": lambda: (local(), inner.step()),
@@ -252,7 +252,7 @@ def test_a_gradient_of_one_ranks_own_is_refused_past_the_wrapper_too(how, kind):
             optimizer.zero_grad()
             scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
         assert all(map(torch.equal, mine.parameters(), before))
-        of(mine, 0, ranks.rank).backward()
+        loss_of(mine, 0, comm.rank).backward()
         inner.step()
         local()
         with pytest.raises(TrainingError, match="not been averaged"):
@@ -263,15 +263,15 @@ def test_a_gradient_of_one_ranks_own_is_refused_past_the_wrapper_too(how, kind):
     assert first == second
 
 
-def test_a_step_past_the_wrapper_counts_once():
-    def body(ranks):
+def test_a_direct_step_counts_once():
+    def body(comm):
         mine = model()
-        inner = Plain(mine.parameters(), lr=0.1)
-        optimizer = DistributedOptimizer(inner, mine, communicator=ranks)
-        for _ in range(1 + ranks.rank):
+        inner = ScaledSGD(mine.parameters(), lr=0.1)
+        optimizer = DistributedOptimizer(inner, mine, communicator=comm)
+        for _ in range(1 + comm.rank):
             inner.step()
         with pytest.raises(DivergenceError, match=r"rank 0 is at backward 1 after 1 steps.*after 2 steps"):
-            of(mine, 0, ranks.rank).backward()
+            loss_of(mine, 0, comm.rank).backward()
         return optimizer.defaults["lr"]
 
     assert threads.run(2, body) == [0.1, 0.1]
@@ -281,19 +281,19 @@ def test_the_arguments_of_a_step_reach_the_wrapped_optimizer():
     def train(mine, optimizer, rank):
         for number in range(STEPS):
             optimizer.zero_grad()
-            of(mine, number, rank).backward()
+            loss_of(mine, number, rank).backward()
             optimizer.step(scale=0.25)
 
-    assert compared(functools.partial(Plain, lr=0.1), train) == []
+    assert differences(functools.partial(ScaledSGD, lr=0.1), train) == []
 
 
-def test_an_optimizer_that_a_newer_wrapper_has_is_not_checked_by_the_older_one():
-    def body(ranks):
+def test_an_optimizer_that_is_wrapped_again_is_not_checked_by_the_older_wrapper():
+    def body(comm):
         mine = model()
         inner = torch.optim.SGD(mine.parameters(), lr=0.1)
-        DistributedOptimizer(inner, mine, communicator=ranks)
-        optimizer = DistributedOptimizer(inner, mine, communicator=ranks)
-        plainly(mine, optimizer, ranks.rank)
+        DistributedOptimizer(inner, mine, communicator=comm)
+        optimizer = DistributedOptimizer(inner, mine, communicator=comm)
+        train_steps(mine, optimizer, comm.rank)
         return [p.tolist() for p in mine.parameters()]
 
     first, second = threads.run(2, body)
