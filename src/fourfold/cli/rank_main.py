@@ -5,6 +5,7 @@
 Law: this file prints no error; the launcher reports the first cause once.
 """
 
+import importlib
 import os
 import sys
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from pathlib import Path
 
 from fourfold.checkpoint.store import resume_hint
 from fourfold.cli import job
+from fourfold.environment.imports import collection_paused
 from fourfold.environment.launchers import OPEN_MPI, detected_launchers
 from fourfold.environment.world import World, from_environment
 from fourfold.launch import failure_report
@@ -20,6 +22,8 @@ from fourfold.words.errors import FourfoldError, TrainingError
 
 
 def main(words: Sequence[str]) -> None:
+    with collection_paused():  # the task imports torch too, and may do more than import
+        importlib.import_module("fourfold.trainer.train")
     world = from_environment()
     assert world is not None
     train(job.parse_job(words, num_processes=world.size), world)

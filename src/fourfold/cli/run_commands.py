@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fourfold.cli import sigint
+from fourfold.environment.imports import collection_paused
 from fourfold.environment.standard_streams import print_stderr, redirect_to_null
 from fourfold.environment.world import from_environment
 from fourfold.words.errors import Problem, SettingError, os_error_text
@@ -172,7 +173,8 @@ def report(words: Sequence[str]) -> int:
 
 
 def _launch(command: Sequence[str], num_processes: int, policy: "SupervisionPolicy") -> int:
-    from fourfold.launch.local_job import launch
+    with collection_paused():
+        from fourfold.launch.local_job import launch
 
     sigint.restore_and_raise()
     outcome = launch(command, num_processes=num_processes, policy=policy)
