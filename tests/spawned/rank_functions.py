@@ -272,6 +272,12 @@ def wide_steps(steps: int, zero: int, shard: int | None) -> int:
     return sum(p.numel() * p.element_size() for p in model.parameters())
 
 
+def final_loss(recipe: str, folder: str) -> float:
+    """The loss of a small language model that has been trained for a few steps with a plan file."""
+    task = lm.task(width=32, layers=1, valid_bytes=1024)
+    return ff.train(task, ff.Plan.from_toml(Path(recipe).read_text()), steps=20, folder=folder, name="run").loss
+
+
 def late_in_data(folder: str) -> list[Any]:
     """The stragglers in the log of a run whose rank 1 reads slowly."""
 
