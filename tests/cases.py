@@ -206,15 +206,15 @@ def train_step(case: Case, step: TrainStep, *, skip: int = 0) -> TrainingResult:
     return oracle.snapshot(step, [m.loss for m in metrics], [m.grad_norm for m in metrics])
 
 
-def build_step(case: Case, size: int, ranks: Any = None) -> TrainStep:
-    """The case's step: on the given ranks (threads), or on those of the environment (processes)."""
-    if ranks is None:
+def build_step(case: Case, size: int, comm: Any = None) -> TrainStep:
+    """The case's step: with the given communicator (threads), or that of the environment (processes)."""
+    if comm is None:
         return parallelize(model(case.model), loss(case), optimizer(case), case.plan(size), clip=case.clip)
     return TrainStep(
-        model(case.model), loss(case), optimizer(case), plan=case.plan(size), communicator=ranks, clip=case.clip
+        model(case.model), loss(case), optimizer(case), plan=case.plan(size), communicator=comm, clip=case.clip
     )
 
 
-def deviation(case: Case, size: int, ranks: Any = None) -> float:
+def deviation(case: Case, size: int, comm: Any = None) -> float:
     """The deviation of this rank's training from the oracle's."""
-    return oracle.deviation(train_step(case, build_step(case, size, ranks)), train_oracle(case))
+    return oracle.deviation(train_step(case, build_step(case, size, comm)), train_oracle(case))

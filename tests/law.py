@@ -1,8 +1,9 @@
-"""The law of training, drawn: what may differ between two trainings, what is legal together, and who knows the result.
+"""The law of training: the fields in which trainings differ, which values are legal together, and the expected result.
 
-place    how many ranks, on how many hosts, and what carries tensors between them
-oracle   one process, in plain torch: see tests/{apart,coded,precision}.py and fourfold.testing.oracle
-Law: what is legal is asked of the library; what is legal and no oracle knows is listed, with the reason.
+place    how many ranks, on how many hosts, and the transport between them
+row      one value of each field; `case_of` makes a `Case` of it
+oracle   the same training in one process, in plain torch: `fourfold.testing.oracle`, `tests/*_oracle.py`
+Law: the library decides what is legal. A legal training that no oracle can compute is listed here, with the reason.
 """
 
 import dataclasses
@@ -27,7 +28,7 @@ from tests.pairs import Row
 
 
 class Place(NamedTuple):
-    """How many ranks there are, on how many hosts, and what carries tensors between them."""
+    """The number of ranks and of hosts, and the transport."""
 
     size: int
     hosts: int = 1
@@ -48,7 +49,7 @@ PLACES = (
     Place(3, transport="gloo"),
     Place(6, 3),
 )
-SCARCE, UNEVEN, TWELVES, SIXTEENS = (1, 9, 2), (12, 9, 13, 7), (12,) * 3, (16,) * 2
+TINY, UNEVEN, TWELVES, SIXTEENS = (1, 9, 2), (12, 9, 13, 7), (12,) * 3, (16,) * 2
 LENGTH, ODD_LENGTH = 16, 11
 Sequence = tuple[int, str, int]  # sp, ring, ulysses
 SEQUENCES: tuple[Sequence, ...] = (
@@ -67,7 +68,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "model": ("mlp", "tied", "frozen", "unused", "lm", "digits", *AWKWARD_MODELS),
     "loss": tuple(cases.LOSSES),
     "optimizer": ("AdamW", "SGD", "LAMB", "LARS", "Adagrad", "descent"),
-    "batch_sizes": (SCARCE, UNEVEN, TWELVES, SIXTEENS),
+    "batch_sizes": (TINY, UNEVEN, TWELVES, SIXTEENS),
     "length": (LENGTH, ODD_LENGTH),
     "sequence": SEQUENCES,
     "microbatches": (1, 2, 3),
@@ -76,106 +77,106 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "unused": FIELD_RULES["unused"].choices,
     "codec": FIELD_RULES["codec"].choices,
     "sync": (STEP, ("local", 1, 0.7, 0.0), ("local", 2, 1.0, 0.9)),
-    "numbers": (("keep", "keep"), ("keep", "fp32"), ("bf16", "keep"), ("bf16", "fp32"), ("fp16", "fp32")),
+    "dtypes": (("keep", "keep"), ("keep", "fp32"), ("bf16", "keep"), ("bf16", "fp32"), ("fp16", "fp32")),
     "offload": FIELD_RULES["offload"].choices,
 }
 PLAIN: Row = {name: values[0] for name, values in CHOICES.items()} | {"place": Place(2), "zero": 1}
-OF_TOKENS = PLAIN | {"model": "lm", "sequence": (2, "zigzag", 1)}
+LM = PLAIN | {"model": "lm", "sequence": (2, "zigzag", 1)}
 BASES = (
     PLAIN,
     PLAIN | {"model": "tied", "zero": 3, "loss": "pair"},
     PLAIN | {"model": "unused", "unused": "allow"},
-    OF_TOKENS,
-    OF_TOKENS | {"sequence": (4, "zigzag", 2), "place": Place(4, transport="shared")},
+    LM,
+    LM | {"sequence": (4, "zigzag", 2), "place": Place(4, transport="shared")},
     PLAIN | {"codec": "topk"},
     PLAIN | {"codec": "bf16", "batch_sizes": SIXTEENS},
     PLAIN | {"sync": ("local", 2, 1.0, 0.9), "zero": 0, "batch_sizes": UNEVEN},
-    PLAIN | {"numbers": ("bf16", "keep"), "optimizer": "SGD", "batch_sizes": TWELVES},
-    PLAIN | {"numbers": ("keep", "fp32"), "optimizer": "SGD"},
+    PLAIN | {"dtypes": ("bf16", "keep"), "optimizer": "SGD", "batch_sizes": TWELVES},
+    PLAIN | {"dtypes": ("keep", "fp32"), "optimizer": "SGD"},
 )
 
 
 def case_of(row: Row) -> Case:
-    fields = {name: row[name] for name in row if name not in ("place", "sequence", "sync", "numbers")}
+    fields = {name: row[name] for name in row if name not in ("place", "sequence", "sync", "dtypes")}
     fields |= dict(zip(("sp", "ring", "ulysses"), row["sequence"], strict=True))
     fields |= dict(zip(("sync", "local_steps", "outer_lr", "outer_momentum"), row["sync"], strict=True))
-    fields |= dict(zip(("precision", "reduce_dtype"), row["numbers"], strict=True))
+    fields |= dict(zip(("precision", "reduce_dtype"), row["dtypes"], strict=True))
     return Case(**fields, transport=row["place"].transport)
 
 
 def text(row: Row) -> str:
-    """The row in a line, without what is as it is in plain cases."""
-    place, said = row["place"], [str(row[name]) for name in row if name != "place" and row[name] != PLAIN[name]]
-    return f"{place.size} ranks {place.kind} zero{row['zero']} {' '.join(said)}"
+    """The row in a line: the place, the zero level, and the values that differ from PLAIN."""
+    place, differing = row["place"], [str(row[name]) for name in row if name != "place" and row[name] != PLAIN[name]]
+    return f"{place.size} ranks {place.kind} zero{row['zero']} {' '.join(differing)}"
 
 
 # ---- what is legal
 
 
 def is_legal(row: Row) -> bool:
-    """Whether there is such a training, the library takes it, and an oracle knows what it leaves."""
+    """Whether the row means something, the library accepts it, and an oracle can compute it."""
     case, place = case_of(row), row["place"]
-    if any(has(case, place) for has in (NOTHING | WITHOUT_ORACLE).values()):
+    if any(applies(case, place) for applies in (MEANINGLESS | WITHOUT_ORACLE).values()):
         return False
     return not is_refused(dataclasses.replace(case, loss="values", batch_sizes=UNEVEN), place)
 
 
-NOTHING: dict[str, Callable[[Case, Place], bool]] = {
-    "a mesh that the ranks do not make": lambda case, place: place.size % case.sp > 0,
-    "tokens of a model without any": lambda case, _: case.model != "lm" and (case.sp > 1 or case.length != LENGTH),
-    "another loss than the task's own": lambda case, _: case.model == "digits" and case.loss != "values",
-    "a batch without a target that counts": lambda case, _: case.loss == "masked" and not _all_count(case),
-    "a training that ends between meetings": lambda case, _: (
+MEANINGLESS: dict[str, Callable[[Case, Place], bool]] = {
+    "a mesh of another size than the world": lambda case, place: place.size % case.sp > 0,
+    "a sequence axis or length for a model without tokens": lambda case, _: (
+        case.model != "lm" and (case.sp > 1 or case.length != LENGTH)
+    ),
+    "a task with another loss than its own": lambda case, _: case.model == "digits" and case.loss != "values",
+    "a batch whose targets are all ignored": lambda case, _: case.loss == "masked" and not _has_counted_targets(case),
+    "local SGD that ends between two averages": lambda case, _: (
         case.sync == "local" and len(case.batch_sizes) % case.local_steps > 0
     ),
-    "unused parameters that are refused in the step": lambda case, _: (
+    'unused parameters, which unused = "refuse" refuses in the step': lambda case, _: (
         case.model == "unused" and case.unused == "refuse"
     ),
-    "a mean over unequal parts of a sequence": lambda case, _: (
+    "a mean over unequal shards of a sequence": lambda case, _: (
         case.loss == "scalar" and case.sp > 1 and case.length != LENGTH
     ),
-    "a sequence over groups, which need processes": lambda case, place: (
+    "a sequence axis over process groups, which threads do not have": lambda case, place: (
         case.sp > 1 and (place.kind == "group" or case.sp > place.size // place.hosts)
     ),
-    "a share that cuts hosts apart": lambda case, place: place.hosts > 1 and _cuts(case, place),
+    "a shard group that straddles hosts": lambda case, place: place.hosts > 1 and _straddles(case, place),
 }
 WITHOUT_ORACLE: dict[str, Callable[[Case, Place], bool]] = {
-    "workers of a codec have whole samples": lambda case, _: case.codec != "none" and case.sp > 1,
-    "a codec's messages of gradients in other numbers": lambda case, _: (
+    "the codec oracle splits batches by sample only": lambda case, _: case.codec != "none" and case.sp > 1,
+    "a codec with other dtypes": lambda case, _: (
         case.codec != "none" and (case.precision, case.reduce_dtype) != ("keep", "keep")
     ),
-    "casts round what is added in another order": lambda case, place: (
+    "casts whose sums are rounded in another order": lambda case, place: (
         case.codec in ("bf16", "fp16")
         and (case.batch_sizes != SIXTEENS or place.kind != "shared" or _in_thirds(case, place))
     ),
-    "casts by a unit that is the first step's count": lambda case, _: (
+    "casts of losses whose count changes from step to step": lambda case, _: (
         case.codec in ("bf16", "fp16") and (case.loss == "masked" or case.length != LENGTH)
     ),
-    "what workers of a codec leave of parameters without gradients": lambda case, _: (
-        case.codec != "none" and case.model == "unused"
-    ),
-    "local steps with other numbers": lambda case, _: case.sync == "local" and case.reduce_dtype != "keep",
-    "rounded copies of other models, losses and batches": lambda case, _: (
+    "a codec with parameters that get no gradient": lambda case, _: case.codec != "none" and case.model == "unused",
+    "local SGD with another dtype of reduction": lambda case, _: case.sync == "local" and case.reduce_dtype != "keep",
+    "low precision with models, losses and batches that its oracle does not know": lambda case, _: (
         case.precision != "keep"
         and (case.model not in ("mlp", "tied", "frozen") or case.loss != "values" or case.batch_sizes != TWELVES)
     ),
-    "rounded gradients of unequal parts": lambda case, place: (
+    "low precision with microbatches of unequal size": lambda case, place: (
         case.precision != "keep" and TWELVES[0] % (place.size * case.microbatches) > 0
     ),
-    "rounded sums in another order under an update that magnifies": lambda case, place: (
+    "sums rounded in another order, with an update that magnifies the difference": lambda case, place: (
         case.precision != "keep" and _reorders(case, place) and case.optimizer in ("AdamW", "Adagrad")
     ),
-    "sums in float32 under an update that magnifies": lambda case, _: (
+    "sums in float32, with an update that magnifies the difference": lambda case, _: (
         (case.precision, case.reduce_dtype) == ("keep", "fp32") and case.optimizer not in ("SGD", "descent")
     ),
-    "one region is told of twice": lambda case, _: (
+    "a checkpointed region recomputed in one pass, whose reads are reported twice": lambda case, _: (
         case.model == "checkpointed" and case.microbatches == 1 and case.zero < 3
     ),
 }
 
 
 def _reorders(case: Case, place: Place) -> bool:
-    """Whether rounded sums are added up in another order than that of the ranks."""
+    """Whether the ranks' gradients are added in another order than that of the ranks."""
     return place.hosts > 1 or case.shard is not None
 
 
@@ -183,30 +184,30 @@ def _in_thirds(case: Case, place: Place) -> bool:
     return place.size == 3 or case.microbatches == 3
 
 
-def _cuts(case: Case, place: Place) -> bool:
-    share = (case.shard or place.size // case.sp) * case.sp
-    each = place.size // place.hosts
-    return case.zero > 0 and share % each > 0 and each % share > 0
+def _straddles(case: Case, place: Place) -> bool:
+    group_size = (case.shard or place.size // case.sp) * case.sp
+    per_host = place.size // place.hosts
+    return case.zero > 0 and group_size % per_host > 0 and per_host % group_size > 0
 
 
 @functools.cache
-def _all_count(case: Case) -> bool:
-    return _counts(case.model == "lm", case.batch_sizes, case.length)
+def _has_counted_targets(case: Case) -> bool:
+    return _each_batch_counts(case.model == "lm", case.batch_sizes, case.length)
 
 
 @functools.cache
-def _counts(of_tokens: bool, batch_sizes: tuple[int, ...], length: int) -> bool:
-    case = Case(model="lm" if of_tokens else "mlp", batch_sizes=batch_sizes, length=length)
+def _each_batch_counts(has_tokens: bool, batch_sizes: tuple[int, ...], length: int) -> bool:
+    case = Case(model="lm" if has_tokens else "mlp", batch_sizes=batch_sizes, length=length)
     return all((targets < 6).any() for _, targets in cases.batches(case))
 
 
 @functools.cache
 def is_refused(case: Case, place: Place) -> bool:
-    """Whether the library says no before anything is started."""
-    ranks = cast(Any, SimpleNamespace(size=place.size, device=torch.device("cpu")))
+    """Whether the library refuses the plan before training."""
+    comm = cast(Any, SimpleNamespace(size=place.size, device=torch.device("cpu")))
     try:
         plan, model = case.plan(place.size), _model(case.model)
-        check_plan_on_ranks(model, plan, ranks, clip=case.clip)
+        check_plan_on_ranks(model, plan, comm, clip=case.clip)
         if case.update == "in_backward":
             check_update_timing(user_optimizer.build_optimizer(cases.optimizer(case), list(model.parameters())), plan)
     except PlanError:
@@ -216,10 +217,10 @@ def is_refused(case: Case, place: Place) -> bool:
 
 _model = functools.cache(cases.model)
 
-# ---- what never goes together: the values of one field, and those of another
+# ---- pairs of values that never go together
 
 
-def _but(name: str, *values: Any) -> tuple[Any, ...]:
+def _all_but(name: str, *values: Any) -> tuple[Any, ...]:
     return tuple(value for value in CHOICES[name] if value not in values)
 
 
@@ -227,48 +228,48 @@ def _places(is_such: Callable[[Place], bool]) -> tuple[Place, ...]:
     return tuple(filter(is_such, PLACES))
 
 
-_CODECS, _CASTS, _MEETING = _but("codec", "none"), ("bf16", "fp16"), _but("sync", STEP)
-_NUMBERS = _but("numbers", ("keep", "keep"))
-_ROUNDED = tuple(numbers for numbers in _NUMBERS if numbers[0] != "keep")
-_CUT, _IN_FOURS = SEQUENCES[1:], SEQUENCES[-2:]
+_CODECS, _CASTS, _LOCAL_SGD = _all_but("codec", "none"), ("bf16", "fp16"), _all_but("sync", STEP)
+_DTYPES = _all_but("dtypes", ("keep", "keep"))
+_LOW_PRECISION = tuple(numbers for numbers in _DTYPES if numbers[0] != "keep")
+_SPLIT, _SPLIT_IN_4 = SEQUENCES[1:], SEQUENCES[-2:]
 NEVER: list[tuple[str, tuple[Any, ...], str, tuple[Any, ...]]] = [
     ("place", _places(lambda place: place.size % 2 > 0), "shard", (2,)),
-    ("place", _places(lambda place: place.kind == "group" or place.size % 2 > 0), "sequence", _CUT),
-    ("place", _places(lambda place: place.size // place.hosts < 4), "sequence", _IN_FOURS),
+    ("place", _places(lambda place: place.kind == "group" or place.size % 2 > 0), "sequence", _SPLIT),
+    ("place", _places(lambda place: place.size // place.hosts < 4), "sequence", _SPLIT_IN_4),
     ("place", _places(lambda place: place.kind != "shared" or place.size == 3), "codec", _CASTS),
     ("zero", (3,), "codec", _CODECS),
-    ("zero", (1, 2, 3), "sync", _MEETING),
+    ("zero", (1, 2, 3), "sync", _LOCAL_SGD),
     ("update", ("in_backward",), "model", ("unused",)),
     ("update", ("in_backward",), "clip", (0.05,)),
     ("update", ("in_backward",), "unused", ("allow",)),
-    ("update", ("in_forward",), "sync", _MEETING),
-    ("update", ("in_backward",), "numbers", (("fp16", "fp32"),)),
-    ("shard", (2,), "sequence", _IN_FOURS),
-    ("model", ("digits",), "loss", _but("loss", "values")),
-    ("model", _but("model", "lm"), "length", (ODD_LENGTH,)),
-    ("model", _but("model", "lm"), "sequence", _CUT),
+    ("update", ("in_forward",), "sync", _LOCAL_SGD),
+    ("update", ("in_backward",), "dtypes", (("fp16", "fp32"),)),
+    ("shard", (2,), "sequence", _SPLIT_IN_4),
+    ("model", ("digits",), "loss", _all_but("loss", "values")),
+    ("model", _all_but("model", "lm"), "length", (ODD_LENGTH,)),
+    ("model", _all_but("model", "lm"), "sequence", _SPLIT),
     ("model", ("unused",), "unused", ("refuse",)),
     ("model", ("unused", "complex"), "codec", _CODECS),
-    ("model", ("unused",), "sync", _MEETING),
-    ("model", _but("model", "mlp", "tied", "frozen"), "numbers", _ROUNDED),
+    ("model", ("unused",), "sync", _LOCAL_SGD),
+    ("model", _all_but("model", "mlp", "tied", "frozen"), "dtypes", _LOW_PRECISION),
     ("loss", ("masked",), "codec", _CASTS),
-    ("loss", _but("loss", "values"), "numbers", _ROUNDED),
-    ("optimizer", _but("optimizer", "SGD", "descent"), "numbers", (("keep", "fp32"),)),
-    ("batch_sizes", _but("batch_sizes", SIXTEENS), "codec", _CASTS),
-    ("batch_sizes", (SCARCE, TWELVES), "sync", _MEETING[1:]),
-    ("batch_sizes", _but("batch_sizes", TWELVES), "numbers", _ROUNDED),
+    ("loss", _all_but("loss", "values"), "dtypes", _LOW_PRECISION),
+    ("optimizer", _all_but("optimizer", "SGD", "descent"), "dtypes", (("keep", "fp32"),)),
+    ("batch_sizes", _all_but("batch_sizes", SIXTEENS), "codec", _CASTS),
+    ("batch_sizes", (TINY, TWELVES), "sync", _LOCAL_SGD[1:]),
+    ("batch_sizes", _all_but("batch_sizes", TWELVES), "dtypes", _LOW_PRECISION),
     ("length", (ODD_LENGTH,), "codec", _CASTS),
-    ("length", (ODD_LENGTH,), "numbers", _ROUNDED),
-    ("sequence", _CUT, "codec", _CODECS),
-    ("sequence", _CUT, "sync", _MEETING),
-    ("sequence", _CUT, "numbers", _ROUNDED),
+    ("length", (ODD_LENGTH,), "dtypes", _LOW_PRECISION),
+    ("sequence", _SPLIT, "codec", _CODECS),
+    ("sequence", _SPLIT, "sync", _LOCAL_SGD),
+    ("sequence", _SPLIT, "dtypes", _LOW_PRECISION),
     ("microbatches", (3,), "codec", _CASTS),
-    ("unused", ("allow",), "codec", _but("codec", "none", *_CASTS)),
-    ("unused", ("allow",), "sync", _MEETING),
-    ("codec", _CODECS, "sync", _MEETING),
-    ("codec", _CODECS, "numbers", _NUMBERS),
-    ("sync", _MEETING, "numbers", _NUMBERS),
-    ("sync", _MEETING, "offload", ("states",)),
+    ("unused", ("allow",), "codec", _all_but("codec", "none", *_CASTS)),
+    ("unused", ("allow",), "sync", _LOCAL_SGD),
+    ("codec", _CODECS, "sync", _LOCAL_SGD),
+    ("codec", _CODECS, "dtypes", _DTYPES),
+    ("sync", _LOCAL_SGD, "dtypes", _DTYPES),
+    ("sync", _LOCAL_SGD, "offload", ("states",)),
 ]
 
 
@@ -278,21 +279,21 @@ def never() -> frozenset[pairs.Part]:
 
 
 def triples() -> list[pairs.Part]:
-    """Zero levels, moments of updates, and what carries tensors."""
+    """All triples of zero level, time of update and transport."""
     return pairs.parts(CHOICES | {"place": PLACES[:3]}, ("zero", "update", "place"))
 
 
 @functools.cache
 def drawn() -> pairs.Cover:
-    """Trainings with all pairs of values, and all triples of a zero level, a moment of updates and what carries."""
+    """Trainings with all pairs of values, and all triples of zero level, time of update and transport."""
     return pairs.cover(CHOICES, is_legal, BASES, first=triples(), never=never())
 
 
-# ---- what it must leave
+# ---- the expected result
 
 
 def train(case: Case, place: Place) -> list[TrainingResult]:
-    """What every rank has at the end."""
+    """The result of every rank."""
     if case.precision != "keep":
         return threads.run(
             place.size,
@@ -300,41 +301,41 @@ def train(case: Case, place: Place) -> list[TrainingResult]:
             hosts=place.hosts,
         )
 
-    def body(ranks: threads.ThreadCommunicator) -> TrainingResult:
-        return cases.train_step(case, cases.build_step(case, place.size, ranks))
+    def body(comm: threads.ThreadCommunicator) -> TrainingResult:
+        return cases.train_step(case, cases.build_step(case, place.size, comm))
 
     return threads.run(place.size, body, hosts=place.hosts)
 
 
 def expected(case: Case, place: Place) -> TrainingResult:
-    """What one process leaves. Of the plan it is told what makes another training of it."""
-    told = {"update": "after", "unused": "refuse", "offload": "none", "shard": None, "transport": "by-host"}
-    told |= {"sp": 1, "ulysses": 1, "ring": "zigzag"}
+    """The result of one process. Of the plan it gets only the fields that change the result."""
+    changes = {"update": "after", "unused": "refuse", "offload": "none", "shard": None, "transport": "by-host"}
+    changes |= {"sp": 1, "ulysses": 1, "ring": "zigzag"}
     if case.sync == "local":
-        return _apart(dataclasses.replace(case, **told, microbatches=1), place.size)
+        return _local_sgd(dataclasses.replace(case, **changes, microbatches=1), place.size)
     if case.precision != "keep":
-        return _by_hand(dataclasses.replace(case, **told), place.size)
+        return _low_precision(dataclasses.replace(case, **changes), place.size)
     if case.codec != "none":
-        # Where all gradients rest on every rank, they are reduced once a step.
-        told["zero"] = case.zero if case.plan(place.size).num_shards > 1 else 0
-        return _coded(dataclasses.replace(case, **told), place.size)
+        # If every rank holds all gradients, they are reduced once a step.
+        changes["zero"] = case.zero if case.plan(place.size).num_shards > 1 else 0
+        return _codec(dataclasses.replace(case, **changes), place.size)
     plain = {name: getattr(case, name) for name in ("model", "loss", "optimizer", "batch_sizes", "clip", "length")}
     return _oracle(Case(**plain))
 
 
-_apart, _by_hand, _oracle = map(
+_local_sgd, _low_precision, _oracle = map(
     functools.cache, (local_sgd_oracle.train, precision_oracle.train_oracle, cases.train_oracle)
 )
 
 
 @functools.cache
-def _coded(case: Case, size: int) -> TrainingResult:
+def _codec(case: Case, size: int) -> TrainingResult:
     count = case.batch_sizes[0] * (case.length if case.model == "lm" else 1)
     return codec_oracle.train(case, size, unit=float(count))
 
 
-def far(case: Case, place: Place, got: TrainingResult) -> float:
-    """The largest |a − b| / max(1, |b|); where copies are rounded, of the weights that are updated."""
+def deviation(case: Case, place: Place, got: TrainingResult) -> float:
+    """The largest |a − b| / max(1, |b|) over the result; in low precision, over the master weights."""
     wanted = expected(case, place)
     if case.precision != "keep":
         trained = {name: value for name, value in got.weights.items() if value.dtype == torch.float32}
@@ -346,7 +347,7 @@ def far(case: Case, place: Place, got: TrainingResult) -> float:
 
 
 def tolerance(case: Case, place: Place) -> float:
-    """How far that may be; 0.0: bit for bit."""
+    """The largest deviation allowed; 0.0: equal bit for bit."""
     if case.precision == "keep":
         return TOLERANCE if case.reduce_dtype == "keep" else 1e-6
     if case.precision == "fp16":

@@ -97,7 +97,7 @@ def test_a_process_whose_step_does_not_end_is_terminated_and_its_stack_reported(
     assert stuck.returncode == 75
     assert err.startswith(
         "fourfold: stopped by SIGTERM: no step, evaluation or checkpoint ended within 0.2 s (FOURFOLD_STOP_SECONDS); "
-        "nothing is saved, and the same command begins again\nit was here, innermost first\n"
+        "nothing is saved, and the same command starts over\nit was here, innermost first\n"
     )
     assert ", in block_in_c\n" in err
 

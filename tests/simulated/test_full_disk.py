@@ -191,10 +191,10 @@ def test_a_run_is_finished_only_when_its_last_checkpoint_is_written(tmp_path, mo
 
     with monkeypatch.context() as patch:
         patch.setattr(manager, "write_snapshot", fails)
-        with pytest.raises(TrainingError, match=r"the last checkpoint could not be written.*goes on from step 4"):
+        with pytest.raises(TrainingError, match=r"the last checkpoint could not be written.*resumes from step 4"):
             train(tmp_path, checkpoint_every=4)
     display = train(tmp_path, checkpoint_every=4)
-    assert display.notes == [f"{tmp_path / 'run'} goes on from step 4 of 6"]
+    assert display.notes == [f"{tmp_path / 'run'} resumes from step 4 of 6"]
     assert "for 2 steps" in display.ending
     assert newest_valid(tmp_path / "run").name == "step-00000006"
 

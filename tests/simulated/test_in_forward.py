@@ -235,7 +235,7 @@ def test_no_weight_is_overwritten_while_another_ranks_backward_may_read_it(zero)
 
         def at_end():
             # Rank 0 is in its next forward now, and must wait there.
-            next_forward.wait(5)
+            next_forward.wait(1)
             end = time.monotonic() + 0.3
             while time.monotonic() < end and is_old():
                 time.sleep(0.01)

@@ -1,4 +1,4 @@
-"""The law of every mesh: whatever is not refused trains as one device does."""
+"""The law of every mesh: a plan that is not refused trains as one device does."""
 
 import pytest
 
@@ -7,8 +7,8 @@ from tests.law import CHOICES
 
 
 @pytest.fixture(autouse=True)
-def _states_rest_elsewhere(monkeypatch):
-    """As if the ranks were GPUs: on CPU ranks all is in host memory already."""
+def _offload_states(monkeypatch):
+    """Move offloaded states, as on GPUs: on a CPU rank they are in host memory already."""
     monkeypatch.setattr(
         "fourfold.step.build.offload_device", lambda offload, device: device if offload == "states" else None
     )
@@ -18,10 +18,10 @@ def _states_rest_elsewhere(monkeypatch):
 def test_every_mesh_trains_as_one_device(row):
     case, place = law.case_of(row), row["place"]
     for got in law.train(case, place):
-        assert law.far(case, place, got) <= law.tolerance(case, place), case
+        assert law.deviation(case, place, got) <= law.tolerance(case, place), case
 
 
-def test_any_two_values_that_go_together_are_trained_together():
+def test_all_legal_pairs_of_values_are_trained():
     rows, impossible = law.drawn()
     assert not impossible
     assert all(map(law.is_legal, rows))
@@ -30,9 +30,9 @@ def test_any_two_values_that_go_together_are_trained_together():
     assert all(any(row.items() >= set(part) for row in rows) for part in law.triples())
 
 
-def test_two_values_that_are_said_never_to_go_together_do_not():
-    # Neither in plain training, with tokens or without, nor with any one value more that is changed in it.
-    bases = law.PLAIN, law.OF_TOKENS
+def test_pairs_listed_as_never_legal_are_in_no_legal_row():
+    # Neither in a plain training, with tokens or without, nor with any one other value changed in it.
+    bases = law.PLAIN, law.LM
     found = [pairs.completed(part, CHOICES, law.is_legal, bases) for part in law.never()]
     assert found == [None] * len(found)
 
@@ -43,6 +43,6 @@ def test_two_values_that_are_said_never_to_go_together_do_not():
     {"zero": 3, "codec": "int8"},
     {"zero": 2, "sync": ("local", 2, 1.0, 0.9)},
 ])  # fmt: skip
-def test_what_means_nothing_is_refused_by_the_library_itself(fields):
+def test_meaningless_plans_are_refused_by_the_library(fields):
     row = law.PLAIN | fields
     assert law.is_refused(law.case_of(row), row["place"])

@@ -27,7 +27,7 @@ PLACES = {
     {"zero": 2, "model": "frozen", "loss": "masked", "optimizer": "SGD", "update": "in_forward"},
     {"zero": 3, "model": "digits", "bucket_bytes": 5_000},
 ])  # fmt: skip
-def test_every_transport_trains_as_the_oracle_does_at_every_level(world, fields, place):
+def test_every_transport_trains_as_the_oracle_at_every_zero_level(world, fields, place):
     where, carrier = PLACES[place]
     results = world(4).run(f"{CASES}:deviation", **HARDEST | where | fields)
     assert {result["transport"] for result in results} == {carrier}
@@ -43,7 +43,7 @@ def test_every_transport_trains_as_the_oracle_does_at_every_level(world, fields,
     {"transport": "shared", "model": "unused", "unused": "allow"},
     {"transport": "gloo", "zero": 1, "model": "unused", "unused": "allow"},
 ])  # fmt: skip
-def test_hard_cases_train_as_the_oracle_does(world, fields):
+def test_hard_cases_train_as_the_oracle(world, fields):
     results = world(4).run(f"{CASES}:deviation", **HARDEST | fields)
     assert max(result["deviation"] for result in results) <= TOLERANCE
 
@@ -53,12 +53,12 @@ ROUNDED = [{"precision": "fp16", "zero": 1}, {"precision": "bf16", "zero": 2}]
 
 
 @pytest.mark.parametrize(("transport", "host", "rounded"), [("gloo", None, ROUNDED), ("by-host", "two", ROUNDED[:1])])
-def test_two_byte_weights_and_sums_in_float32_travel_as_themselves(world, transport, host, rounded):
+def test_low_precision_weights_and_float32_reductions_keep_their_dtype(world, transport, host, rounded):
     cases = [{**case, "transport": transport} for case in (*PRECISE, *rounded)]
-    for told in world(4).run(f"{CASES}:precision_deviations", cases=cases, host=host):
+    for results in world(4).run(f"{CASES}:precision_deviations", cases=cases, host=host):
         # Hosts add up in another order than ranks do: float32 hardly minds.
-        assert max(told[:2]) < 1e-7
-        assert max(told[2:]) < 1e-4
+        assert max(results[:2]) < 1e-7
+        assert max(results[2:]) < 1e-4
 
 
 CODED = [
@@ -68,10 +68,10 @@ CODED = [
 
 
 @pytest.mark.parametrize(("transport", "host", "coded"), [("gloo", None, CODED), ("by-host", "two", CODED[1::2])])
-def test_messages_over_gloo_train_as_a_codecs_workers_would(world, transport, host, coded):
+def test_compressed_training_over_gloo_equals_the_codec_oracle(world, transport, host, coded):
     cases = [{**case, "transport": transport} for case in coded]
-    for told in world(4).run(f"{CASES}:coded_deviations", cases=cases, host=host):
-        for case, result in zip(cases, told, strict=True):
+    for results in world(4).run(f"{CASES}:coded_deviations", cases=cases, host=host):
+        for case, result in zip(cases, results, strict=True):
             # The order in which gloo adds 2-byte numbers is its own.
             assert result["deviation"] <= (2**-9 if case["codec"] == "bf16" else TOLERANCE), case
             if case["zero"] == 0 and host is None:
@@ -113,7 +113,7 @@ def test_a_wrapped_optimizer_works_across_hosts(world):
 
 
 @pytest.mark.parametrize("fields", [{"transport": "shared"}, {"transport": "gloo"}, {"host": "two"}])
-def test_ranks_with_unequal_data_go_on_to_the_end(world, fields):
+def test_ranks_with_unequal_data_train_to_the_end(world, fields):
     results = world(4).run(f"{WRAPPED}:uneven", **fields)
     assert max(result["deviation"] for result in results) <= TOLERANCE
     assert all(result["placed"] for result in results)
@@ -142,17 +142,17 @@ def test_a_backward_after_a_failed_one_is_refused(world):
 
 
 @pytest.mark.parametrize("wraps", [True, False])
-def test_all_ranks_begin_with_rank_0s_tensors_whatever_their_strides(world, wraps):
+def test_all_ranks_begin_with_the_tensors_of_rank_0_of_any_strides(world, wraps):
     assert world(2).run(f"{WRAPPED}:lying_anyhow", wraps=wraps) == [[True] * 5] * 2
 
 
-def test_a_wrapped_optimizer_keeps_what_earlier_backwards_left(world):
+def test_a_wrapped_optimizer_keeps_the_gradients_of_earlier_backwards(world):
     # The mean over ranks of 1 and 2 is 1.5; a layer used nowhere has no gradient.
     for gradients in world(2).run(f"{WRAPPED}:with_unused_layers"):
         assert gradients == {"always": 1.5, "earlier": 1.5, "never": None}
 
 
-def test_the_death_of_a_rank_is_noticed_and_named():
+def test_the_death_of_a_rank_is_reported():
     # A world of its own: this one ends.
     with pytest.raises(CaseFailed, match=r"noticed in \d s: rank 1 \(host .*\) died"):
         SpawnedWorld(2, root=ROOT).run(f"{CASES}:dies_without_an_error")
@@ -172,7 +172,7 @@ def test_hosts_in_different_calls_raise_an_error_that_names_both(world):
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_backward_that_one_rank_leaves_out_is_an_error(world, transport):
+def test_a_backward_that_one_rank_omits_is_an_error(world, transport):
     for message in world(2).run(f"{WRAPPED}:diverges", transport=transport):
         assert (
             "rank 0 is at backward 2 after 1 steps of the optimizer; rank 1 is at backward 2 after 2 steps" in message
@@ -180,7 +180,7 @@ def test_a_backward_that_one_rank_leaves_out_is_an_error(world, transport):
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_every_rank_skips_the_step_that_is_not_finite(world, transport):
+def test_every_rank_skips_a_step_with_nonfinite_gradients(world, transport):
     for result in world(2).run(f"{CASES}:skips", transport=transport):
         assert result["deviation"] <= TOLERANCE
         assert result["skipped"][0].startswith("step 2: the loss is nan; rank 1, samples")

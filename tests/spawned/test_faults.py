@@ -1,4 +1,4 @@
-"""Faults, done to real runs: ranks are killed, stopped, asked to stop; training goes on as if undisturbed."""
+"""Faults of real runs: ranks are killed, suspended, told to stop; training resumes as if uninterrupted."""
 
 import contextlib
 import json
@@ -62,13 +62,6 @@ class Loss:
 
     def terminate(self):
         os.kill(os.getpid(), signal.SIGTERM)
-
-    def terminate_launcher(self):
-        seen, handler = [], signal.getsignal(signal.SIGTERM)
-        signal.signal(signal.SIGTERM, lambda *got: (seen.append(1), handler(*got)))
-        os.kill(os.getppid(), signal.SIGTERM)
-        while not seen:
-            time.sleep(0.01)
 
     def kill_launcher(self):
         os.kill(os.getppid(), signal.SIGKILL)
@@ -148,7 +141,7 @@ Start = Callable[..., Job]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Starts `fourfold WORDS` beside script.py; what is left at the end of the test is ended."""
+    """Starts `fourfold WORDS` in the folder of script.py; kills what is left at the end of the test."""
     (tmp_path / "script.py").write_text(TASK)
     jobs: list[Job] = []
 
@@ -187,8 +180,8 @@ def train_here(
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("undisturbed")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("uninterrupted")
     (folder / "script.py").write_text(TASK)
     job = Job(folder, [*TRAIN, "-n", "2"], {})
     assert job.end() == 0, job.err
@@ -199,14 +192,14 @@ def faults(run: Path) -> list[dict]:
     return [json.loads(line) for line in (run / "faults.jsonl").read_text().splitlines()]
 
 
-def test_ranks_that_die_hang_or_stop_are_named_and_started_again_and_nothing_else_changes(
-    start: Start, undisturbed: Path, tmp_path: Path
+def test_ranks_that_die_hang_or_stop_are_reported_and_restarted_without_changing_the_result(
+    start: Start, uninterrupted: Path, tmp_path: Path
 ):
     job = start(*STEPS, "what=kill,hang,stop,leave", "times=4", "hang_seconds=5", "-n", "2")
     assert job.end() == 0, job.err
     run = tmp_path / "runs" / "first"
-    assert equal(run, undisturbed)
-    assert losses(run) == losses(undisturbed)
+    assert equal(run, uninterrupted)
+    assert losses(run) == losses(uninterrupted)
     found = faults(run)
     expected = [("restart", 1), ("hung", 0), ("stopped", 1), ("restart", 0)]
     assert [(fault["kind"], fault["rank"]) for fault in found] == expected
@@ -231,7 +224,7 @@ def test_ranks_that_die_hang_or_stop_are_named_and_started_again_and_nothing_els
 FAILING = ("what=fail", "times=9", "later=0")
 
 
-def test_a_crash_loop_ends_with_the_first_cause(start: Start, tmp_path: Path):
+def test_a_crash_loop_ends_with_its_cause(start: Start, tmp_path: Path):
     job = start("train", "script.py", "checkpoint_every=0", "name=first", *FAILING, "restarts=1", "-n", "2")
     assert job.end() == 1
     assert job.err.count("RuntimeError: the disk of this rank") == 2
@@ -240,21 +233,21 @@ def test_a_crash_loop_ends_with_the_first_cause(start: Start, tmp_path: Path):
         "gave up after 1 restart in a row without getting past step 3\n"
         "  look at   the error above; earlier ones are in runs/first/faults.jsonl\n"
         "  try       to fix its cause, or restarts=10 if the machine is to blame\n"
-        "  then      nothing is saved, and the same command begins again\n"
+        "  then      nothing is saved, and the same command starts over\n"
     )
 
 
-def test_a_task_that_calls_exit_ends_the_run_with_its_code_and_its_line(start: Start, tmp_path: Path):
+def test_a_task_that_calls_exit_fails_the_run_with_its_exit_code(start: Start, tmp_path: Path):
     job = start(*TRAIN, "what=quit", "times=1", "-n", "2")
     assert job.end() == 3
     assert [(fault["kind"], fault["rank"]) for fault in faults(tmp_path / "runs" / "first")] == [("gave up", 1)]
-    told = f"fourfold: rank 1 of 2 (host {HOST}, after step 3) failed\nTrainingError: the task ended its process"
-    assert job.err.startswith(f"{told} in the middle of the run, with exit code 3\nTraceback")
+    message = f"fourfold: rank 1 of 2 (host {HOST}, after step 3) failed\nTrainingError: the task ended its process"
+    assert job.err.startswith(f"{message} in the middle of the run, with exit code 3\nTraceback")
     assert "sys.exit(3)" in job.err
     assert "starting again" not in job.err
 
 
-def test_a_task_that_calls_exit_with_code_0_has_not_finished_its_run(train_here: TrainHere, tmp_path: Path):
+def test_a_task_that_calls_exit_with_code_0_fails_the_run(train_here: TrainHere, tmp_path: Path):
     (tmp_path / "mark-0").touch()  # it is rank 0's turn
     text = train_here("what=exit", "times=2", code=1)
     assert "TrainingError: the task ended its process in the middle of the run, with exit code 0\nTraceback" in text
@@ -277,22 +270,22 @@ if dist.get_rank() == 0:
 """
 
 
-def test_a_rank_that_comes_late_to_a_restart_meets_the_others(start: Start, tmp_path: Path):
+def test_a_rank_that_joins_a_restart_late_finds_the_others(start: Start, tmp_path: Path):
     (tmp_path / "late.py").write_text(LATE)
     job = start("run", "-n", "2", "--restarts", "1", "late.py")
     assert job.end() == 0, job.err
     assert job.out == "together 2\n"
 
 
-def foreign_world(start: Start, *words: str) -> list[Job]:
-    """Two ranks that a launcher of others has started, as far as they can see."""
+def other_launcher(start: Start, *words: str) -> list[Job]:
+    """Two ranks with the variables that another launcher would set."""
     (port,) = map(str, free_ports(1))
     world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     return [start(*TRAIN, *words, **world, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(2)]
 
 
-def test_a_dead_rank_ends_the_others_of_a_foreign_world_for_a_requeue(start: Start, tmp_path: Path):
-    jobs = foreign_world(start, "what=kill", "times=1", "transport=gloo")
+def test_under_another_launcher_a_dead_rank_ends_the_others_with_the_requeue_exit_code(start: Start, tmp_path: Path):
+    jobs = other_launcher(start, "what=kill", "times=1", "transport=gloo")
     assert jobs[1].end() == -signal.SIGKILL
     begin = time.monotonic()
     assert jobs[0].end() == 75
@@ -315,42 +308,42 @@ while True:
 """
 
 
-def test_a_signal_that_comes_while_ranks_are_ended_is_not_lost_in_a_restart(start: Start, tmp_path: Path):
+def test_a_signal_during_a_restart_is_obeyed(start: Start, tmp_path: Path):
     (tmp_path / "ending.py").write_text(ENDING)
     job = start("run", "-n", "2", "--restarts", "9", "ending.py")
     assert job.end() == 128 + signal.SIGINT
     assert "starting again" not in job.err
 
 
-def test_a_job_that_is_stopped_or_killed_goes_on_with_the_same_command(start, undisturbed: Path, tmp_path: Path):
-    """Stopped through a rank, through its launcher and by Ctrl-C; killed with its launcher; its checkpoint damaged."""
-    words = (*TRAIN, "what=terminate,terminate_launcher,kill_launcher,interrupt", "times=4", "later=2", "-n", "2")
+def test_the_same_command_resumes_a_job_that_was_stopped_or_killed(start, uninterrupted: Path, tmp_path: Path):
+    """A rank gets SIGTERM; the launcher is killed; Ctrl-C; and the newest checkpoint is damaged."""
+    words = (*TRAIN, "what=terminate,kill_launcher,interrupt", "times=3", "later=2", "-n", "2")
     run = tmp_path / "runs" / "first"
     resumed = ""
-    for name, code in (("SIGTERM", 75), ("SIGTERM", 75), ("SIGKILL", -signal.SIGKILL), ("SIGINT", 130)):
+    for name, code in (("SIGTERM", 75), ("SIGKILL", -signal.SIGKILL), ("SIGINT", 130)):
         job = start(*words)
         assert job.end() == code, job.err
         assert resumed in job.out + job.err
         if name == "SIGKILL":
-            resumed = "goes on from step "
+            resumed = "resumes from step "
             continue
         # The signal comes within a step, and is reported after it or after the next.
-        told = re.escape("; run the same command again to resume there\n")
-        told = rf"(?s).*fourfold: stopped by {name} after step (\d+), which is saved{told}"
-        told = re.fullmatch(told, job.err)
-        assert told, job.err
-        step = int(told[1])
+        message = re.escape("; run the same command again to resume there\n")
+        message = rf"(?s).*fourfold: stopped by {name} after step (\d+), which is saved{message}"
+        message = re.fullmatch(message, job.err)
+        assert message, job.err
+        step = int(message[1])
         assert (faults(run)[-1]["kind"], faults(run)[-1]["step"]) == ("terminated", step)
         assert job.err.count("fourfold: ") == (2 if name == "SIGINT" else 1), job.err
         assert (f"fourfold: {SAVING}\n" in job.err) == (name == "SIGINT"), job.err
-        resumed = f"goes on from step {step} of 30"
+        resumed = f"resumes from step {step} of 30"
         if not list((run / "checkpoints").glob("damaged-*")):
             resumed = damage_newest(run)
     job = start(*words)
     assert job.end() == 0, job.err
     assert resumed in job.out
-    assert losses(run) == losses(undisturbed)
-    assert equal(run, undisturbed)
+    assert losses(run) == losses(uninterrupted)
+    assert equal(run, uninterrupted)
 
 
 def damage_newest(run: Path) -> str:
@@ -387,40 +380,40 @@ def test_a_second_ctrl_c_ends_a_step_that_hangs(start: Start, number: str, tmp_p
     assert job.end() == 130
     assert time.monotonic() - begin < 20  # not the 25 s that a step may take
     ended = "; all 2 processes have ended" if number == "2" else ""
-    assert job.err == f"fourfold: stopped by SIGINT{ended}; the same command goes on from step 4\n"
+    assert job.err == f"fourfold: stopped by SIGINT{ended}; the same command resumes from step 4\n"
 
 
-def test_a_step_that_does_not_end_is_ended_a_while_after_sigterm(start: Start, tmp_path: Path):
+def test_a_step_that_hangs_after_sigterm_is_ended_by_the_time_limit(start: Start, tmp_path: Path):
     job = start(*TRAIN, "what=stick", "times=1", "-n", "2", FOURFOLD_STOP_SECONDS="1")
     until(tmp_path / "mark-0")
     for _ in range(2):  # as `timeout` does it: once to the process, once to the group it is in
         job.process.send_signal(signal.SIGTERM)
     assert job.end() == 75
-    told = "stopped by SIGTERM: no step, evaluation or checkpoint ended within 1 s (FOURFOLD_STOP_SECONDS)"
-    assert f"fourfold: rank 1 of 2: {told}; the same command goes on from step " in job.err
+    message = "stopped by SIGTERM: no step, evaluation or checkpoint ended within 1 s (FOURFOLD_STOP_SECONDS)"
+    assert f"fourfold: rank 1 of 2: {message}; the same command resumes from step " in job.err
     assert ", in stick\n" in job.err
-    ended = "fourfold: stopped by SIGTERM; all 2 processes have ended; the same command goes on from step 2\n"
+    ended = "fourfold: stopped by SIGTERM; all 2 processes have ended; the same command resumes from step 2\n"
     assert job.err.endswith(ended)
 
 
-def test_ctrl_c_while_ranks_start_is_answered_in_one_line(start: Start, tmp_path: Path):
+def test_ctrl_c_while_ranks_start_prints_one_line(start: Start, tmp_path: Path):
     slow = 'if "RANK" in os.environ:\n    Path("ready").touch()\n    time.sleep(99)\n'
     (tmp_path / "script.py").write_text(TASK.replace("import torch\n", f"{slow}import torch\n"))
     job = start(*TRAIN, "-n", "2")
     until(tmp_path / "ready")
     job.process.send_signal(signal.SIGINT)
     assert job.end() == 130
-    told = "stopped by SIGINT; all 2 processes have ended; nothing is saved, and the same command begins again"
-    assert job.err == f"fourfold: {told}\n"
+    message = "stopped by SIGINT; all 2 processes have ended; nothing is saved, and the same command starts over"
+    assert job.err == f"fourfold: {message}\n"
 
 
-def test_sigterm_ends_a_foreign_world_in_the_same_way_and_one_rank_goes_on(start, train_here, tmp_path: Path):
-    jobs = foreign_world(start, "what=terminate", "times=1")
+def test_sigterm_saves_under_another_launcher_too_and_one_rank_can_resume(start, train_here, tmp_path: Path):
+    jobs = other_launcher(start, "what=terminate", "times=1")
     assert [job.end() for job in jobs] == [75, 75]
-    told = "stopped by SIGTERM after step 5, which is saved; run the same command again to resume there"
-    assert jobs[0].err == f"fourfold: {told}\n"
+    message = "stopped by SIGTERM after step 5, which is saved; run the same command again to resume there"
+    assert jobs[0].err == f"fourfold: {message}\n"
     assert jobs[1].err == ""
-    assert "goes on from step 5 of 30" in train_here("what=terminate", "times=1")
+    assert "resumes from step 5 of 30" in train_here("what=terminate", "times=1")
     (tmp_path / "whole").mkdir()
     (tmp_path / "whole" / "script.py").write_text(TASK)
     train_here(folder=tmp_path / "whole")
@@ -444,7 +437,7 @@ def small_disk(path: Path) -> Iterator[None]:
         subprocess.run(["umount", str(path)], check=True)
 
 
-def test_a_run_is_finished_only_when_it_is_saved_and_a_full_disk_is_reported(train_here: TrainHere, tmp_path: Path):
+def test_a_run_whose_last_checkpoint_does_not_fit_on_the_disk_fails(train_here: TrainHere, tmp_path: Path):
     disk = tmp_path / "disk"
     with small_disk(disk):
         (disk / "script.py").write_text(TASK)

@@ -43,7 +43,7 @@ def four_ranks(two) -> Iterator[SpawnedWorld]:
 
 
 @pytest.mark.parametrize(("zero", "shard"), ZERO_AND_SHARD)
-def test_two_hosts_train_as_the_oracle_does(four_ranks, zero, shard):
+def test_two_hosts_train_as_the_oracle(four_ranks, zero, shard):
     fields = {"clip": 0.5, "microbatches": 2, "batch_sizes": [12, 12, 3]}
     results = four_ranks.run(f"{CASES}:deviation", zero=zero, shard=shard, **fields)
     assert {result["transport"] for result in results} == {"shared memory + gloo between hosts"}
@@ -51,7 +51,7 @@ def test_two_hosts_train_as_the_oracle_does(four_ranks, zero, shard):
 
 
 @pytest.mark.parametrize(("zero", "shard"), ZERO_AND_SHARD)
-def test_each_host_sends_what_the_formula_says(four_ranks, two, zero, shard):
+def test_each_host_sends_the_bytes_of_the_formula(four_ranks, two, zero, shard):
     def sent(steps: int) -> list[int]:
         before = two.sent_bytes()
         (num_bytes, *_) = four_ranks.run(f"{CASES}:wide_steps", steps=steps, zero=zero, shard=shard)
@@ -109,7 +109,7 @@ def test_hosts_that_cannot_be_made_leave_nothing():
     assert not any(exists(host.name) for host in made.hosts)
 
 
-def test_a_link_has_the_rate_that_was_asked_for():
+def test_a_link_has_the_requested_rate():
     with Hosts(2, rate="10mbit") as made:
         seconds = send(made.hosts[0], made.hosts[1], num_bytes=1_000_000)
         assert made.sent_bytes()[0] > 1_000_000

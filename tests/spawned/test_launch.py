@@ -84,7 +84,7 @@ while True:
 """
 
 
-def test_the_first_cause_is_reported_once_and_ranks_that_hang_are_ended(start: Start) -> None:
+def test_the_first_cause_is_reported_once_and_ranks_that_hang_are_killed(start: Start) -> None:
     script = (
         "import os\n"
         "def check(value):\n"
@@ -139,7 +139,7 @@ dist.barrier()
 """
 
 
-def test_a_rank_that_leaves_the_others_is_named_and_not_started_again(start: Start) -> None:
+def test_a_rank_that_exits_while_others_wait_is_reported_and_not_restarted(start: Start) -> None:
     ended = end(start(LEAVING, ["run", "-n", "2", "--restarts", "2", "script.py"]))
     assert "starting again" not in ended.err
     assert ended.code == 1, ended.err
@@ -201,7 +201,7 @@ sys.exit(7)
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_a_script_sees_its_own_arguments_and_its_exit_code_is_passed_on(start: Start, size: int) -> None:
+def test_a_script_gets_its_own_arguments_and_its_exit_code_is_passed_on(start: Start, size: int) -> None:
     words = ["run", "-n", str(size), "--restarts", "2"]
     arguments = ["script.py", "-n", "5", "--help", "a=b", "--", "$RANK ${local_rank}", ""]
     ended = end(start(ARGUMENTS, [*words, *arguments]))
@@ -253,7 +253,7 @@ def task(*, broken: bool = False):
 """
 
 
-def test_a_run_under_torchrun_prints_and_writes_what_one_rank_does(start: Start, tmp_path: Path) -> None:
+def test_a_run_under_torchrun_prints_and_writes_as_one_rank_does(start: Start, tmp_path: Path) -> None:
     ended = end(start(TASK, ["train", "script.py", "name=first"], launcher=TORCHRUN))
     assert ended.code == 0, ended.err
     assert ended.out.count("step 4/4") == 1
@@ -303,7 +303,7 @@ print(f"{(library.mallinfo2().arena - begin) // size}\\n", end="")  # in one pie
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="of glibc")
-def test_freed_memory_is_used_again_for_what_is_as_large(start: Start) -> None:
+def test_freed_memory_is_reused_for_tensors_of_the_same_size(start: Start) -> None:
     # With glibc's tcache the heap grows by four to seven such tensors, without it by two at most.
     ended = end(start(HEAP, ["run", "-n", "2", "script.py"]))
     assert ended.code == 0, ended.err
@@ -361,7 +361,7 @@ sys.ps2 = Last()  # Python deletes the prompts first, right after the atexit fun
 
 
 @pytest.mark.parametrize("joined", ["ours", "theirs"])
-def test_no_thread_of_gloo_outlives_what_a_script_leaves_and_a_fork_leaves_the_groups(start: Start, joined: str):
+def test_no_gloo_thread_runs_at_interpreter_shutdown_and_a_fork_does_not_destroy_groups(start: Start, joined: str):
     """A thread of gloo that frees a tensor during the interpreter's shutdown aborts the process."""
     ended = end(start(LEFT_BEHIND, ["run", "-n", "2", "script.py", joined]))
     assert ended.code == 0, ended.err
@@ -400,7 +400,7 @@ own.wait(["here 0", "here 1"])
 """
 
 
-def test_no_other_user_reaches_the_store_of_a_job(start: Start) -> None:
+def test_other_users_cannot_reach_the_store_of_a_job(start: Start) -> None:
     """The launcher listens at no port. Only gloo does, in the ranks, at the loopback device."""
     ended = end(start(PRIVATE, ["run", "-n", "2", "script.py"]))
     assert ended.code == 0, ended.err
@@ -434,7 +434,7 @@ def start_under_mpi(start: Start, script: str, folder: Path, monkeypatch: pytest
     return [end(rank) for rank in ranks]
 
 
-def test_ranks_of_mpi_on_one_host_meet_in_a_private_file(start: Start, tmp_path: Path, monkeypatch) -> None:
+def test_ranks_of_mpi_on_one_host_join_through_a_private_file(start: Start, tmp_path: Path, monkeypatch) -> None:
     for ended in start_under_mpi(start, MPI, tmp_path, monkeypatch):
         assert ended.code == 0, ended.err
         assert ended.out == "[0, 1] ['store']\n"
@@ -464,7 +464,7 @@ raise RuntimeError("every rank has had enough")
 """
 
 
-def test_a_collective_that_was_given_up_keeps_no_rank(start: Start, tmp_path: Path, monkeypatch) -> None:
+def test_an_abandoned_collective_does_not_block_the_exit_of_a_rank(start: Start, tmp_path: Path, monkeypatch) -> None:
     """Gloo would destroy the group after its collective, which never ends: all ranks wait in it."""
     for ended in start_under_mpi(start, GIVEN_UP, tmp_path, monkeypatch):
         assert ended.code != 0

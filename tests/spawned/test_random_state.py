@@ -21,8 +21,8 @@ def trained(world, folder, dp, sp, **what):
     [((4, 1), 2), ((2, 1), 1), ((1, 1), 1), ((1, 2), 1), ((1, 2), 2), ((2, 2), 2), ((2, 2), 4)],
     ids=str,
 )
-def test_what_a_resumed_run_draws_depends_on_the_data_index_alone(saved, dp, world, tmp_path):
-    undisturbed = trained(world, tmp_path, *saved, save=True)
+def test_random_numbers_of_a_resumed_run_depend_on_the_data_index_alone(saved, dp, world, tmp_path):
+    uninterrupted = trained(world, tmp_path, *saved, save=True)
     found = {sp: trained(world, tmp_path, dp, sp, resume=True) for sp in (1, 2) if dp * sp <= 4}
     by_index = [rank["draws"] for rank in found[1]]
     assert len(set(map(tuple, by_index))) == dp
@@ -31,5 +31,5 @@ def test_what_a_resumed_run_draws_depends_on_the_data_index_alone(saved, dp, wor
         for rank in ranks:
             assert rank["losses"] == pytest.approx(found[1][0]["losses"], rel=0, abs=TOLERANCE)
     if dp == saved[0]:  # The states are restored: the run goes on as if it had not been interrupted.
-        assert by_index == [rank["draws"] for rank in undisturbed[:: saved[1]]]
-        assert found[1][0]["losses"] == pytest.approx(undisturbed[0]["losses"][2:], rel=0, abs=TOLERANCE)
+        assert by_index == [rank["draws"] for rank in uninterrupted[:: saved[1]]]
+        assert found[1][0]["losses"] == pytest.approx(uninterrupted[0]["losses"][2:], rel=0, abs=TOLERANCE)

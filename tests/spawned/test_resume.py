@@ -1,4 +1,4 @@
-"""The same command goes on, bit for bit, after a kill at any moment of a save; what it refuses; its checkpoints."""
+"""The same command resumes, bit for bit, after a kill at any moment of a save; what it refuses; its checkpoints."""
 
 import contextlib
 import json
@@ -109,7 +109,7 @@ def equal(a: Path, b: Path) -> bool:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The undisturbed run."""
+    """The uninterrupted run."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as in the processes that are killed
     folder = tmp_path_factory.mktemp("whole")
@@ -124,7 +124,7 @@ Run = Callable[..., str]
 
 @pytest.fixture
 def run(whole: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
-    """Runs a command in this process and returns what it prints; beside the undisturbed run, or in a folder."""
+    """Runs a command in this process and returns what it prints, in the folder of the uninterrupted run or another."""
 
     def command(*words: str, code: int = 0, folder: Path = whole.parents[1]) -> str:
         monkeypatch.chdir(folder)
@@ -137,7 +137,7 @@ def run(whole: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixtu
     return command
 
 
-def test_a_run_killed_while_saving_goes_on_as_if_it_had_not_been(whole, run, tmp_path):
+def test_a_run_killed_while_saving_resumes_as_if_uninterrupted(whole, run, tmp_path):
     folders = {moment: tmp_path / moment for moment in MOMENTS}
     for folder in folders.values():
         folder.mkdir()
@@ -145,7 +145,7 @@ def test_a_run_killed_while_saving_goes_on_as_if_it_had_not_been(whole, run, tmp
     for moment, step in MOMENTS.items():
         out = run(*TRAIN, "-n", "1", folder=folders[moment])
         resumed = run_of(folders[moment])
-        assert f"goes on from step {step} of 6" in out, moment
+        assert f"resumes from step {step} of 6" in out, moment
         assert equal(resumed, whole), moment
         assert losses(resumed) == losses(whole), moment
         left = sorted(path.name for path in (resumed / "checkpoints").iterdir())
@@ -164,7 +164,7 @@ def test_a_finished_run_says_so(whole, run):
     assert log(whole) == before
 
 
-def test_a_name_of_another_run_is_refused_with_what_differs(whole, run):
+def test_the_name_of_another_run_is_refused_with_the_differences(whole, run):
     text = run(*TRAIN, "seed=1", f"name={whole.name}", code=2)
     assert f"runs/{whole.name} exists already, with another seed (0 there, 1 here)" in text
 

@@ -14,7 +14,7 @@ CASES = "tests.spawned.rank_functions"
     (4, {"sp": 4, "zero": 2, "length": 13}),
     (4, {"sp": 2, "zero": 3, "update": "in_forward", "clip": 0.5}),
 ])  # fmt: skip
-def test_sharded_tokens_train_like_the_oracle(world, size, fields, transport):
+def test_sharded_sequences_train_as_the_oracle(world, size, fields, transport):
     fields |= {"model": "lm", "batch_sizes": [4, 4, 3], "transport": transport}
     results = world(size).run(f"{CASES}:deviation", **fields)
     assert max(result["deviation"] for result in results) <= TOLERANCE

@@ -30,7 +30,7 @@ def loss(outputs, targets, broken):
 """
 
 
-def test_a_run_of_two_ranks_prints_what_one_does_and_writes_a_trace_of_both_and_a_page(
+def test_a_run_of_two_ranks_prints_as_one_rank_does_and_writes_a_trace_and_a_report(
     start, tmp_path: Path, monkeypatch, capfd
 ):
     ended = end(start(TASK, ["train", "script.py", "name=first", "trace_every=2", "-n", "2"]))
@@ -82,7 +82,7 @@ def ratios(text: str) -> Iterator[float]:
         yield makespan(cost.simulated_timeline(alone)) / makespan(cost.measured_timeline(alone, step))
 
 
-def test_hosts_are_put_on_one_clock(world):
+def test_traces_of_hosts_are_put_on_one_clock(world):
     # Four ranks told to live on two hosts, the second with a clock that is a thousand seconds ahead.
     texts = world(4).run(f"{CASES}:trace", transport="by-host", host="two", steps=4, ahead_seconds=1000)
     trace = decode_trace(texts[0].encode())

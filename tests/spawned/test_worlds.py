@@ -167,7 +167,7 @@ if comm.rank == 0:
 """
 
 
-def test_under_every_launcher_train_runs_and_the_next_program_joins_too(launch: Launch, tmp_path: Path) -> None:
+def test_under_every_launcher_a_run_trains_and_the_next_program_can_join(launch: Launch, tmp_path: Path) -> None:
     (tmp_path / "join.py").write_text(JOIN)
     ended = launch(["sh", "-c", f"{PYTHON} -m fourfold {' '.join(LM)} && {PYTHON} join.py second"])
     assert ended.code == 0, ended.err
@@ -184,7 +184,7 @@ def left_behind(folder: Path) -> list[str]:
     return [path.name for path in (folder / "temporary").glob("fourfold-*/*")]
 
 
-def test_a_rank_that_fails_ends_the_job_and_is_named(launch: Launch, tmp_path: Path) -> None:
+def test_a_rank_that_fails_ends_the_job_and_is_reported(launch: Launch, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(TASK.replace('"RANK") == "1"', '"LOCAL") == "1"'))
     script = 'case "$OMPI_COMM_WORLD_RANK$PMI_RANK$SLURM_PROCID" in 1*) export LOCAL=1;; esac\n'
     ended = launch(["sh", "-c", script + f"exec {PYTHON} -m fourfold train script.py broken=yes"])
@@ -196,7 +196,9 @@ def test_a_rank_that_fails_ends_the_job_and_is_named(launch: Launch, tmp_path: P
 DYING = TASK.replace("raise OSError(", "os.kill(os.getpid(), 9)  # (").replace('"RANK"', '"SLURM_PROCID"')
 
 
-def test_the_ranks_of_a_dead_one_end_for_a_requeue_under_srun(cluster: Mapping[str, str], tmp_path: Path) -> None:
+def test_under_srun_a_dead_rank_ends_the_others_with_the_requeue_exit_code(
+    cluster: Mapping[str, str], tmp_path: Path
+) -> None:
     # mpirun ends all ranks by itself; srun does so only with --kill-on-bad-exit.
     (tmp_path / "script.py").write_text(DYING)
     rank = f'{PYTHON} -m fourfold train script.py broken=yes; echo "$SLURM_PROCID ended with $?"'
@@ -208,7 +210,7 @@ def test_the_ranks_of_a_dead_one_end_for_a_requeue_under_srun(cluster: Mapping[s
 WHO = "from fourfold.environment.world import from_environment; print(f'{from_environment()}\\n', end='', flush=True)"
 
 
-def test_an_salloc_shell_and_a_batch_script_are_no_world(cluster: Mapping[str, str], tmp_path: Path) -> None:
+def test_an_salloc_shell_and_a_batch_script_have_no_ranks(cluster: Mapping[str, str], tmp_path: Path) -> None:
     ended = run(["salloc", "-n", "2", "--overcommit", PYTHON, "-c", WHO], tmp_path, cluster)
     assert ended.code == 0, ended.err
     assert ended.out.splitlines()[-1] == "None"
@@ -242,7 +244,7 @@ def test_pods_join_at_the_address_they_are_given(tmp_path: Path) -> None:
     assert outputs == ["", "[['pod', 0], ['pod', 1]]\n"]
 
 
-def test_what_cannot_be_derived_is_reported_without_a_traceback(tmp_path: Path, monkeypatch, capfd) -> None:
+def test_a_missing_rendezvous_address_is_reported_without_a_traceback(tmp_path: Path, monkeypatch, capfd) -> None:
     for name in os.environ:
         if name.startswith(FOREIGN):
             monkeypatch.delenv(name)

@@ -104,5 +104,5 @@ def resume_hint(folder: Path) -> str:
     """What the same command will do next with the run in this folder."""
     steps = CheckpointStore(folder).steps()
     if not steps:
-        return "nothing is saved, and the same command begins again"
-    return f"the same command goes on from step {steps[-1]}"
+        return "nothing is saved, and the same command starts over"
+    return f"the same command resumes from step {steps[-1]}"

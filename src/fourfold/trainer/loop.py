@@ -180,7 +180,7 @@ class TrainingLoop:
         newest = self.state.step.all_gather_json(self.checkpoints.newest_step())[0]
         if newest == last:
             return
-        where = f"goes on from step {newest}" if newest else "begins again"
+        where = f"resumes from step {newest}" if newest else "starts over"
         got = f"all {last} steps are done, but the last checkpoint could not be written"
         raise TrainingError(Problem(got, "it on the disk", f"the same command: it {where}"), where="training")
 
@@ -191,7 +191,7 @@ def _format_saved(newest: int | None, step: int) -> str:
         return ", which is saved; run the same command again to resume there"
     if newest:
         return f"; the newest checkpoint is of step {newest}; run the same command again to resume there"
-    return "; nothing is saved, and the same command begins again"
+    return "; nothing is saved, and the same command starts over"
 
 
 def _check_lr_factor(factor: Any, step: int) -> float:

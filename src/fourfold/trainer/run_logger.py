@@ -117,12 +117,12 @@ class RunLogger:
         self._restart_clock()
         if progress is None:
             if self._run_dir is not None and self._has_old_log:
-                self.log_message(f"{self._run_dir.path} has no good checkpoint: it begins again")
+                self.log_message(f"{self._run_dir.path} has no good checkpoint: it starts over")
             return TrainingProgress()
         self._first_step = progress.step
         if self._run_dir is not None:
             self.write_record({"resumed": progress.step})
-            self.log_message(f"{self._run_dir.path} goes on from step {progress.step} of {self._settings.steps}")
+            self.log_message(f"{self._run_dir.path} resumes from step {progress.step} of {self._settings.steps}")
         return progress
 
     def finished_result(self, plan: Plan) -> RunResult:
