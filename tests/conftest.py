@@ -1,6 +1,7 @@
 """Worlds shared by all spawned tests: one of each size a session; the reason to skip tests marked `hosts`."""
 
 import functools
+import itertools
 import os
 import signal
 import sys
@@ -62,6 +63,28 @@ def _reset_torch() -> Iterator[None]:
     yield
     if "torch._dynamo" in sys.modules:
         sys.modules["torch"].compiler.set_stance("default")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Each of pytest's processes begins with spawned tests, and goes on to simulated ones, which the others may take.
+
+    At the end of the list they would wait for one another. Those that share worlds run in one process.
+    """
+    num_workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    if num_workers == 1:
+        return
+    modules: dict[Path, list[pytest.Item]] = {}
+    for item in items:
+        if item.path.parent.name == "spawned":
+            modules.setdefault(item.path, []).append(item)
+    first: list[list[pytest.Item]] = [[] for _ in range(num_workers)]
+    others = itertools.cycle(range(num_workers - 1))
+    for path in sorted(modules, key=lambda path: -path.stat().st_size):
+        uses_world = any("world" in getattr(item, "fixturenames", ()) for item in modules[path])
+        first[-1 if uses_world else next(others)] += modules[path]
+    rest = iter([item for item in items if item.path not in modules])
+    share = -(-len(items) // num_workers)  # pytest-xdist gives each process as many, in this order
+    items[:] = [item for part in first for item in (*part, *itertools.islice(rest, max(0, share - len(part))))]
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
