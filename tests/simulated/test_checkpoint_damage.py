@@ -342,7 +342,9 @@ def test_a_full_disk_is_a_warning_and_earlier_checkpoints_are_kept(checked, tmp_
 
         messages, _ = threads.run(2, body)
         assert "could not be written" in messages[0]
-        assert ("KiB needed" if checked else "no space left") in messages[0]
+        # While one rank writes its reason, the other may have filled the disk.
+        reasons = ("KiB needed",) if checked else ("no space left", "nor the reason")
+        assert any(reason in messages[0] for reason in reasons)
         assert [path.name for path in CheckpointStore(folder).path.iterdir()] == ["step-00000001"]
         assert not verify_checkpoint(CheckpointStore(folder).step_dir(1))
 
