@@ -144,6 +144,14 @@ def test_random_tensors_keep_their_shapes_and_dtypes():
         assert (fixed.shape, fixed.dtype) == (drawn.shape, drawn.dtype)
 
 
+def test_computed_numbers_are_counted_without_views_and_with_their_precision():
+    x = torch.ones(3, 4)
+    with without_randomness(CPU) as observed:
+        (x * 2.0).view(12)
+        (x > 0).sum()  # no floating-point numbers
+    assert (observed.num_elements, observed.min_itemsize) == (12, 4)
+
+
 @pytest.mark.parametrize("plan", [Plan(dp=3), Plan(dp=3, zero=3, transport="gloo")])
 def test_all_ranks_raise_when_one_fails_on_its_first_batch(plan):
     def body(comm):
