@@ -77,6 +77,32 @@ def test_no_module_imports_the_package_root():
                 assert node.module != "fourfold", path
 
 
+# What may hand on names of other modules: the console command's entry point, and the file of torch's private names.
+MAY_RE_EXPORT = {"cli", "parts.torch_private"}
+
+
+def module_name(path: Path) -> str:
+    return ".".join(path.relative_to(SOURCE).with_suffix("").parts).removesuffix("__init__").removesuffix(".")
+
+
+def test_names_are_imported_from_the_module_that_defines_them():
+    imported = {f"fourfold.{module_name(path)}": imported_names(path) for path in files() if path.parent != SOURCE}
+    for path in files():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module in imported:
+                if node.module.removeprefix("fourfold.") in MAY_RE_EXPORT:
+                    continue
+                names = {alias.name for alias in node.names}
+                submodules = {name for name in names if f"{node.module}.{name}" in imported}
+                assert not names & imported[node.module] - submodules, f"{path} imports from {node.module}"
+
+
+def imported_names(path: Path) -> set[str]:
+    """The names that a file's `from` imports bind."""
+    nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
+    return {alias.asname or alias.name for node in nodes for alias in node.names}
+
+
 def functions(node: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
     """Every function of a file with its qualified name."""
     for child in ast.iter_child_nodes(node):
