@@ -98,7 +98,7 @@ def trace_model(task: Task, model: nn.Module) -> ModelTrace:
         raise PlanError(Problem(f"sp > 1 and inputs of type {type(inputs).__name__}", need, "sp = 1"), where="the plan")
     try:
         calls = _attention_calls(model, inputs)
-    except (RuntimeError, NotImplementedError):
+    except RuntimeError:  # NotImplementedError is one
         # Some models read values, and a meta model has none. If the error is the task's own, it is raised again here.
         calls = _attention_calls(task.model(), inputs)
     if not calls:
