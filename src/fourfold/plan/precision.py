@@ -11,7 +11,7 @@ Sources: Micikevicius et al., "Mixed Precision Training" (2018), §3.1 and §3.2
 import dataclasses
 import math
 from collections.abc import Collection, Iterable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from fourfold.plan.data.buckets import Bucket, ParamSpec
 
@@ -60,6 +60,54 @@ def has_master_weights(bucket: Bucket, precision: str) -> bool:
     return compute is not None and bucket.dtype == compute.dtype
 
 
+class LossScale(Protocol):
+    """What the loss is multiplied by for backward."""
+
+    value: float
+
+    @property
+    def reported(self) -> float | None:
+        """The scale, if the loss is scaled."""
+        ...
+
+    @property
+    def can_decrease(self) -> bool:
+        """Whether the scale can be halved against an overflow."""
+        ...
+
+    @property
+    def state(self) -> dict[str, float] | None:
+        """What a checkpoint saves; None if there is nothing to save."""
+        ...
+
+    def scale(self, loss: Any) -> Any:
+        """The loss times the scale."""
+        ...
+
+    def update(self, *, overflowed: bool) -> None:
+        """Adapt the scale after a step with it."""
+        ...
+
+    def load_state(self, state: Mapping[str, float]) -> None:
+        """Restore a saved `state`."""
+        ...
+
+
+class UnitLossScale:
+    """The loss is not scaled."""
+
+    value, reported, can_decrease, state = 1.0, None, False, None
+
+    def scale(self, loss: Any) -> Any:
+        return loss
+
+    def update(self, *, overflowed: bool) -> None:
+        pass
+
+    def load_state(self, state: Mapping[str, float]) -> None:
+        pass
+
+
 class LossScaler:
     """The scale of the loss: halved when a gradient overflows, doubled after `growth_interval` steps without one."""
 
@@ -69,6 +117,14 @@ class LossScaler:
 
     def __init__(self, initial: float = INITIAL_SCALE, growth_interval: int = GROWTH_INTERVAL) -> None:
         self.value, self._growth_interval, self._num_good_steps = initial, growth_interval, 0
+
+    @property
+    def reported(self) -> float:
+        return self.value
+
+    def scale(self, loss: Any) -> Any:
+        """The loss times the scale."""
+        return loss * self.value
 
     @property
     def can_decrease(self) -> bool:

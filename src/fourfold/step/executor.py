@@ -1,48 +1,32 @@
 """Executor: runs one rank's program, action by action.
 
-forward, backward   of one microbatch
-measure             sum scalars over the ranks: loss and counts, the gradient norm, …
-reduce              launch the buckets that hooks have not launched yet
-update              wait for a bucket's reduction, and update its weights
-gather              start to all-gather a bucket's new weights
-push, pull          local SGD: start to sum a bucket's changes; take the new weights from the sum
-Law: it never reorders. The program gives the order, and `actions` says what an action does; actions that hooks have
-already run during backward are skipped.
+verb   what an action does, a function of the step and the action: see `verbs.py`
+timing when buckets are updated; it may run updates within other actions, which the executor then skips
+Law: it never reorders. The program gives the order, and the table of verbs says what an action does.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping
 
-from fourfold.step.actions import Actions
-from fourfold.step.batch import Microbatch
+from fourfold.step.step_state import StepState
+from fourfold.step.update_timing import UpdateTiming
+from fourfold.step.verbs import VERBS, VerbFunction
 from fourfold.words.errors import Problem, TrainingError
 from fourfold.words.program import Action, Verb
-from fourfold.words.trace_events import NULL_RECORDER
 
 VERB_NAMES = {verb: verb.name.lower().replace("_", "-") for verb in Verb}
 
 
 class Executor:
-    """A table of verbs and their handlers."""
+    """Runs the steps of one rank."""
 
-    def __init__(self, actions: Actions) -> None:
-        self._actions = actions
-        self._handlers = {
-            Verb.FORWARD: actions.forward,
-            Verb.BACKWARD: actions.backward,
-            Verb.MEASURE: actions.measure,
-            Verb.REDUCE: actions.reduce,
-            Verb.UPDATE: actions.update_in_order,
-            Verb.GATHER: actions.gather,
-            Verb.PUSH: actions.push,
-            Verb.PULL: actions.pull,
-        }
+    def __init__(self, timing: UpdateTiming) -> None:
+        self._timing = timing
         self._error: BaseException | None = None
-        self.recorder = NULL_RECORDER
         self.busy_seconds: dict[str, float] = {}
-        """By verb name: the time of the actions of the last step, without waits."""
+        """By verb name: the time of the actions of the last training step, without waits."""
 
-    def run(self, program: Sequence[Action], microbatches: Sequence[Microbatch]) -> None:
+    def train(self, program: Iterable[Action], step: StepState) -> None:
         """One optimizer update.
 
         After an error inside a step, ranks may have reduced different buckets: later calls raise TrainingError.
@@ -51,20 +35,46 @@ class Executor:
             got = f"a step after one that ended with {type(self._error).__name__}"
             raise TrainingError(Problem(got, "a new TrainStep")) from self._error
         try:
-            self._actions.begin_step(microbatches)
-            self.busy_seconds = {}
-            for action in program:
-                if action in self._actions.done_early:
-                    continue
-                begin, waited = time.perf_counter(), self._actions.waiting_seconds
-                with self.recorder.action(action):
-                    self._handlers[action.verb](action.index)
-                spent = time.perf_counter() - begin - (self._actions.waiting_seconds - waited)
-                name = VERB_NAMES[action.verb]
-                self.busy_seconds[name] = self.busy_seconds.get(name, 0.0) + spent
-            self._actions.end_step()
+            self._begin(step)
+            self.busy_seconds = _walk(program, step, self._timing.verbs)
+            self._end(step)
         except BaseException as error:
             self._error = error
             raise
-        finally:
-            self._actions.stop_listening()
+
+    def evaluate(self, program: Iterable[Action], step: StepState) -> None:
+        """Forwards and measures, without updates."""
+        _walk(program, step, VERBS)
+
+    def _begin(self, step: StepState) -> None:
+        for stage in step.parts.stages:
+            stage.gradients.drop_grads()
+            stage.gradients.begin_step()
+        step.parts.sync.begin_step()
+        self._timing.begin_step(step)
+
+    def _end(self, step: StepState) -> None:
+        if step.has_called_hooks:
+            for stage in step.parts.stages:
+                stage.step_hooks.run_post_hooks()
+        self._timing.end_step(step)
+        if step.bad_reason is None:
+            step.parts.loss_scale.update(overflowed=step.overflowed)
+        step.parts.sync.end_step()
+        for stage in step.parts.stages:
+            stage.weights.edits.refresh_samples()
+
+
+def _walk(program: Iterable[Action], step: StepState, verbs: Mapping[Verb, VerbFunction]) -> dict[str, float]:
+    """Run the actions in their order. Returns the seconds of each verb, without waits."""
+    meter, busy_seconds = step.parts.meter, dict[str, float]()
+    for action in program:
+        if action in step.done_early:
+            continue
+        begin, waited = time.perf_counter(), meter.waiting_seconds
+        with meter.recorder.action(action):
+            verbs[action.verb](step, action)
+        spent = time.perf_counter() - begin - (meter.waiting_seconds - waited)
+        name = VERB_NAMES[action.verb]
+        busy_seconds[name] = busy_seconds.get(name, 0.0) + spent
+    return busy_seconds

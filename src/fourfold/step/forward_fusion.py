@@ -14,93 +14,98 @@ Source: Jiang, Gu, Liu, Zhu, Pan, "Optimizer Fusion" (2021): forward fusion.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
-from torch import nn
-
-from fourfold.parts.comm.reduce.protocol import Transport
+from fourfold.parts.comm.meter import CommMeter
 from fourfold.parts.data.param_access import ParamAccess, outside_transforms
-from fourfold.parts.data.sharded_params import ShardedParams
+from fourfold.step.step_parts import StageParts
+from fourfold.step.step_state import UpdateArgs
+from fourfold.step.verbs import run_optimizer
 from fourfold.words.errors import Problem, TrainingError
+from fourfold.words.program import Action, Verb
 
 
 class DeferredUpdates:
-    """The updates of one step, run in the forward of the next step, or when `flush` is called."""
+    """The updates of one step of a stage, run in the forward of the next step, or when `finish` is called."""
 
-    def __init__(
-        self,
-        parameters: Sequence[Sequence[nn.Parameter]],
-        transport: Transport,
-        update: Callable[[int], None],
-        *,
-        sharded_params: ShardedParams | None = None,
-    ) -> None:
-        """`parameters` are by bucket; `update(bucket)` updates a bucket, or this rank's shard of it.
-
-        With sharded parameters, the unshards are reported instead of the accesses.
-        """
-        self._parameters, self._transport, self._update = parameters, transport, update
-        self._param_access = None
-        if sharded_params is None:
-            self._param_access = ParamAccess(parameters, self._before_access)
-        else:
-            sharded_params.before_unshard = self._before_unshard
-        self._device_type = parameters[0][0].device.type
+    def __init__(self, stage_index: int, stage: StageParts, meter: CommMeter) -> None:
+        self._stage_index, self._stage, self._meter = stage_index, stage, meter
+        # Weights that rest split are reported when they are unsharded, all others when they are accessed.
+        self._is_sharded = stage.gatherer.unshards_params
+        self._param_access = ParamAccess([] if self._is_sharded else stage.parameters, self._before_access)
+        self._set_listening(False)
+        self._args: UpdateArgs | None = None
         self._order: Sequence[int] = ()
         self._position: dict[int, int] = {}
         self._num_updated, self._num_ready = 0, 0
-        self._in_forward, self._was_accessed = False, [True] * len(parameters)
+        self._in_forward, self._was_accessed = False, [True] * stage.num_buckets
 
     @property
     def has_pending(self) -> bool:
         """Whether updates are pending."""
         return len(self._order) > 0
 
-    def defer(self, order: Sequence[int]) -> None:
-        """Make the updates of all buckets pending, to run in this order, which is the same on every rank."""
-        self._order = list(order)
-        self._position = {bucket: position for position, bucket in enumerate(order)}
+    def defer(self, args: UpdateArgs) -> None:
+        """Make the updates of all buckets pending, with the gradients of the step that has just ended."""
+        self._stage.gradients.detach_grads()
+        self._stage.gatherer.signal_backward_done()
+        self._stage.optimizer.set_options_frozen(frozen=True)
+        self._args = args
+        # The bucket that backward completes last is mostly used first.
+        self._order = list(self._stage.gradients.countdown.launch_order[::-1])
+        self._position = {bucket: position for position, bucket in enumerate(self._order)}
         self._num_updated, self._num_ready = 0, 0
         self._set_listening(True)
 
     def begin_step(self) -> None:
         """Begin a step. While no update is pending, an access without a report is harmless."""
-        self._was_accessed = [True] * len(self._parameters)
+        self._was_accessed = [True] * self._stage.num_buckets
 
     @contextlib.contextmanager
     def in_forward(self) -> Iterator[None]:
         """Inside, an access runs the updates that are due; at the end no update is pending."""
-        self._was_accessed = [not self.has_pending or self._param_access is None] * len(self._parameters)
+        if not self.has_pending:
+            yield
+            return
+        self._was_accessed = [self._is_sharded] * self._stage.num_buckets
         self._in_forward = True
         try:
             yield
         finally:
             self._in_forward = False
-        self.flush()
+        self._run_pending()
 
-    def flush(self) -> None:
+    def finish(self) -> None:
         """Run the pending updates. With weights shared on a host, returns when all its ranks have."""
-        if not self.has_pending:
-            return
-        self._update_up_to(len(self._order) - 1)
-        self._order = ()
-        self._set_listening(False)
-        self._transport.end_step()
+        self._run_pending()
+        self._stage.weights.edits.refresh_samples()
 
-    def check_missed_accesses(self, first_reached: Callable[[int], str | None]) -> None:
-        """Raise TrainingError if backward has reached a bucket and forward reported no access to it.
+    def _run_pending(self) -> None:
+        if self.has_pending:
+            self._update_up_to(len(self._order) - 1)
+            self._order = ()
+            self._set_listening(False)
+            self._stage.reducer.end_step()
+            self._stage.gatherer.end_step()
+            self._stage.optimizer.set_options_frozen(frozen=False)
 
-        `first_reached(bucket)` names a parameter of the bucket that has a gradient, or is None.
-        """
+    def check_missed_accesses(self) -> None:
+        """Raise TrainingError if backward has reached a bucket and forward reported no access to it."""
         missed = [
             name
             for bucket, was_accessed in enumerate(self._was_accessed)
-            if not was_accessed and (name := first_reached(bucket))
+            if not was_accessed and (name := self._stage.gradients.countdown.first_reached(bucket))
         ]
         if missed:
             got = f"a use of {missed[0]} that torch did not report: forward used the weights before their update"
             need = "no torch.func transform of a parameter itself, and operations registered with torch.library"
             raise TrainingError(Problem(got, need, 'update = "after"'))
+
+    def before_unshard(self, bucket: int) -> None:
+        """This rank's shard of a bucket is about to be read."""
+        if self.has_pending:
+            with outside_transforms(self._device_type):
+                self._update_up_to(self._position[bucket])
 
     def _before_access(self, bucket: int) -> None:
         self._was_accessed[bucket] = True
@@ -112,19 +117,30 @@ class DeferredUpdates:
             raise TrainingError(Problem(got, "the update first", "step.flush() on every rank"))
         with outside_transforms(self._device_type):
             self._update_up_to(position)
-            self._transport.wait_weights(bucket)
+            self._stage.gatherer.wait(bucket)
         self._num_ready = position + 1
 
-    def _set_listening(self, listening: bool) -> None:
-        if self._param_access is not None:
-            self._param_access.is_enabled = listening
+    @property
+    def _device_type(self) -> str:
+        return self._stage.parameters[0][0].device.type
 
-    def _before_unshard(self, bucket: int) -> None:
-        if self.has_pending:
-            with outside_transforms(self._device_type):
-                self._update_up_to(self._position[bucket])
+    def _set_listening(self, listening: bool) -> None:
+        self._param_access.is_enabled = listening
 
     def _update_up_to(self, position: int) -> None:
         while self._num_updated <= position:
             self._num_updated += 1
             self._update(self._order[self._num_updated - 1])
+
+    def _update(self, bucket: int) -> None:
+        """Update a bucket with the gradient of the previous step."""
+        stage, recorder = self._stage, self._meter.recorder
+        assert self._args is not None
+        with recorder.action(Action(Verb.UPDATE, self._stage_index, bucket)):
+            stage.gatherer.wait_writable()
+            stage.gradients.restore_grads(bucket)
+            run_optimizer(stage, bucket, self._args)
+            stage.gradients.free_grads(bucket)
+        for verb in stage.update_verbs[1:]:
+            with recorder.action(Action(verb, self._stage_index, bucket)):
+                stage.gatherer.all_gather_async(bucket, stage.weights.flats[bucket])

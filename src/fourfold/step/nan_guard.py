@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fourfold.parts.comm.communicator import Communicator
 from fourfold.parts.torch_private import version_of
 from fourfold.plan.sample_order import BatchRange
-from fourfold.step.actions import NO_ELEMENTS, Actions
+from fourfold.step.step_state import NO_ELEMENTS, StepState
 from fourfold.words.errors import Problem, TrainingError
 
 MAX_NAMED_SAMPLES = 64  # of one rank, in a message
@@ -44,17 +44,17 @@ class NanGuard:
             if saved is None or saved[0] is not buffer or saved[1] != version_of(buffer):
                 self._buffers[name] = buffer, version_of(buffer), buffer.clone()
 
-    def check(self, actions: Actions, step: int, samples: BatchRange | None) -> Skipped | None:
+    def check(self, state: StepState, step: int, samples: BatchRange | None) -> Skipped | None:
         """After a step: None if it was good. Collective if it was bad.
 
         `samples`: of the batch, if known. Raises TrainingError if the step is bad and must not be skipped.
         """
-        if actions.bad_reason is None:
+        if state.bad_reason is None:
             self._num_in_a_row = 0
             return None
         self._num_in_a_row += 1
         self._restore()
-        skipped = self._describe(actions, step, samples)
+        skipped = self._describe(state, step, samples)
         if self._num_in_a_row <= self._limit:
             return skipped
         if self._limit == 0:
@@ -70,8 +70,8 @@ class NanGuard:
             if version_of(buffer) != version:
                 buffer.copy_(saved)
 
-    def _describe(self, actions: Actions, step: int, samples: BatchRange | None) -> Skipped:
-        bad = [index for microbatch in actions.nonfinite_microbatches() for index in microbatch]
+    def _describe(self, state: StepState, step: int, samples: BatchRange | None) -> Skipped:
+        bad = [index for microbatch in state.nonfinite_microbatches() for index in microbatch]
         if samples is not None:
             ids = samples.sample_ids()
             # If every rank's loss is finite, all samples are named: the gradient may be that of any of them.
@@ -85,9 +85,9 @@ class NanGuard:
             parts = [f"rank {rank}, {noun} {_sample_list(by_rank[rank][1])}" for rank in bad_ranks]
         else:
             parts = [f"rank {rank}, {noun} {_sample_list(ids)}" for rank, (_, _, ids) in enumerate(by_rank) if ids]
-            parts = [*(["every rank's own loss is finite"] if actions.bad_reason != NO_ELEMENTS else []), *parts]
+            parts = [*(["every rank's own loss is finite"] if state.bad_reason != NO_ELEMENTS else []), *parts]
         place = "" if samples is None else f" ({samples})"
-        text = f"step {step}: {'; '.join([str(actions.bad_reason), *parts])}{place}"
+        text = f"step {step}: {'; '.join([str(state.bad_reason), *parts])}{place}"
         return Skipped(text, bad_ranks[0] if len(bad_ranks) == 1 else None)
 
 

@@ -31,8 +31,15 @@ from fourfold.step.uneven_means import actual_divisor, squared_ratio
 from fourfold.words.errors import Problem, TaskError
 
 
+class StageOutput(NamedTuple):
+    """What the forward of a microbatch gives, and the calls of torch loss functions within it."""
+
+    outputs: Any
+    calls: Sequence[LossCall]
+
+
 class ForwardResult(NamedTuple):
-    """What one forward of a microbatch gives."""
+    """What forward and loss of a microbatch give."""
 
     outputs: Any
     raw_loss: Any
@@ -96,18 +103,24 @@ class Objective:
         """Whether the loss function is compiled. It is then not observed: under a mode it would run uncompiled."""
         return is_compiled_function(self._loss)
 
+    def forward(self, model: nn.Module, part: Microbatch) -> StageOutput:
+        """The model's outputs for a microbatch that is not empty."""
+        if not self.observes_forward or is_compiled(model):
+            return StageOutput(call_model(model, part.inputs, part.real_tokens), [])
+        with observing() as calls:
+            outputs = call_model(model, part.inputs, part.real_tokens)
+        self._has_calls_in_forward |= bool(calls)
+        return StageOutput(outputs, calls)
+
+    def loss(self, output: StageOutput, part: Microbatch) -> ForwardResult:
+        """The loss of a microbatch's outputs. Raises TaskError if there is no loss."""
+        with contextlib.nullcontext([]) if self.is_compiled else observing() as calls:
+            value = self._compute_loss_with_graph(output.outputs, part)
+        return self._make_result(output.outputs, value, [*output.calls, *calls], part)
+
     def __call__(self, model: nn.Module, part: Microbatch) -> ForwardResult:
         """Forward and loss of a microbatch that is not empty. Raises TaskError if it returns no loss."""
-        if self.observes_forward and not is_compiled(model):
-            with observing() as calls:
-                outputs = call_model(model, part.inputs, part.real_tokens)
-                self._has_calls_in_forward |= bool(calls)
-                value = self._compute_loss_with_graph(outputs, part)
-        else:
-            outputs = call_model(model, part.inputs, part.real_tokens)
-            with contextlib.nullcontext([]) if self.is_compiled else observing() as calls:
-                value = self._compute_loss_with_graph(outputs, part)
-        return self._make_result(outputs, value, calls, part)
+        return self.loss(self.forward(model, part), part)
 
     def dry_run(self, model: nn.Module, part: Microbatch) -> ForwardResult:
         """The same without keeping the graph; records which calls the loss depends on, and its kinks and divisors."""

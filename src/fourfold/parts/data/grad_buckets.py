@@ -1,273 +1,176 @@
-"""Gradient buckets: hooks copy gradients from autograd into slots, and complete buckets are reduced.
+"""Gradient buckets: gradients are copied from autograd into slots, and complete buckets are reduced.
 
-slot       a parameter's place in the gradient buffer of its bucket, [start, stop)
-countdown  number of a bucket's parameters without a gradient in the round's last backward; at 0 the bucket is complete
-launch     the start of a bucket's reduction, in program order (the same on every rank), while backward continues
-round      the backwards between two sets of reductions: those of a whole step, or one if gradients rest split
-waiting    a gradient that stays in `.grad` because the buffer still holds the gradient of another bucket
-Law: at the end of a round every slot is written or known to be unused, and every bucket is launched.
+slot      a parameter's place in the gradient buffer of its bucket
+complete  a bucket whose parameters all have their gradient of the round; it may be launched
+waiting   a gradient that stays in `.grad` because the buffer still holds the gradient of another bucket
+Law: when a bucket is launched, each of its slots is written or zero, and nobody reads what the buffer held before.
 """
 
-import itertools
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-import torch
 from torch import Tensor, nn
 
-from fourfold.parts.comm.reduce.protocol import Transport
+from fourfold.parts.comm.meter import CommMeter
+from fourfold.parts.comm.reduce.protocol import GradReducer
+from fourfold.parts.data.countdown import Countdown
 from fourfold.parts.data.grad_checks import (
     check_all_reached,
-    check_dense,
     raise_grad_cleared,
     raise_grad_has_graph,
     raise_second_grad,
 )
-from fourfold.parts.data.grad_hooks import register_last_hook, weak_grad_hook
-from fourfold.parts.data.param_access import untracked_access
+from fourfold.parts.data.grad_hooks import GradHooks
+from fourfold.parts.data.grad_slots import GradSlots
 from fourfold.plan.data.buckets import Bucket
-from fourfold.words.noop import noop
-from fourfold.words.trace_events import LAUNCHED_EVENT, NULL_RECORDER, READY_EVENT
-
-
-def _view_like(parameter: Tensor, flat: Tensor) -> Tensor:
-    """A view of a flat with the parameter's shape and memory format: fused updates traverse both at once."""
-    with untracked_access():
-        return flat.as_strided(parameter.shape, torch.empty_like(parameter, device="meta").stride())
+from fourfold.words.trace_events import DONE_EVENT, LAUNCHED_EVENT, READY_EVENT
 
 
 class GradBuckets:
-    """The gradients of a step in the transport's buffers."""
+    """The gradients of a step in the reducer's buffers; see `Gradients`."""
 
     def __init__(
         self,
         parameters: Mapping[str, nn.Parameter],
         buckets: Sequence[Bucket],
-        transport: Transport,
+        reducer: GradReducer,
+        meter: CommMeter,
         *,
         allow_unused: bool,
+        may_block_in_backward: bool = True,
     ) -> None:
-        self._parameters, self._buckets, self._transport = parameters, buckets, transport
-        self._allow_unused = allow_unused
-        self.recorder = NULL_RECORDER
-        self._names = [slot.name for bucket in buckets for slot in bucket.slots]
-        self._bucket_of = [bucket.index for bucket in buckets for _ in bucket.slots]
-        self._paddings = [transport.grad_buffers[bucket.index][bucket.slots[-1].stop :] for bucket in buckets]
-        self._first_param = list(itertools.accumulate((len(bucket.slots) for bucket in buckets), initial=0))
-        self.views = [
-            _view_like(parameters[slot.name], transport.grad_buffers[bucket.index][slot.start : slot.stop])
-            for bucket in buckets
-            for slot in bucket.slots
-        ]
-        # Counted with the same expression as in `copy_referenced_views`, which adds references of its own.
-        self._num_view_refs = [sys.getrefcount(self.views[index]) for index in range(len(self.views))]
-        self.launch_order = list(range(len(buckets)))
-        self.on_launch: Callable[[], None] = noop
-        """Called after every launch."""
-        self.is_enabled = False
-        """Whether gradients are stored. Off outside of steps, whose backwards are the user's own."""
-        # Whether hooks may wait for a buffer that a reduction still uses. Not if weights are all-gathered in backward:
-        # the rank that must end the reduction may itself wait for an all-gather that this rank has not begun.
-        self._blocks_in_backward = not transport.unshards_params
-        self.completion_order: list[int] = []
-        """The order in which this rank's buckets became complete in the first round of this step."""
-        for index, name in enumerate(self._names):
-            register_last_hook(parameters[name], weak_grad_hook(self, index))
+        """`may_block_in_backward`: whether hooks may wait for a buffer that a reduction still uses.
+
+        Not if weights are all-gathered in backward: the rank that must end the reduction may itself wait for an
+        all-gather that this rank has not begun.
+        """
+        self._buckets, self._reducer, self._meter = buckets, reducer, meter
+        self._allow_unused, self._may_block = allow_unused, may_block_in_backward
+        self.countdown = Countdown(buckets)
+        self.slots = GradSlots(parameters, buckets, reducer.grad_buffers)
+        self.hooks = GradHooks(self.slots.parameters)
+        self.set_launch_order(self.countdown.launch_order)
         self.begin_step()
 
-    @property
-    def launch_order(self) -> Sequence[int]:
-        """The order of the reductions."""
-        return self._launch_order
-
-    @launch_order.setter
-    def launch_order(self, order: Sequence[int]) -> None:
-        self._launch_order = list(order)
-        # By bucket: the bucket that uses the same buffer before it, in launch order.
+    def set_launch_order(self, order: Sequence[int]) -> None:
+        """Fix the order of the reductions."""
+        self.countdown.launch_order = list(order)
+        # By bucket: the bucket that uses the same buffer before it, in launch order, as a position in that order.
         last_user: dict[int, int] = {}
-        self._prev_in_buffer: list[int | None] = [None] * len(order)
-        for bucket in order:
-            buffer = self._transport.buffer_indices[bucket]
-            self._prev_in_buffer[bucket] = last_user.get(buffer)
-            last_user[buffer] = bucket
-        self._launch_index = {bucket: index for index, bucket in enumerate(order)}
+        self._previous_user: dict[int, int] = {}
+        for position, bucket in enumerate(order):
+            buffer = self._reducer.buffer_indices[bucket]
+            if buffer in last_user:
+                self._previous_user[bucket] = last_user[buffer]
+            last_user[buffer] = position
 
     def begin_step(self) -> None:
         """Begin a step: no slot is written, no bucket launched."""
-        self.reached = [False] * len(self._names)
-        self._round = -1
-        self.completion_order = []
-        self.begin_round()
+        self.countdown.begin_step()
+        self._begin_buffers()
 
     def begin_round(self) -> None:
         """Begin a round of reductions."""
-        self._round += 1
-        self._written = [False] * len(self._names)
-        self._counted = [False] * len(self._names)
-        self._num_missing = [len(bucket.slots) for bucket in self._buckets]
+        self.countdown.begin_round()
+        self._begin_buffers()
+
+    def _begin_buffers(self) -> None:
+        self.slots.begin_round()
         self._is_acquired = [False] * len(self._buckets)
         self._waiting_params: list[list[int]] = [[] for _ in self._buckets]
-        self._is_last_backward, self.num_launched = False, 0
 
-    def mark_last_backward(self) -> None:
-        """The next backward is the round's last: buckets may be launched as they become complete."""
-        self._is_last_backward = True
-
-    @torch.no_grad()
-    def copy_referenced_views(self) -> None:
-        """Before slots are written: if the user still holds a view that was in `.grad`, turn it into a copy.
-
-        torch's own gradients behave like that: where `.grad` was None they are new tensors.
-        """
-        for index in range(len(self.views)):
-            if sys.getrefcount(self.views[index]) == self._num_view_refs[index]:
-                continue
-            view = self.views[index]
-            if self._parameters[self._names[index]].grad is not view:
-                self.views[index] = view.view(view.shape)
-                view.data = view.clone()
-
-    def on_grad(self, parameter: Tensor, param_index: int) -> None:
-        """Store a gradient that autograd has accumulated; in the last backward, count it."""
-        if not self.is_enabled:
-            return
-        gradient = parameter.grad
+    def store(self, param_index: int) -> bool:
+        """Take a gradient that autograd has accumulated. Returns whether a bucket is complete now."""
+        gradient = self.slots.parameters[param_index].grad
         if gradient is None:
-            raise_grad_cleared(self._names[param_index])
+            raise_grad_cleared(self.slots.names[param_index])
         if gradient.requires_grad:
-            raise_grad_has_graph(self._names[param_index])
-        if gradient is self.views[param_index]:  # autograd has added to the slot in place
-            self._written[param_index] = True
-        else:
-            self._store(param_index)
-        self.reached[param_index] = True
-        if self._is_last_backward:
-            self._count_down(param_index)
+            raise_grad_has_graph(self.slots.names[param_index])
+        self._take(param_index, gradient)
+        countdown = self.countdown
+        if not countdown.is_last_backward:
+            return False
+        if countdown.counted[param_index]:
+            # The bucket may be launched already: this gradient would be lost, or added after the sum.
+            raise_second_grad(self.slots.names[param_index])
+        if not countdown.count(param_index):
+            return False
+        bucket = countdown.bucket_of[param_index]
+        self._meter.recorder.instant(countdown.reduction_index(bucket), READY_EVENT)
+        return True
 
-    def _store(self, param_index: int) -> None:
+    def _take(self, param_index: int, gradient: Tensor) -> None:
         """Copy a gradient into its slot; if the buffer is not free yet, leave it in `.grad` until it is."""
-        bucket = self._bucket_of[param_index]
+        self.countdown.reached[param_index] = True
+        if gradient is self.slots.views[param_index]:  # autograd has added to the slot in place
+            self.slots.written[param_index] = True
+            return
+        bucket = self.countdown.bucket_of[param_index]
         if not self._is_acquired[bucket]:
             if not self._can_acquire(bucket):
                 self._waiting_params[bucket].append(param_index)
                 return
             self._acquire(bucket)
-        self._copy_to_slot(param_index)
+        self.slots.store(param_index)
 
     def _can_acquire(self, bucket: int) -> bool:
-        previous = self._prev_in_buffer[bucket]
-        if previous is not None and self._launch_index[previous] >= self.num_launched:
+        if self._previous_user.get(bucket, -1) >= self.countdown.num_launched:
             return False
-        return self._blocks_in_backward or self._transport.can_acquire_buffer(bucket)
+        return self._may_block or self._reducer.can_acquire_buffer(bucket, None)
 
     def _acquire(self, bucket: int) -> None:
         if not self._is_acquired[bucket]:
-            self._transport.acquire_buffer(bucket)
+            self._reducer.acquire_buffer(bucket, None)
             self._is_acquired[bucket] = True
-            # If buckets share the buffer, another one's gradient may be in the padding, and a norm would count it.
-            self._paddings[bucket].zero_()
+            self.slots.zero_padding(bucket)
             for index in self._waiting_params[bucket]:
-                self._copy_to_slot(index)
+                self.slots.store(index)
             self._waiting_params[bucket].clear()
 
-    def _copy_to_slot(self, param_index: int) -> None:
-        """Copy a gradient into its slot, or add it to those of earlier microbatches."""
-        parameter, view = self._parameters[self._names[param_index]], self.views[param_index]
-        gradient = parameter.grad
-        assert gradient is not None
-        check_dense(gradient, self._names[param_index])
-        if self._written[param_index]:
-            view.add_(gradient)
-        else:
-            view.copy_(gradient)
-        self._written[param_index] = True
-        # Free what autograd allocated before it makes the next gradient.
-        parameter.grad = None
-
-    def _count_down(self, param_index: int) -> None:
-        if self._counted[param_index]:
-            # The bucket may be launched already: this gradient would be lost, or added after the sum.
-            raise_second_grad(self._names[param_index])
-        self._counted[param_index] = True
-        bucket = self._bucket_of[param_index]
-        self._num_missing[bucket] -= 1
-        if self._num_missing[bucket] == 0:
-            if self._round == 0:
-                self.completion_order.append(bucket)
-            self.recorder.instant(self._reduction_index(bucket), READY_EVENT)
-            self._launch_ready(wait=self._blocks_in_backward)
-
-    def _launch_ready(self, *, wait: bool) -> None:
+    def launch_next(self, factor: float | None, *, may_wait: bool) -> int | None:
+        """Launch the next bucket in program order if it is complete. Returns it, or None."""
         # In program order, not in ready order: ranks differ in readiness, and collectives must not.
-        while (
-            self.num_launched < len(self._launch_order)
-            and self._num_missing[self._launch_order[self.num_launched]] == 0
-        ):
-            bucket = self._launch_order[self.num_launched]
-            if not (wait or self._transport.can_acquire_buffer(bucket)):
-                return
-            self._acquire(bucket)
-            self._zero_unwritten(bucket)
-            self.recorder.instant(self._reduction_index(bucket), LAUNCHED_EVENT)
-            self._transport.reduce_async(bucket, self._reduction_index(bucket))
-            self.num_launched += 1
-            self.on_launch()
+        bucket = self.countdown.next_complete()
+        if bucket is None:
+            return None
+        if not (may_wait or self._may_block or self._reducer.can_acquire_buffer(bucket, factor)):
+            return None
+        self._acquire(bucket)
+        self.slots.zero_unwritten(bucket)
+        index = self.countdown.reduction_index(bucket)
+        self._meter.recorder.instant(index, LAUNCHED_EVENT)
+        self._reducer.reduce_async(bucket, index, factor)
+        self.countdown.num_launched += 1
+        return bucket
 
-    def _reduction_index(self, bucket: int) -> int:
-        """The index of a bucket's reduction in the program."""
-        return self._round * len(self._buckets) + bucket
-
-    def _zero_unwritten(self, bucket: int) -> None:
-        first = self._first_param[bucket]
-        for index in range(first, first + len(self._buckets[bucket].slots)):
-            if not self._written[index]:
-                self.views[index].zero_()
-
-    def drop_grads(self) -> None:
-        """Drop what is in `.grad`: backwards outside of steps have left it there."""
-        for name in self._names:
-            self._parameters[name].grad = None
+    def record_done(self, bucket: int) -> None:
+        """Record that a bucket's sum is there."""
+        self._meter.recorder.instant(bucket, DONE_EVENT)
 
     def store_leftover_grads(self) -> None:
         """Store what earlier backwards left in `.grad` of parameters that the last one did not reach."""
-        for index, view in enumerate(self.views):
-            gradient = self._parameters[self._names[index]].grad
-            if gradient is None or self._counted[index]:
-                continue
-            if gradient is view:
-                self._written[index] = True
-            else:
-                self._store(index)
-            self.reached[index] = True
-
-    def finish_round(self) -> None:
-        """End a round: zero unwritten slots and launch all remaining buckets. Does not wait for the sums."""
-        if self._round == 0:
-            self.completion_order += [bucket.index for bucket in self._buckets if self._num_missing[bucket.index]]
-        self._num_missing = [0] * len(self._buckets)
-        self._launch_ready(wait=True)
-
-    def first_reached(self, bucket: int) -> str | None:
-        """The name of the bucket's first parameter that a backward of this step has reached; None if there is none."""
-        first = self._first_param[bucket]
-        indices = range(first, first + len(self._buckets[bucket].slots))
-        return next((self._names[index] for index in indices if self.reached[index]), None)
+        for index, parameter in enumerate(self.slots.parameters):
+            if parameter.grad is not None and not self.countdown.counted[index]:
+                self._take(index, parameter.grad)
 
     def check_all_reached(self) -> None:
         """Raise TrainingError naming the parameters that no backward of the step has reached."""
         if not self._allow_unused:
-            check_all_reached(self._names, self.reached, map(self._parameters.__getitem__, self._names))
+            check_all_reached(self.slots.names, self.countdown.reached, self.slots.parameters)
 
     def local_grads(self, bucket: int) -> list[Tensor]:
-        """This rank's shard of a bucket's sum, for the norm; waits for the reduction."""
-        self._transport.reduce_shard(bucket)
-        return [self._transport.grad_shard(bucket).flat]
+        """This rank's shard of a bucket's sum, for the norm; the reduction has ended."""
+        self._reducer.reduce_shard(bucket)
+        return [self._reducer.grad_shard(bucket).flat]
+
+    def drop_grads(self) -> None:
+        """Drop what is in `.grad`: backwards outside of steps have left it there."""
+        self.slots.drop_grads()
 
     def detach_grads(self) -> None:
-        """No-op: sums outlive the step in the transport's buffers. (`UnbucketedGrads` empties `.grad` here.)"""
+        """No-op: sums outlive the step in the reducer's buffers. (`UnbucketedGrads` empties `.grad` here.)"""
 
     def restore_grads(self, bucket: int) -> None:
         """No-op: sums already rest in the slots. (`UnbucketedGrads` restores `.grad` here.)"""
 
     def free_grads(self, bucket: int) -> None:
-        """No-op: the transport owns the slots, and knows when they may be written again."""
+        """No-op: the reducer owns the slots, and knows when they may be written again."""

@@ -5,9 +5,10 @@ the user registers after ours would find None there.
 Law: whenever a user registers a hook, it sees this rank's gradient in `.grad`, and what it writes there is used.
 """
 
+import contextlib
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -68,19 +69,38 @@ def _call_if_registered(hooks: dict[int, GradHook], key: int) -> GradHook:
 class GradSink(Protocol):
     """Takes gradients from autograd."""
 
-    def on_grad(self, parameter: Tensor, param_index: int) -> None: ...
+    def on_grad(self, param_index: int) -> None: ...
 
 
-def weak_grad_hook(sink: GradSink, param_index: int) -> Callable[[Tensor], None]:
-    """A hook that passes a gradient to `sink.on_grad`. It holds the sink weakly."""
+class GradHooks:
+    """The hooks of some parameters. They call `sink`, or nothing while it is None."""
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self.sink: GradSink | None = None
+        """Who takes the gradients of the current backward; None outside of steps, whose backwards are the user's."""
+        for index, parameter in enumerate(parameters):
+            register_last_hook(parameter, _weak_hook(self, index))
+
+    @contextlib.contextmanager
+    def calling(self, sink: GradSink) -> Iterator[None]:
+        """Inside, the sink takes the gradients."""
+        self.sink = sink
+        try:
+            yield
+        finally:
+            self.sink = None
+
+
+def _weak_hook(hooks: GradHooks, param_index: int) -> GradHook:
+    """A hook that passes a gradient to the sink. It holds the hooks' object weakly."""
     # The garbage collector does not traverse a parameter's hooks: with a strong reference the whole step, with its
     # shared memory, would live as long as the process.
-    weak_sink = weakref.ref(sink)
+    weak_hooks = weakref.ref(hooks)
 
-    def hook(parameter: Tensor) -> None:
-        sink = weak_sink()
-        if sink is not None:
+    def hook(_: Tensor) -> None:
+        hooks = weak_hooks()
+        if hooks is not None and hooks.sink is not None:
             with untracked_access():
-                sink.on_grad(parameter, param_index)
+                hooks.sink.on_grad(param_index)
 
     return hook

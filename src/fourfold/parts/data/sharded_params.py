@@ -11,22 +11,22 @@ Law: what a view shows never changes while a tensor refers to it, and every rank
 """
 
 import contextlib
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from fourfold.parts import memory
-from fourfold.parts.comm.reduce.protocol import BucketSlice, Transport
+from fourfold.parts.comm.reduce.protocol import BucketSlice, GradReducer, WeightGatherer
 from fourfold.parts.data.param_access import ParamAccess, explain_transform_errors, outside_transforms
+from fourfold.parts.data.unsharded_buckets import UnshardedBuckets
 from fourfold.parts.dtypes import bucket_dtype
 from fourfold.parts.torch_private import version_of
 from fourfold.plan.data.buckets import Bucket
 from fourfold.plan.unshard_order import MAX_UNSHARDED, MissingBucket, UnshardOrder
 from fourfold.words.errors import Problem, TrainingError
-from fourfold.words.noop import noop
 
 NONE_MISSING = -1
 
@@ -56,38 +56,55 @@ class SavedTensor(NamedTuple):
     version: int
 
 
+class UnshardSink(Protocol):
+    """Is told before this rank's shard of a bucket is read in a phase."""
+
+    def before_unshard(self, bucket: int) -> None: ...
+
+
+class _NoSink:
+    def before_unshard(self, bucket: int) -> None:
+        pass
+
+
+NO_UNSHARD_SINK: UnshardSink = _NoSink()
+
+
 class ShardedParams:
     """The weights of a step, at rest in shards."""
 
     def __init__(
-        self, parameters: Sequence[Sequence[nn.Parameter]], buckets: Sequence[Bucket], transport: Transport
+        self,
+        parameters: Sequence[Sequence[nn.Parameter]],
+        buckets: Sequence[Bucket],
+        reducer: GradReducer,
+        gatherer: WeightGatherer,
     ) -> None:
         """`parameters` are by bucket and slot. Their weights stay where they are until `shard_params`."""
-        self._parameters, self._buckets, self._transport = parameters, buckets, transport
-        self._device = parameters[0][0].device
-        ranges = [transport.grad_shard(bucket.index) for bucket in buckets]
-        # Not the parameters' dtypes: with a precision those are the user's until `shard_params`.
-        dtypes = [bucket_dtype(bucket) for bucket in buckets]
+        self._parameters, self._buckets, self._gatherer = parameters, buckets, gatherer
+        self._unsharded = UnshardedBuckets(parameters, buckets)
+        ranges = [reducer.grad_shard(bucket.index) for bucket in buckets]
         self.shards = [
-            BucketSlice(start, stop, memory.allocate_private(stop - start, dtype, self._device))
-            for (start, stop, _), dtype in zip(ranges, dtypes, strict=True)
+            BucketSlice(start, stop, memory.allocate_private(stop - start, bucket_dtype(bucket), self._device))
+            for bucket, (start, stop, _) in zip(buckets, ranges, strict=True)
         ]
         self._shard_ranges = {
             slot.name: (bucket.index, slot.start, max(shard.start, slot.start), min(shard.stop, slot.stop))
             for bucket, shard in zip(buckets, self.shards, strict=True)
             for slot in bucket.slots
         }
-        self._placeholders = [torch.full((), float("nan"), dtype=dtype, device=self._device) for dtype in dtypes]
         self.buffer_pool = memory.BufferPool()
-        self._unshard_orders: dict[str, UnshardOrder] = {}
+        self.unshard_orders: dict[str, UnshardOrder] = {}
+        """By kind of phase: the all-gathers of its last phase."""
         self._unshard_order: UnshardOrder | None = None
+        self._sink = NO_UNSHARD_SINK
         self._pending: deque[_PendingUnshard] = deque()
-        self._unsharded: OrderedDict[int, Tensor] = OrderedDict()
-        self._bucket_of_address: dict[int, int] = {}  # of its buffer
-        self.before_unshard: Callable[[int], None] = noop
-        """Called before this rank's shard of a bucket is read."""
         self._param_access = ParamAccess(parameters, self._on_param_access)
         self._operation_index, self._needed_buckets = 0, set[int]()
+
+    @property
+    def _device(self) -> torch.device:
+        return self._unsharded.device
 
     # ---- shards -------------------------------------------------------------------------------------
 
@@ -102,7 +119,7 @@ class ShardedParams:
             broadcast(flat)
             start, stop, shard = self.shards[bucket.index]
             shard.copy_(flat[start:stop])
-            self._use_placeholders(bucket.index)
+            self._unsharded.use_placeholders(bucket.index)
         self._param_access.is_enabled = True
 
     @torch.no_grad()
@@ -124,7 +141,7 @@ class ShardedParams:
         """A copy of a shard, padded with zeros to the full size [elements]: its sum over ranks is the parameter."""
         _, slot_start, low, high = self._shard_ranges[name]
         full = torch.zeros(parameter.numel(), dtype=shard.dtype, device=parameter.device)
-        if low < high:
+        if low < high and not self._gatherer.replica_index:  # replica 0 adds the same shard
             full[low - slot_start : high - slot_start] = shard
         return full
 
@@ -142,24 +159,24 @@ class ShardedParams:
         Changes are lost unless `shard_params` is called within.
         """
         for bucket, buffer in self.unsharded_buckets():
-            self._use_unsharded_views(bucket.index, buffer)
+            self._unsharded.use_views(bucket.index, buffer)
         self._param_access.is_enabled = False
         try:
             yield
         finally:
             for bucket in self._buckets:
-                self._use_placeholders(bucket.index)
+                self._unsharded.use_placeholders(bucket.index)
             self._param_access.is_enabled = True
 
     # ---- phases -------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def phase(self, kind: str) -> Iterator[None]:
+    def phase(self, kind: str, sink: UnshardSink = NO_UNSHARD_SINK) -> Iterator[None]:
         """Context manager: weights are unsharded when they are used. Collective: every rank has the same phases.
 
-        `kind`: phases of one kind have one order of all-gathers.
+        `kind`: phases of one kind have one order of all-gathers. `sink` is told before this rank's shards are read.
         """
-        self._unshard_order = self._unshard_orders.setdefault(kind, UnshardOrder())
+        self._sink, self._unshard_order = sink, self.unshard_orders.setdefault(kind, UnshardOrder())
         self._unshard_order.begin_phase()
         try:
             self._prefetch()
@@ -167,10 +184,10 @@ class ShardedParams:
                 yield
             self._finish_phase()
         finally:
-            self._unshard_order = None
+            self._sink, self._unshard_order = NO_UNSHARD_SINK, None
             self._pending.clear()
-            for bucket in list(self._unsharded):
-                self.reshard(bucket)
+            for bucket in self._unsharded:
+                self._unsharded.reshard(bucket)
 
     def _finish_phase(self) -> None:
         """Take part in the other ranks' all-gathers until no rank misses a bucket any more."""
@@ -197,22 +214,15 @@ class ShardedParams:
         if missed:
             with outside_transforms(self._device.type):  # transforms of torch.func refuse writes into other tensors
                 self._unshard_missing(bucket)
-        self._unsharded.move_to_end(bucket)
+        self._unsharded.mark_used(bucket)
         self._unshard_order.mark_used(bucket)
         if missed:
             for other in [b for b in self._unsharded if b not in self._needed_buckets][
                 : max(0, len(self._unsharded) - MAX_UNSHARDED)
             ]:
-                self.reshard(other)
+                self._unsharded.reshard(other)
             with outside_transforms(self._device.type):
                 self._prefetch()
-
-    def reshard(self, bucket: int) -> None:
-        """Replace the bucket's parameters by placeholders. Autograd or the user may keep tensors in its buffer."""
-        buffer = self._unsharded.pop(bucket, None)
-        if buffer is not None:
-            del self._bucket_of_address[buffer.data_ptr()]
-            self._use_placeholders(bucket)
 
     def _unshard_missing(self, bucket: int) -> None:
         order = self._unshard_order
@@ -242,13 +252,13 @@ class ShardedParams:
         Returns whether any rank missed a bucket. Collective.
         """
         assert self._unshard_order is not None
-        reports = [MissingBucket(*row) for row in self._transport.all_gather_ints(missing)]
+        reports = [MissingBucket(*row) for row in self._gatherer.all_gather_ints(missing)]
         missed = self._unshard_order.insert_missing([each for each in reports if each.bucket != NONE_MISSING])
         for bucket in missed:
             pending = self._unshard_async(bucket)
             pending.wait()
             if bucket == wanted:
-                self._store_unsharded(pending)
+                self._unsharded.store(pending.bucket, pending.buffer)
         return bool(missed)
 
     def _prefetch(self) -> None:
@@ -257,40 +267,20 @@ class ShardedParams:
             self._pending.append(self._unshard_async(self._unshard_order.next_bucket()))
 
     def _unshard_async(self, bucket: int) -> _PendingUnshard:
-        self.before_unshard(bucket)
+        self._sink.before_unshard(bucket)
         shard = self.shards[bucket].flat
         buffer = self.buffer_pool.acquire(self._buckets[bucket].size, shard.dtype, shard.device)
-        return _PendingUnshard(bucket, buffer, self._transport.unshard_async(bucket, shard, buffer))
+        return _PendingUnshard(bucket, buffer, self._gatherer.unshard_async(bucket, shard, buffer))
 
     def _wait_next(self) -> None:
         pending = self._pending.popleft()
         pending.wait()
-        self._store_unsharded(pending)
-
-    def _store_unsharded(self, pending: _PendingUnshard) -> None:
-        self.reshard(pending.bucket)
-        self._unsharded[pending.bucket] = pending.buffer
-        self._bucket_of_address[pending.buffer.data_ptr()] = pending.bucket
-        self._use_unsharded_views(pending.bucket, pending.buffer)
-
-    def _use_unsharded_views(self, bucket: int, flat: Tensor) -> None:
-        """Make the bucket's parameters views of a flat."""
-        with outside_transforms(self._device.type):
-            for slot, parameter in zip(self._buckets[bucket].slots, self._parameters[bucket], strict=True):
-                parameter.data = flat[slot.start : slot.stop].view(parameter.shape)
-
-    def _use_placeholders(self, bucket: int) -> None:
-        """Make the bucket's parameters placeholders."""
-        with outside_transforms(self._device.type):
-            for parameter in self._parameters[bucket]:
-                parameter.data = self._placeholders[bucket].expand(parameter.shape)
+        self._unsharded.store(pending.bucket, pending.buffer)
 
     # ---- what autograd saves ------------------------------------------------------------------------
 
     def _pack(self, tensor: Tensor) -> _SavedParamView | SavedTensor:
-        bucket = (
-            self._bucket_of_address.get(tensor.untyped_storage().data_ptr()) if tensor.layout is torch.strided else None
-        )
+        bucket = self._unsharded.bucket_of(tensor)
         if bucket is None or tensor.dtype != self._unsharded[bucket].dtype or tensor.is_conj() or tensor.is_neg():
             return SavedTensor(tensor, version_of(tensor))
         return _SavedParamView(

@@ -5,89 +5,90 @@ Law: a step computes what it would compute with `GradBuckets`, but copies nothin
 """
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor, nn
 
+from fourfold.parts.comm.meter import CommMeter
+from fourfold.parts.data.countdown import Countdown
 from fourfold.parts.data.grad_checks import check_all_reached, check_dense, raise_grad_cleared, raise_second_grad
-from fourfold.parts.data.grad_hooks import register_last_hook, weak_grad_hook
+from fourfold.parts.data.grad_hooks import GradHooks
 from fourfold.parts.optim.update_slices import UpdateSlice
 from fourfold.plan.data.buckets import Bucket
-from fourfold.words.noop import noop
-from fourfold.words.trace_events import LAUNCHED_EVENT, NULL_RECORDER, READY_EVENT
+from fourfold.words.trace_events import DONE_EVENT, LAUNCHED_EVENT, READY_EVENT
 
 
 class UnbucketedGrads:
-    """The gradients of a step of a single rank; the same interface as `GradBuckets`."""
+    """The gradients of a step of a single rank; see `Gradients`. A step has one round."""
 
     def __init__(
-        self, parameters: Mapping[str, nn.Parameter], buckets: Sequence[Bucket], *, allow_unused: bool
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        buckets: Sequence[Bucket],
+        meter: CommMeter,
+        *,
+        allow_unused: bool,
     ) -> None:
-        self._allow_unused = allow_unused
-        self._names = [slot.name for bucket in buckets for slot in bucket.slots]
-        self._bucket_of = [bucket.index for bucket in buckets for _ in bucket.slots]
+        self._allow_unused, self._meter = allow_unused, meter
         self._parameters = [[parameters[slot.name] for slot in bucket.slots] for bucket in buckets]
+        self._all_parameters = list(itertools.chain.from_iterable(self._parameters))
         self._detached_grads: list[list[Tensor | None]] = [[] for _ in buckets]
-        self.launch_order: Sequence[int] = list(range(len(buckets)))
-        """The order in which buckets are updated."""
-        self.recorder, self.is_enabled = NULL_RECORDER, False
-        self.on_launch: Callable[[], None] = noop
-        self.completion_order: list[int] = []
-        for number, name in enumerate(self._names):
-            register_last_hook(parameters[name], weak_grad_hook(self, number))
-        self.begin_step()
+        self.countdown = Countdown(buckets)
+        self.hooks = GradHooks(self._all_parameters)
+
+    def set_launch_order(self, order: Sequence[int]) -> None:
+        """Fix the order in which buckets are updated."""
+        self.countdown.launch_order = list(order)
 
     def begin_step(self) -> None:
         """Begin a step."""
-        self.reached = [False] * len(self._names)
-        self.completion_order = []
-        self._counted = [False] * len(self._names)
-        self._num_missing = [len(members) for members in self._parameters]
-        self._is_last_backward, self.num_launched = False, 0
+        self.countdown.begin_step()
 
-    def mark_last_backward(self) -> None:
-        """The next backward is the step's last: buckets may be updated as they become complete."""
-        self._is_last_backward = True
+    def begin_round(self) -> None:
+        """Begin a round."""
+        self.countdown.begin_round()
 
-    def on_grad(self, parameter: Tensor, param_index: int) -> None:
-        """Check a gradient that autograd has accumulated; in the last backward, count it."""
-        if not self.is_enabled:
-            return
-        if parameter.grad is None:
-            raise_grad_cleared(self._names[param_index])
-        check_dense(parameter.grad, self._names[param_index])
-        self.reached[param_index] = True
-        if self._is_last_backward:
-            self._count_down(param_index)
+    def store(self, param_index: int) -> bool:
+        """Check a gradient that autograd has accumulated. Returns whether a bucket is complete now."""
+        countdown, gradient = self.countdown, self._all_parameters[param_index].grad
+        if gradient is None:
+            raise_grad_cleared(countdown.names[param_index])
+        check_dense(gradient, countdown.names[param_index])
+        countdown.reached[param_index] = True
+        if not countdown.is_last_backward:
+            return False
+        if countdown.counted[param_index]:
+            raise_second_grad(countdown.names[param_index])
+        if not countdown.count(param_index):
+            return False
+        self._meter.recorder.instant(countdown.bucket_of[param_index], READY_EVENT)
+        return True
 
-    def _count_down(self, param_index: int) -> None:
-        if self._counted[param_index]:
-            raise_second_grad(self._names[param_index])
-        self._counted[param_index] = True
-        bucket = self._bucket_of[param_index]
-        self._num_missing[bucket] -= 1
-        if self._num_missing[bucket] == 0:
-            self.completion_order.append(bucket)
-            self.recorder.instant(bucket, READY_EVENT)
-            self._launch_ready()
+    def launch_next(self, factor: float | None, *, may_wait: bool) -> int | None:
+        """Count the next bucket in program order as launched if it is complete. Returns it, or None."""
+        bucket = self.countdown.next_complete()
+        if bucket is not None:
+            self._meter.recorder.instant(bucket, LAUNCHED_EVENT)
+            self.countdown.num_launched += 1
+        return bucket
 
-    def _launch_ready(self) -> None:
-        while (
-            self.num_launched < len(self.launch_order) and not self._num_missing[self.launch_order[self.num_launched]]
-        ):
-            self.recorder.instant(self.launch_order[self.num_launched], LAUNCHED_EVENT)
-            self.num_launched += 1
-            self.on_launch()
+    def record_done(self, bucket: int) -> None:
+        """Record that a bucket's sum is there."""
+        self._meter.recorder.instant(bucket, DONE_EVENT)
 
-    def finish_round(self) -> None:
-        """End the step's gradients: all remaining buckets are complete."""
-        self.completion_order += [bucket for bucket, missing in enumerate(self._num_missing) if missing]
-        self._num_missing = [0] * len(self._num_missing)
-        self._launch_ready()
+    def check_all_reached(self) -> None:
+        """Raise TrainingError naming the parameters that no backward of the step has reached."""
+        if not self._allow_unused:
+            check_all_reached(self.countdown.names, self.countdown.reached, self._all_parameters)
 
     def local_grads(self, bucket: int) -> list[Tensor]:
         """The gradients of a bucket, for the norm; no copies."""
         return [parameter.grad for parameter in self._parameters[bucket] if parameter.grad is not None]
+
+    def drop_grads(self) -> None:
+        """Drop what is in `.grad`: backwards outside of steps have left it there."""
+        for parameter in self._all_parameters:
+            parameter.grad = None
 
     def detach_grads(self) -> None:
         """Move the gradients out of `.grad`, which the user may clear: they are used after the step."""
@@ -100,25 +101,10 @@ class UnbucketedGrads:
             parameter.grad = gradient
         self._detached_grads[bucket] = []
 
-    def first_reached(self, bucket: int) -> str | None:
-        """The name of the bucket's first parameter that a backward of this step has reached; None if there is none."""
-        params = zip(self._names, self._bucket_of, self.reached, strict=True)
-        return next((name for name, of, reached in params if of == bucket and reached), None)
-
     def free_grads(self, bucket: int) -> None:
         """Free a bucket's gradients after their update: their memory serves the next ones."""
         for parameter in self._parameters[bucket]:
             parameter.grad = None
-
-    def drop_grads(self) -> None:
-        """Drop what is in `.grad`: backwards outside of steps have left it there."""
-        for bucket in range(len(self._parameters)):
-            self.free_grads(bucket)
-
-    def check_all_reached(self) -> None:
-        """Raise TrainingError naming the parameters that no backward of the step has reached."""
-        if not self._allow_unused:
-            check_all_reached(self._names, self.reached, itertools.chain.from_iterable(self._parameters))
 
     def update_slices(self, weights: Sequence[Tensor], buckets: Sequence[Bucket]) -> list[list[UpdateSlice]]:
         """The slices that the update works on, by bucket: one for each parameter."""

@@ -69,9 +69,18 @@ class WeightEdits:
     """Watches the trainable parameters of a step."""
 
     def __init__(
-        self, parameters: Mapping[str, nn.Parameter], buckets: Sequence[Bucket], flats: Sequence[Tensor] = ()
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        buckets: Sequence[Bucket],
+        flats: Sequence[Tensor] = (),
+        *,
+        is_sharded: bool = False,
     ) -> None:
-        """`flats`: the weights of the buckets, if samples of them are to be compared."""
+        """`flats`: the weights of the buckets, if samples of them are to be compared.
+
+        `is_sharded`: between steps the parameters are placeholders, and only their versions are compared.
+        """
+        self._is_sharded, flats = is_sharded, () if is_sharded else flats
         self._names = [[slot.name for slot in bucket.slots] for bucket in buckets]
         self._parameters = [[parameters[name] for name in names] for names in self._names]
         on_cpu = all(flat.device.type == "cpu" for flat in flats)  # reading them on another device would wait
@@ -86,6 +95,8 @@ class WeightEdits:
     ) -> None:
         """From now on `mismatched_params` compares model weights, which are in `shards`, with their master weights."""
         for bucket, shard, master in zip(buckets, shards, master_weights.by_bucket, strict=True):
+            if self._is_sharded:
+                return
             if master is None or not master.flat.numel():
                 continue
             size, offset = master.flat.numel(), master.start

@@ -8,14 +8,14 @@ Source: Micikevicius et al., "Mixed Precision Training" (2018), §3.1; ZeRO: Raj
 """
 
 import functools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fourfold.parts import memory
-from fourfold.parts.comm.reduce.protocol import Transport
+from fourfold.parts.comm.reduce.protocol import GradReducer
 from fourfold.plan.data.buckets import Bucket
 from fourfold.plan.precision import has_master_weights
 
@@ -54,17 +54,18 @@ class MasterWeights:
         self,
         parameters: Mapping[str, Tensor],
         buckets: Sequence[Bucket],
-        transport: Transport,
+        reducer: GradReducer,
         policy: MasterWeightPolicy,
     ) -> None:
         """`parameters` are as the user made them: in their own dtypes, not in the buckets yet."""
+        self._is_secondary = reducer.replica_index > 0
         self.is_sharded, self.by_bucket = policy.is_sharded, list[MasterShard | None]()
         for bucket in buckets:
             widens = has_master_weights(bucket, policy.precision)
             if not widens and policy.offload_device is None:
                 self.by_bucket.append(None)
                 continue
-            start, stop = transport.grad_shard(bucket.index)[:2] if policy.is_sharded else (0, bucket.size)
+            start, stop = reducer.grad_shard(bucket.index)[:2] if policy.is_sharded else (0, bucket.size)
             members = [parameters[slot.name] for slot in bucket.slots]
             least = torch.float32 if widens else members[0].dtype
             dtype = functools.reduce(torch.promote_types, (p.dtype for p in members), least)
@@ -104,13 +105,14 @@ class MasterWeights:
         return shard.view_range(low, max(low, high))
 
     @torch.no_grad()
-    def pad_to_full(self, name: str, shard: Tensor, parameter: Tensor) -> Tensor:
-        """A copy of a shard, padded with zeros to the full parameter [elements]: its sum over ranks is the parameter.
-
-        It is on the parameter's device, where ranks can sum it.
-        """
+    def full_weight(
+        self, name: str, shard: Tensor, parameter: Tensor, all_reduce: Callable[[Tensor], None]
+    ) -> Tensor:
+        """The whole tensor of which `shard` is this rank's part, on the parameter's device. Collective if split."""
         _, low, high, slot_start = self._shard_ranges[name]
         full = torch.zeros(parameter.numel(), dtype=shard.dtype, device=parameter.device)
-        if low < high:
+        if low < high and not self._is_secondary:  # replica 0 adds the same shard
             full[low - slot_start : high - slot_start] = shard
-        return full
+        if self.is_sharded:
+            all_reduce(full)
+        return full.view(parameter.shape)

@@ -5,11 +5,11 @@ Law: the slices of a bucket tile the elements that this rank updates.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from fourfold.parts.comm.reduce.protocol import BucketSlice, Transport
+from fourfold.parts.comm.reduce.protocol import BucketSlice, GradReducer
 from fourfold.parts.optim.master_weights import MasterWeights
 from fourfold.plan.data.buckets import Bucket
 
@@ -44,15 +44,10 @@ class UpdateSlice(NamedTuple):
         return isinstance(self.gradient, nn.Parameter)
 
 
-class HasShards(Protocol):
-    """The weights of a step by bucket: those that the model computes with, and the master weights."""
-
-    shards: Sequence[BucketSlice]
-    master_weights: MasterWeights
-
-
 def update_slices(
-    weights: HasShards, buckets: Sequence[Bucket], transport: Transport, *, split_by_param: bool, is_chunked: bool
+    shards: Sequence[BucketSlice],
+    master_weights: MasterWeights,
+    buckets: Sequence[Bucket], reducer: GradReducer, *, split_by_param: bool, is_chunked: bool
 ) -> list[list[UpdateSlice]]:
     """The slices of each bucket: weights paired with the sums of their gradients.
 
@@ -60,11 +55,11 @@ def update_slices(
     left out. `is_chunked` cuts them into at most MAX_SLICE_ELEMENTS; so are slices whose gradients are converted.
     """
     result: list[list[UpdateSlice]] = []
-    for bucket, shard, master in zip(buckets, weights.shards, weights.master_weights.by_bucket, strict=True):
+    for bucket, shard, master in zip(buckets, shards, master_weights.by_bucket, strict=True):
         slots = [(slot.start, slot.stop) for slot in bucket.slots] if split_by_param else [(0, bucket.size)]
         result.append([])
         for slot_index, (slot_start, slot_stop) in enumerate(slots):
-            for view in transport.reduced_views(bucket.index):
+            for view in reducer.reduced_views(bucket.index):
                 low, high = max(slot_start, view.start), min(slot_stop, view.stop)
                 small = is_chunked or master is not None or view.flat.dtype != shard.flat.dtype
                 for start in range(low, high, MAX_SLICE_ELEMENTS if small else max(1, high - low)):

@@ -1,0 +1,100 @@
+"""Batch layout: which part of a batch each rank computes with: all of its samples' tokens, or a shard of them.
+
+Law: the microbatches of the ranks that share samples tile these samples and their tokens.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+
+from fourfold.parts.comm.communicator import Communicator
+from fourfold.parts.comm.meter import CommMeter
+from fourfold.plan.plan import Plan
+from fourfold.plan.sample_order import BatchRange
+from fourfold.step.batch import Microbatch, split_microbatches, unpack_batch
+from fourfold.step.sequence.sequence_parallel import SequenceParallel
+from fourfold.step.tensor_tree import tree_map
+from fourfold.words.errors import Problem
+
+Unsharded = Callable[[str], AbstractContextManager[None]]
+
+
+class BatchLayout(Protocol):
+    """How batches are laid over the ranks that share samples."""
+
+    needs_dry_run: bool
+
+    def compare(self, batch: Any) -> tuple[Any, Problem | None]:
+        """The batch; if ranks that share it have different batches, an empty one and the problem. Collective."""
+        ...
+
+    def microbatches(
+        self, batch: Any, count: int, *, step: int, samples: BatchRange | None
+    ) -> AbstractContextManager[list[Microbatch]]:
+        """This rank's microbatches of a batch that has been compared; inside, attention reaches all its tokens."""
+        ...
+
+    def dry_run(self, batch: Any, unsharded: Unsharded) -> None:
+        """Show on a batch that the model can be laid out so. Collective."""
+        ...
+
+    def dry_run_batch(self, batch: Any) -> Any:
+        """As much of a batch as a dry run takes."""
+        ...
+
+
+class WholeSamples:
+    """A rank has all tokens of its samples."""
+
+    needs_dry_run = False
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def compare(self, batch: Any) -> tuple[Any, Problem | None]:
+        return batch, None
+
+    @contextlib.contextmanager
+    def microbatches(
+        self, batch: Any, count: int, *, step: int, samples: BatchRange | None
+    ) -> Iterator[list[Microbatch]]:
+        yield split_microbatches(batch, count, self._device)
+
+    def dry_run(self, batch: Any, unsharded: Unsharded) -> None:
+        pass
+
+    def dry_run_batch(self, batch: Any) -> Any:
+        return batch
+
+
+class TokenShards:
+    """The ranks that differ on sp have shards of the tokens of the same samples."""
+
+    def __init__(self, sequence_parallel: SequenceParallel, device: torch.device) -> None:
+        self._sequence_parallel, self._device = sequence_parallel, device
+
+    @property
+    def needs_dry_run(self) -> bool:
+        return not self._sequence_parallel.has_dry_run
+
+    def compare(self, batch: Any) -> tuple[Any, Problem | None]:
+        problem = self._sequence_parallel.batch_mismatch(batch)
+        return (batch if problem is None else tree_map(unpack_batch(batch), lambda tensor: tensor[:0])), problem
+
+    @contextlib.contextmanager
+    def microbatches(
+        self, batch: Any, count: int, *, step: int, samples: BatchRange | None
+    ) -> Iterator[list[Microbatch]]:
+        shard, real_tokens = self._sequence_parallel.shard_batch(batch)
+        microbatches = split_microbatches(shard, count, self._device, real_tokens=real_tokens)
+        with self._sequence_parallel.distribute_attention(microbatches, step, samples):
+            yield microbatches
+
+    def dry_run(self, batch: Any, unsharded: Unsharded) -> None:
+        self._sequence_parallel.dry_run(batch, unsharded("try out"))
+
+    def dry_run_batch(self, batch: Any) -> Any:
+        return self._sequence_parallel.dry_run_batch(batch)

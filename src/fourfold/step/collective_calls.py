@@ -1,0 +1,60 @@
+"""Collective calls: what every rank must call in the same order, and how a rank's error reaches the others.
+
+call  a collective call and its step, such as "evaluate() after step 6"
+Law: ranks that are in different calls raise DivergenceError; none waits for the others for ever.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from fourfold.parts.comm.communicator import Communicator
+from fourfold.parts.comm.reduce.protocol import CallChecker
+from fourfold.plan.sample_order import BatchRange
+from fourfold.words.errors import DivergenceError, FourfoldError, Problem, TaskError
+
+
+class CollectiveCalls:
+    """The calls of one rank on its step."""
+
+    def __init__(self, world: Communicator, checker: CallChecker) -> None:
+        self.world, self._checker = world, checker
+        self.num_steps = 0
+        """Steps done, including those before a resume: calls name them."""
+
+    def begin(self, call: str, samples: BatchRange | None = None) -> None:
+        """Begin a call. Does not wait: the next sum of the loss compares the calls."""
+        self._checker.begin(with_samples(f"{call} after step {self.num_steps}", samples))
+
+    def begin_step(self, call: str) -> None:
+        """Begin a step; `call` names it."""
+        self._checker.begin(call)
+
+    def enter(self, call: str) -> None:
+        """Begin a call, and wait until all ranks have begun it. Raises DivergenceError."""
+        self.begin(call)
+        self._checker.check_same()
+
+    def check_same(self) -> None:
+        """Wait until all ranks have begun this call. Raises DivergenceError."""
+        self._checker.check_same()
+
+    def raise_after_mismatch(self, call: str, error: FourfoldError) -> NoReturn:
+        """Raise this rank's error, and DivergenceError on the ranks that do not have it."""
+        self._checker.begin(call)
+        try:
+            self._checker.check_same()
+        except DivergenceError as divergence:
+            raise error from divergence
+        raise error
+
+    def raise_on_all_ranks(self, problems: Sequence[Problem], *, where: str) -> None:
+        """Raise TaskError on every rank if any rank has a problem, so that none waits for another. Collective."""
+        by_rank: list[Any] = self.world.all_gather_json(problems)
+        distinct = dict.fromkeys(tuple(problem) for each in by_rank for problem in each)
+        if distinct:
+            raise TaskError([Problem(*each) for each in distinct], where=where)
+
+
+def with_samples(call: str, samples: BatchRange | None) -> str:
+    """The call, and its samples in the feed's order if known: ranks in the same step may be at different batches."""
+    return call if samples is None else f"{call}, {samples}, {samples.num_samples} samples"

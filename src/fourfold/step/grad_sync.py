@@ -1,0 +1,184 @@
+"""Gradient sync: whether ranks sum their gradients in every step, or train alone and average their weights at times.
+
+sync  a step after which all ranks have the same weights: every step, or with local SGD every few steps
+Law: after a sync all ranks have the same weights.
+"""
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from torch import Tensor
+
+from fourfold.parts.comm.communicator import Communicator
+from fourfold.parts.data.gradients import Gradients, launch_all
+from fourfold.parts.data.local_sgd import LocalSGD
+
+
+class GradSync(Protocol):
+    """What ranks sum."""
+
+    def loss_count(self, total: float, local: float | Tensor) -> float:
+        """The loss elements that this rank's gradient is of: those of all ranks, or its own."""
+        ...
+
+    def nominal_count(self, total: float) -> float:
+        """The nominal count, of the loss elements of all ranks."""
+        ...
+
+    def scaled_squares(self, own_squares: Tensor, factor: float) -> Tensor:
+        """This rank's addend of the squared norm; `factor`: what the sums must still be multiplied by."""
+        ...
+
+    def norms(self, total_squares: float, own_squares: Tensor, factor: float) -> tuple[float, float]:
+        """The norm of the gradient that this rank updates with, and the global norm, the same on all ranks."""
+        ...
+
+    def begin_step(self) -> None: ...
+
+    def end_backward(self, gradients: Gradients, factor: float | None) -> None:
+        """The last backward of the step has ended."""
+        ...
+
+    def count_losses(self, local: float | Tensor, total: float) -> None:
+        """The step's first update is about to be made, with a gradient of so many loss elements."""
+        ...
+
+    def push(self, bucket: int) -> None:
+        """Start to sum the ranks' changes of a bucket's weights."""
+        ...
+
+    def pull(self, bucket: int) -> None:
+        """Take a bucket's new weights from the sum. Waits for all ranks."""
+        ...
+
+    def end_step(self) -> None: ...
+
+    def accept_weights(self) -> None:
+        """All ranks have the same weights now, from wherever."""
+        ...
+
+    def load_weights(self, values: Mapping[str, Tensor]) -> None:
+        """Weights were replaced, by name, by the same values on every rank."""
+        ...
+
+    @property
+    def momenta(self) -> Mapping[str, Tensor]:
+        """The outer momentum by parameter."""
+        ...
+
+    def load_momenta(self, momenta: Mapping[str, Tensor]) -> None:
+        """Load what `momenta` gave."""
+        ...
+
+    def merge_state(self, state: Tensor, data_ranks: Communicator) -> None:
+        """Turn this rank's whole tensor of optimizer state into the one to save. Collective with local SGD."""
+        ...
+
+
+class SumEveryStep:
+    """All ranks sum their gradients in every step, and so have the same weights after each."""
+
+    def loss_count(self, total: float, local: float | Tensor) -> float:
+        return total
+
+    def nominal_count(self, total: float) -> float:
+        return total
+
+    def scaled_squares(self, own_squares: Tensor, factor: float) -> Tensor:
+        return own_squares
+
+    def norms(self, total_squares: float, own_squares: Tensor, factor: float) -> tuple[float, float]:
+        norm = total_squares**0.5 * factor
+        return norm, norm
+
+    def begin_step(self) -> None:
+        pass
+
+    def end_backward(self, gradients: Gradients, factor: float | None) -> None:
+        gradients.countdown.complete_all()  # the program's reductions launch them
+
+    def count_losses(self, local: float | Tensor, total: float) -> None:
+        pass
+
+    def push(self, bucket: int) -> None:
+        raise AssertionError("gradients are summed in every step")
+
+    def pull(self, bucket: int) -> None:
+        raise AssertionError("gradients are summed in every step")
+
+    def end_step(self) -> None:
+        pass
+
+    def accept_weights(self) -> None:
+        pass
+
+    def load_weights(self, values: Mapping[str, Tensor]) -> None:
+        pass
+
+    @property
+    def momenta(self) -> Mapping[str, Tensor]:
+        return {}
+
+    def load_momenta(self, momenta: Mapping[str, Tensor]) -> None:
+        pass
+
+    def merge_state(self, state: Tensor, data_ranks: Communicator) -> None:
+        pass
+
+
+class LocalSteps:
+    """Each rank trains with its own gradients; every few steps the ranks average their weights."""
+
+    def __init__(self, local_sgd: LocalSGD, num_ranks: int) -> None:
+        self._local_sgd, self._num_ranks = local_sgd, num_ranks
+        self._has_pulled = False
+
+    def loss_count(self, total: float, local: float | Tensor) -> float:
+        return float(local)
+
+    def nominal_count(self, total: float) -> float:
+        return total / self._num_ranks
+
+    def scaled_squares(self, own_squares: Tensor, factor: float) -> Tensor:
+        return own_squares * factor**2  # ranks have different factors
+
+    def norms(self, total_squares: float, own_squares: Tensor, factor: float) -> tuple[float, float]:
+        return own_squares.item() ** 0.5, (total_squares / self._num_ranks) ** 0.5
+
+    def begin_step(self) -> None:
+        self._has_pulled = False
+        self._local_sgd.begin_step()
+
+    def end_backward(self, gradients: Gradients, factor: float | None) -> None:
+        launch_all(gradients, factor)  # the program has no reductions
+
+    def count_losses(self, local: float | Tensor, total: float) -> None:
+        self._local_sgd.add_loss_counts(float(local), total)
+
+    def push(self, bucket: int) -> None:
+        self._local_sgd.push(bucket)
+
+    def pull(self, bucket: int) -> None:
+        self._local_sgd.pull(bucket)
+        self._has_pulled = True
+
+    def end_step(self) -> None:
+        if self._has_pulled:
+            self._local_sgd.finish_sync()
+
+    def accept_weights(self) -> None:
+        self._local_sgd.finish_sync()
+
+    def load_weights(self, values: Mapping[str, Tensor]) -> None:
+        self._local_sgd.update_reference(values)
+
+    @property
+    def momenta(self) -> Mapping[str, Tensor]:
+        return self._local_sgd.momenta
+
+    def load_momenta(self, momenta: Mapping[str, Tensor]) -> None:
+        self._local_sgd.load_state(momenta)
+
+    def merge_state(self, state: Tensor, data_ranks: Communicator) -> None:
+        data_ranks.all_reduce(state)
+        state.div_(data_ranks.size)

@@ -1,0 +1,136 @@
+"""Step checks: what is compared and refused around a step, before a weight changes and after it.
+
+Law: what the user has changed since the build, and a step would ignore, is reported before the step.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from fourfold.parts.comm.reduce.divergence_report import with_options
+from fourfold.parts.optim.option_tracker import OptionTracker
+from fourfold.plan.intervals import is_due
+from fourfold.plan.plan import Plan
+from fourfold.plan.sample_order import BatchRange
+from fourfold.step.batch_norm import FrozenBatchNorms
+from fourfold.step.collective_calls import CollectiveCalls, with_samples
+from fourfold.step.duplicate_batches import DuplicateBatches, fingerprint
+from fourfold.step.nan_guard import NanGuard, Skipped
+from fourfold.step.replica_drift import DriftChecker, ReplicatedTensor
+from fourfold.step.same_source import check_same_source
+from fourfold.step.step_options import StepOptions
+from fourfold.step.step_state import StepState
+from fourfold.step.user_optimizer import OptimizerWatch
+from fourfold.step.weights import Weights
+from fourfold.words.errors import OptimizerError, TaskError
+
+
+class StepChecks:
+    """The checks of one rank's steps."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        plan: Plan,
+        options: StepOptions,
+        calls: CollectiveCalls,
+        weights: Weights,
+    ) -> None:
+        self._plan, self._calls, self._weights = plan, calls, weights
+        self._optimizer_watch = OptimizerWatch(optimizer, plan)
+        self._frozen_norms = FrozenBatchNorms(model, plan)
+        self._options = OptionTracker(optimizer)
+        world = calls.world
+        self._duplicate_batches = DuplicateBatches(
+            options.same_batches, num_data_ranks=plan.dp, is_log_rank=world.rank == 0
+        )
+        self._drift_checker = DriftChecker(world, options.drift_check)
+        self._nan_guard = NanGuard(world, model, limit=options.skip_nan)
+        self._num_calls = 0
+
+    def before_step(self, batch: Any, *, compares_all: bool, has_pending_updates: bool) -> None:
+        """Begin the call of a step, and raise if a step would ignore what has changed. Collective.
+
+        `compares_all`: whether the ranks must have compared their calls before the step's first collective.
+        """
+        samples = getattr(batch, "samples", None)
+        self._check_unchanged(has_pending_updates=has_pending_updates)
+        call = with_samples(f"step {self._calls.num_steps + 1}", samples)
+        self._calls.begin_step(with_options(call, self._options.text()))
+        compares_batches = self._duplicate_batches.is_active and samples is None
+        compares_sources = self._num_calls == 0 and samples is not None
+        if compares_all or compares_batches or compares_sources:
+            self._calls.check_same()  # before other collectives than sums
+        if compares_sources:
+            check_same_source(self._calls.world.all_gather_json(getattr(batch, "probe", None)))
+        if compares_batches:
+            self._compare_batches(batch)
+
+    def _compare_batches(self, batch: Any) -> None:
+        """Raise TaskError, on every rank, where all data ranks train on the same batches. Collective."""
+        by_rank = self._calls.world.all_gather_json(fingerprint(batch))
+        # Of the ranks that share samples, the first.
+        firsts = [rank for rank in range(len(by_rank)) if self._is_first_of_samples(rank)]
+        self._duplicate_batches.compare([by_rank[rank] for rank in firsts])
+
+    def _is_first_of_samples(self, rank: int) -> bool:
+        place = self._plan.mesh.coordinates(rank)
+        return not (place["pp"] or place["sp"] or place["tp"])
+
+    def _check_unchanged(self, *, has_pending_updates: bool) -> None:
+        """Raise if the optimizer or the model has changed since the build in a way that a step would ignore."""
+        call = f"step {self._calls.num_steps + 1}"
+        if problems := self._optimizer_watch.problems():
+            error = OptimizerError(problems, where="the optimizer")
+            self._calls.raise_after_mismatch(f"{call}, which its optimizer cannot do", error)
+        if problems := [*self._weights.guard.problems(), *self._frozen_norms.problems()]:
+            self._calls.raise_after_mismatch(
+                f"{call}, which its model cannot do", TaskError(problems, where="the model")
+            )
+        # In steps 0, 1, 2, 4, 8, … all weights are compared: a loop that writes weights is found early.
+        is_early = self._num_calls & (self._num_calls - 1) == 0
+        is_compared = is_due(self._calls.num_steps, self._drift_checker.every, self._plan.sync_interval)
+        self.check_no_edits(call, compare_all=is_early or is_compared, sampled=not has_pending_updates)
+
+    def check_no_edits(self, call: str, *, compare_all: bool = False, sampled: bool = True) -> None:
+        """Raise TaskError if weights have been written outside of `edit`, and the next update would ignore it."""
+        if self._plan.sync_interval > 1 and self.is_synchronized:
+            self._weights.edits.accept_edits()  # they become the reference weights
+        if problems := self._weights.edit_problems(compare_all=compare_all, sampled=sampled):
+            error = TaskError(problems, where="the model")
+            self._calls.raise_after_mismatch(f"{call}, with weights that were written", error)
+
+    @property
+    def is_synchronized(self) -> bool:
+        """Whether all ranks have the same weights: always, or with local steps just after they are averaged."""
+        return self._calls.num_steps % self._plan.sync_interval == 0
+
+    def save_buffers(self) -> None:
+        """Before a step: copy what a skipped step must restore."""
+        self._nan_guard.save_buffers()
+
+    def after_step(self, step: StepState, samples: BatchRange | None) -> Skipped | None:
+        """After a step, which is counted: None if it was good. Collective if it was bad. Raises TrainingError."""
+        if step.has_called_hooks:
+            self._weights.guard.check()  # a hook may have replaced the storage of parameters
+        self._num_calls += 1
+        self._calls.num_steps += 1
+        return self._nan_guard.check(step, self._calls.num_steps, samples)
+
+    @property
+    def num_calls(self) -> int:
+        """Steps done by this object."""
+        return self._num_calls
+
+    def compare_replicas_if_due(self, tensors: Iterable[ReplicatedTensor]) -> None:
+        """Compare replicas of weights after a step if it is one of those that do. Collective."""
+        if self._drift_checker.is_due(self._calls.num_steps, self._plan.sync_interval):
+            self.compare_replicas(tensors)
+
+    def compare_replicas(self, tensors: Iterable[ReplicatedTensor]) -> None:
+        """Raise DivergenceError, on every rank, if replicas of weights differ. Collective."""
+        when = f"after step {self._calls.num_steps}"
+        self._drift_checker.compare(list(tensors), when, update_kind=self._options.implementation())

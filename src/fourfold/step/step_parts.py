@@ -1,0 +1,73 @@
+"""Step parts: what a step is assembled of, by stage and for the whole rank.
+
+Law: records only; `assembly.py` makes them, the verbs use them.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from fourfold.parts.comm.communicator import Communicator
+from fourfold.parts.comm.meter import CommMeter
+from fourfold.parts.comm.reduce.protocol import GradReducer, ScalarReducer, WeightGatherer
+from fourfold.parts.data.gradients import Gradients
+from fourfold.parts.optim.flat_optimizer import FlatOptimizer
+from fourfold.parts.optim.step_hooks import StepHooks
+from fourfold.plan.precision import LossScale
+from fourfold.step.grad_scaling import GradScaling
+from fourfold.step.grad_sync import GradSync
+from fourfold.step.objective import Objective
+from fourfold.step.stage import Stage
+from fourfold.step.weights import Weights
+from fourfold.words.program import Verb
+
+
+class StageParts(NamedTuple):
+    """What the actions of one stage work with."""
+
+    stage: Stage
+    parameters: Sequence[Sequence[nn.Parameter]]
+    """By bucket and slot."""
+    gradients: Gradients
+    reducer: GradReducer
+    gatherer: WeightGatherer
+    data_ranks: Communicator
+    """The ranks that sum this stage's gradients."""
+    scalars: ScalarReducer
+    """Of these ranks."""
+    optimizer: FlatOptimizer
+    weights: Weights
+    step_hooks: StepHooks
+    reduces_every_backward: bool
+    """Whether each backward has a round of reductions: gradients rest split."""
+    update_verbs: tuple[Verb, ...]
+    """What updates a bucket: UPDATE, and GATHER if new weights are all-gathered."""
+
+    @property
+    def num_buckets(self) -> int:
+        return len(self.parameters)
+
+    def used_slots(self, bucket: int, counts: Sequence[float] | None) -> Sequence[bool] | None:
+        """Which slots of a bucket have a gradient on any rank; None: all. `counts` are by slot of all buckets."""
+        if counts is None:
+            return None
+        first = sum(len(parameters) for parameters in self.parameters[:bucket])
+        return [bool(count) for count in counts[first : first + len(self.parameters[bucket])]]
+
+
+class StepParts(NamedTuple):
+    """What the steps of one rank work with."""
+
+    stages: Sequence[StageParts]
+    scalars: ScalarReducer
+    """Of all ranks of the world."""
+    meter: CommMeter
+    objective: Objective
+    sync: GradSync
+    scaling: GradScaling
+    loss_scale: LossScale
+    max_norm: float
+    """The bound of the gradient norm; infinite without clip."""
+    device: torch.device

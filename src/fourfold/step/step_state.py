@@ -1,0 +1,205 @@
+"""Step state: what one step knows. Made at its beginning, gone at its end.
+
+parts          what the step was assembled of; the same in every step
+totals         loss and counts, summed over all ranks and microbatches of the step
+grad scale     the factor that turns reduced sums into the gradient of the mean
+bad step       its global loss, or its gradient norm if one is measured, is not finite; or the global batch has no loss
+               element, whose mean is NaN in torch
+overflow       the norm of a scaled gradient is not finite, and a smaller loss scale may help: not a bad step
+nominal count  what gradients are divided by during backward, while the step's own count is not known yet
+Law: after a bad step or an overflow, neither weights nor optimizer states have changed; local steps average weights
+after a bad step too.
+"""
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fourfold.parts.data.sharded_params import NO_UNSHARD_SINK, UnshardSink
+from fourfold.step.batch import Microbatch
+from fourfold.step.loss_sum import Loss
+from fourfold.step.sequence.batch_consistency import batch_mismatch_problem
+from fourfold.step.step_parts import StageParts, StepParts
+from fourfold.step.uneven_means import is_uneven, uneven_problem
+from fourfold.words.errors import Problem, TaskError
+from fourfold.words.program import LOSS, Action
+
+NO_ELEMENTS = "a global batch without a loss element: all targets are ignored, or there are no samples"
+
+
+class StepTotals(NamedTuple):
+    """Sums over all ranks and microbatches of a step."""
+
+    loss: float
+    count: float
+    num_samples: float
+    num_tokens: float
+    num_stop_requests: float
+    """On how many ranks a stop was requested."""
+    num_mismatches: float
+    """How many ranks have another batch than the ranks of their sequence: see `sequence/batch_consistency.py`."""
+    other_count: float
+    other_square: float
+    """Of a loss that is made of several means: see `uneven_means`."""
+
+
+class StepRequest(NamedTuple):
+    """What a step is begun with.
+
+    nominal_count   None in the first step: a measure finds it
+    stop_requested  whether this rank has been asked to stop; the step sums this over the ranks
+    batch_mismatch  what is wrong if the ranks of one sequence have different batches; the step sums this over the ranks
+    phase           the phase of its forwards, in which weights that rest split have an order of all-gathers of their own
+    """
+
+    microbatches: Sequence[Microbatch]
+    nominal_count: float | None = None
+    stop_requested: bool = False
+    batch_mismatch: Problem | None = None
+    phase: str = "forward"
+
+
+class UpdateArgs(NamedTuple):
+    """What the updates of a step depend on: see `FlatOptimizer.update`."""
+
+    grad_scale: float
+    num_ranks_with_grad: Sequence[float] | None
+    """By slot of all buckets: how many ranks have a gradient."""
+    squared_norms: Sequence[Tensor] | None
+    """By bucket."""
+
+
+@dataclass
+class StepState:
+    """One step of this rank. `bad_reason`: why the step is bad, the same on every rank."""
+
+    parts: StepParts
+    request: StepRequest
+    nominal_count: float | None = None
+    losses: dict[int, Loss] = field(default_factory=dict)
+    """By microbatch, from forward to backward."""
+    local_count: float | Tensor = 0.0
+    """This rank's loss elements so far."""
+    loss_totals: list[tuple[int, Tensor]] = field(default_factory=list)
+    """By microbatch: this rank's sum of the loss."""
+    totals: StepTotals | None = None
+    grad_scale: float = 1.0
+    grad_norm: float | None = None
+    bad_reason: str | None = None
+    overflowed: bool = False
+    num_ranks_with_grad: Sequence[float] | None = None
+    squared_norms: Sequence[Tensor] | None = None
+    has_called_hooks: bool = False
+    """Whether the step has called the optimizer's step hooks."""
+    has_begun_updates: bool = False
+    unshard_sink: UnshardSink = NO_UNSHARD_SINK
+    """Is told before this rank's shard of a bucket is read in forward."""
+    done_early: set[Action] = field(default_factory=set)
+    """Actions that have run within another one, and that the executor skips."""
+
+    def __post_init__(self) -> None:
+        self.nominal_count = self.request.nominal_count
+        flags = [float(self.request.stop_requested), float(self.request.batch_mismatch is not None)]
+        self._host_totals = [0.0] * 4 + flags + [0.0] * 2
+        """This rank's totals, in the order of StepTotals."""
+        self._device_totals: list[tuple[int, Tensor]] = []
+        """Index and value of totals that a device may still be computing; added when the totals are reduced."""
+
+    @property
+    def microbatches(self) -> Sequence[Microbatch]:
+        return self.request.microbatches
+
+    @property
+    def is_skipped(self) -> bool:
+        """Whether the step changes no weight; known with the totals, and with the norm if it is measured."""
+        return self.bad_reason is not None or self.overflowed
+
+    def stage(self, index: int) -> StageParts:
+        """What the actions of a stage work with."""
+        return self.parts.stages[index]
+
+    @property
+    def last_nonempty(self) -> int:
+        """The last microbatch of this rank with samples; −1 if there is none."""
+        return max((index for index, part in enumerate(self.microbatches) if part.num_samples), default=-1)
+
+    def add_loss(self, index: int, loss: Loss) -> None:
+        """Add a microbatch to this rank's totals, without waiting for the device."""
+        part = self.microbatches[index]
+        self.losses[index] = loss
+        self.loss_totals.append((index, loss.total.detach()))
+        self.local_count = self.local_count + loss.count
+        sums = [loss.total.detach(), loss.count, part.num_samples, part.num_tokens]
+        for position, value in enumerate([*sums, 0.0, 0.0, loss.other_count, loss.other_square]):
+            if isinstance(value, Tensor) and value.device.type != "cpu":
+                self._device_totals.append((position, value))
+            else:
+                self._host_totals[position] += float(value)
+
+    def local_totals(self) -> Tensor:
+        """This rank's totals, float64 [8] on its device."""
+        local = torch.tensor(self._host_totals, dtype=torch.float64, device=self.parts.device)
+        for position, value in self._device_totals:
+            local[position] += value
+        return local
+
+    def count_of(self, index: int) -> float:
+        """The loss elements of a microbatch on this rank; 0 if it is empty."""
+        return float(self.losses[index].count) if index in self.losses else 0.0
+
+    @property
+    def known_nominal_count(self) -> float:
+        """The nominal count, after the measure that finds it in the first step."""
+        assert self.nominal_count is not None
+        return self.nominal_count
+
+    def poll_grad_scale(self) -> float | None:
+        """The grad scale, or None while the totals are not known. Never waits."""
+        if self.totals is None and not self.parts.scalars.is_ready(LOSS):
+            return None
+        return self.wait_grad_scale()
+
+    def wait_grad_scale(self) -> float:
+        """The grad scale; waits for the totals."""
+        self.read_totals()
+        return self.grad_scale
+
+    def read_totals(self) -> StepTotals:
+        """The totals; the first call waits for them, decides whether the step is bad, and computes the grad scale."""
+        if self.totals is not None:
+            return self.totals
+        self.totals = totals = wait_totals(self)
+        if totals.count == 0:
+            self.bad_reason = NO_ELEMENTS
+        elif not math.isfinite(mean := totals.loss / totals.count):
+            self.bad_reason = f"the loss is {mean}"
+        count = self.parts.sync.loss_count(totals.count, self.local_count)
+        # Without elements the gradient is zero: any scale will do.
+        nominal = self.known_nominal_count
+        self.grad_scale = nominal / (count or nominal) / self.parts.loss_scale.value
+        return totals
+
+    def nonfinite_microbatches(self) -> list[range]:
+        """The sample ranges of this rank's microbatches whose loss is not finite."""
+        stops = list(itertools.accumulate(part.num_samples for part in self.microbatches))
+        bad = [index for index, total in self.loss_totals if not math.isfinite(total.item())]
+        return [range(stops[index] - self.microbatches[index].num_samples, stops[index]) for index in bad]
+
+    def update_args(self) -> UpdateArgs:
+        """What the updates of this step depend on."""
+        return UpdateArgs(self.grad_scale, self.num_ranks_with_grad, self.squared_norms)
+
+
+def wait_totals(step: StepState) -> StepTotals:
+    """The totals of a step or of an evaluation. Raises TaskError for batches and losses that cannot be summed."""
+    totals = StepTotals(*step.parts.scalars.wait(LOSS))
+    if totals.num_mismatches:
+        raise TaskError(step.request.batch_mismatch or batch_mismatch_problem(), where="the batch")
+    if is_uneven(totals.count, totals.other_count, totals.other_square):
+        raise TaskError(uneven_problem(step.parts.objective.loss_names), where="the loss")
+    return totals

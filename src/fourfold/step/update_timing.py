@@ -1,0 +1,193 @@
+"""Update timing: when buckets are updated: after backward, in backward, or in the next forward.
+
+timing  what a mode of the plan's `update` replaces in the table of verbs, and what it does between steps
+Law: whatever the timing, every use of a weight sees it updated, and every update sees the same gradient.
+"""
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from fourfold.step.forward_fusion import DeferredUpdates
+from fourfold.step.step_parts import StageParts, StepParts
+from fourfold.step.step_state import StepState
+from fourfold.step.verbs import (
+    VERBS,
+    VerbFunction,
+    backward,
+    forward,
+    is_update_due,
+    launch_next,
+    run_backward,
+    update_bucket,
+    wait_all,
+)
+from fourfold.words.program import Action, Verb
+
+
+class UpdateTiming(Protocol):
+    """When buckets are updated."""
+
+    verbs: Mapping[Verb, VerbFunction]
+    """The table of verbs in training."""
+
+    def begin_step(self, step: StepState) -> None: ...
+
+    def end_step(self, step: StepState) -> None:
+        """End a step without an error: gradient buffers may be overwritten, unless updates that wait need them."""
+        ...
+
+    def flush(self) -> None:
+        """Run the updates that wait. Collective."""
+        ...
+
+    @property
+    def has_pending(self) -> bool:
+        """Whether updates wait: this rank's, or those of ranks that share weights with it."""
+        ...
+
+
+def _end_stages(parts: StepParts) -> None:
+    """The sums of the step are needed no more. The weights are whole when this returns."""
+    for stage in parts.stages:
+        stage.reducer.end_step()
+        stage.gatherer.end_step()
+
+
+class UpdateAfterBackward:
+    """Buckets are updated one after the other when backward has ended."""
+
+    def __init__(self) -> None:
+        self.verbs: Mapping[Verb, VerbFunction] = {**VERBS, Verb.UPDATE: self._update}
+
+    def _update(self, step: StepState, action: Action) -> None:
+        stage, bucket = step.stage(action.stage), action.index
+        if is_update_due(step, stage, bucket):
+            if not step.has_begun_updates:
+                self._wait_writable(step.parts)
+            update_bucket(step, stage, bucket)
+        stage.gradients.free_grads(bucket)
+
+    def _wait_writable(self, parts: StepParts) -> None:
+        # Backward may read a weight after its gradient is complete, if the weight is also used without gradient.
+        for stage in parts.stages:
+            stage.gatherer.signal_backward_done()
+            stage.gatherer.wait_writable()
+
+    def begin_step(self, step: StepState) -> None:
+        pass
+
+    def end_step(self, step: StepState) -> None:
+        _end_stages(step.parts)
+
+    def flush(self) -> None:
+        pass
+
+    @property
+    def has_pending(self) -> bool:
+        return False
+
+
+class _UpdateSink:
+    """Launches the buckets that gradients complete, and updates those that are reduced, in program order."""
+
+    def __init__(self, step: StepState, stage: StageParts, action: Action) -> None:
+        self._step, self._stage, self._stage_index = step, stage, action.stage
+        self._is_last_round = action.index == len(step.microbatches) - 1 or not stage.reduces_every_backward
+        self._num_updated = 0
+
+    def on_grad(self, param_index: int) -> None:
+        if not self._stage.gradients.store(param_index):
+            return
+        while (bucket := launch_next(self._step, self._stage, may_wait=False)) is not None:
+            if self._is_last_round:
+                # From now on other ranks of the host may write the bucket's weights, if they share them.
+                self._stage.weights.edits.increment_version(bucket)
+                self._update_reduced()
+
+    def _update_reduced(self) -> None:
+        """Update the launched buckets up to the first whose reduction has not ended. Never waits."""
+        countdown = self._stage.gradients.countdown
+        for bucket in countdown.launch_order[self._num_updated : countdown.num_launched]:
+            scale = self._step.poll_grad_scale()
+            if scale is None or not self._stage.reducer.is_reduced(bucket, self._step.parts.scaling.sum_factor(scale)):
+                return
+            self._num_updated += 1
+            for verb in self._stage.update_verbs:
+                action = Action(verb, self._stage_index, bucket)
+                with self._step.parts.meter.recorder.action(action):
+                    VERBS[verb](self._step, action)
+                self._step.done_early.add(action)
+
+
+class UpdateInBackward:
+    """A bucket is updated as soon as its reduction has ended, while backward goes on."""
+
+    def __init__(self) -> None:
+        self.verbs: Mapping[Verb, VerbFunction] = {**VERBS, Verb.BACKWARD: self._backward}
+
+    def _backward(self, step: StepState, action: Action) -> None:
+        run_backward(step, action, _UpdateSink(step, step.stage(action.stage), action))
+
+    def begin_step(self, step: StepState) -> None:
+        pass
+
+    def end_step(self, step: StepState) -> None:
+        _end_stages(step.parts)
+
+    def flush(self) -> None:
+        pass
+
+    @property
+    def has_pending(self) -> bool:
+        return False
+
+
+class UpdateInForward:
+    """Buckets are updated when the next forward uses them, or when the updates are flushed."""
+
+    def __init__(self, parts: StepParts) -> None:
+        self._parts = parts
+        self._deferred = [DeferredUpdates(index, stage, parts.meter) for index, stage in enumerate(parts.stages)]
+        self.verbs: Mapping[Verb, VerbFunction] = {
+            **VERBS,
+            Verb.FORWARD: self._forward,
+            Verb.BACKWARD: self._backward,
+        }
+
+    def _forward(self, step: StepState, action: Action) -> None:
+        step.unshard_sink = deferred = self._deferred[action.stage]
+        with deferred.in_forward():
+            forward(step, action)
+
+    def _backward(self, step: StepState, action: Action) -> None:
+        backward(step, action)
+        if action.index == 0:
+            self._deferred[action.stage].check_missed_accesses()
+
+    def begin_step(self, step: StepState) -> None:
+        """The updates in front of the first forward are those of the step before: forward runs them."""
+        for index, stage in enumerate(self._parts.stages):
+            step.done_early |= {
+                Action(verb, index, bucket) for verb in stage.update_verbs for bucket in range(stage.num_buckets)
+            }
+            self._deferred[index].begin_step()
+
+    def end_step(self, step: StepState) -> None:
+        step.read_totals()
+        for stage in self._parts.stages:
+            wait_all(step, stage)
+        if step.is_skipped:
+            for stage in self._parts.stages:
+                stage.gradients.drop_grads()
+            _end_stages(self._parts)
+            return
+        for deferred in self._deferred:
+            deferred.defer(step.update_args())
+
+    def flush(self) -> None:
+        for deferred in self._deferred:
+            deferred.finish()
+
+    @property
+    def has_pending(self) -> bool:
+        return any(deferred.has_pending for deferred in self._deferred)

@@ -1,0 +1,282 @@
+"""Verbs: what each action of a program does, one function for each.
+
+Law: a verb does what its action says. What it depends on is in the step; it decides nothing about other actions.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from fourfold.parts.data.grad_hooks import GradSink
+from fourfold.step.step_parts import StageParts
+from fourfold.step.step_state import StepState, UpdateArgs
+from fourfold.words.errors import Problem, TaskError
+from fourfold.words.program import (
+    GRAD_NORM,
+    LOSS,
+    NOMINAL_COUNT,
+    TRUST_NORMS,
+    USED_PARAMS,
+    Action,
+    Verb,
+)
+
+VerbFunction = Callable[[StepState, Action], None]
+
+
+def forward(step: StepState, action: Action) -> None:
+    """A microbatch through the stage, and through the loss on the last one."""
+    stage, part = step.stage(action.stage), step.microbatches[action.index]
+    with stage.weights.unsharded(step.request.phase, step.unshard_sink):
+        if not part.num_samples:
+            stage.stage.forward_empty()
+            return
+        output = stage.stage.forward(part)
+        assert stage.stage.loss is not None  # there is one stage, which has the loss
+        step.add_loss(action.index, stage.stage.loss(output, part))
+
+
+# ---- backward and reductions ----------------------------------------------------------------------------
+
+
+class LaunchSink:
+    """Takes the gradients of one backward, and launches the buckets that they complete."""
+
+    def __init__(self, step: StepState, stage: StageParts) -> None:
+        self._step, self._stage = step, stage
+
+    def on_grad(self, param_index: int) -> None:
+        if self._stage.gradients.store(param_index):
+            while launch_next(self._step, self._stage, may_wait=False) is not None:
+                pass
+
+
+def launch_next(step: StepState, stage: StageParts, *, may_wait: bool) -> int | None:
+    """Launch the next complete bucket of a stage; returns it, or None."""
+    factor = step.parts.scaling.sum_factor(step.poll_grad_scale())
+    return stage.gradients.launch_next(factor, may_wait=may_wait)
+
+
+def backward(step: StepState, action: Action) -> None:
+    """The gradients of a microbatch; buckets that are complete are launched on the way."""
+    run_backward(step, action, LaunchSink(step, step.stage(action.stage)))
+
+
+def run_backward(step: StepState, action: Action, sink: GradSink) -> None:
+    """The gradients of a microbatch; `sink` takes them."""
+    stage, index = step.stage(action.stage), action.index
+    if stage.reduces_every_backward and index:
+        stage.gradients.begin_round()
+    with stage.weights.unsharded("backward"):
+        if index in step.losses:
+            stage.gradients.countdown.is_last_backward = stage.reduces_every_backward or index == step.last_nonempty
+            loss = step.losses.pop(index).total / step.known_nominal_count
+            if not loss.requires_grad:
+                raise TaskError(_no_grad_problem())
+            with stage.gradients.hooks.calling(sink):
+                stage.stage.backward(step.parts.loss_scale.scale(loss), None)
+    is_last = index == len(step.microbatches) - 1
+    if is_last and step.last_nonempty >= 0:
+        stage.gradients.check_all_reached()
+    if is_last or stage.reduces_every_backward:
+        step.parts.sync.end_backward(stage.gradients, step.parts.scaling.sum_factor(step.poll_grad_scale()))
+
+
+def reduce(step: StepState, action: Action) -> None:
+    """Launch a bucket, unless backward has: with those before it in program order, which backward has completed."""
+    stage = step.stage(action.stage)
+    while not stage.gradients.countdown.is_launched(action.index % stage.num_buckets):
+        launch_next(step, stage, may_wait=True)
+
+
+# ---- measures -------------------------------------------------------------------------------------------
+
+
+def measure(step: StepState, action: Action) -> None:
+    """Sum scalars over ranks."""
+    MEASURES[action.index](step, action)
+
+
+def _measure_nominal_count(step: StepState, action: Action) -> None:
+    """In the first step: the count of its first microbatch stands for that of every microbatch of every step."""
+    by_rank = step.stage(action.stage).data_ranks.all_gather_json(step.count_of(0))
+    step.nominal_count = max(1.0, step.parts.sync.nominal_count(sum(by_rank)) * len(step.microbatches))
+
+
+def _measure_loss(step: StepState, action: Action) -> None:
+    """Begin to sum the totals; who needs them waits."""
+    step.parts.scalars.all_reduce_async(LOSS, step.local_totals())
+
+
+def _measure_used_params(step: StepState, action: Action) -> None:
+    """On how many ranks each parameter has a gradient."""
+    stage = step.stage(action.stage)
+    reached = torch.tensor(stage.gradients.countdown.reached, dtype=torch.float64)
+    stage.scalars.all_reduce_async(USED_PARAMS, reached)
+    step.num_ranks_with_grad = stage.scalars.wait(USED_PARAMS)
+
+
+def _measure_grad_norm(step: StepState, action: Action) -> None:
+    """The norm of the gradient, with every weight once; then clip."""
+    step.read_totals()
+    parts = step.parts
+    squares, *others = [_own_squares(step, stage) for stage in parts.stages]
+    squares = sum(others, start=squares)
+    factor = parts.scaling.update_factor(step.grad_scale)
+    squares = parts.sync.scaled_squares(squares, factor)
+    parts.scalars.all_reduce_async(GRAD_NORM, squares.reshape(1))
+    total = parts.scalars.wait(GRAD_NORM)[0]
+    _clip(step, *parts.sync.norms(total, squares, factor))
+
+
+def _own_squares(step: StepState, stage: StageParts) -> Tensor:
+    """The squared norm of this rank's part of a stage's gradient; 0 if another replica adds the same part."""
+    wait_all(step, stage)
+    flats = list(itertools.chain(*map(stage.gradients.local_grads, range(stage.num_buckets))))
+    # In two bytes each bucket's norm would be rounded, and in fp16 a norm above 65,504 would be infinite.
+    dtypes = [torch.promote_types(flat.dtype, torch.float32) for flat in flats]
+    norms = [torch.linalg.vector_norm(flat, dtype=dtype) for flat, dtype in zip(flats, dtypes, strict=True)]
+    squares = torch.stack(norms).double().square().sum()
+    return torch.zeros_like(squares) if stage.reducer.replica_index else squares
+
+
+def _clip(step: StepState, norm: float, global_norm: float) -> None:
+    """Clip. `norm` is of the gradient that this rank updates with, `global_norm` is the same on all ranks."""
+    step.grad_norm = global_norm
+    if step.bad_reason is None and not math.isfinite(global_norm):
+        step.overflowed = step.parts.loss_scale.can_decrease
+        if not step.overflowed:
+            step.bad_reason = f"the gradient norm is {global_norm}"
+    if not step.is_skipped:
+        # 1e-6 as in torch.nn.utils.clip_grad_norm_.
+        coefficient = min(step.parts.max_norm / (norm + 1e-6), 1.0)
+        step.grad_scale *= step.parts.scaling.clip(coefficient, [stage.reducer for stage in step.parts.stages])
+
+
+def _measure_trust_norms(step: StepState, action: Action) -> None:
+    """Begin the layer-wise updates of all buckets: they need the norms of parameters that are split among ranks."""
+    stage = step.stage(action.stage)
+    step.read_totals()
+    wait_all(step, stage)
+    if step.is_skipped:
+        return
+    local = [
+        stage.optimizer.begin_layerwise_update(
+            bucket, used=stage.used_slots(bucket, step.num_ranks_with_grad), factor=step.grad_scale
+        )
+        for bucket in range(stage.num_buckets)
+    ]
+    norms = torch.cat(local).flatten()
+    # Only replica 0 adds the norms of a shard.
+    stage.scalars.all_reduce_async(TRUST_NORMS, torch.zeros_like(norms) if stage.reducer.replica_index else norms)
+    total = torch.tensor(stage.scalars.wait(TRUST_NORMS), dtype=torch.float64, device=step.parts.device)
+    step.squared_norms = total.view(-1, 2).split([len(parameters) for parameters in stage.parameters])
+
+
+# ---- updates --------------------------------------------------------------------------------------------
+
+
+def wait_all(step: StepState, stage: StageParts) -> None:
+    """Wait for the reductions of all buckets of a stage; the totals are known."""
+    for bucket in range(stage.num_buckets):
+        wait_bucket(step, stage, bucket)
+
+
+def wait_bucket(step: StepState, stage: StageParts, bucket: int) -> None:
+    """Wait for a bucket's reduction; the totals are known."""
+    factor = step.parts.scaling.sum_factor(step.grad_scale)
+    assert factor is not None
+    stage.reducer.wait_reduce(bucket, factor)
+    stage.gradients.record_done(bucket)
+
+
+def update(step: StepState, action: Action) -> None:
+    """Update a bucket's weights once its reduction has ended; other buckets may still be reduced."""
+    stage, bucket = step.stage(action.stage), action.index
+    if is_update_due(step, stage, bucket):
+        update_bucket(step, stage, bucket)
+    stage.gradients.free_grads(bucket)
+
+
+def is_update_due(step: StepState, stage: StageParts, bucket: int) -> bool:
+    """Whether the step updates weights; waits for the totals, and for this bucket's reduction."""
+    step.read_totals()
+    wait_bucket(step, stage, bucket)
+    return not step.is_skipped
+
+
+def update_bucket(step: StepState, stage: StageParts, bucket: int) -> None:
+    """Update a bucket that is reduced."""
+    if not step.has_begun_updates:
+        begin_updates(step)
+    run_optimizer(stage, bucket, step.update_args())
+
+
+def begin_updates(step: StepState) -> None:
+    """Before the first update of a step: the optimizer's pre-hooks see all gradients as the update will use them."""
+    step.has_begun_updates = True
+    step.parts.sync.count_losses(step.local_count, step.read_totals().count)
+    for stage in step.parts.stages:
+        if stage.step_hooks.has_any_hook:
+            wait_all(step, stage)
+            factor = step.parts.scaling.update_factor(step.grad_scale)
+            step.num_ranks_with_grad = stage.step_hooks.run_pre_hooks(stage.reducer, step.num_ranks_with_grad, factor)
+            step.has_called_hooks = True
+
+
+def run_optimizer(stage: StageParts, bucket: int, args: UpdateArgs) -> None:
+    """Update a bucket, or this rank's shard of it."""
+    stage.optimizer.update(
+        bucket,
+        used=stage.used_slots(bucket, args.num_ranks_with_grad),
+        factor=args.grad_scale,
+        squared_norms=None if args.squared_norms is None else args.squared_norms[bucket],
+        gradient=stage.step_hooks.bucket_grads[bucket],
+    )
+    # So autograd refuses saved tensors of the old weights, instead of computing with the new ones.
+    stage.weights.edits.increment_version(bucket)
+
+
+def gather(step: StepState, action: Action) -> None:
+    """Start to all-gather a bucket's new weights."""
+    stage = step.stage(action.stage)
+    stage.gatherer.all_gather_async(action.index, stage.weights.flats[action.index])
+
+
+def push(step: StepState, action: Action) -> None:
+    """Local SGD: start to sum the ranks' changes of a bucket's weights."""
+    step.parts.sync.push(action.index)
+
+
+def pull(step: StepState, action: Action) -> None:
+    """Local SGD: take a bucket's new weights from the sum."""
+    step.parts.sync.pull(action.index)
+    step.stage(action.stage).weights.edits.increment_version(action.index)
+
+
+def _no_grad_problem() -> Problem:
+    need = "one that depends on trainable parameters through differentiable operations"
+    attempt = "no .detach(), .item(), argmax or torch.no_grad() between parameters and loss"
+    return Problem("a loss without a gradient", need, attempt)
+
+
+MEASURES: Mapping[int, VerbFunction] = {
+    LOSS: _measure_loss,
+    GRAD_NORM: _measure_grad_norm,
+    USED_PARAMS: _measure_used_params,
+    TRUST_NORMS: _measure_trust_norms,
+    NOMINAL_COUNT: _measure_nominal_count,
+}
+VERBS: Mapping[Verb, VerbFunction] = {
+    Verb.FORWARD: forward,
+    Verb.BACKWARD: backward,
+    Verb.MEASURE: measure,
+    Verb.REDUCE: reduce,
+    Verb.UPDATE: update,
+    Verb.GATHER: gather,
+    Verb.PUSH: push,
+    Verb.PULL: pull,
+}
