@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from fourfold.step.actions import Actions
 from fourfold.step.batch import Microbatch
 from fourfold.words.errors import Problem, TrainingError
+from fourfold.words.noop import noop
 from fourfold.words.program import Action, Verb
 from fourfold.words.trace_events import NULL_RECORDER
 
@@ -36,6 +37,7 @@ class Executor:
             Verb.GATHER: actions.gather,
             Verb.PUSH: actions.push,
             Verb.PULL: actions.pull,
+            Verb.UNSHARD: noop,  # the forward or backward that uses the weights unshards them
         }
         self._error: BaseException | None = None
         self.recorder = NULL_RECORDER
