@@ -16,16 +16,16 @@ def test_parsing_a_program_is_the_inverse_of_formatting_it(program):
 
 
 def test_verbs_have_one_letter_each():
-    assert len({verb.value for verb in Verb}) == len(Verb) == 13
+    assert len({verb.value for verb in Verb}) == len(Verb) == 15
     assert all(len(verb.value) == 1 for verb in Verb)
 
 
 def test_every_invalid_word_is_reported():
     with pytest.raises(ProgramError) as caught:
-        parse_program("0: F0.0 F0\nsecond\n1: Y1.2")
+        parse_program("0: F0.0 F0\nsecond\n1: Q1.2")
     message = str(caught.value)
     assert "3 problems in program" in message
-    for word in ("'F0'", "'second'", "'Y1.2'"):
+    for word in ("'F0'", "'second'", "'Q1.2'"):
         assert word in message
 
 

@@ -10,6 +10,7 @@ from fourfold.plan.data.step_program import DataStepSpec, StepSync, lower_step
 from fourfold.plan.data.zero import RESTING_LAYOUTS
 from fourfold.plan.dependencies import Dependencies, lane_of
 from fourfold.plan.simulate import makespan, simulate
+from fourfold.words.mesh import Mesh
 from fourfold.words.program import Action, ProgramError, Verb, parse_program
 from fourfold.words.trace_events import LANES
 
@@ -20,7 +21,7 @@ def _is_legal(step):
     return step.update == "after" or step.sync == StepSync.GRADIENTS
 
 
-RESTING = st.sampled_from([RESTING_LAYOUTS[zero] for zero in (0, 1, 2)])
+RESTING = st.sampled_from([RESTING_LAYOUTS[zero] for zero in (0, 1, 2, 3)])
 STEPS = st.builds(
     DataStepSpec,
     microbatches=st.integers(1, 4),
@@ -32,6 +33,9 @@ STEPS = st.builds(
     launch_order=st.just(()),
     has_trust_ratios=st.booleans(),
     sync=st.sampled_from(StepSync),
+    use_orders=st.none(),
+    measures_nominal_count=st.booleans(),
+    stage=st.just(0),
 ).filter(_is_legal)
 SECONDS = st.floats(0, 10, allow_nan=False).map(lambda value: round(value, 3))
 
@@ -149,7 +153,7 @@ def test_any_swap_of_two_reductions_on_one_rank_is_a_deadlock(step, data):
 
 def test_a_pipeline_follows_the_same_dependency_rule():
     program = parse_program("0: F0.0 F0.1 B0.0 B0.1\n1: F1.0 B1.0 F1.1 B1.1")
-    times = simulate(program, lambda rank, action: 1.0)
+    times = simulate(program, lambda rank, action: 1.0, mesh=Mesh(pp=2))
     assert [(str(t.action), t.start) for t in times[0]] == [("F0.0", 0), ("F0.1", 1), ("B0.0", 3), ("B0.1", 5)]
     assert [(str(t.action), t.start) for t in times[1]] == [("F1.0", 1), ("B1.0", 2), ("F1.1", 3), ("B1.1", 4)]
 
@@ -160,16 +164,18 @@ def test_a_pipeline_follows_the_same_dependency_rule():
         ("0: B0.0 F0.0", "need F0.0 of rank 0"),
         ("0: F0.0 B0.1", "need F0.1 of rank 0, which is in no program"),
         ("0: F0.0 B0.0\n1: B1.0 F1.0", "need F1.0 of rank 1"),
+        ("0: F0.0 S0.0\n1: F1.0", "need V1.0 of rank 1, which is in no program"),
+        ("0: F0.0\n1: V1.0 F1.0", "need S0.0 of rank 0, which is in no program"),
         ("0: F0.0 R0.0 R0.0", "need each action once"),
     ],
 )
 def test_a_deadlock_is_reported_with_the_missing_action(text, missing):
     with pytest.raises(ProgramError) as caught:
-        simulate(parse_program(text), lambda rank, action: 1.0)
+        simulate(parse_program(text), lambda rank, action: 1.0, mesh=Mesh(pp=2))
     assert missing in str(caught.value)
 
 
 def test_each_data_rank_depends_on_its_counterpart_in_the_stage_before():
     program = parse_program("0: F0.0\n1: F0.0\n2: F1.0\n3: F1.0")
     forward = Action(Verb.FORWARD, 1, 0)
-    assert [Dependencies(program).of(rank, forward)[0].rank for rank in (2, 3)] == [0, 1]
+    assert [Dependencies(program, Mesh(pp=2, dp=2)).of(rank, forward)[0].rank for rank in (2, 3)] == [0, 1]

@@ -46,7 +46,7 @@ def measure_costs(trace: Trace) -> ActionCosts:
     """The median cost of every action of every rank."""
     seconds: dict[tuple[int, str], list[float]] = {}
     overlaps: dict[tuple[int, str], list[float]] = {}
-    dependencies = Dependencies(trace.program)
+    dependencies = Dependencies(trace.program, trace.mesh)
     for step in trace.steps:
         by_rank = {rank: trace.events_of(step=step, rank=rank) for rank in trace.ranks}
         launched = _launch_times(by_rank)
@@ -64,12 +64,12 @@ def _medians(values: Mapping[tuple[int, str], list[float]]) -> dict[tuple[int, s
 
 
 def _launch_times(by_rank: Mapping[int, list[Event]]) -> dict[str, float]:
-    """By reduction: when the last rank launched it."""
+    """By reduction and unshard: when the last rank launched it."""
     launched: dict[str, float] = {}
     for events in by_rank.values():
         for event in events:
             name, _, what = event.name.partition(" ")
-            if what == LAUNCHED_EVENT:
+            if what == LAUNCHED_EVENT or event.name.startswith(Verb.UNSHARD):
                 launched[name] = max(launched.get(name, event.start), event.start)
     return launched
 
@@ -77,13 +77,13 @@ def _launch_times(by_rank: Mapping[int, list[Event]]) -> dict[str, float]:
 def action_seconds(events: list[Event], launched: Mapping[str, float]) -> dict[str, float]:
     """Seconds of a rank's actions in one step, by name, without waits.
 
-    `launched`: by reduction, when the last rank launched it.
+    `launched`: by reduction and unshard, when the last rank launched it.
     """
     seconds: dict[str, float] = {}
-    free = 0.0  # when the reduction before ended
+    free = 0.0  # when the reduction or unshard before ended
     for event in sorted(events, key=lambda event: event.start):
-        if event.name.startswith(Verb.REDUCE) and " " not in event.name:
-            # A reduction waits until every rank has launched it, and until the reduction ahead of it has ended.
+        if event.name.startswith((Verb.REDUCE, Verb.UNSHARD)) and " " not in event.name:
+            # It waits until every rank has launched it, and until the one ahead of it has ended.
             start = max(event.start, launched.get(event.name, event.start), free)
             free = max(free, event.stop)
             seconds[event.name] = max(0.0, event.stop - start)
@@ -142,7 +142,7 @@ def simulated_timeline(trace: Trace, step: int | None = None) -> dict[int, tuple
     """Simulate the traced program with its measured costs; with `step`, only the actions that ran in that step."""
     costs = measure_costs(trace)
     program = trace.program if step is None else trace.program_of_step(step)
-    return simulate(program, costs.cost, overlap=costs.overlap)
+    return simulate(program, costs.cost, overlap=costs.overlap, mesh=trace.mesh)
 
 
 def compare_timelines(trace: Trace, step: int, timeline: Timeline) -> list[Difference]:

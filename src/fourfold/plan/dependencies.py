@@ -2,7 +2,7 @@
 
 lane        the queue in which an action waits; order holds within a lane, dependencies across lanes
 dependency  an action on a rank that must have ended before
-collective  an action that begins on all its ranks together, once it is the next one on each
+meeting     the ranks that begin an action together, once it is the next one in its lane on each of them
 Law: an action depends only on what makes its inputs; everything else about its time is order or cost.
 """
 
@@ -11,19 +11,40 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from fourfold.words.program import GRAD_NORM, LOSS, TRUST_NORMS, USED_PARAMS, Action, Program, Verb
+from fourfold.words.errors import Problem
+from fourfold.words.mesh import Axis, Mesh
+from fourfold.words.program import (
+    GRAD_NORM,
+    LOSS,
+    NOMINAL_COUNT,
+    TRUST_NORMS,
+    USED_PARAMS,
+    Action,
+    Program,
+    ProgramError,
+    Verb,
+    bucket_of,
+)
 from fourfold.words.trace_events import COMPUTE_LANE, REDUCE_LANE, SEND_LANE
 
+SENDS = frozenset({Verb.SEND_FORWARD, Verb.RECEIVE_FORWARD, Verb.SEND_BACKWARD, Verb.RECEIVE_BACKWARD})
 LANE_BY_VERB = {
     Verb.REDUCE: REDUCE_LANE,
     Verb.GATHER: REDUCE_LANE,
-    Verb.SEND: SEND_LANE,
-    Verb.RECEIVE: SEND_LANE,
-    Verb.EXCHANGE: SEND_LANE,
+    Verb.UNSHARD: REDUCE_LANE,
+    **dict.fromkeys(SENDS, SEND_LANE),
     Verb.PUSH: SEND_LANE,
     Verb.PULL: SEND_LANE,
 }
-COLLECTIVES = frozenset({Verb.REDUCE, Verb.GATHER})
+# The ranks that sum gradients: those of one stage and one tensor shard.
+REDUCE_AXES: tuple[Axis, ...] = ("dp", "sp")
+# The ranks that compute on the same samples exchange tokens, keys and partial products within a forward or backward.
+SAMPLE_AXES: tuple[Axis, ...] = ("sp", "tp")
+MEETING_AXES: dict[Verb, tuple[Axis, ...]] = {
+    **dict.fromkeys((Verb.REDUCE, Verb.GATHER, Verb.UNSHARD), REDUCE_AXES),
+    **dict.fromkeys((Verb.FORWARD, Verb.BACKWARD, Verb.BACKWARD_INPUT), SAMPLE_AXES),
+}
+WORLD_MEASURES = (LOSS, GRAD_NORM)  # summed over all ranks; the others over those of a stage that sum gradients
 
 
 class Dependency(NamedTuple):
@@ -38,162 +59,228 @@ def lane_of(action: Action) -> str:
     return LANE_BY_VERB.get(action.verb, COMPUTE_LANE)
 
 
+class RankProgram:
+    """One rank's actions, indexed by what other actions of the same rank need to know of them."""
+
+    def __init__(self, actions: Sequence[Action]) -> None:
+        self.actions = dict.fromkeys(actions)
+        self.stages = {action.stage for action in actions}
+        self.last = {(action.verb, action.stage): action for action in actions}
+        """By verb and stage: its last action."""
+        self.previous_step = dict.fromkeys(itertools.takewhile(_is_before_forward, actions))
+        """Updates in front of the first forward belong to the step before: all that they depend on has ended."""
+        self.backward_before: dict[Action, Action] = {}
+        """By reduction: the backward that completes its gradients, the last one of its stage in front of it."""
+        self.unshards_of: dict[Action, list[Action]] = {}
+        """By forward or backward: the unshards of weights that it uses, those since the compute action before it."""
+        self.update_before: dict[Action, Action] = {}
+        """By unshard: the update of its bucket, if that stands in front of it."""
+        self.reductions: dict[Action, list[Action]] = {}
+        """By update: the reductions of its bucket, one or one per backward."""
+        self._index(actions)
+
+    def _index(self, actions: Sequence[Action]) -> None:
+        updates = {(a.stage, a.index): a for a in actions if a.verb == Verb.UPDATE}
+        num_buckets = Counter(stage for stage, _ in updates)
+        last_backward: dict[int, Action] = {}
+        unshards: dict[int, list[Action]] = {}
+        updated: set[Action] = set()
+        for action in actions:
+            if action.verb in (Verb.REDUCE, Verb.UNSHARD) and num_buckets[action.stage]:
+                update = updates.get((action.stage, bucket_of(action, num_buckets[action.stage])))
+                if update is not None and action.verb == Verb.REDUCE:
+                    self.reductions.setdefault(update, []).append(action)
+                elif update in updated:
+                    self.update_before[action] = update
+            if action.verb == Verb.UNSHARD:
+                unshards.setdefault(action.stage, []).append(action)
+            elif action.verb in (Verb.FORWARD, Verb.BACKWARD, Verb.BACKWARD_INPUT):
+                self.unshards_of[action] = unshards.pop(action.stage, [])
+            elif action.verb == Verb.UPDATE:
+                updated.add(action)
+            elif action.verb == Verb.REDUCE and action.stage in last_backward:
+                self.backward_before[action] = last_backward[action.stage]
+            if action.verb in (Verb.BACKWARD, Verb.BACKWARD_WEIGHT):
+                last_backward[action.stage] = action
+
+
+def _is_before_forward(action: Action) -> bool:
+    return action.verb != Verb.FORWARD
+
+
 class Dependencies:
     """The dependencies of every action of a program. Indexes are built once: the simulator asks once per action."""
 
-    def __init__(self, program: Program) -> None:
-        self._action_sets = {rank: frozenset(actions) for rank, actions in program.items()}
-        self._program = program
-        self._ranks_by_action: dict[Action, list[int]] = {}
-        for rank in sorted(program):
-            for action in dict.fromkeys(program[rank]):
-                self._ranks_by_action.setdefault(action, []).append(rank)
-        self._last: dict[tuple[int, Verb, int], Action] = {
-            (rank, action.verb, action.stage): action for rank, actions in program.items() for action in actions
+    def __init__(self, program: Program, mesh: Mesh | None = None) -> None:
+        """`mesh`: the places of the ranks; None: all are data ranks. Raises ProgramError for a rank outside of it."""
+        mesh = mesh or Mesh(dp=max(program, default=0) + 1)
+        if outside := sorted(set(program) - set(range(mesh.size))):
+            raise ProgramError(Problem(f"rank {outside[0]}", f"one of the mesh's {mesh.size} ranks"), where="program")
+        by_actions = {id(actions): RankProgram(actions) for actions in program.values()}
+        self._of_rank = {rank: by_actions[id(actions)] for rank, actions in sorted(program.items())}
+        self._peers = {
+            axes: {rank: group for group in mesh.groups(*axes) for rank in group}
+            for axes in {REDUCE_AXES, SAMPLE_AXES, ("pp",)}
         }
-        self._backward_before: dict[tuple[int, Action], Action] = {}
-        for rank, actions in program.items():
-            last_backward: dict[int, Action] = {}
-            for action in actions:
-                if action.verb in (Verb.BACKWARD, Verb.BACKWARD_WEIGHT):
-                    last_backward[action.stage] = action
-                elif action.verb == Verb.REDUCE and action.stage in last_backward:
-                    self._backward_before[rank, action] = last_backward[action.stage]
-        self._reductions = _reductions_by_update(program)
-        # Actions in front of the first forward belong to the step before: everything they depend on has ended.
-        self._previous_step = {
-            rank: dict.fromkeys(itertools.takewhile(lambda action: action.verb != Verb.FORWARD, actions))
-            for rank, actions in program.items()
+        self._meetings: dict[tuple[Action, tuple[int, ...]], list[int]] = {}
+        actions = list(dict.fromkeys(action for rank in by_actions.values() for action in rank.actions))
+        self._last_stage = max((action.stage for action in actions), default=0)
+        self._has_sends = any(action.verb in SENDS for action in actions)
+        self._world_measures = {
+            kind: [
+                Dependency(rank, action)
+                for rank, own in self._of_rank.items()
+                for action in own.actions
+                if action.verb == Verb.MEASURE and action.index == kind
+            ]
+            for kind in WORLD_MEASURES
         }
 
     def of(self, rank: int, action: Action) -> list[Dependency]:
         """What `action` on `rank` depends on. A dependency that is missing in the program is never met."""
-        return DEPENDENCY_RULES.get(action.verb, _no_dependencies)(self, rank, action)
+        return DEPENDENCY_RULES[action.verb](self, rank, action)
 
     def participants(self, rank: int, action: Action) -> Sequence[int]:
         """The ranks that begin `action` together with `rank`."""
-        return self._ranks_by_action[action] if action.verb in COLLECTIVES else [rank]
+        axes = MEETING_AXES.get(action.verb)
+        return [rank] if axes is None else self.holders(rank, action, axes)
 
-    def on_neighbour_stage(self, rank: int, action: Action, verb: Verb, stage: int) -> list[Dependency]:
-        """The same microbatch's action on another stage: on this rank, or on its counterpart among that stage's ranks.
+    def holders(self, rank: int, action: Action, axes: tuple[Axis, ...]) -> Sequence[int]:
+        """Those of the rank's peers along `axes` that have this action in their programs."""
+        key = action, self._peers[axes][rank]
+        if key not in self._meetings:
+            self._meetings[key] = [each for each in key[1] if self.has(each, action)]
+        return self._meetings[key]
 
-        Ranks are numbered with the pipeline axis outermost, so counterparts have the same position in rank order.
-        """
-        wanted = Action(verb, stage, action.index)
-        stage_ranks = self._ranks_by_action.get(wanted, [])
-        if not stage_ranks:
-            return []
-        if rank in stage_ranks:
-            return [Dependency(rank, wanted)]
-        position = self._ranks_by_action[action].index(rank)
-        return [Dependency(stage_ranks[position % len(stage_ranks)], wanted)]
+    def has(self, rank: int, action: Action) -> bool:
+        """Whether an action is in a rank's program."""
+        return rank in self._of_rank and action in self._of_rank[rank].actions
 
     def present(self, rank: int, *wanted: Action | None) -> list[Dependency]:
         """Those of the actions that are in this rank's program."""
-        return [Dependency(rank, each) for each in wanted if each is not None and each in self._action_sets[rank]]
+        return [Dependency(rank, each) for each in wanted if each is not None and self.has(rank, each)]
 
-    def last_action(self, rank: int, stage: int, *verbs: Verb) -> Action | None:
-        """The last action of a stage with the first of these verbs that occurs in this rank's program."""
-        return next((self._last[rank, verb, stage] for verb in verbs if (rank, verb, stage) in self._last), None)
-
-    def backward_before(self, rank: int, reduction: Action) -> Action | None:
-        """The backward that completes the gradients of a reduction: the last one in front of it."""
-        return self._backward_before.get((rank, reduction))
-
-    def bucket_reductions(self, rank: int, update: Action) -> list[Dependency]:
-        """The reductions of the bucket that an update changes: one, or one per backward if gradients rest split."""
-        return self._reductions.get((rank, update), [])
-
-    def is_previous_step(self, rank: int, action: Action) -> bool:
-        """Whether an action belongs to the step before."""
-        return action in self._previous_step[rank]
-
-    def weight_gathers(self, rank: int) -> list[Dependency]:
-        """The gathers of weights that the forwards of a rank wait for."""
-        return [Dependency(rank, each) for each in self._previous_step[rank] if each.verb == Verb.GATHER]
-
-    def on_all_ranks(self, action: Action) -> list[Dependency]:
-        """This action on every rank that has it."""
-        return [Dependency(rank, action) for rank in self._ranks_by_action.get(action, ())]
+    def own(self, rank: int) -> RankProgram:
+        """The index of a rank's actions."""
+        return self._of_rank[rank]
 
     def all_in_stage(self, rank: int, verb: Verb, stage: int) -> list[Dependency]:
         """All actions of a rank with this verb and stage."""
-        return [Dependency(rank, each) for each in self._program[rank] if each.verb == verb and each.stage == stage]
+        return [Dependency(rank, a) for a in self._of_rank[rank].actions if a.verb == verb and a.stage == stage]
 
+    def on_stage_ranks(self, rank: int, action: Action) -> list[Dependency]:
+        """This action on every rank of the stage that sums gradients with `rank`."""
+        return [Dependency(each, action) for each in self.holders(rank, action, REDUCE_AXES)]
 
-def _reductions_by_update(program: Program) -> dict[tuple[int, Action], list[Dependency]]:
-    """By rank and update: the reductions of its bucket b. Those of round r have the index r × num_buckets + b."""
-    reductions: dict[tuple[int, Action], list[Dependency]] = {}
-    for rank, actions in program.items():
-        updates = {(a.stage, a.index): a for a in actions if a.verb == Verb.UPDATE}
-        num_buckets = Counter(stage for stage, _ in updates)
-        for action in actions:
-            if action.verb == Verb.REDUCE and num_buckets[action.stage]:
-                update = updates.get((action.stage, action.index % num_buckets[action.stage]))
-                if update is not None:
-                    reductions.setdefault((rank, update), []).append(Dependency(rank, action))
-    return reductions
+    def measures_before_update(self, rank: int, stage: int, *, excluded: Action | None = None) -> list[Dependency]:
+        """The measures whose sums an update of a stage uses, on every rank that has an addend."""
+        needed = [dependency for kind in WORLD_MEASURES for dependency in self._world_measures[kind]]
+        for _, measure in self.all_in_stage(rank, Verb.MEASURE, stage):
+            if measure.index in (USED_PARAMS, TRUST_NORMS) and measure != excluded:
+                needed += self.on_stage_ranks(rank, measure)
+        return needed
 
+    def from_stage(self, rank: int, stage: int, index: int, *verbs: Verb) -> list[Dependency]:
+        """A microbatch's action on another stage, with the first of these verbs that is there: on this rank, or on the
+        one with its place on the other axes. None beyond the first and the last stage.
+        """
+        if not 0 <= stage <= self._last_stage:
+            return []
+        wanted = [Action(verb, stage, index) for verb in verbs]
+        ranks = [rank, *self._peers["pp",][rank]]
+        found = [Dependency(each, action) for each in ranks for action in wanted if self.has(each, action)]
+        here = next((each for each in ranks if each in self._of_rank and stage in self._of_rank[each].stages), rank)
+        return found[:1] or [Dependency(here, wanted[0])]
 
-def _no_dependencies(dependencies: Dependencies, rank: int, action: Action) -> list[Dependency]:
-    return []
+    def input_of(self, rank: int, received: Action, *verbs: Verb, stage: int) -> list[Dependency]:
+        """What makes the input of a stage: another stage of this rank, else `received`, the message from it.
+
+        A program without messages is a list of compute actions: they depend on each other over ranks.
+        """
+        made = self.from_stage(rank, stage, received.index, *verbs)
+        is_remote = bool(made) and (made[0].rank != rank or not self.has(*made[0]))
+        return [Dependency(rank, received)] if is_remote and self._has_sends else made
 
 
 def _forward(dependencies: Dependencies, rank: int, action: Action) -> list[Dependency]:
-    before = dependencies.on_neighbour_stage(rank, action, Verb.FORWARD, action.stage - 1) if action.stage else []
-    return before + dependencies.weight_gathers(rank)
+    received = Action(Verb.RECEIVE_FORWARD, action.stage, action.index)
+    own = dependencies.own(rank)
+    weights = [a for a in own.previous_step if a.verb == Verb.GATHER and a.stage == action.stage]
+    weights += own.unshards_of.get(action, [])
+    return dependencies.input_of(rank, received, Verb.FORWARD, stage=action.stage - 1) + [
+        Dependency(rank, each) for each in weights
+    ]
 
 
 def _backward(dependencies: Dependencies, rank: int, action: Action) -> list[Dependency]:
+    received = Action(Verb.RECEIVE_BACKWARD, action.stage, action.index)
     needed = [Dependency(rank, Action(Verb.FORWARD, action.stage, action.index))]
-    for verb in (Verb.BACKWARD, Verb.BACKWARD_INPUT):
-        needed += dependencies.on_neighbour_stage(rank, action, verb, action.stage + 1)
-    return needed
+    needed += dependencies.input_of(rank, received, Verb.BACKWARD, Verb.BACKWARD_INPUT, stage=action.stage + 1)
+    needed += [Dependency(rank, each) for each in dependencies.own(rank).unshards_of.get(action, [])]
+    return needed + dependencies.on_stage_ranks(rank, Action(Verb.MEASURE, action.stage, NOMINAL_COUNT))
 
 
 def _backward_weight(dependencies: Dependencies, rank: int, action: Action) -> list[Dependency]:
     return [Dependency(rank, Action(Verb.BACKWARD_INPUT, action.stage, action.index))]
 
 
+def _send_forward(dependencies: Dependencies, rank: int, action: Action) -> list[Dependency]:
+    return [Dependency(rank, Action(Verb.FORWARD, action.stage, action.index))]
+
+
+def _send_backward(dependencies: Dependencies, rank: int, action: Action) -> list[Dependency]:
+    wanted = [Action(verb, action.stage, action.index) for verb in (Verb.BACKWARD, Verb.BACKWARD_INPUT)]
+    return dependencies.present(rank, *wanted)[:1] or [Dependency(rank, wanted[0])]
+
+
+def _receive_forward(dependencies: Dependencies, rank: int, action: Action) -> list[Dependency]:
+    return dependencies.from_stage(rank, action.stage - 1, action.index, Verb.SEND_FORWARD)
+
+
+def _receive_backward(dependencies: Dependencies, rank: int, action: Action) -> list[Dependency]:
+    return dependencies.from_stage(rank, action.stage + 1, action.index, Verb.SEND_BACKWARD)
+
+
 def _measure(dependencies: Dependencies, rank: int, action: Action) -> list[Dependency]:
+    own, stage = dependencies.own(rank), action.stage
+    if action.index == NOMINAL_COUNT:
+        return dependencies.present(rank, Action(Verb.FORWARD, stage, 0))
     if action.index == LOSS:
-        return dependencies.present(rank, dependencies.last_action(rank, action.stage, Verb.FORWARD))
+        return dependencies.present(rank, own.last.get((Verb.FORWARD, stage)))
     if action.index == USED_PARAMS:
-        return dependencies.present(
-            rank, dependencies.last_action(rank, action.stage, Verb.BACKWARD_WEIGHT, Verb.BACKWARD)
-        )
-    reduced = dependencies.all_in_stage(rank, Verb.REDUCE, action.stage)
-    if action.index == GRAD_NORM:
-        return reduced
+        last = own.last.get((Verb.BACKWARD_WEIGHT, stage), own.last.get((Verb.BACKWARD, stage)))
+        return dependencies.present(rank, last)
+    if action.index == GRAD_NORM:  # of all stages of this rank
+        return [Dependency(rank, each) for each in own.actions if each.verb == Verb.REDUCE]
     assert action.index == TRUST_NORMS
     # Update directions are made from scaled and clipped gradients, so they need the other measures of every rank.
-    others = [each for each in dependencies.all_in_stage(rank, Verb.MEASURE, action.stage) if each.action != action]
-    return reduced + [need for other in others for need in dependencies.on_all_ranks(other.action)]
+    reduced = dependencies.all_in_stage(rank, Verb.REDUCE, stage)
+    return reduced + dependencies.measures_before_update(rank, stage, excluded=action)
+
+
+def _unshard(dependencies: Dependencies, rank: int, action: Action) -> list[Dependency]:
+    return dependencies.present(rank, dependencies.own(rank).update_before.get(action))
 
 
 def _reduce(dependencies: Dependencies, rank: int, action: Action) -> list[Dependency]:
-    return dependencies.present(rank, dependencies.backward_before(rank, action))
-
-
-def _gather(dependencies: Dependencies, rank: int, action: Action) -> list[Dependency]:
-    return dependencies.present(rank, Action(Verb.UPDATE, action.stage, action.index))
+    return dependencies.present(rank, dependencies.own(rank).backward_before.get(action))
 
 
 def _update(dependencies: Dependencies, rank: int, action: Action) -> list[Dependency]:
-    if dependencies.is_previous_step(rank, action):
+    own = dependencies.own(rank)
+    if action in own.previous_step:
         return []
-    reduced = dependencies.bucket_reductions(rank, action)
     # A measure only starts a sum; the update waits for it, and so for the addend of every rank.
-    measures = dependencies.all_in_stage(rank, Verb.MEASURE, action.stage)
-    return reduced + [need for measure in measures for need in dependencies.on_all_ranks(measure.action)]
+    reduced = [Dependency(rank, each) for each in own.reductions.get(action, [])]
+    return reduced + dependencies.measures_before_update(rank, action.stage)
 
 
-def _push(dependencies: Dependencies, rank: int, action: Action) -> list[Dependency]:
+def _after_update(dependencies: Dependencies, rank: int, action: Action) -> list[Dependency]:
     return dependencies.present(rank, Action(Verb.UPDATE, action.stage, action.index))
 
 
 def _pull(dependencies: Dependencies, rank: int, action: Action) -> list[Dependency]:
-    return dependencies.on_all_ranks(Action(Verb.PUSH, action.stage, action.index))
+    return dependencies.on_stage_ranks(rank, Action(Verb.PUSH, action.stage, action.index))
 
 
 DEPENDENCY_RULES: dict[Verb, Callable[[Dependencies, int, Action], list[Dependency]]] = {
@@ -201,10 +288,15 @@ DEPENDENCY_RULES: dict[Verb, Callable[[Dependencies, int, Action], list[Dependen
     Verb.BACKWARD: _backward,
     Verb.BACKWARD_INPUT: _backward,
     Verb.BACKWARD_WEIGHT: _backward_weight,
+    Verb.SEND_FORWARD: _send_forward,
+    Verb.RECEIVE_FORWARD: _receive_forward,
+    Verb.SEND_BACKWARD: _send_backward,
+    Verb.RECEIVE_BACKWARD: _receive_backward,
     Verb.MEASURE: _measure,
+    Verb.UNSHARD: _unshard,
     Verb.REDUCE: _reduce,
     Verb.UPDATE: _update,
-    Verb.GATHER: _gather,
-    Verb.PUSH: _push,
+    Verb.GATHER: _after_update,
+    Verb.PUSH: _after_update,
     Verb.PULL: _pull,
 }

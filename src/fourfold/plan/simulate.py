@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from fourfold.plan.dependencies import Dependencies, lane_of
 from fourfold.words.errors import Problem
+from fourfold.words.mesh import Mesh
 from fourfold.words.program import Action, Program, ProgramError
 from fourfold.words.trace_events import LANES
 
@@ -35,14 +36,16 @@ def no_overlap(rank: int, action: Action) -> float:
 
 
 def simulate(
-    program: Program, cost: CostFunction, *, overlap: CostFunction = no_overlap
+    program: Program, cost: CostFunction, *, overlap: CostFunction = no_overlap, mesh: Mesh | None = None
 ) -> dict[int, tuple[TimedAction, ...]]:
     """The timeline of one step, by rank, in the order of the program. `cost` and `overlap` are in seconds.
+
+    `mesh`: the places of the ranks; None: all are data ranks.
 
     Raises ProgramError for a program that deadlocks; the message shows where each rank is stuck.
     """
     _check_no_repeats(program)
-    simulator = _Simulator(program, cost, overlap)
+    simulator = _Simulator(program, Dependencies(program, mesh), cost, overlap)
     while simulator.advance():
         pass
     if simulator.has_pending():
@@ -70,9 +73,8 @@ def makespan(timeline: Timeline) -> float:
 class _Simulator:
     """A queue and a clock per rank and lane, and the times assigned so far."""
 
-    def __init__(self, program: Program, cost: CostFunction, overlap: CostFunction) -> None:
-        self._program, self._cost, self._overlap = program, cost, overlap
-        self._dependencies = Dependencies(program)
+    def __init__(self, program: Program, dependencies: Dependencies, cost: CostFunction, overlap: CostFunction) -> None:
+        self._program, self._dependencies, self._cost, self._overlap = program, dependencies, cost, overlap
         self._queues = {
             (rank, lane): [action for action in actions if lane_of(action) == lane]
             for rank, actions in program.items()

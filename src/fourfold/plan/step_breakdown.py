@@ -1,24 +1,31 @@
 """Step breakdown: what the seconds of a step were spent on, by category.
 
-category  forward, backward, measure, update, gather, average, data, waiting, between actions, reduce
-Law: every category but `reduce` is the process's own time, and they add up to the step.
+category    forward, backward, measure, update, gather, average, data, waiting, between actions
+background  categories of what runs while the process does something else: reduce, unshard, send
+Law: every category but those in the background is the process's own time, and they add up to the step.
 """
 
 from fourfold.plan.cost import action_seconds
+from fourfold.plan.dependencies import SENDS
 from fourfold.plan.trace_file import DATA_SPAN, STEP_SPAN, Trace, merged_waits
 from fourfold.words.program import Verb
 
 COMPUTE_CATEGORIES = {
     Verb.FORWARD: "forward",
     Verb.BACKWARD: "backward",
+    Verb.BACKWARD_INPUT: "backward",
+    Verb.BACKWARD_WEIGHT: "backward",
     Verb.MEASURE: "measure",
     Verb.UPDATE: "update",
 }
 DATA_TIME, WAITING_TIME, OTHER_TIME, REDUCE_TIME = "data", "waiting", "between actions", "reduce"
-AVERAGE_TIME, GATHER_TIME = "average", "gather"
+AVERAGE_TIME, GATHER_TIME, UNSHARD_TIME, SEND_TIME = "average", "gather", "unshard", "send"
+BACKGROUND_TIMES = (REDUCE_TIME, UNSHARD_TIME, SEND_TIME)
 CATEGORIES = {
     **COMPUTE_CATEGORIES,
+    **dict.fromkeys(SENDS, SEND_TIME),
     Verb.REDUCE: REDUCE_TIME,
+    Verb.UNSHARD: UNSHARD_TIME,
     Verb.GATHER: GATHER_TIME,
     Verb.PUSH: AVERAGE_TIME,
     Verb.PULL: AVERAGE_TIME,
@@ -28,9 +35,10 @@ CATEGORIES = {
 def seconds_by_category(trace: Trace) -> dict[str, float]:
     """Seconds of a step by category: means over sampled steps and ranks.
 
-    Reductions are not part of the sum: they overlap with the other categories.
+    Background categories are not part of the sum: they overlap with the others.
     """
-    names = [DATA_TIME, *COMPUTE_CATEGORIES.values(), GATHER_TIME, AVERAGE_TIME, WAITING_TIME, OTHER_TIME, REDUCE_TIME]
+    own = [DATA_TIME, *COMPUTE_CATEGORIES.values(), GATHER_TIME, AVERAGE_TIME, WAITING_TIME, OTHER_TIME]
+    names = [*own, *BACKGROUND_TIMES]
     sums = dict.fromkeys(names, 0.0)
     num_samples = 0
     for step in trace.steps:
@@ -42,7 +50,7 @@ def seconds_by_category(trace: Trace) -> dict[str, float]:
                 category = _category(name)
                 if category is not None:
                     spent[category] = spent.get(category, 0.0) + seconds
-            known = sum(seconds for category, seconds in spent.items() if category != REDUCE_TIME)
+            known = sum(seconds for category, seconds in spent.items() if category not in BACKGROUND_TIMES)
             spent[OTHER_TIME] = max(0.0, step_seconds - known)
             for category, seconds in spent.items():
                 sums[category] += seconds

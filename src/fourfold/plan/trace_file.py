@@ -7,6 +7,7 @@ Law: decode_trace(encode_trace(trace)) == trace, to the nanosecond. The file ope
 Format: "Trace Event Format", as a JSON object; a process is a rank, a thread is a lane.
 """
 
+import dataclasses
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ import msgspec
 
 from fourfold.plan.decode import DecodeError, from_json
 from fourfold.words.errors import FourfoldError, Problem
+from fourfold.words.mesh import Mesh
 from fourfold.words.program import Program, ProgramError, Verb, format_program, parse_program
 from fourfold.words.trace_events import LANES, WAIT_SPAN
 
@@ -45,10 +47,11 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class Trace:
-    """The program that ran, and the events of its sampled steps."""
+    """The program that ran, the events of its sampled steps, and the places of the ranks; None: all are data ranks."""
 
     program: Program
     events: tuple[Event, ...]
+    mesh: Mesh | None = None
 
     @property
     def ranks(self) -> list[int]:
@@ -88,7 +91,8 @@ def encode_trace(trace: Trace) -> bytes:
         kind = "wait" if event.name == WAIT_SPAN else event.lane
         length = {"ph": "X", "dur": _to_microseconds(event.seconds)} if " " not in event.name else {"ph": "i", "s": "t"}
         rows.append({**common, **length, "cat": kind, "args": {"step": event.step}})
-    other = {"fourfold": TRACE_VERSION, "program": format_program(trace.program)}
+    mesh = None if trace.mesh is None else dataclasses.asdict(trace.mesh)
+    other = {"fourfold": TRACE_VERSION, "program": format_program(trace.program), "mesh": mesh}
     return b"{" + b",\n".join([
         b'"displayTimeUnit": "ms"',
         b'"otherData": ' + msgspec.json.encode(other),
@@ -105,8 +109,9 @@ def decode_trace(data: bytes, *, where: str = "trace.json") -> Trace:
     try:
         document = from_json(data)
         program = parse_program(document["otherData"]["program"])
+        mesh = document["otherData"].get("mesh")  # the first traces had none
         rows = [row for row in document["traceEvents"] if row["ph"] in "Xi"]
-        return Trace(program, tuple(map(_event, rows)))
+        return Trace(program, tuple(map(_event, rows)), None if mesh is None else Mesh(**mesh))
     except (DecodeError, KeyError, TypeError, AttributeError, IndexError, ProgramError) as error:
         problem = Problem(f"no trace of a run ({error})", "the file that fourfold train writes", "the same run again")
         raise TraceError(problem, where=where) from None

@@ -7,15 +7,17 @@ from collections.abc import Mapping, Sequence
 from html import escape
 
 from fourfold.plan.cost import Difference, compare_timelines, measured_timeline, median_step, simulated_timeline
-from fourfold.plan.dependencies import lane_of
+from fourfold.plan.dependencies import SENDS, lane_of
 from fourfold.plan.simulate import TimedAction, Timeline, makespan
 from fourfold.plan.step_breakdown import (
     AVERAGE_TIME,
+    BACKGROUND_TIMES,
     COMPUTE_CATEGORIES,
     DATA_TIME,
     GATHER_TIME,
     OTHER_TIME,
     REDUCE_TIME,
+    UNSHARD_TIME,
     WAITING_TIME,
     seconds_by_category,
 )
@@ -27,21 +29,17 @@ from fourfold.words.trace_events import COMPUTE_LANE, LANES, READY_EVENT, REDUCE
 VERB_STYLES = {
     **COMPUTE_CATEGORIES,
     Verb.REDUCE: "reduce",
-    Verb.GATHER: "reduce",
-    Verb.PUSH: "reduce",
-    Verb.PULL: "reduce",
-    Verb.BACKWARD_INPUT: "backward",
-    Verb.BACKWARD_WEIGHT: "backward",
+    **dict.fromkeys((Verb.GATHER, Verb.UNSHARD, Verb.PUSH, Verb.PULL, *SENDS), "reduce"),
 }
 BAR_STYLES = {DATA_TIME: "data", WAITING_TIME: "wait", OTHER_TIME: "rest"}
-BAR_STYLES |= dict.fromkeys((REDUCE_TIME, GATHER_TIME, AVERAGE_TIME), "reduce")
+BAR_STYLES |= dict.fromkeys((*BACKGROUND_TIMES, GATHER_TIME, AVERAGE_TIME), "reduce")
 MAX_OPEN_ROWS = 24  # a longer table is folded away
 
 
 def action_card(trace: Trace) -> str:
     """The card with the time per kind of action, as bars."""
     seconds_by_kind = {name: seconds for name, seconds in seconds_by_category(trace).items() if seconds > 0}
-    total = sum(seconds for name, seconds in seconds_by_kind.items() if name != REDUCE_TIME) or 1.0
+    total = sum(seconds for name, seconds in seconds_by_kind.items() if name not in BACKGROUND_TIMES) or 1.0
     rows = [
         Bar(name, seconds * 1e3, f"{seconds * 1e3:.2f} ms · {100 * seconds / total:.1f} %", BAR_STYLES.get(name, name))
         for name, seconds in seconds_by_kind.items()
@@ -50,6 +48,8 @@ def action_card(trace: Trace) -> str:
     note = f"Means over {steps} and {len(trace.ranks)} {'rank' if len(trace.ranks) == 1 else 'ranks'}."
     if REDUCE_TIME in seconds_by_kind:
         note += " Reductions run during backward, so their time is not added to the step's."
+    if UNSHARD_TIME in seconds_by_kind:
+        note += " Nor is that of unshards, which run during forward and backward."
     return f'<h2>Time by action</h2>{bar_chart(rows, title="Time by action")}<p class="note">{escape(note)}</p>'
 
 

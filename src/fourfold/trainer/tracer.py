@@ -169,7 +169,7 @@ class Tracer:
             Event(rank, number, span.name, span.lane, (span.start - begin) / 1e9, (span.stop - begin) / 1e9)
             for rank, number, span in rows
         )
-        return Trace(dict.fromkeys(range(len(offsets)), self._program), events)
+        return Trace(dict.fromkeys(range(len(offsets)), self._program), events, self._step.plan.mesh)
 
 
 def _without_overlap(spans: list[Span]) -> list[Span]:

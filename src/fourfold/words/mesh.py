@@ -61,4 +61,8 @@ class Mesh:
 
     def groups(self, *axes: Axis) -> tuple[tuple[int, ...], ...]:
         """All groups of peers along `axes`, ordered by their smallest rank."""
-        return tuple(sorted({self.peers(rank, *axes) for rank in range(self.size)}))
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.size):
+            here = self.coordinates(rank)
+            groups.setdefault(tuple(here[axis] for axis in AXES if axis not in axes), []).append(rank)
+        return tuple(map(tuple, groups.values()))

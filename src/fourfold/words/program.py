@@ -3,7 +3,8 @@
 action   a verb, a stage and an index: `F0.3` is the forward of stage 0, microbatch 3
 verb     what is done: forward, backward, reduce, …; one letter in text
 stage    the part of the model that the action works on
-index    the microbatch, bucket or scalar that the action works on
+index    the microbatch, bucket or scalar that the action works on; a bucket that is reduced or unsharded several times
+         in a step has an index for each time: see `nth_index`
 program  rank -> its actions, in order
 Law: parse_program(format_program(program)) == program, and a pass may reorder actions if it keeps their
 dependencies.
@@ -24,20 +25,24 @@ class Verb(StrEnum):
     BACKWARD = "B"
     BACKWARD_INPUT = "I"
     BACKWARD_WEIGHT = "W"
-    SEND = "S"
-    RECEIVE = "V"
-    EXCHANGE = "X"
-    MEASURE = "M"  # sum a few scalars over the ranks; the index says which: LOSS, GRAD_NORM, …
+    # Between stages. An activation goes to the next stage: Send, receiVe. A gradient goes back: senD, reCeive.
+    SEND_FORWARD = "S"
+    RECEIVE_FORWARD = "V"
+    SEND_BACKWARD = "D"
+    RECEIVE_BACKWARD = "C"
+    MEASURE = "M"  # sum a few scalars over ranks; the index says which: LOSS, GRAD_NORM, …
+    UNSHARD = "A"  # all-gather a bucket's weights before a use; they rest split
     REDUCE = "R"
-    GATHER = "G"
     UPDATE = "U"
+    GATHER = "G"  # all-gather a bucket's weights after their update; they rest whole
     PUSH = "P"  # local SGD: start to sum the ranks' changes of a bucket's weights
     PULL = "L"  # local SGD: wait for that sum, and make the outer step from it
 
 
 # The index of a MEASURE says which scalars: the loss and the counts; the squared gradient norm; which parameters
-# have a gradient on any rank; the squared norms from which trust ratios are computed.
-LOSS, GRAD_NORM, USED_PARAMS, TRUST_NORMS = 0, 1, 2, 3
+# have a gradient on any rank; the squared norms from which trust ratios are computed; in the first step, the loss
+# count of the first microbatch.
+LOSS, GRAD_NORM, USED_PARAMS, TRUST_NORMS, NOMINAL_COUNT = 0, 1, 2, 3, 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +58,16 @@ class Action:
 
 
 Program = Mapping[int, tuple[Action, ...]]
+
+
+def nth_index(bucket: int, occurrence: int, num_buckets: int) -> int:
+    """The index of the action that reduces or unshards a bucket of a stage for the n-th time in a step, from 0."""
+    return occurrence * num_buckets + bucket
+
+
+def bucket_of(action: Action, num_buckets: int) -> int:
+    """The bucket of an action that reduces or unshards one of its stage's buckets."""
+    return action.index % num_buckets
 
 
 class ProgramError(FourfoldError):

@@ -1,16 +1,28 @@
 """The step program of the data axis: what one data rank does in one step, as a list of actions.
 
-round   the reductions after one backward; only where gradients rest split does a step have more than one
+round      the reductions after one backward; only where gradients rest split does a step have more than one
+phase      a forward, a backward or an evaluation: weights that rest split are unsharded in each of them
+use order  the buckets in the order in which a phase unshards them; one that is used again later occurs again
 Law: every data rank has the same program, so all of them begin the same collectives in the same order.
 """
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
 from fourfold.plan.data.zero import RESTING_LAYOUTS, RestingLayouts, layout_changes
 from fourfold.words.layout import Change
-from fourfold.words.program import GRAD_NORM, LOSS, TRUST_NORMS, USED_PARAMS, Action, Verb
+from fourfold.words.program import (
+    GRAD_NORM,
+    LOSS,
+    NOMINAL_COUNT,
+    TRUST_NORMS,
+    USED_PARAMS,
+    Action,
+    Verb,
+    nth_index,
+)
 
 
 class StepSync(StrEnum):
@@ -21,11 +33,27 @@ class StepSync(StrEnum):
     WEIGHTS = "weights"  # a local step of local SGD, after which the weights are averaged
 
 
+class UseOrders(NamedTuple):
+    """The use order of each phase."""
+
+    forward: tuple[int, ...]
+    backward: tuple[int, ...]
+    evaluate: tuple[int, ...]
+
+
+def predict_use_orders(num_buckets: int) -> UseOrders:
+    """The use orders of a model that uses its parameters in order of definition, each once."""
+    backward = tuple(range(num_buckets))  # buckets are numbered in reverse order of definition
+    return UseOrders(backward[::-1], backward, backward[::-1])
+
+
 class DataStepSpec(NamedTuple):
     """What a data rank's step consists of.
 
-    launch_order      the order of reductions, as recorded in the first step; empty: by bucket number
-    has_trust_ratios  the optimizer needs norms of single parameters, and parameters are split among ranks
+    launch_order            the order of reductions, as recorded in the first step; empty: by bucket number
+    has_trust_ratios        the optimizer needs norms of single parameters, and parameters are split among ranks
+    use_orders              as recorded in the first step; None: as `predict_use_orders` has them
+    measures_nominal_count  the step finds out what gradients are divided by before the loss count is known
     """
 
     microbatches: int
@@ -37,6 +65,9 @@ class DataStepSpec(NamedTuple):
     launch_order: tuple[int, ...] = ()
     has_trust_ratios: bool = False
     sync: StepSync = StepSync.GRADIENTS
+    use_orders: UseOrders | None = None
+    measures_nominal_count: bool = False
+    stage: int = 0
 
 
 def lower_step(step: DataStepSpec) -> tuple[Action, ...]:
@@ -45,6 +76,9 @@ def lower_step(step: DataStepSpec) -> tuple[Action, ...]:
     Reductions stand after the backward that completes them. A runtime may begin each one while that backward still
     runs, as soon as its bucket is ready, in this order. Where gradients rest split, every backward has its own round of
     reductions; the reduction of bucket b in round r has the index r × num_buckets + b.
+
+    Where weights rest split, the unshards of a forward or backward stand in front of it, in the order of use; the n-th
+    unshard of bucket b in the step, from 0, has the index n × num_buckets + b.
 
     A step that averages weights has no reductions: the change of a bucket is pushed after its update, and the averages
     are pulled at the end of the step.
@@ -57,30 +91,65 @@ def lower_step(step: DataStepSpec) -> tuple[Action, ...]:
     launch_order = step.launch_order or tuple(range(step.num_buckets))
     updates = {bucket: _update(step, bucket) for bucket in launch_order}
     pushes = {
-        bucket: [Action(Verb.PUSH, 0, bucket)] if step.sync == StepSync.WEIGHTS else [] for bucket in launch_order
+        bucket: [Action(Verb.PUSH, step.stage, bucket)] if step.sync == StepSync.WEIGHTS else []
+        for bucket in launch_order
     }
+    unshards = _Unshards(step)
     actions: list[Action] = []
     if step.update == "in_forward":
         actions += [action for bucket in reversed(launch_order) for action in updates[bucket]]
     for microbatch in range(step.microbatches):
-        actions += _forward_backward(step, microbatch)
+        actions += _forward_backward(step, microbatch, unshards)
         actions += _reductions(step, microbatch, launch_order, updates)
     actions += _measures(step)
     for bucket in launch_order:
         actions += (updates[bucket] if step.update == "after" else []) + pushes[bucket]
     if step.sync == StepSync.WEIGHTS:
-        actions += [Action(Verb.PULL, 0, bucket) for bucket in launch_order]
+        actions += [Action(Verb.PULL, step.stage, bucket) for bucket in launch_order]
     return tuple(actions)
+
+
+def lower_evaluation(step: DataStepSpec) -> tuple[Action, ...]:
+    """The program of an evaluation: the forward of one batch, and the sums of its loss and counts."""
+    forward = [Action(Verb.FORWARD, step.stage, 0), Action(Verb.MEASURE, step.stage, LOSS)]
+    unshards = _Unshards(step)
+    return (*unshards.next_phase(unshards.orders.evaluate), *forward)
+
+
+class _Unshards:
+    """The unshards of a step, phase by phase: each bucket's are counted, so that each has an index of its own."""
+
+    def __init__(self, step: DataStepSpec) -> None:
+        self._step, self._counts = step, Counter[int]()
+        self._is_needed = layout_changes(step.resting_layouts).before_use != Change.NONE
+        self.orders = step.use_orders or predict_use_orders(step.num_buckets)
+
+    def next_phase(self, order: Sequence[int]) -> list[Action]:
+        """The unshards of the next phase; none if weights rest whole."""
+        actions = []
+        for bucket in order if self._is_needed else ():
+            index = nth_index(bucket, self._counts[bucket], self._step.num_buckets)
+            actions.append(Action(Verb.UNSHARD, self._step.stage, index))
+            self._counts[bucket] += 1
+        return actions
 
 
 def _update(step: DataStepSpec, bucket: int) -> list[Action]:
     gathers = layout_changes(step.resting_layouts).after_update != Change.NONE
-    return [Action(Verb.UPDATE, 0, bucket), *([Action(Verb.GATHER, 0, bucket)] if gathers else [])]
+    gather = [Action(Verb.GATHER, step.stage, bucket)] if gathers else []
+    return [Action(Verb.UPDATE, step.stage, bucket), *gather]
 
 
-def _forward_backward(step: DataStepSpec, microbatch: int) -> list[Action]:
-    measure = [Action(Verb.MEASURE, 0, LOSS)] if microbatch == step.microbatches - 1 else []
-    return [Action(Verb.FORWARD, 0, microbatch), *measure, Action(Verb.BACKWARD, 0, microbatch)]
+def _forward_backward(step: DataStepSpec, microbatch: int, unshards: _Unshards) -> list[Action]:
+    is_first, is_last = microbatch == 0, microbatch == step.microbatches - 1
+    measures = {NOMINAL_COUNT: is_first and step.measures_nominal_count, LOSS: is_last}
+    return [
+        *unshards.next_phase(unshards.orders.forward),
+        Action(Verb.FORWARD, step.stage, microbatch),
+        *_chosen_measures(step, measures),
+        *unshards.next_phase(unshards.orders.backward),
+        Action(Verb.BACKWARD, step.stage, microbatch),
+    ]
 
 
 def _reductions(
@@ -91,16 +160,22 @@ def _reductions(
     every_backward = layout_changes(step.resting_layouts).after_backward != Change.NONE
     if not (is_last or every_backward):
         return []
-    first = microbatch * step.num_buckets if every_backward else 0
+    round_number = microbatch if every_backward else 0
     actions = []
     for bucket in launch_order:
         if step.sync == StepSync.GRADIENTS:
-            actions.append(Action(Verb.REDUCE, 0, first + bucket))
+            actions.append(Action(Verb.REDUCE, step.stage, nth_index(bucket, round_number, step.num_buckets)))
         if is_last and step.update == "in_backward":
             actions += updates[bucket]
     return actions
 
 
 def _measures(step: DataStepSpec) -> list[Action]:
-    wanted = {USED_PARAMS: step.allows_unused, GRAD_NORM: step.has_clip, TRUST_NORMS: step.has_trust_ratios}
-    return [Action(Verb.MEASURE, 0, scalars) for scalars, is_wanted in wanted.items() if is_wanted]
+    """The measures that need all gradients."""
+    return _chosen_measures(
+        step, {USED_PARAMS: step.allows_unused, GRAD_NORM: step.has_clip, TRUST_NORMS: step.has_trust_ratios}
+    )
+
+
+def _chosen_measures(step: DataStepSpec, wanted: Mapping[int, bool]) -> list[Action]:
+    return [Action(Verb.MEASURE, step.stage, scalars) for scalars, is_wanted in wanted.items() if is_wanted]
