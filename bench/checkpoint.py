@@ -31,7 +31,8 @@ from fourfold.checkpoint.manager import NUM_KEPT, AttemptDir, CheckpointManager,
 from fourfold.environment.world import from_environment
 from fourfold.feed.feed import Feed
 from fourfold.plan.plan import Plan
-from fourfold.step.build import TrainStep, parallelize
+from fourfold.step.parallelize import parallelize
+from fourfold.step.train_step import TrainStep
 from fourfold.tasks import lm
 
 BATCH_SIZE, LENGTH = 4, 32

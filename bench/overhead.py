@@ -21,7 +21,8 @@ from fourfold.checkpoint.collect import TrainingState
 from fourfold.checkpoint.manager import AttemptDir, CheckpointManager, TrainingProgress
 from fourfold.feed.feed import Feed
 from fourfold.plan.plan import Plan
-from fourfold.step.build import TrainStep, parallelize
+from fourfold.step.parallelize import parallelize
+from fourfold.step.train_step import TrainStep
 from fourfold.tasks import lm
 from fourfold.trainer.settings import TRACE_EVERY
 from fourfold.trainer.tracer import Tracer

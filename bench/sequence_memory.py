@@ -138,7 +138,7 @@ def sequence_parallel(
 
 
 def zero_buckets(model: nn.Module, *, size: int, zero: int) -> StepMemory:
-    """What `step/build.py` and `parts/comm` allocate on GPUs; the hooks that fill the slots are the real ones."""
+    """What `step/assembly.py` and `parts/comm` allocate on GPUs; the hooks that fill the slots are the real ones."""
     named = dict(model.named_parameters())
     rest = RESTING_LAYOUTS[zero if size > 1 else 0]
     split = rest.state == SPLIT

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 import fourfold as ff
 from fourfold.plan.plan import Plan
 from fourfold.plan.sample_order import shard_range
-from fourfold.step.build import TrainStep, parallelize
+from fourfold.step.parallelize import parallelize
+from fourfold.step.train_step import TrainStep
 from fourfold.tasks import digits, lm
 from fourfold.testing import oracle
 from fourfold.testing.oracle import TrainingResult

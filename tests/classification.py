@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fourfold.plan.plan import Plan
 from fourfold.plan.sample_order import shard_range
-from fourfold.step.build import TrainStep
+from fourfold.step.train_step import TrainStep
 from fourfold.testing import oracle
 
 Batch = tuple[Tensor, Tensor]

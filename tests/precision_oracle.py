@@ -6,7 +6,8 @@ import torch
 from torch import nn
 
 from fourfold.plan.sample_order import shard_range
-from fourfold.step.build import TrainStep, parallelize
+from fourfold.step.parallelize import parallelize
+from fourfold.step.train_step import TrainStep
 from fourfold.testing import threads
 from fourfold.testing.oracle import TrainingResult
 from tests import cases

@@ -15,9 +15,10 @@ if TYPE_CHECKING:
     from fourfold.parts.comm.init import world
     from fourfold.plan.lr_schedule import LRSchedule
     from fourfold.plan.plan import Plan
-    from fourfold.step.build import TrainStep, parallelize
     from fourfold.step.distributed_optimizer import DistributedOptimizer
     from fourfold.step.metrics import Metrics
+    from fourfold.step.parallelize import parallelize
+    from fourfold.step.train_step import TrainStep
     from fourfold.trainer.train import train
     from fourfold.words.errors import FourfoldError, PlanError
     from fourfold.words.task import Data, Task
@@ -51,8 +52,8 @@ _MODULE_OF = {
     "PlanError": "words.errors",
     "LRSchedule": "plan.lr_schedule",
     "Task": "words.task",
-    "TrainStep": "step.build",
-    "parallelize": "step.build",
+    "TrainStep": "step.train_step",
+    "parallelize": "step.parallelize",
     "shard": "feed.dataloader",
     "train": "trainer.train",
     "world": "parts.comm.init",

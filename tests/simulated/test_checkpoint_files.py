@@ -16,8 +16,8 @@ from fourfold.checkpoint.store import CheckpointStore
 from fourfold.checkpoint.weights_file import check_weights_file, export_weights, load_weights_file
 from fourfold.feed.feed import Feed
 from fourfold.plan.plan import Plan
-from fourfold.step.build import TrainStep
 from fourfold.step.ema import EMA
+from fourfold.step.train_step import TrainStep
 from fourfold.testing import threads
 from fourfold.trainer.train import train
 from fourfold.words.errors import CheckpointError

@@ -9,8 +9,8 @@ from torch.utils.checkpoint import checkpoint
 
 from fourfold.parts.optim.user_optimizer import ELEMENTWISE
 from fourfold.plan.plan import Plan
-from fourfold.step.build import TrainStep
 from fourfold.step.distributed_optimizer import DistributedOptimizer
+from fourfold.step.train_step import TrainStep
 from fourfold.testing import threads
 from fourfold.testing.oracle import TOLERANCE
 from fourfold.words.errors import TaskError, TrainingError

@@ -16,7 +16,7 @@ from fourfold.parts.comm.reduce.shared_memory.flags import HostFlags, HostRanks
 from fourfold.parts.comm.reduce.shared_memory.layout import SharedMemoryLayout
 from fourfold.parts.comm.reduce.shared_memory.transport import SharedMemoryTransport
 from fourfold.plan.sample_order import BatchRange
-from fourfold.step.build import TrainStep
+from fourfold.step.train_step import TrainStep
 from fourfold.testing import threads
 from fourfold.words.errors import DivergenceError
 from tests.cases import Case, batches, build_step, local_batch

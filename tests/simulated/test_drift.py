@@ -15,8 +15,8 @@ from fourfold.parts.fingerprint import device_fingerprint, fingerprints
 from fourfold.plan.intervals import DRIFT_CHECK
 from fourfold.plan.plan import Plan
 from fourfold.step import replica_drift
-from fourfold.step.build import TrainStep
 from fourfold.step.distributed_optimizer import DistributedOptimizer
+from fourfold.step.train_step import TrainStep
 from fourfold.testing import threads
 from fourfold.trainer import train as train_module
 from fourfold.words.errors import DivergenceError, SettingError

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fourfold.plan.plan import Plan
-from fourfold.step.build import TrainStep
 from fourfold.step.dry_run.check_config import (
     SEQUENCE_CHECKS,
     STRICTEST_SEQUENCE_CHECK,
@@ -21,6 +20,7 @@ from fourfold.step.dry_run.check_config import (
 from fourfold.step.sequence import grad_sum_check
 from fourfold.step.sequence.dry_run import DryRunResult, SequenceDryRun
 from fourfold.step.sequence.token_shards import token_shard
+from fourfold.step.train_step import TrainStep
 from fourfold.testing import threads
 from fourfold.words.errors import TaskError
 

@@ -14,9 +14,9 @@ import fourfold as ff
 from fourfold.feed.feed import Batch
 from fourfold.plan.sample_order import BatchRange
 from fourfold.step import duplicate_batches
-from fourfold.step.build import TrainStep
 from fourfold.step.distributed_optimizer import DistributedOptimizer
 from fourfold.step.tensor_tree import tree_map
+from fourfold.step.train_step import TrainStep
 from fourfold.testing import threads
 from fourfold.words.errors import FourfoldError, PlanError, SettingError, TaskError
 from tests.cases import Case

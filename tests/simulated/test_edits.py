@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from fourfold.plan.plan import Plan
-from fourfold.step.build import TrainStep
 from fourfold.step.model_checks import check_plan_for_model, check_plan_on_ranks
+from fourfold.step.train_step import TrainStep
 from fourfold.testing import threads
 from fourfold.words.errors import DivergenceError, PlanError, TaskError, TrainingError
 from tests import cases

@@ -5,9 +5,9 @@ import torch
 from torch import Tensor, nn
 
 from fourfold.plan.plan import Plan
-from fourfold.step.build import TrainStep
 from fourfold.step.distributed_optimizer import DistributedOptimizer
 from fourfold.step.model_checks import check_plan_for_model
+from fourfold.step.train_step import TrainStep
 from fourfold.testing import oracle, threads
 from fourfold.testing.oracle import TOLERANCE
 from fourfold.words.errors import DivergenceError, PlanError, TaskError

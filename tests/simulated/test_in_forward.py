@@ -18,7 +18,8 @@ import fourfold as ff
 from fourfold.feed.source import TensorSource
 from fourfold.plan import cost, step_breakdown
 from fourfold.plan.plan import Plan
-from fourfold.step.build import TrainStep, parallelize
+from fourfold.step.parallelize import parallelize
+from fourfold.step.train_step import TrainStep
 from fourfold.testing import threads
 from fourfold.trainer.tracer import Tracer
 from fourfold.words.errors import PlanError, TrainingError

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import fourfold as ff
 from fourfold.parts.optim.layerwise import begin_update, finish_update
 from fourfold.plan.plan import Plan
-from fourfold.step.build import TrainStep
+from fourfold.step.train_step import TrainStep
 from fourfold.testing import threads
 from fourfold.testing.oracle import TOLERANCE
 from fourfold.words.errors import OptimizerError, PlanError

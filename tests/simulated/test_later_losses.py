@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 from fourfold.feed.source import TensorSource
 from fourfold.plan.plan import Plan
-from fourfold.step.build import TrainStep
+from fourfold.step.train_step import TrainStep
 from fourfold.testing import oracle, threads
 from fourfold.testing.oracle import TOLERANCE
 from fourfold.trainer.evaluate import evaluate

@@ -17,7 +17,7 @@ from fourfold.checkpoint.read import CheckpointReader
 from fourfold.checkpoint.store import CheckpointStore, newest_valid
 from fourfold.plan.intervals import is_due
 from fourfold.plan.plan import Plan
-from fourfold.step.build import TrainStep
+from fourfold.step.train_step import TrainStep
 from fourfold.tasks import lm
 from fourfold.testing import oracle, threads
 from fourfold.testing.oracle import TOLERANCE

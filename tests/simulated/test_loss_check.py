@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fourfold.plan.plan import Plan
-from fourfold.step.build import TrainStep
 from fourfold.step.dry_run import first_batch, loss_check
 from fourfold.step.dry_run.check_config import LOSS_CHECKS, STRICTEST_LOSS_CHECK, MemoryFit
 from fourfold.step.objective import Objective
+from fourfold.step.train_step import TrainStep
 from fourfold.testing import threads
 from fourfold.words.errors import TaskError
 from tests.cases import SEED_LOCK

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fourfold.plan.plan import Plan
-from fourfold.step.build import TrainStep
 from fourfold.step.dry_run.fixed_random import without_randomness
+from fourfold.step.train_step import TrainStep
 from fourfold.testing import threads
 from fourfold.words.errors import TaskError
 from tests.cases import SEED_LOCK

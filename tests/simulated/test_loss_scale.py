@@ -11,7 +11,8 @@ from torch import nn
 
 from fourfold.plan.plan import Plan
 from fourfold.plan.precision import LossScaler
-from fourfold.step.build import TrainStep, parallelize
+from fourfold.step.parallelize import parallelize
+from fourfold.step.train_step import TrainStep
 from fourfold.testing import threads
 from fourfold.words.errors import PlanError, TrainingError
 from tests import cases, pairs

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from fourfold.feed.source import TensorSource
 from fourfold.plan.plan import Plan
 from fourfold.plan.sample_order import shard_range
-from fourfold.step.build import TrainStep
 from fourfold.step.torch_losses import _safe_mean, observing
+from fourfold.step.train_step import TrainStep
 from fourfold.testing import oracle, threads
 from fourfold.testing.oracle import TOLERANCE, TrainingResult
 from fourfold.trainer.evaluate import evaluate

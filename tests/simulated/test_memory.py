@@ -13,7 +13,7 @@ from fourfold.parts import memory
 from fourfold.parts.optim.user_optimizer import num_state_tensors
 from fourfold.plan.memory import HostRanks, bytes_per_element, host_memory_use
 from fourfold.plan.plan import Plan
-from fourfold.step.build import TrainStep
+from fourfold.step.train_step import TrainStep
 from fourfold.testing import threads
 from fourfold.testing.threads import ThreadCommunicator
 from tests import pairs

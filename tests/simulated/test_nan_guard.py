@@ -17,8 +17,8 @@ from fourfold.feed.feed import Batch
 from fourfold.feed.source import TensorSource
 from fourfold.plan.plan import Plan
 from fourfold.plan.sample_order import BatchRange, rows, shard_range
-from fourfold.step.build import TrainStep
 from fourfold.step.ema import EMA
+from fourfold.step.train_step import TrainStep
 from fourfold.testing import oracle, threads
 from fourfold.testing.oracle import TOLERANCE
 from fourfold.words.errors import PlanError, TrainingError

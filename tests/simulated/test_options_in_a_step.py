@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fourfold.parts.optim.option_tracker import OptionTracker
-from fourfold.step.build import TrainStep
+from fourfold.step.train_step import TrainStep
 from fourfold.testing import threads
 from fourfold.words.errors import DivergenceError
 from tests.cases import Case, batches, local_batch, loss, model

@@ -13,7 +13,8 @@ from fourfold.analysis.verify import verify
 from fourfold.feed.feed import Feed
 from fourfold.feed.source import TensorSource
 from fourfold.plan.plan import Plan
-from fourfold.step.build import TrainStep, preflight
+from fourfold.step.parallelize import preflight
+from fourfold.step.train_step import TrainStep
 from fourfold.testing import oracle, threads
 from fourfold.testing.oracle import TOLERANCE
 from fourfold.trainer.evaluate import evaluate

@@ -11,8 +11,8 @@ from fourfold.checkpoint.store import CheckpointStore
 from fourfold.checkpoint.weights_file import export_weights, load_weights_file
 from fourfold.parts.optim.master_weights import offload_device
 from fourfold.plan.plan import Plan
-from fourfold.step.build import TrainStep
 from fourfold.step.ema import EMA
+from fourfold.step.train_step import TrainStep
 from fourfold.testing import oracle, threads
 from fourfold.trainer.summary import format_offload
 from tests import cases as cases_module
@@ -340,7 +340,7 @@ def test_offloaded_states_train_as_states_on_the_device_of_the_weights(monkeypat
 
     # As if the ranks were GPUs: CPU ranks have everything in host memory already.
     monkeypatch.setattr(
-        "fourfold.step.build.offload_device", lambda offload, device: device if offload == "states" else None
+        "fourfold.step.assembly.offload_device", lambda offload, device: device if offload == "states" else None
     )
     for got, weights in threads.run(2, body):
         assert oracle.deviation(got, expected) <= 1e-12

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from fourfold.feed.feed import Batch
 from fourfold.plan.plan import Plan
 from fourfold.plan.sample_order import BatchRange
-from fourfold.step.build import TrainStep
 from fourfold.step.model_checks import check_plan_on_ranks
 from fourfold.step.sequence.dropout import per_rank_dropouts
 from fourfold.step.sequence.sdpa_interception import AttentionCall, intercept_attention
+from fourfold.step.train_step import TrainStep
 from fourfold.testing import oracle, threads
 from fourfold.testing.oracle import TOLERANCE
 from fourfold.words.errors import PlanError, TaskError

@@ -17,7 +17,7 @@ from fourfold.parts.data.sharded_params import ShardedParams
 from fourfold.plan.data.zero import ShardGroups, step_sent_bytes
 from fourfold.plan.plan import Plan
 from fourfold.plan.unshard_order import MAX_UNSHARDED, NUM_STAGING_BUFFERS
-from fourfold.step.build import TrainStep
+from fourfold.step.train_step import TrainStep
 from fourfold.testing import oracle, threads
 from fourfold.testing.oracle import TOLERANCE
 from fourfold.words.errors import PlanError, TaskError, TrainingError

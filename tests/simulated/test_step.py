@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from fourfold.plan.plan import Plan
-from fourfold.step.build import TrainStep
 from fourfold.step.loss_sum import sum_loss
+from fourfold.step.train_step import TrainStep
 from fourfold.testing import threads
 from fourfold.testing.oracle import TOLERANCE, deviation
 from fourfold.words.errors import OptimizerError, PlanError, TaskError, TrainingError

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from fourfold.step.build import TrainStep
-from fourfold.step.build import preflight as check_task
+from fourfold.step.parallelize import preflight as check_task
+from fourfold.step.train_step import TrainStep
 from fourfold.testing import oracle, threads
 from fourfold.testing.oracle import TOLERANCE
 from fourfold.words.errors import DivergenceError, OptimizerError, TaskError

@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fourfold.plan.plan import Plan
-from fourfold.step.build import TrainStep
 from fourfold.step.dry_run.check_config import STRICTEST_SEQUENCE_CHECK
 from fourfold.step.sequence.dry_run import SequenceDryRun
 from fourfold.step.sequence.token_shards import token_shard
 from fourfold.step.sequence.transformers import ATTENTION_NAME
+from fourfold.step.train_step import TrainStep
 from fourfold.testing import oracle, threads
 from fourfold.testing.oracle import TOLERANCE
 from fourfold.words.errors import TaskError

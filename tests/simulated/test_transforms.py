@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import fourfold as ff
-from fourfold.step.build import TrainStep
+from fourfold.step.train_step import TrainStep
 from fourfold.testing import threads
 from fourfold.testing.oracle import TOLERANCE
 from fourfold.words.errors import TaskError

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from fourfold.plan.plan import Plan
-from fourfold.step.build import TrainStep
+from fourfold.step.train_step import TrainStep
 from fourfold.testing import threads
 from fourfold.words.errors import OptimizerError
 

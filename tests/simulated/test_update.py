@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from fourfold.plan.plan import Plan
-from fourfold.step.build import TrainStep, parallelize
+from fourfold.step.parallelize import parallelize
+from fourfold.step.train_step import TrainStep
 from fourfold.testing import oracle, threads
 from fourfold.testing.oracle import TOLERANCE
 from fourfold.words.errors import PlanError

@@ -9,8 +9,8 @@ from torch import nn
 
 import fourfold as ff
 from fourfold.parts.data.grad_hooks import register_last_hook
-from fourfold.step.build import TrainStep
 from fourfold.step.distributed_optimizer import DistributedOptimizer
+from fourfold.step.train_step import TrainStep
 from fourfold.testing import threads
 from fourfold.words.errors import FourfoldError, TaskError
 

@@ -14,7 +14,7 @@ import fourfold as ff
 from fourfold.checkpoint.collect import TrainingState
 from fourfold.checkpoint.manager import AttemptDir, CheckpointManager, TrainingProgress
 from fourfold.feed.feed import Feed
-from fourfold.step.build import parallelize
+from fourfold.step.parallelize import parallelize
 from tests.cases import Case, batches, local_batch
 from tests.checkpoint_runs import MemoryLog
 

@@ -23,10 +23,10 @@ from fourfold.parts.torch_private import DropoutBase
 from fourfold.plan.plan import Plan
 from fourfold.step.argument_checks import check_plan_argument
 from fourfold.step.batch import num_samples, unpack_batch
-from fourfold.step.build import parallelize
 from fourfold.step.dry_run.float64_mode import Float64Mode
 from fourfold.step.loss_sum import sum_loss
 from fourfold.step.model_call import call_model, model_loss
+from fourfold.step.parallelize import parallelize
 from fourfold.step.tensor_tree import tree_map
 from fourfold.words import argument_checks
 from fourfold.words.errors import PlanError, Problem, SettingError

@@ -19,8 +19,8 @@ from fourfold.feed.feed import Feed
 from fourfold.plan.checkpoint_boxes import GlobalTensor, StoredBox, shard_file_name
 from fourfold.plan.checkpoint_manifest import DataState, FirstStepRecord, RngState, Scalar
 from fourfold.plan.sample_order import ORDER_VERSION
-from fourfold.step.build import TrainStep
 from fourfold.step.ema import EMA
+from fourfold.step.train_step import TrainStep
 from fourfold.words.errors import CheckpointError, Problem
 
 StoredBoxes = dict[str, tuple[StoredBox, ...]]

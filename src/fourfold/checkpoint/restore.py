@@ -20,8 +20,8 @@ from fourfold.parts.optim.option_text import IMPLEMENTATION_OPTIONS
 from fourfold.plan.checkpoint_boxes import Box
 from fourfold.plan.checkpoint_manifest import Manifest
 from fourfold.plan.rng import generator_seed, rng_state_to_restore
-from fourfold.step.build import TrainStep
 from fourfold.step.state_validation import optimizer_problems
+from fourfold.step.train_step import TrainStep
 from fourfold.step.weights import trainable_parameters
 from fourfold.words.errors import CheckpointError, Problem
 

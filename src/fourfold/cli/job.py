@@ -109,7 +109,7 @@ def prepare_job(words: Sequence[str], *, num_processes: int | None = None, has_r
 
     has_run_dir: False for a command that writes no run, such as `verify`.
     """
-    from fourfold.step.build import preflight
+    from fourfold.step.parallelize import preflight
 
     job = parse_job(words, num_processes=num_processes)
     errors = ErrorCollector()

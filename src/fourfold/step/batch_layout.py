@@ -4,15 +4,12 @@ Law: the microbatches of the ranks that share samples tile these samples and the
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
 
-from fourfold.parts.comm.communicator import Communicator
-from fourfold.parts.comm.meter import CommMeter
-from fourfold.plan.plan import Plan
 from fourfold.plan.sample_order import BatchRange
 from fourfold.step.batch import Microbatch, split_microbatches, unpack_batch
 from fourfold.step.sequence.sequence_parallel import SequenceParallel

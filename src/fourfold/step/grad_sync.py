@@ -17,6 +17,9 @@ from fourfold.parts.data.local_sgd import LocalSGD
 class GradSync(Protocol):
     """What ranks sum."""
 
+    keeps_reference: bool
+    """Whether ranks remember the weights of the last sync: what is written right after one becomes part of them."""
+
     def loss_count(self, total: float, local: float | Tensor) -> float:
         """The loss elements that this rank's gradient is of: those of all ranks, or its own."""
         ...
@@ -78,6 +81,8 @@ class GradSync(Protocol):
 class SumEveryStep:
     """All ranks sum their gradients in every step, and so have the same weights after each."""
 
+    keeps_reference = False
+
     def loss_count(self, total: float, local: float | Tensor) -> float:
         return total
 
@@ -128,6 +133,8 @@ class SumEveryStep:
 
 class LocalSteps:
     """Each rank trains with its own gradients; every few steps the ranks average their weights."""
+
+    keeps_reference = True
 
     def __init__(self, local_sgd: LocalSGD, num_ranks: int) -> None:
         self._local_sgd, self._num_ranks = local_sgd, num_ranks

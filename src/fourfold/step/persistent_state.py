@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from fourfold.parts.comm.communicator import Communicator
-from fourfold.parts.comm.reduce.protocol import Transport
-from fourfold.parts.data.local_sgd import LocalSGD
+from fourfold.parts.comm.reduce.protocol import DataTransport
 from fourfold.parts.optim import flat_optimizer
 from fourfold.plan.data.buckets import Bucket
 from fourfold.step.codec_state import CodecState
+from fourfold.step.grad_sync import GradSync
 from fourfold.step.weights import Weights
 from fourfold.words.errors import OptimizerError, Problem
 
@@ -31,10 +31,10 @@ class PersistentState:
     weights: Weights
     buckets: Sequence[Bucket]
     optimizer: flat_optimizer.FlatOptimizer
-    transport: Transport
+    transport: DataTransport
     communicator: Communicator
     codec_state: CodecState
-    local_sgd: LocalSGD | None
+    sync: GradSync
     is_sharded: bool
 
     def state_refs(self) -> dict[str, Any]:
@@ -42,12 +42,12 @@ class PersistentState:
         # Only replica 0 reports a shard.
         states = {
             slot.name: {}
-            if self.transport.replica_index
+            if self.transport.grads.replica_index
             else self.optimizer.state_slices(bucket.index, slot.start, slot.stop)
             for bucket in self.buckets
             for slot in bucket.slots
         }
-        outer = {} if self.local_sgd is None else self.local_sgd.momenta
+        outer = self.sync.momenta
         masters = {name: self.weights.weight_shard(name) for name in self.weights.flat_names}
         model = self.weights.model_state_dict()
         return {"model": model, "masters": masters, "optimizer": states, "outer": outer}
@@ -82,9 +82,7 @@ class PersistentState:
         parameter = self.weights.trainable[name]
         if not self.is_sharded:
             whole = torch.cat([each.clone() for each in slices])
-            if self.local_sgd is not None:
-                self.communicator.all_reduce(whole)
-                whole.div_(self.communicator.size)
+            self.sync.merge_state(whole, self.communicator)
             return whole.view(parameter.shape)
         whole = torch.zeros(parameter.numel(), dtype=getattr(torch, dtype), device=parameter.device)
         start = self.shard_ranges[name][0]
@@ -101,7 +99,7 @@ class PersistentState:
         for bucket in self.buckets:
             shard_start, shard_stop = 0, bucket.size
             if self.is_sharded:
-                shard_start, shard_stop, _ = self.transport.grad_shard(bucket.index)
+                shard_start, shard_stop, _ = self.transport.grads.grad_shard(bucket.index)
             for slot in bucket.slots:
                 start, stop = max(shard_start, slot.start), min(shard_stop, slot.stop)
                 result[slot.name] = (start - slot.start, max(start, stop) - slot.start)
@@ -125,8 +123,7 @@ class PersistentState:
         self.weights.load_state_dict(state["model"])
         for index, slots in enumerate(by_bucket):
             self.optimizer.load_state(index, slots)
-        if self.local_sgd is not None:
-            self.local_sgd.load_state(state.get("outer", {}))
+        self.sync.load_momenta(state.get("outer", {}))
 
     def load_codec_state(self, state: Mapping[str, Any]) -> None:
         """Restore the codecs' state. Call it last: a new nominal count would rescale the residuals again."""

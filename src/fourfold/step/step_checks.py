@@ -3,7 +3,7 @@
 Law: what the user has changed since the build, and a step would ignore, is reported before the step.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -17,6 +17,7 @@ from fourfold.plan.sample_order import BatchRange
 from fourfold.step.batch_norm import FrozenBatchNorms
 from fourfold.step.collective_calls import CollectiveCalls, with_samples
 from fourfold.step.duplicate_batches import DuplicateBatches, fingerprint
+from fourfold.step.grad_sync import GradSync
 from fourfold.step.nan_guard import NanGuard, Skipped
 from fourfold.step.replica_drift import DriftChecker, ReplicatedTensor
 from fourfold.step.same_source import check_same_source
@@ -38,8 +39,9 @@ class StepChecks:
         options: StepOptions,
         calls: CollectiveCalls,
         weights: Weights,
+        sync: GradSync,
     ) -> None:
-        self._plan, self._calls, self._weights = plan, calls, weights
+        self._plan, self._calls, self._weights, self._sync = plan, calls, weights, sync
         self._optimizer_watch = OptimizerWatch(optimizer, plan)
         self._frozen_norms = FrozenBatchNorms(model, plan)
         self._options = OptionTracker(optimizer)
@@ -97,7 +99,7 @@ class StepChecks:
 
     def check_no_edits(self, call: str, *, compare_all: bool = False, sampled: bool = True) -> None:
         """Raise TaskError if weights have been written outside of `edit`, and the next update would ignore it."""
-        if self._plan.sync_interval > 1 and self.is_synchronized:
+        if self._sync.keeps_reference and self.is_synchronized:
             self._weights.edits.accept_edits()  # they become the reference weights
         if problems := self._weights.edit_problems(compare_all=compare_all, sampled=sampled):
             error = TaskError(problems, where="the model")
@@ -125,10 +127,10 @@ class StepChecks:
         """Steps done by this object."""
         return self._num_calls
 
-    def compare_replicas_if_due(self, tensors: Iterable[ReplicatedTensor]) -> None:
-        """Compare replicas of weights after a step if it is one of those that do. Collective."""
-        if self._drift_checker.is_due(self._calls.num_steps, self._plan.sync_interval):
-            self.compare_replicas(tensors)
+    @property
+    def compares_replicas(self) -> bool:
+        """Whether replicas of weights are compared after this step; asked once for each step."""
+        return self._drift_checker.is_due(self._calls.num_steps, self._plan.sync_interval)
 
     def compare_replicas(self, tensors: Iterable[ReplicatedTensor]) -> None:
         """Raise DivergenceError, on every rank, if replicas of weights differ. Collective."""

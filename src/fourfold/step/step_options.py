@@ -1,6 +1,6 @@
 """Step options: what a step is told besides the plan."""
 
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict
 
 from fourfold.plan.intervals import DRIFT_CHECK
 
@@ -13,3 +13,13 @@ class StepOptions(NamedTuple):
     skip_nan: int = 0
     same_batches: str = "refuse"
     drift_check: int = DRIFT_CHECK
+
+
+class StepKeywords(TypedDict, total=False):
+    """The fields of `StepOptions`, as keywords."""
+
+    clip: float | None
+    seed: int
+    skip_nan: int
+    same_batches: str
+    drift_check: int

@@ -54,7 +54,7 @@ class StepRequest(NamedTuple):
     nominal_count   None in the first step: a measure finds it
     stop_requested  whether this rank has been asked to stop; the step sums this over the ranks
     batch_mismatch  what is wrong if the ranks of one sequence have different batches; the step sums this over the ranks
-    phase           the phase of its forwards, in which weights that rest split have an order of all-gathers of their own
+    phase           of its forwards: weights that rest split have an order of all-gathers for each
     """
 
     microbatches: Sequence[Microbatch]

@@ -94,7 +94,12 @@ class Weights:
     @contextlib.contextmanager
     def edit(self) -> Iterator[None]:
         """Inside, weights may be written on any rank; afterwards all ranks have the first one's. Collective."""
-        with torch.no_grad(), self.storage.private_copies(), self.guard.checking_edits(), self._masters_shown() as edited:
+        with (
+            torch.no_grad(),
+            self.storage.private_copies(),
+            self.guard.checking_edits(),
+            self._masters_shown() as edited,
+        ):
             yield
         self._broadcast_others()
         for value in edited.values():
@@ -117,7 +122,7 @@ class Weights:
 
     @torch.no_grad()
     def full_weight(self, name: str, shard: Tensor) -> Tensor:
-        """A copy of the whole tensor of which `shard` is this rank's part, in the form of `weight_shard`. Collective."""
+        """A copy of the whole tensor of which `shard` is this rank's part, split as `weight_shard` is. Collective."""
         if name not in self.master_weights.param_names:
             return self.storage.full_weight(name, shard)
         return self.master_weights.full_weight(name, shard, self.trainable[name], self._data_ranks.all_reduce)

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fourfold.step.build import TrainStep
 from fourfold.step.loss_sum import sum_loss
 from fourfold.step.model_call import call_model
+from fourfold.step.train_step import TrainStep
 
 TOLERANCE = 1e-9
 

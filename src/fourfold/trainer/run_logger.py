@@ -13,9 +13,9 @@ from typing import Any, Protocol
 
 from fourfold.checkpoint.manager import TrainingProgress
 from fourfold.plan.plan import Plan
-from fourfold.step.build import TrainStep
 from fourfold.step.metrics import Metrics
 from fourfold.step.nan_guard import Skipped
+from fourfold.step.train_step import TrainStep
 from fourfold.trainer import fault_log
 from fourfold.trainer.fault_log import Fault
 from fourfold.trainer.lr_factors import tuned_batch_size

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 from fourfold.plan.stragglers import find_stragglers, median_step_seconds
-from fourfold.step.build import TrainStep
+from fourfold.step.train_step import TrainStep
 
 WINDOW_STEPS = 20
 DATA = "data"

@@ -18,7 +18,7 @@ from typing import Any
 from fourfold.environment.atomic_file import write_atomically
 from fourfold.plan.dependencies import lane_of
 from fourfold.plan.trace_file import STEP_SPAN, Event, Trace, encode_trace
-from fourfold.step.build import TrainStep
+from fourfold.step.train_step import TrainStep
 from fourfold.trainer.clock_offsets import clock_offsets
 from fourfold.trainer.settings import TRACE_EVERY
 from fourfold.words.errors import os_error_text

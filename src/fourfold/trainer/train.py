@@ -22,10 +22,11 @@ from fourfold.parts.comm.communicator import PROCESS_EXIT_GRACE_SECONDS
 from fourfold.parts.comm.init import world
 from fourfold.plan.plan import Plan
 from fourfold.step.argument_checks import check_plan_argument
-from fourfold.step.build import TrainStep, parallelize
 from fourfold.step.ema import EMA
 from fourfold.step.memory_bound import check_memory
 from fourfold.step.meta_model import try_meta_model
+from fourfold.step.parallelize import parallelize
+from fourfold.step.train_step import TrainStep
 from fourfold.trainer import heartbeat as heartbeat_module
 from fourfold.trainer.heartbeat import Heartbeat
 from fourfold.trainer.loop import TrainingLoop

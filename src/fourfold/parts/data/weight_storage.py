@@ -100,7 +100,9 @@ class ResidentWeights:
 
     @contextlib.contextmanager
     def private_copies(self) -> Iterator[None]:
-        views = {name: p.data for name, p in self._parameters.items()} if self.is_shared and self._data_ranks.rank else {}
+        views = (
+            {name: p.data for name, p in self._parameters.items()} if self.is_shared and self._data_ranks.rank else {}
+        )
         for name in views:
             self._parameters[name].data = views[name].clone()
         self.wait_written()  # all copies are made, the first rank may write

@@ -105,9 +105,7 @@ class MasterWeights:
         return shard.view_range(low, max(low, high))
 
     @torch.no_grad()
-    def full_weight(
-        self, name: str, shard: Tensor, parameter: Tensor, all_reduce: Callable[[Tensor], None]
-    ) -> Tensor:
+    def full_weight(self, name: str, shard: Tensor, parameter: Tensor, all_reduce: Callable[[Tensor], None]) -> Tensor:
         """The whole tensor of which `shard` is this rank's part, on the parameter's device. Collective if split."""
         _, low, high, slot_start = self._shard_ranges[name]
         full = torch.zeros(parameter.numel(), dtype=shard.dtype, device=parameter.device)

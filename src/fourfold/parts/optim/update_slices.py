@@ -47,7 +47,11 @@ class UpdateSlice(NamedTuple):
 def update_slices(
     shards: Sequence[BucketSlice],
     master_weights: MasterWeights,
-    buckets: Sequence[Bucket], reducer: GradReducer, *, split_by_param: bool, is_chunked: bool
+    buckets: Sequence[Bucket],
+    reducer: GradReducer,
+    *,
+    split_by_param: bool,
+    is_chunked: bool,
 ) -> list[list[UpdateSlice]]:
     """The slices of each bucket: weights paired with the sums of their gradients.
 

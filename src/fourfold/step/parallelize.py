@@ -1,0 +1,105 @@
+"""Parallelize: lay a model's training step over the ranks of a plan.
+
+Law: what cannot be carried out is refused before a weight moves, and before processes are started where that can be.
+"""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+import torch
+from torch import nn
+
+from fourfold.environment.host_memory import available_bytes
+from fourfold.environment.world import num_cores
+from fourfold.parts.comm import init, transports
+from fourfold.parts.comm.communicator import Communicator
+from fourfold.parts.optim.user_optimizer import OptimizerFactory, build_optimizer
+from fourfold.plan.intervals import DRIFT_CHECK
+from fourfold.plan.plan import Plan
+from fourfold.plan.rng import generator_seed
+from fourfold.step.argument_checks import check_arguments
+from fourfold.step.meta_model import build_meta_model
+from fourfold.step.model_checks import check_model_loss, check_plan_for_model, check_plan_on_ranks, check_update_timing
+from fourfold.step.train_step import TrainStep
+from fourfold.step.user_optimizer import check_user_optimizer
+from fourfold.words.task import Task
+
+
+def parallelize(
+    model: nn.Module,
+    loss: Callable[[Any, Any], Any] | None,
+    optimizer: OptimizerFactory,
+    plan: Plan | None = None,
+    *,
+    clip: float | None = None,
+    seed: int = 0,
+    skip_nan: int = 0,
+    same_batches: str = "refuse",
+    drift_check: int = DRIFT_CHECK,
+) -> TrainStep:
+    """Lay one training step over the ranks of a plan. Collective.
+
+    Joins the existing process group, or makes one from the launcher's environment; then rank 0's weights and buffers
+    are broadcast.
+
+    loss          loss(outputs, targets) returns unreduced values (their global mean is trained), a pair (sum, count),
+                  or a scalar: the mean over the elements that torch's loss functions count, else over the samples.
+                  None: the model returns its own loss, of batches that are dicts of its inputs with the labels
+    optimizer     called once, with the model's parameters; flat buffers are then updated with its options
+    plan          None: all ranks are data ranks
+    clip          bounds the global norm of the gradient
+    seed          seeds torch's generator, differently on each data index
+    skip_nan      how many steps in a row may be skipped because the global loss, or with `clip` the norm, is not
+                  finite; one more raises TrainingError
+    same_batches  "refuse": raise TaskError where all data ranks train on the same batches, three different ones in a
+                  row; "allow": never raise. Batches of a `Feed` always differ
+    drift_check   ranks compare the weights that several of them have after every so many steps, and raise
+                  DivergenceError if they differ; 0: never
+
+    Raises SettingError for arguments of the wrong kind, and PlanError, OptimizerError or TaskError if the plan cannot
+    be carried out with them.
+    """
+    check_arguments(model=model, loss=loss, optimizer=optimizer, plan=plan, clip=clip, seed=seed, skip_nan=skip_nan)
+    comm = init.init_communicator()
+    plan = plan or Plan(dp=comm.size)
+    check_plan_on_ranks(model, plan, comm, clip=clip)
+    _set_threads(comm)
+    torch.manual_seed(generator_seed(seed, plan.mesh.coordinates(comm.rank)["dp"]))
+    return TrainStep(
+        model.to(comm.device),
+        loss,
+        optimizer,
+        plan=plan,
+        communicator=comm,
+        clip=clip,
+        seed=seed,
+        skip_nan=skip_nan,
+        same_batches=same_batches,
+        drift_check=drift_check,
+    )
+
+
+def preflight(task: Task, plan: Plan) -> nn.Module:
+    """Check a task and a plan before processes are started; returns the task's meta model.
+
+    Raises TaskError, PlanError, OptimizerError or SettingError.
+    """
+    model = build_meta_model(task, max_bytes=available_bytes())
+    check_plan_for_model(model, plan, clip=task.clip)
+    check_model_loss(task.loss, plan)
+    transports.check_transport_device(plan.transport, "cuda" if torch.cuda.is_available() else "cpu")
+    optimizer = build_optimizer(task.optimizer, list(model.parameters()))
+    check_update_timing(optimizer, plan)
+    check_user_optimizer(optimizer, plan)
+    return model
+
+
+def _set_threads(communicator: Communicator) -> None:
+    """Divide the cores of the host among its ranks, unless the user has chosen a number of threads."""
+    # torch's default is the number of physical cores: any other number is the user's choice.
+    defaults = {num_cores(), psutil.cpu_count(logical=False)}
+    is_chosen = "OMP_NUM_THREADS" in os.environ or torch.get_num_threads() not in defaults
+    if communicator.world.local_size > 1 and not is_chosen:
+        torch.set_num_threads(max(1, num_cores() // communicator.world.local_size))

@@ -1,0 +1,146 @@
+"""State access: reading, changing and restoring what training continues from, between steps.
+
+Law: every rank makes these calls in the same order, and an update that waits is run before weights are used.
+"""
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fourfold.parts.optim.option_text import IMPLEMENTATION_OPTIONS
+from fourfold.plan.plan import Plan
+from fourfold.step import replica_drift, state_validation
+from fourfold.step.assembly import Assembly
+from fourfold.step.drift_report import FROZEN, MASTER_WEIGHTS, WEIGHTS
+from fourfold.step.persistent_state import cloned
+from fourfold.step.replica_drift import ReplicatedTensor
+from fourfold.words.errors import Problem, TrainingError
+
+
+class StateAccess:
+    """The state of one rank's step."""
+
+    def __init__(self, assembly: Assembly, plan: Plan) -> None:
+        self._assembly, self._plan = assembly, plan
+        self._calls, self._checks, self._timing = assembly.calls, assembly.checks, assembly.timing
+        self._state, self._weights, self._sync = assembly.state, assembly.state.weights, assembly.parts.sync
+
+    def enter(self, call: str) -> None:
+        """Begin a call that all ranks must be in, with updated weights. Collective."""
+        self._calls.enter(call)
+        self._timing.flush()
+
+    def check_no_edits(self, call: str, *, compare_all: bool = False) -> None:
+        """Raise TaskError if weights have been written outside of `edit`, and the next update would ignore it."""
+        self._checks.check_no_edits(call, compare_all=compare_all, sampled=not self._timing.has_pending)
+
+    def check_synchronized(self) -> None:
+        """Raise TrainingError unless all ranks have the same weights."""
+        if not self._checks.is_synchronized:
+            got = f"the state after step {self._calls.num_steps}, with local_steps = {self._plan.sync_interval}"
+            need = "the same weights on all ranks, which they have just after averaging them"
+            after = -(-self._calls.num_steps // self._plan.sync_interval) * self._plan.sync_interval
+            raise TrainingError(Problem(got, need, f"after step {after}"))
+
+    @contextlib.contextmanager
+    def edit(self, model: nn.Module) -> Iterator[nn.Module]:
+        """See `TrainStep.edit`."""
+        self.check_no_edits("edit()")
+        self.enter("edit()")
+        with self._weights.edit():
+            yield model
+        self._sync.accept_weights()
+        torch.autograd.graph.increment_version(list(model.parameters()))
+        self._weights.edits.accept_edits()
+
+    def load_weights(self, values: Mapping[str, Tensor]) -> None:
+        """See `TrainStep.load_weights`."""
+        self.check_no_edits("load_weights()")
+        self._calls.enter("load_weights()")  # all ranks are here: none reads weights
+        problems = state_validation.weight_problems(values, self._weights.trainable)
+        self._calls.raise_on_all_ranks(problems, where="the weights")
+        self._timing.flush()
+        self._weights.load_weights(values)
+        self._sync.load_weights(values)
+
+    @contextlib.contextmanager
+    def swapped_weights(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
+        """See `TrainStep.swapped_weights`."""
+        self.check_no_edits("swapped_weights()")
+        self.enter("swapped_weights()")
+        with self._weights.swapped_weights(weights):
+            yield
+            self._calls.enter("the end of swapped_weights()")  # no rank computes with them any more
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `TrainStep.state_dict`."""
+        self.check_no_edits("state_dict()", compare_all=True)
+        self.enter("state_dict()")
+        self.check_synchronized()
+        return {**self._groups_and_record(), **self._state.state_dict()}
+
+    def state_refs(self) -> dict[str, Any]:
+        """See `TrainStep.state_refs`."""
+        self.check_synchronized()
+        self._timing.flush()
+        return {**self._groups_and_record(), **self._state.state_refs()}
+
+    def _groups_and_record(self) -> dict[str, Any]:
+        programs, optimizer = self._assembly.programs, self._assembly.optimizer
+        record: dict[str, Any] = {
+            "order": list(programs.launch_order),
+            "nominal_count": programs.nominal_count,
+            "optimizer": type(optimizer).__name__,
+        }
+        if scale := self._assembly.parts.loss_scale.state:
+            record["scale"] = scale
+        groups = [{k: cloned(v) for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+        return {"groups": groups, "record": record}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `TrainStep.load_state_dict`."""
+        self._calls.enter("load_state_dict()")
+        optimizer, weights = self._assembly.optimizer, self._weights
+        problems = state_validation.state_problems(state, weights.model_state_dict(), weights.trainable, optimizer)
+        self._calls.raise_on_all_ranks(problems, where="the state")
+        self._timing.flush()
+        self._state.load_state_dict(state)
+        for group, options in zip(optimizer.param_groups, state["groups"], strict=True):
+            # Options such as `foreach` choose an implementation; that was done when the step was built.
+            group.update({k: cloned(v) for k, v in options.items() if k not in IMPLEMENTATION_OPTIONS})
+        record = state["record"]
+        self._assembly.parts.loss_scale.load_state(record.get("scale") or {})
+        # The launch order is valid only for the same number of buckets; otherwise the next step records a new one.
+        if sorted(record["order"]) == list(range(len(self._assembly.buckets))):
+            self.set_record(list(record["order"]), record["nominal_count"])
+        else:
+            self._assembly.programs.set_nominal_count(record["nominal_count"])
+        self._state.load_codec_state(state)
+
+    def set_record(self, order: list[int], count: float) -> None:
+        """Fix the launch order and the nominal count for all later steps, the same on every rank."""
+        programs, (stage,) = self._assembly.programs, self._assembly.parts.stages
+        stage.gradients.set_launch_order(order)
+        before = programs.nominal_count
+        if before is not None and before != count:
+            # Residuals were divided by the previous nominal count.
+            for codec in self._assembly.codecs:
+                codec.scale_residual(before / count)
+        programs.set_record(order, count)
+
+    def replicated_tensors(self, model: nn.Module) -> Iterator[ReplicatedTensor]:
+        """The weights in this rank's own memory."""
+        weights, ranges = self._weights, self._state.shard_ranges
+        for name, parameter in model.named_parameters():
+            if name not in weights.trainable:
+                if replica_drift.compares_frozen(self._plan):
+                    yield ReplicatedTensor(FROZEN, name, 0, parameter)
+            elif weights.storage.is_writer:
+                start = ranges[name][0] if weights.storage.is_sharded else 0
+                yield ReplicatedTensor(WEIGHTS, name, start, weights.storage.local_shard(name))
+            if name in weights.master_weights.param_names:
+                start = ranges[name][0] if weights.master_weights.is_sharded else 0
+                yield ReplicatedTensor(MASTER_WEIGHTS, name, start, weights.master_weights.local_shard(name))

@@ -1,0 +1,405 @@
+"""Train step: the user's door to one training step on all ranks.
+
+Law: after k steps, losses and weights equal those of one process that trains on all the samples.
+"""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Unpack
+
+import torch
+from torch import Tensor, nn
+
+from fourfold.parts import memory
+from fourfold.parts.comm.communicator import Communicator
+from fourfold.parts.comm.reduce.scalar_room import NUM_LOSS_SCALARS
+from fourfold.parts.optim.user_optimizer import OptimizerFactory
+from fourfold.plan.data.buckets import Bucket
+from fourfold.plan.plan import Plan
+from fourfold.step.assembly import assemble
+from fourfold.step.batch import Microbatch
+from fourfold.step.codec_state import CodecState
+from fourfold.step.executor import Executor
+from fourfold.step.metrics import Metrics
+from fourfold.step.model_call import eval_mode
+from fourfold.step.objective import ForwardResult, Objective
+from fourfold.step.state_access import StateAccess
+from fourfold.step.step_options import StepKeywords, StepOptions
+from fourfold.step.step_state import StepRequest, StepState, StepTotals, wait_totals
+from fourfold.words.argument_checks import format_argument
+from fourfold.words.errors import Problem, SettingError, TaskError
+from fourfold.words.program import LOSS, Action
+from fourfold.words.trace_events import Recorder
+
+
+class TrainStep:
+    """One training step: `step(batch)` is one optimizer update. `ff.parallelize` makes it.
+
+    The batch is this rank's part of the global batch; it may be empty. Every rank must call the methods that say
+    "Collective", in the same order; DivergenceError names the ranks that are in different calls.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Callable[[Any, Any], Any] | None,
+        optimizer: OptimizerFactory,
+        *,
+        plan: Plan,
+        communicator: Communicator,
+        **options: Unpack[StepKeywords],
+    ) -> None:
+        self.model, self.plan = model, plan
+        self._assembly = assembly = assemble(model, loss, optimizer, plan, communicator, StepOptions(**options))
+        self._parts, self._calls, self._programs = assembly.parts, assembly.calls, assembly.programs
+        self._weights, self._checks = assembly.state.weights, assembly.checks
+        self.optimizer = assembly.optimizer
+        self._executor = Executor(assembly.timing)
+        self._access = StateAccess(assembly, plan)
+        self._is_stop_requested, self._totals = False, StepTotals(*[0.0] * 8)
+
+    # ---- what this rank is ---------------------------------------------------------------------------
+
+    @property
+    def num_steps(self) -> int:
+        """Steps done, including those before a resume: errors name them."""
+        return self._calls.num_steps
+
+    @num_steps.setter
+    def num_steps(self, number: int) -> None:
+        self._calls.num_steps = number
+
+    @property
+    def buckets(self) -> Sequence[Bucket]:
+        """The buckets of the trained parameters."""
+        return self._assembly.buckets
+
+    @property
+    def program(self) -> tuple[Action, ...]:
+        """The actions of a step. With local steps: of one at whose end weights are averaged; else `local_program`."""
+        return self._programs.at_sync
+
+    @property
+    def local_program(self) -> tuple[Action, ...]:
+        """With local steps: the actions of a step without an average of weights."""
+        return self._programs.between
+
+    @property
+    def objective(self) -> Objective:
+        """The loss that is trained."""
+        return self._parts.objective
+
+    @property
+    def codec_state(self) -> CodecState:
+        """What the codecs remember."""
+        return self._assembly.state.codec_state
+
+    @property
+    def transport_name(self) -> str:
+        """What joins the data ranks, and why, in words."""
+        return self._assembly.transport_name
+
+    @property
+    def is_synchronized(self) -> bool:
+        """Whether all ranks have the same weights: always, or with local steps just after they are averaged."""
+        return self._checks.is_synchronized
+
+    @property
+    def rank(self) -> int:
+        return self._calls.world.rank
+
+    @property
+    def dp_index(self) -> int:
+        """This rank's index on the data axis."""
+        return self.plan.mesh.coordinates(self.rank)["dp"]
+
+    @property
+    def device(self) -> torch.device:
+        return self._parts.device
+
+    @property
+    def busy_seconds(self) -> dict[str, float]:
+        """The time of this rank's last step by verb name, without waits."""
+        return self._executor.busy_seconds
+
+    def request_stop(self, stop: bool) -> None:
+        """Whether this rank wants to stop the run. If any rank does, `stop_requested` is True on all after a step."""
+        self._is_stop_requested = stop
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether any rank had requested a stop when the last step began; the same on every rank."""
+        return self._totals.num_stop_requests > 0
+
+    def peer_is_dead(self, rank: int) -> bool:
+        """Whether a rank's process has ended, as far as this host can tell. Not collective: waits poll it."""
+        return self._calls.world.is_peer_dead(rank)
+
+    def check_peers(self) -> None:
+        """Raise PeerError if another rank of this host has ended. Not collective: waits call it."""
+        self._calls.world.check_peers()
+
+    def set_recorder(self, recorder: Recorder) -> None:
+        """Record this rank's actions, buckets and waits from now on; `NULL_RECORDER` ends it. Not collective."""
+        self._parts.meter.recorder = recorder
+
+    # ---- steps and forwards --------------------------------------------------------------------------
+
+    def __call__(self, batch: Any) -> Metrics:
+        """One optimizer update on this rank's batch `(inputs, targets)`. Collective.
+
+        Raises DivergenceError if another rank is in another call, or at another place in the feed's order.
+        """
+        begin, meter = time.perf_counter(), self._parts.meter
+        waited, sent = meter.waiting_seconds, meter.sent_bytes
+        samples = getattr(batch, "samples", None)
+        has_pending = self._assembly.timing.has_pending
+        self._checks.before_step(batch, compares_all=not self._programs.has_record, has_pending_updates=has_pending)
+        self.dry_run(batch, training=True)
+        batch, problem = self._assembly.batches.compare(batch)
+        self._checks.save_buffers()
+        loss_scale = self._parts.loss_scale.reported
+        number, count = self.num_steps + 1, self.plan.microbatches
+        with self._assembly.batches.microbatches(batch, count, step=number - 1, samples=samples) as microbatches:
+            request = StepRequest(microbatches, self._programs.nominal_count, self._is_stop_requested, problem)
+            step = StepState(self._parts, request)
+            self._executor.train(self._programs.of_step(number), step)
+        self._totals = totals = step.read_totals()
+        skipped = self._finish_step(step, samples)
+        return Metrics(
+            loss=totals.loss / totals.count if totals.count else float("nan"),
+            samples=round(totals.num_samples / self.plan.sp),
+            tokens=round(totals.num_tokens) or None,
+            grad_norm=step.grad_norm,
+            seconds=time.perf_counter() - begin,
+            waiting_seconds=meter.waiting_seconds - waited,
+            sent_bytes=meter.sent_bytes - sent,
+            skipped=skipped,
+            loss_scale=loss_scale,
+            overflowed=step.overflowed,
+        )
+
+    def _finish_step(self, step: StepState, samples: Any) -> Any:
+        """After a step: count it, check it, and keep what later steps need of it. Returns why it was skipped."""
+        programs, totals = self._programs, step.read_totals()
+        if self._checks.num_calls == 0:
+            self.objective.finish_first_step()
+        skipped = self._checks.after_step(step, samples)
+        if self.device.type == "cpu":
+            _tune_freed_memory(self._checks.num_calls)
+        if self._checks.compares_replicas:
+            self._checks.compare_replicas(self._access.replicated_tensors(self.model))
+        if not programs.has_record:
+            # Without elements there is no estimate.
+            programs.set_nominal_count(step.known_nominal_count if totals.count else None)
+            if skipped is None:
+                (stage,) = self._parts.stages
+                order = self._calls.world.all_gather_json(stage.gradients.countdown.completion_order)[0]
+                self._access.set_record(order, self._parts.sync.nominal_count(totals.count))
+        return skipped
+
+    @torch.no_grad()
+    def evaluate(self, batch: Any) -> Metrics:
+        """The loss of the global batch, without training on it; NaN if the batch is empty on all ranks. Collective."""
+        begin, meter = time.perf_counter(), self._parts.meter
+        waited = meter.waiting_seconds
+        self._calls.begin("evaluate()", getattr(batch, "samples", None))
+        self._assembly.timing.flush()
+        self.dry_run(batch)
+        batch, problem = self._assembly.batches.compare(batch)
+        with self._microbatch(batch) as part, eval_mode(self.model):
+            step = StepState(self._parts, StepRequest([part], batch_mismatch=problem, phase="evaluate"))
+            self._executor.evaluate(self._programs.evaluation, step)
+        totals = wait_totals(step)
+        return Metrics(
+            loss=totals.loss / totals.count if totals.count else float("nan"),
+            samples=round(totals.num_samples / self.plan.sp),
+            tokens=round(totals.num_tokens) or None,
+            grad_norm=None,
+            seconds=time.perf_counter() - begin,
+            waiting_seconds=meter.waiting_seconds - waited,
+        )
+
+    def dry_run(self, batch: Any, *, training: bool = False) -> None:
+        """Check with one batch that the plan may split the batch and the model computes the same. Collective.
+
+        Raises TaskError, on every rank, if not. The first step does the same. `training`: a step on this batch follows.
+        """
+        batches, checks = self._assembly.batches, self._assembly.dry_run
+        if batches.needs_dry_run:
+            self._calls.check_same()
+            batches.dry_run(batch, self._weights.unsharded)
+            self._weights.edits.accept_edits()
+        if checks.is_needed(training=training):
+            self._calls.check_same()
+            small = batches.dry_run_batch(batch)
+            checks.run(small, self._weights.unsharded, self._calls.world.all_gather_json, training=training)
+            self._weights.edits.accept_edits()
+
+    @contextlib.contextmanager
+    def _microbatch(self, batch: Any) -> Iterator[Microbatch]:
+        """This rank's part of a batch that has been compared; inside, attention reaches all of its tokens."""
+        samples = getattr(batch, "samples", None)
+        with self._assembly.batches.microbatches(batch, 1, step=self.num_steps, samples=samples) as (part,):
+            yield part
+
+    @contextlib.contextmanager
+    def local_batch(self, batch: Any) -> Iterator[Microbatch]:
+        """This rank's part of a batch; inside, the model's attention reaches all of its tokens.
+
+        Collective among the ranks of one sequence; raises TaskError on them if their batches differ.
+        """
+        batch, problem = self._assembly.batches.compare(batch)
+        if problem is not None:
+            raise TaskError(problem, where="the batch")
+        with self._microbatch(batch) as part:
+            yield part
+
+    def run_forward(self, batch: Any) -> tuple[Microbatch, ForwardResult]:
+        """Forward and loss of this rank's part of a batch, which must not be empty; collective as `local_batch` is."""
+        with self.local_batch(batch) as part:
+            return part, self.objective(self.model, part)
+
+    # ---- other collectives ---------------------------------------------------------------------------
+
+    def all_reduce(self, values: Tensor) -> list[float]:
+        """The elements of a tensor, flattened and in float64, summed over all ranks. Collective.
+
+        Raises SettingError for anything but a tensor of real numbers, and DivergenceError if ranks give different
+        numbers of elements.
+        """
+        if not isinstance(values, Tensor) or values.is_complex():
+            got = "values of complex numbers" if isinstance(values, Tensor) else format_argument("values", values)
+            problem = Problem(got, "a tensor of real numbers", "torch.tensor([…]), or torch.view_as_real(…)")
+            call = f"all_reduce() of values that are refused after step {self.num_steps}"
+            self._calls.raise_after_mismatch(call, SettingError(problem, where="the arguments of all_reduce()"))
+        self._calls.begin(f"all_reduce() of {values.numel()} values")
+        sums: list[float] = []
+        # split() of no values gives one empty chunk: the ranks are still compared.
+        for chunk in values.detach().double().flatten().split(NUM_LOSS_SCALARS):
+            self._parts.scalars.all_reduce_async(LOSS, chunk)
+            sums += self._parts.scalars.wait(LOSS)
+        return sums
+
+    def all_gather_json(self, value: Any) -> list[Any]:
+        """Every rank's JSON value, in rank order. Collective."""
+        self._calls.enter("all_gather_json()")
+        return self._calls.world.all_gather_json(value)
+
+    def check_drift(self) -> None:
+        """Compare the weights that several ranks have now, as `drift_check` does after every so many steps. Collective.
+
+        Raises DivergenceError, on every rank, if they differ in a bit; with local steps, TrainingError unless the ranks
+        have just averaged their weights.
+        """
+        self._access.enter("check_drift()")
+        self._access.check_synchronized()
+        self._checks.compare_replicas(self._access.replicated_tensors(self.model))
+
+    # ---- weights and state ---------------------------------------------------------------------------
+
+    def edit(self) -> contextlib.AbstractContextManager[nn.Module]:
+        """Change weights by hand, inside the block; after it every rank has rank 0's weights. Collective."""
+        return self._access.edit(self.model)
+
+    @contextlib.contextmanager
+    def unsharded(self) -> Iterator[nn.Module]:
+        """Inside the block, any rank may call the model, as often as it likes, without training it. Collective.
+
+        Needed only if weights rest split among hosts (zero 3): outside of steps parameters are placeholders there,
+        filled with NaN. Ranks wait at the end of the block until no rank needs their shards.
+        """
+        self._calls.begin("unsharded()")
+        self._assembly.timing.flush()
+        with torch.no_grad(), self._weights.unsharded("unsharded"):
+            yield self.model
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Every trainable weight by name, whole, one at a time; read only. Collective: all ranks iterate to the end."""
+        self._calls.begin("named_weights()")
+        self._assembly.timing.flush()
+        return self._weights.named_weights()
+
+    def flush(self) -> None:
+        """Run the updates that `update = "in_forward"` leaves to the next forward. Collective.
+
+        The step's own methods, such as `evaluate` and `state_dict`, do it themselves. Before weights are used in any
+        other way, all ranks must call this; otherwise the use raises TrainingError.
+        """
+        self._calls.begin("flush()")
+        self._assembly.timing.flush()
+
+    def load_weights(self, values: Mapping[str, Tensor]) -> None:
+        """Replace trainable weights, by name; the same values on every rank. Collective.
+
+        Raises TaskError, before anything is changed, for names or shapes that the model does not have.
+        """
+        self._access.load_weights(values)
+
+    def swapped_weights(self, weights: Mapping[str, Tensor]) -> contextlib.AbstractContextManager[None]:
+        """Inside, the trainable weights are others, given in the form of `weight_shards`. Collective."""
+        return self._access.swapped_weights(weights)
+
+    @property
+    def weight_shards(self) -> dict[str, Tensor]:
+        """This rank's shard of every trainable parameter, of its master weights if it has them; no copies.
+
+        A parameter without master weights that rests whole is given itself; all others are flat, the elements
+        `shard_ranges`. Not collective.
+        """
+        return {name: self._weights.weight_shard(name) for name in self._weights.trainable}
+
+    @property
+    def shard_ranges(self) -> Mapping[str, tuple[int, int]]:
+        """By parameter: the elements [start, stop) of its flattened form whose optimizer state is this rank's."""
+        return self._assembly.state.shard_ranges
+
+    @property
+    def is_secondary_replica(self) -> bool:
+        """Whether a lower rank has the same shards as this one."""
+        return any(stage.reducer.replica_index > 0 for stage in self._parts.stages)
+
+    @property
+    def has_sharded_state(self) -> bool:
+        """Whether optimizer states rest split over the data ranks."""
+        return self._assembly.state.is_sharded
+
+    def state_dict(self) -> dict[str, Any]:
+        """All state by parameter name, independent of the mesh; tensors are copies. Collective.
+
+        model      name -> tensor: master weights if the parameter has them
+        optimizer  name -> key -> a tensor in the parameter's shape, or a scalar
+        groups     the options of each parameter group
+        record     launch order, nominal count, and the loss scale if there is one
+        codec      name -> key -> [ranks, elements]: what each rank's codec keeps between steps
+        outer      name -> tensor: the outer momentum of local steps
+
+        With local steps the optimizer's tensors are means over the ranks, and TrainingError is raised unless ranks have
+        just averaged their weights.
+        """
+        return self._access.state_dict()
+
+    def state_refs(self) -> dict[str, Any]:
+        """`state_dict` without copies: each optimizer tensor is a list of consecutive flat slices.
+
+        If optimizer states rest split, these are this rank's only: the elements `shard_ranges`. With local steps each
+        rank has states of its own. Collective if updates wait for the next forward: see `flush`.
+        """
+        return self._access.state_refs()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned, on this mesh or another. Collective.
+
+        Raises TaskError, before anything is changed, if it is not the state of such a model and optimizer.
+        """
+        self._access.load_state_dict(state)
+
+
+def _tune_freed_memory(num_steps: int) -> None:
+    """After each step on a CPU: set how much freed memory the C library keeps."""
+    if num_steps == 1:
+        # Not before: the first step makes optimizer states, which would lie between gradients that are freed after it.
+        memory.keep_freed_memory()
+    elif num_steps == 2:
+        memory.trim_freed_memory()
