@@ -33,6 +33,9 @@ class Microbatch(NamedTuple):
     real_tokens: Tensor | None = None
 
 
+NO_SAMPLES = Microbatch(None, None, 0, 0)
+
+
 def split_microbatches(
     batch: Any, num_microbatches: int, device: torch.device, *, real_tokens: Tensor | None = None
 ) -> list[Microbatch]:

@@ -22,7 +22,10 @@ Unsharded = Callable[[str], AbstractContextManager[None]]
 class BatchLayout(Protocol):
     """How batches are laid over the ranks that share samples."""
 
-    needs_dry_run: bool
+    @property
+    def needs_dry_run(self) -> bool:
+        """Whether no batch has shown yet that the model can be laid out so."""
+        ...
 
     def compare(self, batch: Any) -> tuple[Any, Problem | None]:
         """The batch; if ranks that share it have different batches, an empty one and the problem. Collective."""

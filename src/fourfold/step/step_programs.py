@@ -7,7 +7,7 @@ Law: what is not in the program does not happen, except a use of weights out of 
 from collections.abc import Sequence
 
 from fourfold.plan.data.step_program import DataStepSpec, StepSync, UseOrders, lower_evaluation, lower_step
-from fourfold.words.program import Action
+from fourfold.words.program import Action, Verb
 
 NO_ORDERS = UseOrders((), (), ())
 
@@ -32,6 +32,12 @@ class StepPrograms:
         self.between: tuple[Action, ...] = between
         """With local steps: the actions of a step without an average; else of a step."""
         self.evaluation = lower_evaluation(self._spec)
+        """The actions of an evaluation: a forward, and the sums of its loss and counts."""
+
+    @property
+    def forward_only(self) -> tuple[Action, ...]:
+        """The actions of an evaluation whose sums the caller adds up."""
+        return tuple(action for action in self.evaluation if action.verb != Verb.MEASURE)
 
     @property
     def launch_order(self) -> Sequence[int]:

@@ -15,7 +15,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,7 +32,8 @@ from fourfold.words.program import LOSS, Action
 NO_ELEMENTS = "a global batch without a loss element: all targets are ignored, or there are no samples"
 
 
-class StepTotals(NamedTuple):
+@dataclass(frozen=True)
+class StepTotals:
     """Sums over all ranks and microbatches of a step."""
 
     loss: float
@@ -54,6 +55,7 @@ class StepRequest(NamedTuple):
     nominal_count   None in the first step: a measure finds it
     stop_requested  whether this rank has been asked to stop; the step sums this over the ranks
     batch_mismatch  what is wrong if the ranks of one sequence have different batches; the step sums this over the ranks
+    keeps_outputs   whether the outputs of the last stage are kept; training keeps none
     phase           of its forwards: weights that rest split have an order of all-gathers for each
     """
 
@@ -62,6 +64,11 @@ class StepRequest(NamedTuple):
     stop_requested: bool = False
     batch_mismatch: Problem | None = None
     phase: str = "forward"
+    keeps_outputs: bool = False
+
+    @property
+    def is_training(self) -> bool:
+        return self.phase == "forward"
 
 
 class UpdateArgs(NamedTuple):
@@ -83,6 +90,8 @@ class StepState:
     nominal_count: float | None = None
     losses: dict[int, Loss] = field(default_factory=dict)
     """By microbatch, from forward to backward."""
+    outputs: dict[int, Any] = field(default_factory=dict)
+    """By microbatch, if they are kept."""
     local_count: float | Tensor = 0.0
     """This rank's loss elements so far."""
     loss_totals: list[tuple[int, Tensor]] = field(default_factory=list)

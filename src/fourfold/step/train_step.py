@@ -6,7 +6,7 @@ Law: after k steps, losses and weights equal those of one process that trains on
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -18,12 +18,13 @@ from fourfold.parts.optim.user_optimizer import OptimizerFactory
 from fourfold.plan.data.buckets import Bucket
 from fourfold.plan.plan import Plan
 from fourfold.step.assembly import assemble
-from fourfold.step.batch import Microbatch
+from fourfold.step.batch import NO_SAMPLES, Microbatch
 from fourfold.step.codec_state import CodecState
 from fourfold.step.executor import Executor
+from fourfold.step.loss_sum import Loss
 from fourfold.step.metrics import Metrics
 from fourfold.step.model_call import eval_mode
-from fourfold.step.objective import ForwardResult, Objective
+from fourfold.step.objective import Objective
 from fourfold.step.state_access import StateAccess
 from fourfold.step.step_options import StepKeywords, StepOptions
 from fourfold.step.step_state import StepRequest, StepState, StepTotals, wait_totals
@@ -31,6 +32,14 @@ from fourfold.words.argument_checks import format_argument
 from fourfold.words.errors import Problem, SettingError, TaskError
 from fourfold.words.program import LOSS, Action
 from fourfold.words.trace_events import Recorder
+
+
+class ForwardRun(NamedTuple):
+    """This rank's part of a batch, the model's outputs, and the loss."""
+
+    part: Microbatch
+    outputs: Any
+    loss: Loss
 
 
 class TrainStep:
@@ -244,22 +253,22 @@ class TrainStep:
         with self._assembly.batches.microbatches(batch, 1, step=self.num_steps, samples=samples) as (part,):
             yield part
 
-    @contextlib.contextmanager
-    def local_batch(self, batch: Any) -> Iterator[Microbatch]:
-        """This rank's part of a batch; inside, the model's attention reaches all of its tokens.
+    @torch.no_grad()
+    def run_forward(self, batch: Any) -> ForwardRun | None:
+        """Outputs and loss of this rank's part of a batch, without training on it; None without samples. Collective.
 
-        Collective among the ranks of one sequence; raises TaskError on them if their batches differ.
+        `batch` may be None on ranks that have none. Raises TaskError on the ranks of one sequence if their batches
+        differ.
         """
-        batch, problem = self._assembly.batches.compare(batch)
+        self._calls.begin("run_forward()")
+        self._assembly.timing.flush()
+        batch, problem = (None, None) if batch is None else self._assembly.batches.compare(batch)
         if problem is not None:
             raise TaskError(problem, where="the batch")
-        with self._microbatch(batch) as part:
-            yield part
-
-    def run_forward(self, batch: Any) -> tuple[Microbatch, ForwardResult]:
-        """Forward and loss of this rank's part of a batch, which must not be empty; collective as `local_batch` is."""
-        with self.local_batch(batch) as part:
-            return part, self.objective(self.model, part)
+        with contextlib.nullcontext(NO_SAMPLES) if batch is None else self._microbatch(batch) as part:
+            step = StepState(self._parts, StepRequest([part], phase="evaluate", keeps_outputs=True))
+            self._executor.evaluate(self._programs.forward_only, step)
+        return ForwardRun(part, step.outputs[0], step.losses[0]) if part.num_samples else None
 
     # ---- other collectives ---------------------------------------------------------------------------
 

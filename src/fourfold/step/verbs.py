@@ -32,9 +32,12 @@ def forward(step: StepState, action: Action) -> None:
     stage, part = step.stage(action.stage), step.microbatches[action.index]
     with stage.weights.unsharded(step.request.phase, step.unshard_sink):
         if not part.num_samples:
-            stage.stage.forward_empty()
+            if step.request.is_training:
+                stage.stage.forward_empty()
             return
         output = stage.stage.forward(part)
+        if step.request.keeps_outputs:
+            step.outputs[action.index] = output.outputs
         assert stage.stage.loss is not None  # there is one stage, which has the loss
         step.add_loss(action.index, stage.stage.loss(output, part))
 

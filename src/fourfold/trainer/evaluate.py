@@ -12,10 +12,9 @@ import torch
 
 from fourfold.feed.sample_rng import fetch_seeded
 from fourfold.plan.sample_order import shard_range
-from fourfold.step.loss_sum import Loss
 from fourfold.step.model_call import eval_mode
 from fourfold.step.same_source import check_same_length
-from fourfold.step.train_step import TrainStep
+from fourfold.step.train_step import ForwardRun, TrainStep
 from fourfold.step.uneven_means import is_uneven, uneven_problem
 from fourfold.words.errors import Problem, TaskError
 from fourfold.words.task import Source, Task
@@ -41,12 +40,11 @@ def evaluate(step: TrainStep, task: Task, source: Source, batch_size: int) -> di
         longest = max(len(range(*shard_range(0, len(source), step.plan.dp, rank))) for rank in range(step.plan.dp))
         for first in range(start, start + longest, local_batch_size):
             batch = fetch(range(first, min(first + local_batch_size, stop)))[0] if first < stop else None
-            with step.unsharded():
-                loss, pairs = (None, {}) if batch is None else _batch_metrics(step, task, batch)
-            if loss is not None:
-                counts = map(float, (loss.count, loss.other_count, loss.other_square))
+            run = step.run_forward(batch)
+            if run is not None:
+                counts = map(float, (run.loss.count, run.loss.other_count, run.loss.other_square))
                 uneven_by += torch.tensor(list(counts), dtype=torch.float64)
-            _add_pairs(sums, pairs)
+                _add_pairs(sums, _batch_metrics(run, task))
     if step.plan.dp > 1 and is_uneven(*step.all_reduce(uneven_by)):
         raise TaskError(uneven_problem(step.objective.loss_names), where="the validation loss")
     totals: dict[str, list[float]] = {}
@@ -63,16 +61,15 @@ def _add_pairs(sums: dict[str, list[float]], pairs: Mapping[str, Iterable[Any]])
         pair[1] += float(count)
 
 
-def _batch_metrics(step: TrainStep, task: Task, batch: Any) -> tuple[Loss, dict[str, Sequence[Any]]]:
-    """The loss of a batch, and the loss and the task's measures as pairs (sum, count)."""
-    local_batch, measured = step.run_forward(batch)
+def _batch_metrics(run: ForwardRun, task: Task) -> dict[str, Sequence[Any]]:
+    """The loss and the task's measures of a batch, as pairs (sum, count)."""
     # A model that computes its own loss has the labels among its inputs.
-    targets = local_batch.inputs if local_batch.targets is None else local_batch.targets
-    own = task.evaluate(measured.outputs, targets) if task.evaluate is not None else {}
+    targets = run.part.inputs if run.part.targets is None else run.part.targets
+    own = task.evaluate(run.outputs, targets) if task.evaluate is not None else {}
     if not isinstance(own, dict) or not all(isinstance(k, str) and _is_number_pair(v) for k, v in own.items()):
         need = "a dict from names to pairs (sum, count)"
         raise TaskError(Problem("what the task's evaluate returned", need, '{"accuracy": (num_right, num_samples)}'))
-    return measured.loss, {"loss": (measured.loss.total, measured.loss.count), **own}
+    return {"loss": (run.loss.total, run.loss.count), **own}
 
 
 def _is_number_pair(value: Any) -> bool:

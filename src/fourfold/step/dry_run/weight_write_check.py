@@ -50,7 +50,7 @@ class WeightWriteCheck:
 
     def _fingerprints(self) -> dict[str, int]:
         # With zero = 3, parameters are placeholders between uses.
-        return {} if self._weights.sharded_params is not None else fingerprint_params(self._weights.trainable)
+        return {} if self._weights.storage.is_sharded else fingerprint_params(self._weights.trainable)
 
     def observe(self, writes: WeightWriteTracker) -> None:
         """Record what a forward wrote, before it is undone."""
@@ -82,10 +82,10 @@ class WeightWriteCheck:
 
 
 def _find_read_only_reason(plan: Plan, weights: Weights) -> ReadOnlyReason | None:
-    if weights.sharded_params is not None:
+    if weights.storage.is_sharded:
         reason = "they are all-gathered for each use, and a write into them is lost"
         return ReadOnlyReason(f"zero = {plan.zero}", reason, "zero = 0")
-    if weights.is_host_shared:
+    if weights.storage.is_shared:
         reason = "the ranks of a host share one copy, and each rank would write it"
         return ReadOnlyReason(f"zero = {plan.zero}", reason, "zero = 0")
     if weights.master_weights.param_names:
