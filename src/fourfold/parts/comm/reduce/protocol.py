@@ -1,20 +1,24 @@
-"""Transport: reduces buckets of gradients over the data ranks, and moves weights and scalars between them.
+"""Transport: four things that the ranks of a step do for each other, each a protocol.
+
+GradReducer     sums buckets of gradients over the data ranks
+WeightGatherer  brings weights together: before use where they rest split, after the update else
+ScalarReducer   sums a few float64 values: over the world (the loss, counts, the norm), or over the data ranks
+CallChecker     compares which collective call every rank of the world is in; see `collective_fingerprint`
 
 buffer   this rank's flat gradient of a bucket; where gradients rest split, several buckets use one after the other
 launch   `reduce_async`: this rank's buffer is complete; launches come in program order, the same on every rank
 sum      a bucket's buffers added over the ranks; `reduced_views` says where it lies
+factor   what every sum is multiplied by where states rest whole: it is known once the totals of the step are
 shard    the part of every bucket that a rank updates where optimizer states rest split; shards are of equal length
-scalars  a few float64 values summed over the ranks
-call     a collective call and its step, such as "evaluate() after step 6"; see `collective_fingerprint`
-Law: every rank begins the same reductions, gathers and scalars in the same order.
+call     a collective call and its step, such as "evaluate() after step 6"
+Law: every rank begins the same reductions, gathers and scalars in the same order. A sum that needs the factor stays
+queued until a call gives it; it is multiplied where it is made, once.
 """
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
-import torch
-
-from fourfold.words.trace_events import Recorder
+from torch import Tensor
 
 
 class BucketSlice(NamedTuple):
@@ -22,82 +26,48 @@ class BucketSlice(NamedTuple):
 
     start: int
     stop: int
-    flat: torch.Tensor
+    flat: Tensor
 
 
-class Transport(Protocol):
-    """The data ranks, as the buckets see them."""
+class GradReducer(Protocol):
+    """Sums buckets of gradients over the data ranks.
 
-    name: str
+    Each call that may advance sums takes the factor, None while it is not known: 1 if the update multiplies by it.
+    Where states rest split no sum needs it.
+    """
+
     size: int
-    index: int
-    grad_buffers: Sequence[torch.Tensor]
+    """How many ranks the sums are over."""
+    grad_buffers: Sequence[Tensor]
     """This rank's flat gradient of each bucket. Buckets with the same buffer index share memory."""
     buffer_indices: tuple[int, ...]
-    shared_weights: Sequence[torch.Tensor] | None
-    """The flat weights of each bucket, if they exist once per host; None if every rank has its own."""
-    is_writer: bool
-    """Whether this rank writes initial and loaded values into `shared_weights` for its host."""
-    unshards_params: bool
-    """Whether weights rest split among ranks that do not share memory, so that `unshard_async` gathers them."""
     replica_index: int
     """With hybrid sharding, every shard exists on several ranks: which of these replicas this rank belongs to."""
 
-    @property
-    def waiting_seconds(self) -> float:
-        """Seconds spent moving gradients and waiting for other ranks, since the start."""
-        ...
-
-    @property
-    def sent_bytes(self) -> float:
-        """Bytes of gradients and weights sent over process groups since the start, by the ring formula."""
-        ...
-
-    @property
-    def recorder(self) -> Recorder:
-        """Records waits, and this rank's part of each reduction."""
-        ...
-
-    @recorder.setter
-    def recorder(self, recorder: Recorder) -> None: ...
-
-    @property
-    def grad_scale_fn(self) -> Callable[[], float]:
-        """The factor of every sum where states rest whole. Called after all ranks have begun to sum the loss."""
-        ...
-
-    @grad_scale_fn.setter
-    def grad_scale_fn(self, factor: Callable[[], float]) -> None: ...
-
-    def begin_call(self, call: str) -> None:
-        """This rank begins a collective call. Does not wait: waiting for the LOSS scalars compares the calls."""
-        ...
-
-    def check_same_call(self) -> None:
-        """Wait until all ranks have begun a call. Raises DivergenceError unless it is the same one."""
-        ...
-
-    def acquire_buffer(self, bucket: int) -> None:
+    def acquire_buffer(self, bucket: int, factor: float | None) -> None:
         """Wait until this rank may write its buffer of `bucket`."""
         ...
 
-    def reduce_async(self, bucket: int, reduction_index: int) -> None:
+    def can_acquire_buffer(self, bucket: int, factor: float | None) -> bool:
+        """Whether `acquire_buffer` and `reduce_async` would return at once. May do this rank's part of reductions."""
+        ...
+
+    def reduce_async(self, bucket: int, reduction_index: int | None, factor: float | None) -> None:
         """This rank's buffer of `bucket` is complete: begin to reduce it. Does not wait.
 
-        `reduction_index` identifies the reduction in the trace.
+        `reduction_index` identifies the reduction in the trace; None: it is no reduction of gradients.
         """
         ...
 
-    def wait_reduce(self, bucket: int) -> None:
+    def wait_reduce(self, bucket: int, factor: float) -> None:
         """Wait until the sum of a launched bucket is there, or until `reduce_range` can make it."""
         ...
 
-    def is_reduced(self, bucket: int) -> bool:
-        """Whether `wait_reduce` would return at once. May do this rank's part of reductions."""
-        ...
+    def is_reduced(self, bucket: int, factor: float | None) -> bool:
+        """Whether `wait_reduce` would return at once, with this factor. May do this rank's part of reductions.
 
-    def can_acquire_buffer(self, bucket: int) -> bool:
-        """Whether `acquire_buffer` and `reduce_async` would return at once. May do this rank's part of reductions."""
+        False without a factor that the sum needs.
+        """
         ...
 
     def reduce_range(self, bucket: int, start: int, stop: int, factor: float) -> None:
@@ -124,23 +94,42 @@ class Transport(Protocol):
         """Bring the whole sum into this rank's buffer. Only where states rest whole."""
         ...
 
+    def end_step(self) -> None:
+        """This rank needs the sums of this step no more."""
+        ...
+
+
+class WeightGatherer(Protocol):
+    """Brings the weights of buckets together, over the ranks that each update a shard of them."""
+
+    size: int
+    """How many ranks there are."""
+    shared_weights: Sequence[Tensor] | None
+    """The flat weights of each bucket, if they exist once per host; None if every rank has its own."""
+    is_writer: bool
+    """Whether this rank writes initial and loaded values into `shared_weights` for its host."""
+    unshards_params: bool
+    """Whether weights rest split among ranks that do not share memory, so that `unshard_async` gathers them."""
+    replica_index: int
+    """As in `GradReducer`."""
+
     def signal_backward_done(self) -> None:
         """This rank has ended backward, and reads the weights of this step no more. Does not wait."""
         ...
 
-    def wait_weights_writable(self) -> None:
+    def wait_writable(self) -> None:
         """Wait until weights may be written: if they exist once per host, until all its ranks have ended backward."""
         ...
 
-    def all_gather_weights_async(self, bucket: int, weight: torch.Tensor) -> None:
+    def all_gather_async(self, bucket: int, weight: Tensor) -> None:
         """This rank has updated its shard of a bucket's weights: begin to send it to all ranks. In program order."""
         ...
 
-    def wait_weights(self, bucket: int) -> None:
+    def wait(self, bucket: int) -> None:
         """Wait until every rank's shard of a gathered bucket is new. `end_step` waits for all buckets."""
         ...
 
-    def unshard_async(self, bucket: int, shard: torch.Tensor, out: torch.Tensor) -> Callable[[], None]:
+    def unshard_async(self, bucket: int, shard: Tensor, out: Tensor) -> Callable[[], None]:
         """Begin to gather a bucket's weights, of which this rank has `shard`, into `out`. Returns the wait.
 
         All ranks gather the same buckets in the same order, and wait for them in that order.
@@ -151,26 +140,71 @@ class Transport(Protocol):
         """Every rank's row, in rank order. Waits."""
         ...
 
-    def end_step(self) -> None:
-        """This rank needs the sums of this step no more. The weights are whole when this returns."""
-        ...
-
-    def broadcast_weights(self) -> None:
+    def broadcast(self) -> None:
         """Bring rank 0's `shared_weights` to every host. Collective."""
         ...
 
-    def all_reduce_scalars_async(self, kind: int, values: torch.Tensor) -> None:
-        """Begin to sum float64 scalars [n] over the ranks. Does not wait."""
-        ...
-
-    def wait_scalars(self, kind: int) -> list[float]:
-        """The sums begun by `all_reduce_scalars_async`. LOSS: raises DivergenceError if calls differ."""
+    def end_step(self) -> None:
+        """The weights are whole when this returns."""
         ...
 
 
-def unit_scale() -> float:
-    """The factor of sums that are used as they are."""
-    return 1.0
+class ScalarReducer(Protocol):
+    """Sums float64 scalars over some ranks, of several kinds: LOSS, GRAD_NORM, …"""
+
+    def all_reduce_async(self, kind: int, values: Tensor) -> None:
+        """Begin to sum the values [n]. Does not wait. Raises TrainingError for more values than there is room for."""
+        ...
+
+    def is_ready(self, kind: int) -> bool:
+        """Whether `wait` would return at once; False if no sum of this kind has begun. Never waits."""
+        ...
+
+    def wait(self, kind: int) -> list[float]:
+        """The sums. LOSS, over the world: raises DivergenceError if calls differ."""
+        ...
 
 
-GradsOfBucket = Callable[[int], Sequence[torch.Tensor]]
+class CallChecker(Protocol):
+    """Compares the collective calls of all ranks of the world."""
+
+    def begin(self, call: str) -> None:
+        """This rank begins a collective call. Does not wait: waiting for the LOSS scalars compares the calls."""
+        ...
+
+    def check_same(self) -> None:
+        """Wait until all ranks have begun a call. Raises DivergenceError unless it is the same one."""
+        ...
+
+    def check_begun(self, waited_seconds: float | None) -> None:
+        """Raise DivergenceError if a rank of this host is known to be in another call. Never waits.
+
+        What waits for other ranks calls it now and then, with the seconds waited so far: late ranks may still begin the
+        call. None: whatever they may still begin.
+        """
+        ...
+
+
+class WorldChannel(NamedTuple):
+    """What all ranks of the job do together."""
+
+    scalars: ScalarReducer
+    calls: CallChecker
+
+
+class DataTransport(NamedTuple):
+    """What the data ranks do together. `description`: what joins them, and why, in words."""
+
+    grads: GradReducer
+    weights: WeightGatherer
+    scalars: ScalarReducer
+    description: str
+
+    def end_step(self) -> None:
+        """This rank needs the sums of this step no more. The weights are whole when this returns."""
+        self.grads.end_step()
+        self.weights.end_step()
+
+
+GradsOfBucket = Callable[[int], Sequence[Tensor]]
+"""The gradients of a bucket, where they have no buffers."""
