@@ -106,7 +106,7 @@ def attentions(choice: str, host: str | None) -> dict[str, Any]:
     by_layout = itertools.groupby(attention_oracle.cases(size), key=lambda case: (case.ring, case.ulysses))
     for (ring, ulysses), cases in by_layout:
         with fake_hosts(host):
-            axis = connect_sequence(comm, [range(size)], ring=ring, ulysses=ulysses, transport=choice)
+            axis = connect_sequence(comm, ring=ring, ulysses=ulysses, transport=choice)
         names |= {link.name for link in axis.groups if link.size > 1}
         for case in itertools.islice(cases, 0, None, 5):  # All of them are run on ranks that are threads.
             tensors = attention_oracle.make_tensors(case)

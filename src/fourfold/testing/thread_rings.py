@@ -74,7 +74,7 @@ def make_axis(
     """
     ranks = range(comm.size)
     if transport == "shared":
-        return connect_sequence(comm, [ranks], ring=ring, ulysses=ulysses, transport="shared")
+        return connect_sequence(comm, ring=ring, ulysses=ulysses, transport="shared")
     ring_groups = [ranks[first::ulysses] for first in range(ulysses)]
     head_groups = [ranks[start : start + ulysses] for start in range(0, comm.size, ulysses)]
     return SequenceGroup(make_p2p_ring(comm, ring_groups), make_p2p_ring(comm, head_groups), ring)

@@ -45,7 +45,7 @@ class CollectiveDryRun:
 
     def __init__(self, model: nn.Module, loss: Callable[[Any, Any], Any], plan: Plan, comm: Communicator) -> None:
         self._model, self._loss, self._plan, self._comm = model, loss, plan, comm
-        self._coords = plan.mesh.coordinates(comm.rank)
+        self._coords = plan.mesh.coordinates(comm.global_rank)
 
     def run(
         self,

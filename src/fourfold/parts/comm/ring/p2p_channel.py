@@ -15,14 +15,15 @@ from fourfold.words.trace_events import NULL_RECORDER
 
 
 class ProcessGroupChannel:
-    """See `P2PChannel`. Every rank of the job must make the channels of all groups, in the same order."""
+    """See `P2PChannel`. Collective among the members."""
 
     def __init__(self, comm: Communicator, members: Sequence[int], purpose: str) -> None:
         self._communicator, self._group = comm, comm.process_group_getter(members, purpose)
         self.name = "NCCL" if comm.device.type == "cuda" else "gloo"
         self.size = len(members)
-        self.index = list(members).index(comm.rank) if comm.rank in members else -1
-        self._right_rank, self._left_rank = (members[(self.index + step) % self.size] for step in (1, -1))
+        self.index = list(members).index(comm.rank)
+        neighbours = (members[(self.index + step) % self.size] for step in (1, -1))
+        self._right_rank, self._left_rank = (comm.ranks[neighbour] for neighbour in neighbours)
         self.sent_bytes, self.waiting_seconds, self.recorder = 0.0, 0.0, NULL_RECORDER
 
     def send_right_recv_left(self, flat: Tensor, tag: int) -> PendingRecv:
