@@ -1,5 +1,6 @@
 """The laws of communicators along the axes of a mesh, on ranks that are threads."""
 
+import mmap
 import threading
 
 import pytest
@@ -7,9 +8,13 @@ import torch
 
 from fourfold.environment.processes import this_process
 from fourfold.environment.world import World
+from fourfold.parts import memory
+from fourfold.parts.comm import host_shared_memory
 from fourfold.parts.comm.communicator import Communicator, _RankProcess, host_id
+from fourfold.parts.comm.host_shared_memory import open_host_memory
+from fourfold.parts.comm.rings import make_ring
 from fourfold.testing import threads
-from fourfold.words.errors import PeerError
+from fourfold.words.errors import DivergenceError, LaunchError, PeerError, PlanError
 from fourfold.words.mesh import AXES, Mesh
 from tests.communicator_oracle import (
     AXES_SUBSETS,
@@ -144,3 +149,58 @@ def test_a_team_counts_its_hosts_and_names_the_global_rank_of_a_dead_peer():
         raise RuntimeError("Connection closed by peer")
     assert not world.along("pp").is_peer_dead(0)  # of another host
     world.along("pp").check_peers()
+
+
+def test_rings_of_teams_exchange_within_the_team_and_their_errors_name_global_ranks():
+    def body(comm):
+        team = comm.on_mesh(Mesh(dp=2, sp=2)).along("sp")
+        ring = make_ring(team, [range(2)], "ring", choice="shared")
+        blocks = {owner: block.tolist() for owner, block in ring.iterate_blocks([torch.full((1,), float(comm.rank))])}
+        assert blocks == {index: [float(rank)] for index, rank in enumerate(team.ranks)}
+        ring.all_gather([torch.zeros(1)])
+        here, there = comm.rank, team.ranks[1 - team.rank]
+        with pytest.raises(DivergenceError, match=rf"rank {there} has \d+ bytes, rank {here} \d+"):
+            ring.all_gather([torch.zeros(1 + team.rank)])
+
+    threads.run(4, body)
+
+
+def test_a_team_on_several_hosts_has_no_shared_memory_and_its_ranks_are_named():
+    def body(comm):
+        team = comm.on_mesh(Mesh(sp=2, tp=2)).along("sp")
+        with pytest.raises(PlanError, match=rf"ranks \[{team.ranks[0]}, {team.ranks[1]}\] are on several hosts"):
+            make_ring(team, [range(2)], "ring", choice="shared")
+        neighbours = comm.on_mesh(Mesh(sp=2, tp=2)).along("tp")
+        assert make_ring(neighbours, [range(2)], "ring", choice="shared").name == "shared memory"
+
+    threads.run(4, body, hosts=2)
+
+
+def test_ranks_that_cannot_connect_are_named_by_their_global_ranks_and_their_memory_is_freed(monkeypatch):
+    def fail(*args):
+        raise OSError("no descriptor came")
+
+    monkeypatch.setattr(host_shared_memory, "_exchange_handle", fail)
+    unmapped = dict(memory._unmapped)
+
+    def body(comm):
+        team = comm.on_mesh(Mesh(pp=2, dp=2)).along("dp")
+        need = rf"ranks \[{team.ranks[0]}, {team.ranks[1]}\] could not connect to each other \(no descriptor came\)"
+        with pytest.raises(LaunchError, match=need):
+            open_host_memory(lambda: memory.create_shared(mmap.PAGESIZE), team, range(2))
+
+    threads.run(4, body)
+    assert memory._unmapped == unmapped
+
+
+def test_a_group_is_refused_to_a_rank_that_is_not_in_it_when_it_is_used():
+    def body(comm):
+        team = comm.on_mesh(Mesh(pp=2, dp=2)).along("dp")
+        group, total = team.get_group([1], "tests"), torch.ones(1)
+        if team.rank == 0:
+            with pytest.raises(AssertionError, match=f"rank {comm.rank} is not in the group"):
+                group.all_reduce(total)
+        else:
+            group.all_reduce(total).wait()
+
+    threads.run(4, body)

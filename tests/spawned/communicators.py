@@ -3,6 +3,7 @@
 import gc
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from fourfold.parts.comm import init
@@ -60,3 +61,13 @@ def sums_of_groups_made_again() -> list[float]:
         if dist.get_rank() % 2:  # the others drop theirs later
             gc.collect()
     return sums
+
+
+def refused_groups() -> str:
+    """The error of this rank when it uses a group that it is not in; rank 0 is alone in it, and does not wait."""
+    group, total = init.init_communicator().get_group([0], "alone"), torch.ones(1)
+    try:
+        group.all_reduce(total).wait()
+    except AssertionError as error:
+        return str(error)
+    return "nothing"

@@ -40,3 +40,8 @@ def test_the_world_and_a_rank_alone_need_no_process_group_and_a_team_one(world):
     assert (
         world(4).run(f"{CASES}:num_groups_made", mesh={"dp": 2, "sp": 2}, axes_in_order=axes) == [[0, 0, 0, 1, 1]] * 4
     )
+
+
+def test_a_group_is_refused_to_a_rank_that_is_not_in_it_when_it_is_used(world):
+    refusals = [f"rank {rank} is not in the group [0] (alone)" for rank in (1, 2, 3)]
+    assert world(4).run(f"{CASES}:refused_groups") == ["nothing", *refusals]

@@ -55,6 +55,7 @@ def open_host_memory(
     try:
         return _exchange_handle(server, comm, host_ranks), ""
     except (OSError, IndexError) as error:
+        server.close()
         ranks = [comm.ranks[rank] for rank in host_ranks]
         got = f"ranks {ranks} could not connect to each other ({error or 'one of them has ended'})"
         raise LaunchError(Problem(got, "all of them to be alive")) from error
