@@ -113,6 +113,7 @@ def assemble(
     optimizer = build_optimizer(optimizer_factory, list(model.parameters()))
     check_update_timing(optimizer, plan)
     check_user_optimizer(optimizer, plan)
+    world = world.on_mesh(plan.mesh)
     data_ranks = world.along("dp", "sp")
     trained = _lay_out(model, optimizer, plan, world, options)
     channel = transports.make_world_channel(world, plan.transport, meter)
