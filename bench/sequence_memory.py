@@ -27,7 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from bench import bert
 from bench.measurement import describe_machine, format_table
 from fourfold.parts.comm.meter import CommMeter
-from fourfold.parts.comm.reduce.single_rank import SingleRankReducer
+from fourfold.parts.comm.reduce.single_rank import SingleRankReducer, WholeWeights
 from fourfold.parts.comm.ring.p2p import RingOverP2P
 from fourfold.parts.comm.ring.single_rank import NullRingGroup
 from fourfold.parts.data.flat_params import flatten_params, param_specs
@@ -150,12 +150,13 @@ def zero_buckets(model: nn.Module, *, size: int, zero: int) -> StepMemory:
     for bucket, index in zip(buckets, buffer_indices, strict=True):
         buffer_sizes[index] = max(buffer_sizes.get(index, 0), bucket.size)
     buffers = {index: torch.empty(length) for index, length in buffer_sizes.items()}
-    transport = SingleRankReducer(
+    reducer = SingleRankReducer(
         [buffers[index][: b.size] for b, index in zip(buckets, buffer_indices, strict=True)], buffer_indices
     )
-    transport.shared_weights = [torch.empty(bucket.size) for bucket in buckets]
-    flatten_params(named, buckets, transport)
-    gradients = GradBuckets(named, buckets, transport, allow_unused=False)
+    weights = WholeWeights()
+    weights.shared_weights = [torch.empty(bucket.size) for bucket in buckets]
+    flatten_params(named, buckets, weights)
+    gradients = GradBuckets(named, buckets, reducer, allow_unused=False)
     gradients.is_enabled = True
     gradients.mark_last_backward()
     shard_sizes = [bucket.size // (size if split else 1) for bucket in buckets]

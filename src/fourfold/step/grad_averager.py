@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 from fourfold.parts.comm import transports
 from fourfold.parts.comm.communicator import Communicator
 from fourfold.parts.comm.meter import CommMeter
-from fourfold.parts.comm.reduce.protocol import CallChecker
 from fourfold.parts.comm.reduce.transport_spec import TransportSpec
 from fourfold.parts.data import grad_buckets
 from fourfold.parts.data.flat_params import param_specs
@@ -36,8 +35,6 @@ class GradAverager:
         optimizer: Optimizer,
         plan: Plan,
         communicator: Communicator,
-        meter: CommMeter,
-        calls: CallChecker,
     ) -> None:
         specs = param_specs(dict(trainable), {})
         num_bytes = effective_bucket_bytes(specs, plan.bucket_bytes, is_inter_host=communicator.num_hosts > 1)
@@ -49,7 +46,11 @@ class GradAverager:
             num_scalars=max(8, len(trainable)),
         )
         self._allows_unused = plan.unused == "allow"
-        transport = transports.make_data_transport(communicator, spec, meter=meter, calls=calls, choice=plan.transport)
+        meter = CommMeter()
+        self.world = transports.make_world_channel(communicator, plan.transport, meter)
+        transport = transports.make_data_transport(
+            communicator, spec, meter=meter, calls=self.world.calls, choice=plan.transport
+        )
         self._transport, self._reducer, self.transport_name = transport, transport.grads, transport.description
         self.gradients = grad_buckets.GradBuckets(
             dict(trainable), buckets, self._reducer, allow_unused=self._allows_unused
