@@ -22,22 +22,22 @@ import fourfold as ff
 from bench.measurement import describe_machine
 from bench.models import CASES, losses
 from fourfold.parts.comm.reduce.collective_fingerprint import BOARD_DEPTH
-from fourfold.parts.comm.reduce.fingerprint_check import NUM_LOSS_SCALARS
+from fourfold.parts.comm.reduce.scalar_room import NUM_LOSS_SCALARS
 
-WARMUP, NUM_CALLS = 4, 5000
+NUM_RANKS, WARMUP, NUM_CALLS = 2, 4, 5000
 CALL_TEXT = "step 1000, positions 2000 to 2002 of epoch 0, seed 0"
 
 
 @contextlib.contextmanager
-def without_fingerprints(transport: Any) -> Iterator[None]:
+def without_fingerprints(world: Any) -> Iterator[None]:
     """Within: calls are neither published nor compared."""
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(transport, "begin_call"))
-        if hasattr(transport, "_fingerprint_check"):
-            check = stack.enter_context(mock.patch.object(transport, "_fingerprint_check"))
+        stack.enter_context(mock.patch.object(world.calls, "begin"))
+        if hasattr(world.scalars, "_fingerprint_check"):
+            check = stack.enter_context(mock.patch.object(world.scalars, "_fingerprint_check"))
             check.append_fingerprint.side_effect = lambda values, call: values.clone()
         else:
-            stack.enter_context(mock.patch.object(transport._calls, "compare"))
+            stack.enter_context(mock.patch.object(world.calls._check, "check_begun"))
         yield
 
 
@@ -45,15 +45,15 @@ def main() -> None:
     kind, pairs = sys.argv[1], int(sys.argv[2])
     case = CASES["gpt1"]
     step = ff.parallelize(
-        case.build(), losses, functools.partial(torch.optim.AdamW, lr=case.lr), ff.Plan(dp=2, transport=kind)
+        case.build(), losses, functools.partial(torch.optim.AdamW, lr=case.lr), ff.Plan(dp=NUM_RANKS, transport=kind)
     )
-    transport: Any = step._transport
+    world: Any = step._world
     (batch,) = case.batches(step.rank, 1)
     pairs_of_seconds = []
     for number in range(WARMUP + pairs):
         seconds = {}
         for is_checked in (True, False) if number % 2 else (False, True):
-            with contextlib.nullcontext() if is_checked else without_fingerprints(transport):
+            with contextlib.nullcontext() if is_checked else without_fingerprints(world):
                 begin = time.perf_counter()
                 step(batch)
                 seconds[is_checked] = time.perf_counter() - begin
@@ -61,7 +61,7 @@ def main() -> None:
     ratios = [checked / unchecked for checked, unchecked in pairs_of_seconds[WARMUP:]]
     low, _, high = quantiles(ratios, n=4)
     without = median(unchecked for _, unchecked in pairs_of_seconds[WARMUP:])
-    alone = _board_seconds(transport) if kind == "shared" else _message_seconds(transport)
+    alone = _board_seconds(world) if kind == "shared" else _message_seconds(world)
     if step.rank == 0:
         print(describe_machine())
         print(f"{kind}: step without {without * 1e3:.1f} ms")
@@ -69,29 +69,29 @@ def main() -> None:
         print(f"publishing and comparing: {alone * 1e6:.1f} µs of CPU, {alone / without:.4%} of the step")
 
 
-def _board_seconds(transport: Any) -> float:
+def _board_seconds(world: Any) -> float:
     """Seconds to publish and compare one call in shared memory, from many in a row without waiting."""
-    counts = [1] * transport.size
+    check, counts = world.calls._check, [1] * NUM_RANKS
     for _ in range(BOARD_DEPTH):
-        transport.begin_call(CALL_TEXT)
-    transport.check_same_call()
+        world.calls.begin(CALL_TEXT)
+    world.calls.check_same()
     begin = time.process_time()
     for _ in range(NUM_CALLS):
-        transport.begin_call(CALL_TEXT)
-        transport._calls.compare()
+        world.calls.begin(CALL_TEXT)
+        check.check_begun(None)
         # The other rank may be too far ahead or behind to be compared above.
-        transport._calls.board.check(transport.index, lambda: counts)
+        check.board.check(check._index, lambda: counts)
     return (time.process_time() - begin) / NUM_CALLS
 
 
-def _message_seconds(transport: Any) -> float:
+def _message_seconds(world: Any) -> float:
     """Seconds to make and compare the fingerprints of one call. The message exists anyway, and grows by 48 bytes."""
     values = torch.zeros(4, dtype=torch.float64)
-    sums = [0.0] * NUM_LOSS_SCALARS + [1.0] * transport.size
+    sums = [0.0] * NUM_LOSS_SCALARS + [1.0] * NUM_RANKS
     begin = time.process_time()
     for _ in range(NUM_CALLS):
-        transport._fingerprint_check.append_fingerprint(values, CALL_TEXT)
-        transport._fingerprint_check.check(sums, CALL_TEXT)
+        world.scalars._fingerprint_check.append_fingerprint(values, CALL_TEXT)
+        world.scalars._fingerprint_check.check(sums, CALL_TEXT)
     return (time.process_time() - begin) / NUM_CALLS
 
 

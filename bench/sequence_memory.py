@@ -26,7 +26,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from bench import bert
 from bench.measurement import describe_machine, format_table
-from fourfold.parts.comm.reduce.single_rank import SingleRankTransport
+from fourfold.parts.comm.meter import CommMeter
+from fourfold.parts.comm.reduce.single_rank import SingleRankReducer, WholeWeights
 from fourfold.parts.comm.ring.p2p import RingOverP2P
 from fourfold.parts.comm.ring.single_rank import NullRingGroup
 from fourfold.parts.data.flat_params import flatten_params, param_specs
@@ -39,7 +40,6 @@ from fourfold.plan.data.zero import RESTING_LAYOUTS, grad_buffer_indices
 from fourfold.plan.plan import Plan
 from fourfold.testing.peak_memory import PeakMemory
 from fourfold.words.layout import SPLIT
-from fourfold.words.trace_events import NULL_RECORDER
 
 USABLE_BYTES = 15_400_000_000
 """The part of 16 GiB that context, libraries and fragmentation leave on a P100."""
@@ -100,19 +100,19 @@ class NullChannel:
 
     def __init__(self, size: int) -> None:
         self.size, self.index = size, 0
-        self.sent_bytes, self.waiting_seconds, self.recorder = 0.0, 0.0, NULL_RECORDER
+        self.meter = CommMeter()
 
     def send_right_recv_left(self, flat: Tensor, tag: int) -> Callable[[], Tensor]:
         taken = torch.empty_like(flat)
-        self.sent_bytes += flat.numel() * flat.element_size()
+        self.meter.sent_bytes += flat.numel() * flat.element_size()
         return lambda: taken
 
     def all_gather(self, flat: Tensor) -> Tensor:
-        self.sent_bytes += (self.size - 1) * flat.numel() * flat.element_size()
+        self.meter.sent_bytes += (self.size - 1) * flat.numel() * flat.element_size()
         return flat.new_empty(self.size, flat.numel())
 
     def all_to_all(self, parts: Tensor) -> Tensor:
-        self.sent_bytes += (self.size - 1) * parts[0].numel() * parts.element_size()
+        self.meter.sent_bytes += (self.size - 1) * parts[0].numel() * parts.element_size()
         return torch.empty_like(parts)
 
 
@@ -128,7 +128,9 @@ def sequence_parallel(
 ) -> Layout:
     """A rank of Fourfold's sequence axis; a single rank uses torch's own attention. ZeRO shards over the ranks."""
     rest = functools.partial(zero_buckets, size=size, zero=zero)
-    axis = SequenceGroup((TruncatedRing if few_hops else RingOverP2P)(NullChannel(size)), NullRingGroup(), ring)
+    axis = SequenceGroup(
+        (TruncatedRing if few_hops else RingOverP2P)(NullChannel(size)), NullRingGroup(CommMeter()), ring
+    )
 
     def ring_attention(q_BHLK: Tensor, k_BHLK: Tensor, v_BHLK: Tensor) -> Tensor:
         return sequence_attention(q_BHLK, k_BHLK, v_BHLK, axis, dropout=AttentionDropout(bert.DROPOUT))
@@ -148,12 +150,13 @@ def zero_buckets(model: nn.Module, *, size: int, zero: int) -> StepMemory:
     for bucket, index in zip(buckets, buffer_indices, strict=True):
         buffer_sizes[index] = max(buffer_sizes.get(index, 0), bucket.size)
     buffers = {index: torch.empty(length) for index, length in buffer_sizes.items()}
-    transport = SingleRankTransport(
+    reducer = SingleRankReducer(
         [buffers[index][: b.size] for b, index in zip(buckets, buffer_indices, strict=True)], buffer_indices
     )
-    transport.shared_weights = [torch.empty(bucket.size) for bucket in buckets]
-    flatten_params(named, buckets, transport)
-    gradients = GradBuckets(named, buckets, transport, allow_unused=False)
+    weights = WholeWeights()
+    weights.shared_weights = [torch.empty(bucket.size) for bucket in buckets]
+    flatten_params(named, buckets, weights)
+    gradients = GradBuckets(named, buckets, reducer, allow_unused=False)
     gradients.is_enabled = True
     gradients.mark_last_backward()
     shard_sizes = [bucket.size // (size if split else 1) for bucket in buckets]

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fourfold.parts.comm import init
+from fourfold.parts.comm.meter import CommMeter
 from fourfold.parts.comm.ring.protocol import RingGroup
 from fourfold.parts.comm.ring.single_rank import NullRingGroup
 from fourfold.parts.memory import keep_freed_memory
@@ -32,7 +33,7 @@ class Axes:
     """All sequence groups of this rank, made when first used."""
 
     def __init__(self) -> None:
-        self._comm, self._axes = init.init_communicator(), {}
+        self._comm, self._axes, self.meter = init.init_communicator(), {}, CommMeter()
 
     def axis(self, layout: str) -> SequenceGroup:
         if layout not in self._axes:
@@ -40,11 +41,13 @@ class Axes:
             ulysses = self._comm.size if ring == "ulysses" else 1
             ring = "plain" if ring == "ulysses" else ring
             all_ranks = [range(self._comm.size)]
-            self._axes[layout] = connect_sequence(self._comm, all_ranks, ring=ring, ulysses=ulysses, transport=choice)
+            self._axes[layout] = connect_sequence(
+                self._comm, all_ranks, self.meter, ring=ring, ulysses=ulysses, transport=choice
+            )
         return self._axes[layout]
 
     def single_rank(self) -> SequenceGroup:
-        return SequenceGroup(NullRingGroup(), NullRingGroup())
+        return SequenceGroup(NullRingGroup(self.meter), NullRingGroup(self.meter))
 
 
 def make_tensors(job: dict[str, Any]) -> list[Tensor]:
@@ -65,7 +68,7 @@ def measure_attention(axes: Axes, job: dict[str, Any]) -> dict[str, float]:
         *qkv, grad_out = (tensor[:, :, local_positions] for tensor in (*qkv, grad_out))
     q, k, v = (tensor.requires_grad_() for tensor in qkv)
     dist.barrier()
-    waited, begin, used = _waiting_seconds(axis), time.perf_counter(), time.thread_time()
+    waited, begin, used = axes.meter.waiting_seconds, time.perf_counter(), time.thread_time()
     seconds = 0.0
     if is_sequence_split or rank == 0:
         out = sequence_attention(q, k, v, axis, is_causal=job["causal"])
@@ -76,7 +79,7 @@ def measure_attention(axes: Axes, job: dict[str, Any]) -> dict[str, float]:
     else:
         used, sums = 0.0, [0.0] * 4
     dist.barrier()
-    times = {"seconds": seconds, "processor": used, "waited": _waiting_seconds(axis) - waited}
+    times = {"seconds": seconds, "processor": used, "waited": axes.meter.waiting_seconds - waited}
     return times | dict(zip("oqkv", sums, strict=True))
 
 
@@ -101,10 +104,6 @@ def measure_exchange(axes: Axes, job: dict[str, Any]) -> dict[str, float]:
 def _iterate_blocks(link: RingGroup, block: Tensor) -> None:
     for _ in link.iterate_blocks([block]):
         pass
-
-
-def _waiting_seconds(axis: SequenceGroup) -> float:
-    return sum(link.waiting_seconds for link in axis.groups)
 
 
 def main(answers: TextIO) -> None:

@@ -1,4 +1,4 @@
-"""Law of the compressed transport: the messages of a stage are sent in program order, whenever earlier ones arrive."""
+"""Law of compressed reductions: the messages of a stage are sent in program order, whenever earlier ones arrive."""
 
 import random
 from typing import Any, cast
@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fourfold.parts.codec.protocol import CodecReduction, Message
-from fourfold.parts.comm.reduce.compressed import CompressedRoutes, CompressedTransport, message_indices
+from fourfold.parts.comm.meter import CommMeter
+from fourfold.parts.comm.reduce.compressed import CompressedReducer, CompressedRoutes, message_indices
 from fourfold.parts.comm.reduce.message_gatherer import NullMessageGatherer
-from fourfold.parts.comm.reduce.single_rank import SingleRankTransport
+from fourfold.parts.comm.reduce.single_rank import SingleRankReducer
 from fourfold.plan.codec import CodecRound, Combine
 
 
@@ -30,31 +31,33 @@ class Counter:
 
 
 class StageMessages:
-    """The transport of one stage: it records launches, and a message arrives when the test says so, or in a wait.
+    """The reducer of one stage: it records launches, and a message arrives when the test says so, or in a wait.
 
     If two ranks launched the messages of two buckets in different orders, a process group would add one bucket's
     message to the other's.
     """
-
-    sent_bytes = 0.0
 
     def __init__(self, num_messages: int) -> None:
         self.grad_buffers = [torch.zeros(1, dtype=torch.float64) for _ in range(num_messages)]
         self.launched: list[int] = []
         self.arrived: set[int] = set()
 
-    def acquire_buffer(self, index: int) -> None:
+    def acquire_buffer(self, index: int, factor: float) -> None:
+        assert factor == 1.0  # a message is summed at once, whatever the sums of gradients wait for
+
+    def all_gather_grads(self, index: int) -> None:
         pass
 
-    all_gather_grads = acquire_buffer
-
-    def reduce_async(self, index: int, reduction_index: int) -> None:
+    def reduce_async(self, index: int, reduction_index: int | None, factor: float) -> None:
+        assert (reduction_index, factor) == (None, 1.0)
         self.launched.append(index)
 
-    def wait_reduce(self, index: int) -> None:
+    def wait_reduce(self, index: int, factor: float) -> None:
+        assert factor == 1.0
         self.arrived.add(index)
 
-    def is_reduced(self, index: int) -> bool:
+    def is_reduced(self, index: int, factor: float) -> bool:
+        assert factor == 1.0
         return index in self.arrived
 
     def in_flight(self) -> list[int]:
@@ -68,25 +71,25 @@ def test_messages_of_a_stage_are_sent_in_program_order_in_whatever_order_earlier
     codecs: Any = [Counter(number) for number in num_rounds]
     stages = [StageMessages(len(indices)) for indices in message_indices(codecs)]
     buckets = range(len(codecs))
-    inner = SingleRankTransport([torch.zeros(1, dtype=torch.float64) for _ in buckets], tuple(buckets))
-    routes = CompressedRoutes(inner, cast(Any, stages), NullMessageGatherer(), is_host_leader=True)
-    coded = CompressedTransport(routes, codecs)
+    inner = SingleRankReducer([torch.zeros(1, dtype=torch.float64) for _ in buckets], tuple(buckets))
+    routes = CompressedRoutes(inner, cast(Any, stages), NullMessageGatherer(), is_host_leader=True, needs_factor=True)
+    coded = CompressedReducer(routes, codecs, CommMeter())
 
     def let_arrive_and_poll() -> None:
         in_flight = [(stage, index) for stage in stages for index in stage.in_flight()]
         for stage, index in chance.sample(in_flight, chance.randint(0, len(in_flight))):
             stage.arrived.add(index)
-        coded.is_reduced(0)
+        coded.is_reduced(0, None)
 
     for bucket in buckets:
         coded.grad_buffers[bucket].fill_(10.0 * bucket)
-        coded.reduce_async(bucket, bucket)
+        coded.reduce_async(bucket, bucket, None)
         let_arrive_and_poll()
     for _ in range(chance.randint(0, 8)):
         let_arrive_and_poll()
     for bucket in buckets:
-        coded.wait_reduce(bucket)
+        coded.wait_reduce(bucket, 2.0)
     assert [stage.launched for stage in stages] == [list(range(len(stage.launched))) for stage in stages]
     assert [flat.item() for flat in coded.grad_buffers] == [
-        10.0 * b + n for b, n in zip(buckets, num_rounds, strict=True)
+        2.0 * (10.0 * b + n) for b, n in zip(buckets, num_rounds, strict=True)
     ]

@@ -48,9 +48,10 @@ def test_a_layer_used_on_one_rank_only_is_trained_on_every_rank(monkeypatch):
     def body(comm):
         step = build_step(case, 2, comm)
         launched: list[int] = []
-        launch = step._transport.reduce_async
+        grads = step._transport.grads
+        launch = grads.reduce_async
         monkeypatch.setattr(
-            step._transport, "reduce_async", lambda bucket, name: launched.append(bucket) or launch(bucket, name)
+            grads, "reduce_async", lambda bucket, *args: launched.append(bucket) or launch(bucket, *args)
         )
         before = step.model.get_parameter("spare.weight").clone()
         trained = train_step(case, step)
@@ -134,9 +135,10 @@ def test_after_the_first_step_buckets_are_launched_in_the_recorded_order(monkeyp
         step = build_step(case, 2, comm)
         train_step(dataclasses.replace(case, batch_sizes=(7,)), step)
         launched: list[int] = []
-        launch = step._transport.reduce_async
+        grads = step._transport.grads
+        launch = grads.reduce_async
         monkeypatch.setattr(
-            step._transport, "reduce_async", lambda bucket, name: launched.append(bucket) or launch(bucket, name)
+            grads, "reduce_async", lambda bucket, *args: launched.append(bucket) or launch(bucket, *args)
         )
         train_step(case, step, skip=1)
         return launched, [action.index for action in step.program if action.verb == Verb.REDUCE]

@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from fourfold.feed.feed import Batch
+from fourfold.parts.comm.meter import CommMeter
 from fourfold.parts.comm.reduce import collective_fingerprint
 from fourfold.parts.comm.reduce.shared_memory import call_check
 from fourfold.parts.comm.reduce.shared_memory.flags import HostFlags, HostRanks
+from fourfold.parts.comm.reduce.shared_memory.host_transport import make_host_world
 from fourfold.parts.comm.reduce.shared_memory.layout import SharedMemoryLayout
-from fourfold.parts.comm.reduce.shared_memory.transport import SharedMemoryTransport
 from fourfold.plan.sample_order import BatchRange
 from fourfold.step.build import TrainStep
 from fourfold.testing import threads
@@ -87,32 +88,32 @@ def test_a_rank_that_never_arrives_does_not_hide_the_divergence_of_others(monkey
 
 
 def test_calls_are_compared_once_all_ranks_have_begun_or_the_grace_period_is_over():
-    layout = SharedMemoryLayout((), (), num_scalars=8)
+    layout = SharedMemoryLayout(num_scalars=8, has_call_board=True)
     mapping, hosts = mmap.mmap(-1, layout.total_bytes(3)), [HostRanks(index, (0, 1, 2)) for index in range(3)]
     flags = [HostFlags(mapping, layout.region_bytes, index=index, size=3) for index in range(3)]
     checks = [call_check.CallCheck(mapping, layout, host, own) for host, own in zip(hosts, flags, strict=True)]
     checks[0].begin("step 6")
     checks[1].begin("edit()")
     grace = call_check.DIVERGENCE_GRACE_SECONDS
-    checks[0].compare_after(grace)  # rank 2 may still begin its call
+    checks[0].check_begun(grace)  # rank 2 may still begin its call
     with pytest.raises(DivergenceError, match="rank 2 is at nothing and has come no further"):
-        checks[0].compare_after(grace + 0.1)
+        checks[0].check_begun(grace + 0.1)
     checks[2].begin("step 6")
     with pytest.raises(DivergenceError, match=r"rank 1 is at edit\(\); ranks 0 and 2 are at step 6"):
-        checks[0].compare_after(0.0)
+        checks[0].check_begun(0.0)
 
 
 def test_a_rank_that_diverged_and_then_died_is_reported_as_diverged():
-    layout = SharedMemoryLayout((), (), num_scalars=8)
+    layout = SharedMemoryLayout(num_scalars=8, has_call_board=True)
     mapping = mmap.mmap(-1, 3 * layout.region_bytes)
     here, there = socket.socketpair()
-    first = SharedMemoryTransport(mapping, layout, HostRanks(0, (0, 1, 2), {1: here}))
-    diverged = SharedMemoryTransport(mapping, layout, HostRanks(1, (0, 1, 2)))
-    diverged.begin_call("evaluate() after step 5")
+    first = make_host_world(mapping, layout, HostRanks(0, (0, 1, 2), {1: here}), CommMeter()).calls
+    diverged = make_host_world(mapping, layout, HostRanks(1, (0, 1, 2)), CommMeter()).calls
+    diverged.begin("evaluate() after step 5")
     there.close()
-    first.begin_call("step 6")
+    first.begin("step 6")
     with pytest.raises(DivergenceError, match="rank 2 is at nothing and has come no further"), here:
-        first.check_same_call()
+        first.check_same()
 
 
 def test_a_skipped_step_is_found_when_the_other_ranks_evaluate():

@@ -199,7 +199,7 @@ def test_the_trace_shows_communication_overlapped_with_computation(monkeypatch):
 
     def body(comm):
         axis, recording = thread_rings.make_axis(comm), SpanRecorder()
-        axis.ring_group.recorder = recording
+        axis.ring_group.meter.recorder = recording
         attention_oracle.run_on_axis(case, attention_oracle.make_tensors(case), axis)
         return threading.get_ident(), recording.spans
 

@@ -10,6 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 from fourfold.parts import memory
+from fourfold.parts.comm.meter import CommMeter
 from fourfold.parts.comm.ring import shared_memory
 from fourfold.parts.sequence import kernels
 from fourfold.parts.sequence.attention import sequence_attention
@@ -307,7 +308,7 @@ def test_a_wait_ends_when_a_rank_has_died_or_never_arrives():
     def late(comm):
         handle = memory.create_growing(shared_memory.total_bytes(2))
         ring_group = shared_memory.RingOverSharedMemory(
-            handle, shared_memory.RingPlace(0, (4, 7)), check_peers=lambda: None, time_limit_seconds=0.1
+            handle, shared_memory.RingPlace(0, (4, 7)), CommMeter(), check_peers=lambda: None, time_limit_seconds=0.1
         )
         with pytest.raises(PeerError, match="rank 7 did not come"):
             list(ring_group.iterate_blocks([torch.zeros(2)]))

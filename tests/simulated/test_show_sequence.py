@@ -33,7 +33,9 @@ def test_the_reported_bytes_equal_those_that_a_rank_saves_and_sends(plan: Plan) 
     (form,) = seen.attention_calls
     samples = TASK.batch_size // plan.dp
     around, heads = NullChannel(plan.sp // plan.ulysses), NullChannel(plan.ulysses)
-    axis = SequenceGroup(RingOverP2P(around), RingOverP2P(heads) if heads.size > 1 else NullRingGroup(), plan.ring)
+    axis = SequenceGroup(
+        RingOverP2P(around), RingOverP2P(heads) if heads.size > 1 else NullRingGroup(around.meter), plan.ring
+    )
     q, k, v = (
         torch.randn(samples, num, seen.length // plan.sp, form.head_size, requires_grad=True)
         for num in (form.heads, form.kv_heads, form.kv_heads)
@@ -50,7 +52,7 @@ def test_the_reported_bytes_equal_those_that_a_rank_saves_and_sends(plan: Plan) 
     if plan.ring != "rsa":
         assert saved_bytes(plan, seen, samples, seen.length) == 3 * sum(saved.values())
     out.sum().backward()
-    assert sent_bytes(plan, seen, samples, seen.length) == 3 * (around.sent_bytes + heads.sent_bytes)
+    assert sent_bytes(plan, seen, samples, seen.length) == 3 * (around.meter.sent_bytes + heads.meter.sent_bytes)
 
 
 def test_every_token_has_one_rank_and_padding_is_reported() -> None:

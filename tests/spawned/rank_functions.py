@@ -19,6 +19,7 @@ from torch import nn
 import fourfold as ff
 from fourfold.analysis.verify import verify
 from fourfold.parts.comm import init
+from fourfold.parts.comm.meter import CommMeter
 from fourfold.parts.sequence.sequence_group import connect_sequence
 from fourfold.plan.codec import codec_rounds
 from fourfold.plan.trace_file import encode_trace
@@ -105,14 +106,15 @@ def attentions(choice: str, host: str | None) -> dict[str, Any]:
     names: set[str] = set()
     by_layout = itertools.groupby(attention_oracle.cases(size), key=lambda case: (case.ring, case.ulysses))
     for (ring, ulysses), cases in by_layout:
+        meter = CommMeter()
         with fake_hosts(host):
-            axis = connect_sequence(comm, [range(size)], ring=ring, ulysses=ulysses, transport=choice)
+            axis = connect_sequence(comm, [range(size)], meter, ring=ring, ulysses=ulysses, transport=choice)
         names |= {link.name for link in axis.groups if link.size > 1}
         for case in itertools.islice(cases, 0, None, 5):  # All of them are run on ranks that are threads.
             tensors = attention_oracle.make_tensors(case)
             got, expected = attention_oracle.run_on_axis(case, tensors, axis), attention_oracle.oracle(case, tensors)
             deviations[str(case)] = attention_oracle.deviation(got, expected, axis.local_token_ranges(case.length))
-        sent[ring] = axis.ring_group.sent_bytes + axis.ulysses_group.sent_bytes
+        sent[ring] = meter.sent_bytes
     return {"deviations": deviations, "links": sorted(names), "sent_bytes": sent}
 
 

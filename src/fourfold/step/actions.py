@@ -46,12 +46,10 @@ class Actions:
         clip: float | None,
         update: str,
         all_reduce_count: Callable[[float], float],
-        blocks_in_backward: bool = False,
     ) -> None:
         """`update` is the plan's: when buckets are updated.
 
         `all_reduce_count` sums a number over the data ranks; it is called once, in the first step.
-        `blocks_in_backward`: within backward, ranks wait for each other's tokens or weights.
         """
         self._model, self._objective, self._context = model, objective, context
         self._clip, self._all_reduce_count = clip, all_reduce_count
@@ -74,9 +72,8 @@ class Actions:
             )
         # Otherwise the update itself multiplies by the gradient scale.
         self._scales_before_update = context.resting_layouts.state == WHOLE and not context.optimizer.converts_grads
-        if self._scales_before_update:
-            context.transport.grad_scale_fn = self.compute_grad_scale
-        self._blocks_in_backward = blocks_in_backward
+        if self._scales_before_update and isinstance(context.gradients, GradBuckets):
+            context.gradients.grad_factor = self._known_factor
         if update == "in_backward":
             context.gradients.on_launch = self._update_early
         slots = [len(parameters) for parameters in context.parameters]
@@ -144,7 +141,7 @@ class Actions:
             self._context.transport.end_step()
             return
         self._context.gradients.detach_grads()
-        self._context.transport.signal_backward_done()
+        self._context.transport.weights.signal_backward_done()
         self._update_args = UpdateArgs(self._grad_scale, self._num_ranks_with_grad, self._squared_norms)
         self._context.optimizer.set_options_frozen(frozen=True)
         # The bucket that backward completes last is mostly used first.
@@ -165,7 +162,7 @@ class Actions:
     def _update_deferred(self, bucket: int) -> None:
         """Update a bucket with the gradient of the previous step."""
         with self.recorder.action(Action(Verb.UPDATE, 0, bucket)):
-            self._context.transport.wait_weights_writable()
+            self._context.transport.weights.wait_writable()
             self._context.gradients.restore_grads(bucket)
             self._run_optimizer(bucket, self._update_args)
             self._context.gradients.free_grads(bucket)
@@ -176,10 +173,6 @@ class Actions:
     def stop_listening(self) -> None:
         """After every step, failed or not: ignore the gradients of backwards outside of steps."""
         self._context.gradients.is_enabled = False
-
-    @property
-    def waiting_seconds(self) -> float:
-        return self._context.transport.waiting_seconds
 
     @property
     def _device(self) -> torch.device:
@@ -254,10 +247,6 @@ class Actions:
             self._context.gradients.begin_round()
             self._is_round_finished = False
         self._is_last_round = not self._reduces_every_backward or index == len(self._microbatches) - 1
-        if self._blocks_in_backward and index == len(self._microbatches) - 1:
-            # Read the totals now, while no rank waits. Within backward, one rank might wait for the totals while the
-            # others wait for its tokens or its weights.
-            self._read_totals()
         with self._unsharded("backward"):
             if index in self._losses:
                 if index == self._last_nonempty or self._reduces_every_backward:
@@ -270,15 +259,15 @@ class Actions:
                     self.deferred.check_missed_accesses(self._context.gradients.first_reached)
 
     def measure(self, kind: int) -> None:
-        transport = self._context.transport
+        world, transport = self._context.world, self._context.transport
         if kind == LOSS:
-            transport.all_reduce_scalars_async(LOSS, self._local_totals())
+            world.scalars.all_reduce_async(LOSS, self._local_totals())
         elif kind == USED_PARAMS:
             self._finish_round()
-            transport.all_reduce_scalars_async(
+            transport.scalars.all_reduce_async(
                 USED_PARAMS, torch.tensor(self._context.gradients.reached, dtype=torch.float64)
             )
-            self._num_ranks_with_grad = transport.wait_scalars(USED_PARAMS)
+            self._num_ranks_with_grad = transport.scalars.wait(USED_PARAMS)
         elif kind == GRAD_NORM:
             self._finish_round()
             self._read_totals()
@@ -289,14 +278,14 @@ class Actions:
             dtypes = [torch.promote_types(flat.dtype, torch.float32) for flat in flats]
             norms = [torch.linalg.vector_norm(flat, dtype=dtype) for flat, dtype in zip(flats, dtypes, strict=True)]
             squares = torch.stack(norms).double().square().sum()
-            if transport.replica_index:
+            if transport.grads.replica_index:
                 squares = torch.zeros_like(squares)  # replica 0 adds the same shard
             if self._context.local_sgd is not None and not self._scales_before_update:
                 squares *= self._grad_scale**2
-            transport.all_reduce_scalars_async(GRAD_NORM, squares.reshape(1))
-            total = transport.wait_scalars(GRAD_NORM)[0]
+            world.scalars.all_reduce_async(GRAD_NORM, squares.reshape(1))
+            total = world.scalars.wait(GRAD_NORM)[0]
             if self._context.local_sgd is not None:
-                self._apply_clip(squares.item() ** 0.5, global_norm=(total / transport.size) ** 0.5)
+                self._apply_clip(squares.item() ** 0.5, global_norm=(total / transport.grads.size) ** 0.5)
                 return
             norm = total**0.5 * (1.0 if self._scales_before_update else self._grad_scale)
             self._apply_clip(norm, global_norm=norm)
@@ -317,8 +306,9 @@ class Actions:
         ]
         norms = torch.cat(local).flatten()
         # Only replica 0 adds the norms of a shard.
-        transport.all_reduce_scalars_async(TRUST_NORMS, torch.zeros_like(norms) if transport.replica_index else norms)
-        total = torch.tensor(transport.wait_scalars(TRUST_NORMS), dtype=torch.float64, device=self._device)
+        is_replica = transport.grads.replica_index > 0
+        transport.scalars.all_reduce_async(TRUST_NORMS, torch.zeros_like(norms) if is_replica else norms)
+        total = torch.tensor(transport.scalars.wait(TRUST_NORMS), dtype=torch.float64, device=self._device)
         self._squared_norms = total.view(-1, 2).split(slots)
 
     def _apply_clip(self, norm: float, *, global_norm: float) -> None:
@@ -335,7 +325,7 @@ class Actions:
         if not self._scales_before_update:
             self._grad_scale *= coefficient
         elif coefficient != 1.0:
-            self._context.transport.scale_grads(coefficient)
+            self._context.transport.grads.scale_grads(coefficient)
 
     def reduce(self, index: int) -> None:
         # Hooks have launched the buckets that backward completed; finish_round launches the others, in program order.
@@ -353,7 +343,8 @@ class Actions:
             self._wait_bucket(bucket)
 
     def _wait_bucket(self, bucket: int) -> None:
-        self._context.transport.wait_reduce(bucket)
+        self._read_totals()
+        self._context.transport.grads.wait_reduce(bucket, self._sum_factor)
         if self._context.local_sgd is None:
             self.recorder.instant(bucket, DONE_EVENT)
 
@@ -361,7 +352,7 @@ class Actions:
         """Read the reduced totals; decide from them whether the step is bad, and compute the gradient scale."""
         if self.totals is not None:
             return
-        self.totals = StepTotals(*self._context.transport.wait_scalars(LOSS))
+        self.totals = StepTotals(*self._context.world.scalars.wait(LOSS))
         if self.totals.num_mismatches:
             raise TaskError(self.batch_mismatch or batch_mismatch_problem(), where="the batch")
         if is_uneven(self.totals.count, self.totals.other_count, self.totals.other_square):
@@ -377,10 +368,17 @@ class Actions:
         if self._context.loss_scaler is not None:
             self._grad_scale /= self._context.loss_scaler.value
 
-    def compute_grad_scale(self) -> float:
-        """The factor that turns the reduced sums into the gradient of the mean."""
+    @property
+    def _sum_factor(self) -> float:
+        """What every sum is multiplied by; the totals have been read."""
+        return self._grad_scale if self._scales_before_update else 1.0
+
+    def _known_factor(self) -> float | None:
+        """The factor of the sums; None while a rank may still be adding to the totals."""
+        if self.totals is None and not self._context.world.scalars.is_ready(LOSS):
+            return None
         self._read_totals()
-        return self._grad_scale
+        return self._sum_factor
 
     def _update_early(self) -> None:
         """Within backward, after a launch: update the buckets that are reduced, in program order."""
@@ -389,8 +387,8 @@ class Actions:
             # From now on other ranks of the host may write the bucket's weights, if they share them.
             self._context.edits.increment_version(order[num_launched - 1])
         while self._is_last_round and self._num_done_early < num_launched:
-            bucket = order[self._num_done_early]
-            if not self._context.transport.is_reduced(bucket):
+            bucket, factor = order[self._num_done_early], self._known_factor()
+            if factor is None or not self._context.transport.grads.is_reduced(bucket, factor):
                 return
             self._num_done_early += 1
             handlers = {Verb.UPDATE: self.update} | ({Verb.GATHER: self.gather} if self._gathers_weights else {})
@@ -418,8 +416,8 @@ class Actions:
         """Update a bucket that is reduced."""
         if self._updates_after_backward and not self._has_waited_for_weights:
             # Backward may read a weight after its gradient is complete, if the weight is also used without gradient.
-            self._context.transport.signal_backward_done()
-            self._context.transport.wait_weights_writable()
+            self._context.transport.weights.signal_backward_done()
+            self._context.transport.weights.wait_writable()
             self._has_waited_for_weights = True
         if self._context.local_sgd is not None and not self._has_added_samples:
             assert self.totals is not None
@@ -433,7 +431,9 @@ class Actions:
         """Before the first update of a step: hooks see all gradients as the update will use them."""
         self._wait_all()
         factor = 1.0 if self._scales_before_update else self._grad_scale
-        self._num_ranks_with_grad = hooks.run_pre_hooks(self._context.transport, self._num_ranks_with_grad, factor)
+        self._num_ranks_with_grad = hooks.run_pre_hooks(
+            self._context.transport.grads, self._num_ranks_with_grad, factor
+        )
         self.has_called_hooks = True
 
     def _run_optimizer(self, bucket: int, update_args: UpdateArgs) -> None:
@@ -447,7 +447,7 @@ class Actions:
         self._context.edits.increment_version(bucket)
 
     def gather(self, bucket: int) -> None:
-        self._context.transport.all_gather_weights_async(bucket, self._context.weights[bucket])
+        self._context.transport.weights.all_gather_async(bucket, self._context.weights[bucket])
 
     def push(self, bucket: int) -> None:
         assert self._context.local_sgd is not None

@@ -22,10 +22,12 @@ from fourfold.parts.codec import registry
 from fourfold.parts.codec.protocol import Codec
 from fourfold.parts.comm import init, transports
 from fourfold.parts.comm.communicator import Communicator
-from fourfold.parts.comm.reduce.compressed import CompressedTransport
+from fourfold.parts.comm.meter import CommMeter
+from fourfold.parts.comm.reduce.compressed import CompressedReducer
 from fourfold.parts.comm.reduce.divergence_report import with_options
-from fourfold.parts.comm.reduce.fingerprint_check import NUM_LOSS_SCALARS
-from fourfold.parts.comm.reduce.local_sgd import LocalSGDTransport
+from fourfold.parts.comm.reduce.local_sgd import LocalSGDReducer
+from fourfold.parts.comm.reduce.scalar_room import NUM_LOSS_SCALARS
+from fourfold.parts.comm.reduce.single_rank import single_rank_transport
 from fourfold.parts.comm.reduce.transport_spec import TransportSpec
 from fourfold.parts.data import grad_buckets, local_sgd
 from fourfold.parts.data.flat_params import param_specs
@@ -195,42 +197,56 @@ class TrainStep:
             plan, self.buckets, layouts, num_norms=2 * len(trainable) if layerwise else len(trainable)
         )
         local_grads = None if unbucketed is None else unbucketed.local_grads
-        self._transport, self.transport_name = transports.make_transport(
-            communicator, transport_spec, choice=plan.transport, codecs=codecs, unbucketed_grads=local_grads
+        self._meter = CommMeter()
+        self._world = transports.make_world_channel(communicator, plan.transport, self._meter)
+        self._transport = transports.make_data_transport(
+            communicator,
+            transport_spec,
+            meter=self._meter,
+            calls=self._world.calls,
+            choice=plan.transport,
+            codecs=codecs,
+            unbucketed_grads=local_grads,
         )
-        if layouts.weight == SPLIT and not self._transport.unshards_params:
+        self.transport_name = self._transport.description
+        if layouts.weight == SPLIT and not self._transport.weights.unshards_params:
             layouts = RESTING_LAYOUTS[2]  # the weights exist once per host: nothing to unshard before use
         self.codec_state = CodecState(codecs, communicator)
-        local_transport = LocalSGDTransport(self._transport, communicator.size) if plan.sync == "local" else None
-        self._transport = local_transport or self._transport
+        local_reducer = LocalSGDReducer(self._transport.grads) if plan.sync == "local" else None
+        if local_reducer is not None:
+            self._transport = single_rank_transport(local_reducer, transport_spec.num_scalars, self.transport_name)
         policy = MasterWeightPolicy(plan.precision, is_sharded, offload_device(plan.offload, communicator.device))
         outer = (
             local_sgd.OuterOptimizer(plan.outer_lr, plan.outer_momentum)
-            if local_transport is not None
+            if local_reducer is not None
             else local_sgd.OuterOptimizer()
         )
         self._weights = Weights(model, self.buckets, self._transport, communicator, policy, is_mean=outer.is_mean)
         self._local_sgd = None
-        if local_transport is not None:
-            self._local_sgd = local_sgd.LocalSGD(self._weights.flats, self.buckets, local_transport, outer)
+        if local_reducer is not None:
+            self._local_sgd = local_sgd.LocalSGD(self._weights.flats, self.buckets, local_reducer, outer)
         by_slot = allow_unused or layerwise
         if unbucketed is not None:
             self._gradients = unbucketed
             slices = unbucketed.update_slices(self._weights.flats, self.buckets)
         else:
             self._gradients = grad_buckets.GradBuckets(
-                trainable, self.buckets, self._transport, allow_unused=allow_unused
+                trainable,
+                self.buckets,
+                self._transport.grads,
+                allow_unused=allow_unused,
+                waits_in_hooks=not self._transport.weights.unshards_params,
             )
             slices = update_slices(
-                self._weights, self.buckets, self._transport, split_by_param=by_slot, is_chunked=is_sharded
+                self._weights, self.buckets, self._transport.grads, split_by_param=by_slot, is_chunked=is_sharded
             )
-        prepare = self._transport.reduce_range if is_sharded else None
+        prepare = self._transport.grads.reduce_range if is_sharded else None
         flat = flat_optimizer.FlatOptimizer(self.optimizer, self.buckets, slices, prepare_grads=prepare)
         self._state = PersistentState(
             self._weights,
             self.buckets,
             flat,
-            self._transport,
+            self._transport.grads,
             communicator,
             self.codec_state,
             self._local_sgd,
@@ -243,6 +259,7 @@ class TrainStep:
         hooks = StepHooks(self.optimizer, self.buckets, by_bucket, is_unbucketed=is_unbucketed, can_skip_params=by_slot)
         context = StepContext(
             self._gradients,
+            self._world,
             self._transport,
             flat,
             by_bucket,
@@ -261,12 +278,11 @@ class TrainStep:
             clip=clip,
             update=plan.update,
             all_reduce_count=lambda count: sum(communicator.all_gather_json(count)) / self._count_divisor,
-            blocks_in_backward=plan.sp > 1
-            or context.sharded_params is not None
-            or _may_block_in_backward(plan, layouts),
         )
         self._sequence_parallel = (
-            SequenceParallel(model, loss, plan, communicator, seed=seed) if loss is not None and plan.sp > 1 else None
+            SequenceParallel(model, loss, plan, communicator, self._meter, seed=seed)
+            if loss is not None and plan.sp > 1
+            else None
         )
         self._dry_run = DryRun(
             model,
@@ -277,7 +293,7 @@ class TrainStep:
             num_local_ranks=communicator.world.local_size,
             is_log_rank=communicator.rank == 0,
         )
-        self._executor = Executor(self._actions)
+        self._executor = Executor(self._actions, self._meter)
         self._nan_guard = NanGuard(communicator, model, limit=skip_nan)
         self._drift_checker = replica_drift.DriftChecker(communicator, drift_check)
         self._step_spec = DataStepSpec(
@@ -333,16 +349,9 @@ class TrainStep:
 
     def set_recorder(self, recorder: Recorder) -> None:
         """Record this rank's actions, buckets and waits from now on; `NULL_RECORDER` ends it. Not collective."""
-        self._executor.recorder = self._actions.recorder = recorder
-        for channel in self._channels():
-            channel.recorder = recorder
+        self._executor.recorder = self._actions.recorder = self._meter.recorder = recorder
         if self._local_sgd is None:
             self._gradients.recorder = recorder  # with local steps gradients are not sent
-
-    def _channels(self) -> tuple[Any, ...]:
-        """The transport and the rings through which this rank communicates in a step."""
-        rings = self._sequence_parallel.ring_groups if self._sequence_parallel is not None else ()
-        return (self._transport, *rings)
 
     @property
     def busy_seconds(self) -> dict[str, float]:
@@ -367,11 +376,11 @@ class TrainStep:
         samples = getattr(batch, "samples", None)
         self._check_unchanged()
         call = _call_name(f"step {self.num_steps + 1}", samples)
-        self._transport.begin_call(with_options(call, self._options.text()))
+        self._world.calls.begin(with_options(call, self._options.text()))
         compares_batches = self._duplicate_batches.is_active and samples is None
         compares_sources = self._num_calls == 0 and samples is not None
         if not self._has_record or compares_batches or compares_sources:
-            self._transport.check_same_call()  # before other collectives than sums
+            self._world.calls.check_same()  # before other collectives than sums
         if compares_sources:
             check_same_source(self._communicator.all_gather_json(getattr(batch, "probe", None)))
         if compares_batches:
@@ -462,11 +471,11 @@ class TrainStep:
         Raises TaskError, on every rank, if not. The first step does the same. `training`: a step on this batch follows.
         """
         if self._sequence_parallel is not None and not self._sequence_parallel.has_dry_run:
-            self._transport.check_same_call()
+            self._world.calls.check_same()
             self._sequence_parallel.dry_run(batch, self._weights.unsharded("try out"))
             self._weights.edits.accept_edits()
         if self._dry_run.is_needed(training=training):
-            self._transport.check_same_call()
+            self._world.calls.check_same()
             small = batch if self._sequence_parallel is None else self._sequence_parallel.dry_run_batch(batch)
             self._dry_run.run(small, self._weights.unsharded, self._communicator.all_gather_json, training=training)
             self._weights.edits.accept_edits()
@@ -529,14 +538,14 @@ class TrainStep:
         sums: list[float] = []
         # split() of no values gives one empty chunk: the ranks are still compared.
         for chunk in values.split(NUM_LOSS_SCALARS):
-            self._transport.all_reduce_scalars_async(LOSS, chunk)
-            sums += self._transport.wait_scalars(LOSS)
+            self._world.scalars.all_reduce_async(LOSS, chunk)
+            sums += self._world.scalars.wait(LOSS)
         return sums
 
     def all_gather_json(self, value: Any) -> list[Any]:
         """Every rank's JSON value, in rank order. Collective."""
         self._begin_call("all_gather_json()")
-        self._transport.check_same_call()
+        self._world.calls.check_same()
         return self._communicator.all_gather_json(value)
 
     def check_drift(self) -> None:
@@ -546,7 +555,7 @@ class TrainStep:
         have just averaged their weights.
         """
         self._begin_call("check_drift()")
-        self._transport.check_same_call()
+        self._world.calls.check_same()
         self._actions.flush()
         self._check_synchronized()
         self._drift_checker.compare(
@@ -563,7 +572,7 @@ class TrainStep:
                     yield replica_drift.ReplicatedTensor(FROZEN, name, 0, parameter)
             elif is_sharded:
                 yield replica_drift.ReplicatedTensor(WEIGHTS, name, ranges[name][0], weights.model_shard(name))
-            elif self._transport.shared_weights is None or self._transport.is_writer:
+            elif self._transport.weights.shared_weights is None or self._transport.weights.is_writer:
                 yield replica_drift.ReplicatedTensor(WEIGHTS, name, 0, parameter)
             if name in weights.master_weights.param_names:
                 start = ranges[name][0] if weights.master_weights.is_sharded else 0
@@ -576,7 +585,7 @@ class TrainStep:
         """Change weights by hand, inside the block; after it every rank has rank 0's weights. Collective."""
         self._check_no_edits("edit()")
         self._begin_call("edit()")
-        self._transport.check_same_call()
+        self._world.calls.check_same()
         self._actions.flush()
         with self._weights.edit():
             yield self.model
@@ -619,7 +628,7 @@ class TrainStep:
         """
         self._check_no_edits("load_weights()")
         self._begin_call("load_weights()")
-        self._transport.check_same_call()  # all ranks are here: none reads weights
+        self._world.calls.check_same()  # all ranks are here: none reads weights
         self._raise_on_all_ranks(state_validation.weight_problems(values, self._weights.trainable), where="the weights")
         self._actions.flush()
         self._weights.load_weights(values)
@@ -640,12 +649,12 @@ class TrainStep:
         """Inside, the trainable weights are others, given in the form of `weight_shards`. Collective."""
         self._check_no_edits("swapped_weights()")
         self._begin_call("swapped_weights()")
-        self._transport.check_same_call()
+        self._world.calls.check_same()
         self._actions.flush()
         with self._weights.swapped_weights(weights):
             yield
             self._begin_call("the end of swapped_weights()")
-            self._transport.check_same_call()  # no rank computes with them any more
+            self._world.calls.check_same()  # no rank computes with them any more
 
     def state_dict(self) -> dict[str, Any]:
         """All state by parameter name, independent of the mesh; tensors are copies. Collective.
@@ -662,7 +671,7 @@ class TrainStep:
         """
         self._check_no_edits("state_dict()", compare_all=True)
         self._begin_call("state_dict()")
-        self._transport.check_same_call()
+        self._world.calls.check_same()
         self._actions.flush()
         self._check_synchronized()
         return {**self._groups_and_record(), **self._state.state_dict()}
@@ -692,7 +701,7 @@ class TrainStep:
     @property
     def is_secondary_replica(self) -> bool:
         """Whether a lower rank has the same shards as this one."""
-        return self._transport.replica_index > 0
+        return self._transport.grads.replica_index > 0
 
     @property
     def has_sharded_state(self) -> bool:
@@ -716,7 +725,7 @@ class TrainStep:
         Raises TaskError, before anything is changed, if it is not the state of such a model and optimizer.
         """
         self._begin_call("load_state_dict()")
-        self._transport.check_same_call()
+        self._world.calls.check_same()
         problems = state_validation.state_problems(
             state, self._weights.model_state_dict(), self._weights.trainable, self.optimizer
         )
@@ -745,8 +754,7 @@ class TrainStep:
 
     def _comm_stats(self) -> CommStats:
         """How long this rank has waited and how much it has sent so far."""
-        channels = self._channels()
-        return CommStats(sum(each.waiting_seconds for each in channels), sum(each.sent_bytes for each in channels))
+        return CommStats(self._meter.waiting_seconds, self._meter.sent_bytes)
 
     def _check_unchanged(self) -> None:
         """Raise if the optimizer or the model has changed since the build in a way that a step would ignore."""
@@ -776,15 +784,15 @@ class TrainStep:
 
     def _raise_after_mismatch(self, call: str, error: FourfoldError) -> NoReturn:
         """Raise this rank's error, and DivergenceError on the ranks that do not have it."""
-        self._transport.begin_call(call)
+        self._world.calls.begin(call)
         try:
-            self._transport.check_same_call()
+            self._world.calls.check_same()
         except DivergenceError as divergence:
             raise error from divergence
         raise error
 
     def _begin_call(self, call: str, samples: BatchRange | None = None) -> None:
-        self._transport.begin_call(_call_name(f"{call} after step {self.num_steps}", samples))
+        self._world.calls.begin(_call_name(f"{call} after step {self.num_steps}", samples))
 
     def _set_record(self, order: list[int], count: float) -> None:
         """Fix the launch order and the nominal count for all later steps, the same on every rank."""
@@ -792,9 +800,9 @@ class TrainStep:
         self._lower_programs()
         self._gradients.launch_order = list(order)
         before = self._actions.nominal_count
-        if before is not None and before != count and isinstance(self._transport, CompressedTransport):
+        if before is not None and before != count and isinstance(self._transport.grads, CompressedReducer):
             # Residuals were divided by the previous nominal count.
-            self._transport.rescale_residuals(before / count)
+            self._transport.grads.rescale_residuals(before / count)
         self._actions.nominal_count = count
         self._has_record = True
 
@@ -830,12 +838,6 @@ def _build_buckets(
         bucket_bytes=effective_bucket_bytes(specs, plan.bucket_bytes, is_inter_host=is_inter_host),
         num_shards=num_shards,
     )
-
-
-def _may_block_in_backward(plan: Plan, layouts: RestingLayouts) -> bool:
-    """Whether, within backward, one rank may wait for a reduction while another waits for the totals of all hosts."""
-    # Split gradients pass through a few buffers: backward waits for a free one. Updates in backward need the totals.
-    return plan.update == "in_backward" and layouts.gradient == SPLIT
 
 
 def _transport_spec(plan: Plan, buckets: Sequence[Bucket], layouts: RestingLayouts, *, num_norms: int) -> TransportSpec:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from fourfold.parts.comm.reduce.protocol import Transport
+from fourfold.parts.comm.reduce.protocol import DataTransport, WorldChannel
 from fourfold.parts.data.grad_buckets import GradBuckets
 from fourfold.parts.data.local_sgd import LocalSGD
 from fourfold.parts.data.sharded_params import ShardedParams
@@ -27,7 +27,8 @@ class StepContext(NamedTuple):
     """What the verbs work with: the gradients of all buckets, their transport, their update."""
 
     gradients: GradBuckets | UnbucketedGrads
-    transport: Transport
+    world: WorldChannel
+    transport: DataTransport
     optimizer: FlatOptimizer
     parameters: Sequence[Sequence[nn.Parameter]]
     """By bucket and slot."""

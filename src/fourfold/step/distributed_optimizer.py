@@ -108,10 +108,10 @@ class DistributedOptimizer(OptimizerProxy):
         for parameter in trainable.values():
             register_last_hook(parameter, self._on_backward_begin)
         self._averager = GradAverager(trainable, optimizer, plan, comm)
-        self._gradients, self._transport = self._averager.gradients, self._averager.transport
+        self._gradients, self._world = self._averager.gradients, self._averager.world
         self._unreduced = UnreducedGrads(self._averager.reduced_grads, self._gradients.views, optimizer)
         self._steps = OptimizerSteps(
-            optimizer, model, self._unreduced, self._frozen_norms, self._transport, num_ranks=comm.size
+            optimizer, model, self._unreduced, self._frozen_norms, self._world, num_ranks=comm.size
         )
         self._claim_parameters(trainable)
         self._is_built = True
@@ -197,13 +197,13 @@ class DistributedOptimizer(OptimizerProxy):
             return
         loads = f" and {self._steps.num_loads} × load_state_dict" if self._steps.num_loads else ""
         call = f"backward {self._num_backwards} after {self._steps.num_steps} steps of the optimizer{loads}"
-        self._transport.begin_call(with_options(call, self._options.text()))
+        self._world.calls.begin(with_options(call, self._options.text()))
 
     def _finish_call(self) -> int:
         """What the sum of this round's gradients is divided by. Raises DivergenceError where ranks differ."""
         if self._uneven_inputs is not None:
             return self._uneven_inputs.divisor(self._uneven_inputs.count_active_ranks())
-        self._transport.check_same_call()
+        self._world.calls.check_same()
         # Here, within a backward, all ranks have taken the same number of steps.
         if self._drift_schedule.is_due(self._steps.num_steps, self._steps.num_loads):
             self._compare_weights()
@@ -216,8 +216,8 @@ class DistributedOptimizer(OptimizerProxy):
         Raises DivergenceError, on every rank, where the weights differ in a bit.
         """
         self._check_not_replaced()
-        self._transport.begin_call(f"check_drift() after {self._steps.num_steps} steps of the optimizer")
-        self._transport.check_same_call()
+        self._world.calls.begin(f"check_drift() after {self._steps.num_steps} steps of the optimizer")
+        self._world.calls.check_same()
         self._compare_weights()
 
     def _compare_weights(self) -> None:
@@ -257,7 +257,7 @@ class DistributedOptimizer(OptimizerProxy):
         if self._uneven_inputs is not None:
             raise TrainingError(Problem("join() within join()", "one around the whole loop"))
         rounds = self._uneven_inputs = UnevenInputs(
-            self._communicator, self._transport, self._options, divides_by_world_size=divide_by_initial_world_size
+            self._communicator, self._world, self._options, divides_by_world_size=divide_by_initial_world_size
         )
         self._steps.is_in_join = True
         try:

@@ -13,6 +13,7 @@ already run during backward are skipped.
 import time
 from collections.abc import Sequence
 
+from fourfold.parts.comm.meter import CommMeter
 from fourfold.step.actions import Actions
 from fourfold.step.batch import Microbatch
 from fourfold.words.errors import Problem, TrainingError
@@ -25,8 +26,8 @@ VERB_NAMES = {verb: verb.name.lower().replace("_", "-") for verb in Verb}
 class Executor:
     """A table of verbs and their handlers."""
 
-    def __init__(self, actions: Actions) -> None:
-        self._actions = actions
+    def __init__(self, actions: Actions, meter: CommMeter) -> None:
+        self._actions, self._meter = actions, meter
         self._handlers = {
             Verb.FORWARD: actions.forward,
             Verb.BACKWARD: actions.backward,
@@ -56,10 +57,10 @@ class Executor:
             for action in program:
                 if action in self._actions.done_early:
                     continue
-                begin, waited = time.perf_counter(), self._actions.waiting_seconds
+                begin, waited = time.perf_counter(), self._meter.waiting_seconds
                 with self.recorder.action(action):
                     self._handlers[action.verb](action.index)
-                spent = time.perf_counter() - begin - (self._actions.waiting_seconds - waited)
+                spent = time.perf_counter() - begin - (self._meter.waiting_seconds - waited)
                 name = VERB_NAMES[action.verb]
                 self.busy_seconds[name] = self.busy_seconds.get(name, 0.0) + spent
             self._actions.end_step()

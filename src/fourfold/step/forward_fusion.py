@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from torch import nn
 
-from fourfold.parts.comm.reduce.protocol import Transport
+from fourfold.parts.comm.reduce.protocol import DataTransport
 from fourfold.parts.data.param_access import ParamAccess, outside_transforms
 from fourfold.parts.data.sharded_params import ShardedParams
 from fourfold.words.errors import Problem, TrainingError
@@ -30,7 +30,7 @@ class DeferredUpdates:
     def __init__(
         self,
         parameters: Sequence[Sequence[nn.Parameter]],
-        transport: Transport,
+        transport: DataTransport,
         update: Callable[[int], None],
         *,
         sharded_params: ShardedParams | None = None,
@@ -112,7 +112,7 @@ class DeferredUpdates:
             raise TrainingError(Problem(got, "the update first", "step.flush() on every rank"))
         with outside_transforms(self._device_type):
             self._update_up_to(position)
-            self._transport.wait_weights(bucket)
+            self._transport.weights.wait(bucket)
         self._num_ready = position + 1
 
     def _set_listening(self, listening: bool) -> None:

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from fourfold.parts.comm import transports
 from fourfold.parts.comm.communicator import Communicator
+from fourfold.parts.comm.meter import CommMeter
 from fourfold.parts.comm.reduce.transport_spec import TransportSpec
 from fourfold.parts.data import grad_buckets
 from fourfold.parts.data.flat_params import param_specs
@@ -45,15 +46,20 @@ class GradAverager:
             num_scalars=max(8, len(trainable)),
         )
         self._allows_unused = plan.unused == "allow"
-        self.transport, self.transport_name = transports.make_transport(communicator, spec, choice=plan.transport)
+        meter = CommMeter()
+        self.world = transports.make_world_channel(communicator, plan.transport, meter)
+        transport = transports.make_data_transport(
+            communicator, spec, meter=meter, calls=self.world.calls, choice=plan.transport
+        )
+        self._transport, self._reducer, self.transport_name = transport, transport.grads, transport.description
         self.gradients = grad_buckets.GradBuckets(
-            dict(trainable), buckets, self.transport, allow_unused=self._allows_unused
+            dict(trainable), buckets, self._reducer, allow_unused=self._allows_unused
         )
         # Each backward that reduces is a round of its own, so it is also the round's last.
         self.gradients.mark_last_backward()
         self.gradients.is_enabled = True
         self.num_buckets = len(buckets)
-        buffers = self.transport.grad_buffers
+        buffers = self._reducer.grad_buffers
         self.reduced_grads = [
             ReducedGrad(slot.name, trainable[slot.name], buffers[bucket.index])
             for bucket in buckets
@@ -69,17 +75,17 @@ class GradAverager:
         """
         num_ranks_with_grad = self._count_ranks_with_grad()
         for bucket in range(self.num_buckets):
-            self.transport.wait_reduce(bucket)
-        self.transport.scale_grads(1.0 / divisor)
+            self._reducer.wait_reduce(bucket, 1.0)
+        self._reducer.scale_grads(1.0 / divisor)
         for bucket in range(self.num_buckets):
-            self.transport.all_gather_grads(bucket)
+            self._reducer.all_gather_grads(bucket)
         return num_ranks_with_grad
 
     def _count_ranks_with_grad(self) -> list[float]:
         if not self._allows_unused:
             return [1.0] * len(self.parameters)
-        self.transport.all_reduce_scalars_async(USED_PARAMS, torch.tensor(self.gradients.reached, dtype=torch.float64))
-        return self.transport.wait_scalars(USED_PARAMS)
+        self._transport.scalars.all_reduce_async(USED_PARAMS, torch.tensor(self.gradients.reached, dtype=torch.float64))
+        return self._transport.scalars.wait(USED_PARAMS)
 
     def assign_grads(self, num_ranks_with_grad: Sequence[float]) -> None:
         """Make each `.grad` a view of its slot; None where no rank has a gradient."""
@@ -94,10 +100,10 @@ class GradAverager:
 
     def end_round(self) -> None:
         """Wait until no other rank reads this rank's slots any more. Collective."""
-        self.transport.end_step()
+        self._reducer.end_step()
         # Autograd may add to `.grad` in place and the optimizer may change it: no other rank may still read it then.
         for bucket in range(self.num_buckets):
-            self.transport.acquire_buffer(bucket)
+            self._reducer.acquire_buffer(bucket, 1.0)
 
     def begin_next_round(self) -> None:
         """Be ready for the next backward, however the last one ended."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
-from fourfold.parts.comm.reduce.protocol import Transport
+from fourfold.parts.comm.reduce.protocol import WorldChannel
 from fourfold.parts.torch_private import takes_step_hooks
 from fourfold.step.batch_norm import FrozenBatchNorms
 from fourfold.step.unreduced_grads import UnreducedGrads
@@ -30,12 +30,12 @@ class OptimizerSteps:
         model: nn.Module,
         unreduced: UnreducedGrads,
         frozen: FrozenBatchNorms,
-        transport: Transport,
+        world: WorldChannel,
         *,
         num_ranks: int,
     ) -> None:
         self._optimizer, self._model, self._unreduced, self._frozen_norms = optimizer, model, unreduced, frozen
-        self._transport, self._num_ranks = transport, num_ranks
+        self._world, self._num_ranks = world, num_ranks
         self.num_steps = 0
         """Steps done."""
         self.num_loads = 0
@@ -140,9 +140,9 @@ class OptimizerSteps:
             value = float(loss.detach() if isinstance(loss, Tensor) else loss)
         except (TypeError, ValueError) as error:
             raise TrainingError(_scalar_loss_problem(f"a {type(loss).__name__}", kind), where="step()") from error
-        self._transport.begin_call(f"the loss of a closure in step {self.num_steps + 1} of the optimizer")
-        self._transport.all_reduce_scalars_async(LOSS, torch.tensor([value], dtype=torch.float64))
-        mean = self._transport.wait_scalars(LOSS)[0] / self._num_ranks
+        self._world.calls.begin(f"the loss of a closure in step {self.num_steps + 1} of the optimizer")
+        self._world.scalars.all_reduce_async(LOSS, torch.tensor([value], dtype=torch.float64))
+        mean = self._world.scalars.wait(LOSS)[0] / self._num_ranks
         if not isinstance(loss, Tensor):
             return mean
         result = loss.clone()  # with its graph: a step may call backward itself

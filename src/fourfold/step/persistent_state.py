@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fourfold.parts.comm.communicator import Communicator
-from fourfold.parts.comm.reduce.protocol import Transport
+from fourfold.parts.comm.reduce.protocol import GradReducer
 from fourfold.parts.data.local_sgd import LocalSGD
 from fourfold.parts.optim import flat_optimizer
 from fourfold.plan.data.buckets import Bucket
@@ -31,7 +31,7 @@ class PersistentState:
     weights: Weights
     buckets: Sequence[Bucket]
     optimizer: flat_optimizer.FlatOptimizer
-    transport: Transport
+    grads: GradReducer
     communicator: Communicator
     codec_state: CodecState
     local_sgd: LocalSGD | None
@@ -42,7 +42,7 @@ class PersistentState:
         # Only replica 0 reports a shard.
         states = {
             slot.name: {}
-            if self.transport.replica_index
+            if self.grads.replica_index
             else self.optimizer.state_slices(bucket.index, slot.start, slot.stop)
             for bucket in self.buckets
             for slot in bucket.slots
@@ -101,7 +101,7 @@ class PersistentState:
         for bucket in self.buckets:
             shard_start, shard_stop = 0, bucket.size
             if self.is_sharded:
-                shard_start, shard_stop, _ = self.transport.grad_shard(bucket.index)
+                shard_start, shard_stop, _ = self.grads.grad_shard(bucket.index)
             for slot in bucket.slots:
                 start, stop = max(shard_start, slot.start), min(shard_stop, slot.stop)
                 result[slot.name] = (start - slot.start, max(start, stop) - slot.start)

@@ -11,7 +11,7 @@ import torch
 
 from fourfold.parts.comm.communicator import Communicator
 from fourfold.parts.comm.reduce.divergence_report import divergence_error, with_options
-from fourfold.parts.comm.reduce.protocol import Transport
+from fourfold.parts.comm.reduce.protocol import WorldChannel
 from fourfold.parts.optim.option_tracker import OptionTracker
 from fourfold.words.program import LOSS
 
@@ -26,12 +26,12 @@ class UnevenInputs:
     def __init__(
         self,
         communicator: Communicator,
-        transport: Transport,
+        world: WorldChannel,
         options: OptionTracker,
         *,
         divides_by_world_size: bool,
     ) -> None:
-        self._communicator, self._transport, self._options = communicator, transport, options
+        self._communicator, self._world, self._options = communicator, world, options
         self._divides_by_world_size = divides_by_world_size
         self.num_rounds = 0
         """In how many rounds this rank has had data."""
@@ -40,17 +40,17 @@ class UnevenInputs:
     def begin_round(self, call: str, *, has_data: bool) -> None:
         """Say whether this rank is active in this round."""
         self._call, self._has_data = call, has_data
-        self._transport.begin_call(call)
+        self._world.calls.begin(call)
         digest = float(self._options.short_digest())
         values = [1.0, digest, digest * digest] if has_data else [0.0] * 3
-        self._transport.all_reduce_scalars_async(ACTIVE_RANKS, torch.tensor(values, dtype=torch.float64))
+        self._world.scalars.all_reduce_async(ACTIVE_RANKS, torch.tensor(values, dtype=torch.float64))
 
     def count_active_ranks(self) -> int:
         """How many ranks are active in this round. Collective.
 
         Raises DivergenceError where ranks are in different rounds, or active ranks have different optimizer options.
         """
-        num_active, digests, squares = map(round, self._transport.wait_scalars(ACTIVE_RANKS))
+        num_active, digests, squares = map(round, self._world.scalars.wait(ACTIVE_RANKS))
         # Cauchy and Schwarz: equality holds if and only if all active ranks have the same digest.
         if num_active * squares != digests * digests:
             self._raise_options_differ()

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fourfold.parts import mixed_precision
 from fourfold.parts.comm.communicator import Communicator
-from fourfold.parts.comm.reduce.protocol import BucketSlice, Transport
+from fourfold.parts.comm.reduce.protocol import BucketSlice, DataTransport
 from fourfold.parts.data.flat_params import flatten_params
 from fourfold.parts.data.param_access import untracked_access
 from fourfold.parts.data.sharded_params import ShardedParams
@@ -39,7 +39,7 @@ class Weights:
         self,
         model: nn.Module,
         buckets: Sequence[Bucket],
-        transport: Transport,
+        transport: DataTransport,
         communicator: Communicator,
         policy: MasterWeightPolicy,
         *,
@@ -47,8 +47,8 @@ class Weights:
     ) -> None:
         """`is_mean`: local steps end with the plain mean of the ranks' weights, not with an outer optimizer step."""
         self.model, self.trainable = model, trainable_parameters(model)
-        self._transport, self._communicator = transport, communicator
-        self.master_weights = MasterWeights(self.trainable, buckets, transport, policy)
+        self._gatherer, self._communicator = transport.weights, communicator
+        self.master_weights = MasterWeights(self.trainable, buckets, transport.grads, policy)
         for name in self.master_weights.param_names:
             # Before the weights are copied into flats, which rounds them.
             communicator.broadcast(self.trainable[name].data)
@@ -57,13 +57,13 @@ class Weights:
             mixed_precision.cast_model(model, policy.precision)
         self.sharded_params: ShardedParams | None = None
         self.flats: Sequence[Tensor]
-        if transport.unshards_params:
+        if transport.weights.unshards_params:
             by_bucket = [[self.trainable[slot.name] for slot in bucket.slots] for bucket in buckets]
             self.sharded_params = ShardedParams(by_bucket, buckets, transport)
             self.shards: Sequence[BucketSlice] = self.sharded_params.shards
             self.flats = [shard.flat for shard in self.shards]
         else:
-            self.flats = flatten_params(self.trainable, buckets, transport)
+            self.flats = flatten_params(self.trainable, buckets, transport.weights)
             self.shards = [BucketSlice(0, flat.numel(), flat) for flat in self.flats]
         self._trained_ids = {id(p) for p in self.trainable.values()}
         self._modules = list(model.modules())
@@ -82,7 +82,7 @@ class Weights:
     @property
     def is_host_shared(self) -> bool:
         """Whether the ranks of a host have one copy of the weights."""
-        return self._transport.shared_weights is not None
+        return self._gatherer.shared_weights is not None
 
     def _data_ptrs(self) -> dict[str, int]:
         with untracked_access():
@@ -94,7 +94,7 @@ class Weights:
             return "between steps the parameters are placeholders, and the weights rest split"
         if self.master_weights.param_names:
             return "the update changes the master weights, and would overwrite these"
-        if self._transport.shared_weights is not None and self._transport.size > 1:
+        if self._gatherer.shared_weights is not None and self._gatherer.size > 1:
             return "the ranks of a host share these weights, and each rank would write them"
         return ""
 
@@ -160,15 +160,15 @@ class Weights:
         """Broadcast rank 0's weights and buffers. Collective."""
         if self.sharded_params is not None:
             self.sharded_params.shard_params(self._communicator.broadcast)
-        elif self._transport.shared_weights is not None:
-            self._transport.broadcast_weights()
+        elif self._gatherer.shared_weights is not None:
+            self._gatherer.broadcast()
         else:
             for flat in self.flats:
                 self._communicator.broadcast(flat)
         others = [p.data for p in self.model.parameters() if id(p) not in self._trained_ids]
         for tensor in (*others, *self.model.buffers()):
             self._communicator.broadcast(tensor)
-        if self._transport.shared_weights is not None:
+        if self._gatherer.shared_weights is not None:
             self._communicator.all_gather_json(None)  # a barrier: the first rank of each host has written, all may read
 
     @contextlib.contextmanager
@@ -206,7 +206,7 @@ class Weights:
         if holder is None:
             return local.clone()
         whole = holder.pad_to_full(name, local, parameter)
-        if self._transport.replica_index:
+        if self._gatherer.replica_index:
             whole.zero_()  # replica 0 adds the same shard
         if self.sharded_params is not None or self.master_weights.is_sharded:
             self._communicator.all_reduce(whole)
@@ -252,7 +252,7 @@ class Weights:
                 self._initial_data_ptrs = resting
                 self.broadcast()
             return
-        if self._transport.shared_weights is None:
+        if self._gatherer.shared_weights is None:
             yield
             return
         views = {name: p.data for name, p in self.trainable.items()}
@@ -272,12 +272,12 @@ class Weights:
         """Replace trainable weights, by name; no rank may be reading them. Collective."""
         if self.sharded_params is not None:
             self.sharded_params.load_weights(values)
-        elif self._transport.is_writer:
+        elif self._gatherer.is_writer:
             for name, value in values.items():
                 self.trainable[name].copy_(value)
         for name in values.keys() & self.master_weights.param_names:
             self.master_weights.load_parameter(name, values[name])
-        if self._transport.shared_weights is not None:
+        if self._gatherer.shared_weights is not None:
             self._communicator.all_gather_json(None)
         torch.autograd.graph.increment_version(list(self.trainable.values()))
         self.edits.accept_edits()

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fourfold.parts.comm.meter import CommMeter
 from fourfold.parts.comm.ring.p2p import PendingRecv, RingOverP2P
 from fourfold.parts.comm.ring.protocol import RingGroup
 from fourfold.parts.comm.ring.single_rank import NullRingGroup
 from fourfold.parts.sequence.sequence_group import SequenceGroup, connect_sequence
 from fourfold.testing.threads import TIME_LIMIT_SECONDS, ThreadCommunicator
-from fourfold.words.trace_events import NULL_RECORDER
 
 GATHER_TAG, ALL_TO_ALL_TAG = "gather", "swap"
 
@@ -23,11 +23,14 @@ class ThreadChannel:
     name = "threads"
 
     def __init__(
-        self, comm: ThreadCommunicator, members: Sequence[int], queues: dict[Any, queue.Queue[Tensor]]
+        self,
+        comm: ThreadCommunicator,
+        members: Sequence[int],
+        queues: dict[Any, queue.Queue[Tensor]],
+        meter: CommMeter,
     ) -> None:
         self.size, self.index, self._members, self._queues = len(members), members.index(comm.rank), members, queues
-        self.sent_bytes, self.waiting_seconds, self.recorder = 0.0, 0.0, NULL_RECORDER
-        self.num_sent_elements = 0
+        self.meter, self.num_sent_elements = meter, 0
 
     def send_right_recv_left(self, flat: Tensor, tag: int) -> PendingRecv:
         self._send(flat, (self.index + 1) % self.size, tag)
@@ -48,7 +51,7 @@ class ThreadChannel:
 
     def _send(self, flat: Tensor, peer: int, tag: int | str) -> None:
         self.num_sent_elements += flat.numel()
-        self.sent_bytes += flat.nbytes
+        self.meter.sent_bytes += flat.nbytes
         self._queue(self.index, peer, tag).put(flat.clone())
 
     def _recv(self, peer: int, tag: int | str) -> Tensor:
@@ -58,11 +61,11 @@ class ThreadChannel:
         return self._queues.setdefault((self._members[source], self._members[target], tag), queue.Queue())
 
 
-def make_p2p_ring(comm: ThreadCommunicator, groups: Sequence[Sequence[int]]) -> RingGroup:
+def make_p2p_ring(comm: ThreadCommunicator, groups: Sequence[Sequence[int]], meter: CommMeter) -> RingGroup:
     """The ring of a thread's group, by messages. Collective."""
     queues = comm.all_gather_object({})[0]
     group = next(each for each in groups if comm.rank in each)
-    return RingOverP2P(ThreadChannel(comm, group, queues)) if len(group) > 1 else NullRingGroup()
+    return RingOverP2P(ThreadChannel(comm, group, queues, meter)) if len(group) > 1 else NullRingGroup(meter)
 
 
 def make_axis(
@@ -72,9 +75,9 @@ def make_axis(
 
     `transport`: "messages" or "shared" (memory).
     """
-    ranks = range(comm.size)
+    ranks, meter = range(comm.size), CommMeter()
     if transport == "shared":
-        return connect_sequence(comm, [ranks], ring=ring, ulysses=ulysses, transport="shared")
+        return connect_sequence(comm, [ranks], meter, ring=ring, ulysses=ulysses, transport="shared")
     ring_groups = [ranks[first::ulysses] for first in range(ulysses)]
     head_groups = [ranks[start : start + ulysses] for start in range(0, comm.size, ulysses)]
-    return SequenceGroup(make_p2p_ring(comm, ring_groups), make_p2p_ring(comm, head_groups), ring)
+    return SequenceGroup(make_p2p_ring(comm, ring_groups, meter), make_p2p_ring(comm, head_groups, meter), ring)

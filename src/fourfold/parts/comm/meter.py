@@ -7,7 +7,9 @@ Law: one meter per rank; whatever communicates is given it when it is made. Nest
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
 
 from fourfold.words.trace_events import NULL_RECORDER, Recorder
 
@@ -35,3 +37,12 @@ class CommMeter:
         begin, before = time.perf_counter(), self.waiting_seconds
         yield
         self.waiting_seconds = before + time.perf_counter() - begin
+
+    def reducing(self, reduction_index: int | None) -> AbstractContextManager[Any]:
+        """Within, this rank does its part of a reduction; None: of one that is not recorded."""
+        return contextlib.nullcontext() if reduction_index is None else self.recorder.reducing(reduction_index)
+
+    def record_async_reduction(self, reduction_index: int | None, future: Callable[[], Any]) -> None:
+        """A reduction runs asynchronously until the future completes; None: it is not recorded."""
+        if reduction_index is not None:
+            self.recorder.record_async_reduction(reduction_index, future)

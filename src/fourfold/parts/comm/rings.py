@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from fourfold.parts import memory
 from fourfold.parts.comm.communicator import Communicator
 from fourfold.parts.comm.host_shared_memory import open_host_memory
+from fourfold.parts.comm.meter import CommMeter
 from fourfold.parts.comm.ring.p2p import RingOverP2P
 from fourfold.parts.comm.ring.p2p_channel import ProcessGroupChannel
 from fourfold.parts.comm.ring.protocol import RingGroup
@@ -17,7 +18,7 @@ from fourfold.parts.comm.transports import check_transport_device, gather_hosts,
 
 
 def make_ring(
-    comm: Communicator, groups: Sequence[Sequence[int]], purpose: str, *, choice: str = "by-host"
+    comm: Communicator, groups: Sequence[Sequence[int]], purpose: str, meter: CommMeter, *, choice: str = "by-host"
 ) -> RingGroup:
     """The ring among the ranks of this rank's group. Collective; `groups` partition the ranks, on every rank the same.
 
@@ -26,20 +27,20 @@ def make_ring(
     check_transport_device(choice, comm.device.type)
     group = next(each for each in groups if comm.rank in each)
     if all(len(each) == 1 for each in groups):
-        return NullRingGroup()
+        return NullRingGroup(meter)
     if comm.device.type == "cpu" and choice in ("by-host", "shared"):
-        ring, reason = _make_shared_memory_ring(comm, groups, group)
+        ring, reason = _make_shared_memory_ring(comm, groups, group, meter)
         if ring is not None:
             return ring
         if choice == "shared":
             raise no_shared_memory(reason)
     # Every rank makes the channels of all groups, and uses that of its own.
-    channels = [ProcessGroupChannel(comm, each, purpose) for each in groups]
+    channels = [ProcessGroupChannel(comm, each, purpose, meter) for each in groups]
     return RingOverP2P(next(channel for channel, each in zip(channels, groups, strict=True) if each is group))
 
 
 def _make_shared_memory_ring(
-    comm: Communicator, groups: Sequence[Sequence[int]], group: Sequence[int]
+    comm: Communicator, groups: Sequence[Sequence[int]], group: Sequence[int], meter: CommMeter
 ) -> tuple[RingOverSharedMemory | None, str]:
     """The ring of a group if every group is within one host; or None and the reason. Collective."""
     hosts, reason = gather_hosts(comm)
@@ -52,4 +53,4 @@ def _make_shared_memory_ring(
     for socket in host_memory.peer_sockets.values():
         socket.close()
     place = RingPlace(list(group).index(comm.rank), tuple(group))
-    return RingOverSharedMemory(host_memory.handle, place, check_peers=comm.check_peers), ""
+    return RingOverSharedMemory(host_memory.handle, place, meter, check_peers=comm.check_peers), ""

@@ -4,9 +4,10 @@ choice  the plan's `transport`: "by-host" takes shared memory inside hosts where
 Law: every rank chooses the same transport, from what all ranks have said of themselves.
 """
 
+import functools
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -15,87 +16,161 @@ from fourfold.parts import memory
 from fourfold.parts.codec.protocol import Codec
 from fourfold.parts.comm.communicator import Communicator
 from fourfold.parts.comm.host_shared_memory import open_host_memory
-from fourfold.parts.comm.reduce.compressed import CompressedRoutes, CompressedTransport, message_indices
-from fourfold.parts.comm.reduce.inter_host import GroupInterHostReducer
+from fourfold.parts.comm.meter import CommMeter
+from fourfold.parts.comm.reduce.compressed import CompressedReducer, CompressedRoutes, message_indices
+from fourfold.parts.comm.reduce.group_scalars import group_world
+from fourfold.parts.comm.reduce.inter_host import GroupInterHostReducer, GroupInterHostScalars
 from fourfold.parts.comm.reduce.message_gatherer import GroupMessageGatherer, MessageGatherer, NullMessageGatherer
-from fourfold.parts.comm.reduce.process_group import ProcessGroupTransport
-from fourfold.parts.comm.reduce.protocol import GradsOfBucket, Transport
+from fourfold.parts.comm.reduce.process_group import make_group_transport
+from fourfold.parts.comm.reduce.protocol import CallChecker, DataTransport, GradsOfBucket, WorldChannel
+from fourfold.parts.comm.reduce.scalar_room import NUM_LOSS_SCALARS
+from fourfold.parts.comm.reduce.shared_memory.flag_waits import map_host
 from fourfold.parts.comm.reduce.shared_memory.flags import HostRanks
+from fourfold.parts.comm.reduce.shared_memory.host_transport import make_host_transport, make_host_world
 from fourfold.parts.comm.reduce.shared_memory.layout import SharedMemoryLayout
-from fourfold.parts.comm.reduce.shared_memory.transport import SharedMemoryTransport
-from fourfold.parts.comm.reduce.single_rank import SingleRankTransport
+from fourfold.parts.comm.reduce.single_rank import SingleRankReducer, single_rank_transport, single_rank_world
 from fourfold.parts.comm.reduce.transport_spec import TransportSpec
 from fourfold.words.errors import PlanError, Problem
-from fourfold.words.layout import SPLIT
+from fourfold.words.layout import SPLIT, WHOLE
 
 
-class TransportChoice(NamedTuple):
-    """A transport, and why it was chosen, in words."""
+class _Host(NamedTuple):
+    """The ranks of this host by their indices in a communicator, those of all hosts, and which of them this rank is.
 
-    transport: Transport
-    description: str
+    Each host has equally many.
+    """
+
+    ranks: Sequence[int]
+    hosts: Sequence[Sequence[int]]
+    rank_index: int
 
 
-def make_transport(
-    comm: Communicator,
+class _Links(NamedTuple):
+    """What joins some ranks."""
+
+    comm: Communicator
+    choice: str
+    meter: CommMeter
+    calls: CallChecker
+
+
+def make_world_channel(world: Communicator, choice: str, meter: CommMeter) -> WorldChannel:
+    """What all ranks of the job do together. Collective. `choice` is the plan's `transport`."""
+    if world.size == 1:
+        return single_rank_world()
+    channel = None
+    if _wants_shared_memory(world, choice):
+        channel = _make_host_world(world, meter)
+    return channel or group_world(world, meter)
+
+
+def _make_host_world(world: Communicator, meter: CommMeter) -> WorldChannel | None:
+    """Shared memory inside each host, gloo between hosts; None where that cannot be had. Collective."""
+    host, _ = _find_host(world)
+    if host is None:
+        return None
+    layout = SharedMemoryLayout(num_scalars=NUM_LOSS_SCALARS, has_call_board=True)
+    create = functools.partial(memory.create_shared, layout.total_bytes(len(host.ranks)))
+    host_memory, _ = open_host_memory(create, world, host.ranks)
+    if host_memory is None:
+        return None
+    ranks = HostRanks(host.rank_index, tuple(host.ranks), host_memory.peer_sockets)
+    between_hosts = _scalars_between_hosts(world, host, "scalars", meter)
+    return make_host_world(memory.map_shared(host_memory.handle), layout, ranks, meter, between_hosts)
+
+
+def _scalars_between_hosts(
+    comm: Communicator, host: _Host, group_name: str, meter: CommMeter
+) -> GroupInterHostScalars | None:
+    if len(host.hosts) == 1:
+        return None
+    # Every rank makes the groups of all local indices, and uses that of its own.
+    return [GroupInterHostScalars(comm, each, group_name, meter) for each in zip(*host.hosts, strict=True)][
+        host.rank_index
+    ]
+
+
+def make_data_transport(
+    data: Communicator,
     spec: TransportSpec,
     *,
+    meter: CommMeter,
+    calls: CallChecker,
     choice: str = "by-host",
     codecs: Sequence[Codec] = (),
     unbucketed_grads: GradsOfBucket | None = None,
-) -> TransportChoice:
-    """The transport among all ranks. Collective.
+) -> DataTransport:
+    """The transport among the data ranks. Collective.
 
+    calls             of the world: what waits in shared memory reports ranks that have diverged
     choice            the plan's `transport`
     codecs            one for each bucket, if gradients are compressed
     unbucketed_grads  a bucket's gradients, if there is one rank and they have no buffers
 
     Raises PlanError if the plan asks for a transport that cannot be had.
     """
+    check_transport_device(choice, data.device.type)
     if unbucketed_grads is not None:
-        check_transport_device(choice, comm.device.type)
-        single = SingleRankTransport([], spec.buffer_indices, unbucketed_grads=unbucketed_grads)
-        return TransportChoice(single, "one rank, nothing to exchange")
+        single = SingleRankReducer([], spec.buffer_indices, unbucketed_grads=unbucketed_grads)
+        return single_rank_transport(single, spec.num_scalars)
+    links = _Links(data, choice, meter, calls)
     if not codecs:
-        return _make_uncompressed(comm, spec, choice)
-    inner, description = _make_uncompressed(comm, spec._replace(is_prereduced=True), choice)
-    stage_transports = []
-    for stage, buckets in enumerate(message_indices(codecs)):
-        lengths = [codecs[bucket].rounds[stage].num_bytes for bucket in buckets]
-        dtypes = [codecs[bucket].message_dtype for bucket in buckets]
-        sizes = [length // dtype.itemsize for length, dtype in zip(lengths, dtypes, strict=True)]
-        messages = TransportSpec(tuple(sizes), tuple(dtypes), tuple(range(len(sizes))), purpose=f"round {stage}")
-        stage_transports.append(_make_uncompressed(comm, messages, choice).transport)
-    is_host_leader = not isinstance(inner, SharedMemoryTransport) or inner.index == 0
-    routes = CompressedRoutes(inner, stage_transports, _make_gatherer(comm, inner), is_host_leader)
-    return TransportChoice(CompressedTransport(routes, codecs), f"{description}, coded")
+        return _make_uncompressed(links, spec)[0]
+    inner, host = _make_uncompressed(links, spec._replace(is_prereduced=True))
+    stage_reducers = [
+        _make_uncompressed(links, _message_spec(codecs, stage, buckets))[0].grads
+        for stage, buckets in enumerate(message_indices(codecs))
+    ]
+    routes = CompressedRoutes(
+        inner.grads,
+        stage_reducers,
+        _make_gatherer(links, host),
+        is_host_leader=host is None or host.rank_index == 0,
+        needs_factor=spec.rest.state == WHOLE,
+    )
+    grads = CompressedReducer(routes, codecs, meter)
+    return inner._replace(grads=grads, description=f"{inner.description}, coded")
 
 
-def _make_gatherer(comm: Communicator, inner: Transport) -> MessageGatherer:
+def _message_spec(codecs: Sequence[Codec], stage: int, buckets: Iterable[int]) -> TransportSpec:
+    """What the messages of one stage need: sums over all ranks, one for each bucket."""
+    lengths = [codecs[bucket].rounds[stage].num_bytes for bucket in buckets]
+    dtypes = [codecs[bucket].message_dtype for bucket in buckets]
+    sizes = [length // dtype.itemsize for length, dtype in zip(lengths, dtypes, strict=True)]
+    return TransportSpec(tuple(sizes), tuple(dtypes), tuple(range(len(sizes))), num_scalars=0, purpose=f"round {stage}")
+
+
+def _make_gatherer(links: _Links, host: _Host | None) -> MessageGatherer:
     """All-gathers among one rank of each host if hosts share memory, else among all ranks. Collective."""
-    if isinstance(inner, SingleRankTransport):
+    size = links.comm.size
+    groups = [sorted(ranks) for ranks in zip(*host.hosts, strict=True)] if host is not None else [range(size)]
+    if len(groups[0]) == 1:
         return NullMessageGatherer()
-    local_index = inner.index if isinstance(inner, SharedMemoryTransport) else 0
-    indices = comm.all_gather_json(local_index)
-    groups = [[rank for rank, other in enumerate(indices) if other == index] for index in sorted(set(indices))]
-    gatherers = [GroupMessageGatherer(comm, group) for group in groups if len(group) > 1]
-    return gatherers[local_index] if gatherers else NullMessageGatherer()
+    gatherers = [GroupMessageGatherer(links.comm, group, links.meter) for group in groups]
+    return gatherers[0 if host is None else host.rank_index]
 
 
-def _make_uncompressed(comm: Communicator, spec: TransportSpec, choice: str) -> TransportChoice:
-    check_transport_device(choice, comm.device.type)
+def _make_uncompressed(links: _Links, spec: TransportSpec) -> tuple[DataTransport, _Host | None]:
+    """The transport, and the host if its ranks share memory."""
+    comm, reason = links.comm, "as the plan asks"
     if comm.size == 1:
-        single = SingleRankTransport(_private_buffers(spec, comm.device), spec.buffer_indices)
-        return TransportChoice(single, "one rank, nothing to exchange")
-    reason = "as the plan asks"
-    if comm.device.type == "cpu" and choice in ("by-host", "shared"):
-        shared, reason = _make_shared_memory(comm, spec)
-        if shared is not None:
-            return TransportChoice(shared, shared.name)
-        if choice == "shared":
+        single = SingleRankReducer(_private_buffers(spec, comm.device), spec.buffer_indices)
+        return single_rank_transport(single, spec.num_scalars), None
+    if _wants_shared_memory(comm, links.choice):
+        host, reason = _find_host(comm)
+        transport = None
+        if host is not None:
+            transport, reason = _make_shared_memory(links, spec, host)
+        if transport is not None:
+            return transport, host
+        if links.choice == "shared":
             raise no_shared_memory(reason)
-    transport = ProcessGroupTransport(_private_buffers(spec, comm.device), comm, range(comm.size), spec)
-    return TransportChoice(transport, f"{transport.name} ({reason})" if transport.name == "gloo" else transport.name)
+    buffers = _private_buffers(spec, comm.device)
+    return make_group_transport(comm, buffers, spec, links.meter, reason=reason), None
+
+
+def _wants_shared_memory(comm: Communicator, choice: str) -> bool:
+    return comm.device.type == "cpu" and choice in ("by-host", "shared")
 
 
 def no_shared_memory(reason: str) -> PlanError:
@@ -136,36 +211,46 @@ def gather_hosts(comm: Communicator) -> tuple[list[str], str]:
     return hosts, f"shared memory needs Linux on x86-64, rank {hosts.index('')} is not ({sys.platform}, {machine})"
 
 
-def _make_shared_memory(comm: Communicator, spec: TransportSpec) -> tuple[SharedMemoryTransport | None, str]:
-    """Shared memory inside each host, gloo between hosts; or None and the reason. Collective."""
-    host_names, reason = gather_hosts(comm)
+def _find_host(comm: Communicator) -> tuple[_Host | None, str]:
+    """The host of this rank; or None and the reason, if the ranks of hosts cannot share memory. Collective."""
+    names, reason = gather_hosts(comm)
     if reason:
         return None, reason
-    hosts = [[rank for rank, name in enumerate(host_names) if name == each] for each in dict.fromkeys(host_names)]
-    host_ranks = next(host for host in hosts if comm.rank in host)
-    size, index = len(host_ranks), host_ranks.index(comm.rank)
-    if len({len(host) for host in hosts}) > 1 or size == 1:
+    hosts = [[rank for rank, name in enumerate(names) if name == each] for each in dict.fromkeys(names)]
+    ranks = next(host for host in hosts if comm.rank in host)
+    if len({len(host) for host in hosts}) > 1 or len(ranks) == 1:
         return None, f"{len(hosts)} hosts with {sorted({len(host) for host in hosts})} ranks each"
-    num_host_shards = _num_host_shards(spec.num_shards or comm.size, size, len(hosts))
+    return _Host(ranks, hosts, ranks.index(comm.rank)), ""
+
+
+def _make_shared_memory(links: _Links, spec: TransportSpec, host: _Host) -> tuple[DataTransport | None, str]:
+    """Shared memory inside each host, gloo between hosts; or None and the reason. Collective."""
+    comm, meter, size = links.comm, links.meter, len(host.ranks)
+    num_host_shards = _num_host_shards(spec.num_shards or comm.size, size, len(host.hosts))
     layout = _shared_layout(spec, num_host_shards)
-    host_memory, reason = open_host_memory(lambda: memory.create_shared(layout.total_bytes(size)), comm, host_ranks)
+    host_memory, reason = open_host_memory(lambda: memory.create_shared(layout.total_bytes(size)), comm, host.ranks)
     if host_memory is None:
         return None, reason
-    inter_host = None
-    if len(hosts) > 1:
+    ranks = HostRanks(host.rank_index, tuple(host.ranks), host_memory.peer_sockets)
+    mapped = map_host(memory.map_shared(host_memory.handle), layout, ranks, links.calls, meter)
+    between_hosts = scalars_between_hosts = None
+    if len(host.hosts) > 1:
         host_spec = spec._replace(num_shards=num_host_shards)
         # Every rank makes the groups of all local indices, and uses those of its own.
-        reducers = [GroupInterHostReducer(comm, [host[i] for host in hosts], host_spec) for i in range(size)]
-        inter_host = reducers[index]
-    shared = SharedMemoryTransport(
-        memory.map_shared(host_memory.handle),
-        layout,
-        HostRanks(index, tuple(host_ranks), host_memory.peer_sockets),
+        reducers = [GroupInterHostReducer(comm, each, host_spec, meter) for each in zip(*host.hosts, strict=True)]
+        between_hosts = reducers[host.rank_index]
+        if spec.num_scalars:
+            # A group of its own: the scalars of the world begin when it is known that they may, in no order with these.
+            name = spec.group_name("data scalars")
+            scalars_between_hosts = _scalars_between_hosts(comm, host, name, meter)
+    transport = make_host_transport(
+        mapped,
         rest=spec.rest,
-        inter_host=inter_host,
+        between_hosts=between_hosts,
+        scalars_between_hosts=scalars_between_hosts,
         is_prereduced=spec.is_prereduced,
     )
-    return shared, shared.name
+    return transport, ""
 
 
 def _shared_layout(spec: TransportSpec, num_host_shards: int) -> SharedMemoryLayout:

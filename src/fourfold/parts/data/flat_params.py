@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fourfold.parts import memory
-from fourfold.parts.comm.reduce.protocol import Transport
+from fourfold.parts.comm.reduce.protocol import WeightGatherer
 from fourfold.parts.dtypes import bucket_dtype
 from fourfold.plan.data.buckets import Bucket, ParamSpec
 
@@ -25,10 +25,10 @@ def param_specs(parameters: Mapping[str, nn.Parameter], groups: Mapping[str, int
 
 @torch.no_grad()
 def flatten_params(
-    parameters: Mapping[str, nn.Parameter], buckets: Sequence[Bucket], transport: Transport
+    parameters: Mapping[str, nn.Parameter], buckets: Sequence[Bucket], gatherer: WeightGatherer
 ) -> Sequence[Tensor]:
-    """Move the weights into one flat per bucket, and return the flats: shared ones if the transport has them."""
-    flats = transport.shared_weights
+    """Move the weights into one flat per bucket, and return the flats: those that a host's ranks share, if any."""
+    flats = gatherer.shared_weights
     if flats is None:
         devices = [parameters[bucket.slots[0].name].device for bucket in buckets]
         flats = [memory.allocate_private(b.size, bucket_dtype(b), d) for b, d in zip(buckets, devices, strict=True)]
@@ -36,7 +36,7 @@ def flatten_params(
         for slot in bucket.slots:
             parameter = parameters[slot.name]
             view = flat[slot.start : slot.stop].view(parameter.shape)
-            if transport.is_writer:
+            if gatherer.is_writer:
                 view.copy_(parameter)
             parameter.data = view
     return flats

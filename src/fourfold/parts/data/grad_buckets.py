@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from fourfold.parts.comm.reduce.protocol import Transport
+from fourfold.parts.comm.reduce.protocol import GradReducer
 from fourfold.parts.data.grad_checks import (
     check_all_reached,
     check_dense,
@@ -36,26 +36,32 @@ def _view_like(parameter: Tensor, flat: Tensor) -> Tensor:
         return flat.as_strided(parameter.shape, torch.empty_like(parameter, device="meta").stride())
 
 
+def _unit_factor() -> float:
+    return 1.0
+
+
 class GradBuckets:
-    """The gradients of a step in the transport's buffers."""
+    """The gradients of a step in the reducer's buffers."""
 
     def __init__(
         self,
         parameters: Mapping[str, nn.Parameter],
         buckets: Sequence[Bucket],
-        transport: Transport,
+        reducer: GradReducer,
         *,
         allow_unused: bool,
+        waits_in_hooks: bool = True,
     ) -> None:
-        self._parameters, self._buckets, self._transport = parameters, buckets, transport
+        """`waits_in_hooks`: whether hooks may wait for a buffer that a reduction still uses."""
+        self._parameters, self._buckets, self._reducer = parameters, buckets, reducer
         self._allow_unused = allow_unused
         self.recorder = NULL_RECORDER
         self._names = [slot.name for bucket in buckets for slot in bucket.slots]
         self._bucket_of = [bucket.index for bucket in buckets for _ in bucket.slots]
-        self._paddings = [transport.grad_buffers[bucket.index][bucket.slots[-1].stop :] for bucket in buckets]
+        self._paddings = [reducer.grad_buffers[bucket.index][bucket.slots[-1].stop :] for bucket in buckets]
         self._first_param = list(itertools.accumulate((len(bucket.slots) for bucket in buckets), initial=0))
         self.views = [
-            _view_like(parameters[slot.name], transport.grad_buffers[bucket.index][slot.start : slot.stop])
+            _view_like(parameters[slot.name], reducer.grad_buffers[bucket.index][slot.start : slot.stop])
             for bucket in buckets
             for slot in bucket.slots
         ]
@@ -66,9 +72,11 @@ class GradBuckets:
         """Called after every launch."""
         self.is_enabled = False
         """Whether gradients are stored. Off outside of steps, whose backwards are the user's own."""
-        # Whether hooks may wait for a buffer that a reduction still uses. Not if weights are all-gathered in backward:
-        # the rank that must end the reduction may itself wait for an all-gather that this rank has not begun.
-        self._blocks_in_backward = not transport.unshards_params
+        self.grad_factor: Callable[[], float | None] = _unit_factor
+        """The factor of the sums, None while it is not known."""
+        # Not if weights are all-gathered in backward: the rank that must end the reduction may itself wait for an
+        # all-gather that this rank has not begun.
+        self._waits_in_hooks = waits_in_hooks
         self.completion_order: list[int] = []
         """The order in which this rank's buckets became complete in the first round of this step."""
         for index, name in enumerate(self._names):
@@ -87,7 +95,7 @@ class GradBuckets:
         last_user: dict[int, int] = {}
         self._prev_in_buffer: list[int | None] = [None] * len(order)
         for bucket in order:
-            buffer = self._transport.buffer_indices[bucket]
+            buffer = self._reducer.buffer_indices[bucket]
             self._prev_in_buffer[bucket] = last_user.get(buffer)
             last_user[buffer] = bucket
         self._launch_index = {bucket: index for index, bucket in enumerate(order)}
@@ -158,11 +166,11 @@ class GradBuckets:
         previous = self._prev_in_buffer[bucket]
         if previous is not None and self._launch_index[previous] >= self.num_launched:
             return False
-        return self._blocks_in_backward or self._transport.can_acquire_buffer(bucket)
+        return self._waits_in_hooks or self._reducer.can_acquire_buffer(bucket, self.grad_factor())
 
     def _acquire(self, bucket: int) -> None:
         if not self._is_acquired[bucket]:
-            self._transport.acquire_buffer(bucket)
+            self._reducer.acquire_buffer(bucket, self.grad_factor())
             self._is_acquired[bucket] = True
             # If buckets share the buffer, another one's gradient may be in the padding, and a norm would count it.
             self._paddings[bucket].zero_()
@@ -195,7 +203,7 @@ class GradBuckets:
             if self._round == 0:
                 self.completion_order.append(bucket)
             self.recorder.instant(self._reduction_index(bucket), READY_EVENT)
-            self._launch_ready(wait=self._blocks_in_backward)
+            self._launch_ready(wait=self._waits_in_hooks)
 
     def _launch_ready(self, *, wait: bool) -> None:
         # In program order, not in ready order: ranks differ in readiness, and collectives must not.
@@ -204,12 +212,12 @@ class GradBuckets:
             and self._num_missing[self._launch_order[self.num_launched]] == 0
         ):
             bucket = self._launch_order[self.num_launched]
-            if not (wait or self._transport.can_acquire_buffer(bucket)):
+            if not (wait or self._reducer.can_acquire_buffer(bucket, self.grad_factor())):
                 return
             self._acquire(bucket)
             self._zero_unwritten(bucket)
             self.recorder.instant(self._reduction_index(bucket), LAUNCHED_EVENT)
-            self._transport.reduce_async(bucket, self._reduction_index(bucket))
+            self._reducer.reduce_async(bucket, self._reduction_index(bucket), self.grad_factor())
             self.num_launched += 1
             self.on_launch()
 
@@ -260,14 +268,14 @@ class GradBuckets:
 
     def local_grads(self, bucket: int) -> list[Tensor]:
         """This rank's shard of a bucket's sum, for the norm; waits for the reduction."""
-        self._transport.reduce_shard(bucket)
-        return [self._transport.grad_shard(bucket).flat]
+        self._reducer.reduce_shard(bucket)
+        return [self._reducer.grad_shard(bucket).flat]
 
     def detach_grads(self) -> None:
-        """No-op: sums outlive the step in the transport's buffers. (`UnbucketedGrads` empties `.grad` here.)"""
+        """No-op: sums outlive the step in the reducer's buffers. (`UnbucketedGrads` empties `.grad` here.)"""
 
     def restore_grads(self, bucket: int) -> None:
         """No-op: sums already rest in the slots. (`UnbucketedGrads` restores `.grad` here.)"""
 
     def free_grads(self, bucket: int) -> None:
-        """No-op: the transport owns the slots, and knows when they may be written again."""
+        """No-op: the reducer owns the slots, and knows when they may be written again."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fourfold.parts import memory
-from fourfold.parts.comm.reduce.local_sgd import LocalSGDTransport
+from fourfold.parts.comm.reduce.local_sgd import LocalSGDReducer
 from fourfold.plan.data.buckets import Bucket
 
 
@@ -37,9 +37,9 @@ class LocalSGD:
     """One rank's state between two synchronizations. `weights` are flats, one per bucket."""
 
     def __init__(
-        self, weights: Sequence[Tensor], buckets: Sequence[Bucket], transport: LocalSGDTransport, outer: OuterOptimizer
+        self, weights: Sequence[Tensor], buckets: Sequence[Bucket], reducer: LocalSGDReducer, outer: OuterOptimizer
     ) -> None:
-        self._weights, self._buckets, self._transport, self._outer = weights, buckets, transport, outer
+        self._weights, self._buckets, self._reducer, self._outer = weights, buckets, reducer, outer
         self._reference_weights = [memory.allocate_private(len(flat), flat.dtype, flat.device) for flat in weights]
         with_momentum = weights if outer.momentum else []
         self._momenta = [memory.allocate_private(len(flat), flat.dtype, flat.device) for flat in with_momentum]
@@ -75,16 +75,16 @@ class LocalSGD:
     def push(self, bucket: int) -> None:
         """Start to reduce this rank's part of the pseudo-gradient. Does not wait."""
         # If no rank has trained on anything, only edits can have changed weights.
-        sample_weight = self._local_count / self._global_count if self._global_count else 1.0 / self._transport.size
-        buffer = self._transport.grad_buffers[bucket]
+        sample_weight = self._local_count / self._global_count if self._global_count else 1.0 / self._reducer.size
+        buffer = self._reducer.grad_buffers[bucket]
         torch.sub(self._weights[bucket], self._reference_weights[bucket], out=buffer).mul_(sample_weight)
-        self._transport.all_reduce_async(bucket)
+        self._reducer.all_reduce_async(bucket)
 
     @torch.no_grad()
     def pull(self, bucket: int) -> None:
         """Make one outer step from the reference weights. Waits for all ranks."""
         weight, reference = self._weights[bucket], self._reference_weights[bucket]
-        for start, stop, pseudo_gradient in self._transport.wait_all_reduce(bucket):
+        for start, stop, pseudo_gradient in self._reducer.wait_all_reduce(bucket):
             if self._outer.momentum:
                 momentum = self._momenta[bucket][start:stop]
                 momentum.mul_(self._outer.momentum).add_(pseudo_gradient)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from fourfold.parts import memory
-from fourfold.parts.comm.reduce.protocol import BucketSlice, Transport
+from fourfold.parts.comm.reduce.protocol import BucketSlice, DataTransport
 from fourfold.parts.data.param_access import ParamAccess, explain_transform_errors, outside_transforms
 from fourfold.parts.dtypes import bucket_dtype
 from fourfold.parts.torch_private import version_of
@@ -60,12 +60,12 @@ class ShardedParams:
     """The weights of a step, at rest in shards."""
 
     def __init__(
-        self, parameters: Sequence[Sequence[nn.Parameter]], buckets: Sequence[Bucket], transport: Transport
+        self, parameters: Sequence[Sequence[nn.Parameter]], buckets: Sequence[Bucket], transport: DataTransport
     ) -> None:
         """`parameters` are by bucket and slot. Their weights stay where they are until `shard_params`."""
-        self._parameters, self._buckets, self._transport = parameters, buckets, transport
+        self._parameters, self._buckets, self._gatherer = parameters, buckets, transport.weights
         self._device = parameters[0][0].device
-        ranges = [transport.grad_shard(bucket.index) for bucket in buckets]
+        ranges = [transport.grads.grad_shard(bucket.index) for bucket in buckets]
         # Not the parameters' dtypes: with a precision those are the user's until `shard_params`.
         dtypes = [bucket_dtype(bucket) for bucket in buckets]
         self.shards = [
@@ -242,7 +242,7 @@ class ShardedParams:
         Returns whether any rank missed a bucket. Collective.
         """
         assert self._unshard_order is not None
-        reports = [MissingBucket(*row) for row in self._transport.all_gather_ints(missing)]
+        reports = [MissingBucket(*row) for row in self._gatherer.all_gather_ints(missing)]
         missed = self._unshard_order.insert_missing([each for each in reports if each.bucket != NONE_MISSING])
         for bucket in missed:
             pending = self._unshard_async(bucket)
@@ -260,7 +260,7 @@ class ShardedParams:
         self.before_unshard(bucket)
         shard = self.shards[bucket].flat
         buffer = self.buffer_pool.acquire(self._buckets[bucket].size, shard.dtype, shard.device)
-        return _PendingUnshard(bucket, buffer, self._transport.unshard_async(bucket, shard, buffer))
+        return _PendingUnshard(bucket, buffer, self._gatherer.unshard_async(bucket, shard, buffer))
 
     def _wait_next(self) -> None:
         pending = self._pending.popleft()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fourfold.parts import memory
-from fourfold.parts.comm.reduce.protocol import Transport
+from fourfold.parts.comm.reduce.protocol import GradReducer
 from fourfold.plan.data.buckets import Bucket
 from fourfold.plan.precision import has_master_weights
 
@@ -54,7 +54,7 @@ class MasterWeights:
         self,
         parameters: Mapping[str, Tensor],
         buckets: Sequence[Bucket],
-        transport: Transport,
+        grads: GradReducer,
         policy: MasterWeightPolicy,
     ) -> None:
         """`parameters` are as the user made them: in their own dtypes, not in the buckets yet."""
@@ -64,7 +64,7 @@ class MasterWeights:
             if not widens and policy.offload_device is None:
                 self.by_bucket.append(None)
                 continue
-            start, stop = transport.grad_shard(bucket.index)[:2] if policy.is_sharded else (0, bucket.size)
+            start, stop = grads.grad_shard(bucket.index)[:2] if policy.is_sharded else (0, bucket.size)
             members = [parameters[slot.name] for slot in bucket.slots]
             least = torch.float32 if widens else members[0].dtype
             dtype = functools.reduce(torch.promote_types, (p.dtype for p in members), least)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer, lr_scheduler
 
-from fourfold.parts.comm.reduce.protocol import Transport
+from fourfold.parts.comm.reduce.protocol import GradReducer
 from fourfold.parts.torch_private import StepHook, has_any_hook, step_post_hooks, step_pre_hooks
 from fourfold.plan.data.buckets import Bucket
 from fourfold.words.errors import OptimizerError, Problem
@@ -77,9 +77,7 @@ class StepHooks:
     def has_any_hook(self) -> bool:
         return has_any_hook(self._optimizer)
 
-    def run_pre_hooks(
-        self, transport: Transport, used: Sequence[float] | None, factor: float
-    ) -> Sequence[float] | None:
+    def run_pre_hooks(self, grads: GradReducer, used: Sequence[float] | None, factor: float) -> Sequence[float] | None:
         """Call the pre-hooks, after all reductions have ended. Not collective.
 
         used    by slot of all buckets: on how many ranks it has a gradient; None = all
@@ -87,7 +85,7 @@ class StepHooks:
         Returns `used` as the hooks leave it.
         """
         if not self._is_unbucketed:
-            self.bucket_grads = [self._full_grad(bucket, transport, factor) for bucket in self._buckets]
+            self.bucket_grads = [self._full_grad(bucket, grads, factor) for bucket in self._buckets]
             self._expose_grads(used)
         self._call_hooks(step_pre_hooks(self._optimizer))
         if not self._is_unbucketed:
@@ -108,11 +106,11 @@ class StepHooks:
         return [parameter for members in self._parameters for parameter in members]
 
     @torch.no_grad()
-    def _full_grad(self, bucket: Bucket, transport: Transport, factor: float) -> Tensor:
+    def _full_grad(self, bucket: Bucket, grads: GradReducer, factor: float) -> Tensor:
         first = self._parameters[bucket.index][0]
         # A copy: a hook may write into it, while other ranks still read the sums.
         full = torch.zeros(bucket.size, dtype=first.dtype, device=first.device)
-        for view in transport.reduced_views(bucket.index):
+        for view in grads.reduced_views(bucket.index):
             full[view.start : view.stop] = view.flat
         return full if factor == 1.0 else full.mul_(factor)
 

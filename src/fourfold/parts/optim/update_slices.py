@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor, nn
 
-from fourfold.parts.comm.reduce.protocol import BucketSlice, Transport
+from fourfold.parts.comm.reduce.protocol import BucketSlice, GradReducer
 from fourfold.parts.optim.master_weights import MasterWeights
 from fourfold.plan.data.buckets import Bucket
 
@@ -52,7 +52,7 @@ class HasShards(Protocol):
 
 
 def update_slices(
-    weights: HasShards, buckets: Sequence[Bucket], transport: Transport, *, split_by_param: bool, is_chunked: bool
+    weights: HasShards, buckets: Sequence[Bucket], grads: GradReducer, *, split_by_param: bool, is_chunked: bool
 ) -> list[list[UpdateSlice]]:
     """The slices of each bucket: weights paired with the sums of their gradients.
 
@@ -64,7 +64,7 @@ def update_slices(
         slots = [(slot.start, slot.stop) for slot in bucket.slots] if split_by_param else [(0, bucket.size)]
         result.append([])
         for slot_index, (slot_start, slot_stop) in enumerate(slots):
-            for view in transport.reduced_views(bucket.index):
+            for view in grads.reduced_views(bucket.index):
                 low, high = max(slot_start, view.start), min(slot_stop, view.stop)
                 small = is_chunked or master is not None or view.flat.dtype != shard.flat.dtype
                 for start in range(low, high, MAX_SLICE_ELEMENTS if small else max(1, high - low)):

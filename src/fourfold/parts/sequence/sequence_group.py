@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fourfold.parts.comm.communicator import Communicator
+from fourfold.parts.comm.meter import CommMeter
 from fourfold.parts.comm.ring.protocol import RingGroup
 from fourfold.parts.comm.rings import make_ring
 from fourfold.plan.sequence import TokenRanges, ring_size, token_ranges
@@ -52,6 +53,7 @@ class SequenceGroup:
 def connect_sequence(
     comm: Communicator,
     sp_groups: Sequence[Sequence[int]],
+    meter: CommMeter,
     *,
     ring: str = "zigzag",
     ulysses: int = 1,
@@ -65,5 +67,5 @@ def connect_sequence(
     ring_size(len(sp_groups[0]), ulysses)
     ulysses_ranks = [group[start : start + ulysses] for group in sp_groups for start in range(0, len(group), ulysses)]
     ring_ranks = [group[first::ulysses] for group in sp_groups for first in range(ulysses)]
-    ring_group = make_ring(comm, ring_ranks, "ring", choice=transport)
-    return SequenceGroup(ring_group, make_ring(comm, ulysses_ranks, "heads", choice=transport), ring)
+    ring_group = make_ring(comm, ring_ranks, "ring", meter, choice=transport)
+    return SequenceGroup(ring_group, make_ring(comm, ulysses_ranks, "heads", meter, choice=transport), ring)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from fourfold.parts.comm.communicator import Communicator
+from fourfold.parts.comm.meter import CommMeter
 from fourfold.parts.comm.ring.protocol import RingGroup
 from fourfold.parts.sequence.attention import sequence_attention
 from fourfold.parts.sequence.sequence_group import connect_sequence
@@ -53,6 +54,7 @@ class SequenceParallel:
         loss: Callable[[Any, Any], Any],
         plan: Plan,
         comm: Communicator,
+        meter: CommMeter,
         *,
         seed: int = 0,
     ) -> None:
@@ -61,7 +63,7 @@ class SequenceParallel:
         sp_groups = plan.mesh.groups("sp")
         self._sp_ranks = next(group for group in sp_groups if comm.rank in group)
         self._sequence_group = connect_sequence(
-            comm, sp_groups, ring=plan.ring, ulysses=plan.ulysses, transport=plan.transport
+            comm, sp_groups, meter, ring=plan.ring, ulysses=plan.ulysses, transport=plan.transport
         )
         self._dropout_overrides = per_rank_dropouts(self._coords["sp"])
         self._dropout_counter = AttentionDropoutCounter(seed)

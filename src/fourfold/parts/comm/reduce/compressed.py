@@ -1,24 +1,22 @@
-"""Compressed transport: gradients travel between ranks as the messages of codecs.
+"""Compressed reductions: gradients travel between ranks as the messages of codecs.
 
 codec run  the generator by which a codec reduces one bucket: it yields a message, and is sent what became of it
 stage      the place of a message in a codec run: first, second, …; later messages depend on the results of earlier ones
 round      one reduction of every bucket; a step with several microbatches may have several
-inner      the transport underneath: adds up what one host's ranks hold, and moves weights and scalars
+inner      the reducer underneath: adds up what one host's ranks hold
 gatherer   all-gathers messages: among one rank of each host, or among all ranks without shared memory
 Law: a codec's worker is one data rank, whatever joins the ranks. So a plan trains with the same mathematics on one
 host, where nothing needs to be small, as on many.
 
-Messages that are summed go through one more transport per stage, whose buckets are the messages. Every rank then has
-the whole sum; one rank of each host hands it to the inner transport, and the others hand over zeros. Gathered messages
-reach only one gatherer's ranks; the inner transport adds up the ranks of a host, in full precision, in memory.
+Messages that are summed go through one more reducer per stage, whose buckets are the messages. Every rank then has
+the whole sum; one rank of each host hands it to the inner reducer, and the others hand over zeros. Gathered messages
+reach only one gatherer's ranks; the inner reducer adds up the ranks of a host, in full precision, in memory.
 """
 
-import contextlib
 import functools
 import math
-import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -26,24 +24,26 @@ import torch
 from torch import Tensor
 
 from fourfold.parts.codec.protocol import Codec, CodecReduction, Message
+from fourfold.parts.comm.meter import CommMeter
 from fourfold.parts.comm.reduce.async_result import AsyncResult
 from fourfold.parts.comm.reduce.message_gatherer import MessageGatherer
-from fourfold.parts.comm.reduce.protocol import BucketSlice, Transport
+from fourfold.parts.comm.reduce.protocol import BucketSlice, GradReducer
 from fourfold.plan.codec import Combine
-from fourfold.words.trace_events import Recorder
 
 
 class CompressedRoutes(NamedTuple):
     """How messages travel.
 
-    stage_transports  one for each stage whose messages are summed
-    is_host_leader    whether this rank hands sums of messages to the inner transport, for its host
+    stage_reducers  one for each stage whose messages are summed
+    is_host_leader  whether this rank hands sums of messages to the inner reducer, for its host
+    needs_factor    whether the inner reducer's sums need the factor: where states rest whole
     """
 
-    inner: Transport
-    stage_transports: Sequence[Transport]
+    inner: GradReducer
+    stage_reducers: Sequence[GradReducer]
     gatherer: MessageGatherer
     is_host_leader: bool
+    needs_factor: bool
 
 
 @dataclass
@@ -51,59 +51,25 @@ class _PendingReduction:
     """A bucket whose codec run has not ended, and the message that it waits for."""
 
     bucket: int
-    reduction_index: int
+    reduction_index: int | None
     run: CodecReduction
     message_result: AsyncResult
     stage: int = 0
     is_done: bool = False
 
 
-class CompressedTransport:
-    """See `Transport`. `codecs`: one for each bucket."""
+class CompressedReducer:
+    """See `GradReducer`. `codecs`: one for each bucket."""
 
-    def __init__(self, routes: CompressedRoutes, codecs: Sequence[Codec]) -> None:
-        self._inner, self._stage_transports, self._gatherer, self._is_host_leader = routes
+    def __init__(self, routes: CompressedRoutes, codecs: Sequence[Codec], meter: CommMeter) -> None:
+        self._routes, self._inner, self._meter = routes, routes.inner, meter
         self.codecs = codecs
-        self.name, self.size, self.index = self._inner.name, self._inner.size, self._inner.index
-        self.grad_buffers, self.buffer_indices = self._inner.grad_buffers, self._inner.buffer_indices
-        self.shared_weights, self.is_writer = self._inner.shared_weights, self._inner.is_writer
-        self.unshards_params, self.replica_index = self._inner.unshards_params, self._inner.replica_index
+        self.size, self.replica_index = routes.inner.size, routes.inner.replica_index
+        self.grad_buffers, self.buffer_indices = routes.inner.grad_buffers, routes.inner.buffer_indices
         self._message_index = message_indices(codecs)
         self._pending: deque[_PendingReduction] = deque()
         self._last_handed_over: int | None = None
-        self._grad_round, self._codec_seconds = 0, 0.0
-
-    @property
-    def recorder(self) -> Recorder:
-        return self._inner.recorder
-
-    @recorder.setter
-    def recorder(self, recorder: Recorder) -> None:
-        self._inner.recorder = recorder
-
-    @property
-    def grad_scale_fn(self) -> Callable[[], float]:
-        return self._inner.grad_scale_fn
-
-    @grad_scale_fn.setter
-    def grad_scale_fn(self, factor: Callable[[], float]) -> None:
-        self._inner.grad_scale_fn = factor
-
-    @property
-    def waiting_seconds(self) -> float:
-        return self._inner.waiting_seconds + self._codec_seconds
-
-    @property
-    def sent_bytes(self) -> float:
-        return (
-            self._inner.sent_bytes + self._gatherer.sent_bytes + sum(each.sent_bytes for each in self._stage_transports)
-        )
-
-    @contextlib.contextmanager
-    def _timed(self) -> Iterator[None]:
-        begin, waited = time.perf_counter(), self._inner.waiting_seconds
-        yield
-        self._codec_seconds += time.perf_counter() - begin - (self._inner.waiting_seconds - waited)
+        self._grad_round = 0
 
     def rescale_residuals(self, factor: float) -> None:
         """Multiply what the codecs remember: from now on gradients are `factor` times as large."""
@@ -112,53 +78,61 @@ class CompressedTransport:
 
     # ---- codec runs ---------------------------------------------------------------------------------
 
-    def acquire_buffer(self, bucket: int) -> None:
-        pending = [
-            each.bucket for each in self._pending if self.buffer_indices[each.bucket] == self.buffer_indices[bucket]
-        ]
-        if pending:
-            with self._timed():
-                self._finish_through(pending[-1])
-        self._inner.acquire_buffer(bucket)
+    def acquire_buffer(self, bucket: int, factor: float | None) -> None:
+        if pending := self._pending_in_buffer(bucket):
+            with self._meter.counted():
+                self._finish_through(pending[-1], factor)
+        self._inner.acquire_buffer(bucket, factor)
+
+    def can_acquire_buffer(self, bucket: int, factor: float | None) -> bool:
+        return not self._pending_in_buffer(bucket) and self._inner.can_acquire_buffer(bucket, factor)
+
+    def _pending_in_buffer(self, bucket: int) -> list[int]:
+        index = self.buffer_indices[bucket]
+        return [each.bucket for each in self._pending if self.buffer_indices[each.bucket] == index]
 
     @torch.no_grad()
-    def reduce_async(self, bucket: int, reduction_index: int) -> None:
-        with self._timed():
-            self._begin_grad_round(reduction_index // len(self.codecs))
+    def reduce_async(self, bucket: int, reduction_index: int | None, factor: float | None) -> None:
+        with self._meter.counted():
+            if reduction_index is not None:
+                self._begin_grad_round(reduction_index // len(self.codecs), factor)
             run = self.codecs[bucket].reduce(self._unpadded_grads(bucket))
             result = self._send_message(bucket, 0, next(run))
             self._pending.append(_PendingReduction(bucket, reduction_index, run, result))
-            self._advance_ready()
+            self._advance_ready(factor)
 
     def _unpadded_grads(self, bucket: int) -> Tensor:
         """A bucket's buffer without its padding."""
         return self.grad_buffers[bucket][: self.codecs[bucket].num_elements]
 
-    def _begin_grad_round(self, number: int) -> None:
+    def _begin_grad_round(self, number: int, factor: float | None) -> None:
         """Begin round `number` of reductions within a step: message buffers are free once every rank has begun it."""
         if number != self._grad_round:
             if self._pending:
-                self._finish_through(self._pending[-1].bucket)
-            if self._stage_transports:
+                self._finish_through(self._pending[-1].bucket, factor)
+            if self._routes.stage_reducers:
                 # Room for the next message comes only when every rank has begun this round. A rank that has not may be
                 # waiting for this rank's part of the last sum.
-                self._finish_handed_over()
-            for each in self._stage_transports:
-                each.end_step()
+                self._finish_handed_over(factor)
+            self._end_message_step()
         self._grad_round = number
+
+    def _end_message_step(self) -> None:
+        for each in self._routes.stage_reducers:
+            each.end_step()
 
     def _send_message(self, bucket: int, stage: int, message: Message) -> AsyncResult:
         if message.combine is Combine.GATHER:
-            return self._gatherer.all_gather_async(message.payload)
-        transport, index = self._stage_transports[stage], self._message_index[stage][bucket]
-        transport.acquire_buffer(index)
-        transport.grad_buffers[index].copy_(message.payload)
-        transport.reduce_async(index, index)
+            return self._routes.gatherer.all_gather_async(message.payload)
+        reducer, index = self._routes.stage_reducers[stage], self._message_index[stage][bucket]
+        reducer.acquire_buffer(index, 1.0)
+        reducer.grad_buffers[index].copy_(message.payload)
+        reducer.reduce_async(index, None, 1.0)
         return AsyncResult(
-            functools.partial(_wait_total, transport, index), functools.partial(transport.is_reduced, index)
+            functools.partial(_wait_total, reducer, index), functools.partial(reducer.is_reduced, index, 1.0)
         )
 
-    def _advance_ready(self) -> None:
+    def _advance_ready(self, factor: float | None) -> None:
         """Continue the codec runs whose messages have come, without waiting.
 
         The messages of a stage are sent in program order, so no run may overtake an earlier one: messages arrive in
@@ -170,24 +144,26 @@ class CompressedTransport:
                 self._advance(reduction)
             if not reduction.is_done:
                 limit = reduction.stage
-        self._reduce_finished()
+        self._reduce_finished(factor)
 
-    def _finish_through(self, bucket: int) -> None:
+    def _finish_through(self, bucket: int, factor: float | None) -> None:
         """Wait until the codec runs up to a bucket's have ended.
 
         Not further: a rank that has not launched the next bucket may be waiting for this bucket's sum.
         """
-        with self.recorder.waiting():
+        with self._meter.recorder.waiting():
             while any(each.bucket == bucket for each in self._pending):
                 # Before any wait for a later message: its sender may be waiting for this rank's part.
-                self._finish_handed_over()
+                self._finish_handed_over(factor)
                 self._advance(self._pending[0])
-                self._advance_ready()
+                self._advance_ready(factor)
 
-    def _finish_handed_over(self) -> None:
-        """Do this rank's part of the sums that it has handed to the inner transport."""
+    def _finish_handed_over(self, factor: float | None) -> None:
+        """Do this rank's part of the sums that it has handed to the inner reducer."""
         if self._last_handed_over is not None:
-            self._inner.wait_reduce(self._last_handed_over)
+            # Without the factor only for a buffer or a round: then gradients rest split.
+            assert factor is not None or not self._routes.needs_factor
+            self._inner.wait_reduce(self._last_handed_over, 1.0 if factor is None else factor)
             self._last_handed_over = None
 
     @torch.no_grad()
@@ -200,50 +176,34 @@ class CompressedTransport:
         reduction.stage += 1
         reduction.message_result = self._send_message(reduction.bucket, reduction.stage, message)
 
-    def _reduce_finished(self) -> None:
-        """Hand the buckets whose codec runs have ended to the inner transport, in program order."""
+    def _reduce_finished(self, factor: float | None) -> None:
+        """Hand the buckets whose codec runs have ended to the inner reducer, in program order."""
         while self._pending and self._pending[0].is_done:
             reduction = self._pending.popleft()
-            if not self._is_host_leader and self.codecs[reduction.bucket].rounds[0].combine is Combine.SUM:
+            is_sum = self.codecs[reduction.bucket].rounds[0].combine is Combine.SUM
+            if is_sum and not self._routes.is_host_leader:
                 self._unpadded_grads(reduction.bucket).zero_()
-            self._inner.reduce_async(reduction.bucket, reduction.reduction_index)
+            self._inner.reduce_async(reduction.bucket, reduction.reduction_index, factor)
             self._last_handed_over = reduction.bucket
 
-    def wait_reduce(self, bucket: int) -> None:
+    def wait_reduce(self, bucket: int, factor: float) -> None:
         if any(each.bucket == bucket for each in self._pending):
-            with self._timed():
-                self._finish_through(bucket)
-        self._inner.wait_reduce(bucket)
+            with self._meter.counted():
+                self._finish_through(bucket, factor)
+        self._inner.wait_reduce(bucket, factor)
 
-    def is_reduced(self, bucket: int) -> bool:
+    def is_reduced(self, bucket: int, factor: float | None) -> bool:
         if self._pending:
-            with self._timed():
-                self._advance_ready()
-        return all(each.bucket != bucket for each in self._pending) and self._inner.is_reduced(bucket)
+            with self._meter.counted():
+                self._advance_ready(factor)
+        return all(each.bucket != bucket for each in self._pending) and self._inner.is_reduced(bucket, factor)
 
     def end_step(self) -> None:
-        for each in self._stage_transports:
-            each.end_step()
+        self._end_message_step()
         self._grad_round, self._last_handed_over = 0, None
         self._inner.end_step()
 
-    def begin_call(self, call: str) -> None:
-        self._inner.begin_call(call)
-
-    def check_same_call(self) -> None:
-        self._inner.check_same_call()
-
-    # ---- the inner transport's ----------------------------------------------------------------------
-
-    def can_acquire_buffer(self, bucket: int) -> bool:
-        is_pending = any(self.buffer_indices[each.bucket] == self.buffer_indices[bucket] for each in self._pending)
-        return not is_pending and self._inner.can_acquire_buffer(bucket)
-
-    def unshard_async(self, bucket: int, shard: Tensor, out: Tensor) -> Callable[[], None]:
-        return self._inner.unshard_async(bucket, shard, out)
-
-    def all_gather_ints(self, row: Sequence[int]) -> list[list[int]]:
-        return self._inner.all_gather_ints(row)
+    # ---- the inner reducer's ------------------------------------------------------------------------
 
     def reduce_range(self, bucket: int, start: int, stop: int, factor: float) -> None:
         self._inner.reduce_range(bucket, start, stop, factor)
@@ -263,27 +223,6 @@ class CompressedTransport:
     def all_gather_grads(self, bucket: int) -> None:
         self._inner.all_gather_grads(bucket)
 
-    def signal_backward_done(self) -> None:
-        self._inner.signal_backward_done()
-
-    def wait_weights_writable(self) -> None:
-        self._inner.wait_weights_writable()
-
-    def all_gather_weights_async(self, bucket: int, weight: Tensor) -> None:
-        self._inner.all_gather_weights_async(bucket, weight)
-
-    def wait_weights(self, bucket: int) -> None:
-        self._inner.wait_weights(bucket)
-
-    def broadcast_weights(self) -> None:
-        self._inner.broadcast_weights()
-
-    def all_reduce_scalars_async(self, kind: int, values: Tensor) -> None:
-        self._inner.all_reduce_scalars_async(kind, values)
-
-    def wait_scalars(self, kind: int) -> list[float]:
-        return self._inner.wait_scalars(kind)
-
 
 def message_indices(codecs: Sequence[Codec]) -> list[dict[int, int]]:
     """For each stage with summed messages: each bucket's index among the messages of that stage."""
@@ -299,7 +238,7 @@ def message_indices(codecs: Sequence[Codec]) -> list[dict[int, int]]:
     return [each for each in result if each]
 
 
-def _wait_total(transport: Transport, index: int) -> Sequence[Tensor]:
-    transport.wait_reduce(index)
-    transport.all_gather_grads(index)
-    return [transport.grad_buffers[index]]
+def _wait_total(reducer: GradReducer, index: int) -> Sequence[Tensor]:
+    reducer.wait_reduce(index, 1.0)
+    reducer.all_gather_grads(index)
+    return [reducer.grad_buffers[index]]

@@ -12,8 +12,7 @@ from torch import Tensor
 from fourfold.parts.comm.collectives import Group, all_gather_rows
 from fourfold.parts.comm.reduce import collective_fingerprint
 from fourfold.parts.comm.reduce.divergence_report import divergence_error
-
-NUM_LOSS_SCALARS = 8
+from fourfold.parts.comm.reduce.scalar_room import NUM_LOSS_SCALARS
 
 
 class FingerprintCheck:

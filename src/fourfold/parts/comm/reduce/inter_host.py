@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fourfold.parts.comm.collectives import all_gather_rows, ring_bytes
 from fourfold.parts.comm.communicator import Communicator
+from fourfold.parts.comm.meter import CommMeter
 from fourfold.parts.comm.reduce.async_result import AsyncResult
 from fourfold.parts.comm.reduce.fingerprint_check import FingerprintCheck
 from fourfold.parts.comm.reduce.sharded_collectives import ShardedCollectives
@@ -22,13 +23,13 @@ from fourfold.words.layout import SPLIT, Change
 class InterHostReducer(Protocol):
     """The ranks of one local index, on all hosts or on those of one replica.
 
-    `index` and `size` count hosts within this rank's replica.
+    `index` and `size` count hosts within this rank's replica, `num_hosts` counts all.
     """
 
+    num_hosts: int
     size: int
     index: int
     replica_index: int
-    sent_bytes: float
 
     def all_reduce_async(self, flat: Tensor) -> AsyncResult:
         """Begin an all-reduce in place; the result is `flat`."""
@@ -54,27 +55,27 @@ class InterHostReducer(Protocol):
         """Bring the first host's values to all hosts. Waits."""
         ...
 
-    def all_reduce_scalars(self, values: Sequence[float], call: str | None = None) -> list[float]:
-        """Sums over the hosts. Waits. With a call: raises DivergenceError if another host is in another call."""
+
+class InterHostScalars(Protocol):
+    """Sums of a few float64 values over the hosts."""
+
+    def all_reduce_async(self, values: Tensor, call: str | None) -> AsyncResult:
+        """Begin a sum; the result is a list. With a call: its wait raises DivergenceError if a host is in another."""
         ...
 
 
 class GroupInterHostReducer:
     """See `InterHostReducer`. `spec.num_shards` counts hosts. Every rank makes those of all local indices."""
 
-    def __init__(self, comm: Communicator, members: Sequence[int], spec: TransportSpec) -> None:
-        self._communicator = comm
+    def __init__(self, comm: Communicator, members: Sequence[int], spec: TransportSpec, meter: CommMeter) -> None:
+        self._communicator, self._meter, self._leader, self.num_hosts = comm, meter, members[0], len(members)
         self._group = comm.get_group(members, spec.group_name("buckets"))
-        self._scalars_group = comm.get_group(members, spec.group_name("scalars"))
-        self._leader, self.sent_bytes = members[0], 0.0
-        index = list(members).index(comm.rank) if comm.rank in members else -1
         self._sharded = ShardedCollectives(comm, members, num_shards=spec.num_shards)
         self.size, self.index, self.replica_index = self._sharded.size, self._sharded.index, self._sharded.replica_index
         self._miss_report_group = comm.get_group(range(comm.size), "pleas") if spec.rest.weight == SPLIT else None
-        self._fingerprint_check = FingerprintCheck(self._scalars_group, members, index, torch.device("cpu"))
 
     def all_reduce_async(self, flat: Tensor) -> AsyncResult:
-        self.sent_bytes += ring_bytes(Change.ALL_REDUCE, flat, self._sharded.shard_groups.size)
+        self._meter.sent_bytes += ring_bytes(Change.ALL_REDUCE, flat, self._sharded.shard_groups.size)
         with self._communicator.report_dead_peers():
             work = self._group.all_reduce(flat)
 
@@ -86,17 +87,17 @@ class GroupInterHostReducer:
         return AsyncResult(wait, work.is_completed)
 
     def reduce_scatter_async(self, flat: Tensor) -> AsyncResult:
-        self.sent_bytes += self._sharded.reduced_bytes(flat)
+        self._meter.sent_bytes += self._sharded.reduced_bytes(flat)
         with self._communicator.report_dead_peers():
             return self._sharded.reduce_scatter_async(flat)
 
     def all_gather_inplace_async(self, flat: Tensor) -> Callable[[], None]:
-        self.sent_bytes += self._sharded.gathered_bytes(flat)
+        self._meter.sent_bytes += self._sharded.gathered_bytes(flat)
         with self._communicator.report_dead_peers():
             return self._sharded.all_gather_inplace_async(flat)
 
     def all_gather_async(self, shard: Tensor, out: Tensor) -> Callable[[], None]:
-        self.sent_bytes += self._sharded.gathered_bytes(out)
+        self._meter.sent_bytes += self._sharded.gathered_bytes(out)
         with self._communicator.report_dead_peers():
             return self._sharded.all_gather_async(shard, out)
 
@@ -112,13 +113,27 @@ class GroupInterHostReducer:
         with self._communicator.report_dead_peers():
             self._group.broadcast(flat, self._leader)
 
-    def all_reduce_scalars(self, values: Sequence[float], call: str | None = None) -> list[float]:
-        tensor = torch.tensor(values, dtype=torch.float64)
-        if call is not None:
-            tensor = self._fingerprint_check.append_fingerprint(tensor, call)
+
+class GroupInterHostScalars:
+    """See `InterHostScalars`. Every rank makes those of all local indices."""
+
+    def __init__(self, comm: Communicator, members: Sequence[int], group_name: str, meter: CommMeter) -> None:
+        self._communicator, self._meter = comm, meter
+        self._group = comm.get_group(members, group_name)
+        index = list(members).index(comm.rank) if comm.rank in members else -1
+        self._fingerprint_check = FingerprintCheck(self._group, members, index, torch.device("cpu"))
+
+    def all_reduce_async(self, values: Tensor, call: str | None) -> AsyncResult:
+        tensor = values if call is None else self._fingerprint_check.append_fingerprint(values, call)
         with self._communicator.report_dead_peers():
-            self._scalars_group.all_reduce(tensor).wait()
-        sums = tensor.tolist()
-        if call is not None:
-            self._fingerprint_check.check(sums, call)
-        return sums[: len(values)]
+            work = self._group.all_reduce(tensor)
+
+        def wait() -> list[float]:
+            with self._meter.timed(), self._communicator.report_dead_peers():
+                work.wait()
+            sums = tensor.tolist()
+            if call is not None:
+                self._fingerprint_check.check(sums, call)
+            return sums[: len(values)]
+
+        return AsyncResult(wait, work.is_completed)

@@ -8,14 +8,13 @@ from torch import Tensor
 
 from fourfold.parts.comm.collectives import ring_bytes
 from fourfold.parts.comm.communicator import Communicator
+from fourfold.parts.comm.meter import CommMeter
 from fourfold.parts.comm.reduce.async_result import AsyncResult, always_done
 from fourfold.words.layout import Change
 
 
 class MessageGatherer(Protocol):
     """All-gathers the messages of some ranks: one of each host if hosts share memory, else all."""
-
-    sent_bytes: float
 
     def all_gather_async(self, payload: Tensor) -> AsyncResult:
         """Begin to gather the members' messages [elements]; the result is one message per member, in rank order."""
@@ -28,8 +27,6 @@ class NullMessageGatherer:
     Ranks then sum what they have decoded in shared memory.
     """
 
-    sent_bytes = 0.0
-
     def all_gather_async(self, payload: Tensor) -> AsyncResult:
         return AsyncResult(lambda: [payload], always_done)
 
@@ -37,13 +34,13 @@ class NullMessageGatherer:
 class GroupMessageGatherer:
     """The ranks of a process group; see `MessageGatherer`."""
 
-    def __init__(self, comm: Communicator, members: Sequence[int]) -> None:
+    def __init__(self, comm: Communicator, members: Sequence[int], meter: CommMeter) -> None:
         self._communicator, self._group = comm, comm.get_group(members, "messages")
-        self.size, self.sent_bytes = len(members), 0.0
+        self.size, self._meter = len(members), meter
 
     def all_gather_async(self, payload: Tensor) -> AsyncResult:
         gathered = torch.empty(self.size * payload.numel(), dtype=payload.dtype, device=payload.device)
-        self.sent_bytes += ring_bytes(Change.ALL_GATHER, gathered, self.size)
+        self._meter.sent_bytes += ring_bytes(Change.ALL_GATHER, gathered, self.size)
         with self._communicator.report_dead_peers():
             work = self._group.all_gather(gathered, payload)
 

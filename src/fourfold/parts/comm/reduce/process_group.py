@@ -5,113 +5,157 @@ Law: every rank begins the same collectives of one group in the same order, with
 pending.
 """
 
-import contextlib
 import functools
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from fourfold.parts.comm.collectives import Work, all_gather_rows, ring_bytes
+from fourfold.parts.comm.collectives import all_gather_rows, ring_bytes
 from fourfold.parts.comm.communicator import Communicator
+from fourfold.parts.comm.meter import CommMeter
 from fourfold.parts.comm.reduce.async_result import AsyncResult, always_done
-from fourfold.parts.comm.reduce.fingerprint_check import FingerprintCheck
 from fourfold.parts.comm.reduce.grad_shards import GradShards
-from fourfold.parts.comm.reduce.protocol import BucketSlice, unit_scale
+from fourfold.parts.comm.reduce.group_scalars import GroupScalars
+from fourfold.parts.comm.reduce.protocol import BucketSlice, DataTransport, GradReducer, WeightGatherer
 from fourfold.parts.comm.reduce.sharded_collectives import ShardedCollectives
+from fourfold.parts.comm.reduce.single_rank import LocalScalars, WholeFlats, WholeWeights
 from fourfold.parts.comm.reduce.transport_spec import TransportSpec
 from fourfold.plan.memory import MAX_REDUCTIONS_IN_FLIGHT
 from fourfold.words.layout import SPLIT, WHOLE, Change
-from fourfold.words.program import LOSS
-from fourfold.words.trace_events import NULL_RECORDER
 
 
-class ProcessGroupTransport:
-    """See `Transport`."""
+def make_group_transport(
+    comm: Communicator, grad_buffers: Sequence[Tensor], spec: TransportSpec, meter: CommMeter, *, reason: str
+) -> DataTransport:
+    """The transport over process groups of all ranks of `comm`. `reason`: why not shared memory. Collective."""
+    grads: GradReducer
+    weights: WeightGatherer
+    if spec.rest.state == WHOLE:
+        grads, weights = GroupReducer(comm, grad_buffers, spec, meter), WholeWeights(comm.size)
+    else:
+        sharded = ShardedCollectives(comm, range(comm.size), num_shards=spec.num_shards)
+        grads = ShardedGroupReducer(comm, grad_buffers, spec, meter, sharded)
+        weights = GroupWeights(comm, sharded, meter, unshards_params=spec.rest.weight == SPLIT)
+    scalars = LocalScalars(0)
+    if spec.num_scalars:
+        scalars = GroupScalars(comm, spec.group_name("scalars"), spec.num_scalars, meter)
+    name = backend_name(comm)
+    return DataTransport(grads, weights, scalars, f"{name} ({reason})" if name == "gloo" else name)
 
-    shared_weights: Sequence[Tensor] | None = None
-    is_writer = True
+
+def backend_name(comm: Communicator) -> str:
+    """What carries the collectives of process groups."""
+    return "NCCL" if comm.device.type == "cuda" else "gloo"
+
+
+class GroupReducer(WholeFlats):
+    """See `GradReducer`: all-reduces, where states rest whole."""
 
     def __init__(
-        self, grad_buffers: Sequence[Tensor], comm: Communicator, members: Sequence[int], spec: TransportSpec
+        self, comm: Communicator, grad_buffers: Sequence[Tensor], spec: TransportSpec, meter: CommMeter
     ) -> None:
-        self._communicator, self._is_prereduced = comm, spec.is_prereduced
-        rest = spec.rest
-        self._group = comm.get_group(members, spec.group_name("buckets"))
-        self._scalars_group = comm.get_group(members, spec.group_name("scalars"))
-        self.name = "NCCL" if comm.device.type == "cuda" else "gloo"
-        self.size, self.index = len(members), list(members).index(comm.rank)
-        self.grad_buffers, self.buffer_indices = grad_buffers, spec.buffer_indices
-        self.waiting_seconds, self.sent_bytes = 0.0, 0.0
-        self.recorder, self.grad_scale_fn = NULL_RECORDER, unit_scale
-        self._device = comm.device
-        self._sharded = None if rest.state == WHOLE else ShardedCollectives(comm, members, num_shards=spec.num_shards)
-        self.replica_index = 0 if self._sharded is None else self._sharded.replica_index
-        self._grad_shards = None
-        if self._sharded is not None and rest.gradient == SPLIT:
-            self._grad_shards = GradShards(grad_buffers, self._sharded.size)
-        self.unshards_params = rest.weight == SPLIT
-        self._miss_report_group = comm.get_group(members, "pleas") if self.unshards_params else None
-        self._shard_index_size = (
-            (self.index, self.size) if self._sharded is None else (self._sharded.index, self._sharded.size)
-        )
-        self._pending_reduces: dict[int, AsyncResult] = {}
-        self._pending_gathers: dict[int, Callable[[], None]] = {}  # in program order
-        self._pending_scalars: dict[int, tuple[Tensor, Work]] = {}
-        self._fingerprint_check = FingerprintCheck(self._scalars_group, members, self.index, comm.device)
-        self._call, self._num_loss_values = "", 0
+        super().__init__(grad_buffers, spec.buffer_indices)
+        self._communicator, self._meter, self.size = comm, meter, comm.size
+        self._group = comm.get_group(range(comm.size), spec.group_name("buckets"))
+        self._is_prereduced = spec.is_prereduced
+        self._pending: dict[int, AsyncResult] = {}
 
-    def begin_call(self, call: str) -> None:
-        self._call = call
+    def acquire_buffer(self, bucket: int, factor: float | None) -> None:
+        # A sum that nobody has waited for is in its own buffer still.
+        if bucket in self._pending:
+            assert factor is not None, "this buffer is free once its sum is made, which needs the factor"
+            self.wait_reduce(bucket, factor)
 
-    def check_same_call(self) -> None:
-        self.all_reduce_scalars_async(LOSS, torch.zeros(0))
-        self.wait_scalars(LOSS)
+    def can_acquire_buffer(self, bucket: int, factor: float | None) -> bool:
+        return self.is_reduced(bucket, factor)
 
-    def acquire_buffer(self, bucket: int) -> None:
-        for other in [b for b in self._pending_reduces if self.buffer_indices[b] == self.buffer_indices[bucket]]:
-            self.wait_reduce(other)
-
-    def reduce_async(self, bucket: int, reduction_index: int) -> None:
+    def reduce_async(self, bucket: int, reduction_index: int | None, factor: float | None) -> None:
         if self._is_prereduced:
-            self._pending_reduces[bucket] = AsyncResult(functools.partial(self._prereduced_shard, bucket), always_done)
+            self._pending[bucket] = AsyncResult(_nothing, always_done)
             return
-        if self._sharded is None:
-            self.sent_bytes += ring_bytes(Change.ALL_REDUCE, self.grad_buffers[bucket], self.size)
-            with self._communicator.report_dead_peers():
-                work = self._group.all_reduce(self.grad_buffers[bucket])
-            self.recorder.record_async_reduction(reduction_index, work.get_future)
-            self._pending_reduces[bucket] = AsyncResult(_make_wait(work), work.is_completed)
-            return
-        self.sent_bytes += self._sharded.reduced_bytes(self.grad_buffers[bucket])
-        if len(self._pending_reduces) >= MAX_REDUCTIONS_IN_FLIGHT:
-            self.wait_reduce(next(iter(self._pending_reduces)))
+        self._meter.sent_bytes += ring_bytes(Change.ALL_REDUCE, self.grad_buffers[bucket], self.size)
         with self._communicator.report_dead_peers():
-            on_start = functools.partial(self.recorder.record_async_reduction, reduction_index)
-            self._pending_reduces[bucket] = self._sharded.reduce_scatter_async(self.grad_buffers[bucket], on_start)
+            work = self._group.all_reduce(self.grad_buffers[bucket])
+        self._meter.record_async_reduction(reduction_index, work.get_future)
+        self._pending[bucket] = AsyncResult(work.wait, work.is_completed)
 
-    def _prereduced_shard(self, bucket: int) -> Tensor | None:
-        """This rank's shard of a buffer that already holds the sum."""
-        return None if self._sharded is None else self._sharded.local_shard(self.grad_buffers[bucket])
-
-    def wait_reduce(self, bucket: int) -> None:
-        if bucket in self._pending_reduces:
-            with self._timed():
-                total = self._pending_reduces.pop(bucket).wait()
-            if self._grad_shards is not None and total is not None:
-                self._grad_shards.accumulate(bucket, total)
-            if self._sharded is None and (factor := self.grad_scale_fn()) != 1.0:
+    def wait_reduce(self, bucket: int, factor: float) -> None:
+        if bucket in self._pending:
+            with self._meter.timed(), self._communicator.report_dead_peers():
+                self._pending.pop(bucket).wait()
+            if factor != 1.0:
                 self.grad_buffers[bucket].mul_(factor)
 
-    def is_reduced(self, bucket: int) -> bool:
-        return bucket not in self._pending_reduces or self._pending_reduces[bucket].is_done()
+    def is_reduced(self, bucket: int, factor: float | None) -> bool:
+        return bucket not in self._pending or (factor is not None and self._pending[bucket].is_done())
 
-    def can_acquire_buffer(self, bucket: int) -> bool:
-        blocking = [b for b in self._pending_reduces if self.buffer_indices[b] == self.buffer_indices[bucket]]
-        if self._sharded is not None and len(self._pending_reduces) >= MAX_REDUCTIONS_IN_FLIGHT:
-            blocking.append(next(iter(self._pending_reduces)))
-        return all(self._pending_reduces[b].is_done() for b in blocking)
+    def grad_shard(self, bucket: int) -> BucketSlice:
+        """An equal part for each rank."""
+        flat, rank = self.grad_buffers[bucket], self._communicator.rank
+        start, stop = flat.numel() * rank // self.size, flat.numel() * (rank + 1) // self.size
+        return BucketSlice(start, stop, flat[start:stop])
+
+    def end_step(self) -> None:
+        pass
+
+
+class ShardedGroupReducer:
+    """See `GradReducer`: reduce-scatters, where states rest split."""
+
+    def __init__(
+        self,
+        comm: Communicator,
+        grad_buffers: Sequence[Tensor],
+        spec: TransportSpec,
+        meter: CommMeter,
+        sharded: ShardedCollectives,
+    ) -> None:
+        self._communicator, self._meter, self._sharded = comm, meter, sharded
+        self.size, self.replica_index = comm.size, sharded.replica_index
+        self.grad_buffers, self.buffer_indices = grad_buffers, spec.buffer_indices
+        self._is_prereduced = spec.is_prereduced
+        self._grad_shards = GradShards(grad_buffers, sharded.size) if spec.rest.gradient == SPLIT else None
+        self._pending: dict[int, AsyncResult] = {}
+
+    def acquire_buffer(self, bucket: int, factor: float | None) -> None:
+        for other in self._pending_in_buffer(bucket):
+            self._finish(other)
+
+    def _pending_in_buffer(self, bucket: int) -> list[int]:
+        return [other for other in self._pending if self.buffer_indices[other] == self.buffer_indices[bucket]]
+
+    def can_acquire_buffer(self, bucket: int, factor: float | None) -> bool:
+        blocking = self._pending_in_buffer(bucket)
+        if len(self._pending) >= MAX_REDUCTIONS_IN_FLIGHT:
+            blocking.append(next(iter(self._pending)))
+        return all(self._pending[other].is_done() for other in blocking)
+
+    def reduce_async(self, bucket: int, reduction_index: int | None, factor: float | None) -> None:
+        flat = self.grad_buffers[bucket]
+        if self._is_prereduced:
+            shard = functools.partial(self._sharded.local_shard, flat)
+            self._pending[bucket] = AsyncResult(shard, always_done)
+            return
+        self._meter.sent_bytes += self._sharded.reduced_bytes(flat)
+        if len(self._pending) >= MAX_REDUCTIONS_IN_FLIGHT:
+            self._finish(next(iter(self._pending)))
+        with self._communicator.report_dead_peers():
+            on_start = functools.partial(self._meter.record_async_reduction, reduction_index)
+            self._pending[bucket] = self._sharded.reduce_scatter_async(flat, on_start)
+
+    def wait_reduce(self, bucket: int, factor: float) -> None:
+        self._finish(bucket)
+
+    def _finish(self, bucket: int) -> None:
+        if bucket in self._pending:
+            with self._meter.timed(), self._communicator.report_dead_peers():
+                total = self._pending.pop(bucket).wait()
+            if self._grad_shards is not None:
+                self._grad_shards.accumulate(bucket, total)
+
+    def is_reduced(self, bucket: int, factor: float | None) -> bool:
+        return bucket not in self._pending or self._pending[bucket].is_done()
 
     def reduce_range(self, bucket: int, start: int, stop: int, factor: float) -> None:
         if factor != 1.0:
@@ -122,99 +166,71 @@ class ProcessGroupTransport:
         pass
 
     def reduced_views(self, bucket: int) -> Sequence[BucketSlice]:
-        if self._sharded is not None:
-            return [self.grad_shard(bucket)]
-        flat = self.grad_buffers[bucket]
-        return [BucketSlice(0, flat.numel(), flat)]
+        return [self.grad_shard(bucket)]
 
     def grad_shard(self, bucket: int) -> BucketSlice:
-        length, (index, size) = self.grad_buffers[bucket].numel(), self._shard_index_size
-        start, stop = length * index // size, length * (index + 1) // size
-        flat = self.grad_buffers[bucket][start:stop] if self._grad_shards is None else self._grad_shards.flats[bucket]
-        return BucketSlice(start, stop, flat)
+        flat = self._sharded.local_shard(self.grad_buffers[bucket])
+        start = self._sharded.index * flat.numel()
+        if self._grad_shards is not None:
+            flat = self._grad_shards.flats[bucket]
+        return BucketSlice(start, start + flat.numel(), flat)
 
     def scale_grads(self, factor: float) -> None:
-        for flat in self.grad_buffers:
-            flat.mul_(factor)
+        raise AssertionError("these sums rest split: the update scales them")
 
     def all_gather_grads(self, bucket: int) -> None:
-        pass
+        raise AssertionError("these sums rest split")
 
-    def signal_backward_done(self) -> None:
-        pass
+    def end_step(self) -> None:
+        if self._grad_shards is not None:
+            self._grad_shards.begin_step()
 
-    def wait_weights_writable(self) -> None:
-        pass
 
-    def all_gather_weights_async(self, bucket: int, weight: Tensor) -> None:
-        assert self._sharded is not None
-        self.sent_bytes += self._sharded.gathered_bytes(weight)
-        if len(self._pending_gathers) >= MAX_REDUCTIONS_IN_FLIGHT:
-            self.wait_weights(next(iter(self._pending_gathers)))
+class GroupWeights(WholeWeights):
+    """See `WeightGatherer`: all-gathers of the shards that ranks have updated, or of those that rest split."""
+
+    def __init__(
+        self, comm: Communicator, sharded: ShardedCollectives, meter: CommMeter, *, unshards_params: bool
+    ) -> None:
+        super().__init__(comm.size)
+        self._communicator, self._sharded, self._meter = comm, sharded, meter
+        self.unshards_params, self.replica_index = unshards_params, sharded.replica_index
+        self._miss_report_group = comm.get_group(range(comm.size), "pleas") if unshards_params else None
+        self._pending: dict[int, Callable[[], None]] = {}  # in program order
+
+    def all_gather_async(self, bucket: int, weight: Tensor) -> None:
+        self._meter.sent_bytes += self._sharded.gathered_bytes(weight)
+        if len(self._pending) >= MAX_REDUCTIONS_IN_FLIGHT:
+            self.wait(next(iter(self._pending)))
         with self._communicator.report_dead_peers():
-            self._pending_gathers[bucket] = self._sharded.all_gather_inplace_async(weight)
+            self._pending[bucket] = self._sharded.all_gather_inplace_async(weight)
 
-    def wait_weights(self, bucket: int) -> None:
-        with self._timed():
-            while bucket in self._pending_gathers:
-                self._pending_gathers.pop(next(iter(self._pending_gathers)))()
+    def wait(self, bucket: int) -> None:
+        with self._meter.timed(), self._communicator.report_dead_peers():
+            while bucket in self._pending:
+                self._pending.pop(next(iter(self._pending)))()
 
     def unshard_async(self, bucket: int, shard: Tensor, out: Tensor) -> Callable[[], None]:
-        assert self._sharded is not None
-        self.sent_bytes += self._sharded.gathered_bytes(out)
+        self._meter.sent_bytes += self._sharded.gathered_bytes(out)
         with self._communicator.report_dead_peers():
             wait = self._sharded.all_gather_async(shard, out)
 
         def timed_wait() -> None:
-            with self._timed():
+            with self._meter.timed(), self._communicator.report_dead_peers():
                 wait()
 
         return timed_wait
 
     def all_gather_ints(self, row: Sequence[int]) -> list[list[int]]:
         assert self._miss_report_group is not None
-        with self._timed():
-            flat = torch.tensor(row, device=self._device)
+        with self._meter.timed(), self._communicator.report_dead_peers():
+            flat = torch.tensor(row, device=self._communicator.device)
             return [each.tolist() for each in all_gather_rows(self._miss_report_group, flat, size=self.size)]
 
     def end_step(self) -> None:
-        for bucket in list(self._pending_gathers):
-            self.wait_weights(bucket)
-        if self._grad_shards is not None:
-            self._grad_shards.begin_step()
-
-    def broadcast_weights(self) -> None:
-        pass
-
-    def all_reduce_scalars_async(self, kind: int, values: Tensor) -> None:
-        if kind == LOSS:
-            self._num_loss_values = len(values)
-            tensor = self._fingerprint_check.append_fingerprint(values, self._call)
-        else:
-            tensor = values.to(self._device, copy=True)
-        with self._communicator.report_dead_peers():
-            self._pending_scalars[kind] = tensor, self._scalars_group.all_reduce(tensor)
-
-    def wait_scalars(self, kind: int) -> list[float]:
-        tensor, work = self._pending_scalars.pop(kind)
-        with self._timed():
-            work.wait()
-            sums = tensor.tolist()
-        if kind != LOSS:
-            return sums
-        self._fingerprint_check.check(sums, self._call)
-        return sums[: self._num_loss_values]
-
-    @contextlib.contextmanager
-    def _timed(self) -> Iterator[None]:
-        begin = time.perf_counter()
-        with self.recorder.waiting(), self._communicator.report_dead_peers():
-            yield
-        self.waiting_seconds += time.perf_counter() - begin
+        for bucket in list(self._pending):
+            self.wait(bucket)
 
 
-def _make_wait(work: Work) -> Callable[[], None]:
-    def wait() -> None:
-        work.wait()
-
-    return wait
+def _nothing() -> None:
+    """The result of a reduction that a codec has done already."""

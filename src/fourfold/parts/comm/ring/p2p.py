@@ -10,8 +10,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from fourfold.parts.comm.meter import CommMeter
 from fourfold.parts.comm.ring.protocol import RingAccumulator, concat_flat
-from fourfold.words.trace_events import RING_SPAN, Recorder
+from fourfold.words.trace_events import RING_SPAN
 
 PendingRecv = Callable[[], Tensor]
 
@@ -25,9 +26,7 @@ class P2PChannel(Protocol):
     name: str
     size: int
     index: int
-    sent_bytes: float
-    waiting_seconds: float
-    recorder: Recorder
+    meter: CommMeter
 
     def send_right_recv_left(self, flat: Tensor, tag: int) -> PendingRecv:
         """Begin to send to the right neighbour. Returns the wait for what the left neighbour sends."""
@@ -47,23 +46,7 @@ class RingOverP2P:
 
     def __init__(self, channel: P2PChannel) -> None:
         self._channel = channel
-        self.name, self.size, self.index = channel.name, channel.size, channel.index
-
-    @property
-    def sent_bytes(self) -> float:
-        return self._channel.sent_bytes
-
-    @property
-    def waiting_seconds(self) -> float:
-        return self._channel.waiting_seconds
-
-    @property
-    def recorder(self) -> Recorder:
-        return self._channel.recorder
-
-    @recorder.setter
-    def recorder(self, recorder: Recorder) -> None:
-        self._channel.recorder = recorder
+        self.name, self.size, self.index, self.meter = channel.name, channel.size, channel.index, channel.meter
 
     def iterate_blocks(self, parts: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
         block = concat_flat(parts)
@@ -103,7 +86,7 @@ class _P2PAccumulator:
 
 
 def _send_recv(channel: P2PChannel, flat: Tensor, tag: int) -> PendingRecv:
-    end_span, recv = channel.recorder.sending(RING_SPAN), channel.send_right_recv_left(flat, tag)
+    end_span, recv = channel.meter.recorder.sending(RING_SPAN), channel.send_right_recv_left(flat, tag)
 
     def wait() -> Tensor:
         received = recv()

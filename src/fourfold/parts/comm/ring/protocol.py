@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fourfold.words.trace_events import Recorder
+from fourfold.parts.comm.meter import CommMeter
 
 
 class RingAccumulator(Protocol):
@@ -38,24 +38,8 @@ class RingGroup(Protocol):
     name: str
     size: int
     index: int
-
-    @property
-    def sent_bytes(self) -> float:
-        """Bytes given to process groups, since the start."""
-        ...
-
-    @property
-    def waiting_seconds(self) -> float:
-        """Seconds spent waiting for other ranks, since the start."""
-        ...
-
-    @property
-    def recorder(self) -> Recorder:
-        """Records waits."""
-        ...
-
-    @recorder.setter
-    def recorder(self, recorder: Recorder) -> None: ...
+    meter: CommMeter
+    """That of this rank: it counts and records what the group sends and waits for."""
 
     def iterate_blocks(self, parts: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
         """Yields (owner, its block) for every rank; a block is the owner's parts, concatenated. Read it to the end.

@@ -23,11 +23,11 @@ import torch
 from torch import Tensor
 
 from fourfold.parts import memory
+from fourfold.parts.comm.meter import CommMeter
 from fourfold.parts.comm.polling import wait_until
 from fourfold.parts.comm.reduce.shared_memory.layout import ALIGNMENT_BYTES, FLAG_STRIDE
 from fourfold.parts.comm.ring.protocol import RingAccumulator
 from fourfold.words.errors import DivergenceError, PeerError, Problem
-from fourfold.words.trace_events import NULL_RECORDER
 
 PUBLISHED, ACCUMULATED, LENGTHS = range(3)  # flags; LENGTHS are two words, the bytes of each published area
 AREA_BYTES = 2**34  # of addresses, not of memory
@@ -57,11 +57,16 @@ class RingOverSharedMemory:
     name = "shared memory"
 
     def __init__(
-        self, handle: int, place: RingPlace, *, check_peers: Callable[[], None], time_limit_seconds: float = 1800.0
+        self,
+        handle: int,
+        place: RingPlace,
+        meter: CommMeter,
+        *,
+        check_peers: Callable[[], None],
+        time_limit_seconds: float = 1800.0,
     ) -> None:
         self.index, self._ranks = place
-        self.size = len(place.ranks)
-        self.sent_bytes, self.waiting_seconds, self.recorder = 0.0, 0.0, NULL_RECORDER
+        self.size, self.meter = len(place.ranks), meter
         self.check_peers, self._time_limit_seconds = check_peers, time_limit_seconds
         self._memory = _GrowingMemory(handle)
         self._flags = memoryview(self._memory.mapping).cast("B").cast("q")
@@ -131,7 +136,7 @@ class RingOverSharedMemory:
             if waited_seconds > self._time_limit_seconds:
                 raise PeerError(f"rank {self._ranks[peer]} did not come within {self._time_limit_seconds:.0f} s")
 
-        self.waiting_seconds += wait_until(lambda: self._flags[word] >= count, check, self.recorder)
+        self.meter.waiting_seconds += wait_until(lambda: self._flags[word] >= count, check, self.meter.recorder)
 
 
 class _SharedMemoryAccumulator:

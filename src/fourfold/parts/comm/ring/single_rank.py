@@ -5,8 +5,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from fourfold.parts.comm.meter import CommMeter
 from fourfold.parts.comm.ring.protocol import RingAccumulator, concat_flat
-from fourfold.words.trace_events import NULL_RECORDER
 
 
 class NullRingGroup:
@@ -15,8 +15,8 @@ class NullRingGroup:
     name = "alone"
     size, index = 1, 0
 
-    def __init__(self) -> None:
-        self.sent_bytes, self.waiting_seconds, self.recorder = 0.0, 0.0, NULL_RECORDER
+    def __init__(self, meter: CommMeter) -> None:
+        self.meter = meter
 
     def iterate_blocks(self, parts: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
         yield 0, concat_flat(parts)

@@ -5,7 +5,11 @@ Law: see `collective_fingerprint`: no weight changes before all ranks are known 
 
 import mmap
 
+import torch
+
 from fourfold.parts.comm.reduce.collective_fingerprint import CallBoard
+from fourfold.parts.comm.reduce.inter_host import InterHostScalars
+from fourfold.parts.comm.reduce.shared_memory.flag_waits import FlagWaits
 from fourfold.parts.comm.reduce.shared_memory.flags import HostFlags, HostRanks
 from fourfold.parts.comm.reduce.shared_memory.layout import CALL_BEGUN, SharedMemoryLayout
 
@@ -27,15 +31,33 @@ class CallCheck:
         self.board.write(self._index, self._flags.counts[CALL_BEGUN] + 1, call)
         self._flags.increment(CALL_BEGUN)
 
-    def compare(self) -> None:
-        """Raise DivergenceError if a rank is known to have begun another call than this one."""
-        self.board.check(self._index, lambda: self._flags.read_all(CALL_BEGUN))
-
-    def compare_after(self, waited_seconds: float) -> None:
+    def check_begun(self, waited_seconds: float | None) -> None:
         """Compare once all ranks have begun this call, or after a grace period in which late ranks may still begin it.
 
-        So the error names the call of every rank that is merely late.
+        So the error names the call of every rank that is merely late. None: compare now.
         """
-        have_begun = self._flags.min(CALL_BEGUN) >= self._flags.counts[CALL_BEGUN]
-        if have_begun or waited_seconds > DIVERGENCE_GRACE_SECONDS:
-            self.compare()
+        is_grace_period = waited_seconds is not None and waited_seconds <= DIVERGENCE_GRACE_SECONDS
+        if is_grace_period and self._flags.min(CALL_BEGUN) < self._flags.counts[CALL_BEGUN]:
+            return
+        self.board.check(self._index, lambda: self._flags.read_all(CALL_BEGUN))
+
+
+class HostCalls:
+    """See `CallChecker`: the ranks of a host on their board, and hosts by the fingerprints of their calls."""
+
+    def __init__(
+        self, check: CallCheck, flags: HostFlags, waits: FlagWaits, between_hosts: InterHostScalars | None
+    ) -> None:
+        self._check, self._flags, self._waits, self._between_hosts = check, flags, waits, between_hosts
+
+    def begin(self, call: str) -> None:
+        self._check.begin(call)
+
+    def check_begun(self, waited_seconds: float | None) -> None:
+        self._check.check_begun(waited_seconds)
+
+    def check_same(self) -> None:
+        self._waits.wait(CALL_BEGUN, self._flags.counts[CALL_BEGUN])
+        self._check.check_begun(None)
+        if self._between_hosts is not None:
+            self._between_hosts.all_reduce_async(torch.zeros(0), self._check.call).wait()

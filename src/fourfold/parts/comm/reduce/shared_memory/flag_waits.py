@@ -4,28 +4,40 @@ Law: no wait outlasts the rank it waits for: it raises PeerError if that rank di
 another call.
 """
 
-import contextlib
+import mmap
 import platform
 import select
-import time
-from collections.abc import Iterator
+from typing import NamedTuple, Protocol
 
+from fourfold.parts.comm.meter import CommMeter
 from fourfold.parts.comm.polling import wait_until
-from fourfold.parts.comm.reduce.shared_memory.call_check import CallCheck
 from fourfold.parts.comm.reduce.shared_memory.flags import HostFlags, HostRanks
-from fourfold.parts.comm.reduce.shared_memory.layout import DEAD_PEER
+from fourfold.parts.comm.reduce.shared_memory.layout import DEAD_PEER, SharedMemoryLayout
 from fourfold.words.errors import PeerError
-from fourfold.words.trace_events import NULL_RECORDER, Recorder
+
+TIME_LIMIT_SECONDS = 1800.0
+
+
+class DivergenceCheck(Protocol):
+    """What a wait asks now and then; see `CallChecker`."""
+
+    def check_begun(self, waited_seconds: float | None) -> None: ...
 
 
 class FlagWaits:
-    """This rank's waits, and the time it has spent in them."""
+    """This rank's waits."""
 
-    def __init__(self, flags: HostFlags, host: HostRanks, calls: CallCheck, *, time_limit_seconds: float) -> None:
-        self._flags, self._host, self._calls = flags, host, calls
+    def __init__(
+        self,
+        flags: HostFlags,
+        host: HostRanks,
+        calls: DivergenceCheck,
+        meter: CommMeter,
+        *,
+        time_limit_seconds: float = TIME_LIMIT_SECONDS,
+    ) -> None:
+        self._flags, self._host, self._calls, self.meter = flags, host, calls, meter
         self._time_limit_seconds = time_limit_seconds
-        self.waiting_seconds = 0.0
-        self.recorder: Recorder = NULL_RECORDER
 
     def wait(self, flag: int, count: int) -> None:
         """Wait until every rank's flag has reached `count`."""
@@ -33,23 +45,15 @@ class FlagWaits:
         def check(waited_seconds: float) -> None:
             self._check_peers(flag, count, waited_seconds)
 
-        self.waiting_seconds += wait_until(lambda: self._flags.min(flag) >= count, check, self.recorder)
-
-    @contextlib.contextmanager
-    def timed(self) -> Iterator[None]:
-        """Count the time within as waiting, and waits within it only once."""
-        begin, waited = time.perf_counter(), self.waiting_seconds
-        with self.recorder.waiting():
-            yield
-        self.waiting_seconds = waited + time.perf_counter() - begin
+        self.meter.waiting_seconds += wait_until(lambda: self._flags.min(flag) >= count, check, self.meter.recorder)
 
     def _check_peers(self, flag: int, count: int, waited_seconds: float) -> None:
-        self._calls.compare_after(waited_seconds)
+        self._calls.check_begun(waited_seconds)
         try:
             self._check_alive(flag, count)
             self._check_time_limit(flag, count, waited_seconds)
         except PeerError:
-            self._calls.compare()  # The peer may have died because ranks diverged: then report the divergence.
+            self._calls.check_begun(None)  # The peer may have died because ranks diverged: then report the divergence.
             raise
 
     def _check_alive(self, flag: int, count: int) -> None:
@@ -73,3 +77,28 @@ class FlagWaits:
             reached = zip(self._host.ranks, self._flags.read_all(flag), strict=True)
             late = ", ".join(str(rank) for rank, value in reached if value < count)
             raise PeerError(f"rank {late} did not come within {self._time_limit_seconds:.0f} s")
+
+
+class MappedHost(NamedTuple):
+    """Memory that the ranks of a host share, as one of them sees it."""
+
+    mapping: mmap.mmap
+    layout: SharedMemoryLayout
+    ranks: HostRanks
+    flags: HostFlags
+    waits: FlagWaits
+
+
+def map_host(
+    mapping: mmap.mmap,
+    layout: SharedMemoryLayout,
+    ranks: HostRanks,
+    calls: DivergenceCheck,
+    meter: CommMeter,
+    *,
+    time_limit_seconds: float = TIME_LIMIT_SECONDS,
+) -> MappedHost:
+    """`calls` is asked by every wait whether ranks have diverged."""
+    flags = HostFlags(mapping, layout.region_bytes, index=ranks.index, size=ranks.size)
+    waits = FlagWaits(flags, ranks, calls, meter, time_limit_seconds=time_limit_seconds)
+    return MappedHost(mapping, layout, ranks, flags, waits)

@@ -1,6 +1,6 @@
 """Layout: where things lie in the memory that the ranks of one host share.
 
-region   one rank's part of the mapping: its flags, calls, scalars and gradient buffers
+region   one rank's part of the mapping: its flags, calls, scalars and gradient buffers, as far as they are asked for
 flag     an int64 that only its owner writes, in a cache line of its own
 buffer   room for a bucket's gradients; buckets with the same buffer index share one
 staging  buffers through which split weights come from other hosts
@@ -29,7 +29,7 @@ FLAG_STRIDE = 8  # int64s: a cache line of its own for each flag
     COPIED,
     SCALARS_READY,
 ) = range(11)
-NUM_SCALAR_KINDS = 4
+NUM_SCALAR_KINDS = 5  # room for those of `words.program`
 NUM_FLAGS = SCALARS_READY + NUM_SCALAR_KINDS
 ALIGNMENT_BYTES = 4096
 
@@ -37,16 +37,18 @@ ALIGNMENT_BYTES = 4096
 class SharedMemoryLayout:
     """A region per rank: flags, calls, scalars, gradient buffers; behind all regions weights or staging buffers.
 
+    has_call_board  whether ranks compare their calls here
     weight_dtypes   dtypes of the buckets' weights if they exist once per host, else empty
     staging_dtypes  dtypes of the buckets' weights if they rest split between hosts, else empty
     """
 
     def __init__(
         self,
-        sizes: Sequence[int],
-        dtypes: Sequence[torch.dtype],
+        sizes: Sequence[int] = (),
+        dtypes: Sequence[torch.dtype] = (),
         *,
-        num_scalars: int,
+        num_scalars: int = 0,
+        has_call_board: bool = False,
         buffer_indices: Sequence[int] | None = None,
         weight_dtypes: Sequence[torch.dtype] = (),
         staging_dtypes: Sequence[torch.dtype] = (),
@@ -55,7 +57,7 @@ class SharedMemoryLayout:
         self.weight_dtypes = tuple(weight_dtypes)
         self.buffer_indices = tuple(buffer_indices if buffer_indices is not None else range(len(sizes)))
         self.calls_offset = 8 * FLAG_STRIDE * NUM_FLAGS
-        flags = _align(self.calls_offset + BOARD_BYTES)
+        flags = _align(self.calls_offset + (BOARD_BYTES if has_call_board else 0))
         # Two copies of the scalars, used alternately: no rank is ever two all-reduces ahead of another.
         scalars = _align(8 * num_scalars * NUM_SCALAR_KINDS * 2)
         self.scalars_offset, offset = flags, flags + scalars

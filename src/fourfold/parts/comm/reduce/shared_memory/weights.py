@@ -7,21 +7,18 @@ every rank has published its slice.
 """
 
 import functools
-import mmap
 from collections import deque
 from collections.abc import Callable, Sequence
 
 import torch
 
 from fourfold.parts.comm.reduce.inter_host import InterHostReducer
-from fourfold.parts.comm.reduce.shared_memory.flag_waits import FlagWaits
-from fourfold.parts.comm.reduce.shared_memory.flags import HostFlags, HostRanks
+from fourfold.parts.comm.reduce.shared_memory.flag_waits import MappedHost
 from fourfold.parts.comm.reduce.shared_memory.layout import (
     BACKWARD_DONE,
     COPIED,
     STAGED,
     WEIGHTS_READY,
-    SharedMemoryLayout,
     view_staging_buffers,
     view_weights,
 )
@@ -29,50 +26,44 @@ from fourfold.parts.comm.reduce.shared_memory.unshard_staging import HostUnshard
 
 
 class HostWeights:
-    """This rank's part in moving weights. `slices`: [start, stop) of this rank's slice of each bucket, in elements."""
+    """See `WeightGatherer`. `slices`: [start, stop) of this rank's slice of each bucket, in elements."""
 
     def __init__(
-        self,
-        mapping: mmap.mmap,
-        layout: SharedMemoryLayout,
-        host: HostRanks,
-        flags: HostFlags,
-        waits: FlagWaits,
-        slices: Sequence[tuple[int, int]],
-        inter_host: InterHostReducer | None,
+        self, host: MappedHost, slices: Sequence[tuple[int, int]], between_hosts: InterHostReducer | None
     ) -> None:
-        self._flags, self._waits, self._slices, self._inter_host = flags, waits, slices, inter_host
+        self._flags, self._waits, self._slices, self._between_hosts = host.flags, host.waits, slices, between_hosts
+        self.size = host.ranks.size * (1 if between_hosts is None else between_hosts.num_hosts)
+        self.replica_index = 0 if between_hosts is None else between_hosts.replica_index
         self._pending_gathers: deque[Callable[[], None] | None] = deque()  # published, not yet complete on this host
         self._gather_numbers = [0] * len(slices)  # the number of each bucket's last publication
-        self.is_writer = host.index == 0 or not layout.weights_bytes
-        start = host.size * layout.region_bytes
-        self.shared: Sequence[torch.Tensor] | None = None
-        """The weights of each bucket, if they exist once per host."""
+        layout = host.layout
+        self.is_writer = host.ranks.index == 0 or not layout.weights_bytes
+        start = host.ranks.size * layout.region_bytes
+        self.shared_weights: Sequence[torch.Tensor] | None = None
         if layout.weights_bytes:
-            self.shared = view_weights(mapping, layout, start)
+            self.shared_weights = view_weights(host.mapping, layout, start)
         self._staging: HostUnshardStaging | None = None
         if layout.staging_bytes:
             staging_flags = StagingFlags(
-                signal_staged=functools.partial(flags.increment, STAGED),
-                signal_copied=functools.partial(flags.increment, COPIED),
-                wait_all_staged=functools.partial(waits.wait, STAGED),
-                wait_all_copied=functools.partial(waits.wait, COPIED),
+                signal_staged=functools.partial(self._flags.increment, STAGED),
+                signal_copied=functools.partial(self._flags.increment, COPIED),
+                wait_all_staged=functools.partial(self._waits.wait, STAGED),
+                wait_all_copied=functools.partial(self._waits.wait, COPIED),
             )
-            self._staging = HostUnshardStaging(view_staging_buffers(mapping, layout, start), staging_flags)
+            self._staging = HostUnshardStaging(view_staging_buffers(host.mapping, layout, start), staging_flags)
         self.unshards_params = self._staging is not None
 
     def signal_backward_done(self) -> None:
         self._flags.increment(BACKWARD_DONE)
 
     def wait_writable(self) -> None:
-        if self.shared is not None:
+        if self.shared_weights is not None:
             self._waits.wait(BACKWARD_DONE, self._flags.counts[BACKWARD_DONE])
 
     def all_gather_async(self, bucket: int, weight: torch.Tensor) -> None:
-        """Publish this rank's slice of a bucket, and begin to send it to other hosts."""
         wait = None
-        if self._inter_host is not None and self._inter_host.size > 1:
-            wait = self._inter_host.all_gather_inplace_async(weight[slice(*self._slices[bucket])])
+        if self._between_hosts is not None and self._between_hosts.size > 1:
+            wait = self._between_hosts.all_gather_inplace_async(weight[slice(*self._slices[bucket])])
         self._pending_gathers.append(wait)
         self._gather_numbers[bucket] = self._flags.counts[WEIGHTS_READY] + len(self._pending_gathers)
         if wait is None:
@@ -83,12 +74,9 @@ class HostWeights:
         self._gather_through(self._gather_numbers[bucket])
         self._waits.wait(WEIGHTS_READY, self._gather_numbers[bucket])
 
-    def finish_own_gathers(self) -> None:
-        """Wait for other hosts' parts of all that this rank has published."""
+    def end_step(self) -> None:
         self._gather_through(self._flags.counts[WEIGHTS_READY] + len(self._pending_gathers))
-
-    def wait_all(self) -> None:
-        """Wait until every rank of the host has published as much as this one."""
+        # Once every rank of the host has published as much as this one, the weights are whole.
         self._waits.wait(WEIGHTS_READY, self._flags.counts[WEIGHTS_READY])
 
     def _gather_through(self, number: int) -> None:
@@ -100,19 +88,23 @@ class HostWeights:
 
     def unshard_async(self, bucket: int, shard: torch.Tensor, out: torch.Tensor) -> Callable[[], None]:
         assert self._staging is not None
-        assert self._inter_host is not None
-        start_gather = functools.partial(self._inter_host.all_gather_async, shard)
+        assert self._between_hosts is not None
+        start_gather = functools.partial(self._between_hosts.all_gather_async, shard)
         wait = self._staging.unshard_async(slice(*self._slices[bucket]), out, start_gather)
 
         def timed_wait() -> None:
-            with self._waits.timed():
+            with self._waits.meter.timed():
                 wait()
 
         return timed_wait
 
+    def all_gather_ints(self, row: Sequence[int]) -> list[list[int]]:
+        assert self._between_hosts is not None
+        with self._waits.meter.timed():
+            return self._between_hosts.all_gather_ints(row)
+
     def broadcast(self) -> None:
-        """Bring rank 0's weights to every host. Collective."""
-        assert self.shared is not None
-        if self._inter_host is not None and self.is_writer:
-            for flat in self.shared:
-                self._inter_host.broadcast(flat)
+        assert self.shared_weights is not None
+        if self._between_hosts is not None and self.is_writer:
+            for flat in self.shared_weights:
+                self._between_hosts.broadcast(flat)
