@@ -21,6 +21,7 @@ from fourfold.parts.comm.reduce.single_rank import single_rank_transport
 from fourfold.parts.comm.reduce.transport_spec import TransportSpec
 from fourfold.parts.data.flat_params import param_specs
 from fourfold.parts.data.grad_buckets import GradBuckets
+from fourfold.parts.data.grad_hooks import GradHooks
 from fourfold.parts.data.gradients import Gradients
 from fourfold.parts.data.local_sgd import LocalSGD, OuterOptimizer
 from fourfold.parts.data.sharded_params import ShardedParams
@@ -128,6 +129,7 @@ def assemble(
         stage=whole_model_stage(model, objective),
         parameters=trained.by_bucket,
         gradients=gradients,
+        grad_hooks=GradHooks([parameter for members in trained.by_bucket for parameter in members]),
         reducer=transport.grads,
         gatherer=transport.weights,
         data_ranks=data_ranks,

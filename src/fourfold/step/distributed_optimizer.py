@@ -108,8 +108,8 @@ class DistributedOptimizer(OptimizerProxy):
         for parameter in trainable.values():
             register_last_hook(parameter, self._on_backward_begin)
         self._averager = GradAverager(trainable, optimizer, plan, comm)
-        self._gradients, self._world = self._averager.gradients, self._averager.world
-        self._unreduced = UnreducedGrads(self._averager.reduced_grads, self._gradients.views, optimizer)
+        self._world = self._averager.world
+        self._unreduced = UnreducedGrads(self._averager.reduced_grads, self._averager.views, optimizer)
         self._steps = OptimizerSteps(
             optimizer, model, self._unreduced, self._frozen_norms, self._world, num_ranks=comm.size
         )
@@ -138,7 +138,8 @@ class DistributedOptimizer(OptimizerProxy):
 
     def _mark_replaced(self) -> None:
         """Stop listening: a newer DistributedOptimizer owns some of the parameters."""
-        self._is_replaced, self._gradients.is_enabled = True, False
+        self._is_replaced = True
+        self._averager.set_listening(False)
         self._steps.remove_hooks()
         self._input_fingerprints.remove_hook()
 
@@ -158,16 +159,14 @@ class DistributedOptimizer(OptimizerProxy):
             raise TrainingError(Problem(got, "ranks that agree on what has been summed", "a new DistributedOptimizer"))
         self._backward_id = backward
         self._begin_round(has_data=True)
-        self._gradients.copy_referenced_views()
+        self._averager.begin_round()
         call_after_backward(self._on_backward_end)
 
     @torch.no_grad()
     def _on_backward_end(self) -> None:
         """Make every `.grad` the mean over the ranks."""
         try:
-            self._gradients.store_leftover_grads()
-            self._gradients.check_all_reached()
-            self._gradients.finish_round()
+            self._averager.finish_backward()
             num_ranks_with_grad = self._averager.average(self._finish_call())
             self._averager.assign_grads(num_ranks_with_grad)
             self._unreduced.mark_reduced(num_ranks_with_grad)
@@ -229,12 +228,13 @@ class DistributedOptimizer(OptimizerProxy):
     def no_sync(self) -> Iterator[None]:
         """Inside, gradients add up on this rank alone; the next backward outside reduces their sums."""
         self._check_not_replaced()
-        self._is_sync_enabled = self._gradients.is_enabled = False
+        self._is_sync_enabled = False
+        self._averager.set_listening(False)
         try:
             yield
         finally:
             self._is_sync_enabled = True
-            self._gradients.is_enabled = not self._is_replaced
+            self._averager.set_listening(not self._is_replaced)
 
     @contextlib.contextmanager
     def join(self, *, divide_by_initial_world_size: bool = True, states: Sequence[Any] = ()) -> Iterator[None]:
@@ -290,7 +290,7 @@ class DistributedOptimizer(OptimizerProxy):
         num_active = rounds.count_active_ranks()
         if not num_active:
             return False
-        self._gradients.finish_round()
+        self._averager.launch_all()
         self._averager.average(rounds.divisor(num_active))
         self._averager.end_round()
         self._averager.begin_next_round()

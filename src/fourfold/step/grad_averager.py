@@ -8,15 +8,17 @@ Law: after a round, every `.grad` is the mean over the ranks, or None where no r
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fourfold.parts.comm import transports
 from fourfold.parts.comm.communicator import Communicator
 from fourfold.parts.comm.meter import CommMeter
 from fourfold.parts.comm.reduce.transport_spec import TransportSpec
-from fourfold.parts.data import grad_buckets
 from fourfold.parts.data.flat_params import param_specs
+from fourfold.parts.data.grad_buckets import GradBuckets
+from fourfold.parts.data.grad_hooks import GradHooks
+from fourfold.parts.data.gradients import launch_all
 from fourfold.parts.dtypes import bucket_dtype
 from fourfold.plan.data.buckets import effective_bucket_bytes, make_buckets
 from fourfold.plan.data.zero import grad_buffer_indices
@@ -24,6 +26,18 @@ from fourfold.plan.plan import Plan
 from fourfold.step.memory_formats import MemoryFormats
 from fourfold.step.unreduced_grads import ReducedGrad
 from fourfold.words.program import USED_PARAMS
+
+
+class _LaunchSink:
+    """Stores the gradients that autograd has accumulated, and launches the buckets that are complete."""
+
+    def __init__(self, gradients: GradBuckets) -> None:
+        self._gradients = gradients
+
+    def on_grad(self, param_index: int) -> None:
+        if self._gradients.store(param_index):
+            while self._gradients.launch_next(1.0, may_wait=False) is not None:
+                pass
 
 
 class GradAverager:
@@ -52,12 +66,10 @@ class GradAverager:
             communicator, spec, meter=meter, calls=self.world.calls, choice=plan.transport
         )
         self._transport, self._reducer, self.transport_name = transport, transport.grads, transport.description
-        self.gradients = grad_buckets.GradBuckets(
-            dict(trainable), buckets, self._reducer, allow_unused=self._allows_unused
-        )
-        # Each backward that reduces is a round of its own, so it is also the round's last.
-        self.gradients.mark_last_backward()
-        self.gradients.is_enabled = True
+        self._gradients = GradBuckets(dict(trainable), buckets, self._reducer, meter, allow_unused=self._allows_unused)
+        self._hooks, self._sink = GradHooks(self._gradients.slots.parameters), _LaunchSink(self._gradients)
+        self.begin_next_round()
+        self.set_listening(True)
         self.num_buckets = len(buckets)
         buffers = self._reducer.grad_buffers
         self.reduced_grads = [
@@ -67,6 +79,29 @@ class GradAverager:
         ]
         self.parameters = [each.parameter for each in self.reduced_grads]
         self._memory_formats = MemoryFormats(trainable, optimizer)
+
+    def set_listening(self, listening: bool) -> None:
+        """Whether gradients are stored and reduced; else they stay where autograd puts them."""
+        self._hooks.sink = self._sink if listening else None
+
+    @property
+    def views(self) -> Sequence[Tensor]:
+        """The slots of `self.parameters`."""
+        return self._gradients.slots.views
+
+    def begin_round(self) -> None:
+        """Before the first gradient of a round: what the user still holds of the last one is not overwritten."""
+        self._gradients.slots.copy_referenced_views()
+
+    def finish_backward(self) -> None:
+        """After a backward: reduce what earlier ones have left, too. Raises TrainingError for missing gradients."""
+        self._gradients.store_leftover_grads()
+        self._gradients.check_all_reached()
+        self.launch_all()
+
+    def launch_all(self) -> None:
+        """Launch all remaining buckets; slots without a gradient are zero."""
+        launch_all(self._gradients, 1.0)
 
     def average(self, divisor: int) -> list[float]:
         """Fill the slots with the sums over all ranks, divided by `divisor`. Collective; waits for the reductions.
@@ -84,7 +119,8 @@ class GradAverager:
     def _count_ranks_with_grad(self) -> list[float]:
         if not self._allows_unused:
             return [1.0] * len(self.parameters)
-        self._transport.scalars.all_reduce_async(USED_PARAMS, torch.tensor(self.gradients.reached, dtype=torch.float64))
+        reached = torch.tensor(self._gradients.countdown.reached, dtype=torch.float64)
+        self._transport.scalars.all_reduce_async(USED_PARAMS, reached)
         return self._transport.scalars.wait(USED_PARAMS)
 
     def assign_grads(self, num_ranks_with_grad: Sequence[float]) -> None:
@@ -92,7 +128,7 @@ class GradAverager:
         if self._memory_formats.uses_memory_order:
             self._memory_formats.check_unchanged()
         try:
-            for parameter, view, count in zip(self.parameters, self.gradients.views, num_ranks_with_grad, strict=True):
+            for parameter, view, count in zip(self.parameters, self.views, num_ranks_with_grad, strict=True):
                 parameter.grad = view if count else None
         except RuntimeError:  # torch refuses a `.grad` of another dtype or device
             self._memory_formats.check_unchanged()
@@ -107,5 +143,6 @@ class GradAverager:
 
     def begin_next_round(self) -> None:
         """Be ready for the next backward, however the last one ended."""
-        self.gradients.begin_step()
-        self.gradients.mark_last_backward()
+        self._gradients.begin_step()
+        # Each backward that reduces is a round of its own, so it is also the round's last.
+        self._gradients.countdown.is_last_backward = True

@@ -12,6 +12,7 @@ from torch import nn
 from fourfold.parts.comm.communicator import Communicator
 from fourfold.parts.comm.meter import CommMeter
 from fourfold.parts.comm.reduce.protocol import GradReducer, ScalarReducer, WeightGatherer
+from fourfold.parts.data.grad_hooks import GradHooks
 from fourfold.parts.data.gradients import Gradients
 from fourfold.parts.optim.flat_optimizer import FlatOptimizer
 from fourfold.parts.optim.step_hooks import StepHooks
@@ -31,6 +32,7 @@ class StageParts(NamedTuple):
     parameters: Sequence[Sequence[nn.Parameter]]
     """By bucket and slot."""
     gradients: Gradients
+    grad_hooks: GradHooks
     reducer: GradReducer
     gatherer: WeightGatherer
     data_ranks: Communicator

@@ -79,7 +79,7 @@ def run_backward(step: StepState, action: Action, sink: GradSink) -> None:
             loss = step.losses.pop(index).total / step.known_nominal_count
             if not loss.requires_grad:
                 raise TaskError(_no_grad_problem())
-            with stage.gradients.hooks.calling(sink):
+            with stage.grad_hooks.calling(sink):
                 stage.stage.backward(step.parts.loss_scale.scale(loss), None)
     is_last = index == len(step.microbatches) - 1
     if is_last and step.last_nonempty >= 0:

@@ -19,7 +19,6 @@ from fourfold.parts.data.grad_checks import (
     raise_grad_has_graph,
     raise_second_grad,
 )
-from fourfold.parts.data.grad_hooks import GradHooks
 from fourfold.parts.data.grad_slots import GradSlots
 from fourfold.plan.data.buckets import Bucket
 from fourfold.words.trace_events import DONE_EVENT, LAUNCHED_EVENT, READY_EVENT
@@ -47,7 +46,6 @@ class GradBuckets:
         self._allow_unused, self._may_block = allow_unused, may_block_in_backward
         self.countdown = Countdown(buckets)
         self.slots = GradSlots(parameters, buckets, reducer.grad_buffers)
-        self.hooks = GradHooks(self.slots.parameters)
         self.set_launch_order(self.countdown.launch_order)
         self.begin_step()
 

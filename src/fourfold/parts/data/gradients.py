@@ -9,7 +9,6 @@ from typing import Protocol
 from torch import Tensor
 
 from fourfold.parts.data.countdown import Countdown
-from fourfold.parts.data.grad_hooks import GradHooks
 
 
 class Gradients(Protocol):
@@ -17,8 +16,6 @@ class Gradients(Protocol):
 
     countdown: Countdown
     """Which buckets are complete and launched."""
-    hooks: GradHooks
-    """Autograd's hooks on the parameters, which call one sink at a time."""
 
     def begin_step(self) -> None:
         """Begin a step: there are no gradients."""

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from fourfold.parts.comm.meter import CommMeter
 from fourfold.parts.data.countdown import Countdown
 from fourfold.parts.data.grad_checks import check_all_reached, check_dense, raise_grad_cleared, raise_second_grad
-from fourfold.parts.data.grad_hooks import GradHooks
 from fourfold.parts.optim.update_slices import UpdateSlice
 from fourfold.plan.data.buckets import Bucket
 from fourfold.words.trace_events import DONE_EVENT, LAUNCHED_EVENT, READY_EVENT
@@ -34,7 +33,6 @@ class UnbucketedGrads:
         self._all_parameters = list(itertools.chain.from_iterable(self._parameters))
         self._detached_grads: list[list[Tensor | None]] = [[] for _ in buckets]
         self.countdown = Countdown(buckets)
-        self.hooks = GradHooks(self._all_parameters)
 
     def set_launch_order(self, order: Sequence[int]) -> None:
         """Fix the order in which buckets are updated."""
