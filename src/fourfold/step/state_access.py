@@ -139,8 +139,10 @@ class StateAccess:
                 if replica_drift.compares_frozen(self._plan):
                     yield ReplicatedTensor(FROZEN, name, 0, parameter)
             elif weights.storage.is_writer:
-                start = ranges[name][0] if weights.storage.is_sharded else 0
-                yield ReplicatedTensor(WEIGHTS, name, start, weights.storage.local_shard(name))
+                # Not a view: an update may still wait for the parameter's next use.
+                is_sharded = weights.storage.is_sharded
+                start, local = (ranges[name][0], weights.storage.local_shard(name)) if is_sharded else (0, parameter)
+                yield ReplicatedTensor(WEIGHTS, name, start, local)
             if name in weights.master_weights.param_names:
                 start = ranges[name][0] if weights.master_weights.is_sharded else 0
                 yield ReplicatedTensor(MASTER_WEIGHTS, name, start, weights.master_weights.local_shard(name))
