@@ -52,7 +52,7 @@ def test_different_batches_within_a_sequence_group_are_refused_in_later_steps_to
         step(first)
         step(second)
         batch = MISMATCHES.get(kind, batch_of_another_group)(*second, comm, dp)
-        is_mismatch = step._compare_sequence_batch(batch)[1] is not None
+        is_mismatch = step._assembly.batches.compare(batch)[1] is not None
         with refused() if is_mismatch else contextlib.nullcontext(), step.local_batch(batch):
             pass
         before = {name: weight.clone() for name, weight in step.named_weights()}

@@ -93,13 +93,13 @@ def test_equal_replicas_pass_every_drift_check(how):
 
     def body(comm):
         step = build(case, comm, every=1)
-        compare = step._drift_checker.compare
+        compare = step._checks._drift_checker.compare
 
         def counting(*args, **options):
             found.append(comm.rank)
             return compare(*args, **options)
 
-        step._drift_checker.compare = counting
+        step._checks._drift_checker.compare = counting
         train(case, step, range(4))
         return True
 
@@ -118,9 +118,9 @@ def test_an_initial_difference_is_found_after_the_first_synchronized_step(steps)
             with pytest.raises(DivergenceError, match=f"the weights after step 1\n  {FIRST}"):
                 train(case, step, range(1))
             return []
-        compare = step._drift_checker.compare
+        compare = step._checks._drift_checker.compare
         found: list[str] = []
-        step._drift_checker.compare = lambda tensors, when, **more: (
+        step._checks._drift_checker.compare = lambda tensors, when, **more: (
             found.append(when),
             compare(tensors, when, **more),
         )[1]

@@ -141,7 +141,7 @@ def test_loss_scaling_preserves_gradients_too_small_for_float16():
     def is_updated(comm):
         step = build(comm)
         step.model.factor = 1e-7  # gradients of about 1: below half of the smallest float16, 6e-8
-        step._loss_scaler.value = comm.scale
+        step._parts.loss_scale.value = comm.scale
         before = step.state_dict()["model"]
         step(DATA)
         return not equal_tensors(step.state_dict()["model"], before)
@@ -160,13 +160,13 @@ def test_loss_scaling_preserves_gradients_too_small_for_float16():
 def test_an_overflow_at_the_minimum_scale_is_a_bad_step():
     def body(comm, *, skip_nan):
         step = build(comm, skip_nan=skip_nan)
-        step._loss_scaler.value = 2.0
+        step._parts.loss_scale.value = 2.0
         step.model.factor = float("inf")
         assert step(DATA).overflowed
         metrics = step(DATA)
         assert not metrics.overflowed
         assert "the gradient norm is" in metrics.skipped.text
-        return step._loss_scaler.value
+        return step._parts.loss_scale.value
 
     assert threads.run(2, lambda comm: body(comm, skip_nan=1)) == [1.0, 1.0]
     with pytest.raises(TrainingError, match="the gradient norm is"):
@@ -177,7 +177,7 @@ def test_a_nan_loss_is_a_bad_step_at_any_scale():
     def body(comm):
         step = build(comm, skip_nan=1)
         metrics = step((DATA[0] * float("inf"), DATA[1]))
-        return metrics.overflowed, metrics.skipped.text.split(";")[0], step._loss_scaler.value
+        return metrics.overflowed, metrics.skipped.text.split(";")[0], step._parts.loss_scale.value
 
     assert threads.run(2, body) == [(False, "step 1: the loss is nan", 65536.0)] * 2
 
@@ -187,7 +187,7 @@ def test_the_scale_is_restored_with_the_state():
         step = build(comm)
         if state is not None:
             step.load_state_dict(state)
-            return step(DATA).loss_scale, step._loss_scaler.state
+            return step(DATA).loss_scale, step._parts.loss_scale.state
         step(DATA)
         step.model.factor = 1e6
         step(DATA)

@@ -14,6 +14,7 @@ from fourfold.parts import memory
 from fourfold.parts.comm.reduce.shared_memory.unshard_staging import HostUnshardStaging, StagingFlags
 from fourfold.parts.data.param_access import untracked_access
 from fourfold.parts.data.sharded_params import ShardedParams
+from fourfold.parts.data.weight_storage import ShardedWeights
 from fourfold.plan.data.zero import ShardGroups, step_sent_bytes
 from fourfold.plan.plan import Plan
 from fourfold.plan.unshard_order import MAX_UNSHARDED, NUM_STAGING_BUFFERS
@@ -145,9 +146,9 @@ def deep(comm, topology, **fields) -> TrainStep:
 
 
 def sharded_params_of(step: TrainStep) -> ShardedParams:
-    sharded_params = step._weights.sharded_params
-    assert sharded_params is not None
-    return sharded_params
+    storage = step._weights.storage
+    assert isinstance(storage, ShardedWeights)
+    return storage.sharded_params
 
 
 def ones(rows: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
@@ -227,10 +228,10 @@ def test_unshard_orders_are_the_same_on_every_rank_and_fixed_once_recorded():
         step = deep(comm, GLOO)
         step(ones(0 if comm.rank == 0 else 2))
         for kind in ("try out", "judge"):
-            del sharded_params_of(step)._unshard_orders[kind]
-        recorded = {kind: list(order.buckets) for kind, order in sharded_params_of(step)._unshard_orders.items()}
+            del sharded_params_of(step).unshard_orders[kind]
+        recorded = {kind: list(order.buckets) for kind, order in sharded_params_of(step).unshard_orders.items()}
         step(ones())
-        again = {kind: list(order.buckets) for kind, order in sharded_params_of(step)._unshard_orders.items()}
+        again = {kind: list(order.buckets) for kind, order in sharded_params_of(step).unshard_orders.items()}
         assert recorded == again
         return recorded
 
@@ -289,7 +290,6 @@ def test_a_backward_outside_a_step_is_refused():
     def body(comm):
         step = deep(comm, GLOO)
         x, y = ones()
-        step._actions.begin_step([])
         with sharded_params_of(step).phase("forward"):
             total = step.model(x).sum()
         with pytest.raises(TrainingError, match="a backward outside of a step"):

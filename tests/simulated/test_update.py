@@ -49,13 +49,14 @@ def test_the_first_buckets_are_updated_during_backward(size, zero):
 
     def body(comm):
         step, all_launched = build_step(case, size, comm), []
-        update = step._actions.update
+        (stage,) = step._parts.stages
+        update = stage.optimizer.update
 
-        def record(bucket):
-            all_launched.append(bool(step._gradients.num_launched == len(step.buckets)))
-            update(bucket)
+        def record(bucket, **args):
+            all_launched.append(stage.gradients.countdown.num_launched == len(step.buckets))
+            update(bucket, **args)
 
-        step._actions.update = record
+        stage.optimizer.update = record
         step(local_batch(batches(case)[0], size, comm.rank))
         return all_launched
 
