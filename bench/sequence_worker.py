@@ -40,10 +40,7 @@ class Axes:
             ring, choice = layout.split()
             ulysses = self._comm.size if ring == "ulysses" else 1
             ring = "plain" if ring == "ulysses" else ring
-            all_ranks = [range(self._comm.size)]
-            self._axes[layout] = connect_sequence(
-                self._comm, all_ranks, self.meter, ring=ring, ulysses=ulysses, transport=choice
-            )
+            self._axes[layout] = connect_sequence(self._comm, self.meter, ring=ring, ulysses=ulysses, transport=choice)
         return self._axes[layout]
 
     def single_rank(self) -> SequenceGroup:

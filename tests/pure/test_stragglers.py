@@ -4,12 +4,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fourfold.plan.stragglers import STRAGGLER_FACTOR, find_stragglers, median_step_seconds
+from fourfold.words.mesh import Mesh
 
 EVEN = {"data": 0.001, "forward": 0.020, "backward": 0.040}
 
 
 def test_a_straggler_is_reported_with_its_slow_phase():
-    (found,) = find_stragglers([EVEN, EVEN, {**EVEN, "backward": 0.140}, EVEN])
+    (found,) = find_stragglers([EVEN, EVEN, {**EVEN, "backward": 0.140}, EVEN], Mesh(dp=4))
     assert (found.rank, found.place) == (2, "backward")
     text = found.describe("node7")
     assert text.startswith("rank 2 on node7 is a straggler: busy for 161 ms a step, the others for 61 ms")
@@ -17,25 +18,34 @@ def test_a_straggler_is_reported_with_its_slow_phase():
 
 
 def test_the_slow_phase_is_the_one_with_the_largest_excess_not_the_longest_one():
-    (found,) = find_stragglers([EVEN, {**EVEN, "data": 0.035}])
+    (found,) = find_stragglers([EVEN, {**EVEN, "data": 0.035}], Mesh(sp=2))
     assert (found.rank, found.place) == (1, "data")
 
 
 def test_one_slow_step_makes_no_straggler():
     slow = [EVEN] * 18 + [{**EVEN, "data": 5.0}] * 2
-    assert find_stragglers([median_step_seconds([EVEN] * 20), median_step_seconds(slow)]) == []
+    assert find_stragglers([median_step_seconds([EVEN] * 20), median_step_seconds(slow)], Mesh(dp=2)) == []
 
 
 @given(st.lists(st.floats(0.01, 0.01 * STRAGGLER_FACTOR), min_size=1, max_size=8))
 def test_ranks_within_the_factor_are_no_stragglers(seconds):
-    assert find_stragglers([{"forward": each} for each in seconds]) == []
+    assert find_stragglers([{"forward": each} for each in seconds], Mesh(dp=len(seconds))) == []
 
 
 @given(st.integers(2, 8), st.data())
 def test_at_most_half_of_the_ranks_are_stragglers(size, data):
     seconds = data.draw(st.lists(st.floats(0.0, 10.0), min_size=size, max_size=size))
-    assert len(find_stragglers([{"forward": each} for each in seconds])) <= size / 2
+    assert len(find_stragglers([{"forward": each} for each in seconds], Mesh(dp=size))) <= size / 2
 
 
 def test_negligible_differences_are_not_reported():
-    assert find_stragglers([{"forward": 0.0001}, {"forward": 0.0011}]) == []
+    assert find_stragglers([{"forward": 0.0001}, {"forward": 0.0011}], Mesh(dp=2)) == []
+
+
+def test_a_rank_is_compared_with_those_that_do_the_same_work():
+    mesh, slow_stage = Mesh(pp=2, dp=2, tp=2), {"forward": 0.080}
+    busy = [EVEN] * 4 + [slow_stage] * 4
+    assert find_stragglers(busy, mesh) == []
+    busy[5:] = [{"forward": 0.200}] * 3
+    (found,) = find_stragglers(busy, mesh)  # 4 has the same part of the same stage; 5 and 7 have another part of it
+    assert (found.rank, found.seconds, found.others_seconds) == (6, 0.200, 0.080)

@@ -108,7 +108,7 @@ def attentions(choice: str, host: str | None) -> dict[str, Any]:
     for (ring, ulysses), cases in by_layout:
         meter = CommMeter()
         with fake_hosts(host):
-            axis = connect_sequence(comm, [range(size)], meter, ring=ring, ulysses=ulysses, transport=choice)
+            axis = connect_sequence(comm, meter, ring=ring, ulysses=ulysses, transport=choice)
         names |= {link.name for link in axis.groups if link.size > 1}
         for case in itertools.islice(cases, 0, None, 5):  # All of them are run on ranks that are threads.
             tensors = attention_oracle.make_tensors(case)

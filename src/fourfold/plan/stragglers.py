@@ -3,12 +3,15 @@
 busy       seconds of a step that a rank spends on its own work, by phase; waiting is not part of it
 straggler  a rank that is busy for more than STRAGGLER_FACTOR times the median of the others, and for at least
            MIN_EXCESS_SECONDS longer
+others     the ranks that do the same work on other samples and tokens: those that differ on dp and sp only
 Law: a rank is judged by its typical step, so a single slow step makes no straggler.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median, median_high
+
+from fourfold.words.mesh import Mesh
 
 STRAGGLER_FACTOR = 1.5
 MIN_EXCESS_SECONDS = 0.002  # smaller differences are noise of the system
@@ -44,12 +47,12 @@ def median_step_seconds(steps: Iterable[Mapping[str, float]]) -> dict[str, float
     return {name: median(row.get(name, 0.0) for row in rows) for name in names}
 
 
-def find_stragglers(busy: Sequence[Mapping[str, float]]) -> list[Straggler]:
+def find_stragglers(busy: Sequence[Mapping[str, float]], mesh: Mesh) -> list[Straggler]:
     """The stragglers, in rank order. `busy`: by rank, the typical step as `median_step_seconds` gives it."""
-    totals = [sum(row.values()) for row in busy]
     stragglers = []
-    for rank, (total, row) in enumerate(zip(totals, busy, strict=True)):
-        others = [other for number, other in enumerate(busy) if number != rank]
+    for rank, row in enumerate(busy):
+        total = sum(row.values())
+        others = [busy[other] for other in mesh.peers(rank, "dp", "sp") if other != rank]
         if not others:
             continue
         # The higher of two middle values: at most half of the ranks can be stragglers.

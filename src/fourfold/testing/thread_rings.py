@@ -77,7 +77,7 @@ def make_axis(
     """
     ranks, meter = range(comm.size), CommMeter()
     if transport == "shared":
-        return connect_sequence(comm, [ranks], meter, ring=ring, ulysses=ulysses, transport="shared")
+        return connect_sequence(comm, meter, ring=ring, ulysses=ulysses, transport="shared")
     ring_groups = [ranks[first::ulysses] for first in range(ulysses)]
     head_groups = [ranks[start : start + ulysses] for start in range(0, comm.size, ulysses)]
     return SequenceGroup(make_p2p_ring(comm, ring_groups, meter), make_p2p_ring(comm, head_groups, meter), ring)

@@ -1,14 +1,16 @@
 """Ranks as threads of one process: the simulated tests. Real shared memory; groups of threads, not of processes.
 
 Law: what a rank does here is what it does as a process; threads replace only the communicator's own collectives
-(`all_gather_json`, `broadcast`, `all_reduce`) and those of groups. A collective runs when its last member begins it, so
+(`all_gather_json`, `broadcast`, `all_reduce`) and those of groups. Ranks along some axes meet each other only, and no
+thread waits for one of another team. A collective runs when its last member begins it, so
 members may begin at different times, and one that members begin in different orders is found.
 """
 
+import itertools
 import json
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,22 +21,53 @@ from fourfold.parts.comm.communicator import Communicator
 TIME_LIMIT_SECONDS = 120.0
 
 
+GroupKey = tuple[str, tuple[int, ...]]
+"""A group's purpose and its global ranks."""
+
+
 class _Rendezvous:
-    """What the threads of a world share: one value per rank, and a barrier before and after reading them."""
+    """What the threads of a communicator share: one value per rank, and a barrier before and after reading them."""
 
     def __init__(self, size: int) -> None:
         self.values: list[Any] = [None] * size
         self.barrier = threading.Barrier(size, timeout=TIME_LIMIT_SECONDS)
+
+
+class _ThreadWorld:
+    """What the threads of a world share: a rendezvous for each communicator and group, and the collectives of groups.
+
+    A communicator's rendezvous has the purpose "".
+    """
+
+    def __init__(self) -> None:
         self.lock = threading.Lock()
         self.collectives: dict[tuple[Any, ...], _Collective] = {}
+        self.is_broken = False
+        self._rendezvous: dict[GroupKey, _Rendezvous] = {}
+
+    def rendezvous(self, key: GroupKey) -> _Rendezvous:
+        """Where the ranks of a group meet."""
+        with self.lock:
+            if key not in self._rendezvous:
+                self._rendezvous[key] = _Rendezvous(len(key[1]))
+                if self.is_broken:
+                    self._rendezvous[key].barrier.abort()
+            return self._rendezvous[key]
+
+    def abort(self) -> None:
+        """A thread has failed: whoever waits for another, or will, gets a BrokenBarrierError."""
+        with self.lock:
+            self.is_broken = True
+            for each in self._rendezvous.values():
+                each.barrier.abort()
 
 
 class _Collective:
     """One collective of a group; the last member to begin runs it for all. See `Work`."""
 
-    def __init__(self, size: int, barrier: threading.Barrier) -> None:
+    def __init__(self, size: int, world: _ThreadWorld) -> None:
         self._inputs: list[tuple[str, torch.Tensor, torch.Tensor] | None] = [None] * size
-        self._num_missing, self._done, self._barrier = size, threading.Event(), barrier
+        self._num_missing, self._done, self._world = size, threading.Event(), world
 
     def contribute(self, index: int, kind: str, out: torch.Tensor, flat: torch.Tensor) -> None:
         self._inputs[index] = kind, out, flat
@@ -49,7 +82,7 @@ class _Collective:
     def wait(self) -> None:
         deadline = time.monotonic() + TIME_LIMIT_SECONDS
         while not self._done.wait(0.05):
-            if self._barrier.broken or time.monotonic() > deadline:
+            if self._world.is_broken or time.monotonic() > deadline:
                 raise threading.BrokenBarrierError
 
     def is_completed(self) -> bool:
@@ -80,23 +113,23 @@ COLLECTIVES = {"all_reduce": _all_reduce, "all_to_all": _all_to_all, "all_gather
 
 
 class ThreadGroup:
-    """One thread's view of a group of threads; see `Group`."""
+    """One thread's view of a group of threads; see `Group`. `numbers` are those of the collectives it begins."""
 
-    def __init__(self, rendezvous: _Rendezvous, key: tuple[str, tuple[int, ...]], rank: int) -> None:
-        self._rendezvous, self._key, self._rank = rendezvous, key, rank
-        self._num_started = 0
+    def __init__(self, world: _ThreadWorld, key: GroupKey, numbers: Iterator[int], comm: Communicator) -> None:
+        self._world, self._key, self._numbers = world, key, numbers
+        self._rank, self._comm_ranks = comm.global_rank, comm.ranks
 
     def _start(self, kind: str, out: torch.Tensor, flat: torch.Tensor) -> _Collective:
         members = self._key[1]
-        self._num_started += 1
-        with self._rendezvous.lock:
-            name = (*self._key, self._num_started)
-            work = self._rendezvous.collectives.get(name)
+        assert self._rank in members, f"rank {self._rank} is not in the group {members}"
+        with self._world.lock:
+            name = (*self._key, next(self._numbers))
+            work = self._world.collectives.get(name)
             if work is None:
-                work = self._rendezvous.collectives[name] = _Collective(len(members), self._rendezvous.barrier)
+                work = self._world.collectives[name] = _Collective(len(members), self._world)
             work.contribute(members.index(self._rank), kind, out, flat)
             if work.is_completed():
-                del self._rendezvous.collectives[name]
+                del self._world.collectives[name]
         return work
 
     def all_reduce(self, flat: torch.Tensor) -> _Collective:
@@ -114,32 +147,40 @@ class ThreadGroup:
     def broadcast(self, flat: torch.Tensor, source: int) -> None:
         gathered = flat.new_empty(len(self._key[1]) * flat.numel())
         self.all_gather(gathered, flat).wait()
-        flat.copy_(gathered.view(len(self._key[1]), -1)[self._key[1].index(source)])
+        flat.copy_(gathered.view(len(self._key[1]), -1)[self._key[1].index(self._comm_ranks[source])])
 
 
 class ThreadCommunicator(Communicator):
     """One thread's view of a world of threads."""
 
-    def __init__(self, rank: int, size: int, rendezvous: _Rendezvous, *, hosts: int = 1) -> None:
+    def __init__(self, rank: int, size: int, thread_world: _ThreadWorld, *, hosts: int = 1) -> None:
         super().__init__(World(rank=rank, size=size, local_rank=rank, local_size=size), torch.device("cpu"))
-        self._rendezvous, self._host = rendezvous, f"host {rank * hosts // size}"
-        self._thread_groups: dict[tuple[str, tuple[int, ...]], ThreadGroup] = {}
+        self._thread_world, self._host = thread_world, f"host {rank * hosts // size}"
+        self._collective_numbers: dict[GroupKey, Iterator[int]] = {}
 
     @property
     def host(self) -> str:
         return self._host
 
     def get_group(self, ranks: Sequence[int], purpose: str) -> ThreadGroup:
-        key = purpose, tuple(ranks)
-        return self._thread_groups.setdefault(key, ThreadGroup(self._rendezvous, key, self.rank))
+        key = purpose, tuple(self.ranks[rank] for rank in ranks)
+        if key not in self._collective_numbers:
+            self._collective_numbers[key] = itertools.count()
+            if self.global_rank in key[1]:  # its members make a group together, as they do a process group
+                self._thread_world.rendezvous(key).barrier.wait()
+        return ThreadGroup(self._thread_world, key, self._collective_numbers[key], self)
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Every thread's value itself, in rank order. Collective."""
-        self._rendezvous.values[self.rank] = value
-        self._rendezvous.barrier.wait()
-        values = list(self._rendezvous.values)
-        self._rendezvous.barrier.wait()
+        rendezvous = self._rendezvous()
+        rendezvous.values[self.rank] = value
+        rendezvous.barrier.wait()
+        values = list(rendezvous.values)
+        rendezvous.barrier.wait()
         return values
+
+    def _rendezvous(self) -> _Rendezvous:
+        return self._thread_world.rendezvous(("", self.ranks))
 
     def all_gather_json(self, value: Any) -> list[Any]:
         return [json.loads(text) for text in self.all_gather_object(json.dumps(value))]
@@ -149,7 +190,7 @@ class ThreadCommunicator(Communicator):
             values = self.all_gather_object(tensor)[source]
             if self.rank != source:
                 tensor.copy_(values)
-            self._rendezvous.barrier.wait()
+            self._rendezvous().barrier.wait()
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         if self.size > 1:
@@ -162,16 +203,16 @@ def run(size: int, body: Callable[[ThreadCommunicator], Any], *, hosts: int = 1)
 
     Raises the first error of any thread.
     """
-    rendezvous = _Rendezvous(size)
+    thread_world = _ThreadWorld()
     results: list[Any] = [None] * size
     errors: list[BaseException] = []
 
     def work(rank: int) -> None:
         try:
-            results[rank] = body(ThreadCommunicator(rank, size, rendezvous, hosts=hosts))
+            results[rank] = body(ThreadCommunicator(rank, size, thread_world, hosts=hosts))
         except BaseException as error:  # raised in the caller's thread, below
             errors.append(error)
-            rendezvous.barrier.abort()
+            thread_world.abort()
 
     threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(size)]
     for thread in threads:

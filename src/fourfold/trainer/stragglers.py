@@ -48,7 +48,7 @@ class StragglerDetector:
         if self._num_steps % WINDOW_STEPS or self._step.plan.mesh.size == 1:
             return
         by_rank = self._step.all_gather_json([socket.gethostname(), median_step_seconds(self._steps)])
-        for straggler in find_stragglers([busy for _, busy in by_rank]):
+        for straggler in find_stragglers([busy for _, busy in by_rank], self._step.plan.mesh):
             if straggler.rank not in self._reported_ranks:
                 self._reported_ranks.add(straggler.rank)
                 host = by_rank[straggler.rank][0]

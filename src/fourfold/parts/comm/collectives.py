@@ -50,15 +50,18 @@ class Group(Protocol):
         ...
 
     def broadcast(self, flat: Tensor, source: int) -> None:
-        """Copy global rank `source`'s values into every rank's `flat`. Waits."""
+        """Copy rank `source`'s values into every rank's `flat`; ranks are numbered as in the communicator. Waits."""
         ...
 
 
 class TorchGroup:
-    """The group over a process group of torch.distributed; `group` is called at every use."""
+    """The group over a process group of torch.distributed; `group` is called at every use.
 
-    def __init__(self, group: Callable[[], dist.ProcessGroup | None]) -> None:
-        self._group = group
+    `ranks` are the global ranks of the communicator that the group is of.
+    """
+
+    def __init__(self, group: Callable[[], dist.ProcessGroup | None], ranks: Sequence[int]) -> None:
+        self._group, self._ranks = group, ranks
 
     def all_reduce(self, flat: Tensor) -> Work:
         return _require_work(dist.all_reduce(flat, group=self._group(), async_op=True))
@@ -73,7 +76,7 @@ class TorchGroup:
         return _require_work(all_gather(out, shard, group=self._group(), async_op=True))
 
     def broadcast(self, flat: Tensor, source: int) -> None:
-        dist.broadcast(flat, src=source, group=self._group())
+        dist.broadcast(flat, src=self._ranks[source], group=self._group())
 
 
 def all_gather_rows(group: Group, row: Tensor, *, size: int) -> Sequence[Tensor]:

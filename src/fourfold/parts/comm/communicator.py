@@ -1,18 +1,24 @@
-"""Communicator: the processes of this job, joined. Wraps torch.distributed's process group.
+"""Communicator: ranks that exchange values: all of the job, or those of some axes of its mesh.
 
+world           the communicator of all ranks. `world.on_mesh(mesh).along("dp", "sp")` is that of the ranks that differ
+                from this one on these axes only
+ranks           the global ranks of a communicator, in order. All other numbers, `rank` too, are indices among them;
+                messages name global ranks
 host            where a process runs: boot id and network namespace; processes of one host can share memory
 all_gather_json every rank passes a JSON value and receives every rank's
-Law: values travel as JSON, never as pickle; a world of one rank needs no process group.
+Law: values travel as JSON, never as pickle. What is collective, is so among `ranks` only; one rank alone needs no
+process group. Along axes that hold all ranks, a world is its own communicator.
 """
 
 import contextlib
+import copy
 import json
 import os
 import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -22,6 +28,7 @@ from fourfold.environment.world import World
 from fourfold.parts.comm.collectives import Group, TorchGroup
 from fourfold.parts.comm.process_group_lifecycle import ProcessGroupRegistry
 from fourfold.words.errors import PEER_GONE_MESSAGES, PeerError
+from fourfold.words.mesh import Axis, Mesh
 
 PROCESS_EXIT_GRACE_SECONDS = 1.0  # a process's sockets close a moment before it is gone
 
@@ -36,41 +43,102 @@ class _RankProcess(NamedTuple):
 
 
 class Communicator:
-    """All ranks of the job, or this process alone."""
+    """Some ranks of the job, this one among them.
+
+    world   the place of this process in the job, whichever ranks the communicator holds
+    ranks   its global ranks, in order
+    rank    this rank's index among `ranks`: in the communicator of the whole world, its global rank
+    """
 
     def __init__(self, world: World, device: torch.device) -> None:
         self.world, self.device = world, device
+        self.ranks, self.rank = tuple(range(world.size)), world.rank
+        self._mesh: Mesh | None = None
         self._process_groups = ProcessGroupRegistry()
         self._processes: list[_RankProcess] = []
+        self._on_meshes: dict[Mesh, Self] = {}
+        self._along: dict[tuple[int, ...], Self] = {}
 
-    def register(self) -> "Communicator":
-        """Tell every rank the hosts and processes of all. Collective."""
+    def register(self) -> Self:
+        """Tell every rank the hosts and processes of all. Collective; of the world, before `on_mesh`."""
         process = _RankProcess(host_id(), platform.node(), *this_process())
         self._processes = [_RankProcess(*fields) for fields in self.all_gather_json(process)]
         return self
 
+    # ---- the ranks of some axes -----------------------------------------------------------------------
+
+    def on_mesh(self, mesh: Mesh) -> Self:
+        """This world, whose ranks lie on `mesh`. Not collective; the same object at every call."""
+        assert mesh.size == self.size, f"{self.size} ranks on a mesh of {mesh.size}"
+        if mesh == self._mesh:
+            return self
+        if mesh not in self._on_meshes:
+            self._on_meshes[mesh] = self._restricted_to(self.ranks)
+            self._on_meshes[mesh]._mesh = mesh
+        return self._on_meshes[mesh]
+
+    def along(self, *axes: Axis) -> Self:
+        """The communicator of those ranks that differ from this one on these axes only.
+
+        Not collective; the same object at every call, and this one if these are all its ranks.
+        """
+        assert self._mesh is not None, "the ranks of a communicator lie on a mesh once `on_mesh` has said which"
+        own = frozenset(self.ranks)
+        ranks = tuple(rank for rank in self._mesh.peers(self.global_rank, *axes) if rank in own)
+        if ranks == self.ranks:
+            return self
+        if ranks not in self._along:
+            self._along[ranks] = self._restricted_to(ranks)
+        return self._along[ranks]
+
+    def _restricted_to(self, ranks: tuple[int, ...]) -> Self:
+        """A communicator of some of these ranks, which shares their process groups."""
+        communicator = copy.copy(self)
+        communicator.ranks, communicator.rank = ranks, ranks.index(self.global_rank)
+        # Dicts of its own: one that held its owner would keep process groups until the next garbage collection.
+        communicator._on_meshes, communicator._along = {}, {}
+        return communicator
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def global_rank(self) -> int:
+        """This rank's number in the job."""
+        return self.world.rank
+
+    # ---- peers ----------------------------------------------------------------------------------------
+
+    @property
+    def host(self) -> str:
+        """Equal for two ranks if and only if they can share memory."""
+        return host_id()
+
     @property
     def num_hosts(self) -> int:
-        """The number of hosts that ranks run on; 1 before `register`."""
-        return len({process.host for process in self._processes}) or 1
+        """The number of hosts that the ranks run on; 1 before `register`."""
+        return len({self._processes[rank].host for rank in self.ranks}) if self._processes else 1
 
     def is_peer_dead(self, rank: int) -> bool:
         """Whether a rank's process has ended; False for ranks of other hosts. Not collective: called while waiting."""
-        if not self._processes or self._processes[rank].host != self._processes[self.rank].host:
+        if not self._processes:
             return False
-        return not is_alive(self._processes[rank].pid, self._processes[rank].start_ticks)
+        peer = self._processes[self.ranks[rank]]
+        return peer.host == self._processes[self.global_rank].host and not is_alive(peer.pid, peer.start_ticks)
 
     def check_peers(self) -> None:
         """Raise PeerError if another rank of this host has ended. Not collective: called while waiting."""
         dead = self._dead_ranks()
         if dead:
-            raise PeerError(f"{self._format_ranks(dead)} died while rank {self.rank} needed it")
+            raise PeerError(f"{self._format_ranks(dead)} died while rank {self.global_rank} needed it")
 
     def _dead_ranks(self) -> list[int]:
         return [rank for rank in range(self.size) if self.is_peer_dead(rank)]
 
     def _format_ranks(self, ranks: Sequence[int]) -> str:
-        return " and ".join(f"rank {rank} (host {self._processes[rank].hostname})" for rank in ranks)
+        processes = [(self.ranks[rank], self._processes[self.ranks[rank]]) for rank in ranks]
+        return " and ".join(f"rank {rank} (host {process.hostname})" for rank, process in processes)
 
     @contextlib.contextmanager
     def report_dead_peers(self) -> Iterator[None]:
@@ -85,15 +153,9 @@ class Communicator:
             while not (dead := self._dead_ranks()) and time.monotonic() < deadline:
                 time.sleep(0.01)
             who = self._format_ranks(dead) if dead else f"a rank of another host ({message})"
-            raise PeerError(f"{who} died while rank {self.rank} waited for it") from error
+            raise PeerError(f"{who} died while rank {self.global_rank} waited for it") from error
 
-    @property
-    def rank(self) -> int:
-        return self.world.rank
-
-    @property
-    def size(self) -> int:
-        return self.world.size
+    # ---- collectives ----------------------------------------------------------------------------------
 
     def all_gather_json(self, value: Any) -> list[Any]:
         """Every rank's JSON value, in rank order. Collective."""
@@ -109,7 +171,7 @@ class Communicator:
     def _all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         rows = [torch.empty_like(tensor) for _ in range(self.size)]
         with self.report_dead_peers():
-            dist.all_gather(rows, tensor)
+            dist.all_gather(rows, tensor, group=self._default_group())
         return [row.cpu() for row in rows]
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
@@ -118,31 +180,36 @@ class Communicator:
             # gloo sends the memory as it lies, and strides and gaps between elements may differ between ranks.
             flat = tensor.contiguous()
             with self.report_dead_peers():
-                dist.broadcast(flat, src=source)
+                dist.broadcast(flat, src=self.ranks[source], group=self._default_group())
             if flat is not tensor and self.rank != source:
                 tensor.copy_(flat)
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Sum over all ranks, in place. Collective."""
         if self.size > 1:
-            dist.all_reduce(tensor)
+            with self.report_dead_peers():
+                dist.all_reduce(tensor, group=self._default_group())
 
-    @property
-    def host(self) -> str:
-        """Equal for two ranks if and only if they can share memory."""
-        return host_id()
+    def _default_group(self) -> dist.ProcessGroup | None:
+        """The process group of the collectives above; None: torch's own, of all ranks."""
+        if self.size == self.world.size:
+            return None
+        return self.process_group_getter(range(self.size), "communicator")()
 
     def get_group(self, ranks: Sequence[int], purpose: str) -> Group:
-        """The group of these ranks for one purpose. Every rank must ask for the same groups in the same order.
+        """The group of these ranks for one purpose. Its first call is collective among them.
+
+        Ranks that have several groups in common must ask for these in the same order. A rank that is not in the group
+        may ask for it, and must not use it.
 
         Collectives of one group pair up by order alone. Two sequences of collectives whose relative order may differ
         between ranks need two groups, hence two purposes.
         """
-        return TorchGroup(self.process_group_getter(ranks, purpose))
+        return TorchGroup(self.process_group_getter(ranks, purpose), self.ranks)
 
     def process_group_getter(self, ranks: Sequence[int], purpose: str) -> Callable[[], dist.ProcessGroup | None]:
         """Returns a function that returns torch's process group; call it at every use, and keep no group."""
-        return self._process_groups.get_or_create(purpose, ranks)
+        return self._process_groups.get_or_create(purpose, [self.ranks[rank] for rank in ranks])
 
 
 def host_id() -> str:

@@ -42,9 +42,10 @@ class SharedHostMemory(NamedTuple):
 def open_host_memory(
     create: Callable[[], int], comm: Communicator, host_ranks: Sequence[int]
 ) -> tuple[SharedHostMemory | None, str]:
-    """Memory that the leader makes by `create`, for `host_ranks`; or None and the reason, on every rank of the job.
+    """Memory that the leader makes by `create`, for `host_ranks`; or None and the reason, on every rank of `comm`.
 
-    Collective among all ranks of the job. Raises LaunchError.
+    Collective among the ranks of `comm`, of which `host_ranks` are some: those of this rank's host. Ranks of the same
+    host that are not in `comm` have no part in it, and may share memory of their own. Raises LaunchError.
     """
     server = _create_and_listen(create, comm, host_ranks)
     problems = [problem for problem in (server.problem, *comm.all_gather_json(server.problem)) if problem]
@@ -54,7 +55,9 @@ def open_host_memory(
     try:
         return _exchange_handle(server, comm, host_ranks), ""
     except (OSError, IndexError) as error:
-        got = f"ranks {host_ranks} could not connect to each other ({error or 'one of them has ended'})"
+        server.close()
+        ranks = [comm.ranks[rank] for rank in host_ranks]
+        got = f"ranks {ranks} could not connect to each other ({error or 'one of them has ended'})"
         raise LaunchError(Problem(got, "all of them to be alive")) from error
 
 

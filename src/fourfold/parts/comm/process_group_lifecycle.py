@@ -1,7 +1,10 @@
-"""Process group lifecycle: how the process groups that Fourfold makes in torch.distributed end.
+"""Process group lifecycle: how the process groups that Fourfold makes in torch.distributed begin and end.
 
 registry  a communicator's groups; users ask it for a group at every use, and keep none
+name      members of a group meet under it in the world's store: its purpose, its ranks, and how often it was made
 orphaned  the groups of a registry that no longer exists
+Law: only the members of a group make it, so teams without a common rank never wait for each other. Ranks that have
+several groups in common make these in one order.
 Law: all groups are destroyed before the interpreter shuts down: orphaned ones at the next join, all others at exit.
 
 A gloo thread that frees a tensor during interpreter shutdown aborts the process, after all has gone well.
@@ -9,16 +12,19 @@ A gloo thread that frees a tensor during interpreter shutdown aborts the process
 
 import atexit
 import contextlib
+import hashlib
 import os
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
 from fourfold.environment.standard_streams import flush_streams, print_stderr
 from fourfold.parts.comm import rendezvous_store
+from fourfold.parts.comm.named_process_group import make_process_group
 from fourfold.words.errors import TrainingError
 
 # Destroying a group waits for its collectives, and an abandoned one may never end.
@@ -37,14 +43,17 @@ class ProcessGroupRegistry:
     def get_or_create(self, purpose: str, ranks: Sequence[int]) -> Callable[[], dist.ProcessGroup | None]:
         """Returns a function that returns the group, or raises once it is destroyed.
 
-        Every rank must make the same groups in the same order.
+        The first call for a group is collective among `ranks`. A rank that is none of them gets a function that it
+        must not call.
         """
         key = purpose, tuple(ranks)
+        if dist.get_rank() not in key[1]:
+            return lambda: _refuse(key)
         # NCCL groups are destroyed on all ranks together, and registries do not vanish on all ranks at the same time.
         if not self._groups and dist.get_backend() == "gloo":
             weakref.finalize(self, _orphan, os.getpid(), self._groups).atexit = False
         if key not in self._groups:
-            self._groups[key] = dist.new_group(list(ranks))
+            self._groups[key] = make_process_group(ranks, _new_name(key))
         return lambda: self._get(key)
 
     def _get(self, key: GroupKey) -> dist.ProcessGroup | None:
@@ -60,6 +69,21 @@ class ProcessGroupRegistry:
         return groups
 
 
+def _new_name(key: GroupKey) -> str:
+    """A name that this world has not had. All members of a group find the same one: they make it equally often."""
+    purpose, ranks = key
+    num_made = _num_made.setdefault(dist.group.WORLD, Counter())
+    num_made[key] += 1
+    digest = hashlib.sha256(repr(ranks).encode()).hexdigest()
+    return f"fourfold {purpose} {digest[:16]} {num_made[key]}"
+
+
+def _refuse(key: GroupKey) -> NoReturn:
+    raise AssertionError(f"rank {dist.get_rank()} is not in the group {list(key[1])} ({key[0]})")
+
+
+_num_made: "weakref.WeakKeyDictionary[Any, Counter[GroupKey]]" = weakref.WeakKeyDictionary()
+"""How often each group was made, by world: each world has a store of its own."""
 _registries: "weakref.WeakSet[ProcessGroupRegistry]" = weakref.WeakSet()
 _orphaned: list[tuple[int, Any]] = []
 """Groups, and the process that made them: a forked child has none of their threads."""

@@ -1,6 +1,6 @@
 """Rings: which exchange of blocks joins the ranks of a sequence: shared memory, or messages over gloo or NCCL.
 
-Law: every rank chooses the same, from what all ranks have said of themselves.
+Law: the ranks of a sequence choose the same, from what all of them have said of themselves.
 """
 
 from collections.abc import Sequence
@@ -20,9 +20,9 @@ from fourfold.parts.comm.transports import check_transport_device, gather_hosts,
 def make_ring(
     comm: Communicator, groups: Sequence[Sequence[int]], purpose: str, meter: CommMeter, *, choice: str = "by-host"
 ) -> RingGroup:
-    """The ring among the ranks of this rank's group. Collective; `groups` partition the ranks, on every rank the same.
+    """The ring among the ranks of this rank's group. Collective among `comm`'s ranks, which `groups` partition.
 
-    Raises PlanError if the plan asks for a transport that cannot be had.
+    `groups` are the same on every rank. Raises PlanError if the plan asks for a transport that cannot be had.
     """
     check_transport_device(choice, comm.device.type)
     group = next(each for each in groups if comm.rank in each)
@@ -34,9 +34,7 @@ def make_ring(
             return ring
         if choice == "shared":
             raise no_shared_memory(reason)
-    # Every rank makes the channels of all groups, and uses that of its own.
-    channels = [ProcessGroupChannel(comm, each, purpose, meter) for each in groups]
-    return RingOverP2P(next(channel for channel, each in zip(channels, groups, strict=True) if each is group))
+    return RingOverP2P(ProcessGroupChannel(comm, group, purpose, meter))
 
 
 def _make_shared_memory_ring(
@@ -46,11 +44,11 @@ def _make_shared_memory_ring(
     hosts, reason = gather_hosts(comm)
     across_hosts = [each for each in groups if len({hosts[rank] for rank in each}) > 1]
     if reason or across_hosts:
-        return None, reason or f"ranks {list(across_hosts[0])} are on several hosts"
+        return None, reason or f"ranks {[comm.ranks[rank] for rank in across_hosts[0]]} are on several hosts"
     host_memory, reason = open_host_memory(lambda: memory.create_growing(total_bytes(len(group))), comm, group)
     if host_memory is None:
         return None, reason
     for socket in host_memory.peer_sockets.values():
         socket.close()
-    place = RingPlace(list(group).index(comm.rank), tuple(group))
+    place = RingPlace(list(group).index(comm.rank), tuple(comm.ranks[rank] for rank in group))
     return RingOverSharedMemory(host_memory.handle, place, meter, check_peers=comm.check_peers), ""

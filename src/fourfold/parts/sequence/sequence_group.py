@@ -5,7 +5,6 @@ the ring. `plan/sequence.py` says which tokens each rank keeps.
 Law: the index on the axis is ring index · ulysses + ulysses index.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fourfold.parts.comm.communicator import Communicator
@@ -51,21 +50,14 @@ class SequenceGroup:
 
 
 def connect_sequence(
-    comm: Communicator,
-    sp_groups: Sequence[Sequence[int]],
-    meter: CommMeter,
-    *,
-    ring: str = "zigzag",
-    ulysses: int = 1,
-    transport: str = "by-host",
+    comm: Communicator, meter: CommMeter, *, ring: str = "zigzag", ulysses: int = 1, transport: str = "by-host"
 ) -> SequenceGroup:
-    """This rank's sequence group. Collective among all ranks.
+    """This rank's sequence group. Collective among the ranks of `comm`: those of one sequence (`world.along("sp")`).
 
-    `sp_groups` are the ranks of each sequence, in the order of the axis (`mesh.groups("sp")`). `transport` is the
-    plan's. Raises PlanError.
+    `transport` is the plan's. Raises PlanError.
     """
-    ring_size(len(sp_groups[0]), ulysses)
-    ulysses_ranks = [group[start : start + ulysses] for group in sp_groups for start in range(0, len(group), ulysses)]
-    ring_ranks = [group[first::ulysses] for group in sp_groups for first in range(ulysses)]
-    ring_group = make_ring(comm, ring_ranks, "ring", meter, choice=transport)
-    return SequenceGroup(ring_group, make_ring(comm, ulysses_ranks, "heads", meter, choice=transport), ring)
+    ring_size(comm.size, ulysses)
+    ranks = range(comm.size)
+    ring_group = make_ring(comm, [ranks[first::ulysses] for first in range(ulysses)], "ring", meter, choice=transport)
+    neighbours = [ranks[start : start + ulysses] for start in range(0, comm.size, ulysses)]
+    return SequenceGroup(ring_group, make_ring(comm, neighbours, "heads", meter, choice=transport), ring)

@@ -45,7 +45,8 @@ class CollectiveDryRun:
 
     def __init__(self, model: nn.Module, loss: Callable[[Any, Any], Any], plan: Plan, comm: Communicator) -> None:
         self._model, self._loss, self._plan, self._comm = model, loss, plan, comm
-        self._coords = plan.mesh.coordinates(comm.rank)
+        self._sp_index = plan.mesh.coordinates(comm.global_rank)["sp"]
+        self._sp_ranks = plan.mesh.peers(comm.global_rank, "sp")
 
     def run(
         self,
@@ -59,7 +60,7 @@ class CollectiveDryRun:
 
         Raises TaskError if the model or the loss cannot be sharded by tokens.
         """
-        report: Report = {"dp_index": self._coords["dp"], "problems": [], "digest": digest}
+        report: Report = {"sp_ranks": self._sp_ranks, "problems": [], "digest": digest}
         memory_fit = self._find_memory_fit()
         # Leaving `unsharded` is collective with sharded weights, so nothing within may communicate: a rank without
         # samples leaves at once.
@@ -127,7 +128,7 @@ class CollectiveDryRun:
         inputs, targets = self.truncate(inputs, targets)
         num_tokens = sequence_length((inputs, targets))
         inputs, targets = (tree_map(tree, lambda tensor: tensor.to(self._comm.device)) for tree in (inputs, targets))
-        shard = token_shard(self._plan, num_tokens, self._coords["sp"])
+        shard = token_shard(self._plan, num_tokens, self._sp_index)
         try:
             result = SequenceDryRun(self._model, inputs, shard, ulysses=self._plan.ulysses, memory_fit=memory_fit).run()
         except (RuntimeError, ValueError, IndexError, AssertionError) as error:
@@ -150,10 +151,9 @@ class CollectiveDryRun:
 
     def _raise_problems(self, reports: list[Report]) -> None:
         """Raise TaskError for different batches, or for the problems that any rank has found."""
-        for dp_index in {report["dp_index"] for report in reports}:
-            ranks = [rank for rank, report in enumerate(reports) if report["dp_index"] == dp_index]
-            if len({reports[rank]["digest"] for rank in ranks}) > 1:
-                raise TaskError(batch_mismatch_problem(ranks), where="the batch")
+        for group in _by_sp_group(reports):
+            if len({report["digest"] for report in group}) > 1:
+                raise TaskError(batch_mismatch_problem(group[0]["sp_ranks"]), where="the batch")
         problems = [Problem(*problem) for report in reports for problem in report["problems"]]
         if problems:
             raise TaskError(list(dict.fromkeys(problems)), where="the model")
@@ -161,7 +161,7 @@ class CollectiveDryRun:
     def _check_gradients(self, reports: list[Report]) -> None:
         """Raise TaskError if the parameter gradients of the shards do not add up; log a weaker check."""
         names = [name for name, p in self._model.named_parameters() if p.requires_grad]
-        for group in _by_dp_index(reports):
+        for group in _by_sp_group(reports):
             configs = {report["config"] for report in group}
             if len(configs) > 1:
                 got = f"sp > 1 and a dry run {' on one rank, but '.join(sorted(configs))} on another"
@@ -187,7 +187,7 @@ class CollectiveDryRun:
 
     def _check_losses(self, reports: list[Report]) -> None:
         """Raise TaskError if the losses of the shards do not add up to the loss of all tokens."""
-        for group in _by_dp_index(reports):
+        for group in _by_sp_group(reports):
             shard_sums = [LossSum(*report["loss_sums"][1]) for report in group]
             full_sum, op = LossSum(*group[0]["loss_sums"][0]), group[0]["non_mean_op"]
             if op is None:
@@ -198,7 +198,7 @@ class CollectiveDryRun:
                 raise TaskError(problem, where="the loss")
 
 
-def _by_dp_index(reports: list[Report]) -> list[list[Report]]:
+def _by_sp_group(reports: list[Report]) -> list[list[Report]]:
     """The reports of each sp group."""
-    indices = sorted({report["dp_index"] for report in reports})
-    return [[report for report in reports if report["dp_index"] == index] for index in indices]
+    groups = sorted({tuple(report["sp_ranks"]) for report in reports})
+    return [[report for report in reports if tuple(report["sp_ranks"]) == group] for group in groups]

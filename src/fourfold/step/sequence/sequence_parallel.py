@@ -59,11 +59,11 @@ class SequenceParallel:
         seed: int = 0,
     ) -> None:
         self._model, self._plan, self._comm = model, plan, comm
-        self._coords = plan.mesh.coordinates(comm.rank)
-        sp_groups = plan.mesh.groups("sp")
-        self._sp_ranks = next(group for group in sp_groups if comm.rank in group)
+        self._coords = plan.mesh.coordinates(comm.global_rank)
+        sp_comm = comm.on_mesh(plan.mesh).along("sp")
+        self._sp_ranks = sp_comm.ranks
         self._sequence_group = connect_sequence(
-            comm, sp_groups, meter, ring=plan.ring, ulysses=plan.ulysses, transport=plan.transport
+            sp_comm, meter, ring=plan.ring, ulysses=plan.ulysses, transport=plan.transport
         )
         self._dropout_overrides = per_rank_dropouts(self._coords["sp"])
         self._dropout_counter = AttentionDropoutCounter(seed)

@@ -13,14 +13,15 @@ from fourfold.parts.comm.ring.p2p import PendingRecv
 
 
 class ProcessGroupChannel:
-    """See `P2PChannel`. Every rank of the job must make the channels of all groups, in the same order."""
+    """See `P2PChannel`. Collective among the members."""
 
     def __init__(self, comm: Communicator, members: Sequence[int], purpose: str, meter: CommMeter) -> None:
         self.meter, self._communicator, self._group = meter, comm, comm.process_group_getter(members, purpose)
         self.name = "NCCL" if comm.device.type == "cuda" else "gloo"
         self.size = len(members)
-        self.index = list(members).index(comm.rank) if comm.rank in members else -1
-        self._right_rank, self._left_rank = (members[(self.index + step) % self.size] for step in (1, -1))
+        self.index = list(members).index(comm.rank)
+        neighbours = (members[(self.index + step) % self.size] for step in (1, -1))
+        self._right_rank, self._left_rank = (comm.ranks[neighbour] for neighbour in neighbours)
 
     def send_right_recv_left(self, flat: Tensor, tag: int) -> PendingRecv:
         received = torch.empty_like(flat)
