@@ -1,7 +1,7 @@
 """Records the collectives of a process, at torch's lowest level: the methods of ProcessGroup.
 
 call   one method of a ProcessGroup: its kind, the sizes of its tensors, and its integers (peer, tag)
-group  a process group, numbered in the order in which it is made
+group  a process group; those of the same ranks are numbered in the order in which they are made
 Law: the calls of a group are in the order in which this rank made them. There is no order between groups: two threads
 may use two groups.
 
@@ -53,18 +53,19 @@ class Recorder:
         self._lock = threading.Lock()
         self._calls: dict[str, list[list[Any]]] | None = None
         self._names: dict[str, str] = {}
+        self._num_groups: dict[tuple[int, ...], int] = {}
         self.groups: list[dist.ProcessGroup] = []
         for kind in KINDS:
             method = getattr(dist.ProcessGroup, kind, None)
             if method is not None:
                 setattr(dist.ProcessGroup, kind, self._recording(kind, method))
-        made = dist.new_group
-        for module in (dist, dist.distributed_c10d):
-            module.new_group = self._numbered(made)  # type: ignore[attr-defined]
+        # Both `new_group` and Fourfold call it, and Fourfold on the members of a group only.
+        c10d: Any = dist.distributed_c10d
+        c10d._new_process_group_helper = self._numbered(c10d._new_process_group_helper)
 
     def begin(self) -> None:
         """Forget all calls, and all groups except the world."""
-        self._calls, self.groups = {}, []
+        self._calls, self.groups, self._num_groups = {}, [], {}
         self._names = {dist.group.WORLD.group_name: WORLD} if dist.group.WORLD is not None else {}
 
     def end(self) -> dict[str, list[list[Any]]]:
@@ -83,18 +84,17 @@ class Recorder:
 
         return recording
 
-    def _numbered(self, made: Any) -> Any:
-        @functools.wraps(made)
-        def new_group(*given: Any, **named: Any) -> Any:
-            group = made(*given, **named)
-            ranks = list(given[0] if given else named.get("ranks") or [])
-            if isinstance(group, dist.ProcessGroup):
-                self._names[group.group_name] = f"group {len(self.groups):02} of ranks {ranks}"
-            # Also a group without this rank, so that all ranks number groups equally.
-            self.groups.append(group)
-            return group
+    def _numbered(self, make: Any) -> Any:
+        @functools.wraps(make)
+        def make_group(size: int, index: int | None, ranks: list[int], *given: Any, **named: Any) -> Any:
+            group, store = make(size, index, ranks, *given, **named)
+            if ranks and isinstance(group, dist.ProcessGroup):  # the world's own is made of no ranks
+                number = self._num_groups[tuple(ranks)] = self._num_groups.get(tuple(ranks), 0) + 1
+                self._names[group.group_name] = f"group {number:02} of ranks {ranks}"
+                self.groups.append(group)
+            return group, store
 
-        return new_group
+        return make_group
 
 
 def _call_sizes(kind: str, given: Any) -> list[Any]:

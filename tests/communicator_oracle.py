@@ -73,6 +73,17 @@ def sums_in_an_order_of_the_team(world: Communicator, axis: Axis) -> list[tuple[
     return sorted(sums)
 
 
+def sums_by_two_views(world: Communicator, axis: Axis) -> list[float]:
+    """The sums of two collectives that are under way in one group, which the world and the team have been asked for."""
+    team = world.along(axis)
+    groups = world.get_group(team.ranks, "views"), team.get_group(range(team.size), "views")
+    totals = [torch.tensor([float(world.rank + added)]) for added in (0, 100)]
+    works = [group.all_reduce(total) for group, total in zip(groups, totals, strict=True)]
+    for work in works:
+        work.wait()
+    return [total.item() for total in totals]
+
+
 def written_in_team_memory(team: Communicator) -> list[int]:
     """Each rank writes its global rank to its place in the team's memory; returns what all places hold then."""
     opened, reason = open_host_memory(lambda: memory.create_shared(mmap.PAGESIZE), team, range(team.size))

@@ -1,7 +1,10 @@
 """The laws of communicators along the axes of a mesh, on ranks that are threads."""
 
+import contextlib
+import gc
 import mmap
 import threading
+import weakref
 
 import pytest
 import torch
@@ -21,6 +24,7 @@ from tests.communicator_oracle import (
     exchange,
     expected_exchange,
     meshes,
+    sums_by_two_views,
     sums_in_an_order_of_the_team,
     written_in_team_memory,
 )
@@ -78,22 +82,26 @@ def test_a_team_does_not_wait_for_a_rank_of_another():
     assert threads.run(4, body) == [expected_exchange(ranks) for ranks in ((0, 1), (0, 1), (2, 3), (2, 3))]
 
 
-def test_a_failed_rank_ends_the_waits_of_all_teams():
+def test_a_failed_rank_ends_the_waits_of_all_teams_then_and_later():
     ended = threading.Semaphore(0)
 
     def body(comm):
-        team = comm.on_mesh(Mesh(pp=2, dp=2)).along("dp")
+        world = comm.on_mesh(Mesh(pp=2, dp=2))
         if comm.rank == 3:
             raise ValueError("rank 3 failed")
-        try:
-            exchange(team)
-            exchange(comm)
-        finally:
-            ended.release()
+        for team in (world.along("dp"), world, world.along("pp")):
+            with contextlib.suppress(threading.BrokenBarrierError):
+                exchange(team)
+        ended.release()
 
     with pytest.raises(ValueError, match="rank 3 failed"):
         threads.run(4, body)
     assert all(ended.acquire(timeout=20.0) for _ in range(3))
+
+
+def test_a_group_is_the_same_whichever_communicator_is_asked_for_it():
+    results = threads.run(4, lambda comm: sums_by_two_views(comm.on_mesh(Mesh(pp=2, dp=2)), "dp"))
+    assert results == [[1.0, 201.0]] * 2 + [[5.0, 205.0]] * 2
 
 
 @pytest.mark.parametrize("hosts", [1, 2])
@@ -127,6 +135,21 @@ def test_the_same_axes_give_the_same_communicator_and_all_ranks_the_world():
     assert world.along("dp").along("sp").ranks == (0,)
 
 
+def test_the_process_groups_of_a_communicator_end_with_its_last_name_and_not_with_a_garbage_collection():
+    world = communicators(Mesh(dp=2, sp=2))[0]
+    team = world.along("dp").along("dp", "tp").along("pp")
+    world.along("sp")
+    registry = weakref.ref(world._process_groups)
+    gc.disable()
+    try:
+        del world
+        assert registry() is team._process_groups
+        del team
+        assert registry() is None
+    finally:
+        gc.enable()
+
+
 def test_a_communicator_without_a_mesh_or_on_one_of_another_size_is_refused():
     comm = Communicator(World(rank=0, size=4, local_rank=0, local_size=4), torch.device("cpu"))
     with pytest.raises(AssertionError, match="on_mesh"):
@@ -139,7 +162,7 @@ def test_a_team_counts_its_hosts_and_names_the_global_rank_of_a_dead_peer():
     world = communicators(Mesh(pp=2, dp=2))[2]
     alive = _RankProcess(host_id(), "here", *this_process())
     dead = alive._replace(hostname="there", start_ticks=alive.start_ticks - 1)
-    world._processes += [alive._replace(host="another"), dead, alive, dead]
+    world._processes += [alive._replace(host="another"), alive, alive, dead]
     assert [world.num_hosts, world.along("dp").num_hosts, world.along("pp").num_hosts] == [2, 1, 2]
     team = world.along("dp")
     assert [team.is_peer_dead(index) for index in range(2)] == [False, True]

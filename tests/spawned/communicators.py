@@ -31,6 +31,10 @@ def sums_of_teams(mesh: dict[str, int], axis: Axis) -> list[tuple[str, float]]:
     return communicator_oracle.sums_in_an_order_of_the_team(world_on(mesh), axis)
 
 
+def sums_by_two_views(mesh: dict[str, int], axis: Axis) -> list[float]:
+    return communicator_oracle.sums_by_two_views(world_on(mesh), axis)
+
+
 def written_in_team_memory(mesh: dict[str, int], axes: list[Axis]) -> list[int]:
     return communicator_oracle.written_in_team_memory(world_on(mesh).along(*axes))
 

@@ -24,6 +24,11 @@ def test_teams_make_and_use_their_groups_in_any_order(world, mesh, axis):
     assert sorted(len(sums) for sums in results) == [2, 2, 3, 3]
 
 
+def test_a_group_is_the_same_whichever_communicator_is_asked_for_it(world):
+    results = world(4).run(f"{CASES}:sums_by_two_views", mesh={"pp": 2, "dp": 2}, axis="dp")
+    assert results == [[1.0, 201.0]] * 2 + [[5.0, 205.0]] * 2
+
+
 def test_a_group_made_again_does_not_meet_the_one_before(world):
     assert world(4).run(f"{CASES}:sums_of_groups_made_again") == [[3.0] * 3] * 2 + [[12.0] * 3] * 2
 

@@ -91,13 +91,3 @@ class NullRecorder:
 
 
 NULL_RECORDER: Recorder = NullRecorder()
-
-
-class WaitsOnlyRecorder(NullRecorder):
-    """Forwards the waits of this rank to another recorder and discards everything else."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
-
-    def waiting(self) -> AbstractContextManager[Any]:
-        return self._recorder.waiting()
