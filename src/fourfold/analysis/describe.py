@@ -13,7 +13,7 @@ from fourfold.parts import mixed_precision
 from fourfold.parts.data.flat_params import param_specs
 from fourfold.parts.optim.user_optimizer import build_optimizer, is_layerwise, num_state_tensors
 from fourfold.plan.codec import codec_rounds, codec_sent_bytes
-from fourfold.plan.data.buckets import Bucket, ParamSpec, effective_bucket_bytes, make_buckets
+from fourfold.plan.data.buckets import Bucket, effective_bucket_bytes, make_buckets
 from fourfold.plan.data.step_program import DataStepSpec, StepSync, lower_step
 from fourfold.plan.data.zero import RESTING_LAYOUTS, layout_changes, step_sent_bytes
 from fourfold.plan.memory import (
@@ -23,6 +23,7 @@ from fourfold.plan.memory import (
     has_unbucketed_grads,
     host_memory_use,
 )
+from fourfold.plan.param_spec import ParamSpec
 from fourfold.plan.plan import Plan
 from fourfold.plan.precision import REDUCE_FORMATS, compute_specs, gradient_bucket, has_master_weights
 from fourfold.step.argument_checks import check_plan_argument

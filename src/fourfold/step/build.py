@@ -38,11 +38,12 @@ from fourfold.parts.optim.option_tracker import OptionTracker
 from fourfold.parts.optim.step_hooks import StepHooks
 from fourfold.parts.optim.update_slices import update_slices
 from fourfold.parts.optim.user_optimizer import OptimizerFactory, build_optimizer, group_indices, is_layerwise
-from fourfold.plan.data.buckets import Bucket, ParamSpec, effective_bucket_bytes, make_buckets
+from fourfold.plan.data.buckets import Bucket, effective_bucket_bytes, make_buckets
 from fourfold.plan.data.step_program import DataStepSpec, StepSync, lower_step
 from fourfold.plan.data.zero import RESTING_LAYOUTS, RestingLayouts, grad_buffer_indices
 from fourfold.plan.intervals import DRIFT_CHECK, is_due
 from fourfold.plan.memory import has_unbucketed_grads
+from fourfold.plan.param_spec import ParamSpec
 from fourfold.plan.plan import Plan
 from fourfold.plan.precision import LossScaler, compute_specs, gradient_bucket
 from fourfold.plan.rng import generator_seed

@@ -1,0 +1,23 @@
+"""Step options: what a step depends on besides the plan, the parameters and the machines.
+
+Law: plain data, so that whoever knows the optimizer can say it to whoever decides without torch.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """How gradients are clipped, and what the optimizer is.
+
+    optimizer              the name of its class
+    is_layerwise           its update needs the norms of whole parameters
+    num_states             by parameter group: tensors of optimizer state per parameter; needed to count memory
+    full_precision_params  the parameters that no `precision` casts
+    """
+
+    clip: float | None = None
+    optimizer: str = "the optimizer"
+    is_layerwise: bool = False
+    num_states: tuple[int, ...] = ()
+    full_precision_params: frozenset[str] = frozenset()
