@@ -17,8 +17,8 @@ from fourfold.plan.memory import HostRanks
 from fourfold.plan.param_spec import ParamSpec
 from fourfold.plan.plan import Plan
 from fourfold.plan.simulate import simulate
-from fourfold.plan.step_options import StepOptions
 from fourfold.plan.topology import Topology, group_hosts
+from fourfold.plan.update_spec import UpdateSpec
 from fourfold.words.box import Box
 from fourfold.words.errors import PlanError
 from fourfold.words.layout import SPLIT, WHOLE
@@ -39,7 +39,7 @@ REGULAR = st.builds(
 )
 UNEVEN = st.lists(st.sampled_from(["a", "b", "c"]), min_size=1, max_size=6).map(lambda hosts: Topology(tuple(hosts)))
 OPTIONS = st.builds(
-    StepOptions,
+    UpdateSpec,
     clip=st.sampled_from([None, 1.0]),
     is_layerwise=st.booleans(),
     num_states=st.just((2,)),
@@ -139,7 +139,7 @@ def test_a_plan_is_refused_with_all_its_problems_or_carried_out(topology, specs,
 def test_all_problems_are_reported_at_once():
     plan = Plan(dp=2, update="in_backward", unused="allow", zero=1, transport="nccl")
     with pytest.raises(PlanError) as caught:
-        lower(plan, [], Topology.regular(hosts=1, ranks_per_host=3), StepOptions(1.0, "LAMB", is_layerwise=True))
+        lower(plan, [], Topology.regular(hosts=1, ranks_per_host=3), UpdateSpec(1.0, "LAMB", is_layerwise=True))
     got = [problem.got for problem in caught.value.problems]
     assert len(got) == 6
     for word in ("1 × 2 × 1 × 1 = 2", "without trainable", "clip = 1", "unused", "LAMB", '"nccl" on cpu'):
@@ -159,10 +159,10 @@ def test_all_problems_are_reported_at_once():
 def test_shared_memory_is_possible_or_the_reason_is_given(plan, topology, message):
     specs = [ParamSpec("p", (8,), "float32", 4)]
     if message is None:
-        assert lower(plan, specs, topology, StepOptions()).groups
+        assert lower(plan, specs, topology, UpdateSpec()).groups
         return
     with pytest.raises(PlanError) as caught:
-        lower(plan, specs, topology, StepOptions())
+        lower(plan, specs, topology, UpdateSpec())
     assert message in str(caught.value)
 
 
@@ -175,12 +175,12 @@ def test_shared_memory_is_possible_or_the_reason_is_given(plan, topology, messag
 def test_weights_are_unsharded_before_use_only_if_no_host_has_them_all(dp, zero, hosts, transport):
     plan = Plan(dp=dp * hosts, zero=zero, transport=transport)
     topology = Topology.regular(hosts=hosts, ranks_per_host=dp)
-    (group,) = lower(plan, [ParamSpec("p", (8,), "float32", 4)], topology, StepOptions()).groups
+    (group,) = lower(plan, [ParamSpec("p", (8,), "float32", 4)], topology, UpdateSpec()).groups
     is_once_per_host = transport == "by-host" and hosts == 1
     unshards = zero == 3 and plan.dp > 1 and not is_once_per_host
     assert (group.resting_layouts.weight == SPLIT) == unshards
     assert group.request.resting_layouts == RESTING_LAYOUTS[zero if plan.dp > 1 else 0]
-    verbs = {action.verb for action in lower(plan, list(group.stage.specs), topology, StepOptions()).programs().step[0]}
+    verbs = {action.verb for action in lower(plan, list(group.stage.specs), topology, UpdateSpec()).programs().step[0]}
     assert (Verb.UNSHARD in verbs) == unshards
 
 
@@ -196,7 +196,7 @@ def test_groups_of_different_hosts_have_programs_of_their_own():
 def test_programs_follow_what_the_first_step_has_learnt():
     specs = [ParamSpec(f"p{i}", (8,), "float32", 4) for i in range(3)]
     plan = Plan(dp=2, zero=3, bucket_bytes=32, transport="gloo")
-    blueprint = lower(plan, specs, Topology.regular(hosts=1, ranks_per_host=2), StepOptions())
+    blueprint = lower(plan, specs, Topology.regular(hosts=1, ranks_per_host=2), UpdateSpec())
     assert text(blueprint.programs().step[1]) == (
         "A0.2 A0.1 A0.0 F0.0 M0.0 A0.3 A0.4 A0.5 B0.0 R0.0 R0.1 R0.2 U0.0 U0.1 U0.2"
     )
@@ -212,7 +212,7 @@ def test_programs_follow_what_the_first_step_has_learnt():
 def test_local_steps_have_programs_with_and_without_an_average():
     plan = Plan(dp=2, sync="local")
     blueprint = lower(
-        plan, [ParamSpec("p", (8,), "float32", 4)], Topology.regular(hosts=1, ranks_per_host=2), StepOptions()
+        plan, [ParamSpec("p", (8,), "float32", 4)], Topology.regular(hosts=1, ranks_per_host=2), UpdateSpec()
     )
     programs = blueprint.programs()
     assert text(programs.of_step(is_local=True, has_nominal_count=True)[0]) == "F0.0 M0.0 B0.0 U0.0"
@@ -237,7 +237,7 @@ def test_a_parameter_spec_counts_what_its_rank_holds():
 def test_a_host_of_all_ranks_holds_what_its_ranks_hold():
     specs = [ParamSpec("p", (64, 64), "float32", 4)]
     for hosts, ranks in ((1, 4), (2, 2), (4, 1)):
-        plan, options = Plan(dp=4, zero=1), StepOptions(num_states=(2,))
+        plan, options = Plan(dp=4, zero=1), UpdateSpec(num_states=(2,))
         use = lower(plan, specs, Topology.regular(hosts=hosts, ranks_per_host=ranks), options).host_memory
         assert use.states == 2 * 64 * 64 * 4 * ranks / 4
         assert use.weights == 64 * 64 * 4  # once per host, or one rank's copy
@@ -246,13 +246,13 @@ def test_a_host_of_all_ranks_holds_what_its_ranks_hold():
 @pytest.mark.parametrize(("hosts", "ranks", "factor"), [(1, 4, 0), (4, 1, 2 * 3 / 4), (2, 2, 2 * 1 / 2 / 2)])
 def test_only_hosts_send_to_each_other(hosts, ranks, factor):
     specs = [ParamSpec("p", (64, 64), "float32", 4)]
-    blueprint = lower(Plan(dp=4), specs, Topology.regular(hosts=hosts, ranks_per_host=ranks), StepOptions())
+    blueprint = lower(Plan(dp=4), specs, Topology.regular(hosts=hosts, ranks_per_host=ranks), UpdateSpec())
     assert blueprint.sent_bytes == pytest.approx(factor * 64 * 64 * 4)
 
 
 def test_a_host_rank_is_a_rank_of_a_group():
     blueprint = lower(
-        Plan(dp=4), [ParamSpec("p", (8,), "float32", 4)], Topology.regular(hosts=2, ranks_per_host=2), StepOptions()
+        Plan(dp=4), [ParamSpec("p", (8,), "float32", 4)], Topology.regular(hosts=2, ranks_per_host=2), UpdateSpec()
     )
     group = blueprint.group_of(3)
     assert group.ranks == (0, 1, 2, 3)
@@ -264,13 +264,13 @@ import sys, time
 from fourfold.plan.lowering import lower
 from fourfold.plan.param_spec import ParamSpec
 from fourfold.plan.plan import Plan
-from fourfold.plan.step_options import StepOptions
+from fourfold.plan.update_spec import UpdateSpec
 from fourfold.plan.topology import Topology
 specs = [ParamSpec(f"layer.{number}", (1024, 1024), "float32", 4) for number in range(100)]
 topology = Topology.regular(hosts=128, ranks_per_host=8)
 for zero in range(4):
     begin = time.process_time()
-    blueprint = lower(Plan(dp=1024, zero=zero), specs, topology, StepOptions(num_states=(2,)))
+    blueprint = lower(Plan(dp=1024, zero=zero), specs, topology, UpdateSpec(num_states=(2,)))
     programs = blueprint.programs()
     memory, sent = blueprint.host_memory.total, blueprint.sent_bytes
     seconds = time.process_time() - begin

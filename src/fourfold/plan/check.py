@@ -11,19 +11,19 @@ from collections.abc import Sequence
 from fourfold.plan.codec import CODECS
 from fourfold.plan.param_spec import ParamSpec
 from fourfold.plan.plan import Plan, candidate_meshes
-from fourfold.plan.step_options import StepOptions
 from fourfold.plan.topology import Topology, group_hosts, num_host_shards
+from fourfold.plan.update_spec import UpdateSpec
 from fourfold.words.errors import Problem
 
 
 def legality_problems(
-    plan: Plan, specs: Sequence[ParamSpec], topology: Topology, options: StepOptions
+    plan: Plan, specs: Sequence[ParamSpec], topology: Topology, update_spec: UpdateSpec
 ) -> list[Problem]:
     """Every reason why a plan cannot be carried out with these parameters and this optimizer on these machines."""
     problems = size_problems(plan, topology.size) + param_problems(plan, specs)
-    problems += combination_problems(plan, clip=options.clip)
-    if options.is_layerwise:
-        problems += layerwise_problems(plan, options.optimizer)
+    problems += combination_problems(plan, clip=update_spec.clip)
+    if update_spec.is_layerwise:
+        problems += layerwise_problems(plan, update_spec.optimizer)
     problems += transport_device_problems(plan.transport, topology.device)
     # Neither question has an answer while the others are open.
     return problems or shared_memory_problems(plan, topology)
@@ -146,7 +146,7 @@ def param_problems(plan: Plan, specs: Sequence[ParamSpec]) -> list[Problem]:
     problems = []
     if not specs:
         problems.append(Problem("a model without trainable parameters", "at least one with requires_grad"))
-    complex_names = [f"{spec.name} ({spec.dtype})" for spec in specs if spec.dtype.startswith("complex")]
+    complex_names = [f"{spec.name} (torch.{spec.dtype})" for spec in specs if spec.dtype.startswith("complex")]
     if plan.codec != "none" and complex_names:
         got = f'codec = "{plan.codec}" and {", ".join(complex_names[:3])}'
         problems.append(Problem(got, "gradients of real floating-point numbers", 'codec = "none"'))

@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from fourfold.plan.check import legality_problems
-from fourfold.plan.codec import codec_rounds, codec_sent_bytes
+from fourfold.plan.codec import CodecSpec, codec_rounds, codec_sent_bytes
 from fourfold.plan.data.buckets import Bucket, effective_bucket_bytes, make_buckets
 from fourfold.plan.data.step_program import DataStepSpec, StepSync, UseOrders, lower_evaluation, lower_step
 from fourfold.plan.data.transport_request import TransportRequest, request_transport
@@ -35,8 +35,8 @@ from fourfold.plan.memory import (
 from fourfold.plan.param_spec import ParamSpec
 from fourfold.plan.plan import Plan
 from fourfold.plan.precision import compute_specs, gradient_bucket
-from fourfold.plan.step_options import StepOptions
 from fourfold.plan.topology import GroupHosts, Topology, group_hosts, num_host_shards
+from fourfold.plan.update_spec import UpdateSpec
 from fourfold.words.errors import PlanError
 from fourfold.words.layout import SPLIT
 from fourfold.words.program import Action, Program
@@ -53,7 +53,7 @@ class StepRecord:
 NO_RECORD = StepRecord()
 
 
-class StepPrograms(NamedTuple):
+class Programs(NamedTuple):
     """The programs of all ranks, for every kind of step. Ranks with equal programs share one tuple.
 
     step              one optimizer update; with local steps, of a step that averages the weights
@@ -116,7 +116,7 @@ class Blueprint:
 
     plan: Plan
     topology: Topology
-    options: StepOptions
+    update_spec: UpdateSpec
     groups: tuple[DataGroup, ...]
 
     @cached_property
@@ -144,17 +144,17 @@ class Blueprint:
             plan.microbatches,
             len(group.buckets),
             group.resting_layouts,
-            has_clip=self.options.clip is not None or plan.precision == "fp16",
+            has_clip=self.update_spec.clip is not None or plan.precision == "fp16",
             allows_unused=plan.unused == "allow",
             update=plan.update,
             launch_order=record.launch_orders.get(stage, ()),
-            has_trust_ratios=self.options.is_layerwise and self.is_sharded,
+            has_trust_ratios=self.update_spec.is_layerwise and self.is_sharded,
             sync=StepSync.WEIGHTS if plan.sync == "local" else StepSync.GRADIENTS,
             use_orders=record.use_orders.get(stage),
             stage=stage,
         )
 
-    def programs(self, record: StepRecord = NO_RECORD) -> StepPrograms:
+    def programs(self, record: StepRecord = NO_RECORD) -> Programs:
         """The programs of all ranks, with what the first step has learnt. Cheap."""
         by_spec: dict[DataStepSpec, tuple[tuple[Action, ...], ...]] = {}
         by_rank: dict[int, tuple[tuple[Action, ...], ...]] = {}
@@ -164,7 +164,7 @@ class Blueprint:
                 by_spec[spec] = _lower_group(spec)
             by_rank |= dict.fromkeys(group.ranks, by_spec[spec])
         ranks = sorted(by_rank)
-        return StepPrograms(*({rank: by_rank[rank][kind] for rank in ranks} for kind in range(5)))
+        return Programs(*({rank: by_rank[rank][kind] for rank in ranks} for kind in range(5)))
 
     @property
     def sent_bytes(self) -> float:
@@ -176,7 +176,7 @@ class Blueprint:
         """Bytes on the host that holds most, from step to step, without activations."""
         by_host: dict[str, list[HostMemoryUse]] = {}
         for group in self.groups:
-            of = bytes_by_bucket(self.plan, group.stage, self.options)
+            of = bytes_by_bucket(self.plan, group.stage, self.update_spec)
             uses = {
                 size: host_memory_use(of, zero=self.plan.zero, host=self.host_ranks(group, size))
                 for size in {len(ranks) for ranks in group.hosts.ranks_by_host}
@@ -191,23 +191,20 @@ class Blueprint:
         return HostRanks(num_ranks, self.plan.shard_groups, has_shared_memory=group.hosts.shares_memory)
 
 
-def lower(plan: Plan, specs: Sequence[ParamSpec], topology: Topology, options: StepOptions) -> Blueprint:
+def lower(plan: Plan, specs: Sequence[ParamSpec], topology: Topology, update_spec: UpdateSpec) -> Blueprint:
     """What a plan decides for these parameters, in order of definition, on these machines.
 
     Raises PlanError with every reason why it cannot be carried out.
     """
-    if problems := legality_problems(plan, specs, topology, options):
+    if problems := legality_problems(plan, specs, topology, update_spec):
         raise PlanError(problems, where="the plan")
     groups = plan.mesh.groups("dp", "sp")
     hosts = {ranks: group_hosts(topology, ranks, transport=plan.transport) for ranks in groups}
     is_inter_host = any(each.num_hosts > 1 for each in hosts.values())
-    stages = {
-        stage: _fill_buckets(plan, stage, specs, options, is_inter_host=is_inter_host) for stage in range(plan.pp)
-    }
+    stages = [_fill_buckets(plan, stage, specs, update_spec, is_inter_host=is_inter_host) for stage in range(plan.pp)]
     of_group = {ranks: stages[plan.mesh.coordinates(ranks[0])["pp"]] for ranks in groups}
-    return Blueprint(
-        plan, topology, options, tuple(_data_group(plan, of_group[ranks], hosts[ranks], options) for ranks in groups)
-    )
+    data_groups = tuple(_data_group(plan, of_group[ranks], hosts[ranks], update_spec) for ranks in groups)
+    return Blueprint(plan, topology, update_spec, data_groups)
 
 
 def planned_layouts(plan: Plan) -> RestingLayouts:
@@ -222,17 +219,17 @@ def effective_layouts(plan: Plan, hosts: GroupHosts) -> RestingLayouts:
     return RESTING_LAYOUTS[2] if planned.weight == SPLIT and not host.unshards_params else planned
 
 
-def bytes_by_bucket(plan: Plan, stage: StageBuckets, options: StepOptions) -> list[BucketBytes]:
+def bytes_by_bucket(plan: Plan, stage: StageBuckets, update_spec: UpdateSpec) -> list[BucketBytes]:
     """The bytes per element of each bucket of a stage."""
     original_bytes = {spec.name: spec.element_bytes for spec in stage.specs}
-    return bytes_per_element(stage.buckets, plan, num_states=options.num_states, original_bytes=original_bytes)
+    return bytes_per_element(stage.buckets, plan, num_states=update_spec.num_states, original_bytes=original_bytes)
 
 
 def _fill_buckets(
-    plan: Plan, stage: int, specs: Sequence[ParamSpec], options: StepOptions, *, is_inter_host: bool
+    plan: Plan, stage: int, specs: Sequence[ParamSpec], update_spec: UpdateSpec, *, is_inter_host: bool
 ) -> StageBuckets:
     stored = tuple(spec for spec in specs if spec.stage == stage)
-    compute = compute_specs(stored, plan.precision, excluded=options.full_precision_params)
+    compute = compute_specs(stored, plan.precision, excluded=update_spec.full_precision_params)
     # A codec's residuals depend on the buckets: with a codec, one host has the same buckets as several.
     is_sent = is_inter_host or plan.codec != "none"
     buckets = make_buckets(
@@ -243,20 +240,20 @@ def _fill_buckets(
     return StageBuckets(stage, stored, buckets, tuple(gradient_bucket(each, plan.reduce_dtype) for each in buckets))
 
 
-def _data_group(plan: Plan, stage: StageBuckets, hosts: GroupHosts, options: StepOptions) -> DataGroup:
+def _data_group(plan: Plan, stage: StageBuckets, hosts: GroupHosts, update_spec: UpdateSpec) -> DataGroup:
     request = request_transport(
         stage.buckets,
         stage.gradient_buckets,
         planned_layouts(plan),
         num_shards=plan.num_shards,
-        num_scalars=len(stage.specs) * (2 if options.is_layerwise else 1),
+        num_scalars=len(stage.specs) * (2 if update_spec.is_layerwise else 1),
     )
     ranks = tuple(sorted(rank for host in hosts.ranks_by_host for rank in host))
     return DataGroup(ranks, stage, hosts, effective_layouts(plan, hosts), request)
 
 
 def _lower_group(spec: DataStepSpec) -> tuple[tuple[Action, ...], ...]:
-    """The programs of a rank, in the order of `StepPrograms`."""
+    """The programs of a rank, in the order of `Programs`."""
     local = spec._replace(sync=StepSync.NOTHING) if spec.sync == StepSync.WEIGHTS else spec
     steps = [spec, local]
     steps += [each._replace(measures_nominal_count=True) for each in steps]
@@ -265,35 +262,39 @@ def _lower_group(spec: DataStepSpec) -> tuple[tuple[Action, ...], ...]:
 
 
 def _group_sent_bytes(plan: Plan, group: DataGroup) -> float:
-    """Bytes that a rank of a group sends in a step, by ring algorithms. Hosts that share memory send as one."""
-    hosts, stage = group.hosts, group.stage
-    shard_groups, num_senders = plan.shard_groups, 1
-    if hosts.shares_memory:
-        num_senders = hosts.ranks_per_host  # each sends its part of a bucket
-        shards = num_host_shards(plan.num_shards, num_senders) if plan.num_shards > 1 else hosts.num_hosts
-        assert shards is not None
-        shard_groups = ShardGroups(shards, hosts.num_hosts // shards)
-    if plan.codec_spec is not None:
-        return codec_step_bytes(plan, stage, shard_groups) / num_senders
-    sent = step_sent_bytes(
+    """Bytes that a rank of a group sends over a network in a step. Hosts that share memory send as one."""
+    hosts = group.hosts
+    if not hosts.shares_memory:
+        return stage_sent_bytes(plan, group.stage, plan.shard_groups)
+    shards = num_host_shards(plan.num_shards, hosts.ranks_per_host) if plan.num_shards > 1 else hosts.num_hosts
+    assert shards is not None
+    # Each rank of a host sends its part of a bucket.
+    return stage_sent_bytes(plan, group.stage, ShardGroups(shards, hosts.num_hosts // shards)) / hosts.ranks_per_host
+
+
+def stage_sent_bytes(plan: Plan, stage: StageBuckets, shard_groups: ShardGroups, *, is_coded: bool = True) -> float:
+    """Bytes that each of `shard_groups.size` senders sends in a step, by ring algorithms; without the plan's codec
+    unless `is_coded`.
+    """
+    if is_coded and plan.codec_spec is not None:
+        return _coded_bytes(plan, plan.codec_spec, stage, shard_groups)
+    return step_sent_bytes(
         stage.buckets,
         zero=plan.zero,
         shard_groups=shard_groups,
         microbatches=plan.microbatches,
         gradient_buckets=stage.gradient_buckets,
     )
-    return sent / num_senders
 
 
-def codec_step_bytes(plan: Plan, stage: StageBuckets, shard_groups: ShardGroups) -> float:
-    """Bytes that each of `shard_groups.size` senders sends in a step: a codec's messages, and the updated weights."""
-    assert plan.codec_spec is not None
+def _coded_bytes(plan: Plan, codec: CodecSpec, stage: StageBuckets, shard_groups: ShardGroups) -> float:
+    """Bytes of a codec's messages, and of the updated weights, which no codec compresses."""
     shapes = {spec.name: spec.box.lengths for spec in stage.specs}
     after_update = layout_changes(planned_layouts(plan)).after_update
     num_rounds = plan.microbatches if plan.zero == 2 else 1
     sent = 0.0
     for bucket, gradient in zip(stage.buckets, stage.gradient_buckets, strict=True):
-        rounds = codec_rounds(plan.codec_spec, gradient, [shapes[slot.name] for slot in bucket.slots])
+        rounds = codec_rounds(codec, gradient, [shapes[slot.name] for slot in bucket.slots])
         sent += codec_sent_bytes(rounds, size=shard_groups.size) * num_rounds
         sent += shard_groups.all_gather_sent_bytes(after_update, bucket.num_bytes)
     return sent

@@ -13,13 +13,13 @@ from torch.optim import Optimizer
 
 from fourfold.parts.comm import transports
 from fourfold.parts.comm.communicator import Communicator
-from fourfold.parts.comm.reduce.transport_spec import TransportSpec
+from fourfold.parts.comm.reduce.transport_spec import spec_of_request
+from fourfold.parts.comm.topology import gather_topology
 from fourfold.parts.data import grad_buckets
 from fourfold.parts.data.flat_params import param_specs
-from fourfold.parts.dtypes import bucket_dtype
-from fourfold.plan.data.buckets import effective_bucket_bytes, make_buckets
-from fourfold.plan.data.zero import grad_buffer_indices
+from fourfold.plan.lowering import lower
 from fourfold.plan.plan import Plan
+from fourfold.plan.update_spec import UpdateSpec
 from fourfold.step.memory_formats import MemoryFormats
 from fourfold.step.unreduced_grads import ReducedGrad
 from fourfold.words.program import USED_PARAMS
@@ -35,15 +35,9 @@ class GradAverager:
         plan: Plan,
         communicator: Communicator,
     ) -> None:
-        specs = param_specs(dict(trainable), {})
-        num_bytes = effective_bucket_bytes(specs, plan.bucket_bytes, is_inter_host=communicator.num_hosts > 1)
-        buckets = make_buckets(specs, bucket_bytes=num_bytes)
-        spec = TransportSpec(
-            sizes=tuple(bucket.size for bucket in buckets),
-            dtypes=tuple(bucket_dtype(bucket) for bucket in buckets),
-            buffer_indices=grad_buffer_indices(len(buckets), is_cyclic=False),
-            num_scalars=max(8, len(trainable)),
-        )
+        blueprint = lower(plan, param_specs(trainable, {}), gather_topology(communicator), UpdateSpec())
+        group = blueprint.group_of(communicator.rank)
+        buckets, spec = group.buckets, spec_of_request(group.request)
         self._allows_unused = plan.unused == "allow"
         self.transport, self.transport_name = transports.make_transport(communicator, spec, choice=plan.transport)
         self.gradients = grad_buckets.GradBuckets(

@@ -4,8 +4,6 @@ choice  the plan's `transport`: "by-host" takes shared memory inside hosts where
 Law: every rank chooses the same transport, from what all ranks have said of themselves.
 """
 
-import platform
-import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -25,6 +23,7 @@ from fourfold.parts.comm.reduce.shared_memory.layout import SharedMemoryLayout
 from fourfold.parts.comm.reduce.shared_memory.transport import SharedMemoryTransport
 from fourfold.parts.comm.reduce.single_rank import SingleRankTransport
 from fourfold.parts.comm.reduce.transport_spec import TransportSpec
+from fourfold.parts.comm.topology import gather_topology
 from fourfold.plan.check import host_shard_problem, no_shared_memory_problem, transport_device_problems
 from fourfold.plan.topology import num_host_shards
 from fourfold.words.errors import PlanError
@@ -126,12 +125,8 @@ def _private_buffers(spec: TransportSpec, device: torch.device) -> list[torch.Te
 
 def gather_hosts(comm: Communicator) -> tuple[list[str], str]:
     """The host of every rank, and the reason if they cannot share memory, else "". Collective."""
-    machine = platform.machine()
-    is_supported = sys.platform == "linux" and machine == "x86_64"
-    hosts = comm.all_gather_json(comm.host if is_supported else "")
-    if all(hosts):
-        return hosts, ""
-    return hosts, f"shared memory needs Linux on x86-64, rank {hosts.index('')} is not ({sys.platform}, {machine})"
+    topology = gather_topology(comm)
+    return list(topology.hosts), topology.unshared_cause
 
 
 def _make_shared_memory(comm: Communicator, spec: TransportSpec) -> tuple[SharedMemoryTransport | None, str]:

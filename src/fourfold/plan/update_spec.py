@@ -1,4 +1,4 @@
-"""Step options: what a step depends on besides the plan, the parameters and the machines.
+"""Update spec: what lowering needs to know of how gradients become an update, besides the plan.
 
 Law: plain data, so that whoever knows the optimizer can say it to whoever decides without torch.
 """
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class StepOptions:
+class UpdateSpec:
     """How gradients are clipped, and what the optimizer is.
 
     optimizer              the name of its class
     is_layerwise           its update needs the norms of whole parameters
     num_states             by parameter group: tensors of optimizer state per parameter; needed to count memory
-    full_precision_params  the parameters that no `precision` casts
+    full_precision_params  the parameters that are computed and updated in their own dtype, whatever the precision
     """
 
     clip: float | None = None
