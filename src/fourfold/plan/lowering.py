@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from fourfold.plan.check import legality_problems
-from fourfold.plan.codec import CodecSpec, codec_rounds, codec_sent_bytes
+from fourfold.plan.codec import CodecSpec, Combine, codec_rounds, codec_sent_bytes
 from fourfold.plan.data.buckets import Bucket, effective_bucket_bytes, make_buckets
 from fourfold.plan.data.step_program import DataStepSpec, StepSync, UseOrders, lower_evaluation, lower_step
 from fourfold.plan.data.transport_request import TransportRequest, request_transport
@@ -262,39 +262,47 @@ def _lower_group(spec: DataStepSpec) -> tuple[tuple[Action, ...], ...]:
 
 
 def _group_sent_bytes(plan: Plan, group: DataGroup) -> float:
-    """Bytes that a rank of a group sends over a network in a step. Hosts that share memory send as one."""
+    """Bytes that a rank of a group sends over a network in a step."""
     hosts = group.hosts
     if not hosts.shares_memory:
         return stage_sent_bytes(plan, group.stage, plan.shard_groups)
     shards = num_host_shards(plan.num_shards, hosts.ranks_per_host) if plan.num_shards > 1 else hosts.num_hosts
     assert shards is not None
-    # Each rank of a host sends its part of a bucket.
-    return stage_sent_bytes(plan, group.stage, ShardGroups(shards, hosts.num_hosts // shards)) / hosts.ranks_per_host
+    host_groups = ShardGroups(shards, hosts.num_hosts // shards)
+    return stage_sent_bytes(plan, group.stage, host_groups, ranks_per_host=hosts.ranks_per_host)
 
 
-def stage_sent_bytes(plan: Plan, stage: StageBuckets, shard_groups: ShardGroups, *, is_coded: bool = True) -> float:
-    """Bytes that each of `shard_groups.size` senders sends in a step, by ring algorithms; without the plan's codec
-    unless `is_coded`.
+def stage_sent_bytes(
+    plan: Plan, stage: StageBuckets, shard_groups: ShardGroups, *, ranks_per_host: int = 1, is_coded: bool = True
+) -> float:
+    """Bytes that each rank sends in a step, by ring algorithms; without the plan's codec unless `is_coded`.
+
+    `shard_groups` are of ranks; of hosts, if the ranks of each share memory: then each rank sends its part of a bucket.
     """
     if is_coded and plan.codec_spec is not None:
-        return _coded_bytes(plan, plan.codec_spec, stage, shard_groups)
-    return step_sent_bytes(
+        return _coded_bytes(plan, plan.codec_spec, stage, shard_groups, ranks_per_host)
+    sent = step_sent_bytes(
         stage.buckets,
         zero=plan.zero,
         shard_groups=shard_groups,
         microbatches=plan.microbatches,
         gradient_buckets=stage.gradient_buckets,
     )
+    return sent / ranks_per_host
 
 
-def _coded_bytes(plan: Plan, codec: CodecSpec, stage: StageBuckets, shard_groups: ShardGroups) -> float:
+def _coded_bytes(
+    plan: Plan, codec: CodecSpec, stage: StageBuckets, shard_groups: ShardGroups, ranks_per_host: int
+) -> float:
     """Bytes of a codec's messages, and of the updated weights, which no codec compresses."""
     shapes = {spec.name: spec.box.lengths for spec in stage.specs}
     after_update = layout_changes(planned_layouts(plan)).after_update
     num_rounds = plan.microbatches if plan.zero == 2 else 1
     sent = 0.0
     for bucket, gradient in zip(stage.buckets, stage.gradient_buckets, strict=True):
-        rounds = codec_rounds(codec, gradient, [shapes[slot.name] for slot in bucket.slots])
-        sent += codec_sent_bytes(rounds, size=shard_groups.size) * num_rounds
-        sent += shard_groups.all_gather_sent_bytes(after_update, bucket.num_bytes)
+        for each in codec_rounds(codec, gradient, [shapes[slot.name] for slot in bucket.slots]):
+            # Messages that are summed are summed within a host first; those that are gathered are sent by their rank.
+            parts = ranks_per_host if each.combine is Combine.SUM else 1
+            sent += codec_sent_bytes([each], size=shard_groups.size) * num_rounds / parts
+        sent += shard_groups.all_gather_sent_bytes(after_update, bucket.num_bytes) / ranks_per_host
     return sent
