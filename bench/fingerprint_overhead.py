@@ -22,6 +22,7 @@ import fourfold as ff
 from bench.measurement import describe_machine
 from bench.models import CASES, losses
 from fourfold.parts.comm.reduce.collective_fingerprint import BOARD_DEPTH
+from fourfold.parts.comm.reduce.protocol import WorldChannel
 from fourfold.parts.comm.reduce.scalar_room import NUM_LOSS_SCALARS
 
 NUM_RANKS, WARMUP, NUM_CALLS = 2, 4, 5000
@@ -47,7 +48,7 @@ def main() -> None:
     step = ff.parallelize(
         case.build(), losses, functools.partial(torch.optim.AdamW, lr=case.lr), ff.Plan(dp=NUM_RANKS, transport=kind)
     )
-    world: Any = step._world
+    world: Any = WorldChannel(step._parts.scalars, step._calls._checker)
     (batch,) = case.batches(step.rank, 1)
     pairs_of_seconds = []
     for number in range(WARMUP + pairs):

@@ -32,6 +32,8 @@ from fourfold.parts.comm.ring.p2p import RingOverP2P
 from fourfold.parts.comm.ring.single_rank import NullRingGroup
 from fourfold.parts.data.flat_params import flatten_params, param_specs
 from fourfold.parts.data.grad_buckets import GradBuckets
+from fourfold.parts.data.grad_hooks import GradHooks
+from fourfold.parts.data.gradients import MeanSink
 from fourfold.parts.sequence.attention import sequence_attention
 from fourfold.parts.sequence.dropout import AttentionDropout
 from fourfold.parts.sequence.sequence_group import SequenceGroup
@@ -156,13 +158,14 @@ def zero_buckets(model: nn.Module, *, size: int, zero: int) -> StepMemory:
     weights = WholeWeights()
     weights.shared_weights = [torch.empty(bucket.size) for bucket in buckets]
     flatten_params(named, buckets, weights)
-    gradients = GradBuckets(named, buckets, reducer, allow_unused=False)
-    gradients.is_enabled = True
-    gradients.mark_last_backward()
+    gradients = GradBuckets(named, buckets, reducer, CommMeter(), allow_unused=False)
+    gradients.countdown.is_last_backward = True
+    hooks = GradHooks(gradients.slots.parameters)
+    hooks.sink = MeanSink(gradients)
     shard_sizes = [bucket.size // (size if split else 1) for bucket in buckets]
     grad_shards = [torch.empty(shard_size) for shard_size in shard_sizes] if rest.gradient == SPLIT else []
     states = [torch.empty(2 * shard_size) for shard_size in shard_sizes]
-    return StepMemory({GRADIENTS: [*buffers.values(), *grad_shards], STATES: states}, gradients)
+    return StepMemory({GRADIENTS: [*buffers.values(), *grad_shards], STATES: states}, hooks)
 
 
 def peak_memory(job: Layout, shape: bert.Shape, *, batch: int, length: int) -> PeakMemory:

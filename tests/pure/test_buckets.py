@@ -4,9 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fourfold.plan.data.buckets import ParamSpec, effective_bucket_bytes, make_buckets
+from fourfold.plan.data.buckets import effective_bucket_bytes, make_buckets
 from fourfold.plan.data.step_program import DataStepSpec, lower_step
 from fourfold.plan.data.zero import RESTING_LAYOUTS, ShardGroups, layout_changes, step_sent_bytes
+from fourfold.plan.param_spec import ParamSpec
 from fourfold.words.layout import Change
 from fourfold.words.program import Verb
 
@@ -14,7 +15,7 @@ SPECS = st.lists(
     st.tuples(st.integers(1, 500), st.sampled_from([("float32", 4), ("float64", 8)]), st.integers(0, 2)),
     min_size=1,
     max_size=30,
-).map(lambda rows: [ParamSpec(f"p{i}", n, dtype, size, group) for i, (n, (dtype, size), group) in enumerate(rows)])
+).map(lambda rows: [ParamSpec(f"p{i}", (n,), dtype, size, group) for i, (n, (dtype, size), group) in enumerate(rows)])
 
 
 @given(specs=SPECS, bucket_bytes=st.integers(1, 4000))
@@ -53,7 +54,7 @@ def test_buckets_and_slots_are_in_reverse_order_of_definition(specs, bucket_byte
     (3.5, 0.25, 0.25),  # the plan's limit holds for small models too
 ])  # fmt: skip
 def test_between_hosts_a_model_has_about_eight_buckets_of_at_least_512_kib(megabytes, limit, expected):
-    specs = [ParamSpec("p", int(megabytes * 2**18), "float32", 4)]
+    specs = [ParamSpec("p", (int(megabytes * 2**18),), "float32", 4)]
     assert effective_bucket_bytes(specs, int(limit * 2**20), is_inter_host=True) == expected * 2**20
     assert effective_bucket_bytes(specs, int(limit * 2**20), is_inter_host=False) == limit * 2**20
 
@@ -70,7 +71,7 @@ def test_each_zero_level_implies_its_collectives():
 @pytest.mark.parametrize(("zero", "factor"), [(0, 2), (1, 2), (2, 2), (3, 3)])
 def test_a_step_sends_the_bytes_given_in_the_zero_paper(zero, factor):
     # Rajbhandari et al. 2020, §7: 2 Ψ for stages 0 to 2, 3 Ψ for stage 3, with one microbatch.
-    (bucket,) = make_buckets([ParamSpec("p", 1000, "float32", 4)], bucket_bytes=4096)
+    (bucket,) = make_buckets([ParamSpec("p", (1000,), "float32", 4)], bucket_bytes=4096)
     assert step_sent_bytes([bucket], zero=zero, shard_groups=ShardGroups(8), microbatches=1) == pytest.approx(
         factor * 4000 * 7 / 8
     )

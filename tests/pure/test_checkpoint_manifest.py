@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from fourfold.plan.checkpoint_boxes import (
     ELEMENT_BYTES,
-    Box,
     GlobalTensor,
     StoredBox,
     assign_shards,
@@ -30,6 +29,7 @@ from fourfold.plan.checkpoint_manifest import (
     TensorEntry,
     manifest_problems,
 )
+from fourfold.words.box import Box
 from fourfold.words.mesh import Mesh
 
 SHAPES = st.lists(st.integers(0, 9), max_size=3).map(tuple)

@@ -113,7 +113,13 @@ def test_an_unshard_waits_for_an_update_of_its_bucket_that_stands_before_it():
     dependencies = Dependencies(program)
     assert [str(need.action) for need in dependencies.of(0, action("A0.1"))] == ["U0.1"]
     late = {0: lower_step(step._replace(update="after"))}
-    assert all(not Dependencies(late).of(0, each) for each in late[0] if each.verb == Verb.UNSHARD)
+    assert Dependencies(late).of(0, action("A0.0")) == []
+
+
+def test_an_unshard_waits_for_the_end_of_the_phase_in_front_of_it():
+    program = {0: lower_step(DataStepSpec(2, 1, RESTING_LAYOUTS[3]))}
+    needed = {str(a): [str(need.action) for need in Dependencies(program).of(0, a)] for a in program[0]}
+    assert [needed[f"A0.{use}"] for use in range(4)] == [[], ["F0.0"], ["B0.0"], ["M0.0"]]
 
 
 @given(microbatches=st.integers(1, 4), num_buckets=st.integers(1, 5), zero=ZERO)

@@ -2,15 +2,16 @@
 
 import pytest
 
-from fourfold.plan.data.buckets import ParamSpec, make_buckets
+from fourfold.plan.data.buckets import make_buckets
 from fourfold.plan.data.zero import ShardGroups, step_sent_bytes
+from fourfold.plan.param_spec import ParamSpec
 from fourfold.plan.precision import LossScaler, compute_specs, gradient_bucket, has_master_weights
 
 SPECS = [
-    ParamSpec("a", 100, "float32", 4),
-    ParamSpec("norm", 10, "float32", 4),
-    ParamSpec("count", 1, "int64", 8),
-    ParamSpec("small", 10, "bfloat16", 2),
+    ParamSpec("a", (100,), "float32", 4),
+    ParamSpec("norm", (10,), "float32", 4),
+    ParamSpec("count", (1,), "int64", 8),
+    ParamSpec("small", (10,), "bfloat16", 2),
 ]
 
 

@@ -54,7 +54,9 @@ def programs_with_costs(draw):
 @given(case=programs_with_costs())
 def test_no_action_begins_before_its_dependencies_and_its_lane_allow(case):
     program, costs, overlaps = case
-    times = simulate(program, lambda *key: costs[key], overlap=lambda rank, action: overlaps.get((rank, action), 0.0))
+    times = simulate(
+        program, lambda *key: costs[key], overlap=lambda rank, action, _: overlaps.get((rank, action), 0.0)
+    )
     at = {(rank, timed.action): timed for rank, each in times.items() for timed in each}
     dependencies = Dependencies(program)
     for (rank, action), timed in at.items():
@@ -72,7 +74,9 @@ def test_no_action_begins_before_its_dependencies_and_its_lane_allow(case):
 @given(case=programs_with_costs())
 def test_a_step_takes_at_least_its_longest_lane(case):
     program, costs, overlaps = case
-    times = simulate(program, lambda *key: costs[key], overlap=lambda *key: overlaps.get(key, 0.0))
+    times = simulate(
+        program, lambda *key: costs[key], overlap=lambda rank, action, _: overlaps.get((rank, action), 0.0)
+    )
     for rank, actions in program.items():
         for name in LANES:
             assert makespan(times) >= sum(costs[rank, action] for action in actions if lane_of(action) == name) - 1e-9
@@ -126,7 +130,7 @@ def test_a_reduction_overlaps_with_backward_once_its_bucket_is_ready():
     program = dict.fromkeys(range(2), lower_step(DataStepSpec(1, 2)))
     overlaps = {"R0.0": 6.0, "R0.1": 0.0}
     costs = {"B0.0": 10.0}
-    times = simulate(program, lambda r, a: costs.get(str(a), 1.0), overlap=lambda r, a: overlaps.get(str(a), 0.0))
+    times = simulate(program, lambda r, a: costs.get(str(a), 1.0), overlap=lambda r, a, _: overlaps.get(str(a), 0.0))
     assert [(str(t.action), t.start) for t in times[1]][3:] == [("R0.0", 6), ("R0.1", 12), ("U0.0", 12), ("U0.1", 13)]
 
 

@@ -20,6 +20,7 @@ from fourfold.plan.trace_file import (
     merged_waits,
     waiting_seconds_within,
 )
+from fourfold.words.mesh import Mesh
 from fourfold.words.program import Verb
 from fourfold.words.trace_events import COMPUTE_LANE, REDUCE_LANE, WAIT_SPAN
 
@@ -41,11 +42,20 @@ def events(draw):
 
 @given(found=st.lists(events(), max_size=20))
 def test_a_trace_survives_a_round_trip_through_its_file(found):
-    again = decode_trace(encode_trace(Trace(PROGRAM, tuple(found))))
-    assert again.program == PROGRAM
+    again = decode_trace(encode_trace(Trace(PROGRAM, tuple(found), Mesh(sp=2))))
+    assert (again.program, again.mesh) == (PROGRAM, Mesh(sp=2))
     for before, after in zip(found, again.events, strict=True):
         assert before[:4] == after[:4]
         assert after[4:] == pytest.approx(before[4:], rel=0, abs=0.6e-9)
+
+
+def test_a_trace_without_a_mesh_is_one_of_data_ranks():
+    data = json.loads(encode_trace(trace()))
+    del data["otherData"]["mesh"]
+    assert decode_trace(json.dumps(data).encode()) == decode_trace(encode_trace(trace()))
+    data["otherData"]["mesh"] = {"depth": 2}
+    with pytest.raises(TraceError):
+        decode_trace(json.dumps(data).encode())
 
 
 def trace(*, late: float = 0.0) -> Trace:
@@ -82,8 +92,8 @@ def test_costs_exclude_waits():
     assert found.seconds[0, "U0.0"] == pytest.approx(1.0)
     assert found.seconds[0, "U0.1"] == pytest.approx(1.5)
     assert found.seconds[1, "B0.0"] == pytest.approx(6.5)
-    assert found.overlaps[0, "R0.0"] == pytest.approx(2.0)
-    assert found.overlaps[0, "R0.1"] == 0.0
+    assert found.overlaps[0, "R0.0", "B0.0"] == pytest.approx(2.0)
+    assert found.overlaps[0, "R0.1", "B0.0"] == 0.0
 
 
 def test_a_simulated_step_ends_when_the_measured_one_did():
@@ -125,6 +135,42 @@ def zero1_trace() -> Trace:
     ]
     program = {0: lower_step(DataStepSpec(1, 2, RESTING_LAYOUTS[1]))}
     return Trace(program, tuple(Event(0, 3, *row) for row in found))
+
+
+def zero3_trace() -> Trace:
+    """One step of zero 3 with two buckets: the second unshard of a phase begins when the first is used."""
+    rows = [
+        ("A0.1", REDUCE_LANE, 0.0, 2.0),
+        ("F0.0", COMPUTE_LANE, 0.0, 10.0),
+        (WAIT_SPAN, COMPUTE_LANE, 0.0, 2.0),
+        ("A0.0", REDUCE_LANE, 2.0, 5.0),
+        ("M0.0", COMPUTE_LANE, 10.0, 11.0),
+        ("A0.2", REDUCE_LANE, 11.0, 12.0),
+        ("B0.0", COMPUTE_LANE, 11.0, 24.0),
+        (WAIT_SPAN, COMPUTE_LANE, 11.0, 12.0),
+        ("A0.3", REDUCE_LANE, 12.0, 20.0),
+        (WAIT_SPAN, COMPUTE_LANE, 15.0, 20.0),
+        ("R0.0", REDUCE_LANE, 24.0, 25.0),
+        ("R0.1", REDUCE_LANE, 25.0, 26.0),
+        ("U0.0", COMPUTE_LANE, 25.0, 26.0),
+        ("U0.1", COMPUTE_LANE, 26.0, 27.0),
+    ]
+    program = dict.fromkeys(range(2), lower_step(DataStepSpec(1, 2, RESTING_LAYOUTS[3])))
+    return Trace(program, tuple(Event(rank, 3, *row) for rank in range(2) for row in rows))
+
+
+def test_unshards_overlap_with_the_forward_or_backward_that_uses_them():
+    recorded = zero3_trace()
+    costs = cost.measure_costs(recorded)
+    assert (costs.seconds[0, "F0.0"], costs.seconds[0, "B0.0"]) == (8.0, 7.0)
+    overlaps = {(action, needed): seconds for (rank, action, needed), seconds in costs.overlaps.items() if not rank}
+    assert [overlaps["F0.0", "A0.1"], overlaps["F0.0", "A0.0"]] == [0.0, 3.0]
+    assert [overlaps["B0.0", "A0.2"], overlaps["B0.0", "A0.3"]] == [0.0, 3.0]
+    times = {str(timed.action): timed for timed in cost.simulated_timeline(recorded)[0]}
+    measured = {str(timed.action): timed for timed in cost.measured_timeline(recorded, 3)[0]}
+    assert all(times[name].end == pytest.approx(measured[name].end) for name in measured)
+    spent = step_breakdown.seconds_by_category(recorded)
+    assert spent["unshard"] == 14.0
 
 
 def test_all_gathers_are_a_category_of_their_own():

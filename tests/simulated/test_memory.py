@@ -10,9 +10,10 @@ from torch import nn
 
 import fourfold as ff
 from fourfold.parts import memory
-from fourfold.parts.optim.user_optimizer import num_state_tensors
-from fourfold.plan.memory import HostRanks, bytes_per_element, host_memory_use
+from fourfold.plan.lowering import lower
 from fourfold.plan.plan import Plan
+from fourfold.plan.topology import Topology
+from fourfold.step.model_specs import model_specs, update_spec
 from fourfold.step.train_step import TrainStep
 from fourfold.testing import threads
 from fourfold.testing.threads import ThreadCommunicator
@@ -28,12 +29,16 @@ OPTIMIZERS: dict[str, Any] = {
 WITHIN = 0.05
 
 
+def model() -> nn.Module:
+    """A model of 330,000 parameters."""
+    return nn.Sequential(*[layer for _ in range(5) for layer in (nn.Linear(256, 256), nn.Tanh())])
+
+
 def _step(plan: Plan, comm: ThreadCommunicator, optimizer: str = "AdamW") -> TrainStep:
-    """A train step with 330,000 parameters, after two steps."""
-    model = nn.Sequential(*[layer for _ in range(5) for layer in (nn.Linear(256, 256), nn.Tanh())])
+    """A train step after two steps."""
     options: dict[str, Any] = {"plan": plan, "communicator": comm, "clip": None}
     step = TrainStep(
-        model, lambda outputs, targets: (outputs - targets).square().sum(-1), OPTIMIZERS[optimizer], **options
+        model(), lambda outputs, targets: (outputs - targets).square().sum(-1), OPTIMIZERS[optimizer], **options
     )
     for _ in range(2):
         step((torch.randn(4, 256), torch.zeros(4, 256)))
@@ -41,25 +46,27 @@ def _step(plan: Plan, comm: ThreadCommunicator, optimizer: str = "AdamW") -> Tra
     return step
 
 
-def _formula(step: TrainStep, host: HostRanks) -> float:
-    kinds = [num_state_tensors(step.optimizer, group) for group in range(len(step.optimizer.param_groups))]
-    own_bytes = {name: 4 for name, _ in step.model.named_parameters()}
-    of = bytes_per_element(step.buckets, step.plan, num_states=kinds, original_bytes=own_bytes)
-    return host_memory_use(of, zero=step.plan.zero, host=host).total
+def _formula(plan: Plan, optimizer: str, hosts: int) -> float:
+    module = model()
+    made = OPTIMIZERS[optimizer](module.parameters())
+    topology = Topology.regular(hosts=hosts, ranks_per_host=plan.dp // hosts)
+    update = update_spec(module, made, counts_states=True)
+    return lower(plan, model_specs(module, made), topology, update).host_memory.total
 
 
 def _compare(plan: Plan, optimizer: str = "AdamW", *, hosts: int = 1) -> None:
-    def body(comm: ThreadCommunicator) -> tuple[int, float]:
+    def body(comm: ThreadCommunicator) -> int:
         step = _step(plan, comm, optimizer)
         comm.all_gather_json(None)
         counted = memory.memory_use().total_bytes - before
         comm.all_gather_json(None)
-        return counted, _formula(step, host)
+        del step  # not before every rank has counted
+        return counted
 
-    host = HostRanks(plan.dp // hosts, plan.shard_groups, has_shared_memory=plan.transport != "gloo" and plan.dp > 1)
+    formula = _formula(plan, optimizer, hosts)
     gc.collect()
     before = memory.memory_use().total_bytes
-    for counted, formula in threads.run(plan.dp, body, hosts=hosts):
+    for counted in threads.run(plan.dp, body, hosts=hosts):
         assert counted / hosts == pytest.approx(formula, rel=WITHIN)
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fourfold.words.mesh import Mesh
+from fourfold.words.mesh import Axis, Mesh
 from tests.communicator_oracle import AXES_SUBSETS, expected_exchange
 
 CASES = "tests.spawned.communicators"
@@ -35,7 +35,8 @@ def test_a_group_made_again_does_not_meet_the_one_before(world):
 
 @pytest.mark.parametrize("mesh", MESHES)
 def test_teams_of_one_host_have_memory_of_their_own(world, mesh):
-    for axes in (["pp"], ["dp"], ["tp"], ["dp", "sp"], ["pp", "dp", "tp"]):
+    every_axes: list[list[Axis]] = [["pp"], ["dp"], ["tp"], ["dp", "sp"], ["pp", "dp", "tp"]]
+    for axes in every_axes:
         results = world(4).run(f"{CASES}:written_in_team_memory", mesh=mesh, axes=axes)
         assert results == [list(Mesh(**mesh).peers(rank, *axes)) for rank in range(4)]
 

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from fourfold.checkpoint.manifest_file import read_manifest
 from fourfold.checkpoint.write import TORCH_DTYPES
-from fourfold.plan.checkpoint_boxes import Box, StoredBox, intersection, relative_slices
+from fourfold.plan.checkpoint_boxes import StoredBox, intersection, relative_slices
 from fourfold.plan.checkpoint_manifest import Manifest, TensorEntry
+from fourfold.words.box import Box
 from fourfold.words.errors import CheckpointError, Problem
 
 

@@ -6,9 +6,27 @@ Each field alone is checked when the plan is made (`plan/plan_fields.py`). What 
 Law: no silent fallback. What a plan asks for happens, or is refused, with all problems at once.
 """
 
+from collections.abc import Sequence
+
 from fourfold.plan.codec import CODECS
+from fourfold.plan.param_spec import ParamSpec
 from fourfold.plan.plan import Plan, candidate_meshes
+from fourfold.plan.topology import Topology, group_hosts, num_host_shards
+from fourfold.plan.update_spec import UpdateSpec
 from fourfold.words.errors import Problem
+
+
+def legality_problems(
+    plan: Plan, specs: Sequence[ParamSpec], topology: Topology, update_spec: UpdateSpec
+) -> list[Problem]:
+    """Every reason why a plan cannot be carried out with these parameters and this optimizer on these machines."""
+    problems = size_problems(plan, topology.size) + param_problems(plan, specs)
+    problems += combination_problems(plan, clip=update_spec.clip)
+    if update_spec.is_layerwise:
+        problems += layerwise_problems(plan, update_spec.optimizer)
+    problems += transport_device_problems(plan.transport, topology.device)
+    # Neither question has an answer while the others are open.
+    return problems or shared_memory_problems(plan, topology)
 
 
 def combination_problems(plan: Plan, *, clip: float | None = None) -> list[Problem]:
@@ -121,6 +139,57 @@ def layerwise_problems(plan: Plan, optimizer_name: str) -> list[Problem]:
     got = f'update = "in_backward" with {optimizer_name} at zero = {plan.zero}'
     need = "the norms of whole parameters, which are split among ranks, before a bucket is updated"
     return [Problem(got, need, 'update = "in_forward", or zero = 0')]
+
+
+def param_problems(plan: Plan, specs: Sequence[ParamSpec]) -> list[Problem]:
+    """Problems of the trainable parameters: there must be some, and a codec needs real numbers."""
+    problems = []
+    if not specs:
+        problems.append(Problem("a model without trainable parameters", "at least one with requires_grad"))
+    complex_names = [f"{spec.name} (torch.{spec.dtype})" for spec in specs if spec.dtype.startswith("complex")]
+    if plan.codec != "none" and complex_names:
+        got = f'codec = "{plan.codec}" and {", ".join(complex_names[:3])}'
+        problems.append(Problem(got, "gradients of real floating-point numbers", 'codec = "none"'))
+    return problems
+
+
+def transport_device_problems(transport: str, device: str) -> list[Problem]:
+    """The transports that a kind of device cannot have."""
+    unsupported = {"nccl": "cpu", "shared": "cuda", "gloo": "cuda"}.get(transport)
+    if unsupported != device:
+        return []
+    need = "GPUs" if device == "cpu" else "CPU ranks"
+    return [Problem(f'transport = "{transport}" on {device}', need, 'transport = "by-host"')]
+
+
+def shared_memory_problems(plan: Plan, topology: Topology) -> list[Problem]:
+    """Where hosts must share memory or do, whether their ranks can, and whether shards are made of whole hosts."""
+    problems: list[Problem] = []
+    for ranks in plan.mesh.groups("dp", "sp"):
+        hosts = group_hosts(topology, ranks, transport=plan.transport)
+        if hosts.shares_memory:
+            if plan.num_shards > 1 and num_host_shards(plan.num_shards, hosts.ranks_per_host) is None:
+                problems.append(host_shard_problem(plan.num_shards, hosts.num_hosts, hosts.ranks_per_host))
+        elif plan.transport == "shared" and len(ranks) > 1:
+            problems.append(no_shared_memory_problem(hosts.unshared_cause))
+    if plan.transport == "shared":
+        # Keys and values travel in shared memory too.
+        apart = [ranks for ranks in plan.mesh.groups("sp") if len(topology.hosts_of(ranks)) > 1]
+        problems += [no_shared_memory_problem(f"ranks {list(ranks)} are on several hosts") for ranks in apart[:1]]
+    return list(dict.fromkeys(problems))
+
+
+def no_shared_memory_problem(cause: str) -> Problem:
+    """The plan asks for shared memory that the ranks cannot have."""
+    return Problem(f'transport = "shared", but {cause}', "ranks that share memory", 'transport = "by-host"')
+
+
+def host_shard_problem(num_shards: int, num_hosts: int, ranks_per_host: int) -> Problem:
+    """With shared memory, what rests split is split among whole hosts, or within each."""
+    sizes = [size * ranks_per_host for size in range(1, num_hosts + 1) if num_hosts % size == 0]
+    need = "whole hosts, or a part of one: a host's ranks share its memory"
+    attempt = f'shard = {", ".join(map(str, sizes))}, or transport = "gloo"'
+    return Problem(f"shard = {num_shards} on {num_hosts} hosts of {ranks_per_host} ranks", need, attempt)
 
 
 def model_loss_problems(plan: Plan) -> list[Problem]:

@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 import msgspec
 
+from fourfold.words.box import Box
+
 FILE_NAME_PATTERN = re.compile(r"rank-[0-9]{3,6}\.safetensors")
 # By the dtype names of the safetensors format.
 ELEMENT_BYTES = {
@@ -40,13 +42,6 @@ class GlobalTensor(NamedTuple):
     @property
     def num_bytes(self) -> int:
         return math.prod(self.shape) * ELEMENT_BYTES[self.dtype]
-
-
-class Box(NamedTuple):
-    """A part of a tensor: an offset and a length for every dim."""
-
-    offsets: tuple[int, ...]
-    lengths: tuple[int, ...]
 
 
 class StoredBox(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

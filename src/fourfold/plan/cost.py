@@ -1,20 +1,23 @@
 """Cost: what the actions of a program cost, from a trace, and the comparison of a measured step with a simulated one.
 
 cost     seconds that an action occupies its lane, without waits: the median over the sampled steps, per rank
-overlap  seconds from when a bucket is ready to the end of the backward that fills it
+overlap  seconds from when a bucket is ready to the end of the backward that fills it; seconds that a forward or
+         backward has computed when weights that it uses later arrive
 Law: measured and simulated times join by (rank, action).
 """
 
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
-from fourfold.plan.dependencies import Dependencies
+from fourfold.plan.dependencies import Dependencies, Dependency
 from fourfold.plan.simulate import TimedAction, Timeline, makespan, simulate
 from fourfold.plan.trace_file import Event, Trace, waiting_seconds_within
 from fourfold.words.program import Action, Verb
 from fourfold.words.trace_events import LAUNCHED_EVENT, READY_EVENT, RING_SPAN, WAIT_SPAN
+
+Key = TypeVar("Key")
 
 
 @dataclass(frozen=True)
@@ -22,13 +25,14 @@ class ActionCosts:
     """Seconds by (rank, action). An action without events costs nothing, for instance a reduction of a single rank."""
 
     seconds: Mapping[tuple[int, str], float]
-    overlaps: Mapping[tuple[int, str], float]
+    overlaps: Mapping[tuple[int, str, str], float]
+    """By (rank, action, what it depends on)."""
 
     def cost(self, rank: int, action: Action) -> float:
         return self.seconds.get((rank, str(action)), 0.0)
 
-    def overlap(self, rank: int, action: Action) -> float:
-        return self.overlaps.get((rank, str(action)), 0.0)
+    def overlap(self, rank: int, action: Action, needed: Dependency) -> float:
+        return self.overlaps.get((rank, str(action), str(needed.action)), 0.0)
 
 
 class Difference(NamedTuple):
@@ -45,7 +49,7 @@ class Difference(NamedTuple):
 def measure_costs(trace: Trace) -> ActionCosts:
     """The median cost of every action of every rank."""
     seconds: dict[tuple[int, str], list[float]] = {}
-    overlaps: dict[tuple[int, str], list[float]] = {}
+    overlaps: dict[tuple[int, str, str], list[float]] = {}
     dependencies = Dependencies(trace.program, trace.mesh)
     for step in trace.steps:
         by_rank = {rank: trace.events_of(step=step, rank=rank) for rank in trace.ranks}
@@ -53,12 +57,12 @@ def measure_costs(trace: Trace) -> ActionCosts:
         for rank, events in by_rank.items():
             for key, value in action_seconds(events, launched).items():
                 seconds.setdefault((rank, key), []).append(value)
-            for key, value in _overlaps(dependencies, rank, trace.program[rank], events).items():
-                overlaps.setdefault((rank, key), []).append(value)
+            for (action, needed), value in _overlaps(dependencies, rank, trace.program[rank], events).items():
+                overlaps.setdefault((rank, action, needed), []).append(value)
     return ActionCosts(_medians(seconds), _medians(overlaps))
 
 
-def _medians(values: Mapping[tuple[int, str], list[float]]) -> dict[tuple[int, str], float]:
+def _medians(values: Mapping[Key, list[float]]) -> dict[Key, float]:
     # The lower of two middle values, as in `median_step`: a short run has two sampled steps, and the first is slow.
     return {key: statistics.median_low(each) for key, each in values.items()}
 
@@ -105,17 +109,30 @@ def _nested_seconds(events: list[Event], within: Event) -> float:
 
 def _overlaps(
     dependencies: Dependencies, rank: int, actions: tuple[Action, ...], events: list[Event]
-) -> dict[str, float]:
-    """By action: how long before the end of what it depends on it was ready to begin."""
-    ends = {event.name: event.stop for event in events}
-    starts = {event.name: event.start for event in events}
-    overlaps: dict[str, float] = {}
+) -> dict[tuple[str, str], float]:
+    """By action and what it depends on: how long before the end of that it could begin, or has begun."""
+    by_name = {event.name: event for event in events}
+    overlaps: dict[tuple[str, str], float] = {}
     for action in actions:
-        ready = starts.get(f"{action} {READY_EVENT}", starts.get(f"{action} {LAUNCHED_EVENT}"))
-        needed = [ends[str(need.action)] for need in dependencies.of(rank, action) if str(need.action) in ends]
-        if ready is not None and needed:
-            overlaps[str(action)] = max(0.0, max(needed) - ready)
+        name = str(action)
+        ready = by_name.get(f"{name} {READY_EVENT}", by_name.get(f"{name} {LAUNCHED_EVENT}"))
+        if action.verb == Verb.UNSHARD:
+            ready = by_name.get(name)
+        for needed in dependencies.of(rank, action):
+            ended = by_name.get(str(needed.action))
+            if ended is None or needed.rank != rank:
+                continue
+            if needed.action.verb == Verb.UNSHARD and name in by_name:
+                overlaps[name, str(needed.action)] = _seconds_computed(events, by_name[name], until=ended.stop)
+            elif ready is not None:
+                overlaps[name, str(needed.action)] = max(0.0, ended.stop - ready.start)
     return overlaps
+
+
+def _seconds_computed(events: list[Event], within: Event, *, until: float) -> float:
+    """Seconds that an action has run until then, without waits and without what is fused into it."""
+    part = within._replace(stop=max(within.start, min(within.stop, until)))
+    return part.seconds - waiting_seconds_within(events, part) - _nested_seconds(events, part)
 
 
 def measured_timeline(trace: Trace, step: int) -> dict[int, tuple[TimedAction, ...]]:

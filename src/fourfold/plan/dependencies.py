@@ -75,6 +75,8 @@ class RankProgram:
         """By forward or backward: the unshards of weights that it uses, those since the compute action before it."""
         self.update_before: dict[Action, Action] = {}
         """By unshard: the update of its bucket, if that stands in front of it."""
+        self.phase_before: dict[Action, Action] = {}
+        """By unshard: the end of the phase in front of it, which uses the memory that weights are gathered into."""
         self.reductions: dict[Action, list[Action]] = {}
         """By update: the reductions of its bucket, one or one per backward."""
         self._index(actions)
@@ -84,6 +86,7 @@ class RankProgram:
         num_buckets = Counter(stage for stage, _ in updates)
         last_backward: dict[int, Action] = {}
         unshards: dict[int, list[Action]] = {}
+        phase_end: Action | None = None
         updated: set[Action] = set()
         for action in actions:
             if action.verb in (Verb.REDUCE, Verb.UNSHARD) and num_buckets[action.stage]:
@@ -94,6 +97,8 @@ class RankProgram:
                     self.update_before[action] = update
             if action.verb == Verb.UNSHARD:
                 unshards.setdefault(action.stage, []).append(action)
+                if phase_end is not None:
+                    self.phase_before[action] = phase_end
             elif action.verb in (Verb.FORWARD, Verb.BACKWARD, Verb.BACKWARD_INPUT):
                 self.unshards_of[action] = unshards.pop(action.stage, [])
             elif action.verb == Verb.UPDATE:
@@ -102,6 +107,8 @@ class RankProgram:
                 self.backward_before[action] = last_backward[action.stage]
             if action.verb in (Verb.BACKWARD, Verb.BACKWARD_WEIGHT):
                 last_backward[action.stage] = action
+            if lane_of(action) == COMPUTE_LANE and action.verb != Verb.UPDATE:
+                phase_end = action
 
 
 def _is_before_forward(action: Action) -> bool:
@@ -259,7 +266,8 @@ def _measure(dependencies: Dependencies, rank: int, action: Action) -> list[Depe
 
 
 def _unshard(dependencies: Dependencies, rank: int, action: Action) -> list[Dependency]:
-    return dependencies.present(rank, dependencies.own(rank).update_before.get(action))
+    own = dependencies.own(rank)
+    return dependencies.present(rank, own.update_before.get(action), own.phase_before.get(action))
 
 
 def _reduce(dependencies: Dependencies, rank: int, action: Action) -> list[Dependency]:

@@ -13,7 +13,8 @@ import math
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple, Protocol
 
-from fourfold.plan.data.buckets import Bucket, ParamSpec
+from fourfold.plan.data.buckets import Bucket
+from fourfold.plan.param_spec import ParamSpec
 
 
 class FloatFormat(NamedTuple):

@@ -1,21 +1,23 @@
 """Simulation: when each action of a program begins and ends, given the cost of each.
 
 clock    the time until which a lane is occupied
-overlap  how long before its dependencies end an action may begin: a bucket is ready before backward ends
-Law: an action begins as soon as its lane is free and its dependencies have ended, less its overlap; never earlier.
+overlap  how long before a dependency ends an action may begin: a bucket is ready before backward ends, and a forward
+         needs the weights of its last layers last
+Law: an action begins as soon as its lane is free and its dependencies have ended, less its overlaps; never earlier.
 """
 
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from fourfold.plan.dependencies import Dependencies, lane_of
+from fourfold.plan.dependencies import Dependencies, Dependency, lane_of
 from fourfold.words.errors import Problem
 from fourfold.words.mesh import Mesh
-from fourfold.words.program import Action, Program, ProgramError
+from fourfold.words.program import Action, Program, ProgramError, Verb
 from fourfold.words.trace_events import LANES
 
 CostFunction = Callable[[int, Action], float]
+OverlapFunction = Callable[[int, Action, Dependency], float]
 NUM_CONTEXT_ACTIONS = 3  # that an error shows before and after the action at which a lane is stuck
 
 
@@ -30,13 +32,13 @@ class TimedAction(NamedTuple):
 Timeline = Mapping[int, tuple[TimedAction, ...]]
 
 
-def no_overlap(rank: int, action: Action) -> float:
+def no_overlap(rank: int, action: Action, needed: Dependency) -> float:
     """The overlap of programs whose actions wait for the end of their dependencies."""
     return 0.0
 
 
 def simulate(
-    program: Program, cost: CostFunction, *, overlap: CostFunction = no_overlap, mesh: Mesh | None = None
+    program: Program, cost: CostFunction, *, overlap: OverlapFunction = no_overlap, mesh: Mesh | None = None
 ) -> dict[int, tuple[TimedAction, ...]]:
     """The timeline of one step, by rank, in the order of the program. `cost` and `overlap` are in seconds.
 
@@ -73,7 +75,9 @@ def makespan(timeline: Timeline) -> float:
 class _Simulator:
     """A queue and a clock per rank and lane, and the times assigned so far."""
 
-    def __init__(self, program: Program, dependencies: Dependencies, cost: CostFunction, overlap: CostFunction) -> None:
+    def __init__(
+        self, program: Program, dependencies: Dependencies, cost: CostFunction, overlap: OverlapFunction
+    ) -> None:
         self._program, self._dependencies, self._cost, self._overlap = program, dependencies, cost, overlap
         self._queues = {
             (rank, lane): [action for action in actions if lane_of(action) == lane]
@@ -119,12 +123,13 @@ class _Simulator:
     def _earliest_start(self, rank: int, lane: str, action: Action) -> float | None:
         """When an action can begin on one rank; None while a dependency has no time yet."""
         start = self._clocks[rank, lane]
-        overlap = self._overlap(rank, action)
         for dependency in self._dependencies.of(rank, action):
             timed = self.times.get(dependency)
             if timed is None:
                 return None
-            start = max(start, timed.start, timed.end - overlap)
+            earliest = timed.end - self._overlap(rank, action, dependency)
+            # A gradient is ready no earlier than the backward begins; an unshard may begin within the use of weights.
+            start = max(start, earliest if dependency.action.verb == Verb.UNSHARD else max(earliest, timed.start))
         return start
 
     def problems(self) -> list[Problem]:

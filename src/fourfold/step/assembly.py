@@ -3,6 +3,8 @@
 Law: each function makes one part of those before it. What a plan asks for is decided here, once, and nowhere later.
 """
 
+import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -18,8 +20,8 @@ from fourfold.parts.comm.meter import CommMeter
 from fourfold.parts.comm.reduce.local_sgd import LocalSGDReducer
 from fourfold.parts.comm.reduce.protocol import CallChecker, DataTransport
 from fourfold.parts.comm.reduce.single_rank import single_rank_transport
-from fourfold.parts.comm.reduce.transport_spec import TransportSpec
-from fourfold.parts.data.flat_params import param_specs
+from fourfold.parts.comm.reduce.transport_spec import spec_of_request
+from fourfold.parts.comm.topology import gather_topology
 from fourfold.parts.data.grad_buckets import GradBuckets
 from fourfold.parts.data.grad_hooks import GradHooks
 from fourfold.parts.data.gradients import Gradients
@@ -27,18 +29,17 @@ from fourfold.parts.data.local_sgd import LocalSGD, OuterOptimizer
 from fourfold.parts.data.sharded_params import ShardedParams
 from fourfold.parts.data.unbucketed_grads import UnbucketedGrads
 from fourfold.parts.data.weight_storage import ResidentWeights, ShardedWeights, WeightStorage
-from fourfold.parts.dtypes import bucket_dtype
 from fourfold.parts.optim.flat_optimizer import FlatOptimizer
 from fourfold.parts.optim.master_weights import MasterWeightPolicy, MasterWeights, offload_device
 from fourfold.parts.optim.step_hooks import StepHooks
 from fourfold.parts.optim.update_slices import UpdateSlice, update_slices
-from fourfold.parts.optim.user_optimizer import OptimizerFactory, build_optimizer, group_indices, is_layerwise
-from fourfold.plan.data.buckets import Bucket, ParamSpec, effective_bucket_bytes, make_buckets
-from fourfold.plan.data.step_program import DataStepSpec
-from fourfold.plan.data.zero import RESTING_LAYOUTS, RestingLayouts, grad_buffer_indices, layout_changes
-from fourfold.plan.memory import has_unbucketed_grads
+from fourfold.parts.optim.user_optimizer import OptimizerFactory, build_optimizer
+from fourfold.plan.data.buckets import Bucket
+from fourfold.plan.data.zero import RestingLayouts, layout_changes
+from fourfold.plan.lowering import Blueprint, DataGroup, lower
 from fourfold.plan.plan import Plan
-from fourfold.plan.precision import LossScale, LossScaler, UnitLossScale, compute_specs, gradient_bucket
+from fourfold.plan.precision import LossScaler, UnitLossScale
+from fourfold.plan.topology import NO_SHARED_MEMORY
 from fourfold.step.batch_layout import BatchLayout, TokenShards, WholeSamples
 from fourfold.step.codec_state import CodecState
 from fourfold.step.collective_calls import CollectiveCalls
@@ -46,6 +47,7 @@ from fourfold.step.dry_run.first_batch import DryRun
 from fourfold.step.grad_scaling import GradScaling, ScaledInUpdate, ScaledSums
 from fourfold.step.grad_sync import GradSync, LocalSteps, SumEveryStep
 from fourfold.step.model_checks import check_model_loss, check_update_timing
+from fourfold.step.model_specs import model_specs, update_spec
 from fourfold.step.objective import Objective
 from fourfold.step.persistent_state import PersistentState
 from fourfold.step.rank_agreement import check_same_on_ranks
@@ -80,24 +82,41 @@ class Assembly(NamedTuple):
 
 
 class _Trained(NamedTuple):
-    """The trained parameters in buckets, and how they rest here."""
+    """The trained parameters, and how lowering has laid them out for this rank."""
 
     model: nn.Module
-    by_name: Mapping[str, nn.Parameter]
-    buckets: Sequence[Bucket]
-    by_bucket: Sequence[Sequence[nn.Parameter]]
     optimizer: Optimizer
-    layouts: RestingLayouts
-    """As the plan has them; weights that exist once per host rest whole."""
+    by_name: Mapping[str, nn.Parameter]
+    blueprint: Blueprint
+    group: DataGroup
+
+    @property
+    def plan(self) -> Plan:
+        return self.blueprint.plan
+
+    @property
+    def buckets(self) -> Sequence[Bucket]:
+        return self.group.buckets
+
+    @property
+    def by_bucket(self) -> list[list[nn.Parameter]]:
+        """By bucket and slot."""
+        return [[self.by_name[slot.name] for slot in bucket.slots] for bucket in self.buckets]
+
+    @property
+    def layouts(self) -> RestingLayouts:
+        """Where tensors rest on these hosts."""
+        return self.group.resting_layouts
 
     @property
     def is_sharded(self) -> bool:
         """Whether optimizer states rest split."""
-        return self.layouts.state == SPLIT
+        return self.blueprint.is_sharded
 
     @property
-    def is_layerwise(self) -> bool:
-        return is_layerwise(self.optimizer)
+    def tells_params_apart(self) -> bool:
+        """Whether the update works on one parameter at a time."""
+        return self.plan.unused == "allow" or self.blueprint.update_spec.is_layerwise
 
 
 def assemble(
@@ -119,12 +138,12 @@ def assemble(
     trained = _lay_out(model, optimizer, plan, world, options)
     channel = transports.make_world_channel(world, plan.transport, meter)
     calls = CollectiveCalls(world, channel.calls)
-    codecs = _make_codecs(plan, trained)
-    gradients, transport, averager = _make_gradients(trained, plan, data_ranks, meter, channel.calls, codecs)
-    layouts = _resting_layouts(trained, transport)
-    weights = _make_weights(trained, plan, transport, data_ranks)
-    flat = _make_optimizer(trained, plan, transport, gradients, weights)
-    sync = _make_sync(plan, trained, weights, averager)
+    codecs = _make_codecs(trained)
+    gradients, transport, averager = _make_gradients(trained, data_ranks, meter, channel.calls, codecs)
+    trained = _adapt(trained, transport, world.rank)
+    weights = _make_weights(trained, transport, data_ranks)
+    flat = _make_optimizer(trained, transport, gradients, weights)
+    sync = _make_sync(trained, weights, averager)
     stage = StageParts(
         stage=whole_model_stage(model, objective),
         parameters=trained.by_bucket,
@@ -136,9 +155,9 @@ def assemble(
         scalars=transport.scalars,
         optimizer=flat,
         weights=weights,
-        step_hooks=_make_hooks(trained, plan),
+        step_hooks=_make_hooks(trained),
         reduces_every_backward=trained.layouts.gradient == SPLIT,
-        update_verbs=_update_verbs(layouts),
+        update_verbs=_update_verbs(trained.layouts),
     )
     parts = StepParts(
         stages=[stage],
@@ -147,29 +166,22 @@ def assemble(
         objective=objective,
         sync=sync,
         scaling=_make_scaling(trained, flat),
-        loss_scale=_make_loss_scale(plan),
-        max_norm=float("inf") if options.clip is None else options.clip,
+        loss_scale=LossScaler() if plan.precision == "fp16" else UnitLossScale(),
+        max_norm=math.inf if options.clip is None else options.clip,
         device=world.device,
     )
-    state = PersistentState(
-        weights,
-        trained.buckets,
-        flat,
-        transport,
-        data_ranks,
-        CodecState(codecs, data_ranks),
-        sync,
-        is_sharded=trained.is_sharded,
-    )
+    codec_state = CodecState(codecs, data_ranks)
     return Assembly(
         parts=parts,
         timing=_make_timing(plan, parts),
-        programs=_make_programs(trained, plan, layouts, options),
+        programs=StepPrograms(trained.blueprint, world.rank),
         calls=calls,
         checks=StepChecks(model, optimizer, plan, options, calls, weights, sync),
         batches=_make_batches(model, loss, plan, world, meter, seed=options.seed),
         dry_run=_make_dry_run(model, objective, plan, weights, world),
-        state=state,
+        state=PersistentState(
+            weights, trained.buckets, flat, transport, data_ranks, codec_state, sync, is_sharded=trained.is_sharded
+        ),
         codecs=codecs,
         optimizer=optimizer,
         buckets=trained.buckets,
@@ -179,40 +191,38 @@ def assemble(
 
 def _lay_out(model: nn.Module, optimizer: Optimizer, plan: Plan, world: Communicator, options: StepOptions) -> _Trained:
     """The buckets of the trained parameters; all ranks have the same, or raise PlanError. Collective."""
-    trainable = trainable_parameters(model)
-    own_specs = param_specs(trainable, group_indices(optimizer, trainable))
+    trainable, specs = trainable_parameters(model), model_specs(model, optimizer)
     shapes = {name: list(p.shape) for name, p in trainable.items()}
     compared = {name: value for name, value in options._asdict().items() if name != "seed"}
-    check_same_on_ranks(world, own_specs, shapes, plan=plan, options=compared, optimizer=optimizer)
-    # Split over one rank is whole.
-    layouts = RESTING_LAYOUTS[plan.zero if plan.num_shards > 1 else 0]
-    specs = compute_specs(own_specs, plan.precision, excluded=mixed_precision.full_precision_params(model))
-    num_shards = plan.reduce_group_size if layouts.state == SPLIT else 1
-    buckets = _make_buckets(plan, specs, world, num_shards=num_shards)
-    by_bucket = [[trainable[slot.name] for slot in bucket.slots] for bucket in buckets]
-    return _Trained(model, trainable, buckets, by_bucket, optimizer, layouts)
+    check_same_on_ranks(world, specs, shapes, plan=plan, options=compared, optimizer=optimizer)
+    blueprint = lower(plan, specs, gather_topology(world), update_spec(model, optimizer, clip=options.clip))
+    return _Trained(model, optimizer, trainable, blueprint, blueprint.group_of(world.rank))
 
 
-def _make_buckets(plan: Plan, specs: Sequence[ParamSpec], world: Communicator, *, num_shards: int) -> Sequence[Bucket]:
-    # A codec's residuals depend on the buckets: with a codec, one host has the same buckets as several.
-    is_inter_host = world.num_hosts > 1 or plan.codec != "none"
-    num_bytes = effective_bucket_bytes(specs, plan.bucket_bytes, is_inter_host=is_inter_host)
-    return make_buckets(specs, bucket_bytes=num_bytes, num_shards=num_shards)
+def _adapt(trained: _Trained, transport: DataTransport, rank: int) -> _Trained:
+    """The same, with weights that are unsharded before use if the ranks of a host could not get shared memory."""
+    if transport.weights.unshards_params == (trained.layouts.weight == SPLIT):
+        return trained
+    before = trained.blueprint
+    topology = dataclasses.replace(before.topology, unshared_cause=NO_SHARED_MEMORY)
+    specs = [spec for group in before.groups for spec in group.stage.specs]
+    blueprint = lower(before.plan, specs, topology, before.update_spec)
+    return trained._replace(blueprint=blueprint, group=blueprint.group_of(rank))
 
 
-def _make_codecs(plan: Plan, trained: _Trained) -> list[Codec]:
+def _make_codecs(trained: _Trained) -> list[Codec]:
     """One codec for each bucket; none without a codec in the plan."""
-    codec_spec = plan.codec_spec
+    codec_spec = trained.plan.codec_spec
     if codec_spec is None:
         return []
     return [
         registry.make_codec(
             codec_spec,
-            gradient_bucket(bucket, plan.reduce_dtype),
+            bucket,
             [tuple(p.shape) for p in params],
             device=params[0].device,
         )
-        for bucket, params in zip(trained.buckets, trained.by_bucket, strict=True)
+        for bucket, params in zip(trained.group.stage.gradient_buckets, trained.by_bucket, strict=True)
     ]
 
 
@@ -226,15 +236,15 @@ class _GradientParts(NamedTuple):
 
 def _make_gradients(
     trained: _Trained,
-    plan: Plan,
     data_ranks: Communicator,
     meter: CommMeter,
     calls: CallChecker,
     codecs: Sequence[Codec],
 ) -> _GradientParts:
     """The gradients in their buckets, or where autograd puts them, and the transport that reduces them. Collective."""
-    allow_unused, spec = plan.unused == "allow", _transport_spec(plan, trained)
-    if has_unbucketed_grads(plan):
+    plan, spec = trained.plan, spec_of_request(trained.group.request)
+    allow_unused = plan.unused == "allow"
+    if trained.blueprint.has_unbucketed_grads:
         unbucketed = UnbucketedGrads(trained.by_name, trained.buckets, meter, allow_unused=allow_unused)
         transport = transports.make_data_transport(
             data_ranks, spec, meter=meter, calls=calls, choice=plan.transport, unbucketed_grads=unbucketed.local_grads
@@ -260,23 +270,9 @@ def _make_gradients(
     return _GradientParts(gradients, transport, averager)
 
 
-def _transport_spec(plan: Plan, trained: _Trained) -> TransportSpec:
-    """What the transport must provide for these buckets."""
-    gradients = [gradient_bucket(bucket, plan.reduce_dtype) for bucket in trained.buckets]
-    num_params = len(trained.by_name)
-    return TransportSpec(
-        sizes=tuple(bucket.size for bucket in trained.buckets),
-        dtypes=tuple(map(bucket_dtype, gradients)),
-        buffer_indices=grad_buffer_indices(len(gradients), is_cyclic=trained.layouts.gradient == SPLIT),
-        rest=trained.layouts,
-        num_scalars=max(8, 2 * num_params if trained.is_layerwise else num_params),
-        num_shards=plan.num_shards if trained.is_sharded else None,
-        weight_dtypes=tuple(map(bucket_dtype, trained.buckets)),
-    )
-
-
-def _make_weights(trained: _Trained, plan: Plan, transport: DataTransport, data_ranks: Communicator) -> Weights:
+def _make_weights(trained: _Trained, transport: DataTransport, data_ranks: Communicator) -> Weights:
     """The weights where they rest, and master weights. Collective: broadcasts the first rank's."""
+    plan = trained.plan
     policy = MasterWeightPolicy(plan.precision, trained.is_sharded, offload_device(plan.offload, data_ranks.device))
     masters = MasterWeights(trained.by_name, trained.buckets, transport.grads, policy)
     for name in masters.param_names:
@@ -295,7 +291,7 @@ def _make_weights(trained: _Trained, plan: Plan, transport: DataTransport, data_
 
 
 def _make_optimizer(
-    trained: _Trained, plan: Plan, transport: DataTransport, gradients: Gradients, weights: Weights
+    trained: _Trained, transport: DataTransport, gradients: Gradients, weights: Weights
 ) -> FlatOptimizer:
     slices: Sequence[Sequence[UpdateSlice]]
     if isinstance(gradients, UnbucketedGrads):
@@ -306,7 +302,7 @@ def _make_optimizer(
             weights.master_weights,
             trained.buckets,
             transport.grads,
-            split_by_param=plan.unused == "allow" or trained.is_layerwise,
+            split_by_param=trained.tells_params_apart,
             is_chunked=trained.is_sharded,
         )
     prepare = transport.grads.reduce_range if trained.is_sharded else None
@@ -317,28 +313,21 @@ def _outer_optimizer(plan: Plan) -> OuterOptimizer:
     return OuterOptimizer(plan.outer_lr, plan.outer_momentum) if plan.sync == "local" else OuterOptimizer()
 
 
-def _make_sync(plan: Plan, trained: _Trained, weights: Weights, averager: LocalSGDReducer | None) -> GradSync:
+def _make_sync(trained: _Trained, weights: Weights, averager: LocalSGDReducer | None) -> GradSync:
     if averager is None:
         return SumEveryStep()
-    local_sgd = LocalSGD(weights.flats, trained.buckets, averager, _outer_optimizer(plan))
-    return LocalSteps(local_sgd, plan.dp)
+    local_sgd = LocalSGD(weights.flats, trained.buckets, averager, _outer_optimizer(trained.plan))
+    return LocalSteps(local_sgd, trained.plan.dp)
 
 
-def _make_hooks(trained: _Trained, plan: Plan) -> StepHooks:
+def _make_hooks(trained: _Trained) -> StepHooks:
     return StepHooks(
         trained.optimizer,
         trained.buckets,
         trained.by_bucket,
-        is_unbucketed=has_unbucketed_grads(plan),
-        can_skip_params=plan.unused == "allow" or trained.is_layerwise,
+        is_unbucketed=trained.blueprint.has_unbucketed_grads,
+        can_skip_params=trained.tells_params_apart,
     )
-
-
-def _resting_layouts(trained: _Trained, transport: DataTransport) -> RestingLayouts:
-    """The layouts on these hosts: weights that exist once per host need no unshard before use."""
-    if trained.layouts.weight == SPLIT and not transport.weights.unshards_params:
-        return RESTING_LAYOUTS[2]
-    return trained.layouts
 
 
 def _update_verbs(layouts: RestingLayouts) -> tuple[Verb, ...]:
@@ -351,27 +340,10 @@ def _make_scaling(trained: _Trained, optimizer: FlatOptimizer) -> GradScaling:
     return ScaledSums() if scales_sums else ScaledInUpdate()
 
 
-def _make_loss_scale(plan: Plan) -> LossScale:
-    return LossScaler() if plan.precision == "fp16" else UnitLossScale()
-
-
 def _make_timing(plan: Plan, parts: StepParts) -> UpdateTiming:
     if plan.update == "in_forward":
         return UpdateInForward(parts)
     return UpdateInBackward() if plan.update == "in_backward" else UpdateAfterBackward()
-
-
-def _make_programs(trained: _Trained, plan: Plan, layouts: RestingLayouts, options: StepOptions) -> StepPrograms:
-    spec = DataStepSpec(
-        plan.microbatches,
-        len(trained.buckets),
-        layouts,
-        has_clip=options.clip is not None or plan.precision == "fp16",
-        allows_unused=plan.unused == "allow",
-        update=plan.update,
-        has_trust_ratios=trained.is_layerwise and trained.is_sharded,
-    )
-    return StepPrograms(spec, is_local=plan.sync == "local", interval=plan.sync_interval)
 
 
 def _make_batches(

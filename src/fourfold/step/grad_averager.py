@@ -14,30 +14,18 @@ from torch.optim import Optimizer
 from fourfold.parts.comm import transports
 from fourfold.parts.comm.communicator import Communicator
 from fourfold.parts.comm.meter import CommMeter
-from fourfold.parts.comm.reduce.transport_spec import TransportSpec
+from fourfold.parts.comm.reduce.transport_spec import spec_of_request
+from fourfold.parts.comm.topology import gather_topology
 from fourfold.parts.data.flat_params import param_specs
 from fourfold.parts.data.grad_buckets import GradBuckets
 from fourfold.parts.data.grad_hooks import GradHooks
-from fourfold.parts.data.gradients import launch_all
-from fourfold.parts.dtypes import bucket_dtype
-from fourfold.plan.data.buckets import effective_bucket_bytes, make_buckets
-from fourfold.plan.data.zero import grad_buffer_indices
+from fourfold.parts.data.gradients import MeanSink, launch_all
+from fourfold.plan.lowering import lower
 from fourfold.plan.plan import Plan
+from fourfold.plan.update_spec import UpdateSpec
 from fourfold.step.memory_formats import MemoryFormats
 from fourfold.step.unreduced_grads import ReducedGrad
 from fourfold.words.program import USED_PARAMS
-
-
-class _LaunchSink:
-    """Stores the gradients that autograd has accumulated, and launches the buckets that are complete."""
-
-    def __init__(self, gradients: GradBuckets) -> None:
-        self._gradients = gradients
-
-    def on_grad(self, param_index: int) -> None:
-        if self._gradients.store(param_index):
-            while self._gradients.launch_next(1.0, may_wait=False) is not None:
-                pass
 
 
 class GradAverager:
@@ -50,15 +38,9 @@ class GradAverager:
         plan: Plan,
         communicator: Communicator,
     ) -> None:
-        specs = param_specs(dict(trainable), {})
-        num_bytes = effective_bucket_bytes(specs, plan.bucket_bytes, is_inter_host=communicator.num_hosts > 1)
-        buckets = make_buckets(specs, bucket_bytes=num_bytes)
-        spec = TransportSpec(
-            sizes=tuple(bucket.size for bucket in buckets),
-            dtypes=tuple(bucket_dtype(bucket) for bucket in buckets),
-            buffer_indices=grad_buffer_indices(len(buckets), is_cyclic=False),
-            num_scalars=max(8, len(trainable)),
-        )
+        blueprint = lower(plan, param_specs(trainable, {}), gather_topology(communicator), UpdateSpec())
+        group = blueprint.group_of(communicator.rank)
+        buckets, spec = group.buckets, spec_of_request(group.request)
         self._allows_unused = plan.unused == "allow"
         meter = CommMeter()
         self.world = transports.make_world_channel(communicator, plan.transport, meter)
@@ -67,7 +49,7 @@ class GradAverager:
         )
         self._transport, self._reducer, self.transport_name = transport, transport.grads, transport.description
         self._gradients = GradBuckets(dict(trainable), buckets, self._reducer, meter, allow_unused=self._allows_unused)
-        self._hooks, self._sink = GradHooks(self._gradients.slots.parameters), _LaunchSink(self._gradients)
+        self._hooks, self._sink = GradHooks(self._gradients.slots.parameters), MeanSink(self._gradients)
         self.begin_next_round()
         self.set_listening(True)
         self.num_buckets = len(buckets)

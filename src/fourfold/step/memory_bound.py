@@ -15,18 +15,15 @@ from torch import nn
 
 from fourfold.environment.host_memory import available_bytes
 from fourfold.feed.sample_rng import fetch_seeded
-from fourfold.parts import mixed_precision
-from fourfold.parts.data.flat_params import param_specs
-from fourfold.parts.optim.user_optimizer import build_optimizer, group_indices, num_state_tensors
-from fourfold.plan.data.buckets import effective_bucket_bytes, make_buckets
-from fourfold.plan.data.zero import RESTING_LAYOUTS
-from fourfold.plan.memory import HostRanks, bytes_per_element, host_memory_use
+from fourfold.parts.optim.user_optimizer import build_optimizer
+from fourfold.plan.lowering import lower
 from fourfold.plan.plan import Plan
-from fourfold.plan.precision import compute_specs
+from fourfold.plan.topology import Topology
 from fourfold.step.activation_bytes import activation_bytes_per_sample
+from fourfold.step.model_specs import model_specs, update_spec
 from fourfold.step.tensor_tree import tree_leaves
+from fourfold.step.weights import trainable_parameters
 from fourfold.words.errors import FourfoldError, Problem, SettingError
-from fourfold.words.layout import SPLIT
 from fourfold.words.task import Source, Task
 from fourfold.words.units import format_bytes
 
@@ -139,35 +136,18 @@ def _tensor_bytes(batch: Any) -> int:
 
 def _model_bytes(task: Task, plan: Plan, model: nn.Module, pool: MemoryPool) -> tuple[float, float]:
     """Bytes of the weights alone, and of all that lasts from step to step, of the ranks that use a memory."""
-    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     optimizer = build_optimizer(task.optimizer, list(model.parameters()))
-    stored = param_specs(trainable, group_indices(optimizer, trainable))
-    specs = compute_specs(stored, plan.precision, excluded=mixed_precision.full_precision_params(model))
-    num_shards = plan.reduce_group_size if RESTING_LAYOUTS[plan.zero].state == SPLIT else 1
-    buckets = make_buckets(
-        specs,
-        bucket_bytes=effective_bucket_bytes(specs, plan.bucket_bytes, is_inter_host=plan.codec != "none"),
-        num_shards=num_shards,
-    )
-    num_states = [num_state_tensors(optimizer, group) for group in range(len(optimizer.param_groups))]
-    element_bytes = bytes_per_element(
-        buckets, plan, num_states=num_states, original_bytes={spec.name: spec.element_bytes for spec in stored}
-    )
-    host = _min_host(plan, pool)
-    use = host_memory_use(element_bytes, zero=plan.zero, host=host)
-    fraction = pool.num_ranks / host.num_ranks
+    update = update_spec(model, optimizer, clip=task.clip, counts_states=True)
+    # One host needs the least memory: its ranks share memory wherever they can.
+    topology = Topology.regular(hosts=1, ranks_per_host=plan.mesh.size, device="cpu" if pool.is_host else "cuda")
+    use = lower(plan, model_specs(model, optimizer), topology, update).host_memory
+    fraction = pool.num_ranks / topology.size
     # A model that is not on the meta device exists already, and is freed when the run makes its own copy.
-    weights = fraction * use.weights if all(p.is_meta for p in trainable.values()) else 0.0
+    weights = fraction * use.weights if all(p.is_meta for p in trainable_parameters(model).values()) else 0.0
     if plan.unused == "allow":  # unused parameters have neither gradient nor state
         return weights, weights
     offloaded = plan.offload == "states" and not pool.is_host
     return weights, weights + fraction * (use.gradients + (0 if offloaded else use.masters + use.states))
-
-
-def _min_host(plan: Plan, pool: MemoryPool) -> HostRanks:
-    """The host that needs the least memory: its ranks share memory wherever they can."""
-    shares_memory = pool.is_host and plan.reduce_group_size > 1 and plan.transport in ("by-host", "shared")
-    return HostRanks(plan.reduce_group_size if pool.is_host else 1, plan.shard_groups, has_shared_memory=shares_memory)
 
 
 def _memory_problem(

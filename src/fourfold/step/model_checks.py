@@ -16,9 +16,16 @@ from torch.optim import Optimizer
 from fourfold.parts import mixed_precision
 from fourfold.parts.comm import transports
 from fourfold.parts.comm.communicator import Communicator
+from fourfold.parts.data.flat_params import param_specs
 from fourfold.parts.optim.user_optimizer import is_layerwise
 from fourfold.parts.torch_private import is_compiled
-from fourfold.plan.check import combination_problems, layerwise_problems, model_loss_problems, size_problems
+from fourfold.plan.check import (
+    combination_problems,
+    layerwise_problems,
+    model_loss_problems,
+    param_problems,
+    size_problems,
+)
 from fourfold.plan.plan import Plan
 from fourfold.step.batch_norm import FREEZE_HINT, uses_batch_stats
 from fourfold.words.errors import PlanError, Problem, TaskError
@@ -59,10 +66,9 @@ def check_update_timing(optimizer: Optimizer, plan: Plan) -> None:
 
 def model_problems(model: nn.Module, plan: Plan) -> list[Problem]:
     """Every problem of the plan with this model."""
-    problems = []
-    if not any(p.requires_grad for p in model.parameters()):
-        problems.append(Problem("a model without trainable parameters", "at least one with requires_grad"))
-    problems += _lazy_problems(model) + _embedding_problems(model, plan) + _cast_problems(model)
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    problems = _lazy_problems(model) or param_problems(plan, param_specs(trainable, {}))
+    problems += _embedding_problems(model, plan) + _cast_problems(model)
     norms = [name for name, module in model.named_modules() if uses_batch_stats(module)]
     parts = plan.reduce_group_size * plan.microbatches
     if norms and plan.batch_norm == "refuse" and parts > 1:
@@ -71,14 +77,7 @@ def model_problems(model: nn.Module, plan: Plan) -> list[Problem]:
         problems.append(
             Problem(got, need, f'GroupNorm, {FREEZE_HINT}, or batch_norm = "local" (not the same training)')
         )
-    problems += _compiled_problems(model, plan)
-    complex_names = [
-        f"{name} ({p.dtype})" for name, p in model.named_parameters() if p.requires_grad and p.is_complex()
-    ]
-    if plan.codec != "none" and complex_names:
-        got = f'codec = "{plan.codec}" and {", ".join(complex_names[:3])}'
-        problems.append(Problem(got, "gradients of real floating-point numbers", 'codec = "none"'))
-    return problems
+    return problems + _compiled_problems(model, plan)
 
 
 def _lazy_problems(model: nn.Module) -> list[Problem]:

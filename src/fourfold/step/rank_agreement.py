@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from fourfold.parts.comm.communicator import Communicator
 from fourfold.parts.optim.option_text import ABSENT, CLASS_KEY, describe_options
-from fourfold.plan.data.buckets import ParamSpec
+from fourfold.plan.param_spec import ParamSpec
 from fourfold.plan.plan import Plan
 from fourfold.words.errors import PlanError, Problem
 

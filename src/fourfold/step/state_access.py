@@ -117,7 +117,7 @@ class StateAccess:
         if sorted(record["order"]) == list(range(len(self._assembly.buckets))):
             self.set_record(list(record["order"]), record["nominal_count"])
         else:
-            self._assembly.programs.set_nominal_count(record["nominal_count"])
+            self._assembly.programs.nominal_count = record["nominal_count"]
         self._state.load_codec_state(state)
 
     def set_record(self, order: list[int], count: float) -> None:

@@ -201,7 +201,7 @@ class TrainStep:
             self._checks.compare_replicas(self._access.replicated_tensors(self.model))
         if not programs.has_record:
             # Without elements there is no estimate.
-            programs.set_nominal_count(step.known_nominal_count if totals.count else None)
+            programs.nominal_count = step.known_nominal_count if totals.count else None
             if skipped is None:
                 (stage,) = self._parts.stages
                 order = self._calls.world.all_gather_json(stage.gradients.countdown.completion_order)[0]

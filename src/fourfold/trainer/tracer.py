@@ -173,10 +173,10 @@ class Tracer:
 
 
 def _without_overlap(spans: list[Span]) -> list[Span]:
-    """Reductions that run at the same time follow each other: each begins when the one before has ended."""
+    """Reductions and unshards that run at the same time follow each other: each begins when the one before ended."""
     tiled, free = [], 0
     for span in sorted(spans, key=lambda span: (span.start, -span.stop)):
-        if span.name[0] == Verb.REDUCE and span.stop > span.start:
+        if span.name.startswith((Verb.REDUCE, Verb.UNSHARD)) and span.stop > span.start:
             span = span._replace(start=max(span.start, min(free, span.stop)))
             free = max(free, span.stop)
         tiled.append(span)

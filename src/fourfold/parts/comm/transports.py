@@ -5,8 +5,6 @@ Law: every rank chooses the same transport, from what all ranks have said of the
 """
 
 import functools
-import platform
-import sys
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -30,7 +28,10 @@ from fourfold.parts.comm.reduce.shared_memory.host_transport import make_host_tr
 from fourfold.parts.comm.reduce.shared_memory.layout import SharedMemoryLayout
 from fourfold.parts.comm.reduce.single_rank import SingleRankReducer, single_rank_transport, single_rank_world
 from fourfold.parts.comm.reduce.transport_spec import TransportSpec
-from fourfold.words.errors import PlanError, Problem
+from fourfold.parts.comm.topology import gather_topology
+from fourfold.plan.check import host_shard_problem, no_shared_memory_problem, transport_device_problems
+from fourfold.plan.topology import num_host_shards
+from fourfold.words.errors import PlanError
 from fourfold.words.layout import SPLIT, WHOLE
 
 
@@ -175,17 +176,13 @@ def _wants_shared_memory(comm: Communicator, choice: str) -> bool:
 
 def no_shared_memory(reason: str) -> PlanError:
     """The error if the plan asks for shared memory that the ranks cannot have."""
-    problem = Problem(f'transport = "shared", but {reason}', "ranks that share memory", 'transport = "by-host"')
-    return PlanError(problem, where="the plan")
+    return PlanError(no_shared_memory_problem(reason), where="the plan")
 
 
 def check_transport_device(choice: str, device: str) -> None:
     """Raise PlanError for a transport that this kind of device cannot have."""
-    unsupported = {"nccl": "cpu", "shared": "cuda", "gloo": "cuda"}.get(choice)
-    if unsupported == device:
-        need = "GPUs" if device == "cpu" else "CPU ranks"
-        problem = Problem(f'transport = "{choice}" on {device}', need, 'transport = "by-host"')
-        raise PlanError(problem, where="the plan")
+    if problems := transport_device_problems(choice, device):
+        raise PlanError(problems, where="the plan")
 
 
 def _private_buffers(spec: TransportSpec, device: torch.device) -> list[torch.Tensor]:
@@ -203,12 +200,8 @@ def _private_buffers(spec: TransportSpec, device: torch.device) -> list[torch.Te
 
 def gather_hosts(comm: Communicator) -> tuple[list[str], str]:
     """The host of every rank, and the reason if they cannot share memory, else "". Collective."""
-    machine = platform.machine()
-    is_supported = sys.platform == "linux" and machine == "x86_64"
-    hosts = comm.all_gather_json(comm.host if is_supported else "")
-    if all(hosts):
-        return hosts, ""
-    return hosts, f"shared memory needs Linux on x86-64, rank {hosts.index('')} is not ({sys.platform}, {machine})"
+    topology = gather_topology(comm)
+    return list(topology.hosts), topology.unshared_cause
 
 
 def _find_host(comm: Communicator) -> tuple[_Host | None, str]:
@@ -268,17 +261,8 @@ def _shared_layout(spec: TransportSpec, num_host_shards: int) -> SharedMemoryLay
 
 
 def _num_host_shards(num_shards: int, ranks_per_host: int, num_hosts: int) -> int:
-    """How many hosts split what `num_shards` ranks split. Raises PlanError.
-
-    The ranks of a host share memory, so a second copy within a host would be of no use: all of them share one.
-    """
-    if ranks_per_host % num_shards == 0:
-        return 1
-    if num_shards % ranks_per_host == 0:
-        return num_shards // ranks_per_host
-    sizes = [size * ranks_per_host for size in range(1, num_hosts + 1) if num_hosts % size == 0]
-    need = "whole hosts, or a part of one: a host's ranks share its memory"
-    attempt = f'shard = {", ".join(map(str, sizes))}, or transport = "gloo"'
-    raise PlanError(
-        Problem(f"shard = {num_shards} on {num_hosts} hosts of {ranks_per_host} ranks", need, attempt), where="the plan"
-    )
+    """How many hosts split what `num_shards` ranks split. Raises PlanError."""
+    shards = num_host_shards(num_shards, ranks_per_host)
+    if shards is None:
+        raise PlanError(host_shard_problem(num_shards, num_hosts, ranks_per_host), where="the plan")
+    return shards

@@ -12,13 +12,14 @@ from torch import Tensor, nn
 from fourfold.parts import memory
 from fourfold.parts.comm.reduce.protocol import WeightGatherer
 from fourfold.parts.dtypes import bucket_dtype
-from fourfold.plan.data.buckets import Bucket, ParamSpec
+from fourfold.plan.data.buckets import Bucket
+from fourfold.plan.param_spec import ParamSpec
 
 
 def param_specs(parameters: Mapping[str, nn.Parameter], groups: Mapping[str, int]) -> list[ParamSpec]:
-    """What bucket arithmetic needs to know about the trainable parameters, in order of definition."""
+    """The trainable parameters, in order of definition; `groups` are their optimizer groups by name, 0 if left out."""
     return [
-        ParamSpec(name, p.numel(), str(p.dtype).removeprefix("torch."), p.element_size(), groups.get(name, 0))
+        ParamSpec(name, tuple(p.shape), str(p.dtype).removeprefix("torch."), p.element_size(), groups.get(name, 0))
         for name, p in parameters.items()
     ]
 

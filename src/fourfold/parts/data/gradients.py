@@ -70,6 +70,18 @@ class Gradients(Protocol):
         ...
 
 
+class MeanSink:
+    """Takes the gradients of backwards whose sums are divided later, and launches the buckets that they complete."""
+
+    def __init__(self, gradients: Gradients) -> None:
+        self._gradients = gradients
+
+    def on_grad(self, param_index: int) -> None:
+        if self._gradients.store(param_index):
+            while self._gradients.launch_next(1.0, may_wait=False) is not None:
+                pass
+
+
 def launch_all(gradients: Gradients, factor: float | None) -> None:
     """End a round: launch all remaining buckets. Does not wait for the sums."""
     gradients.countdown.complete_all()

@@ -9,18 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from fourfold.plan.param_spec import ParamSpec
+
 # Elements. Every shard begins and ends at a cache line, so that no line has two writers.
 SHARD_ALIGNMENT = 32
-
-
-class ParamSpec(NamedTuple):
-    """What bucketing needs to know about a parameter."""
-
-    name: str
-    num_elements: int
-    dtype: str
-    element_bytes: int
-    param_group: int = 0
 
 
 class Slot(NamedTuple):
@@ -86,7 +78,7 @@ def effective_bucket_bytes(specs: Sequence[ParamSpec], bucket_bytes: int, *, is_
     """
     if not is_inter_host:
         return bucket_bytes
-    total = sum(spec.num_elements * spec.element_bytes for spec in specs)
+    total = sum(spec.num_bytes for spec in specs)
     return min(bucket_bytes, max(MIN_INTER_HOST_BUCKET_BYTES, total // NUM_INTER_HOST_BUCKETS))
 
 

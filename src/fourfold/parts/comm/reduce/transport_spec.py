@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import torch
 
+from fourfold.plan.data.transport_request import TransportRequest
 from fourfold.plan.data.zero import RESTING_LAYOUTS, RestingLayouts
 
 
@@ -31,3 +32,16 @@ class TransportSpec(NamedTuple):
     def group_name(self, what: str) -> str:
         """The purpose under which this transport asks for a process group."""
         return f"{self.purpose} {what}".strip()
+
+
+def spec_of_request(request: TransportRequest) -> TransportSpec:
+    """What lowering asks of a transport, with torch's dtypes."""
+    return TransportSpec(
+        sizes=request.sizes,
+        dtypes=tuple(getattr(torch, dtype) for dtype in request.dtypes),
+        buffer_indices=request.buffer_indices,
+        rest=request.resting_layouts,
+        num_scalars=request.num_scalars,
+        num_shards=request.num_shards,
+        weight_dtypes=tuple(getattr(torch, dtype) for dtype in request.weight_dtypes),
+    )

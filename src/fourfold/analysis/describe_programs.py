@@ -1,0 +1,124 @@
+"""Describe the programs of all ranks: the actions as text, and what each of them means.
+
+Law: ranks with equal programs are shown once; what `fourfold.words.program` prints is what a step runs.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from fourfold.plan.lowering import Blueprint
+from fourfold.plan.plan import Plan
+from fourfold.words.program import (
+    GRAD_NORM,
+    LOSS,
+    NOMINAL_COUNT,
+    TRUST_NORMS,
+    USED_PARAMS,
+    Action,
+    Program,
+    Verb,
+)
+
+MEASURE_TEXTS = {
+    LOSS: "sum the loss and the counts over the data ranks",
+    GRAD_NORM: "sum the gradient norm over the data ranks",
+    TRUST_NORMS: "sum the norms of every parameter's weight and direction over the data ranks",
+    USED_PARAMS: "find which parameters have a gradient on any data rank",
+    NOMINAL_COUNT: "sum the count of the first microbatch over the data ranks",
+}
+VERB_TEXTS = {
+    Verb.FORWARD: "forward of a microbatch",
+    Verb.BACKWARD: "backward of a microbatch",
+    Verb.REDUCE: "sum a bucket's gradient over the data ranks; begun while backward runs, in this order",
+    Verb.UPDATE: "update a bucket's weights, or this rank's shard of them",
+    Verb.UNSHARD: "all-gather a bucket's weights before a use; begun ahead of it, in this order",
+    Verb.GATHER: "all-gather the shards of a bucket's weights",
+    Verb.PUSH: "add the change of a bucket's weights on this rank to the sum over the data ranks",
+    Verb.PULL: "take an outer step along the mean change: all data ranks have the same weights again",
+}
+MAX_LINE_LENGTH = 100
+
+
+def format_programs(blueprints: Mapping[str, Blueprint]) -> list[str]:
+    """A section for each kind of step. `blueprints` are of one plan, by how its ranks reach each other.
+
+    The programs are shown once if that makes no difference.
+    """
+    by_place = {place: blueprint.programs() for place, blueprint in blueprints.items()}
+    first_place, first = next(iter(by_place.items()))
+    plan = blueprints[first_place].plan
+    if plan.sync == "local":
+        often = f"in every {format_ordinal(plan.local_steps)} step"
+        notes = {"ranks do not communicate gradients": first.local_step, often: first.step}
+    elif all(programs.step == first.step for programs in by_place.values()):
+        notes = {"": first.step}
+    else:
+        notes = {place: programs.step for place, programs in by_place.items()}
+    return [_format_program(program, plan, note) for note, program in notes.items()]
+
+
+def _format_program(program: Program, plan: Plan, note: str) -> str:
+    """The programs of all ranks, those of ranks with equal programs together."""
+    ranks_of: dict[tuple[Action, ...], list[int]] = {}
+    for rank, actions in program.items():
+        ranks_of.setdefault(actions, []).append(rank)
+    return "\n".join(_format_actions(actions, ranks, plan, note) for actions, ranks in ranks_of.items())
+
+
+def _format_actions(actions: Sequence[Action], ranks: Sequence[int], plan: Plan, note: str) -> str:
+    head = f"program   {plural('rank', len(ranks))} {format_ranges(ranks)}"
+    head += ", all the same" if len(ranks) == plan.mesh.size > 1 else ""
+    lines = [f"{head}; {note}" if note else head, indent(wrap([str(action) for action in actions]))]
+    return "\n".join([*lines, *(f"  {word:<5}  {text}" for word, text in _legend(actions))])
+
+
+def format_ranges(numbers: Sequence[int]) -> str:
+    """Ascending numbers as ranges: "0 to 3, 8"."""
+    ranges: list[list[int]] = []
+    for number in numbers:
+        if ranges and number == ranges[-1][-1] + 1:
+            ranges[-1][1:] = [number]
+        else:
+            ranges.append([number])
+    return ", ".join(" to ".join(map(str, each)) for each in ranges)
+
+
+def _legend(actions: Sequence[Action]) -> list[tuple[str, str]]:
+    """What the actions of a program mean: (word, text)."""
+    legend = []
+    for verb, stage, index in dict.fromkeys(
+        (a.verb, a.stage, a.index if a.verb == Verb.MEASURE else None) for a in actions
+    ):
+        word = f"{verb.value}{stage}.{'k' if index is None else index}"
+        legend.append((word, VERB_TEXTS[verb] if index is None else MEASURE_TEXTS[index]))
+    num_buckets = sum(a.verb == Verb.UPDATE for a in actions)
+    if any(a.verb == Verb.REDUCE and a.index >= num_buckets for a in actions):
+        legend.append(("", f"reductions are numbered by microbatch × {num_buckets} + bucket"))
+    if any(a.verb == Verb.UNSHARD for a in actions):
+        legend.append(("", f"unshards are numbered by {num_buckets} × earlier unshards of the bucket + bucket"))
+        legend.append(("", "their order is that in which the model uses its weights, which the first step finds;"))
+        legend.append(("", "here it is their order of definition"))
+    return legend
+
+
+def format_ordinal(number: int) -> str:
+    ending = "th" if number // 10 % 10 == 1 else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    return f"{number}{ending}"
+
+
+def plural(noun: str, count: int) -> str:
+    return noun if count == 1 else noun + "s"
+
+
+def indent(lines: Sequence[str]) -> str:
+    return "\n".join("  " + line for line in lines)
+
+
+def wrap(words: Sequence[str], width: int = MAX_LINE_LENGTH) -> list[str]:
+    """The words in lines of at most `width` characters."""
+    lines, line = [], ""
+    for word in words:
+        if line and len(line) + 1 + len(word) > width:
+            lines.append(line)
+            line = ""
+        line = f"{line} {word}".strip()
+    return [*lines, line]

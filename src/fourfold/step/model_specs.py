@@ -1,0 +1,34 @@
+"""Model specs: what lowering needs to know of a model and its optimizer, as plain data.
+
+Law: a meta model has the same specs as the model itself.
+"""
+
+from torch import nn
+from torch.optim import Optimizer
+
+from fourfold.parts import mixed_precision
+from fourfold.parts.data.flat_params import param_specs
+from fourfold.parts.optim.user_optimizer import group_indices, is_layerwise, num_state_tensors
+from fourfold.plan.param_spec import ParamSpec
+from fourfold.plan.update_spec import UpdateSpec
+from fourfold.step.weights import trainable_parameters
+
+
+def model_specs(model: nn.Module, optimizer: Optimizer) -> list[ParamSpec]:
+    """The trained parameters, in order of definition."""
+    trainable = trainable_parameters(model)
+    return param_specs(trainable, group_indices(optimizer, trainable))
+
+
+def update_spec(
+    model: nn.Module, optimizer: Optimizer, *, clip: float | None = None, counts_states: bool = False
+) -> UpdateSpec:
+    """How the step updates. `counts_states`: find out how many states there are, by a trial step for each group."""
+    groups = range(len(optimizer.param_groups)) if counts_states else ()
+    return UpdateSpec(
+        clip,
+        type(optimizer).__name__,
+        is_layerwise=is_layerwise(optimizer),
+        num_states=tuple(num_state_tensors(optimizer, group) for group in groups),
+        full_precision_params=frozenset(mixed_precision.full_precision_params(model)),
+    )
