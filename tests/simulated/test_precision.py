@@ -341,7 +341,7 @@ def test_offloaded_states_train_as_states_on_the_device_of_the_weights(monkeypat
 
     # As if the ranks were GPUs: CPU ranks have everything in host memory already.
     monkeypatch.setattr(
-        "fourfold.step.assembly.offload_device", lambda offload, device: device if offload == "states" else None
+        "fourfold.step.stage_assembly.offload_device", lambda offload, device: device if offload == "states" else None
     )
     for got, weights in threads.run(2, body):
         assert oracle.deviation(got, expected) <= 1e-12

@@ -10,7 +10,7 @@ from tests.law import CHOICES
 def _offload_states(monkeypatch):
     """Move offloaded states, as on GPUs: on a CPU rank they are in host memory already."""
     monkeypatch.setattr(
-        "fourfold.step.assembly.offload_device", lambda offload, device: device if offload == "states" else None
+        "fourfold.step.stage_assembly.offload_device", lambda offload, device: device if offload == "states" else None
     )
 
 

@@ -1,0 +1,294 @@
+"""Stage assembly: make what the actions of a stage work with, of its parameters, a plan and the ranks.
+
+Law: each function makes one part of those before it. What a plan asks for is decided here, once, and nowhere later.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from torch import nn
+from torch.optim import Optimizer
+
+from fourfold.parts import mixed_precision
+from fourfold.parts.codec import registry
+from fourfold.parts.codec.protocol import Codec
+from fourfold.parts.comm import transports
+from fourfold.parts.comm.communicator import Communicator
+from fourfold.parts.comm.meter import CommMeter
+from fourfold.parts.comm.reduce.local_sgd import LocalSGDReducer
+from fourfold.parts.comm.reduce.protocol import CallChecker, DataTransport
+from fourfold.parts.comm.reduce.single_rank import single_rank_transport
+from fourfold.parts.comm.reduce.transport_spec import spec_of_request
+from fourfold.parts.comm.topology import gather_topology
+from fourfold.parts.data.grad_buckets import GradBuckets
+from fourfold.parts.data.grad_hooks import GradHooks
+from fourfold.parts.data.gradients import Gradients
+from fourfold.parts.data.local_sgd import LocalSGD, OuterOptimizer
+from fourfold.parts.data.sharded_params import ShardedParams
+from fourfold.parts.data.unbucketed_grads import UnbucketedGrads
+from fourfold.parts.data.weight_storage import ResidentWeights, ShardedWeights, WeightStorage
+from fourfold.parts.optim.flat_optimizer import FlatOptimizer
+from fourfold.parts.optim.master_weights import MasterWeightPolicy, MasterWeights, offload_device
+from fourfold.parts.optim.step_hooks import StepHooks
+from fourfold.parts.optim.update_slices import UpdateSlice, update_slices
+from fourfold.plan.data.buckets import Bucket
+from fourfold.plan.data.zero import RestingLayouts, layout_changes
+from fourfold.plan.lowering import Blueprint, DataGroup, lower
+from fourfold.plan.plan import Plan
+from fourfold.plan.topology import NO_SHARED_MEMORY
+from fourfold.step.codec_state import CodecState
+from fourfold.step.grad_scaling import GradScaling, ScaledInUpdate, ScaledSums
+from fourfold.step.grad_sync import GradSync, LocalSteps, SumEveryStep
+from fourfold.step.model_specs import model_specs, update_spec
+from fourfold.step.objective import Objective
+from fourfold.step.persistent_state import PersistentState
+from fourfold.step.rank_agreement import check_same_on_ranks
+from fourfold.step.stage import whole_model_stage
+from fourfold.step.step_options import StepOptions
+from fourfold.step.step_parts import StageParts
+from fourfold.step.weights import Weights, trainable_parameters
+from fourfold.words.layout import SPLIT, WHOLE, Change
+from fourfold.words.program import Verb
+
+
+class Trained(NamedTuple):
+    """The trained parameters, and how lowering has laid them out for this rank."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    by_name: Mapping[str, nn.Parameter]
+    blueprint: Blueprint
+    group: DataGroup
+
+    @property
+    def plan(self) -> Plan:
+        return self.blueprint.plan
+
+    @property
+    def buckets(self) -> Sequence[Bucket]:
+        return self.group.buckets
+
+    @property
+    def by_bucket(self) -> list[list[nn.Parameter]]:
+        """By bucket and slot."""
+        return [[self.by_name[slot.name] for slot in bucket.slots] for bucket in self.buckets]
+
+    @property
+    def layouts(self) -> RestingLayouts:
+        """Where tensors rest on these hosts."""
+        return self.group.resting_layouts
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether optimizer states rest split."""
+        return self.blueprint.is_sharded
+
+    @property
+    def tells_params_apart(self) -> bool:
+        """Whether the update works on one parameter at a time."""
+        return self.plan.unused == "allow" or self.blueprint.update_spec.is_layerwise
+
+
+class StageAssembly(NamedTuple):
+    """A stage, and what belongs to the whole step because there is one stage."""
+
+    parts: StageParts
+    trained: Trained
+    """As the transport lets tensors rest."""
+    sync: GradSync
+    scaling: GradScaling
+    codecs: Sequence[Codec]
+    state: PersistentState
+    transport_name: str
+
+
+def make_stage(
+    trained: Trained, objective: Objective, world: Communicator, meter: CommMeter, calls: CallChecker
+) -> StageAssembly:
+    """Make the parts of a stage. Collective. Raises PlanError."""
+    data_ranks = world.along("dp", "sp")
+    codecs = _make_codecs(trained)
+    gradients, transport, averager = _make_gradients(trained, data_ranks, meter, calls, codecs)
+    trained = _adapt(trained, transport, world.rank)
+    weights = _make_weights(trained, transport, data_ranks)
+    optimizer = _make_optimizer(trained, transport, gradients, weights)
+    sync = _make_sync(trained, weights, averager)
+    parts = StageParts(
+        stage=whole_model_stage(trained.model, objective),
+        parameters=trained.by_bucket,
+        gradients=gradients,
+        grad_hooks=GradHooks([parameter for members in trained.by_bucket for parameter in members]),
+        reducer=transport.grads,
+        gatherer=transport.weights,
+        data_ranks=data_ranks,
+        scalars=transport.scalars,
+        optimizer=optimizer,
+        weights=weights,
+        step_hooks=_make_hooks(trained),
+        reduces_every_backward=trained.layouts.gradient == SPLIT,
+        update_verbs=_update_verbs(trained.layouts),
+    )
+    state = PersistentState(
+        weights,
+        trained.buckets,
+        optimizer,
+        transport,
+        data_ranks,
+        CodecState(codecs, data_ranks),
+        sync,
+        is_sharded=trained.is_sharded,
+    )
+    scaling = _make_scaling(trained, optimizer)
+    return StageAssembly(parts, trained, sync, scaling, codecs, state, transport.description)
+
+
+def lay_out(model: nn.Module, optimizer: Optimizer, plan: Plan, world: Communicator, options: StepOptions) -> Trained:
+    """The buckets of the trained parameters; all ranks have the same, or raise PlanError. Collective."""
+    trainable, specs = trainable_parameters(model), model_specs(model, optimizer)
+    shapes = {name: list(p.shape) for name, p in trainable.items()}
+    compared = {name: value for name, value in options._asdict().items() if name != "seed"}
+    check_same_on_ranks(world, specs, shapes, plan=plan, options=compared, optimizer=optimizer)
+    blueprint = lower(plan, specs, gather_topology(world), update_spec(model, optimizer, clip=options.clip))
+    return Trained(model, optimizer, trainable, blueprint, blueprint.group_of(world.rank))
+
+
+def _adapt(trained: Trained, transport: DataTransport, rank: int) -> Trained:
+    """The same, with weights that are unsharded before use if the ranks of a host could not get shared memory."""
+    if transport.weights.unshards_params == (trained.layouts.weight == SPLIT):
+        return trained
+    before = trained.blueprint
+    topology = dataclasses.replace(before.topology, unshared_cause=NO_SHARED_MEMORY)
+    specs = [spec for group in before.groups for spec in group.stage.specs]
+    blueprint = lower(before.plan, specs, topology, before.update_spec)
+    return trained._replace(blueprint=blueprint, group=blueprint.group_of(rank))
+
+
+def _make_codecs(trained: Trained) -> list[Codec]:
+    """One codec for each bucket; none without a codec in the plan."""
+    codec_spec = trained.plan.codec_spec
+    if codec_spec is None:
+        return []
+    return [
+        registry.make_codec(
+            codec_spec,
+            bucket,
+            [tuple(p.shape) for p in params],
+            device=params[0].device,
+        )
+        for bucket, params in zip(trained.group.stage.gradient_buckets, trained.by_bucket, strict=True)
+    ]
+
+
+class _GradientParts(NamedTuple):
+    """The gradients, what reduces them, and with local SGD what averages weights."""
+
+    gradients: Gradients
+    transport: DataTransport
+    averager: LocalSGDReducer | None
+
+
+def _make_gradients(
+    trained: Trained,
+    data_ranks: Communicator,
+    meter: CommMeter,
+    calls: CallChecker,
+    codecs: Sequence[Codec],
+) -> _GradientParts:
+    """The gradients in their buckets, or where autograd puts them, and the transport that reduces them. Collective."""
+    plan, spec = trained.plan, spec_of_request(trained.group.request)
+    allow_unused = plan.unused == "allow"
+    if trained.blueprint.has_unbucketed_grads:
+        unbucketed = UnbucketedGrads(trained.by_name, trained.buckets, meter, allow_unused=allow_unused)
+        transport = transports.make_data_transport(
+            data_ranks, spec, meter=meter, calls=calls, choice=plan.transport, unbucketed_grads=unbucketed.local_grads
+        )
+        return _GradientParts(unbucketed, transport, None)
+    transport = transports.make_data_transport(
+        data_ranks, spec, meter=meter, calls=calls, choice=plan.transport, codecs=codecs
+    )
+    averager = None
+    if plan.sync == "local":
+        averager = LocalSGDReducer(transport.grads)
+        local = single_rank_transport(averager, spec.num_scalars)
+        transport = local._replace(description=transport.description)
+        meter = CommMeter()  # with local steps gradients are not sent, and not recorded
+    gradients = GradBuckets(
+        trained.by_name,
+        trained.buckets,
+        transport.grads,
+        meter,
+        allow_unused=allow_unused,
+        may_block_in_backward=not transport.weights.unshards_params,
+    )
+    return _GradientParts(gradients, transport, averager)
+
+
+def _make_weights(trained: Trained, transport: DataTransport, data_ranks: Communicator) -> Weights:
+    """The weights where they rest, and master weights. Collective: broadcasts the first rank's."""
+    plan = trained.plan
+    policy = MasterWeightPolicy(plan.precision, trained.is_sharded, offload_device(plan.offload, data_ranks.device))
+    masters = MasterWeights(trained.by_name, trained.buckets, transport.grads, policy)
+    for name in masters.param_names:
+        # Before the weights are copied into flats, which rounds them.
+        data_ranks.broadcast(trained.by_name[name].data)
+        masters.load_parameter(name, trained.by_name[name].data)
+    if plan.precision != "keep":
+        mixed_precision.cast_model(trained.model, plan.precision)
+    storage: WeightStorage
+    if transport.weights.unshards_params:
+        sharded = ShardedParams(trained.by_bucket, trained.buckets, transport.grads, transport.weights)
+        storage = ShardedWeights(trained.by_name, sharded, data_ranks)
+    else:
+        storage = ResidentWeights(trained.by_name, trained.buckets, transport.weights, data_ranks)
+    return Weights(trained.model, trained.buckets, storage, masters, data_ranks, is_mean=_outer_optimizer(plan).is_mean)
+
+
+def _make_optimizer(
+    trained: Trained, transport: DataTransport, gradients: Gradients, weights: Weights
+) -> FlatOptimizer:
+    slices: Sequence[Sequence[UpdateSlice]]
+    if isinstance(gradients, UnbucketedGrads):
+        slices = gradients.update_slices(weights.flats, trained.buckets)
+    else:
+        slices = update_slices(
+            weights.storage.shards,
+            weights.master_weights,
+            trained.buckets,
+            transport.grads,
+            split_by_param=trained.tells_params_apart,
+            is_chunked=trained.is_sharded,
+        )
+    prepare = transport.grads.reduce_range if trained.is_sharded else None
+    return FlatOptimizer(trained.optimizer, trained.buckets, slices, prepare_grads=prepare)
+
+
+def _outer_optimizer(plan: Plan) -> OuterOptimizer:
+    return OuterOptimizer(plan.outer_lr, plan.outer_momentum) if plan.sync == "local" else OuterOptimizer()
+
+
+def _make_sync(trained: Trained, weights: Weights, averager: LocalSGDReducer | None) -> GradSync:
+    if averager is None:
+        return SumEveryStep()
+    local_sgd = LocalSGD(weights.flats, trained.buckets, averager, _outer_optimizer(trained.plan))
+    return LocalSteps(local_sgd, trained.plan.dp)
+
+
+def _make_hooks(trained: Trained) -> StepHooks:
+    return StepHooks(
+        trained.optimizer,
+        trained.buckets,
+        trained.by_bucket,
+        is_unbucketed=trained.blueprint.has_unbucketed_grads,
+        can_skip_params=trained.tells_params_apart,
+    )
+
+
+def _update_verbs(layouts: RestingLayouts) -> tuple[Verb, ...]:
+    gathers = layout_changes(layouts).after_update != Change.NONE
+    return (Verb.UPDATE, Verb.GATHER) if gathers else (Verb.UPDATE,)
+
+
+def _make_scaling(trained: Trained, optimizer: FlatOptimizer) -> GradScaling:
+    scales_sums = trained.layouts.state == WHOLE and not optimizer.converts_grads
+    return ScaledSums() if scales_sums else ScaledInUpdate()
