@@ -15,6 +15,7 @@ from fourfold.parts import memory
 from fourfold.parts.comm import host_shared_memory
 from fourfold.parts.comm.communicator import Communicator, _RankProcess, host_id
 from fourfold.parts.comm.host_shared_memory import open_host_memory
+from fourfold.parts.comm.meter import CommMeter
 from fourfold.parts.comm.rings import make_ring
 from fourfold.testing import threads
 from fourfold.words.errors import DivergenceError, LaunchError, PeerError, PlanError
@@ -177,7 +178,7 @@ def test_a_team_counts_its_hosts_and_names_the_global_rank_of_a_dead_peer():
 def test_rings_of_teams_exchange_within_the_team_and_their_errors_name_global_ranks():
     def body(comm):
         team = comm.on_mesh(Mesh(dp=2, sp=2)).along("sp")
-        ring = make_ring(team, [range(2)], "ring", choice="shared")
+        ring = make_ring(team, [range(2)], "ring", CommMeter(), choice="shared")
         blocks = {owner: block.tolist() for owner, block in ring.iterate_blocks([torch.full((1,), float(comm.rank))])}
         assert blocks == {index: [float(rank)] for index, rank in enumerate(team.ranks)}
         ring.all_gather([torch.zeros(1)])
@@ -192,9 +193,9 @@ def test_a_team_on_several_hosts_has_no_shared_memory_and_its_ranks_are_named():
     def body(comm):
         team = comm.on_mesh(Mesh(sp=2, tp=2)).along("sp")
         with pytest.raises(PlanError, match=rf"ranks \[{team.ranks[0]}, {team.ranks[1]}\] are on several hosts"):
-            make_ring(team, [range(2)], "ring", choice="shared")
+            make_ring(team, [range(2)], "ring", CommMeter(), choice="shared")
         neighbours = comm.on_mesh(Mesh(sp=2, tp=2)).along("tp")
-        assert make_ring(neighbours, [range(2)], "ring", choice="shared").name == "shared memory"
+        assert make_ring(neighbours, [range(2)], "ring", CommMeter(), choice="shared").name == "shared memory"
 
     threads.run(4, body, hosts=2)
 
