@@ -363,10 +363,10 @@ def test_groups_of_data_ranks_sum_apart_and_the_world_together(place, axis, zero
         pair = connect(data, Place(2, choice=place.choice), zero=zero, world=world, meter=meter)
         launch(pair, 0, 1.0 + comm.rank, 1.0)
         world.scalars.all_reduce_async(LOSS, torch.tensor([1.0 + comm.rank], dtype=torch.float64))
-        pair.data.scalars.all_reduce_async(LOSS, torch.tensor([10.0 + comm.rank], dtype=torch.float64))
         comm.all_gather_json(None)
         if comm.rank in (0, 3):
             world.scalars.is_ready(LOSS)
+        pair.data.scalars.all_reduce_async(LOSS, torch.tensor([10.0 + comm.rank], dtype=torch.float64))
         sums = pair.data.scalars.wait(LOSS), world.scalars.wait(LOSS)
         pair.data.grads.wait_reduce(0, 1.0)
         pair.data.grads.reduce_shard(0)
