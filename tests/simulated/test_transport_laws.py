@@ -4,6 +4,7 @@ place    how many ranks, on how many hosts, and the plan's transport
 """
 
 import functools
+import gc
 import threading
 import time
 from collections.abc import Callable
@@ -24,7 +25,8 @@ from fourfold.plan.data.buckets import Bucket, Slot
 from fourfold.plan.data.zero import RESTING_LAYOUTS, grad_buffer_indices
 from fourfold.testing import threads
 from fourfold.trainer.tracer import SpanRecorder
-from fourfold.words.errors import DivergenceError, TrainingError
+from fourfold.words.errors import DivergenceError, PeerError, TrainingError
+from fourfold.words.mesh import Mesh
 from fourfold.words.program import GRAD_NORM, LOSS, TRUST_NORMS, USED_PARAMS
 
 NUM_BUCKETS, LENGTH, PATIENCE, NUM_SCALARS = 3, 64, 10.0, 12
@@ -47,10 +49,18 @@ class Rank(NamedTuple):
     meter: CommMeter
 
 
-def connect(comm: Any, place: Place, *, zero: int = 0, codec: str = "") -> Rank:
-    """Make the world's channel and the data transport of a rank."""
-    meter = CommMeter()
-    world = make_world_channel(comm, place.choice, meter)
+def connect(
+    comm: Any,
+    place: Place,
+    *,
+    zero: int = 0,
+    codec: str = "",
+    world: WorldChannel | None = None,
+    meter: CommMeter | None = None,
+) -> Rank:
+    """Make the data transport of a rank, and the world's channel if there is none yet."""
+    meter = meter or CommMeter()
+    world = world or make_world_channel(comm, place.choice, meter)
     rest = RESTING_LAYOUTS[zero if place.size > 1 else 0]
     buckets = [Bucket(i, (Slot(str(i), 0, LENGTH),), LENGTH, "float64", 8, 0) for i in range(NUM_BUCKETS)]
     codecs = [
@@ -329,6 +339,66 @@ def test_the_world_finds_ranks_in_different_calls(place):
         comm.all_gather_json(None)
 
     run(place, body)
+
+
+# ---- several groups of data ranks in one world
+
+
+def teams(comm: Any, axis: str) -> tuple[Any, list[int]]:
+    """Of a mesh of 2 × 2 ranks: those along the inner axis are neighbours, along the outer one every second rank."""
+    mesh = Mesh(pp=2, dp=2) if axis == "inner" else Mesh(dp=2, tp=2)
+    data = comm.on_mesh(mesh).along("dp")
+    return data, list(data.ranks)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 3])
+@pytest.mark.parametrize("axis", ["inner", "outer"])
+@pytest.mark.parametrize("place", [Place(4), Place(4, 2), Place(4, choice="gloo")], ids=str)
+def test_groups_of_data_ranks_sum_apart_and_the_world_together(place, axis, zero):
+    """Also where a group and the world's sums between hosts have the same ranks."""
+
+    def body(comm):
+        data, ranks = teams(comm, axis)
+        world = make_world_channel(comm, place.choice, meter := CommMeter())
+        pair = connect(data, Place(2, choice=place.choice), zero=zero, world=world, meter=meter)
+        launch(pair, 0, 1.0 + comm.rank, 1.0)
+        world.scalars.all_reduce_async(LOSS, torch.tensor([1.0 + comm.rank], dtype=torch.float64))
+        comm.all_gather_json(None)
+        if comm.rank in (0, 3):
+            world.scalars.is_ready(LOSS)
+        pair.data.scalars.all_reduce_async(LOSS, torch.tensor([10.0 + comm.rank], dtype=torch.float64))
+        sums = pair.data.scalars.wait(LOSS), world.scalars.wait(LOSS)
+        pair.data.grads.wait_reduce(0, 1.0)
+        pair.data.grads.reduce_shard(0)
+        assert total(pair, 0) == [2.0 + sum(ranks)]
+        assert sums == ([20.0 + sum(ranks)], [10.0])
+        pair.data.end_step()
+        comm.all_gather_json(None)
+        return pair.data.description
+
+    shares_memory = place.choice != "gloo" and (place.hosts == 1 or axis == "inner")
+    assert {"shared memory" in each for each in run(place, body)} == {shares_memory}
+
+
+def test_a_dead_rank_of_a_group_is_named_by_its_number_in_the_job():
+    ended = threading.Event()
+
+    def body(comm):
+        data, _ = teams(comm, "inner")
+        world = make_world_channel(comm, "shared", meter := CommMeter())
+        pair = connect(data, Place(2, choice="shared"), world=world, meter=meter)
+        if comm.rank == 3:
+            pair, world = None, None  # its sockets close
+            gc.collect()
+            ended.set()
+        if comm.rank == 2 and pair is not None:
+            assert ended.wait(PATIENCE)
+            launch(pair, 0, 1.0, 1.0)
+            with pytest.raises(PeerError, match=r"rank 3 .* died while rank 2 waited for it"):
+                pair.data.grads.wait_reduce(0, 1.0)
+        comm.all_gather_json(None)
+
+    threads.run(4, body)
 
 
 # ---- the meter

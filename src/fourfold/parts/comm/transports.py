@@ -45,6 +45,15 @@ class _Host(NamedTuple):
     hosts: Sequence[Sequence[int]]
     rank_index: int
 
+    @property
+    def same_index(self) -> Sequence[int]:
+        """The ranks that are on their hosts what this one is on its."""
+        return [ranks[self.rank_index] for ranks in self.hosts]
+
+    def global_ranks(self, comm: Communicator) -> tuple[int, ...]:
+        """The ranks of this host by their numbers in the job: messages name these."""
+        return tuple(comm.ranks[rank] for rank in self.ranks)
+
 
 class _Links(NamedTuple):
     """What joins some ranks."""
@@ -75,8 +84,9 @@ def _make_host_world(world: Communicator, meter: CommMeter) -> WorldChannel | No
     host_memory, _ = open_host_memory(create, world, host.ranks)
     if host_memory is None:
         return None
-    ranks = HostRanks(host.rank_index, tuple(host.ranks), host_memory.peer_sockets)
-    between_hosts = _scalars_between_hosts(world, host, "scalars", meter)
+    ranks = HostRanks(host.rank_index, host.global_ranks(world), host_memory.peer_sockets)
+    # A group of its own: these sums begin when it is known that they may, in no order with those of other scalars.
+    between_hosts = _scalars_between_hosts(world, host, "world scalars", meter)
     return make_host_world(memory.map_shared(host_memory.handle), layout, ranks, meter, between_hosts)
 
 
@@ -85,10 +95,7 @@ def _scalars_between_hosts(
 ) -> GroupInterHostScalars | None:
     if len(host.hosts) == 1:
         return None
-    # Every rank makes the groups of all local indices, and uses that of its own.
-    return [GroupInterHostScalars(comm, each, group_name, meter) for each in zip(*host.hosts, strict=True)][
-        host.rank_index
-    ]
+    return GroupInterHostScalars(comm, host.same_index, group_name, meter)
 
 
 def make_data_transport(
@@ -143,12 +150,8 @@ def _message_spec(codecs: Sequence[Codec], stage: int, buckets: Iterable[int]) -
 
 def _make_gatherer(links: _Links, host: _Host | None) -> MessageGatherer:
     """All-gathers among one rank of each host if hosts share memory, else among all ranks. Collective."""
-    size = links.comm.size
-    groups = [sorted(ranks) for ranks in zip(*host.hosts, strict=True)] if host is not None else [range(size)]
-    if len(groups[0]) == 1:
-        return NullMessageGatherer()
-    gatherers = [GroupMessageGatherer(links.comm, group, links.meter) for group in groups]
-    return gatherers[0 if host is None else host.rank_index]
+    members = range(links.comm.size) if host is None else sorted(host.same_index)
+    return GroupMessageGatherer(links.comm, members, links.meter) if len(members) > 1 else NullMessageGatherer()
 
 
 def _make_uncompressed(links: _Links, spec: TransportSpec) -> tuple[DataTransport, _Host | None]:
@@ -224,16 +227,13 @@ def _make_shared_memory(links: _Links, spec: TransportSpec, host: _Host) -> tupl
     host_memory, reason = open_host_memory(lambda: memory.create_shared(layout.total_bytes(size)), comm, host.ranks)
     if host_memory is None:
         return None, reason
-    ranks = HostRanks(host.rank_index, tuple(host.ranks), host_memory.peer_sockets)
+    ranks = HostRanks(host.rank_index, host.global_ranks(comm), host_memory.peer_sockets)
     mapped = map_host(memory.map_shared(host_memory.handle), layout, ranks, links.calls, meter)
     between_hosts = scalars_between_hosts = None
     if len(host.hosts) > 1:
         host_spec = spec._replace(num_shards=num_host_shards)
-        # Every rank makes the groups of all local indices, and uses those of its own.
-        reducers = [GroupInterHostReducer(comm, each, host_spec, meter) for each in zip(*host.hosts, strict=True)]
-        between_hosts = reducers[host.rank_index]
+        between_hosts = GroupInterHostReducer(comm, host.same_index, host_spec, meter)
         if spec.num_scalars:
-            # A group of its own: the scalars of the world begin when it is known that they may, in no order with these.
             name = spec.group_name("data scalars")
             scalars_between_hosts = _scalars_between_hosts(comm, host, name, meter)
     transport = make_host_transport(

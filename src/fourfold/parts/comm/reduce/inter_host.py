@@ -65,7 +65,7 @@ class InterHostScalars(Protocol):
 
 
 class GroupInterHostReducer:
-    """See `InterHostReducer`. `spec.num_shards` counts hosts. Every rank makes those of all local indices."""
+    """See `InterHostReducer`. `spec.num_shards` counts hosts; this rank is one of `members`."""
 
     def __init__(self, comm: Communicator, members: Sequence[int], spec: TransportSpec, meter: CommMeter) -> None:
         self._communicator, self._meter, self._leader, self.num_hosts = comm, meter, members[0], len(members)
@@ -115,13 +115,12 @@ class GroupInterHostReducer:
 
 
 class GroupInterHostScalars:
-    """See `InterHostScalars`. Every rank makes those of all local indices."""
+    """See `InterHostScalars`; this rank is one of `members`."""
 
     def __init__(self, comm: Communicator, members: Sequence[int], group_name: str, meter: CommMeter) -> None:
         self._communicator, self._meter = comm, meter
         self._group = comm.get_group(members, group_name)
-        index = list(members).index(comm.rank) if comm.rank in members else -1
-        self._fingerprint_check = FingerprintCheck(self._group, members, index, torch.device("cpu"))
+        self._fingerprint_check = FingerprintCheck(self._group, members, members.index(comm.rank), torch.device("cpu"))
 
     def all_reduce_async(self, values: Tensor, call: str | None) -> AsyncResult:
         tensor = values if call is None else self._fingerprint_check.append_fingerprint(values, call)

@@ -67,19 +67,16 @@ class ShardedCollectives:
         self._communicator = comm
         self.size = num_shards or len(members)
         self.shard_groups = ShardGroups(self.size, len(members) // self.size)
-        member_index = list(members).index(comm.rank) if comm.rank in members else -1
-        self.index, self.replica_index = member_index % self.size, member_index // self.size
-        # Every rank asks for every group, also for those that it does not belong to.
-        for first in range(0, len(members) if self.size > 1 else 0, self.size):
-            replica = list(members[first : first + self.size])
-            reduce_group, gather_group = comm.get_group(replica, "buckets"), comm.get_group(replica, "weights")
-            if comm.rank in replica:
-                self._reduce_group, self._gather_group = reduce_group, gather_group
-        for shard_index in range(self.size if self.shard_groups.num_replicas > 1 else 0):
-            same_shard = list(members[shard_index :: self.size])
-            replica_group = comm.get_group(same_shard, "replicas")
-            if comm.rank in same_shard:
-                self._replica_group = replica_group
+        index = list(members).index(comm.rank)
+        self.index, self.replica_index = index % self.size, index // self.size
+        if self.size > 1:
+            replica = members[index - self.index : index - self.index + self.size]
+            self._reduce_group, self._gather_group = (
+                comm.get_group(replica, "buckets"),
+                comm.get_group(replica, "weights"),
+            )
+        if self.shard_groups.num_replicas > 1:
+            self._replica_group = comm.get_group(members[self.index :: self.size], "replicas")
         self._two_stage_queue: deque[_TwoStageReduce] = deque()
         self._free_buffers: dict[tuple[int, torch.dtype], list[Tensor]] = {}
 
