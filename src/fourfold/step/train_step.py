@@ -4,42 +4,28 @@ Law: after k steps, losses and weights equal those of one process that trains on
 """
 
 import contextlib
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Unpack
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
 
-from fourfold.parts import memory
 from fourfold.parts.comm.communicator import Communicator
 from fourfold.parts.comm.reduce.scalar_room import NUM_LOSS_SCALARS
 from fourfold.parts.optim.user_optimizer import OptimizerFactory
 from fourfold.plan.data.buckets import Bucket
 from fourfold.plan.plan import Plan
 from fourfold.step.assembly import assemble
-from fourfold.step.batch import NO_SAMPLES, Microbatch
 from fourfold.step.codec_state import CodecState
-from fourfold.step.executor import Executor
-from fourfold.step.loss_sum import Loss
 from fourfold.step.metrics import Metrics
-from fourfold.step.model_call import eval_mode
 from fourfold.step.objective import Objective
 from fourfold.step.state_access import StateAccess
 from fourfold.step.step_options import StepKeywords, StepOptions
-from fourfold.step.step_state import StepRequest, StepState, StepTotals, wait_totals
+from fourfold.step.step_runner import ForwardRun, StepRunner
 from fourfold.words.argument_checks import format_argument
-from fourfold.words.errors import Problem, SettingError, TaskError
+from fourfold.words.errors import Problem, SettingError
 from fourfold.words.program import LOSS, Action
 from fourfold.words.trace_events import Recorder
-
-
-class ForwardRun(NamedTuple):
-    """This rank's part of a batch, the model's outputs, and the loss."""
-
-    part: Microbatch
-    outputs: Any
-    loss: Loss
 
 
 class TrainStep:
@@ -64,9 +50,8 @@ class TrainStep:
         self._parts, self._calls, self._programs = assembly.parts, assembly.calls, assembly.programs
         self._weights, self._checks = assembly.state.weights, assembly.checks
         self.optimizer = assembly.optimizer
-        self._executor = Executor(assembly.timing)
         self._access = StateAccess(assembly, plan)
-        self._is_stop_requested, self._totals = False, StepTotals(*[0.0] * 8)
+        self._runner = StepRunner(model, plan, assembly, self._access)
 
     # ---- what this rank is ---------------------------------------------------------------------------
 
@@ -130,16 +115,16 @@ class TrainStep:
     @property
     def busy_seconds(self) -> dict[str, float]:
         """The time of this rank's last step by verb name, without waits."""
-        return self._executor.busy_seconds
+        return self._runner.executor.busy_seconds
 
     def request_stop(self, stop: bool) -> None:
         """Whether this rank wants to stop the run. If any rank does, `stop_requested` is True on all after a step."""
-        self._is_stop_requested = stop
+        self._runner.is_stop_requested = stop
 
     @property
     def stop_requested(self) -> bool:
         """Whether any rank had requested a stop when the last step began; the same on every rank."""
-        return self._totals.num_stop_requests > 0
+        return self._runner.totals.num_stop_requests > 0
 
     def peer_is_dead(self, rank: int) -> bool:
         """Whether a rank's process has ended, as far as this host can tell. Not collective: waits poll it."""
@@ -160,115 +145,26 @@ class TrainStep:
 
         Raises DivergenceError if another rank is in another call, or at another place in the feed's order.
         """
-        begin, meter = time.perf_counter(), self._parts.meter
-        waited, sent = meter.waiting_seconds, meter.sent_bytes
-        samples = getattr(batch, "samples", None)
-        has_pending = self._assembly.timing.has_pending
-        self._checks.before_step(batch, compares_all=not self._programs.has_record, has_pending_updates=has_pending)
-        self.dry_run(batch, training=True)
-        batch, problem = self._assembly.batches.compare(batch)
-        self._checks.save_buffers()
-        loss_scale = self._parts.loss_scale.reported
-        number, count = self.num_steps + 1, self.plan.microbatches
-        with self._assembly.batches.microbatches(batch, count, step=number - 1, samples=samples) as microbatches:
-            request = StepRequest(microbatches, self._programs.nominal_count, self._is_stop_requested, problem)
-            step = StepState(self._parts, request)
-            self._executor.train(self._programs.of_step(number), step)
-        self._totals = totals = step.read_totals()
-        skipped = self._finish_step(step, samples)
-        return Metrics(
-            loss=totals.loss / totals.count if totals.count else float("nan"),
-            samples=round(totals.num_samples / self.plan.sp),
-            tokens=round(totals.num_tokens) or None,
-            grad_norm=step.grad_norm,
-            seconds=time.perf_counter() - begin,
-            waiting_seconds=meter.waiting_seconds - waited,
-            sent_bytes=meter.sent_bytes - sent,
-            skipped=skipped,
-            loss_scale=loss_scale,
-            overflowed=step.overflowed,
-        )
+        return self._runner.train(batch)
 
-    def _finish_step(self, step: StepState, samples: Any) -> Any:
-        """After a step: count it, check it, and keep what later steps need of it. Returns why it was skipped."""
-        programs, totals = self._programs, step.read_totals()
-        if self._checks.num_calls == 0:
-            self.objective.finish_first_step()
-        skipped = self._checks.after_step(step, samples)
-        if self.device.type == "cpu":
-            _tune_freed_memory(self._checks.num_calls)
-        if self._checks.compares_replicas:
-            self._checks.compare_replicas(self._access.replicated_tensors(self.model))
-        if not programs.has_record:
-            # Without elements there is no estimate.
-            programs.nominal_count = step.known_nominal_count if totals.count else None
-            if skipped is None:
-                (stage,) = self._parts.stages
-                order = self._calls.world.all_gather_json(stage.gradients.countdown.completion_order)[0]
-                self._access.set_record(order, self._parts.sync.nominal_count(totals.count))
-        return skipped
-
-    @torch.no_grad()
     def evaluate(self, batch: Any) -> Metrics:
         """The loss of the global batch, without training on it; NaN if the batch is empty on all ranks. Collective."""
-        begin, meter = time.perf_counter(), self._parts.meter
-        waited = meter.waiting_seconds
-        self._calls.begin("evaluate()", getattr(batch, "samples", None))
-        self._assembly.timing.flush()
-        self.dry_run(batch)
-        batch, problem = self._assembly.batches.compare(batch)
-        with self._microbatch(batch) as part, eval_mode(self.model):
-            step = StepState(self._parts, StepRequest([part], batch_mismatch=problem, phase="evaluate"))
-            self._executor.evaluate(self._programs.evaluation, step)
-        totals = wait_totals(step)
-        return Metrics(
-            loss=totals.loss / totals.count if totals.count else float("nan"),
-            samples=round(totals.num_samples / self.plan.sp),
-            tokens=round(totals.num_tokens) or None,
-            grad_norm=None,
-            seconds=time.perf_counter() - begin,
-            waiting_seconds=meter.waiting_seconds - waited,
-        )
+        return self._runner.evaluate(batch)
 
     def dry_run(self, batch: Any, *, training: bool = False) -> None:
         """Check with one batch that the plan may split the batch and the model computes the same. Collective.
 
         Raises TaskError, on every rank, if not. The first step does the same. `training`: a step on this batch follows.
         """
-        batches, checks = self._assembly.batches, self._assembly.dry_run
-        if batches.needs_dry_run:
-            self._calls.check_same()
-            batches.dry_run(batch, self._weights.unsharded)
-            self._weights.edits.accept_edits()
-        if checks.is_needed(training=training):
-            self._calls.check_same()
-            small = batches.dry_run_batch(batch)
-            checks.run(small, self._weights.unsharded, self._calls.world.all_gather_json, training=training)
-            self._weights.edits.accept_edits()
+        self._runner.dry_run(batch, training=training)
 
-    @contextlib.contextmanager
-    def _microbatch(self, batch: Any) -> Iterator[Microbatch]:
-        """This rank's part of a batch that has been compared; inside, attention reaches all of its tokens."""
-        samples = getattr(batch, "samples", None)
-        with self._assembly.batches.microbatches(batch, 1, step=self.num_steps, samples=samples) as (part,):
-            yield part
-
-    @torch.no_grad()
     def run_forward(self, batch: Any) -> ForwardRun | None:
         """Outputs and loss of this rank's part of a batch, without training on it; None without samples. Collective.
 
         `batch` may be None on ranks that have none. Raises TaskError on the ranks of one sequence if their batches
         differ.
         """
-        self._calls.begin("run_forward()")
-        self._assembly.timing.flush()
-        batch, problem = (None, None) if batch is None else self._assembly.batches.compare(batch)
-        if problem is not None:
-            raise TaskError(problem, where="the batch")
-        with contextlib.nullcontext(NO_SAMPLES) if batch is None else self._microbatch(batch) as part:
-            step = StepState(self._parts, StepRequest([part], phase="evaluate", keeps_outputs=True))
-            self._executor.evaluate(self._programs.forward_only, step)
-        return ForwardRun(part, step.outputs[0], step.losses[0]) if part.num_samples else None
+        return self._runner.run_forward(batch)
 
     # ---- other collectives ---------------------------------------------------------------------------
 
@@ -403,12 +299,3 @@ class TrainStep:
         Raises TaskError, before anything is changed, if it is not the state of such a model and optimizer.
         """
         self._access.load_state_dict(state)
-
-
-def _tune_freed_memory(num_steps: int) -> None:
-    """After each step on a CPU: set how much freed memory the C library keeps."""
-    if num_steps == 1:
-        # Not before: the first step makes optimizer states, which would lie between gradients that are freed after it.
-        memory.keep_freed_memory()
-    elif num_steps == 2:
-        memory.trim_freed_memory()

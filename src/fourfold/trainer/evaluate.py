@@ -14,7 +14,8 @@ from fourfold.feed.sample_rng import fetch_seeded
 from fourfold.plan.sample_order import shard_range
 from fourfold.step.model_call import eval_mode
 from fourfold.step.same_source import check_same_length
-from fourfold.step.train_step import ForwardRun, TrainStep
+from fourfold.step.step_runner import ForwardRun
+from fourfold.step.train_step import TrainStep
 from fourfold.step.uneven_means import is_uneven, uneven_problem
 from fourfold.words.errors import Problem, TaskError
 from fourfold.words.task import Source, Task

@@ -1,0 +1,162 @@
+"""Step runner: a batch through the checks, the layout of batches and the programs, to metrics.
+
+Law: what raises on one rank before its program runs raises on all ranks.
+"""
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from fourfold.parts import memory
+from fourfold.plan.plan import Plan
+from fourfold.plan.sample_order import BatchRange
+from fourfold.step.assembly import Assembly
+from fourfold.step.batch import NO_SAMPLES, Microbatch
+from fourfold.step.executor import Executor
+from fourfold.step.loss_sum import Loss
+from fourfold.step.metrics import Metrics
+from fourfold.step.model_call import eval_mode
+from fourfold.step.nan_guard import Skipped
+from fourfold.step.state_access import StateAccess
+from fourfold.step.step_state import StepRequest, StepState, StepTotals, wait_totals
+from fourfold.words.errors import TaskError
+
+
+class ForwardRun(NamedTuple):
+    """This rank's part of a batch, the model's outputs, and the loss."""
+
+    part: Microbatch
+    outputs: Any
+    loss: Loss
+
+
+class StepRunner:
+    """The training steps and forwards of one rank."""
+
+    def __init__(self, model: nn.Module, plan: Plan, assembly: Assembly, access: StateAccess) -> None:
+        self._model, self._plan, self._assembly, self._access = model, plan, assembly, access
+        self._parts, self._calls, self._programs = assembly.parts, assembly.calls, assembly.programs
+        self._checks, self._weights = assembly.checks, assembly.state.weights
+        self.executor = Executor(assembly.timing)
+        self.is_stop_requested = False
+        """Whether this rank wants to stop the run."""
+        self.totals = StepTotals(*[0.0] * 8)
+        """Of the last step."""
+
+    def train(self, batch: Any) -> Metrics:
+        """See `TrainStep.__call__`."""
+        begin, meter = time.perf_counter(), self._parts.meter
+        waited, sent = meter.waiting_seconds, meter.sent_bytes
+        samples = getattr(batch, "samples", None)
+        has_pending = self._assembly.timing.has_pending
+        self._checks.before_step(batch, compares_all=not self._programs.has_record, has_pending_updates=has_pending)
+        self.dry_run(batch, training=True)
+        batch, problem = self._assembly.batches.compare(batch)
+        self._checks.save_buffers()
+        loss_scale = self._parts.loss_scale.reported
+        number, count = self._calls.num_steps + 1, self._plan.microbatches
+        with self._assembly.batches.microbatches(batch, count, step=number - 1, samples=samples) as microbatches:
+            request = StepRequest(microbatches, self._programs.nominal_count, self.is_stop_requested, problem)
+            step = StepState(self._parts, request)
+            self.executor.train(self._programs.of_step(number), step)
+        self.totals = totals = step.read_totals()
+        skipped = self._finish_step(step, samples)
+        return Metrics(
+            loss=totals.loss / totals.count if totals.count else float("nan"),
+            samples=round(totals.num_samples / self._plan.sp),
+            tokens=round(totals.num_tokens) or None,
+            grad_norm=step.grad_norm,
+            seconds=time.perf_counter() - begin,
+            waiting_seconds=meter.waiting_seconds - waited,
+            sent_bytes=meter.sent_bytes - sent,
+            skipped=skipped,
+            loss_scale=loss_scale,
+            overflowed=step.overflowed,
+        )
+
+    def _finish_step(self, step: StepState, samples: BatchRange | None) -> Skipped | None:
+        """After a step: count it, check it, and keep what later steps need of it. Returns why it was skipped."""
+        programs, totals = self._programs, step.read_totals()
+        if self._checks.num_calls == 0:
+            self._parts.objective.finish_first_step()
+        skipped = self._checks.after_step(step, samples)
+        if self._parts.device.type == "cpu":
+            _tune_freed_memory(self._checks.num_calls)
+        if self._checks.compares_replicas:
+            self._checks.compare_replicas(self._access.replicated_tensors(self._model))
+        if not programs.has_record:
+            # Without elements there is no estimate.
+            programs.nominal_count = step.known_nominal_count if totals.count else None
+            if skipped is None:
+                (stage,) = self._parts.stages
+                order = self._calls.world.all_gather_json(stage.gradients.countdown.completion_order)[0]
+                self._access.set_record(order, self._parts.sync.nominal_count(totals.count))
+        return skipped
+
+    @torch.no_grad()
+    def evaluate(self, batch: Any) -> Metrics:
+        """See `TrainStep.evaluate`."""
+        begin, meter = time.perf_counter(), self._parts.meter
+        waited = meter.waiting_seconds
+        self._calls.begin("evaluate()", getattr(batch, "samples", None))
+        self._assembly.timing.flush()
+        self.dry_run(batch)
+        batch, problem = self._assembly.batches.compare(batch)
+        with self._microbatch(batch) as part, eval_mode(self._model):
+            step = StepState(self._parts, StepRequest([part], batch_mismatch=problem, phase="evaluate"))
+            self.executor.evaluate(self._programs.evaluation, step)
+        totals = wait_totals(step)
+        return Metrics(
+            loss=totals.loss / totals.count if totals.count else float("nan"),
+            samples=round(totals.num_samples / self._plan.sp),
+            tokens=round(totals.num_tokens) or None,
+            grad_norm=None,
+            seconds=time.perf_counter() - begin,
+            waiting_seconds=meter.waiting_seconds - waited,
+        )
+
+    def dry_run(self, batch: Any, *, training: bool = False) -> None:
+        """See `TrainStep.dry_run`."""
+        batches, checks = self._assembly.batches, self._assembly.dry_run
+        if batches.needs_dry_run:
+            self._calls.check_same()
+            batches.dry_run(batch, self._weights.unsharded)
+            self._weights.edits.accept_edits()
+        if checks.is_needed(training=training):
+            self._calls.check_same()
+            small = batches.dry_run_batch(batch)
+            checks.run(small, self._weights.unsharded, self._calls.world.all_gather_json, training=training)
+            self._weights.edits.accept_edits()
+
+    @contextlib.contextmanager
+    def _microbatch(self, batch: Any) -> Iterator[Microbatch]:
+        """This rank's part of a batch that has been compared; inside, attention reaches all of its tokens."""
+        samples = getattr(batch, "samples", None)
+        with self._assembly.batches.microbatches(batch, 1, step=self._calls.num_steps, samples=samples) as (part,):
+            yield part
+
+    @torch.no_grad()
+    def run_forward(self, batch: Any) -> ForwardRun | None:
+        """See `TrainStep.run_forward`."""
+        self._calls.begin("run_forward()")
+        self._assembly.timing.flush()
+        batch, problem = (None, None) if batch is None else self._assembly.batches.compare(batch)
+        if problem is not None:
+            raise TaskError(problem, where="the batch")
+        with contextlib.nullcontext(NO_SAMPLES) if batch is None else self._microbatch(batch) as part:
+            step = StepState(self._parts, StepRequest([part], phase="evaluate", keeps_outputs=True))
+            self.executor.evaluate(self._programs.forward_only, step)
+        return ForwardRun(part, step.outputs[0], step.losses[0]) if part.num_samples else None
+
+
+def _tune_freed_memory(num_steps: int) -> None:
+    """After each step on a CPU: set how much freed memory the C library keeps."""
+    if num_steps == 1:
+        # Not before: the first step makes optimizer states, which would lie between gradients that are freed after it.
+        memory.keep_freed_memory()
+    elif num_steps == 2:
+        memory.trim_freed_memory()
