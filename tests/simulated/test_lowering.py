@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from fourfold.step.build import TrainStep
+from fourfold.step.train_step import TrainStep
 from torch import nn
 
 import fourfold as ff
