@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fourfold.checkpoint import manager, write
+from fourfold.checkpoint import write, writer
 from fourfold.checkpoint.collect import TrainingState
 from fourfold.checkpoint.manager import AttemptDir, CheckpointManager, TrainingProgress
 from fourfold.checkpoint.manifest_file import read_manifest
@@ -46,7 +46,7 @@ def test_a_snapshot_holds_the_weights_at_the_time_it_was_taken(tmp_path, monkeyp
         assert go.wait(30)
         return real(path, snapshot)
 
-    monkeypatch.setattr(manager, "write_snapshot", delayed_write)
+    monkeypatch.setattr(writer, "write_snapshot", delayed_write)
 
     def body(comm):
         run = ThreadRun(Case(), comm, tmp_path)
@@ -61,8 +61,9 @@ def test_a_snapshot_holds_the_weights_at_the_time_it_was_taken(tmp_path, monkeyp
 
     ((then, now),) = threads.run(1, body)
     with CheckpointReader(CheckpointStore(tmp_path).step_dir(1)) as reader:
-        for name, value in then.items():
-            assert torch.equal(reader.read_tensor(name).reshape(-1), value)
+        assert {tensor.label for tensor in reader.entries} == then.keys()
+        for tensor in reader.entries:
+            assert torch.equal(reader.tensor(tensor).read_all().reshape(-1), then[tensor.label])
     assert any(not torch.equal(now[name], value) for name, value in then.items())
 
 

@@ -67,6 +67,7 @@ from fourfold.step.objective import ForwardResult, Objective
 from fourfold.step.persistent_state import PersistentState, cloned
 from fourfold.step.rank_agreement import check_same_on_ranks
 from fourfold.step.same_source import check_same_source
+from fourfold.step.saved_state import SavedState, readers_of
 from fourfold.step.sequence.batch_consistency import batch_mismatch_problem
 from fourfold.step.sequence.sequence_parallel import SequenceParallel
 from fourfold.step.tensor_tree import tree_map
@@ -690,9 +691,9 @@ class TrainStep:
         return self._state.shard_ranges
 
     @property
-    def is_secondary_replica(self) -> bool:
-        """Whether a lower rank has the same shards as this one."""
-        return self._transport.replica_index > 0
+    def shard_replica(self) -> tuple[int, int]:
+        """Which of how many ranks with the same shards this rank is: (0, 1) unless several have them."""
+        return self._state.shard_replica
 
     @property
     def has_sharded_state(self) -> bool:
@@ -721,12 +722,21 @@ class TrainStep:
             state, self._weights.model_state_dict(), self._weights.trainable, self.optimizer
         )
         self._raise_on_all_ranks(problems, where="the state")
+        self._load(readers_of(state))
+
+    def load_saved_state(self, saved: SavedState) -> None:
+        """Restore a state that is read a tensor at a time, and that fits this model and optimizer. Collective."""
+        self._begin_call("load_saved_state()")
+        self._transport.check_same_call()
+        self._load(saved)
+
+    def _load(self, saved: SavedState) -> None:
         self._actions.flush()
-        self._state.load_state_dict(state)
-        for group, options in zip(self.optimizer.param_groups, state["groups"], strict=True):
+        self._state.load(saved)
+        for group, options in zip(self.optimizer.param_groups, saved.groups, strict=True):
             # Options such as `foreach` choose an implementation; that was done when the step was built.
             group.update({k: cloned(v) for k, v in options.items() if k not in IMPLEMENTATION_OPTIONS})
-        record = state["record"]
+        record = saved.record
         if self._loss_scaler is not None and record.get("scale"):
             self._loss_scaler.load_state(record["scale"])
         # The launch order is valid only for the same number of buckets; otherwise the next step records a new one.
@@ -734,7 +744,7 @@ class TrainStep:
             self._set_record(list(record["order"]), record["nominal_count"])
         else:
             self._actions.nominal_count = record["nominal_count"]
-        self._state.load_codec_state(state)
+        self._state.load_codec_state(saved.codec)
 
     def _raise_on_all_ranks(self, problems: Sequence[Problem], *, where: str) -> None:
         """Raise TaskError on every rank if any rank has a problem, so that none waits for another. Collective."""

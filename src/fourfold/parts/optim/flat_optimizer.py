@@ -18,6 +18,7 @@ from fourfold.parts.optim.layerwise import LayerwiseOptimizer, PendingLayerwiseU
 from fourfold.parts.optim.option_text import IMPLEMENTATION_OPTIONS
 from fourfold.parts.optim.update_slices import UpdateSlice
 from fourfold.parts.optim.user_optimizer import is_layerwise
+from fourfold.parts.tensor_reader import TensorReader
 from fourfold.parts.torch_private import mark_step_called, step_without_wrappers
 from fourfold.plan.data.buckets import Bucket
 from fourfold.words.errors import OptimizerError, Problem
@@ -212,20 +213,23 @@ class FlatOptimizer:
         return True
 
     def load_state(self, bucket: int, slots: Sequence[tuple[int, int, Mapping[str, Any]]]) -> None:
-        """Load what `state_slices` gave, with tensors joined: (start, stop, state) of slots that tile the bucket."""
+        """Load states: (start, stop, state) of slots that tile the bucket; a state holds `TensorReader`s and scalars.
+
+        Only the elements that this rank updates are read.
+        """
         for flat, each in ((run.optimizer, each) for run in self._updates[bucket] for each in run.slices):
             covering = [slot for slot in slots if slot[0] < each.stop and each.start < slot[1]]
             if not covering:
                 continue  # padding
             state: dict[str, Any] = {}
             for key, first in covering[0][2].items():
-                if isinstance(first, Tensor):
+                if isinstance(first, TensorReader):
                     # The weights may have had another dtype when the state was saved.
-                    dtype = each.weight.dtype if first.is_floating_point() else first.dtype
+                    dtype = each.weight.dtype if first.dtype.is_floating_point else first.dtype
                     joined = torch.zeros(each.stop - each.start, dtype=dtype, device=each.weight.device)
                     for start, stop, s in covering:
                         low, high = max(start, each.start), min(stop, each.stop)
-                        joined[low - each.start : high - each.start] = s[key][low - start : high - start]
+                        joined[low - each.start : high - each.start] = s[key].read(low - start, high - start)
                     state[key] = joined
                 elif any(s[key] != first for _, _, s in covering):
                     problem = Problem(f"{key} differs between parameters of one bucket", "the plan it was saved with")
