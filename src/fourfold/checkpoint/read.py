@@ -44,6 +44,8 @@ class CheckpointReader(contextlib.ExitStack):
 
         It is a copy, or memory of the file that must not be written.
         """
+        if wanted.num_elements == entry.num_elements and len(entry.parts) == 1 and entry.parts[0].is_whole:
+            return self._slice(entry, entry.parts[0]).reshape(-1)  # as it is stored, and most tensors are read
         result: Tensor | None = None
         for stored in entry.parts:
             for overlap in _overlaps(entry, stored, wanted):
@@ -72,8 +74,8 @@ class CheckpointReader(contextlib.ExitStack):
         columns = relative_slices(common, block.box)[1:]
         return rows[(slice(None), *columns)]
 
-    def _slice(self, entry: TensorEntry, stored: StoredPart, slices: tuple[slice, ...]) -> Tensor:
-        """Slices of what one file holds of a tensor."""
+    def _slice(self, entry: TensorEntry, stored: StoredPart, slices: tuple[slice, ...] = ()) -> Tensor:
+        """What one file holds of a tensor, or slices of it."""
         path = self._folder / stored.file
         try:
             if stored.file not in self._open_files:
@@ -84,8 +86,7 @@ class CheckpointReader(contextlib.ExitStack):
             if tuple(view.get_shape()) != shape or view.get_dtype() != entry.dtype:
                 got = f"{path}: {stored.name} is {view.get_dtype()} {view.get_shape()}"
                 raise CheckpointError(Problem(got, f"{entry.dtype} {list(shape)}, as the manifest says"))
-            is_all = all(each.start == 0 and each.stop == n for each, n in zip(slices, shape, strict=True))
-            found = file.get_tensor(stored.name) if is_all else view[slices]
+            found = view[slices] if slices else file.get_tensor(stored.name)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(Problem(f"{path}: {error}", "a safetensors file")) from None
         self.num_bytes += found.numel() * found.element_size()

@@ -19,7 +19,7 @@ from fourfold.parts.codec.residual import RESIDUAL_KEY
 from fourfold.parts.data.param_access import untracked_access
 from fourfold.parts.dtypes import accumulation_dtype
 from fourfold.parts.optim.option_text import IMPLEMENTATION_OPTIONS
-from fourfold.parts.tensor_reader import TensorReader
+from fourfold.parts.tensor_reader import ParameterState, TensorReader
 from fourfold.plan.checkpoint_boxes import Shape
 from fourfold.plan.checkpoint_manifest import Manifest, Place, TensorKey, TensorKind
 from fourfold.plan.rng import generator_seed, random_place, rng_state_to_restore
@@ -59,15 +59,15 @@ def _saved_state(step: TrainStep, reader: CheckpointReader) -> SavedState:
     manifest = reader.manifest
     names = [*(key.name for key in reader.entries if key.kind is TensorKind.MODEL), *manifest.aliases]
     trainable = trainable_parameters(step.model)
-    optimizer: dict[str, dict[str, Any]] = {name: dict(manifest.scalars.get(name, {})) for name in trainable}
+    states: dict[str, dict[str, TensorReader]] = {name: {} for name in trainable}
     for (name, key), tensors in _state_tensors(reader, TensorKind.OPTIMIZER).items():
-        optimizer.setdefault(name, {})[key] = _optimizer_state(step, tensors)
+        states.setdefault(name, {})[key] = _optimizer_state(step, tensors)
     codec: dict[str, dict[str, Sequence[TensorReader]]] = {}
     for (name, key), tensors in _state_tensors(reader, TensorKind.CODEC).items():
         codec.setdefault(name, {})[key] = tensors
     return SavedState(
         model={name: reader.tensor(TensorKey(TensorKind.MODEL, name)) for name in names},
-        optimizer=optimizer,
+        optimizer={name: ParameterState(own, manifest.scalars.get(name, {})) for name, own in states.items()},
         record=msgspec.structs.asdict(manifest.record),
         # The task's own options: training uses those it has now, as it uses all other code of the task.
         groups=[{k: v for k, v in group.items() if k != "params"} for group in step.optimizer.param_groups],
@@ -150,10 +150,12 @@ def restore_problems(training_state: TrainingState, reader: CheckpointReader) ->
     """Everything in which the checkpoint does not fit the run."""
     step, feed, _ = training_state
     manifest = reader.manifest
-    misfits = [*_model_problems(training_state, reader), *_state_shape_problems(step, reader)]
+    with untracked_access():  # sharded weights have placeholders here, in their shapes
+        model_state = step.model.state_dict(keep_vars=True)
+    misfits = [*_model_problems(training_state, model_state, reader), *_state_shape_problems(step, reader)]
     yield from misfits
     if not misfits:
-        yield from _tied_problems(step, reader)
+        yield from _tied_problems(model_state, reader)
     if not step.codec_state.tensors and any(key.kind is TensorKind.CODEC for key in reader.entries):
         got = f"what a codec has not sent yet, and codec = {step.plan.codec!r}, which cannot send it"
         yield Problem(got, "a codec with error feedback", "the codec it was saved with, or init= with its weights")
@@ -169,10 +171,12 @@ def restore_problems(training_state: TrainingState, reader: CheckpointReader) ->
             yield Problem(f"saved with {field.replace('_', ' ')} {saved}, now {now}", "the same data and batches")
 
 
-def _model_problems(training_state: TrainingState, reader: CheckpointReader) -> Iterator[Problem]:
+def _model_problems(
+    training_state: TrainingState, model_state: Mapping[str, Tensor], reader: CheckpointReader
+) -> Iterator[Problem]:
     """Shapes and dtypes of the model, and of the average if there is one, that are not those saved."""
     step, _, ema = training_state
-    own = {TensorKey(TensorKind.MODEL, name): value for name, value in _model_state(step).items()}
+    own = {TensorKey(TensorKind.MODEL, name): value for name, value in model_state.items()}
     own_shapes = {tensor: tuple(value.shape) for tensor, value in own.items()}
     if ema is not None:
         parameter_shapes = _parameter_shapes(step)
@@ -188,20 +192,15 @@ def _model_problems(training_state: TrainingState, reader: CheckpointReader) -> 
     yield from dtype_problems(own_dtypes, {tensor.label: entry.dtype for tensor, entry in saved.items()})
 
 
-def _model_state(step: TrainStep) -> dict[str, Any]:
-    with untracked_access():  # sharded weights have placeholders here, in their shapes
-        return step.model.state_dict(keep_vars=True)
-
-
 def _parameter_shapes(step: TrainStep) -> dict[str, Shape]:
     return {name: tuple(p.shape) for name, p in step.model.named_parameters() if p.requires_grad}
 
 
-def _tied_problems(step: TrainStep, reader: CheckpointReader) -> Iterator[Problem]:
+def _tied_problems(model_state: Mapping[str, Tensor], reader: CheckpointReader) -> Iterator[Problem]:
     """Weights that the model ties, and that were saved with different values."""
     first_names: dict[int, str] = {}
     aliases = reader.manifest.aliases
-    for name, value in _model_state(step).items():
+    for name, value in model_state.items():
         other = first_names.setdefault(id(value), name)
         if aliases.get(name, name) != aliases.get(other, other):
             a, b = (reader.tensor(TensorKey(TensorKind.MODEL, each)).read_all() for each in (name, other))

@@ -4,13 +4,13 @@ element  counted in row-major order, whatever the shape: a shard is a range of e
 Law: what is not asked for is not read.
 """
 
-from typing import Protocol, runtime_checkable
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 
-@runtime_checkable
 class TensorReader(Protocol):
     """A saved tensor."""
 
@@ -34,3 +34,15 @@ class MemoryReader:
 
     def read(self, start: int, stop: int) -> Tensor:
         return self._flat[start:stop]
+
+
+class ParameterState(NamedTuple):
+    """The saved state of an optimizer for one parameter, by key."""
+
+    tensors: Mapping[str, TensorReader]
+    """As large as the parameter."""
+    scalars: Mapping[str, Any]
+
+    @property
+    def keys(self) -> frozenset[str]:
+        return frozenset((*self.tensors, *self.scalars))

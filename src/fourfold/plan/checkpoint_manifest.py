@@ -97,14 +97,21 @@ class StoredPart(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown
     box: Box | None = None
     range: tuple[int, int] | None = None
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is the whole tensor, in its shape."""
+        return self.box is None and self.range is None
+
     def part_of(self, shape: Shape) -> Part:
         """The part of a tensor of this shape."""
         box = self.box or whole(shape).box
         return Part(box, *(self.range or (0, box.num_elements)))
 
     def shape_in_file(self, shape: Shape) -> Shape:
-        part = self.part_of(shape)
-        return part.box.lengths if self.range is None else (part.num_elements,)
+        if self.range is None:
+            return shape if self.box is None else self.box.lengths
+        start, stop = self.range
+        return (stop - start,)
 
 
 class TensorEntry(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -277,7 +284,7 @@ def _tensor_problems(manifest: Manifest) -> Iterator[str]:
         problems = [*_key_problems(entry, manifest.mesh), *_entry_problems(entry, manifest.files)]
         yield from (f"{entry.tensor.label}: {text}" for text in problems)
         for part in entry.parts if not problems else ():
-            num_bytes[part.file] += part.part_of(entry.shape).num_elements * ELEMENT_BYTES[entry.dtype]
+            num_bytes[part.file] += math.prod(part.shape_in_file(entry.shape)) * ELEMENT_BYTES[entry.dtype]
             if part.name in names[part.file]:
                 yield f"two tensors called {part.name} in {part.file}"
             names[part.file].add(part.name)
@@ -315,9 +322,13 @@ def _entry_problems(entry: TensorEntry, files: Mapping[str, FileEntry]) -> Itera
         if stored.box is not None and any(len(each) != len(entry.shape) for each in stored.box):
             yield f"a box of other dims than its shape {entry.shape}"
             return
+        if stored.is_whole:
+            continue
         (offsets, lengths), start, stop = part = stored.part_of(entry.shape)
         if not is_inside(part, entry.shape):
             yield f"offsets {offsets}, lengths {lengths}, elements {start} to {stop} of shape {entry.shape}"
             return
+    if len(entry.parts) == 1 and entry.parts[0].is_whole:
+        return
     if not is_tiling([stored.part_of(entry.shape) for stored in entry.parts], entry.shape):
         yield "its parts leave a gap, or overlap"

@@ -9,17 +9,17 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from fourfold.parts.tensor_reader import MemoryReader, TensorReader
+from fourfold.parts.tensor_reader import MemoryReader, ParameterState, TensorReader
 
 CodecRows = Mapping[str, Mapping[str, Sequence[TensorReader]]]
 """By parameter and key: what each rank's codec had saved, in rank order."""
 
 
 class SavedState(NamedTuple):
-    """See `TrainStep.state_dict`. In the optimizer's states, what is no reader is a scalar."""
+    """See `TrainStep.state_dict`."""
 
     model: Mapping[str, TensorReader]
-    optimizer: Mapping[str, Mapping[str, Any]]
+    optimizer: Mapping[str, ParameterState]
     record: Mapping[str, Any]
     groups: Sequence[Mapping[str, Any]]
     outer: Mapping[str, TensorReader] = {}
@@ -30,7 +30,7 @@ def readers_of(state: Mapping[str, Any]) -> SavedState:
     """What `TrainStep.state_dict` returned; its tensors are not copied."""
     return SavedState(
         {name: MemoryReader(value) for name, value in state["model"].items() if isinstance(value, Tensor)},
-        {name: {k: _reader(v) for k, v in values.items()} for name, values in state["optimizer"].items()},
+        {name: _parameter_state(values) for name, values in state["optimizer"].items()},
         state["record"],
         state["groups"],
         {name: MemoryReader(value) for name, value in state.get("outer", {}).items()},
@@ -41,5 +41,6 @@ def readers_of(state: Mapping[str, Any]) -> SavedState:
     )
 
 
-def _reader(value: Any) -> Any:
-    return MemoryReader(value) if isinstance(value, Tensor) else value
+def _parameter_state(values: Mapping[str, Any]) -> ParameterState:
+    tensors = {key: MemoryReader(value) for key, value in values.items() if isinstance(value, Tensor)}
+    return ParameterState(tensors, {key: value for key, value in values.items() if key not in tensors})
