@@ -12,7 +12,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import load_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from fourfold.checkpoint import manager
@@ -84,6 +85,13 @@ def test_parts_that_do_not_fit_together_are_no_checkpoint(tmp_path):
     values, box = torch.arange(12).view(3, 4), whole((3, 4)).box
     with pytest.raises(CheckpointError, match=r"model\.a: its parts leave a gap, or overlap"):
         write(tmp_path, values, [[Part(box, 0, 3)], [Part(box, 4, 12)]])
+
+
+def test_tensors_of_a_file_are_mapped_and_read_as_they_are_used(tmp_path):
+    save_file({"a": torch.ones(1000)}, tmp_path / "file")
+    with safe_open(tmp_path / "file", framework="pt") as file:
+        one, other = file.get_tensor("a"), file.get_tensor("a")
+    assert one.data_ptr() == other.data_ptr()  # the memory of the file, not copies
 
 
 class Count:

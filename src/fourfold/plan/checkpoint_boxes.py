@@ -168,19 +168,14 @@ def is_tiling(parts: Iterable[Part], shape: Sequence[int]) -> bool:
         return False
     found: list[Box] = []
     for box, ranges in ranges_by_box.items():
-        joined = _joined(sorted(ranges))
-        if joined is None:
-            return False
-        found += [block.box for start, stop in joined for block in blocks(Part(box, start, stop))]
+        found += [block.box for start, stop in _joined(sorted(ranges)) for block in blocks(Part(box, start, stop))]
     return _are_disjoint(found)
 
 
-def _joined(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]] | None:
-    """Sorted ranges, those that touch as one; None if two overlap."""
+def _joined(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Sorted ranges, those that touch as one."""
     result: list[tuple[int, int]] = []
     for start, stop in ranges:
-        if result and start < result[-1][1]:
-            return None
         if result and start == result[-1][1]:
             result[-1] = result[-1][0], stop
         else:
