@@ -15,6 +15,7 @@ from fourfold.checkpoint.read import CheckpointReader
 from fourfold.checkpoint.store import CheckpointStore
 from fourfold.checkpoint.weights_file import check_weights_file, export_weights, load_weights_file
 from fourfold.feed.feed import Feed
+from fourfold.plan.checkpoint_manifest import TensorKey, TensorKind
 from fourfold.plan.plan import Plan
 from fourfold.step.build import TrainStep
 from fourfold.step.ema import EMA
@@ -25,6 +26,8 @@ from fourfold.words.task import Data, Task
 from tests import cases
 from tests.cases import Case, batches
 from tests.checkpoint_runs import MemoryLog, ThreadRun, save_twice
+from tests.simulated.test_checkpoint_version_one import make_run
+from tests.simulated.test_checkpoint_version_one import train as train_tiny
 
 
 def test_the_last_checkpoints_and_the_best_one_are_kept(tmp_path):
@@ -164,3 +167,18 @@ def test_a_task_that_changes_the_working_directory_does_not_move_its_run(tmp_pat
     assert result.folder == tmp_path / "runs" / "moved"
     assert CheckpointStore(tmp_path / "runs" / "moved").steps() == [2, 4]
     assert not list((tmp_path / "elsewhere").iterdir())
+
+
+def test_the_buffers_of_a_checkpoint_are_rank_0s(tmp_path):
+    """With batch_norm = "local" the ranks' buffers differ."""
+
+    def body(comm):
+        checkpoints, state = make_run("residuals", comm, tmp_path)
+        train_tiny(state, 0, 2)
+        state.step.model.get_buffer("offset").fill_(comm.rank)
+        checkpoints.save(TrainingProgress(2))
+        checkpoints.wait()
+
+    threads.run(2, body)
+    with CheckpointReader(CheckpointStore(tmp_path).step_dir(2)) as reader:
+        assert not reader.tensor(TensorKey(TensorKind.MODEL, "offset")).read_all().any()

@@ -111,7 +111,7 @@ class CountingReader(CheckpointReader):
         self._count, self._rank, self._held = count, threading.get_ident(), 0
 
     def read(self, entry: Any, wanted: Part) -> Tensor:
-        found = super().read(entry, wanted)
+        found = super().read(entry, wanted).clone()  # lives as long as its views
         num_bytes = found.numel() * found.element_size()
         self._held += num_bytes
         self._count.peaks[self._rank] = max(self._count.peaks.get(self._rank, 0), self._held)

@@ -43,6 +43,10 @@ class CheckpointReader(contextlib.ExitStack):
 
         It is a copy, or memory of the file that must not be written.
         """
+        if len(entry.parts) == 1 and entry.parts[0].is_whole and wanted.num_elements == entry.num_elements:
+            found = self._file_tensor(entry, entry.parts[0]).view(-1)  # most tensors, in a tenth of the time
+            self.num_bytes += found.numel() * found.element_size()
+            return found
         result: Tensor | None = None
         for stored in entry.parts:
             for overlap in _overlaps(stored.part_of(entry.shape), wanted):
