@@ -153,13 +153,12 @@ class PersistentState:
         parameters = {id(p) for p in self.weights.model.parameters()}
         rest = {}
         for name, tensor in tensors.items():
-            if name in values:
-                shape = values[name].shape
-                value = values[name].read(0, math.prod(shape)).view(shape)
-                if id(tensor) in parameters:
-                    tensor.copy_(value)
-                else:
-                    rest[name] = value
+            if name not in values:
+                continue
+            if id(tensor) in parameters:
+                tensor.copy_(_whole(values[name]))
+            else:
+                rest[name] = _whole(values[name])
         self.weights.model.load_state_dict(rest, strict=False)
 
     @torch.no_grad()
@@ -195,3 +194,8 @@ def cloned(value: Any) -> Any:
 def _describe_value(value: Any) -> Any:
     """An optimizer value as JSON: the dtype of a tensor, or the value itself."""
     return {"dtype": str(value[0].dtype).removeprefix("torch.")} if isinstance(value, list) else value
+
+
+def _whole(reader: TensorReader) -> Tensor:
+    """All of a tensor, in its shape."""
+    return reader.read(0, math.prod(reader.shape)).view(reader.shape)
