@@ -16,7 +16,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from fourfold.parts.comm import init
 from fourfold.parts.comm.communicator import Communicator
-from fourfold.parts.comm.reduce.divergence_report import with_options
 from fourfold.parts.data.grad_hooks import register_last_hook
 from fourfold.parts.optim.option_checks import check_options
 from fourfold.parts.torch_private import NO_BACKWARD_ID, call_after_backward, current_backward_id
@@ -29,7 +28,7 @@ from fourfold.step.grad_averager import GradAverager
 from fourfold.step.model_checks import check_plan_on_ranks
 from fourfold.step.optimizer_proxy import OptimizerProxy
 from fourfold.step.optimizer_steps import OptimizerSteps
-from fourfold.step.uneven_inputs import UnevenInputs
+from fourfold.step.uneven_inputs import EvenInputs, Rounds, UnevenInputs
 from fourfold.step.unreduced_grads import UnreducedGrads
 from fourfold.step.weights import trainable_parameters
 from fourfold.step.wrapper_checks import WrapperChecks
@@ -89,8 +88,6 @@ class DistributedOptimizer(OptimizerProxy):
         broadcast_model(self._data_ranks, model)
         self._is_sync_enabled, self._is_replaced = True, False
         self._backward_id, self._num_backwards = NO_BACKWARD_ID, 0
-        self._uneven_inputs: UnevenInputs | None = None
-        """The rounds of a `join` block; None outside of one."""
         # Before the averager's hooks, which take gradients: a round must begin before its first gradient is taken. Not
         # hooks of tensors: torch.autograd.grad would call them too, which leaves nothing to reduce.
         for parameter in trainable.values():
@@ -100,6 +97,7 @@ class DistributedOptimizer(OptimizerProxy):
         self._unreduced = UnreducedGrads(self._averager.reduced_grads, self._averager.views, optimizer)
         frozen_norms = FrozenBatchNorms(model, plan)
         self._steps = OptimizerSteps(optimizer, model, self._unreduced, frozen_norms, self._world, num_ranks=world.size)
+        self._rounds: Rounds = EvenInputs(self._world, self._checks, self._steps, num_ranks=self._averager.num_ranks)
         self._claim_parameters(trainable)
         self._is_built = True
 
@@ -147,35 +145,19 @@ class DistributedOptimizer(OptimizerProxy):
         """Make every `.grad` the mean over the ranks."""
         try:
             self._averager.finish_backward()
-            num_ranks_with_grad = self._averager.average(self._finish_call())
+            num_ranks_with_grad = self._averager.average(self._rounds.finish_round())
             self._averager.assign_grads(num_ranks_with_grad)
             self._unreduced.mark_reduced(num_ranks_with_grad)
             self._averager.end_round()
             self._backward_id = NO_BACKWARD_ID
         finally:
             self._averager.begin_next_round()
-        if self._uneven_inputs is not None:
-            self._uneven_inputs.num_rounds += 1
         self._checks.compare_batches()
 
-    def _begin_round(self, *, has_data: bool = True) -> None:
+    def _begin_round(self, *, has_data: bool) -> None:
         self._num_backwards += 1
         self._steps.begin_round()
-        if self._uneven_inputs is not None:
-            self._uneven_inputs.begin_round(f"backward {self._num_backwards}, within join()", has_data=has_data)
-            return
-        loads = f" and {self._steps.num_loads} × load_state_dict" if self._steps.num_loads else ""
-        call = f"backward {self._num_backwards} after {self._steps.num_steps} steps of the optimizer{loads}"
-        self._world.calls.begin(with_options(call, self._checks.options.text()))
-
-    def _finish_call(self) -> int:
-        """What the sum of this round's gradients is divided by. Raises DivergenceError where ranks differ."""
-        if self._uneven_inputs is not None:
-            return self._uneven_inputs.divisor(self._uneven_inputs.count_active_ranks())
-        self._world.calls.check_same()
-        # Here, within a backward, all ranks have taken the same number of steps.
-        self._checks.compare_weights_if_due(self._steps.num_steps, self._steps.num_loads)
-        return self._averager.num_ranks
+        self._rounds.begin_round(self._num_backwards, has_data=has_data)
 
     def check_drift(self) -> None:
         """Compare the ranks' weights now, as `drift_check` does after every so many steps. Collective.
@@ -218,20 +200,19 @@ class DistributedOptimizer(OptimizerProxy):
         """
         self._check_not_replaced()
         argument_checks.check_join_states(states)
-        if self._uneven_inputs is not None:
+        if self._steps.is_in_join:
             raise TrainingError(Problem("join() within join()", "one around the whole loop"))
-        rounds = self._uneven_inputs = UnevenInputs(
+        rounds = UnevenInputs(
             self._data_ranks, self._world, self._checks.options, divides_by_world_size=divide_by_initial_world_size
         )
-        self._steps.is_in_join = True
+        even, self._rounds, self._steps.is_in_join = self._rounds, rounds, True
         try:
             yield
             with torch.no_grad():
                 while self._shadow_round(rounds):
                     pass
         finally:
-            self._uneven_inputs = None
-            self._steps.is_in_join = False
+            self._rounds, self._steps.is_in_join = even, False
         self._copy_longest_rank(rounds.num_rounds, states)
 
     def _copy_longest_rank(self, num_rounds: int, states: Sequence[Any]) -> None:

@@ -13,7 +13,7 @@ from fourfold.parts.data.flat_params import param_specs
 from fourfold.parts.optim.option_tracker import OptionTracker
 from fourfold.parts.optim.user_optimizer import group_indices
 from fourfold.plan.plan import Plan
-from fourfold.step.duplicate_batches import DuplicateBatches, InputFingerprints
+from fourfold.step.duplicate_batches import DuplicateBatches, InputFingerprints, NoFingerprints
 from fourfold.step.memory_formats import shape_and_strides
 from fourfold.step.rank_agreement import check_same_on_ranks
 from fourfold.step.replica_drift import DriftChecker, DriftSchedule, replicated_tensors
@@ -45,7 +45,7 @@ class WrapperChecks:
         self._duplicate_batches = DuplicateBatches(same_batches, num_data_ranks=plan.dp, is_log_rank=world.rank == 0)
         settings = {"same_batches": same_batches, "drift_check": drift_check}
         _check_same_build(optimizer, model, plan, world, settings)
-        self._input_fingerprints = InputFingerprints(model if self._duplicate_batches.is_active else None)
+        self._input_fingerprints = InputFingerprints(model) if self._duplicate_batches.is_active else NoFingerprints()
         self.options = OptionTracker(optimizer)
         """The options of the optimizer's groups, which the call of every round carries."""
         self._drift_checker = DriftChecker(world, drift_check, attempt=WRAPPER_HINT)
