@@ -1,8 +1,12 @@
 """Laws of the code base that no import contract can express."""
 
 import ast
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TypeGuard
+
+from fourfold.plan.plan import Plan
 
 SOURCE = Path(__file__).parents[2] / "src" / "fourfold"
 
@@ -173,6 +177,86 @@ def test_every_form_of_storing_an_attribute_is_counted():
     cls = ast.parse(f"class C:{body}").body[0]
     assert isinstance(cls, ast.ClassDef)
     assert attributes(cls) == set("bcdfgklmn")
+
+
+# Where a step's parts are chosen, and where what cannot be carried out is refused.
+CHOOSES_OR_REFUSES = {"assembly", "stage_assembly", "model_checks", "argument_checks", "user_optimizer", "memory_bound"}
+# What else in step/ depends on a mode of the plan, on the class of a part, or on whether there is one, and why.
+CHOSEN_ELSEWHERE = {
+    "batch_norm.py plan.batch_norm": "refuses norms that have been unfrozen",
+    "distributed_optimizer.py isinstance DistributedOptimizer": "refuses to be wrapped again",
+    "distributed_optimizer.py optional Communicator": "public: the ranks, where they are joined already",
+    "grad_averager.py plan.unused": "assembles what averages gradients: whether ranks with a gradient are counted",
+    "replica_drift.py plan.batch_norm": "refuses frozen weights that differ, unless they are a rank's own state",
+}
+RECORDS = {"NamedTuple", "TypedDict", "Enum", "StrEnum", "IntEnum", "Exception"}
+
+
+def plan_modes() -> set[str]:
+    """The fields of a plan that are one of several words."""
+    return {field.name for field in dataclasses.fields(Plan) if isinstance(getattr(Plan(), field.name), str)}
+
+
+def behaviours() -> set[str]:
+    """The classes of Fourfold that are no records."""
+    classes = [node for path in files() for node in ast.walk(ast.parse(path.read_text())) if is_class(node)]
+    return {
+        node.name
+        for node in classes
+        if not any("dataclass" in ast.unparse(each) for each in node.decorator_list)
+        and not RECORDS & {ast.unparse(base) for base in node.bases}
+    }
+
+
+def is_class(node: ast.AST) -> TypeGuard[ast.ClassDef]:
+    return isinstance(node, ast.ClassDef)
+
+
+def named(node: ast.AST) -> set[str]:
+    return {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
+
+
+def choices(tree: ast.AST, parts: set[str]) -> set[str]:
+    """What a file compares of a plan's modes, by which classes it tells parts apart, and which parts may be None.
+
+    Not found: flags that were derived from a mode, such as `is_sharded`.
+    """
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Compare | ast.Match):
+            sides = [node.left, *node.comparators] if isinstance(node, ast.Compare) else [node.subject]
+            fields = {each.attr for each in sides if isinstance(each, ast.Attribute) and "plan" in ast.unparse(each)}
+            found |= {f"plan.{field}" for field in fields & plan_modes()}
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "isinstance":
+            found |= {f"isinstance {name}" for name in named(node.args[1]) & parts}
+        elif isinstance(node, ast.AnnAssign | ast.arg) and ast.unparse(node.annotation or node).endswith(" | None"):
+            found |= {f"optional {name}" for name in named(node.annotation or node) & parts}
+    return found
+
+
+def test_modes_and_optional_parts_of_a_step_are_chosen_where_it_is_assembled():
+    parts = behaviours()
+    found = {
+        f"{path.name} {choice}"
+        for path in files("step/*.py")
+        if path.stem not in CHOOSES_OR_REFUSES
+        for choice in choices(ast.parse(path.read_text()), parts)
+    }
+    assert found == set(CHOSEN_ELSEWHERE)
+
+
+def test_every_form_of_choosing_is_detected():
+    forms = {
+        "if self._plan.sync == 'local': pass": "plan.sync",
+        "x = 'after' != plan.update": "plan.update",
+        "match trained.plan.precision:\n case 'fp16': pass": "plan.precision",
+        "isinstance(gradients, (list, Unbucketed))": "isinstance Unbucketed",
+        "self._rounds: Unbucketed | None = None": "optional Unbucketed",
+        "def f(codec: Unbucketed | None): pass": "optional Unbucketed",
+    }
+    for text, choice in forms.items():
+        assert choices(ast.parse(text), {"Unbucketed"}) == {choice}, text
+    assert not choices(ast.parse("plan.dp == 1; isinstance(x, list); y: Record | None = None"), {"Unbucketed"})
 
 
 # Names with an underscore that are public by their documentation, and those of the standard library.
