@@ -491,3 +491,18 @@ def test_freezing_and_unfreezing_is_allowed_with_unused_allow():
     reference = model()
     train(reference, torch.optim.AdamW(reference.parameters(), lr=0.1), None)
     assert max(max_difference(mine, reference.parameters()) for mine in threads.run(2, body)) <= TOLERANCE
+
+
+def test_a_join_block_holds_no_other_and_after_it_rounds_are_even_again():
+    def body(comm):
+        mine, optimizer = wrapped(comm)
+        with optimizer.join():
+            with pytest.raises(TrainingError, match=r"join\(\) within join\(\)"), optimizer.join():
+                pass
+            train_steps(mine, optimizer, comm.rank)
+        optimizer.param_groups[0]["lr"] = 0.1 + comm.rank
+        with pytest.raises(DivergenceError, match=r"backward \d+ after 4 steps of the optimizer"):
+            train_steps(mine, optimizer, comm.rank)
+        return True
+
+    assert threads.run(2, body) == [True, True]
