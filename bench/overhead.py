@@ -93,7 +93,7 @@ def main() -> None:
             saves += 1
             manager.save(TrainingProgress(saves))
             block()
-            num_late += manager._writer_thread is not None and manager._writer_thread.is_alive()
+            num_late += manager._writer._thread is not None and manager._writer._thread.is_alive()
 
         def sampled() -> None:
             nonlocal samples

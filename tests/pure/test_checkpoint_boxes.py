@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from fourfold.plan.checkpoint_boxes import (
     ELEMENT_BYTES,
-    Box,
     Part,
     blocks,
     divide_writing,
@@ -23,6 +22,7 @@ from fourfold.plan.checkpoint_boxes import (
     relative_slices,
     whole,
 )
+from fourfold.words.box import Box
 
 SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 

@@ -17,7 +17,6 @@ import msgspec
 from fourfold.plan.checkpoint_boxes import (
     ELEMENT_BYTES,
     FILE_NAME_PATTERN,
-    Box,
     Part,
     Shape,
     is_inside,
@@ -25,6 +24,7 @@ from fourfold.plan.checkpoint_boxes import (
     whole,
 )
 from fourfold.plan.decode import is_too_deep
+from fourfold.words.box import Box
 from fourfold.words.mesh import AXES, Axis, Mesh
 
 MANIFEST_VERSION = 2

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from fourfold.plan.checkpoint_boxes import Box, whole
+from fourfold.plan.checkpoint_boxes import whole
 from fourfold.plan.checkpoint_manifest import (
     MANIFEST_VERSION,
     DataState,
@@ -26,6 +26,7 @@ from fourfold.plan.checkpoint_manifest import (
     place_of,
 )
 from fourfold.plan.decode import DecodeError
+from fourfold.words.box import Box
 from fourfold.words.mesh import AXES, Mesh
 
 _ROWS = {"worker": TensorKind.OPTIMIZER, "codec": TensorKind.CODEC}

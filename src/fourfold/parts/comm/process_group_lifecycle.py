@@ -12,6 +12,7 @@ A gloo thread that frees a tensor during interpreter shutdown aborts the process
 
 import atexit
 import contextlib
+import ctypes
 import hashlib
 import os
 import threading
@@ -62,9 +63,14 @@ class ProcessGroupRegistry:
         except KeyError:
             raise TrainingError("a process group was used after it was destroyed: this process is ending") from None
 
+    @property
+    def groups(self) -> list[Any]:
+        """The groups that exist."""
+        return list(self._groups.values())
+
     def release_all(self) -> list[Any]:
         """Forget all groups, and return them."""
-        groups = list(self._groups.values())
+        groups = self.groups
         self._groups.clear()
         return groups
 
@@ -115,6 +121,19 @@ def destroy_orphaned() -> None:
         ending.join(DESTROY_TIMEOUT_SECONDS)
         if ending.is_alive():
             _stuck_threads.append(ending)
+
+
+def _keep_forever() -> None:
+    """In a forked child: never end a group. None of its threads are there, and it would wait for them or crash."""
+    groups = [group for registry in list(_registries) for group in registry.groups]
+    groups += [group for _, group in _orphaned]
+    if dist.is_available() and dist.is_initialized():
+        groups.append(dist.group.WORLD)
+    for group in groups:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+
+os.register_at_fork(after_in_child=_keep_forever)
 
 
 def _unregister(groups: Sequence[Any]) -> None:
