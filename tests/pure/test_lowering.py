@@ -206,6 +206,7 @@ def test_programs_follow_what_the_first_step_has_learnt():
     assert text(programs.step[0]) == "A0.0 A0.1 A0.3 F0.0 M0.0 A0.2 B0.0 R0.2 R0.0 R0.1 U0.2 U0.0 U0.1"
     assert text(programs.first_step[0]) == text(programs.step[0]).replace("F0.0", "F0.0 M0.4")
     assert text(programs.evaluation[0]) == "A0.1 F0.0 M0.0"
+    assert (programs.local_step, programs.first_local_step) == (programs.step, programs.first_step)
     assert [bucket_of(each, 3) for each in programs.step[0] if each.verb == Verb.UNSHARD] == [0, 1, 0, 2]
 
 
@@ -248,6 +249,38 @@ def test_only_hosts_send_to_each_other(hosts, ranks, factor):
     specs = [ParamSpec("p", (64, 64), "float32", 4)]
     blueprint = lower(Plan(dp=4), specs, Topology.regular(hosts=hosts, ranks_per_host=ranks), UpdateSpec())
     assert blueprint.sent_bytes == pytest.approx(factor * 64 * 64 * 4)
+
+
+def test_buckets_are_smaller_where_they_are_sent():
+    specs = [ParamSpec(f"p{i}", (2**17,), "float32", 4) for i in range(8)]  # 512 KiB each
+    one, two = (Topology.regular(hosts=hosts, ranks_per_host=4 // hosts) for hosts in (1, 2))
+    found = [lower(plan, specs, topology, UpdateSpec()).groups[0].buckets for plan, topology in (
+        (Plan(dp=4), one), (Plan(dp=4), two), (Plan(dp=4, codec="bf16"), one),
+    )]  # fmt: skip
+    assert [len(buckets) for buckets in found] == [1, 8, 8]
+
+
+@pytest.mark.parametrize("is_layerwise", [False, True])
+def test_a_transport_has_room_for_the_norms_of_a_layerwise_optimizer(is_layerwise):
+    specs = [ParamSpec(f"p{i}", (8,), "float32", 4) for i in range(20)]
+    update = UpdateSpec(optimizer="LAMB", is_layerwise=is_layerwise)
+    blueprint = lower(Plan(dp=2, zero=1), specs, Topology.regular(hosts=1, ranks_per_host=2), update)
+    assert blueprint.groups[0].request.num_scalars == (40 if is_layerwise else 20)
+    assert ("M0.3" in text(blueprint.programs().step[0])) == is_layerwise
+    whole = lower(Plan(dp=2), specs, Topology.regular(hosts=1, ranks_per_host=2), update)
+    assert "M0.3" not in text(whole.programs().step[0])
+
+
+def test_a_request_has_the_dtypes_of_sums_and_of_weights():
+    specs = [ParamSpec("norm", (8,), "float32", 4), ParamSpec("matrix", (8, 8), "float32", 4)]
+    plan = Plan(dp=2, zero=2, precision="bf16", reduce_dtype="fp32")
+    update = UpdateSpec(full_precision_params=frozenset({"norm"}))
+    (group,) = lower(plan, specs, Topology.regular(hosts=1, ranks_per_host=2), update).groups
+    by_name = {bucket.slots[0].name: bucket.index for bucket in group.buckets}
+    assert group.request.weight_dtypes[by_name["matrix"]] == "bfloat16"
+    assert group.request.weight_dtypes[by_name["norm"]] == "float32"
+    assert set(group.request.dtypes) == {"float32"}
+    assert group.request.num_shards == 2
 
 
 def test_a_host_rank_is_a_rank_of_a_group():

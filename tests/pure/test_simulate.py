@@ -134,6 +134,20 @@ def test_a_reduction_overlaps_with_backward_once_its_bucket_is_ready():
     assert [(str(t.action), t.start) for t in times[1]][3:] == [("R0.0", 6), ("R0.1", 12), ("U0.0", 12), ("U0.1", 13)]
 
 
+def test_a_forward_begins_with_the_weights_that_it_uses_first():
+    program = {0: lower_step(DataStepSpec(1, 3, RESTING_LAYOUTS[3]))}
+    computed = {"A0.2": 0.0, "A0.1": 3.0, "A0.0": 6.0}  # seconds of the forward before it uses the bucket
+    costs = {"F0.0": 10.0}
+    times = simulate(
+        program,
+        lambda _, action: costs.get(str(action), 1.0),
+        overlap=lambda _, action, needed: computed.get(str(needed.action), 0.0),
+    )
+    at = {str(timed.action): timed for timed in times[0]}
+    assert (at["A0.2"].end, at["F0.0"].start, at["F0.0"].end) == (1.0, 1.0, 11.0)
+    assert at["A0.0"].start > at["F0.0"].start
+
+
 def test_reductions_in_different_orders_are_a_deadlock_reported_with_each_ranks_position():
     program = parse_program("0: F0.0 M0.0 B0.0 R0.0 R0.1 U0.0 U0.1\n1: F0.0 M0.0 B0.0 R0.1 R0.0 U0.0 U0.1")
     with pytest.raises(ProgramError) as caught:

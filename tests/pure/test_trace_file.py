@@ -173,6 +173,13 @@ def test_unshards_overlap_with_the_forward_or_backward_that_uses_them():
     assert spent["unshard"] == 14.0
 
 
+def test_an_unshard_that_begins_before_its_phase_overlaps_with_the_phase_before():
+    recorded = zero3_trace()
+    early = [e._replace(start=9.0, stop=10.5) if e.name == "A0.2" else e for e in recorded.events]
+    costs = cost.measure_costs(Trace(recorded.program, tuple(early)))
+    assert costs.overlaps[0, "A0.2", "M0.0"] == pytest.approx(2.0)
+
+
 def test_all_gathers_are_a_category_of_their_own():
     spent = step_breakdown.seconds_by_category(zero1_trace())
     assert spent["gather"] == pytest.approx(4.0)

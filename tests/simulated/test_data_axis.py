@@ -97,21 +97,18 @@ def test_a_state_dict_loads_on_another_mesh_and_other_buckets(bucket_bytes, load
 
 
 def test_more_buckets_are_used_between_hosts_and_with_a_codec(monkeypatch):
-    def num_buckets(**fields):
-        return len(threads.run(1, lambda comm: build_step(Case(bucket_bytes=2**20, **fields), 1, comm))[0].buckets)
+    def num_buckets(hosts, **fields):
+        case = Case(bucket_bytes=2**20, **fields)
+        return len(threads.run(2, lambda comm: build_step(case, 2, comm).buckets, hosts=hosts)[0])
 
     def wrapped(comm):
         model = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(8)))
-        return DistributedOptimizer(
-            torch.optim.SGD(model.parameters(), lr=0.1), model, communicator=comm
-        )._averager.num_buckets
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return DistributedOptimizer(optimizer, model, communicator=comm)._averager.num_buckets
 
     monkeypatch.setattr("fourfold.plan.data.buckets.MIN_INTER_HOST_BUCKET_BYTES", 1)
-    uncompressed, compressed = num_buckets(), num_buckets(codec="int8")
-    assert threads.run(1, wrapped) == [1]
-    monkeypatch.setattr(threads.ThreadCommunicator, "num_hosts", 2)
-    assert uncompressed < compressed == num_buckets() == num_buckets(codec="int8")
-    assert threads.run(1, wrapped) == [8]
+    assert num_buckets(1) < num_buckets(1, codec="int8") == num_buckets(2) == num_buckets(2, codec="int8")
+    assert [threads.run(2, wrapped, hosts=hosts) for hosts in (1, 2)] == [[1, 1], [8, 8]]
 
 
 def test_the_launch_order_is_frozen_after_the_first_step_and_the_same_on_every_rank():

@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from fourfold.step.build import TrainStep
+from fourfold.step.train_step import TrainStep
 from torch import nn
 
+import fourfold as ff
 from fourfold.plan.lowering import Blueprint, lower
 from fourfold.plan.plan import Plan
 from fourfold.plan.topology import Topology
@@ -38,6 +39,21 @@ def train(plan: Plan, comm: ThreadCommunicator) -> tuple[TrainStep, float]:
     step = TrainStep(model(), lambda outputs, targets: (outputs - targets).square().sum(-1), OPTIMIZER, **options)
     sent = [step((torch.randn(4, 64), torch.zeros(4, 64))).sent_bytes for _ in range(3)]
     return step, sent[-1]
+
+
+def test_the_specs_of_a_model_say_what_its_optimizer_is() -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    optimizer = ff.optim.LAMB([
+        {"params": list(module[0].parameters())}, {"params": list(module[1].parameters())}
+    ], lr=0.1)  # fmt: skip
+    specs = model_specs(module, optimizer)
+    assert [(spec.name, spec.shape, spec.param_group) for spec in specs] == [
+        ("0.weight", (4, 4), 0), ("0.bias", (4,), 0), ("1.weight", (4,), 1), ("1.bias", (4,), 1),
+    ]  # fmt: skip
+    update = update_spec(module, optimizer, clip=2.0, counts_states=True)
+    assert (update.clip, update.optimizer, update.is_layerwise, update.num_states) == (2.0, "LAMB", True, (2, 2))
+    assert update.full_precision_params == {"1.weight", "1.bias"}
+    assert not update_spec(module, torch.optim.SGD(module.parameters(), lr=0.1)).is_layerwise
 
 
 def is_placeholder(parameter: nn.Parameter) -> bool:

@@ -248,7 +248,8 @@ def test_the_all_gather_of_a_bucket_begins_before_the_bucket_is_used():
         use, ahead = sharded_params.ensure_unsharded, []
 
         def watched(bucket):
-            ahead.append(sharded_params._pending[0].bucket == bucket if sharded_params._pending else False)
+            pending = sharded_params._phase.pending
+            ahead.append(pending[0].bucket == bucket if pending else False)
             use(bucket)
 
         sharded_params.ensure_unsharded = watched

@@ -111,7 +111,7 @@ def make_stage(
     codecs = _make_codecs(trained)
     gradients, transport, averager = _make_gradients(trained, data_ranks, meter, calls, codecs)
     trained = _adapt(trained, transport, world.rank)
-    weights = _make_weights(trained, transport, data_ranks)
+    weights = _make_weights(trained, transport, data_ranks, meter)
     optimizer = _make_optimizer(trained, transport, gradients, weights)
     sync = _make_sync(trained, weights, averager)
     parts = StageParts(
@@ -224,7 +224,7 @@ def _make_gradients(
     return _GradientParts(gradients, transport, averager)
 
 
-def _make_weights(trained: Trained, transport: DataTransport, data_ranks: Communicator) -> Weights:
+def _make_weights(trained: Trained, transport: DataTransport, data_ranks: Communicator, meter: CommMeter) -> Weights:
     """The weights where they rest, and master weights. Collective: broadcasts the first rank's."""
     plan = trained.plan
     policy = MasterWeightPolicy(plan.precision, trained.is_sharded, offload_device(plan.offload, data_ranks.device))
@@ -237,7 +237,7 @@ def _make_weights(trained: Trained, transport: DataTransport, data_ranks: Commun
         mixed_precision.cast_model(trained.model, plan.precision)
     storage: WeightStorage
     if transport.weights.unshards_params:
-        sharded = ShardedParams(trained.by_bucket, trained.buckets, transport.grads, transport.weights)
+        sharded = ShardedParams(trained.by_bucket, trained.buckets, transport.grads, transport.weights, meter)
         storage = ShardedWeights(trained.by_name, sharded, data_ranks)
     else:
         storage = ResidentWeights(trained.by_name, trained.buckets, transport.weights, data_ranks)

@@ -4,7 +4,7 @@ record  what later steps keep of the first: the launch order of buckets, the nom
 Law: what is not in the program does not happen, except a use of weights out of turn, which is counted.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from fourfold.plan.data.step_program import UseOrders
 from fourfold.plan.lowering import Blueprint, StepRecord
@@ -67,8 +67,9 @@ class StepPrograms:
         self._launch_order = tuple(launch_order)
         self._lower()
 
-    def set_use_orders(self, orders: UseOrders) -> None:
+    def set_use_orders(self, by_phase: Mapping[str, Sequence[int]]) -> None:
         """Fix the order in which each phase unshards buckets, the same on every rank."""
+        orders = UseOrders(*(tuple(by_phase.get(phase, ())) for phase in UseOrders._fields))
         if orders != self._use_orders:
             self._use_orders = orders
             self._lower()

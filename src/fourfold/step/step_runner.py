@@ -88,6 +88,7 @@ class StepRunner:
             _tune_freed_memory(self._checks.num_calls)
         if self._checks.compares_replicas:
             self._checks.compare_replicas(self._access.replicated_tensors(self._model))
+        self._learn_use_orders()
         if not programs.has_record:
             # Without elements there is no estimate.
             programs.nominal_count = step.known_nominal_count if totals.count else None
@@ -96,6 +97,11 @@ class StepRunner:
                 order = self._calls.world.all_gather_json(stage.gradients.countdown.completion_order)[0]
                 self._access.set_record(order, self._parts.sync.nominal_count(totals.count))
         return skipped
+
+    def _learn_use_orders(self) -> None:
+        """What phases have unsharded, the programs have from now on; a use out of turn changes them."""
+        (stage,) = self._parts.stages
+        self._programs.set_use_orders(stage.weights.storage.use_orders())
 
     @torch.no_grad()
     def evaluate(self, batch: Any) -> Metrics:
@@ -109,6 +115,7 @@ class StepRunner:
         with self._microbatch(batch) as part, eval_mode(self._model):
             step = StepState(self._parts, StepRequest([part], batch_mismatch=problem, phase="evaluate"))
             self.executor.evaluate(self._programs.evaluation, step)
+        self._learn_use_orders()
         totals = wait_totals(step)
         return Metrics(
             loss=totals.loss / totals.count if totals.count else float("nan"),
@@ -150,6 +157,7 @@ class StepRunner:
         with contextlib.nullcontext(NO_SAMPLES) if batch is None else self._microbatch(batch) as part:
             step = StepState(self._parts, StepRequest([part], phase="evaluate", keeps_outputs=True))
             self.executor.evaluate(self._programs.forward_only, step)
+        self._learn_use_orders()
         return ForwardRun(part, step.outputs[0], step.losses[0]) if part.num_samples else None
 
 

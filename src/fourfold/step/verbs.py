@@ -22,6 +22,7 @@ from fourfold.words.program import (
     USED_PARAMS,
     Action,
     Verb,
+    bucket_of,
 )
 
 VerbFunction = Callable[[StepState, Action], None]
@@ -63,6 +64,12 @@ def launch_next(step: StepState, stage: StageParts, *, may_wait: bool) -> int | 
     return stage.gradients.launch_next(factor, may_wait=may_wait)
 
 
+def unshard(step: StepState, action: Action) -> None:
+    """The next forward or backward unshards a bucket's weights, when it is about to use them."""
+    stage = step.stage(action.stage)
+    stage.weights.storage.plan_unshard(bucket_of(action, stage.num_buckets), action.index)
+
+
 def backward(step: StepState, action: Action) -> None:
     """The gradients of a microbatch; buckets that are complete are launched on the way."""
     run_backward(step, action, LaunchSink(step, step.stage(action.stage)))
@@ -91,7 +98,7 @@ def run_backward(step: StepState, action: Action, sink: GradSink) -> None:
 def reduce(step: StepState, action: Action) -> None:
     """Launch a bucket, unless backward has: with those before it in program order, which backward has completed."""
     stage = step.stage(action.stage)
-    while not stage.gradients.countdown.is_launched(action.index % stage.num_buckets):
+    while not stage.gradients.countdown.is_launched(bucket_of(action, stage.num_buckets)):
         launch_next(step, stage, may_wait=True)
 
 
@@ -275,6 +282,7 @@ MEASURES: Mapping[int, VerbFunction] = {
 }
 VERBS: Mapping[Verb, VerbFunction] = {
     Verb.FORWARD: forward,
+    Verb.UNSHARD: unshard,
     Verb.BACKWARD: backward,
     Verb.MEASURE: measure,
     Verb.REDUCE: reduce,

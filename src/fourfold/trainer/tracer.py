@@ -57,8 +57,8 @@ class SpanRecorder:
         return _OpenSpan(self.spans, name, COMPUTE_LANE)
 
     def action(self, action: Action) -> contextlib.AbstractContextManager[Any]:
-        # Reductions are recorded by the transport, since most of them run inside backward.
-        if action.verb == Verb.REDUCE:
+        # What begins within a forward or backward is recorded where it begins.
+        if action.verb in (Verb.REDUCE, Verb.UNSHARD):
             return contextlib.nullcontext()
         return _OpenSpan(self.spans, str(action), lane_of(action))
 
@@ -71,6 +71,10 @@ class SpanRecorder:
     def sending(self, name: str) -> Callable[[], None]:
         start = time.monotonic_ns()
         return lambda: self.spans.append(Span(name, SEND_LANE, start, time.monotonic_ns()))
+
+    def unsharding(self, unshard_index: int) -> Callable[[], None]:
+        start, name = time.monotonic_ns(), str(Action(Verb.UNSHARD, 0, unshard_index))
+        return lambda: self.spans.append(Span(name, REDUCE_LANE, start, time.monotonic_ns()))
 
     def instant(self, bucket: int, what: str) -> None:
         now = time.monotonic_ns()

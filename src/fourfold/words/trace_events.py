@@ -54,6 +54,10 @@ class Recorder(Protocol):
         """A message is in flight on the send lane, until the returned function is called."""
         ...
 
+    def unsharding(self, unshard_index: int) -> Callable[[], None]:
+        """A bucket's weights are being brought together, until the returned function is called: it has waited."""
+        ...
+
     def instant(self, bucket: int, what: str) -> None:
         """A bucket is ready, sent or done: `what` is READY_EVENT, LAUNCHED_EVENT or DONE_EVENT."""
         ...
@@ -81,6 +85,9 @@ class NullRecorder:
         return self._null_context
 
     def sending(self, name: str) -> Callable[[], None]:
+        return noop
+
+    def unsharding(self, unshard_index: int) -> Callable[[], None]:
         return noop
 
     def instant(self, bucket: int, what: str) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
+from fourfold.words.noop import noop
 from fourfold.words.trace_events import NULL_RECORDER, Recorder
 
 
@@ -41,6 +42,10 @@ class CommMeter:
     def reducing(self, reduction_index: int | None) -> AbstractContextManager[Any]:
         """Within, this rank does its part of a reduction; None: of one that is not recorded."""
         return contextlib.nullcontext() if reduction_index is None else self.recorder.reducing(reduction_index)
+
+    def unsharding(self, unshard_index: int | None) -> Callable[[], None]:
+        """A bucket's weights are being brought together, until the returned function is called; None: not recorded."""
+        return noop if unshard_index is None else self.recorder.unsharding(unshard_index)
 
     def record_async_reduction(self, reduction_index: int | None, future: Callable[[], Any]) -> None:
         """A reduction runs asynchronously until the future completes; None: it is not recorded."""

@@ -13,12 +13,14 @@ Law: what a view shows never changes while a tensor refers to it, and every rank
 import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from fourfold.parts import memory
+from fourfold.parts.comm.meter import CommMeter
 from fourfold.parts.comm.reduce.protocol import BucketSlice, GradReducer, WeightGatherer
 from fourfold.parts.data.param_access import ParamAccess, explain_transform_errors, outside_transforms
 from fourfold.parts.data.unsharded_buckets import UnshardedBuckets
@@ -70,6 +72,20 @@ class _NoSink:
 NO_UNSHARD_SINK: UnshardSink = _NoSink()
 
 
+@dataclass
+class _Phase:
+    """A phase, and this rank's place in it. `indices`: of the program's unshards that have not begun, by bucket."""
+
+    order: UnshardOrder
+    sink: UnshardSink
+    indices: Mapping[int, deque[int]]
+    pending: deque[_PendingUnshard] = field(default_factory=deque)
+
+    def next_index(self, bucket: int) -> int | None:
+        """The index of the bucket's next unshard in the program; None if the program has none."""
+        return self.indices[bucket].popleft() if self.indices.get(bucket) else None
+
+
 class ShardedParams:
     """The weights of a step, at rest in shards."""
 
@@ -79,9 +95,11 @@ class ShardedParams:
         buckets: Sequence[Bucket],
         reducer: GradReducer,
         gatherer: WeightGatherer,
+        meter: CommMeter,
     ) -> None:
         """`parameters` are by bucket and slot. Their weights stay where they are until `shard_params`."""
-        self._parameters, self._buckets, self._gatherer = parameters, buckets, gatherer
+        self._parameters, self._buckets = parameters, buckets
+        self._gatherer, self._meter = gatherer, meter
         self._unsharded = UnshardedBuckets(parameters, buckets)
         ranges = [reducer.grad_shard(bucket.index) for bucket in buckets]
         self.shards = [
@@ -96,9 +114,11 @@ class ShardedParams:
         self.buffer_pool = memory.BufferPool()
         self.unshard_orders: dict[str, UnshardOrder] = {}
         """By kind of phase: the all-gathers of its last phase."""
-        self._unshard_order: UnshardOrder | None = None
-        self._sink = NO_UNSHARD_SINK
-        self._pending: deque[_PendingUnshard] = deque()
+        self._planned: list[tuple[int, int]] = []
+        """Bucket and index of the unshards that the program has for the next phase, in order."""
+        self.num_out_of_turn = 0
+        """How many unshards phases have made that the program did not have, where it had others."""
+        self._phase: _Phase | None = None
         self._param_access = ParamAccess(parameters, self._on_param_access)
         self._operation_index, self._needed_buckets = 0, set[int]()
 
@@ -174,30 +194,44 @@ class ShardedParams:
     def phase(self, kind: str, sink: UnshardSink = NO_UNSHARD_SINK) -> Iterator[None]:
         """Context manager: weights are unsharded when they are used. Collective: every rank has the same phases.
 
-        `kind`: phases of one kind have one order of all-gathers. `sink` is told before this rank's shards are read.
+        Buckets are unsharded in the order that the program has planned, else as the last phase of this `kind` did.
+        `sink` is told before this rank's shards are read.
         """
-        self._sink, self._unshard_order = sink, self.unshard_orders.setdefault(kind, UnshardOrder())
-        self._unshard_order.begin_phase()
+        self._phase = self._begin_phase(kind, sink)
         try:
-            self._prefetch()
+            self._prefetch(self._phase)
             with explain_transform_errors(), torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
                 yield
-            self._finish_phase()
+            self._finish_phase(self._phase)
         finally:
-            self._sink, self._unshard_order = NO_UNSHARD_SINK, None
-            self._pending.clear()
+            self._phase = None
             for bucket in self._unsharded:
                 self._unsharded.reshard(bucket)
 
-    def _finish_phase(self) -> None:
+    def plan_unshard(self, bucket: int, index: int) -> None:
+        """The next phase unshards this bucket, after those that are planned already. `index`: in the program."""
+        self._planned.append((bucket, index))
+
+    def _begin_phase(self, kind: str, sink: UnshardSink) -> _Phase:
+        order = self.unshard_orders.setdefault(kind, UnshardOrder())
+        indices: dict[int, deque[int]] = {}
+        if self._planned:
+            order.buckets = [bucket for bucket, _ in self._planned]
+            for bucket, index in self._planned:
+                indices.setdefault(bucket, deque()).append(index)
+            self._planned = []
+        order.begin_phase()
+        return _Phase(order, sink, indices)
+
+    def _finish_phase(self, phase: _Phase) -> None:
         """Take part in the other ranks' all-gathers until no rank misses a bucket any more."""
-        self._join_remaining_unshards()
-        while self._exchange_missing(MissingBucket(NONE_MISSING, NONE_MISSING)):
+        self._join_remaining_unshards(phase)
+        while self._exchange_missing(phase, MissingBucket(NONE_MISSING, NONE_MISSING)):
             pass
 
     def _on_param_access(self, bucket: int) -> None:
         """An operation is about to read weights of the bucket. If it reads several, there is a call for each."""
-        if self._unshard_order is None:
+        if self._phase is None:
             got = "a weight used between steps: it rests split, and the parameter is a placeholder"
             attempt = "step.unsharded() to call the model, step.named_weights() to copy, step.edit() to change it"
             raise TrainingError(Problem(got, "the whole weight", attempt))
@@ -209,73 +243,76 @@ class ShardedParams:
 
     def ensure_unsharded(self, bucket: int) -> None:
         """Unshard a bucket and keep the others that the current operation needs."""
-        assert self._unshard_order is not None
+        phase = self._phase
+        assert phase is not None
         missed = bucket not in self._unsharded
         if missed:
             with outside_transforms(self._device.type):  # transforms of torch.func refuse writes into other tensors
-                self._unshard_missing(bucket)
+                self._unshard_missing(phase, bucket)
         self._unsharded.mark_used(bucket)
-        self._unshard_order.mark_used(bucket)
+        phase.order.mark_used(bucket)
         if missed:
             for other in [b for b in self._unsharded if b not in self._needed_buckets][
                 : max(0, len(self._unsharded) - MAX_UNSHARDED)
             ]:
                 self._unsharded.reshard(other)
             with outside_transforms(self._device.type):
-                self._prefetch()
+                self._prefetch(phase)
 
-    def _unshard_missing(self, bucket: int) -> None:
-        order = self._unshard_order
-        assert order is not None
-        if any(pending.bucket == bucket for pending in self._pending) or order.is_pending(bucket):
+    def _unshard_missing(self, phase: _Phase, bucket: int) -> None:
+        order, pending = phase.order, phase.pending
+        if any(each.bucket == bucket for each in pending) or order.is_pending(bucket):
             while bucket not in self._unsharded:
-                if not self._pending:
-                    self._pending.append(self._unshard_async(order.next_bucket()))
-                self._wait_next()
+                self._prefetch(phase)
+                each = pending.popleft()
+                each.wait()
+                self._unsharded.store(each.bucket, each.buffer)
             return
-        self._join_remaining_unshards()
+        self._join_remaining_unshards(phase)
         while bucket not in self._unsharded:
-            self._exchange_missing(order.missing_bucket(bucket), wanted=bucket)
+            self._exchange_missing(phase, order.missing_bucket(bucket), wanted=bucket)
 
-    def _join_remaining_unshards(self) -> None:
+    def _join_remaining_unshards(self, phase: _Phase) -> None:
         """Take part in the remaining all-gathers of the order, and keep no result."""
-        order = self._unshard_order
-        assert order is not None
-        while self._pending or not order.has_ended:
-            if not self._pending:
-                self._pending.append(self._unshard_async(order.next_bucket()))
-            self._pending.popleft().wait()
+        while phase.pending or not phase.order.has_ended:
+            self._prefetch(phase)
+            phase.pending.popleft().wait()
 
-    def _exchange_missing(self, missing: MissingBucket, *, wanted: int = NONE_MISSING) -> bool:
+    def _exchange_missing(self, phase: _Phase, missing: MissingBucket, *, wanted: int = NONE_MISSING) -> bool:
         """Exchange miss reports, and take part in the all-gathers of all buckets that ranks miss; keep only `wanted`.
 
         Returns whether any rank missed a bucket. Collective.
         """
-        assert self._unshard_order is not None
         reports = [MissingBucket(*row) for row in self._gatherer.all_gather_ints(missing)]
-        missed = self._unshard_order.insert_missing([each for each in reports if each.bucket != NONE_MISSING])
+        missed = phase.order.insert_missing([each for each in reports if each.bucket != NONE_MISSING])
         for bucket in missed:
+            phase.sink.before_unshard(bucket)
             pending = self._unshard_async(bucket)
             pending.wait()
             if bucket == wanted:
                 self._unsharded.store(pending.bucket, pending.buffer)
+        self.num_out_of_turn += len(missed) if phase.indices else 0
         return bool(missed)
 
-    def _prefetch(self) -> None:
-        assert self._unshard_order is not None
-        if not self._pending and not self._unshard_order.has_ended:
-            self._pending.append(self._unshard_async(self._unshard_order.next_bucket()))
+    def _prefetch(self, phase: _Phase) -> None:
+        """Begin the next all-gather of the order, if none is pending."""
+        if phase.pending or phase.order.has_ended:
+            return
+        bucket = phase.order.next_bucket()
+        phase.sink.before_unshard(bucket)
+        end_span = self._meter.unsharding(phase.next_index(bucket))
+        pending = self._unshard_async(bucket)
+
+        def wait() -> None:
+            pending.wait()
+            end_span()
+
+        phase.pending.append(pending._replace(wait=wait))
 
     def _unshard_async(self, bucket: int) -> _PendingUnshard:
-        self._sink.before_unshard(bucket)
         shard = self.shards[bucket].flat
         buffer = self.buffer_pool.acquire(self._buckets[bucket].size, shard.dtype, shard.device)
         return _PendingUnshard(bucket, buffer, self._gatherer.unshard_async(bucket, shard, buffer))
-
-    def _wait_next(self) -> None:
-        pending = self._pending.popleft()
-        pending.wait()
-        self._unsharded.store(pending.bucket, pending.buffer)
 
     # ---- what autograd saves ------------------------------------------------------------------------
 
@@ -298,7 +335,7 @@ class ShardedParams:
             raise TrainingError(Problem(got, "the values that forward computed with"), where="backward")
         if isinstance(saved, SavedTensor):
             return saved.tensor
-        if self._unshard_order is None:
+        if self._phase is None:
             got = "a backward outside of a step, through weights that rest split"
             raise TrainingError(Problem(got, "backward inside the step, or weights that rest whole", "zero = 2"))
         with outside_transforms(self._device.type):

@@ -62,6 +62,19 @@ class WeightStorage(Protocol):
         """Inside, the model may be called. Collective if weights rest split."""
         ...
 
+    def plan_unshard(self, bucket: int, index: int) -> None:
+        """The next phase unshards this bucket, after those that are planned already."""
+        ...
+
+    def use_orders(self) -> Mapping[str, Sequence[int]]:
+        """By kind of phase: the buckets in the order in which its last phase unsharded them."""
+        ...
+
+    @property
+    def num_out_of_turn(self) -> int:
+        """How many unshards were in no program, where it had others."""
+        ...
+
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every weight by name, whole, one at a time; read only. Collective: all ranks iterate to the end."""
         ...
@@ -71,6 +84,7 @@ class ResidentWeights:
     """Every rank has all weights, in one flat per bucket: see `WeightStorage`."""
 
     is_sharded = False
+    num_out_of_turn = 0
 
     def __init__(
         self,
@@ -127,6 +141,12 @@ class ResidentWeights:
     def phase(self, kind: str, sink: UnshardSink) -> AbstractContextManager[None]:
         return contextlib.nullcontext()
 
+    def plan_unshard(self, bucket: int, index: int) -> None:
+        raise AssertionError("weights rest whole")
+
+    def use_orders(self) -> Mapping[str, Sequence[int]]:
+        return {}
+
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         for name, p in self._parameters.items():
             yield name, p.detach()
@@ -171,6 +191,16 @@ class ShardedWeights:
 
     def phase(self, kind: str, sink: UnshardSink) -> AbstractContextManager[None]:
         return self.sharded_params.phase(kind, sink)
+
+    def plan_unshard(self, bucket: int, index: int) -> None:
+        self.sharded_params.plan_unshard(bucket, index)
+
+    def use_orders(self) -> Mapping[str, Sequence[int]]:
+        return {kind: order.buckets for kind, order in self.sharded_params.unshard_orders.items()}
+
+    @property
+    def num_out_of_turn(self) -> int:
+        return self.sharded_params.num_out_of_turn
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         for bucket, flat in self.sharded_params.unsharded_buckets():
