@@ -26,7 +26,7 @@ from fourfold.step.loss_sum import Loss
 from fourfold.step.sequence.batch_consistency import batch_mismatch_problem
 from fourfold.step.step_parts import StageParts, StepParts
 from fourfold.step.uneven_means import is_uneven, uneven_problem
-from fourfold.words.errors import Problem, TaskError
+from fourfold.words.errors import FourfoldError, Problem, TaskError
 from fourfold.words.program import LOSS, Action
 
 NO_ELEMENTS = "a global batch without a loss element: all targets are ignored, or there are no samples"
@@ -116,6 +116,8 @@ class StepState:
         flags = [float(self.request.stop_requested), float(self.request.batch_mismatch is not None)]
         self._host_totals = [0.0] * 4 + flags + [0.0] * 2
         """This rank's totals, in the order of StepTotals."""
+        self._refusal: FourfoldError | None = None
+        """Why the totals are refused."""
         self._device_totals: list[tuple[int, Tensor]] = []
         """Index and value of totals that a device may still be computing; added when the totals are reduced."""
 
@@ -168,21 +170,31 @@ class StepState:
         return self.nominal_count
 
     def poll_grad_scale(self) -> float | None:
-        """The grad scale, or None while the totals are not known. Never waits."""
-        if self.totals is None and not self.parts.scalars.is_ready(LOSS):
-            return None
-        return self.wait_grad_scale()
+        """The grad scale, or None while the totals are not known or are refused.
 
-    def wait_grad_scale(self) -> float:
-        """The grad scale; waits for the totals."""
-        self.read_totals()
-        return self.grad_scale
+        Neither waits nor raises: within a backward, a peer may wait for this rank's tokens or weights.
+        """
+        if self.totals is None and self._refusal is None and self.parts.scalars.is_ready(LOSS):
+            self._receive_totals()
+        return None if self.totals is None else self.grad_scale
 
     def read_totals(self) -> StepTotals:
-        """The totals; the first call waits for them, decides whether the step is bad, and computes the grad scale."""
-        if self.totals is not None:
-            return self.totals
-        self.totals = totals = wait_totals(self)
+        """The totals. Waits for them; raises TaskError or DivergenceError if they are refused."""
+        if self.totals is None and self._refusal is None:
+            self._receive_totals()
+        if self._refusal is not None:
+            raise self._refusal
+        assert self.totals is not None
+        return self.totals
+
+    def _receive_totals(self) -> None:
+        """Decide from the totals whether the step is bad, and compute the grad scale."""
+        try:
+            totals = wait_totals(self)
+        except FourfoldError as error:
+            self._refusal = error
+            return
+        self.totals = totals
         if totals.count == 0:
             self.bad_reason = NO_ELEMENTS
         elif not math.isfinite(mean := totals.loss / totals.count):
@@ -191,7 +203,6 @@ class StepState:
         # Without elements the gradient is zero: any scale will do.
         nominal = self.known_nominal_count
         self.grad_scale = nominal / (count or nominal) / self.parts.loss_scale.value
-        return totals
 
     def nonfinite_microbatches(self) -> list[range]:
         """The sample ranges of this rank's microbatches whose loss is not finite."""
