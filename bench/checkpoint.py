@@ -128,6 +128,7 @@ def measure(run: TrainingState, *, rounds: int, folder: Path) -> dict[str, list[
     manager = CheckpointManager(run, AttemptDir(folder / "run", "bench"), NullLog(), seed=0)
     manager.save(TrainingProgress(1))  # allocates the snapshot
     manager.wait()
+    assert manager._snapshot is not None
     num_bytes = sum(run.step.all_gather_json(manager._snapshot.num_bytes))
     data = os.urandom(num_bytes)
     torch_state = flat_state(run.step)

@@ -9,7 +9,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from fourfold.checkpoint.collect import TrainingState, collect_tensors
+from fourfold.checkpoint.collect import TrainingState, collect_state
 from fourfold.checkpoint.manager import AttemptDir, CheckpointManager, TrainingProgress
 from fourfold.checkpoint.store import CheckpointStore
 from fourfold.feed.feed import Feed
@@ -64,10 +64,11 @@ class ThreadRun:
         self.checkpoints.wait()
 
     def copy_tensors(self) -> dict[str, Tensor]:
-        """Copies of everything that is saved."""
-        found = collect_tensors(TrainingState(self.step, self.feed, self.ema))
+        """Copies of everything that this rank holds, by label."""
+        found = collect_state(TrainingState(self.step, self.feed, self.ema))
         return {
-            t.tensor.name: torch.cat([p.detach().clone() for p in t.segments]) for t in found.live_tensors if t.segments
+            each.held.tensor.label: torch.cat([part.detach().clone() for part in each.segments])
+            for each in found.live_tensors
         }
 
 

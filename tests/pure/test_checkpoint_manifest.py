@@ -1,116 +1,100 @@
-"""Laws of checkpoints: which rank writes which box, where a box is stored, and which manifests are refused."""
+"""Laws of checkpoint manifests: which are refused, and that version 1 is read as the present one."""
 
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fourfold.plan.checkpoint_boxes import (
-    ELEMENT_BYTES,
-    GlobalTensor,
-    StoredBox,
-    assign_shards,
-    intersection,
-    relative_slices,
-    shard_file_name,
-)
+from fourfold.plan.checkpoint_boxes import ELEMENT_BYTES, divide_writing, shard_file_name
 from fourfold.plan.checkpoint_manifest import (
     MANIFEST_VERSION,
     DataState,
     FileEntry,
     FirstStepRecord,
     Manifest,
+    Place,
     RngState,
+    StoredPart,
     TensorEntry,
+    TensorKind,
     manifest_problems,
+    tensors_by_file,
 )
+from fourfold.plan.checkpoint_manifest_v1 import ManifestV1, RngStateV1, StoredBoxV1, TensorEntryV1, upgrade
+from fourfold.plan.decode import DecodeError
 from fourfold.words.box import Box
 from fourfold.words.mesh import Mesh
 
 SHAPES = st.lists(st.integers(0, 9), max_size=3).map(tuple)
-TENSORS = st.lists(st.tuples(st.sampled_from(sorted(ELEMENT_BYTES)), SHAPES, st.booleans()), min_size=1, max_size=8)
+TENSORS = st.lists(st.tuples(st.sampled_from(sorted(ELEMENT_BYTES)), SHAPES), min_size=1, max_size=8)
+MESHES = st.builds(Mesh, dp=st.integers(1, 4), sp=st.integers(1, 3))
 
 
-def named(rows: list[tuple[str, tuple[int, ...], bool]]) -> list[GlobalTensor]:
-    return [GlobalTensor(f"model.{number}", *row) for number, row in enumerate(rows)]
+def weights(rows: list[tuple[str, tuple[int, ...]]], size: int) -> tuple[TensorEntry, ...]:
+    """Tensors that `size` ranks hold, and whose writing they divide."""
+    sizes = [(math.prod(shape), ELEMENT_BYTES[dtype]) for dtype, shape in rows]
+    shares = [divide_writing(sizes, rank, size) for rank in range(size)]
+    entries = []
+    for number, (dtype, shape) in enumerate(rows):
+        parts = []
+        for rank in range(size):
+            start, stop = shares[rank][number]
+            if start < stop or (rank == 0 and not sizes[number][0]):
+                is_whole = (start, stop) == (0, sizes[number][0])
+                parts.append(StoredPart(shard_file_name(rank), str(number), range=None if is_whole else (start, stop)))
+        entries.append(TensorEntry(TensorKind.MODEL, str(number), dtype, shape, tuple(parts)))
+    return tuple(entries)
 
 
-def manifest(tensors: list[GlobalTensor], size: int) -> Manifest:
-    """A manifest as it is written, of these tensors on `size` ranks."""
-    stored_boxes = assign_shards(tensors, size)
+def manifest(rows: list[tuple[str, tuple[int, ...]]], mesh: Mesh) -> Manifest:
+    """A manifest as it is written, of these tensors."""
     return Manifest(
         version=MANIFEST_VERSION,
         step=3,
-        tensors={t.name: TensorEntry(t.dtype, t.shape, stored_boxes[t.name]) for t in tensors},
+        tensors=weights(rows, mesh.size),
         aliases={},
         scalars={},
         groups=({"lr": 0.1},),
         record=FirstStepRecord((0,), 1.0),
         feed=DataState(0, 0, 4, 2, 10, 1),
-        random=(RngState("00"),) * size,
+        random=tuple(RngState("00", place=Place(dp=index)) for index in range(mesh.dp)),
         metrics_bytes=0,
         losses=(1.0,),
         valid={},
         best=None,
-        files={shard_file_name(rank): FileEntry(10_000_000, "") for rank in range(size)},
+        files={shard_file_name(rank): FileEntry(10_000_000, "") for rank in range(mesh.size)},
+        mesh=mesh,
     )
 
 
-@given(rows=TENSORS, size=st.integers(1, 7))
-def test_boxes_tile_every_tensor_and_a_written_manifest_has_no_problems(rows, size):
-    tensors = named(rows)
-    for tensor in tensors:
-        covered = np.zeros(tensor.shape, dtype=int)
-        whole = Box((0,) * len(tensor.shape), tensor.shape)
-        for stored in assign_shards(tensors, size)[tensor.name]:
-            covered[relative_slices(stored.box, whole)] += 1
-        assert (covered == 1).all()
-    assert not list(manifest_problems(manifest(tensors, size)))
-
-
-@given(rows=TENSORS, size=st.integers(1, 7))
-def test_file_sizes_differ_by_at_most_two_rows(rows, size):
-    tensors = [tensor._replace(is_unsharded=False) for tensor in named(rows)]
-    file_bytes = dict.fromkeys(map(shard_file_name, range(size)), 0)
-    for tensor in tensors:
-        for stored in assign_shards(tensors, size)[tensor.name]:
-            file_bytes[stored.file] += math.prod(stored.lengths) * ELEMENT_BYTES[tensor.dtype]
-    row = max(t.num_bytes // t.shape[0] if t.shape and t.shape[0] else t.num_bytes for t in tensors)
-    assert max(file_bytes.values()) - min(file_bytes.values()) <= 2 * row + 1
-
-
-@given(shape=st.lists(st.integers(1, 6), min_size=1, max_size=3), data=st.data())
-def test_a_box_is_assembled_from_the_boxes_of_any_number_of_ranks(shape, data):
-    tensor = GlobalTensor("model.a", "F32", tuple(shape))
-    values = np.arange(math.prod(shape)).reshape(shape)
-    offsets = tuple(data.draw(st.integers(0, n - 1)) for n in shape)
-    lengths = tuple(data.draw(st.integers(1, n - x)) for n, x in zip(shape, offsets, strict=True))
-    wanted, whole = Box(offsets, lengths), Box((0,) * len(shape), tensor.shape)
-    result = np.full(lengths, -1)
-    for stored in assign_shards([tensor], data.draw(st.integers(1, 5)))["model.a"]:
-        values_of_box = values[relative_slices(stored.box, whole)]
-        common = intersection(stored.box, wanted)
-        if common is not None:
-            result[relative_slices(common, wanted)] = values_of_box[relative_slices(common, stored.box)]
-    assert (result == values[relative_slices(wanted, whole)]).all()
+@given(rows=TENSORS, mesh=MESHES)
+def test_a_written_manifest_has_no_problems_and_survives_a_round_trip(rows, mesh):
+    written = manifest(rows, mesh)
+    assert not list(manifest_problems(written))
+    assert msgspec.json.decode(msgspec.json.encode(written), type=Manifest) == written
+    elements = sum(math.prod(t.shape) for tensors in tensors_by_file(written).values() for t in tensors.values())
+    assert elements == sum(math.prod(shape) for _, shape in rows)
 
 
 def changed(**fields: Any) -> Manifest:
-    return msgspec.structs.replace(manifest([GlobalTensor("model.a", "F32", (4, 2))], 2), **fields)
+    return msgspec.structs.replace(manifest([("F32", (4, 2))], Mesh(dp=2)), **fields)
 
 
-def entry(
-    *stored_boxes: tuple[str, tuple[int, ...], tuple[int, ...]], shape=(4, 2), dtype="F32"
-) -> dict[str, TensorEntry]:
-    return {"model.a": TensorEntry(dtype, shape, tuple(StoredBox(*each) for each in stored_boxes))}
+def entry(*stored: tuple[Any, ...], shape=(4, 2), dtype="F32", kind="model", **fields: Any) -> tuple[TensorEntry, ...]:
+    """One tensor; each part is (file, box, range), with numbered names."""
+    parts = tuple(
+        StoredPart(file, str(number), box and Box(*box), range) for number, (file, box, range) in enumerate(stored)
+    )
+    return (TensorEntry(TensorKind(kind), "a", dtype, shape, parts, **fields),)
 
 
 FIRST, SECOND = "rank-000.safetensors", "rank-001.safetensors"
+ROWS_0, ROWS_2 = ((0, 0), (2, 2)), ((2, 0), (2, 2))
 
 
 @pytest.mark.parametrize(
@@ -120,29 +104,54 @@ FIRST, SECOND = "rank-000.safetensors", "rank-001.safetensors"
         ({"step": -1}, "step -1"),
         ({"files": {"../../etc/passwd": FileEntry(100, "")}}, "'../../etc/passwd'"),
         ({"files": {FIRST: FileEntry(20, ""), SECOND: FileEntry(8, "")}}, "bytes of tensors in a file of 8"),
-        ({"aliases": {"model.b": "model.c"}}, "model.c, which is not there"),
+        ({"aliases": {"b": "c"}}, "c, which is not there"),
         ({"feed": DataState(0, 0, 11, 2, 10, 1)}, "position 11 of 10"),
-        (
-            {"mesh": Mesh(dp=2, sp=2)},
-            "a mesh of pp 1 × dp 2 × sp 2 × tp 1 is 4 ranks, and there are random states of 2",
-        ),
+        ({"mesh": Mesh(dp=4, sp=2)}, "2 random states on a mesh of pp 1 × dp 4 × sp 2 × tp 1, which has 4 places"),
         ({"mesh": Mesh(dp=-2, sp=-1)}, "every size must be at least 1"),
         ({"mesh": Mesh(dp=2, sp=0), "random": ()}, "every size must be at least 1"),
-        ({"random": (RngState("00"), RngState("0"))}, "not written in hexadecimal digits"),
-        ({"random": (RngState("00"), RngState("zz"))}, "not written in hexadecimal digits"),
-        ({"random": (RngState("00"), RngState("00", "0g"))}, "not written in hexadecimal digits"),
-        ({"random": (RngState("00"), RngState(""))}, "not written in hexadecimal digits"),
-        ({"tensors": entry((FIRST, (0, 0), (4, 2)), dtype="F12")}, "dtype 'F12'"),
-        ({"tensors": entry((FIRST, (0, 0), (-4, -2)), shape=(-4, -2))}, "shape"),
-        ({"tensors": entry((FIRST, (0, 0), (2**60, 2)), shape=(2**60, 2))}, "shape"),
-        ({"tensors": entry(("rank-009.safetensors", (0, 0), (4, 2)))}, "not among the files"),
-        ({"tensors": entry((FIRST, (1, 0), (4, 2)))}, "offsets (1, 0)"),
-        ({"tensors": entry((FIRST, (-1, 0), (4, 2)))}, "offsets (-1, 0)"),
-        ({"tensors": entry((FIRST, (0,), (4,)))}, "offsets (0,)"),
-        ({"tensors": entry((FIRST, (0, 0), (2, 2)))}, "a gap"),
-        ({"tensors": entry((FIRST, (0, 0), (2, 2)), (SECOND, (1, 0), (2, 2)))}, "or overlap"),
-        ({"tensors": entry((FIRST, (0, 0), (4, 1)), (SECOND, (0, 0), (4, 1)))}, "or overlap"),
-        ({"tensors": entry((FIRST, (0, 0), (2, 2)), (FIRST, (2, 0), (2, 2)))}, "two boxes in one file"),
+        ({"random": (RngState("00"), RngState("00", place=Place(dp=2)))}, "2 random states on a mesh of"),
+        ({"random": (RngState("00"), RngState("01"))}, "two random states of one place"),
+        ({"random": (RngState("00"), RngState("0", place=Place(dp=1)))}, "not written in hexadecimal digits"),
+        ({"random": (RngState("00"), RngState("zz", place=Place(dp=1)))}, "not written in hexadecimal digits"),
+        ({"random": (RngState("00"), RngState("00", "0g", Place(dp=1)))}, "not written in hexadecimal digits"),
+        ({"random": (RngState("00"), RngState("", place=Place(dp=1)))}, "not written in hexadecimal digits"),
+        ({"tensors": entry((FIRST, None, None), dtype="F12")}, "dtype 'F12'"),
+        ({"tensors": entry((FIRST, None, None), shape=(-4, -2))}, "shape"),
+        ({"tensors": entry((FIRST, None, None), shape=(2**60, 2))}, "shape"),
+        ({"tensors": entry((FIRST, None, None), shape=(10**4000,) * 17)}, "shape"),
+        ({"tensors": entry((FIRST, ((0,) * 10**5, (10**1000,) * 10**5), None))}, "a box of other dims"),
+        ({"tensors": entry(("rank-009.safetensors", None, None))}, "not among the files"),
+        ({"tensors": entry((FIRST, ((1, 0), (4, 2)), None))}, "offsets (1, 0)"),
+        ({"tensors": entry((FIRST, ((-1, 0), (4, 2)), None))}, "offsets (-1, 0)"),
+        ({"tensors": entry((FIRST, ((0,), (4,)), None))}, "a box of other dims"),
+        ({"tensors": entry((FIRST, None, (0, 9)))}, "elements 0 to 9"),
+        ({"tensors": entry((FIRST, None, (-1, 8)))}, "elements -1 to 8"),
+        ({"tensors": entry((FIRST, ROWS_0, (0, 5)), (SECOND, None, (5, 8)))}, "elements 0 to 5"),
+        ({"tensors": entry((FIRST, ROWS_0, None))}, "a gap"),
+        ({"tensors": entry((FIRST, None, (0, 3)), (SECOND, None, (4, 8)))}, "a gap"),
+        ({"tensors": entry()}, "a gap"),
+        ({"tensors": entry((FIRST, ROWS_0, None), (SECOND, ((1, 0), (2, 2)), None))}, "or overlap"),
+        ({"tensors": entry((FIRST, ((0, 0), (4, 1)), None), (SECOND, ((0, 0), (4, 1)), None))}, "or overlap"),
+        ({"tensors": entry((FIRST, None, (0, 4)), (SECOND, None, (3, 7)))}, "or overlap"),
+        ({"tensors": entry((FIRST, ROWS_0, (1, 4)), (SECOND, None, (0, 5)))}, "or overlap"),
+        ({"tensors": entry((FIRST, None, None)) * 2}, "two tensors model.a"),
+        (
+            {
+                "tensors": (
+                    *entry((FIRST, None, None)),
+                    *entry((FIRST, None, None), kind="ema"),
+                )
+            },
+            f"two tensors called 0 in {FIRST}",
+        ),
+        ({"tensors": entry((FIRST, None, None), key="step")}, "the key 'step'"),
+        ({"tensors": entry((FIRST, None, None), kind="optimizer")}, "the key ''"),
+        ({"tensors": entry((FIRST, None, None), place=Place(dp=1))}, "the place Place("),
+        ({"tensors": entry((FIRST, None, None), kind="codec", key="remainder")}, "the place None"),
+        (
+            {"tensors": entry((FIRST, None, None), kind="codec", key="remainder", place=Place(dp=2))},
+            "which the mesh does not have",
+        ),
     ],
 )
 def test_an_inconsistent_manifest_is_refused(fields, message):
@@ -153,7 +162,7 @@ def test_an_inconsistent_manifest_is_refused(fields, message):
     ("F64", 2**43, True), ("F64", 2**43 + 1, False), ("I8", 2**46, True), ("I8", 2**46 + 1, False),
 ])  # fmt: skip
 def test_the_size_limit_of_a_tensor_is_in_bytes(dtype, elements, fits):
-    tensors = entry((FIRST, (0,), (elements,)), shape=(elements,), dtype=dtype)
+    tensors = entry((FIRST, None, None), shape=(elements,), dtype=dtype)
     found = list(
         manifest_problems(changed(tensors=tensors, files={FIRST: FileEntry(2**50, ""), SECOND: FileEntry(8, "")}))
     )
@@ -165,9 +174,11 @@ def malformed_manifests() -> Iterator[bytes]:
     yield text[: len(text) // 2]
     yield text.replace(b'"step":3', b'"step":"3"')
     yield text.replace(b'"step":3', b'"steps":3')
-    yield text.replace(b'"offsets":[0,0]', b'"offsets":[0,"0"]')
-    yield text.replace(b'"mesh":null', b'"mesh":{"dp":"2"}')
-    yield text.replace(b'"mesh":null', b'"mesh":4')
+    yield text.replace(b'"range":[0,4]', b'"range":[0,"4"]')
+    yield text.replace(b'"range":[0,4]', b'"range":[0,4,8]')
+    yield text.replace(b'"range":[0,4]', b'"box":[[0,0]]')
+    yield text.replace(b'"kind":"model"', b'"kind":"modal"')
+    yield text.replace(b'"dp":2', b'"dp":"2"')
     yield b"[]"
 
 
@@ -175,3 +186,67 @@ def malformed_manifests() -> Iterator[bytes]:
 def test_a_malformed_manifest_is_refused(text):
     with pytest.raises(msgspec.DecodeError):
         msgspec.json.decode(text, type=Manifest)
+
+
+def version_one(mesh: Mesh | None, size: int, tensors: dict[str, TensorEntryV1], **fields: Any) -> ManifestV1:
+    now = manifest([("F32", ())], Mesh(dp=size))
+    old = {name: getattr(now, name) for name in now.__struct_fields__} | {"version": 1, "tensors": tensors}
+    return ManifestV1(
+        **{**old, "random": tuple(RngStateV1(f"{rank:02x}") for rank in range(size)), "mesh": mesh, **fields}
+    )
+
+
+def cut(shape: tuple[int, ...], cuts: list[int], *, flat: bool) -> TensorEntryV1:
+    """A tensor whose rows, or elements if it is flat, are divided among the ranks."""
+    dims = (math.prod(shape),) if flat else shape
+    boxes = [
+        StoredBoxV1(shard_file_name(rank), (low, *(0 for _ in dims[1:])), (high - low, *dims[1:]))
+        for rank, (low, high) in enumerate(itertools.pairwise([0, *sorted(cuts), dims[0]]))
+        if low < high
+    ]
+    return TensorEntryV1("F32", shape, tuple(boxes), flat)
+
+
+@given(shape=st.lists(st.integers(1, 6), min_size=1, max_size=3).map(tuple), flat=st.booleans(), data=st.data())
+def test_boxes_of_version_1_become_parts_with_the_same_tensors_in_the_same_files(shape, flat, data):
+    length = math.prod(shape) if flat else shape[0]
+    entry = cut(shape, data.draw(st.lists(st.integers(0, length), max_size=3)), flat=flat)
+    now = upgrade(version_one(Mesh(dp=4), 4, {"optimizer.a.b.exp_avg": entry}))
+    assert not list(manifest_problems(now))
+    (tensor,) = now.tensors
+    assert (tensor.kind, tensor.name, tensor.key, tensor.shape) == (TensorKind.OPTIMIZER, "a.b", "exp_avg", shape)
+    files = {file: held for file, held in tensors_by_file(now).items() if held}
+    assert {file: held["optimizer.a.b.exp_avg"].shape for file, held in files.items()} == {
+        stored.file: stored.lengths for stored in entry.stretches
+    }
+
+
+@pytest.mark.parametrize(("prefix", "kind"), [("worker", TensorKind.OPTIMIZER), ("codec", TensorKind.CODEC)])
+@pytest.mark.parametrize("mesh", [Mesh(dp=2, sp=2), None])
+def test_rows_of_version_1_become_tensors_of_their_places(prefix, kind, mesh):
+    entry = cut((12,), [3, 6, 9], flat=False)
+    now = upgrade(version_one(mesh, 4, {f"{prefix}.a.b.c": entry}))
+    assert not list(manifest_problems(now))
+    assert [(t.kind, t.name, t.key, t.shape) for t in now.tensors] == [(kind, "a.b", "c", (3,))] * 4
+    places = [Place(dp=0), Place(sp=1), Place(dp=1), Place(dp=1, sp=1)] if mesh else [Place(dp=n) for n in range(4)]
+    assert [t.place for t in now.tensors] == places
+    assert [t.parts[0].file for t in now.tensors] == [shard_file_name(rank) for rank in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"tensors": {"spam.a": cut((4,), [], flat=False)}}, "a tensor called 'spam.a'"),
+        ({"tensors": {"codec.a.b": cut((8,), [3, 4, 6], flat=False)}}, "not a row for each of 4 ranks"),
+        ({"tensors": {"codec.a.b": cut((8,), [2, 4], flat=False)}}, "not a row for each of 4 ranks"),
+        ({"tensors": {"worker.a.b": cut((8, 2), [2, 4, 6], flat=False)}}, "not a row for each of 4 ranks"),
+        ({"tensors": {"ema.a": TensorEntryV1("F32", (4,), (StoredBoxV1(FIRST, (0, 0), (4, 1)),), True)}}, "in one dim"),
+        ({"aliases": {"ema.a": "ema.b"}}, "an alias of 'ema.a'"),
+        ({"mesh": Mesh(dp=3)}, "a mesh of 3 ranks, and random states of 4"),
+        ({"mesh": Mesh(dp=0)}, "a mesh of 0 ranks"),
+        ({"mesh": None, "random": ()}, "a mesh of 0 ranks"),
+    ],
+)  # fmt: skip
+def test_what_no_version_1_has_held_is_refused(fields, message):
+    with pytest.raises(DecodeError, match=message):
+        upgrade(msgspec.structs.replace(version_one(Mesh(dp=4), 4, {}), **fields))

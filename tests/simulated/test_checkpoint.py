@@ -36,8 +36,16 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(case, tmp_path):
+ON_SEVERAL_HOSTS = [
+    Case(model="tied", clip=0.5, batch_sizes=(12, 12, 11, 12), zero=3),
+    Case(model="frozen", batch_sizes=(12, 12, 12, 12), zero=1, precision="bf16"),
+    Case(model="mlp", batch_sizes=(12, 12, 12, 12), zero=3, precision="bf16", microbatches=2),
+    Case(model="mlp", codec="topk", batch_sizes=(12, 12, 11, 12), zero=1),
+]
+
+
+@pytest.mark.parametrize(("case", "hosts"), [(case, 1) for case in CASES] + [(case, 3) for case in ON_SEVERAL_HOSTS])
+def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(case, hosts, tmp_path):
     ema = 0.9 if case.update == "after" else None  # an EMA needs the weights after each step
 
     def uninterrupted(comm):
@@ -56,9 +64,9 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(case, tmp_path):
         run.run_steps(2, 4)
         return run.copy_tensors()
 
-    whole = threads.run(3, uninterrupted)
-    threads.run(3, begin)
-    for (expected, _), got in zip(whole, threads.run(3, resume), strict=True):
+    whole = threads.run(3, uninterrupted, hosts=hosts)
+    threads.run(3, begin, hosts=hosts)
+    for (expected, _), got in zip(whole, threads.run(3, resume, hosts=hosts), strict=True):
         assert got.keys() == expected.keys()
         assert all(torch.equal(got[name], value) for name, value in expected.items())
 

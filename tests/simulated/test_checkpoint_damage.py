@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from fourfold.checkpoint import manager, write
-from fourfold.checkpoint.manager import CheckpointManager
+from fourfold.checkpoint import write, writer
 from fourfold.checkpoint.manifest_file import verify_checkpoint
 from fourfold.checkpoint.store import CheckpointStore, newest_valid
+from fourfold.checkpoint.writer import CheckpointWriter
 from fourfold.cli import checkpoint as checkpoints
 from fourfold.plan.plan import Plan
 from fourfold.testing import threads
@@ -102,26 +102,30 @@ def test_damage_is_found_and_named_and_the_previous_checkpoint_is_used(damage, t
     assert (store.path / "damaged-step-00000003").is_dir()
 
 
+def entry_of(manifest: dict[str, Any], kind: str, name: str) -> dict[str, Any]:
+    (entry,) = [each for each in manifest["tensors"] if (each["kind"], each["name"]) == (kind, name)]
+    return entry
+
+
 def transpose(manifest: dict[str, Any]) -> None:
     """Give a matrix another shape with as many elements."""
-    entry = manifest["tensors"]["model.first.weight"]
+    entry = entry_of(manifest, "model", "first.weight")
     assert entry["shape"] == [24, 16]
     entry["shape"] = [16, 24]
-    entry["stretches"] = [{**entry["stretches"][0], "offsets": [0, 0], "lengths": [16, 24]}]
 
 
 DIFFERENCES = {
     "another dtype": (
-        lambda manifest: manifest["tensors"]["model.head.bias"].update(dtype="I64"),
+        lambda manifest: entry_of(manifest, "model", "head.bias").update(dtype="I64"),
         "model.head.bias is F64 [10], I64 [10] in the manifest",
     ),
     "another shape": (transpose, "model.first.weight is F64 [24, 16], F64 [16, 24] in the manifest"),
     "another name": (
-        lambda manifest: manifest["tensors"].update({"model.x": manifest["tensors"].pop("model.head.bias")}),
+        lambda manifest: entry_of(manifest, "model", "head.bias")["parts"][0].update(name="model.x"),
         "no model.x",
     ),
     "one less": (
-        lambda manifest: manifest["tensors"].pop("model.head.bias"),
+        lambda manifest: manifest["tensors"].remove(entry_of(manifest, "model", "head.bias")),
         "model.head.bias, which the manifest does not have there",
     ),
 }
@@ -150,10 +154,10 @@ def test_a_checkpoint_copied_to_the_folder_of_another_step_is_damaged(tmp_path, 
 
 
 def test_a_damaged_marker_is_reported_and_older_checkpoints_are_kept(tmp_path, monkeypatch):
-    def broken(path, suffix, text, real=manager.write_marker):
+    def broken(path, suffix, text, real=writer.write_marker):
         real(path, suffix, b'{"file":' * 100_000 if "step-00000003" in str(path) else text)
 
-    monkeypatch.setattr(manager, "write_marker", broken)
+    monkeypatch.setattr(writer, "write_marker", broken)
 
     def body(comm):
         run = ThreadRun(Case(), comm, tmp_path)
@@ -194,9 +198,9 @@ def test_every_flipped_bit_of_a_file_is_found(tmp_path):
 
 
 NEWER = {
-    "a newer version": lambda manifest: manifest.update(version=2),
-    "a newer version with a field of its own": lambda manifest: manifest.update(version=2, streams=[1]),
-    "a newer version of another form": lambda manifest: manifest.update(version=2, tensors=[], feed=None),
+    "a newer version": lambda manifest: manifest.update(version=3),
+    "a newer version with a field of its own": lambda manifest: manifest.update(version=3, streams=[1]),
+    "a newer version of another form": lambda manifest: manifest.update(version=3, tensors=[], feed=None),
 }
 
 
@@ -205,7 +209,7 @@ def test_a_checkpoint_of_a_newer_version_is_not_damaged_and_the_run_does_not_res
     store = save_twice(tmp_path)
     for step in store.steps():
         rewrite_manifest(store.step_dir(step), change)
-    with pytest.raises(UnreadableCheckpointError, match=r"version 2, of a newer fourfold .* at most version 1"):
+    with pytest.raises(UnreadableCheckpointError, match=r"version 3, of a newer fourfold .* at most version 2"):
         threads.run(2, lambda comm: ThreadRun(Case(), comm, tmp_path).checkpoints.resume())
     assert store.steps() == [1, 3]
     assert checkpoints.verify_checkpoints(str(tmp_path)) == 1
@@ -249,7 +253,7 @@ def test_a_failed_write_keeps_older_checkpoints(tmp_path, monkeypatch):
             raise OSError(28, "No space left on device")
         return real(path, snapshot)
 
-    monkeypatch.setattr(manager, "write_snapshot", fails)
+    monkeypatch.setattr(writer, "write_snapshot", fails)
 
     def body(comm):
         run = ThreadRun(Case(), comm, tmp_path)
@@ -264,7 +268,7 @@ def test_a_failed_write_keeps_older_checkpoints(tmp_path, monkeypatch):
 
 
 def test_a_folder_that_cannot_be_written_is_reported_without_waiting_for_markers(tmp_path, monkeypatch):
-    monkeypatch.setattr(manager, "MARKER_TIMEOUT_SECONDS", 10.0)
+    monkeypatch.setattr(writer, "MARKER_TIMEOUT_SECONDS", 10.0)
 
     def body(comm):
         run = ThreadRun(Case(), comm, tmp_path)
@@ -284,8 +288,8 @@ def test_a_folder_that_cannot_be_written_is_reported_without_waiting_for_markers
 
 
 def test_a_folder_that_is_removed_while_it_is_written_is_reported_without_waiting_for_markers(tmp_path, monkeypatch):
-    monkeypatch.setattr(manager, "MARKER_TIMEOUT_SECONDS", 10.0)
-    marked, first = manager.write_marker, threading.Event()
+    monkeypatch.setattr(writer, "MARKER_TIMEOUT_SECONDS", 10.0)
+    marked, first = writer.write_marker, threading.Event()
 
     def mark(path, suffix, text):
         if "step-00000003" in str(path) and path.name == "rank-001":
@@ -296,7 +300,7 @@ def test_a_folder_that_is_removed_while_it_is_written_is_reported_without_waitin
         if "step-00000003" in str(path):
             first.set()
 
-    monkeypatch.setattr(manager, "write_marker", mark)
+    monkeypatch.setattr(writer, "write_marker", mark)
 
     def body(comm):
         run = ThreadRun(Case(), comm, tmp_path)
@@ -325,8 +329,8 @@ def small_disk(path: Path) -> Iterator[None]:
 @pytest.mark.parametrize("checked", [True, False], ids=["space is checked first", "space runs out while writing"])
 def test_a_full_disk_is_a_warning_and_earlier_checkpoints_are_kept(checked, tmp_path, monkeypatch):
     if not checked:
-        monkeypatch.setattr(CheckpointManager, "_check_disk_space", lambda *_: None)
-    monkeypatch.setattr(manager, "SPARE_BYTES", 0)
+        monkeypatch.setattr(CheckpointWriter, "_check_disk_space", lambda *_: None)
+    monkeypatch.setattr(writer, "SPARE_BYTES", 0)
     with small_disk(tmp_path / "disk"):
         folder = tmp_path / "disk" / "run"
 

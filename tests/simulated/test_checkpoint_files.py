@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fourfold.checkpoint import manager, write
+from fourfold.checkpoint import write, writer
 from fourfold.checkpoint.collect import TrainingState
 from fourfold.checkpoint.manager import AttemptDir, CheckpointManager, TrainingProgress
 from fourfold.checkpoint.manifest_file import read_manifest
@@ -15,6 +15,7 @@ from fourfold.checkpoint.read import CheckpointReader
 from fourfold.checkpoint.store import CheckpointStore
 from fourfold.checkpoint.weights_file import check_weights_file, export_weights, load_weights_file
 from fourfold.feed.feed import Feed
+from fourfold.plan.checkpoint_manifest import TensorKey, TensorKind
 from fourfold.plan.plan import Plan
 from fourfold.step.ema import EMA
 from fourfold.step.train_step import TrainStep
@@ -25,6 +26,8 @@ from fourfold.words.task import Data, Task
 from tests import cases
 from tests.cases import Case, batches
 from tests.checkpoint_runs import MemoryLog, ThreadRun, save_twice
+from tests.simulated.test_checkpoint_version_one import make_run
+from tests.simulated.test_checkpoint_version_one import train as train_tiny
 
 
 def test_the_last_checkpoints_and_the_best_one_are_kept(tmp_path):
@@ -46,7 +49,7 @@ def test_a_snapshot_holds_the_weights_at_the_time_it_was_taken(tmp_path, monkeyp
         assert go.wait(30)
         return real(path, snapshot)
 
-    monkeypatch.setattr(manager, "write_snapshot", delayed_write)
+    monkeypatch.setattr(writer, "write_snapshot", delayed_write)
 
     def body(comm):
         run = ThreadRun(Case(), comm, tmp_path)
@@ -61,8 +64,9 @@ def test_a_snapshot_holds_the_weights_at_the_time_it_was_taken(tmp_path, monkeyp
 
     ((then, now),) = threads.run(1, body)
     with CheckpointReader(CheckpointStore(tmp_path).step_dir(1)) as reader:
-        for name, value in then.items():
-            assert torch.equal(reader.read_tensor(name).reshape(-1), value)
+        assert {tensor.label for tensor in reader.entries} == then.keys()
+        for tensor in reader.entries:
+            assert torch.equal(reader.tensor(tensor).read_all().reshape(-1), then[tensor.label])
     assert any(not torch.equal(now[name], value) for name, value in then.items())
 
 
@@ -163,3 +167,18 @@ def test_a_task_that_changes_the_working_directory_does_not_move_its_run(tmp_pat
     assert result.folder == tmp_path / "runs" / "moved"
     assert CheckpointStore(tmp_path / "runs" / "moved").steps() == [2, 4]
     assert not list((tmp_path / "elsewhere").iterdir())
+
+
+def test_the_buffers_of_a_checkpoint_are_rank_0s(tmp_path):
+    """With batch_norm = "local" the ranks' buffers differ."""
+
+    def body(comm):
+        checkpoints, state = make_run("residuals", comm, tmp_path)
+        train_tiny(state, 0, 2)
+        state.step.model.get_buffer("offset").fill_(comm.rank)
+        checkpoints.save(TrainingProgress(2))
+        checkpoints.wait()
+
+    threads.run(2, body)
+    with CheckpointReader(CheckpointStore(tmp_path).step_dir(2)) as reader:
+        assert not reader.tensor(TensorKey(TensorKind.MODEL, "offset")).read_all().any()

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import fourfold as ff
-from fourfold.checkpoint import manager
+from fourfold.checkpoint import writer
 from fourfold.checkpoint.store import newest_valid
 from fourfold.feed.source import TensorSource
 from fourfold.plan.trace_file import decode_trace
@@ -184,13 +184,13 @@ def test_a_trace_that_a_full_disk_rejects_warns_once_and_is_written_with_the_nex
 
 
 def test_a_run_is_finished_only_when_its_last_checkpoint_is_written(tmp_path, monkeypatch):
-    def fails(path, snapshot, real=manager.write_snapshot):
+    def fails(path, snapshot, real=writer.write_snapshot):
         if "step-00000006" in str(path):
             raise FULL
         return real(path, snapshot)
 
     with monkeypatch.context() as patch:
-        patch.setattr(manager, "write_snapshot", fails)
+        patch.setattr(writer, "write_snapshot", fails)
         with pytest.raises(TrainingError, match=r"the last checkpoint could not be written.*resumes from step 4"):
             train(tmp_path, checkpoint_every=4)
     display = train(tmp_path, checkpoint_every=4)
@@ -202,7 +202,7 @@ def test_a_run_is_finished_only_when_its_last_checkpoint_is_written(tmp_path, mo
 @pytest.mark.parametrize("resumed", [False, True], ids=["new run", "resumed run"])
 def test_a_run_that_starts_on_a_full_disk_names_the_file_and_changes_nothing(resumed, tmp_path, monkeypatch):
     if resumed:
-        monkeypatch.setattr(manager, "write_snapshot", refuse)
+        monkeypatch.setattr(writer, "write_snapshot", refuse)
         with pytest.raises(TrainingError, match="could not be written"):
             train(tmp_path)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}

@@ -15,6 +15,7 @@ import fourfold as ff
 from fourfold.analysis.describe import show
 from fourfold.checkpoint.read import CheckpointReader
 from fourfold.checkpoint.store import CheckpointStore, newest_valid
+from fourfold.plan.checkpoint_manifest import TensorKey
 from fourfold.plan.intervals import is_due
 from fourfold.plan.plan import Plan
 from fourfold.step.train_step import TrainStep
@@ -169,11 +170,11 @@ def small(stop_at: int | None = None) -> ff.Task:
     )
 
 
-def saved(folder: Path) -> dict[str, torch.Tensor]:
+def saved(folder: Path) -> dict[TensorKey, torch.Tensor]:
     newest = newest_valid(folder)
     assert newest is not None
     with CheckpointReader(newest) as reader:
-        return {name: reader.read_tensor(name) for name in reader.manifest.tensors}
+        return {tensor: reader.tensor(tensor).read_all() for tensor in reader.entries}
 
 
 RUN: dict[str, Any] = {"batch_size": 4, "trace_every": 0, "ema": 0.5}
@@ -195,7 +196,8 @@ def test_a_run_saves_and_evaluates_at_the_next_average_and_resumes_bit_for_bit(t
     log = [json.loads(line) for line in (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in log if "checkpoint" in line] == [3, 6, 9]
     expected, got = saved(tmp_path / "whole"), saved(tmp_path / "broken")
-    assert {name.partition(".")[0] for name in expected} == {"model", "worker", "outer", "ema"}
+    kinds = {(tensor.kind.value, tensor.place is None) for tensor in expected}
+    assert kinds == {("model", True), ("optimizer", False), ("outer", True), ("ema", True)}
     assert got.keys() == expected.keys()
     assert all(torch.equal(got[name], value) for name, value in expected.items())
 

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from fourfold.step.train_step import TrainStep
 from torch import nn
 
 import fourfold as ff
@@ -13,6 +12,7 @@ from fourfold.plan.lowering import Blueprint, lower
 from fourfold.plan.plan import Plan
 from fourfold.plan.topology import Topology
 from fourfold.step.model_specs import model_specs, update_spec
+from fourfold.step.train_step import TrainStep
 from fourfold.testing import threads
 from fourfold.testing.threads import ThreadCommunicator
 from fourfold.words.errors import TrainingError

@@ -248,6 +248,7 @@ def test_the_all_gather_of_a_bucket_begins_before_the_bucket_is_used():
         use, ahead = sharded_params.ensure_unsharded, []
 
         def watched(bucket):
+            assert sharded_params._phase is not None
             pending = sharded_params._phase.pending
             ahead.append(pending[0].bucket == bucket if pending else False)
             use(bucket)

@@ -98,7 +98,7 @@ def test_two_values_of_a_tied_weight_are_refused(tmp_path):
     untied = dataclasses.replace(CASE, optimizer="descent")
     threads.run(1, lambda comm: ThreadRun(untied, comm, tmp_path).run_steps(0, 1, save_at=(1,)))
     tied = dataclasses.replace(untied, model="tied")
-    with pytest.raises(TaskError, match=message):
+    with pytest.raises(CheckpointError, match=message):
         threads.run(1, lambda comm: ThreadRun(tied, comm, tmp_path).checkpoints.resume())
 
 

@@ -18,7 +18,17 @@ def trained(world, folder, dp, sp, **what):
 
 @pytest.mark.parametrize(
     ("saved", "dp"),
-    [((4, 1), 2), ((2, 1), 1), ((1, 1), 1), ((1, 2), 1), ((1, 2), 2), ((2, 2), 2), ((2, 2), 4)],
+    [
+        ((4, 1), 2),
+        ((2, 1), 1),
+        ((2, 1), 2),
+        ((2, 1), 4),
+        ((1, 1), 1),
+        ((1, 2), 1),
+        ((1, 2), 2),
+        ((2, 2), 2),
+        ((2, 2), 4),
+    ],
     ids=str,
 )
 def test_random_numbers_of_a_resumed_run_depend_on_the_data_index_alone(saved, dp, world, tmp_path):

@@ -23,7 +23,7 @@ TRAIN = ("train", "lm", *SMALL, "steps=6", "checkpoint_every=2")
 DYING = """
 import json, os, signal, sys
 import fourfold.cli.job, fourfold.tasks.lm, fourfold.trainer.train
-from fourfold.checkpoint import manager, store
+from fourfold.checkpoint import store, writer
 from fourfold.cli import main
 
 
@@ -42,7 +42,7 @@ def die_in(owner, name, after=False):
     setattr(owner, name, act)
 
 
-def half(path, snapshot, real=manager.write_snapshot):
+def half(path, snapshot, real=writer.write_snapshot):
     if "step-00000004" not in str(path):
         return real(path, snapshot)
     path.write_bytes(snapshot.header)
@@ -51,9 +51,9 @@ def half(path, snapshot, real=manager.write_snapshot):
 
 def arrange(moment):
     if moment == "half a piece":
-        manager.write_snapshot = half
+        writer.write_snapshot = half
     elif moment == "no manifest":
-        die_in(manager, "wait_for_marker", after=True)
+        die_in(writer, "wait_for_marker", after=True)
     elif moment == "not renamed":
         die_in(store.CheckpointStore, "commit")
     else:

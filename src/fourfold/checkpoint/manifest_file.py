@@ -18,11 +18,13 @@ from fourfold.plan.checkpoint_manifest import (
     MANIFEST_FILE,
     MANIFEST_VERSION,
     MAX_MANIFEST_BYTES,
+    FileEntry,
     Manifest,
     StoredTensor,
     manifest_problems,
-    tensors_in_file,
+    tensors_by_file,
 )
+from fourfold.plan.checkpoint_manifest_v1 import ManifestV1, upgrade
 from fourfold.plan.decode import DecodeError, from_json, read_bounded
 from fourfold.words.errors import CheckpointError, Problem, UnreadableCheckpointError, os_error_text
 
@@ -86,7 +88,7 @@ def _decode_manifest(path: Path, content: bytes) -> Manifest:
         raise UnreadableCheckpointError(
             Problem(got, f"at most version {MANIFEST_VERSION}", "the fourfold that has written it")
         )
-    return from_json(body, Manifest)
+    return upgrade(from_json(body, ManifestV1)) if version == 1 else from_json(body, Manifest)
 
 
 def verify_checkpoint(folder: Path, *, index: int = 0, size: int = 1) -> list[str]:
@@ -100,19 +102,19 @@ def verify_checkpoint(folder: Path, *, index: int = 0, size: int = 1) -> list[st
         raise
     except CheckpointError as error:
         return [problem.got for problem in error.problems]
+    tensors = tensors_by_file(manifest)
     files = sorted(manifest.files)[index::size]
-    return [text for name in files for text in _file_problems(folder / name, manifest)]
+    return [text for name in files for text in _file_problems(folder / name, manifest.files[name], tensors[name])]
 
 
-def _file_problems(path: Path, manifest: Manifest) -> list[str]:
-    entry = manifest.files[path.name]
+def _file_problems(path: Path, entry: FileEntry, tensors: Mapping[str, StoredTensor]) -> list[str]:
     try:
         num_bytes = path.stat().st_size
         if num_bytes != entry.num_bytes:
             return [f"{path}: {num_bytes} bytes, {entry.num_bytes} were written"]
         if file_checksum(path) != entry.checksum:
             return [f"{path}: another checksum than when it was written"]
-        return [f"{path}: {text}" for text in _tensor_problems(path, tensors_in_file(manifest, path.name))]
+        return [f"{path}: {text}" for text in _tensor_problems(path, tensors)]
     except OSError as error:
         _check_readable(path, error)
         return [f"{path}: {os_error_text(error)}"]

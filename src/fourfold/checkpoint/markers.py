@@ -1,6 +1,6 @@
 """Markers: files in an unfinished checkpoint by which each rank reports on its own file.
 
-rank-000.json    this rank's file is on the disk: its size, its checksum, and the state of the rank's generators
+rank-000.json    this rank's file is on the disk: its size, its checksum, and what the manifest will say of it
 rank-000.failed  it could not be written: the reason, or nothing if the disk did not take even that
 Law: a rank writes its marker last; after it, the rank writes nothing in the folder.
 """
@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from fourfold.environment.atomic_file import write_atomically
-from fourfold.plan.checkpoint_manifest import FileEntry, RngState
+from fourfold.plan.checkpoint_manifest import MAX_MANIFEST_BYTES, FileEntry, RngState, Scalars, TensorEntry
 from fourfold.plan.decode import DecodeError, from_json, read_bounded
 from fourfold.words.errors import CheckpointError, Problem, os_error_text
 
@@ -20,11 +20,25 @@ DONE_SUFFIX, FAILED_SUFFIX = ".json", ".failed"
 POLL_SECONDS = 0.01
 
 
+class RankReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a rank adds to the manifest.
+
+    tensors   what its file holds
+    aliases, scalars   see `Manifest`; those that this rank knows, and is to report
+    random    the state of its generators, if it is the first rank of its place
+    """
+
+    tensors: tuple[TensorEntry, ...]
+    aliases: dict[str, str]
+    scalars: Scalars
+    random: RngState | None
+
+
 class DoneMarker(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a rank reports when its file is on the disk."""
+    """What a rank writes when its file is on the disk."""
 
     file: FileEntry
-    random: RngState
+    report: RankReport
 
 
 def marker_path(folder: Path, rank: int) -> Path:
@@ -40,7 +54,8 @@ def write_marker(path: Path, suffix: str, text: bytes) -> None:
 def read_marker(path: Path) -> DoneMarker:
     """A rank's done marker. Raises OSError, and CheckpointError if it is damaged."""
     try:
-        return from_json(read_bounded(path.with_suffix(DONE_SUFFIX)), DoneMarker)
+        content = read_bounded(path.with_suffix(DONE_SUFFIX), max_bytes=MAX_MANIFEST_BYTES)
+        return from_json(content, DoneMarker)
     except DecodeError as error:
         raise CheckpointError(Problem(f"{path.name}{DONE_SUFFIX}: {error}", "a rank's marker")) from None
 

@@ -15,91 +15,109 @@ from fourfold.checkpoint.collect import TrainingState, data_state
 from fourfold.checkpoint.read import CheckpointReader
 from fourfold.checkpoint.weights_file import dtype_problems, shape_problems
 from fourfold.feed.feed import Position
+from fourfold.parts.codec.residual import RESIDUAL_KEY
 from fourfold.parts.data.param_access import untracked_access
+from fourfold.parts.dtypes import accumulation_dtype
 from fourfold.parts.optim.option_text import IMPLEMENTATION_OPTIONS
-from fourfold.plan.checkpoint_manifest import Manifest
-from fourfold.plan.rng import generator_seed, rng_state_to_restore
+from fourfold.parts.tensor_reader import ParameterState, TensorReader
+from fourfold.plan.checkpoint_boxes import Shape
+from fourfold.plan.checkpoint_manifest import Manifest, Place, TensorKey, TensorKind
+from fourfold.plan.rng import generator_seed, random_place, rng_state_to_restore
+from fourfold.step.saved_state import SavedState
 from fourfold.step.state_validation import optimizer_problems
 from fourfold.step.train_step import TrainStep
 from fourfold.step.weights import trainable_parameters
-from fourfold.words.box import Box
 from fourfold.words.errors import CheckpointError, Problem
-
-Shape = tuple[int, ...]
 
 
 def restore(training_state: TrainingState, reader: CheckpointReader, *, seed: int) -> None:
     """Put a checkpoint's state into the run. Collective. Raises CheckpointError, with nothing changed, if it misfits.
 
-    If the data axis has another size than when it was saved, random numbers start anew from the seed, the step and the
-    data index. On another number of ranks, optimizer states of local steps start from their mean.
+    Tensors are read one at a time, and of each what this rank keeps. If the data axis has another size than when it was
+    saved, random numbers start anew from the seed, the step and the data index. On another number of ranks, optimizer
+    states of local steps start from their mean.
     """
     step, feed, ema = training_state
     manifest = reader.manifest
-    problems = list(_restore_problems(training_state, manifest))
+    problems = list(restore_problems(training_state, reader))
     if problems:
         raise CheckpointError(problems, where=f"the checkpoint of step {manifest.step}")
-    step.load_state_dict(_read_state(step, reader))
-    for name in step.codec_state.tensors:
-        step.codec_state.load_parameter(name, _read_codec_rows(reader, name))
+    step.load_saved_state(_saved_state(step, reader))
     step.num_steps = manifest.step
     if ema is not None:
-        averages = ema.values.items()
-        ema.load({n: _local_shard(step, n, reader.read_tensor(f"ema.{n}"), like=v) for n, v in averages})
+        for name, value in ema.values.items():
+            average = reader.tensor(TensorKey(TensorKind.EMA, name))
+            elements = (0, value.numel()) if value.shape == average.shape else step.shard_ranges[name]
+            ema.load_average(name, average.read(*elements))
     data = manifest.feed
     feed.load_state(Position(data.seed, data.epoch, data.position, data.num_samples))
     _restore_rng(step, manifest, seed=seed)
 
 
-def _read_state(step: TrainStep, reader: CheckpointReader) -> dict[str, Any]:
-    """The checkpoint's tensors and scalars in the form of `TrainStep.state_dict`."""
+def _saved_state(step: TrainStep, reader: CheckpointReader) -> SavedState:
+    """The checkpoint's tensors and scalars in the form of `TrainStep.state_dict`; no tensor is read here."""
     manifest = reader.manifest
-    titles = [*manifest.tensors, *manifest.aliases]
-    optimizer: dict[str, dict[str, Any]] = {name: dict(values) for name, values in manifest.scalars.items()}
-    for name, key in _state_names(manifest, "optimizer."):
-        optimizer.setdefault(name, {})[key] = reader.read_tensor(f"optimizer.{name}.{key}")
-    for name, key in _state_names(manifest, "worker."):
-        optimizer.setdefault(name, {})[key] = _read_local_sgd_state(step, reader, name, key)
-    for name, parameter in step.model.named_parameters():
-        if parameter.requires_grad:
-            optimizer.setdefault(name, {})
-    return {
-        "model": {t.removeprefix("model."): reader.read_tensor(t) for t in titles if t.startswith("model.")},
-        "optimizer": optimizer,
+    names = [*(key.name for key in reader.entries if key.kind is TensorKind.MODEL), *manifest.aliases]
+    trainable = trainable_parameters(step.model)
+    states: dict[str, dict[str, TensorReader]] = {name: {} for name in trainable}
+    for (name, key), tensors in _state_tensors(reader, TensorKind.OPTIMIZER).items():
+        states.setdefault(name, {})[key] = _optimizer_state(step, tensors)
+    codec: dict[str, dict[str, Sequence[TensorReader]]] = {}
+    for (name, key), tensors in _state_tensors(reader, TensorKind.CODEC).items():
+        codec.setdefault(name, {})[key] = tensors
+    return SavedState(
+        model={name: reader.tensor(TensorKey(TensorKind.MODEL, name)) for name in names},
+        optimizer={name: ParameterState(own, manifest.scalars.get(name, {})) for name, own in states.items()},
+        record=msgspec.structs.asdict(manifest.record),
         # The task's own options: training uses those it has now, as it uses all other code of the task.
-        "groups": [{k: v for k, v in g.items() if k != "params"} for g in step.optimizer.param_groups],
-        "record": msgspec.structs.asdict(manifest.record),
-        "outer": {t.removeprefix("outer."): reader.read_tensor(t) for t in titles if t.startswith("outer.")},
+        groups=[{k: v for k, v in group.items() if k != "params"} for group in step.optimizer.param_groups],
+        outer={key.name: reader.tensor(key) for key in reader.entries if key.kind is TensorKind.OUTER},
+        codec=codec,
+    )
+
+
+def _state_tensors(reader: CheckpointReader, kind: TensorKind) -> dict[tuple[str, str], list[TensorReader]]:
+    """By parameter and key: the states of all places, in the order of ranks; one state if it belongs to no place."""
+    found: dict[tuple[str, str], list[TensorKey]] = {}
+    for tensor in reader.entries:
+        if tensor.kind is kind:
+            found.setdefault((tensor.name, tensor.key), []).append(tensor)
+    return {
+        which: [reader.tensor(tensor) for tensor in sorted(tensors, key=lambda each: each.place or Place())]
+        for which, tensors in found.items()
     }
 
 
-def _local_shard(step: TrainStep, name: str, full: Tensor, *, like: Tensor) -> Tensor:
-    """This rank's shard of a parameter's average; all of it if `like` is not sharded."""
-    return full if like.shape == full.shape else full.reshape(-1)[slice(*step.shard_ranges[name])]
+def _optimizer_state(step: TrainStep, tensors: Sequence[TensorReader]) -> TensorReader:
+    """This rank's state of a parameter; where other ranks saved states of their own, the mean of these."""
+    if len(tensors) == 1:
+        return tensors[0]
+    if step.plan.sync == "local" and len(tensors) == step.plan.mesh.size:
+        return tensors[step.rank]
+    return _MeanReader(tensors)
 
 
-def _read_codec_rows(reader: CheckpointReader, name: str) -> dict[str, Tensor]:
-    """The codec state of a parameter on all ranks that saved it: [ranks, elements] by key."""
-    titles = [title for title in reader.manifest.tensors if title.rpartition(".")[0] == f"codec.{name}"]
-    num_ranks = len(reader.manifest.random)
-    return {title.rpartition(".")[2]: reader.read_tensor(title).view(num_ranks, -1) for title in titles}
+class _MeanReader:
+    """The mean of tensors, read one after the other; of integers the first."""
 
+    def __init__(self, tensors: Sequence[TensorReader]) -> None:
+        self._tensors = tensors
+        self.shape, self.dtype = tensors[0].shape, tensors[0].dtype
 
-def _read_local_sgd_state(step: TrainStep, reader: CheckpointReader, name: str, key: str) -> Tensor:
-    """This rank's state of a parameter; on another number of ranks, the mean of all ranks' states."""
-    title = f"worker.{name}.{key}"
-    (total,) = reader.manifest.tensors[title].shape
-    length = dict(step.model.named_parameters())[name].numel()
-    if step.plan.sync == "local" and total == step.plan.mesh.size * length:
-        return reader.read_tensor(title, Box((step.rank * length,), (length,)))
-    rows = reader.read_tensor(title).view(-1, length)
-    return rows.mean(0) if rows.is_floating_point() or rows.is_complex() else rows[0].clone()
+    def read(self, start: int, stop: int) -> Tensor:
+        if not (self.dtype.is_floating_point or self.dtype.is_complex):
+            return self._tensors[0].read(start, stop)
+        total = torch.zeros(stop - start, dtype=accumulation_dtype(self.dtype))
+        for each in self._tensors:
+            total += each.read(start, stop)
+        return total.to(self.dtype) / len(self._tensors)
 
 
 def _restore_rng(step: TrainStep, manifest: Manifest, *, seed: int) -> None:
     """Restore the state of this rank's generators; seed those whose state was not saved."""
     saved = rng_state_to_restore(manifest, step.plan.mesh, step.rank)
-    new_seed = generator_seed(seed, step.dp_index, step=manifest.step)
+    place = random_place(step.plan.mesh, step.rank)
+    new_seed = generator_seed(seed, place.dp, stage=place.pp, step=manifest.step)
     if saved is None:
         torch.manual_seed(new_seed)
         return
@@ -128,28 +146,23 @@ def changed_options(manifest: Manifest, options: Sequence[Mapping[str, Any]]) ->
     return sorted(texts)
 
 
-def _state_names(manifest: Manifest, prefix: str) -> Iterator[tuple[str, str]]:
-    """(parameter, key) of the tensors whose titles begin with `prefix`."""
-    for title in manifest.tensors:
-        if title.startswith(prefix):
-            name, _, key = title.removeprefix(prefix).rpartition(".")
-            yield name, key
-
-
-def _restore_problems(training_state: TrainingState, manifest: Manifest) -> Iterator[Problem]:
+def restore_problems(training_state: TrainingState, reader: CheckpointReader) -> Iterator[Problem]:
     """Everything in which the checkpoint does not fit the run."""
     step, feed, _ = training_state
-    shapes = {title: entry.shape for title, entry in manifest.tensors.items()}
-    shapes |= {alias: shapes[title] for alias, title in manifest.aliases.items()}
-    yield from _model_problems(training_state, manifest, shapes)
-    yield from _state_shape_problems(step, manifest, shapes)
-    if not step.codec_state.tensors and any(title.startswith("codec.") for title in shapes):
+    manifest = reader.manifest
+    with untracked_access():  # sharded weights have placeholders here, in their shapes
+        model_state = step.model.state_dict(keep_vars=True)
+    misfits = [*_model_problems(training_state, model_state, reader), *_state_shape_problems(step, reader)]
+    yield from misfits
+    if not misfits:
+        yield from _tied_problems(model_state, reader)
+    if not step.codec_state.tensors and any(key.kind is TensorKind.CODEC for key in reader.entries):
         got = f"what a codec has not sent yet, and codec = {step.plan.codec!r}, which cannot send it"
         yield Problem(got, "a codec with error feedback", "the codec it was saved with, or init= with its weights")
     if len(manifest.groups) != len(step.optimizer.param_groups):
         yield Problem(f"{len(manifest.groups)} groups of options", f"{len(step.optimizer.param_groups)}")
     else:
-        yield from _optimizer_problems(step, manifest)
+        yield from _optimizer_problems(step, reader)
     yield from _rng_problems(manifest, step.device)
     data = data_state(feed)
     for field in ("num_samples", "batch_size", "order_version"):
@@ -159,52 +172,66 @@ def _restore_problems(training_state: TrainingState, manifest: Manifest) -> Iter
 
 
 def _model_problems(
-    training_state: TrainingState, manifest: Manifest, shapes: Mapping[str, Shape]
+    training_state: TrainingState, model_state: Mapping[str, Tensor], reader: CheckpointReader
 ) -> Iterator[Problem]:
     """Shapes and dtypes of the model, and of the average if there is one, that are not those saved."""
     step, _, ema = training_state
-    with untracked_access():  # sharded weights have placeholders here, in their shapes
-        own = {f"model.{name}": value for name, value in step.model.state_dict(keep_vars=True).items()}
-    own_shapes = {title: tuple(value.shape) for title, value in own.items()}
+    own = {TensorKey(TensorKind.MODEL, name): value for name, value in model_state.items()}
+    own_shapes = {tensor: tuple(value.shape) for tensor, value in own.items()}
     if ema is not None:
         parameter_shapes = _parameter_shapes(step)
-        own_shapes |= {f"ema.{name}": parameter_shapes[name] for name in ema.values}
-    saved_shapes = {t: shape for t, shape in shapes.items() if t.startswith("model.") or t in own_shapes}
-    yield from shape_problems(own_shapes, saved_shapes)
-    saved_dtypes = {title: entry.dtype for title, entry in manifest.tensors.items()}
-    yield from dtype_problems({title: value.dtype for title, value in own.items()}, saved_dtypes)
+        own_shapes |= {TensorKey(TensorKind.EMA, name): parameter_shapes[name] for name in ema.values}
+    saved = {tensor: entry for tensor, entry in reader.entries.items() if tensor.kind is TensorKind.MODEL}
+    saved |= {tensor: reader.entries[tensor] for tensor in own_shapes if tensor in reader.entries}
+    for alias, name in reader.manifest.aliases.items():
+        model = TensorKind.MODEL
+        saved[TensorKey(model, alias)] = reader.entries[TensorKey(model, name)]
+    labelled = {tensor.label: shape for tensor, shape in own_shapes.items()}
+    yield from shape_problems(labelled, {tensor.label: entry.shape for tensor, entry in saved.items()})
+    own_dtypes = {tensor.label: value.dtype for tensor, value in own.items()}
+    yield from dtype_problems(own_dtypes, {tensor.label: entry.dtype for tensor, entry in saved.items()})
 
 
 def _parameter_shapes(step: TrainStep) -> dict[str, Shape]:
     return {name: tuple(p.shape) for name, p in step.model.named_parameters() if p.requires_grad}
 
 
-def _state_shape_problems(step: TrainStep, manifest: Manifest, shapes: Mapping[str, Shape]) -> Iterator[Problem]:
-    """States of the optimizer whose shapes fit no parameter."""
+def _tied_problems(model_state: Mapping[str, Tensor], reader: CheckpointReader) -> Iterator[Problem]:
+    """Weights that the model ties, and that were saved with different values."""
+    first_names: dict[int, str] = {}
+    aliases = reader.manifest.aliases
+    for name, value in model_state.items():
+        other = first_names.setdefault(id(value), name)
+        if aliases.get(name, name) != aliases.get(other, other):
+            a, b = (reader.tensor(TensorKey(TensorKind.MODEL, each)).read_all() for each in (name, other))
+            if not torch.equal(a, b):
+                got = f"{other} and {name} with different values"
+                yield Problem(got, "the same values: the model ties them")
+
+
+def _state_shape_problems(step: TrainStep, reader: CheckpointReader) -> Iterator[Problem]:
+    """States whose shapes fit no parameter."""
     parameters = _parameter_shapes(step)
-    for title, shape in shapes.items():
-        name = title.removeprefix("outer.")
-        if name != title and parameters.get(name) != shape:
+    for tensor, entry in reader.entries.items():
+        kind, name, key, _ = tensor
+        shape, own = entry.shape, parameters.get(name)
+        fits = own is not None and shape in (own, (math.prod(own),))
+        if kind is TensorKind.OUTER and shape != own:
             yield Problem(f"an outer momentum of {name}, shape {list(shape)}", "that of a parameter")
-    for name, key in _state_names(manifest, "worker."):
-        shape = shapes[f"worker.{name}.{key}"]
-        if name not in parameters or len(shape) != 1 or shape[0] % math.prod(parameters[name]):
-            yield Problem(f"{key} of {name} on all ranks, shape {list(shape)}", "the states of a parameter")
-    for name, key in _state_names(manifest, "optimizer."):
-        shape = shapes[f"optimizer.{name}.{key}"]
-        if name not in parameters or shape not in (parameters[name], (math.prod(parameters[name]),)):
+        elif kind is TensorKind.OPTIMIZER and not fits:
             yield Problem(f"{key} of {name}, shape {list(shape)}", "the state of a parameter")
+        elif kind is TensorKind.CODEC and key == RESIDUAL_KEY and not fits:
+            yield Problem(f"a residual of {name}, shape {list(shape)}", "that of a parameter")
 
 
-def _optimizer_problems(step: TrainStep, manifest: Manifest) -> Sequence[Problem]:
+def _optimizer_problems(step: TrainStep, reader: CheckpointReader) -> Sequence[Problem]:
     """States that were saved and that the optimizer does not continue from, or the reverse."""
-    keys: dict[str, set[str]] = {}
-    for prefix in ("optimizer.", "worker."):
-        for name, key in _state_names(manifest, prefix):
-            keys.setdefault(name, set()).add(key)
-    for name, values in manifest.scalars.items():
-        keys.setdefault(name, set()).update(values)
-    return optimizer_problems(step.optimizer, trainable_parameters(step.model), keys, saved=manifest.optimizer)
+    keys: dict[str, set[str]] = {name: set(values) for name, values in reader.manifest.scalars.items()}
+    for tensor in reader.entries:
+        if tensor.kind is TensorKind.OPTIMIZER:
+            keys.setdefault(tensor.name, set()).add(tensor.key)
+    saved = reader.manifest.optimizer
+    return optimizer_problems(step.optimizer, trainable_parameters(step.model), keys, saved=saved)
 
 
 def _rng_problems(manifest: Manifest, device: torch.device) -> Iterator[Problem]:

@@ -13,8 +13,9 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from fourfold.checkpoint.read import CheckpointReader
-from fourfold.checkpoint.write import TORCH_DTYPES, Snapshot, make_live_tensor, write_snapshot
-from fourfold.plan.checkpoint_boxes import assign_shards, shard_file_name
+from fourfold.checkpoint.write import TORCH_DTYPES, Holders, Snapshot, make_live_tensor, write_snapshot
+from fourfold.plan.checkpoint_boxes import shard_file_name
+from fourfold.plan.checkpoint_manifest import TensorKey, TensorKind
 from fourfold.step.state_validation import tied_problems
 from fourfold.words.errors import CheckpointError, Problem
 
@@ -84,19 +85,18 @@ def export_weights(folder: Path, target: Path, *, ema: bool = False) -> int:
     `ema`: the averages, with the model's buffers.
     """
     with CheckpointReader(folder) as reader:
-        manifest = reader.manifest
-        titles = [*manifest.tensors, *manifest.aliases]
-        averaged = {title.removeprefix("ema.") for title in titles if title.startswith("ema.")}
+        names = [*(each.name for each in reader.entries if each.kind is TensorKind.MODEL), *reader.manifest.aliases]
+        averaged = {each.name for each in reader.entries if each.kind is TensorKind.EMA}
         if ema and not averaged:
             raise CheckpointError(Problem(f"{folder} has no averages", "a run with ema=…", "without --ema"))
         live_tensors = []
-        for title in sorted(title for title in titles if title.startswith("model.")):
-            source = manifest.aliases.get(title, title)
-            own_name = source.removeprefix("model.")
-            value = reader.read_tensor(f"ema.{own_name}" if ema and own_name in averaged else source)
-            value = value.to(TORCH_DTYPES[manifest.tensors[source].dtype])
-            live_tensors.append(make_live_tensor(title.removeprefix("model."), [value.reshape(-1)], value.shape))
-    tensors = [each.tensor for each in live_tensors]
-    snapshot = Snapshot(tensors, assign_shards(tensors, 1), shard_file_name(0))
-    snapshot.capture(live_tensors)
+        for name in sorted(names):
+            own_name = reader.manifest.aliases.get(name, name)
+            tensor = reader.tensor(TensorKey(TensorKind.MODEL, name))
+            source = reader.tensor(TensorKey(TensorKind.EMA, own_name)) if ema and own_name in averaged else tensor
+            value = source.read_all().to(tensor.dtype).reshape(-1)
+            key = TensorKey(TensorKind.MODEL, name)
+            live_tensors.append(make_live_tensor(key, [value], tensor.shape, holders=Holders()))
+        snapshot = Snapshot([each.held for each in live_tensors], shard_file_name(0), names=sorted(names))
+        snapshot.capture(live_tensors)
     return write_snapshot(target, snapshot).num_bytes

@@ -1,15 +1,16 @@
 """Write: one rank's file of a checkpoint, from a copy in memory to the disk.
 
-live tensor  a tensor in the memory that training uses
-snapshot     a copy of this rank's stored boxes, end to end in one buffer that is allocated once
+live tensor  a part of a tensor in the memory that training uses
+holders      the ranks that hold the same part: each writes an equal share of it
+snapshot     a copy of what this rank writes, end to end in one buffer that is allocated once
 file         a safetensors file: a header, then the buffer
 Law: a file is written only from a snapshot, so training may go on while it is written.
 """
 
 import json
-import math
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,8 +19,8 @@ import xxhash
 from torch import Tensor
 
 from fourfold.parts import memory
-from fourfold.plan.checkpoint_boxes import ELEMENT_BYTES, GlobalTensor, StoredBox
-from fourfold.plan.checkpoint_manifest import FileEntry
+from fourfold.plan.checkpoint_boxes import ELEMENT_BYTES, Part, Shape, divide_writing, whole
+from fourfold.plan.checkpoint_manifest import FileEntry, StoredPart, TensorEntry, TensorKey
 from fourfold.words.errors import CheckpointError, Problem
 
 CHUNK_BYTES = 4 * 2**20
@@ -44,50 +45,83 @@ SAFETENSORS_DTYPES = {
 TORCH_DTYPES = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
 
 
+@dataclass(frozen=True)
+class Holders:
+    """The ranks that hold the same part of a tensor: this one is number `index` of `count`."""
+
+    index: int = 0
+    count: int = 1
+    num_parts: int = 1
+    """How many parts, or tensors like this one, other such groups of ranks hold: an estimate of all bytes."""
+
+
+class HeldPart(NamedTuple):
+    """A part of a tensor that this rank holds, as the whole run sees it."""
+
+    tensor: TensorKey
+    dtype: str
+    shape: Shape
+    part: Part
+    holders: Holders
+
+
 class LiveTensor(NamedTuple):
-    """A global tensor, and the flat segments of memory that hold it, in order: all of it, or this rank's shard.
+    """A part of a tensor, and the flat segments of memory that hold it, in order."""
 
-    `offset`: the first element that the segments hold.
-    """
-
-    tensor: GlobalTensor
+    held: HeldPart
     segments: Sequence[Tensor]
-    offset: int = 0
 
 
 def make_live_tensor(
-    title: str, segments: Sequence[Tensor], shape: Sequence[int], *, is_unsharded: bool = False
+    tensor: TensorKey,
+    segments: Sequence[Tensor],
+    shape: Sequence[int],
+    *,
+    holders: Holders,
+    elements: tuple[int, int] | None = None,
 ) -> LiveTensor:
-    """A tensor that this rank holds all of. Raises CheckpointError for a dtype that safetensors does not have."""
+    """Elements [start, stop) of a tensor, or all of it. Raises CheckpointError for a dtype that safetensors lacks."""
     dtype = SAFETENSORS_DTYPES.get(segments[0].dtype)
     if dtype is None:
-        raise CheckpointError(Problem(f"{title} is of {segments[0].dtype}", "a dtype of the safetensors format"))
-    return LiveTensor(GlobalTensor(title, dtype, tuple(shape), is_unsharded), segments)
+        raise CheckpointError(Problem(f"{tensor.label} is of {segments[0].dtype}", "a dtype of the safetensors format"))
+    part = whole(tuple(shape))
+    if elements is not None:
+        part = Part(part.box, *elements)
+    return LiveTensor(HeldPart(tensor, dtype, tuple(shape), part, holders), segments)
+
+
+def estimated_bytes(held: Sequence[HeldPart]) -> int:
+    """The bytes that all ranks hold, where each holds as much as this one."""
+    return sum(each.part.num_elements * ELEMENT_BYTES[each.dtype] * each.holders.num_parts for each in held)
 
 
 class Snapshot:
-    """This rank's stored boxes of some tensors, in one buffer."""
+    """What this rank writes of the parts it holds, in one buffer."""
 
-    def __init__(
-        self, tensors: Sequence[GlobalTensor], stored_boxes: Mapping[str, Sequence[StoredBox]], file: str
-    ) -> None:
-        own = [(t, box) for t in tensors for box in stored_boxes[t.name] if box.file == file]
+    def __init__(self, held: Sequence[HeldPart], file: str, *, names: Sequence[str] = ()) -> None:
+        """`names` in the file, by part; else labels."""
+        self.held = held
+        self._ranges = _own_ranges(held)
+        """By part that this rank writes: its index in `held`, and the elements [start, stop) of it."""
+        unique_names = _unique_names(names or [held[index].tensor.label for index in self._ranges])
         # Wide elements first: then each tensor begins at a multiple of its element size.
-        own.sort(key=lambda pair: -ELEMENT_BYTES[pair[0].dtype])
-        self._ranges: dict[str, tuple[int, int]] = {}
-        """By title: the elements [start, stop) of the flattened tensor that the box holds."""
-        header, offset, views = {}, 0, []
-        for tensor, box in own:
-            count = math.prod(box.lengths)
-            row = 1 if tensor.is_flat else math.prod(tensor.shape[1:])
-            first = box.offsets[0] * row if box.offsets else 0
-            self._ranges[tensor.name] = first, first + count
-            stop = offset + count * ELEMENT_BYTES[tensor.dtype]
-            header[tensor.name] = {"dtype": tensor.dtype, "shape": box.lengths, "data_offsets": (offset, stop)}
-            views.append((tensor, offset, stop))
-            offset = stop
+        order = sorted(self._ranges, key=lambda index: -ELEMENT_BYTES[held[index].dtype])
+        stored = {
+            index: _stored_part(held[index], self._ranges[index], file, name)
+            for index, name in zip(self._ranges, unique_names, strict=True)
+        }
+        header, offset, bounds = {}, 0, {}
+        for index in order:
+            start, stop = self._ranges[index]
+            end = offset + (stop - start) * ELEMENT_BYTES[held[index].dtype]
+            shape = stored[index].shape_in_file(held[index].shape)
+            header[stored[index].name] = {"dtype": held[index].dtype, "shape": shape, "data_offsets": (offset, end)}
+            bounds[index] = offset, end
+            offset = end
+        self.entries = tuple(_entry(held[index], stored[index]) for index in self._ranges)
+        """What the file holds, as the manifest lists it."""
         self.buffer = memory.allocate_private(offset, torch.uint8, torch.device("cpu"))
-        self._views = {t.name: self.buffer[a:b].view(TORCH_DTYPES[t.dtype]) for t, a, b in views}
+        self._views = {i: self.buffer[a:b].view(TORCH_DTYPES[held[i].dtype]) for i, (a, b) in bounds.items()}
         self.header = _safetensors_header(header)
 
     @property
@@ -97,11 +131,48 @@ class Snapshot:
 
     @torch.no_grad()
     def capture(self, live_tensors: Sequence[LiveTensor]) -> None:
-        """Copy the tensors' elements that belong to this rank's boxes into the buffer."""
-        for tensor, segments, offset in live_tensors:
-            if tensor.name in self._ranges:
-                start, stop = self._ranges[tensor.name]
-                _copy_range(segments, start - offset, stop - offset, out=self._views[tensor.name])
+        """Copy what this rank writes into the buffer. `live_tensors` are the parts that the snapshot was made for."""
+        for index, (start, stop) in self._ranges.items():
+            _copy_range(live_tensors[index].segments, start, stop, out=self._views[index])
+
+
+def _own_ranges(held: Sequence[HeldPart]) -> dict[int, tuple[int, int]]:
+    """The parts that this rank writes, and which elements of each."""
+    groups: dict[Holders, list[int]] = {}
+    for index, each in enumerate(held):
+        groups.setdefault(each.holders, []).append(index)
+    ranges = {}
+    for holders, indices in groups.items():
+        sizes = [(held[index].part.num_elements, ELEMENT_BYTES[held[index].dtype]) for index in indices]
+        shares = divide_writing(sizes, holders.index, holders.count)
+        for index, (count, _), (start, stop) in zip(indices, sizes, shares, strict=True):
+            if start < stop or (count == 0 and holders.index == 0):
+                ranges[index] = start, stop
+    return dict(sorted(ranges.items()))
+
+
+def _unique_names(names: Sequence[str]) -> list[str]:
+    """The names, with a number where one would come twice: a checkpoint may have several parts of a tensor."""
+    result: dict[str, None] = {}
+    for name in names:
+        unique, number = name, 1
+        while unique in result:
+            number += 1
+            unique = f"{name}#{number}"
+        result[unique] = None
+    return list(result)
+
+
+def _stored_part(held: HeldPart, own: tuple[int, int], file: str, name: str) -> StoredPart:
+    start, stop = (held.part.start + each for each in own)
+    box = held.part.box
+    is_box = Part(box, start, stop).is_box
+    return StoredPart(file, name, None if box == whole(held.shape).box else box, None if is_box else (start, stop))
+
+
+def _entry(held: HeldPart, stored: StoredPart) -> TensorEntry:
+    kind, name, key, place = held.tensor
+    return TensorEntry(kind, name, held.dtype, held.shape, (stored,), key, place)
 
 
 def _copy_range(segments: Sequence[Tensor], start: int, stop: int, *, out: Tensor) -> None:

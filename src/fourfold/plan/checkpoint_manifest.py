@@ -1,10 +1,12 @@
 """Checkpoint manifest: a checkpoint's table of contents, and everything in it that is not a tensor.
 
 entry     a tensor or a file, as the manifest lists it
+place     the indices of ranks on some axes of the mesh: what belongs to these ranks alone is named by it
 problems  reasons not to trust a manifest
 Law: no name, size or offset of a manifest is used before it is checked against bounds.
 """
 
+import enum
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,11 +14,20 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from fourfold.plan.checkpoint_boxes import ELEMENT_BYTES, FILE_NAME_PATTERN, StoredBox, is_inside, is_tiling
+from fourfold.plan.checkpoint_boxes import (
+    ELEMENT_BYTES,
+    FILE_NAME_PATTERN,
+    Box,
+    Part,
+    Shape,
+    is_inside,
+    is_tiling,
+    whole,
+)
 from fourfold.plan.decode import is_too_deep
-from fourfold.words.mesh import AXES, Mesh
+from fourfold.words.mesh import AXES, Axis, Mesh
 
-MANIFEST_VERSION = 1
+MANIFEST_VERSION = 2
 MANIFEST_FILE = "manifest.json"
 MAX_MANIFEST_BYTES = 2**28
 MAX_TENSOR_BYTES = 2**46
@@ -25,21 +36,102 @@ SCALER_KEYS = frozenset(("value", "good"))  # of the saved state of an fp16 loss
 _BYTES_IN_HEX = re.compile(r"(?:[0-9a-f]{2})*")
 
 
-class TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A global tensor, and the boxes (`stretches` in JSON) that are stored of it.
+class TensorKind(enum.StrEnum):
+    """What a tensor of a checkpoint is."""
 
-    `flat`: the boxes are of the tensor viewed in one dim; `shape` is still its own shape.
+    MODEL = "model"
+    """A weight, as the update keeps it, or a buffer."""
+    OPTIMIZER = "optimizer"
+    """A state of the optimizer. With local steps each place has states of its own."""
+    EMA = "ema"
+    """An average of a weight."""
+    OUTER = "outer"
+    """The outer momentum of local steps."""
+    CODEC = "codec"
+    """What a codec remembers at one place."""
+
+
+class Place(msgspec.Struct, frozen=True, order=True, omit_defaults=True, forbid_unknown_fields=True):
+    """The indices of ranks on the axes that matter; 0 on those that do not."""
+
+    pp: int = 0
+    dp: int = 0
+    sp: int = 0
+    tp: int = 0
+
+
+def place_of(mesh: Mesh, rank: int, *axes: Axis) -> Place:
+    """Where a rank is on some axes."""
+    here = mesh.coordinates(rank)
+    return Place(**{axis: here[axis] for axis in axes})
+
+
+class TensorKey(NamedTuple):
+    """What identifies a tensor of a checkpoint, whatever the mesh.
+
+    name   of the parameter or buffer
+    key    which of the states that the optimizer or a codec has of it
+    place  None: it is the same on the whole mesh
     """
 
-    dtype: str
-    shape: tuple[int, ...]
-    stretches: tuple[StoredBox, ...]
-    flat: bool = False
+    kind: TensorKind
+    name: str
+    key: str = ""
+    place: Place | None = None
 
     @property
-    def dims(self) -> tuple[int, ...]:
-        """The shape that the stored boxes refer to."""
-        return (math.prod(self.shape),) if self.flat else self.shape
+    def label(self) -> str:
+        """For messages and for the names in files; it is never parsed."""
+        return ".".join((self.kind, self.name, self.key) if self.key else (self.kind, self.name))
+
+
+class StoredPart(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """The file that holds a part of a tensor, and the name it has there.
+
+    box    [offsets, lengths] by dim; None: the whole tensor
+    range  [start, stop) of the box's elements, a tensor of one dim in the file; None: all of it, in the box's shape
+    """
+
+    file: str
+    name: str
+    box: Box | None = None
+    range: tuple[int, int] | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is the whole tensor, in its shape."""
+        return self.box is None and self.range is None
+
+    def part_of(self, shape: Shape) -> Part:
+        """The part of a tensor of this shape."""
+        box = self.box or whole(shape).box
+        return Part(box, *(self.range or (0, box.num_elements)))
+
+    def shape_in_file(self, shape: Shape) -> Shape:
+        if self.range is None:
+            return shape if self.box is None else self.box.lengths
+        start, stop = self.range
+        return (stop - start,)
+
+
+class TensorEntry(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """A tensor as the whole run sees it, and the parts that are stored of it. See `TensorKey`."""
+
+    kind: TensorKind
+    name: str
+    dtype: str
+    shape: Shape
+    parts: tuple[StoredPart, ...]
+    key: str = ""
+    place: Place | None = None
+
+    @property
+    def tensor(self) -> TensorKey:
+        return TensorKey(self.kind, self.name, self.key, self.place)
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.shape)
 
 
 class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -71,36 +163,36 @@ class DataState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RngState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The state of one rank's torch generators, in hexadecimal digits; `device` is empty on a CPU."""
+    """The state of torch's generators at a place, in hexadecimal digits; `device` is empty on a CPU."""
 
     cpu: str
     device: str = ""
+    place: Place = Place()
 
 
 Scalar = float | int | bool | str | None
+Scalars = dict[str, dict[str, Scalar]]
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A checkpoint's table of contents, and everything in it that is not a tensor.
 
-    tensors        by name: model.NAME, optimizer.NAME.KEY, ema.NAME; for local SGD also worker.NAME.KEY, the optimizer
-                   states of all ranks end to end, and outer.NAME, the outer momentum
-    aliases        name of a tied weight -> name of the tensor that holds its values
+    aliases        name of a tied weight -> name of the weight that holds its values
     scalars        of the optimizer's state, by parameter and key
     groups         the optimizer's options by group, as the task gave them
     optimizer      the name of the optimizer's class; older manifests have none
-    random         states of torch's generators, by rank
+    random         states of torch's generators, one for each place that has its own
     metrics_bytes  the length of the log at this step
     losses         of the last steps
     valid          results of an evaluation at this step, if there was one; `best` is the least validation loss so far
-    mesh           the sizes of the mesh's axes; older manifests have none
+    mesh           the sizes of the mesh's axes; the first manifests have none
     """
 
     version: int
     step: int
-    tensors: dict[str, TensorEntry]
+    tensors: tuple[TensorEntry, ...]
     aliases: dict[str, str]
-    scalars: dict[str, dict[str, Scalar]]
+    scalars: Scalars
     groups: tuple[dict[str, Any], ...]
     record: FirstStepRecord
     feed: DataState
@@ -118,29 +210,28 @@ class StoredTensor(NamedTuple):
     """The dtype and shape of a tensor in a file."""
 
     dtype: str
-    shape: tuple[int, ...]
+    shape: Shape
 
 
-def tensors_in_file(manifest: Manifest, file: str) -> dict[str, StoredTensor]:
-    """The tensors that a file must hold according to the manifest, by name."""
-    return {
-        name: StoredTensor(entry.dtype, stored.lengths)
-        for name, entry in manifest.tensors.items()
-        for stored in entry.stretches
-        if stored.file == file
-    }
+def tensors_by_file(manifest: Manifest) -> dict[str, dict[str, StoredTensor]]:
+    """The tensors that each file must hold according to the manifest, by name."""
+    result: dict[str, dict[str, StoredTensor]] = {file: {} for file in manifest.files}
+    for entry in manifest.tensors:
+        for part in entry.parts:
+            result[part.file][part.name] = StoredTensor(entry.dtype, part.shape_in_file(entry.shape))
+    return result
 
 
 def manifest_problems(manifest: Manifest) -> Iterator[str]:
     """Every reason not to trust a manifest. All names, sizes and offsets are checked here."""
     if manifest.version != MANIFEST_VERSION:
-        yield f"version {manifest.version}, this fourfold reads version {MANIFEST_VERSION}"
+        yield f"version {manifest.version}, this fourfold reads versions 1 to {MANIFEST_VERSION}"
     if manifest.step < 0 or manifest.metrics_bytes < 0:
         yield f"step {manifest.step}, log position {manifest.metrics_bytes}"
     yield from (f"a file called {name!r}" for name in manifest.files if not FILE_NAME_PATTERN.fullmatch(name))
     yield from (f"{name}: {f.num_bytes} bytes" for name, f in manifest.files.items() if f.num_bytes < 8)
-    yield from (f"{a} is an alias of {b}, which is not there" for a, b in manifest.aliases.items()
-                if b not in manifest.tensors)  # fmt: skip
+    in_model = {entry.name for entry in manifest.tensors if entry.kind is TensorKind.MODEL}
+    yield from (f"{a} is an alias of {b}, which is not there" for a, b in manifest.aliases.items() if b not in in_model)
     data = manifest.feed
     if not 0 <= data.position <= data.num_samples or data.epoch < 0:
         yield f"epoch {data.epoch}, position {data.position} of {data.num_samples} samples"
@@ -148,16 +239,7 @@ def manifest_problems(manifest: Manifest) -> Iterator[str]:
     yield from _value_problems(manifest)
     if is_too_deep([*manifest.groups]):
         yield "options of the optimizer nested too deeply"
-    tensor_bytes: dict[str, int] = dict.fromkeys(manifest.files, 0)
-    for name, entry in manifest.tensors.items():
-        yield from (f"{name}: {text}" for text in _entry_problems(entry, manifest.files))
-        if entry.dtype in ELEMENT_BYTES:
-            for stored in entry.stretches:
-                num_bytes = math.prod(stored.lengths) * ELEMENT_BYTES[entry.dtype]
-                tensor_bytes[stored.file] = tensor_bytes.get(stored.file, 0) + num_bytes
-    for name, file in manifest.files.items():
-        if tensor_bytes[name] > file.num_bytes:
-            yield f"{name}: {tensor_bytes[name]} bytes of tensors in a file of {file.num_bytes}"
+    yield from _tensor_problems(manifest)
 
 
 def _value_problems(manifest: Manifest) -> Iterator[str]:
@@ -176,30 +258,77 @@ def _value_problems(manifest: Manifest) -> Iterator[str]:
 def _rng_problems(states: Sequence[RngState], mesh: Mesh | None) -> Iterator[str]:
     if not all(state.cpu and _BYTES_IN_HEX.fullmatch(state.cpu + state.device) for state in states):
         yield "a random state that is not written in hexadecimal digits"
+    places = {state.place for state in states}
+    if len(places) < len(states):
+        yield "two random states of one place"
     if mesh is None:
         return
     sizes = " × ".join(f"{axis} {mesh.axis_size(axis)}" for axis in AXES)
     if any(mesh.axis_size(axis) < 1 for axis in AXES):
         yield f"a mesh of {sizes}: every size must be at least 1"
-    elif mesh.size != len(states):
-        yield f"a mesh of {sizes} is {mesh.size} ranks, and there are random states of {len(states)}"
+    elif len(states) != mesh.pp * mesh.dp or not all(_is_on(mesh, place) for place in places):
+        yield f"{len(states)} random states on a mesh of {sizes}, which has {mesh.pp * mesh.dp} places of their own"
+
+
+def _is_on(mesh: Mesh, place: Place) -> bool:
+    return all(0 <= getattr(place, axis) < mesh.axis_size(axis) for axis in AXES)
+
+
+def _tensor_problems(manifest: Manifest) -> Iterator[str]:
+    num_bytes, names = dict.fromkeys(manifest.files, 0), {file: set[str]() for file in manifest.files}
+    tensors: set[TensorKey] = set()
+    for entry in manifest.tensors:
+        if entry.tensor in tensors:
+            yield f"two tensors {entry.tensor.label}"
+        tensors.add(entry.tensor)
+        problems = [*_key_problems(entry, manifest.mesh), *_entry_problems(entry, manifest.files)]
+        yield from (f"{entry.tensor.label}: {text}" for text in problems)
+        for part in entry.parts if not problems else ():
+            num_bytes[part.file] += math.prod(part.shape_in_file(entry.shape)) * ELEMENT_BYTES[entry.dtype]
+            if part.name in names[part.file]:
+                yield f"two tensors called {part.name} in {part.file}"
+            names[part.file].add(part.name)
+    for name, file in manifest.files.items():
+        if num_bytes[name] > file.num_bytes:
+            yield f"{name}: {num_bytes[name]} bytes of tensors in a file of {file.num_bytes}"
+
+
+def _key_problems(entry: TensorEntry, mesh: Mesh | None) -> Iterator[str]:
+    has_states = entry.kind in (TensorKind.OPTIMIZER, TensorKind.CODEC)
+    if bool(entry.key) != has_states:
+        yield f"the key {entry.key!r}"
+    if (entry.place is not None and not has_states) or (entry.place is None and entry.kind is TensorKind.CODEC):
+        yield f"the place {entry.place}"
+    if entry.place is not None and mesh is not None and not _is_on(mesh, entry.place):
+        yield f"{entry.place}, which the mesh does not have"
 
 
 def _entry_problems(entry: TensorEntry, files: Mapping[str, FileEntry]) -> Iterator[str]:
     if entry.dtype not in ELEMENT_BYTES:
         yield f"dtype {entry.dtype!r}"
         return
-    num_bytes = math.prod(entry.shape) * ELEMENT_BYTES[entry.dtype]
-    if len(entry.shape) > MAX_DIMS or any(n < 0 for n in entry.shape) or num_bytes > MAX_TENSOR_BYTES:
+    # Numbers of any length are multiplied only if there are few of them.
+    if (
+        len(entry.shape) > MAX_DIMS
+        or any(n < 0 for n in entry.shape)
+        or entry.num_elements * ELEMENT_BYTES[entry.dtype] > MAX_TENSOR_BYTES
+    ):
         yield f"shape {entry.shape}"
         return
-    for stored in entry.stretches:
+    for stored in entry.parts:
         if stored.file not in files:
             yield f"in {stored.file!r}, which is not among the files"
-        if not is_inside(stored.box, entry.dims):
-            yield f"offsets {stored.offsets}, lengths {stored.lengths} of shape {entry.shape}"
             return
-    if not is_tiling([stored.box for stored in entry.stretches], entry.dims):
-        yield "its boxes leave a gap, or overlap"
-    if len({stored.file for stored in entry.stretches}) < len(entry.stretches):
-        yield "two boxes in one file"
+        if stored.box is not None and any(len(each) != len(entry.shape) for each in stored.box):
+            yield f"a box of other dims than its shape {entry.shape}"
+            return
+        if stored.is_whole:
+            continue
+        (offsets, lengths), start, stop = part = stored.part_of(entry.shape)
+        if not is_inside(part, entry.shape):
+            yield f"offsets {offsets}, lengths {lengths}, elements {start} to {stop} of shape {entry.shape}"
+            return
+    if len(entry.parts) == 1 and entry.parts[0].is_whole:
+        return
+    if not is_tiling([stored.part_of(entry.shape) for stored in entry.parts], entry.shape):
+        yield "its parts leave a gap, or overlap"

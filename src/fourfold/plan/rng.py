@@ -1,39 +1,45 @@
 """RNG: the state that torch's generators have on each rank, at the start of a run and after a resume.
 
-data index  a rank's index on dp: ranks with the same data index hold tokens of the same samples
-Law: ranks with the same data index have the same state, whatever the mesh; other data indices have other states.
+data index   a rank's index on dp: ranks with the same data index hold tokens of the same samples
+stage        a rank's index on pp: stages have other layers, which must not drop alike
+random place the two of them; ranks that differ on sp or tp alone are at the same one
+Law: ranks at the same random place have the same state, whatever the mesh; other places have other states.
 """
 
-from collections.abc import Sequence
-
-from fourfold.plan.checkpoint_manifest import Manifest, RngState
+from fourfold.plan.checkpoint_manifest import Manifest, Place, RngState, place_of
 from fourfold.words.mesh import Mesh
 
-# Two distant primes, so that seeds differ between data indices and between nearby steps.
-_INDEX_STRIDE, _STEP_STRIDE = 1_000_003, 7_919
+# Distant primes, so that seeds differ between data indices, between stages, and between nearby steps.
+_INDEX_STRIDE, _STAGE_STRIDE, _STEP_STRIDE = 1_000_003, 998_244_353, 7_919
 
 
-def generator_seed(seed: int, dp_index: int, *, step: int = 0) -> int:
-    """The seed of the generators at a data index, for a run that starts after `step` steps."""
-    return (seed + _INDEX_STRIDE * dp_index + _STEP_STRIDE * step) % 2**64
+def random_place(mesh: Mesh, rank: int) -> Place:
+    """The place whose random numbers a rank draws."""
+    return place_of(mesh, rank, "pp", "dp")
+
+
+def generator_seed(seed: int, dp_index: int, *, stage: int = 0, step: int = 0) -> int:
+    """The seed of the generators at a random place, for a run that starts after `step` steps."""
+    return (seed + _INDEX_STRIDE * dp_index + _STAGE_STRIDE * stage + _STEP_STRIDE * step) % 2**64
 
 
 def rng_state_to_restore(manifest: Manifest, mesh: Mesh, rank: int) -> RngState | None:
     """The saved state that this rank of `mesh` restores; None if it must seed its generators instead.
 
-    States are restored only if the data axis still has the same size: else a data index stands for other samples.
+    States are restored only if dp and pp still have the same size: else a place stands for other samples or layers.
     """
     saved = manifest.mesh
     if saved is None:
-        return manifest.random[rank] if _is_by_dp_index(manifest.random, mesh) else None
-    if saved.dp != mesh.dp:
+        return manifest.random[rank] if _is_by_place(manifest, mesh) else None
+    if (saved.dp, saved.pp) != (mesh.dp, mesh.pp):
         return None
-    return manifest.random[saved.rank_at({"dp": mesh.coordinates(rank)["dp"]})]
+    states = {state.place: state for state in manifest.random}
+    return states[random_place(mesh, rank)]
 
 
-def _is_by_dp_index(states: Sequence[RngState], mesh: Mesh) -> bool:
-    """Whether states saved without their mesh satisfy the law on this mesh."""
-    if len(states) != mesh.size:
+def _is_by_place(manifest: Manifest, mesh: Mesh) -> bool:
+    """Whether the states of all ranks, saved without their mesh, satisfy the law on this mesh."""
+    if len(manifest.random) != mesh.size:
         return False
-    by_index = {(mesh.coordinates(rank)["dp"], state.cpu) for rank, state in enumerate(states)}
-    return len(by_index) == len({state.cpu for state in states}) == mesh.dp
+    by_place = {(random_place(mesh, rank), state.cpu) for rank, state in enumerate(manifest.random)}
+    return len(by_place) == len({state.cpu for state in manifest.random}) == mesh.dp * mesh.pp

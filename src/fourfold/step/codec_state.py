@@ -1,6 +1,6 @@
 """Codec state: what the codecs of all ranks remember, saved and loaded by parameter.
 
-rows  of one tensor of a codec's state: [ranks, elements], one row for each rank that saved it
+rows  of one tensor of a codec's state: one for each rank that saved it, in rank order
 Law: on as many ranks training continues bit for bit; on another number the sum of the residuals stays the same.
 
 How a saved tensor becomes this rank's is the codec's own decision (`Codec.reshard`).
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fourfold.parts.codec.protocol import Codec, SavedRows
 from fourfold.parts.comm.communicator import Communicator
+from fourfold.parts.tensor_reader import TensorReader
 
 CodecTensors = Mapping[str, Mapping[str, Tensor]]
 
@@ -44,8 +45,8 @@ class CodecState:
         return rows
 
     @torch.no_grad()
-    def load_parameter(self, name: str, saved: Mapping[str, Tensor]) -> None:
+    def load_parameter(self, name: str, saved: Mapping[str, Sequence[TensorReader]]) -> None:
         """Continue from the rows that were saved of one parameter, by key; some or all may be missing."""
         for key, tensor in self.tensors[name].items():
-            rows = SavedRows(saved.get(key), self._communicator.rank, self._communicator.size)
+            rows = SavedRows(saved.get(key, ()), self._communicator.rank, self._communicator.size)
             self._codec_of[name].reshard(key, rows, tensor)

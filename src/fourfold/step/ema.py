@@ -34,7 +34,6 @@ class EMA:
             average.lerp_(weight.detach().to(average.dtype), new_fraction)
 
     @torch.no_grad()
-    def load(self, values: Mapping[str, Tensor]) -> None:
-        """Restore saved `values`."""
-        for name, value in self.values.items():
-            value.copy_(values[name])
+    def load_average(self, name: str, value: Tensor) -> None:
+        """Restore one of the saved `values`, given flat."""
+        self.values[name].copy_(value.view(self.values[name].shape))

@@ -12,6 +12,7 @@ from torch import Tensor
 from fourfold.parts.comm.communicator import Communicator
 from fourfold.parts.data.gradients import Gradients, launch_all
 from fourfold.parts.data.local_sgd import LocalSGD
+from fourfold.parts.tensor_reader import TensorReader
 
 
 class GradSync(Protocol):
@@ -69,7 +70,7 @@ class GradSync(Protocol):
         """The outer momentum by parameter."""
         ...
 
-    def load_momenta(self, momenta: Mapping[str, Tensor]) -> None:
+    def load_momenta(self, momenta: Mapping[str, TensorReader]) -> None:
         """Load what `momenta` gave."""
         ...
 
@@ -124,7 +125,7 @@ class SumEveryStep:
     def momenta(self) -> Mapping[str, Tensor]:
         return {}
 
-    def load_momenta(self, momenta: Mapping[str, Tensor]) -> None:
+    def load_momenta(self, momenta: Mapping[str, TensorReader]) -> None:
         pass
 
     def merge_state(self, state: Tensor, data_ranks: Communicator) -> None:
@@ -183,7 +184,7 @@ class LocalSteps:
     def momenta(self) -> Mapping[str, Tensor]:
         return self._local_sgd.momenta
 
-    def load_momenta(self, momenta: Mapping[str, Tensor]) -> None:
+    def load_momenta(self, momenta: Mapping[str, TensorReader]) -> None:
         self._local_sgd.load_state(momenta)
 
     def merge_state(self, state: Tensor, data_ranks: Communicator) -> None:

@@ -7,6 +7,7 @@ Law: `load_state_dict(state_dict())` changes nothing; on another mesh it continu
 """
 
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,9 +18,11 @@ from torch import Tensor
 from fourfold.parts.comm.communicator import Communicator
 from fourfold.parts.comm.reduce.protocol import DataTransport
 from fourfold.parts.optim import flat_optimizer
+from fourfold.parts.tensor_reader import TensorReader
 from fourfold.plan.data.buckets import Bucket
 from fourfold.step.codec_state import CodecState
 from fourfold.step.grad_sync import GradSync
+from fourfold.step.saved_state import CodecRows, SavedState
 from fourfold.step.weights import Weights
 from fourfold.words.errors import OptimizerError, Problem
 
@@ -39,11 +42,8 @@ class PersistentState:
 
     def state_refs(self) -> dict[str, Any]:
         """Model, optimizer and outer momenta, without copies."""
-        # Only replica 0 reports a shard.
         states = {
-            slot.name: {}
-            if self.transport.grads.replica_index
-            else self.optimizer.state_slices(bucket.index, slot.start, slot.stop)
+            slot.name: self.optimizer.state_slices(bucket.index, slot.start, slot.stop)
             for bucket in self.buckets
             for slot in bucket.slots
         }
@@ -55,6 +55,8 @@ class PersistentState:
     def state_dict(self) -> dict[str, Any]:
         """Copies of all of it, and of the codecs' state. Collective."""
         refs = self.state_refs()
+        if self.transport.grads.replica_index:  # replica 0 adds the same shards
+            refs["optimizer"] = {name: {} for name in refs["optimizer"]}
         described = {
             name: {k: _describe_value(v) for k, v in state.items()}
             for name, state in refs["optimizer"].items()
@@ -105,14 +107,21 @@ class PersistentState:
                 result[slot.name] = (start - slot.start, max(start, stop) - slot.start)
         return result
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned, except the codecs' state; no rank may be reading weights. Collective."""
+    @property
+    def shard_replica(self) -> tuple[int, int]:
+        """Which of how many ranks with the same shards this rank is."""
+        if not self.is_sharded:
+            return 0, 1
+        start, stop, _ = self.transport.grads.grad_shard(0)
+        return self.transport.grads.replica_index, self.communicator.size * (stop - start) // self.buckets[0].size
+
+    def load(self, saved: SavedState) -> None:
+        """Restore a saved state, except the codecs', a parameter at a time; no rank may be reading weights. Collective.
+
+        The state has everything that the model and the optimizer need, in their shapes.
+        """
         by_bucket = [
-            [
-                (slot.start, slot.stop, {k: _flat(v) for k, v in state["optimizer"][slot.name].items()})
-                for slot in bucket.slots
-            ]
-            for bucket in self.buckets
+            [(slot.start, slot.stop, saved.optimizer[slot.name]) for slot in bucket.slots] for bucket in self.buckets
         ]
         # The shards of ranks hold different parameters: all ranks raise, or none.
         can_load = all(self.optimizer.can_load_state(index, slots) for index, slots in enumerate(by_bucket))
@@ -120,15 +129,58 @@ class PersistentState:
             got = "parameters of one bucket, some with optimizer state and some without (trained for the first time?)"
             attempt = 'unused = "allow", which updates each parameter separately'
             raise OptimizerError(Problem(got, "state of all of them, or of none", attempt), where="the state")
-        self.weights.load_state_dict(state["model"])
+        self._load_model(saved.model)
         for index, slots in enumerate(by_bucket):
             self.optimizer.load_state(index, slots)
-        self.sync.load_momenta(state.get("outer", {}))
+        self.sync.load_momenta(saved.outer)
 
-    def load_codec_state(self, state: Mapping[str, Any]) -> None:
+    @torch.no_grad()
+    def _load_model(self, values: Mapping[str, TensorReader]) -> None:
+        tensors = self.weights.model_state_dict()
+        trained = {id(p): name for name, p in self.weights.trainable.items()}
+        others = {name: tensor for name, tensor in tensors.items() if id(tensor) not in trained}
+        self._load_others(others, values)
+        for name, tensor in tensors.items():
+            if id(tensor) in trained:
+                self.load_weight(trained.pop(id(tensor)), values[name])
+        self.weights.load_weights({})  # all ranks have written theirs
+
+    def _load_others(self, tensors: Mapping[str, Any], values: Mapping[str, TensorReader]) -> None:
+        """Frozen parameters, one at a time; buffers, and what a hook of the model makes, as the model loads them."""
+        parameters = {id(p) for p in self.weights.model.parameters()}
+        rest = {}
+        for name, tensor in tensors.items():
+            if name not in values:
+                continue
+            if id(tensor) in parameters:
+                tensor.copy_(_whole(values[name]))
+            else:
+                rest[name] = _whole(values[name])
+        self.weights.model.load_state_dict(rest, strict=False)
+
+    @torch.no_grad()
+    def load_weight(self, name: str, value: TensorReader) -> None:
+        """Load this rank's part of a parameter's weights, and of its master weights.
+
+        `Weights.load_weights` must follow when all are loaded.
+        """
+        weights, storage, shard = self.weights, self.weights.storage, self.shard_ranges[name]
+        has_master = name in weights.master_weights.param_names
+        if not (has_master or storage.is_writer):
+            return
+        writes_whole = storage.is_writer and not storage.is_sharded
+        start, stop = (0, weights.trainable[name].numel()) if writes_whole else shard
+        flat = value.read(start, stop)
+        if storage.is_writer:
+            local = storage.local_shard(name)
+            local.copy_(flat.view(local.shape))
+        if has_master:
+            weights.weight_shard(name).copy_(flat[shard[0] - start : shard[1] - start])
+
+    def load_codec_state(self, saved: CodecRows) -> None:
         """Restore the codecs' state. Call it last: a new nominal count would rescale the residuals again."""
         for name in self.codec_state.tensors:
-            self.codec_state.load_parameter(name, state.get("codec", {}).get(name, {}))
+            self.codec_state.load_parameter(name, saved.get(name, {}))
 
 
 def cloned(value: Any) -> Any:
@@ -140,5 +192,6 @@ def _describe_value(value: Any) -> Any:
     return {"dtype": str(value[0].dtype).removeprefix("torch.")} if isinstance(value, list) else value
 
 
-def _flat(value: Any) -> Any:
-    return value.reshape(-1) if isinstance(value, Tensor) else value
+def _whole(reader: TensorReader) -> Tensor:
+    """All of a tensor, in its shape."""
+    return reader.read(0, math.prod(reader.shape)).view(reader.shape)

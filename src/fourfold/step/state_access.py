@@ -17,6 +17,7 @@ from fourfold.step.assembly import Assembly
 from fourfold.step.drift_report import FROZEN, MASTER_WEIGHTS, WEIGHTS
 from fourfold.step.persistent_state import cloned
 from fourfold.step.replica_drift import ReplicatedTensor
+from fourfold.step.saved_state import SavedState, readers_of
 from fourfold.words.errors import Problem, TrainingError
 
 
@@ -106,19 +107,27 @@ class StateAccess:
         optimizer, weights = self._assembly.optimizer, self._weights
         problems = state_validation.state_problems(state, weights.model_state_dict(), weights.trainable, optimizer)
         self._calls.raise_on_all_ranks(problems, where="the state")
+        self._load(readers_of(state))
+
+    def load_saved_state(self, saved: SavedState) -> None:
+        """See `TrainStep.load_saved_state`."""
+        self._calls.enter("load_saved_state()")
+        self._load(saved)
+
+    def _load(self, saved: SavedState) -> None:
         self._timing.flush()
-        self._state.load_state_dict(state)
-        for group, options in zip(optimizer.param_groups, state["groups"], strict=True):
+        self._state.load(saved)
+        for group, options in zip(self._assembly.optimizer.param_groups, saved.groups, strict=True):
             # Options such as `foreach` choose an implementation; that was done when the step was built.
             group.update({k: cloned(v) for k, v in options.items() if k not in IMPLEMENTATION_OPTIONS})
-        record = state["record"]
+        record = saved.record
         self._assembly.parts.loss_scale.load_state(record.get("scale") or {})
         # The launch order is valid only for the same number of buckets; otherwise the next step records a new one.
         if sorted(record["order"]) == list(range(len(self._assembly.buckets))):
             self.set_record(list(record["order"]), record["nominal_count"])
         else:
             self._assembly.programs.nominal_count = record["nominal_count"]
-        self._state.load_codec_state(state)
+        self._state.load_codec_state(saved.codec)
 
     def set_record(self, order: list[int], count: float) -> None:
         """Fix the launch order and the nominal count for all later steps, the same on every rank."""

@@ -19,6 +19,7 @@ from fourfold.step.assembly import assemble
 from fourfold.step.codec_state import CodecState
 from fourfold.step.metrics import Metrics
 from fourfold.step.objective import Objective
+from fourfold.step.saved_state import SavedState
 from fourfold.step.state_access import StateAccess
 from fourfold.step.step_options import StepKeywords, StepOptions
 from fourfold.step.step_runner import ForwardRun, StepRunner
@@ -261,9 +262,9 @@ class TrainStep:
         return self._assembly.state.shard_ranges
 
     @property
-    def is_secondary_replica(self) -> bool:
-        """Whether a lower rank has the same shards as this one."""
-        return any(stage.reducer.replica_index > 0 for stage in self._parts.stages)
+    def shard_replica(self) -> tuple[int, int]:
+        """Which of how many ranks with the same shards this rank is: (0, 1) unless several have them."""
+        return self._assembly.state.shard_replica
 
     @property
     def has_sharded_state(self) -> bool:
@@ -299,3 +300,7 @@ class TrainStep:
         Raises TaskError, before anything is changed, if it is not the state of such a model and optimizer.
         """
         self._access.load_state_dict(state)
+
+    def load_saved_state(self, saved: SavedState) -> None:
+        """Restore a state that is read a tensor at a time, and that fits this model and optimizer. Collective."""
+        self._access.load_saved_state(saved)

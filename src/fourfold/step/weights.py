@@ -153,17 +153,6 @@ class Weights:
         torch.autograd.graph.increment_version(list(self.trainable.values()))
         self.edits.accept_edits()
 
-    @torch.no_grad()
-    def load_state_dict(self, values: Mapping[str, Tensor]) -> None:
-        """Load a `state_dict` of the model that fits; no rank may be reading the weights. Collective."""
-        tensors = self.model_state_dict()
-        trained = {id(p): name for name, p in self.trainable.items()}
-        # Trained weights go through load_weights: they may exist once per host, or rest split.
-        self.model.load_state_dict(
-            {n: v for n, v in values.items() if id(tensors[n]) not in self._trained_ids}, strict=False
-        )
-        self.load_weights({trained[id(p)]: values[name] for name, p in tensors.items() if id(p) in trained})
-
     def model_state_dict(self) -> dict[str, Any]:
         """The model's `state_dict`, without copies. Raises TaskError if it lacks a trained weight."""
         with untracked_access():  # state_dict() hooks may read placeholders; a copy is refused below

@@ -129,8 +129,8 @@ class PowerSGD(ResidualCodec):
     def reshard(self, key: str, saved: SavedRows, out: Tensor) -> None:
         if key == RESIDUAL_KEY:
             super().reshard(key, saved, out)
-        elif saved.rows is not None and saved.rows.shape[1] == out.numel():
-            out.copy_(saved.rows[0])  # equal on every rank
+        elif (row := saved.row(0, out.numel())) is not None:
+            out.copy_(row)  # equal on every rank
 
 
 def _matrix(flat: Tensor, each: FactoredMatrix) -> Tensor:

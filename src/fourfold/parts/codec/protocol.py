@@ -6,12 +6,14 @@ residual   what a rank has not sent yet; error feedback adds it to the next grad
 Law: from the same messages every rank computes the same bits, whatever its own residual is.
 """
 
+import math
 from collections.abc import Generator, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from fourfold.parts.tensor_reader import TensorReader
 from fourfold.plan.codec import CodecRound, Combine
 
 
@@ -29,16 +31,20 @@ CodecReduction = Generator[Message, Sequence[Tensor], None]
 class SavedRows(NamedTuple):
     """One tensor of a codec's state as all ranks of an earlier run saved it, and this rank of the run that loads it."""
 
-    rows: Tensor | None
-    """[ranks that saved, elements]; None if it was not saved."""
+    rows: Sequence[TensorReader]
+    """By rank that saved, each read when it is needed; empty if it was not saved."""
     rank: int
     size: int
 
     def local_row(self, num_elements: int) -> Tensor | None:
         """What this rank saved itself; None if other ranks saved it, or it had another length."""
-        if self.rows is None or self.rows.shape != (self.size, num_elements):
+        return self.row(self.rank, num_elements) if len(self.rows) == self.size else None
+
+    def row(self, rank: int, num_elements: int) -> Tensor | None:
+        """What a rank saved, flat; None if nobody saved any, or it had another length."""
+        if not self.rows or math.prod(self.rows[rank].shape) != num_elements:
             return None
-        return self.rows[self.rank]
+        return self.rows[rank].read(0, num_elements)
 
 
 class Codec(Protocol):

@@ -37,9 +37,10 @@ class ResidualCodec:
     def reshard(self, key: str, saved: SavedRows, out: Tensor) -> None:
         """Each rank continues from its own residual. On another number of ranks each takes an equal part of the sum."""
         assert key == RESIDUAL_KEY
-        if saved.rows is None:
-            out.zero_()
-        elif len(saved.rows) == saved.size:
-            out.copy_(saved.rows[saved.rank])
-        else:
-            out.copy_(saved.rows.sum(0) / saved.size)
+        if (row := saved.local_row(out.numel())) is not None:
+            out.copy_(row)
+            return
+        total = torch.zeros(out.numel(), dtype=saved.rows[0].dtype if saved.rows else out.dtype)
+        for each in saved.rows:
+            total += each.read(0, out.numel())
+        out.copy_(total / saved.size)

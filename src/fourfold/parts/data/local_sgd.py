@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fourfold.parts import memory
 from fourfold.parts.comm.reduce.local_sgd import LocalSGDReducer
+from fourfold.parts.tensor_reader import TensorReader
 from fourfold.plan.data.buckets import Bucket
 
 
@@ -99,11 +100,11 @@ class LocalSGD:
         return {slot.name: flat[slot.start : slot.stop] for bucket, flat in pairs for slot in bucket.slots}
 
     @torch.no_grad()
-    def load_state(self, momenta: Mapping[str, Tensor]) -> None:
+    def load_state(self, momenta: Mapping[str, TensorReader]) -> None:
         """Load what `momenta` gave, 0 for what is missing, and continue from the current weights."""
         for name, flat in self.momenta.items():
             if name in momenta:
-                flat.copy_(momenta[name].reshape(-1))
+                flat.copy_(momenta[name].read(0, flat.numel()))
             else:
                 flat.zero_()
         self.finish_sync()

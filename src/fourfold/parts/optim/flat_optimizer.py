@@ -6,7 +6,7 @@ Law: the update of a slice equals the update of its parameters one by one.
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -18,11 +18,14 @@ from fourfold.parts.optim.layerwise import LayerwiseOptimizer, PendingLayerwiseU
 from fourfold.parts.optim.option_text import IMPLEMENTATION_OPTIONS
 from fourfold.parts.optim.update_slices import UpdateSlice
 from fourfold.parts.optim.user_optimizer import is_layerwise
+from fourfold.parts.tensor_reader import ParameterState
 from fourfold.parts.torch_private import mark_step_called, step_without_wrappers
 from fourfold.plan.data.buckets import Bucket
 from fourfold.words.errors import OptimizerError, Problem
 
 PrepareGrads = Callable[[int, int, int, float], None]
+SavedSlot = tuple[int, int, ParameterState]
+"""The elements [start, stop) of a bucket that are one parameter, and its saved state."""
 
 
 class _FlatUpdate(NamedTuple):
@@ -203,37 +206,37 @@ class FlatOptimizer:
                 result[key] = first.item() if isinstance(first, Tensor) else first
         return result
 
-    def can_load_state(self, bucket: int, slots: Sequence[tuple[int, int, Mapping[str, Any]]]) -> bool:
+    def can_load_state(self, bucket: int, slots: Sequence[SavedSlot]) -> bool:
         """Whether, of the parameters that are updated together, all have a state or none has."""
+        keys = [(start, stop, state.keys) for start, stop, state in slots]
         for each in (each for run in self._updates[bucket] for each in run.slices):
-            saved_keys = [state.keys() for start, stop, state in slots if start < each.stop and each.start < stop]
-            if any(keys != saved_keys[0] for keys in saved_keys):
+            covering = {own for start, stop, own in keys if start < each.stop and each.start < stop}
+            if len(covering) > 1:
                 return False
         return True
 
-    def load_state(self, bucket: int, slots: Sequence[tuple[int, int, Mapping[str, Any]]]) -> None:
-        """Load what `state_slices` gave, with tensors joined: (start, stop, state) of slots that tile the bucket."""
+    def load_state(self, bucket: int, slots: Sequence[SavedSlot]) -> None:
+        """Load the states of slots that tile the bucket. Only the elements that this rank updates are read."""
         for flat, each in ((run.optimizer, each) for run in self._updates[bucket] for each in run.slices):
             covering = [slot for slot in slots if slot[0] < each.stop and each.start < slot[1]]
             if not covering:
                 continue  # padding
+            _, _, (tensors, scalars) = covering[0]
             state: dict[str, Any] = {}
-            for key, first in covering[0][2].items():
-                if isinstance(first, Tensor):
-                    # The weights may have had another dtype when the state was saved.
-                    dtype = each.weight.dtype if first.is_floating_point() else first.dtype
-                    joined = torch.zeros(each.stop - each.start, dtype=dtype, device=each.weight.device)
-                    for start, stop, s in covering:
-                        low, high = max(start, each.start), min(stop, each.stop)
-                        joined[low - each.start : high - each.start] = s[key][low - start : high - start]
-                    state[key] = joined
-                elif any(s[key] != first for _, _, s in covering):
+            for key, first in tensors.items():
+                # The weights may have had another dtype when the state was saved.
+                dtype = each.weight.dtype if first.dtype.is_floating_point else first.dtype
+                joined = torch.zeros(each.stop - each.start, dtype=dtype, device=each.weight.device)
+                for start, stop, saved in covering:
+                    low, high = max(start, each.start), min(stop, each.stop)
+                    joined[low - each.start : high - each.start] = saved.tensors[key].read(low - start, high - start)
+                state[key] = joined
+            for key, first in scalars.items():
+                if any(saved.scalars[key] != first for _, _, saved in covering):
                     problem = Problem(f"{key} differs between parameters of one bucket", "the plan it was saved with")
                     raise OptimizerError(problem, where="the state")
-                else:
-                    state[key] = _scalar_state(
-                        first, each.weight, fused=bool(self._implementations[bucket].get("fused"))
-                    )
+                is_fused = bool(self._implementations[bucket].get("fused"))
+                state[key] = _scalar_state(first, each.weight, fused=is_fused)
             flat.state[each.weight] = state
 
 

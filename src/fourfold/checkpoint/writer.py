@@ -1,0 +1,211 @@
+"""Checkpoint writer: a thread that writes a rank's snapshot into its file, then the rank's marker.
+
+marker   says what the file holds; rank 0 makes the manifest from the markers of all ranks
+commit   rank 0 gives the folder a checkpoint's name
+Law: a checkpoint gets its name when every rank's done marker is there, and what they report fits together; until then
+the one before is the newest.
+"""
+
+import contextlib
+import shutil
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import msgspec
+
+from fourfold.checkpoint.manifest_file import encode_manifest
+from fourfold.checkpoint.markers import (
+    DONE_SUFFIX,
+    FAILED_SUFFIX,
+    POLL_SECONDS,
+    DoneMarker,
+    RankReport,
+    error_text,
+    has_marker,
+    marker_path,
+    read_marker,
+    wait_for_marker,
+    write_marker,
+)
+from fourfold.checkpoint.store import CheckpointStore
+from fourfold.checkpoint.write import Snapshot, estimated_bytes, write_file, write_snapshot
+from fourfold.plan.checkpoint_boxes import shard_file_name
+from fourfold.plan.checkpoint_manifest import (
+    MANIFEST_FILE,
+    Manifest,
+    Scalars,
+    StoredPart,
+    TensorEntry,
+    TensorKey,
+    manifest_problems,
+)
+from fourfold.step.train_step import TrainStep
+from fourfold.words.errors import CheckpointError, Problem
+from fourfold.words.units import format_bytes
+
+SPARE_BYTES = 2**20
+# How long rank 0 waits for the other ranks' markers: this, and the time that a very slow disk takes for all bytes.
+MARKER_TIMEOUT_SECONDS = 60.0
+SLOWEST_BYTES_PER_SECOND = 10e6
+ABORT_SECONDS = 5.0
+
+
+class SyncedLog(Protocol):
+    """The log of the run, as a checkpoint needs it: on the disk up to the step that is saved."""
+
+    def sync(self) -> None: ...
+
+
+class SaveRequest(NamedTuple):
+    """What one rank writes of one checkpoint.
+
+    manifest   on rank 0: without what the ranks report; None on other ranks
+    """
+
+    staging_dir: Path
+    snapshot: Snapshot
+    report: RankReport
+    manifest: Manifest | None
+
+
+class CheckpointWriter:
+    """Writes one rank's checkpoints, one at a time."""
+
+    def __init__(self, step: TrainStep, store: CheckpointStore, log: SyncedLog, *, num_kept: int) -> None:
+        self._step, self._store, self._log, self._num_kept = step, store, log, num_kept
+        self._rank, self._size = step.rank, step.plan.mesh.size
+        self._thread: threading.Thread | None = None
+        self._aborted = threading.Event()
+        self.failures: list[str] = []
+        """Why checkpoints could not be written; on rank 0."""
+
+    def start(self, request: SaveRequest) -> None:
+        """Begin to write, when the one before has been written."""
+        self._thread = threading.Thread(
+            target=self._write_checkpoint, args=(request,), name="fourfold checkpoint", daemon=True
+        )
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Wait until it is written."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def abort(self) -> None:
+        """See `CheckpointManager.abort`."""
+        self._aborted.set()
+        if self._thread is not None:
+            self._thread.join(ABORT_SECONDS)
+
+    # ---- in the thread
+
+    def _write_checkpoint(self, request: SaveRequest) -> None:
+        failure = self._write_rank_file(request)
+        if request.manifest is None:
+            return
+        try:
+            if failure:
+                raise CheckpointError(Problem(f"rank {self._rank}: {failure}"))
+            self._commit(request, request.manifest)
+        except (OSError, CheckpointError) as error:
+            text = f"the checkpoint of step {request.manifest.step} could not be written: {error_text(error)}"
+            self.failures.append(text)
+            shutil.rmtree(request.staging_dir, ignore_errors=True)
+
+    def _write_rank_file(self, request: SaveRequest) -> str:
+        """Write this rank's file, then its marker. Returns why there is no file, if not even a marker can say so."""
+        folder = request.staging_dir
+        path, marker = folder / shard_file_name(self._rank), marker_path(folder, self._rank)
+        try:
+            if request.manifest is not None:
+                self._log.sync()  # makes a run's folder again that was removed, before anything is written there
+            folder.mkdir(parents=True, exist_ok=True)
+            self._check_disk_space(request)
+            file = write_snapshot(path, request.snapshot)
+            write_marker(marker, DONE_SUFFIX, msgspec.json.encode(DoneMarker(file, request.report)))
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
+            try:
+                write_marker(marker, FAILED_SUFFIX, error_text(error).encode())
+            except OSError:  # a disk without room even for the reason
+                try:
+                    marker.with_suffix(FAILED_SUFFIX).touch()
+                except OSError:
+                    return error_text(error)
+        return ""
+
+    def _check_disk_space(self, request: SaveRequest) -> None:
+        """Raise OSError if the disk has no room for this rank's file; rank 0 checks for all files."""
+        own = request.snapshot.num_bytes
+        need = (own if request.manifest is None else max(own, estimated_bytes(request.snapshot.held))) + SPARE_BYTES
+        free = shutil.disk_usage(self._store.path).free
+        if free < need:
+            raise OSError(f"{format_bytes(free)} free on the disk, {format_bytes(need)} needed")
+
+    def _commit(self, request: SaveRequest, manifest: Manifest) -> None:
+        """Rank 0: wait for all markers, write the manifest, give the folder its name."""
+        folder = request.staging_dir
+        markers = [marker_path(folder, rank) for rank in range(self._size)]
+        self._wait_for_markers(folder, markers, estimated_bytes(request.snapshot.held))
+        complete = complete_manifest(manifest, [read_marker(marker) for marker in markers])
+        for marker in markers:
+            marker.with_suffix(DONE_SUFFIX).unlink()
+        write_file(folder / MANIFEST_FILE, [encode_manifest(complete)])
+        self._log.sync()
+        self._store.commit(folder, manifest.step)
+        with contextlib.suppress(OSError):  # the next save prunes again
+            self._store.prune(num_kept=self._num_kept)
+
+    def _wait_for_markers(self, folder: Path, markers: Sequence[Path], num_bytes: int) -> None:
+        """Raises CheckpointError if a rank's file is missing."""
+        deadline = time.monotonic() + MARKER_TIMEOUT_SECONDS + num_bytes / SLOWEST_BYTES_PER_SECOND
+
+        def missing_reason(rank: int) -> str:
+            return self._missing_reason(folder, rank)
+
+        # Wait for every rank before reporting a failure: the folder must not be deleted while a rank writes to it.
+        problems = [wait_for_marker(marker, rank, missing_reason, deadline) for rank, marker in enumerate(markers)]
+        if any(problems):
+            raise CheckpointError([Problem(text) for text in problems if text])
+
+    def _missing_reason(self, folder: Path, rank: int) -> str:
+        """Why a rank's marker will never come; "" while it may. Waits POLL_SECONDS."""
+        if not has_marker(marker_path(folder, self._rank)):
+            return "its folder was removed while it was written"  # this rank's own marker has gone with it
+        if self._step.peer_is_dead(rank):
+            return f"rank {rank} died before it had written its file"
+        if self._aborted.wait(POLL_SECONDS):
+            return f"the run ended before rank {rank} had written its file"
+        return ""
+
+
+def complete_manifest(manifest: Manifest, markers: Sequence[DoneMarker]) -> Manifest:
+    """The manifest with what the ranks report, in rank order. Raises CheckpointError if that does not fit together."""
+    tensors: dict[TensorKey, TensorEntry] = {}
+    parts: dict[TensorKey, list[StoredPart]] = {}
+    for entry in (entry for marker in markers for entry in marker.report.tensors):
+        first = tensors.setdefault(entry.tensor, entry)
+        if (first.dtype, first.shape) != (entry.dtype, entry.shape):
+            got = f"{entry.tensor.label} of {first.dtype} {list(first.shape)} and of {entry.dtype} {list(entry.shape)}"
+            raise CheckpointError(Problem(got, "one dtype and shape on all ranks"))
+        parts.setdefault(entry.tensor, []).extend(entry.parts)
+    reports = [marker.report for marker in markers]
+    scalars: Scalars = {}
+    for name, values in (item for report in reports for item in report.scalars.items()):
+        scalars.setdefault(name, {}).update(values)
+    complete = msgspec.structs.replace(
+        manifest,
+        tensors=tuple(msgspec.structs.replace(tensors[key], parts=tuple(parts[key])) for key in tensors),
+        aliases={name: target for report in reports for name, target in report.aliases.items()},
+        scalars=scalars,
+        random=tuple(report.random for report in reports if report.random is not None),
+        files={shard_file_name(rank): marker.file for rank, marker in enumerate(markers)},
+    )
+    if problems := list(manifest_problems(complete)):
+        raise CheckpointError([Problem(text) for text in problems])
+    return complete

@@ -1,0 +1,46 @@
+"""Saved state: all that training continues from, as readers of tensors that are loaded one at a time.
+
+Law: a step loads what `state_dict` gave and what a checkpoint holds in the same way; of each tensor a rank reads what
+it keeps.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from fourfold.parts.tensor_reader import MemoryReader, ParameterState, TensorReader
+
+CodecRows = Mapping[str, Mapping[str, Sequence[TensorReader]]]
+"""By parameter and key: what each rank's codec had saved, in rank order."""
+
+
+class SavedState(NamedTuple):
+    """See `TrainStep.state_dict`."""
+
+    model: Mapping[str, TensorReader]
+    optimizer: Mapping[str, ParameterState]
+    record: Mapping[str, Any]
+    groups: Sequence[Mapping[str, Any]]
+    outer: Mapping[str, TensorReader] = {}
+    codec: Mapping[str, Mapping[str, Sequence[TensorReader]]] = {}
+
+
+def readers_of(state: Mapping[str, Any]) -> SavedState:
+    """What `TrainStep.state_dict` returned; its tensors are not copied."""
+    return SavedState(
+        {name: MemoryReader(value) for name, value in state["model"].items() if isinstance(value, Tensor)},
+        {name: _parameter_state(values) for name, values in state["optimizer"].items()},
+        state["record"],
+        state["groups"],
+        {name: MemoryReader(value) for name, value in state.get("outer", {}).items()},
+        {
+            name: {key: [MemoryReader(row) for row in rows] for key, rows in values.items()}
+            for name, values in state.get("codec", {}).items()
+        },
+    )
+
+
+def _parameter_state(values: Mapping[str, Any]) -> ParameterState:
+    tensors = {key: MemoryReader(value) for key, value in values.items() if isinstance(value, Tensor)}
+    return ParameterState(tensors, {key: value for key, value in values.items() if key not in tensors})
