@@ -1,15 +1,21 @@
 """Laws of the code base that no import contract can express."""
 
 import ast
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TypeGuard
+
+from fourfold.plan.plan import Plan
 
 SOURCE = Path(__file__).parents[2] / "src" / "fourfold"
 
-MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_PARAMETERS = 350, 45, 8
-# Exceptions to the limits, and why: "FILE" for its lines, "FILE FUNCTION" for its lines or parameters.
+MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_PARAMETERS, MAX_ATTRIBUTES = 350, 45, 8, 15
+# Exceptions to the limits, and why: "FILE" for its lines, "FILE FUNCTION" for its lines or parameters, "FILE CLASS" for
+# its attributes.
 PUBLIC_SIGNATURE = "public: its keywords are the contract of DESIGN §8"
 ALLOWED = {
+    "checkpoint/manager.py CheckpointManager": "to be split",
     "feed/dataloader.py shard": "half of it is the docstring of a public function",
     "parts/sequence/attention.py sequence_attention": "the arguments of scaled_dot_product_attention, and the ring's",
     "plan/check.py sync_problems": "a table of seven refusals",
@@ -119,6 +125,16 @@ def num_parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     return len(positional) + len(given.kwonlyargs) + (given.vararg is not None) + (given.kwarg is not None)
 
 
+def attributes(cls: ast.ClassDef) -> set[str]:
+    """The names that a class stores on `self`, in any method. Fields of records are declared, not stored."""
+    return {
+        node.attr
+        for node in ast.walk(cls)
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+        if isinstance(node.value, ast.Name) and node.value.id == "self"
+    }
+
+
 def too_large() -> dict[str, str]:
     """What exceeds a limit, and by how much."""
     found: dict[str, str] = {}
@@ -126,7 +142,11 @@ def too_large() -> dict[str, str]:
         name, text = path.relative_to(SOURCE).as_posix(), path.read_text()
         if (length := len(text.splitlines())) > MAX_FILE_LINES:
             found[name] = f"{length} lines, at most {MAX_FILE_LINES}"
-        for function, node in functions(ast.parse(text)):
+        tree = ast.parse(text)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef) and (count := len(attributes(node))) > MAX_ATTRIBUTES:
+                found[f"{name} {node.name}"] = f"{count} attributes, at most {MAX_ATTRIBUTES}"
+        for function, node in functions(tree):
             length = (node.end_lineno or node.lineno) - node.lineno + 1
             if length > MAX_FUNCTION_LINES or num_parameters(node) > MAX_PARAMETERS:
                 limits = f"at most {MAX_FUNCTION_LINES} and {MAX_PARAMETERS}"
@@ -134,12 +154,109 @@ def too_large() -> dict[str, str]:
     return found
 
 
-def test_files_and_functions_are_small():
+def test_files_functions_and_classes_are_small():
     assert {name: size for name, size in too_large().items() if name not in ALLOWED} == {}
 
 
 def test_every_exception_to_the_limits_is_still_needed():
     assert set(ALLOWED) - set(too_large()) == set()
+
+
+def test_every_form_of_storing_an_attribute_is_counted():
+    body = """
+    a: int
+    def f(self, other):
+        self.b = self.c, self.d = other.e = 1, 2
+        self.f: int = self.b
+        self.g += 1
+        self.h.i = self.j[0] = 1
+        for self.k in other: pass
+        with other as (self.l, *self.m):
+            def inner(): self.n = 1
+    """
+    cls = ast.parse(f"class C:{body}").body[0]
+    assert isinstance(cls, ast.ClassDef)
+    assert attributes(cls) == set("bcdfgklmn")
+
+
+# Where a step's parts are chosen, and where what cannot be carried out is refused.
+CHOOSES_OR_REFUSES = {"assembly", "stage_assembly", "model_checks", "argument_checks", "user_optimizer", "memory_bound"}
+# What else in step/ depends on a mode of the plan, on the class of a part, or on whether there is one, and why.
+CHOSEN_ELSEWHERE = {
+    "batch_norm.py plan.batch_norm": "refuses norms that have been unfrozen",
+    "distributed_optimizer.py isinstance DistributedOptimizer": "refuses to be wrapped again",
+    "distributed_optimizer.py optional Communicator": "public: the ranks, where they are joined already",
+    "grad_averager.py plan.unused": "assembles what averages gradients: whether ranks with a gradient are counted",
+    "replica_drift.py plan.batch_norm": "refuses frozen weights that differ, unless they are a rank's own state",
+}
+RECORDS = {"NamedTuple", "TypedDict", "Enum", "StrEnum", "IntEnum", "Exception"}
+
+
+def plan_modes() -> set[str]:
+    """The fields of a plan that are one of several words."""
+    return {field.name for field in dataclasses.fields(Plan) if isinstance(getattr(Plan(), field.name), str)}
+
+
+def behaviours() -> set[str]:
+    """The classes of Fourfold that are no records."""
+    classes = [node for path in files() for node in ast.walk(ast.parse(path.read_text())) if is_class(node)]
+    return {
+        node.name
+        for node in classes
+        if not any("dataclass" in ast.unparse(each) for each in node.decorator_list)
+        and not RECORDS & {ast.unparse(base) for base in node.bases}
+    }
+
+
+def is_class(node: ast.AST) -> TypeGuard[ast.ClassDef]:
+    return isinstance(node, ast.ClassDef)
+
+
+def named(node: ast.AST) -> set[str]:
+    return {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
+
+
+def choices(tree: ast.AST, parts: set[str]) -> set[str]:
+    """What a file compares of a plan's modes, by which classes it tells parts apart, and which parts may be None.
+
+    Not found: flags that were derived from a mode, such as `is_sharded`.
+    """
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Compare | ast.Match):
+            sides = [node.left, *node.comparators] if isinstance(node, ast.Compare) else [node.subject]
+            fields = {each.attr for each in sides if isinstance(each, ast.Attribute) and "plan" in ast.unparse(each)}
+            found |= {f"plan.{field}" for field in fields & plan_modes()}
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "isinstance":
+            found |= {f"isinstance {name}" for name in named(node.args[1]) & parts}
+        elif isinstance(node, ast.AnnAssign | ast.arg) and ast.unparse(node.annotation or node).endswith(" | None"):
+            found |= {f"optional {name}" for name in named(node.annotation or node) & parts}
+    return found
+
+
+def test_modes_and_optional_parts_of_a_step_are_chosen_where_it_is_assembled():
+    parts = behaviours()
+    found = {
+        f"{path.name} {choice}"
+        for path in files("step/*.py")
+        if path.stem not in CHOOSES_OR_REFUSES
+        for choice in choices(ast.parse(path.read_text()), parts)
+    }
+    assert found == set(CHOSEN_ELSEWHERE)
+
+
+def test_every_form_of_choosing_is_detected():
+    forms = {
+        "if self._plan.sync == 'local': pass": "plan.sync",
+        "x = 'after' != plan.update": "plan.update",
+        "match trained.plan.precision:\n case 'fp16': pass": "plan.precision",
+        "isinstance(gradients, (list, Unbucketed))": "isinstance Unbucketed",
+        "self._rounds: Unbucketed | None = None": "optional Unbucketed",
+        "def f(codec: Unbucketed | None): pass": "optional Unbucketed",
+    }
+    for text, choice in forms.items():
+        assert choices(ast.parse(text), {"Unbucketed"}) == {choice}, text
+    assert not choices(ast.parse("plan.dp == 1; isinstance(x, list); y: Record | None = None"), {"Unbucketed"})
 
 
 # Names with an underscore that are public by their documentation, and those of the standard library.

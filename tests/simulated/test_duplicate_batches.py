@@ -163,6 +163,18 @@ def test_one_rank_hashes_no_batches(api, monkeypatch):
     assert trained(api, 1, lambda rank: map(loader_batch, range(5))) == [(5, None)]
 
 
+def test_a_wrapper_that_a_newer_one_replaces_hashes_no_batches(monkeypatch):
+    def body(comm):
+        older, newer = Wrapped(comm, model := linear()), Wrapped(comm, model)
+        newer.train(loader_batch(comm.rank))
+        return older.optimizer is not newer.optimizer
+
+    hashed, hash_ = [], duplicate_batches.batch_digest
+    monkeypatch.setattr(duplicate_batches, "batch_digest", lambda tensors: hashed.append(1) or hash_(tensors))
+    assert threads.run(2, body) == [True, True]
+    assert len(hashed) == 2  # one on each rank
+
+
 @pytest.mark.parametrize("api", APIS)
 def test_empty_batches_are_not_compared(api):
     """Two ranks have the same samples and the third has none: refused. Only one rank has samples: trained."""

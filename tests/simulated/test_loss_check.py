@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from fourfold.plan.plan import Plan
 from fourfold.step.dry_run import first_batch, loss_check
 from fourfold.step.dry_run.check_config import LOSS_CHECKS, STRICTEST_LOSS_CHECK, MemoryFit
+from fourfold.step.loss_function import UserLoss
 from fourfold.step.objective import Objective
 from fourfold.step.train_step import TrainStep
 from fourfold.testing import threads
@@ -353,7 +354,7 @@ def test_torchscript_is_not_checked_and_not_changed():
     before = [p.clone() for p in model.parameters()]
     given = torch.ones(3, 4), torch.zeros(3, dtype=torch.int64)
     options = {"memory_fit": MemoryFit(), "device": torch.device("cpu")}
-    verdict = loss_check.check_loss(model, Objective(F.cross_entropy), given, [given, given], **options)
+    verdict = loss_check.check_loss(model, Objective(UserLoss(F.cross_entropy)), given, [given, given], **options)
     assert verdict.problem is None
     assert verdict.config is None
     assert "TorchScript" in verdict.fallback_reason

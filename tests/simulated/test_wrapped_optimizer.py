@@ -328,6 +328,28 @@ def test_a_state_loaded_on_one_rank_only_is_found_before_a_weight_changes():
     assert threads.run(2, body) == [0.0, 0.0]
 
 
+def test_weights_are_compared_after_a_load_and_not_again_after_a_broadcast_of_state():
+    def body(comm):
+        mine, optimizer = wrapped(comm, momentum=0.9)
+        checker, compared = optimizer._checks._drift_checker, []
+        compare = checker.compare
+
+        def recording(tensors, when, **more):
+            compared.append(when)
+            compare(tensors, when, **more)
+
+        checker.compare = recording
+        train_steps(mine, optimizer, comm.rank)
+        load_scaled(optimizer, optimizer.state_dict())
+        train_steps(mine, optimizer, comm.rank)
+        optimizer.broadcast_state()
+        train_steps(mine, optimizer, comm.rank)
+        return compared
+
+    # Each in the backward of the step after: that of the first step, and of the first with loaded state.
+    assert threads.run(2, body) == [["after step 1", "after step 5"]] * 2
+
+
 def test_states_that_differ_between_ranks_are_found_after_the_next_step():
     def body(comm):
         mine, optimizer = wrapped(comm, momentum=0.9)
@@ -469,3 +491,18 @@ def test_freezing_and_unfreezing_is_allowed_with_unused_allow():
     reference = model()
     train(reference, torch.optim.AdamW(reference.parameters(), lr=0.1), None)
     assert max(max_difference(mine, reference.parameters()) for mine in threads.run(2, body)) <= TOLERANCE
+
+
+def test_a_join_block_holds_no_other_and_after_it_rounds_are_even_again():
+    def body(comm):
+        mine, optimizer = wrapped(comm)
+        with optimizer.join():
+            with pytest.raises(TrainingError, match=r"join\(\) within join\(\)"), optimizer.join():
+                pass
+            train_steps(mine, optimizer, comm.rank)
+        optimizer.param_groups[0]["lr"] = 0.1 + comm.rank
+        with pytest.raises(DivergenceError, match=r"backward \d+ after 4 steps of the optimizer"):
+            train_steps(mine, optimizer, comm.rank)
+        return True
+
+    assert threads.run(2, body) == [True, True]

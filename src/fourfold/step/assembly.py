@@ -21,6 +21,7 @@ from fourfold.plan.precision import LossScaler, UnitLossScale
 from fourfold.step.batch_layout import BatchLayout, TokenShards, WholeSamples
 from fourfold.step.collective_calls import CollectiveCalls
 from fourfold.step.dry_run.first_batch import DryRun
+from fourfold.step.loss_function import ModelLoss, UserLoss
 from fourfold.step.model_checks import check_model_loss, check_update_timing
 from fourfold.step.objective import Objective
 from fourfold.step.persistent_state import PersistentState
@@ -62,7 +63,7 @@ def assemble(
 ) -> Assembly:
     """Make all parts of a step. Collective. Raises PlanError, OptimizerError, TaskError or SettingError."""
     check_model_loss(loss, plan)
-    objective, meter = Objective(loss), CommMeter()
+    objective, meter = Objective(ModelLoss() if loss is None else UserLoss(loss)), CommMeter()
     optimizer = build_optimizer(optimizer_factory, list(model.parameters()))
     check_update_timing(optimizer, plan)
     check_user_optimizer(optimizer, plan)

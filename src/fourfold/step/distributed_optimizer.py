@@ -16,33 +16,24 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from fourfold.parts.comm import init
 from fourfold.parts.comm.communicator import Communicator
-from fourfold.parts.comm.reduce.divergence_report import with_options
-from fourfold.parts.data.flat_params import param_specs
 from fourfold.parts.data.grad_hooks import register_last_hook
 from fourfold.parts.optim.option_checks import check_options
-from fourfold.parts.optim.option_tracker import OptionTracker
-from fourfold.parts.optim.user_optimizer import group_indices
 from fourfold.parts.torch_private import NO_BACKWARD_ID, call_after_backward, current_backward_id
 from fourfold.plan.intervals import DRIFT_CHECK
 from fourfold.plan.plan import Plan
-from fourfold.step import argument_checks, replica_drift
+from fourfold.step import argument_checks
 from fourfold.step.batch_norm import FrozenBatchNorms
 from fourfold.step.broadcast_tree import broadcast_model, broadcast_tree
-from fourfold.step.duplicate_batches import DuplicateBatches, InputFingerprints
 from fourfold.step.grad_averager import GradAverager
-from fourfold.step.memory_formats import shape_and_strides
 from fourfold.step.model_checks import check_plan_on_ranks
 from fourfold.step.optimizer_proxy import OptimizerProxy
 from fourfold.step.optimizer_steps import OptimizerSteps
-from fourfold.step.rank_agreement import check_same_on_ranks
-from fourfold.step.uneven_inputs import UnevenInputs
+from fourfold.step.uneven_inputs import EvenInputs, Rounds, UnevenInputs
 from fourfold.step.unreduced_grads import UnreducedGrads
 from fourfold.step.weights import trainable_parameters
+from fourfold.step.wrapper_checks import WrapperChecks
 from fourfold.words.errors import OptimizerError, Problem, TrainingError
 
-WRAPPER_HINT = (
-    "the same seeds, hooks, edits and loaded state on every rank; optimizer.broadcast_state() copies one rank's to all"
-)
 _owners: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """By parameter: a weak reference to the DistributedOptimizer that reduces its gradient."""
 
@@ -85,47 +76,34 @@ class DistributedOptimizer(OptimizerProxy):
             raise OptimizerError(Problem("a DistributedOptimizer, wrapped again", "the torch optimizer itself, once"))
         check_options(optimizer)
         self._optimizer, self._model = optimizer, model
-        self._communicator = comm = communicator or init.init_communicator()
-        self._plan = plan = plan or Plan(dp=comm.size)
-        check_plan_on_ranks(model, plan, comm)
+        world = communicator or init.init_communicator()
+        plan = plan or Plan(dp=world.size)
+        check_plan_on_ranks(model, plan, world)
         argument_checks.check_wrapper_plan(plan)
-        self._frozen_norms = FrozenBatchNorms(model, plan)
+        world = world.on_mesh(plan.mesh)
+        self._data_ranks = world.along("dp", "sp")
         trainable = trainable_parameters(model)
-        argument_checks.check_wrapper_parameters(optimizer, model, trainable, comm)
-        self._duplicate_batches = DuplicateBatches(same_batches, num_data_ranks=plan.dp, is_log_rank=comm.rank == 0)
-        self._check_same_on_ranks(trainable, {"same_batches": same_batches, "drift_check": drift_check})
-        self._input_fingerprints = InputFingerprints(model if self._duplicate_batches.is_active else None)
-        self._options = OptionTracker(optimizer)
-        self._drift_checker = replica_drift.DriftChecker(comm, drift_check, attempt=WRAPPER_HINT)
-        self._drift_schedule = replica_drift.DriftSchedule(self._drift_checker.every)
-        broadcast_model(comm, model)
+        argument_checks.check_wrapper_parameters(optimizer, model, trainable, world)
+        self._checks = WrapperChecks(optimizer, model, plan, world, same_batches=same_batches, drift_check=drift_check)
+        broadcast_model(self._data_ranks, model)
         self._is_sync_enabled, self._is_replaced = True, False
         self._backward_id, self._num_backwards = NO_BACKWARD_ID, 0
-        self._uneven_inputs: UnevenInputs | None = None
-        """The rounds of a `join` block; None outside of one."""
         # Before the averager's hooks, which take gradients: a round must begin before its first gradient is taken. Not
         # hooks of tensors: torch.autograd.grad would call them too, which leaves nothing to reduce.
         for parameter in trainable.values():
             register_last_hook(parameter, self._on_backward_begin)
-        self._averager = GradAverager(trainable, optimizer, plan, comm)
+        self._averager = GradAverager(trainable, optimizer, plan, world)
         self._world = self._averager.world
         self._unreduced = UnreducedGrads(self._averager.reduced_grads, self._averager.views, optimizer)
-        self._steps = OptimizerSteps(
-            optimizer, model, self._unreduced, self._frozen_norms, self._world, num_ranks=comm.size
-        )
+        frozen_norms = FrozenBatchNorms(model, plan)
+        self._steps = OptimizerSteps(optimizer, model, self._unreduced, frozen_norms, self._world, num_ranks=world.size)
+        self._rounds: Rounds = EvenInputs(self._world, self._checks, self._steps, num_ranks=self._averager.num_ranks)
         self._claim_parameters(trainable)
         self._is_built = True
 
     @property
     def transport_name(self) -> str:
         return self._averager.transport_name
-
-    def _check_same_on_ranks(self, trainable: dict[str, nn.Parameter], options: dict[str, Any]) -> None:
-        comm, optimizer = self._communicator, self._optimizer
-        groups = dict.fromkeys(trainable, -1) | group_indices(optimizer, trainable)
-        specs = param_specs(trainable, groups)
-        shapes = {name: shape_and_strides(p) for name, p in trainable.items()}
-        check_same_on_ranks(comm, specs, shapes, plan=self._plan, options=options, optimizer=optimizer)
 
     def _claim_parameters(self, trainable: dict[str, nn.Parameter]) -> None:
         """Make this the only owner of its parameters: an earlier one would take their gradients first."""
@@ -141,7 +119,7 @@ class DistributedOptimizer(OptimizerProxy):
         self._is_replaced = True
         self._averager.set_listening(False)
         self._steps.remove_hooks()
-        self._input_fingerprints.remove_hook()
+        self._checks.remove_hook()
 
     def _on_backward_begin(self, _: Tensor) -> None:
         """Begin a round, once per backward, and have autograd call `_on_backward_end` at its end."""
@@ -167,46 +145,19 @@ class DistributedOptimizer(OptimizerProxy):
         """Make every `.grad` the mean over the ranks."""
         try:
             self._averager.finish_backward()
-            num_ranks_with_grad = self._averager.average(self._finish_call())
+            num_ranks_with_grad = self._averager.average(self._rounds.finish_round())
             self._averager.assign_grads(num_ranks_with_grad)
             self._unreduced.mark_reduced(num_ranks_with_grad)
             self._averager.end_round()
             self._backward_id = NO_BACKWARD_ID
         finally:
             self._averager.begin_next_round()
-        if self._uneven_inputs is not None:
-            self._uneven_inputs.num_rounds += 1
-        self._compare_batches()
+        self._checks.compare_batches()
 
-    def _compare_batches(self) -> None:
-        """Raise TaskError, on every rank, where all ranks train on the same batches. Collective."""
-        if not self._duplicate_batches.is_active:
-            return
-        try:
-            self._duplicate_batches.compare(self._communicator.all_gather_json(self._input_fingerprints.pop()))
-        finally:
-            if not self._duplicate_batches.is_active:
-                self._input_fingerprints.remove_hook()
-
-    def _begin_round(self, *, has_data: bool = True) -> None:
+    def _begin_round(self, *, has_data: bool) -> None:
         self._num_backwards += 1
         self._steps.begin_round()
-        if self._uneven_inputs is not None:
-            self._uneven_inputs.begin_round(f"backward {self._num_backwards}, within join()", has_data=has_data)
-            return
-        loads = f" and {self._steps.num_loads} × load_state_dict" if self._steps.num_loads else ""
-        call = f"backward {self._num_backwards} after {self._steps.num_steps} steps of the optimizer{loads}"
-        self._world.calls.begin(with_options(call, self._options.text()))
-
-    def _finish_call(self) -> int:
-        """What the sum of this round's gradients is divided by. Raises DivergenceError where ranks differ."""
-        if self._uneven_inputs is not None:
-            return self._uneven_inputs.divisor(self._uneven_inputs.count_active_ranks())
-        self._world.calls.check_same()
-        # Here, within a backward, all ranks have taken the same number of steps.
-        if self._drift_schedule.is_due(self._steps.num_steps, self._steps.num_loads):
-            self._compare_weights()
-        return self._communicator.size
+        self._rounds.begin_round(self._num_backwards, has_data=has_data)
 
     def check_drift(self) -> None:
         """Compare the ranks' weights now, as `drift_check` does after every so many steps. Collective.
@@ -217,12 +168,7 @@ class DistributedOptimizer(OptimizerProxy):
         self._check_not_replaced()
         self._world.calls.begin(f"check_drift() after {self._steps.num_steps} steps of the optimizer")
         self._world.calls.check_same()
-        self._compare_weights()
-
-    def _compare_weights(self) -> None:
-        tensors = list(replica_drift.replicated_tensors(self._model, self._plan))
-        when = f"after step {self._steps.num_steps}"
-        self._drift_checker.compare(tensors, when, update_kind=self._options.implementation())
+        self._checks.compare_weights(self._steps.num_steps)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -254,25 +200,24 @@ class DistributedOptimizer(OptimizerProxy):
         """
         self._check_not_replaced()
         argument_checks.check_join_states(states)
-        if self._uneven_inputs is not None:
+        if self._steps.is_in_join:
             raise TrainingError(Problem("join() within join()", "one around the whole loop"))
-        rounds = self._uneven_inputs = UnevenInputs(
-            self._communicator, self._world, self._options, divides_by_world_size=divide_by_initial_world_size
+        rounds = UnevenInputs(
+            self._data_ranks, self._world, self._checks.options, divides_by_world_size=divide_by_initial_world_size
         )
-        self._steps.is_in_join = True
+        even, self._rounds, self._steps.is_in_join = self._rounds, rounds, True
         try:
             yield
             with torch.no_grad():
                 while self._shadow_round(rounds):
                     pass
         finally:
-            self._uneven_inputs = None
-            self._steps.is_in_join = False
+            self._rounds, self._steps.is_in_join = even, False
         self._copy_longest_rank(rounds.num_rounds, states)
 
     def _copy_longest_rank(self, num_rounds: int, states: Sequence[Any]) -> None:
         """After a `join` block: give all ranks the state of the rank that had data in the most rounds. Collective."""
-        rounds, steps = zip(*self._communicator.all_gather_json([num_rounds, self._steps.num_steps]), strict=True)
+        rounds, steps = zip(*self._data_ranks.all_gather_json([num_rounds, self._steps.num_steps]), strict=True)
         self._steps.num_steps = max(steps)
         for parameter in self._averager.parameters:
             parameter.grad = None
@@ -280,7 +225,7 @@ class DistributedOptimizer(OptimizerProxy):
             return
         src = rounds.index(max(rounds))
         values = self.broadcast_state([each.state_dict() for each in states], src=src)
-        if self._communicator.rank != src:
+        if self._data_ranks.rank != src:
             for each, value in zip(states, values, strict=True):
                 each.load_state_dict(value)
 
@@ -294,7 +239,7 @@ class DistributedOptimizer(OptimizerProxy):
         self._averager.average(rounds.divisor(num_active))
         self._averager.end_round()
         self._averager.begin_next_round()
-        self._compare_batches()
+        self._checks.compare_batches()
         return True
 
     def broadcast_state(self, value: Any = None, *, src: int = 0) -> Any:
@@ -303,11 +248,12 @@ class DistributedOptimizer(OptimizerProxy):
         So only one rank needs to read a checkpoint. `value` is anything else that all ranks should know, such as the
         epoch: dicts, lists, tuples, numbers, strings, None and tensors. Raises TrainingError for anything else.
         """
-        broadcast_model(self._communicator, self._model, src=src)
-        optimizer_state, value = broadcast_tree(self._communicator, [self._optimizer.state_dict(), value], src=src)
-        if self._communicator.rank != src:
+        broadcast_model(self._data_ranks, self._model, src=src)
+        optimizer_state, value = broadcast_tree(self._data_ranks, [self._optimizer.state_dict(), value], src=src)
+        if self._data_ranks.rank != src:
             self._optimizer.load_state_dict(optimizer_state)
-        self._steps.num_loads = self._drift_schedule.num_loads = 0
+        self._steps.num_loads = 0
+        self._checks.restart_counting_loads()
         return value
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:

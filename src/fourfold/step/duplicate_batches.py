@@ -11,7 +11,7 @@ batches after the first `MAX_COMPARED`.
 import dataclasses
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -130,22 +130,20 @@ def _is_readable(tensor: Tensor) -> bool:
 class InputFingerprints:
     """The training inputs that a model has been called with since the last `pop`: a forward pre-hook of the model."""
 
-    def __init__(self, model: nn.Module | None) -> None:
-        self._model = None if model is None else weakref.ref(model)
+    def __init__(self, model: nn.Module) -> None:
+        self._model: Callable[[], nn.Module | None] = weakref.ref(model)
         self._fingerprints: list[int | None] = []
-        self._handle, self._was_called = None, False
-        if model is not None:
-            self._handle = model.register_forward_pre_hook(self, with_kwargs=True)
+        self._handle, self._was_called = model.register_forward_pre_hook(self, with_kwargs=True), False
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling():
             return
         self._was_called = True
-        if self._model is not None and self._model() is module and module.training and torch.is_grad_enabled():
+        if self._model() is module and module.training and torch.is_grad_enabled():
             self._fingerprints.append(fingerprint((args, kwargs)))
 
-    def __reduce__(self) -> tuple[type["InputFingerprints"], tuple[None]]:
-        return InputFingerprints, (None,)  # in a copied or pickled model the hook does nothing
+    def __reduce__(self) -> tuple[type["NoFingerprints"], tuple[()]]:
+        return NoFingerprints, ()  # in a copied or pickled model the hook does nothing
 
     def pop(self) -> int | None:
         """One fingerprint of all calls; None if there was no call, or one without a fingerprint."""
@@ -156,8 +154,20 @@ class InputFingerprints:
 
     def remove_hook(self) -> None:
         """Stop collecting fingerprints."""
-        self._model = None
+        self._model = lambda: None
         # A hook inside compiled code does nothing; removing it would cause a recompilation.
-        if self._handle is not None and self._was_called:
+        if self._was_called:
             self._handle.remove()
-            self._handle = None
+
+
+class NoFingerprints:
+    """Where batches are not compared; a forward pre-hook that does nothing."""
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        pass
+
+    def pop(self) -> int | None:
+        raise AssertionError("batches are not compared")
+
+    def remove_hook(self) -> None:
+        pass

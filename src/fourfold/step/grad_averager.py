@@ -36,16 +36,17 @@ class GradAverager:
         trainable: Mapping[str, nn.Parameter],
         optimizer: Optimizer,
         plan: Plan,
-        communicator: Communicator,
+        world: Communicator,
     ) -> None:
-        blueprint = lower(plan, param_specs(trainable, {}), gather_topology(communicator), UpdateSpec())
-        group = blueprint.group_of(communicator.rank)
+        """`world` lies on the plan's mesh. Collective."""
+        blueprint = lower(plan, param_specs(trainable, {}), gather_topology(world), UpdateSpec())
+        group = blueprint.group_of(world.rank)
         buckets, spec = group.buckets, spec_of_request(group.request)
         self._allows_unused = plan.unused == "allow"
         meter = CommMeter()
-        self.world = transports.make_world_channel(communicator, plan.transport, meter)
+        self.world = transports.make_world_channel(world, plan.transport, meter)
         transport = transports.make_data_transport(
-            communicator, spec, meter=meter, calls=self.world.calls, choice=plan.transport
+            world.along("dp", "sp"), spec, meter=meter, calls=self.world.calls, choice=plan.transport
         )
         self._transport, self._reducer, self.transport_name = transport, transport.grads, transport.description
         self._gradients = GradBuckets(dict(trainable), buckets, self._reducer, meter, allow_unused=self._allows_unused)
@@ -65,6 +66,11 @@ class GradAverager:
     def set_listening(self, listening: bool) -> None:
         """Whether gradients are stored and reduced; else they stay where autograd puts them."""
         self._hooks.sink = self._sink if listening else None
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks the gradients are summed over."""
+        return self._reducer.size
 
     @property
     def views(self) -> Sequence[Tensor]:

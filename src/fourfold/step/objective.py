@@ -1,6 +1,5 @@
 """Objective: the loss that is trained, as a sum and a count that add up over microbatches and ranks.
 
-loss         the function loss(outputs, targets), or None: the model returns its own loss
 scalar loss  a loss given as one number. It is a mean: over the elements that torch's loss functions counted, else over
              the samples
 call         one call of a torch loss function, observed while the loss is computed
@@ -10,25 +9,25 @@ Law: the sums and counts of the parts of a batch add up to those of the whole ba
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from fourfold.parts.torch_private import is_compiled, is_compiled_function
-from fourfold.step.batch import Microbatch, input_names
+from fourfold.parts.torch_private import is_compiled
+from fourfold.step.batch import Microbatch
 from fourfold.step.dry_run.fixed_random import without_randomness
 from fourfold.step.dry_run.loss_divisors import LossDivisors
 from fourfold.step.dry_run.loss_graph import final_nodes
 from fourfold.step.dry_run.loss_kinks import find_kinks
 from fourfold.step.loss_call_sites import OutputIndex, signature
+from fourfold.step.loss_function import LossFunction
 from fourfold.step.loss_sum import Loss, sum_loss
-from fourfold.step.model_call import call_model, model_loss
+from fourfold.step.model_call import call_model
 from fourfold.step.tensor_tree import tree_leaves, tree_map
 from fourfold.step.torch_losses import Count, LossCall, observing
 from fourfold.step.uneven_means import actual_divisor, squared_ratio
-from fourfold.words.errors import Problem, TaskError
 
 
 class StageOutput(NamedTuple):
@@ -53,7 +52,7 @@ class ForwardResult(NamedTuple):
 class Objective:
     """The loss of a training step. The first batches show how it must be weighted."""
 
-    def __init__(self, loss: Callable[[Any, Any], Any] | None) -> None:
+    def __init__(self, loss: LossFunction) -> None:
         self._loss = loss
         self.is_shape_1_scalar: bool | None = None
         """Whether a loss of shape [1] is a scalar loss; None: not known yet."""
@@ -81,13 +80,7 @@ class Objective:
 
     def loss_modules(self, model: nn.Module) -> nn.ModuleList:
         """The modules that the loss function is, or holds as a method, a partial or a closure; not the model's."""
-        loss: Any = self._loss
-        objects = [loss, getattr(loss, "__self__", None), getattr(loss, "func", None), *getattr(loss, "args", ())]
-        objects += [*(getattr(loss, "keywords", None) or {}).values()]
-        objects += [cell.cell_contents for cell in getattr(loss, "__closure__", None) or () if _is_cell_filled(cell)]
-        of_model = set(model.modules())
-        modules = dict.fromkeys(each for each in objects if isinstance(each, nn.Module))
-        return nn.ModuleList(module for module in modules if module not in of_model)
+        return self._loss.modules(model)
 
     @property
     def loss_names(self) -> str:
@@ -96,12 +89,12 @@ class Objective:
 
     @property
     def is_model_loss(self) -> bool:
-        return self._loss is None
+        return self._loss.is_of_model
 
     @property
     def is_compiled(self) -> bool:
         """Whether the loss function is compiled. It is then not observed: under a mode it would run uncompiled."""
-        return is_compiled_function(self._loss)
+        return self._loss.is_compiled
 
     def forward(self, model: nn.Module, part: Microbatch) -> StageOutput:
         """The model's outputs for a microbatch that is not empty."""
@@ -130,10 +123,10 @@ class Objective:
                 calls.clear()  # a dry run runs uncompiled; in a step these calls are not observed
             self._has_calls_in_forward |= bool(calls)
             # As in a step, a loss may differentiate outputs with respect to each other.
-            if self._loss is not None and not torch.is_grad_enabled():
-                outputs = tree_map(outputs, _require_grad)
+            if not torch.is_grad_enabled():
+                outputs = self._loss.with_new_graph(outputs)
             with torch.enable_grad():
-                value = self._compute_loss(outputs, part)
+                value = self._loss(outputs, part)
         kinks = self._find_kinks(outputs, value, calls, part.num_samples)
         derivatives = _derivatives(value, calls)
         if self.is_scalar(value, part.num_samples):
@@ -150,8 +143,8 @@ class Objective:
     def _find_kinks(self, outputs: Any, value: Any, calls: Sequence[LossCall], samples: int) -> Sequence[str]:
         if not isinstance(value, Tensor) or value.numel() != 1:
             return []
-        rows = [] if self._loss is None else tree_leaves(outputs)
-        return find_kinks(value, [each.value for each in calls], [t for t in rows if t.dim() and len(t) == samples])
+        rows = [t for t in self._loss.leaves(outputs) if t.dim() and len(t) == samples]
+        return find_kinks(value, [each.value for each in calls], rows)
 
     def force_eager(self, model: nn.Module) -> contextlib.AbstractContextManager[Any]:
         """Inside, compiled code runs uncompiled: a few forwards are not worth a compilation."""
@@ -167,7 +160,7 @@ class Objective:
 
     def _make_result(self, outputs: Any, value: Any, calls: Sequence[LossCall], part: Microbatch) -> ForwardResult:
         trained = self._contributing_calls(value, self._trained_calls(calls))
-        leaves = list(tree_leaves(outputs)) if trained and self.is_batch_split and self._loss is not None else []
+        leaves = self._loss.leaves(outputs) if trained and self.is_batch_split else []
         self._output_index = OutputIndex(leaves)
         try:
             loss = self.sum_loss(value, trained, part.num_samples)
@@ -203,25 +196,10 @@ class Objective:
 
     def _compute_loss_with_graph(self, outputs: Any, part: Microbatch) -> Any:
         """The loss, with its graph where the divisors are read from it, in an evaluation too."""
-        if self._loss is None or torch.is_grad_enabled() or not self.divisors.has_divisors:
-            return self._compute_loss(outputs, part)
+        if torch.is_grad_enabled() or not self.divisors.has_divisors:
+            return self._loss(outputs, part)
         with torch.enable_grad():
-            return self._compute_loss(tree_map(outputs, _require_grad), part)
-
-    def _compute_loss(self, outputs: Any, part: Microbatch) -> Any:
-        if self._loss is None:
-            if part.targets is not None:
-                got = "a batch (inputs, targets), and loss = None"
-                need = "inputs only, as a dict with the labels among them: the model returns the loss"
-                raise TaskError(
-                    Problem(got, need, "samples that are dicts, or loss(outputs, targets)"), where="the batch"
-                )
-            return model_loss(outputs, part.inputs)
-        if part.targets is None:
-            got = f"a batch of {input_names(part.inputs)} without targets, and a loss(outputs, targets)"
-            attempt = "loss=None to train the loss that the model returns, or samples (inputs, targets)"
-            raise TaskError(Problem(got, "targets for the loss", attempt), where="the batch")
-        return self._loss(outputs, part.targets)
+            return self._loss(self._loss.with_new_graph(outputs), part)
 
     def is_scalar(self, value: Any, num_samples: int) -> bool:
         """Whether this is a scalar loss. Shape [1] is one too, unless it is the unreduced value of one sample."""
@@ -277,19 +255,6 @@ class Objective:
                 * count
             )
         return others
-
-
-def _require_grad(tensor: Tensor) -> Tensor:
-    """A tensor from which autograd starts a new graph; integers as they are."""
-    return tensor.detach().requires_grad_() if tensor.is_floating_point() else tensor
-
-
-def _is_cell_filled(cell: Any) -> bool:
-    """Whether a closure's variable has a value yet."""
-    try:
-        return cell.cell_contents is not cell
-    except ValueError:
-        return False
 
 
 def _derivatives(value: Any, calls: Sequence[LossCall]) -> list[float | None]:

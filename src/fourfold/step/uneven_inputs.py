@@ -1,11 +1,12 @@
-"""Uneven inputs: the rounds of a `join` block, in which ranks have different numbers of batches.
+"""Rounds of a wrapped optimizer: of ranks that all have a batch, or of a `join` block, in which some have none left.
 
+round        one backward that reduces, on all ranks
 active rank  one that still has data; a rank that has none left adds zeros to the reductions of the others
 Law: a round is over for all ranks when no rank is active. Ranks that are active in one round have the same optimizer
 options, or all of them raise DivergenceError.
 """
 
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
 import torch
 
@@ -13,11 +14,44 @@ from fourfold.parts.comm.communicator import Communicator
 from fourfold.parts.comm.reduce.divergence_report import divergence_error, with_options
 from fourfold.parts.comm.reduce.protocol import WorldChannel
 from fourfold.parts.optim.option_tracker import OptionTracker
+from fourfold.step.optimizer_steps import OptimizerSteps
+from fourfold.step.wrapper_checks import WrapperChecks
 from fourfold.words.program import LOSS
 
 # The kind of scalar that counts the active ranks. The kind LOSS is free: losses belong to the user's loop. A rank that
 # has read this sum knows that all ranks are in the same call.
 ACTIVE_RANKS = LOSS
+
+
+class Rounds(Protocol):
+    """What ranks compare in a round, and what its sums are divided by."""
+
+    def begin_round(self, number: int, *, has_data: bool) -> None:
+        """Round `number` of this rank begins. `has_data`: this rank has a batch."""
+        ...
+
+    def finish_round(self) -> int:
+        """What the sums of this round are divided by. Collective. Raises DivergenceError if ranks differ."""
+        ...
+
+
+class EvenInputs:
+    """Every rank has a batch in every round: all ranks are in the same round, with the same options."""
+
+    def __init__(self, world: WorldChannel, checks: WrapperChecks, steps: OptimizerSteps, *, num_ranks: int) -> None:
+        self._world, self._checks, self._steps, self._num_ranks = world, checks, steps, num_ranks
+
+    def begin_round(self, number: int, *, has_data: bool) -> None:
+        assert has_data, "only in a `join` block a rank may have no batch"
+        loads = f" and {self._steps.num_loads} × load_state_dict" if self._steps.num_loads else ""
+        call = f"backward {number} after {self._steps.num_steps} steps of the optimizer{loads}"
+        self._world.calls.begin(with_options(call, self._checks.options.text()))
+
+    def finish_round(self) -> int:
+        self._world.calls.check_same()
+        # Here, within a backward, all ranks have taken the same number of steps.
+        self._checks.compare_weights_if_due(self._steps.num_steps, self._steps.num_loads)
+        return self._num_ranks
 
 
 class UnevenInputs:
@@ -37,13 +71,18 @@ class UnevenInputs:
         """In how many rounds this rank has had data."""
         self._call, self._has_data = "", True
 
-    def begin_round(self, call: str, *, has_data: bool) -> None:
+    def begin_round(self, number: int, *, has_data: bool) -> None:
         """Say whether this rank is active in this round."""
-        self._call, self._has_data = call, has_data
-        self._world.calls.begin(call)
+        self._call, self._has_data = f"backward {number}, within join()", has_data
+        self._world.calls.begin(self._call)
         digest = float(self._options.short_digest())
         values = [1.0, digest, digest * digest] if has_data else [0.0] * 3
         self._world.scalars.all_reduce_async(ACTIVE_RANKS, torch.tensor(values, dtype=torch.float64))
+
+    def finish_round(self) -> int:
+        divisor = self.divisor(self.count_active_ranks())
+        self.num_rounds += 1
+        return divisor
 
     def count_active_ranks(self) -> int:
         """How many ranks are active in this round. Collective.
