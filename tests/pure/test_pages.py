@@ -1,11 +1,15 @@
 """Laws of the documentation: the code and the pictures that it shows are those that CI runs."""
 
+import re
 import runpy
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parent.parent.parent
+# Not the changelog and the measurements: they also name what was there once.
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES.remove(ROOT / "docs" / "measured.md")
 
 
 @pytest.mark.parametrize(("page", "example"), [
@@ -25,3 +29,27 @@ def test_a_picture_of_the_docs_is_what_its_script_draws(name):
     script = next((ROOT / "docs").glob(f"{name}*.py"))
     picture = script.with_name(script.stem.replace("_", "-") + ".svg")
     assert runpy.run_path(str(script))["draw"]() == picture.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_file_that_a_page_names_exists(page):
+    names = set(re.findall(r"`((?:[\w-]+/)+\w+\.py)`", page.read_text(encoding="utf-8")))
+    folders = (ROOT, ROOT / "src", ROOT / "src" / "fourfold")
+    missing = {name for name in names if not any((folder / name).exists() for folder in folders)}
+    assert {name for name in missing if "NAME" not in name} == set()
+
+
+def sections(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_of_a_page_leads_somewhere(page):
+    links = re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8"))
+    for link in (each for each in links if not each.startswith("http")):
+        path, _, section = link.partition("#")
+        target = page.parent / path if path else page
+        assert target.exists(), link
+        assert not section or section in sections(target), link
