@@ -22,8 +22,9 @@ from fourfold.step.train_step import TrainStep
 from fourfold.testing import oracle, threads
 from fourfold.testing.oracle import TOLERANCE
 from fourfold.words.errors import PlanError, TaskError, TrainingError
+from fourfold.words.program import Verb, bucket_of
 from tests.awkward_models import AWKWARD_MODELS
-from tests.cases import Case, batches, build_step, deviation, local_batch, model, train_oracle, train_step
+from tests.cases import SEED_LOCK, Case, batches, build_step, deviation, local_batch, model, train_oracle, train_step
 from tests.checkpoint_runs import ThreadRun
 
 
@@ -238,6 +239,50 @@ def test_unshard_orders_are_the_same_on_every_rank_and_fixed_once_recorded():
     first, *others = GLOO.run(body)
     assert all(other == first for other in others)
     assert first == {"forward": list(reversed(range(12))), "backward": list(range(12))}
+
+
+class Wandering(nn.Module):
+    """Uses its layers in an order that can be changed between steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.order = [0, 1, 2]
+
+    def forward(self, x):
+        for index in self.order:
+            x = torch.tanh(self.layers[index](x))
+        return x
+
+
+def test_weights_used_out_of_turn_train_as_on_one_device_are_counted_and_enter_the_program():
+    orders = [[0, 1, 2], [0, 1, 2], [2, 0, 1], [2, 0, 1]]
+
+    def train(step):
+        seen = []
+        for order in orders:
+            step.model.order = order
+            metrics = step(ones())
+            unshards = [bucket_of(action, 6) for action in step.program if action.verb == Verb.UNSHARD]
+            seen.append((metrics.loss, metrics.out_of_turn, unshards))
+        return seen
+
+    def body(comm):
+        with SEED_LOCK:
+            torch.manual_seed(0)
+            module = Wandering().double()
+        plan = Plan(dp=comm.size, zero=3, transport="gloo", bucket_bytes=1)
+        sgd = functools.partial(torch.optim.SGD, lr=0.1)
+        return train(TrainStep(module, F.mse_loss, sgd, plan=plan, communicator=comm, same_batches="allow"))
+
+    (alone,), ranks = threads.run(1, body), threads.run(3, body)
+    for first, second, third, fourth in ranks:
+        losses = [first[0], second[0], third[0], fourth[0]]
+        assert losses == pytest.approx([loss for loss, _, _ in alone], rel=1e-12)
+        assert [seen[1] for seen in (first, second, fourth)] == [0, 0, 0]
+        assert third[1] > 0  # known to be needed only when it was used
+        assert first[2] == second[2] != third[2] == fourth[2]
+        assert set(range(6)) == set(first[2])
 
 
 def test_the_all_gather_of_a_bucket_begins_before_the_bucket_is_used():

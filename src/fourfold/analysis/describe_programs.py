@@ -19,8 +19,8 @@ from fourfold.words.program import (
 )
 
 MEASURE_TEXTS = {
-    LOSS: "sum the loss and the counts over the data ranks",
-    GRAD_NORM: "sum the gradient norm over the data ranks",
+    LOSS: "sum the loss and the counts over all ranks",
+    GRAD_NORM: "sum the gradient norm over all ranks",
     TRUST_NORMS: "sum the norms of every parameter's weight and direction over the data ranks",
     USED_PARAMS: "find which parameters have a gradient on any data rank",
     NOMINAL_COUNT: "sum the count of the first microbatch over the data ranks",

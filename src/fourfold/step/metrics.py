@@ -20,6 +20,8 @@ class Metrics:
                      a ring
     skipped          why the step changed nothing, if `skip_nan` skipped it; else None
     loss_scale       what the loss was multiplied by for backward; None without `precision = "fp16"`
+    out_of_turn      unshards of buckets that the program did not have, where it had others: weights used in another
+                     order than before. They are correct, and the ranks wait for each other once more
     overflowed       the scaled gradient was not finite: the step has changed nothing, and the next scale is half
     """
 
@@ -32,4 +34,5 @@ class Metrics:
     sent_bytes: float = 0.0
     skipped: Skipped | None = None
     loss_scale: float | None = None
+    out_of_turn: int = 0
     overflowed: bool = False

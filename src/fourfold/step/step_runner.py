@@ -50,7 +50,7 @@ class StepRunner:
     def train(self, batch: Any) -> Metrics:
         """See `TrainStep.__call__`."""
         begin, meter = time.perf_counter(), self._parts.meter
-        waited, sent = meter.waiting_seconds, meter.sent_bytes
+        waited, sent, out_of_turn = meter.waiting_seconds, meter.sent_bytes, self._num_out_of_turn
         samples = getattr(batch, "samples", None)
         has_pending = self._assembly.timing.has_pending
         self._checks.before_step(batch, compares_all=not self._programs.has_record, has_pending_updates=has_pending)
@@ -75,6 +75,7 @@ class StepRunner:
             sent_bytes=meter.sent_bytes - sent,
             skipped=skipped,
             loss_scale=loss_scale,
+            out_of_turn=self._num_out_of_turn - out_of_turn,
             overflowed=step.overflowed,
         )
 
@@ -97,6 +98,10 @@ class StepRunner:
                 order = self._calls.world.all_gather_json(stage.gradients.countdown.completion_order)[0]
                 self._access.set_record(order, self._parts.sync.nominal_count(totals.count))
         return skipped
+
+    @property
+    def _num_out_of_turn(self) -> int:
+        return sum(stage.weights.storage.num_out_of_turn for stage in self._parts.stages)
 
     def _learn_use_orders(self) -> None:
         """What phases have unsharded, the programs have from now on; a use out of turn changes them."""

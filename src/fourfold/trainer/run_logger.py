@@ -194,6 +194,8 @@ class RunLogger:
             record["loss_scale"] = metrics.loss_scale
         if metrics.overflowed:
             record["overflowed"] = True
+        if metrics.out_of_turn:
+            record["out_of_turn"] = metrics.out_of_turn
         if metrics.skipped is not None:
             self._log_skipped(step_number, metrics.skipped)
             record["skipped"] = True
