@@ -10,6 +10,7 @@ from fourfold.parts.comm import init
 from fourfold.parts.comm.communicator import Communicator
 from fourfold.words.mesh import Axis, Mesh
 from tests import communicator_oracle
+from tests.cases import Case, build_step, train_step
 
 KEPT_GROUPS: list[Any] = []
 
@@ -75,3 +76,12 @@ def refused_groups() -> str:
     except AssertionError as error:
         return str(error)
     return "nothing"
+
+
+def trained_in_team(mesh: dict[str, int], zero: int) -> list[Any]:
+    """What joins the data ranks of this rank's team, and the losses and weights of their training."""
+    case = Case(zero=zero, clip=0.5)
+    data_ranks = world_on(mesh).along("dp", "sp")
+    step = build_step(case, data_ranks.size, data_ranks)
+    trained = train_step(case, step)
+    return [step.transport_name, trained.losses, {name: weight.tolist() for name, weight in trained.weights.items()}]

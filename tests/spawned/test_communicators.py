@@ -51,3 +51,11 @@ def test_the_world_and_a_rank_alone_need_no_process_group_and_a_team_one(world):
 def test_a_group_is_refused_to_a_rank_that_is_not_in_it_when_it_is_used(world):
     refusals = [f"rank {rank} is not in the group [0] (alone)" for rank in (1, 2, 3)]
     assert world(4).run(f"{CASES}:refused_groups") == ["nothing", *refusals]
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_two_data_groups_of_one_host_train_as_two_worlds_would(world, zero):
+    (alone, _) = world(2).run(f"{CASES}:trained_in_team", mesh={"dp": 2}, zero=zero)
+    assert alone[0] == "shared memory"
+    for mesh in ({"dp": 2, "tp": 2}, {"pp": 2, "dp": 2}):
+        assert world(4).run(f"{CASES}:trained_in_team", mesh=mesh, zero=zero) == [alone] * 4

@@ -54,6 +54,7 @@ class Communicator:
         self.world, self.device = world, device
         self.ranks, self.rank = tuple(range(world.size)), world.rank
         self._mesh: Mesh | None = None
+        self._mesh_ranks = self.ranks  # the global ranks that `_mesh` numbers
         self._process_groups = ProcessGroupRegistry()
         self._processes: list[_RankProcess] = []
         self._on_meshes: dict[Mesh, Self] = {}
@@ -68,13 +69,13 @@ class Communicator:
     # ---- the ranks of some axes -----------------------------------------------------------------------
 
     def on_mesh(self, mesh: Mesh) -> Self:
-        """This world, whose ranks lie on `mesh`. Not collective; the same object at every call."""
+        """These ranks, which lie on `mesh` in their order. Not collective; the same object at every call."""
         assert mesh.size == self.size, f"{self.size} ranks on a mesh of {mesh.size}"
-        if mesh == self._mesh:
+        if mesh == self._mesh and self.ranks == self._mesh_ranks:
             return self
         if mesh not in self._on_meshes:
-            self._on_meshes[mesh] = self._restricted_to(self.ranks)
-            self._on_meshes[mesh]._mesh = mesh
+            laid_out = self._on_meshes[mesh] = self._restricted_to(self.ranks)
+            laid_out._mesh, laid_out._mesh_ranks = mesh, self.ranks
         return self._on_meshes[mesh]
 
     def along(self, *axes: Axis) -> Self:
@@ -83,8 +84,8 @@ class Communicator:
         Not collective; the same object at every call, and this one if these are all its ranks.
         """
         assert self._mesh is not None, "the ranks of a communicator lie on a mesh once `on_mesh` has said which"
-        own = frozenset(self.ranks)
-        ranks = tuple(rank for rank in self._mesh.peers(self.global_rank, *axes) if rank in own)
+        own, place = frozenset(self.ranks), self._mesh_ranks.index(self.global_rank)
+        ranks = tuple(rank for peer in self._mesh.peers(place, *axes) if (rank := self._mesh_ranks[peer]) in own)
         if ranks == self.ranks:
             return self
         if ranks not in self._along:

@@ -59,7 +59,7 @@ class SequenceParallel:
         seed: int = 0,
     ) -> None:
         self._model, self._plan, self._comm = model, plan, comm
-        self._coords = plan.mesh.coordinates(comm.global_rank)
+        self._coords = plan.mesh.coordinates(comm.rank)
         sp_comm = comm.on_mesh(plan.mesh).along("sp")
         self._sp_ranks = sp_comm.ranks
         self._sequence_group = connect_sequence(
