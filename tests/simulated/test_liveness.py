@@ -91,7 +91,7 @@ def test_the_writer_does_not_wait_for_the_file_of_a_dead_rank(tmp_path, monkeypa
         run = ThreadRun(Case(), comm, tmp_path)
         run.run_steps(0, 2, save_at=(1,))
         if comm.rank == 1:  # as if it had been killed while writing
-            monkeypatch.setattr(run.checkpoints, "_write_rank_file", lambda *_: None)
+            monkeypatch.setattr(run.checkpoints._writer, "_write_rank_file", lambda *_: None)
         monkeypatch.setattr(run.step, "peer_is_dead", lambda rank: rank == 1)
         begin = time.monotonic()
         run.run_steps(2, 3, save_at=(3,))
