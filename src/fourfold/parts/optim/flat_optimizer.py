@@ -223,6 +223,12 @@ class FlatOptimizer:
                 continue  # padding
             _, _, (tensors, scalars) = covering[0]
             state: dict[str, Any] = {}
+            for key, first in scalars.items():
+                if any(saved.scalars[key] != first for _, _, saved in covering):
+                    problem = Problem(f"{key} differs between parameters of one bucket", "the plan it was saved with")
+                    raise OptimizerError(problem, where="the state")
+                is_fused = bool(self._implementations[bucket].get("fused"))
+                state[key] = _scalar_state(first, each.weight, fused=is_fused)
             for key, first in tensors.items():
                 # The weights may have had another dtype when the state was saved.
                 dtype = each.weight.dtype if first.dtype.is_floating_point else first.dtype
@@ -231,12 +237,6 @@ class FlatOptimizer:
                     low, high = max(start, each.start), min(stop, each.stop)
                     joined[low - each.start : high - each.start] = saved.tensors[key].read(low - start, high - start)
                 state[key] = joined
-            for key, first in scalars.items():
-                if any(saved.scalars[key] != first for _, _, saved in covering):
-                    problem = Problem(f"{key} differs between parameters of one bucket", "the plan it was saved with")
-                    raise OptimizerError(problem, where="the state")
-                is_fused = bool(self._implementations[bucket].get("fused"))
-                state[key] = _scalar_state(first, each.weight, fused=is_fused)
             flat.state[each.weight] = state
 
 
