@@ -99,7 +99,8 @@ def reduce(step: StepState, action: Action) -> None:
     """Launch a bucket, unless backward has: with those before it in program order, which backward has completed."""
     stage = step.stage(action.stage)
     while not stage.gradients.countdown.is_launched(bucket_of(action, stage.num_buckets)):
-        launch_next(step, stage, may_wait=True)
+        launched = launch_next(step, stage, may_wait=True)
+        assert launched is not None, f"{action} before the backward that completes its bucket"
 
 
 # ---- measures -------------------------------------------------------------------------------------------
