@@ -8,6 +8,7 @@ Law: prices and steps are of one run, so the ratio tells how well programs, depe
 """
 
 import itertools
+import os
 import shutil
 import subprocess
 import sys
@@ -23,15 +24,17 @@ from fourfold.words.text_table import align_columns
 
 TRANSPORTS, UPDATES, ZEROS = ("shared", "gloo"), ("after", "in_backward", "in_forward"), range(4)
 LIMIT_SECONDS = 300.0
+ROOT = Path(__file__).parents[1]
 
 
 def ratio(folder: Path, *, transport: str, zero: int, update: str, steps: int) -> tuple[float, float]:
     """Seconds of the median step, measured and simulated."""
     plan = [f"dp=2 zero={zero} update={update} transport={transport}", "width=128 layers=4 batch_size=16 clip=none"]
-    settings = [f"steps={steps} trace_every=1 checkpoint_every=0 valid_bytes=0 name=traced"]
+    settings = [f"steps={steps} trace_every=1 checkpoint_every=0 valid_bytes=4096 name=traced"]
     words = " ".join([*plan, *settings]).split()
     command = [sys.executable, "-m", "fourfold", "train", "lm", "-n", "2", *words]
-    subprocess.run(command, cwd=folder, check=True, timeout=LIMIT_SECONDS, capture_output=True)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    subprocess.run(command, cwd=folder, env=environment, check=True, timeout=LIMIT_SECONDS, capture_output=True)
     trace = decode_trace((folder / "runs" / "traced" / TRACE_FILE).read_bytes())
     shutil.rmtree(folder / "runs")
     return makespan(measured_timeline(trace, median_step(trace))), makespan(simulated_timeline(trace))
