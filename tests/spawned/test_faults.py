@@ -371,6 +371,7 @@ def test_a_second_ctrl_c_ends_a_step_that_hangs(start: Start, number: str, tmp_p
     (tmp_path / "mark-0").touch()  # it is rank 0's turn
     job = start(*TRAIN, "what=hang", "times=2", "-n", number)
     until(tmp_path / "mark-1")
+    until(tmp_path / "runs" / "first" / "checkpoints" / "step-00000004")  # its writer may be slower than the step
     job.process.send_signal(signal.SIGINT)
     assert job.process.stderr is not None
     assert job.process.stderr.readline() == f"fourfold: {SAVING}\n"
