@@ -387,6 +387,7 @@ def test_a_second_ctrl_c_ends_a_step_that_hangs(start: Start, number: str, tmp_p
 def test_a_step_that_hangs_after_sigterm_is_ended_by_the_time_limit(start: Start, tmp_path: Path):
     job = start(*TRAIN, "what=stick", "times=1", "-n", "2", FOURFOLD_STOP_SECONDS="1")
     until(tmp_path / "mark-0")
+    until(tmp_path / "runs" / "first" / "checkpoints" / "step-00000002")
     for _ in range(2):  # as `timeout` does it: once to the process, once to the group it is in
         job.process.send_signal(signal.SIGTERM)
     assert job.end() == 75
