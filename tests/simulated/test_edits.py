@@ -14,7 +14,7 @@ from fourfold.step.train_step import TrainStep
 from fourfold.testing import threads
 from fourfold.words.errors import DivergenceError, PlanError, TaskError, TrainingError
 from tests import cases
-from tests.cases import Case, batches, loss, model, optimizer
+from tests.cases import Case, batches, build_step, loss, model, optimizer
 from tests.precision_oracle import batch_of_rank
 
 CASE = Case(batch_sizes=(8,) * 5, bucket_bytes=1500, optimizer="SGD")
@@ -330,3 +330,17 @@ def test_load_weights_refuses_other_names_and_shapes_on_every_rank(fields):
 
     first, second = threads.run(2, body)
     assert first == second
+
+
+@pytest.mark.parametrize("fields", [{"transport": "gloo"}, {"zero": 1}, {"zero": 3, "transport": "gloo"}])
+def test_after_an_edit_every_rank_has_the_weights_of_the_first(fields):
+    case = dataclasses.replace(Case(), **fields)
+
+    def body(comm):
+        step = build_step(case, 2, comm)
+        with step.edit() as edited:
+            edited.get_parameter("first.weight").fill_(1.0 + comm.rank)
+        return dict(step.named_weights())["first.weight"].clone()
+
+    for weight in threads.run(2, body):
+        assert torch.equal(weight, torch.ones_like(weight))
