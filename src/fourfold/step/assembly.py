@@ -31,7 +31,13 @@ from fourfold.step.step_checks import StepChecks
 from fourfold.step.step_options import StepOptions
 from fourfold.step.step_parts import StepParts
 from fourfold.step.step_programs import StepPrograms
-from fourfold.step.update_timing import UpdateAfterBackward, UpdateInBackward, UpdateInForward, UpdateTiming
+from fourfold.step.update_timing import (
+    UPDATE_AFTER,
+    UPDATE_IN_BACKWARD,
+    ImmediateUpdates,
+    UpdateInForward,
+    UpdateTiming,
+)
 from fourfold.step.user_optimizer import check_user_optimizer
 from fourfold.step.weights import Weights
 
@@ -102,7 +108,7 @@ def assemble(
 def _make_timing(plan: Plan, parts: StepParts) -> UpdateTiming:
     if plan.update == "in_forward":
         return UpdateInForward(parts)
-    return UpdateInBackward() if plan.update == "in_backward" else UpdateAfterBackward()
+    return ImmediateUpdates(UPDATE_IN_BACKWARD if plan.update == "in_backward" else UPDATE_AFTER)
 
 
 def _make_batches(

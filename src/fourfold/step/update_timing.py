@@ -53,25 +53,11 @@ def _end_stages(parts: StepParts) -> None:
         stage.gatherer.end_step()
 
 
-class UpdateAfterBackward:
-    """Buckets are updated one after the other when backward has ended."""
+class ImmediateUpdates:
+    """Every bucket is updated within its step: `verbs` say when."""
 
-    def __init__(self) -> None:
-        self.verbs: Mapping[Verb, VerbFunction] = {**VERBS, Verb.UPDATE: self._update}
-
-    def _update(self, step: StepState, action: Action) -> None:
-        stage, bucket = step.stage(action.stage), action.index
-        if is_update_due(step, stage, bucket):
-            if not step.has_begun_updates:
-                self._wait_writable(step.parts)
-            update_bucket(step, stage, bucket)
-        stage.gradients.free_grads(bucket)
-
-    def _wait_writable(self, parts: StepParts) -> None:
-        # Backward may read a weight after its gradient is complete, if the weight is also used without gradient.
-        for stage in parts.stages:
-            stage.gatherer.signal_backward_done()
-            stage.gatherer.wait_writable()
+    def __init__(self, verbs: Mapping[Verb, VerbFunction]) -> None:
+        self.verbs = verbs
 
     def begin_step(self, step: StepState) -> None:
         pass
@@ -85,6 +71,23 @@ class UpdateAfterBackward:
     @property
     def has_pending(self) -> bool:
         return False
+
+
+def _update_after_backward(step: StepState, action: Action) -> None:
+    """Update a bucket when no rank of the host reads the weights of this step."""
+    stage, bucket = step.stage(action.stage), action.index
+    if is_update_due(step, stage, bucket):
+        if not step.has_begun_updates:
+            _wait_writable(step.parts)
+        update_bucket(step, stage, bucket)
+    stage.gradients.free_grads(bucket)
+
+
+def _wait_writable(parts: StepParts) -> None:
+    # Backward may read a weight after its gradient is complete, if the weight is also used without gradient.
+    for stage in parts.stages:
+        stage.gatherer.signal_backward_done()
+        stage.gatherer.wait_writable()
 
 
 class _UpdateSink:
@@ -119,27 +122,13 @@ class _UpdateSink:
                 self._step.done_early.add(action)
 
 
-class UpdateInBackward:
-    """A bucket is updated as soon as its reduction has ended, while backward goes on."""
+def _backward_with_updates(step: StepState, action: Action) -> None:
+    """The gradients of a microbatch; a bucket is updated as soon as its reduction has ended."""
+    run_backward(step, action, _UpdateSink(step, step.stage(action.stage), action))
 
-    def __init__(self) -> None:
-        self.verbs: Mapping[Verb, VerbFunction] = {**VERBS, Verb.BACKWARD: self._backward}
 
-    def _backward(self, step: StepState, action: Action) -> None:
-        run_backward(step, action, _UpdateSink(step, step.stage(action.stage), action))
-
-    def begin_step(self, step: StepState) -> None:
-        pass
-
-    def end_step(self, step: StepState) -> None:
-        _end_stages(step.parts)
-
-    def flush(self) -> None:
-        pass
-
-    @property
-    def has_pending(self) -> bool:
-        return False
+UPDATE_AFTER: Mapping[Verb, VerbFunction] = {**VERBS, Verb.UPDATE: _update_after_backward}
+UPDATE_IN_BACKWARD: Mapping[Verb, VerbFunction] = {**VERBS, Verb.BACKWARD: _backward_with_updates}
 
 
 class UpdateInForward:
