@@ -23,7 +23,7 @@ ELEMENT_BYTES = {
     **dict.fromkeys(("F16", "BF16", "I16", "U16"), 2),
     **dict.fromkeys(("I8", "U8", "BOOL", "F8_E4M3", "F8_E5M2"), 1),
 }
-# Bounds the work on a hostile manifest. The boxes of a grid are told apart in as many rounds as it has dims.
+# Bounds the work on a hostile manifest. The boxes of a grid are separated in as many rounds as it has dims.
 MAX_CUTS, MAX_COMPARED_BOXES = 32, 256
 
 Shape = tuple[int, ...]

@@ -1,6 +1,6 @@
 """Update spec: what lowering needs to know of how gradients become an update, besides the plan.
 
-Law: plain data, so that whoever knows the optimizer can say it to whoever decides without torch.
+Law: plain data, so that code with torch can describe the optimizer to code without it.
 """
 
 from dataclasses import dataclass

@@ -74,7 +74,7 @@ class StateAccess:
         self.enter("swapped_weights()")
         with self._weights.swapped_weights(weights):
             yield
-            self._calls.enter("the end of swapped_weights()")  # no rank computes with them any more
+            self._calls.enter("the end of swapped_weights()")  # all ranks have finished with them
 
     def state_dict(self) -> dict[str, Any]:
         """See `TrainStep.state_dict`."""

@@ -1,4 +1,4 @@
-"""Step options: what a step is told besides the plan."""
+"""Step options: the settings of a step that are not in the plan."""
 
 from typing import NamedTuple, TypedDict
 

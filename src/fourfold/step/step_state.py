@@ -107,7 +107,7 @@ class StepState:
     """Whether the step has called the optimizer's step hooks."""
     has_begun_updates: bool = False
     unshard_sink: UnshardSink = NO_UNSHARD_SINK
-    """Is told before this rank's shard of a bucket is read in forward."""
+    """Called before this rank's shard of a bucket is read in forward."""
     done_early: set[Action] = field(default_factory=set)
     """Actions that have run within another one, and that the executor skips."""
 

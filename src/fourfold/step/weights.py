@@ -3,7 +3,7 @@
 trained   the trainable parameters; the storage decides where they rest (`parts/data/weight_storage.py`)
 others    frozen parameters and buffers: each rank has its own copy
 precise   the weights that training continues from: the master weights if there are any, else those in the storage
-Law: whoever reads weights gets the precise ones; whoever replaces them replaces both.
+Law: a read gives the precise weights; a write replaces both.
 """
 
 import contextlib
@@ -167,7 +167,7 @@ class Weights:
         return tensors
 
     def unsharded(self, kind: str, sink: UnshardSink = NO_UNSHARD_SINK) -> contextlib.AbstractContextManager[None]:
-        """Inside, the model may be called. Collective if weights rest split; `sink` is told before shards are read."""
+        """Inside, the model may be called. Collective if weights rest split; `sink` is called before a shard is read."""
         return self.storage.phase(kind, sink)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:

@@ -55,7 +55,7 @@ class _ThreadWorld:
             return self._rendezvous[key]
 
     def abort(self) -> None:
-        """A thread has failed: whoever waits for another, or will, gets a BrokenBarrierError."""
+        """A thread has failed: all waits for others, now and later, raise BrokenBarrierError."""
         with self.lock:
             self.is_broken = True
             for each in self._rendezvous.values():

@@ -41,7 +41,7 @@ class SavedRows(NamedTuple):
         return self.row(self.rank, num_elements) if len(self.rows) == self.size else None
 
     def row(self, rank: int, num_elements: int) -> Tensor | None:
-        """What a rank saved, flat; None if nobody saved any, or it had another length."""
+        """What a rank saved, flat; None if no rank saved any, or it had another length."""
         if not self.rows or math.prod(self.rows[rank].shape) != num_elements:
             return None
         return self.rows[rank].read(0, num_elements)

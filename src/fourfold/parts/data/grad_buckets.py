@@ -3,7 +3,7 @@
 slot      a parameter's place in the gradient buffer of its bucket
 complete  a bucket whose parameters all have their gradient of the round; it may be launched
 waiting   a gradient that stays in `.grad` because the buffer still holds the gradient of another bucket
-Law: when a bucket is launched, each of its slots is written or zero, and nobody reads what the buffer held before.
+Law: when a bucket is launched, each of its slots is written or zero, and no rank reads what the buffer held before.
 """
 
 from collections.abc import Mapping, Sequence

@@ -59,7 +59,7 @@ class SavedTensor(NamedTuple):
 
 
 class UnshardSink(Protocol):
-    """Is told before this rank's shard of a bucket is read in a phase."""
+    """Called before this rank's shard of a bucket is read in a phase."""
 
     def before_unshard(self, bucket: int) -> None: ...
 
@@ -195,7 +195,7 @@ class ShardedParams:
         """Context manager: weights are unsharded when they are used. Collective: every rank has the same phases.
 
         Buckets are unsharded in the order that the program has planned, else as the last phase of this `kind` did.
-        `sink` is told before this rank's shards are read.
+        `sink` is called before this rank's shards are read.
         """
         self._phase = self._begin_phase(kind, sink)
         try:

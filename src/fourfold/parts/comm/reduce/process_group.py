@@ -62,7 +62,7 @@ class GroupReducer(WholeFlats):
         self._pending: dict[int, AsyncResult] = {}
 
     def acquire_buffer(self, bucket: int, factor: float | None) -> None:
-        # A sum that nobody has waited for is in its own buffer still.
+        # A sum that was not waited for is still in its own buffer.
         if bucket in self._pending:
             assert factor is not None, "this buffer is free once its sum is made, which needs the factor"
             self.wait_reduce(bucket, factor)
