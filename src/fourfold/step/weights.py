@@ -167,7 +167,7 @@ class Weights:
         return tensors
 
     def unsharded(self, kind: str, sink: UnshardSink = NO_UNSHARD_SINK) -> contextlib.AbstractContextManager[None]:
-        """Inside, the model may be called. Collective if weights rest split; `sink` is called before a shard is read."""
+        """Inside, the model may run. Collective if weights rest split; `sink` is called before shards are read."""
         return self.storage.phase(kind, sink)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
