@@ -21,6 +21,7 @@ from fourfold.plan.precision import LossScaler, UnitLossScale
 from fourfold.step.batch_layout import BatchLayout, TokenShards, WholeSamples
 from fourfold.step.collective_calls import CollectiveCalls
 from fourfold.step.dry_run.first_batch import DryRun
+from fourfold.step.forward_fusion import DeferredUpdates
 from fourfold.step.loss_function import ModelLoss, UserLoss
 from fourfold.step.model_checks import check_model_loss, check_update_timing
 from fourfold.step.objective import Objective
@@ -29,7 +30,7 @@ from fourfold.step.sequence.sequence_parallel import SequenceParallel
 from fourfold.step.stage_assembly import lay_out, make_stage
 from fourfold.step.step_checks import StepChecks
 from fourfold.step.step_options import StepOptions
-from fourfold.step.step_parts import StepParts
+from fourfold.step.step_parts import StageParts, StepParts
 from fourfold.step.step_programs import StepPrograms
 from fourfold.step.update_timing import (
     UPDATE_AFTER,
@@ -40,6 +41,8 @@ from fourfold.step.update_timing import (
 )
 from fourfold.step.user_optimizer import check_user_optimizer
 from fourfold.step.weights import Weights
+
+STAGE = 0  # there is one
 
 
 class Assembly(NamedTuple):
@@ -78,7 +81,7 @@ def assemble(
     channel = transports.make_world_channel(world, plan.transport, meter)
     stage = make_stage(trained, objective, world, meter, channel.calls)
     parts = StepParts(
-        stages=[stage.parts],
+        stages={STAGE: stage.parts},
         scalars=channel.scalars,
         meter=meter,
         objective=objective,
@@ -107,8 +110,13 @@ def assemble(
 
 def _make_timing(plan: Plan, parts: StepParts) -> UpdateTiming:
     if plan.update == "in_forward":
-        return UpdateInForward(parts)
+        return UpdateInForward(parts, {index: _defer(index, stage, parts) for index, stage in parts.stages.items()})
     return ImmediateUpdates(UPDATE_IN_BACKWARD if plan.update == "in_backward" else UPDATE_AFTER)
+
+
+def _defer(index: int, stage: StageParts, parts: StepParts) -> DeferredUpdates:
+    in_place = [] if stage.gatherer.unshards_params else stage.parameters
+    return DeferredUpdates(index, stage, parts.meter, in_place)
 
 
 def _make_batches(
