@@ -59,4 +59,6 @@ def test_before_the_first_step_no_unshard_is_in_the_program_and_then_those_of_ea
     programs.set_use_orders({0: {"forward": (4, 0), "backward": (0,)}})
     unshards = [action.index for action in programs.of_step(1) if action.verb == Verb.UNSHARD]
     assert unshards == [4, 0, 5]
+    programs.set_use_orders({0: {"forward": (4, 0), "backward": (0, 1)}})
+    assert [a.index for a in programs.of_step(1) if a.verb == Verb.UNSHARD] == [4, 0, 5, 1]
     assert programs.inference == (*(a for a in programs.evaluation if a.verb == Verb.FORWARD),)

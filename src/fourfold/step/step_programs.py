@@ -20,6 +20,8 @@ class StepPrograms:
         self._blueprint, self._rank = blueprint, rank
         self._launch_orders: dict[int, tuple[int, ...]] = {}
         self._use_orders = dict.fromkeys(self._num_buckets(), NOT_LEARNT)
+        self._learnt: Mapping[int, Mapping[str, Sequence[int]]] = {}
+        """What use orders were made of."""
         self.nominal_count: float | None = None
         """What gradients are divided by in backward; None: the next step measures it."""
         self.has_record = False
@@ -93,10 +95,11 @@ class StepPrograms:
 
     def set_use_orders(self, by_stage: Mapping[int, Mapping[str, Sequence[int]]]) -> None:
         """Fix the order in which each phase unshards buckets, the same on every rank of a stage."""
-        orders = {
+        if by_stage == self._learnt:  # as after nearly every step
+            return
+        self._learnt = by_stage
+        self._use_orders = {
             stage: UseOrders(*(tuple(by_phase.get(phase, ())) for phase in UseOrders._fields))
             for stage, by_phase in by_stage.items()
         }
-        if orders != self._use_orders:
-            self._use_orders = orders
-            self._lower()
+        self._lower()
