@@ -14,10 +14,10 @@ from fourfold.parts.optim.option_tracker import OptionTracker
 from fourfold.plan.intervals import is_due
 from fourfold.plan.plan import Plan
 from fourfold.plan.sample_order import BatchRange
-from fourfold.step.batch_norm import FrozenBatchNorms
 from fourfold.step.collective_calls import CollectiveCalls, with_samples
 from fourfold.step.duplicate_batches import DuplicateBatches, fingerprint
 from fourfold.step.grad_sync import GradSync
+from fourfold.step.model_checks import watch_frozen_norms
 from fourfold.step.nan_guard import NanGuard, Skipped
 from fourfold.step.replica_drift import DriftChecker, ReplicatedTensor
 from fourfold.step.same_source import check_same_source
@@ -43,7 +43,7 @@ class StepChecks:
     ) -> None:
         self._plan, self._calls, self._weights, self._sync = plan, calls, weights, sync
         self._optimizer_watch = OptimizerWatch(optimizer, plan)
-        self._frozen_norms = FrozenBatchNorms(model, plan)
+        self._frozen_norms = watch_frozen_norms(model, plan)
         self._options = OptionTracker(optimizer)
         world = calls.world
         self._duplicate_batches = DuplicateBatches(
@@ -112,7 +112,7 @@ class StepChecks:
 
     def save_buffers(self) -> None:
         """Before a step: copy what a skipped step must restore."""
-        self._nan_guard.save_buffers()
+        self._nan_guard.policy.save_buffers()
 
     def after_step(self, step: StepState, samples: BatchRange | None) -> Skipped | None:
         """After a step, which is counted: None if it was good. Collective if it was bad. Raises TrainingError."""
