@@ -86,8 +86,7 @@ class StepRunner:
             self._parts.objective.finish_first_step()
         skipped = self._checks.after_step(step, samples)
         memory.tune_freed_memory(self._parts.device, self._checks.num_calls)
-        if self._checks.compares_replicas:
-            self._checks.compare_replicas(self._access.replicated_tensors(self._model))
+        self._checks.compare_replicas_if_due(self._access.replicated_tensors(self._model))
         self._learn_use_orders()
         if not programs.has_record:
             # Without elements there is no estimate.

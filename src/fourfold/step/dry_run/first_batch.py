@@ -64,7 +64,6 @@ class DryRun:
         self._model, self._objective, self._plan, self._device = model, objective, plan, device
         self._num_local_ranks, self._is_log_rank = num_local_ranks, is_log_rank
         self._num_parts = plan.dp * plan.sp * plan.microbatches
-        objective.is_batch_split = self._num_parts > 1
         self._weight_check = WeightWriteCheck(plan, weights)
         self._comparison = ForwardComparison(model, objective, plan, device, self._weight_check)
         self._finished_modes: set[bool] = set()
