@@ -101,7 +101,7 @@ class StepChecks:
         """Raise TaskError if weights have been written outside of `edit`, and the next update would ignore it."""
         if self._sync.keeps_reference and self.is_synchronized:
             self._weights.edits.accept_edits()  # they become the reference weights
-        if problems := self._weights.edit_problems(compare_all=compare_all, sampled=sampled):
+        if problems := self._weights.edits.problems(compare_all=compare_all, sampled=sampled):
             error = TaskError(problems, where="the model")
             self._calls.raise_after_mismatch(f"{call}, with weights that were written", error)
 
