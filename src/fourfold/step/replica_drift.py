@@ -159,16 +159,16 @@ class DriftSchedule:
 
 def replicated_tensors(model: nn.Module, plan: Plan) -> Iterator[ReplicatedTensor]:
     """The replicas that a rank holds of a model whose weights are all in its own memory."""
+    for name, parameter in compared_parameters(model, plan):
+        yield ReplicatedTensor(WEIGHTS if parameter.requires_grad else FROZEN, name, 0, parameter)
+
+
+def compared_parameters(model: nn.Module, plan: Plan) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters that must be the same on all ranks: with local batch norm, frozen ones may hold a rank's state."""
+    frozen_may_differ = plan.batch_norm == "local"
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            yield ReplicatedTensor(WEIGHTS, name, 0, parameter)
-        elif compares_frozen(plan):
-            yield ReplicatedTensor(FROZEN, name, 0, parameter)
-
-
-def compares_frozen(plan: Plan) -> bool:
-    """Whether frozen weights must be the same on all ranks: with local batch norm they may hold a rank's own state."""
-    return plan.batch_norm != "local"
+        if parameter.requires_grad or not frozen_may_differ:
+            yield name, parameter
 
 
 def _digests(tensors: Sequence[ReplicatedTensor], hashes: Sequence[int], kind: str) -> list[str]:

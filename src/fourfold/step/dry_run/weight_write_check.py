@@ -5,6 +5,7 @@ untracked  a write without a torch function: it cannot be undone
 Law: writes that pass this check are still compared between samples and numbers of forwards (`forward_comparison.py`).
 """
 
+import json
 from collections.abc import Collection
 from typing import NamedTuple
 
@@ -13,6 +14,9 @@ from fourfold.step.dry_run.state_problems import EDIT_ADVICE, describe_trained
 from fourfold.step.dry_run.weight_write_tracker import WeightWriteTracker, fingerprint_params
 from fourfold.step.weights import Weights
 from fourfold.words.errors import Problem
+
+DIFFERING_BUFFERS = {"local": "buffers may then differ between ranks, but trained weights may not"}
+"""By the plan's `batch_norm`."""
 
 
 class ReadOnlyReason(NamedTuple):
@@ -49,8 +53,7 @@ class WeightWriteCheck:
         self._fingerprints_before = self._fingerprints()
 
     def _fingerprints(self) -> dict[str, int]:
-        # With zero = 3, parameters are placeholders between uses.
-        return {} if self._weights.storage.is_sharded else fingerprint_params(self._weights.trainable)
+        return fingerprint_params(self._weights.storage.whole_params)
 
     def observe(self, writes: WeightWriteTracker) -> None:
         """Record what a forward wrote, before it is undone."""
@@ -82,18 +85,17 @@ class WeightWriteCheck:
 
 
 def _find_read_only_reason(plan: Plan, weights: Weights) -> ReadOnlyReason | None:
-    if weights.storage.is_sharded:
-        reason = "they are all-gathered for each use, and a write into them is lost"
-        return ReadOnlyReason(f"zero = {plan.zero}", reason, "zero = 0")
-    if weights.storage.is_shared:
-        reason = "the ranks of a host share one copy, and each rank would write it"
-        return ReadOnlyReason(f"zero = {plan.zero}", reason, "zero = 0")
-    if weights.master_weights.param_names:
-        reason = "the optimizer updates its master weights, and a write into the model's copies of them is lost"
-        if plan.precision != "keep":
-            return ReadOnlyReason(f'precision = "{plan.precision}"', reason, 'precision = "keep"')
-        return ReadOnlyReason(f'offload = "{plan.offload}"', reason, 'offload = "none"')
-    if plan.batch_norm == "local" and plan.reduce_group_size * plan.microbatches > 1:
-        reason = "buffers may then differ between ranks, but trained weights may not"
-        return ReadOnlyReason('batch_norm = "local"', reason, 'batch_norm = "refuse"')
+    """The first of the plan's settings, other than by default, that has a reason against writes in forward."""
+    in_masters = weights.master_weights.forward_loss_reason
+    is_computed_in_parts = plan.reduce_group_size * plan.microbatches > 1
+    reasons = {
+        "zero": weights.storage.forward_loss_reason,
+        "precision": in_masters,
+        "offload": in_masters,
+        "batch_norm": DIFFERING_BUFFERS.get(plan.batch_norm, "") if is_computed_in_parts else "",
+    }
+    for field, reason in reasons.items():
+        value, default = getattr(plan, field), getattr(Plan(), field)
+        if reason and value != default:
+            return ReadOnlyReason(f"{field} = {json.dumps(value)}", reason, f"{field} = {json.dumps(default)}")
     return None
