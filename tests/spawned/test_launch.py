@@ -16,11 +16,11 @@ from fourfold.cli import errors, main
 from fourfold.environment.malloc import TUNABLES_VARIABLE
 from fourfold.environment.world import num_cores
 from fourfold.launch.process_defaults import THREAD_VARIABLES
+from tests.spawned import SOURCE
 
 SECONDS = 180  # the time limit of a command; on an idle machine it takes three
 FOURFOLD = ("-m", "fourfold")
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *FOURFOLD)
-SOURCE = Path(__file__).parents[2] / "src"
 
 
 class Ended(NamedTuple):
