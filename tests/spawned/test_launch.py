@@ -253,17 +253,6 @@ def task(*, broken: bool = False):
 """
 
 
-def test_a_run_under_torchrun_prints_and_writes_as_one_rank_does(start: Start, tmp_path: Path) -> None:
-    ended = end(start(TASK, ["train", "script.py", "name=first"], launcher=TORCHRUN))
-    assert ended.code == 0, ended.err
-    assert ended.out.count("step 4/4") == 1
-    assert ended.out.count("2 ranks") == 1
-    assert sorted(path.name for path in (tmp_path / "runs" / "first").iterdir()) == RUN_FILES
-
-
-RUN_FILES = ["checkpoints", "metrics.jsonl", "plan.toml", "report.html", "settings.json", "trace.json"]
-
-
 def test_under_another_launcher_only_rank_0_reports_bad_input(tmp_path: Path, monkeypatch, capfd) -> None:
     (tmp_path / "script.py").write_text(TASK)
     monkeypatch.chdir(tmp_path)
