@@ -2,9 +2,12 @@
 
 import ast
 import dataclasses
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeGuard
+
+import pytest
 
 from fourfold.plan.plan import Plan
 
@@ -25,19 +28,39 @@ ALLOWED = {
 }
 
 
+@functools.cache
+def files(pattern: str = "**/*.py") -> list[Path]:
+    return sorted(SOURCE.glob(pattern))
+
+
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@functools.cache
+def nodes(path: Path) -> list[ast.AST]:
+    return list(ast.walk(parsed(path)))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _forget_the_files() -> Iterator[None]:
+    """Parsed, they are a million objects, through which every later garbage collection would go."""
+    yield
+    parsed.cache_clear()
+    nodes.cache_clear()
+
+
+@functools.cache
 def imports(path: Path) -> set[str]:
     """Every module that a file imports, anywhere in it."""
     modules: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             modules |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
             modules |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
     return modules
-
-
-def files(pattern: str = "**/*.py") -> list[Path]:
-    return sorted(SOURCE.glob(pattern))
 
 
 def test_only_comm_and_process_launchers_import_torch_distributed():
@@ -64,13 +87,13 @@ def test_the_executor_stays_short():
 
 def test_every_file_has_a_docstring():
     for path in files():
-        assert ast.get_docstring(ast.parse(path.read_text())), path
+        assert ast.get_docstring(parsed(path)), path
 
 
 def test_no_module_imports_the_package_root():
     # The package root imports every layer lazily, so an import of it from inside is an import upward.
     for path in set(files()) - {SOURCE / "__init__.py"}:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path):
             if isinstance(node, ast.Import):
                 assert "fourfold" not in {alias.name for alias in node.names}, path
             elif isinstance(node, ast.ImportFrom):
@@ -88,7 +111,7 @@ def module_name(path: Path) -> str:
 def test_names_are_imported_from_the_module_that_defines_them():
     imported = {f"fourfold.{module_name(path)}": imported_names(path) for path in files() if path.parent != SOURCE}
     for path in files():
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path):
             if isinstance(node, ast.ImportFrom) and node.module in imported:
                 if node.module.removeprefix("fourfold.") in MAY_RE_EXPORT:
                     continue
@@ -99,8 +122,8 @@ def test_names_are_imported_from_the_module_that_defines_them():
 
 def imported_names(path: Path) -> set[str]:
     """The names that a file's `from` imports bind."""
-    nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
-    return {alias.asname or alias.name for node in nodes for alias in node.names}
+    statements = [node for node in nodes(path) if isinstance(node, ast.ImportFrom)]
+    return {alias.asname or alias.name for node in statements for alias in node.names}
 
 
 def functions(node: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
@@ -134,18 +157,18 @@ def attributes(cls: ast.ClassDef) -> set[str]:
     }
 
 
+@functools.cache
 def too_large() -> dict[str, str]:
     """What exceeds a limit, and by how much."""
     found: dict[str, str] = {}
     for path in files():
-        name, text = path.relative_to(SOURCE).as_posix(), path.read_text()
-        if (length := len(text.splitlines())) > MAX_FILE_LINES:
+        name = path.relative_to(SOURCE).as_posix()
+        if (length := len(path.read_text().splitlines())) > MAX_FILE_LINES:
             found[name] = f"{length} lines, at most {MAX_FILE_LINES}"
-        tree = ast.parse(text)
-        for node in ast.walk(tree):
+        for node in nodes(path):
             if isinstance(node, ast.ClassDef) and (count := len(attributes(node))) > MAX_ATTRIBUTES:
                 found[f"{name} {node.name}"] = f"{count} attributes, at most {MAX_ATTRIBUTES}"
-        for function, node in functions(tree):
+        for function, node in functions(parsed(path)):
             length = (node.end_lineno or node.lineno) - node.lineno + 1
             if length > MAX_FUNCTION_LINES or num_parameters(node) > MAX_PARAMETERS:
                 limits = f"at most {MAX_FUNCTION_LINES} and {MAX_PARAMETERS}"
@@ -192,6 +215,7 @@ CHOSEN_ELSEWHERE = {
 RECORDS = {"NamedTuple", "TypedDict", "Enum", "StrEnum", "IntEnum", "Exception"}
 
 
+@functools.cache
 def plan_modes() -> set[str]:
     """The fields of a plan that are one of several words."""
     return {field.name for field in dataclasses.fields(Plan) if isinstance(getattr(Plan(), field.name), str)}
@@ -199,7 +223,7 @@ def plan_modes() -> set[str]:
 
 def behaviours() -> set[str]:
     """The classes of Fourfold that are no records."""
-    classes = [node for path in files() for node in ast.walk(ast.parse(path.read_text())) if is_class(node)]
+    classes = [node for path in files() for node in nodes(path) if is_class(node)]
     return {
         node.name
         for node in classes
@@ -240,7 +264,7 @@ def test_modes_and_optional_parts_of_a_step_are_chosen_where_it_is_assembled():
         f"{path.name} {choice}"
         for path in files("step/*.py")
         if path.stem not in CHOOSES_OR_REFUSES
-        for choice in choices(ast.parse(path.read_text()), parts)
+        for choice in choices(parsed(path), parts)
     }
     assert found == set(CHOSEN_ELSEWHERE)
 
@@ -324,7 +348,7 @@ def foreign_private_names(tree: ast.AST, ours: set[str]) -> set[str]:
 
 
 def test_private_names_are_used_in_these_files_only():
-    trees = {path: ast.parse(path.read_text()) for path in files()}
+    trees = {path: parsed(path) for path in files()}
     ours = set().union(*map(defined_names, trees.values()))
     for path, tree in trees.items():
         foreign = foreign_private_names(tree, ours) - PUBLIC - STANDARD_LIBRARY
@@ -336,7 +360,7 @@ def test_every_private_name_outside_torch_private_is_in_the_test_of_its_file():
     # Those of torch_private are behind functions, each of which has a test (test_torch_private).
     for name, test in MAY_NAME_PRIVATE.items():
         if name != "parts/torch_private.py":
-            tree, text = ast.parse((SOURCE / name).read_text()), (TESTS / test).read_text()
+            tree, text = parsed(SOURCE / name), (TESTS / test).read_text()
             foreign = foreign_private_names(tree, defined_names(tree)) - PUBLIC - STANDARD_LIBRARY
             assert foreign, f"{name} names nothing private any more"
             assert {each for each in foreign if each not in text} == set(), name

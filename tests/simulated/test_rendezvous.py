@@ -46,8 +46,8 @@ def test_the_stores_of_killed_jobs_are_removed(tmp_path: Path) -> None:
 
 
 NAME = (
-    "from fourfold.parts.comm import rendezvous_store; from fourfold.environment.rendezvous import LocalRendezvous; "
-    "print(rendezvous_store._note_name(LocalRendezvous('MPICH', 'PMI_RANK')))"
+    "from fourfold.environment.rendezvous import LocalRendezvous; "
+    "print(LocalRendezvous('MPICH', 'PMI_RANK').note_name())"
 )
 LAUNCHER = "import os, subprocess, sys; subprocess.run(sys.argv[1:], env={**os.environ, 'PMI_RANK': '0'}, check=True)"
 
@@ -119,7 +119,7 @@ def test_the_error_says_why_the_folder_is_unusable(
 def test_a_note_that_a_full_disk_rejects_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous_store.tempfile, "gettempdir", lambda: str(tmp_path))
     folder, address = rendezvous_store._private_folder(), LocalRendezvous("MPICH", "PMI_RANK")
-    (folder / f"{rendezvous_store._note_name(address)}.{os.getpid()}").symlink_to("/dev/full")
+    (folder / f"{address.note_name()}.{os.getpid()}").symlink_to("/dev/full")
     with pytest.raises(LaunchError, match="could not be written: no space left on device   need room"):
         rendezvous_store._open_host_store(RankInfo(MPICH, 0, 2, 0, 2), address)
 

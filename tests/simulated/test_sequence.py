@@ -37,12 +37,13 @@ def _expected(case, factor):
     return tensors, attention_oracle.oracle(case, tensors)
 
 
-@pytest.mark.parametrize("size", range(1, 9))
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 6, 8])
 def test_attention_over_every_axis_equals_attention_in_one_process(size):
     by_layout = itertools.groupby(attention_oracle.cases(size), key=lambda case: (case.ring, case.ulysses))
     for turn, (_, cases) in enumerate(by_layout):
-        # For large axes, every second case: together, two sizes cover all cases.
-        found = worst(list(cases)[turn % 2 :: 1 if size < 5 else 2], "shared" if turn % 3 else "messages")
+        # For large axes, every third case: together, three layouts cover all kinds of masks.
+        few = list(cases) if size < 5 else list(cases)[turn % 3 :: 3]
+        found = worst(few, "shared" if turn % 3 else "messages")
         assert not {case: deviation for case, deviation in found.items() if deviation > TOLERANCE}
 
 

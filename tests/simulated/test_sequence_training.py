@@ -41,19 +41,11 @@ LM = Case(model="lm", batch_sizes=(4, 4, 4))
 
 
 @pytest.mark.parametrize(("dp", "sp", "ring", "ulysses"), [
-    (1, 3, "zigzag", 1), (1, 8, "zigzag", 2), (2, 4, "rsa", 1), (2, 4, "gather", 1), (4, 2, "plain", 2),
+    (1, 3, "zigzag", 1), (1, 8, "zigzag", 2), (1, 4, "rsa", 1), (2, 4, "gather", 1), (1, 4, "plain", 1),
 ])  # fmt: skip
 def test_a_sequence_may_be_split_over_three_or_eight_ranks_and_unevenly(dp, sp, ring, ulysses):
     case = dataclasses.replace(LM, sp=sp, ring=ring, ulysses=ulysses, length=11, batch_sizes=(5, 1, 3), zero=1)
     assert max(threads.run(dp * sp, lambda comm: deviation(case, dp * sp, comm))) <= TOLERANCE
-
-
-@pytest.mark.parametrize(
-    ("zero", "ring", "ulysses"), [(number % 3, *ring_layout) for number, ring_layout in enumerate(RING_LAYOUTS)]
-)
-def test_every_ring_and_ulysses_size_trains_as_in_one_process(ring, ulysses, zero):
-    case = dataclasses.replace(LM, sp=4, ring=ring, ulysses=ulysses, zero=zero)
-    assert max(threads.run(4, lambda comm: deviation(case, 4, comm))) <= TOLERANCE
 
 
 def test_metrics_count_each_sample_and_token_once():
@@ -357,7 +349,7 @@ LOSSLESS: dict[str, dict[str, Any]] = {  # codecs that drop nothing
 }
 
 
-@settings(max_examples=12)
+@settings(max_examples=6)
 @given(
     mesh=st.sampled_from([(1, 2), (2, 2), (1, 4)]),
     ring_layout=st.sampled_from(RING_LAYOUTS),
@@ -373,18 +365,17 @@ def test_a_lossless_codec_does_not_change_training(mesh, ring_layout, codec, **f
     assert max(threads.run(dp * sp, lambda comm: deviation(case, dp * sp, comm))) <= TOLERANCE
 
 
-@pytest.mark.parametrize("fields", [
-    {"codec": "topk", "codec_density": 0.1},
-    {"codec": "int8"},
-    {"codec": "bf16", "zero": 2},
-    {"precision": "bf16"},
-    {"precision": "bf16", "reduce_dtype": "fp32", "zero": 2, "microbatches": 2},
-    {"precision": "fp16", "zero": 1, "clip": 1.0},
-    {"precision": "bf16", "zero": 3, "update": "in_forward"},
+@pytest.mark.parametrize(("dp", "sp", "fields"), [
+    (2, 2, {"codec": "topk", "codec_density": 0.1}),
+    (1, 4, {"codec": "int8"}),
+    (2, 2, {"codec": "bf16", "zero": 2}),
+    (1, 4, {"precision": "bf16"}),
+    (2, 2, {"precision": "bf16", "reduce_dtype": "fp32", "zero": 2, "microbatches": 2}),
+    (1, 4, {"precision": "fp16", "zero": 1, "clip": 1.0}),
+    (2, 2, {"precision": "bf16", "zero": 3, "update": "in_forward"}),
 ])  # fmt: skip
-@pytest.mark.parametrize(("dp", "sp"), [(2, 2), (1, 4)])
 def test_lossy_codecs_train_nearly_the_same_and_equally_on_all_ranks(dp, sp, fields):
-    case = dataclasses.replace(LM, sp=sp, batch_sizes=(4,) * 6, **fields)
+    case = dataclasses.replace(LM, sp=sp, batch_sizes=(4,) * 4, **fields)
 
     def body(comm):
         module, how = make("lm").float(), optimizer(case, foreach=True)

@@ -276,8 +276,9 @@ def wide_steps(steps: int, zero: int, shard: int | None) -> int:
 
 def final_loss(recipe: str, folder: str) -> float:
     """The loss of a small language model that has been trained for a few steps with a plan file."""
-    task = lm.task(width=32, layers=1, valid_bytes=1024)
-    return ff.train(task, ff.Plan.from_toml(Path(recipe).read_text()), steps=20, folder=folder, name="run").loss
+    task, plan = lm.task(width=32, layers=1, length=32, valid_bytes=256), ff.Plan.from_toml(Path(recipe).read_text())
+    steps = plan.local_steps if plan.sync == "local" else 4
+    return ff.train(task, plan, steps=steps, folder=folder, name="run").loss
 
 
 def late_in_data(folder: str) -> list[Any]:

@@ -17,8 +17,10 @@ import psutil
 import pytest
 
 from fourfold.cli import main
+from fourfold.plan.trace_file import decode_trace
 from tests.ports import free_ports
-from tests.spawned.test_resume import SOURCE, equal, losses
+from tests.spawned import SOURCE
+from tests.spawned.test_resume import equal, losses
 
 SECONDS = 600  # the time limit of a command; on an idle machine the longest takes fifteen
 HOST = socket.gethostname()
@@ -33,6 +35,8 @@ import fourfold as ff
 
 RANK = int(os.environ.get("RANK", "0"))
 SEVERAL = os.environ.get("WORLD_SIZE", "1") != "1"
+if RANK == 1 and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+    time.sleep(1)  # long enough for rank 0 to read what the last attempt left in a store that is not fresh
 
 
 class Source:
@@ -195,6 +199,7 @@ def faults(run: Path) -> list[dict]:
 def test_ranks_that_die_hang_or_stop_are_reported_and_restarted_without_changing_the_result(
     start: Start, uninterrupted: Path, tmp_path: Path
 ):
+    """Rank 1 joins each restart late, and finds rank 0."""
     job = start(*STEPS, "what=kill,hang,stop,leave", "times=4", "hang_seconds=5", "-n", "2")
     assert job.end() == 0, job.err
     run = tmp_path / "runs" / "first"
@@ -221,14 +226,17 @@ def test_ranks_that_die_hang_or_stop_are_reported_and_restarted_without_changing
     assert " in hang\n" in job.err, job.err
 
 
-FAILING = ("what=fail", "times=9", "later=0")
+FAILING = ("what=fail", "times=9", "later=0", "checkpoint_every=0", "restarts=1", "trace_every=1")
 
 
-def test_a_crash_loop_ends_with_its_cause(start: Start, tmp_path: Path):
-    job = start("train", "script.py", "checkpoint_every=0", "name=first", *FAILING, "restarts=1", "-n", "2")
+def test_a_crash_loop_ends_with_its_cause_and_leaves_its_trace(start: Start, tmp_path: Path):
+    job = start("train", "script.py", "name=first", *FAILING, "-n", "2")
     assert job.end() == 1
+    assert job.err.startswith(f"fourfold: rank 1 of 2 (host {HOST}, after step 3) failed\nTraceback")
     assert job.err.count("RuntimeError: the disk of this rank") == 2
-    assert [fault["kind"] for fault in faults(tmp_path / "runs" / "first")] == ["restart", "gave up"]
+    run = tmp_path / "runs" / "first"
+    assert [fault["kind"] for fault in faults(run)] == ["restart", "gave up"]
+    assert decode_trace((run / "trace.json").read_bytes()).steps == [1, 2, 3]
     assert job.err.endswith(
         "gave up after 1 restart in a row without getting past step 3\n"
         "  look at   the error above; earlier ones are in runs/first/faults.jsonl\n"
@@ -237,44 +245,14 @@ def test_a_crash_loop_ends_with_its_cause(start: Start, tmp_path: Path):
     )
 
 
-def test_a_task_that_calls_exit_fails_the_run_with_its_exit_code(start: Start, tmp_path: Path):
-    job = start(*TRAIN, "what=quit", "times=1", "-n", "2")
-    assert job.end() == 3
-    assert [(fault["kind"], fault["rank"]) for fault in faults(tmp_path / "runs" / "first")] == [("gave up", 1)]
-    message = f"fourfold: rank 1 of 2 (host {HOST}, after step 3) failed\nTrainingError: the task ended its process"
-    assert job.err.startswith(f"{message} in the middle of the run, with exit code 3\nTraceback")
-    assert "sys.exit(3)" in job.err
-    assert "starting again" not in job.err
-
-
-def test_a_task_that_calls_exit_with_code_0_fails_the_run(train_here: TrainHere, tmp_path: Path):
+@pytest.mark.parametrize(("what", "left", "code"), [("exit", 0, 1), ("quit", 3, 3)])
+def test_a_task_that_calls_exit_fails_the_run(train_here: TrainHere, tmp_path: Path, what: str, left: int, code: int):
     (tmp_path / "mark-0").touch()  # it is rank 0's turn
-    text = train_here("what=exit", "times=2", code=1)
-    assert "TrainingError: the task ended its process in the middle of the run, with exit code 0\nTraceback" in text
-    assert "sys.exit(0)" in text
-
-
-LATE = """
-import os, time
-import torch, torch.distributed as dist
-attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-if attempt and os.environ["RANK"] == "1":
-    time.sleep(1)  # long enough for rank 0 to read what the first attempt left in a store that is not fresh
-dist.init_process_group("gloo")
-one = torch.ones(1)
-dist.all_reduce(one)
-if attempt == 0:
-    raise RuntimeError("every rank fails at first")
-if dist.get_rank() == 0:
-    print("together", int(one), flush=True)
-"""
-
-
-def test_a_rank_that_joins_a_restart_late_finds_the_others(start: Start, tmp_path: Path):
-    (tmp_path / "late.py").write_text(LATE)
-    job = start("run", "-n", "2", "--restarts", "1", "late.py")
-    assert job.end() == 0, job.err
-    assert job.out == "together 2\n"
+    text = train_here(f"what={what}", "times=2", code=code)
+    assert (
+        f"TrainingError: the task ended its process in the middle of the run, with exit code {left}\nTraceback" in text
+    )
+    assert f"sys.exit({left})" in text
 
 
 def other_launcher(start: Start, *words: str) -> list[Job]:
@@ -444,10 +422,8 @@ def test_a_run_whose_last_checkpoint_does_not_fit_on_the_disk_fails(train_here: 
     with small_disk(disk):
         (disk / "script.py").write_text(TASK)
         (disk / "other").write_bytes(b"x" * (shutil.disk_usage(disk).free - 65536))
-        full = Job(disk, [*TRAIN, "-n", "2"], {})
-        assert full.end() == 1
-        assert "could not be written" in full.out + full.err
-        assert "all 30 steps are done, but the last checkpoint could not be written" in full.err
+        text = train_here(folder=disk, code=1)
+        assert "all 30 steps are done, but the last checkpoint could not be written" in text
         (disk / "other").unlink()
         train_here(folder=disk)
         os.chdir(tmp_path)  # or the disk is in use

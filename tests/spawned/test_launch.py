@@ -16,11 +16,11 @@ from fourfold.cli import errors, main
 from fourfold.environment.malloc import TUNABLES_VARIABLE
 from fourfold.environment.world import num_cores
 from fourfold.launch.process_defaults import THREAD_VARIABLES
+from tests.spawned import SOURCE
 
 SECONDS = 180  # the time limit of a command; on an idle machine it takes three
 FOURFOLD = ("-m", "fourfold")
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *FOURFOLD)
-SOURCE = Path(__file__).parents[2] / "src"
 
 
 class Ended(NamedTuple):
@@ -251,17 +251,6 @@ def task(*, broken: bool = False):
         batch_size=8,
     )
 """
-
-
-def test_a_run_under_torchrun_prints_and_writes_as_one_rank_does(start: Start, tmp_path: Path) -> None:
-    ended = end(start(TASK, ["train", "script.py", "name=first"], launcher=TORCHRUN))
-    assert ended.code == 0, ended.err
-    assert ended.out.count("step 4/4") == 1
-    assert ended.out.count("2 ranks") == 1
-    assert sorted(path.name for path in (tmp_path / "runs" / "first").iterdir()) == RUN_FILES
-
-
-RUN_FILES = ["checkpoints", "metrics.jsonl", "plan.toml", "report.html", "settings.json", "trace.json"]
 
 
 def test_under_another_launcher_only_rank_0_reports_bad_input(tmp_path: Path, monkeypatch, capfd) -> None:

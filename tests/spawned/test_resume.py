@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file
 
 from fourfold.cli import main
+from tests.spawned import SOURCE
 
 SECONDS = 300  # the time limit of a command
-SOURCE = Path(__file__).parents[2] / "src"
 SMALL = ("width=32", "layers=1", "length=16", "valid_bytes=512", "batch_size=4", "ema=0.9")
 TRAIN = ("train", "lm", *SMALL, "steps=6", "checkpoint_every=2")
 
@@ -25,6 +25,7 @@ import json, os, signal, sys
 import fourfold.cli.job, fourfold.tasks.lm, fourfold.trainer.train
 from fourfold.checkpoint import store, writer
 from fourfold.cli import main
+from tests.spawned import SOURCE
 
 
 def die_in(owner, name, after=False):

@@ -15,7 +15,8 @@ import pytest
 
 from fourfold.cli import main
 from tests.ports import free_ports
-from tests.spawned.test_launch import SECONDS, SOURCE, TASK, Ended
+from tests.spawned import SOURCE
+from tests.spawned.test_launch import SECONDS, TASK, Ended
 
 FOREIGN = ("OMPI_", "PMI_", "PMIX_", "MPI_", "PALS_", "SLURM_", "JOB_COMPLETION", "FOURFOLD_", "MASTER_", "LOCAL_")
 CLUSTER_SECONDS = 20

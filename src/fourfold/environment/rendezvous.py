@@ -1,17 +1,22 @@
 """Rendezvous: where the processes of a job first find each other.
 
-TCP    a host and a port where rank 0 listens
-local  all processes run on one host and find each other in a private folder, by the job of their launcher
-file   the ranks of our own launcher find each other in a file in its private folder, a new one per attempt
+TCP       a host and a port where rank 0 listens
+local     all processes run on one host and find each other in a private folder, by the job of their launcher
+file      the ranks of our own launcher find each other in a file in its private folder, a new one per attempt
+launcher  the nearest ancestor of a process whose environment lacks the rank's variable: mpirun, or its helper
 Law: rank 0's host is never guessed: if the variables of a launcher do not determine it, a LaunchError asks for it. The
 port has a default.
 """
 
+import hashlib
+import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fourfold.environment import slurm_hostlist
 from fourfold.environment.launchers import KUBERNETES, TORCHRUN, RankInfo
+from fourfold.environment.processes import ProcessId, has_variable, parent_pid, process_id
 from fourfold.words.errors import LaunchError, Problem
 
 DEFAULT_PORT = 29500  # torchrun's
@@ -40,6 +45,11 @@ class LocalRendezvous:
 
     job: str
     variable: str
+
+    def note_name(self) -> str:
+        """The file where rank 0 notes the store of this start of this job."""
+        key = json.dumps([self.job, *_launcher_process(self.variable)])
+        return f"rendezvous-{hashlib.sha256(key.encode()).hexdigest()[:24]}"
 
 
 @dataclass(frozen=True)
@@ -98,6 +108,14 @@ def master_port(environ: Mapping[str, str]) -> int:
     if not job.isdecimal():
         return DEFAULT_PORT
     return FIRST_PORT + (int(job) * PORT_STRIDE + (int(step) if step.isdecimal() else 0)) % NUM_PORTS
+
+
+def _launcher_process(variable: str) -> ProcessId:
+    """The nearest ancestor outside of the rank; shells and wrappers may lie between it and this process."""
+    pid = parent_pid(os.getpid())
+    while pid > 1 and has_variable(pid, variable):
+        pid = parent_pid(pid)
+    return process_id(pid)
 
 
 def _first_pod_address(rank_info: RankInfo, environ: Mapping[str, str]) -> str:

@@ -1,8 +1,7 @@
 """Rendezvous store: the torch.distributed store where ranks find each other if torch's own variables do not name one.
 
-store     on one host a file in a folder that only this user may enter; between hosts a TCPStore that rank 0 serves
-note      a file in that folder where rank 0 writes, for the other ranks of the host, where the store is
-launcher  the nearest ancestor of a process whose environment lacks the rank's variable: mpirun, or its helper
+store  on one host a file in a folder that only this user may enter; between hosts a TCPStore that rank 0 serves
+note   a file in that folder where rank 0 writes, for the other ranks of the host, where the store is
 Law: a note belongs to one start of one job. It is named after the job and its launcher process, read only while the
 rank that wrote it lives, and removed once all ranks have met. So no rank ever joins a dead job, or another one.
 
@@ -11,7 +10,6 @@ A TCPStore authenticates nobody: on a machine of many users, any of them can rea
 
 import contextlib
 import fcntl
-import hashlib
 import json
 import os
 import re
@@ -26,7 +24,7 @@ from pathlib import Path
 from torch.distributed import Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from fourfold.environment.launchers import RankInfo
-from fourfold.environment.processes import ProcessId, has_variable, is_alive, parent_pid, process_id
+from fourfold.environment.processes import is_alive, process_id
 from fourfold.environment.rendezvous import FileRendezvous, LocalRendezvous, TCPRendezvous, find_rendezvous
 from fourfold.parts.comm.file_store import GROUP_TIMEOUT_SECONDS, open_file_store
 from fourfold.words.errors import LaunchError, Problem, os_error_text
@@ -65,7 +63,7 @@ def describe_address(info: RankInfo, environ: Mapping[str, str]) -> str:
 def _open_host_store(info: RankInfo, address: LocalRendezvous) -> Store:
     """Returns when all ranks have come."""
     folder = _private_folder()
-    note = folder / _note_name(address)
+    note = folder / address.note_name()
     if info.rank > 0:
         return _join_store(folder / _wait_for_note(note, info), info)
     _remove_stale_stores(folder)
@@ -174,17 +172,3 @@ def _private_folder() -> Path:
     if why:
         raise LaunchError(Problem(f"{folder} {why}", "a folder of your own, mode 700", "TMPDIR=…"))
     return folder
-
-
-def _note_name(address: LocalRendezvous) -> str:
-    launcher = _launcher_process(address.variable)
-    key = json.dumps([address.job, *launcher])
-    return f"rendezvous-{hashlib.sha256(key.encode()).hexdigest()[:24]}"
-
-
-def _launcher_process(variable: str) -> ProcessId:
-    """The nearest ancestor outside of the rank; shells and wrappers may lie between it and this process."""
-    pid = parent_pid(os.getpid())
-    while pid > 1 and has_variable(pid, variable):
-        pid = parent_pid(pid)
-    return process_id(pid)
