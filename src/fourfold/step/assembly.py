@@ -15,6 +15,7 @@ from fourfold.parts.comm import transports
 from fourfold.parts.comm.communicator import Communicator
 from fourfold.parts.comm.meter import CommMeter
 from fourfold.parts.optim.user_optimizer import OptimizerFactory, build_optimizer
+from fourfold.parts.sequence.sequence_group import connect_sequence
 from fourfold.plan.data.buckets import Bucket
 from fourfold.plan.plan import Plan
 from fourfold.plan.precision import LossScaler, UnitLossScale
@@ -122,7 +123,9 @@ def _make_batches(
 ) -> BatchLayout:
     if loss is None or plan.sp == 1:
         return WholeSamples(world.device)
-    return TokenShards(SequenceParallel(model, loss, plan, world, meter, seed=seed), world.device)
+    group = connect_sequence(world.along("sp"), meter, ring=plan.ring, ulysses=plan.ulysses, transport=plan.transport)
+    sequence = SequenceParallel(model, loss, group, world, num_microbatches=plan.microbatches, seed=seed)
+    return TokenShards(sequence, world.device)
 
 
 def _make_dry_run(model: nn.Module, objective: Objective, plan: Plan, weights: Weights, world: Communicator) -> DryRun:
