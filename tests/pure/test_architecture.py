@@ -179,7 +179,7 @@ def test_every_form_of_storing_an_attribute_is_counted():
 
 
 # Where a step's parts are chosen, and where what cannot be carried out is refused.
-CHOOSES_OR_REFUSES = {"assembly", "stage_assembly", "model_checks", "argument_checks", "user_optimizer", "memory_bound"}
+CHOOSES_OR_REFUSES = {"assembly", "stage_assembly", "model_checks", "argument_checks", "memory_bound"}
 # What else in step/ depends on a mode of the plan, on the class of a part, or on whether there is one, and why.
 CHOSEN_ELSEWHERE = {
     "batch_norm.py plan.batch_norm": "refuses norms that have been unfrozen",

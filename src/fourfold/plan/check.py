@@ -7,6 +7,7 @@ Law: no silent fallback. What a plan asks for happens, or is refused, with all p
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from fourfold.plan.codec import CODECS
 from fourfold.plan.param_spec import ParamSpec
@@ -14,6 +15,14 @@ from fourfold.plan.plan import Plan, candidate_meshes
 from fourfold.plan.topology import Topology, group_hosts, num_host_shards
 from fourfold.plan.update_spec import UpdateSpec
 from fourfold.words.errors import Problem
+
+
+class ReadOnlyReason(NamedTuple):
+    """Why forward may not write weights: the plan's setting, what happens to a write, and a setting to try."""
+
+    setting: str
+    reason: str
+    attempt: str
 
 
 def legality_problems(
@@ -200,6 +209,46 @@ def model_loss_problems(plan: Plan) -> list[Problem]:
     need = "a loss of each token and its target: a causal model shifts labels inside, past the rank's last token"
     attempt = "loss(outputs, targets) with targets that the data has shifted, or sp = 1"
     return [Problem(got, need, attempt)]
+
+
+def step_hook_conflicts(plan: Plan) -> dict[str, str]:
+    """The settings of the plan with which an optimizer's step hooks cannot be called, and settings with which they can.
+
+    They can be called where every rank has all gradients and weights.
+    """
+    rules = [
+        (plan.zero > 0 and plan.num_shards > 1, f"zero = {plan.zero}", "zero = 0"),
+        (plan.update != "after", f'update = "{plan.update}"', 'update = "after"'),
+        (plan.sync != "step", f'sync = "{plan.sync}"', 'sync = "step"'),
+        (plan.precision != "keep", f'precision = "{plan.precision}"', 'precision = "keep"'),
+        (plan.offload != "none", f'offload = "{plan.offload}"', 'offload = "none"'),
+    ]
+    return {got: attempt for is_set, got, attempt in rules if is_set}
+
+
+def read_only_reason(
+    plan: Plan, *, is_sharded: bool, is_shared: bool, has_master_weights: bool
+) -> ReadOnlyReason | None:
+    """Why forward may not write trained weights; None if it may.
+
+    is_sharded  the weights rest split
+    is_shared   the ranks of a host have one copy of them
+    """
+    if is_sharded:
+        reason = "they are all-gathered for each use, and a write into them is lost"
+        return ReadOnlyReason(f"zero = {plan.zero}", reason, "zero = 0")
+    if is_shared:
+        reason = "the ranks of a host share one copy, and each rank would write it"
+        return ReadOnlyReason(f"zero = {plan.zero}", reason, "zero = 0")
+    if has_master_weights:
+        reason = "the optimizer updates its master weights, and a write into the model's copies of them is lost"
+        if plan.precision != "keep":
+            return ReadOnlyReason(f'precision = "{plan.precision}"', reason, 'precision = "keep"')
+        return ReadOnlyReason(f'offload = "{plan.offload}"', reason, 'offload = "none"')
+    if plan.batch_norm == "local" and plan.batch_split.num_parts > 1:
+        reason = "buffers may then differ between ranks, but trained weights may not"
+        return ReadOnlyReason('batch_norm = "local"', reason, 'batch_norm = "refuse"')
+    return None
 
 
 def size_problems(plan: Plan, num_ranks: int) -> list[Problem]:

@@ -16,12 +16,14 @@ from fourfold.parts.comm.communicator import Communicator
 from fourfold.parts.comm.meter import CommMeter
 from fourfold.parts.optim.user_optimizer import OptimizerFactory, build_optimizer
 from fourfold.parts.sequence.sequence_group import connect_sequence
+from fourfold.plan.check import read_only_reason, step_hook_conflicts
 from fourfold.plan.data.buckets import Bucket
 from fourfold.plan.plan import Plan
 from fourfold.plan.precision import LossScaler, UnitLossScale
 from fourfold.step.batch_layout import BatchLayout, TokenShards, WholeSamples
 from fourfold.step.collective_calls import CollectiveCalls
 from fourfold.step.dry_run.first_batch import DryRun
+from fourfold.step.dry_run.weight_write_check import WeightWriteCheck
 from fourfold.step.loss_function import ModelLoss, UserLoss
 from fourfold.step.model_checks import check_model_loss, check_update_timing
 from fourfold.step.objective import Objective
@@ -73,7 +75,7 @@ def assemble(
     objective, meter = Objective(ModelLoss() if loss is None else UserLoss(loss)), CommMeter()
     optimizer = build_optimizer(optimizer_factory, list(model.parameters()))
     check_update_timing(optimizer, plan)
-    check_user_optimizer(optimizer, plan)
+    check_user_optimizer(optimizer, step_hook_conflicts(plan))
     world = world.on_mesh(plan.mesh)
     trained = lay_out(model, optimizer, plan, world, options)
     channel = transports.make_world_channel(world, plan.transport, meter)
@@ -129,12 +131,19 @@ def _make_batches(
 
 
 def _make_dry_run(model: nn.Module, objective: Objective, plan: Plan, weights: Weights, world: Communicator) -> DryRun:
+    reason = read_only_reason(
+        plan,
+        is_sharded=weights.storage.is_sharded,
+        is_shared=weights.storage.is_shared,
+        has_master_weights=bool(weights.master_weights.param_names),
+    )
+    split = plan.batch_split
     return DryRun(
         model,
         objective,
-        plan,
+        split,
         world.device,
-        weights,
+        WeightWriteCheck(weights, reason, num_ranks=split.num_ranks),
         num_local_ranks=world.world.local_size,
         is_log_rank=world.rank == 0,
     )

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from fourfold.parts.comm.reduce.divergence_report import with_options
 from fourfold.parts.optim.option_tracker import OptionTracker
+from fourfold.plan.check import step_hook_conflicts
 from fourfold.plan.intervals import is_due
 from fourfold.plan.plan import Plan
 from fourfold.plan.sample_order import BatchRange
@@ -42,7 +43,7 @@ class StepChecks:
         sync: GradSync,
     ) -> None:
         self._plan, self._calls, self._weights, self._sync = plan, calls, weights, sync
-        self._optimizer_watch = OptimizerWatch(optimizer, plan)
+        self._optimizer_watch = OptimizerWatch(optimizer, step_hook_conflicts(plan))
         self._frozen_norms = FrozenBatchNorms(model, plan)
         self._options = OptionTracker(optimizer)
         world = calls.world

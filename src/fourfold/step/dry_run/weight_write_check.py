@@ -6,31 +6,22 @@ Law: writes that pass this check are still compared between samples and numbers 
 """
 
 from collections.abc import Collection
-from typing import NamedTuple
 
-from fourfold.plan.plan import Plan
+from fourfold.plan.check import ReadOnlyReason
 from fourfold.step.dry_run.state_problems import EDIT_ADVICE, describe_trained
 from fourfold.step.dry_run.weight_write_tracker import WeightWriteTracker, fingerprint_params
 from fourfold.step.weights import Weights
 from fourfold.words.errors import Problem
 
 
-class ReadOnlyReason(NamedTuple):
-    """Why forward may not write weights: the plan's setting, what happens to a write, and a setting to try."""
-
-    setting: str
-    reason: str
-    attempt: str
-
-
 class WeightWriteCheck:
     """Checks the weights of one rank."""
 
-    def __init__(self, plan: Plan, weights: Weights) -> None:
-        self._weights = weights
-        self.read_only_reason = _find_read_only_reason(plan, weights)
+    def __init__(self, weights: Weights, read_only_reason: ReadOnlyReason | None, *, num_ranks: int) -> None:
+        """`num_ranks` ranks have different parts of a batch."""
+        self._weights, self.read_only_reason = weights, read_only_reason
         # On one device, rows are shortened before they are used, for any number of microbatches.
-        self.counts_renorms = plan.reduce_group_size > 1 or self.read_only_reason is not None
+        self.counts_renorms = num_ranks > 1 or read_only_reason is not None
         """Whether a lookup in an embedding that shortens rows (`max_norm`) counts as a write."""
         self.reset()
 
@@ -79,21 +70,3 @@ class WeightWriteCheck:
 
     def _sorted_names(self, names: Collection[str]) -> list[str]:
         return [name for name in self.trained_names if name in names]
-
-
-def _find_read_only_reason(plan: Plan, weights: Weights) -> ReadOnlyReason | None:
-    if weights.storage.is_sharded:
-        reason = "they are all-gathered for each use, and a write into them is lost"
-        return ReadOnlyReason(f"zero = {plan.zero}", reason, "zero = 0")
-    if weights.storage.is_shared:
-        reason = "the ranks of a host share one copy, and each rank would write it"
-        return ReadOnlyReason(f"zero = {plan.zero}", reason, "zero = 0")
-    if weights.master_weights.param_names:
-        reason = "the optimizer updates its master weights, and a write into the model's copies of them is lost"
-        if plan.precision != "keep":
-            return ReadOnlyReason(f'precision = "{plan.precision}"', reason, 'precision = "keep"')
-        return ReadOnlyReason(f'offload = "{plan.offload}"', reason, 'offload = "none"')
-    if plan.batch_norm == "local" and plan.reduce_group_size * plan.microbatches > 1:
-        reason = "buffers may then differ between ranks, but trained weights may not"
-        return ReadOnlyReason('batch_norm = "local"', reason, 'batch_norm = "refuse"')
-    return None
