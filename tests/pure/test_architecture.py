@@ -182,7 +182,6 @@ def test_every_form_of_storing_an_attribute_is_counted():
 CHOOSES_OR_REFUSES = {"assembly", "stage_assembly", "model_checks", "argument_checks", "memory_bound"}
 # What else in step/ depends on a mode of the plan, on the class of a part, or on whether there is one, and why.
 CHOSEN_ELSEWHERE = {
-    "batch_norm.py plan.batch_norm": "refuses norms that have been unfrozen",
     "distributed_optimizer.py isinstance DistributedOptimizer": "refuses to be wrapped again",
     "distributed_optimizer.py optional Communicator": "public: the ranks, where they are joined already",
     "grad_averager.py plan.unused": "assembles what averages gradients: whether ranks with a gradient are counted",

@@ -90,6 +90,21 @@ def test_unfrozen_statistics_are_refused_before_a_weight_changes(plan):
     assert len(set(threads.run(plan.dp, body))) == 1
 
 
+@pytest.mark.parametrize("plan", [Plan(), Plan(dp=2, batch_norm="local")])
+def test_statistics_may_be_unfrozen_where_a_whole_batch_or_the_plan_allows_it(plan):
+    (batch,) = batches(9)
+
+    def body(comm):
+        step = TrainStep(net(), loss, sgd, plan=plan, communicator=comm, clip=None)
+        step(local_batch(batch, plan, step.dp_index))
+        before = step.model.get_buffer("norm.running_mean").clone()
+        step.model.train()
+        step(local_batch(batch, plan, step.dp_index))
+        return torch.equal(step.model.get_buffer("norm.running_mean"), before)
+
+    assert not any(threads.run(plan.dp, body))
+
+
 def test_a_model_may_keep_its_statistics_frozen_in_train_mode():
     (batch,), plan = batches(9), Plan(dp=2)
 

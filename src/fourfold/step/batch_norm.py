@@ -4,10 +4,11 @@ frozen   in evaluation mode, with running statistics: each sample is normalized 
 Law: a normalization that was frozen when the step was built is frozen in each step, or the step is refused.
 """
 
+from collections.abc import Sequence
+
 from torch import nn
 
 from fourfold.parts.torch_private import BatchNormBase
-from fourfold.plan.plan import Plan
 from fourfold.words.errors import Problem
 
 FREEZE_HINT = "frozen statistics (norm.eval() after model.train())"
@@ -18,14 +19,16 @@ def uses_batch_stats(norm: nn.Module) -> bool:
     return isinstance(norm, BatchNormBase) and (norm.training or norm.running_mean is None)
 
 
-class FrozenBatchNorms:
-    """The batch normalizations of a model that are frozen now, if unfreezing them would change the training."""
+def frozen_norms(model: nn.Module) -> list[tuple[str, BatchNormBase]]:
+    """The batch normalizations of a model that are frozen now, by name."""
+    return [(n, m) for n, m in model.named_modules() if isinstance(m, BatchNormBase) and not uses_batch_stats(m)]
 
-    def __init__(self, model: nn.Module, plan: Plan) -> None:
-        self._num_parts = plan.reduce_group_size * plan.microbatches
-        matters = plan.batch_norm == "refuse" and self._num_parts > 1
-        modules = model.named_modules() if matters else ()
-        self._frozen = [(name, m) for name, m in modules if isinstance(m, BatchNormBase) and not uses_batch_stats(m)]
+
+class FrozenBatchNorms:
+    """Batch normalizations that must stay frozen, because a batch is split into `num_parts` parts."""
+
+    def __init__(self, frozen: Sequence[tuple[str, BatchNormBase]], num_parts: int) -> None:
+        self._frozen, self._num_parts = frozen, num_parts
 
     def problems(self) -> list[Problem]:
         """Which of them are not frozen any more."""

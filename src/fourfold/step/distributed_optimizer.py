@@ -22,10 +22,9 @@ from fourfold.parts.torch_private import NO_BACKWARD_ID, call_after_backward, cu
 from fourfold.plan.intervals import DRIFT_CHECK
 from fourfold.plan.plan import Plan
 from fourfold.step import argument_checks
-from fourfold.step.batch_norm import FrozenBatchNorms
 from fourfold.step.broadcast_tree import broadcast_model, broadcast_tree
 from fourfold.step.grad_averager import GradAverager
-from fourfold.step.model_checks import check_plan_on_ranks
+from fourfold.step.model_checks import check_plan_on_ranks, watch_frozen_norms
 from fourfold.step.optimizer_proxy import OptimizerProxy
 from fourfold.step.optimizer_steps import OptimizerSteps
 from fourfold.step.uneven_inputs import EvenInputs, Rounds, UnevenInputs
@@ -95,7 +94,7 @@ class DistributedOptimizer(OptimizerProxy):
         self._averager = GradAverager(trainable, optimizer, plan, world)
         self._world = self._averager.world
         self._unreduced = UnreducedGrads(self._averager.reduced_grads, self._averager.views, optimizer)
-        frozen_norms = FrozenBatchNorms(model, plan)
+        frozen_norms = watch_frozen_norms(model, plan)
         self._steps = OptimizerSteps(optimizer, model, self._unreduced, frozen_norms, self._world, num_ranks=world.size)
         self._rounds: Rounds = EvenInputs(self._world, self._checks, self._steps, num_ranks=self._averager.num_ranks)
         self._claim_parameters(trainable)

@@ -38,8 +38,9 @@ class DuplicateBatches:
         if policy not in POLICIES:
             need = " or ".join(f'"{each}"' for each in POLICIES)
             raise SettingError(Problem(f'same_batches = "{policy}"', need))
-        self.is_active = policy == "refuse" and num_data_ranks > 1
-        self._num_data_ranks, self._is_log_rank, self._num_left = num_data_ranks, is_log_rank, MAX_COMPARED
+        self.num_left = MAX_COMPARED if policy == "refuse" and num_data_ranks > 1 else 0
+        """How many batches are compared from now on, at most."""
+        self._num_data_ranks, self._is_log_rank = num_data_ranks, is_log_rank
         self._seen: list[int] = []
 
     def compare(self, fingerprints: Sequence[int | None]) -> None:
@@ -47,10 +48,8 @@ class DuplicateBatches:
 
         Raises TaskError, on every rank, for the third different batch that is the same on all ranks.
         """
-        self._num_left -= 1
         distinct = {each for each in fingerprints if each is not None}
-        if len(distinct) > 1 or self._num_left == 0:
-            self.is_active = False
+        self.num_left = 0 if len(distinct) > 1 else self.num_left - 1
         if len(distinct) != 1 or sum(each is not None for each in fingerprints) == 1:
             return
         (fingerprint,) = distinct

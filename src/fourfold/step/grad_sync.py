@@ -12,14 +12,12 @@ from torch import Tensor
 from fourfold.parts.comm.communicator import Communicator
 from fourfold.parts.data.gradients import Gradients, launch_all
 from fourfold.parts.data.local_sgd import LocalSGD
+from fourfold.parts.data.weight_edits import WeightEdits
 from fourfold.parts.tensor_reader import TensorReader
 
 
 class GradSync(Protocol):
     """What ranks sum."""
-
-    keeps_reference: bool
-    """Whether ranks remember the weights of the last sync: what is written right after one becomes part of them."""
 
     def loss_count(self, total: float, local: float | Tensor) -> float:
         """The loss elements that this rank's gradient is of: those of all ranks, or its own."""
@@ -61,6 +59,10 @@ class GradSync(Protocol):
         """All ranks have the same weights now, from wherever."""
         ...
 
+    def accept_edits(self, edits: WeightEdits) -> None:
+        """All ranks have just synced: what has been written since becomes part of the weights of the sync, if any."""
+        ...
+
     def load_weights(self, values: Mapping[str, Tensor]) -> None:
         """Weights were replaced, by name, by the same values on every rank."""
         ...
@@ -81,8 +83,6 @@ class GradSync(Protocol):
 
 class SumEveryStep:
     """All ranks sum their gradients in every step, and so have the same weights after each."""
-
-    keeps_reference = False
 
     def loss_count(self, total: float, local: float | Tensor) -> float:
         return total
@@ -118,6 +118,9 @@ class SumEveryStep:
     def accept_weights(self) -> None:
         pass
 
+    def accept_edits(self, edits: WeightEdits) -> None:
+        pass
+
     def load_weights(self, values: Mapping[str, Tensor]) -> None:
         pass
 
@@ -134,8 +137,6 @@ class SumEveryStep:
 
 class LocalSteps:
     """Each rank trains with its own gradients; every few steps the ranks average their weights."""
-
-    keeps_reference = True
 
     def __init__(self, local_sgd: LocalSGD, num_ranks: int) -> None:
         self._local_sgd, self._num_ranks = local_sgd, num_ranks
@@ -176,6 +177,9 @@ class LocalSteps:
 
     def accept_weights(self) -> None:
         self._local_sgd.finish_sync()
+
+    def accept_edits(self, edits: WeightEdits) -> None:
+        edits.accept_edits()
 
     def load_weights(self, values: Mapping[str, Tensor]) -> None:
         self._local_sgd.update_reference(values)

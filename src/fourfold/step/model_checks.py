@@ -27,7 +27,7 @@ from fourfold.plan.check import (
     size_problems,
 )
 from fourfold.plan.plan import Plan
-from fourfold.step.batch_norm import FREEZE_HINT, uses_batch_stats
+from fourfold.step.batch_norm import FREEZE_HINT, FrozenBatchNorms, frozen_norms, uses_batch_stats
 from fourfold.words.errors import PlanError, Problem, TaskError
 
 
@@ -78,6 +78,12 @@ def model_problems(model: nn.Module, plan: Plan) -> list[Problem]:
             Problem(got, need, f'GroupNorm, {FREEZE_HINT}, or batch_norm = "local" (not the same training)')
         )
     return problems + _compiled_problems(model, plan)
+
+
+def watch_frozen_norms(model: nn.Module, plan: Plan) -> FrozenBatchNorms:
+    """The frozen normalizations of a model that this plan would refuse if they were not frozen."""
+    parts = plan.batch_split.num_parts
+    return FrozenBatchNorms(frozen_norms(model) if plan.batch_norm == "refuse" and parts > 1 else [], parts)
 
 
 def _lazy_problems(model: nn.Module) -> list[Problem]:

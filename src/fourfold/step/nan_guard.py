@@ -5,7 +5,7 @@ Law: all ranks skip the same steps. A skipped step changes neither weights nor o
 the order of the samples goes on.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -26,23 +26,72 @@ class Skipped(NamedTuple):
     rank: int | None
 
 
-class NanGuard:
-    """Checks each step of one rank; `limit` is how many steps in a row may be skipped."""
+class BadStepPolicy(Protocol):
+    """What becomes of bad steps."""
 
-    def __init__(self, communicator: Communicator, model: nn.Module, *, limit: int) -> None:
-        self._communicator, self._model, self._limit = communicator, model, limit
+    def save_buffers(self) -> None:
+        """Before a step: copy the buffers that forward may change, such as running statistics."""
+        ...
+
+    def accept(self) -> None:
+        """A step was good."""
+        ...
+
+    def skip(self, text: str) -> None:
+        """Undo a bad step, which `text` describes. Raises TrainingError if it must not be skipped."""
+        ...
+
+
+class RefuseBadSteps:
+    """The first bad step ends the training: there is nothing to undo."""
+
+    def save_buffers(self) -> None:
+        pass
+
+    def accept(self) -> None:
+        pass
+
+    def skip(self, text: str) -> None:
+        raise TrainingError(
+            Problem(text, "a finite loss and gradient", "skip_nan=10 to skip such steps"), where="training"
+        )
+
+
+class SkipBadSteps:
+    """At most `limit` bad steps in a row are skipped."""
+
+    def __init__(self, model: nn.Module, limit: int) -> None:
+        self._model, self._limit = model, limit
         self._num_in_a_row = 0
         self._buffers: dict[str, tuple[Tensor, int, Tensor]] = {}
 
     @torch.no_grad()
     def save_buffers(self) -> None:
-        """Before a step: copy the buffers that forward may change, such as running statistics."""
-        if self._limit == 0:
-            return
         for name, buffer in self._model.named_buffers():
             saved = self._buffers.get(name)
             if saved is None or saved[0] is not buffer or saved[1] != version_of(buffer):
                 self._buffers[name] = buffer, version_of(buffer), buffer.clone()
+
+    def accept(self) -> None:
+        self._num_in_a_row = 0
+
+    @torch.no_grad()
+    def skip(self, text: str) -> None:
+        for buffer, version, saved in self._buffers.values():
+            if version_of(buffer) != version:
+                buffer.copy_(saved)
+        self._num_in_a_row += 1
+        if self._num_in_a_row > self._limit:
+            need = f"at most skip_nan = {self._limit} such steps in a row"
+            raise TrainingError(Problem(f"{text}; the {self._limit} steps before were bad too", need), where="training")
+
+
+class NanGuard:
+    """Checks each step of one rank; `limit` is how many steps in a row may be skipped."""
+
+    def __init__(self, communicator: Communicator, model: nn.Module, *, limit: int) -> None:
+        self._communicator = communicator
+        self.policy: BadStepPolicy = SkipBadSteps(model, limit) if limit else RefuseBadSteps()
 
     def check(self, state: StepState, step: int, samples: BatchRange | None) -> Skipped | None:
         """After a step: None if it was good. Collective if it was bad.
@@ -50,25 +99,11 @@ class NanGuard:
         `samples`: of the batch, if known. Raises TrainingError if the step is bad and must not be skipped.
         """
         if state.bad_reason is None:
-            self._num_in_a_row = 0
+            self.policy.accept()
             return None
-        self._num_in_a_row += 1
-        self._restore()
         skipped = self._describe(state, step, samples)
-        if self._num_in_a_row <= self._limit:
-            return skipped
-        if self._limit == 0:
-            problem = Problem(skipped.text, "a finite loss and gradient", "skip_nan=10 to skip such steps")
-        else:
-            need = f"at most skip_nan = {self._limit} such steps in a row"
-            problem = Problem(f"{skipped.text}; the {self._limit} steps before were bad too", need)
-        raise TrainingError(problem, where="training")
-
-    @torch.no_grad()
-    def _restore(self) -> None:
-        for buffer, version, saved in self._buffers.values():
-            if version_of(buffer) != version:
-                buffer.copy_(saved)
+        self.policy.skip(skipped.text)
+        return skipped
 
     def _describe(self, state: StepState, step: int, samples: BatchRange | None) -> Skipped:
         bad = [index for microbatch in state.nonfinite_microbatches() for index in microbatch]

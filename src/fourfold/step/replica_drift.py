@@ -60,7 +60,7 @@ class DriftChecker:
             raise SettingError(Problem(f"drift_check = {every}", "a number of steps, or 0 for never"))
         self.every = every if communicator.size > 1 else 0
         self._communicator, self._warned_size, self._attempt = communicator, 0.0, attempt
-        self._has_compared = False
+        self._is_first_due = self.every > 0
 
     def is_due(self, step: int, period: int) -> bool:
         """Whether to compare after this step. Ranks have the same weights after every `period` steps.
@@ -68,15 +68,14 @@ class DriftChecker:
         The first such step is always compared: a difference from the start, such as a hook on one rank only, must not
         cost a run.
         """
-        is_first = not self._has_compared and step % period == 0
-        return self.every > 0 and (is_first or is_due(step, self.every, period))
+        return (self._is_first_due and step % period == 0) or is_due(step, self.every, period)
 
     def compare(self, tensors: Sequence[ReplicatedTensor], when: str, *, update_kind: str = "") -> None:
         """Raise DivergenceError, on every rank, if replicas differ. Collective: one all-gather if they do not.
 
         If the ranks that differ have different machines, or another `update_kind`, rank 0 warns instead.
         """
-        self._has_compared = True
+        self._is_first_due = False
         with untracked_access():
             hashes = fingerprints([each.tensor for each in tensors])
         digests = [_digests(tensors, hashes, kind) for kind in KINDS]
@@ -141,16 +140,18 @@ class DriftSchedule:
 
     def __init__(self, every: int) -> None:
         self._every = every
-        self._last_step, self._next_step = 0, 1.0
+        self._first: float = 1 if every else math.inf
+        """How many steps after the build, or after a load of state, weights are compared."""
+        self._last_step, self._next_step = 0, self._first
         self.num_loads = 0
         """How many loads of optimizer state have been seen."""
 
     def is_due(self, num_steps: int, num_loads: int) -> bool:
         """Whether to compare now, after so many steps and loads; True only once for each step."""
         if self.num_loads != num_loads:
-            self.num_loads, self._next_step = num_loads, num_steps + 1
+            self.num_loads, self._next_step = num_loads, num_steps + self._first
         is_wanted = num_steps >= self._next_step or is_due(num_steps, self._every, 1)
-        if not (self._every and num_steps > self._last_step and is_wanted):
+        if not is_wanted or num_steps <= self._last_step:
             return False
         self._last_step, self._next_step = num_steps, math.inf
         return True

@@ -3,6 +3,7 @@
 Law: what the user has changed since the build, and a step would ignore, is reported before the step.
 """
 
+import itertools
 from collections.abc import Iterable
 from typing import Any
 
@@ -15,10 +16,10 @@ from fourfold.plan.check import step_hook_conflicts
 from fourfold.plan.intervals import is_due
 from fourfold.plan.plan import Plan
 from fourfold.plan.sample_order import BatchRange
-from fourfold.step.batch_norm import FrozenBatchNorms
 from fourfold.step.collective_calls import CollectiveCalls, with_samples
 from fourfold.step.duplicate_batches import DuplicateBatches, fingerprint
 from fourfold.step.grad_sync import GradSync
+from fourfold.step.model_checks import watch_frozen_norms
 from fourfold.step.nan_guard import NanGuard, Skipped
 from fourfold.step.replica_drift import DriftChecker, ReplicatedTensor
 from fourfold.step.same_source import check_same_source
@@ -42,14 +43,17 @@ class StepChecks:
         weights: Weights,
         sync: GradSync,
     ) -> None:
-        self._plan, self._calls, self._weights, self._sync = plan, calls, weights, sync
+        self._calls, self._weights, self._sync, self._sync_interval = calls, weights, sync, plan.sync_interval
         self._optimizer_watch = OptimizerWatch(optimizer, step_hook_conflicts(plan))
-        self._frozen_norms = FrozenBatchNorms(model, plan)
+        self._frozen_norms = watch_frozen_norms(model, plan)
         self._options = OptionTracker(optimizer)
         world = calls.world
         self._duplicate_batches = DuplicateBatches(
             options.same_batches, num_data_ranks=plan.dp, is_log_rank=world.rank == 0
         )
+        places = map(plan.mesh.coordinates, range(world.size))
+        self._first_of_samples = [not (place["pp"] or place["sp"] or place["tp"]) for place in places]
+        """By rank: whether it is the first of those that share samples."""
         self._drift_checker = DriftChecker(world, options.drift_check)
         self._nan_guard = NanGuard(world, model, limit=options.skip_nan)
         self._num_calls = 0
@@ -63,7 +67,7 @@ class StepChecks:
         self._check_unchanged(has_pending_updates=has_pending_updates)
         call = with_samples(f"step {self._calls.num_steps + 1}", samples)
         self._calls.begin_step(with_options(call, self._options.text()))
-        compares_batches = self._duplicate_batches.is_active and samples is None
+        compares_batches = self._duplicate_batches.num_left > 0 and samples is None
         compares_sources = self._num_calls == 0 and samples is not None
         if compares_all or compares_batches or compares_sources:
             self._calls.check_same()  # before other collectives than sums
@@ -75,13 +79,7 @@ class StepChecks:
     def _compare_batches(self, batch: Any) -> None:
         """Raise TaskError, on every rank, where all data ranks train on the same batches. Collective."""
         by_rank = self._calls.world.all_gather_json(fingerprint(batch))
-        # Of the ranks that share samples, the first.
-        firsts = [rank for rank in range(len(by_rank)) if self._is_first_of_samples(rank)]
-        self._duplicate_batches.compare([by_rank[rank] for rank in firsts])
-
-    def _is_first_of_samples(self, rank: int) -> bool:
-        place = self._plan.mesh.coordinates(rank)
-        return not (place["pp"] or place["sp"] or place["tp"])
+        self._duplicate_batches.compare(list(itertools.compress(by_rank, self._first_of_samples)))
 
     def _check_unchanged(self, *, has_pending_updates: bool) -> None:
         """Raise if the optimizer or the model has changed since the build in a way that a step would ignore."""
@@ -95,13 +93,13 @@ class StepChecks:
             )
         # In steps 0, 1, 2, 4, 8, … all weights are compared: a loop that writes weights is found early.
         is_early = self._num_calls & (self._num_calls - 1) == 0
-        is_compared = is_due(self._calls.num_steps, self._drift_checker.every, self._plan.sync_interval)
+        is_compared = is_due(self._calls.num_steps, self._drift_checker.every, self._sync_interval)
         self.check_no_edits(call, compare_all=is_early or is_compared, sampled=not has_pending_updates)
 
     def check_no_edits(self, call: str, *, compare_all: bool = False, sampled: bool = True) -> None:
         """Raise TaskError if weights have been written outside of `edit`, and the next update would ignore it."""
-        if self._sync.keeps_reference and self.is_synchronized:
-            self._weights.edits.accept_edits()  # they become the reference weights
+        if self.is_synchronized:
+            self._sync.accept_edits(self._weights.edits)
         if problems := self._weights.edit_problems(compare_all=compare_all, sampled=sampled):
             error = TaskError(problems, where="the model")
             self._calls.raise_after_mismatch(f"{call}, with weights that were written", error)
@@ -109,11 +107,11 @@ class StepChecks:
     @property
     def is_synchronized(self) -> bool:
         """Whether all ranks have the same weights: always, or with local steps just after they are averaged."""
-        return self._calls.num_steps % self._plan.sync_interval == 0
+        return self._calls.num_steps % self._sync_interval == 0
 
     def save_buffers(self) -> None:
         """Before a step: copy what a skipped step must restore."""
-        self._nan_guard.save_buffers()
+        self._nan_guard.policy.save_buffers()
 
     def after_step(self, step: StepState, samples: BatchRange | None) -> Skipped | None:
         """After a step, which is counted: None if it was good. Collective if it was bad. Raises TrainingError."""
@@ -128,10 +126,10 @@ class StepChecks:
         """Steps done by this object."""
         return self._num_calls
 
-    @property
-    def compares_replicas(self) -> bool:
-        """Whether replicas of weights are compared after this step; asked once for each step."""
-        return self._drift_checker.is_due(self._calls.num_steps, self._plan.sync_interval)
+    def compare_replicas_if_due(self, tensors: Iterable[ReplicatedTensor]) -> None:
+        """After a step: `compare_replicas` if `drift_check` says so. `tensors` are read only then."""
+        if self._drift_checker.is_due(self._calls.num_steps, self._sync_interval):
+            self.compare_replicas(tensors)
 
     def compare_replicas(self, tensors: Iterable[ReplicatedTensor]) -> None:
         """Raise DivergenceError, on every rank, if replicas of weights differ. Collective."""

@@ -87,8 +87,7 @@ class StepRunner:
         skipped = self._checks.after_step(step, samples)
         if self._parts.device.type == "cpu":
             _tune_freed_memory(self._checks.num_calls)
-        if self._checks.compares_replicas:
-            self._checks.compare_replicas(self._access.replicated_tensors(self._model))
+        self._checks.compare_replicas_if_due(self._access.replicated_tensors(self._model))
         self._learn_use_orders()
         if not programs.has_record:
             # Without elements there is no estimate.

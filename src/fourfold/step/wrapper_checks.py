@@ -45,7 +45,7 @@ class WrapperChecks:
         self._duplicate_batches = DuplicateBatches(same_batches, num_data_ranks=plan.dp, is_log_rank=world.rank == 0)
         settings = {"same_batches": same_batches, "drift_check": drift_check}
         _check_same_build(optimizer, model, plan, world, settings)
-        self._input_fingerprints = InputFingerprints(model) if self._duplicate_batches.is_active else NoFingerprints()
+        self._input_fingerprints = InputFingerprints(model) if self._duplicate_batches.num_left else NoFingerprints()
         self.options = OptionTracker(optimizer)
         """The options of the optimizer's groups, which the call of every round carries."""
         self._drift_checker = DriftChecker(world, drift_check, attempt=WRAPPER_HINT)
@@ -53,12 +53,12 @@ class WrapperChecks:
 
     def compare_batches(self) -> None:
         """Raise TaskError, on every rank, where all data ranks train on the same batches. Collective."""
-        if not self._duplicate_batches.is_active:
+        if not self._duplicate_batches.num_left:
             return
         try:
             self._duplicate_batches.compare(self._data_ranks.all_gather_json(self._input_fingerprints.pop()))
         finally:
-            if not self._duplicate_batches.is_active:
+            if not self._duplicate_batches.num_left:
                 self._input_fingerprints.remove_hook()
 
     def compare_weights_if_due(self, num_steps: int, num_loads: int) -> None:
