@@ -185,7 +185,6 @@ CHOSEN_ELSEWHERE = {
     "distributed_optimizer.py isinstance DistributedOptimizer": "refuses to be wrapped again",
     "distributed_optimizer.py optional Communicator": "public: the ranks, where they are joined already",
     "grad_averager.py plan.unused": "assembles what averages gradients: whether ranks with a gradient are counted",
-    "replica_drift.py plan.batch_norm": "refuses frozen weights that differ, unless they are a rank's own state",
 }
 RECORDS = {"NamedTuple", "TypedDict", "Enum", "StrEnum", "IntEnum", "Exception"}
 

@@ -16,6 +16,7 @@ from fourfold.parts.comm.communicator import Communicator
 from fourfold.parts.comm.meter import CommMeter
 from fourfold.parts.optim.user_optimizer import OptimizerFactory, build_optimizer
 from fourfold.parts.sequence.sequence_group import connect_sequence
+from fourfold.plan.batch_split import BatchSplit
 from fourfold.plan.check import read_only_reason, step_hook_conflicts
 from fourfold.plan.data.buckets import Bucket
 from fourfold.plan.plan import Plan
@@ -24,12 +25,15 @@ from fourfold.step.batch_layout import BatchLayout, TokenShards, WholeSamples
 from fourfold.step.collective_calls import CollectiveCalls
 from fourfold.step.dry_run.first_batch import DryRun
 from fourfold.step.dry_run.weight_write_check import WeightWriteCheck
+from fourfold.step.duplicate_batches import DuplicateBatches
 from fourfold.step.loss_function import ModelLoss, UserLoss
-from fourfold.step.model_checks import check_model_loss, check_update_timing
+from fourfold.step.model_checks import check_model_loss, check_update_timing, watch_frozen_norms
+from fourfold.step.nan_guard import NanGuard
 from fourfold.step.objective import Objective
 from fourfold.step.persistent_state import PersistentState
+from fourfold.step.replica_drift import DriftChecker
 from fourfold.step.sequence.sequence_parallel import SequenceParallel
-from fourfold.step.stage_assembly import lay_out, make_stage
+from fourfold.step.stage_assembly import StageAssembly, lay_out, make_stage
 from fourfold.step.step_checks import StepChecks
 from fourfold.step.step_options import StepOptions
 from fourfold.step.step_parts import StepParts
@@ -41,7 +45,7 @@ from fourfold.step.update_timing import (
     UpdateInForward,
     UpdateTiming,
 )
-from fourfold.step.user_optimizer import check_user_optimizer
+from fourfold.step.user_optimizer import OptimizerWatch, check_user_optimizer
 from fourfold.step.weights import Weights
 
 
@@ -53,6 +57,7 @@ class Assembly(NamedTuple):
     programs: StepPrograms
     calls: CollectiveCalls
     checks: StepChecks
+    split: BatchSplit
     batches: BatchLayout
     dry_run: DryRun
     state: PersistentState
@@ -97,7 +102,8 @@ def assemble(
         timing=_make_timing(plan, parts),
         programs=StepPrograms(stage.trained.blueprint, world.rank),
         calls=calls,
-        checks=StepChecks(model, optimizer, plan, options, calls, weights, stage.sync),
+        checks=_make_checks(model, optimizer, plan, options, calls, stage),
+        split=plan.batch_split,
         batches=_make_batches(model, loss, plan, world, meter, seed=options.seed),
         dry_run=_make_dry_run(model, objective, plan, weights, world),
         state=stage.state,
@@ -112,6 +118,32 @@ def _make_timing(plan: Plan, parts: StepParts) -> UpdateTiming:
     if plan.update == "in_forward":
         return UpdateInForward(parts)
     return ImmediateUpdates(UPDATE_IN_BACKWARD if plan.update == "in_backward" else UPDATE_AFTER)
+
+
+def _make_checks(
+    model: nn.Module,
+    optimizer: Optimizer,
+    plan: Plan,
+    options: StepOptions,
+    calls: CollectiveCalls,
+    stage: StageAssembly,
+) -> StepChecks:
+    world = calls.world
+    compares_frozen = not plan.batch_split.has_local_batch_norm
+    return StepChecks(
+        calls,
+        stage.parts.weights,
+        stage.sync,
+        optimizer_watch=OptimizerWatch(optimizer, step_hook_conflicts(plan)),
+        frozen_norms=watch_frozen_norms(model, plan),
+        duplicate_batches=DuplicateBatches(
+            options.same_batches,
+            data_ranks=plan.mesh.peers(0, "dp"),  # of the ranks that share samples, the first
+            is_log_rank=world.rank == 0,
+        ),
+        drift_checker=DriftChecker(world, options.drift_check, compares_frozen=compares_frozen),
+        nan_guard=NanGuard(world, model, limit=options.skip_nan),
+    )
 
 
 def _make_batches(

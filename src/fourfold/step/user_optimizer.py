@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 from torch.optim import Adagrad, Optimizer
 
+from fourfold.parts.optim.option_tracker import OptionTracker
 from fourfold.parts.optim.step_hooks import has_custom_step
 from fourfold.parts.torch_private import has_any_hook, has_step_hooks, state_dict_hooks, step_post_hooks, step_pre_hooks
 from fourfold.words.errors import OptimizerError, Problem
@@ -42,6 +43,8 @@ class OptimizerWatch:
 
     def __init__(self, optimizer: Optimizer, hook_conflicts: Mapping[str, str]) -> None:
         self._optimizer, self._hook_conflicts = optimizer, hook_conflicts
+        self.options = OptionTracker(optimizer)
+        """The options of the optimizer's groups, which the call of every step carries."""
         self._initial_params = [list(group["params"]) for group in optimizer.param_groups]
         self._initial_state_id, self._checked_step_functions = self._state_id(), self._step_functions()
 

@@ -41,14 +41,16 @@ class WrapperChecks:
 
         Raises PlanError, on every rank, unless all ranks have the same parameters, plan, options and optimizer.
         """
-        self._model, self._plan, self._data_ranks = model, plan, world.along("dp")
-        self._duplicate_batches = DuplicateBatches(same_batches, num_data_ranks=plan.dp, is_log_rank=world.rank == 0)
+        self._model, self._data_ranks = model, world.along("dp")
+        self._duplicate_batches = DuplicateBatches(same_batches, data_ranks=range(plan.dp), is_log_rank=world.rank == 0)
         settings = {"same_batches": same_batches, "drift_check": drift_check}
         _check_same_build(optimizer, model, plan, world, settings)
         self._input_fingerprints = InputFingerprints(model) if self._duplicate_batches.num_left else NoFingerprints()
         self.options = OptionTracker(optimizer)
         """The options of the optimizer's groups, which the call of every round carries."""
-        self._drift_checker = DriftChecker(world, drift_check, attempt=WRAPPER_HINT)
+        self._drift_checker = DriftChecker(
+            world, drift_check, compares_frozen=not plan.batch_split.has_local_batch_norm, attempt=WRAPPER_HINT
+        )
         self._drift_schedule = DriftSchedule(self._drift_checker.every)
 
     def compare_batches(self) -> None:
@@ -68,7 +70,7 @@ class WrapperChecks:
 
     def compare_weights(self, num_steps: int) -> None:
         """Raise DivergenceError, on every rank, if the weights differ after so many steps. Collective."""
-        tensors = list(replicated_tensors(self._model, self._plan))
+        tensors = replicated_tensors(self._model)
         self._drift_checker.compare(tensors, f"after step {num_steps}", update_kind=self.options.implementation())
 
     def restart_counting_loads(self) -> None:
