@@ -179,12 +179,14 @@ def test_every_form_of_storing_an_attribute_is_counted():
 
 
 # Where a step's parts are chosen, and where what cannot be carried out is refused.
-CHOOSES_OR_REFUSES = {"assembly", "stage_assembly", "model_checks", "argument_checks", "memory_bound"}
+CHOOSES_OR_REFUSES = {
+    *("assembly", "stage_assembly", "wrapper_assembly"),
+    *("model_checks", "argument_checks", "memory_bound"),
+}
 # What else in step/ depends on a mode of the plan, on the class of a part, or on whether there is one, and why.
 CHOSEN_ELSEWHERE = {
     "distributed_optimizer.py isinstance DistributedOptimizer": "refuses to be wrapped again",
     "distributed_optimizer.py optional Communicator": "public: the ranks, where they are joined already",
-    "grad_averager.py plan.unused": "assembles what averages gradients: whether ranks with a gradient are counted",
 }
 RECORDS = {"NamedTuple", "TypedDict", "Enum", "StrEnum", "IntEnum", "Exception"}
 

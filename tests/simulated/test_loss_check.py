@@ -354,7 +354,9 @@ def test_torchscript_is_not_checked_and_not_changed():
     before = [p.clone() for p in model.parameters()]
     given = torch.ones(3, 4), torch.zeros(3, dtype=torch.int64)
     options = {"memory_fit": MemoryFit(), "device": torch.device("cpu")}
-    verdict = loss_check.check_loss(model, Objective(UserLoss(F.cross_entropy)), given, [given, given], **options)
+    verdict = loss_check.check_loss(
+        model, Objective(UserLoss(F.cross_entropy), is_batch_split=True), given, [given, given], **options
+    )
     assert verdict.problem is None
     assert verdict.config is None
     assert "TorchScript" in verdict.fallback_reason

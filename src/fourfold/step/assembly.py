@@ -77,7 +77,7 @@ def assemble(
 ) -> Assembly:
     """Make all parts of a step. Collective. Raises PlanError, OptimizerError, TaskError or SettingError."""
     check_model_loss(loss, plan)
-    objective, meter = Objective(ModelLoss() if loss is None else UserLoss(loss)), CommMeter()
+    objective, meter = _make_objective(loss, plan), CommMeter()
     optimizer = build_optimizer(optimizer_factory, list(model.parameters()))
     check_update_timing(optimizer, plan)
     check_user_optimizer(optimizer, step_hook_conflicts(plan))
@@ -112,6 +112,11 @@ def assemble(
         buckets=stage.trained.buckets,
         transport_name=stage.transport_name,
     )
+
+
+def _make_objective(loss: Callable[[Any, Any], Any] | None, plan: Plan) -> Objective:
+    num_parts = plan.reduce_group_size * plan.microbatches
+    return Objective(ModelLoss() if loss is None else UserLoss(loss), is_batch_split=num_parts > 1)
 
 
 def _make_timing(plan: Plan, parts: StepParts) -> UpdateTiming:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from fourfold.parts.torch_private import BatchNormBase
-from fourfold.words.errors import Problem
+from fourfold.words.errors import Problem, TaskError
 
 FREEZE_HINT = "frozen statistics (norm.eval() after model.train())"
 
@@ -29,6 +29,11 @@ class FrozenBatchNorms:
 
     def __init__(self, frozen: Sequence[tuple[str, BatchNormBase]], num_parts: int) -> None:
         self._frozen, self._num_parts = frozen, num_parts
+
+    def check(self) -> None:
+        """Raise TaskError if one of them is not frozen any more."""
+        if problems := self.problems():
+            raise TaskError(problems, where="the model")
 
     def problems(self) -> list[Problem]:
         """Which of them are not frozen any more."""

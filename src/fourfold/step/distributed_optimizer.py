@@ -23,13 +23,12 @@ from fourfold.plan.intervals import DRIFT_CHECK
 from fourfold.plan.plan import Plan
 from fourfold.step import argument_checks
 from fourfold.step.broadcast_tree import broadcast_model, broadcast_tree
-from fourfold.step.grad_averager import GradAverager
-from fourfold.step.model_checks import check_plan_on_ranks, watch_frozen_norms
+from fourfold.step.model_checks import check_plan_on_ranks
 from fourfold.step.optimizer_proxy import OptimizerProxy
-from fourfold.step.optimizer_steps import OptimizerSteps
 from fourfold.step.uneven_inputs import EvenInputs, Rounds, UnevenInputs
 from fourfold.step.unreduced_grads import UnreducedGrads
 from fourfold.step.weights import trainable_parameters
+from fourfold.step.wrapper_assembly import make_averager, make_steps
 from fourfold.step.wrapper_checks import WrapperChecks
 from fourfold.words.errors import OptimizerError, Problem, TrainingError
 
@@ -91,12 +90,12 @@ class DistributedOptimizer(OptimizerProxy):
         # hooks of tensors: torch.autograd.grad would call them too, which leaves nothing to reduce.
         for parameter in trainable.values():
             register_last_hook(parameter, self._on_backward_begin)
-        self._averager = GradAverager(trainable, optimizer, plan, world)
+        self._averager = make_averager(trainable, optimizer, plan, world)
         self._world = self._averager.world
-        self._unreduced = UnreducedGrads(self._averager.reduced_grads, self._averager.views, optimizer)
-        frozen_norms = watch_frozen_norms(model, plan)
-        self._steps = OptimizerSteps(optimizer, model, self._unreduced, frozen_norms, self._world, num_ranks=world.size)
-        self._rounds: Rounds = EvenInputs(self._world, self._checks, self._steps, num_ranks=self._averager.num_ranks)
+        self._unreduced = UnreducedGrads(self._averager.reduced_grads, self._averager.views, optimizer, model)
+        self._steps = make_steps(optimizer, model, plan, self._averager, self._unreduced)
+        self._even = EvenInputs(self._world, self._checks, self._steps, num_ranks=self._averager.num_ranks)
+        self._rounds: Rounds = self._even
         self._claim_parameters(trainable)
         self._is_built = True
 
@@ -116,7 +115,7 @@ class DistributedOptimizer(OptimizerProxy):
     def _mark_replaced(self) -> None:
         """Stop listening: a newer DistributedOptimizer owns some of the parameters."""
         self._is_replaced = True
-        self._averager.set_listening(False)
+        self._averager.ignore()
         self._steps.remove_hooks()
         self._checks.remove_hook()
 
@@ -135,7 +134,7 @@ class DistributedOptimizer(OptimizerProxy):
             got = "a backward after one that ended with an error, or within another one"
             raise TrainingError(Problem(got, "ranks that agree on what has been summed", "a new DistributedOptimizer"))
         self._backward_id = backward
-        self._begin_round(has_data=True)
+        self._rounds.begin_round(self._next_round())
         self._averager.begin_round()
         call_after_backward(self._on_backward_end)
 
@@ -153,10 +152,11 @@ class DistributedOptimizer(OptimizerProxy):
             self._averager.begin_next_round()
         self._checks.compare_batches()
 
-    def _begin_round(self, *, has_data: bool) -> None:
-        self._num_backwards += 1
+    def _next_round(self) -> int:
+        """Count a backward that reduces, or a shadow of one; returns its number, from 1."""
         self._steps.begin_round()
-        self._rounds.begin_round(self._num_backwards, has_data=has_data)
+        self._num_backwards += 1
+        return self._num_backwards
 
     def check_drift(self) -> None:
         """Compare the ranks' weights now, as `drift_check` does after every so many steps. Collective.
@@ -174,12 +174,13 @@ class DistributedOptimizer(OptimizerProxy):
         """Inside, gradients add up on this rank alone; the next backward outside reduces their sums."""
         self._check_not_replaced()
         self._is_sync_enabled = False
-        self._averager.set_listening(False)
+        self._averager.ignore()
         try:
             yield
         finally:
             self._is_sync_enabled = True
-            self._averager.set_listening(not self._is_replaced)
+            if not self._is_replaced:
+                self._averager.listen()
 
     @contextlib.contextmanager
     def join(self, *, divide_by_initial_world_size: bool = True, states: Sequence[Any] = ()) -> Iterator[None]:
@@ -199,19 +200,19 @@ class DistributedOptimizer(OptimizerProxy):
         """
         self._check_not_replaced()
         argument_checks.check_join_states(states)
-        if self._steps.is_in_join:
+        if self._rounds is not self._even:
             raise TrainingError(Problem("join() within join()", "one around the whole loop"))
-        rounds = UnevenInputs(
-            self._data_ranks, self._world, self._checks.options, divides_by_world_size=divide_by_initial_world_size
-        )
-        even, self._rounds, self._steps.is_in_join = self._rounds, rounds, True
+        min_divisor = self._data_ranks.size if divide_by_initial_world_size else 1
+        rounds = UnevenInputs(self._data_ranks, self._world, self._checks.options, min_divisor=min_divisor)
+        losses = self._steps.losses
+        self._rounds, self._steps.losses = rounds, losses.within_join()
         try:
             yield
             with torch.no_grad():
                 while self._shadow_round(rounds):
                     pass
         finally:
-            self._rounds, self._steps.is_in_join = even, False
+            self._rounds, self._steps.losses = self._even, losses
         self._copy_longest_rank(rounds.num_rounds, states)
 
     def _copy_longest_rank(self, num_rounds: int, states: Sequence[Any]) -> None:
@@ -230,7 +231,7 @@ class DistributedOptimizer(OptimizerProxy):
 
     def _shadow_round(self, rounds: UnevenInputs) -> bool:
         """Add zeros to a round of the others; False where no rank has data left."""
-        self._begin_round(has_data=False)
+        rounds.begin_shadow_round(self._next_round())
         num_active = rounds.count_active_ranks()
         if not num_active:
             return False

@@ -5,27 +5,49 @@ slot   the part of a bucket's buffer that holds one parameter's gradient; after 
 Law: after a round, every `.grad` is the mean over the ranks, or None where no rank has a gradient.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from typing import Protocol
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
-from fourfold.parts.comm import transports
-from fourfold.parts.comm.communicator import Communicator
-from fourfold.parts.comm.meter import CommMeter
-from fourfold.parts.comm.reduce.transport_spec import spec_of_request
-from fourfold.parts.comm.topology import gather_topology
-from fourfold.parts.data.flat_params import param_specs
+from fourfold.parts.comm.reduce.protocol import DataTransport, ScalarReducer, WorldChannel
+from fourfold.parts.data.countdown import Countdown
 from fourfold.parts.data.grad_buckets import GradBuckets
 from fourfold.parts.data.grad_hooks import GradHooks
 from fourfold.parts.data.gradients import MeanSink, launch_all
-from fourfold.plan.lowering import lower
-from fourfold.plan.plan import Plan
-from fourfold.plan.update_spec import UpdateSpec
 from fourfold.step.memory_formats import MemoryFormats
 from fourfold.step.unreduced_grads import ReducedGrad
 from fourfold.words.program import USED_PARAMS
+
+
+class UsedParams(Protocol):
+    """Which parameters have a gradient."""
+
+    def num_ranks_with_grad(self) -> Sequence[float]:
+        """By parameter: on how many ranks it has one in this round. Collective, if ranks may differ."""
+        ...
+
+
+class AllUsed:
+    """Each parameter has a gradient on every rank, or the round has raised: each counts as one."""
+
+    def __init__(self, num_params: int) -> None:
+        self._ones = [1.0] * num_params
+
+    def num_ranks_with_grad(self) -> Sequence[float]:
+        return self._ones
+
+
+class UsedOnSomeRanks:
+    """A parameter may have a gradient on some ranks only, or on none."""
+
+    def __init__(self, countdown: Countdown, scalars: ScalarReducer) -> None:
+        self._countdown, self._scalars = countdown, scalars
+
+    def num_ranks_with_grad(self) -> Sequence[float]:
+        self._scalars.all_reduce_async(USED_PARAMS, torch.tensor(self._countdown.reached, dtype=torch.float64))
+        return self._scalars.wait(USED_PARAMS)
 
 
 class GradAverager:
@@ -33,39 +55,34 @@ class GradAverager:
 
     def __init__(
         self,
-        trainable: Mapping[str, nn.Parameter],
-        optimizer: Optimizer,
-        plan: Plan,
-        world: Communicator,
+        world: WorldChannel,
+        transport: DataTransport,
+        gradients: GradBuckets,
+        reduced_grads: Sequence[ReducedGrad],
+        used: UsedParams,
+        memory_formats: MemoryFormats,
     ) -> None:
-        """`world` lies on the plan's mesh. Collective."""
-        blueprint = lower(plan, param_specs(trainable, {}), gather_topology(world), UpdateSpec())
-        group = blueprint.group_of(world.rank)
-        buckets, spec = group.buckets, spec_of_request(group.request)
-        self._allows_unused = plan.unused == "allow"
-        meter = CommMeter()
-        self.world = transports.make_world_channel(world, plan.transport, meter)
-        transport = transports.make_data_transport(
-            world.along("dp", "sp"), spec, meter=meter, calls=self.world.calls, choice=plan.transport
-        )
-        self._transport, self._reducer, self.transport_name = transport, transport.grads, transport.description
-        self._gradients = GradBuckets(dict(trainable), buckets, self._reducer, meter, allow_unused=self._allows_unused)
-        self._hooks, self._sink = GradHooks(self._gradients.slots.parameters), MeanSink(self._gradients)
+        """`reduced_grads`: by bucket and slot."""
+        self.world, self._transport, self._reducer = world, transport, transport.grads
+        self._gradients, self._used, self._memory_formats = gradients, used, memory_formats
+        self._hooks, self._sink = GradHooks(gradients.slots.parameters), MeanSink(gradients)
         self.begin_next_round()
-        self.set_listening(True)
-        self.num_buckets = len(buckets)
-        buffers = self._reducer.grad_buffers
-        self.reduced_grads = [
-            ReducedGrad(slot.name, trainable[slot.name], buffers[bucket.index])
-            for bucket in buckets
-            for slot in bucket.slots
-        ]
-        self.parameters = [each.parameter for each in self.reduced_grads]
-        self._memory_formats = MemoryFormats(trainable, optimizer)
+        self.listen()
+        self.num_buckets = len(transport.grads.grad_buffers)
+        self.reduced_grads = reduced_grads
+        self.parameters = [each.parameter for each in reduced_grads]
 
-    def set_listening(self, listening: bool) -> None:
-        """Whether gradients are stored and reduced; else they stay where autograd puts them."""
-        self._hooks.sink = self._sink if listening else None
+    def listen(self) -> None:
+        """Store and reduce gradients from now on."""
+        self._hooks.sink = self._sink
+
+    def ignore(self) -> None:
+        """Leave gradients where autograd puts them from now on."""
+        self._hooks.sink = None
+
+    @property
+    def transport_name(self) -> str:
+        return self._transport.description
 
     @property
     def num_ranks(self) -> int:
@@ -91,12 +108,12 @@ class GradAverager:
         """Launch all remaining buckets; slots without a gradient are zero."""
         launch_all(self._gradients, 1.0)
 
-    def average(self, divisor: int) -> list[float]:
+    def average(self, divisor: int) -> Sequence[float]:
         """Fill the slots with the sums over all ranks, divided by `divisor`. Collective; waits for the reductions.
 
         Returns how many ranks have a gradient of each of `self.parameters`; 1 for each with `unused = "refuse"`.
         """
-        num_ranks_with_grad = self._count_ranks_with_grad()
+        num_ranks_with_grad = self._used.num_ranks_with_grad()
         for bucket in range(self.num_buckets):
             self._reducer.wait_reduce(bucket, 1.0)
         self._reducer.scale_grads(1.0 / divisor)
@@ -104,17 +121,9 @@ class GradAverager:
             self._reducer.all_gather_grads(bucket)
         return num_ranks_with_grad
 
-    def _count_ranks_with_grad(self) -> list[float]:
-        if not self._allows_unused:
-            return [1.0] * len(self.parameters)
-        reached = torch.tensor(self._gradients.countdown.reached, dtype=torch.float64)
-        self._transport.scalars.all_reduce_async(USED_PARAMS, reached)
-        return self._transport.scalars.wait(USED_PARAMS)
-
     def assign_grads(self, num_ranks_with_grad: Sequence[float]) -> None:
         """Make each `.grad` a view of its slot; None where no rank has a gradient."""
-        if self._memory_formats.uses_memory_order:
-            self._memory_formats.check_unchanged()
+        self._memory_formats.check_memory_order()
         try:
             for parameter, view, count in zip(self.parameters, self.views, num_ranks_with_grad, strict=True):
                 parameter.grad = view if count else None

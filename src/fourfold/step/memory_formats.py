@@ -4,7 +4,7 @@ memory format  dtype, device and strides
 Law: a gradient has the memory format of its parameter, so that a fused update reads both in the same order.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from fourfold.words.errors import Problem, TrainingError
 
 MAX_NAMES = 3  # names in a message
+_MemoryFormat = tuple[object, ...]
 
 
 def shape_and_strides(parameter: Tensor) -> list[int] | str:
@@ -28,32 +29,37 @@ class MemoryFormats:
     """The memory formats that parameters had when their slots were made."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], optimizer: Optimizer) -> None:
-        self._parameters = parameters
-        self._initial = [_memory_format(parameter) for parameter in parameters.values()]
-        self.uses_memory_order = any(group.get("fused") for group in optimizer.param_groups)
-        """Whether updates go through memory in order, as fused ones do: then every round checks for a change."""
+        self._initial = [(name, parameter, _memory_format(parameter)) for name, parameter in parameters.items()]
+        is_fused = any(group.get("fused") for group in optimizer.param_groups)
+        self._in_memory_order = self._initial if is_fused else []
+
+    def check_memory_order(self) -> None:
+        """`check_unchanged`, if updates go through memory in order, as fused ones do."""
+        _check(self._in_memory_order)
 
     def check_unchanged(self) -> None:
         """Raise TrainingError naming the parameters whose memory format has changed."""
-        changed = [
-            f"{name} ({_describe_change(initial, _memory_format(parameter))})"
-            for (name, parameter), initial in zip(self._parameters.items(), self._initial, strict=True)
-            if _memory_format(parameter) != initial
-        ]
-        if changed:
-            more = f" and {len(changed) - MAX_NAMES} more" if len(changed) > MAX_NAMES else ""
-            got = (
-                f"parameters that were converted after DistributedOptimizer was built: {', '.join(changed[:MAX_NAMES])}"
-            )
-            need = "the dtype, device and memory format that gradients are reduced in"
-            raise TrainingError(Problem(got + more, need, "model.to(…) before DistributedOptimizer(…)"))
+        _check(self._initial)
 
 
-def _memory_format(parameter: Tensor) -> tuple[object, ...]:
+def _check(initial: Sequence[tuple[str, Tensor, _MemoryFormat]]) -> None:
+    changed = [
+        f"{name} ({_describe_change(before, _memory_format(parameter))})"
+        for name, parameter, before in initial
+        if _memory_format(parameter) != before
+    ]
+    if changed:
+        more = f" and {len(changed) - MAX_NAMES} more" if len(changed) > MAX_NAMES else ""
+        got = f"parameters that were converted after DistributedOptimizer was built: {', '.join(changed[:MAX_NAMES])}"
+        need = "the dtype, device and memory format that gradients are reduced in"
+        raise TrainingError(Problem(got + more, need, "model.to(…) before DistributedOptimizer(…)"))
+
+
+def _memory_format(parameter: Tensor) -> _MemoryFormat:
     return parameter.dtype, parameter.device, parameter.stride()
 
 
-def _describe_change(before: tuple[object, ...], now: tuple[object, ...]) -> str:
+def _describe_change(before: _MemoryFormat, now: _MemoryFormat) -> str:
     """For example `torch.float32 to torch.float64`."""
     old, new = next((old, new) for old, new in zip(before, now, strict=True) if old != new)
     return f"strides {list(old)} to {list(new)}" if isinstance(old, tuple) else f"{old} to {new}"  # type: ignore[call-overload]

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -49,10 +49,41 @@ class ForwardResult(NamedTuple):
     """In a dry run: the functions with a kink through which a mean over the batch passes."""
 
 
+class ConsistencyCounts(Protocol):
+    """What is summed besides the count of a scalar loss, to find parts of a batch whose losses do not add up."""
+
+    def __call__(self, value: Tensor, means: Sequence[LossCall], count: Count, outputs: Any) -> list[Count]:
+        """Values that are proportional to `count` only if all parts have the same divisors and the same means."""
+        ...
+
+
+class WholeBatch:
+    """The batch is not split: it is its only part."""
+
+    def __call__(self, value: Tensor, means: Sequence[LossCall], count: Count, outputs: Any) -> list[Count]:
+        return []
+
+
+class SplitBatch:
+    """The batch is split."""
+
+    def __init__(self, loss: LossFunction, divisors: LossDivisors) -> None:
+        self._loss, self._divisors = loss, divisors
+
+    def __call__(self, value: Tensor, means: Sequence[LossCall], count: Count, outputs: Any) -> list[Count]:
+        counts = self._divisors.proportional_counts(value, count)
+        if means:
+            index = OutputIndex(self._loss.leaves(outputs))
+            origins = [(each.name, each.call_site, index.index_of(each.value)) for each in means]
+            counts.append(signature(*origins) * count)
+        return counts
+
+
 class Objective:
     """The loss of a training step. The first batches show how it must be weighted."""
 
-    def __init__(self, loss: LossFunction) -> None:
+    def __init__(self, loss: LossFunction, *, is_batch_split: bool) -> None:
+        """`is_batch_split`: the parts of a batch must add up."""
         self._loss = loss
         self.is_shape_1_scalar: bool | None = None
         """Whether a loss of shape [1] is a scalar loss; None: not known yet."""
@@ -68,12 +99,10 @@ class Objective:
         """Whether calls are observed in the model's forward too."""
         self._has_calls_in_forward = False
         self.divisors = LossDivisors()
-        self._output_index = OutputIndex([])
+        self._consistency: ConsistencyCounts = SplitBatch(loss, self.divisors) if is_batch_split else WholeBatch()
         self._is_unused_call: list[bool] = []
         """Which calls do not change the scalar loss, such as metrics that are only printed; empty: not known."""
         self._is_trained_call: list[bool] = []
-        self.is_batch_split = True
-        """Whether a batch is split, so that its parts must add up."""
         self._loss_names: Sequence[str] = []
         self.dummy_batch: Microbatch | None = None
         """A sample for the forward of a rank without samples, if forward changes buffers; else None."""
@@ -160,13 +189,7 @@ class Objective:
 
     def _make_result(self, outputs: Any, value: Any, calls: Sequence[LossCall], part: Microbatch) -> ForwardResult:
         trained = self._contributing_calls(value, self._trained_calls(calls))
-        leaves = self._loss.leaves(outputs) if trained and self.is_batch_split else []
-        self._output_index = OutputIndex(leaves)
-        try:
-            loss = self.sum_loss(value, trained, part.num_samples)
-        finally:
-            self._output_index = OutputIndex([])  # do not keep the graph
-        return ForwardResult(outputs, value, trained, loss)
+        return ForwardResult(outputs, value, trained, self.sum_loss(value, trained, part.num_samples, outputs))
 
     def _trained_calls(self, calls: Sequence[LossCall]) -> Sequence[LossCall]:
         """The calls that require gradients; with autograd off, those that did when it was last on."""
@@ -211,8 +234,8 @@ class Objective:
             self.is_shape_1_scalar = True
         return bool(self.is_shape_1_scalar)
 
-    def sum_loss(self, value: Any, calls: Sequence[LossCall], num_samples: int) -> Loss:
-        """The loss as a sum and a count. `calls`: those it was made of."""
+    def sum_loss(self, value: Any, calls: Sequence[LossCall], num_samples: int, outputs: Any) -> Loss:
+        """The loss as a sum and a count. `calls`: those it was made of, and `outputs` those of the model."""
         if not self.is_scalar(value, num_samples):
             return sum_loss(value, num_samples)
         means = [each for each in calls if each.is_mean]
@@ -238,23 +261,12 @@ class Objective:
             divisor = actual_divisor(value.detach().reshape(()), calls[0].value, self.divided_by * count)
             return Loss(total, count, divisor, squared_ratio(divisor, count))
         self._loss_names = [each.name for each in means]
-        if self.is_batch_split:
-            others += self._consistency_counts(value, means, count)
+        others += self._consistency(value, means, count, outputs)
         if not others:
             return Loss(total, count)
         # Factors with no small integer relation between them: differences cannot cancel out.
         other = sum(math.sqrt(2 + index) * each for index, each in enumerate(others))
         return Loss(total, count, other, squared_ratio(other, count))
-
-    def _consistency_counts(self, value: Tensor, means: Sequence[LossCall], count: Count) -> list[Count]:
-        """Values proportional to `count` only if all parts have the same divisors and the same means."""
-        others = self.divisors.proportional_counts(value, count)
-        if means:
-            others.append(
-                signature(*[(each.name, each.call_site, self._output_index.index_of(each.value)) for each in means])
-                * count
-            )
-        return others
 
 
 def _derivatives(value: Any, calls: Sequence[LossCall]) -> list[float | None]:

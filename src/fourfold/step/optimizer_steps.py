@@ -1,24 +1,28 @@
-"""Optimizer steps: the steps of a wrapped optimizer, checked and counted whoever calls them; the loss of a closure.
+"""Optimizer steps: the steps of a wrapped optimizer, checked and counted whoever calls them.
 
 direct step  the user, a GradScaler or a framework calls `step()` of the wrapped optimizer itself, not of its wrapper
-closure      computes a loss and its gradients; some optimizers use the loss itself, for example in a line search
+closure      computes a loss and its gradients
 Law: a step changes weights only by what is the same on all ranks: mean gradients, and the mean of the losses.
 """
 
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
-import torch
-from torch import Tensor, nn
-from torch.optim import LBFGS, Optimizer
+from torch import nn
+from torch.optim import Optimizer
 
-from fourfold.parts.comm.reduce.protocol import WorldChannel
 from fourfold.parts.torch_private import takes_step_hooks
-from fourfold.step.batch_norm import FrozenBatchNorms
+from fourfold.step.closure_losses import ClosureLosses
 from fourfold.step.unreduced_grads import UnreducedGrads
-from fourfold.words.errors import Problem, TaskError, TrainingError
-from fourfold.words.program import LOSS
+
+
+class StepCheck(Protocol):
+    """What is checked before a step changes weights."""
+
+    def check(self) -> None:
+        """Raise TaskError or TrainingError if the step must not be made."""
+        ...
 
 
 class OptimizerSteps:
@@ -27,22 +31,17 @@ class OptimizerSteps:
     def __init__(
         self,
         optimizer: Optimizer,
-        model: nn.Module,
         unreduced: UnreducedGrads,
-        frozen: FrozenBatchNorms,
-        world: WorldChannel,
-        *,
-        num_ranks: int,
+        checks: Sequence[StepCheck],
+        losses: ClosureLosses,
     ) -> None:
-        self._optimizer, self._model, self._unreduced, self._frozen_norms = optimizer, model, unreduced, frozen
-        self._world, self._num_ranks = world, num_ranks
+        self._optimizer, self._unreduced, self._checks = optimizer, unreduced, checks
+        self.losses = losses
+        """Of closures; others within `join()`."""
         self.num_steps = 0
         """Steps done."""
         self.num_loads = 0
         """How often state has been loaded since the last `broadcast_state`."""
-        self.is_in_join = False
-        """Whether this is inside `join()`: ranks without data answer reductions only."""
-        self._uses_loss = _uses_loss(optimizer)
         self._is_through_wrapper = False
         # Nested direct steps: a step may call the step of its parent class, which calls the same hooks again.
         self._depth = 0
@@ -116,46 +115,11 @@ class OptimizerSteps:
         depth, self._depth = self._depth, 0  # stays 0 if the closure raises
         loss = closure(*args, **kwargs)
         self._check_step()
-        if self._uses_loss and self._num_ranks > 1 and loss is not None:
-            loss = self._mean_loss(loss)
+        if loss is not None:
+            loss = self.losses.share(loss, self.num_steps + 1)
         self._depth = depth
         return loss
 
     def _check_step(self) -> None:
-        if self._num_ranks > 1:
-            self._unreduced.check(self._model)
-        if problems := self._frozen_norms.problems():
-            raise TaskError(problems, where="the model")
-
-    def _mean_loss(self, loss: Any) -> Any:
-        """The mean of all ranks' losses, the same bits on every rank. Collective."""
-        kind = type(self._optimizer).__name__
-        if self.is_in_join:
-            need = "a loss on every rank, since a line search uses their mean; ranks without data have none"
-            attempt = "equal numbers of batches and no join(), or an optimizer without a closure"
-            raise TrainingError(Problem(f"{kind} with a closure, within join()", need, attempt), where="step()")
-        if isinstance(loss, Tensor) and loss.numel() != 1:
-            raise TrainingError(_scalar_loss_problem(f"a tensor of shape {list(loss.shape)}", kind), where="step()")
-        try:
-            value = float(loss.detach() if isinstance(loss, Tensor) else loss)
-        except (TypeError, ValueError) as error:
-            raise TrainingError(_scalar_loss_problem(f"a {type(loss).__name__}", kind), where="step()") from error
-        self._world.calls.begin(f"the loss of a closure in step {self.num_steps + 1} of the optimizer")
-        self._world.scalars.all_reduce_async(LOSS, torch.tensor([value], dtype=torch.float64))
-        mean = self._world.scalars.wait(LOSS)[0] / self._num_ranks
-        if not isinstance(loss, Tensor):
-            return mean
-        result = loss.clone()  # with its graph: a step may call backward itself
-        result.data.fill_(mean)
-        return result
-
-
-def _scalar_loss_problem(got: str, kind: str) -> Problem:
-    need = f"one number: {kind} uses its mean over the ranks"
-    return Problem(f"a closure that returns {got}", need, "return loss")
-
-
-def _uses_loss(optimizer: Optimizer) -> bool:
-    """Whether steps may depend on the closure's loss. torch's optimizers other than LBFGS only return it."""
-    known = type(optimizer).__module__.startswith(("torch.optim.", "fourfold."))
-    return isinstance(optimizer, LBFGS) or not known
+        for each in self._checks:
+            each.check()

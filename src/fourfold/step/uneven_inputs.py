@@ -26,8 +26,8 @@ ACTIVE_RANKS = LOSS
 class Rounds(Protocol):
     """What ranks compare in a round, and what its sums are divided by."""
 
-    def begin_round(self, number: int, *, has_data: bool) -> None:
-        """Round `number` of this rank begins. `has_data`: this rank has a batch."""
+    def begin_round(self, number: int) -> None:
+        """Round `number` of this rank begins, with a batch."""
         ...
 
     def finish_round(self) -> int:
@@ -41,8 +41,7 @@ class EvenInputs:
     def __init__(self, world: WorldChannel, checks: WrapperChecks, steps: OptimizerSteps, *, num_ranks: int) -> None:
         self._world, self._checks, self._steps, self._num_ranks = world, checks, steps, num_ranks
 
-    def begin_round(self, number: int, *, has_data: bool) -> None:
-        assert has_data, "only in a `join` block a rank may have no batch"
+    def begin_round(self, number: int) -> None:
         loads = f" and {self._steps.num_loads} × load_state_dict" if self._steps.num_loads else ""
         call = f"backward {number} after {self._steps.num_steps} steps of the optimizer{loads}"
         self._world.calls.begin(with_options(call, self._checks.options.text()))
@@ -63,20 +62,26 @@ class UnevenInputs:
         world: WorldChannel,
         options: OptionTracker,
         *,
-        divides_by_world_size: bool,
+        min_divisor: int,
     ) -> None:
+        """`min_divisor`: what sums are divided by at least, even if fewer ranks are active."""
         self._communicator, self._world, self._options = communicator, world, options
-        self._divides_by_world_size = divides_by_world_size
+        self._min_divisor = min_divisor
         self.num_rounds = 0
         """In how many rounds this rank has had data."""
-        self._call, self._has_data = "", True
+        self._call, self._is_active = "", True
 
-    def begin_round(self, number: int, *, has_data: bool) -> None:
-        """Say whether this rank is active in this round."""
-        self._call, self._has_data = f"backward {number}, within join()", has_data
-        self._world.calls.begin(self._call)
+    def begin_round(self, number: int) -> None:
         digest = float(self._options.short_digest())
-        values = [1.0, digest, digest * digest] if has_data else [0.0] * 3
+        self._begin(number, 1.0, digest, digest * digest)
+
+    def begin_shadow_round(self, number: int) -> None:
+        """Round `number` of this rank begins, in which it has no data."""
+        self._begin(number, 0.0, 0.0, 0.0)
+
+    def _begin(self, number: int, *values: float) -> None:
+        self._call, self._is_active = f"backward {number}, within join()", values[0] > 0
+        self._world.calls.begin(self._call)
         self._world.scalars.all_reduce_async(ACTIVE_RANKS, torch.tensor(values, dtype=torch.float64))
 
     def finish_round(self) -> int:
@@ -97,10 +102,10 @@ class UnevenInputs:
 
     def divisor(self, num_active: int) -> int:
         """What the sum of the active ranks' gradients is divided by."""
-        return self._communicator.size if self._divides_by_world_size else num_active
+        return max(num_active, self._min_divisor)
 
     def _raise_options_differ(self) -> NoReturn:
         """Raise DivergenceError with the options that differ between active ranks. Collective."""
-        texts = self._communicator.all_gather_json(self._options.text() if self._has_data else None)
+        texts = self._communicator.all_gather_json(self._options.text() if self._is_active else None)
         calls = {rank: with_options(self._call, text) for rank, text in enumerate(texts) if text is not None}
         raise divergence_error(calls, attempt="join(states=[scheduler]), after which all ranks have the same")

@@ -30,9 +30,11 @@ class ReducedGrad(NamedTuple):
 class UnreducedGrads:
     """Tracks which gradients of a rank have not been reduced since the last step."""
 
-    def __init__(self, reduced: Sequence[ReducedGrad], views: Sequence[Tensor], optimizer: Optimizer) -> None:
+    def __init__(
+        self, reduced: Sequence[ReducedGrad], views: Sequence[Tensor], optimizer: Optimizer, model: nn.Module
+    ) -> None:
         """`views`: the `.grad` of each parameter after a reduction. The list may change later."""
-        self._reduced, self._views, self._optimizer = reduced, views, optimizer
+        self._reduced, self._views, self._optimizer, self._model = reduced, views, optimizer, model
         self._known_ids = {id(each.parameter) for each in reduced}
         self._slots = list({id(each.slot): each.slot for each in reduced}.values())
         self._all = range(len(reduced))
@@ -53,7 +55,7 @@ class UnreducedGrads:
         self._maybe_unreduced = self._all
         self._versions = {id(slot): version_of(slot) for slot in self._slots}
 
-    def check(self, model: nn.Module) -> None:
+    def check(self) -> None:
         """Raise TrainingError naming the parameters with an unreduced gradient."""
         not_averaged = "has not been averaged over the ranks since the last step"
         need = "the mean gradient: with different gradients the weights of the ranks would drift apart"
@@ -66,7 +68,7 @@ class UnreducedGrads:
         groups = self._optimizer.param_groups
         late = [p for group in groups for p in group["params"] if id(p) not in self._known_ids and _is_nonzero(p.grad)]
         if late:
-            names = {id(parameter): name for name, parameter in model.named_parameters()}
+            names = {id(parameter): name for name, parameter in self._model.named_parameters()}
             shown = _name_list([names.get(id(p), "a parameter without a name") for p in late])
             got = f".grad of {shown}, frozen when DistributedOptimizer was built, or not the model's, {not_averaged}"
             attempt = "requires_grad_(True) before DistributedOptimizer(…), or a new one around a new optimizer"

@@ -62,7 +62,6 @@ class DryRun:
         """`num_local_ranks` ranks share the memory of this device. `is_log_rank`: this rank logs for all."""
         self._model, self._objective, self._split, self._device = model, objective, split, device
         self._num_local_ranks, self._is_log_rank = num_local_ranks, is_log_rank
-        objective.is_batch_split = split.num_parts > 1
         self._weight_check = weight_check
         self._comparison = ForwardComparison(model, objective, split, device, weight_check)
         self._finished_modes: set[bool] = set()

@@ -1,0 +1,61 @@
+"""Wrapper assembly: make what a DistributedOptimizer works with, of its model, its optimizer, a plan and the ranks.
+
+Law: each function makes one part. What a plan, an optimizer or the number of ranks asks for is decided here, once.
+"""
+
+from collections.abc import Mapping
+
+from torch import nn
+from torch.optim import Optimizer
+
+from fourfold.parts.comm import transports
+from fourfold.parts.comm.communicator import Communicator
+from fourfold.parts.comm.meter import CommMeter
+from fourfold.parts.comm.reduce.transport_spec import spec_of_request
+from fourfold.parts.comm.topology import gather_topology
+from fourfold.parts.data.flat_params import param_specs
+from fourfold.parts.data.grad_buckets import GradBuckets
+from fourfold.plan.lowering import lower
+from fourfold.plan.plan import Plan
+from fourfold.plan.update_spec import UpdateSpec
+from fourfold.step.closure_losses import ClosureLosses, MeanLosses, OwnLosses, uses_loss
+from fourfold.step.grad_averager import AllUsed, GradAverager, UsedOnSomeRanks
+from fourfold.step.memory_formats import MemoryFormats
+from fourfold.step.model_checks import watch_frozen_norms
+from fourfold.step.optimizer_steps import OptimizerSteps, StepCheck
+from fourfold.step.unreduced_grads import ReducedGrad, UnreducedGrads
+
+
+def make_averager(
+    trainable: Mapping[str, nn.Parameter], optimizer: Optimizer, plan: Plan, world: Communicator
+) -> GradAverager:
+    """The buckets of the trainable parameters, and their transport. Collective; `world` lies on the plan's mesh."""
+    blueprint = lower(plan, param_specs(trainable, {}), gather_topology(world), UpdateSpec())
+    group = blueprint.group_of(world.rank)
+    meter, spec, allow_unused = CommMeter(), spec_of_request(group.request), plan.unused == "allow"
+    channel = transports.make_world_channel(world, plan.transport, meter)
+    transport = transports.make_data_transport(
+        world.along("dp", "sp"), spec, meter=meter, calls=channel.calls, choice=plan.transport
+    )
+    gradients = GradBuckets(dict(trainable), group.buckets, transport.grads, meter, allow_unused=allow_unused)
+    buffers = transport.grads.grad_buffers
+    reduced = [
+        ReducedGrad(slot.name, trainable[slot.name], buffers[bucket.index])
+        for bucket in group.buckets
+        for slot in bucket.slots
+    ]
+    used = UsedOnSomeRanks(gradients.countdown, transport.scalars) if allow_unused else AllUsed(len(reduced))
+    return GradAverager(channel, transport, gradients, reduced, used, MemoryFormats(trainable, optimizer))
+
+
+def make_steps(
+    optimizer: Optimizer, model: nn.Module, plan: Plan, averager: GradAverager, unreduced: UnreducedGrads
+) -> OptimizerSteps:
+    """The steps of the wrapped optimizer. The weights of one rank may change by any gradient."""
+    checks: list[StepCheck] = [watch_frozen_norms(model, plan)]
+    losses: ClosureLosses = OwnLosses()
+    if averager.num_ranks > 1:
+        checks.insert(0, unreduced)
+        if uses_loss(optimizer):
+            losses = MeanLosses(averager.world, averager.num_ranks, type(optimizer).__name__)
+    return OptimizerSteps(optimizer, unreduced, checks, losses)
