@@ -115,8 +115,8 @@ def assemble(
 
 
 def _make_objective(loss: Callable[[Any, Any], Any] | None, plan: Plan) -> Objective:
-    num_parts = plan.reduce_group_size * plan.microbatches
-    return Objective(ModelLoss() if loss is None else UserLoss(loss), is_batch_split=num_parts > 1)
+    is_batch_split = plan.batch_split.num_parts > 1
+    return Objective(ModelLoss() if loss is None else UserLoss(loss), is_batch_split=is_batch_split)
 
 
 def _make_timing(plan: Plan, parts: StepParts) -> UpdateTiming:
