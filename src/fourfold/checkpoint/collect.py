@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fourfold.checkpoint.write import Holders, LiveTensor, make_live_tensor
 from fourfold.feed.feed import Feed
+from fourfold.parts.rank_layout import RankLayout
 from fourfold.plan.checkpoint_manifest import (
     DataState,
     FirstStepRecord,
@@ -57,7 +58,7 @@ def collect_state(training_state: TrainingState) -> RankState:
     """
     step, _, ema = training_state
     refs = step.state_refs()
-    rank = _Rank(step, refs["masters"])
+    rank = _Rank(step)
     live_tensors, aliases = _model_tensors(refs["model"], rank)
     scalars: Scalars = {}
     for name, values in refs["optimizer"].items():
@@ -84,43 +85,37 @@ def collect_state(training_state: TrainingState) -> RankState:
 class _Rank:
     """Which parts of its tensors a rank holds, and with whom."""
 
-    def __init__(self, step: TrainStep, masters: Mapping[str, Tensor]) -> None:
+    def __init__(self, step: TrainStep) -> None:
         mesh, self._step = step.plan.mesh, step
         peers = mesh.peers(step.rank, "dp", "sp")
-        self.is_first = step.rank == peers[0]
+        self._num_ranks, self.is_first = len(peers), step.rank == peers[0]
         self.place = place_of(mesh, step.rank, "dp", "sp")
         self.replicated = Holders(peers.index(step.rank), len(peers))
         self.alone = Holders(num_parts=len(peers))
-        index, count = step.shard_replica
-        self._sharded = Holders(index, count, len(peers) // count)
-        self.reports_scalars = index == 0 if step.has_sharded_state else self.is_first
-        self.masters = masters
-        """By parameter: this rank's flat shard of the weights that the update works on, if it has one."""
+        self.reports_scalars = step.state_layout.replica[0] == 0
+        self.trained = step.weight_shards
+        """By parameter: this rank's part of the weights that the update works on."""
         self.parameters = dict(step.model.named_parameters())
         self.shapes = {name: tuple(p.shape) for name, p in self.parameters.items()}
 
     def weight(self, tensor: TensorKey, name: str, value: Tensor) -> LiveTensor:
-        """A weight, or a tensor that is sharded as the weight is."""
-        if name in self.masters and self._step.has_sharded_state:
-            return self._shard(tensor, name, [value])
-        return make_live_tensor(tensor, [value.reshape(-1)], self.shapes[name], holders=self.replicated)
+        """A trained weight, or a tensor that is split as the weight is."""
+        return self._part(tensor, name, [value.reshape(-1)], self._step.weight_layout(name))
 
     def optimizer_state(self, name: str, key: str, segments: list[Tensor]) -> LiveTensor:
         if self._step.plan.sync == "local":
             tensor = TensorKey(TensorKind.OPTIMIZER, name, key, self.place)
             return make_live_tensor(tensor, segments, self.shapes[name], holders=self.alone)
-        tensor = TensorKey(TensorKind.OPTIMIZER, name, key)
-        if self._step.has_sharded_state:
-            return self._shard(tensor, name, segments)
-        return make_live_tensor(tensor, segments, self.shapes[name], holders=self.replicated)
+        return self._part(TensorKey(TensorKind.OPTIMIZER, name, key), name, segments, self._step.state_layout)
 
-    def _shard(self, tensor: TensorKey, name: str, segments: list[Tensor]) -> LiveTensor:
-        elements = self._step.shard_ranges[name]
-        return make_live_tensor(tensor, segments, self.shapes[name], holders=self._sharded, elements=elements)
+    def _part(self, tensor: TensorKey, name: str, segments: list[Tensor], layout: RankLayout) -> LiveTensor:
+        index, count = layout.replica
+        holders, elements = Holders(index, count, self._num_ranks // count), layout.ranges[name]
+        return make_live_tensor(tensor, segments, self.shapes[name], holders=holders, elements=elements)
 
 
 def _model_tensors(state: Mapping[str, Any], rank: _Rank) -> tuple[list[LiveTensor], dict[str, str]]:
-    """The model's parameters and buffers, and the names that are aliases. A master weight replaces its parameter."""
+    """The model's parameters and buffers, and the names that are aliases. Precise weights replace their parameters."""
     live_tensors: list[LiveTensor] = []
     aliases: dict[str, str] = {}
     first_names: dict[int, str] = {}
@@ -133,10 +128,11 @@ def _model_tensors(state: Mapping[str, Any], rank: _Rank) -> tuple[list[LiveTens
         tensor = TensorKey(TensorKind.MODEL, name)
         if first_name != name:
             aliases[name] = first_name
+        elif parameter_name in rank.trained:
+            live_tensors.append(rank.weight(tensor, parameter_name, rank.trained[parameter_name]))
         elif parameter_name is not None:
-            # A weight that rests split is a placeholder here.
-            precise = rank.masters[parameter_name] if parameter_name in rank.masters else value.detach()
-            live_tensors.append(rank.weight(tensor, parameter_name, precise))
+            flat = value.detach().reshape(-1)
+            live_tensors.append(make_live_tensor(tensor, [flat], value.shape, holders=rank.replicated))
         elif rank.is_first:  # ranks' buffers may differ
             live_tensors.append(make_live_tensor(tensor, [value.detach().reshape(-1)], value.shape, holders=Holders()))
     return live_tensors, aliases

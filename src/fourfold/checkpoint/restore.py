@@ -45,10 +45,9 @@ def restore(training_state: TrainingState, reader: CheckpointReader, *, seed: in
     step.load_saved_state(_saved_state(step, reader))
     step.num_steps = manifest.step
     if ema is not None:
-        for name, value in ema.values.items():
+        for name in ema.values:
             average = reader.tensor(TensorKey(TensorKind.EMA, name))
-            elements = (0, value.numel()) if value.shape == average.shape else step.shard_ranges[name]
-            ema.load_average(name, average.read(*elements))
+            ema.load_average(name, average.read(*step.weight_layout(name).ranges[name]))
     data = manifest.feed
     feed.load_state(Position(data.seed, data.epoch, data.position, data.num_samples))
     _restore_rng(step, manifest, seed=seed)

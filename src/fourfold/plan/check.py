@@ -6,6 +6,7 @@ Each field alone is checked when the plan is made (`plan/plan_fields.py`). What 
 Law: no silent fallback. What a plan asks for happens, or is refused, with all problems at once.
 """
 
+import json
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -226,28 +227,23 @@ def step_hook_conflicts(plan: Plan) -> dict[str, str]:
     return {got: attempt for is_set, got, attempt in rules if is_set}
 
 
-def read_only_reason(
-    plan: Plan, *, is_sharded: bool, is_shared: bool, has_master_weights: bool
-) -> ReadOnlyReason | None:
-    """Why forward may not write trained weights; None if it may.
+def read_only_reason(plan: Plan, *, storage: str, master_weights: str) -> ReadOnlyReason | None:
+    """The first of the plan's settings, other than by default, that has a reason against writes in forward.
 
-    is_sharded  the weights rest split
-    is_shared   the ranks of a host have one copy of them
+    storage         why a write into the weights would be lost where they rest; empty if it would not
+    master_weights  why the update would ignore it; empty if it would not
     """
-    if is_sharded:
-        reason = "they are all-gathered for each use, and a write into them is lost"
-        return ReadOnlyReason(f"zero = {plan.zero}", reason, "zero = 0")
-    if is_shared:
-        reason = "the ranks of a host share one copy, and each rank would write it"
-        return ReadOnlyReason(f"zero = {plan.zero}", reason, "zero = 0")
-    if has_master_weights:
-        reason = "the optimizer updates its master weights, and a write into the model's copies of them is lost"
-        if plan.precision != "keep":
-            return ReadOnlyReason(f'precision = "{plan.precision}"', reason, 'precision = "keep"')
-        return ReadOnlyReason(f'offload = "{plan.offload}"', reason, 'offload = "none"')
-    if plan.batch_norm == "local" and plan.batch_split.num_parts > 1:
-        reason = "buffers may then differ between ranks, but trained weights may not"
-        return ReadOnlyReason('batch_norm = "local"', reason, 'batch_norm = "refuse"')
+    differs = plan.batch_split.has_local_batch_norm and plan.batch_split.num_parts > 1
+    reasons = {
+        "zero": storage,
+        "precision": master_weights,
+        "offload": master_weights,
+        "batch_norm": "buffers may then differ between ranks, but trained weights may not" if differs else "",
+    }
+    for field, reason in reasons.items():
+        value, default = getattr(plan, field), getattr(Plan(), field)
+        if reason and value != default:
+            return ReadOnlyReason(f"{field} = {json.dumps(value)}", reason, f"{field} = {json.dumps(default)}")
     return None
 
 

@@ -170,9 +170,8 @@ def _make_batches(
 def _make_dry_run(model: nn.Module, objective: Objective, plan: Plan, weights: Weights, world: Communicator) -> DryRun:
     reason = read_only_reason(
         plan,
-        is_sharded=weights.storage.is_sharded,
-        is_shared=weights.storage.is_shared,
-        has_master_weights=bool(weights.master_weights.param_names),
+        storage=weights.storage.forward_loss_reason,
+        master_weights=weights.master_weights.forward_loss_reason,
     )
     split = plan.batch_split
     return DryRun(

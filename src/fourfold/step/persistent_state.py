@@ -6,7 +6,6 @@ state dict  copies, whole, in the shapes of the parameters; of weights the preci
 Law: `load_state_dict(state_dict())` changes nothing; on another mesh it continues the same training.
 """
 
-import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,8 +15,8 @@ import torch
 from torch import Tensor
 
 from fourfold.parts.comm.communicator import Communicator
-from fourfold.parts.comm.reduce.protocol import DataTransport
 from fourfold.parts.optim import flat_optimizer
+from fourfold.parts.rank_layout import RankLayout
 from fourfold.parts.tensor_reader import TensorReader
 from fourfold.plan.data.buckets import Bucket
 from fourfold.step.codec_state import CodecState
@@ -29,16 +28,15 @@ from fourfold.words.errors import OptimizerError, Problem
 
 @dataclass(frozen=True)
 class PersistentState:
-    """What outlives a step. `is_sharded`: optimizer states rest split over the ranks."""
+    """What outlives a step. `layout`: of the optimizer states."""
 
     weights: Weights
     buckets: Sequence[Bucket]
     optimizer: flat_optimizer.FlatOptimizer
-    transport: DataTransport
+    layout: RankLayout
     communicator: Communicator
     codec_state: CodecState
     sync: GradSync
-    is_sharded: bool
 
     def state_refs(self) -> dict[str, Any]:
         """Model, optimizer and outer momenta, without copies."""
@@ -47,22 +45,17 @@ class PersistentState:
             for bucket in self.buckets
             for slot in bucket.slots
         }
-        outer = self.sync.momenta
-        masters = {name: self.weights.weight_shard(name) for name in self.weights.flat_names}
-        model = self.weights.model_state_dict()
-        return {"model": model, "masters": masters, "optimizer": states, "outer": outer}
+        return {"model": self.weights.model_state_dict(), "optimizer": states, "outer": self.sync.momenta}
 
     def state_dict(self) -> dict[str, Any]:
         """Copies of all of it, and of the codecs' state. Collective."""
         refs = self.state_refs()
-        if self.transport.grads.replica_index:  # replica 0 adds the same shards
-            refs["optimizer"] = {name: {} for name in refs["optimizer"]}
         described = {
             name: {k: _describe_value(v) for k, v in state.items()}
             for name, state in refs["optimizer"].items()
             if state
         }
-        by_rank = self.communicator.all_gather_json(described) if self.is_sharded else [described]
+        by_rank = self.layout.gather_json(described)
         states: dict[str, dict[str, Any]] = {name: {} for name in refs["optimizer"]}
         for name, key, value in [(n, k, v) for row in by_rank for n, keys in row.items() for k, v in keys.items()]:
             if key not in states[name]:
@@ -81,39 +74,10 @@ class PersistentState:
 
     def _full_tensor(self, name: str, slices: Sequence[Tensor], dtype: str) -> Tensor:
         """An optimizer tensor in its parameter's shape, from the slices of all ranks. Collective if these differ."""
-        parameter = self.weights.trainable[name]
-        if not self.is_sharded:
-            whole = torch.cat([each.clone() for each in slices])
-            self.sync.merge_state(whole, self.communicator)
-            return whole.view(parameter.shape)
-        whole = torch.zeros(parameter.numel(), dtype=getattr(torch, dtype), device=parameter.device)
-        start = self.shard_ranges[name][0]
-        for each in slices:
-            whole[start : start + each.numel()] = each
-            start += each.numel()
-        self.communicator.all_reduce(whole)
-        return whole.view(parameter.shape)
-
-    @functools.cached_property
-    def shard_ranges(self) -> Mapping[str, tuple[int, int]]:
-        """By parameter: the elements [start, stop) of its flattened form whose optimizer state is this rank's."""
-        result = {}
-        for bucket in self.buckets:
-            shard_start, shard_stop = 0, bucket.size
-            if self.is_sharded:
-                shard_start, shard_stop, _ = self.transport.grads.grad_shard(bucket.index)
-            for slot in bucket.slots:
-                start, stop = max(shard_start, slot.start), min(shard_stop, slot.stop)
-                result[slot.name] = (start - slot.start, max(start, stop) - slot.start)
-        return result
-
-    @property
-    def shard_replica(self) -> tuple[int, int]:
-        """Which of how many ranks with the same shards this rank is."""
-        if not self.is_sharded:
-            return 0, 1
-        start, stop, _ = self.transport.grads.grad_shard(0)
-        return self.transport.grads.replica_index, self.communicator.size * (stop - start) // self.buckets[0].size
+        part = torch.cat(list(slices)) if slices else torch.empty(0, dtype=getattr(torch, dtype))
+        whole = self.layout.gather(name, part)
+        self.sync.merge_state(whole, self.communicator)
+        return whole
 
     def load(self, saved: SavedState) -> None:
         """Restore a saved state, except the codecs', a parameter at a time; no rank may be reading weights. Collective.
@@ -160,22 +124,18 @@ class PersistentState:
 
     @torch.no_grad()
     def load_weight(self, name: str, value: TensorReader) -> None:
-        """Load this rank's part of a parameter's weights, and of its master weights.
+        """Load the parts of a parameter's weights, and of its master weights, that this rank writes.
 
         `Weights.load_weights` must follow when all are loaded.
         """
-        weights, storage, shard = self.weights, self.weights.storage, self.shard_ranges[name]
-        has_master = name in weights.master_weights.param_names
-        if not (has_master or storage.is_writer):
+        held = [*self.weights.storage.held_parts(name), *self.weights.master_weights.held_parts(name)]
+        parts = [part for part in held if part.tensor.numel()]
+        if not parts:
             return
-        writes_whole = storage.is_writer and not storage.is_sharded
-        start, stop = (0, weights.trainable[name].numel()) if writes_whole else shard
-        flat = value.read(start, stop)
-        if storage.is_writer:
-            local = storage.local_shard(name)
-            local.copy_(flat.view(local.shape))
-        if has_master:
-            weights.weight_shard(name).copy_(flat[shard[0] - start : shard[1] - start])
+        start = min(part.start for part in parts)
+        flat = value.read(start, max(part.stop for part in parts))
+        for part in parts:
+            part.tensor.copy_(flat[part.start - start : part.stop - start].view(part.tensor.shape))
 
     def load_codec_state(self, saved: CodecRows) -> None:
         """Restore the codecs' state. Call it last: a new nominal count would rescale the residuals again."""

@@ -27,11 +27,13 @@ from fourfold.parts.data.gradients import Gradients
 from fourfold.parts.data.local_sgd import LocalSGD, OuterOptimizer
 from fourfold.parts.data.sharded_params import ShardedParams
 from fourfold.parts.data.unbucketed_grads import UnbucketedGrads
-from fourfold.parts.data.weight_storage import ResidentWeights, ShardedWeights, WeightStorage
+from fourfold.parts.data.weight_edits import RefusedEdits, TrainedEdits, WeightEdits
+from fourfold.parts.data.weight_storage import HostSharedWeights, ResidentWeights, ShardedWeights, WeightStorage
 from fourfold.parts.optim.flat_optimizer import FlatOptimizer
 from fourfold.parts.optim.master_weights import MasterWeightPolicy, MasterWeights, offload_device
 from fourfold.parts.optim.step_hooks import StepHooks
 from fourfold.parts.optim.update_slices import UpdateSlice, update_slices
+from fourfold.parts.rank_layout import RankLayout, SplitLayout, WholeLayout
 from fourfold.plan.data.buckets import Bucket
 from fourfold.plan.data.zero import RestingLayouts, layout_changes
 from fourfold.plan.lowering import Blueprint, DataGroup, lower
@@ -111,7 +113,8 @@ def make_stage(
     codecs = _make_codecs(trained)
     gradients, transport, averager = _make_gradients(trained, data_ranks, meter, calls, codecs)
     trained = _adapt(trained, transport, world.rank)
-    weights = _make_weights(trained, transport, data_ranks, meter)
+    layout = _state_layout(trained, transport, data_ranks)
+    weights = _make_weights(trained, transport, layout, data_ranks, meter)
     optimizer = _make_optimizer(trained, transport, gradients, weights)
     sync = _make_sync(trained, weights, averager)
     parts = StageParts(
@@ -133,11 +136,10 @@ def make_stage(
         weights,
         trained.buckets,
         optimizer,
-        transport,
+        layout,
         data_ranks,
         CodecState(codecs, data_ranks),
         sync,
-        is_sharded=trained.is_sharded,
     )
     scaling = _make_scaling(trained, optimizer)
     return StageAssembly(parts, trained, sync, scaling, codecs, state, transport.description)
@@ -224,24 +226,43 @@ def _make_gradients(
     return _GradientParts(gradients, transport, averager)
 
 
-def _make_weights(trained: Trained, transport: DataTransport, data_ranks: Communicator, meter: CommMeter) -> Weights:
+def _state_layout(trained: Trained, transport: DataTransport, data_ranks: Communicator) -> RankLayout:
+    """Which elements of the trained parameters this rank updates."""
+    if trained.is_sharded:
+        return SplitLayout(trained.by_name, trained.buckets, transport.grads, data_ranks)
+    return WholeLayout(trained.by_name, trained.buckets, data_ranks)
+
+
+def _make_weights(
+    trained: Trained, transport: DataTransport, layout: RankLayout, data_ranks: Communicator, meter: CommMeter
+) -> Weights:
     """The weights where they rest, and master weights. Collective: broadcasts the first rank's."""
     plan = trained.plan
-    policy = MasterWeightPolicy(plan.precision, trained.is_sharded, offload_device(plan.offload, data_ranks.device))
-    masters = MasterWeights(trained.by_name, trained.buckets, transport.grads, policy)
+    policy = MasterWeightPolicy(plan.precision, offload_device(plan.offload, data_ranks.device))
+    masters = MasterWeights(trained.by_name, trained.buckets, layout, policy)
     for name in masters.param_names:
         # Before the weights are copied into flats, which rounds them.
         data_ranks.broadcast(trained.by_name[name].data)
-        masters.load_parameter(name, trained.by_name[name].data)
+        masters.load({name: trained.by_name[name].data})
     if plan.precision != "keep":
         mixed_precision.cast_model(trained.model, plan.precision)
     storage: WeightStorage
     if transport.weights.unshards_params:
-        sharded = ShardedParams(trained.by_bucket, trained.buckets, transport.grads, transport.weights, meter)
-        storage = ShardedWeights(trained.by_name, sharded, data_ranks)
+        sharded = ShardedParams(trained.by_bucket, trained.buckets, layout, transport.weights, meter)
+        storage = ShardedWeights(trained.by_name, trained.buckets, sharded, layout, data_ranks)
     else:
-        storage = ResidentWeights(trained.by_name, trained.buckets, transport.weights, data_ranks)
-    return Weights(trained.model, trained.buckets, storage, masters, data_ranks, is_mean=_outer_optimizer(plan).is_mean)
+        resident = ResidentWeights if transport.weights.shared_weights is None else HostSharedWeights
+        storage = resident(trained.by_name, trained.buckets, transport.weights, data_ranks)
+    return Weights(trained.model, storage, masters, _make_edits(trained, storage, masters), data_ranks)
+
+
+def _make_edits(trained: Trained, storage: WeightStorage, masters: MasterWeights) -> WeightEdits:
+    outer = _outer_optimizer(trained.plan)
+    reason = storage.edit_loss_reason or masters.edit_loss_reason or outer.edit_loss_reason
+    if not reason:
+        return TrainedEdits(trained.by_name, trained.buckets)
+    flats = [shard.flat for shard in storage.shards] if storage.whole_params else []
+    return RefusedEdits(trained.by_name, trained.buckets, flats, masters, reason)
 
 
 def _make_optimizer(

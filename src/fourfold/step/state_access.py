@@ -141,15 +141,10 @@ class StateAccess:
 
     def replicated_tensors(self, model: nn.Module) -> Iterator[ReplicatedTensor]:
         """The weights in this rank's own memory."""
-        weights, ranges = self._weights, self._state.shard_ranges
+        holders = {WEIGHTS: self._weights.storage, MASTER_WEIGHTS: self._weights.master_weights}
         for name, parameter in model.named_parameters():
-            if name not in weights.trainable:
+            if name not in self._weights.trainable:
                 yield ReplicatedTensor(FROZEN, name, 0, parameter)
-            elif weights.storage.is_writer:
-                # Not a view: an update may still wait for the parameter's next use.
-                is_sharded = weights.storage.is_sharded
-                start, local = (ranges[name][0], weights.storage.local_shard(name)) if is_sharded else (0, parameter)
-                yield ReplicatedTensor(WEIGHTS, name, start, local)
-            if name in weights.master_weights.param_names:
-                start = ranges[name][0] if weights.master_weights.is_sharded else 0
-                yield ReplicatedTensor(MASTER_WEIGHTS, name, start, weights.master_weights.local_shard(name))
+                continue
+            for kind, holder in holders.items():
+                yield from (ReplicatedTensor(kind, name, *part) for part in holder.held_parts(name))

@@ -84,7 +84,7 @@ class StepChecks:
         """Raise TaskError if weights have been written outside of `edit`, and the next update would ignore it."""
         if self.is_synchronized:
             self._sync.accept_edits(self._weights.edits)
-        if problems := self._weights.edit_problems(compare_all=compare_all, sampled=sampled):
+        if problems := self._weights.edits.problems(compare_all=compare_all, sampled=sampled):
             error = TaskError(problems, where="the model")
             self._calls.raise_after_mismatch(f"{call}, with weights that were written", error)
 

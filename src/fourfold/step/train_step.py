@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from fourfold.parts.comm.communicator import Communicator
 from fourfold.parts.comm.reduce.scalar_room import NUM_LOSS_SCALARS
 from fourfold.parts.optim.user_optimizer import OptimizerFactory
+from fourfold.parts.rank_layout import RankLayout
 from fourfold.plan.data.buckets import Bucket
 from fourfold.plan.plan import Plan
 from fourfold.step.assembly import assemble
@@ -259,17 +260,16 @@ class TrainStep:
     @property
     def shard_ranges(self) -> Mapping[str, tuple[int, int]]:
         """By parameter: the elements [start, stop) of its flattened form whose optimizer state is this rank's."""
-        return self._assembly.state.shard_ranges
+        return self.state_layout.ranges
 
     @property
-    def shard_replica(self) -> tuple[int, int]:
-        """Which of how many ranks with the same shards this rank is: (0, 1) unless several have them."""
-        return self._assembly.state.shard_replica
+    def state_layout(self) -> RankLayout:
+        """Which elements of the optimizer states this rank has, and with whom."""
+        return self._assembly.state.layout
 
-    @property
-    def has_sharded_state(self) -> bool:
-        """Whether optimizer states rest split over the data ranks."""
-        return self._assembly.state.is_sharded
+    def weight_layout(self, name: str) -> RankLayout:
+        """Which elements of a trainable parameter this rank's `weight_shards` have, and with whom."""
+        return self._weights.weight_layout(name)
 
     def state_dict(self) -> dict[str, Any]:
         """All state by parameter name, independent of the mesh; tensors are copies. Collective.

@@ -7,8 +7,8 @@ Law: a read gives the precise weights; a write replaces both.
 """
 
 import contextlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from fourfold.parts.data.sharded_params import NO_UNSHARD_SINK, UnshardSink
 from fourfold.parts.data.weight_edits import WeightEdits
 from fourfold.parts.data.weight_storage import WeightStorage
 from fourfold.parts.optim.master_weights import MasterWeights
-from fourfold.plan.data.buckets import Bucket
+from fourfold.parts.rank_layout import RankLayout
 from fourfold.step.model_guard import ModelGuard
 from fourfold.words.errors import Problem, TaskError
 
@@ -29,60 +29,39 @@ def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in model.named_parameters() if p.requires_grad and p.numel() > 0}
 
 
+class PreciseWeights(Protocol):
+    """Weights that training continues from: those in the storage, or master weights."""
+
+    layout: RankLayout
+
+    def local_shard(self, name: str) -> Tensor: ...
+
+
 class Weights:
     """The weights of a step. Making it broadcasts the first rank's. Collective."""
 
     def __init__(
         self,
         model: nn.Module,
-        buckets: Sequence[Bucket],
         storage: WeightStorage,
         master_weights: MasterWeights,
+        edits: WeightEdits,
         data_ranks: Communicator,
-        *,
-        is_mean: bool = True,
     ) -> None:
-        """`is_mean`: local steps end with the plain mean of the ranks' weights, not with an outer optimizer step."""
         self.model, self.trainable = model, trainable_parameters(model)
-        self.storage, self.master_weights, self._data_ranks = storage, master_weights, data_ranks
+        self.storage, self.master_weights, self.edits, self._data_ranks = storage, master_weights, edits, data_ranks
+        self._precise: dict[str, PreciseWeights] = dict.fromkeys(self.trainable, storage)
+        self._precise |= dict.fromkeys(master_weights.param_names, master_weights)
         self._trained_ids = {id(p) for p in self.trainable.values()}
-        self._broadcast()
+        storage.broadcast()
+        self._broadcast_others()
         self.guard = ModelGuard(model, self.trainable)
-        masters = "the update changes the master weights, and would overwrite these" if self.flat_names else ""
-        outer = "" if is_mean else "the outer step would not see what is written between two averages of the weights"
-        self._edit_loss_reason = storage.edit_loss_reason or masters or outer
-        flats = self.flats if self._edit_loss_reason else ()
-        self.edits = WeightEdits(self.trainable, buckets, flats, is_sharded=storage.is_sharded)
-        self.edits.add_master_weights(buckets, storage.shards, master_weights)
+        edits.accept_edits()
 
     @property
     def flats(self) -> Sequence[Tensor]:
         """By bucket: the weights that this rank holds, flat."""
         return [shard.flat for shard in self.storage.shards]
-
-    @property
-    def flat_names(self) -> Collection[str]:
-        """The parameters for which `weight_shard` is flat."""
-        return self.trainable.keys() if self.storage.is_sharded else self.master_weights.param_names
-
-    def edit_problems(self, *, compare_all: bool, sampled: bool = True) -> list[Problem]:
-        """The weights that were written outside of `edit` and would be lost.
-
-        `compare_all` reads all weights, `sampled` only samples of them.
-        """
-        if not self._edit_loss_reason:
-            return []
-        names = self.edits.edited_params(sampled=sampled) + (self.edits.mismatched_params() if compare_all else [])
-        if not names:
-            return []
-        more = len(set(names)) - 1
-        got = f"{names[0]}{f' and {more} more' if more else ''}, written outside of step.edit()"
-        need = f"step.edit() or step.load_weights(…): {self._edit_loss_reason}"
-        return [Problem(got, need, "with step.edit() as model: …")]
-
-    def _broadcast(self) -> None:
-        self.storage.broadcast()
-        self._broadcast_others()
 
     def _broadcast_others(self) -> None:
         """Broadcast the first rank's frozen parameters and buffers, and wait until weights can be read."""
@@ -120,12 +99,9 @@ class Weights:
                 edited[name] = self.trainable[name].data
                 self.trainable[name].data = view
 
-    @torch.no_grad()
     def full_weight(self, name: str, shard: Tensor) -> Tensor:
         """A copy of the whole tensor of which `shard` is this rank's part, split as `weight_shard` is. Collective."""
-        if name not in self.master_weights.param_names:
-            return self.storage.full_weight(name, shard)
-        return self.master_weights.full_weight(name, shard, self.trainable[name], self._data_ranks.all_reduce)
+        return self.weight_layout(name).gather(name, shard).to(self.trainable[name].device)
 
     @contextlib.contextmanager
     def swapped_weights(self, shards: Mapping[str, Tensor]) -> Iterator[None]:
@@ -139,16 +115,17 @@ class Weights:
 
     def weight_shard(self, name: str) -> Tensor:
         """This rank's shard of a parameter's precise weights: flat; or the parameter itself, if it rests whole."""
-        if name in self.master_weights.param_names:
-            return self.master_weights.local_shard(name)
-        return self.storage.local_shard(name)
+        return self._precise[name].local_shard(name)
+
+    def weight_layout(self, name: str) -> RankLayout:
+        """The layout of a parameter's precise weights."""
+        return self._precise[name].layout
 
     @torch.no_grad()
     def load_weights(self, values: Mapping[str, Tensor]) -> None:
         """Replace trainable weights, by name; no rank may be reading them. Collective."""
         self.storage.load(values)
-        for name in values.keys() & self.master_weights.param_names:
-            self.master_weights.load_parameter(name, values[name])
+        self.master_weights.load(values)
         self.storage.wait_written()
         torch.autograd.graph.increment_version(list(self.trainable.values()))
         self.edits.accept_edits()
@@ -158,8 +135,9 @@ class Weights:
         with untracked_access():  # state_dict() hooks may read placeholders; a copy is refused below
             tensors = self.model.state_dict(keep_vars=True)
         missing = [name for name in self.trainable if name not in tensors]
-        # Precise weights replace the model's own by identity, so a copy would not be found.
-        missing += [name for name in self.flat_names if name in tensors and tensors[name] is not self.trainable[name]]
+        # Precise weights that rest elsewhere replace the model's own by identity, so a copy would not be found.
+        in_model = self.storage.whole_params.keys() - self.master_weights.param_names
+        missing += [n for n, p in self.trainable.items() if n not in in_model and tensors.get(n, p) is not p]
         if missing:
             got = f"a state_dict() without {missing[0]} itself{f' and {len(missing) - 1} more' if missing[1:] else ''}"
             need = "every trainable parameter itself under its own name, not a copy"
@@ -172,6 +150,4 @@ class Weights:
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every trainable weight by name, whole, one at a time; read only. Collective: all ranks iterate to the end."""
-        for name, weight in self.storage.named_weights():
-            has_master = name in self.master_weights.param_names
-            yield name, self.full_weight(name, self.weight_shard(name)) if has_master else weight
+        return self.master_weights.replace_in(self.storage.named_weights())

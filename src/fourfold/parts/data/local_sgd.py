@@ -29,9 +29,10 @@ class OuterOptimizer(NamedTuple):
     momentum: float = 0.0
 
     @property
-    def is_mean(self) -> bool:
-        """Whether a synchronization sets the weights to their mean over ranks, whatever the reference is."""
-        return self == OuterOptimizer()
+    def edit_loss_reason(self) -> str:
+        """None if a synchronization sets the weights to their mean over ranks, whatever the reference is."""
+        reason = "the outer step would not see what is written between two averages of the weights"
+        return "" if self == OuterOptimizer() else reason
 
 
 class LocalSGD:

@@ -21,10 +21,11 @@ from torch import Tensor, nn
 
 from fourfold.parts import memory
 from fourfold.parts.comm.meter import CommMeter
-from fourfold.parts.comm.reduce.protocol import BucketSlice, GradReducer, WeightGatherer
+from fourfold.parts.comm.reduce.protocol import BucketSlice, WeightGatherer
 from fourfold.parts.data.param_access import ParamAccess, explain_transform_errors, outside_transforms
 from fourfold.parts.data.unsharded_buckets import UnshardedBuckets
 from fourfold.parts.dtypes import bucket_dtype
+from fourfold.parts.rank_layout import RankLayout
 from fourfold.parts.torch_private import version_of
 from fourfold.plan.data.buckets import Bucket
 from fourfold.plan.unshard_order import MAX_UNSHARDED, MissingBucket, UnshardOrder
@@ -93,7 +94,7 @@ class ShardedParams:
         self,
         parameters: Sequence[Sequence[nn.Parameter]],
         buckets: Sequence[Bucket],
-        reducer: GradReducer,
+        layout: RankLayout,
         gatherer: WeightGatherer,
         meter: CommMeter,
     ) -> None:
@@ -101,16 +102,10 @@ class ShardedParams:
         self._parameters, self._buckets = parameters, buckets
         self._gatherer, self._meter = gatherer, meter
         self._unsharded = UnshardedBuckets(parameters, buckets)
-        ranges = [reducer.grad_shard(bucket.index) for bucket in buckets]
         self.shards = [
             BucketSlice(start, stop, memory.allocate_private(stop - start, bucket_dtype(bucket), self._device))
-            for bucket, (start, stop, _) in zip(buckets, ranges, strict=True)
+            for bucket, (start, stop) in zip(buckets, layout.bucket_ranges, strict=True)
         ]
-        self._shard_ranges = {
-            slot.name: (bucket.index, slot.start, max(shard.start, slot.start), min(shard.stop, slot.stop))
-            for bucket, shard in zip(buckets, self.shards, strict=True)
-            for slot in bucket.slots
-        }
         self.buffer_pool = memory.BufferPool()
         self.unshard_orders: dict[str, UnshardOrder] = {}
         """By kind of phase: the all-gathers of its last phase."""
@@ -141,29 +136,6 @@ class ShardedParams:
             shard.copy_(flat[start:stop])
             self._unsharded.use_placeholders(bucket.index)
         self._param_access.is_enabled = True
-
-    @torch.no_grad()
-    def load_weights(self, values: Mapping[str, Tensor]) -> None:
-        """Replace this rank's shards of weights, given the full weights by name."""
-        for name, value in values.items():
-            _, slot_start, low, high = self._shard_ranges[name]
-            if low < high:
-                self.local_shard(name).copy_(value.detach().flatten()[low - slot_start : high - slot_start])
-
-    def local_shard(self, name: str) -> Tensor:
-        """This rank's shard of a parameter, no copy; may be empty."""
-        bucket, _, low, high = self._shard_ranges[name]
-        start, _, flat = self.shards[bucket]
-        return flat[low - start : max(low, high) - start]
-
-    @torch.no_grad()
-    def pad_to_full(self, name: str, shard: Tensor, parameter: Tensor) -> Tensor:
-        """A copy of a shard, padded with zeros to the full size [elements]: its sum over ranks is the parameter."""
-        _, slot_start, low, high = self._shard_ranges[name]
-        full = torch.zeros(parameter.numel(), dtype=shard.dtype, device=parameter.device)
-        if low < high and not self._gatherer.replica_index:  # replica 0 adds the same shard
-            full[low - slot_start : high - slot_start] = shard
-        return full
 
     def unsharded_buckets(self) -> Iterator[tuple[Bucket, Tensor]]:
         """Every bucket with all of its weights, one after the other. Collective: every rank iterates to the end."""

@@ -1,7 +1,8 @@
 """Weight storage: where trained weights rest, and which ranks hold them.
 
-resident  each rank has all weights: copies of its own, or one that the ranks of a host share
-sharded   each rank has its shard of every bucket, and parameters are placeholders between steps
+resident     each rank has all weights, in copies of its own
+host-shared  each rank has all weights, in one copy that the ranks of a host share
+sharded      each rank has its shard of every bucket, and parameters are placeholders between steps
 Law: between steps every rank has rank 0's weights, or its shard of them, and each element is written by one rank of
 its host.
 """
@@ -18,6 +19,7 @@ from fourfold.parts.comm.communicator import Communicator
 from fourfold.parts.comm.reduce.protocol import BucketSlice, WeightGatherer
 from fourfold.parts.data.flat_params import flatten_params
 from fourfold.parts.data.sharded_params import ShardedParams, UnshardSink
+from fourfold.parts.rank_layout import ParamPart, RankLayout, WholeLayout, param_views
 from fourfold.plan.data.buckets import Bucket
 
 
@@ -26,13 +28,13 @@ class WeightStorage(Protocol):
 
     shards: Sequence[BucketSlice]
     """By bucket: the part of its weights that this rank holds."""
+    layout: RankLayout
+    whole_params: Mapping[str, nn.Parameter]
+    """The parameters that have their weights between steps: all, or none."""
     edit_loss_reason: str
     """Why training would not continue from weights that are written in place; empty if it would."""
-    is_sharded: bool
-    is_shared: bool
-    """Whether the ranks of a host have one copy of the weights."""
-    is_writer: bool
-    """Whether this rank's copy is its own, or it writes its host's."""
+    forward_loss_reason: str
+    """The same of weights that forward writes."""
 
     def broadcast(self) -> None:
         """Bring the first rank's weights to all. Collective."""
@@ -47,15 +49,15 @@ class WeightStorage(Protocol):
         ...
 
     def load(self, values: Mapping[str, Tensor]) -> None:
-        """Replace weights, by name, as far as this rank holds them."""
+        """Replace weights, by name, as far as this rank writes them."""
         ...
 
     def local_shard(self, name: str) -> Tensor:
         """This rank's part of a parameter: the parameter itself, or flat."""
         ...
 
-    def full_weight(self, name: str, shard: Tensor) -> Tensor:
-        """A copy of the whole tensor of which `shard` is this rank's part, split as parameter `name` is. Collective."""
+    def held_parts(self, name: str) -> Sequence[ParamPart]:
+        """The part of a parameter that this rank writes, if any; the parameter itself if that is all of it."""
         ...
 
     def phase(self, kind: str, sink: UnshardSink) -> AbstractContextManager[None]:
@@ -81,10 +83,10 @@ class WeightStorage(Protocol):
 
 
 class ResidentWeights:
-    """Every rank has all weights, in one flat per bucket: see `WeightStorage`."""
+    """Every rank has all weights to itself, in one flat per bucket: see `WeightStorage`."""
 
-    is_sharded = False
     num_out_of_turn = 0
+    edit_loss_reason = forward_loss_reason = ""
 
     def __init__(
         self,
@@ -93,50 +95,35 @@ class ResidentWeights:
         gatherer: WeightGatherer,
         data_ranks: Communicator,
     ) -> None:
-        self._parameters, self._gatherer, self._data_ranks = parameters, gatherer, data_ranks
         flats = flatten_params(parameters, buckets, gatherer)
         self.shards: Sequence[BucketSlice] = [BucketSlice(0, flat.numel(), flat) for flat in flats]
-        self.is_shared, self.is_writer = gatherer.shared_weights is not None, gatherer.is_writer
-        self.edit_loss_reason = ""
-        if self.is_shared and data_ranks.size > 1:
-            self.edit_loss_reason = "the ranks of a host share these weights, and each rank would write them"
+        self.layout: RankLayout = WholeLayout(parameters, buckets, data_ranks)
+        self.whole_params = parameters
+        self._gatherer, self._data_ranks = gatherer, data_ranks
+        self._written = parameters if gatherer.is_writer else {}
 
     def broadcast(self) -> None:
-        if self.is_shared:
-            self._gatherer.broadcast()
-            return
         for shard in self.shards:
             self._data_ranks.broadcast(shard.flat)
 
     def wait_written(self) -> None:
-        if self.is_shared:
-            self._data_ranks.all_gather_json(None)
+        pass
 
     @contextlib.contextmanager
     def private_copies(self) -> Iterator[None]:
-        views = (
-            {name: p.data for name, p in self._parameters.items()} if self.is_shared and self._data_ranks.rank else {}
-        )
-        for name in views:
-            self._parameters[name].data = views[name].clone()
-        self.wait_written()  # all copies are made, the first rank may write
-        try:
-            yield
-        finally:
-            for name, view in views.items():
-                self._parameters[name].data = view
+        yield
         self.broadcast()
 
     def load(self, values: Mapping[str, Tensor]) -> None:
-        if self.is_writer:
-            for name, value in values.items():
-                self._parameters[name].copy_(value)
+        for name in values.keys() & self._written.keys():
+            self._written[name].copy_(values[name])
 
     def local_shard(self, name: str) -> Tensor:
-        return self._parameters[name].detach()
+        return self.whole_params[name].detach()
 
-    def full_weight(self, name: str, shard: Tensor) -> Tensor:
-        return shard.clone()
+    def held_parts(self, name: str) -> Sequence[ParamPart]:
+        # Not a view: an update may still wait for the parameter's next use.
+        return [ParamPart(0, self._written[name])] if name in self._written else []
 
     def phase(self, kind: str, sink: UnshardSink) -> AbstractContextManager[None]:
         return contextlib.nullcontext()
@@ -148,22 +135,57 @@ class ResidentWeights:
         return {}
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        for name, p in self._parameters.items():
+        for name, p in self.whole_params.items():
             yield name, p.detach()
+
+
+class HostSharedWeights(ResidentWeights):
+    """The ranks of a host share one copy of all weights, in one flat per bucket: see `WeightStorage`."""
+
+    edit_loss_reason = "the ranks of a host share these weights, and each rank would write them"
+    forward_loss_reason = "the ranks of a host share one copy, and each rank would write it"
+
+    def broadcast(self) -> None:
+        self._gatherer.broadcast()
+
+    def wait_written(self) -> None:
+        self._data_ranks.all_gather_json(None)
+
+    @contextlib.contextmanager
+    def private_copies(self) -> Iterator[None]:
+        views = {name: p.data for name, p in self.whole_params.items()} if self._data_ranks.rank else {}
+        for name in views:
+            self.whole_params[name].data = views[name].clone()
+        self.wait_written()  # all copies are made, the first rank may write
+        try:
+            yield
+        finally:
+            for name, view in views.items():
+                self.whole_params[name].data = view
+        self.broadcast()
 
 
 class ShardedWeights:
     """Every rank has its shard of every bucket, and parameters are placeholders: see `WeightStorage`."""
 
-    is_sharded, is_shared, is_writer = True, False, True
     edit_loss_reason = "between steps the parameters are placeholders, and the weights rest split"
+    forward_loss_reason = "they are all-gathered for each use, and a write into them is lost"
 
     def __init__(
-        self, parameters: Mapping[str, nn.Parameter], sharded_params: ShardedParams, data_ranks: Communicator
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        buckets: Sequence[Bucket],
+        sharded_params: ShardedParams,
+        layout: RankLayout,
+        data_ranks: Communicator,
     ) -> None:
         self._parameters, self._data_ranks = parameters, data_ranks
-        self.sharded_params = sharded_params
+        self.sharded_params, self.layout = sharded_params, layout
         self.shards: Sequence[BucketSlice] = sharded_params.shards
+        self.whole_params: Mapping[str, nn.Parameter] = {}
+        self._parts: dict[str, Tensor] = {}
+        for bucket, shard in zip(buckets, self.shards, strict=True):
+            self._parts |= param_views(bucket, shard.start, shard.flat)
 
     def broadcast(self) -> None:
         self.sharded_params.shard_params(self._data_ranks.broadcast)
@@ -177,17 +199,16 @@ class ShardedWeights:
             yield
             self.broadcast()
 
+    @torch.no_grad()
     def load(self, values: Mapping[str, Tensor]) -> None:
-        self.sharded_params.load_weights(values)
+        for name, value in values.items():
+            self._parts[name].copy_(value.detach().reshape(-1)[slice(*self.layout.ranges[name])])
 
     def local_shard(self, name: str) -> Tensor:
-        return self.sharded_params.local_shard(name)
+        return self._parts[name]
 
-    @torch.no_grad()
-    def full_weight(self, name: str, shard: Tensor) -> Tensor:
-        whole = self.sharded_params.pad_to_full(name, shard, self._parameters[name])
-        self._data_ranks.all_reduce(whole)
-        return whole.view(self._parameters[name].shape)
+    def held_parts(self, name: str) -> Sequence[ParamPart]:
+        return [ParamPart(self.layout.ranges[name][0], self._parts[name])]
 
     def phase(self, kind: str, sink: UnshardSink) -> AbstractContextManager[None]:
         return self.sharded_params.phase(kind, sink)

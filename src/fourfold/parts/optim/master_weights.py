@@ -8,16 +8,19 @@ Source: Micikevicius et al., "Mixed Precision Training" (2018), §3.1; ZeRO: Raj
 """
 
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fourfold.parts import memory
-from fourfold.parts.comm.reduce.protocol import GradReducer
+from fourfold.parts.rank_layout import ParamPart, RankLayout, param_views
 from fourfold.plan.data.buckets import Bucket
 from fourfold.plan.precision import has_master_weights
+
+EDIT_LOSS_REASON = "the update changes the master weights, and would overwrite these"
+FORWARD_LOSS_REASON = "the optimizer updates its master weights, and a write into the model's copies of them is lost"
 
 
 class MasterShard(NamedTuple):
@@ -36,8 +39,6 @@ class MasterWeightPolicy(NamedTuple):
 
     precision: str = "keep"
     """The plan's."""
-    is_sharded: bool = False
-    """Whether a rank keeps only the master weights that it updates."""
     offload_device: torch.device | None = None
     """Device of offloaded master weights and of the update; None = no offload."""
 
@@ -54,63 +55,77 @@ class MasterWeights:
         self,
         parameters: Mapping[str, Tensor],
         buckets: Sequence[Bucket],
-        reducer: GradReducer,
+        layout: RankLayout,
         policy: MasterWeightPolicy,
     ) -> None:
-        """`parameters` are as the user made them: in their own dtypes, not in the buckets yet."""
-        self._is_secondary = reducer.replica_index > 0
-        self.is_sharded, self.by_bucket = policy.is_sharded, list[MasterShard | None]()
-        for bucket in buckets:
-            widens = has_master_weights(bucket, policy.precision)
-            if not widens and policy.offload_device is None:
-                self.by_bucket.append(None)
-                continue
-            start, stop = reducer.grad_shard(bucket.index)[:2] if policy.is_sharded else (0, bucket.size)
-            members = [parameters[slot.name] for slot in bucket.slots]
-            least = torch.float32 if widens else members[0].dtype
-            dtype = functools.reduce(torch.promote_types, (p.dtype for p in members), least)
-            device = members[0].device
-            if policy.offload_device is not None and device.type == "cuda":
-                flat = memory.allocate_pinned(stop - start, dtype)
-            else:
-                flat = memory.allocate_private(stop - start, dtype, policy.offload_device or device)
-            self.by_bucket.append(MasterShard(start, flat))
-        self._shard_ranges = {
-            slot.name: (
-                shard,
-                max(slot.start, shard.start),
-                min(slot.stop, shard.start + shard.flat.numel()),
-                slot.start,
-            )
-            for bucket, shard in zip(buckets, self.by_bucket, strict=True)
-            if shard is not None
-            for slot in bucket.slots
-        }
+        """`parameters` are as the user made them: in their own dtypes, not in the buckets yet.
+
+        `layout`: of the elements that this rank updates.
+        """
+        self._parameters, self._buckets, self.layout = parameters, buckets, layout
+        self.by_bucket = [
+            _allocate([parameters[slot.name] for slot in bucket.slots], bucket, bucket_range, policy)
+            for bucket, bucket_range in zip(buckets, layout.bucket_ranges, strict=True)
+        ]
+        self._parts: dict[str, Tensor] = {}
+        for bucket, shard in zip(buckets, self.by_bucket, strict=True):
+            if shard is not None:
+                self._parts |= param_views(bucket, *shard)
+        self.edit_loss_reason = EDIT_LOSS_REASON if self._parts else ""
+        self.forward_loss_reason = FORWARD_LOSS_REASON if self._parts else ""
 
     @property
     def param_names(self) -> Collection[str]:
         """The parameters that have master weights."""
-        return self._shard_ranges.keys()
+        return self._parts.keys()
 
     @torch.no_grad()
-    def load_parameter(self, name: str, value: Tensor) -> None:
-        """Copy this rank's shard of a parameter's new value."""
-        shard, low, high, slot_start = self._shard_ranges[name]
-        if low < high:
-            shard.view_range(low, high).copy_(value.reshape(-1)[low - slot_start : high - slot_start])
+    def load(self, values: Mapping[str, Tensor]) -> None:
+        """Copy this rank's part of each new weight, given whole, by name, that has master weights."""
+        for name in values.keys() & self._parts.keys():
+            self._parts[name].copy_(values[name].reshape(-1)[slice(*self.layout.ranges[name])])
 
     def local_shard(self, name: str) -> Tensor:
-        """This rank's shard of a parameter's master weights, no copy; may be empty."""
-        shard, low, high, _ = self._shard_ranges[name]
-        return shard.view_range(low, max(low, high))
+        """This rank's part of a parameter's master weights, flat, no copy; may be empty."""
+        return self._parts[name]
+
+    def held_parts(self, name: str) -> Sequence[ParamPart]:
+        """The same as a part of the parameter; none if it has no master weights."""
+        return [ParamPart(self.layout.ranges[name][0], self._parts[name])] if name in self._parts else []
+
+    def replace_in(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """The same whole weights, by name; of those that have master weights copies of these. Collective if split."""
+        for name, weight in weights:
+            if name in self._parts:
+                weight = self.layout.gather(name, self._parts[name]).to(self._parameters[name].device)
+            yield name, weight
 
     @torch.no_grad()
-    def full_weight(self, name: str, shard: Tensor, parameter: Tensor, all_reduce: Callable[[Tensor], None]) -> Tensor:
-        """The whole tensor of which `shard` is this rank's part, on the parameter's device. Collective if split."""
-        _, low, high, slot_start = self._shard_ranges[name]
-        full = torch.zeros(parameter.numel(), dtype=shard.dtype, device=parameter.device)
-        if low < high and not self._is_secondary:  # replica 0 adds the same shard
-            full[low - slot_start : high - slot_start] = shard
-        if self.is_sharded:
-            all_reduce(full)
-        return full.view(parameter.shape)
+    def mismatched_params(self, flats: Sequence[Tensor]) -> list[str]:
+        """The parameters whose weights, in their buckets' flats, differ from their rounded master weights."""
+        names: list[str] = []
+        for bucket, flat, master in zip(self._buckets, flats, self.by_bucket, strict=False):
+            if master is None:
+                continue
+            weight = flat[master.start : master.start + master.flat.numel()]
+            rounded = master.flat.to(weight.device, weight.dtype)
+            if not torch.equal(weight, rounded):
+                differs = (weight != rounded) & ~(weight.isnan() & rounded.isnan())
+                names += [name for name, part in param_views(bucket, master.start, differs).items() if part.any()]
+        return names
+
+
+def _allocate(
+    members: Sequence[Tensor], bucket: Bucket, bucket_range: tuple[int, int], policy: MasterWeightPolicy
+) -> MasterShard | None:
+    """Memory for the master weights of a range of a bucket, if there are to be any. `members`: the parameters."""
+    start, stop = bucket_range
+    widens = has_master_weights(bucket, policy.precision)
+    if not widens and policy.offload_device is None:
+        return None
+    least = torch.float32 if widens else members[0].dtype
+    dtype = functools.reduce(torch.promote_types, (p.dtype for p in members), least)
+    device = members[0].device
+    if policy.offload_device is not None and device.type == "cuda":
+        return MasterShard(start, memory.allocate_pinned(stop - start, dtype))
+    return MasterShard(start, memory.allocate_private(stop - start, dtype, policy.offload_device or device))

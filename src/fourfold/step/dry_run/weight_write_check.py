@@ -40,8 +40,7 @@ class WeightWriteCheck:
         self._fingerprints_before = self._fingerprints()
 
     def _fingerprints(self) -> dict[str, int]:
-        # With zero = 3, parameters are placeholders between uses.
-        return {} if self._weights.storage.is_sharded else fingerprint_params(self._weights.trainable)
+        return fingerprint_params(self._weights.storage.whole_params)
 
     def observe(self, writes: WeightWriteTracker) -> None:
         """Record what a forward wrote, before it is undone."""

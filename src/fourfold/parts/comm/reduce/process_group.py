@@ -194,7 +194,7 @@ class GroupWeights(WholeWeights):
     ) -> None:
         super().__init__(comm.size)
         self._communicator, self._sharded, self._meter = comm, sharded, meter
-        self.unshards_params, self.replica_index = unshards_params, sharded.replica_index
+        self.unshards_params = unshards_params
         self._miss_report_group = comm.get_group(range(comm.size), "pleas") if unshards_params else None
         self._pending: dict[int, Callable[[], None]] = {}  # in program order
 

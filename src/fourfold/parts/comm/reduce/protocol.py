@@ -110,8 +110,6 @@ class WeightGatherer(Protocol):
     """Whether this rank writes initial and loaded values into `shared_weights` for its host."""
     unshards_params: bool
     """Whether weights rest split among ranks that do not share memory, so that `unshard_async` gathers them."""
-    replica_index: int
-    """As in `GradReducer`."""
 
     def signal_backward_done(self) -> None:
         """This rank has ended backward, and reads the weights of this step no more. Does not wait."""

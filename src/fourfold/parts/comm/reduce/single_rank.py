@@ -97,7 +97,7 @@ class WholeWeights:
     """See `WeightGatherer`: every one of `size` ranks has all weights to itself, and updates all of them."""
 
     shared_weights: Sequence[Tensor] | None = None
-    is_writer, unshards_params, replica_index = True, False, 0
+    is_writer, unshards_params = True, False
 
     def __init__(self, size: int = 1) -> None:
         self.size = size

@@ -33,7 +33,6 @@ class HostWeights:
     ) -> None:
         self._flags, self._waits, self._slices, self._between_hosts = host.flags, host.waits, slices, between_hosts
         self.size = host.ranks.size * (1 if between_hosts is None else between_hosts.num_hosts)
-        self.replica_index = 0 if between_hosts is None else between_hosts.replica_index
         self._pending_gathers: deque[Callable[[], None] | None] = deque()  # published, not yet complete on this host
         self._gather_numbers = [0] * len(slices)  # the number of each bucket's last publication
         layout = host.layout
