@@ -84,7 +84,7 @@ def test_a_torch_function_mode_drops_no_argument(mode, call):
 def test_a_tracked_parameter_drops_no_argument():
     weight = nn.Parameter(wide(2, 3))
     expected = F.l1_loss(weight, B, **WEIGHT)
-    uses = ParamAccess([[weight]], lambda bucket: None)
+    uses = ParamAccess([[weight]])
     assert torch.equal(F.l1_loss(weight, B, **WEIGHT), expected)
     uses.close()
 

@@ -16,14 +16,24 @@ from fourfold.parts.data.param_access import ParamAccess, outside_transforms
 WEIGHTS = [nn.Parameter(torch.randn(3, 3, dtype=torch.float64)) for _ in range(3)]
 
 
+class Sink:
+    """Calls a function with the bucket of each report."""
+
+    def __init__(self, function):
+        self._function = function
+
+    def before_access(self, bucket):
+        self._function(bucket)
+
+
 class Tracked:
     """Three matrices, the first two in bucket 0, and the buckets whose uses were reported."""
 
     def __init__(self):
         self.first, self.second, self.third = (nn.Parameter(w.detach().clone()) for w in WEIGHTS)
         self.buckets = []
-        self.uses = ParamAccess([[self.first, self.second], [self.third]], self.buckets.append)
-        self.uses.is_enabled = True
+        self.uses = ParamAccess([[self.first, self.second], [self.third]])
+        self.uses.sink = Sink(self.buckets.append)
 
 
 @pytest.fixture
@@ -65,7 +75,7 @@ def test_every_kind_of_use_is_reported_once_per_operation(tracked, use, buckets)
 
 
 def test_a_use_is_reported_before_it_happens(tracked):
-    tracked.uses.before_access = lambda bucket: tracked.third.data.fill_(2.0)
+    tracked.uses.sink = Sink(lambda bucket: tracked.third.data.fill_(2.0))
     assert torch.equal(X @ tracked.third, torch.full((2, 3), 6.0, dtype=torch.float64))
 
 
@@ -79,13 +89,13 @@ def in_autocast(x):
     lambda t: torch.func.vmap(lambda x: x @ t.third)(X.float()),
     lambda t: in_autocast(t.third),
 ])  # fmt: skip
-def test_the_callback_can_change_parameters_inside_transforms_and_autocast(tracked, use):
+def test_the_sink_can_change_parameters_inside_transforms_and_autocast(tracked, use):
     def square(bucket):
         with outside_transforms("cpu"):
             tracked.third.copy_(torch.mm(tracked.third, tracked.third))
 
     start = WEIGHTS[2].detach().float()
-    tracked.third.data, tracked.uses.before_access = start.clone(), square
+    tracked.third.data, tracked.uses.sink = start.clone(), Sink(square)
     use(tracked)
     tracked.uses.close()
     assert torch.equal(tracked.third, torch.mm(start, start))
@@ -108,18 +118,18 @@ def test_reading_metadata_is_no_use(tracked, inspect):
     assert tracked.buckets == []
 
 
-def test_nothing_is_reported_while_disabled_or_after_close(tracked):
-    tracked.uses.is_enabled = False
+def test_nothing_is_reported_without_a_sink_or_after_close(tracked):
+    sink, tracked.uses.sink = tracked.uses.sink, None
     F.linear(X, tracked.first)
-    tracked.uses.is_enabled = True
+    tracked.uses.sink = sink
     tracked.uses.close()
     F.linear(X, tracked.first)
     assert tracked.buckets == []
     assert type(tracked.first) is nn.Parameter
 
 
-def test_uses_within_the_callback_are_not_reported(tracked):
-    tracked.uses.before_access = lambda bucket: (tracked.buckets.append(bucket), tracked.third.sum())
+def test_uses_by_the_sink_are_not_reported(tracked):
+    tracked.uses.sink = Sink(lambda bucket: (tracked.buckets.append(bucket), tracked.third.sum()))
     F.linear(X, tracked.first)
     assert tracked.buckets == [0]
 
@@ -163,8 +173,8 @@ def gradients(model):
 def test_a_model_computes_the_same_and_the_use_of_every_parameter_is_reported():
     expected, model, seen = gradients(block()), block(), []
     parameters = list(model.parameters())
-    uses = ParamAccess([[p] for p in parameters], seen.append)
-    uses.is_enabled = True
+    uses = ParamAccess([[p] for p in parameters])
+    uses.sink = Sink(seen.append)
     results = []
     model.register_forward_hook(lambda m, a, out: results.append(out), always_call=True)
     got = gradients(model)
@@ -181,8 +191,8 @@ def test_a_model_computes_the_same_and_the_use_of_every_parameter_is_reported():
 
 def test_copies_and_saved_files_of_a_model_have_plain_parameters():
     model = block()
-    uses = ParamAccess([list(model.parameters())], lambda bucket: None)
-    uses.is_enabled = True
+    uses = ParamAccess([list(model.parameters())])
+    uses.sink = Sink(lambda bucket: None)
     for other in (copy.deepcopy(model), _reread(model)):
         assert all(type(p) is nn.Parameter for p in other.parameters())
         assert other.head.weight is other.embedding.weight
@@ -218,10 +228,10 @@ def test_an_unreferenced_owner_is_freed_and_its_parameters_are_plain_again():
     class Owner:
         def __init__(self, parameter):
             self.parameter = parameter
-            self.uses = ParamAccess([[parameter]], self.before)
-            self.uses.is_enabled = True
+            self.uses = ParamAccess([[parameter]])
+            self.uses.sink = self
 
-        def before(self, bucket):
+        def before_access(self, bucket):
             raise AssertionError
 
     parameter = nn.Parameter(torch.ones(2))

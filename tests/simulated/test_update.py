@@ -49,7 +49,7 @@ def test_the_first_buckets_are_updated_during_backward(size, zero):
 
     def body(comm):
         step, all_launched = build_step(case, size, comm), []
-        (stage,) = step._parts.stages
+        (stage,) = step._parts.stages.values()
         update = stage.optimizer.update
 
         def record(bucket, **args):

@@ -204,6 +204,17 @@ def _memory_id(fd: int) -> tuple[int, int]:
     return status.st_dev, status.st_ino
 
 
+def tune_freed_memory(device: torch.device, num_steps: int) -> None:
+    """After each step: on CPUs, set how much freed memory the C library keeps."""
+    if device.type != "cpu":
+        return
+    if num_steps == 1:
+        # Not before: the first step makes optimizer states, which would lie between gradients that are freed after it.
+        keep_freed_memory()
+    elif num_steps == 2:
+        trim_freed_memory()
+
+
 def keep_freed_memory() -> bool:
     """Let the C library keep freed memory instead of returning it to the system. Returns whether it agreed.
 

@@ -26,6 +26,7 @@ from fourfold.step.collective_calls import CollectiveCalls
 from fourfold.step.dry_run.first_batch import DryRun
 from fourfold.step.dry_run.weight_write_check import WeightWriteCheck
 from fourfold.step.duplicate_batches import DuplicateBatches
+from fourfold.step.forward_fusion import DeferredUpdates
 from fourfold.step.loss_function import ModelLoss, UserLoss
 from fourfold.step.model_checks import check_model_loss, check_update_timing, watch_frozen_norms
 from fourfold.step.nan_guard import NanGuard
@@ -36,7 +37,7 @@ from fourfold.step.sequence.sequence_parallel import SequenceParallel
 from fourfold.step.stage_assembly import StageAssembly, lay_out, make_stage
 from fourfold.step.step_checks import StepChecks
 from fourfold.step.step_options import StepOptions
-from fourfold.step.step_parts import StepParts
+from fourfold.step.step_parts import StageParts, StepParts
 from fourfold.step.step_programs import StepPrograms
 from fourfold.step.update_timing import (
     UPDATE_AFTER,
@@ -47,6 +48,8 @@ from fourfold.step.update_timing import (
 )
 from fourfold.step.user_optimizer import OptimizerWatch, check_user_optimizer
 from fourfold.step.weights import Weights
+
+STAGE = 0  # there is one
 
 
 class Assembly(NamedTuple):
@@ -86,7 +89,7 @@ def assemble(
     channel = transports.make_world_channel(world, plan.transport, meter)
     stage = make_stage(trained, objective, world, meter, channel.calls)
     parts = StepParts(
-        stages=[stage.parts],
+        stages={STAGE: stage.parts},
         scalars=channel.scalars,
         meter=meter,
         objective=objective,
@@ -121,8 +124,13 @@ def _make_objective(loss: Callable[[Any, Any], Any] | None, plan: Plan) -> Objec
 
 def _make_timing(plan: Plan, parts: StepParts) -> UpdateTiming:
     if plan.update == "in_forward":
-        return UpdateInForward(parts)
+        return UpdateInForward(parts, {index: _defer(index, stage, parts) for index, stage in parts.stages.items()})
     return ImmediateUpdates(UPDATE_IN_BACKWARD if plan.update == "in_backward" else UPDATE_AFTER)
+
+
+def _defer(index: int, stage: StageParts, parts: StepParts) -> DeferredUpdates:
+    in_place = [] if stage.gatherer.unshards_params else stage.parameters
+    return DeferredUpdates(index, stage, parts.meter, in_place)
 
 
 def _make_checks(

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 
 from fourfold.step.step_state import StepState
 from fourfold.step.update_timing import UpdateTiming
-from fourfold.step.verbs import VERBS, VerbFunction
+from fourfold.step.verbs import EVALUATION, INFERENCE, VerbFunction
 from fourfold.words.errors import Problem, TrainingError
 from fourfold.words.program import Action, Verb
 
@@ -44,10 +44,14 @@ class Executor:
 
     def evaluate(self, program: Iterable[Action], step: StepState) -> None:
         """Forwards and measures, without updates."""
-        _walk(program, step, VERBS)
+        _walk(program, step, EVALUATION)
+
+    def infer(self, program: Iterable[Action], step: StepState) -> None:
+        """Forwards only. Not collective."""
+        _walk(program, step, INFERENCE)
 
     def _begin(self, step: StepState) -> None:
-        for stage in step.parts.stages:
+        for stage in step.parts.stages.values():
             stage.gradients.drop_grads()
             stage.gradients.begin_step()
         step.parts.sync.begin_step()
@@ -55,13 +59,13 @@ class Executor:
 
     def _end(self, step: StepState) -> None:
         if step.has_called_hooks:
-            for stage in step.parts.stages:
+            for stage in step.parts.stages.values():
                 stage.step_hooks.run_post_hooks()
         self._timing.end_step(step)
         if step.bad_reason is None:
             step.parts.loss_scale.update(overflowed=step.overflowed)
         step.parts.sync.end_step()
-        for stage in step.parts.stages:
+        for stage in step.parts.stages.values():
             stage.weights.edits.refresh_samples()
 
 

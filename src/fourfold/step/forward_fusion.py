@@ -16,6 +16,8 @@ Source: Jiang, Gu, Liu, Zhu, Pan, "Optimizer Fusion" (2021): forward fusion.
 import contextlib
 from collections.abc import Iterator, Sequence
 
+from torch import nn
+
 from fourfold.parts.comm.meter import CommMeter
 from fourfold.parts.data.param_access import ParamAccess, outside_transforms
 from fourfold.step.step_parts import StageParts
@@ -28,17 +30,22 @@ from fourfold.words.program import Action, Verb
 class DeferredUpdates:
     """The updates of one step of a stage, run in the forward of the next step, or when `finish` is called."""
 
-    def __init__(self, stage_index: int, stage: StageParts, meter: CommMeter) -> None:
+    def __init__(
+        self, stage_index: int, stage: StageParts, meter: CommMeter, in_place: Sequence[Sequence[nn.Parameter]]
+    ) -> None:
+        """`in_place`: by bucket and slot, the parameters that are reported when they are accessed.
+
+        There are none where weights rest split: these are reported when they are unsharded.
+        """
         self._stage_index, self._stage, self._meter = stage_index, stage, meter
-        # Weights that rest split are reported when they are unsharded, all others when they are accessed.
-        self._is_sharded = stage.gatherer.unshards_params
-        self._param_access = ParamAccess([] if self._is_sharded else stage.parameters, self._before_access)
-        self._set_listening(False)
+        self._param_access, self._num_reported = ParamAccess(in_place), len(in_place)
         self._args: UpdateArgs | None = None
         self._order: Sequence[int] = ()
         self._position: dict[int, int] = {}
         self._num_updated, self._num_ready = 0, 0
-        self._in_forward, self._was_accessed = False, [True] * stage.num_buckets
+        self._in_forward = False
+        self._was_accessed = [True] * self._num_reported
+        """By bucket that is reported when it is accessed."""
 
     @property
     def has_pending(self) -> bool:
@@ -55,11 +62,11 @@ class DeferredUpdates:
         self._order = list(self._stage.gradients.countdown.launch_order[::-1])
         self._position = {bucket: position for position, bucket in enumerate(self._order)}
         self._num_updated, self._num_ready = 0, 0
-        self._set_listening(True)
+        self._param_access.sink = self
 
     def begin_step(self) -> None:
         """Begin a step. While no update is pending, an access without a report is harmless."""
-        self._was_accessed = [True] * self._stage.num_buckets
+        self._was_accessed = [True] * self._num_reported
 
     @contextlib.contextmanager
     def in_forward(self) -> Iterator[None]:
@@ -67,7 +74,7 @@ class DeferredUpdates:
         if not self.has_pending:
             yield
             return
-        self._was_accessed = [self._is_sharded] * self._stage.num_buckets
+        self._was_accessed = [False] * self._num_reported
         self._in_forward = True
         try:
             yield
@@ -84,7 +91,7 @@ class DeferredUpdates:
         if self.has_pending:
             self._update_up_to(len(self._order) - 1)
             self._order = ()
-            self._set_listening(False)
+            self._param_access.sink = None
             self._stage.reducer.end_step()
             self._stage.gatherer.end_step()
             self._stage.optimizer.set_options_frozen(frozen=False)
@@ -107,7 +114,8 @@ class DeferredUpdates:
             with outside_transforms(self._device_type):
                 self._update_up_to(self._position[bucket])
 
-    def _before_access(self, bucket: int) -> None:
+    def before_access(self, bucket: int) -> None:
+        """A parameter of a bucket is about to be read, in place."""
         self._was_accessed[bucket] = True
         position = self._position[bucket]
         if position < self._num_ready:
@@ -123,9 +131,6 @@ class DeferredUpdates:
     @property
     def _device_type(self) -> str:
         return self._stage.parameters[0][0].device.type
-
-    def _set_listening(self, listening: bool) -> None:
-        self._param_access.is_enabled = listening
 
     def _update_up_to(self, position: int) -> None:
         while self._num_updated <= position:

@@ -40,6 +40,7 @@ from fourfold.plan.lowering import Blueprint, DataGroup, lower
 from fourfold.plan.plan import Plan
 from fourfold.plan.topology import NO_SHARED_MEMORY
 from fourfold.step.codec_state import CodecState
+from fourfold.step.grad_rounds import OneRound, RoundEveryBackward
 from fourfold.step.grad_scaling import GradScaling, ScaledInUpdate, ScaledSums
 from fourfold.step.grad_sync import GradSync, LocalSteps, SumEveryStep
 from fourfold.step.model_specs import model_specs, update_spec
@@ -129,7 +130,7 @@ def make_stage(
         optimizer=optimizer,
         weights=weights,
         step_hooks=_make_hooks(trained),
-        reduces_every_backward=trained.layouts.gradient == SPLIT,
+        rounds=RoundEveryBackward() if trained.layouts.gradient == SPLIT else OneRound(),
         update_verbs=_update_verbs(trained.layouts),
     )
     state = PersistentState(

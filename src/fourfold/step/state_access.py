@@ -4,7 +4,7 @@ Law: every rank makes these calls in the same order, and an update that waits is
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -91,7 +91,7 @@ class StateAccess:
     def _groups_and_record(self) -> dict[str, Any]:
         programs, optimizer = self._assembly.programs, self._assembly.optimizer
         record: dict[str, Any] = {
-            "order": list(programs.launch_order),
+            "order": programs.launch_order,
             "nominal_count": programs.nominal_count,
             "optimizer": type(optimizer).__name__,
         }
@@ -121,23 +121,25 @@ class StateAccess:
             group.update({k: cloned(v) for k, v in options.items() if k not in IMPLEMENTATION_OPTIONS})
         record = saved.record
         self._assembly.parts.loss_scale.load_state(record.get("scale") or {})
-        # The launch order is valid only for the same number of buckets; otherwise the next step records a new one.
-        if sorted(record["order"]) == list(range(len(self._assembly.buckets))):
-            self.set_record(list(record["order"]), record["nominal_count"])
+        # Launch orders are valid only for the same numbers of buckets; otherwise the next step records new ones.
+        programs = self._assembly.programs
+        if launch_orders := programs.split_order(record["order"]):
+            self.set_record(launch_orders, record["nominal_count"])
         else:
-            self._assembly.programs.nominal_count = record["nominal_count"]
+            programs.nominal_count = record["nominal_count"]
         self._state.load_codec_state(saved.codec)
 
-    def set_record(self, order: list[int], count: float) -> None:
-        """Fix the launch order and the nominal count for all later steps, the same on every rank."""
-        programs, (stage,) = self._assembly.programs, self._assembly.parts.stages
-        stage.gradients.set_launch_order(order)
+    def set_record(self, launch_orders: Mapping[int, Sequence[int]], count: float) -> None:
+        """Fix the launch orders, by stage, and the nominal count for all later steps, the same on every rank."""
+        programs = self._assembly.programs
+        for index, stage in self._assembly.parts.stages.items():
+            stage.gradients.set_launch_order(launch_orders[index])
         before = programs.nominal_count
         if before is not None and before != count:
             # Residuals were divided by the previous nominal count.
             for codec in self._assembly.codecs:
                 codec.scale_residual(before / count)
-        programs.set_record(order, count)
+        programs.set_record(launch_orders, count)
 
     def replicated_tensors(self, model: nn.Module) -> Iterator[ReplicatedTensor]:
         """The weights in this rank's own memory."""

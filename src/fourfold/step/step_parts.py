@@ -3,7 +3,7 @@
 Law: records only; `assembly.py` makes them, the verbs use them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,6 +17,7 @@ from fourfold.parts.data.gradients import Gradients
 from fourfold.parts.optim.flat_optimizer import FlatOptimizer
 from fourfold.parts.optim.step_hooks import StepHooks
 from fourfold.plan.precision import LossScale
+from fourfold.step.grad_rounds import GradRounds
 from fourfold.step.grad_scaling import GradScaling
 from fourfold.step.grad_sync import GradSync
 from fourfold.step.objective import Objective
@@ -42,8 +43,7 @@ class StageParts(NamedTuple):
     optimizer: FlatOptimizer
     weights: Weights
     step_hooks: StepHooks
-    reduces_every_backward: bool
-    """Whether each backward has a round of reductions: gradients rest split."""
+    rounds: GradRounds
     update_verbs: tuple[Verb, ...]
     """What updates a bucket: UPDATE, and GATHER if new weights are all-gathered."""
 
@@ -62,7 +62,8 @@ class StageParts(NamedTuple):
 class StepParts(NamedTuple):
     """What the steps of one rank work with."""
 
-    stages: Sequence[StageParts]
+    stages: Mapping[int, StageParts]
+    """This rank's, by number in the model."""
     scalars: ScalarReducer
     """Of all ranks of the world."""
     meter: CommMeter

@@ -10,25 +10,25 @@ from fourfold.plan.data.step_program import UseOrders
 from fourfold.plan.lowering import Blueprint, StepRecord
 from fourfold.words.program import Action, Verb
 
-STAGE = 0  # there is one
 NOT_LEARNT = UseOrders((), (), ())
 
 
 class StepPrograms:
-    """The programs of one rank."""
+    """The programs of one rank. Orders are by stage."""
 
     def __init__(self, blueprint: Blueprint, rank: int) -> None:
         self._blueprint, self._rank = blueprint, rank
-        self._launch_order: tuple[int, ...] = ()
-        self._use_orders = NOT_LEARNT
+        self._launch_orders: dict[int, tuple[int, ...]] = {}
+        self._use_orders = dict.fromkeys(self._num_buckets(), NOT_LEARNT)
+        self._learnt: Mapping[int, Mapping[str, Sequence[int]]] = {}
+        """What use orders were made of."""
         self.nominal_count: float | None = None
         """What gradients are divided by in backward; None: the next step measures it."""
         self.has_record = False
         self._lower()
 
     def _lower(self) -> None:
-        record = StepRecord({STAGE: self._launch_order}, {STAGE: self._use_orders})
-        self._programs = self._blueprint.programs(record)
+        self._programs = self._blueprint.programs(StepRecord(self._launch_orders, self._use_orders))
 
     @property
     def at_sync(self) -> tuple[Action, ...]:
@@ -51,9 +51,9 @@ class StepPrograms:
         return tuple(action for action in self.evaluation if action.verb != Verb.MEASURE)
 
     @property
-    def launch_order(self) -> Sequence[int]:
-        """The order of the reductions, as recorded; empty before."""
-        return self._launch_order
+    def inference(self) -> tuple[Action, ...]:
+        """The forwards of an evaluation, where weights are whole already."""
+        return tuple(action for action in self.forward_only if action.verb != Verb.UNSHARD)
 
     def of_step(self, number: int) -> tuple[Action, ...]:
         """The program of step `number`, from 1."""
@@ -61,15 +61,45 @@ class StepPrograms:
         has_count = self.nominal_count is not None
         return self._programs.of_step(is_local=is_local, has_nominal_count=has_count)[self._rank]
 
-    def set_record(self, launch_order: Sequence[int], nominal_count: float) -> None:
-        """Fix the launch order and the nominal count for all later steps, the same on every rank."""
+    @property
+    def launch_order(self) -> list[int]:
+        """The order of the reductions, as recorded, stage after stage; empty before.
+
+        Buckets are numbered from the first stage to the last.
+        """
+        firsts = self._first_buckets()
+        return [firsts[stage] + bucket for stage, order in sorted(self._launch_orders.items()) for bucket in order]
+
+    def split_order(self, order: Sequence[int]) -> dict[int, tuple[int, ...]]:
+        """What `launch_order` returned, by stage; empty if it is not of these buckets."""
+        orders: dict[int, tuple[int, ...]] = {}
+        for stage, first in self._first_buckets().items():
+            num_buckets = self._num_buckets()[stage]
+            orders[stage] = tuple(bucket - first for bucket in order[first : first + num_buckets])
+            if sorted(orders[stage]) != list(range(num_buckets)):
+                return {}
+        return orders if sum(map(len, orders.values())) == len(order) else {}
+
+    def _num_buckets(self) -> dict[int, int]:
+        return {group.stage.stage: len(group.buckets) for group in self._blueprint.groups}
+
+    def _first_buckets(self) -> dict[int, int]:
+        counts = self._num_buckets()
+        return {stage: sum(counts[each] for each in counts if each < stage) for stage in sorted(counts)}
+
+    def set_record(self, launch_orders: Mapping[int, Sequence[int]], nominal_count: float) -> None:
+        """Fix the launch orders and the nominal count for all later steps, the same on every rank."""
         self.has_record, self.nominal_count = True, nominal_count
-        self._launch_order = tuple(launch_order)
+        self._launch_orders = {stage: tuple(order) for stage, order in launch_orders.items()}
         self._lower()
 
-    def set_use_orders(self, by_phase: Mapping[str, Sequence[int]]) -> None:
-        """Fix the order in which each phase unshards buckets, the same on every rank."""
-        orders = UseOrders(*(tuple(by_phase.get(phase, ())) for phase in UseOrders._fields))
-        if orders != self._use_orders:
-            self._use_orders = orders
-            self._lower()
+    def set_use_orders(self, by_stage: Mapping[int, Mapping[str, Sequence[int]]]) -> None:
+        """Fix the order in which each phase unshards buckets, the same on every rank of a stage."""
+        if by_stage == self._learnt:  # as after nearly every step
+            return
+        self._learnt = by_stage
+        self._use_orders = {
+            stage: UseOrders(*(tuple(by_phase.get(phase, ())) for phase in UseOrders._fields))
+            for stage, by_phase in by_stage.items()
+        }
+        self._lower()

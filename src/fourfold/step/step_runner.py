@@ -84,27 +84,30 @@ class StepRunner:
         if self._checks.num_calls == 0:
             self._parts.objective.finish_first_step()
         skipped = self._checks.after_step(step, samples)
-        if self._parts.device.type == "cpu":
-            _tune_freed_memory(self._checks.num_calls)
+        memory.tune_freed_memory(self._parts.device, self._checks.num_calls)
         self._checks.compare_replicas_if_due(self._access.replicated_tensors(self._model))
         self._learn_use_orders()
         if not programs.has_record:
             # Without elements there is no estimate.
             programs.nominal_count = step.known_nominal_count if totals.count else None
             if skipped is None:
-                (stage,) = self._parts.stages
-                order = self._calls.world.all_gather_json(stage.gradients.countdown.completion_order)[0]
-                self._access.set_record(order, self._parts.sync.nominal_count(totals.count))
+                self._access.set_record(self._agree_launch_orders(), self._parts.sync.nominal_count(totals.count))
         return skipped
 
     @property
     def _num_out_of_turn(self) -> int:
-        return sum(stage.weights.storage.num_out_of_turn for stage in self._parts.stages)
+        return sum(stage.weights.storage.num_out_of_turn for stage in self._parts.stages.values())
+
+    def _agree_launch_orders(self) -> dict[int, list[int]]:
+        """By stage: the order in which the buckets of its first rank became complete. Collective."""
+        own = {index: stage.gradients.countdown.completion_order for index, stage in self._parts.stages.items()}
+        by_rank = self._calls.world.all_gather_json(list(own.items()))
+        return {index: order for orders in reversed(by_rank) for index, order in orders}
 
     def _learn_use_orders(self) -> None:
         """What phases have unsharded, the programs have from now on; a use out of turn changes them."""
-        (stage,) = self._parts.stages
-        self._programs.set_use_orders(stage.weights.storage.use_orders())
+        stages = self._parts.stages.items()
+        self._programs.set_use_orders({index: stage.weights.storage.use_orders() for index, stage in stages})
 
     @torch.no_grad()
     def evaluate(self, batch: Any) -> Metrics:
@@ -116,7 +119,7 @@ class StepRunner:
         self.dry_run(batch)
         batch, problem = self._assembly.batches.compare(batch)
         with self._microbatch(batch) as part, eval_mode(self._model):
-            step = StepState(self._parts, StepRequest([part], batch_mismatch=problem, phase="evaluate"))
+            step = StepState(self._parts, StepRequest([part], batch_mismatch=problem))
             self.executor.evaluate(self._programs.evaluation, step)
         self._learn_use_orders()
         totals = wait_totals(step)
@@ -158,16 +161,13 @@ class StepRunner:
         if problem is not None:
             raise TaskError(problem, where="the batch")
         with contextlib.nullcontext(NO_SAMPLES) if batch is None else self._microbatch(batch) as part:
-            step = StepState(self._parts, StepRequest([part], phase="evaluate", keeps_outputs=True))
+            step = StepState(self._parts, StepRequest([part]))
             self.executor.evaluate(self._programs.forward_only, step)
         self._learn_use_orders()
         return ForwardRun(part, step.outputs[0], step.losses[0]) if part.num_samples else None
 
-
-def _tune_freed_memory(num_steps: int) -> None:
-    """After each step on a CPU: set how much freed memory the C library keeps."""
-    if num_steps == 1:
-        # Not before: the first step makes optimizer states, which would lie between gradients that are freed after it.
-        memory.keep_freed_memory()
-    elif num_steps == 2:
-        memory.trim_freed_memory()
+    def infer(self, inputs: Any) -> Any:
+        """The model's outputs, on this rank only, while weights are unsharded and no gradient is recorded."""
+        step = StepState(self._parts, StepRequest([Microbatch(inputs, None, 1, 0)]))
+        self.executor.infer(self._programs.inference, step)
+        return step.outputs[0]

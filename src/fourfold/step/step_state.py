@@ -13,7 +13,7 @@ after a bad step too.
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -55,30 +55,22 @@ class StepRequest(NamedTuple):
     nominal_count   None in the first step: a measure finds it
     stop_requested  whether this rank has been asked to stop; the step sums this over the ranks
     batch_mismatch  what is wrong if the ranks of one sequence have different batches; the step sums this over the ranks
-    keeps_outputs   whether the outputs of the last stage are kept; training keeps none
-    phase           of its forwards: weights that rest split have an order of all-gathers for each
     """
 
     microbatches: Sequence[Microbatch]
     nominal_count: float | None = None
     stop_requested: bool = False
     batch_mismatch: Problem | None = None
-    phase: str = "forward"
-    keeps_outputs: bool = False
-
-    @property
-    def is_training(self) -> bool:
-        return self.phase == "forward"
 
 
 class UpdateArgs(NamedTuple):
-    """What the updates of a step depend on: see `FlatOptimizer.update`."""
+    """What the updates of a stage in one step depend on: see `FlatOptimizer.update`."""
 
     grad_scale: float
     num_ranks_with_grad: Sequence[float] | None
-    """By slot of all buckets: how many ranks have a gradient."""
-    squared_norms: Sequence[Tensor] | None
-    """By bucket."""
+    """By slot of all buckets of the stage: how many ranks have a gradient; None: all."""
+    squared_norms: Mapping[int, Tensor]
+    """By bucket, if the update needs them."""
 
 
 @dataclass
@@ -91,7 +83,7 @@ class StepState:
     losses: dict[int, Loss] = field(default_factory=dict)
     """By microbatch, from forward to backward."""
     outputs: dict[int, Any] = field(default_factory=dict)
-    """By microbatch, if they are kept."""
+    """By microbatch; training keeps none."""
     local_count: float | Tensor = 0.0
     """This rank's loss elements so far."""
     loss_totals: list[tuple[int, Tensor]] = field(default_factory=list)
@@ -101,8 +93,10 @@ class StepState:
     grad_norm: float | None = None
     bad_reason: str | None = None
     overflowed: bool = False
-    num_ranks_with_grad: Sequence[float] | None = None
-    squared_norms: Sequence[Tensor] | None = None
+    num_ranks_with_grad: dict[int, Sequence[float] | None] = field(default_factory=dict)
+    """By stage: see `UpdateArgs`."""
+    squared_norms: dict[int, Mapping[int, Tensor]] = field(default_factory=dict)
+    """By stage and bucket."""
     has_called_hooks: bool = False
     """Whether the step has called the optimizer's step hooks."""
     has_begun_updates: bool = False
@@ -210,9 +204,9 @@ class StepState:
         bad = [index for index, total in self.loss_totals if not math.isfinite(total.item())]
         return [range(stops[index] - self.microbatches[index].num_samples, stops[index]) for index in bad]
 
-    def update_args(self) -> UpdateArgs:
-        """What the updates of this step depend on."""
-        return UpdateArgs(self.grad_scale, self.num_ranks_with_grad, self.squared_norms)
+    def update_args(self, stage: int) -> UpdateArgs:
+        """What the updates of a stage depend on."""
+        return UpdateArgs(self.grad_scale, self.num_ranks_with_grad.get(stage), self.squared_norms.get(stage, {}))
 
 
 def wait_totals(step: StepState) -> StepTotals:

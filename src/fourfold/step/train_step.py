@@ -18,7 +18,9 @@ from fourfold.plan.data.buckets import Bucket
 from fourfold.plan.plan import Plan
 from fourfold.step.assembly import assemble
 from fourfold.step.codec_state import CodecState
+from fourfold.step.inference import InferenceModel
 from fourfold.step.metrics import Metrics
+from fourfold.step.model_call import eval_mode
 from fourfold.step.objective import Objective
 from fourfold.step.saved_state import SavedState
 from fourfold.step.state_access import StateAccess
@@ -221,6 +223,12 @@ class TrainStep:
         self._assembly.timing.flush()
         with torch.no_grad(), self._weights.unsharded("unsharded"):
             yield self.model
+
+    @contextlib.contextmanager
+    def inference(self) -> Iterator[InferenceModel]:
+        """As `unsharded`, in evaluation mode; each call of the model runs a forward-only program. Collective."""
+        with eval_mode(self.model), self.unsharded():
+            yield InferenceModel(self.model, self._runner)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every trainable weight by name, whole, one at a time; read only. Collective: all ranks iterate to the end."""

@@ -48,7 +48,7 @@ class UpdateTiming(Protocol):
 
 def _end_stages(parts: StepParts) -> None:
     """The sums of the step are needed no more. The weights are whole when this returns."""
-    for stage in parts.stages:
+    for stage in parts.stages.values():
         stage.reducer.end_step()
         stage.gatherer.end_step()
 
@@ -79,13 +79,13 @@ def _update_after_backward(step: StepState, action: Action) -> None:
     if is_update_due(step, stage, bucket):
         if not step.has_begun_updates:
             _wait_writable(step.parts)
-        update_bucket(step, stage, bucket)
+        update_bucket(step, action)
     stage.gradients.free_grads(bucket)
 
 
 def _wait_writable(parts: StepParts) -> None:
     # Backward may read a weight after its gradient is complete, if the weight is also used without gradient.
-    for stage in parts.stages:
+    for stage in parts.stages.values():
         stage.gatherer.signal_backward_done()
         stage.gatherer.wait_writable()
 
@@ -95,14 +95,14 @@ class _UpdateSink:
 
     def __init__(self, step: StepState, stage: StageParts, action: Action) -> None:
         self._step, self._stage, self._stage_index = step, stage, action.stage
-        self._is_last_round = action.index == len(step.microbatches) - 1 or not stage.reduces_every_backward
+        self._has_all_grads = stage.rounds.has_all_grads(action.index, len(step.microbatches))
         self._num_updated = 0
 
     def on_grad(self, param_index: int) -> None:
         if not self._stage.gradients.store(param_index):
             return
         while (bucket := launch_next(self._step, self._stage, may_wait=False)) is not None:
-            if self._is_last_round:
+            if self._has_all_grads:
                 # From now on other ranks of the host may write the bucket's weights, if they share them.
                 self._stage.weights.edits.increment_version(bucket)
                 self._update_reduced()
@@ -134,9 +134,9 @@ UPDATE_IN_BACKWARD: Mapping[Verb, VerbFunction] = {**VERBS, Verb.BACKWARD: _back
 class UpdateInForward:
     """Buckets are updated when the next forward uses them, or when the updates are flushed."""
 
-    def __init__(self, parts: StepParts) -> None:
-        self._parts = parts
-        self._deferred = [DeferredUpdates(index, stage, parts.meter) for index, stage in enumerate(parts.stages)]
+    def __init__(self, parts: StepParts, deferred: Mapping[int, DeferredUpdates]) -> None:
+        """`deferred` are by stage."""
+        self._parts, self._deferred = parts, deferred
         self.verbs: Mapping[Verb, VerbFunction] = {
             **VERBS,
             Verb.FORWARD: self._forward,
@@ -155,7 +155,7 @@ class UpdateInForward:
 
     def begin_step(self, step: StepState) -> None:
         """The updates in front of the first forward are those of the step before: forward runs them."""
-        for index, stage in enumerate(self._parts.stages):
+        for index, stage in self._parts.stages.items():
             step.done_early |= {
                 Action(verb, index, bucket) for verb in stage.update_verbs for bucket in range(stage.num_buckets)
             }
@@ -163,20 +163,20 @@ class UpdateInForward:
 
     def end_step(self, step: StepState) -> None:
         step.read_totals()
-        for stage in self._parts.stages:
+        for stage in self._parts.stages.values():
             wait_all(step, stage)
         if step.is_skipped:
-            for stage in self._parts.stages:
+            for stage in self._parts.stages.values():
                 stage.gradients.drop_grads()
             _end_stages(self._parts)
             return
-        for deferred in self._deferred:
-            deferred.defer(step.update_args())
+        for index, deferred in self._deferred.items():
+            deferred.defer(step.update_args(index))
 
     def flush(self) -> None:
-        for deferred in self._deferred:
+        for deferred in self._deferred.values():
             deferred.finish()
 
     @property
     def has_pending(self) -> bool:
-        return any(deferred.has_pending for deferred in self._deferred)
+        return any(deferred.has_pending for deferred in self._deferred.values())

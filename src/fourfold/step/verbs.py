@@ -10,7 +10,9 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
+from fourfold.parts.comm.reduce.protocol import shard_addend
 from fourfold.parts.data.grad_hooks import GradSink
+from fourfold.step.objective import StageOutput
 from fourfold.step.step_parts import StageParts
 from fourfold.step.step_state import StepState, UpdateArgs
 from fourfold.words.errors import Problem, TaskError
@@ -29,18 +31,35 @@ VerbFunction = Callable[[StepState, Action], None]
 
 
 def forward(step: StepState, action: Action) -> None:
-    """A microbatch through the stage, and through the loss on the last one."""
+    """A microbatch through the stage and its loss."""
     stage, part = step.stage(action.stage), step.microbatches[action.index]
-    with stage.weights.unsharded(step.request.phase, step.unshard_sink):
-        if not part.num_samples:
-            if step.request.is_training:
-                stage.stage.forward_empty()
-            return
-        output = stage.stage.forward(part)
-        if step.request.keeps_outputs:
+    with stage.weights.unsharded("forward", step.unshard_sink):
+        if part.num_samples:
+            _add_loss(step, action, stage.stage.forward(part))
+        else:
+            stage.stage.forward_empty()
+
+
+def _add_loss(step: StepState, action: Action, output: StageOutput) -> None:
+    stage, part = step.stage(action.stage), step.microbatches[action.index]
+    assert stage.stage.loss is not None  # there is one stage, which has the loss
+    step.add_loss(action.index, stage.stage.loss(output, part))
+
+
+def _evaluate(step: StepState, action: Action) -> None:
+    """The outputs and the loss of a batch, without training."""
+    stage, part = step.stage(action.stage), step.microbatches[action.index]
+    with stage.weights.unsharded("evaluate"):
+        if part.num_samples:
+            output = stage.stage.forward(part)
             step.outputs[action.index] = output.outputs
-        assert stage.stage.loss is not None  # there is one stage, which has the loss
-        step.add_loss(action.index, stage.stage.loss(output, part))
+            _add_loss(step, action, output)
+
+
+def _infer(step: StepState, action: Action) -> None:
+    """The outputs of a batch that may have no targets, on one rank; weights are whole already."""
+    stage, part = step.stage(action.stage), step.microbatches[action.index]
+    step.outputs[action.index] = stage.stage.forward(part).outputs
 
 
 # ---- backward and reductions ----------------------------------------------------------------------------
@@ -77,21 +96,18 @@ def backward(step: StepState, action: Action) -> None:
 
 def run_backward(step: StepState, action: Action, sink: GradSink) -> None:
     """The gradients of a microbatch; `sink` takes them."""
-    stage, index = step.stage(action.stage), action.index
-    if stage.reduces_every_backward and index:
-        stage.gradients.begin_round()
+    stage, index, num_microbatches = step.stage(action.stage), action.index, len(step.microbatches)
+    stage.rounds.begin_backward(stage.gradients, index, step.last_nonempty)
     with stage.weights.unsharded("backward"):
         if index in step.losses:
-            stage.gradients.countdown.is_last_backward = stage.reduces_every_backward or index == step.last_nonempty
             loss = step.losses.pop(index).total / step.known_nominal_count
             if not loss.requires_grad:
                 raise TaskError(_no_grad_problem())
             with stage.grad_hooks.calling(sink):
                 stage.stage.backward(step.parts.loss_scale.scale(loss), None)
-    is_last = index == len(step.microbatches) - 1
-    if is_last and step.last_nonempty >= 0:
+    if index == num_microbatches - 1 and step.last_nonempty >= 0:
         stage.gradients.check_all_reached()
-    if is_last or stage.reduces_every_backward:
+    if stage.rounds.ends_with(index, num_microbatches):
         step.parts.sync.end_backward(stage.gradients, step.parts.scaling.sum_factor(step.poll_grad_scale()))
 
 
@@ -127,14 +143,14 @@ def _measure_used_params(step: StepState, action: Action) -> None:
     stage = step.stage(action.stage)
     reached = torch.tensor(stage.gradients.countdown.reached, dtype=torch.float64)
     stage.scalars.all_reduce_async(USED_PARAMS, reached)
-    step.num_ranks_with_grad = stage.scalars.wait(USED_PARAMS)
+    step.num_ranks_with_grad[action.stage] = stage.scalars.wait(USED_PARAMS)
 
 
 def _measure_grad_norm(step: StepState, action: Action) -> None:
     """The norm of the gradient, with every weight once; then clip."""
     step.read_totals()
     parts = step.parts
-    squares, *others = [_own_squares(step, stage) for stage in parts.stages]
+    squares, *others = [_own_squares(step, stage) for stage in parts.stages.values()]
     squares = sum(others, start=squares)
     factor = parts.scaling.update_factor(step.grad_scale)
     squares = parts.sync.scaled_squares(squares, factor)
@@ -151,7 +167,7 @@ def _own_squares(step: StepState, stage: StageParts) -> Tensor:
     dtypes = [torch.promote_types(flat.dtype, torch.float32) for flat in flats]
     norms = [torch.linalg.vector_norm(flat, dtype=dtype) for flat, dtype in zip(flats, dtypes, strict=True)]
     squares = torch.stack(norms).double().square().sum()
-    return torch.zeros_like(squares) if stage.reducer.replica_index else squares
+    return shard_addend(stage.reducer, squares)
 
 
 def _clip(step: StepState, norm: float, global_norm: float) -> None:
@@ -164,7 +180,7 @@ def _clip(step: StepState, norm: float, global_norm: float) -> None:
     if not step.is_skipped:
         # 1e-6 as in torch.nn.utils.clip_grad_norm_.
         coefficient = min(step.parts.max_norm / (norm + 1e-6), 1.0)
-        step.grad_scale *= step.parts.scaling.clip(coefficient, [stage.reducer for stage in step.parts.stages])
+        step.grad_scale *= step.parts.scaling.clip(coefficient, [stage.reducer for stage in step.parts.stages.values()])
 
 
 def _measure_trust_norms(step: StepState, action: Action) -> None:
@@ -174,17 +190,16 @@ def _measure_trust_norms(step: StepState, action: Action) -> None:
     wait_all(step, stage)
     if step.is_skipped:
         return
+    counts = step.num_ranks_with_grad.get(action.stage)
     local = [
-        stage.optimizer.begin_layerwise_update(
-            bucket, used=stage.used_slots(bucket, step.num_ranks_with_grad), factor=step.grad_scale
-        )
+        stage.optimizer.begin_layerwise_update(bucket, used=stage.used_slots(bucket, counts), factor=step.grad_scale)
         for bucket in range(stage.num_buckets)
     ]
     norms = torch.cat(local).flatten()
-    # Only replica 0 adds the norms of a shard.
-    stage.scalars.all_reduce_async(TRUST_NORMS, torch.zeros_like(norms) if stage.reducer.replica_index else norms)
+    stage.scalars.all_reduce_async(TRUST_NORMS, shard_addend(stage.reducer, norms))
     total = torch.tensor(stage.scalars.wait(TRUST_NORMS), dtype=torch.float64, device=step.parts.device)
-    step.squared_norms = total.view(-1, 2).split([len(parameters) for parameters in stage.parameters])
+    by_bucket = total.view(-1, 2).split([len(parameters) for parameters in stage.parameters])
+    step.squared_norms[action.stage] = dict(enumerate(by_bucket))
 
 
 # ---- updates --------------------------------------------------------------------------------------------
@@ -208,7 +223,7 @@ def update(step: StepState, action: Action) -> None:
     """Update a bucket's weights once its reduction has ended; other buckets may still be reduced."""
     stage, bucket = step.stage(action.stage), action.index
     if is_update_due(step, stage, bucket):
-        update_bucket(step, stage, bucket)
+        update_bucket(step, action)
     stage.gradients.free_grads(bucket)
 
 
@@ -219,22 +234,23 @@ def is_update_due(step: StepState, stage: StageParts, bucket: int) -> bool:
     return not step.is_skipped
 
 
-def update_bucket(step: StepState, stage: StageParts, bucket: int) -> None:
+def update_bucket(step: StepState, action: Action) -> None:
     """Update a bucket that is reduced."""
     if not step.has_begun_updates:
         begin_updates(step)
-    run_optimizer(stage, bucket, step.update_args())
+    run_optimizer(step.stage(action.stage), action.index, step.update_args(action.stage))
 
 
 def begin_updates(step: StepState) -> None:
     """Before the first update of a step: the optimizer's pre-hooks see all gradients as the update will use them."""
     step.has_begun_updates = True
     step.parts.sync.count_losses(step.local_count, step.read_totals().count)
-    for stage in step.parts.stages:
+    for index, stage in step.parts.stages.items():
         if stage.step_hooks.has_any_hook:
             wait_all(step, stage)
             factor = step.parts.scaling.update_factor(step.grad_scale)
-            step.num_ranks_with_grad = stage.step_hooks.run_pre_hooks(stage.reducer, step.num_ranks_with_grad, factor)
+            counts = step.num_ranks_with_grad.get(index)
+            step.num_ranks_with_grad[index] = stage.step_hooks.run_pre_hooks(stage.reducer, counts, factor)
             step.has_called_hooks = True
 
 
@@ -244,7 +260,7 @@ def run_optimizer(stage: StageParts, bucket: int, args: UpdateArgs) -> None:
         bucket,
         used=stage.used_slots(bucket, args.num_ranks_with_grad),
         factor=args.grad_scale,
-        squared_norms=None if args.squared_norms is None else args.squared_norms[bucket],
+        squared_norms=args.squared_norms.get(bucket),
         gradient=stage.step_hooks.bucket_grads[bucket],
     )
     # So autograd refuses saved tensors of the old weights, instead of computing with the new ones.
@@ -281,6 +297,7 @@ MEASURES: Mapping[int, VerbFunction] = {
     TRUST_NORMS: _measure_trust_norms,
     NOMINAL_COUNT: _measure_nominal_count,
 }
+# Of a training step; what the timing of updates replaces is in `update_timing.py`.
 VERBS: Mapping[Verb, VerbFunction] = {
     Verb.FORWARD: forward,
     Verb.UNSHARD: unshard,
@@ -292,3 +309,9 @@ VERBS: Mapping[Verb, VerbFunction] = {
     Verb.PUSH: push,
     Verb.PULL: pull,
 }
+EVALUATION: Mapping[Verb, VerbFunction] = {
+    Verb.FORWARD: _evaluate,
+    Verb.UNSHARD: unshard,
+    Verb.MEASURE: measure,
+}
+INFERENCE: Mapping[Verb, VerbFunction] = {Verb.FORWARD: _infer}

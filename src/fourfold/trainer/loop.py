@@ -17,7 +17,6 @@ from fourfold.plan.intervals import is_due
 from fourfold.plan.lr_schedule import LRLambda
 from fourfold.plan.trace_file import DATA_SPAN
 from fourfold.step.metrics import Metrics
-from fourfold.step.model_call import eval_mode
 from fourfold.trainer.evaluate import evaluate
 from fourfold.trainer.heartbeat import Heartbeat
 from fourfold.trainer.lr_factors import lr_factors
@@ -158,8 +157,8 @@ class TrainingLoop:
         sample = None
         if self.task.sample is not None:
             weights = step.swapped_weights(average.values) if average is not None else contextlib.nullcontext()
-            with weights, eval_mode(step.model), step.unsharded():
-                sample = self.task.sample(step.model) if self.logger.rank == 0 else None
+            with weights, step.inference() as model:
+                sample = self.task.sample(model) if self.logger.rank == 0 else None
         self.checkpoints.wait()
         if self.settings.checkpoint_every:
             self._check_last_step_saved(progress.step)

@@ -44,7 +44,7 @@ class Task:
     optimizer  (parameters) -> torch optimizer
     evaluate   (outputs, targets) -> {name: (sum, count)}, summed over batches and ranks; with loss = None the targets
                are the dict of inputs
-    sample     (model) -> text to print at the end of training
+    sample     (model) -> text to print at the end of training; `model` is called on inputs as a batch has them
     schedule   (step, steps) -> factor of the learning rate
     unit       what throughput counts: the elements of the targets ("tokens", "bytes") or "samples"
     tuned_for  the global batch size that the optimizer's learning rate was tuned for; None: batch_size
@@ -55,7 +55,7 @@ class Task:
     data: Callable[[], Data]
     optimizer: Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
     evaluate: Callable[[Any, Any], dict[str, tuple[Any, Any]]] | None = None
-    sample: Callable[[torch.nn.Module], str] | None = None
+    sample: Callable[[Any], str] | None = None
     schedule: Callable[[int, int], float] | None = None
     unit: str = "samples"
     steps: int = 1000

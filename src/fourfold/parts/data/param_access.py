@@ -1,9 +1,10 @@
-"""Parameter access: a callback before each torch operation that reads a parameter's elements.
+"""Parameter access: a report before each torch operation that reads a parameter's elements.
 
 access    a torch operation with the parameter among its arguments, also inside a list; also its data, views and address
 metadata  what can be read of a parameter without its elements: shape, dtype, gradient
 class     a subclass of Parameter, one per bucket: torch calls its `__torch_function__` instead of the operation
-Law: the callback comes before every access, once per operation and bucket, never for metadata; no result has a class
+sink      takes the reports, of one bucket each
+Law: the report comes before every access, once per operation and bucket, never for metadata; no result has a class
 of ours.
 
 Module hooks would miss a weight that is used outside its module, as in `F.linear(x, embedding.weight)`. What torch does
@@ -16,9 +17,9 @@ Source: torch's protocol for subclasses, "Extending torch Python API" in its doc
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from types import GetSetDescriptorType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -53,24 +54,25 @@ def _metadata_functions() -> frozenset[Any]:
 METADATA_FUNCTIONS = _metadata_functions()
 
 
+class AccessSink(Protocol):
+    """Takes the reports of accesses, each inside the transforms and autocast of its operation: `outside_transforms`.
+
+    It may work with the parameters itself; that counts as no access. What it raises is raised from the operation.
+    """
+
+    def before_access(self, bucket: int) -> None: ...
+
+
 class ParamAccess:
-    """Calls `before_access(bucket)` ahead of each torch operation that reads a parameter of the bucket, while enabled.
+    """Reports each torch operation that is about to read a parameter of a bucket to `sink`, to nobody while it is None.
 
     Parameters hold only a weak reference to it.
     """
 
-    def __init__(
-        self, parameters_by_bucket: Sequence[Sequence[nn.Parameter]], before_access: Callable[[int], None]
-    ) -> None:
-        """`before_access` may work with the parameters itself; that counts as no access.
-
-        What it raises is raised from the operation. It runs inside the operation's transforms and autocast: see
-        `outside_transforms`.
-        """
-        self.is_enabled = False
+    def __init__(self, parameters_by_bucket: Sequence[Sequence[nn.Parameter]]) -> None:
+        self.sink: AccessSink | None = None
         self.operation_index = 0
-        """Counts operations: one that reads several buckets needs them all at once, and has several callbacks."""
-        self.before_access = before_access
+        """Counts operations: one that reads several buckets needs them all at once, and has several reports."""
         self.bucket_of: dict[type, int] = {}
         for bucket, parameters in enumerate(parameters_by_bucket):
             param_class = _make_param_class(weakref.ref(self))
@@ -83,7 +85,7 @@ class ParamAccess:
         self._finalizer.atexit = False
 
     def close(self) -> None:
-        """Make the parameters plain again: no more callbacks."""
+        """Make the parameters plain again: no more reports."""
         self._finalizer()
 
 
@@ -107,11 +109,11 @@ def _make_param_class(owner: "weakref.ref[ParamAccess]") -> type[nn.Parameter]:
                 kwargs = restore_arguments(func, tuple(args), kwargs or {})
             ours = access.bucket_of if access is not None else {cls: 0}
             with DisableTorchFunctionSubclass():
-                if access is not None and access.is_enabled and func not in METADATA_FUNCTIONS:
+                if access is not None and access.sink is not None and func not in METADATA_FUNCTIONS:
                     access.operation_index += 1
                     for each in types:
                         if each in ours:
-                            access.before_access(ours[each])
+                            access.sink.before_access(ours[each])
                 if all(map(ours.__contains__, types)):
                     return func(*args, **kwargs) if kwargs else func(*args)
             others = tuple(each for each in types if each not in ours and each is not Tensor)
@@ -141,7 +143,7 @@ def _dispatch(func: Any, others: Sequence[Any], args: Sequence[Any], kwargs: dic
 
 
 untracked_access = DisableTorchFunctionSubclass
-"""Within, operations on parameters are plain: no callbacks."""
+"""Within, operations on parameters are plain: no reports."""
 
 
 @contextlib.contextmanager

@@ -114,7 +114,7 @@ class ShardedParams:
         self.num_out_of_turn = 0
         """How many unshards phases have made that the program did not have, where it had others."""
         self._phase: _Phase | None = None
-        self._param_access = ParamAccess(parameters, self._on_param_access)
+        self._param_access = ParamAccess(parameters)
         self._operation_index, self._needed_buckets = 0, set[int]()
 
     @property
@@ -126,7 +126,7 @@ class ShardedParams:
     @torch.no_grad()
     def shard_params(self, broadcast: Callable[[Tensor], None]) -> None:
         """Shard the parameters, a bucket at a time: copy each into its shard. `broadcast` may change a flat first."""
-        self._param_access.is_enabled = False
+        self._param_access.sink = None
         for bucket in self._buckets:
             flat = torch.zeros(bucket.size, dtype=self.shards[bucket.index].flat.dtype, device=self._device)
             for slot, parameter in zip(bucket.slots, self._parameters[bucket.index], strict=True):
@@ -135,7 +135,7 @@ class ShardedParams:
             start, stop, shard = self.shards[bucket.index]
             shard.copy_(flat[start:stop])
             self._unsharded.use_placeholders(bucket.index)
-        self._param_access.is_enabled = True
+        self._param_access.sink = self
 
     def unsharded_buckets(self) -> Iterator[tuple[Bucket, Tensor]]:
         """Every bucket with all of its weights, one after the other. Collective: every rank iterates to the end."""
@@ -152,13 +152,13 @@ class ShardedParams:
         """
         for bucket, buffer in self.unsharded_buckets():
             self._unsharded.use_views(bucket.index, buffer)
-        self._param_access.is_enabled = False
+        self._param_access.sink = None
         try:
             yield
         finally:
             for bucket in self._buckets:
                 self._unsharded.use_placeholders(bucket.index)
-            self._param_access.is_enabled = True
+            self._param_access.sink = self
 
     # ---- phases -------------------------------------------------------------------------------------
 
@@ -201,7 +201,7 @@ class ShardedParams:
         while self._exchange_missing(phase, MissingBucket(NONE_MISSING, NONE_MISSING)):
             pass
 
-    def _on_param_access(self, bucket: int) -> None:
+    def before_access(self, bucket: int) -> None:
         """An operation is about to read weights of the bucket. If it reads several, there is a call for each."""
         if self._phase is None:
             got = "a weight used between steps: it rests split, and the parameter is a placeholder"

@@ -217,7 +217,7 @@ class ShardedWeights:
         self.sharded_params.plan_unshard(bucket, index)
 
     def use_orders(self) -> Mapping[str, Sequence[int]]:
-        return {kind: order.buckets for kind, order in self.sharded_params.unshard_orders.items()}
+        return {kind: tuple(order.buckets) for kind, order in self.sharded_params.unshard_orders.items()}
 
     @property
     def num_out_of_turn(self) -> int:

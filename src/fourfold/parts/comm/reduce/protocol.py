@@ -18,6 +18,7 @@ queued until a call gives it; it is multiplied where it is made, once.
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 
@@ -97,6 +98,11 @@ class GradReducer(Protocol):
     def end_step(self) -> None:
         """This rank needs the sums of this step no more."""
         ...
+
+
+def shard_addend(reducer: GradReducer, values: Tensor) -> Tensor:
+    """This rank's addend of a sum over shards: of the replicas of a shard, the first one adds it."""
+    return torch.zeros_like(values) if reducer.replica_index else values
 
 
 class WeightGatherer(Protocol):
