@@ -204,13 +204,12 @@ def test_every_form_of_storing_an_attribute_is_counted():
 # Where a step's parts are chosen, and where what cannot be carried out is refused.
 CHOOSES_OR_REFUSES = {
     *("assembly", "stage_assembly", "wrapper_assembly"),
-    *("model_checks", "argument_checks", "user_optimizer", "memory_bound"),
+    *("model_checks", "argument_checks", "memory_bound"),
 }
 # What else in step/ depends on a mode of the plan, on the class of a part, or on whether there is one, and why.
 CHOSEN_ELSEWHERE = {
     "distributed_optimizer.py isinstance DistributedOptimizer": "refuses to be wrapped again",
     "distributed_optimizer.py optional Communicator": "public: the ranks, where they are joined already",
-    "replica_drift.py plan.batch_norm": "refuses frozen weights that differ, unless they are a rank's own state",
 }
 RECORDS = {"NamedTuple", "TypedDict", "Enum", "StrEnum", "IntEnum", "Exception"}
 
@@ -281,6 +280,78 @@ def test_every_form_of_choosing_is_detected():
     for text, choice in forms.items():
         assert choices(ast.parse(text), {"Unbucketed"}) == {choice}, text
     assert not choices(ast.parse("plan.dp == 1; isinstance(x, list); y: Record | None = None"), {"Unbucketed"})
+
+
+# The files of lowering and of a step that see the plan itself, and why. Others get numbers, flags and small records.
+SEES_THE_PLAN = {
+    "plan/check.py": "refuses what does not go together",
+    "plan/lowering.py": "decides what follows from it",
+    "plan/memory.py": "decides where gradients rest, and counts bytes",
+    "step/argument_checks.py": "refuses what is no plan, or none for a wrapped optimizer",
+    "step/assembly.py": "makes the parts of a rank",
+    "step/distributed_optimizer.py": "public: `DistributedOptimizer(…, plan)`",
+    "step/memory_bound.py": "counts what a run needs, before its processes start",
+    "step/model_checks.py": "refuses what does not go with a model",
+    "step/parallelize.py": "public: `parallelize(…, plan)`",
+    "step/rank_agreement.py": "compares the plans of the ranks",
+    "step/stage_assembly.py": "makes the parts of a stage",
+    "step/train_step.py": "public: `TrainStep.plan`",
+    "step/wrapper_assembly.py": "makes the parts of a wrapped optimizer",
+}
+MAX_FILES_OF_A_PLAN = 10  # from `parallelize` on
+
+
+def sights_of_the_plan(tree: ast.AST) -> set[str]:
+    """Where a file names the class, takes a plan as an argument or reads a field of what is called a plan."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and node.id == "Plan":
+            found.add("Plan")
+        elif isinstance(node, ast.arg) and node.arg == "plan":
+            found.add("argument")
+        elif isinstance(node, ast.Attribute):
+            owner = node.value.attr if isinstance(node.value, ast.Attribute) else getattr(node.value, "id", "")
+            found |= {f"plan.{node.attr}"} if owner.removeprefix("_") == "plan" else set()
+    return found
+
+
+def reached_files(first: str) -> set[str]:
+    """The files that one imports, and those that they import, and so on."""
+    by_module = {f"fourfold.{module_name(path)}": path for path in files() if path.parent != SOURCE}
+    reached, waiting = set[str](), [SOURCE / first]
+    while waiting:
+        path = waiting.pop()
+        if (name := path.relative_to(SOURCE).as_posix()) not in reached:
+            reached.add(name)
+            waiting += [by_module[module] for module in imports(path) & set(by_module)]
+    return reached
+
+
+def test_the_plan_is_seen_only_where_it_is_checked_lowered_or_made_into_parts():
+    paths = [*files("plan/**/*.py"), *files("step/**/*.py"), *files("parts/**/*.py")]
+    found = {path.relative_to(SOURCE).as_posix() for path in paths if sights_of_the_plan(ast.parse(path.read_text()))}
+    assert found == {"plan/plan.py", *SEES_THE_PLAN}
+
+
+def test_a_plan_enters_few_files_from_parallelize_on():
+    entered = set(SEES_THE_PLAN) & reached_files("step/parallelize.py")
+    assert {"step/train_step.py", "step/assembly.py", "plan/lowering.py"} <= entered
+    assert len(entered) <= MAX_FILES_OF_A_PLAN, entered
+
+
+def test_every_form_of_seeing_the_plan_is_detected():
+    forms = {
+        "def f(x: Plan | None): pass": {"Plan"},
+        "from fourfold.plan.plan import Plan\nf(Plan(dp=2))": {"Plan"},
+        "lambda plan: 1": {"argument"},
+        "def f(*, plan): pass": {"argument"},
+        "self._plan.sync": {"plan.sync"},
+        "blueprint.plan.sync_interval": {"plan.sync_interval"},
+        "f(plan.dp)": {"plan.dp"},
+    }
+    for text, found in forms.items():
+        assert sights_of_the_plan(ast.parse(text)) == found, text
+    assert not sights_of_the_plan(ast.parse("from fourfold.plan.sequence import SequenceSpec\nplanned.dp, split.plan"))
 
 
 # Names with an underscore that are public by their documentation, and those of the standard library.

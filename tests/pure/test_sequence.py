@@ -8,52 +8,47 @@ from fourfold.plan.plan import Plan
 from fourfold.plan.sequence import (
     RINGS,
     AttentionSize,
+    SequenceSpec,
     attention_sent_elements,
     heads_problem,
-    length_divisor,
-    length_problem,
-    padded_length,
-    ring_size,
     scores_per_index,
     tiles,
     token_positions,
-    token_ranges,
 )
 from fourfold.words.errors import PlanError
 
 
 @st.composite
 def layouts(draw):
-    """A legal (length, size, ring, ulysses)."""
+    """A legal (length, spec)."""
     size = draw(st.integers(1, 12))
     ulysses = draw(st.sampled_from([u for u in range(1, size + 1) if size % u == 0]))
-    ring = draw(st.sampled_from(RINGS))
-    return draw(st.integers(1, 5)) * length_divisor(size, ring, ulysses), size, ring, ulysses
+    spec = SequenceSpec(size, draw(st.sampled_from(RINGS)), ulysses)
+    return draw(st.integers(1, 5)) * spec.length_divisor, spec
 
 
 @given(layouts())
 def test_every_token_is_on_one_rank_and_all_ranks_hold_equally_many(layout):
-    length, size, _, _ = layout
-    held = [token_positions(spans) for spans in token_ranges(*layout)]
+    length, spec = layout
+    held = [token_positions(spans) for spans in spec.token_ranges(length)]
     assert sorted(token for tokens in held for token in tokens) == list(range(length))
-    assert {len(tokens) for tokens in held} == {length // size}
+    assert {len(tokens) for tokens in held} == {length // spec.size}
     assert all(tokens == sorted(tokens) for tokens in held)
 
 
 @given(layouts())
 def test_a_ulysses_group_holds_the_tokens_of_one_ring_index(layout):
-    length, size, ring, ulysses = layout
-    ring_ranges = token_ranges(length, ring_size(size, ulysses), ring)
-    held = [token_positions(spans) for spans in token_ranges(*layout)]
-    for ring_index, spans in enumerate(ring_ranges):
-        together = [token for tokens in held[ring_index * ulysses : (ring_index + 1) * ulysses] for token in tokens]
-        assert together == token_positions(spans)
+    length, spec = layout
+    held = [token_positions(spans) for spans in spec.token_ranges(length)]
+    for ring_index, spans in enumerate(spec.ring_ranges(length)):
+        ranks = range(ring_index * spec.ulysses, (ring_index + 1) * spec.ulysses)
+        assert [token for rank in ranks for token in held[rank]] == token_positions(spans)
 
 
 @given(layouts(), st.booleans(), st.booleans())
 def test_tiles_cover_every_score_once_and_nothing_that_is_masked_out(layout, causal, gathers):
-    length, size, ring, ulysses = layout
-    ring_ranges = token_ranges(length, ring_size(size, ulysses), ring)
+    length, spec = layout
+    ring_ranges = spec.ring_ranges(length)
     key_ranges = [tuple(sorted(span for spans in ring_ranges for span in spans))] if gathers else ring_ranges
     for spans in ring_ranges:
         query_positions, seen = token_positions(spans), []
@@ -75,14 +70,14 @@ def test_tiles_cover_every_score_once_and_nothing_that_is_masked_out(layout, cau
 @pytest.mark.parametrize(("size", "ratio"), [(2, 1.5), (4, 1.75), (8, 1.875)])
 def test_zigzag_halves_the_work_of_the_slowest_rank_of_a_causal_ring(size, ratio):
     length = size * 4096
-    plain, zigzag = (scores_per_index(length, size, ring, causal=True) for ring in ("plain", "zigzag"))
+    plain, zigzag = (scores_per_index(SequenceSpec(size, ring), length, causal=True) for ring in ("plain", "zigzag"))
     assert sum(plain) == sum(zigzag) == length * (length + 1) // 2
     assert max(plain) / max(zigzag) == pytest.approx(ratio, rel=1e-3)
     assert max(zigzag) == min(zigzag)
 
 
 def test_every_hop_of_a_zigzag_ring_costs_about_the_same():
-    ring_ranges = token_ranges(64, 4, "zigzag")
+    ring_ranges = SequenceSpec(4).ring_ranges(64)
     for query_positions in ring_ranges:
         hops = [sum(tile.num_scores for tile in tiles(query_positions, keys, causal=True)) for keys in ring_ranges]
         assert sorted(set(hops)) == [128, 136]  # half of 16 · 16; a rank's own block has the diagonal too
@@ -101,24 +96,23 @@ def test_attention_sends_the_elements_given_in_the_papers():
 
 @given(layouts(), st.integers(1, 10_000))
 def test_an_indivisible_length_is_refused_and_valid_lengths_suggested(layout, length):
-    _, size, ring, ulysses = layout
-    problem = length_problem(length, size, ring, ulysses)
-    padded = padded_length(length, size, ring, ulysses)
-    assert 0 <= padded - length < length_divisor(size, ring, ulysses)
-    assert length_problem(padded, size, ring, ulysses) is None
+    _, spec = layout
+    problem, padded = spec.length_problem(length), spec.padded_length(length)
+    assert 0 <= padded - length < spec.length_divisor
+    assert spec.length_problem(padded) is None
     assert (problem is None) == (padded == length)
     if problem is not None:
         assert f" {padded}" in problem.attempt
         with pytest.raises(PlanError, match=f"sequence length {length}"):
-            token_ranges(length, size, ring, ulysses)
+            spec.token_ranges(length)
 
 
 def test_the_plain_ring_is_suggested_if_the_length_allows_it():
-    problem = length_problem(6000, 16, "zigzag")
+    problem = SequenceSpec(16).length_problem(6000)
     assert problem is not None
     assert problem.need == "a length divisible by 32 (zigzag)"
     assert problem.attempt == 'length 5984 or 6016, or ring = "plain"'
-    assert 'ring = "plain"' not in length_problem(6001, 16, "zigzag").attempt  # type: ignore[union-attr]
+    assert 'ring = "plain"' not in SequenceSpec(16).length_problem(6001).attempt  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "works"), [(12, 12, "1 or 2 or 3 or 4 or 6 or 12"), (32, 8, "1 or 2")])

@@ -161,6 +161,23 @@ def test_frozen_weights_are_compared_too():
     assert threads.run(2, body) == [True, True]
 
 
+def test_with_local_batch_norm_frozen_weights_may_differ():
+    case, plan = dataclasses.replace(CASE, model="frozen"), Plan(dp=2, batch_norm="local")
+
+    def body(comm):
+        step = TrainStep(model(case.model), loss(case), optimizer(case), plan=plan, communicator=comm)
+        wrapped = model(case.model)
+        inner = torch.optim.SGD([p for p in wrapped.parameters() if p.requires_grad], lr=0.1)
+        checked = [step, DistributedOptimizer(inner, wrapped, plan, communicator=comm)]
+        for each in (step.model, wrapped):
+            each.get_parameter("second.bias").data[0] += comm.rank
+        for each in checked:
+            each.check_drift()
+        return True
+
+    assert threads.run(2, body) == [True, True]
+
+
 def test_frozen_weights_of_small_integers_are_compared():
     def body(comm):
         mine = nn.Linear(3, 2)

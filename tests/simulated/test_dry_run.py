@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fourfold.plan.plan import Plan
+from fourfold.plan.sequence import SequenceSpec
 from fourfold.step.dry_run.check_config import (
     SEQUENCE_CHECKS,
     STRICTEST_SEQUENCE_CHECK,
@@ -19,7 +20,7 @@ from fourfold.step.dry_run.check_config import (
 )
 from fourfold.step.sequence import grad_sum_check
 from fourfold.step.sequence.dry_run import DryRunResult, SequenceDryRun
-from fourfold.step.sequence.token_shards import token_shard
+from fourfold.step.sequence.token_shards import token_shards
 from fourfold.step.train_step import TrainStep
 from fourfold.testing import threads
 from fourfold.words.errors import TaskError
@@ -119,7 +120,7 @@ def dry_run(model: nn.Module, *, sp: int = 2, ring: str = "zigzag", fits: Memory
     torch.manual_seed(0)
     inputs = {"tokens": torch.randint(0, 50, (2, LENGTH)), "positions": torch.arange(LENGTH).expand(2, LENGTH)}
     return [
-        SequenceDryRun(model, inputs, token_shard(Plan(sp=sp, ring=ring), LENGTH, i), memory_fit=fits).run()
+        SequenceDryRun(model, inputs, token_shards(SequenceSpec(sp, ring), LENGTH)[i], memory_fit=fits).run()
         for i in range(sp)
     ]
 
@@ -488,7 +489,7 @@ def test_gradients_of_inputs_that_hold_features_are_compared(mixes):
     model = Features(mixes=mixes)
     inputs = {"features": torch.randn(2, LENGTH, WIDTH), "positions": torch.arange(LENGTH).expand(2, LENGTH)}
     for index in range(2):
-        problems = SequenceDryRun(model, inputs, token_shard(Plan(sp=2), LENGTH, index)).run().problems
+        problems = SequenceDryRun(model, inputs, token_shards(SequenceSpec(2), LENGTH)[index]).run().problems
         assert ["gradients of the output of the inputs" in problem.got for problem in problems] == [True] * mixes
 
 
@@ -524,7 +525,7 @@ def test_a_dry_run_leaves_gradients_buffers_and_the_generator_as_they_were():
     expected = torch.rand(3)
     torch.manual_seed(2)
     inputs = {"tokens": torch.randint(0, 50, (2, LENGTH)), "positions": torch.arange(LENGTH).expand(2, LENGTH)}
-    SequenceDryRun(model, inputs, token_shard(Plan(sp=2), LENGTH, 0)).run()
+    SequenceDryRun(model, inputs, token_shards(SequenceSpec(2), LENGTH)[0]).run()
     assert torch.equal(torch.rand(3), expected)
     assert {name for name, p in model.named_parameters() if p.grad is not None} == {"head.weight"}
     assert torch.equal(model.head.weight.grad, torch.ones_like(model.head.weight))

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fourfold.parts.sequence import kernels
-from fourfold.plan.sequence import RINGS, AttentionSize, attention_sent_elements, scores_per_index
+from fourfold.plan.sequence import RINGS, AttentionSize, SequenceSpec, attention_sent_elements, scores_per_index
 from fourfold.testing import thread_rings, threads
 from fourfold.trainer.tracer import SpanRecorder
 from fourfold.words.trace_events import RING_SPAN, SEND_LANE
@@ -175,7 +175,7 @@ def test_every_rank_computes_as_many_scores_as_planned_and_zigzag_balances_them(
             )
 
         threads.run(4, body)
-        assert done == [2 * scores for scores in scores_per_index(case.length, 4, ring, causal=True)]
+        assert done == [2 * scores for scores in scores_per_index(SequenceSpec(4, ring), case.length, causal=True)]
         slowest[ring] = max(done)
     assert slowest["zigzag"] == slowest["gather"]
     # 1.75 for long sequences; a sequence of 16 has a thick diagonal.

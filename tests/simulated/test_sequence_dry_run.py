@@ -11,10 +11,11 @@ from torch.nn.functional import scaled_dot_product_attention as imported
 from torch.utils.checkpoint import checkpoint
 
 from fourfold.plan.plan import Plan
+from fourfold.plan.sequence import SequenceSpec
 from fourfold.step.model_checks import model_problems
 from fourfold.step.sequence.dry_run import SequenceDryRun
 from fourfold.step.sequence.sdpa_interception import AttentionCall, intercept_attention
-from fourfold.step.sequence.token_shards import token_shard
+from fourfold.step.sequence.token_shards import token_shards
 from tests.cases import Case, batches
 from tests.cases import model as built_in
 
@@ -109,7 +110,7 @@ class TorchAttention(nn.Module):
 def problems(model: nn.Module, *, sp: int = 2, index: int = 1, ring: str = "zigzag") -> list:
     torch.manual_seed(0)
     inputs = {"tokens": torch.randint(0, 50, (2, LENGTH)), "positions": torch.arange(LENGTH).expand(2, LENGTH)}
-    return SequenceDryRun(model, inputs, token_shard(Plan(sp=sp, ring=ring), LENGTH, index)).run().problems
+    return SequenceDryRun(model, inputs, token_shards(SequenceSpec(sp, ring), LENGTH)[index]).run().problems
 
 
 PASSING = {
@@ -133,7 +134,7 @@ def test_the_built_in_model_passes():
     model = built_in("lm")
     inputs, _ = batches(Case(model="lm", batch_sizes=(2,)))[0]
     for index in range(4):
-        result = SequenceDryRun(model, inputs, token_shard(Plan(sp=4), 16, index)).run()
+        result = SequenceDryRun(model, inputs, token_shards(SequenceSpec(4), 16)[index]).run()
         assert (result.problems, result.num_calls) == ([], 2)
 
 

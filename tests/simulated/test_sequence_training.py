@@ -291,6 +291,20 @@ def test_attention_dropout_does_not_depend_on_the_mesh(size, plan):
             torch.testing.assert_close(weights[name], weight, rtol=0, atol=TOLERANCE)
 
 
+def test_data_ranks_without_sample_ranges_have_different_dropout_masks():
+    (batch,) = batches(dataclasses.replace(LM, batch_sizes=(4,)))
+
+    def body(comm):
+        plan = Plan(dp=comm.size // 2, sp=2)
+        model = bidirectional("keys", 0.5)
+        step = TrainStep(model, loss_of(LM), optimizer(LM), plan=plan, communicator=comm, clip=None, seed=5)
+        step(batch)  # the same on both data ranks: with the same masks, their mean would be the gradient of one
+        return [p.detach().clone() for p in step.model.parameters()]
+
+    alone, together = (threads.run(size, body)[0] for size in (2, 4))
+    assert not all(map(torch.allclose, alone, together))
+
+
 def test_token_dropout_differs_between_ranks_and_other_random_numbers_do_not():
     x, found = torch.ones(400), []
     for index in (0, 1, 0):

@@ -10,9 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fourfold.plan.plan import Plan
+from fourfold.plan.sequence import SequenceSpec
 from fourfold.step.dry_run.check_config import STRICTEST_SEQUENCE_CHECK
 from fourfold.step.sequence.dry_run import SequenceDryRun
-from fourfold.step.sequence.token_shards import token_shard
+from fourfold.step.sequence.token_shards import token_shards
 from fourfold.step.sequence.transformers import ATTENTION_NAME
 from fourfold.step.train_step import TrainStep
 from fourfold.testing import oracle, threads
@@ -171,7 +172,7 @@ def test_a_model_without_attention_interface_is_refused():
     torch.manual_seed(3)
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
     model = transformers.FalconForCausalLM(transformers.FalconConfig(**sizes, **SMALL))
-    (problem,) = SequenceDryRun(model, batches()[0][0], token_shard(Plan(sp=2), LENGTH, 0)).run().problems
+    (problem,) = SequenceDryRun(model, batches()[0][0], token_shards(SequenceSpec(2), LENGTH)[0]).run().problems
     assert "a FalconForCausalLM that fails with another attention function" in problem.got
 
 
@@ -181,7 +182,7 @@ def test_a_mixture_of_experts_passes_the_dry_run_in_float64():
     torch.manual_seed(3)
     model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, **options, **SMALL))
     for index in range(2):
-        result = SequenceDryRun(model, batches()[0][0], token_shard(Plan(sp=2), LENGTH, index)).run()
+        result = SequenceDryRun(model, batches()[0][0], token_shards(SequenceSpec(2), LENGTH)[index]).run()
         assert (result.problems, result.config) == ([], STRICTEST_SEQUENCE_CHECK)
 
 

@@ -17,6 +17,7 @@ from torch.optim import lr_scheduler
 from fourfold.parts.optim.option_tracker import OptionTracker
 from fourfold.plan.plan import Plan
 from fourfold.step.distributed_optimizer import DistributedOptimizer
+from fourfold.step.grad_averager import UsedOnSomeRanks
 from fourfold.testing import threads
 from fourfold.testing.oracle import TOLERANCE
 from fourfold.words.errors import DivergenceError, OptimizerError, PlanError, SettingError, TaskError, TrainingError
@@ -506,3 +507,30 @@ def test_a_join_block_holds_no_other_and_after_it_rounds_are_even_again():
         return True
 
     assert threads.run(2, body) == [True, True]
+
+
+def test_an_optimizer_that_is_replaced_within_no_sync_takes_no_gradients_after_it():
+    def body(comm):
+        mine, replaced = wrapped(comm)
+        with replaced.no_sync():
+            _, optimizer = wrapped(comm, mine=mine)
+        train_steps(mine, optimizer, comm.rank)
+        return [p.detach() for p in mine.parameters()]
+
+    reference = model()
+    train_steps(reference, torch.optim.SGD(reference.parameters(), lr=0.1), None)
+    assert max(max_difference(mine, reference.parameters()) for mine in threads.run(2, body)) <= TOLERANCE
+
+
+def test_ranks_with_a_gradient_are_counted_only_if_parameters_may_be_unused(monkeypatch):
+    counts, count = [], UsedOnSomeRanks.num_ranks_with_grad
+    monkeypatch.setattr(UsedOnSomeRanks, "num_ranks_with_grad", lambda used: counts.append(count(used)) or counts[-1])
+
+    def body(comm, unused):
+        mine, optimizer = wrapped(comm, plan=Plan(dp=2, unused=unused))
+        train_steps(mine, optimizer, comm.rank, steps=1)
+
+    threads.run(2, lambda comm: body(comm, "refuse"))
+    assert counts == []
+    threads.run(2, lambda comm: body(comm, "allow"))
+    assert counts == [[2.0] * len(list(model().parameters()))] * 2

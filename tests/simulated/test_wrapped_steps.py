@@ -207,6 +207,16 @@ def test_an_optimizer_that_steps_by_the_loss_is_refused_within_join():
     assert threads.run(2, body) == [True, True]
 
 
+def test_after_a_join_block_an_optimizer_that_steps_by_the_loss_gets_the_mean_again():
+    def train(mine, optimizer, rank):
+        if isinstance(optimizer, DistributedOptimizer):
+            with optimizer.join():
+                pass
+        by_closure(mine, optimizer, rank)
+
+    assert differences(functools.partial(lbfgs_wolfe, lr=1.0), train) == []
+
+
 def test_a_direct_step_of_the_wrapped_optimizer_equals_one_of_the_wrapper():
     def inner_of(optimizer):
         return getattr(optimizer, "_optimizer", optimizer)

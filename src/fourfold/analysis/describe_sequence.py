@@ -16,10 +16,7 @@ from fourfold.plan.sequence import (
     AttentionSize,
     TokenRanges,
     attention_sent_elements,
-    padded_length,
-    ring_size,
     scores_per_index,
-    token_ranges,
 )
 from fourfold.step.batch import POSITION_KEYS
 from fourfold.step.model_call import call_model, eval_mode
@@ -73,14 +70,15 @@ class ModelTrace(NamedTuple):
 def format_sequence(plan: Plan, task: Task, model: nn.Module) -> str:
     """The part of `fourfold show` for sp > 1. Raises PlanError if the inputs have no token positions."""
     trace = trace_model(task, model)
-    padded = padded_length(trace.length, plan.sp, plan.ring, plan.ulysses)
-    ranges = token_ranges(padded, plan.sp, plan.ring, plan.ulysses)
+    spec = plan.sequence_spec
+    padded = spec.padded_length(trace.length)
+    ranges = spec.token_ranges(padded)
     causal = any(shape.is_causal for shape in trace.attention_calls)
-    size = ring_size(plan.sp, plan.ulysses)
-    split = f"a ring of {size}" if plan.ulysses == 1 else f"heads among {plan.ulysses}, a ring of {size}"
+    ring = f"a ring of {spec.ring_size}"
+    split = ring if plan.ulysses == 1 else f"heads among {plan.ulysses}, {ring}"
     padding = f", padded to {padded:,}" if padded != trace.length else ""
     head = f"sequence  {plan.ring}, {split}; samples of {trace.length:,} tokens{padding}, {padded // plan.sp:,} a rank"
-    num_scores = scores_per_index(padded, size, plan.ring, causal=causal)
+    num_scores = scores_per_index(spec, padded, causal=causal)
     rows = [
         ("index", "work, even = 1", "tokens"),
         *(_format_row(i, ranges[i], num_scores, plan.ulysses) for i in range(plan.sp)),

@@ -6,7 +6,9 @@ Each field alone is checked when the plan is made (`plan/plan_fields.py`). What 
 Law: no silent fallback. What a plan asks for happens, or is refused, with all problems at once.
 """
 
+import json
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from fourfold.plan.codec import CODECS
 from fourfold.plan.param_spec import ParamSpec
@@ -14,6 +16,14 @@ from fourfold.plan.plan import Plan, candidate_meshes
 from fourfold.plan.topology import Topology, group_hosts, num_host_shards
 from fourfold.plan.update_spec import UpdateSpec
 from fourfold.words.errors import Problem
+
+
+class ReadOnlyReason(NamedTuple):
+    """Why forward may not write weights: the plan's setting, what happens to a write, and a setting to try."""
+
+    setting: str
+    reason: str
+    attempt: str
 
 
 def legality_problems(
@@ -200,6 +210,41 @@ def model_loss_problems(plan: Plan) -> list[Problem]:
     need = "a loss of each token and its target: a causal model shifts labels inside, past the rank's last token"
     attempt = "loss(outputs, targets) with targets that the data has shifted, or sp = 1"
     return [Problem(got, need, attempt)]
+
+
+def step_hook_conflicts(plan: Plan) -> dict[str, str]:
+    """The settings of the plan with which an optimizer's step hooks cannot be called, and settings with which they can.
+
+    They can be called where every rank has all gradients and weights.
+    """
+    rules = [
+        (plan.zero > 0 and plan.num_shards > 1, f"zero = {plan.zero}", "zero = 0"),
+        (plan.update != "after", f'update = "{plan.update}"', 'update = "after"'),
+        (plan.sync != "step", f'sync = "{plan.sync}"', 'sync = "step"'),
+        (plan.precision != "keep", f'precision = "{plan.precision}"', 'precision = "keep"'),
+        (plan.offload != "none", f'offload = "{plan.offload}"', 'offload = "none"'),
+    ]
+    return {got: attempt for is_set, got, attempt in rules if is_set}
+
+
+def read_only_reason(plan: Plan, *, storage: str, master_weights: str) -> ReadOnlyReason | None:
+    """The first of the plan's settings, other than by default, that has a reason against writes in forward.
+
+    storage         why a write into the weights would be lost where they rest; empty if it would not
+    master_weights  why the update would ignore it; empty if it would not
+    """
+    differs = plan.batch_split.has_local_batch_norm and plan.batch_split.num_parts > 1
+    reasons = {
+        "zero": storage,
+        "precision": master_weights,
+        "offload": master_weights,
+        "batch_norm": "buffers may then differ between ranks, but trained weights may not" if differs else "",
+    }
+    for field, reason in reasons.items():
+        value, default = getattr(plan, field), getattr(Plan(), field)
+        if reason and value != default:
+            return ReadOnlyReason(f"{field} = {json.dumps(value)}", reason, f"{field} = {json.dumps(default)}")
+    return None
 
 
 def size_problems(plan: Plan, num_ranks: int) -> list[Problem]:

@@ -137,6 +137,11 @@ class Blueprint:
         """Whether gradients stay where autograd leaves them."""
         return has_unbucketed_grads(self.plan)
 
+    @property
+    def sync_interval(self) -> int:
+        """With local steps: every how many steps ranks average their weights; else 1."""
+        return self.plan.sync_interval
+
     def step_spec(self, group: DataGroup, record: StepRecord = NO_RECORD) -> DataStepSpec:
         """What the steps of a data group consist of."""
         plan, stage = self.plan, group.stage.stage

@@ -8,10 +8,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Self
 
+from fourfold.plan.batch_split import BatchSplit
 from fourfold.plan.codec import CODECS, CodecSpec
 from fourfold.plan.data.zero import ShardGroups
 from fourfold.plan.decode import DecodeError, from_toml
 from fourfold.plan.plan_fields import FIELDS, RENAMED_FIELDS, plan_problems, to_builtin
+from fourfold.plan.sequence import SequenceSpec
 from fourfold.words.errors import PlanError, Problem
 from fourfold.words.mesh import Mesh
 
@@ -131,6 +133,16 @@ class Plan:
         """How many ranks split a bucket, and how many replicas of the shards there are; at zero 0 all ranks and one."""
         size = self.num_shards if self.zero else self.reduce_group_size
         return ShardGroups(size, self.reduce_group_size // size)
+
+    @property
+    def batch_split(self) -> BatchSplit:
+        """Into how many parts a step cuts a batch."""
+        return BatchSplit(self.dp, self.sp, self.microbatches, has_local_batch_norm=self.batch_norm == "local")
+
+    @property
+    def sequence_spec(self) -> SequenceSpec:
+        """How ranks hold the tokens of a sequence."""
+        return SequenceSpec(self.sp, self.ring, self.ulysses)
 
     @property
     def mesh(self) -> Mesh:

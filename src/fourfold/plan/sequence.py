@@ -42,43 +42,70 @@ class Tile(NamedTuple):
 # ---- which tokens ----------------------------------------------------------------------------------
 
 
-def ring_size(size: int, ulysses: int) -> int:
-    """The size of the ring on an axis of `size` ranks. Raises PlanError unless `ulysses` divides `size`."""
-    problem = ulysses_problem(size, ulysses)
-    if problem is not None:
-        raise PlanError(problem, where="the plan")
-    return size // ulysses
+class SequenceSpec(NamedTuple):
+    """How `size` ranks hold one sequence. `ring` is one of RINGS; `ulysses` divides `size`."""
 
+    size: int
+    ring: str = "zigzag"
+    ulysses: int = 1
 
-def length_divisor(size: int, ring: str = "zigzag", ulysses: int = 1) -> int:
-    """The number that must divide the length of a sequence."""
-    ring_length = ring_size(size, ulysses)
-    num_ranges = 2 if TOKEN_ORDERS[ring] == "zigzag" and ring_length > 1 else 1
-    return ring_length * math.lcm(num_ranges, ulysses)
+    @property
+    def ring_size(self) -> int:
+        return self.size // self.ulysses
 
+    @property
+    def is_zigzag(self) -> bool:
+        """Whether each ring index holds a token range from either half of the sequence."""
+        return TOKEN_ORDERS[self.ring] == "zigzag" and self.ring_size > 1
 
-def token_ranges(length: int, size: int, ring: str = "zigzag", ulysses: int = 1) -> tuple[TokenRanges, ...]:
-    """The token ranges that each of `size` indices on the axis holds, in local order.
+    @property
+    def length_divisor(self) -> int:
+        """The number that must divide the length of a sequence."""
+        return self.ring_size * math.lcm(2 if self.is_zigzag else 1, self.ulysses)
 
-    Raises PlanError for a length that is not divisible.
-    """
-    problem = length_problem(length, size, ring, ulysses)
-    if problem is not None:
-        raise PlanError(problem, where="the plan")
-    ring_length = ring_size(size, ulysses)
-    if TOKEN_ORDERS[ring] == "plain" or ring_length == 1:
-        chunks = [(index,) for index in range(ring_length)]
-        chunk_length = length // ring_length
-    else:
-        chunks = [(index, 2 * ring_length - 1 - index) for index in range(ring_length)]
-        chunk_length = length // (2 * ring_length)
-    by_ring_index = [tuple((chunk * chunk_length, (chunk + 1) * chunk_length) for chunk in each) for each in chunks]
-    local_length = length // size
-    return tuple(
-        _sub_ranges(ranges, index * local_length, (index + 1) * local_length)
-        for ranges in by_ring_index
-        for index in range(ulysses)
-    )
+    def length_problem(self, length: int) -> Problem | None:
+        """What is wrong with a sequence of this length, with the nearest lengths that work; None if nothing is."""
+        need = self.length_divisor
+        if length > 0 and length % need == 0:
+            return None
+        below, above = length // need * need, (length // need + 1) * need
+        attempt = f"length {above}" if below <= 0 else f"length {below} or {above}"
+        if self.is_zigzag and length > 0 and length % self._replace(ring="plain").length_divisor == 0:
+            attempt += ', or ring = "plain"'
+        got = f"sp = {self.size}, sequence length {length}"
+        return Problem(got, f"a length divisible by {need} ({self.ring})", attempt)
+
+    def padded_length(self, length: int) -> int:
+        """The length to which a sequence is padded: the least one that is divisible and at least `length`."""
+        return -(-length // self.length_divisor) * self.length_divisor
+
+    def ring_ranges(self, length: int) -> tuple[TokenRanges, ...]:
+        """The token ranges that each ring index holds, its `ulysses` ranks together, in local order.
+
+        Raises PlanError for a length that is not divisible.
+        """
+        if problem := self.length_problem(length):
+            raise PlanError(problem, where="the plan")
+        if self.is_zigzag:
+            num_chunks = 2 * self.ring_size
+            chunks = [(index, num_chunks - 1 - index) for index in range(self.ring_size)]
+        else:
+            num_chunks = self.ring_size
+            chunks = [(index,) for index in range(self.ring_size)]
+        size = length // num_chunks
+        return tuple(tuple((chunk * size, (chunk + 1) * size) for chunk in each) for each in chunks)
+
+    def token_ranges(self, length: int) -> tuple[TokenRanges, ...]:
+        """The token ranges that each index on the axis holds, in local order.
+
+        Raises PlanError for a length that is not divisible.
+        """
+        local_length = length // self.size
+        return tuple(
+            _sub_ranges(ranges, index * local_length, (index + 1) * local_length)
+            for ranges in self.ring_ranges(length)
+            for index in range(self.ulysses)
+        )
 
 
 def _sub_ranges(ranges: TokenRanges, start: int, stop: int) -> TokenRanges:
@@ -90,18 +117,6 @@ def _sub_ranges(ranges: TokenRanges, start: int, stop: int) -> TokenRanges:
             result.append((first + begin, first + end))
         passed += last - first
     return tuple(result)
-
-
-def length_problem(length: int, size: int, ring: str = "zigzag", ulysses: int = 1) -> Problem | None:
-    """What is wrong with a sequence of this length, with the nearest lengths that work; None if nothing is."""
-    need = length_divisor(size, ring, ulysses)
-    if length > 0 and length % need == 0:
-        return None
-    below, above = length // need * need, (length // need + 1) * need
-    attempt = f"length {above}" if below <= 0 else f"length {below} or {above}"
-    if length > 0 and TOKEN_ORDERS[ring] == "zigzag" and length % length_divisor(size, "plain", ulysses) == 0:
-        attempt += ', or ring = "plain"'
-    return Problem(f"sp = {size}, sequence length {length}", f"a length divisible by {need} ({ring})", attempt)
 
 
 def ulysses_problem(size: int, ulysses: int) -> Problem | None:
@@ -164,9 +179,9 @@ def _local_ranges(ranges: TokenRanges) -> list[tuple[TokenRange, TokenRange]]:
     return result
 
 
-def scores_per_index(length: int, size: int, ring: str = "zigzag", *, causal: bool) -> tuple[int, ...]:
+def scores_per_index(spec: SequenceSpec, length: int, *, causal: bool) -> tuple[int, ...]:
     """The number of scores that each ring index computes, for one head of one sequence."""
-    ranges = token_ranges(length, size, ring)
+    ranges = spec.ring_ranges(length)
     return tuple(
         sum(tile.num_scores for keys in ranges for tile in tiles(queries, keys, causal=causal)) for queries in ranges
     )
@@ -193,7 +208,7 @@ def attention_sent_elements(layer: AttentionSize, size: int, *, ulysses: int = 1
     size H, 6 (N−1) · B · H · L/N elements. An exchange of heads moves Q, K, V, O and their gradients once, except for
     the part that stays on the rank.
     """
-    ring_length = ring_size(size, ulysses)
+    ring_length = size // ulysses
     kv_heads = layer.num_kv_heads or layer.num_heads
     value_size = layer.value_size or layer.head_size
     tokens = layer.batch * layer.length / size
@@ -202,12 +217,6 @@ def attention_sent_elements(layer: AttentionSize, size: int, *, ulysses: int = 1
     ring_elements = 3 * (ring_length - 1) * keys_values
     exchanged = 2 * (keys_values + queries_outputs) * (ulysses - 1) / ulysses
     return ring_elements + exchanged
-
-
-def padded_length(length: int, size: int, ring: str = "zigzag", ulysses: int = 1) -> int:
-    """The length to which a sequence is padded: the least one that is divisible and at least `length`."""
-    need = length_divisor(size, ring, ulysses)
-    return -(-length // need) * need
 
 
 def token_positions(ranges: Sequence[TokenRange]) -> list[int]:

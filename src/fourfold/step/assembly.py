@@ -15,19 +15,26 @@ from fourfold.parts.comm import transports
 from fourfold.parts.comm.communicator import Communicator
 from fourfold.parts.comm.meter import CommMeter
 from fourfold.parts.optim.user_optimizer import OptimizerFactory, build_optimizer
+from fourfold.parts.sequence.sequence_group import connect_sequence
+from fourfold.plan.batch_split import BatchSplit
+from fourfold.plan.check import read_only_reason, step_hook_conflicts
 from fourfold.plan.data.buckets import Bucket
 from fourfold.plan.plan import Plan
 from fourfold.plan.precision import LossScaler, UnitLossScale
 from fourfold.step.batch_layout import BatchLayout, TokenShards, WholeSamples
 from fourfold.step.collective_calls import CollectiveCalls
 from fourfold.step.dry_run.first_batch import DryRun
+from fourfold.step.dry_run.weight_write_check import WeightWriteCheck
+from fourfold.step.duplicate_batches import DuplicateBatches
 from fourfold.step.forward_fusion import DeferredUpdates
 from fourfold.step.loss_function import ModelLoss, UserLoss
-from fourfold.step.model_checks import check_model_loss, check_update_timing
+from fourfold.step.model_checks import check_model_loss, check_update_timing, watch_frozen_norms
+from fourfold.step.nan_guard import NanGuard
 from fourfold.step.objective import Objective
 from fourfold.step.persistent_state import PersistentState
+from fourfold.step.replica_drift import DriftChecker
 from fourfold.step.sequence.sequence_parallel import SequenceParallel
-from fourfold.step.stage_assembly import lay_out, make_stage
+from fourfold.step.stage_assembly import StageAssembly, lay_out, make_stage
 from fourfold.step.step_checks import StepChecks
 from fourfold.step.step_options import StepOptions
 from fourfold.step.step_parts import StageParts, StepParts
@@ -39,7 +46,7 @@ from fourfold.step.update_timing import (
     UpdateInForward,
     UpdateTiming,
 )
-from fourfold.step.user_optimizer import check_user_optimizer
+from fourfold.step.user_optimizer import OptimizerWatch, check_user_optimizer
 from fourfold.step.weights import Weights
 
 STAGE = 0  # there is one
@@ -53,6 +60,7 @@ class Assembly(NamedTuple):
     programs: StepPrograms
     calls: CollectiveCalls
     checks: StepChecks
+    split: BatchSplit
     batches: BatchLayout
     dry_run: DryRun
     state: PersistentState
@@ -75,7 +83,7 @@ def assemble(
     objective, meter = _make_objective(loss, plan), CommMeter()
     optimizer = build_optimizer(optimizer_factory, list(model.parameters()))
     check_update_timing(optimizer, plan)
-    check_user_optimizer(optimizer, plan)
+    check_user_optimizer(optimizer, step_hook_conflicts(plan))
     world = world.on_mesh(plan.mesh)
     trained = lay_out(model, optimizer, plan, world, options)
     channel = transports.make_world_channel(world, plan.transport, meter)
@@ -97,7 +105,8 @@ def assemble(
         timing=_make_timing(plan, parts),
         programs=StepPrograms(stage.trained.blueprint, world.rank),
         calls=calls,
-        checks=StepChecks(model, optimizer, plan, options, calls, weights, stage.sync),
+        checks=_make_checks(model, optimizer, plan, options, calls, stage),
+        split=plan.batch_split,
         batches=_make_batches(model, loss, plan, world, meter, seed=options.seed),
         dry_run=_make_dry_run(model, objective, plan, weights, world),
         state=stage.state,
@@ -109,8 +118,8 @@ def assemble(
 
 
 def _make_objective(loss: Callable[[Any, Any], Any] | None, plan: Plan) -> Objective:
-    num_parts = plan.reduce_group_size * plan.microbatches
-    return Objective(ModelLoss() if loss is None else UserLoss(loss), is_batch_split=num_parts > 1)
+    is_batch_split = plan.batch_split.num_parts > 1
+    return Objective(ModelLoss() if loss is None else UserLoss(loss), is_batch_split=is_batch_split)
 
 
 def _make_timing(plan: Plan, parts: StepParts) -> UpdateTiming:
@@ -124,6 +133,32 @@ def _defer(index: int, stage: StageParts, parts: StepParts) -> DeferredUpdates:
     return DeferredUpdates(index, stage, parts.meter, in_place)
 
 
+def _make_checks(
+    model: nn.Module,
+    optimizer: Optimizer,
+    plan: Plan,
+    options: StepOptions,
+    calls: CollectiveCalls,
+    stage: StageAssembly,
+) -> StepChecks:
+    world = calls.world
+    compares_frozen = not plan.batch_split.has_local_batch_norm
+    return StepChecks(
+        calls,
+        stage.parts.weights,
+        stage.sync,
+        optimizer_watch=OptimizerWatch(optimizer, step_hook_conflicts(plan)),
+        frozen_norms=watch_frozen_norms(model, plan),
+        duplicate_batches=DuplicateBatches(
+            options.same_batches,
+            data_ranks=plan.mesh.peers(0, "dp"),  # of the ranks that share samples, the first
+            is_log_rank=world.rank == 0,
+        ),
+        drift_checker=DriftChecker(world, options.drift_check, compares_frozen=compares_frozen),
+        nan_guard=NanGuard(world, model, limit=options.skip_nan),
+    )
+
+
 def _make_batches(
     model: nn.Module,
     loss: Callable[[Any, Any], Any] | None,
@@ -135,16 +170,24 @@ def _make_batches(
 ) -> BatchLayout:
     if loss is None or plan.sp == 1:
         return WholeSamples(world.device)
-    return TokenShards(SequenceParallel(model, loss, plan, world, meter, seed=seed), world.device)
+    group = connect_sequence(world.along("sp"), meter, ring=plan.ring, ulysses=plan.ulysses, transport=plan.transport)
+    sequence = SequenceParallel(model, loss, group, world, num_microbatches=plan.microbatches, seed=seed)
+    return TokenShards(sequence, world.device)
 
 
 def _make_dry_run(model: nn.Module, objective: Objective, plan: Plan, weights: Weights, world: Communicator) -> DryRun:
+    reason = read_only_reason(
+        plan,
+        storage=weights.storage.forward_loss_reason,
+        master_weights=weights.master_weights.forward_loss_reason,
+    )
+    split = plan.batch_split
     return DryRun(
         model,
         objective,
-        plan,
+        split,
         world.device,
-        weights,
+        WeightWriteCheck(weights, reason, num_ranks=split.num_ranks),
         num_local_ranks=world.world.local_size,
         is_log_rank=world.rank == 0,
     )

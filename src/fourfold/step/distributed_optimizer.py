@@ -28,8 +28,7 @@ from fourfold.step.optimizer_proxy import OptimizerProxy
 from fourfold.step.uneven_inputs import EvenInputs, Rounds, UnevenInputs
 from fourfold.step.unreduced_grads import UnreducedGrads
 from fourfold.step.weights import trainable_parameters
-from fourfold.step.wrapper_assembly import make_averager, make_steps
-from fourfold.step.wrapper_checks import WrapperChecks
+from fourfold.step.wrapper_assembly import make_averager, make_checks, make_steps
 from fourfold.words.errors import OptimizerError, Problem, TrainingError
 
 _owners: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -82,7 +81,7 @@ class DistributedOptimizer(OptimizerProxy):
         self._data_ranks = world.along("dp", "sp")
         trainable = trainable_parameters(model)
         argument_checks.check_wrapper_parameters(optimizer, model, trainable, world)
-        self._checks = WrapperChecks(optimizer, model, plan, world, same_batches=same_batches, drift_check=drift_check)
+        self._checks = make_checks(optimizer, model, plan, world, same_batches=same_batches, drift_check=drift_check)
         broadcast_model(self._data_ranks, model)
         self._is_sync_enabled, self._is_replaced = True, False
         self._backward_id, self._num_backwards = NO_BACKWARD_ID, 0

@@ -33,21 +33,26 @@ MAX_COMPARED = 100
 class DuplicateBatches:
     """Compares the batches of the data ranks until they differ. Every rank makes the same comparisons."""
 
-    def __init__(self, policy: str, *, num_data_ranks: int, is_log_rank: bool) -> None:
-        """Raises SettingError for an unknown policy. `is_log_rank`: this rank prints the warning."""
+    def __init__(self, policy: str, *, data_ranks: Sequence[int], is_log_rank: bool) -> None:
+        """Raises SettingError for an unknown policy.
+
+        data_ranks   of the ranks that compare: those that have samples of their own
+        is_log_rank  this rank prints the warning
+        """
         if policy not in POLICIES:
             need = " or ".join(f'"{each}"' for each in POLICIES)
             raise SettingError(Problem(f'same_batches = "{policy}"', need))
-        self.num_left = MAX_COMPARED if policy == "refuse" and num_data_ranks > 1 else 0
+        self.num_left = MAX_COMPARED if policy == "refuse" and len(data_ranks) > 1 else 0
         """How many batches are compared from now on, at most."""
-        self._num_data_ranks, self._is_log_rank = num_data_ranks, is_log_rank
+        self._data_ranks, self._is_log_rank = data_ranks, is_log_rank
         self._seen: list[int] = []
 
-    def compare(self, fingerprints: Sequence[int | None]) -> None:
-        """Compare the fingerprints of one batch, by data rank; None for a rank that has nothing to compare.
+    def compare(self, by_rank: Sequence[int | None]) -> None:
+        """Compare the fingerprints of one batch, by rank; None for a rank that has nothing to compare.
 
         Raises TaskError, on every rank, for the third different batch that is the same on all ranks.
         """
+        fingerprints = [by_rank[rank] for rank in self._data_ranks]
         distinct = {each for each in fingerprints if each is not None}
         self.num_left = 0 if len(distinct) > 1 else self.num_left - 1
         if len(distinct) != 1 or sum(each is not None for each in fingerprints) == 1:
@@ -63,11 +68,11 @@ class DuplicateBatches:
     def _warn(self) -> None:
         if self._is_log_rank:
             self._is_log_rank = False
-            got = f"all {self._num_data_ranks} data ranks train on one batch again and again, and do the same work"
+            got = f"all {len(self._data_ranks)} data ranks train on one batch again and again, and do the same work"
             warnings.warn(f'{got}; same_batches="allow" turns this warning off', stacklevel=5)
 
     def _problem(self) -> Problem:
-        got = f"the same batches on all {self._num_data_ranks} data ranks, {MAX_SAME_BATCHES} different ones in a row"
+        got = f"the same batches on all {len(self._data_ranks)} data ranks, {MAX_SAME_BATCHES} different ones in a row"
         attempt = 'ff.Feed(dataset, batch_size=…), ff.shard(loader), or same_batches="allow"'
         return Problem(got, "different samples on each data rank", attempt)
 

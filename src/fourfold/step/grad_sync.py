@@ -19,6 +19,9 @@ from fourfold.parts.tensor_reader import TensorReader
 class GradSync(Protocol):
     """What ranks sum."""
 
+    interval: int
+    """After so many steps, and so many more, all ranks have the same weights."""
+
     def loss_count(self, total: float, local: float | Tensor) -> float:
         """The loss elements that this rank's gradient is of: those of all ranks, or its own."""
         ...
@@ -84,6 +87,8 @@ class GradSync(Protocol):
 class SumEveryStep:
     """All ranks sum their gradients in every step, and so have the same weights after each."""
 
+    interval = 1
+
     def loss_count(self, total: float, local: float | Tensor) -> float:
         return total
 
@@ -138,8 +143,8 @@ class SumEveryStep:
 class LocalSteps:
     """Each rank trains with its own gradients; every few steps the ranks average their weights."""
 
-    def __init__(self, local_sgd: LocalSGD, num_ranks: int) -> None:
-        self._local_sgd, self._num_ranks = local_sgd, num_ranks
+    def __init__(self, local_sgd: LocalSGD, num_ranks: int, interval: int) -> None:
+        self._local_sgd, self._num_ranks, self.interval = local_sgd, num_ranks, interval
         self._has_pulled = False
 
     def loss_count(self, total: float, local: float | Tensor) -> float:

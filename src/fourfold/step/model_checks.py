@@ -70,7 +70,7 @@ def model_problems(model: nn.Module, plan: Plan) -> list[Problem]:
     problems = _lazy_problems(model) or param_problems(plan, param_specs(trainable, {}))
     problems += _embedding_problems(model, plan) + _cast_problems(model)
     norms = [name for name, module in model.named_modules() if uses_batch_stats(module)]
-    parts = plan.reduce_group_size * plan.microbatches
+    parts = plan.batch_split.num_parts
     if norms and plan.batch_norm == "refuse" and parts > 1:
         got = f"batch normalization at {', '.join(norms[:3])}{' …' if len(norms) > 3 else ''}"
         need = f"no statistics over a batch that is split into {parts} parts"
@@ -82,7 +82,7 @@ def model_problems(model: nn.Module, plan: Plan) -> list[Problem]:
 
 def watch_frozen_norms(model: nn.Module, plan: Plan) -> FrozenBatchNorms:
     """The frozen normalizations of a model that this plan would refuse if they were not frozen."""
-    parts = plan.reduce_group_size * plan.microbatches
+    parts = plan.batch_split.num_parts
     return FrozenBatchNorms(frozen_norms(model) if plan.batch_norm == "refuse" and parts > 1 else [], parts)
 
 
@@ -113,7 +113,7 @@ def _embedding_problems(model: nn.Module, plan: Plan) -> list[Problem]:
     embeddings = [
         (n or "the model", m) for n, m in model.named_modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)
     ]
-    parts, problems = plan.reduce_group_size * plan.microbatches, []
+    parts, problems = plan.batch_split.num_parts, []
     if parts > 1 and (names := [n for n, m in embeddings if m.scale_grad_by_freq and m.weight.requires_grad]):
         got = f"scale_grad_by_freq at {', '.join(names[:3])}, and a batch that is split into {parts} parts"
         need = "gradients that do not depend on how often an index occurs in the batch: a part counts only its own"

@@ -16,6 +16,7 @@ from fourfold.environment.world import num_cores
 from fourfold.parts.comm import init, transports
 from fourfold.parts.comm.communicator import Communicator
 from fourfold.parts.optim.user_optimizer import OptimizerFactory, build_optimizer
+from fourfold.plan.check import step_hook_conflicts
 from fourfold.plan.intervals import DRIFT_CHECK
 from fourfold.plan.plan import Plan
 from fourfold.plan.rng import generator_seed
@@ -92,7 +93,7 @@ def preflight(task: Task, plan: Plan) -> nn.Module:
     transports.check_transport_device(plan.transport, "cuda" if torch.cuda.is_available() else "cpu")
     optimizer = build_optimizer(task.optimizer, list(model.parameters()))
     check_update_timing(optimizer, plan)
-    check_user_optimizer(optimizer, plan)
+    check_user_optimizer(optimizer, step_hook_conflicts(plan))
     return model
 
 

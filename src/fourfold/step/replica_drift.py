@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +20,6 @@ from fourfold.parts.comm.communicator import Communicator
 from fourfold.parts.data.param_access import untracked_access
 from fourfold.parts.fingerprint import fingerprints
 from fourfold.plan.intervals import is_due
-from fourfold.plan.plan import Plan
 from fourfold.step.drift_report import (
     FROZEN,
     KINDS,
@@ -54,12 +53,18 @@ class ReplicatedTensor(NamedTuple):
 class DriftChecker:
     """Compares the weights of the ranks after every `every` steps; 0: never."""
 
-    def __init__(self, communicator: Communicator, every: int, *, attempt: str = TRAIN_STEP_HINT) -> None:
-        """`attempt`: what the error suggests."""
+    def __init__(
+        self, communicator: Communicator, every: int, *, compares_frozen: bool, attempt: str = TRAIN_STEP_HINT
+    ) -> None:
+        """`attempt`: what the error suggests.
+
+        `compares_frozen`: frozen weights must be the same too. With local batch norm they may hold a rank's own state.
+        """
         if every < 0:
             raise SettingError(Problem(f"drift_check = {every}", "a number of steps, or 0 for never"))
         self.every = every if communicator.size > 1 else 0
         self._communicator, self._warned_size, self._attempt = communicator, 0.0, attempt
+        self._compares_frozen = compares_frozen
         self._is_first_due = self.every > 0
 
     def is_due(self, step: int, period: int) -> bool:
@@ -70,12 +75,13 @@ class DriftChecker:
         """
         return (self._is_first_due and step % period == 0) or is_due(step, self.every, period)
 
-    def compare(self, tensors: Sequence[ReplicatedTensor], when: str, *, update_kind: str = "") -> None:
+    def compare(self, tensors: Iterable[ReplicatedTensor], when: str, *, update_kind: str = "") -> None:
         """Raise DivergenceError, on every rank, if replicas differ. Collective: one all-gather if they do not.
 
         If the ranks that differ have different machines, or another `update_kind`, rank 0 warns instead.
         """
         self._is_first_due = False
+        tensors = [each for each in tensors if self._compares_frozen or each.kind != FROZEN]
         with untracked_access():
             hashes = fingerprints([each.tensor for each in tensors])
         digests = [_digests(tensors, hashes, kind) for kind in KINDS]
@@ -157,18 +163,10 @@ class DriftSchedule:
         return True
 
 
-def replicated_tensors(model: nn.Module, plan: Plan) -> Iterator[ReplicatedTensor]:
+def replicated_tensors(model: nn.Module) -> Iterator[ReplicatedTensor]:
     """The replicas that a rank holds of a model whose weights are all in its own memory."""
-    for name, parameter in compared_parameters(model, plan):
-        yield ReplicatedTensor(WEIGHTS if parameter.requires_grad else FROZEN, name, 0, parameter)
-
-
-def compared_parameters(model: nn.Module, plan: Plan) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters that must be the same on all ranks: with local batch norm, frozen ones may hold a rank's state."""
-    frozen_may_differ = plan.batch_norm == "local"
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad or not frozen_may_differ:
-            yield name, parameter
+        yield ReplicatedTensor(WEIGHTS if parameter.requires_grad else FROZEN, name, 0, parameter)
 
 
 def _digests(tensors: Sequence[ReplicatedTensor], hashes: Sequence[int], kind: str) -> list[str]:

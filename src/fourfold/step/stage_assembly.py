@@ -293,7 +293,7 @@ def _make_sync(trained: Trained, weights: Weights, averager: LocalSGDReducer | N
     if averager is None:
         return SumEveryStep()
     local_sgd = LocalSGD(weights.flats, trained.buckets, averager, _outer_optimizer(trained.plan))
-    return LocalSteps(local_sgd, trained.plan.dp)
+    return LocalSteps(local_sgd, trained.plan.dp, trained.blueprint.sync_interval)
 
 
 def _make_hooks(trained: Trained) -> StepHooks:

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fourfold.parts.optim.option_text import IMPLEMENTATION_OPTIONS
-from fourfold.plan.plan import Plan
-from fourfold.step import replica_drift, state_validation
+from fourfold.step import state_validation
 from fourfold.step.assembly import Assembly
 from fourfold.step.drift_report import FROZEN, MASTER_WEIGHTS, WEIGHTS
 from fourfold.step.persistent_state import cloned
@@ -24,8 +23,8 @@ from fourfold.words.errors import Problem, TrainingError
 class StateAccess:
     """The state of one rank's step."""
 
-    def __init__(self, assembly: Assembly, plan: Plan) -> None:
-        self._assembly, self._plan = assembly, plan
+    def __init__(self, assembly: Assembly) -> None:
+        self._assembly = assembly
         self._calls, self._checks, self._timing = assembly.calls, assembly.checks, assembly.timing
         self._state, self._weights, self._sync = assembly.state, assembly.state.weights, assembly.parts.sync
 
@@ -41,9 +40,9 @@ class StateAccess:
     def check_synchronized(self) -> None:
         """Raise TrainingError unless all ranks have the same weights."""
         if not self._checks.is_synchronized:
-            got = f"the state after step {self._calls.num_steps}, with local_steps = {self._plan.sync_interval}"
+            got = f"the state after step {self._calls.num_steps}, with local_steps = {self._sync.interval}"
             need = "the same weights on all ranks, which they have just after averaging them"
-            after = -(-self._calls.num_steps // self._plan.sync_interval) * self._plan.sync_interval
+            after = -(-self._calls.num_steps // self._sync.interval) * self._sync.interval
             raise TrainingError(Problem(got, need, f"after step {after}"))
 
     @contextlib.contextmanager
@@ -145,7 +144,7 @@ class StateAccess:
     def replicated_tensors(self, model: nn.Module) -> Iterator[ReplicatedTensor]:
         """The weights in this rank's own memory."""
         holders = {WEIGHTS: self._weights.storage, MASTER_WEIGHTS: self._weights.master_weights}
-        for name, parameter in replica_drift.compared_parameters(model, self._plan):
+        for name, parameter in model.named_parameters():
             if name not in self._weights.trainable:
                 yield ReplicatedTensor(FROZEN, name, 0, parameter)
                 continue

@@ -3,26 +3,19 @@
 Law: what the user has changed since the build, and a step would ignore, is reported before the step.
 """
 
-import itertools
 from collections.abc import Iterable
 from typing import Any
 
-from torch import nn
-from torch.optim import Optimizer
-
 from fourfold.parts.comm.reduce.divergence_report import with_options
-from fourfold.parts.optim.option_tracker import OptionTracker
 from fourfold.plan.intervals import is_due
-from fourfold.plan.plan import Plan
 from fourfold.plan.sample_order import BatchRange
+from fourfold.step.batch_norm import FrozenBatchNorms
 from fourfold.step.collective_calls import CollectiveCalls, with_samples
 from fourfold.step.duplicate_batches import DuplicateBatches, fingerprint
 from fourfold.step.grad_sync import GradSync
-from fourfold.step.model_checks import watch_frozen_norms
 from fourfold.step.nan_guard import NanGuard, Skipped
 from fourfold.step.replica_drift import DriftChecker, ReplicatedTensor
 from fourfold.step.same_source import check_same_source
-from fourfold.step.step_options import StepOptions
 from fourfold.step.step_state import StepState
 from fourfold.step.user_optimizer import OptimizerWatch
 from fourfold.step.weights import Weights
@@ -34,27 +27,19 @@ class StepChecks:
 
     def __init__(
         self,
-        model: nn.Module,
-        optimizer: Optimizer,
-        plan: Plan,
-        options: StepOptions,
         calls: CollectiveCalls,
         weights: Weights,
         sync: GradSync,
+        *,
+        optimizer_watch: OptimizerWatch,
+        frozen_norms: FrozenBatchNorms,
+        duplicate_batches: DuplicateBatches,
+        drift_checker: DriftChecker,
+        nan_guard: NanGuard,
     ) -> None:
-        self._calls, self._weights, self._sync, self._sync_interval = calls, weights, sync, plan.sync_interval
-        self._optimizer_watch = OptimizerWatch(optimizer, plan)
-        self._frozen_norms = watch_frozen_norms(model, plan)
-        self._options = OptionTracker(optimizer)
-        world = calls.world
-        self._duplicate_batches = DuplicateBatches(
-            options.same_batches, num_data_ranks=plan.dp, is_log_rank=world.rank == 0
-        )
-        places = map(plan.mesh.coordinates, range(world.size))
-        self._first_of_samples = [not (place["pp"] or place["sp"] or place["tp"]) for place in places]
-        """By rank: whether it is the first of those that share samples."""
-        self._drift_checker = DriftChecker(world, options.drift_check)
-        self._nan_guard = NanGuard(world, model, limit=options.skip_nan)
+        self._calls, self._weights, self._sync = calls, weights, sync
+        self._optimizer_watch, self._frozen_norms = optimizer_watch, frozen_norms
+        self._duplicate_batches, self._drift_checker, self._nan_guard = duplicate_batches, drift_checker, nan_guard
         self._num_calls = 0
 
     def before_step(self, batch: Any, *, compares_all: bool, has_pending_updates: bool) -> None:
@@ -65,7 +50,7 @@ class StepChecks:
         samples = getattr(batch, "samples", None)
         self._check_unchanged(has_pending_updates=has_pending_updates)
         call = with_samples(f"step {self._calls.num_steps + 1}", samples)
-        self._calls.begin_step(with_options(call, self._options.text()))
+        self._calls.begin_step(with_options(call, self._optimizer_watch.options.text()))
         compares_batches = self._duplicate_batches.num_left > 0 and samples is None
         compares_sources = self._num_calls == 0 and samples is not None
         if compares_all or compares_batches or compares_sources:
@@ -78,7 +63,7 @@ class StepChecks:
     def _compare_batches(self, batch: Any) -> None:
         """Raise TaskError, on every rank, where all data ranks train on the same batches. Collective."""
         by_rank = self._calls.world.all_gather_json(fingerprint(batch))
-        self._duplicate_batches.compare(list(itertools.compress(by_rank, self._first_of_samples)))
+        self._duplicate_batches.compare(by_rank)
 
     def _check_unchanged(self, *, has_pending_updates: bool) -> None:
         """Raise if the optimizer or the model has changed since the build in a way that a step would ignore."""
@@ -92,7 +77,7 @@ class StepChecks:
             )
         # In steps 0, 1, 2, 4, 8, … all weights are compared: a loop that writes weights is found early.
         is_early = self._num_calls & (self._num_calls - 1) == 0
-        is_compared = is_due(self._calls.num_steps, self._drift_checker.every, self._sync_interval)
+        is_compared = is_due(self._calls.num_steps, self._drift_checker.every, self._sync.interval)
         self.check_no_edits(call, compare_all=is_early or is_compared, sampled=not has_pending_updates)
 
     def check_no_edits(self, call: str, *, compare_all: bool = False, sampled: bool = True) -> None:
@@ -106,7 +91,7 @@ class StepChecks:
     @property
     def is_synchronized(self) -> bool:
         """Whether all ranks have the same weights: always, or with local steps just after they are averaged."""
-        return self._calls.num_steps % self._sync_interval == 0
+        return self._calls.num_steps % self._sync.interval == 0
 
     def save_buffers(self) -> None:
         """Before a step: copy what a skipped step must restore."""
@@ -127,10 +112,10 @@ class StepChecks:
 
     def compare_replicas_if_due(self, tensors: Iterable[ReplicatedTensor]) -> None:
         """After a step: `compare_replicas` if `drift_check` says so. `tensors` are read only then."""
-        if self._drift_checker.is_due(self._calls.num_steps, self._sync_interval):
+        if self._drift_checker.is_due(self._calls.num_steps, self._sync.interval):
             self.compare_replicas(tensors)
 
     def compare_replicas(self, tensors: Iterable[ReplicatedTensor]) -> None:
         """Raise DivergenceError, on every rank, if replicas of weights differ. Collective."""
         when = f"after step {self._calls.num_steps}"
-        self._drift_checker.compare(list(tensors), when, update_kind=self._options.implementation())
+        self._drift_checker.compare(tensors, when, update_kind=self._optimizer_watch.options.implementation())

@@ -57,7 +57,7 @@ class StepPrograms:
 
     def of_step(self, number: int) -> tuple[Action, ...]:
         """The program of step `number`, from 1."""
-        is_local = number % self._blueprint.plan.sync_interval > 0
+        is_local = number % self._blueprint.sync_interval > 0
         has_count = self.nominal_count is not None
         return self._programs.of_step(is_local=is_local, has_nominal_count=has_count)[self._rank]
 

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from fourfold.parts import memory
-from fourfold.plan.plan import Plan
 from fourfold.plan.sample_order import BatchRange
 from fourfold.step.assembly import Assembly
 from fourfold.step.batch import NO_SAMPLES, Microbatch
@@ -37,8 +36,8 @@ class ForwardRun(NamedTuple):
 class StepRunner:
     """The training steps and forwards of one rank."""
 
-    def __init__(self, model: nn.Module, plan: Plan, assembly: Assembly, access: StateAccess) -> None:
-        self._model, self._plan, self._assembly, self._access = model, plan, assembly, access
+    def __init__(self, model: nn.Module, assembly: Assembly, access: StateAccess) -> None:
+        self._model, self._assembly, self._access = model, assembly, access
         self._parts, self._calls, self._programs = assembly.parts, assembly.calls, assembly.programs
         self._checks, self._weights = assembly.checks, assembly.state.weights
         self.executor = Executor(assembly.timing)
@@ -58,7 +57,7 @@ class StepRunner:
         batch, problem = self._assembly.batches.compare(batch)
         self._checks.save_buffers()
         loss_scale = self._parts.loss_scale.reported
-        number, count = self._calls.num_steps + 1, self._plan.microbatches
+        number, count = self._calls.num_steps + 1, self._assembly.split.num_microbatches
         with self._assembly.batches.microbatches(batch, count, step=number - 1, samples=samples) as microbatches:
             request = StepRequest(microbatches, self._programs.nominal_count, self.is_stop_requested, problem)
             step = StepState(self._parts, request)
@@ -67,7 +66,7 @@ class StepRunner:
         skipped = self._finish_step(step, samples)
         return Metrics(
             loss=totals.loss / totals.count if totals.count else float("nan"),
-            samples=round(totals.num_samples / self._plan.sp),
+            samples=round(totals.num_samples / self._assembly.split.num_token_shards),
             tokens=round(totals.num_tokens) or None,
             grad_norm=step.grad_norm,
             seconds=time.perf_counter() - begin,
@@ -126,7 +125,7 @@ class StepRunner:
         totals = wait_totals(step)
         return Metrics(
             loss=totals.loss / totals.count if totals.count else float("nan"),
-            samples=round(totals.num_samples / self._plan.sp),
+            samples=round(totals.num_samples / self._assembly.split.num_token_shards),
             tokens=round(totals.num_tokens) or None,
             grad_norm=None,
             seconds=time.perf_counter() - begin,

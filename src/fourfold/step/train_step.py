@@ -54,8 +54,8 @@ class TrainStep:
         self._parts, self._calls, self._programs = assembly.parts, assembly.calls, assembly.programs
         self._weights, self._checks = assembly.state.weights, assembly.checks
         self.optimizer = assembly.optimizer
-        self._access = StateAccess(assembly, plan)
-        self._runner = StepRunner(model, plan, assembly, self._access)
+        self._access = StateAccess(assembly)
+        self._runner = StepRunner(model, assembly, self._access)
 
     # ---- what this rank is ---------------------------------------------------------------------------
 

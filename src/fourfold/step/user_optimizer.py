@@ -7,20 +7,24 @@ Law: nothing that the user has set on the optimizer is silently ignored.
 """
 
 import operator
+from collections.abc import Mapping
 
 from torch.optim import Adagrad, Optimizer
 
+from fourfold.parts.optim.option_tracker import OptionTracker
 from fourfold.parts.optim.step_hooks import has_custom_step
 from fourfold.parts.torch_private import has_any_hook, has_step_hooks, state_dict_hooks, step_post_hooks, step_pre_hooks
-from fourfold.plan.plan import Plan
 from fourfold.words.errors import OptimizerError, Problem
 
 USE_WRAPPER = "ff.DistributedOptimizer, which calls the optimizer's own step()"
 
 
-def check_user_optimizer(optimizer: Optimizer, plan: Plan) -> None:
-    """Raise OptimizerError for whatever of a new optimizer a flat update would ignore."""
-    problems = _problems(optimizer, plan)
+def check_user_optimizer(optimizer: Optimizer, hook_conflicts: Mapping[str, str]) -> None:
+    """Raise OptimizerError for whatever of a new optimizer a flat update would ignore.
+
+    `hook_conflicts`: the plan's `step_hook_conflicts`.
+    """
+    problems = _problems(optimizer, hook_conflicts)
     if optimizer.state and not _is_fresh(optimizer):
         problems.append(_state_problem())
     if problems:
@@ -37,8 +41,10 @@ def _is_fresh(optimizer: Optimizer) -> bool:
 class OptimizerWatch:
     """Finds changes of an optimizer after the build."""
 
-    def __init__(self, optimizer: Optimizer, plan: Plan) -> None:
-        self._optimizer, self._plan = optimizer, plan
+    def __init__(self, optimizer: Optimizer, hook_conflicts: Mapping[str, str]) -> None:
+        self._optimizer, self._hook_conflicts = optimizer, hook_conflicts
+        self.options = OptionTracker(optimizer)
+        """The options of the optimizer's groups, which the call of every step carries."""
         self._initial_params = [list(group["params"]) for group in optimizer.param_groups]
         self._initial_state_id, self._checked_step_functions = self._state_id(), self._step_functions()
 
@@ -63,7 +69,7 @@ class OptimizerWatch:
         """Changes of the optimizer since the build that an update would ignore."""
         problems, steps = [], self._step_functions()
         if steps != self._checked_step_functions or has_any_hook(self._optimizer):
-            problems = _problems(self._optimizer, self._plan)
+            problems = _problems(self._optimizer, self._hook_conflicts)
             self._checked_step_functions = self._checked_step_functions if problems else steps
         if not self._has_initial_params():
             got = "other parameters in the optimizer than at the build, or in other groups"
@@ -78,15 +84,15 @@ def _state_problem() -> Problem:
     return Problem("state in the optimizer itself", need, f"step.load_state_dict(…), or {USE_WRAPPER}")
 
 
-def _problems(optimizer: Optimizer, plan: Plan) -> list[Problem]:
+def _problems(optimizer: Optimizer, hook_conflicts: Mapping[str, str]) -> list[Problem]:
     problems = []
     before, after = step_pre_hooks(optimizer), step_post_hooks(optimizer)
-    if (before or after) and (conflicts := _conflicting_fields(plan)):
+    if (before or after) and hook_conflicts:
         kinds = " and ".join([*(["a step pre-hook"] if before else []), *(["a step post-hook"] if after else [])])
         kinds += "" if has_step_hooks(optimizer) else " of all optimizers"
         need = "all gradients and weights on every rank when the hook is called"
-        attempt = f"{', '.join(conflicts.values())}, or {USE_WRAPPER}"
-        problems.append(Problem(f"{kinds} with {', '.join(conflicts)}", need, attempt))
+        attempt = f"{', '.join(hook_conflicts.values())}, or {USE_WRAPPER}"
+        problems.append(Problem(f"{kinds} with {', '.join(hook_conflicts)}", need, attempt))
     if has_custom_step(optimizer):
         got = f"{type(optimizer).__name__} with a step() of its own"
         problems.append(Problem(got, "the step() of its class: updates run on flat buffers", USE_WRAPPER))
@@ -96,15 +102,3 @@ def _problems(optimizer: Optimizer, plan: Plan) -> list[Problem]:
             Problem("a state_dict hook of the optimizer", need, "a change of what step.state_dict() returns")
         )
     return problems
-
-
-def _conflicting_fields(plan: Plan) -> dict[str, str]:
-    """The settings of the plan with which step hooks cannot be called, and settings with which they can."""
-    rules = [
-        (plan.zero > 0 and plan.num_shards > 1, f"zero = {plan.zero}", "zero = 0"),
-        (plan.update != "after", f'update = "{plan.update}"', 'update = "after"'),
-        (plan.sync != "step", f'sync = "{plan.sync}"', 'sync = "step"'),
-        (plan.precision != "keep", f'precision = "{plan.precision}"', 'precision = "keep"'),
-        (plan.offload != "none", f'offload = "{plan.offload}"', 'offload = "none"'),
-    ]
-    return {got: attempt for is_set, got, attempt in rules if is_set}

@@ -15,15 +15,52 @@ from fourfold.parts.comm.reduce.transport_spec import spec_of_request
 from fourfold.parts.comm.topology import gather_topology
 from fourfold.parts.data.flat_params import param_specs
 from fourfold.parts.data.grad_buckets import GradBuckets
+from fourfold.parts.optim.option_tracker import OptionTracker
+from fourfold.parts.optim.user_optimizer import group_indices
 from fourfold.plan.lowering import lower
 from fourfold.plan.plan import Plan
 from fourfold.plan.update_spec import UpdateSpec
 from fourfold.step.closure_losses import ClosureLosses, MeanLosses, OwnLosses, uses_loss
+from fourfold.step.duplicate_batches import DuplicateBatches
 from fourfold.step.grad_averager import AllUsed, GradAverager, UsedOnSomeRanks
-from fourfold.step.memory_formats import MemoryFormats
+from fourfold.step.memory_formats import MemoryFormats, shape_and_strides
 from fourfold.step.model_checks import watch_frozen_norms
 from fourfold.step.optimizer_steps import OptimizerSteps, StepCheck
+from fourfold.step.rank_agreement import check_same_on_ranks
+from fourfold.step.replica_drift import DriftChecker
 from fourfold.step.unreduced_grads import ReducedGrad, UnreducedGrads
+from fourfold.step.weights import trainable_parameters
+from fourfold.step.wrapper_checks import WrapperChecks
+
+WRAPPER_HINT = (
+    "the same seeds, hooks, edits and loaded state on every rank; optimizer.broadcast_state() copies one rank's to all"
+)
+
+
+def make_checks(
+    optimizer: Optimizer, model: nn.Module, plan: Plan, world: Communicator, *, same_batches: str, drift_check: int
+) -> WrapperChecks:
+    """What ranks compare. Collective. Raises SettingError for a wrong `same_batches` or `drift_check`.
+
+    Raises PlanError, on every rank, unless all ranks have the same parameters, plan, options and optimizer.
+    """
+    duplicate_batches = DuplicateBatches(same_batches, data_ranks=range(plan.dp), is_log_rank=world.rank == 0)
+    settings = {"same_batches": same_batches, "drift_check": drift_check}
+    _check_same_build(optimizer, model, plan, world, settings)
+    compares_frozen = not plan.batch_split.has_local_batch_norm
+    drift_checker = DriftChecker(world, drift_check, compares_frozen=compares_frozen, attempt=WRAPPER_HINT)
+    return WrapperChecks(model, OptionTracker(optimizer), world.along("dp"), duplicate_batches, drift_checker)
+
+
+def _check_same_build(
+    optimizer: Optimizer, model: nn.Module, plan: Plan, world: Communicator, settings: dict[str, str | int]
+) -> None:
+    """Raise PlanError unless every rank wraps the same optimizer, with the same settings. Collective."""
+    trainable = trainable_parameters(model)
+    groups = dict.fromkeys(trainable, -1) | group_indices(optimizer, trainable)
+    specs = param_specs(trainable, groups)
+    shapes = {name: shape_and_strides(p) for name, p in trainable.items()}
+    check_same_on_ranks(world, specs, shapes, plan=plan, options=settings, optimizer=optimizer)
 
 
 def make_averager(

@@ -13,7 +13,7 @@ from fourfold.parts.sequence import masks, ring, rsa, ulysses
 from fourfold.parts.sequence.dropout import AttentionDropout
 from fourfold.parts.sequence.ring_call import RingCall
 from fourfold.parts.sequence.sequence_group import SequenceGroup
-from fourfold.plan.sequence import heads_problem, token_ranges
+from fourfold.plan.sequence import heads_problem
 from fourfold.words.errors import Problem, TrainingError
 
 
@@ -63,7 +63,7 @@ def sequence_attention(
     else:
         call = RingCall(
             group.ring_group,
-            token_ranges(length, group.ring_group.size, group.ring),
+            group.spec.ring_ranges(length),
             gathers_kv=group.ring == "gather",
             is_causal=is_causal,
             scale=1.0 / math.sqrt(q.shape[-1]) if scale is None else scale,

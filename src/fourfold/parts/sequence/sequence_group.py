@@ -11,7 +11,8 @@ from fourfold.parts.comm.communicator import Communicator
 from fourfold.parts.comm.meter import CommMeter
 from fourfold.parts.comm.ring.protocol import RingGroup
 from fourfold.parts.comm.rings import make_ring
-from fourfold.plan.sequence import TokenRanges, ring_size, token_ranges
+from fourfold.plan.sequence import SequenceSpec, TokenRanges, ulysses_problem
+from fourfold.words.errors import PlanError
 
 
 @dataclass(frozen=True)
@@ -40,13 +41,14 @@ class SequenceGroup:
     def groups(self) -> tuple[RingGroup, RingGroup]:
         return self.ring_group, self.ulysses_group
 
-    def token_ranges_by_index(self, length: int) -> tuple[TokenRanges, ...]:
-        """The ranges of a sequence of this length that each index keeps, in its local order. Raises PlanError."""
-        return token_ranges(length, self.size, self.ring, self.ulysses)
+    @property
+    def spec(self) -> SequenceSpec:
+        """Which tokens each index holds."""
+        return SequenceSpec(self.size, self.ring, self.ulysses)
 
     def local_token_ranges(self, length: int) -> TokenRanges:
-        """The ranges that this rank keeps."""
-        return self.token_ranges_by_index(length)[self.index]
+        """The ranges of a sequence of this length that this rank keeps, in local order. Raises PlanError."""
+        return self.spec.token_ranges(length)[self.index]
 
 
 def connect_sequence(
@@ -56,7 +58,8 @@ def connect_sequence(
 
     `transport` is the plan's. Raises PlanError.
     """
-    ring_size(comm.size, ulysses)
+    if problem := ulysses_problem(comm.size, ulysses):
+        raise PlanError(problem, where="the plan")
     ranks = range(comm.size)
     ring_group = make_ring(comm, [ranks[first::ulysses] for first in range(ulysses)], "ring", meter, choice=transport)
     neighbours = [ranks[start : start + ulysses] for start in range(0, comm.size, ulysses)]

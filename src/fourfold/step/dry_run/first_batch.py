@@ -17,7 +17,7 @@ from torch import nn
 
 from fourfold.parts.data.param_access import explain_transform_errors
 from fourfold.parts.torch_private import is_compiled
-from fourfold.plan.plan import Plan
+from fourfold.plan.batch_split import BatchSplit
 from fourfold.step.batch import (
     batch_and_parts,
     num_samples,
@@ -35,7 +35,6 @@ from fourfold.step.dry_run.state_problems import sample_dependence_problems
 from fourfold.step.dry_run.weight_write_check import WeightWriteCheck
 from fourfold.step.model_call import eval_mode
 from fourfold.step.objective import Objective
-from fourfold.step.weights import Weights
 from fourfold.words.errors import Problem, TaskError
 
 NUM_CHECKED_SAMPLES = 6  # parts of 2 and 4: a model may mistake a single sample for a batch without its first dim
@@ -53,26 +52,26 @@ class DryRun:
         self,
         model: nn.Module,
         objective: Objective,
-        plan: Plan,
+        split: BatchSplit,
         device: torch.device,
-        weights: Weights,
+        weight_check: WeightWriteCheck,
         *,
         num_local_ranks: int,
         is_log_rank: bool,
     ) -> None:
         """`num_local_ranks` ranks share the memory of this device. `is_log_rank`: this rank logs for all."""
-        self._model, self._objective, self._plan, self._device = model, objective, plan, device
+        self._model, self._objective, self._split, self._device = model, objective, split, device
         self._num_local_ranks, self._is_log_rank = num_local_ranks, is_log_rank
-        self._num_parts = plan.dp * plan.sp * plan.microbatches
-        self._weight_check = WeightWriteCheck(plan, weights)
-        self._comparison = ForwardComparison(model, objective, plan, device, self._weight_check)
+        self._weight_check = weight_check
+        self._comparison = ForwardComparison(model, objective, split, device, weight_check)
         self._finished_modes: set[bool] = set()
 
     def is_needed(self, *, training: bool) -> bool:
         """Whether a batch needs a dry run before it is used."""
+        has_risk = self._split.num_parts > 1 or (training and self._weight_check.read_only_reason is not None)
         # With sp > 1, the sequence axis has a dry run of the loss of its own (`step/sequence`).
-        has_risk = self._num_parts > 1 or (training and self._weight_check.read_only_reason is not None)
-        return has_risk and (training or self._plan.sp == 1) and not {training, True} & self._finished_modes
+        is_shown_here = training or self._split.num_token_shards == 1
+        return has_risk and is_shown_here and not {training, True} & self._finished_modes
 
     def run(self, batch: Any, unsharded: Unsharded, all_gather_json: AllGatherJSON, *, training: bool) -> None:
         """Run the dry run of a batch. Collective.
@@ -110,11 +109,11 @@ class DryRun:
         is_empty = num_samples(batch) == 0
         report: dict[str, Any] = {"is_empty": is_empty}
         self._weight_check.reset()
-        if training and (problems := hook_problems(self._model, self._num_parts)):
+        if training and (problems := hook_problems(self._model, self._split.num_parts)):
             report["problems"] = problems
         elif not is_empty and self._objective.is_model_loss and is_compiled(self._model):
             attempt = "compiling parts of the model: model.model = torch.compile(model.model)"
-            report["problems"] = [compiled_problem("loss = None and a compiled model", self._num_parts, attempt)]
+            report["problems"] = [compiled_problem("loss = None and a compiled model", self._split.num_parts, attempt)]
         elif not is_empty:
             report |= self._comparison.run(batch, training=training)
         report["problems"] = [*report.get("problems", []), *self._weight_check.problems()]
@@ -136,7 +135,7 @@ class DryRun:
             try:
                 if batch is not None:
                     full, parts = batch_and_parts(batch)
-                    with eval_mode(self._model) if self._plan.batch_norm == "local" else contextlib.nullcontext():
+                    with eval_mode(self._model) if self._split.has_local_batch_norm else contextlib.nullcontext():
                         result = check_loss(
                             self._model, self._objective, full, parts, memory_fit=memory_fit, device=self._device
                         )
@@ -160,7 +159,7 @@ class DryRun:
         problems = [Problem(*problem) for report in reports for problem in report["problems"]]
         changes = [report["state_changes"] for report in reports if not report["is_empty"]]
         if not problems and (names := differing_across_ranks(changes)):
-            problems = sample_dependence_problems(names, self._num_parts, self._weight_check.trained_names)
+            problems = sample_dependence_problems(names, self._split.num_parts, self._weight_check.trained_names)
         if problems:
             raise TaskError(list(dict.fromkeys(problems)), where="the model")
         losses = [LossComparison(*report["loss"]) for report in reports if report["loss"] is not None]

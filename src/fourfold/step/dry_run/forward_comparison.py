@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fourfold.plan.plan import Plan
+from fourfold.plan.batch_split import BatchSplit
 from fourfold.step.batch import (
     Microbatch,
     batch_and_parts,
@@ -77,13 +77,12 @@ class ForwardComparison:
         self,
         model: nn.Module,
         objective: Objective,
-        plan: Plan,
+        split: BatchSplit,
         device: torch.device,
         weight_check: WeightWriteCheck,
     ) -> None:
-        self._model, self._objective, self._plan, self._device = model, objective, plan, device
+        self._model, self._objective, self._split, self._device = model, objective, split, device
         self._weight_check = weight_check
-        self._num_parts = plan.dp * plan.sp * plan.microbatches
         self._compares_state = True
         """Whether untrained state is compared; trained weights always are."""
         self.sample: Microbatch | None = None
@@ -92,15 +91,15 @@ class ForwardComparison:
     def run(self, batch: Any, *, training: bool) -> dict[str, Any]:
         """Run the forwards for a batch that is not empty. Returns this rank's part of the dry run's report."""
         total = num_samples(batch)
-        size = min(total, max(2, -(-total // self._plan.microbatches)))
+        size = min(total, max(2, -(-total // self._split.num_microbatches)))
         batch = tree_map(slice_samples(batch, 0, size), lambda tensor: tensor.to(self._device))
         # With "local", each part has batch statistics of its own, so the losses of the parts do not make up the full
         # loss.
-        is_local = self._plan.batch_norm == "local"
+        is_local = self._split.has_local_batch_norm
         self._compares_state = training and not is_local
-        if training and (is_local or self._num_parts == 1):
+        if training and (is_local or self._split.num_parts == 1):
             self._forward(batch)  # only for its writes into weights, which are refused in any case
-            if self._num_parts == 1:
+            if self._split.num_parts == 1:
                 return {}
         with eval_mode(self._model) if is_local or not training else contextlib.nullcontext():
             full = self._forward(batch)
@@ -121,7 +120,7 @@ class ForwardComparison:
                 problems += self._loss_state_problems(batch, [*parts, full])
         if self._is_scalar(full) and self._objective.is_compiled:
             problems.append(
-                compiled_problem("a compiled scalar loss", self._num_parts, "the loss without torch.compile")
+                compiled_problem("a compiled scalar loss", self._split.num_parts, "the loss without torch.compile")
             )
         self.sample = split_microbatches(tree_map(slice_samples(batch, 0, 1), torch.clone), 1, self._device)[0]
         report = {"problems": problems, **self._summarize(full)}
@@ -200,7 +199,7 @@ class ForwardComparison:
         part = part._replace(
             inputs=tree_map(part.inputs, detached_clone), targets=tree_map(part.targets, detached_clone)
         )
-        if self._plan.sp == 1:
+        if self._split.num_token_shards == 1:
             return self._objective.dry_run(self._model, part)
         call_model(self._model, part.inputs)
         return None
@@ -234,18 +233,18 @@ class ForwardComparison:
         """What is wrong with the model state that these forwards have changed."""
         trained = self._weight_check.trained_names
         if names := differing_across_forwards([forward.state_changes for forward in forwards]):
-            return sample_dependence_problems(names, self._num_parts, trained)
-        if self._plan.microbatches == 1:
+            return sample_dependence_problems(names, self._split.num_parts, trained)
+        if self._split.num_microbatches == 1:
             return []
         after_two = self._forward(batch, num_forwards=2).state_changes
         names = differing_across_forwards([forwards[-1].state_changes, after_two])
-        return forward_count_problems(names, self._plan.microbatches, trained)
+        return forward_count_problems(names, self._split.num_microbatches, trained)
 
     def _loss_state_problems(self, batch: Any, forwards: Sequence[DryRunForward]) -> list[Problem]:
         """What is wrong with the state that the loss has changed: ranks without samples do not call the loss."""
         after_two = self._forward(batch, num_forwards=2).loss_state_changes
         names = differing_across_forwards([*(forward.loss_state_changes for forward in forwards), after_two])
-        return [loss_state_problem(names, self._num_parts)] if names else []
+        return [loss_state_problem(names, self._split.num_parts)] if names else []
 
 
 def compiled_problem(what: str, num_parts: int, attempt: str) -> Problem:

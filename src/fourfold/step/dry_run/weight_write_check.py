@@ -5,36 +5,23 @@ untracked  a write without a torch function: it cannot be undone
 Law: writes that pass this check are still compared between samples and numbers of forwards (`forward_comparison.py`).
 """
 
-import json
 from collections.abc import Collection
-from typing import NamedTuple
 
-from fourfold.plan.plan import Plan
+from fourfold.plan.check import ReadOnlyReason
 from fourfold.step.dry_run.state_problems import EDIT_ADVICE, describe_trained
 from fourfold.step.dry_run.weight_write_tracker import WeightWriteTracker, fingerprint_params
 from fourfold.step.weights import Weights
 from fourfold.words.errors import Problem
 
-DIFFERING_BUFFERS = {"local": "buffers may then differ between ranks, but trained weights may not"}
-"""By the plan's `batch_norm`."""
-
-
-class ReadOnlyReason(NamedTuple):
-    """Why forward may not write weights: the plan's setting, what happens to a write, and a setting to try."""
-
-    setting: str
-    reason: str
-    attempt: str
-
 
 class WeightWriteCheck:
     """Checks the weights of one rank."""
 
-    def __init__(self, plan: Plan, weights: Weights) -> None:
-        self._weights = weights
-        self.read_only_reason = _find_read_only_reason(plan, weights)
+    def __init__(self, weights: Weights, read_only_reason: ReadOnlyReason | None, *, num_ranks: int) -> None:
+        """`num_ranks` ranks have different parts of a batch."""
+        self._weights, self.read_only_reason = weights, read_only_reason
         # On one device, rows are shortened before they are used, for any number of microbatches.
-        self.counts_renorms = plan.reduce_group_size > 1 or self.read_only_reason is not None
+        self.counts_renorms = num_ranks > 1 or read_only_reason is not None
         """Whether a lookup in an embedding that shortens rows (`max_norm`) counts as a write."""
         self.reset()
 
@@ -82,20 +69,3 @@ class WeightWriteCheck:
 
     def _sorted_names(self, names: Collection[str]) -> list[str]:
         return [name for name in self.trained_names if name in names]
-
-
-def _find_read_only_reason(plan: Plan, weights: Weights) -> ReadOnlyReason | None:
-    """The first of the plan's settings, other than by default, that has a reason against writes in forward."""
-    in_masters = weights.master_weights.forward_loss_reason
-    is_computed_in_parts = plan.reduce_group_size * plan.microbatches > 1
-    reasons = {
-        "zero": weights.storage.forward_loss_reason,
-        "precision": in_masters,
-        "offload": in_masters,
-        "batch_norm": DIFFERING_BUFFERS.get(plan.batch_norm, "") if is_computed_in_parts else "",
-    }
-    for field, reason in reasons.items():
-        value, default = getattr(plan, field), getattr(Plan(), field)
-        if reason and value != default:
-            return ReadOnlyReason(f"{field} = {json.dumps(value)}", reason, f"{field} = {json.dumps(default)}")
-    return None

@@ -13,15 +13,14 @@ import torch
 from torch import nn
 
 from fourfold.parts.comm.communicator import Communicator
-from fourfold.plan.plan import Plan
-from fourfold.plan.sequence import length_divisor
+from fourfold.plan.sequence import SequenceSpec
 from fourfold.step.dry_run.check_config import STRICTEST_SEQUENCE_CHECK, MemoryFit, find_memory_fit
 from fourfold.step.dry_run.grad_projections import Projection
 from fourfold.step.sequence.batch_consistency import batch_mismatch_problem
 from fourfold.step.sequence.dry_run import DryRunResult, SequenceDryRun, truncate_batch
 from fourfold.step.sequence.grad_sum_check import GradProjections, gradient_sum_problem
 from fourfold.step.sequence.losses import LossSum, ObservedLoss, loss_sum_problem, non_mean_problem, observe_loss
-from fourfold.step.sequence.token_shards import sequence_length, shard_tokens, token_shard
+from fourfold.step.sequence.token_shards import sequence_length, shard_tokens, token_shards
 from fourfold.step.tensor_tree import tree_leaves, tree_map
 from fourfold.words.errors import Problem, TaskError
 
@@ -43,10 +42,12 @@ class DryRunOutcome(NamedTuple):
 class CollectiveDryRun:
     """The dry run of the sequence axis on all ranks."""
 
-    def __init__(self, model: nn.Module, loss: Callable[[Any, Any], Any], plan: Plan, comm: Communicator) -> None:
-        self._model, self._loss, self._plan, self._comm = model, loss, plan, comm
-        self._sp_index = plan.mesh.coordinates(comm.global_rank)["sp"]
-        self._sp_ranks = plan.mesh.peers(comm.global_rank, "sp")
+    def __init__(
+        self, model: nn.Module, loss: Callable[[Any, Any], Any], spec: SequenceSpec, world: Communicator
+    ) -> None:
+        """`world` lies on the plan's mesh."""
+        self._model, self._loss, self._spec, self._world = model, loss, spec, world
+        self._sp_group = world.along("sp")
 
     def run(
         self,
@@ -60,14 +61,14 @@ class CollectiveDryRun:
 
         Raises TaskError if the model or the loss cannot be sharded by tokens.
         """
-        report: Report = {"sp_ranks": self._sp_ranks, "problems": [], "digest": digest}
+        report: Report = {"sp_ranks": self._sp_group.ranks, "problems": [], "digest": digest}
         memory_fit = self._find_memory_fit()
         # Leaving `unsharded` is collective with sharded weights, so nothing within may communicate: a rank without
         # samples leaves at once.
         with unsharded:
             if any(len(tensor) for tensor in tree_leaves(targets)):
                 report |= self._run_local(inputs, targets, memory_fit)
-        reports = self._comm.all_gather_json(report)
+        reports = self._world.all_gather_json(report)
         self._raise_problems(reports)
         reports = [each for each in reports if "loss_sums" in each]
         self._check_gradients(reports)
@@ -91,18 +92,17 @@ class CollectiveDryRun:
 
     def _find_memory_fit(self) -> MemoryFit:
         """What fits into memory on every rank. Collective."""
-        local_fit = find_memory_fit(self._model, self._comm.device, num_local_ranks=self._comm.world.local_size)
-        return MemoryFit(*(all(column) for column in zip(*self._comm.all_gather_json(local_fit), strict=True)))
+        local_fit = find_memory_fit(self._model, self._world.device, num_local_ranks=self._world.world.local_size)
+        return MemoryFit(*(all(column) for column in zip(*self._world.all_gather_json(local_fit), strict=True)))
 
     def _num_tokens(self, length: int, inputs: Any, targets: Any) -> int:
         """How many tokens the dry run takes: a number that divides, and that is no other tensor's dim 1."""
-        divisor = length_divisor(self._plan.sp, self._plan.ring, self._plan.ulysses)
-        num_tokens = -(-min(length, DRY_RUN_TOKENS) // divisor) * divisor
+        num_tokens = self._spec.padded_length(min(length, DRY_RUN_TOKENS))
         others = [
             t.shape[1] for t in (*tree_leaves(inputs), *tree_leaves(targets)) if t.dim() > 1 and t.shape[1] != length
         ]
         while num_tokens in others:
-            num_tokens += divisor
+            num_tokens += self._spec.length_divisor
         return num_tokens
 
     def _run_local(self, inputs: Mapping[str, Any], targets: Any, memory_fit: MemoryFit) -> Report:
@@ -127,10 +127,10 @@ class CollectiveDryRun:
         length = sequence_length((inputs, targets))
         inputs, targets = self.truncate(inputs, targets)
         num_tokens = sequence_length((inputs, targets))
-        inputs, targets = (tree_map(tree, lambda tensor: tensor.to(self._comm.device)) for tree in (inputs, targets))
-        shard = token_shard(self._plan, num_tokens, self._sp_index)
+        inputs, targets = (tree_map(tree, lambda tensor: tensor.to(self._world.device)) for tree in (inputs, targets))
+        shard = token_shards(self._spec, num_tokens)[self._sp_group.rank]
         try:
-            result = SequenceDryRun(self._model, inputs, shard, ulysses=self._plan.ulysses, memory_fit=memory_fit).run()
+            result = SequenceDryRun(self._model, inputs, shard, ulysses=self._spec.ulysses, memory_fit=memory_fit).run()
         except (RuntimeError, ValueError, IndexError, AssertionError) as error:
             text = str(error).splitlines()[0] if str(error) else type(error).__name__
             if num_tokens == length:
@@ -176,10 +176,10 @@ class CollectiveDryRun:
             if problem := gradient_sum_problem(names, projections):
                 raise TaskError(problem, where="the model")
         weaker = next((report for report in reports if report["config"] != str(STRICTEST_SEQUENCE_CHECK)), None)
-        if weaker is not None and self._comm.rank == 0:
+        if weaker is not None and self._world.rank == 0:
             log.warning(
                 "the dry run of sp = %d computed %s instead of %s: %s",
-                self._plan.sp,
+                self._spec.size,
                 weaker["config"],
                 STRICTEST_SEQUENCE_CHECK,
                 weaker["fallback_reason"],

@@ -12,13 +12,10 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from fourfold.parts.comm.communicator import Communicator
-from fourfold.parts.comm.meter import CommMeter
 from fourfold.parts.comm.ring.protocol import RingGroup
 from fourfold.parts.sequence.attention import sequence_attention
-from fourfold.parts.sequence.sequence_group import connect_sequence
-from fourfold.plan.plan import Plan
+from fourfold.parts.sequence.sequence_group import SequenceGroup
 from fourfold.plan.sample_order import BatchRange, shard_range
-from fourfold.plan.sequence import length_problem
 from fourfold.step.batch import Microbatch, has_token_dim
 from fourfold.step.sequence.batch_consistency import batch_digest, batch_mismatch_problem, is_equal_across_ranks
 from fourfold.step.sequence.collective_dry_run import CollectiveDryRun
@@ -31,7 +28,7 @@ from fourfold.step.sequence.token_shards import (
     mask_padding,
     sequence_length,
     shard_tokens,
-    token_shard,
+    token_shards,
 )
 from fourfold.step.sequence.transformers import check_not_packed, has_transformers_model, install_attention
 from fourfold.step.tensor_tree import tree_leaves, tree_map
@@ -46,28 +43,25 @@ class LocalBatch(NamedTuple):
 
 
 class SequenceParallel:
-    """The sequence axis of a step. Collective to build. `seed` is that of attention dropout, the same on all ranks."""
+    """The sequence axis of a step. `seed` is that of attention dropout, the same on all ranks."""
 
     def __init__(
         self,
         model: nn.Module,
         loss: Callable[[Any, Any], Any],
-        plan: Plan,
-        comm: Communicator,
-        meter: CommMeter,
+        sequence_group: SequenceGroup,
+        world: Communicator,
         *,
+        num_microbatches: int,
         seed: int = 0,
     ) -> None:
-        self._model, self._plan, self._comm = model, plan, comm
-        self._coords = plan.mesh.coordinates(comm.rank)
-        sp_comm = comm.on_mesh(plan.mesh).along("sp")
-        self._sp_ranks = sp_comm.ranks
-        self._sequence_group = connect_sequence(
-            sp_comm, meter, ring=plan.ring, ulysses=plan.ulysses, transport=plan.transport
-        )
-        self._dropout_overrides = per_rank_dropouts(self._coords["sp"])
+        """`world` lies on the plan's mesh; `sequence_group` are its ranks along "sp"."""
+        self._model, self._sequence_group, self._world = model, sequence_group, world
+        self._spec, self._num_microbatches = sequence_group.spec, num_microbatches
+        self._dp_index = world.along("dp").rank
+        self._dropout_overrides = per_rank_dropouts(sequence_group.index)
         self._dropout_counter = AttentionDropoutCounter(seed)
-        self._dry_run = CollectiveDryRun(model, loss, plan, comm)
+        self._dry_run = CollectiveDryRun(model, loss, self._spec, world)
         self._shard: TokenShard | None = None
         self._ignored_indices: list[int] | None = None
         """The targets that a scalar loss ignores; None: the loss is no scalar, or not known yet."""
@@ -78,20 +72,15 @@ class SequenceParallel:
         """The groups through which attention communicates."""
         return self._sequence_group.groups
 
-    def token_shards(self, length: int) -> list[TokenShard]:
-        """The shard of each rank of the sp group, for sequences of this length."""
-        return [token_shard(self._plan, length, index) for index in range(self._plan.sp)]
-
     def shard_batch(self, batch: Any) -> LocalBatch:
         """This rank's tokens of a batch. Raises TaskError if the batch has no tokens that can be sharded."""
         inputs, targets = inputs_and_targets(batch)
         length = sequence_length((inputs, targets))
         if has_transformers_model(self._model):
             check_not_packed(inputs)
-        shards = self.token_shards(length)
         if self._ignored_indices is not None:
             self._check_even_targets(targets, length)
-        shard = self._shard = shards[self._coords["sp"]]
+        shard = self._shard = token_shards(self._spec, length)[self._sequence_group.index]
         real_tokens = shard.real_tokens
         local_targets = shard_tokens(targets, shard)
         if real_tokens is not None:
@@ -104,20 +93,20 @@ class SequenceParallel:
         """What is wrong if the ranks of this sp group have different batches. Collective among them."""
         return (
             None
-            if is_equal_across_ranks(batch_digest(batch), self.ring_groups, self._comm.device)
-            else batch_mismatch_problem(self._sp_ranks)
+            if is_equal_across_ranks(batch_digest(batch), self.ring_groups, self._world.device)
+            else batch_mismatch_problem(self._world.along("sp").ranks)
         )
 
     def _check_even_targets(self, targets: Any, length: int) -> None:
         assert self._ignored_indices is not None
-        problem = length_problem(length, self._plan.sp, self._plan.ring, self._plan.ulysses)
+        problem, shards = self._spec.length_problem(length), token_shards(self._spec, length)
         lengths = "" if problem is None else problem.attempt
         num_samples = len(next(tree_leaves(targets)))
         # A scalar loss is the mean of a microbatch, so each microbatch is checked.
-        for index in range(self._plan.microbatches):
-            samples = slice(*shard_range(0, num_samples, self._plan.microbatches, index))
+        for index in range(self._num_microbatches):
+            samples = slice(*shard_range(0, num_samples, self._num_microbatches, index))
             part = tree_map(targets, lambda tensor, samples=samples: tensor[samples])
-            check_even_targets(part, self.token_shards(length), self._ignored_indices, lengths=lengths)
+            check_even_targets(part, shards, self._ignored_indices, lengths=lengths)
 
     @contextlib.contextmanager
     def distribute_attention(
@@ -125,7 +114,7 @@ class SequenceParallel:
     ) -> Iterator[None]:
         """Within, attention reaches all tokens of the sequences. `sample_range`: where the batch is in the epoch."""
         # Without a sample range, indices of different data ranks are far apart, so no two samples share a dropout mask.
-        first = self._coords["dp"] << 32 if sample_range is None else sample_range.local_start - sample_range.start
+        first = self._dp_index << 32 if sample_range is None else sample_range.local_start - sample_range.start
         self._dropout_counter.begin_step(step, first, [part.num_samples for part in microbatches if part.num_samples])
         hook = self._model.register_forward_pre_hook(self._dropout_counter.next_microbatch)
         try:

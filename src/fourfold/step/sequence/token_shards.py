@@ -15,8 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fourfold.plan.plan import Plan
-from fourfold.plan.sequence import TokenRanges, padded_length, token_ranges
+from fourfold.plan.sequence import SequenceSpec, TokenRanges
 from fourfold.step.batch import POSITION_KEYS, find_positions, has_token_dim, unpack_batch
 from fourfold.step.sequence.sdpa_interception import AttentionCall
 from fourfold.step.tensor_tree import tree_leaves, tree_map
@@ -58,10 +57,10 @@ class TokenShard(NamedTuple):
         return tensor[:, self.positions.clamp(max=self.length - 1).to(tensor.device)]
 
 
-def token_shard(plan: Plan, length: int, sp_index: int) -> TokenShard:
-    """The shard of this index on the sequence axis, for sequences of this length."""
-    padded = padded_length(length, plan.sp, plan.ring, plan.ulysses)
-    return TokenShard(length, padded, token_ranges(padded, plan.sp, plan.ring, plan.ulysses)[sp_index])
+def token_shards(spec: SequenceSpec, length: int) -> list[TokenShard]:
+    """The shard of each index on the sequence axis, for sequences of this length."""
+    padded = spec.padded_length(length)
+    return [TokenShard(length, padded, ranges) for ranges in spec.token_ranges(padded)]
 
 
 def inputs_and_targets(batch: Any) -> tuple[Any, Any]:
