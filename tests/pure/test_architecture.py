@@ -1,17 +1,13 @@
 """Laws of the code base that no import contract can express."""
 
 import ast
-import dataclasses
 import functools
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TypeGuard
 
 import pytest
 
-from fourfold.plan.plan import Plan
-
-SOURCE = Path(__file__).parents[2] / "src" / "fourfold"
+from tests.source_files import SOURCE, files, forget, imports, is_own, module_name, nodes, parsed
 
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_PARAMETERS, MAX_ATTRIBUTES = 350, 45, 8, 15
 # Exceptions to the limits, and why: "FILE" for its lines, "FILE FUNCTION" for its lines or parameters, "FILE CLASS" for
@@ -28,39 +24,10 @@ ALLOWED = {
 }
 
 
-@functools.cache
-def files(pattern: str = "**/*.py") -> list[Path]:
-    return sorted(SOURCE.glob(pattern))
-
-
-@functools.cache
-def parsed(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
-
-
-@functools.cache
-def nodes(path: Path) -> list[ast.AST]:
-    return list(ast.walk(parsed(path)))
-
-
 @pytest.fixture(autouse=True, scope="module")
 def _forget_the_files() -> Iterator[None]:
-    """Parsed, they are a million objects, through which every later garbage collection would go."""
     yield
-    parsed.cache_clear()
-    nodes.cache_clear()
-
-
-@functools.cache
-def imports(path: Path) -> set[str]:
-    """Every module that a file imports, anywhere in it."""
-    modules: set[str] = set()
-    for node in nodes(path):
-        if isinstance(node, ast.Import):
-            modules |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            modules |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-    return modules
+    forget()
 
 
 def test_only_comm_and_process_launchers_import_torch_distributed():
@@ -102,10 +69,6 @@ def test_no_module_imports_the_package_root():
 
 # What may hand on names of other modules: the console command's entry point, and the file of torch's private names.
 MAY_RE_EXPORT = {"cli", "parts.torch_private"}
-
-
-def module_name(path: Path) -> str:
-    return ".".join(path.relative_to(SOURCE).with_suffix("").parts).removesuffix("__init__").removesuffix(".")
 
 
 def test_names_are_imported_from_the_module_that_defines_them():
@@ -201,159 +164,6 @@ def test_every_form_of_storing_an_attribute_is_counted():
     assert attributes(cls) == set("bcdfgklmn")
 
 
-# Where a step's parts are chosen, and where what cannot be carried out is refused.
-CHOOSES_OR_REFUSES = {
-    *("assembly", "stage_assembly", "wrapper_assembly"),
-    *("model_checks", "argument_checks", "memory_bound"),
-}
-# What else in step/ depends on a mode of the plan, on the class of a part, or on whether there is one, and why.
-CHOSEN_ELSEWHERE = {
-    "distributed_optimizer.py isinstance DistributedOptimizer": "refuses to be wrapped again",
-    "distributed_optimizer.py optional Communicator": "public: the ranks, where they are joined already",
-}
-RECORDS = {"NamedTuple", "TypedDict", "Enum", "StrEnum", "IntEnum", "Exception"}
-
-
-@functools.cache
-def plan_modes() -> set[str]:
-    """The fields of a plan that are one of several words."""
-    return {field.name for field in dataclasses.fields(Plan) if isinstance(getattr(Plan(), field.name), str)}
-
-
-def behaviours() -> set[str]:
-    """The classes of Fourfold that are no records."""
-    classes = [node for path in files() for node in nodes(path) if is_class(node)]
-    return {
-        node.name
-        for node in classes
-        if not any("dataclass" in ast.unparse(each) for each in node.decorator_list)
-        and not RECORDS & {ast.unparse(base) for base in node.bases}
-    }
-
-
-def is_class(node: ast.AST) -> TypeGuard[ast.ClassDef]:
-    return isinstance(node, ast.ClassDef)
-
-
-def named(node: ast.AST) -> set[str]:
-    return {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
-
-
-def choices(tree: ast.AST, parts: set[str]) -> set[str]:
-    """What a file compares of a plan's modes, by which classes it tells parts apart, and which parts may be None.
-
-    Not found: flags that were derived from a mode, such as `is_sharded`.
-    """
-    found: set[str] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Compare | ast.Match):
-            sides = [node.left, *node.comparators] if isinstance(node, ast.Compare) else [node.subject]
-            fields = {each.attr for each in sides if isinstance(each, ast.Attribute) and "plan" in ast.unparse(each)}
-            found |= {f"plan.{field}" for field in fields & plan_modes()}
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "isinstance":
-            found |= {f"isinstance {name}" for name in named(node.args[1]) & parts}
-        elif isinstance(node, ast.AnnAssign | ast.arg) and ast.unparse(node.annotation or node).endswith(" | None"):
-            found |= {f"optional {name}" for name in named(node.annotation or node) & parts}
-    return found
-
-
-def test_modes_and_optional_parts_of_a_step_are_chosen_where_it_is_assembled():
-    parts = behaviours()
-    found = {
-        f"{path.name} {choice}"
-        for path in files("step/*.py")
-        if path.stem not in CHOOSES_OR_REFUSES
-        for choice in choices(parsed(path), parts)
-    }
-    assert found == set(CHOSEN_ELSEWHERE)
-
-
-def test_every_form_of_choosing_is_detected():
-    forms = {
-        "if self._plan.sync == 'local': pass": "plan.sync",
-        "x = 'after' != plan.update": "plan.update",
-        "match trained.plan.precision:\n case 'fp16': pass": "plan.precision",
-        "isinstance(gradients, (list, Unbucketed))": "isinstance Unbucketed",
-        "self._rounds: Unbucketed | None = None": "optional Unbucketed",
-        "def f(codec: Unbucketed | None): pass": "optional Unbucketed",
-    }
-    for text, choice in forms.items():
-        assert choices(ast.parse(text), {"Unbucketed"}) == {choice}, text
-    assert not choices(ast.parse("plan.dp == 1; isinstance(x, list); y: Record | None = None"), {"Unbucketed"})
-
-
-# The files of lowering and of a step that see the plan itself, and why. Others get numbers, flags and small records.
-SEES_THE_PLAN = {
-    "plan/check.py": "refuses what does not go together",
-    "plan/lowering.py": "decides what follows from it",
-    "plan/memory.py": "decides where gradients rest, and counts bytes",
-    "step/argument_checks.py": "refuses what is no plan, or none for a wrapped optimizer",
-    "step/assembly.py": "makes the parts of a rank",
-    "step/distributed_optimizer.py": "public: `DistributedOptimizer(…, plan)`",
-    "step/memory_bound.py": "counts what a run needs, before its processes start",
-    "step/model_checks.py": "refuses what does not go with a model",
-    "step/parallelize.py": "public: `parallelize(…, plan)`",
-    "step/rank_agreement.py": "compares the plans of the ranks",
-    "step/stage_assembly.py": "makes the parts of a stage",
-    "step/train_step.py": "public: `TrainStep.plan`",
-    "step/wrapper_assembly.py": "makes the parts of a wrapped optimizer",
-}
-MAX_FILES_OF_A_PLAN = 10  # from `parallelize` on
-
-
-def sights_of_the_plan(tree: ast.AST) -> set[str]:
-    """Where a file names the class, takes a plan as an argument or reads a field of what is called a plan."""
-    found: set[str] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Name) and node.id == "Plan":
-            found.add("Plan")
-        elif isinstance(node, ast.arg) and node.arg == "plan":
-            found.add("argument")
-        elif isinstance(node, ast.Attribute):
-            owner = node.value.attr if isinstance(node.value, ast.Attribute) else getattr(node.value, "id", "")
-            found |= {f"plan.{node.attr}"} if owner.removeprefix("_") == "plan" else set()
-    return found
-
-
-def reached_files(first: str) -> set[str]:
-    """The files that one imports, and those that they import, and so on."""
-    by_module = {f"fourfold.{module_name(path)}": path for path in files() if path.parent != SOURCE}
-    reached, waiting = set[str](), [SOURCE / first]
-    while waiting:
-        path = waiting.pop()
-        if (name := path.relative_to(SOURCE).as_posix()) not in reached:
-            reached.add(name)
-            waiting += [by_module[module] for module in imports(path) & set(by_module)]
-    return reached
-
-
-def test_the_plan_is_seen_only_where_it_is_checked_lowered_or_made_into_parts():
-    paths = [*files("plan/**/*.py"), *files("step/**/*.py"), *files("parts/**/*.py")]
-    found = {path.relative_to(SOURCE).as_posix() for path in paths if sights_of_the_plan(ast.parse(path.read_text()))}
-    assert found == {"plan/plan.py", *SEES_THE_PLAN}
-
-
-def test_a_plan_enters_few_files_from_parallelize_on():
-    entered = set(SEES_THE_PLAN) & reached_files("step/parallelize.py")
-    assert {"step/train_step.py", "step/assembly.py", "plan/lowering.py"} <= entered
-    assert len(entered) <= MAX_FILES_OF_A_PLAN, entered
-
-
-def test_every_form_of_seeing_the_plan_is_detected():
-    forms = {
-        "def f(x: Plan | None): pass": {"Plan"},
-        "from fourfold.plan.plan import Plan\nf(Plan(dp=2))": {"Plan"},
-        "lambda plan: 1": {"argument"},
-        "def f(*, plan): pass": {"argument"},
-        "self._plan.sync": {"plan.sync"},
-        "blueprint.plan.sync_interval": {"plan.sync_interval"},
-        "f(plan.dp)": {"plan.dp"},
-    }
-    for text, found in forms.items():
-        assert sights_of_the_plan(ast.parse(text)) == found, text
-    assert not sights_of_the_plan(ast.parse("from fourfold.plan.sequence import SequenceSpec\nplanned.dp, split.plan"))
-
-
 # Names with an underscore that are public by their documentation, and those of the standard library.
 PUBLIC = {"_replace", "_asdict", "_fields", "_make", "_exit"}
 STANDARD_LIBRARY = {"_getframe", "_current_frames", "_run_exitfuncs", "_lru_cache_wrapper", "_thread"}
@@ -386,10 +196,6 @@ def defined_names(tree: ast.AST) -> set[str]:
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_own(node.value):
             found.add(node.attr)
     return found
-
-
-def is_own(node: ast.expr) -> bool:
-    return isinstance(node, ast.Name) and node.id in ("self", "cls")
 
 
 def is_super(node: ast.expr) -> bool:
