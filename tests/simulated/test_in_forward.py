@@ -255,6 +255,25 @@ def test_no_weight_is_overwritten_while_another_ranks_backward_may_read_it(zero)
     assert threads.run(2, body)[1] == [True]
 
 
+@ZEROS
+def test_a_rank_that_has_updated_lets_others_store_gradients_while_it_is_still_in_forward(zero):
+    backward_has_ended, found = threading.Event(), []
+
+    def body(comm):
+        step = slow_step(comm, zero)
+        step(ones())
+        if comm.rank == 1:
+            # All weights have been used here, so their updates have run.
+            step.model.register_forward_hook(lambda *_: found.append(backward_has_ended.wait(5)))
+        else:
+            cast(Slow, step.model).at_end = backward_has_ended.set
+        step(ones())
+        step.flush()
+
+    threads.run(2, body)
+    assert found == [True]
+
+
 @pytest.mark.parametrize("zero", [1, 2])
 def test_no_weight_is_used_before_all_ranks_have_updated_their_shards_of_it(zero):
     case = dataclasses.replace(CASE, zero=zero)
