@@ -16,8 +16,10 @@ from torch import nn
 
 import fourfold as ff
 from fourfold.feed.source import TensorSource
-from fourfold.plan import cost, step_breakdown
+from fourfold.plan import step_breakdown
+from fourfold.plan.cost import measure_costs
 from fourfold.plan.plan import Plan
+from fourfold.plan.step_comparison import simulated_timeline
 from fourfold.step.parallelize import parallelize
 from fourfold.step.train_step import TrainStep
 from fourfold.testing import threads
@@ -416,7 +418,7 @@ def test_the_trace_shows_updates_within_forward_and_counts_them_once():
     spent = step_breakdown.seconds_by_category(trace)
     steps = [e.seconds for e in trace.events if e.name == "step"]
     assert sum(v for name, v in spent.items() if name != step_breakdown.REDUCE_TIME) <= 1.001 * sum(steps) / len(steps)
-    assert {rank: len(timed) for rank, timed in cost.simulated_timeline(trace).items()} == {
+    assert {rank: len(timed) for rank, timed in simulated_timeline(trace, measure_costs(trace)).items()} == {
         rank: len(actions) for rank, actions in trace.program.items()
     }
 

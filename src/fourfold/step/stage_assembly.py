@@ -237,7 +237,7 @@ def _make_weights(trained: Trained, transport: DataTransport, data_ranks: Commun
         mixed_precision.cast_model(trained.model, plan.precision)
     storage: WeightStorage
     if transport.weights.unshards_params:
-        sharded = ShardedParams(trained.by_bucket, trained.buckets, transport.grads, transport.weights, meter)
+        sharded = ShardedParams(trained.by_bucket, trained.buckets, transport.grads, transport.weights)
         storage = ShardedWeights(trained.by_name, sharded, data_ranks)
     else:
         storage = ResidentWeights(trained.by_name, trained.buckets, transport.weights, data_ranks)
