@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from fourfold.plan.plan import Plan
 from fourfold.plan.trace_file import encode_trace
 from fourfold.report import html_table, page, progress, run_record, svg
-from tests.pure.test_trace_file import trace
+from tests.recorded_traces import trace
 
 NASTY = "<b>&\"'</script>"
 NUMBERS = st.floats(-1e9, 1e9, allow_nan=False).map(lambda value: round(value, 6))

@@ -62,9 +62,10 @@ def test_no_action_begins_before_its_dependencies_and_its_lane_allow(case):
     for (rank, action), timed in at.items():
         assert timed.end >= timed.start + costs[rank, action]
         for needed in dependencies.of(rank, action):
-            dependency = at[needed]
-            assert timed.start >= max(dependency.start, dependency.end - overlaps.get((rank, action), 0.0))
-            assert overlaps.get((rank, action), 0.0) or timed.start >= dependency.end
+            dependency, overlap = at[needed], overlaps.get((rank, action), 0.0)
+            # What overlaps with an action does not wait for the ranks that end it together.
+            assert timed.start >= max(dependency.start, dependency.start + costs[needed] - overlap)
+            assert overlap or timed.start >= dependency.end
     for rank, actions in program.items():
         for name in LANES:
             queue = [at[rank, action] for action in actions if lane_of(action) == name]
@@ -146,6 +147,101 @@ def test_a_forward_begins_with_the_weights_that_it_uses_first():
     at = {str(timed.action): timed for timed in times[0]}
     assert (at["A0.2"].end, at["F0.0"].start, at["F0.0"].end) == (1.0, 1.0, 11.0)
     assert at["A0.0"].start > at["F0.0"].start
+
+
+def by_name(times, rank):
+    """The times of a rank's actions, by name."""
+    return {str(timed.action): timed for timed in times[rank]}
+
+
+def test_a_rank_that_begins_later_is_waited_for():
+    program = dict.fromkeys(range(2), lower_step(DataStepSpec(1, 1)))
+    times = simulate(program, lambda rank, action: 1.0, begins={1: 5.0})
+    assert [timed.start for timed in times[0]] == [0, 1, 2, 8, 9]
+    assert [timed.start for timed in times[1]] == [5, 6, 7, 8, 9]
+
+
+def test_a_phase_that_unshards_weights_ends_on_all_ranks_together():
+    program = dict.fromkeys(range(2), lower_step(DataStepSpec(1, 1, RESTING_LAYOUTS[3])))
+    costs = {(1, "F0.0"): 10.0, (0, "B0.0"): 8.0}
+    times = simulate(program, lambda rank, action: costs.get((rank, str(action)), 1.0))
+    # A0.0 takes the first second, M0.0 and A0.1 one each.
+    assert [(by_name(times, rank)["F0.0"].start, by_name(times, rank)["F0.0"].end) for rank in (0, 1)] == [(1, 11)] * 2
+    assert [by_name(times, rank)["B0.0"].end for rank in (0, 1)] == [21, 21]
+
+
+def test_a_reduction_does_not_wait_for_the_ranks_that_end_its_backward_together():
+    program = dict.fromkeys(range(3), lower_step(DataStepSpec(1, 1, RESTING_LAYOUTS[3])))
+    costs = {(rank, "B0.0"): seconds for rank, seconds in enumerate((4.0, 6.0, 10.0))}
+    times = simulate(
+        program,
+        lambda rank, action: costs.get((rank, str(action)), 0.0),
+        overlap=lambda rank, action, _: {0: 1.0, 1: 1.0, 2: 7.0}[rank] if action.verb == Verb.REDUCE else 0.0,
+    )
+    # The buckets are launched after 3, 5 and 3 seconds of backwards that all end after 10.
+    assert [by_name(times, rank)["R0.0"].start for rank in range(3)] == [5, 5, 5]
+    assert [by_name(times, rank)["U0.0"].start for rank in range(3)] == [10, 10, 10]
+
+
+@pytest.mark.parametrize(("ranks_by_memory", "start"), [((), 3), (((0, 1),), 12), (((0,), (1,)), 3)])
+def test_an_update_of_weights_that_a_host_shares_waits_for_its_ranks_backwards(ranks_by_memory, start):
+    program = dict.fromkeys(range(2), lower_step(DataStepSpec(1, 1, RESTING_LAYOUTS[1])))
+    costs = {(1, "B0.0"): 10.0, (0, "R0.0"): 0.0, (1, "R0.0"): 0.0}
+    times = simulate(
+        program,
+        lambda rank, action: costs.get((rank, str(action)), 1.0),
+        overlap=lambda rank, action, _: 9.0 * rank if action.verb == Verb.REDUCE else 0.0,
+        ranks_by_memory=ranks_by_memory,
+    )
+    assert by_name(times, 0)["U0.0"].start == start
+
+
+def test_weights_of_which_each_rank_has_its_own_are_updated_while_others_compute_backward():
+    program = dict.fromkeys(range(2), lower_step(DataStepSpec(1, 1)))
+    costs = {(1, "B0.0"): 10.0, (0, "R0.0"): 0.0, (1, "R0.0"): 0.0}
+    times = simulate(
+        program,
+        lambda rank, action: costs.get((rank, str(action)), 1.0),
+        overlap=lambda rank, action, _: 9.0 * rank if action.verb == Verb.REDUCE else 0.0,
+        ranks_by_memory=((0, 1),),
+    )
+    assert by_name(times, 0)["U0.0"].start == 3
+
+
+def test_an_update_within_backward_does_not_wait_for_the_backwards_of_its_host():
+    program = dict.fromkeys(range(2), lower_step(DataStepSpec(1, 2, RESTING_LAYOUTS[2], update="in_backward")))
+    costs = {(1, "B0.0"): 10.0, (0, "R0.0"): 0.0, (1, "R0.0"): 0.0}
+    times = simulate(
+        program,
+        lambda rank, action: costs.get((rank, str(action)), 1.0),
+        overlap=lambda rank, action, _: 9.0 * rank if str(action) == "R0.0" else 0.0,
+        ranks_by_memory=((0, 1),),
+    )
+    assert (by_name(times, 0)["U0.0"].start, by_name(times, 0)["U0.1"].start) == (3, 13)
+
+
+@pytest.mark.parametrize(("ranks_by_memory", "start"), [((), 3), (((0, 1),), 9)])
+def test_no_rank_stores_gradients_before_all_ranks_of_its_host_have_used_the_last_ones(ranks_by_memory, start):
+    program = dict.fromkeys(range(2), lower_step(DataStepSpec(1, 1, update="in_forward")))
+    costs = {(1, "U0.0"): 9.0}
+    times = simulate(program, lambda rank, action: costs.get((rank, str(action)), 1.0), ranks_by_memory=ranks_by_memory)
+    assert by_name(times, 0)["B0.0"].start == start
+
+
+def test_reductions_do_not_queue_behind_gathers():
+    program = dict.fromkeys(range(2), lower_step(DataStepSpec(1, 2, RESTING_LAYOUTS[2], update="in_backward")))
+    times = by_name(simulate(program, lambda _, action: 10.0 if action.verb == Verb.GATHER else 1.0), 0)
+    # F M B take 3 seconds, then R0.0 one; U0.0 begins at 4, and its gather at 5.
+    assert (times["R0.1"].start, times["U0.1"].start) == (4, 5)
+    assert (times["G0.0"].start, times["G0.1"].start, times["G0.1"].end) == (5, 15, 25)
+
+
+def test_a_measure_that_waits_for_its_sum_ends_on_all_ranks_together():
+    program = dict.fromkeys(range(2), lower_step(DataStepSpec(1, 1, has_clip=True)))
+    costs = {(1, "M0.0"): 6.0, (1, "M0.1"): 10.0}
+    times = simulate(program, lambda rank, action: costs.get((rank, str(action)), 1.0))
+    assert [by_name(times, rank)["M0.0"].end for rank in (0, 1)] == [2, 7]
+    assert [by_name(times, rank)["M0.1"].end for rank in (0, 1)] == [19, 19]
 
 
 def test_reductions_in_different_orders_are_a_deadlock_reported_with_each_ranks_position():

@@ -16,8 +16,10 @@ from torch import nn
 
 import fourfold as ff
 from fourfold.feed.source import TensorSource
-from fourfold.plan import cost, step_breakdown
+from fourfold.plan import step_breakdown
+from fourfold.plan.cost import measure_costs
 from fourfold.plan.plan import Plan
+from fourfold.plan.step_comparison import simulated_timeline
 from fourfold.step.parallelize import parallelize
 from fourfold.step.train_step import TrainStep
 from fourfold.testing import threads
@@ -255,6 +257,25 @@ def test_no_weight_is_overwritten_while_another_ranks_backward_may_read_it(zero)
     assert threads.run(2, body)[1] == [True]
 
 
+@ZEROS
+def test_a_rank_that_has_updated_lets_others_store_gradients_while_it_is_still_in_forward(zero):
+    backward_has_ended, found = threading.Event(), []
+
+    def body(comm):
+        step = slow_step(comm, zero)
+        step(ones())
+        if comm.rank == 1:
+            # All weights have been used here, so their updates have run.
+            step.model.register_forward_hook(lambda *_: found.append(backward_has_ended.wait(5)))
+        else:
+            cast(Slow, step.model).at_end = backward_has_ended.set
+        step(ones())
+        step.flush()
+
+    threads.run(2, body)
+    assert found == [True]
+
+
 @pytest.mark.parametrize("zero", [1, 2])
 def test_no_weight_is_used_before_all_ranks_have_updated_their_shards_of_it(zero):
     case = dataclasses.replace(CASE, zero=zero)
@@ -397,7 +418,7 @@ def test_the_trace_shows_updates_within_forward_and_counts_them_once():
     spent = step_breakdown.seconds_by_category(trace)
     steps = [e.seconds for e in trace.events if e.name == "step"]
     assert sum(v for name, v in spent.items() if name != step_breakdown.REDUCE_TIME) <= 1.001 * sum(steps) / len(steps)
-    assert {rank: len(timed) for rank, timed in cost.simulated_timeline(trace).items()} == {
+    assert {rank: len(timed) for rank, timed in simulated_timeline(trace, measure_costs(trace)).items()} == {
         rank: len(actions) for rank, actions in trace.program.items()
     }
 

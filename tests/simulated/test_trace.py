@@ -1,9 +1,13 @@
 """Laws of tracing. Ranks are threads."""
 
+from concurrent.futures import Future
+
 import pytest
 
-from fourfold.plan import cost, step_breakdown
+from fourfold.plan import step_breakdown
+from fourfold.plan.cost import measure_costs, step_costs
 from fourfold.plan.dependencies import lane_of
+from fourfold.plan.step_comparison import simulated_timeline
 from fourfold.plan.trace_file import Trace, decode_trace
 from fourfold.testing import threads
 from fourfold.trainer.tracer import (
@@ -15,7 +19,8 @@ from fourfold.trainer.tracer import (
     _without_overlap,
     is_sampled,
 )
-from fourfold.words.trace_events import DONE_EVENT, LAUNCHED_EVENT, READY_EVENT, REDUCE_LANE, Span
+from fourfold.words.program import Action, Verb
+from fourfold.words.trace_events import DONE_EVENT, GATHER_LANE, LAUNCHED_EVENT, READY_EVENT, REDUCE_LANE, Span
 from tests.cases import Case, batches, build_step, local_batch
 
 
@@ -71,7 +76,8 @@ def test_local_and_averaging_steps_are_recorded_and_simulated_with_their_own_pro
             names = {event.name for event in trace.events_of(step=step, rank=rank)}
             assert {name for name in names if name[1:2] == "0"} == {str(action) for action in program[rank]}
             assert any(name[0] in "PL" for name in names) == (step % 2 == 0)
-        assert {rank: len(timed) for rank, timed in cost.simulated_timeline(trace, step).items()} == {
+        times = simulated_timeline(trace, step_costs(trace, step), step)
+        assert {rank: len(timed) for rank, timed in times.items()} == {
             rank: len(actions) for rank, actions in program.items()
         }
     assert step_breakdown.seconds_by_category(trace)[step_breakdown.AVERAGE_TIME] > 0
@@ -88,9 +94,36 @@ def test_every_action_is_recorded_on_its_lane(fields):
     assert any(name[0] in "GP" for name in found)
 
 
-def test_all_gathers_that_overlap_reductions_keep_their_time():
-    spans = [Span("R0.0", REDUCE_LANE, 10, 20), Span("G0.0", REDUCE_LANE, 12, 14), Span("R0.1", REDUCE_LANE, 15, 30)]
-    assert _without_overlap(spans) == [*spans[:2], Span("R0.1", REDUCE_LANE, 20, 30)]
+def test_collectives_that_run_at_the_same_time_follow_each_other_on_their_lane():
+    spans = [Span("R0.0", REDUCE_LANE, 10, 20), Span("G0.0", GATHER_LANE, 12, 24), Span("R0.1", REDUCE_LANE, 15, 30)]
+    spans.append(Span("G0.1", GATHER_LANE, 18, 26))
+    after = [Span("R0.1", REDUCE_LANE, 20, 30), Span("G0.1", GATHER_LANE, 24, 26)]
+    assert _without_overlap(spans) == [*spans[:2], *after]
+
+
+def test_a_collective_beside_a_ranks_work_is_recorded_until_it_is_done():
+    recorder, futures = SpanRecorder(), {}
+    for verb, index in ((Verb.REDUCE, 0), (Verb.GATHER, 1), (Verb.UNSHARD, 2)):
+        with recorder.action(Action(verb, 0, index)):
+            futures[verb] = Future()
+            recorder.record_async(verb, index, lambda verb=verb: futures[verb])
+    assert recorder.spans == []
+    for future in futures.values():
+        future.set_result(None)
+    assert [span[:2] for span in recorder.spans] == [("R0.0", "reduce"), ("G0.1", "gather"), ("A0.2", "gather")]
+    assert all(span.stop > span.start for span in recorder.spans)
+
+
+def test_a_gather_that_is_a_flag_in_shared_memory_is_recorded_as_it_runs():
+    recorder = SpanRecorder()
+    with recorder.action(Action(Verb.GATHER, 0, 1)):
+        pass
+    assert [span[:2] for span in recorder.spans] == [("G0.1", "gather")]
+
+
+def test_a_trace_names_the_ranks_that_share_memory():
+    assert traced(Case(), 2)[0].ranks_by_memory == ((0, 1),)
+    assert traced(Case(transport="gloo"), 2, every=0)[0].ranks_by_memory == ()
 
 
 def test_every_rank_holds_the_same_trace():
@@ -101,7 +134,7 @@ def test_every_rank_holds_the_same_trace():
 
 def test_a_trace_can_be_priced_and_simulated():
     trace = traced(Case(clip=0.5, bucket_bytes=1500), 2)[0]
-    times = cost.simulated_timeline(trace)
+    times = simulated_timeline(trace, measure_costs(trace))
     assert [len(times[rank]) for rank in trace.ranks] == [len(trace.program[rank]) for rank in trace.ranks]
 
 

@@ -243,15 +243,15 @@ def feed(num_samples: int, batch_size: int) -> list[list[int]]:
     return [targets.flatten().tolist() for _, targets in batches]
 
 
-def trace(transport: str, host: str | None = None, steps: int = 12, ahead_seconds: int = 0) -> str:
-    """The trace of a few steps of a language model; every step is sampled from the third on.
+def trace(transport: str, host: str | None = None, steps: int = 12, ahead_seconds: int = 0, **fields: Any) -> str:
+    """The trace of a few steps of a language model; every step is sampled from the third on. `fields` are the plan's.
 
     `ahead_seconds`: how far the clocks of the second half of the ranks are ahead of the others'.
     """
     true_clock = time.monotonic_ns
     ahead = ahead_seconds * 10**9 * (dist.get_rank() * 2 // dist.get_world_size())
     task = lm.task(width=128, layers=4, heads=4, kv_heads=4, length=128, warmup=0)
-    plan = ff.Plan(dp=dist.get_world_size(), transport=transport, bucket_bytes=2**20)
+    plan = ff.Plan(dp=dist.get_world_size(), transport=transport, bucket_bytes=2**20, **fields)
     torch.manual_seed(1)
     with fake_hosts(host), mock.patch.object(time, "monotonic_ns", side_effect=lambda: true_clock() + ahead):
         step = ff.parallelize(task.model(), task.loss, task.optimizer, plan, clip=1.0)

@@ -1,32 +1,43 @@
-"""Cost: what the actions of a program cost, from a trace, and the comparison of a measured step with a simulated one.
+"""Cost: what the actions of a program cost, from a trace.
 
-cost     seconds that an action occupies its lane, without waits: the median over the sampled steps, per rank
-overlap  seconds from when a bucket is ready to the end of the backward that fills it; seconds that a forward or
+cost     seconds that an action occupies its lane: of a compute action, from the end of the one before it on its rank;
+         of a collective, from its launch on the last rank. Waits are taken out
+wait     a rank's time until what it waits for is there; what passes until it goes on is its own
+overlap  seconds from when a bucket is launched to the end of the backward that fills it; seconds that a forward or
          backward has computed when weights that it uses later arrive
-Law: measured and simulated times join by (rank, action).
+rest     seconds from a rank's last action to the end of its step
+Law: simulated at its own costs, a step takes as long as it did, if programs and dependencies are what ran.
 """
 
 import statistics
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
 
-from fourfold.plan.dependencies import Dependencies, Dependency
-from fourfold.plan.simulate import TimedAction, Timeline, makespan, simulate
-from fourfold.plan.trace_file import Event, Trace, waiting_seconds_within
-from fourfold.words.program import Action, Verb
-from fourfold.words.trace_events import LAUNCHED_EVENT, READY_EVENT, RING_SPAN, WAIT_SPAN
+from fourfold.plan.dependencies import Dependencies, Dependency, lane_of
+from fourfold.plan.rank_events import COLLECTIVE_LANES, HOLDING_VERBS, Interval, RankEvents
+from fourfold.plan.trace_file import STEP_SPAN, Trace
+from fourfold.words.program import Action
+from fourfold.words.trace_events import COMPUTE_LANE, GATHER_LANE, LAUNCHED_EVENT
 
 Key = TypeVar("Key")
 
 
 @dataclass(frozen=True)
-class ActionCosts:
-    """Seconds by (rank, action). An action without events costs nothing, for instance a reduction of a single rank."""
+class StepCosts:
+    """Seconds by (rank, action). An action without events costs nothing, for instance a reduction of a single rank.
+
+    before  from the first rank's begin of the step to the first action of any rank
+    begins  by rank: from there to its own first action
+    rests   by rank
+    """
 
     seconds: Mapping[tuple[int, str], float]
     overlaps: Mapping[tuple[int, str, str], float]
     """By (rank, action, what it depends on)."""
+    before: float = 0.0
+    begins: Mapping[int, float] = field(default_factory=dict)
+    rests: Mapping[int, float] = field(default_factory=dict)
 
     def cost(self, rank: int, action: Action) -> float:
         return self.seconds.get((rank, str(action)), 0.0)
@@ -35,145 +46,133 @@ class ActionCosts:
         return self.overlaps.get((rank, str(action), str(needed.action)), 0.0)
 
 
-class Difference(NamedTuple):
-    """An action of a rank, measured and simulated, in seconds; ends are relative to the start of the step."""
-
-    rank: int
-    action: str
-    measured: float
-    simulated: float
-    measured_end: float
-    simulated_end: float
-
-
-def measure_costs(trace: Trace) -> ActionCosts:
-    """The median cost of every action of every rank."""
-    seconds: dict[tuple[int, str], list[float]] = {}
-    overlaps: dict[tuple[int, str, str], list[float]] = {}
-    dependencies = Dependencies(trace.program, trace.mesh)
-    for step in trace.steps:
-        by_rank = {rank: trace.events_of(step=step, rank=rank) for rank in trace.ranks}
-        launched = _launch_times(by_rank)
-        for rank, events in by_rank.items():
-            for key, value in action_seconds(events, launched).items():
-                seconds.setdefault((rank, key), []).append(value)
-            for (action, needed), value in _overlaps(dependencies, rank, trace.program[rank], events).items():
-                overlaps.setdefault((rank, action, needed), []).append(value)
-    return ActionCosts(_medians(seconds), _medians(overlaps))
-
-
-def _medians(values: Mapping[Key, list[float]]) -> dict[Key, float]:
-    # The lower of two middle values, as in `median_step`: a short run has two sampled steps, and the first is slow.
-    return {key: statistics.median_low(each) for key, each in values.items()}
-
-
-def _launch_times(by_rank: Mapping[int, list[Event]]) -> dict[str, float]:
-    """By reduction and unshard: when the last rank launched it."""
-    launched: dict[str, float] = {}
-    for events in by_rank.values():
-        for event in events:
-            name, _, what = event.name.partition(" ")
-            if what == LAUNCHED_EVENT or event.name.startswith(Verb.UNSHARD):
-                launched[name] = max(launched.get(name, event.start), event.start)
-    return launched
-
-
-def action_seconds(events: list[Event], launched: Mapping[str, float]) -> dict[str, float]:
-    """Seconds of a rank's actions in one step, by name, without waits.
-
-    `launched`: by reduction and unshard, when the last rank launched it.
-    """
-    seconds: dict[str, float] = {}
-    free = 0.0  # when the reduction or unshard before ended
-    for event in sorted(events, key=lambda event: event.start):
-        if event.name.startswith((Verb.REDUCE, Verb.UNSHARD)) and " " not in event.name:
-            # It waits until every rank has launched it, and until the one ahead of it has ended.
-            start = max(event.start, launched.get(event.name, event.start), free)
-            free = max(free, event.stop)
-            seconds[event.name] = max(0.0, event.stop - start)
-        elif " " not in event.name and event.name not in (WAIT_SPAN, RING_SPAN):
-            seconds[event.name] = event.seconds - waiting_seconds_within(events, event) - _nested_seconds(events, event)
-    return seconds
-
-
-def _nested_seconds(events: list[Event], within: Event) -> float:
-    """Seconds of the updates and gathers that ran inside a forward or backward, because they are fused into it."""
-    if within.name[0] not in (Verb.FORWARD, Verb.BACKWARD):
-        return 0.0
-    return sum(
-        event.seconds - waiting_seconds_within(events, event)
-        for event in events
-        if event.name[0] in (Verb.UPDATE, Verb.GATHER) and within.start <= event.start and event.stop <= within.stop
+def measure_costs(trace: Trace) -> StepCosts:
+    """The median costs over the sampled steps."""
+    steps = [step_costs(trace, step) for step in trace.steps]
+    return StepCosts(
+        _medians(each.seconds for each in steps),
+        _medians(each.overlaps for each in steps),
+        _median([each.before for each in steps] or [0.0]),
+        _medians(each.begins for each in steps),
+        _medians(each.rests for each in steps),
     )
 
 
-def _overlaps(
-    dependencies: Dependencies, rank: int, actions: tuple[Action, ...], events: list[Event]
-) -> dict[tuple[str, str], float]:
-    """By action and what it depends on: how long before the end of that it could begin, or has begun."""
-    by_name = {event.name: event for event in events}
-    overlaps: dict[tuple[str, str], float] = {}
-    for action in actions:
-        name = str(action)
-        ready = by_name.get(f"{name} {READY_EVENT}", by_name.get(f"{name} {LAUNCHED_EVENT}"))
-        if action.verb == Verb.UNSHARD:
-            ready = by_name.get(name)
-        for needed in dependencies.of(rank, action):
-            ended = by_name.get(str(needed.action))
-            if ended is None or needed.rank != rank:
-                continue
-            if needed.action.verb == Verb.UNSHARD and name in by_name:
-                overlaps[name, str(needed.action)] = _seconds_computed(events, by_name[name], until=ended.stop)
-            elif ready is not None:
-                overlaps[name, str(needed.action)] = max(0.0, ended.stop - ready.start)
-    return overlaps
+def _median(values: Sequence[float]) -> float:
+    # The lower of two middle values, as in `median_step`: a short run has two sampled steps, and the first is slow.
+    return statistics.median_low(values)
 
 
-def _seconds_computed(events: list[Event], within: Event, *, until: float) -> float:
-    """Seconds that an action has run until then, without waits and without what is fused into it."""
-    part = within._replace(stop=max(within.start, min(within.stop, until)))
-    return part.seconds - waiting_seconds_within(events, part) - _nested_seconds(events, part)
+def _medians(mappings: Iterable[Mapping[Key, float]]) -> dict[Key, float]:
+    by_key: dict[Key, list[float]] = {}
+    for mapping in mappings:
+        for key, value in mapping.items():
+            by_key.setdefault(key, []).append(value)
+    return {key: _median(values) for key, values in by_key.items()}
 
 
-def measured_timeline(trace: Trace, step: int) -> dict[int, tuple[TimedAction, ...]]:
-    """The timeline of a sampled step, like those of `simulate`: seconds since its first action."""
-    measured: dict[int, list[TimedAction]] = {}
-    for rank in trace.ranks:
-        by_name = {event.name: event for event in trace.events_of(step=step, rank=rank)}
-        here = [(action, by_name[str(action)]) for action in trace.program[rank] if str(action) in by_name]
-        measured[rank] = [TimedAction(action, event.start, event.stop) for action, event in here]
-    begin = min((timed.start for each in measured.values() for timed in each), default=0.0)
-    return {
-        rank: tuple(TimedAction(timed.action, timed.start - begin, timed.end - begin) for timed in each)
-        for rank, each in measured.items()
-    }
+def step_costs(trace: Trace, step: int) -> StepCosts:
+    """The costs of one sampled step."""
+    sampled = _SampledStep(trace, step)
+    seconds, overlaps = dict[tuple[int, str], float](), dict[tuple[int, str, str], float]()
+    for rank, events in sampled.by_rank.items():
+        seconds |= {(rank, name): value for name, value in sampled.collective_seconds(rank)}
+        for action in sampled.program[rank]:
+            name = str(action)
+            if name in events.by_name and lane_of(action) not in COLLECTIVE_LANES:
+                seconds[rank, name] = sampled.compute_seconds(rank, action)
+            for needed in sampled.dependencies.of(rank, action):
+                if needed.rank == rank and (overlap := sampled.overlap(rank, action, needed.action)) is not None:
+                    overlaps[rank, name, str(needed.action)] = overlap
+    firsts = {rank: events.first for rank, events in sampled.by_rank.items() if events.actions}
+    first = min(firsts.values(), default=0.0)
+    start = min((events.start for events in sampled.by_rank.values()), default=first)
+    begins = {rank: value - first for rank, value in firsts.items()}
+    return StepCosts(seconds, overlaps, first - start, begins, {rank: sampled.rest(rank) for rank in firsts})
 
 
-def median_step(trace: Trace) -> int:
-    """The sampled step of median length."""
-    lengths = sorted((makespan(measured_timeline(trace, step)), step) for step in trace.steps)
-    return lengths[(len(lengths) - 1) // 2][1]
+class _SampledStep:
+    """One sampled step, on all ranks."""
 
+    def __init__(self, trace: Trace, step: int) -> None:
+        self.program = trace.program
+        self.dependencies = Dependencies(trace.program, trace.mesh, trace.ranks_by_memory)
+        self.by_rank = {rank: RankEvents(trace.events_of(step=step, rank=rank)) for rank in trace.ranks}
 
-def simulated_timeline(trace: Trace, step: int | None = None) -> dict[int, tuple[TimedAction, ...]]:
-    """Simulate the traced program with its measured costs; with `step`, only the actions that ran in that step."""
-    costs = measure_costs(trace)
-    program = trace.program if step is None else trace.program_of_step(step)
-    return simulate(program, costs.cost, overlap=costs.overlap, mesh=trace.mesh)
+    def collective_seconds(self, rank: int) -> Iterator[tuple[str, float]]:
+        """A rank's reductions, gathers and unshards, by name: each waits for its launch on all ranks, and for the one
+        ahead of it on its lane.
+        """
+        free = dict.fromkeys(COLLECTIVE_LANES, 0.0)
+        for event in sorted(self.by_rank[rank].actions, key=lambda event: event.start):
+            if event.lane in free:
+                start = max(event.start, self._last_launch(event.name), free[event.lane])
+                free[event.lane] = max(free[event.lane], event.stop)
+                yield event.name, max(0.0, event.stop - start)
 
+    def _last_launch(self, name: str) -> float:
+        return max(
+            events.by_name[launch].start
+            for events in self.by_rank.values()
+            for launch in (f"{name} {LAUNCHED_EVENT}", name)
+            if launch in events.by_name
+        )
 
-def compare_timelines(trace: Trace, step: int, timeline: Timeline) -> list[Difference]:
-    """Compare a sampled step with a simulated timeline, action by action. Durations are without waits."""
-    rows = []
-    measured = measured_timeline(trace, step)
-    by_rank = {rank: trace.events_of(step=step, rank=rank) for rank in trace.ranks}
-    launched = _launch_times(by_rank)
-    for rank, events in by_rank.items():
-        seconds = action_seconds(events, launched)
-        ends = {str(timed.action): timed.end for timed in measured[rank]}
-        for timed in timeline.get(rank, ()):
-            name = str(timed.action)
-            if name in ends:
-                simulated = timed.end - timed.start
-                rows.append(Difference(rank, name, seconds[name], simulated, ends[name], timed.end))
-    return rows
+    def compute_seconds(self, rank: int, action: Action) -> float:
+        """An action of the process itself, without what is fused into it."""
+        events, name = self.by_rank[rank], str(action)
+        within = events.interval_of(name)
+        return events.busy_seconds(within, self._moments(rank, action), events.nested_updates(name, within))
+
+    def _moments(self, rank: int, action: Action) -> list[float]:
+        """When what an action waits for was there."""
+        moments = [self._end(needed) for needed in self.dependencies.of(rank, action)]
+        peers = self.dependencies.ends_with(rank, action)
+        if len(peers) > 1:
+            moments.append(max(self._arrival(peer, str(action)) for peer in peers))
+        return [each for each in moments if each is not None]
+
+    def _end(self, needed: Dependency) -> float | None:
+        """When an action had ended on all ranks that begin it together."""
+        ranks = self.dependencies.participants(*needed)
+        names = [(self.by_rank[each].by_name, str(needed.action)) for each in ranks]
+        return max((by_name[name].stop for by_name, name in names if name in by_name), default=None)
+
+    def _arrival(self, rank: int, name: str) -> float:
+        """When a rank had done its part of an action that ranks end together: its last wait is for the others."""
+        events = self.by_rank[rank]
+        if name not in events.by_name:
+            return 0.0
+        event = events.by_name[name]
+        waits = [wait.start for wait in events.waits if event.start <= wait.start and wait.stop <= event.stop]
+        return max(waits, default=event.stop)
+
+    def overlap(self, rank: int, action: Action, needed: Action) -> float | None:
+        """How long before the end of what it needs an action could begin, or has begun; None if that is not known."""
+        events, name, other = self.by_rank[rank], str(action), str(needed)
+        if other not in events.by_name:
+            return None
+        if lane_of(needed) == GATHER_LANE and name in events.by_name and action.verb in HOLDING_VERBS:
+            begin, end = events.interval_of(name)
+            return self._busy_seconds(rank, action, Interval(begin, max(begin, min(end, events.by_name[other].stop))))
+        launch = events.by_name.get(f"{name} {LAUNCHED_EVENT}", events.by_name.get(name))
+        if lane_of(action) in COLLECTIVE_LANES and lane_of(needed) == COMPUTE_LANE and launch is not None:
+            begin, end = events.interval_of(other)
+            return self._busy_seconds(rank, needed, Interval(min(end, max(begin, launch.start)), end))
+        return None
+
+    def _busy_seconds(self, rank: int, action: Action, part: Interval) -> float:
+        """Seconds of a part of an action, without waits and without what is fused into it."""
+        events = self.by_rank[rank]
+        return events.busy_seconds(part, self._moments(rank, action), events.nested_updates(str(action), part))
+
+    def rest(self, rank: int) -> float:
+        """Seconds from a rank's last action to the end of its step: it waits for its collectives."""
+        events = self.by_rank[rank]
+        if STEP_SPAN not in events.by_name:
+            return 0.0
+        last = max(each.stop for each in events.actions if each.lane not in COLLECTIVE_LANES)
+        collectives = [a for a in self.program[rank] if lane_of(a) in COLLECTIVE_LANES]
+        moments = [self._end(Dependency(rank, action)) for action in collectives]
+        within = Interval(last, max(last, events.by_name[STEP_SPAN].stop))
+        return events.busy_seconds(within, [each for each in moments if each is not None])

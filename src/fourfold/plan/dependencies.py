@@ -2,7 +2,8 @@
 
 lane        the queue in which an action waits; order holds within a lane, dependencies across lanes
 dependency  an action on a rank that must have ended before
-meeting     the ranks that begin an action together, once it is the next one in its lane on each of them
+meeting     the ranks that begin an action together, once it is the next one in its lane on each of them; or end it
+            together
 Law: an action depends only on what makes its inputs; everything else about its time is order or cost.
 """
 
@@ -25,13 +26,13 @@ from fourfold.words.program import (
     Verb,
     bucket_of,
 )
-from fourfold.words.trace_events import COMPUTE_LANE, REDUCE_LANE, SEND_LANE
+from fourfold.words.trace_events import COMPUTE_LANE, GATHER_LANE, REDUCE_LANE, SEND_LANE
 
 SENDS = frozenset({Verb.SEND_FORWARD, Verb.RECEIVE_FORWARD, Verb.SEND_BACKWARD, Verb.RECEIVE_BACKWARD})
 LANE_BY_VERB = {
     Verb.REDUCE: REDUCE_LANE,
-    Verb.GATHER: REDUCE_LANE,
-    Verb.UNSHARD: REDUCE_LANE,
+    Verb.GATHER: GATHER_LANE,
+    Verb.UNSHARD: GATHER_LANE,
     **dict.fromkeys(SENDS, SEND_LANE),
     Verb.PUSH: SEND_LANE,
     Verb.PULL: SEND_LANE,
@@ -44,6 +45,8 @@ MEETING_AXES: dict[Verb, tuple[Axis, ...]] = {
     **dict.fromkeys((Verb.REDUCE, Verb.GATHER, Verb.UNSHARD), REDUCE_AXES),
     **dict.fromkeys((Verb.FORWARD, Verb.BACKWARD, Verb.BACKWARD_INPUT), SAMPLE_AXES),
 }
+RanksByMemory = tuple[tuple[int, ...], ...]
+"""The ranks that meet in shared memory, a tuple for each; ranks of other transports are in none."""
 WORLD_MEASURES = (LOSS, GRAD_NORM)  # summed over all ranks; the others over those of a stage that sum gradients
 
 
@@ -79,6 +82,8 @@ class RankProgram:
         """By unshard: the end of the phase in front of it, which uses the memory that weights are gathered into."""
         self.reductions: dict[Action, list[Action]] = {}
         """By update: the reductions of its bucket, one or one per backward."""
+        self.after_reductions: set[Action] = set()
+        """The updates behind all reductions of their stage."""
         self._index(actions)
 
     def _index(self, actions: Sequence[Action]) -> None:
@@ -103,8 +108,11 @@ class RankProgram:
                 self.unshards_of[action] = unshards.pop(action.stage, [])
             elif action.verb == Verb.UPDATE:
                 updated.add(action)
-            elif action.verb == Verb.REDUCE and action.stage in last_backward:
-                self.backward_before[action] = last_backward[action.stage]
+                self.after_reductions.add(action)
+            elif action.verb == Verb.REDUCE:
+                self.after_reductions = {each for each in self.after_reductions if each.stage != action.stage}
+                if action.stage in last_backward:
+                    self.backward_before[action] = last_backward[action.stage]
             if action.verb in (Verb.BACKWARD, Verb.BACKWARD_WEIGHT):
                 last_backward[action.stage] = action
             if lane_of(action) == COMPUTE_LANE and action.verb != Verb.UPDATE:
@@ -118,7 +126,7 @@ def _is_before_forward(action: Action) -> bool:
 class Dependencies:
     """The dependencies of every action of a program. Indexes are built once: the simulator asks once per action."""
 
-    def __init__(self, program: Program, mesh: Mesh | None = None) -> None:
+    def __init__(self, program: Program, mesh: Mesh | None = None, ranks_by_memory: RanksByMemory = ()) -> None:
         """`mesh`: the places of the ranks; None: all are data ranks. Raises ProgramError for a rank outside of it."""
         mesh = mesh or Mesh(dp=max(program, default=0) + 1)
         if outside := sorted(set(program) - set(range(mesh.size))):
@@ -130,6 +138,7 @@ class Dependencies:
             for axes in {REDUCE_AXES, SAMPLE_AXES, ("pp",)}
         }
         self._meetings: dict[tuple[Action, tuple[int, ...]], list[int]] = {}
+        self._sharing_memory = {rank: ranks for ranks in ranks_by_memory for rank in ranks}
         actions = list(dict.fromkeys(action for rank in by_actions.values() for action in rank.actions))
         self._last_stage = max((action.stage for action in actions), default=0)
         self._has_sends = any(action.verb in SENDS for action in actions)
@@ -151,6 +160,16 @@ class Dependencies:
         """The ranks that begin `action` together with `rank`."""
         axes = MEETING_AXES.get(action.verb)
         return [rank] if axes is None else self.holders(rank, action, axes)
+
+    def ends_with(self, rank: int, action: Action) -> Sequence[int]:
+        """The ranks that end `action` together with `rank`.
+
+        At the end of a phase that unshards weights, ranks ask each other whether any has missed a bucket. All measures
+        but the loss wait for their sums.
+        """
+        is_sum = action.verb == Verb.MEASURE and action.index != LOSS
+        is_together = is_sum or bool(self._of_rank[rank].unshards_of.get(action))
+        return self.holders(rank, action, REDUCE_AXES) if is_together else [rank]
 
     def holders(self, rank: int, action: Action, axes: tuple[Axis, ...]) -> Sequence[int]:
         """Those of the rank's peers along `axes` that have this action in their programs."""
@@ -178,6 +197,11 @@ class Dependencies:
     def on_stage_ranks(self, rank: int, action: Action) -> list[Dependency]:
         """This action on every rank of the stage that sums gradients with `rank`."""
         return [Dependency(each, action) for each in self.holders(rank, action, REDUCE_AXES)]
+
+    def on_memory_ranks(self, rank: int, action: Action | None) -> list[Dependency]:
+        """This action on every rank that shares memory with `rank`."""
+        ranks = self._sharing_memory.get(rank, ())
+        return [] if action is None else [Dependency(each, action) for each in ranks if self.has(each, action)]
 
     def measures_before_update(self, rank: int, stage: int, *, excluded: Action | None = None) -> list[Dependency]:
         """The measures whose sums an update of a stage uses, on every rank that has an addend."""
@@ -223,7 +247,11 @@ def _backward(dependencies: Dependencies, rank: int, action: Action) -> list[Dep
     received = Action(Verb.RECEIVE_BACKWARD, action.stage, action.index)
     needed = [Dependency(rank, Action(Verb.FORWARD, action.stage, action.index))]
     needed += dependencies.input_of(rank, received, Verb.BACKWARD, Verb.BACKWARD_INPUT, stage=action.stage + 1)
-    needed += [Dependency(rank, each) for each in dependencies.own(rank).unshards_of.get(action, [])]
+    own = dependencies.own(rank)
+    needed += [Dependency(rank, each) for each in own.unshards_of.get(action, [])]
+    # A rank reads the gradients of its host until it has updated with them: none stores new ones before.
+    last_update = next((each for each in reversed(own.previous_step) if each.verb == Verb.UPDATE), None)
+    needed += dependencies.on_memory_ranks(rank, last_update)
     return needed + dependencies.on_stage_ranks(rank, Action(Verb.MEASURE, action.stage, NOMINAL_COUNT))
 
 
@@ -279,8 +307,14 @@ def _update(dependencies: Dependencies, rank: int, action: Action) -> list[Depen
     if action in own.previous_step:
         return []
     # A measure only starts a sum; the update waits for it, and so for the addend of every rank.
-    reduced = [Dependency(rank, each) for each in own.reductions.get(action, [])]
-    return reduced + dependencies.measures_before_update(rank, action.stage)
+    needed = [Dependency(rank, each) for each in own.reductions.get(action, [])]
+    needed += dependencies.measures_before_update(rank, action.stage)
+    if action in own.after_reductions and dependencies.has(rank, Action(Verb.GATHER, action.stage, action.index)):
+        # The ranks of a host share these weights: none writes them while another's backward may read them.
+        verbs = (Verb.BACKWARD_WEIGHT, Verb.BACKWARD)
+        last = next((own.last[verb, action.stage] for verb in verbs if (verb, action.stage) in own.last), None)
+        needed += dependencies.on_memory_ranks(rank, last)
+    return needed
 
 
 def _after_update(dependencies: Dependencies, rank: int, action: Action) -> list[Dependency]:

@@ -172,6 +172,11 @@ class Blueprint:
         return Programs(*({rank: by_rank[rank][kind] for rank in ranks} for kind in range(5)))
 
     @property
+    def ranks_by_memory(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks that meet in shared memory, a tuple for each."""
+        return tuple(ranks for group in self.groups if group.hosts.shares_memory for ranks in group.hosts.ranks_by_host)
+
+    @property
     def sent_bytes(self) -> float:
         """Bytes that a rank sends over a network in a step that reduces gradients or averages weights, at most."""
         return max(_group_sent_bytes(self.plan, group) for group in self.groups)

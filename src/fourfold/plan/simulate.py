@@ -1,20 +1,21 @@
 """Simulation: when each action of a program begins and ends, given the cost of each.
 
 clock    the time until which a lane is occupied
+done     when a rank has done its part of an action; some actions end only when every rank has
 overlap  how long before a dependency ends an action may begin: a bucket is ready before backward ends, and a forward
          needs the weights of its last layers last
 Law: an action begins as soon as its lane is free and its dependencies have ended, less its overlaps; never earlier.
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from fourfold.plan.dependencies import Dependencies, Dependency, lane_of
+from fourfold.plan.dependencies import Dependencies, Dependency, RanksByMemory, lane_of
 from fourfold.words.errors import Problem
 from fourfold.words.mesh import Mesh
-from fourfold.words.program import Action, Program, ProgramError, Verb
-from fourfold.words.trace_events import LANES
+from fourfold.words.program import Action, Program, ProgramError
+from fourfold.words.trace_events import GATHER_LANE, LANES
 
 CostFunction = Callable[[int, Action], float]
 OverlapFunction = Callable[[int, Action, Dependency], float]
@@ -38,16 +39,23 @@ def no_overlap(rank: int, action: Action, needed: Dependency) -> float:
 
 
 def simulate(
-    program: Program, cost: CostFunction, *, overlap: OverlapFunction = no_overlap, mesh: Mesh | None = None
+    program: Program,
+    cost: CostFunction,
+    *,
+    overlap: OverlapFunction = no_overlap,
+    mesh: Mesh | None = None,
+    ranks_by_memory: RanksByMemory = (),
+    begins: Mapping[int, float] | None = None,
 ) -> dict[int, tuple[TimedAction, ...]]:
     """The timeline of one step, by rank, in the order of the program. `cost` and `overlap` are in seconds.
 
-    `mesh`: the places of the ranks; None: all are data ranks.
+    `mesh`: the places of the ranks; None: all are data ranks. `ranks_by_memory`: those that meet in shared memory.
+    `begins`: when each rank comes to its first action; None: all at 0.
 
     Raises ProgramError for a program that deadlocks; the message shows where each rank is stuck.
     """
     _check_no_repeats(program)
-    simulator = _Simulator(program, Dependencies(program, mesh), cost, overlap)
+    simulator = _Simulator(program, Dependencies(program, mesh, ranks_by_memory), cost, overlap, begins or {})
     while simulator.advance():
         pass
     if simulator.has_pending():
@@ -76,7 +84,12 @@ class _Simulator:
     """A queue and a clock per rank and lane, and the times assigned so far."""
 
     def __init__(
-        self, program: Program, dependencies: Dependencies, cost: CostFunction, overlap: OverlapFunction
+        self,
+        program: Program,
+        dependencies: Dependencies,
+        cost: CostFunction,
+        overlap: OverlapFunction,
+        begins: Mapping[int, float],
     ) -> None:
         self._program, self._dependencies, self._cost, self._overlap = program, dependencies, cost, overlap
         self._queues = {
@@ -85,8 +98,9 @@ class _Simulator:
             for lane in LANES
         }
         self._next = dict.fromkeys(self._queues, 0)
-        self._clocks = dict.fromkeys(self._queues, 0.0)
+        self._clocks = {(rank, lane): begins.get(rank, 0.0) for rank, lane in self._queues}
         self.times: dict[tuple[int, Action], TimedAction] = {}
+        self._done: dict[tuple[int, Action], float] = {}
 
     def next_action(self, rank: int, lane: str) -> Action | None:
         """The first action of a lane that has no time yet."""
@@ -106,19 +120,29 @@ class _Simulator:
 
     def _schedule(self, rank: int, lane: str, action: Action) -> bool:
         """Assign times to the next action of a lane, on all ranks that take part in it, if that is possible."""
-        participants = self._dependencies.participants(rank, action)
-        if any(self.next_action(each, lane) != action for each in participants):
-            return False
-        starts = [self._earliest_start(each, lane, action) for each in participants]
-        if None in starts:
-            return False
-        start = max(each for each in starts if each is not None)
-        end = start + max(self._cost(each, action) for each in participants)
-        for each in participants:
+        ranks = self._dependencies.ends_with(rank, action)
+        meetings = {tuple(self._dependencies.participants(each, action)) for each in ranks}
+        starts: dict[int, float] = {}
+        for participants in meetings:
+            start = self._start_of_meeting(participants, lane, action)
+            if start is None:
+                return False
+            starts |= dict.fromkeys(participants, start)
+            done = start + max(self._cost(each, action) for each in participants)
+            self._done |= {(each, action): done for each in participants}
+        end = max(self._done[each, action] for each in starts)
+        for each, start in starts.items():
             self.times[each, action] = TimedAction(action, start, end)
             self._clocks[each, lane] = end
             self._next[each, lane] += 1
         return True
+
+    def _start_of_meeting(self, participants: Sequence[int], lane: str, action: Action) -> float | None:
+        """When ranks can begin an action together; None while that is not known."""
+        if any(self.next_action(each, lane) != action for each in participants):
+            return None
+        starts = [self._earliest_start(each, lane, action) for each in participants]
+        return None if None in starts else max(each for each in starts if each is not None)
 
     def _earliest_start(self, rank: int, lane: str, action: Action) -> float | None:
         """When an action can begin on one rank; None while a dependency has no time yet."""
@@ -127,9 +151,12 @@ class _Simulator:
             timed = self.times.get(dependency)
             if timed is None:
                 return None
-            earliest = timed.end - self._overlap(rank, action, dependency)
-            # A gradient is ready no earlier than the backward begins; an unshard may begin within the use of weights.
-            start = max(start, earliest if dependency.action.verb == Verb.UNSHARD else max(earliest, timed.start))
+            overlap = self._overlap(rank, action, dependency)
+            # What overlaps with an action that ends on all ranks together does not wait for the others.
+            ready = self._done[dependency] - overlap if overlap else timed.end
+            # A forward or backward may begin before the weights that it uses last are even on their way; but a gradient
+            # is ready no earlier than its backward begins.
+            start = max(start, ready if lane_of(dependency.action) == GATHER_LANE else max(ready, timed.start))
         return start
 
     def problems(self) -> list[Problem]:

@@ -1,13 +1,15 @@
 """Step breakdown: what the seconds of a step were spent on, by category.
 
-category    forward, backward, measure, update, gather, average, data, waiting, between actions
-background  categories of what runs while the process does something else: reduce, unshard, send
+category    forward, backward, measure, update, average, data, waiting, between actions
+background  categories of what runs while the process does something else: reduce, gather, unshard, send
 Law: every category but those in the background is the process's own time, and they add up to the step.
 """
 
-from fourfold.plan.cost import action_seconds
+from collections.abc import Iterator
+
 from fourfold.plan.dependencies import SENDS
-from fourfold.plan.trace_file import DATA_SPAN, STEP_SPAN, Trace, merged_waits
+from fourfold.plan.rank_events import COLLECTIVE_LANES, Interval, RankEvents
+from fourfold.plan.trace_file import DATA_SPAN, STEP_SPAN, Trace, is_action
 from fourfold.words.program import Verb
 
 COMPUTE_CATEGORIES = {
@@ -20,7 +22,7 @@ COMPUTE_CATEGORIES = {
 }
 DATA_TIME, WAITING_TIME, OTHER_TIME, REDUCE_TIME = "data", "waiting", "between actions", "reduce"
 AVERAGE_TIME, GATHER_TIME, UNSHARD_TIME, SEND_TIME = "average", "gather", "unshard", "send"
-BACKGROUND_TIMES = (REDUCE_TIME, UNSHARD_TIME, SEND_TIME)
+BACKGROUND_TIMES = (REDUCE_TIME, GATHER_TIME, UNSHARD_TIME, SEND_TIME)
 CATEGORIES = {
     **COMPUTE_CATEGORIES,
     **dict.fromkeys(SENDS, SEND_TIME),
@@ -37,19 +39,17 @@ def seconds_by_category(trace: Trace) -> dict[str, float]:
 
     Background categories are not part of the sum: they overlap with the others.
     """
-    own = [DATA_TIME, *COMPUTE_CATEGORIES.values(), GATHER_TIME, AVERAGE_TIME, WAITING_TIME, OTHER_TIME]
+    own = [DATA_TIME, *COMPUTE_CATEGORIES.values(), AVERAGE_TIME, WAITING_TIME, OTHER_TIME]
     names = [*own, *BACKGROUND_TIMES]
     sums = dict.fromkeys(names, 0.0)
     num_samples = 0
     for step in trace.steps:
         for rank in trace.ranks:
-            events = trace.events_of(step=step, rank=rank)
-            step_seconds = sum(event.seconds for event in events if event.name == STEP_SPAN)
-            spent = {WAITING_TIME: sum(event.seconds for event in merged_waits(events))}
-            for name, seconds in action_seconds(events, {}).items():
-                category = _category(name)
-                if category is not None:
-                    spent[category] = spent.get(category, 0.0) + seconds
+            events = RankEvents(trace.events_of(step=step, rank=rank))
+            step_seconds = sum(event.seconds for event in events.events if event.name == STEP_SPAN)
+            spent = {WAITING_TIME: sum(event.seconds for event in events.waits)}
+            for category, seconds in _spans(events):
+                spent[category] = spent.get(category, 0.0) + seconds
             known = sum(seconds for category, seconds in spent.items() if category not in BACKGROUND_TIMES)
             spent[OTHER_TIME] = max(0.0, step_seconds - known)
             for category, seconds in spent.items():
@@ -58,10 +58,16 @@ def seconds_by_category(trace: Trace) -> dict[str, float]:
     return {name: seconds / max(1, num_samples) for name, seconds in sums.items()}
 
 
-def _category(name: str) -> str | None:
-    """The category of a span; None for the span that holds the whole step."""
-    if name == DATA_SPAN:
-        return DATA_TIME
-    if name == STEP_SPAN:
-        return None
-    return CATEGORIES.get(Verb(name[0]))
+def _spans(events: RankEvents) -> Iterator[tuple[str, float]]:
+    """The category of each span, and its seconds without waits and without what is fused into it."""
+    for event in events.events:
+        within = Interval(event.start, event.stop)
+        if event.name == DATA_SPAN:
+            yield DATA_TIME, events.busy_seconds(within)
+        elif is_action(event.name):
+            is_own = event.lane not in COLLECTIVE_LANES
+            nested = events.nested_updates(event.name, within)
+            yield (
+                CATEGORIES[Verb(event.name[0])],
+                events.busy_seconds(within, updates=nested) if is_own else event.seconds,
+            )

@@ -9,13 +9,14 @@ Format: "Trace Event Format", as a JSON object; a process is a rank, a thread is
 
 import dataclasses
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import msgspec
 
 from fourfold.plan.decode import DecodeError, from_json
+from fourfold.plan.dependencies import RanksByMemory
 from fourfold.words.errors import FourfoldError, Problem
 from fourfold.words.mesh import Mesh
 from fourfold.words.program import Program, ProgramError, Verb, format_program, parse_program
@@ -47,11 +48,15 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class Trace:
-    """The program that ran, the events of its sampled steps, and the places of the ranks; None: all are data ranks."""
+    """The program that ran, the events of its sampled steps, and the places of the ranks; None: all are data ranks.
+
+    ranks_by_memory  the ranks that meet in shared memory, a tuple for each; those of other transports are in none
+    """
 
     program: Program
     events: tuple[Event, ...]
     mesh: Mesh | None = None
+    ranks_by_memory: RanksByMemory = ()
 
     @property
     def ranks(self) -> list[int]:
@@ -93,6 +98,7 @@ def encode_trace(trace: Trace) -> bytes:
         rows.append({**common, **length, "cat": kind, "args": {"step": event.step}})
     mesh = None if trace.mesh is None else dataclasses.asdict(trace.mesh)
     other = {"fourfold": TRACE_VERSION, "program": format_program(trace.program), "mesh": mesh}
+    other["ranks_by_memory"] = trace.ranks_by_memory
     return b"{" + b",\n".join([
         b'"displayTimeUnit": "ms"',
         b'"otherData": ' + msgspec.json.encode(other),
@@ -110,8 +116,9 @@ def decode_trace(data: bytes, *, where: str = "trace.json") -> Trace:
         document = from_json(data)
         program = parse_program(document["otherData"]["program"])
         mesh = document["otherData"].get("mesh")  # the first traces had none
+        memory = tuple(map(tuple, document["otherData"].get("ranks_by_memory", ())))  # these had none for longer
         rows = [row for row in document["traceEvents"] if row["ph"] in "Xi"]
-        return Trace(program, tuple(map(_event, rows)), None if mesh is None else Mesh(**mesh))
+        return Trace(program, tuple(map(_event, rows)), None if mesh is None else Mesh(**mesh), memory)
     except (DecodeError, KeyError, TypeError, AttributeError, IndexError, ProgramError) as error:
         problem = Problem(f"no trace of a run ({error})", "the file that fourfold train writes", "the same run again")
         raise TraceError(problem, where=where) from None
@@ -123,21 +130,12 @@ def _event(row: Mapping[str, Any]) -> Event:
     return Event(row["pid"], row["args"]["step"], row["name"], LANES[row["tid"]], start / 1e9, stop / 1e9)
 
 
-def waiting_seconds_within(events: list[Event], within: Event) -> float:
-    """Seconds that a rank waited within one of its spans; waits may be nested."""
-    spans = sorted(
-        (max(event.start, within.start), min(event.stop, within.stop))
-        for event in events
-        if event.name == WAIT_SPAN and event.start < within.stop and within.start < event.stop
-    )
-    total, reached = 0.0, within.start
-    for start, stop in spans:
-        total += max(0.0, stop - max(start, reached))
-        reached = max(reached, stop)
-    return total
+def is_action(name: str) -> bool:
+    """Whether an event is of an action, and not a wait, an instant or another span."""
+    return name[:1].isupper() and " " not in name
 
 
-def merged_waits(events: list[Event]) -> list[Event]:
+def merged_waits(events: Sequence[Event]) -> list[Event]:
     """The waits among the events; those that overlap or touch are merged."""
     joined: list[Event] = []
     for event in sorted((e for e in events if e.name == WAIT_SPAN), key=lambda e: e.start):

@@ -6,7 +6,7 @@ Law: both share one time axis, which starts at the first action of the step.
 from collections.abc import Mapping, Sequence
 from html import escape
 
-from fourfold.plan.cost import Difference, compare_timelines, measured_timeline, median_step, simulated_timeline
+from fourfold.plan.cost import measure_costs
 from fourfold.plan.dependencies import SENDS, lane_of
 from fourfold.plan.simulate import TimedAction, Timeline, makespan
 from fourfold.plan.step_breakdown import (
@@ -21,7 +21,16 @@ from fourfold.plan.step_breakdown import (
     WAITING_TIME,
     seconds_by_category,
 )
-from fourfold.plan.trace_file import Trace, merged_waits
+from fourfold.plan.step_comparison import (
+    Difference,
+    compare_timelines,
+    measured_seconds,
+    measured_timeline,
+    median_step,
+    simulated_seconds,
+    simulated_timeline,
+)
+from fourfold.plan.trace_file import Trace, is_action, merged_waits
 from fourfold.report.svg import Bar, Block, Lane, bar_chart, lane_chart
 from fourfold.words.program import Verb
 from fourfold.words.trace_events import COMPUTE_LANE, LANES, READY_EVENT, REDUCE_LANE
@@ -48,6 +57,8 @@ def action_card(trace: Trace) -> str:
     note = f"Means over {steps} and {len(trace.ranks)} {'rank' if len(trace.ranks) == 1 else 'ranks'}."
     if REDUCE_TIME in seconds_by_kind:
         note += " Reductions run during backward, so their time is not added to the step's."
+    if GATHER_TIME in seconds_by_kind:
+        note += " Nor is that of gathers, which run beside the updates."
     if UNSHARD_TIME in seconds_by_kind:
         note += " Nor is that of unshards, which run during forward and backward."
     return f'<h2>Time by action</h2>{bar_chart(rows, title="Time by action")}<p class="note">{escape(note)}</p>'
@@ -56,13 +67,15 @@ def action_card(trace: Trace) -> str:
 def step_card(trace: Trace) -> str:
     """The card with the median step: all ranks measured and simulated, and the difference per action."""
     step = median_step(trace)
-    measured, simulated = measured_timeline(trace, step), simulated_timeline(trace, step)
+    costs = measure_costs(trace)
+    measured, simulated = measured_timeline(trace, step), simulated_timeline(trace, costs, step)
+    both = measured_seconds(trace, step), simulated_seconds(simulated, costs)
     rows = [*_measured_lanes(trace, step, measured), Lane("", ()), *_simulated_lanes(simulated)]
     end = max(makespan(measured), makespan(simulated)) * 1e3
     drawing = lane_chart(rows, end=end, title=f"Step {step}, measured and simulated", x="time, ms")
-    deviation = makespan(simulated) / (makespan(measured) or 1.0) - 1
+    deviation = both[1] / (both[0] or 1.0) - 1
     text = (
-        f"Step {step}: measured {makespan(measured) * 1e3:.2f} ms, simulated {makespan(simulated) * 1e3:.2f} ms "
+        f"Step {step}: measured {both[0] * 1e3:.2f} ms, simulated {both[1] * 1e3:.2f} ms "
         f"({_signed(100 * deviation, 1)} %). The simulation runs the same program at the median cost of each action "
         f"over {len(trace.steps)} sampled steps, without waits."
     )
@@ -73,13 +86,13 @@ def step_card(trace: Trace) -> str:
     return (
         f"<h2>One step, measured and simulated</h2><p>{escape(text)}</p>"
         f'<div class="scroll">{drawing}</div><p class="note">{legend} · {mark}</p>'
-        f"{_difference_table(rows_of, measured, simulated)}"
+        f"{_difference_table(rows_of, both)}"
     )
 
 
 def _measured_lanes(trace: Trace, step: int, measured: Mapping[int, Sequence[TimedAction]]) -> list[Lane]:
     # `measured` starts at the step's first action, the trace at its own first event.
-    zero = min(event.start for event in trace.events if event.step == step and _is_action(event.name))
+    zero = min(event.start for event in trace.events if event.step == step and is_action(event.name))
     result = []
     for rank in trace.ranks:
         events = trace.events_of(step=step, rank=rank)
@@ -94,10 +107,6 @@ def _measured_lanes(trace: Trace, step: int, measured: Mapping[int, Sequence[Tim
             if blocks:
                 result.append(Lane(f"rank {rank} {name}", blocks))
     return result
-
-
-def _is_action(name: str) -> bool:
-    return name[:1].isupper() and " " not in name
 
 
 def _simulated_lanes(timeline: Timeline) -> list[Lane]:
@@ -117,7 +126,8 @@ def _blocks(actions: Sequence[TimedAction], name: str) -> list[Block]:
     ]
 
 
-def _difference_table(rows: Sequence[Difference], measured: Timeline, simulated: Timeline) -> str:
+def _difference_table(rows: Sequence[Difference], both: tuple[float, float]) -> str:
+    """`both`: how long the step takes, measured and simulated."""
     head = (
         "<tr><th>action</th><th>measured, ms</th><th>simulated, ms</th><th>difference, ms</th>"
         "<th>ends, measured</th><th>ends, simulated</th><th>difference, ms</th></tr>"
@@ -126,7 +136,6 @@ def _difference_table(rows: Sequence[Difference], measured: Timeline, simulated:
         _difference_row(f"rank {d.rank}   {d.action}", d.measured, d.simulated, d.measured_end, d.simulated_end)
         for d in rows
     ]
-    both = makespan(measured), makespan(simulated)
     total = _difference_row("step", *both, *both, style=' class="total"')
     table = f'<div class="scroll"><table>{head}{"".join(body)}{total}</table></div>'
     shown = ' open=""' if len(rows) <= MAX_OPEN_ROWS else ""

@@ -92,7 +92,6 @@ class DeferredUpdates:
             self._update_up_to(len(self._order) - 1)
             self._order = ()
             self._param_access.sink = None
-            self._stage.reducer.end_step()
             self._stage.gatherer.end_step()
             self._stage.optimizer.set_options_frozen(frozen=False)
 
@@ -136,6 +135,9 @@ class DeferredUpdates:
         while self._num_updated <= position:
             self._num_updated += 1
             self._update(self._order[self._num_updated - 1])
+            if self._num_updated == len(self._order):
+                # At once: until all ranks of a host have said this, none may begin to store gradients.
+                self._stage.reducer.end_step()
 
     def _update(self, bucket: int) -> None:
         """Update a bucket with the gradient of the previous step."""

@@ -249,7 +249,7 @@ def _make_weights(
         mixed_precision.cast_model(trained.model, plan.precision)
     storage: WeightStorage
     if transport.weights.unshards_params:
-        sharded = ShardedParams(trained.by_bucket, trained.buckets, layout, transport.weights, meter)
+        sharded = ShardedParams(trained.by_bucket, trained.buckets, layout, transport.weights)
         storage = ShardedWeights(trained.by_name, trained.buckets, sharded, layout, data_ranks)
     else:
         resident = ResidentWeights if transport.weights.shared_weights is None else HostSharedWeights

@@ -31,6 +31,11 @@ class StepPrograms:
         self._programs = self._blueprint.programs(StepRecord(self._launch_orders, self._use_orders))
 
     @property
+    def ranks_by_memory(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks that meet in shared memory, a tuple for each."""
+        return self._blueprint.ranks_by_memory
+
+    @property
     def at_sync(self) -> tuple[Action, ...]:
         """The actions of a step; with local steps: of one at whose end weights are averaged."""
         return self._programs.step[self._rank]

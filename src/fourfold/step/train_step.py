@@ -84,6 +84,11 @@ class TrainStep:
         return self._programs.between
 
     @property
+    def ranks_by_memory(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks that meet in shared memory, a tuple for each."""
+        return self._programs.ranks_by_memory
+
+    @property
     def objective(self) -> Objective:
         """The loss that is trained."""
         return self._parts.objective

@@ -17,13 +17,23 @@ from typing import Any
 
 from fourfold.environment.atomic_file import write_atomically
 from fourfold.plan.dependencies import lane_of
+from fourfold.plan.rank_events import COLLECTIVE_LANES
 from fourfold.plan.trace_file import STEP_SPAN, Event, Trace, encode_trace
 from fourfold.step.train_step import TrainStep
 from fourfold.trainer.clock_offsets import clock_offsets
 from fourfold.trainer.settings import TRACE_EVERY
 from fourfold.words.errors import os_error_text
 from fourfold.words.program import Action, Verb
-from fourfold.words.trace_events import COMPUTE_LANE, NULL_RECORDER, REDUCE_LANE, SEND_LANE, WAIT_SPAN, Recorder, Span
+from fourfold.words.trace_events import (
+    COMPUTE_LANE,
+    GATHER_LANE,
+    NULL_RECORDER,
+    REDUCE_LANE,
+    SEND_LANE,
+    WAIT_SPAN,
+    Recorder,
+    Span,
+)
 
 TRACE_FILE = "trace.json"
 # The launch order is fixed after the first step, and memory no longer grows after the second.
@@ -46,12 +56,28 @@ class _OpenSpan:
         self._spans.append(Span(self._name, self._lane, self._start, time.monotonic_ns()))
 
 
+class _OpenGather(_OpenSpan):
+    """The start of a gather; it is the whole gather unless that runs beside this rank's work."""
+
+    __slots__ = ("_beside",)
+
+    def __init__(self, spans: list[Span], name: str, beside: set[str]) -> None:
+        super().__init__(spans, name, GATHER_LANE)
+        self._beside = beside
+
+    def __exit__(self, *error: object) -> None:
+        if self._name not in self._beside:
+            super().__exit__(*error)
+
+
 class SpanRecorder:
     """A recorder that keeps the spans of one rank in one step."""
 
     def __init__(self) -> None:
         self.spans: list[Span] = []
         self._seen: set[tuple[int, str]] = set()
+        self._beside: set[str] = set()
+        """The actions that run beside this rank's work: their spans last until they are done."""
 
     def span(self, name: str) -> contextlib.AbstractContextManager[Any]:
         return _OpenSpan(self.spans, name, COMPUTE_LANE)
@@ -60,6 +86,8 @@ class SpanRecorder:
         # What begins within a forward or backward is recorded where it begins.
         if action.verb in (Verb.REDUCE, Verb.UNSHARD):
             return contextlib.nullcontext()
+        if action.verb == Verb.GATHER:
+            return _OpenGather(self.spans, str(action), self._beside)
         return _OpenSpan(self.spans, str(action), lane_of(action))
 
     def reducing(self, bucket: int) -> contextlib.AbstractContextManager[Any]:
@@ -74,7 +102,7 @@ class SpanRecorder:
 
     def unsharding(self, unshard_index: int) -> Callable[[], None]:
         start, name = time.monotonic_ns(), str(Action(Verb.UNSHARD, 0, unshard_index))
-        return lambda: self.spans.append(Span(name, REDUCE_LANE, start, time.monotonic_ns()))
+        return lambda: self.spans.append(Span(name, GATHER_LANE, start, time.monotonic_ns()))
 
     def instant(self, bucket: int, what: str) -> None:
         now = time.monotonic_ns()
@@ -82,11 +110,12 @@ class SpanRecorder:
             self._seen.add((bucket, what))
             self.spans.append(Span(f"{_reduce_name(bucket)} {what}", REDUCE_LANE, now, now))
 
-    def record_async_reduction(self, bucket: int, future: Callable[[], Any]) -> None:
-        start = time.monotonic_ns()
+    def record_async(self, verb: Verb, index: int, future: Callable[[], Any]) -> None:
+        start, action = time.monotonic_ns(), Action(verb, 0, index)
+        self._beside.add(str(action))
 
         def done(_: Any) -> None:
-            self.spans.append(Span(_reduce_name(bucket), REDUCE_LANE, start, time.monotonic_ns()))
+            self.spans.append(Span(str(action), lane_of(action), start, time.monotonic_ns()))
 
         future().add_done_callback(done)
 
@@ -113,9 +142,11 @@ class Tracer:
         *,
         every: int = TRACE_EVERY,
         folder: Path | None = None,
+        max_kept: int = MAX_KEPT_STEPS,
         log_message: Callable[[str], None] = warnings.warn,
     ) -> None:
         self._step, self._every, self._folder, self._log_message = step, every, folder, log_message
+        self._max_kept = max_kept
         self._has_write_error = False
         self._clock_offsets: list[int] | None = None
         self._program = step.program
@@ -141,7 +172,7 @@ class Tracer:
             self._clock_offsets = clock_offsets(self._step.all_gather_json)
         self._program = self._step.program
         self._steps[step_number] = [[Span(*span) for span in spans] for spans in spans_by_rank]
-        if len(self._steps) > MAX_KEPT_STEPS:
+        if len(self._steps) > self._max_kept:
             # The first ones show how the run began, the last ones how it ended.
             del self._steps[list(self._steps)[len(FIRST_SAMPLED)]]
         if self._folder is not None:
@@ -173,15 +204,17 @@ class Tracer:
             Event(rank, number, span.name, span.lane, (span.start - begin) / 1e9, (span.stop - begin) / 1e9)
             for rank, number, span in rows
         )
-        return Trace(dict.fromkeys(range(len(offsets)), self._program), events, self._step.plan.mesh)
+        program = dict.fromkeys(range(len(offsets)), self._program)
+        return Trace(program, events, self._step.plan.mesh, self._step.ranks_by_memory)
 
 
 def _without_overlap(spans: list[Span]) -> list[Span]:
-    """Reductions and unshards that run at the same time follow each other: each begins when the one before ended."""
-    tiled, free = [], 0
+    """Collectives that run at the same time on one lane follow each other: each begins when the one before ended."""
+    tiled: list[Span] = []
+    free: dict[str, int] = dict.fromkeys(COLLECTIVE_LANES, 0)
     for span in sorted(spans, key=lambda span: (span.start, -span.stop)):
-        if span.name.startswith((Verb.REDUCE, Verb.UNSHARD)) and span.stop > span.start:
-            span = span._replace(start=max(span.start, min(free, span.stop)))
-            free = max(free, span.stop)
+        if span.lane in free and span.stop > span.start:
+            span = span._replace(start=max(span.start, min(free[span.lane], span.stop)))
+            free[span.lane] = max(free[span.lane], span.stop)
         tiled.append(span)
     return tiled

@@ -1,6 +1,6 @@
 """Trace events: what a rank did and when, under the names of the program.
 
-lane      a queue whose work runs one after the other: compute, reduce, send
+lane      a queue whose work runs one after the other: compute, reduce, send, gather
 span      a name on a lane, from start to stop, in nanoseconds of this host's monotonic clock
 instant   a span without length: a bucket is ready (complete on this rank), sent (launched) or done (its sum is there)
 recorder  receives the events of a step; `NULL_RECORDER` discards them
@@ -13,10 +13,11 @@ from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
 from fourfold.words.noop import noop
-from fourfold.words.program import Action
+from fourfold.words.program import Action, Verb
 
-COMPUTE_LANE, REDUCE_LANE, SEND_LANE = "compute", "reduce", "send"
-LANES = (COMPUTE_LANE, REDUCE_LANE, SEND_LANE)
+COMPUTE_LANE, REDUCE_LANE, SEND_LANE, GATHER_LANE = "compute", "reduce", "send", "gather"
+# A trace file has their numbers: new ones go to the end.
+LANES = (COMPUTE_LANE, REDUCE_LANE, SEND_LANE, GATHER_LANE)
 WAIT_SPAN = "wait"
 RING_SPAN = "ring"  # a message of ring attention
 READY_EVENT, LAUNCHED_EVENT, DONE_EVENT = "ready", "sent", "done"
@@ -62,8 +63,8 @@ class Recorder(Protocol):
         """A bucket is ready, sent or done: `what` is READY_EVENT, LAUNCHED_EVENT or DONE_EVENT."""
         ...
 
-    def record_async_reduction(self, bucket: int, future: Callable[[], Any]) -> None:
-        """A bucket's reduction runs asynchronously and ends when the future completes."""
+    def record_async(self, verb: Verb, index: int, future: Callable[[], Any]) -> None:
+        """A reduction, gather or unshard runs beside this rank's work, from now until the future completes."""
         ...
 
 
@@ -93,7 +94,7 @@ class NullRecorder:
     def instant(self, bucket: int, what: str) -> None:
         pass
 
-    def record_async_reduction(self, bucket: int, future: Callable[[], Any]) -> None:
+    def record_async(self, verb: Verb, index: int, future: Callable[[], Any]) -> None:
         pass
 
 

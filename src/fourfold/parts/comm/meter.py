@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from fourfold.words.noop import noop
+from fourfold.words.program import Verb
 from fourfold.words.trace_events import NULL_RECORDER, Recorder
 
 
@@ -47,7 +48,7 @@ class CommMeter:
         """A bucket's weights are being brought together, until the returned function is called; None: not recorded."""
         return noop if unshard_index is None else self.recorder.unsharding(unshard_index)
 
-    def record_async_reduction(self, reduction_index: int | None, future: Callable[[], Any]) -> None:
-        """A reduction runs asynchronously until the future completes; None: it is not recorded."""
-        if reduction_index is not None:
-            self.recorder.record_async_reduction(reduction_index, future)
+    def record_async(self, verb: Verb, index: int | None, future: Callable[[], Any]) -> None:
+        """A reduction, gather or unshard runs beside this rank's work until the future completes; None: unrecorded."""
+        if index is not None:
+            self.recorder.record_async(verb, index, future)

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 
 from fourfold.parts import memory
-from fourfold.parts.comm.meter import CommMeter
 from fourfold.parts.comm.reduce.protocol import BucketSlice, WeightGatherer
 from fourfold.parts.data.param_access import ParamAccess, explain_transform_errors, outside_transforms
 from fourfold.parts.data.unsharded_buckets import UnshardedBuckets
@@ -96,11 +95,10 @@ class ShardedParams:
         buckets: Sequence[Bucket],
         layout: RankLayout,
         gatherer: WeightGatherer,
-        meter: CommMeter,
     ) -> None:
         """`parameters` are by bucket and slot. Their weights stay where they are until `shard_params`."""
         self._parameters, self._buckets = parameters, buckets
-        self._gatherer, self._meter = gatherer, meter
+        self._gatherer = gatherer
         self._unsharded = UnshardedBuckets(parameters, buckets)
         self.shards = [
             BucketSlice(start, stop, memory.allocate_private(stop - start, bucket_dtype(bucket), self._device))
@@ -272,19 +270,13 @@ class ShardedParams:
             return
         bucket = phase.order.next_bucket()
         phase.sink.before_unshard(bucket)
-        end_span = self._meter.unsharding(phase.next_index(bucket))
-        pending = self._unshard_async(bucket)
+        phase.pending.append(self._unshard_async(bucket, phase.next_index(bucket)))
 
-        def wait() -> None:
-            pending.wait()
-            end_span()
-
-        phase.pending.append(pending._replace(wait=wait))
-
-    def _unshard_async(self, bucket: int) -> _PendingUnshard:
+    def _unshard_async(self, bucket: int, index: int | None = None) -> _PendingUnshard:
+        """`index`: in the program; None: of a gather that is not in it."""
         shard = self.shards[bucket].flat
         buffer = self.buffer_pool.acquire(self._buckets[bucket].size, shard.dtype, shard.device)
-        return _PendingUnshard(bucket, buffer, self._gatherer.unshard_async(bucket, shard, buffer))
+        return _PendingUnshard(bucket, buffer, self._gatherer.unshard_async(bucket, shard, buffer, index))
 
     # ---- what autograd saves ------------------------------------------------------------------------
 

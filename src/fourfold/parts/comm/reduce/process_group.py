@@ -23,6 +23,7 @@ from fourfold.parts.comm.reduce.single_rank import LocalScalars, WholeFlats, Who
 from fourfold.parts.comm.reduce.transport_spec import TransportSpec
 from fourfold.plan.memory import MAX_REDUCTIONS_IN_FLIGHT
 from fourfold.words.layout import SPLIT, WHOLE, Change
+from fourfold.words.program import Verb
 
 
 def make_group_transport(
@@ -77,7 +78,7 @@ class GroupReducer(WholeFlats):
         self._meter.sent_bytes += ring_bytes(Change.ALL_REDUCE, self.grad_buffers[bucket], self.size)
         with self._communicator.report_dead_peers():
             work = self._group.all_reduce(self.grad_buffers[bucket])
-        self._meter.record_async_reduction(reduction_index, work.get_future)
+        self._meter.record_async(Verb.REDUCE, reduction_index, work.get_future)
         self._pending[bucket] = AsyncResult(work.wait, work.is_completed)
 
     def wait_reduce(self, bucket: int, factor: float) -> None:
@@ -141,7 +142,7 @@ class ShardedGroupReducer:
         if len(self._pending) >= MAX_REDUCTIONS_IN_FLIGHT:
             self._finish(next(iter(self._pending)))
         with self._communicator.report_dead_peers():
-            on_start = functools.partial(self._meter.record_async_reduction, reduction_index)
+            on_start = functools.partial(self._meter.record_async, Verb.REDUCE, reduction_index)
             self._pending[bucket] = self._sharded.reduce_scatter_async(flat, on_start)
 
     def wait_reduce(self, bucket: int, factor: float) -> None:
@@ -203,17 +204,19 @@ class GroupWeights(WholeWeights):
         if len(self._pending) >= MAX_REDUCTIONS_IN_FLIGHT:
             self.wait(next(iter(self._pending)))
         with self._communicator.report_dead_peers():
-            self._pending[bucket] = self._sharded.all_gather_inplace_async(weight)
+            on_start = functools.partial(self._meter.record_async, Verb.GATHER, bucket)
+            self._pending[bucket] = self._sharded.all_gather_inplace_async(weight, on_start)
 
     def wait(self, bucket: int) -> None:
         with self._meter.timed(), self._communicator.report_dead_peers():
             while bucket in self._pending:
                 self._pending.pop(next(iter(self._pending)))()
 
-    def unshard_async(self, bucket: int, shard: Tensor, out: Tensor) -> Callable[[], None]:
+    def unshard_async(self, bucket: int, shard: Tensor, out: Tensor, unshard_index: int | None) -> Callable[[], None]:
         self._meter.sent_bytes += self._sharded.gathered_bytes(out)
         with self._communicator.report_dead_peers():
-            wait = self._sharded.all_gather_async(shard, out)
+            on_start = functools.partial(self._meter.record_async, Verb.UNSHARD, unshard_index)
+            wait = self._sharded.all_gather_async(shard, out, on_start)
 
         def timed_wait() -> None:
             with self._meter.timed(), self._communicator.report_dead_peers():

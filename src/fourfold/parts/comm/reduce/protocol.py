@@ -133,10 +133,11 @@ class WeightGatherer(Protocol):
         """Wait until every rank's shard of a gathered bucket is new. `end_step` waits for all buckets."""
         ...
 
-    def unshard_async(self, bucket: int, shard: Tensor, out: Tensor) -> Callable[[], None]:
+    def unshard_async(self, bucket: int, shard: Tensor, out: Tensor, unshard_index: int | None) -> Callable[[], None]:
         """Begin to gather a bucket's weights, of which this rank has `shard`, into `out`. Returns the wait.
 
-        All ranks gather the same buckets in the same order, and wait for them in that order.
+        All ranks gather the same buckets in the same order, and wait for them in that order. `unshard_index`: under
+        which the gather is recorded; None: it is not.
         """
         ...
 

@@ -129,13 +129,15 @@ class ShardedCollectives:
 
         return AsyncResult(wait_and_sum, work.is_completed)
 
-    def all_gather_inplace_async(self, flat: Tensor) -> Callable[[], None]:
-        """Begin to gather every rank's shard of `flat`, in place. Returns the wait."""
+    def all_gather_inplace_async(
+        self, flat: Tensor, on_start: Callable[[GetFuture], None] = noop
+    ) -> Callable[[], None]:
+        """Begin to gather every rank's shard of `flat`, in place. Returns the wait. `on_start`: as above."""
         if flat.device.type == "cuda":
-            return self.all_gather_async(self.local_shard(flat), flat)
+            return self.all_gather_async(self.local_shard(flat), flat, on_start)
         # A copy: gloo does not promise that the input may be a part of the output.
         shard = self._copy_to_buffer(self.local_shard(flat))
-        wait = self.all_gather_async(shard, flat)
+        wait = self.all_gather_async(shard, flat, on_start)
 
         def wait_and_release() -> None:
             wait()
@@ -143,9 +145,12 @@ class ShardedCollectives:
 
         return wait_and_release
 
-    def all_gather_async(self, shard: Tensor, out: Tensor) -> Callable[[], None]:
-        """Begin to gather every rank's shard into `out`. Returns the wait."""
+    def all_gather_async(
+        self, shard: Tensor, out: Tensor, on_start: Callable[[GetFuture], None] = noop
+    ) -> Callable[[], None]:
+        """Begin to gather every rank's shard into `out`. Returns the wait. `on_start`: as above."""
         work = self._gather_group.all_gather(out, shard)
+        on_start(work.get_future)
 
         def wait() -> None:
             with self._communicator.report_dead_peers():

@@ -114,7 +114,7 @@ class WholeWeights:
     def wait(self, bucket: int) -> None:
         pass
 
-    def unshard_async(self, bucket: int, shard: Tensor, out: Tensor) -> Callable[[], None]:
+    def unshard_async(self, bucket: int, shard: Tensor, out: Tensor, unshard_index: int | None) -> Callable[[], None]:
         raise AssertionError("these weights rest whole")
 
     def all_gather_ints(self, row: Sequence[int]) -> list[list[int]]:

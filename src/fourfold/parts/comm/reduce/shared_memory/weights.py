@@ -85,15 +85,19 @@ class HostWeights:
                 wait()
             self._flags.increment(WEIGHTS_READY)
 
-    def unshard_async(self, bucket: int, shard: torch.Tensor, out: torch.Tensor) -> Callable[[], None]:
+    def unshard_async(
+        self, bucket: int, shard: torch.Tensor, out: torch.Tensor, unshard_index: int | None
+    ) -> Callable[[], None]:
         assert self._staging is not None
         assert self._between_hosts is not None
         start_gather = functools.partial(self._between_hosts.all_gather_async, shard)
+        end_span = self._waits.meter.unsharding(unshard_index)
         wait = self._staging.unshard_async(slice(*self._slices[bucket]), out, start_gather)
 
         def timed_wait() -> None:
             with self._waits.meter.timed():
                 wait()
+            end_span()
 
         return timed_wait
 

@@ -1,0 +1,42 @@
+"""The worker of `bench.simulated`: one rank that trains a small language model, every step of it recorded.
+
+    fourfold run -n 2 bench/simulated_worker.py TRANSPORT ZERO UPDATE STEPS FILE
+
+Law: rank 0 leaves the trace of the last STEPS steps in FILE; nothing is written while steps run.
+"""
+
+import contextlib
+import sys
+from pathlib import Path
+
+import torch
+
+import fourfold as ff
+from fourfold.feed.feed import Feed
+from fourfold.plan.trace_file import DATA_SPAN, encode_trace
+from fourfold.tasks import lm
+from fourfold.trainer.tracer import Tracer
+
+NUM_UNTIMED = 4  # the launch order is fixed after the first step, and memory no longer grows after the second
+
+
+def main(transport: str, zero: str, update: str, steps: str, path: str) -> None:
+    torch.manual_seed(1)
+    task = lm.task(width=128, layers=4, batch_size=16, warmup=0, clip=None)
+    plan = ff.Plan(dp=2, zero=int(zero), update=update, transport=transport)
+    step = ff.parallelize(task.model(), task.loss, task.optimizer, plan)
+    tracer = Tracer(step, every=1, max_kept=int(steps))
+    feed = Feed(task.data().train, plan, batch_size=task.batch_size)
+    with contextlib.closing(feed.repeat()) as batches:
+        for number in range(1, NUM_UNTIMED + int(steps) + 1):
+            with tracer.sample(number) as recorder:
+                with recorder.span(DATA_SPAN):
+                    batch = next(batches)
+                step(batch)
+    trace = tracer.trace
+    if step.rank == 0:
+        Path(path).write_bytes(encode_trace(trace))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
