@@ -332,15 +332,18 @@ def test_load_weights_refuses_other_names_and_shapes_on_every_rank(fields):
     assert first == second
 
 
-@pytest.mark.parametrize("fields", [{"transport": "gloo"}, {"zero": 1}, {"zero": 3, "transport": "gloo"}])
-def test_after_an_edit_every_rank_has_the_weights_of_the_first(fields):
-    case = dataclasses.replace(Case(), **fields)
+@pytest.mark.parametrize(
+    ("fields", "hosts"),
+    [({"transport": "gloo"}, 1), ({"zero": 1}, 1), ({"zero": 1}, 2), ({"zero": 3, "transport": "gloo"}, 1)],
+)
+def test_after_an_edit_every_rank_has_the_weights_of_the_first(fields, hosts):
+    case, size = dataclasses.replace(Case(), **fields), 2 * hosts
 
     def body(comm):
-        step = build_step(case, 2, comm)
+        step = build_step(case, size, comm)
         with step.edit() as edited:
             edited.get_parameter("first.weight").fill_(1.0 + comm.rank)
         return dict(step.named_weights())["first.weight"].clone()
 
-    for weight in threads.run(2, body):
+    for weight in threads.run(size, body, hosts=hosts):
         assert torch.equal(weight, torch.ones_like(weight))

@@ -136,6 +136,18 @@ def test_a_model_whose_state_dict_lacks_its_own_weights_is_refused_when_the_run_
         threads.run(2, lambda comm: ThreadRun(case, comm, tmp_path), hosts=hosts)
 
 
+@pytest.mark.parametrize("zero", [0, 1])
+def test_where_weights_rest_whole_a_model_may_give_copies_of_them(zero, monkeypatch):
+    monkeypatch.setitem(awkward_models.AWKWARD_MODELS, "own state_dict", Copying)
+
+    def body(comm):
+        step = build_step(dataclasses.replace(CASE, model="own state_dict", zero=zero), 2, comm)
+        return step.state_dict()["model"], {name: p.detach().clone() for name, p in step.model.named_parameters()}
+
+    for saved, weights in threads.run(2, body):
+        assert all(torch.equal(saved[name], weight) for name, weight in weights.items())
+
+
 def test_foreign_names_in_the_checkpoint_folder_are_ignored(tmp_path):
     store = save_twice(tmp_path, 1)
     (store.path / "step-000000009").mkdir()
