@@ -2,7 +2,7 @@
 
 import ast
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import TypeGuard
 
@@ -216,10 +216,7 @@ def named(node: ast.AST) -> set[str]:
 
 
 def choices(tree: ast.AST, parts: set[str]) -> set[str]:
-    """What a file compares of a plan's modes, by which classes it tells parts apart, and which parts may be None.
-
-    Not found: flags that were derived from a mode, such as `is_sharded`.
-    """
+    """What a file compares of a plan's modes, by which classes it tells parts apart, and which parts may be None."""
     found: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Compare | ast.Match):
@@ -256,6 +253,197 @@ def test_every_form_of_choosing_is_detected():
     for text, choice in forms.items():
         assert choices(ast.parse(text), {"Unbucketed"}) == {choice}, text
     assert not choices(ast.parse("plan.dp == 1; isinstance(x, list); y: Record | None = None"), {"Unbucketed"})
+
+
+# What step/ asks of flags that are set when an object is made, and why. A flag that a mode has set is such a mode.
+FOUND_BY_A_DRY_RUN = "what a dry run has found in the user's model and loss"
+CHOSEN_BY_A_DRY_RUN = "what a dry run can compare: it lists its checks and takes the strictest that is possible"
+TO_GO = "to go: a mode, or what a mode has set"
+ASKED = {
+    "_is_log_rank": "one rank logs for all",
+    "has_any_hook": "the user may register hooks at any time",
+    "has_local_batch_norm": "what a dry run can compare: parts with statistics of their own do not make up the loss",
+    "has_pending": "whether updates wait now",
+    "index": "of an action",
+    "is_causal": "of one call of attention",
+    "is_compiled": "of the user's loss function: a compiled one cannot be observed",
+    "is_in_backward": "where a dry run has failed",
+    "is_mean": "of one call of a loss function",
+    "is_model_loss": "refuses a compiled model that computes its own loss",
+    "is_synchronized": "whether local steps have just averaged the weights",
+    "needs_dry_run": "whether it has been done",
+    "num_elements": "of one loss",
+    "size": "of the world: decides, when a DriftChecker is made, whether there are replicas to compare",
+    **dict.fromkeys(("has_writes", "is_additive", "is_comparable", "is_uneven", "is_unreduced"), FOUND_BY_A_DRY_RUN),
+    **dict.fromkeys(("fits_float64", "fits_model_dtype", "has_gradients", "_new_tensors"), CHOSEN_BY_A_DRY_RUN),
+    "_counts_renorms": TO_GO,
+}
+CONSTRUCTORS = {"__init__", "__post_init__"}
+
+
+def asked_flags(step: Sequence[ast.AST], all_trees: Sequence[ast.AST]) -> set[str]:
+    """The flags that some files ask. By name: flags of two classes with one name are one flag."""
+    written = {name for tree in all_trees for is_self, name in stores(tree) if not is_self}
+    classes = [node for tree in all_trees for node in ast.walk(tree) if is_class(node)]
+    flags = {name for cls in classes for name in flags_of(cls, written)}
+    return flags & {name for tree in step for condition in conditions(tree) for name in asked(condition)}
+
+
+def flags_of(cls: ast.ClassDef, written: set[str]) -> set[str]:
+    """Truth values that a class has from when an object is made, and the numbers that a protocol has.
+
+    `written`: attributes that others write into its objects. Not found: methods, and numbers of other classes.
+    """
+    state = written | {name for is_self, name in stores(cls) if is_self}
+    kinds = {"bool", "int"} if "Protocol" in map(ast.unparse, cls.bases) else {"bool"}
+    found: set[str] = set()
+    for node in cls.body:
+        if isinstance(node, ast.AnnAssign) and ast.unparse(node.annotation) in kinds:
+            found.add(ast.unparse(node.target))
+        elif isinstance(node, ast.Assign):
+            found |= {ast.unparse(target) for target, value in assignments(node) if is_truth(value)}
+        elif isinstance(node, ast.FunctionDef) and node.name in CONSTRUCTORS:
+            arguments = [*node.args.args, *node.args.kwonlyargs]
+            bools = {arg.arg for arg in arguments if arg.annotation and ast.unparse(arg.annotation) == "bool"}
+            found |= {
+                target.attr
+                for each in ast.walk(node)
+                if isinstance(each, ast.Assign | ast.AnnAssign)
+                for target, value in assignments(each)
+                if isinstance(target, ast.Attribute) and is_truth(value, bools)
+            }
+    properties = [
+        node
+        for node in cls.body
+        if isinstance(node, ast.FunctionDef) and "property" in map(ast.unparse, node.decorator_list)
+    ]
+    for node in properties * 2:  # twice: a property may read one that stands behind it
+        if own_reads(node) & state:
+            state.add(node.name)
+    return (found | {node.name for node in properties if ast.unparse(node.returns or node) in kinds}) - state
+
+
+def stores(tree: ast.AST) -> Iterator[tuple[bool, str]]:
+    """The attributes that are stored outside of constructors, each with whether it is one of `self`."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.FunctionDef) and node.name in CONSTRUCTORS:
+            continue
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield is_own(node.value), node.attr
+        yield from stores(node)
+
+
+def own_reads(function: ast.FunctionDef) -> set[str]:
+    return {node.attr for node in ast.walk(function) if isinstance(node, ast.Attribute) and is_own(node.value)}
+
+
+def assignments(node: ast.Assign | ast.AnnAssign) -> Iterator[tuple[ast.expr, ast.expr | None]]:
+    """Every target with its value."""
+    for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+        if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+            yield from zip(target.elts, node.value.elts, strict=True)
+        else:
+            yield target, node.value
+
+
+def is_truth(node: ast.AST | None, bools: Collection[str] = ()) -> bool:
+    """Whether an expression is a truth value; `bools` are names of truth values."""
+    if isinstance(node, ast.BoolOp):
+        return any(is_truth(value, bools) for value in node.values)
+    is_name = isinstance(node, ast.Name) and node.id in bools
+    is_constant = isinstance(node, ast.Constant) and isinstance(node.value, bool)
+    return is_name or is_constant or isinstance(node, ast.Compare) or is_not(node)
+
+
+def is_not(node: ast.AST | None) -> bool:
+    return isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not)
+
+
+def conditions(tree: ast.AST) -> Iterator[ast.expr]:
+    """Every expression of a file that decides what happens."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If | ast.While | ast.IfExp):
+            yield node.test
+        elif isinstance(node, ast.BoolOp | ast.UnaryOp):
+            yield node
+        elif isinstance(node, ast.comprehension):
+            yield from node.ifs
+        elif isinstance(node, ast.Match):
+            yield node.subject
+
+
+def asked(node: ast.expr) -> Iterator[str]:
+    """The attributes whose truth an expression asks, or which it compares with a constant."""
+    if isinstance(node, ast.Attribute):
+        yield node.attr
+    elif isinstance(node, ast.BoolOp | ast.BinOp):
+        for value in node.values if isinstance(node, ast.BoolOp) else [node.left, node.right]:
+            yield from asked(value)
+    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+        yield from asked(node.operand)
+    elif isinstance(node, ast.Compare):
+        sides = [node.left, *node.comparators]
+        if any(isinstance(side, ast.Constant) for side in sides):
+            yield from (side.attr for side in sides if isinstance(side, ast.Attribute))
+    elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("any", "all", "bool"):
+        for arg in node.args:
+            yield from asked(arg.elt if isinstance(arg, ast.GeneratorExp | ast.ListComp) else arg)
+    elif isinstance(node, ast.NamedExpr):
+        yield from asked(node.value)
+
+
+def test_a_step_asks_no_flag_that_a_mode_has_set():
+    trees = {path: ast.parse(path.read_text()) for path in files()}
+    step = [trees[path] for path in files("step/**/*.py") if path.stem not in CHOOSES_OR_REFUSES]
+    assert asked_flags(step, list(trees.values())) == set(ASKED)
+
+
+def test_every_form_of_a_flag_is_detected():
+    forms = [
+        "class C(NamedTuple):\n flag: bool",
+        "class C(Protocol):\n flag: int",
+        "class C:\n flag = False",
+        "class C:\n other, flag = 1, True",
+        "class C:\n def __init__(self, flag: bool): self.flag = flag",
+        "class C:\n def __init__(self, *, flag: bool): self.other, self.flag = 1, flag",
+        "class C:\n def __init__(self, plan): self.flag = plan.zero == 3",
+        "class C:\n def __init__(self, plan): self.flag: bool = not plan.codec",
+        "class C:\n def __init__(self, plan): self.flag = bool and plan.dp > 1",
+        "class C:\n def __init__(self, other): other.flag = False",
+        "class C:\n @property\n def flag(self) -> bool: return self._plan.zero > 0",
+    ]
+    for text in forms:
+        assert asked_flags([ast.parse("if part.flag: pass")], [ast.parse(text)]) == {"flag"}, text
+
+
+def test_every_form_of_asking_a_flag_is_detected():
+    forms = [
+        "if part.flag: pass",
+        "while not self.part.flag: pass",
+        "x = 1 if part.flag and y else 2",
+        "x = part.flag or 1",
+        "[x for x in y if part.flag]",
+        "if part.flag == 0: pass",
+        "if any(part.flag for part in parts): pass",
+        "if y and (x := part.flag): pass",
+        "match part.flag:\n case 1: pass",
+    ]
+    flag = ast.parse("class C:\n flag = True")
+    for text in forms:
+        assert asked_flags([ast.parse(text)], [flag]) == {"flag"}, text
+    assert asked_flags([ast.parse("f(part.flag); x = part.flag; g(x.flag()) if y else 1")], [flag]) == set()
+
+
+def test_what_changes_after_an_object_is_made_is_no_flag():
+    states = [
+        "class C:\n def __init__(self): self.flag = False\n def f(self): self.flag = True",
+        "class C:\n flag: bool\ndef f(c): c.flag = True",
+        "class C:\n @property\n def flag(self) -> bool: return self._x\n def f(self): self._x = 1",
+        "class C:\n @property\n def flag(self) -> bool: return self.g\n"
+        " @property\n def g(self): return self.x\n def f(self): self.x = 1",
+    ]
+    for text in states:
+        assert asked_flags([ast.parse("if part.flag: pass")], [ast.parse(text)]) == set(), text
 
 
 # The files of lowering and of a step that see the plan itself, and why. Others get numbers, flags and small records.

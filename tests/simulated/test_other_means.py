@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fourfold.plan.plan import Plan
 from fourfold.plan.sample_order import shard_range
+from fourfold.step.objective import SplitBatch
 from fourfold.step.train_step import TrainStep
 from fourfold.testing import threads
 from fourfold.words.errors import TaskError
@@ -217,3 +218,16 @@ def test_a_checkpointed_loss_is_not_refused():
     with torch.no_grad():
         expected = net()(even[0]).square().sum(-1).mean().item()
     assert threads.run(2, body) == [pytest.approx(expected, rel=1e-12)] * 2
+
+
+@pytest.mark.parametrize(("plan", "is_split"), [(Plan(), False), (Plan(microbatches=2), True), (Plan(dp=2), True)])
+def test_only_the_parts_of_a_split_batch_are_compared(plan, is_split, monkeypatch):
+    compared, compare = [], SplitBatch.__call__
+    monkeypatch.setattr(SplitBatch, "__call__", lambda self, *args: compared.append(1) or compare(self, *args))
+
+    def body(comm):
+        step = TrainStep(net(), lambda o, y: ce(*flat(o, y)), sgd, plan=plan, communicator=comm, clip=None)
+        step(part(later()[0], plan.dp, comm.rank))
+
+    threads.run(plan.dp, body)
+    assert bool(compared) == is_split
