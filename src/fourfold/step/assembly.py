@@ -23,6 +23,7 @@ from fourfold.plan.plan import Plan
 from fourfold.plan.precision import LossScaler, UnitLossScale
 from fourfold.step.batch_layout import BatchLayout, TokenShards, WholeSamples
 from fourfold.step.collective_calls import CollectiveCalls
+from fourfold.step.drift_report import KINDS, TRAINED_KINDS
 from fourfold.step.dry_run.first_batch import DryRun
 from fourfold.step.dry_run.weight_write_check import WeightWriteCheck
 from fourfold.step.duplicate_batches import DuplicateBatches
@@ -142,7 +143,7 @@ def _make_checks(
     stage: StageAssembly,
 ) -> StepChecks:
     world = calls.world
-    compares_frozen = not plan.batch_split.has_local_batch_norm
+    kinds = TRAINED_KINDS if plan.batch_split.has_local_batch_norm else KINDS
     return StepChecks(
         calls,
         stage.parts.weights,
@@ -154,7 +155,7 @@ def _make_checks(
             data_ranks=plan.mesh.peers(0, "dp"),  # of the ranks that share samples, the first
             is_log_rank=world.rank == 0,
         ),
-        drift_checker=DriftChecker(world, options.drift_check, compares_frozen=compares_frozen),
+        drift_checker=DriftChecker(world, options.drift_check, kinds=kinds),
         nan_guard=NanGuard(world, model, limit=options.skip_nan),
     )
 

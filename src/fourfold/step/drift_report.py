@@ -14,6 +14,8 @@ import torch
 from fourfold.parts.comm.communicator import Communicator
 
 WEIGHTS, MASTER_WEIGHTS, FROZEN = KINDS = ("weights", "master weights", "frozen weights")
+TRAINED_KINDS = (WEIGHTS, MASTER_WEIGHTS)
+"""What is compared with local batch norm: frozen weights may then hold a rank's own state."""
 
 
 class Difference(NamedTuple):

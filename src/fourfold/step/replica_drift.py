@@ -54,17 +54,14 @@ class DriftChecker:
     """Compares the weights of the ranks after every `every` steps; 0: never."""
 
     def __init__(
-        self, communicator: Communicator, every: int, *, compares_frozen: bool, attempt: str = TRAIN_STEP_HINT
+        self, communicator: Communicator, every: int, *, kinds: Sequence[str] = KINDS, attempt: str = TRAIN_STEP_HINT
     ) -> None:
-        """`attempt`: what the error suggests.
-
-        `compares_frozen`: frozen weights must be the same too. With local batch norm they may hold a rank's own state.
-        """
+        """`kinds`: of weights that are compared. `attempt`: what the error suggests."""
         if every < 0:
             raise SettingError(Problem(f"drift_check = {every}", "a number of steps, or 0 for never"))
         self.every = every if communicator.size > 1 else 0
         self._communicator, self._warned_size, self._attempt = communicator, 0.0, attempt
-        self._compares_frozen = compares_frozen
+        self._kinds = kinds
         self._is_first_due = self.every > 0
 
     def is_due(self, step: int, period: int) -> bool:
@@ -81,7 +78,7 @@ class DriftChecker:
         If the ranks that differ have different machines, or another `update_kind`, rank 0 warns instead.
         """
         self._is_first_due = False
-        tensors = [each for each in tensors if self._compares_frozen or each.kind != FROZEN]
+        tensors = [each for each in tensors if each.kind in self._kinds]
         with untracked_access():
             hashes = fingerprints([each.tensor for each in tensors])
         digests = [_digests(tensors, hashes, kind) for kind in KINDS]

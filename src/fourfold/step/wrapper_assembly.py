@@ -21,6 +21,7 @@ from fourfold.plan.lowering import lower
 from fourfold.plan.plan import Plan
 from fourfold.plan.update_spec import UpdateSpec
 from fourfold.step.closure_losses import ClosureLosses, MeanLosses, OwnLosses, uses_loss
+from fourfold.step.drift_report import KINDS, TRAINED_KINDS
 from fourfold.step.duplicate_batches import DuplicateBatches
 from fourfold.step.grad_averager import AllUsed, GradAverager, UsedOnSomeRanks
 from fourfold.step.memory_formats import MemoryFormats, shape_and_strides
@@ -47,8 +48,8 @@ def make_checks(
     duplicate_batches = DuplicateBatches(same_batches, data_ranks=range(plan.dp), is_log_rank=world.rank == 0)
     settings = {"same_batches": same_batches, "drift_check": drift_check}
     _check_same_build(optimizer, model, plan, world, settings)
-    compares_frozen = not plan.batch_split.has_local_batch_norm
-    drift_checker = DriftChecker(world, drift_check, compares_frozen=compares_frozen, attempt=WRAPPER_HINT)
+    kinds = TRAINED_KINDS if plan.batch_split.has_local_batch_norm else KINDS
+    drift_checker = DriftChecker(world, drift_check, kinds=kinds, attempt=WRAPPER_HINT)
     return WrapperChecks(model, OptionTracker(optimizer), world.along("dp"), duplicate_batches, drift_checker)
 
 
