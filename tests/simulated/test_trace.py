@@ -18,6 +18,8 @@ from fourfold.trainer.tracer import (
 from fourfold.words.trace_events import DONE_EVENT, LAUNCHED_EVENT, READY_EVENT, REDUCE_LANE, Span
 from tests.cases import Case, batches, build_step, local_batch
 
+pytestmark = pytest.mark.usefixtures("without_dry_run")
+
 
 def traced(case: Case, size: int, *, every: int = 5, steps: int = 6) -> list[Trace]:
     """The trace that each rank holds at the end of a run."""
