@@ -12,6 +12,8 @@ from fourfold.testing import threads
 from fourfold.words.errors import TaskError
 from tests.cases import Case, batches, build_step, local_batch
 
+pytestmark = pytest.mark.usefixtures("without_dry_run")
+
 LM = Case(model="lm", batch_sizes=(4, 4, 4))
 
 

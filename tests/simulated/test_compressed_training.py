@@ -15,6 +15,8 @@ from fourfold.testing.oracle import TOLERANCE
 from tests import codec_oracle
 from tests.cases import Case, batches, build_step, local_batch, train_step
 
+pytestmark = pytest.mark.usefixtures("without_dry_run")
+
 STATEFUL = [kind for kind in CODECS if kind not in ("bf16", "fp16")]
 
 

@@ -17,6 +17,8 @@ from fourfold.words.errors import TaskError, TrainingError
 from fourfold.words.program import Verb
 from tests.cases import LOSSES, Case, batches, build_step, deviation, local_batch, train_step
 
+pytestmark = pytest.mark.usefixtures("without_dry_run")
+
 
 @pytest.mark.parametrize("kind", [cls.__name__ for cls in ELEMENTWISE])
 @pytest.mark.parametrize("zero", [0, 1])

@@ -9,6 +9,8 @@ from fourfold.testing import threads
 from fourfold.words.mesh import Mesh
 from tests.cases import Case, build_step, train_step
 
+pytestmark = pytest.mark.usefixtures("without_dry_run")
+
 CASES = {
     "whole": Case(clip=0.5),
     "one copy": Case(zero=1, clip=0.5, model="tied"),

@@ -22,6 +22,8 @@ from fourfold.testing import threads
 from fourfold.words.errors import DivergenceError
 from tests.cases import Case, batches, build_step, local_batch
 
+pytestmark = pytest.mark.usefixtures("without_dry_run")
+
 CASE = Case(batch_sizes=(12, 12, 12), bucket_bytes=1500)
 
 

@@ -22,6 +22,8 @@ from fourfold.testing.oracle import TOLERANCE
 from fourfold.words.errors import OptimizerError, PlanError
 from tests.cases import LOSSES, Case, batches, build_step, deviation, local_batch, model, train_step
 
+pytestmark = pytest.mark.usefixtures("without_dry_run")
+
 KINDS: list[Any] = [ff.optim.LARS, ff.optim.LAMB]
 
 

@@ -27,6 +27,8 @@ from fourfold.words.program import Verb
 from tests import local_sgd_oracle
 from tests.cases import Case, batches, build_step, local_batch, loss, model, optimizer, train_oracle, train_step
 
+pytestmark = pytest.mark.usefixtures("without_dry_run")
+
 
 def deviation(case: Case, size: int, comm) -> float:
     return oracle.deviation(train_step(case, build_step(case, size, comm)), local_sgd_oracle.train(case, size))

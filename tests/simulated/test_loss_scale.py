@@ -18,6 +18,8 @@ from fourfold.words.errors import PlanError, TrainingError
 from tests import cases, pairs
 from tests.precision_oracle import CASE, ZERO_FIELDS, equal_tensors, train_on_threads, train_oracle
 
+pytestmark = pytest.mark.usefixtures("without_dry_run")
+
 FP16 = dataclasses.replace(CASE, precision="fp16", batch_sizes=(12, 12, 12))
 
 

@@ -19,6 +19,8 @@ from fourfold.words.errors import TrainingError
 from fourfold.words.layout import SPLIT
 from fourfold.words.program import Verb
 
+pytestmark = pytest.mark.usefixtures("without_dry_run")
+
 OPTIMIZER = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
 

@@ -19,6 +19,8 @@ from fourfold.testing import threads
 from fourfold.testing.threads import ThreadCommunicator
 from tests import pairs
 
+pytestmark = pytest.mark.usefixtures("without_dry_run")
+
 OPTIMIZERS: dict[str, Any] = {
     "AdamW": torch.optim.AdamW,
     "amsgrad": functools.partial(torch.optim.Adam, amsgrad=True),

@@ -26,6 +26,8 @@ from fourfold.words.errors import PlanError, TrainingError
 from tests import cases
 from tests.cases import Case, batches, local_batch
 
+pytestmark = pytest.mark.usefixtures("without_dry_run")
+
 NAN, INF = float("nan"), float("inf")
 
 

@@ -11,6 +11,8 @@ from fourfold.testing import threads
 from fourfold.testing.oracle import TOLERANCE
 from fourfold.words.errors import PlanError, TrainingError
 
+pytestmark = pytest.mark.usefixtures("without_dry_run")
+
 RATE, MOMENTUM = 0.05, 0.9
 
 

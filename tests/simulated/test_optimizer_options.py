@@ -17,6 +17,8 @@ from fourfold.testing.oracle import TOLERANCE
 from fourfold.words.errors import DivergenceError, PlanError
 from tests.cases import Case, batches, build_step, deviation, local_batch, loss, model, optimizer
 
+pytestmark = pytest.mark.usefixtures("without_dry_run")
+
 CASE = Case(batch_sizes=(12, 12, 12), bucket_bytes=1500)
 
 

@@ -30,6 +30,8 @@ from tests.precision_oracle import (
     train_steps,
 )
 
+pytestmark = pytest.mark.usefixtures("without_dry_run")
+
 
 @pytest.mark.parametrize("fields", pairs.grid(
     zero=(0, 1, 2, 3), size=(3, 2, 1), microbatches=(2, 1), reduce_dtype=("keep", "fp32")

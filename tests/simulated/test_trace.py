@@ -23,6 +23,8 @@ from fourfold.words.program import Action, Verb
 from fourfold.words.trace_events import DONE_EVENT, GATHER_LANE, LAUNCHED_EVENT, READY_EVENT, REDUCE_LANE, Span
 from tests.cases import Case, batches, build_step, local_batch
 
+pytestmark = pytest.mark.usefixtures("without_dry_run")
+
 
 def traced(case: Case, size: int, *, every: int = 5, steps: int = 6) -> list[Trace]:
     """The trace that each rank holds at the end of a run."""

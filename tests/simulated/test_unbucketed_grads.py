@@ -16,6 +16,8 @@ from fourfold.words.errors import TaskError, TrainingError
 from tests import cases
 from tests.cases import LOSSES, Case, batches, train_oracle, train_step
 
+pytestmark = pytest.mark.usefixtures("without_dry_run")
+
 CASE = Case(batch_sizes=(8, 8), bucket_bytes=1)
 UPDATES = ["after", "in_backward"]
 BATCH = torch.ones(2, 16), torch.zeros(2, dtype=torch.int64)
