@@ -343,7 +343,7 @@ def assignments(node: ast.Assign | ast.AnnAssign) -> Iterator[tuple[ast.expr, as
     """Every target with its value."""
     for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
         if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
-            yield from zip(target.elts, node.value.elts, strict=True)
+            yield from zip(target.elts, node.value.elts, strict=False)  # a starred target takes several
         else:
             yield target, node.value
 
@@ -421,7 +421,8 @@ def test_every_form_of_a_flag_is_detected():
 def test_every_form_of_asking_a_flag_is_detected():
     forms = [
         "if part.flag: pass",
-        "while not self.part.flag: pass",
+        "while self.part.flag: pass",
+        "x = not part.flag",
         "x = 1 if part.flag and y else 2",
         "x = part.flag or 1",
         "[x for x in y if part.flag]",
