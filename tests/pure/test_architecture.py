@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import functools
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import TypeGuard
@@ -25,10 +26,15 @@ ALLOWED = {
 }
 
 
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def imports(path: Path) -> set[str]:
     """Every module that a file imports, anywhere in it."""
     modules: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             modules |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -64,13 +70,13 @@ def test_the_executor_stays_short():
 
 def test_every_file_has_a_docstring():
     for path in files():
-        assert ast.get_docstring(ast.parse(path.read_text())), path
+        assert ast.get_docstring(tree_of(path)), path
 
 
 def test_no_module_imports_the_package_root():
     # The package root imports every layer lazily, so an import of it from inside is an import upward.
     for path in set(files()) - {SOURCE / "__init__.py"}:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.Import):
                 assert "fourfold" not in {alias.name for alias in node.names}, path
             elif isinstance(node, ast.ImportFrom):
@@ -88,7 +94,7 @@ def module_name(path: Path) -> str:
 def test_names_are_imported_from_the_module_that_defines_them():
     imported = {f"fourfold.{module_name(path)}": imported_names(path) for path in files() if path.parent != SOURCE}
     for path in files():
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.ImportFrom) and node.module in imported:
                 if node.module.removeprefix("fourfold.") in MAY_RE_EXPORT:
                     continue
@@ -99,7 +105,7 @@ def test_names_are_imported_from_the_module_that_defines_them():
 
 def imported_names(path: Path) -> set[str]:
     """The names that a file's `from` imports bind."""
-    nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
+    nodes = [node for node in ast.walk(tree_of(path)) if isinstance(node, ast.ImportFrom)]
     return {alias.asname or alias.name for node in nodes for alias in node.names}
 
 
@@ -199,7 +205,7 @@ def plan_modes() -> set[str]:
 
 def behaviours() -> set[str]:
     """The classes of Fourfold that are no records."""
-    classes = [node for path in files() for node in ast.walk(ast.parse(path.read_text())) if is_class(node)]
+    classes = [node for path in files() for node in ast.walk(tree_of(path)) if is_class(node)]
     return {
         node.name
         for node in classes
@@ -237,7 +243,7 @@ def test_modes_and_optional_parts_of_a_step_are_chosen_where_it_is_assembled():
         f"{path.name} {choice}"
         for path in files("step/*.py")
         if path.stem not in CHOOSES_OR_REFUSES
-        for choice in choices(ast.parse(path.read_text()), parts)
+        for choice in choices(tree_of(path), parts)
     }
     assert found == set(CHOSEN_ELSEWHERE)
 
@@ -395,7 +401,7 @@ def asked(node: ast.expr) -> Iterator[str]:
 
 
 def test_a_step_asks_no_flag_that_a_mode_has_set():
-    trees = {path: ast.parse(path.read_text()) for path in files()}
+    trees = {path: tree_of(path) for path in files()}
     step = [trees[path] for path in files("step/**/*.py") if path.stem not in CHOOSES_OR_REFUSES]
     assert asked_flags(step, list(trees.values())) == set(ASKED)
 
@@ -514,7 +520,7 @@ def foreign_private_names(tree: ast.AST, ours: set[str]) -> set[str]:
 
 
 def test_private_names_are_used_in_these_files_only():
-    trees = {path: ast.parse(path.read_text()) for path in files()}
+    trees = {path: tree_of(path) for path in files()}
     ours = set().union(*map(defined_names, trees.values()))
     for path, tree in trees.items():
         foreign = foreign_private_names(tree, ours) - PUBLIC - STANDARD_LIBRARY
