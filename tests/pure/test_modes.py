@@ -182,7 +182,6 @@ ASKED = {
     "size": "of the world: decides, when a DriftChecker is made, whether there are replicas to compare",
     **dict.fromkeys(("has_writes", "is_additive", "is_comparable", "is_uneven", "is_unreduced"), FOUND_BY_A_DRY_RUN),
     **dict.fromkeys(("fits_float64", "fits_model_dtype", "has_gradients", "_new_tensors"), CHOSEN_BY_A_DRY_RUN),
-    "_compares_frozen": "a mode: with local batch norm frozen weights may be a rank's own",
     "_counts_renorms": "a mode: an embedding's max_norm is harmless on one rank",
     "has_local_batch_norm": "a mode: what a dry run need not compare",
 }
