@@ -31,8 +31,8 @@ p { margin: 0 0 10px }
 .figures { display: grid; gap: 12px; grid-template-columns: repeat(auto-fit, minmax(128px, 1fr)); margin-bottom: 16px }
 .card, .figures > div { background: var(--card); border: 1px solid var(--edge); border-radius: 10px; min-width: 0 }
 .card { padding: 18px 20px }
-.figures > div { padding: 12px 16px }
-.figures b { display: block; white-space: nowrap; font-size: 22px; line-height: 1.25;
+.figures > div { padding: 12px }
+.figures b { display: block; white-space: nowrap; font-size: 20px; line-height: 1.25;
   font-variant-numeric: tabular-nums }
 .figures span, .note { color: var(--muted); font-size: 13px }
 .wide { grid-column: 1 / -1 }
