@@ -11,8 +11,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fourfold.plan.plan import Plan
-from fourfold.plan.trace_file import encode_trace
-from fourfold.report import html_table, page, progress, run_record, svg
+from fourfold.plan.trace_file import Event, Trace, encode_trace
+from fourfold.report import html_table, page, progress, run_record, step_timeline, svg
+from fourfold.report.style import CSS
+from fourfold.words.program import Action, Verb
+from fourfold.words.trace_events import COMPUTE_LANE, REDUCE_LANE
 from tests.recorded_traces import trace
 
 NASTY = "<b>&\"'</script>"
@@ -230,3 +233,22 @@ def test_a_nan_metric_is_shown(run):
     figures = dict(page.key_figures(run_record.read_run(run)))
     assert figures["validation loss"] == figures["f1"] == "nan"
     parse_html(page.render_run(run_record.read_run(run)))
+
+
+@pytest.mark.parametrize(("verb", "word"), [(Verb.UNSHARD, "unshard"), (Verb.GATHER, "gather")])
+def test_gathers_of_weights_have_a_colour_and_a_word_in_the_legend_of_their_own(verb, word):
+    action = Action(verb, 0, 0)
+    events = (Event(0, 3, str(action), REDUCE_LANE, 0.0, 1.0), Event(0, 3, "F0.0", COMPUTE_LANE, 1.0, 2.0))
+    html = step_timeline.step_card(Trace({0: (action, Action(Verb.FORWARD, 0, 0))}, events))
+    assert '<rect class="unshard"' in html
+    assert re.findall(r'class="key (\w+)"></span>(\w+)', html) == [
+        ("forward", "forward"),
+        ("unshard", word),
+        ("wait", "waiting"),
+    ]
+    assert CSS.count("--unshard: #") == 2  # light and dark
+
+
+def test_every_verb_has_a_colour():
+    assert set(step_timeline.VERB_STYLES) == set(Verb)
+    assert all(f".{style} {{ fill" in CSS for style in step_timeline.VERB_STYLES.values())

@@ -1,6 +1,6 @@
 """Step timeline: one step of a run, drawn as measured and as simulated at the measured costs of its actions.
 
-Law: both share one time axis, which starts at the first action of the step.
+Law: both share one time axis, which starts at the first action of the step; the legend names exactly what is drawn.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,6 +12,7 @@ from fourfold.plan.simulate import TimedAction, Timeline, makespan
 from fourfold.plan.step_breakdown import (
     AVERAGE_TIME,
     BACKGROUND_TIMES,
+    CATEGORIES,
     COMPUTE_CATEGORIES,
     DATA_TIME,
     GATHER_TIME,
@@ -37,11 +38,13 @@ from fourfold.words.trace_events import COMPUTE_LANE, LANES, READY_EVENT, REDUCE
 
 VERB_STYLES = {
     **COMPUTE_CATEGORIES,
-    Verb.REDUCE: "reduce",
-    **dict.fromkeys((Verb.GATHER, Verb.UNSHARD, Verb.PUSH, Verb.PULL, *SENDS), "reduce"),
+    **dict.fromkeys((Verb.REDUCE, Verb.PUSH, Verb.PULL, *SENDS), "reduce"),
+    # One colour for all-gathers of weights: no program has both kinds.
+    **dict.fromkeys((Verb.UNSHARD, Verb.GATHER), "unshard"),
 }
 BAR_STYLES = {DATA_TIME: "data", WAITING_TIME: "wait", OTHER_TIME: "rest"}
-BAR_STYLES |= dict.fromkeys((*BACKGROUND_TIMES, GATHER_TIME, AVERAGE_TIME), "reduce")
+BAR_STYLES |= dict.fromkeys((*BACKGROUND_TIMES, AVERAGE_TIME), "reduce")
+BAR_STYLES |= dict.fromkeys((UNSHARD_TIME, GATHER_TIME), "unshard")
 MAX_OPEN_ROWS = 24  # a longer table is folded away
 
 
@@ -79,15 +82,20 @@ def step_card(trace: Trace) -> str:
         f"({_signed(100 * deviation, 1)} %). The simulation runs the same program at the median cost of each action "
         f"over {len(trace.steps)} sampled steps, without waits."
     )
-    keys = {**{name: name for name in COMPUTE_CATEGORIES.values()}, "reduce": "reduce", "wait": "waiting"}
-    legend = "".join(f'<span class="key {style}"></span>{name}' for style, name in keys.items())
     mark = f"a line on the reduce lane: a bucket is {READY_EVENT}"
     rows_of = compare_timelines(trace, step, simulated)
     return (
         f"<h2>One step, measured and simulated</h2><p>{escape(text)}</p>"
-        f'<div class="scroll">{drawing}</div><p class="note">{legend} · {mark}</p>'
+        f'<div class="scroll">{drawing}</div><p class="note">{_legend(measured, simulated)} · {mark}</p>'
         f"{_difference_table(rows_of, both)}"
     )
+
+
+def _legend(*timelines: Timeline) -> str:
+    """The categories of the actions drawn, each with its colour, and waiting."""
+    drawn = {timed.action.verb for each in timelines for actions in each.values() for timed in actions}
+    keys = {word: VERB_STYLES[verb] for verb, word in CATEGORIES.items() if verb in drawn} | {WAITING_TIME: "wait"}
+    return "".join(f'<span class="key {style}"></span>{word}' for word, style in keys.items())
 
 
 def _measured_lanes(trace: Trace, step: int, measured: Mapping[int, Sequence[TimedAction]]) -> list[Lane]:
@@ -120,7 +128,7 @@ def _simulated_lanes(timeline: Timeline) -> list[Lane]:
 
 def _blocks(actions: Sequence[TimedAction], name: str) -> list[Block]:
     return [
-        Block(str(timed.action), timed.start * 1e3, timed.end * 1e3, VERB_STYLES.get(timed.action.verb, "measure"))
+        Block(str(timed.action), timed.start * 1e3, timed.end * 1e3, VERB_STYLES[timed.action.verb])
         for timed in actions
         if lane_of(timed.action) == name
     ]
@@ -137,7 +145,7 @@ def _difference_table(rows: Sequence[Difference], both: tuple[float, float]) -> 
         for d in rows
     ]
     total = _difference_row("step", *both, *both, style=' class="total"')
-    table = f'<div class="scroll"><table>{head}{"".join(body)}{total}</table></div>'
+    table = f'<div class="scroll"><table class="compared">{head}{"".join(body)}{total}</table></div>'
     shown = ' open=""' if len(rows) <= MAX_OPEN_ROWS else ""
     return f"<details{shown}><summary>Difference per action</summary>{table}</details>"
 

@@ -9,12 +9,14 @@ CSS = """
   --paper: #f6f7f9; --card: #ffffff; --ink: #1c2228; --muted: #66707b; --grid: #e4e8ec; --edge: #dde2e7;
   --forward: #2f76b5; --backward: #7653b8; --reduce: #c2620a; --update: #2b8454; --measure: #5d6873;
   --wait: #d3d9df; --wait-ink: #444c55; --data: #a8841a; --c3: #b8324f; --c5: #1c8a94; --inside: #ffffff;
+  --unshard: #6e0f4a;
 }
 @media (prefers-color-scheme: dark) {
   :root {
     --paper: #14181c; --card: #1c2127; --ink: #e6eaee; --muted: #98a3ae; --grid: #2b323a; --edge: #2f3740;
     --forward: #5b9fdc; --backward: #a184e0; --reduce: #e58a3c; --update: #4fb07c; --measure: #8d99a5;
     --wait: #3b444e; --wait-ink: #c3ccd5; --data: #d0ab45; --c3: #e8698a; --c5: #4cb9c4; --inside: #10141a;
+    --unshard: #efbeeb;
   }
 }
 * { box-sizing: border-box }
@@ -26,11 +28,12 @@ h2 { font-size: 17px; margin: 0 0 10px }
 p { margin: 0 0 10px }
 .under { color: var(--muted); margin-bottom: 22px }
 .cards { display: grid; gap: 16px; grid-template-columns: repeat(2, minmax(0, 1fr)) }
-.figures { display: grid; gap: 12px; grid-template-columns: repeat(auto-fit, minmax(124px, 1fr)); margin-bottom: 16px }
+.figures { display: grid; gap: 12px; grid-template-columns: repeat(auto-fit, minmax(128px, 1fr)); margin-bottom: 16px }
 .card, .figures > div { background: var(--card); border: 1px solid var(--edge); border-radius: 10px; min-width: 0 }
 .card { padding: 18px 20px }
-.figures > div { padding: 12px 16px }
-.figures b { display: block; font-size: 23px; line-height: 1.25; font-variant-numeric: tabular-nums }
+.figures > div { padding: 12px }
+.figures b { display: block; white-space: nowrap; font-size: 20px; line-height: 1.25;
+  font-variant-numeric: tabular-nums }
 .figures span, .note { color: var(--muted); font-size: 13px }
 .wide { grid-column: 1 / -1 }
 .scroll { overflow-x: auto }
@@ -38,6 +41,7 @@ table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nu
 th { color: var(--muted); font-weight: 500; text-align: right; vertical-align: bottom }
 th, td { padding: 4px 10px; border-bottom: 1px solid var(--grid); text-align: right }
 th:first-child, td:first-child, .words th, .words td { text-align: left }
+.compared td:first-child { white-space: nowrap }
 .words td { overflow-wrap: anywhere }
 .words th { width: 40%; vertical-align: top }
 tr:last-child > * { border-bottom: 0 }
@@ -71,6 +75,7 @@ svg .peg { stroke-width: 2 }
 .forward { fill: var(--forward); background: var(--forward) }
 .backward { fill: var(--backward); background: var(--backward) }
 .reduce { fill: var(--reduce); background: var(--reduce) }
+.unshard { fill: var(--unshard); background: var(--unshard) }
 .update { fill: var(--update); background: var(--update) }
 .measure { fill: var(--measure); background: var(--measure) }
 .wait { fill: var(--wait); background: var(--wait) }
