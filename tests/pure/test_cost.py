@@ -223,3 +223,14 @@ def test_a_trace_of_ranks_that_share_memory_is_simulated_with_the_waits_of_share
     found = recorded(one_bucket(1), rows, ranks_by_memory=((0, 1),))
     times = {str(timed.action): timed for timed in simulated_timeline(found, step_costs(found, 3))[0]}
     assert (times["U0.0"].start, times["U0.0"].end) == (8.0, 9.0)
+
+
+def test_an_update_waits_for_the_last_of_what_it_needs():
+    rows = [(0, "F0.0", 0.0, 1.0), (0, "M0.0", 1.0, 1.0), (0, "B0.0", 1.0, 2.0), (0, "R0.0 sent", 2.0, 2.0)]
+    rows += [(1, "F0.0", 0.0, 4.0), (1, "M0.0", 4.0, 4.5), (1, "B0.0", 4.5, 8.0), (1, "R0.0 sent", 8.0, 8.0)]
+    # Rank 1's loss is there at 4.5; rank 0 goes on at 9.5 with a sum that rank 1 has half a second later.
+    rows += [(0, "R0.0", 2.0, 9.0), (0, WAIT_SPAN, 2.0, 9.5), (0, "U0.0", 2.0, 10.0)]
+    rows += [(1, "R0.0", 8.0, 10.0), (1, WAIT_SPAN, 8.0, 10.0), (1, "U0.0", 8.0, 10.5)]
+    found = recorded(one_bucket(), rows)
+    assert step_costs(found, 3).seconds[0, "U0.0"] == 0.5
+    assert simulated_step_seconds(found, 3) == 10.5
