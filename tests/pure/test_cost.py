@@ -161,7 +161,7 @@ def test_a_forward_overlaps_with_the_gathers_of_the_updates_that_are_fused_into_
     rows = [("F0.0", 0.0, 12.0), ("U0.1", 0.0, 1.0), ("G0.1", 1.0, 3.0), (WAIT_SPAN, 1.0, 3.0)]
     rows += [("U0.0", 5.0, 6.0), ("G0.0", 6.0, 9.0), (WAIT_SPAN, 6.0, 9.0)]
     costs = step_costs(recorded(program, [(0, *row) for row in rows]), 3)
-    assert costs.seconds[0, "F0.0"] == 5.0
+    assert [costs.seconds[0, name] for name in ("F0.0", "U0.1", "U0.0")] == [5.0, 1.0, 1.0]
     assert (costs.overlaps[0, "F0.0", "G0.1"], costs.overlaps[0, "F0.0", "G0.0"]) == (0.0, 2.0)
 
 
@@ -192,3 +192,45 @@ def test_a_program_is_simulated_with_its_costs():
     found = StepCosts({(0, "F0.0"): 2.0, (1, "F0.0"): 3.0}, {})
     times = simulate(PROGRAM, found.cost, overlap=found.overlap)
     assert (times[0][0].end, times[1][0].end) == (2.0, 3.0)
+
+
+def test_a_collective_waits_for_the_one_ahead_of_it_on_its_lane():
+    program = {0: lower_step(DataStepSpec(1, 2))}
+    rows = [("F0.0", 0.0, 1.0), ("M0.0", 1.0, 1.0), ("B0.0", 1.0, 2.0), ("R0.0", 2.0, 6.0), ("R0.1", 2.0, 9.0)]
+    costs = step_costs(recorded(program, [(0, *row) for row in rows]), 3)
+    assert (costs.seconds[0, "R0.0"], costs.seconds[0, "R0.1"]) == (4.0, 3.0)
+
+
+def test_a_reduction_is_there_when_every_rank_has_done_its_part():
+    rows = [("F0.0", 0.0, 1.0), ("M0.0", 1.0, 1.0), ("B0.0", 1.0, 2.0), ("R0.0 sent", 2.0, 2.0)]
+    both = [(rank, *row) for rank in range(2) for row in rows]
+    both += [(0, "R0.0", 2.0, 3.0), (0, WAIT_SPAN, 2.0, 6.5), (0, "U0.0", 2.0, 7.0)]
+    both += [(1, "R0.0", 2.0, 6.0), (1, WAIT_SPAN, 2.0, 6.5), (1, "U0.0", 2.0, 7.0)]
+    found = recorded(one_bucket(), both)
+    costs = step_costs(found, 3)
+    # Rank 0 waits for rank 1's part: 1 second is its own, and not 4.
+    assert (costs.seconds[0, "U0.0"], costs.seconds[1, "U0.0"]) == (1.0, 1.0)
+    assert simulated_step_seconds(found, 3) == 7.0
+
+
+def test_a_trace_of_ranks_that_share_memory_is_simulated_with_the_waits_of_shared_weights():
+    rows = []
+    for rank, end in enumerate((3.0, 8.0)):
+        rows += [(rank, "F0.0", 0.0, 1.0), (rank, "M0.0", 1.0, 1.0), (rank, "B0.0", 1.0, end)]
+        rows += [(rank, "R0.0 sent", 3.0, 3.0), (rank, "U0.0", end, 9.0), (rank, WAIT_SPAN, end, 8.0)]
+        rows += [(rank, "G0.0", 9.0, 9.0)]
+    rows = [row for row in rows if row[1] != WAIT_SPAN or row[2] < row[3]]
+    found = recorded(one_bucket(1), rows, ranks_by_memory=((0, 1),))
+    times = {str(timed.action): timed for timed in simulated_timeline(found, step_costs(found, 3))[0]}
+    assert (times["U0.0"].start, times["U0.0"].end) == (8.0, 9.0)
+
+
+def test_an_update_waits_for_the_last_of_what_it_needs():
+    rows = [(0, "F0.0", 0.0, 1.0), (0, "M0.0", 1.0, 1.0), (0, "B0.0", 1.0, 2.0), (0, "R0.0 sent", 2.0, 2.0)]
+    rows += [(1, "F0.0", 0.0, 4.0), (1, "M0.0", 4.0, 4.5), (1, "B0.0", 4.5, 8.0), (1, "R0.0 sent", 8.0, 8.0)]
+    # Rank 1's loss is there at 4.5; rank 0 goes on at 9.5 with a sum that rank 1 has half a second later.
+    rows += [(0, "R0.0", 2.0, 9.0), (0, WAIT_SPAN, 2.0, 9.5), (0, "U0.0", 2.0, 10.0)]
+    rows += [(1, "R0.0", 8.0, 10.0), (1, WAIT_SPAN, 8.0, 10.0), (1, "U0.0", 8.0, 10.5)]
+    found = recorded(one_bucket(), rows)
+    assert step_costs(found, 3).seconds[0, "U0.0"] == 0.5
+    assert simulated_step_seconds(found, 3) == 10.5

@@ -163,12 +163,13 @@ def test_a_recorder_records_nothing_after_its_step():
     assert before == after > 0
 
 
-def test_a_long_run_keeps_its_first_and_its_last_samples(tmp_path):
+@pytest.mark.parametrize("max_kept", [MAX_KEPT_STEPS, 25])
+def test_a_long_run_keeps_its_first_and_its_last_samples(max_kept, tmp_path):
     case = Case()
 
     def body(comm):
         step = build_step(case, 1, comm)
-        tracing = Tracer(step, every=5, folder=tmp_path)
+        tracing = Tracer(step, every=5, folder=tmp_path, max_kept=max_kept)
         for number in range(1, 131):
             with tracing.sample(number):
                 if is_sampled(number, 5):
@@ -176,9 +177,9 @@ def test_a_long_run_keeps_its_first_and_its_last_samples(tmp_path):
         return decode_trace((tmp_path / TRACE_FILE).read_bytes()).steps
 
     (steps,) = threads.run(1, body)
-    assert len(steps) == MAX_KEPT_STEPS
+    assert len(steps) == max_kept
     assert steps[:2] == list(FIRST_SAMPLED)
-    assert steps[2:] == list(range(45, 131, 5))
+    assert steps[2:] == list(range(5, 131, 5))[-(max_kept - 2) :]
 
 
 def test_recording_does_not_change_training():

@@ -130,7 +130,9 @@ class _SampledStep:
         peers = self.dependencies.ends_with(rank, action)
         if len(peers) > 1:
             moments.append(max(self._arrival(peer, str(action)) for peer in peers))
-        return [each for each in moments if each is not None]
+        found = [each for each in moments if each is not None]
+        # A forward or backward waits for one thing after another, any other action for all at once.
+        return found if action.verb in HOLDING_VERBS else [max(found)] if found else []
 
     def _end(self, needed: Dependency) -> float | None:
         """When an action had ended on all ranks that begin it together."""
