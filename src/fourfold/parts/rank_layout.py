@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fourfold.parts.comm.communicator import Communicator
-from fourfold.parts.comm.reduce.protocol import GradReducer
+from fourfold.parts.comm.reduce.protocol import GradReducer, shard_addend
 from fourfold.plan.data.buckets import Bucket
 
 
@@ -77,7 +77,7 @@ class SplitLayout:
         reducer: GradReducer,
         data_ranks: Communicator,
     ) -> None:
-        self._parameters, self._data_ranks = parameters, data_ranks
+        self._parameters, self._reducer, self._data_ranks = parameters, reducer, data_ranks
         self.bucket_ranges: Sequence[tuple[int, int]] = [reducer.grad_shard(bucket.index)[:2] for bucket in buckets]
         self.ranges: Mapping[str, tuple[int, int]] = param_ranges(buckets, self.bucket_ranges)
         start, stop = self.bucket_ranges[0]
@@ -87,8 +87,7 @@ class SplitLayout:
     def gather(self, name: str, part: Tensor) -> Tensor:
         parameter, (start, _) = self._parameters[name], self.ranges[name]
         whole = torch.zeros(parameter.numel(), dtype=part.dtype, device=parameter.device)
-        if self.replica[0] == 0:  # the other replicas have the same shards
-            whole[start : start + part.numel()] = part
+        whole[start : start + part.numel()] = shard_addend(self._reducer, part)
         self._data_ranks.all_reduce(whole)
         return whole.view(parameter.shape)
 

@@ -115,7 +115,7 @@ def make_stage(
     gradients, transport, averager = _make_gradients(trained, data_ranks, meter, calls, codecs)
     trained = _adapt(trained, transport, world.rank)
     layout = _state_layout(trained, transport, data_ranks)
-    weights = _make_weights(trained, transport, layout, data_ranks, meter)
+    weights = _make_weights(trained, transport, layout, data_ranks)
     optimizer = _make_optimizer(trained, transport, gradients, weights)
     sync = _make_sync(trained, weights, averager)
     parts = StageParts(
@@ -133,15 +133,8 @@ def make_stage(
         rounds=RoundEveryBackward() if trained.layouts.gradient == SPLIT else OneRound(),
         update_verbs=_update_verbs(trained.layouts),
     )
-    state = PersistentState(
-        weights,
-        trained.buckets,
-        optimizer,
-        layout,
-        data_ranks,
-        CodecState(codecs, data_ranks),
-        sync,
-    )
+    codec_state = CodecState(codecs, data_ranks)
+    state = PersistentState(weights, trained.buckets, optimizer, layout, data_ranks, codec_state, sync)
     scaling = _make_scaling(trained, optimizer)
     return StageAssembly(parts, trained, sync, scaling, codecs, state, transport.description)
 
@@ -173,12 +166,7 @@ def _make_codecs(trained: Trained) -> list[Codec]:
     if codec_spec is None:
         return []
     return [
-        registry.make_codec(
-            codec_spec,
-            bucket,
-            [tuple(p.shape) for p in params],
-            device=params[0].device,
-        )
+        registry.make_codec(codec_spec, bucket, [tuple(p.shape) for p in params], device=params[0].device)
         for bucket, params in zip(trained.group.stage.gradient_buckets, trained.by_bucket, strict=True)
     ]
 
@@ -234,9 +222,7 @@ def _state_layout(trained: Trained, transport: DataTransport, data_ranks: Commun
     return WholeLayout(trained.by_name, trained.buckets, data_ranks)
 
 
-def _make_weights(
-    trained: Trained, transport: DataTransport, layout: RankLayout, data_ranks: Communicator, meter: CommMeter
-) -> Weights:
+def _make_weights(trained: Trained, transport: DataTransport, layout: RankLayout, data_ranks: Communicator) -> Weights:
     """The weights where they rest, and master weights. Collective: broadcasts the first rank's."""
     plan = trained.plan
     policy = MasterWeightPolicy(plan.precision, offload_device(plan.offload, data_ranks.device))
