@@ -166,6 +166,20 @@ def test_bar_lengths_are_proportional_to_their_values():
     assert widths[1] == pytest.approx(2 * widths[0], abs=0.2)
 
 
+SPANS = st.tuples(st.integers(0, 20), st.integers(0, 20)).map(sorted)
+
+
+@given(span=SPANS, others=st.lists(SPANS, max_size=5))
+def test_a_block_is_named_in_the_longest_part_that_no_later_block_covers(span, others):
+    block, *later = [svg.Block("F0.0", *each, "forward") for each in (span, *others)]
+    start, stop = svg.widest_gap(block, later)
+    covered = [any(a < k + 1 and k < b for a, b in others) for k in range(*span)]
+    runs = "".join(" x"[each] for each in covered).split("x")
+    assert stop - start == max(map(len, runs), default=0)
+    assert block.start <= start <= stop <= max(block.stop, start)
+    assert not any(covered[k - block.start] for k in range(int(start), int(stop)))
+
+
 @given(values=st.lists(NUMBERS, min_size=1, max_size=2000))
 def test_a_downsampled_curve_keeps_its_last_point(values):
     points = [(float(index), value) for index, value in enumerate(values)]

@@ -69,5 +69,7 @@ def test_a_file_or_broken_link_in_place_of_the_checkpoint_folder_is_refused_at_t
 def test_the_checkpoint_folder_may_be_a_link(tmp_path):
     opened(tmp_path).close()
     (tmp_path / "large").mkdir()
-    (tmp_path / "run" / "checkpoints").symlink_to(tmp_path / "large")
+    link = tmp_path / "run" / "checkpoints"
+    link.symlink_to(tmp_path / "large")
     opened(tmp_path).close()
+    assert link.is_symlink()

@@ -55,6 +55,7 @@ tr:last-child > * { border-bottom: 0 }
 .total > * { font-weight: 600 }
 details summary { cursor: pointer; color: var(--muted); margin: 12px 0 8px }
 .key { display: inline-block; width: 11px; height: 11px; border-radius: 3px; margin: 0 5px 0 14px }
+.key:first-child { margin-left: 0 }
 pre { white-space: pre-wrap; overflow-wrap: anywhere; margin: 0; font-size: 13px }
 svg { width: 100%; height: auto; display: block }
 svg text { font-size: 12px; fill: var(--muted) }

@@ -207,11 +207,12 @@ def lane_chart(rows: Sequence[Lane], *, end: float, title: str, x: str) -> str:
     for row, top in zip(rows, tops, strict=True):
         if row.name:
             parts.append(f'<text class="end" x="{frame.left - 10}" y="{top + 15:.1f}">{escape(row.name)}</text>')
-            parts += [_block(frame, block, top) for block in row.blocks]
+            parts += [_block(frame, block, row.blocks[index + 1 :], top) for index, block in enumerate(row.blocks)]
     return _render_svg(width, frame.bottom + 40, title, parts)
 
 
-def _block(frame: Frame, block: Block, top: float) -> str:
+def _block(frame: Frame, block: Block, later: Sequence[Block], top: float) -> str:
+    """A block, with its name where there is room for it: `later` blocks are drawn over it."""
     left, right = frame.x(block.start), frame.x(block.stop)
     if block.start == block.stop:
         tip = f"<title>{escape(block.name)} at {block.start:.3f} ms</title>"
@@ -219,11 +220,23 @@ def _block(frame: Frame, block: Block, top: float) -> str:
     tip = f"<title>{escape(block.name)}: {block.stop - block.start:.3f} ms from {block.start:.3f} ms</title>"
     wide = max(right - left, 1.0)
     box = f'<rect class="{block.style}" x="{left:.1f}" y="{top:.1f}" width="{wide:.1f}" height="20" rx="2">{tip}</rect>'
-    if wide < LETTER_WIDTH * len(block.name) + 6:
+    start, stop = widest_gap(block, later)
+    if frame.x(stop) - frame.x(start) < LETTER_WIDTH * len(block.name) + 6:
         return box
-    middle = (left + right) / 2
+    middle = frame.x((start + stop) / 2)
     text = f'<text class="inside on-{block.style}" x="{middle:.1f}" y="{top + 14.5:.1f}">{escape(block.name)}</text>'
     return box + text
+
+
+def widest_gap(block: Block, later: Sequence[Block]) -> tuple[float, float]:
+    """The longest part of a block that no later one covers."""
+    gaps, at = list[tuple[float, float]](), block.start
+    for other in sorted(later, key=lambda each: each.start):
+        if block.start < other.stop and other.start < block.stop:
+            gaps.append((at, max(at, other.start)))
+            at = max(at, other.stop)
+    gaps.append((at, max(at, block.stop)))
+    return max(gaps, key=lambda gap: gap[1] - gap[0])
 
 
 def _render_svg(width: float, height: float, title: str, parts: Sequence[str]) -> str:
