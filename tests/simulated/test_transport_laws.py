@@ -19,6 +19,7 @@ from fourfold.parts.comm.reduce.local_sgd import LocalSGDReducer
 from fourfold.parts.comm.reduce.protocol import DataTransport, WorldChannel
 from fourfold.parts.comm.reduce.scalar_room import NUM_LOSS_SCALARS
 from fourfold.parts.comm.reduce.transport_spec import TransportSpec
+from fourfold.parts.comm.topology import gather_topology
 from fourfold.parts.comm.transports import make_data_transport, make_world_channel
 from fourfold.plan.codec import CodecSpec
 from fourfold.plan.data.buckets import Bucket, Slot
@@ -60,7 +61,8 @@ def connect(
 ) -> Rank:
     """Make the data transport of a rank, and the world's channel if there is none yet."""
     meter = meter or CommMeter()
-    world = world or make_world_channel(comm, place.choice, meter)
+    topology = gather_topology(comm)
+    world = world or make_world_channel(comm, topology, place.choice, meter)
     rest = RESTING_LAYOUTS[zero if place.size > 1 else 0]
     buckets = [Bucket(i, (Slot(str(i), 0, LENGTH),), LENGTH, "float64", 8, 0) for i in range(NUM_BUCKETS)]
     codecs = [
@@ -75,7 +77,13 @@ def connect(
         num_shards=place.size if zero and place.size > 1 else None,
     )
     data = make_data_transport(
-        comm, spec, meter=meter, calls=world.calls, choice=place.choice, codecs=codecs if place.size > 1 else ()
+        comm,
+        topology,
+        spec,
+        meter=meter,
+        calls=world.calls,
+        choice=place.choice,
+        codecs=codecs if place.size > 1 else (),
     )
     return Rank(world, data, meter)
 
@@ -359,7 +367,7 @@ def test_groups_of_data_ranks_sum_apart_and_the_world_together(place, axis, zero
 
     def body(comm):
         data, ranks = teams(comm, axis)
-        world = make_world_channel(comm, place.choice, meter := CommMeter())
+        world = make_world_channel(comm, gather_topology(comm), place.choice, meter := CommMeter())
         pair = connect(data, Place(2, choice=place.choice), zero=zero, world=world, meter=meter)
         launch(pair, 0, 1.0 + comm.rank, 1.0)
         world.scalars.all_reduce_async(LOSS, torch.tensor([1.0 + comm.rank], dtype=torch.float64))
@@ -385,7 +393,7 @@ def test_a_dead_rank_of_a_group_is_named_by_its_number_in_the_job():
 
     def body(comm):
         data, _ = teams(comm, "inner")
-        world = make_world_channel(comm, "shared", meter := CommMeter())
+        world = make_world_channel(comm, gather_topology(comm), "shared", meter := CommMeter())
         pair = connect(data, Place(2, choice="shared"), world=world, meter=meter)
         if comm.rank == 3:
             pair, world = None, None  # its sockets close

@@ -4,6 +4,7 @@ host  ranks of one host can share memory, unless there is a reason why they cann
 Law: a topology is data; nothing here asks the machine, so hardware that does not exist here can be described.
 """
 
+import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Self
@@ -39,6 +40,10 @@ class Topology:
     def has_shared_memory(self) -> bool:
         """Whether ranks of one host can share memory."""
         return self.device == "cpu" and not self.unshared_cause
+
+    def restricted_to(self, ranks: Iterable[int]) -> Self:
+        """The topology of some of its ranks, which are numbered anew, in the order given."""
+        return dataclasses.replace(self, hosts=tuple(self.hosts[rank] for rank in ranks))
 
     def hosts_of(self, ranks: Iterable[int]) -> tuple[tuple[int, ...], ...]:
         """The ranks by host, hosts in the order of their first rank."""

@@ -87,7 +87,7 @@ def assemble(
     check_user_optimizer(optimizer, step_hook_conflicts(plan))
     world = world.on_mesh(plan.mesh)
     trained = lay_out(model, optimizer, plan, world, options)
-    channel = transports.make_world_channel(world, plan.transport, meter)
+    channel = transports.make_world_channel(world, trained.blueprint.topology, plan.transport, meter)
     stage = make_stage(trained, objective, world, meter, channel.calls)
     parts = StepParts(
         stages={STAGE: stage.parts},

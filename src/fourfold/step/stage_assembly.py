@@ -20,7 +20,7 @@ from fourfold.parts.comm.reduce.local_sgd import LocalSGDReducer
 from fourfold.parts.comm.reduce.protocol import CallChecker, DataTransport
 from fourfold.parts.comm.reduce.single_rank import single_rank_transport
 from fourfold.parts.comm.reduce.transport_spec import spec_of_request
-from fourfold.parts.comm.topology import gather_topology
+from fourfold.parts.comm.topology import gather_topology, topology_along
 from fourfold.parts.data.grad_buckets import GradBuckets
 from fourfold.parts.data.grad_hooks import GradHooks
 from fourfold.parts.data.gradients import Gradients
@@ -38,7 +38,7 @@ from fourfold.plan.data.buckets import Bucket
 from fourfold.plan.data.zero import RestingLayouts, layout_changes
 from fourfold.plan.lowering import Blueprint, DataGroup, lower
 from fourfold.plan.plan import Plan
-from fourfold.plan.topology import NO_SHARED_MEMORY
+from fourfold.plan.topology import NO_SHARED_MEMORY, Topology
 from fourfold.step.codec_state import CodecState
 from fourfold.step.grad_rounds import OneRound, RoundEveryBackward
 from fourfold.step.grad_scaling import GradScaling, ScaledInUpdate, ScaledSums
@@ -112,7 +112,8 @@ def make_stage(
     """Make the parts of a stage. Collective. Raises PlanError."""
     data_ranks = world.along("dp", "sp")
     codecs = _make_codecs(trained)
-    gradients, transport, averager = _make_gradients(trained, data_ranks, meter, calls, codecs)
+    topology = topology_along(world, trained.blueprint.topology, data_ranks)
+    gradients, transport, averager = _make_gradients(trained, data_ranks, topology, meter, calls, codecs)
     trained = _adapt(trained, transport, world.rank)
     layout = _state_layout(trained, transport, data_ranks)
     weights = _make_weights(trained, transport, layout, data_ranks)
@@ -182,6 +183,7 @@ class _GradientParts(NamedTuple):
 def _make_gradients(
     trained: Trained,
     data_ranks: Communicator,
+    topology: Topology,
     meter: CommMeter,
     calls: CallChecker,
     codecs: Sequence[Codec],
@@ -192,11 +194,17 @@ def _make_gradients(
     if trained.blueprint.has_unbucketed_grads:
         unbucketed = UnbucketedGrads(trained.by_name, trained.buckets, meter, allow_unused=allow_unused)
         transport = transports.make_data_transport(
-            data_ranks, spec, meter=meter, calls=calls, choice=plan.transport, unbucketed_grads=unbucketed.local_grads
+            data_ranks,
+            topology,
+            spec,
+            meter=meter,
+            calls=calls,
+            choice=plan.transport,
+            unbucketed_grads=unbucketed.local_grads,
         )
         return _GradientParts(unbucketed, transport, None)
     transport = transports.make_data_transport(
-        data_ranks, spec, meter=meter, calls=calls, choice=plan.transport, codecs=codecs
+        data_ranks, topology, spec, meter=meter, calls=calls, choice=plan.transport, codecs=codecs
     )
     averager = None
     if plan.sync == "local":

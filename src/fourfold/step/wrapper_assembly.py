@@ -12,7 +12,7 @@ from fourfold.parts.comm import transports
 from fourfold.parts.comm.communicator import Communicator
 from fourfold.parts.comm.meter import CommMeter
 from fourfold.parts.comm.reduce.transport_spec import spec_of_request
-from fourfold.parts.comm.topology import gather_topology
+from fourfold.parts.comm.topology import gather_topology, topology_along
 from fourfold.parts.data.flat_params import param_specs
 from fourfold.parts.data.grad_buckets import GradBuckets
 from fourfold.parts.optim.option_tracker import OptionTracker
@@ -68,12 +68,18 @@ def make_averager(
     trainable: Mapping[str, nn.Parameter], optimizer: Optimizer, plan: Plan, world: Communicator
 ) -> GradAverager:
     """The buckets of the trainable parameters, and their transport. Collective; `world` lies on the plan's mesh."""
-    blueprint = lower(plan, param_specs(trainable, {}), gather_topology(world), UpdateSpec())
+    topology, data_ranks = gather_topology(world), world.along("dp", "sp")
+    blueprint = lower(plan, param_specs(trainable, {}), topology, UpdateSpec())
     group = blueprint.group_of(world.rank)
     meter, spec, allow_unused = CommMeter(), spec_of_request(group.request), plan.unused == "allow"
-    channel = transports.make_world_channel(world, plan.transport, meter)
+    channel = transports.make_world_channel(world, topology, plan.transport, meter)
     transport = transports.make_data_transport(
-        world.along("dp", "sp"), spec, meter=meter, calls=channel.calls, choice=plan.transport
+        data_ranks,
+        topology_along(world, topology, data_ranks),
+        spec,
+        meter=meter,
+        calls=channel.calls,
+        choice=plan.transport,
     )
     gradients = GradBuckets(dict(trainable), group.buckets, transport.grads, meter, allow_unused=allow_unused)
     buffers = transport.grads.grad_buffers

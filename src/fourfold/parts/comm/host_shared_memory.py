@@ -26,6 +26,11 @@ class _MemoryServer(NamedTuple):
     listener: socket.socket | None = None
     problem: str = ""
 
+    @property
+    def address(self) -> str:
+        """Of the socket; empty on the other ranks."""
+        return self.listener.getsockname().decode("latin-1") if self.listener is not None else ""
+
     def close(self) -> None:
         if self.listener is not None:
             self.listener.close()
@@ -48,12 +53,14 @@ def open_host_memory(
     host that are not in `comm` have no part in it, and may share memory of their own. Raises LaunchError.
     """
     server = _create_and_listen(create, comm, host_ranks)
-    problems = [problem for problem in (server.problem, *comm.all_gather_json(server.problem)) if problem]
+    by_rank = comm.all_gather_json([server.problem, server.address])
+    problems = [problem for problem in (server.problem, *(each for each, _ in by_rank)) if problem]
     if problems:
         server.close()
         return None, problems[0]
+    _, leader_address = by_rank[host_ranks[0]]
     try:
-        return _exchange_handle(server, comm, host_ranks), ""
+        return _exchange_handle(server, leader_address, host_ranks, comm.rank), ""
     except (OSError, IndexError) as error:
         server.close()
         ranks = [comm.ranks[rank] for rank in host_ranks]
@@ -76,15 +83,15 @@ def _create_and_listen(create: Callable[[], int], comm: Communicator, host_ranks
     return _MemoryServer(handle, listener)
 
 
-def _exchange_handle(server: _MemoryServer, comm: Communicator, host_ranks: Sequence[int]) -> SharedHostMemory:
-    address = server.listener.getsockname().decode("latin-1") if server.listener else ""
-    addresses = comm.all_gather_json(address)
+def _exchange_handle(
+    server: _MemoryServer, leader_address: str, host_ranks: Sequence[int], rank: int
+) -> SharedHostMemory:
     sockets: dict[int, socket.socket] = {}
     if server.listener is None:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         sock.settimeout(CONNECT_TIMEOUT_SECONDS)
-        sock.connect(addresses[host_ranks[0]].encode("latin-1"))
-        sock.sendall(host_ranks.index(comm.rank).to_bytes(4, "little"))
+        sock.connect(leader_address.encode("latin-1"))
+        sock.sendall(host_ranks.index(rank).to_bytes(4, "little"))
         _, handles, _, _ = socket.recv_fds(sock, 1, 1)
         sockets[0] = sock
         return SharedHostMemory(handles[0], sockets)

@@ -14,7 +14,8 @@ from fourfold.parts.comm.ring.p2p_channel import ProcessGroupChannel
 from fourfold.parts.comm.ring.protocol import RingGroup
 from fourfold.parts.comm.ring.shared_memory import RingOverSharedMemory, RingPlace, total_bytes
 from fourfold.parts.comm.ring.single_rank import NullRingGroup
-from fourfold.parts.comm.transports import check_transport_device, gather_hosts, no_shared_memory
+from fourfold.parts.comm.topology import gather_topology
+from fourfold.parts.comm.transports import check_transport_device, no_shared_memory
 
 
 def make_ring(
@@ -41,10 +42,13 @@ def _make_shared_memory_ring(
     comm: Communicator, groups: Sequence[Sequence[int]], group: Sequence[int], meter: CommMeter
 ) -> tuple[RingOverSharedMemory | None, str]:
     """The ring of a group if every group is within one host; or None and the reason. Collective."""
-    hosts, reason = gather_hosts(comm)
-    across_hosts = [each for each in groups if len({hosts[rank] for rank in each}) > 1]
-    if reason or across_hosts:
-        return None, reason or f"ranks {[comm.ranks[rank] for rank in across_hosts[0]]} are on several hosts"
+    topology = gather_topology(comm)
+    across_hosts = [each for each in groups if len(topology.hosts_of(each)) > 1]
+    if topology.unshared_cause or across_hosts:
+        return (
+            None,
+            topology.unshared_cause or f"ranks {[comm.ranks[rank] for rank in across_hosts[0]]} are on several hosts",
+        )
     host_memory, reason = open_host_memory(lambda: memory.create_growing(total_bytes(len(group))), comm, group)
     if host_memory is None:
         return None, reason

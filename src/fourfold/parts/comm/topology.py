@@ -7,6 +7,11 @@ from fourfold.parts.comm.communicator import Communicator
 from fourfold.plan.topology import Topology
 
 
+def topology_along(world: Communicator, topology: Topology, some: Communicator) -> Topology:
+    """The topology of some ranks of a world, whose own topology is known."""
+    return topology.restricted_to(world.ranks.index(rank) for rank in some.ranks)
+
+
 def gather_topology(comm: Communicator) -> Topology:
     """The hosts of all ranks of a communicator, and whether the ranks of each can share memory. Collective."""
     machine = platform.machine()

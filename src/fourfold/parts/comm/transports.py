@@ -1,6 +1,7 @@
 """Transports: which transport joins the data ranks: one rank alone, shared memory, gloo or NCCL.
 
 choice  the plan's `transport`: "by-host" takes shared memory inside hosts where it can be had, else process groups
+topology  of the ranks that are joined, by their indices in the communicator: all have said it, once in a job
 Law: every rank chooses the same transport, from what all ranks have said of themselves.
 """
 
@@ -28,9 +29,8 @@ from fourfold.parts.comm.reduce.shared_memory.host_transport import make_host_tr
 from fourfold.parts.comm.reduce.shared_memory.layout import SharedMemoryLayout
 from fourfold.parts.comm.reduce.single_rank import SingleRankReducer, single_rank_transport, single_rank_world
 from fourfold.parts.comm.reduce.transport_spec import TransportSpec
-from fourfold.parts.comm.topology import gather_topology
 from fourfold.plan.check import host_shard_problem, no_shared_memory_problem, transport_device_problems
-from fourfold.plan.topology import num_host_shards
+from fourfold.plan.topology import Topology, group_hosts, num_host_shards
 from fourfold.words.errors import PlanError
 from fourfold.words.layout import SPLIT, WHOLE
 
@@ -59,24 +59,25 @@ class _Links(NamedTuple):
     """What joins some ranks."""
 
     comm: Communicator
+    topology: Topology
     choice: str
     meter: CommMeter
     calls: CallChecker
 
 
-def make_world_channel(world: Communicator, choice: str, meter: CommMeter) -> WorldChannel:
+def make_world_channel(world: Communicator, topology: Topology, choice: str, meter: CommMeter) -> WorldChannel:
     """What all ranks of the job do together. Collective. `choice` is the plan's `transport`."""
     if world.size == 1:
         return single_rank_world()
     channel = None
     if _wants_shared_memory(world, choice):
-        channel = _make_host_world(world, meter)
+        channel = _make_host_world(world, topology, choice, meter)
     return channel or group_world(world, meter)
 
 
-def _make_host_world(world: Communicator, meter: CommMeter) -> WorldChannel | None:
+def _make_host_world(world: Communicator, topology: Topology, choice: str, meter: CommMeter) -> WorldChannel | None:
     """Shared memory inside each host, gloo between hosts; None where that cannot be had. Collective."""
-    host, _ = _find_host(world)
+    host, _ = _find_host(world, topology, choice)
     if host is None:
         return None
     layout = SharedMemoryLayout(num_scalars=NUM_LOSS_SCALARS, has_call_board=True)
@@ -100,6 +101,7 @@ def _scalars_between_hosts(
 
 def make_data_transport(
     data: Communicator,
+    topology: Topology,
     spec: TransportSpec,
     *,
     meter: CommMeter,
@@ -121,7 +123,7 @@ def make_data_transport(
     if unbucketed_grads is not None:
         single = SingleRankReducer([], spec.buffer_indices, unbucketed_grads=unbucketed_grads)
         return single_rank_transport(single, spec.num_scalars)
-    links = _Links(data, choice, meter, calls)
+    links = _Links(data, topology, choice, meter, calls)
     if not codecs:
         return _make_uncompressed(links, spec)[0]
     inner, host = _make_uncompressed(links, spec._replace(is_prereduced=True))
@@ -161,7 +163,7 @@ def _make_uncompressed(links: _Links, spec: TransportSpec) -> tuple[DataTranspor
         single = SingleRankReducer(_private_buffers(spec, comm.device), spec.buffer_indices)
         return single_rank_transport(single, spec.num_scalars), None
     if _wants_shared_memory(comm, links.choice):
-        host, reason = _find_host(comm)
+        host, reason = _find_host(comm, links.topology, links.choice)
         transport = None
         if host is not None:
             transport, reason = _make_shared_memory(links, spec, host)
@@ -201,22 +203,13 @@ def _private_buffers(spec: TransportSpec, device: torch.device) -> list[torch.Te
     ]
 
 
-def gather_hosts(comm: Communicator) -> tuple[list[str], str]:
-    """The host of every rank, and the reason if they cannot share memory, else "". Collective."""
-    topology = gather_topology(comm)
-    return list(topology.hosts), topology.unshared_cause
-
-
-def _find_host(comm: Communicator) -> tuple[_Host | None, str]:
-    """The host of this rank; or None and the reason, if the ranks of hosts cannot share memory. Collective."""
-    names, reason = gather_hosts(comm)
-    if reason:
-        return None, reason
-    hosts = [[rank for rank, name in enumerate(names) if name == each] for each in dict.fromkeys(names)]
-    ranks = next(host for host in hosts if comm.rank in host)
-    if len({len(host) for host in hosts}) > 1 or len(ranks) == 1:
-        return None, f"{len(hosts)} hosts with {sorted({len(host) for host in hosts})} ranks each"
-    return _Host(ranks, hosts, ranks.index(comm.rank)), ""
+def _find_host(comm: Communicator, topology: Topology, choice: str) -> tuple[_Host | None, str]:
+    """The host of this rank; or None and the reason, if the ranks of hosts do not meet in shared memory."""
+    hosts = group_hosts(topology, range(comm.size), transport=choice)
+    if not hosts.shares_memory:
+        return None, hosts.unshared_cause
+    ranks = next(each for each in hosts.ranks_by_host if comm.rank in each)
+    return _Host(ranks, hosts.ranks_by_host, ranks.index(comm.rank)), ""
 
 
 def _make_shared_memory(links: _Links, spec: TransportSpec, host: _Host) -> tuple[DataTransport | None, str]:
