@@ -80,6 +80,9 @@ class Case:
         )
 
 
+MLP_KINDS = ("mlp", "tied", "frozen", "unused", "sometimes")
+
+
 class MLP(nn.Module):
     """Sixteen features, ten classes; if `kind` says so, with a tied, a frozen or an unused layer."""
 
@@ -120,7 +123,7 @@ def _make(kind: str) -> nn.Module:
         return task.model().double()
     if kind == "digits":
         return digits.task().model().double()
-    return AWKWARD_MODELS[kind]().double() if kind in AWKWARD_MODELS else MLP(kind).double()
+    return (MLP(kind) if kind in MLP_KINDS else AWKWARD_MODELS[kind]()).double()
 
 
 LOSSES: dict[str, Callable[[Any, Any], Any]] = {
