@@ -2,7 +2,7 @@
 
 cost     seconds that an action occupies its lane: of a compute action, from the end of the one before it on its rank;
          of a collective, from its launch on the last rank. Waits are taken out
-wait     a rank's time until what it waits for is there; what passes until it goes on is its own
+wait     a rank's time until what it waits for has arrived; a delay until it resumes is its own time
 overlap  seconds from when a bucket is launched to the end of the backward that fills it; seconds that a forward or
          backward has computed when weights that it uses later arrive
 rest     seconds from a rank's last action to the end of its step

@@ -1,8 +1,8 @@
 """Rank events: what one rank recorded in one step, and how long it was busy.
 
-wait    a rank's time until what it waits for is there; what passes until it goes on is its own
+wait    a rank's time until what it waits for has arrived; a delay until it resumes is its own time
 nested  an update that ran inside a forward or backward, because it is fused into it
-Law: every second of a rank's own time belongs to one action, or lies before its first or behind its last one.
+Law: every second of a rank's own time belongs to one action, or lies before its first or after its last one.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

@@ -50,7 +50,7 @@ def simulate(
     """The timeline of one step, by rank, in the order of the program. `cost` and `overlap` are in seconds.
 
     `mesh`: the places of the ranks; None: all are data ranks. `ranks_by_memory`: those that meet in shared memory.
-    `begins`: when each rank comes to its first action; None: all at 0.
+    `begins`: when each rank reaches its first action; None: all at 0.
 
     Raises ProgramError for a program that deadlocks; the message shows where each rank is stuck.
     """

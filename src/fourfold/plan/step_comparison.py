@@ -62,7 +62,7 @@ def simulated_timeline(trace: Trace, costs: StepCosts, step: int | None = None) 
 
 
 def simulated_seconds(timeline: Timeline, costs: StepCosts) -> float:
-    """How long a simulated step takes, with what lies before its first action and behind its last ones."""
+    """How long a simulated step takes, with the time before its first action and after its last ones."""
     ends = [
         max((timed.end for timed in actions), default=0.0) + costs.rests.get(rank, 0.0)
         for rank, actions in timeline.items()

@@ -61,7 +61,7 @@ def action_card(trace: Trace) -> str:
     if REDUCE_TIME in seconds_by_kind:
         note += " Reductions run during backward, so their time is not added to the step's."
     if GATHER_TIME in seconds_by_kind:
-        note += " Nor is that of gathers, which run beside the updates."
+        note += " Nor is that of gathers, which overlap with updates."
     if UNSHARD_TIME in seconds_by_kind:
         note += " Nor is that of unshards, which run during forward and backward."
     return f'<h2>Time by action</h2>{bar_chart(rows, title="Time by action")}<p class="note">{escape(note)}</p>'

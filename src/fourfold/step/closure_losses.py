@@ -28,7 +28,7 @@ class ClosureLosses(Protocol):
 
 
 class OwnLosses:
-    """A step gets the loss of its own rank: it only returns it, or there is one rank."""
+    """A step gets the loss of its own rank: the optimizer only returns it, or there is one rank."""
 
     def share(self, loss: Any, step: int) -> Any:
         return loss

@@ -36,7 +36,7 @@ class DuplicateBatches:
     def __init__(self, policy: str, *, data_ranks: Sequence[int], is_log_rank: bool) -> None:
         """Raises SettingError for an unknown policy.
 
-        data_ranks   of the ranks that compare: those that have samples of their own
+        data_ranks   the ranks that compare batches: those with different samples
         is_log_rank  this rank prints the warning
         """
         if policy not in POLICIES:

@@ -136,7 +136,7 @@ class DeferredUpdates:
             self._num_updated += 1
             self._update(self._order[self._num_updated - 1])
             if self._num_updated == len(self._order):
-                # At once: until all ranks of a host have said this, none may begin to store gradients.
+                # At once: no rank of a host may store gradients before all of them have signalled this.
                 self._stage.reducer.end_step()
 
     def _update(self, bucket: int) -> None:

@@ -168,6 +168,7 @@ class StepRunner:
 
     def infer(self, inputs: Any) -> Any:
         """The model's outputs, on this rank only, while weights are unsharded and no gradient is recorded."""
-        step = StepState(self._parts, StepRequest([Microbatch(inputs, None, 1, 0)]))
+        part = Microbatch(inputs, None, num_samples=1, num_tokens=0)  # nothing is summed: the counts are not read
+        step = StepState(self._parts, StepRequest([part]))
         self.executor.infer(self._programs.inference, step)
         return step.outputs[0]

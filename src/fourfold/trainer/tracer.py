@@ -57,16 +57,16 @@ class _OpenSpan:
 
 
 class _OpenGather(_OpenSpan):
-    """The start of a gather; it is the whole gather unless that runs beside this rank's work."""
+    """The start of a gather, or all of it unless it runs asynchronously."""
 
-    __slots__ = ("_beside",)
+    __slots__ = ("_async_actions",)
 
-    def __init__(self, spans: list[Span], name: str, beside: set[str]) -> None:
+    def __init__(self, spans: list[Span], name: str, async_actions: set[str]) -> None:
         super().__init__(spans, name, GATHER_LANE)
-        self._beside = beside
+        self._async_actions = async_actions
 
     def __exit__(self, *error: object) -> None:
-        if self._name not in self._beside:
+        if self._name not in self._async_actions:
             super().__exit__(*error)
 
 
@@ -76,8 +76,8 @@ class SpanRecorder:
     def __init__(self) -> None:
         self.spans: list[Span] = []
         self._seen: set[tuple[int, str]] = set()
-        self._beside: set[str] = set()
-        """The actions that run beside this rank's work: their spans last until they are done."""
+        self._async_actions: set[str] = set()
+        """The actions that run asynchronously: their spans last until they have ended."""
 
     def span(self, name: str) -> contextlib.AbstractContextManager[Any]:
         return _OpenSpan(self.spans, name, COMPUTE_LANE)
@@ -87,7 +87,7 @@ class SpanRecorder:
         if action.verb in (Verb.REDUCE, Verb.UNSHARD):
             return contextlib.nullcontext()
         if action.verb == Verb.GATHER:
-            return _OpenGather(self.spans, str(action), self._beside)
+            return _OpenGather(self.spans, str(action), self._async_actions)
         return _OpenSpan(self.spans, str(action), lane_of(action))
 
     def reducing(self, bucket: int) -> contextlib.AbstractContextManager[Any]:
@@ -112,7 +112,7 @@ class SpanRecorder:
 
     def record_async(self, verb: Verb, index: int, future: Callable[[], Any]) -> None:
         start, action = time.monotonic_ns(), Action(verb, 0, index)
-        self._beside.add(str(action))
+        self._async_actions.add(str(action))
 
         def done(_: Any) -> None:
             self.spans.append(Span(str(action), lane_of(action), start, time.monotonic_ns()))

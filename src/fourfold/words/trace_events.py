@@ -64,7 +64,7 @@ class Recorder(Protocol):
         ...
 
     def record_async(self, verb: Verb, index: int, future: Callable[[], Any]) -> None:
-        """A reduction, gather or unshard runs beside this rank's work, from now until the future completes."""
+        """A reduction, gather or unshard runs asynchronously, from now until the future completes."""
         ...
 
 

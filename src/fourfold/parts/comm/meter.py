@@ -49,6 +49,6 @@ class CommMeter:
         return noop if unshard_index is None else self.recorder.unsharding(unshard_index)
 
     def record_async(self, verb: Verb, index: int | None, future: Callable[[], Any]) -> None:
-        """A reduction, gather or unshard runs beside this rank's work until the future completes; None: unrecorded."""
+        """A reduction, gather or unshard runs asynchronously until the future completes; None: it is not recorded."""
         if index is not None:
             self.recorder.record_async(verb, index, future)

@@ -1,7 +1,7 @@
 """Transports: which transport joins the data ranks: one rank alone, shared memory, gloo or NCCL.
 
 choice  the plan's `transport`: "by-host" takes shared memory inside hosts where it can be had, else process groups
-topology  of the ranks that are joined, by their indices in the communicator: all have said it, once in a job
+topology  of the ranks that are joined, by their indices in the communicator; exchanged once per job
 Law: every rank chooses the same transport, from what all ranks have said of themselves.
 """
 

@@ -64,7 +64,7 @@ class AccessSink(Protocol):
 
 
 class ParamAccess:
-    """Reports each torch operation that is about to read a parameter of a bucket to `sink`, to nobody while it is None.
+    """Reports each torch operation that is about to read a parameter of a bucket to `sink`, unless that is None.
 
     Parameters hold only a weak reference to it.
     """
