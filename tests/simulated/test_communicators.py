@@ -17,6 +17,7 @@ from fourfold.parts.comm.communicator import Communicator, _RankProcess, host_id
 from fourfold.parts.comm.host_shared_memory import open_host_memory
 from fourfold.parts.comm.meter import CommMeter
 from fourfold.parts.comm.rings import make_ring
+from fourfold.parts.comm.topology import gather_topology, topology_along
 from fourfold.testing import threads
 from fourfold.words.errors import DivergenceError, LaunchError, PeerError, PlanError
 from fourfold.words.mesh import AXES, Mesh
@@ -47,6 +48,19 @@ def test_communicators_partition_the_world_on_every_mesh_of_up_to_16_ranks():
             assert tuple(sorted({team.ranks for team in teams})) == mesh.groups(*axes)
             assert [team.ranks[team.rank] for team in teams] == list(range(mesh.size))
             assert all(team.size == len(team.ranks) for team in teams)
+
+
+@pytest.mark.parametrize("mesh", [Mesh(dp=2, tp=2), Mesh(pp=2, dp=2)])
+def test_the_topology_of_some_ranks_follows_from_that_of_the_world(mesh):
+    def body(comm):
+        world = comm.on_mesh(mesh)
+        topology = gather_topology(world)
+        for axes in AXES_SUBSETS:
+            team = world.along(*axes)
+            assert topology_along(world, topology, team) == gather_topology(team)
+        return topology.hosts
+
+    assert len(set(threads.run(mesh.size, body, hosts=2)[0])) == 2
 
 
 @pytest.mark.parametrize("mesh", [Mesh(2, 2, 2, 2), Mesh(3, 1, 1, 2), Mesh(dp=2, sp=3), Mesh(tp=5), Mesh(pp=2, dp=4)])
