@@ -7,6 +7,7 @@ import time
 
 import pytest
 import torch
+from torch import nn
 
 from fourfold.plan.plan import Plan
 from fourfold.step.parallelize import parallelize
@@ -171,3 +172,30 @@ def test_reduced_gradients_that_other_ranks_read_are_not_overwritten(microbatche
 
     expected = oracle.train(model("mlp"), loss(case), two_groups, batches(case))
     assert max(oracle.deviation(got, expected) for got in threads.run(4, body)) <= oracle.TOLERANCE
+
+
+class SlowForward(nn.Sequential):
+    seconds = 0.0
+
+    def forward(self, x):
+        time.sleep(self.seconds)
+        return super().forward(x)
+
+
+def test_a_rank_without_samples_does_not_wait_for_totals_while_backwards_wait_for_its_sums(monkeypatch):
+    """Rank 3's backward waits for a sum with rank 1 before it can learn that rank 2 has begun the totals."""
+    monkeypatch.setattr(threads, "TIME_LIMIT_SECONDS", 20.0)
+
+    def body(comm):
+        num_samples = 0 if comm.rank == 1 else 2
+        batch = torch.full((num_samples, 4), comm.rank + 1.0), torch.zeros(num_samples)
+        layers = SlowForward(*[nn.Linear(4, 4, bias=False) for _ in range(6)])
+        plan = Plan(dp=4, zero=3, shard=2, update="in_backward", bucket_bytes=1)
+        step = TrainStep(
+            layers, lambda outputs, _: outputs.sum(1), torch.optim.SGD, plan=plan, communicator=comm, clip=None
+        )
+        step(batch)
+        layers.seconds = 0.5 if comm.rank in (0, 2) else 0.0
+        return step(batch).loss
+
+    assert len(set(threads.run(4, body, hosts=2))) == 1

@@ -123,8 +123,16 @@ class _UpdateSink:
 
 
 def _backward_with_updates(step: StepState, action: Action) -> None:
-    """The gradients of a microbatch; a bucket is updated as soon as its reduction has ended."""
-    run_backward(step, action, _UpdateSink(step, step.stage(action.stage), action))
+    """The gradients of a microbatch; a bucket is updated as soon as its reduction has ended.
+
+    All buckets of the round are launched when this returns. In the program an update stands before reductions of other
+    buckets; if it waited for the totals first, a rank whose backward waits for one of these sums would never send its
+    own totals.
+    """
+    stage = step.stage(action.stage)
+    run_backward(step, action, _UpdateSink(step, stage, action))
+    while launch_next(step, stage, may_wait=True) is not None:
+        pass
 
 
 UPDATE_AFTER: Mapping[Verb, VerbFunction] = {**VERBS, Verb.UPDATE: _update_after_backward}
