@@ -177,9 +177,9 @@ def test_reduced_gradients_that_other_ranks_read_are_not_overwritten(microbatche
 class SlowForward(nn.Sequential):
     seconds = 0.0
 
-    def forward(self, x):
+    def forward(self, input):
         time.sleep(self.seconds)
-        return super().forward(x)
+        return super().forward(input)
 
 
 def test_a_rank_without_samples_does_not_wait_for_totals_while_backwards_wait_for_its_sums(monkeypatch):
