@@ -98,7 +98,7 @@ def ddp_fp16(model: nn.Module, task: ff.Task) -> TorchPeer:
 
 
 def ddp_powersgd(model: nn.Module, task: ff.Task) -> TorchPeer:
-    # One bucket: with several, gloo aborts ("received data size doesn't match"); see docs/measured.md.
+    # One bucket: with several, gloo aborts ("received data size doesn't match"); see docs/measured-notes.md.
     wrapped = DistributedDataParallel(model, static_graph=True, gradient_as_bucket_view=True, bucket_cap_mb=256)
     state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=POWERSGD_START)
     wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)

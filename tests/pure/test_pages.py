@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parent.parent.parent
 # Not the changelog and the measurements: they also name what was there once.
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-PAGES.remove(ROOT / "docs" / "measured.md")
+PAGES.remove(ROOT / "docs" / "measured-notes.md")
 
 
 @pytest.mark.parametrize(("page", "example"), [
@@ -24,7 +24,7 @@ def test_a_page_shows_the_example_that_ci_runs(page, example):
     assert f"```python\n{example}```\n" in page
 
 
-@pytest.mark.parametrize("name", ["rates", "sequence"])
+@pytest.mark.parametrize("name", ["rates", "sequence", "one_task"])
 def test_a_picture_of_the_docs_is_what_its_script_draws(name):
     script = next((ROOT / "docs").glob(f"{name}*.py"))
     picture = script.with_name(script.stem.replace("_", "-") + ".svg")
@@ -53,3 +53,11 @@ def test_every_link_of_a_page_leads_somewhere(page):
         target = page.parent / path if path else page
         assert target.exists(), link
         assert not section or section in sections(target), link
+
+
+def test_every_message_that_troubleshooting_explains_is_in_the_code():
+    text = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8").split("## On the machine")[0]
+    source = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "src").rglob("*.py"))
+    headings = [heading.removeprefix("need ") for heading in re.findall(r"^### (.+)$", text, re.MULTILINE)]
+    assert headings
+    assert [heading for heading in headings if heading.partition(" (")[0] not in source] == []

@@ -3,7 +3,7 @@
 glibc caches a few small chunks of each size per thread (the tcache) and never merges a cached chunk with the free
 memory next to it. Tensors are aligned to 64 bytes, so the chunk of a tensor leaves a few spare bytes in front, which
 stay in the tcache when the tensor is freed. The hole is then too small for the same tensor in the next step, and the
-heap grows by another one (`docs/measured.md`, "Freed memory"). The tcache can be turned off only before a process
+heap grows by another one (`docs/measured-notes.md`, "Freed memory"). The tcache can be turned off only before a process
 starts.
 
 Law: a malloc setting of the user is never changed.

@@ -219,7 +219,7 @@ def keep_freed_memory() -> bool:
     """Let the C library keep freed memory instead of returning it to the system. Returns whether it agreed.
 
     A backward allocates and frees the same large gradients in every step. As separate mappings each of them pays for
-    page faults and zeroing again (`docs/measured.md`, "Freed memory"). A user's own setting is respected
+    page faults and zeroing again (`docs/measured-notes.md`, "Freed memory"). A user's own setting is respected
     (`environment.malloc`).
     """
     mallopt = _malloc("mallopt")

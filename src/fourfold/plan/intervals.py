@@ -1,6 +1,8 @@
 """Intervals: whether something that happens every n steps is due after this step."""
 
-DRIFT_CHECK = 1000  # steps; a check takes about as long as the smallest step, so less than 0.1 % (docs/measured.md)
+DRIFT_CHECK = (
+    1000  # steps; a check takes about as long as the smallest step, so less than 0.1 % (docs/measured-notes.md)
+)
 
 
 def is_due(step: int, every: int, period: int) -> bool:

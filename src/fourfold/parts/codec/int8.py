@@ -19,7 +19,7 @@ from fourfold.plan.data.buckets import Bucket
 
 MAX_CODE = 127
 # Elements per operation on a CPU: few enough to stay in the cache from one operation to the next, and enough that the
-# calls themselves cost little (docs/measured.md, "Codecs").
+# calls themselves cost little (docs/measured-notes.md, "Codecs").
 CHUNK_ELEMENTS = 2**18
 
 

@@ -28,7 +28,7 @@ def indices_above(flat: Tensor, threshold: float) -> Tensor:
         return (flat.abs() < threshold).logical_not_().nonzero().squeeze(1)
     chunks = []
     for start in range(0, flat.numel(), CHUNK_ELEMENTS):
-        # numpy compares and searches 5 times as fast as torch on a CPU (docs/measured.md, "Codecs").
+        # numpy compares and searches 5 times as fast as torch on a CPU (docs/measured-notes.md, "Codecs").
         below = np.less(flat[start : start + CHUNK_ELEMENTS].abs().numpy(), threshold)
         indices = np.flatnonzero(np.logical_not(below, out=below))
         indices += start

@@ -74,7 +74,7 @@ def effective_bucket_bytes(specs: Sequence[ParamSpec], bucket_bytes: int, *, is_
 
     Inside a host a reduction takes less time than a matrix product, and few buckets cost least. Between hosts, or with
     a codec, a small model would fit into one bucket and be sent only after backward, so its buckets are made smaller
-    (`docs/measured.md`, "Several hosts behind slow links").
+    (`docs/measured-notes.md`, "Several hosts behind slow links").
     """
     if not is_inter_host:
         return bucket_bytes

@@ -6,7 +6,7 @@ replica   ranks that hold all shards among them; the ranks of one shard index th
 Law: addends are added in rank order, ((0 + 1) + 2) + …, whichever rank adds.
 
 Over gloo a reduce-scatter is an all-to-all and a sum: gloo's own moves as many bytes as its all-reduce and takes 1.3
-to 2.3 times as long (`docs/measured.md`).
+to 2.3 times as long (`docs/measured-notes.md`).
 """
 
 from collections import deque

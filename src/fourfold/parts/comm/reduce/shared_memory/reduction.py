@@ -8,7 +8,7 @@ that they are complete, and other ranks' sums after REDUCED; no rank writes agai
 read.
 
 To sum, a rank reads its slice of all N buffers and writes one slice, 1/N of the bucket; the update then reads every
-slice where its owner put it. Measured: `docs/measured.md`, "Collectives".
+slice where its owner put it. Measured: `docs/measured-notes.md`, "Collectives".
 """
 
 from collections import deque
