@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+import fourfold
+
 ROOT = Path(__file__).parent.parent.parent
 # Not the changelog and the measurements: they also name what was there once.
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -61,3 +63,8 @@ def test_every_message_that_troubleshooting_explains_is_in_the_code():
     headings = [heading.removeprefix("need ") for heading in re.findall(r"^### (.+)$", text, re.MULTILINE)]
     assert headings
     assert [heading for heading in headings if heading.partition(" (")[0] not in source] == []
+
+
+def test_the_reference_has_every_public_name():
+    text = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"^::: fourfold\.(\w+)$", text, re.MULTILINE)) == set(fourfold.__all__)
