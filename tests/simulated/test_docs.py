@@ -1,0 +1,93 @@
+"""Laws of the documentation: what it shows runs."""
+
+import functools
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import nn
+
+import fourfold as ff
+from fourfold.cli.arguments import parse_args
+from fourfold.cli.commands import parse_command
+from fourfold.plan.plan import Plan
+from fourfold.words.errors import PlanError
+
+ROOT = Path(__file__).parent.parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+EXAMPLES = {path.read_text(encoding="utf-8") for path in (ROOT / "examples").rglob("*.py")}
+# A script of another framework, before it is converted: it needs a world of that framework.
+BEFORE = re.compile(r"^## Before$.*?^```python$.*?^```$", re.MULTILINE | re.DOTALL)
+LAUNCHERS = {"torchrun", "srun", "mpirun", "mpiexec"}
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    text = BEFORE.sub("", page.read_text(encoding="utf-8"))
+    fenced = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return [block for each, block in fenced if each == language]
+
+
+def surroundings() -> dict[str, Any]:
+    """What the short blocks use without making it."""
+    torch.manual_seed(0)
+    source = [(torch.randn(16), torch.tensor(index % 10)) for index in range(128)]
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
+    )
+    model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 10))
+    loss = functools.partial(F.cross_entropy, reduction="none")
+    return {
+        "config": config,
+        "dataset": source,
+        "feed": ff.Feed(source, Plan(), batch_size=32),
+        "ff": ff,
+        "functools": functools,
+        "loader": torch.utils.data.DataLoader(source, batch_size=32, shuffle=True),  # type: ignore[arg-type]
+        "loss": loss,
+        "model": model,
+        "source": source,
+        "step": ff.parallelize(model, loss, functools.partial(torch.optim.AdamW, lr=1e-3)),
+        "texts": list(torch.randint(0, 64, (64, 8))),
+        "torch": torch,
+        "transformers": transformers,
+    }
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.name)
+def test_every_python_block_of_a_page_runs(page):
+    for block in blocks(page, "python"):
+        if block in EXAMPLES:
+            compile(block, page.name, "exec")  # `.ci/run` runs it
+            continue
+        exec(compile(block, page.name, "exec"), surroundings())
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "toml")], ids=lambda page: page.name)
+def test_every_toml_block_of_a_page_is_a_plan_or_is_shown_with_its_error(page):
+    for block in blocks(page, "toml"):
+        message = ""
+        try:
+            Plan.from_toml(block if "version" in block else f"version = 1\n{block}")
+        except PlanError as error:
+            message = str(error).partition("\n")[2]  # without the file's name
+        assert message in page.read_text(encoding="utf-8")
+
+
+def commands(page: Path) -> list[str]:
+    """The lines of shell blocks that call `fourfold`, without prompts, comments and what another launcher takes."""
+    lines = "\n".join([*blocks(page, "sh"), *blocks(page, "")]).replace("\\\n", " ").splitlines()
+    found = [re.search(r"(?:^(?:\$ )?|&& |-m )(fourfold (?:(?!&&|\s#| {2,}).)*)", line) for line in lines]
+    return [match[1] for match in found if match and "…" not in match[1]]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if commands(page)], ids=lambda page: page.name)
+def test_every_command_of_a_page_is_one_that_fourfold_accepts(page):
+    for line in commands(page):
+        command = parse_command(shlex.split(re.sub(r"\[.*?\]", "", line))[1:])  # without what may be left out
+        if isinstance(command, functools.partial) and command.func.__name__ in ("train", "show", "verify"):
+            parse_args(command.args[0])
