@@ -1,5 +1,6 @@
 """A run of two real ranks leaves a trace of both and a page; its simulated step is the measured one's length."""
 
+import json
 import statistics
 from pathlib import Path
 
@@ -30,7 +31,12 @@ def test_a_run_under_torchrun_prints_as_one_rank_does_and_writes_a_trace_and_a_r
     assert trace.steps == [2, 3, 4]
     assert {event.rank for event in trace.events} == {0, 1}
     assert "report   runs/first/report.html" in ended.out
-    assert "rank 1 compute" in (folder / "report.html").read_text()
+    page = (folder / "report.html").read_text()
+    assert "rank 1 compute" in page
+    log = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    measured = [line["memory"]["ranks"] for line in log if "memory" in line]
+    assert all(len(ranks) == 2 and min(rank["peak_bytes"] for rank in ranks) > 0 for ranks in measured)
+    assert len(measured) == 2  # after step 3, and at the end
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit, match=r"^0$"):
         main(["report", "first"])

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from fourfold.environment.cgroup import CGROUP_ROOT, PROC_CGROUP, cgroup_dirs
 
 MEMINFO = Path("/proc/meminfo")
+PROCESS_STATUS = Path("/proc/self/status")
 UNLIMITED_BYTES = 2**60  # cgroup v1 says "no limit" with a number near 2**63
 MEMSW_LIMIT = "memory.memsw.limit_in_bytes"
 # By the file of a limit: the file of the use, and the entries of memory.stat that are given back on demand (cached
@@ -54,6 +55,15 @@ def available_bytes() -> int | None:
     available, free_swap = meminfo
     headrooms = (limit.headroom_bytes + limit.swap_beyond(free_swap) for limit in _memory_limits())
     return min([available + free_swap, *headrooms])
+
+
+def resident_bytes(entry: str = "VmRSS") -> int | None:
+    """The bytes of this process in memory, or with `entry="VmHWM"` the most so far; None if the system does not say."""
+    try:
+        lines = PROCESS_STATUS.read_text().splitlines()
+        return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{entry}:")), None)
+    except (OSError, ValueError, IndexError):
+        return None
 
 
 def tightest_memory_limit() -> MemoryLimit | None:

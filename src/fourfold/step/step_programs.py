@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from fourfold.plan.data.step_program import UseOrders
 from fourfold.plan.lowering import Blueprint, StepRecord
+from fourfold.plan.topology import Topology
 from fourfold.words.program import Action, Verb
 
 NOT_LEARNT = UseOrders((), (), ())
@@ -29,6 +30,11 @@ class StepPrograms:
 
     def _lower(self) -> None:
         self._programs = self._blueprint.programs(StepRecord(self._launch_orders, self._use_orders))
+
+    @property
+    def topology(self) -> Topology:
+        """The machines that the ranks run on."""
+        return self._blueprint.topology
 
     @property
     def ranks_by_memory(self) -> tuple[tuple[int, ...], ...]:

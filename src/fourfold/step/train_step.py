@@ -16,6 +16,7 @@ from fourfold.parts.optim.user_optimizer import OptimizerFactory
 from fourfold.parts.rank_layout import RankLayout
 from fourfold.plan.data.buckets import Bucket
 from fourfold.plan.plan import Plan
+from fourfold.plan.topology import Topology
 from fourfold.step.assembly import assemble
 from fourfold.step.codec_state import CodecState
 from fourfold.step.inference import InferenceModel
@@ -82,6 +83,11 @@ class TrainStep:
     def local_program(self) -> tuple[Action, ...]:
         """With local steps: the actions of a step without an average of weights."""
         return self._programs.between
+
+    @property
+    def topology(self) -> Topology:
+        """The machines that the ranks run on."""
+        return self._programs.topology
 
     @property
     def ranks_by_memory(self) -> tuple[tuple[int, ...], ...]:

@@ -20,6 +20,7 @@ from fourfold.step.metrics import Metrics
 from fourfold.trainer.evaluate import evaluate
 from fourfold.trainer.heartbeat import Heartbeat
 from fourfold.trainer.lr_factors import lr_factors
+from fourfold.trainer.memory_log import MemoryLog
 from fourfold.trainer.run_logger import AVERAGED_STEPS, RunLogger
 from fourfold.trainer.settings import Settings
 from fourfold.trainer.stragglers import StragglerDetector
@@ -41,6 +42,7 @@ class TrainingLoop:
     tracer: Tracer
     valid_source: Source | None
     heartbeat: Heartbeat
+    memory: MemoryLog
 
     def run_steps(self, progress: TrainingProgress, stop_signal: Callable[[], int]) -> TrainingProgress:
         """Train from `progress` to the last step. `stop_signal` returns the stop signal this rank has received, or 0.
@@ -77,6 +79,7 @@ class TrainingLoop:
             self.logger.log_step(number + 1, metrics, lr=step.optimizer.param_groups[0]["lr"])
             self.checkpoints.report_failures()
             self.heartbeat.beat(number + 1)
+            self.memory.log_first(number + 1)
             progress = TrainingProgress(number + 1, list(losses), {}, progress.best)
             if progress.step < last and step.is_synchronized:
                 if step.stop_requested:
@@ -100,6 +103,7 @@ class TrainingLoop:
         every, best = self.settings.checkpoint_every, progress.best
         if is_due(progress.step, self.settings.evaluate_every or 0, period):
             progress = self.evaluate(progress)
+            self.memory.log(progress.step)
         if every and (is_due(progress.step, every, period) or progress.best != best):
             with self.heartbeat.pause():
                 self.checkpoints.save(progress)
@@ -162,6 +166,7 @@ class TrainingLoop:
         self.checkpoints.wait()
         if self.settings.checkpoint_every:
             self._check_last_step_saved(progress.step)
+        self.memory.log(progress.step)
         losses = progress.losses
         loss = sum(losses) / len(losses) if losses else float("nan")
         path, rate = self.logger.path, self.logger.num_units / max(seconds, 1e-9)

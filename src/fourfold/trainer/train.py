@@ -14,7 +14,7 @@ import torch
 from fourfold.checkpoint.collect import TrainingState
 from fourfold.checkpoint.manager import AttemptDir, CheckpointManager
 from fourfold.checkpoint.weights_file import load_weights_file
-from fourfold.environment.host_memory import available_bytes
+from fourfold.environment.host_memory import available_bytes, resident_bytes
 from fourfold.environment.world import World
 from fourfold.feed.collate import check_data
 from fourfold.feed.feed import Feed
@@ -30,6 +30,7 @@ from fourfold.step.train_step import TrainStep
 from fourfold.trainer import heartbeat as heartbeat_module
 from fourfold.trainer.heartbeat import Heartbeat
 from fourfold.trainer.loop import TrainingLoop
+from fourfold.trainer.memory_log import MemoryBaseline, MemoryLog, predict_bytes
 from fourfold.trainer.run_logger import ProgressDisplay, RunLogger
 from fourfold.trainer.settings import Settings, TrainOptions, check_steps, format_delayed, make_settings
 from fourfold.trainer.stop_signal import handle_stop_signals, stop_seconds
@@ -77,7 +78,7 @@ def train(
     plan, limit_seconds = plan or Plan(dp=world().size), stop_seconds()
     settings = make_settings(task, **options)
     check_steps(settings.steps, plan)
-    data, step = _build_step(task, plan, settings)
+    data, step, memory = _build_step(task, plan, settings)
     feed = Feed(data.train, plan, batch_size=settings.batch_size, seed=settings.seed)
     state = TrainingState(step, feed, None if settings.ema is None else EMA(step.weight_shards, settings.ema))
     heartbeat = heartbeat_module.from_environment()
@@ -93,7 +94,8 @@ def train(
             trace_dir = None if logger.path is None else logger.run_path
             tracer = Tracer(step, every=settings.trace_every, folder=trace_dir, log_message=logger.log_message)
             heartbeat.set_resumed_step(progress.step)
-            loop = TrainingLoop(task, state, settings, logger, checkpoints, tracer, data.valid, heartbeat)
+            memory_log = MemoryLog(step, logger, memory)
+            loop = TrainingLoop(task, state, settings, logger, checkpoints, tracer, data.valid, heartbeat, memory_log)
             here = World(rank=step.rank, size=plan.mesh.size)
             stop_signals = handle_stop_signals(heartbeat, logger.run_path, here, limit_seconds=limit_seconds)
             with stop_signals as stop_signal, _add_step_to_peer_error(step, logger, heartbeat):
@@ -102,8 +104,9 @@ def train(
                 return loop.finish(progress, seconds)
 
 
-def _build_step(task: Task, plan: Plan, settings: Settings) -> tuple[Data, TrainStep]:
+def _build_step(task: Task, plan: Plan, settings: Settings) -> tuple[Data, TrainStep, MemoryBaseline]:
     """The task's data, and the step that trains its model. Collective. Raises what `train` raises."""
+    before_bytes = resident_bytes()
     # Before the seed: building a model may draw random numbers, and the real model must draw the same as without this.
     meta_model = try_meta_model(task, max_bytes=available_bytes())
     torch.manual_seed(settings.seed)
@@ -125,7 +128,7 @@ def _build_step(task: Task, plan: Plan, settings: Settings) -> tuple[Data, Train
         skip_nan=settings.skip_nan,
         drift_check=settings.drift_check,
     )
-    return data, step
+    return data, step, MemoryBaseline(before_bytes, predict_bytes(task, step, meta_model))
 
 
 @contextlib.contextmanager
