@@ -268,7 +268,7 @@ def test_arguments_are_classified_by_their_form() -> None:
         plan_file="plans/two.toml",
         values={"data": "a.toml", "steps": "5", "prompt": "a = b"},
     )
-    assert parse_args([]) == ParsedArgs(task="lm", plan_file=None, values={})
+    assert parse_args([]) == ParsedArgs(task=None, plan_file=None, values={})
 
 
 def test_values_are_parsed_by_the_type_of_the_default() -> None:

@@ -20,7 +20,6 @@ from fourfold.plan.plan_fields import FIELDS, RENAMED_FIELDS, parse_value
 from fourfold.trainer.settings import LR_PREFIX, LR_SETTINGS, Setting, Settings, declared_settings, setting
 from fourfold.words.errors import Problem, SettingError, closest_match
 
-DEFAULT_TASK = "lm"
 KEY_VALUE = re.compile(r"(?P<key>[\w.-]+)=(?P<value>.*)", re.DOTALL)
 BOOL_WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 TYPE_TEXTS = {
@@ -56,15 +55,32 @@ class ValueType:
         """The value in a text. Raises ValueError if it is not valid."""
         if text.lower() == "none" and (self.is_optional or self.type is None):
             return None
-        value = PARSERS[self.type](text)
+        return self._check(PARSERS[self.type](text))
+
+    def convert(self, value: object) -> Any:
+        """The value that a TOML file has. Raises ValueError if it is not valid: the text "3" is no number."""
+        if isinstance(value, str) and value.lower() == "none" and (self.is_optional or self.type is None):
+            return None
+        if self.type is float and type(value) is int:
+            value = float(value)
+        if self.type is int and type(value) is float and value.is_integer():  # 1e4
+            value = int(value)
+        if self.type is tuple and isinstance(value, list) and all(type(each) in (int, float) for each in value):
+            value = tuple(map(float, value))
+        if type(value) is not self.type and not (self.type is None and type(value) in (bool, int, float, str)):
+            raise ValueError(value)
+        return self._check(value)
+
+    def _check(self, value: Any) -> Any:
+        """The value, if it is one of the choices and inside the bounds; else raises ValueError."""
         if self.choices and value not in self.choices:
-            raise ValueError(text)
+            raise ValueError(value)
         if (self.min_value is not None and value < self.min_value) or (
             self.greater_than is not None and not value > self.greater_than
         ):
-            raise ValueError(text)
+            raise ValueError(value)
         if self.max_value is not None and value > self.max_value:
-            raise ValueError(text)
+            raise ValueError(value)
         return value
 
 
@@ -160,9 +176,9 @@ PARSERS: dict[Any, Callable[[str], Any]] = {
 
 @dataclass(frozen=True)
 class ParsedArgs:
-    """The words of a command line, sorted."""
+    """The words of a command line, sorted; None where there is no such word."""
 
-    task: str = DEFAULT_TASK
+    task: str | None = None
     plan_file: str | None = None
     values: Mapping[str, str] = field(default_factory=dict)
 
@@ -196,7 +212,7 @@ def parse_args(words: Iterable[str]) -> ParsedArgs:
         problems.append(Problem(" and ".join(plans), "one plan"))
     if problems:
         raise SettingError(problems, where="the command line")
-    return ParsedArgs(task=tasks[0] if tasks else DEFAULT_TASK, plan_file=plans[0] if plans else None, values=values)
+    return ParsedArgs(task=tasks[0] if tasks else None, plan_file=plans[0] if plans else None, values=values)
 
 
 def parse_values(values: Mapping[str, str], arguments: Mapping[str, ValueType] | None) -> ParsedValues:

@@ -24,7 +24,7 @@ app = typer.Typer(
 COMMANDS = ("train", "run", "show", "verify", "checkpoint", "report", "doctor")
 WITH_SETTINGS = ("fourfold train", "fourfold show", "fourfold verify")
 OPTIONS, RUN_OPTIONS = "[-n N]", "[-n N] [--restarts K]"
-TRAIN_WORDS = "TASK PLAN.toml KEY=VALUE"
+TRAIN_WORDS = "TASK FILE.toml KEY=VALUE"
 SETTINGS_PLACE = "{settings}"  # in the docstring of `train`, replaced by the table of settings
 NumProcesses = Annotated[
     str | None,
@@ -120,13 +120,15 @@ def train(
 
     \b
     TASK       lm (a language model, the default), digits, or path/to/file.py:name
-    PLAN.toml  how the task is divided among processes; without it, they divide the batch
-    KEY=VALUE  a field of the plan, such as dp=2 microbatches=4
+    FILE.toml  a plan: how the task is divided among processes; without it, they divide the batch
+               or a settings file: [task], [plan] and [run], such as the config.toml of an earlier run
+    KEY=VALUE  takes precedence over the file:
+               a field of the plan, such as dp=2 microbatches=4
                an argument of the task, such as data=PATH length=256 lr=1e-3
                a setting of the run, such as steps=500 seed=1; in brackets its default:
     {settings}
 
-    The run's folder is runs/NAME, with its plan, settings, metrics.jsonl, checkpoints, trace.json and report.html. The
+    The run's folder is runs/NAME, with config.toml, metrics.jsonl, checkpoints, trace.json and report.html. The
     same command again resumes from the newest checkpoint, on any number of processes.
 
     If a rank dies, or finishes no step for hang_seconds and for 5 times the median step, all ranks restart from the
@@ -163,7 +165,7 @@ def run(
 def show(words: Annotated[list[str] | None, typer.Argument(metavar=TRAIN_WORDS, hidden=True)] = None) -> Command:
     """Print a plan: its mesh, each rank's program and the bytes it sends.
 
-    TASK gives the model; without it, the language model lm.
+    TASK gives the model; without it, the language model lm. FILE.toml is a plan or a settings file.
     """
     from fourfold.cli import run_commands
 
@@ -179,7 +181,7 @@ def verify(
 
     \b
     TASK       as for fourfold train
-    PLAN.toml  the plan; or its fields as KEY=VALUE: dp=2 sp=2 zero=1
+    FILE.toml  the plan, or a settings file; or fields of the plan as KEY=VALUE: dp=2 sp=2 zero=1
     KEY=VALUE  steps=3 batch_size=8 seed=1, and arguments of the task
 
     The exit code is 1 if a value deviates by more than 1e-9 · max(1, |b|). Writes no files.

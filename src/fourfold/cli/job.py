@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fourfold.cli import arguments, task_loader
-from fourfold.cli.arguments import LaunchSettings
+from fourfold.cli import arguments, settings_file, task_loader
+from fourfold.cli.arguments import LaunchSettings, ParsedValues
 from fourfold.cli.errors import ErrorCollector, nearest_file
 from fourfold.cli.job_checks import check_batch_size, check_fits_memory, check_init, check_tokens
+from fourfold.cli.resolved_settings import argument_defaults, format_resolved
 from fourfold.launch.process_defaults import default_num_processes
 from fourfold.plan.decode import DecodeError, read_bounded
 from fourfold.plan.lr_schedule import LRSchedule
@@ -24,6 +25,8 @@ from fourfold.trainer.settings import LR_PREFIX, TASK_FIELDS, check_steps, make_
 from fourfold.words.errors import PlanError, Problem, os_error_text
 from fourfold.words.run_files import RUNS_DIR
 from fourfold.words.task import Task
+
+SETTINGS_WITHOUT_RUN = (*TASK_FIELDS, "seed")  # of a settings file, for commands that write no run
 
 
 @dataclass(frozen=True)
@@ -59,49 +62,88 @@ class Job:
         return self.plan.mesh.size
 
 
-def parse_job(words: Sequence[str], *, num_processes: int | None = None) -> Job:
+def parse_job(words: Sequence[str], *, num_processes: int | None = None, has_run_dir: bool = True) -> Job:
     """The job that a command line describes. Does not look at its data.
 
     num_processes: how many there must be; None leaves it to the plan, or to this machine.
+    has_run_dir: False for a command that writes no run: it leaves out what only a run needs of a settings file.
     Raises FourfoldError, or a group of them.
     """
-    parsed = arguments.parse_args(words)
+    command = settings_file.parse_command(words)
     errors = ErrorCollector()
-    factory = argument_types = values = task = plan = None
+    factory = types = task = plan = None
     with errors.collect():
-        factory = task_loader.find_task(parsed.task)
+        factory = task_loader.find_task(command.task)
     if factory is not None:
         with errors.collect():
-            argument_types = task_loader.task_arguments(factory)
-    with errors.collect():
-        values = arguments.parse_values(parsed.values, argument_types)
-    if values is None:  # The fields of the plan can be checked all the same.
-        values = arguments.parse_values({key: text for key, text in parsed.values.items() if key in FIELDS}, None)
-    elif factory is not None and argument_types is not None:
+            types = task_loader.task_arguments(factory)
+    values, in_words = _parse_values(command, types, errors, has_run_dir=has_run_dir)
+    if factory is not None and types is not None and not errors.errors:
         with errors.collect():
-            task = task_loader.make_task(factory, values.task, spec=parsed.task)
+            task = task_loader.make_task(factory, values.task, spec=command.task)
     with errors.collect():
-        plan = read_plan(parsed.plan_file, values.plan, num_processes=num_processes)
+        plan = _make_plan(command, values, in_words, num_processes=num_processes)
     errors.raise_collected()
+    assert factory is not None
+    assert types is not None
     assert task is not None
     assert plan is not None
     # These replace fields of the task: as an argument of `train`, clip=None would mean the task's own.
     overrides = {key: value for key, value in values.run.items() if key in TASK_FIELDS}
+    # A new batch size does not change the one that the learning rate was tuned for.
+    task = dataclasses.replace(task, **overrides, tuned_for=tuned_batch_size(task))
+    settings, launch_settings = _split_settings(command.task, values)
+    resolved = make_settings(task, **settings)
+    identity = run_identity(resolved, plan)
+    settings.setdefault("name", default_run_name(settings["run_prefix"], identity))
+    job = Job(task=task, plan=plan, settings=settings, identity=identity, **launch_settings)
+    if has_run_dir:
+        defaults = argument_defaults(factory, types)
+        settings["config_text"] = format_resolved(job.run_dir, command.task, defaults, values, plan, resolved)
+    return job
+
+
+def _parse_values(
+    command: settings_file.Command, types: settings_file.Arguments, errors: ErrorCollector, *, has_run_dir: bool
+) -> tuple[ParsedValues, ParsedValues]:
+    """The values of file and words, which take precedence; and those of the words alone."""
+    in_words, in_file = None, ParsedValues()
+    with errors.collect():
+        in_words = arguments.parse_values(command.values, types)
+    if in_words is None:  # The fields of the plan can be checked all the same.
+        in_words = arguments.parse_values({key: text for key, text in command.values.items() if key in FIELDS}, None)
+    if command.settings_file is not None:
+        with errors.collect():
+            in_file = command.settings_file.parse(types)
+    run = {key: value for key, value in in_file.run.items() if has_run_dir or key in SETTINGS_WITHOUT_RUN}
+    both = ParsedValues(in_file.plan | in_words.plan, run | in_words.run, in_file.task | in_words.task)
+    return both, in_words
+
+
+def _make_plan(
+    command: settings_file.Command, values: ParsedValues, in_words: ParsedValues, *, num_processes: int | None
+) -> Plan:
+    if command.settings_file is None:
+        return read_plan(command.plan_file, in_words.plan, num_processes=num_processes)
+    Plan.from_dict(in_words.plan, where="the command line")
+    path = command.settings_file.path
+    plan = Plan.from_dict(values.plan, where=path)
+    return _fit_plan(plan, num_processes, has_dp="dp" in values.plan, where=path)
+
+
+def _split_settings(spec: str, values: ParsedValues) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The keywords of `train`, and the settings of the launch."""
     settings = {key: value for key, value in values.run.items() if key not in TASK_FIELDS}
     settings |= {
-        "run_prefix": run_prefix(parsed.task),
-        "task_name": parsed.task,
+        "run_prefix": run_prefix(spec),
+        "task_name": spec,
         "extra_settings": {key: value for key, value in values.task.items() if key not in TASK_FIELDS},
     }
     launch_settings = {key: settings.pop(key) for key in arguments.LAUNCH_SETTINGS if key in settings}
     lr_values = {key: settings.pop(key) for key in list(settings) if key.startswith(LR_PREFIX)}
     if lr_values:
         settings["rates"] = LRSchedule(**{key.removeprefix(LR_PREFIX): value for key, value in lr_values.items()})
-    # A new batch size does not change the one that the learning rate was tuned for.
-    task = dataclasses.replace(task, **overrides, tuned_for=tuned_batch_size(task))
-    identity = run_identity(make_settings(task, **settings), plan)
-    settings.setdefault("name", default_run_name(settings["run_prefix"], identity))
-    return Job(task=task, plan=plan, settings=settings, identity=identity, **launch_settings)
+    return settings, launch_settings
 
 
 def prepare_job(words: Sequence[str], *, num_processes: int | None = None, has_run_dir: bool = True) -> Job:
@@ -111,7 +153,7 @@ def prepare_job(words: Sequence[str], *, num_processes: int | None = None, has_r
     """
     from fourfold.step.parallelize import preflight
 
-    job = parse_job(words, num_processes=num_processes)
+    job = parse_job(words, num_processes=num_processes, has_run_dir=has_run_dir)
     errors = ErrorCollector()
     with errors.collect():
         if has_run_dir:
@@ -140,8 +182,6 @@ def read_plan(file: str | None, values: Mapping[str, object], *, num_processes: 
 
     Raises PlanError with all problems of both, or where the mesh does not have `num_processes` ranks.
     """
-    from fourfold.plan.check import size_problems
-
     errors = ErrorCollector()
     plan = overrides = None
     with errors.collect():
@@ -152,10 +192,18 @@ def read_plan(file: str | None, values: Mapping[str, object], *, num_processes: 
     assert plan is not None
     assert overrides is not None
     plan = dataclasses.replace(plan, **values)  # type: ignore[arg-type]
-    if file is None and "dp" not in values:
+    has_dp = file is not None or "dp" in values
+    return _fit_plan(plan, num_processes, has_dp=has_dp, where=file or "the command line")
+
+
+def _fit_plan(plan: Plan, num_processes: int | None, *, has_dp: bool, where: str) -> Plan:
+    """The plan; if nothing says how large dp is, it becomes what the other axes leave. Raises PlanError."""
+    from fourfold.plan.check import size_problems
+
+    if not has_dp:
         plan = dataclasses.replace(plan, dp=_default_dp(plan, num_processes))
     if num_processes is not None and plan.mesh.size != num_processes:
-        raise PlanError(size_problems(plan, num_processes), where=file or "the command line")
+        raise PlanError(size_problems(plan, num_processes), where=where)
     return plan
 
 

@@ -32,7 +32,10 @@ def train(words: Sequence[str], processes: str | None) -> int:
 
     world = from_environment()
     ready = job.prepare_job(words, num_processes=check_num_processes(processes, world))
-    if _check_finished(ready, is_reporter=world is None or world.rank == 0):
+    is_reporter = world is None or world.rank == 0
+    if ready.fresh:
+        words = _start_over(ready, words, is_reporter=is_reporter, has_own_ranks=world is None)
+    elif _check_finished(ready, is_reporter=is_reporter):
         return 0
     if world is not None or ready.num_processes == 1:
         sigint.restore_and_raise()
@@ -67,19 +70,32 @@ def _supervision_policy(ready: "Job") -> "SupervisionPolicy":
     )
 
 
-def _check_finished(ready: "Job", *, is_reporter: bool) -> bool:
-    """Whether the run is complete already. With `fresh`, one process moves the old run aside."""
+def _start_over(ready: "Job", words: Sequence[str], *, is_reporter: bool, has_own_ranks: bool) -> Sequence[str]:
+    """Move the run's folder aside, in one process; returns the words for the ranks.
+
+    A settings file in that folder moves with it. Raises SettingError if ranks of another launcher might read it later.
+    """
     from fourfold.trainer.run_dir import archive_run
+
+    here = ready.run_dir.absolute()
+    inside = [word for word in words if word.endswith(".toml") and Path(word).absolute().is_relative_to(here)]
+    if inside and not has_own_ranks:
+        got = f"fresh=true, which moves {inside[0]} away with its run"
+        raise SettingError(Problem(got, "a file outside the run's folder", f"a copy of {inside[0]}"))
+    # When a launcher restarts its ranks, the run must not start over again.
+    if not is_reporter or os.environ.get(RESTART_COUNT_VARIABLE, "0") != "0":
+        return words
+    archived = archive_run(ready.run_dir)
+    if archived is None:
+        return words
+    print(escape_controls(f"{ready.run_dir} starts over; the earlier run is now {archived}"), flush=True)
+    return [str(archived / Path(word).absolute().relative_to(here)) if word in inside else word for word in words]
+
+
+def _check_finished(ready: "Job", *, is_reporter: bool) -> bool:
+    """Whether the run is complete already."""
     from fourfold.trainer.run_identity import format_finished, read_finished_record
 
-    if ready.fresh:
-        # When a launcher restarts its ranks, the run must not start over again.
-        archived = (
-            archive_run(ready.run_dir) if is_reporter and os.environ.get(RESTART_COUNT_VARIABLE, "0") == "0" else None
-        )
-        if archived is not None:
-            print(escape_controls(f"{ready.run_dir} starts over; the earlier run is now {archived}"), flush=True)
-        return False
     finished = read_finished_record(ready.run_dir)
     if finished is not None and is_reporter:
         print(escape_controls(format_finished(ready.run_dir, finished, ready.plan)), flush=True)
@@ -120,15 +136,13 @@ def show(words: Sequence[str]) -> int:
     """`fourfold show`; returns the exit code."""
     from fourfold.analysis.describe import show as describe_plan
     from fourfold.cli import job
-    from fourfold.cli.arguments import parse_args
-    from fourfold.plan.plan_fields import FIELDS
+    from fourfold.cli.settings_file import parse_command
 
-    parsed = parse_args(words)
-    # Without a file, dp is 1 unless given: the output must not depend on this machine.
-    has_dp = parsed.plan_file is not None or "dp" in parsed.values
-    ready = job.parse_job([*words] if has_dp else [*words, "dp=1"])
-    if parsed.plan_file is None and not set(parsed.values) & set(FIELDS):
-        raise SettingError(Problem("no plan", "a file PLAN.toml, or fields of a plan", "fourfold show dp=2"))
+    command = parse_command(words)
+    # dp is 1 unless given: the output must not depend on this machine.
+    ready = job.parse_job([*words] if command.has_dp else [*words, "dp=1"], has_run_dir=False)
+    if not command.has_plan:
+        raise SettingError(Problem("no plan", "a plan or settings file, or fields of a plan", "fourfold show dp=2"))
     print(escape_controls(describe_plan(ready.plan, ready.task)))
     return 0
 
@@ -137,17 +151,16 @@ def verify(words: Sequence[str], processes: str | None) -> int:
     """`fourfold verify`; returns the exit code."""
     from fourfold.analysis.verify import DEFAULT_STEPS, check_verifiable
     from fourfold.cli import job, verify
-    from fourfold.cli.arguments import parse_args
+    from fourfold.cli.settings_file import parse_command
     from fourfold.launch.process_defaults import check_num_processes
     from fourfold.launch.restart_policy import SupervisionPolicy
-    from fourfold.plan.plan_fields import FIELDS
 
-    parsed = parse_args(words)
-    words = [*words] if "steps" in parsed.values else [*words, f"steps={DEFAULT_STEPS}"]
+    command = parse_command(words)
+    words = [*words] if "steps" in command.values else [*words, f"steps={DEFAULT_STEPS}"]
     world = from_environment()
-    plan = job.parse_job(words, num_processes=check_num_processes(processes, world)).plan
-    if parsed.plan_file is None and not set(parsed.values) & set(FIELDS):
-        problem = Problem("no plan", "a file PLAN.toml, or fields of a plan", "fourfold verify lm dp=2 zero=1")
+    plan = job.parse_job(words, num_processes=check_num_processes(processes, world), has_run_dir=False).plan
+    if not command.has_plan:
+        problem = Problem("no plan", "a plan or settings file, or fields of a plan", "fourfold verify lm dp=2 zero=1")
         raise SettingError(problem, where="fourfold verify")
     check_verifiable(plan)
     ready = job.prepare_job(words, num_processes=check_num_processes(processes, world), has_run_dir=False)

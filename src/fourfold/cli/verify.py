@@ -30,7 +30,7 @@ class VerifyError(FourfoldError):
 def main(words: Sequence[str]) -> None:
     world = from_environment()
     assert world is not None
-    verify(job.parse_job(words, num_processes=world.size), world)
+    verify(job.parse_job(words, num_processes=world.size, has_run_dir=False), world)
 
 
 def verify(prepared: job.Job, world: World | None) -> None:

@@ -14,6 +14,7 @@ from fourfold.plan.data.zero import ShardGroups
 from fourfold.plan.decode import DecodeError, from_toml
 from fourfold.plan.plan_fields import FIELDS, RENAMED_FIELDS, plan_problems, to_builtin
 from fourfold.plan.sequence import SequenceSpec
+from fourfold.plan.toml_writer import format_pair
 from fourfold.words.errors import PlanError, Problem
 from fourfold.words.mesh import Mesh
 
@@ -162,12 +163,18 @@ class Plan:
         try:
             values = from_toml(text)
         except DecodeError as error:
-            raise PlanError(Problem(str(error), "TOML with flat keys", "dp = 2"), where=where) from None
+            need = "TOML: fields of a plan, or the sections [plan], [run] and [task]"
+            raise PlanError(Problem(str(error), need, "dp = 2"), where=where) from None
         version = values.pop("version", None)
         if type(version) is not int or version != VERSION:
             got = "no version" if version is None else f"version = {version!r}"
             problem = Problem(got, f"version = {VERSION}", f"add a line version = {VERSION}")
             raise PlanError([problem, *plan_problems(values)], where=where)
+        return cls.from_table(values, where=where)
+
+    @classmethod
+    def from_table(cls, values: Mapping[str, object], *, where: str) -> Self:
+        """The plan in a table of TOML: as `from_dict`, with former names of fields. Raises PlanError."""
         ambiguous = [
             Problem(f"{old} and {new}", "one of them: they are the same field", f"{new} = {values[new]}")
             for old, new in RENAMED_FIELDS.items()
@@ -183,7 +190,7 @@ class Plan:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if value is not None and (defaults or value != field.default):
-                lines.append(f'{field.name} = "{value}"' if isinstance(value, str) else f"{field.name} = {value}")
+                lines.append(format_pair(field.name, value))
         return "\n".join(lines) + "\n"
 
 

@@ -1,6 +1,7 @@
 """Run folders: the resolved plan, the settings, the log and the checkpoints of one run. Only rank 0 writes them.
 
 runs/NAME/plan.toml      every field of the plan, as resolved
+runs/NAME/config.toml    a settings file that starts the same run; only where a command named the task
 runs/NAME/settings.json  the command's settings, the transport, the versions, and the run's identity
 runs/NAME/metrics.jsonl  the log: a line per step, evaluation and checkpoint
 runs/NAME/checkpoints/   see `fourfold.checkpoint`
@@ -28,6 +29,7 @@ from fourfold.environment.atomic_file import write_atomically
 from fourfold.plan.decode import check_not_pipe
 from fourfold.plan.plan import Plan
 from fourfold.trainer.run_identity import (
+    CONFIG_FILE,
     LOG_FILE,
     PLAN_FILE,
     SETTINGS_FILE,
@@ -81,8 +83,13 @@ class RunDir:
         self._log_lock = threading.Lock()
         _lock_run(self._log, self.path)
 
-    def write_plan_and_settings(self, plan: Plan, settings: Mapping[str, Any]) -> None:
-        """Write plan.toml and settings.json: what was asked for, and the machine and versions it runs on."""
+    def write_plan_and_settings(
+        self, plan: Plan, settings: Mapping[str, Any], *, config_text: str | None = None
+    ) -> None:
+        """Write plan.toml and settings.json: what was asked for, and the machine and versions it runs on.
+
+        config_text: of config.toml; None: there is none
+        """
         versions = {
             "fourfold": VERSION,
             "torch": str(torch.__version__),
@@ -93,6 +100,8 @@ class RunDir:
             self._absolute_path / PLAN_FILE: plan.to_toml(defaults=True).encode(),
             self._absolute_path / SETTINGS_FILE: _encode_settings({**record, "identity": self._identity}),
         }
+        if config_text is not None:
+            self._description_files[self._absolute_path / CONFIG_FILE] = config_text.encode()
         for path, content in self._description_files.items():
             _write_file(path, content)
 

@@ -23,7 +23,7 @@ from fourfold.words.errors import PlanError, Problem, SettingError
 
 Identity = Mapping[str, Any]
 MAX_NAME_BYTES = 200  # file systems allow 255, and a run that starts over gets a longer name
-LOG_FILE, SETTINGS_FILE, PLAN_FILE = "metrics.jsonl", "settings.json", "plan.toml"
+LOG_FILE, SETTINGS_FILE, PLAN_FILE, CONFIG_FILE = "metrics.jsonl", "settings.json", "plan.toml", "config.toml"
 LOG_TAIL_BYTES = 2**16  # more than the last line of a log
 
 
@@ -73,7 +73,16 @@ def read_identity(path: Path) -> dict[str, Any] | None:
         identity = from_json(read_bounded(path / SETTINGS_FILE), dict[str, Any]).get("identity")
     except (OSError, DecodeError):
         return None
-    return identity if isinstance(identity, dict) else None
+    if not isinstance(identity, dict):
+        return None
+    task = identity.get("task")  # older runs saved it as it was typed
+    return {**identity, "task": normal_task_name(task)} if isinstance(task, str) else identity
+
+
+def normal_task_name(spec: str) -> str:
+    """The task's name, with the path of its file in its shortest form: ./mine.py and mine.py are one task."""
+    file, colon, name = spec.partition(":")
+    return os.path.normpath(file) + colon + name if file.endswith(".py") else spec
 
 
 def _format_identity_difference(saved: Identity | None, asked: Identity | None) -> str:

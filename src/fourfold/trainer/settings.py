@@ -102,10 +102,6 @@ def _json_problems(value: Any, name: str) -> list[Problem]:
     return problems
 
 
-# On the command line a setting that is not wanted is left out.
-GIVEN = {"is_optional": False}
-
-
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """What a run needs besides the task and the plan."""
@@ -145,7 +141,7 @@ class Settings:
         is_optional=True,
         help="steps between evaluations; each new minimum of the validation loss saves a checkpoint",
         default_text="at the end only",
-        word={"minimum": 1, **GIVEN},
+        word={"minimum": 1},
     )
     trace_every: int = setting(
         TRACE_EVERY,
@@ -154,7 +150,12 @@ class Settings:
         help="steps between steps recorded in trace.json, besides steps 3 and 4; 0: none",
     )
     name: str | None = setting(
-        None, type=str, is_optional=True, help="the run's name", default_text="the task and a hash", word=GIVEN
+        None,
+        type=str,
+        is_optional=True,
+        help="the run's name",
+        default_text="the task and a hash",
+        word={"is_optional": False},  # `none` is a name; a run that shall have none is given none
     )
     folder: str = setting(RUNS_DIR, type=os.PathLike, help="where the run's folder is", word=None)
     run_prefix: str = setting("run", type=str, help="what the name of an unnamed run begins with", word=None)
@@ -163,6 +164,9 @@ class Settings:
     )
     extra_settings: Mapping[str, Any] | None = setting(
         None, type=Mapping, is_optional=True, check=_json_problems, help="the task's, for the identity", word=None
+    )
+    config_text: str | None = setting(
+        None, type=str, is_optional=True, help="the text of config.toml in the run's folder", word=None
     )
     checkpoint_every: int = setting(
         100, type=int, minimum=0, help="steps between checkpoints; 0: none, not even of the last step"
@@ -184,7 +188,6 @@ class Settings:
         help="a safetensors file of weights to begin with",
         default_text="random",
         in_identity="if given",
-        word=GIVEN,
     )
     skip_nan: int = setting(
         0, type=int, minimum=0, help="steps in a row that may be skipped because the loss or gradient is not finite"
@@ -217,6 +220,7 @@ class TrainOptions(TypedDict, total=False):
     run_prefix: str
     task_name: str | None
     extra_settings: Mapping[str, Any] | None
+    config_text: str | None
     checkpoint_every: int
     ema: float | None
     init: str | None

@@ -1,0 +1,219 @@
+"""Settings file: one TOML that says what a run is: its task, its plan, its settings.
+
+section  [task], [plan] or [run]; a TOML without sections is a plan
+Law: the file is only data. All its problems are reported at once, with the section in which a key belongs.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fourfold.cli import arguments
+from fourfold.cli.arguments import RUN_SETTINGS, ParsedValues, ValueType
+from fourfold.plan.decode import DecodeError, read_toml
+from fourfold.plan.plan import VERSION, Plan
+from fourfold.plan.plan_fields import FIELD_RULES, FIELDS, RENAMED_FIELDS
+from fourfold.plan.toml_writer import format_pair
+from fourfold.trainer.run_identity import normal_task_name
+from fourfold.words.errors import PlanError, Problem, SettingError, closest_match
+
+TASK, PLAN, RUN = SECTIONS = ("task", "plan", "run")
+SECTION_NEEDS = {TASK: "an argument of the task", PLAN: "a field of the plan", RUN: "a setting of the run"}
+TASK_NAME = "name"
+MAX_SHOWN_VALUE = 60
+Arguments = Mapping[str, ValueType] | None
+"""The keyword arguments of the task's function; None if the task is unknown."""
+
+
+@dataclass(frozen=True)
+class SettingsFile:
+    """A settings file as it was read. `problems`: those of the form, whatever the task is."""
+
+    path: str
+    sections: Mapping[str, dict[str, Any]]
+    problems: Sequence[Problem] = ()
+
+    @property
+    def task(self) -> str | None:
+        """The task as the command line would name it in the current folder; None if the file names none."""
+        name = self.sections[TASK].get(TASK_NAME)
+        return _task_from_here(self.path, name) if isinstance(name, str) else None
+
+    def parse(self, types: Arguments) -> ParsedValues:
+        """The values, by what they belong to. Raises SettingError with all problems of the file."""
+        parsed, problems = ParsedValues(), list(self.problems)
+        problems += self._plan_problems(parsed, types)
+        for section in (RUN, TASK):
+            for key, value in self.sections[section].items():
+                if (section, key) != (TASK, TASK_NAME):
+                    problems += self._convert(section, key, value, types, parsed)
+        if problems:
+            raise SettingError(problems, where=self.path)
+        return parsed
+
+    def _convert(self, section: str, key: str, value: Any, types: Arguments, parsed: ParsedValues) -> Sequence[Problem]:
+        """Put a value where it belongs; returns its problem if it has one."""
+        key_type = self._type_of(section, key, types)
+        if key_type is None:
+            return [] if section == TASK and types is None else [_misplaced(section, key, value, types)]
+        target = parsed.task if key in (types or {}) else parsed.run
+        if key in target:
+            return [Problem(f"{key} in [{RUN}] and in [{TASK}]", "each key once")]
+        try:
+            target[key] = key_type.convert(value)
+        except (ValueError, OverflowError):
+            return [Problem(f"{_format(key, value)} in [{section}]", *_value_need(key, value, key_type))]
+        return []
+
+    def _type_of(self, section: str, key: str, types: Arguments) -> ValueType | None:
+        """The valid values of a key; None if it does not belong in this section."""
+        if section == TASK:
+            return (types or {}).get(key)
+        # As on the command line: if the task's function takes `steps` itself, it gets them.
+        return ((types or {}).get(key) or RUN_SETTINGS[key]) if key in RUN_SETTINGS else None
+
+    def _plan_problems(self, parsed: ParsedValues, types: Arguments) -> list[Problem]:
+        """The problems of [plan]; its values go into `parsed`."""
+        values = dict(self.sections[PLAN])
+        problems = _version_problems(values, "[plan]")
+        known = {key: value for key, value in values.items() if key in FIELDS or key in RENAMED_FIELDS}
+        problems += [_misplaced(PLAN, key, value, types) for key, value in values.items() if key not in known]
+        known = {key: None if _is_none(key, value) else value for key, value in known.items()}
+        try:
+            plan = Plan.from_table(known, where=self.path)
+        except PlanError as error:
+            return problems + [problem._replace(got=f"{problem.got} in [plan]") for problem in error.problems]
+        parsed.plan.update({name: getattr(plan, name) for name in (RENAMED_FIELDS.get(key, key) for key in known)})
+        return problems
+
+
+@dataclass(frozen=True)
+class Command:
+    """The words of a command line, with the settings file among them if there is one."""
+
+    task: str
+    plan_file: str | None = None
+    settings_file: SettingsFile | None = None
+    values: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def has_plan(self) -> bool:
+        """Whether a field of the plan is given, by a file or a word."""
+        in_file = self.settings_file is not None and bool(self.settings_file.sections[PLAN])
+        return self.plan_file is not None or in_file or bool(set(self.values) & set(FIELDS))
+
+    @property
+    def has_dp(self) -> bool:
+        """Whether the number of data ranks is given. A plan file gives every field."""
+        in_file = self.settings_file is not None and "dp" in self.settings_file.sections[PLAN]
+        return self.plan_file is not None or in_file or "dp" in self.values
+
+
+DEFAULT_TASK = "lm"
+
+
+def parse_command(words: Sequence[str]) -> Command:
+    """Sort the words, and read the settings file if a TOML has sections. Raises SettingError."""
+    parsed = arguments.parse_args(words)
+    file = None if parsed.plan_file is None else read_settings_file(parsed.plan_file)
+    named = parsed.task and normal_task_name(parsed.task)
+    if file is None:
+        return Command(named or DEFAULT_TASK, parsed.plan_file, None, parsed.values)
+    if named is not None and file.task is not None and named != file.task:
+        got = f"the task {named}, and {file.task} in {file.path}"
+        raise SettingError(Problem(got, "one task", f"no name in [task] of {file.path}"), where="the command line")
+    return Command(named or file.task or DEFAULT_TASK, None, file, parsed.values)
+
+
+def read_settings_file(path: str) -> SettingsFile | None:
+    """The settings in a TOML with sections; None for any other file: it is a plan, or refused as one."""
+    try:
+        table = read_toml(Path(path))
+    except (OSError, DecodeError):
+        return None
+    if not any(isinstance(value, dict) or _is_list_of_tables(value) for value in table.values()):
+        return None
+    problems = _version_problems(table, "")
+    sections: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
+    for key, value in table.items():
+        if key in sections and isinstance(value, dict):
+            sections[key] = value
+        elif isinstance(value, dict) or _is_list_of_tables(value):
+            close = closest_match(key, SECTIONS)
+            got = f"[{key}]" if isinstance(value, dict) else f"[[{key}]]"
+            problems.append(Problem(got, "one section [task], [plan] or [run]", f"[{close}]" if close else ""))
+        else:
+            place = _place_of(key, None)
+            need = "every key in a section: [task], [plan] or [run]"
+            problems.append(Problem(_format(key, value), need, f"move it to [{place}]" if place else ""))
+    name = sections[TASK].get(TASK_NAME)
+    if name is not None and not isinstance(name, str):
+        problems.append(Problem(f"{_format(TASK_NAME, name)} in [task]", "the task's name", 'name = "lm"'))
+    return SettingsFile(path, sections, problems)
+
+
+def _is_list_of_tables(value: object) -> bool:
+    return isinstance(value, list) and any(isinstance(each, dict) for each in value)
+
+
+def _version_problems(table: dict[str, Any], place: str) -> list[Problem]:
+    """Takes `version` out of the table; it may be missing."""
+    version = table.pop("version", VERSION)
+    if type(version) is int and version == VERSION:
+        return []
+    return [Problem(f"version = {version!r}{place and f' in {place}'}", f"version = {VERSION}")]
+
+
+def _task_from_here(path: str, name: str) -> str:
+    """A task's name in a file, which counts from the file's folder, as the command line names it in this folder."""
+    file, colon, member = name.partition(":")
+    if not file.endswith(".py") or os.path.isabs(file):
+        return normal_task_name(name)
+    found = os.path.normpath(os.path.join(os.path.dirname(path), file))
+    here = os.getcwd()
+    # Named as in a command, whether the settings file was given by a relative or an absolute path.
+    return (os.path.relpath(found, here) if Path(found).is_relative_to(here) else found) + colon + member
+
+
+def _misplaced(section: str, key: str, value: Any, types: Arguments) -> Problem:
+    """The problem of a key that its section does not know."""
+    got, need = f"{_format(key, value)} in [{section}]", SECTION_NEEDS[section]
+    place = _place_of(key, types)
+    if place is not None:
+        return Problem(got, need, f"move it to [{place}]")
+    own = {TASK: [*(types or {})], PLAN: [*FIELDS], RUN: [*RUN_SETTINGS]}
+    close = closest_match(key, own[section]) or closest_match(key, [name for names in own.values() for name in names])
+    if close is None:
+        return Problem(got, need, ", ".join(own[section]) if section == TASK else "fourfold train --help")
+    place = section if close in own[section] else _place_of(close, types)
+    return Problem(got, need, close if place == section else f"{close} in [{place}]")
+
+
+def _place_of(key: str, types: Arguments) -> str | None:
+    """The section in which a key belongs."""
+    if key in FIELDS or key in RENAMED_FIELDS:
+        return PLAN
+    return RUN if key in RUN_SETTINGS else TASK if key in (types or {}) else None
+
+
+def _is_none(name: str, value: Any) -> bool:
+    """Whether a plan field has the text that stands for no value, as on the command line."""
+    return value == "none" and name in FIELD_RULES and FIELD_RULES[name].optional
+
+
+def _value_need(key: str, value: Any, key_type: ValueType) -> tuple[str, str]:
+    """What a value must be, and what to try."""
+    if isinstance(value, list) and key_type.type is not tuple:
+        values = ",".join(map(str, value))
+        return key_type.requirement(), f"{key}={values} on the command line, which trains once with each"
+    return key_type.requirement(), ""
+
+
+def _format(key: str, value: Any) -> str:
+    try:
+        text = format_pair(key, value)
+    except ValueError:  # a table, or a date
+        text = f"{key} = a {'table' if isinstance(value, dict) else type(value).__name__}"
+    return text if len(text) <= MAX_SHOWN_VALUE else text[:MAX_SHOWN_VALUE] + "…"
