@@ -323,7 +323,7 @@ def loaded_state(made: torch.optim.Optimizer) -> None:
 
 
 def replaced_state(made: torch.optim.Optimizer) -> None:
-    made.load_state_dict(made.state_dict())
+    made.load_state_dict(torch.optim.Optimizer.state_dict(made))
     loaded_state(made)
 
 

@@ -1,7 +1,7 @@
 """Argument checks: wrong arguments of the public functions, found before a rank waits for another.
 
-Law: the arguments of a public function are checked together; the user's model, loss and optimizer factory are neither
-called nor changed.
+Law: the arguments of a public function are checked together; the user's model, loss and optimizer are neither called
+nor changed.
 """
 
 import dataclasses
@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from fourfold.parts.comm.communicator import Communicator
 from fourfold.plan.plan import Plan
+from fourfold.step.optimizer_proxy import OptimizerProxy
 from fourfold.words import argument_checks
 from fourfold.words.errors import OptimizerError, PlanError, Problem, SettingError
 
@@ -27,13 +28,25 @@ def check_arguments(
     problems = (
         model_argument_problems(model)
         + loss_argument_problems(loss)
-        + argument_checks.optimizer_factory_problems(optimizer)
+        + optimizer_argument_problems(optimizer)
         + plan_argument_problems(plan)
     )
     problems += argument_checks.positive_problems("clip", clip, optional=True, attempt="clip=1.0")
     problems += argument_checks.seed_problems(seed) + argument_checks.int_problems("skip_nan", skip_nan, minimum=0)
     if problems:
         raise SettingError(problems, where="the arguments of parallelize")
+
+
+def optimizer_argument_problems(optimizer: Any) -> list[Problem]:
+    """Require a torch optimizer, or a function that makes one."""
+    attempt = "torch.optim.AdamW(model.parameters(), lr=3e-4)"
+    if isinstance(optimizer, OptimizerProxy):
+        got = f"optimizer = a {type(optimizer).__name__}"
+        return [Problem(got, "the torch optimizer itself: a step reduces the gradients by itself", attempt)]
+    if isinstance(optimizer, Optimizer):
+        return []
+    need = "a torch optimizer, or a function from parameters to one"
+    return argument_checks.callable_problems("optimizer", optimizer, need=need, attempt=attempt)
 
 
 def check_wrapper_arguments(*, optimizer: Any, model: Any, plan: Any) -> None:

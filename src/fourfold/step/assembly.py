@@ -14,7 +14,7 @@ from fourfold.parts.codec.protocol import Codec
 from fourfold.parts.comm import transports
 from fourfold.parts.comm.communicator import Communicator
 from fourfold.parts.comm.meter import CommMeter
-from fourfold.parts.optim.user_optimizer import OptimizerFactory, build_optimizer
+from fourfold.parts.optim.user_optimizer import OptimizerSource, build_optimizer
 from fourfold.parts.sequence.sequence_group import connect_sequence
 from fourfold.plan.batch_split import BatchSplit
 from fourfold.plan.check import read_only_reason, step_hook_conflicts
@@ -47,7 +47,7 @@ from fourfold.step.update_timing import (
     UpdateInForward,
     UpdateTiming,
 )
-from fourfold.step.user_optimizer import OptimizerWatch, check_user_optimizer
+from fourfold.step.user_optimizer import OptimizerWatch, check_user_optimizer, refuse_own_state_dict
 from fourfold.step.weights import Weights
 
 STAGE = 0  # there is one
@@ -74,7 +74,7 @@ class Assembly(NamedTuple):
 def assemble(
     model: nn.Module,
     loss: Callable[[Any, Any], Any] | None,
-    optimizer_factory: OptimizerFactory,
+    optimizer_source: OptimizerSource,
     plan: Plan,
     world: Communicator,
     options: StepOptions,
@@ -82,9 +82,7 @@ def assemble(
     """Make all parts of a step. Collective. Raises PlanError, OptimizerError, TaskError or SettingError."""
     check_model_loss(loss, plan)
     objective, meter = _make_objective(loss, plan), CommMeter()
-    optimizer = build_optimizer(optimizer_factory, list(model.parameters()))
-    check_update_timing(optimizer, plan)
-    check_user_optimizer(optimizer, step_hook_conflicts(plan))
+    optimizer = _take_optimizer(optimizer_source, model, plan)
     world = world.on_mesh(plan.mesh)
     trained = lay_out(model, optimizer, plan, world, options)
     channel = transports.make_world_channel(world, trained.blueprint.topology, plan.transport, meter)
@@ -116,6 +114,14 @@ def assemble(
         buckets=stage.trained.buckets,
         transport_name=stage.transport_name,
     )
+
+
+def _take_optimizer(source: OptimizerSource, model: nn.Module, plan: Plan) -> Optimizer:
+    optimizer = build_optimizer(source, list(model.parameters()))
+    check_update_timing(optimizer, plan)
+    check_user_optimizer(optimizer, step_hook_conflicts(plan))
+    refuse_own_state_dict(optimizer)
+    return optimizer
 
 
 def _make_objective(loss: Callable[[Any, Any], Any] | None, plan: Plan) -> Objective:

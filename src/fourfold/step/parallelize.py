@@ -10,12 +10,13 @@ from typing import Any
 import psutil
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from fourfold.environment.host_memory import available_bytes
 from fourfold.environment.world import num_cores
 from fourfold.parts.comm import init, transports
 from fourfold.parts.comm.communicator import Communicator
-from fourfold.parts.optim.user_optimizer import OptimizerFactory, build_optimizer
+from fourfold.parts.optim.user_optimizer import OptimizerSource, build_optimizer
 from fourfold.plan.check import step_hook_conflicts
 from fourfold.plan.intervals import DRIFT_CHECK
 from fourfold.plan.plan import Plan
@@ -31,7 +32,7 @@ from fourfold.words.task import Task
 def parallelize(
     model: nn.Module,
     loss: Callable[[Any, Any], Any] | None,
-    optimizer: OptimizerFactory,
+    optimizer: OptimizerSource,
     plan: Plan | None = None,
     *,
     clip: float | None = None,
@@ -48,7 +49,9 @@ def parallelize(
     loss          loss(outputs, targets) returns unreduced values (their global mean is trained), a pair (sum, count),
                   or a scalar: the mean over the elements that torch's loss functions count, else over the samples.
                   None: the model returns its own loss, of batches that are dicts of its inputs with the labels
-    optimizer     called once, with the model's parameters; flat buffers are then updated with its options
+    optimizer     a torch optimizer of the model's parameters that has made no step, or a function that makes one of
+                  them. Flat buffers are updated with its class and, in every step, the options that its groups have
+                  then: a learning-rate scheduler may be made of it before or after. It is `step.optimizer`
     plan          None: all ranks are data ranks
     clip          bounds the global norm of the gradient
     seed          seeds torch's generator, differently on each data index
@@ -63,6 +66,9 @@ def parallelize(
     be carried out with them.
     """
     check_arguments(model=model, loss=loss, optimizer=optimizer, plan=plan, clip=clip, seed=seed, skip_nan=skip_nan)
+    if isinstance(optimizer, Optimizer):
+        # Here, where no rank waits for another yet. One that a factory makes is checked when it exists.
+        check_user_optimizer(build_optimizer(optimizer, list(model.parameters())), step_hook_conflicts(plan or Plan()))
     comm = init.init_communicator()
     plan = plan or Plan(dp=comm.size)
     check_plan_on_ranks(model, plan, comm, clip=clip)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fourfold.parts.comm.communicator import Communicator
 from fourfold.parts.comm.reduce.scalar_room import NUM_LOSS_SCALARS
-from fourfold.parts.optim.user_optimizer import OptimizerFactory
+from fourfold.parts.optim.user_optimizer import OptimizerSource
 from fourfold.parts.rank_layout import RankLayout
 from fourfold.plan.data.buckets import Bucket
 from fourfold.plan.plan import Plan
@@ -44,7 +44,7 @@ class TrainStep:
         self,
         model: nn.Module,
         loss: Callable[[Any, Any], Any] | None,
-        optimizer: OptimizerFactory,
+        optimizer: OptimizerSource,
         *,
         plan: Plan,
         communicator: Communicator,

@@ -8,6 +8,7 @@ Law: nothing that the user has set on the optimizer is silently ignored.
 
 import operator
 from collections.abc import Mapping
+from typing import NoReturn
 
 from torch.optim import Adagrad, Optimizer
 
@@ -29,6 +30,17 @@ def check_user_optimizer(optimizer: Optimizer, hook_conflicts: Mapping[str, str]
         problems.append(_state_problem())
     if problems:
         raise OptimizerError(problems, where="the optimizer")
+
+
+def refuse_own_state_dict(optimizer: Optimizer) -> None:
+    """Make the optimizer's own `state_dict` raise: it has the options only, and would be saved as if it were all."""
+    setattr(optimizer, "state_dict", _raise_no_state)  # noqa: B010
+
+
+def _raise_no_state() -> NoReturn:
+    got = "optimizer.state_dict(), which has the options alone"
+    need = "the optimizer states too: the step keeps them in flat buffers"
+    raise OptimizerError(Problem(got, need, "step.state_dict(), on all ranks"))
 
 
 def _is_fresh(optimizer: Optimizer) -> bool:
@@ -81,7 +93,8 @@ class OptimizerWatch:
 
 def _state_problem() -> Problem:
     need = "state in the step: updates keep their own optimizer states, in flat buffers"
-    return Problem("state in the optimizer itself", need, f"step.load_state_dict(…), or {USE_WRAPPER}")
+    attempt = f"ff.parallelize before the optimizer's first step, step.load_state_dict(…), or {USE_WRAPPER}"
+    return Problem("state in the optimizer itself", need, attempt)
 
 
 def _problems(optimizer: Optimizer, hook_conflicts: Mapping[str, str]) -> list[Problem]:

@@ -60,7 +60,10 @@ class FlatOptimizer:
         )
         self.converts_grads = any(each.converts_grad for bucket_slices in slices for each in bucket_slices)
         """Whether gradients are converted. If one is, all are, and `factor` multiplies them in the weights' dtype."""
-        self._implementations = [_choose_implementation(optimizer, p[0].weight) if p else {} for p in slices]
+        self._implementations = [
+            _choose_implementation(optimizer, bucket.param_group, each[0].weight) if each else {}
+            for bucket, each in zip(buckets, slices, strict=True)
+        ]
         self._updates = [
             [self._make_update(bucket, group) for group in self._slice_groups(bucket)] for bucket in range(len(slices))
         ]
@@ -277,9 +280,10 @@ def _without_grad_writes(options: dict[str, Any]) -> dict[str, Any]:
     return options
 
 
-def _choose_implementation(optimizer: Optimizer, weight: Tensor) -> dict[str, bool | None]:
-    """Fused, if the class has it for this device and the user chose no implementation."""
-    chosen = {key: optimizer.defaults.get(key) for key in IMPLEMENTATION_OPTIONS if key in optimizer.defaults}
+def _choose_implementation(optimizer: Optimizer, group: int, weight: Tensor) -> dict[str, bool | None]:
+    """Fused, if the class has it for this device and the user chose no implementation for this group."""
+    options = optimizer.param_groups[group]
+    chosen = {key: options.get(key) for key in IMPLEMENTATION_OPTIONS if key in optimizer.defaults}
     if "fused" not in chosen or any(value is not None for value in chosen.values()):
         return chosen
     # On CPUs torch 2.13's fused SGD leaves most elements of 2-byte weights unchanged (pytorch#191763).

@@ -32,6 +32,12 @@ def call_factory(factory: Callable[[Any], Any], parameters: Any) -> Any:
 
 def check_options(optimizer: Optimizer) -> None:
     """Raise OptimizerError with all options that are not finite, of all groups."""
+    if problems := option_problems(optimizer):
+        raise OptimizerError(problems, where="the optimizer")
+
+
+def option_problems(optimizer: Optimizer) -> list[Problem]:
+    """All options that are not finite, of all groups."""
     problems = []
     for number, group in enumerate(optimizer.param_groups):
         where = f" in group {number}" if len(optimizer.param_groups) > 1 else ""
@@ -39,8 +45,7 @@ def check_options(optimizer: Optimizer) -> None:
             if math.isnan(value) or (name in FINITE_OPTIONS and math.isinf(value)):
                 attempt = "lr = 1e-3" if name == "lr" else ""
                 problems.append(Problem(f"{name} = {value}{where}", "a finite number", attempt))
-    if problems:
-        raise OptimizerError(problems, where="the optimizer")
+    return problems
 
 
 def _numeric_options(group: dict[str, Any]) -> Iterator[tuple[str, float]]:

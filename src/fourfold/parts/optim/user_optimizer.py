@@ -1,4 +1,4 @@
-"""The user's optimizer: made by the user's factory, and checked for what its update needs on flat buffers.
+"""The user's optimizer: given, or made by the user's factory, and checked for what its update needs on flat buffers.
 
 element-wise  an update in which no element depends on another: it may run on flat buffers as it is
 layer-wise    an update in which an element depends on two norms of its parameter: see `layerwise`
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fourfold.parts.optim.lars_lamb import LAYERWISE
-from fourfold.parts.optim.option_checks import call_factory, check_options
+from fourfold.parts.optim.option_checks import call_factory, option_problems
 from fourfold.parts.torch_private import avoid_dynamo_import, step_without_wrappers
 from fourfold.words.errors import OptimizerError, Problem
 
@@ -32,19 +32,23 @@ ELEMENTWISE: tuple[type[Optimizer], ...] = (
 
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
+OptimizerSource = OptimizerFactory | Optimizer
+"""What the user gives: a function that makes the optimizer of the model's parameters, or this optimizer itself."""
 
 
-def check_supported(optimizer: Optimizer) -> None:
-    """Raise OptimizerError unless the optimizer's update can run on flat buffers."""
+def support_problems(optimizer: Optimizer) -> list[Problem]:
+    """Why the optimizer's update cannot run on flat buffers, where it is made anew from class and options."""
     kind = type(optimizer)
     if kind not in (*ELEMENTWISE, *LAYERWISE):
         known = ", ".join(cls.__name__ for cls in ELEMENTWISE)
         ours = ", ".join(f"ff.optim.{cls.__name__}" for cls in LAYERWISE)
         attempt = "one of these, or ff.DistributedOptimizer, which runs any optimizer as it is"
         need = f"an element-wise optimizer of torch.optim ({known}), or {ours}"
-        raise OptimizerError(Problem(kind.__name__, need, attempt))
+        base = next((cls.__name__ for cls in kind.__mro__ if cls in (*ELEMENTWISE, *LAYERWISE)), None)
+        return [Problem(kind.__name__ if base is None else f"{kind.__name__}, a subclass of {base}", need, attempt)]
     if any(group.get("differentiable") for group in optimizer.param_groups):
-        raise OptimizerError(Problem("differentiable = True", "an update outside autograd", "differentiable = False"))
+        return [Problem("differentiable = True", "an update outside autograd", "differentiable = False")]
+    return []
 
 
 def is_layerwise(optimizer: Optimizer) -> bool:
@@ -52,32 +56,42 @@ def is_layerwise(optimizer: Optimizer) -> bool:
     return isinstance(optimizer, LAYERWISE)
 
 
-def build_optimizer(factory: OptimizerFactory, parameters: Sequence[nn.Parameter]) -> Optimizer:
-    """The user's optimizer over the original parameters. Raises OptimizerError if it cannot run on flat buffers."""
+def build_optimizer(source: OptimizerSource, parameters: Sequence[nn.Parameter]) -> Optimizer:
+    """The user's optimizer over the original parameters. Raises OptimizerError if it cannot run on flat buffers.
+
+    An optimizer that is given is returned as it is, so that its schedulers go on acting on it.
+    """
     avoid_dynamo_import()
-    optimizer = call_factory(factory, parameters)
+    optimizer = source if isinstance(source, Optimizer) else call_factory(source, parameters)
     if not isinstance(optimizer, Optimizer):
         attempt = "functools.partial(torch.optim.AdamW, lr=3e-4)"
         raise OptimizerError(Problem(repr(optimizer), "a function from parameters to a torch optimizer", attempt))
-    check_supported(optimizer)
-    check_options(optimizer)
+    problems = support_problems(optimizer)
+    problems += option_problems(optimizer) + _param_problems(optimizer, parameters, is_given=optimizer is source)
+    if problems:
+        raise OptimizerError(problems, where="the optimizer")
+    return optimizer
+
+
+def _param_problems(optimizer: Optimizer, parameters: Sequence[nn.Parameter], *, is_given: bool) -> list[Problem]:
+    """Require every trainable parameter of the model once, and no other."""
+    problems, own_ids = [], {id(p) for p in parameters}
     grouped_ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    num_foreign = len(grouped_ids - {id(p) for p in parameters})
+    num_foreign = len(grouped_ids - own_ids)
     if num_foreign:
-        problem = Problem(
-            f"{num_foreign} parameters that are not the model's", "an optimizer of the parameters it is given"
-        )
-        raise OptimizerError(problem)
+        need = "an optimizer of model.parameters()" if is_given else "an optimizer of the parameters it is given"
+        attempt = "the optimizer made last, when the model has all its parameters" if is_given else ""
+        problems.append(Problem(f"{num_foreign} parameters that are not the model's", need, attempt))
     # torch only warns, and updates them once for each mention.
     num_repeated = sum(len(group["params"]) for group in optimizer.param_groups) - len(grouped_ids)
     if num_repeated:
         got = f"{num_repeated} parameters that are in a group more than once"
-        raise OptimizerError(Problem(got, "every parameter once", "each parameter once, as in model.parameters()"))
+        problems.append(Problem(got, "every parameter once", "each parameter once, as in model.parameters()"))
     num_missing = sum(p.requires_grad and id(p) not in grouped_ids for p in parameters)
     if num_missing:
         got = f"{num_missing} trainable parameters that are in no group"
-        raise OptimizerError(Problem(got, "every trainable parameter in a group", "p.requires_grad_(False) for them"))
-    return optimizer
+        problems.append(Problem(got, "every trainable parameter in a group", "p.requires_grad_(False) for them"))
+    return problems
 
 
 def num_state_tensors(optimizer: Optimizer, group: int) -> int:
