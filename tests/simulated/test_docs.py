@@ -15,8 +15,9 @@ from torch import nn
 import fourfold as ff
 from fourfold.cli.arguments import parse_args
 from fourfold.cli.commands import parse_command
+from fourfold.cli.settings_file import read_settings_file
 from fourfold.plan.plan import Plan
-from fourfold.words.errors import PlanError
+from fourfold.words.errors import FourfoldError
 
 ROOT = Path(__file__).parent.parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -68,12 +69,18 @@ def test_every_python_block_of_a_page_runs(page):
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "toml")], ids=lambda page: page.name)
-def test_every_toml_block_of_a_page_is_a_plan_or_is_shown_with_its_error(page):
+def test_every_toml_block_of_a_page_is_read_or_shown_with_its_error(page, tmp_path):
     for block in blocks(page, "toml"):
+        file = tmp_path / "file.toml"
+        file.write_text(block if re.search(r"^version|^\[", block, re.MULTILINE) else f"version = 1\n{block}")
         message = ""
         try:
-            Plan.from_toml(block if "version" in block else f"version = 1\n{block}")
-        except PlanError as error:
+            settings = read_settings_file(str(file))
+            if settings is None:
+                Plan.from_toml(file.read_text())
+            else:
+                settings.parse(None)
+        except FourfoldError as error:
             message = str(error).partition("\n")[2]  # without the file's name
         assert message in page.read_text(encoding="utf-8")
 
