@@ -46,6 +46,7 @@ def surroundings() -> dict[str, Any]:
         "config": config,
         "dataset": source,
         "feed": ff.Feed(source, Plan(), batch_size=32),
+        "F": F,
         "ff": ff,
         "functools": functools,
         "loader": torch.utils.data.DataLoader(source, batch_size=32, shuffle=True),  # type: ignore[arg-type]
@@ -60,12 +61,21 @@ def surroundings() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.name)
-def test_every_python_block_of_a_page_runs(page):
+def test_every_python_block_of_a_page_runs(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     for block in blocks(page, "python"):
         if block in EXAMPLES:
             compile(block, page.name, "exec")  # `.ci/run` runs it
             continue
         exec(compile(block, page.name, "exec"), surroundings())
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "diff")], ids=lambda page: page.name)
+@pytest.mark.parametrize("other", ["+", "-"])
+def test_both_sides_of_every_difference_run(page, other):
+    for block in blocks(page, "diff"):
+        lines = [line[2:] for line in block.splitlines() if not line.startswith(other)]
+        exec(compile("\n".join(lines), page.name, "exec"), surroundings())
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "toml")], ids=lambda page: page.name)
