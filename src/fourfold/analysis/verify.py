@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fourfold.feed.collate import check_data
+from fourfold.feed.data_input import check_data
 from fourfold.feed.feed import Batch, Feed
 from fourfold.parts.comm.init import world
 from fourfold.parts.torch_private import DropoutBase

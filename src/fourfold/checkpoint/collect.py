@@ -25,7 +25,6 @@ from fourfold.plan.checkpoint_manifest import (
     place_of,
 )
 from fourfold.plan.rng import random_place
-from fourfold.plan.sample_order import ORDER_VERSION
 from fourfold.step.ema import EMA
 from fourfold.step.train_step import TrainStep
 from fourfold.words.errors import CheckpointError, Problem
@@ -164,7 +163,7 @@ def first_step_record(step: TrainStep) -> FirstStepRecord:
 def data_state(feed: Feed) -> DataState:
     """Where the feed is in its data."""
     seed, epoch, position, _ = feed.state
-    return DataState(seed, epoch, position, feed.batch_size, feed.num_samples, ORDER_VERSION)
+    return DataState(seed, epoch, position, feed.batch_size, feed.num_samples or 0, feed.order_version)
 
 
 def rng_state(step: TrainStep) -> RngState | None:

@@ -49,7 +49,7 @@ def restore(training_state: TrainingState, reader: CheckpointReader, *, seed: in
             average = reader.tensor(TensorKey(TensorKind.EMA, name))
             ema.load_average(name, average.read(*step.weight_layout(name).ranges[name]))
     data = manifest.feed
-    feed.load_state(Position(data.seed, data.epoch, data.position, data.num_samples))
+    feed.load_state(Position(data.seed, data.epoch, data.position, data.num_samples or None))
     _restore_rng(step, manifest, seed=seed)
 
 

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from fourfold.cli.arguments import ValueType, argument_types
 from fourfold.cli.errors import is_file, nearest_file
-from fourfold.feed.collate import check_data
+from fourfold.feed.data_input import check_data
 from fourfold.launch.traceback_text import format_error
 from fourfold.words.errors import DataError, FourfoldError, Problem, TaskError, closest_match
 from fourfold.words.task import Data, Task

@@ -1,4 +1,4 @@
-"""Collate: what a source must be, and how its samples become a batch.
+"""Collate: how samples become a batch.
 
 form  the shapes and dtypes of a sample's tensors, each under its path in the sample
 Law: an error about samples that cannot be stacked names the sample, and in what it differs.
@@ -8,53 +8,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from fourfold.parts.torch_private import collate, default_collate_fn_map
-from fourfold.words import argument_checks
 from fourfold.words.errors import DataError, Problem
-from fourfold.words.task import Data
 
-INDEXABLE_NEED = "numbered samples: len(source) and source[i]"
-PADDING_HINT = "pad them to one shape, or give the source a fetch(indices) that does"
+PADDING_HINT = "pad them to one shape: in the samples, a DataLoader's collate_fn, or the source's own fetch(indices)"
 DTYPE_HINT = "convert them in the source, for instance with .float() or .long()"
 Handler = Callable[..., Any]
-
-
-def source_problem(source: Any, name: str) -> Problem | None:
-    """What is wrong with a source; None if it has a length and numbered samples."""
-    got = argument_checks.format_argument(name, source)
-    if isinstance(source, torch.utils.data.DataLoader):
-        return Problem(got, INDEXABLE_NEED, "its dataset: loader.dataset")
-    if isinstance(source, Mapping | str | bytes):
-        return Problem(got, INDEXABLE_NEED, "a list of (inputs, targets)")
-    has_samples = hasattr(source, "__getitem__") or hasattr(source, "fetch")
-    if not has_samples or not hasattr(source, "__len__"):
-        return Problem(
-            got, INDEXABLE_NEED, "list(source), if it fits into memory" if hasattr(source, "__iter__") else ""
-        )
-    try:
-        return None if len(source) else Problem(f"{name} without samples", "at least one")
-    except Exception as error:  # a length that is negative or too large, or an error of the source's own
-        return Problem(f"{got}: {str(error) or type(error).__name__}", INDEXABLE_NEED)
-
-
-def check_data(data: Any, *, where: str) -> None:
-    """Raises DataError with all problems of what a task's `data` function has returned."""
-    if not isinstance(data, Data):
-        raise DataError(
-            Problem(
-                argument_checks.format_argument("data()", data),
-                "the task's data() to return a Data",
-                "ff.Data(train=source)",
-            ),
-            where=where,
-        )
-    sources = {"train": data.train} | ({} if data.valid is None else {"valid": data.valid})
-    found = (source_problem(source, name) for name, source in sources.items())
-    if problems := [problem for problem in found if problem is not None]:
-        raise DataError(problems, where=where)
 
 
 def collate_samples(samples: Sequence[Any], indices: Sequence[int]) -> Any:

@@ -34,38 +34,42 @@ def fetch_seeded(source: Source, indices: Sequence[int], *, seed: int, epoch: in
 
     No other code may draw meanwhile. If samples turn out to draw, they are read a second time, seeded.
     """
-    before = _generator_states()
-    seeded = functools.partial(_seed_generators, seed, epoch)
+    before = generator_states()
+    seeded = functools.partial(seed_generators, seed, epoch)
     try:
         if not uses_rng:
             batch = fetch(source, indices)
-            if _are_current(before):
+            if are_current(before):
                 return batch, False
         return fetch(source, indices, before_sample=seeded), True
     finally:
-        if not _are_current(before):
-            _restore(before)
+        if not are_current(before):
+            restore(before)
 
 
-def _generator_states() -> GeneratorStates:
+def generator_states() -> GeneratorStates:
+    """The states that the generators have now."""
     return GeneratorStates(torch.get_rng_state(), random.getstate(), np.random.get_state())
 
 
-def _are_current(states: GeneratorStates) -> bool:
-    now = _generator_states()
+def are_current(states: GeneratorStates) -> bool:
+    """Whether no number has been drawn since these states."""
+    now = generator_states()
     ours, theirs = now.numpy, states.numpy
     if not torch.equal(now.torch, states.torch) or now.python != states.python:
         return False
     return np.array_equal(ours[1], theirs[1]) and ours[2:] == theirs[2:]
 
 
-def _restore(states: GeneratorStates) -> None:
+def restore(states: GeneratorStates) -> None:
+    """Put the generators into these states."""
     torch.set_rng_state(states.torch)
     random.setstate(states.python)
     np.random.set_state(states.numpy)
 
 
-def _seed_generators(seed: int, epoch: int, number: int) -> None:
+def seed_generators(seed: int, epoch: int, number: int) -> None:
+    """Seed the generators for sample `number` of an epoch."""
     digest = hashlib.blake2b(f"fourfold sample {seed} {epoch} {number}".encode(), digest_size=8).digest()
     value = int.from_bytes(digest, "little")
     torch.default_generator.manual_seed(value)  # not torch.manual_seed, which seeds the GPUs' generators too

@@ -3,7 +3,8 @@
 sample   (inputs, targets) without a batch dim, or a dict of a model's inputs, the labels among them
 source   a map from a number to a sample
 batch    (inputs, targets) with samples on dim 0, inputs a tensor or a dict of tensors; or one dict of tensors
-Law: `fetch(source, indices)` equals the stack of `source[i]`, with or without a `fetch` of the source's own.
+Law: `fetch(source, indices)` equals the stack of `source[i]`, with or without a `fetch` of the source's own; or what
+the source's collate function makes of the samples `source[i]`.
 
 B batch · L sequence length
 """
@@ -55,19 +56,55 @@ def _fetch(source: Source, indices: Sequence[int], before: Callable[[int], None]
     if method is not None:
         if before is not None and len(indices):
             before(indices[0])
-        return _check_num_samples(method(indices), len(indices))
+        return _check_num_samples(method(indices), len(indices), f"fetch of {len(indices)} indices")
+    numbers = list(indices) or [0]
+    samples = _read_samples(source, numbers, before)
+    batch = make_batch(samples, numbers, source.collate_fn if isinstance(source, CollatedSource) else None)
+    return batch if len(indices) else empty_like(batch)
+
+
+def _read_samples(source: Source, numbers: Sequence[int], before: Callable[[int], None] | None) -> list[Any]:
+    dataset = source.dataset if isinstance(source, CollatedSource) else source
+    read_many = getattr(dataset, "__getitems__", None)  # as torch's DataLoader does; `datasets` reads a table once
+    if read_many is not None and before is None:
+        return list(read_many(numbers))
     samples = []
-    for index in indices or [0]:
+    for number in numbers:
         if before is not None:
-            before(index)
-        samples.append(_check_sample(source[index], index))
-    batch = collate_samples(samples, indices)
-    batch = batch if isinstance(batch, dict) else tuple(batch)
-    return batch if len(indices) else _empty_like(batch)
+            before(number)
+        samples.append(dataset[number])
+    return samples
 
 
-def _check_num_samples(batch: Any, num_samples: int) -> Any:
-    """The batch of a source's own `fetch`. Raises DataError if its number of samples is not the requested one."""
+def make_batch(samples: Sequence[Any], numbers: Sequence[int], collate_fn: Callable[[Any], Any] | None = None) -> Any:
+    """The samples as one batch: stacked, or by `collate_fn`. `numbers`: their numbers in the source, for errors.
+
+    Raises DataError for samples that cannot be stacked, and for a batch that is neither a pair nor a dict with a row
+    for each sample.
+    """
+    if collate_fn is None:
+        checked = [_check_sample(sample, number) for sample, number in zip(samples, numbers, strict=True)]
+        batch = collate_samples(checked, numbers)
+        return batch if isinstance(batch, dict) else tuple(batch)
+    batch = _plain(collate_fn(list(samples)))
+    if not isinstance(batch, dict) and not (isinstance(batch, tuple) and len(batch) == 2):
+        kind = f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, tuple) else type(batch).__name__
+        need = "a pair (inputs, targets), or a dict of inputs"
+        raise DataError(Problem(f"collate_fn returned a {kind}", need), where="the source")
+    return _check_num_samples(batch, len(samples), f"collate_fn of {len(samples)} samples")
+
+
+def _plain(value: Any) -> Any:
+    """The value with dicts in place of other mappings, such as the BatchEncoding of transformers, and with tuples."""
+    if isinstance(value, Mapping):
+        return {name: _plain(each) for name, each in value.items()}
+    if type(value) in (tuple, list):
+        return tuple(_plain(each) for each in value)
+    return value
+
+
+def _check_num_samples(batch: Any, num_samples: int, what: str) -> Any:
+    """A batch that `what` has returned. Raises DataError if its number of samples is not the requested one."""
     level = [batch]
     while level:
         value = level.pop()
@@ -76,9 +113,9 @@ def _check_num_samples(batch: Any, num_samples: int) -> Any:
         elif isinstance(value, tuple | list):
             level += value
         elif isinstance(value, Tensor) and value.dim() and len(value) != num_samples:
-            got = f"fetch of {num_samples} indices returned a tensor of {list(value.shape)}"
-            need = f"a first dim of {num_samples}, a row for each index"
-            raise DataError(Problem(got, need, "one sample for each index: ranks fetch parts of a batch"))
+            got = f"{what} returned a tensor of {list(value.shape)}"
+            need = f"a first dim of {num_samples}, a row for each sample"
+            raise DataError(Problem(got, need, "one row for each sample: ranks read parts of a batch"))
     return batch
 
 
@@ -107,7 +144,8 @@ def _convert_dict_sample(sample: Mapping[Any, Any], index: int) -> dict[str, Any
             checked[name] = numbers
         else:
             got = f"sample {index} has a {type(value).__name__} as {name!r}"
-            problems.append(Problem(got, "tensors, arrays or numbers", f"samples without {name!r}, or with numbers"))
+            attempt = f"samples without {name!r} (datasets: remove_columns), or a DataLoader with a collate_fn"
+            problems.append(Problem(got, "tensors, arrays or numbers", attempt))
     if not sample:
         problems.append(Problem(f"sample {index} is an empty dict", "the inputs of a model"))
     if problems:
@@ -120,6 +158,19 @@ def _as_tensor(values: Sequence[Any]) -> Tensor | None:
         return torch.as_tensor(values)
     except (TypeError, ValueError, RuntimeError):
         return None
+
+
+class CollatedSource:
+    """A dataset and the function that makes a batch of its samples: called once for each local batch."""
+
+    def __init__(self, dataset: Source, collate_fn: Callable[[Any], Any]) -> None:
+        self.dataset, self.collate_fn = dataset, collate_fn
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int, /) -> Any:
+        return self.dataset[index]
 
 
 class TensorSource:
@@ -185,9 +236,22 @@ def corpus_problem(corpus: Corpus, *, length: int, name: str) -> Problem | None:
     return Problem(f"{name} has {len(corpus)} bytes", f"{length + 1}, for one sample of length {length}", attempt)
 
 
-def _empty_like(values: Any) -> Any:
+def empty_like(values: Any) -> Any:
+    """A batch without samples, in the shapes of another one."""
+    return map_leaves(values, lambda leaf: leaf[:0] if isinstance(leaf, Tensor) and leaf.dim() else leaf)
+
+
+def map_leaves(values: Any, function: Callable[[Any], Any]) -> Any:
+    """A batch with `function` applied to each leaf of its dicts, lists and tuples."""
     if isinstance(values, dict):
-        return {name: _empty_like(value) for name, value in values.items()}
+        return {name: map_leaves(value, function) for name, value in values.items()}
     if isinstance(values, list | tuple):
-        return type(values)(_empty_like(value) for value in values)
-    return values[:0]
+        return type(values)(map_leaves(value, function) for value in values)
+    return function(values)
+
+
+def pin_batch(batch: Any) -> Any:
+    """The batch in pinned memory, from which copies to a GPU overlap with its work; without a GPU as it is."""
+    if not torch.cuda.is_available():
+        return batch
+    return map_leaves(batch, lambda leaf: leaf.pin_memory() if isinstance(leaf, Tensor) else leaf)

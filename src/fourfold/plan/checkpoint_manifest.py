@@ -152,7 +152,11 @@ class FirstStepRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class DataState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How far the data had been read, and in which order."""
+    """How far the data had been read, and in which order.
+
+    num_samples    of an epoch; 0 for a stream that does not say
+    order_version  `sample_order.ORDER_VERSION`, or UNSHUFFLED
+    """
 
     seed: int
     epoch: int

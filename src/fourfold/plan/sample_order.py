@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 ORDER_VERSION = 1
+UNSHUFFLED = 0  # stands for the version of the order where samples come as the source has them
 FEISTEL_ROUNDS = 8
 _MIX = (np.uint64(0xFF51AFD7ED558CCD), np.uint64(0xC4CEB9FE1A85EC53))
 _SHIFT = np.uint64(33)
@@ -52,10 +53,23 @@ class BatchRange(NamedTuple):
         return rows(self.num_samples, self.seed, self.epoch, self.local_start, self.local_stop).tolist()
 
 
+class InOrderRange(BatchRange):
+    """A global batch of an epoch that is not shuffled: the sample at a position is the one with that number."""
+
+    def sample_ids(self) -> list[int]:
+        """The ids of this rank's samples."""
+        return list(range(self.local_start, self.local_stop))
+
+
 def shard_range(start: int, stop: int, size: int, index: int) -> tuple[int, int]:
     """The part of [start, stop) that `index` of `size` takes; parts tile the range and differ by at most one."""
     length = stop - start
     return start + length * index // size, start + length * (index + 1) // size
+
+
+def num_batches(num_samples: int, batch_size: int, *, drop_last: bool = False) -> int:
+    """How many global batches an epoch has; the last one may be smaller, unless it is dropped."""
+    return num_samples // batch_size if drop_last else -(-num_samples // batch_size)
 
 
 def _keys(seed: int, epoch: int) -> np.ndarray:

@@ -23,7 +23,7 @@ def check_same_source(probes: Sequence[Fingerprint | None]) -> None:
     for rank, probe in known[1:]:
         first_rank, first_probe = known[0]
         if not is_same_sample(first_probe, probe):
-            got = f"another source on rank {rank} than on rank {first_rank}: the middle sample differs"
+            got = f"another source on rank {rank} than on rank {first_rank}: one and the same sample differs"
             attempt = "the whole source, not a rank's own part of it; random samples with a fixed seed"
             raise TaskError(Problem(got, SAME_SOURCE, attempt), where="the source")
 

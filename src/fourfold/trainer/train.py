@@ -16,7 +16,7 @@ from fourfold.checkpoint.manager import AttemptDir, CheckpointManager
 from fourfold.checkpoint.weights_file import load_weights_file
 from fourfold.environment.host_memory import available_bytes, resident_bytes
 from fourfold.environment.world import World
-from fourfold.feed.collate import check_data
+from fourfold.feed.data_input import check_data
 from fourfold.feed.feed import Feed
 from fourfold.parts.comm.communicator import PROCESS_EXIT_GRACE_SECONDS
 from fourfold.parts.comm.init import world

@@ -1,0 +1,108 @@
+"""Workers: processes of a torch DataLoader that read batches ahead, in the feed's order.
+
+request  the samples of one local batch: (seed, epoch, numbers)
+Law: a batch that a worker reads is the one that the feed would read itself, random numbers included. So workers change
+neither the batches nor where a run resumes.
+"""
+
+import functools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from fourfold.feed.sample_rng import seed_generators
+from fourfold.feed.source import fetch
+from fourfold.words.errors import FourfoldError
+from fourfold.words.task import Source
+
+
+class Request(NamedTuple):
+    """The samples of one local batch."""
+
+    seed: int
+    epoch: int
+    numbers: Sequence[int]
+
+
+class _Refused(NamedTuple):
+    """An error for people, as a value: torch would put a traceback of the worker into its text."""
+
+    kind: type[FourfoldError]
+    arguments: tuple[Any, str]
+
+
+class _Reader(Dataset[Any]):
+    """In a worker: `reader[request]` is the batch. Samples are always seeded: nothing else draws in a worker."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+
+    def __getitem__(self, request: Request) -> Any:
+        try:
+            seeded = functools.partial(seed_generators, request.seed, request.epoch)
+            return fetch(self._source, request.numbers, before_sample=seeded)
+        except FourfoldError as error:
+            return refused(error)
+
+
+class _Requests:
+    """What a DataLoader iterates over in place of a sampler; the loader and its workers may last for many epochs."""
+
+    def __init__(self) -> None:
+        self.upcoming: Iterable[Request] = ()
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self.upcoming)
+
+
+class WorkerPool:
+    """The workers of a user's DataLoader, and its `pin_memory`, for a source of numbered samples."""
+
+    def __init__(self, loader: DataLoader[Any], source: Source) -> None:
+        self._requests = _Requests()
+        self._loader = copy_loader(loader, _Reader(source), sampler=self._requests)
+
+    def read(self, requests: Iterable[Request]) -> Iterator[Any]:
+        """The batches of some requests, in their order; requests are taken ahead of the batches."""
+        self._requests.upcoming = requests
+        yield from raise_refused(self._loader)
+
+
+def copy_loader(loader: DataLoader[Any], dataset: Any, **options: Any) -> DataLoader[Any]:
+    """A loader with the workers of another one, whose dataset makes whole batches."""
+    if not isinstance(dataset, IterableDataset):
+        options["persistent_workers"] = loader.persistent_workers
+    return DataLoader(
+        dataset,
+        batch_size=None,
+        collate_fn=_identity,
+        num_workers=loader.num_workers,
+        pin_memory=loader.pin_memory,
+        timeout=loader.timeout,
+        worker_init_fn=loader.worker_init_fn,
+        multiprocessing_context=loader.multiprocessing_context,
+        prefetch_factor=loader.prefetch_factor,
+        # Not torch's default generator: training draws from it, and must draw the same with and without workers.
+        generator=torch.Generator().manual_seed(0),
+        **options,
+    )
+
+
+def raise_refused(batches: Iterable[Any]) -> Iterator[Any]:
+    """The batches of workers. Raises the first error for people among them."""
+    for batch in batches:
+        if isinstance(batch, _Refused):
+            problems, where = batch.arguments
+            raise batch.kind(problems, where=where)
+        yield batch
+
+
+def refused(error: FourfoldError) -> Any:
+    """An error for people as a worker sends it; `raise_refused` raises it."""
+    return _Refused(type(error), (error.problems, error.where))
+
+
+def _identity(batch: Any) -> Any:
+    return batch
