@@ -93,6 +93,8 @@ def parse_job(words: Sequence[str], *, num_processes: int | None = None) -> Job:
         "task_name": parsed.task,
         "extra_settings": {key: value for key, value in values.task.items() if key not in TASK_FIELDS},
     }
+    if factory is not None and argument_types:
+        settings["task_arguments"] = task_loader.resolved_arguments(factory, values.task, names=argument_types)
     launch_settings = {key: settings.pop(key) for key in arguments.LAUNCH_SETTINGS if key in settings}
     lr_values = {key: settings.pop(key) for key in list(settings) if key.startswith(LR_PREFIX)}
     if lr_values:

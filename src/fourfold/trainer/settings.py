@@ -164,6 +164,14 @@ class Settings:
     extra_settings: Mapping[str, Any] | None = setting(
         None, type=Mapping, is_optional=True, check=_json_problems, help="the task's, for the identity", word=None
     )
+    task_arguments: Mapping[str, Any] | None = setting(
+        None,
+        type=Mapping,
+        is_optional=True,
+        check=_json_problems,
+        help="the arguments of the task's function with their defaults, for the report",
+        word=None,
+    )
     checkpoint_every: int = setting(
         100, type=int, minimum=0, help="steps between checkpoints; 0: none, not even of the last step"
     )
@@ -217,6 +225,7 @@ class TrainOptions(TypedDict, total=False):
     run_prefix: str
     task_name: str | None
     extra_settings: Mapping[str, Any] | None
+    task_arguments: Mapping[str, Any] | None
     checkpoint_every: int
     ema: float | None
     init: str | None
