@@ -93,6 +93,8 @@ def parse_job(words: Sequence[str], *, num_processes: int | None = None, has_run
     # A new batch size does not change the one that the learning rate was tuned for.
     task = dataclasses.replace(task, **overrides, tuned_for=tuned_batch_size(task))
     settings, launch_settings = _split_settings(command.task, values)
+    if types:
+        settings["task_arguments"] = task_loader.resolved_arguments(factory, values.task, names=types)
     resolved = make_settings(task, **settings)
     identity = run_identity(resolved, plan)
     settings.setdefault("name", default_run_name(settings["run_prefix"], identity))
