@@ -21,7 +21,7 @@ from fourfold.plan.plan_fields import FIELDS
 from fourfold.trainer.lr_factors import tuned_batch_size
 from fourfold.trainer.run_identity import check_run_name, default_run_name, run_identity
 from fourfold.trainer.settings import LR_PREFIX, TASK_FIELDS, check_steps, make_settings
-from fourfold.words.errors import PlanError, Problem, os_error_text
+from fourfold.words.errors import FourfoldError, PlanError, Problem, os_error_text
 from fourfold.words.run_files import RUNS_DIR
 from fourfold.words.task import Task
 
@@ -102,6 +102,19 @@ def parse_job(words: Sequence[str], *, num_processes: int | None = None) -> Job:
     identity = run_identity(make_settings(task, **settings), plan)
     settings.setdefault("name", default_run_name(settings["run_prefix"], identity))
     return Job(task=task, plan=plan, settings=settings, identity=identity, **launch_settings)
+
+
+def planned_size(words: Sequence[str], num_processes: int | None) -> int | None:
+    """The number of ranks, from the words alone: without the task, and without importing torch where there is no GPU.
+
+    None where the words are wrong: `parse_job` says how.
+    """
+    try:
+        parsed = arguments.parse_args(words)
+        values = arguments.parse_values({key: text for key, text in parsed.values.items() if key in FIELDS}, None)
+        return read_plan(parsed.plan_file, values.plan, num_processes=num_processes).mesh.size
+    except (FourfoldError, ExceptionGroup):
+        return None
 
 
 def prepare_job(words: Sequence[str], *, num_processes: int | None = None, has_run_dir: bool = True) -> Job:
