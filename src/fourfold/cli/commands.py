@@ -120,7 +120,8 @@ def train(
 
     \b
     TASK       lm (a language model, the default), digits, or path/to/file.py:name
-    PLAN.toml  how the task is divided among processes; without it, they divide the batch
+    PLAN.toml  how the task is divided among processes; without it, they divide the batch. recipe:zero3 is the plan of
+               a named system; fourfold show recipe: lists them
     KEY=VALUE  a field of the plan, such as dp=2 microbatches=4
                an argument of the task, such as data=PATH length=256 lr=1e-3
                a setting of the run, such as steps=500 seed=1; in brackets its default:

@@ -18,6 +18,7 @@ from fourfold.plan.decode import DecodeError, read_bounded
 from fourfold.plan.lr_schedule import LRSchedule
 from fourfold.plan.plan import Plan
 from fourfold.plan.plan_fields import FIELDS
+from fourfold.plan.recipes import RECIPE_PREFIX, recipe_text
 from fourfold.trainer.lr_factors import tuned_batch_size
 from fourfold.trainer.run_identity import check_run_name, default_run_name, run_identity
 from fourfold.trainer.settings import LR_PREFIX, TASK_FIELDS, check_steps, make_settings
@@ -173,6 +174,8 @@ def read_plan(file: str | None, values: Mapping[str, object], *, num_processes: 
 
 
 def _read_plan_text(file: str) -> str:
+    if file.startswith(RECIPE_PREFIX):
+        return recipe_text(file.removeprefix(RECIPE_PREFIX))
     try:
         return read_bounded(Path(file)).decode()
     except DecodeError as error:

@@ -18,6 +18,7 @@ from fourfold.environment.world import from_environment
 from fourfold.words.errors import Problem, SettingError, os_error_text
 from fourfold.words.run_files import RUNS_DIR
 from fourfold.words.terminal_text import escape_controls
+from fourfold.words.text_table import align_columns
 
 if TYPE_CHECKING:
     from fourfold.cli.job import Job
@@ -166,12 +167,19 @@ def run(command: Sequence[str], processes: str | None, restarts: str = "0") -> i
 
 def show(words: Sequence[str]) -> int:
     """`fourfold show`; returns the exit code."""
-    from fourfold.analysis.describe import show as describe_plan
-    from fourfold.cli import job
     from fourfold.cli.arguments import parse_args
     from fourfold.plan.plan_fields import FIELDS
+    from fourfold.plan.recipes import RECIPE_PREFIX, recipe_names, recipe_summary
 
     parsed = parse_args(words)
+    if parsed.plan_file == RECIPE_PREFIX:
+        for line in align_columns([(f"{RECIPE_PREFIX}{name}", recipe_summary(name)) for name in recipe_names()], "<<"):
+            print(line)
+        return 0
+
+    from fourfold.analysis.describe import show as describe_plan
+    from fourfold.cli import job
+
     # Without a file, dp is 1 unless given: the output must not depend on this machine.
     has_dp = parsed.plan_file is not None or "dp" in parsed.values
     ready = job.parse_job([*words] if has_dp else [*words, "dp=1"])
