@@ -19,10 +19,11 @@ from fourfold.plan.decode import DecodeError, read_bounded
 from fourfold.plan.lr_schedule import LRSchedule
 from fourfold.plan.plan import Plan
 from fourfold.plan.plan_fields import FIELDS
+from fourfold.plan.recipes import RECIPE_PREFIX, recipe_text
 from fourfold.trainer.lr_factors import tuned_batch_size
 from fourfold.trainer.run_identity import check_run_name, default_run_name, run_identity
 from fourfold.trainer.settings import LR_PREFIX, TASK_FIELDS, check_steps, make_settings
-from fourfold.words.errors import PlanError, Problem, os_error_text
+from fourfold.words.errors import FourfoldError, PlanError, Problem, os_error_text
 from fourfold.words.run_files import RUNS_DIR
 from fourfold.words.task import Task
 
@@ -148,6 +149,21 @@ def _split_settings(spec: str, values: ParsedValues) -> tuple[dict[str, Any], di
     return settings, launch_settings
 
 
+def planned_size(words: Sequence[str], num_processes: int | None) -> int | None:
+    """The number of ranks, from the words alone: without the task, and without importing torch where there is no GPU.
+
+    None where the words are wrong: `parse_job` says how.
+    """
+    try:
+        command = settings_file.parse_command(words)
+        in_words = arguments.parse_values({key: text for key, text in command.values.items() if key in FIELDS}, None)
+        in_file = {} if command.settings_file is None else command.settings_file.parse(None).plan
+        values = ParsedValues(plan={**in_file, **in_words.plan})
+        return _make_plan(command, values, in_words, num_processes=num_processes).mesh.size
+    except (FourfoldError, ExceptionGroup):
+        return None
+
+
 def prepare_job(words: Sequence[str], *, num_processes: int | None = None, has_run_dir: bool = True) -> Job:
     """The job that a command line describes, after every check that needs no other process.
 
@@ -210,6 +226,8 @@ def _fit_plan(plan: Plan, num_processes: int | None, *, has_dp: bool, where: str
 
 
 def _read_plan_text(file: str) -> str:
+    if file.startswith(RECIPE_PREFIX):
+        return recipe_text(file.removeprefix(RECIPE_PREFIX))
     try:
         return read_bounded(Path(file)).decode()
     except DecodeError as error:

@@ -14,7 +14,6 @@ from typing import Any, cast
 
 from fourfold.cli.arguments import ValueType, argument_types
 from fourfold.cli.errors import is_file, nearest_file
-from fourfold.feed.data_input import check_data
 from fourfold.launch.traceback_text import format_error
 from fourfold.trainer.settings import TASK_FIELDS
 from fourfold.words.errors import DataError, FourfoldError, Problem, TaskError, closest_match
@@ -68,6 +67,8 @@ def make_task(factory: TaskFactory, values: Mapping[str, Any], *, spec: str) -> 
 
 def open_data(task: Task, *, spec: str) -> Data:
     """The task's data. Raises DataError if it cannot be opened or is empty."""
+    from fourfold.feed.data_input import check_data  # not on top: it imports torch, as this file does not
+
     with _wrap_user_errors(f"{spec}: the data cannot be opened", DataError):
         data = task.data()
     check_data(data, where=spec)
