@@ -77,6 +77,17 @@ def test_only_what_was_appended_is_read(tmp_path, monkeypatch):
     assert sum(num_bytes) <= log_tail.MARK_BYTES + 15
 
 
+def test_a_file_that_ends_as_the_one_it_replaces_is_read_again(tmp_path):
+    path, end = tmp_path / "metrics.jsonl", b'{"resumed": 2}\n' * log_tail.MARK_BYTES
+    path.write_bytes(b'{"resumed": 1}\n' + end)
+    tail = LogTail(path)
+    assert tail.read()
+    (tmp_path / "new").write_bytes(b'{"resumed": 3}\n' + end)
+    (tmp_path / "new").rename(path)
+    assert tail.read()
+    assert tail.lines[0] == {"resumed": 3}
+
+
 def test_a_line_that_is_none_of_a_log_is_counted_and_hides_no_other(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"resumed": 1}\nnonsense\n{"step": 1, "loss": 2}\n{"resumed": 2}\n')

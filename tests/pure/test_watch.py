@@ -310,8 +310,11 @@ def test_the_page_in_a_browser_follows_a_run_that_grows(run, server):
         tab.load(server.url)
         tab.wait_for(f'{state} === "step 2 of 6"')
         tab.wait_for('document.querySelector(".figures") !== null')
-        assert tab.run(titles) == ["Loss", "Throughput", "Learning rate", "Gradient norm", "Checkpoints", "Settings"]
-        tab.run("window.kept = document.querySelectorAll('#cards section')[5]")
+        assert tab.run(titles) == ["Loss", "Throughput", "Learning rate", "Gradient norm", "Checkpoints"]
+        tab.run(
+            "window.kept = document.querySelectorAll('#cards section')[5]; kept.querySelector('details').open = true"
+        )
+        assert "batch_size" in tab.run("kept.innerText")
         log(run, *steps(3, 3), {"step": 3, "valid": {NASTY: 1.0}}, {"step": 3, "valid": {"loss": 1.0}})
         tab.wait_for(f'{state} === "step 3 of 6"')
         log(run, {"step": 4, "valid": {NASTY: 2.0}}, *steps(4, 6), {"finished": 6, "seconds": 9.0})

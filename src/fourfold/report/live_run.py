@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from fourfold.environment.file_lock import is_locked
 from fourfold.report import charts, checkpoint_card, faults
-from fourfold.report.html_page import render_card, render_values
+from fourfold.report.html_page import render_card, render_table_of_values
 from fourfold.report.html_table import render_text
 from fourfold.report.log_tail import LogTail
 from fourfold.report.memory_card import memory_card
@@ -114,7 +114,7 @@ def _render_parts(record: RunRecord, num_unreadable: int) -> dict[str, str]:
     """The parts in the order of the page; those without anything to show are left out."""
     records, sections = [record], record.sections
     measures = charts.measure_charts(records)
-    settings = render_values("Settings", {**sections["settings"], **sections["task"], **sections["environment"]})
+    settings = {**sections["settings"], **sections["task"], **sections["environment"]}
     parts = {
         "figures": render_figures(record),
         "faults": render_card(faults.faults_card(record.faults, record.resumed_steps), wide=True),
@@ -126,9 +126,13 @@ def _render_parts(record: RunRecord, num_unreadable: int) -> dict[str, str]:
         "memory": render_card(memory_card(record.memory)),
         "checkpoints": render_card(checkpoint_card.checkpoints_card(record.checkpoints)),
         "unreadable": render_card(_unreadable_note(num_unreadable), wide=True),
-        "settings": render_card(settings),
+        "settings": render_card(_folded("Settings", settings) + _folded("Plan", sections["plan"]), wide=True),
     }
     return {name: html for name, html in parts.items() if html}
+
+
+def _folded(title: str, values: Mapping[str, Any]) -> str:
+    return f"<details><summary>{title}</summary>{render_table_of_values(values)}</details>"
 
 
 def _unreadable_note(number: int) -> str:

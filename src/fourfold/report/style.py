@@ -56,6 +56,8 @@ tr:last-child > * { border-bottom: 0 }
 .stack { display: grid; gap: 16px; align-content: start; min-width: 0 }
 .total > * { font-weight: 600 }
 details summary { cursor: pointer; color: var(--muted); margin: 12px 0 8px }
+.card > details:first-child > summary { margin-top: 0 }
+.card > details:last-child:not([open]) > summary { margin-bottom: 0 }
 .key { display: inline-block; width: 11px; height: 11px; border-radius: 3px; margin: 0 5px 0 14px }
 .key:first-child { margin-left: 0 }
 pre { white-space: pre-wrap; overflow-wrap: anywhere; margin: 0; font-size: 13px }
