@@ -1,8 +1,7 @@
 """Laws of the report's charts, of its key figures and of the comparison: every value logged is there, once, exactly."""
 
 import json
-import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from fourfold.report import comparison, key_figures, page, run_record
 from fourfold.report.key_figures import Figure
 from fourfold.report.line_chart import Series, line_figure
 from fourfold.report.memory_card import MemoryRecord, memory_card
-from tests.browser import dump_dom, needs_browser
+from tests.browser import Tab, needs_browser, open_tab
 from tests.pure.test_report import NASTY, make_run, parse_html, visible_text
 
 MEMORY = {
@@ -188,30 +187,42 @@ def test_a_comparison_of_equal_runs_says_that_nothing_differs(tmp_path):
     assert "Nothing." in visible_text(comparison.render_comparison(records))
 
 
-# Points at step 4 of the first drawing, and keeps what is shown; then presses a key twice.
-ACTIONS = """<script>
+# Points at step 4 of the first drawing.
+POINT = """
 var svg = document.querySelector("svg[data-series]"), box = svg.getBoundingClientRect(),
   frame = svg.dataset.frame.split(" ").map(Number),
   x = frame[0] + (4 - frame[4]) / (frame[5] - frame[4]) * (frame[1] - frame[0]);
 svg.dispatchEvent(new PointerEvent("pointermove", {bubbles: true, clientX: box.left + x / 560 * box.width}));
-document.body.dataset.pointed = document.querySelector(".tip").innerText;
-document.body.dispatchEvent(new PointerEvent("pointermove", {bubbles: true}));
-document.body.dataset.left = document.querySelectorAll(".tip, .cursor").length;
-[1, 2].forEach(function () {
-  svg.dispatchEvent(new KeyboardEvent("keydown", {bubbles: true, key: "ArrowRight"}));
-});
-document.body.dataset.pressed = document.querySelector(".tip").innerText;
-</script></body>"""
+"""
+LEAVE = 'document.body.dispatchEvent(new PointerEvent("pointermove", {bubbles: true}))'
+PRESS = 'svg.dispatchEvent(new KeyboardEvent("keydown", {bubbles: true, key: "ArrowRight"}))'
+SHOWN = 'document.querySelector(".tip").innerText'
+
+
+@pytest.fixture(scope="module")
+def tab() -> Iterator[Tab]:
+    with open_tab() as tab:
+        yield tab
 
 
 @needs_browser
-def test_values_under_the_pointer_or_the_cursor_are_shown(run):
+def test_values_under_the_pointer_or_the_cursor_are_shown(run, tab):
     evaluated(run, loss=[2.0, 1.5])
-    path = page.write_report([run])
-    path.write_text(path.read_text().replace("</body>", ACTIONS))
-    body = re.search(r"<body [^>]*>", dump_dom(path.as_uri()))
-    assert body is not None
-    shown = {name: text.split() for name, text in re.findall(r'data-(\w+)="([^"]*)"', body[0])}
-    assert shown["pointed"] == ["step", "4", "each", "step", "2.6", "training", "2.6", "validation", "1.5"]
-    assert shown["left"] == ["0"]
-    assert shown["pressed"] == ["step", "2", "each", "step", "2.8", "training", "2.8", "validation", "2"]
+    tab.load(page.write_report([run]).as_uri())
+    tab.run(POINT)
+    assert tab.run(SHOWN).split() == ["step", "4", "each", "step", "2.6", "training", "2.6", "validation", "1.5"]
+    tab.run(LEAVE)
+    assert tab.run('document.querySelectorAll(".tip, .cursor").length') == 0
+    tab.run(PRESS)
+    tab.run(PRESS)
+    assert tab.run(SHOWN).split() == ["step", "2", "each", "step", "2.8", "training", "2.8", "validation", "2"]
+
+
+@needs_browser
+def test_no_page_is_wider_than_the_window(tmp_path, tab):
+    folders = [make_run(tmp_path / f"a-run-with-quite-a-long-name-{number}") for number in range(7)]
+    for paths in (folders, folders[:1]):
+        tab.load(page.write_report(paths).as_uri())
+        for width in (1200, 400):
+            tab.resize(width)
+            assert tab.run("document.documentElement.scrollWidth") == width

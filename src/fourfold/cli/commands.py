@@ -21,7 +21,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 
-COMMANDS = ("train", "run", "show", "verify", "checkpoint", "report", "doctor")
+COMMANDS = ("train", "run", "show", "verify", "checkpoint", "report", "watch", "doctor")
 WITH_SETTINGS = ("fourfold train", "fourfold show", "fourfold verify")
 OPTIONS, RUN_OPTIONS = "[-n N]", "[-n N] [--restarts K]"
 TRAIN_WORDS = "TASK FILE.toml KEY=VALUE"
@@ -93,6 +93,7 @@ def fourfold(
     fourfold verify lm plan.toml          check that a plan trains as one device does
     fourfold checkpoint list runs/NAME    list a run's checkpoints
     fourfold report first second          write a page that shows a run, or compares several
+    fourfold watch NAME                   serve a page that shows a run while it trains
     fourfold doctor                       check this machine, and say what to fix
     """
     if version:
@@ -259,6 +260,23 @@ def report(runs: Annotated[list[str] | None, typer.Argument(metavar="RUN [RUN…
     from fourfold.cli import run_commands
 
     return functools.partial(run_commands.report, runs or [])
+
+
+@app.command(options_metavar="[--port N]", short_help="Serve a page that shows a run while it trains.")
+def watch(
+    runs: Annotated[list[str] | None, typer.Argument(metavar="[RUN]", hidden=True)] = None,
+    port: Annotated[
+        str, typer.Option("--port", metavar="N", help="The port. Default: one that is free.", show_default=False)
+    ] = "0",
+) -> Command:
+    """Serve a page that shows a run while it trains: progress, curves, memory, checkpoints, faults.
+
+    RUN is the folder of a run, or its name in runs/; it may begin later. Without it: the run whose log grew last. The
+    page is served to this machine only, at an address with a random token, until Ctrl-C. Nothing is written.
+    """
+    from fourfold.cli.watch import watch_run
+
+    return functools.partial(watch_run, runs or [], port)
 
 
 def versions() -> str:

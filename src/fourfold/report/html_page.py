@@ -31,11 +31,16 @@ def render_card(content: str, *, wide: bool = False) -> str:
 
 def render_values(title: str, values: Mapping[str, Any], *, tag: str = "h2") -> str:
     """A heading, and a table of names and values."""
+    return f"<{tag}>{escape(title)}</{tag}>{render_table_of_values(values)}"
+
+
+def render_table_of_values(values: Mapping[str, Any]) -> str:
+    """A table of names and values."""
     rows = (
         f"<tr><th>{render_text(name)}</th><td>{render_text(format_value(value))}</td></tr>"
         for name, value in values.items()
     )
-    return f'<{tag}>{escape(title)}</{tag}><table class="words">{"".join(rows)}</table>'
+    return f'<table class="words">{"".join(rows)}</table>'
 
 
 def format_value(value: Any) -> str:

@@ -56,6 +56,8 @@ tr:last-child > * { border-bottom: 0 }
 .stack { display: grid; gap: 16px; align-content: start; min-width: 0 }
 .total > * { font-weight: 600 }
 details summary { cursor: pointer; color: var(--muted); margin: 12px 0 8px }
+.card > details:first-child > summary { margin-top: 0 }
+.card > details:last-child:not([open]) > summary { margin-bottom: 0 }
 .key { display: inline-block; width: 11px; height: 11px; border-radius: 3px; margin: 0 5px 0 14px }
 .key:first-child { margin-left: 0 }
 pre { white-space: pre-wrap; overflow-wrap: anywhere; margin: 0; font-size: 13px }
@@ -107,7 +109,8 @@ _NARROW = """
   .scroll svg { min-width: 760px }
   figcaption { margin-bottom: 4px }
   svg { overflow: visible }
-  svg text { font-size: 16px }
+  svg text { font-size: 18px }
+  .bars text { font-size: 16px }
   .scroll svg text { font-size: 12px }
   .listed tr { display: flex; flex-wrap: wrap; column-gap: 16px; padding: 8px 0; border-bottom: 1px solid var(--grid) }
   .listed tr:first-child, .listed .unknown { display: none }
@@ -115,7 +118,8 @@ _NARROW = """
   .listed td, .listed td:last-child { border: 0; padding: 1px 0; width: auto }
   .listed td:last-child { flex: 1 0 100% }
   .memory tr, .memory tr:first-child { display: table-row }
-  .memory td, .memory td:last-child { padding: 4px 6px; border-bottom: 1px solid var(--grid) }
+  .memory th, .memory td, .memory td:last-child { padding: 4px; border-bottom: 1px solid var(--grid); font-size: 13px }
+  .memory th { white-space: normal }
   .faults td:nth-child(2) { font-weight: 600 }
   .faults td:nth-child(3)::before, .saved td:first-child::before { content: "step " }
   .faults td:nth-child(5)::before { content: "back after " }

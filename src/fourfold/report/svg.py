@@ -76,7 +76,7 @@ def format_number(value: float) -> str:
 def bar_chart(rows: Sequence[Bar], *, title: str) -> str:
     """One horizontal bar per row, with its name on the left and its label on the right."""
     width, each = 560.0, 30.0
-    left, right = 130.0, width - 130
+    left, right = 130.0, width - 170
     most = max((row.value for row in rows), default=0.0) or 1.0
     parts = []
     for index, row in enumerate(rows):
@@ -87,7 +87,7 @@ def bar_chart(rows: Sequence[Bar], *, title: str) -> str:
             f'<rect class="{row.style}" x="{left}" y="{top}" width="{max(length, 1):.1f}" height="20" rx="3"/>'
         )
         parts.append(f'<text class="figure" x="{left + length + 8:.1f}" y="{top + 15}">{escape(row.label)}</text>')
-    return render_svg(width, 8 + each * len(rows), title, parts)
+    return render_svg(width, 8 + each * len(rows), title, parts, attributes=' class="bars"')
 
 
 def lane_chart(rows: Sequence[Lane], *, end: float, title: str, x: str) -> str:
