@@ -21,7 +21,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 
-COMMANDS = ("train", "run", "show", "verify", "checkpoint", "report", "watch", "doctor")
+COMMANDS = ("train", "run", "show", "verify", "checkpoint", "report", "watch", "doctor", "new", "completion")
 WITH_SETTINGS = ("fourfold train", "fourfold show", "fourfold verify")
 OPTIONS, RUN_OPTIONS = "[-n N]", "[-n N] [--restarts K]"
 TRAIN_WORDS = "TASK FILE.toml KEY=VALUE"
@@ -95,6 +95,8 @@ def fourfold(
     fourfold report first second          write a page that shows a run, or compares several
     fourfold watch NAME                   serve a page that shows a run while it trains
     fourfold doctor                       check this machine, and say what to fix
+    fourfold new task.py                  write a task file to begin with
+    fourfold completion bash              print what makes Tab complete these words
     """
     if version:
         print(versions())
@@ -277,6 +279,34 @@ def watch(
     from fourfold.cli.watch import watch_run
 
     return functools.partial(watch_run, runs or [], port)
+
+
+@app.command(options_metavar="[-h]", short_help="Write a task file to begin with.")
+def new(file: Annotated[str, typer.Argument(metavar="FILE.py", help="A file that does not exist yet.")]) -> Command:
+    """Write a task file to begin with. It trains as it is: fourfold train FILE.py"""
+    from fourfold.cli.new_task import write_task
+
+    return functools.partial(write_task, file)
+
+
+@app.command(
+    options_metavar="[-h]",
+    short_help="Print what makes Tab complete commands, tasks, settings.",
+    context_settings={"ignore_unknown_options": True},
+)
+def completion(
+    words: Annotated[list[str] | None, typer.Argument(metavar="bash|zsh|fish", hidden=True)] = None,
+) -> Command:
+    """Print what makes Tab complete commands, tasks, recipes and settings.
+
+    \b
+    bash   eval "$(fourfold completion bash)"       in ~/.bashrc
+    zsh    eval "$(fourfold completion zsh)"        in ~/.zshrc, after compinit
+    fish   fourfold completion fish | source        in ~/.config/fish/config.fish
+    """
+    from fourfold.cli.completion import print_completion
+
+    return functools.partial(print_completion, words or [], COMMANDS)
 
 
 def versions() -> str:

@@ -1,0 +1,146 @@
+"""Completion: what a shell may offer for the word that is being typed.
+
+words       the words after `fourfold`; the last one is being typed, and may be empty
+candidates  whole words, as they would stand on the command line; the shell adds names of files
+Law: neither torch nor the user's code is imported, and nothing is printed but candidates: a Tab takes a moment.
+"""
+
+import ast
+import importlib.util
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from fourfold.words.errors import Problem, SettingError, closest_match
+from fourfold.words.run_files import RUNS_DIR
+
+# What is before a `=` or `:` is a word of its own for bash, so it must not be repeated in what bash inserts.
+BASH = """_fourfold() {
+    local line="${COMP_LINE:0:COMP_POINT}" word=() current
+    read -ra word <<<"$line"
+    [[ "$line" == *[[:space:]] ]] && word+=("")
+    current="${word[-1]}"
+    local prefix="${current%"${current##*[=:]}"}" candidate
+    COMPREPLY=()
+    while IFS= read -r candidate; do
+        COMPREPLY+=("${candidate#"$prefix"}")
+    done < <("${word[0]}" completion words -- "${word[@]:1}" 2>/dev/null)
+    [[ ${#COMPREPLY[@]} == 1 && "${COMPREPLY[0]}" == *[=:] ]] && compopt -o nospace
+}
+complete -o bashdefault -o default -F _fourfold fourfold
+"""
+ZSH = """#compdef fourfold
+_fourfold() {
+    local -a candidates open closed
+    candidates=(${(f)"$("${words[1]}" completion words -- "${(@)words[2,CURRENT]}" 2>/dev/null)"})
+    open=(${(M)candidates:#*[=:]})
+    closed=(${candidates:#*[=:]})
+    compadd -S '' -a open
+    compadd -a closed
+    _files
+}
+compdef _fourfold fourfold
+"""
+FISH = """function __fourfold_words
+    set -l words (commandline -opc) (commandline -ct)
+    $words[1] completion words -- $words[2..-1] 2>/dev/null
+end
+complete -c fourfold -a '(__fourfold_words)'
+"""
+SCRIPTS = {"bash": BASH, "zsh": ZSH, "fish": FISH}
+
+
+def print_completion(words: Sequence[str], commands: Sequence[str]) -> int:
+    """Print a shell's script, or the candidates for a command line; returns the exit code. Raises SettingError."""
+    shell, *typed = words or [""]
+    if shell == "words":
+        print("\n".join(candidates(typed or [""], commands)))
+        return 0
+    if shell not in SCRIPTS or typed:
+        close = closest_match(shell, SCRIPTS)
+        problem = Problem(
+            " ".join(words) or "no shell", f"one of {', '.join(SCRIPTS)}", f"fourfold completion {close or 'bash'}"
+        )
+        raise SettingError(problem, where="fourfold completion")
+    print(SCRIPTS[shell], end="")
+    return 0
+
+
+def candidates(words: Sequence[str], commands: Sequence[str]) -> list[str]:
+    """The words that may stand in place of the last of `words`."""
+    *before, typed = words
+    if not before:
+        found: Iterable[str] = commands
+    elif before[0] not in ARGUMENTS:
+        return []
+    else:
+        found = ARGUMENTS[before[0]](before[1:], typed)
+    return sorted({word for word in found if word.startswith(typed)})
+
+
+def _training_words(before: Sequence[str], typed: str) -> Iterable[str]:
+    """A task, a recipe, or a setting with its values."""
+    from fourfold.cli.arguments import DEFAULT_TASK, KEY_VALUE, RUN_SETTINGS
+    from fourfold.cli.task_loader import BUILT_IN
+    from fourfold.plan.plan_fields import FIELD_RULES
+    from fourfold.plan.recipes import RECIPE_PREFIX, recipe_names
+
+    if typed.startswith(RECIPE_PREFIX):
+        return [f"{RECIPE_PREFIX}{name}" for name in recipe_names()]
+    key, equals, _ = typed.partition("=")
+    if equals:
+        rule = FIELD_RULES.get(key) or RUN_SETTINGS.get(key)
+        values = [] if rule is None else ("true", "false") if getattr(rule, "type", None) is bool else rule.choices
+        return [f"{key}={value}" for value in (getattr(rule, "supported", None) or values)]
+    free = [word for word in before if not KEY_VALUE.fullmatch(word) and not word.startswith("-")]
+    tasks = [word for word in free if not word.endswith(".toml") and not word.startswith(RECIPE_PREFIX)]
+    given = {word.partition("=")[0] for word in before}
+    keys = {*FIELD_RULES, *RUN_SETTINGS, *_task_arguments(tasks[0] if tasks else DEFAULT_TASK)} - given
+    has_plan = len(free) > len(tasks)
+    return [
+        *(f"{name}=" for name in keys),
+        *([] if tasks else BUILT_IN),
+        *([] if has_plan else [RECIPE_PREFIX]),
+    ]
+
+
+def _task_arguments(spec: str) -> list[str]:
+    """The arguments of a task's function, read from its source without running it; none if that cannot be read."""
+    from fourfold.cli.task_loader import BUILT_IN, DEFAULT_NAME
+
+    file, _, name = spec.partition(":")
+    if file in BUILT_IN:
+        found = importlib.util.find_spec(BUILT_IN[file])
+        file = (found and found.origin) or ""
+    try:
+        tree = ast.parse(Path(file).read_text(encoding="utf-8"))
+    except (OSError, ValueError, SyntaxError):  # not there yet, or half written
+        return []
+    functions = [
+        node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == (name or DEFAULT_NAME)
+    ]
+    return [each.arg for node in functions for each in (*node.args.args, *node.args.kwonlyargs)]
+
+
+def _runs(before: Sequence[str], typed: str) -> Iterable[str]:
+    try:
+        return [path.name for path in Path(RUNS_DIR).iterdir() if path.is_dir()]
+    except OSError:
+        return []
+
+
+def _checkpoint_words(before: Sequence[str], typed: str) -> Iterable[str]:
+    return _runs(before, typed) if before else ("list", "verify", "export")
+
+
+def _shells(before: Sequence[str], typed: str) -> Iterable[str]:
+    return SCRIPTS
+
+
+ARGUMENTS: dict[str, Callable[[Sequence[str], str], Iterable[str]]] = {
+    "train": _training_words,
+    "show": _training_words,
+    "verify": _training_words,
+    "checkpoint": _checkpoint_words,
+    "report": _runs,
+    "completion": _shells,
+}
