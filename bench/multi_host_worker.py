@@ -170,7 +170,7 @@ class ContenderRun:
             batch = next(self._batches)
             begin = time.perf_counter()
             assert self._task.schedule is not None
-            factor = self._task.schedule(self._step, self._task.steps)
+            factor = self._task.schedule(self._step, self._task.steps or 0)
             for group, rate in zip(self._contender.optimizer.param_groups, self._base_lrs, strict=True):
                 group["lr"] = rate * factor
             loss = self._contender.step(batch)

@@ -104,7 +104,7 @@ def test_an_unknown_setting_is_reported_with_the_closest_name(refused: Refused) 
 
 def test_an_unknown_setting_without_a_close_match_lists_all_settings(refused: Refused) -> None:
     text = refused("train", "mine.py", "xyzzy=3")
-    assert "try width=…, lr=…, bias=…, samples=…, jumpy=…, steps=…, batch_size=…" in text
+    assert "try width=…, lr=…, bias=…, samples=…, jumpy=…, steps=…, epochs=…, batch_size=…" in text
 
 
 def test_all_problems_are_reported_at_once(refused: Refused) -> None:

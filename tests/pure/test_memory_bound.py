@@ -300,7 +300,7 @@ def test_a_run_is_refused_exactly_if_less_memory_than_the_bound_is_available(
     bound = measure_bound(
         made, plan, Rows(), build_meta_model(made), num_samples=samples, pool=MemoryPool("", 2**20, 1)
     )
-    total = bound.total_bytes(samples, plan.microbatches, made.steps)
+    total = bound.total_bytes(samples, plan.microbatches, made.steps or 1)
     assert total > samples * bound.batch_bytes_per_sample + samples // plan.microbatches * 4 * 5 * WIDE
     available(monkeypatch, int(total) + 1)
     assert train(tmp_path, made, plan) is None

@@ -1,5 +1,6 @@
 """Laws of the settings file: one TOML reproduces a run, and all that is wrong in it is refused at once."""
 
+import dataclasses
 import json
 import os
 import re
@@ -17,6 +18,7 @@ from fourfold.cli.job import Job, parse_job
 from fourfold.plan.decode import from_toml
 from fourfold.plan.toml_writer import format_pair, format_table, format_value
 from fourfold.trainer.run_identity import check_run_name
+from fourfold.trainer.settings import Settings
 from fourfold.words.errors import FourfoldError, SettingError
 
 TASK = """
@@ -77,8 +79,7 @@ def is_same(one: Job, other: Job) -> bool:
     one_settings, other_settings = ({**job.settings, "config_text": ""} for job in (one, other))
     tasks = [(job.task.steps, job.task.batch_size, job.task.clip, job.task.tuned_for) for job in (one, other)]
     launch = [(job.restarts, job.hang_seconds) for job in (one, other)]
-    defaults = {"evaluate_every": None, "init": None, "ema": None, "seed": 0, "trace_every": 100}
-    defaults |= {"checkpoint_every": 100, "skip_nan": 0, "drift_check": 1000}
+    defaults = {each.name: each.default for each in dataclasses.fields(Settings)}
     return (
         one.identity == other.identity
         and repr(one.identity) == repr(other.identity)  # 1 and 1.0 are different texts in a name's hash

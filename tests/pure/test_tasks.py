@@ -182,7 +182,7 @@ def test_digits_reach_97_percent_accuracy():
     optimizer = task.optimizer(model.parameters())
     rates = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: digits.schedule(step, 60))
     order = torch.randperm(len(data.train), generator=torch.Generator().manual_seed(0)).repeat(8)
-    for rows in order[: 60 * task.batch_size].view(60, -1).tolist():
+    for rows in order[: 60 * (task.batch_size or 0)].view(60, -1).tolist():
         images, classes = fetch(data.train, rows)
         assert task.loss is not None
         values = task.loss(model(images), classes)

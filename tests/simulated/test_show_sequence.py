@@ -31,7 +31,7 @@ TASK = lm.task(length=96, heads=4, kv_heads=2, layers=3, width=64, batch_size=6)
 def test_the_reported_bytes_equal_those_that_a_rank_saves_and_sends(plan: Plan) -> None:
     seen = trace_model(TASK, build_meta_model(TASK))
     (form,) = seen.attention_calls
-    samples = TASK.batch_size // plan.dp
+    samples = (TASK.batch_size or 0) // plan.dp
     around, heads = NullChannel(plan.sp // plan.ulysses), NullChannel(plan.ulysses)
     axis = SequenceGroup(
         RingOverP2P(around), RingOverP2P(heads) if heads.size > 1 else NullRingGroup(around.meter), plan.ring

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fourfold.feed.data_input import open_data
+from fourfold.feed.stream import Stream
 from fourfold.plan.plan import Plan
 from fourfold.plan.sequence import (
     AttentionSize,
@@ -22,7 +24,7 @@ from fourfold.step.batch import POSITION_KEYS
 from fourfold.step.model_call import call_model, eval_mode
 from fourfold.step.sequence.sdpa_interception import AttentionCall, intercept_attention
 from fourfold.words.errors import PlanError, Problem
-from fourfold.words.task import Task
+from fourfold.words.task import DEFAULT_BATCH_SIZE, Task
 from fourfold.words.text_table import align_columns
 from fourfold.words.units import format_bytes
 
@@ -83,13 +85,17 @@ def format_sequence(plan: Plan, task: Task, model: nn.Module) -> str:
         ("index", "work, even = 1", "tokens"),
         *(_format_row(i, ranges[i], num_scores, plan.ulysses) for i in range(plan.sp)),
     ]
-    samples = -(-task.batch_size // plan.dp)
+    samples = -(-(task.batch_size or DEFAULT_BATCH_SIZE) // plan.dp)
     return "\n".join([head, *_format_table(rows), *_format_costs(plan, trace, samples, padded)])
 
 
 def trace_model(task: Task, model: nn.Module) -> ModelTrace:
     """Run one sample through a model, which may be a meta model. Raises PlanError if there is nothing to split."""
-    inputs, _ = task.data().train[0]
+    source: Any = open_data(task.data(), where="the task's data").train.source
+    if isinstance(source, Stream):
+        need = "numbered samples: the plan is shown for one"
+        raise PlanError(Problem("sp > 1 and a stream as data", need, "a list of some of its samples"), where="the plan")
+    inputs, _ = source[0]
     name = next((name for name in POSITION_KEYS if isinstance(inputs, dict) and name in inputs), None)
     if name is None:
         need = f"inputs that are a dict with {' or '.join(POSITION_KEYS)}"

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fourfold.feed.data_input import check_data
+from fourfold.feed.data_input import open_data
 from fourfold.feed.feed import Batch, Feed
 from fourfold.parts.comm.init import world
 from fourfold.parts.torch_private import DropoutBase
@@ -28,6 +28,8 @@ from fourfold.step.loss_sum import sum_loss
 from fourfold.step.model_call import call_model, model_loss
 from fourfold.step.parallelize import parallelize
 from fourfold.step.tensor_tree import tree_map
+from fourfold.trainer.run_length import with_sizes
+from fourfold.trainer.settings import make_settings
 from fourfold.words import argument_checks
 from fourfold.words.errors import PlanError, Problem, SettingError
 from fourfold.words.task import Task, check_task
@@ -85,14 +87,14 @@ def verify(task: Task, plan: Plan, *, seed: int = 0) -> VerifyResult | None:
         raise SettingError(problems, where="the settings")
     check_verifiable(plan)
     torch.manual_seed(seed)
-    data = task.data()
-    check_data(data, where="the task's data")
-    source = data.train
+    source = open_data(task.data(), where="the task's data").train
+    sizes = with_sizes(make_settings(task), task, source)
+    task = dataclasses.replace(task, steps=sizes.steps, epochs=None, batch_size=sizes.batch_size)
     model = _to_float64_model(task.model())
     num_dropouts = _disable_dropout(model)
     # Both trainings begin with these weights. They are this rank's; only rank 0 compares.
     initial = {name: p.detach().clone() for name, p in model.named_parameters()}
-    options = {"batch_size": task.batch_size, "seed": seed}
+    options: dict[str, Any] = {"batch_size": sizes.batch_size, "seed": seed, "drop_last": sizes.drop_last}
     probe = _probe_task(task)
     with Float64Mode():
         mesh_probed, _ = _train_on_mesh(probe, copy.deepcopy(model), plan, Feed(source, plan, **options), seed=seed)
@@ -117,7 +119,7 @@ def verify(task: Task, plan: Plan, *, seed: int = 0) -> VerifyResult | None:
 def _probe_task(task: Task) -> Task:
     """The task with one step, which moves the weights by the gradient."""
     descent = functools.partial(torch.optim.SGD, lr=1.0)
-    return dataclasses.replace(task, steps=1, clip=None, optimizer=descent, schedule=None)
+    return dataclasses.replace(task, steps=1, epochs=None, clip=None, optimizer=descent, schedule=None)
 
 
 def _train_on_mesh(
@@ -151,6 +153,7 @@ def _train_on_one_device(task: Task, model: nn.Module, feed: Feed) -> tuple[dict
 
 def _batches_with_lr(task: Task, optimizer: torch.optim.Optimizer, feed: Feed) -> Iterator[Any]:
     """The batches of all steps, in float64; each step's learning rate is set before its batch is yielded."""
+    assert task.steps is not None
     base_lrs = [group["lr"] for group in optimizer.param_groups]
     batches: Any = feed.repeat()
     with contextlib.closing(batches):

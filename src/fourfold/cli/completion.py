@@ -79,7 +79,8 @@ def candidates(words: Sequence[str], commands: Sequence[str]) -> list[str]:
 
 def _training_words(before: Sequence[str], typed: str) -> Iterable[str]:
     """A task, a recipe, or a setting with its values."""
-    from fourfold.cli.arguments import DEFAULT_TASK, KEY_VALUE, RUN_SETTINGS
+    from fourfold.cli.arguments import KEY_VALUE, RUN_SETTINGS
+    from fourfold.cli.settings_file import DEFAULT_TASK
     from fourfold.cli.task_loader import BUILT_IN
     from fourfold.plan.plan_fields import FIELD_RULES
     from fourfold.plan.recipes import RECIPE_PREFIX, recipe_names

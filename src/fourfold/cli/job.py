@@ -22,10 +22,11 @@ from fourfold.plan.plan_fields import FIELDS
 from fourfold.plan.recipes import RECIPE_PREFIX, recipe_text
 from fourfold.trainer.lr_factors import tuned_batch_size
 from fourfold.trainer.run_identity import check_run_name, default_run_name, run_identity
-from fourfold.trainer.settings import LR_PREFIX, TASK_FIELDS, check_steps, make_settings
-from fourfold.words.errors import FourfoldError, PlanError, Problem, os_error_text
+from fourfold.trainer.run_length import check_steps, with_sizes
+from fourfold.trainer.settings import LR_PREFIX, TASK_FIELDS, make_settings, run_length
+from fourfold.words.errors import FourfoldError, PlanError, Problem, SettingError, os_error_text
 from fourfold.words.run_files import RUNS_DIR
-from fourfold.words.task import Task
+from fourfold.words.task import Task, length_problems
 
 SETTINGS_WITHOUT_RUN = (*TASK_FIELDS, "seed")  # of a settings file, for commands that write no run
 
@@ -89,8 +90,7 @@ def parse_job(words: Sequence[str], *, num_processes: int | None = None, has_run
     assert types is not None
     assert task is not None
     assert plan is not None
-    # These replace fields of the task: as an argument of `train`, clip=None would mean the task's own.
-    overrides = {key: value for key, value in values.run.items() if key in TASK_FIELDS}
+    overrides = _task_overrides(task, values.run)
     # A new batch size does not change the one that the learning rate was tuned for.
     task = dataclasses.replace(task, **overrides, tuned_for=tuned_batch_size(task))
     settings, launch_settings = _split_settings(command.task, values)
@@ -132,6 +132,16 @@ def _make_plan(
     path = command.settings_file.path
     plan = Plan.from_dict(values.plan, where=path)
     return _fit_plan(plan, num_processes, has_dp="dp" in values.plan, where=path)
+
+
+def _task_overrides(task: Task, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that replace fields of the task: as an argument of `train`, clip=None would mean the task's own.
+
+    Raises SettingError for steps and epochs.
+    """
+    if problems := length_problems(given.get("steps"), given.get("epochs")):
+        raise SettingError(problems, where="the settings")
+    return {key: value for key, value in given.items() if key in TASK_FIELDS} | run_length(task, given)
 
 
 def _split_settings(spec: str, values: ParsedValues) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -178,20 +188,24 @@ def prepare_job(words: Sequence[str], *, num_processes: int | None = None, has_r
             check_run_name(Path(RUNS_DIR), job.settings["name"], job.identity)
     with errors.collect():
         check_init(job.task, job.settings.get("init"))
+    data = model = sized = None
     with errors.collect():
-        check_batch_size(job.task.batch_size, job.plan)
-    with errors.collect():
-        check_steps(job.task.steps, job.plan)
-    data = model = None
-    with errors.collect():
-        data = task_loader.open_data(job.task, spec=job.task_name)
+        data = task_loader.open_task_data(job.task, spec=job.task_name).train
         check_tokens(data, job.plan)
+    if data is not None:
+        with errors.collect():
+            sized = with_sizes(make_settings(job.task, **job.settings), job.task, data)
+    with errors.collect():
+        check_batch_size(job.task.batch_size if sized is None else sized.batch_size, job.plan)
+    with errors.collect():
+        check_steps(job.task.steps if sized is None else sized.steps, job.plan)
     with errors.collect():
         model = preflight(job.task, job.plan)
     errors.raise_collected()
     assert data is not None
+    assert sized is not None
     assert model is not None
-    check_fits_memory(job.task, job.plan, data, model)
+    check_fits_memory(job.task, job.plan, data, model, sized)
     return job
 
 

@@ -8,15 +8,19 @@ from typing import Any
 
 from fourfold.cli.errors import is_file, nearest_file
 from fourfold.environment.world import from_environment
+from fourfold.feed.data_input import DataInput
+from fourfold.feed.source import fetch
+from fourfold.feed.stream import Stream
 from fourfold.plan.plan import Plan
+from fourfold.trainer.run_length import RunSettings
 from fourfold.words.errors import Problem, SettingError
-from fourfold.words.task import Data, Task
+from fourfold.words.task import Task
 
 
-def check_batch_size(batch_size: int, plan: Plan) -> None:
-    """Raises SettingError where the data ranks and microbatches do not divide the batch."""
+def check_batch_size(batch_size: int | None, plan: Plan) -> None:
+    """Raises SettingError where the data ranks and microbatches do not divide the batch; None: it is not known."""
     parts = plan.dp * plan.microbatches
-    if batch_size % parts == 0:
+    if batch_size is None or batch_size % parts == 0:
         return
     below = batch_size // parts * parts
     fitting = f"batch_size={below} or {below + parts}" if below else f"batch_size={parts}"
@@ -26,23 +30,22 @@ def check_batch_size(batch_size: int, plan: Plan) -> None:
     raise SettingError(Problem(got, need, fitting), where="the settings")
 
 
-def check_tokens(data: Data, plan: Plan) -> None:
-    """Raises TaskError where sp > 1 and the samples have no sequence of tokens to split."""
-    if plan.sp > 1:
-        from fourfold.feed.source import fetch
+def check_tokens(data: DataInput, plan: Plan) -> None:
+    """Raises TaskError where sp > 1 and the samples have no sequence of tokens to split. Streams are not read here."""
+    if plan.sp > 1 and not isinstance(data.source, Stream):
         from fourfold.step.sequence.token_shards import sequence_length
 
-        sequence_length(fetch(data.train, [0]))
+        sequence_length(fetch(data.source, [0]))
 
 
-def check_fits_memory(task: Task, plan: Plan, data: Data, meta_model: Any) -> None:
+def check_fits_memory(task: Task, plan: Plan, data: DataInput, meta_model: Any, settings: RunSettings) -> None:
     """Raises SettingError where the run cannot fit into the memory of this host."""
     from fourfold.step.memory_bound import check_memory
 
     # Under another launcher every rank checks its own part.
     num_ranks = plan.mesh.size if from_environment() is None else 1
-    sizes = {"batch_size": task.batch_size, "num_steps": task.steps}
-    check_memory(task, plan, data.train, meta_model, **sizes, num_ranks=num_ranks)
+    sizes = {"batch_size": settings.batch_size, "num_steps": settings.steps}
+    check_memory(task, plan, data, meta_model, **sizes, num_ranks=num_ranks)
 
 
 def check_init(task: Task, init: str | None) -> None:

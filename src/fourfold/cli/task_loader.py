@@ -10,14 +10,17 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from fourfold.cli.arguments import ValueType, argument_types
 from fourfold.cli.errors import is_file, nearest_file
 from fourfold.launch.traceback_text import format_error
 from fourfold.trainer.settings import TASK_FIELDS
 from fourfold.words.errors import DataError, FourfoldError, Problem, TaskError, closest_match
-from fourfold.words.task import Data, Task
+from fourfold.words.task import Task
+
+if TYPE_CHECKING:
+    from fourfold.feed.data_input import TaskInputs
 
 BUILT_IN = {"lm": "fourfold.tasks.lm", "digits": "fourfold.tasks.digits"}
 DEFAULT_NAME = "task"
@@ -65,14 +68,13 @@ def make_task(factory: TaskFactory, values: Mapping[str, Any], *, spec: str) -> 
     return task
 
 
-def open_data(task: Task, *, spec: str) -> Data:
+def open_task_data(task: Task, *, spec: str) -> "TaskInputs":
     """The task's data. Raises DataError if it cannot be opened or is empty."""
-    from fourfold.feed.data_input import check_data  # not on top: it imports torch, as this file does not
+    from fourfold.feed.data_input import open_data  # not on top: it imports torch, as this file does not
 
     with _wrap_user_errors(f"{spec}: the data cannot be opened", DataError):
         data = task.data()
-    check_data(data, where=spec)
-    return data
+    return open_data(data, where=spec)
 
 
 def _import_file(path: Path) -> Any:

@@ -9,7 +9,7 @@ Law: what a DataLoader says is kept, or refused, or named in `notes`.
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, default_collate
 from torch.utils.data.distributed import DistributedSampler
@@ -155,8 +155,21 @@ def _sampler_problems(loader: "DataLoader[Any]", name: str) -> list[Problem]:
     return [Problem(got, "shuffle=True or False, over all samples once", attempt)]
 
 
-def check_data(data: Any, *, where: str) -> None:
-    """Raises DataError with all problems of what a task's `data` function has returned."""
+class TaskInputs(NamedTuple):
+    """What a task trains on, and what it is evaluated on."""
+
+    train: DataInput
+    valid: DataInput | None
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What differs from what the user may expect."""
+        of_valid = self.valid.notes if self.valid is not None and isinstance(self.valid.source, Stream) else ()
+        return self.train.notes + of_valid  # in which order samples are evaluated changes nothing
+
+
+def open_data(data: Any, *, where: str) -> TaskInputs:
+    """What a task's `data` function has returned. Raises DataError with all problems."""
     if not isinstance(data, Data):
         raise DataError(
             Problem(
@@ -166,6 +179,8 @@ def check_data(data: Any, *, where: str) -> None:
             ),
             where=where,
         )
-    given = {"train": data.train} | ({} if data.valid is None else {"valid": data.valid})
-    if problems := [problem for name, each in given.items() for problem in input_problems(each, name)]:
+    problems = input_problems(data.train, "train")
+    problems += [] if data.valid is None else input_problems(data.valid, "valid")
+    if problems:
         raise DataError(problems, where=where)
+    return TaskInputs(open_input(data.train, "train"), None if data.valid is None else open_input(data.valid, "valid"))

@@ -141,9 +141,9 @@ class Feed:
         return problems
 
     @classmethod
-    def single_rank(cls, source: Any, *, batch_size: int, seed: int = 0) -> "Feed":
+    def single_rank(cls, source: Any, **options: Any) -> "Feed":
         """A feed of global batches, as in a world of one rank."""
-        feed = cls(source, batch_size=batch_size, seed=seed)
+        feed = cls(source, **options)
         feed._size, feed._index = 1, 0
         return feed
 

@@ -14,7 +14,10 @@ import torch
 from torch import nn
 
 from fourfold.environment.host_memory import available_bytes
+from fourfold.feed.data_input import open_input
 from fourfold.feed.sample_rng import fetch_seeded
+from fourfold.feed.source import CollatedSource
+from fourfold.feed.stream import Stream
 from fourfold.parts.optim.user_optimizer import build_optimizer
 from fourfold.plan.lowering import lower
 from fourfold.plan.plan import Plan
@@ -69,14 +72,16 @@ class MemoryPool(NamedTuple):
 
 
 def check_memory(
-    task: Task, plan: Plan, source: Source, model: nn.Module, *, batch_size: int, num_steps: int, num_ranks: int
+    task: Task, plan: Plan, data: Any, model: nn.Module, *, batch_size: int, num_steps: int, num_ranks: int
 ) -> None:
     """Raise SettingError if `num_ranks` ranks of this run cannot fit into the memory of this host, or of a GPU.
 
     `model` is a meta model. Nothing is refused if the host does not say how much memory it has. A rank that already
     runs passes `num_ranks=1`: what the other ranks hold is not available any more.
     """
-    samples, problems = min(batch_size, len(source)), []
+    given, problems = open_input(data, "the training data"), []
+    source, length = given.source, given.num_samples
+    samples = batch_size if length is None else min(batch_size, length)
     for pool in _memory_pools(num_ranks):
         bound = measure_bound(task, plan, source, model, num_samples=samples, pool=pool)
         if bound.total_bytes(samples, plan.microbatches, num_steps) > pool.num_bytes:
@@ -101,14 +106,14 @@ def _memory_pools(num_ranks: int) -> list[MemoryPool]:
 
 
 def measure_bound(
-    task: Task, plan: Plan, source: Source, model: nn.Module, *, num_samples: int, pool: MemoryPool
+    task: Task, plan: Plan, source: Source | Stream, model: nn.Module, *, num_samples: int, pool: MemoryPool
 ) -> MemoryBound:
     """The bound of what a run holds in a memory."""
     weights = model_bytes = activations = 0.0
     batch = _sample_bytes(source) / plan.dp
     if pool.has_model:
         weights, model_bytes = _model_bytes(task, plan, model, pool)
-        if num_samples * batch >= pool.num_bytes * MIN_BATCH_FRACTION:
+        if num_samples * batch >= pool.num_bytes * MIN_BATCH_FRACTION and not isinstance(source, Stream):
             inputs = fetch_seeded(source, [0], seed=0, epoch=0)[0][0]
             is_half_precision = plan.precision != "keep"
             per_sample = activation_bytes_per_sample(model, inputs, is_half_precision=is_half_precision)
@@ -118,10 +123,15 @@ def measure_bound(
     return MemoryBound(processes, weights, model_bytes, batch * pool.num_ranks, activations, 2 if pool.is_host else 1)
 
 
-def _sample_bytes(source: Source) -> int:
-    """The smallest of a few samples, as a batch holds it. Samples differ in size only with a source's own `fetch`."""
+def _sample_bytes(source: Source | Stream) -> int:
+    """The smallest of a few samples, as a batch holds it; of a stream nothing is known.
+
+    Samples differ in size only with a source's own `fetch`, or a collate function.
+    """
+    if isinstance(source, Stream):
+        return 0
     last = len(source) - 1
-    numbers = sorted({0, last // 2, last}) if hasattr(source, "fetch") else [0]
+    numbers = sorted({0, last // 2, last}) if hasattr(source, "fetch") or isinstance(source, CollatedSource) else [0]
     try:
         return min(_tensor_bytes(fetch_seeded(source, [number], seed=0, epoch=0)[0]) for number in numbers)
     except FourfoldError:

@@ -4,26 +4,36 @@ Law: the data ranks share the source, every rank runs the same number of forward
 """
 
 import contextlib
-import functools
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+import itertools
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
+from fourfold.feed.data_input import DataInput, open_input
 from fourfold.feed.sample_rng import fetch_seeded
+from fourfold.feed.stream import Stream, StreamPart, stream_end_problem
+from fourfold.feed.workers import Request
 from fourfold.plan.sample_order import shard_range
 from fourfold.step.model_call import eval_mode
-from fourfold.step.same_source import check_same_length
+from fourfold.step.same_source import check_same_length, check_same_source
 from fourfold.step.step_runner import ForwardRun
 from fourfold.step.train_step import TrainStep
 from fourfold.step.uneven_means import is_uneven, uneven_problem
-from fourfold.words.errors import Problem, TaskError
-from fourfold.words.task import Source, Task
+from fourfold.words.errors import DataError, Problem, TaskError
+from fourfold.words.task import Task
+
+
+class LocalBatch(NamedTuple):
+    """This rank's part of a batch. `is_empty`: it has no samples; `values` is then a batch of none, or None."""
+
+    values: Any
+    is_empty: bool = False
 
 
 @torch.no_grad()
-def evaluate(step: TrainStep, task: Task, source: Source, batch_size: int) -> dict[str, float]:
-    """Mean loss and the task's measures over `source`, which the data ranks share. Collective.
+def evaluate(step: TrainStep, task: Task, data: Any, batch_size: int) -> dict[str, float]:
+    """Mean loss and the task's measures over all samples of `data`, which the data ranks share. Collective.
 
     Raises TaskError on every rank if ranks have sources of different lengths. Raises it also if data ranks share the
     source and the loss is one number, made of means over different counts: its mean would depend on the mesh.
@@ -31,27 +41,66 @@ def evaluate(step: TrainStep, task: Task, source: Source, batch_size: int) -> di
     uneven_by = torch.zeros(3, dtype=torch.float64)
     sums: dict[str, list[float]] = {}
     step.flush()
-    check_same_length(step.all_gather_json(len(source)), "validation data")
-    start, stop = shard_range(0, len(source), step.plan.dp, step.dp_index)
-    local_batch_size = max(1, batch_size // step.plan.dp)
-    fetch = functools.partial(fetch_seeded, source, seed=0, epoch=0)
-    step.dry_run(fetch(range(start, min(start + local_batch_size, stop)))[0])
-    with eval_mode(step.model):
-        # As many iterations on every rank: with sharded weights all ranks take part in every unshard.
-        longest = max(len(range(*shard_range(0, len(source), step.plan.dp, rank))) for rank in range(step.plan.dp))
-        for first in range(start, start + longest, local_batch_size):
-            batch = fetch(range(first, min(first + local_batch_size, stop)))[0] if first < stop else None
-            run = step.run_forward(batch)
-            if run is not None:
-                counts = map(float, (run.loss.count, run.loss.other_count, run.loss.other_square))
-                uneven_by += torch.tensor(list(counts), dtype=torch.float64)
-                _add_pairs(sums, _batch_metrics(run, task))
+    with contextlib.closing(_local_batches(step, open_input(data, "validation data"), batch_size)) as batches:
+        first = next(batches)
+        step.dry_run(first.values)
+        with eval_mode(step.model):
+            # As many iterations on every rank: with sharded weights all ranks take part in every unshard.
+            for batch in itertools.chain([first], batches):
+                run = step.run_forward(None if batch.is_empty else batch.values)
+                if run is not None:
+                    counts = map(float, (run.loss.count, run.loss.other_count, run.loss.other_square))
+                    uneven_by += torch.tensor(list(counts), dtype=torch.float64)
+                    _add_pairs(sums, _batch_metrics(run, task))
     if step.plan.dp > 1 and is_uneven(*step.all_reduce(uneven_by)):
         raise TaskError(uneven_problem(step.objective.loss_names), where="the validation loss")
     totals: dict[str, list[float]] = {}
     for rank_sums in step.all_gather_json(sums):
         _add_pairs(totals, rank_sums)
     return {name: total / count for name, (total, count) in totals.items() if count}
+
+
+def _local_batches(step: TrainStep, data: DataInput, batch_size: int) -> Generator[LocalBatch, None, None]:
+    """This rank's batches, as many on every rank; the first one is never None. Collective."""
+    batch_size = data.batch_size or batch_size
+    if isinstance(data.source, Stream):
+        yield from _stream_batches(step, data.source, batch_size)
+        return
+    num_samples, dp = len(data.source), step.plan.dp
+    check_same_length(step.all_gather_json(num_samples), "validation data")
+    start, stop = shard_range(0, num_samples, dp, step.dp_index)
+    local_size = max(1, batch_size // dp)
+    longest = max(len(range(*shard_range(0, num_samples, dp, rank))) for rank in range(dp))
+    parts = [
+        range(min(first, stop), min(first + local_size, stop)) for first in range(start, start + longest, local_size)
+    ]
+    own = [part for part in parts if part] or parts[:1]
+    for part in _read(data, own):
+        yield LocalBatch(part, is_empty=start == stop)
+    yield from [LocalBatch(None, is_empty=True)] * (len(parts) - len(own))
+
+
+def _read(data: DataInput, parts: Sequence[range]) -> Iterator[Any]:
+    if data.workers is not None:
+        yield from data.workers.read(Request(0, 0, part) for part in parts)
+        return
+    source: Any = data.source
+    uses_rng = False
+    for part in parts:
+        batch, uses_rng = fetch_seeded(source, part, seed=0, epoch=0, uses_rng=uses_rng)
+        yield batch
+
+
+def _stream_batches(step: TrainStep, stream: Stream, batch_size: int) -> Iterator[LocalBatch]:
+    dp, index, is_first = step.plan.dp, step.dp_index, True
+    for each in stream.batches(StreamPart(0, 0, batch_size, dp, index)):
+        if is_first and dp > 1:
+            check_same_source(step.all_gather_json(each.probe))
+        start, stop = shard_range(0, each.num_samples, dp, index)
+        yield LocalBatch(each.local, is_empty=start == stop)
+        is_first = False
+    if is_first:
+        raise DataError(stream_end_problem(0, 0, batch_size), where="the validation data")
 
 
 def _add_pairs(sums: dict[str, list[float]], pairs: Mapping[str, Iterable[Any]]) -> None:

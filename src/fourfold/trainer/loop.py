@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 from fourfold.checkpoint.collect import TrainingState
 from fourfold.checkpoint.manager import CheckpointManager, TrainingProgress
+from fourfold.feed.data_input import DataInput
 from fourfold.plan.intervals import is_due
 from fourfold.plan.lr_schedule import LRLambda
 from fourfold.plan.trace_file import DATA_SPAN
@@ -21,13 +22,13 @@ from fourfold.trainer.evaluate import evaluate
 from fourfold.trainer.heartbeat import Heartbeat
 from fourfold.trainer.lr_factors import lr_factors
 from fourfold.trainer.memory_log import MemoryLog
+from fourfold.trainer.run_length import RunSettings
 from fourfold.trainer.run_logger import AVERAGED_STEPS, RunLogger
-from fourfold.trainer.settings import Settings
 from fourfold.trainer.stragglers import StragglerDetector
 from fourfold.trainer.summary import RunResult
 from fourfold.trainer.tracer import Tracer
 from fourfold.words.errors import INTERRUPT_EXIT_CODE, Problem, StoppedError, TaskError, TrainingError
-from fourfold.words.task import Source, Task
+from fourfold.words.task import Task
 
 
 @dataclass(frozen=True)
@@ -36,11 +37,11 @@ class TrainingLoop:
 
     task: Task
     state: TrainingState
-    settings: Settings
+    settings: RunSettings
     logger: RunLogger
     checkpoints: CheckpointManager
     tracer: Tracer
-    valid_source: Source | None
+    valid: DataInput | None
     heartbeat: Heartbeat
     memory: MemoryLog
 
@@ -134,13 +135,13 @@ class TrainingLoop:
             return self._evaluate(progress)
 
     def _evaluate(self, progress: TrainingProgress) -> TrainingProgress:
-        if self.valid_source is None:
+        if self.valid is None:
             return progress
         step, _, average = self.state
-        valid = evaluate(step, self.task, self.valid_source, self.settings.batch_size)
+        valid = evaluate(step, self.task, self.valid, self.settings.batch_size)
         if average is not None:
             with step.swapped_weights(average.values):
-                averaged = evaluate(step, self.task, self.valid_source, self.settings.batch_size)
+                averaged = evaluate(step, self.task, self.valid, self.settings.batch_size)
             valid |= {f"ema {name}": value for name, value in averaged.items()}
         self.logger.log_validation(progress.step, valid)
         loss = valid.get("loss")

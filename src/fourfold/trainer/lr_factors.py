@@ -3,6 +3,7 @@
 import functools
 
 from fourfold.plan.lr_schedule import LRLambda, LRSchedule
+from fourfold.words.errors import Problem, SettingError
 from fourfold.words.task import Task
 
 
@@ -24,6 +25,14 @@ def _task_lr_factor(task: Task, steps: int, step: int) -> float:
     return task.schedule(step, steps)
 
 
-def tuned_batch_size(task: Task) -> int:
-    """The global batch size that the task's rate was tuned for."""
+def tuned_batch_size(task: Task) -> int | None:
+    """The global batch size that the task's rate was tuned for; None if the task does not say."""
     return task.batch_size if task.tuned_for is None else task.tuned_for
+
+
+def check_tuned_size(task: Task, rates: LRSchedule | None) -> None:
+    """Raise SettingError if the learning rate is to be scaled from a batch size that is not known."""
+    if rates is None or rates.scale == "none" or rates.batch_size is not None or tuned_batch_size(task) is not None:
+        return
+    got, need = f"lr_scale = {rates.scale}, and a task without a batch size", "the one that the rate was tuned for"
+    raise SettingError(Problem(got, need, "lr_batch_size=32, or tuned_for=32 in the task"), where="the settings")

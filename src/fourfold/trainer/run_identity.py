@@ -5,6 +5,7 @@ Law: two commands with the same identity are the same run, on any mesh. No file 
 """
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import os
@@ -29,11 +30,15 @@ LOG_TAIL_BYTES = 2**16  # more than the last line of a log
 
 def run_identity(settings: Settings, plan: Plan) -> Identity:
     """What makes a run the same run, as it stands in settings.json."""
+    defaults = {each.name: each.default for each in dataclasses.fields(settings)}
     values = {
-        name: getattr(settings, name)
+        name: value
         for name, each in declared_settings(settings).items()
-        if each.in_identity == "always" or (each.in_identity == "if given" and getattr(settings, name) is not None)
+        if (value := getattr(settings, name)) != defaults[name] or each.in_identity == "always"
+        if each.in_identity != "never"
     }
+    if settings.epochs is not None:  # the steps follow from the data
+        del values["steps"]
     values = {n: v.non_default_fields() if isinstance(v, LRSchedule) else v for n, v in values.items()}
     task = {"task": settings.task_name or settings.run_prefix, "settings": dict(settings.extra_settings or {})}
     return {**task, **values, **plan.identity_fields}

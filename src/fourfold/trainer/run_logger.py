@@ -20,8 +20,8 @@ from fourfold.trainer import fault_log
 from fourfold.trainer.fault_log import Fault
 from fourfold.trainer.lr_factors import tuned_batch_size
 from fourfold.trainer.run_dir import RunDir, RunInfo
-from fourfold.trainer.run_identity import format_finished, run_identity
-from fourfold.trainer.settings import Settings
+from fourfold.trainer.run_identity import Identity, format_finished
+from fourfold.trainer.run_length import RunSettings
 from fourfold.trainer.summary import RunResult, format_metrics, format_offload, format_summary
 from fourfold.words.errors import os_error_text
 from fourfold.words.progress import ProgressLine
@@ -43,7 +43,7 @@ class ProgressDisplay(Protocol):
 class RunLogger:
     """Rank 0's log and progress display."""
 
-    def __init__(self, task: Task, settings: Settings, *, rank: int, report: ProgressDisplay | None) -> None:
+    def __init__(self, task: Task, settings: RunSettings, *, rank: int, report: ProgressDisplay | None) -> None:
         self.rank, self._task, self._settings, self._report = rank, task, settings, report
         self._run_dir: RunDir | None = None
         self._has_old_log = False
@@ -67,12 +67,11 @@ class RunLogger:
         """The run's folder as the user named it; None on ranks other than 0."""
         return self._run_dir.path if self._run_dir else None
 
-    def open_run_dir(self, step: TrainStep, plan: Plan) -> None:
-        """Open the run's folder, and send its path to every rank. Collective."""
+    def open_run_dir(self, step: TrainStep, plan: Plan, identity: Identity) -> None:
+        """Open the run's folder, and send its path to every rank. Collective. `identity`: of the settings as given."""
         settings = self._settings
         self.base_lrs = [group["lr"] for group in step.optimizer.param_groups]
         if self.rank == 0:
-            identity = run_identity(settings, plan)
             self._run_dir = RunDir(
                 Path(settings.folder), settings.name, run_prefix=settings.run_prefix, identity=identity
             )
@@ -84,6 +83,7 @@ class RunLogger:
             return
         rates = self._describe_lr()
         record = {name: getattr(settings, name) for name in ("steps", "batch_size", "clip", "seed")}
+        record |= {name: getattr(settings, name) for name in ("epochs", "drop_last") if getattr(settings, name)}
         record |= {} if rates is None else {"rates": rates}
         record |= {**(settings.extra_settings or {}), "transport": step.transport_name}
         record |= {} if settings.task_arguments is None else {"task_arguments": settings.task_arguments}

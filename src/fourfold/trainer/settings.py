@@ -19,16 +19,15 @@ import msgspec
 
 from fourfold.plan.intervals import DRIFT_CHECK
 from fourfold.plan.lr_schedule import CURVES, SCALING_RULES, LRSchedule
-from fourfold.plan.plan import Plan
-from fourfold.trainer.lr_factors import lr_factors
+from fourfold.trainer.lr_factors import check_tuned_size, lr_factors
 from fourfold.words import argument_checks
 from fourfold.words.argument_checks import MAX_SEED
 from fourfold.words.errors import Problem, SettingError
 from fourfold.words.run_files import RUNS_DIR
-from fourfold.words.task import Task, check_task
+from fourfold.words.task import DEFAULT_STEPS, Task, check_task, length_problems
 
 TRACE_EVERY = 100  # steps
-TASK_FIELDS = ("steps", "batch_size", "clip")  # a task has them too; None takes the task's
+TASK_FIELDS = ("steps", "epochs", "batch_size", "clip")  # a task has them too; None takes the task's
 LR_PREFIX = "lr_"  # lr_warmup is the word of LRSchedule.warmup
 
 
@@ -40,7 +39,7 @@ class Setting:
     check        (value, name) -> problems, where the type and the bounds do not say it all
     attempt      what an error suggests
     default_text  the default as tables show it; "": the field's own
-    in_identity  "if given": unless it is None
+    in_identity  "if given": unless it is the default
     word         fields that differ on the command line; None: no word of the command line
     """
 
@@ -106,16 +105,40 @@ def _json_problems(value: Any, name: str) -> list[Problem]:
 class Settings:
     """What a run needs besides the task and the plan."""
 
-    steps: int = setting(
+    steps: int | None = setting(
         type=int,
         minimum=0,
+        is_optional=True,
         help="optimizer steps",
         default_text="the task's",
         in_identity="always",
         word={"minimum": 1},
     )
-    batch_size: int = setting(
-        type=int, minimum=1, help="samples in a global batch", default_text="the task's", in_identity="always"
+    epochs: int | None = setting(
+        None,
+        type=int,
+        minimum=1,
+        is_optional=True,
+        help="passes over the training data, in place of steps",
+        default_text="the task's",
+        in_identity="if given",
+    )
+    batch_size: int | None = setting(
+        type=int,
+        minimum=1,
+        is_optional=True,
+        help="samples in a global batch",
+        default_text="the task's, or its DataLoader's",
+        in_identity="always",
+    )
+    drop_last: bool | None = setting(
+        None,
+        type=bool,
+        is_optional=True,
+        attempt="drop_last=True",
+        help="leave out the samples of an epoch that do not fill a batch",
+        default_text="as the DataLoader says, or false",
+        in_identity="if given",
     )
     clip: float | None = setting(
         type=float,
@@ -218,7 +241,9 @@ class TrainOptions(TypedDict, total=False):
     """The keywords of `train` that are settings."""
 
     steps: int | None
+    epochs: int | None
     batch_size: int | None
+    drop_last: bool | None
     clip: float | None
     seed: int
     evaluate_every: int | None
@@ -266,18 +291,29 @@ LR_SETTINGS = {
 
 
 def make_settings(task: Task, **given: Any) -> Settings:
-    """The settings of a run: what is given, and the task's steps, batch size and clip where they are None.
+    """The settings of a run: what is given, and the task's length, batch size and clip where they are None.
 
-    Raises SettingError with all problems.
+    Of `steps` and `epochs` one is None. `batch_size` is None if only the data says it. Raises SettingError with all
+    problems.
     """
     check_task(task)
     from_task = {name: getattr(task, name) for name in TASK_FIELDS if given.get(name) is None}
-    settings = Settings(**{**given, **from_task})
-    if problems := setting_problems(settings):
+    settings = Settings(**{**given, **from_task, **run_length(task, given)})
+    problems = setting_problems(settings) + length_problems(given.get("steps"), given.get("epochs"))
+    if problems:
         raise SettingError(problems, where="the settings")
     settings = _to_builtin_types(settings)
-    lr_factors(task, steps=settings.steps, batch_size=settings.batch_size, rates=settings.rates)
+    check_tuned_size(task, settings.rates)
+    if settings.steps is not None and settings.batch_size is not None:
+        lr_factors(task, steps=settings.steps, batch_size=settings.batch_size, rates=settings.rates)
     return settings
+
+
+def run_length(task: Task, given: Mapping[str, Any]) -> dict[str, int | None]:
+    """`steps` and `epochs` of a run, one of them None: what is given, else the task's."""
+    asked = given if given.get("steps") is not None or given.get("epochs") is not None else vars(task)
+    steps, epochs = asked.get("steps"), asked.get("epochs")
+    return {"steps": DEFAULT_STEPS if steps is None and epochs is None else steps, "epochs": epochs}
 
 
 def setting_problems(settings: Settings) -> list[Problem]:
@@ -299,25 +335,3 @@ def _to_builtin_types(settings: Settings) -> Settings:
         if each.type in converters and type(value) not in (int, float, str, type(None)):
             changed[name] = converters[each.type](value)
     return dataclasses.replace(settings, **changed)
-
-
-def check_steps(steps: int, plan: Plan) -> None:
-    """Raise SettingError where a run would end between two synchronizations of its local steps."""
-    period = plan.sync_interval
-    if steps % period == 0:
-        return
-    below = steps // period * period
-    fitting = f"steps={below} or {below + period}" if below else f"steps={period}"
-    got, need = f"steps = {steps}, local_steps = {period}", "a number of steps divisible by local_steps"
-    raise SettingError(Problem(got, need, fitting), where="the settings")
-
-
-def format_delayed(settings: Settings, plan: Plan) -> str | None:
-    """Which evaluations or checkpoints come later than asked for, because ranks have the same weights only then."""
-    asked = {"checkpoint_every": settings.checkpoint_every, "evaluate_every": settings.evaluate_every or 0}
-    delayed = [f"{name} = {every}" for name, every in asked.items() if every % plan.sync_interval]
-    if not delayed:
-        return None
-    return (
-        f"{' and '.join(delayed)}: done at the next multiple of {plan.sync_interval}, where ranks have the same weights"
-    )

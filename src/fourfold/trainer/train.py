@@ -7,16 +7,17 @@ import contextlib
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Unpack
+from typing import NamedTuple, Unpack
 
 import torch
+from torch import nn
 
 from fourfold.checkpoint.collect import TrainingState
 from fourfold.checkpoint.manager import AttemptDir, CheckpointManager
 from fourfold.checkpoint.weights_file import load_weights_file
 from fourfold.environment.host_memory import available_bytes, resident_bytes
 from fourfold.environment.world import World
-from fourfold.feed.data_input import check_data
+from fourfold.feed.data_input import DataInput, TaskInputs, open_data
 from fourfold.feed.feed import Feed
 from fourfold.parts.comm.communicator import PROCESS_EXIT_GRACE_SECONDS
 from fourfold.parts.comm.init import world
@@ -31,13 +32,15 @@ from fourfold.trainer import heartbeat as heartbeat_module
 from fourfold.trainer.heartbeat import Heartbeat
 from fourfold.trainer.loop import TrainingLoop
 from fourfold.trainer.memory_log import MemoryBaseline, MemoryLog, predict_bytes
+from fourfold.trainer.run_identity import Identity, run_identity
+from fourfold.trainer.run_length import RunSettings, check_steps, format_delayed, format_epochs, with_sizes
 from fourfold.trainer.run_logger import ProgressDisplay, RunLogger
-from fourfold.trainer.settings import Settings, TrainOptions, check_steps, format_delayed, make_settings
+from fourfold.trainer.settings import TrainOptions, make_settings
 from fourfold.trainer.stop_signal import handle_stop_signals, stop_seconds
 from fourfold.trainer.summary import RunResult
 from fourfold.trainer.tracer import Tracer
 from fourfold.words.errors import PeerError
-from fourfold.words.task import Data, Task
+from fourfold.words.task import Task
 
 POLL_SECONDS = 0.01
 
@@ -48,7 +51,8 @@ def train(
     """Train `task` as `plan` says; without a plan, all ranks are data ranks. Collective, with the same arguments.
 
     report      shows the progress, on rank 0
-    steps, batch_size, clip   None: the task's. The batch size is global
+    steps, epochs, batch_size, clip   None: the task's. The batch size is global. Not steps and epochs
+    drop_last   leave out the samples of an epoch that do not fill a batch; None: as the DataLoader says, else False
     seed        of the initial weights, the order of the samples and dropout
     evaluate_every   steps; None evaluates only at the end
     trace_every      steps; steps 3 and 4 and every such step are recorded in trace.json; 0 records none
@@ -78,26 +82,31 @@ def train(
     """
     check_plan_argument(plan)
     plan, limit_seconds = plan or Plan(dp=world().size), stop_seconds()
-    settings = make_settings(task, **options)
+    given = make_settings(task, **options)
+    check_steps(given.steps, plan)
+    opened = _open_task(task, given.seed)
+    inputs, settings = opened.inputs, with_sizes(given, task, opened.inputs.train)
     check_steps(settings.steps, plan)
-    data, step, memory = _build_step(task, plan, settings)
-    feed = Feed(data.train, plan, batch_size=settings.batch_size, seed=settings.seed)
+    step = _build_step(task, plan, settings, opened)
+    memory = MemoryBaseline(opened.resident_bytes, predict_bytes(task, step, opened.meta_model))
+    feed = _make_feed(inputs.train, plan, settings)
     state = TrainingState(step, feed, None if settings.ema is None else EMA(step.weight_shards, settings.ema))
     heartbeat = heartbeat_module.from_environment()
-    with _run_logger(task, step, plan, settings, report) as logger:
+    with _run_logger(task, step, plan, settings, run_identity(given, plan), report) as logger:
         if logger.run_info.finished_record is not None:
             heartbeat.mark_done()
             return logger.finished_result(plan)
         with _checkpoint_manager(state, settings, logger) as checkpoints:
             progress = logger.log_resumed(checkpoints.resume())
-            if delayed := format_delayed(settings, plan):
-                logger.log_message(delayed)
+            for message in (*inputs.notes, format_epochs(settings, inputs.train), format_delayed(settings, plan)):
+                if message:
+                    logger.log_message(message)
             begin = time.perf_counter()
             trace_dir = None if logger.path is None else logger.run_path
             tracer = Tracer(step, every=settings.trace_every, folder=trace_dir, log_message=logger.log_message)
             heartbeat.set_resumed_step(progress.step)
             memory_log = MemoryLog(step, logger, memory)
-            loop = TrainingLoop(task, state, settings, logger, checkpoints, tracer, data.valid, heartbeat, memory_log)
+            loop = TrainingLoop(task, state, settings, logger, checkpoints, tracer, inputs.valid, heartbeat, memory_log)
             here = World(rank=step.rank, size=plan.mesh.size)
             stop_signals = handle_stop_signals(heartbeat, logger.run_path, here, limit_seconds=limit_seconds)
             with stop_signals as stop_signal, _add_step_to_peer_error(step, logger, heartbeat):
@@ -106,21 +115,37 @@ def train(
                 return loop.finish(progress, seconds)
 
 
-def _build_step(task: Task, plan: Plan, settings: Settings) -> tuple[Data, TrainStep, MemoryBaseline]:
-    """The task's data, and the step that trains its model. Collective. Raises what `train` raises."""
+class _OpenedTask(NamedTuple):
+    """What is known of a task before its model is made."""
+
+    meta_model: nn.Module | None
+    inputs: TaskInputs
+    resident_bytes: int | None
+
+
+def _open_task(task: Task, seed: int) -> _OpenedTask:
+    """Seeds torch and opens the task's data."""
     before_bytes = resident_bytes()
     # Before the seed: building a model may draw random numbers, and the real model must draw the same as without this.
     meta_model = try_meta_model(task, max_bytes=available_bytes())
-    torch.manual_seed(settings.seed)
-    data = task.data()
-    check_data(data, where="the task's data")
-    if meta_model is not None:
+    torch.manual_seed(seed)
+    return _OpenedTask(meta_model, open_data(task.data(), where="the task's data"), before_bytes)
+
+
+def _make_feed(data: DataInput, plan: Plan, settings: RunSettings) -> Feed:
+    sizes = {"batch_size": settings.batch_size, "drop_last": settings.drop_last}
+    return Feed(data, plan, seed=settings.seed, **sizes)
+
+
+def _build_step(task: Task, plan: Plan, settings: RunSettings, opened: _OpenedTask) -> TrainStep:
+    """The step that trains the task's model. Collective. Raises what `train` raises."""
+    if opened.meta_model is not None:
         sizes = {"batch_size": settings.batch_size, "num_steps": settings.steps}
-        check_memory(task, plan, data.train, meta_model, **sizes, num_ranks=1)
+        check_memory(task, plan, opened.inputs.train, opened.meta_model, **sizes, num_ranks=1)
     model = task.model()
     if settings.init is not None:
         load_weights_file(model, Path(settings.init))
-    step = parallelize(
+    return parallelize(
         model,
         task.loss,
         task.optimizer,
@@ -130,23 +155,27 @@ def _build_step(task: Task, plan: Plan, settings: Settings) -> tuple[Data, Train
         skip_nan=settings.skip_nan,
         drift_check=settings.drift_check,
     )
-    return data, step, MemoryBaseline(before_bytes, predict_bytes(task, step, meta_model))
 
 
 @contextlib.contextmanager
 def _run_logger(
-    task: Task, step: TrainStep, plan: Plan, settings: Settings, report: ProgressDisplay | None
+    task: Task,
+    step: TrainStep,
+    plan: Plan,
+    settings: RunSettings,
+    identity: Identity,
+    report: ProgressDisplay | None,
 ) -> Iterator[RunLogger]:
     logger = RunLogger(task, settings, rank=step.rank, report=report)
     try:
-        logger.open_run_dir(step, plan)
+        logger.open_run_dir(step, plan, identity)
         yield logger
     finally:
         logger.close()
 
 
 @contextlib.contextmanager
-def _checkpoint_manager(state: TrainingState, settings: Settings, logger: RunLogger) -> Iterator[CheckpointManager]:
+def _checkpoint_manager(state: TrainingState, settings: RunSettings, logger: RunLogger) -> Iterator[CheckpointManager]:
     attempt_dir = AttemptDir(logger.run_path, logger.run_info.token)
     checkpoints = CheckpointManager(state, attempt_dir, logger, seed=settings.seed)
     try:

@@ -25,12 +25,15 @@ class Source(Protocol):
     def __getitem__(self, index: int, /) -> Any: ...
 
 
+DEFAULT_STEPS, DEFAULT_BATCH_SIZE = 1000, 32  # of a task that says neither how long nor in which batches
+
+
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """The samples to train on, and those to evaluate on."""
+    """The samples to train on, and those to evaluate on: sources, torch DataLoaders or IterableDatasets."""
 
-    train: Source
-    valid: Source | None = None
+    train: Any
+    valid: Any = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +50,8 @@ class Task:
     sample     (model) -> text to print at the end of training; `model` is called on inputs as a batch has them
     schedule   (step, steps) -> factor of the learning rate
     unit       what throughput counts: the elements of the targets ("tokens", "bytes") or "samples"
+    steps, epochs   how long to train: one of them, or neither: 1000 steps
+    batch_size global; None: that of a DataLoader given as data, else 32
     tuned_for  the global batch size that the optimizer's learning rate was tuned for; None: batch_size
     """
 
@@ -58,8 +63,9 @@ class Task:
     sample: Callable[[Any], str] | None = None
     schedule: Callable[[int, int], float] | None = None
     unit: str = "samples"
-    steps: int = 1000
-    batch_size: int = 32  # global
+    steps: int | None = None
+    epochs: int | None = None
+    batch_size: int | None = None  # global
     clip: float | None = None
     tuned_for: int | None = None
 
@@ -92,9 +98,16 @@ def _problems(task: Task) -> list[Problem]:
     problems += argument_checks.optimizer_factory_problems(task.optimizer)
     if callable(task.model) and hasattr(task.model, "named_parameters") and not isinstance(task.model, type):
         problems.append(Problem(f"model = an instance of {type(task.model).__name__}", *needs["model"]))
-    problems += argument_checks.int_problems("steps", task.steps, minimum=0) + argument_checks.int_problems(
-        "batch_size", task.batch_size, minimum=1
-    )
+    for name, minimum in (("steps", 0), ("epochs", 1), ("batch_size", 1)):
+        problems += argument_checks.int_problems(name, getattr(task, name), minimum=minimum, optional=True)
+    problems += length_problems(task.steps, task.epochs)
     problems += argument_checks.positive_problems("clip", task.clip, optional=True, attempt="clip=1.0")
     problems += argument_checks.int_problems("tuned_for", task.tuned_for, minimum=1, optional=True)
     return problems + argument_checks.str_problems("unit", task.unit)
+
+
+def length_problems(steps: Any, epochs: Any) -> list[Problem]:
+    """How long to train is given in steps or in epochs."""
+    if steps is None or epochs is None:
+        return []
+    return [Problem(f"steps = {steps} and epochs = {epochs}", "one of them", f"epochs={epochs}")]
