@@ -189,6 +189,16 @@ def test_a_downsampled_curve_keeps_its_last_point(values):
     assert thin[-1][0] == points[-1][0]
 
 
+@given(values=st.lists(NUMBERS, min_size=1, max_size=300))
+def test_a_smoothed_curve_has_the_mean_of_a_window_at_its_end(values):
+    width = max(1, len(values) // 50)
+    smoothed = charts.smooth([(float(index), value) for index, value in enumerate(values)])
+    assert [x for x, _ in smoothed] == list(range(len(values)))
+    for index, (_, mean) in enumerate(smoothed):
+        window = values[max(0, index + 1 - width) : index + 1]
+        assert mean == pytest.approx(sum(window) / len(window), abs=1e-3)
+
+
 def test_every_field_of_the_plan_is_shown(run):
     text = visible_text(page.write_report([run]).read_text())
     assert all(field.name in text for field in dataclasses.fields(Plan) if getattr(Plan(), field.name) is not None)

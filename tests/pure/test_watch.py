@@ -301,6 +301,12 @@ def test_the_command_prints_its_address_and_ends_with_ctrl_c(run):
 
 ASK_NOW = 'document.dispatchEvent(new Event("visibilitychange"))'  # as when its tab is looked at again
 
+POINT_AT_END = """
+var svg = document.querySelector("svg[data-series]"), box = svg.getBoundingClientRect();
+svg.dispatchEvent(new PointerEvent("pointermove", {bubbles: true, clientX: box.right - 20, clientY: box.top + 50}));
+"""
+SHOWN = 'document.querySelector(".tip").innerText'
+
 
 @needs_browser
 def test_the_page_in_a_browser_follows_a_run_that_grows(run, server):
@@ -315,8 +321,11 @@ def test_the_page_in_a_browser_follows_a_run_that_grows(run, server):
             "window.kept = document.querySelectorAll('#cards section')[5]; kept.querySelector('details').open = true"
         )
         assert "batch_size" in tab.run("kept.innerText")
+        tab.run(POINT_AT_END)
+        assert tab.run(SHOWN).split()[:2] == ["step", "2"]
         log(run, *steps(3, 3), {"step": 3, "valid": {NASTY: 1.0}}, {"step": 3, "valid": {"loss": 1.0}})
         tab.wait_for(f'{state} === "step 3 of 6"')
+        assert tab.run(SHOWN).split()[:2] == ["step", "3"]  # the values under the pointer, which has not moved
         log(run, {"step": 4, "valid": {NASTY: 2.0}}, *steps(4, 6), {"finished": 6, "seconds": 9.0})
         tab.run(ASK_NOW)
         tab.wait_for('document.title === "first · finished"')

@@ -4,6 +4,7 @@ measure  a value of an evaluation: the loss, or what the task's `evaluate` retur
 Law: runs whose values cannot be compared have separate drawings; a value that is not finite leaves a gap.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -104,8 +105,7 @@ def evaluation_points(record: RunRecord, measure: str) -> list[Point]:
 
 
 def _step_points(steps: Sequence[Mapping[str, Any]], field: str) -> list[Point]:
-    points = ((line["step"], line.get(field)) for line in steps)
-    return [(step, value) for step, value in points if value is not None and math.isfinite(value)]
+    return [(line["step"], value) for line in steps if (value := line.get(field)) is not None and math.isfinite(value)]
 
 
 def _record_series(
@@ -149,11 +149,10 @@ def _throughput_drawing(series: Sequence[Series], unit: str, *, legend: bool) ->
 def smooth(points: Sequence[Point]) -> list[Point]:
     """Moving means over a fiftieth of the points, each at the last point of its window."""
     width = max(1, len(points) // 50)
-    result, total = [], 0.0
-    for index, (x, y) in enumerate(points):
-        total += y - (points[index - width][1] if index >= width else 0.0)
-        result.append((x, total / min(index + 1, width)))
-    return result
+    sums = [0.0, *itertools.accumulate(y for _, y in points)]
+    head = [(x, sums[index] / index) for index, (x, _) in enumerate(points[:width], 1)]
+    windows = zip(points[width:], sums[1:], sums[width + 1 :], strict=False)
+    return head + [(x, (stop - start) / width) for (x, _), start, stop in windows]
 
 
 def downsample(points: Sequence[Point], pick: Callable[[Sequence[Point]], Point]) -> list[Point]:

@@ -1,5 +1,6 @@
 """Hover: the values of curves under the pointer, or under a cursor that the arrow keys move.
 
+A page whose script replaces drawings says so with the event "replaced".
 Law: the script reads nothing but the drawing's own attributes, and writes texts, never markup.
 """
 
@@ -7,7 +8,7 @@ Law: the script reads nothing but the drawing's own attributes, and writes texts
 SCRIPT = """/*<![CDATA[*/
 (function () {
 "use strict";
-var NS = "http://www.w3.org/2000/svg", tip = null, shown = null, at = 0;
+var NS = "http://www.w3.org/2000/svg", tip = null, shown = null, at = 0, pointer = null;
 function charted(node) { return node && node.closest ? node.closest("svg[data-series]") : null; }
 function parse(svg) {
   if (!svg.chart) {
@@ -80,7 +81,8 @@ function show(svg, x) {
 }
 function point(event) {
   var svg = charted(event.target);
-  if (!svg) { clear(); return; }
+  if (!svg) { clear(); pointer = null; return; }
+  pointer = {clientX: event.clientX, clientY: event.clientY};
   var c = parse(svg), box = svg.getBoundingClientRect();
   var px = (event.clientX - box.left) / box.width * svg.viewBox.baseVal.width;
   show(svg, c.x0 + (px - c.left) / (c.right - c.left) * ((c.x1 - c.x0) || 1));
@@ -90,6 +92,11 @@ document.addEventListener("pointerdown", point);
 document.addEventListener("pointerleave", clear);
 document.addEventListener("scroll", clear, true);
 document.addEventListener("focusout", clear);
+document.addEventListener("replaced", function () {
+  if (!shown || shown.isConnected) { return; }
+  clear();
+  if (pointer) { point(Object.assign({target: document.elementFromPoint(pointer.clientX, pointer.clientY)}, pointer)); }
+});
 document.addEventListener("keydown", function (event) {
   var svg = charted(event.target), step = {ArrowLeft: -1, ArrowRight: 1}[event.key];
   if (event.key === "Escape") { clear(); }

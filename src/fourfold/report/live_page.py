@@ -49,7 +49,11 @@ function apply(data) {
   document.getElementById("status").innerHTML = data.status;
   document.title = data.title;
   document.querySelector(".under").textContent = data.subtitle;
-  if (data.version !== version) { place(data.parts); version = data.version; }
+  if (data.version !== version) {
+    place(data.parts);
+    version = data.version;
+    document.dispatchEvent(new Event("replaced"));
+  }
 }
 function lost(isLost) { document.getElementById("lost").hidden = !isLost; }
 async function poll() {

@@ -18,7 +18,7 @@ p { margin: 0 0 10px }
 .cards { display: grid; gap: 16px; grid-template-columns: repeat(2, minmax(0, 1fr)) }
 .figures { display: grid; gap: 12px; margin-bottom: 16px;
   grid-template-columns: repeat(var(--columns), minmax(0, 1fr)) }
-@media (max-width: 1100px) { .figures { grid-template-columns: repeat(auto-fit, minmax(128px, 1fr)) } }
+@media (max-width: 980px) { .figures { grid-template-columns: repeat(auto-fit, minmax(128px, 1fr)) } }
 .card, .figures > div { background: var(--card); border: 1px solid var(--edge); border-radius: 10px; min-width: 0 }
 .card { padding: 18px 20px }
 .figures > div { padding: 12px }
