@@ -1,17 +1,21 @@
 """Laws of an optimizer that is given to `ff.parallelize` itself: it stays the user's, and trains as in one process."""
 
 import copy
+import re
 import threading
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.optim import Optimizer, lr_scheduler
 
 import fourfold as ff
+from fourfold.feed.source import TensorSource
 from fourfold.parts.comm import init
 from fourfold.parts.optim import flat_optimizer
 from fourfold.plan.plan import Plan
@@ -22,6 +26,7 @@ from fourfold.words.errors import FourfoldError, OptimizerError
 
 pytestmark = pytest.mark.usefixtures("without_dry_run")
 STEPS = 6
+PAGE = Path(__file__).parents[2] / "docs" / "from-ddp.md"
 
 
 def model() -> nn.Sequential:
@@ -173,6 +178,19 @@ def test_parallelize_keeps_the_users_optimizer_and_its_scheduler(monkeypatch):
         return step.optimizer is optimizer, step.plan.dp, has_moved, all(map(torch.equal, after, mine.parameters()))
 
     assert threads.run(2, body) == [(True, 2, True, True)] * 2
+
+
+def test_the_step_of_the_page_for_users_of_ddp_trains(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    section = PAGE.read_text(encoding="utf-8").partition("## With one step\n")[2]
+    found = re.search(r"```python\n(.*?)```", section, re.DOTALL)
+    assert found is not None
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.rand(640, 8, generator=generator)
+    scope: dict[str, Any] = {"data": TensorSource(inputs, inputs.square().mean(1, keepdim=True))}
+    exec(found[1], scope | {"torch": torch, "nn": nn, "F": F, "ff": ff}, scope)
+    assert scope["metrics"].loss < 0.1
+    assert scope["step"].optimizer.param_groups[0]["lr"] == scope["scheduler"].get_last_lr()[0] < 1e-2
 
 
 class Custom(torch.optim.AdamW):

@@ -274,3 +274,30 @@ def test_a_sharded_loader_trains_where_the_unsharded_one_is_refused():
         threads.run(2, body)
     loaders = [sharded(unsharded, 2, rank) for rank in range(2)]
     assert threads.run(2, body) == [4, 4]
+
+
+@given(length=st.integers(5, 60), size=st.integers(1, 5), part=st.integers(1, 4), drop_last=st.booleans())
+def test_split_batches_are_those_of_the_loader(length, size, part, drop_last):
+    loader = data.DataLoader(Numbers(length), part * size, drop_last=drop_last)
+    if length < size * part and drop_last:
+        with pytest.raises(DataError, match=f"{length} samples for {size} data ranks"):
+            sharded(loader, size, 0, split_batches=True)
+        return
+    by_rank = [epochs(sharded(loader, size, rank, split_batches=True))[0] for rank in range(size)]
+    together = [sorted({number for part in step for number in part}) for step in zip(*by_rank, strict=True)]
+    assert together == epochs(loader)[0]
+
+
+REFUSED_SPLITS = [
+    ({"batch_size": 6}, r"batch_size = 6, to be split among 4 data ranks .*a multiple of 4 .*batch_size=4 or 8"),
+    ({"batch_size": 3}, r"batch_size = 3, .*try batch_size=4"),
+    ({"batch_size": None}, r"a loader without batches"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSED_SPLITS)
+def test_batches_that_cannot_be_split_evenly_are_refused(options, message):
+    loader = data.DataLoader(Numbers(24), **options)
+    with pytest.raises(DataError, match=message):
+        sharded(loader, 4, 0, split_batches=True)
+    assert sharded(loader, 1, 0, split_batches=True).batch_size == options["batch_size"]

@@ -74,21 +74,25 @@ class ShardSampler(Sampler[int]):
         return list(range(start, stop))
 
 
-def shard(loader: DataLoader[Sample], plan: Plan | None = None, *, seed: int = 0) -> DataLoader[Sample]:
+def shard(
+    loader: DataLoader[Sample], plan: Plan | None = None, *, seed: int = 0, split_batches: bool = False
+) -> DataLoader[Sample]:
     """The same loader over this data rank's samples; dataset, workers, collate function and all else stay as they are.
 
-    `batch_size` stays the size per rank; the global batch is that times the number of data ranks. Without a plan all
-    ranks are data ranks; with a plan of sp > 1, the ranks of one sequence get the same samples. A loader with
-    `shuffle=True` is shuffled by `seed`, in a new order at every iteration; so every rank must begin equally many
-    iterations. `loader.sampler.set_epoch(n)` sets the next epoch, to resume a run. Workers draw different random
-    numbers on each data rank, from `seed` and the seed of the loader's generator, if it has one.
+    `batch_size` stays the size per rank; the global batch is that times the number of data ranks. With `split_batches`
+    the loader's `batch_size` is that of the global batch: a script then trains on the same batches on any number of
+    ranks, and without shuffling on those of the loader itself, in their order. Without a plan all ranks are data ranks;
+    with a plan of sp > 1, the ranks of one sequence get the same samples. A loader with `shuffle=True` is shuffled by
+    `seed`, in a new order at every iteration; so every rank must begin equally many iterations.
+    `loader.sampler.set_epoch(n)` sets the next epoch, to resume a run. Workers draw different random numbers on each
+    data rank, from `seed` and the seed of the loader's generator, if it has one.
 
     All ranks have equally many batches, and each sample comes once in an epoch, with one exception: if fewer samples
     remain for the last batch than there are ranks, each rank without a sample repeats one of these. The last batch may
     be smaller, and on some ranks by one sample smaller than on others; `drop_last=True` drops it, on all ranks.
 
     Raises DataError for an IterableDataset, for a batch sampler, for a sampler other than those that `shuffle` makes,
-    and for fewer samples than the ranks need.
+    for fewer samples than the ranks need, and for batches that cannot be split evenly.
     """
     problems = argument_checks.seed_problems(seed) + argument_checks.instance_problems(
         "plan", plan, Plan, optional=True, attempt="ff.Plan(dp=2)"
@@ -101,14 +105,16 @@ def shard(loader: DataLoader[Sample], plan: Plan | None = None, *, seed: int = 0
     if problems:
         raise DataError(problems, where="ff.shard")
     size_and_index = dp_size_and_index(plan, where="ff.shard")
-    if problems := _too_few_problems(loader, size_and_index[0]):
+    num_parts = size_and_index[0] if split_batches else 1
+    batch_size = loader.batch_size and loader.batch_size // num_parts
+    if problems := _split_problems(loader, num_parts) or _too_few_problems(loader, size_and_index[0], batch_size):
         raise DataError(problems, where="ff.shard")
     shuffle, dataset = isinstance(loader.sampler, RandomSampler), loader.dataset
     options: dict[str, Any] = {"seed": seed, "shuffle": shuffle, "drop_last": loader.drop_last}
-    sampler = ShardSampler(_length(loader), loader.batch_size or 1, size_and_index, **options)
+    sampler = ShardSampler(_length(loader), batch_size or 1, size_and_index, **options)
     return DataLoader(
         dataset,
-        batch_size=loader.batch_size,
+        batch_size=batch_size,
         sampler=sampler,
         num_workers=loader.num_workers,
         collate_fn=loader.collate_fn,
@@ -169,8 +175,24 @@ def _has_standard_sampler(loader: DataLoader[Any]) -> bool:
     return type(sampler) is SequentialSampler and len(sampler) == length
 
 
-def _too_few_problems(loader: DataLoader[Any], size: int) -> list[Problem]:
-    required = size * ((loader.batch_size or 1) if loader.drop_last else 1)
+def _split_problems(loader: DataLoader[Any], num_parts: int) -> list[Problem]:
+    """Why the loader's batches cannot be split into equal parts."""
+    if num_parts == 1:
+        return []
+    if loader.batch_size is None:
+        need = "batches that can be split among the data ranks"
+        return [Problem("split_batches = True, and a loader without batches", need, "batch_size=…")]
+    if loader.batch_size % num_parts == 0:
+        return []
+    below = loader.batch_size // num_parts * num_parts
+    got = f"batch_size = {loader.batch_size}, to be split among {num_parts} data ranks"
+    attempt = f"batch_size={below} or {below + num_parts}" if below else f"batch_size={num_parts}"
+    return [Problem(got, f"a multiple of {num_parts}", attempt)]
+
+
+def _too_few_problems(loader: DataLoader[Any], size: int, batch_size: int | None) -> list[Problem]:
+    """Why an epoch leaves a data rank without a batch. `batch_size`: of a rank."""
+    required = size * ((batch_size or 1) if loader.drop_last else 1)
     if (length := _length(loader)) >= required:
         return []
     each = "a whole batch for each data rank, as drop_last=True" if loader.drop_last else "one for each data rank"
