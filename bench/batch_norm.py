@@ -39,7 +39,7 @@ def loss(outputs: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(outputs, targets, reduction="none")
 
 
-def main(samples: int = 32, num_steps: int = 20, transport: str = "by-host") -> None:
+def main(samples: int, num_steps: int, transport: str) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     optimizer, world = functools.partial(torch.optim.SGD, lr=0.01), ff.world()
@@ -63,5 +63,5 @@ def main(samples: int = 32, num_steps: int = 20, transport: str = "by-host") -> 
 
 
 if __name__ == "__main__":
-    values = sys.argv[1:]
-    main(*map(int, values[:2]), *values[2:])
+    samples, num_steps, transport = [*sys.argv[1:], *("32", "20", "by-host")[len(sys.argv) - 1 :]]
+    main(int(samples), int(num_steps), transport)

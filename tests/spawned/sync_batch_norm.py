@@ -6,10 +6,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fourfold.analysis.verify import verify
+from fourfold.feed.source import TensorSource
 from fourfold.plan.plan import Plan
 from fourfold.step.parallelize import parallelize
 from fourfold.testing import oracle
 from fourfold.words.errors import DivergenceError
+from fourfold.words.task import Data, Task
 from tests.classification import batches, local_batch, loss, sgd
 from tests.spawned.rank_functions import fake_hosts
 
@@ -61,3 +64,15 @@ def diverge(transport: str) -> str:
     except DivergenceError as error:
         return str(error)
     return ""
+
+
+def verified() -> float | None:
+    """The largest deviation that `fourfold verify` finds for a model with torch's SyncBatchNorm; on rank 0."""
+
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 5), nn.BatchNorm1d(5), nn.SyncBatchNorm(5), nn.Tanh(), nn.Linear(5, 3))
+
+    data = Data(train=TensorSource(*batches(64)[0]))
+    task = Task(model=model, loss=loss, data=lambda: data, optimizer=sgd, batch_size=8, steps=3)
+    result = verify(task, Plan(dp=dist.get_world_size(), batch_norm="sync"))
+    return None if result is None else result.max_deviation
