@@ -293,6 +293,9 @@ def test_base_classes_of_norms_and_dropouts():
     norms = nn.BatchNorm1d(2), nn.BatchNorm3d(2), nn.SyncBatchNorm(2), nn.LazyBatchNorm2d()
     assert all(isinstance(norm, private.BatchNormBase) for norm in norms)
     assert not isinstance(nn.LayerNorm(2), private.BatchNormBase)
+    x = torch.randn(3, 2, 2, 2)
+    assert all(type(norm).forward is private.base_batch_norm_forward for norm in norms[:2])
+    torch.testing.assert_close(private.base_batch_norm_forward(nn.SyncBatchNorm(2), x), nn.BatchNorm2d(2)(x))
     assert all(isinstance(each(), private.DropoutBase) for each in (nn.Dropout, nn.Dropout2d, nn.AlphaDropout))
 
 

@@ -11,6 +11,7 @@ from torch import nn
 from fourfold.analysis.describe_programs import format_ordinal, format_programs, indent, plural
 from fourfold.analysis.describe_sequence import format_sequence
 from fourfold.parts.optim.user_optimizer import build_optimizer
+from fourfold.plan.batch_norm import statistics_sent_bytes
 from fourfold.plan.data.buckets import Bucket
 from fourfold.plan.data.zero import RESTING_LAYOUTS, layout_changes
 from fourfold.plan.lowering import Blueprint, StageBuckets, lower, stage_sent_bytes
@@ -19,6 +20,8 @@ from fourfold.plan.plan import Plan
 from fourfold.plan.precision import REDUCE_FORMATS, has_master_weights
 from fourfold.plan.topology import Topology
 from fourfold.step.argument_checks import check_plan_argument
+from fourfold.step.batch_norm import uses_batch_stats
+from fourfold.step.batch_statistics import batch_norms
 from fourfold.step.meta_model import build_meta_model
 from fourfold.step.model_checks import check_plan_for_model
 from fourfold.step.model_specs import model_specs, update_spec
@@ -43,7 +46,7 @@ def show(plan: Plan, task: Task) -> str:
     if plan.sp > 1:
         sections.append(format_sequence(plan, task, model))
     sections += format_programs(blueprints)
-    sections.append(_format_bytes(group.stage, plan))
+    sections.append(_format_bytes(group.stage, plan) + _format_statistics(model, plan))
     sections.append(_format_memory(blueprints))
     return "\n\n".join(sections)
 
@@ -131,6 +134,17 @@ def _format_bytes(stage: StageBuckets, plan: Plan) -> str:
         what = "gradients and weights" if plan.zero == 3 else "gradients"
         shared = f"nothing is sent: ranks of one host read each other's {what} where they lie"
     return "bytes\n" + indent([*lines, f"over a network    {network}", f"in shared memory  {shared}"])
+
+
+def _format_statistics(model: nn.Module, plan: Plan) -> str:
+    """What batch normalization adds to the bytes: norms that use statistics of the batch, each called once."""
+    channels = [norm.num_features for _, norm in batch_norms(model) if uses_batch_stats(norm)]
+    if plan.batch_norm != "sync" or not channels or plan.dp == 1:
+        return ""
+    sent = format_bytes(statistics_sent_bytes(channels, plan.dp))
+    norms = f"{len(channels)} batch {'normalization' if len(channels) == 1 else 'normalizations'}"
+    line = f"batch_norm        over a network, {sent} more for the statistics of {norms}, in forward and in backward"
+    return "\n" + indent([line])
 
 
 def _format_ratio(codec_bytes: float, plain_bytes: float) -> str:

@@ -23,6 +23,7 @@ from fourfold.parts.torch_private import DropoutBase
 from fourfold.plan.plan import Plan
 from fourfold.step.argument_checks import check_plan_argument
 from fourfold.step.batch import num_samples, unpack_batch
+from fourfold.step.batch_statistics import own_statistics
 from fourfold.step.dry_run.float64_mode import Float64Mode
 from fourfold.step.loss_sum import sum_loss
 from fourfold.step.model_call import call_model, model_loss
@@ -71,7 +72,8 @@ def check_verifiable(plan: Plan) -> None:
     ]
     if plan.batch_norm == "local":
         need = "statistics of the whole batch"
-        problems.append(Problem('batch_norm = "local": another training than one device\'s', need, "GroupNorm"))
+        got = 'batch_norm = "local": another training than one device\'s'
+        problems.append(Problem(got, need, 'batch_norm = "sync", or GroupNorm'))
     if problems:
         raise PlanError(problems, where="what is to be verified")
 
@@ -104,8 +106,10 @@ def verify(task: Task, plan: Plan, *, seed: int = 0) -> VerifyResult | None:
         if world().rank:
             return None
         rng_state = torch.get_rng_state()
-        probed, _ = _train_on_one_device(probe, copy.deepcopy(model), Feed.single_rank(source, **options))
-        weights, losses = _train_on_one_device(task, model, Feed.single_rank(source, **options))
+        probe_model = copy.deepcopy(model)
+        with own_statistics(probe_model), own_statistics(model):
+            probed, _ = _train_on_one_device(probe, probe_model, Feed.single_rank(source, **options))
+            weights, losses = _train_on_one_device(task, model, Feed.single_rank(source, **options))
         has_randomness = not torch.equal(rng_state, torch.get_rng_state())
     return VerifyResult(
         loss_deviations=[abs(a - b) / max(1.0, abs(b)) for a, b in zip(mesh_losses, losses, strict=True)],

@@ -168,6 +168,8 @@ GROUPED_MM_OPS = frozenset(
 
 BatchNormBase = nn.modules.batchnorm._BatchNorm
 """The class that all batch normalizations inherit from, SyncBatchNorm too."""
+base_batch_norm_forward: Callable[..., Tensor] = BatchNormBase.forward
+"""The forward that torch's batch normalizations have in common; SyncBatchNorm has one of its own, for GPUs only."""
 DropoutBase = nn.modules.dropout._DropoutNd
 """The class that all of torch's dropouts inherit from."""
 

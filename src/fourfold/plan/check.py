@@ -10,6 +10,7 @@ import json
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from fourfold.plan.batch_norm import SYNC
 from fourfold.plan.codec import CODECS
 from fourfold.plan.param_spec import ParamSpec
 from fourfold.plan.plan import Plan, candidate_meshes
@@ -41,7 +42,8 @@ def legality_problems(
 
 def combination_problems(plan: Plan, *, clip: float | None = None) -> list[Problem]:
     """Every combination of fields that cannot be carried out, with any model and on any ranks."""
-    return update_problems(plan, clip) + sync_problems(plan) + precision_problems(plan) + codec_problems(plan)
+    problems = update_problems(plan, clip) + sync_problems(plan) + precision_problems(plan)
+    return problems + codec_problems(plan) + batch_norm_problems(plan)
 
 
 def update_problems(plan: Plan, clip: float | None) -> list[Problem]:
@@ -140,6 +142,33 @@ def codec_problems(plan: Plan) -> list[Problem]:
         need = "a gradient for every parameter: the residual of a parameter that no rank uses would not be applied"
         problems.append(Problem(f'{codec} with unused = "allow"', need, 'unused = "refuse", or codec = "bf16"'))
     return problems
+
+
+def batch_norm_problems(plan: Plan) -> list[Problem]:
+    """Statistics over ranks need all activations of a global batch at once."""
+    if plan.batch_norm != "sync":
+        return []
+    rules = [
+        (
+            plan.microbatches > 1,
+            f"microbatches = {plan.microbatches}",
+            "the whole batch in one forward: statistics over microbatches would need a second forward of each",
+            "microbatches = 1, or GroupNorm",
+        ),
+        (
+            plan.sp > 1,
+            f"sp = {plan.sp}",
+            "ranks with whole samples: ranks of one sequence have different numbers of its tokens, padding among them",
+            "sp = 1, or LayerNorm",
+        ),
+        (
+            plan.sync == "local",
+            'sync = "local"',
+            "ranks that run each forward together: with local steps every rank trains by itself",
+            'sync = "step", or batch_norm = "local"',
+        ),
+    ]
+    return [Problem(f"{SYNC} with {got}", need, attempt) for is_set, got, need, attempt in rules if is_set]
 
 
 def layerwise_problems(plan: Plan, optimizer_name: str) -> list[Problem]:

@@ -90,7 +90,7 @@ FIELD_RULES = {
     "offload": FieldRule(str, choices=("none", "states")),
     "precision": FieldRule(str, choices=("keep", *COMPUTE_FORMATS)),
     "reduce_dtype": FieldRule(str, choices=("keep", *REDUCE_FORMATS)),
-    "batch_norm": FieldRule(str, choices=("refuse", "local", "sync"), supported=("refuse", "local")),
+    "batch_norm": FieldRule(str, choices=("refuse", "local", "sync")),
     "unused": FieldRule(str, choices=("refuse", "allow")),
     "bucket_bytes": FieldRule(int, minimum=1),
     "transport": FieldRule(str, choices=("by-host", "shared", "gloo", "nccl")),

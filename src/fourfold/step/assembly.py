@@ -14,14 +14,17 @@ from fourfold.parts.codec.protocol import Codec
 from fourfold.parts.comm import transports
 from fourfold.parts.comm.communicator import Communicator
 from fourfold.parts.comm.meter import CommMeter
+from fourfold.parts.comm.row_exchange import make_row_exchange
 from fourfold.parts.optim.user_optimizer import OptimizerSource, build_optimizer
 from fourfold.parts.sequence.sequence_group import connect_sequence
+from fourfold.parts.sync_batch_norm import StatisticsExchange
 from fourfold.plan.batch_split import BatchSplit
 from fourfold.plan.check import read_only_reason, step_hook_conflicts
 from fourfold.plan.data.buckets import Bucket
 from fourfold.plan.plan import Plan
 from fourfold.plan.precision import LossScaler, UnitLossScale
 from fourfold.step.batch_layout import BatchLayout, TokenShards, WholeSamples
+from fourfold.step.batch_statistics import BatchStatistics, OwnStatistics, SyncedStatistics, batch_norms
 from fourfold.step.collective_calls import CollectiveCalls
 from fourfold.step.drift_report import KINDS, TRAINED_KINDS
 from fourfold.step.dry_run.first_batch import DryRun
@@ -29,7 +32,7 @@ from fourfold.step.dry_run.weight_write_check import WeightWriteCheck
 from fourfold.step.duplicate_batches import DuplicateBatches
 from fourfold.step.forward_fusion import DeferredUpdates
 from fourfold.step.loss_function import ModelLoss, UserLoss
-from fourfold.step.model_checks import check_model_loss, check_update_timing, watch_frozen_norms
+from fourfold.step.model_checks import check_model_loss, check_update_timing, watch_norms
 from fourfold.step.nan_guard import NanGuard
 from fourfold.step.objective import Objective
 from fourfold.step.persistent_state import PersistentState
@@ -86,7 +89,8 @@ def assemble(
     world = world.on_mesh(plan.mesh)
     trained = lay_out(model, optimizer, plan, world, options)
     channel = transports.make_world_channel(world, trained.blueprint.topology, plan.transport, meter)
-    stage = make_stage(trained, objective, world, meter, channel.calls)
+    statistics = _make_statistics(model, plan, world, meter)
+    stage = make_stage(trained, objective, statistics, world, meter, channel.calls)
     parts = StepParts(
         stages={STAGE: stage.parts},
         scalars=channel.scalars,
@@ -98,7 +102,7 @@ def assemble(
         max_norm=math.inf if options.clip is None else options.clip,
         device=world.device,
     )
-    calls, weights = CollectiveCalls(world, channel.calls), stage.parts.weights
+    calls = CollectiveCalls(world, channel.calls)
     return Assembly(
         parts=parts,
         timing=_make_timing(plan, parts),
@@ -107,7 +111,7 @@ def assemble(
         checks=_make_checks(model, optimizer, plan, options, calls, stage),
         split=plan.batch_split,
         batches=_make_batches(model, loss, plan, world, meter, seed=options.seed),
-        dry_run=_make_dry_run(model, objective, plan, weights, world),
+        dry_run=_make_dry_run(model, objective, statistics, plan, stage.parts.weights, world),
         state=stage.state,
         codecs=stage.codecs,
         optimizer=optimizer,
@@ -155,7 +159,7 @@ def _make_checks(
         stage.parts.weights,
         stage.sync,
         optimizer_watch=OptimizerWatch(optimizer, step_hook_conflicts(plan)),
-        frozen_norms=watch_frozen_norms(model, plan),
+        norms=watch_norms(model, plan),
         duplicate_batches=DuplicateBatches(
             options.same_batches,
             data_ranks=plan.mesh.peers(0, "dp"),  # of the ranks that share samples, the first
@@ -182,7 +186,21 @@ def _make_batches(
     return TokenShards(sequence, world.device)
 
 
-def _make_dry_run(model: nn.Module, objective: Objective, plan: Plan, weights: Weights, world: Communicator) -> DryRun:
+def _make_statistics(model: nn.Module, plan: Plan, world: Communicator, meter: CommMeter) -> BatchStatistics:
+    if plan.batch_norm != "sync" or not batch_norms(model):
+        return OwnStatistics()
+    rows = make_row_exchange(world.along("dp", "sp"), "batch norm", meter, choice=plan.transport)
+    return SyncedStatistics(model, StatisticsExchange(rows, world.device))
+
+
+def _make_dry_run(
+    model: nn.Module,
+    objective: Objective,
+    statistics: BatchStatistics,
+    plan: Plan,
+    weights: Weights,
+    world: Communicator,
+) -> DryRun:
     reason = read_only_reason(
         plan,
         storage=weights.storage.forward_loss_reason,
@@ -192,6 +210,7 @@ def _make_dry_run(model: nn.Module, objective: Objective, plan: Plan, weights: W
     return DryRun(
         model,
         objective,
+        statistics,
         split,
         world.device,
         WeightWriteCheck(weights, reason, num_ranks=split.num_ranks),

@@ -1,10 +1,13 @@
 """Batch normalizations: which ones use the statistics of the batch, and which ones frozen statistics.
 
 frozen   in evaluation mode, with running statistics: each sample is normalized independently
-Law: a normalization that was frozen when the step was built is frozen in each step, or the step is refused.
+Law: a normalization that was frozen when the step was built is frozen in each step, or the step is refused. Where the
+ranks share statistics, it may change its mode, on all ranks together.
 """
 
+import zlib
 from collections.abc import Sequence
+from typing import Protocol
 
 from torch import nn
 
@@ -22,6 +25,22 @@ def uses_batch_stats(norm: nn.Module) -> bool:
 def frozen_norms(model: nn.Module) -> list[tuple[str, BatchNormBase]]:
     """The batch normalizations of a model that are frozen now, by name."""
     return [(n, m) for n, m in model.named_modules() if isinstance(m, BatchNormBase) and not uses_batch_stats(m)]
+
+
+class NormWatch(Protocol):
+    """What is checked of the normalizations of a model around its steps."""
+
+    def check(self) -> None:
+        """Raise TaskError if there are problems."""
+        ...
+
+    def problems(self) -> list[Problem]:
+        """What is wrong with their present modes."""
+        ...
+
+    def call_text(self, *, in_training: bool) -> str:
+        """What a call says of their modes, which ranks must then have compared before the call's forward; or ""."""
+        ...
 
 
 class FrozenBatchNorms:
@@ -45,3 +64,32 @@ class FrozenBatchNorms:
         need = f"no statistics over a batch that is split into {self._num_parts} parts"
         attempt = "norm.eval() after each model.train(), or a train() of the model that keeps its norms frozen"
         return [Problem(got, need, attempt)]
+
+    def call_text(self, *, in_training: bool) -> str:
+        """Nothing: ranks run their forwards by themselves."""
+        return ""
+
+
+class SyncBatchNorms:
+    """Batch normalizations whose statistics are of all ranks: they must be in the same modes on all ranks."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def check(self) -> None:
+        pass
+
+    def problems(self) -> list[Problem]:
+        return []
+
+    def call_text(self, *, in_training: bool) -> str:
+        """In an evaluation only norms without running statistics need other ranks."""
+        norms = {name: module for name, module in self._model.named_modules() if isinstance(module, BatchNormBase)}
+        if not in_training:
+            return ", with statistics of the batch" if any(n.running_mean is None for n in norms.values()) else ""
+        frozen = [name or "the model" for name, norm in norms.items() if not uses_batch_stats(norm)]
+        if not frozen:
+            return ", with statistics of the batch"
+        digest = zlib.crc32(" ".join(frozen).encode())
+        shown = f"{', '.join(frozen[:3])}{f' … ({len(frozen)} of them, checksum {digest:08x})' if frozen[3:] else ''}"
+        return f", with frozen batch normalization at {shown}"

@@ -18,7 +18,8 @@ from fourfold.parts.comm import transports
 from fourfold.parts.comm.communicator import Communicator
 from fourfold.parts.data.flat_params import param_specs
 from fourfold.parts.optim.user_optimizer import is_layerwise
-from fourfold.parts.torch_private import is_compiled
+from fourfold.parts.torch_private import BatchNormBase, is_compiled
+from fourfold.plan.batch_norm import SYNC
 from fourfold.plan.check import (
     combination_problems,
     layerwise_problems,
@@ -27,7 +28,14 @@ from fourfold.plan.check import (
     size_problems,
 )
 from fourfold.plan.plan import Plan
-from fourfold.step.batch_norm import FREEZE_HINT, FrozenBatchNorms, frozen_norms, uses_batch_stats
+from fourfold.step.batch_norm import (
+    FREEZE_HINT,
+    FrozenBatchNorms,
+    NormWatch,
+    SyncBatchNorms,
+    frozen_norms,
+    uses_batch_stats,
+)
 from fourfold.words.errors import PlanError, Problem, TaskError
 
 
@@ -74,15 +82,16 @@ def model_problems(model: nn.Module, plan: Plan) -> list[Problem]:
     if norms and plan.batch_norm == "refuse" and parts > 1:
         got = f"batch normalization at {', '.join(norms[:3])}{' …' if len(norms) > 3 else ''}"
         need = f"no statistics over a batch that is split into {parts} parts"
-        problems.append(
-            Problem(got, need, f'GroupNorm, {FREEZE_HINT}, or batch_norm = "local" (not the same training)')
-        )
-    return problems + _compiled_problems(model, plan)
+        attempt = f'{SYNC}, {FREEZE_HINT}, GroupNorm, or batch_norm = "local" (not the same training)'
+        problems.append(Problem(got, need, attempt))
+    return problems + _process_group_problems(model, plan) + _compiled_problems(model, plan)
 
 
-def watch_frozen_norms(model: nn.Module, plan: Plan) -> FrozenBatchNorms:
-    """The frozen normalizations of a model that this plan would refuse if they were not frozen."""
+def watch_norms(model: nn.Module, plan: Plan) -> NormWatch:
+    """The checks of a model's normalizations, of those that this plan would refuse if they were not frozen."""
     parts = plan.batch_split.num_parts
+    if plan.batch_norm == "sync":
+        return SyncBatchNorms(model)
     return FrozenBatchNorms(frozen_norms(model) if plan.batch_norm == "refuse" and parts > 1 else [], parts)
 
 
@@ -130,9 +139,21 @@ def _embedding_problems(model: nn.Module, plan: Plan) -> list[Problem]:
     return problems
 
 
+def _process_group_problems(model: nn.Module, plan: Plan) -> list[Problem]:
+    """A SyncBatchNorm may have a process group of its own: statistics of some ranks."""
+    norms = [(n or "the model", m) for n, m in model.named_modules() if isinstance(m, nn.SyncBatchNorm)]
+    names = [name for name, norm in norms if norm.process_group is not None]
+    if not names or plan.batch_norm != "sync":
+        return []
+    got = f"{SYNC} and a process group of its own at {', '.join(names[:3])}{' …' if names[3:] else ''}"
+    return [Problem(got, "statistics of all ranks, which one device has", "SyncBatchNorm(…, process_group=None)")]
+
+
 def _compiled_problems(model: nn.Module, plan: Plan) -> list[Problem]:
-    """Fourfold sees neither which weights compiled code uses, nor its calls of attention."""
-    compiled = [name or "the model" for name, module in model.named_modules() if is_compiled(module)]
+    """Fourfold sees neither which weights compiled code uses, nor its calls of attention and batch normalization."""
+    by_name = {name or "the model": module for name, module in model.named_modules() if is_compiled(module)}
+    compiled = list(by_name)
+    has_norms = any(isinstance(each, BatchNormBase) for module in by_name.values() for each in module.modules())
     if not compiled:
         return []
     where = f"compiled code at {', '.join(compiled[:3])}{' …' if len(compiled) > 3 else ''}"
@@ -141,5 +162,11 @@ def _compiled_problems(model: nn.Module, plan: Plan) -> list[Problem]:
         (plan.update == "in_forward", 'update = "in_forward"', sees_weights, 'update = "after"'),
         (plan.zero == 3, "zero = 3", sees_weights, "zero = 2"),
         (plan.sp > 1, f"sp = {plan.sp}", "to see each call of attention, which compiled code hides", "sp = 1"),
+        (
+            plan.batch_norm == "sync" and has_norms,
+            SYNC,
+            "to see each call of batch normalization, which compiled code hides",
+            "compiling parts of the model without it",
+        ),
     ]
     return [Problem(f"{got} and {where}", need, attempt) for is_set, got, need, attempt in rules if is_set]

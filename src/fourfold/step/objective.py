@@ -187,6 +187,14 @@ class Objective:
             with without_randomness(next(tree_leaves(self.dummy_batch.inputs)).device):
                 call_model(model, self.dummy_batch.inputs)
 
+    def dummy_loss(self, model: nn.Module) -> Tensor | None:
+        """Forward and loss of a rank without samples, whose values nobody uses; None without a sample for it."""
+        if self.dummy_batch is None:
+            return None
+        with without_randomness(next(tree_leaves(self.dummy_batch.inputs)).device):
+            value = self._loss(call_model(model, self.dummy_batch.inputs), self.dummy_batch)
+        return sum_loss(value, self.dummy_batch.num_samples).total
+
     def _make_result(self, outputs: Any, value: Any, calls: Sequence[LossCall], part: Microbatch) -> ForwardResult:
         trained = self._contributing_calls(value, self._trained_calls(calls))
         return ForwardResult(outputs, value, trained, self.sum_loss(value, trained, part.num_samples, outputs))

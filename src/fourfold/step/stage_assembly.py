@@ -39,6 +39,7 @@ from fourfold.plan.data.zero import RestingLayouts, layout_changes
 from fourfold.plan.lowering import Blueprint, DataGroup, lower
 from fourfold.plan.plan import Plan
 from fourfold.plan.topology import NO_SHARED_MEMORY, Topology
+from fourfold.step.batch_statistics import BatchStatistics
 from fourfold.step.codec_state import CodecState
 from fourfold.step.grad_rounds import OneRound, RoundEveryBackward
 from fourfold.step.grad_scaling import GradScaling, ScaledInUpdate, ScaledSums
@@ -107,7 +108,12 @@ class StageAssembly(NamedTuple):
 
 
 def make_stage(
-    trained: Trained, objective: Objective, world: Communicator, meter: CommMeter, calls: CallChecker
+    trained: Trained,
+    objective: Objective,
+    statistics: BatchStatistics,
+    world: Communicator,
+    meter: CommMeter,
+    calls: CallChecker,
 ) -> StageAssembly:
     """Make the parts of a stage. Collective. Raises PlanError."""
     data_ranks = world.along("dp", "sp")
@@ -120,7 +126,7 @@ def make_stage(
     optimizer = _make_optimizer(trained, transport, gradients, weights)
     sync = _make_sync(trained, weights, averager)
     parts = StageParts(
-        stage=whole_model_stage(trained.model, objective),
+        stage=whole_model_stage(trained.model, objective, statistics),
         parameters=trained.by_bucket,
         gradients=gradients,
         grad_hooks=GradHooks([parameter for members in trained.by_bucket for parameter in members]),
@@ -212,13 +218,15 @@ def _make_gradients(
         local = single_rank_transport(averager, spec.num_scalars)
         transport = local._replace(description=transport.description)
         meter = CommMeter()  # with local steps gradients are not sent, and not recorded
+    # A rank that waits for others within its backward does not reduce meanwhile.
+    waits_in_backward = transport.weights.unshards_params or plan.batch_norm == "sync"
     gradients = GradBuckets(
         trained.by_name,
         trained.buckets,
         transport.grads,
         meter,
         allow_unused=allow_unused,
-        may_block_in_backward=not transport.weights.unshards_params,
+        may_block_in_backward=not waits_in_backward,
     )
     return _GradientParts(gradients, transport, averager)
 

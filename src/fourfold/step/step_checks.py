@@ -9,7 +9,7 @@ from typing import Any
 from fourfold.parts.comm.reduce.divergence_report import with_options
 from fourfold.plan.intervals import is_due
 from fourfold.plan.sample_order import BatchRange
-from fourfold.step.batch_norm import FrozenBatchNorms
+from fourfold.step.batch_norm import NormWatch
 from fourfold.step.collective_calls import CollectiveCalls, with_samples
 from fourfold.step.duplicate_batches import DuplicateBatches, fingerprint
 from fourfold.step.grad_sync import GradSync
@@ -32,13 +32,13 @@ class StepChecks:
         sync: GradSync,
         *,
         optimizer_watch: OptimizerWatch,
-        frozen_norms: FrozenBatchNorms,
+        norms: NormWatch,
         duplicate_batches: DuplicateBatches,
         drift_checker: DriftChecker,
         nan_guard: NanGuard,
     ) -> None:
         self._calls, self._weights, self._sync = calls, weights, sync
-        self._optimizer_watch, self._frozen_norms = optimizer_watch, frozen_norms
+        self._optimizer_watch, self._norms = optimizer_watch, norms
         self._duplicate_batches, self._drift_checker, self._nan_guard = duplicate_batches, drift_checker, nan_guard
         self._num_calls = 0
 
@@ -49,16 +49,24 @@ class StepChecks:
         """
         samples = getattr(batch, "samples", None)
         self._check_unchanged(has_pending_updates=has_pending_updates)
-        call = with_samples(f"step {self._calls.num_steps + 1}", samples)
+        norm_modes = self._norms.call_text(in_training=True)
+        call = with_samples(f"step {self._calls.num_steps + 1}{norm_modes}", samples)
         self._calls.begin_step(with_options(call, self._optimizer_watch.options.text()))
         compares_batches = self._duplicate_batches.num_left > 0 and samples is None
         compares_sources = self._num_calls == 0 and samples is not None
-        if compares_all or compares_batches or compares_sources:
+        if compares_all or compares_batches or compares_sources or norm_modes:
             self._calls.check_same()  # before other collectives than sums
         if compares_sources:
             check_same_source(self._calls.world.all_gather_json(getattr(batch, "probe", None)))
         if compares_batches:
             self._compare_batches(batch)
+
+    def before_evaluation(self, call: str, samples: BatchRange | None = None) -> None:
+        """Begin the call of an evaluation; compare it first where its forward needs other ranks. Collective."""
+        norm_modes = self._norms.call_text(in_training=False)
+        self._calls.begin(f"{call}{norm_modes}", samples)
+        if norm_modes:
+            self._calls.check_same()
 
     def _compare_batches(self, batch: Any) -> None:
         """Raise TaskError, on every rank, where all data ranks train on the same batches. Collective."""
@@ -71,7 +79,7 @@ class StepChecks:
         if problems := self._optimizer_watch.problems():
             error = OptimizerError(problems, where="the optimizer")
             self._calls.raise_after_mismatch(f"{call}, which its optimizer cannot do", error)
-        if problems := [*self._weights.guard.problems(), *self._frozen_norms.problems()]:
+        if problems := [*self._weights.guard.problems(), *self._norms.problems()]:
             self._calls.raise_after_mismatch(
                 f"{call}, which its model cannot do", TaskError(problems, where="the model")
             )

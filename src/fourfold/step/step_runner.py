@@ -114,7 +114,7 @@ class StepRunner:
         """See `TrainStep.evaluate`."""
         begin, meter = time.perf_counter(), self._parts.meter
         waited = meter.waiting_seconds
-        self._calls.begin("evaluate()", getattr(batch, "samples", None))
+        self._checks.before_evaluation("evaluate()", getattr(batch, "samples", None))
         self._assembly.timing.flush()
         self.dry_run(batch)
         batch, problem = self._assembly.batches.compare(batch)
@@ -155,7 +155,7 @@ class StepRunner:
     @torch.no_grad()
     def run_forward(self, batch: Any) -> ForwardRun | None:
         """See `TrainStep.run_forward`."""
-        self._calls.begin("run_forward()")
+        self._checks.before_evaluation("run_forward()")
         self._assembly.timing.flush()
         batch, problem = (None, None) if batch is None else self._assembly.batches.compare(batch)
         if problem is not None:

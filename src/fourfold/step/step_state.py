@@ -81,6 +81,8 @@ class StepState:
     request: StepRequest
     nominal_count: float | None = None
     losses: dict[int, Loss] = field(default_factory=dict)
+    empty_losses: dict[int, Tensor] = field(default_factory=dict)
+    """Of microbatches without samples, where other ranks need their backward."""
     """By microbatch, from forward to backward."""
     outputs: dict[int, Any] = field(default_factory=dict)
     """By microbatch; training keeps none."""

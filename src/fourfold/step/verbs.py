@@ -36,8 +36,8 @@ def forward(step: StepState, action: Action) -> None:
     with stage.weights.unsharded("forward", step.unshard_sink):
         if part.num_samples:
             _add_loss(step, action, stage.stage.forward(part))
-        else:
-            stage.stage.forward_empty()
+        elif (loss := stage.stage.forward_empty()) is not None:
+            step.empty_losses[action.index] = loss
 
 
 def _add_loss(step: StepState, action: Action, output: StageOutput) -> None:
@@ -54,12 +54,14 @@ def _evaluate(step: StepState, action: Action) -> None:
             output = stage.stage.forward(part)
             step.outputs[action.index] = output.outputs
             _add_loss(step, action, output)
+        else:
+            stage.stage.evaluate_empty()
 
 
 def _infer(step: StepState, action: Action) -> None:
     """The outputs of a batch that may have no targets, on one rank; weights are whole already."""
     stage, part = step.stage(action.stage), step.microbatches[action.index]
-    step.outputs[action.index] = stage.stage.forward(part).outputs
+    step.outputs[action.index] = stage.stage.infer(part).outputs
 
 
 # ---- backward and reductions ----------------------------------------------------------------------------
@@ -105,10 +107,19 @@ def run_backward(step: StepState, action: Action, sink: GradSink) -> None:
                 raise TaskError(_no_grad_problem())
             with stage.grad_hooks.calling(sink):
                 stage.stage.backward(step.parts.loss_scale.scale(loss), None)
+        elif (loss := step.empty_losses.pop(index, None)) is not None:
+            _backward_empty(stage, loss)
     if index == num_microbatches - 1 and step.last_nonempty >= 0:
         stage.gradients.check_all_reached()
     if stage.rounds.ends_with(index, num_microbatches):
         step.parts.sync.end_backward(stage.gradients, step.parts.scaling.sum_factor(step.poll_grad_scale()))
+
+
+def _backward_empty(stage: StageParts, loss: Tensor) -> None:
+    """Backward of a rank without samples, because other ranks need it within theirs; its gradients are dropped."""
+    if loss.requires_grad:
+        stage.stage.backward(loss, torch.zeros_like(loss))
+        stage.gradients.drop_grads()
 
 
 def reduce(step: StepState, action: Action) -> None:

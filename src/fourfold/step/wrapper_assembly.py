@@ -25,7 +25,7 @@ from fourfold.step.drift_report import KINDS, TRAINED_KINDS
 from fourfold.step.duplicate_batches import DuplicateBatches
 from fourfold.step.grad_averager import AllUsed, GradAverager, UsedOnSomeRanks
 from fourfold.step.memory_formats import MemoryFormats, shape_and_strides
-from fourfold.step.model_checks import watch_frozen_norms
+from fourfold.step.model_checks import watch_norms
 from fourfold.step.optimizer_steps import OptimizerSteps, StepCheck
 from fourfold.step.rank_agreement import check_same_on_ranks
 from fourfold.step.replica_drift import DriftChecker
@@ -96,7 +96,7 @@ def make_steps(
     optimizer: Optimizer, model: nn.Module, plan: Plan, averager: GradAverager, unreduced: UnreducedGrads
 ) -> OptimizerSteps:
     """The steps of the wrapped optimizer. The weights of one rank may change by any gradient."""
-    checks: list[StepCheck] = [watch_frozen_norms(model, plan)]
+    checks: list[StepCheck] = [watch_norms(model, plan)]
     losses: ClosureLosses = OwnLosses()
     if averager.num_ranks > 1:
         checks.insert(0, unreduced)

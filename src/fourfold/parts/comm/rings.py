@@ -30,7 +30,7 @@ def make_ring(
     if all(len(each) == 1 for each in groups):
         return NullRingGroup(meter)
     if comm.device.type == "cpu" and choice in ("by-host", "shared"):
-        ring, reason = _make_shared_memory_ring(comm, groups, group, meter)
+        ring, reason = make_shared_memory_ring(comm, groups, group, meter)
         if ring is not None:
             return ring
         if choice == "shared":
@@ -38,7 +38,7 @@ def make_ring(
     return RingOverP2P(ProcessGroupChannel(comm, group, purpose, meter))
 
 
-def _make_shared_memory_ring(
+def make_shared_memory_ring(
     comm: Communicator, groups: Sequence[Sequence[int]], group: Sequence[int], meter: CommMeter
 ) -> tuple[RingOverSharedMemory | None, str]:
     """The ring of a group if every group is within one host; or None and the reason. Collective."""

@@ -39,8 +39,8 @@ class GradBuckets:
     ) -> None:
         """`may_block_in_backward`: whether hooks may wait for a buffer that a reduction still uses.
 
-        Not if weights are all-gathered in backward: the rank that must end the reduction may itself wait for an
-        all-gather that this rank has not begun.
+        Not if weights or statistics are gathered in backward: the rank that must end the reduction may itself wait for
+        a gather that this rank has not begun.
         """
         self._buckets, self._reducer, self._meter = buckets, reducer, meter
         self._allow_unused, self._may_block = allow_unused, may_block_in_backward

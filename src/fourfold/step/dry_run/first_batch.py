@@ -23,6 +23,7 @@ from fourfold.step.batch import (
     num_samples,
     subsample,
 )
+from fourfold.step.batch_statistics import BatchStatistics
 from fourfold.step.dry_run.check_config import STRICTEST_LOSS_CHECK, MemoryFit, find_memory_fit
 from fourfold.step.dry_run.forward_comparison import ForwardComparison, compiled_problem
 from fourfold.step.dry_run.forward_state import (
@@ -52,6 +53,7 @@ class DryRun:
         self,
         model: nn.Module,
         objective: Objective,
+        statistics: BatchStatistics,
         split: BatchSplit,
         device: torch.device,
         weight_check: WeightWriteCheck,
@@ -61,6 +63,7 @@ class DryRun:
     ) -> None:
         """`num_local_ranks` ranks share the memory of this device. `is_log_rank`: this rank logs for all."""
         self._model, self._objective, self._split, self._device = model, objective, split, device
+        self._statistics = statistics
         self._num_local_ranks, self._is_log_rank = num_local_ranks, is_log_rank
         self._weight_check = weight_check
         self._comparison = ForwardComparison(model, objective, split, device, weight_check)
@@ -83,7 +86,7 @@ class DryRun:
         report |= {"is_shape_1_scalar": False, "uses_counts": False, "state_changes": {}, "divisors": None}
         error: Exception | None = None
         self._comparison.compared_batch = None
-        with unsharded("try out"):
+        with unsharded("try out"), self._statistics.in_dry_run():
             try:
                 with explain_transform_errors():
                     report |= self._inspect_batch(batch, training=training)
@@ -100,7 +103,7 @@ class DryRun:
         is_empty = all(each["is_empty"] for each in reports)
         if not is_empty and (is_comparable or all(loss.is_unreduced for loss in losses)):
             self._finished_modes.add(training)
-            if any(each["has_writes"] for each in reports):
+            if self._needs_empty_ranks(reports):
                 self._objective.dummy_batch = self._comparison.sample
 
     def _inspect_batch(self, batch: Any, *, training: bool) -> dict[str, Any]:
@@ -131,7 +134,7 @@ class DryRun:
         )
         memory_fit = MemoryFit(*map(all, zip(*all_gather_json(local_fit), strict=True)))
         result, error = CheckResult(), None
-        with unsharded("judge"):
+        with unsharded("judge"), self._statistics.in_dry_run():
             try:
                 if batch is not None:
                     full, parts = batch_and_parts(batch)
@@ -173,9 +176,14 @@ class DryRun:
         if (problem := next((each for each in problems if each is not None), None)) is not None:
             raise TaskError(problem, where="the loss")
         empty_ranks = [rank for rank, report in enumerate(reports) if report["is_empty"]]
-        if empty_ranks and any(report["has_writes"] for report in reports):
-            got = f"a first batch without samples on rank {empty_ranks[0]}, and a model whose forward writes buffers"
+        if empty_ranks and len(empty_ranks) < len(reports) and self._needs_empty_ranks(reports):
+            what = "writes buffers" if any(report["has_writes"] for report in reports) else "needs all ranks"
+            got = f"a first batch without samples on rank {empty_ranks[0]}, and a model whose forward {what}"
             raise TaskError(Problem(got, "at least one sample on each rank", "a larger batch"), where="the batch")
+
+    def _needs_empty_ranks(self, reports: list[dict[str, Any]]) -> bool:
+        """Whether a rank without samples must run forward all the same."""
+        return any(report["has_writes"] for report in reports) or self._statistics.needs_empty_ranks()
 
     def _apply_losses(self, losses: list[LossComparison]) -> None:
         """Tell the objective how these losses, of all ranks, are weighted."""

@@ -93,6 +93,7 @@ class ForwardComparison:
         total = num_samples(batch)
         size = min(total, max(2, -(-total // self._split.num_microbatches)))
         batch = tree_map(slice_samples(batch, 0, size), lambda tensor: tensor.to(self._device))
+        self.sample = split_microbatches(tree_map(slice_samples(batch, 0, 1), torch.clone), 1, self._device)[0]
         # With "local", each part has batch statistics of its own, so the losses of the parts do not make up the full
         # loss.
         is_local = self._split.has_local_batch_norm
@@ -122,7 +123,6 @@ class ForwardComparison:
             problems.append(
                 compiled_problem("a compiled scalar loss", self._split.num_parts, "the loss without torch.compile")
             )
-        self.sample = split_microbatches(tree_map(slice_samples(batch, 0, 1), torch.clone), 1, self._device)[0]
         report = {"problems": problems, **self._summarize(full)}
         return {**report, "loss": self._compare_losses(batch, full, parts)} if is_loss_compared else report
 

@@ -86,6 +86,17 @@ class RingOverSharedMemory:
         local_block = self._publish(parts)
         return [self._read_peer(peer, local_block).clone() for peer in range(self.size)]
 
+    def all_gather_uneven(self, row: Tensor) -> Sequence[Tensor]:
+        """The rows of all ranks, each of its own length; they may be read until the next exchange but one."""
+        self._publish((row,))
+        count = self._flag_counts[PUBLISHED]
+        area, rows = (count - 1) % 2, []
+        for peer in range(self.size):
+            self._wait_flag(PUBLISHED, count, peer)
+            num_bytes = self._flags[self._flag_word(peer, LENGTHS) + area]
+            rows.append(self._memory.view(peer, BLOCK_AREAS + area, num_bytes // row.element_size(), row.dtype))
+        return rows
+
     def all_to_all(self, parts: Tensor) -> Tensor:
         local_block = self._publish((parts,))
         return torch.stack([self._read_peer(peer, local_block).view_as(parts)[self.index] for peer in range(self.size)])
