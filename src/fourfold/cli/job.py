@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fourfold.cli import arguments, settings_file, task_loader
 from fourfold.cli.arguments import LaunchSettings, ParsedValues
@@ -24,7 +24,10 @@ from fourfold.trainer.run_identity import check_run_name, default_run_name, run_
 from fourfold.trainer.settings import LR_PREFIX, TASK_FIELDS, check_steps, make_settings
 from fourfold.words.errors import PlanError, Problem, os_error_text
 from fourfold.words.run_files import RUNS_DIR
-from fourfold.words.task import Task
+from fourfold.words.task import Data, Task
+
+if TYPE_CHECKING:
+    from torch import nn
 
 SETTINGS_WITHOUT_RUN = (*TASK_FIELDS, "seed")  # of a settings file, for commands that write no run
 
@@ -56,6 +59,11 @@ class Job:
     def run_dir(self) -> Path:
         """The run's folder, whether it exists or not."""
         return Path(RUNS_DIR) / self.settings["name"]
+
+    @property
+    def default_name(self) -> str:
+        """The name of a run that is given none."""
+        return default_run_name(self.settings["run_prefix"], self.identity)
 
     @property
     def num_processes(self) -> int:
@@ -170,11 +178,27 @@ def prepare_job(words: Sequence[str], *, num_processes: int | None = None, has_r
         check_tokens(data, job.plan)
     with errors.collect():
         model = preflight(job.task, job.plan)
+    if data is not None and model is not None:
+        with errors.collect():
+            _check_scheduler(job, model, data)
     errors.raise_collected()
     assert data is not None
     assert model is not None
     check_fits_memory(job.task, job.plan, data, model)
     return job
+
+
+def _check_scheduler(job: Job, model: "nn.Module", data: Data) -> None:
+    """Make the task's scheduler once, over the model without memory. Raises TaskError or SettingError."""
+    from fourfold.parts.optim.user_optimizer import build_optimizer
+    from fourfold.trainer.task_scheduler import check_evaluations, make_scheduler
+
+    if job.task.scheduler is None:
+        return
+    optimizer = build_optimizer(job.task.optimizer, list(model.parameters()))
+    scheduler = make_scheduler(job.task, optimizer, steps=job.task.steps, rates=job.settings.get("rates"))
+    every = job.settings.get("evaluate_every")
+    check_evaluations(scheduler, evaluate_every=every, has_valid=data.valid is not None)
 
 
 def read_plan(file: str | None, values: Mapping[str, object], *, num_processes: int | None = None) -> Plan:

@@ -34,6 +34,7 @@ from fourfold.trainer.run_logger import ProgressDisplay, RunLogger
 from fourfold.trainer.settings import Settings, TrainOptions, check_steps, format_delayed, make_settings
 from fourfold.trainer.stop_signal import handle_stop_signals, stop_seconds
 from fourfold.trainer.summary import RunResult
+from fourfold.trainer.task_scheduler import check_evaluations, make_scheduler
 from fourfold.trainer.tracer import Tracer
 from fourfold.words.errors import PeerError
 from fourfold.words.task import Data, Task
@@ -79,8 +80,11 @@ def train(
     settings = make_settings(task, **options)
     check_steps(settings.steps, plan)
     data, step = _build_step(task, plan, settings)
+    scheduler = make_scheduler(task, step.optimizer, steps=settings.steps, rates=settings.rates)
+    check_evaluations(scheduler, evaluate_every=settings.evaluate_every, has_valid=data.valid is not None)
     feed = Feed(data.train, plan, batch_size=settings.batch_size, seed=settings.seed)
-    state = TrainingState(step, feed, None if settings.ema is None else EMA(step.weight_shards, settings.ema))
+    ema = None if settings.ema is None else EMA(step.weight_shards, settings.ema)
+    state = TrainingState(step, feed, ema, scheduler)
     heartbeat = heartbeat_module.from_environment()
     with _run_logger(task, step, plan, settings, report) as logger:
         if logger.run_info.finished_record is not None:

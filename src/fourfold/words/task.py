@@ -16,6 +16,8 @@ from fourfold.words.errors import Problem, TaskError
 if TYPE_CHECKING:
     import torch
 
+SchedulerFactory = Callable[..., "torch.optim.lr_scheduler.LRScheduler"]
+
 
 class Source(Protocol):
     """Numbered samples without a batch dim: `source[i]` is (inputs, targets), or a dict of the model's inputs."""
@@ -46,6 +48,8 @@ class Task:
                are the dict of inputs
     sample     (model) -> text to print at the end of training; `model` is called on inputs as a batch has them
     schedule   (step, steps) -> factor of the learning rate
+    scheduler  (optimizer) or (optimizer, steps) -> torch scheduler, in place of `schedule`. It is stepped once after
+               each step, with microbatches too; ReduceLROnPlateau after each evaluation, with the validation loss
     unit       what throughput counts: the elements of the targets ("tokens", "bytes") or "samples"
     tuned_for  the global batch size that the optimizer's learning rate was tuned for; None: batch_size
     """
@@ -57,6 +61,7 @@ class Task:
     evaluate: Callable[[Any, Any], dict[str, tuple[Any, Any]]] | None = None
     sample: Callable[[Any], str] | None = None
     schedule: Callable[[int, int], float] | None = None
+    scheduler: SchedulerFactory | None = None
     unit: str = "samples"
     steps: int = 1000
     batch_size: int = 32  # global
@@ -90,6 +95,9 @@ def _problems(task: Task) -> list[Problem]:
         value, optional = getattr(task, name), name in ("loss", "evaluate", "sample", "schedule")
         problems += argument_checks.callable_problems(name, value, need=need, optional=optional, attempt=attempt)
     problems += argument_checks.optimizer_factory_problems(task.optimizer)
+    problems += argument_checks.scheduler_factory_problems(task.scheduler)
+    if task.schedule is not None and task.scheduler is not None:
+        problems.append(Problem("schedule and scheduler", "one of them", "scheduler=None"))
     if callable(task.model) and hasattr(task.model, "named_parameters") and not isinstance(task.model, type):
         problems.append(Problem(f"model = an instance of {type(task.model).__name__}", *needs["model"]))
     problems += argument_checks.int_problems("steps", task.steps, minimum=0) + argument_checks.int_problems(
