@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from fourfold.cli import sigint
 from fourfold.environment.imports import collection_paused
 from fourfold.environment.standard_streams import print_stderr, redirect_to_null
-from fourfold.environment.world import from_environment
+from fourfold.environment.world import World, from_environment
 from fourfold.words.errors import Problem, SettingError, os_error_text
 from fourfold.words.run_files import RUNS_DIR
 from fourfold.words.terminal_text import escape_controls
@@ -27,11 +27,14 @@ SHOW_CURSOR = "\x1b[?25h"
 
 def train(words: Sequence[str], processes: str | None) -> int:
     """`fourfold train`; returns the exit code."""
-    from fourfold.cli import job, rank_main
+    from fourfold.cli import job, rank_main, sweep
     from fourfold.launch.process_defaults import check_num_processes
 
     world = from_environment()
-    ready = job.prepare_job(words, num_processes=check_num_processes(processes, world))
+    num_processes = check_num_processes(processes, world)
+    if swept := sweep.swept_values(words):
+        return _train_sweep(words, swept, num_processes, world)
+    ready = job.prepare_job(words, num_processes=num_processes)
     is_reporter = world is None or world.rank == 0
     if ready.fresh:
         words = _start_over(ready, words, is_reporter=is_reporter, has_own_ranks=world is None)
@@ -68,6 +71,29 @@ def _supervision_policy(ready: "Job") -> "SupervisionPolicy":
         record_fault=record_fault,
         run_dir=ready.run_dir,
     )
+
+
+def _train_sweep(
+    words: Sequence[str], swept: dict[str, list[str]], num_processes: int | None, world: World | None
+) -> int:
+    """Each combination as a run in processes of its own, so that one that dies does not end the others."""
+    from fourfold.cli import job, sweep
+
+    if world is not None:
+        got = f"{' and '.join(swept)} with several values, under another launcher"
+        raise SettingError(
+            Problem(got, "one value of each in a job", "fourfold train, which starts the processes itself")
+        )
+
+    def train_member(own: Sequence[str]) -> int:
+        ready = job.parse_job(own, num_processes=num_processes)
+        if ready.fresh:
+            own = _start_over(ready, own, is_reporter=True, has_own_ranks=True)
+        elif _check_finished(ready, is_reporter=True):
+            return 0
+        return _launch(["-m", "fourfold.cli.rank_main", *own], ready.num_processes, _supervision_policy(ready))
+
+    return sweep.run_sweep(sweep.prepare_sweep(words, swept, num_processes=num_processes), train_member)
 
 
 def _start_over(ready: "Job", words: Sequence[str], *, is_reporter: bool, has_own_ranks: bool) -> Sequence[str]:
