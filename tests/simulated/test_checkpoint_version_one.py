@@ -68,7 +68,7 @@ def make_run(kind: str, comm: Any, folder: Path) -> tuple[CheckpointManager, Tra
 
 
 def train(state: TrainingState, start: int, stop: int) -> None:
-    step, _, ema = state
+    step, ema = state.step, state.ema
     for number in range(start, stop):
         samples = torch.arange(40).view(8, 5).add(number).remainder(7).sub(3).div(4)
         mine = samples[4 * step.rank : 4 * step.rank + 4]

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from fourfold.feed.data_input import open_data
 from fourfold.feed.feed import Batch, Feed
 from fourfold.parts.comm.init import world
+from fourfold.parts.optim.lr_scheduler import SteppedScheduler
 from fourfold.parts.torch_private import DropoutBase
 from fourfold.plan.plan import Plan
 from fourfold.step.argument_checks import check_plan_argument
@@ -123,7 +124,8 @@ def verify(task: Task, plan: Plan, *, seed: int = 0) -> VerifyResult | None:
 def _probe_task(task: Task) -> Task:
     """The task with one step, which moves the weights by the gradient."""
     descent = functools.partial(torch.optim.SGD, lr=1.0)
-    return dataclasses.replace(task, steps=1, epochs=None, clip=None, optimizer=descent, schedule=None)
+    changes: dict[str, Any] = {"epochs": None, "clip": None, "schedule": None, "scheduler": None}
+    return dataclasses.replace(task, steps=1, optimizer=descent, **changes)
 
 
 def _train_on_mesh(
@@ -159,6 +161,7 @@ def _batches_with_lr(task: Task, optimizer: torch.optim.Optimizer, feed: Feed) -
     """The batches of all steps, in float64; each step's learning rate is set before its batch is yielded."""
     assert task.steps is not None
     base_lrs = [group["lr"] for group in optimizer.param_groups]
+    scheduler = None if task.scheduler is None else SteppedScheduler(task.scheduler, optimizer, steps=task.steps)
     batches: Any = feed.repeat()
     with contextlib.closing(batches):
         for number in range(task.steps):
@@ -168,6 +171,8 @@ def _batches_with_lr(task: Task, optimizer: torch.optim.Optimizer, feed: Feed) -
             batch = next(batches)
             samples = batch.samples
             yield Batch.wrap(tree_map(dict(batch) if isinstance(batch, dict) else tuple(batch), _to_float64), samples)
+            if scheduler is not None:
+                scheduler.step_done()
 
 
 def _to_float64_model(model: nn.Module) -> nn.Module:

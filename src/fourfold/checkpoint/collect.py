@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fourfold.checkpoint.write import Holders, LiveTensor, make_live_tensor
 from fourfold.feed.feed import Feed
+from fourfold.parts.optim.lr_scheduler import SteppedScheduler
 from fourfold.parts.rank_layout import RankLayout
 from fourfold.plan.checkpoint_manifest import (
     DataState,
@@ -36,6 +37,7 @@ class TrainingState(NamedTuple):
     step: TrainStep
     feed: Feed
     ema: EMA | None = None
+    scheduler: SteppedScheduler | None = None
 
 
 class RankState(NamedTuple):
@@ -55,7 +57,7 @@ def collect_state(training_state: TrainingState) -> RankState:
 
     Collective if updates wait for the next forward: see `TrainStep.flush`.
     """
-    step, _, ema = training_state
+    step, ema = training_state.step, training_state.ema
     refs = step.state_refs()
     rank = _Rank(step)
     live_tensors, aliases = _model_tensors(refs["model"], rank)
@@ -137,9 +139,11 @@ def _model_tensors(state: Mapping[str, Any], rank: _Rank) -> tuple[list[LiveTens
     return live_tensors, aliases
 
 
-def group_options(step: TrainStep) -> tuple[dict[str, Any], ...]:
-    """The optimizer's options by group, as JSON values. Raises CheckpointError."""
-    return tuple({k: _to_json_value(k, v) for k, v in group.items()} for group in step.state_refs()["groups"])
+def group_options(training_state: TrainingState) -> tuple[dict[str, Any], ...]:
+    """The optimizer's options by group, as the task gave them, as JSON values. Raises CheckpointError."""
+    step, scheduler = training_state.step, training_state.scheduler
+    groups = step.state_refs()["groups"] if scheduler is None else scheduler.base_options
+    return tuple({k: _to_json_value(k, v) for k, v in group.items()} for group in groups)
 
 
 def _to_json_value(key: str, value: Any) -> Any:

@@ -76,7 +76,7 @@ class CheckpointManager:
         num_kept: int = NUM_KEPT,
     ) -> None:
         """Raises CheckpointError for state that cannot be saved: now, not at the first save."""
-        self._group_options = group_options(training_state.step)
+        self._group_options = group_options(training_state)
         collect_state(training_state)
         self._training_state, self._attempt_dir, self._log = training_state, attempt_dir, log
         self._seed = seed
@@ -131,14 +131,26 @@ class CheckpointManager:
         with CheckpointReader(folder) as reader:
             restore(self._training_state, reader, seed=self._seed)
             manifest = reader.manifest
+        self._log.truncate_log(manifest.metrics_bytes)
         if changed := changed_options(manifest, self._group_options):
             self._log.log_message(f"the task's optimizer has {', '.join(changed)}: the run goes on with it")
             self._log.write_record({"step": manifest.step, "options": changed})
-        self._log.truncate_log(manifest.metrics_bytes)
+        self._log_ignored_arguments(manifest)
         self.saved_step = manifest.step
         losses = [float("nan") if loss is None else loss for loss in manifest.losses]
         valid = {name: float("nan") if value is None else value for name, value in manifest.valid.items()}
         return TrainingProgress(manifest.step, losses, valid, manifest.best)
+
+    def _log_ignored_arguments(self, manifest: Manifest) -> None:
+        """Log what has changed in the arguments of the task's scheduler: they are part of its saved state."""
+        scheduler, saved = self._training_state.scheduler, manifest.scheduler
+        if scheduler is None or saved is None:
+            return
+        changed = scheduler.changed_arguments(saved)
+        if changed:
+            text = f"the task's {scheduler.name} has {', '.join(changed)}: the run goes on with the saved scheduler"
+            self._log.log_message(f"warning: {text}")
+            self._log.write_record({"step": manifest.step, "warning": text})
 
     # ---- saving
 
@@ -171,7 +183,7 @@ class CheckpointManager:
 
     def _manifest(self, progress: TrainingProgress) -> Manifest:
         """The manifest, without what the ranks' markers will report."""
-        step = self._training_state.step
+        step, scheduler = self._training_state.step, self._training_state.scheduler
         return Manifest(
             version=MANIFEST_VERSION,
             step=progress.step,
@@ -189,6 +201,7 @@ class CheckpointManager:
             best=progress.best,
             files={},
             mesh=step.plan.mesh,
+            scheduler=None if scheduler is None else scheduler.state(),
         )
 
     def report_failures(self) -> None:

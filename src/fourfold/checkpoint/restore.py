@@ -37,13 +37,15 @@ def restore(training_state: TrainingState, reader: CheckpointReader, *, seed: in
     saved, random numbers start anew from the seed, the step and the data index. On another number of ranks, optimizer
     states of local steps start from their mean.
     """
-    step, feed, ema = training_state
+    step, feed, ema, scheduler = training_state
     manifest = reader.manifest
     problems = list(restore_problems(training_state, reader))
     if problems:
         raise CheckpointError(problems, where=f"the checkpoint of step {manifest.step}")
     step.load_saved_state(_saved_state(step, reader))
     step.num_steps = manifest.step
+    if scheduler is not None and manifest.scheduler is not None:
+        scheduler.load(manifest.scheduler)
     if ema is not None:
         for name in ema.values:
             average = reader.tensor(TensorKey(TensorKind.EMA, name))
@@ -137,8 +139,9 @@ def _from_hex(digits: str) -> Tensor:
 def changed_options(manifest: Manifest, options: Sequence[Mapping[str, Any]]) -> list[str]:
     """The optimizer's options, by group, that have changed since the checkpoint was saved, as texts."""
     texts: dict[str, None] = {}
-    for saved, now in zip(manifest.groups, options, strict=True):
-        for key in saved.keys() & now.keys() - set(IMPLEMENTATION_OPTIONS):
+    scheduled = manifest.scheduler.options if manifest.scheduler is not None else [{}] * len(options)
+    for saved, now, of_scheduler in zip(manifest.groups, options, scheduled, strict=True):
+        for key in saved.keys() & now.keys() - set(IMPLEMENTATION_OPTIONS) - of_scheduler.keys():
             # Older manifests hold the rate of their step, which a schedule may have changed.
             if saved[key] != now[key] and not (key == "lr" and manifest.optimizer is None):
                 texts[f"{key} = {now[key]} ({saved[key]} when step {manifest.step} was saved)"] = None
@@ -147,7 +150,7 @@ def changed_options(manifest: Manifest, options: Sequence[Mapping[str, Any]]) ->
 
 def restore_problems(training_state: TrainingState, reader: CheckpointReader) -> Iterator[Problem]:
     """Everything in which the checkpoint does not fit the run."""
-    step, feed, _ = training_state
+    step, feed = training_state.step, training_state.feed
     manifest = reader.manifest
     with untracked_access():  # sharded weights have placeholders here, in their shapes
         model_state = step.model.state_dict(keep_vars=True)
@@ -162,6 +165,7 @@ def restore_problems(training_state: TrainingState, reader: CheckpointReader) ->
         yield Problem(f"{len(manifest.groups)} groups of options", f"{len(step.optimizer.param_groups)}")
     else:
         yield from _optimizer_problems(step, reader)
+    yield from _scheduler_problems(training_state, manifest)
     yield from _rng_problems(manifest, step.device)
     data = data_state(feed)
     for field in ("num_samples", "batch_size", "order_version"):
@@ -170,11 +174,21 @@ def restore_problems(training_state: TrainingState, reader: CheckpointReader) ->
             yield Problem(f"saved with {field.replace('_', ' ')} {saved}, now {now}", "the same data and batches")
 
 
+def _scheduler_problems(training_state: TrainingState, manifest: Manifest) -> Iterator[Problem]:
+    saved, scheduler = manifest.scheduler, training_state.scheduler
+    if scheduler is not None and saved is None:
+        yield Problem(f"no state of a scheduler, now a {scheduler.name}", "the scheduler that it was saved with: none")
+    elif saved is not None and scheduler is None:
+        yield Problem(f"the state of a {saved.name}, now no scheduler", "the scheduler that it was saved with")
+    elif saved is not None and scheduler is not None:
+        yield from scheduler.problems(saved)
+
+
 def _model_problems(
     training_state: TrainingState, model_state: Mapping[str, Tensor], reader: CheckpointReader
 ) -> Iterator[Problem]:
     """Shapes and dtypes of the model, and of the average if there is one, that are not those saved."""
-    step, _, ema = training_state
+    step, ema = training_state.step, training_state.ema
     own = {TensorKey(TensorKind.MODEL, name): value for name, value in model_state.items()}
     own_shapes = {tensor: tuple(value.shape) for tensor, value in own.items()}
     if ema is not None:

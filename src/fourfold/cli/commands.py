@@ -132,6 +132,9 @@ def train(
                a setting of the run, such as steps=500 seed=1; in brackets its default:
     {settings}
 
+    A key with several values, such as lr=1e-3,3e-4 seed=0,1, trains once with each combination, one run after the
+    other, and compares them at the end.
+
     The run's folder is runs/NAME, with config.toml, metrics.jsonl, checkpoints, trace.json and report.html. The
     same command again resumes from the newest checkpoint, on any number of processes.
 

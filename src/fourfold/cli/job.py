@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fourfold.cli import arguments, settings_file, task_loader
 from fourfold.cli.arguments import LaunchSettings, ParsedValues
@@ -22,11 +22,14 @@ from fourfold.plan.plan_fields import FIELDS
 from fourfold.plan.recipes import RECIPE_PREFIX, recipe_text
 from fourfold.trainer.lr_factors import tuned_batch_size
 from fourfold.trainer.run_identity import check_run_name, default_run_name, run_identity
-from fourfold.trainer.run_length import check_steps, with_sizes
+from fourfold.trainer.run_length import RunSettings, check_steps, with_sizes
 from fourfold.trainer.settings import LR_PREFIX, TASK_FIELDS, make_settings, run_length
 from fourfold.words.errors import FourfoldError, PlanError, Problem, SettingError, os_error_text
 from fourfold.words.run_files import RUNS_DIR
 from fourfold.words.task import Task, length_problems
+
+if TYPE_CHECKING:
+    from torch import nn
 
 SETTINGS_WITHOUT_RUN = (*TASK_FIELDS, "seed")  # of a settings file, for commands that write no run
 
@@ -58,6 +61,11 @@ class Job:
     def run_dir(self) -> Path:
         """The run's folder, whether it exists or not."""
         return Path(RUNS_DIR) / self.settings["name"]
+
+    @property
+    def default_name(self) -> str:
+        """The name of a run that is given none."""
+        return default_run_name(self.settings["run_prefix"], self.identity)
 
     @property
     def num_processes(self) -> int:
@@ -188,9 +196,10 @@ def prepare_job(words: Sequence[str], *, num_processes: int | None = None, has_r
             check_run_name(Path(RUNS_DIR), job.settings["name"], job.identity)
     with errors.collect():
         check_init(job.task, job.settings.get("init"))
-    data = model = sized = None
+    inputs = data = model = sized = None
     with errors.collect():
-        data = task_loader.open_task_data(job.task, spec=job.task_name).train
+        inputs = task_loader.open_task_data(job.task, spec=job.task_name)
+        data = inputs.train
         check_tokens(data, job.plan)
     if data is not None:
         with errors.collect():
@@ -201,12 +210,27 @@ def prepare_job(words: Sequence[str], *, num_processes: int | None = None, has_r
         check_steps(job.task.steps if sized is None else sized.steps, job.plan)
     with errors.collect():
         model = preflight(job.task, job.plan)
+    if inputs is not None and model is not None and sized is not None:
+        with errors.collect():
+            _check_scheduler(job, model, sized, has_valid=inputs.valid is not None)
     errors.raise_collected()
     assert data is not None
     assert sized is not None
     assert model is not None
     check_fits_memory(job.task, job.plan, data, model, sized)
     return job
+
+
+def _check_scheduler(job: Job, model: "nn.Module", sized: RunSettings, *, has_valid: bool) -> None:
+    """Make the task's scheduler once, over the model without memory. Raises TaskError or SettingError."""
+    from fourfold.parts.optim.user_optimizer import build_optimizer
+    from fourfold.trainer.task_scheduler import check_evaluations, make_scheduler
+
+    if job.task.scheduler is None:
+        return
+    optimizer = build_optimizer(job.task.optimizer, list(model.parameters()))
+    scheduler = make_scheduler(job.task, optimizer, steps=sized.steps, rates=sized.rates)
+    check_evaluations(scheduler, evaluate_every=sized.evaluate_every, has_valid=has_valid)
 
 
 def read_plan(file: str | None, values: Mapping[str, object], *, num_processes: int | None = None) -> Plan:

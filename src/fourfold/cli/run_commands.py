@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from fourfold.cli import forking, sigint
 from fourfold.environment.imports import collection_paused
 from fourfold.environment.standard_streams import print_stderr, redirect_to_null
-from fourfold.environment.world import from_environment
+from fourfold.environment.world import World, from_environment
 from fourfold.words.errors import Problem, SettingError, os_error_text
 from fourfold.words.run_files import RUNS_DIR
 from fourfold.words.terminal_text import escape_controls
@@ -31,11 +31,13 @@ SHOW_CURSOR = "\x1b[?25h"
 
 def train(words: Sequence[str], processes: str | None) -> int:
     """`fourfold train`; returns the exit code."""
-    from fourfold.cli import job
+    from fourfold.cli import job, sweep
     from fourfold.launch.process_defaults import check_num_processes
 
     world = from_environment()
     required, has_own_ranks = check_num_processes(processes, world), world is None
+    if swept := sweep.swept_values(words):
+        return _train_sweep(words, swept, required, world)
     if has_own_ranks and _becomes_forking_launcher(job.planned_size(words, required)):
 
         def check() -> dict[str, Any]:
@@ -127,6 +129,25 @@ def _supervision_policy(ready: _CheckedRun) -> "SupervisionPolicy":
         record_fault=record_fault,
         run_dir=Path(ready.run_dir),
     )
+
+
+def _train_sweep(
+    words: Sequence[str], swept: dict[str, list[str]], num_processes: int | None, world: World | None
+) -> int:
+    """Each combination as a run in processes of its own, so that one that dies does not end the others."""
+    from fourfold.cli import job, sweep
+
+    if world is not None:
+        got = f"{' and '.join(swept)} with several values, under another launcher"
+        raise SettingError(
+            Problem(got, "one value of each in a job", "fourfold train, which starts the processes itself")
+        )
+
+    def train_member(own: Sequence[str]) -> int:
+        ready = job.parse_job(own, num_processes=num_processes)
+        return _launch_run(_check_run(ready, own, is_reporter=True, has_own_ranks=True))
+
+    return sweep.run_sweep(sweep.prepare_sweep(words, swept, num_processes=num_processes), train_member)
 
 
 def _start_over(ready: "Job", words: Sequence[str], *, is_reporter: bool, has_own_ranks: bool) -> Sequence[str]:

@@ -24,6 +24,7 @@ from fourfold.plan.checkpoint_boxes import (
     whole,
 )
 from fourfold.plan.decode import is_too_deep
+from fourfold.plan.scheduler_state import SchedulerState
 from fourfold.words.box import Box
 from fourfold.words.mesh import AXES, Axis, Mesh
 
@@ -185,6 +186,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     scalars        of the optimizer's state, by parameter and key
     groups         the optimizer's options by group, as the task gave them
     optimizer      the name of the optimizer's class; older manifests have none
+    scheduler      the state of the task's scheduler, if it has one
     random         states of torch's generators, one for each place that has its own
     metrics_bytes  the length of the log at this step
     losses         of the last steps
@@ -208,6 +210,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     files: dict[str, FileEntry]
     mesh: Mesh | None = None
     optimizer: str | None = None
+    scheduler: SchedulerState | None = None
 
 
 class StoredTensor(NamedTuple):
@@ -241,8 +244,8 @@ def manifest_problems(manifest: Manifest) -> Iterator[str]:
         yield f"epoch {data.epoch}, position {data.position} of {data.num_samples} samples"
     yield from _rng_problems(manifest.random, manifest.mesh)
     yield from _value_problems(manifest)
-    if is_too_deep([*manifest.groups]):
-        yield "options of the optimizer nested too deeply"
+    if is_too_deep([*manifest.groups]) or (manifest.scheduler is not None and manifest.scheduler.is_too_deep):
+        yield "options of the optimizer or its scheduler nested too deeply"
     yield from _tensor_problems(manifest)
 
 

@@ -13,7 +13,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fourfold.parts.comm import init
-from fourfold.parts.comm.communicator import Communicator
 from fourfold.plan.batch_norm import SYNC
 from fourfold.plan.plan import Plan
 from fourfold.step.optimizer_proxy import OptimizerProxy

@@ -65,6 +65,7 @@ class TrainingLoop:
         stragglers = StragglerDetector(step, self.logger)
         lr_factor = lr_factors(self.task, steps=last, batch_size=settings.batch_size, rates=settings.rates)
         losses = deque(progress.losses, maxlen=AVERAGED_STEPS)
+        progress = self._evaluate_if_missed(progress, period)
         for number in range(progress.step, last):
             if lr_factor is not None:
                 self._set_lr(lr_factor, number)
@@ -73,11 +74,14 @@ class TrainingLoop:
                     batch = next(batches)
                 step.request_stop(stop_signal() > 0)
                 metrics = step(batch)
+            lr = step.optimizer.param_groups[0]["lr"]
+            if self.state.scheduler is not None:
+                self.state.scheduler.step_done()
             if metrics.skipped is None:
                 losses.append(metrics.loss)
             self._update_average(number + 1, metrics, period)
             stragglers.step_done(number + 1)
-            self.logger.log_step(number + 1, metrics, lr=step.optimizer.param_groups[0]["lr"])
+            self.logger.log_step(number + 1, metrics, lr=lr)
             self.checkpoints.report_failures()
             self.heartbeat.beat(number + 1)
             self.memory.log_first(number + 1)
@@ -90,11 +94,14 @@ class TrainingLoop:
 
     def _set_lr(self, lr_factor: LRLambda, number: int) -> None:
         factor = _check_lr_factor(lr_factor(number), number)
+        if self.state.scheduler is not None:
+            self.state.scheduler.scale(factor)
+            return
         for group, lr in zip(self.state.step.optimizer.param_groups, self.logger.base_lrs, strict=True):
             group["lr"] = lr * factor
 
     def _update_average(self, step_number: int, metrics: Metrics, period: int) -> None:
-        step, _, average = self.state
+        step, average = self.state.step, self.state.ema
         # With local steps, a skipped step may still be the one that synchronizes the weights of the steps before it.
         if average is not None and step.is_synchronized and (metrics.skipped is None or period > 1):
             step.flush()
@@ -109,6 +116,13 @@ class TrainingLoop:
             with self.heartbeat.pause():
                 self.checkpoints.save(progress)
         return progress
+
+    def _evaluate_if_missed(self, progress: TrainingProgress, period: int) -> TrainingProgress:
+        """At a resume, do an evaluation that was due at the saved step: a run that is asked to stop leaves it out."""
+        is_due_here = 0 < progress.step < self.settings.steps and is_due(
+            progress.step, self.settings.evaluate_every or 0, period
+        )
+        return self.evaluate(progress) if is_due_here and not progress.valid else progress
 
     def save_and_stop(self, progress: TrainingProgress, signal_number: int) -> NoReturn:
         """Save, and raise StoppedError. Collective. `signal_number`: what this rank has received, or 0."""
@@ -137,7 +151,7 @@ class TrainingLoop:
     def _evaluate(self, progress: TrainingProgress) -> TrainingProgress:
         if self.valid is None:
             return progress
-        step, _, average = self.state
+        step, _, average, scheduler = self.state
         valid = evaluate(step, self.task, self.valid, self.settings.batch_size)
         if average is not None:
             with step.swapped_weights(average.values):
@@ -145,13 +159,15 @@ class TrainingLoop:
             valid |= {f"ema {name}": value for name, value in averaged.items()}
         self.logger.log_validation(progress.step, valid)
         loss = valid.get("loss")
+        if scheduler is not None and loss is not None:
+            scheduler.evaluated(loss)
         # NaN is not equal to itself, and never the best.
         is_best = loss is not None and loss == loss and (progress.best is None or loss < progress.best)
         return progress._replace(valid=valid, best=loss if is_best else progress.best)
 
     def finish(self, progress: TrainingProgress, seconds: float) -> RunResult:
         """The last evaluation, checkpoint and sample; logs and returns the result. Collective."""
-        step, _, average = self.state
+        step, average = self.state.step, self.state.ema
         step.flush()
         if self.settings.drift_check:
             step.check_drift()

@@ -112,7 +112,7 @@ class RunLogger:
             self.base_lrs,
             batch_size=self._settings.batch_size,
             tuned_batch_size=tuned_batch_size(self._task),
-            has_task_schedule=self._task.schedule is not None,
+            has_task_schedule=self._task.schedule is not None or self._task.scheduler is not None,
         )
 
     def log_resumed(self, progress: TrainingProgress | None) -> TrainingProgress:

@@ -38,6 +38,7 @@ from fourfold.trainer.run_logger import ProgressDisplay, RunLogger
 from fourfold.trainer.settings import TrainOptions, make_settings
 from fourfold.trainer.stop_signal import handle_stop_signals, stop_seconds
 from fourfold.trainer.summary import RunResult
+from fourfold.trainer.task_scheduler import check_evaluations, make_scheduler
 from fourfold.trainer.tracer import Tracer
 from fourfold.words.errors import PeerError
 from fourfold.words.task import Task
@@ -89,8 +90,11 @@ def train(
     check_steps(settings.steps, plan)
     step = _build_step(task, plan, settings, opened)
     memory = MemoryBaseline(opened.resident_bytes, predict_bytes(task, step, opened.meta_model))
+    scheduler = make_scheduler(task, step.optimizer, steps=settings.steps, rates=settings.rates)
+    check_evaluations(scheduler, evaluate_every=settings.evaluate_every, has_valid=inputs.valid is not None)
     feed = _make_feed(inputs.train, plan, settings)
-    state = TrainingState(step, feed, None if settings.ema is None else EMA(step.weight_shards, settings.ema))
+    ema = None if settings.ema is None else EMA(step.weight_shards, settings.ema)
+    state = TrainingState(step, feed, ema, scheduler)
     heartbeat = heartbeat_module.from_environment()
     with _run_logger(task, step, plan, settings, run_identity(given, plan), report) as logger:
         if logger.run_info.finished_record is not None:

@@ -3,6 +3,7 @@
 Law: every function returns the problems of one argument, or none if it is valid; no comparison here can raise.
 """
 
+import inspect
 import numbers
 import os
 from collections.abc import Mapping
@@ -12,6 +13,8 @@ from fourfold.words.errors import Problem
 
 OPTIMIZER_NEED = "a function from parameters to a torch optimizer"
 OPTIMIZER_ATTEMPT = "functools.partial(torch.optim.AdamW, lr=3e-4)"
+SCHEDULER_NEED = "a function (optimizer) or (optimizer, steps) that makes a torch scheduler"
+SCHEDULER_ATTEMPT = "lambda optimizer, steps: OneCycleLR(optimizer, max_lr=0.1, total_steps=steps)"
 MIN_SEED, MAX_SEED = -(2**63), 2**64 - 1  # what torch.manual_seed takes
 
 
@@ -62,6 +65,32 @@ def optimizer_factory_problems(value: Any) -> list[Problem]:
         attempt = f"functools.partial(torch.optim.{name}, lr={float(lr):g})"
         return [Problem(f"optimizer = an instance of {name}", OPTIMIZER_NEED, attempt)]
     return callable_problems("optimizer", value, need=OPTIMIZER_NEED, attempt=OPTIMIZER_ATTEMPT)
+
+
+def scheduler_factory_problems(value: Any) -> list[Problem]:
+    """Require a function (optimizer) or (optimizer, steps) that makes a scheduler and needs nothing else."""
+    if value is None:
+        return []
+    if hasattr(value, "optimizer") and hasattr(value, "state_dict"):
+        name = type(value).__name__
+        return [
+            Problem(f"scheduler = an instance of {name}", SCHEDULER_NEED, f"lambda optimizer: {name}(optimizer, …)")
+        ]
+    if not callable(value):
+        return [Problem(format_argument("scheduler", value), f"{SCHEDULER_NEED}, or None", SCHEDULER_ATTEMPT)]
+    try:
+        parameters = [*inspect.signature(value).parameters.values()]
+    except (TypeError, ValueError):  # a function without a signature
+        return []
+    name = getattr(value, "__name__", None) or getattr(getattr(value, "func", None), "__name__", type(value).__name__)
+    if not any(each.kind not in (each.KEYWORD_ONLY, each.VAR_KEYWORD) for each in parameters):
+        return [Problem(f"scheduler = {name}, which takes no optimizer", SCHEDULER_NEED, SCHEDULER_ATTEMPT)]
+    required = [p for p in parameters[1:] if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    missing = [each.name for each in required if each.name != "steps"]
+    if not missing:
+        return []
+    attempt = f"functools.partial({name}, {', '.join(f'{each}=…' for each in missing)})"
+    return [Problem(f"scheduler = {name} also needs {' and '.join(missing)}", SCHEDULER_NEED, attempt)]
 
 
 def instance_problems(name: str, value: Any, kind: type, *, optional: bool = False, attempt: str = "") -> list[Problem]:

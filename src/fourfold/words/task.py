@@ -16,6 +16,8 @@ from fourfold.words.errors import Problem, TaskError
 if TYPE_CHECKING:
     import torch
 
+SchedulerFactory = Callable[..., "torch.optim.lr_scheduler.LRScheduler"]
+
 
 class Source(Protocol):
     """Numbered samples without a batch dim: `source[i]` is (inputs, targets), or a dict of the model's inputs."""
@@ -49,6 +51,8 @@ class Task:
                are the dict of inputs
     sample     (model) -> text to print at the end of training; `model` is called on inputs as a batch has them
     schedule   (step, steps) -> factor of the learning rate
+    scheduler  (optimizer) or (optimizer, steps) -> torch scheduler, in place of `schedule`. It is stepped once after
+               each step, with microbatches too; ReduceLROnPlateau after each evaluation, with the validation loss
     unit       what throughput counts: the elements of the targets ("tokens", "bytes") or "samples"
     steps, epochs   how long to train: one of them, or neither: 1000 steps
     batch_size global; None: that of a DataLoader given as data, else 32
@@ -62,6 +66,7 @@ class Task:
     evaluate: Callable[[Any, Any], dict[str, tuple[Any, Any]]] | None = None
     sample: Callable[[Any], str] | None = None
     schedule: Callable[[int, int], float] | None = None
+    scheduler: SchedulerFactory | None = None
     unit: str = "samples"
     steps: int | None = None
     epochs: int | None = None
@@ -96,6 +101,9 @@ def _problems(task: Task) -> list[Problem]:
         value, optional = getattr(task, name), name in ("loss", "evaluate", "sample", "schedule")
         problems += argument_checks.callable_problems(name, value, need=need, optional=optional, attempt=attempt)
     problems += argument_checks.optimizer_factory_problems(task.optimizer)
+    problems += argument_checks.scheduler_factory_problems(task.scheduler)
+    if task.schedule is not None and task.scheduler is not None:
+        problems.append(Problem("schedule and scheduler", "one of them", "scheduler=None"))
     if callable(task.model) and hasattr(task.model, "named_parameters") and not isinstance(task.model, type):
         problems.append(Problem(f"model = an instance of {type(task.model).__name__}", *needs["model"]))
     for name, minimum in (("steps", 0), ("epochs", 1), ("batch_size", 1)):

@@ -25,7 +25,7 @@ def call_factory(factory: Callable[[Any], Any], parameters: Any) -> Any:
     try:
         return factory(parameters)
     except (TypeError, ValueError) as error:
-        if not _comes_from_torch(error.__traceback__):
+        if not comes_from_torch(error.__traceback__):
             raise  # An error of the user's own code: its traceback says more.
         raise OptimizerError(Problem(str(error), "options that the optimizer accepts")) from error
 
@@ -55,7 +55,7 @@ def _numeric_options(group: dict[str, Any]) -> Iterator[tuple[str, float]]:
                 yield name, float(each)
 
 
-def _comes_from_torch(traceback: TracebackType | None) -> bool:
+def comes_from_torch(traceback: TracebackType | None) -> bool:
     while traceback is not None and traceback.tb_next is not None:
         traceback = traceback.tb_next
     return traceback is not None and _TORCH in Path(traceback.tb_frame.f_code.co_filename).parents

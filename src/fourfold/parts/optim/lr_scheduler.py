@@ -1,0 +1,200 @@
+"""LR scheduler: any of torch's schedulers over the optimizer's options, with its state as JSON.
+
+factory  Task.scheduler: (optimizer) or (optimizer, steps) -> torch scheduler
+plateau  a scheduler that follows a measure, and steps when it has been measured: ReduceLROnPlateau
+options  what the optimizer's groups hold besides their parameters; a scheduler may change any of them
+Law: after a resume each step has the options that it has in the undisturbed run.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from fourfold.parts.optim.option_checks import comes_from_torch
+from fourfold.parts.optim.state_json import NotJsonError, from_json, to_json
+from fourfold.parts.torch_private import mark_step_called
+from fourfold.plan.scheduler_state import SchedulerState
+from fourfold.words.errors import CheckpointError, Problem, TaskError
+from fourfold.words.task import SchedulerFactory
+
+Options = dict[str, Any]
+
+
+class SteppedScheduler:
+    """A task's scheduler in a run: stepped after each step, or after each evaluation; saved and restored."""
+
+    def __init__(self, factory: SchedulerFactory, optimizer: Optimizer, *, steps: int) -> None:
+        """Make the scheduler, which sets the options of the first step. `steps`: those of the whole run.
+
+        Raises TaskError if the factory fails, or makes something that cannot be stepped or saved.
+        """
+        self._optimizer = optimizer
+        self._base_options = _copy_options(optimizer)
+        self._scheduler = _call_factory(factory, optimizer, steps)
+        if problems := list(_problems(self._scheduler, optimizer)):
+            raise TaskError(problems, where="the task's scheduler")
+        self._scaled_from: list[Any] | None = None
+        """The scheduler's rates, while the groups hold these times a factor."""
+        self._initial = self._state()
+
+    @property
+    def name(self) -> str:
+        return type(self._scheduler).__name__
+
+    @property
+    def is_plateau(self) -> bool:
+        """Whether it steps after evaluations rather than after steps."""
+        return isinstance(self._scheduler, ReduceLROnPlateau)
+
+    @property
+    def base_options(self) -> Sequence[Options]:
+        """By group: the options that the task gave the optimizer."""
+        return self._base_options
+
+    def scale(self, factor: float) -> None:
+        """Multiply the scheduler's rates by a factor, for the next step."""
+        self._unscale()
+        self._scaled_from = [_copy(group["lr"]) for group in self._optimizer.param_groups]
+        for group, lr in zip(self._optimizer.param_groups, self._scaled_from, strict=True):
+            _set(group, "lr", lr * factor)
+
+    def _unscale(self) -> None:
+        # Many schedulers compute a rate from the one before it, which they read from the group.
+        if self._scaled_from is not None:
+            for group, lr in zip(self._optimizer.param_groups, self._scaled_from, strict=True):
+                _set(group, "lr", lr)
+            self._scaled_from = None
+
+    def step_done(self) -> None:
+        """To be called after each training step, a skipped one included."""
+        if not self.is_plateau:
+            self._unscale()
+            mark_step_called(self._optimizer)  # torch warns otherwise if the first steps were skipped
+            self._scheduler.step()
+
+    def evaluated(self, loss: float) -> None:
+        """To be called after each evaluation, with the same loss on all ranks."""
+        if isinstance(self._scheduler, ReduceLROnPlateau):
+            self._unscale()
+            self._scheduler.step(loss)
+
+    # ---- saving and restoring
+
+    def state(self) -> SchedulerState:
+        """The state to save. Raises CheckpointError for state that JSON cannot hold."""
+        rates = self._scaled_from
+        groups = _copy_options(self._optimizer)
+        if rates is not None:
+            groups = [{**group, "lr": lr} for group, lr in zip(groups, rates, strict=True)]
+        options = [
+            {key: value for key, value in group.items() if key == "lr" or not _is_same(base, key, value)}
+            for base, group in zip(self._base_options, groups, strict=True)
+        ]
+        try:
+            return SchedulerState(self.name, self._state(), self._initial, tuple(map(_tag_values, options)))
+        except NotJsonError as error:
+            need = "numbers, texts, and lists and dicts of these"
+            raise CheckpointError(Problem(f"the scheduler's {error}", need)) from None
+
+    def _state(self) -> Options:
+        return _tag_values(self._scheduler.state_dict())
+
+    def problems(self, saved: SchedulerState) -> Iterator[Problem]:
+        """Why a saved state is not this scheduler's."""
+        if saved.name != self.name:
+            yield Problem(f"the state of a {saved.name}, now a {self.name}", "the same scheduler", "name=another")
+            return
+        if saved.state.keys() != self._initial.keys():
+            names = ", ".join(sorted(saved.state.keys() ^ self._initial.keys()))
+            yield Problem(f"the state of another {saved.name}: {names}", "the same scheduler, of the same torch")
+        if len(saved.options) != len(self._base_options):
+            yield Problem(f"a scheduler of {len(saved.options)} groups", f"{len(self._base_options)}")
+        for content in (saved.state, *saved.options):
+            try:
+                _untag_values(content)
+            except NotJsonError as error:
+                yield Problem(f"the scheduler's state has {error}", "a state as Fourfold writes it")
+
+    def load(self, saved: SchedulerState) -> None:
+        """Continue from a state without `problems`."""
+        self._scaled_from = None
+        self._scheduler.load_state_dict(_untag_values(saved.state))
+        for group, base, options in zip(self._optimizer.param_groups, self._base_options, saved.options, strict=True):
+            # What the scheduler had changed at first may be the task's own value again.
+            for key, value in {**base, **_untag_values(options)}.items():
+                _set(group, key, value)
+
+    def changed_arguments(self, saved: SchedulerState) -> list[str]:
+        """The arguments in which this scheduler differs from the saved one, which it goes on with."""
+        return [
+            f"{key} = {from_json(value)}"
+            for key, value in self._initial.items()
+            if key != "_last_lr" and key in saved.initial and saved.initial[key] != value
+        ]
+
+
+def _call_factory(factory: SchedulerFactory, optimizer: Optimizer, steps: int) -> Any:
+    arguments = {"steps": steps} if "steps" in _parameters(factory) else {}
+    try:
+        return factory(optimizer, **arguments)
+    except (TypeError, ValueError, KeyError) as error:
+        if not comes_from_torch(error.__traceback__):
+            raise  # an error of the user's own code: its traceback says more
+        got = " ".join(str(error).split())
+        raise TaskError(Problem(got, "arguments that the scheduler accepts"), where="the task's scheduler") from error
+
+
+def _parameters(factory: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    try:
+        return inspect.signature(factory).parameters
+    except (TypeError, ValueError):  # a function without a signature
+        return {}
+
+
+def _problems(scheduler: Any, optimizer: Optimizer) -> Iterator[Problem]:
+    if not isinstance(scheduler, LRScheduler):
+        need = "a scheduler of torch.optim.lr_scheduler, or of a class that extends LRScheduler"
+        yield Problem(f"it made a {type(scheduler).__name__}", need)
+        return
+    if scheduler.optimizer is not optimizer:
+        yield Problem("a scheduler of another optimizer", "one of the optimizer that the function is given")
+    try:
+        _tag_values(scheduler.state_dict())
+    except NotJsonError as error:
+        attempt = "a state_dict that leaves it out, or has numbers in its place"
+        yield Problem(f"its {error}", "numbers, texts, and lists and dicts of these", attempt)
+
+
+def _copy_options(optimizer: Optimizer) -> list[Options]:
+    return [{k: _copy(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+
+
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _set(group: Options, key: str, value: Any) -> None:
+    """Set an option as torch's schedulers do: a tensor stays the same tensor."""
+    if isinstance(group.get(key), Tensor):
+        group[key].fill_(value)
+    else:
+        group[key] = value
+
+
+def _is_same(base: Options, key: str, value: Any) -> bool:
+    if key not in base or type(base[key]) is not type(value):
+        return False
+    return torch.equal(base[key], value) if isinstance(value, Tensor) else base[key] == value
+
+
+def _tag_values(values: Mapping[str, Any]) -> Options:
+    return {key: to_json(value, f"state {key}") for key, value in values.items()}
+
+
+def _untag_values(values: Mapping[str, Any]) -> Options:
+    return {key: from_json(value) for key, value in values.items()}

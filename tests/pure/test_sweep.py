@@ -1,0 +1,134 @@
+"""Laws of a sweep: every combination is a run of its own, and all are checked before the first begins."""
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fourfold.cli.sweep import Member, Sweep, format_sweep, prepare_sweep, run_sweep, swept_values
+from fourfold.words.errors import FourfoldError, SettingError
+
+TASK = """
+import torch
+import fourfold as ff
+
+
+def task(*, lr: float = 0.1, betas: tuple = (0.9, 0.99), text: str = "", width: int = 1):
+    return ff.Task(
+        model=lambda: torch.nn.Linear(4, width),
+        loss=lambda outputs, targets: (outputs - targets) ** 2,
+        data=lambda: ff.Data(train=[(torch.zeros(4), torch.zeros(1))] * 8),
+        optimizer=lambda params: torch.optim.SGD(params, lr=lr),
+        steps=4,
+        batch_size=8,
+    )
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder with a task file; it is the current folder."""
+    here, before = tmp_path_factory.mktemp("sweep"), Path.cwd()
+    (here / "mine.py").write_text(TASK)
+    (here / "a,b.txt").write_text("")
+    os.chdir(here)
+    yield here
+    os.chdir(before)
+
+
+def prepared(*words: str) -> Sweep:
+    return prepare_sweep(["mine.py", *words], swept_values(["mine.py", *words]), num_processes=None)
+
+
+@pytest.mark.parametrize(("words", "swept"), [
+    (["lr=1"], {}),
+    (["lr=1,2"], {"lr": ["1", "2"]}),
+    (["lr=1,2", "zero=0,1", "seed=3,4"], {"lr": ["1", "2"], "zero": ["0", "1"], "seed": ["3", "4"]}),
+    (["betas=0.5,0.9"], {}),
+    (["lr_milestones=0.5,0.9"], {}),
+    (["text=a,b.txt"], {}),
+    (["text=a,c.txt"], {"text": ["a", "c.txt"]}),
+    (["name=a,b"], {}),
+    (["unknown=1,2"], {}),
+])  # fmt: skip
+def test_a_comma_separates_values_unless_they_have_commas_themselves(words: list[str], swept: Any) -> None:
+    assert swept_values(["mine.py", *words]) == swept
+
+
+@pytest.mark.parametrize("word", ["lr=1,", "lr=,1", "lr=1,,2", "lr=1,2,1"])
+def test_missing_and_repeated_values_are_refused(word: str) -> None:
+    with pytest.raises(SettingError, match="value"):
+        swept_values(["mine.py", word])
+
+
+@pytest.mark.parametrize("named", [[], ["name=first"]])
+def test_each_member_is_its_own_run_named_after_its_values(named: list[str]) -> None:
+    sweep = prepared("lr=1,2", "zero=0,1", "text=x/y,z", "dp=1", *named)
+    assert [member.values for member in sweep.members][:3] == [("1", "0", "x/y"), ("1", "0", "z"), ("1", "1", "x/y")]
+    names = [member.run_dir.name for member in sweep.members]
+    assert len(set(names)) == 8
+    assert names[0].startswith(f"{'first' if named else 'mine'}-lr=1-zero=0-text=x_y")
+    assert names == [
+        member.run_dir.name for member in prepared("lr=1,2", "zero=0,1", "text=x/y,z", "dp=1", *named).members
+    ]
+    other = prepared("lr=1,2", "zero=0,1", "text=x/y,z", "dp=1", "steps=5", *named)
+    assert named or not set(names) & {member.run_dir.name for member in other.members}
+
+
+def test_the_problems_of_all_members_are_reported_at_once_and_each_once() -> None:
+    with pytest.raises((FourfoldError, ExceptionGroup)) as caught:
+        prepared("width=1,2", "batch_size=7,9", "dp=2", "ema=3")
+    error = caught.value
+    texts = [str(each) for each in (error.exceptions if isinstance(error, ExceptionGroup) else [error])]
+    assert len(texts) == len(set(texts)) == 1, "ema is refused before batches are looked at"
+    with pytest.raises(ExceptionGroup) as group:
+        prepared("width=1,2", "batch_size=7,9", "dp=2")
+    assert [
+        str(each).count("batch_size = 7") + str(each).count("batch_size = 9") for each in group.value.exceptions
+    ] == [1, 1]
+
+
+def finish(member: Member, loss: float | None) -> None:
+    member.run_dir.mkdir(parents=True, exist_ok=True)
+    record = {"finished": 4, "seconds": 1.0, "rate": 1234.5, "unit": "tokens", "valid": {"loss": loss}, "loss": loss}
+    (member.run_dir / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+
+
+def test_a_failing_member_does_not_hide_the_others(capfd: pytest.CaptureFixture[str]) -> None:
+    sweep = prepared("lr=1,2,3,4", "dp=1")
+    tried = []
+
+    def train(words: Any) -> int:
+        member = next(each for each in sweep.members if each.words == tuple(words))
+        tried.append(member)
+        if member.values == ("1",):
+            return 1
+        if member.values == ("2",):
+            raise SettingError("in use")
+        finish(member, None if member.values == ("4",) else 0.25)
+        return 0
+
+    assert run_sweep(sweep, train) == 1
+    assert len(tried) == 4
+    out, err = capfd.readouterr()
+    lines = {line.split()[0]: line.split() for line in out.splitlines() if line.startswith(("1 ", "2 ", "3 ", "4 "))}
+    assert lines["1"][1:3] == ["failed", "(1)"]
+    assert lines["2"][1:3] == ["failed", "(2)"]
+    assert "in use" in err
+    assert lines["3"][1:4] == ["0.2500", "0.2500", "1,234"]
+    assert lines["4"][1:3] == ["nan", "1,234"]
+    assert f"fourfold report {sweep.members[2].run_dir} {sweep.members[3].run_dir}" in out
+
+
+@pytest.mark.parametrize("code", [75, 130])
+def test_a_stop_ends_the_sweep_with_its_code(code: int, capfd: pytest.CaptureFixture[str]) -> None:
+    sweep = prepared("lr=5,6,7", "dp=1")
+    codes = iter([1, code])
+    assert run_sweep(sweep, lambda words: next(codes)) == code
+    out = capfd.readouterr().out
+    assert "stopped" in out
+    assert "not begun" in out
+    assert format_sweep(sweep, {})[1].split()[1:3] == ["not", "begun"]
