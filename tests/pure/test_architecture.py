@@ -166,7 +166,7 @@ def test_every_form_of_storing_an_attribute_is_counted():
 
 # Names with an underscore that are public by their documentation, and those of the standard library.
 PUBLIC = {"_replace", "_asdict", "_fields", "_make", "_exit"}
-STANDARD_LIBRARY = {"_getframe", "_current_frames", "_run_exitfuncs", "_lru_cache_wrapper", "_thread"}
+STANDARD_LIBRARY = {"_getframe", "_current_frames", "_run_exitfuncs", "_shutdown", "_lru_cache_wrapper", "_thread"}
 # Private names of nn.Module that classes of Fourfold use for their own attributes.
 AMBIGUOUS = {"_parameters", "_buffers", "_modules"}
 # The files that may name private names of other packages, and the tests that fail when a release drops one.
@@ -250,7 +250,7 @@ def test_one_file_imports_transformers_and_the_launcher_alone_torchelastic():
             if any(f"{name}.".startswith(f"{package}.") for name in imports(path)):
                 names.add(path.relative_to(SOURCE).as_posix())
     assert importers["transformers"] == {"step/sequence/transformers.py"}
-    launcher = {"launch/agent.py", "launch/local_job.py", "launch/local_rendezvous.py"}
+    launcher = {"launch/agent.py", "launch/local_job.py", "launch/local_rendezvous.py", "launch/rank_start.py"}
     assert importers["torch.distributed.elastic"] == launcher
 
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from fourfold.plan.plan import Plan
 from fourfold.plan.trace_file import Event, Trace, encode_trace
-from fourfold.report import html_table, page, progress, run_record, step_timeline, svg
+from fourfold.report import charts, comparison, html_table, line_chart, page, progress, run_record, step_timeline, svg
+from fourfold.report.key_figures import key_figures
 from fourfold.report.style import CSS
 from fourfold.words.program import Action, Verb
 from fourfold.words.trace_events import COMPUTE_LANE, REDUCE_LANE
@@ -55,7 +56,7 @@ def make_run(folder: Path, *, task: str = "lm", loss: float = 3.0, tokens: int |
 def test_a_page_is_well_formed_and_self_contained(run):
     html = page.write_report([run]).read_text()
     root = parse_html(html)
-    assert not re.search(r"(src|href)=|url\(|@import|<script", html)
+    assert not re.search(r"(src|href)=|url\(|@import|fetch\(|XMLHttp|import\(", html)
     assert {node.tag.split("}")[-1] for node in root.iter()} >= {"svg", "table", "style", "title"}
     assert "prefers-color-scheme: dark" in html
 
@@ -95,7 +96,7 @@ def test_text_from_a_run_is_escaped(tmp_path):
     assert NASTY in visible_text(html)
     assert "a&b" in visible_text(html)
     assert NASTY in visible_text(
-        page.render_comparison([run_record.read_run(folder), run_record.read_run(make_run(tmp_path / "second"))])
+        comparison.render_comparison([run_record.read_run(folder), run_record.read_run(make_run(tmp_path / "second"))])
     )
 
 
@@ -145,8 +146,8 @@ def test_a_missing_run_is_reported_with_the_closest_name(run):
 @given(points=st.lists(st.tuples(NUMBERS, NUMBERS), max_size=30), name=st.text(st.characters(codec="utf-8")))
 def test_any_curve_is_well_formed(points, name):
     name = "".join(char for char in name if char.isprintable())
-    series = [svg.Series(name, points), svg.Series("dots", points, 1, "dots")]
-    drawing = svg.line_chart(series, x="step", y="loss", title=name)
+    series = [line_chart.Series(name, points), line_chart.Series("dots", points, 1, "dots")]
+    drawing = line_chart.line_chart(series, x="step", y="loss", title=name)
     assert ElementTree.fromstring(drawing) is not None if points else drawing == ""
     assert "nan" not in drawing.replace(name, "")
 
@@ -183,8 +184,8 @@ def test_a_block_is_named_in_the_longest_part_that_no_later_block_covers(span, o
 @given(values=st.lists(NUMBERS, min_size=1, max_size=2000))
 def test_a_downsampled_curve_keeps_its_last_point(values):
     points = [(float(index), value) for index, value in enumerate(values)]
-    thin = page.downsample(page.smooth(points), lambda some: some[0])
-    assert len(thin) <= page.MAX_POINTS + 1
+    thin = charts.downsample(charts.smooth(points), lambda some: some[0])
+    assert len(thin) <= charts.MAX_POINTS + 1
     assert thin[-1][0] == points[-1][0]
 
 
@@ -208,13 +209,14 @@ def test_durations_are_shown_with_units():
 
 
 def axes_of(html: str) -> dict[str, str]:
-    """All texts of each drawing, by the name of its vertical axis."""
-    drawings = [node for node in parse_html(html).iter() if node.tag.endswith("svg")]
+    """All texts of each drawing of losses or throughput and of its legend, by the name of its vertical axis."""
+    drawings = [node for node in parse_html(html).iter() if node.tag == "figure"]
     names = ("a second", "loss")
     result = {}
     for drawing in drawings:
         texts = [text for text in drawing.itertext() if text.strip()]
-        result[next(text for text in texts if text.endswith(names))] = " ".join(texts)
+        for name in (text for text in texts if text.endswith(names)):
+            result[name] = " ".join(texts)
     return result
 
 
@@ -223,7 +225,7 @@ def test_runs_with_different_units_have_separate_throughput_charts(tmp_path):
         make_run(tmp_path / "words"),
         *(make_run(tmp_path / name, tokens=None) for name in ("images", "pictures")),
     ]
-    axes = axes_of(page.render_comparison([run_record.read_run(folder) for folder in folders]))
+    axes = axes_of(comparison.render_comparison([run_record.read_run(folder) for folder in folders]))
     tokens, samples = axes["thousand tokens a second"], axes["samples a second"]
     assert "words" in tokens
     assert "images" in samples
@@ -234,7 +236,7 @@ def test_runs_with_different_units_have_separate_throughput_charts(tmp_path):
 
 def test_runs_with_the_same_unit_share_a_throughput_chart(tmp_path):
     axes = axes_of(
-        page.render_comparison([run_record.read_run(make_run(tmp_path / name)) for name in ("first", "second")])
+        comparison.render_comparison([run_record.read_run(make_run(tmp_path / name)) for name in ("first", "second")])
     )
     (rate,) = (text for name, text in axes.items() if name.endswith("a second"))
     assert "first" in rate
@@ -244,7 +246,7 @@ def test_runs_with_the_same_unit_share_a_throughput_chart(tmp_path):
 def test_a_nan_metric_is_shown(run):
     lines = (run / "metrics.jsonl").read_text()
     (run / "metrics.jsonl").write_text(lines + json.dumps({"step": 20, "valid": {"loss": None, "f1": None}}) + "\n")
-    figures = dict(page.key_figures(run_record.read_run(run)))
+    figures = {each.name: each.text for each in key_figures(run_record.read_run(run))}
     assert figures["validation loss"] == figures["f1"] == "nan"
     parse_html(page.render_run(run_record.read_run(run)))
 

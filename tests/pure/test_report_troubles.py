@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from fourfold.report import checkpoint_card, faults, page, run_record, svg
+from fourfold.report import checkpoint_card, comparison, faults, line_chart, page, run_record
 from fourfold.report.faults import Faults
 from fourfold.trainer.fault_log import FAULTS_FILE, Fault
 from tests.pure.test_report import NASTY, make_run, parse_html, visible_text
@@ -164,14 +164,17 @@ def test_the_time_of_a_resumed_run_is_the_sum_over_its_segments(run):
 def test_a_comparison_counts_restarts_and_skipped_steps(tmp_path):
     folders = [make_run(tmp_path / "first"), make_run(tmp_path / "second", loss=2.0)]
     write_faults(folders[0], RESTART, RESTART, SKIPPED, {**SKIPPED, "kind": "terminated"})
-    text = visible_text(page.render_comparison([run_record.read_run(folder) for folder in folders]))
+    text = visible_text(comparison.render_comparison([run_record.read_run(folder) for folder in folders]))
     assert "restarts / skipped steps2 / 10 / 0" in text.replace("> ", "")
 
 
 def test_marks_do_not_move_the_curve():
-    curve = svg.Series("loss", [(0.0, 3.0), (10.0, 2.0)])
-    marks = [svg.Series("restart", [(5.0, 0.0)], 3, "rule"), svg.Series("checkpoint", [(9.0, 0.0)], 2, "tick")]
-    drawn = [svg.line_chart(each, x="step", y="loss", title="Loss") for each in ([curve], [*marks, curve])]
+    curve = line_chart.Series("loss", [(0.0, 3.0), (10.0, 2.0)])
+    marks = [
+        line_chart.Series("restart", [(5.0, 0.0)], 3, "rule"),
+        line_chart.Series("checkpoint", [(9.0, 0.0)], 2, "tick"),
+    ]
+    drawn = [line_chart.line_chart(each, x="step", y="loss", title="Loss") for each in ([curve], [*marks, curve])]
     paths = [[n.get("d") for n in ElementTree.fromstring(each).iter(f"{SVG}path") if n.get("class") == "line c0"]
              for each in drawn]  # fmt: skip
     assert paths[0] == paths[1]

@@ -5,8 +5,10 @@ The ranks here are shells that end at once. `Watched` overrides what `launch/age
 
 import os
 import signal
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +18,9 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 
 from fourfold.launch import failure_report
 from fourfold.launch.agent import TORCH_SIGNALS_VARIABLE
+from fourfold.launch.forked_process import fork
 from fourfold.launch.local_rendezvous import LOOPBACK, AgentRendezvous
+from fourfold.launch.rank_start import ranks_started_by
 from fourfold.launch.signals import restored_handlers
 
 MAX_RESTARTS = 5
@@ -153,3 +157,22 @@ def test_an_agent_handles_the_signals_of_the_variable_and_no_others(tmp_path, mo
     run(Watched(tmp_path, "exit 0"))
     assert signal.getsignal(signal.SIGHUP) == before[signal.SIGHUP]
     assert signal.getsignal(signal.SIGQUIT) != before[signal.SIGQUIT]
+
+
+def test_an_agent_starts_its_ranks_as_it_is_told(tmp_path):
+    """A fork of this process gets the rank's variables and leads a group, as a spawned rank does."""
+
+    def fork_writer(env: Mapping[str, str], local_rank_id: int, **_: Any) -> Any:
+        def write() -> None:
+            (tmp_path / env["RANK"]).write_text(env["WORLD_SIZE"])
+            sys.exit(3 if local_rank_id else 0)
+
+        return SimpleNamespace(proc=fork(write, new_session=True), close=lambda death_sig: None)
+
+    agent = Watched(tmp_path, "exit 9", max_attempts=1)
+    with ranks_started_by(fork_writer):
+        run(agent)
+    (context,) = agent.contexts
+    assert [(tmp_path / rank).read_text() for rank in "01"] == ["2", "2"]
+    assert exit_codes(context)[1] == 3
+    assert agent.process_groups == [handler.proc.pid for handler in context.subprocess_handlers.values()]

@@ -119,6 +119,11 @@ def test_ranks_with_unequal_data_train_to_the_end(world, fields):
     assert all(("between hosts" in result["transport"]) == ("host" in fields) for result in results)
 
 
+def test_no_rank_passes_a_barrier_before_all_have_come(world, tmp_path):
+    results = world(4).run(f"{WRAPPED}:meets", folder=str(tmp_path))
+    assert results == [[True, rank == 0, "cpu"] for rank in range(4)]
+
+
 def test_a_group_has_threads_only_while_it_is_referenced(world):
     for held, unnamed, gone in world(2).run(f"{CASES}:threads_of_a_group"):
         assert held == unnamed > 0

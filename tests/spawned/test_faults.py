@@ -384,7 +384,7 @@ def test_ctrl_c_while_ranks_start_prints_one_line(start: Start, tmp_path: Path):
     job = start(*TRAIN, "-n", "2")
     until(tmp_path / "ready")
     job.process.send_signal(signal.SIGINT)
-    assert job.end() == 130
+    assert job.end() == 130, job.out + job.err
     message = "stopped by SIGINT; all 2 processes have ended; nothing is saved, and the same command starts over"
     assert job.err == f"fourfold: {message}\n"
 

@@ -8,7 +8,7 @@ import pytest
 from fourfold.plan.plan import Plan
 from tests.conftest import ROOT
 
-RECIPES = sorted((ROOT / "recipes").glob("*.toml"))
+RECIPES = sorted((ROOT / "src" / "fourfold" / "recipes").glob("*.toml"))
 
 
 def test_there_are_recipes():

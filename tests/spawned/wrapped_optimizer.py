@@ -1,6 +1,8 @@
 """What the ranks of a spawned world do with a wrapped optimizer in their own loop. Results are JSON."""
 
 import contextlib
+import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -176,3 +178,16 @@ def diverges(transport: str) -> str:
             return str(error)
         optimizer.step()
     return "nothing"
+
+
+def meets(folder: str) -> list[Any]:
+    """Rank 1 comes to a barrier after all others have begun to wait there, and leaves a file first."""
+    world, begun, last = ff.world(), Path(folder), Path(folder) / "last"
+    if world.rank == 1:
+        while len(list(begun.glob("begun*"))) < world.size - 1:
+            time.sleep(0.01)
+        last.touch()
+    else:
+        (begun / f"begun{world.rank}").touch()
+    world.barrier()
+    return [last.exists(), world.is_main, str(world.device)]

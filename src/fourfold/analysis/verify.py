@@ -35,7 +35,6 @@ from fourfold.words.errors import PlanError, Problem, SettingError
 from fourfold.words.task import Task, check_task
 
 TOLERANCE = 1e-9
-DEFAULT_STEPS = 3
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Arguments: the words of a command line, sorted, and their values parsed.
 
-word   a task, a plan (….toml), or KEY=VALUE
+word   a task, a plan (….toml or recipe:NAME), or KEY=VALUE
 key    a field of the plan, a setting of the run, or a keyword argument of the task's function
 Law: an unknown key or an invalid value is an error that names the closest valid one; nothing is ignored.
 """
@@ -17,6 +17,7 @@ from typing import Any
 
 from fourfold.plan.lr_schedule import LRSchedule
 from fourfold.plan.plan_fields import FIELDS, RENAMED_FIELDS, parse_value
+from fourfold.plan.recipes import RECIPE_PREFIX
 from fourfold.trainer.settings import LR_PREFIX, LR_SETTINGS, Setting, Settings, declared_settings, setting
 from fourfold.words.errors import Problem, SettingError, closest_match
 
@@ -201,7 +202,7 @@ def parse_args(words: Iterable[str]) -> ParsedArgs:
     for word in words:
         match = KEY_VALUE.fullmatch(word)
         if not match:
-            (plans if word.endswith(".toml") else tasks).append(word)
+            (plans if word.endswith(".toml") or word.startswith(RECIPE_PREFIX) else tasks).append(word)
             continue
         if match["key"] in values:
             problems.append(Problem(f"{match['key']} = {values[match['key']]} and {word}", "each key once"))

@@ -122,6 +122,7 @@ def train(
     TASK       lm (a language model, the default), digits, or path/to/file.py:name
     FILE.toml  a plan: how the task is divided among processes; without it, they divide the batch
                or a settings file: [task], [plan] and [run], such as the config.toml of an earlier run
+               recipe:zero3 is the plan of a named system; fourfold show recipe: lists them
     KEY=VALUE  takes precedence over the file:
                a field of the plan, such as dp=2 microbatches=4
                an argument of the task, such as data=PATH length=256 lr=1e-3

@@ -19,11 +19,11 @@ from fourfold.plan.decode import DecodeError, read_bounded
 from fourfold.plan.lr_schedule import LRSchedule
 from fourfold.plan.plan import Plan
 from fourfold.plan.plan_fields import FIELDS
+from fourfold.plan.recipes import RECIPE_PREFIX, recipe_text
 from fourfold.trainer.lr_factors import tuned_batch_size
 from fourfold.trainer.run_identity import check_run_name, default_run_name, run_identity
-from fourfold.trainer.run_length import check_steps, with_sizes
 from fourfold.trainer.settings import LR_PREFIX, TASK_FIELDS, make_settings, run_length
-from fourfold.words.errors import PlanError, Problem, SettingError, os_error_text
+from fourfold.words.errors import FourfoldError, PlanError, Problem, SettingError, os_error_text
 from fourfold.words.run_files import RUNS_DIR
 from fourfold.words.task import Task, length_problems
 
@@ -93,6 +93,8 @@ def parse_job(words: Sequence[str], *, num_processes: int | None = None, has_run
     # A new batch size does not change the one that the learning rate was tuned for.
     task = dataclasses.replace(task, **overrides, tuned_for=tuned_batch_size(task))
     settings, launch_settings = _split_settings(command.task, values)
+    if types:
+        settings["task_arguments"] = task_loader.resolved_arguments(factory, values.task, names=types)
     resolved = make_settings(task, **settings)
     identity = run_identity(resolved, plan)
     settings.setdefault("name", default_run_name(settings["run_prefix"], identity))
@@ -156,12 +158,28 @@ def _split_settings(spec: str, values: ParsedValues) -> tuple[dict[str, Any], di
     return settings, launch_settings
 
 
+def planned_size(words: Sequence[str], num_processes: int | None) -> int | None:
+    """The number of ranks, from the words alone: without the task, and without importing torch where there is no GPU.
+
+    None where the words are wrong: `parse_job` says how.
+    """
+    try:
+        command = settings_file.parse_command(words)
+        in_words = arguments.parse_values({key: text for key, text in command.values.items() if key in FIELDS}, None)
+        in_file = {} if command.settings_file is None else command.settings_file.parse(None).plan
+        values = ParsedValues(plan={**in_file, **in_words.plan})
+        return _make_plan(command, values, in_words, num_processes=num_processes).mesh.size
+    except (FourfoldError, ExceptionGroup):
+        return None
+
+
 def prepare_job(words: Sequence[str], *, num_processes: int | None = None, has_run_dir: bool = True) -> Job:
     """The job that a command line describes, after every check that needs no other process.
 
     has_run_dir: False for a command that writes no run, such as `verify`.
     """
     from fourfold.step.parallelize import preflight
+    from fourfold.trainer.run_length import check_steps, with_sizes
 
     job = parse_job(words, num_processes=num_processes, has_run_dir=has_run_dir)
     errors = ErrorCollector()
@@ -222,6 +240,8 @@ def _fit_plan(plan: Plan, num_processes: int | None, *, has_dp: bool, where: str
 
 
 def _read_plan_text(file: str) -> str:
+    if file.startswith(RECIPE_PREFIX):
+        return recipe_text(file.removeprefix(RECIPE_PREFIX))
     try:
         return read_bounded(Path(file)).decode()
     except DecodeError as error:

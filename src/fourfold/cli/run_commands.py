@@ -3,53 +3,112 @@
 Law: a single rank runs in this process; several processes start only after everything has been checked.
 """
 
+import dataclasses
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from fourfold.cli import sigint
+from fourfold.cli import forking, sigint
 from fourfold.environment.imports import collection_paused
 from fourfold.environment.standard_streams import print_stderr, redirect_to_null
 from fourfold.environment.world import from_environment
 from fourfold.words.errors import Problem, SettingError, os_error_text
 from fourfold.words.run_files import RUNS_DIR
 from fourfold.words.terminal_text import escape_controls
+from fourfold.words.text_table import align_columns
 
 if TYPE_CHECKING:
     from fourfold.cli.job import Job
     from fourfold.launch.restart_policy import SupervisionPolicy
 
 RESTART_COUNT_VARIABLE = "TORCHELASTIC_RESTART_COUNT"
+VERIFY_STEPS = 3
 SHOW_CURSOR = "\x1b[?25h"
 
 
 def train(words: Sequence[str], processes: str | None) -> int:
     """`fourfold train`; returns the exit code."""
-    from fourfold.cli import job, rank_main
+    from fourfold.cli import job
     from fourfold.launch.process_defaults import check_num_processes
 
     world = from_environment()
-    ready = job.prepare_job(words, num_processes=check_num_processes(processes, world))
-    is_reporter = world is None or world.rank == 0
-    if ready.fresh:
-        words = _start_over(ready, words, is_reporter=is_reporter, has_own_ranks=world is None)
-    elif _check_finished(ready, is_reporter=is_reporter):
+    required, has_own_ranks = check_num_processes(processes, world), world is None
+    if has_own_ranks and _becomes_forking_launcher(job.planned_size(words, required)):
+
+        def check() -> dict[str, Any]:
+            ready = job.prepare_job(words, num_processes=required)
+            return dataclasses.asdict(_check_run(ready, words, is_reporter=True, has_own_ranks=True))
+
+        checked = forking.run_in_copy(check)
+        return checked if isinstance(checked, int) else _launch_run(_CheckedRun(**checked), is_forked=True)
+    ready = job.prepare_job(words, num_processes=required)
+    run = _check_run(ready, words, is_reporter=world is None or world.rank == 0, has_own_ranks=has_own_ranks)
+    if run.is_finished:
         return 0
     if world is not None or ready.num_processes == 1:
+        from fourfold.cli import rank_main
+
         sigint.restore_and_raise()
         rank_main.train(ready, world)
         return 0
-    return _launch(["-m", "fourfold.cli.rank_main", *words], ready.num_processes, _supervision_policy(ready))
+    return _launch_run(run)
 
 
-def _supervision_policy(ready: "Job") -> "SupervisionPolicy":
+def _launch_run(run: "_CheckedRun", *, is_forked: bool = False) -> int:
+    if run.is_finished:
+        return 0
+    command = ["-m", "fourfold.cli.rank_main", *run.words]
+    return _launch(command, run.num_processes, _supervision_policy(run), is_forked=is_forked)
+
+
+def _becomes_forking_launcher(num_processes: int | None) -> bool:
+    """Print how many processes are about to start. True if this process has become a launcher that forks them.
+
+    num_processes: None if the command is wrong, and so starts none
+    """
+    if num_processes is None:
+        return False
+    forks = num_processes > 1 and forking.can_fork()
+    if forks:
+        forking.set_launch_variables(num_processes)
+    print(f"starting {num_processes} process{'es' if num_processes > 1 else ''}", flush=True)
+    if forks:
+        forking.import_once()
+    return forks
+
+
+@dataclass(frozen=True)
+class _CheckedRun:
+    """What a launcher needs to know of a run that may begin. `words`: those of its ranks."""
+
+    words: Sequence[str]
+    num_processes: int
+    run_dir: str
+    restarts: int
+    hang_seconds: float | None
+    is_finished: bool
+
+
+def _check_run(ready: "Job", words: Sequence[str], *, is_reporter: bool, has_own_ranks: bool) -> _CheckedRun:
+    """What is to be launched. With `fresh`, the run that was there is moved aside."""
+    is_finished = False
+    if ready.fresh:
+        words = _start_over(ready, words, is_reporter=is_reporter, has_own_ranks=has_own_ranks)
+    else:
+        is_finished = _check_finished(ready, is_reporter=is_reporter)
+    run_dir = str(ready.run_dir)
+    return _CheckedRun(words, ready.num_processes, run_dir, ready.restarts, ready.hang_seconds, is_finished)
+
+
+def _supervision_policy(ready: _CheckedRun) -> "SupervisionPolicy":
     from fourfold.launch.restart_policy import SupervisionPolicy
     from fourfold.trainer import fault_log
     from fourfold.trainer.stop_signal import stop_seconds
 
-    folder = ready.run_dir.absolute()
+    folder = Path(ready.run_dir).absolute()
 
     def record_fault(fault: fault_log.Fault) -> None:
         if fault.step < 0 and not folder.exists():
@@ -66,7 +125,7 @@ def _supervision_policy(ready: "Job") -> "SupervisionPolicy":
         save_seconds=stop_seconds(),
         notify=_print_error,
         record_fault=record_fault,
-        run_dir=ready.run_dir,
+        run_dir=Path(ready.run_dir),
     )
 
 
@@ -134,11 +193,18 @@ def run(command: Sequence[str], processes: str | None, restarts: str = "0") -> i
 
 def show(words: Sequence[str]) -> int:
     """`fourfold show`; returns the exit code."""
-    from fourfold.analysis.describe import show as describe_plan
-    from fourfold.cli import job
     from fourfold.cli.settings_file import parse_command
+    from fourfold.plan.recipes import RECIPE_PREFIX, recipe_names, recipe_summary
 
     command = parse_command(words)
+    if command.plan_file == RECIPE_PREFIX:
+        for line in align_columns([(f"{RECIPE_PREFIX}{name}", recipe_summary(name)) for name in recipe_names()], "<<"):
+            print(line)
+        return 0
+
+    from fourfold.analysis.describe import show as describe_plan
+    from fourfold.cli import job
+
     # dp is 1 unless given: the output must not depend on this machine.
     ready = job.parse_job([*words] if command.has_dp else [*words, "dp=1"], has_run_dir=False)
     if not command.has_plan:
@@ -149,29 +215,37 @@ def show(words: Sequence[str]) -> int:
 
 def verify(words: Sequence[str], processes: str | None) -> int:
     """`fourfold verify`; returns the exit code."""
-    from fourfold.analysis.verify import DEFAULT_STEPS, check_verifiable
-    from fourfold.cli import job, verify
+    from fourfold.cli import job
     from fourfold.cli.settings_file import parse_command
     from fourfold.launch.process_defaults import check_num_processes
     from fourfold.launch.restart_policy import SupervisionPolicy
 
-    command = parse_command(words)
-    words = [*words] if "steps" in command.values else [*words, f"steps={DEFAULT_STEPS}"]
+    parsed = parse_command(words)
+    words = [*words] if "steps" in parsed.values else [*words, f"steps={VERIFY_STEPS}"]
     world = from_environment()
-    plan = job.parse_job(words, num_processes=check_num_processes(processes, world), has_run_dir=False).plan
-    if not command.has_plan:
-        problem = Problem("no plan", "a plan or settings file, or fields of a plan", "fourfold verify lm dp=2 zero=1")
-        raise SettingError(problem, where="fourfold verify")
-    check_verifiable(plan)
-    ready = job.prepare_job(words, num_processes=check_num_processes(processes, world), has_run_dir=False)
+    required = check_num_processes(processes, world)
+
+    def check() -> job.Job:
+        from fourfold.analysis.verify import check_verifiable
+
+        plan = job.parse_job(words, num_processes=required, has_run_dir=False).plan
+        if not parsed.has_plan:
+            need = "a plan or settings file, or fields of a plan"
+            raise SettingError(Problem("no plan", need, "fourfold verify lm dp=2 zero=1"), where="fourfold verify")
+        check_verifiable(plan)
+        return job.prepare_job(words, num_processes=required, has_run_dir=False)
+
+    command, policy = ["-m", "fourfold.cli.verify", *words], SupervisionPolicy(max_restarts=0, notify=_print_error)
+    if world is None and parsed.has_plan and _becomes_forking_launcher(job.planned_size(words, required)):
+        checked = forking.run_in_copy(lambda: {"num_processes": check().num_processes})
+        return checked if isinstance(checked, int) else _launch(command, **checked, policy=policy, is_forked=True)
+    ready = check()
     if world is not None or ready.num_processes == 1:
+        from fourfold.cli import verify
+
         verify.verify(ready, world)
         return 0
-    return _launch(
-        ["-m", "fourfold.cli.verify", *words],
-        ready.num_processes,
-        SupervisionPolicy(max_restarts=0, notify=_print_error),
-    )
+    return _launch(command, ready.num_processes, policy)
 
 
 def report(words: Sequence[str]) -> int:
@@ -185,12 +259,14 @@ def report(words: Sequence[str]) -> int:
     return 0
 
 
-def _launch(command: Sequence[str], num_processes: int, policy: "SupervisionPolicy") -> int:
+def _launch(command: Sequence[str], num_processes: int, policy: "SupervisionPolicy", *, is_forked: bool = False) -> int:
     with collection_paused():
         from fourfold.launch.local_job import launch
+        from fourfold.launch.rank_start import fork_rank, spawn_rank
 
     sigint.restore_and_raise()
-    outcome = launch(command, num_processes=num_processes, policy=policy)
+    start_rank = fork_rank if is_forked else spawn_rank
+    outcome = launch(command, num_processes=num_processes, policy=policy, start_rank=start_rank)
     if outcome.text:
         _print_error(outcome.text)
     return outcome.exit_code

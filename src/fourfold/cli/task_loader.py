@@ -6,20 +6,25 @@ Law: an error in the user's file is reported with its own traceback, cut to the 
 
 import importlib
 import importlib.util
+import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from fourfold.cli.arguments import ValueType, argument_types
 from fourfold.cli.errors import is_file, nearest_file
-from fourfold.feed.data_input import TaskInputs, open_data
 from fourfold.launch.traceback_text import format_error
+from fourfold.trainer.settings import TASK_FIELDS
 from fourfold.words.errors import DataError, FourfoldError, Problem, TaskError, closest_match
 from fourfold.words.task import Task
 
+if TYPE_CHECKING:
+    from fourfold.feed.data_input import TaskInputs
+
 BUILT_IN = {"lm": "fourfold.tasks.lm", "digits": "fourfold.tasks.digits"}
 DEFAULT_NAME = "task"
+JSON_TYPES = (bool, int, float, str, type(None))
 
 TaskFactory = Task | Callable[..., Task]
 
@@ -42,6 +47,16 @@ def task_arguments(factory: TaskFactory) -> dict[str, ValueType]:
     return {} if isinstance(factory, Task) else argument_types(factory)
 
 
+def resolved_arguments(factory: TaskFactory, given: Mapping[str, Any], *, names: Iterable[str]) -> dict[str, Any]:
+    """The arguments of these names as given, or by default; as text where JSON cannot hold the value.
+
+    Not those that are settings of every run: these have their final values there.
+    """
+    parameters = {} if isinstance(factory, Task) else inspect.signature(factory).parameters
+    values = {name: given.get(name, parameters[name].default) for name in names if name not in TASK_FIELDS}
+    return {name: value if isinstance(value, JSON_TYPES) else str(value) for name, value in values.items()}
+
+
 def make_task(factory: TaskFactory, values: Mapping[str, Any], *, spec: str) -> Task:
     """The task with these arguments. Raises TaskError if its function fails or does not return a Task."""
     if isinstance(factory, Task):
@@ -53,8 +68,10 @@ def make_task(factory: TaskFactory, values: Mapping[str, Any], *, spec: str) -> 
     return task
 
 
-def open_task_data(task: Task, *, spec: str) -> TaskInputs:
+def open_task_data(task: Task, *, spec: str) -> "TaskInputs":
     """The task's data. Raises DataError if it cannot be opened or is empty."""
+    from fourfold.feed.data_input import open_data  # not on top: it imports torch, as this file does not
+
     with _wrap_user_errors(f"{spec}: the data cannot be opened", DataError):
         data = task.data()
     return open_data(data, where=spec)

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
+SET_PARENT_DEATH_SIGNAL, SET_NAME = 1, 15  # options of prctl
 STATE, PARENT, START_TICKS = 0, 1, 19  # fields of /proc/PID/stat after the command's name
 
 
@@ -67,11 +68,18 @@ def _stat_fields(pid: int) -> list[str]:
 
 def end_with_parent(parent: int) -> None:
     """Make the kernel kill this process when its parent, of this number, is gone, however it ended (Linux)."""
-    if sys.platform != "linux":
-        return
-    import ctypes
-
-    set_parent_death_signal = 1
-    ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
-    if os.getppid() != parent:  # It ended before the line above.
+    _prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+    if sys.platform == "linux" and os.getppid() != parent:  # It ended before the line above.
         os._exit(1)
+
+
+def set_process_name(name: str) -> None:
+    """What `top` and `ps -o comm` call this process (Linux). At most 15 bytes."""
+    _prctl(SET_NAME, name.encode())
+
+
+def _prctl(option: int, value: int | bytes) -> None:
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(option, value)

@@ -22,6 +22,11 @@ class World:
     local_rank: int = 0
     local_size: int = 1
 
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, which prints and writes files for all."""
+        return self.rank == 0
+
 
 def from_environment(environ: Mapping[str, str] = os.environ) -> World | None:
     """The world in which a launcher started this process (`environment/launchers.py`); None without a launcher.

@@ -24,8 +24,12 @@ ADDRESS_VARIABLES = ("MASTER_ADDR", "MASTER_PORT")
 
 
 def install() -> None:
-    """Make torch's rendezvous use the job's store file, from the moment the script imports it."""
-    if store_file(os.environ) is not None:
+    """Make torch's rendezvous use the job's store file, now or from the moment the script imports it."""
+    if store_file(os.environ) is None:
+        return
+    if RENDEZVOUS_MODULE in sys.modules:  # in a rank that is a fork of its launcher
+        register_handler(sys.modules[RENDEZVOUS_MODULE])
+    else:
         sys.meta_path.insert(0, _ImportHook())
 
 

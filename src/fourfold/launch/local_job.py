@@ -9,6 +9,7 @@ Law: when `launch` returns, none of its processes is left.
 import contextlib
 import logging
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -25,7 +26,8 @@ from fourfold.launch import hang_detector
 from fourfold.launch.agent import TORCH_SIGNALS_VARIABLE, UNLIMITED_RESTARTS, Agent
 from fourfold.launch.heartbeat_file import HeartbeatFile
 from fourfold.launch.local_rendezvous import LOOPBACK, AgentRendezvous
-from fourfold.launch.process_defaults import loopback_variables, malloc_variables, thread_variables
+from fourfold.launch.process_defaults import launch_variables
+from fourfold.launch.rank_start import WORKER_MODULE, RankStarter, ranks_started_by, spawn_rank
 from fourfold.launch.restart_policy import SupervisionPolicy
 from fourfold.launch.signals import handled_signals, restored_handlers
 from fourfold.trainer.heartbeat import HEARTBEAT_VARIABLE
@@ -42,7 +44,13 @@ class JobResult:
     text: str = ""
 
 
-def launch(command: Sequence[str], *, num_processes: int, policy: SupervisionPolicy | None = None) -> JobResult:
+def launch(
+    command: Sequence[str],
+    *,
+    num_processes: int,
+    policy: SupervisionPolicy | None = None,
+    start_rank: RankStarter = spawn_rank,
+) -> JobResult:
     """Run `command` on every one of `num_processes` ranks and wait for the end.
 
     command: `[script, *arguments]`, or `["-m", module, *arguments]`. The ranks divide the cores among themselves and
@@ -50,8 +58,8 @@ def launch(command: Sequence[str], *, num_processes: int, policy: SupervisionPol
     """
     policy = policy or SupervisionPolicy()
     with (
-        tempfile.TemporaryDirectory(prefix="fourfold-") as name,
-        _extended_environment({**thread_variables(num_processes), **malloc_variables(), **loopback_variables()}),
+        _private_folder() as name,
+        _extended_environment(launch_variables(num_processes)),
         _silence_logging(),
         restored_handlers(),
     ):
@@ -62,7 +70,7 @@ def launch(command: Sequence[str], *, num_processes: int, policy: SupervisionPol
             local_world_size=num_processes,
             rdzv_handler=AgentRendezvous(run_id=run_id),
             entrypoint=sys.executable,
-            args=("-m", "fourfold.launch.worker", str(os.getpid()), *(_escape_macro(word) for word in command)),
+            args=("-m", WORKER_MODULE, str(os.getpid()), *(_escape_macro(word) for word in command)),
             max_restarts=UNLIMITED_RESTARTS,
             monitor_interval=MONITOR_SECONDS,
             local_addr=LOOPBACK,
@@ -76,7 +84,9 @@ def launch(command: Sequence[str], *, num_processes: int, policy: SupervisionPol
                 **variables,
             }
         ):
-            return _run_agent(Agent(spec, folder=folder, heartbeats=heartbeats, policy=policy))
+            agent = Agent(spec, folder=folder, heartbeats=heartbeats, policy=policy)
+            with ranks_started_by(start_rank):
+                return _run_agent(agent)
 
 
 def _run_agent(agent: Agent) -> JobResult:
@@ -109,6 +119,16 @@ def _stopped_result(agent: Agent, number: signal.Signals) -> JobResult:
 def _escape_macro(word: str) -> str:
     """The word, escaped so that the agent does not expand `${local_rank}` in it."""
     return word.replace("$", "$$")
+
+
+@contextlib.contextmanager
+def _private_folder() -> Iterator[str]:
+    """Within: a folder that only this user may enter. A fork that ends would remove a `TemporaryDirectory`."""
+    name = tempfile.mkdtemp(prefix="fourfold-")
+    try:
+        yield name
+    finally:
+        shutil.rmtree(name)
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ Law: the ranks together get no more threads than there are cores; the user's env
 """
 
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -15,14 +16,28 @@ from fourfold.words.errors import Problem, SettingError
 
 MAX_DEFAULT_PROCESSES = 4  # without GPUs: more small processes rarely help, and should not come as a surprise
 MAX_DIGITS = 9
+# NVIDIA, also on its own boards and under WSL, and AMD
+GPU_DEVICES = ("nvidia*", "nvhost*", "nvgpu*", "nvmap", "dxg", "kfd")
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
+def may_have_gpus(devices: Path = Path("/dev")) -> bool:
+    """Whether this host may have a GPU that torch can use. False only on Linux without a device of a GPU's driver."""
+    return sys.platform != "linux" or any(next(devices.glob(pattern), None) for pattern in GPU_DEVICES)
+
+
 def num_gpus() -> int:
-    """Number of GPUs torch can use."""
+    """Number of GPUs torch can use. Imports torch only where there may be any."""
+    if not may_have_gpus():
+        return 0
     import torch
 
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def launch_variables(num_processes: int) -> dict[str, str]:
+    """The variables that `num_processes` ranks of this host begin with; none that the user has set."""
+    return {**thread_variables(num_processes), **malloc_variables(), **loopback_variables()}
 
 
 def default_num_processes() -> int:

@@ -13,6 +13,7 @@ from fourfold.plan.codec import CODECS, CodecSpec
 from fourfold.plan.data.zero import ShardGroups
 from fourfold.plan.decode import DecodeError, from_toml
 from fourfold.plan.plan_fields import FIELDS, RENAMED_FIELDS, plan_problems, to_builtin
+from fourfold.plan.recipes import RECIPE_PREFIX, recipe_text
 from fourfold.plan.sequence import SequenceSpec
 from fourfold.plan.toml_writer import format_pair
 from fourfold.words.errors import PlanError, Problem
@@ -183,6 +184,16 @@ class Plan:
         if ambiguous:
             raise PlanError(ambiguous, where=where)
         return cls.from_dict({RENAMED_FIELDS.get(name, name): value for name, value in values.items()}, where=where)
+
+    @classmethod
+    def recipe(cls, name: str, **fields: object) -> Self:
+        """The plan of a named system, such as "zero3" or "diloco", with these fields in place of its own.
+
+        `fourfold show recipe:` lists the names. Raises PlanError if there is no such recipe, or a field is wrong.
+        """
+        where = f"{RECIPE_PREFIX}{name}"
+        plan = cls.from_toml(recipe_text(name), where=where)
+        return cls.from_dict({**dataclasses.asdict(plan), **fields}, where=where)
 
     def to_toml(self, *, defaults: bool = False) -> str:
         """The plan as TOML: the fields that differ from their defaults, or all of them."""

@@ -12,6 +12,11 @@ MAX_ROWS = 20  # the rows shown without a click
 UNKNOWN = "–"
 
 
+def render_text(text: str) -> str:
+    """A text as HTML."""
+    return escape(escape_controls(text))
+
+
 def render_row(texts: Sequence[str], tag: str = "td") -> str:
     """A row."""
     return f"<tr>{''.join(_render_cell(text, tag) for text in texts)}</tr>"
@@ -19,7 +24,7 @@ def render_row(texts: Sequence[str], tag: str = "td") -> str:
 
 def _render_cell(text: str, tag: str) -> str:
     class_attribute = ' class="unknown"' if text == UNKNOWN else ""
-    return f"<{tag}{class_attribute}>{escape(escape_controls(text))}</{tag}>"
+    return f"<{tag}{class_attribute}>{render_text(text)}</{tag}>"
 
 
 def render_table(columns: Sequence[str], rows: Sequence[str], *, style: str) -> str:

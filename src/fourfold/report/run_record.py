@@ -13,11 +13,13 @@ import msgspec
 
 from fourfold.plan.decode import DecodeError, from_json, read_bounded, read_toml
 from fourfold.plan.trace_file import Trace, decode_trace
-from fourfold.report import checkpoint_card, faults
+from fourfold.report import checkpoint_card, faults, memory_card
 from fourfold.report import segments as segments_module
 from fourfold.words.errors import FourfoldError, Problem, closest_match
 
 REQUIRED_FILES = ("settings.json", "plan.toml", "metrics.jsonl")
+ENVIRONMENT_KEYS = ("transport", "versions", "machine", "cores")
+ARGUMENTS_KEY = "task_arguments"
 
 
 class LogLine(TypedDict, total=False):
@@ -40,6 +42,9 @@ class LogLine(TypedDict, total=False):
     finished: int
     unit: str
     rate: float | None
+    lr: float | None
+    grad_norm: float | None
+    memory: memory_card.MemoryRecord
 
 
 class ReportError(FourfoldError):
@@ -55,6 +60,7 @@ class RunRecord:
     finish_line    the last line of a complete run
     resumed_steps  the steps from which it resumed
     segments       the run between its start, its resumptions and its end
+    memory         the last measurement of what the ranks hold in memory
     """
 
     name: str
@@ -69,6 +75,24 @@ class RunRecord:
     checkpoints: checkpoint_card.CheckpointHistory
     resumed_steps: Sequence[int]
     segments: Sequence[segments_module.Segment]
+    memory: memory_card.MemoryRecord | None = None
+
+    @property
+    def sections(self) -> dict[str, dict[str, Any]]:
+        """What the run was made of, by section: the task's arguments, settings, plan, environment."""
+        arguments = self.settings.get(ARGUMENTS_KEY)
+        arguments = arguments if isinstance(arguments, dict) else {}
+        apart = {*ENVIRONMENT_KEYS, ARGUMENTS_KEY, *arguments}
+        environment: dict[str, Any] = {}
+        for name in ENVIRONMENT_KEYS:
+            value = self.settings.get(name)
+            environment |= value if isinstance(value, dict) else {name: value} if value is not None else {}
+        return {
+            "task": arguments,
+            "settings": {name: value for name, value in self.settings.items() if name not in apart},
+            "plan": {name: value for name, value in self.plan.items() if name != "version"},
+            "environment": environment,
+        }
 
     @property
     def last_step(self) -> int:
@@ -132,17 +156,35 @@ def read_run(path: Path) -> RunRecord:
             Problem(f"no {path / name}", "a file that fourfold train writes", "another run") for name in missing
         ]
         raise ReportError(problems, where="fourfold report")
+    settings, plan = read_description(path)
+    trace = path / "trace.json"
+    read_trace = decode_trace(trace.read_bytes(), where=str(trace)) if trace.is_file() else None
+    return make_record(path, settings, plan, read_log(path / "metrics.jsonl"), trace=read_trace)
+
+
+def read_description(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The settings and the plan of the run in a folder. Raises ReportError if they cannot be read, and OSError."""
     try:
         settings = from_json(read_bounded(path / "settings.json"), dict[str, Any])
         # The identity repeats the other settings.
         settings.pop("identity", None)
-        plan = read_toml(path / "plan.toml")
+        return settings, read_toml(path / "plan.toml")
     except DecodeError as error:
         problem = Problem(f"{path}: {error}", "the settings and the plan as they were written")
         raise ReportError(problem, where="fourfold report") from None
-    lines = _read_log(path / "metrics.jsonl")
+
+
+def make_record(
+    path: Path,
+    settings: Mapping[str, Any],
+    plan: Mapping[str, Any],
+    lines: Sequence[Mapping[str, Any]],
+    *,
+    trace: Trace | None = None,
+) -> RunRecord:
+    """The run in a folder, of which these are the settings, the plan and the lines of the log. Raises OSError."""
     steps = {line["step"]: line for line in lines if "step" in line and "loss" in line}
-    trace = path / "trace.json"
+    memory = next((line["memory"] for line in reversed(lines) if "memory" in line), None)
     return RunRecord(
         name=path.resolve().name,
         path=path,
@@ -151,11 +193,12 @@ def read_run(path: Path) -> RunRecord:
         steps=[steps[number] for number in sorted(steps)],
         evaluations=[(line["step"], line["valid"]) for line in lines if "step" in line and "valid" in line],
         finish_line=next((line for line in reversed(lines) if "finished" in line), None),
-        trace=decode_trace(trace.read_bytes(), where=str(trace)) if trace.is_file() else None,
+        trace=trace,
         faults=faults.read_faults(path),
         checkpoints=checkpoint_card.read_checkpoints(path, lines),
         resumed_steps=[line["resumed"] for line in lines if "resumed" in line],
         segments=segments_module.read_segments(lines),
+        memory=None if memory is None else msgspec.convert(memory, memory_card.MemoryRecord),
     )
 
 
@@ -169,19 +212,28 @@ def _missing_fields(fields: Mapping[str, Any]) -> list[str]:
     return [name for name in needed if name not in fields]
 
 
-def _read_log(path: Path) -> list[dict[str, Any]]:
+def read_line(line: bytes) -> dict[str, Any]:
+    """The fields of a line of a log. Raises DecodeError."""
+    fields = from_json(line, dict[str, Any])
+    try:
+        msgspec.convert(fields, LogLine)
+    except msgspec.ValidationError as error:
+        raise DecodeError(str(error)) from None
+    if missing := _missing_fields(fields):
+        raise DecodeError(f"no {', '.join(missing)}")
+    return fields
+
+
+def read_log(path: Path) -> list[dict[str, Any]]:
+    """The lines of a log. Raises ReportError for a line that is none, unless it is the last and unfinished."""
     raw = path.read_bytes().split(b"\n")
     found = []
     for number, line in enumerate(raw, 1):
         if not line:
             continue
         try:
-            fields = from_json(line, dict[str, Any])
-            msgspec.convert(fields, LogLine)
-            if missing := _missing_fields(fields):
-                raise DecodeError(f"no {', '.join(missing)}")
-            found.append(fields)
-        except (DecodeError, msgspec.ValidationError):
+            found.append(read_line(line))
+        except DecodeError:
             if number == len(raw):  # no end of line: the run was killed while it wrote
                 break
             raise ReportError(Problem(f"{path}, line {number}: {line[:40]!r}", "a line of a run's log")) from None

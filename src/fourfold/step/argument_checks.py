@@ -5,13 +5,14 @@ nor changed.
 """
 
 import dataclasses
-from collections.abc import Mapping
+import itertools
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from fourfold.parts.comm.communicator import Communicator
+from fourfold.parts.comm import init
 from fourfold.plan.plan import Plan
 from fourfold.step.optimizer_proxy import OptimizerProxy
 from fourfold.words import argument_checks
@@ -24,9 +25,9 @@ WRAPPER_PLAN_FIELDS = ("dp", "bucket_bytes", "unused", "batch_norm", "transport"
 def check_arguments(
     *, model: Any, loss: Any, optimizer: Any, plan: Any, clip: Any = None, seed: Any = 0, skip_nan: Any = 0
 ) -> None:
-    """Raise SettingError with every wrong argument of `parallelize`."""
+    """Raise SettingError with every wrong argument of `parallelize`, which moves a model from the CPU by itself."""
     problems = (
-        model_argument_problems(model)
+        (model_argument_problems(model) or device_problems(model, init.world().device, may_be_on_cpu=True))
         + loss_argument_problems(loss)
         + optimizer_argument_problems(optimizer)
         + plan_argument_problems(plan)
@@ -49,9 +50,10 @@ def optimizer_argument_problems(optimizer: Any) -> list[Problem]:
     return argument_checks.callable_problems("optimizer", optimizer, need=need, attempt=attempt)
 
 
-def check_wrapper_arguments(*, optimizer: Any, model: Any, plan: Any) -> None:
-    """Raise SettingError with every wrong argument of `DistributedOptimizer`."""
-    problems = model_argument_problems(model) + plan_argument_problems(plan)
+def check_wrapper_arguments(*, optimizer: Any, model: Any, plan: Any, device: torch.device) -> None:
+    """Raise SettingError with every wrong argument of `DistributedOptimizer`. `device`: that of this rank."""
+    problems = model_argument_problems(model) or device_problems(model, device, may_be_on_cpu=False)
+    problems += plan_argument_problems(plan)
     if not isinstance(optimizer, Optimizer):
         need = "a torch optimizer of the model's parameters"
         attempt = "ff.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=3e-4), model)"
@@ -73,21 +75,12 @@ def check_wrapper_plan(plan: Plan) -> None:
         raise PlanError(problems, where="the plan")
 
 
-def check_wrapper_parameters(
-    optimizer: Optimizer,
-    model: nn.Module,
-    trainable: Mapping[str, nn.Parameter],
-    communicator: Communicator,
-) -> None:
-    """Raise OptimizerError where the optimizer's parameters are not the model's, or are on another kind of device."""
+def check_wrapper_parameters(optimizer: Optimizer, model: nn.Module) -> None:
+    """Raise OptimizerError where the optimizer's parameters are not the model's."""
     foreign = {id(p) for group in optimizer.param_groups for p in group["params"]} - {id(p) for p in model.parameters()}
     if foreign:
         got = f"{len(foreign)} parameters that are not the model's"
         raise OptimizerError(Problem(got, "an optimizer of model.parameters()"))
-    devices, expected = {p.device.type for p in trainable.values()}, communicator.device.type
-    if devices != {expected}:
-        got = f"parameters on {', '.join(sorted(devices))}, ranks on {expected}"
-        raise OptimizerError(Problem(got, "one kind of device", f'model.to("{expected}") first'))
 
 
 def check_join_states(states: Any) -> None:
@@ -126,6 +119,25 @@ def model_argument_problems(model: Any) -> list[Problem]:
         return [Problem(got, "parameters with values", attempt)]
     attempt = "its result: model()" if callable(model) else ""
     return [Problem(argument_checks.format_argument("model", model), "a torch.nn.Module", attempt)]
+
+
+def device_problems(model: nn.Module, device: torch.device, *, may_be_on_cpu: bool) -> list[Problem]:
+    """Require a model on the device of this rank; or, if it is moved from there, on the CPU."""
+    allowed = {_place(device), *([("cpu", 0)] if may_be_on_cpu else [])}
+    tensors = itertools.chain(model.named_parameters(), model.named_buffers())
+    elsewhere = {name: tensor.device for name, tensor in tensors if _place(tensor.device) not in allowed}
+    if not elsewhere:
+        return []
+    first, places = next(iter(elsewhere)), " and ".join(sorted({str(place) for place in elsewhere.values()}))
+    got = f"a model with {len(elsewhere)} tensors on {places}, {first} the first of them"
+    attempt = "model.to(ff.world().device), before the optimizer is made"
+    if device.type == "cpu" and "cuda" in places:
+        attempt += ', or init_process_group("nccl") for GPUs'
+    return [Problem(got, f"{device}, the device of this rank", attempt)]
+
+
+def _place(device: torch.device) -> tuple[str, int]:
+    return device.type, device.index or 0
 
 
 def loss_argument_problems(loss: Any) -> list[Problem]:

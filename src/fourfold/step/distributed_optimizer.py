@@ -68,7 +68,8 @@ class DistributedOptimizer(OptimizerProxy):
         communicator: Communicator | None = None,
         drift_check: int = DRIFT_CHECK,
     ) -> None:
-        argument_checks.check_wrapper_arguments(optimizer=optimizer, model=model, plan=plan)
+        device = init.world().device if communicator is None else communicator.device
+        argument_checks.check_wrapper_arguments(optimizer=optimizer, model=model, plan=plan, device=device)
         if isinstance(optimizer, DistributedOptimizer):
             raise OptimizerError(Problem("a DistributedOptimizer, wrapped again", "the torch optimizer itself, once"))
         check_options(optimizer)
@@ -80,7 +81,7 @@ class DistributedOptimizer(OptimizerProxy):
         world = world.on_mesh(plan.mesh)
         self._data_ranks = world.along("dp", "sp")
         trainable = trainable_parameters(model)
-        argument_checks.check_wrapper_parameters(optimizer, model, trainable, world)
+        argument_checks.check_wrapper_parameters(optimizer, model)
         self._checks = make_checks(optimizer, model, plan, world, same_batches=same_batches, drift_check=drift_check)
         broadcast_model(self._data_ranks, model)
         self._is_sync_enabled, self._is_replaced = True, False

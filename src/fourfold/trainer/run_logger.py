@@ -86,6 +86,7 @@ class RunLogger:
         record |= {name: getattr(settings, name) for name in ("epochs", "drop_last") if getattr(settings, name)}
         record |= {} if rates is None else {"rates": rates}
         record |= {**(settings.extra_settings or {}), "transport": step.transport_name}
+        record |= {} if settings.task_arguments is None else {"task_arguments": settings.task_arguments}
         self._run_dir.write_plan_and_settings(
             plan, {"task": settings.run_prefix, **record}, config_text=settings.config_text
         )

@@ -191,6 +191,14 @@ class Settings:
     config_text: str | None = setting(
         None, type=str, is_optional=True, help="the text of config.toml in the run's folder", word=None
     )
+    task_arguments: Mapping[str, Any] | None = setting(
+        None,
+        type=Mapping,
+        is_optional=True,
+        check=_json_problems,
+        help="the arguments of the task's function with their defaults, for the report",
+        word=None,
+    )
     checkpoint_every: int = setting(
         100, type=int, minimum=0, help="steps between checkpoints; 0: none, not even of the last step"
     )
@@ -246,6 +254,7 @@ class TrainOptions(TypedDict, total=False):
     task_name: str | None
     extra_settings: Mapping[str, Any] | None
     config_text: str | None
+    task_arguments: Mapping[str, Any] | None
     checkpoint_every: int
     ema: float | None
     init: str | None

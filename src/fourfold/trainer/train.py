@@ -63,6 +63,7 @@ def train(
     run_prefix  see `folder`
     task_name, extra_settings   go into settings.json, and are part of what makes it the same run
     config_text  goes into config.toml: a settings file for `fourfold train`
+    task_arguments   go into settings.json for the report
     ema         decay of an average of the weights, which is evaluated, sampled from and saved
     init        a plain safetensors file of weights to begin with
     skip_nan    so many steps in a row may be skipped because the loss, or the norm where `clip` measures one, is not

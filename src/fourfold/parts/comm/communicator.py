@@ -169,6 +169,10 @@ class Communicator:
         rows = self._all_gather(padded)
         return [json.loads(bytes(row[: int(n)].tolist())) for row, n in zip(rows, lengths, strict=True)]
 
+    def barrier(self) -> None:
+        """Return once all ranks have called this. Collective."""
+        self.all_gather_json(None)
+
     def _all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         rows = [torch.empty_like(tensor) for _ in range(self.size)]
         with self.report_dead_peers():

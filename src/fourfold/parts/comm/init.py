@@ -1,11 +1,13 @@
 """Init: how this process joins the ranks of its job and learns its rank.
 
+device  what this rank trains on: the GPU with its local rank, or the CPU
 Law: a process group that exists is used, and Fourfold never destroys it; else the launcher's environment says what to
 join; else the process is alone.
 """
 
 import contextlib
 import os
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -15,6 +17,24 @@ from fourfold.environment.world import World, from_environment
 from fourfold.parts.comm import process_group_lifecycle, rendezvous_store
 from fourfold.parts.comm.communicator import Communicator
 from fourfold.words.errors import LaunchError, Problem
+
+
+@dataclass(frozen=True)
+class ProcessWorld(World):
+    """This process among those of its job, with its device, and a barrier."""
+
+    @property
+    def device(self) -> torch.device:
+        """What this rank trains on: `cuda:LOCAL_RANK` where there are GPUs, else the CPU.
+
+        Where the process group is one of gloo, it is the CPU. Raises LaunchError if the host has too few GPUs.
+        """
+        return _select_device(self.local_rank)
+
+    def barrier(self) -> None:
+        """Return once every rank has called this. Collective; joins the ranks of the job if nothing has done so yet."""
+        if self.size > 1:
+            init_communicator().barrier()
 
 
 def init_communicator() -> Communicator:
@@ -59,14 +79,15 @@ def existing_world() -> World | None:
     return _world_of_group() if dist.is_available() and dist.is_initialized() else None
 
 
-def world() -> World:
-    """This process's `rank`, `size`, `local_rank` and `local_size`. Makes no process group.
+def world() -> ProcessWorld:
+    """This process's `rank`, `size`, `local_rank`, `local_size`, `is_main` and `device`. Makes no process group.
 
     Taken from the process group if one exists, else from the environment of torchrun, `fourfold run`, mpirun, srun or
     Kubernetes; without any of them, one process alone. Raises LaunchError if a launcher's variables contradict each
     other.
     """
-    return existing_world() or from_environment() or World()
+    found = existing_world() or from_environment() or World()
+    return ProcessWorld(found.rank, found.size, found.local_rank, found.local_size)
 
 
 def _world_of_group() -> World:

@@ -1,0 +1,116 @@
+"""Forking: the launcher imports torch once, and the checks and the ranks are copies of it.
+
+Law: the launcher itself runs nothing of the user's and starts no thread, so that its copies begin like new processes.
+What a task does to its process (threads, a GPU's driver, open files) ends with the copy that checks it.
+"""
+
+import importlib
+import json
+import os
+import select
+import signal
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fourfold.cli import sigint
+from fourfold.environment.imports import collection_paused
+from fourfold.environment.processes import end_with_parent
+from fourfold.environment.standard_streams import flush_streams, print_stderr
+from fourfold.launch.process_defaults import launch_variables, may_have_gpus
+
+if TYPE_CHECKING:
+    from fourfold.launch.forked_process import ForkedProcess
+
+IMPORTED_ONCE = ("fourfold.trainer.train", "fourfold.report.progress", "fourfold.cli.job", "fourfold.launch.worker")
+MODULE, SCRIPT = Path(__file__).parent.parent / "__main__.py", "fourfold"  # `python -m fourfold`, and what pip installs
+POLL_SECONDS = 0.05
+
+
+def can_fork() -> bool:
+    """Whether this process may become a launcher that forks its ranks.
+
+    Not with a GPU (its driver does not survive a fork), not where another program calls the command line (which may
+    have threads, and torch with other settings), and not where forks are not safe (macOS) or do not exist.
+    """
+    script = Path(sys.argv[0])
+    is_command = script == MODULE or script.name == SCRIPT
+    has_only_this_thread = threading.active_count() == 1
+    return is_command and has_only_this_thread and "torch" not in sys.modules and not may_have_gpus()
+
+
+def set_launch_variables(num_processes: int) -> None:
+    """Give this process the variables that its ranks begin with; torch reads some of them when it is imported.
+
+    glibc reads its own only when a program begins. If they are not set yet, this process starts the same command again
+    in its own place, and does not return.
+    """
+    wanted = launch_variables(num_processes)
+    missing = {name: value for name, value in wanted.items() if os.environ.get(name) != value}
+    os.environ.update(missing)
+    if any(name.startswith("GLIBC_") for name in missing):
+        sigint.raise_pending()
+        flush_streams()
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+
+def import_once() -> None:
+    """Import what the ranks need, so that their copies have it."""
+    with collection_paused():
+        for module in IMPORTED_ONCE:
+            importlib.import_module(module)
+
+
+def run_in_copy(check: Callable[[], Mapping[str, Any]]) -> dict[str, Any] | int:
+    """The result of `check`, called in a copy of this process; the exit code if it fails, which it has then reported.
+
+    The result is a mapping that JSON can write.
+    """
+    from fourfold.launch.forked_process import fork
+
+    reader, writer = os.pipe()
+    launcher = os.getpid()
+    copy = fork(lambda: _check(check, writer, launcher), keep=(writer,))
+    os.close(writer)
+    try:
+        line = _read_line(reader, copy)
+        code = copy.wait()
+    finally:
+        os.close(reader)
+        copy.kill()
+    if code < 0:
+        print_stderr(f"fourfold: the process that checked the task was killed by {signal.Signals(-code).name}")
+        return 1
+    return code if line is None else json.loads(line)
+
+
+def _read_line(pipe: int, writer: "ForkedProcess") -> bytes | None:
+    """The line that a process writes; None if it ends without. What it has started may keep the pipe open."""
+    content = b""
+    while not content.endswith(b"\n"):
+        has_ended = writer.poll() is not None
+        if select.select([pipe], [], [], 0.0 if has_ended else POLL_SECONDS)[0]:
+            more = os.read(pipe, 65536)
+            content += more
+            has_ended = not more
+        if has_ended:
+            return None
+    return content
+
+
+def _check(check: Callable[[], Mapping[str, Any]], writer: int, launcher: int) -> None:
+    from fourfold.cli.errors import report_error
+    from fourfold.launch.worker import exit_fast
+
+    end_with_parent(launcher)
+    # Ctrl-C reaches the launcher too, which ends this process and reports it.
+    signal.signal(signal.SIGINT, lambda *_: None)
+    try:
+        result = check()
+    except BaseException as error:  # a task may raise any, such as pytest's Skipped
+        exit_fast(report_error(error))
+    with open(writer, "wb") as pipe:
+        pipe.write(json.dumps(result).encode() + b"\n")
+    exit_fast(0)

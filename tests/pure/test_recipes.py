@@ -1,0 +1,43 @@
+"""Recipes: their names stand wherever a plan file does."""
+
+import sys
+
+import pytest
+
+from fourfold.cli import main
+from fourfold.plan.plan import Plan
+from fourfold.plan.recipes import recipe_names, recipe_summary, recipe_text
+from fourfold.words.errors import PlanError
+
+
+def test_a_recipe_is_the_plan_in_its_file_with_fields_of_ones_own():
+    for name in recipe_names():
+        assert Plan.recipe(name) == Plan.from_toml(recipe_text(name))
+    assert Plan.recipe("zero3", dp=4) == Plan(dp=4, zero=3, microbatches=2)
+    with pytest.raises(PlanError, match=r"recipe:zero3\n.*dpp = 4 .*a field of the plan"):
+        Plan.recipe("zero3", dpp=4)
+
+
+def test_an_unknown_recipe_names_the_closest():
+    for name in ("zer3", "../plan", "", "zero3.toml"):
+        with pytest.raises(PlanError, match=f"recipe:{name} .*one of dct, ddp") as raised:
+            Plan.recipe(name)
+        assert name != "zer3" or "try recipe:zero3" in str(raised.value)
+
+
+def test_show_lists_the_recipes_and_prints_one(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    with pytest.raises(SystemExit, match=r"^0$"):
+        main(["show", "recipe:"])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == [f"recipe:{name}" for name in recipe_names()]
+    assert all(line.endswith(recipe_summary(line.split()[0].removeprefix("recipe:"))) for line in lines)
+    assert all(map(recipe_summary, recipe_names()))
+    with pytest.raises(SystemExit, match=r"^0$"):
+        main(["show", "digits", "recipe:zero3", "dp=4"])
+    out = capsys.readouterr().out
+    assert "= 4 ranks\n" in out
+    assert "zero = 3" in out
+    with pytest.raises(SystemExit, match=r"^2$"):
+        main(["show", "digits", "recipe:zeros"])
+    assert "try recipe:zero" in capsys.readouterr().err

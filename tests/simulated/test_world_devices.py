@@ -1,0 +1,92 @@
+"""Laws of devices: each rank has the GPU of its local rank; a model on another one is refused. The GPUs are fake."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import fourfold as ff
+from fourfold.parts.comm import init
+from fourfold.step.argument_checks import device_problems
+from fourfold.words.errors import LaunchError, SettingError
+
+VARIABLES = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
+
+
+@pytest.fixture
+def _two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 5 of 8, the second of its host, which has two GPUs."""
+    for name, value in VARIABLES.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(init, "init_communicator", lambda: pytest.fail("the ranks have met"))
+
+
+def model_on(weight: str, bias: str, *, buffer: str = "") -> nn.Linear:
+    """A model with tensors on GPUs that this machine does not have: fake ones, without values."""
+    model = nn.Linear(2, 2, device="meta")
+    with FakeTensorMode():
+        model.weight, model.bias = (nn.Parameter(torch.empty(2, device=device)) for device in (weight, bias))
+        if buffer:
+            model.register_buffer("seen", torch.empty(2, device=buffer))
+    return model
+
+
+@pytest.mark.usefixtures("_two_gpus")
+def test_a_ranks_device_is_the_gpu_of_its_local_rank(monkeypatch):
+    assert ff.world().device == torch.device("cuda", 1)
+    assert not ff.world().is_main
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with pytest.raises(LaunchError, match="local rank 2 on a host with 2 GPUs"):
+        _ = ff.world().device
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert ff.world().is_main
+
+
+def test_one_process_without_gpus_is_the_main_one_and_waits_for_nobody(monkeypatch):
+    monkeypatch.setattr(init, "init_communicator", lambda: pytest.fail("one process has nobody to meet"))
+    assert (ff.world().is_main, ff.world().device) == (True, torch.device("cpu"))
+    ff.world().barrier()
+
+
+WRONG: dict[str, tuple[Any, str]] = {
+    "another rank's": (("cuda:0", "cuda:0"), r"2 tensors on cuda:0, weight the first.*need cuda:1.*ff\.world"),
+    "two": (("cuda:1", "cuda:0"), "1 tensors on cuda:0, bias the first"),
+    "a buffer": (("cuda:1", "cuda:1", "cuda:0"), "1 tensors on cuda:0, seen the first"),
+    "none of CUDA": (("xpu:1", "cuda:0"), "2 tensors on cuda:0 and xpu:1"),
+}
+
+
+@pytest.mark.usefixtures("_two_gpus")
+@pytest.mark.parametrize("case", WRONG)
+def test_a_model_on_a_gpu_that_is_not_the_ranks_is_refused(case):
+    (weight, bias, *buffer), message = WRONG[case]
+    model = model_on(weight, bias, buffer=buffer[0] if buffer else "")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with pytest.raises(SettingError, match=message):
+        ff.parallelize(model, None, optimizer)
+    with pytest.raises(SettingError, match=message):
+        ff.DistributedOptimizer(optimizer, model)
+
+
+@pytest.mark.usefixtures("_two_gpus")
+def test_a_model_on_the_cpu_is_moved_by_parallelize_and_refused_by_the_wrapper():
+    cpu = nn.Linear(2, 2)
+    assert device_problems(cpu, torch.device("cuda", 1), may_be_on_cpu=True) == []
+    with pytest.raises(SettingError, match=r"2 tensors on cpu.*try model\.to\(ff\.world\(\)\.device\)"):
+        ff.DistributedOptimizer(torch.optim.SGD(cpu.parameters(), lr=1.0), cpu)
+
+
+def test_a_model_on_its_ranks_device_is_accepted():
+    gpu = model_on("cuda:1", "cuda:1", buffer="cuda:1")
+    assert device_problems(gpu, torch.device("cuda", 1), may_be_on_cpu=False) == []
+    assert device_problems(nn.Linear(2, 2), torch.device("cpu"), may_be_on_cpu=False) == []
+
+
+def test_ranks_that_meet_over_gloo_train_on_the_cpu_and_say_how_to_use_gpus():
+    (problem,) = device_problems(model_on("cuda:0", "cuda:0"), torch.device("cpu"), may_be_on_cpu=True)
+    assert 'init_process_group("nccl")' in problem.attempt

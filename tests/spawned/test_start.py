@@ -1,0 +1,148 @@
+"""How a rank starts: forked from the launcher, it sees what a new process would see, and nothing of the checks."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fourfold.environment.malloc import NO_TCACHE, TUNABLES_VARIABLE
+from fourfold.environment.world import num_cores
+from fourfold.launch.process_defaults import THREAD_VARIABLES, may_have_gpus
+from tests.spawned import SOURCE
+
+pytestmark = pytest.mark.skipif(may_have_gpus(), reason="ranks that use a GPU are not forked")
+
+TASK = """
+import json, logging, os, random, signal, sys, threading
+from pathlib import Path
+import numpy, torch
+import fourfold as ff
+
+CHECKED_BY = Path("checked-by")
+if "RANK" not in os.environ:
+    CHECKED_BY.write_text(str(os.getpid()))
+    threading.Thread(target=threading.Event().wait, daemon=True).start()  # it may hold any lock at a fork
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    os.environ["LEFT_BEHIND"] = "1"
+
+
+class Source:
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        return torch.full((4,), 0.01 * index), torch.tensor([0.0])
+
+
+def loss(outputs, targets):
+    rank = os.environ.get("RANK", "alone")
+    found = {
+        "pid": os.getpid(), "parent": os.getppid(), "leader": os.getpgid(0) == os.getsid(0) == os.getpid(),
+        "threads": torch.get_num_threads(), "python_threads": len(threading.enumerate()),
+        "name": Path("/proc/self/comm").read_text().strip(), "path": sys.path[0], "argv": sys.argv[1:],
+        "main": sys.modules["__main__"].__spec__.name, "sigterm_ignored": signal.getsignal(15) == signal.SIG_IGN,
+        "left_behind": "LEFT_BEHIND" in os.environ, "logs": logging.root.manager.disable, "random": random.random(),
+        "numpy": float(numpy.random.rand()), "variables": {name: os.environ.get(name) for name in VARIABLES},
+    }
+    Path(f"rank-{rank}").exists() or Path(f"rank-{rank}").write_text(json.dumps(found))
+    return ((outputs - targets) ** 2).sum(), len(targets)
+
+
+VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "GLIBC_TUNABLES", "WORLD_SIZE", "LOCAL_RANK")
+task = ff.Task(
+    model=lambda: torch.nn.Linear(4, 1),
+    loss=loss,
+    data=lambda: ff.Data(train=Source()),
+    optimizer=lambda params: torch.optim.SGD(params, lr=0.01),
+    steps=2,
+    batch_size=8,
+)
+"""
+Command = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture
+def command(tmp_path: Path) -> Command:
+    (tmp_path / "script.py").write_text(TASK)
+    foreign = ("RANK", "WORLD_SIZE", *THREAD_VARIABLES, TUNABLES_VARIABLE)
+    environ = {name: value for name, value in os.environ.items() if name not in foreign}
+    environ["PYTHONPATH"] = str(SOURCE)
+
+    def start(*words: str) -> subprocess.Popen[str]:
+        pipe = subprocess.PIPE
+        argv = [sys.executable, "-m", "fourfold", *words]
+        return subprocess.Popen(argv, cwd=tmp_path, env=environ, stdout=pipe, stderr=pipe, text=True)
+
+    return start
+
+
+def test_a_forked_rank_begins_like_a_new_process(command: Command, tmp_path: Path) -> None:
+    job = command("train", "script.py", "name=first", "-n", "2")
+    out, err = job.communicate(timeout=300)
+    assert job.returncode == 0, err
+    assert out.startswith("starting 2 processes\n")
+    ranks = [json.loads((tmp_path / f"rank-{rank}").read_text()) for rank in range(2)]
+    checked_by, threads = int((tmp_path / "checked-by").read_text()), max(1, num_cores() // 2)
+    assert checked_by not in {job.pid, ranks[0]["pid"], ranks[1]["pid"]}  # nothing of the user's ran in the launcher
+    for number, rank in enumerate(ranks):
+        assert rank["parent"] == job.pid  # the launcher has imported torch, and forked it
+        assert rank["leader"]
+        assert rank["name"] == f"fourfold-{number}"
+        assert rank["threads"] == threads
+        assert rank["path"] == str(tmp_path)
+        assert rank["argv"] == ["script.py", "name=first"]
+        assert rank["main"] == "fourfold.cli.rank_main"
+        assert not rank["sigterm_ignored"]
+        assert not rank["left_behind"]
+        assert rank["logs"] == 0
+        assert rank["variables"] == {
+            **dict.fromkeys(THREAD_VARIABLES, str(threads)),
+            TUNABLES_VARIABLE: NO_TCACHE,
+            "WORLD_SIZE": "2",
+            "LOCAL_RANK": str(number),
+        }
+    assert ranks[0]["random"] != ranks[1]["random"]  # nobody has set a seed
+    assert ranks[0]["numpy"] != ranks[1]["numpy"]
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "text"),
+    [
+        ("os._exit(7)", 7, ""),
+        ("os.kill(os.getpid(), 11)", 1, "the process that checked the task was killed by SIGSEGV"),
+        ("raise OSError('the disk of the task')", 2, "OSError: the disk of the task"),
+    ],
+)
+def test_a_check_that_fails_is_reported_once_and_starts_no_rank(
+    command: Command, tmp_path: Path, line: str, code: int, text: str
+) -> None:
+    script = TASK.replace('if "RANK" not in os.environ:\n', f'if "RANK" not in os.environ:\n    {line}\n')
+    (tmp_path / "script.py").write_text(script)
+    job = command("train", "script.py", "name=first", "-n", "2")
+    _, err = job.communicate(timeout=300)
+    assert job.returncode == code, err
+    assert err.count(text) == 1 or (not text and not err)
+    assert not (tmp_path / "rank-0").exists()
+
+
+def test_ctrl_c_during_the_checks_ends_them_and_prints_one_line(command: Command, tmp_path: Path) -> None:
+    script = TASK.replace(
+        "class Source", 'if "RANK" not in os.environ:\n    threading.Event().wait()\n\n\nclass Source'
+    )
+    (tmp_path / "script.py").write_text(script)
+    job = command("train", "script.py", "name=first", "-n", "2")
+    deadline, checked_by = time.monotonic() + 300, tmp_path / "checked-by"
+    while not checked_by.exists() or not checked_by.read_text():
+        assert time.monotonic() < deadline
+        assert job.poll() is None
+        time.sleep(0.01)
+    job.send_signal(2)
+    _, err = job.communicate(timeout=60)
+    assert job.returncode == 130
+    assert err == "fourfold: stopped by SIGINT\n"
+    assert not Path(f"/proc/{checked_by.read_text()}").exists()
