@@ -78,7 +78,7 @@ def is_same(one: Job, other: Job) -> bool:
     tasks = [(job.task.steps, job.task.batch_size, job.task.clip, job.task.tuned_for) for job in (one, other)]
     launch = [(job.restarts, job.hang_seconds) for job in (one, other)]
     defaults = {"evaluate_every": None, "init": None, "ema": None, "seed": 0, "trace_every": 100}
-    defaults |= {"checkpoint_every": 100, "skip_nan": 0, "drift_check": 1000}
+    defaults |= {"checkpoint_every": 100, "skip_nan": 0, "drift_check": 1000, "drop_last": None}
     return (
         one.identity == other.identity
         and repr(one.identity) == repr(other.identity)  # 1 and 1.0 are different texts in a name's hash
