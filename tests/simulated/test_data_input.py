@@ -499,3 +499,10 @@ def test_getitems_is_used_only_where_samples_draw_nothing():
     seen = []
     fetch(Many(), [3, 1], before_sample=seen.append)
     assert seen == [3, 1]
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_the_state_with_the_last_batch_of_an_epoch_is_the_beginning_of_the_next_one(drop_last):
+    feed = ff.Feed(Pairs(10), batch_size=4, drop_last=drop_last)
+    states = [feed.state[1:3] for _ in feed]
+    assert states == ([(0, 4), (1, 0)] if drop_last else [(0, 4), (0, 8), (1, 0)])
