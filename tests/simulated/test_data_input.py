@@ -325,6 +325,7 @@ def test_a_stream_resumes_in_the_middle_of_an_epoch_and_draws_the_same_numbers()
     expected = all_batches(ff.Feed(RandomStream(), batch_size=4, seed=3), epochs=2)
     assert expected[0][0] != expected[6][0]  # of the next epoch
     first, second = ff.Feed(RandomStream(), batch_size=4, seed=3), ff.Feed(RandomStream(), batch_size=4)
+    torch.manual_seed(5)
     state = torch.get_rng_state()
     begun = [(inputs.tolist(), targets.tolist()) for inputs, targets in itertools.islice(first, 8)]
     begun += [(inputs.tolist(), targets.tolist()) for inputs, targets in itertools.islice(first, 2)]
@@ -498,3 +499,10 @@ def test_getitems_is_used_only_where_samples_draw_nothing():
     seen = []
     fetch(Many(), [3, 1], before_sample=seen.append)
     assert seen == [3, 1]
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_the_state_with_the_last_batch_of_an_epoch_is_the_beginning_of_the_next_one(drop_last):
+    feed = ff.Feed(Pairs(10), batch_size=4, drop_last=drop_last)
+    states = [feed.state[1:3] for _ in feed]
+    assert states == ([(0, 4), (1, 0)] if drop_last else [(0, 4), (0, 8), (1, 0)])

@@ -22,7 +22,6 @@ from fourfold.plan.plan_fields import FIELDS
 from fourfold.plan.recipes import RECIPE_PREFIX, recipe_text
 from fourfold.trainer.lr_factors import tuned_batch_size
 from fourfold.trainer.run_identity import check_run_name, default_run_name, run_identity
-from fourfold.trainer.run_length import RunSettings, check_steps, with_sizes
 from fourfold.trainer.settings import LR_PREFIX, TASK_FIELDS, make_settings, run_length
 from fourfold.words.errors import FourfoldError, PlanError, Problem, SettingError, os_error_text
 from fourfold.words.run_files import RUNS_DIR
@@ -30,6 +29,8 @@ from fourfold.words.task import Task, length_problems
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from fourfold.trainer.run_length import RunSettings
 
 SETTINGS_WITHOUT_RUN = (*TASK_FIELDS, "seed")  # of a settings file, for commands that write no run
 
@@ -188,6 +189,7 @@ def prepare_job(words: Sequence[str], *, num_processes: int | None = None, has_r
     has_run_dir: False for a command that writes no run, such as `verify`.
     """
     from fourfold.step.parallelize import preflight
+    from fourfold.trainer.run_length import check_steps, with_sizes
 
     job = parse_job(words, num_processes=num_processes, has_run_dir=has_run_dir)
     errors = ErrorCollector()
@@ -221,7 +223,7 @@ def prepare_job(words: Sequence[str], *, num_processes: int | None = None, has_r
     return job
 
 
-def _check_scheduler(job: Job, model: "nn.Module", sized: RunSettings, *, has_valid: bool) -> None:
+def _check_scheduler(job: Job, model: "nn.Module", sized: "RunSettings", *, has_valid: bool) -> None:
     """Make the task's scheduler once, over the model without memory. Raises TaskError or SettingError."""
     from fourfold.parts.optim.user_optimizer import build_optimizer
     from fourfold.trainer.task_scheduler import check_evaluations, make_scheduler

@@ -4,17 +4,17 @@ Law: each check raises a FourfoldError that names the setting; none of them chan
 """
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fourfold.cli.errors import is_file, nearest_file
 from fourfold.environment.world import from_environment
-from fourfold.feed.data_input import DataInput
-from fourfold.feed.source import fetch
-from fourfold.feed.stream import Stream
 from fourfold.plan.plan import Plan
-from fourfold.trainer.run_length import RunSettings
 from fourfold.words.errors import Problem, SettingError
 from fourfold.words.task import Task
+
+if TYPE_CHECKING:
+    from fourfold.feed.data_input import DataInput
+    from fourfold.trainer.run_length import RunSettings
 
 
 def check_batch_size(batch_size: int | None, plan: Plan) -> None:
@@ -30,15 +30,19 @@ def check_batch_size(batch_size: int | None, plan: Plan) -> None:
     raise SettingError(Problem(got, need, fitting), where="the settings")
 
 
-def check_tokens(data: DataInput, plan: Plan) -> None:
+def check_tokens(data: "DataInput", plan: Plan) -> None:
     """Raises TaskError where sp > 1 and the samples have no sequence of tokens to split. Streams are not read here."""
-    if plan.sp > 1 and not isinstance(data.source, Stream):
-        from fourfold.step.sequence.token_shards import sequence_length
+    if plan.sp == 1:
+        return
+    from fourfold.feed.source import fetch
+    from fourfold.feed.stream import Stream
+    from fourfold.step.sequence.token_shards import sequence_length
 
+    if not isinstance(data.source, Stream):
         sequence_length(fetch(data.source, [0]))
 
 
-def check_fits_memory(task: Task, plan: Plan, data: DataInput, meta_model: Any, settings: RunSettings) -> None:
+def check_fits_memory(task: Task, plan: Plan, data: "DataInput", meta_model: Any, settings: "RunSettings") -> None:
     """Raises SettingError where the run cannot fit into the memory of this host."""
     from fourfold.step.memory_bound import check_memory
 

@@ -53,7 +53,8 @@ def format_result(prepared: job.Job, result: "VerifyResult") -> list[str]:
 
     mesh = prepared.plan.mesh
     axes = " × ".join(f"{axis} {mesh.axis_size(axis)}" for axis in ("pp", "dp", "sp", "tp") if mesh.axis_size(axis) > 1)
-    steps = f"{len(result.loss_deviations)} step{'s' if len(result.loss_deviations) > 1 else ''}"
+    num_steps = prepared.task.steps or len(result.loss_deviations)
+    steps = f"{num_steps} step{'s' if num_steps > 1 else ''}"
     lines = [f"{prepared.task_name} on {axes or 'one rank'}, compared with one device: {steps} in float64", ""]
     names = sorted(
         result.weight_deviations, key=lambda name: -max(result.weight_deviations[name], result.grad_deviations[name])
