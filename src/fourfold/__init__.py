@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from fourfold import optim
     from fourfold.feed.dataloader import shard
     from fourfold.feed.feed import Feed
+    from fourfold.launch.notebook import launch
     from fourfold.parts.comm.init import world
     from fourfold.plan.lr_schedule import LRSchedule
     from fourfold.plan.plan import Plan
@@ -35,6 +36,7 @@ __all__ = [
     "PlanError",
     "Task",
     "TrainStep",
+    "launch",
     "optim",
     "parallelize",
     "shard",
@@ -53,6 +55,7 @@ _MODULE_OF = {
     "LRSchedule": "plan.lr_schedule",
     "Task": "words.task",
     "TrainStep": "step.train_step",
+    "launch": "launch.notebook",
     "parallelize": "step.parallelize",
     "shard": "feed.dataloader",
     "train": "trainer.train",

@@ -166,7 +166,15 @@ def test_every_form_of_storing_an_attribute_is_counted():
 
 # Names with an underscore that are public by their documentation, and those of the standard library.
 PUBLIC = {"_replace", "_asdict", "_fields", "_make", "_exit"}
-STANDARD_LIBRARY = {"_getframe", "_current_frames", "_run_exitfuncs", "_shutdown", "_lru_cache_wrapper", "_thread"}
+STANDARD_LIBRARY = {
+    "_getframe",
+    "_current_frames",
+    "_run_exitfuncs",
+    "_clear",
+    "_shutdown",
+    "_lru_cache_wrapper",
+    "_thread",
+}
 # Private names of nn.Module that classes of Fourfold use for their own attributes.
 AMBIGUOUS = {"_parameters", "_buffers", "_modules"}
 # The files that may name private names of other packages, and the tests that fail when a release drops one.

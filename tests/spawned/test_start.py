@@ -146,3 +146,39 @@ def test_ctrl_c_during_the_checks_ends_them_and_prints_one_line(command: Command
     assert job.returncode == 130
     assert err == "fourfold: stopped by SIGINT\n"
     assert not Path(f"/proc/{checked_by.read_text()}").exists()
+
+
+FORKS = """
+import numpy.random, random, signal, sys, tempfile
+from fourfold.launch.forked_process import fork
+
+file, number = tempfile.TemporaryFile(), numpy.random.rand()
+signal.signal(signal.SIGTERM, lambda *_: print("the parent's handler", flush=True))
+print("once")  # in the buffer
+
+
+def child():
+    try:
+        file.fileno(), open(f"/proc/self/fd/{file.fileno()}")
+    except OSError:
+        print(numpy.random.rand(), random.random(), signal.getsignal(signal.SIGTERM) == signal.SIG_DFL)
+        sys.exit(5)
+
+
+children = [fork(child) for _ in range(2)]
+assert [each.wait() for each in children] == [5, 5] and [each.poll() for each in children] == [5, 5]
+killed = fork(lambda: signal.pause())
+killed.kill()
+assert killed.returncode == -signal.SIGKILL
+"""
+
+
+def test_a_fork_has_its_own_random_numbers_handlers_and_descriptors() -> None:
+    environ = {**os.environ, "PYTHONPATH": str(SOURCE)}
+    done = subprocess.run([sys.executable, "-c", FORKS], env=environ, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    first, *lines = done.stdout.splitlines()
+    one, two = (line.split() for line in lines)
+    assert first == "once"
+    assert one[2] == two[2] == "True"
+    assert len({*one[:2], *two[:2]}) == 4

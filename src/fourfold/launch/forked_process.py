@@ -118,9 +118,9 @@ def _close_descriptors(keep: Collection[int]) -> None:
 
 def _reseed() -> None:
     """A new process draws other numbers than the next one, where nobody has set a seed. `random` does so by itself."""
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        numpy.random.seed()
+    numpy_random = sys.modules.get("numpy.random")  # numpy imports it when it is first used
+    if numpy_random is not None:
+        numpy_random.seed()
 
 
 def _end(code: int) -> NoReturn:

@@ -1,0 +1,231 @@
+"""Launch from a notebook: `ff.launch(function, n=2)` runs a function on ranks that are forks of this process.
+
+rank    it has all that the notebook has defined, in one thread, and meets the others in a private file
+output  of rank 0; it is written where this process writes
+Law: when `launch` returns or raises, none of its ranks is left. What a rank returns travels as JSON: nothing is
+unpickled.
+"""
+
+import atexit
+import gc
+import json
+import os
+import select
+import signal
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from fourfold.environment.processes import end_with_parent, set_process_name
+from fourfold.environment.rendezvous import STORE_VARIABLE
+from fourfold.environment.world import from_environment
+from fourfold.launch import env_store, failure_report
+from fourfold.launch.forked_process import ForkedProcess, fork
+from fourfold.launch.local_rendezvous import AgentRendezvous
+from fourfold.launch.process_defaults import THREAD_VARIABLES, loopback_variables
+from fourfold.words.errors import FourfoldError, LaunchError, Problem, TaskError
+
+STDIN, STDOUT, STDERR = 0, 1, 2
+POLL_SECONDS = 0.05
+GRACE_SECONDS = 1.0  # for other ranks to say why they end, after one has failed
+WHERE = "ff.launch"
+
+
+class RankError(FourfoldError):
+    """A rank of `ff.launch` failed. The message has the rank and the traceback of its error."""
+
+    exit_code = 1
+
+
+def launch(function: Callable[..., Any], *args: Any, n: int = 2, **kwargs: Any) -> Any:
+    """Run `function(*args, **kwargs)` on `n` ranks, which are forks of this process; returns what rank 0 returns.
+
+    function  calls `ff.parallelize`, `ff.train` or `torch.distributed` as a script under `fourfold run` does. It sees
+              everything that this process has defined, and changes nothing here. Each rank computes in one thread
+    n         the number of ranks, on CPUs
+    The result is what JSON can hold: numbers, texts, lists, dicts, None. Save anything else to a file.
+
+    What rank 0 prints is printed here. An interrupt (Ctrl-C, "interrupt kernel") ends the ranks. Raises RankError, with
+    the traceback of the rank that failed first; LaunchError where this process cannot fork ranks: after CUDA has
+    started, inside a rank, with a process group, or on another system than Linux; TaskError if the result of rank 0 is
+    not JSON.
+    """
+    _check(n)
+    with tempfile.TemporaryDirectory(prefix="fourfold-") as name:
+        folder, rendezvous = Path(name), AgentRendezvous(run_id=uuid.uuid4().hex)
+        world = _world_variables(folder, rendezvous, n)
+        reader, writer = os.pipe()
+        ranks: list[ForkedProcess] = []
+        launcher = os.getpid()
+        try:
+            for rank in range(n):
+                variables = {**world, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+
+                def main(rank: int = rank, variables: Mapping[str, str] = variables) -> None:
+                    end_with_parent(launcher)
+                    _run_rank(lambda: function(*args, **kwargs), folder, rank, variables, writer)
+
+                ranks.append(fork(main, keep=(writer,), new_session=True))
+            os.close(writer)
+            codes = _wait(ranks, reader)
+        finally:
+            _kill(ranks)
+            os.close(reader)
+            rendezvous.shutdown()
+        return _result(folder, codes)
+
+
+def _check(n: int) -> None:
+    """Raises LaunchError with every reason why this process cannot fork `n` ranks."""
+    import torch
+    import torch.distributed as dist
+
+    script = "fourfold run -n N script.py"
+    problems = []
+    if type(n) is not int or n < 1:
+        problems.append(Problem(f"n = {n!r}", "a number of ranks, at least 1", "n=2"))
+    if sys.platform != "linux":
+        problems.append(Problem(f"the system {sys.platform}", "Linux: ranks are forks of this process", script))
+    if from_environment() is not None:
+        problems.append(Problem("a rank", "a process that no launcher has started", "the function itself"))
+    if torch.cuda.is_initialized():
+        got = "CUDA has started in this process"
+        problems.append(Problem(got, "no use of CUDA before: it does not survive a fork", f"a new kernel, or {script}"))
+    if dist.is_available() and dist.is_initialized():
+        got = "a process group in this process"
+        problems.append(Problem(got, "none: ranks make their own", "torch.distributed.destroy_process_group()"))
+    if problems:
+        raise LaunchError(problems, where=WHERE)
+
+
+def _world_variables(folder: Path, rendezvous: AgentRendezvous, n: int) -> dict[str, str]:
+    store = rendezvous.next_rendezvous().bootstrap_store_info
+    assert store is not None
+    run_id = rendezvous.get_run_id()
+    return {
+        "WORLD_SIZE": str(n),
+        "LOCAL_WORLD_SIZE": str(n),
+        "MASTER_ADDR": store.master_addr,
+        "MASTER_PORT": str(store.master_port),
+        "TORCHELASTIC_RUN_ID": run_id,
+        STORE_VARIABLE: str(folder / f"store-{run_id}"),
+        **dict.fromkeys(THREAD_VARIABLES, "1"),
+        **loopback_variables(),
+    }
+
+
+# ---- in a rank
+
+
+def _run_rank(function: Callable[[], Any], folder: Path, rank: int, variables: Mapping[str, str], output: int) -> None:
+    """Run the function and leave its result, or the record of its error, in the folder."""
+    import torch
+
+    gc.freeze()  # what the notebook has left to collect is not for a rank to destroy
+    atexit._clear()  # the notebook's own, which end its connections
+    os.environ.update(variables)
+    torch.set_num_threads(1)  # the threads of a pool that the notebook has used are not in the fork
+    set_process_name(f"fourfold-{rank}")
+    _redirect_streams(output if rank == 0 else os.open(os.devnull, os.O_WRONLY))
+    env_store.install()
+    atexit.register(_destroy_groups)
+    try:
+        result = function()
+        if rank == 0:
+            _write_result(folder, result)
+    except BaseException as error:  # whatever the function raises
+        failure_report.save_record(_record_file(folder, rank), failure_report.make_record(error, rank=rank))
+        atexit.unregister(_destroy_groups)  # it would wait for a collective that others have left
+        raise SystemExit(1) from None
+
+
+def _redirect_streams(output: int) -> None:
+    """A notebook's own streams lead to connections that a rank does not have."""
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, STDIN)
+    for number in (STDOUT, STDERR):
+        os.dup2(output, number)
+    sys.stdin = open(STDIN, closefd=False)  # noqa: SIM115
+    for name, number in (("stdout", STDOUT), ("stderr", STDERR)):
+        stream = open(number, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
+        setattr(sys, name, stream)
+
+
+def _write_result(folder: Path, result: Any) -> None:
+    try:
+        text = json.dumps(result)
+    except (TypeError, ValueError) as error:
+        problem = Problem(f"rank 0 returned a {type(result).__name__} ({error})", "what JSON can hold", "a file for it")
+        raise TaskError(problem, where=WHERE) from None
+    (folder / "result").write_text(text)
+
+
+def _destroy_groups() -> None:
+    import torch.distributed as dist
+
+    if dist.is_initialized() and dist.get_backend() == "gloo":
+        from fourfold.parts.comm.process_group_lifecycle import release_groups
+
+        release_groups(include_world=True)
+
+
+# ---- in the notebook
+
+
+def _wait(ranks: list[ForkedProcess], output: int) -> list[int | None]:
+    """Print what rank 0 prints until all ranks have ended, or one has failed and the others had time to end.
+
+    Returns their exit codes; None for a rank that still runs.
+    """
+    deadline, is_open, codes = float("inf"), True, []
+    while time.monotonic() < deadline:
+        codes = [rank.poll() for rank in ranks]
+        has_ended = all(code is not None for code in codes)
+        if deadline == float("inf") and any(codes):
+            deadline = time.monotonic() + GRACE_SECONDS
+        is_open = is_open and _print_output(output, 0.0 if has_ended else POLL_SECONDS)
+        if has_ended:
+            break
+        if not is_open:
+            time.sleep(POLL_SECONDS)
+    while is_open and select.select([output], [], [], 0.0)[0]:
+        is_open = _print_output(output, 0.0)
+    return codes
+
+
+def _print_output(output: int, seconds: float) -> bool:
+    """Print what is there within `seconds`; False at the end of the output."""
+    if not select.select([output], [], [], seconds)[0]:
+        return True
+    content = os.read(output, 65536)
+    sys.stdout.write(content.decode(errors="replace"))
+    sys.stdout.flush()
+    return bool(content)
+
+
+def _kill(ranks: list[ForkedProcess]) -> None:
+    """Kill the ranks that are left, and the processes that they have started."""
+    for rank in ranks:
+        if rank.poll() is None:
+            os.killpg(rank.pid, signal.SIGKILL)
+    for rank in ranks:
+        rank.wait()
+
+
+def _result(folder: Path, exit_codes: list[int | None]) -> Any:
+    """What rank 0 returned. Raises RankError with the first cause of a failure."""
+    if not any(exit_codes):
+        return json.loads((folder / "result").read_text())
+    files = {rank: _record_file(folder, rank) for rank in range(len(exit_codes))}
+    records = {rank: record for rank, file in files.items() if (record := failure_report.load_record(file))}
+    codes = {rank: code for rank, code in enumerate(exit_codes) if code is not None}
+    names = [f"rank {rank} of {len(exit_codes)}" for rank in range(len(exit_codes))]
+    raise RankError(failure_report.first_cause(records, codes, names).text)
+
+
+def _record_file(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank}"
