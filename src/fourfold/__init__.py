@@ -10,6 +10,7 @@ from fourfold.words.version import VERSION
 
 if TYPE_CHECKING:
     from fourfold import optim
+    from fourfold.checkpoint.checkpoints import Checkpoints
     from fourfold.feed.dataloader import shard
     from fourfold.feed.feed import Feed
     from fourfold.parts.comm.init import world
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 __version__ = VERSION
 __all__ = [
+    "Checkpoints",
     "Data",
     "DistributedOptimizer",
     "Feed",
@@ -43,6 +45,7 @@ __all__ = [
 ]
 
 _MODULE_OF = {
+    "Checkpoints": "checkpoint.checkpoints",
     "Data": "words.task",
     "DistributedOptimizer": "step.distributed_optimizer",
     "Feed": "feed.feed",
