@@ -19,6 +19,7 @@ from msgspec import json
 from fourfold.checkpoint.collect import TrainingState, group_options
 from fourfold.checkpoint.manager import NUM_KEPT, AttemptDir, CheckpointManager, OwnState, TrainingProgress
 from fourfold.checkpoint.newest import Found, find_newest_good, short_text
+from fourfold.checkpoint.pretrained_files import save_pretrained_files
 from fourfold.checkpoint.read import CheckpointReader
 from fourfold.checkpoint.restore import restore
 from fourfold.checkpoint.store import CheckpointStore
@@ -65,18 +66,28 @@ class Checkpoints:
     plan for the same model loads it. Used as a context manager, the last save has been written when the block ends.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], step: TrainStep, feed: Feed | None = None, *, keep: int = 2):
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        step: TrainStep,
+        feed: Feed | None = None,
+        *,
+        keep: int = NUM_KEPT,
+        tokenizer: Any = None,
+    ) -> None:
         """Make no file yet.
 
         folder  the checkpoints are in its `checkpoints`, where `fourfold checkpoint list FOLDER` finds them
         step    what `ff.parallelize` has returned
         feed    its place in the data is saved and restored; None: the loop reads its data in another way
         keep    how many checkpoints are kept: the newest, and besides the one with the least `metrics["loss"]`
+        tokenizer   of a transformers model: the first save writes its files and the model's config into `pretrained`,
+                    for `fourfold checkpoint export FOLDER --format hf`
 
         Raises SettingError for arguments of the wrong kind or a path that is no folder, and CheckpointError for a state
         that cannot be saved.
         """
-        _check_arguments(folder, step, feed, keep)
+        _check_arguments(folder, step, feed, keep, tokenizer)
         here = [os.fspath(folder), secrets.token_hex(4), Path(folder, SETTINGS_FILE).exists(), _path_problems(folder)]
         views = step.all_gather_json(here)
         path, token, self._is_run, problems = views[0]
@@ -86,7 +97,7 @@ class Checkpoints:
         if problems:
             raise SettingError(problems, where=WHERE)
         self.folder = Path(path)
-        self._step = step
+        self._step, self._tokenizer, self._has_pretrained_files = step, tokenizer, False
         self._path = self.folder.absolute()  # the loop may change the working directory
         self._store = CheckpointStore(self._path)
         self._state = TrainingState(step, feed)
@@ -176,12 +187,20 @@ class Checkpoints:
         problems = [*_value_problems(extra, metrics), *self._folder_problems()]
         encoded = None if problems else encode_state(dict(extra))
         self._raise_together(problems, [encoded, {} if problems else dict(metrics)])
+        self._save_pretrained_files()
         number = self._step.num_steps
         progress = TrainingProgress(number, valid={name: float(value) for name, value in metrics.items()})
         self._manager.save(progress, OwnState(group_options(self._step), encoded or None))
         if wait:
             self.wait()
         return self._shown(self._store.step_dir(number))
+
+    def _save_pretrained_files(self) -> None:
+        """Once, on rank 0. Training need not end for what only an export will need."""
+        if self._step.rank == 0 and not self._has_pretrained_files:
+            if failure := save_pretrained_files(self._path, self._step.model, self._tokenizer):
+                warnings.warn(failure, stacklevel=3)
+            self._has_pretrained_files = True
 
     def wait(self) -> None:
         """Wait until the last save has been written. Collective. Raises CheckpointError if it could not be."""
@@ -240,7 +259,7 @@ class _NoLog:
         return 0
 
 
-def _check_arguments(folder: Any, step: Any, feed: Any, keep: Any) -> None:
+def _check_arguments(folder: Any, step: Any, feed: Any, keep: Any, tokenizer: Any) -> None:
     """Raise SettingError for arguments of the wrong kind."""
     problems = argument_checks.str_problems("folder", folder, path=True)
     if isinstance(step, torch.optim.Optimizer):
@@ -253,6 +272,7 @@ def _check_arguments(folder: Any, step: Any, feed: Any, keep: Any) -> None:
     attempt = "feed=None, and what your loader needs in extra="
     problems += argument_checks.instance_problems("feed", feed, Feed, optional=True, attempt=attempt)
     problems += argument_checks.int_problems("keep", keep, minimum=1, attempt=f"keep={NUM_KEPT}")
+    problems += argument_checks.tokenizer_problems("tokenizer", tokenizer)
     if problems:
         raise SettingError(problems, where=WHERE)
 

@@ -48,6 +48,7 @@ class Task:
     schedule   (step, steps) -> factor of the learning rate
     unit       what throughput counts: the elements of the targets ("tokens", "bytes") or "samples"
     tuned_for  the global batch size that the optimizer's learning rate was tuned for; None: batch_size
+    tokenizer  of a transformers model: its files are saved with the run, for `fourfold checkpoint export --format hf`
     """
 
     model: Callable[[], torch.nn.Module]
@@ -62,6 +63,7 @@ class Task:
     batch_size: int = 32  # global
     clip: float | None = None
     tuned_for: int | None = None
+    tokenizer: Any = None
 
     def __post_init__(self) -> None:
         """Raise TaskError with every invalid field; no factory is called."""
@@ -97,4 +99,5 @@ def _problems(task: Task) -> list[Problem]:
     )
     problems += argument_checks.positive_problems("clip", task.clip, optional=True, attempt="clip=1.0")
     problems += argument_checks.int_problems("tuned_for", task.tuned_for, minimum=1, optional=True)
+    problems += argument_checks.tokenizer_problems("tokenizer", task.tokenizer)
     return problems + argument_checks.str_problems("unit", task.unit)
