@@ -10,6 +10,7 @@ from fourfold.words.version import VERSION
 
 if TYPE_CHECKING:
     from fourfold import optim
+    from fourfold.checkpoint.checkpoints import Checkpoints
     from fourfold.feed.dataloader import shard
     from fourfold.feed.feed import Feed
     from fourfold.launch.notebook import launch
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 __version__ = VERSION
 __all__ = [
+    "Checkpoints",
     "Data",
     "DistributedOptimizer",
     "Feed",
@@ -45,6 +47,7 @@ __all__ = [
 ]
 
 _MODULE_OF = {
+    "Checkpoints": "checkpoint.checkpoints",
     "Data": "words.task",
     "DistributedOptimizer": "step.distributed_optimizer",
     "Feed": "feed.feed",

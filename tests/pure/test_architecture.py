@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,7 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_PARAMETERS, MAX_ATTRIBUTES = 350, 45, 8,
 # Exceptions to the limits, and why: "FILE" for its lines, "FILE FUNCTION" for its lines or parameters, "FILE CLASS" for
 # its attributes.
 PUBLIC_SIGNATURE = "public: its keywords are the contract of DESIGN §8"
+DCP_EXPORT = SOURCE / "checkpoint" / "dcp_export.py"
 ALLOWED = {
     "feed/dataloader.py shard": "half of it is the docstring of a public function",
     "parts/sequence/attention.py sequence_attention": "the arguments of scaled_dot_product_attention, and the ring's",
@@ -34,10 +36,20 @@ def test_only_comm_and_process_launchers_import_torch_distributed():
     importers = {
         path.relative_to(SOURCE).parts[:2]
         for path in files()
-        if any(name.startswith("torch.distributed") for name in imports(path))
+        if any(name.startswith("torch.distributed") for name in imports(path)) and path != DCP_EXPORT
     }
     assert {parts[0] for parts in importers} <= {"parts", "launch", "doctor", "testing"}
     assert {parts for parts in importers if parts[0] == "parts"} == {("parts", "comm")}
+
+
+def test_the_format_of_torch_distributed_checkpoint_is_written_in_one_file_and_never_read():
+    package = "torch.distributed.checkpoint"
+    for path in files():
+        found = {name for name in imports(path) if name.startswith(package)}
+        assert path == DCP_EXPORT or not found, path
+    assert f"{package}.state_dict_saver.save" in imports(DCP_EXPORT)
+    names = imported_names(DCP_EXPORT) | {name.rpartition(".")[2] for name in imports(DCP_EXPORT)}
+    assert not [name for name in names if re.search("load|read", name, re.IGNORECASE)]
 
 
 def test_nothing_reads_a_pickle():

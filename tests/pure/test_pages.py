@@ -19,6 +19,7 @@ PAGES.remove(ROOT / "docs" / "measured-notes.md")
     ("from-horovod", "from_horovod"),
     ("from-deepspeed", "from_deepspeed"),
     ("task", "own_task"),
+    ("checkpoints", "resume"),
 ])  # fmt: skip
 def test_a_page_shows_the_example_that_ci_runs(page, example):
     page = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")

@@ -84,7 +84,7 @@ def test_damage_is_found_and_named_and_the_previous_checkpoint_is_used(damage, t
     break_it(store.step_dir(3) / name)
     assert any(name in text for text in verify_checkpoint(store.step_dir(3)))
     assert newest_valid(tmp_path) == store.step_dir(1)
-    checkpoints.export_checkpoint(str(tmp_path), str(tmp_path / "weights"), step=None, ema=False)
+    checkpoints.export_checkpoint(str(tmp_path), str(tmp_path / "weights"), form="safetensors", step=None, ema=False)
     assert "a newer checkpoint is damaged" in capsys.readouterr().err
 
     def resume(comm):
@@ -218,7 +218,9 @@ def test_a_checkpoint_of_a_newer_version_is_not_damaged_and_the_run_does_not_res
     assert "damaged" not in out
     assert out.count("cannot be read here") == 4
     with pytest.raises(UnreadableCheckpointError, match="newer fourfold"):
-        checkpoints.export_checkpoint(str(tmp_path), str(tmp_path / "weights.safetensors"), step=None, ema=False)
+        checkpoints.export_checkpoint(
+            str(tmp_path), str(tmp_path / "weights.safetensors"), form="safetensors", step=None, ema=False
+        )
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "rank-001.safetensors"])
@@ -356,8 +358,10 @@ def test_a_full_disk_is_a_warning_and_earlier_checkpoints_are_kept(checked, tmp_
 def test_an_export_creates_its_folder_or_reports_why_it_cannot(tmp_path, capsys):
     save_twice(tmp_path)
     target = tmp_path / "not" / "there" / "weights.safetensors"
-    assert checkpoints.export_checkpoint(str(tmp_path), str(target), step=None, ema=False) == 0
+    assert checkpoints.export_checkpoint(str(tmp_path), str(target), form="safetensors", step=None, ema=False) == 0
     assert target.stat().st_size > 0
     (tmp_path / "file").write_text("")
     with pytest.raises(SettingError, match=r"file/weights could not be written: (not a directory|file exists)"):
-        checkpoints.export_checkpoint(str(tmp_path), str(tmp_path / "file" / "weights"), step=None, ema=False)
+        checkpoints.export_checkpoint(
+            str(tmp_path), str(tmp_path / "file" / "weights"), form="safetensors", step=None, ema=False
+        )

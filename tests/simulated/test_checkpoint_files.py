@@ -9,11 +9,12 @@ from safetensors.torch import load_file, save_file
 
 from fourfold.checkpoint import write, writer
 from fourfold.checkpoint.collect import TrainingState
+from fourfold.checkpoint.export import export_weights
 from fourfold.checkpoint.manager import AttemptDir, CheckpointManager, TrainingProgress
 from fourfold.checkpoint.manifest_file import read_manifest
 from fourfold.checkpoint.read import CheckpointReader
 from fourfold.checkpoint.store import CheckpointStore
-from fourfold.checkpoint.weights_file import check_weights_file, export_weights, load_weights_file
+from fourfold.checkpoint.weights_file import check_weights_file, load_weights_file
 from fourfold.feed.feed import Feed
 from fourfold.plan.checkpoint_manifest import TensorKey, TensorKind
 from fourfold.plan.plan import Plan

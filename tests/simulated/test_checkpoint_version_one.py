@@ -19,10 +19,11 @@ from torch import Tensor, nn
 
 import fourfold as ff
 from fourfold.checkpoint.collect import TrainingState
+from fourfold.checkpoint.export import export_weights
 from fourfold.checkpoint.manager import AttemptDir, CheckpointManager
 from fourfold.checkpoint.manifest_file import verify_checkpoint
 from fourfold.checkpoint.store import CheckpointStore
-from fourfold.checkpoint.weights_file import export_weights, load_weights_file
+from fourfold.checkpoint.weights_file import load_weights_file
 from fourfold.feed.feed import Feed
 from fourfold.step.ema import EMA
 from fourfold.step.train_step import TrainStep

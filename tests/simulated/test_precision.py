@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import nn
 
+from fourfold.checkpoint.export import export_weights
 from fourfold.checkpoint.store import CheckpointStore
-from fourfold.checkpoint.weights_file import export_weights, load_weights_file
+from fourfold.checkpoint.weights_file import load_weights_file
 from fourfold.parts.optim.master_weights import offload_device
 from fourfold.plan.plan import Plan
 from fourfold.step.ema import EMA

@@ -25,6 +25,7 @@ from fourfold.plan.checkpoint_manifest import (
     TensorKind,
     place_of,
 )
+from fourfold.plan.json_state import encode_state
 from fourfold.plan.rng import random_place
 from fourfold.step.ema import EMA
 from fourfold.step.train_step import TrainStep
@@ -32,10 +33,10 @@ from fourfold.words.errors import CheckpointError, Problem
 
 
 class TrainingState(NamedTuple):
-    """What a run changes as it trains."""
+    """What a run changes as it trains. `feed` is None in a loop of its own that reads its data in another way."""
 
     step: TrainStep
-    feed: Feed
+    feed: Feed | None
     ema: EMA | None = None
     scheduler: SteppedScheduler | None = None
 
@@ -154,7 +155,7 @@ def _to_json_value(key: str, value: Any) -> Any:
     if isinstance(value, tuple | list):
         return [_to_json_value(key, each) for each in value]
     if value is None or isinstance(value, bool | int | float | str):
-        return value
+        return encode_state(value)
     raise CheckpointError(Problem(f"the optimizer's option {key} is a {type(value).__name__}", "numbers and texts"))
 
 
@@ -164,8 +165,10 @@ def first_step_record(step: TrainStep) -> FirstStepRecord:
     return FirstStepRecord(tuple(record["order"]), record["nominal_count"], record.get("scale"))
 
 
-def data_state(feed: Feed) -> DataState:
+def data_state(feed: Feed | None) -> DataState | None:
     """Where the feed is in its data."""
+    if feed is None:
+        return None
     seed, epoch, position, _ = feed.state
     return DataState(seed, epoch, position, feed.batch_size, feed.num_samples or 0, feed.order_version)
 

@@ -18,8 +18,8 @@ from fourfold.checkpoint.collect import (
     group_options,
     rng_state,
 )
-from fourfold.checkpoint.manifest_file import verify_checkpoint
 from fourfold.checkpoint.markers import RankReport
+from fourfold.checkpoint.newest import find_newest_good, short_text
 from fourfold.checkpoint.read import CheckpointReader
 from fourfold.checkpoint.restore import changed_options, restore
 from fourfold.checkpoint.store import CheckpointStore
@@ -27,10 +27,8 @@ from fourfold.checkpoint.write import Snapshot
 from fourfold.checkpoint.writer import CheckpointWriter, SaveRequest
 from fourfold.plan.checkpoint_boxes import shard_file_name
 from fourfold.plan.checkpoint_manifest import MANIFEST_VERSION, Manifest
-from fourfold.words.errors import Problem, UnreadableCheckpointError
 
 NUM_KEPT = 2
-MAX_SHOWN_PROBLEMS = 3
 
 
 class CheckpointLog(Protocol):
@@ -61,6 +59,13 @@ class TrainingProgress(NamedTuple):
     valid: Mapping[str, float] = {}
     best: float | None = None
     """The least validation loss so far."""
+
+
+class OwnState(NamedTuple):
+    """What a loop of its own saves in its own way: the optimizer's options by group, and JSON values."""
+
+    groups: tuple[dict[str, Any], ...]
+    extra: Any = None
 
 
 class CheckpointManager:
@@ -94,38 +99,20 @@ class CheckpointManager:
 
         Sets damaged checkpoints aside. Raises UnreadableCheckpointError if the newest may be good and cannot be read.
         """
-        all_gather = self._training_state.step.all_gather_json
-        progress, damaged = None, []
         if self._rank == 0:
             self._store.remove_partial()
-        for step in reversed(all_gather(self._store.steps() if self._rank == 0 else [])[0]):
-            folder = self._store.step_dir(step)
-            results = all_gather(self._verify_files(_relative_to_cwd(folder)))
-            if unreadable := list(dict.fromkeys(tuple(each) for problems, _ in results for each in problems)):
-                # An older checkpoint could be read, but the training since then would be lost without need.
-                raise UnreadableCheckpointError([Problem(*each) for each in unreadable], where="the newest checkpoint")
-            problems = list(dict.fromkeys(text for _, texts in results for text in texts))
-            if not problems:
-                progress = self._restore(folder)
-                break
-            damaged.append((folder.name, problems))
-            if self._rank == 0:
+        found = find_newest_good(self._training_state.step, self._store)
+        if self._rank == 0:
+            for step in found.damaged:
                 self._store.quarantine(step)
+        progress = None if found.folder is None else self._restore(found.folder)
         if progress is None:
             self._log.truncate_log(0)
-        for name, problems in damaged:
-            shown = "; ".join(problems[:MAX_SHOWN_PROBLEMS])
-            self._log.log_message(f"warning: a damaged checkpoint was set aside: {shown}")
-            self._log.write_record({"checkpoint": name, "damaged": problems})
+        for step, problems in found.damaged.items():
+            self._log.log_message(f"warning: a damaged checkpoint was set aside: {short_text(problems)}")
+            self._log.write_record({"checkpoint": self._store.step_dir(step).name, "damaged": problems})
         self._start_time = time.perf_counter()
         return progress
-
-    def _verify_files(self, folder: Path) -> tuple[list[Problem], list[str]]:
-        """Check this rank's part of the files: why some cannot be read here, and what is damaged."""
-        try:
-            return [], verify_checkpoint(folder, index=self._rank, size=self._size)
-        except UnreadableCheckpointError as error:
-            return list(error.problems), []
 
     def _restore(self, folder: Path) -> TrainingProgress:
         with CheckpointReader(folder) as reader:
@@ -154,7 +141,7 @@ class CheckpointManager:
 
     # ---- saving
 
-    def save(self, progress: TrainingProgress) -> None:
+    def save(self, progress: TrainingProgress, own: OwnState | None = None) -> None:
         """Take a snapshot and start writing it. Returns when training may go on. Collective."""
         begin = time.perf_counter()
         self.wait()
@@ -177,11 +164,11 @@ class CheckpointManager:
                 self._store.staging_dir(progress.step, self._attempt_dir.token),
                 self._snapshot,
                 RankReport(self._snapshot.entries, state.aliases, state.scalars, random),
-                self._manifest(progress) if self._rank == 0 else None,
+                self._manifest(progress, own or OwnState(self._group_options)) if self._rank == 0 else None,
             )
         )
 
-    def _manifest(self, progress: TrainingProgress) -> Manifest:
+    def _manifest(self, progress: TrainingProgress, own: OwnState) -> Manifest:
         """The manifest, without what the ranks' markers will report."""
         step, scheduler = self._training_state.step, self._training_state.scheduler
         return Manifest(
@@ -190,7 +177,7 @@ class CheckpointManager:
             tensors=(),
             aliases={},
             scalars={},
-            groups=self._group_options,
+            groups=own.groups,
             optimizer=type(step.optimizer).__name__,
             record=first_step_record(step),
             feed=data_state(self._training_state.feed),
@@ -202,18 +189,28 @@ class CheckpointManager:
             files={},
             mesh=step.plan.mesh,
             scheduler=None if scheduler is None else scheduler.state(),
+            extra=own.extra,
         )
+
+    def take_failures(self) -> list[str]:
+        """Why checkpoints could not be written, since the last call; on rank 0. Not collective."""
+        failures = list(self._writer.failures)
+        del self._writer.failures[: len(failures)]
+        return failures
 
     def report_failures(self) -> None:
         """Log the writes that have failed since the last call. Not collective."""
-        while self._writer.failures:
-            text = self._writer.failures.pop(0)
+        for text in self.take_failures():
             self._log.log_message(f"warning: {text}; training goes on, the checkpoints before are kept")
             self._log.write_record({"warning": text})
 
-    def wait(self) -> None:
+    def wait_for_writer(self) -> None:
         """Wait until the writer has finished."""
         self._writer.wait()
+
+    def wait(self) -> None:
+        """Wait until the writer has finished, and log what has failed."""
+        self.wait_for_writer()
         self.report_failures()
 
     def newest_step(self) -> int | None:
@@ -223,12 +220,3 @@ class CheckpointManager:
     def abort(self) -> None:
         """After an error: let the writer finish what it can at once, without waiting for ranks that may be dead."""
         self._writer.abort()
-
-
-def _relative_to_cwd(path: Path) -> Path:
-    """The path relative to the working directory if it lies below it: messages name it so."""
-    try:
-        here = Path.cwd()
-    except OSError:  # the working directory has been removed
-        return path
-    return path.relative_to(here) if path.is_relative_to(here) else path

@@ -27,7 +27,7 @@ class CheckpointReader(contextlib.ExitStack):
     def __init__(self, folder: Path) -> None:
         super().__init__()
         self.manifest: Manifest = read_manifest(folder)
-        self._folder = folder
+        self.folder = folder
         self._open_files: dict[str, Any] = {}
         self.entries = {entry.tensor: entry for entry in self.manifest.tensors}
         self.num_bytes = 0
@@ -62,7 +62,7 @@ class CheckpointReader(contextlib.ExitStack):
 
     def _file_tensor(self, entry: TensorEntry, stored: StoredPart) -> Tensor:
         """What one file holds of a tensor: mapped memory, which is read from the disk as it is used."""
-        path = self._folder / stored.file
+        path = self.folder / stored.file
         try:
             if stored.file not in self._open_files:
                 self._open_files[stored.file] = self.enter_context(safe_open(path, framework="pt"))

@@ -21,7 +21,8 @@ from fourfold.parts.dtypes import accumulation_dtype
 from fourfold.parts.optim.option_text import IMPLEMENTATION_OPTIONS
 from fourfold.parts.tensor_reader import ParameterState, TensorReader
 from fourfold.plan.checkpoint_boxes import Shape
-from fourfold.plan.checkpoint_manifest import Manifest, Place, TensorKey, TensorKind
+from fourfold.plan.checkpoint_manifest import DataState, Manifest, Place, TensorKey, TensorKind
+from fourfold.plan.json_state import decode_state
 from fourfold.plan.rng import generator_seed, random_place, rng_state_to_restore
 from fourfold.step.saved_state import SavedState
 from fourfold.step.state_validation import optimizer_problems
@@ -30,19 +31,25 @@ from fourfold.step.weights import trainable_parameters
 from fourfold.words.errors import CheckpointError, Problem
 
 
-def restore(training_state: TrainingState, reader: CheckpointReader, *, seed: int) -> None:
+def restore(
+    training_state: TrainingState, reader: CheckpointReader, *, seed: int, restores_options: bool = False
+) -> None:
     """Put a checkpoint's state into the run. Collective. Raises CheckpointError, with nothing changed, if it misfits.
 
     Tensors are read one at a time, and of each what this rank keeps. If the data axis has another size than when it was
     saved, random numbers start anew from the seed, the step and the data index. On another number of ranks, optimizer
     states of local steps start from their mean.
+
+    restores_options  the optimizer's options become those that were saved, as in torch; otherwise training uses those
+                      it has now, as it uses all other code of the task
     """
     step, feed, ema, scheduler = training_state
     manifest = reader.manifest
     problems = list(restore_problems(training_state, reader))
     if problems:
         raise CheckpointError(problems, where=f"the checkpoint of step {manifest.step}")
-    step.load_saved_state(_saved_state(step, reader))
+    groups = _saved_groups(step, manifest) if restores_options else _own_groups(step)
+    step.load_saved_state(_saved_state(step, reader)._replace(groups=groups))
     step.num_steps = manifest.step
     if scheduler is not None and manifest.scheduler is not None:
         scheduler.load(manifest.scheduler)
@@ -50,8 +57,8 @@ def restore(training_state: TrainingState, reader: CheckpointReader, *, seed: in
         for name in ema.values:
             average = reader.tensor(TensorKey(TensorKind.EMA, name))
             ema.load_average(name, average.read(*step.weight_layout(name).ranges[name]))
-    data = manifest.feed
-    feed.load_state(Position(data.seed, data.epoch, data.position, data.num_samples or None))
+    if feed is not None and (data := manifest.feed) is not None:
+        feed.load_state(Position(data.seed, data.epoch, data.position, data.num_samples or None))
     _restore_rng(step, manifest, seed=seed)
 
 
@@ -70,11 +77,30 @@ def _saved_state(step: TrainStep, reader: CheckpointReader) -> SavedState:
         model={name: reader.tensor(TensorKey(TensorKind.MODEL, name)) for name in names},
         optimizer={name: ParameterState(own, manifest.scalars.get(name, {})) for name, own in states.items()},
         record=msgspec.structs.asdict(manifest.record),
-        # The task's own options: training uses those it has now, as it uses all other code of the task.
-        groups=[{k: v for k, v in group.items() if k != "params"} for group in step.optimizer.param_groups],
+        groups=(),
         outer={key.name: reader.tensor(key) for key in reader.entries if key.kind is TensorKind.OUTER},
         codec=codec,
     )
+
+
+def _own_groups(step: TrainStep) -> list[dict[str, Any]]:
+    """The options that the optimizer has now, by group."""
+    return [{k: v for k, v in group.items() if k != "params"} for group in step.optimizer.param_groups]
+
+
+def _saved_groups(step: TrainStep, manifest: Manifest) -> list[dict[str, Any]]:
+    """The options that were saved, by group, in the types that the optimizer has now."""
+    groups = []
+    for now, saved in zip(_own_groups(step), manifest.groups, strict=True):
+        values = {key: decode_state(value) for key, value in saved.items()}
+        groups.append({**now, **{key: _in_type_of(now.get(key), value) for key, value in values.items()}})
+    return groups
+
+
+def _in_type_of(now: Any, saved: Any) -> Any:
+    if isinstance(now, Tensor):
+        return torch.full_like(now, saved)
+    return tuple(saved) if isinstance(now, tuple) else saved
 
 
 def _state_tensors(reader: CheckpointReader, kind: TensorKind) -> dict[tuple[str, str], list[TensorReader]]:
@@ -144,7 +170,8 @@ def changed_options(manifest: Manifest, options: Sequence[Mapping[str, Any]]) ->
         for key in saved.keys() & now.keys() - set(IMPLEMENTATION_OPTIONS) - of_scheduler.keys():
             # Older manifests hold the rate of their step, which a schedule may have changed.
             if saved[key] != now[key] and not (key == "lr" and manifest.optimizer is None):
-                texts[f"{key} = {now[key]} ({saved[key]} when step {manifest.step} was saved)"] = None
+                here, there = decode_state(now[key]), decode_state(saved[key])
+                texts[f"{key} = {here} ({there} when step {manifest.step} was saved)"] = None
     return sorted(texts)
 
 
@@ -167,9 +194,18 @@ def restore_problems(training_state: TrainingState, reader: CheckpointReader) ->
         yield from _optimizer_problems(step, reader)
     yield from _scheduler_problems(training_state, manifest)
     yield from _rng_problems(manifest, step.device)
-    data = data_state(feed)
+    yield from _data_problems(manifest.feed, data_state(feed))
+
+
+def _data_problems(saved_data: DataState | None, data: DataState | None) -> Iterator[Problem]:
+    """Why the feed cannot go on where the data had been read to."""
+    if data is None:
+        return
+    if saved_data is None:
+        yield Problem("a checkpoint without a place in the data, and a feed", "one saved with a feed", "feed=None")
+        return
     for field in ("num_samples", "batch_size", "order_version"):
-        saved, now = getattr(manifest.feed, field), getattr(data, field)
+        saved, now = getattr(saved_data, field), getattr(data, field)
         if saved != now:
             yield Problem(f"saved with {field.replace('_', ' ')} {saved}, now {now}", "the same data and batches")
 

@@ -17,6 +17,7 @@ from fourfold.environment.atomic_file import fsync_path
 from fourfold.words.errors import CheckpointError, Problem
 
 CHECKPOINTS_DIR = "checkpoints"
+REPLACED_PREFIX = ".part-replaced-"
 MAX_DAMAGED = 1000  # checkpoints of one step that are set aside
 
 
@@ -45,7 +46,7 @@ class CheckpointStore:
         """Give a complete checkpoint its name, and wait until the disk has it."""
         fsync_path(staging_dir)
         with contextlib.suppress(FileNotFoundError):
-            os.rename(self.step_dir(step), self.path / f".part-replaced-{staging_dir.name.removeprefix('.part-')}")
+            os.rename(self.step_dir(step), self.path / f"{REPLACED_PREFIX}{staging_dir.name.removeprefix('.part-')}")
         os.rename(staging_dir, self.step_dir(step))
         fsync_path(self.path)
 
@@ -61,11 +62,19 @@ class CheckpointStore:
 
     def remove_partial(self, last_step: int | None = None) -> None:
         """Remove what killed or failed attempts have left; with `last_step`, only of steps up to it."""
+        self._put_back()
         for entry in self.path.glob(".part-*"):
             # Another rank may be writing the next checkpoint already. A name without a step is not ours.
             step = entry.name.rpartition("-")[2]
             if step.isdecimal() and (last_step is None or int(step) <= last_step):
                 shutil.rmtree(entry, ignore_errors=True)
+
+    def _put_back(self) -> None:
+        """Give a checkpoint its name again that was to be replaced when the process was killed."""
+        for entry in self.path.glob(f"{REPLACED_PREFIX}*"):
+            step = entry.name.rpartition("-")[2]
+            if step.isdecimal() and not self.step_dir(int(step)).exists():
+                os.rename(entry, self.step_dir(int(step)))
 
     def quarantine(self, step: int) -> None:
         """Set a damaged checkpoint aside, under another name."""

@@ -4,17 +4,18 @@ Law: such a file loads with any library, and one from any library loads here if 
 """
 
 import contextlib
+import itertools
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import nn
+from torch import Tensor, nn
 
-from fourfold.checkpoint.read import CheckpointReader
-from fourfold.checkpoint.write import TORCH_DTYPES, Holders, Snapshot, make_live_tensor, write_snapshot
-from fourfold.plan.checkpoint_boxes import shard_file_name
+from fourfold.checkpoint.read import CheckpointReader, StoredTensor
+from fourfold.checkpoint.write import SAFETENSORS_DTYPES, TORCH_DTYPES, safetensors_header, write_file
 from fourfold.plan.checkpoint_manifest import TensorKey, TensorKind
 from fourfold.step.state_validation import tied_problems
 from fourfold.words.errors import CheckpointError, Problem
@@ -79,24 +80,63 @@ def _open_weights_file(path: Path) -> Iterator[Any]:
         raise CheckpointError(Problem(f"{path}: {error}", "a safetensors file of weights")) from None
 
 
-def export_weights(folder: Path, target: Path, *, ema: bool = False) -> int:
-    """Write a checkpoint's weights into one weights file; returns its size. Raises CheckpointError.
+class ExportedTensor(NamedTuple):
+    """A tensor to export, which is read when it is written; `dtype` is that of the model."""
 
-    `ema`: the averages, with the model's buffers.
+    source: StoredTensor
+    dtype: torch.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.source.shape
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def read(self) -> Tensor:
+        """All of it, in its shape."""
+        return self.source.read_all().to(self.dtype)
+
+
+def exported_tensors(
+    reader: CheckpointReader, *, ema: bool = False, with_aliases: bool = True
+) -> dict[str, ExportedTensor]:
+    """A checkpoint's weights and buffers by name; none is read here. Raises CheckpointError.
+
+    ema           the averages, with the model's buffers
+    with_aliases  a tied weight has each of its names, else the first
     """
-    with CheckpointReader(folder) as reader:
-        names = [*(each.name for each in reader.entries if each.kind is TensorKind.MODEL), *reader.manifest.aliases]
-        averaged = {each.name for each in reader.entries if each.kind is TensorKind.EMA}
-        if ema and not averaged:
-            raise CheckpointError(Problem(f"{folder} has no averages", "a run with ema=…", "without --ema"))
-        live_tensors = []
-        for name in sorted(names):
-            own_name = reader.manifest.aliases.get(name, name)
-            tensor = reader.tensor(TensorKey(TensorKind.MODEL, name))
-            source = reader.tensor(TensorKey(TensorKind.EMA, own_name)) if ema and own_name in averaged else tensor
-            value = source.read_all().to(tensor.dtype).reshape(-1)
-            key = TensorKey(TensorKind.MODEL, name)
-            live_tensors.append(make_live_tensor(key, [value], tensor.shape, holders=Holders()))
-        snapshot = Snapshot([each.held for each in live_tensors], shard_file_name(0), names=sorted(names))
-        snapshot.capture(live_tensors)
-    return write_snapshot(target, snapshot).num_bytes
+    names = [each.name for each in reader.entries if each.kind is TensorKind.MODEL]
+    averaged = {each.name for each in reader.entries if each.kind is TensorKind.EMA}
+    if ema and not averaged:
+        raise CheckpointError(Problem(f"{reader.folder} has no averages", "a run with ema=…", "without --ema"))
+    tensors = {}
+    for name in sorted([*names, *reader.manifest.aliases] if with_aliases else names):
+        own_name = reader.manifest.aliases.get(name, name)
+        kind = TensorKind.EMA if ema and own_name in averaged else TensorKind.MODEL
+        dtype = reader.tensor(TensorKey(TensorKind.MODEL, own_name)).dtype
+        tensors[name] = ExportedTensor(reader.tensor(TensorKey(kind, own_name)), dtype)
+    return tensors
+
+
+def write_weights(
+    path: Path, tensors: Mapping[str, ExportedTensor], *, metadata: Mapping[str, str] | None = None
+) -> int:
+    """Write a safetensors file, one tensor in memory at a time; returns its size. Raises OSError."""
+    # Wide elements first: then each tensor begins at a multiple of its element size.
+    order = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)
+    header: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
+    offset = 0
+    for name in order:
+        each = tensors[name]
+        end = offset + each.num_bytes
+        header[name] = {"dtype": SAFETENSORS_DTYPES[each.dtype], "shape": each.shape, "data_offsets": (offset, end)}
+        offset = end
+    head = safetensors_header(header)
+    chunks = itertools.chain([head], (_bytes_of(tensors[name].read()) for name in order))
+    return write_file(path, chunks, num_bytes=len(head) + offset).num_bytes
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy().data)

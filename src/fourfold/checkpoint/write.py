@@ -9,7 +9,7 @@ Law: a file is written only from a snapshot, so training may go on while it is w
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -98,12 +98,11 @@ def estimated_bytes(held: Sequence[HeldPart]) -> int:
 class Snapshot:
     """What this rank writes of the parts it holds, in one buffer."""
 
-    def __init__(self, held: Sequence[HeldPart], file: str, *, names: Sequence[str] = ()) -> None:
-        """`names` in the file, by part; else labels."""
+    def __init__(self, held: Sequence[HeldPart], file: str) -> None:
         self.held = held
         self._ranges = _own_ranges(held)
         """By part that this rank writes: its index in `held`, and the elements [start, stop) of it."""
-        unique_names = _unique_names(names or [held[index].tensor.label for index in self._ranges])
+        unique_names = _unique_names([held[index].tensor.label for index in self._ranges])
         # Wide elements first: then each tensor begins at a multiple of its element size.
         order = sorted(self._ranges, key=lambda index: -ELEMENT_BYTES[held[index].dtype])
         stored = {
@@ -122,7 +121,7 @@ class Snapshot:
         """What the file holds, as the manifest lists it."""
         self.buffer = memory.allocate_private(offset, torch.uint8, torch.device("cpu"))
         self._views = {i: self.buffer[a:b].view(TORCH_DTYPES[held[i].dtype]) for i, (a, b) in bounds.items()}
-        self.header = _safetensors_header(header)
+        self.header = safetensors_header(header)
 
     @property
     def num_bytes(self) -> int:
@@ -185,15 +184,18 @@ def _copy_range(segments: Sequence[Tensor], start: int, stop: int, *, out: Tenso
         offset += segment.numel()
 
 
-def _safetensors_header(tensors: Mapping[str, object]) -> bytes:
+def safetensors_header(tensors: Mapping[str, object]) -> bytes:
+    """The beginning of a safetensors file: its length, and dtype, shape and place of each tensor."""
     text = json.dumps(tensors, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
 
-def write_file(path: Path, chunks: Sequence[bytes | memoryview]) -> FileEntry:
-    """Write a new file; it is on the disk when this returns. Its space is reserved first. Raises OSError."""
-    num_bytes = sum(len(chunk) for chunk in chunks)
+def write_file(path: Path, chunks: Iterable[bytes | memoryview], *, num_bytes: int) -> FileEntry:
+    """Write a new file; it is on the disk when this returns. Its space is reserved first. Raises OSError.
+
+    `num_bytes`: the length of all chunks.
+    """
     digest = xxhash.xxh3_128()
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
@@ -214,4 +216,5 @@ def write_file(path: Path, chunks: Sequence[bytes | memoryview]) -> FileEntry:
 
 def write_snapshot(path: Path, snapshot: Snapshot) -> FileEntry:
     """Write a snapshot into a new safetensors file. Raises OSError."""
-    return write_file(path, [snapshot.header, memoryview(snapshot.buffer.numpy().data)])
+    chunks = [snapshot.header, memoryview(snapshot.buffer.numpy().data)]
+    return write_file(path, chunks, num_bytes=snapshot.num_bytes)

@@ -155,7 +155,8 @@ class CheckpointWriter:
         complete = complete_manifest(manifest, [read_marker(marker) for marker in markers])
         for marker in markers:
             marker.with_suffix(DONE_SUFFIX).unlink()
-        write_file(folder / MANIFEST_FILE, [encode_manifest(complete)])
+        content = encode_manifest(complete)
+        write_file(folder / MANIFEST_FILE, [content], num_bytes=len(content))
         self._log.sync()
         self._store.commit(folder, manifest.step)
         with contextlib.suppress(OSError):  # the next save prunes again

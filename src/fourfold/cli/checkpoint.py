@@ -4,17 +4,26 @@ Law: these commands change nothing in a run's folder.
 """
 
 import contextlib
+import os
 import time
 from pathlib import Path
 
 from fourfold.cli.errors import nearest_file
 from fourfold.environment.standard_streams import print_stderr
-from fourfold.words.errors import CheckpointError, Problem, SettingError, UnreadableCheckpointError, os_error_text
+from fourfold.words.errors import (
+    CheckpointError,
+    Problem,
+    SettingError,
+    UnreadableCheckpointError,
+    closest_match,
+    os_error_text,
+)
 from fourfold.words.run_files import RUNS_DIR
 from fourfold.words.terminal_text import escape_controls
 from fourfold.words.text_table import align_columns
 from fourfold.words.units import format_bytes
 
+ENDINGS = {"safetensors": ".safetensors", "hf": "-hf", "dcp": "-dcp"}
 AGE_UNITS = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
 
 
@@ -68,10 +77,38 @@ def verify_checkpoints(run: str) -> int:
     return code
 
 
-def export_checkpoint(run: str, file: str | None, *, step: int | None, ema: bool) -> int:
+def export_checkpoint(run: str, target: str | None, *, form: str, step: int | None, ema: bool) -> int:
     """`fourfold checkpoint export`; returns the exit code."""
+    from fourfold.checkpoint import export
+
+    writers = {"safetensors": export.export_weights, "hf": export.export_pretrained, "dcp": export.export_dcp}
+    if form not in writers:
+        close = closest_match(form, writers) or "hf"
+        raise SettingError(Problem(f"--format {form}", f"one of {', '.join(writers)}", f"--format {close}"))
+    source = _checkpoint_to_export(run, step)
+    path = Path(
+        target or f"{source.parent.parent.name}-{source.name.removeprefix('step-')}{'-ema' * ema}{ENDINGS[form]}"
+    )
+    _check_target(path, form)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        num_bytes = writers[form](source, path, ema=ema)
+    except OSError as error:
+        got = f"{path} could not be written: {os_error_text(error)}"
+        raise SettingError(Problem(got, "a place that can be written to", "another PATH")) from None
+    print(escape_controls(f"{path}   {format_bytes(num_bytes)} of weights from {source}"))
+    if form == "hf":
+        for name in export.read_config(path).get("architectures") or ():
+            print(escape_controls(f"transformers.{name}.from_pretrained({str(path)!r}) loads it"))
+    elif form == "dcp":
+        print(escape_controls(f"torch.distributed.checkpoint.load(model.state_dict(), checkpoint_id={str(path)!r})"))
+        print("loads it into a model; it reads .metadata, which is a pickle: pass it on only to those who trust you")
+    return 0
+
+
+def _checkpoint_to_export(run: str, step: int | None) -> Path:
+    """The folder of the checkpoint, which has been verified."""
     from fourfold.checkpoint.store import CheckpointStore, newest_valid
-    from fourfold.checkpoint.weights_file import export_weights
 
     run_dir = _find_run(run)
     steps = CheckpointStore(run_dir).steps()
@@ -81,17 +118,19 @@ def export_checkpoint(run: str, file: str | None, *, step: int | None, ema: bool
     source = newest_valid(run_dir, step=step)
     if step is None and source != CheckpointStore(run_dir).step_dir(steps[-1]):
         print_stderr(escape_controls(f"warning: a newer checkpoint is damaged: fourfold checkpoint verify {run}"))
-    target = Path(file or f"{run_dir.name}-{source.name.removeprefix('step-')}{'-ema' if ema else ''}.safetensors")
-    if target.exists():
-        raise SettingError(Problem(f"{target} exists already", "a new file", "another FILE"))
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        num_bytes = export_weights(source, target, ema=ema)
-    except OSError as error:
-        got = f"{target} could not be written: {os_error_text(error)}"
-        raise SettingError(Problem(got, "a file that can be written", "another FILE")) from None
-    print(escape_controls(f"{target}   {format_bytes(num_bytes)} of weights from {source}"))
-    return 0
+    return source
+
+
+def _check_target(path: Path, form: str) -> None:
+    """Raise SettingError if something is there that an export would overwrite."""
+    if form == "safetensors":
+        if os.path.lexists(path):
+            raise SettingError(Problem(f"{path} exists already", "a new file", "another PATH"))
+    elif path.suffix == ENDINGS["safetensors"]:
+        attempt = f"{path.with_suffix('')}, or --format safetensors"
+        raise SettingError(Problem(f"{path} with --format {form}", "the name of a folder", attempt))
+    elif os.path.lexists(path) and not (path.is_dir() and not any(path.iterdir())):
+        raise SettingError(Problem(f"{path} exists already", "a new folder, or an empty one", "another PATH"))
 
 
 def _find_run(run: str) -> Path:

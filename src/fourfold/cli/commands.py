@@ -231,17 +231,30 @@ def verify_checkpoints(run: Run) -> Command:
     return functools.partial(checkpoint.verify_checkpoints, run)
 
 
-@checkpoint.command("export", short_help="Write the weights into one safetensors file.")
+@checkpoint.command("export", short_help="Write the weights for other libraries: safetensors, transformers, DCP.")
 def export_checkpoint(
     run: Run,
-    file: Annotated[str | None, typer.Argument(metavar="[FILE]", help="Default: NAME-STEP.safetensors here.")] = None,
+    path: Annotated[
+        str | None, typer.Argument(metavar="[PATH]", help="Default: NAME-STEP.safetensors, -hf or -dcp, here.")
+    ] = None,
+    form: Annotated[
+        str, typer.Option("--format", metavar="FORMAT", help="safetensors, hf or dcp.", show_default="safetensors")
+    ] = "safetensors",
     step: Step = None,
     ema: Annotated[bool, typer.Option("--ema", help="Export the averaged weights.")] = False,
 ) -> Command:
-    """Write the weights into one plain safetensors file, which init=FILE and other libraries read."""
+    """Write the weights of a checkpoint for others to read. PATH and its folders are made.
+
+    \b
+    safetensors  one plain file of the weights under the model's own names, which init=FILE reads too
+    hf           a folder for from_pretrained(PATH) of transformers: weights, config, and the tokenizer if the task
+                 has one. The model must be one of transformers; its config was saved when training began
+    dcp          a folder for torch.distributed.checkpoint.load. Torch writes it, and its .metadata is a pickle,
+                 which Fourfold itself never reads
+    """
     from fourfold.cli import checkpoint
 
-    return functools.partial(checkpoint.export_checkpoint, run, file, step=step, ema=ema)
+    return functools.partial(checkpoint.export_checkpoint, run, path, form=form, step=step, ema=ema)
 
 
 @app.command(options_metavar="[--json]", short_help="Check this machine and say what to fix.")

@@ -179,19 +179,21 @@ Scalar = float | int | bool | str | None
 Scalars = dict[str, dict[str, Scalar]]
 
 
-class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Manifest(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """A checkpoint's table of contents, and everything in it that is not a tensor.
 
     aliases        name of a tied weight -> name of the weight that holds its values
     scalars        of the optimizer's state, by parameter and key
-    groups         the optimizer's options by group, as the task gave them
+    groups         the optimizer's options by group: as the task gave them, or in a loop of its own as they were then
     optimizer      the name of the optimizer's class; older manifests have none
     scheduler      the state of the task's scheduler, if it has one
+    feed           None in a loop of its own that reads its data without a feed
     random         states of torch's generators, one for each place that has its own
     metrics_bytes  the length of the log at this step
     losses         of the last steps
     valid          results of an evaluation at this step, if there was one; `best` is the least validation loss so far
     mesh           the sizes of the mesh's axes; the first manifests have none
+    extra          what a loop of its own has added, as `json_state` writes it
     """
 
     version: int
@@ -201,7 +203,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     scalars: Scalars
     groups: tuple[dict[str, Any], ...]
     record: FirstStepRecord
-    feed: DataState
+    feed: DataState | None
     random: tuple[RngState, ...]
     metrics_bytes: int
     losses: tuple[float | None, ...]
@@ -211,6 +213,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     mesh: Mesh | None = None
     optimizer: str | None = None
     scheduler: SchedulerState | None = None
+    extra: Any = None
 
 
 class StoredTensor(NamedTuple):
@@ -240,7 +243,7 @@ def manifest_problems(manifest: Manifest) -> Iterator[str]:
     in_model = {entry.name for entry in manifest.tensors if entry.kind is TensorKind.MODEL}
     yield from (f"{a} is an alias of {b}, which is not there" for a, b in manifest.aliases.items() if b not in in_model)
     data = manifest.feed
-    if not 0 <= data.position <= data.num_samples or data.epoch < 0:
+    if data is not None and (not 0 <= data.position <= data.num_samples or data.epoch < 0):
         yield f"epoch {data.epoch}, position {data.position} of {data.num_samples} samples"
     yield from _rng_problems(manifest.random, manifest.mesh)
     yield from _value_problems(manifest)

@@ -50,7 +50,7 @@ class TrainStep:
         communicator: Communicator,
         **options: Unpack[StepKeywords],
     ) -> None:
-        self.model, self.plan = model, plan
+        self.model, self.plan, self.seed = model, plan, options.get("seed", 0)
         self._assembly = assembly = assemble(model, loss, optimizer, plan, communicator, StepOptions(**options))
         self._parts, self._calls, self._programs = assembly.parts, assembly.calls, assembly.programs
         self._weights, self._checks = assembly.state.weights, assembly.checks

@@ -51,6 +51,7 @@ class TrainingLoop:
         Raises StoppedError if any rank has received one.
         """
         feed = self.state.feed
+        assert feed is not None
         feed.check_peers = self.state.step.check_peers
         # End the prefetch thread here, however the steps end: at interpreter exit it would abort the process inside
         # torch.

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from fourfold.checkpoint.manager import TrainingProgress
+from fourfold.checkpoint.pretrained_files import save_pretrained_files
 from fourfold.plan.plan import Plan
 from fourfold.step.metrics import Metrics
 from fourfold.step.nan_guard import Skipped
@@ -92,6 +93,8 @@ class RunLogger:
         )
         if self._report is not None:
             self._show_start(self._report, step, plan, rates)
+        if failure := save_pretrained_files(self.run_path, step.model, self._task.tokenizer):
+            self.log_message(f"warning: {failure}")
 
     def _show_start(self, report: ProgressDisplay, step: TrainStep, plan: Plan, rates: str | None) -> None:
         parameters = format_count(sum(p.numel() for p in step.model.parameters()))

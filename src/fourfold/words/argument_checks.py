@@ -100,6 +100,14 @@ def instance_problems(name: str, value: Any, kind: type, *, optional: bool = Fal
     return [Problem(format_argument(name, value), f"a {kind.__name__}{_or_none(optional)}", attempt)]
 
 
+def tokenizer_problems(name: str, value: Any) -> list[Problem]:
+    """Require a tokenizer as transformers' are, or None."""
+    if value is None or (callable(getattr(value, "save_pretrained", None)) and not isinstance(value, type)):
+        return []
+    need, attempt = "an object with save_pretrained(folder), or None", "transformers.AutoTokenizer.from_pretrained(…)"
+    return [Problem(format_argument(name, value), need, attempt)]
+
+
 def mapping_problems(name: str, value: Any, *, optional: bool = False) -> list[Problem]:
     """Require a mapping; `optional` also allows None."""
     if isinstance(value, Mapping) or (value is None and optional):

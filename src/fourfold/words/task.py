@@ -57,6 +57,7 @@ class Task:
     steps, epochs   how long to train: one of them, or neither: 1000 steps
     batch_size global; None: that of a DataLoader given as data, else 32
     tuned_for  the global batch size that the optimizer's learning rate was tuned for; None: batch_size
+    tokenizer  of a transformers model: its files are saved with the run, for `fourfold checkpoint export --format hf`
     """
 
     model: Callable[[], torch.nn.Module]
@@ -73,6 +74,7 @@ class Task:
     batch_size: int | None = None  # global
     clip: float | None = None
     tuned_for: int | None = None
+    tokenizer: Any = None
 
     def __post_init__(self) -> None:
         """Raise TaskError with every invalid field; no factory is called."""
@@ -111,6 +113,7 @@ def _problems(task: Task) -> list[Problem]:
     problems += length_problems(task.steps, task.epochs)
     problems += argument_checks.positive_problems("clip", task.clip, optional=True, attempt="clip=1.0")
     problems += argument_checks.int_problems("tuned_for", task.tuned_for, minimum=1, optional=True)
+    problems += argument_checks.tokenizer_problems("tokenizer", task.tokenizer)
     return problems + argument_checks.str_problems("unit", task.unit)
 
 
