@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from fourfold.plan.plan import Plan
 from fourfold.plan.trace_file import Event, Trace, encode_trace
-from fourfold.report import html_table, page, progress, run_record, step_timeline, svg
+from fourfold.report import html_table, page, run_record, step_timeline, svg
 from fourfold.report.style import CSS
+from fourfold.trainer import progress
 from fourfold.words.program import Action, Verb
 from fourfold.words.trace_events import COMPUTE_LANE, REDUCE_LANE
 from tests.recorded_traces import trace

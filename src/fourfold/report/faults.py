@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 from fourfold.plan.decode import DecodeError, check_not_pipe, from_json
 from fourfold.report.html_table import UNKNOWN, render_row, render_table
-from fourfold.report.progress import format_seconds
 from fourfold.report.svg import Series
 from fourfold.trainer.fault_log import FAULTS_FILE, Fault
+from fourfold.trainer.progress import format_seconds
 from fourfold.words.terminal_text import escape_controls
 
 RESTART, SKIPPED = "restart", "skipped step"

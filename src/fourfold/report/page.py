@@ -11,11 +11,11 @@ from typing import Any
 
 from fourfold.report import checkpoint_card, faults, segments
 from fourfold.report.html_table import render_row
-from fourfold.report.progress import format_duration
 from fourfold.report.run_record import RunRecord, read_run
 from fourfold.report.step_timeline import action_card, step_card
 from fourfold.report.style import CSS
 from fourfold.report.svg import Point, Series, line_chart
+from fourfold.trainer.progress import format_duration
 from fourfold.words.units import format_bytes, format_si
 
 REPORT_FILE = "report.html"
