@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from fourfold.words.version import VERSION
 
 if TYPE_CHECKING:
-    from fourfold import optim
+    from fourfold import callbacks, optim
     from fourfold.feed.dataloader import shard
     from fourfold.feed.feed import Feed
     from fourfold.parts.comm.init import world
@@ -20,11 +20,13 @@ if TYPE_CHECKING:
     from fourfold.step.parallelize import parallelize
     from fourfold.step.train_step import TrainStep
     from fourfold.trainer.train import train
+    from fourfold.words.callback import Callback
     from fourfold.words.errors import FourfoldError, PlanError
     from fourfold.words.task import Data, Task
 
 __version__ = VERSION
 __all__ = [
+    "Callback",
     "Data",
     "DistributedOptimizer",
     "Feed",
@@ -35,6 +37,7 @@ __all__ = [
     "PlanError",
     "Task",
     "TrainStep",
+    "callbacks",
     "optim",
     "parallelize",
     "shard",
@@ -43,6 +46,7 @@ __all__ = [
 ]
 
 _MODULE_OF = {
+    "Callback": "words.callback",
     "Data": "words.task",
     "DistributedOptimizer": "step.distributed_optimizer",
     "Feed": "feed.feed",
@@ -61,8 +65,8 @@ _MODULE_OF = {
 
 
 def __getattr__(name: str) -> Any:
-    if name == "optim":
-        return importlib.import_module("fourfold.optim")
+    if name in ("callbacks", "optim"):
+        return importlib.import_module(f"fourfold.{name}")
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'fourfold' has no attribute {name!r}")
     return getattr(importlib.import_module(f"fourfold.{_MODULE_OF[name]}"), name)

@@ -190,7 +190,7 @@ def test_a_malformed_manifest_is_refused(text):
 
 def version_one(mesh: Mesh | None, size: int, tensors: dict[str, TensorEntryV1], **fields: Any) -> ManifestV1:
     now = manifest([("F32", ())], Mesh(dp=size))
-    old = {name: getattr(now, name) for name in now.__struct_fields__} | {"version": 1, "tensors": tensors}
+    old = {name: getattr(now, name) for name in ManifestV1.__struct_fields__} | {"version": 1, "tensors": tensors}
     return ManifestV1(
         **{**old, "random": tuple(RngStateV1(f"{rank:02x}") for rank in range(size)), "mesh": mesh, **fields}
     )

@@ -17,6 +17,7 @@ PAGES.remove(ROOT / "docs" / "measured.md")
     ("from-horovod", "from_horovod"),
     ("from-deepspeed", "from_deepspeed"),
     ("task", "own_task"),
+    ("callbacks", "own_callback"),
 ])  # fmt: skip
 def test_a_page_shows_the_example_that_ci_runs(page, example):
     page = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from fourfold.cli import arguments, task_loader
-from fourfold.cli.arguments import LaunchSettings
+from fourfold.cli.arguments import CALLBACK_WORD, LaunchSettings
+from fourfold.cli.callback_loader import load_callbacks
 from fourfold.cli.errors import ErrorCollector, nearest_file
 from fourfold.cli.job_checks import check_batch_size, check_fits_memory, check_init, check_tokens
 from fourfold.launch.process_defaults import default_num_processes
@@ -18,9 +19,11 @@ from fourfold.plan.decode import DecodeError, read_bounded
 from fourfold.plan.lr_schedule import LRSchedule
 from fourfold.plan.plan import Plan
 from fourfold.plan.plan_fields import FIELDS
+from fourfold.trainer.callback_list import required_metrics
 from fourfold.trainer.lr_factors import tuned_batch_size
 from fourfold.trainer.run_identity import check_run_name, default_run_name, run_identity
 from fourfold.trainer.settings import LR_PREFIX, TASK_FIELDS, check_steps, make_settings
+from fourfold.words.callback import Callback
 from fourfold.words.errors import PlanError, Problem, os_error_text
 from fourfold.words.run_files import RUNS_DIR
 from fourfold.words.task import Task
@@ -40,6 +43,7 @@ class Job:
     plan: Plan
     settings: Mapping[str, Any]
     identity: Mapping[str, Any]
+    callbacks: Sequence[Callback] = ()
     fresh: bool = False
     restarts: int = LaunchSettings.restarts
     hang_seconds: float | None = LaunchSettings.hang_seconds
@@ -67,7 +71,7 @@ def parse_job(words: Sequence[str], *, num_processes: int | None = None) -> Job:
     """
     parsed = arguments.parse_args(words)
     errors = ErrorCollector()
-    factory = argument_types = values = task = plan = None
+    factory = argument_types = values = task = plan = callbacks = None
     with errors.collect():
         factory = task_loader.find_task(parsed.task)
     if factory is not None:
@@ -81,10 +85,11 @@ def parse_job(words: Sequence[str], *, num_processes: int | None = None) -> Job:
         with errors.collect():
             task = task_loader.make_task(factory, values.task, spec=parsed.task)
     with errors.collect():
+        callbacks = load_callbacks(values.run.pop(CALLBACK_WORD, None), values.callback_options)
+    with errors.collect():
         plan = read_plan(parsed.plan_file, values.plan, num_processes=num_processes)
     errors.raise_collected()
-    assert task is not None
-    assert plan is not None
+    assert callbacks is not None and task is not None and plan is not None  # noqa: PT018
     # These replace fields of the task: as an argument of `train`, clip=None would mean the task's own.
     overrides = {key: value for key, value in values.run.items() if key in TASK_FIELDS}
     settings = {key: value for key, value in values.run.items() if key not in TASK_FIELDS}
@@ -101,7 +106,7 @@ def parse_job(words: Sequence[str], *, num_processes: int | None = None) -> Job:
     task = dataclasses.replace(task, **overrides, tuned_for=tuned_batch_size(task))
     identity = run_identity(make_settings(task, **settings), plan)
     settings.setdefault("name", default_run_name(settings["run_prefix"], identity))
-    return Job(task=task, plan=plan, settings=settings, identity=identity, **launch_settings)
+    return Job(task=task, plan=plan, settings=settings, identity=identity, callbacks=callbacks, **launch_settings)
 
 
 def prepare_job(words: Sequence[str], *, num_processes: int | None = None, has_run_dir: bool = True) -> Job:
@@ -110,6 +115,7 @@ def prepare_job(words: Sequence[str], *, num_processes: int | None = None, has_r
     has_run_dir: False for a command that writes no run, such as `verify`.
     """
     from fourfold.step.parallelize import preflight
+    from fourfold.trainer.metric_checks import check_evaluations, metric_needs
 
     job = parse_job(words, num_processes=num_processes)
     errors = ErrorCollector()
@@ -126,6 +132,9 @@ def prepare_job(words: Sequence[str], *, num_processes: int | None = None, has_r
     with errors.collect():
         data = task_loader.open_data(job.task, spec=job.task_name)
         check_tokens(data, job.plan)
+        if has_run_dir:
+            settings = make_settings(job.task, **job.settings)
+            check_evaluations(metric_needs(settings, required_metrics(job.callbacks)), job.task, data, settings)
     with errors.collect():
         model = preflight(job.task, job.plan)
     errors.raise_collected()

@@ -52,11 +52,11 @@ def _train(prepared: job.Job, world: World | None) -> None:
     from fourfold.trainer.train import train as run
 
     if world is not None and world.rank > 0:
-        run(prepared.task, prepared.plan, **prepared.settings)
+        run(prepared.task, prepared.plan, callbacks=prepared.callbacks, **prepared.settings)
         return
     progress = make_progress()
     try:
-        result = run(prepared.task, prepared.plan, report=progress, **prepared.settings)
+        result = run(prepared.task, prepared.plan, callbacks=prepared.callbacks, report=progress, **prepared.settings)
         if result.folder is not None:
             progress.print_message(_write_report(result.folder))
     finally:

@@ -25,6 +25,7 @@ from fourfold.plan.checkpoint_boxes import (
 )
 from fourfold.plan.decode import is_too_deep
 from fourfold.words.box import Box
+from fourfold.words.measures import MODES
 from fourfold.words.mesh import AXES, Axis, Mesh
 
 MANIFEST_VERSION = 2
@@ -184,8 +185,10 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     random         states of torch's generators, one for each place that has its own
     metrics_bytes  the length of the log at this step
     losses         of the last steps
-    valid          results of an evaluation at this step, if there was one; `best` is the least validation loss so far
+    valid          results of an evaluation at this step, if there was one
+    best           the best value so far of the measure `best_metric`; `best_mode` says whether that is the least
     mesh           the sizes of the mesh's axes; the first manifests have none
+    callbacks      the states of the run's callbacks, by their names
     """
 
     version: int
@@ -204,6 +207,9 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     files: dict[str, FileEntry]
     mesh: Mesh | None = None
     optimizer: str | None = None
+    best_metric: str = "loss"
+    best_mode: str = "min"
+    callbacks: dict[str, dict[str, Any]] = {}
 
 
 class StoredTensor(NamedTuple):
@@ -239,6 +245,10 @@ def manifest_problems(manifest: Manifest) -> Iterator[str]:
     yield from _value_problems(manifest)
     if is_too_deep([*manifest.groups]):
         yield "options of the optimizer nested too deeply"
+    if is_too_deep(list(manifest.callbacks.values())):
+        yield "states of callbacks nested too deeply"
+    if manifest.best_mode not in MODES:
+        yield f"best_mode {manifest.best_mode!r}"
     yield from _tensor_problems(manifest)
 
 
