@@ -12,6 +12,7 @@ from fourfold.cli.callback_loader import load_callbacks
 from fourfold.trainer.callbacks.registry import SHIPPED, callback_options, make_shipped
 from fourfold.words.errors import SettingError
 
+ROOT = Path(__file__).parents[2]
 MINE = """
 import fourfold as ff
 
@@ -92,6 +93,13 @@ def test_every_shipped_callback_is_made_from_its_name_and_default_options():
         defaults = {key: option.default for key, option in callback_options(name).items()}
         assert type(make_shipped(name, defaults)) is SHIPPED[name]
     assert type(make_shipped("csv", {})) is CSV
+
+
+def test_the_documentation_lists_every_shipped_callback_with_its_options():
+    rows = [line for line in (ROOT / "docs" / "callbacks.md").read_text().splitlines() if line.startswith("| `")]
+    for name, kind in SHIPPED.items():
+        (row,) = (row for row in rows if row.startswith(f"| `{name}` | `{kind.__name__}` |"))
+        assert all(f"`{option}`" in row for option in callback_options(name)), row
 
 
 def test_the_command_line_calls_the_callback_in_a_file_once_for_each_step(capfd):

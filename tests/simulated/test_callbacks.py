@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import math
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from fourfold.callbacks import EarlyStopping
 from fourfold.checkpoint.manifest_file import read_manifest
 from fourfold.checkpoint.store import CheckpointStore, Retention
 from fourfold.testing import threads
-from fourfold.words.errors import SettingError
+from fourfold.words.errors import SettingError, StoppedError
 from tests.callback_runs import BrokenOffError, Recorder, Stopping, make_task, train, train_in_two
 from tests.cases import Case
 from tests.checkpoint_runs import ThreadRun
@@ -55,6 +57,25 @@ def test_events_hold_what_the_log_holds(tmp_path):
         start.step = 3
     with pytest.raises(TypeError):
         start.settings["clip"] = 2.0
+
+
+def test_a_run_that_sigterm_ends_is_terminated_for_its_callbacks_and_goes_on_later(tmp_path):
+    class Sending(Recorder):
+        def on_step(self, event: Any) -> None:
+            super().on_step(event)
+            if event.step == 3:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    recorder, later = Sending(), Recorder()
+    with pytest.raises(StoppedError):
+        train(make_task(), tmp_path, recorder, steps=8)
+    (_, fault), (_, end) = recorder.events[-2:]
+    assert (fault.kind, fault.step) == ("terminated", 4)
+    assert (end.status, end.step) == ("terminated", 4)
+    assert "SIGTERM" in end.text
+    assert ("checkpoint", 4) in recorder.named("checkpoint")
+    assert train(make_task(), tmp_path, later, steps=8).steps == 8
+    assert later.named("start", "step")[:2] == [("start", 4), ("step", 5)]
 
 
 class Failing(ff.Callback):
@@ -130,7 +151,7 @@ def test_a_run_that_a_callback_stops_evaluates_saves_and_is_finished(hook, asked
 
 
 def test_early_stopping_stops_after_the_evaluation_that_exhausts_its_patience(tmp_path):
-    scores = iter([9.0, 0.5, 0.7, 0.7, math.nan, 0.8, 0.9, 0.9])  # the first is measured for its name only
+    scores = iter([9.0, 0.5, 0.7, 0.72, math.nan, 0.8, 0.9, 0.9])  # the first is measured for its name only
     stopping = EarlyStopping("score", mode="max", patience=2, min_delta=0.05)
     result = train(make_task(scores=scores), tmp_path, stopping, steps=20)
     assert result.steps == 8
@@ -169,9 +190,9 @@ def test_the_best_checkpoints_by_a_named_measure_and_the_newest_are_kept(tmp_pat
 def test_a_run_that_goes_on_by_another_measure_knows_its_best_value(tmp_path):
     options: dict[str, Any] = {"evaluate_every": 1, "checkpoint_every": 1, "keep": 8, "steps": 6}
     with pytest.raises(BrokenOffError):
-        train(make_task(scores=iter([0.5, 0.9, 0.1, 0.2]), breaks_at=8 * 3 + 1), tmp_path, **options)
+        train(make_task(scores=iter([500.0, 900.0, 100.0, 200.0]), breaks_at=8 * 3 + 1), tmp_path, **options)
     recorder, by = Recorder(), {"best_metric": "score", "best_mode": "max"}
-    train(make_task(scores=iter([9.0, *[0.8] * 6])), tmp_path, recorder, **options, **by)
+    train(make_task(scores=iter([9.0, *[800.0] * 6])), tmp_path, recorder, **options, **by)
     assert not any(event.is_best for hook, event in recorder.events if hook == "evaluate")
     assert CheckpointStore(tmp_path / "run").best_step() == 2
 
@@ -191,7 +212,7 @@ def test_the_newest_good_checkpoint_is_never_removed(tmp_path):
 
 @pytest.mark.parametrize(("given", "needs"), [
     ({"best_metric": "scor"}, ["best_metric = scor", "one of loss, score", "try score"]),
-    ({"callbacks": [EarlyStopping("accuracy")]}, ["EarlyStopping by 'accuracy'", "one of loss, score"]),
+    ({"callbacks": [EarlyStopping("accuracy")]}, ["the measure 'accuracy' for EarlyStopping", "one of loss, score"]),
     ({"best_metric": "x", "ema": 0.9}, ["loss, score, ema loss, ema score"]),
 ])  # fmt: skip
 def test_a_measure_that_does_not_exist_is_refused_with_those_there_are_before_there_is_a_run(given, needs, tmp_path):

@@ -278,7 +278,7 @@ def final_loss(recipe: str, folder: str) -> float:
     """The loss of a small language model that has been trained for a few steps with a plan file."""
     task, plan = lm.task(width=32, layers=1, length=32, valid_bytes=256), ff.Plan.from_toml(Path(recipe).read_text())
     steps = plan.local_steps if plan.sync == "local" else 4
-    return ff.train(task, plan, steps=steps, folder=folder, name="run").loss
+    return ff.train(task, plan, steps=steps, folder=folder, name="run", quiet=True).loss
 
 
 def late_in_data(folder: str) -> list[Any]:
@@ -308,6 +308,7 @@ def late_in_data(folder: str) -> list[Any]:
         trace_every=0,
         folder=folder,
         name="late",
+        quiet=True,
     )
     lines = (Path(folder) / "late" / "metrics.jsonl").read_text().splitlines()
     return [line["late"] for line in map(json.loads, lines) if "late" in line]

@@ -95,8 +95,8 @@ class TrainingLoop:
         lr = self.state.step.optimizer.param_groups[0]["lr"]
         self.logger.log_step(step_number, metrics, lr=lr)
         self.callbacks.step(step_number, metrics, lr=lr)
-        self._report_checkpoints()
         self.heartbeat.beat(step_number)
+        self._report_checkpoints()
 
     def _report_checkpoints(self) -> None:
         self.checkpoints.report_failures()

@@ -28,7 +28,9 @@ def check_evaluations(needs: NEEDS, task: Task, data: Data, settings: Settings) 
     problems = []
     for name in needs:
         if data.valid is None:
-            problems.append(Problem(f"{name}, and data without valid", "validation data", "ff.Data(train=…, valid=…)"))
+            problems.append(
+                Problem(f"{name}, without validation data", "validation data in the task", "ff.Data(train=…, valid=…)")
+            )
         elif not settings.evaluate_every:
             attempt = f"evaluate_every={max(1, settings.steps // 20)}"
             problems.append(Problem(f"{name}, without evaluate_every", "evaluations during the run", attempt))
@@ -44,9 +46,9 @@ def check_metrics(needs: NEEDS, known: Sequence[str]) -> None:
     for by, metrics in needs.items():
         for metric in metrics:
             if metric not in known:
-                need, close = f"one of {', '.join(known)}", closest_match(metric, known)
-                got = by if by.endswith(f"= {metric}") else f"{by} by {metric!r}"
-                problems.append(Problem(got, f"a measure that there is: {need}", close or known[0]))
+                got = by if by.endswith(f"= {metric}") else f"the measure {metric!r} for {by}"
+                close = closest_match(metric, known) or known[0]
+                problems.append(Problem(got, f"one of {', '.join(known)}", close))
     if problems:
         raise SettingError(problems, where="the settings")
 
