@@ -81,7 +81,7 @@ def test_what_is_wrong_is_named_with_what_to_try(words, needs):
     ("csv", {"path": "x"}, "an option of csv: folder"),
     ("early_stopping", {"patience": "3"}, "need a whole number"),
     ("early_stopping", {"patience": True}, "need a whole number"),
-    ("wandb", {"settings": {}}, "an option of wandb: project, entity, mode"),
+    ("wandb", {"settings": {}}, "an option of wandb: project, entity, mode, every"),
 ])  # fmt: skip
 def test_a_settings_file_can_name_only_shipped_callbacks_and_their_options(name, options, need):
     with pytest.raises(SettingError, match=need):

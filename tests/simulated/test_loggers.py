@@ -120,14 +120,16 @@ READERS = {
 }
 
 
-def make_logger(name: str, folder: Path) -> ff.Callback:
-    return {
+def make_logger(name: str, folder: Path, **options: Any) -> ff.Callback:
+    own: dict[str, Any] = {"mlflow": {"tracking_uri": f"file://{folder / 'mlflow'}"}, "wandb": {"mode": "offline"}}
+    kinds: dict[str, Any] = {
         "csv": CSV,
-        "mlflow": lambda: MLflow(tracking_uri=f"file://{folder / 'mlflow'}"),
+        "mlflow": MLflow,
         "tensorboard": TensorBoard,
         "trackio": Trackio,
-        "wandb": lambda: WandB(mode="offline"),
-    }[name]()
+        "wandb": WandB,
+    }
+    return kinds[name](**own.get(name, {}), **options)
 
 
 @pytest.fixture(autouse=True)
@@ -160,7 +162,20 @@ def test_a_run_that_resumes_from_an_older_checkpoint_is_one_run_with_each_step_o
     assert not (tmp_path / "run" / "faults.jsonl").exists()
 
 
-@pytest.mark.parametrize("name", ["mlflow", "tensorboard", "trackio", "wandb"])
+SERVICES = ["mlflow", "tensorboard", "trackio", "wandb"]
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_every_so_many_steps_are_logged_besides_the_first(name, tmp_path, capfd):
+    train(make_task(), tmp_path, make_logger(name, tmp_path, every=3), steps=8)
+    got = READERS[name](tmp_path)
+    assert [step for step, _ in got["train/loss"]] == [1, 3, 6]
+    assert [step for step, _ in got["valid/loss"]] == [2, 4, 6, 8]
+    with pytest.raises(SettingError, match="every = 0   need a whole number of at least 1"):
+        make_logger(name, tmp_path, every=0)
+
+
+@pytest.mark.parametrize("name", SERVICES)
 def test_a_logger_without_its_library_is_refused_with_the_line_that_installs_it(name, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(SettingError, match=rf"need the package {name}   try pip install {name}"):

@@ -5,7 +5,20 @@ Law: all loggers use the same names; what a step did not measure has no value, a
 
 from typing import Any
 
+from fourfold.words import argument_checks
 from fourfold.words.callback import EvaluateEvent, StartEvent, StepEvent
+from fourfold.words.errors import SettingError
+
+
+def check_every(every: int, *, callback: str) -> None:
+    """Raise SettingError unless every so many steps can be logged."""
+    if problems := argument_checks.int_problems("every", every, minimum=1, attempt="every=10"):
+        raise SettingError(problems, where=callback)
+
+
+def is_logged(step: int, every: int) -> bool:
+    """Whether a step is logged: the first, and every so many."""
+    return step == 1 or step % every == 0
 
 
 def step_metrics(event: StepEvent, *, unit: str) -> dict[str, float]:

@@ -6,7 +6,13 @@ Law: a run that resumes goes on under the id that its folder keeps, and logs no 
 import time
 from typing import Any
 
-from fourfold.trainer.callbacks.logged_metrics import evaluate_metrics, run_config, step_metrics
+from fourfold.trainer.callbacks.logged_metrics import (
+    check_every,
+    evaluate_metrics,
+    is_logged,
+    run_config,
+    step_metrics,
+)
 from fourfold.trainer.callbacks.logged_run import LoggedRun
 from fourfold.trainer.callbacks.optional_library import check_installed
 from fourfold.words.callback import Callback, EndEvent, EvaluateEvent, StartEvent, StepEvent
@@ -21,12 +27,14 @@ class MLflow(Callback):
 
     tracking_uri  such as sqlite:///mlflow.db or http://host:5000; None: what MLFLOW_TRACKING_URI says, else MLflow's
                   own default
+    every         steps between those that are logged, besides the first
     """
 
-    def __init__(self, experiment: str = "fourfold", *, tracking_uri: str | None = None) -> None:
-        """Raises SettingError if mlflow is not installed."""
+    def __init__(self, experiment: str = "fourfold", *, tracking_uri: str | None = None, every: int = 1) -> None:
+        """Raises SettingError if mlflow is not installed, or for an impossible `every`."""
+        check_every(every, callback="MLflow")
         check_installed("mlflow", "mlflow", callback="MLflow")
-        self._experiment, self._tracking_uri, self._unit = experiment, tracking_uri, ""
+        self._experiment, self._tracking_uri, self._unit, self._every = experiment, tracking_uri, "", every
         self._client: Any = None
         self._logged: LoggedRun | None = None
 
@@ -55,7 +63,7 @@ class MLflow(Callback):
             self._client.log_batch(run_id, params=params[first : first + MAX_PARAMS])
 
     def on_step(self, event: StepEvent) -> None:
-        if self._logged is not None and self._logged.take_step(event.step):
+        if self._logged is not None and is_logged(event.step, self._every) and self._logged.take_step(event.step):
             self._log(self._logged.run_id, step_metrics(event, unit=self._unit), event.step)
 
     def on_evaluate(self, event: EvaluateEvent) -> None:

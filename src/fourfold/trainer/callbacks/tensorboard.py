@@ -7,7 +7,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-from fourfold.trainer.callbacks.logged_metrics import evaluate_metrics, run_config, step_metrics
+from fourfold.trainer.callbacks.logged_metrics import (
+    check_every,
+    evaluate_metrics,
+    is_logged,
+    run_config,
+    step_metrics,
+)
 from fourfold.trainer.callbacks.optional_library import check_installed
 from fourfold.words.callback import Callback, CheckpointEvent, EndEvent, EvaluateEvent, StartEvent, StepEvent
 
@@ -16,12 +22,14 @@ class TensorBoard(Callback):
     """Writes loss, learning rate, throughput and validation for TensorBoard: `tensorboard --logdir runs`.
 
     folder  None: `tensorboard` in the run's folder
+    every   steps between those that are logged, besides the first
     """
 
-    def __init__(self, folder: str | None = None) -> None:
-        """Raises SettingError if tensorboard is not installed."""
+    def __init__(self, folder: str | None = None, *, every: int = 1) -> None:
+        """Raises SettingError if tensorboard is not installed, or for an impossible `every`."""
+        check_every(every, callback="TensorBoard")
         check_installed("tensorboard", "tensorboard", callback="TensorBoard")
-        self._folder, self._unit = folder, ""
+        self._folder, self._unit, self._every = folder, "", every
         self._writer: Any = None
 
     def on_start(self, event: StartEvent) -> None:
@@ -35,7 +43,8 @@ class TensorBoard(Callback):
             self._writer.add_text("run", f"```json\n{json.dumps(run_config(event), indent=2)}\n```", 0)
 
     def on_step(self, event: StepEvent) -> None:
-        self._add(step_metrics(event, unit=self._unit), event.step)
+        if is_logged(event.step, self._every):
+            self._add(step_metrics(event, unit=self._unit), event.step)
 
     def on_evaluate(self, event: EvaluateEvent) -> None:
         self._add(evaluate_metrics(event), event.step)

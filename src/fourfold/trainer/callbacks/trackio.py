@@ -6,7 +6,13 @@ Law: a run that resumes goes on under its name, and logs no step twice.
 import secrets
 from typing import Any
 
-from fourfold.trainer.callbacks.logged_metrics import evaluate_metrics, run_config, step_metrics
+from fourfold.trainer.callbacks.logged_metrics import (
+    check_every,
+    evaluate_metrics,
+    is_logged,
+    run_config,
+    step_metrics,
+)
 from fourfold.trainer.callbacks.logged_run import LoggedRun
 from fourfold.trainer.callbacks.optional_library import check_installed
 from fourfold.words.callback import Callback, EndEvent, EvaluateEvent, StartEvent, StepEvent
@@ -16,12 +22,14 @@ class Trackio(Callback):
     """Logs to Trackio; `trackio show --project fourfold` shows it.
 
     space_id  of a Hugging Face Space; None: what TRACKIO_SPACE_ID says, else Trackio's database on this machine
+    every     steps between those that are logged, besides the first
     """
 
-    def __init__(self, project: str = "fourfold", *, space_id: str | None = None) -> None:
-        """Raises SettingError if trackio is not installed."""
+    def __init__(self, project: str = "fourfold", *, space_id: str | None = None, every: int = 1) -> None:
+        """Raises SettingError if trackio is not installed, or for an impossible `every`."""
+        check_every(every, callback="Trackio")
         check_installed("trackio", "trackio", callback="Trackio")
-        self._project, self._space_id, self._unit = project, space_id, ""
+        self._project, self._space_id, self._unit, self._every = project, space_id, "", every
         self._run: Any = None
         self._logged: LoggedRun | None = None
 
@@ -43,7 +51,7 @@ class Trackio(Callback):
         logged.set_run(name)
 
     def on_step(self, event: StepEvent) -> None:
-        if self._logged is not None and self._logged.take_step(event.step):
+        if self._logged is not None and is_logged(event.step, self._every) and self._logged.take_step(event.step):
             self._run.log(step_metrics(event, unit=self._unit), step=event.step)
 
     def on_evaluate(self, event: EvaluateEvent) -> None:

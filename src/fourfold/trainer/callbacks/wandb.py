@@ -8,7 +8,13 @@ import secrets
 from collections.abc import Mapping
 from typing import Any
 
-from fourfold.trainer.callbacks.logged_metrics import evaluate_metrics, run_config, step_metrics
+from fourfold.trainer.callbacks.logged_metrics import (
+    check_every,
+    evaluate_metrics,
+    is_logged,
+    run_config,
+    step_metrics,
+)
 from fourfold.trainer.callbacks.logged_run import LoggedRun
 from fourfold.trainer.callbacks.optional_library import check_installed
 from fourfold.words.callback import Callback, EndEvent, EvaluateEvent, StartEvent, StepEvent
@@ -18,6 +24,7 @@ class WandB(Callback):
     """Logs to Weights & Biases; its files are in the run's folder.
 
     mode      "online" or "offline" (`wandb sync` uploads it later); None: what WANDB_MODE says, else online
+    every     steps between those that are logged, besides the first
     settings  further arguments of `wandb.init`
     """
 
@@ -27,12 +34,14 @@ class WandB(Callback):
         *,
         entity: str | None = None,
         mode: str | None = None,
+        every: int = 1,
         settings: Mapping[str, Any] | None = None,
     ) -> None:
-        """Raises SettingError if wandb is not installed."""
+        """Raises SettingError if wandb is not installed, or for an impossible `every`."""
+        check_every(every, callback="WandB")
         check_installed("wandb", "wandb", callback="WandB")
         self._project, self._entity, self._mode, self._settings = project, entity, mode, dict(settings or {})
-        self._unit = ""
+        self._unit, self._every = "", every
         self._run: Any = None
         self._logged: LoggedRun | None = None
 
@@ -60,7 +69,7 @@ class WandB(Callback):
         logged.set_run(self._run.id)
 
     def on_step(self, event: StepEvent) -> None:
-        if self._logged is not None and self._logged.take_step(event.step):
+        if self._logged is not None and is_logged(event.step, self._every) and self._logged.take_step(event.step):
             self._run.log(step_metrics(event, unit=self._unit), step=event.step)
 
     def on_evaluate(self, event: EvaluateEvent) -> None:
