@@ -4,6 +4,7 @@ option  a keyword of the callback's constructor that is a text, a number or a tr
 Law: a name never leads to code that is not part of Fourfold.
 """
 
+import importlib
 import inspect
 import types
 import typing
@@ -11,23 +12,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fourfold.trainer.callbacks.csv_writer import CSV
-from fourfold.trainer.callbacks.early_stopping import EarlyStopping
-from fourfold.trainer.callbacks.mlflow import MLflow
-from fourfold.trainer.callbacks.tensorboard import TensorBoard
-from fourfold.trainer.callbacks.trackio import Trackio
-from fourfold.trainer.callbacks.wandb import WandB
 from fourfold.words.callback import Callback
 from fourfold.words.errors import Problem, SettingError, closest_match
 
-SHIPPED: dict[str, type[Callback]] = {
-    "csv": CSV,
-    "early_stopping": EarlyStopping,
-    "mlflow": MLflow,
-    "tensorboard": TensorBoard,
-    "trackio": Trackio,
-    "wandb": WandB,
+SHIPPED = {
+    "csv": ("csv_writer", "CSV"),
+    "early_stopping": ("early_stopping", "EarlyStopping"),
+    "mlflow": ("mlflow", "MLflow"),
+    "tensorboard": ("tensorboard", "TensorBoard"),
+    "trackio": ("trackio", "Trackio"),
+    "wandb": ("wandb", "WandB"),
 }
+"""By name: the module in this package, and the class in it. A module is imported when it is used."""
 OPTION_TYPES = {str: "a text", int: "a whole number", float: "a number", bool: "true or false"}
 
 
@@ -40,10 +36,16 @@ class Option:
     is_optional: bool
 
 
+def shipped_class(name: str) -> type[Callback]:
+    """The class of a shipped callback. Raises SettingError for a name that is none."""
+    check_shipped(name)
+    module, kind = SHIPPED[name]
+    return getattr(importlib.import_module(f"fourfold.trainer.callbacks.{module}"), kind)
+
+
 def callback_options(name: str) -> dict[str, Option]:
     """The options of a shipped callback. Raises SettingError for a name that is none."""
-    check_shipped(name)
-    constructor = SHIPPED[name].__init__
+    constructor = shipped_class(name).__init__
     hints = typing.get_type_hints(constructor)
     options = {}
     for each in list(inspect.signature(constructor).parameters.values())[1:]:
@@ -75,7 +77,7 @@ def make_shipped(name: str, options: Mapping[str, Any]) -> Callback:
             problems.append(Problem(f"{name}.{key} = {value!r}", OPTION_TYPES[option.type]))
     if problems:
         raise SettingError(problems, where="callbacks")
-    return SHIPPED[name](**options)
+    return shipped_class(name)(**options)
 
 
 def _has_type(value: Any, option: Option) -> bool:
