@@ -27,7 +27,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from bench.measurement import describe_machine, format_table
 from fourfold.checkpoint.collect import TrainingState
-from fourfold.checkpoint.manager import NUM_KEPT, AttemptDir, CheckpointManager, TrainingProgress
+from fourfold.checkpoint.manager import AttemptDir, CheckpointManager, TrainingProgress
+from fourfold.checkpoint.store import Retention
 from fourfold.environment.world import from_environment
 from fourfold.feed.feed import Feed
 from fourfold.plan.plan import Plan
@@ -139,7 +140,7 @@ def measure(run: TrainingState, *, rounds: int, folder: Path) -> dict[str, list[
             timing.seconds.clear()
         plain, target = (folder / f"{kind}-{number}" for kind in ("plain", "dcp"))
         if run.step.rank == 0:
-            remove_files(folder, number - NUM_KEPT)
+            remove_files(folder, number - Retention().num_newest)
         timing.record("disk: write", lambda at=plain: write_file(at, data), alone=True)
         timing.record(
             "fourfold: save", lambda at=number: manager.save(TrainingProgress(WARM_UP + at + 2)), manager.wait

@@ -71,7 +71,7 @@ def train(name: str, *, seed: int, folder: str) -> Mapping[str, float]:
         "rates": schedule,
         "seed": seed,
     }
-    return ff.train(task, folder=folder, checkpoint_every=0, trace_every=0, **settings).valid
+    return ff.train(task, folder=folder, checkpoint_every=0, trace_every=0, quiet=True, **settings).valid
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from fourfold.words.version import VERSION
 
 if TYPE_CHECKING:
-    from fourfold import optim
+    from fourfold import callbacks, optim
     from fourfold.checkpoint.checkpoints import Checkpoints
     from fourfold.feed.dataloader import shard
     from fourfold.feed.feed import Feed
@@ -22,11 +22,13 @@ if TYPE_CHECKING:
     from fourfold.step.parallelize import parallelize
     from fourfold.step.train_step import TrainStep
     from fourfold.trainer.train import train
+    from fourfold.words.callback import Callback
     from fourfold.words.errors import FourfoldError, PlanError
     from fourfold.words.task import Data, Task
 
 __version__ = VERSION
 __all__ = [
+    "Callback",
     "Checkpoints",
     "Data",
     "DistributedOptimizer",
@@ -38,6 +40,7 @@ __all__ = [
     "PlanError",
     "Task",
     "TrainStep",
+    "callbacks",
     "launch",
     "optim",
     "parallelize",
@@ -47,6 +50,7 @@ __all__ = [
 ]
 
 _MODULE_OF = {
+    "Callback": "words.callback",
     "Checkpoints": "checkpoint.checkpoints",
     "Data": "words.task",
     "DistributedOptimizer": "step.distributed_optimizer",
@@ -67,8 +71,8 @@ _MODULE_OF = {
 
 
 def __getattr__(name: str) -> Any:
-    if name == "optim":
-        return importlib.import_module("fourfold.optim")
+    if name in ("callbacks", "optim"):
+        return importlib.import_module(f"fourfold.{name}")
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'fourfold' has no attribute {name!r}")
     return getattr(importlib.import_module(f"fourfold.{_MODULE_OF[name]}"), name)

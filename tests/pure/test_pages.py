@@ -20,6 +20,7 @@ PAGES.remove(ROOT / "docs" / "measured-notes.md")
     ("from-deepspeed", "from_deepspeed"),
     ("task", "own_task"),
     ("checkpoints", "resume"),
+    ("callbacks", "own_callback"),
 ])  # fmt: skip
 def test_a_page_shows_the_example_that_ci_runs(page, example):
     page = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")

@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from fourfold.report.progress import (
+from fourfold.trainer.progress import (
     LOG_INTERVAL_SECONDS,
     Progress,
     fit_to_width,

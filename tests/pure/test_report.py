@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from fourfold.plan.plan import Plan
 from fourfold.plan.trace_file import Event, Trace, encode_trace
-from fourfold.report import charts, comparison, html_table, line_chart, page, progress, run_record, step_timeline, svg
+from fourfold.report import charts, comparison, html_table, line_chart, page, run_record, step_timeline, svg
 from fourfold.report.key_figures import key_figures
 from fourfold.report.style import CSS
+from fourfold.trainer import progress
 from fourfold.words.program import Action, Verb
 from fourfold.words.trace_events import COMPUTE_LANE, REDUCE_LANE
 from tests.recorded_traces import trace

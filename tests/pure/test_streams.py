@@ -57,7 +57,7 @@ def test_a_message_that_stderr_rejects_does_not_change_the_exit_code(code: str, 
 
 NOTES = """
 import sys
-from fourfold.report.progress import Progress
+from fourfold.trainer.progress import Progress
 progress = Progress()
 progress.print_message("first")
 progress.print_message("second")

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from fourfold.cli import main
 from fourfold.launch.traceback_text import format_error
-from fourfold.report.progress import Progress
 from fourfold.tasks import lm
+from fourfold.trainer.progress import Progress
 from fourfold.words.errors import Problem, SettingError
 from fourfold.words.terminal_text import escape_controls
 

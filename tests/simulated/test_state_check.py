@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from fourfold.checkpoint.store import CheckpointStore
+from fourfold.checkpoint.store import CheckpointStore, Retention
 from fourfold.checkpoint.weights_file import load_weights_file
 from fourfold.feed.feed import Feed
 from fourfold.testing import threads
@@ -153,7 +153,7 @@ def test_foreign_names_in_the_checkpoint_folder_are_ignored(tmp_path):
     (store.path / "step-000000009").mkdir()
     (store.path / ".part-of-mine").touch()
     assert store.steps() == [1, 3]
-    store.prune(num_kept=1)
+    store.prune(Retention(num_newest=1))
     assert sorted(path.name for path in store.path.iterdir()) == [".part-of-mine", "step-000000009", "step-00000003"]
     assert threads.run(1, lambda comm: ThreadRun(Case(), comm, tmp_path).checkpoints.resume())[0].step == 3
     assert CheckpointStore(tmp_path).steps() == [3]

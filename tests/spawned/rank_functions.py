@@ -28,7 +28,7 @@ from fourfold.testing import oracle
 from fourfold.trainer import stragglers
 from fourfold.trainer.tracer import Tracer
 from fourfold.words.errors import DivergenceError
-from tests import attention_oracle, codec_oracle, local_sgd_oracle, precision_oracle
+from tests import attention_oracle, callback_runs, codec_oracle, local_sgd_oracle, precision_oracle
 from tests import cases as cases_module
 from tests.cases import Case
 
@@ -278,7 +278,7 @@ def final_loss(recipe: str, folder: str) -> float:
     """The loss of a small language model that has been trained for a few steps with a plan file."""
     task, plan = lm.task(width=32, layers=1, length=32, valid_bytes=256), ff.Plan.from_toml(Path(recipe).read_text())
     steps = plan.local_steps if plan.sync == "local" else 4
-    return ff.train(task, plan, steps=steps, folder=folder, name="run").loss
+    return ff.train(task, plan, steps=steps, folder=folder, name="run", quiet=True).loss
 
 
 def late_in_data(folder: str) -> list[Any]:
@@ -308,9 +308,21 @@ def late_in_data(folder: str) -> list[Any]:
         trace_every=0,
         folder=folder,
         name="late",
+        quiet=True,
     )
     lines = (Path(folder) / "late" / "metrics.jsonl").read_text().splitlines()
     return [line["late"] for line in map(json.loads, lines) if "late" in line]
+
+
+def stopped_by_a_callback(folder: str, hook: str) -> dict[str, Any]:
+    """How a run ended that rank 0's callback stops from a hook of step 3 or 4, and on which ranks hooks were called.
+
+    Ranks other than 0 give no callbacks, or those of rank 0.
+    """
+    stopping = callback_runs.Stopping(hook, 4 if hook == "evaluate" else 3)
+    given = [stopping] if dist.get_rank() in (0, 2) else []
+    result = callback_runs.train(callback_runs.make_task(), Path(folder), *given, steps=8)
+    return {"steps": result.steps, "stopped": result.stopped, "events": len(stopping.events)}
 
 
 def verdict(**fields: Any) -> dict[str, Any] | None:

@@ -17,12 +17,12 @@ import xxhash
 from msgspec import json
 
 from fourfold.checkpoint.collect import TrainingState, group_options
-from fourfold.checkpoint.manager import NUM_KEPT, AttemptDir, CheckpointManager, OwnState, TrainingProgress
+from fourfold.checkpoint.manager import AttemptDir, CheckpointManager, OwnState, TrainingProgress
 from fourfold.checkpoint.newest import Found, find_newest_good, short_text
 from fourfold.checkpoint.pretrained_files import save_pretrained_files
 from fourfold.checkpoint.read import CheckpointReader
 from fourfold.checkpoint.restore import restore
-from fourfold.checkpoint.store import CheckpointStore
+from fourfold.checkpoint.store import CheckpointStore, Retention
 from fourfold.feed.feed import Feed
 from fourfold.plan.decode import DecodeError
 from fourfold.plan.json_state import decode_state, encode_state, state_problems
@@ -32,6 +32,7 @@ from fourfold.words.errors import CheckpointError, Problem, SettingError
 from fourfold.words.run_files import SETTINGS_FILE
 
 WHERE = "ff.Checkpoints"
+DEFAULT_KEPT = Retention().num_newest
 
 
 class LoadedCheckpoint(NamedTuple):
@@ -72,7 +73,7 @@ class Checkpoints:
         step: TrainStep,
         feed: Feed | None = None,
         *,
-        keep: int = NUM_KEPT,
+        keep: int = DEFAULT_KEPT,
         tokenizer: Any = None,
     ) -> None:
         """Make no file yet.
@@ -101,9 +102,8 @@ class Checkpoints:
         self._path = self.folder.absolute()  # the loop may change the working directory
         self._store = CheckpointStore(self._path)
         self._state = TrainingState(step, feed)
-        self._manager = CheckpointManager(
-            self._state, AttemptDir(self._path, token), _NoLog(), seed=step.seed, num_kept=keep
-        )
+        attempt_dir = AttemptDir(self._path, token)
+        self._manager = CheckpointManager(self._state, attempt_dir, _NoLog(), seed=step.seed, retention=Retention(keep))
 
     # ---- loading
 
@@ -271,7 +271,7 @@ def _check_arguments(folder: Any, step: Any, feed: Any, keep: Any, tokenizer: An
         problems += argument_checks.instance_problems("step", step, TrainStep, attempt=attempt)
     attempt = "feed=None, and what your loader needs in extra="
     problems += argument_checks.instance_problems("feed", feed, Feed, optional=True, attempt=attempt)
-    problems += argument_checks.int_problems("keep", keep, minimum=1, attempt=f"keep={NUM_KEPT}")
+    problems += argument_checks.int_problems("keep", keep, minimum=1, attempt=f"keep={DEFAULT_KEPT}")
     problems += argument_checks.tokenizer_problems("tokenizer", tokenizer)
     if problems:
         raise SettingError(problems, where=WHERE)

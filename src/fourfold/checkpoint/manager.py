@@ -22,13 +22,11 @@ from fourfold.checkpoint.markers import RankReport
 from fourfold.checkpoint.newest import find_newest_good, short_text
 from fourfold.checkpoint.read import CheckpointReader
 from fourfold.checkpoint.restore import changed_options, restore
-from fourfold.checkpoint.store import CheckpointStore
+from fourfold.checkpoint.store import CheckpointStore, Retention
 from fourfold.checkpoint.write import Snapshot
-from fourfold.checkpoint.writer import CheckpointWriter, SaveRequest
+from fourfold.checkpoint.writer import CheckpointWriter, SaveRequest, WrittenCheckpoint
 from fourfold.plan.checkpoint_boxes import shard_file_name
 from fourfold.plan.checkpoint_manifest import MANIFEST_VERSION, Manifest
-
-NUM_KEPT = 2
 
 
 class CheckpointLog(Protocol):
@@ -52,13 +50,19 @@ class AttemptDir(NamedTuple):
 
 
 class TrainingProgress(NamedTuple):
-    """How far a run has come: its last step, the losses of the last steps, the validation of this step."""
+    """How far a run has come: its last step, the losses of the last steps, the validation of this step.
+
+    best       the best value so far of the measure that the best checkpoint is chosen by
+    callbacks  the states of the callbacks at this step, on rank 0
+    stopped    why the run ends after this step, if a callback asked for it; the same on every rank
+    """
 
     step: int = 0
     losses: Sequence[float] = ()
     valid: Mapping[str, float] = {}
     best: float | None = None
-    """The least validation loss so far."""
+    callbacks: Mapping[str, dict[str, Any]] = {}
+    stopped: str | None = None
 
 
 class OwnState(NamedTuple):
@@ -78,17 +82,17 @@ class CheckpointManager:
         log: CheckpointLog,
         *,
         seed: int,
-        num_kept: int = NUM_KEPT,
+        retention: Retention = Retention(),  # noqa: B008 (a constant)
     ) -> None:
         """Raises CheckpointError for state that cannot be saved: now, not at the first save."""
         self._group_options = group_options(training_state)
         collect_state(training_state)
         self._training_state, self._attempt_dir, self._log = training_state, attempt_dir, log
-        self._seed = seed
+        self._seed, self._retention = seed, retention
         self._rank, self._size = training_state.step.rank, training_state.step.plan.mesh.size
         self._store = CheckpointStore(attempt_dir.run_dir)
         self._snapshot: Snapshot | None = None
-        self._writer = CheckpointWriter(training_state.step, self._store, log, num_kept=num_kept)
+        self._writer = CheckpointWriter(training_state.step, self._store, log, retention)
         self.saved_step: int | None = None
         self._start_time = time.perf_counter()
 
@@ -126,7 +130,15 @@ class CheckpointManager:
         self.saved_step = manifest.step
         losses = [float("nan") if loss is None else loss for loss in manifest.losses]
         valid = {name: float("nan") if value is None else value for name, value in manifest.valid.items()}
-        return TrainingProgress(manifest.step, losses, valid, manifest.best)
+        return TrainingProgress(manifest.step, losses, valid, self._best(manifest), manifest.callbacks)
+
+    def _best(self, manifest: Manifest) -> float | None:
+        """The best value so far. Collective if the run now chooses by another measure than before."""
+        _, _, metric, mode = self._retention
+        if (manifest.best_metric, manifest.best_mode) == (metric, mode):
+            return manifest.best
+        best = self._store.best_value(self._retention) if self._rank == 0 else None
+        return self._training_state.step.all_gather_json(best)[0]
 
     def _log_ignored_arguments(self, manifest: Manifest) -> None:
         """Log what has changed in the arguments of the task's scheduler: they are part of its saved state."""
@@ -190,6 +202,9 @@ class CheckpointManager:
             mesh=step.plan.mesh,
             scheduler=None if scheduler is None else scheduler.state(),
             extra=own.extra,
+            best_metric=self._retention.metric,
+            best_mode=self._retention.mode,
+            callbacks=dict(progress.callbacks),
         )
 
     def take_failures(self) -> list[str]:
@@ -203,6 +218,10 @@ class CheckpointManager:
         for text in self.take_failures():
             self._log.log_message(f"warning: {text}; training goes on, the checkpoints before are kept")
             self._log.write_record({"warning": text})
+
+    def take_written(self) -> list[WrittenCheckpoint]:
+        """The checkpoints that have been written since the last call, on rank 0. Not collective."""
+        return [self._writer.written.pop(0) for _ in range(len(self._writer.written))]
 
     def wait_for_writer(self) -> None:
         """Wait until the writer has finished."""

@@ -3,22 +3,37 @@
 step-00000100           a checkpoint: complete, because it gets this name by a rename
 .part-…                 an unfinished one: being written, or left by a killed process
 damaged-step-00000100   one that failed its verification, set aside
-Law: a checkpoint is removed only when a newer one is on the disk. The last `num_kept` and the best are kept.
+retention               how many of the newest good ones are kept, and how many of the best
+Law: the newest good checkpoint is never removed, and neither is one that may be good and cannot be read here.
 """
 
 import contextlib
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from fourfold.checkpoint.manifest_file import STEP_DIR_NAME, read_manifest, verify_checkpoint
 from fourfold.environment.atomic_file import fsync_path
-from fourfold.words.errors import CheckpointError, Problem
+from fourfold.plan.checkpoint_manifest import Manifest
+from fourfold.words.errors import CheckpointError, Problem, UnreadableCheckpointError
 
 CHECKPOINTS_DIR = "checkpoints"
 REPLACED_PREFIX = ".part-replaced-"
 MAX_DAMAGED = 1000  # checkpoints of one step that are set aside
+
+
+class Retention(NamedTuple):
+    """Which checkpoints are kept: the newest `num_newest`, and the `num_best` with the best values of `metric`.
+
+    mode  "min": the least value is the best; "max": the greatest
+    """
+
+    num_newest: int = 2
+    num_best: int = 1
+    metric: str = "loss"
+    mode: str = "min"
 
 
 class CheckpointStore:
@@ -50,15 +65,44 @@ class CheckpointStore:
         os.rename(staging_dir, self.step_dir(step))
         fsync_path(self.path)
 
-    def prune(self, *, num_kept: int) -> None:
-        """Remove all checkpoints but the last `num_kept` and the best, and unfinished ones up to the newest."""
-        steps = self.steps()
-        best = self.best_step()
-        for step in steps[:-num_kept]:
-            if step != best:
+    def prune(self, retention: Retention) -> None:
+        """Remove all checkpoints but those that `retention` keeps, and unfinished ones up to the newest.
+
+        Damaged ones do not count, and those newer than all good ones stay: a resume will set them aside.
+        """
+        steps, unreadable = self.steps(), set[int]()
+        manifests = self._manifests(unreadable)
+        good = [step for step in manifests if self._has_all_files(step, manifests[step])]
+        kept = {*good[-retention.num_newest :], *_best_steps(manifests, retention), *unreadable}
+        for step in steps:
+            if step not in kept and step < max(good, default=0):
                 # Rename it first: a checkpoint that is half removed must not have a checkpoint's name.
                 os.rename(self.step_dir(step), self.path / f".part-old-step-{step:08d}")
-        self.remove_partial(steps[-1])
+        if steps:
+            self.remove_partial(steps[-1])
+
+    def _manifests(self, unreadable: set[int] | None = None) -> dict[int, Manifest]:
+        """The manifests of all checkpoints that have a good one, oldest first.
+
+        Adds to `unreadable` the steps of those that may be good and cannot be read here.
+        """
+        found = {}
+        for step in self.steps():
+            try:
+                found[step] = read_manifest(self.step_dir(step))
+            except UnreadableCheckpointError:
+                (set() if unreadable is None else unreadable).add(step)
+            except CheckpointError:
+                continue
+        return found
+
+    def _has_all_files(self, step: int, manifest: Manifest) -> bool:
+        """Whether all files are there with their sizes. Their content is not read: this is asked after every save."""
+        try:
+            sizes = {name: (self.step_dir(step) / name).stat().st_size for name in manifest.files}
+        except OSError:
+            return False
+        return sizes == {name: entry.num_bytes for name, entry in manifest.files.items()}
 
     def remove_partial(self, last_step: int | None = None) -> None:
         """Remove what killed or failed attempts have left; with `last_step`, only of steps up to it."""
@@ -85,14 +129,26 @@ class CheckpointStore:
                 return
 
     def best_step(self) -> int | None:
-        """The step with the least validation loss; None if none was measured."""
-        losses = {}
-        for step in self.steps():
-            with contextlib.suppress(CheckpointError):
-                loss = read_manifest(self.step_dir(step)).valid.get("loss")
-                if loss is not None:
-                    losses[step] = loss
-        return min(losses, key=lambda step: losses[step]) if losses else None
+        """The step with the best validation, by the run's own measure; None if that was not measured."""
+        manifests = self._manifests()
+        if not manifests:
+            return None
+        newest = manifests[max(manifests)]
+        return next(iter(_best_steps(manifests, Retention(metric=newest.best_metric, mode=newest.best_mode))), None)
+
+    def best_value(self, retention: Retention) -> float | None:
+        """The best value of `retention.metric` among the checkpoints; None if none has it."""
+        manifests = self._manifests()
+        steps = _best_steps(manifests, retention._replace(num_best=1))
+        return manifests[steps[0]].valid[retention.metric] if steps else None
+
+
+def _best_steps(manifests: Mapping[int, Manifest], retention: Retention) -> list[int]:
+    """The steps with the best values, best first; of equal ones the older is better."""
+    sign = 1 if retention.mode == "min" else -1
+    values = {step: manifest.valid.get(retention.metric) for step, manifest in manifests.items()}
+    ranked = sorted((sign * value, step) for step, value in values.items() if value is not None)
+    return [step for _, step in ranked[: retention.num_best]]
 
 
 def newest_valid(folder: Path, *, step: int | None = None) -> Path:

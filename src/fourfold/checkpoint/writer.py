@@ -10,7 +10,7 @@ import contextlib
 import shutil
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -30,7 +30,7 @@ from fourfold.checkpoint.markers import (
     wait_for_marker,
     write_marker,
 )
-from fourfold.checkpoint.store import CheckpointStore
+from fourfold.checkpoint.store import CheckpointStore, Retention
 from fourfold.checkpoint.write import Snapshot, estimated_bytes, write_file, write_snapshot
 from fourfold.plan.checkpoint_boxes import shard_file_name
 from fourfold.plan.checkpoint_manifest import (
@@ -71,16 +71,26 @@ class SaveRequest(NamedTuple):
     manifest: Manifest | None
 
 
+class WrittenCheckpoint(NamedTuple):
+    """A checkpoint that is on the disk. `valid`: the validation measured at this step."""
+
+    step: int
+    path: Path
+    valid: Mapping[str, float | None]
+
+
 class CheckpointWriter:
     """Writes one rank's checkpoints, one at a time."""
 
-    def __init__(self, step: TrainStep, store: CheckpointStore, log: SyncedLog, *, num_kept: int) -> None:
-        self._step, self._store, self._log, self._num_kept = step, store, log, num_kept
+    def __init__(self, step: TrainStep, store: CheckpointStore, log: SyncedLog, retention: Retention) -> None:
+        self._step, self._store, self._log, self._retention = step, store, log, retention
         self._rank, self._size = step.rank, step.plan.mesh.size
         self._thread: threading.Thread | None = None
         self._aborted = threading.Event()
         self.failures: list[str] = []
         """Why checkpoints could not be written; on rank 0."""
+        self.written: list[WrittenCheckpoint] = []
+        """Those that are on the disk; on rank 0."""
 
     def start(self, request: SaveRequest) -> None:
         """Begin to write, when the one before has been written."""
@@ -159,8 +169,9 @@ class CheckpointWriter:
         write_file(folder / MANIFEST_FILE, [content], num_bytes=len(content))
         self._log.sync()
         self._store.commit(folder, manifest.step)
+        self.written.append(WrittenCheckpoint(manifest.step, self._store.step_dir(manifest.step), manifest.valid))
         with contextlib.suppress(OSError):  # the next save prunes again
-            self._store.prune(num_kept=self._num_kept)
+            self._store.prune(self._retention)
 
     def _wait_for_markers(self, folder: Path, markers: Sequence[Path], num_bytes: int) -> None:
         """Raises CheckpointError if a rank's file is missing."""

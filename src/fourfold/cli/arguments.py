@@ -18,9 +18,11 @@ from typing import Any
 from fourfold.plan.lr_schedule import LRSchedule
 from fourfold.plan.plan_fields import FIELDS, RENAMED_FIELDS, parse_value
 from fourfold.plan.recipes import RECIPE_PREFIX
+from fourfold.trainer.callbacks.registry import SHIPPED
 from fourfold.trainer.settings import LR_PREFIX, LR_SETTINGS, Setting, Settings, declared_settings, setting
 from fourfold.words.errors import Problem, SettingError, closest_match
 
+CALLBACK_WORD = "callback"
 KEY_VALUE = re.compile(r"(?P<key>[\w.-]+)=(?P<value>.*)", re.DOTALL)
 BOOL_WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 TYPE_TEXTS = {
@@ -100,6 +102,20 @@ class LaunchSettings:
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class CallbackSettings:
+    """Words for callbacks, which are objects where `train` takes them."""
+
+    callback: str | None = setting(
+        None,
+        type=str,
+        is_optional=True,
+        help=f"called as the run goes on: {', '.join(SHIPPED)}, or FILE.py:name; any number, with commas between them",
+        default_text="none",
+        word={"is_optional": False},
+    )
+
+
 LAUNCH_SETTINGS = declared_settings(LaunchSettings)
 
 
@@ -135,7 +151,7 @@ def value_type(declared: Setting) -> ValueType:
     )
 
 
-SETTINGS = command_line_settings(Settings, LaunchSettings)
+SETTINGS = command_line_settings(Settings, CallbackSettings, LaunchSettings)
 RUN_SETTINGS = {name: value_type(each) for name, each in SETTINGS.items()}
 
 
@@ -186,11 +202,12 @@ class ParsedArgs:
 
 @dataclass(frozen=True)
 class ParsedValues:
-    """The values, by what they belong to."""
+    """The values, by what they belong to; `callback_options` are still texts, by NAME.OPTION."""
 
     plan: dict[str, object] = field(default_factory=dict)
     run: dict[str, Any] = field(default_factory=dict)
     task: dict[str, Any] = field(default_factory=dict)
+    callback_options: dict[str, str] = field(default_factory=dict)
 
 
 def parse_args(words: Iterable[str]) -> ParsedArgs:
@@ -203,6 +220,9 @@ def parse_args(words: Iterable[str]) -> ParsedArgs:
         match = KEY_VALUE.fullmatch(word)
         if not match:
             (plans if word.endswith(".toml") or word.startswith(RECIPE_PREFIX) else tasks).append(word)
+            continue
+        if match["key"] == CALLBACK_WORD and CALLBACK_WORD in values:
+            values[CALLBACK_WORD] += f",{match['value']}"
             continue
         if match["key"] in values:
             problems.append(Problem(f"{match['key']} = {values[match['key']]} and {word}", "each key once"))
@@ -226,6 +246,9 @@ def parse_values(values: Mapping[str, str], arguments: Mapping[str, ValueType] |
     for key, text in values.items():
         if key in FIELDS:
             parsed.plan[key] = parse_value(key, text)
+            continue
+        if key.partition(".")[0] in SHIPPED and "." in key:
+            parsed.callback_options[key] = text
             continue
         key_type = task_types.get(key) or RUN_SETTINGS.get(key)
         if key_type is None:

@@ -24,7 +24,7 @@ from fourfold.launch.process_defaults import launch_variables, may_have_gpus
 if TYPE_CHECKING:
     from fourfold.launch.forked_process import ForkedProcess
 
-IMPORTED_ONCE = ("fourfold.trainer.train", "fourfold.report.progress", "fourfold.cli.job", "fourfold.launch.worker")
+IMPORTED_ONCE = ("fourfold.trainer.train", "fourfold.trainer.progress", "fourfold.cli.job", "fourfold.launch.worker")
 MODULE, SCRIPT = Path(__file__).parent.parent / "__main__.py", "fourfold"  # `python -m fourfold`, and what pip installs
 POLL_SECONDS = 0.05
 

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fourfold.cli import arguments, settings_file, task_loader
-from fourfold.cli.arguments import LaunchSettings, ParsedValues
+from fourfold.cli.arguments import CALLBACK_WORD, LaunchSettings, ParsedValues
+from fourfold.cli.callback_loader import load_callbacks
 from fourfold.cli.errors import ErrorCollector, nearest_file
 from fourfold.cli.job_checks import check_batch_size, check_fits_memory, check_init, check_tokens
 from fourfold.cli.resolved_settings import argument_defaults, format_resolved
@@ -20,9 +21,11 @@ from fourfold.plan.lr_schedule import LRSchedule
 from fourfold.plan.plan import Plan
 from fourfold.plan.plan_fields import FIELDS
 from fourfold.plan.recipes import RECIPE_PREFIX, recipe_text
+from fourfold.trainer.callback_list import required_metrics
 from fourfold.trainer.lr_factors import tuned_batch_size
 from fourfold.trainer.run_identity import check_run_name, default_run_name, run_identity
 from fourfold.trainer.settings import LR_PREFIX, TASK_FIELDS, make_settings, run_length
+from fourfold.words.callback import Callback
 from fourfold.words.errors import FourfoldError, PlanError, Problem, SettingError, os_error_text
 from fourfold.words.run_files import RUNS_DIR
 from fourfold.words.task import Task, length_problems
@@ -49,6 +52,7 @@ class Job:
     plan: Plan
     settings: Mapping[str, Any]
     identity: Mapping[str, Any]
+    callbacks: Sequence[Callback] = ()
     fresh: bool = False
     restarts: int = LaunchSettings.restarts
     hang_seconds: float | None = LaunchSettings.hang_seconds
@@ -82,7 +86,7 @@ def parse_job(words: Sequence[str], *, num_processes: int | None = None, has_run
     """
     command = settings_file.parse_command(words)
     errors = ErrorCollector()
-    factory = types = task = plan = None
+    factory = types = task = plan = callbacks = None
     with errors.collect():
         factory = task_loader.find_task(command.task)
     if factory is not None:
@@ -93,8 +97,11 @@ def parse_job(words: Sequence[str], *, num_processes: int | None = None, has_run
         with errors.collect():
             task = task_loader.make_task(factory, values.task, spec=command.task)
     with errors.collect():
+        callbacks = load_callbacks(values.run.get(CALLBACK_WORD), values.callback_options)
+    with errors.collect():
         plan = _make_plan(command, values, in_words, num_processes=num_processes)
     errors.raise_collected()
+    assert callbacks is not None
     assert factory is not None
     assert types is not None
     assert task is not None
@@ -108,7 +115,7 @@ def parse_job(words: Sequence[str], *, num_processes: int | None = None, has_run
     resolved = make_settings(task, **settings)
     identity = run_identity(resolved, plan)
     settings.setdefault("name", default_run_name(settings["run_prefix"], identity))
-    job = Job(task=task, plan=plan, settings=settings, identity=identity, **launch_settings)
+    job = Job(task=task, plan=plan, settings=settings, identity=identity, callbacks=callbacks, **launch_settings)
     if has_run_dir:
         defaults = argument_defaults(factory, types)
         settings["config_text"] = format_resolved(job.run_dir, command.task, defaults, values, plan, resolved)
@@ -128,7 +135,12 @@ def _parse_values(
         with errors.collect():
             in_file = command.settings_file.parse(types)
     run = {key: value for key, value in in_file.run.items() if has_run_dir or key in SETTINGS_WITHOUT_RUN}
-    both = ParsedValues(in_file.plan | in_words.plan, run | in_words.run, in_file.task | in_words.task)
+    both = ParsedValues(
+        in_file.plan | in_words.plan,
+        run | in_words.run,
+        in_file.task | in_words.task,
+        (in_file.callback_options if has_run_dir else {}) | in_words.callback_options,
+    )
     return both, in_words
 
 
@@ -155,7 +167,7 @@ def _task_overrides(task: Task, given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _split_settings(spec: str, values: ParsedValues) -> tuple[dict[str, Any], dict[str, Any]]:
     """The keywords of `train`, and the settings of the launch."""
-    settings = {key: value for key, value in values.run.items() if key not in TASK_FIELDS}
+    settings = {key: value for key, value in values.run.items() if key not in (*TASK_FIELDS, CALLBACK_WORD)}
     settings |= {
         "run_prefix": run_prefix(spec),
         "task_name": spec,
@@ -189,6 +201,7 @@ def prepare_job(words: Sequence[str], *, num_processes: int | None = None, has_r
     has_run_dir: False for a command that writes no run, such as `verify`.
     """
     from fourfold.step.parallelize import preflight
+    from fourfold.trainer.metric_checks import check_evaluations, metric_needs
     from fourfold.trainer.run_length import check_steps, with_sizes
 
     job = parse_job(words, num_processes=num_processes, has_run_dir=has_run_dir)
@@ -210,6 +223,9 @@ def prepare_job(words: Sequence[str], *, num_processes: int | None = None, has_r
         check_batch_size(job.task.batch_size if sized is None else sized.batch_size, job.plan)
     with errors.collect():
         check_steps(job.task.steps if sized is None else sized.steps, job.plan)
+    if has_run_dir and inputs is not None and sized is not None:
+        with errors.collect():
+            check_evaluations(metric_needs(sized, required_metrics(job.callbacks)), job.task, inputs, sized)
     with errors.collect():
         model = preflight(job.task, job.plan)
     if inputs is not None and model is not None and sized is not None:

@@ -6,7 +6,6 @@ Law: this file prints no error; the launcher reports the first cause once.
 """
 
 import importlib
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +13,6 @@ from pathlib import Path
 from fourfold.checkpoint.store import resume_hint
 from fourfold.cli import job
 from fourfold.environment.imports import collection_paused
-from fourfold.environment.launchers import OPEN_MPI, detected_launchers
 from fourfold.environment.world import World, from_environment
 from fourfold.launch import failure_report
 from fourfold.launch.traceback_text import format_error
@@ -50,16 +48,15 @@ def train(prepared: job.Job, world: World | None) -> None:
 
 
 def _train(prepared: job.Job, world: World | None) -> None:
-    from fourfold.report.progress import Progress
+    from fourfold.trainer.progress import make_progress
     from fourfold.trainer.train import train as run
 
     if world is not None and world.rank > 0:
-        run(prepared.task, prepared.plan, **prepared.settings)
+        run(prepared.task, prepared.plan, callbacks=prepared.callbacks, **prepared.settings)
         return
-    # Open MPI gives every rank a terminal even if its own output goes to a file, which redrawn lines would fill.
-    progress = Progress(live=detected_launchers(os.environ)[:1] != [OPEN_MPI])
+    progress = make_progress()
     try:
-        result = run(prepared.task, prepared.plan, report=progress, **prepared.settings)
+        result = run(prepared.task, prepared.plan, callbacks=prepared.callbacks, report=progress, **prepared.settings)
         if result.folder is not None:
             progress.print_message(_write_report(result.folder))
     finally:

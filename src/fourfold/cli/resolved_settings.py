@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from fourfold.cli import task_loader
-from fourfold.cli.arguments import LAUNCH_SETTINGS, SETTINGS, LaunchSettings, ParsedValues, ValueType
+from fourfold.cli.arguments import CALLBACK_WORD, LAUNCH_SETTINGS, SETTINGS, LaunchSettings, ParsedValues, ValueType
 from fourfold.cli.settings_file import TASK_NAME
 from fourfold.plan.plan import VERSION, Plan
-from fourfold.plan.toml_writer import format_pair
+from fourfold.plan.toml_writer import format_pair, format_value
+from fourfold.trainer.callbacks.registry import SHIPPED
 from fourfold.trainer.run_identity import CONFIG_FILE
 from fourfold.trainer.settings import LR_PREFIX, TASK_FIELDS, Settings
 from fourfold.words.task import Task
@@ -76,11 +77,23 @@ def _format_plan(plan: Plan, values: ParsedValues) -> list[str]:
 
 def _format_run(values: ParsedValues, settings: Settings, run_name: str, in_task: set[str]) -> list[str]:
     """`in_task`: names that stand under [task], where the task's function takes them."""
-    names = [name for name in SETTINGS if name not in in_task and name not in NEVER_RESOLVED]
+    names = [name for name in SETTINGS if name not in (*in_task, *NEVER_RESOLVED, CALLBACK_WORD)]
     given = {**values.task, **values.run}
     first = [_line((name, given[name])) for name in names if name in given]
     rest = [_default_line(name, settings, run_name) for name in names if name not in given]
-    return first + _with_heading(rest)
+    return _format_callbacks(values) + first + _with_heading(rest)
+
+
+def _format_callbacks(values: ParsedValues) -> list[str]:
+    """The callbacks that are given. A settings file may name shipped ones only: the others stand in a comment."""
+    spec = values.run.get(CALLBACK_WORD)
+    if spec is None:
+        return []
+    names = [name.strip() for name in spec.split(",")]
+    shipped, others = [n for n in names if n in SHIPPED], [n for n in names if n not in SHIPPED]
+    lines = [_line((CALLBACK_WORD, ",".join(shipped)))] if shipped else []
+    lines += [f"# in the command: {CALLBACK_WORD}={','.join(others)}"] if others else []
+    return lines + [f"{key} = {format_value(text)}" for key, text in values.callback_options.items()]
 
 
 def _default_line(name: str, settings: Settings, run_name: str) -> str:

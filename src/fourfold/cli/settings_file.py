@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from fourfold.cli import arguments
-from fourfold.cli.arguments import RUN_SETTINGS, ParsedValues, ValueType
+from fourfold.cli.arguments import CALLBACK_WORD, RUN_SETTINGS, ParsedValues, ValueType
 from fourfold.plan.decode import DecodeError, read_toml
 from fourfold.plan.plan import VERSION, Plan
 from fourfold.plan.plan_fields import FIELD_RULES, FIELDS, RENAMED_FIELDS
 from fourfold.plan.toml_writer import format_pair
+from fourfold.trainer.callbacks.registry import SHIPPED
 from fourfold.trainer.run_identity import normal_task_name
 from fourfold.words.errors import PlanError, Problem, SettingError, closest_match
 
@@ -55,6 +56,12 @@ class SettingsFile:
 
     def _convert(self, section: str, key: str, value: Any, types: Arguments, parsed: ParsedValues) -> Sequence[Problem]:
         """Put a value where it belongs; returns its problem if it has one."""
+        if section == RUN and key in SHIPPED and isinstance(value, dict):
+            options = {f"{key}.{name}": _option_text(each) for name, each in value.items()}
+            parsed.callback_options.update(options)
+            return []
+        if section == RUN and key == CALLBACK_WORD and (problem := _callback_problem(value)) is not None:
+            return [problem]
         key_type = self._type_of(section, key, types)
         if key_type is None:
             return [] if section == TASK and types is None else [_misplaced(section, key, value, types)]
@@ -87,6 +94,21 @@ class SettingsFile:
             return problems + [problem._replace(got=f"{problem.got} in [plan]") for problem in error.problems]
         parsed.plan.update({name: getattr(plan, name) for name in (RENAMED_FIELDS.get(key, key) for key in known)})
         return problems
+
+
+def _option_text(value: Any) -> str:
+    """The value of a callback's option, as the command line has it."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _callback_problem(value: Any) -> Problem | None:
+    """The problem of callbacks that this file may not name: it is data, and what is in a Python file would be run."""
+    foreign = [name for name in str(value).split(",") if name.strip() not in (*SHIPPED, "none")]
+    if not foreign:
+        return None
+    need, close = f"shipped callbacks: {', '.join(SHIPPED)}", closest_match(foreign[0], SHIPPED)
+    attempt = f"{CALLBACK_WORD}={foreign[0]} in the command" if ".py" in foreign[0] else close or ""
+    return Problem(f"{_format(CALLBACK_WORD, value)} in [{RUN}]", need, attempt)
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,8 @@ DEFAULT_NAME = "task"
 JSON_TYPES = (bool, int, float, str, type(None))
 
 TaskFactory = Task | Callable[..., Task]
+_imported: dict[tuple[Path, int, int], Any] = {}
+"""The modules imported from files, by path, time of the last change and size."""
 
 
 def find_task(spec: str) -> TaskFactory:
@@ -39,7 +41,7 @@ def find_task(spec: str) -> TaskFactory:
     path = Path(file)
     if not is_file(path):
         raise TaskError(Problem(f"{file} (no such file)", "a Python file with a task", nearest_file(path, "*.py")))
-    return _find_member(_import_file(path), name or DEFAULT_NAME, file=file)
+    return _find_member(import_file(path), name or DEFAULT_NAME, file=file)
 
 
 def task_arguments(factory: TaskFactory) -> dict[str, ValueType]:
@@ -61,7 +63,7 @@ def make_task(factory: TaskFactory, values: Mapping[str, Any], *, spec: str) -> 
     """The task with these arguments. Raises TaskError if its function fails or does not return a Task."""
     if isinstance(factory, Task):
         return factory
-    with _wrap_user_errors(f"{spec}: the task's function failed"):
+    with wrap_user_errors(f"{spec}: the task's function failed"):
         task = factory(**values)
     if not isinstance(task, Task):
         raise TaskError(Problem(f"a {type(task).__name__}", "the task's function to return a Task"), where=spec)
@@ -72,12 +74,20 @@ def open_task_data(task: Task, *, spec: str) -> "TaskInputs":
     """The task's data. Raises DataError if it cannot be opened or is empty."""
     from fourfold.feed.data_input import open_data  # not on top: it imports torch, as this file does not
 
-    with _wrap_user_errors(f"{spec}: the data cannot be opened", DataError):
+    with wrap_user_errors(f"{spec}: the data cannot be opened", DataError):
         data = task.data()
     return open_data(data, where=spec)
 
 
-def _import_file(path: Path) -> Any:
+def import_file(path: Path, *, reuse: bool = False) -> Any:
+    """The module in a file. `reuse`: not imported again if it was imported here and has not changed since."""
+    version = path.resolve(), path.stat().st_mtime_ns, path.stat().st_size
+    if not reuse or version not in _imported:
+        _imported[version] = _import(path)
+    return _imported[version]
+
+
+def _import(path: Path) -> Any:
     # As for a script, the file can import others in its folder. It gets its own name, unless another module has it.
     folder = str(path.resolve().parent)
     if folder not in sys.path:
@@ -87,7 +97,7 @@ def _import_file(path: Path) -> Any:
     assert spec is not None
     assert spec.loader is not None
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    with _wrap_user_errors(f"{path} does not import"):
+    with wrap_user_errors(f"{path} does not import"):
         spec.loader.exec_module(module)
     return module
 
@@ -118,7 +128,7 @@ def _unknown_task(spec: str) -> Problem:
     return Problem(f"a task called {spec!r}", f"{', '.join(BUILT_IN)}, or path/to/file.py:name", close or "")
 
 
-class _wrap_user_errors:
+class wrap_user_errors:
     """Within: an exception of the user's code becomes an error with the user's lines of the traceback."""
 
     def __init__(self, what: str, kind: type[FourfoldError] = TaskError) -> None:

@@ -9,6 +9,7 @@ again what was read before.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -72,6 +73,10 @@ class Stream:
         except TypeError:  # as a Dataset says it that does not know
             return None
 
+    def head(self, num_samples: int) -> "Stream":
+        """The first samples, read in this process."""
+        return Stream(_Head(self.dataset, num_samples), self._collate_fn)
+
     def batches(self, part: StreamPart) -> Iterator[StreamBatch]:
         """One rank's batches of an epoch, from its first one on. Datasets with `set_epoch` learn which epoch it is."""
         if hasattr(self.dataset, "set_epoch"):
@@ -115,6 +120,16 @@ class Stream:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_loader": None}  # for a worker: the loader may hold what cannot be sent
+
+
+class _Head(IterableDataset[Any]):
+    """The first samples of a dataset."""
+
+    def __init__(self, dataset: "IterableDataset[Any]", num_samples: int) -> None:
+        self._dataset, self._num_samples = dataset, num_samples
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.islice(self._dataset, self._num_samples)
 
 
 class _WorkerStream(IterableDataset[Any]):

@@ -26,6 +26,7 @@ from fourfold.plan.checkpoint_boxes import (
 from fourfold.plan.decode import is_too_deep
 from fourfold.plan.scheduler_state import SchedulerState
 from fourfold.words.box import Box
+from fourfold.words.measures import MODES
 from fourfold.words.mesh import AXES, Axis, Mesh
 
 MANIFEST_VERSION = 2
@@ -191,9 +192,11 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_f
     random         states of torch's generators, one for each place that has its own
     metrics_bytes  the length of the log at this step
     losses         of the last steps
-    valid          results of an evaluation at this step, if there was one; `best` is the least validation loss so far
+    valid          results of an evaluation at this step, if there was one
+    best           the best value so far of the measure `best_metric`; `best_mode` says whether that is the least
     mesh           the sizes of the mesh's axes; the first manifests have none
     extra          what a loop of its own has added, as `json_state` writes it
+    callbacks      the states of the run's callbacks, by their names
     """
 
     version: int
@@ -214,6 +217,9 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_f
     optimizer: str | None = None
     scheduler: SchedulerState | None = None
     extra: Any = None
+    best_metric: str = "loss"
+    best_mode: str = "min"
+    callbacks: dict[str, dict[str, Any]] = {}
 
 
 class StoredTensor(NamedTuple):
@@ -249,6 +255,10 @@ def manifest_problems(manifest: Manifest) -> Iterator[str]:
     yield from _value_problems(manifest)
     if is_too_deep([*manifest.groups]) or (manifest.scheduler is not None and manifest.scheduler.is_too_deep):
         yield "options of the optimizer or its scheduler nested too deeply"
+    if is_too_deep(list(manifest.callbacks.values())):
+        yield "states of callbacks nested too deeply"
+    if manifest.best_mode not in MODES:
+        yield f"best_mode {manifest.best_mode!r}"
     yield from _tensor_problems(manifest)
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from fourfold.checkpoint.store import CheckpointStore
 from fourfold.report.html_table import UNKNOWN, render_row, render_table
 from fourfold.report.line_chart import Series
-from fourfold.report.progress import format_seconds
+from fourfold.trainer.progress import format_seconds
 from fourfold.words.units import format_bytes
 
 FAILED_WARNING = re.compile(r"the checkpoint of step ([0-9]{1,15}) could not be written: ([^;]*)")

@@ -15,8 +15,8 @@ from typing import NamedTuple
 from fourfold.plan.decode import DecodeError, check_not_pipe, from_json
 from fourfold.report.html_table import UNKNOWN, render_row, render_table
 from fourfold.report.line_chart import Series
-from fourfold.report.progress import format_seconds
 from fourfold.trainer.fault_log import FAULTS_FILE, Fault
+from fourfold.trainer.progress import format_seconds
 from fourfold.words.terminal_text import escape_controls
 
 RESTART, SKIPPED = "restart", "skipped step"

@@ -8,8 +8,8 @@ import re
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-from fourfold.report.progress import format_duration
 from fourfold.report.run_record import RunRecord
+from fourfold.trainer.progress import format_duration
 from fourfold.words.units import format_bytes, format_si
 
 Direction = Literal["lower", "higher", ""]

@@ -19,9 +19,9 @@ from fourfold.report.html_table import render_text
 from fourfold.report.log_tail import LogTail
 from fourfold.report.memory_card import memory_card
 from fourfold.report.page import describe_run, render_figures
-from fourfold.report.progress import format_duration
 from fourfold.report.run_record import ReportError, RunRecord, make_record, read_description
 from fourfold.report.run_status import Status, judge_status
+from fourfold.trainer.progress import format_duration
 from fourfold.words.errors import os_error_text
 
 WATCHED_FILES = ("settings.json", "plan.toml", "faults.jsonl", "checkpoints")

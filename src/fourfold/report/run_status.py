@@ -9,9 +9,9 @@ process may be one of another host.
 import statistics
 from typing import Literal, NamedTuple
 
-from fourfold.report.progress import format_duration, format_seconds
 from fourfold.report.run_record import RunRecord
 from fourfold.trainer.heartbeat import FIRST_SECONDS, LIMIT_FACTOR, MAX_SAMPLES, PAUSE_SECONDS
+from fourfold.trainer.progress import format_duration, format_seconds
 
 State = Literal["waiting", "starting", "running", "quiet", "stalled", "stopped", "finished"]
 

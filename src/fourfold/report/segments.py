@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fourfold.report.html_table import UNKNOWN, render_row, render_table
-from fourfold.report.progress import format_seconds
+from fourfold.trainer.progress import format_seconds
 from fourfold.words.units import format_si
 
 COLUMNS = ("steps", "time", "a second", "")

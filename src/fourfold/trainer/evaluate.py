@@ -31,13 +31,19 @@ class LocalBatch(NamedTuple):
     is_empty: bool = False
 
 
-@torch.no_grad()
 def evaluate(step: TrainStep, task: Task, data: Any, batch_size: int) -> dict[str, float]:
     """Mean loss and the task's measures over all samples of `data`, which the data ranks share. Collective.
 
     Raises TaskError on every rank if ranks have sources of different lengths. Raises it also if data ranks share the
     source and the loss is one number, made of means over different counts: its mean would depend on the mesh.
     """
+    totals = evaluate_sums(step, task, data, batch_size)
+    return {name: total / count for name, (total, count) in totals.items() if count}
+
+
+@torch.no_grad()
+def evaluate_sums(step: TrainStep, task: Task, data: Any, batch_size: int) -> dict[str, list[float]]:
+    """The sum and the count of each measure, which may be 0: see `evaluate`. Collective."""
     uneven_by = torch.zeros(3, dtype=torch.float64)
     sums: dict[str, list[float]] = {}
     step.flush()
@@ -57,7 +63,7 @@ def evaluate(step: TrainStep, task: Task, data: Any, batch_size: int) -> dict[st
     totals: dict[str, list[float]] = {}
     for rank_sums in step.all_gather_json(sums):
         _add_pairs(totals, rank_sums)
-    return {name: total / count for name, (total, count) in totals.items() if count}
+    return totals
 
 
 def _local_batches(step: TrainStep, data: DataInput, batch_size: int) -> Generator[LocalBatch, None, None]:

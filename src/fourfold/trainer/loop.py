@@ -18,16 +18,19 @@ from fourfold.plan.intervals import is_due
 from fourfold.plan.lr_schedule import LRLambda
 from fourfold.plan.trace_file import DATA_SPAN
 from fourfold.step.metrics import Metrics
+from fourfold.trainer.callback_runner import CallbackRunner
 from fourfold.trainer.evaluate import evaluate
 from fourfold.trainer.heartbeat import Heartbeat
 from fourfold.trainer.lr_factors import lr_factors
 from fourfold.trainer.memory_log import MemoryLog
 from fourfold.trainer.run_length import RunSettings
-from fourfold.trainer.run_logger import AVERAGED_STEPS, RunLogger
+from fourfold.trainer.run_logger import RunLogger
 from fourfold.trainer.stragglers import StragglerDetector
 from fourfold.trainer.summary import RunResult
+from fourfold.trainer.throughput import AVERAGED_STEPS
 from fourfold.trainer.tracer import Tracer
 from fourfold.words.errors import INTERRUPT_EXIT_CODE, Problem, StoppedError, TaskError, TrainingError
+from fourfold.words.measures import is_better
 from fourfold.words.task import Task
 
 
@@ -44,11 +47,13 @@ class TrainingLoop:
     valid: DataInput | None
     heartbeat: Heartbeat
     memory: MemoryLog
+    callbacks: CallbackRunner
 
     def run_steps(self, progress: TrainingProgress, stop_signal: Callable[[], int]) -> TrainingProgress:
-        """Train from `progress` to the last step. `stop_signal` returns the stop signal this rank has received, or 0.
+        """Train from `progress` to the last step, or to the one after which a callback wants to stop.
 
-        Raises StoppedError if any rank has received one.
+        `stop_signal` returns the stop signal this rank has received, or 0. Raises StoppedError if any rank has received
+        one.
         """
         feed = self.state.feed
         assert feed is not None
@@ -67,13 +72,16 @@ class TrainingLoop:
         lr_factor = lr_factors(self.task, steps=last, batch_size=settings.batch_size, rates=settings.rates)
         losses = deque(progress.losses, maxlen=AVERAGED_STEPS)
         progress = self._evaluate_if_missed(progress, period)
-        for number in range(progress.step, last):
+        if progress.step:  # before its first step a run has nothing to save
+            progress = self._agree_on_stop(progress)
+        while progress.step < last and progress.stopped is None:
+            number = progress.step
             if lr_factor is not None:
                 self._set_lr(lr_factor, number)
             with self.tracer.sample(number + 1) as recorder:
                 with recorder.span(DATA_SPAN), stragglers.data_wait():
                     batch = next(batches)
-                step.request_stop(stop_signal() > 0)
+                step.request_stop(stop_signal() > 0 or self.callbacks.stop_reason is not None)
                 metrics = step(batch)
             lr = step.optimizer.param_groups[0]["lr"]
             if self.state.scheduler is not None:
@@ -82,16 +90,35 @@ class TrainingLoop:
                 losses.append(metrics.loss)
             self._update_average(number + 1, metrics, period)
             stragglers.step_done(number + 1)
-            self.logger.log_step(number + 1, metrics, lr=lr)
-            self.checkpoints.report_failures()
-            self.heartbeat.beat(number + 1)
+            self._log_step(number + 1, metrics, lr=lr)
             self.memory.log_first(number + 1)
             progress = TrainingProgress(number + 1, list(losses), {}, progress.best)
             if progress.step < last and step.is_synchronized:
                 if step.stop_requested:
-                    self.save_and_stop(progress, stop_signal())
-                progress = self._evaluate_and_save_if_due(progress, period)
+                    progress = self._stop(progress, stop_signal())
+                if progress.stopped is None:
+                    progress = self._evaluate_and_save_if_due(progress, period)
         return progress
+
+    def _log_step(self, step_number: int, metrics: Metrics, *, lr: float) -> None:
+        self.logger.log_step(step_number, metrics, lr=lr)
+        self.callbacks.step(step_number, metrics, lr=lr)
+        self.heartbeat.beat(step_number)
+        self._report_checkpoints()
+
+    def _report_checkpoints(self) -> None:
+        self.checkpoints.report_failures()
+        self.callbacks.checkpoints(self.checkpoints.take_written())
+
+    def _agree_on_stop(self, progress: TrainingProgress) -> TrainingProgress:
+        """`progress`, with why rank 0's callbacks want to stop here, if they do. Collective."""
+        return progress._replace(stopped=self.state.step.all_gather_json(self.callbacks.stop_reason)[0])
+
+    def _stop(self, progress: TrainingProgress, signal_number: int) -> TrainingProgress:
+        """What a requested stop leads to: StoppedError if any rank has received a signal. Collective."""
+        if any(self.state.step.all_gather_json(signal_number)):
+            self.save_and_stop(progress, signal_number)
+        return self._agree_on_stop(progress)
 
     def _set_lr(self, lr_factor: LRLambda, number: int) -> None:
         factor = _check_lr_factor(lr_factor(number), number)
@@ -111,11 +138,10 @@ class TrainingLoop:
     def _evaluate_and_save_if_due(self, progress: TrainingProgress, period: int) -> TrainingProgress:
         every, best = self.settings.checkpoint_every, progress.best
         if is_due(progress.step, self.settings.evaluate_every or 0, period):
-            progress = self.evaluate(progress)
+            progress = self._agree_on_stop(self.evaluate(progress))
             self.memory.log(progress.step)
         if every and (is_due(progress.step, every, period) or progress.best != best):
-            with self.heartbeat.pause():
-                self.checkpoints.save(progress)
+            self._save(progress)
         return progress
 
     def _evaluate_if_missed(self, progress: TrainingProgress, period: int) -> TrainingProgress:
@@ -125,12 +151,18 @@ class TrainingLoop:
         )
         return self.evaluate(progress) if is_due_here and not progress.valid else progress
 
+    def _save(self, progress: TrainingProgress) -> None:
+        with self.heartbeat.pause():
+            self.checkpoints.save(progress._replace(callbacks=self.callbacks.state_dicts()))
+        self._report_checkpoints()
+
     def save_and_stop(self, progress: TrainingProgress, signal_number: int) -> NoReturn:
         """Save, and raise StoppedError. Collective. `signal_number`: what this rank has received, or 0."""
         with self.heartbeat.pause():
             if self.settings.checkpoint_every and self.checkpoints.saved_step != progress.step:
-                self.checkpoints.save(progress)
+                self._save(progress)
             self.checkpoints.wait()
+            self._report_checkpoints()
             # SIGTERM takes precedence over Ctrl-C: a scheduler sends it, which starts the job again.
             is_sigterm = signal.SIGTERM in self.state.step.all_gather_json(signal_number)
             name = "SIGTERM" if is_sigterm else "SIGINT"
@@ -146,8 +178,12 @@ class TrainingLoop:
 
     def evaluate(self, progress: TrainingProgress) -> TrainingProgress:
         """`progress` with the validation measures, and the best loss so far. Collective."""
+        before = progress.best
         with self.heartbeat.pause():
-            return self._evaluate(progress)
+            progress = self._evaluate(progress)
+        if progress.valid:
+            self.callbacks.evaluate(progress, is_best=progress.best != before)
+        return progress
 
     def _evaluate(self, progress: TrainingProgress) -> TrainingProgress:
         if self.valid is None:
@@ -159,12 +195,11 @@ class TrainingLoop:
                 averaged = evaluate(step, self.task, self.valid, self.settings.batch_size)
             valid |= {f"ema {name}": value for name, value in averaged.items()}
         self.logger.log_validation(progress.step, valid)
-        loss = valid.get("loss")
-        if scheduler is not None and loss is not None:
+        if scheduler is not None and (loss := valid.get("loss")) is not None:
             scheduler.evaluated(loss)
-        # NaN is not equal to itself, and never the best.
-        is_best = loss is not None and loss == loss and (progress.best is None or loss < progress.best)
-        return progress._replace(valid=valid, best=loss if is_best else progress.best)
+        value = valid.get(self.settings.best_metric)
+        is_best = is_better(value, progress.best, self.settings.best_mode)
+        return progress._replace(valid=valid, best=value if is_best else progress.best)
 
     def finish(self, progress: TrainingProgress, seconds: float) -> RunResult:
         """The last evaluation, checkpoint and sample; logs and returns the result. Collective."""
@@ -172,26 +207,29 @@ class TrainingLoop:
         step.flush()
         if self.settings.drift_check:
             step.check_drift()
-        progress = self.evaluate(progress)
+        if progress.stopped is None or not progress.valid:
+            progress = self.evaluate(progress)
         self.heartbeat.mark_done()
         if self.settings.checkpoint_every and self.checkpoints.saved_step != progress.step:
-            self.checkpoints.save(progress)
+            self._save(progress)
         sample = None
         if self.task.sample is not None:
             weights = step.swapped_weights(average.values) if average is not None else contextlib.nullcontext()
             with weights, step.inference() as model:
                 sample = self.task.sample(model) if self.logger.rank == 0 else None
         self.checkpoints.wait()
+        self._report_checkpoints()
         if self.settings.checkpoint_every:
             self._check_last_step_saved(progress.step)
         self.memory.log(progress.step)
         losses = progress.losses
         loss = sum(losses) / len(losses) if losses else float("nan")
-        path, rate = self.logger.path, self.logger.num_units / max(seconds, 1e-9)
+        path, rate = self.logger.path, self.logger.throughput.num_units / max(seconds, 1e-9)
         if path is not None and path.absolute() != self.logger.run_path:  # the task has changed the working directory
             path = self.logger.run_path
-        result = RunResult(path, self.settings.steps, loss, progress.valid, rate, seconds, sample)
+        result = RunResult(path, progress.step, loss, progress.valid, rate, seconds, sample, progress.stopped)
         self.logger.finish(result)
+        self.callbacks.end(result)
         return result
 
     def _check_last_step_saved(self, last: int) -> None:

@@ -131,6 +131,7 @@ def format_finished(path: Path, record: Mapping[str, Any], plan: Plan) -> str:
     """
     changed = _differing_plan_fields(path, plan)
     had = f"; it had {', '.join(changed)}, the same training" if changed else ""
+    had = f", then stopped by {record['stopped']}{had}" if record.get("stopped") else had
     ended = f"{path} is finished ({record['finished']} steps{had})"
     return f"{ended}: fourfold train … name=another for a new run, or fresh=true to start over"
 

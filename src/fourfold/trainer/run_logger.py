@@ -6,7 +6,6 @@ Law: only rank 0 writes and prints; on other ranks the same calls only count.
 import platform
 import secrets
 import time
-from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,12 +23,11 @@ from fourfold.trainer.run_dir import RunDir, RunInfo
 from fourfold.trainer.run_identity import Identity, format_finished
 from fourfold.trainer.run_length import RunSettings
 from fourfold.trainer.summary import RunResult, format_metrics, format_offload, format_summary
+from fourfold.trainer.throughput import Throughput
 from fourfold.words.errors import os_error_text
 from fourfold.words.progress import ProgressLine
 from fourfold.words.task import Task
 from fourfold.words.units import format_count
-
-AVERAGED_STEPS = 20  # steps over which the progress line averages
 
 
 class ProgressDisplay(Protocol):
@@ -54,14 +52,10 @@ class RunLogger:
         """The run's folder as an absolute path, on every rank: a task may change the working directory."""
         self.base_lrs: list[float] = []
         """The optimizer's learning rates by group, which the schedule multiplies."""
-        self.num_units, self._first_step = 0, 0
-        self._recent_metrics: deque[tuple[int, Metrics]] = deque(maxlen=AVERAGED_STEPS)
-        self._restart_clock()
-
-    def _restart_clock(self) -> None:
-        self._start_time = time.perf_counter()
-        # The end of each recent step, and of the step before them: the time in between includes reading data.
-        self._step_end_times = deque([self._start_time], maxlen=AVERAGED_STEPS + 1)
+        self.throughput = Throughput()
+        self.settings_record: Mapping[str, Any] = {}
+        """The settings as settings.json has them, on rank 0."""
+        self._new_faults: list[Fault] = []
 
     @property
     def path(self) -> Path | None:
@@ -88,9 +82,8 @@ class RunLogger:
         record |= {} if rates is None else {"rates": rates}
         record |= {**(settings.extra_settings or {}), "transport": step.transport_name}
         record |= {} if settings.task_arguments is None else {"task_arguments": settings.task_arguments}
-        self._run_dir.write_plan_and_settings(
-            plan, {"task": settings.run_prefix, **record}, config_text=settings.config_text
-        )
+        self.settings_record = {"task": settings.run_prefix, **record}
+        self._run_dir.write_plan_and_settings(plan, self.settings_record, config_text=settings.config_text)
         if self._report is not None:
             self._show_start(self._report, step, plan, rates)
         if failure := save_pretrained_files(self.run_path, step.model, self._task.tokenizer):
@@ -120,12 +113,11 @@ class RunLogger:
 
     def log_resumed(self, progress: TrainingProgress | None) -> TrainingProgress:
         """Log that the run resumes from `progress`, or begins if that is None; returns where it starts."""
-        self._restart_clock()
+        self.throughput.restart(0 if progress is None else progress.step)
         if progress is None:
             if self._run_dir is not None and self._has_old_log:
                 self.log_message(f"{self._run_dir.path} has no good checkpoint: it starts over")
             return TrainingProgress()
-        self._first_step = progress.step
         if self._run_dir is not None:
             self.write_record({"resumed": progress.step})
             self.log_message(f"{self._run_dir.path} resumes from step {progress.step} of {self._settings.steps}")
@@ -138,8 +130,10 @@ class RunLogger:
         if self._report is not None:
             self._report.finish(format_finished(path, record, plan))
         valid = {name: _none_to_nan(value) for name, value in record.get("valid", {}).items()}
-        rate, seconds = record.get("rate", 0.0), record.get("seconds", 0.0)
-        return RunResult(path, record["finished"], _none_to_nan(record.get("loss")), valid, rate, seconds, None)
+        rate, seconds, stopped = record.get("rate", 0.0), record.get("seconds", 0.0), record.get("stopped")
+        return RunResult(
+            path, record["finished"], _none_to_nan(record.get("loss")), valid, rate, seconds, None, stopped
+        )
 
     def write_record(self, record: Mapping[str, Any]) -> None:
         """Append a line to the log; a message says once that the disk does not take it."""
@@ -163,10 +157,16 @@ class RunLogger:
     def _append_fault(self, fault: Fault) -> None:
         if self._run_dir is None:
             return
+        self._new_faults.append(fault)
         try:
             fault_log.append_fault(self.run_path, fault)
         except OSError as error:  # training must not end because a fault cannot be listed
             self.log_message(f"warning: {fault_log.FAULTS_FILE} could not be written: {os_error_text(error)}")
+
+    def take_faults(self) -> list[Fault]:
+        """The faults since the last call, on rank 0."""
+        faults, self._new_faults = self._new_faults, []
+        return faults
 
     def log_bytes(self) -> int:
         return self._run_dir.log_bytes() if self._run_dir is not None else 0
@@ -181,8 +181,7 @@ class RunLogger:
 
     def log_step(self, step_number: int, metrics: Metrics, *, lr: float) -> None:
         """Write a step's line, and show the progress. Other ranks count the samples or tokens."""
-        units = metrics.tokens or metrics.samples
-        self.num_units += units
+        self.throughput.add_step(metrics.tokens or metrics.samples, metrics)
         if self._run_dir is None:
             return
         record: dict[str, Any] = {
@@ -206,30 +205,14 @@ class RunLogger:
             self._log_skipped(step_number, metrics.skipped)
             record["skipped"] = True
         self.write_record(record)
-        self._recent_metrics.append((units, metrics))
-        self._step_end_times.append(time.perf_counter())
         if self._report is not None:
-            self._report.show_step(self._progress_line(step_number))
+            num_steps, unit = self._settings.steps, self._task.unit
+            self._report.show_step(self.throughput.progress_line(step_number, num_steps=num_steps, unit=unit))
 
     def _log_skipped(self, step_number: int, skipped: Skipped) -> None:
         kind, rank, text = "skipped step", skipped.rank, skipped.text
         self._append_fault(Fault(time=time.time(), kind=kind, step=step_number, rank=rank, host=None, text=text))
         self.log_message(f"skipped {text}")
-
-    def _progress_line(self, step_number: int) -> ProgressLine:
-        seconds = max(self._step_end_times[-1] - self._step_end_times[0], 1e-9)
-        elapsed = self._step_end_times[-1] - self._start_time
-        losses = [m.loss for _, m in self._recent_metrics if m.skipped is None]
-        num_steps = self._settings.steps
-        return ProgressLine(
-            step=step_number,
-            num_steps=num_steps,
-            loss=sum(losses) / len(losses) if losses else float("nan"),
-            units_per_second=sum(units for units, _ in self._recent_metrics) / seconds,
-            unit=self._task.unit,
-            waiting_fraction=sum(m.waiting_seconds for _, m in self._recent_metrics) / seconds,
-            remaining_seconds=elapsed / (step_number - self._first_step) * (num_steps - step_number),
-        )
 
     def log_validation(self, step_number: int, valid: Mapping[str, float]) -> None:
         if self._run_dir is None or not valid:
@@ -250,9 +233,12 @@ class RunLogger:
             "valid": dict(result.valid),
             "loss": result.loss,
         }
+        if result.stopped is not None:
+            record["stopped"] = result.stopped
         self.write_record(record)
         if self._report is not None:
-            self._report.finish(format_summary(result, self._task.unit, steps=result.steps - self._first_step))
+            steps = result.steps - self.throughput.first_step
+            self._report.finish(format_summary(result, self._task.unit, steps=steps))
 
     def close(self) -> None:
         if self._run_dir is not None:

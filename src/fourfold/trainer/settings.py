@@ -23,6 +23,7 @@ from fourfold.trainer.lr_factors import check_tuned_size, lr_factors
 from fourfold.words import argument_checks
 from fourfold.words.argument_checks import MAX_SEED
 from fourfold.words.errors import Problem, SettingError
+from fourfold.words.measures import MODES
 from fourfold.words.run_files import RUNS_DIR
 from fourfold.words.task import DEFAULT_STEPS, Task, check_task, length_problems
 
@@ -101,6 +102,12 @@ def _json_problems(value: Any, name: str) -> list[Problem]:
     return problems
 
 
+def _mode_problems(value: Any, name: str) -> list[Problem]:
+    return (
+        [] if value in MODES else [Problem(argument_checks.format_argument(name, value), "min or max", f"{name}=max")]
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """What a run needs besides the task and the plan."""
@@ -162,7 +169,7 @@ class Settings:
         type=int,
         minimum=0,
         is_optional=True,
-        help="steps between evaluations; each new minimum of the validation loss saves a checkpoint",
+        help="steps between evaluations; each new best validation saves a checkpoint",
         default_text="at the end only",
         word={"minimum": 1},
     )
@@ -201,6 +208,16 @@ class Settings:
     )
     checkpoint_every: int = setting(
         100, type=int, minimum=0, help="steps between checkpoints; 0: none, not even of the last step"
+    )
+    keep: int = setting(2, type=int, minimum=1, help="how many of the newest checkpoints are kept")
+    keep_best: int = setting(1, type=int, minimum=0, help="how many of the best checkpoints are kept besides")
+    best_metric: str = setting("loss", type=str, help="the validation measure that chooses the best checkpoint")
+    best_mode: str = setting(
+        "min",
+        type=str,
+        choices=MODES,
+        check=_mode_problems,
+        help="whether the least value is the best, or the greatest: min, max",
     )
     ema: float | None = setting(
         None,
@@ -256,6 +273,10 @@ class TrainOptions(TypedDict, total=False):
     config_text: str | None
     task_arguments: Mapping[str, Any] | None
     checkpoint_every: int
+    keep: int
+    keep_best: int
+    best_metric: str
+    best_mode: str
     ema: float | None
     init: str | None
     skip_nan: int

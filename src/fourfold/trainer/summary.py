@@ -13,6 +13,7 @@ class RunResult:
     valid   "loss" and the task's own measures
     units_per_second  over the whole run
     sample  what the task's `sample` returned, on rank 0
+    stopped  why the run ended before its last step, if a callback asked for it
     """
 
     folder: Path | None
@@ -22,6 +23,7 @@ class RunResult:
     units_per_second: float
     seconds: float
     sample: str | None
+    stopped: str | None = None
 
 
 def format_offload(device: str) -> str:
@@ -40,7 +42,9 @@ def format_summary(result: RunResult, unit: str, *, steps: int) -> str:
     """What is printed at the end of a run. `steps`: those that `result.seconds` were spent on."""
     rows = [(f"validation {name}" if name == "loss" else name, f"{value:.4f}") for name, value in result.valid.items()]
     rows += [("training loss", f"{result.loss:.4f}"), (f"{unit} per second", f"{result.units_per_second:,.0f}")]
-    rows += [("time", f"{result.seconds:.1f} s for {steps} steps"), ("folder", str(result.folder))]
+    rows += [("time", f"{result.seconds:.1f} s for {steps} steps")]
+    rows += [("stopped", f"after step {result.steps}, {result.stopped}")] if result.stopped is not None else []
+    rows += [("folder", str(result.folder))]
     width = max(len(name) for name, _ in rows)
     text = "\n".join(f"{name:<{width}}   {value}" for name, value in rows)
     return text if not result.sample else f"{text}\n\nsample\n{result.sample}"

@@ -5,7 +5,7 @@ Law: every rank does the same steps; only rank 0 writes and prints.
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, Unpack
 
@@ -14,6 +14,7 @@ from torch import nn
 
 from fourfold.checkpoint.collect import TrainingState
 from fourfold.checkpoint.manager import AttemptDir, CheckpointManager
+from fourfold.checkpoint.store import Retention
 from fourfold.checkpoint.weights_file import load_weights_file
 from fourfold.environment.host_memory import available_bytes, resident_bytes
 from fourfold.environment.world import World
@@ -29,9 +30,13 @@ from fourfold.step.meta_model import try_meta_model
 from fourfold.step.parallelize import parallelize
 from fourfold.step.train_step import TrainStep
 from fourfold.trainer import heartbeat as heartbeat_module
+from fourfold.trainer.callback_list import check_callbacks, required_metrics
+from fourfold.trainer.callback_runner import CallbackRunner
 from fourfold.trainer.heartbeat import Heartbeat
 from fourfold.trainer.loop import TrainingLoop
 from fourfold.trainer.memory_log import MemoryBaseline, MemoryLog, predict_bytes
+from fourfold.trainer.metric_checks import check_measured, metric_needs
+from fourfold.trainer.progress import make_progress
 from fourfold.trainer.run_identity import Identity, run_identity
 from fourfold.trainer.run_length import RunSettings, check_steps, format_delayed, format_epochs, with_sizes
 from fourfold.trainer.run_logger import ProgressDisplay, RunLogger
@@ -40,6 +45,7 @@ from fourfold.trainer.stop_signal import handle_stop_signals, stop_seconds
 from fourfold.trainer.summary import RunResult
 from fourfold.trainer.task_scheduler import check_evaluations, make_scheduler
 from fourfold.trainer.tracer import Tracer
+from fourfold.words.callback import Callback
 from fourfold.words.errors import PeerError
 from fourfold.words.task import Task
 
@@ -47,17 +53,27 @@ POLL_SECONDS = 0.01
 
 
 def train(
-    task: Task, plan: Plan | None = None, *, report: ProgressDisplay | None = None, **options: Unpack[TrainOptions]
+    task: Task,
+    plan: Plan | None = None,
+    *,
+    callbacks: Sequence[Callback] = (),
+    quiet: bool = False,
+    report: ProgressDisplay | None = None,
+    **options: Unpack[TrainOptions],
 ) -> RunResult:
     """Train `task` as `plan` says; without a plan, all ranks are data ranks. Collective, with the same arguments.
 
-    report      shows the progress, on rank 0
+    callbacks   objects of classes derived from `ff.Callback`, whose hooks are called on rank 0
+    quiet       print nothing; otherwise rank 0 prints what `fourfold train` prints
+    report      shows the progress in place of that, on rank 0
     steps, epochs, batch_size, clip   None: the task's. The batch size is global. Not steps and epochs
     drop_last   leave out the samples of an epoch that do not fill a batch; None: as the DataLoader says, else False
     seed        of the initial weights, the order of the samples and dropout
     evaluate_every   steps; None evaluates only at the end
     trace_every      steps; steps 3 and 4 and every such step are recorded in trace.json; 0 records none
-    checkpoint_every steps; 0 never saves, otherwise the last step and every new best validation loss are saved too
+    checkpoint_every steps; 0 never saves, otherwise the last step and every new best validation are saved too
+    keep, keep_best  how many of the newest checkpoints are kept, and of the best
+    best_metric, best_mode   the validation measure that chooses the best, and whether "min" or "max" is the best
     folder, name     the run's folder is `folder`/`name`, or `folder`/`run_prefix`-1, -2 … without a name. A run that
                 exists under its name resumes from its newest good checkpoint, on any mesh; one that has finished is
                 not trained again, and its result is returned
@@ -82,6 +98,7 @@ def train(
     second Ctrl-C.
     """
     check_plan_argument(plan)
+    check_callbacks(callbacks)
     plan, limit_seconds = plan or Plan(dp=world().size), stop_seconds()
     given = make_settings(task, **options)
     check_steps(given.steps, plan)
@@ -96,11 +113,16 @@ def train(
     ema = None if settings.ema is None else EMA(step.weight_shards, settings.ema)
     state = TrainingState(step, feed, ema, scheduler)
     heartbeat = heartbeat_module.from_environment()
-    with _run_logger(task, step, plan, settings, run_identity(given, plan), report) as logger:
+    _check_metrics(callbacks, step, task, inputs, settings)
+    with (
+        _display(report, quiet=quiet or step.rank > 0) as display,
+        _run_logger(task, step, plan, settings, run_identity(given, plan), display) as logger,
+    ):
         if logger.run_info.finished_record is not None:
             heartbeat.mark_done()
             return logger.finished_result(plan)
-        with _checkpoint_manager(state, settings, logger) as checkpoints:
+        hooks = CallbackRunner(callbacks, logger, heartbeat)
+        with hooks.ended_by_errors(), _checkpoint_manager(state, settings, logger) as checkpoints:
             progress = logger.log_resumed(checkpoints.resume())
             for message in (*inputs.notes, format_epochs(settings, inputs.train), format_delayed(settings, plan)):
                 if message:
@@ -109,8 +131,11 @@ def train(
             trace_dir = None if logger.path is None else logger.run_path
             tracer = Tracer(step, every=settings.trace_every, folder=trace_dir, log_message=logger.log_message)
             heartbeat.set_resumed_step(progress.step)
+            hooks.start(step, settings, progress, unit=task.unit)
             memory_log = MemoryLog(step, logger, memory)
-            loop = TrainingLoop(task, state, settings, logger, checkpoints, tracer, inputs.valid, heartbeat, memory_log)
+            loop = TrainingLoop(
+                task, state, settings, logger, checkpoints, tracer, inputs.valid, heartbeat, memory_log, hooks
+            )
             here = World(rank=step.rank, size=plan.mesh.size)
             stop_signals = handle_stop_signals(heartbeat, logger.run_path, here, limit_seconds=limit_seconds)
             with stop_signals as stop_signal, _add_step_to_peer_error(step, logger, heartbeat):
@@ -179,9 +204,31 @@ def _run_logger(
 
 
 @contextlib.contextmanager
+def _display(report: ProgressDisplay | None, *, quiet: bool) -> Iterator[ProgressDisplay | None]:
+    """What shows the progress: `report`, or a display of our own; None if nothing is to be printed."""
+    if report is not None or quiet:
+        yield report
+        return
+    progress = make_progress()
+    try:
+        yield progress
+    finally:
+        progress.close()
+
+
+def _check_metrics(
+    callbacks: Sequence[Callback], step: TrainStep, task: Task, inputs: TaskInputs, settings: RunSettings
+) -> None:
+    """Raise SettingError, on every rank, for a measure that the run is to use and does not have. Collective."""
+    by_callback = step.all_gather_json(required_metrics(callbacks))[0]
+    check_measured(metric_needs(settings, by_callback), step, task, inputs, settings)
+
+
+@contextlib.contextmanager
 def _checkpoint_manager(state: TrainingState, settings: RunSettings, logger: RunLogger) -> Iterator[CheckpointManager]:
     attempt_dir = AttemptDir(logger.run_path, logger.run_info.token)
-    checkpoints = CheckpointManager(state, attempt_dir, logger, seed=settings.seed)
+    retention = Retention(settings.keep, settings.keep_best, settings.best_metric, settings.best_mode)
+    checkpoints = CheckpointManager(state, attempt_dir, logger, seed=settings.seed, retention=retention)
     try:
         yield checkpoints
     except BaseException:

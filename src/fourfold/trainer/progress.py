@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, TextIO
 
+from fourfold.environment.launchers import OPEN_MPI, detected_launchers
 from fourfold.environment.standard_streams import print_stderr, redirect_to_null
 from fourfold.words.errors import os_error_text
 from fourfold.words.progress import ProgressLine
@@ -149,6 +150,12 @@ class Progress:
 
             self._console = NonExitingConsole(file=self._file, highlight=False)
         return self._console
+
+
+def make_progress() -> Progress:
+    """The display of a command or a script, on its standard output."""
+    # Open MPI gives every rank a terminal even if its own output goes to a file, which redrawn lines would fill.
+    return Progress(live=detected_launchers(os.environ)[:1] != [OPEN_MPI])
 
 
 def format_cells(line: ProgressLine) -> list[str]:

@@ -1,0 +1,96 @@
+"""Callback loader: the callbacks of a command line, shipped ones by name and those in a file of the user's.
+
+    callback=csv callback=early_stopping early_stopping.patience=5 callback=mine.py:Notify
+
+Law: a wrong name, file or option is an error before any process starts; an option without its callback is one too.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fourfold.cli import task_loader
+from fourfold.cli.arguments import CALLBACK_WORD, ValueType
+from fourfold.cli.errors import is_file, nearest_file
+from fourfold.trainer.callbacks import registry
+from fourfold.words.callback import Callback
+from fourfold.words.errors import Problem, SettingError, closest_match
+
+
+def load_callbacks(spec: str | None, options: Mapping[str, str]) -> list[Callback]:
+    """The callbacks that `spec` names, with commas between them. `options`: the texts of NAME.OPTION.
+
+    Raises SettingError with all problems.
+    """
+    names = [name.strip() for name in spec.split(",")] if spec is not None else []
+    problems = [Problem(f"{CALLBACK_WORD} = {name}, twice", "each once") for name in {*names} if names.count(name) > 1]
+    for key in options:
+        name = key.partition(".")[0]
+        if name not in names:
+            problems.append(Problem(f"{key} = {options[key]}", f"the callback {name}", f"{CALLBACK_WORD}={name}"))
+    loaded = []
+    for name in dict.fromkeys(names):
+        try:
+            loaded.append(_load(name, options))
+        except SettingError as error:
+            problems += error.problems
+    if problems:
+        raise SettingError(problems, where="the callbacks")
+    return loaded
+
+
+def _load(name: str, options: Mapping[str, str]) -> Callback:
+    if name.partition(":")[0].endswith(".py"):
+        return _load_from_file(name)
+    registry.check_shipped(name)
+    own = {key.partition(".")[2]: text for key, text in options.items() if key.startswith(f"{name}.")}
+    return registry.make_shipped(name, _parse_options(name, own))
+
+
+def _parse_options(name: str, texts: Mapping[str, str]) -> dict[str, Any]:
+    """The values of options. An unknown option stays a text, and `make_shipped` refuses it."""
+    known = registry.callback_options(name)
+    values: dict[str, Any] = dict(texts)
+    problems = []
+    for key in texts.keys() & known.keys():
+        kind = ValueType(known[key].type, is_optional=known[key].is_optional)
+        try:
+            values[key] = kind.parse(texts[key])
+        except (ValueError, OverflowError):
+            problems.append(Problem(f"{name}.{key} = {texts[key] or '(nothing)'}", kind.requirement()))
+    if problems:
+        raise SettingError(problems)
+    return values
+
+
+def _load_from_file(spec: str) -> Callback:
+    """The callback in FILE.py:name: an object, or a class or function that makes one without arguments."""
+    file, _, name = spec.partition(":")
+    path = Path(file)
+    if not is_file(path):
+        raise SettingError(Problem(f"{file} (no such file)", "a Python file", nearest_file(path, "*.py")))
+    module = task_loader.import_file(path, reuse=True)
+    member = getattr(module, name, None) if name else None
+    if not isinstance(member, Callback):
+        if not callable(member):
+            raise SettingError(_no_callback(module, file, name))
+        with task_loader.wrap_user_errors(f"{spec} failed", SettingError):
+            member = member()
+    if not isinstance(member, Callback):
+        got = f"{spec} returned an object of class {type(member).__name__}"
+        raise SettingError(Problem(got, "an object of a class derived from ff.Callback"))
+    return member
+
+
+def _no_callback(module: Any, file: str, name: str) -> Problem:
+    own = [key for key, value in vars(module).items() if _is_callback(value, module)]
+    close = closest_match(name, own) or next(iter(own), None)
+    got = f"{file} has no {name}" if name else f"{file} without a name"
+    return Problem(got, "FILE.py:name of a callback", f"{CALLBACK_WORD}={file}:{close}" if close else "")
+
+
+def _is_callback(value: Any, module: Any) -> bool:
+    """Whether a value of a module is a callback, or a class of them that the module defines."""
+    if isinstance(value, type):
+        return issubclass(value, Callback) and value.__module__ == module.__name__
+    return isinstance(value, Callback)

@@ -1,0 +1,82 @@
+"""MLflow: a run of an experiment for each run here, in a local store or on a server.
+
+Law: a run that resumes goes on under the id that its folder keeps, and logs no step twice.
+"""
+
+import time
+from typing import Any
+
+from fourfold.trainer.callbacks.logged_metrics import (
+    check_every,
+    evaluate_metrics,
+    is_logged,
+    run_config,
+    step_metrics,
+)
+from fourfold.trainer.callbacks.logged_run import LoggedRun
+from fourfold.trainer.callbacks.optional_library import check_installed
+from fourfold.words.callback import Callback, EndEvent, EvaluateEvent, StartEvent, StepEvent
+
+STATUS = {"finished": "FINISHED", "stopped": "FINISHED", "terminated": "KILLED", "failed": "FAILED"}
+MAX_PARAM_LENGTH = 6000  # MLflow refuses longer values
+MAX_PARAMS = 100  # of a request
+
+
+class MLflow(Callback):
+    """Logs to MLflow.
+
+    tracking_uri  such as sqlite:///mlflow.db or http://host:5000; None: what MLFLOW_TRACKING_URI says, else MLflow's
+                  own default
+    every         steps between those that are logged, besides the first
+    """
+
+    def __init__(self, experiment: str = "fourfold", *, tracking_uri: str | None = None, every: int = 1) -> None:
+        """Raises SettingError if mlflow is not installed, or for an impossible `every`."""
+        check_every(every, callback="MLflow")
+        check_installed("mlflow", "mlflow", callback="MLflow")
+        self._experiment, self._tracking_uri, self._unit, self._every = experiment, tracking_uri, "", every
+        self._client: Any = None
+        self._logged: LoggedRun | None = None
+
+    def on_start(self, event: StartEvent) -> None:
+        from mlflow import MlflowClient
+
+        self._unit = event.unit
+        self._client = MlflowClient(tracking_uri=self._tracking_uri)
+        self._logged = LoggedRun(event.folder, "mlflow", step=event.step)
+        if self._logged.run_id:
+            self._client.update_run(self._logged.run_id, status="RUNNING")
+            return
+        found = self._client.get_experiment_by_name(self._experiment)
+        experiment = self._client.create_experiment(self._experiment) if found is None else found.experiment_id
+        run_id = self._client.create_run(experiment, run_name=event.name).info.run_id
+        self._logged.set_run(run_id)
+        self._log_params(run_id, event)
+
+    def _log_params(self, run_id: str, event: StartEvent) -> None:
+        from mlflow.entities import Param
+
+        values = run_config(event)
+        values |= {f"plan.{name}": value for name, value in values.pop("plan").items()}
+        params = [Param(name, str(value)[:MAX_PARAM_LENGTH]) for name, value in values.items()]
+        for first in range(0, len(params), MAX_PARAMS):
+            self._client.log_batch(run_id, params=params[first : first + MAX_PARAMS])
+
+    def on_step(self, event: StepEvent) -> None:
+        if self._logged is not None and is_logged(event.step, self._every) and self._logged.take_step(event.step):
+            self._log(self._logged.run_id, step_metrics(event, unit=self._unit), event.step)
+
+    def on_evaluate(self, event: EvaluateEvent) -> None:
+        if self._logged is not None and self._logged.take_evaluation(event.step):
+            self._log(self._logged.run_id, evaluate_metrics(event), event.step)
+
+    def _log(self, run_id: str, metrics: dict[str, float], step: int) -> None:
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        self._client.log_batch(run_id, metrics=[Metric(name, value, now, step) for name, value in metrics.items()])
+
+    def on_end(self, event: EndEvent) -> None:
+        if self._logged is not None:
+            self._client.set_terminated(self._logged.run_id, STATUS[event.status])
+            self._logged.close()

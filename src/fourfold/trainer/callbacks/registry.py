@@ -1,0 +1,87 @@
+"""Registry: the callbacks that a settings file or the command line may name, and the options that they take there.
+
+option  a keyword of the callback's constructor that is a text, a number or a truth value
+Law: a name never leads to code that is not part of Fourfold.
+"""
+
+import importlib
+import inspect
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fourfold.words.callback import Callback
+from fourfold.words.errors import Problem, SettingError, closest_match
+
+SHIPPED = {
+    "csv": ("csv_writer", "CSV"),
+    "early_stopping": ("early_stopping", "EarlyStopping"),
+    "mlflow": ("mlflow", "MLflow"),
+    "tensorboard": ("tensorboard", "TensorBoard"),
+    "trackio": ("trackio", "Trackio"),
+    "wandb": ("wandb", "WandB"),
+}
+"""By name: the module in this package, and the class in it. A module is imported when it is used."""
+OPTION_TYPES = {str: "a text", int: "a whole number", float: "a number", bool: "true or false"}
+
+
+@dataclass(frozen=True)
+class Option:
+    """What an option may be, and what it is if it is not given."""
+
+    type: type
+    default: Any
+    is_optional: bool
+
+
+def shipped_class(name: str) -> type[Callback]:
+    """The class of a shipped callback. Raises SettingError for a name that is none."""
+    check_shipped(name)
+    module, kind = SHIPPED[name]
+    return getattr(importlib.import_module(f"fourfold.trainer.callbacks.{module}"), kind)
+
+
+def callback_options(name: str) -> dict[str, Option]:
+    """The options of a shipped callback. Raises SettingError for a name that is none."""
+    constructor = shipped_class(name).__init__
+    hints = typing.get_type_hints(constructor)
+    options = {}
+    for each in list(inspect.signature(constructor).parameters.values())[1:]:
+        hint = hints[each.name]
+        members = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+        plain = [member for member in members if member in OPTION_TYPES]
+        if plain:
+            options[each.name] = Option(plain[0], each.default, type(None) in members)
+    return options
+
+
+def check_shipped(name: str) -> None:
+    """Raise SettingError unless this is the name of a shipped callback."""
+    if name not in SHIPPED:
+        need = f"{', '.join(SHIPPED)}, or FILE.py:name on the command line"
+        raise SettingError(Problem(f"the callback {name}", need, closest_match(name, SHIPPED) or ""), where="callbacks")
+
+
+def make_shipped(name: str, options: Mapping[str, Any]) -> Callback:
+    """The shipped callback with these options. Raises SettingError for unknown ones, and for values of other types."""
+    known = callback_options(name)
+    problems = []
+    for key, value in options.items():
+        option = known.get(key)
+        if option is None:
+            need, close = f"an option of {name}: {', '.join(known) or 'it has none'}", closest_match(key, known) or ""
+            problems.append(Problem(f"{name}.{key}", need, close and f"{name}.{close}"))
+        elif not _has_type(value, option):
+            problems.append(Problem(f"{name}.{key} = {value!r}", OPTION_TYPES[option.type]))
+    if problems:
+        raise SettingError(problems, where="callbacks")
+    return shipped_class(name)(**options)
+
+
+def _has_type(value: Any, option: Option) -> bool:
+    if value is None:
+        return option.is_optional
+    allowed = (int, float) if option.type is float else (option.type,)
+    return isinstance(value, allowed) and isinstance(value, bool) == (option.type is bool)

@@ -1,0 +1,126 @@
+"""Laws of callbacks as words: a name is a shipped callback or one in a file; all that is wrong is said at once."""
+
+import contextlib
+from pathlib import Path
+
+import pytest
+
+from fourfold.callbacks import CSV, EarlyStopping
+from fourfold.cli import main
+from fourfold.cli.arguments import parse_args, parse_values
+from fourfold.cli.callback_loader import load_callbacks
+from fourfold.trainer.callbacks.registry import SHIPPED, callback_options, make_shipped, shipped_class
+from fourfold.words.errors import SettingError
+
+ROOT = Path(__file__).parents[2]
+MINE = """
+import fourfold as ff
+
+class Mine(ff.Callback):
+    def on_step(self, event):
+        print("mine", event.step)
+
+made = Mine()
+
+def make():
+    return Mine()
+
+def wrong():
+    return 3
+
+def needs(argument):
+    return Mine()
+"""
+
+
+def loaded(*words: str) -> list:
+    parsed = parse_values(parse_args(words).values, {})
+    return load_callbacks(parsed.run.get("callback"), parsed.callback_options)
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_with_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text(MINE)
+
+
+def test_words_name_callbacks_in_order_with_commas_or_repeated():
+    kinds = [type(each).__name__ for each in loaded("callback=csv,early_stopping", "callback=mine.py:made")]
+    assert kinds == ["CSV", "EarlyStopping", "Mine"]
+    assert [type(each).__name__ for each in loaded("callback=mine.py:Mine,mine.py:make")] == ["Mine", "Mine"]
+
+
+def test_options_of_shipped_callbacks_are_parsed_by_their_types():
+    (got,) = loaded("callback=early_stopping", "early_stopping.patience=7", "early_stopping.min_delta=1e-3")
+    assert isinstance(got, EarlyStopping)
+    expected = EarlyStopping(patience=7, min_delta=1e-3)
+    assert vars(got) == vars(expected)
+
+
+@pytest.mark.parametrize(("words", "needs"), [
+    (["callback=early_stoping"], ["the callback early_stoping", "try early_stopping"]),
+    (["callback=csv", "callback=csv"], ["csv, twice"]),
+    (["callback=early_stopping", "early_stopping.patience=x"], ["early_stopping.patience = x", "need a whole number"]),
+    (["callback=early_stopping", "early_stopping.patience=0"], ["patience = 0", "at least 1"]),
+    (["callback=early_stopping", "early_stopping.patient=3"], ["try early_stopping.patience"]),
+    (["early_stopping.patience=3"], ["need the callback early_stopping", "try callback=early_stopping"]),
+    (["callback=csv,none.py:x,mine.py:Min"], ["none.py (no such file)", "mine.py has no Min", "=mine.py:Mine"]),
+    (["callback=mine.py"], ["mine.py without a name", "try callback=mine.py:"]),
+    (["callback=mine.py:wrong"], ["mine.py:wrong returned an object of class int"]),
+    (["callback=mine.py:needs"], ["mine.py:needs failed", "argument"]),
+])  # fmt: skip
+def test_what_is_wrong_is_named_with_what_to_try(words, needs):
+    with pytest.raises(SettingError) as refused:
+        loaded(*words)
+    assert all(need in str(refused.value) for need in needs), str(refused.value)
+
+
+@pytest.mark.parametrize(("name", "options", "need"), [
+    ("mine.py:Mine", {}, "need csv, early_stopping"),
+    ("os.system", {}, "need csv, early_stopping"),
+    ("csv", {"path": "x"}, "an option of csv: folder"),
+    ("early_stopping", {"patience": "3"}, "need a whole number"),
+    ("early_stopping", {"patience": True}, "need a whole number"),
+    ("wandb", {"settings": {}}, "an option of wandb: project, entity, mode, every"),
+])  # fmt: skip
+def test_a_settings_file_can_name_only_shipped_callbacks_and_their_options(name, options, need):
+    with pytest.raises(SettingError, match=need):
+        make_shipped(name, options)
+
+
+def test_every_shipped_callback_is_made_from_its_name_and_default_options():
+    for name in SHIPPED:
+        defaults = {key: option.default for key, option in callback_options(name).items()}
+        assert type(make_shipped(name, defaults)) is shipped_class(name)
+    assert type(make_shipped("csv", {})) is CSV
+
+
+def test_the_documentation_lists_every_shipped_callback_with_its_options():
+    rows = [line for line in (ROOT / "docs" / "callbacks.md").read_text().splitlines() if line.startswith("| `")]
+    for name in SHIPPED:
+        (row,) = (row for row in rows if row.startswith(f"| `{name}` | `{shipped_class(name).__name__}` |"))
+        assert all(f"`{option}`" in row for option in callback_options(name)), row
+
+
+def test_the_command_line_calls_the_callback_in_a_file_once_for_each_step(capfd):
+    with contextlib.suppress(SystemExit):
+        main(["train", "digits", "steps=3", "batch_size=8", "callback=mine.py:made,csv", "name=run", "-n", "1"])
+    out, err = capfd.readouterr()
+    assert [line for line in out.splitlines() if line.startswith("mine")] == ["mine 1", "mine 2", "mine 3"], err
+    assert len(Path("runs/run/metrics.csv").read_text().splitlines()) == 4
+
+
+def test_a_callback_in_the_file_of_the_task_is_of_the_same_module(capfd):
+    Path("both.py").write_text(f"print('imported')\nfrom fourfold.tasks.digits import task{MINE}")
+    with contextlib.suppress(SystemExit):
+        main(["train", "both.py", "steps=1", "batch_size=8", "callback=both.py:made", "-n", "1"])
+    out, err = capfd.readouterr()
+    assert out.count("imported") == 1, err
+    assert "mine 1" in out
+
+
+def test_early_stopping_without_evaluations_is_refused_before_any_process_starts(capfd):
+    with pytest.raises(SystemExit, match="2"):
+        main(["train", "digits", "callback=early_stopping", "-n", "2"])
+    assert "EarlyStopping, without evaluate_every" in capfd.readouterr().err
+    assert not Path("runs").exists()
