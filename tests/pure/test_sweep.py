@@ -50,7 +50,8 @@ def prepared(*words: str) -> Sweep:
     (["betas=0.5,0.9"], {}),
     (["lr_milestones=0.5,0.9"], {}),
     (["text=a,b.txt"], {}),
-    (["text=a,c.txt"], {"text": ["a", "c.txt"]}),
+    (["text=a,c.txt"], {}),
+    (["text=a,b", "callback=csv,early_stopping"], {}),
     (["name=a,b"], {}),
     (["unknown=1,2"], {}),
 ])  # fmt: skip
@@ -66,15 +67,19 @@ def test_missing_and_repeated_values_are_refused(word: str) -> None:
 
 @pytest.mark.parametrize("named", [[], ["name=first"]])
 def test_each_member_is_its_own_run_named_after_its_values(named: list[str]) -> None:
-    sweep = prepared("lr=1,2", "zero=0,1", "text=x/y,z", "dp=1", *named)
-    assert [member.values for member in sweep.members][:3] == [("1", "0", "x/y"), ("1", "0", "z"), ("1", "1", "x/y")]
+    sweep = prepared("lr=1,2", "zero=0,1", "codec=none,int8", "dp=1", *named)
+    assert [member.values for member in sweep.members][:3] == [
+        ("1", "0", "none"),
+        ("1", "0", "int8"),
+        ("1", "1", "none"),
+    ]
     names = [member.run_dir.name for member in sweep.members]
     assert len(set(names)) == 8
-    assert names[0].startswith(f"{'first' if named else 'mine'}-lr=1-zero=0-text=x_y")
+    assert names[0].startswith(f"{'first' if named else 'mine'}-lr=1-zero=0-codec=none")
     assert names == [
-        member.run_dir.name for member in prepared("lr=1,2", "zero=0,1", "text=x/y,z", "dp=1", *named).members
+        member.run_dir.name for member in prepared("lr=1,2", "zero=0,1", "codec=none,int8", "dp=1", *named).members
     ]
-    other = prepared("lr=1,2", "zero=0,1", "text=x/y,z", "dp=1", "steps=5", *named)
+    other = prepared("lr=1,2", "zero=0,1", "codec=none,int8", "dp=1", "steps=5", *named)
     assert named or not set(names) & {member.run_dir.name for member in other.members}
 
 

@@ -1,6 +1,6 @@
 """Sweep: a command in which settings have several values trains once with each combination, one run after the other.
 
-swept   a key with commas in its value: lr=1e-3,3e-4; not one whose own values have commas, such as lr_milestones
+swept   a number, a truth value or a choice with commas: lr=1e-3,3e-4; a text or a tuple may have commas itself
 member  one combination; its run is named after its values
 Law: all members are checked before the first begins. The same command again trains only what has not finished.
 """
@@ -64,8 +64,8 @@ def _is_swept(key: str, text: str, types: dict[str, ValueType]) -> bool:
     if key in FIELDS:
         return True
     key_type = types.get(key) or RUN_SETTINGS.get(key)
-    # A text may name a file with a comma.
-    return key_type is not None and key_type.type is not tuple and not (key_type.type is str and os.path.exists(text))
+    # A comma may be part of a text, or stand between the values of a tuple.
+    return key_type is not None and (key_type.type in (bool, int, float) or bool(key_type.choices))
 
 
 def prepare_sweep(words: Sequence[str], swept: dict[str, list[str]], *, num_processes: int | None) -> Sweep:

@@ -14,15 +14,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from fourfold.plan.checkpoint_boxes import (
-    ELEMENT_BYTES,
-    FILE_NAME_PATTERN,
-    Part,
-    Shape,
-    is_inside,
-    is_tiling,
-    whole,
-)
+from fourfold.plan.checkpoint_boxes import ELEMENT_BYTES, FILE_NAME_PATTERN, Part, Shape, is_inside, is_tiling, whole
 from fourfold.plan.decode import is_too_deep
 from fourfold.plan.scheduler_state import SchedulerState
 from fourfold.words.box import Box
@@ -249,16 +241,14 @@ def manifest_problems(manifest: Manifest) -> Iterator[str]:
     in_model = {entry.name for entry in manifest.tensors if entry.kind is TensorKind.MODEL}
     yield from (f"{a} is an alias of {b}, which is not there" for a, b in manifest.aliases.items() if b not in in_model)
     data = manifest.feed
-    if data is not None and (not 0 <= data.position <= data.num_samples or data.epoch < 0):
+    if data is not None and (not 0 <= data.position <= (data.num_samples or data.position) or data.epoch < 0):
         yield f"epoch {data.epoch}, position {data.position} of {data.num_samples} samples"
     yield from _rng_problems(manifest.random, manifest.mesh)
     yield from _value_problems(manifest)
-    if is_too_deep([*manifest.groups]) or (manifest.scheduler is not None and manifest.scheduler.is_too_deep):
-        yield "options of the optimizer or its scheduler nested too deeply"
-    if is_too_deep(list(manifest.callbacks.values())):
-        yield "states of callbacks nested too deeply"
-    if manifest.best_mode not in MODES:
-        yield f"best_mode {manifest.best_mode!r}"
+    is_scheduler_too_deep = manifest.scheduler is not None and manifest.scheduler.is_too_deep
+    if is_scheduler_too_deep or is_too_deep([*manifest.groups, *manifest.callbacks.values()]):
+        yield "options of the optimizer or its scheduler, or states of callbacks, nested too deeply"
+    yield from (f"best_mode {mode!r}" for mode in {manifest.best_mode}.difference(MODES))
     yield from _tensor_problems(manifest)
 
 

@@ -15,11 +15,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypedDict
 
-import msgspec
-
 from fourfold.plan.intervals import DRIFT_CHECK
 from fourfold.plan.lr_schedule import CURVES, SCALING_RULES, LRSchedule
 from fourfold.trainer.lr_factors import check_tuned_size, lr_factors
+from fourfold.trainer.setting_checks import ema_problems, json_problems, mode_problems
 from fourfold.words import argument_checks
 from fourfold.words.argument_checks import MAX_SEED
 from fourfold.words.errors import Problem, SettingError
@@ -83,29 +82,6 @@ def setting(default: Any = dataclasses.MISSING, /, **declared: Any) -> Any:
 def declared_settings(settings: Any) -> dict[str, Setting]:
     """The settings that a dataclass declares, or the class of an instance, by name."""
     return {each.name: each.metadata["setting"] for each in dataclasses.fields(settings)}
-
-
-def _ema_problems(value: Any, name: str) -> list[Problem]:
-    if argument_checks.is_real(value) and 0 < value < 1:
-        return []
-    return [Problem(f"{name} = {value!r}", "more than 0, less than 1", "ema=0.999")]
-
-
-def _json_problems(value: Any, name: str) -> list[Problem]:
-    """What of a dict cannot stand in settings.json."""
-    problems = argument_checks.mapping_problems(name, value, optional=True)
-    for key, each in value.items() if not problems else ():
-        try:
-            msgspec.json.encode({key: each})
-        except (TypeError, ValueError, OverflowError) as error:
-            problems.append(Problem(f"{name}[{key!r}]: {error}", "a value that JSON can hold"))
-    return problems
-
-
-def _mode_problems(value: Any, name: str) -> list[Problem]:
-    return (
-        [] if value in MODES else [Problem(argument_checks.format_argument(name, value), "min or max", f"{name}=max")]
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,7 +169,7 @@ class Settings:
         None, type=str, is_optional=True, help="the task in the identity; None: run_prefix", word=None
     )
     extra_settings: Mapping[str, Any] | None = setting(
-        None, type=Mapping, is_optional=True, check=_json_problems, help="the task's, for the identity", word=None
+        None, type=Mapping, is_optional=True, check=json_problems, help="the task's, for the identity", word=None
     )
     config_text: str | None = setting(
         None, type=str, is_optional=True, help="the text of config.toml in the run's folder", word=None
@@ -202,7 +178,7 @@ class Settings:
         None,
         type=Mapping,
         is_optional=True,
-        check=_json_problems,
+        check=json_problems,
         help="the arguments of the task's function with their defaults, for the report",
         word=None,
     )
@@ -216,7 +192,7 @@ class Settings:
         "min",
         type=str,
         choices=MODES,
-        check=_mode_problems,
+        check=mode_problems,
         help="whether the least value is the best, or the greatest: min, max",
     )
     ema: float | None = setting(
@@ -224,7 +200,7 @@ class Settings:
         type=float,
         is_optional=True,
         above=0,
-        check=_ema_problems,
+        check=ema_problems,
         help="decay of the average of the weights that is kept",
         default_text="no average",
         in_identity="if given",

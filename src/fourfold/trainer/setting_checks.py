@@ -1,0 +1,37 @@
+"""Setting checks: what is wrong with the values of settings that have rules of their own.
+
+Law: a check returns every problem of a value, and raises nothing.
+"""
+
+from typing import Any
+
+import msgspec
+
+from fourfold.words import argument_checks
+from fourfold.words.errors import Problem
+from fourfold.words.measures import MODES
+
+
+def ema_problems(value: Any, name: str) -> list[Problem]:
+    """Why a value is no decay of an average."""
+    if argument_checks.is_real(value) and 0 < value < 1:
+        return []
+    return [Problem(f"{name} = {value!r}", "more than 0, less than 1", "ema=0.999")]
+
+
+def json_problems(value: Any, name: str) -> list[Problem]:
+    """What of a dict cannot stand in settings.json."""
+    problems = argument_checks.mapping_problems(name, value, optional=True)
+    for key, each in value.items() if not problems else ():
+        try:
+            msgspec.json.encode({key: each})
+        except (TypeError, ValueError, OverflowError) as error:
+            problems.append(Problem(f"{name}[{key!r}]: {error}", "a value that JSON can hold"))
+    return problems
+
+
+def mode_problems(value: Any, name: str) -> list[Problem]:
+    """Why a value is no way to choose the best."""
+    return (
+        [] if value in MODES else [Problem(argument_checks.format_argument(name, value), "min or max", f"{name}=max")]
+    )
