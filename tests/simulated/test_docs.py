@@ -24,10 +24,13 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 EXAMPLES = {path.read_text(encoding="utf-8") for path in (ROOT / "examples").rglob("*.py")}
 # A script of another framework, before it is converted: it needs a world of that framework.
 BEFORE = re.compile(r"^## Before$.*?^```python$.*?^```$", re.MULTILINE | re.DOTALL)
-LAUNCHERS = {"torchrun", "srun", "mpirun", "mpiexec"}
+# Their blocks are parts of scripts, which other tests run.
+IN_SCRIPTS = {("from-ddp.md", "python"), ("from-accelerate.md", "diff")}
 
 
 def blocks(page: Path, language: str) -> list[str]:
+    if (page.name, language) in IN_SCRIPTS:
+        return []
     text = BEFORE.sub("", page.read_text(encoding="utf-8"))
     fenced = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     return [block for each, block in fenced if each == language]
@@ -52,7 +55,14 @@ def surroundings() -> dict[str, Any]:
         "loader": torch.utils.data.DataLoader(source, batch_size=32, shuffle=True),  # type: ignore[arg-type]
         "loss": loss,
         "model": model,
+        "plan": Plan(),
         "source": source,
+        "task": ff.Task(
+            model=lambda: nn.Linear(16, 10),
+            loss=loss,
+            data=lambda: ff.Data(train=source),
+            optimizer=functools.partial(torch.optim.SGD, lr=1e-3),
+        ),
         "step": ff.parallelize(model, loss, functools.partial(torch.optim.AdamW, lr=1e-3)),
         "texts": list(torch.randint(0, 64, (64, 8))),
         "torch": torch,

@@ -15,7 +15,9 @@ from tests.spawned.test_launch import TASK, TORCHRUN, end, start
 __all__ = ["start"]  # a fixture
 
 CASES = "tests.spawned.rank_functions"
-RUN_FILES = ["checkpoints", "metrics.jsonl", "plan.toml", "report.html", "settings.json", "trace.json"]
+RUN_FILES = [
+    "checkpoints", "config.toml", "metrics.jsonl", "plan.toml", "report.html", "settings.json", "trace.json"
+]  # fmt: skip
 
 
 def test_a_run_under_torchrun_prints_as_one_rank_does_and_writes_a_trace_and_a_report(
