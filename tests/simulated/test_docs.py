@@ -60,7 +60,7 @@ def surroundings() -> dict[str, Any]:
         "task": ff.Task(
             model=lambda: nn.Linear(16, 10),
             loss=loss,
-            data=lambda: ff.Data(train=source),
+            data=lambda: ff.Data(train=source, valid=source[:32]),
             optimizer=functools.partial(torch.optim.SGD, lr=1e-3),
         ),
         "step": ff.parallelize(model, loss, functools.partial(torch.optim.AdamW, lr=1e-3)),
