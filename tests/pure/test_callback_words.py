@@ -9,6 +9,7 @@ from fourfold.callbacks import CSV, EarlyStopping
 from fourfold.cli import main
 from fourfold.cli.arguments import parse_args, parse_values
 from fourfold.cli.callback_loader import load_callbacks
+from fourfold.cli.job import parse_job
 from fourfold.trainer.callbacks.registry import SHIPPED, callback_options, make_shipped, shipped_class
 from fourfold.words.errors import SettingError
 
@@ -124,3 +125,34 @@ def test_early_stopping_without_evaluations_is_refused_before_any_process_starts
         main(["train", "digits", "callback=early_stopping", "-n", "2"])
     assert "EarlyStopping, without evaluate_every" in capfd.readouterr().err
     assert not Path("runs").exists()
+
+
+def test_a_settings_file_names_shipped_callbacks_and_a_run_writes_them_down():
+    options = 'evaluate_every = 2\ncallback = "csv,early_stopping"\nearly_stopping.patience = 7\n'
+    Path("config.toml").write_text(f'[task]\nname = "digits"\n[run]\n{options}')
+    job = parse_job(["config.toml"])
+    assert [type(each).__name__ for each in job.callbacks] == ["CSV", "EarlyStopping"]
+    job.run_dir.mkdir(parents=True)
+    (job.run_dir / "config.toml").write_text(job.settings["config_text"])
+    for words in (["config.toml"], [str(job.run_dir / "config.toml")]):
+        again = parse_job(words)
+        assert vars(again.callbacks[1]) == vars(EarlyStopping(patience=7))
+        assert again.identity == job.identity
+
+
+@pytest.mark.parametrize(("value", "needs"), [
+    ("mine.py:Mine", ["shipped callbacks: csv", "try callback=mine.py:Mine in the command"]),
+    ("csv,tensorbord", ["shipped callbacks", "try tensorboard"]),
+])  # fmt: skip
+def test_a_settings_file_that_names_another_callback_is_refused_and_runs_nothing(value, needs):
+    Path("mine.py").write_text("raise SystemExit('the file was run')")
+    Path("config.toml").write_text(f'[task]\nname = "digits"\n[run]\ncallback = "{value}"\n')
+    with pytest.raises(SettingError) as refused:
+        parse_job(["config.toml"])
+    assert all(need in str(refused.value) for need in needs), str(refused.value)
+
+
+def test_a_run_with_a_callback_in_a_file_writes_it_as_a_comment():
+    text = parse_job(["digits", "callback=mine.py:made,csv"]).settings["config_text"]
+    assert "# in the command: callback=mine.py:made" in text
+    assert 'callback = "csv"' in text

@@ -158,6 +158,10 @@ def test_an_inconsistent_manifest_is_refused(fields, message):
     assert any(message in text for text in manifest_problems(changed(**fields)))
 
 
+def test_a_place_in_a_stream_of_unknown_length_is_trusted():
+    assert list(manifest_problems(changed(feed=DataState(0, 0, 11, 2, 0, 0)))) == []
+
+
 @pytest.mark.parametrize(("dtype", "elements", "fits"), [
     ("F64", 2**43, True), ("F64", 2**43 + 1, False), ("I8", 2**46, True), ("I8", 2**46 + 1, False),
 ])  # fmt: skip

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import fourfold as ff
 from fourfold.callbacks import EarlyStopping
@@ -221,6 +222,26 @@ def test_a_measure_that_does_not_exist_is_refused_with_those_there_are_before_th
         ff.train(task, folder=str(tmp_path), quiet=True, steps=4, evaluate_every=2, **given)
     assert all(need in str(refused.value) for need in needs), str(refused.value)
     assert list(tmp_path.iterdir()) == []
+
+
+class CountedStream(torch.utils.data.IterableDataset):
+    """Samples without end. `num_read`: how many have been read."""
+
+    num_read = 0
+
+    def __iter__(self):
+        while True:
+            self.num_read += 1
+            yield torch.zeros(4), torch.zeros(1)
+
+
+def test_the_measures_of_a_stream_are_learnt_from_its_first_batch(tmp_path):
+    stream, task = CountedStream(), make_task(scores=iter([1.0] * 99))
+    train_source = task.data().train
+    task = dataclasses.replace(task, data=lambda: ff.Data(train=train_source, valid=stream))
+    with pytest.raises(SettingError, match="one of loss, score"):
+        ff.train(task, folder=str(tmp_path), quiet=True, steps=4, evaluate_every=2, best_metric="scor")
+    assert 0 < stream.num_read <= 8  # the batch size
 
 
 @pytest.mark.parametrize(("task", "given", "need"), [
