@@ -1,6 +1,6 @@
 """Docstrings: how mkdocstrings shows ours, which are plain text with aligned columns.
 
-entry  a line `name  meaning`, two or more spaces apart, and the deeper lines that go on with it
+entry  a line `name  meaning`, separated by two or more spaces, and the indented lines that continue it
 Law: every word of a docstring is shown; only its form changes. Entries become a list, other lines stay as they are.
 """
 

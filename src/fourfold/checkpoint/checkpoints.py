@@ -1,6 +1,6 @@
 """Checkpoints of your own loop: the same files as those of `ff.train`, saved and loaded where the loop says.
 
-extra   what the loop wants back besides, such as the state of a scheduler: plain values, written as JSON
+extra   what else the loop wants back, such as the state of a scheduler: plain values, written as JSON
 Law: after a load the loop goes on as if it had never ended. A save that fails raises on every rank, and leaves the
 checkpoints before it as they are.
 """
@@ -81,7 +81,7 @@ class Checkpoints:
         folder  the checkpoints are in its `checkpoints`, where `fourfold checkpoint list FOLDER` finds them
         step    what `ff.parallelize` has returned
         feed    its place in the data is saved and restored; None: the loop reads its data in another way
-        keep    how many checkpoints are kept: the newest, and besides the one with the least `metrics["loss"]`
+        keep    how many checkpoints are kept: the newest, and the one with the least `metrics["loss"]`
         tokenizer   of a transformers model: the first save writes its files and the model's config into `pretrained`,
                     for `fourfold checkpoint export FOLDER --format hf`
 

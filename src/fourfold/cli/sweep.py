@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fourfold.cli import job, task_loader
-from fourfold.cli.arguments import CALLBACK_WORD, KEY_VALUE, RUN_SETTINGS, ValueType
+from fourfold.cli.arguments import KEY_VALUE, RUN_SETTINGS, ValueType
 from fourfold.cli.errors import ErrorCollector, report_error
 from fourfold.cli.settings_file import parse_command
 from fourfold.plan.plan_fields import FIELDS
@@ -59,7 +59,7 @@ def swept_values(words: Sequence[str]) -> dict[str, list[str]]:
 
 
 def _is_swept(key: str, text: str, types: dict[str, ValueType]) -> bool:
-    if "," not in text or key in ("name", CALLBACK_WORD):
+    if "," not in text or key == "name":
         return False
     if key in FIELDS:
         return True

@@ -1,4 +1,4 @@
-"""Data input: what people have as data, as a source or a stream that a feed reads.
+"""Data input: the kinds of data that a user may give, as a source or a stream that a feed reads.
 
     a sequence, a torch Dataset, a Dataset of `datasets`      a source: a length and numbered samples
     a DataLoader over one of them                             the same, with its workers and collate function

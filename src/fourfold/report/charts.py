@@ -57,7 +57,7 @@ def measure_charts(records: Sequence[RunRecord]) -> list[str]:
             for number, prefix in enumerate(["", EMA_PREFIX]):
                 name = f"{prefix}{measure}" if len(records) == 1 else f"{record.name}{', ema' * number}"
                 colour = number if len(records) == 1 else index
-                # Several runs with two curves each would be hard to tell apart.
+                # Several runs with two curves each would be hard to read.
                 if not number or len(records) == 1:
                     points = evaluation_points(record, f"{prefix}{measure}")
                     series.append(Series(escape_controls(name), points, colour, "linked"))

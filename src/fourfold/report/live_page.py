@@ -1,6 +1,6 @@
 """Live page: the page of a run that is training; its script asks for what has changed and puts it in place.
 
-Law: the page asks nobody but the server that it came from, and that takes at most a twentieth of a processor's time.
+Law: the page sends requests only to the server that it came from; they take at most a twentieth of a processor.
 """
 
 import base64

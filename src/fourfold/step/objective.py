@@ -188,7 +188,7 @@ class Objective:
                 call_model(model, self.dummy_batch.inputs)
 
     def dummy_loss(self, model: nn.Module) -> Tensor | None:
-        """Forward and loss of a rank without samples, whose values nobody uses; None without a sample for it."""
+        """Forward and loss of a rank without samples, whose values are not used; None without a sample for it."""
         if self.dummy_batch is None:
             return None
         with without_randomness(next(tree_leaves(self.dummy_batch.inputs)).device):

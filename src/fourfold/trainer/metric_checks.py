@@ -22,7 +22,7 @@ NEEDS = Mapping[str, Sequence[str]]
 
 def metric_needs(settings: Settings, by_callback: NEEDS) -> NEEDS:
     """What the run needs: for its callbacks, and to choose its best checkpoints by."""
-    # Checkpoints are chosen by the loss where there is one; another measure somebody has asked for.
+    # By default checkpoints are chosen by the loss, where there is one; any other measure was asked for.
     own = {} if settings.best_metric == "loss" else {f"best_metric = {settings.best_metric}": [settings.best_metric]}
     return {**own, **by_callback}
 

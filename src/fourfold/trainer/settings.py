@@ -186,7 +186,7 @@ class Settings:
         100, type=int, minimum=0, help="steps between checkpoints; 0: none, not even of the last step"
     )
     keep: int = setting(2, type=int, minimum=1, help="how many of the newest checkpoints are kept")
-    keep_best: int = setting(1, type=int, minimum=0, help="how many of the best checkpoints are kept besides")
+    keep_best: int = setting(1, type=int, minimum=0, help="how many of the best checkpoints are kept in addition")
     best_metric: str = setting("loss", type=str, help="the validation measure that chooses the best checkpoint")
     best_mode: str = setting(
         "min",

@@ -71,7 +71,7 @@ def train(
     seed        of the initial weights, the order of the samples and dropout
     evaluate_every   steps; None evaluates only at the end
     trace_every      steps; steps 3 and 4 and every such step are recorded in trace.json; 0 records none
-    checkpoint_every steps; 0 never saves, otherwise the last step and every new best validation are saved too
+    checkpoint_every   steps; 0 never saves, otherwise the last step and every new best validation are saved too
     keep, keep_best  how many of the newest checkpoints are kept, and of the best
     best_metric, best_mode   the validation measure that chooses the best, and whether "min" or "max" is the best
     folder, name     the run's folder is `folder`/`name`, or `folder`/`run_prefix`-1, -2 … without a name. A run that
@@ -85,7 +85,7 @@ def train(
     init        a plain safetensors file of weights to begin with
     skip_nan    so many steps in a row may be skipped because the loss, or the norm where `clip` measures one, is not
                 finite; faults.jsonl lists them
-    drift_check after so many steps, and after the last, ranks compare the weights that several of them hold; 0: never
+    drift_check   after so many steps, and after the last, ranks compare the weights that several of them hold; 0: never
     rates       scales the learning rate with the batch size, warms it up and decays it; None: the task's schedule
     `settings.Settings` has the defaults.
 

@@ -27,7 +27,7 @@ class MLflow(Callback):
 
     tracking_uri  such as sqlite:///mlflow.db or http://host:5000; None: what MLFLOW_TRACKING_URI says, else MLflow's
                   own default
-    every         steps between those that are logged, besides the first
+    every         steps between those that are logged; the first is always logged
     """
 
     def __init__(self, experiment: str = "fourfold", *, tracking_uri: str | None = None, every: int = 1) -> None:

@@ -22,7 +22,7 @@ class TensorBoard(Callback):
     """Writes loss, learning rate, throughput and validation for TensorBoard: `tensorboard --logdir runs`.
 
     folder  None: `tensorboard` in the run's folder
-    every   steps between those that are logged, besides the first
+    every   steps between those that are logged; the first is always logged
     """
 
     def __init__(self, folder: str | None = None, *, every: int = 1) -> None:

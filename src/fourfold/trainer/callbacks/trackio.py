@@ -22,7 +22,7 @@ class Trackio(Callback):
     """Logs to Trackio; `trackio show --project fourfold` shows it.
 
     space_id  of a Hugging Face Space; None: what TRACKIO_SPACE_ID says, else Trackio's database on this machine
-    every     steps between those that are logged, besides the first
+    every     steps between those that are logged; the first is always logged
     """
 
     def __init__(self, project: str = "fourfold", *, space_id: str | None = None, every: int = 1) -> None:

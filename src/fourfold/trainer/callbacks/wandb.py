@@ -24,7 +24,7 @@ class WandB(Callback):
     """Logs to Weights & Biases; its files are in the run's folder.
 
     mode      "online" or "offline" (`wandb sync` uploads it later); None: what WANDB_MODE says, else online
-    every     steps between those that are logged, besides the first
+    every     steps between those that are logged; the first is always logged
     settings  further arguments of `wandb.init`
     """
 
