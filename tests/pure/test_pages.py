@@ -18,6 +18,7 @@ PAGES.remove(ROOT / "docs" / "measured-notes.md")
     ("from-ddp", "from_ddp"),
     ("from-horovod", "from_horovod"),
     ("from-deepspeed", "from_deepspeed"),
+    ("from-lightning", "from_lightning"),
     ("task", "own_task"),
     ("checkpoints", "resume"),
     ("callbacks", "own_callback"),

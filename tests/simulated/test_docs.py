@@ -67,6 +67,7 @@ def surroundings() -> dict[str, Any]:
         "texts": list(torch.randint(0, 64, (64, 8))),
         "torch": torch,
         "transformers": transformers,
+        "valid": source[:32],
     }
 
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from fourfold.analysis.verify import verify
 from fourfold.feed.source import TensorSource
 from fourfold.plan.plan import Plan
+from fourfold.step.distributed_optimizer import DistributedOptimizer
 from fourfold.step.parallelize import parallelize
 from fourfold.testing import oracle
 from fourfold.words.errors import DivergenceError
@@ -50,6 +51,24 @@ def deviation(host: str | None = None, **fields: Any) -> float:
         (statistics[name].double() - buffer.double()).abs().max().item() for name, buffer in model.named_buffers()
     ]
     return max(oracle.deviation(oracle.snapshot(step, losses, []), expected), *errors)
+
+
+def wrapped_deviation(transport: str) -> float:
+    """The same for a loop of the user's and torch's SyncBatchNorm, whose own forward refuses CPUs."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    given, alone = batches(12, 3, 9), net()
+    expected = oracle.train(alone, loss, sgd, given)
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(net())
+    plan = Plan(dp=size, batch_norm="sync", transport=transport, bucket_bytes=300)
+    optimizer = DistributedOptimizer(sgd(model.parameters()), model, plan)
+    for batch in given:
+        inputs, targets = local_batch(batch, plan, rank)
+        optimizer.zero_grad()
+        (loss(model(inputs), targets).sum() * size / len(batch[1])).backward()
+        optimizer.step()
+    trained = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    wanted = {**expected.weights, **dict(alone.named_buffers())}
+    return max((trained[name].double() - each.double()).abs().max().item() for name, each in wanted.items())
 
 
 def diverge(transport: str) -> str:

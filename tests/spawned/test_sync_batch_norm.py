@@ -15,6 +15,11 @@ def test_statistics_over_processes_train_as_on_one_device(world, fields):
 
 
 @pytest.mark.parametrize("transport", ["shared", "gloo"])
+def test_a_loop_of_a_wrapped_optimizer_trains_as_on_one_device(world, transport):
+    assert max(world(4).run(f"{FUNCTIONS}:wrapped_deviation", transport=transport)) <= 1e-12
+
+
+@pytest.mark.parametrize("transport", ["shared", "gloo"])
 def test_processes_at_norms_of_other_widths_raise_and_do_not_wait(world, transport):
     for error in world(2).run(f"{FUNCTIONS}:diverge", transport=transport, time_limit_seconds=60.0):
         assert "rank 1 is at the forward of narrow, rank 0 is at the forward of wide" in error

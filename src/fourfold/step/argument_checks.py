@@ -13,7 +13,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fourfold.parts.comm import init
-from fourfold.plan.batch_norm import SYNC
 from fourfold.plan.plan import Plan
 from fourfold.step.optimizer_proxy import OptimizerProxy
 from fourfold.words import argument_checks
@@ -72,9 +71,6 @@ def check_wrapper_plan(plan: Plan) -> None:
         for name, value in dataclasses.asdict(plan).items()
         if name not in WRAPPER_PLAN_FIELDS and value != getattr(default, name)
     ]
-    if plan.batch_norm == "sync":
-        need = "forwards that Fourfold runs on all ranks together; a loop of your own calls the model when it likes"
-        problems.append(Problem(f"{SYNC} with DistributedOptimizer", need, "ff.parallelize"))
     if problems:
         raise PlanError(problems, where="the plan")
 

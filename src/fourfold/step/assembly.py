@@ -14,17 +14,15 @@ from fourfold.parts.codec.protocol import Codec
 from fourfold.parts.comm import transports
 from fourfold.parts.comm.communicator import Communicator
 from fourfold.parts.comm.meter import CommMeter
-from fourfold.parts.comm.row_exchange import make_row_exchange
 from fourfold.parts.optim.user_optimizer import OptimizerSource, build_optimizer
 from fourfold.parts.sequence.sequence_group import connect_sequence
-from fourfold.parts.sync_batch_norm import StatisticsExchange
 from fourfold.plan.batch_split import BatchSplit
 from fourfold.plan.check import read_only_reason, step_hook_conflicts
 from fourfold.plan.data.buckets import Bucket
 from fourfold.plan.plan import Plan
 from fourfold.plan.precision import LossScaler, UnitLossScale
 from fourfold.step.batch_layout import BatchLayout, TokenShards, WholeSamples
-from fourfold.step.batch_statistics import BatchStatistics, OwnStatistics, SyncedStatistics, batch_norms
+from fourfold.step.batch_statistics import BatchStatistics, OwnStatistics, SyncedStatistics, batch_norms, make_exchange
 from fourfold.step.collective_calls import CollectiveCalls
 from fourfold.step.drift_report import KINDS, TRAINED_KINDS
 from fourfold.step.dry_run.first_batch import DryRun
@@ -189,8 +187,7 @@ def _make_batches(
 def _make_statistics(model: nn.Module, plan: Plan, world: Communicator, meter: CommMeter) -> BatchStatistics:
     if plan.batch_norm != "sync" or not batch_norms(model):
         return OwnStatistics()
-    rows = make_row_exchange(world.along("dp", "sp"), "batch norm", meter, choice=plan.transport)
-    return SyncedStatistics(model, StatisticsExchange(rows, world.device))
+    return SyncedStatistics(model, make_exchange(world, meter, transport=plan.transport))
 
 
 def _make_dry_run(

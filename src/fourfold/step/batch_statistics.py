@@ -22,6 +22,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from fourfold.parts.comm.communicator import Communicator
+from fourfold.parts.comm.meter import CommMeter
+from fourfold.parts.comm.row_exchange import make_row_exchange
 from fourfold.parts.sync_batch_norm import (
     BACKWARD_END,
     FORWARD_END,
@@ -121,7 +124,7 @@ class SyncedStatistics:
             yield
             return
         self._exchange.begin([name for name, _ in norms])
-        with intercept_batch_norm([_Synced(norm, n, self._exchange) for n, (_, norm) in enumerate(norms)]):
+        with intercept_batch_norm([Synced(norm, n, self._exchange) for n, (_, norm) in enumerate(norms)]):
             yield
         self._exchange.end(end)
 
@@ -137,6 +140,12 @@ class SyncedStatistics:
     def evaluate_empty(self, model: nn.Module, objective: Objective) -> None:
         if any(uses_batch_stats(norm) for _, norm in batch_norms(model)):
             objective.dummy_forward(model)
+
+
+def make_exchange(world: Communicator, meter: CommMeter, *, transport: str) -> StatisticsExchange:
+    """Of all ranks that have samples. Collective. `transport`: the plan's."""
+    rows = make_row_exchange(world.along("dp", "sp"), "batch norm", meter, choice=transport)
+    return StatisticsExchange(rows, world.device)
 
 
 def batch_norms(model: nn.Module) -> list[tuple[str, BatchNormBase]]:
@@ -190,14 +199,15 @@ class _Intercepted:
             return self._forward(*args, **kwargs)
 
 
-class _Synced(_Intercepted):
+class Synced(_Intercepted):
     """The forward of a norm, with statistics of all ranks. `number`: of the norm in the model."""
 
     def __init__(self, norm: BatchNormBase, number: int, exchange: StatisticsExchange) -> None:
-        super().__init__(norm, self._normalize)
+        super().__init__(norm, self.normalize)
         self._number, self._exchange = number, exchange
 
-    def _normalize(self, call: BatchNormCall) -> Tensor:
+    def normalize(self, call: BatchNormCall) -> Tensor:
+        """With statistics of all ranks."""
         norm_call = NormCall(self._exchange, self._number, call.running_mean, call.running_var, call.momentum, call.eps)
         return sync_batch_norm(call.input, call.weight, call.bias, norm_call)
 

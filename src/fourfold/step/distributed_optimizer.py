@@ -23,12 +23,12 @@ from fourfold.plan.intervals import DRIFT_CHECK
 from fourfold.plan.plan import Plan
 from fourfold.step import argument_checks
 from fourfold.step.broadcast_tree import broadcast_model, broadcast_tree
-from fourfold.step.model_checks import check_plan_on_ranks
+from fourfold.step.model_checks import check_plan_on_ranks, watch_norms
 from fourfold.step.optimizer_proxy import OptimizerProxy
 from fourfold.step.uneven_inputs import EvenInputs, Rounds, UnevenInputs
 from fourfold.step.unreduced_grads import UnreducedGrads
 from fourfold.step.weights import trainable_parameters
-from fourfold.step.wrapper_assembly import make_averager, make_checks, make_steps
+from fourfold.step.wrapper_assembly import make_averager, make_checks, make_statistics, make_steps
 from fourfold.words.errors import OptimizerError, Problem, TrainingError
 
 _owners: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -43,7 +43,8 @@ class DistributedOptimizer(OptimizerProxy):
     and broadcasts rank 0's weights and buffers.
 
     Every rank must call `backward()` equally often outside `no_sync()` (`join()` lifts this), and each such backward
-    must reach at least one trainable parameter.
+    must reach at least one trainable parameter. With `batch_norm = "sync"` the ranks also make each call of a batch
+    normalization in training mode together.
 
     model         the module whose parameters `optimizer` trains
     plan          `dp`, `bucket_bytes`, `unused`, `batch_norm` and `transport` are used; all other fields must have
@@ -91,12 +92,14 @@ class DistributedOptimizer(OptimizerProxy):
         for parameter in trainable.values():
             register_last_hook(parameter, self._on_backward_begin)
         self._averager = make_averager(trainable, optimizer, plan, world)
-        self._world = self._averager.world
+        self._statistics = make_statistics(model, plan, world)
         self._unreduced = UnreducedGrads(self._averager.reduced_grads, self._averager.views, optimizer, model)
-        self._steps = make_steps(optimizer, model, plan, self._averager, self._unreduced)
-        self._even = EvenInputs(self._world, self._checks, self._steps, num_ranks=self._averager.num_ranks)
+        norms = [watch_norms(model, plan), self._statistics]
+        self._steps = make_steps(optimizer, norms, self._averager, self._unreduced)
+        self._even = EvenInputs(self._averager.world, self._checks, self._steps, num_ranks=self._averager.num_ranks)
         self._rounds: Rounds = self._even
         self._claim_parameters(trainable)
+        self._statistics.begin()  # after an earlier owner has given the norms back
         self._is_built = True
 
     @property
@@ -118,6 +121,7 @@ class DistributedOptimizer(OptimizerProxy):
         self._averager.ignore()
         self._steps.remove_hooks()
         self._checks.remove_hook()
+        self._statistics.remove()
 
     def _on_backward_begin(self, _: Tensor) -> None:
         """Begin a round, once per backward, and have autograd call `_on_backward_end` at its end."""
@@ -142,6 +146,7 @@ class DistributedOptimizer(OptimizerProxy):
     def _on_backward_end(self) -> None:
         """Make every `.grad` the mean over the ranks."""
         try:
+            self._statistics.end_backward()  # before this rank waits for anything else of the others
             self._averager.finish_backward()
             num_ranks_with_grad = self._averager.average(self._rounds.finish_round())
             self._averager.assign_grads(num_ranks_with_grad)
@@ -165,8 +170,8 @@ class DistributedOptimizer(OptimizerProxy):
         Raises DivergenceError, on every rank, where the weights differ in a bit.
         """
         self._check_not_replaced()
-        self._world.calls.begin(f"check_drift() after {self._steps.num_steps} steps of the optimizer")
-        self._world.calls.check_same()
+        self._averager.world.calls.begin(f"check_drift() after {self._steps.num_steps} steps of the optimizer")
+        self._averager.world.calls.check_same()
         self._checks.compare_weights(self._steps.num_steps)
 
     @contextlib.contextmanager
@@ -195,15 +200,17 @@ class DistributedOptimizer(OptimizerProxy):
         `.grad` is None. The same holds for `states`: schedulers, a GradScaler, and any other object with `state_dict()`
         and `load_state_dict()` that counts the steps of its own rank.
 
-        Inside, no other collective is allowed: ranks that have left do not take part. What a rank has added up under
-        `no_sync()` and not reduced when it leaves is lost. Each reduction sends one message more, of three numbers.
+        Inside, no other collective is allowed: ranks that have left do not take part. So `batch_norm = "sync"` refuses
+        it. What a rank has added up under `no_sync()` and not reduced when it leaves is lost. Each reduction sends one
+        message more, of three numbers.
         """
         self._check_not_replaced()
         argument_checks.check_join_states(states)
+        self._statistics.check_join()
         if self._rounds is not self._even:
             raise TrainingError(Problem("join() within join()", "one around the whole loop"))
         min_divisor = self._data_ranks.size if divide_by_initial_world_size else 1
-        rounds = UnevenInputs(self._data_ranks, self._world, self._checks.options, min_divisor=min_divisor)
+        rounds = UnevenInputs(self._data_ranks, self._averager.world, self._checks.options, min_divisor=min_divisor)
         losses = self._steps.losses
         self._rounds, self._steps.losses = rounds, losses.within_join()
         try:

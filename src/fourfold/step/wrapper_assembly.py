@@ -3,7 +3,7 @@
 Law: each function makes one part. What a plan, an optimizer or the number of ranks asks for is decided here, once.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from torch import nn
 from torch.optim import Optimizer
@@ -20,12 +20,13 @@ from fourfold.parts.optim.user_optimizer import group_indices
 from fourfold.plan.lowering import lower
 from fourfold.plan.plan import Plan
 from fourfold.plan.update_spec import UpdateSpec
+from fourfold.step.batch_statistics import batch_norms, make_exchange
 from fourfold.step.closure_losses import ClosureLosses, MeanLosses, OwnLosses, uses_loss
 from fourfold.step.drift_report import KINDS, TRAINED_KINDS
 from fourfold.step.duplicate_batches import DuplicateBatches
 from fourfold.step.grad_averager import AllUsed, GradAverager, UsedOnSomeRanks
+from fourfold.step.loop_statistics import LoopStatistics, OwnInLoop, SyncedInLoop
 from fourfold.step.memory_formats import MemoryFormats, shape_and_strides
-from fourfold.step.model_checks import watch_norms
 from fourfold.step.optimizer_steps import OptimizerSteps, StepCheck
 from fourfold.step.rank_agreement import check_same_on_ranks
 from fourfold.step.replica_drift import DriftChecker
@@ -81,6 +82,7 @@ def make_averager(
         calls=channel.calls,
         choice=plan.transport,
     )
+    # Hooks of backward never wait for a buffer: every round ends with all of them acquired.
     gradients = GradBuckets(dict(trainable), group.buckets, transport.grads, meter, allow_unused=allow_unused)
     buffers = transport.grads.grad_buffers
     reduced = [
@@ -92,11 +94,18 @@ def make_averager(
     return GradAverager(channel, transport, gradients, reduced, used, MemoryFormats(trainable, optimizer))
 
 
+def make_statistics(model: nn.Module, plan: Plan, world: Communicator) -> LoopStatistics:
+    """The statistics of the model's batch normalizations. Collective; `world` lies on the plan's mesh."""
+    if plan.batch_norm != "sync" or not batch_norms(model):
+        return OwnInLoop()
+    return SyncedInLoop(model, make_exchange(world, CommMeter(), transport=plan.transport))
+
+
 def make_steps(
-    optimizer: Optimizer, model: nn.Module, plan: Plan, averager: GradAverager, unreduced: UnreducedGrads
+    optimizer: Optimizer, norms: Sequence[StepCheck], averager: GradAverager, unreduced: UnreducedGrads
 ) -> OptimizerSteps:
     """The steps of the wrapped optimizer. The weights of one rank may change by any gradient."""
-    checks: list[StepCheck] = [watch_norms(model, plan)]
+    checks: list[StepCheck] = [*norms]
     losses: ClosureLosses = OwnLosses()
     if averager.num_ranks > 1:
         checks.insert(0, unreduced)
