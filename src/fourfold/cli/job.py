@@ -15,7 +15,7 @@ from fourfold.cli.callback_loader import load_callbacks
 from fourfold.cli.errors import ErrorCollector, nearest_file
 from fourfold.cli.job_checks import check_batch_size, check_fits_memory, check_init, check_tokens
 from fourfold.cli.resolved_settings import argument_defaults, format_resolved
-from fourfold.launch.process_defaults import default_num_processes
+from fourfold.launcher.process_defaults import default_num_processes
 from fourfold.plan.decode import DecodeError, read_bounded
 from fourfold.plan.lr_schedule import LRSchedule
 from fourfold.plan.plan import Plan
@@ -45,7 +45,7 @@ class Job:
     settings  keyword arguments of `train`; the run's name is always among them
     identity  the settings that make it the same run
     fresh     whether the run starts over
-    restarts, hang_seconds  see `launch.restart_policy.SupervisionPolicy`; the ranks do not use them
+    restarts, hang_seconds  see `launcher.restart_policy.SupervisionPolicy`; the ranks do not use them
     """
 
     task: Task

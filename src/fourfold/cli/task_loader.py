@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from fourfold.cli.arguments import ValueType, argument_types
 from fourfold.cli.errors import is_file, nearest_file
-from fourfold.launch.traceback_text import format_error
+from fourfold.launcher.traceback_text import format_error
 from fourfold.trainer.settings import TASK_FIELDS
 from fourfold.words.errors import DataError, FourfoldError, Problem, TaskError, closest_match
 from fourfold.words.task import Task
