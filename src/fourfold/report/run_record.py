@@ -16,10 +16,11 @@ from fourfold.plan.trace_file import Trace, decode_trace
 from fourfold.report import checkpoint_card, faults, memory_card
 from fourfold.report import segments as segments_module
 from fourfold.words.errors import FourfoldError, Problem, closest_match
+from fourfold.words.run_files import ALWAYS_RECORDED, ARGUMENTS_KEY, RECORDED_IF_GIVEN
 
 REQUIRED_FILES = ("settings.json", "plan.toml", "metrics.jsonl")
 ENVIRONMENT_KEYS = ("transport", "versions", "machine", "cores")
-ARGUMENTS_KEY = "task_arguments"
+RUN_KEYS = ("task", "rates", *ALWAYS_RECORDED, *RECORDED_IF_GIVEN)
 
 
 class LogLine(TypedDict, total=False):
@@ -82,7 +83,8 @@ class RunRecord:
         """What the run was made of, by section: the task's arguments, settings, plan, environment."""
         arguments = self.settings.get(ARGUMENTS_KEY)
         arguments = arguments if isinstance(arguments, dict) else {}
-        apart = {*ENVIRONMENT_KEYS, ARGUMENTS_KEY, *arguments}
+        # Older runs have the arguments that were given among the settings too.
+        apart = {*ENVIRONMENT_KEYS, ARGUMENTS_KEY, *(name for name in arguments if name not in RUN_KEYS)}
         environment: dict[str, Any] = {}
         for name in ENVIRONMENT_KEYS:
             value = self.settings.get(name)
