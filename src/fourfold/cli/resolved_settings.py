@@ -17,9 +17,9 @@ from fourfold.cli.settings_file import TASK_NAME
 from fourfold.plan.plan import VERSION, Plan
 from fourfold.plan.toml_writer import format_pair, format_value
 from fourfold.trainer.callbacks.registry import SHIPPED
-from fourfold.trainer.run_identity import CONFIG_FILE
 from fourfold.trainer.setting_checks import json_problems
 from fourfold.trainer.settings import LR_PREFIX, TASK_FIELDS, Settings
+from fourfold.words.run_files import CONFIG_FILE
 from fourfold.words.task import Task
 
 NEVER_RESOLVED = ("fresh",)  # given back, the file must not start the run over
