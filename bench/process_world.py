@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Self
 
 from bench.measurement import machine_cpu_seconds
-from fourfold.launch.process_defaults import malloc_variables
+from fourfold.launcher.process_defaults import malloc_variables
 from fourfold.testing.network_namespaces import Hosts
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from fourfold.checkpoint.checkpoints import Checkpoints
     from fourfold.feed.dataloader import shard
     from fourfold.feed.feed import Feed
-    from fourfold.launch.notebook import launch
+    from fourfold.launcher.notebook import launch
     from fourfold.parts.comm.init import world
     from fourfold.plan.lr_schedule import LRSchedule
     from fourfold.plan.plan import Plan
@@ -62,7 +62,7 @@ _MODULE_OF = {
     "LRSchedule": "plan.lr_schedule",
     "Task": "words.task",
     "TrainStep": "step.train_step",
-    "launch": "launch.notebook",
+    "launch": "launcher.notebook",
     "parallelize": "step.parallelize",
     "shard": "feed.dataloader",
     "train": "trainer.train",

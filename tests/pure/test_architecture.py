@@ -2,12 +2,16 @@
 
 import ast
 import functools
+import importlib
+import pkgutil
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+import fourfold
+import fourfold.launcher
 from tests.source_files import SOURCE, files, forget, imports, is_own, module_name, nodes, parsed
 
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_PARAMETERS, MAX_ATTRIBUTES = 350, 45, 8, 15
@@ -38,7 +42,7 @@ def test_only_comm_and_process_launchers_import_torch_distributed():
         for path in files()
         if any(name.startswith("torch.distributed") for name in imports(path)) and path != DCP_EXPORT
     }
-    assert {parts[0] for parts in importers} <= {"parts", "launch", "doctor", "testing"}
+    assert {parts[0] for parts in importers} <= {"parts", "launcher", "doctor", "testing"}
     assert {parts for parts in importers if parts[0] == "parts"} == {("parts", "comm")}
 
 
@@ -50,6 +54,15 @@ def test_the_format_of_torch_distributed_checkpoint_is_written_in_one_file_and_n
     assert f"{package}.state_dict_saver.save" in imports(DCP_EXPORT)
     names = imported_names(DCP_EXPORT) | {name.rpartition(".")[2] for name in imports(DCP_EXPORT)}
     assert not [name for name in names if re.search("load|read", name, re.IGNORECASE)]
+
+
+def test_no_import_of_a_submodule_changes_a_public_name():
+    # Python sets the attribute `x` of `fourfold` to the submodule `fourfold.x`, whoever imports it first.
+    submodules = {each.name for each in pkgutil.iter_modules(fourfold.__path__)}
+    assert submodules & set(fourfold.__all__) == {"callbacks", "optim"}
+    for each in pkgutil.iter_modules(fourfold.launcher.__path__, "fourfold.launcher."):
+        importlib.import_module(each.name)
+    assert fourfold.launch is importlib.import_module("fourfold.launcher.notebook").launch
 
 
 def test_nothing_reads_a_pickle():
@@ -190,13 +203,13 @@ STANDARD_LIBRARY = {
 # Private names of nn.Module that classes of Fourfold use for their own attributes.
 AMBIGUOUS = {"_parameters", "_buffers", "_modules"}
 # The files that may name private names of other packages, and the tests that fail when a release drops one.
-# launch/env_store.py runs while torch is being imported, so it cannot import torch_private.
+# launcher/env_store.py runs while torch is being imported, so it cannot import torch_private.
 MAY_NAME_PRIVATE = {
     "parts/torch_private.py": "test_torch_private.py",
     "parts/comm/named_process_group.py": "test_process_group_private.py",
     "step/sequence/transformers.py": "test_transformers_private.py",
-    "launch/agent.py": "test_torchelastic_private.py",
-    "launch/env_store.py": "test_env_store.py",
+    "launcher/agent.py": "test_torchelastic_private.py",
+    "launcher/env_store.py": "test_env_store.py",
 }
 TESTS = SOURCE.parents[1] / "tests" / "simulated"
 
@@ -270,7 +283,7 @@ def test_one_file_imports_transformers_and_the_launcher_alone_torchelastic():
             if any(f"{name}.".startswith(f"{package}.") for name in imports(path)):
                 names.add(path.relative_to(SOURCE).as_posix())
     assert importers["transformers"] == {"step/sequence/transformers.py"}
-    launcher = {"launch/agent.py", "launch/local_job.py", "launch/local_rendezvous.py", "launch/rank_start.py"}
+    launcher = {"launcher/agent.py", "launcher/local_job.py", "launcher/local_rendezvous.py", "launcher/rank_start.py"}
     assert importers["torch.distributed.elastic"] == launcher
 
 

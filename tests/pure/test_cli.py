@@ -15,7 +15,7 @@ from fourfold.cli import main, sigint
 from fourfold.cli.arguments import RUN_SETTINGS, ParsedArgs, ValueType, argument_types, parse_args, parse_values
 from fourfold.environment import malloc
 from fourfold.environment.world import World, num_cores
-from fourfold.launch.process_defaults import check_num_processes, loopback_variables, thread_variables
+from fourfold.launcher.process_defaults import check_num_processes, loopback_variables, thread_variables
 from fourfold.words.errors import SettingError
 
 TASK = """

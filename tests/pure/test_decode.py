@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fourfold.checkpoint.manifest_file import read_manifest, verify_checkpoint
-from fourfold.launch import failure_report
+from fourfold.launcher import failure_report
 from fourfold.plan.decode import (
     MAX_DEPTH,
     MAX_LINE_LENGTH,

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from fourfold.launch import failure_report
-from fourfold.launch.traceback_text import format_error
+from fourfold.launcher import failure_report
+from fourfold.launcher.traceback_text import format_error
 from fourfold.words.errors import PeerError, PlanError, Problem
 
 
@@ -115,7 +115,7 @@ def test_a_record_that_does_not_fit_on_the_disk_is_printed_on_stderr(tmp_path: P
     script.write_text("raise ValueError('of mine')\n")
     (tmp_path / "record.json.part").symlink_to("/dev/full")
     environ = {**os.environ, "RANK": "1", "TORCHELASTIC_ERROR_FILE": str(tmp_path / "record.json")}
-    command = [sys.executable, "-m", "fourfold.launch.worker", str(os.getpid()), str(script)]
+    command = [sys.executable, "-m", "fourfold.launcher.worker", str(os.getpid()), str(script)]
     ended = subprocess.run(command, env=environ, timeout=300, check=False, stderr=subprocess.PIPE, text=True)
     assert ended.returncode == 1
     assert ended.stderr.startswith("rank 1 failed, and its record could not be written: no space left on device\n")
@@ -163,7 +163,7 @@ def test_a_rank_records_how_it_ended_even_if_it_has_changed_its_environment(
     path, script = tmp_path / "record.json", tmp_path / "script.py"
     script.write_text(f"import os\nos.environ.clear()\n{ending}\n")
     environ = {**os.environ, "RANK": "1", "TORCHELASTIC_ERROR_FILE": str(path)}
-    command = [sys.executable, "-m", "fourfold.launch.worker", str(os.getpid()), str(script)]
+    command = [sys.executable, "-m", "fourfold.launcher.worker", str(os.getpid()), str(script)]
     assert subprocess.run(command, env=environ, timeout=300, check=False).returncode == code
     result = failure_report.load_record(path)
     assert result is not None

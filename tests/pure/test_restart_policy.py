@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from fourfold.launch import failure_report, hang_detector
-from fourfold.launch.failure_report import Cause
-from fourfold.launch.heartbeat_file import HeartbeatFile
-from fourfold.launch.restart_policy import RestartBudget, SupervisionPolicy
+from fourfold.launcher import failure_report, hang_detector
+from fourfold.launcher.failure_report import Cause
+from fourfold.launcher.heartbeat_file import HeartbeatFile
+from fourfold.launcher.restart_policy import RestartBudget, SupervisionPolicy
 from fourfold.trainer.heartbeat import DONE, PAUSED, STARTING, STEPPING, Heartbeat, HeartbeatRecord
 from fourfold.words.errors import CheckpointError, PeerError, StoppedError, TrainingError
 

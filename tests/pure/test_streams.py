@@ -42,7 +42,7 @@ RUN_COMMANDS_SAY = "from fourfold.cli.run_commands import _print_error as say"
     [
         ("from fourfold.cli import main; main(['nonsense'])", 2),
         (f"{RUN_COMMANDS_SAY}; say('rank 1 died; starting again'); say('again')", 0),
-        ("import os; from fourfold.launch.worker import exit_fast as end; os.dup2(2, 1); print('x'); end(75)", 75),
+        ("import os; from fourfold.launcher.worker import exit_fast as end; os.dup2(2, 1); print('x'); end(75)", 75),
         (f"import sys; sys.stderr.close(); {SAY}; say('x')", 0),
         (f"import sys; sys.stderr = None; {SAY}; say('x')", 0),
     ],

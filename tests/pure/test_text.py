@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fourfold.cli import main
-from fourfold.launch.traceback_text import format_error
+from fourfold.launcher.traceback_text import format_error
 from fourfold.tasks import lm
 from fourfold.trainer.progress import Progress
 from fourfold.words.errors import Problem, SettingError

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fourfold.environment.rendezvous import STORE_VARIABLE, store_file
-from fourfold.launch import env_store
+from fourfold.launcher import env_store
 
 WORLD = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "7"}
 

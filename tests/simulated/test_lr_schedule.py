@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import inspect
 import json
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ import torch
 import fourfold as ff
 from bench.lr_schedules import train
 from fourfold.cli.job import parse_job
-from fourfold.tasks import digits
 from fourfold.trainer.run_identity import run_identity
 from fourfold.trainer.settings import make_settings
 from fourfold.words.errors import SettingError
@@ -129,13 +127,3 @@ def test_at_eight_times_the_batch_the_scaled_rate_learns_with_warm_up_and_not_wi
 def test_a_run_reports_fields_without_effect(tmp_path: Path) -> None:
     _, reported = run(tmp_path, plan=ff.Plan(local_steps=4))
     assert reported[1] == "local_steps = 4 has no effect without sync = local"
-
-
-def test_the_arguments_of_a_task_are_recorded_with_their_defaults_and_are_not_part_of_the_identity(tmp_path) -> None:
-    job = parse_job(["digits", "lr=0.01", "dp=1"])
-    arguments = job.settings["task_arguments"]
-    assert arguments["lr"] == 0.01
-    assert set(arguments) == {*inspect.signature(digits.task).parameters} - {"steps", "batch_size", "clip"}
-    assert "task_arguments" not in json.dumps(job.identity)
-    run(tmp_path, task_arguments=arguments, name="run")
-    assert json.loads((tmp_path / "run" / "settings.json").read_text())["task_arguments"] == arguments

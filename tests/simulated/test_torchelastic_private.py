@@ -1,6 +1,6 @@
 """Each name of torchelastic that our agent uses without documentation is there, and does what we rely on.
 
-The ranks here are shells that end at once. `Watched` overrides what `launch/agent.py` overrides, and records.
+The ranks here are shells that end at once. `Watched` overrides what `launcher/agent.py` overrides, and records.
 """
 
 import os
@@ -16,12 +16,12 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec, Wo
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 
-from fourfold.launch import failure_report
-from fourfold.launch.agent import TORCH_SIGNALS_VARIABLE
-from fourfold.launch.forked_process import fork
-from fourfold.launch.local_rendezvous import LOOPBACK, AgentRendezvous
-from fourfold.launch.rank_start import ranks_started_by
-from fourfold.launch.signals import restored_handlers
+from fourfold.launcher import failure_report
+from fourfold.launcher.agent import TORCH_SIGNALS_VARIABLE
+from fourfold.launcher.forked_process import fork
+from fourfold.launcher.local_rendezvous import LOOPBACK, AgentRendezvous
+from fourfold.launcher.rank_start import ranks_started_by
+from fourfold.launcher.signals import restored_handlers
 
 MAX_RESTARTS = 5
 

@@ -15,7 +15,7 @@ import pytest
 from fourfold.cli import errors, main
 from fourfold.environment.malloc import TUNABLES_VARIABLE
 from fourfold.environment.world import num_cores
-from fourfold.launch.process_defaults import THREAD_VARIABLES
+from fourfold.launcher.process_defaults import THREAD_VARIABLES
 from tests.spawned import SOURCE
 
 SECONDS = 180  # the time limit of a command; on an idle machine it takes three

@@ -12,7 +12,7 @@ import pytest
 
 from fourfold.environment.malloc import NO_TCACHE, TUNABLES_VARIABLE
 from fourfold.environment.world import num_cores
-from fourfold.launch.process_defaults import THREAD_VARIABLES, may_have_gpus
+from fourfold.launcher.process_defaults import THREAD_VARIABLES, may_have_gpus
 from tests.spawned import SOURCE
 
 pytestmark = pytest.mark.skipif(may_have_gpus(), reason="ranks that use a GPU are not forked")
@@ -150,7 +150,7 @@ def test_ctrl_c_during_the_checks_ends_them_and_prints_one_line(command: Command
 
 FORKS = """
 import numpy.random, random, signal, sys, tempfile
-from fourfold.launch.forked_process import fork
+from fourfold.launcher.forked_process import fork
 
 file, number = tempfile.TemporaryFile(), numpy.random.rand()
 signal.signal(signal.SIGTERM, lambda *_: print("the parent's handler", flush=True))

@@ -89,7 +89,7 @@ class ValueType:
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchSettings:
-    """Settings of the launch, which `train` does not take; see `launch.restart_policy.SupervisionPolicy`."""
+    """Settings of the launch, which `train` does not take; see `launcher.restart_policy.SupervisionPolicy`."""
 
     fresh: bool = setting(False, type=bool, help="start the run over; what was there is kept as NAME-before-1")
     restarts: int = setting(3, type=int, minimum=0, help="restarts in a row without progress before the job gives up")

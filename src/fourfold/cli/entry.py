@@ -84,7 +84,7 @@ def _run_command(arguments: list[str]) -> int:
         if _is_output_error(error):
             raise
         from fourfold.cli.errors import report_error
-        from fourfold.launch.worker import exit_fast
+        from fourfold.launcher.worker import exit_fast
         from fourfold.words.errors import INTERRUPT_EXIT_CODE, REQUEUE_EXIT_CODE
 
         code = report_error(error)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from fourfold.environment.standard_streams import print_stderr
 from fourfold.environment.world import from_environment
-from fourfold.launch.traceback_text import format_error
+from fourfold.launcher.traceback_text import format_error
 from fourfold.words.errors import FourfoldError, LaunchError, StoppedError, closest_match
 
 INPUT_CODE = FourfoldError.exit_code

@@ -19,12 +19,12 @@ from fourfold.cli import sigint
 from fourfold.environment.imports import collection_paused
 from fourfold.environment.processes import end_with_parent
 from fourfold.environment.standard_streams import flush_streams, print_stderr
-from fourfold.launch.process_defaults import launch_variables, may_have_gpus
+from fourfold.launcher.process_defaults import launch_variables, may_have_gpus
 
 if TYPE_CHECKING:
-    from fourfold.launch.forked_process import ForkedProcess
+    from fourfold.launcher.forked_process import ForkedProcess
 
-IMPORTED_ONCE = ("fourfold.trainer.train", "fourfold.trainer.progress", "fourfold.cli.job", "fourfold.launch.worker")
+IMPORTED_ONCE = ("fourfold.trainer.train", "fourfold.trainer.progress", "fourfold.cli.job", "fourfold.launcher.worker")
 MODULE, SCRIPT = Path(__file__).parent.parent / "__main__.py", "fourfold"  # `python -m fourfold`, and what pip installs
 POLL_SECONDS = 0.05
 
@@ -68,7 +68,7 @@ def run_in_copy(check: Callable[[], Mapping[str, Any]]) -> dict[str, Any] | int:
 
     The result is a mapping that JSON can write.
     """
-    from fourfold.launch.forked_process import fork
+    from fourfold.launcher.forked_process import fork
 
     reader, writer = os.pipe()
     launcher = os.getpid()
@@ -102,7 +102,7 @@ def _read_line(pipe: int, writer: "ForkedProcess") -> bytes | None:
 
 def _check(check: Callable[[], Mapping[str, Any]], writer: int, launcher: int) -> None:
     from fourfold.cli.errors import report_error
-    from fourfold.launch.worker import exit_fast
+    from fourfold.launcher.worker import exit_fast
 
     end_with_parent(launcher)
     # Ctrl-C reaches the launcher too, which ends this process and reports it.

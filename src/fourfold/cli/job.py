@@ -14,8 +14,8 @@ from fourfold.cli.arguments import CALLBACK_WORD, LaunchSettings, ParsedValues
 from fourfold.cli.callback_loader import load_callbacks
 from fourfold.cli.errors import ErrorCollector, nearest_file
 from fourfold.cli.job_checks import check_batch_size, check_fits_memory, check_init, check_tokens
-from fourfold.cli.resolved_settings import argument_defaults, format_resolved
-from fourfold.launch.process_defaults import default_num_processes
+from fourfold.cli.resolved_settings import argument_defaults, format_resolved, json_arguments
+from fourfold.launcher.process_defaults import default_num_processes
 from fourfold.plan.decode import DecodeError, read_bounded
 from fourfold.plan.lr_schedule import LRSchedule
 from fourfold.plan.plan import Plan
@@ -45,7 +45,7 @@ class Job:
     settings  keyword arguments of `train`; the run's name is always among them
     identity  the settings that make it the same run
     fresh     whether the run starts over
-    restarts, hang_seconds  see `launch.restart_policy.SupervisionPolicy`; the ranks do not use them
+    restarts, hang_seconds  see `launcher.restart_policy.SupervisionPolicy`; the ranks do not use them
     """
 
     task: Task
@@ -109,15 +109,13 @@ def parse_job(words: Sequence[str], *, num_processes: int | None = None, has_run
     overrides = _task_overrides(task, values.run)
     # A new batch size does not change the one that the learning rate was tuned for.
     task = dataclasses.replace(task, **overrides, tuned_for=tuned_batch_size(task))
-    settings, launch_settings = _split_settings(command.task, values)
-    if types:
-        settings["task_arguments"] = task_loader.resolved_arguments(factory, values.task, names=types)
+    defaults = argument_defaults(factory, types)
+    settings, launch_settings = _split_settings(command.task, values, defaults)
     resolved = make_settings(task, **settings)
     identity = run_identity(resolved, plan)
     settings.setdefault("name", default_run_name(settings["run_prefix"], identity))
     job = Job(task=task, plan=plan, settings=settings, identity=identity, callbacks=callbacks, **launch_settings)
     if has_run_dir:
-        defaults = argument_defaults(factory, types)
         settings["config_text"] = format_resolved(job.run_dir, command.task, defaults, values, plan, resolved)
     return job
 
@@ -165,13 +163,16 @@ def _task_overrides(task: Task, given: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in given.items() if key in TASK_FIELDS} | run_length(task, given)
 
 
-def _split_settings(spec: str, values: ParsedValues) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The keywords of `train`, and the settings of the launch."""
+def _split_settings(
+    spec: str, values: ParsedValues, defaults: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The keywords of `train`, and the settings of the launch. `defaults`: of the arguments of the task's function."""
     settings = {key: value for key, value in values.run.items() if key not in (*TASK_FIELDS, CALLBACK_WORD)}
     settings |= {
         "run_prefix": run_prefix(spec),
         "task_name": spec,
         "extra_settings": {key: value for key, value in values.task.items() if key not in TASK_FIELDS},
+        "argument_defaults": json_arguments({key: value for key, value in defaults.items() if key not in values.task}),
     }
     launch_settings = {key: settings.pop(key) for key in arguments.LAUNCH_SETTINGS if key in settings}
     lr_values = {key: settings.pop(key) for key in list(settings) if key.startswith(LR_PREFIX)}

@@ -1,6 +1,6 @@
 """One rank of `fourfold train`: it parses the same command line again, in its own process.
 
-    python -m fourfold.cli.rank_main WORD…        started by launch/worker.py
+    python -m fourfold.cli.rank_main WORD…        started by launcher/worker.py
 
 Law: this file prints no error; the launcher reports the first cause once.
 """
@@ -14,8 +14,8 @@ from fourfold.checkpoint.store import resume_hint
 from fourfold.cli import job
 from fourfold.environment.imports import collection_paused
 from fourfold.environment.world import World, from_environment
-from fourfold.launch import failure_report
-from fourfold.launch.traceback_text import format_error
+from fourfold.launcher import failure_report
+from fourfold.launcher.traceback_text import format_error
 from fourfold.words.errors import FourfoldError, TrainingError
 
 

@@ -17,12 +17,14 @@ from fourfold.cli.settings_file import TASK_NAME
 from fourfold.plan.plan import VERSION, Plan
 from fourfold.plan.toml_writer import format_pair, format_value
 from fourfold.trainer.callbacks.registry import SHIPPED
-from fourfold.trainer.run_identity import CONFIG_FILE
+from fourfold.trainer.setting_checks import json_problems
 from fourfold.trainer.settings import LR_PREFIX, TASK_FIELDS, Settings
+from fourfold.words.run_files import CONFIG_FILE
 from fourfold.words.task import Task
 
 NEVER_RESOLVED = ("fresh",)  # given back, the file must not start the run over
 DEFAULTS = "# defaults"
+WRITTEN_ANEW = "# Written anew each time the run starts. To change a value, give it in the command: lr=1e-3"
 
 
 def format_resolved(
@@ -39,7 +41,7 @@ def format_resolved(
     defaults  of the keyword arguments of the task's function
     values    those given
     """
-    command = f"# The same run again: fourfold train {run_dir / CONFIG_FILE}"
+    command = f"# The same run again: fourfold train {run_dir / CONFIG_FILE}\n{WRITTEN_ANEW}"
     in_task = _arguments_of_task(defaults, values, settings)
     given = {TASK_NAME: _task_from(run_dir, spec), **{k: v for k, v in values.task.items() if k in in_task}}
     left = {name: value for name, value in defaults.items() if name in in_task and name not in values.task}
@@ -58,6 +60,18 @@ def argument_defaults(factory: task_loader.TaskFactory, types: Mapping[str, Valu
     if isinstance(factory, Task):
         return {}
     return {name: each.default for name, each in inspect.signature(factory).parameters.items() if name in types}
+
+
+def json_arguments(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values for settings.json, as text where JSON cannot hold one.
+
+    Not those that are settings of every run: these have their final values there.
+    """
+    return {
+        name: str(value) if json_problems({name: value}, "") else value
+        for name, value in values.items()
+        if name not in TASK_FIELDS
+    }
 
 
 def _arguments_of_task(defaults: Mapping[str, Any], values: ParsedValues, settings: Settings) -> set[str]:

@@ -22,7 +22,7 @@ from fourfold.words.text_table import align_columns
 
 if TYPE_CHECKING:
     from fourfold.cli.job import Job
-    from fourfold.launch.restart_policy import SupervisionPolicy
+    from fourfold.launcher.restart_policy import SupervisionPolicy
 
 RESTART_COUNT_VARIABLE = "TORCHELASTIC_RESTART_COUNT"
 VERIFY_STEPS = 3
@@ -32,7 +32,7 @@ SHOW_CURSOR = "\x1b[?25h"
 def train(words: Sequence[str], processes: str | None) -> int:
     """`fourfold train`; returns the exit code."""
     from fourfold.cli import job, sweep
-    from fourfold.launch.process_defaults import check_num_processes
+    from fourfold.launcher.process_defaults import check_num_processes
 
     world = from_environment()
     required, has_own_ranks = check_num_processes(processes, world), world is None
@@ -106,7 +106,7 @@ def _check_run(ready: "Job", words: Sequence[str], *, is_reporter: bool, has_own
 
 
 def _supervision_policy(ready: _CheckedRun) -> "SupervisionPolicy":
-    from fourfold.launch.restart_policy import SupervisionPolicy
+    from fourfold.launcher.restart_policy import SupervisionPolicy
     from fourfold.trainer import fault_log
     from fourfold.trainer.stop_signal import stop_seconds
 
@@ -185,9 +185,9 @@ def _check_finished(ready: "Job", *, is_reporter: bool) -> bool:
 def run(command: Sequence[str], processes: str | None, restarts: str = "0") -> int:
     """`fourfold run`; returns the exit code."""
     from fourfold.cli.errors import is_file, nearest_file
-    from fourfold.launch.process_defaults import check_num_processes, default_num_processes
-    from fourfold.launch.restart_policy import SupervisionPolicy
-    from fourfold.launch.worker import run_program
+    from fourfold.launcher.process_defaults import check_num_processes, default_num_processes
+    from fourfold.launcher.restart_policy import SupervisionPolicy
+    from fourfold.launcher.worker import run_program
     from fourfold.trainer.stop_signal import stop_seconds
 
     if not restarts.isdecimal():
@@ -238,8 +238,8 @@ def verify(words: Sequence[str], processes: str | None) -> int:
     """`fourfold verify`; returns the exit code."""
     from fourfold.cli import job
     from fourfold.cli.settings_file import parse_command
-    from fourfold.launch.process_defaults import check_num_processes
-    from fourfold.launch.restart_policy import SupervisionPolicy
+    from fourfold.launcher.process_defaults import check_num_processes
+    from fourfold.launcher.restart_policy import SupervisionPolicy
 
     parsed = parse_command(words)
     words = [*words] if "steps" in parsed.values else [*words, f"steps={VERIFY_STEPS}"]
@@ -282,8 +282,8 @@ def report(words: Sequence[str]) -> int:
 
 def _launch(command: Sequence[str], num_processes: int, policy: "SupervisionPolicy", *, is_forked: bool = False) -> int:
     with collection_paused():
-        from fourfold.launch.local_job import launch
-        from fourfold.launch.rank_start import fork_rank, spawn_rank
+        from fourfold.launcher.local_job import launch
+        from fourfold.launcher.rank_start import fork_rank, spawn_rank
 
     sigint.restore_and_raise()
     start_rank = fork_rank if is_forked else spawn_rank

@@ -6,16 +6,14 @@ Law: an error in the user's file is reported with its own traceback, cut to the 
 
 import importlib
 import importlib.util
-import inspect
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from fourfold.cli.arguments import ValueType, argument_types
 from fourfold.cli.errors import is_file, nearest_file
-from fourfold.launch.traceback_text import format_error
-from fourfold.trainer.settings import TASK_FIELDS
+from fourfold.launcher.traceback_text import format_error
 from fourfold.words.errors import DataError, FourfoldError, Problem, TaskError, closest_match
 from fourfold.words.task import Task
 
@@ -24,7 +22,6 @@ if TYPE_CHECKING:
 
 BUILT_IN = {"lm": "fourfold.tasks.lm", "digits": "fourfold.tasks.digits"}
 DEFAULT_NAME = "task"
-JSON_TYPES = (bool, int, float, str, type(None))
 
 TaskFactory = Task | Callable[..., Task]
 _imported: dict[tuple[Path, int, int], Any] = {}
@@ -47,16 +44,6 @@ def find_task(spec: str) -> TaskFactory:
 def task_arguments(factory: TaskFactory) -> dict[str, ValueType]:
     """The keyword arguments that a user may give."""
     return {} if isinstance(factory, Task) else argument_types(factory)
-
-
-def resolved_arguments(factory: TaskFactory, given: Mapping[str, Any], *, names: Iterable[str]) -> dict[str, Any]:
-    """The arguments of these names as given, or by default; as text where JSON cannot hold the value.
-
-    Not those that are settings of every run: these have their final values there.
-    """
-    parameters = {} if isinstance(factory, Task) else inspect.signature(factory).parameters
-    values = {name: given.get(name, parameters[name].default) for name in names if name not in TASK_FIELDS}
-    return {name: value if isinstance(value, JSON_TYPES) else str(value) for name, value in values.items()}
 
 
 def make_task(factory: TaskFactory, values: Mapping[str, Any], *, spec: str) -> Task:

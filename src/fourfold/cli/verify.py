@@ -1,6 +1,6 @@
 """`fourfold verify`: the training of a plan compared with that of one device, as a table.
 
-    python -m fourfold.cli.verify WORD…      one rank of it, started by launch/worker.py
+    python -m fourfold.cli.verify WORD…      one rank of it, started by launcher/worker.py
 
 Law: the exit code is 1 if any loss, gradient or weight deviates by more than the tolerance.
 """

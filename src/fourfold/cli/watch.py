@@ -9,12 +9,11 @@ from pathlib import Path
 
 from fourfold.cli import sigint
 from fourfold.words.errors import Problem, SettingError, closest_match, os_error_text
-from fourfold.words.run_files import RUNS_DIR
+from fourfold.words.run_files import LOG_FILE, RUNS_DIR, SETTINGS_FILE
 from fourfold.words.terminal_text import escape_controls
 
 WHERE = "fourfold watch"
 MAX_PORT = 65535
-LOG_FILE, SETTINGS_FILE = "metrics.jsonl", "settings.json"
 
 
 def watch_run(words: Sequence[str], port: str) -> int:

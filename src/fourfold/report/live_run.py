@@ -21,10 +21,12 @@ from fourfold.report.memory_card import memory_card
 from fourfold.report.page import describe_run, render_figures
 from fourfold.report.run_record import ReportError, RunRecord, make_record, read_description
 from fourfold.report.run_status import Status, judge_status
+from fourfold.trainer.fault_log import FAULTS_FILE
 from fourfold.trainer.progress import format_duration
 from fourfold.words.errors import os_error_text
+from fourfold.words.run_files import LOG_FILE, PLAN_FILE, SETTINGS_FILE
 
-WATCHED_FILES = ("settings.json", "plan.toml", "faults.jsonl", "checkpoints")
+WATCHED_FILES = (SETTINGS_FILE, PLAN_FILE, FAULTS_FILE, "checkpoints")
 
 
 class View(NamedTuple):
@@ -43,7 +45,7 @@ class LiveRun:
     def __init__(self, path: Path) -> None:
         self.path, self.name = path, path.resolve().name
         self._lock = threading.Lock()
-        self._tail = LogTail(path / "metrics.jsonl")
+        self._tail = LogTail(path / LOG_FILE)
         self._stamps: tuple[Any, ...] = ()
         self._prefix, self._number = secrets.token_hex(4), 0
         self._record: RunRecord | None = None
@@ -75,7 +77,7 @@ class LiveRun:
         # First: if reading fails, the next view tries again.
         self._stamps, self._record, self._parts, self._subtitle = (), None, {}, ""
         self._number += 1
-        if all((self.path / name).is_file() for name in ("settings.json", "plan.toml")):
+        if all((self.path / name).is_file() for name in (SETTINGS_FILE, PLAN_FILE)):
             settings, plan = read_description(self.path)
             self._record = make_record(self.path, settings, plan, self._tail.lines)
             self._subtitle = describe_run(self._record, is_open=False)
@@ -93,7 +95,7 @@ class LiveRun:
     def _log_time(self) -> float:
         """When the log grew last, on the monotonic clock; now, if the file system's clock is ahead."""
         try:
-            age = time.time() - (self.path / "metrics.jsonl").stat().st_mtime
+            age = time.time() - (self.path / LOG_FILE).stat().st_mtime
         except FileNotFoundError:
             age = 0.0
         return time.monotonic() - max(0.0, age)
@@ -103,7 +105,7 @@ class LiveRun:
             lacks = "has no plan yet" if self.path.is_dir() else "does not exist yet"
             return Status("waiting", f"{self.path} {lacks}: waiting for it")
         try:
-            locked = is_locked(self.path / "metrics.jsonl")
+            locked = is_locked(self.path / LOG_FILE)
         except FileNotFoundError:
             locked = False
         quiet = max(0.0, time.monotonic() - self._grown_at)

@@ -16,10 +16,18 @@ from fourfold.plan.trace_file import Trace, decode_trace
 from fourfold.report import checkpoint_card, faults, memory_card
 from fourfold.report import segments as segments_module
 from fourfold.words.errors import FourfoldError, Problem, closest_match
+from fourfold.words.run_files import (
+    ALWAYS_RECORDED,
+    ARGUMENTS_KEY,
+    LOG_FILE,
+    PLAN_FILE,
+    RECORDED_IF_GIVEN,
+    SETTINGS_FILE,
+)
 
-REQUIRED_FILES = ("settings.json", "plan.toml", "metrics.jsonl")
+REQUIRED_FILES = (SETTINGS_FILE, PLAN_FILE, LOG_FILE)
 ENVIRONMENT_KEYS = ("transport", "versions", "machine", "cores")
-ARGUMENTS_KEY = "task_arguments"
+RUN_KEYS = ("task", "rates", *ALWAYS_RECORDED, *RECORDED_IF_GIVEN)
 
 
 class LogLine(TypedDict, total=False):
@@ -82,7 +90,8 @@ class RunRecord:
         """What the run was made of, by section: the task's arguments, settings, plan, environment."""
         arguments = self.settings.get(ARGUMENTS_KEY)
         arguments = arguments if isinstance(arguments, dict) else {}
-        apart = {*ENVIRONMENT_KEYS, ARGUMENTS_KEY, *arguments}
+        # Older runs have the arguments that were given among the settings too.
+        apart = {*ENVIRONMENT_KEYS, ARGUMENTS_KEY, *(name for name in arguments if name not in RUN_KEYS)}
         environment: dict[str, Any] = {}
         for name in ENVIRONMENT_KEYS:
             value = self.settings.get(name)
@@ -159,16 +168,16 @@ def read_run(path: Path) -> RunRecord:
     settings, plan = read_description(path)
     trace = path / "trace.json"
     read_trace = decode_trace(trace.read_bytes(), where=str(trace)) if trace.is_file() else None
-    return make_record(path, settings, plan, read_log(path / "metrics.jsonl"), trace=read_trace)
+    return make_record(path, settings, plan, read_log(path / LOG_FILE), trace=read_trace)
 
 
 def read_description(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """The settings and the plan of the run in a folder. Raises ReportError if they cannot be read, and OSError."""
     try:
-        settings = from_json(read_bounded(path / "settings.json"), dict[str, Any])
+        settings = from_json(read_bounded(path / SETTINGS_FILE), dict[str, Any])
         # The identity repeats the other settings.
         settings.pop("identity", None)
-        return settings, read_toml(path / "plan.toml")
+        return settings, read_toml(path / PLAN_FILE)
     except DecodeError as error:
         problem = Problem(f"{path}: {error}", "the settings and the plan as they were written")
         raise ReportError(problem, where="fourfold report") from None

@@ -5,7 +5,7 @@ phase    starting, stepping, paused (an evaluation or a checkpoint), or done
 limit    how long a phase may last: learned from the steps and pauses that this rank has measured
 Law: a rank writes only its own record, and never waits for a reader.
 
-The launcher makes the file (`launch.heartbeat_file`) and names it in FOURFOLD_PULSE. Without that variable the record
+The launcher makes the file (`launcher.heartbeat_file`) and names it in FOURFOLD_PULSE. Without that variable the record
 has no reader.
 """
 

@@ -29,15 +29,12 @@ from fourfold.environment.atomic_file import write_atomically
 from fourfold.plan.decode import check_not_pipe
 from fourfold.plan.plan import Plan
 from fourfold.trainer.run_identity import (
-    CONFIG_FILE,
-    LOG_FILE,
-    PLAN_FILE,
     Identity,
     check_run_name,
     read_finished_record,
 )
 from fourfold.words.errors import Problem, SettingError, TrainingError, os_error_text
-from fourfold.words.run_files import SETTINGS_FILE
+from fourfold.words.run_files import CONFIG_FILE, LOG_FILE, PLAN_FILE, SETTINGS_FILE
 from fourfold.words.version import VERSION
 
 MAX_UNNAMED_RUNS = 10_000

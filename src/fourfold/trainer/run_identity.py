@@ -21,11 +21,10 @@ from fourfold.plan.plan import Plan
 from fourfold.plan.plan_fields import FIELDS
 from fourfold.trainer.settings import Settings, declared_settings
 from fourfold.words.errors import PlanError, Problem, SettingError
-from fourfold.words.run_files import SETTINGS_FILE
+from fourfold.words.run_files import LOG_FILE, PLAN_FILE, SETTINGS_FILE
 
 Identity = Mapping[str, Any]
 MAX_NAME_BYTES = 200  # file systems allow 255, and a run that starts over gets a longer name
-LOG_FILE, PLAN_FILE, CONFIG_FILE = "metrics.jsonl", "plan.toml", "config.toml"
 LOG_TAIL_BYTES = 2**16  # more than the last line of a log
 
 

@@ -26,6 +26,7 @@ from fourfold.trainer.summary import RunResult, format_metrics, format_offload, 
 from fourfold.trainer.throughput import Throughput
 from fourfold.words.errors import os_error_text
 from fourfold.words.progress import ProgressLine
+from fourfold.words.run_files import ALWAYS_RECORDED, ARGUMENTS_KEY, RECORDED_IF_GIVEN
 from fourfold.words.task import Task
 from fourfold.words.units import format_count
 
@@ -77,11 +78,13 @@ class RunLogger:
         if self._run_dir is None or self.run_info.finished_record is not None:
             return
         rates = self._describe_lr()
-        record = {name: getattr(settings, name) for name in ("steps", "batch_size", "clip", "seed")}
-        record |= {name: getattr(settings, name) for name in ("epochs", "drop_last") if getattr(settings, name)}
+        record = {name: getattr(settings, name) for name in ALWAYS_RECORDED}
+        record |= {name: getattr(settings, name) for name in RECORDED_IF_GIVEN if getattr(settings, name)}
         record |= {} if rates is None else {"rates": rates}
-        record |= {**(settings.extra_settings or {}), "transport": step.transport_name}
-        record |= {} if settings.task_arguments is None else {"task_arguments": settings.task_arguments}
+        record["transport"] = step.transport_name
+        # Apart from the run's own settings: an argument may have the name of one, such as seed.
+        arguments = {**(settings.argument_defaults or {}), **(settings.extra_settings or {})}
+        record |= {ARGUMENTS_KEY: arguments} if arguments else {}
         self.settings_record = {"task": settings.run_prefix, **record}
         self._run_dir.write_plan_and_settings(plan, self.settings_record, config_text=settings.config_text)
         if self._report is not None:

@@ -174,12 +174,12 @@ class Settings:
     config_text: str | None = setting(
         None, type=str, is_optional=True, help="the text of config.toml in the run's folder", word=None
     )
-    task_arguments: Mapping[str, Any] | None = setting(
+    argument_defaults: Mapping[str, Any] | None = setting(
         None,
         type=Mapping,
         is_optional=True,
         check=json_problems,
-        help="the arguments of the task's function with their defaults, for the report",
+        help="the arguments of the task's function that are not given, for the report",
         word=None,
     )
     checkpoint_every: int = setting(
@@ -247,7 +247,7 @@ class TrainOptions(TypedDict, total=False):
     task_name: str | None
     extra_settings: Mapping[str, Any] | None
     config_text: str | None
-    task_arguments: Mapping[str, Any] | None
+    argument_defaults: Mapping[str, Any] | None
     checkpoint_every: int
     keep: int
     keep_best: int

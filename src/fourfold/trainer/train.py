@@ -78,9 +78,10 @@ def train(
                 exists under its name resumes from its newest good checkpoint, on any mesh; one that has finished is
                 not trained again, and its result is returned
     run_prefix  see `folder`
-    task_name, extra_settings   go into settings.json, and are part of what makes it the same run
+    task_name, extra_settings   the task and its arguments as given: they go into settings.json, and are part of what
+                makes it the same run
     config_text  goes into config.toml: a settings file for `fourfold train`
-    task_arguments   go into settings.json for the report
+    argument_defaults   the task's other arguments: they go into settings.json for the report
     ema         decay of an average of the weights, which is evaluated, sampled from and saved
     init        a plain safetensors file of weights to begin with
     skip_nan    so many steps in a row may be skipped because the loss, or the norm where `clip` measures one, is not

@@ -24,7 +24,7 @@ class StartEvent:
     unit      what throughput counts: "tokens", "samples" …
     steps     how many steps the run has in all
     step      the step after which it resumes; 0: it begins
-    settings  of the run and of the task, as in settings.json
+    settings  of the run, as in settings.json; under `task_arguments` the arguments of the task
     plan      every field of the plan
     """
 

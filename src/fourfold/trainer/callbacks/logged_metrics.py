@@ -33,5 +33,5 @@ def evaluate_metrics(event: EvaluateEvent) -> dict[str, float]:
 
 
 def run_config(event: StartEvent) -> dict[str, Any]:
-    """The settings of the run and of the task, and under `plan` the plan's fields."""
+    """The settings of the run; under `task_arguments` the task's arguments, under `plan` the plan's fields."""
     return {**event.settings, "num_ranks": event.num_ranks, "plan": dict(event.plan)}

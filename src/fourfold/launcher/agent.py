@@ -21,10 +21,10 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 
-from fourfold.launch import failure_report, hang_detector
-from fourfold.launch.heartbeat_file import HeartbeatFile
-from fourfold.launch.restart_policy import RestartBudget, SupervisionPolicy
-from fourfold.launch.signals import handled_signals, signal_handler
+from fourfold.launcher import failure_report, hang_detector
+from fourfold.launcher.heartbeat_file import HeartbeatFile
+from fourfold.launcher.restart_policy import RestartBudget, SupervisionPolicy
+from fourfold.launcher.signals import handled_signals, signal_handler
 from fourfold.trainer.fault_log import Fault
 from fourfold.trainer.heartbeat import DONE, STARTING
 from fourfold.trainer.stop_signal import REPEAT_SECONDS, SAVING_TEXT

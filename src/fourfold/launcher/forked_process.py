@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any, NoReturn
 
 from fourfold.environment.standard_streams import flush_streams
-from fourfold.launch.failure_report import exit_code
+from fourfold.launcher.failure_report import exit_code
 
 FIRST_OWN_DESCRIPTOR = 3
 POLL_SECONDS = 0.01

@@ -1,8 +1,8 @@
 """Local job: N ranks on this host, supervised by torch's elastic agent.
 
 command  what every rank runs: a script or `-m module`, with its arguments
-policy   what to do when a rank fails (`launch/restart_policy.py`)
-cause    why the job ended, reported once (`launch/failure_report.py`)
+policy   what to do when a rank fails (`launcher/restart_policy.py`)
+cause    why the job ended, reported once (`launcher/failure_report.py`)
 Law: when `launch` returns, none of its processes is left.
 """
 
@@ -22,14 +22,14 @@ from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing import SignalException
 
 from fourfold.environment.rendezvous import STORE_VARIABLE
-from fourfold.launch import hang_detector
-from fourfold.launch.agent import TORCH_SIGNALS_VARIABLE, UNLIMITED_RESTARTS, Agent
-from fourfold.launch.heartbeat_file import HeartbeatFile
-from fourfold.launch.local_rendezvous import LOOPBACK, AgentRendezvous
-from fourfold.launch.process_defaults import launch_variables
-from fourfold.launch.rank_start import WORKER_MODULE, RankStarter, ranks_started_by, spawn_rank
-from fourfold.launch.restart_policy import SupervisionPolicy
-from fourfold.launch.signals import handled_signals, restored_handlers
+from fourfold.launcher import hang_detector
+from fourfold.launcher.agent import TORCH_SIGNALS_VARIABLE, UNLIMITED_RESTARTS, Agent
+from fourfold.launcher.heartbeat_file import HeartbeatFile
+from fourfold.launcher.local_rendezvous import LOOPBACK, AgentRendezvous
+from fourfold.launcher.process_defaults import launch_variables
+from fourfold.launcher.rank_start import WORKER_MODULE, RankStarter, ranks_started_by, spawn_rank
+from fourfold.launcher.restart_policy import SupervisionPolicy
+from fourfold.launcher.signals import handled_signals, restored_handlers
 from fourfold.trainer.heartbeat import HEARTBEAT_VARIABLE
 from fourfold.words.errors import REQUEUE_EXIT_CODE
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fourfold.checkpoint.store import resume_hint
-from fourfold.launch.failure_report import Cause
+from fourfold.launcher.failure_report import Cause
 from fourfold.trainer.fault_log import FAULTS_FILE, Fault
 from fourfold.trainer.heartbeat import HeartbeatRecord
 from fourfold.words.noop import noop

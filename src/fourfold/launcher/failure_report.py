@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 
 from fourfold.environment.atomic_file import write_atomically
-from fourfold.launch.traceback_text import format_error, user_line
+from fourfold.launcher.traceback_text import format_error, user_line
 from fourfold.words.errors import INTERRUPT_EXIT_CODE, PEER_GONE_MESSAGES, FourfoldError, PeerError, StoppedError
 
 # If a rank dies during the rendezvous, the others end with a LaunchError.

@@ -20,10 +20,10 @@ from torch.distributed.elastic.multiprocessing import api
 from torch.distributed.elastic.multiprocessing.subprocess_handler import get_subprocess_handler
 
 from fourfold.environment.processes import set_process_name
-from fourfold.launch.forked_process import fork
+from fourfold.launcher.forked_process import fork
 
 RankStarter = Callable[..., Any]
-WORKER_MODULE = "fourfold.launch.worker"
+WORKER_MODULE = "fourfold.launcher.worker"
 spawn_rank: RankStarter = get_subprocess_handler
 
 
@@ -49,7 +49,7 @@ class _ForkedRank:
 
 
 def _become_rank(arguments: Sequence[str], env: Mapping[str, str]) -> None:
-    from fourfold.launch.worker import main
+    from fourfold.launcher.worker import main
 
     os.environ.update(env)
     set_process_name(f"fourfold-{env['RANK']}")

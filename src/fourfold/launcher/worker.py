@@ -1,7 +1,7 @@
 """Worker: one rank of a local job. Runs a script, or `-m module`, as Python itself would.
 
-    python -m fourfold.launch.worker LAUNCHER_PID SCRIPT.py [arguments…]
-    python -m fourfold.launch.worker LAUNCHER_PID -m MODULE [arguments…]
+    python -m fourfold.launcher.worker LAUNCHER_PID SCRIPT.py [arguments…]
+    python -m fourfold.launcher.worker LAUNCHER_PID -m MODULE [arguments…]
 
 Law: the program sees the command line, the path and the exit codes that it would see without a launcher; an error that
 it raises goes to a record, from which the launcher reports it once.
@@ -20,7 +20,7 @@ from typing import NoReturn
 
 from fourfold.environment import standard_streams
 from fourfold.environment.processes import end_with_parent
-from fourfold.launch import env_store, failure_report, hang_detector
+from fourfold.launcher import env_store, failure_report, hang_detector
 from fourfold.words.errors import INTERRUPT_EXIT_CODE, REQUEUE_EXIT_CODE, os_error_text
 
 EXIT_SECONDS = 2.0  # how long a failed rank may take for its atexit functions and threads

@@ -23,10 +23,10 @@ from typing import Any
 from fourfold.environment.processes import end_with_parent, set_process_name
 from fourfold.environment.rendezvous import STORE_VARIABLE
 from fourfold.environment.world import from_environment
-from fourfold.launch import env_store, failure_report
-from fourfold.launch.forked_process import ForkedProcess, fork
-from fourfold.launch.local_rendezvous import AgentRendezvous
-from fourfold.launch.process_defaults import THREAD_VARIABLES, loopback_variables
+from fourfold.launcher import env_store, failure_report
+from fourfold.launcher.forked_process import ForkedProcess, fork
+from fourfold.launcher.local_rendezvous import AgentRendezvous
+from fourfold.launcher.process_defaults import THREAD_VARIABLES, loopback_variables
 from fourfold.words.errors import FourfoldError, LaunchError, Problem, TaskError
 
 STDIN, STDOUT, STDERR = 0, 1, 2

@@ -1,0 +1,1 @@
+"""Floor 6: starts ranks, restarts them, finds the one that hangs."""

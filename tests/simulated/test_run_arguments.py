@@ -1,0 +1,92 @@
+"""A task's arguments in a run's folder: settings.json has them, and config.toml is written from the same values."""
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fourfold as ff
+from fourfold.cli.job import Job, parse_job
+from fourfold.report.run_record import read_run
+
+TASK = """
+import torch
+import fourfold as ff
+
+
+def task(*, width: int = 4, lr: float = 0.1, betas: tuple = (0.9, 0.99), seed: int = 5, made=1j):
+    return ff.Task(
+        model=lambda: torch.nn.Linear(4, 1),
+        loss=lambda outputs, targets: (outputs - targets) ** 2,
+        data=lambda: ff.Data(train=[(torch.zeros(4), torch.zeros(1))] * 8),
+        optimizer=lambda params: torch.optim.SGD(params, lr=lr),
+        steps=2,
+        batch_size=8,
+    )
+"""
+WORDS = ["mine.py", "lr=0.25", "betas=0.5,1", "seed=7", "dp=1"]
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text(TASK)
+    return parse_job(WORDS)
+
+
+def train(job: Job) -> Path:
+    ff.train(job.task, job.plan, quiet=True, **job.settings)
+    return job.run_dir
+
+
+def arguments_of(run_dir: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The task's arguments: all in settings.json, and those given in config.toml."""
+    given = tomllib.loads((run_dir / "config.toml").read_text())["task"]
+    del given["name"]
+    return json.loads((run_dir / "settings.json").read_text())["task_arguments"], given
+
+
+def make_unfinished(run_dir: Path) -> None:
+    *lines, last = (run_dir / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    assert b"finished" in last
+    (run_dir / "metrics.jsonl").write_bytes(b"".join(lines))
+
+
+def test_both_files_of_a_run_have_the_same_arguments_and_those_given_alone_are_its_identity(job: Job) -> None:
+    recorded, given = arguments_of(train(job))
+    assert given == {"lr": 0.25, "betas": [0.5, 1], "seed": 7}
+    assert recorded == {"width": 4, "made": "1j", **given}
+    assert json.loads(json.dumps(job.identity))["settings"] == given
+
+
+def test_an_argument_with_the_name_of_a_setting_does_not_hide_it(job: Job) -> None:
+    sections = read_run(train(job)).sections
+    assert (sections["settings"]["seed"], sections["task"]["seed"]) == (0, 7)
+    assert "lr" not in sections["settings"]
+
+
+def test_a_config_that_was_edited_is_not_read_and_is_written_anew_when_the_run_resumes(job: Job) -> None:
+    run_dir = train(job)
+    before = (run_dir / "config.toml").read_text()
+    (run_dir / "config.toml").write_text(before.replace("lr = 0.25", "lr = 0.5"))
+    assert read_run(run_dir).sections["task"]["lr"] == 0.25
+    make_unfinished(run_dir)
+    assert train(job) == run_dir
+    assert (run_dir / "config.toml").read_text() == before
+
+
+def test_a_run_whose_settings_repeat_the_arguments_as_older_versions_wrote_them_is_read_and_resumes(job: Job) -> None:
+    run_dir = train(job)
+    now = json.loads((run_dir / "settings.json").read_text())
+    older = {**now, "lr": 0.25, "betas": [0.5, 1]}
+    (run_dir / "settings.json").write_text(json.dumps(older))
+    assert read_run(run_dir).sections["task"] == now["task_arguments"]
+    assert read_run(run_dir).sections["settings"].keys().isdisjoint({"lr", "betas"})
+    del older["task_arguments"]  # the versions before those had none
+    (run_dir / "settings.json").write_text(json.dumps(older))
+    assert read_run(run_dir).sections["settings"]["lr"] == 0.25
+    make_unfinished(run_dir)
+    assert train(parse_job(WORDS)) == run_dir
+    assert json.loads((run_dir / "settings.json").read_text()) == now
