@@ -40,7 +40,7 @@ def _task() -> Iterator[str]:
     yield _text(0, TOP + 58, "s", "color: the rank that")
     yield _text(0, TOP + 76, "s", "trains on them")
     y = TOP + CELL * SAMPLES + 50
-    yield _text(0, y, "h", "what each rank keeps")
+    yield _text(0, y, "h", "each rank keeps")
     yield _text(0, y + 22, "s", "weights and optimizer")
     yield _text(0, y + 40, "s", "states: full copy")
     yield _text(0, y + 58, "s", "or shard")
