@@ -1,6 +1,6 @@
 """Draws docs/one-task.svg: python docs/one_task.py
 
-Law: who has which tokens and which shards comes from the plan of each panel; nothing is drawn by hand.
+Law: which rank has which tokens and shards comes from the plan of each panel; nothing is drawn by hand.
 """
 
 from collections.abc import Iterator
@@ -15,9 +15,7 @@ PLANS = ("dp=4", "dp=4 zero=3", "sp=4", "dp=2 sp=2 zero=1")
 SAMPLES, TOKENS, RANKS, CELL, PART = 4, 8, 4, 20, 11
 LEFT, PANEL, TOP = 196, 196, 56
 WIDTH, HEIGHT = LEFT + PANEL * len(PLANS), 306
-LABEL = (
-    "One task, and how four plans lay it over four ranks: the samples and tokens of a batch, weights, optimizer states"
-)
+LABEL = "One task, and four plans that distribute it over four ranks: samples, tokens, weights, optimizer states"
 STYLE = """<style>
 text{font-family:system-ui,-apple-system,"Segoe UI",Roboto,"DejaVu Sans",sans-serif}
 .h{font-size:15px;font-weight:600;fill:#24292f} .s{font-size:13px;fill:#57606a}
@@ -39,13 +37,13 @@ def _task() -> Iterator[str]:
     yield _text(0, 28, "h", "one task, four plans")
     yield _text(0, TOP + 16, "h", "a global batch")
     yield _text(0, TOP + 38, "s", "samples ↓   tokens →")
-    yield _text(0, TOP + 58, "s", "colour: the rank that")
+    yield _text(0, TOP + 58, "s", "color: the rank that")
     yield _text(0, TOP + 76, "s", "trains on them")
     y = TOP + CELL * SAMPLES + 50
-    yield _text(0, y, "h", "what a rank keeps")
-    yield _text(0, y + 22, "s", "weights, and the states")
-    yield _text(0, y + 40, "s", "of the optimizer: all,")
-    yield _text(0, y + 58, "s", "or a shard")
+    yield _text(0, y, "h", "each rank keeps")
+    yield _text(0, y + 22, "s", "weights and optimizer")
+    yield _text(0, y + 40, "s", "states: full copy")
+    yield _text(0, y + 58, "s", "or shard")
     yield f'<path class="rule" d="M{LEFT - 18} 14V{HEIGHT - 14}"/>'
 
 

@@ -24,6 +24,8 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 EXAMPLES = {path.read_text(encoding="utf-8") for path in (ROOT / "examples").rglob("*.py")}
 # A script of another framework, before it is converted: it needs a world of that framework.
 BEFORE = re.compile(r"^## Before$.*?^```python$.*?^```$", re.MULTILINE | re.DOTALL)
+# Its blocks are one script: the first block makes every name that the differences and the later blocks use.
+ONE_SCRIPT = ROOT / "docs" / "quickstart.md"
 # Their blocks are parts of scripts, which other tests run.
 IN_SCRIPTS = {("from-ddp.md", "python"), ("from-accelerate.md", "diff")}
 
@@ -71,14 +73,24 @@ def surroundings() -> dict[str, Any]:
     }
 
 
+def namespace(page: Path) -> dict[str, Any]:
+    """What a block of a page may use."""
+    if page != ONE_SCRIPT:
+        return surroundings()
+    names: dict[str, Any] = {}
+    exec(compile(blocks(page, "python")[0], page.name, "exec"), names)
+    return names
+
+
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.name)
 def test_every_python_block_of_a_page_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    names = namespace(page)
     for block in blocks(page, "python"):
         if block in EXAMPLES:
             compile(block, page.name, "exec")  # `.ci/run` runs it
             continue
-        exec(compile(block, page.name, "exec"), surroundings())
+        exec(compile(block, page.name, "exec"), names if page == ONE_SCRIPT else namespace(page))
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "diff")], ids=lambda page: page.name)
@@ -86,7 +98,7 @@ def test_every_python_block_of_a_page_runs(page, tmp_path, monkeypatch):
 def test_both_sides_of_every_difference_run(page, other):
     for block in blocks(page, "diff"):
         lines = [line[2:] for line in block.splitlines() if not line.startswith(other)]
-        exec(compile("\n".join(lines), page.name, "exec"), surroundings())
+        exec(compile("\n".join(lines), page.name, "exec"), namespace(page))
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "toml")], ids=lambda page: page.name)
