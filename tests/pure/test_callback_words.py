@@ -143,6 +143,7 @@ def test_a_settings_file_names_shipped_callbacks_and_a_run_writes_them_down():
 @pytest.mark.parametrize(("value", "needs"), [
     ("mine.py:Mine", ["shipped callbacks: csv", "try callback=mine.py:Mine in the command"]),
     ("csv,tensorbord", ["shipped callbacks", "try tensorboard"]),
+    ("csv,none", ["shipped callbacks"]),
 ])  # fmt: skip
 def test_a_settings_file_that_names_another_callback_is_refused_and_runs_nothing(value, needs):
     Path("mine.py").write_text("raise SystemExit('the file was run')")
@@ -150,6 +151,33 @@ def test_a_settings_file_that_names_another_callback_is_refused_and_runs_nothing
     with pytest.raises(SettingError) as refused:
         parse_job(["config.toml"])
     assert all(need in str(refused.value) for need in needs), str(refused.value)
+
+
+def test_a_settings_file_may_name_callbacks_in_a_list():
+    Path("config.toml").write_text('[task]\nname = "digits"\n[run]\ncallback = ["csv", "tensorboard"]\n')
+    job = parse_job(["config.toml"])
+    assert [type(each).__name__ for each in job.callbacks] == ["CSV", "TensorBoard"]
+    assert 'callback = "csv,tensorboard"' in job.settings["config_text"]
+    Path("config.toml").write_text('[task]\nname = "digits"\n[run]\ncallback = ["csv", 3]\n')
+    with pytest.raises(SettingError, match=r'callback = \["csv", 3\] in \[run\]   need shipped callbacks: csv'):
+        parse_job(["config.toml"])
+
+
+def test_callbacks_of_the_command_replace_those_of_the_file_and_options_are_never_lost_silently():
+    text = '[task]\nname = "digits"\n[run]\ncallback = "early_stopping"\nearly_stopping.patience = 7\n'
+    Path("config.toml").write_text(text)
+    got = "early_stopping.patience = 7 in config.toml, whose callbacks callback=csv in the command replaces"
+    with pytest.raises(SettingError) as refused:
+        parse_job(["config.toml", "callback=csv"])
+    assert f"{got}   need the callback early_stopping   try callback=csv,early_stopping to keep both" in str(
+        refused.value
+    )
+    assert len(refused.value.problems) == 1
+    both = parse_job(["config.toml", "callback=csv,early_stopping"]).callbacks
+    assert vars(both[1]) == vars(EarlyStopping(patience=7))
+    assert parse_job(["config.toml", "callback=none"]).callbacks == []
+    Path("config.toml").write_text(text.replace("early_stopping.patience = 7\n", ""))
+    assert [type(each) for each in parse_job(["config.toml", "callback=csv"]).callbacks] == [CSV]
 
 
 def test_a_run_with_a_callback_in_a_file_writes_it_as_a_comment():

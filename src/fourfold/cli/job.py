@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from fourfold.cli import arguments, settings_file, task_loader
 from fourfold.cli.arguments import CALLBACK_WORD, LaunchSettings, ParsedValues
-from fourfold.cli.callback_loader import load_callbacks
+from fourfold.cli.callback_loader import load_callbacks, options_of_file
 from fourfold.cli.errors import ErrorCollector, nearest_file
 from fourfold.cli.job_checks import check_batch_size, check_fits_memory, check_init, check_tokens
 from fourfold.cli.resolved_settings import argument_defaults, format_resolved
@@ -126,7 +126,7 @@ def _parse_values(
     command: settings_file.Command, types: settings_file.Arguments, errors: ErrorCollector, *, has_run_dir: bool
 ) -> tuple[ParsedValues, ParsedValues]:
     """The values of file and words, which take precedence; and those of the words alone."""
-    in_words, in_file = None, ParsedValues()
+    in_words, in_file, options = None, ParsedValues(), {}
     with errors.collect():
         in_words = arguments.parse_values(command.values, types)
     if in_words is None:  # The fields of the plan can be checked all the same.
@@ -134,12 +134,15 @@ def _parse_values(
     if command.settings_file is not None:
         with errors.collect():
             in_file = command.settings_file.parse(types)
+        if has_run_dir:
+            with errors.collect():
+                options = options_of_file(in_file, in_words, path=command.settings_file.path)
     run = {key: value for key, value in in_file.run.items() if has_run_dir or key in SETTINGS_WITHOUT_RUN}
     both = ParsedValues(
         in_file.plan | in_words.plan,
         run | in_words.run,
         in_file.task | in_words.task,
-        (in_file.callback_options if has_run_dir else {}) | in_words.callback_options,
+        options | in_words.callback_options,
     )
     return both, in_words
 
