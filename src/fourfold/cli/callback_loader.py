@@ -39,6 +39,12 @@ def load_callbacks(spec: str | None, options: Mapping[str, str]) -> list[Callbac
     return loaded
 
 
+def check_shipped_callbacks(spec: str | None, options: Mapping[str, str]) -> None:
+    """Raise SettingError for what `load_callbacks` will refuse, but for callbacks in a file, which is not run here."""
+    names = [] if spec is None else [name for name in spec.split(",") if ".py" not in name]
+    load_callbacks(",".join(names) or None, options)
+
+
 def options_of_file(file: ParsedValues, words: ParsedValues, *, path: str) -> dict[str, str]:
     """The options of a settings file that hold with these words of the command; `callback=none` takes away all.
 

@@ -5,8 +5,6 @@ candidates  whole words, as they would stand on the command line; the shell adds
 Law: neither torch nor the user's code is imported, and nothing is printed but candidates: a Tab takes a moment.
 """
 
-import ast
-import importlib.util
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -84,6 +82,7 @@ def _training_words(before: Sequence[str], typed: str) -> Iterable[str]:
     from fourfold.cli.arguments import CALLBACK_WORD, KEY_VALUE, RUN_SETTINGS
     from fourfold.cli.settings_file import DEFAULT_TASK
     from fourfold.cli.task_loader import BUILT_IN
+    from fourfold.cli.task_source import argument_names
     from fourfold.plan.plan_fields import FIELD_RULES
     from fourfold.plan.recipes import RECIPE_PREFIX, recipe_names
 
@@ -99,7 +98,7 @@ def _training_words(before: Sequence[str], typed: str) -> Iterable[str]:
     free = [word for word in before if not KEY_VALUE.fullmatch(word) and not word.startswith("-")]
     tasks = [word for word in free if not word.endswith(".toml") and not word.startswith(RECIPE_PREFIX)]
     given = {word.partition("=")[0] for word in before} - {CALLBACK_WORD}  # it may be repeated
-    keys = {*FIELD_RULES, *RUN_SETTINGS, *_task_arguments(tasks[0] if tasks else DEFAULT_TASK)}
+    keys = {*FIELD_RULES, *RUN_SETTINGS, *(argument_names(tasks[0] if tasks else DEFAULT_TASK) or [])}
     keys = (keys | _callback_options(before)) - given
     has_plan = len(free) > len(tasks)
     return [
@@ -130,24 +129,6 @@ def _callback_names(before: Sequence[str]) -> list[str]:
 
     pairs = [word.partition("=") for word in before]
     return [name for key, _, value in pairs if key == CALLBACK_WORD for name in value.split(",")]
-
-
-def _task_arguments(spec: str) -> list[str]:
-    """The arguments of a task's function, read from its source without running it; none if that cannot be read."""
-    from fourfold.cli.task_loader import BUILT_IN, DEFAULT_NAME
-
-    file, _, name = spec.partition(":")
-    if file in BUILT_IN:
-        found = importlib.util.find_spec(BUILT_IN[file])
-        file = (found and found.origin) or ""
-    try:
-        tree = ast.parse(Path(file).read_text(encoding="utf-8"))
-    except (OSError, ValueError, SyntaxError):  # not there yet, or half written
-        return []
-    functions = [
-        node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == (name or DEFAULT_NAME)
-    ]
-    return [each.arg for node in functions for each in (*node.args.args, *node.args.kwonlyargs)]
 
 
 def _runs(before: Sequence[str], typed: str) -> Iterable[str]:

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fourfold.cli import arguments, settings_file, task_loader
-from fourfold.cli.arguments import CALLBACK_WORD, LaunchSettings, ParsedValues
-from fourfold.cli.callback_loader import load_callbacks, options_of_file
+from fourfold.cli.arguments import CALLBACK_WORD, LaunchSettings, ParsedValues, ValueType
+from fourfold.cli.callback_loader import check_shipped_callbacks, load_callbacks, options_of_file
 from fourfold.cli.errors import ErrorCollector, nearest_file
 from fourfold.cli.job_checks import check_batch_size, check_fits_memory, check_init, check_tokens
 from fourfold.cli.resolved_settings import argument_defaults, format_resolved
+from fourfold.cli.task_source import argument_names
 from fourfold.launch.process_defaults import default_num_processes
 from fourfold.plan.decode import DecodeError, read_bounded
 from fourfold.plan.lr_schedule import LRSchedule
@@ -186,13 +187,19 @@ def _split_settings(spec: str, values: ParsedValues) -> tuple[dict[str, Any], di
 def planned_size(words: Sequence[str], num_processes: int | None) -> int | None:
     """The number of ranks, from the words alone: without the task, and without importing torch where there is no GPU.
 
-    None where the words are wrong: `parse_job` says how.
+    None where a word is wrong, as far as that is seen here: `parse_job` says how.
     """
     try:
         command = settings_file.parse_command(words)
-        in_words = arguments.parse_values({key: text for key, text in command.values.items() if key in FIELDS}, None)
-        in_file = {} if command.settings_file is None else command.settings_file.parse(None).plan
-        values = ParsedValues(plan={**in_file, **in_words.plan})
+        names = argument_names(command.task)
+        types = None if names is None else dict.fromkeys(names, ValueType(None))
+        in_words, in_file, options = arguments.parse_values(command.values, types), ParsedValues(), {}
+        if (file := command.settings_file) is not None:
+            in_file = file.parse(None)
+            options = options_of_file(in_file, in_words, path=file.path)
+        spec = (in_file.run | in_words.run).get(CALLBACK_WORD)
+        check_shipped_callbacks(spec, options | in_words.callback_options)
+        values = ParsedValues(plan={**in_file.plan, **in_words.plan})
         return _make_plan(command, values, in_words, num_processes=num_processes).mesh.size
     except (FourfoldError, ExceptionGroup):
         return None
