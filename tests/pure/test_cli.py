@@ -142,7 +142,12 @@ def test_problems_of_a_plan_file_are_reported_with_its_name(refused: Refused) ->
 
 
 @pytest.mark.parametrize(
-    ("text", "problem"), [("dp 2", "need TOML"), ("dp = 2", "no version"), ("version = 9", "need version = 1")]
+    ("text", "problem"),
+    [
+        ("dp = 2\ndp 2", "line 2: Expected '=' after a key in a key/value pair   need valid TOML"),
+        ("dp = 2", "no version"),
+        ("version = 9", "need version = 1"),
+    ],
 )
 def test_a_plan_that_cannot_be_read_is_refused(refused: Refused, text: str, problem: str) -> None:
     Path("plan.toml").write_text(text)

@@ -131,7 +131,7 @@ def test_a_new_task_file_trains_as_it_is_and_is_never_overwritten(tmp_path, monk
     for file, problem in {
         "mine.py": "mine.py exists   need a file that does not   try mine_2.py",
         "mine.txt": "need a file FILE.py   try mine.py",
-        "nowhere/mine.py": "(no such file or directory)   need a place to write",
+        "nowhere/mine.py": "nowhere/mine.py (no folder nowhere)   need an existing folder   try mkdir -p nowhere",
     }.items():
         with pytest.raises(SystemExit, match=r"^2$"):
             main(["new", file])

@@ -77,6 +77,8 @@ def test_every_key_figure_is_on_the_page(run):
         "2 ranks",
     ):
         assert figure in text
+    assert {"time", "waiting"} <= {each.name for each in key_figures(run_record.read_run(run))}
+    assert "training time, s" in text
     for part in ("Loss", "Throughput", "Time by action", "One step, measured and simulated", "Settings", "Plan"):
         assert part in text
 

@@ -287,7 +287,7 @@ def _fit_plan(plan: Plan, num_processes: int | None, *, has_dp: bool, where: str
     if not has_dp:
         plan = dataclasses.replace(plan, dp=_default_dp(plan, num_processes))
     if num_processes is not None and plan.mesh.size != num_processes:
-        raise PlanError(size_problems(plan, num_processes), where=where)
+        raise PlanError(size_problems(plan, num_processes, start="or -n {size}"), where=where)
     return plan
 
 

@@ -183,8 +183,7 @@ class Plan:
         try:
             values = from_toml(text)
         except DecodeError as error:
-            need = "TOML: fields of a plan, or the sections [plan], [run] and [task]"
-            raise PlanError(Problem(str(error), need, "dp = 2"), where=where) from None
+            raise PlanError(Problem(str(error), "valid TOML"), where=where) from None
         version = values.pop("version", None)
         if type(version) is not int or version != VERSION:
             got = "no version" if version is None else f"version = {version!r}"
