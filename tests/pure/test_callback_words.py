@@ -9,7 +9,7 @@ from fourfold.callbacks import CSV, EarlyStopping
 from fourfold.cli import main
 from fourfold.cli.arguments import parse_args, parse_values
 from fourfold.cli.callback_loader import load_callbacks
-from fourfold.cli.job import parse_job
+from fourfold.cli.job import parse_job, planned_size
 from fourfold.trainer.callbacks.registry import SHIPPED, callback_options, make_shipped, shipped_class
 from fourfold.words.errors import SettingError
 
@@ -120,6 +120,32 @@ def test_a_callback_in_the_file_of_the_task_is_of_the_same_module(capfd):
     assert "mine 1" in out
 
 
+@pytest.mark.parametrize("word", [
+    "callback=cvs",
+    "callback=csv,mine.py:made,cvs",
+    "csv.folder=x",
+    "callback=csv callback=early_stopping early_stopping.patience=x",
+    "sede=3",
+    "seed=x",
+])  # fmt: skip
+def test_a_wrong_name_is_refused_before_a_launcher_says_that_processes_start(word, capfd):
+    Path("mine.py").write_text("raise SystemExit('the file was run')")
+    for command in ("train", "verify"):
+        if command == "train" or "callback" not in word:
+            with pytest.raises(SystemExit, match="2"):
+                main([command, "digits", "dp=2", *word.split()])
+            assert "starting" not in capfd.readouterr().out
+
+
+def test_right_words_are_known_without_the_task_and_without_running_a_file():
+    Path("mine.py").write_text("raise SystemExit('the file was run')\ndef task(*, betas=(1, 2)): ...")
+    Path("config.toml").write_text("[task]\nbetas = [1, 2]\n[run]\ncallback = 'csv'\n[plan]\nzero = 1")
+    words = ["mine.py", "callback=csv,mine.py:made", "csv.folder=x", "betas=1,2", "seed=3"]
+    assert planned_size(words, 3) == planned_size([*words, "config.toml"], 3) == 3
+    assert planned_size([*words, "beta=1"], 3) is None
+    assert planned_size(["nowhere.py:made", "beta=1"], 3) == 3  # its arguments cannot be read yet
+
+
 def test_early_stopping_without_evaluations_is_refused_before_any_process_starts(capfd):
     with pytest.raises(SystemExit, match="2"):
         main(["train", "digits", "callback=early_stopping", "-n", "2"])
@@ -143,6 +169,7 @@ def test_a_settings_file_names_shipped_callbacks_and_a_run_writes_them_down():
 @pytest.mark.parametrize(("value", "needs"), [
     ("mine.py:Mine", ["shipped callbacks: csv", "try callback=mine.py:Mine in the command"]),
     ("csv,tensorbord", ["shipped callbacks", "try tensorboard"]),
+    ("csv,none", ["shipped callbacks"]),
 ])  # fmt: skip
 def test_a_settings_file_that_names_another_callback_is_refused_and_runs_nothing(value, needs):
     Path("mine.py").write_text("raise SystemExit('the file was run')")
@@ -150,6 +177,33 @@ def test_a_settings_file_that_names_another_callback_is_refused_and_runs_nothing
     with pytest.raises(SettingError) as refused:
         parse_job(["config.toml"])
     assert all(need in str(refused.value) for need in needs), str(refused.value)
+
+
+def test_a_settings_file_may_name_callbacks_in_a_list():
+    Path("config.toml").write_text('[task]\nname = "digits"\n[run]\ncallback = ["csv", "tensorboard"]\n')
+    job = parse_job(["config.toml"])
+    assert [type(each).__name__ for each in job.callbacks] == ["CSV", "TensorBoard"]
+    assert 'callback = "csv,tensorboard"' in job.settings["config_text"]
+    Path("config.toml").write_text('[task]\nname = "digits"\n[run]\ncallback = ["csv", 3]\n')
+    with pytest.raises(SettingError, match=r'callback = \["csv", 3\] in \[run\]   need shipped callbacks: csv'):
+        parse_job(["config.toml"])
+
+
+def test_callbacks_of_the_command_replace_those_of_the_file_and_options_are_never_lost_silently():
+    text = '[task]\nname = "digits"\n[run]\ncallback = "early_stopping"\nearly_stopping.patience = 7\n'
+    Path("config.toml").write_text(text)
+    got = "early_stopping.patience = 7 in config.toml, whose callbacks callback=csv in the command replaces"
+    with pytest.raises(SettingError) as refused:
+        parse_job(["config.toml", "callback=csv"])
+    assert f"{got}   need the callback early_stopping   try callback=csv,early_stopping to keep both" in str(
+        refused.value
+    )
+    assert len(refused.value.problems) == 1
+    both = parse_job(["config.toml", "callback=csv,early_stopping"]).callbacks
+    assert vars(both[1]) == vars(EarlyStopping(patience=7))
+    assert parse_job(["config.toml", "callback=none"]).callbacks == []
+    Path("config.toml").write_text(text.replace("early_stopping.patience = 7\n", ""))
+    assert [type(each) for each in parse_job(["config.toml", "callback=csv"]).callbacks] == [CSV]
 
 
 def test_a_run_with_a_callback_in_a_file_writes_it_as_a_comment():

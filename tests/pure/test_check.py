@@ -55,7 +55,9 @@ def test_a_mesh_of_the_wrong_size_is_refused_and_one_that_fits_suggested(num_ran
     problems = size_problems(Plan(dp=dp, sp=sp), num_ranks)
     assert bool(problems) == (dp * sp != num_ranks)
     for problem in problems:
-        suggested = dict(pair.split(" = ") for pair in problem.attempt.split(", or -n ")[0].split(", "))
+        axes, other = problem.attempt.split(", or ")
+        assert other == f"start {dp * sp} ranks"
+        suggested = dict(pair.split(" = ") for pair in axes.split(", "))
         assert size_problems(Plan.from_dict({axis: int(size) for axis, size in suggested.items()}), num_ranks) == []
 
 

@@ -6,7 +6,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -142,7 +142,12 @@ def test_problems_of_a_plan_file_are_reported_with_its_name(refused: Refused) ->
 
 
 @pytest.mark.parametrize(
-    ("text", "problem"), [("dp 2", "need TOML"), ("dp = 2", "no version"), ("version = 9", "need version = 1")]
+    ("text", "problem"),
+    [
+        ("dp = 2\ndp 2", "line 2: Expected '=' after a key in a key/value pair   need valid TOML"),
+        ("dp = 2", "no version"),
+        ("version = 9", "need version = 1"),
+    ],
 )
 def test_a_plan_that_cannot_be_read_is_refused(refused: Refused, text: str, problem: str) -> None:
     Path("plan.toml").write_text(text)
@@ -252,6 +257,12 @@ def test_errors_of_the_option_parser_come_with_a_suggestion(refused: Refused) ->
     assert "Missing argument 'RUN'   try fourfold checkpoint list --help" in refused("checkpoint", "list")
     text = refused("train", "steps = 3")
     assert "'steps = 3'   need a setting as KEY=VALUE, without spaces   try steps=3" in text
+
+
+@pytest.mark.parametrize("words", [("-n", "2"), ("-n",), ("-n2",)])
+def test_show_says_that_it_starts_no_processes(refused: Refused, words: Sequence[str]) -> None:
+    text = refused("show", "lm", *words)
+    assert "the option -n   need no number of processes: show starts none   try fourfold show lm dp=2" in text
 
 
 def test_a_run_name_that_is_taken_is_refused(refused: Refused) -> None:

@@ -5,13 +5,17 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 
 from fourfold.cli import completion, main
-from fourfold.cli.commands import COMMANDS
+from fourfold.cli.commands import COMMANDS, app
+from fourfold.cli.completion import EXPORT_OPTIONS
 from fourfold.plan.plan_fields import FIELD_RULES, FIELDS
 from fourfold.plan.recipes import recipe_names
+from fourfold.trainer.callbacks.registry import SHIPPED
 from tests.spawned import SOURCE
 
 
@@ -37,8 +41,30 @@ def test_a_word_is_completed_by_what_may_stand_in_its_place(tmp_path, monkeypatc
     assert offered("train lm dp=2 dp") == []
     assert offered("checkpoint ") == ["export", "list", "verify"]
     assert offered("checkpoint list ") == offered("report f") == ["first"]
+    assert offered("checkpoint export first --format ") == ["dcp", "hf", "safetensors"]
+    assert offered("checkpoint export first --format=h") == ["--format=hf"]
+    assert offered("checkpoint export first --f") == ["--format"]
     assert offered("run ") == offered("nonsense ") == []
     assert all(rule.choices or rule.supported or offered(f"train {name}=") == [] for name, rule in FIELD_RULES.items())
+
+
+def test_callbacks_are_completed_by_name_and_then_by_option():
+    assert offered("train lm callback=") == [f"callback={name}" for name in sorted(SHIPPED)]
+    assert offered("train lm callback=csv,t") == ["callback=csv,tensorboard", "callback=csv,trackio"]
+    assert offered("train lm callback=csv callb") == ["callback="]
+    assert offered("train lm callback=csv callback=cs") == []
+    assert offered("train lm callback=csv,wandb wandb.mode=offline wan") == [
+        "wandb.entity=",
+        "wandb.every=",
+        "wandb.project=",
+    ]
+    assert offered("train lm wandb.") == offered("train lm callback=mine.py:x mine") == []
+
+
+def test_every_option_of_an_export_is_offered():
+    checkpoint: Any = vars(typer.main.get_command(app))["commands"]["checkpoint"]
+    export = checkpoint.commands["export"]
+    assert {name for each in export.params for name in each.opts if name.startswith("--")} == {*EXPORT_OPTIONS}
 
 
 SHELLS = {
@@ -83,7 +109,7 @@ def test_completion_prints_a_script_and_imports_no_torch(capsys):
     assert "try fourfold completion zsh" in capsys.readouterr().err
     code = (
         "import sys; from fourfold.cli.completion import candidates; "
-        "assert candidates(['train', 'lm', ''], ('train',)); sys.exit('torch' in sys.modules)"
+        "assert candidates(['train', 'lm', 'callback=csv', ''], ('train',)); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(SOURCE)}).returncode == 0
 
@@ -105,7 +131,7 @@ def test_a_new_task_file_trains_as_it_is_and_is_never_overwritten(tmp_path, monk
     for file, problem in {
         "mine.py": "mine.py exists   need a file that does not   try mine_2.py",
         "mine.txt": "need a file FILE.py   try mine.py",
-        "nowhere/mine.py": "(no such file or directory)   need a place to write",
+        "nowhere/mine.py": "nowhere/mine.py (no folder nowhere)   need an existing folder   try mkdir -p nowhere",
     }.items():
         with pytest.raises(SystemExit, match=r"^2$"):
             main(["new", file])

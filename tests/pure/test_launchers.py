@@ -1,6 +1,7 @@
 """Laws of launchers: which ranks and sizes follow from their environment variables, and which rendezvous."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -18,6 +19,7 @@ from fourfold.environment.rendezvous import (
     master_port,
 )
 from fourfold.environment.world import World, from_environment
+from fourfold.launcher.notebook import launch
 from fourfold.words.errors import LaunchError
 
 
@@ -196,3 +198,9 @@ def test_malformed_node_lists_are_refused(text: str) -> None:
 def test_expanding_a_node_list_gives_its_hosts(numbers: list[int], width: int) -> None:
     written = ",".join(f"{number:0{width}}" for number in numbers)
     assert list(slurm_hostlist.expand_nodelist(f"n[{written}]")) == [f"n{number:0{width}}" for number in numbers]
+
+
+@pytest.mark.parametrize("given", [3, {"loss": 0.5}, None])
+def test_a_launch_of_what_is_no_function_is_refused_before_a_fork(given: Any) -> None:
+    with pytest.raises(LaunchError, match=r"need a function that every rank calls   try ff.launch\(train, n=2\)"):
+        launch(given, n=2)

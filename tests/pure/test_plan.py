@@ -194,3 +194,12 @@ def test_the_identity_of_a_run_keeps_the_field_names_it_was_saved_under():
 def test_precision_and_reduce_dtype_are_part_of_a_runs_identity():
     assert Plan(dp=2, zero=1).identity_fields == {}
     assert Plan(precision="bf16", reduce_dtype="fp32").identity_fields == {"precision": "bf16", "reduce": "fp32"}
+
+
+def test_a_mistyped_field_is_refused_in_python_as_in_a_file_and_the_signature_stays():
+    with pytest.raises(PlanError, match=r"zerro = 1 +need a field of the plan +try zero\n.*dp = 0"):
+        Plan(zerro=1, dp=0)  # type: ignore[call-arg]
+    with pytest.raises(PlanError, match="try zero"):
+        dataclasses.replace(Plan(), zerro=1)  # type: ignore[call-arg]
+    assert tuple(inspect.signature(Plan).parameters) == FIELDS
+    assert Plan.__init__.__annotations__["dp"] is int

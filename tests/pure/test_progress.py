@@ -2,6 +2,7 @@
 
 import io
 import os
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +14,7 @@ from fourfold.trainer.progress import (
     format_duration,
     format_loss,
 )
+from fourfold.trainer.summary import RunResult, format_summary
 from fourfold.words.progress import ProgressLine
 
 
@@ -135,3 +137,11 @@ def test_a_run_continues_if_its_output_cannot_be_written(terminal: bool, capfd: 
         "",
         "fourfold: the output could not be written: broken pipe; the run goes on without it\n",
     )
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_summary_says_that_nothing_was_left_to_train_and_gives_no_rate_for_it(steps):
+    result = RunResult(Path("runs/run"), 8, 0.5, {"loss": 0.25}, 40.0, 1.6, None)
+    text = format_summary(result, "samples", steps=steps)
+    assert ("samples per second" in text) == ("1.6 s for 2 steps" in text) == bool(steps)
+    assert ("all 8 had been done; nothing was left to train" in text) == (not steps)

@@ -1,6 +1,7 @@
 """Laws of the report: well-formed, self-contained, escaped, and every figure of the run in it."""
 
 import dataclasses
+import itertools
 import json
 import re
 from pathlib import Path
@@ -76,6 +77,8 @@ def test_every_key_figure_is_on_the_page(run):
         "2 ranks",
     ):
         assert figure in text
+    assert {"time", "waiting"} <= {each.name for each in key_figures(run_record.read_run(run))}
+    assert "training time, s" in text
     for part in ("Loss", "Throughput", "Time by action", "One step, measured and simulated", "Settings", "Plan"):
         assert part in text
 
@@ -279,3 +282,14 @@ def test_gathers_of_weights_have_a_colour_and_a_word_in_the_legend_of_their_own(
 def test_every_verb_has_a_colour():
     assert set(step_timeline.VERB_STYLES) == set(Verb)
     assert all(f".{style} {{ fill" in CSS for style in step_timeline.VERB_STYLES.values())
+
+
+@pytest.mark.parametrize("size", range(4))
+def test_the_note_on_times_that_overlap_is_a_whole_sentence_for_every_choice_of_them(size, monkeypatch):
+    for names in itertools.combinations(step_timeline.OVERLAPS, size):
+        monkeypatch.setattr(step_timeline, "seconds_by_category", lambda _, names=names: dict.fromkeys(names, 1.0))
+        note = visible_text(f"<div>{step_timeline.action_card(trace())}</div>")
+        assert ("Not added to the step's time: " in note) == bool(names)
+        for name, text in step_timeline.OVERLAPS.items():
+            assert (text in note) == (name in names)
+        assert "Nor " not in note

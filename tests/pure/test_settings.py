@@ -22,6 +22,7 @@ from fourfold.trainer.settings import (
     setting,
     setting_problems,
 )
+from fourfold.words.errors import SettingError
 
 ROOT = Path(__file__).parents[2]
 TASK = ff.Task(
@@ -101,3 +102,17 @@ def test_the_identity_of_a_run_is_the_one_that_older_versions_saved(given, plan,
     found = run_identity(make_settings(TASK, **given), plan)
     assert msgspec.json.encode(found).decode() == identity
     assert default_run_name("run", found) == name
+
+
+@pytest.mark.parametrize(("given", "attempt"), [
+    ({"evaluate_evry": 2}, "evaluate_every"),
+    ({"callback": []}, "callbacks"),
+    ({"lr_warmup": 20}, "rates=ff.LRSchedule(warmup=…)"),
+    ({"something": 3}, "help(ff.train)"),
+])  # fmt: skip
+def test_a_mistyped_keyword_of_train_is_refused_with_the_closest_name(given, attempt):
+    with pytest.raises(SettingError) as refused:
+        ff.train(TASK, **given)
+    (problem,) = refused.value.problems
+    assert problem.need == "a keyword of ff.train"
+    assert problem.attempt == attempt

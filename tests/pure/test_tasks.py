@@ -204,5 +204,5 @@ def test_digits_refuse_invalid_channels_and_report_a_missing_package(monkeypatch
     with pytest.raises(SettingError, match="channels = 12"):
         digits.task(channels=12)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(TaskError, match=r"fourfold\[vision\]"):
+    with pytest.raises(TaskError, match="need its images of digits   try pip install scikit-learn"):
         digits.task()

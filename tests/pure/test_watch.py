@@ -277,6 +277,24 @@ def test_without_a_run_the_newest_is_watched_and_without_any_it_is_refused(run, 
     assert found == [(Path("runs/first"), 0), (Path("runs/third"), 81)]
 
 
+def test_a_run_that_does_not_exist_is_waited_for_and_those_that_do_are_named(run, monkeypatch, capsys):
+    from fourfold.cli import watch
+
+    monkeypatch.chdir(run.parent)
+    monkeypatch.setattr(watch, "_serve", lambda path, port: None)
+    watch_run(["nope"], "0")
+    assert capsys.readouterr().out == ""  # there is none
+    Path("runs").mkdir()
+    run.rename("runs/first")
+    for word, line in {"nope": "runs in runs/: first", "frist": "there is a run runs/first"}.items():
+        watch_run([word], "0")
+        assert capsys.readouterr().out == f"{line}\n"
+    for number in range(6):
+        make_run(Path(f"runs/run-{number}"))
+    watch_run(["nope"], "0")
+    assert capsys.readouterr().out == "runs in runs/: first, run-0, run-1, run-2, run-3 and 2 more\n"
+
+
 def test_the_command_prints_its_address_and_ends_with_ctrl_c(run):
     command = [sys.executable, "-m", "fourfold", "watch", str(run)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

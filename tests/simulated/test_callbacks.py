@@ -212,7 +212,7 @@ def test_the_newest_good_checkpoint_is_never_removed(tmp_path):
 
 
 @pytest.mark.parametrize(("given", "needs"), [
-    ({"best_metric": "scor"}, ["best_metric = scor", "one of loss, score", "try score"]),
+    ({"best_metric": "scor"}, ["best_metric = scor", "one of loss, score", "try best_metric=score"]),
     ({"callbacks": [EarlyStopping("accuracy")]}, ["the measure 'accuracy' for EarlyStopping", "one of loss, score"]),
     ({"best_metric": "x", "ema": 0.9}, ["loss, score, ema loss, ema score"]),
 ])  # fmt: skip
@@ -247,7 +247,8 @@ def test_the_measures_of_a_stream_are_learnt_from_its_first_batch(tmp_path):
 @pytest.mark.parametrize(("task", "given", "need"), [
     (make_task(valid=False), {"evaluate_every": 2}, "need validation data"),
     (make_task(), {"evaluate_every": None}, "need evaluations during the run"),
-    (make_task(), {"evaluate_every": 2, "metric": "accuracy"}, "one of loss"),
+    (make_task(), {"evaluate_every": 2, "metric": "accuracy"}, "need loss: the task measures no other   try loss"),
+    (make_task(), {"evaluate_every": 2, "best_metric": "accuracy"}, "no other   try best_metric=loss"),
 ])  # fmt: skip
 def test_early_stopping_without_evaluations_of_its_measure_is_refused(task, given, need, tmp_path):
     stopping = EarlyStopping(given.pop("metric", "loss"))
@@ -260,6 +261,7 @@ def test_early_stopping_without_evaluations_of_its_measure_is_refused(task, give
     (3, "a list of callbacks"),
     (Recorder(), r"try callbacks=\[…\]"),
     ([Recorder], r"need a Callback   try Recorder\(\)"),
+    (["csv"], r"callbacks\[0\] = 'csv'   need a Callback   try ff.callbacks.CSV\(\)"),
     ([Recorder(), print], r"callbacks\[1\]"),
 ])  # fmt: skip
 def test_what_is_no_callback_is_refused(given, need):

@@ -139,6 +139,7 @@ def _stay_local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
     monkeypatch.setenv("WANDB_SILENT", "true")
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # a database takes seconds to make
     if "trackio.utils" in sys.modules:  # it reads its variable once
         for module in [name for name in sys.modules if name.split(".")[0] == "trackio"]:
@@ -180,6 +181,28 @@ def test_a_logger_without_its_library_is_refused_with_the_line_that_installs_it(
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(SettingError, match=rf"need the package {name}   try pip install {name}"):
         make_logger(name, tmp_path)
+
+
+def test_mlflow_without_what_opens_its_store_is_refused_with_the_line_that_installs_it(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "sqlalchemy", None)
+    default = rf"sqlite:.*{tmp_path.name}/mlflow.db, and sqlalchemy not .* try pip install"
+    with pytest.raises(SettingError, match=default):
+        MLflow()
+    with pytest.raises(SettingError, match="postgresql"):
+        MLflow(tracking_uri="postgresql+psycopg2://host/name")
+    MLflow(tracking_uri="http://host:5000")  # a server has a database of its own
+
+
+def test_mlflow_writes_into_its_default_store(tmp_path, capfd, monkeypatch):
+    from mlflow import MlflowClient
+
+    train(make_task(), tmp_path, MLflow(), steps=2)
+    assert (tmp_path / "mlflow.db").is_file()
+    client = MlflowClient()
+    experiment = client.get_experiment_by_name("fourfold")
+    assert experiment is not None
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert [each.step for each in client.get_metric_history(run.info.run_id, "train/loss")] == [1, 2]
 
 
 def test_a_failed_run_is_marked_as_failed(tmp_path):

@@ -205,7 +205,10 @@ def with_state(mine: nn.Sequential) -> Optimizer:
 
 
 REFUSED: dict[str, tuple[Callable[[nn.Sequential], Any], str]] = {
-    "state": (with_state, r"state in the optimizer itself .*ff\.parallelize before the optimizer's first step"),
+    "state": (
+        with_state,
+        r"has already made steps.* need one without state: .*ff\.parallelize before the optimizer's first step",
+    ),
     "subclass": (lambda mine: Custom(mine.parameters()), r"Custom, a subclass of AdamW .*ff\.DistributedOptimizer"),
     "not element-wise": (lambda mine: torch.optim.LBFGS(mine.parameters()), r"LBFGS .*element-wise"),
     "another model's": (lambda _: torch.optim.SGD(model().parameters(), lr=1.0), "4 parameters that are not the model"),

@@ -301,6 +301,7 @@ def refused(of: Callable[[], Any], *words: str) -> None:
     [
         (lr_scheduler.StepLR, ["StepLR also needs step_size", "try functools.partial(StepLR, step_size=…)"]),
         (partial(lr_scheduler.CyclicLR, base_lr=1), ["CyclicLR also needs max_lr"]),
+        (lr_scheduler.OneCycleLR, ["also needs max_lr", "OneCycleLR(optimizer, max_lr=…, total_steps=steps)"]),
         (lambda optimizer, total: None, ["also needs total"]),
         (lambda: None, ["which takes no optimizer"]),
         (3, ["scheduler = 3"]),
@@ -315,7 +316,7 @@ def test_a_scheduler_instance_and_two_schedules_are_refused() -> None:
     made = lr_scheduler.StepLR(torch.optim.SGD([nn.Parameter(torch.zeros(1))]), 2)
     refused(lambda: task(made), "an instance of StepLR", "lambda optimizer: StepLR(optimizer, …)")
     fields = {**vars(task(SCHEDULERS["StepLR"])), "schedule": lambda step, steps: 1.0}
-    refused(lambda: ff.Task(**fields), "schedule and scheduler", "one of them")
+    refused(lambda: ff.Task(**fields), "both schedule and scheduler", "one of them   try without schedule")
 
 
 class Odd(LRScheduler):
@@ -337,7 +338,13 @@ def hidden_plateau(optimizer: Any) -> Any:
 @pytest.mark.parametrize(
     ("scheduler", "words"),
     [
-        (partial(lr_scheduler.OneCycleLR, max_lr=0.1), ["total_steps", "arguments that the scheduler accepts"]),
+        (
+            partial(lr_scheduler.OneCycleLR, max_lr=0.1),
+            [
+                "OneCycleLR refused its arguments: You must define either total_steps",
+                "try lambda optimizer, steps: OneCycleLR(optimizer, max_lr=…, total_steps=steps)",
+            ],
+        ),
         (lambda optimizer: 3, ["it made a int", "a scheduler of torch.optim.lr_scheduler"]),
         (lambda _: lr_scheduler.StepLR(torch.optim.SGD([torch.zeros(1)]), 2), ["a scheduler of another optimizer"]),
         (Odd, ["its state curve[0] is a builtin_function_or_method", "a state_dict that leaves it out"]),

@@ -119,7 +119,7 @@ def test_the_first_error_is_raised_with_its_rank_and_the_lines_of_the_cell(outpu
 def test_a_dead_rank_a_result_that_is_not_json_and_a_launch_inside_a_rank_are_reported(outputs: list[str]):
     assert "rank 0 of 2 ended with exit code 3" in outputs[3]
     assert "rank 0 returned a Tensor" in outputs[3]
-    assert "need what JSON can hold" in outputs[3]
+    assert "need a JSON value   try .tolist(), or save it to a file" in outputs[3]
     assert "need a process that no launcher has started" in outputs[3]
 
 

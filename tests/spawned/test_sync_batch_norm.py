@@ -1,5 +1,8 @@
 """The laws of batch_norm = "sync" on real processes."""
 
+import subprocess
+import sys
+
 import pytest
 
 FUNCTIONS = "tests.spawned.sync_batch_norm"
@@ -29,3 +32,18 @@ def test_verify_finds_that_torch_sync_batch_norm_trains_as_on_one_device(world):
     deviation, *others = world(2).run(f"{FUNCTIONS}:verified")
     assert deviation <= 1e-12
     assert others == [None]
+
+
+def test_a_ring_that_lives_until_the_interpreter_ends_says_nothing_at_the_end():
+    script = """
+import torch
+from fourfold.parts import memory
+from fourfold.parts.comm.meter import CommMeter
+from fourfold.parts.comm.ring.shared_memory import RingOverSharedMemory, RingPlace, total_bytes
+
+handle = memory.create_growing(total_bytes(1))
+# A module that was imported earlier: it is cleared after those of Fourfold.
+torch.kept = RingOverSharedMemory(handle, RingPlace(0, (0,)), CommMeter(), check_peers=lambda: None)
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
+    assert ended.stderr == ""

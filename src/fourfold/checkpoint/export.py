@@ -22,7 +22,6 @@ from fourfold.checkpoint.weights_file import exported_tensors, write_weights
 from fourfold.plan.decode import DecodeError, from_json, read_bounded
 from fourfold.words.errors import CheckpointError, Problem
 
-FORMATS = ("safetensors", "hf", "dcp")
 MAX_CONFIG_BYTES = 2**26  # the names of many classes
 WEIGHTS_FILE = "model.safetensors"  # the name that from_pretrained looks for
 

@@ -112,7 +112,6 @@ class CallbackSettings:
         is_optional=True,
         help=f"called as the run goes on: {', '.join(SHIPPED)}, or FILE.py:name; any number, with commas between them",
         default_text="none",
-        word={"is_optional": False},
     )
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fourfold.cli import task_loader
-from fourfold.cli.arguments import CALLBACK_WORD, ValueType
+from fourfold.cli.arguments import CALLBACK_WORD, ParsedValues, ValueType
 from fourfold.cli.errors import is_file, nearest_file
 from fourfold.trainer.callbacks import registry
 from fourfold.words.callback import Callback
@@ -37,6 +37,35 @@ def load_callbacks(spec: str | None, options: Mapping[str, str]) -> list[Callbac
     if problems:
         raise SettingError(problems, where="the callbacks")
     return loaded
+
+
+def check_shipped_callbacks(spec: str | None, options: Mapping[str, str]) -> None:
+    """Raise SettingError for what `load_callbacks` will refuse, but for callbacks in a file, which is not run here."""
+    names = [] if spec is None else [name for name in spec.split(",") if ".py" not in name]
+    load_callbacks(",".join(names) or None, options)
+
+
+def options_of_file(file: ParsedValues, words: ParsedValues, *, path: str) -> dict[str, str]:
+    """The options of a settings file that hold with these words of the command; `callback=none` takes away all.
+
+    Raises SettingError for options whose callbacks a word of the command has replaced.
+    """
+    if CALLBACK_WORD not in words.run:
+        return file.callback_options
+    spec = words.run[CALLBACK_WORD]
+    if spec is None:
+        return {}
+    names = [name.strip() for name in spec.split(",")]
+    left = {key: key.partition(".")[0] for key in file.callback_options if key.partition(".")[0] not in names}
+    if not left or not file.run.get(CALLBACK_WORD):
+        return file.callback_options
+    got = f"in {path}, whose callbacks {CALLBACK_WORD}={spec} in the command replaces"
+    attempt = f"{CALLBACK_WORD}={','.join(dict.fromkeys([*names, *left.values()]))} to keep both"
+    problems = [
+        Problem(f"{key} = {file.callback_options[key]} {got}", f"the callback {name}", attempt)
+        for key, name in left.items()
+    ]
+    raise SettingError(problems, where="the callbacks")
 
 
 def _load(name: str, options: Mapping[str, str]) -> Callback:

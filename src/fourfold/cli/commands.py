@@ -25,6 +25,7 @@ COMMANDS = ("train", "run", "show", "verify", "checkpoint", "report", "watch", "
 WITH_SETTINGS = ("fourfold train", "fourfold show", "fourfold verify")
 OPTIONS, RUN_OPTIONS = "[-n N]", "[-n N] [--restarts K]"
 TRAIN_WORDS = "TASK FILE.toml KEY=VALUE"
+SHOW_RANKS = "fourfold show lm dp=2"
 SETTINGS_PLACE = "{settings}"  # in the docstring of `train`, replaced by the table of settings
 NumProcesses = Annotated[
     str | None,
@@ -69,6 +70,8 @@ def _usage_error(error: Any) -> SettingError:
 
 def _option_problem(name: str, known: list[str] | None, command: str) -> Problem:
     """An unknown option; `known` are similar ones, or None if the option is known and only its value is missing."""
+    if command == "fourfold show" and name == "-n":
+        return Problem("the option -n", "no number of processes: show starts none", SHOW_RANKS)
     if known is None:
         return Problem(f"the option {name} without a value", "a value after it", "fourfold train --help")
     if command in WITH_SETTINGS:

@@ -5,8 +5,6 @@ candidates  whole words, as they would stand on the command line; the shell adds
 Law: neither torch nor the user's code is imported, and nothing is printed but candidates: a Tab takes a moment.
 """
 
-import ast
-import importlib.util
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -46,6 +44,8 @@ FISH = """function __fourfold_words
 end
 complete -c fourfold -a '(__fourfold_words)'
 """
+FORMAT_OPTION = "--format"
+EXPORT_OPTIONS = (FORMAT_OPTION, "--step", "--ema")
 SCRIPTS = {"bash": BASH, "zsh": ZSH, "fish": FISH}
 
 
@@ -79,23 +79,27 @@ def candidates(words: Sequence[str], commands: Sequence[str]) -> list[str]:
 
 def _training_words(before: Sequence[str], typed: str) -> Iterable[str]:
     """A task, a recipe, or a setting with its values."""
-    from fourfold.cli.arguments import KEY_VALUE, RUN_SETTINGS
+    from fourfold.cli.arguments import CALLBACK_WORD, KEY_VALUE, RUN_SETTINGS
     from fourfold.cli.settings_file import DEFAULT_TASK
     from fourfold.cli.task_loader import BUILT_IN
+    from fourfold.cli.task_source import argument_names
     from fourfold.plan.plan_fields import FIELD_RULES
     from fourfold.plan.recipes import RECIPE_PREFIX, recipe_names
 
     if typed.startswith(RECIPE_PREFIX):
         return [f"{RECIPE_PREFIX}{name}" for name in recipe_names()]
-    key, equals, _ = typed.partition("=")
+    key, equals, value = typed.partition("=")
+    if key == CALLBACK_WORD and equals:
+        return [f"{key}={names}" for names in _callback_values(before, value)]
     if equals:
         rule = FIELD_RULES.get(key) or RUN_SETTINGS.get(key)
         values = [] if rule is None else ("true", "false") if getattr(rule, "type", None) is bool else rule.choices
         return [f"{key}={value}" for value in (getattr(rule, "supported", None) or values)]
     free = [word for word in before if not KEY_VALUE.fullmatch(word) and not word.startswith("-")]
     tasks = [word for word in free if not word.endswith(".toml") and not word.startswith(RECIPE_PREFIX)]
-    given = {word.partition("=")[0] for word in before}
-    keys = {*FIELD_RULES, *RUN_SETTINGS, *_task_arguments(tasks[0] if tasks else DEFAULT_TASK)} - given
+    given = {word.partition("=")[0] for word in before} - {CALLBACK_WORD}  # it may be repeated
+    keys = {*FIELD_RULES, *RUN_SETTINGS, *(argument_names(tasks[0] if tasks else DEFAULT_TASK) or [])}
+    keys = (keys | _callback_options(before)) - given
     has_plan = len(free) > len(tasks)
     return [
         *(f"{name}=" for name in keys),
@@ -104,22 +108,27 @@ def _training_words(before: Sequence[str], typed: str) -> Iterable[str]:
     ]
 
 
-def _task_arguments(spec: str) -> list[str]:
-    """The arguments of a task's function, read from its source without running it; none if that cannot be read."""
-    from fourfold.cli.task_loader import BUILT_IN, DEFAULT_NAME
+def _callback_values(before: Sequence[str], value: str) -> Iterable[str]:
+    """What may stand after `callback=`: what is there up to the last comma, and one more shipped callback."""
+    from fourfold.trainer.callbacks.registry import SHIPPED
 
-    file, _, name = spec.partition(":")
-    if file in BUILT_IN:
-        found = importlib.util.find_spec(BUILT_IN[file])
-        file = (found and found.origin) or ""
-    try:
-        tree = ast.parse(Path(file).read_text(encoding="utf-8"))
-    except (OSError, ValueError, SyntaxError):  # not there yet, or half written
-        return []
-    functions = [
-        node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == (name or DEFAULT_NAME)
-    ]
-    return [each.arg for node in functions for each in (*node.args.args, *node.args.kwonlyargs)]
+    head, comma, _ = value.rpartition(",")
+    return [f"{head}{comma}{name}" for name in SHIPPED if name not in (*_callback_names(before), *head.split(","))]
+
+
+def _callback_options(before: Sequence[str]) -> set[str]:
+    """NAME.OPTION of the shipped callbacks that are named."""
+    from fourfold.trainer.callbacks.registry import SHIPPED, callback_options
+
+    names = [name for name in _callback_names(before) if name in SHIPPED]
+    return {f"{name}.{option}" for name in names for option in callback_options(name)}
+
+
+def _callback_names(before: Sequence[str]) -> list[str]:
+    from fourfold.cli.arguments import CALLBACK_WORD
+
+    pairs = [word.partition("=") for word in before]
+    return [name for key, _, value in pairs if key == CALLBACK_WORD for name in value.split(",")]
 
 
 def _runs(before: Sequence[str], typed: str) -> Iterable[str]:
@@ -130,7 +139,16 @@ def _runs(before: Sequence[str], typed: str) -> Iterable[str]:
 
 
 def _checkpoint_words(before: Sequence[str], typed: str) -> Iterable[str]:
-    return _runs(before, typed) if before else ("list", "verify", "export")
+    from fourfold.cli.checkpoint import ENDINGS
+
+    if not before:
+        return ("list", "verify", "export")
+    if before[0] == "export":
+        if before[-1] == FORMAT_OPTION:
+            return ENDINGS
+        if typed.startswith("-"):
+            return (*EXPORT_OPTIONS, *(f"{FORMAT_OPTION}={name}" for name in ENDINGS if "=" in typed))
+    return _runs(before, typed)
 
 
 def _shells(before: Sequence[str], typed: str) -> Iterable[str]:

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fourfold.cli import arguments, settings_file, task_loader
-from fourfold.cli.arguments import CALLBACK_WORD, LaunchSettings, ParsedValues
-from fourfold.cli.callback_loader import load_callbacks
+from fourfold.cli.arguments import CALLBACK_WORD, LaunchSettings, ParsedValues, ValueType
+from fourfold.cli.callback_loader import check_shipped_callbacks, load_callbacks, options_of_file
 from fourfold.cli.errors import ErrorCollector, nearest_file
 from fourfold.cli.job_checks import check_batch_size, check_fits_memory, check_init, check_tokens
 from fourfold.cli.resolved_settings import argument_defaults, format_resolved, json_arguments
+from fourfold.cli.task_source import argument_names
 from fourfold.launcher.process_defaults import default_num_processes
 from fourfold.plan.decode import DecodeError, read_bounded
 from fourfold.plan.lr_schedule import LRSchedule
@@ -124,7 +125,7 @@ def _parse_values(
     command: settings_file.Command, types: settings_file.Arguments, errors: ErrorCollector, *, has_run_dir: bool
 ) -> tuple[ParsedValues, ParsedValues]:
     """The values of file and words, which take precedence; and those of the words alone."""
-    in_words, in_file = None, ParsedValues()
+    in_words, in_file, options = None, ParsedValues(), {}
     with errors.collect():
         in_words = arguments.parse_values(command.values, types)
     if in_words is None:  # The fields of the plan can be checked all the same.
@@ -132,12 +133,15 @@ def _parse_values(
     if command.settings_file is not None:
         with errors.collect():
             in_file = command.settings_file.parse(types)
+        if has_run_dir:
+            with errors.collect():
+                options = options_of_file(in_file, in_words, path=command.settings_file.path)
     run = {key: value for key, value in in_file.run.items() if has_run_dir or key in SETTINGS_WITHOUT_RUN}
     both = ParsedValues(
         in_file.plan | in_words.plan,
         run | in_words.run,
         in_file.task | in_words.task,
-        (in_file.callback_options if has_run_dir else {}) | in_words.callback_options,
+        options | in_words.callback_options,
     )
     return both, in_words
 
@@ -184,13 +188,19 @@ def _split_settings(
 def planned_size(words: Sequence[str], num_processes: int | None) -> int | None:
     """The number of ranks, from the words alone: without the task, and without importing torch where there is no GPU.
 
-    None where the words are wrong: `parse_job` says how.
+    None where a word is wrong, as far as that is seen here: `parse_job` says how.
     """
     try:
         command = settings_file.parse_command(words)
-        in_words = arguments.parse_values({key: text for key, text in command.values.items() if key in FIELDS}, None)
-        in_file = {} if command.settings_file is None else command.settings_file.parse(None).plan
-        values = ParsedValues(plan={**in_file, **in_words.plan})
+        names = argument_names(command.task)
+        types = None if names is None else dict.fromkeys(names, ValueType(None))
+        in_words, in_file, options = arguments.parse_values(command.values, types), ParsedValues(), {}
+        if (file := command.settings_file) is not None:
+            in_file = file.parse(None)
+            options = options_of_file(in_file, in_words, path=file.path)
+        spec = (in_file.run | in_words.run).get(CALLBACK_WORD)
+        check_shipped_callbacks(spec, options | in_words.callback_options)
+        values = ParsedValues(plan={**in_file.plan, **in_words.plan})
         return _make_plan(command, values, in_words, num_processes=num_processes).mesh.size
     except (FourfoldError, ExceptionGroup):
         return None
@@ -278,7 +288,7 @@ def _fit_plan(plan: Plan, num_processes: int | None, *, has_dp: bool, where: str
     if not has_dp:
         plan = dataclasses.replace(plan, dp=_default_dp(plan, num_processes))
     if num_processes is not None and plan.mesh.size != num_processes:
-        raise PlanError(size_problems(plan, num_processes), where=where)
+        raise PlanError(size_problems(plan, num_processes, start="or -n {size}"), where=where)
     return plan
 
 

@@ -89,6 +89,9 @@ def write_task(file: str) -> int:
     except FileExistsError:
         problem = Problem(f"{file} exists", "a file that does not", f"{path.with_stem(f'{path.stem}_2')}")
         raise SettingError(problem, where="fourfold new") from None
+    except FileNotFoundError:
+        problem = Problem(f"{file} (no folder {path.parent})", "an existing folder", f"mkdir -p {path.parent}")
+        raise SettingError(problem, where="fourfold new") from None
     except OSError as error:
         raise SettingError(
             Problem(f"{file} ({os_error_text(error)})", "a place to write"), where="fourfold new"

@@ -60,8 +60,10 @@ class SettingsFile:
             options = {f"{key}.{name}": _option_text(each) for name, each in value.items()}
             parsed.callback_options.update(options)
             return []
-        if section == RUN and key == CALLBACK_WORD and (problem := _callback_problem(value)) is not None:
-            return [problem]
+        if section == RUN and key == CALLBACK_WORD:
+            value = ",".join(value) if _is_list_of_texts(value) else value
+            if (problem := _callback_problem(value)) is not None:
+                return [problem]
         key_type = self._type_of(section, key, types)
         if key_type is None:
             return [] if section == TASK and types is None else [_misplaced(section, key, value, types)]
@@ -96,6 +98,10 @@ class SettingsFile:
         return problems
 
 
+def _is_list_of_texts(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(each, str) for each in value)
+
+
 def _option_text(value: Any) -> str:
     """The value of a callback's option, as the command line has it."""
     return str(value).lower() if isinstance(value, bool) else str(value)
@@ -103,10 +109,13 @@ def _option_text(value: Any) -> str:
 
 def _callback_problem(value: Any) -> Problem | None:
     """The problem of callbacks that this file may not name: it is data, and what is in a Python file would be run."""
-    foreign = [name for name in str(value).split(",") if name.strip() not in (*SHIPPED, "none")]
-    if not foreign:
+    need = f"shipped callbacks: {', '.join(SHIPPED)}"
+    if not isinstance(value, str):
+        return Problem(f"{_format(CALLBACK_WORD, value)} in [{RUN}]", need, f'{CALLBACK_WORD} = ["csv", "tensorboard"]')
+    foreign = [name.strip() for name in value.split(",") if name.strip() not in SHIPPED]
+    if not foreign or value.lower() == "none":
         return None
-    need, close = f"shipped callbacks: {', '.join(SHIPPED)}", closest_match(foreign[0], SHIPPED)
+    close = closest_match(foreign[0], SHIPPED)
     attempt = f"{CALLBACK_WORD}={foreign[0]} in the command" if ".py" in foreign[0] else close or ""
     return Problem(f"{_format(CALLBACK_WORD, value)} in [{RUN}]", need, attempt)
 

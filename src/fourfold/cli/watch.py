@@ -14,6 +14,7 @@ from fourfold.words.terminal_text import escape_controls
 
 WHERE = "fourfold watch"
 MAX_PORT = 65535
+MAX_NAMED = 5  # runs that exist, where none has a name like the one that was typed
 
 
 def watch_run(words: Sequence[str], port: str) -> int:
@@ -39,7 +40,7 @@ def _serve(path: Path, port: int) -> None:
         raise SettingError(problem, where=WHERE) from None
     with server:
         name = escape_controls(str(path))
-        print(f"{name if path.is_dir() else f'{name} does not exist yet; waiting for it'}", flush=True)
+        print(name if path.is_dir() else f"{name} does not exist yet; waiting for it to begin", flush=True)
         print(f"{server.url}   Ctrl-C ends it", flush=True)
         with contextlib.suppress(KeyboardInterrupt):
             sigint.restore_and_raise()
@@ -57,9 +58,13 @@ def _find(word: str, parent: Path) -> Path:
             if path.exists():
                 raise SettingError(Problem(f"{path} is no folder", "the folder of a run", "its name"), where=WHERE)
     path = Path(word) if len(Path(word).parts) > 1 else parent / word
-    close = closest_match(path.name, _names(path.parent))
+    names = _names(path.parent)
+    close = closest_match(path.name, names)
     if close is not None:
         print(escape_controls(f"there is a run {path.parent / close}"), flush=True)
+    elif names:
+        more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+        print(escape_controls(f"runs in {path.parent}/: {', '.join(names[:MAX_NAMED])}{more}"), flush=True)
     return path
 
 

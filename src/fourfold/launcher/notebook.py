@@ -27,12 +27,14 @@ from fourfold.launcher import env_store, failure_report
 from fourfold.launcher.forked_process import ForkedProcess, fork
 from fourfold.launcher.local_rendezvous import AgentRendezvous
 from fourfold.launcher.process_defaults import THREAD_VARIABLES, loopback_variables
+from fourfold.words.argument_checks import callable_problems
 from fourfold.words.errors import FourfoldError, LaunchError, Problem, TaskError
 
 STDIN, STDOUT, STDERR = 0, 1, 2
 POLL_SECONDS = 0.05
 GRACE_SECONDS = 1.0  # for other ranks to say why they end, after one has failed
 WHERE = "ff.launch"
+ATTEMPT = "ff.launch(train, n=2), not train()"
 
 
 class RankError(FourfoldError):
@@ -54,7 +56,7 @@ def launch(function: Callable[..., Any], *args: Any, n: int = 2, **kwargs: Any) 
     started, inside a rank, with a process group, or on another system than Linux; TaskError if the result of rank 0 is
     not JSON.
     """
-    _check(n)
+    _check(function, n)
     with tempfile.TemporaryDirectory(prefix="fourfold-") as name:
         folder, rendezvous = Path(name), AgentRendezvous(run_id=uuid.uuid4().hex)
         world = _world_variables(folder, rendezvous, n)
@@ -79,13 +81,13 @@ def launch(function: Callable[..., Any], *args: Any, n: int = 2, **kwargs: Any) 
         return _result(folder, codes)
 
 
-def _check(n: int) -> None:
-    """Raises LaunchError with every reason why this process cannot fork `n` ranks."""
+def _check(function: object, n: int) -> None:
+    """Raises LaunchError with every reason why this process cannot run the function on `n` ranks."""
     import torch
     import torch.distributed as dist
 
     script = "fourfold run -n N script.py"
-    problems = []
+    problems = callable_problems("function", function, need="a function that every rank calls", attempt=ATTEMPT)
     if type(n) is not int or n < 1:
         problems.append(Problem(f"n = {n!r}", "a number of ranks, at least 1", "n=2"))
     if sys.platform != "linux":
@@ -159,7 +161,8 @@ def _write_result(folder: Path, result: Any) -> None:
     try:
         text = json.dumps(result)
     except (TypeError, ValueError) as error:
-        problem = Problem(f"rank 0 returned a {type(result).__name__} ({error})", "what JSON can hold", "a file for it")
+        got = f"rank 0 returned a {type(result).__name__} ({error})"
+        problem = Problem(got, "a JSON value", ".tolist(), or save it to a file")
         raise TaskError(problem, where=WHERE) from None
     (folder / "result").write_text(text)
 

@@ -276,8 +276,8 @@ def read_only_reason(plan: Plan, *, storage: str, master_weights: str) -> ReadOn
     return None
 
 
-def size_problems(plan: Plan, num_ranks: int) -> list[Problem]:
-    """The mesh must have as many places as there are ranks."""
+def size_problems(plan: Plan, num_ranks: int, *, start: str = "or start {size} ranks") -> list[Problem]:
+    """The mesh must have as many places as there are ranks. `start`: how to start as many as the plan needs."""
     mesh = plan.mesh
     if mesh.size == num_ranks:
         return []
@@ -285,4 +285,4 @@ def size_problems(plan: Plan, num_ranks: int) -> list[Problem]:
     # Suggest a mesh with the same sp if there is one, else data ranks alone.
     candidates = [each for each in candidate_meshes(num_ranks) if each.sp == mesh.sp] or candidate_meshes(num_ranks)[:1]
     axes = f"dp = {candidates[0].dp}" + (f", sp = {candidates[0].sp}" if mesh.sp > 1 else "")
-    return [Problem(got, f"the number of ranks, {num_ranks}", f"{axes}, or -n {mesh.size}")]
+    return [Problem(got, f"the number of ranks, {num_ranks}", f"{axes}, {start.format(size=mesh.size)}")]

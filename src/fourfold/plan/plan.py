@@ -4,9 +4,10 @@ Law: `Plan.from_toml(plan.to_toml()) == plan`, and an impossible plan is refused
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self, TypeVar
 
 from fourfold.plan.batch_split import BatchSplit
 from fourfold.plan.codec import CODECS, CodecSpec
@@ -36,11 +37,29 @@ APPLIES_WHEN: dict[str, tuple[str, Callable[["Plan"], bool]]] = {
 } | {name: _applies_with_codec(name) for name in FIELDS if any(name in kind.fields for kind in CODECS.values())}
 
 
+AnyClass = TypeVar("AnyClass", bound=type)
+
+
+def _refuse_unknown_fields(plan_class: AnyClass) -> AnyClass:
+    """Let the constructor refuse a mistyped field as a plan file does, and not with a TypeError."""
+    construct = vars(plan_class)["__init__"]
+
+    @functools.wraps(construct)
+    def init(self: object, *args: Any, **fields: Any) -> None:
+        if any(name not in FIELDS for name in fields):
+            raise PlanError(plan_problems(fields), where="the plan")
+        construct(self, *args, **fields)
+
+    plan_class.__init__ = init
+    return plan_class
+
+
+@_refuse_unknown_fields
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """How a task is laid over pp · dp · sp · tp ranks. All scalars; see `docs/plan.md` for each.
 
-    Raises PlanError if a value is illegal or not built yet.
+    Raises PlanError if a value is illegal or not built yet, or a name is no field.
     """
 
     pp: int = 1
@@ -164,8 +183,7 @@ class Plan:
         try:
             values = from_toml(text)
         except DecodeError as error:
-            need = "TOML: fields of a plan, or the sections [plan], [run] and [task]"
-            raise PlanError(Problem(str(error), need, "dp = 2"), where=where) from None
+            raise PlanError(Problem(str(error), "valid TOML"), where=where) from None
         version = values.pop("version", None)
         if type(version) is not int or version != VERSION:
             got = "no version" if version is None else f"version = {version!r}"

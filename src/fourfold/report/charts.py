@@ -89,7 +89,7 @@ def grad_norm_chart(records: Sequence[RunRecord]) -> str:
 
 
 def throughput_chart(records: Sequence[RunRecord]) -> str:
-    """Throughput over the time in steps. One drawing per unit: samples and tokens are not comparable."""
+    """Throughput over the training time. One drawing per unit: samples and tokens are not comparable."""
     by_unit: dict[str, list[Series]] = {}
     for index, record in enumerate(records):
         by_unit.setdefault(record.unit, []).append(_throughput_series(record, colour=index))
@@ -143,7 +143,7 @@ def _throughput_drawing(series: Sequence[Series], unit: str, *, legend: bool) ->
         scaled_down = [each._replace(name="throughput") for each in scaled_down]
     y = f"{prefix}{unit} a second"
     title = f"Throughput, {unit}"
-    return line_figure(scaled_down, x="time in steps, s", y=y, title=title, from_zero=True, legend=legend)
+    return line_figure(scaled_down, x="training time, s", y=y, title=title, from_zero=True, legend=legend)
 
 
 def smooth(points: Sequence[Point]) -> list[Point]:

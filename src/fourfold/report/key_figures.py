@@ -51,7 +51,7 @@ def key_figures(record: RunRecord) -> list[Figure]:
         Figure("steps", f"{len(record.steps):,}"),
         Figure(f"{record.unit} a second", format_si(rate), rate, "higher"),
         Figure("time", format_duration(record.total_seconds), record.total_seconds, note=attempts),
-        Figure("of it waiting", f"{waiting:.1f} %", waiting, "lower"),
+        Figure("waiting", f"{waiting:.1f} %", waiting, "lower"),
         Figure("sent a step by rank 0", format_bytes(record.mean_sent_bytes), record.mean_sent_bytes, "lower"),
     ]
     if record.memory is not None and (peak := record.memory.largest_peak_bytes) is not None:

@@ -45,6 +45,11 @@ VERB_STYLES = {
 BAR_STYLES = {DATA_TIME: "data", WAITING_TIME: "wait", OTHER_TIME: "rest"}
 BAR_STYLES |= dict.fromkeys((*BACKGROUND_TIMES, AVERAGE_TIME), "reduce")
 BAR_STYLES |= dict.fromkeys((UNSHARD_TIME, GATHER_TIME), "unshard")
+OVERLAPS = {
+    REDUCE_TIME: "reductions, which run during backward",
+    GATHER_TIME: "gathers, which overlap with updates",
+    UNSHARD_TIME: "unshards, which run during forward and backward",
+}
 MAX_OPEN_ROWS = 24  # a longer table is folded away
 
 
@@ -58,12 +63,9 @@ def action_card(trace: Trace) -> str:
     ]
     steps = f"{len(trace.steps)} sampled {'step' if len(trace.steps) == 1 else 'steps'}"
     note = f"Means over {steps} and {len(trace.ranks)} {'rank' if len(trace.ranks) == 1 else 'ranks'}."
-    if REDUCE_TIME in seconds_by_kind:
-        note += " Reductions run during backward, so their time is not added to the step's."
-    if GATHER_TIME in seconds_by_kind:
-        note += " Nor is that of gathers, which overlap with updates."
-    if UNSHARD_TIME in seconds_by_kind:
-        note += " Nor is that of unshards, which run during forward and backward."
+    overlaps = [text for name, text in OVERLAPS.items() if name in seconds_by_kind]
+    if overlaps:
+        note += f" Not added to the step's time: {', '.join(overlaps)}."
     return f'<h2>Time by action</h2>{bar_chart(rows, title="Time by action")}<p class="note">{escape(note)}</p>'
 
 

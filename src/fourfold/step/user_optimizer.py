@@ -92,9 +92,9 @@ class OptimizerWatch:
 
 
 def _state_problem() -> Problem:
-    need = "state in the step: updates keep their own optimizer states, in flat buffers"
+    need = "one without state: updates keep their own optimizer states, in flat buffers"
     attempt = f"ff.parallelize before the optimizer's first step, step.load_state_dict(…), or {USE_WRAPPER}"
-    return Problem("state in the optimizer itself", need, attempt)
+    return Problem("an optimizer that has already made steps, or loaded a state", need, attempt)
 
 
 def _problems(optimizer: Optimizer, hook_conflicts: Mapping[str, str]) -> list[Problem]:

@@ -109,7 +109,7 @@ def check_sklearn() -> None:
     """Raises TaskError if scikit-learn, which contains the images, is missing."""
     if importlib.util.find_spec("sklearn") is None:
         raise TaskError(
-            Problem("scikit-learn is not installed", "its images of digits", "pip install 'fourfold[vision]'"),
+            Problem("scikit-learn is not installed", "its images of digits", "pip install scikit-learn"),
             where="digits",
         )
 

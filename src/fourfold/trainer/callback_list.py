@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from fourfold.trainer.callbacks.registry import SHIPPED
 from fourfold.words.argument_checks import format_argument
 from fourfold.words.callback import Callback
 from fourfold.words.errors import Problem, SettingError
@@ -21,12 +22,19 @@ def check_callbacks(callbacks: Any) -> Sequence[Callback]:
     problems = []
     for index, each in enumerate(callbacks):
         if not isinstance(each, Callback):
-            is_class = isinstance(each, type) and issubclass(each, Callback)
-            attempt = f"{each.__name__}()" if is_class else "a class derived from ff.Callback"
-            problems.append(Problem(format_argument(f"callbacks[{index}]", each), "a Callback", attempt))
+            problems.append(Problem(format_argument(f"callbacks[{index}]", each), "a Callback", _suggestion(each)))
     if problems:
         raise SettingError(problems, where="the settings")
     return callbacks
+
+
+def _suggestion(given: Any) -> str:
+    """The callback that was meant, as it is made in Python."""
+    if isinstance(given, str) and given in SHIPPED:
+        return f"ff.callbacks.{SHIPPED[given][1]}()"
+    if isinstance(given, type) and issubclass(given, Callback):
+        return f"{given.__name__}()"
+    return "an object of a class derived from ff.Callback"
 
 
 def unique_names(callbacks: Sequence[Callback]) -> list[str]:

@@ -51,8 +51,10 @@ def check_metrics(needs: NEEDS, known: Sequence[str]) -> None:
         for metric in metrics:
             if metric not in known:
                 got = by if by.endswith(f"= {metric}") else f"the measure {metric!r} for {by}"
+                is_setting = got.startswith("best_metric = ")
                 close = closest_match(metric, known) or known[0]
-                problems.append(Problem(got, f"one of {', '.join(known)}", close))
+                need = f"one of {', '.join(known)}" if len(known) > 1 else f"{known[0]}: the task measures no other"
+                problems.append(Problem(got, need, f"best_metric={close}" if is_setting else close))
     if problems:
         raise SettingError(problems, where="the settings")
 

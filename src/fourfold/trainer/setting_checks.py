@@ -3,12 +3,13 @@
 Law: a check returns every problem of a value, and raises nothing.
 """
 
+from collections.abc import Collection
 from typing import Any
 
 import msgspec
 
 from fourfold.words import argument_checks
-from fourfold.words.errors import Problem
+from fourfold.words.errors import Problem, closest_match
 from fourfold.words.measures import MODES
 
 
@@ -35,3 +36,14 @@ def mode_problems(value: Any, name: str) -> list[Problem]:
     return (
         [] if value in MODES else [Problem(argument_checks.format_argument(name, value), "min or max", f"{name}=max")]
     )
+
+
+def name_problems(name: str, value: Any, known: Collection[str], lr_words: Collection[str]) -> list[Problem]:
+    """Why a keyword of `train` is none. `lr_words`: what the command line calls lr_WORD, and Python `rates`."""
+    if name in known:
+        return []
+    field = name.removeprefix("lr_")
+    attempt = closest_match(name, known)
+    if field != name and field in lr_words:
+        attempt = f"rates=ff.LRSchedule({field}=…)"
+    return [Problem(argument_checks.format_argument(name, value), "a keyword of ff.train", attempt or "help(ff.train)")]

@@ -18,7 +18,7 @@ from typing import Any, Literal, TypedDict
 from fourfold.plan.intervals import DRIFT_CHECK
 from fourfold.plan.lr_schedule import CURVES, SCALING_RULES, LRSchedule
 from fourfold.trainer.lr_factors import check_tuned_size, lr_factors
-from fourfold.trainer.setting_checks import ema_problems, json_problems, mode_problems
+from fourfold.trainer.setting_checks import ema_problems, json_problems, mode_problems, name_problems
 from fourfold.words import argument_checks
 from fourfold.words.argument_checks import MAX_SEED
 from fourfold.words.errors import Problem, SettingError
@@ -285,6 +285,14 @@ LR_SETTINGS = {
     "drop": Setting(type=float, above=0, help="lr_schedule=step: factor of the rate at each milestone"),
     "floor": Setting(type=float, minimum=0, help="lr_schedule=linear, cosine: fraction of the rate left at the end"),
 }
+
+
+def check_setting_names(given: Mapping[str, Any]) -> None:
+    """Raise SettingError for every further keyword of `train` that is no setting."""
+    known = [*declared_settings(Settings), "plan", "callbacks", "quiet", "report"]
+    problems = [each for name, value in given.items() for each in name_problems(name, value, known, LR_SETTINGS)]
+    if problems:
+        raise SettingError(problems, where="the arguments of ff.train")
 
 
 def make_settings(task: Task, **given: Any) -> Settings:

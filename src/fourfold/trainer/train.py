@@ -40,7 +40,7 @@ from fourfold.trainer.progress import make_progress
 from fourfold.trainer.run_identity import Identity, run_identity
 from fourfold.trainer.run_length import RunSettings, check_steps, format_delayed, format_epochs, with_sizes
 from fourfold.trainer.run_logger import ProgressDisplay, RunLogger
-from fourfold.trainer.settings import TrainOptions, make_settings
+from fourfold.trainer.settings import TrainOptions, check_setting_names, make_settings
 from fourfold.trainer.stop_signal import handle_stop_signals, stop_seconds
 from fourfold.trainer.summary import RunResult
 from fourfold.trainer.task_scheduler import check_evaluations, make_scheduler
@@ -98,6 +98,7 @@ def train(
     not end within FOURFOLD_STOP_SECONDS (25) of the first. Raises children of FourfoldError; KeyboardInterrupt at a
     second Ctrl-C.
     """
+    check_setting_names(options)
     check_plan_argument(plan)
     check_callbacks(callbacks)
     plan, limit_seconds = plan or Plan(dp=world().size), stop_seconds()

@@ -89,7 +89,10 @@ def scheduler_factory_problems(value: Any) -> list[Problem]:
     missing = [each.name for each in required if each.name != "steps"]
     if not missing:
         return []
-    attempt = f"functools.partial({name}, {', '.join(f'{each}=…' for each in missing)})"
+    arguments = ", ".join(f"{each}=…" for each in missing)
+    attempt = f"functools.partial({name}, {arguments})"
+    if any(each.name == "total_steps" for each in parameters):
+        attempt = f"lambda optimizer, steps: {name}(optimizer, {arguments}, total_steps=steps)"
     return [Problem(f"scheduler = {name} also needs {' and '.join(missing)}", SCHEDULER_NEED, attempt)]
 
 

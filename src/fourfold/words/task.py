@@ -105,7 +105,7 @@ def _problems(task: Task) -> list[Problem]:
     problems += argument_checks.optimizer_factory_problems(task.optimizer)
     problems += argument_checks.scheduler_factory_problems(task.scheduler)
     if task.schedule is not None and task.scheduler is not None:
-        problems.append(Problem("schedule and scheduler", "one of them", "scheduler=None"))
+        problems.append(Problem("both schedule and scheduler", "one of them", "without schedule"))
     if callable(task.model) and hasattr(task.model, "named_parameters") and not isinstance(task.model, type):
         problems.append(Problem(f"model = an instance of {type(task.model).__name__}", *needs["model"]))
     for name, minimum in (("steps", 0), ("epochs", 1), ("batch_size", 1)):

@@ -145,8 +145,19 @@ def _call_factory(factory: SchedulerFactory, optimizer: Optimizer, steps: int) -
     except (TypeError, ValueError, KeyError) as error:
         if not comes_from_torch(error.__traceback__):
             raise  # an error of the user's own code: its traceback says more
-        got = " ".join(str(error).split())
-        raise TaskError(Problem(got, "arguments that the scheduler accepts"), where="the task's scheduler") from error
+        raise TaskError(_arguments_problem(factory, error), where="the task's scheduler") from error
+
+
+def _arguments_problem(factory: SchedulerFactory, error: Exception) -> Problem:
+    """What torch's class says of its arguments; where a `partial` gave them, with the call to complete."""
+    kind, given = getattr(factory, "func", factory), getattr(factory, "keywords", {})
+    name = kind.__name__ if isinstance(kind, type) else "the scheduler"
+    got, need = f"{name} refused its arguments: {' '.join(str(error).split())}", "arguments that it accepts"
+    if not isinstance(kind, type):
+        return Problem(got, need)
+    length = ["total_steps=steps"] if "total_steps" in _parameters(kind).keys() - given.keys() else []
+    arguments = ", ".join(["optimizer", *(f"{key}=…" for key in given), *length])
+    return Problem(got, need, f"lambda optimizer, steps: {name}({arguments})")
 
 
 def _parameters(factory: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:

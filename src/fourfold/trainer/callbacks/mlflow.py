@@ -3,6 +3,7 @@
 Law: a run that resumes goes on under the id that its folder keeps, and logs no step twice.
 """
 
+import importlib.util
 import time
 from typing import Any
 
@@ -16,10 +17,13 @@ from fourfold.trainer.callbacks.logged_metrics import (
 from fourfold.trainer.callbacks.logged_run import LoggedRun
 from fourfold.trainer.callbacks.optional_library import check_installed
 from fourfold.words.callback import Callback, EndEvent, EvaluateEvent, StartEvent, StepEvent
+from fourfold.words.errors import Problem, SettingError
 
 STATUS = {"finished": "FINISHED", "stopped": "FINISHED", "terminated": "KILLED", "failed": "FAILED"}
 MAX_PARAM_LENGTH = 6000  # MLflow refuses longer values
 MAX_PARAMS = 100  # of a request
+DATABASES = ("sqlite", "postgresql", "mysql", "mssql")  # the schemes of stores that MLflow opens with SQLAlchemy
+DATABASE_PACKAGES = ("sqlalchemy", "alembic")  # mlflow brings them, mlflow-skinny does not
 
 
 class MLflow(Callback):
@@ -31,9 +35,10 @@ class MLflow(Callback):
     """
 
     def __init__(self, experiment: str = "fourfold", *, tracking_uri: str | None = None, every: int = 1) -> None:
-        """Raises SettingError if mlflow is not installed, or for an impossible `every`."""
+        """Raises SettingError if mlflow, or what its store needs, is not installed, or for an impossible `every`."""
         check_every(every, callback="MLflow")
         check_installed("mlflow", "mlflow", callback="MLflow")
+        _check_store(tracking_uri)
         self._experiment, self._tracking_uri, self._unit, self._every = experiment, tracking_uri, "", every
         self._client: Any = None
         self._logged: LoggedRun | None = None
@@ -80,3 +85,17 @@ class MLflow(Callback):
         if self._logged is not None:
             self._client.set_terminated(self._logged.run_id, STATUS[event.status])
             self._logged.close()
+
+
+def _check_store(tracking_uri: str | None) -> None:
+    """Raise SettingError if the store is a database, and the libraries that open it are missing."""
+    missing = [name for name in DATABASE_PACKAGES if importlib.util.find_spec(name) is None]
+    if not missing:
+        return
+    import mlflow
+
+    uri = tracking_uri or mlflow.get_tracking_uri()
+    if uri.partition(":")[0].partition("+")[0] in DATABASES:
+        got = f"MLflow, whose store is {uri}, and {' and '.join(missing)} not installed"
+        need = f"{' and '.join(DATABASE_PACKAGES)}, which mlflow-skinny does not bring"
+        raise SettingError(Problem(got, need, f"pip install {' '.join(missing)}"), where="callbacks")

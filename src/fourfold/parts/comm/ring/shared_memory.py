@@ -16,6 +16,7 @@ memory transport, this needs the order of plain stores on x86-64.
 
 import mmap
 import os
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -185,11 +186,10 @@ class _GrowingMemory:
 
     def __init__(self, handle: int) -> None:
         self._handle = os.dup(handle)
+        # Not `__del__`, which at the end of the interpreter finds the names of this module already gone.
+        weakref.finalize(self, memory.close_shared, self._handle)
         self.mapping: mmap.mmap = memory.map_shared(handle)
         self._reserved: dict[tuple[int, int], int] = {}
-
-    def __del__(self) -> None:
-        memory.close_shared(self._handle)
 
     def view(self, region: int, area: int, num_elements: int, dtype: torch.dtype) -> Tensor:
         """The first elements of an area. Raises MemoryUnavailable."""

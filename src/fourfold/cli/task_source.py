@@ -1,0 +1,29 @@
+"""Task source: what the file of a task says about it, read without running it.
+
+Law: None where the file leaves room for doubt; what is returned is what `task_loader` will find.
+"""
+
+import ast
+import importlib.util
+from pathlib import Path
+
+from fourfold.cli.task_loader import BUILT_IN, DEFAULT_NAME
+
+
+def argument_names(spec: str) -> list[str] | None:
+    """The keyword arguments of a task's function; None if it is not there yet, half written, decorated or made."""
+    file, _, name = spec.partition(":")
+    if file in BUILT_IN:
+        found = importlib.util.find_spec(BUILT_IN[file])
+        file = (found and found.origin) or ""
+    try:
+        tree = ast.parse(Path(file).read_text(encoding="utf-8"))
+    except (OSError, ValueError, SyntaxError):
+        return None
+    functions = [
+        node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == (name or DEFAULT_NAME)
+    ]
+    if len(functions) != 1 or functions[0].decorator_list:
+        return None
+    arguments = functions[0].args
+    return [each.arg for each in (*arguments.args, *arguments.kwonlyargs)]
