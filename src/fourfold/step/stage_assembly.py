@@ -162,8 +162,7 @@ def _adapt(trained: Trained, transport: DataTransport, rank: int) -> Trained:
         return trained
     before = trained.blueprint
     topology = dataclasses.replace(before.topology, unshared_cause=NO_SHARED_MEMORY)
-    specs = [spec for group in before.groups for spec in group.stage.specs]
-    blueprint = lower(before.plan, specs, topology, before.update_spec)
+    blueprint = lower(before.plan, before.specs, topology, before.update_spec)
     return trained._replace(blueprint=blueprint, group=blueprint.group_of(rank))
 
 
