@@ -1,0 +1,1 @@
+"""The tensor axis of a step: what its rules say of a model's layers."""
