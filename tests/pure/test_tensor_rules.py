@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fourfold.plan.tensor_layout import tensor_layout
-from fourfold.plan.tensor_rules import Count, ModuleSpec, Quotient, Rule, Style, parse_rule
+from fourfold.plan.tensor_rules import Count, ModuleSpec, Quotient, Rule, Style, parse_rule, read_rules
 from fourfold.words.errors import PlanError
 
 LM_RULES = {
@@ -278,6 +278,40 @@ def test_texts_that_are_no_rules_are_refused(text, got, attempt):
     assert attempt in problem.attempt
 
 
+def test_a_file_of_rules_is_read():
+    text = '\ufeff# of a model\n"blocks.*.mlp.up" = "column"\nhead = "vocabulary"\n'
+    assert read_rules(text) == {"blocks.*.mlp.up": "column", "head": "vocabulary"}
+
+
+@pytest.mark.parametrize(
+    ("text", "problems"),
+    [
+        ("", [("no rules", "patterns of module names, each with a rule", '"blocks.*.mlp.up" = "column"')]),
+        (
+            'blocks.0.up = "row"\n"head" = 2\nnorm = "colunm"',
+            [
+                ("a table, blocks", "no tables; a pattern with dots in quotes", '"blocks.0.up" = "column"'),
+                ('"head" = 2', "a rule as text", '"head" = "column"'),
+                ('"norm": the style "colunm"', "a style: column, row, vocabulary or replicated", '"column"'),
+            ],
+        ),
+    ],
+)
+def test_all_that_is_wrong_in_a_file_of_rules_is_named(text, problems):
+    with pytest.raises(PlanError) as caught:
+        read_rules(text, where="rules.toml")
+    assert [tuple(problem) for problem in caught.value.problems] == problems
+    assert caught.value.where == "rules.toml"
+
+
+def test_a_pattern_without_quotes_gets_the_line_and_an_example():
+    with pytest.raises(PlanError) as caught:
+        read_rules("head = 'row'\nblocks.*.up = 'row'", where="rules.toml")
+    (problem,) = caught.value.problems
+    assert "line 2" in problem.got
+    assert problem[1:] == ("TOML, one rule a line, its pattern in quotes", '"blocks.*.mlp.up" = "column"')
+
+
 # ---- problems ---------------------------------------------------------------------------------------
 
 
@@ -323,6 +357,33 @@ def test_only_what_another_count_exceeds_is_replicated():
     row = {"attention.q": "column(heads=8)", "attention.o": "row(kv_heads=2)"}
     assert problems_of(attention(8, 2), row, 4) == [
         ("kv_heads = 2, tp = 4", "kv_heads divisible by tp", "tp = 2"),
+    ]
+
+
+def test_a_count_may_be_exceeded_by_one_of_another_module_or_in_the_same_one():
+    nested = [
+        module("", counts={"heads": 4}),
+        module("attention", counts={"kv_heads": 2}),
+        module("attention.q", "linear", weight=(8, 8)),
+        module("attention.k", "linear", weight=(4, 8)),
+    ]
+    rules = {"attention.q": "column(heads)", "attention.k": "column(kv_heads)"}
+    assert tensor_layout(nested, {}, rules, 4).counts == {"": {"heads": 1}, "attention": {"kv_heads": 1}}
+    apart = [
+        module("", counts={"heads": 4, "kv_heads": 2}),
+        module("queries"),
+        module("queries.q", "linear", weight=(8, 8)),
+        module("keys"),
+        module("keys.k", "linear", weight=(4, 8)),
+    ]
+    rules = {"queries.q": "column(heads)", "keys.k": "column(kv_heads)"}
+    assert tensor_layout(apart, {}, rules, 4).counts == {"": {"heads": 1, "kv_heads": 1}}
+
+
+def test_a_share_is_divided_by_tp():
+    rules = {"attention.q": "column(heads=4; split_size)"}
+    assert problems_of(attention(4, 4, {"split_size": 6}), rules, 4) == [
+        ("split_size = 6, tp = 4", "split_size divisible by tp", "tp = 2"),
     ]
 
 

@@ -10,8 +10,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from fourfold.plan.tensor_rules import ModuleSpec, Rule, Style, matches, parse_rule
-from fourfold.words.errors import PlanError, Problem, closest_match
+from fourfold.plan.tensor_rules import ModuleSpec, Rule, Style, matches, parse_rules
+from fourfold.words.errors import Problem, closest_match
 
 # style -> the kinds of modules that it splits
 SPLITTABLE = {
@@ -83,7 +83,7 @@ def parent_name(name: str) -> str:
 def resolve_layers(modules: Sequence[ModuleSpec], rules: Mapping[str, str]) -> tuple[list[TensorLayer], list[Problem]]:
     """The layers that the rules match, in the order of `modules`, and all that is wrong with the rules, for any tp."""
     by_name = {module.name: module for module in modules}
-    parsed, problems = _parsed(rules)
+    parsed, problems = parse_rules(rules)
     patterns: dict[str, list[str]] = {}
     for pattern in rules:
         found = [module.name for module in modules if matches(pattern, module.name)]
@@ -104,17 +104,6 @@ def resolve_layers(modules: Sequence[ModuleSpec], rules: Mapping[str, str]) -> t
             if not found_problems and (resolved := _with_counts(layer, by_name, problems)):
                 layers.append(resolved)
     return layers, problems
-
-
-def _parsed(rules: Mapping[str, str]) -> tuple[dict[str, Rule], list[Problem]]:
-    """The rules by pattern, and what is wrong with the others."""
-    parsed, problems = {}, []
-    for pattern, text in rules.items():
-        try:
-            parsed[pattern] = parse_rule(text)
-        except PlanError as error:
-            problems += (p._replace(got=f"{_quoted(pattern)}: {p.got}") for p in error.problems)
-    return parsed, problems
 
 
 # ---- which modules ---------------------------------------------------------------------------------

@@ -17,10 +17,10 @@ Law: a rule is read without a model; what it refers to is looked up by `plan/ten
 
 import enum
 import re
-import tomllib
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from fourfold.plan.decode import DecodeError, from_toml
 from fourfold.words.errors import PlanError, Problem, closest_match
 
 
@@ -37,6 +37,7 @@ class Style(enum.StrEnum):
 SYNONYMS = {"colwise": Style.COLUMN, "rowwise": Style.ROW, "embedding": Style.VOCABULARY, "replicate": Style.REPLICATED}
 NOT_BUILT = ("channels",)
 FUSED_STYLES = (Style.COLUMN, Style.ROW)
+EXAMPLE_LINE = '"blocks.*.mlp.up" = "column"'
 
 _RULE = re.compile(r"\s*(?P<style>\w+)\s*(?:\((?P<inside>[^()]*)\))?\s*")
 _COUNT = re.compile(r"(?P<name>[^\W\d]\w*)\s*(?:=\s*(?P<value>[0-9]+))?")
@@ -121,7 +122,7 @@ def _style(word: str) -> Style:
     raise PlanError(Problem(f'the style "{word}"', f"a style: {_listing(Style)}", f'"{close}"' if close else ""))
 
 
-def _listing(words: "type[Style]") -> str:
+def _listing(words: type[Style]) -> str:
     *first, last = words
     return f"{', '.join(first)} or {last}"
 
@@ -152,39 +153,44 @@ def matches(pattern: str, name: str) -> bool:
     return len(wanted) == len(given) and all(w in ("*", g) for w, g in zip(wanted, given, strict=True))
 
 
-def read_rules(text: str) -> dict[str, str]:
+def parse_rules(rules: Mapping[str, str]) -> tuple[dict[str, Rule], list[Problem]]:
+    """The rules by pattern, and what is wrong with the others."""
+    parsed, problems = {}, []
+    for pattern, text in rules.items():
+        try:
+            parsed[pattern] = parse_rule(text)
+        except PlanError as error:
+            problems += (problem._replace(got=f'"{pattern}": {problem.got}') for problem in error.problems)
+    return parsed, problems
+
+
+def read_rules(text: str, *, where: str = "") -> dict[str, str]:
     """The rules in the text of a TOML file: `"blocks.*.mlp.up" = "column"`, one a line.
 
+    where  the name of the file, for messages
     Raises PlanError, all problems at once.
     """
-    example = '"blocks.*.mlp.up" = "column"'
     try:
-        table = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        got, attempt = f"no valid TOML: {error}", f"{example} (a pattern stands in quotes)"
-        raise PlanError(Problem(got, "TOML, one rule a line", attempt)) from None
-    problems = [_value_problem(pattern, rule) for pattern, rule in table.items() if not isinstance(rule, str)]
-    for rule in table.values():
-        if isinstance(rule, str):
-            try:
-                parse_rule(rule)
-            except PlanError as error:
-                problems += error.problems
+        table = from_toml(text)
+    except DecodeError as error:
+        need, attempt = "TOML, one rule a line, its pattern in quotes", EXAMPLE_LINE
+        raise PlanError(Problem(str(error), need, attempt), where=where) from None
+    problems = [_value_problem(pattern, value) for pattern, value in table.items() if not isinstance(value, str)]
+    problems += parse_rules({pattern: value for pattern, value in table.items() if isinstance(value, str)})[1]
     if not table:
-        problems.append(Problem("no rules", "a pattern of module names and a rule", example))
+        problems.append(Problem("no rules", "patterns of module names, each with a rule", EXAMPLE_LINE))
     if problems:
-        raise PlanError(list(dict.fromkeys(problems)))
+        raise PlanError(problems, where=where)
     return table
 
 
-def _value_problem(pattern: str, rule: object) -> Problem:
+def _value_problem(pattern: str, value: object) -> Problem:
     """What is wrong with a value of a rules file that is no text."""
-    if isinstance(rule, dict):
-        # Without quotes, TOML reads the dots of `blocks.0.mlp.up` as tables within tables.
-        path, inner = [pattern], rule
-        while isinstance(inner, dict) and inner:
-            key, inner = next(iter(inner.items()))
-            path.append(key)
-        got = f"the table {pattern}"
-        return Problem(got, "patterns in quotes, and no tables", f'"{".".join(path)}" = "column"')
-    return Problem(f"{pattern} = {rule!r}", "a rule as text", f'"{pattern}" = "column"')
+    if not isinstance(value, dict):
+        return Problem(f'"{pattern}" = {value!r}', "a rule as text", f'"{pattern}" = "column"')
+    # Without quotes, TOML reads the dots of `blocks.0.mlp.up` as tables within tables.
+    names = [pattern]
+    while isinstance(value, dict) and value:
+        name, value = next(iter(value.items()))
+        names.append(name)
+    return Problem(f"a table, {pattern}", "no tables; a pattern with dots in quotes", f'"{".".join(names)}" = "column"')
