@@ -43,6 +43,8 @@ from fourfold.step.step_checks import StepChecks
 from fourfold.step.step_options import StepOptions
 from fourfold.step.step_parts import StageParts, StepParts
 from fourfold.step.step_programs import StepPrograms
+from fourfold.step.tensor import tensor_axis
+from fourfold.step.tensor.tensor_axis import TensorAxis
 from fourfold.step.update_timing import (
     UPDATE_AFTER,
     UPDATE_IN_BACKWARD,
@@ -72,6 +74,7 @@ class Assembly(NamedTuple):
     optimizer: Optimizer
     buckets: Sequence[Bucket]
     transport_name: str
+    tensor: TensorAxis
 
 
 def assemble(
@@ -87,7 +90,8 @@ def assemble(
     objective, meter = _make_objective(loss, plan), CommMeter()
     optimizer = _take_optimizer(optimizer_source, model, plan)
     world = world.on_mesh(plan.mesh)
-    trained = lay_out(model, optimizer, plan, world, options)
+    tensor = tensor_axis.cut(model, plan, world, meter, options.tensor)
+    trained = lay_out(model, optimizer, plan, world, options, tensor.all_shards)
     channel = transports.make_world_channel(world, trained.blueprint.topology, plan.transport, meter)
     statistics = _make_statistics(model, plan, world, meter)
     stage = make_stage(trained, objective, statistics, world, meter, channel.calls)
@@ -99,6 +103,7 @@ def assemble(
         sync=stage.sync,
         scaling=stage.scaling,
         loss_scale=LossScaler() if plan.precision == "fp16" else UnitLossScale(),
+        adds_totals=tensor.adds_totals,
         max_norm=math.inf if options.clip is None else options.clip,
         device=world.device,
     )
@@ -117,6 +122,7 @@ def assemble(
         optimizer=optimizer,
         buckets=stage.trained.buckets,
         transport_name=stage.transport_name,
+        tensor=tensor,
     )
 
 

@@ -56,6 +56,7 @@ class TrainStep:
         self._weights, self._checks = assembly.state.weights, assembly.checks
         self.optimizer = assembly.optimizer
         self._access = StateAccess(assembly)
+        self._tensor_shards = assembly.tensor.shards
         self._runner = StepRunner(model, assembly, self._access)
 
     # ---- what this rank is ---------------------------------------------------------------------------
