@@ -23,7 +23,7 @@ from fourfold.plan.check import read_only_reason, step_hook_conflicts
 from fourfold.plan.data.buckets import Bucket
 from fourfold.plan.plan import Plan
 from fourfold.plan.precision import LossScaler, UnitLossScale
-from fourfold.step.batch_layout import BatchLayout, TokenShards, WholeSamples
+from fourfold.step.batch_layout import BatchLayout, SharedByTensorRanks, TokenShards, WholeSamples
 from fourfold.step.batch_statistics import BatchStatistics, OwnStatistics, SyncedStatistics, batch_norms
 from fourfold.step.collective_calls import CollectiveCalls
 from fourfold.step.drift_report import KINDS, TRAINED_KINDS
@@ -115,7 +115,7 @@ def assemble(
         calls=calls,
         checks=_make_checks(model, optimizer, plan, options, calls, stage),
         split=plan.batch_split,
-        batches=_make_batches(model, loss, plan, world, meter, seed=options.seed),
+        batches=_make_batches(model, loss, plan, world, meter, tensor, seed=options.seed),
         dry_run=_make_dry_run(model, objective, statistics, plan, stage.parts.weights, world),
         state=stage.state,
         codecs=stage.codecs,
@@ -182,11 +182,19 @@ def _make_batches(
     plan: Plan,
     world: Communicator,
     meter: CommMeter,
+    tensor: TensorAxis,
     *,
     seed: int,
 ) -> BatchLayout:
-    if loss is None or plan.sp == 1:
-        return WholeSamples(world.device)
+    layout: BatchLayout = WholeSamples(world.device)
+    if loss is not None and plan.sp > 1:
+        layout = _make_token_shards(model, loss, plan, world, meter, seed=seed)
+    return SharedByTensorRanks(layout, tensor.group, tensor.ranks) if tensor.is_cut else layout
+
+
+def _make_token_shards(
+    model: nn.Module, loss: Callable[[Any, Any], Any], plan: Plan, world: Communicator, meter: CommMeter, *, seed: int
+) -> TokenShards:
     group = connect_sequence(world.along("sp"), meter, ring=plan.ring, ulysses=plan.ulysses, transport=plan.transport)
     sequence = SequenceParallel(model, loss, group, world, num_microbatches=plan.microbatches, seed=seed)
     return TokenShards(sequence, world.device)
