@@ -125,6 +125,11 @@ class TrainStep:
         return self.plan.mesh.coordinates(self.rank)["dp"]
 
     @property
+    def adds_totals(self) -> bool:
+        """Whether this rank adds its sums to those over all ranks: one rank of each tensor group does."""
+        return self._parts.adds_totals
+
+    @property
     def device(self) -> torch.device:
         return self._parts.device
 

@@ -10,7 +10,7 @@ from torch import nn
 from fourfold.parts.comm.communicator import Communicator
 from fourfold.parts.tensor.layers import split_layer
 from fourfold.parts.tensor.split_region import SplitRegion
-from fourfold.plan.tensor_rules import TensorLayout
+from fourfold.plan.tensor_layout import TensorLayout
 from fourfold.plan.tensor_shard import TensorShard
 
 

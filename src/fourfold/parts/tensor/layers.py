@@ -2,7 +2,7 @@
 
 column       the output features are split: the input is entered, the output is this rank's features
 row          the input features are split: the ranks' outputs are summed, then the bias is added, once
-vocabulary   an embedding has the rows of some tokens; a head computes the logits of some tokens, which are then gathered
+vocabulary   an embedding has the rows of some tokens; a head computes the logits of some tokens, then all gather them
 replicated   a module inside a region whose weights all ranks hold, such as a norm of each head
 Law: a layer keeps its object, its name and its base class; `isinstance(layer, nn.Linear)` stays true. Its parameters
 are the same objects, with this rank's shards for data.

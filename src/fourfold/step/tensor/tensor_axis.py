@@ -18,8 +18,9 @@ from fourfold.parts.comm.tensor_groups import make_tensor_group
 from fourfold.parts.tensor.cut import cut_model
 from fourfold.parts.tensor.split_region import SplitRegion
 from fourfold.plan.plan import Plan
+from fourfold.plan.tensor_layout import TensorLayout, tensor_layout
 from fourfold.plan.tensor_shard import TensorShard
-from fourfold.step.tensor.model_layout import model_layout
+from fourfold.step.tensor.module_specs import module_specs, tied_names
 
 
 class TensorAxis(NamedTuple):
@@ -50,10 +51,20 @@ class TensorAxis(NamedTuple):
         return {name: shards[self.group.index] for name, shards in self.all_shards.items()}
 
 
-def cut(model: nn.Module, plan: Plan, world: Communicator, meter: CommMeter, rules: Mapping[str, str]) -> TensorAxis:
-    """Cut a model as the plan says, in place; whole parameters and buffers are then the first tensor rank's. Collective.
+def model_layout(model: nn.Module, rules: Mapping[str, str], tp: int) -> TensorLayout:
+    """What each place of the tensor axis holds of a model that is not cut. Raises PlanError if it cannot be split."""
+    return tensor_layout(module_specs(model), tied_names(model), rules, tp)
 
-    Raises PlanError if the model cannot be split.
+
+def place_shards(model: nn.Module, rules: Mapping[str, str], tp: int) -> Mapping[str, Sequence[TensorShard]]:
+    """By parameter of a model that is not cut: the shards of all places; empty if tp = 1. Raises PlanError."""
+    return model_layout(model, rules, tp).shards if tp > 1 else {}
+
+
+def cut(model: nn.Module, plan: Plan, world: Communicator, meter: CommMeter, rules: Mapping[str, str]) -> TensorAxis:
+    """Cut a model as the plan says, in place. Collective.
+
+    Whole parameters and buffers are then the first tensor rank's, on all. Raises PlanError if it cannot be split.
     """
     ranks = world.along("tp")
     if plan.tp == 1:

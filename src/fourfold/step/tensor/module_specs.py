@@ -1,0 +1,72 @@
+"""Module specs: what the rules of the tensor axis need to know of a model, as plain data.
+
+Law: a meta model has the same specs as the model itself.
+"""
+
+import sys
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+
+from fourfold.plan.tensor_rules import ModuleSpec
+
+# kind -> the classes whose forward does what the kind says
+CLASSES: dict[str, tuple[type[nn.Module], ...]] = {
+    "linear": (nn.Linear,),
+    "embedding": (nn.Embedding,),
+    "group_norm": (nn.GroupNorm,),
+    "convolution": (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+    "attention": (nn.MultiheadAttention,),
+}
+
+
+def module_specs(model: nn.Module) -> list[ModuleSpec]:
+    """All modules of the model, each once, under its first name."""
+    read_by_parent = _read_by_parent(model)
+    return [_spec(name, module, read_by_parent) for name, module in model.named_modules()]
+
+
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """The other names of parameters that have several: the name -> the first one, as `named_parameters` has it."""
+    first: dict[Tensor, str] = {}
+    names = ((name, first.setdefault(p, name)) for name, p in model.named_parameters(remove_duplicate=False))
+    return {name: known for name, known in names if name != known}
+
+
+def _spec(name: str, module: nn.Module, read_by_parent: dict[nn.Module, str]) -> ModuleSpec:
+    class_name = type(module).__name__
+    parameters = {key: tuple(p.shape) for key, p in module.named_parameters(recurse=False, remove_duplicate=False)}
+    counts = {key: n for key, n in vars(module).items() if type(n) is int and not key.startswith("_")}
+    if parent := read_by_parent.get(module):
+        return ModuleSpec(name, "other", parameters, counts, f"{class_name} whose weight {parent} reads itself")
+    return ModuleSpec(name, _kind(module), parameters, counts, class_name)
+
+
+def _kind(module: nn.Module) -> str:
+    for kind, classes in _classes().items():
+        for each in classes:
+            # A subclass with a forward of its own, such as a scaled embedding, may compute something else.
+            if isinstance(module, each) and type(module).forward is each.forward:
+                return kind
+    if isinstance(module, nn.MultiheadAttention):
+        return "attention"
+    shapes = [p.ndim for p in module.parameters(recurse=False)]
+    is_norm = "norm" in type(module).__name__.lower() and all(ndim == 1 for ndim in shapes)
+    return "norm" if is_norm and not any(True for _ in module.children()) else "other"
+
+
+def _classes() -> dict[str, tuple[type[nn.Module], ...]]:
+    """CLASSES, with the Conv1D of transformers if that library is imported."""
+    conv1d = getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", None)
+    return CLASSES if conv1d is None else {**CLASSES, "conv1d": (conv1d,)}
+
+
+def _read_by_parent(model: nn.Module) -> dict[nn.Module, str]:
+    """Layers whose weights the module around them gives to a fused kernel in evaluation, without calling them."""
+
+    def found() -> Iterator[tuple[nn.Module, str]]:
+        for module in model.modules():
+            if isinstance(module, nn.TransformerEncoderLayer):
+                yield from ((layer, "nn.TransformerEncoderLayer") for layer in (module.linear1, module.linear2))
+
+    return dict(found())
