@@ -4,7 +4,7 @@ Law: what cannot be carried out is refused before a weight moves, and before pro
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import psutil
@@ -40,6 +40,7 @@ def parallelize(
     skip_nan: int = 0,
     same_batches: str = "refuse",
     drift_check: int = DRIFT_CHECK,
+    tensor: Mapping[str, str] | None = None,
 ) -> TrainStep:
     """Lay one training step over the ranks of a plan. Collective.
 
@@ -59,6 +60,8 @@ def parallelize(
                   finite; one more raises TrainingError
     same_batches  "refuse": raise TaskError where all data ranks train on the same batches, three different ones in a
                   row; "allow": never raise. Batches of a `Feed` always differ
+    tensor        with tp > 1: pattern of module names -> how its weights are split, such as {"*.up": "column"}; see
+                  `docs/tensor-axis.md`
     drift_check   ranks compare the weights that several of them have after every so many steps, and raise
                   DivergenceError if they differ; 0: never
 
@@ -85,6 +88,7 @@ def parallelize(
         skip_nan=skip_nan,
         same_batches=same_batches,
         drift_check=drift_check,
+        tensor=tensor or {},
     )
 
 

@@ -38,6 +38,7 @@ from fourfold.plan.data.buckets import Bucket
 from fourfold.plan.data.zero import RestingLayouts, layout_changes
 from fourfold.plan.lowering import Blueprint, DataGroup, lower
 from fourfold.plan.plan import Plan
+from fourfold.plan.tensor_shard import TensorShard
 from fourfold.plan.topology import NO_SHARED_MEMORY, Topology
 from fourfold.step.batch_statistics import BatchStatistics
 from fourfold.step.codec_state import CodecState
@@ -146,10 +147,20 @@ def make_stage(
     return StageAssembly(parts, trained, sync, scaling, codecs, state, transport.description)
 
 
-def lay_out(model: nn.Module, optimizer: Optimizer, plan: Plan, world: Communicator, options: StepOptions) -> Trained:
-    """The buckets of the trained parameters; all ranks have the same, or raise PlanError. Collective."""
-    trainable, specs = trainable_parameters(model), model_specs(model, optimizer)
-    shapes = {name: list(p.shape) for name, p in trainable.items()}
+def lay_out(
+    model: nn.Module,
+    optimizer: Optimizer,
+    plan: Plan,
+    world: Communicator,
+    options: StepOptions,
+    shards: Mapping[str, Sequence[TensorShard]],
+) -> Trained:
+    """The buckets of the trained parameters; all ranks have the same, or raise PlanError. Collective.
+
+    shards  by parameter: those of the places of the tensor axis
+    """
+    trainable, specs = trainable_parameters(model), model_specs(model, optimizer, shards)
+    shapes: dict[str, list[int] | str] = {spec.name: list(spec.shape) for spec in specs}
     compared = {name: value for name, value in options._asdict().items() if name != "seed"}
     check_same_on_ranks(world, specs, shapes, plan=plan, options=compared, optimizer=optimizer)
     blueprint = lower(plan, specs, gather_topology(world), update_spec(model, optimizer, clip=options.clip))
@@ -218,7 +229,7 @@ def _make_gradients(
         transport = local._replace(description=transport.description)
         meter = CommMeter()  # with local steps gradients are not sent, and not recorded
     # A rank that waits for others within its backward does not reduce meanwhile.
-    waits_in_backward = transport.weights.unshards_params or plan.batch_norm == "sync"
+    waits_in_backward = transport.weights.unshards_params or plan.batch_norm == "sync" or plan.tp > 1
     gradients = GradBuckets(
         trained.by_name,
         trained.buckets,
@@ -226,8 +237,20 @@ def _make_gradients(
         meter,
         allow_unused=allow_unused,
         may_block_in_backward=not waits_in_backward,
+        uncounted=_uncounted_ranges(trained),
     )
     return _GradientParts(gradients, transport, averager)
+
+
+def _uncounted_ranges(trained: Trained) -> list[list[tuple[int, int]]]:
+    """By bucket: the elements [start, stop) whose squares another tensor rank adds to the norm."""
+    ranges = {
+        spec.name: spec.shards[spec.tensor_index].uncounted_ranges for spec in trained.group.stage.specs if spec.shards
+    }
+    return [
+        [(slot.start + start, slot.start + stop) for slot in bucket.slots for start, stop in ranges.get(slot.name, ())]
+        for bucket in trained.buckets
+    ]
 
 
 def _state_layout(trained: Trained, transport: DataTransport, data_ranks: Communicator) -> RankLayout:

@@ -71,6 +71,8 @@ class StepParts(NamedTuple):
     sync: GradSync
     scaling: GradScaling
     loss_scale: LossScale
+    adds_totals: bool
+    """Whether this rank adds loss and counts to the sums over the world: one rank of each tensor group does."""
     max_norm: float
     """The bound of the gradient norm; infinite without clip."""
     device: torch.device

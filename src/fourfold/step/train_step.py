@@ -56,6 +56,7 @@ class TrainStep:
         self._weights, self._checks = assembly.state.weights, assembly.checks
         self.optimizer = assembly.optimizer
         self._access = StateAccess(assembly)
+        self._tensor_shards = assembly.tensor.shards
         self._runner = StepRunner(model, assembly, self._access)
 
     # ---- what this rank is ---------------------------------------------------------------------------
@@ -122,6 +123,11 @@ class TrainStep:
     def dp_index(self) -> int:
         """This rank's index on the data axis."""
         return self.plan.mesh.coordinates(self.rank)["dp"]
+
+    @property
+    def adds_totals(self) -> bool:
+        """Whether this rank adds its sums to those over all ranks: one rank of each tensor group does."""
+        return self._parts.adds_totals
 
     @property
     def device(self) -> torch.device:

@@ -67,6 +67,7 @@ def task(
         resolve_text_path(data)
     return Task(
         model=functools.partial(LanguageModel, width=width, layers=layers, heads=heads, kv_heads=kv_heads),
+        tensor=TENSOR_RULES,
         loss=loss,
         data=functools.partial(open_data, data, length=length, valid_bytes=valid_bytes),
         optimizer=functools.partial(optimizer, lr=lr, weight_decay=weight_decay),
@@ -109,6 +110,17 @@ def _rate_problems(*, clip: float | None, **rates: float) -> Iterable[Problem]:
         yield Problem(f"warmup = {rates['warmup']}", "a fraction of the steps: 0 or more, less than 1", "warmup=0.05")
     if not rates["weight_decay"] >= 0:
         yield Problem(f"weight_decay = {rates['weight_decay']}", "0 or more")
+
+
+TENSOR_RULES = {
+    "embedding": "vocabulary",
+    "blocks.*.attention.qkv": "column(heads, kv_heads, kv_heads)",
+    "blocks.*.attention.out": "row(heads)",
+    "blocks.*.mlp.gate_up": "column(2)",
+    "blocks.*.mlp.down": "row",
+    "head": "vocabulary",
+}
+"""How the layers are split over the tensor axis; see `docs/tensor-axis.md`."""
 
 
 class Attention(nn.Module):

@@ -1,1 +1,1 @@
-"""The tensor axis of a step: what its rules say of a model's layers."""
+"""The tensor axis of a step: the model is cut by its rules, and what all tensor ranks have is counted once."""

@@ -1,0 +1,75 @@
+"""Tensor axis: which part of every parameter this rank holds, and the ranks that hold the others.
+
+whole   a model that is not cut: tp = 1
+shards  by parameter: those of all places of the tensor axis, or of this rank's place
+Law: the axis is decided here, once. Where it has one place, nothing differs from a plan without it.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Self
+
+from torch import nn
+
+from fourfold.parts.comm.communicator import Communicator
+from fourfold.parts.comm.meter import CommMeter
+from fourfold.parts.comm.tensor.protocol import TensorGroup
+from fourfold.parts.comm.tensor.single_rank import SingleRankTensorGroup
+from fourfold.parts.comm.tensor_groups import make_tensor_group
+from fourfold.parts.tensor.cut import cut_model
+from fourfold.parts.tensor.split_region import SplitRegion
+from fourfold.plan.plan import Plan
+from fourfold.plan.tensor_layout import TensorLayout, tensor_layout
+from fourfold.plan.tensor_shard import TensorShard
+from fourfold.step.tensor.module_specs import module_specs, tied_names
+
+
+class TensorAxis(NamedTuple):
+    """The tensor axis of this rank. `all_shards` is empty for a model that is not cut."""
+
+    all_shards: Mapping[str, Sequence[TensorShard]]
+    group: TensorGroup
+    ranks: Communicator
+
+    @classmethod
+    def whole(cls, ranks: Communicator, meter: CommMeter) -> Self:
+        """One place, which holds all of the model."""
+        return cls({}, SingleRankTensorGroup(meter), ranks)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether ranks hold parts of the model."""
+        return self.group.size > 1
+
+    @property
+    def adds_totals(self) -> bool:
+        """Whether this rank adds loss and counts to sums over the world: one rank of each tensor group does."""
+        return self.group.index == 0
+
+    @property
+    def shards(self) -> Mapping[str, TensorShard]:
+        """By parameter: what this rank's place holds."""
+        return {name: shards[self.group.index] for name, shards in self.all_shards.items()}
+
+
+def model_layout(model: nn.Module, rules: Mapping[str, str], tp: int) -> TensorLayout:
+    """What each place of the tensor axis holds of a model that is not cut. Raises PlanError if it cannot be split."""
+    return tensor_layout(module_specs(model), tied_names(model), rules, tp)
+
+
+def place_shards(model: nn.Module, rules: Mapping[str, str], tp: int) -> Mapping[str, Sequence[TensorShard]]:
+    """By parameter of a model that is not cut: the shards of all places; empty if tp = 1. Raises PlanError."""
+    return model_layout(model, rules, tp).shards if tp > 1 else {}
+
+
+def cut(model: nn.Module, plan: Plan, world: Communicator, meter: CommMeter, rules: Mapping[str, str]) -> TensorAxis:
+    """Cut a model as the plan says, in place. Collective.
+
+    Whole parameters and buffers are then the first tensor rank's, on all. Raises PlanError if it cannot be split.
+    """
+    ranks = world.along("tp")
+    if plan.tp == 1:
+        return TensorAxis.whole(ranks, meter)
+    layout = model_layout(model, rules, plan.tp)
+    group = make_tensor_group(ranks, "tensor", meter, choice=plan.transport)
+    cut_model(model, layout, SplitRegion(group), ranks)
+    return TensorAxis(layout.shards, group, ranks)
