@@ -563,15 +563,21 @@ def test_channels_are_refused_as_not_built(kind):
     ]
 
 
-def test_a_layer_whose_weight_is_computed_is_refused():
-    modules = [module(""), module("layer", "linear", weight_g=(4, 1), weight_v=(4, 4), class_name="Linear")]
+@pytest.mark.parametrize("parameters", [{"weight_g": (4, 1), "weight_v": (4, 4)}, {"weight": (4, 4), "scale": (4,)}])
+def test_a_layer_with_parameters_that_its_kind_does_not_have_is_refused(parameters):
+    modules = [module(""), module("layer", "linear", class_name="Linear", **parameters)]
     assert problems_of(modules, {"layer": "column"}, 2) == [
         (
-            '"layer" = "column" matches modules of class Linear with the parameters weight_g, weight_v',
+            f'"layer" = "column" matches modules of class Linear with the parameters {", ".join(parameters)}',
             "its own weight, and a bias or none",
             "no rule for it: it stays whole",
         )
     ]
+
+
+def test_a_count_of_none_is_refused():
+    rules = {"attention.q": "column(heads)"}
+    assert problems_of(attention(4, 4, {"heads": 0}), rules, 2) == [("heads = 0", "1 or more to be split", "")]
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,8 @@ class Everything(nn.Module):
         self.conv = nn.Conv2d(4, 4, 3)
         self.attention = nn.MultiheadAttention(4, 2)
         self.encoder = nn.TransformerEncoderLayer(4, 2, 8)
-        self.own = nn.Parameter(torch.zeros(3))
+        self.renormalized = nn.Embedding(6, 4, max_norm=1.0)
+        self.own = self.same = nn.Parameter(torch.zeros(3))
         self.linear.weight = self.embedding.weight
         self.again = self.norm
 
@@ -51,8 +52,10 @@ def test_each_module_has_its_kind():
         "conv": "convolution",
         "attention": "attention",
         "encoder": "other",
+        "renormalized": "other",
     }
-    assert dict(specs[""].parameters) == {"own": (3,)}
+    assert specs["renormalized"].class_name == "Embedding with max_norm"
+    assert dict(specs[""].parameters) == {"own": (3,), "same": (3,)}
     assert dict(specs[""].counts) == {"heads": 2}
     assert dict(specs["linear"].parameters) == {"weight": (6, 4), "bias": (6,)}
     assert "weight" not in specs["computed"].parameters
@@ -65,6 +68,7 @@ def test_a_meta_model_has_the_specs_and_names_of_the_real_one():
         meta = Everything()
     assert module_specs(meta) == module_specs(Everything())
     assert tied_names(meta) == {
+        "same": "own",
         "linear.weight": "embedding.weight",
         "again.weight": "norm.weight",
         "again.bias": "norm.bias",

@@ -39,20 +39,34 @@ def _spec(name: str, module: nn.Module, read_by_parent: dict[nn.Module, str]) ->
     counts = {key: n for key, n in vars(module).items() if type(n) is int and not key.startswith("_")}
     if parent := read_by_parent.get(module):
         return ModuleSpec(name, "other", parameters, counts, f"{class_name} whose weight {parent} reads itself")
-    return ModuleSpec(name, _kind(module), parameters, counts, class_name)
+    if options := _embedding_options(module):
+        return ModuleSpec(name, "other", parameters, counts, f"{class_name} with {' and '.join(options)}")
+    return ModuleSpec(name, module_kind(module), parameters, counts, class_name)
 
 
-def _kind(module: nn.Module) -> str:
+def module_kind(module: nn.Module) -> str:
+    """The kind of a module, as in `ModuleSpec`. "other" also for a layer that does more than its kind says."""
     for kind, classes in _classes().items():
         for each in classes:
             # A subclass with a forward of its own, such as a scaled embedding, may compute something else.
             if isinstance(module, each) and type(module).forward is each.forward:
-                return kind
+                return "other" if _embedding_options(module) else kind
     if isinstance(module, nn.MultiheadAttention):
         return "attention"
-    shapes = [p.ndim for p in module.parameters(recurse=False)]
-    is_norm = "norm" in type(module).__name__.lower() and all(ndim == 1 for ndim in shapes)
+    is_norm = "norm" in type(module).__name__.lower() and all(p.ndim == 1 for p in module.parameters(recurse=False))
     return "norm" if is_norm and not any(True for _ in module.children()) else "other"
+
+
+def _embedding_options(module: nn.Module) -> list[str]:
+    """Options of an embedding that need all rows at once, or gradients of another layout."""
+    if not isinstance(module, nn.Embedding):
+        return []
+    options = {
+        "max_norm": module.max_norm is not None,
+        "scale_grad_by_freq": module.scale_grad_by_freq,
+        "sparse gradients": module.sparse,
+    }
+    return [name for name, is_set in options.items() if is_set]
 
 
 def _classes() -> dict[str, tuple[type[nn.Module], ...]]:

@@ -1,0 +1,180 @@
+"""Tensor rules of transformers' models: each layer that should be split is, and the local model fits together."""
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from fourfold.plan.tensor_layout import tensor_layout
+from fourfold.step.tensor.module_specs import module_specs, tied_names
+from fourfold.step.tensor.transformers_rules import rules_of_transformers
+from fourfold.words.errors import PlanError
+
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "vocab_size": 50,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
+}
+GROUPED = {"num_key_value_heads": 2, "head_dim": 6, "tie_word_embeddings": False}
+GPT2 = {"n_embd": 32, "n_head": 8, "n_layer": 2, "vocab_size": 50, "bos_token_id": 0, "eos_token_id": 1}
+NORMS = {"input_layernorm.weight", "post_attention_layernorm.weight", "norm.weight"}
+HEAD_NORMS = {"q_norm.weight", "k_norm.weight"}
+GPT2_WHOLE = {f"{name}.{kind}" for name in ("ln_1", "ln_2", "ln_f") for kind in ("weight", "bias")} | {
+    "wpe.weight",
+    "c_proj.bias",
+}
+BERT_WHOLE = {
+    "position_embeddings.weight",
+    "token_type_embeddings.weight",
+    "LayerNorm.weight",
+    "LayerNorm.bias",
+    "output.dense.bias",
+    "transform.dense.weight",
+    "transform.dense.bias",
+}
+# model -> its config, and the ends of the names of all its parameters that are not split
+MODELS = {
+    "LlamaForCausalLM": (SIZES | GROUPED, NORMS),
+    "Qwen2ForCausalLM": (SIZES | GROUPED | {"tie_word_embeddings": True}, NORMS),
+    "Qwen3ForCausalLM": (SIZES | GROUPED, NORMS | HEAD_NORMS),
+    "MistralForCausalLM": (SIZES | GROUPED, NORMS),
+    "GemmaForCausalLM": (
+        SIZES | GROUPED | {"tie_word_embeddings": True},
+        NORMS | {"embed_tokens.weight", "lm_head.weight"},
+    ),
+    "LlamaModel": (SIZES | GROUPED, NORMS),
+    "GPT2LMHeadModel": (GPT2, GPT2_WHOLE),
+    "GPT2Model": (GPT2, GPT2_WHOLE),
+    "BertForMaskedLM": (SIZES, BERT_WHOLE),
+    "BertModel": (SIZES, BERT_WHOLE | {"pooler.dense.weight", "pooler.dense.bias"}),
+}
+
+
+def meta_model(name, sizes):
+    with torch.device("meta"):
+        return getattr(transformers, name)(getattr(transformers, name).config_class(**sizes))
+
+
+def layout_of(model, tp):
+    return tensor_layout(module_specs(model), tied_names(model), rules_of_transformers(model), tp)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_layer_that_should_be_split_is(name):
+    sizes, whole = MODELS[name]
+    layout = layout_of(meta_model(name, sizes), 4)
+    found = {name for name, shards in layout.shards.items() if shards[0].is_whole}
+    expected = {name for name in layout.shards if name.endswith(tuple(whole))}
+    assert found == {name for name in expected if not name.endswith("intermediate.dense.bias")}
+    replicated = {name.rpartition(".")[2] for name, style in layout.styles.items() if style == "replicated"}
+    assert replicated == ({"q_norm", "k_norm"} if name.startswith("Qwen3") else set())
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_local_model_computes_with_the_shapes_of_its_place(name, tp):
+    sizes, _ = MODELS[name]
+    model = meta_model(name, sizes)
+    layout = layout_of(model, tp)
+    index = tp - 1
+    for key, parameter in model.named_parameters():
+        parameter.data = torch.empty(layout.shards[key][index].local_shape, device="meta")
+    for key, counts in layout.counts.items():
+        for attribute, value in counts.items():
+            setattr(model.get_submodule(key), attribute, value)
+    for module in model.modules():
+        if type(module).__name__ == "Conv1D":
+            module.nf = module.weight.shape[1]
+    out = model(torch.zeros(2, 5, dtype=torch.int64, device="meta"))[0]
+    is_whole = name.endswith("Model") and not name.endswith("LMHeadModel")
+    last = 50 - index * -(-50 // tp) if not name.startswith("Gemma") else 50
+    assert out.shape == (2, 5, 32 if is_whole else last)
+
+
+def test_heads_of_keys_and_values_are_whole_heads_in_each_place():
+    layout = layout_of(meta_model("LlamaForCausalLM", SIZES | GROUPED), 4)
+    shards = layout.shards["model.layers.1.self_attn.k_proj.weight"]
+    assert [shard.pieces[0][:] for shard in shards] == [(0, 6, 0, 2), (0, 6, 1, 2), (6, 12, 0, 2), (6, 12, 1, 2)]
+    assert layout.counts["model.layers.1.self_attn"] == {"num_key_value_groups": 2}
+
+
+def test_gpt2s_places_hold_the_same_heads_of_queries_keys_and_values():
+    layout = layout_of(meta_model("GPT2LMHeadModel", GPT2), 4)
+    shard = layout.shards["transformer.h.0.attn.c_attn.weight"][1]
+    assert shard.dim == 1
+    assert [(piece.start, piece.stop) for piece in shard.pieces] == [(8, 16), (40, 48), (72, 80)]
+    assert layout.counts["transformer.h.0.attn"] == {"num_heads": 2, "split_size": 8}
+
+
+def test_the_bias_of_berts_head_is_split_under_both_of_its_names():
+    layout = layout_of(meta_model("BertForMaskedLM", SIZES), 4)
+    assert layout.shards["cls.predictions.bias"] == layout.shards["cls.predictions.decoder.bias"]
+    assert [shard.local_shape for shard in layout.shards["cls.predictions.bias"]] == [(13,), (13,), (13,), (11,)]
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "split"),
+    [
+        ("GPT2LMHeadModel", GPT2, "h.1.crossattention.c_attn"),
+        ("BertForMaskedLM", SIZES | {"is_decoder": True}, "layer.1.crossattention.self.key"),
+    ],
+)
+def test_cross_attention_is_split_where_it_is(name, sizes, split):
+    layout = layout_of(meta_model(name, sizes | {"add_cross_attention": True}), 2)
+    assert [module for module in layout.styles if module.endswith(split)]
+
+
+def test_a_model_within_another_module_is_found_once():
+    inner = meta_model("LlamaForCausalLM", SIZES | GROUPED)
+    rules = rules_of_transformers(nn.ModuleDict({"net": inner}))
+    assert rules == {f"net.{pattern}": rule for pattern, rule in rules_of_transformers(inner).items()}
+    assert rules["net.model.layers.*.self_attn.k_proj"] == "column(kv_heads=2)"
+    assert rules_of_transformers(nn.Linear(2, 2)) == {}
+
+
+def problems_of(model):
+    with pytest.raises(PlanError) as caught:
+        rules_of_transformers(model)
+    return [tuple(problem) for problem in caught.value.problems]
+
+
+def test_styles_that_we_lack_are_refused_by_name():
+    experts = SIZES | GROUPED | {"num_local_experts": 2}
+    need = "colwise, rowwise, embedding_rowwise or replicated_with_grad_allreduce, of a layer"
+    attempt = "rules of your own, tensor={…}; what they leave out stays whole"
+    assert problems_of(meta_model("MixtralForCausalLM", experts)) == [
+        (f'"model.layers.*.mlp.{name}" is "{style}" in transformers\' plan of MixtralForCausalLM', need, attempt)
+        for name, style in (
+            ("experts.gate_up_proj", "packed_colwise"),
+            ("experts.down_proj", "rowwise"),
+            ("experts", "moe_tp_experts"),
+        )
+    ]
+    fused = problems_of(meta_model("Phi3ForCausalLM", SIZES | {"num_key_value_heads": 2}))
+    assert [got.partition(" in ")[0] for got, _, _ in fused] == [
+        '"model.layers.*.self_attn.qkv_proj" is "colwise_gather_output"',
+        '"model.layers.*.self_attn.o_proj" is "rowwise_split_input"',
+        '"model.layers.*.mlp.gate_up_proj" is "colwise_gather_output"',
+        '"model.layers.*.mlp.down_proj" is "rowwise_split_input"',
+    ]
+
+
+def test_a_model_without_rules_is_refused_by_name():
+    ((got, need, _),) = problems_of(meta_model("DistilBertModel", {"dim": 32, "n_heads": 4, "n_layers": 1}))
+    assert got == "transformers has no tensor plan for DistilBertModel, and Fourfold has no rules for it"
+    assert need == "a model with one, such as Llama, or one of ours: gpt2, bert"
+
+
+def test_layers_with_other_heads_than_their_config_are_refused():
+    model = meta_model("LlamaForCausalLM", SIZES | GROUPED)
+    model.config.num_attention_heads = 3
+    assert (
+        '"model.layers.*.self_attn.q_proj" has 48 features, its config counts 3 heads, and its heads have 6',
+        "features for each of the heads",
+        "rules of your own, tensor={…}",
+    ) in problems_of(model)
