@@ -85,10 +85,7 @@ def assemble(
     world: Communicator,
     options: StepOptions,
 ) -> Assembly:
-    """Make all parts of a step. `world` lies on the plan's mesh. Collective.
-
-    Raises PlanError, OptimizerError, TaskError or SettingError.
-    """
+    """Make all parts of a step, on the plan's mesh. Collective. Raises PlanError, OptimizerError, TaskError."""
     objective, meter = _make_objective(loss, plan), CommMeter()
     optimizer = _take_optimizer(optimizer_source, model, plan)
     tensor = tensor_axis.cut(model, options.tensor, world, meter, transport=plan.transport)

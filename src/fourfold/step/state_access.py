@@ -150,4 +150,6 @@ class StateAccess:
                 yield ReplicatedTensor(FROZEN, name, 0, parameter, shard)
                 continue
             for kind, holder in holders.items():
-                yield from (ReplicatedTensor(kind, name, *part, shard) for part in holder.held_parts(name))
+                yield from (
+                    ReplicatedTensor(kind, name, part.start, part.tensor, shard) for part in holder.held_parts(name)
+                )
