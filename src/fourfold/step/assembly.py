@@ -85,12 +85,10 @@ def assemble(
     world: Communicator,
     options: StepOptions,
 ) -> Assembly:
-    """Make all parts of a step. Collective. Raises PlanError, OptimizerError, TaskError or SettingError."""
-    check_model_loss(loss, plan)
+    """Make all parts of a step, on the plan's mesh. Collective. Raises PlanError, OptimizerError, TaskError."""
     objective, meter = _make_objective(loss, plan), CommMeter()
     optimizer = _take_optimizer(optimizer_source, model, plan)
-    world = world.on_mesh(plan.mesh)
-    tensor = tensor_axis.cut(model, plan, world, meter, options.tensor)
+    tensor = tensor_axis.cut(model, options.tensor, world, meter, transport=plan.transport)
     trained = lay_out(model, optimizer, plan, world, options, tensor.all_shards)
     channel = transports.make_world_channel(world, trained.blueprint.topology, plan.transport, meter)
     statistics = _make_statistics(model, plan, world, meter)
@@ -103,7 +101,7 @@ def assemble(
         sync=stage.sync,
         scaling=stage.scaling,
         loss_scale=LossScaler() if plan.precision == "fp16" else UnitLossScale(),
-        adds_totals=tensor.adds_totals,
+        totals_of_peers=tensor.totals_of_peers,
         max_norm=math.inf if options.clip is None else options.clip,
         device=world.device,
     )
@@ -135,6 +133,7 @@ def _take_optimizer(source: OptimizerSource, model: nn.Module, plan: Plan) -> Op
 
 
 def _make_objective(loss: Callable[[Any, Any], Any] | None, plan: Plan) -> Objective:
+    check_model_loss(loss, plan)
     is_batch_split = plan.batch_split.num_parts > 1
     return Objective(ModelLoss() if loss is None else UserLoss(loss), is_batch_split=is_batch_split)
 

@@ -143,13 +143,13 @@ class StateAccess:
 
     def replicated_tensors(self, model: nn.Module) -> Iterator[ReplicatedTensor]:
         """The weights in this rank's own memory."""
-        tensor = self._assembly.tensor
-        split = {name for name, shard in tensor.shards.items() if not shard.is_whole}
         holders = {WEIGHTS: self._weights.storage, MASTER_WEIGHTS: self._weights.master_weights}
         for name, parameter in model.named_parameters():
-            shard = 1 + tensor.group.index if name in split else 0
+            shard = self._assembly.tensor.shard_number(name)
             if name not in self._weights.trainable:
                 yield ReplicatedTensor(FROZEN, name, 0, parameter, shard)
                 continue
             for kind, holder in holders.items():
-                yield from (ReplicatedTensor(kind, name, *part, shard) for part in holder.held_parts(name))
+                yield from (
+                    ReplicatedTensor(kind, name, part.start, part.tensor, shard) for part in holder.held_parts(name)
+                )

@@ -49,9 +49,6 @@ class StepTotals:
     """Of a loss that is made of several means: see `uneven_means`."""
 
 
-COMMON_TOTALS = [0, 1, 2, 3, 6, 7]  # of StepTotals: those that the ranks of one tensor group have in common
-
-
 class StepRequest(NamedTuple):
     """What a step is begun with.
 
@@ -156,8 +153,7 @@ class StepState:
         local = torch.tensor(self._host_totals, dtype=torch.float64, device=self.parts.device)
         for position, value in self._device_totals:
             local[position] += value
-        if not self.parts.adds_totals:
-            local[COMMON_TOTALS] = 0.0
+        local[self.parts.totals_of_peers] = 0.0
         return local
 
     def count_of(self, index: int) -> float:

@@ -51,7 +51,9 @@ class TrainStep:
         **options: Unpack[StepKeywords],
     ) -> None:
         self.model, self.plan, self.seed = model, plan, options.get("seed", 0)
-        self._assembly = assembly = assemble(model, loss, optimizer, plan, communicator, StepOptions(**options))
+        self._assembly = assembly = assemble(
+            model, loss, optimizer, plan, communicator.on_mesh(plan.mesh), StepOptions(**options)
+        )
         self._parts, self._calls, self._programs = assembly.parts, assembly.calls, assembly.programs
         self._weights, self._checks = assembly.state.weights, assembly.checks
         self.optimizer = assembly.optimizer
@@ -127,7 +129,7 @@ class TrainStep:
     @property
     def adds_totals(self) -> bool:
         """Whether this rank adds its sums to those over all ranks: one rank of each tensor group does."""
-        return self._parts.adds_totals
+        return not self._parts.totals_of_peers
 
     @property
     def device(self) -> torch.device:

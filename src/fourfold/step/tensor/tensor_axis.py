@@ -17,10 +17,12 @@ from fourfold.parts.comm.tensor.single_rank import SingleRankTensorGroup
 from fourfold.parts.comm.tensor_groups import make_tensor_group
 from fourfold.parts.tensor.cut import cut_model
 from fourfold.parts.tensor.split_region import SplitRegion
-from fourfold.plan.plan import Plan
 from fourfold.plan.tensor_layout import TensorLayout, tensor_layout
 from fourfold.plan.tensor_shard import TensorShard
 from fourfold.step.tensor.module_specs import module_specs, tied_names
+
+
+COMMON_TOTALS = [0, 1, 2, 3, 6, 7]  # all but the counts of stop requests and of mismatched batches
 
 
 class TensorAxis(NamedTuple):
@@ -41,9 +43,14 @@ class TensorAxis(NamedTuple):
         return self.group.size > 1
 
     @property
-    def adds_totals(self) -> bool:
-        """Whether this rank adds loss and counts to sums over the world: one rank of each tensor group does."""
-        return self.group.index == 0
+    def totals_of_peers(self) -> list[int]:
+        """Which of a step's totals the first rank of the group adds for all, by their places in `StepTotals`."""
+        return COMMON_TOTALS if self.group.index else []
+
+    def shard_number(self, name: str) -> int:
+        """Equal for two ranks that hold the same of a parameter: 0 of one that all ranks hold."""
+        shard = self.shards.get(name)
+        return 0 if shard is None or shard.local_shape == shard.shape else 1 + self.group.index
 
     @property
     def shards(self) -> Mapping[str, TensorShard]:
@@ -61,15 +68,17 @@ def place_shards(model: nn.Module, rules: Mapping[str, str], tp: int) -> Mapping
     return model_layout(model, rules, tp).shards if tp > 1 else {}
 
 
-def cut(model: nn.Module, plan: Plan, world: Communicator, meter: CommMeter, rules: Mapping[str, str]) -> TensorAxis:
-    """Cut a model as the plan says, in place. Collective.
+def cut(
+    model: nn.Module, rules: Mapping[str, str], world: Communicator, meter: CommMeter, *, transport: str
+) -> TensorAxis:
+    """Cut a model into as many parts as the mesh has tensor ranks, in place. Collective. `transport`: the plan's.
 
     Whole parameters and buffers are then the first tensor rank's, on all. Raises PlanError if it cannot be split.
     """
     ranks = world.along("tp")
-    if plan.tp == 1:
+    if ranks.size == 1:
         return TensorAxis.whole(ranks, meter)
-    layout = model_layout(model, rules, plan.tp)
-    group = make_tensor_group(ranks, "tensor", meter, choice=plan.transport)
+    layout = model_layout(model, rules, ranks.size)
+    group = make_tensor_group(ranks, "tensor", meter, choice=transport)
     cut_model(model, layout, SplitRegion(group), ranks)
     return TensorAxis(layout.shards, group, ranks)
