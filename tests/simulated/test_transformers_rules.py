@@ -1,5 +1,7 @@
 """Tensor rules of transformers' models: each layer that should be split is, and the local model fits together."""
 
+import copy
+
 import pytest
 import torch
 import transformers
@@ -137,6 +139,74 @@ def test_a_model_within_another_module_is_found_once():
     assert rules_of_transformers(nn.Linear(2, 2)) == {}
 
 
+def test_rules_name_the_counts_of_heads():
+    rules = rules_of_transformers(meta_model("LlamaForCausalLM", SIZES | GROUPED))
+    attention = {name.rpartition(".")[2]: rule for name, rule in rules.items() if "self_attn" in name}
+    kv = "column(kv_heads=2)"
+    assert attention == {"q_proj": "column(heads=8)", "k_proj": kv, "v_proj": kv, "o_proj": "row(heads=8)"}
+    rules = rules_of_transformers(meta_model("BertModel", SIZES))
+    assert rules["encoder.layer.*.attention.output.dense"] == "row(num_attention_heads=8)"
+
+
+def test_layers_whose_configs_differ_have_rules_of_their_own():
+    model = meta_model("LlamaForCausalLM", SIZES | GROUPED)
+    attention = model.model.layers[1].self_attn
+    attention.config = copy.deepcopy(attention.config)
+    attention.config.num_key_value_heads = 1
+    rules = rules_of_transformers(model)
+    found = {name: rule for name, rule in rules.items() if name.endswith(".k_proj")}
+    assert found == {
+        "model.layers.0.self_attn.k_proj": "column(kv_heads=2)",
+        "model.layers.1.self_attn.k_proj": "column(kv_heads=1)",
+    }
+
+
+def test_attention_that_counts_its_heads_gets_local_counts():
+    model = meta_model("LlamaForCausalLM", SIZES | GROUPED)
+    for layer in model.model.layers:
+        layer.self_attn.num_heads, layer.self_attn.num_key_value_heads = 8, 2
+    counts = layout_of(model, 4).counts["model.layers.0.self_attn"]
+    assert counts == {"num_heads": 2, "num_key_value_heads": 1, "num_key_value_groups": 2}
+
+
+def test_a_head_is_split_without_the_embedding_if_they_share_nothing():
+    model = meta_model("GemmaForCausalLM", SIZES | GROUPED)
+    layout = layout_of(model, 2)
+    assert [layout.shards[name][0].is_whole for name in ("model.embed_tokens.weight", "lm_head.weight")] == [
+        True,
+        False,
+    ]
+
+
+def test_entries_of_a_plan_for_layers_that_the_model_lacks_mean_nothing():
+    model = meta_model("LlamaForCausalLM", SIZES | GROUPED)
+    rules = rules_of_transformers(model)
+    model.tp_plan = {**model.tp_plan, "model.layers.*.mlp.experts": "moe_tp_experts", "model.norm": "replicate"}
+    assert rules_of_transformers(model) == rules
+
+
+def test_a_model_that_names_no_input_embedding_has_the_rules_of_its_plan():
+    model = meta_model("LlamaModel", SIZES | GROUPED)
+    rules = rules_of_transformers(model)
+
+    def refuse():
+        raise NotImplementedError
+
+    model.get_input_embeddings = refuse
+    assert rules_of_transformers(model) == rules
+
+
+def test_attention_whose_config_counts_no_heads_is_refused():
+    model = meta_model("LlamaForCausalLM", SIZES | GROUPED)
+    for layer in model.model.layers:
+        layer.self_attn.config = None
+    assert problems_of(model)[0] == (
+        '"model.layers.*.self_attn.q_proj" is in a LlamaAttention whose config does not count its heads',
+        "num_attention_heads in its config",
+        "rules of your own, tensor={…}",
+    )
+
+
 def problems_of(model):
     with pytest.raises(PlanError) as caught:
         rules_of_transformers(model)
@@ -164,9 +234,16 @@ def test_styles_that_we_lack_are_refused_by_name():
     ]
 
 
-def test_a_model_without_rules_is_refused_by_name():
-    ((got, need, _),) = problems_of(meta_model("DistilBertModel", {"dim": 32, "n_heads": 4, "n_layers": 1}))
-    assert got == "transformers has no tensor plan for DistilBertModel, and Fourfold has no rules for it"
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("DistilBertModel", {"dim": 32, "n_heads": 4, "n_layers": 1}),
+        ("ViTModel", {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}),
+    ],
+)
+def test_a_model_without_rules_is_refused_by_name(name, sizes):
+    ((got, need, _),) = problems_of(meta_model(name, sizes))
+    assert got == f"transformers has no tensor plan for {name}, and Fourfold has no rules for it"
     assert need == "a model with one, such as Llama, or one of ours: gpt2, bert"
 
 

@@ -40,7 +40,7 @@ def _spec(name: str, module: nn.Module, read_by_parent: dict[nn.Module, str]) ->
     if parent := read_by_parent.get(module):
         return ModuleSpec(name, "other", parameters, counts, f"{class_name} whose weight {parent} reads itself")
     if options := _embedding_options(module):
-        return ModuleSpec(name, "other", parameters, counts, f"{class_name} with {' and '.join(options)}")
+        class_name += f" with {' and '.join(options)}"
     return ModuleSpec(name, module_kind(module), parameters, counts, class_name)
 
 

@@ -102,7 +102,6 @@ def _outermost_models(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 def _rules_of(model: Any, problems: list[Problem]) -> dict[str, str]:
     """The rules of one model of transformers, by pattern of its own module names."""
-    vocabulary = _vocabulary_layers(model)
     if model.tp_plan:
         rules = _rules_of_plan(model, problems)
     elif table := TABLES.get(model.config.model_type):
@@ -112,7 +111,7 @@ def _rules_of(model: Any, problems: list[Problem]) -> dict[str, str]:
         need = f"a model with one, such as Llama, or one of ours: {', '.join(TABLES)}"
         problems.append(Problem(got, need, 'tensor={"layers.*.mlp.up": "column", …}, rules of your own'))
         return {}
-    return rules | dict.fromkeys(vocabulary, str(Style.VOCABULARY))
+    return rules | dict.fromkeys(_vocabulary_layers(model), str(Style.VOCABULARY))
 
 
 # ---- the vocabulary --------------------------------------------------------------------------------
@@ -126,7 +125,7 @@ def _vocabulary_layers(model: Any) -> list[str]:
     layers = [layer for layer in (_input_embedding(model), model.get_output_embeddings()) if layer is not None]
     names = {id(module): name for name, module in model.named_modules()}
     splittable = [layer for layer in layers if module_kind(layer) in ("embedding", "linear")]
-    if len(splittable) < len(layers) and len({id(layer.weight) for layer in layers}) < len(layers):
+    if len(splittable) < len(layers) and len({id(getattr(layer, "weight", layer)) for layer in layers}) < len(layers):
         return []
     return [names[id(layer)] for layer in splittable]
 
