@@ -7,6 +7,7 @@ Law: all ranks get the same weights, whatever their device.
 """
 
 import math
+import zlib
 from collections.abc import Mapping
 
 import torch
@@ -23,9 +24,9 @@ SEED = 20_240_601
 @torch.no_grad()
 def make_state(model: nn.Module, config: CheckConfig) -> dict[str, Tensor]:
     """Parameters and buffers for a functional call. Buffers are copies: what forward writes is dropped."""
-    generator = torch.Generator().manual_seed(SEED)
     state = copy_buffers(model, config.dtype)
     for name, p in model.named_parameters():
+        generator = _generator_of(name)
         if not (p.is_floating_point() or p.is_complex()):
             continue
         if config.weights == "own":
@@ -47,17 +48,21 @@ def copy_parameters(
 
     existing  copies to reuse, by the id of the parameter
     """
-    generator = torch.Generator().manual_seed(SEED)
     copies: dict[str, nn.Parameter] = {}
     for name, p in model.named_parameters():
         if existing and id(p) in existing:
             copies[name] = existing[id(p)]
             continue
         is_near = config.weights == "near" and p.requires_grad
-        drawn = _perturbed_weight(p, generator) if is_near else p.detach().clone()
+        drawn = _perturbed_weight(p, _generator_of(name)) if is_near else p.detach().clone()
         drawn = drawn.to(p.dtype) if config.dtype is None else cast_real(drawn, config.dtype)
         copies[name] = nn.Parameter(drawn, requires_grad=p.requires_grad)
     return copies
+
+
+def _generator_of(name: str) -> torch.Generator:
+    """A generator for one parameter: ranks whose shards of another one differ in size draw the same for this one."""
+    return torch.Generator().manual_seed(SEED + zlib.crc32(name.encode()))
 
 
 def copy_buffers(model: nn.Module, dtype: torch.dtype | None) -> dict[str, Tensor]:

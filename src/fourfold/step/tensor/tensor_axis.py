@@ -21,7 +21,6 @@ from fourfold.plan.tensor_layout import TensorLayout, tensor_layout
 from fourfold.plan.tensor_shard import TensorShard
 from fourfold.step.tensor.module_specs import module_specs, tied_names
 
-
 COMMON_TOTALS = [0, 1, 2, 3, 6, 7]  # all but the counts of stop requests and of mismatched batches
 
 
