@@ -21,13 +21,15 @@ from fourfold.plan.tensor_shard import TensorShard
 
 
 class SplitLayer(nn.Module):
-    """What split layers know: their region, and the shards of their weights on this rank."""
+    """What is mixed into the class of a layer that is split."""
 
     region: SplitRegion
     shards: Mapping[str, TensorShard]
     """By own parameter: the part of it that is here."""
+    weight: Tensor
+    bias: Tensor | None
 
-    def _shared(self, name: str) -> Tensor | None:
+    def shared(self, name: str) -> Tensor | None:
         """An own parameter; with gradients summed over the ranks that hold the same pieces, if several do."""
         weight = getattr(self, name)
         if weight is None or all(piece.num_replicas == 1 for piece in self.shards[name].pieces):
@@ -35,24 +37,38 @@ class SplitLayer(nn.Module):
         return self.region.partial_pieces(weight, self.shards[name])
 
 
-class ColumnLinear(SplitLayer, nn.Linear):
+class ColumnLinear(SplitLayer):
     def forward(self, input: Tensor) -> Tensor:
-        return F.linear(self.region.enter(input), cast(Tensor, self._shared("weight")), self._shared("bias"))
+        return F.linear(self.region.enter(input), cast(Tensor, self.shared("weight")), self.shared("bias"))
 
 
-class RowLinear(SplitLayer, nn.Linear):
+class RowLinear(SplitLayer):
     def forward(self, input: Tensor) -> Tensor:
         total = self.region.leave(F.linear(input, self.weight))
         return total if self.bias is None else total + self.bias
 
 
-class VocabularyLinear(SplitLayer, nn.Linear):
+class ColumnConv1D(SplitLayer):
+    """transformers' Conv1D: a linear layer whose weight is [in, out]."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(self.region.enter(x), cast(Tensor, self.shared("weight")).t(), self.shared("bias"))
+
+
+class RowConv1D(SplitLayer):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.region.leave(F.linear(x, self.weight.t())) + self.bias
+
+
+class VocabularyLinear(SplitLayer):
     def forward(self, input: Tensor) -> Tensor:
         logits = F.linear(self.region.enter(input), self.weight, self.bias)
         return self.region.gather(logits, self.shards["weight"].shape[0])
 
 
-class VocabularyEmbedding(SplitLayer, nn.Embedding):
+class VocabularyEmbedding(SplitLayer):
+    padding_idx: int | None
+
     def forward(self, input: Tensor) -> Tensor:
         ((start, stop, _, _),) = self.shards["weight"].pieces
         is_absent = (input < start) | (input >= stop)
@@ -60,12 +76,12 @@ class VocabularyEmbedding(SplitLayer, nn.Embedding):
         # The gradient of the padding row is dropped, on the rank that has it.
         padding = None if self.padding_idx is None else self.padding_idx - start
         padding = padding if padding is not None and 0 <= padding < stop - start else None
-        found = F.embedding(rows, self.weight, padding, scale_grad_by_freq=False, sparse=False)
+        found = F.embedding(rows, self.weight, padding)
         return self.region.leave(found.masked_fill(is_absent[..., None], 0))
 
 
 class Replicated(SplitLayer):
-    """Mixed into the class of any module: its own parameters are used with summed gradients."""
+    """Its own parameters are used with summed gradients."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         weights = {name: self.region.partial(weight) for name, weight in self.named_parameters(recurse=False)}
@@ -78,28 +94,41 @@ class Replicated(SplitLayer):
                 del vars(self)[name]
 
 
-# What takes the place of a module's class, by the style of its rule.
-SPLIT_CLASSES: Mapping[tuple[Style, type[nn.Module]], type[SplitLayer]] = {
-    (Style.COLUMN, nn.Linear): ColumnLinear,
-    (Style.ROW, nn.Linear): RowLinear,
-    (Style.VOCABULARY, nn.Linear): VocabularyLinear,
-    (Style.VOCABULARY, nn.Embedding): VocabularyEmbedding,
+LINEAR, CONV1D, EMBEDDING = "linear", "conv1d", "embedding"
+LAYERS: Mapping[tuple[Style, str], type[SplitLayer]] = {
+    (Style.COLUMN, LINEAR): ColumnLinear,
+    (Style.COLUMN, CONV1D): ColumnConv1D,
+    (Style.ROW, LINEAR): RowLinear,
+    (Style.ROW, CONV1D): RowConv1D,
+    (Style.VOCABULARY, LINEAR): VocabularyLinear,
+    (Style.VOCABULARY, EMBEDDING): VocabularyEmbedding,
 }
 
 
 def split_layer(module: nn.Module, style: Style, region: SplitRegion, shards: Mapping[str, TensorShard]) -> None:
-    """Make a module compute with this rank's shards of its own parameters, which are cut already."""
-    base = type(module)
-    split = _mixed_with(base) if style is Style.REPLICATED else SPLIT_CLASSES[style, base]
-    module.__class__ = split
+    """Make a module compute with this rank's shards of its own parameters, which are cut already.
+
+    The rules have shown that its class is one that can be split in this style.
+    """
+    mixin = Replicated if style is Style.REPLICATED else LAYERS[style, _kind(module)]
+    module.__class__ = _mixed(mixin, type(module))
     layer = cast(SplitLayer, module)
     layer.region, layer.shards = region, shards
     if isinstance(module, nn.Linear):
         module.out_features, module.in_features = module.weight.shape
     elif isinstance(module, nn.Embedding):
         module.num_embeddings = module.weight.shape[0]
+    elif hasattr(module, "nf"):
+        module.nf = module.weight.shape[1]
+
+
+def _kind(module: nn.Module) -> str:
+    if isinstance(module, nn.Embedding):
+        return EMBEDDING
+    return LINEAR if isinstance(module, nn.Linear) else CONV1D
 
 
 @functools.cache
-def _mixed_with(base: type[nn.Module]) -> type[SplitLayer]:
-    return type(f"Replicated{base.__name__}", (Replicated, base), {})
+def _mixed(mixin: type[SplitLayer], base: type[nn.Module]) -> type[nn.Module]:
+    """`base` with the forward of `mixin`."""
+    return type(f"{mixin.__name__}Of{base.__name__}" if mixin is Replicated else mixin.__name__, (mixin, base), {})
