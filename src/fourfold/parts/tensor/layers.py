@@ -12,6 +12,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -64,6 +65,26 @@ class VocabularyEmbedding(SplitLayer, nn.Embedding):
         return self.region.leave(found.masked_fill(is_absent[..., None], 0))
 
 
+class ColumnConv1D(SplitLayer):
+    """Mixed into transformers' Conv1D, whose weight is [in, out]."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, bias = cast(Tensor, self._shared("weight")), cast(Tensor, self._shared("bias"))
+        entered = self.region.enter(x)
+        flat = torch.addmm(bias, entered.reshape(-1, entered.shape[-1]), weight)
+        return flat.view(*entered.shape[:-1], -1)
+
+
+class RowConv1D(SplitLayer):
+    """Mixed into transformers' Conv1D, whose weight is [in, out]."""
+
+    weight: Tensor
+    bias: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.region.leave(x @ self.weight) + self.bias
+
+
 class Replicated(SplitLayer):
     """Mixed into the class of any module: its own parameters are used with summed gradients."""
 
@@ -85,21 +106,31 @@ SPLIT_CLASSES: Mapping[tuple[Style, type[nn.Module]], type[SplitLayer]] = {
     (Style.VOCABULARY, nn.Linear): VocabularyLinear,
     (Style.VOCABULARY, nn.Embedding): VocabularyEmbedding,
 }
+# The same for transformers' Conv1D, which is no class of torch.
+CONV1D_CLASSES: Mapping[Style, type[SplitLayer]] = {Style.COLUMN: ColumnConv1D, Style.ROW: RowConv1D}
 
 
 def split_layer(module: nn.Module, style: Style, region: SplitRegion, shards: Mapping[str, TensorShard]) -> None:
     """Make a module compute with this rank's shards of its own parameters, which are cut already."""
-    base = type(module)
-    split = _mixed_with(base) if style is Style.REPLICATED else SPLIT_CLASSES[style, base]
-    module.__class__ = split
+    module.__class__ = _split_class(style, type(module))
     layer = cast(SplitLayer, module)
     layer.region, layer.shards = region, shards
     if isinstance(module, nn.Linear):
         module.out_features, module.in_features = module.weight.shape
     elif isinstance(module, nn.Embedding):
         module.num_embeddings = module.weight.shape[0]
+    elif isinstance(module, ColumnConv1D | RowConv1D):
+        vars(module).update(zip(("nx", "nf"), cast(Tensor, module.weight).shape, strict=True))
 
 
 @functools.cache
-def _mixed_with(base: type[nn.Module]) -> type[SplitLayer]:
-    return type(f"Replicated{base.__name__}", (Replicated, base), {})
+def _split_class(style: Style, base: type[nn.Module]) -> type[nn.Module]:
+    """The class that a module of class `base` gets, a subclass of it."""
+    if style is Style.REPLICATED:
+        return type(f"Replicated{base.__name__}", (Replicated, base), {})
+    for (of_style, plain), split in SPLIT_CLASSES.items():
+        if of_style is style and issubclass(base, plain):
+            # A forward of its own, as that of an embedding which scales its output, goes on to the split one.
+            bases = (split, base) if base.forward is plain.forward else (base, split)
+            return split if base is plain else type(f"{split.__name__}{base.__name__}", bases, {})
+    return type(CONV1D_CLASSES[style].__name__, (CONV1D_CLASSES[style], base), {})
