@@ -13,7 +13,7 @@ from fourfold.parts.comm.tensor_groups import make_tensor_group
 from fourfold.parts.tensor.cut import cut_model, local_part
 from fourfold.parts.tensor.split_region import SplitRegion
 from fourfold.plan.tensor_layout import tensor_layout
-from fourfold.step.tensor.module_specs import module_specs, tied_names
+from fourfold.step.tensor.module_specs import module_kind, module_specs, tied_names
 from fourfold.step.tensor.transformers_rules import rules_of_transformers
 from fourfold.testing import threads
 from fourfold.words.errors import PlanError
@@ -120,7 +120,11 @@ def test_a_model_cut_by_its_rules_computes_as_the_whole_one(name, tp):
         cut_model(local_model, layout, SplitRegion(make_tensor_group(comm, "tensor", CommMeter())), comm)
         return trial(local_model)
 
-    for index, local in enumerate(threads.run(tp, body)):
+    trials = threads.run(tp, body)
+    for module in local_models[0].modules():
+        if hasattr(module, "nf"):
+            assert (module.nx, module.nf) == module.weight.shape
+    for index, local in enumerate(trials):
         assert torch.allclose(local.output, whole.output, rtol=1e-10, atol=1e-10)
         assert local.grads.keys() == whole.grads.keys()
         for key, grad in local.grads.items():
@@ -215,11 +219,27 @@ def test_an_embedding_that_cannot_be_split_stays_whole_and_so_does_a_head_that_s
     assert layout.shards["lm_head.weight"][0].is_whole == tied
 
 
+def test_only_embeddings_that_return_rows_or_multiples_of_them_are_embeddings():
+    bart = transformers.models.bart.modeling_bart
+    with torch.device("meta"):
+        scaled = bart.BartScaledWordEmbedding(6, 4, 0, embed_scale=2.0)
+        positions = bart.BartLearnedPositionalEmbedding(6, 4)
+    assert (module_kind(scaled), module_kind(positions)) == ("embedding", "other")
+
+
 def test_entries_of_a_plan_for_layers_that_the_model_lacks_mean_nothing():
     model = meta_model("LlamaForCausalLM", SIZES | GROUPED)
     rules = rules_of_transformers(model)
     model.tp_plan = {**model.tp_plan, "model.layers.*.mlp.experts": "moe_tp_experts", "model.norm": "replicate"}
     assert rules_of_transformers(model) == rules
+
+
+def test_an_input_that_is_no_embedding_stays_as_the_plan_says():
+    model = meta_model("LlamaForCausalLM", SIZES | GROUPED)
+    model.get_input_embeddings = lambda: model.model.layers
+    rules = rules_of_transformers(model)
+    assert rules["lm_head"] == rules["model.embed_tokens"] == "vocabulary"
+    assert "model.layers" not in rules
 
 
 def test_a_model_that_names_no_input_embedding_has_the_rules_of_its_plan():

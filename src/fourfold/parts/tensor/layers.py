@@ -130,7 +130,7 @@ def _split_class(style: Style, base: type[nn.Module]) -> type[nn.Module]:
         return type(f"Replicated{base.__name__}", (Replicated, base), {})
     for (of_style, plain), split in SPLIT_CLASSES.items():
         if of_style is style and issubclass(base, plain):
-            # A forward of its own, as that of an embedding which scales its output, goes on to the split one.
-            bases = (split, base) if base.forward is plain.forward else (base, split)
+            # A forward of the subclass, as that of an embedding which scales its output, goes on to the split one.
+            bases: tuple[type, ...] = (base, split)
             return split if base is plain else type(f"{split.__name__}{base.__name__}", bases, {})
     return type(CONV1D_CLASSES[style].__name__, (CONV1D_CLASSES[style], base), {})
