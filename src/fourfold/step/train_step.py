@@ -16,6 +16,7 @@ from fourfold.parts.optim.user_optimizer import OptimizerSource
 from fourfold.parts.rank_layout import RankLayout
 from fourfold.plan.data.buckets import Bucket
 from fourfold.plan.plan import Plan
+from fourfold.plan.tensor_shard import TensorShard
 from fourfold.plan.topology import Topology
 from fourfold.step.assembly import assemble
 from fourfold.step.codec_state import CodecState
@@ -58,7 +59,6 @@ class TrainStep:
         self._weights, self._checks = assembly.state.weights, assembly.checks
         self.optimizer = assembly.optimizer
         self._access = StateAccess(assembly)
-        self._tensor_shards = assembly.tensor.shards
         self._runner = StepRunner(model, assembly, self._access)
 
     # ---- what this rank is ---------------------------------------------------------------------------
@@ -125,6 +125,11 @@ class TrainStep:
     def dp_index(self) -> int:
         """This rank's index on the data axis."""
         return self.plan.mesh.coordinates(self.rank)["dp"]
+
+    @property
+    def tensor_shards(self) -> Mapping[str, TensorShard]:
+        """By parameter: the part of it that this rank's place on the tensor axis holds; empty if tp = 1."""
+        return self._assembly.tensor.shards
 
     @property
     def adds_totals(self) -> bool:

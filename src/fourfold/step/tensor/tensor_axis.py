@@ -20,6 +20,7 @@ from fourfold.parts.tensor.split_region import SplitRegion
 from fourfold.plan.tensor_layout import TensorLayout, tensor_layout
 from fourfold.plan.tensor_shard import TensorShard
 from fourfold.step.tensor.module_specs import module_specs, tied_names
+from fourfold.step.tensor.transformers_rules import rules_of_transformers
 
 COMMON_TOTALS = [0, 1, 2, 3, 6, 7]  # all but the counts of stop requests and of mismatched batches
 
@@ -58,8 +59,11 @@ class TensorAxis(NamedTuple):
 
 
 def model_layout(model: nn.Module, rules: Mapping[str, str], tp: int) -> TensorLayout:
-    """What each place of the tensor axis holds of a model that is not cut. Raises PlanError if it cannot be split."""
-    return tensor_layout(module_specs(model), tied_names(model), rules, tp)
+    """What each place of the tensor axis holds of a model that is not cut. Raises PlanError if it cannot be split.
+
+    Without rules, models of transformers are split by their own.
+    """
+    return tensor_layout(module_specs(model), tied_names(model), rules or rules_of_transformers(model), tp)
 
 
 def place_shards(model: nn.Module, rules: Mapping[str, str], tp: int) -> Mapping[str, Sequence[TensorShard]]:
