@@ -123,7 +123,7 @@ def test_a_model_cut_by_its_rules_computes_as_the_whole_one(name, tp):
     trials = threads.run(tp, body)
     for module in local_models[0].modules():
         if hasattr(module, "nf"):
-            assert module.nf == module.weight.shape[1]
+            assert (module.nx, module.nf) == module.weight.shape
     for index, local in enumerate(trials):
         assert torch.allclose(local.output, whole.output, rtol=1e-10, atol=1e-10)
         assert local.grads.keys() == whole.grads.keys()
