@@ -34,8 +34,9 @@ DTYPES = (
     torch.uint8, torch.bool, torch.complex64, torch.complex128,
 )  # fmt: skip
 MAX_CACHED_SHAPES = 64
-# Above, each rank adds a slice for all. With two ranks that moves more bytes, whatever the size.
-MIN_SLICED_BYTES = 2**18
+# From here on each rank adds a slice for all. With two ranks that moves more bytes, whatever the size. Measured:
+# `docs/measured-notes.md`, "Collectives of the tensor axis".
+MIN_SLICED_BYTES = 2**21
 MIN_SLICING_RANKS = 3
 SLICE_ELEMENTS = 16  # slices begin at multiples: two ranks write no cache line in common
 
