@@ -36,7 +36,7 @@ class TensorAxis(NamedTuple):
     @classmethod
     def whole(cls, ranks: Communicator, meter: CommMeter) -> Self:
         """One place, which holds all of the model."""
-        return cls({}, SingleRankTensorGroup(meter), ranks)
+        return cls({}, SingleRankTensorGroup(meter, ranks.device), ranks)
 
     @property
     def is_cut(self) -> bool:
