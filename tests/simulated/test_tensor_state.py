@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -46,15 +46,25 @@ def frozen_and_tied(model: Any) -> nn.Module:
     """A language model with a frozen split weight, and a head that is its embedding."""
     model.blocks[0].mlp.down.weight.requires_grad_(False)
     model.head.weight = model.embedding.weight
+    model.register_buffer("scale", torch.tensor([3.0, 4.0]))
     return model
 
 
+# 256 rows on three places: the shards, and so the buckets, differ in size.
+UNEVEN = {"dp": 2, "tp": 3, "zero": 2, "rules": {"embedding": "vocabulary", "head": "vocabulary"}}
+
+
 def make_step(
-    comm: Communicator, case: Case = CASE, *, prepare: Callable[[Any], nn.Module] = as_it_is, **fields: Any
+    comm: Communicator,
+    case: Case = CASE,
+    *,
+    prepare: Callable[[Any], nn.Module] = as_it_is,
+    rules: Mapping[str, str] = lm.TENSOR_RULES,
+    **fields: Any,
 ) -> TrainStep:
     plan = Plan(bucket_bytes=12_000, **fields)
     model, optimizer = prepare(make_model()), cases.optimizer(case)
-    options = {"clip": case.clip, "tensor": lm.TENSOR_RULES}
+    options = {"clip": case.clip, "tensor": rules}
     return TrainStep(model, cases.loss(case), optimizer, plan=plan, communicator=comm, **options)
 
 
@@ -104,6 +114,7 @@ def resume(step: TrainStep, folder: Path, ema: EMA | None = None) -> int:
 
 
 MESHES = [{"tp": 2}, {"tp": 4, "zero": 1}, {"dp": 2, "tp": 2, "zero": 2}, {"dp": 2, "tp": 2, "zero": 3, "hosts": 2}]
+MESHES += [UNEVEN]
 
 
 @pytest.mark.parametrize("fields", MESHES)
@@ -137,6 +148,7 @@ def test_the_state_is_that_of_one_device_and_loading_it_changes_nothing(fields):
         ({"tp": 4, "zero": 1}, {"dp": 2, "tp": 2}),
         ({"dp": 2, "tp": 2, "zero": 3, "hosts": 2}, {"sp": 2, "tp": 2, "zero": 1}),
         ({"dp": 3, "zero": 1}, {"tp": 4}),
+        (UNEVEN, {"dp": 2, "tp": 2}),
     ],
 )
 def test_a_run_resumes_bit_for_bit_on_its_mesh_and_within_the_law_on_another(saved_on, loaded_on, tmp_path):
