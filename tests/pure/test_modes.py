@@ -169,6 +169,7 @@ CHOSEN_BY_A_DRY_RUN = "what a dry run can compare: it lists its checks and takes
 ASKED = {
     "_is_log_rank": "one rank logs for all",
     "has_any_hook": "the user may register hooks at any time",
+    "has_failure": "why the calls of one dry run have ended",
     "has_pending": "whether updates wait now",
     "index": "of an action",
     "is_causal": "of one call of attention",
@@ -176,7 +177,9 @@ ASKED = {
     "is_in_backward": "where a dry run has failed",
     "is_mean": "of one call of a loss function",
     "is_model_loss": "refuses a compiled model that computes its own loss",
+    "is_needed": "whether it has been done",
     "is_synchronized": "whether local steps have just averaged the weights",
+    "is_whole": "of one parameter's shard",
     "needs_dry_run": "whether it has been done",
     "num_elements": "of one loss",
     "size": "of the world: decides, when a DriftChecker is made, whether there are replicas to compare",
