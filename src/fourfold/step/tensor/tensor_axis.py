@@ -17,6 +17,7 @@ from fourfold.parts.comm.tensor.single_rank import SingleRankTensorGroup
 from fourfold.parts.comm.tensor_groups import make_tensor_group
 from fourfold.parts.tensor.cut import cut_model
 from fourfold.parts.tensor.split_region import SplitRegion
+from fourfold.parts.tensor.whole_tensors import WholeTensors
 from fourfold.plan.tensor_layout import TensorLayout, tensor_layout
 from fourfold.plan.tensor_shard import TensorShard
 from fourfold.step.tensor.module_specs import module_specs, tied_names
@@ -60,6 +61,11 @@ class TensorAxis(NamedTuple):
         """Equal for two ranks that hold the same of a parameter: 0 of one that all ranks hold."""
         shard = self.shards.get(name)
         return 0 if shard is None or shard.local_shape == shard.shape else 1 + self.group.index
+
+    @property
+    def whole_tensors(self) -> WholeTensors:
+        """Makes tensors as large as the parameters whole, and cuts them."""
+        return WholeTensors(self.all_shards, self.ranks)
 
     @property
     def shards(self) -> Mapping[str, TensorShard]:
