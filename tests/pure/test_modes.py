@@ -169,7 +169,6 @@ CHOSEN_BY_A_DRY_RUN = "what a dry run can compare: it lists its checks and takes
 ASKED = {
     "_is_log_rank": "one rank logs for all",
     "has_any_hook": "the user may register hooks at any time",
-    "has_failure": "why the calls of one dry run have ended",
     "has_pending": "whether updates wait now",
     "index": "of an action",
     "is_causal": "of one call of attention",

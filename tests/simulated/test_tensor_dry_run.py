@@ -2,6 +2,8 @@
 
 import functools
 import re
+import threading
+import time
 from typing import Any
 
 import pytest
@@ -161,6 +163,7 @@ class FewerOutputs(nn.Module):
         return self.up(x).mean(-1, keepdim=True)
 
 
+FIRST_RULES = {"blocks.0.up": "column", "blocks.0.down": "row"}
 MLP_RULES = {"blocks.*.up": "column", "blocks.*.down": "row"}
 ATTENTION_RULES = {"blocks.*.q": "column", "blocks.*.k": "column", "blocks.*.v": "column", "blocks.*.out": "row"}
 
@@ -194,7 +197,7 @@ WRONG: dict[str, tuple[Any, dict[str, str], str]] = {
     "a row whose input is whole": (
         (MLP,),
         {"blocks.*.down": "row"},
-        r'blocks\.0\.down \(RowLinear\) is "row", and its input \[2, 3, 16\] is whole.*"column" for the layer',
+        r'blocks\.0\.down \(Linear\) is "row", and its input \[2, 3, 16\] is whole.*"column" for the layer',
     ),
     "heads without their count": (
         (Attention,),
@@ -234,7 +237,7 @@ WRONG: dict[str, tuple[Any, dict[str, str], str]] = {
     ),
     "a gradient summed twice": (
         (MLP, Gain),
-        {"blocks.0.up": "column", "blocks.0.down": "row", "blocks.1": "replicated"},
+        {**FIRST_RULES, "blocks.1": "replicated"},
         r"gradient of blocks\.1\.gain is 2 times the whole model's.*no rule that makes blocks\.1 \"replicated\"",
     ),
 }
@@ -285,3 +288,190 @@ def test_norms_of_heads_without_replicated_are_refused_by_name():
 def test_a_refusal_on_one_data_rank_reaches_all():
     found = refusal(functools.partial(make_net, Penalized), squared, features(1), MLP_RULES, dp=2)
     assert "blocks.0.up.weight is used outside" in found
+
+
+# ---- dropout ----------------------------------------------------------------------------------------
+
+
+class DroppedAttention(Attention):
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (layer(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        p = 0.5 if self.training else 0.0
+        return self.out(F.scaled_dot_product_attention(q, k, v, dropout_p=p).transpose(1, 2).flatten(2))
+
+
+class Noise(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.randn_like(x)
+
+
+HEADS_RULES = {"blocks.*.q": "column(heads)", "blocks.*.k": "column(heads)", "blocks.*.v": "column(heads)"}
+HEADS_RULES["blocks.*.out"] = "row(heads)"
+SPLIT_DRAWS = {
+    "dropout": (mlp_with(lambda: nn.Dropout(0.1)), MLP_RULES, r"dropout = 0\.1 in blocks\.0\.middle \(Dropout\)"),
+    "attention": (DroppedAttention, HEADS_RULES, r"attention with dropout_p = 0\.5 in blocks\.0 \(DroppedAttention\)"),
+    "noise": (mlp_with(Noise), MLP_RULES, r"randn_like in blocks\.0\.middle \(Noise\)"),
+}
+
+
+@pytest.mark.parametrize("case", SPLIT_DRAWS)
+def test_random_numbers_for_split_features_are_refused(case):
+    middle, rules, message = SPLIT_DRAWS[case]
+    found = refusal(functools.partial(make_net, middle), squared, features(), rules)
+    assert re.search(rf"tp = 2 and {message}, on features that are split.*try dropout = 0 in .*, or tp = 1", found), (
+        found
+    )
+
+
+def test_dropout_is_refused_even_if_an_evaluation_has_passed_before():
+    def body(comm):
+        step = make_step(make_net(mlp_with(lambda: nn.Dropout(0.1))), squared, comm, Plan(tp=2), MLP_RULES)
+        step.model.eval()
+        step.evaluate(features())
+        step.model.train()
+        with pytest.raises(TaskError, match=r"dropout = 0\.1 in blocks\.0\.middle"):
+            step(features())
+
+    threads.run(2, body)
+
+
+def test_dropout_of_whole_features_passes(finished):
+    def body(comm):
+        make_step(make_net(MLP, lambda: nn.Dropout(0.5)), squared, comm, Plan(tp=2), FIRST_RULES).dry_run(features())
+
+    threads.run(2, body)
+    assert finished == [2, 2]
+
+
+# ---- failures of one rank ---------------------------------------------------------------------------
+
+
+class FailingGrad(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        raise KeyError("backward")
+
+
+class Failing(nn.Module):
+    """What lies between the layers of an MLP: on one rank, it raises."""
+
+    def __init__(self, where: str, comm: Any) -> None:
+        super().__init__()
+        self.where, self.is_here = where, comm.rank == 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.is_here and (self.where == "whole" or (self.where == "cut" and x.shape[-1] < 16)):
+            raise KeyError(self.where)
+        fails_later = self.is_here and self.where == "backward" and x.shape[-1] < 16
+        return FailingGrad.apply(x) if fails_later else x
+
+    def __deepcopy__(self, memo: Any) -> "Failing":
+        return self
+
+
+FAILURES = {
+    "whole": (KeyError, "whole", "rank 1 failed on its first batch: KeyError: 'whole'"),
+    "cut": (
+        TaskError,
+        "blocks.1.middle (Failing) gets split features, [2, 3, 4] of [2, 3, 16], and fails: 'cut'",
+        None,
+    ),
+    "backward": (KeyError, "backward", "rank 1 failed on its first batch: KeyError: 'backward'"),
+}
+
+
+@pytest.mark.parametrize("where", FAILURES)
+def test_no_rank_waits_for_one_that_fails(where, monkeypatch):
+    monkeypatch.setattr(threads, "TIME_LIMIT_SECONDS", TIME_LIMIT_SECONDS)
+    error, own, others = FAILURES[where]
+
+    def body(comm):
+        model = make_net(MLP, lambda: MLP(Failing(where, comm)))
+        step = make_step(model, squared, comm, Plan(tp=4), MLP_RULES)
+        expected, text = (error, own) if comm.rank == 1 else (TaskError, others or own)
+        with pytest.raises(expected, match=re.escape(text)):
+            step(features())
+
+    begin = time.monotonic()
+    threads.run(4, body)
+    assert time.monotonic() - begin < TIME_LIMIT_SECONDS
+
+
+class RankBranch(nn.Module):
+    """It calls a row layer that the other ranks do not call."""
+
+    def __init__(self, comm: Any) -> None:
+        super().__init__()
+        self.up, self.down, self.rank = nn.Linear(8, 16), nn.Linear(16, 8), comm.rank
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.down(self.up(x))
+        return y + self.down(self.up(y)) if self.rank else y
+
+
+class ExtraSum(MLP):
+    """One rank, where the layers are split, sums something that the others do not."""
+
+    def __init__(self, comm: Any) -> None:
+        super().__init__()
+        self.rank = comm.rank
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        if self.rank and hasattr(self.down, "region"):
+            self.down.region.leave(torch.ones(3))
+        return y
+
+
+def test_ranks_whose_sums_pair_up_wrongly_are_refused(monkeypatch):
+    monkeypatch.setattr(threads, "TIME_LIMIT_SECONDS", TIME_LIMIT_SECONDS)
+
+    def body(comm):
+        step = make_step(make_net(lambda: RankBranch(comm)), squared, comm, Plan(tp=2), MLP_RULES)
+        with pytest.raises(TaskError) as raised:
+            step(features())
+        return str(raised.value)
+
+    first, second = threads.run(2, body)
+    assert first == second
+    assert "blocks.0.down" in first
+
+
+def test_ranks_that_sum_different_tensors_are_refused(monkeypatch):
+    monkeypatch.setattr(threads, "TIME_LIMIT_SECONDS", TIME_LIMIT_SECONDS)
+
+    def body(comm):
+        step = make_step(make_net(lambda: ExtraSum(comm)), squared, comm, Plan(tp=2), MLP_RULES)
+        with pytest.raises(TaskError, match="tensor ranks that sum different tensors in one forward or backward"):
+            step(features())
+
+    threads.run(2, body)
+
+
+def test_a_model_that_cannot_be_copied_is_refused():
+    def body(comm):
+        model = make_net(MLP)
+        model.lock = threading.Lock()
+        with pytest.raises(TaskError, match=r"tp > 1 and a model that cannot be copied: cannot pickle '_thread.lock'"):
+            make_step(model, squared, comm, Plan(tp=2), MLP_RULES)
+
+    threads.run(2, body)
+
+
+def test_what_cannot_be_compared_is_said(caplog):
+    def body(comm):
+        model = make_net(mlp_with(NotFinite))
+        make_step(model, squared, comm, Plan(tp=2), MLP_RULES).dry_run(features())
+
+    threads.run(2, body)
+    (record,) = caplog.records
+    assert "the dry run of tp = 2 compared nothing, so the tensor rules are unchecked: outputs that" in record.message
+
+
+class NotFinite(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x / 0

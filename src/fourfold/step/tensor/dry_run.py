@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from fourfold.parts.comm.tensor.checked import CallMismatch, CheckedTensorGroup
 from fourfold.parts.data.param_access import METADATA_FUNCTIONS
 from fourfold.parts.tensor.cut import local_part
-from fourfold.parts.torch_private import is_compiled, swapped_state
+from fourfold.parts.torch_private import swapped_state
 from fourfold.plan.tensor_shard import TensorShard
 from fourfold.step.dry_run.backward import run_backward
 from fourfold.step.dry_run.check_config import CheckUnavailable, MemoryFit
@@ -46,7 +46,7 @@ class Findings(NamedTuple):
     """What a rank has found.
 
     error        the model's own, where it fails before anything is compared
-    out_of_step  this rank and another one were in different collectives
+    out_of_step  another rank was in another collective, or has failed: this one has stopped
     dtype        in which was compared; None: the model's own
     unavailable  why nothing was compared; empty: it was
     fallback     why it was not compared in float64
@@ -84,7 +84,7 @@ class TensorDryRun:
         self._model, self._axis, self._device = model, axis, device
         self._shards = axis.shards
         self._place = TensorPlace(axis.group.index, axis.group.size)
-        self._problems = RuleProblems(model, axis.group.size)
+        self._problems = RuleProblems(model, axis.structure, axis.group.size)
 
     def run(self, samples: Sequence[Any], memory_fit: MemoryFit) -> Findings:
         """Compare the models on the first of these inputs that the whole model takes. Collective on the tensor ranks.
@@ -94,8 +94,8 @@ class TensorDryRun:
         group = CheckedTensorGroup(self._axis.group, self._device)
         try:
             return self._run_checked(samples, memory_fit, group)
-        except CallMismatch as error:
-            return Findings(out_of_step=not error.has_failure)
+        except CallMismatch:
+            return Findings(out_of_step=True)
         except PeerError:
             raise
         except Exception as error:  # raised when all ranks know of it
@@ -119,7 +119,11 @@ class TensorDryRun:
                 continue
             group.agree(f"attempt {number}")
             findings = self._compare(whole, inputs, dtype, group)
-            group.finish(has_failed=bool(findings.problems))
+            if findings.problems:
+                with contextlib.suppress(CallMismatch):
+                    group.finish(has_failed=True)
+            else:
+                group.finish(has_failed=False)
             return findings._replace(fallback="" if dtype is not None else "; ".join(dict.fromkeys(reasons)))
         if error is not None:
             raise error
@@ -132,10 +136,8 @@ class TensorDryRun:
     def _computing(self, model: nn.Module, weights: Weights, dtype: torch.dtype | None) -> Iterator[None]:
         """Within, a model computes with these weights, and leaves no trace in its own."""
         buffers = copy_buffers(self._model, dtype)
-        eager = torch.compiler.set_stance("force_eager") if any(map(is_compiled, model.modules())) else None
         with (
             preserve_module(model),
-            eager or contextlib.nullcontext(),
             torch.enable_grad(),
             Float64Mode(new_tensors=True) if dtype is not None else contextlib.nullcontext(),
             swapped_state(model, {**buffers, **weights}),
@@ -176,8 +178,8 @@ class TensorDryRun:
 
     def _compare(self, whole: WholeRun, inputs: Any, dtype: torch.dtype | None, group: CheckedTensorGroup) -> Findings:
         """What differs where the model is cut. Collective on the tensor ranks."""
-        trace, uses = ModuleTrace(self._model), OutsideUses(whole.weights, self._shards)
-        uses.trace = trace
+        trace = ModuleTrace(self._model)
+        uses = OutsideUses(whole.weights, self._shards, trace)
         with self._computing(self._model, whole.weights, dtype), self._axis.region.with_group(group), uses:
             try:
                 run = self._forward(self._model, _cast(inputs, dtype), trace)
@@ -222,10 +224,9 @@ class TensorDryRun:
 class OutsideUses(TorchFunctionMode):
     """Notes split weights that are used while their own layer does not run."""
 
-    trace: ModuleTrace
-
-    def __init__(self, weights: Weights, shards: Mapping[str, TensorShard]) -> None:
+    def __init__(self, weights: Weights, shards: Mapping[str, TensorShard], trace: ModuleTrace) -> None:
         super().__init__()
+        self._trace = trace
         self._names = {id(p): name for name, p in weights.items() if not shards[name].is_whole}
         self.names: list[str] = []
 
@@ -233,7 +234,7 @@ class OutsideUses(TorchFunctionMode):
         if func not in METADATA_FUNCTIONS:
             for each in args:
                 name = self._names.get(id(each))
-                if name is not None and self.trace.current != name.rpartition(".")[0]:
+                if name is not None and self._trace.current != name.rpartition(".")[0]:
                     self.names.append(name)
         return func(*args, **(kwargs or {}))
 

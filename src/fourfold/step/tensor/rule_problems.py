@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from fourfold.parts.tensor.layers import LAYERS, Replicated, SplitLayer
+from fourfold.parts.tensor.layers import CONV1D_CLASSES, SPLIT_CLASSES, Replicated, SplitLayer
 from fourfold.plan.tensor_layers import generalized
 from fourfold.plan.tensor_rules import Style
 from fourfold.plan.tensor_shard import TensorShard
@@ -39,7 +39,8 @@ def style_of(module: nn.Module) -> Style | None:
     """The style by which a module has been split; None: it has no rule."""
     if isinstance(module, Replicated):
         return Style.REPLICATED
-    return next((style for (style, _), layer in LAYERS.items() if isinstance(module, layer)), None)
+    classes = [(style, layer) for (style, _), layer in SPLIT_CLASSES.items()] + list(CONV1D_CLASSES.items())
+    return next((style for style, layer in classes if isinstance(module, layer)), None)
 
 
 def split_dims(model: nn.Module) -> dict[tuple[str, str], TensorShard]:
@@ -54,10 +55,10 @@ def split_dims(model: nn.Module) -> dict[tuple[str, str], TensorShard]:
 
 
 class RuleProblems:
-    """Problems of a model that has been cut into `size` parts."""
+    """Problems of a model that has been cut into `size` parts. `structure`: its modules from before the cut."""
 
-    def __init__(self, model: nn.Module, size: int) -> None:
-        self._model, self._size = model, size
+    def __init__(self, model: nn.Module, structure: nn.Module, size: int) -> None:
+        self._model, self._structure, self._size = model, structure, size
 
     def failure(self, whole: ModuleTrace, local: ModuleTrace, error: Exception) -> Problem:
         """The model that is cut raises, where the whole one does not."""
@@ -134,7 +135,7 @@ class RuleProblems:
     # ---- words --------------------------------------------------------------------------------------
 
     def _named(self, name: str) -> str:
-        type_name = type(self._model.get_submodule(name)).__name__
+        type_name = type(self._structure.get_submodule(name)).__name__
         return f"{name} ({type_name})" if name else f"the model ({type_name})"
 
     def _style(self, name: str) -> Style | None:

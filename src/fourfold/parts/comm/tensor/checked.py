@@ -15,11 +15,7 @@ FINISHED, FAILED = -1, -2
 
 
 class CallMismatch(Exception):
-    """The ranks of a group are in different calls. `has_failure`: because one of them has failed."""
-
-    def __init__(self, *, has_failure: bool) -> None:
-        self.has_failure = has_failure
-        super().__init__("a rank has failed" if has_failure else "the ranks are in different collectives")
+    """The ranks of a group are in different calls, or one of them has failed."""
 
 
 class CheckedTensorGroup:
@@ -58,11 +54,11 @@ class CheckedTensorGroup:
 
     def _compare(self, code: int) -> None:
         if self._is_over:  # Other ranks have left: nobody would answer.
-            raise CallMismatch(has_failure=True)
+            raise CallMismatch
         codes = self._group.all_gather(torch.tensor([code], device=self._device), 0).tolist()
         if len(set(codes)) > 1:
             self._is_over = True
-            raise CallMismatch(has_failure=FAILED in codes)
+            raise CallMismatch
 
 
 def _call(kind: str, tensor: Tensor) -> str:
