@@ -44,6 +44,7 @@ from fourfold.step.step_options import StepOptions
 from fourfold.step.step_parts import StageParts, StepParts
 from fourfold.step.step_programs import StepPrograms
 from fourfold.step.tensor import tensor_axis
+from fourfold.step.tensor.collective_dry_run import CollectiveTensorDryRun
 from fourfold.step.tensor.tensor_axis import TensorAxis
 from fourfold.step.update_timing import (
     UPDATE_AFTER,
@@ -188,7 +189,9 @@ def _make_batches(
     layout: BatchLayout = WholeSamples(world.device)
     if loss is not None and plan.sp > 1:
         layout = _make_token_shards(model, loss, plan, world, meter, seed=seed)
-    return SharedByTensorRanks(layout, tensor.group, tensor.ranks) if tensor.is_cut else layout
+    if not tensor.is_cut:
+        return layout
+    return SharedByTensorRanks(layout, tensor.group, tensor.ranks, CollectiveTensorDryRun(model, tensor, world))
 
 
 def _make_token_shards(

@@ -16,6 +16,7 @@ from fourfold.plan.sample_order import BatchRange
 from fourfold.step.batch import Microbatch, split_microbatches, unpack_batch
 from fourfold.step.sequence.batch_consistency import batch_digest, batch_mismatch_problem
 from fourfold.step.sequence.sequence_parallel import SequenceParallel
+from fourfold.step.tensor.collective_dry_run import CollectiveTensorDryRun
 from fourfold.step.tensor_tree import tree_map
 from fourfold.words.errors import Problem
 
@@ -74,14 +75,16 @@ class WholeSamples:
 
 
 class SharedByTensorRanks:
-    """The tensor ranks of a place need the same samples; `inner` lays these out."""
+    """The tensor ranks of a place need the same samples; `inner` lays these out, and `rules` shows the cut is right."""
 
-    def __init__(self, inner: BatchLayout, group: TensorGroup, ranks: Communicator) -> None:
-        self._inner, self._group, self._ranks = inner, group, ranks
+    def __init__(
+        self, inner: BatchLayout, group: TensorGroup, ranks: Communicator, rules: CollectiveTensorDryRun
+    ) -> None:
+        self._inner, self._group, self._ranks, self._rules = inner, group, ranks, rules
 
     @property
     def needs_dry_run(self) -> bool:
-        return self._inner.needs_dry_run
+        return self._rules.is_needed or self._inner.needs_dry_run
 
     def compare(self, batch: Any) -> tuple[Any, Problem | None]:
         batch, problem = self._inner.compare(batch)
@@ -100,7 +103,10 @@ class SharedByTensorRanks:
             yield microbatches
 
     def dry_run(self, batch: Any, unsharded: Unsharded) -> None:
-        self._inner.dry_run(batch, unsharded)
+        if self._rules.is_needed:
+            self._rules.run(batch, unsharded("try out"))
+        if self._inner.needs_dry_run:
+            self._inner.dry_run(batch, unsharded)
 
     def dry_run_batch(self, batch: Any) -> Any:
         return self._inner.dry_run_batch(batch)

@@ -8,6 +8,8 @@ Law: outside of regions all ranks compute the same, bit for bit; a tensor is ent
 Source: Megatron-LM (arXiv 1909.08053), where `enter` is f and `leave` is g.
 """
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -25,6 +27,15 @@ class SplitRegion:
         self.group = group
         self._entered = WeakTensorKeyDictionary()
         """By tensor: what it was entered as, with gradients. It holds no reference to the tensor."""
+
+    @contextlib.contextmanager
+    def with_group(self, group: TensorGroup) -> Iterator[None]:
+        """Within, another group of the same ranks does the sums."""
+        before, self.group = self.group, group
+        try:
+            yield
+        finally:
+            self.group = before
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "SplitRegion":
         return self  # a copied model computes with the same ranks

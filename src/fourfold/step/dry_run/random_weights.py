@@ -8,7 +8,7 @@ Law: all ranks get the same weights, whatever their device.
 
 import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -77,6 +77,17 @@ def random_tiled(like: Tensor, generator: torch.Generator, *, is_uniform: bool =
     numbers = torch.rand(count, generator=generator) * 2 - 1 if is_uniform else torch.randn(count, generator=generator)
     times = math.ceil(like.numel() / max(count, 1))
     return numbers.to(like.device).double().repeat(times)[: like.numel()].view(like.shape)
+
+
+def draw_weight(name: str, shape: Sequence[int], device: torch.device) -> Tensor:
+    """A weight of order 1 for a parameter whose own values are elsewhere; float64.
+
+    Vectors are positive, so that the model may take a logarithm or a root: a gate, a bias, the scale of a norm.
+    """
+    like = torch.empty(1, device=device).expand(tuple(shape))
+    if sum(size > 1 for size in shape) <= 1:
+        return 1 + 0.5 * random_tiled(like, _generator_of(name), is_uniform=True)
+    return random_tiled(like, _generator_of(name)) / math.sqrt(max(1, math.prod(shape[1:])))
 
 
 def _random_weight(p: Tensor, generator: torch.Generator) -> Tensor:

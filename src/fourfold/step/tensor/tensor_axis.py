@@ -22,21 +22,30 @@ from fourfold.plan.tensor_layout import TensorLayout, tensor_layout
 from fourfold.plan.tensor_shard import TensorShard
 from fourfold.step.tensor.module_specs import module_specs, tied_names
 from fourfold.step.tensor.transformers_rules import rules_of_transformers
+from fourfold.step.tensor.whole_model import copy_structure
 
 COMMON_TOTALS = [0, 1, 2, 3, 6, 7]  # all but the counts of stop requests and of mismatched batches
 
 
 class TensorAxis(NamedTuple):
-    """The tensor axis of this rank. `all_shards` is empty for a model that is not cut."""
+    """The tensor axis of this rank.
+
+    all_shards  empty for a model that is not cut
+    region      through which the layers reach the other ranks
+    structure   the modules of the whole model; without weights where it has been cut
+    """
 
     all_shards: Mapping[str, Sequence[TensorShard]]
     group: TensorGroup
     ranks: Communicator
+    region: SplitRegion
+    structure: nn.Module
 
     @classmethod
-    def whole(cls, ranks: Communicator, meter: CommMeter) -> Self:
+    def whole(cls, model: nn.Module, ranks: Communicator, meter: CommMeter) -> Self:
         """One place, which holds all of the model."""
-        return cls({}, SingleRankTensorGroup(meter, ranks.device), ranks)
+        group = SingleRankTensorGroup(meter, ranks.device)
+        return cls({}, group, ranks, SplitRegion(group), model)
 
     @property
     def is_cut(self) -> bool:
@@ -89,12 +98,15 @@ def cut(
 ) -> TensorAxis:
     """Cut a model into as many parts as the mesh has tensor ranks, in place. Collective. `transport`: the plan's.
 
-    Whole parameters and buffers are then the first tensor rank's, on all. Raises PlanError if it cannot be split.
+    Whole parameters and buffers are then the first tensor rank's, on all. Raises PlanError if it cannot be split,
+    TaskError if it cannot be copied: its structure is kept for the dry run.
     """
     ranks = world.along("tp")
     if ranks.size == 1:
-        return TensorAxis.whole(ranks, meter)
+        return TensorAxis.whole(model, ranks, meter)
     layout = model_layout(model, rules, ranks.size)
+    structure = copy_structure(model)
     group = make_tensor_group(ranks, "tensor", meter, choice=transport)
-    cut_model(model, layout, SplitRegion(group), ranks)
-    return TensorAxis(layout.shards, group, ranks)
+    region = SplitRegion(group)
+    cut_model(model, layout, region, ranks)
+    return TensorAxis(layout.shards, group, ranks, region, structure)
