@@ -10,14 +10,21 @@ import transformers
 from torch import nn
 
 import fourfold as ff
+from fourfold.parts.comm.meter import CommMeter
+from fourfold.parts.comm.tensor.single_rank import SingleRankTensorGroup
 from fourfold.parts.tensor.cut import local_part
+from fourfold.parts.tensor.layers import split_layer
+from fourfold.parts.tensor.split_region import SplitRegion
 from fourfold.plan.plan import Plan
+from fourfold.plan.tensor_rules import Style
+from fourfold.plan.tensor_shard import TensorShard
 from fourfold.step.dry_run.float64_mode import Float64Mode
 from fourfold.step.model_checks import check_plan_for_model, check_update_timing
+from fourfold.step.parallelize import parallelize
 from fourfold.step.train_step import TrainStep
 from fourfold.tasks import lm
 from fourfold.testing import oracle, threads
-from fourfold.words.errors import PlanError, TaskError
+from fourfold.words.errors import PlanError, SettingError, TaskError
 from fourfold.words.mesh import Mesh
 from tests import cases
 from tests.cases import SEED_LOCK
@@ -228,3 +235,38 @@ def test_layer_wise_optimizers_are_refused():
     optimizer = ff.optim.LAMB(language_model().parameters(), lr=1e-2)
     with pytest.raises(PlanError, match="tp = 2 with LAMB"):
         check_update_timing(optimizer, Plan(tp=2))
+
+
+def test_rules_that_are_no_texts_are_refused():
+    with pytest.raises(SettingError, match="need a dict from patterns of module names to styles"):
+        parallelize(nn.Linear(4, 4), F.mse_loss, ADAM, Plan(), tensor={"up": 2})  # type: ignore[dict-item]
+    with pytest.raises(TaskError, match="need a dict from patterns of module names to styles"):
+        ff.Task(model=language_model, loss=lm.loss, data=lambda: None, optimizer=ADAM, tensor=["up"])  # type: ignore[arg-type]
+
+
+class CountedGroup(SingleRankTensorGroup):
+    """A group of one that counts its all-reduces."""
+
+    def __init__(self) -> None:
+        super().__init__(CommMeter())
+        self.num_all_reduces = 0
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.num_all_reduces += 1
+        return super().all_reduce(tensor)
+
+
+def test_a_tensor_is_entered_once_however_many_layers_use_it():
+    group = CountedGroup()
+    region = SplitRegion(group)
+    x = torch.randn(3, 4, requires_grad=True)
+    layers = [nn.Linear(4, 4) for _ in range(3)]
+    for layer in layers:
+        shards = {name: TensorShard.even(p.shape, 0, 0, 1) for name, p in layer.named_parameters()}
+        split_layer(layer, Style.COLUMN, region, shards)
+    sum(layer(x).square().sum() for layer in layers).backward()  # type: ignore[union-attr]
+    assert group.num_all_reduces == 1
+    with torch.no_grad():
+        layers[0](x)
+    layers[0](torch.randn(3, 4, requires_grad=True)).sum().backward()
+    assert group.num_all_reduces == 2

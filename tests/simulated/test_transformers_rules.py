@@ -1,16 +1,23 @@
-"""Tensor rules of transformers' models: each layer that should be split is, and the local model fits together."""
+"""Tensor rules of transformers' models: each layer that should be split is, and a cut model computes as the whole."""
 
 import copy
+from typing import NamedTuple
 
 import pytest
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 
+from fourfold.parts.comm.meter import CommMeter
+from fourfold.parts.comm.tensor_groups import make_tensor_group
+from fourfold.parts.tensor.cut import cut_model, local_part
+from fourfold.parts.tensor.split_region import SplitRegion
 from fourfold.plan.tensor_layout import tensor_layout
-from fourfold.step.tensor.module_specs import module_specs, tied_names
+from fourfold.step.tensor.module_specs import module_kind, module_specs, tied_names
 from fourfold.step.tensor.transformers_rules import rules_of_transformers
+from fourfold.testing import threads
 from fourfold.words.errors import PlanError
+from tests.simulated.test_transformers import KeepFloat64
 
 SIZES = {
     "hidden_size": 32,
@@ -45,10 +52,7 @@ MODELS = {
     "Qwen2ForCausalLM": (SIZES | GROUPED | {"tie_word_embeddings": True}, NORMS),
     "Qwen3ForCausalLM": (SIZES | GROUPED, NORMS | HEAD_NORMS),
     "MistralForCausalLM": (SIZES | GROUPED, NORMS),
-    "GemmaForCausalLM": (
-        SIZES | GROUPED | {"tie_word_embeddings": True},
-        NORMS | {"embed_tokens.weight", "lm_head.weight"},
-    ),
+    "GemmaForCausalLM": (SIZES | GROUPED | {"tie_word_embeddings": True}, NORMS),
     "LlamaModel": (SIZES | GROUPED, NORMS),
     "GPT2LMHeadModel": (GPT2, GPT2_WHOLE),
     "GPT2Model": (GPT2, GPT2_WHOLE),
@@ -77,25 +81,55 @@ def test_every_layer_that_should_be_split_is(name):
     assert replicated == ({"q_norm", "k_norm"} if name.startswith("Qwen3") else set())
 
 
+class Trial(NamedTuple):
+    output: Tensor
+    grads: dict[str, Tensor]
+
+
+def trial(model) -> Trial:
+    """Output and gradients of a fixed function of it, in float64."""
+    tokens = torch.arange(24).reshape(3, 8) * 7 % 50
+    with KeepFloat64():
+        output = model(tokens)[0]
+        (output * torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view_as(output)).sum().backward()
+    return Trial(output.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+
+
+def real_model(name, sizes):
+    """In float64, with weights that all matter, without dropout."""
+    config = getattr(transformers, name).config_class(**sizes)
+    for key in [key for key in config.to_dict() if "drop" in key]:
+        setattr(config, key, 0.0)
+    torch.manual_seed(3)
+    model = getattr(transformers, name)(config).double()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return model
+
+
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("name", MODELS)
-def test_a_local_model_computes_with_the_shapes_of_its_place(name, tp):
-    sizes, _ = MODELS[name]
-    model = meta_model(name, sizes)
+def test_a_model_cut_by_its_rules_computes_as_the_whole_one(name, tp):
+    model = real_model(name, MODELS[name][0])
     layout = layout_of(model, tp)
-    index = tp - 1
-    for key, parameter in model.named_parameters():
-        parameter.data = torch.empty(layout.shards[key][index].local_shape, device="meta")
-    for key, counts in layout.counts.items():
-        for attribute, value in counts.items():
-            setattr(model.get_submodule(key), attribute, value)
-    for module in model.modules():
-        if type(module).__name__ == "Conv1D":
-            module.nf = module.weight.shape[1]
-    out = model(torch.zeros(2, 5, dtype=torch.int64, device="meta"))[0]
-    is_whole = name.endswith("Model") and not name.endswith("LMHeadModel")
-    last = 50 - index * -(-50 // tp) if not name.startswith("Gemma") else 50
-    assert out.shape == (2, 5, 32 if is_whole else last)
+    local_models = [copy.deepcopy(model) for _ in range(tp)]
+    whole = trial(model)
+
+    def body(comm):
+        local_model = local_models[comm.rank]
+        cut_model(local_model, layout, SplitRegion(make_tensor_group(comm, "tensor", CommMeter())), comm)
+        return trial(local_model)
+
+    trials = threads.run(tp, body)
+    for module in local_models[0].modules():
+        if hasattr(module, "nf"):
+            assert (module.nx, module.nf) == module.weight.shape
+    for index, local in enumerate(trials):
+        assert torch.allclose(local.output, whole.output, rtol=1e-10, atol=1e-10)
+        assert local.grads.keys() == whole.grads.keys()
+        for key, grad in local.grads.items():
+            expected = local_part(whole.grads[key], layout.shards[key][index])
+            assert torch.allclose(grad, expected, rtol=1e-10, atol=1e-10), key
 
 
 def test_heads_of_keys_and_values_are_whole_heads_in_each_place():
@@ -169,13 +203,28 @@ def test_attention_that_counts_its_heads_gets_local_counts():
     assert counts == {"num_heads": 2, "num_key_value_heads": 1, "num_key_value_groups": 2}
 
 
-def test_a_head_is_split_without_the_embedding_if_they_share_nothing():
-    model = meta_model("GemmaForCausalLM", SIZES | GROUPED)
+class OtherEmbedding(nn.Embedding):
+    def forward(self, input):
+        return super().forward(input).tanh()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_an_embedding_that_cannot_be_split_stays_whole_and_so_does_a_head_that_shares_its_weight(tied):
+    model = meta_model("LlamaForCausalLM", SIZES | GROUPED)
+    model.model.embed_tokens = OtherEmbedding(50, 32, device="meta")
+    if tied:
+        model.lm_head.weight = model.model.embed_tokens.weight
     layout = layout_of(model, 2)
-    assert [layout.shards[name][0].is_whole for name in ("model.embed_tokens.weight", "lm_head.weight")] == [
-        True,
-        False,
-    ]
+    assert layout.shards["model.embed_tokens.weight"][0].is_whole
+    assert layout.shards["lm_head.weight"][0].is_whole == tied
+
+
+def test_only_embeddings_that_return_rows_or_multiples_of_them_are_embeddings():
+    bart = transformers.models.bart.modeling_bart
+    with torch.device("meta"):
+        scaled = bart.BartScaledWordEmbedding(6, 4, 0, embed_scale=2.0)
+        positions = bart.BartLearnedPositionalEmbedding(6, 4)
+    assert (module_kind(scaled), module_kind(positions)) == ("embedding", "other")
 
 
 def test_entries_of_a_plan_for_layers_that_the_model_lacks_mean_nothing():
@@ -183,6 +232,14 @@ def test_entries_of_a_plan_for_layers_that_the_model_lacks_mean_nothing():
     rules = rules_of_transformers(model)
     model.tp_plan = {**model.tp_plan, "model.layers.*.mlp.experts": "moe_tp_experts", "model.norm": "replicate"}
     assert rules_of_transformers(model) == rules
+
+
+def test_an_input_that_is_no_embedding_stays_as_the_plan_says():
+    model = meta_model("LlamaForCausalLM", SIZES | GROUPED)
+    model.get_input_embeddings = lambda: model.model.layers
+    rules = rules_of_transformers(model)
+    assert rules["lm_head"] == rules["model.embed_tokens"] == "vocabulary"
+    assert "model.layers" not in rules
 
 
 def test_a_model_that_names_no_input_embedding_has_the_rules_of_its_plan():

@@ -92,7 +92,7 @@ def assemble(
     trained = lay_out(model, optimizer, plan, world, options, tensor.all_shards)
     channel = transports.make_world_channel(world, trained.blueprint.topology, plan.transport, meter)
     statistics = _make_statistics(model, plan, world, meter)
-    stage = make_stage(trained, objective, statistics, world, meter, channel.calls)
+    stage = make_stage(trained, objective, statistics, world, meter, channel.calls, tensor.whole_tensors)
     parts = StepParts(
         stages={STAGE: stage.parts},
         scalars=channel.scalars,
@@ -119,7 +119,7 @@ def assemble(
         codecs=stage.codecs,
         optimizer=optimizer,
         buckets=stage.trained.buckets,
-        transport_name=stage.transport_name,
+        transport_name=tensor.described_with(stage.transport_name),
         tensor=tensor,
     )
 

@@ -69,7 +69,9 @@ def parallelize(
     Raises SettingError for arguments of the wrong kind, and PlanError, OptimizerError or TaskError if the plan cannot
     be carried out with them.
     """
-    check_arguments(model=model, loss=loss, optimizer=optimizer, plan=plan, clip=clip, seed=seed, skip_nan=skip_nan)
+    tensor = {} if tensor is None else tensor
+    numbers = {"clip": clip, "seed": seed, "skip_nan": skip_nan}
+    check_arguments(model=model, loss=loss, optimizer=optimizer, plan=plan, tensor=tensor, **numbers)
     if isinstance(optimizer, Optimizer):
         # Here, where no rank waits for another yet. One that a factory makes is checked when it exists.
         check_user_optimizer(build_optimizer(optimizer, list(model.parameters())), step_hook_conflicts(plan or Plan()))
@@ -89,7 +91,7 @@ def parallelize(
         skip_nan=skip_nan,
         same_batches=same_batches,
         drift_check=drift_check,
-        tensor=tensor or {},
+        tensor=tensor,
     )
 
 

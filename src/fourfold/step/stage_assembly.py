@@ -34,6 +34,7 @@ from fourfold.parts.optim.master_weights import MasterWeightPolicy, MasterWeight
 from fourfold.parts.optim.step_hooks import StepHooks
 from fourfold.parts.optim.update_slices import UpdateSlice, update_slices
 from fourfold.parts.rank_layout import RankLayout, SplitLayout, WholeLayout
+from fourfold.parts.tensor.whole_tensors import WholeTensors
 from fourfold.plan.data.buckets import Bucket
 from fourfold.plan.data.zero import RestingLayouts, layout_changes
 from fourfold.plan.lowering import Blueprint, DataGroup, lower
@@ -115,6 +116,7 @@ def make_stage(
     world: Communicator,
     meter: CommMeter,
     calls: CallChecker,
+    whole_tensors: WholeTensors,
 ) -> StageAssembly:
     """Make the parts of a stage. Collective. Raises PlanError."""
     data_ranks = world.along("dp", "sp")
@@ -123,7 +125,7 @@ def make_stage(
     gradients, transport, averager = _make_gradients(trained, data_ranks, topology, meter, calls, codecs)
     trained = _adapt(trained, transport, world.rank)
     layout = _state_layout(trained, transport, data_ranks)
-    weights = _make_weights(trained, transport, layout, data_ranks)
+    weights = _make_weights(trained, transport, layout, data_ranks, whole_tensors)
     optimizer = _make_optimizer(trained, transport, gradients, weights)
     sync = _make_sync(trained, weights, averager)
     parts = StageParts(
@@ -141,7 +143,7 @@ def make_stage(
         rounds=RoundEveryBackward() if trained.layouts.gradient == SPLIT else OneRound(),
         update_verbs=_update_verbs(trained.layouts),
     )
-    codec_state = CodecState(codecs, data_ranks)
+    codec_state = CodecState(codecs, data_ranks, whole_tensors)
     state = PersistentState(weights, trained.buckets, optimizer, layout, data_ranks, codec_state, sync)
     scaling = _make_scaling(trained, optimizer)
     return StageAssembly(parts, trained, sync, scaling, codecs, state, transport.description)
@@ -260,7 +262,13 @@ def _state_layout(trained: Trained, transport: DataTransport, data_ranks: Commun
     return WholeLayout(trained.by_name, trained.buckets, data_ranks)
 
 
-def _make_weights(trained: Trained, transport: DataTransport, layout: RankLayout, data_ranks: Communicator) -> Weights:
+def _make_weights(
+    trained: Trained,
+    transport: DataTransport,
+    layout: RankLayout,
+    data_ranks: Communicator,
+    whole_tensors: WholeTensors,
+) -> Weights:
     """The weights where they rest, and master weights. Collective: broadcasts the first rank's."""
     plan = trained.plan
     policy = MasterWeightPolicy(plan.precision, offload_device(plan.offload, data_ranks.device))
@@ -278,7 +286,8 @@ def _make_weights(trained: Trained, transport: DataTransport, layout: RankLayout
     else:
         resident = ResidentWeights if transport.weights.shared_weights is None else HostSharedWeights
         storage = resident(trained.by_name, trained.buckets, transport.weights, data_ranks)
-    return Weights(trained.model, storage, masters, _make_edits(trained, storage, masters), data_ranks)
+    edits = _make_edits(trained, storage, masters)
+    return Weights(trained.model, storage, masters, edits, data_ranks, whole_tensors)
 
 
 def _make_edits(trained: Trained, storage: WeightStorage, masters: MasterWeights) -> WeightEdits:

@@ -14,6 +14,7 @@ from fourfold.parts.comm.communicator import Communicator
 from fourfold.parts.comm.reduce.scalar_room import NUM_LOSS_SCALARS
 from fourfold.parts.optim.user_optimizer import OptimizerSource
 from fourfold.parts.rank_layout import RankLayout
+from fourfold.parts.tensor.whole_tensors import WholeTensors
 from fourfold.plan.data.buckets import Bucket
 from fourfold.plan.plan import Plan
 from fourfold.plan.tensor_shard import TensorShard
@@ -279,6 +280,11 @@ class TrainStep:
     def swapped_weights(self, weights: Mapping[str, Tensor]) -> contextlib.AbstractContextManager[None]:
         """Inside, the trainable weights are others, given in the form of `weight_shards`. Collective."""
         return self._access.swapped_weights(weights)
+
+    @property
+    def whole_tensors(self) -> WholeTensors:
+        """How tensors as large as this rank's parameters become whole, and are cut."""
+        return self._weights.whole_tensors
 
     @property
     def weight_shards(self) -> dict[str, Tensor]:

@@ -116,6 +116,7 @@ def _problems(task: Task) -> list[Problem]:
     problems += argument_checks.positive_problems("clip", task.clip, optional=True, attempt="clip=1.0")
     problems += argument_checks.int_problems("tuned_for", task.tuned_for, minimum=1, optional=True)
     problems += argument_checks.tokenizer_problems("tokenizer", task.tokenizer)
+    problems += argument_checks.tensor_rule_problems("tensor", task.tensor)
     return problems + argument_checks.str_problems("unit", task.unit)
 
 

@@ -12,6 +12,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -21,15 +22,13 @@ from fourfold.plan.tensor_shard import TensorShard
 
 
 class SplitLayer(nn.Module):
-    """What is mixed into the class of a layer that is split."""
+    """What split layers know: their region, and the shards of their weights on this rank."""
 
     region: SplitRegion
     shards: Mapping[str, TensorShard]
     """By own parameter: the part of it that is here."""
-    weight: Tensor
-    bias: Tensor | None
 
-    def shared(self, name: str) -> Tensor | None:
+    def _shared(self, name: str) -> Tensor | None:
         """An own parameter; with gradients summed over the ranks that hold the same pieces, if several do."""
         weight = getattr(self, name)
         if weight is None or all(piece.num_replicas == 1 for piece in self.shards[name].pieces):
@@ -37,38 +36,24 @@ class SplitLayer(nn.Module):
         return self.region.partial_pieces(weight, self.shards[name])
 
 
-class ColumnLinear(SplitLayer):
+class ColumnLinear(SplitLayer, nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
-        return F.linear(self.region.enter(input), cast(Tensor, self.shared("weight")), self.shared("bias"))
+        return F.linear(self.region.enter(input), cast(Tensor, self._shared("weight")), self._shared("bias"))
 
 
-class RowLinear(SplitLayer):
+class RowLinear(SplitLayer, nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         total = self.region.leave(F.linear(input, self.weight))
         return total if self.bias is None else total + self.bias
 
 
-class ColumnConv1D(SplitLayer):
-    """transformers' Conv1D: a linear layer whose weight is [in, out]."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(self.region.enter(x), cast(Tensor, self.shared("weight")).t(), self.shared("bias"))
-
-
-class RowConv1D(SplitLayer):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.region.leave(F.linear(x, self.weight.t())) + self.bias
-
-
-class VocabularyLinear(SplitLayer):
+class VocabularyLinear(SplitLayer, nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         logits = F.linear(self.region.enter(input), self.weight, self.bias)
         return self.region.gather(logits, self.shards["weight"].shape[0])
 
 
-class VocabularyEmbedding(SplitLayer):
-    padding_idx: int | None
-
+class VocabularyEmbedding(SplitLayer, nn.Embedding):
     def forward(self, input: Tensor) -> Tensor:
         ((start, stop, _, _),) = self.shards["weight"].pieces
         is_absent = (input < start) | (input >= stop)
@@ -76,12 +61,32 @@ class VocabularyEmbedding(SplitLayer):
         # The gradient of the padding row is dropped, on the rank that has it.
         padding = None if self.padding_idx is None else self.padding_idx - start
         padding = padding if padding is not None and 0 <= padding < stop - start else None
-        found = F.embedding(rows, self.weight, padding)
+        found = F.embedding(rows, self.weight, padding, scale_grad_by_freq=False, sparse=False)
         return self.region.leave(found.masked_fill(is_absent[..., None], 0))
 
 
+class ColumnConv1D(SplitLayer):
+    """Mixed into transformers' Conv1D, whose weight is [in, out]."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, bias = cast(Tensor, self._shared("weight")), cast(Tensor, self._shared("bias"))
+        entered = self.region.enter(x)
+        flat = torch.addmm(bias, entered.reshape(-1, entered.shape[-1]), weight)
+        return flat.view(*entered.shape[:-1], -1)
+
+
+class RowConv1D(SplitLayer):
+    """Mixed into transformers' Conv1D, whose weight is [in, out]."""
+
+    weight: Tensor
+    bias: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.region.leave(x @ self.weight) + self.bias
+
+
 class Replicated(SplitLayer):
-    """Its own parameters are used with summed gradients."""
+    """Mixed into the class of any module: its own parameters are used with summed gradients."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         weights = {name: self.region.partial(weight) for name, weight in self.named_parameters(recurse=False)}
@@ -94,41 +99,41 @@ class Replicated(SplitLayer):
                 del vars(self)[name]
 
 
-LINEAR, CONV1D, EMBEDDING = "linear", "conv1d", "embedding"
-LAYERS: Mapping[tuple[Style, str], type[SplitLayer]] = {
-    (Style.COLUMN, LINEAR): ColumnLinear,
-    (Style.COLUMN, CONV1D): ColumnConv1D,
-    (Style.ROW, LINEAR): RowLinear,
-    (Style.ROW, CONV1D): RowConv1D,
-    (Style.VOCABULARY, LINEAR): VocabularyLinear,
-    (Style.VOCABULARY, EMBEDDING): VocabularyEmbedding,
+# What takes the place of a module's class, by the style of its rule.
+SPLIT_CLASSES: Mapping[tuple[Style, type[nn.Module]], type[SplitLayer]] = {
+    (Style.COLUMN, nn.Linear): ColumnLinear,
+    (Style.ROW, nn.Linear): RowLinear,
+    (Style.VOCABULARY, nn.Linear): VocabularyLinear,
+    (Style.VOCABULARY, nn.Embedding): VocabularyEmbedding,
 }
+# The same for transformers' Conv1D, which is no class of torch.
+CONV1D_CLASSES: Mapping[Style, type[SplitLayer]] = {Style.COLUMN: ColumnConv1D, Style.ROW: RowConv1D}
 
 
 def split_layer(module: nn.Module, style: Style, region: SplitRegion, shards: Mapping[str, TensorShard]) -> None:
-    """Make a module compute with this rank's shards of its own parameters, which are cut already.
-
-    The rules have shown that its class is one that can be split in this style.
-    """
-    mixin = Replicated if style is Style.REPLICATED else LAYERS[style, _kind(module)]
-    module.__class__ = _mixed(mixin, type(module))
+    """Make a module compute with this rank's shards of its own parameters, which are cut already."""
+    module.__class__ = _split_class(style, type(module))
     layer = cast(SplitLayer, module)
     layer.region, layer.shards = region, shards
     if isinstance(module, nn.Linear):
         module.out_features, module.in_features = module.weight.shape
     elif isinstance(module, nn.Embedding):
         module.num_embeddings = module.weight.shape[0]
-    elif hasattr(module, "nf"):
-        module.nf = module.weight.shape[1]
-
-
-def _kind(module: nn.Module) -> str:
-    if isinstance(module, nn.Embedding):
-        return EMBEDDING
-    return LINEAR if isinstance(module, nn.Linear) else CONV1D
+    elif isinstance(module, ColumnConv1D | RowConv1D):
+        vars(module).update(zip(("nx", "nf"), cast(Tensor, module.weight).shape, strict=True))
 
 
 @functools.cache
-def _mixed(mixin: type[SplitLayer], base: type[nn.Module]) -> type[nn.Module]:
-    """`base` with the forward of `mixin`."""
-    return type(f"{mixin.__name__}Of{base.__name__}" if mixin is Replicated else mixin.__name__, (mixin, base), {})
+def _split_class(style: Style, base: type[nn.Module]) -> type[nn.Module]:
+    """The class that a module of class `base` gets, a subclass of it."""
+    if style is Style.REPLICATED:
+        return _subclass(f"Replicated{base.__name__}", Replicated, base)
+    for (of_style, plain), split in SPLIT_CLASSES.items():
+        if of_style is style and issubclass(base, plain):
+            # A forward of the subclass, as that of an embedding which scales its output, goes on to the split one.
+            return split if base is plain else _subclass(f"{split.__name__}{base.__name__}", base, split)
+    return _subclass(CONV1D_CLASSES[style].__name__, CONV1D_CLASSES[style], base)
+
+
+def _subclass(name: str, *bases: type) -> type[nn.Module]:
+    return cast(type[nn.Module], type(name, bases, {}))

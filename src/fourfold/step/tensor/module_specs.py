@@ -48,13 +48,19 @@ def module_kind(module: nn.Module) -> str:
     """The kind of a module, as in `ModuleSpec`. "other" also for a layer that does more than its kind says."""
     for kind, classes in _classes().items():
         for each in classes:
-            # A subclass with a forward of its own, such as a scaled embedding, may compute something else.
-            if isinstance(module, each) and type(module).forward is each.forward:
+            # A subclass with a forward of its own may compute something else.
+            if isinstance(module, each) and (type(module).forward is each.forward or _is_scaled(module)):
                 return "other" if _embedding_options(module) else kind
     if isinstance(module, nn.MultiheadAttention):
         return "attention"
     is_norm = "norm" in type(module).__name__.lower() and all(p.ndim == 1 for p in module.parameters(recurse=False))
     return "norm" if is_norm and not any(True for _ in module.children()) else "other"
+
+
+def _is_scaled(module: nn.Module) -> bool:
+    """Whether a module is an embedding of transformers that only multiplies what nn.Embedding returns."""
+    cls = type(module)
+    return cls.__name__.endswith("ScaledWordEmbedding") and cls.__module__.startswith("transformers.")
 
 
 def _embedding_options(module: nn.Module) -> list[str]:

@@ -17,6 +17,7 @@ from fourfold.parts.comm.tensor.single_rank import SingleRankTensorGroup
 from fourfold.parts.comm.tensor_groups import make_tensor_group
 from fourfold.parts.tensor.cut import cut_model
 from fourfold.parts.tensor.split_region import SplitRegion
+from fourfold.parts.tensor.whole_tensors import WholeTensors
 from fourfold.plan.tensor_layout import TensorLayout, tensor_layout
 from fourfold.plan.tensor_shard import TensorShard
 from fourfold.step.tensor.module_specs import module_specs, tied_names
@@ -47,10 +48,22 @@ class TensorAxis(NamedTuple):
         """Which of a step's totals the first rank of the group adds for all, by their places in `StepTotals`."""
         return COMMON_TOTALS if self.group.index else []
 
+    def described_with(self, data_transport: str) -> str:
+        """What joins the ranks, in words. `data_transport`: what joins the data ranks."""
+        if not self.is_cut:
+            return data_transport
+        own = f"tensor ranks: {self.group.name}"
+        return own if self.ranks.world.size == self.group.size else f"{data_transport}; {own}"
+
     def shard_number(self, name: str) -> int:
         """Equal for two ranks that hold the same of a parameter: 0 of one that all ranks hold."""
         shard = self.shards.get(name)
         return 0 if shard is None or shard.local_shape == shard.shape else 1 + self.group.index
+
+    @property
+    def whole_tensors(self) -> WholeTensors:
+        """Makes tensors as large as the parameters whole, and cuts them."""
+        return WholeTensors(self.all_shards, self.ranks)
 
     @property
     def shards(self) -> Mapping[str, TensorShard]:

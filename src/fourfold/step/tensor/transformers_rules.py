@@ -120,7 +120,7 @@ def _rules_of(model: Any, problems: list[Problem]) -> dict[str, str]:
 def _vocabulary_layers(model: Any) -> list[str]:
     """The embedding of the input and the head, by name, if they can be split.
 
-    Neither, if one of two that share their weight cannot, as Gemma's embedding, whose forward scales its output.
+    Neither, if one of two that share their weight cannot.
     """
     layers = [layer for layer in (_input_embedding(model), model.get_output_embeddings()) if layer is not None]
     names = {id(module): name for name, module in model.named_modules()}
