@@ -248,7 +248,7 @@ class CountedGroup(SingleRankTensorGroup):
     """A group of one that counts its all-reduces."""
 
     def __init__(self) -> None:
-        super().__init__(CommMeter())
+        super().__init__(CommMeter(), torch.device("cpu"))
         self.num_all_reduces = 0
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -5,6 +5,7 @@ Law: ranks whose calls differ raise CallMismatch, all of them at the same call, 
 """
 
 import zlib
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -29,6 +30,14 @@ class CheckedTensorGroup:
     def all_reduce(self, tensor: Tensor) -> Tensor:
         self.agree(_call("all_reduce", tensor))
         return self._group.all_reduce(tensor)
+
+    def buffer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        # Of its own: comparing the calls is a collective that comes before the one that would read it.
+        return torch.empty(tuple(shape), dtype=dtype, device=self._device)
+
+    def all_reduce_async(self, tensor: Tensor) -> Callable[[], Tensor]:
+        self.agree(_call("all_reduce_async", tensor))
+        return self._group.all_reduce_async(tensor)
 
     def all_reduce_max(self, tensor: Tensor) -> Tensor:
         self.agree(_call("all_reduce_max", tensor))
