@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from fourfold.plan.check import legality_problems
 from fourfold.plan.codec import CODECS
+from fourfold.plan.data.buckets import make_buckets
 from fourfold.plan.data.step_program import UseOrders
 from fourfold.plan.data.zero import RESTING_LAYOUTS
 from fourfold.plan.lowering import NO_RECORD, StepRecord, effective_layouts, lower
@@ -17,9 +18,9 @@ from fourfold.plan.memory import HostRanks
 from fourfold.plan.param_spec import ParamSpec
 from fourfold.plan.plan import Plan
 from fourfold.plan.simulate import simulate
+from fourfold.plan.tensor_shard import TensorShard
 from fourfold.plan.topology import Topology, group_hosts
 from fourfold.plan.update_spec import UpdateSpec
-from fourfold.words.box import Box
 from fourfold.words.errors import PlanError
 from fourfold.words.layout import SPLIT, WHOLE
 from fourfold.words.mesh import Mesh
@@ -228,11 +229,22 @@ def text(actions) -> str:
 
 def test_a_parameter_spec_counts_what_its_rank_holds():
     spec = ParamSpec("p", (6, 4), "float32", 4)
-    assert (spec.box, spec.num_elements, spec.num_bytes) == (Box((0, 0), (6, 4)), 24, 96)
-    assert spec.replicated_axes == ("dp", "sp", "tp")
-    half = spec._replace(tensor_layout=SPLIT, local_box=Box((3, 0), (3, 4)))
-    assert (half.num_elements, half.shape, half.replicated_axes) == (12, (6, 4), ("dp", "sp"))
+    assert (spec.local_shape, spec.num_elements, spec.num_bytes) == ((6, 4), 24, 96)
+    split = spec._replace(shards=tuple(TensorShard.even((6, 4), 0, index, 4) for index in range(4)))
+    assert [split.at(index).num_elements for index in range(4)] == [8, 8, 8, 0]
+    assert (split.at(1).shape, split.at(1).local_shape) == ((6, 4), (2, 4))
     assert ParamSpec("scalar", (), "float32", 4).num_elements == 1
+
+
+def test_places_of_the_tensor_axis_have_the_same_parameters_in_each_bucket():
+    shards = tuple(TensorShard.even((5, 100), 0, index, 2) for index in range(2))  # 3 rows and 2
+    specs = [ParamSpec(f"p{i}", (5, 100), "float32", 4, shards=shards) for i in range(6)]
+    for bucket_bytes in (1, 2500, 10_000):
+        first, second = (make_buckets([s.at(i) for s in specs], bucket_bytes=bucket_bytes) for i in range(2))
+        members = [[slot.name for slot in bucket.slots] for bucket in first]
+        assert members == [[slot.name for slot in bucket.slots] for bucket in second]
+        assert [bucket.size for bucket in first] == [300 * len(names) for names in members]
+        assert [bucket.size for bucket in second] == [200 * len(names) for names in members]
 
 
 def test_a_host_of_all_ranks_holds_what_its_ranks_hold():

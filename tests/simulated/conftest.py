@@ -38,3 +38,5 @@ def without_dry_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     is_needed = "fourfold.step.dry_run.first_batch.DryRun.is_needed"
     monkeypatch.setattr(is_needed, lambda _, *, training: False)
+    rules_needed = "fourfold.step.tensor.collective_dry_run.CollectiveTensorDryRun.is_needed"
+    monkeypatch.setattr(rules_needed, False)

@@ -10,6 +10,7 @@ from torch import nn
 
 from fourfold.analysis.describe_programs import format_ordinal, format_programs, indent, plural
 from fourfold.analysis.describe_sequence import format_sequence
+from fourfold.analysis.describe_tensor import format_tensor
 from fourfold.parts.optim.user_optimizer import build_optimizer
 from fourfold.plan.batch_norm import statistics_sent_bytes
 from fourfold.plan.data.buckets import Bucket
@@ -25,6 +26,7 @@ from fourfold.step.batch_statistics import batch_norms
 from fourfold.step.meta_model import build_meta_model
 from fourfold.step.model_checks import check_plan_for_model
 from fourfold.step.model_specs import model_specs, update_spec
+from fourfold.step.tensor.tensor_axis import place_shards
 from fourfold.words.layout import Change
 from fourfold.words.task import Task, check_task
 from fourfold.words.text_table import align_columns
@@ -41,8 +43,10 @@ def show(plan: Plan, task: Task) -> str:
     check_plan_for_model(model, plan, clip=task.clip)
     blueprints = _lower(plan, task, model)
     blueprint = next(iter(blueprints.values()))
-    (group,) = blueprint.groups
+    group = blueprint.groups[0]
     sections = [_format_plan(plan), _format_buckets(group.buckets, plan)]
+    if plan.tp > 1:
+        sections.append(format_tensor(model, task.tensor, plan.tp))
     if plan.sp > 1:
         sections.append(format_sequence(plan, task, model))
     sections += format_programs(blueprints)
@@ -54,7 +58,8 @@ def show(plan: Plan, task: Task) -> str:
 def _lower(plan: Plan, task: Task, model: nn.Module) -> dict[str, Blueprint]:
     """The plan on one host, by how its ranks reach each other. Raises PlanError or OptimizerError."""
     optimizer = build_optimizer(task.optimizer, list(model.parameters()))
-    specs, update = model_specs(model, optimizer), update_spec(model, optimizer, clip=task.clip, counts_states=True)
+    specs = model_specs(model, optimizer, place_shards(model, task.tensor, plan.tp))
+    update = update_spec(model, optimizer, clip=task.clip, counts_states=True)
     device = "cuda" if plan.transport == "nccl" else "cpu"
     one_host = Topology.regular(hosts=1, ranks_per_host=plan.mesh.size, device=device)
     blueprint = lower(plan, specs, one_host, update)
@@ -119,7 +124,7 @@ def _format_bytes(stage: StageBuckets, plan: Plan) -> str:
     sent = stage_sent_bytes(plan, stage, plan.shard_groups, is_coded=False)
     lines = [f"gradients         {format_bytes(total)} a rank"]
     if plan.reduce_group_size == 1:
-        return "bytes\n" + indent([*lines, "one data rank: nothing is sent"])
+        return "bytes\n" + indent([*lines, "one data rank: no gradient is sent"])
     if plan.codec != "none":
         codec_bytes = stage_sent_bytes(plan, stage, plan.shard_groups)
         network = f"{format_bytes(codec_bytes)} sent by each rank in each step, {_format_ratio(codec_bytes, sent)}"

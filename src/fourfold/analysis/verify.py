@@ -132,7 +132,7 @@ def _train_on_mesh(
     task: Task, model: nn.Module, plan: Plan, feed: Feed, *, seed: int
 ) -> tuple[dict[str, Tensor], list[float]]:
     """Weights and losses of a training by the plan. Collective."""
-    step = parallelize(model, task.loss, task.optimizer, plan, clip=task.clip, seed=seed)
+    step = parallelize(model, task.loss, task.optimizer, plan, clip=task.clip, seed=seed, tensor=task.tensor)
     losses = [step(batch).loss for batch in _batches_with_lr(task, step.optimizer, feed)]
     state = step.state_dict()["model"]
     return {name: state[name].cpu() for name, _ in step.model.named_parameters()}, losses

@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fourfold.checkpoint.write import Holders, LiveTensor, make_live_tensor
+from fourfold.checkpoint.write import Holders, LiveTensor, make_live_parts, make_live_tensor
 from fourfold.feed.feed import Feed
+from fourfold.parts.codec.residual import RESIDUAL_KEY
 from fourfold.parts.optim.lr_scheduler import SteppedScheduler
 from fourfold.parts.rank_layout import RankLayout
 from fourfold.plan.checkpoint_manifest import (
@@ -66,22 +67,21 @@ def collect_state(training_state: TrainingState) -> RankState:
     for name, values in refs["optimizer"].items():
         for key, value in values.items():
             if isinstance(value, list):
-                live_tensors.append(rank.optimizer_state(name, key, value))
+                live_tensors += rank.optimizer_state(name, key, value)
             elif rank.reports_scalars:
                 scalars.setdefault(name, {})[key] = value
     for name, state in step.codec_state.tensors.items():
         for key, value in state.items():
-            tensor = TensorKey(TensorKind.CODEC, name, key, rank.place)
-            live_tensors.append(make_live_tensor(tensor, [value], value.shape, holders=rank.alone))
+            tensor = TensorKey(TensorKind.CODEC, name, step.codec_state.saved_key(key), rank.place)
+            if key == RESIDUAL_KEY:
+                live_tensors += rank.as_parameter(tensor, name, [value], holders=rank.alone)
+            else:
+                live_tensors.append(make_live_tensor(tensor, [value], value.shape, holders=rank.alone))
     for name, value in refs["outer"].items():
-        tensor = TensorKey(TensorKind.OUTER, name)
-        live_tensors.append(make_live_tensor(tensor, [value], rank.shapes[name], holders=rank.replicated))
-    if ema is not None:
-        live_tensors += [
-            rank.weight(TensorKey(TensorKind.EMA, name), name, value) for name, value in ema.values.items()
-        ]
-    held = [each for each in live_tensors if each.held.part.num_elements or each.held.part.is_box]
-    return RankState(held, aliases if rank.is_first else {}, scalars)
+        live_tensors += rank.as_parameter(TensorKey(TensorKind.OUTER, name), name, [value], holders=rank.replicated)
+    for name, value in ema.values.items() if ema is not None else ():
+        live_tensors += rank.weight(TensorKey(TensorKind.EMA, name), name, value)
+    return RankState(live_tensors, aliases if rank.is_first else {}, scalars)
 
 
 class _Rank:
@@ -89,31 +89,38 @@ class _Rank:
 
     def __init__(self, step: TrainStep) -> None:
         mesh, self._step = step.plan.mesh, step
-        peers = mesh.peers(step.rank, "dp", "sp")
-        self._num_ranks, self.is_first = len(peers), step.rank == peers[0]
+        peers, self._num_places = mesh.peers(step.rank, "dp", "sp"), mesh.tp
+        self._num_ranks = len(peers)
+        self.is_first = step.rank == mesh.peers(step.rank, "dp", "sp", "tp")[0]
         self.place = place_of(mesh, step.rank, "dp", "sp")
-        self.replicated = Holders(peers.index(step.rank), len(peers))
-        self.alone = Holders(num_parts=len(peers))
+        self.replicated = Holders(peers.index(step.rank), len(peers), self._num_places)
+        self.alone = Holders(num_parts=len(peers) * self._num_places)
         self.reports_scalars = step.state_layout.replica[0] == 0
         self.trained = step.weight_shards
         """By parameter: this rank's part of the weights that the update works on."""
         self.parameters = dict(step.model.named_parameters())
-        self.shapes = {name: tuple(p.shape) for name, p in self.parameters.items()}
 
-    def weight(self, tensor: TensorKey, name: str, value: Tensor) -> LiveTensor:
+    def weight(self, tensor: TensorKey, name: str, value: Tensor) -> list[LiveTensor]:
         """A trained weight, or a tensor that is split as the weight is."""
-        return self._part(tensor, name, [value.reshape(-1)], self._step.weight_layout(name))
+        return self._parts(tensor, name, [value.reshape(-1)], self._step.weight_layout(name))
 
-    def optimizer_state(self, name: str, key: str, segments: list[Tensor]) -> LiveTensor:
+    def optimizer_state(self, name: str, key: str, segments: list[Tensor]) -> list[LiveTensor]:
         if self._step.plan.sync == "local":
             tensor = TensorKey(TensorKind.OPTIMIZER, name, key, self.place)
-            return make_live_tensor(tensor, segments, self.shapes[name], holders=self.alone)
-        return self._part(TensorKey(TensorKind.OPTIMIZER, name, key), name, segments, self._step.state_layout)
+            return self.as_parameter(tensor, name, segments, holders=self.alone)
+        return self._parts(TensorKey(TensorKind.OPTIMIZER, name, key), name, segments, self._step.state_layout)
 
-    def _part(self, tensor: TensorKey, name: str, segments: list[Tensor], layout: RankLayout) -> LiveTensor:
+    def _parts(self, tensor: TensorKey, name: str, segments: list[Tensor], layout: RankLayout) -> list[LiveTensor]:
         index, count = layout.replica
-        holders, elements = Holders(index, count, self._num_ranks // count), layout.ranges[name]
-        return make_live_tensor(tensor, segments, self.shapes[name], holders=holders, elements=elements)
+        holders = Holders(index, count, self._num_ranks // count * self._num_places)
+        return self.as_parameter(tensor, name, segments, holders=holders, start=layout.ranges[name][0])
+
+    def as_parameter(
+        self, tensor: TensorKey, name: str, segments: list[Tensor], *, holders: Holders, start: int = 0
+    ) -> list[LiveTensor]:
+        """A tensor as large as a parameter; `segments` begin at element `start` of what is here of it."""
+        shard = self._step.whole_tensors.shard(name, self.parameters[name].shape)
+        return make_live_parts(tensor, segments, shard, start, holders=holders)
 
 
 def _model_tensors(state: Mapping[str, Any], rank: _Rank) -> tuple[list[LiveTensor], dict[str, str]]:
@@ -131,10 +138,10 @@ def _model_tensors(state: Mapping[str, Any], rank: _Rank) -> tuple[list[LiveTens
         if first_name != name:
             aliases[name] = first_name
         elif parameter_name in rank.trained:
-            live_tensors.append(rank.weight(tensor, parameter_name, rank.trained[parameter_name]))
+            live_tensors += rank.weight(tensor, parameter_name, rank.trained[parameter_name])
         elif parameter_name is not None:
             flat = value.detach().reshape(-1)
-            live_tensors.append(make_live_tensor(tensor, [flat], value.shape, holders=rank.replicated))
+            live_tensors += rank.as_parameter(tensor, parameter_name, [flat], holders=rank.replicated)
         elif rank.is_first:  # ranks' buffers may differ
             live_tensors.append(make_live_tensor(tensor, [value.detach().reshape(-1)], value.shape, holders=Holders()))
     return live_tensors, aliases

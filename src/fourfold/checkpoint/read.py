@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fourfold.checkpoint.manifest_file import read_manifest
 from fourfold.checkpoint.write import SAFETENSORS_DTYPES, TORCH_DTYPES
+from fourfold.parts.tensor_reader import part_of
 from fourfold.plan.checkpoint_boxes import Block, Overlap, Part, Shape, flattened, overlaps, relative_slices, whole
 from fourfold.plan.checkpoint_manifest import Manifest, StoredPart, TensorEntry, TensorKey, TensorKind
 from fourfold.words.box import Box
@@ -106,6 +107,11 @@ class StoredTensor:
     def read(self, start: int, stop: int) -> Tensor:
         box = whole(self._entry.shape).box
         return self._reader.read(self._entry, Part(box, start, stop))
+
+    def read_part(self, part: Part, shape: Shape) -> Tensor:
+        if shape != self._entry.shape:  # saved flat
+            return part_of(self._reader.read(self._entry, whole(self._entry.shape)).view(shape), part)
+        return self._reader.read(self._entry, part)
 
     def read_all(self) -> Tensor:
         """All of it, in its shape."""

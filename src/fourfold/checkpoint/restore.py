@@ -20,7 +20,7 @@ from fourfold.parts.data.param_access import untracked_access
 from fourfold.parts.dtypes import accumulation_dtype
 from fourfold.parts.optim.option_text import IMPLEMENTATION_OPTIONS
 from fourfold.parts.tensor_reader import ParameterState, TensorReader
-from fourfold.plan.checkpoint_boxes import Shape
+from fourfold.plan.checkpoint_boxes import Part, Shape
 from fourfold.plan.checkpoint_manifest import DataState, Manifest, Place, TensorKey, TensorKind
 from fourfold.plan.json_state import decode_state
 from fourfold.plan.rng import generator_seed, random_place, rng_state_to_restore
@@ -56,7 +56,8 @@ def restore(
     if ema is not None:
         for name in ema.values:
             average = reader.tensor(TensorKey(TensorKind.EMA, name))
-            ema.load_average(name, average.read(*step.weight_layout(name).ranges[name]))
+            local = step.whole_tensors.reader(name, average)
+            ema.load_average(name, local.read(*step.weight_layout(name).ranges[name]))
     if feed is not None and (data := manifest.feed) is not None:
         feed.load_state(Position(data.seed, data.epoch, data.position, data.num_samples or None))
     _restore_rng(step, manifest, seed=seed)
@@ -119,8 +120,9 @@ def _optimizer_state(step: TrainStep, tensors: Sequence[TensorReader]) -> Tensor
     """This rank's state of a parameter; where other ranks saved states of their own, the mean of these."""
     if len(tensors) == 1:
         return tensors[0]
-    if step.plan.sync == "local" and len(tensors) == step.plan.mesh.size:
-        return tensors[step.rank]
+    peers = step.plan.mesh.peers(step.rank, "dp", "sp")
+    if step.plan.sync == "local" and len(tensors) == len(peers):
+        return tensors[peers.index(step.rank)]
     return _MeanReader(tensors)
 
 
@@ -132,11 +134,18 @@ class _MeanReader:
         self.shape, self.dtype = tensors[0].shape, tensors[0].dtype
 
     def read(self, start: int, stop: int) -> Tensor:
+        return self._mean(each.read(start, stop) for each in self._tensors)
+
+    def read_part(self, part: Part, shape: Shape) -> Tensor:
+        return self._mean(each.read_part(part, shape) for each in self._tensors)
+
+    def _mean(self, tensors: Iterator[Tensor]) -> Tensor:
+        first = next(tensors)
         if not (self.dtype.is_floating_point or self.dtype.is_complex):
-            return self._tensors[0].read(start, stop)
-        total = torch.zeros(stop - start, dtype=accumulation_dtype(self.dtype))
-        for each in self._tensors:
-            total += each.read(start, stop)
+            return first
+        total = first.to(accumulation_dtype(self.dtype), copy=True)
+        for each in tensors:
+            total += each
         return total.to(self.dtype) / len(self._tensors)
 
 
@@ -226,7 +235,7 @@ def _model_problems(
     """Shapes and dtypes of the model, and of the average if there is one, that are not those saved."""
     step, ema = training_state.step, training_state.ema
     own = {TensorKey(TensorKind.MODEL, name): value for name, value in model_state.items()}
-    own_shapes = {tensor: tuple(value.shape) for tensor, value in own.items()}
+    own_shapes = {tensor: step.whole_tensors.shape(tensor.name, value.shape) for tensor, value in own.items()}
     if ema is not None:
         parameter_shapes = _parameter_shapes(step)
         own_shapes |= {TensorKey(TensorKind.EMA, name): parameter_shapes[name] for name in ema.values}
@@ -242,7 +251,9 @@ def _model_problems(
 
 
 def _parameter_shapes(step: TrainStep) -> dict[str, Shape]:
-    return {name: tuple(p.shape) for name, p in step.model.named_parameters() if p.requires_grad}
+    """Of the trained parameters of the whole model."""
+    parameters = step.model.named_parameters()
+    return {name: step.whole_tensors.shape(name, p.shape) for name, p in parameters if p.requires_grad}
 
 
 def _tied_problems(model_state: Mapping[str, Tensor], reader: CheckpointReader) -> Iterator[Problem]:

@@ -19,8 +19,11 @@ import xxhash
 from torch import Tensor
 
 from fourfold.parts import memory
-from fourfold.plan.checkpoint_boxes import ELEMENT_BYTES, Part, Shape, divide_writing, whole
+from fourfold.parts.tensor.shard_reader import row_views
+from fourfold.plan.checkpoint_boxes import ELEMENT_BYTES, Part, Shape, blocks, divide_writing, relative_slices, whole
 from fourfold.plan.checkpoint_manifest import FileEntry, StoredPart, TensorEntry, TensorKey
+from fourfold.plan.shard_ranges import stored_ranges
+from fourfold.plan.tensor_shard import TensorShard
 from fourfold.words.errors import CheckpointError, Problem
 
 CHUNK_BYTES = 4 * 2**20
@@ -66,7 +69,7 @@ class HeldPart(NamedTuple):
 
 
 class LiveTensor(NamedTuple):
-    """A part of a tensor, and the flat segments of memory that hold it, in order."""
+    """A part of a tensor, and the segments of memory that hold it, in order: each flat, or rows of elements."""
 
     held: HeldPart
     segments: Sequence[Tensor]
@@ -78,16 +81,37 @@ def make_live_tensor(
     shape: Sequence[int],
     *,
     holders: Holders,
-    elements: tuple[int, int] | None = None,
 ) -> LiveTensor:
-    """Elements [start, stop) of a tensor, or all of it. Raises CheckpointError for a dtype that safetensors lacks."""
-    dtype = SAFETENSORS_DTYPES.get(segments[0].dtype)
+    """All of a tensor. Raises CheckpointError for a dtype that safetensors lacks."""
+    dtype = _safetensors_dtype(tensor, segments[0])
+    return LiveTensor(HeldPart(tensor, dtype, tuple(shape), whole(tuple(shape)), holders), segments)
+
+
+def make_live_parts(
+    tensor: TensorKey, segments: Sequence[Tensor], shard: TensorShard, start: int, *, holders: Holders
+) -> list[LiveTensor]:
+    """What a rank is to store of a tensor of which it holds the elements of a shard from `start` on.
+
+    `segments` are flat and consecutive. Raises CheckpointError for a dtype that safetensors lacks.
+    """
+    dtype = _safetensors_dtype(tensor, segments[0])
+    parts: dict[int, Part] = {}
+    views: dict[int, list[Tensor]] = {}
+    for segment in segments:
+        for piece, part, rows in stored_ranges(shard, start, start + segment.numel()):
+            parts[piece] = parts.get(piece, part)._replace(stop=part.stop)
+            views.setdefault(piece, []).extend(row_views(segment, rows))
+        start += segment.numel()
+    return [
+        LiveTensor(HeldPart(tensor, dtype, shard.shape, part, holders), views[piece]) for piece, part in parts.items()
+    ]
+
+
+def _safetensors_dtype(tensor: TensorKey, values: Tensor) -> str:
+    dtype = SAFETENSORS_DTYPES.get(values.dtype)
     if dtype is None:
-        raise CheckpointError(Problem(f"{tensor.label} is of {segments[0].dtype}", "a dtype of the safetensors format"))
-    part = whole(tuple(shape))
-    if elements is not None:
-        part = Part(part.box, *elements)
-    return LiveTensor(HeldPart(tensor, dtype, tuple(shape), part, holders), segments)
+        raise CheckpointError(Problem(f"{tensor.label} is of {values.dtype}", "a dtype of the safetensors format"))
+    return dtype
 
 
 def estimated_bytes(held: Sequence[HeldPart]) -> int:
@@ -175,12 +199,14 @@ def _entry(held: HeldPart, stored: StoredPart) -> TensorEntry:
 
 
 def _copy_range(segments: Sequence[Tensor], start: int, stop: int, *, out: Tensor) -> None:
-    """Copy elements [start, stop) of consecutive flat segments."""
+    """Copy elements [start, stop) of consecutive segments."""
     offset = 0
     for segment in segments:
         low, high = max(start, offset), min(stop, offset + segment.numel())
-        if low < high:
-            out[low - start : high - start].copy_(segment[low - offset : high - offset])
+        everything = whole(tuple(segment.shape))
+        for first, box in blocks(everything._replace(start=low - offset, stop=high - offset)):
+            view = segment[relative_slices(box, everything.box)]
+            out[low - start + first :][: view.numel()].view(view.shape).copy_(view)
         offset += segment.numel()
 
 

@@ -1,6 +1,7 @@
 """Tensor readers: tensors that are loaded a part at a time, from memory or from files.
 
 element  counted in row-major order, whatever the shape: a shard is a range of elements
+part     a range of the elements of a box: where tensors are split along a dim, a range of elements is one of a box
 Law: what is not asked for is not read.
 """
 
@@ -9,6 +10,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+
+from fourfold.plan.checkpoint_boxes import Part, Shape
 
 
 class TensorReader(Protocol):
@@ -24,6 +27,10 @@ class TensorReader(Protocol):
         """Elements [start, stop), flat. It may be memory that others read: copy it."""
         ...
 
+    def read_part(self, part: Part, shape: Shape) -> Tensor:
+        """The elements of a part of the tensor viewed in this shape, flat. It may be memory that others read."""
+        ...
+
 
 class MemoryReader:
     """A tensor in memory."""
@@ -34,6 +41,15 @@ class MemoryReader:
 
     def read(self, start: int, stop: int) -> Tensor:
         return self._flat[start:stop]
+
+    def read_part(self, part: Part, shape: Shape) -> Tensor:
+        return part_of(self._flat.view(shape), part)
+
+
+def part_of(tensor: Tensor, part: Part) -> Tensor:
+    """The elements of a part of a tensor, flat; a copy unless they lie in order."""
+    box = tuple(slice(offset, offset + length) for offset, length in zip(*part.box, strict=True))
+    return tensor[box].reshape(-1)[part.start : part.stop]
 
 
 class ParameterState(NamedTuple):

@@ -43,7 +43,7 @@ def legality_problems(
 def combination_problems(plan: Plan, *, clip: float | None = None) -> list[Problem]:
     """Every combination of fields that cannot be carried out, with any model and on any ranks."""
     problems = update_problems(plan, clip) + sync_problems(plan) + precision_problems(plan)
-    return problems + codec_problems(plan) + batch_norm_problems(plan)
+    return problems + codec_problems(plan) + batch_norm_problems(plan) + tensor_problems(plan)
 
 
 def update_problems(plan: Plan, clip: float | None) -> list[Problem]:
@@ -171,8 +171,38 @@ def batch_norm_problems(plan: Plan) -> list[Problem]:
     return [Problem(f"{SYNC} with {got}", need, attempt) for is_set, got, need, attempt in rules if is_set]
 
 
+def tensor_problems(plan: Plan) -> list[Problem]:
+    """What the tensor axis cannot be combined with yet."""
+    if plan.tp == 1:
+        return []
+    rules = [
+        (
+            plan.sync == "local",
+            'sync = "local"',
+            "the tensor ranks of a place as one worker, which is not built yet",
+            'sync = "step", or tp = 1',
+        ),
+        (
+            plan.codec != "none",
+            f'codec = "{plan.codec}"',
+            "codecs that know shards of parameters, which are not built yet",
+            'codec = "none", or tp = 1',
+        ),
+        (
+            plan.batch_norm == "sync",
+            SYNC,
+            "statistics over the data ranks of each tensor rank, which are not built yet",
+            "tp = 1, or GroupNorm",
+        ),
+    ]
+    return [Problem(f"tp = {plan.tp} with {got}", need, attempt) for is_set, got, need, attempt in rules if is_set]
+
+
 def layerwise_problems(plan: Plan, optimizer_name: str) -> list[Problem]:
     """What a layer-wise optimizer (LARS, LAMB) cannot do: its update needs the norms of whole parameters."""
+    if plan.tp > 1:
+        need = "the norms of whole parameters, which are split among tensor ranks: that is not built yet"
+        return [Problem(f"tp = {plan.tp} with {optimizer_name}", need, "tp = 1, or AdamW")]
     if plan.update != "in_backward" or plan.zero == 0 or plan.reduce_group_size == 1:
         return []
     got = f'update = "in_backward" with {optimizer_name} at zero = {plan.zero}'

@@ -78,10 +78,10 @@ class Programs(NamedTuple):
 
 @dataclass(frozen=True)
 class StageBuckets:
-    """The parameters of a stage, in buckets.
+    """The parameters of a stage as a place of the tensor axis holds them, in buckets.
 
     specs    as the user made them; the buckets have the dtypes in which forward and backward compute
-    buckets  the same on every rank of the stage
+    buckets  the same on every rank of the place; those of other places have the same parameters
     """
 
     stage: int
@@ -115,6 +115,7 @@ class Blueprint:
     """All that a plan decides, for every rank: the same object on each."""
 
     plan: Plan
+    specs: tuple[ParamSpec, ...]
     topology: Topology
     update_spec: UpdateSpec
     groups: tuple[DataGroup, ...]
@@ -211,10 +212,17 @@ def lower(plan: Plan, specs: Sequence[ParamSpec], topology: Topology, update_spe
     groups = plan.mesh.groups("dp", "sp")
     hosts = {ranks: group_hosts(topology, ranks, transport=plan.transport) for ranks in groups}
     is_inter_host = any(each.num_hosts > 1 for each in hosts.values())
-    stages = [_fill_buckets(plan, stage, specs, update_spec, is_inter_host=is_inter_host) for stage in range(plan.pp)]
-    of_group = {ranks: stages[plan.mesh.coordinates(ranks[0])["pp"]] for ranks in groups}
+    stages = {
+        (stage, index): _fill_buckets(
+            plan, stage, [spec.at(index) for spec in specs], update_spec, is_inter_host=is_inter_host
+        )
+        for stage in range(plan.pp)
+        for index in range(plan.tp)
+    }
+    places = {ranks: plan.mesh.coordinates(ranks[0]) for ranks in groups}
+    of_group = {ranks: stages[place["pp"], place["tp"]] for ranks, place in places.items()}
     data_groups = tuple(_data_group(plan, of_group[ranks], hosts[ranks], update_spec) for ranks in groups)
-    return Blueprint(plan, topology, update_spec, data_groups)
+    return Blueprint(plan, tuple(specs), topology, update_spec, data_groups)
 
 
 def planned_layouts(plan: Plan) -> RestingLayouts:
@@ -305,7 +313,7 @@ def _coded_bytes(
     plan: Plan, codec: CodecSpec, stage: StageBuckets, shard_groups: ShardGroups, ranks_per_host: int
 ) -> float:
     """Bytes of a codec's messages, and of the updated weights, which no codec compresses."""
-    shapes = {spec.name: spec.box.lengths for spec in stage.specs}
+    shapes = {spec.name: spec.local_shape for spec in stage.specs}
     after_update = layout_changes(planned_layouts(plan)).after_update
     num_rounds = plan.microbatches if plan.zero == 2 else 1
     sent = 0.0

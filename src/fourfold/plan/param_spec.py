@@ -1,15 +1,14 @@
 """Parameter specs: the identity of a parameter, by which buckets, checkpoints, averages, `show` and `verify` speak.
 
 name, shape  of the global tensor: the same on every rank and every mesh
-box          the part of it that a rank holds; the ranks of one tensor place hold the same
+shard        the part of it that a place of the tensor axis holds; the ranks of one place hold the same
 Law: everything that is known about a parameter without its values is here, and nothing here depends on the data axis.
 """
 
-from typing import NamedTuple
+import math
+from typing import NamedTuple, Self
 
-from fourfold.words.box import Box
-from fourfold.words.layout import WHOLE, Layout
-from fourfold.words.mesh import Axis
+from fourfold.plan.tensor_shard import TensorShard
 
 
 class ParamSpec(NamedTuple):
@@ -20,8 +19,9 @@ class ParamSpec(NamedTuple):
     dtype          by its name in torch
     param_group    the index of its optimizer group
     stage          the pipeline stage that computes with it
-    tensor_layout  how it is stored along the tensor axis
-    local_box      the part of the global tensor that this rank holds, before the data axis shards it; None: all of it
+    shards         by place on the tensor axis: the part of the global tensor that its ranks hold, before the data axis
+                   shards it; empty: every place holds all of it
+    tensor_index   the place that `local_shape`, `num_elements` and `num_bytes` are of
     """
 
     name: str
@@ -30,25 +30,24 @@ class ParamSpec(NamedTuple):
     element_bytes: int
     param_group: int = 0
     stage: int = 0
-    tensor_layout: Layout = WHOLE
-    local_box: Box | None = None
+    shards: tuple[TensorShard, ...] = ()
+    tensor_index: int = 0
+
+    def at(self, tensor_index: int) -> Self:
+        """The same parameter, as the ranks of this place on the tensor axis hold it."""
+        return self._replace(tensor_index=tensor_index)
 
     @property
-    def box(self) -> Box:
-        """The part of the global tensor that this rank holds."""
-        return self.local_box or Box.whole(self.shape)
+    def local_shape(self) -> tuple[int, ...]:
+        """The shape of the tensor that a rank holds."""
+        return self.shards[self.tensor_index].local_shape if self.shards else self.shape
 
     @property
     def num_elements(self) -> int:
-        """The elements that this rank holds."""
-        return self.box.num_elements
+        """The elements that a rank holds."""
+        return math.prod(self.local_shape)
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of the elements that this rank holds."""
+        """The bytes of the elements that a rank holds."""
         return self.num_elements * self.element_bytes
-
-    @property
-    def replicated_axes(self) -> tuple[Axis, ...]:
-        """The mesh axes along which all ranks hold the same box."""
-        return ("dp", "sp", "tp") if self.tensor_layout == WHOLE else ("dp", "sp")

@@ -69,7 +69,7 @@ FIELD_RULES = {
     "pp": FieldRule(int, supported=(1,)),
     "dp": FieldRule(int, int_maximum=MAX_RANKS),
     "sp": FieldRule(int, int_maximum=MAX_RANKS),
-    "tp": FieldRule(int, supported=(1,)),
+    "tp": FieldRule(int, int_maximum=MAX_RANKS),
     "shard": FieldRule(int, optional=True, int_maximum=MAX_RANKS),
     "zero": FieldRule(int, choices=(0, 1, 2, 3)),
     "microbatches": FieldRule(int, int_maximum=MAX_RANKS),

@@ -23,7 +23,7 @@ WRAPPER_PLAN_FIELDS = ("dp", "bucket_bytes", "unused", "batch_norm", "transport"
 
 
 def check_arguments(
-    *, model: Any, loss: Any, optimizer: Any, plan: Any, clip: Any = None, seed: Any = 0, skip_nan: Any = 0
+    *, model: Any, loss: Any, optimizer: Any, plan: Any, clip: Any = None, seed: Any = 0, skip_nan: Any = 0, tensor: Any
 ) -> None:
     """Raise SettingError with every wrong argument of `parallelize`, which moves a model from the CPU by itself."""
     problems = (
@@ -34,6 +34,7 @@ def check_arguments(
     )
     problems += argument_checks.positive_problems("clip", clip, optional=True, attempt="clip=1.0")
     problems += argument_checks.seed_problems(seed) + argument_checks.int_problems("skip_nan", skip_nan, minimum=0)
+    problems += argument_checks.tensor_rule_problems("tensor", tensor)
     if problems:
         raise SettingError(problems, where="the arguments of parallelize")
 

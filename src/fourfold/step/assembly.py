@@ -21,7 +21,7 @@ from fourfold.plan.check import read_only_reason, step_hook_conflicts
 from fourfold.plan.data.buckets import Bucket
 from fourfold.plan.plan import Plan
 from fourfold.plan.precision import LossScaler, UnitLossScale
-from fourfold.step.batch_layout import BatchLayout, TokenShards, WholeSamples
+from fourfold.step.batch_layout import BatchLayout, SharedByTensorRanks, TokenShards, WholeSamples
 from fourfold.step.batch_statistics import BatchStatistics, OwnStatistics, SyncedStatistics, batch_norms, make_exchange
 from fourfold.step.collective_calls import CollectiveCalls
 from fourfold.step.drift_report import KINDS, TRAINED_KINDS
@@ -41,6 +41,9 @@ from fourfold.step.step_checks import StepChecks
 from fourfold.step.step_options import StepOptions
 from fourfold.step.step_parts import StageParts, StepParts
 from fourfold.step.step_programs import StepPrograms
+from fourfold.step.tensor import tensor_axis
+from fourfold.step.tensor.collective_dry_run import CollectiveTensorDryRun
+from fourfold.step.tensor.tensor_axis import TensorAxis
 from fourfold.step.update_timing import (
     UPDATE_AFTER,
     UPDATE_IN_BACKWARD,
@@ -70,6 +73,7 @@ class Assembly(NamedTuple):
     optimizer: Optimizer
     buckets: Sequence[Bucket]
     transport_name: str
+    tensor: TensorAxis
 
 
 def assemble(
@@ -80,15 +84,14 @@ def assemble(
     world: Communicator,
     options: StepOptions,
 ) -> Assembly:
-    """Make all parts of a step. Collective. Raises PlanError, OptimizerError, TaskError or SettingError."""
-    check_model_loss(loss, plan)
+    """Make all parts of a step, on the plan's mesh. Collective. Raises PlanError, OptimizerError, TaskError."""
     objective, meter = _make_objective(loss, plan), CommMeter()
     optimizer = _take_optimizer(optimizer_source, model, plan)
-    world = world.on_mesh(plan.mesh)
-    trained = lay_out(model, optimizer, plan, world, options)
+    tensor = tensor_axis.cut(model, options.tensor, world, meter, transport=plan.transport)
+    trained = lay_out(model, optimizer, plan, world, options, tensor.all_shards)
     channel = transports.make_world_channel(world, trained.blueprint.topology, plan.transport, meter)
     statistics = _make_statistics(model, plan, world, meter)
-    stage = make_stage(trained, objective, statistics, world, meter, channel.calls)
+    stage = make_stage(trained, objective, statistics, world, meter, channel.calls, tensor.whole_tensors)
     parts = StepParts(
         stages={STAGE: stage.parts},
         scalars=channel.scalars,
@@ -97,6 +100,7 @@ def assemble(
         sync=stage.sync,
         scaling=stage.scaling,
         loss_scale=LossScaler() if plan.precision == "fp16" else UnitLossScale(),
+        totals_of_peers=tensor.totals_of_peers,
         max_norm=math.inf if options.clip is None else options.clip,
         device=world.device,
     )
@@ -108,13 +112,14 @@ def assemble(
         calls=calls,
         checks=_make_checks(model, optimizer, plan, options, calls, stage),
         split=plan.batch_split,
-        batches=_make_batches(model, loss, plan, world, meter, seed=options.seed),
+        batches=_make_batches(model, loss, plan, world, meter, tensor, seed=options.seed),
         dry_run=_make_dry_run(model, objective, statistics, plan, stage.parts.weights, world),
         state=stage.state,
         codecs=stage.codecs,
         optimizer=optimizer,
         buckets=stage.trained.buckets,
-        transport_name=stage.transport_name,
+        transport_name=tensor.described_with(stage.transport_name),
+        tensor=tensor,
     )
 
 
@@ -127,6 +132,7 @@ def _take_optimizer(source: OptimizerSource, model: nn.Module, plan: Plan) -> Op
 
 
 def _make_objective(loss: Callable[[Any, Any], Any] | None, plan: Plan) -> Objective:
+    check_model_loss(loss, plan)
     is_batch_split = plan.batch_split.num_parts > 1
     return Objective(ModelLoss() if loss is None else UserLoss(loss), is_batch_split=is_batch_split)
 
@@ -174,11 +180,21 @@ def _make_batches(
     plan: Plan,
     world: Communicator,
     meter: CommMeter,
+    tensor: TensorAxis,
     *,
     seed: int,
 ) -> BatchLayout:
-    if loss is None or plan.sp == 1:
-        return WholeSamples(world.device)
+    layout: BatchLayout = WholeSamples(world.device)
+    if loss is not None and plan.sp > 1:
+        layout = _make_token_shards(model, loss, plan, world, meter, seed=seed)
+    if not tensor.is_cut:
+        return layout
+    return SharedByTensorRanks(layout, tensor.group, tensor.ranks, CollectiveTensorDryRun(model, tensor, world))
+
+
+def _make_token_shards(
+    model: nn.Module, loss: Callable[[Any, Any], Any], plan: Plan, world: Communicator, meter: CommMeter, *, seed: int
+) -> TokenShards:
     group = connect_sequence(world.along("sp"), meter, ring=plan.ring, ulysses=plan.ulysses, transport=plan.transport)
     sequence = SequenceParallel(model, loss, group, world, num_microbatches=plan.microbatches, seed=seed)
     return TokenShards(sequence, world.device)

@@ -10,9 +10,13 @@ from typing import Any, Protocol
 
 import torch
 
+from fourfold.parts.comm.communicator import Communicator
+from fourfold.parts.comm.tensor.protocol import TensorGroup
 from fourfold.plan.sample_order import BatchRange
 from fourfold.step.batch import Microbatch, split_microbatches, unpack_batch
+from fourfold.step.sequence.batch_consistency import batch_digest, batch_mismatch_problem
 from fourfold.step.sequence.sequence_parallel import SequenceParallel
+from fourfold.step.tensor.collective_dry_run import CollectiveTensorDryRun
 from fourfold.step.tensor_tree import tree_map
 from fourfold.words.errors import Problem
 
@@ -70,6 +74,49 @@ class WholeSamples:
         return batch
 
 
+class SharedByTensorRanks:
+    """The tensor ranks of a place need the same samples; `inner` lays these out, and `rules` shows the cut is right."""
+
+    def __init__(
+        self, inner: BatchLayout, group: TensorGroup, ranks: Communicator, rules: CollectiveTensorDryRun
+    ) -> None:
+        self._inner, self._group, self._ranks, self._rules = inner, group, ranks, rules
+
+    @property
+    def needs_dry_run(self) -> bool:
+        return self._rules.is_needed or self._inner.needs_dry_run
+
+    def compare(self, batch: Any) -> tuple[Any, Problem | None]:
+        batch, problem = self._inner.compare(batch)
+        # A rank that has found a problem on another axis says so here: its peers must leave the batch out as well.
+        digest = -1 if problem is not None else batch_digest(batch)
+        digests = self._group.all_gather(torch.tensor([digest], device=self._ranks.device), 0).tolist()
+        if len(set(digests)) == 1:
+            return batch, problem
+        return no_samples(batch), problem or batch_mismatch_problem("tp", self._ranks.ranks)
+
+    @contextlib.contextmanager
+    def microbatches(
+        self, batch: Any, count: int, *, step: int, samples: BatchRange | None
+    ) -> Iterator[list[Microbatch]]:
+        with self._inner.microbatches(batch, count, step=step, samples=samples) as microbatches:
+            yield microbatches
+
+    def dry_run(self, batch: Any, unsharded: Unsharded) -> None:
+        if self._rules.is_needed:
+            self._rules.run(batch, unsharded("try out"))
+        if self._inner.needs_dry_run:
+            self._inner.dry_run(batch, unsharded)
+
+    def dry_run_batch(self, batch: Any) -> Any:
+        return self._inner.dry_run_batch(batch)
+
+
+def no_samples(batch: Any) -> Any:
+    """A batch without its samples."""
+    return tree_map(unpack_batch(batch), lambda tensor: tensor[:0])
+
+
 class TokenShards:
     """The ranks that differ on sp have shards of the tokens of the same samples."""
 
@@ -82,7 +129,7 @@ class TokenShards:
 
     def compare(self, batch: Any) -> tuple[Any, Problem | None]:
         problem = self._sequence_parallel.batch_mismatch(batch)
-        return (batch if problem is None else tree_map(unpack_batch(batch), lambda tensor: tensor[:0])), problem
+        return (batch if problem is None else no_samples(batch)), problem
 
     @contextlib.contextmanager
     def microbatches(

@@ -161,6 +161,12 @@ def _compiled_problems(model: nn.Module, plan: Plan) -> list[Problem]:
     rules = [
         (plan.update == "in_forward", 'update = "in_forward"', sees_weights, 'update = "after"'),
         (plan.zero == 3, "zero = 3", sees_weights, "zero = 2"),
+        (
+            plan.tp > 1,
+            f"tp = {plan.tp}",
+            "to replace layers, which compiled code has inlined",
+            "tp = 1",
+        ),
         (plan.sp > 1, f"sp = {plan.sp}", "to see each call of attention, which compiled code hides", "sp = 1"),
         (
             plan.batch_norm == "sync" and has_norms,

@@ -3,21 +3,26 @@
 Law: a meta model has the same specs as the model itself.
 """
 
+from collections.abc import Mapping, Sequence
+
 from torch import nn
 from torch.optim import Optimizer
 
 from fourfold.parts import mixed_precision
-from fourfold.parts.data.flat_params import param_specs
+from fourfold.parts.data.flat_params import NO_SHARDS, param_specs
 from fourfold.parts.optim.user_optimizer import group_indices, is_layerwise, num_state_tensors
 from fourfold.plan.param_spec import ParamSpec
+from fourfold.plan.tensor_shard import TensorShard
 from fourfold.plan.update_spec import UpdateSpec
 from fourfold.step.weights import trainable_parameters
 
 
-def model_specs(model: nn.Module, optimizer: Optimizer) -> list[ParamSpec]:
-    """The trained parameters, in order of definition."""
+def model_specs(
+    model: nn.Module, optimizer: Optimizer, shards: Mapping[str, Sequence[TensorShard]] = NO_SHARDS
+) -> list[ParamSpec]:
+    """The trained parameters, in order of definition. `shards`: of the places of the tensor axis; empty: tp = 1."""
     trainable = trainable_parameters(model)
-    return param_specs(trainable, group_indices(optimizer, trainable))
+    return param_specs(trainable, group_indices(optimizer, trainable), shards)
 
 
 def update_spec(

@@ -4,7 +4,7 @@ Law: what cannot be carried out is refused before a weight moves, and before pro
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import psutil
@@ -24,6 +24,7 @@ from fourfold.plan.rng import generator_seed
 from fourfold.step.argument_checks import check_arguments
 from fourfold.step.meta_model import build_meta_model
 from fourfold.step.model_checks import check_model_loss, check_plan_for_model, check_plan_on_ranks, check_update_timing
+from fourfold.step.tensor.tensor_axis import place_shards
 from fourfold.step.train_step import TrainStep
 from fourfold.step.user_optimizer import check_user_optimizer
 from fourfold.words.task import Task
@@ -40,6 +41,7 @@ def parallelize(
     skip_nan: int = 0,
     same_batches: str = "refuse",
     drift_check: int = DRIFT_CHECK,
+    tensor: Mapping[str, str] | None = None,
 ) -> TrainStep:
     """Lay one training step over the ranks of a plan. Collective.
 
@@ -59,13 +61,17 @@ def parallelize(
                   finite; one more raises TrainingError
     same_batches  "refuse": raise TaskError where all data ranks train on the same batches, three different ones in a
                   row; "allow": never raise. Batches of a `Feed` always differ
+    tensor        with tp > 1: pattern of module names -> how its weights are split, such as {"*.up": "column"}; see
+                  `docs/tensor-axis.md`
     drift_check   ranks compare the weights that several of them have after every so many steps, and raise
                   DivergenceError if they differ; 0: never
 
     Raises SettingError for arguments of the wrong kind, and PlanError, OptimizerError or TaskError if the plan cannot
     be carried out with them.
     """
-    check_arguments(model=model, loss=loss, optimizer=optimizer, plan=plan, clip=clip, seed=seed, skip_nan=skip_nan)
+    tensor = {} if tensor is None else tensor
+    numbers = {"clip": clip, "seed": seed, "skip_nan": skip_nan}
+    check_arguments(model=model, loss=loss, optimizer=optimizer, plan=plan, tensor=tensor, **numbers)
     if isinstance(optimizer, Optimizer):
         # Here, where no rank waits for another yet. One that a factory makes is checked when it exists.
         check_user_optimizer(build_optimizer(optimizer, list(model.parameters())), step_hook_conflicts(plan or Plan()))
@@ -85,6 +91,7 @@ def parallelize(
         skip_nan=skip_nan,
         same_batches=same_batches,
         drift_check=drift_check,
+        tensor=tensor,
     )
 
 
@@ -100,6 +107,7 @@ def preflight(task: Task, plan: Plan) -> nn.Module:
     optimizer = build_optimizer(task.optimizer, list(model.parameters()))
     check_update_timing(optimizer, plan)
     check_user_optimizer(optimizer, step_hook_conflicts(plan))
+    place_shards(model, task.tensor, plan.tp)
     return model
 
 

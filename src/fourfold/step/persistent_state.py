@@ -56,28 +56,43 @@ class PersistentState:
             if state
         }
         by_rank = self.layout.gather_json(described)
-        states: dict[str, dict[str, Any]] = {name: {} for name in refs["optimizer"]}
-        for name, key, value in [(n, k, v) for row in by_rank for n, keys in row.items() for k, v in keys.items()]:
-            if key not in states[name]:
-                slices = refs["optimizer"][name].get(key, [])
-                states[name][key] = (
-                    value if not isinstance(value, dict) else self._full_tensor(name, slices, value["dtype"])
-                )
-        names = {id(p): name for name, p in self.weights.trainable.items()}
-        weights = {name: weight.clone() for name, weight in self.weights.named_weights()}
-        model = {
-            name: weights[names[id(value)]] if id(value) in names else cloned(value)
-            for name, value in refs["model"].items()
+        states: dict[str, dict[str, Any]] = {}
+        # By parameter: tensor ranks divide their buckets in different places, and must gather in one order.
+        for name, own in refs["optimizer"].items():
+            keys = {key: value for row in reversed(by_rank) for key, value in row.get(name, {}).items()}
+            states[name] = {
+                key: self._full_tensor(name, own.get(key, []), value["dtype"]) if isinstance(value, dict) else value
+                for key, value in keys.items()
+            }
+        outer = {name: self._whole(name, value).reshape(-1) for name, value in refs["outer"].items()}
+        return {
+            "model": self._whole_model(refs["model"]),
+            "optimizer": states,
+            "outer": outer,
+            "codec": self.codec_state.state_dict(),
         }
-        outer = {name: value.clone() for name, value in refs["outer"].items()}
-        return {"model": model, "optimizer": states, "outer": outer, "codec": self.codec_state.state_dict()}
+
+    def _whole_model(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        """Copies of a `state_dict` of the model, whole, with the precise weights. Collective."""
+        names = {id(p): name for name, p in self.weights.model.named_parameters()}
+        weights = {name: weight.clone() for name, weight in self.weights.named_weights()}
+        for name, parameter in self.weights.model.named_parameters():
+            if name not in self.weights.trainable:
+                weights[name] = self._whole(name, parameter)
+        return {
+            name: weights[names[id(value)]] if id(value) in names else cloned(value) for name, value in tensors.items()
+        }
+
+    def _whole(self, name: str, local: Tensor) -> Tensor:
+        """A copy of a whole tensor, of which this place of the tensor axis has `local`. Collective."""
+        return self.weights.whole_tensors.whole(name, local.detach()).clone()
 
     def _full_tensor(self, name: str, slices: Sequence[Tensor], dtype: str) -> Tensor:
         """An optimizer tensor in its parameter's shape, from the slices of all ranks. Collective if these differ."""
         part = torch.cat(list(slices)) if slices else torch.empty(0, dtype=getattr(torch, dtype))
-        whole = self.layout.gather(name, part)
-        self.sync.merge_state(whole, self.communicator)
-        return whole
+        gathered = self.layout.gather(name, part)
+        self.sync.merge_state(gathered, self.communicator)
+        return self.weights.whole_tensors.whole(name, gathered)
 
     def load(self, saved: SavedState) -> None:
         """Restore a saved state, except the codecs', a parameter at a time; no rank may be reading weights. Collective.
@@ -89,7 +104,8 @@ class PersistentState:
         ]
         # The shards of ranks hold different parameters: all ranks raise, or none.
         can_load = all(self.optimizer.can_load_state(index, slots) for index, slots in enumerate(by_bucket))
-        if not all(self.communicator.all_gather_json(can_load)):
+        can_load = all(self.communicator.all_gather_json(can_load))
+        if not self.weights.whole_tensors.all_true(can_load):
             got = "parameters of one bucket, some with optimizer state and some without (trained for the first time?)"
             attempt = 'unused = "allow", which updates each parameter separately'
             raise OptimizerError(Problem(got, "state of all of them, or of none", attempt), where="the state")

@@ -36,18 +36,27 @@ TRAIN_STEP_HINT = "the same seeds, hooks and edits on every rank; weights change
 
 
 class ReplicatedTensor(NamedTuple):
-    """A weight that this rank holds: elements [start, start + numel) of a flattened parameter."""
+    """A weight that this rank holds: elements [start, start + numel) of a flattened parameter.
+
+    shard  which shard of a parameter that the tensor axis splits; 0 of one that all tensor ranks hold
+    """
 
     kind: str
     name: str
     start: int
     tensor: Tensor
+    shard: int = 0
 
     @property
     def key(self) -> list[Any]:
         """The same for all replicas of a weight, whatever their values."""
         dtype = str(self.tensor.dtype).removeprefix("torch.")
-        return [self.kind, self.name, self.start, self.tensor.numel(), dtype]
+        return [self.kind, self.name, self.start, self.tensor.numel(), dtype, self.shard]
+
+    @property
+    def group(self) -> tuple[str, bool]:
+        """What is compared together: a rank may hold the same as others of one group, and not of another."""
+        return self.kind, self.shard > 0
 
 
 class DriftChecker:
@@ -81,7 +90,8 @@ class DriftChecker:
         tensors = [each for each in tensors if each.kind in self._kinds]
         with untracked_access():
             hashes = fingerprints([each.tensor for each in tensors])
-        digests = [_digests(tensors, hashes, kind) for kind in KINDS]
+        groups = [(kind, is_split) for kind in KINDS for is_split in (False, True)]
+        digests = [_digests(tensors, hashes, group) for group in groups]
         if not _any_differ(self._communicator.all_gather_json(digests)):
             return
         by_rank = self._communicator.all_gather_json(
@@ -107,7 +117,7 @@ class DriftChecker:
         if self._communicator.rank == source and local is not None:
             reference = local.detach().reshape(-1).to(self._communicator.device, copy=True)
         else:
-            _, _, _, numel, dtype = difference.key
+            _, _, _, numel, dtype, _ = difference.key
             reference = torch.zeros(numel, dtype=getattr(torch, dtype), device=self._communicator.device)
         self._communicator.broadcast(reference, source)
         sizes = [0.0, 0.0]
@@ -166,19 +176,19 @@ def replicated_tensors(model: nn.Module) -> Iterator[ReplicatedTensor]:
         yield ReplicatedTensor(WEIGHTS if parameter.requires_grad else FROZEN, name, 0, parameter)
 
 
-def _digests(tensors: Sequence[ReplicatedTensor], hashes: Sequence[int], kind: str) -> list[str]:
-    """Two digests of the weights of one kind that this rank holds: of their keys, and of their values."""
-    rows = [(each.key, value) for each, value in zip(tensors, hashes, strict=True) if each.kind == kind]
+def _digests(tensors: Sequence[ReplicatedTensor], hashes: Sequence[int], group: tuple[str, bool]) -> list[str]:
+    """Two digests of the weights of one group that this rank holds: of their keys, and of their values."""
+    rows = [(each.key, value) for each, value in zip(tensors, hashes, strict=True) if each.group == group]
     parts = [key for key, _ in rows], [value for _, value in rows]
     return [hashlib.blake2b(json.dumps(part).encode(), digest_size=8).hexdigest() for part in parts]
 
 
 def _any_differ(by_rank: Sequence[Sequence[Sequence[str]]]) -> bool:
     """Whether ranks that hold the same weights have different values."""
-    for kind in range(len(KINDS)):
+    for group in range(len(by_rank[0])):
         values_of_keys: dict[str, set[str]] = {}
         for row in by_rank:
-            keys, values = row[kind]
+            keys, values = row[group]
             values_of_keys.setdefault(keys, set()).add(values)
         if any(len(each) > 1 for each in values_of_keys.values()):
             return True

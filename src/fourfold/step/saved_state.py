@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from fourfold.parts.codec.residual import RESIDUAL_KEY
+from fourfold.parts.tensor.whole_tensors import WholeTensors
 from fourfold.parts.tensor_reader import MemoryReader, ParameterState, TensorReader
 
 CodecRows = Mapping[str, Mapping[str, Sequence[TensorReader]]]
@@ -37,6 +39,27 @@ def readers_of(state: Mapping[str, Any]) -> SavedState:
         {
             name: {key: [MemoryReader(row) for row in rows] for key, rows in values.items()}
             for name, values in state.get("codec", {}).items()
+        },
+    )
+
+
+def local_state(saved: SavedState, whole_tensors: WholeTensors) -> SavedState:
+    """The same state, of which tensors as large as a parameter are read as this place of the tensor axis holds them."""
+    reader = whole_tensors.reader
+
+    def local_rows(name: str, key: str, rows: Sequence[TensorReader]) -> Sequence[TensorReader]:
+        return [reader(name, row) for row in rows] if key == RESIDUAL_KEY else rows
+
+    return saved._replace(
+        model={name: reader(name, value) for name, value in saved.model.items()},
+        optimizer={
+            name: state._replace(tensors={key: reader(name, value) for key, value in state.tensors.items()})
+            for name, state in saved.optimizer.items()
+        },
+        outer={name: reader(name, value) for name, value in saved.outer.items()},
+        codec={
+            name: {key: local_rows(name, key, rows) for key, rows in values.items()}
+            for name, values in saved.codec.items()
         },
     )
 

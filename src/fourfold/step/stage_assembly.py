@@ -34,10 +34,12 @@ from fourfold.parts.optim.master_weights import MasterWeightPolicy, MasterWeight
 from fourfold.parts.optim.step_hooks import StepHooks
 from fourfold.parts.optim.update_slices import UpdateSlice, update_slices
 from fourfold.parts.rank_layout import RankLayout, SplitLayout, WholeLayout
+from fourfold.parts.tensor.whole_tensors import WholeTensors
 from fourfold.plan.data.buckets import Bucket
 from fourfold.plan.data.zero import RestingLayouts, layout_changes
 from fourfold.plan.lowering import Blueprint, DataGroup, lower
 from fourfold.plan.plan import Plan
+from fourfold.plan.tensor_shard import TensorShard
 from fourfold.plan.topology import NO_SHARED_MEMORY, Topology
 from fourfold.step.batch_statistics import BatchStatistics
 from fourfold.step.codec_state import CodecState
@@ -114,6 +116,7 @@ def make_stage(
     world: Communicator,
     meter: CommMeter,
     calls: CallChecker,
+    whole_tensors: WholeTensors,
 ) -> StageAssembly:
     """Make the parts of a stage. Collective. Raises PlanError."""
     data_ranks = world.along("dp", "sp")
@@ -122,7 +125,7 @@ def make_stage(
     gradients, transport, averager = _make_gradients(trained, data_ranks, topology, meter, calls, codecs)
     trained = _adapt(trained, transport, world.rank)
     layout = _state_layout(trained, transport, data_ranks)
-    weights = _make_weights(trained, transport, layout, data_ranks)
+    weights = _make_weights(trained, transport, layout, data_ranks, whole_tensors)
     optimizer = _make_optimizer(trained, transport, gradients, weights)
     sync = _make_sync(trained, weights, averager)
     parts = StageParts(
@@ -140,16 +143,26 @@ def make_stage(
         rounds=RoundEveryBackward() if trained.layouts.gradient == SPLIT else OneRound(),
         update_verbs=_update_verbs(trained.layouts),
     )
-    codec_state = CodecState(codecs, data_ranks)
+    codec_state = CodecState(codecs, data_ranks, whole_tensors)
     state = PersistentState(weights, trained.buckets, optimizer, layout, data_ranks, codec_state, sync)
     scaling = _make_scaling(trained, optimizer)
     return StageAssembly(parts, trained, sync, scaling, codecs, state, transport.description)
 
 
-def lay_out(model: nn.Module, optimizer: Optimizer, plan: Plan, world: Communicator, options: StepOptions) -> Trained:
-    """The buckets of the trained parameters; all ranks have the same, or raise PlanError. Collective."""
-    trainable, specs = trainable_parameters(model), model_specs(model, optimizer)
-    shapes = {name: list(p.shape) for name, p in trainable.items()}
+def lay_out(
+    model: nn.Module,
+    optimizer: Optimizer,
+    plan: Plan,
+    world: Communicator,
+    options: StepOptions,
+    shards: Mapping[str, Sequence[TensorShard]],
+) -> Trained:
+    """The buckets of the trained parameters; all ranks have the same, or raise PlanError. Collective.
+
+    shards  by parameter: those of the places of the tensor axis
+    """
+    trainable, specs = trainable_parameters(model), model_specs(model, optimizer, shards)
+    shapes: dict[str, list[int] | str] = {spec.name: list(spec.shape) for spec in specs}
     compared = {name: value for name, value in options._asdict().items() if name != "seed"}
     check_same_on_ranks(world, specs, shapes, plan=plan, options=compared, optimizer=optimizer)
     blueprint = lower(plan, specs, gather_topology(world), update_spec(model, optimizer, clip=options.clip))
@@ -162,8 +175,7 @@ def _adapt(trained: Trained, transport: DataTransport, rank: int) -> Trained:
         return trained
     before = trained.blueprint
     topology = dataclasses.replace(before.topology, unshared_cause=NO_SHARED_MEMORY)
-    specs = [spec for group in before.groups for spec in group.stage.specs]
-    blueprint = lower(before.plan, specs, topology, before.update_spec)
+    blueprint = lower(before.plan, before.specs, topology, before.update_spec)
     return trained._replace(blueprint=blueprint, group=blueprint.group_of(rank))
 
 
@@ -219,7 +231,7 @@ def _make_gradients(
         transport = local._replace(description=transport.description)
         meter = CommMeter()  # with local steps gradients are not sent, and not recorded
     # A rank that waits for others within its backward does not reduce meanwhile.
-    waits_in_backward = transport.weights.unshards_params or plan.batch_norm == "sync"
+    waits_in_backward = transport.weights.unshards_params or plan.batch_norm == "sync" or plan.tp > 1
     gradients = GradBuckets(
         trained.by_name,
         trained.buckets,
@@ -227,8 +239,20 @@ def _make_gradients(
         meter,
         allow_unused=allow_unused,
         may_block_in_backward=not waits_in_backward,
+        uncounted=_uncounted_ranges(trained),
     )
     return _GradientParts(gradients, transport, averager)
+
+
+def _uncounted_ranges(trained: Trained) -> list[list[tuple[int, int]]]:
+    """By bucket: the elements [start, stop) whose squares another tensor rank adds to the norm."""
+    ranges = {
+        spec.name: spec.shards[spec.tensor_index].uncounted_ranges for spec in trained.group.stage.specs if spec.shards
+    }
+    return [
+        [(slot.start + start, slot.start + stop) for slot in bucket.slots for start, stop in ranges.get(slot.name, ())]
+        for bucket in trained.buckets
+    ]
 
 
 def _state_layout(trained: Trained, transport: DataTransport, data_ranks: Communicator) -> RankLayout:
@@ -238,7 +262,13 @@ def _state_layout(trained: Trained, transport: DataTransport, data_ranks: Commun
     return WholeLayout(trained.by_name, trained.buckets, data_ranks)
 
 
-def _make_weights(trained: Trained, transport: DataTransport, layout: RankLayout, data_ranks: Communicator) -> Weights:
+def _make_weights(
+    trained: Trained,
+    transport: DataTransport,
+    layout: RankLayout,
+    data_ranks: Communicator,
+    whole_tensors: WholeTensors,
+) -> Weights:
     """The weights where they rest, and master weights. Collective: broadcasts the first rank's."""
     plan = trained.plan
     policy = MasterWeightPolicy(plan.precision, offload_device(plan.offload, data_ranks.device))
@@ -256,7 +286,8 @@ def _make_weights(trained: Trained, transport: DataTransport, layout: RankLayout
     else:
         resident = ResidentWeights if transport.weights.shared_weights is None else HostSharedWeights
         storage = resident(trained.by_name, trained.buckets, transport.weights, data_ranks)
-    return Weights(trained.model, storage, masters, _make_edits(trained, storage, masters), data_ranks)
+    edits = _make_edits(trained, storage, masters)
+    return Weights(trained.model, storage, masters, edits, data_ranks, whole_tensors)
 
 
 def _make_edits(trained: Trained, storage: WeightStorage, masters: MasterWeights) -> WeightEdits:

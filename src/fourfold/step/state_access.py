@@ -16,7 +16,7 @@ from fourfold.step.assembly import Assembly
 from fourfold.step.drift_report import FROZEN, MASTER_WEIGHTS, WEIGHTS
 from fourfold.step.persistent_state import cloned
 from fourfold.step.replica_drift import ReplicatedTensor
-from fourfold.step.saved_state import SavedState, readers_of
+from fourfold.step.saved_state import SavedState, local_state, readers_of
 from fourfold.words.errors import Problem, TrainingError
 
 
@@ -60,11 +60,13 @@ class StateAccess:
         """See `TrainStep.load_weights`."""
         self.check_no_edits("load_weights()")
         self._calls.enter("load_weights()")  # all ranks are here: none reads weights
-        problems = state_validation.weight_problems(values, self._weights.trainable)
+        whole_tensors, trainable = self._weights.whole_tensors, self._weights.trainable
+        problems = state_validation.weight_problems(values, trainable, whole_tensors.shape)
         self._calls.raise_on_all_ranks(problems, where="the weights")
         self._timing.flush()
-        self._weights.load_weights(values)
-        self._sync.load_weights(values)
+        local = {name: whole_tensors.local(name, value) for name, value in values.items()}
+        self._weights.load_weights(local)
+        self._sync.load_weights(local)
 
     @contextlib.contextmanager
     def swapped_weights(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
@@ -104,7 +106,9 @@ class StateAccess:
         """See `TrainStep.load_state_dict`."""
         self._calls.enter("load_state_dict()")
         optimizer, weights = self._assembly.optimizer, self._weights
-        problems = state_validation.state_problems(state, weights.model_state_dict(), weights.trainable, optimizer)
+        problems = state_validation.state_problems(
+            state, weights.model_state_dict(), weights.trainable, optimizer, weights.whole_tensors.shape
+        )
         self._calls.raise_on_all_ranks(problems, where="the state")
         self._load(readers_of(state))
 
@@ -114,6 +118,7 @@ class StateAccess:
         self._load(saved)
 
     def _load(self, saved: SavedState) -> None:
+        saved = local_state(saved, self._weights.whole_tensors)
         self._timing.flush()
         self._state.load(saved)
         for group, options in zip(self._assembly.optimizer.param_groups, saved.groups, strict=True):
@@ -145,8 +150,11 @@ class StateAccess:
         """The weights in this rank's own memory."""
         holders = {WEIGHTS: self._weights.storage, MASTER_WEIGHTS: self._weights.master_weights}
         for name, parameter in model.named_parameters():
+            shard = self._assembly.tensor.shard_number(name)
             if name not in self._weights.trainable:
-                yield ReplicatedTensor(FROZEN, name, 0, parameter)
+                yield ReplicatedTensor(FROZEN, name, 0, parameter, shard)
                 continue
             for kind, holder in holders.items():
-                yield from (ReplicatedTensor(kind, name, *part) for part in holder.held_parts(name))
+                yield from (
+                    ReplicatedTensor(kind, name, part.start, part.tensor, shard) for part in holder.held_parts(name)
+                )

@@ -4,7 +4,8 @@ Law: a state that does not fit is refused before anything is changed. Problems a
 makes the other checks impossible.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,9 +18,16 @@ from fourfold.words.errors import Problem, closest_match
 # record: what the first step has fixed (launch order, nominal count), and the optimizer's class.
 STATE_KEYS = ("model", "optimizer", "groups", "record")
 
+WholeShape = Callable[[str, Sequence[int]], tuple[int, ...]]
+"""The shape of a tensor of the whole model, by its name and the shape that it has in this rank's model."""
+
 
 def state_problems(
-    state: Any, model_state: Mapping[str, Any], trainable: Mapping[str, Tensor], optimizer: torch.optim.Optimizer
+    state: Any,
+    model_state: Mapping[str, Any],
+    trainable: Mapping[str, Tensor],
+    optimizer: torch.optim.Optimizer,
+    whole_shape: WholeShape,
 ) -> list[Problem]:
     """Why `state` cannot come from `TrainStep.state_dict` of such a model and optimizer.
 
@@ -30,10 +38,13 @@ def state_problems(
         if isinstance(state, Mapping):
             got = f"a state without {', '.join(part for part in STATE_KEYS if part not in state)}"
         return [Problem(got, "what step.state_dict() returns", "init= or step.load_weights(…) for weights alone")]
-    return [*_model_problems(state["model"], model_state), *_optimizer_problems(state, trainable, optimizer)]
+    return [
+        *_model_problems(state["model"], model_state, whole_shape),
+        *_optimizer_problems(state, trainable, optimizer, whole_shape),
+    ]
 
 
-def weight_problems(values: Any, trainable: Mapping[str, Tensor]) -> list[Problem]:
+def weight_problems(values: Any, trainable: Mapping[str, Tensor], whole_shape: WholeShape) -> list[Problem]:
     """Why `values` cannot replace the weights of trainable parameters, by name."""
     if not isinstance(values, Mapping):
         return [Problem(f"a {type(values).__name__}", "a dict of tensors by name of trainable parameters")]
@@ -46,8 +57,8 @@ def weight_problems(values: Any, trainable: Mapping[str, Tensor]) -> list[Proble
             )
         elif not isinstance(value, Tensor):
             problems.append(Problem(f"a {type(value).__name__} for {name}", "a tensor"))
-        elif value.shape != parameter.shape:
-            problems.append(Problem(f"{name} of shape {list(value.shape)}", f"shape {list(parameter.shape)}"))
+        elif value.shape != (shape := whole_shape(name, parameter.shape)):
+            problems.append(Problem(f"{name} of shape {list(value.shape)}", f"shape {list(shape)}"))
         # By kind of number only: float64 may become float16, but a complex number no real one.
         elif not torch.can_cast(value.dtype, parameter.dtype):
             got, need = (str(each).removeprefix("torch.") for each in (value.dtype, parameter.dtype))
@@ -67,14 +78,17 @@ def tied_problems(model_state: Mapping[str, Any], values: Mapping[str, Any]) -> 
     return problems
 
 
-def _model_problems(values: Mapping[str, Any], model_state: Mapping[str, Any]) -> Iterator[Problem]:
+def _model_problems(
+    values: Mapping[str, Any], model_state: Mapping[str, Any], whole_shape: WholeShape
+) -> Iterator[Problem]:
     wrong = [
         *(name for name in model_state if name not in values),
         *(name for name in values if name not in model_state),
     ]
     both = [(name, values[name], tensor) for name, tensor in model_state.items() if name in values]
     tensors = [(name, new, old) for name, new, old in both if isinstance(old, Tensor)]
-    wrong += [name for name, new, old in tensors if not isinstance(new, Tensor) or new.shape != old.shape]
+    shapes = {name: whole_shape(name, old.shape) for name, _, old in tensors}
+    wrong += [name for name, new, _ in tensors if not isinstance(new, Tensor) or new.shape != shapes[name]]
     if wrong:
         yield Problem(f"{', '.join(wrong)}", "the model's own names and shapes", "the state of this model")
     else:
@@ -86,7 +100,10 @@ def _model_problems(values: Mapping[str, Any], model_state: Mapping[str, Any]) -
 
 
 def _optimizer_problems(
-    state: Mapping[str, Any], trainable: Mapping[str, Tensor], optimizer: torch.optim.Optimizer
+    state: Mapping[str, Any],
+    trainable: Mapping[str, Tensor],
+    optimizer: torch.optim.Optimizer,
+    whole_shape: WholeShape,
 ) -> Iterator[Problem]:
     num_groups = len(optimizer.param_groups)
     if len(state["groups"]) != num_groups:
@@ -98,9 +115,10 @@ def _optimizer_problems(
     if missing:
         yield Problem(f"no optimizer state of {', '.join(missing)}", "one for every trainable parameter, even if empty")
     for name, parameter in trainable.items():
+        shape = whole_shape(name, parameter.shape)
         for key, value in states.get(name, {}).items():
-            if isinstance(value, Tensor) and value.numel() != parameter.numel():
-                yield Problem(f"{key} of {name}, shape {list(value.shape)}", f"shape {list(parameter.shape)}")
+            if isinstance(value, Tensor) and value.numel() != math.prod(shape):
+                yield Problem(f"{key} of {name}, shape {list(value.shape)}", f"shape {list(shape)}")
 
 
 def optimizer_problems(

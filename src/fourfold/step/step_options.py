@@ -1,5 +1,6 @@
 """Step options: the settings of a step that are not in the plan."""
 
+from collections.abc import Mapping
 from typing import NamedTuple, TypedDict
 
 from fourfold.plan.intervals import DRIFT_CHECK
@@ -13,6 +14,7 @@ class StepOptions(NamedTuple):
     skip_nan: int = 0
     same_batches: str = "refuse"
     drift_check: int = DRIFT_CHECK
+    tensor: Mapping[str, str] = {}
 
 
 class StepKeywords(TypedDict, total=False):
@@ -23,3 +25,4 @@ class StepKeywords(TypedDict, total=False):
     skip_nan: int
     same_batches: str
     drift_check: int
+    tensor: Mapping[str, str]

@@ -71,6 +71,8 @@ class StepParts(NamedTuple):
     sync: GradSync
     scaling: GradScaling
     loss_scale: LossScale
+    totals_of_peers: Sequence[int]
+    """Which totals of this rank a tensor rank with the same samples adds to the sums over the world."""
     max_norm: float
     """The bound of the gradient norm; infinite without clip."""
     device: torch.device

@@ -53,8 +53,8 @@ class StepRunner:
         samples = getattr(batch, "samples", None)
         has_pending = self._assembly.timing.has_pending
         self._checks.before_step(batch, compares_all=not self._programs.has_record, has_pending_updates=has_pending)
-        self.dry_run(batch, training=True)
         batch, problem = self._assembly.batches.compare(batch)
+        self.dry_run(batch, training=True)
         self._checks.save_buffers()
         loss_scale = self._parts.loss_scale.reported
         number, count = self._calls.num_steps + 1, self._assembly.split.num_microbatches
@@ -116,8 +116,8 @@ class StepRunner:
         waited = meter.waiting_seconds
         self._checks.before_evaluation("evaluate()", getattr(batch, "samples", None))
         self._assembly.timing.flush()
-        self.dry_run(batch)
         batch, problem = self._assembly.batches.compare(batch)
+        self.dry_run(batch)
         with self._microbatch(batch) as part, eval_mode(self._model):
             step = StepState(self._parts, StepRequest([part], batch_mismatch=problem))
             self.executor.evaluate(self._programs.evaluation, step)

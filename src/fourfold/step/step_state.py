@@ -153,6 +153,7 @@ class StepState:
         local = torch.tensor(self._host_totals, dtype=torch.float64, device=self.parts.device)
         for position, value in self._device_totals:
             local[position] += value
+        local[self.parts.totals_of_peers] = 0.0
         return local
 
     def count_of(self, index: int) -> float:

@@ -14,8 +14,10 @@ from fourfold.parts.comm.communicator import Communicator
 from fourfold.parts.comm.reduce.scalar_room import NUM_LOSS_SCALARS
 from fourfold.parts.optim.user_optimizer import OptimizerSource
 from fourfold.parts.rank_layout import RankLayout
+from fourfold.parts.tensor.whole_tensors import WholeTensors
 from fourfold.plan.data.buckets import Bucket
 from fourfold.plan.plan import Plan
+from fourfold.plan.tensor_shard import TensorShard
 from fourfold.plan.topology import Topology
 from fourfold.step.assembly import assemble
 from fourfold.step.codec_state import CodecState
@@ -51,7 +53,9 @@ class TrainStep:
         **options: Unpack[StepKeywords],
     ) -> None:
         self.model, self.plan, self.seed = model, plan, options.get("seed", 0)
-        self._assembly = assembly = assemble(model, loss, optimizer, plan, communicator, StepOptions(**options))
+        self._assembly = assembly = assemble(
+            model, loss, optimizer, plan, communicator.on_mesh(plan.mesh), StepOptions(**options)
+        )
         self._parts, self._calls, self._programs = assembly.parts, assembly.calls, assembly.programs
         self._weights, self._checks = assembly.state.weights, assembly.checks
         self.optimizer = assembly.optimizer
@@ -122,6 +126,16 @@ class TrainStep:
     def dp_index(self) -> int:
         """This rank's index on the data axis."""
         return self.plan.mesh.coordinates(self.rank)["dp"]
+
+    @property
+    def tensor_shards(self) -> Mapping[str, TensorShard]:
+        """By parameter: the part of it that this rank's place on the tensor axis holds; empty if tp = 1."""
+        return self._assembly.tensor.shards
+
+    @property
+    def adds_totals(self) -> bool:
+        """Whether this rank adds its sums to those over all ranks: one rank of each tensor group does."""
+        return not self._parts.totals_of_peers
 
     @property
     def device(self) -> torch.device:
@@ -266,6 +280,11 @@ class TrainStep:
     def swapped_weights(self, weights: Mapping[str, Tensor]) -> contextlib.AbstractContextManager[None]:
         """Inside, the trainable weights are others, given in the form of `weight_shards`. Collective."""
         return self._access.swapped_weights(weights)
+
+    @property
+    def whole_tensors(self) -> WholeTensors:
+        """How tensors as large as this rank's parameters become whole, and are cut."""
+        return self._weights.whole_tensors
 
     @property
     def weight_shards(self) -> dict[str, Tensor]:

@@ -3,6 +3,8 @@
 trained   the trainable parameters; the storage decides where they rest (`parts/data/weight_storage.py`)
 others    frozen parameters and buffers: each rank has its own copy
 precise   the weights that training continues from: the master weights if there are any, else those in the storage
+whole     a tensor as large as a parameter of the whole model; in `model` there is what this rank's place of the tensor
+          axis holds of it
 Law: a read gives the precise weights; a write replaces both.
 """
 
@@ -20,6 +22,7 @@ from fourfold.parts.data.weight_edits import WeightEdits
 from fourfold.parts.data.weight_storage import WeightStorage
 from fourfold.parts.optim.master_weights import MasterWeights
 from fourfold.parts.rank_layout import RankLayout
+from fourfold.parts.tensor.whole_tensors import WholeTensors
 from fourfold.step.model_guard import ModelGuard
 from fourfold.words.errors import Problem, TaskError
 
@@ -27,6 +30,12 @@ from fourfold.words.errors import Problem, TaskError
 def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters that are trained, by name, in order of definition; without those that have no elements."""
     return {name: p for name, p in model.named_parameters() if p.requires_grad and p.numel() > 0}
+
+
+def _refuse_call(layer: nn.Module, args: Any) -> None:
+    got = f"a call of a {type(layer).__name__} inside step.edit(), where its weights are whole"
+    need, attempt = "weights of which each tensor rank has its part", "with step.unsharded() as model: …"
+    raise TaskError(Problem(got, need, attempt), where="edit()")
 
 
 class PreciseWeights(Protocol):
@@ -47,9 +56,11 @@ class Weights:
         master_weights: MasterWeights,
         edits: WeightEdits,
         data_ranks: Communicator,
+        whole_tensors: WholeTensors,
     ) -> None:
         self.model, self.trainable = model, trainable_parameters(model)
         self.storage, self.master_weights, self.edits, self._data_ranks = storage, master_weights, edits, data_ranks
+        self.whole_tensors = whole_tensors
         self._precise: dict[str, PreciseWeights] = dict.fromkeys(self.trainable, storage)
         self._precise |= dict.fromkeys(master_weights.param_names, master_weights)
         self._trained_ids = {id(p) for p in self.trainable.values()}
@@ -72,18 +83,54 @@ class Weights:
 
     @contextlib.contextmanager
     def edit(self) -> Iterator[None]:
-        """Inside, weights may be written on any rank; afterwards all ranks have the first one's. Collective."""
+        """Inside, parameters are whole, and any rank may write them; then all have the first one's. Collective."""
         with (
             torch.no_grad(),
             self.storage.private_copies(),
+            self._whole_shown(),
+            self._calls_refused(),
             self.guard.checking_edits(),
             self._masters_shown() as edited,
         ):
             yield
         self._broadcast_others()
-        for value in edited.values():
-            self._data_ranks.broadcast(value)
+        for name, value in edited.items():
+            self.whole_tensors.ranks.broadcast(value)
+            edited[name] = self.whole_tensors.local(name, value)
+            self._data_ranks.broadcast(edited[name])
         self.load_weights(edited)
+
+    @contextlib.contextmanager
+    def _whole_shown(self) -> Iterator[None]:
+        """Inside, parameters without master weights are whole; then tensor ranks have the first one's. Collective."""
+        ranks = self.whole_tensors.ranks
+        shown = {n: p for n, p in self.model.named_parameters() if n not in self.master_weights.param_names}
+        resting = {name: p.data for name, p in shown.items() if self.whole_tensors.is_split(name)}
+        edited: dict[str, Tensor] = {}
+        try:
+            for name, value in resting.items():
+                shown[name].data = self.whole_tensors.whole(name, value).to(value.device)
+            yield
+        finally:
+            for name, value in resting.items():
+                edited[name], shown[name].data = shown[name].data, value
+        for tensor in (*(p.data for name, p in shown.items() if name not in resting), *self.model.buffers()):
+            ranks.broadcast(tensor)
+        for name, value in edited.items():
+            ranks.broadcast(value)
+            resting[name].copy_(self.whole_tensors.local(name, value))
+
+    @contextlib.contextmanager
+    def _calls_refused(self) -> Iterator[None]:
+        """Inside, a layer that computes with a part of a weight refuses to be called: the weight is whole."""
+        split = {id(p) for name, p in self.model.named_parameters() if self.whole_tensors.is_split(name)}
+        layers = [m for m in self.model.modules() if any(id(p) in split for p in m.parameters(recurse=False))]
+        hooks = [layer.register_forward_pre_hook(_refuse_call, prepend=True) for layer in layers]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     @contextlib.contextmanager
     def _masters_shown(self) -> Iterator[dict[str, Tensor]]:
@@ -101,13 +148,17 @@ class Weights:
 
     def full_weight(self, name: str, shard: Tensor) -> Tensor:
         """A copy of the whole tensor of which `shard` is this rank's part, split as `weight_shard` is. Collective."""
+        return self.whole_tensors.whole(name, self._gathered(name, shard)).to(self.trainable[name].device)
+
+    def _gathered(self, name: str, shard: Tensor) -> Tensor:
+        """The same of this place's part of the whole tensor: as large as the parameter in `model`. Collective."""
         return self.weight_layout(name).gather(name, shard).to(self.trainable[name].device)
 
     @contextlib.contextmanager
     def swapped_weights(self, shards: Mapping[str, Tensor]) -> Iterator[None]:
         """Inside, the trainable weights are others, given in the form of `weight_shard`. Collective."""
-        before = {name: self.full_weight(name, self.weight_shard(name)) for name in shards}
-        self.load_weights({name: self.full_weight(name, value) for name, value in shards.items()})
+        before = {name: self._gathered(name, self.weight_shard(name)) for name in shards}
+        self.load_weights({name: self._gathered(name, value) for name, value in shards.items()})
         try:
             yield
         finally:
@@ -123,7 +174,7 @@ class Weights:
 
     @torch.no_grad()
     def load_weights(self, values: Mapping[str, Tensor]) -> None:
-        """Replace trainable weights, by name; no rank may be reading them. Collective."""
+        """Replace trainable weights, by name, given as large as in `model`; no rank may be reading them. Collective."""
         self.storage.load(values)
         self.master_weights.load(values)
         self.storage.wait_written()
@@ -150,4 +201,5 @@ class Weights:
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every trainable weight by name, whole, one at a time; read only. Collective: all ranks iterate to the end."""
-        return self.master_weights.replace_in(self.storage.named_weights())
+        for name, weight in self.master_weights.replace_in(self.storage.named_weights()):
+            yield name, self.whole_tensors.whole(name, weight).to(weight.device)

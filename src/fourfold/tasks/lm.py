@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from fourfold.feed.corpus import open_text, resolve_text_path
 from fourfold.feed.source import TokenSource, corpus_problem
+from fourfold.losses import cross_entropy
 from fourfold.words.errors import DataError, Problem, SettingError
 from fourfold.words.task import Data, Task
 
@@ -67,6 +68,7 @@ def task(
         resolve_text_path(data)
     return Task(
         model=functools.partial(LanguageModel, width=width, layers=layers, heads=heads, kv_heads=kv_heads),
+        tensor=TENSOR_RULES,
         loss=loss,
         data=functools.partial(open_data, data, length=length, valid_bytes=valid_bytes),
         optimizer=functools.partial(optimizer, lr=lr, weight_decay=weight_decay),
@@ -109,6 +111,17 @@ def _rate_problems(*, clip: float | None, **rates: float) -> Iterable[Problem]:
         yield Problem(f"warmup = {rates['warmup']}", "a fraction of the steps: 0 or more, less than 1", "warmup=0.05")
     if not rates["weight_decay"] >= 0:
         yield Problem(f"weight_decay = {rates['weight_decay']}", "0 or more")
+
+
+TENSOR_RULES = {
+    "embedding": "vocabulary",
+    "blocks.*.attention.qkv": "column(heads, kv_heads, kv_heads)",
+    "blocks.*.attention.out": "row(heads)",
+    "blocks.*.mlp.gate_up": "column(2)",
+    "blocks.*.mlp.down": "row",
+    "head": "vocabulary",
+}
+"""How the layers are split over the tensor axis; see `docs/tensor-axis.md`."""
 
 
 class Attention(nn.Module):
@@ -207,7 +220,7 @@ def apply_rotary(x_BLHK: Tensor, cos_BL1K: Tensor, sin_BL1K: Tensor) -> Tensor:
 
 def loss(logits_BLV: Tensor, targets_BL: Tensor) -> Tensor:
     """Cross entropy of every token, in nats: [B, L]."""
-    return F.cross_entropy(logits_BLV.flatten(0, 1), targets_BL.flatten(), reduction="none").view_as(targets_BL)
+    return cross_entropy(logits_BLV, targets_BL)
 
 
 def evaluate(logits_BLV: Tensor, targets_BL: Tensor) -> dict[str, tuple[Tensor, int]]:

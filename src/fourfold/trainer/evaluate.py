@@ -58,6 +58,8 @@ def evaluate_sums(step: TrainStep, task: Task, data: Any, batch_size: int) -> di
                     counts = map(float, (run.loss.count, run.loss.other_count, run.loss.other_square))
                     uneven_by += torch.tensor(list(counts), dtype=torch.float64)
                     _add_pairs(sums, _batch_metrics(run, task))
+    if not step.adds_totals:  # another rank has the same samples and adds their sums
+        sums, uneven_by = {}, torch.zeros_like(uneven_by)
     if step.plan.dp > 1 and is_uneven(*step.all_reduce(uneven_by)):
         raise TaskError(uneven_problem(step.objective.loss_names), where="the validation loss")
     totals: dict[str, list[float]] = {}

@@ -185,6 +185,7 @@ def _build_step(task: Task, plan: Plan, settings: RunSettings, opened: _OpenedTa
         seed=settings.seed,
         skip_nan=settings.skip_nan,
         drift_check=settings.drift_check,
+        tensor=task.tensor,
     )
 
 

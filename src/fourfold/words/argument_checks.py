@@ -43,6 +43,14 @@ def seed_problems(value: Any, name: str = "seed") -> list[Problem]:
     return [Problem(format_argument(name, value), "a whole number from -2**63 to 2**64 - 1", f"{name}=0")]
 
 
+def tensor_rule_problems(name: str, value: Any) -> list[Problem]:
+    """Rules of the tensor axis are texts by pattern; what they mean is checked with the model."""
+    if isinstance(value, Mapping) and all(isinstance(each, str) for pair in value.items() for each in pair):
+        return []
+    need = "a dict from patterns of module names to styles"
+    return [Problem(format_argument(name, value), need, f'{name}={{"*.up": "column", "*.down": "row"}}')]
+
+
 def str_problems(name: str, value: Any, *, optional: bool = False, path: bool = False) -> list[Problem]:
     """Require a string; `path` also allows an object such as pathlib.Path."""
     if isinstance(value, str) or (value is None and optional) or (path and isinstance(value, os.PathLike)):

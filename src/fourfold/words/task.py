@@ -6,8 +6,8 @@ Law: a task knows no ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from fourfold.words import argument_checks
@@ -57,6 +57,7 @@ class Task:
     steps, epochs   how long to train: one of them, or neither: 1000 steps
     batch_size global; None: that of a DataLoader given as data, else 32
     tuned_for  the global batch size that the optimizer's learning rate was tuned for; None: batch_size
+    tensor     pattern of module names -> how its weights are split over the tensor axis, such as "column"
     tokenizer  of a transformers model: its files are saved with the run, for `fourfold checkpoint export --format hf`
     """
 
@@ -75,6 +76,7 @@ class Task:
     clip: float | None = None
     tuned_for: int | None = None
     tokenizer: Any = None
+    tensor: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Raise TaskError with every invalid field; no factory is called."""
@@ -114,6 +116,7 @@ def _problems(task: Task) -> list[Problem]:
     problems += argument_checks.positive_problems("clip", task.clip, optional=True, attempt="clip=1.0")
     problems += argument_checks.int_problems("tuned_for", task.tuned_for, minimum=1, optional=True)
     problems += argument_checks.tokenizer_problems("tokenizer", task.tokenizer)
+    problems += argument_checks.tensor_rule_problems("tensor", task.tensor)
     return problems + argument_checks.str_problems("unit", task.unit)
 
 

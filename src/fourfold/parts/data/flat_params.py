@@ -14,14 +14,27 @@ from fourfold.parts.comm.reduce.protocol import WeightGatherer
 from fourfold.parts.dtypes import bucket_dtype
 from fourfold.plan.data.buckets import Bucket
 from fourfold.plan.param_spec import ParamSpec
+from fourfold.plan.tensor_shard import TensorShard
+
+NO_SHARDS: Mapping[str, Sequence[TensorShard]] = {}
 
 
-def param_specs(parameters: Mapping[str, nn.Parameter], groups: Mapping[str, int]) -> list[ParamSpec]:
-    """The trainable parameters, in order of definition; `groups` are their optimizer groups by name, 0 if left out."""
-    return [
-        ParamSpec(name, tuple(p.shape), str(p.dtype).removeprefix("torch."), p.element_size(), groups.get(name, 0))
-        for name, p in parameters.items()
-    ]
+def param_specs(
+    parameters: Mapping[str, nn.Parameter],
+    groups: Mapping[str, int],
+    shards: Mapping[str, Sequence[TensorShard]] = NO_SHARDS,
+) -> list[ParamSpec]:
+    """The trainable parameters, in order of definition.
+
+    groups  their optimizer groups by name; 0 if left out
+    shards  by name: the parts that the places of the tensor axis hold; empty: every rank has whole parameters
+    """
+    specs = []
+    for name, p in parameters.items():
+        dtype, held = str(p.dtype).removeprefix("torch."), tuple(shards.get(name, ()))
+        shape = held[0].shape if held else tuple(p.shape)
+        specs.append(ParamSpec(name, shape, dtype, p.element_size(), groups.get(name, 0), shards=held))
+    return specs
 
 
 @torch.no_grad()

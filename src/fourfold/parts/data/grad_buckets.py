@@ -36,12 +36,17 @@ class GradBuckets:
         *,
         allow_unused: bool,
         may_block_in_backward: bool = True,
+        uncounted: Sequence[Sequence[tuple[int, int]]] = (),
     ) -> None:
-        """`may_block_in_backward`: whether hooks may wait for a buffer that a reduction still uses.
+        """Gradients that no backward has written yet.
 
-        Not if weights or statistics are gathered in backward: the rank that must end the reduction may itself wait for
-        a gather that this rank has not begun.
+        may_block_in_backward  whether hooks may wait for a buffer that a reduction still uses. Not if ranks wait for
+                               each other in backward otherwise: the rank that must end the reduction may itself wait
+                               for something that this rank has not begun
+        uncounted              by bucket: the elements [start, stop) whose squares another tensor rank adds to the norm;
+                               empty: none
         """
+        self._uncounted = uncounted
         self._buckets, self._reducer, self._meter = buckets, reducer, meter
         self._allow_unused, self._may_block = allow_unused, may_block_in_backward
         self.countdown = Countdown(buckets)
@@ -158,7 +163,14 @@ class GradBuckets:
     def local_grads(self, bucket: int) -> list[Tensor]:
         """This rank's shard of a bucket's sum, for the norm; the reduction has ended."""
         self._reducer.reduce_shard(bucket)
-        return [self._reducer.grad_shard(bucket).flat]
+        start, stop, flat = self._reducer.grad_shard(bucket)
+        parts = []
+        for first, last in self._uncounted[bucket] if self._uncounted else ():
+            first, last = max(first, start), min(last, stop)
+            if first < last:
+                parts.append(flat[: first - start])
+                flat, start = flat[last - start :], last
+        return [*parts, flat]
 
     def drop_grads(self) -> None:
         """Drop what is in `.grad`: backwards outside of steps have left it there."""

@@ -45,8 +45,19 @@ def make_buckets(specs: Sequence[ParamSpec], *, bucket_bytes: int, num_shards: i
 
     A parameter larger than `bucket_bytes` gets a bucket of its own. Buckets are filled in reverse order of definition
     and numbered by when their last parameter is placed, so that the first bucket to be complete in backward is the
-    first to be reduced.
+    first to be reduced. Every place of the tensor axis has the same parameters in a bucket, even if their shards differ
+    in size: all run the same program.
     """
+    local = {spec.name: spec for spec in specs}
+    members_of = _bucket_members([spec.at(0) for spec in specs], bucket_bytes)
+    return tuple(
+        _bucket(index, [local[member.name] for member in members], num_shards)
+        for index, members in enumerate(members_of)
+    )
+
+
+def _bucket_members(specs: Sequence[ParamSpec], bucket_bytes: int) -> list[list[ParamSpec]]:
+    """The parameters of each bucket."""
     open_buckets: dict[tuple[str, int], list[ParamSpec]] = {}
     full: list[list[ParamSpec]] = []
     for spec in reversed(specs):
@@ -60,7 +71,7 @@ def make_buckets(specs: Sequence[ParamSpec], *, bucket_bytes: int, num_shards: i
     position = {spec.name: index for index, spec in enumerate(reversed(specs))}
     full.extend(open_buckets.values())
     full.sort(key=lambda members: position[members[-1].name])
-    return tuple(_bucket(index, members, num_shards) for index, members in enumerate(full))
+    return full
 
 
 # The least number of buckets between hosts, so that most of their communication overlaps with backward.

@@ -186,3 +186,6 @@ _REPLACEMENTS: dict[str, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] 
     ),
     "exponential_": _make_inplace_fill(("lambd", ""), (1.0, 0.0), lambda rate, _: 1.0 / rate),
 }
+
+RANDOM_FUNCTION_NAMES = frozenset(_REPLACEMENTS)
+"""The functions, but for dropout, that are replaced because they draw random numbers."""

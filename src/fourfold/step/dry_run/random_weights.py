@@ -7,7 +7,8 @@ Law: all ranks get the same weights, whatever their device.
 """
 
 import math
-from collections.abc import Mapping
+import zlib
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -23,9 +24,9 @@ SEED = 20_240_601
 @torch.no_grad()
 def make_state(model: nn.Module, config: CheckConfig) -> dict[str, Tensor]:
     """Parameters and buffers for a functional call. Buffers are copies: what forward writes is dropped."""
-    generator = torch.Generator().manual_seed(SEED)
     state = copy_buffers(model, config.dtype)
     for name, p in model.named_parameters():
+        generator = _generator_of(name)
         if not (p.is_floating_point() or p.is_complex()):
             continue
         if config.weights == "own":
@@ -47,17 +48,21 @@ def copy_parameters(
 
     existing  copies to reuse, by the id of the parameter
     """
-    generator = torch.Generator().manual_seed(SEED)
     copies: dict[str, nn.Parameter] = {}
     for name, p in model.named_parameters():
         if existing and id(p) in existing:
             copies[name] = existing[id(p)]
             continue
         is_near = config.weights == "near" and p.requires_grad
-        drawn = _perturbed_weight(p, generator) if is_near else p.detach().clone()
+        drawn = _perturbed_weight(p, _generator_of(name)) if is_near else p.detach().clone()
         drawn = drawn.to(p.dtype) if config.dtype is None else cast_real(drawn, config.dtype)
         copies[name] = nn.Parameter(drawn, requires_grad=p.requires_grad)
     return copies
+
+
+def _generator_of(name: str) -> torch.Generator:
+    """A generator for one parameter: ranks whose shards of another one differ in size draw the same for this one."""
+    return torch.Generator().manual_seed(SEED + zlib.crc32(name.encode()))
 
 
 def copy_buffers(model: nn.Module, dtype: torch.dtype | None) -> dict[str, Tensor]:
@@ -72,6 +77,17 @@ def random_tiled(like: Tensor, generator: torch.Generator, *, is_uniform: bool =
     numbers = torch.rand(count, generator=generator) * 2 - 1 if is_uniform else torch.randn(count, generator=generator)
     times = math.ceil(like.numel() / max(count, 1))
     return numbers.to(like.device).double().repeat(times)[: like.numel()].view(like.shape)
+
+
+def draw_weight(name: str, shape: Sequence[int], device: torch.device) -> Tensor:
+    """A weight of order 1 for a parameter whose own values are elsewhere; float64.
+
+    Vectors are positive, so that the model may take a logarithm or a root: a gate, a bias, the scale of a norm.
+    """
+    like = torch.empty(1, device=device).expand(tuple(shape))
+    if sum(size > 1 for size in shape) <= 1:
+        return 1 + 0.5 * random_tiled(like, _generator_of(name), is_uniform=True)
+    return random_tiled(like, _generator_of(name)) / math.sqrt(max(1, math.prod(shape[1:])))
 
 
 def _random_weight(p: Tensor, generator: torch.Generator) -> Tensor:

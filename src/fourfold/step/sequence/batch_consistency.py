@@ -1,4 +1,4 @@
-"""Batch consistency: ranks that hold tokens of the same samples must get the same batch. Every step checks it.
+"""Batch consistency: ranks that work on the same samples must get the same batch. Every step checks it.
 
 digest    a hash of all numbers of a batch
 mismatch  different digests in an sp group: its ranks take part in the step without samples
@@ -44,9 +44,12 @@ def is_equal_across_ranks(number: int, ring_groups: Sequence[RingGroup], device:
     return not differs
 
 
-def batch_mismatch_problem(ranks: Sequence[int] = ()) -> Problem:
-    """What is wrong if the ranks of an sp group, where they are known, have different batches."""
-    group = f"ranks {', '.join(map(str, ranks))}, which" if ranks else "the ranks that"
-    got = f"sp > 1, and different batches on some of {group} share sequences"
-    need = "the same batch on each of these ranks: a rank takes its own tokens from it"
+def batch_mismatch_problem(axis: str = "", ranks: Sequence[int] = ()) -> Problem:
+    """What is wrong if ranks that differ on this axis only have different batches; "": on another rank's axes."""
+    if axis:
+        group = f"ranks {', '.join(map(str, ranks))}, which differ only on {axis}"
+    else:
+        group = "the ranks that differ only on sp or tp"
+    got = f"different batches on some of {group}"
+    need = "the same batch on each of these ranks: they work on the same samples"
     return Problem(got, need, "ff.Feed(dataset, plan, batch_size=…), or ff.shard(loader, plan)")

@@ -153,7 +153,7 @@ class CollectiveDryRun:
         """Raise TaskError for different batches, or for the problems that any rank has found."""
         for group in _by_sp_group(reports):
             if len({report["digest"] for report in group}) > 1:
-                raise TaskError(batch_mismatch_problem(group[0]["sp_ranks"]), where="the batch")
+                raise TaskError(batch_mismatch_problem("sp", group[0]["sp_ranks"]), where="the batch")
         problems = [Problem(*problem) for report in reports for problem in report["problems"]]
         if problems:
             raise TaskError(list(dict.fromkeys(problems)), where="the model")

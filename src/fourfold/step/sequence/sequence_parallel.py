@@ -94,7 +94,7 @@ class SequenceParallel:
         return (
             None
             if is_equal_across_ranks(batch_digest(batch), self.ring_groups, self._world.device)
-            else batch_mismatch_problem(self._world.along("sp").ranks)
+            else batch_mismatch_problem("sp", self._world.along("sp").ranks)
         )
 
     def _check_even_targets(self, targets: Any, length: int) -> None:

@@ -1,0 +1,1 @@
+"""Collectives of activations among the ranks of the tensor axis, on one protocol."""

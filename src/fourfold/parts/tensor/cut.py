@@ -1,0 +1,45 @@
+"""The cut: a whole model becomes this rank's part of it.
+
+Law: a rank that has cut a model holds no element that its shards do not name; whole parameters and buffers are the
+first rank's, on all of them.
+"""
+
+import torch
+from torch import nn
+
+from fourfold.parts.comm.communicator import Communicator
+from fourfold.parts.tensor.layers import split_layer
+from fourfold.parts.tensor.split_region import SplitRegion
+from fourfold.plan.tensor_layout import TensorLayout
+from fourfold.plan.tensor_shard import TensorShard
+
+
+@torch.no_grad()
+def cut_model(model: nn.Module, layout: TensorLayout, region: SplitRegion, tensor_ranks: Communicator) -> None:
+    """Cut a model in place. Collective: the first rank's parameters and buffers go to all.
+
+    Parameters stay the same objects, so an optimizer made of them goes on with the shards.
+    """
+    index = tensor_ranks.rank
+    for name, parameter in model.named_parameters():  # each tied parameter once
+        shard = layout.shards[name][index]
+        tensor_ranks.broadcast(parameter.data)
+        if not shard.is_whole:
+            parameter.data = local_part(parameter.data, shard)
+    for buffer in model.buffers():
+        tensor_ranks.broadcast(buffer)
+    for name, counts in layout.counts.items():
+        module = model.get_submodule(name)
+        for attribute, count in counts.items():
+            setattr(module, attribute, count)
+    for name, style in layout.styles.items():
+        module = model.get_submodule(name)
+        prefix = f"{name}." if name else ""
+        own = {key: layout.shards[f"{prefix}{key}"][index] for key, _ in module.named_parameters(recurse=False)}
+        split_layer(module, style, region, own)
+
+
+def local_part(whole: torch.Tensor, shard: TensorShard) -> torch.Tensor:
+    """A copy of the pieces that a shard names, in memory of its own."""
+    pieces = [whole.narrow(shard.dim, piece.start, piece.length) for piece in shard.pieces]
+    return torch.cat(pieces, shard.dim) if len(pieces) > 1 else pieces[0].clone(memory_format=torch.contiguous_format)

@@ -1,0 +1,139 @@
+"""Split layers: modules of a user's model that compute with this rank's shard of their weights.
+
+column       the output features are split: the input is entered, the output is this rank's features
+row          the input features are split: the ranks' outputs are summed, then the bias is added, once
+vocabulary   an embedding has the rows of some tokens; a head computes the logits of some tokens, then all gather them
+replicated   a module inside a region whose weights all ranks hold, such as a norm of each head
+Law: a layer keeps its object, its name and its base class; `isinstance(layer, nn.Linear)` stays true. Its parameters
+are the same objects, with this rank's shards for data.
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fourfold.parts.tensor.split_region import SplitRegion
+from fourfold.plan.tensor_rules import Style
+from fourfold.plan.tensor_shard import TensorShard
+
+
+class SplitLayer(nn.Module):
+    """What split layers know: their region, and the shards of their weights on this rank."""
+
+    region: SplitRegion
+    shards: Mapping[str, TensorShard]
+    """By own parameter: the part of it that is here."""
+
+    def _shared(self, name: str) -> Tensor | None:
+        """An own parameter; with gradients summed over the ranks that hold the same pieces, if several do."""
+        weight = getattr(self, name)
+        if weight is None or all(piece.num_replicas == 1 for piece in self.shards[name].pieces):
+            return weight
+        return self.region.partial_pieces(weight, self.shards[name])
+
+
+class ColumnLinear(SplitLayer, nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return F.linear(self.region.enter(input), cast(Tensor, self._shared("weight")), self._shared("bias"))
+
+
+class RowLinear(SplitLayer, nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        total = self.region.leave(F.linear(input, self.weight))
+        return total if self.bias is None else total + self.bias
+
+
+class VocabularyLinear(SplitLayer, nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        logits = F.linear(self.region.enter(input), self.weight, self.bias)
+        return self.region.gather(logits, self.shards["weight"].shape[0])
+
+
+class VocabularyEmbedding(SplitLayer, nn.Embedding):
+    def forward(self, input: Tensor) -> Tensor:
+        ((start, stop, _, _),) = self.shards["weight"].pieces
+        is_absent = (input < start) | (input >= stop)
+        rows = (input - start).masked_fill(is_absent, 0)
+        # The gradient of the padding row is dropped, on the rank that has it.
+        padding = None if self.padding_idx is None else self.padding_idx - start
+        padding = padding if padding is not None and 0 <= padding < stop - start else None
+        found = F.embedding(rows, self.weight, padding, scale_grad_by_freq=False, sparse=False)
+        return self.region.leave(found.masked_fill(is_absent[..., None], 0))
+
+
+class ColumnConv1D(SplitLayer):
+    """Mixed into transformers' Conv1D, whose weight is [in, out]."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, bias = cast(Tensor, self._shared("weight")), cast(Tensor, self._shared("bias"))
+        entered = self.region.enter(x)
+        flat = torch.addmm(bias, entered.reshape(-1, entered.shape[-1]), weight)
+        return flat.view(*entered.shape[:-1], -1)
+
+
+class RowConv1D(SplitLayer):
+    """Mixed into transformers' Conv1D, whose weight is [in, out]."""
+
+    weight: Tensor
+    bias: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.region.leave(x @ self.weight) + self.bias
+
+
+class Replicated(SplitLayer):
+    """Mixed into the class of any module: its own parameters are used with summed gradients."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        weights = {name: self.region.partial(weight) for name, weight in self.named_parameters(recurse=False)}
+        base = cast(Callable[..., Any], super().forward)
+        vars(self).update(weights)  # found before the parameters, which are not among a module's own attributes
+        try:
+            return base(*args, **kwargs)
+        finally:
+            for name in weights:
+                del vars(self)[name]
+
+
+# What takes the place of a module's class, by the style of its rule.
+SPLIT_CLASSES: Mapping[tuple[Style, type[nn.Module]], type[SplitLayer]] = {
+    (Style.COLUMN, nn.Linear): ColumnLinear,
+    (Style.ROW, nn.Linear): RowLinear,
+    (Style.VOCABULARY, nn.Linear): VocabularyLinear,
+    (Style.VOCABULARY, nn.Embedding): VocabularyEmbedding,
+}
+# The same for transformers' Conv1D, which is no class of torch.
+CONV1D_CLASSES: Mapping[Style, type[SplitLayer]] = {Style.COLUMN: ColumnConv1D, Style.ROW: RowConv1D}
+
+
+def split_layer(module: nn.Module, style: Style, region: SplitRegion, shards: Mapping[str, TensorShard]) -> None:
+    """Make a module compute with this rank's shards of its own parameters, which are cut already."""
+    module.__class__ = _split_class(style, type(module))
+    layer = cast(SplitLayer, module)
+    layer.region, layer.shards = region, shards
+    if isinstance(module, nn.Linear):
+        module.out_features, module.in_features = module.weight.shape
+    elif isinstance(module, nn.Embedding):
+        module.num_embeddings = module.weight.shape[0]
+    elif isinstance(module, ColumnConv1D | RowConv1D):
+        vars(module).update(zip(("nx", "nf"), cast(Tensor, module.weight).shape, strict=True))
+
+
+@functools.cache
+def _split_class(style: Style, base: type[nn.Module]) -> type[nn.Module]:
+    """The class that a module of class `base` gets, a subclass of it."""
+    if style is Style.REPLICATED:
+        return _subclass(f"Replicated{base.__name__}", Replicated, base)
+    for (of_style, plain), split in SPLIT_CLASSES.items():
+        if of_style is style and issubclass(base, plain):
+            # A forward of the subclass, as that of an embedding which scales its output, goes on to the split one.
+            return split if base is plain else _subclass(f"{split.__name__}{base.__name__}", base, split)
+    return _subclass(CONV1D_CLASSES[style].__name__, CONV1D_CLASSES[style], base)
+
+
+def _subclass(name: str, *bases: type) -> type[nn.Module]:
+    return cast(type[nn.Module], type(name, bases, {}))

@@ -1,0 +1,236 @@
+"""The tensor layout of a model: which part of each parameter a place of the tensor axis holds, by its tensor rules.
+
+unit   what is split as a whole, such as the rows of one head; without counts, a row
+local  of a count: how many of its units a place has; 1 where a unit is held by several
+Law: the pieces of all places tile each parameter, and the local counts are those of the local tensors.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from fourfold.plan.tensor_divisions import division_problems, divisions_of
+from fourfold.plan.tensor_layers import TensorLayer, find_owner, generalized, parent_name, resolve_layers
+from fourfold.plan.tensor_rules import ModuleSpec, Quotient, Style
+from fourfold.plan.tensor_shard import ShardPiece, TensorShard
+from fourfold.words.errors import PlanError, Problem
+
+# Transformers' attention repeats each head of keys and values so often: heads / heads of keys and values.
+GROUPS_ATTRIBUTE = "num_key_value_groups"
+
+Shards = tuple[TensorShard, ...]
+
+
+class TensorLayout(NamedTuple):
+    """What the places of the tensor axis hold.
+
+    shards  by parameter, under every name that it has: the shard of each place
+    styles  by module: the style of its rule; modules without a rule are absent
+    counts  by module: the local values of its attributes that count what is split, the same on all places
+    """
+
+    shards: Mapping[str, Shards]
+    styles: Mapping[str, Style]
+    counts: Mapping[str, Mapping[str, int]]
+
+
+def tensor_layout(
+    modules: Sequence[ModuleSpec], tied: Mapping[str, str], rules: Mapping[str, str], tp: int
+) -> TensorLayout:
+    """What each of `tp` places holds of each parameter.
+
+    modules  all modules of the model, each once
+    tied     the other names of parameters that have several: the name -> the first one
+    rules    pattern of module names -> the text of a rule
+    Raises PlanError, all problems at once.
+    """
+    layers, problems = resolve_layers(modules, rules)
+    problems += division_problems(divisions_of(layers, complete=not problems), tp)
+    problems += _tied_problems(modules, tied, layers)
+    counts: dict[str, dict[str, int]] = {}
+    if not problems:  # A count that has a problem would be missing to others.
+        counts, problems = _local_counts(layers, modules, tp)
+    if not problems and tp > 1 and all(layer.rule.style is Style.REPLICATED for layer in layers):
+        example = 'tensor={"blocks.*.mlp.up": "column", "blocks.*.mlp.down": "row"}'
+        problems.append(Problem(f"tp = {tp}, and no rule splits a layer", "rules for the layers to split", example))
+    if problems:
+        raise PlanError(list(dict.fromkeys(problems)), where="the tensor rules")
+    styles = {layer.module.name: layer.rule.style for layer in layers}
+    return TensorLayout(_with_tied(_shards(modules, layers, tp), tied), styles, counts)
+
+
+# ---- shards ----------------------------------------------------------------------------------------
+
+
+def _shards(modules: Sequence[ModuleSpec], layers: Sequence[TensorLayer], tp: int) -> dict[str, Shards]:
+    """The shards of each module's own parameters, by its own rule."""
+    by_module = {layer.module.name: layer for layer in layers}
+    shards = {}
+    for module in modules:
+        layer = by_module.get(module.name)
+        for own_name, shape in module.parameters.items():
+            split = _split(layer, own_name) if layer else None
+            shards[param_name(module, own_name)] = tuple(_shard(split, shape, index, tp) for index in range(tp))
+    return shards
+
+
+def param_name(module: ModuleSpec, own_name: str) -> str:
+    """The name of a parameter in the model."""
+    return f"{module.name}.{own_name}" if module.name else own_name
+
+
+class _Split(NamedTuple):
+    """How a parameter is split: `parts` of its dim, each of so many units; None: evenly, of any size."""
+
+    dim: int
+    parts: tuple[int, ...] | None
+
+
+def _split(layer: TensorLayer, own_name: str) -> _Split | None:
+    """How a parameter of a layer is split; None: it is whole."""
+    style, num_parts = layer.rule.style, layer.rule.num_parts
+    if style is Style.REPLICATED or (style is Style.ROW and own_name == "bias"):
+        return None
+    dim = layer.dim if own_name == "weight" else 0
+    if style is Style.VOCABULARY:
+        return _Split(dim, None)
+    counts = tuple(count.value for count in layer.counts)
+    return _Split(dim, counts or (layer.length // num_parts,) * num_parts)
+
+
+def _shard(split: _Split | None, shape: tuple[int, ...], index: int, tp: int) -> TensorShard:
+    if split is None:
+        return TensorShard.whole(shape, index, tp)
+    if split.parts is None:
+        return TensorShard.even(shape, split.dim, index, tp)
+    unit = shape[split.dim] // sum(split.parts)
+    return TensorShard(shape, split.dim, _pieces(split.parts, unit, index, tp))
+
+
+def _pieces(parts: Sequence[int], unit: int, index: int, tp: int) -> tuple[ShardPiece, ...]:
+    """The pieces of place `index`: from each part its share of the units, which have `unit` elements each."""
+    pieces: list[ShardPiece] = []
+    begin = 0
+    for count in parts:
+        sharing = max(tp // count, 1)
+        local = _local(count, tp)
+        start = begin + index * count // tp * unit
+        piece = ShardPiece(start, start + local * unit, index % sharing, sharing)
+        if pieces and pieces[-1].stop == piece.start and pieces[-1][2:] == piece[2:]:
+            pieces[-1] = pieces[-1]._replace(stop=piece.stop)
+        else:
+            pieces.append(piece)
+        begin += count * unit
+    return tuple(pieces)
+
+
+def _local(count: int, tp: int) -> int:
+    """How many of `count` units a place has."""
+    return max(count // tp, 1)
+
+
+# ---- parameters with several names -----------------------------------------------------------------
+
+
+def _tied_problems(
+    modules: Sequence[ModuleSpec], tied: Mapping[str, str], layers: Sequence[TensorLayer]
+) -> Iterable[Problem]:
+    """Parameters that are split in one way under one name, and in another under another."""
+    by_module = {layer.module.name: layer for layer in layers}
+    known = {module.name for module in modules}
+    for name, first in tied.items():
+        owners = parent_name(first), parent_name(name)
+        if not known.issuperset(owners):  # A second name of a module, not of a parameter.
+            continue
+        ruled = [by_module.get(owner) for owner in owners]
+        one, other = (
+            _split(layer, each.rpartition(".")[2]) if layer else None
+            for layer, each in zip(ruled, (first, name), strict=True)
+        )
+        # A container that lends its layer's parameter a second name, as BERT's head its bias, does not use it itself.
+        lends = any(a not in by_module and f"{b}.".startswith(f"{a}." if a else "") for a, b in _both(*owners))
+        if one == other or (lends and None in (one, other)):
+            continue
+        is_ruled = [f'is "{layer.rule.style}"' if layer else "has no rule" for layer in ruled]
+        said = f"{owners[0]} {is_ruled[0]}, {owners[1]} {is_ruled[1]}"
+        attempt = f'"{Style.VOCABULARY}" for both, or no rule for both'
+        yield Problem(f"{first} and {name} are one parameter; {said}", "the same split under both names", attempt)
+
+
+def _both(one: str, other: str) -> tuple[tuple[str, str], tuple[str, str]]:
+    return (one, other), (other, one)
+
+
+def _with_tied(shards: Mapping[str, Shards], tied: Mapping[str, str]) -> dict[str, Shards]:
+    """The shards under all names of the parameters."""
+    result = dict(shards)
+    for name, first in tied.items():
+        either = [result[each] for each in (first, name) if each in result]
+        # Where they differ, the whole one is the second name that a container has for the split one.
+        result[first] = next((each for each in either if not each[0].is_whole), either[0])
+    return result | {name: result[first] for name, first in tied.items()}
+
+
+# ---- counts ----------------------------------------------------------------------------------------
+
+
+def _local_counts(
+    layers: Sequence[TensorLayer], modules: Sequence[ModuleSpec], tp: int
+) -> tuple[dict[str, dict[str, int]], list[Problem]]:
+    """The local values of attributes by module, and what is wrong with those that are quotients."""
+    by_name = {module.name: module for module in modules}
+    problems: list[Problem] = []
+    values: dict[str, dict[str, int]] = {}  # by container, the counts that its layers name
+    local: dict[str, dict[str, int]] = {}
+    for layer in layers:
+        for count in (*layer.counts, *layer.shares):
+            if count.name in by_name.get(count.owner, ModuleSpec("", "other", {}, {})).counts:
+                local.setdefault(count.owner, {})[count.name] = _local(count.value, tp)
+        for count in layer.counts:
+            where = generalized(layer.container) or "the model"
+            if values.setdefault(layer.container, {}).setdefault(count.name, count.value) != count.value:
+                got = f"{count.name} = {count.value} and {values[layer.container][count.name]} in {where}"
+                problems.append(Problem(got, "one number for each name", "another name for one of them"))
+    quotients = {(layer.container, quotient) for layer in layers for quotient in layer.rule.quotients}
+    for container, counts in values.items():
+        named = [quotient for where, quotient in quotients if where == container]
+        if GROUPS_ATTRIBUTE not in (quotient.name for quotient in named) and container in by_name:
+            named += _groups(by_name[container], counts, tp, problems)
+        for quotient in named:
+            owner = find_owner(by_name, container, quotient.name)
+            if owner is not None and (
+                problem := _quotient_problem(quotient, counts, by_name[owner].counts[quotient.name])
+            ):
+                problems.append(problem)
+            elif owner is not None:
+                value = _local(counts[quotient.dividend], tp) // _local(counts[quotient.divisor], tp)
+                local.setdefault(owner, {})[quotient.name] = value
+    return local, problems
+
+
+def _groups(module: ModuleSpec, counts: Mapping[str, int], tp: int, problems: list[Problem]) -> list[Quotient]:
+    """Which counts transformers' attribute is the quotient of, if the module has it and one is replicated."""
+    groups = module.counts.get(GROUPS_ATTRIBUTE)
+    if groups is None or all(count >= tp for count in counts.values()):
+        return []
+    found = [
+        Quotient(GROUPS_ATTRIBUTE, a, b) for a in counts for b in counts if a != b and counts[a] == groups * counts[b]
+    ]
+    if len(found) != 1:
+        got = f"{GROUPS_ATTRIBUTE} = {groups} of {module.class_name or module.name}, and the counts {', '.join(counts)}"
+        attempt = f'"column(kv_heads; {GROUPS_ATTRIBUTE}=heads/kv_heads)"'
+        problems.append(Problem(got, "to know which counts it is the quotient of", attempt))
+        return []
+    return found
+
+
+def _quotient_problem(quotient: Quotient, counts: Mapping[str, int], value: int) -> Problem | None:
+    text = f"{quotient.name}={quotient.dividend}/{quotient.divisor}"
+    for name in (quotient.dividend, quotient.divisor):
+        if name not in counts:
+            return Problem(
+                f"{text}, and no count {name}", f"a count of a layer in the same module: {', '.join(counts)}"
+            )
+    if counts[quotient.dividend] != value * counts[quotient.divisor]:
+        got = f"{text}, but it is {value}, of {counts[quotient.dividend]} and {counts[quotient.divisor]}"
+        return Problem(got, "the quotient of the two counts")
+    return None

@@ -1,0 +1,109 @@
+"""Collective dry run of the tensor axis: before the first step, all ranks judge what each has found.
+
+Law: TaskError is raised on every rank or on none; an exception of a rank's own model is raised on that rank, and a
+TaskError on the others.
+"""
+
+import logging
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import nn
+
+from fourfold.parts.comm.communicator import Communicator
+from fourfold.step.batch import POSITION_KEYS, has_token_dim, num_samples, unpack_batch
+from fourfold.step.dry_run.check_config import MemoryFit, find_memory_fit
+from fourfold.step.dry_run.loss_check import summarize_error
+from fourfold.step.sequence.dry_run import truncate_batch
+from fourfold.step.tensor.dry_run import Findings, TensorDryRun
+from fourfold.step.tensor.rule_problems import GradMismatch, RuleProblems
+from fourfold.step.tensor.tensor_axis import TensorAxis
+from fourfold.step.tensor_tree import tree_map
+from fourfold.words.errors import Problem, TaskError
+
+DRY_RUN_SAMPLES = 2
+DRY_RUN_TOKENS = 256
+TOKEN_KEYS = (*POSITION_KEYS, "input_ids", "tokens")
+log = logging.getLogger("fourfold")
+
+
+class CollectiveTensorDryRun:
+    """The dry run of the tensor axis on all ranks. `world` lies on the plan's mesh."""
+
+    def __init__(self, model: nn.Module, axis: TensorAxis, world: Communicator) -> None:
+        self._model, self._axis, self._world = model, axis, world
+        self._finished_modes: set[bool] = set()
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether no batch has shown yet that the model is cut right; in training mode there may be dropout."""
+        return not {self._model.training, True} & self._finished_modes
+
+    def run(self, batch: Any, unsharded: AbstractContextManager[None]) -> None:
+        """Compare the model that is cut with the whole one on a few samples of a batch. Collective.
+
+        Within `unsharded` the model may be called. Raises TaskError if the two differ.
+        """
+        inputs, _ = unpack_batch(batch)
+        has_samples, findings = num_samples(batch) > 0, Findings()
+        memory_fit = self._find_memory_fit()
+        with unsharded:
+            # The tensor ranks of a place have the same samples, or all of them none.
+            if has_samples:
+                samples = [tree_map(each, lambda t: t.to(self._world.device)) for each in _first_samples(inputs)]
+                findings = TensorDryRun(self._model, self._axis, self._world.device).run(samples, memory_fit)
+        reports = self._world.all_gather_json(self._report(findings, has_samples=has_samples))
+        if findings.error is not None:
+            raise findings.error
+        self._judge(reports)
+        if any(report["has_samples"] for report in reports):
+            self._finished_modes.add(self._model.training)
+
+    def _find_memory_fit(self) -> MemoryFit:
+        """What fits into memory on every rank. Collective."""
+        local = find_memory_fit(self._axis.structure, self._world.device, num_local_ranks=self._world.world.local_size)
+        return MemoryFit(*map(all, zip(*self._world.all_gather_json(local), strict=True)))
+
+    def _report(self, findings: Findings, *, has_samples: bool) -> dict[str, Any]:
+        error = None if findings.error is None else summarize_error(findings.error)
+        fields = findings._asdict() | {"error": error, "has_samples": has_samples}
+        return {**fields, "tp_ranks": list(self._axis.ranks.ranks)}
+
+    def _judge(self, reports: list[Mapping[str, Any]]) -> None:
+        """Raise TaskError for what any rank has found; log what could not be compared."""
+        for rank, report in enumerate(reports):
+            if report["error"] is not None:
+                raise TaskError(Problem(f"rank {rank} failed on its first batch: {report['error']}"), where="the task")
+        problems = [Problem(*problem) for report in reports for problem in report["problems"]]
+        groups = sorted({tuple(report["tp_ranks"]) for report in reports})
+        words = RuleProblems(self._model, self._axis.structure, self._axis.group.size)
+        for group in groups:
+            mine = [report for report in reports if tuple(report["tp_ranks"]) == group]
+            problem = words.gradients([[GradMismatch(*each) for each in report["gradients"]] for report in mine])
+            problems += [problem] if problem is not None else []
+        if not problems and any(report["out_of_step"] for report in reports):
+            got = "tensor ranks that sum different tensors in one forward or backward"
+            problems = [Problem(got, "a model that computes the same on each of them", "no branches by rank")]
+        if problems:
+            raise TaskError(list(dict.fromkeys(problems)), where="the tensor rules")
+        self._warn(reports)
+
+    def _warn(self, reports: list[Mapping[str, Any]]) -> None:
+        if self._world.rank:
+            return
+        size = self._axis.group.size
+        if reason := next((report["unavailable"] for report in reports if report["unavailable"]), ""):
+            log.warning("the dry run of tp = %d compared nothing, so the tensor rules are unchecked: %s", size, reason)
+        elif reason := next((report["fallback"] for report in reports if report["fallback"]), ""):
+            log.warning("the dry run of tp = %d compared in the model's own dtype, not in float64: %s", size, reason)
+
+
+def _first_samples(inputs: Any) -> list[Any]:
+    """The first samples of a batch: their first tokens, where they have more, then all of them."""
+    few = tree_map(inputs, lambda tensor: tensor[:DRY_RUN_SAMPLES])
+    tokens = next((few[key] for key in TOKEN_KEYS if key in few), None) if isinstance(few, Mapping) else None
+    if tokens is None or not has_token_dim(tokens, tokens.shape[-1]) or tokens.shape[1] <= DRY_RUN_TOKENS:
+        return [few]
+    length = tokens.shape[1]
+    return [truncate_batch(few, length=length, num_tokens=DRY_RUN_TOKENS, num_samples=DRY_RUN_SAMPLES), few]

@@ -1,0 +1,266 @@
+"""Dry run of the tensor axis, on one rank: the whole model and the model that is cut run on a few samples.
+
+whole     the modules from before the cut, with random weights, on this rank alone: outputs and gradients
+cut       the model with this rank's parts of the same weights, with the other tensor ranks
+findings  what differs, for the ranks to judge together
+Law: the whole run sends nothing. In the cut run a rank that fails tells the others at their next collective, so none
+waits for it.
+"""
+
+import contextlib
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from fourfold.parts.comm.tensor.checked import CallMismatch, CheckedTensorGroup
+from fourfold.parts.data.param_access import METADATA_FUNCTIONS
+from fourfold.parts.tensor.cut import local_part
+from fourfold.parts.torch_private import swapped_state
+from fourfold.plan.tensor_shard import TensorShard
+from fourfold.step.dry_run.backward import run_backward
+from fourfold.step.dry_run.check_config import CheckUnavailable, MemoryFit
+from fourfold.step.dry_run.fixed_random import without_randomness
+from fourfold.step.dry_run.float64_mode import Float64Mode
+from fourfold.step.dry_run.grad_projections import NOISE_FLOOR
+from fourfold.step.dry_run.preserve_module import copy_tensor_attributes, preserve_module
+from fourfold.step.dry_run.random_weights import cast_real, copy_buffers, random_tiled
+from fourfold.step.model_call import call_model
+from fourfold.step.sequence.tolerance import gradient_tolerance_of, is_close
+from fourfold.step.tensor.module_trace import ModuleTrace, TensorPlace, first_difference
+from fourfold.step.tensor.rule_problems import GradMismatch, RuleProblems, split_dims
+from fourfold.step.tensor.split_randomness import Draw, DrawRecorder, split_draws
+from fourfold.step.tensor.tensor_axis import TensorAxis
+from fourfold.step.tensor.whole_model import draw_whole_weights, local_weights
+from fourfold.step.tensor_tree import tree_leaves, tree_map
+from fourfold.words.errors import PeerError, Problem
+
+SEED = 13
+Weights = Mapping[str, nn.Parameter]
+
+
+class Findings(NamedTuple):
+    """What a rank has found.
+
+    error        the model's own, where it fails before anything is compared
+    out_of_step  another rank was in another collective, or has failed: this one has stopped
+    dtype        in which was compared; None: the model's own
+    unavailable  why nothing was compared; empty: it was
+    fallback     why it was not compared in float64
+    """
+
+    problems: Sequence[Problem] = ()
+    gradients: Sequence[GradMismatch] = ()
+    error: Exception | None = None
+    out_of_step: bool = False
+    unavailable: str = ""
+    fallback: str = ""
+
+
+class Run(NamedTuple):
+    """A forward of a model, whose backward may follow."""
+
+    outputs: list[Tensor]
+    trace: ModuleTrace
+    draws: Sequence[Draw]
+
+
+class WholeRun(NamedTuple):
+    """The whole model's run, this rank's parts of its weights and of their gradients, and the upstream gradients."""
+
+    run: Run
+    weights: Weights
+    gradients: Mapping[str, Tensor]
+    upstream: list[Tensor | None]
+
+
+class TensorDryRun:
+    """The dry run of one rank. `structure`: the modules of the whole model."""
+
+    def __init__(self, model: nn.Module, axis: TensorAxis, device: torch.device) -> None:
+        self._model, self._axis, self._device = model, axis, device
+        self._shards = axis.shards
+        self._place = TensorPlace(axis.group.index, axis.group.size)
+        self._problems = RuleProblems(model, axis.structure, axis.group.size)
+
+    def run(self, samples: Sequence[Any], memory_fit: MemoryFit) -> Findings:
+        """Compare the models on the first of these inputs that the whole model takes. Collective on the tensor ranks.
+
+        Raises PeerError only.
+        """
+        group = CheckedTensorGroup(self._axis.group, self._device)
+        try:
+            return self._run_checked(samples, memory_fit, group)
+        except CallMismatch:
+            return Findings(out_of_step=True)
+        except PeerError:
+            raise
+        except Exception as error:  # raised when all ranks know of it
+            with contextlib.suppress(CallMismatch):
+                group.finish(has_failed=True)
+            return Findings(error=error)
+
+    def _run_checked(self, samples: Sequence[Any], memory_fit: MemoryFit, group: CheckedTensorGroup) -> Findings:
+        dtypes = [torch.float64] * memory_fit.fits_float64 + [None] * memory_fit.fits_model_dtype
+        reasons = [] if memory_fit.fits_float64 else ["the whole model does not fit into memory in float64"]
+        error: Exception | None = None
+        for number, (inputs, dtype) in enumerate(itertools.product(samples, dtypes)):
+            try:
+                whole = self._run_whole(inputs, dtype)
+            except CheckUnavailable as unavailable:
+                reasons.append(str(unavailable))
+                continue
+            except Exception as caught:  # float64 may be what the model fails in
+                error = caught
+                reasons.append(str(caught).splitlines()[0] if str(caught) else type(caught).__name__)
+                continue
+            group.agree(f"attempt {number}")
+            findings = self._compare(whole, inputs, dtype, group)
+            if findings.problems:
+                with contextlib.suppress(CallMismatch):
+                    group.finish(has_failed=True)
+            else:
+                group.finish(has_failed=False)
+            return findings._replace(fallback="" if dtype is not None else "; ".join(dict.fromkeys(reasons)))
+        if error is not None:
+            raise error
+        group.finish(has_failed=False)
+        return Findings(unavailable="; ".join(dict.fromkeys(reasons)) or "the whole model does not fit into memory")
+
+    # ---- both models --------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _computing(self, model: nn.Module, weights: Weights, dtype: torch.dtype | None) -> Iterator[None]:
+        """Within, a model computes with these weights, and leaves no trace in its own."""
+        buffers = copy_buffers(self._model, dtype)
+        with (
+            preserve_module(model),
+            torch.enable_grad(),
+            Float64Mode(new_tensors=True) if dtype is not None else contextlib.nullcontext(),
+            swapped_state(model, {**buffers, **weights}),
+            copy_tensor_attributes(model, dtype),
+            without_randomness(self._device),
+        ):
+            yield
+
+    def _forward(self, model: nn.Module, inputs: Any, trace: ModuleTrace) -> Run:
+        with trace, DrawRecorder(trace) as recorder:
+            outputs = list(tree_leaves(call_model(model, inputs)))
+        return Run(outputs, trace, recorder.draws)
+
+    # ---- whole --------------------------------------------------------------------------------------
+
+    def _run_whole(self, inputs: Any, dtype: torch.dtype | None) -> WholeRun:
+        structure = self._axis.structure
+        for module, before in zip(self._model.modules(), structure.modules(), strict=True):
+            before.training = module.training
+        weights = draw_whole_weights(self._model, self._shards, dtype, self._device)
+        parts = local_weights(weights, self._shards)
+        with self._computing(structure, weights, dtype):
+            run = self._forward(structure, _cast(inputs, dtype), ModuleTrace(structure))
+            if not all(bool(each.isfinite().all()) for each in run.outputs if each.requires_grad):
+                raise CheckUnavailable("outputs that are not finite")
+            upstream = _random_upstream(run.outputs)
+            run_backward(run.outputs, upstream)
+        gradients = {
+            name: torch.zeros_like(parts[name]) if p.grad is None else local_part(p.grad, self._shards[name])
+            for name, p in weights.items()
+            if p.requires_grad
+        }
+        if not all(bool(each.isfinite().all()) for each in gradients.values()):
+            raise CheckUnavailable("gradients that are not finite")
+        return WholeRun(run._replace(outputs=[each.detach() for each in run.outputs]), parts, gradients, upstream)
+
+    # ---- cut ----------------------------------------------------------------------------------------
+
+    def _compare(self, whole: WholeRun, inputs: Any, dtype: torch.dtype | None, group: CheckedTensorGroup) -> Findings:
+        """What differs where the model is cut. Collective on the tensor ranks."""
+        trace = ModuleTrace(self._model)
+        uses = OutsideUses(whole.weights, self._shards, trace)
+        with self._computing(self._model, whole.weights, dtype), self._axis.region.with_group(group), uses:
+            try:
+                run = self._forward(self._model, _cast(inputs, dtype), trace)
+            except (CallMismatch, PeerError):
+                raise
+            except Exception as error:
+                return Findings([self._problems.failure(whole.run.trace, trace, error)])
+            if draws := split_draws(whole.run.draws, run.draws):
+                return Findings([self._problems.draw(draws[0])])
+            if problem := self._output_problem(whole.run, run, uses.names):
+                return Findings([problem])
+            run_backward(run.outputs, whole.upstream)
+        return Findings(gradients=self._compare_gradients(whole))
+
+    def _output_problem(self, whole: Run, local: Run, outside: Sequence[str]) -> Problem | None:
+        pairs = list(zip(whole.outputs, local.outputs, strict=False))
+        if len(whole.outputs) == len(local.outputs) and all(
+            a.shape == b.shape and is_close(a, b.detach()) for a, b in pairs
+        ):
+            return None
+        event = first_difference(whole.trace, local.trace, self._place, split_dims(self._model))
+        ratio = 0.0
+        if event is not None:
+            full = next(each.tensor for each in whole.trace.events if each[:3] == event[:3])
+            ratio = _ratio(full, event.tensor) if full.shape == event.tensor.shape else 0.0
+        return self._problems.output(event, local.trace.events, ratio, outside)
+
+    def _compare_gradients(self, whole: WholeRun) -> list[GradMismatch]:
+        largest = max((g.abs().max().item() for g in whole.gradients.values() if g.numel()), default=0.0)
+        found = []
+        for name, expected in whole.gradients.items():
+            p = whole.weights[name]
+            gradient = torch.zeros_like(p) if p.grad is None else p.grad
+            if is_close(expected, gradient, gradient_tolerance_of(p.dtype), floor=NOISE_FLOOR * largest):
+                continue
+            value, whole_value = _projection(gradient), _projection(expected)
+            is_whole = self._shards[name].is_whole
+            found.append(GradMismatch(name, is_whole, value, whole_value, _ratio(expected, gradient)))
+        return found
+
+
+class OutsideUses(TorchFunctionMode):
+    """Notes split weights that are used while their own layer does not run."""
+
+    def __init__(self, weights: Weights, shards: Mapping[str, TensorShard], trace: ModuleTrace) -> None:
+        super().__init__()
+        self._trace = trace
+        self._names = {id(p): name for name, p in weights.items() if not shards[name].is_whole}
+        self.names: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in METADATA_FUNCTIONS:
+            for each in args:
+                name = self._names.get(id(each))
+                if name is not None and self._trace.current != name.rpartition(".")[0]:
+                    self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def _cast(inputs: Any, dtype: torch.dtype | None) -> Any:
+    return tree_map(inputs, lambda tensor: cast_real(tensor, dtype))
+
+
+@torch.no_grad()
+def _random_upstream(outputs: Sequence[Tensor]) -> list[Tensor | None]:
+    """Random upstream gradients, one for each output that can be differentiated."""
+    generator = torch.Generator().manual_seed(SEED)
+    return [random_tiled(each.detach(), generator).to(each.dtype) if each.requires_grad else None for each in outputs]
+
+
+@torch.no_grad()
+def _projection(tensor: Tensor) -> float:
+    """The dot product with fixed random numbers."""
+    numbers = random_tiled(tensor, torch.Generator().manual_seed(SEED))
+    return float((numbers * tensor).sum().real)
+
+
+@torch.no_grad()
+def _ratio(whole: Tensor, local: Tensor) -> float:
+    """How many times `whole` a tensor of the same shape is; 0 if it is no number of times."""
+    a, b = whole.flatten().abs().double(), local.flatten().abs().double()
+    square = float(a @ a)
+    ratio = float(a @ b) / square if square else 0.0
+    return ratio if ratio and is_close(whole * ratio, local) else 0.0

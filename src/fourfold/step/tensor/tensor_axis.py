@@ -1,0 +1,112 @@
+"""Tensor axis: which part of every parameter this rank holds, and the ranks that hold the others.
+
+whole   a model that is not cut: tp = 1
+shards  by parameter: those of all places of the tensor axis, or of this rank's place
+Law: the axis is decided here, once. Where it has one place, nothing differs from a plan without it.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Self
+
+from torch import nn
+
+from fourfold.parts.comm.communicator import Communicator
+from fourfold.parts.comm.meter import CommMeter
+from fourfold.parts.comm.tensor.protocol import TensorGroup
+from fourfold.parts.comm.tensor.single_rank import SingleRankTensorGroup
+from fourfold.parts.comm.tensor_groups import make_tensor_group
+from fourfold.parts.tensor.cut import cut_model
+from fourfold.parts.tensor.split_region import SplitRegion
+from fourfold.parts.tensor.whole_tensors import WholeTensors
+from fourfold.plan.tensor_layout import TensorLayout, tensor_layout
+from fourfold.plan.tensor_shard import TensorShard
+from fourfold.step.tensor.module_specs import module_specs, tied_names
+from fourfold.step.tensor.transformers_rules import rules_of_transformers
+from fourfold.step.tensor.whole_model import copy_structure
+
+COMMON_TOTALS = [0, 1, 2, 3, 6, 7]  # all but the counts of stop requests and of mismatched batches
+
+
+class TensorAxis(NamedTuple):
+    """The tensor axis of this rank.
+
+    all_shards  empty for a model that is not cut
+    region      through which the layers reach the other ranks
+    structure   the modules of the whole model; without weights where it has been cut
+    """
+
+    all_shards: Mapping[str, Sequence[TensorShard]]
+    group: TensorGroup
+    ranks: Communicator
+    region: SplitRegion
+    structure: nn.Module
+
+    @classmethod
+    def whole(cls, model: nn.Module, ranks: Communicator, meter: CommMeter) -> Self:
+        """One place, which holds all of the model."""
+        group = SingleRankTensorGroup(meter, ranks.device)
+        return cls({}, group, ranks, SplitRegion(group), model)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether ranks hold parts of the model."""
+        return self.group.size > 1
+
+    @property
+    def totals_of_peers(self) -> list[int]:
+        """Which of a step's totals the first rank of the group adds for all, by their places in `StepTotals`."""
+        return COMMON_TOTALS if self.group.index else []
+
+    def described_with(self, data_transport: str) -> str:
+        """What joins the ranks, in words. `data_transport`: what joins the data ranks."""
+        if not self.is_cut:
+            return data_transport
+        own = f"tensor ranks: {self.group.name}"
+        return own if self.ranks.world.size == self.group.size else f"{data_transport}; {own}"
+
+    def shard_number(self, name: str) -> int:
+        """Equal for two ranks that hold the same of a parameter: 0 of one that all ranks hold."""
+        shard = self.shards.get(name)
+        return 0 if shard is None or shard.local_shape == shard.shape else 1 + self.group.index
+
+    @property
+    def whole_tensors(self) -> WholeTensors:
+        """Makes tensors as large as the parameters whole, and cuts them."""
+        return WholeTensors(self.all_shards, self.ranks)
+
+    @property
+    def shards(self) -> Mapping[str, TensorShard]:
+        """By parameter: what this rank's place holds."""
+        return {name: shards[self.group.index] for name, shards in self.all_shards.items()}
+
+
+def model_layout(model: nn.Module, rules: Mapping[str, str], tp: int) -> TensorLayout:
+    """What each place of the tensor axis holds of a model that is not cut. Raises PlanError if it cannot be split.
+
+    Without rules, models of transformers are split by their own.
+    """
+    return tensor_layout(module_specs(model), tied_names(model), rules or rules_of_transformers(model), tp)
+
+
+def place_shards(model: nn.Module, rules: Mapping[str, str], tp: int) -> Mapping[str, Sequence[TensorShard]]:
+    """By parameter of a model that is not cut: the shards of all places; empty if tp = 1. Raises PlanError."""
+    return model_layout(model, rules, tp).shards if tp > 1 else {}
+
+
+def cut(
+    model: nn.Module, rules: Mapping[str, str], world: Communicator, meter: CommMeter, *, transport: str
+) -> TensorAxis:
+    """Cut a model into as many parts as the mesh has tensor ranks, in place. Collective. `transport`: the plan's.
+
+    Whole parameters and buffers are then the first tensor rank's, on all. Raises PlanError if it cannot be split,
+    TaskError if it cannot be copied: its structure is kept for the dry run.
+    """
+    ranks = world.along("tp")
+    if ranks.size == 1:
+        return TensorAxis.whole(model, ranks, meter)
+    layout = model_layout(model, rules, ranks.size)
+    structure = copy_structure(model)
+    group = make_tensor_group(ranks, "tensor", meter, choice=transport)
+    region = SplitRegion(group)
+    cut_model(model, layout, region, ranks)
+    return TensorAxis(layout.shards, group, ranks, region, structure)

@@ -1,0 +1,272 @@
+"""The tensor axis: a model that is cut trains as one device does, on every mesh."""
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import nn
+
+import fourfold as ff
+from fourfold.parts.comm.meter import CommMeter
+from fourfold.parts.comm.tensor.single_rank import SingleRankTensorGroup
+from fourfold.parts.tensor.cut import local_part
+from fourfold.parts.tensor.layers import split_layer
+from fourfold.parts.tensor.split_region import SplitRegion
+from fourfold.plan.plan import Plan
+from fourfold.plan.tensor_rules import Style
+from fourfold.plan.tensor_shard import TensorShard
+from fourfold.step.dry_run.float64_mode import Float64Mode
+from fourfold.step.model_checks import check_plan_for_model, check_update_timing
+from fourfold.step.parallelize import parallelize
+from fourfold.step.train_step import TrainStep
+from fourfold.tasks import lm
+from fourfold.testing import oracle, threads
+from fourfold.words.errors import PlanError, SettingError, TaskError
+from fourfold.words.mesh import Mesh
+from tests import cases
+from tests.cases import SEED_LOCK
+
+TOLERANCE = 1e-9
+MESHES = [
+    Mesh(dp=8 // sp // tp, sp=sp, tp=tp) for sp in (1, 2, 4, 8) for tp in (1, 2, 4, 8) if sp * tp <= 8
+]  # fmt: skip
+SIZES = {"width": 32, "layers": 1, "heads": 8, "kv_heads": 2}
+VOCABULARY = 57  # no place of the tensor axis has as many rows as another
+
+
+def language_model() -> nn.Module:
+    with SEED_LOCK:
+        torch.manual_seed(7)
+        return lm.LanguageModel(**SIZES).double()
+
+
+def tokens(batch: int, *, length: int = 16, vocabulary: int = 256) -> list[Any]:
+    """The global batches of two steps: inputs and targets."""
+    generator = torch.Generator().manual_seed(11)
+    draw = functools.partial(torch.randint, 0, vocabulary, (batch, length), generator=generator)
+    positions = torch.arange(length).expand(batch, length)
+    return [({"tokens": draw(), "positions": positions}, draw()) for _ in range(2)]
+
+
+ADAM = functools.partial(torch.optim.AdamW, lr=1e-2)
+
+
+@functools.cache
+def one_device() -> oracle.TrainingResult:
+    return oracle.train(language_model(), lm.loss, ADAM, tokens(8), clip=0.5)
+
+
+def deviation(step: TrainStep, losses: list[float], norms: list[Any], expected: oracle.TrainingResult) -> float:
+    """The largest deviation of losses, norms and this rank's shards of the weights. Collective."""
+    pairs: list[tuple[Any, Any]] = [(losses, expected.losses)]
+    if expected.grad_norms:
+        pairs.append((norms, expected.grad_norms))
+    shards = step.tensor_shards
+    for name, weight in step.named_weights():
+        assert weight.shape == expected.weights[name].shape or name in shards
+        whole = expected.weights[name]
+        pairs.append((weight, whole if weight.shape == whole.shape else local_part(whole, shards[name])))
+    return max(largest(torch.as_tensor(a), torch.as_tensor(b)) for a, b in pairs)
+
+
+def largest(a: torch.Tensor, b: torch.Tensor) -> float:
+    return ((a - b).abs() / b.abs().clamp(min=1)).max().item()
+
+
+def train(step: TrainStep, batches: list[Any]) -> tuple[list[float], list[Any]]:
+    metrics = [step(cases.local_batch(batch, step.plan.dp, step.dp_index)) for batch in batches]
+    step.flush()
+    return [each.loss for each in metrics], [each.grad_norm for each in metrics]
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: f"dp{mesh.dp} sp{mesh.sp} tp{mesh.tp}")
+def test_every_mesh_of_eight_ranks_trains_as_one_device(mesh, zero, without_dry_run):
+    plan = Plan(dp=mesh.dp, sp=mesh.sp, tp=mesh.tp, zero=zero, bucket_bytes=8000)
+
+    def body(comm):
+        step = TrainStep(
+            language_model(), lm.loss, ADAM, plan=plan, communicator=comm, clip=0.5, tensor=lm.TENSOR_RULES
+        )
+        return deviation(step, *train(step, tokens(8)), one_device())
+
+    assert max(threads.run(8, body)) <= TOLERANCE
+
+
+HUGGING_FACE: dict[str, Any] = {
+    "llama": (transformers.LlamaForCausalLM, transformers.LlamaConfig, {"num_key_value_heads": 2}),
+    "qwen3": (
+        transformers.Qwen3ForCausalLM,
+        transformers.Qwen3Config,
+        {"num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": True},
+    ),
+    "gpt2": (
+        transformers.GPT2LMHeadModel,
+        transformers.GPT2Config,
+        {"n_positions": 16, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    ),
+    "bert": (
+        transformers.BertForMaskedLM,
+        transformers.BertConfig,
+        {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+    ),
+}
+
+
+def hugging_face(kind: str) -> nn.Module:
+    model, config, options = HUGGING_FACE[kind]
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {"intermediate_size": 48, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": None}
+    with SEED_LOCK:
+        torch.manual_seed(3)
+        return model(config(**sizes, **options)).double()
+
+
+def logits_loss(outputs: Any, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(outputs.logits.flatten(0, 1), targets.flatten(), reduction="none")
+
+
+def texts() -> list[Any]:
+    return [
+        ({"input_ids": inputs["tokens"]}, targets) for inputs, targets in tokens(4, length=12, vocabulary=VOCABULARY)
+    ]
+
+
+@functools.cache
+def hugging_face_on_one_device(kind: str) -> oracle.TrainingResult:
+    model = hugging_face(kind)
+    with Float64Mode():  # norms of these models compute in float32
+        return oracle.train(model, logits_loss, ADAM, texts(), clip=0.5)
+
+
+@pytest.mark.parametrize("fields", [{"tp": 2}, {"tp": 4}, {"dp": 2, "tp": 2, "zero": 3}], ids=str)
+@pytest.mark.parametrize("kind", HUGGING_FACE)
+def test_models_of_transformers_train_by_their_own_rules_as_on_one_device(kind, fields, without_dry_run):
+    plan = Plan(**fields, bucket_bytes=8000)
+    expected = hugging_face_on_one_device(kind)
+
+    def body(comm):
+        step = TrainStep(hugging_face(kind), logits_loss, ADAM, plan=plan, communicator=comm, clip=0.5)
+        with Float64Mode():
+            return deviation(step, *train(step, texts()), expected)
+
+    assert max(threads.run(plan.mesh.size, body)) <= TOLERANCE
+
+
+@pytest.mark.parametrize("fields", [
+    {"microbatches": 3},
+    {"dp": 2, "update": "in_forward", "zero": 3},
+    {"dp": 2, "update": "in_backward", "zero": 2},
+    {"dp": 2, "unused": "allow", "zero": 1},
+    {"sp": 2, "ring": "gather", "zero": 1},
+], ids=str)  # fmt: skip
+def test_the_tensor_axis_goes_with_other_fields(fields):
+    plan = Plan(tp=2, **fields, bucket_bytes=8000)
+    clip = None if plan.update == "in_backward" else 0.5
+    expected = oracle.train(language_model(), lm.loss, ADAM, tokens(8), clip=clip)
+
+    def body(comm):
+        step = TrainStep(
+            language_model(), lm.loss, ADAM, plan=plan, communicator=comm, clip=clip, tensor=lm.TENSOR_RULES
+        )
+        return deviation(step, *train(step, tokens(8)), expected)
+
+    assert max(threads.run(plan.mesh.size, body)) <= TOLERANCE
+
+
+def test_all_ranks_begin_with_the_weights_of_the_first(without_dry_run):
+    def body(comm):
+        model = language_model()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(comm.rank)
+        step = TrainStep(model, lm.loss, ADAM, plan=Plan(dp=2, tp=2), communicator=comm, tensor=lm.TENSOR_RULES)
+        whole = language_model().state_dict()
+        shards = step.tensor_shards
+        return all(torch.equal(p, local_part(whole[name], shards[name])) for name, p in model.named_parameters())
+
+    assert all(threads.run(4, body))
+
+
+def test_a_rank_holds_its_shards_and_no_more(without_dry_run):
+    whole = sum(p.numel() for p in language_model().parameters())
+
+    def body(comm):
+        model = language_model()
+        step = TrainStep(model, lm.loss, ADAM, plan=Plan(tp=4), communicator=comm, tensor=lm.TENSOR_RULES)
+        assert [p.numel() for p in model.parameters()] == [s.num_elements for s in step.tensor_shards.values()]
+        return sum(
+            p.untyped_storage().nbytes() // 8
+            for p in {p.untyped_storage().data_ptr(): p for p in model.parameters()}.values()
+        )
+
+    held = threads.run(4, body)
+    norms, kv = 3 * 32, 2 * 2 * 4 * 32  # whole on all ranks; keys and values: two heads of four elements on four ranks
+    assert sum(held) == whole + 3 * norms + kv
+
+
+def test_tensor_ranks_with_different_batches_refuse_the_step(without_dry_run):
+    def body(comm):
+        step = TrainStep(language_model(), lm.loss, ADAM, plan=Plan(tp=2), communicator=comm, tensor=lm.TENSOR_RULES)
+        first, second = tokens(8)
+        step(first)
+        before = [p.clone() for p in step.model.parameters()]
+        with pytest.raises(TaskError, match="different batches on some of ranks 0, 1, which differ only on tp"):
+            step(second if comm.rank else first)
+        return all(torch.equal(a, b) for a, b in zip(before, step.model.parameters(), strict=True))
+
+    assert all(threads.run(2, body))
+
+
+@pytest.mark.parametrize(("fields", "message"), [
+    ({"sync": "local"}, 'tp = 2 with sync = "local"'),
+    ({"codec": "int8"}, 'tp = 2 with codec = "int8"'),
+    ({"batch_norm": "sync"}, 'tp = 2 with batch_norm = "sync"'),
+])  # fmt: skip
+def test_what_the_tensor_axis_does_not_go_with_is_refused(fields, message):
+    with pytest.raises(PlanError, match=message):
+        check_plan_for_model(language_model(), Plan(tp=2, **fields), clip=None)
+
+
+def test_layer_wise_optimizers_are_refused():
+    optimizer = ff.optim.LAMB(language_model().parameters(), lr=1e-2)
+    with pytest.raises(PlanError, match="tp = 2 with LAMB"):
+        check_update_timing(optimizer, Plan(tp=2))
+
+
+def test_rules_that_are_no_texts_are_refused():
+    with pytest.raises(SettingError, match="need a dict from patterns of module names to styles"):
+        parallelize(nn.Linear(4, 4), F.mse_loss, ADAM, Plan(), tensor={"up": 2})  # type: ignore[dict-item]
+    with pytest.raises(TaskError, match="need a dict from patterns of module names to styles"):
+        ff.Task(model=language_model, loss=lm.loss, data=lambda: None, optimizer=ADAM, tensor=["up"])  # type: ignore[arg-type]
+
+
+class CountedGroup(SingleRankTensorGroup):
+    """A group of one that counts its all-reduces."""
+
+    def __init__(self) -> None:
+        super().__init__(CommMeter(), torch.device("cpu"))
+        self.num_all_reduces = 0
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.num_all_reduces += 1
+        return super().all_reduce(tensor)
+
+
+def test_a_tensor_is_entered_once_however_many_layers_use_it():
+    group = CountedGroup()
+    region = SplitRegion(group)
+    x = torch.randn(3, 4, requires_grad=True)
+    layers = [nn.Linear(4, 4) for _ in range(3)]
+    for layer in layers:
+        shards = {name: TensorShard.even(p.shape, 0, 0, 1) for name, p in layer.named_parameters()}
+        split_layer(layer, Style.COLUMN, region, shards)
+    sum(layer(x).square().sum() for layer in layers).backward()  # type: ignore[union-attr]
+    assert group.num_all_reduces == 1
+    with torch.no_grad():
+        layers[0](x)
+    layers[0](torch.randn(3, 4, requires_grad=True)).sum().backward()
+    assert group.num_all_reduces == 2

@@ -1,0 +1,478 @@
+"""The dry run of the tensor axis: right rules pass, wrong ones are refused by name before a weight changes."""
+
+import functools
+import re
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fourfold.parts.tensor.layers import SplitLayer
+from fourfold.plan.plan import Plan
+from fourfold.step.tensor.collective_dry_run import CollectiveTensorDryRun
+from fourfold.step.train_step import TrainStep
+from fourfold.tasks import lm
+from fourfold.testing import threads
+from fourfold.words.errors import TaskError
+from tests.cases import SEED_LOCK
+from tests.simulated.test_tensor_axis import HUGGING_FACE, hugging_face, language_model, logits_loss, texts, tokens
+
+SGD = functools.partial(torch.optim.SGD, lr=0.1)
+TIME_LIMIT_SECONDS = 10
+
+
+def make_step(model: nn.Module, loss: Any, comm: Any, plan: Plan, rules: Any = None) -> TrainStep:
+    return TrainStep(model, loss, SGD, plan=plan, communicator=comm, tensor=rules or {})
+
+
+# ---- right rules ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def finished(monkeypatch):
+    """By rank thread: the dry runs that have compared something and passed."""
+    passed: list[int] = []
+    judge = CollectiveTensorDryRun._judge
+
+    def counted(self, reports):
+        judge(self, reports)
+        assert not any(report["unavailable"] or report["fallback"] for report in reports)
+        passed.append(sum(report["has_samples"] for report in reports))
+
+    monkeypatch.setattr(CollectiveTensorDryRun, "_judge", counted)
+    return passed
+
+
+@pytest.mark.parametrize("fields", [{"tp": 2}, {"tp": 4}, {"tp": 2, "sp": 2}, {"tp": 2, "dp": 2, "zero": 3}], ids=str)
+def test_the_language_model_passes_once(fields, finished):
+    plan = Plan(**fields)
+
+    def body(comm):
+        step = make_step(language_model(), lm.loss, comm, plan, lm.TENSOR_RULES)
+        for batch in tokens(4):
+            step(batch)
+
+    threads.run(plan.mesh.size, body)
+    assert finished == [plan.mesh.size] * plan.mesh.size
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("kind", HUGGING_FACE)
+def test_models_of_transformers_pass(kind, tp, finished):
+    def body(comm):
+        make_step(hugging_face(kind), logits_loss, comm, Plan(tp=tp)).dry_run(texts()[0])
+
+    threads.run(tp, body)
+    assert finished == [tp] * tp
+
+
+def test_a_model_in_half_precision_passes_in_float64(finished):
+    def body(comm):
+        model = language_model().float()
+        make_step(model, lm.loss, comm, Plan(tp=2, precision="bf16"), lm.TENSOR_RULES).dry_run(tokens(2)[0])
+
+    threads.run(2, body)
+    assert finished == [2, 2]
+
+
+def test_it_leaves_no_trace(finished):
+    def body(comm):
+        step = make_step(hugging_face("llama"), logits_loss, comm, Plan(tp=2))
+        before = {name: value.clone() for name, value in step.model.state_dict().items()}
+        state = torch.get_rng_state()
+        step.dry_run(texts()[0])
+        assert all(p.grad is None or not p.grad.any() for p in step.model.parameters())
+        assert torch.equal(state, torch.get_rng_state())
+        return all(torch.equal(value, before[name]) for name, value in step.model.state_dict().items())
+
+    assert all(threads.run(2, body))
+
+
+# ---- wrong rules ------------------------------------------------------------------------------------
+
+
+class MLP(nn.Module):
+    def __init__(self, middle: nn.Module | None = None) -> None:
+        super().__init__()
+        self.up, self.middle, self.down = nn.Linear(8, 16), middle or nn.GELU(), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.middle(self.up(x)))
+
+
+class Attention(nn.Module):
+    """One whose heads may be of any size: a missing count is no error of shapes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = 4
+        self.q, self.k, self.v, self.out = (nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (layer(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class Net(nn.Module):
+    def __init__(self, *middles: nn.Module) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.blocks = nn.ModuleList(middles)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+class SoftmaxOfFeatures(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.softmax(-1)
+
+
+class Gain(nn.Module):
+    """A weight of one number, which fits features that are split too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.gain
+
+
+class Penalized(MLP):
+    """It uses the weight of a layer itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.up.weight.mean()
+
+
+class FewerOutputs(nn.Module):
+    """It multiplies its input by a weight of its own, and returns features that are split."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up(x).mean(-1, keepdim=True)
+
+
+FIRST_RULES = {"blocks.0.up": "column", "blocks.0.down": "row"}
+MLP_RULES = {"blocks.*.up": "column", "blocks.*.down": "row"}
+ATTENTION_RULES = {"blocks.*.q": "column", "blocks.*.k": "column", "blocks.*.v": "column", "blocks.*.out": "row"}
+
+
+def squared(outputs: Tensor, targets: Tensor) -> Tensor:
+    return (outputs - targets).square().mean((1, 2))
+
+
+def features(num_samples: int = 4) -> Any:
+    generator = torch.Generator().manual_seed(5)
+    return torch.randn(num_samples, 3, 8, generator=generator), torch.zeros(num_samples, 3, 8)
+
+
+def make_net(*middles: Any) -> nn.Module:
+    with SEED_LOCK:
+        torch.manual_seed(1)
+        return Net(*(make() for make in middles))
+
+
+def mlp_with(middle: Any) -> Any:
+    return lambda: MLP(middle())
+
+
+WRONG: dict[str, tuple[Any, dict[str, str], str]] = {
+    "a column without its row": (
+        (MLP,),
+        {"blocks.*.up": "column"},
+        r"blocks\.0\.down \(Linear\) gets split features, \[2, 3, 8\] of \[2, 3, 16\].*"
+        r'"blocks\.\*\.down" = "row", or no rule for "blocks\.\*\.up"',
+    ),
+    "a row whose input is whole": (
+        (MLP,),
+        {"blocks.*.down": "row"},
+        r'blocks\.0\.down \(Linear\) is "row", and its input \[2, 3, 16\] is whole.*"column" for the layer',
+    ),
+    "heads without their count": (
+        (Attention,),
+        ATTENTION_RULES,
+        r"between blocks\.0\.v and blocks\.0\.out is not the whole model's.*other rules for \"blocks\.\*\.v\"",
+    ),
+    "softmax over split features": (
+        (MLP, mlp_with(SoftmaxOfFeatures)),
+        MLP_RULES,
+        r"blocks\.1\.middle \(SoftmaxOfFeatures\) returns outputs that are not the whole model's.*no softmax",
+    ),
+    "a mean of split features": (
+        (FewerOutputs,),
+        {"blocks.*.up": "column"},
+        r"blocks\.0 \(FewerOutputs\) returns outputs that are not the whole model's",
+    ),
+    "a norm of split features": (
+        (mlp_with(lambda: nn.LayerNorm(16)),),
+        MLP_RULES,
+        r"blocks\.0\.middle \(LayerNorm\) gets split features, \[2, 3, 8\] of \[2, 3, 16\]",
+    ),
+    "a norm without weights": (
+        (mlp_with(lambda: nn.Sequential(nn.GELU(), nn.Unflatten(-1, (1, -1)), SoftmaxOfFeatures(), nn.Flatten(-2))),),
+        MLP_RULES,
+        r"blocks\.0\.middle\.2 \(SoftmaxOfFeatures\) returns outputs",
+    ),
+    "a weight used outside of its layer": (
+        (Penalized,),
+        MLP_RULES,
+        r'blocks\.0\.up\.weight is used outside of its layer.*no rule for "blocks\.\*\.up"',
+    ),
+    "a gradient without its sum": (
+        (mlp_with(Gain), mlp_with(Gain)),
+        MLP_RULES,
+        r"gradient of blocks\.1\.middle\.gain is missing its sum over the 2 tensor ranks \(1 more like it\).*"
+        r'"blocks\.\*\.middle" = "replicated"',
+    ),
+    "a gradient summed twice": (
+        (MLP, Gain),
+        {**FIRST_RULES, "blocks.1": "replicated"},
+        r"gradient of blocks\.1\.gain is 2 times the whole model's.*no rule that makes blocks\.1 \"replicated\"",
+    ),
+}
+
+
+def refusal(make: Any, loss: Any, batch: Any, rules: Any, tp: int = 2, **fields: Any) -> str:
+    """The message that all ranks raise, before a weight changes."""
+
+    def body(comm):
+        step = make_step(make(), loss, comm, Plan(tp=tp, **fields), rules)
+        before = [p.clone() for p in step.model.parameters()]
+        with pytest.raises(TaskError) as raised:
+            step(batch)
+        assert all(torch.equal(a, b) for a, b in zip(before, step.model.parameters(), strict=True))
+        return str(raised.value)
+
+    messages = set(threads.run(Plan(tp=tp, **fields).mesh.size, body))
+    assert len(messages) == 1, messages
+    return messages.pop()
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_rules_are_refused_by_name(case):
+    middles, rules, message = WRONG[case]
+    found = refusal(functools.partial(make_net, *middles), squared, features(), rules)
+    assert re.search(message, found), found
+
+
+QWEN3_RULES = {
+    "model.embed_tokens": "vocabulary",
+    "model.layers.*.self_attn.q_proj": "column(heads=4)",
+    "model.layers.*.self_attn.k_proj": "column(kv_heads=2)",
+    "model.layers.*.self_attn.v_proj": "column(kv_heads=2)",
+    "model.layers.*.self_attn.o_proj": "row(heads=4)",
+    "model.layers.*.mlp.gate_proj": "column",
+    "model.layers.*.mlp.up_proj": "column",
+    "model.layers.*.mlp.down_proj": "row",
+    "lm_head": "vocabulary",
+}
+
+
+def test_norms_of_heads_without_replicated_are_refused_by_name():
+    found = refusal(lambda: hugging_face("qwen3"), logits_loss, texts()[0], QWEN3_RULES)
+    assert "gradient of model.layers.1.self_attn.k_norm.weight is missing its sum" in found
+    assert '"model.layers.*.self_attn.k_norm" = "replicated"' in found
+
+
+def test_a_refusal_on_one_data_rank_reaches_all():
+    found = refusal(functools.partial(make_net, Penalized), squared, features(1), MLP_RULES, dp=2)
+    assert "blocks.0.up.weight is used outside" in found
+
+
+# ---- dropout ----------------------------------------------------------------------------------------
+
+
+class DroppedAttention(Attention):
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (layer(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        p = 0.5 if self.training else 0.0
+        return self.out(F.scaled_dot_product_attention(q, k, v, dropout_p=p).transpose(1, 2).flatten(2))
+
+
+class Noise(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.randn_like(x)
+
+
+HEADS_RULES = {"blocks.*.q": "column(heads)", "blocks.*.k": "column(heads)", "blocks.*.v": "column(heads)"}
+HEADS_RULES["blocks.*.out"] = "row(heads)"
+SPLIT_DRAWS = {
+    "dropout": (mlp_with(lambda: nn.Dropout(0.1)), MLP_RULES, r"dropout = 0\.1 in blocks\.0\.middle \(Dropout\)"),
+    "attention": (DroppedAttention, HEADS_RULES, r"attention with dropout_p = 0\.5 in blocks\.0 \(DroppedAttention\)"),
+    "noise": (mlp_with(Noise), MLP_RULES, r"randn_like in blocks\.0\.middle \(Noise\)"),
+}
+
+
+@pytest.mark.parametrize("case", SPLIT_DRAWS)
+def test_random_numbers_for_split_features_are_refused(case):
+    middle, rules, message = SPLIT_DRAWS[case]
+    found = refusal(functools.partial(make_net, middle), squared, features(), rules)
+    assert re.search(rf"tp = 2 and {message}, on features that are split.*try dropout = 0 in .*, or tp = 1", found), (
+        found
+    )
+
+
+def test_dropout_is_refused_even_if_an_evaluation_has_passed_before():
+    def body(comm):
+        step = make_step(make_net(mlp_with(lambda: nn.Dropout(0.1))), squared, comm, Plan(tp=2), MLP_RULES)
+        step.model.eval()
+        step.evaluate(features())
+        step.model.train()
+        with pytest.raises(TaskError, match=r"dropout = 0\.1 in blocks\.0\.middle"):
+            step(features())
+
+    threads.run(2, body)
+
+
+def test_dropout_of_whole_features_passes(finished):
+    def body(comm):
+        make_step(make_net(MLP, lambda: nn.Dropout(0.5)), squared, comm, Plan(tp=2), FIRST_RULES).dry_run(features())
+
+    threads.run(2, body)
+    assert finished == [2, 2]
+
+
+# ---- failures of one rank ---------------------------------------------------------------------------
+
+
+class FailingGrad(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        raise KeyError("backward")
+
+
+class Failing(nn.Module):
+    """What lies between the layers of an MLP: on one rank, it raises."""
+
+    def __init__(self, where: str, comm: Any) -> None:
+        super().__init__()
+        self.where, self.is_here = where, comm.rank == 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.is_here and (self.where == "whole" or (self.where == "cut" and x.shape[-1] < 16)):
+            raise KeyError(self.where)
+        fails_later = self.is_here and self.where == "backward" and x.shape[-1] < 16
+        return FailingGrad.apply(x) if fails_later else x
+
+    def __deepcopy__(self, memo: Any) -> "Failing":
+        return self
+
+
+FAILURES = {
+    "whole": (KeyError, "whole", "rank 1 failed on its first batch: KeyError: 'whole'"),
+    "cut": (
+        TaskError,
+        "blocks.1.middle (Failing) gets split features, [2, 3, 4] of [2, 3, 16], and fails: 'cut'",
+        None,
+    ),
+    "backward": (KeyError, "backward", "rank 1 failed on its first batch: KeyError: 'backward'"),
+}
+
+
+@pytest.mark.parametrize("where", FAILURES)
+def test_no_rank_waits_for_one_that_fails(where, monkeypatch):
+    monkeypatch.setattr(threads, "TIME_LIMIT_SECONDS", TIME_LIMIT_SECONDS)
+    error, own, others = FAILURES[where]
+
+    def body(comm):
+        model = make_net(MLP, lambda: MLP(Failing(where, comm)))
+        step = make_step(model, squared, comm, Plan(tp=4), MLP_RULES)
+        expected, text = (error, own) if comm.rank == 1 else (TaskError, others or own)
+        with pytest.raises(expected, match=re.escape(text)):
+            step(features())
+
+    begin = time.monotonic()
+    threads.run(4, body)
+    assert time.monotonic() - begin < TIME_LIMIT_SECONDS
+
+
+class RankBranch(nn.Module):
+    """It calls a row layer that the other ranks do not call."""
+
+    def __init__(self, comm: Any) -> None:
+        super().__init__()
+        self.up, self.down, self.rank = nn.Linear(8, 16), nn.Linear(16, 8), comm.rank
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.down(self.up(x))
+        return y + self.down(self.up(y)) if self.rank else y
+
+
+class ExtraSum(MLP):
+    """One rank, where the layers are split, sums something that the others do not."""
+
+    def __init__(self, comm: Any) -> None:
+        super().__init__()
+        self.rank = comm.rank
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        if self.rank and isinstance(self.down, SplitLayer):
+            self.down.region.leave(torch.ones(3))
+        return y
+
+
+def test_ranks_whose_sums_pair_up_wrongly_are_refused(monkeypatch):
+    monkeypatch.setattr(threads, "TIME_LIMIT_SECONDS", TIME_LIMIT_SECONDS)
+
+    def body(comm):
+        step = make_step(make_net(lambda: RankBranch(comm)), squared, comm, Plan(tp=2), MLP_RULES)
+        with pytest.raises(TaskError) as raised:
+            step(features())
+        return str(raised.value)
+
+    first, second = threads.run(2, body)
+    assert first == second
+    assert "blocks.0.down" in first
+
+
+def test_ranks_that_sum_different_tensors_are_refused(monkeypatch):
+    monkeypatch.setattr(threads, "TIME_LIMIT_SECONDS", TIME_LIMIT_SECONDS)
+
+    def body(comm):
+        step = make_step(make_net(lambda: ExtraSum(comm)), squared, comm, Plan(tp=2), MLP_RULES)
+        with pytest.raises(TaskError, match="tensor ranks that sum different tensors in one forward or backward"):
+            step(features())
+
+    threads.run(2, body)
+
+
+def test_a_model_that_cannot_be_copied_is_refused():
+    def body(comm):
+        model = make_net(MLP)
+        vars(model)["lock"] = threading.Lock()
+        with pytest.raises(TaskError, match=r"tp > 1 and a model that cannot be copied: cannot pickle '_thread.lock'"):
+            make_step(model, squared, comm, Plan(tp=2), MLP_RULES)
+
+    threads.run(2, body)
+
+
+def test_what_cannot_be_compared_is_said(caplog):
+    def body(comm):
+        model = make_net(mlp_with(NotFinite))
+        make_step(model, squared, comm, Plan(tp=2), MLP_RULES).dry_run(features())
+
+    threads.run(2, body)
+    (record,) = caplog.records
+    assert "the dry run of tp = 2 compared nothing, so the tensor rules are unchecked: outputs that" in record.message
+
+
+class NotFinite(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x / 0
