@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from fourfold.words.version import VERSION
 
 if TYPE_CHECKING:
-    from fourfold import callbacks, optim
+    from fourfold import callbacks, losses, optim
     from fourfold.checkpoint.checkpoints import Checkpoints
     from fourfold.feed.dataloader import shard
     from fourfold.feed.feed import Feed
@@ -42,6 +42,7 @@ __all__ = [
     "TrainStep",
     "callbacks",
     "launch",
+    "losses",
     "optim",
     "parallelize",
     "shard",
@@ -71,7 +72,7 @@ _MODULE_OF = {
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("callbacks", "optim"):
+    if name in ("callbacks", "losses", "optim"):
         return importlib.import_module(f"fourfold.{name}")
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'fourfold' has no attribute {name!r}")

@@ -10,6 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 from fourfold.parts import memory
+from fourfold.parts.comm import shared_regions
 from fourfold.parts.comm.meter import CommMeter
 from fourfold.parts.comm.ring import shared_memory
 from fourfold.parts.sequence import kernels
@@ -301,15 +302,20 @@ def test_a_wait_ends_when_a_rank_has_died_or_never_arrives():
         if comm.rank == 1:
             return
         assert isinstance(ring_group, shared_memory.RingOverSharedMemory)
-        ring_group.check_peers = raise_peer_error
+        ring_group.regions.check_peers = raise_peer_error
         with pytest.raises(PeerError, match="rank 1 died"):
             list(ring_group.iterate_blocks([torch.zeros(2)]))
 
     def late(comm):
-        handle = memory.create_growing(shared_memory.total_bytes(2))
-        ring_group = shared_memory.RingOverSharedMemory(
-            handle, shared_memory.RingPlace(0, (4, 7)), CommMeter(), check_peers=lambda: None, time_limit_seconds=0.1
+        place = shared_regions.GroupPlace(0, (4, 7))
+        regions = shared_regions.SharedRegions(
+            memory.create_growing(shared_regions.total_bytes(2)),
+            place,
+            CommMeter(),
+            check_peers=lambda: None,
+            time_limit_seconds=0.1,
         )
+        ring_group = shared_memory.RingOverSharedMemory(regions)
         with pytest.raises(PeerError, match="rank 7 did not come"):
             list(ring_group.iterate_blocks([torch.zeros(2)]))
 

@@ -72,6 +72,17 @@ def test_a_checkpoint_recomputes_inside_a_backward():
     assert seen == [False, True]
 
 
+def test_a_backward_says_whether_its_graph_is_kept():
+    seen = []
+    weight = parameter(3)
+    weight.register_hook(lambda _: seen.append(private.is_graph_kept()))
+    total = weight.sum()
+    total.backward(retain_graph=True)
+    total.backward()
+    torch.autograd.grad(weight.square().sum(), weight, create_graph=True)
+    assert seen == [True, False, True]
+
+
 def test_a_callback_runs_when_the_backward_ends():
     weight, events = parameter(3), []
     weight.register_hook(lambda _: private.call_after_backward(lambda: events.append(weight.grad is not None)))

@@ -10,6 +10,7 @@ from torch import nn
 
 from fourfold.analysis.describe_programs import format_ordinal, format_programs, indent, plural
 from fourfold.analysis.describe_sequence import format_sequence
+from fourfold.analysis.describe_tensor import format_tensor
 from fourfold.parts.optim.user_optimizer import build_optimizer
 from fourfold.plan.batch_norm import statistics_sent_bytes
 from fourfold.plan.data.buckets import Bucket
@@ -44,6 +45,8 @@ def show(plan: Plan, task: Task) -> str:
     blueprint = next(iter(blueprints.values()))
     group = blueprint.groups[0]
     sections = [_format_plan(plan), _format_buckets(group.buckets, plan)]
+    if plan.tp > 1:
+        sections.append(format_tensor(model, task.tensor, plan.tp))
     if plan.sp > 1:
         sections.append(format_sequence(plan, task, model))
     sections += format_programs(blueprints)
@@ -121,7 +124,7 @@ def _format_bytes(stage: StageBuckets, plan: Plan) -> str:
     sent = stage_sent_bytes(plan, stage, plan.shard_groups, is_coded=False)
     lines = [f"gradients         {format_bytes(total)} a rank"]
     if plan.reduce_group_size == 1:
-        return "bytes\n" + indent([*lines, "one data rank: nothing is sent"])
+        return "bytes\n" + indent([*lines, "one data rank: no gradient is sent"])
     if plan.codec != "none":
         codec_bytes = stage_sent_bytes(plan, stage, plan.shard_groups)
         network = f"{format_bytes(codec_bytes)} sent by each rank in each step, {_format_ratio(codec_bytes, sent)}"

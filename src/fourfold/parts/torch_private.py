@@ -52,6 +52,10 @@ def is_in_backward() -> bool:
     return current_backward_id() != NO_BACKWARD_ID
 
 
+is_graph_kept: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph  # type: ignore[attr-defined]
+"""In a backward: whether its graph is kept for another one."""
+
+
 def call_after_backward(callback: Callable[[], None]) -> None:
     """Call `callback` when the backward that runs now ends."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]

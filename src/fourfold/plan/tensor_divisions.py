@@ -6,7 +6,7 @@ Law: the sizes that a problem names work for every rule, if any does.
 """
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from fourfold.plan.tensor_layers import LayerCount, TensorLayer
@@ -41,7 +41,8 @@ class Division(NamedTuple):
 
 def divisions_of(layers: Sequence[TensorLayer], *, complete: bool = True) -> list[Division]:
     """All that tp must divide, each once. Not `complete`: a layer with more units may be missing."""
-    found = [division for layer in layers for division in _divisions(layer, layers if complete else None)]
+    largest = _largest_counts(layers) if complete else None
+    found = [division for layer in layers for division in _divisions(layer, largest)]
     return list(dict.fromkeys(found))
 
 
@@ -60,7 +61,7 @@ def division_problems(divisions: Sequence[Division], tp: int) -> list[Problem]:
     return problems
 
 
-def _divisions(layer: TensorLayer, layers: Sequence[TensorLayer] | None) -> list[Division]:
+def _divisions(layer: TensorLayer, largest: Mapping[str, int] | None) -> list[Division]:
     style, length = layer.rule.style, layer.length if layer.rule.style is not Style.REPLICATED else 0
     shares = [_division(share, replicates=False) for share in layer.shares]
     has = f'"{layer.pattern}" has {length} {layer.length_name}'
@@ -70,7 +71,7 @@ def _divisions(layer: TensorLayer, layers: Sequence[TensorLayer] | None) -> list
         return [Division(has, "rows for each place", length, Mode.UNEVEN)]
     if layer.counts:
         counts = [
-            _division(c, replicates=style is Style.COLUMN and _is_exceeded(c, layer, layers)) for c in layer.counts
+            _division(c, replicates=style is Style.COLUMN and _is_exceeded(c, layer, largest)) for c in layer.counts
         ]
         return counts + shares
     if layer.rule.num_parts == 1:
@@ -87,14 +88,19 @@ def _division(count: LayerCount, *, replicates: bool) -> Division:
     return Division(f"{count.name} = {count.value}", need, count.value, Mode.DIVIDE_OR_REPLICATE)
 
 
-def _is_exceeded(count: LayerCount, layer: TensorLayer, layers: Sequence[TensorLayer] | None) -> bool:
-    """Whether a layer in the same module, or a count of the same module, has more units. `layers` None: not known."""
-    return layers is None or any(
-        other.value > count.value
-        for each in layers
-        for other in each.counts
-        if each.container == layer.container or other.owner == count.owner
-    )
+def _largest_counts(layers: Sequence[TensorLayer]) -> dict[str, int]:
+    """By module: the largest count of the layers in it, or of its attributes."""
+    largest: dict[str, int] = {}
+    for layer in layers:
+        for count in layer.counts:
+            for module in (layer.container, count.owner):
+                largest[module] = max(largest.get(module, 0), count.value)
+    return largest
+
+
+def _is_exceeded(count: LayerCount, layer: TensorLayer, largest: Mapping[str, int] | None) -> bool:
+    """Whether a layer in the same module, or a count of the same module, has more units. `largest` None: not known."""
+    return largest is None or any(largest[module] > count.value for module in (layer.container, count.owner))
 
 
 def _fitting_sizes(divisions: Sequence[Division], tp: int) -> list[int]:

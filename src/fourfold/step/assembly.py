@@ -120,7 +120,7 @@ def assemble(
         codecs=stage.codecs,
         optimizer=optimizer,
         buckets=stage.trained.buckets,
-        transport_name=stage.transport_name,
+        transport_name=tensor.described_with(stage.transport_name),
         tensor=tensor,
     )
 

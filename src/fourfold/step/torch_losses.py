@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fourfold.parts.dropped_arguments import DROPPED_ARGUMENTS, restore_arguments
+from fourfold.parts.tensor.cross_entropy import cross_entropy
 from fourfold.parts.torch_private import are_transforms_active
 from fourfold.step.loss_call_sites import call_site
 
@@ -118,6 +119,8 @@ _PARAMETER_NAMES = {func: tuple(inspect.signature(func).parameters) for func in 
 
 def ignore_index_of(func: Any, args: tuple[Any, ...], kwargs: Arguments) -> int | None:
     """The target that a call ignores; None if its loss is not one of classes."""
+    if func is cross_entropy:
+        return _ignore_index(kwargs)
     return _ignore_index(_bind_arguments(func, args, kwargs)) if func in CLASS_LOSSES else None
 
 

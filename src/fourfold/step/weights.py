@@ -32,6 +32,12 @@ def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in model.named_parameters() if p.requires_grad and p.numel() > 0}
 
 
+def _refuse_call(layer: nn.Module, args: Any) -> None:
+    got = f"a call of a {type(layer).__name__} inside step.edit(), where its weights are whole"
+    need, attempt = "weights of which each tensor rank has its part", "with step.unsharded() as model: …"
+    raise TaskError(Problem(got, need, attempt), where="edit()")
+
+
 class PreciseWeights(Protocol):
     """Weights that training continues from: those in the storage, or master weights."""
 
@@ -82,6 +88,7 @@ class Weights:
             torch.no_grad(),
             self.storage.private_copies(),
             self._whole_shown(),
+            self._calls_refused(),
             self.guard.checking_edits(),
             self._masters_shown() as edited,
         ):
@@ -112,6 +119,18 @@ class Weights:
         for name, value in edited.items():
             ranks.broadcast(value)
             resting[name].copy_(self.whole_tensors.local(name, value))
+
+    @contextlib.contextmanager
+    def _calls_refused(self) -> Iterator[None]:
+        """Inside, a layer that computes with a part of a weight refuses to be called: the weight is whole."""
+        split = {id(p) for name, p in self.model.named_parameters() if self.whole_tensors.is_split(name)}
+        layers = [m for m in self.model.modules() if any(id(p) in split for p in m.parameters(recurse=False))]
+        hooks = [layer.register_forward_pre_hook(_refuse_call, prepend=True) for layer in layers]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     @contextlib.contextmanager
     def _masters_shown(self) -> Iterator[dict[str, Tensor]]:

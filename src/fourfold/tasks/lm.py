@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from fourfold.feed.corpus import open_text, resolve_text_path
 from fourfold.feed.source import TokenSource, corpus_problem
+from fourfold.losses import cross_entropy
 from fourfold.words.errors import DataError, Problem, SettingError
 from fourfold.words.task import Data, Task
 
@@ -219,7 +220,7 @@ def apply_rotary(x_BLHK: Tensor, cos_BL1K: Tensor, sin_BL1K: Tensor) -> Tensor:
 
 def loss(logits_BLV: Tensor, targets_BL: Tensor) -> Tensor:
     """Cross entropy of every token, in nats: [B, L]."""
-    return F.cross_entropy(logits_BLV.flatten(0, 1), targets_BL.flatten(), reduction="none").view_as(targets_BL)
+    return cross_entropy(logits_BLV, targets_BL)
 
 
 def evaluate(logits_BLV: Tensor, targets_BL: Tensor) -> dict[str, tuple[Tensor, int]]:

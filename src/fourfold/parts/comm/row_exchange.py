@@ -87,8 +87,7 @@ def make_row_exchange(comm: Communicator, purpose: str, meter: CommMeter, *, cho
     if comm.size == 1:
         return SingleRow(comm.ranks)
     if comm.device.type == "cpu" and choice in ("by-host", "shared"):
-        everyone = range(comm.size)
-        ring, _ = make_shared_memory_ring(comm, [everyone], everyone, meter)
+        ring, _ = make_shared_memory_ring(comm, [range(comm.size)], meter)
         if ring is not None:
             return RowsInSharedMemory(ring, comm.ranks)
     return RowsOverGroup(comm, purpose, meter)

@@ -5,10 +5,12 @@ Law: the ranks of a group choose the same, from what all of them have said of th
 
 from fourfold.parts.comm.communicator import Communicator
 from fourfold.parts.comm.meter import CommMeter
-from fourfold.parts.comm.rings import make_ring
-from fourfold.parts.comm.tensor.over_ring import TensorGroupOverRing
+from fourfold.parts.comm.shared_regions import open_regions
+from fourfold.parts.comm.tensor.process_group import TensorGroupOverProcessGroup
 from fourfold.parts.comm.tensor.protocol import TensorGroup
+from fourfold.parts.comm.tensor.shared_memory import TensorGroupOverSharedMemory
 from fourfold.parts.comm.tensor.single_rank import SingleRankTensorGroup
+from fourfold.parts.comm.transports import check_transport_device, no_shared_memory
 
 
 def make_tensor_group(comm: Communicator, purpose: str, meter: CommMeter, *, choice: str = "by-host") -> TensorGroup:
@@ -16,6 +18,13 @@ def make_tensor_group(comm: Communicator, purpose: str, meter: CommMeter, *, cho
 
     `choice` is the plan's transport. Raises PlanError if the plan asks for a transport that cannot be had.
     """
+    check_transport_device(choice, comm.device.type)
     if comm.size == 1:
-        return SingleRankTensorGroup(meter)
-    return TensorGroupOverRing(make_ring(comm, [range(comm.size)], purpose, meter, choice=choice))
+        return SingleRankTensorGroup(meter, comm.device)
+    if comm.device.type == "cpu" and choice in ("by-host", "shared"):
+        regions, reason = open_regions(comm, [range(comm.size)], meter)
+        if regions is not None:
+            return TensorGroupOverSharedMemory(regions)
+        if choice == "shared":
+            raise no_shared_memory(reason)
+    return TensorGroupOverProcessGroup(comm, purpose, meter)

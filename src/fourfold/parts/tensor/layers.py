@@ -127,10 +127,13 @@ def split_layer(module: nn.Module, style: Style, region: SplitRegion, shards: Ma
 def _split_class(style: Style, base: type[nn.Module]) -> type[nn.Module]:
     """The class that a module of class `base` gets, a subclass of it."""
     if style is Style.REPLICATED:
-        return type(f"Replicated{base.__name__}", (Replicated, base), {})
+        return _subclass(f"Replicated{base.__name__}", Replicated, base)
     for (of_style, plain), split in SPLIT_CLASSES.items():
         if of_style is style and issubclass(base, plain):
             # A forward of the subclass, as that of an embedding which scales its output, goes on to the split one.
-            bases: tuple[type, ...] = (base, split)
-            return split if base is plain else type(f"{split.__name__}{base.__name__}", bases, {})
-    return type(CONV1D_CLASSES[style].__name__, (CONV1D_CLASSES[style], base), {})
+            return split if base is plain else _subclass(f"{split.__name__}{base.__name__}", base, split)
+    return _subclass(CONV1D_CLASSES[style].__name__, CONV1D_CLASSES[style], base)
+
+
+def _subclass(name: str, *bases: type) -> type[nn.Module]:
+    return cast(type[nn.Module], type(name, bases, {}))

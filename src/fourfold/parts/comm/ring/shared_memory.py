@@ -1,7 +1,6 @@
 """Ring over shared memory: the ranks of one host read each other's blocks where they lie.
 
-region   one rank's part of the mapping: its flags, then areas of which only what is used is ever reserved
-flag     an int64 that only its owner writes and that only grows
+region   one rank's part of the memory, with its flags and areas; see `SharedRegions`
 publish  put a block where the other ranks read it, in one of two areas alternately
 sum      what the other ranks have added up for a rank, in one of two areas of that rank's region alternately
 Law: a block stays unchanged until all have read it. A rank that publishes for the third time has read every second
@@ -10,66 +9,30 @@ has to say what it has read. One rank at a time writes a sum, in the order of th
 enough for the same reason.
 
 Nothing is sent: of the 6 (N−1) · B · H · L/N elements of a layer, each rank copies its own K and V twice, and adds to
-the sums of others in place. The order of addition is that of messages, so both give the same bits. Like the shared
-memory transport, this needs the order of plain stores on x86-64.
+the sums of others in place. The order of addition is that of messages, so both give the same bits.
 """
 
-import mmap
-import os
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from fourfold.parts import memory
-from fourfold.parts.comm.meter import CommMeter
-from fourfold.parts.comm.polling import wait_until
-from fourfold.parts.comm.reduce.shared_memory.layout import ALIGNMENT_BYTES, FLAG_STRIDE
 from fourfold.parts.comm.ring.protocol import RingAccumulator
-from fourfold.words.errors import DivergenceError, PeerError, Problem
+from fourfold.parts.comm.shared_regions import SharedRegions
+from fourfold.words.errors import DivergenceError, Problem
 
 PUBLISHED, ACCUMULATED, LENGTHS = range(3)  # flags; LENGTHS are two words, the bytes of each published area
-AREA_BYTES = 2**34  # of addresses, not of memory
-REGION_BYTES = ALIGNMENT_BYTES + 4 * AREA_BYTES
 BLOCK_AREAS, SUM_AREAS = 0, 2  # areas, two of each
 
 
-def total_bytes(size: int) -> int:
-    """Bytes of the growing memory of `size` ranks."""
-    return size * REGION_BYTES
-
-
-class RingPlace(NamedTuple):
-    """A rank's index in a ring, and the global ranks of the ring."""
-
-    ring_index: int
-    ranks: tuple[int, ...]
-
-
 class RingOverSharedMemory:
-    """See `RingGroup`.
-
-    handle       growing memory of `total_bytes`, which this object then owns
-    check_peers  called now and then while this rank waits; raises PeerError if a rank has died
-    """
+    """See `RingGroup`."""
 
     name = "shared memory"
 
-    def __init__(
-        self,
-        handle: int,
-        place: RingPlace,
-        meter: CommMeter,
-        *,
-        check_peers: Callable[[], None],
-        time_limit_seconds: float = 1800.0,
-    ) -> None:
-        self.index, self._ranks = place
-        self.size, self.meter = len(place.ranks), meter
-        self.check_peers, self._time_limit_seconds = check_peers, time_limit_seconds
-        self._memory = _GrowingMemory(handle)
-        self._flags = memoryview(self._memory.mapping).cast("B").cast("q")
+    def __init__(self, regions: SharedRegions) -> None:
+        self.regions, self.meter = regions, regions.meter
+        self.index, self.size = regions.place.index, regions.place.size
         self._flag_counts = [0, 0]
         self._num_accumulators = 0
 
@@ -92,9 +55,9 @@ class RingOverSharedMemory:
         count = self._flag_counts[PUBLISHED]
         area, rows = (count - 1) % 2, []
         for peer in range(self.size):
-            self._wait_flag(PUBLISHED, count, peer)
-            num_bytes = self._flags[self._flag_word(peer, LENGTHS) + area]
-            rows.append(self._memory.view(peer, BLOCK_AREAS + area, num_bytes // row.element_size(), row.dtype))
+            self.regions.wait_flag(PUBLISHED, count, peer)
+            num_bytes = self._read_length(peer, area)
+            rows.append(self.regions.view(peer, BLOCK_AREAS + area, num_bytes // row.element_size(), row.dtype))
         return rows
 
     def all_to_all(self, parts: Tensor) -> Tensor:
@@ -108,12 +71,12 @@ class RingOverSharedMemory:
     def _publish(self, parts: Sequence[Tensor]) -> Tensor:
         """Put this rank's block where all ranks read it; returns it."""
         count, num_elements = self._flag_counts[PUBLISHED], sum(part.numel() for part in parts)
-        block = self._memory.view(self.index, BLOCK_AREAS + count % 2, num_elements, parts[0].dtype)
+        block = self.regions.view(self.index, BLOCK_AREAS + count % 2, num_elements, parts[0].dtype)
         start = 0
         for part in parts:
             block[start : start + part.numel()].view(part.shape).copy_(part)
             start += part.numel()
-        self._flags[self._flag_word(self.index, LENGTHS) + count % 2] = block.nbytes
+        self.regions.words[self.regions.word(self.index, LENGTHS, count % 2)] = block.nbytes
         self._increment_flag(PUBLISHED)
         return block
 
@@ -121,33 +84,23 @@ class RingOverSharedMemory:
         """A peer's current block; `local_block` is this rank's, of the same length."""
         count = self._flag_counts[PUBLISHED]
         area = (count - 1) % 2
-        self._wait_flag(PUBLISHED, count, peer)
-        length = self._flags[self._flag_word(peer, LENGTHS) + area]
+        self.regions.wait_flag(PUBLISHED, count, peer)
+        length = self._read_length(peer, area)
         if length != local_block.nbytes:
-            got = f"rank {self._ranks[peer]} has {length} bytes, rank {self._ranks[self.index]} {local_block.nbytes}"
+            ranks = self.regions.place.ranks
+            got = f"rank {ranks[peer]} has {length} bytes, rank {ranks[self.index]} {local_block.nbytes}"
             need = "the same attention, of the same sizes, on every rank of a sequence"
             raise DivergenceError(Problem(got, need), where="attention over the sequence axis")
-        return self._memory.view(peer, BLOCK_AREAS + area, local_block.numel(), local_block.dtype)
+        return self.regions.view(peer, BLOCK_AREAS + area, local_block.numel(), local_block.dtype)
 
     # ---- flags ---------------------------------------------------------------------------------------
 
-    def _flag_word(self, peer: int, flag: int) -> int:
-        return peer * REGION_BYTES // 8 + flag * FLAG_STRIDE
+    def _read_length(self, peer: int, area: int) -> int:
+        return self.regions.words[self.regions.word(peer, LENGTHS, area)]
 
     def _increment_flag(self, flag: int) -> None:
         self._flag_counts[flag] += 1
-        self._flags[self._flag_word(self.index, flag)] = self._flag_counts[flag]
-
-    def _wait_flag(self, flag: int, count: int, peer: int) -> None:
-        """Wait until a peer's flag has reached `count`."""
-        word = self._flag_word(peer, flag)
-
-        def check(waited_seconds: float) -> None:
-            self.check_peers()
-            if waited_seconds > self._time_limit_seconds:
-                raise PeerError(f"rank {self._ranks[peer]} did not come within {self._time_limit_seconds:.0f} s")
-
-        self.meter.waiting_seconds += wait_until(lambda: self._flags[word] >= count, check, self.meter.recorder)
+        self.regions.words[self.regions.word(self.index, flag)] = self._flag_counts[flag]
 
 
 class _SharedMemoryAccumulator:
@@ -174,31 +127,7 @@ class _SharedMemoryAccumulator:
 
     def _wait_for_left(self, hop: int) -> None:
         left = (self._ring.index - 1) % self._ring.size
-        self._ring._wait_flag(ACCUMULATED, self._number * (self._ring.size - 1) + hop, left)
+        self._ring.regions.wait_flag(ACCUMULATED, self._number * (self._ring.size - 1) + hop, left)
 
     def _view(self, owner: int) -> Tensor:
-        return self._ring._memory.view(owner, SUM_AREAS + self._number % 2, self._num_elements, self._dtype)
-
-
-class _GrowingMemory:
-    """Memory whose areas are reserved only as far as they have been used."""
-
-    def __init__(self, handle: int) -> None:
-        self._handle = os.dup(handle)
-        self.mapping: mmap.mmap = memory.map_shared(handle)
-        self._reserved: dict[tuple[int, int], int] = {}
-
-    def __del__(self) -> None:
-        memory.close_shared(self._handle)
-
-    def view(self, region: int, area: int, num_elements: int, dtype: torch.dtype) -> Tensor:
-        """The first elements of an area. Raises MemoryUnavailable."""
-        num_bytes = num_elements * dtype.itemsize
-        start = region * REGION_BYTES + ALIGNMENT_BYTES + area * AREA_BYTES
-        if num_bytes > AREA_BYTES:
-            need = f"at most {AREA_BYTES / 2**30:.0f} GiB of keys and values a rank"
-            raise memory.MemoryUnavailable(Problem(f"{num_bytes} bytes", need, 'transport = "gloo"'))
-        if num_bytes > self._reserved.get((region, area), 0):
-            memory.grow(self._handle, start, num_bytes)
-            self._reserved[region, area] = num_bytes
-        return torch.frombuffer(self.mapping, dtype=dtype, count=num_elements, offset=start)
+        return self._ring.regions.view(owner, SUM_AREAS + self._number % 2, self._num_elements, self._dtype)

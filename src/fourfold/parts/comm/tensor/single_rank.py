@@ -1,5 +1,8 @@
 """The tensor group of one rank: nothing is sent."""
 
+from collections.abc import Callable, Sequence
+
+import torch
 from torch import Tensor
 
 from fourfold.parts.comm.meter import CommMeter
@@ -10,11 +13,17 @@ class SingleRankTensorGroup:
 
     name, size, index = "one rank", 1, 0
 
-    def __init__(self, meter: CommMeter) -> None:
-        self.meter = meter
+    def __init__(self, meter: CommMeter, device: torch.device) -> None:
+        self.meter, self._device = meter, device
+
+    def buffer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.empty(tuple(shape), dtype=dtype, device=self._device)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         return tensor.contiguous()
+
+    def all_reduce_async(self, tensor: Tensor) -> Callable[[], Tensor]:
+        return tensor.contiguous
 
     def all_reduce_max(self, tensor: Tensor) -> Tensor:
         return tensor.contiguous()
