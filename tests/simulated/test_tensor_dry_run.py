@@ -92,6 +92,27 @@ def test_it_leaves_no_trace(finished):
     assert all(threads.run(2, body))
 
 
+class Caching(nn.Module):
+    """It keeps what it got."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = x
+        return x
+
+
+def test_modules_keep_nothing_of_it(finished):
+    def body(comm):
+        step = make_step(make_net(mlp_with(Caching)), squared, comm, Plan(tp=2), MLP_RULES)
+        step.dry_run(features())
+        return step.model.get_submodule("blocks.0.middle").kept is None
+
+    assert all(threads.run(2, body))
+
+
 # ---- wrong rules ------------------------------------------------------------------------------------
 
 
@@ -133,6 +154,18 @@ class Net(nn.Module):
 class SoftmaxOfFeatures(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.softmax(-1)
+
+
+class FusedMLP(nn.Module):
+    """Two parts in one layer: a rank has features of both, so its outputs are no slice of the whole ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.middle, self.down = nn.Linear(8, 32), SoftmaxOfFeatures(), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.up(x).chunk(2, dim=-1)
+        return self.down(self.middle(gate * up))
 
 
 class Gain(nn.Module):
@@ -209,6 +242,11 @@ WRONG: dict[str, tuple[Any, dict[str, str], str]] = {
         (MLP, mlp_with(SoftmaxOfFeatures)),
         MLP_RULES,
         r"blocks\.1\.middle \(SoftmaxOfFeatures\) returns outputs that are not the whole model's.*no softmax",
+    ),
+    "softmax behind a fused layer": (
+        (FusedMLP,),
+        {"blocks.*.up": "column(2)", "blocks.*.down": "row"},
+        r"blocks\.0\.middle \(SoftmaxOfFeatures\) returns outputs that are not the whole model's",
     ),
     "a mean of split features": (
         (FewerOutputs,),
