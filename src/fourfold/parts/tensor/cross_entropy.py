@@ -24,7 +24,7 @@ from fourfold.words.errors import Problem, TaskError
 
 IGNORE_INDEX = -100  # torch's default
 # In elements. On other devices blocks only bound the memory of wide copies: each operation starts a kernel.
-CPU_BLOCK, DEVICE_BLOCK = 1 << 17, 1 << 25
+CPU_BLOCK, DEVICE_BLOCK = 1 << 18, 1 << 25
 # Probabilities are kept times this: those below 6e-8 would be 0 in float16, and 16384 is well below its largest number.
 FLOAT16_SCALE = 2.0**14
 
@@ -240,9 +240,10 @@ class _Place(NamedTuple):
         """Set the elements of the targets that are here."""
         if not grad_NV.shape[1]:
             return grad_NV
-        column_N1 = self.columns[:, None]
-        values_N1 = values_N[:, None].to(grad_NV.dtype)
-        return grad_NV.scatter_(1, column_N1, values_N1.where(self.is_here[:, None], grad_NV.gather(1, column_N1)))
+        # Not `scatter_`: in half precision it copies the whole tensor on a CPU.
+        elements = torch.arange(len(grad_NV), device=grad_NV.device), self.columns
+        grad_NV[elements] = values_N.to(grad_NV.dtype).where(self.is_here, grad_NV[elements])
+        return grad_NV
 
 
 class _Once(torch.autograd.Function):
