@@ -27,8 +27,8 @@ HOST = socket.gethostname()
 
 # At a call of the loss, `later` calls further on in every attempt, rank 1 and rank 0 by turns do what is next in the
 # list `what`, and leave a mark; as long as there are fewer than `times`.
-# With a comma in `what`, the command would ask the task whether this is a sweep: the launcher would import torch for that,
-# and its ranks, no longer forks, would each import it again.
+# With a comma in `what`, the command would ask the task whether this is a sweep: the launcher would import torch for
+# that, and its ranks, no longer forks, would each import it again.
 TASK = """
 import ctypes, os, signal, sys, time
 from pathlib import Path
