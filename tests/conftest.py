@@ -1,6 +1,7 @@
 """Worlds shared by all spawned tests: one of each size a session; the reason to skip tests marked `hosts`."""
 
 import functools
+import gc
 import itertools
 import os
 import signal
@@ -85,6 +86,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     rest = iter([item for item in items if item.path not in modules])
     share = -(-len(items) // num_workers)  # pytest-xdist gives each process as many, in this order
     items[:] = [item for part in first for item in (*part, *itertools.islice(rest, max(0, share - len(part))))]
+
+
+def pytest_unconfigure() -> None:
+    """Collect garbage once. Pytest does so five times at the end, each through all that this process has imported."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -1,6 +1,7 @@
 """Simulated tests: ranks are threads of one process, of which one at a time holds Python's lock."""
 
 import gc
+import importlib
 import os
 from collections.abc import Iterator
 
@@ -25,7 +26,11 @@ def _stay_on_one_core() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def _freeze_imported_objects() -> None:
-    """Torch alone makes half a million objects, through which every full garbage collection would go."""
+    """Torch alone makes half a million objects, through which every full garbage collection would go.
+
+    Half of them are of torch._dynamo, which the first step of an optimizer of torch imports: here that of an oracle.
+    """
+    importlib.import_module("torch._dynamo")
     gc.collect()
     gc.freeze()
 

@@ -8,7 +8,6 @@ import warnings
 import pytest
 import torch
 from torch import nn
-from torch._dynamo.testing import CompileCounter
 
 import fourfold as ff
 from fourfold.feed.feed import Batch
@@ -367,6 +366,8 @@ def test_fingerprints_differ_where_batches_do():
 
 
 def test_removing_the_input_hook_does_not_recompile_a_model():
+    from torch._dynamo.testing import CompileCounter  # not on top: two seconds in each process that collects tests
+
     counter, model = CompileCounter(), linear()
     inputs = duplicate_batches.InputFingerprints(model)
     compiled = torch.compile(model, backend=counter, fullgraph=True)

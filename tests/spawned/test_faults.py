@@ -27,6 +27,8 @@ HOST = socket.gethostname()
 
 # At a call of the loss, `later` calls further on in every attempt, rank 1 and rank 0 by turns do what is next in the
 # list `what`, and leave a mark; as long as there are fewer than `times`.
+# With a comma in `what`, the command would ask the task whether this is a sweep: the launcher would import torch for
+# that, and its ranks, no longer forks, would each import it again.
 TASK = """
 import ctypes, os, signal, sys, time
 from pathlib import Path
@@ -57,7 +59,7 @@ class Loss:
         done = len(list(Path(".").glob("mark-*")))
         if self.calls == self.at + self.later * done and done < self.times and RANK == (done + 1) % 2:
             Path(f"mark-{done}").write_text(str(time.time()))
-            what = self.what.split(",")
+            what = self.what.split("+")
             getattr(self, what[done % len(what)])()
         return ((outputs - targets) ** 2).sum(), len(targets)
 
@@ -200,7 +202,7 @@ def test_ranks_that_die_hang_or_stop_are_reported_and_restarted_without_changing
     start: Start, uninterrupted: Path, tmp_path: Path
 ):
     """Rank 1 joins each restart late, and finds rank 0."""
-    job = start(*STEPS, "what=kill,hang,stop,leave", "times=4", "hang_seconds=5", "-n", "2")
+    job = start(*STEPS, "what=kill+hang+stop+leave", "times=4", "hang_seconds=5", "-n", "2")
     assert job.end() == 0, job.err
     run = tmp_path / "runs" / "first"
     assert equal(run, uninterrupted)
@@ -297,7 +299,7 @@ def test_a_signal_during_a_restart_is_obeyed(start: Start, tmp_path: Path):
 
 def test_the_same_command_resumes_a_job_that_was_stopped_or_killed(start, uninterrupted: Path, tmp_path: Path):
     """A rank gets SIGTERM; the launcher is killed; Ctrl-C; and the newest checkpoint is damaged."""
-    words = (*TRAIN, "what=terminate,kill_launcher,interrupt", "times=3", "later=2", "-n", "2")
+    words = (*TRAIN, "what=terminate+kill_launcher+interrupt", "times=3", "later=2", "-n", "2")
     run = tmp_path / "runs" / "first"
     resumed = ""
     for name, code in (("SIGTERM", 75), ("SIGKILL", -signal.SIGKILL), ("SIGINT", 130)):
