@@ -58,7 +58,7 @@ def test_the_signature_is_the_contract():
 def test_all_problems_are_reported_at_once():
     with pytest.raises(PlanError) as caught:
         Plan.from_dict(
-            {"dp": 0, "microbatch": 2, "codec": "gzip", "zero": 4, "tp": 2, "bucket_bytes": "big"}, where="plan.toml"
+            {"dp": 0, "microbatch": 2, "codec": "gzip", "zero": 4, "pp": 2, "bucket_bytes": "big"}, where="plan.toml"
         )
     message = str(caught.value)
     assert message.startswith("6 problems in plan.toml")
@@ -105,7 +105,7 @@ def test_fields_without_effect_are_reported(fields: dict, ineffective: dict):
     assert Plan(**fields).ineffective_fields == ineffective
 
 
-@pytest.mark.parametrize(("name", "value"), [("pp", 2), ("tp", 2)])
+@pytest.mark.parametrize(("name", "value"), [("pp", 2), ("schedule", "gpipe")])
 def test_an_axis_that_is_not_built_yet_is_refused(name, value):
     with pytest.raises(PlanError, match="not built yet"):
         Plan(**{name: value})
