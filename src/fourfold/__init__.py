@@ -1,4 +1,4 @@
-"""Fourfold: write the task once, for one device; say in a plan how it is laid over many.
+"""Fourfold: distributed training for PyTorch. A task is written for one device; a plan says how to run it on many.
 
 The names below are the whole public interface. They are loaded on first use: `import fourfold` does not import torch.
 """

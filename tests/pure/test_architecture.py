@@ -59,7 +59,7 @@ def test_the_format_of_torch_distributed_checkpoint_is_written_in_one_file_and_n
 def test_no_import_of_a_submodule_changes_a_public_name():
     # Python sets the attribute `x` of `fourfold` to the submodule `fourfold.x`, whoever imports it first.
     submodules = {each.name for each in pkgutil.iter_modules(fourfold.__path__)}
-    assert submodules & set(fourfold.__all__) == {"callbacks", "optim"}
+    assert submodules & set(fourfold.__all__) == {"callbacks", "losses", "optim"}
     for each in pkgutil.iter_modules(fourfold.launcher.__path__, "fourfold.launcher."):
         importlib.import_module(each.name)
     assert fourfold.launch is importlib.import_module("fourfold.launcher.notebook").launch
