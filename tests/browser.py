@@ -59,7 +59,9 @@ class Tab:
     def _receive(self) -> dict[str, Any]:
         deadline = time.monotonic() + TIMEOUT
         while b"\0" not in self._buffer:
-            assert select.select([self._read_fd], [], [], max(0.0, deadline - time.monotonic()))[0], "no answer"
+            poll = select.poll()  # unlike select, for any number of open files
+            poll.register(self._read_fd, select.POLLIN)
+            assert poll.poll(1000 * max(0.0, deadline - time.monotonic())), "no answer"
             chunk = os.read(self._read_fd, 2**16)
             assert chunk, "the browser has ended"
             self._buffer += chunk

@@ -123,7 +123,7 @@ def test_all_problems_are_reported_at_once(refused: Refused) -> None:
 
 
 def test_an_axis_not_built_yet_is_refused(refused: Refused) -> None:
-    assert "tp = 2   need 1 (the rest is not built yet)   try tp = 1" in refused("train", "mine.py", "tp=2")
+    assert "pp = 2   need 1 (the rest is not built yet)   try pp = 1" in refused("train", "mine.py", "pp=2")
 
 
 def test_an_invalid_mesh_is_refused_and_valid_ones_suggested(refused: Refused) -> None:

@@ -1,6 +1,7 @@
 """The tensor axis: a model that is cut trains as one device does, on every mesh."""
 
 import functools
+import weakref
 from typing import Any
 
 import pytest
@@ -270,3 +271,39 @@ def test_a_tensor_is_entered_once_however_many_layers_use_it():
         layers[0](x)
     layers[0](torch.randn(3, 4, requires_grad=True)).sum().backward()
     assert group.num_all_reduces == 2
+
+
+def test_entered_tensors_are_freed_with_their_layers():
+    region = SplitRegion(CountedGroup())
+    weight = torch.randn(3, requires_grad=True)
+    inputs = [weight * number for number in range(4)]
+    references = [weakref.ref(x) for x in inputs]
+    sum(region.enter(x).sum() for x in inputs).backward()  # type: ignore[union-attr]
+    del inputs
+    assert [reference() for reference in references] == [None] * 4
+
+
+def test_a_tensor_that_was_changed_in_place_is_entered_again():
+    group = CountedGroup()
+    region = SplitRegion(group)
+    weight = torch.tensor([2.0, 3.0], requires_grad=True)
+    x = weight * 1.0
+    first = region.enter(x).sum()
+    x.mul_(3.0)
+    (first + region.enter(x).sum()).backward()
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [4.0, 4.0]
+    assert group.num_all_reduces == 2
+
+
+def test_a_token_outside_of_the_vocabulary_is_refused_on_all_ranks(without_dry_run):
+    def body(comm):
+        step = TrainStep(language_model(), lm.loss, ADAM, plan=Plan(tp=2), communicator=comm, tensor=lm.TENSOR_RULES)
+        inputs, targets = tokens(8)[0]
+        for token in (256, -1):
+            bad = inputs["tokens"].clone()
+            bad[3, 2] = token
+            with pytest.raises(TaskError, match=f"token {token} in a vocabulary of 256"):
+                step.run_forward(({**inputs, "tokens": bad}, targets))
+
+    threads.run(2, body)

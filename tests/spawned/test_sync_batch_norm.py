@@ -39,11 +39,11 @@ def test_a_ring_that_lives_until_the_interpreter_ends_says_nothing_at_the_end():
 import torch
 from fourfold.parts import memory
 from fourfold.parts.comm.meter import CommMeter
-from fourfold.parts.comm.ring.shared_memory import RingOverSharedMemory, RingPlace, total_bytes
+from fourfold.parts.comm.shared_regions import GroupPlace, SharedRegions, total_bytes
 
 handle = memory.create_growing(total_bytes(1))
 # A module that was imported earlier: it is cleared after those of Fourfold.
-torch.kept = RingOverSharedMemory(handle, RingPlace(0, (0,)), CommMeter(), check_peers=lambda: None)
+torch.kept = SharedRegions(handle, GroupPlace(0, (0,)), CommMeter(), check_peers=lambda: None)
 """
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
     assert ended.stderr == ""

@@ -98,7 +98,7 @@ class LaunchSettings:
         type=float,
         is_optional=True,
         above=0,
-        help="a rank is killed after so many seconds, and 5 times the median step, without a step; none: never",
+        help="kill a rank after so many seconds, and at least 5 median steps, without a finished step; none: never",
     )
 
 

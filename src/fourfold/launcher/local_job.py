@@ -13,6 +13,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ from fourfold.trainer.heartbeat import HEARTBEAT_VARIABLE
 from fourfold.words.errors import REQUEUE_EXIT_CODE
 
 MONITOR_SECONDS = 0.05
+REMOVE_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
@@ -128,7 +130,21 @@ def _private_folder() -> Iterator[str]:
     try:
         yield name
     finally:
-        shutil.rmtree(name)
+        _remove(name)
+
+
+def _remove(folder: str) -> None:
+    """Remove a folder. A rank that is being ended may write into it for another moment."""
+    deadline = time.monotonic() + REMOVE_SECONDS
+    while True:
+        try:
+            shutil.rmtree(folder)
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)
+        else:
+            return
 
 
 @contextlib.contextmanager

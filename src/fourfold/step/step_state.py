@@ -81,9 +81,9 @@ class StepState:
     request: StepRequest
     nominal_count: float | None = None
     losses: dict[int, Loss] = field(default_factory=dict)
+    """By microbatch, from forward to backward."""
     empty_losses: dict[int, Tensor] = field(default_factory=dict)
     """Of microbatches without samples, where other ranks need their backward."""
-    """By microbatch, from forward to backward."""
     outputs: dict[int, Any] = field(default_factory=dict)
     """By microbatch; training keeps none."""
     local_count: float | Tensor = 0.0

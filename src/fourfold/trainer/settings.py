@@ -128,7 +128,7 @@ class Settings:
         is_optional=True,
         above=0,
         attempt="clip=1.0",
-        help="largest norm of the gradient; none: no limit",
+        help="maximum gradient norm; none: no clipping",
         default_text="the task's",
         in_identity="always",
     )
@@ -136,7 +136,7 @@ class Settings:
         0,
         type=int,
         check=argument_checks.seed_problems,
-        help="of the initial weights, the order of the samples, and dropout",
+        help="random seed for initial weights, sample order and dropout",
         in_identity="always",
         word={"minimum": 0, "maximum": MAX_SEED},
     )
@@ -187,7 +187,7 @@ class Settings:
     )
     keep: int = setting(2, type=int, minimum=1, help="how many of the newest checkpoints are kept")
     keep_best: int = setting(1, type=int, minimum=0, help="how many of the best checkpoints are kept in addition")
-    best_metric: str = setting("loss", type=str, help="the validation measure that chooses the best checkpoint")
+    best_metric: str = setting("loss", type=str, help="the validation metric that chooses the best checkpoint")
     best_mode: str = setting(
         "min",
         type=str,
@@ -201,7 +201,7 @@ class Settings:
         is_optional=True,
         above=0,
         check=ema_problems,
-        help="decay of the average of the weights that is kept",
+        help="decay of the EMA of the weights",
         default_text="no average",
         in_identity="if given",
     )

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from fourfold.parts.tensor.split_region import SplitRegion
 from fourfold.plan.tensor_rules import Style
 from fourfold.plan.tensor_shard import TensorShard
+from fourfold.words.errors import Problem, TaskError
 
 
 class SplitLayer(nn.Module):
@@ -56,6 +57,7 @@ class VocabularyLinear(SplitLayer, nn.Linear):
 class VocabularyEmbedding(SplitLayer, nn.Embedding):
     def forward(self, input: Tensor) -> Tensor:
         ((start, stop, _, _),) = self.shards["weight"].pieces
+        _check_tokens(input, self.shards["weight"].shape[0])
         is_absent = (input < start) | (input >= stop)
         rows = (input - start).masked_fill(is_absent, 0)
         # The gradient of the padding row is dropped, on the rank that has it.
@@ -63,6 +65,18 @@ class VocabularyEmbedding(SplitLayer, nn.Embedding):
         padding = padding if padding is not None and 0 <= padding < stop - start else None
         found = F.embedding(rows, self.weight, padding, scale_grad_by_freq=False, sparse=False)
         return self.region.leave(found.masked_fill(is_absent[..., None], 0))
+
+
+def _check_tokens(tokens: Tensor, num_tokens: int) -> None:
+    """Refuse tokens outside of the vocabulary, which no rank has: the sum of the ranks would be zero. All ranks do."""
+    is_outside = (tokens < 0) | (tokens >= num_tokens)
+    if tokens.device.type != "cpu":
+        torch.ops.aten._assert_async(~is_outside.any())  # without waiting for the device
+    elif bool(is_outside.any()):
+        got = f"token {int(tokens[is_outside][0])} in a vocabulary of {num_tokens}"
+        raise TaskError(
+            Problem(got, f"tokens from 0 to {num_tokens - 1}", "the tokenizer of this model"), where="the batch"
+        )
 
 
 class ColumnConv1D(SplitLayer):

@@ -26,7 +26,7 @@ class SplitRegion:
     def __init__(self, group: TensorGroup) -> None:
         self.group = group
         self._entered = WeakTensorKeyDictionary()
-        """By tensor: what it was entered as, with gradients. It holds no reference to the tensor."""
+        """By tensor: its version, and what it was entered as, with gradients. This holds no reference to the tensor."""
 
     @contextlib.contextmanager
     def with_group(self, group: TensorGroup) -> Iterator[None]:
@@ -44,9 +44,11 @@ class SplitRegion:
         """The same values; in backward the ranks' gradients of it are summed, once for all layers that use it."""
         if not (torch.is_grad_enabled() and tensor.requires_grad):
             return tensor
-        entered = self._entered.get(tensor)
-        if entered is None:
-            entered = self._entered[tensor] = _SumGrad.apply(tensor, self.group)
+        known: tuple[int, Tensor] | None = self._entered.get(tensor)
+        if known is not None and known[0] == tensor._version:  # else it has been changed in place since
+            return known[1]
+        entered = _SumGrad.apply(tensor, self.group)
+        self._entered[tensor] = tensor._version, entered
         return entered
 
     def leave(self, partial: Tensor) -> Tensor:
@@ -72,7 +74,8 @@ class _SumGrad(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: TensorGroup) -> Tensor:
         ctx.group = group
-        return tensor.view_as(tensor)
+        # Not a view, which would keep its base alive; the version is shared, so autograd sees changes in place.
+        return tensor.detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
