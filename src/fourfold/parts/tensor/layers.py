@@ -71,7 +71,8 @@ def _check_tokens(tokens: Tensor, num_tokens: int) -> None:
     """Refuse tokens outside of the vocabulary, which no rank has: the sum of the ranks would be zero. All ranks do."""
     is_outside = (tokens < 0) | (tokens >= num_tokens)
     if tokens.device.type != "cpu":
-        torch.ops.aten._assert_async(~is_outside.any())  # without waiting for the device
+        # Indices of which there are none: the device's own assertion catches them, and nobody waits for it.
+        torch.zeros((), device=tokens.device).expand(num_tokens)[is_outside * num_tokens]
     elif bool(is_outside.any()):
         got = f"token {int(tokens[is_outside][0])} in a vocabulary of {num_tokens}"
         raise TaskError(

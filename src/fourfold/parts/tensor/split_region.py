@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fourfold.parts.comm.tensor.protocol import TensorGroup
+from fourfold.parts.torch_private import version_of
 from fourfold.plan.tensor_shard import TensorShard
 
 
@@ -45,10 +46,10 @@ class SplitRegion:
         if not (torch.is_grad_enabled() and tensor.requires_grad):
             return tensor
         known: tuple[int, Tensor] | None = self._entered.get(tensor)
-        if known is not None and known[0] == tensor._version:  # else it has been changed in place since
+        if known is not None and known[0] == version_of(tensor):  # else it has been changed in place since
             return known[1]
         entered = _SumGrad.apply(tensor, self.group)
-        self._entered[tensor] = tensor._version, entered
+        self._entered[tensor] = version_of(tensor), entered
         return entered
 
     def leave(self, partial: Tensor) -> Tensor:
