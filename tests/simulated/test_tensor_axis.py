@@ -1,6 +1,7 @@
 """The tensor axis: a model that is cut trains as one device does, on every mesh."""
 
 import functools
+import itertools
 import weakref
 from typing import Any
 
@@ -307,3 +308,36 @@ def test_a_token_outside_of_the_vocabulary_is_refused_on_all_ranks(without_dry_r
                 step.run_forward(({**inputs, "tokens": bad}, targets))
 
     threads.run(2, body)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"precision": "bf16"}, {"precision": "fp16"}, {"precision": "bf16", "dp": 2, "zero": 2}], ids=str
+)
+def test_whole_weights_stay_the_same_bits_on_all_ranks_in_half_precision(fields, without_dry_run):
+    def body(comm):
+        plan = Plan(tp=2, **fields, bucket_bytes=8000)
+        model = language_model().float()
+        options: dict[str, Any] = {"clip": 0.5, "drift_check": 1, "tensor": lm.TENSOR_RULES}
+        step = TrainStep(model, lm.loss, ADAM, plan=plan, communicator=comm, **options)
+        losses, norms = train(step, tokens(8) + tokens(6))  # raises DivergenceError where bits differ
+        return losses, norms
+
+    results = threads.run(2 * fields.get("dp", 1), body)
+    assert all(each == results[0] for each in results)
+
+
+def test_a_bad_step_is_skipped_by_all_tensor_ranks(without_dry_run):
+    def body(comm):
+        numbers = itertools.count()
+
+        def loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            return lm.loss(logits, targets) * (float("nan") if next(numbers) == 1 else 1.0)
+
+        options: dict[str, Any] = {"skip_nan": 1, "tensor": lm.TENSOR_RULES}
+        step = TrainStep(language_model(), loss, ADAM, plan=Plan(tp=2), communicator=comm, **options)
+        batch = tokens(8)[0]
+        metrics = [step(batch) for _ in range(3)]
+        return [(each.samples, each.tokens, each.skipped is not None) for each in metrics]
+
+    # Samples and tokens count once, though two ranks have them.
+    assert threads.run(2, body) == [[(8, 128, False), (8, 128, True), (8, 128, False)]] * 2

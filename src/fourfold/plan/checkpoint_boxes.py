@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from fourfold.words.box import Box
+from fourfold.words.ranges import join_ranges
 
 FILE_NAME_PATTERN = re.compile(r"rank-[0-9]{3,6}\.safetensors")
 # By the dtype names of the safetensors format.
@@ -159,19 +160,8 @@ def is_tiling(parts: Iterable[Part], shape: Sequence[int]) -> bool:
         return False
     found: list[Box] = []
     for box, ranges in ranges_by_box.items():
-        found += [block.box for start, stop in _joined(sorted(ranges)) for block in blocks(Part(box, start, stop))]
+        found += [block.box for start, stop in join_ranges(ranges) for block in blocks(Part(box, start, stop))]
     return _are_disjoint(found)
-
-
-def _joined(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Sorted ranges, those that touch as one."""
-    result: list[tuple[int, int]] = []
-    for start, stop in ranges:
-        if result and start == result[-1][1]:
-            result[-1] = result[-1][0], stop
-        else:
-            result.append((start, stop))
-    return result
 
 
 def _are_disjoint(boxes: Sequence[Box]) -> bool:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, Self
 
 from fourfold.words.box import Box
+from fourfold.words.ranges import join_ranges
 
 
 class ShardPiece(NamedTuple):
@@ -104,15 +105,4 @@ class TensorShard(NamedTuple):
             if piece.replica and length:
                 ranges += [(each * row + offset, each * row + offset + length) for each in range(outer)]
             offset += length
-        return _joined(sorted(ranges))
-
-
-def _joined(ranges: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """Sorted ranges, those that touch as one."""
-    result: list[tuple[int, int]] = []
-    for start, stop in ranges:
-        if result and start == result[-1][1]:
-            result[-1] = result[-1][0], stop
-        else:
-            result.append((start, stop))
-    return tuple(result)
+        return tuple(join_ranges(ranges))
