@@ -153,7 +153,8 @@ class TensorGroupOverSharedMemory:
         ranks, self._is_busy = self._regions.place.ranks, False
         got = f"rank {ranks[peer]}: {_describe(other)}; rank {ranks[self.index]}: {_describe(call)}"
         need = "the same collectives, of the same sizes, in the same order, on all ranks of a tensor group"
-        raise DivergenceError(Problem(got, need, "the same batch and the same code path on each"), where="the tensor axis")
+        problem = Problem(got, need, "the same batch and the same code path on each")
+        raise DivergenceError(problem, where="the tensor axis")
 
     def _end(self, out: Tensor) -> Tensor:
         self._is_busy = False
