@@ -31,7 +31,7 @@ Step = Callable[[Batch], float]
 NUM_BATCHES = 4
 
 
-def _torch_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+def torch_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
     """The step of every torch peer. Its loss is the local one: reducing it would cost the peers time."""
 
     def step(batch: Batch) -> float:
@@ -47,12 +47,12 @@ def _torch_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
 
 def ddp(model: nn.Module, case: Case) -> Step:
     model = DistributedDataParallel(model)
-    return _torch_step(model, torch.optim.AdamW(model.parameters(), lr=case.lr))
+    return torch_step(model, torch.optim.AdamW(model.parameters(), lr=case.lr))
 
 
 def ddp_tuned(model: nn.Module, case: Case) -> Step:
     model = DistributedDataParallel(model, static_graph=True, gradient_as_bucket_view=True)
-    return _torch_step(model, torch.optim.AdamW(model.parameters(), lr=case.lr, fused=True))
+    return torch_step(model, torch.optim.AdamW(model.parameters(), lr=case.lr, fused=True))
 
 
 def ddp_malloc(model: nn.Module, case: Case) -> Step:
@@ -71,17 +71,17 @@ def fsdp2(model: nn.Module, case: Case) -> Step:
     for block in model.get_submodule("blocks").children():
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    return _torch_step(model, torch.optim.AdamW(model.parameters(), lr=case.lr, fused=True))
+    return torch_step(model, torch.optim.AdamW(model.parameters(), lr=case.lr, fused=True))
 
 
 def no_communication(model: nn.Module, case: Case) -> Step:
     """The lower bound: equally many processes without any communication."""
-    return _torch_step(model, torch.optim.AdamW(model.parameters(), lr=case.lr, fused=True))
+    return torch_step(model, torch.optim.AdamW(model.parameters(), lr=case.lr, fused=True))
 
 
 def single_process(model: nn.Module, case: Case, **options: Any) -> Step:
     """One process of plain torch; `options` choose how AdamW runs its update."""
-    return _torch_step(model, torch.optim.AdamW(model.parameters(), lr=case.lr, **options))
+    return torch_step(model, torch.optim.AdamW(model.parameters(), lr=case.lr, **options))
 
 
 def zero_torch(model: nn.Module, case: Case) -> Step:
@@ -90,7 +90,7 @@ def zero_torch(model: nn.Module, case: Case) -> Step:
 
     model = DistributedDataParallel(model, static_graph=True, gradient_as_bucket_view=True)
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=case.lr, fused=True)
-    return _torch_step(model, optimizer)
+    return torch_step(model, optimizer)
 
 
 def deepspeed(model: nn.Module, case: Case, *, stage: int) -> Step:
