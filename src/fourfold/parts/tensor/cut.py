@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from fourfold.parts.comm.communicator import Communicator
+from fourfold.parts.deferred_init import InitialWeights
 from fourfold.parts.tensor.layers import split_layer
 from fourfold.parts.tensor.split_region import SplitRegion
 from fourfold.plan.tensor_layout import TensorLayout
@@ -15,7 +16,9 @@ from fourfold.plan.tensor_shard import TensorShard
 
 
 @torch.no_grad()
-def cut_model(model: nn.Module, layout: TensorLayout, region: SplitRegion, tensor_ranks: Communicator) -> None:
+def cut_model(
+    model: nn.Module, layout: TensorLayout, region: SplitRegion, tensor_ranks: Communicator, initial: InitialWeights
+) -> None:
     """Cut a model in place. Collective: the first rank's parameters and buffers go to all.
 
     Parameters stay the same objects, so an optimizer made of them goes on with the shards.
@@ -23,9 +26,9 @@ def cut_model(model: nn.Module, layout: TensorLayout, region: SplitRegion, tenso
     index = tensor_ranks.rank
     for name, parameter in model.named_parameters():  # each tied parameter once
         shard = layout.shards[name][index]
-        tensor_ranks.broadcast(parameter.data)
-        if not shard.is_whole:
-            parameter.data = local_part(parameter.data, shard)
+        whole = initial.whole(parameter)  # if weights are deferred: one at a time
+        tensor_ranks.broadcast(whole)
+        parameter.data = whole if shard.is_whole else local_part(whole, shard)
     for buffer in model.buffers():
         tensor_ranks.broadcast(buffer)
     for name, counts in layout.counts.items():

@@ -15,6 +15,7 @@ from fourfold.parts.comm.meter import CommMeter
 from fourfold.parts.comm.tensor.protocol import TensorGroup
 from fourfold.parts.comm.tensor.single_rank import SingleRankTensorGroup
 from fourfold.parts.comm.tensor_groups import make_tensor_group
+from fourfold.parts.deferred_init import InitialWeights
 from fourfold.parts.tensor.cut import cut_model
 from fourfold.parts.tensor.split_region import SplitRegion
 from fourfold.parts.tensor.whole_tensors import WholeTensors
@@ -94,7 +95,13 @@ def place_shards(model: nn.Module, rules: Mapping[str, str], tp: int) -> Mapping
 
 
 def cut(
-    model: nn.Module, rules: Mapping[str, str], world: Communicator, meter: CommMeter, *, transport: str
+    model: nn.Module,
+    rules: Mapping[str, str],
+    world: Communicator,
+    meter: CommMeter,
+    *,
+    transport: str,
+    initial: InitialWeights,
 ) -> TensorAxis:
     """Cut a model into as many parts as the mesh has tensor ranks, in place. Collective. `transport`: the plan's.
 
@@ -108,5 +115,5 @@ def cut(
     structure = copy_structure(model)
     group = make_tensor_group(ranks, "tensor", meter, choice=transport)
     region = SplitRegion(group)
-    cut_model(model, layout, region, ranks)
+    cut_model(model, layout, region, ranks, initial)
     return TensorAxis(layout.shards, group, ranks, region, structure)
