@@ -107,6 +107,7 @@ def test_weights_computed_one_at_a_time_are_those_made_at_once(name):
         assert torch.equal(buffer, wanted), buffer_name
     if isinstance(model, EveryWay):
         assert model.head.weight is model.tokens.weight
+        assert isinstance(expected, EveryWay)
         assert type(model.table) is torch.Tensor
         assert torch.equal(model.table, expected.table)
 
@@ -118,9 +119,9 @@ def to_numpy() -> nn.Module:
 
 
 def shared_memory() -> nn.Module:
-    model = nn.ModuleList([nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE)])
-    model[1].weight = nn.Parameter(model[0].weight.detach())
-    return model
+    first, second = nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE)
+    second.weight = nn.Parameter(first.weight.detach())
+    return nn.ModuleList([first, second])
 
 
 def resized() -> nn.Module:
@@ -141,7 +142,7 @@ def test_a_model_that_cannot_be_deferred_is_made_at_once_and_the_log_says_so(mak
         torch.manual_seed(3)
         expected, state = make(), torch.get_rng_state()
         torch.manual_seed(3)
-        model, weights = make_initial_model(make, Plan(tp=2), CPU, is_log_rank=True)
+        model, weights = make_initial_model(make, CPU, defers=True, is_log_rank=True)
         assert torch.equal(torch.get_rng_state(), state)
     assert not weights.are_deferred
     for wanted, parameter in zip(expected.parameters(), model.parameters(), strict=True):
@@ -155,7 +156,7 @@ def test_an_error_of_the_function_itself_is_raised():
         raise ZeroDivisionError("its own")
 
     with pytest.raises(ZeroDivisionError, match="its own"):
-        make_initial_model(wrong, Plan(tp=2), CPU, is_log_rank=True)
+        make_initial_model(wrong, CPU, defers=True, is_log_rank=True)
 
 
 def test_a_cut_model_has_the_shards_of_the_whole_one(without_dry_run):
@@ -167,13 +168,13 @@ def test_a_cut_model_has_the_shards_of_the_whole_one(without_dry_run):
     def body(comm):
         with SEED_LOCK:
             torch.manual_seed(3)
-            model, weights = make_initial_model(make, Plan(dp=2, tp=2), CPU, is_log_rank=False)
+            model, weights = make_initial_model(make, CPU, defers=True, is_log_rank=False)
         assert weights.are_deferred
         optimizer = lambda parameters: torch.optim.AdamW(parameters, lr=1e-2)  # noqa: E731
         step = TrainStep(
             model, lm.loss, optimizer,
             plan=Plan(dp=2, tp=2, zero=1), communicator=comm, tensor=lm.TENSOR_RULES,
-            initial=weights, same_batches="allow",
+            initial_weights=weights, same_batches="allow",
         )  # fmt: skip
         shards = step.tensor_shards
         assert all(torch.equal(p, local_part(whole[name], shards[name])) for name, p in model.named_parameters())

@@ -11,7 +11,7 @@ The operations run for real, each once while the model is made: the values may d
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,9 +28,8 @@ from fourfold.parts.init_record import (
     aten,
     own_memory,
 )
+from fourfold.parts.torch_dispatch import EagerDispatchMode, change_wrapper_shape, schema_arguments
 from fourfold.parts.torch_private import (
-    TorchDispatchMode,
-    change_wrapper_shape,
     storage_key,
     tree_leaves,
     tree_map_only,
@@ -69,6 +68,16 @@ class InitialWeights:
         return view.of(self._record.compute(view.storage)).to(parameter.device)
 
 
+OWN_WEIGHTS = InitialWeights()
+
+
+class InitialModel(NamedTuple):
+    """A model on the device of this rank, and its weights."""
+
+    model: nn.Module
+    weights: InitialWeights = OWN_WEIGHTS
+
+
 def deferred_model(make: Callable[[], Any], device: torch.device) -> tuple[Any, InitialWeights]:
     """What `make` returns, with parameters that have shapes and no memory, on `device`, and their values.
 
@@ -79,7 +88,7 @@ def deferred_model(make: Callable[[], Any], device: torch.device) -> tuple[Any, 
     with _Recorder(record):
         model = make()
     if not isinstance(model, nn.Module):
-        return model, InitialWeights()
+        return model, OWN_WEIGHTS
     views: dict[nn.Parameter, View] = {}
     others = _other_tensors(model)
     _check_separate([each for each in (*model.parameters(), *others) if isinstance(each, Handle)])
@@ -121,7 +130,7 @@ def _other_tensors(model: nn.Module) -> list[Tensor]:
     return list(found.values())
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(EagerDispatchMode):
     """Within, large tensors that are created become handles, and what is done to them is recorded."""
 
     def __init__(self, record: Record) -> None:
@@ -230,11 +239,11 @@ def _generator_state(func: Any, kwargs: dict[str, Any]) -> Tensor | None:
 
 def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
     """The arguments that an operation writes."""
-    given = [*args, *(kwargs.get(argument.name) for argument in func._schema.arguments[len(args) :])]
-    pairs = zip(func._schema.arguments, given, strict=False)
-    return [
-        value for argument, value in pairs if argument.alias_info and argument.alias_info.is_write and value is not None
-    ]
+    arguments = schema_arguments(func)
+    given = [*args, *(kwargs.get(argument.name) for argument in arguments[len(args) :])]
+    pairs = zip(arguments, given, strict=True)
+    written = [value for argument, value in pairs if argument.alias_info and argument.alias_info.is_write]
+    return [value for value in written if value is not None]
 
 
 def _overwritten(func: Any, args: Sequence[Any], written: Sequence[Handle]) -> int | None:

@@ -17,10 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from fourfold.parts.memory import allocate_private
+from fourfold.parts.torch_dispatch import SET_DATA, make_wrapper_subclass, schema_arguments
 from fourfold.parts.torch_private import (
-    SET_DATA,
     DisableTorchFunctionSubclass,
-    make_wrapper_subclass,
     storage_key,
     tree_leaves,
     tree_map_only,
@@ -71,7 +70,7 @@ class Handle(Tensor):
 
     @staticmethod
     def __new__(cls, meta: Tensor) -> "Handle":
-        handle = make_wrapper_subclass(cls, meta, device="cpu")
+        handle = make_wrapper_subclass(cls, meta, device=torch.device("cpu"))
         handle.meta = meta
         return handle
 
@@ -203,6 +202,6 @@ def run_from(state: Tensor | None, function: Any, args: tuple[Any, ...], kwargs:
         return function(*args, **kwargs)
     generator = torch.Generator()
     generator.set_state(state)
-    if all(argument.name != "generator" for argument in function._schema.arguments):
+    if all(argument.name != "generator" for argument in schema_arguments(function)):
         function = function.overloadpacket.generator
     return function(*args, **kwargs, generator=generator)

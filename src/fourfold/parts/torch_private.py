@@ -90,23 +90,6 @@ def set_post_accumulate_hooks(parameter: Tensor, hooks: OrderedDict[int, Callabl
     parameter._post_accumulate_grad_hooks = hooks  # type: ignore[attr-defined]
 
 
-def make_wrapper_subclass(cls: type[Any], like: Tensor, *, device: str) -> Any:
-    """A tensor of a class with `__torch_dispatch__`, of a tensor's shape, strides and dtype, and without memory."""
-    return Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-        cls, like.shape, strides=like.stride(), storage_offset=like.storage_offset(), dtype=like.dtype, device=device
-    )
-
-
-def change_wrapper_shape(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Run an operation such as `t_` on a wrapper itself: its shape and strides change, and nothing else."""
-    with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
-        function(*args, **kwargs)
-
-
-SET_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
-"""What a `__torch_function__` gets for `tensor.data = other`."""
-
-
 def storage_key(tensor: Tensor) -> int:
     """A number that all tensors on one storage share; a fake tensor has one too."""
     return tensor.untyped_storage()._cdata

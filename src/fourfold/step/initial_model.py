@@ -6,33 +6,27 @@ that cannot be, the model is made whole, as one device makes it, and the log say
 
 import logging
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from fourfold.parts.deferred_init import InitialWeights, deferred_model
-from fourfold.plan.plan import Plan
+from fourfold.parts.deferred_init import OWN_WEIGHTS, InitialModel, InitialWeights, deferred_model
 from fourfold.step.argument_checks import device_problems, model_argument_problems
 from fourfold.words.errors import FourfoldError, SettingError
 
 log = logging.getLogger("fourfold")
 
 
-class InitialModel(NamedTuple):
-    """A model on the device of this rank, and its weights."""
-
-    model: nn.Module
-    weights: InitialWeights
-
-
 def make_initial_model(
-    model: nn.Module | Callable[[], nn.Module], plan: Plan, device: torch.device, *, is_log_rank: bool
+    model: nn.Module | Callable[[], nn.Module], device: torch.device, *, defers: bool, is_log_rank: bool
 ) -> InitialModel:
-    """The model itself, or what the function makes, moved to the device. Raises SettingError, and what it raises."""
+    """The model itself, or what the function makes, moved to the device. `defers`: weights of a function are deferred.
+
+    Raises SettingError, and what the function raises.
+    """
     if isinstance(model, nn.Module):
-        return InitialModel(model.to(device), InitialWeights())
-    made, weights = _deferred(model, device, is_log_rank=is_log_rank) if plan.tp > 1 else (model(), InitialWeights())
+        return InitialModel(model.to(device))
+    made, weights = _deferred(model, device, is_log_rank=is_log_rank) if defers else (model(), OWN_WEIGHTS)
     if problems := model_argument_problems(made, "model()") or device_problems(made, device, may_be_on_cpu=True):
         raise SettingError(problems, where="the arguments of parallelize")
     return InitialModel(made.to(device), weights)
@@ -53,4 +47,4 @@ def _deferred(
     model = make()
     if is_log_rank:
         log.warning("tp > 1: each rank makes the whole model before it is split: %s", reason)
-    return model, InitialWeights()
+    return model, OWN_WEIGHTS

@@ -75,12 +75,12 @@ def parallelize(
     tensor = {} if tensor is None else tensor
     numbers = {"clip": clip, "seed": seed, "skip_nan": skip_nan}
     check_arguments(model=model, loss=loss, optimizer=optimizer, plan=plan, tensor=tensor, **numbers)
-    if isinstance(optimizer, Optimizer):
+    if isinstance(optimizer, Optimizer) and isinstance(model, nn.Module):
         # Here, where no rank waits for another yet. One that a factory makes is checked when it exists.
         check_user_optimizer(build_optimizer(optimizer, list(model.parameters())), step_hook_conflicts(plan or Plan()))
     comm = init.init_communicator()
     plan = plan or Plan(dp=comm.size)
-    initial = make_initial_model(model, plan, comm.device, is_log_rank=comm.rank == 0)
+    initial = make_initial_model(model, comm.device, defers=plan.tp > 1, is_log_rank=comm.rank == 0)
     check_plan_on_ranks(initial.model, plan, comm, clip=clip)
     _set_threads(comm)
     torch.manual_seed(generator_seed(seed, plan.mesh.coordinates(comm.rank)["dp"]))
@@ -96,7 +96,7 @@ def parallelize(
         same_batches=same_batches,
         drift_check=drift_check,
         tensor=tensor,
-        initial=initial.weights,
+        initial_weights=initial.weights,
     )
 
 
