@@ -51,6 +51,7 @@ class EveryWay(nn.Module):
         self.apply(self._init)
         with torch.no_grad():
             self.two.weight.mul_(2)
+            self.two.weight.copy_(self.two.weight)
             self.one.weight.copy_(self.two.weight.t() + self.one.weight)
             self.one.weight.add_(self.tokens.weight[:SIZE])
             self.tokens.weight[7:9].fill_(2.0)
