@@ -206,6 +206,7 @@ AMBIGUOUS = {"_parameters", "_buffers", "_modules"}
 # launcher/env_store.py runs while torch is being imported, so it cannot import torch_private.
 MAY_NAME_PRIVATE = {
     "parts/torch_private.py": "test_torch_private.py",
+    "parts/torch_dispatch.py": "test_torch_dispatch.py",
     "parts/comm/named_process_group.py": "test_process_group_private.py",
     "step/sequence/transformers.py": "test_transformers_private.py",
     "launcher/agent.py": "test_torchelastic_private.py",

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fourfold.parts.comm.meter import CommMeter
 from fourfold.parts.comm.tensor_groups import make_tensor_group
+from fourfold.parts.deferred_init import InitialModel
 from fourfold.parts.tensor.cut import cut_model, local_part
 from fourfold.parts.tensor.split_region import SplitRegion
 from fourfold.plan.tensor_layout import tensor_layout
@@ -117,7 +118,8 @@ def test_a_model_cut_by_its_rules_computes_as_the_whole_one(name, tp):
 
     def body(comm):
         local_model = local_models[comm.rank]
-        cut_model(local_model, layout, SplitRegion(make_tensor_group(comm, "tensor", CommMeter())), comm)
+        region = SplitRegion(make_tensor_group(comm, "tensor", CommMeter()))
+        cut_model(InitialModel(local_model), layout, region, comm)
         return trial(local_model)
 
     trials = threads.run(tp, body)

@@ -27,7 +27,7 @@ def check_arguments(
 ) -> None:
     """Raise SettingError with every wrong argument of `parallelize`, which moves a model from the CPU by itself."""
     problems = (
-        (model_argument_problems(model) or device_problems(model, init.world().device, may_be_on_cpu=True))
+        _model_or_function_problems(model, optimizer)
         + loss_argument_problems(loss)
         + optimizer_argument_problems(optimizer)
         + plan_argument_problems(plan)
@@ -37,6 +37,16 @@ def check_arguments(
     problems += argument_checks.tensor_rule_problems("tensor", tensor)
     if problems:
         raise SettingError(problems, where="the arguments of parallelize")
+
+
+def _model_or_function_problems(model: Any, optimizer: Any) -> list[Problem]:
+    """Require a model, or a function that makes one; its result is checked when it is made."""
+    if isinstance(model, nn.Module) or not callable(model):
+        return model_argument_problems(model) or device_problems(model, init.world().device, may_be_on_cpu=True)
+    if isinstance(optimizer, Optimizer):
+        got = "a function that makes the model, and an optimizer of parameters that exist already"
+        return [Problem(got, argument_checks.OPTIMIZER_NEED, argument_checks.OPTIMIZER_ATTEMPT)]
+    return []
 
 
 def optimizer_argument_problems(optimizer: Any) -> list[Problem]:
@@ -108,7 +118,8 @@ def plan_argument_problems(plan: Any) -> list[Problem]:
     )
 
 
-def model_argument_problems(model: Any) -> list[Problem]:
+def model_argument_problems(model: Any, name: str = "model") -> list[Problem]:
+    """Require a model with values."""
     if isinstance(model, nn.Module):
         meta = [name for name, p in model.named_parameters() if p.is_meta]
         if not meta:
@@ -119,7 +130,7 @@ def model_argument_problems(model: Any) -> list[Problem]:
         attempt = 'a model() that makes a new model each time; or model.to_empty(device="cpu"), then initialize it'
         return [Problem(got, "parameters with values", attempt)]
     attempt = "its result: model()" if callable(model) else ""
-    return [Problem(argument_checks.format_argument("model", model), "a torch.nn.Module", attempt)]
+    return [Problem(argument_checks.format_argument(name, model), "a torch.nn.Module", attempt)]
 
 
 def device_problems(model: nn.Module, device: torch.device, *, may_be_on_cpu: bool) -> list[Problem]:

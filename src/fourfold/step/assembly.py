@@ -14,6 +14,7 @@ from fourfold.parts.codec.protocol import Codec
 from fourfold.parts.comm import transports
 from fourfold.parts.comm.communicator import Communicator
 from fourfold.parts.comm.meter import CommMeter
+from fourfold.parts.deferred_init import InitialModel
 from fourfold.parts.optim.user_optimizer import OptimizerSource, build_optimizer
 from fourfold.parts.sequence.sequence_group import connect_sequence
 from fourfold.plan.batch_split import BatchSplit
@@ -77,7 +78,7 @@ class Assembly(NamedTuple):
 
 
 def assemble(
-    model: nn.Module,
+    initial: InitialModel,
     loss: Callable[[Any, Any], Any] | None,
     optimizer_source: OptimizerSource,
     plan: Plan,
@@ -85,9 +86,9 @@ def assemble(
     options: StepOptions,
 ) -> Assembly:
     """Make all parts of a step, on the plan's mesh. Collective. Raises PlanError, OptimizerError, TaskError."""
-    objective, meter = _make_objective(loss, plan), CommMeter()
+    model, objective, meter = initial.model, _make_objective(loss, plan), CommMeter()
     optimizer = _take_optimizer(optimizer_source, model, plan)
-    tensor = tensor_axis.cut(model, options.tensor, world, meter, transport=plan.transport)
+    tensor = tensor_axis.cut(initial, options.tensor, world, meter, transport=plan.transport)
     trained = lay_out(model, optimizer, plan, world, options, tensor.all_shards)
     channel = transports.make_world_channel(world, trained.blueprint.topology, plan.transport, meter)
     statistics = _make_statistics(model, plan, world, meter)

@@ -22,6 +22,7 @@ from fourfold.plan.intervals import DRIFT_CHECK
 from fourfold.plan.plan import Plan
 from fourfold.plan.rng import generator_seed
 from fourfold.step.argument_checks import check_arguments
+from fourfold.step.initial_model import make_initial_model
 from fourfold.step.meta_model import build_meta_model
 from fourfold.step.model_checks import check_model_loss, check_plan_for_model, check_plan_on_ranks, check_update_timing
 from fourfold.step.tensor.tensor_axis import place_shards
@@ -31,7 +32,7 @@ from fourfold.words.task import Task
 
 
 def parallelize(
-    model: nn.Module,
+    model: nn.Module | Callable[[], nn.Module],
     loss: Callable[[Any, Any], Any] | None,
     optimizer: OptimizerSource,
     plan: Plan | None = None,
@@ -48,6 +49,8 @@ def parallelize(
     Joins the existing process group, or makes one from the launcher's environment; then rank 0's weights and buffers
     are broadcast.
 
+    model         a module, or a function that makes it: then, with tp > 1, a rank makes one weight at a time, keeps its
+                  shard, and never holds the whole model. `step.model` is the module
     loss          loss(outputs, targets) returns unreduced values (their global mean is trained), a pair (sum, count),
                   or a scalar: the mean over the elements that torch's loss functions count, else over the samples.
                   None: the model returns its own loss, of batches that are dicts of its inputs with the labels
@@ -72,16 +75,17 @@ def parallelize(
     tensor = {} if tensor is None else tensor
     numbers = {"clip": clip, "seed": seed, "skip_nan": skip_nan}
     check_arguments(model=model, loss=loss, optimizer=optimizer, plan=plan, tensor=tensor, **numbers)
-    if isinstance(optimizer, Optimizer):
+    if isinstance(optimizer, Optimizer) and isinstance(model, nn.Module):
         # Here, where no rank waits for another yet. One that a factory makes is checked when it exists.
         check_user_optimizer(build_optimizer(optimizer, list(model.parameters())), step_hook_conflicts(plan or Plan()))
     comm = init.init_communicator()
     plan = plan or Plan(dp=comm.size)
-    check_plan_on_ranks(model, plan, comm, clip=clip)
+    initial = make_initial_model(model, comm.device, defers=plan.tp > 1, is_log_rank=comm.rank == 0)
+    check_plan_on_ranks(initial.model, plan, comm, clip=clip)
     _set_threads(comm)
     torch.manual_seed(generator_seed(seed, plan.mesh.coordinates(comm.rank)["dp"]))
     return TrainStep(
-        model.to(comm.device),
+        initial.model,
         loss,
         optimizer,
         plan=plan,
@@ -92,6 +96,7 @@ def parallelize(
         same_batches=same_batches,
         drift_check=drift_check,
         tensor=tensor,
+        initial_weights=initial.weights,
     )
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from fourfold.parts.comm.communicator import Communicator
 from fourfold.parts.comm.reduce.scalar_room import NUM_LOSS_SCALARS
+from fourfold.parts.deferred_init import OWN_WEIGHTS, InitialModel, InitialWeights
 from fourfold.parts.optim.user_optimizer import OptimizerSource
 from fourfold.parts.rank_layout import RankLayout
 from fourfold.parts.tensor.whole_tensors import WholeTensors
@@ -50,12 +51,12 @@ class TrainStep:
         *,
         plan: Plan,
         communicator: Communicator,
+        initial_weights: InitialWeights = OWN_WEIGHTS,
         **options: Unpack[StepKeywords],
     ) -> None:
         self.model, self.plan, self.seed = model, plan, options.get("seed", 0)
-        self._assembly = assembly = assemble(
-            model, loss, optimizer, plan, communicator.on_mesh(plan.mesh), StepOptions(**options)
-        )
+        initial, world = InitialModel(model, initial_weights), communicator.on_mesh(plan.mesh)
+        self._assembly = assembly = assemble(initial, loss, optimizer, plan, world, StepOptions(**options))
         self._parts, self._calls, self._programs = assembly.parts, assembly.calls, assembly.programs
         self._weights, self._checks = assembly.state.weights, assembly.checks
         self.optimizer = assembly.optimizer

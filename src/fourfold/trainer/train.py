@@ -173,8 +173,9 @@ def _build_step(task: Task, plan: Plan, settings: RunSettings, opened: _OpenedTa
     if opened.meta_model is not None:
         sizes = {"batch_size": settings.batch_size, "num_steps": settings.steps}
         check_memory(task, plan, opened.inputs.train, opened.meta_model, **sizes, num_ranks=1)
-    model = task.model()
+    model = task.model
     if settings.init is not None:
+        model = task.model()
         load_weights_file(model, Path(settings.init))
     return parallelize(
         model,

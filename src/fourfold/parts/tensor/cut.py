@@ -5,9 +5,9 @@ first rank's, on all of them.
 """
 
 import torch
-from torch import nn
 
 from fourfold.parts.comm.communicator import Communicator
+from fourfold.parts.deferred_init import InitialModel
 from fourfold.parts.tensor.layers import split_layer
 from fourfold.parts.tensor.split_region import SplitRegion
 from fourfold.plan.tensor_layout import TensorLayout
@@ -15,17 +15,17 @@ from fourfold.plan.tensor_shard import TensorShard
 
 
 @torch.no_grad()
-def cut_model(model: nn.Module, layout: TensorLayout, region: SplitRegion, tensor_ranks: Communicator) -> None:
+def cut_model(initial: InitialModel, layout: TensorLayout, region: SplitRegion, tensor_ranks: Communicator) -> None:
     """Cut a model in place. Collective: the first rank's parameters and buffers go to all.
 
     Parameters stay the same objects, so an optimizer made of them goes on with the shards.
     """
-    index = tensor_ranks.rank
+    model, index = initial.model, tensor_ranks.rank
     for name, parameter in model.named_parameters():  # each tied parameter once
         shard = layout.shards[name][index]
-        tensor_ranks.broadcast(parameter.data)
-        if not shard.is_whole:
-            parameter.data = local_part(parameter.data, shard)
+        whole = initial.weights.whole(parameter)  # if weights are deferred: one at a time
+        tensor_ranks.broadcast(whole)
+        parameter.data = whole if shard.is_whole else local_part(whole, shard)
     for buffer in model.buffers():
         tensor_ranks.broadcast(buffer)
     for name, counts in layout.counts.items():

@@ -15,6 +15,7 @@ from fourfold.parts.comm.meter import CommMeter
 from fourfold.parts.comm.tensor.protocol import TensorGroup
 from fourfold.parts.comm.tensor.single_rank import SingleRankTensorGroup
 from fourfold.parts.comm.tensor_groups import make_tensor_group
+from fourfold.parts.deferred_init import InitialModel
 from fourfold.parts.tensor.cut import cut_model
 from fourfold.parts.tensor.split_region import SplitRegion
 from fourfold.parts.tensor.whole_tensors import WholeTensors
@@ -94,19 +95,19 @@ def place_shards(model: nn.Module, rules: Mapping[str, str], tp: int) -> Mapping
 
 
 def cut(
-    model: nn.Module, rules: Mapping[str, str], world: Communicator, meter: CommMeter, *, transport: str
+    initial: InitialModel, rules: Mapping[str, str], world: Communicator, meter: CommMeter, *, transport: str
 ) -> TensorAxis:
     """Cut a model into as many parts as the mesh has tensor ranks, in place. Collective. `transport`: the plan's.
 
     Whole parameters and buffers are then the first tensor rank's, on all. Raises PlanError if it cannot be split,
     TaskError if it cannot be copied: its structure is kept for the dry run.
     """
-    ranks = world.along("tp")
+    model, ranks = initial.model, world.along("tp")
     if ranks.size == 1:
         return TensorAxis.whole(model, ranks, meter)
     layout = model_layout(model, rules, ranks.size)
     structure = copy_structure(model)
     group = make_tensor_group(ranks, "tensor", meter, choice=transport)
     region = SplitRegion(group)
-    cut_model(model, layout, region, ranks)
+    cut_model(initial, layout, region, ranks)
     return TensorAxis(layout.shards, group, ranks, region, structure)

@@ -1,0 +1,81 @@
+"""Each private name of torch that `parts/torch_dispatch.py` uses is there, and does what its function says.
+
+They are torch.utils._python_dispatch, _should_skip_dynamo, _make_wrapper_subclass, torch._C._DisableTorchDispatch, and
+the _schema of an operation.
+"""
+
+import subprocess
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fourfold.parts import torch_dispatch as private
+
+aten = torch.ops.aten
+
+
+class Wrapper(Tensor):
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise AssertionError(f"{func} of a wrapper")
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == private.SET_DATA:
+            raise ZeroDivisionError
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def wrapper(like: Tensor) -> Tensor:
+    return private.make_wrapper_subclass(Wrapper, like, device=torch.device("cpu"))
+
+
+def test_a_wrapper_has_the_shape_of_a_tensor_and_the_device_that_is_given():
+    meta = torch.empty(3, 4, dtype=torch.float16, device="meta").t()
+    made = wrapper(meta)
+    assert (made.shape, made.stride(), made.dtype) == (meta.shape, meta.stride(), meta.dtype)
+    assert made.device.type == "cpu"
+    assert isinstance(made, Wrapper)
+
+
+def test_the_shape_of_a_wrapper_is_changed_without_running_anything():
+    made = wrapper(torch.empty(3, 4, device="meta"))
+    private.change_wrapper_shape(aten.t_.default, (made,), {})
+    assert (tuple(made.shape), made.stride()) == ((4, 3), (1, 4))
+
+
+def test_setting_data_is_told_from_other_calls():
+    parameter = nn.Parameter(torch.ones(2))
+    private.SET_DATA.__call__(parameter, torch.zeros(2))
+    assert parameter.sum() == 0
+    try:
+        wrapper(torch.empty(2, device="meta")).data = torch.ones(2)
+    except ZeroDivisionError:
+        return
+    raise AssertionError("not seen")
+
+
+def test_a_schema_says_what_an_operation_writes():
+    arguments = private.schema_arguments(aten.copy_.default)
+    assert [(each.name, bool(each.alias_info and each.alias_info.is_write)) for each in arguments] == [
+        ("self", True), ("src", False), ("non_blocking", False),
+    ]  # fmt: skip
+
+
+def test_a_dispatch_mode_does_not_import_dynamo():
+    code = """if 1:
+        import sys, torch
+        from fourfold.parts.torch_dispatch import EagerDispatchMode
+        seen = []
+        class Mode(EagerDispatchMode):
+            def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+                seen.append(func)
+                return func(*args, **(kwargs or {}))
+        with Mode():
+            torch.ones(2).normal_()
+        assert len(seen) == 2
+        assert "torch._dynamo" not in sys.modules
+    """
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
