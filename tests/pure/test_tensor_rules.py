@@ -246,6 +246,7 @@ def test_a_count_is_that_of_the_nearest_module_that_has_it():
         ("column(h; a, b=h/g)", Rule(Style.COLUMN, (Count("h"),), shares=("a",), quotients=(Quotient("b", "h", "g"),))),
         ("vocabulary", Rule(Style.VOCABULARY)),
         ("replicated", Rule(Style.REPLICATED)),
+        ("channels", Rule(Style.CHANNELS)),
     ],
 )
 def test_rules_are_read(text, rule):
@@ -257,7 +258,6 @@ def test_rules_are_read(text, rule):
     [
         ("colunm", 'the style "colunm"', '"column"'),
         ("colwise", 'the style "colwise"', '"column"'),
-        ("channels", 'the style "channels"', "no rule for these layers: they stay whole"),
         ("vocabulary(2)", 'the rule "vocabulary(2)"', '"vocabulary"'),
         ("column()", 'the rule "column()"', "(heads=8)"),
         ("column(0)", 'the rule "column(0)"', "(heads=8)"),
@@ -292,7 +292,7 @@ def test_a_file_of_rules_is_read():
             [
                 ("a table, blocks", "no tables; a pattern with dots in quotes", '"blocks.0.up" = "column"'),
                 ('"head" = 2', "a rule as text", '"head" = "column"'),
-                ('"norm": the style "colunm"', "a style: column, row, vocabulary or replicated", '"column"'),
+                ('"norm": the style "colunm"', "a style: column, row, vocabulary, channels or replicated", '"column"'),
             ],
         ),
     ],
@@ -410,13 +410,13 @@ STRUCTURE = [
     (
         {"blocks.*.norm": "column"},
         '"blocks.*.norm" = "column" matches modules of class RMSNorm',
-        "Linear or Conv1D",
+        "Linear, Conv1D, convolution or transposed convolution",
         'no rule: it stays whole; "replicated" for a norm of split heads',
     ),
     (
         {"blocks.*.mlp": "column"},
         '"blocks.*.mlp" = "column" matches modules of class MLP',
-        "Linear or Conv1D",
+        "Linear, Conv1D, convolution or transposed convolution",
         '"blocks.*.mlp.gate_up", "blocks.*.mlp.down"',
     ),
     (
@@ -428,7 +428,7 @@ STRUCTURE = [
     (
         {"embedding": "row"},
         '"embedding" = "row" matches modules of class embedding',
-        "Linear or Conv1D",
+        "Linear, Conv1D, convolution or transposed convolution",
         '"vocabulary"',
     ),
     (
@@ -476,7 +476,7 @@ STRUCTURE = [
     (
         {"head": "vocab"},
         '"head": the style "vocab"',
-        "a style: column, row, vocabulary or replicated",
+        "a style: column, row, vocabulary, channels or replicated",
         '"vocabulary"',
     ),
     (
@@ -551,16 +551,63 @@ def test_multihead_attention_is_refused_by_name_and_so_are_its_layers(name):
     ]
 
 
-@pytest.mark.parametrize("kind", ["convolution", "group_norm"])
-def test_channels_are_refused_as_not_built(kind):
-    modules = [module(""), module("layer", kind, weight=(4, 4), class_name="Layer")]
-    assert problems_of(modules, {"layer": "column"}, 2) == [
-        (
-            '"layer" = "column" matches modules of class Layer',
-            "Linear or Conv1D: channels are not split yet",
-            "no rule for it: it stays whole",
-        )
-    ]
+def channel_layers(groups: int = 1) -> list[ModuleSpec]:
+    conv = {"in_channels": 8, "out_channels": 16}
+    return [
+        module(""),
+        module("down", "convolution", weight=(16, 8, 3), bias=(16,), counts={**conv, "groups": 1}, class_name="Conv1d"),
+        module("norm", "group_norm", weight=(16,), bias=(16,), counts={"num_groups": 4, "num_channels": 16}),
+        module("each", "convolution", weight=(16, 16 // groups, 3), counts={"groups": groups}, class_name="Conv1d"),
+        module(
+            "up", "transposed_convolution", weight=(16, 8, 3), bias=(8,),
+            counts={"in_channels": 16, "out_channels": 8, "groups": 1},
+        ),
+    ]  # fmt: skip
+
+
+def test_channels_are_split_by_whole_groups():
+    modules = channel_layers(groups=16)
+    rules = {"down": "column", "norm": "channels", "each": "channels", "up": "row"}
+    modules[3] = modules[3]._replace(counts={"groups": 16, "in_channels": 16, "out_channels": 16})
+    layout = tensor_layout(modules, {}, rules, 2)
+    held = {
+        name: (shards[1].dim, shards[1].local_shape, shards[1].pieces[0].start)
+        for name, shards in layout.shards.items()
+    }
+    assert held == {
+        "down.weight": (0, (8, 8, 3), 8),
+        "down.bias": (0, (8,), 8),
+        "norm.weight": (0, (8,), 8),
+        "norm.bias": (0, (8,), 8),
+        "each.weight": (0, (8, 1, 3), 8),
+        "up.weight": (0, (8, 8, 3), 8),
+        "up.bias": (0, (8,), 0),
+    }
+    assert layout.counts == {
+        "down": {"out_channels": 8},
+        "norm": {"num_groups": 2, "num_channels": 8},
+        "each": {"groups": 8, "in_channels": 8, "out_channels": 8},
+        "up": {"in_channels": 8},
+    }
+
+
+@pytest.mark.parametrize(
+    ("rules", "groups", "tp", "got", "need", "attempt"),
+    [
+        ({"norm": "channels"}, 1, 8, '"norm" has 4 groups of channels, tp = 8', "groups divisible by tp",
+         "tp = 2 or 4"),
+        ({"norm": "column"}, 1, 2, '"norm" = "column" matches modules of class group_norm',
+         "Linear, Conv1D, convolution or transposed convolution", '"channels"'),
+        ({"each": "column"}, 4, 2, '"each" = "column" matches modules of class Conv1d with groups = 4',
+         "groups = 1, which mixes all channels", '"channels"'),
+        ({"down": "channels"}, 1, 2, '"down" = "channels" matches modules of class Conv1d with groups = 1',
+         "several groups of channels", '"column" or "row"'),
+        ({"down": "column"}, 1, 3, '"down" has 16 output channels, tp = 3', "output channels divisible by tp",
+         "tp = 2, 4, 8 or 16"),
+    ],
+)  # fmt: skip
+def test_channels_that_cannot_be_split_are_named(rules, groups, tp, got, need, attempt):
+    assert problems_of(channel_layers(groups), rules, tp) == [(got, need, attempt)]
 
 
 @pytest.mark.parametrize("parameters", [{"weight_g": (4, 1), "weight_v": (4, 4)}, {"weight": (4, 4), "scale": (4,)}])

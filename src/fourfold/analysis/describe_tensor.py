@@ -19,6 +19,7 @@ NOTHING = "–"
 SENT: Mapping[Style, tuple[str, str]] = {
     Style.COLUMN: (NOTHING, Change.ALL_REDUCE),
     Style.ROW: (Change.ALL_REDUCE, NOTHING),
+    Style.CHANNELS: (NOTHING, NOTHING),
     Style.REPLICATED: (NOTHING, f"{Change.ALL_REDUCE} of the weight's gradient"),
 }
 EMBEDDING, HEAD = (Change.ALL_REDUCE, NOTHING), (f"{Change.ALL_GATHER} of the logits", Change.ALL_REDUCE)
@@ -31,8 +32,10 @@ def format_tensor(model: nn.Module, rules: Mapping[str, str], tp: int) -> str:
     for name, style in layout.styles.items():
         module = model.get_submodule(name)
         forward, backward = _sent(style, module)
-        shard = layout.shards[f"{name}.weight"][0]
-        shapes = (" × ".join(map(str, shape)) for shape in (shard.shape, shard.local_shape))
+        shards = layout.shards.get(f"{name}.weight", ())  # a GroupNorm may have no weight
+        shapes = (
+            [" × ".join(map(str, s)) for s in (shards[0].shape, shards[0].local_shape)] if shards else [NOTHING] * 2
+        )
         row = (re.sub(r"\b\d+\b", "*", name), str(style), *shapes, forward, backward)
         rows[row] = rows.get(row, 0) + 1
     parameters = {name: layout.shards[name] for name, _ in model.named_parameters()}

@@ -62,7 +62,11 @@ def division_problems(divisions: Sequence[Division], tp: int) -> list[Problem]:
 
 
 def _divisions(layer: TensorLayer, largest: Mapping[str, int] | None) -> list[Division]:
-    style, length = layer.rule.style, layer.length if layer.rule.style is not Style.REPLICATED else 0
+    style = layer.rule.style
+    if style is Style.CHANNELS:
+        got = f'"{layer.pattern}" has {layer.num_groups} groups of channels'
+        return [Division(got, "groups divisible by tp", layer.num_groups, Mode.DIVIDE)]
+    length = layer.length if style is not Style.REPLICATED else 0
     shares = [_division(share, replicates=False) for share in layer.shares]
     has = f'"{layer.pattern}" has {length} {layer.length_name}'
     if style is Style.REPLICATED:

@@ -15,16 +15,19 @@ from fourfold.words.errors import Problem, closest_match
 
 # style -> the kinds of modules that it splits
 SPLITTABLE = {
-    Style.COLUMN: ("linear", "conv1d"),
-    Style.ROW: ("linear", "conv1d"),
+    Style.COLUMN: ("linear", "conv1d", "convolution", "transposed_convolution"),
+    Style.ROW: ("linear", "conv1d", "convolution", "transposed_convolution"),
     Style.VOCABULARY: ("embedding", "linear"),
+    Style.CHANNELS: ("group_norm", "convolution", "transposed_convolution"),
 }
+CONVOLUTIONS = ("convolution", "transposed_convolution")
 KIND_NAMES = {
     "linear": "Linear",
     "conv1d": "Conv1D",
     "embedding": "Embedding",
     "norm": "norm",
     "convolution": "convolution",
+    "transposed_convolution": "transposed convolution",
     "group_norm": "GroupNorm",
     "attention": "nn.MultiheadAttention",
 }
@@ -59,8 +62,15 @@ class TensorLayer(NamedTuple):
     @property
     def dim(self) -> int:
         """The dim of the weight that is split."""
+        if self.rule.style is Style.CHANNELS:
+            return 0
         is_output = self.rule.style is not Style.ROW
-        return int(is_output) if self.module.kind == "conv1d" else int(not is_output)
+        return int(is_output) if self.module.kind in ("conv1d", "transposed_convolution") else int(not is_output)
+
+    @property
+    def num_groups(self) -> int:
+        """How many groups of channels the layer computes by themselves."""
+        return self.module.counts.get("num_groups", self.module.counts.get("groups", 1))
 
     @property
     def length(self) -> int:
@@ -72,6 +82,8 @@ class TensorLayer(NamedTuple):
         """What that dim counts."""
         if self.rule.style is Style.VOCABULARY:
             return "rows"
+        if self.module.kind in CONVOLUTIONS:
+            return "input channels" if self.rule.style is Style.ROW else "output channels"
         return "inputs" if self.rule.style is Style.ROW else "outputs"
 
 
@@ -139,26 +151,41 @@ def _kind_problems(
         if not module.parameters:
             yield Problem(got, "a module with parameters of its own", _inside(module, modules))
     elif module.kind not in SPLITTABLE[style]:
-        yield Problem(got, _kinds_needed(module, style), _instead(module, modules))
+        yield Problem(got, _kinds_needed(style), _instead(module, modules))
+    elif module.kind in CONVOLUTIONS and (problem := _groups_problem(layer, got)):
+        yield problem
+    elif style is Style.CHANNELS and not module.parameters:
+        return
     elif "weight" not in module.parameters or not set(module.parameters) <= {"weight", "bias"}:
         names = ", ".join(module.parameters) or "none"
         yield Problem(f"{got} with the parameters {names}", "its own weight, and a bias or none", LEAVE_WHOLE)
+
+
+def _groups_problem(layer: TensorLayer, got: str) -> Problem | None:
+    """A convolution of groups has channels that are computed by themselves; one without groups mixes them all."""
+    style, groups = layer.rule.style, layer.num_groups
+    if style is Style.CHANNELS and groups == 1:
+        return Problem(f"{got} with groups = 1", "several groups of channels", f'"{Style.COLUMN}" or "{Style.ROW}"')
+    if style is not Style.CHANNELS and groups > 1:
+        return Problem(f"{got} with groups = {groups}", "groups = 1, which mixes all channels", f'"{Style.CHANNELS}"')
+    return None
 
 
 def _is_attention(by_name: Mapping[str, ModuleSpec], name: str) -> bool:
     return name in by_name and by_name[name].kind == "attention"
 
 
-def _kinds_needed(module: ModuleSpec, style: Style) -> str:
-    kinds = " or ".join(KIND_NAMES[kind] for kind in SPLITTABLE[style])
-    not_built = module.kind in ("convolution", "group_norm")
-    return f"{kinds}{': channels are not split yet' if not_built else ''}"
+def _kinds_needed(style: Style) -> str:
+    *first, last = (KIND_NAMES[kind] for kind in SPLITTABLE[style])
+    return f"{', '.join(first)} or {last}"
 
 
 def _instead(module: ModuleSpec, modules: Sequence[ModuleSpec]) -> str:
     """What to try for a module that its rule cannot split."""
     if module.kind == "embedding":
         return f'"{Style.VOCABULARY}"'
+    if module.kind == "group_norm":
+        return f'"{Style.CHANNELS}"'
     if module.kind in ("linear", "conv1d"):
         return f'"{Style.COLUMN}" or "{Style.ROW}"'
     if module.kind == "norm":
@@ -241,7 +268,7 @@ def _attribute_problem(layer: TensorLayer, name: str, by_name: Mapping[str, Modu
 
 def _length_problems(layer: TensorLayer) -> Iterable[Problem]:
     """What is wrong with the sizes of the fused parts, for any tp."""
-    if layer.rule.style is Style.REPLICATED:
+    if layer.rule.style in (Style.REPLICATED, Style.CHANNELS):
         return
     has = f"{_quoted(layer.pattern)} has {layer.length} {layer.length_name}"
     if total := sum(count.value for count in layer.counts):

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from fourfold.plan.tensor_divisions import division_problems, divisions_of
-from fourfold.plan.tensor_layers import TensorLayer, find_owner, generalized, parent_name, resolve_layers
+from fourfold.plan.tensor_layers import CONVOLUTIONS, TensorLayer, find_owner, generalized, parent_name, resolve_layers
 from fourfold.plan.tensor_rules import ModuleSpec, Quotient, Style
 from fourfold.plan.tensor_shard import ShardPiece, TensorShard
 from fourfold.words.errors import PlanError, Problem
@@ -90,6 +90,8 @@ def _split(layer: TensorLayer, own_name: str) -> _Split | None:
     style, num_parts = layer.rule.style, layer.rule.num_parts
     if style is Style.REPLICATED or (style is Style.ROW and own_name == "bias"):
         return None
+    if style is Style.CHANNELS:
+        return _Split(0, (layer.num_groups,))
     dim = layer.dim if own_name == "weight" else 0
     if style is Style.VOCABULARY:
         return _Split(dim, None)
@@ -182,6 +184,8 @@ def _local_counts(
     values: dict[str, dict[str, int]] = {}  # by container, the counts that its layers name
     local: dict[str, dict[str, int]] = {}
     for layer in layers:
+        if own := {name: layer.module.counts[name] // tp for name in _own_counts(layer)}:
+            local[layer.module.name] = own
         for count in (*layer.counts, *layer.shares):
             if count.name in by_name.get(count.owner, ModuleSpec("", "other", {}, {})).counts:
                 local.setdefault(count.owner, {})[count.name] = _local(count.value, tp)
@@ -205,6 +209,16 @@ def _local_counts(
                 value = _local(counts[quotient.dividend], tp) // _local(counts[quotient.divisor], tp)
                 local.setdefault(owner, {})[quotient.name] = value
     return local, problems
+
+
+def _own_counts(layer: TensorLayer) -> Sequence[str]:
+    """The attributes of a layer itself that count what is split."""
+    if layer.module.kind == "group_norm":
+        return ("num_groups", "num_channels")
+    if layer.module.kind not in CONVOLUTIONS:
+        return ()
+    by_style = {Style.COLUMN: ("out_channels",), Style.ROW: ("in_channels",)}
+    return by_style.get(layer.rule.style, ("groups", "in_channels", "out_channels"))
 
 
 def _groups(module: ModuleSpec, counts: Mapping[str, int], tp: int, problems: list[Problem]) -> list[Quotient]:

@@ -12,6 +12,7 @@ Law: a rule is read without a model; what it refers to is looked up by `plan/ten
     column     the weight's output dim and the bias are split
     row        the weight's input dim is split; the bias stays whole
     vocabulary rows of an embedding or of a linear head; any number of them
+    channels   a layer that computes each group of channels by itself, such as GroupNorm: each place has some groups
     replicated whole; its gradient is summed over the tensor axis
 """
 
@@ -30,12 +31,12 @@ class Style(enum.StrEnum):
     COLUMN = "column"
     ROW = "row"
     VOCABULARY = "vocabulary"
+    CHANNELS = "channels"
     REPLICATED = "replicated"
 
 
 # Words of other libraries for the same, too unlike ours to be found by their letters.
 SYNONYMS = {"colwise": Style.COLUMN, "rowwise": Style.ROW, "embedding": Style.VOCABULARY, "replicate": Style.REPLICATED}
-NOT_BUILT = ("channels",)
 FUSED_STYLES = (Style.COLUMN, Style.ROW)
 EXAMPLE_LINE = '"blocks.*.mlp.up" = "column"'
 
@@ -50,7 +51,8 @@ class ModuleSpec(NamedTuple):
 
     name        as `named_modules` has it; "" is the model itself
     kind        linear (weight [out, in]), conv1d (transformers' Conv1D, weight [in, out]), embedding, norm,
-                convolution, group_norm, attention (nn.MultiheadAttention) or other
+                convolution (weight [out, in, …]), transposed_convolution (weight [in, out, …]), group_norm,
+                attention (nn.MultiheadAttention) or other
     parameters  the shapes of its own parameters, without those of its children, by their names in it
     counts      its attributes that are whole numbers
     class_name  for messages
@@ -115,9 +117,6 @@ def parse_rule(text: str) -> Rule:
 def _style(word: str) -> Style:
     if word in tuple(Style):
         return Style(word)
-    if word in NOT_BUILT:
-        need = f"{_listing(Style)}: {word} is not built yet"
-        raise PlanError(Problem(f'the style "{word}"', need, "no rule for these layers: they stay whole"))
     close = SYNONYMS.get(word) or closest_match(word, Style)
     raise PlanError(Problem(f'the style "{word}"', f"a style: {_listing(Style)}", f'"{close}"' if close else ""))
 

@@ -48,10 +48,22 @@ def task(
         optimizer=functools.partial(torch.optim.AdamW, lr=lr, weight_decay=weight_decay, fused=True),
         evaluate=evaluate,
         schedule=schedule,
+        tensor=TENSOR_RULES,
         steps=steps,
         batch_size=batch_size,
         tuned_for=TUNED_BATCH_SIZE,
     )
+
+
+# The first and third convolution by output channels, what follows each by input channels or features.
+TENSOR_RULES = {
+    "layers.0": "column",
+    "layers.1": "channels",
+    "layers.3": "row",
+    "layers.7": "column",
+    "layers.8": "channels",
+    "layers.11": "row",
+}
 
 
 class Network(nn.Module):

@@ -2,6 +2,7 @@
 
 column       the output features are split: the input is entered, the output is this rank's features
 row          the input features are split: the ranks' outputs are summed, then the bias is added, once
+channels     each group of channels is computed by itself, and this rank has some of them
 vocabulary   an embedding has the rows of some tokens; a head computes the logits of some tokens, then all gather them
 replicated   a module inside a region whose weights all ranks hold, such as a norm of each head
 Law: a layer keeps its object, its name and its base class; `isinstance(layer, nn.Linear)` stays true. Its parameters
@@ -100,6 +101,34 @@ class RowConv1D(SplitLayer):
         return self.region.leave(x @ self.weight) + self.bias
 
 
+class ColumnConvolution(SplitLayer):
+    """Mixed into the class of a convolution."""
+
+    def forward(self, input: Tensor, *args: Any) -> Tensor:
+        return cast(Callable[..., Any], super().forward)(self.region.enter(input), *args)
+
+
+class RowConvolution(SplitLayer):
+    """Mixed into the class of a convolution."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def forward(self, input: Tensor, *args: Any) -> Tensor:
+        bias, base = self.bias, cast(Callable[..., Any], super().forward)
+        vars(self)["bias"] = None  # found before the parameter; it is added once, to the sum
+        try:
+            partial = base(input, *args)
+        finally:
+            del vars(self)["bias"]
+        total = self.region.leave(partial)
+        return total if bias is None else total + bias.view(-1, *[1] * (self.weight.dim() - 2))
+
+
+class SplitChannels(SplitLayer):
+    """Mixed into the class of a layer that computes what its class does, of this rank's channels."""
+
+
 class Replicated(SplitLayer):
     """Mixed into the class of any module: its own parameters are used with summed gradients."""
 
@@ -123,6 +152,15 @@ SPLIT_CLASSES: Mapping[tuple[Style, type[nn.Module]], type[SplitLayer]] = {
 }
 # The same for transformers' Conv1D, which is no class of torch.
 CONV1D_CLASSES: Mapping[Style, type[SplitLayer]] = {Style.COLUMN: ColumnConv1D, Style.ROW: RowConv1D}
+# What is mixed into the classes of layers that split channels.
+CHANNEL_CLASSES: Mapping[Style, type[SplitLayer]] = {
+    Style.COLUMN: ColumnConvolution,
+    Style.ROW: RowConvolution,
+    Style.CHANNELS: SplitChannels,
+}
+CHANNEL_LAYERS = (
+    nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d, nn.GroupNorm,
+)  # fmt: skip
 
 
 def split_layer(module: nn.Module, style: Style, region: SplitRegion, shards: Mapping[str, TensorShard]) -> None:
@@ -147,6 +185,8 @@ def _split_class(style: Style, base: type[nn.Module]) -> type[nn.Module]:
         if of_style is style and issubclass(base, plain):
             # A forward of the subclass, as that of an embedding which scales its output, goes on to the split one.
             return split if base is plain else _subclass(f"{split.__name__}{base.__name__}", base, split)
+    if issubclass(base, CHANNEL_LAYERS):
+        return _subclass(f"{style.capitalize()}{base.__name__}", CHANNEL_CLASSES[style], base)
     return _subclass(CONV1D_CLASSES[style].__name__, CONV1D_CLASSES[style], base)
 
 

@@ -15,7 +15,8 @@ CLASSES: dict[str, tuple[type[nn.Module], ...]] = {
     "linear": (nn.Linear,),
     "embedding": (nn.Embedding,),
     "group_norm": (nn.GroupNorm,),
-    "convolution": (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+    "convolution": (nn.Conv1d, nn.Conv2d, nn.Conv3d),
+    "transposed_convolution": (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
     "attention": (nn.MultiheadAttention,),
 }
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from fourfold.parts.tensor.layers import CONV1D_CLASSES, SPLIT_CLASSES, Replicated, SplitLayer
+from fourfold.parts.tensor.layers import CHANNEL_CLASSES, CONV1D_CLASSES, SPLIT_CLASSES, Replicated, SplitLayer
 from fourfold.plan.tensor_layers import generalized
 from fourfold.plan.tensor_rules import Style
 from fourfold.plan.tensor_shard import TensorShard
@@ -39,7 +39,8 @@ def style_of(module: nn.Module) -> Style | None:
     """The style by which a module has been split; None: it has no rule."""
     if isinstance(module, Replicated):
         return Style.REPLICATED
-    classes = [(style, layer) for (style, _), layer in SPLIT_CLASSES.items()] + list(CONV1D_CLASSES.items())
+    classes = [(style, layer) for (style, _), layer in SPLIT_CLASSES.items()]
+    classes += [*CONV1D_CLASSES.items(), *CHANNEL_CLASSES.items()]
     return next((style for style, layer in classes if isinstance(module, layer)), None)
 
 
