@@ -26,7 +26,7 @@ from fourfold.step.parallelize import parallelize
 from fourfold.step.train_step import TrainStep
 from fourfold.tasks import lm
 from fourfold.testing import oracle, threads
-from fourfold.words.errors import PlanError, SettingError, TaskError
+from fourfold.words.errors import OptimizerError, PlanError, SettingError, TaskError
 from fourfold.words.mesh import Mesh
 from tests import cases
 from tests.cases import SEED_LOCK
@@ -233,10 +233,59 @@ def test_what_the_tensor_axis_does_not_go_with_is_refused(fields, message):
         check_plan_for_model(language_model(), Plan(tp=2, **fields), clip=None)
 
 
-def test_layer_wise_optimizers_are_refused():
+def test_layer_wise_updates_in_backward_are_rejected():
     optimizer = ff.optim.LAMB(language_model().parameters(), lr=1e-2)
-    with pytest.raises(PlanError, match="tp = 2 with LAMB"):
-        check_update_timing(optimizer, Plan(tp=2))
+    with pytest.raises(PlanError, match='in_backward" with LAMB at tp = 2   need the norms of whole parameters'):
+        check_update_timing(optimizer, Plan(tp=2, update="in_backward"))
+
+
+def test_step_hooks_are_rejected_which_would_see_shards(without_dry_run):
+    def make_hooked(parameters: Any) -> torch.optim.Optimizer:
+        optimizer = ADAM(parameters)
+        optimizer.register_step_pre_hook(lambda *_: None)
+        return optimizer
+
+    def body(comm):
+        with pytest.raises(OptimizerError, match="a step pre-hook with tp = 2   need all gradients and weights"):
+            TrainStep(
+                language_model(), lm.loss, make_hooked, plan=Plan(tp=2), communicator=comm, tensor=lm.TENSOR_RULES
+            )
+
+    threads.run(2, body)
+
+
+LAYERWISE: dict[str, Any] = {
+    "LARS": functools.partial(ff.optim.LARS, lr=1.0, trust=0.02, weight_decay=0.1),
+    "LAMB": functools.partial(ff.optim.LAMB, lr=1e-2, weight_decay=0.1),
+}
+
+
+@functools.cache
+def layerwise_on_one_device(kind: str, clip: float | None) -> oracle.TrainingResult:
+    return oracle.train(language_model(), lm.loss, LAYERWISE[kind], tokens(8), clip=clip)
+
+
+@pytest.mark.parametrize("fields", [
+    {"tp": 2},
+    {"tp": 4, "update": "in_forward"},  # two heads of keys and values on four ranks
+    {"dp": 2, "tp": 2, "unused": "allow"},
+    {"dp": 2, "tp": 4, "zero": 1},
+    {"dp": 2, "tp": 2, "zero": 2, "microbatches": 2},
+    {"dp": 2, "tp": 2, "zero": 3, "update": "in_forward"},
+    {"dp": 4, "tp": 2, "zero": 2, "shard": 2},
+    {"sp": 2, "tp": 2, "zero": 1},
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("kind", LAYERWISE)
+def test_layer_wise_optimizers_take_norms_of_whole_parameters(kind, fields, without_dry_run):
+    plan = Plan(**fields, bucket_bytes=8000)
+    expected = layerwise_on_one_device(kind, 0.5)
+
+    def body(comm):
+        options: dict[str, Any] = {"clip": 0.5, "drift_check": 1, "tensor": lm.TENSOR_RULES}
+        step = TrainStep(language_model(), lm.loss, LAYERWISE[kind], plan=plan, communicator=comm, **options)
+        return deviation(step, *train(step, tokens(8)), expected)
+
+    assert max(threads.run(plan.mesh.size, body)) <= TOLERANCE
 
 
 def test_rules_that_are_no_texts_are_refused():

@@ -200,14 +200,13 @@ def tensor_problems(plan: Plan) -> list[Problem]:
 
 def layerwise_problems(plan: Plan, optimizer_name: str) -> list[Problem]:
     """What a layer-wise optimizer (LARS, LAMB) cannot do: its update needs the norms of whole parameters."""
-    if plan.tp > 1:
-        need = "the norms of whole parameters, which are split among tensor ranks: that is not built yet"
-        return [Problem(f"tp = {plan.tp} with {optimizer_name}", need, "tp = 1, or AdamW")]
-    if plan.update != "in_backward" or plan.zero == 0 or plan.reduce_group_size == 1:
+    is_sharded = plan.zero > 0 and plan.reduce_group_size > 1
+    if plan.update != "in_backward" or not (is_sharded or plan.tp > 1):
         return []
-    got = f'update = "in_backward" with {optimizer_name} at zero = {plan.zero}'
+    split_by = ([f"zero = {plan.zero}"] if is_sharded else []) + ([f"tp = {plan.tp}"] if plan.tp > 1 else [])
+    got = f'update = "in_backward" with {optimizer_name} at {", ".join(split_by)}'
     need = "the norms of whole parameters, which are split among ranks, before a bucket is updated"
-    return [Problem(got, need, 'update = "in_forward", or zero = 0')]
+    return [Problem(got, need, 'update = "in_forward"' + (', or "after"' if plan.tp > 1 else ", or zero = 0"))]
 
 
 def param_problems(plan: Plan, specs: Sequence[ParamSpec]) -> list[Problem]:
@@ -278,6 +277,7 @@ def step_hook_conflicts(plan: Plan) -> dict[str, str]:
     """
     rules = [
         (plan.zero > 0 and plan.num_shards > 1, f"zero = {plan.zero}", "zero = 0"),
+        (plan.tp > 1, f"tp = {plan.tp}", "tp = 1"),
         (plan.update != "after", f'update = "{plan.update}"', 'update = "after"'),
         (plan.sync != "step", f'sync = "{plan.sync}"', 'sync = "step"'),
         (plan.precision != "keep", f'precision = "{plan.precision}"', 'precision = "keep"'),

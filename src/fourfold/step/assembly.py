@@ -91,7 +91,7 @@ def assemble(
     trained = lay_out(model, optimizer, plan, world, options, tensor.all_shards)
     channel = transports.make_world_channel(world, trained.blueprint.topology, plan.transport, meter)
     statistics = _make_statistics(model, plan, world, meter)
-    stage = make_stage(trained, objective, statistics, world, meter, channel.calls, tensor.whole_tensors)
+    stage = make_stage(trained, objective, statistics, world, meter, channel.calls, tensor)
     parts = StepParts(
         stages={STAGE: stage.parts},
         scalars=channel.scalars,

@@ -12,6 +12,7 @@ from torch import nn
 from fourfold.parts.comm.communicator import Communicator
 from fourfold.parts.comm.meter import CommMeter
 from fourfold.parts.comm.reduce.protocol import GradReducer, ScalarReducer, WeightGatherer
+from fourfold.parts.comm.tensor.protocol import TensorGroup
 from fourfold.parts.data.grad_hooks import GradHooks
 from fourfold.parts.data.gradients import Gradients
 from fourfold.parts.optim.flat_optimizer import FlatOptimizer
@@ -46,6 +47,10 @@ class StageParts(NamedTuple):
     rounds: GradRounds
     update_verbs: tuple[Verb, ...]
     """What updates a bucket: UPDATE, and GATHER if new weights are all-gathered."""
+    splits_states: bool
+    """Whether each of the data ranks updates its shard of a bucket."""
+    tensor_group: TensorGroup
+    """The ranks that hold the other parts of the same parameters."""
 
     @property
     def num_buckets(self) -> int:

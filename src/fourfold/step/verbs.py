@@ -207,8 +207,12 @@ def _measure_trust_norms(step: StepState, action: Action) -> None:
         for bucket in range(stage.num_buckets)
     ]
     norms = torch.cat(local).flatten()
-    stage.scalars.all_reduce_async(TRUST_NORMS, shard_addend(stage.reducer, norms))
-    total = torch.tensor(stage.scalars.wait(TRUST_NORMS), dtype=torch.float64, device=step.parts.device)
+    if stage.splits_states:
+        stage.scalars.all_reduce_async(TRUST_NORMS, shard_addend(stage.reducer, norms))
+        norms = torch.tensor(stage.scalars.wait(TRUST_NORMS), dtype=torch.float64, device=step.parts.device)
+    # Added by each rank in rank order: replicas of a weight must have the same bits, also where their tensor ranks are
+    # joined by other transports.
+    total = stage.tensor_group.all_gather(norms.unsqueeze(0), 0).sum(0)
     by_bucket = total.view(-1, 2).split([len(parameters) for parameters in stage.parameters])
     step.squared_norms[action.stage] = dict(enumerate(by_bucket))
 
