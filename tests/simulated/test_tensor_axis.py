@@ -224,7 +224,6 @@ def test_tensor_ranks_with_different_batches_refuse_the_step(without_dry_run):
 
 
 @pytest.mark.parametrize(("fields", "message"), [
-    ({"sync": "local"}, 'tp = 2 with sync = "local"'),
     ({"codec": "int8"}, 'tp = 2 with codec = "int8"'),
     ({"batch_norm": "sync"}, 'tp = 2 with batch_norm = "sync"'),
 ])  # fmt: skip
@@ -252,40 +251,6 @@ def test_step_hooks_are_rejected_which_would_see_shards(without_dry_run):
             )
 
     threads.run(2, body)
-
-
-LAYERWISE: dict[str, Any] = {
-    "LARS": functools.partial(ff.optim.LARS, lr=1.0, trust=0.02, weight_decay=0.1),
-    "LAMB": functools.partial(ff.optim.LAMB, lr=1e-2, weight_decay=0.1),
-}
-
-
-@functools.cache
-def layerwise_on_one_device(kind: str, clip: float | None) -> oracle.TrainingResult:
-    return oracle.train(language_model(), lm.loss, LAYERWISE[kind], tokens(8), clip=clip)
-
-
-@pytest.mark.parametrize("fields", [
-    {"tp": 2},
-    {"tp": 4, "update": "in_forward"},  # two heads of keys and values on four ranks
-    {"dp": 2, "tp": 2, "unused": "allow"},
-    {"dp": 2, "tp": 4, "zero": 1},
-    {"dp": 2, "tp": 2, "zero": 2, "microbatches": 2},
-    {"dp": 2, "tp": 2, "zero": 3, "update": "in_forward"},
-    {"dp": 4, "tp": 2, "zero": 2, "shard": 2},
-    {"sp": 2, "tp": 2, "zero": 1},
-], ids=str)  # fmt: skip
-@pytest.mark.parametrize("kind", LAYERWISE)
-def test_layer_wise_optimizers_take_norms_of_whole_parameters(kind, fields, without_dry_run):
-    plan = Plan(**fields, bucket_bytes=8000)
-    expected = layerwise_on_one_device(kind, 0.5)
-
-    def body(comm):
-        options: dict[str, Any] = {"clip": 0.5, "drift_check": 1, "tensor": lm.TENSOR_RULES}
-        step = TrainStep(language_model(), lm.loss, LAYERWISE[kind], plan=plan, communicator=comm, **options)
-        return deviation(step, *train(step, tokens(8)), expected)
-
-    assert max(threads.run(plan.mesh.size, body)) <= TOLERANCE
 
 
 def test_rules_that_are_no_texts_are_refused():

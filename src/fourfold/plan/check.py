@@ -177,12 +177,6 @@ def tensor_problems(plan: Plan) -> list[Problem]:
         return []
     rules = [
         (
-            plan.sync == "local",
-            'sync = "local"',
-            "the tensor ranks of a place as one worker, which is not built yet",
-            'sync = "step", or tp = 1',
-        ),
-        (
             plan.codec != "none",
             f'codec = "{plan.codec}"',
             "codecs that know shards of parameters, which are not built yet",

@@ -128,7 +128,7 @@ def make_stage(
     layout = _state_layout(trained, transport, data_ranks)
     weights = _make_weights(trained, transport, layout, data_ranks, whole_tensors)
     optimizer = _make_optimizer(trained, transport, gradients, weights)
-    sync = _make_sync(trained, weights, averager)
+    sync = _make_sync(trained, weights, averager, tensor)
     parts = StageParts(
         stage=whole_model_stage(trained.model, objective, statistics),
         parameters=trained.by_bucket,
@@ -315,11 +315,11 @@ def _outer_optimizer(plan: Plan) -> OuterOptimizer:
     return OuterOptimizer(plan.outer_lr, plan.outer_momentum) if plan.sync == "local" else OuterOptimizer()
 
 
-def _make_sync(trained: Trained, weights: Weights, averager: LocalSGDReducer | None) -> GradSync:
+def _make_sync(trained: Trained, weights: Weights, averager: LocalSGDReducer | None, tensor: TensorAxis) -> GradSync:
     if averager is None:
         return SumEveryStep()
     local_sgd = LocalSGD(weights.flats, trained.buckets, averager, _outer_optimizer(trained.plan))
-    return LocalSteps(local_sgd, trained.plan.dp, trained.blueprint.sync_interval)
+    return LocalSteps(local_sgd, trained.plan.dp, tensor.group, trained.blueprint.sync_interval)
 
 
 def _make_hooks(trained: Trained) -> StepHooks:
