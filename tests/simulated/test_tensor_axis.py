@@ -225,7 +225,6 @@ def test_tensor_ranks_with_different_batches_refuse_the_step(without_dry_run):
 
 @pytest.mark.parametrize(("fields", "message"), [
     ({"codec": "int8"}, 'tp = 2 with codec = "int8"'),
-    ({"batch_norm": "sync"}, 'tp = 2 with batch_norm = "sync"'),
 ])  # fmt: skip
 def test_what_the_tensor_axis_does_not_go_with_is_refused(fields, message):
     with pytest.raises(PlanError, match=message):

@@ -182,12 +182,6 @@ def tensor_problems(plan: Plan) -> list[Problem]:
             "codecs that know shards of parameters, which are not built yet",
             'codec = "none", or tp = 1',
         ),
-        (
-            plan.batch_norm == "sync",
-            SYNC,
-            "statistics over the data ranks of each tensor rank, which are not built yet",
-            "tp = 1, or GroupNorm",
-        ),
     ]
     return [Problem(f"tp = {plan.tp} with {got}", need, attempt) for is_set, got, need, attempt in rules if is_set]
 
