@@ -21,7 +21,7 @@ from fourfold.plan.plan import Plan
 from fourfold.plan.tensor_rules import Style
 from fourfold.plan.tensor_shard import TensorShard
 from fourfold.step.dry_run.float64_mode import Float64Mode
-from fourfold.step.model_checks import check_plan_for_model, check_update_timing
+from fourfold.step.model_checks import check_update_timing
 from fourfold.step.parallelize import parallelize
 from fourfold.step.train_step import TrainStep
 from fourfold.tasks import lm
@@ -221,14 +221,6 @@ def test_tensor_ranks_with_different_batches_refuse_the_step(without_dry_run):
         return all(torch.equal(a, b) for a, b in zip(before, step.model.parameters(), strict=True))
 
     assert all(threads.run(2, body))
-
-
-@pytest.mark.parametrize(("fields", "message"), [
-    ({"codec": "int8"}, 'tp = 2 with codec = "int8"'),
-])  # fmt: skip
-def test_what_the_tensor_axis_does_not_go_with_is_refused(fields, message):
-    with pytest.raises(PlanError, match=message):
-        check_plan_for_model(language_model(), Plan(tp=2, **fields), clip=None)
 
 
 def test_layer_wise_updates_in_backward_are_rejected():

@@ -43,7 +43,7 @@ def legality_problems(
 def combination_problems(plan: Plan, *, clip: float | None = None) -> list[Problem]:
     """Every combination of fields that cannot be carried out, with any model and on any ranks."""
     problems = update_problems(plan, clip) + sync_problems(plan) + precision_problems(plan)
-    return problems + codec_problems(plan) + batch_norm_problems(plan) + tensor_problems(plan)
+    return problems + codec_problems(plan) + batch_norm_problems(plan)
 
 
 def update_problems(plan: Plan, clip: float | None) -> list[Problem]:
@@ -171,21 +171,6 @@ def batch_norm_problems(plan: Plan) -> list[Problem]:
     return [Problem(f"{SYNC} with {got}", need, attempt) for is_set, got, need, attempt in rules if is_set]
 
 
-def tensor_problems(plan: Plan) -> list[Problem]:
-    """What the tensor axis cannot be combined with yet."""
-    if plan.tp == 1:
-        return []
-    rules = [
-        (
-            plan.codec != "none",
-            f'codec = "{plan.codec}"',
-            "codecs that know shards of parameters, which are not built yet",
-            'codec = "none", or tp = 1',
-        ),
-    ]
-    return [Problem(f"tp = {plan.tp} with {got}", need, attempt) for is_set, got, need, attempt in rules if is_set]
-
-
 def layerwise_problems(plan: Plan, optimizer_name: str) -> list[Problem]:
     """What a layer-wise optimizer (LARS, LAMB) cannot do: its update needs the norms of whole parameters."""
     is_sharded = plan.zero > 0 and plan.reduce_group_size > 1
@@ -198,7 +183,7 @@ def layerwise_problems(plan: Plan, optimizer_name: str) -> list[Problem]:
 
 
 def param_problems(plan: Plan, specs: Sequence[ParamSpec]) -> list[Problem]:
-    """Problems of the trainable parameters: there must be some, and a codec needs real numbers."""
+    """Problems of the trainable parameters: there must be some, and a codec must suit them."""
     problems = []
     if not specs:
         problems.append(Problem("a model without trainable parameters", "at least one with requires_grad"))
@@ -206,7 +191,27 @@ def param_problems(plan: Plan, specs: Sequence[ParamSpec]) -> list[Problem]:
     if plan.codec != "none" and complex_names:
         got = f'codec = "{plan.codec}" and {", ".join(complex_names[:3])}'
         problems.append(Problem(got, "gradients of real floating-point numbers", 'codec = "none"'))
+    return problems + replica_problems(plan, specs)
+
+
+def replica_problems(plan: Plan, specs: Sequence[ParamSpec]) -> list[Problem]:
+    """Tensor ranks that hold the same part of a weight must send the same of it, whatever else they hold."""
+    if plan.codec == "none" or CODECS[plan.codec].is_elementwise:
+        return []
+    problems, codec = [], f'codec = "{plan.codec}" and tp = {plan.tp}'
+    if names := [spec.name for spec in specs if spec.num_replicas is None]:
+        got = f"{codec}, where several ranks hold the same part of {_listed(names)}"
+        need = "the same gradient on all of them: what this codec sends of it depends on the parts beside it"
+        attempt = 'codec = "bf16", or at most as many tensor ranks as heads of keys and values'
+        problems.append(Problem(got, need, attempt))
+    if names := [spec.name for spec in specs if not all(shard.num_elements for shard in spec.shards)]:
+        got = f"{codec}, where some rank holds nothing of {_listed(names)}"
+        problems.append(Problem(got, "a part of each weight on each rank", 'codec = "bf16", or a smaller tp'))
     return problems
+
+
+def _listed(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:3])}{' …' if names[3:] else ''}"
 
 
 def transport_device_problems(transport: str, device: str) -> list[Problem]:
