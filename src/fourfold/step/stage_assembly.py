@@ -47,6 +47,7 @@ from fourfold.step.grad_rounds import OneRound, RoundEveryBackward
 from fourfold.step.grad_scaling import GradScaling, ScaledInUpdate, ScaledSums
 from fourfold.step.grad_sync import GradSync, LocalSteps, SumEveryStep
 from fourfold.step.model_specs import model_specs, update_spec
+from fourfold.step.norm_sums import NormSum, SumOverShards, SumOverTensorRanks
 from fourfold.step.objective import Objective
 from fourfold.step.persistent_state import PersistentState
 from fourfold.step.rank_agreement import check_same_on_ranks
@@ -143,8 +144,7 @@ def make_stage(
         step_hooks=_make_hooks(trained),
         rounds=RoundEveryBackward() if trained.layouts.gradient == SPLIT else OneRound(),
         update_verbs=_update_verbs(trained.layouts),
-        splits_states=trained.is_sharded,
-        tensor_group=tensor.group,
+        norm_sum=_make_norm_sum(trained, transport, tensor),
     )
     codec_state = CodecState(codecs, data_ranks, whole_tensors)
     state = PersistentState(weights, trained.buckets, optimizer, layout, data_ranks, codec_state, sync)
@@ -309,6 +309,13 @@ def _make_optimizer(
     prepare = transport.grads.reduce_range if trained.is_sharded else None
     uncounted = trained.group.stage.uncounted_ranges
     return FlatOptimizer(trained.optimizer, trained.buckets, slices, prepare_grads=prepare, uncounted=uncounted)
+
+
+def _make_norm_sum(trained: Trained, transport: DataTransport, tensor: TensorAxis) -> NormSum:
+    over_tensor_ranks = SumOverTensorRanks(tensor.group)
+    if not trained.is_sharded:
+        return over_tensor_ranks
+    return SumOverShards(transport.scalars, transport.grads, over_tensor_ranks)
 
 
 def _outer_optimizer(plan: Plan) -> OuterOptimizer:

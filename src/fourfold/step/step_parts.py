@@ -12,7 +12,6 @@ from torch import nn
 from fourfold.parts.comm.communicator import Communicator
 from fourfold.parts.comm.meter import CommMeter
 from fourfold.parts.comm.reduce.protocol import GradReducer, ScalarReducer, WeightGatherer
-from fourfold.parts.comm.tensor.protocol import TensorGroup
 from fourfold.parts.data.grad_hooks import GradHooks
 from fourfold.parts.data.gradients import Gradients
 from fourfold.parts.optim.flat_optimizer import FlatOptimizer
@@ -21,6 +20,7 @@ from fourfold.plan.precision import LossScale
 from fourfold.step.grad_rounds import GradRounds
 from fourfold.step.grad_scaling import GradScaling
 from fourfold.step.grad_sync import GradSync
+from fourfold.step.norm_sums import NormSum
 from fourfold.step.objective import Objective
 from fourfold.step.stage import Stage
 from fourfold.step.weights import Weights
@@ -47,10 +47,8 @@ class StageParts(NamedTuple):
     rounds: GradRounds
     update_verbs: tuple[Verb, ...]
     """What updates a bucket: UPDATE, and GATHER if new weights are all-gathered."""
-    splits_states: bool
-    """Whether each of the data ranks updates its shard of a bucket."""
-    tensor_group: TensorGroup
-    """The ranks that hold the other parts of the same parameters."""
+    norm_sum: NormSum
+    """Of layer-wise updates."""
 
     @property
     def num_buckets(self) -> int:

@@ -206,13 +206,7 @@ def _measure_trust_norms(step: StepState, action: Action) -> None:
         stage.optimizer.begin_layerwise_update(bucket, used=stage.used_slots(bucket, counts), factor=step.grad_scale)
         for bucket in range(stage.num_buckets)
     ]
-    norms = torch.cat(local).flatten()
-    if stage.splits_states:
-        stage.scalars.all_reduce_async(TRUST_NORMS, shard_addend(stage.reducer, norms))
-        norms = torch.tensor(stage.scalars.wait(TRUST_NORMS), dtype=torch.float64, device=step.parts.device)
-    # Added by each rank in rank order: replicas of a weight must have the same bits, also where their tensor ranks are
-    # joined by other transports.
-    total = stage.tensor_group.all_gather(norms.unsqueeze(0), 0).sum(0)
+    total = stage.norm_sum.over_ranks(torch.cat(local).flatten().to(step.parts.device))
     by_bucket = total.view(-1, 2).split([len(parameters) for parameters in stage.parameters])
     step.squared_norms[action.stage] = dict(enumerate(by_bucket))
 
