@@ -27,7 +27,7 @@ from tests import cases, codec_oracle, local_sgd_oracle
 from tests.cases import Case
 from tests.checkpoint_runs import MemoryLog
 
-CASE = Case(model="lm", batch_sizes=(4, 3, 5, 4), length=8)
+CASE = Case(model="lm", batch_sizes=(4, 3, 5), length=8)
 
 
 def make_step(comm: Any, case: Case, *, tp: int, **options: Any) -> TrainStep:
@@ -68,18 +68,15 @@ def expected(case: Case, dp: int, tp: int = 1) -> TrainingResult:
 LOCAL: dict[str, Any] = {"sync": "local", "local_steps": 2, "batch_sizes": (4, 3, 5, 1)}
 DILOCO = LOCAL | {"outer_lr": 0.7, "outer_momentum": 0.9}
 EVEN = {"batch_sizes": (4, 4), "optimizer": "SGD"}
-LAYER_WISE: list[dict[str, Any]] = [
-    {"tp": 2},
-    {"tp": 4, "update": "in_forward"},  # two heads of keys and values on four ranks
-    {"dp": 2, "tp": 2, "update": "in_forward"},
-    {"dp": 2, "tp": 4, "zero": 1},
-    {"dp": 2, "tp": 2, "zero": 2, "microbatches": 2},
-    {"dp": 2, "tp": 2, "zero": 3, "update": "in_forward"},
-    {"dp": 4, "tp": 2, "zero": 2, "shard": 2},
-    {"sp": 2, "tp": 2, "zero": 1},
-]
+LARS, LAMB = ({"optimizer": kind, "clip": 0.05} for kind in ("LARS", "LAMB"))
 COMBINATIONS: list[dict[str, Any]] = [
-    *(fields | {"optimizer": kind, "clip": 0.05} for kind in ("LARS", "LAMB") for fields in LAYER_WISE),
+    {"tp": 2} | LARS,
+    {"tp": 4, "update": "in_forward"} | LAMB,  # two heads of keys and values on four ranks
+    {"dp": 2, "tp": 4, "zero": 1} | LARS,
+    {"dp": 2, "tp": 2, "zero": 2, "microbatches": 2} | LAMB,
+    {"dp": 2, "tp": 2, "zero": 3, "update": "in_forward"} | LARS,
+    {"dp": 4, "tp": 2, "zero": 2, "shard": 2} | LAMB,
+    {"sp": 2, "tp": 2, "zero": 1} | LAMB,
     {"tp": 2} | DILOCO,
     {"dp": 2, "tp": 2, "clip": 0.05} | LOCAL,
     {"dp": 2, "tp": 4, "clip": 0.05, "microbatches": 2} | DILOCO,
@@ -91,9 +88,8 @@ COMBINATIONS: list[dict[str, Any]] = [
     {"dp": 2, "tp": 2, "codec": "topk", "clip": 0.05},
     {"dp": 2, "tp": 2, "codec": "topk", "zero": 2, "microbatches": 2, "update": "in_forward"},
     {"dp": 2, "tp": 2, "codec": "dct", "clip": 0.05, "zero": 2},
-    {"dp": 3, "tp": 2, "codec": "dct", "optimizer": "LAMB"},
+    {"dp": 2, "tp": 2, "codec": "dct", "optimizer": "LAMB", "update": "in_forward"},
     {"dp": 2, "tp": 2, "codec": "powersgd", "clip": 0.05},
-    {"dp": 2, "tp": 2, "codec": "powersgd", "zero": 1, "update": "in_forward"},
     {"dp": 2, "tp": 2, "codec": "powersgd", "zero": 2, "microbatches": 2, "update": "in_backward"},
     {"dp": 2, "tp": 2, "codec": "bf16", "clip": 0.05} | EVEN,
     {"dp": 2, "tp": 4, "codec": "fp16", "zero": 1} | EVEN,
@@ -160,7 +156,7 @@ class Apart(nn.Module):
 
 
 APART_RULES = {"q": "column(heads)", "k": "column(kv_heads)", "v": "column(kv_heads)", "out": "row(heads)"}
-PLAIN = Case(batch_sizes=(7, 8, 6, 9))
+PLAIN = Case(batch_sizes=(7, 8, 6))
 
 
 def make_apart(comm: Any, codec: str, *, tp: int) -> TrainStep:
@@ -204,10 +200,10 @@ def test_what_several_ranks_hold_stays_the_same_bits_whatever_lies_beside_it(cod
     for again, before in zip(threads.run(8, functools.partial(go_on, tp=4)), ranks, strict=True):
         assert again[0] == losses
         assert all(torch.equal(again[3][name], value) for name, value in before[3].items())
-    for tp in (1, 2):  # residuals go on; what else a codec remembers, it finds again
-        other = threads.run(2 * tp, functools.partial(go_on, tp=tp))[0]
-        assert all(torch.equal(other[1][name], value) for name, value in residuals.items())
-        assert other[0] == pytest.approx(losses, rel=0.1)
+    # On another number of tensor ranks residuals go on; what else a codec remembers, it finds again.
+    other, *_ = threads.run(4, functools.partial(go_on, tp=2))
+    assert all(torch.equal(other[1][name], value) for name, value in residuals.items())
+    assert other[0] == pytest.approx(losses, rel=0.1)
 
 
 def test_codecs_that_would_send_different_sums_of_one_weight_are_rejected_before_a_weight_moves():
