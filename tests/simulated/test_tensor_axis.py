@@ -21,12 +21,12 @@ from fourfold.plan.plan import Plan
 from fourfold.plan.tensor_rules import Style
 from fourfold.plan.tensor_shard import TensorShard
 from fourfold.step.dry_run.float64_mode import Float64Mode
-from fourfold.step.model_checks import check_plan_for_model, check_update_timing
+from fourfold.step.model_checks import check_update_timing
 from fourfold.step.parallelize import parallelize
 from fourfold.step.train_step import TrainStep
 from fourfold.tasks import lm
 from fourfold.testing import oracle, threads
-from fourfold.words.errors import PlanError, SettingError, TaskError
+from fourfold.words.errors import OptimizerError, PlanError, SettingError, TaskError
 from fourfold.words.mesh import Mesh
 from tests import cases
 from tests.cases import SEED_LOCK
@@ -223,20 +223,25 @@ def test_tensor_ranks_with_different_batches_refuse_the_step(without_dry_run):
     assert all(threads.run(2, body))
 
 
-@pytest.mark.parametrize(("fields", "message"), [
-    ({"sync": "local"}, 'tp = 2 with sync = "local"'),
-    ({"codec": "int8"}, 'tp = 2 with codec = "int8"'),
-    ({"batch_norm": "sync"}, 'tp = 2 with batch_norm = "sync"'),
-])  # fmt: skip
-def test_what_the_tensor_axis_does_not_go_with_is_refused(fields, message):
-    with pytest.raises(PlanError, match=message):
-        check_plan_for_model(language_model(), Plan(tp=2, **fields), clip=None)
-
-
-def test_layer_wise_optimizers_are_refused():
+def test_layer_wise_updates_in_backward_are_rejected():
     optimizer = ff.optim.LAMB(language_model().parameters(), lr=1e-2)
-    with pytest.raises(PlanError, match="tp = 2 with LAMB"):
-        check_update_timing(optimizer, Plan(tp=2))
+    with pytest.raises(PlanError, match='in_backward" with LAMB at tp = 2   need the norms of whole parameters'):
+        check_update_timing(optimizer, Plan(tp=2, update="in_backward"))
+
+
+def test_step_hooks_are_rejected_which_would_see_shards(without_dry_run):
+    def make_hooked(parameters: Any) -> torch.optim.Optimizer:
+        optimizer = ADAM(parameters)
+        optimizer.register_step_pre_hook(lambda *_: None)
+        return optimizer
+
+    def body(comm):
+        with pytest.raises(OptimizerError, match="a step pre-hook with tp = 2   need all gradients and weights"):
+            TrainStep(
+                language_model(), lm.loss, make_hooked, plan=Plan(tp=2), communicator=comm, tensor=lm.TENSOR_RULES
+            )
+
+    threads.run(2, body)
 
 
 def test_rules_that_are_no_texts_are_refused():

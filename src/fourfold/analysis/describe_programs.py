@@ -21,7 +21,7 @@ from fourfold.words.program import (
 MEASURE_TEXTS = {
     LOSS: "sum the loss and the counts over all ranks",
     GRAD_NORM: "sum the gradient norm over all ranks",
-    TRUST_NORMS: "sum the norms of every parameter's weight and direction over the data ranks",
+    TRUST_NORMS: "sum the norms of every parameter's weight and direction over the ranks that share it",
     USED_PARAMS: "find which parameters have a gradient on any data rank",
     NOMINAL_COUNT: "sum the count of the first microbatch over the data ranks",
 }

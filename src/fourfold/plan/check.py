@@ -43,7 +43,7 @@ def legality_problems(
 def combination_problems(plan: Plan, *, clip: float | None = None) -> list[Problem]:
     """Every combination of fields that cannot be carried out, with any model and on any ranks."""
     problems = update_problems(plan, clip) + sync_problems(plan) + precision_problems(plan)
-    return problems + codec_problems(plan) + batch_norm_problems(plan) + tensor_problems(plan)
+    return problems + codec_problems(plan) + batch_norm_problems(plan)
 
 
 def update_problems(plan: Plan, clip: float | None) -> list[Problem]:
@@ -171,47 +171,19 @@ def batch_norm_problems(plan: Plan) -> list[Problem]:
     return [Problem(f"{SYNC} with {got}", need, attempt) for is_set, got, need, attempt in rules if is_set]
 
 
-def tensor_problems(plan: Plan) -> list[Problem]:
-    """What the tensor axis cannot be combined with yet."""
-    if plan.tp == 1:
-        return []
-    rules = [
-        (
-            plan.sync == "local",
-            'sync = "local"',
-            "the tensor ranks of a place as one worker, which is not built yet",
-            'sync = "step", or tp = 1',
-        ),
-        (
-            plan.codec != "none",
-            f'codec = "{plan.codec}"',
-            "codecs that know shards of parameters, which are not built yet",
-            'codec = "none", or tp = 1',
-        ),
-        (
-            plan.batch_norm == "sync",
-            SYNC,
-            "statistics over the data ranks of each tensor rank, which are not built yet",
-            "tp = 1, or GroupNorm",
-        ),
-    ]
-    return [Problem(f"tp = {plan.tp} with {got}", need, attempt) for is_set, got, need, attempt in rules if is_set]
-
-
 def layerwise_problems(plan: Plan, optimizer_name: str) -> list[Problem]:
     """What a layer-wise optimizer (LARS, LAMB) cannot do: its update needs the norms of whole parameters."""
-    if plan.tp > 1:
-        need = "the norms of whole parameters, which are split among tensor ranks: that is not built yet"
-        return [Problem(f"tp = {plan.tp} with {optimizer_name}", need, "tp = 1, or AdamW")]
-    if plan.update != "in_backward" or plan.zero == 0 or plan.reduce_group_size == 1:
+    is_sharded = plan.zero > 0 and plan.reduce_group_size > 1
+    if plan.update != "in_backward" or not (is_sharded or plan.tp > 1):
         return []
-    got = f'update = "in_backward" with {optimizer_name} at zero = {plan.zero}'
+    split_by = ([f"zero = {plan.zero}"] if is_sharded else []) + ([f"tp = {plan.tp}"] if plan.tp > 1 else [])
+    got = f'update = "in_backward" with {optimizer_name} at {", ".join(split_by)}'
     need = "the norms of whole parameters, which are split among ranks, before a bucket is updated"
-    return [Problem(got, need, 'update = "in_forward", or zero = 0')]
+    return [Problem(got, need, 'update = "in_forward"' + (', or "after"' if plan.tp > 1 else ", or zero = 0"))]
 
 
 def param_problems(plan: Plan, specs: Sequence[ParamSpec]) -> list[Problem]:
-    """Problems of the trainable parameters: there must be some, and a codec needs real numbers."""
+    """Problems of the trainable parameters: there must be some, and a codec must suit them."""
     problems = []
     if not specs:
         problems.append(Problem("a model without trainable parameters", "at least one with requires_grad"))
@@ -219,7 +191,27 @@ def param_problems(plan: Plan, specs: Sequence[ParamSpec]) -> list[Problem]:
     if plan.codec != "none" and complex_names:
         got = f'codec = "{plan.codec}" and {", ".join(complex_names[:3])}'
         problems.append(Problem(got, "gradients of real floating-point numbers", 'codec = "none"'))
+    return problems + replica_problems(plan, specs)
+
+
+def replica_problems(plan: Plan, specs: Sequence[ParamSpec]) -> list[Problem]:
+    """Tensor ranks that hold the same part of a weight must send the same of it, whatever else they hold."""
+    if plan.codec == "none" or CODECS[plan.codec].is_elementwise:
+        return []
+    problems, codec = [], f'codec = "{plan.codec}" and tp = {plan.tp}'
+    if names := [spec.name for spec in specs if spec.num_replicas is None]:
+        got = f"{codec}, where several ranks hold the same part of {_listed(names)}"
+        need = "the same gradient on all of them: what this codec sends of it depends on the parts beside it"
+        attempt = 'codec = "bf16", or at most as many tensor ranks as heads of keys and values'
+        problems.append(Problem(got, need, attempt))
+    if names := [spec.name for spec in specs if not all(shard.num_elements for shard in spec.shards)]:
+        got = f"{codec}, where some rank holds nothing of {_listed(names)}"
+        problems.append(Problem(got, "a part of each weight on each rank", 'codec = "bf16", or a smaller tp'))
     return problems
+
+
+def _listed(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:3])}{' …' if names[3:] else ''}"
 
 
 def transport_device_problems(transport: str, device: str) -> list[Problem]:
@@ -278,6 +270,7 @@ def step_hook_conflicts(plan: Plan) -> dict[str, str]:
     """
     rules = [
         (plan.zero > 0 and plan.num_shards > 1, f"zero = {plan.zero}", "zero = 0"),
+        (plan.tp > 1, f"tp = {plan.tp}", "tp = 1"),
         (plan.update != "after", f'update = "{plan.update}"', 'update = "after"'),
         (plan.sync != "step", f'sync = "{plan.sync}"', 'sync = "step"'),
         (plan.precision != "keep", f'precision = "{plan.precision}"', 'precision = "keep"'),

@@ -295,13 +295,15 @@ class CodecKind(NamedTuple):
     """The plan fields that it reads. With another codec they have no effect."""
     remembers: tuple[str, ...] = ()
     """What each rank keeps between reductions: the keys of `Codec.state_tensors`. "remainder" is the residual."""
+    is_elementwise: bool = False
+    """Whether what is sent of an element depends on this element alone, not on others of its bucket."""
     commutes: bool = False
     """Whether messages may be summed in any grouping before they are read: always one round, summed on the way."""
 
 
 CODECS: dict[str, CodecKind] = {
-    "bf16": CodecKind(_cast_rounds, commutes=True),
-    "fp16": CodecKind(_cast_rounds, commutes=True),
+    "bf16": CodecKind(_cast_rounds, is_elementwise=True, commutes=True),
+    "fp16": CodecKind(_cast_rounds, is_elementwise=True, commutes=True),
     "int8": CodecKind(_int8_rounds, remembers=("remainder",)),
     "topk": CodecKind(_topk_rounds, fields=("codec_density",), remembers=("remainder",)),
     "powersgd": CodecKind(_powersgd_rounds, fields=("codec_rank",), remembers=("remainder", "warm")),

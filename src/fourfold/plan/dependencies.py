@@ -39,6 +39,7 @@ LANE_BY_VERB = {
 }
 # The ranks that sum gradients: those of one stage and one tensor shard.
 REDUCE_AXES: tuple[Axis, ...] = ("dp", "sp")
+PARAMETER_AXES: tuple[Axis, ...] = ("dp", "sp", "tp")  # of the ranks that hold parts of the same parameters
 # The ranks that compute on the same samples exchange tokens, keys and partial products within a forward or backward.
 SAMPLE_AXES: tuple[Axis, ...] = ("sp", "tp")
 MEETING_AXES: dict[Verb, tuple[Axis, ...]] = {
@@ -119,6 +120,11 @@ class RankProgram:
                 phase_end = action
 
 
+def _summing_axes(action: Action) -> tuple[Axis, ...]:
+    """The axes over which a measure of a stage is summed, or a gradient."""
+    return PARAMETER_AXES if action.verb == Verb.MEASURE and action.index == TRUST_NORMS else REDUCE_AXES
+
+
 def _is_before_forward(action: Action) -> bool:
     return action.verb != Verb.FORWARD
 
@@ -135,7 +141,7 @@ class Dependencies:
         self._of_rank = {rank: by_actions[id(actions)] for rank, actions in sorted(program.items())}
         self._peers = {
             axes: {rank: group for group in mesh.groups(*axes) for rank in group}
-            for axes in {REDUCE_AXES, SAMPLE_AXES, ("pp",)}
+            for axes in {REDUCE_AXES, SAMPLE_AXES, PARAMETER_AXES, ("pp",)}
         }
         self._meetings: dict[tuple[Action, tuple[int, ...]], list[int]] = {}
         self._sharing_memory = {rank: ranks for ranks in ranks_by_memory for rank in ranks}
@@ -169,7 +175,7 @@ class Dependencies:
         """
         is_sum = action.verb == Verb.MEASURE and action.index != LOSS
         is_together = is_sum or bool(self._of_rank[rank].unshards_of.get(action))
-        return self.holders(rank, action, REDUCE_AXES) if is_together else [rank]
+        return self.holders(rank, action, _summing_axes(action)) if is_together else [rank]
 
     def holders(self, rank: int, action: Action, axes: tuple[Axis, ...]) -> Sequence[int]:
         """Those of the rank's peers along `axes` that have this action in their programs."""
@@ -195,8 +201,8 @@ class Dependencies:
         return [Dependency(rank, a) for a in self._of_rank[rank].actions if a.verb == verb and a.stage == stage]
 
     def on_stage_ranks(self, rank: int, action: Action) -> list[Dependency]:
-        """This action on every rank of the stage that sums gradients with `rank`."""
-        return [Dependency(each, action) for each in self.holders(rank, action, REDUCE_AXES)]
+        """This action on every rank of the stage that sums gradients with `rank`, or norms of parameters."""
+        return [Dependency(each, action) for each in self.holders(rank, action, _summing_axes(action))]
 
     def on_memory_ranks(self, rank: int, action: Action | None) -> list[Dependency]:
         """This action on every rank that shares memory with `rank`."""

@@ -90,6 +90,17 @@ class StageBuckets:
     gradient_buckets: tuple[Bucket, ...]
     """The buckets with the dtypes in which gradients are summed."""
 
+    @property
+    def uncounted_ranges(self) -> list[list[tuple[int, int]]]:
+        """By bucket: the elements [start, stop) whose squares another tensor rank adds to norms; empty: tp = 1."""
+        ranges = {spec.name: spec.shards[spec.tensor_index].uncounted_ranges for spec in self.specs if spec.shards}
+        if not ranges:
+            return []
+        return [
+            [(slot.start + start, slot.start + stop) for slot in bucket.slots for start, stop in ranges[slot.name]]
+            for bucket in self.buckets
+        ]
+
 
 @dataclass(frozen=True)
 class DataGroup:
@@ -154,7 +165,7 @@ class Blueprint:
             allows_unused=plan.unused == "allow",
             update=plan.update,
             launch_order=record.launch_orders.get(stage, ()),
-            has_trust_ratios=self.update_spec.is_layerwise and self.is_sharded,
+            has_trust_ratios=self.update_spec.is_layerwise and (self.is_sharded or plan.tp > 1),
             sync=StepSync.WEIGHTS if plan.sync == "local" else StepSync.GRADIENTS,
             use_orders=record.use_orders.get(stage),
             stage=stage,

@@ -43,6 +43,12 @@ class ParamSpec(NamedTuple):
         return self.shards[self.tensor_index].local_shape if self.shards else self.shape
 
     @property
+    def num_replicas(self) -> int | None:
+        """How many places of the tensor axis hold each element; None: more of some elements than of others."""
+        counts = {piece.num_replicas for shard in self.shards for piece in shard.pieces} or {1}
+        return counts.pop() if len(counts) == 1 else None
+
+    @property
     def num_elements(self) -> int:
         """The elements that a rank holds."""
         return math.prod(self.local_shape)

@@ -31,7 +31,8 @@ from fourfold.step.dry_run.weight_write_check import WeightWriteCheck
 from fourfold.step.duplicate_batches import DuplicateBatches
 from fourfold.step.forward_fusion import DeferredUpdates
 from fourfold.step.loss_function import ModelLoss, UserLoss
-from fourfold.step.model_checks import check_model_loss, check_update_timing, watch_norms
+from fourfold.step.model_checks import check_model_loss, check_specs, check_update_timing, watch_norms
+from fourfold.step.model_specs import model_specs
 from fourfold.step.nan_guard import NanGuard
 from fourfold.step.objective import Objective
 from fourfold.step.persistent_state import PersistentState
@@ -87,12 +88,12 @@ def assemble(
 ) -> Assembly:
     """Make all parts of a step, on the plan's mesh. Collective. Raises PlanError, OptimizerError, TaskError."""
     model, objective, meter = initial.model, _make_objective(loss, plan), CommMeter()
-    optimizer = _take_optimizer(optimizer_source, model, plan)
+    optimizer = _take_optimizer(optimizer_source, model, plan, options)
     tensor = tensor_axis.cut(initial, options.tensor, world, meter, transport=plan.transport)
     trained = lay_out(model, optimizer, plan, world, options, tensor.all_shards)
     channel = transports.make_world_channel(world, trained.blueprint.topology, plan.transport, meter)
     statistics = _make_statistics(model, plan, world, meter)
-    stage = make_stage(trained, objective, statistics, world, meter, channel.calls, tensor.whole_tensors)
+    stage = make_stage(trained, objective, statistics, world, meter, channel.calls, tensor)
     parts = StepParts(
         stages={STAGE: stage.parts},
         scalars=channel.scalars,
@@ -124,8 +125,9 @@ def assemble(
     )
 
 
-def _take_optimizer(source: OptimizerSource, model: nn.Module, plan: Plan) -> Optimizer:
+def _take_optimizer(source: OptimizerSource, model: nn.Module, plan: Plan, options: StepOptions) -> Optimizer:
     optimizer = build_optimizer(source, list(model.parameters()))
+    check_specs(plan, model_specs(model, optimizer, tensor_axis.place_shards(model, options.tensor, plan.tp)))
     check_update_timing(optimizer, plan)
     check_user_optimizer(optimizer, step_hook_conflicts(plan))
     refuse_own_state_dict(optimizer)

@@ -129,7 +129,7 @@ class SyncedStatistics:
         self._exchange.end(end)
 
     def in_dry_run(self) -> AbstractContextManager[None]:
-        return intercept_batch_norm([_Intercepted(norm, _normalize_frozen) for _, norm in batch_norms(self._model)])
+        return frozen_statistics(self._model)
 
     def needs_empty_ranks(self) -> bool:
         return True
@@ -157,6 +157,11 @@ def own_statistics(model: nn.Module) -> AbstractContextManager[None]:
     """Within, each SyncBatchNorm is a plain one, of this rank's samples: torch's own needs GPUs."""
     norms = [norm for _, norm in batch_norms(model) if isinstance(norm, nn.SyncBatchNorm)]
     return intercept_batch_norm([_Intercepted(norm, lambda call: F.batch_norm(*call)) for norm in norms])
+
+
+def frozen_statistics(model: nn.Module) -> AbstractContextManager[None]:
+    """Within, each batch normalization of a model normalizes by its running statistics, and keeps them."""
+    return intercept_batch_norm([_Intercepted(norm, _normalize_frozen) for _, norm in batch_norms(model)])
 
 
 def _normalize_frozen(call: BatchNormCall) -> Tensor:

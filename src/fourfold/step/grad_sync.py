@@ -10,6 +10,7 @@ from typing import Protocol
 from torch import Tensor
 
 from fourfold.parts.comm.communicator import Communicator
+from fourfold.parts.comm.tensor.protocol import TensorGroup
 from fourfold.parts.data.gradients import Gradients, launch_all
 from fourfold.parts.data.local_sgd import LocalSGD
 from fourfold.parts.data.weight_edits import WeightEdits
@@ -35,7 +36,9 @@ class GradSync(Protocol):
         ...
 
     def norms(self, total_squares: float, own_squares: Tensor, factor: float) -> tuple[float, float]:
-        """The norm of the gradient that this rank updates with, and the global norm, the same on all ranks."""
+        """The norm of the gradient that this rank updates with, and the global norm, the same on all ranks. Collective
+        with local SGD.
+        """
         ...
 
     def begin_step(self) -> None: ...
@@ -141,23 +144,29 @@ class SumEveryStep:
 
 
 class LocalSteps:
-    """Each rank trains with its own gradients; every few steps the ranks average their weights."""
+    """Each worker trains with its own gradients; every few steps the workers average their weights.
 
-    def __init__(self, local_sgd: LocalSGD, num_ranks: int, interval: int) -> None:
-        self._local_sgd, self._num_ranks, self.interval = local_sgd, num_ranks, interval
+    A worker is a data rank, or the tensor ranks that hold its model together: each of these averages its own part of
+    the weights.
+    """
+
+    def __init__(self, local_sgd: LocalSGD, num_workers: int, tensor_group: TensorGroup, interval: int) -> None:
+        self._local_sgd, self._num_workers, self.interval = local_sgd, num_workers, interval
+        self._tensor_group = tensor_group
         self._has_pulled = False
 
     def loss_count(self, total: float, local: float | Tensor) -> float:
         return float(local)
 
     def nominal_count(self, total: float) -> float:
-        return total / self._num_ranks
+        return total / self._num_workers
 
     def scaled_squares(self, own_squares: Tensor, factor: float) -> Tensor:
-        return own_squares * factor**2  # ranks have different factors
+        return own_squares * factor**2  # workers have different factors
 
     def norms(self, total_squares: float, own_squares: Tensor, factor: float) -> tuple[float, float]:
-        return own_squares.item() ** 0.5, (total_squares / self._num_ranks) ** 0.5
+        of_worker = self._tensor_group.all_gather(own_squares.reshape(1), 0).sum()
+        return of_worker.item() ** 0.5, (total_squares / self._num_workers) ** 0.5
 
     def begin_step(self) -> None:
         self._has_pulled = False

@@ -6,7 +6,7 @@ Law: no silent fallback. What a plan asks for happens, or is refused: before any
 """
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from fourfold.plan.check import (
     param_problems,
     size_problems,
 )
+from fourfold.plan.param_spec import ParamSpec
 from fourfold.plan.plan import Plan
 from fourfold.step.batch_norm import (
     FREEZE_HINT,
@@ -68,6 +69,13 @@ def model_plan_problems(model: nn.Module, plan: Plan, *, clip: float | None) -> 
 def check_update_timing(optimizer: Optimizer, plan: Plan) -> None:
     """Raise PlanError if the plan updates buckets before this optimizer can know all that it needs."""
     problems = layerwise_problems(plan, type(optimizer).__name__) if is_layerwise(optimizer) else []
+    if problems:
+        raise PlanError(problems, where="the plan")
+
+
+def check_specs(plan: Plan, specs: Sequence[ParamSpec]) -> None:
+    """Raise PlanError if the plan cannot be carried out with these parameters, as the tensor axis splits them."""
+    problems = param_problems(plan, specs)
     if problems:
         raise PlanError(problems, where="the plan")
 

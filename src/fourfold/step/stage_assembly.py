@@ -47,12 +47,14 @@ from fourfold.step.grad_rounds import OneRound, RoundEveryBackward
 from fourfold.step.grad_scaling import GradScaling, ScaledInUpdate, ScaledSums
 from fourfold.step.grad_sync import GradSync, LocalSteps, SumEveryStep
 from fourfold.step.model_specs import model_specs, update_spec
+from fourfold.step.norm_sums import NormSum, SumOverShards, SumOverTensorRanks
 from fourfold.step.objective import Objective
 from fourfold.step.persistent_state import PersistentState
 from fourfold.step.rank_agreement import check_same_on_ranks
 from fourfold.step.stage import whole_model_stage
 from fourfold.step.step_options import StepOptions
 from fourfold.step.step_parts import StageParts
+from fourfold.step.tensor.tensor_axis import TensorAxis
 from fourfold.step.weights import Weights, trainable_parameters
 from fourfold.words.layout import SPLIT, WHOLE, Change
 from fourfold.words.program import Verb
@@ -116,10 +118,10 @@ def make_stage(
     world: Communicator,
     meter: CommMeter,
     calls: CallChecker,
-    whole_tensors: WholeTensors,
+    tensor: TensorAxis,
 ) -> StageAssembly:
     """Make the parts of a stage. Collective. Raises PlanError."""
-    data_ranks = world.along("dp", "sp")
+    data_ranks, whole_tensors = world.along("dp", "sp"), tensor.whole_tensors
     codecs = _make_codecs(trained)
     topology = topology_along(world, trained.blueprint.topology, data_ranks)
     gradients, transport, averager = _make_gradients(trained, data_ranks, topology, meter, calls, codecs)
@@ -127,7 +129,7 @@ def make_stage(
     layout = _state_layout(trained, transport, data_ranks)
     weights = _make_weights(trained, transport, layout, data_ranks, whole_tensors)
     optimizer = _make_optimizer(trained, transport, gradients, weights)
-    sync = _make_sync(trained, weights, averager)
+    sync = _make_sync(trained, weights, averager, tensor)
     parts = StageParts(
         stage=whole_model_stage(trained.model, objective, statistics),
         parameters=trained.by_bucket,
@@ -142,6 +144,7 @@ def make_stage(
         step_hooks=_make_hooks(trained),
         rounds=RoundEveryBackward() if trained.layouts.gradient == SPLIT else OneRound(),
         update_verbs=_update_verbs(trained.layouts),
+        norm_sum=_make_norm_sum(trained, transport, tensor),
     )
     codec_state = CodecState(codecs, data_ranks, whole_tensors)
     state = PersistentState(weights, trained.buckets, optimizer, layout, data_ranks, codec_state, sync)
@@ -239,20 +242,9 @@ def _make_gradients(
         meter,
         allow_unused=allow_unused,
         may_block_in_backward=not waits_in_backward,
-        uncounted=_uncounted_ranges(trained),
+        uncounted=trained.group.stage.uncounted_ranges,
     )
     return _GradientParts(gradients, transport, averager)
-
-
-def _uncounted_ranges(trained: Trained) -> list[list[tuple[int, int]]]:
-    """By bucket: the elements [start, stop) whose squares another tensor rank adds to the norm."""
-    ranges = {
-        spec.name: spec.shards[spec.tensor_index].uncounted_ranges for spec in trained.group.stage.specs if spec.shards
-    }
-    return [
-        [(slot.start + start, slot.start + stop) for slot in bucket.slots for start, stop in ranges.get(slot.name, ())]
-        for bucket in trained.buckets
-    ]
 
 
 def _state_layout(trained: Trained, transport: DataTransport, data_ranks: Communicator) -> RankLayout:
@@ -315,18 +307,26 @@ def _make_optimizer(
             is_chunked=trained.is_sharded,
         )
     prepare = transport.grads.reduce_range if trained.is_sharded else None
-    return FlatOptimizer(trained.optimizer, trained.buckets, slices, prepare_grads=prepare)
+    uncounted = trained.group.stage.uncounted_ranges
+    return FlatOptimizer(trained.optimizer, trained.buckets, slices, prepare_grads=prepare, uncounted=uncounted)
+
+
+def _make_norm_sum(trained: Trained, transport: DataTransport, tensor: TensorAxis) -> NormSum:
+    over_tensor_ranks = SumOverTensorRanks(tensor.group)
+    if not trained.is_sharded:
+        return over_tensor_ranks
+    return SumOverShards(transport.scalars, transport.grads, over_tensor_ranks)
 
 
 def _outer_optimizer(plan: Plan) -> OuterOptimizer:
     return OuterOptimizer(plan.outer_lr, plan.outer_momentum) if plan.sync == "local" else OuterOptimizer()
 
 
-def _make_sync(trained: Trained, weights: Weights, averager: LocalSGDReducer | None) -> GradSync:
+def _make_sync(trained: Trained, weights: Weights, averager: LocalSGDReducer | None, tensor: TensorAxis) -> GradSync:
     if averager is None:
         return SumEveryStep()
     local_sgd = LocalSGD(weights.flats, trained.buckets, averager, _outer_optimizer(trained.plan))
-    return LocalSteps(local_sgd, trained.plan.dp, trained.blueprint.sync_interval)
+    return LocalSteps(local_sgd, trained.plan.dp, tensor.group, trained.blueprint.sync_interval)
 
 
 def _make_hooks(trained: Trained) -> StepHooks:

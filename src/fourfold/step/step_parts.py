@@ -20,6 +20,7 @@ from fourfold.plan.precision import LossScale
 from fourfold.step.grad_rounds import GradRounds
 from fourfold.step.grad_scaling import GradScaling
 from fourfold.step.grad_sync import GradSync
+from fourfold.step.norm_sums import NormSum
 from fourfold.step.objective import Objective
 from fourfold.step.stage import Stage
 from fourfold.step.weights import Weights
@@ -46,6 +47,8 @@ class StageParts(NamedTuple):
     rounds: GradRounds
     update_verbs: tuple[Verb, ...]
     """What updates a bucket: UPDATE, and GATHER if new weights are all-gathered."""
+    norm_sum: NormSum
+    """Of layer-wise updates."""
 
     @property
     def num_buckets(self) -> int:

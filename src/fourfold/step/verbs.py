@@ -206,9 +206,7 @@ def _measure_trust_norms(step: StepState, action: Action) -> None:
         stage.optimizer.begin_layerwise_update(bucket, used=stage.used_slots(bucket, counts), factor=step.grad_scale)
         for bucket in range(stage.num_buckets)
     ]
-    norms = torch.cat(local).flatten()
-    stage.scalars.all_reduce_async(TRUST_NORMS, shard_addend(stage.reducer, norms))
-    total = torch.tensor(stage.scalars.wait(TRUST_NORMS), dtype=torch.float64, device=step.parts.device)
+    total = stage.norm_sum.over_ranks(torch.cat(local).flatten().to(step.parts.device))
     by_bucket = total.view(-1, 2).split([len(parameters) for parameters in stage.parameters])
     step.squared_norms[action.stage] = dict(enumerate(by_bucket))
 

@@ -1,6 +1,6 @@
 """Ranges: [start, stop) of whole numbers, such as the elements of a flat tensor."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 
 def join_ranges(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -12,3 +12,16 @@ def join_ranges(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
         else:
             result.append((start, stop))
     return result
+
+
+def rest_of_range(start: int, stop: int, taken: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """What is left of [start, stop) without other ranges, which are sorted and do not overlap."""
+    for first, last in taken:
+        first, last = max(first, start), min(last, stop)
+        if first >= last:
+            continue
+        if start < first:
+            yield start, first
+        start = last
+    if start < stop:
+        yield start, stop

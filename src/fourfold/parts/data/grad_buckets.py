@@ -21,6 +21,7 @@ from fourfold.parts.data.grad_checks import (
 )
 from fourfold.parts.data.grad_slots import GradSlots
 from fourfold.plan.data.buckets import Bucket
+from fourfold.words.ranges import rest_of_range
 from fourfold.words.trace_events import DONE_EVENT, LAUNCHED_EVENT, READY_EVENT
 
 
@@ -164,13 +165,10 @@ class GradBuckets:
         """This rank's shard of a bucket's sum, for the norm; the reduction has ended."""
         self._reducer.reduce_shard(bucket)
         start, stop, flat = self._reducer.grad_shard(bucket)
-        parts = []
-        for first, last in self._uncounted[bucket] if self._uncounted else ():
-            first, last = max(first, start), min(last, stop)
-            if first < last:
-                parts.append(flat[: first - start])
-                flat, start = flat[last - start :], last
-        return [*parts, flat]
+        if not self._uncounted:
+            return [flat]
+        counted = rest_of_range(start, stop, self._uncounted[bucket])
+        return [flat[a - start : b - start] for a, b in counted] or [flat[:0]]
 
     def drop_grads(self) -> None:
         """Drop what is in `.grad`: backwards outside of steps have left it there."""

@@ -14,7 +14,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fourfold.parts import memory
-from fourfold.parts.optim.layerwise import LayerwiseOptimizer, PendingLayerwiseUpdate, begin_update, finish_update
+from fourfold.parts.optim.layerwise import (
+    LayerwiseOptimizer,
+    PendingLayerwiseUpdate,
+    Ranges,
+    begin_update,
+    finish_update,
+)
 from fourfold.parts.optim.option_text import IMPLEMENTATION_OPTIONS
 from fourfold.parts.optim.update_slices import UpdateSlice
 from fourfold.parts.optim.user_optimizer import is_layerwise
@@ -22,6 +28,7 @@ from fourfold.parts.tensor_reader import ParameterState
 from fourfold.parts.torch_private import mark_step_called, step_without_wrappers
 from fourfold.plan.data.buckets import Bucket
 from fourfold.words.errors import OptimizerError, Problem
+from fourfold.words.ranges import rest_of_range
 
 PrepareGrads = Callable[[int, int, int, float], None]
 SavedSlot = tuple[int, int, ParameterState]
@@ -47,11 +54,16 @@ class FlatOptimizer:
         slices: Sequence[Sequence[UpdateSlice]],
         *,
         prepare_grads: PrepareGrads | None = None,
+        uncounted: Sequence[Ranges] = (),
     ) -> None:
-        """`slices` are by bucket. A bucket's `param_group` is an index into `optimizer.param_groups`.
+        """A bucket's `param_group` is an index into `optimizer.param_groups`.
 
-        `prepare_grads(bucket, start, stop, factor)` computes the gradients of a slice, just before they are used.
+        slices         by bucket
+        prepare_grads  (bucket, start, stop, factor) computes the gradients of a slice, just before they are used
+        uncounted      by bucket: the elements [start, stop) whose squares another tensor rank adds to norms of
+                       parameters; empty: none
         """
+        self._uncounted = uncounted
         self._user_optimizer, self._buckets, self._slices, self._prepare_grads = (
             optimizer,
             buckets,
@@ -127,8 +139,8 @@ class FlatOptimizer:
 
         used           by slot: whether any rank had a gradient for it; None = all
         factor         multiplies the sums, when they are prepared or converted
-        squared_norms  layer-wise: the result of `begin_layerwise_update`, summed over the ranks that share the bucket;
-                       None if this rank has the whole bucket
+        squared_norms  layer-wise: the result of `begin_layerwise_update`, summed over the ranks that share the bucket
+                       or the parameters; None if this rank has all of them
         gradient       the whole bucket's, in the weights' dtype, to be used in place of the sums
         """
         if is_layerwise(self._user_optimizer):
@@ -159,9 +171,20 @@ class FlatOptimizer:
         total = torch.zeros(len(self._buckets[bucket].slots), 2, dtype=torch.float64, device=device)
         for run in self._prepared_updates(bucket, used, factor, gradient):
             indices = [each.slot_index for each in run.slices if each.slot_index is not None]
-            pending.append(begin_update(cast(LayerwiseOptimizer, run.optimizer), indices, num_parameters=len(total)))
+            layerwise, counted = cast(LayerwiseOptimizer, run.optimizer), self._counted_ranges(bucket, run)
+            pending.append(begin_update(layerwise, indices, num_parameters=len(total), counted=counted))
             total += pending[-1].squared_norms.to(device)
         return total
+
+    def _counted_ranges(self, bucket: int, update: "_FlatUpdate") -> list[Ranges] | None:
+        """By slice: its elements whose squares this rank adds to the norms of parameters; None: all."""
+        if not self._uncounted:
+            return None
+        taken = self._uncounted[bucket]
+        return [
+            [(a - each.start, b - each.start) for a, b in rest_of_range(each.start, each.stop, taken)]
+            for each in update.slices
+        ]
 
     def _prepared_updates(
         self, bucket: int, used: Sequence[bool] | None, factor: float, bucket_grad: Tensor | None

@@ -14,6 +14,7 @@ from torch import Tensor
 from fourfold.words.errors import OptimizerError, Problem
 
 ParamGroup = dict[str, Any]
+Ranges = Sequence[tuple[int, int]]
 
 
 class LayerwiseOptimizer(Protocol):
@@ -46,24 +47,33 @@ class PendingLayerwiseUpdate(NamedTuple):
 
 
 def begin_update(
-    optimizer: LayerwiseOptimizer, param_indices: Sequence[int], *, num_parameters: int
+    optimizer: LayerwiseOptimizer,
+    param_indices: Sequence[int],
+    *,
+    num_parameters: int,
+    counted: Sequence[Ranges | None] | None = None,
 ) -> PendingLayerwiseUpdate:
     """The element-wise half of an update: directions, and this rank's part of the squared norms.
 
-    `param_indices`: for each tensor of the optimizer, the index of the parameter that it is part of. Tensors without
-    gradient are left out. Raises OptimizerError for a sparse gradient.
+    Tensors without gradient are left out. Raises OptimizerError for a sparse gradient.
+
+    param_indices  for each tensor of the optimizer, the index of the parameter that it is part of
+    counted        for each tensor, which is flat, the elements whose squares this rank adds; None: all
     """
     tensors = [(weight, group) for group in optimizer.param_groups for weight in group["params"]]
     device = tensors[0][0].device if tensors else None
     squares = torch.zeros(num_parameters, 2, dtype=torch.float64, device=device)
     updates = []
-    for (weight, group), param_index in zip(tensors, param_indices, strict=True):
+    counted = counted or [None] * len(tensors)
+    for (weight, group), param_index, ranges in zip(tensors, param_indices, counted, strict=True):
         if weight.grad is None:
             continue
         if weight.grad.layout is not torch.strided:
             raise OptimizerError(Problem("a sparse gradient", "dense gradients", "sparse=False"))
         direction = optimizer.update_direction(weight, optimizer.state[weight], group)
-        squares[param_index] += torch.stack((_squared_norm(weight), _squared_norm(direction)))
+        pairs = [(weight, direction)] if ranges is None else [(weight[a:b], direction[a:b]) for a, b in ranges]
+        for parts in pairs:
+            squares[param_index] += torch.stack([_squared_norm(part) for part in parts])
         updates.append((weight, direction, param_index, group))
     return PendingLayerwiseUpdate(optimizer, updates, squares)
 

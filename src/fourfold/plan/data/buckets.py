@@ -1,8 +1,9 @@
 """Buckets: parameters whose gradients are reduced together, and whose weights are gathered together.
 
 slot    one parameter's place in a bucket, [start, stop) in elements
-bucket  consecutive slots in reverse order of definition, one dtype, one optimizer group
-Law: slots tile the bucket, padding only at the end, so every shard of it is one contiguous slice.
+bucket  consecutive slots in reverse order of definition, one dtype, one optimizer group, on as many tensor ranks
+Law: slots tile the bucket, padding only at the end, so every shard of it is one contiguous slice. What several tensor
+ranks hold lies at the same place of the same bucket on each of them, so sums and codecs give it the same bits.
 """
 
 from collections.abc import Sequence
@@ -58,10 +59,10 @@ def make_buckets(specs: Sequence[ParamSpec], *, bucket_bytes: int, num_shards: i
 
 def _bucket_members(specs: Sequence[ParamSpec], bucket_bytes: int) -> list[list[ParamSpec]]:
     """The parameters of each bucket."""
-    open_buckets: dict[tuple[str, int], list[ParamSpec]] = {}
+    open_buckets: dict[tuple[str, int, int | None], list[ParamSpec]] = {}
     full: list[list[ParamSpec]] = []
     for spec in reversed(specs):
-        key = spec.dtype, spec.param_group
+        key = spec.dtype, spec.param_group, spec.num_replicas
         members = open_buckets.setdefault(key, [])
         num_elements = sum(member.num_elements for member in members)
         if members and (num_elements + spec.num_elements) * spec.element_bytes > bucket_bytes:

@@ -51,7 +51,7 @@ class DataStepSpec(NamedTuple):
     """What a data rank's step consists of.
 
     launch_order            the order of reductions, as recorded in the first step; empty: by bucket number
-    has_trust_ratios        the optimizer needs norms of single parameters, and parameters are split among ranks
+    has_trust_ratios        the optimizer needs norms of single parameters, and ranks hold parts of these
     use_orders              as recorded in the first step; None: as `predict_use_orders` has them
     measures_nominal_count  the step finds out what gradients are divided by before the loss count is known
     """

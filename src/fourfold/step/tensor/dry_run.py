@@ -21,6 +21,7 @@ from fourfold.parts.data.param_access import METADATA_FUNCTIONS
 from fourfold.parts.tensor.cut import local_part
 from fourfold.parts.torch_private import swapped_state
 from fourfold.plan.tensor_shard import TensorShard
+from fourfold.step.batch_statistics import frozen_statistics
 from fourfold.step.dry_run.backward import run_backward
 from fourfold.step.dry_run.check_config import CheckUnavailable, MemoryFit
 from fourfold.step.dry_run.fixed_random import without_randomness
@@ -143,6 +144,8 @@ class TensorDryRun:
             swapped_state(model, {**buffers, **weights}),
             copy_tensor_attributes(model, dtype),
             without_randomness(self._device),
+            # Of few samples: normalized by their own, nearly nothing of their gradients would be left to compare.
+            frozen_statistics(model),
         ):
             yield
 
@@ -189,7 +192,8 @@ class TensorDryRun:
                 return Findings([self._problems.failure(whole.run.trace, trace, error)])
             if draws := split_draws(whole.run.draws, run.draws):
                 return Findings([self._problems.draw(draws[0])])
-            if problem := self._output_problem(whole.run, run, uses.names):
+            problem = self._problems.statistics(whole.run.trace, trace)
+            if problem := problem or self._output_problem(whole.run, run, uses.names):
                 return Findings([problem])
             run_backward(run.outputs, whole.upstream)
         return Findings(gradients=self._compare_gradients(whole))

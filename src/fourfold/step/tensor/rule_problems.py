@@ -13,6 +13,7 @@ from fourfold.parts.tensor.layers import CHANNEL_CLASSES, CONV1D_CLASSES, SPLIT_
 from fourfold.plan.tensor_layers import generalized
 from fourfold.plan.tensor_rules import Style
 from fourfold.plan.tensor_shard import TensorShard
+from fourfold.step.batch_norm import uses_batch_stats
 from fourfold.step.tensor.module_trace import INPUT, OUTPUT, Event, ModuleTrace
 from fourfold.step.tensor.split_randomness import Draw
 from fourfold.words.errors import Problem
@@ -132,6 +133,19 @@ class RuleProblems:
         got = f"tp = {self._size} and {draw.what} in {self._named(draw.module)}, on features that are split"
         need = "random numbers for whole features only: those of split ones would repeat on each tensor rank"
         return Problem(got, need, f"dropout = 0 in {self._named(draw.module)}, or tp = 1")
+
+    def statistics(self, whole: ModuleTrace, local: ModuleTrace) -> Problem | None:
+        """A batch normalization whose statistics would be of a part of its samples or positions."""
+        norms = {name for name, module in self._structure.named_modules() if uses_batch_stats(module)}
+        full_shapes = {each[:3]: each.tensor.shape for each in whole.events}
+        for event in local.events:
+            full, got = full_shapes.get(event[:3]), event.tensor.shape
+            # Split channels are right: each has all of its values here.
+            if event.kind == INPUT and event.name in norms and full and (got[:1], got[2:]) != (full[:1], full[2:]):
+                what = f"{self._named(event.name)} gets {list(got)} of {list(full)}"
+                need = "all values of a channel on one tensor rank, for the channel's statistics"
+                return Problem(what, need, self._no_rule(self._layer_before(local.events)))
+        return None
 
     # ---- words --------------------------------------------------------------------------------------
 
