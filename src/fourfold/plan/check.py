@@ -14,6 +14,7 @@ from fourfold.plan.batch_norm import SYNC
 from fourfold.plan.codec import CODECS
 from fourfold.plan.param_spec import ParamSpec
 from fourfold.plan.plan import Plan, candidate_meshes
+from fourfold.plan.tensor_residual import SPLIT, WHOLE
 from fourfold.plan.topology import Topology, group_hosts, num_host_shards
 from fourfold.plan.update_spec import UpdateSpec
 from fourfold.words.errors import Problem
@@ -174,7 +175,9 @@ def batch_norm_problems(plan: Plan) -> list[Problem]:
 def tensor_problems(plan: Plan) -> list[Problem]:
     """What the tensor axis cannot be combined with yet."""
     if plan.tp == 1:
-        return []
+        got = f'residual = "{SPLIT}" with tp = 1'
+        problem = Problem(got, "tensor ranks to split the tokens over", f'tp = 2, or residual = "{WHOLE}"')
+        return [problem] if plan.residual == SPLIT else []
     rules = [
         (
             plan.sync == "local",

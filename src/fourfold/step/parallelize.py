@@ -24,7 +24,7 @@ from fourfold.plan.rng import generator_seed
 from fourfold.step.argument_checks import check_arguments
 from fourfold.step.meta_model import build_meta_model
 from fourfold.step.model_checks import check_model_loss, check_plan_for_model, check_plan_on_ranks, check_update_timing
-from fourfold.step.tensor.tensor_axis import place_shards
+from fourfold.step.tensor.tensor_axis import check_rules
 from fourfold.step.train_step import TrainStep
 from fourfold.step.user_optimizer import check_user_optimizer
 from fourfold.words.task import Task
@@ -107,7 +107,7 @@ def preflight(task: Task, plan: Plan) -> nn.Module:
     optimizer = build_optimizer(task.optimizer, list(model.parameters()))
     check_update_timing(optimizer, plan)
     check_user_optimizer(optimizer, step_hook_conflicts(plan))
-    place_shards(model, task.tensor, plan.tp)
+    check_rules(model, task.tensor, plan.tp, residual=plan.residual)
     return model
 
 
