@@ -57,6 +57,11 @@ class TensorAxis(NamedTuple):
         return self.group.size > 1
 
     @property
+    def splits_tokens(self) -> bool:
+        """Whether hidden tensors are split over tokens somewhere."""
+        return bool(self.residual.blocks)
+
+    @property
     def totals_of_peers(self) -> list[int]:
         """Which of a step's totals the first rank of the group adds for all, by their places in `StepTotals`."""
         return COMMON_TOTALS if self.group.index else []
