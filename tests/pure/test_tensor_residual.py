@@ -7,7 +7,8 @@ import pytest
 
 from fourfold.plan.tensor_layers import resolve_layers
 from fourfold.plan.tensor_residual import ResidualLayout, residual_layout
-from fourfold.plan.tensor_rules import ModuleSpec
+from fourfold.plan.tensor_rules import ModuleSpec, Style
+from fourfold.plan.tensor_traffic import BlockTraffic, block_traffic
 from fourfold.words.errors import PlanError
 
 WEIGHT, VECTOR = {"weight": (8, 8)}, {"weight": (8,)}
@@ -23,11 +24,14 @@ def specs(model: Model) -> list[ModuleSpec]:
     return [ModuleSpec(name, *model.get(name, ("other", {})), {}, name.rpartition(".")[2]) for name in names]
 
 
-def layout(model: Model, rules: Mapping[str, str]) -> ResidualLayout:
-    modules = specs(model)
-    layers, problems = resolve_layers(modules, rules)
+def styles_of(model: Model, rules: Mapping[str, str]) -> dict[str, Style]:
+    layers, problems = resolve_layers(specs(model), rules)
     assert not problems
-    return residual_layout(modules, {layer.module.name: layer.rule.style for layer in layers})
+    return {layer.module.name: layer.rule.style for layer in layers}
+
+
+def layout(model: Model, rules: Mapping[str, str]) -> ResidualLayout:
+    return residual_layout(specs(model), styles_of(model, rules))
 
 
 def block(name: str, *layers: str) -> dict[str, tuple[str, Mapping[str, tuple[int, ...]]]]:
@@ -144,3 +148,21 @@ def test_what_cannot_be_split_is_rejected(model, rules, message):
     with pytest.raises(PlanError, match=message) as error:
         layout(model, rules)
     assert 'residual = "whole"' in str(error.value)
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_a_block_costs_what_the_formula_says(tp):
+    """Per token 8 · D · (t - 1) / t elements, and 10 where residuals are split. Queries and keys read one tensor."""
+    layers = {
+        "blocks.0.attention.q": ("linear", {"weight": (8, 4)}),
+        "blocks.0.attention.kv": ("conv1d", {"weight": (4, 16), "bias": (16,)}),
+        "blocks.0.attention.out": ("linear", {"weight": (4, 8), "bias": (4,)}),
+        "blocks.0.norm": ("norm", {"weight": (4,), "bias": (4,)}),
+        "blocks.0.mlp.up": ("linear", {"weight": (16, 4)}),
+        "blocks.0.mlp.down": ("conv1d", {"weight": (16, 4)}),
+    }
+    rules = {f"blocks.*.{name}": "column" for name in ("attention.q", "attention.kv", "mlp.up")}
+    rules |= {f"blocks.*.{name}": "row" for name in ("attention.out", "mlp.down")}
+    model = specs(layers)
+    found = block_traffic("blocks.0", model, styles_of(layers, rules), layout(layers, rules), tp)
+    assert found == BlockTraffic(8 * 4 * (tp - 1) / tp, 10 * 4 * (tp - 1) / tp, 2 * 12 * (tp - 1) / tp)

@@ -243,8 +243,9 @@ class CountedElements:
         def call(group: Any, tensor: Tensor, *args: Any) -> Tensor:
             size = group.size
             whole = tensor.numel() * (size if name == "all_gather" else 1)
-            if group.index == 0 and tensor.is_floating_point() and tensor.numel() > small:
-                self.elements[name] = self.elements.get(name, 0) + times * whole * (size - 1) / size
+            if group.index == 0 and tensor.is_floating_point():
+                key = f"small {name}" if tensor.numel() <= small else name
+                self.elements[key] = self.elements.get(key, 0) + times * whole * (size - 1) / size
             return method(group, tensor, *args)
 
         return call
@@ -271,8 +272,11 @@ def test_a_layer_sends_as_many_elements_as_the_formula_says(tp, monkeypatch, wit
 
     unit = B * L * D * (tp - 1) / tp
     whole, split = of_a_layer("whole"), of_a_layer("split")
-    assert (whole["all_reduce"], sum(whole.values())) == (8 * unit, 8 * unit)
-    assert split == {"all_reduce": 0, "reduce_scatter": 4 * unit, "all_gather": 6 * unit}
+    norms = 2 * D * 2 * (tp - 1) / tp
+    assert {name: number for name, number in whole.items() if number} == {"all_reduce": 8 * unit}
+    assert {name: number for name, number in split.items() if number} == {
+        "reduce_scatter": 4 * unit, "all_gather": 6 * unit, "small all_reduce": norms
+    }  # fmt: skip
 
 
 class CountedCalls(SingleRankTensorGroup):

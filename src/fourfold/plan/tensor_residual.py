@@ -44,8 +44,8 @@ def residual_layout(modules: Sequence[ModuleSpec], styles: Mapping[str, Style]) 
     """
     columns = [module.name for module in modules if styles.get(module.name) is Style.COLUMN]
     blocks, problems = _blocks(modules, columns)
-    inside = {block: [module for module in modules if _is_in(module.name, block)] for block in blocks}
-    parents = {parent_name(name) for name in columns if any(_is_in(name, block) for block in blocks)}
+    inside = {block: [module for module in modules if is_in(module.name, block)] for block in blocks}
+    parents = {parent_name(name) for name in columns if any(is_in(name, block) for block in blocks)}
     containers = {name for name in parents if not any(_is_inside(name, other) for other in parents)}
     lists = [_list_of(name, blocks, modules) for name in dict.fromkeys(map(parent_name, blocks))]
     problems += [problem for each in lists for problem in _list_problems(each, modules)]
@@ -61,7 +61,7 @@ def residual_layout(modules: Sequence[ModuleSpec], styles: Mapping[str, Style]) 
         containers=frozenset(containers),
         exits=frozenset(exits),
         summed=frozenset(
-            name for name in summed if name not in styles and not any(_is_in(name, each) for each in containers)
+            name for name in summed if name not in styles and not any(is_in(name, each) for each in containers)
         ),
         rows=frozenset(module.name for module in tokenwise if styles.get(module.name) is Style.ROW),
         blocks=tuple(blocks),
@@ -73,7 +73,8 @@ def _is_inside(name: str, outer: str) -> bool:
     return name != outer and (not outer or name.startswith(f"{outer}."))
 
 
-def _is_in(name: str, outer: str) -> bool:
+def is_in(name: str, outer: str) -> bool:
+    """Whether a module is another one, or inside of it."""
     return name == outer or _is_inside(name, outer)
 
 
@@ -174,7 +175,7 @@ def _behind(name: str, modules: Sequence[ModuleSpec]) -> ModuleSpec | None:
 def _list_problems(each: _List, modules: Sequence[ModuleSpec]) -> Iterable[Problem]:
     """Members between blocks that may need all tokens."""
     for member in each.members:
-        has_parameters = any(module.parameters for module in modules if _is_in(module.name, member.name))
+        has_parameters = any(module.parameters for module in modules if is_in(module.name, member.name))
         if member.name not in each.blocks and member.kind != "norm" and has_parameters:
             got = f'residual = "{SPLIT}" and {member.name}, a {member.class_name} without split layers between blocks'
             yield Problem(got, "split layers in each block from the first to the last", KEEP_WHOLE)
