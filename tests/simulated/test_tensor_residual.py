@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import weakref
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -43,7 +43,9 @@ from tests.simulated.test_tensor_axis import (
     train,
 )
 
-split_plan = functools.partial(Plan, residual="split", bucket_bytes=8000)
+
+def split_plan(**fields: Any) -> Plan:
+    return Plan(residual="split", bucket_bytes=8000, **fields)
 
 
 def language_step(plan: Plan, comm: Any, model: nn.Module | None = None, **options: Any) -> TrainStep:
@@ -140,21 +142,25 @@ def test_empty_batches():
 
 
 class Checkpointed(lm.Block):
-    def forward(self, *args: Any) -> Tensor:
-        return checkpoint(super().forward, *args, use_reentrant=self.reentrant)  # type: ignore[return-value]
+    reentrant: bool
+
+    def forward(self, *args: Tensor) -> Any:  # type: ignore[override]
+        return checkpoint(super().forward, *args, use_reentrant=self.reentrant)
 
 
 class PartlyCheckpointed(lm.Block):
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        attention = checkpoint(lambda x: self.attention(self.norm1(x), cos, sin), x, use_reentrant=self.reentrant)
-        x = x + attention  # type: ignore[operator]
-        return x + checkpoint(self.mlp, checkpoint(self.norm2, x, use_reentrant=True), use_reentrant=self.reentrant)
+    reentrant: bool
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Any:  # type: ignore[override]
+        options: Any = {"use_reentrant": self.reentrant}
+        x = x + cast(Tensor, checkpoint(lambda x: self.attention(self.norm1(x), cos, sin), x, **options))
+        return x + cast(Tensor, checkpoint(self.mlp, checkpoint(self.norm2, x, use_reentrant=True), **options))
 
 
 def checkpointed(where: str, *, reentrant: bool) -> nn.Module:
     with SEED_LOCK:
         torch.manual_seed(7)
-        model = lm.LanguageModel(width=32, layers=2, heads=8, kv_heads=2).double()
+        model: Any = lm.LanguageModel(width=32, layers=2, heads=8, kv_heads=2).double()
     classes = {"blocks": Checkpointed, "parts": PartlyCheckpointed, "nowhere": lm.Block}
     for block in model.blocks:
         block.__class__, block.reentrant = classes[where], reentrant
@@ -313,11 +319,11 @@ def test_tokens_are_gathered_once_however_many_layers_read_them():
     outputs.backward(retain_graph=True)
     backward = ["all_gather", "reduce_scatter", "all_gather"]  # again for the weights; of gradients; at the start
     assert group.calls == ["all_gather", *backward]
-    gradients = [p.grad.clone() for layer in layers for p in layer.parameters()]
+    weights = [layer.weight for layer in layers]
+    gradients = [cast(Tensor, weight.grad).clone() for weight in weights]
     outputs.backward()
     assert group.calls == ["all_gather", *backward, *backward]
-    twice = [p.grad for layer in layers for p in layer.parameters()]
-    assert all(torch.equal(2 * one, two) for one, two in zip(gradients, twice, strict=True))
+    assert all(torch.equal(2 * one, cast(Tensor, p.grad)) for one, p in zip(gradients, weights, strict=True))
 
 
 def test_a_gathered_tensor_is_freed_with_its_module():

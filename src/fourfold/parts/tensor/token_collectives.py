@@ -73,7 +73,7 @@ class SplitTokens(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         ctx.count.value = None
         return gather_rows(grads[0], ctx.length, ctx.group), None, None
 
@@ -89,7 +89,7 @@ class GatherTokens(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         ctx.count.value = ctx.length
         return own_rows(grads[0], ctx.group), None, None
 
@@ -125,7 +125,7 @@ class EnterTokens(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:  # type: ignore[override]
         ctx.count.value = ctx.length
         ctx.source.free()
         return add_rows(grads[0], ctx.group), None, None, None, None
@@ -141,7 +141,7 @@ class LeaveTokens(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         ctx.count.value = ctx.length
         return gather_rows(grads[0], ctx.length, ctx.group), None, None
 
@@ -165,7 +165,7 @@ class LinearOfTokens(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, Tensor | None, Tensor | None, None]:  # type: ignore[override]
         rows, weight = ctx.saved_tensors
         needs_input, _, needs_weight, needs_bias, _ = ctx.needs_input_grad
         grad, grad_NF = grads[0], grads[0].flatten(0, -2)
