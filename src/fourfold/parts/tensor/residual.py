@@ -4,7 +4,7 @@ hidden  the first floating-point tensor among the arguments of a module, or of w
 role    what a module does, as `plan/tensor_residual.py` has inferred
 Law: a module keeps its object, its name and its base class, and its own forward sees no difference but the tokens of
 the hidden tensor. Gradients of parameters that work on some tokens are summed in the module that has them: so it does
-not matter which modules a checkpoint runs again.
+not matter around which modules a checkpoint stands.
 """
 
 import functools

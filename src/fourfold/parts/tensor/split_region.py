@@ -29,7 +29,7 @@ from fourfold.parts.tensor.token_collectives import (
     TokenCount,
     token_range,
 )
-from fourfold.parts.torch_private import is_in_backward, version_of
+from fourfold.parts.torch_private import version_of
 from fourfold.plan.tensor_shard import TensorShard
 from fourfold.words.errors import Problem, TaskError
 
@@ -110,6 +110,7 @@ class SplitRegion:
         Raises TaskError if these are no rows of the tensor that was split.
         """
         count, group = self._count, self.group
+        count.resume()
         _check_rows(rows, count.value, group, where)
         whole = GatherTokens.apply(rows, count, group)
         if torch.is_grad_enabled():
@@ -121,9 +122,8 @@ class SplitRegion:
         return whole
 
     def end_tokens(self) -> None:
-        """Where a pass through the blocks ends. Not in backward: there other blocks may run for the second time."""
-        if not is_in_backward():
-            self._count.value = None
+        """Where a pass through the blocks ends."""
+        self._count.end()
 
     def leave_tokens(self, partial: Tensor) -> Tensor:
         """This rank's rows of the sum of the ranks' tensors."""

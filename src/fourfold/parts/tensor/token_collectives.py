@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fourfold.parts.comm.tensor.protocol import TensorGroup
+from fourfold.parts.torch_private import is_in_backward
 from fourfold.plan.tensor_shard import TensorShard
 
 
@@ -28,6 +29,16 @@ class TokenCount:
 
     def __init__(self) -> None:
         self.value: int | None = None
+        self._before: int | None = None
+
+    def end(self) -> None:
+        """The end of a forward."""
+        self._before, self.value = self.value, None
+
+    def resume(self) -> None:
+        """Where a checkpoint runs the end of a forward for the second time: the count of the last forward."""
+        if self.value is None and is_in_backward():
+            self.value = self._before
 
 
 def token_range(length: int, group: TensorGroup) -> tuple[int, int]:
