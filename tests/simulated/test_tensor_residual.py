@@ -305,7 +305,7 @@ def test_tokens_are_gathered_once_however_many_layers_read_them():
     for layer in layers:
         shards = {name: TensorShard.even(p.shape, 0, 0, 1) for name, p in layer.named_parameters()}
         split_layer(layer, Style.COLUMN, region, shards)
-    rows = region.split_tokens(torch.randn(2, 3, 4, requires_grad=True))
+    rows = region.split_tokens(torch.randn(2, 3, 4, requires_grad=True), where="a block")
     whole = region.gather_tokens(rows, where="the layers")
     outputs = sum(layer(whole).square().sum() for layer in layers) + whole.sum()
     assert group.calls == ["all_gather"]
@@ -326,7 +326,7 @@ def test_a_gathered_tensor_is_freed_with_its_module():
         layer, Style.COLUMN, region, {n: TensorShard.even(p.shape, 0, 0, 1) for n, p in layer.named_parameters()}
     )
     for requires_grad in (False, True):
-        rows = region.split_tokens(torch.randn(2, 3, 4, requires_grad=requires_grad))
+        rows = region.split_tokens(torch.randn(2, 3, 4, requires_grad=requires_grad), where="a block")
         whole = region.gather_tokens(rows, where="the layer")
         reference, output = weakref.ref(whole), layer(whole)
         del whole
@@ -442,7 +442,7 @@ class Shift(nn.Module):
         self.number = number
 
     def forward(self, x: Tensor) -> Tensor:
-        return x.roll(self.number, -2)
+        return x.roll(self.number, -2) if self.number else x
 
 
 class ShiftingBlock(nn.Module):
@@ -525,6 +525,18 @@ def test_blocks_without_the_first_one_are_rejected(model, num_tokens):
 
 def task(model: Any, rules: Any) -> ff.Task:
     return ff.Task(model=model, loss=F.mse_loss, data=lambda: None, optimizer=ADAM, tensor=rules)  # type: ignore[arg-type]
+
+
+class OneVector(Shifting):
+    """Its blocks get one vector of features, without tokens."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + super().forward(x.mean((0, 1)))
+
+
+def test_hidden_tensors_without_tokens_are_rejected():
+    message = raised(lambda: OneVector(0), split_plan(tp=2), MIXER_RULES, features())
+    assert "[8] for blocks.0   need a hidden tensor [..., tokens, features]" in message
 
 
 def test_impossible_plans_are_rejected_before_processes_start():

@@ -46,7 +46,8 @@ class ResidualModule(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         role, region = self.residual_role, self.residual_region
         if role.splits:
-            args, kwargs = _replace_argument(args, kwargs, region.split_tokens, role.name)
+            split = functools.partial(region.split_tokens, where=role.name)
+            args, kwargs = _replace_argument(args, kwargs, split, role.name)
         if role.gathers:
             gather = functools.partial(region.gather_tokens, where=role.name)
             args, kwargs = _replace_argument(args, kwargs, gather, role.name)

@@ -100,8 +100,12 @@ class SplitRegion:
         """The ranks' slices of the last dim, one behind the other; the last ones may be shorter, `length` is of all."""
         return _Gather.apply(tensor, self.group, length)
 
-    def split_tokens(self, whole: Tensor) -> Tensor:
-        """This rank's rows of a tensor that all ranks hold: where a pass through the blocks begins."""
+    def split_tokens(self, whole: Tensor, *, where: str) -> Tensor:
+        """This rank's rows of a tensor that all ranks hold: where a pass through the blocks begins.
+
+        Raises TaskError if it has no tokens. `where`: the module that begins.
+        """
+        _check_dims(whole, where)
         return SplitTokens.apply(whole, self._count, self.group)
 
     def gather_tokens(self, rows: Tensor, *, where: str) -> Tensor:
@@ -142,10 +146,14 @@ class SplitRegion:
         return _SumPieceGrads.apply(weight, self.group, shard)
 
 
-def _check_rows(rows: Tensor, length: int | None, group: TensorGroup, where: str) -> None:
-    if rows.ndim < 2:
-        got, need = f"{list(rows.shape)} for {where}", "a hidden tensor [..., tokens, features]"
+def _check_dims(hidden: Tensor, where: str) -> None:
+    if hidden.ndim < 2:
+        got, need = f"{list(hidden.shape)} for {where}", "a hidden tensor [..., tokens, features]"
         raise TaskError(Problem(got, need, 'residual = "whole"'), where="the tensor axis")
+
+
+def _check_rows(rows: Tensor, length: int | None, group: TensorGroup, where: str) -> None:
+    _check_dims(rows, where)
     start, stop = (0, -1) if length is None else token_range(length, group)
     if rows.shape[-2] != stop - start:
         tokens = "none" if length is None else f"{stop - start} of {length}"
@@ -180,6 +188,8 @@ class _SumGrads(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         given = [grad for grad in grads if grad is not None]
+        if not given:
+            return None, *grads
         total = ctx.group.all_reduce(torch.cat([grad.reshape(-1) for grad in given]))
         sums = iter(total.split([grad.numel() for grad in given]))
         return None, *(None if grad is None else next(sums).view(grad.shape) for grad in grads)
