@@ -17,8 +17,28 @@ tensor   layers that are split; all others are whole on every rank
 """
 
 
+# 10 · 16 · 1/2 elements of four bytes for each token, instead of 8 · 16 · 1/2; the gradients of two norms.
+EXPECTED_WITH_SPLIT_RESIDUALS = """
+  layer                        style       weight    on a rank  in forward                in backward
+  embedding                    vocabulary  256 × 16  128 × 16   all-reduce                –
+  blocks.*.attention.qkv  × 2  column      32 × 16   16 × 16    all-gather                all-gather, reduce-scatter
+  blocks.*.attention.out  × 2  row         16 × 16   16 × 8     reduce-scatter            all-gather
+  blocks.*.mlp.gate_up    × 2  column      128 × 16  64 × 16    all-gather                all-gather, reduce-scatter
+  blocks.*.mlp.down       × 2  row         16 × 64   16 × 32    reduce-scatter            all-gather
+  head                         vocabulary  256 × 16  128 × 16   all-gather of the logits  reduce-scatter or all-reduce
+
+residual   what a rank sends for a block, in forward and backward
+  tokens are split from the entry of blocks.0 to the end of norm; there they are gathered
+  blocks         per token  with whole residuals  of weights, per backward
+  blocks.*  × 2      320 B                 256 B                     128 B
+"""
+
+
 def test_show_prints_the_layers_that_are_split():
     task = lm.task(width=16, layers=2, heads=4, kv_heads=2, length=16)
     text = show(Plan(tp=2), task)
     assert EXPECTED in text, text
+    assert "residual   " not in text
     assert "tensor   " not in show(Plan(dp=2), task)
+    text = show(Plan(tp=2, residual="split"), task)
+    assert EXPECTED_WITH_SPLIT_RESIDUALS in text, text

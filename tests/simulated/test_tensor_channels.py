@@ -110,7 +110,7 @@ def test_a_whole_norm_of_split_channels_is_named_before_the_first_step():
 
 
 def test_show_prints_what_convolutions_send():
-    text = format_tensor(model("digits"), digits.TENSOR_RULES, 2)
+    text = format_tensor(model("digits"), digits.TENSOR_RULES, Plan(tp=2))
     lines = [line.split() for line in text.splitlines()]
     assert [
         "layers.*",

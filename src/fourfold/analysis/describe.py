@@ -46,7 +46,7 @@ def show(plan: Plan, task: Task) -> str:
     group = blueprint.groups[0]
     sections = [_format_plan(plan), _format_buckets(group.buckets, plan)]
     if plan.tp > 1:
-        sections.append(format_tensor(model, task.tensor, plan.tp))
+        sections.append(format_tensor(model, task.tensor, plan))
     if plan.sp > 1:
         sections.append(format_sequence(plan, task, model))
     sections += format_programs(blueprints)

@@ -9,10 +9,17 @@ from collections.abc import Mapping
 from torch import nn
 
 from fourfold.analysis.describe_programs import indent
+from fourfold.plan.plan import Plan
+from fourfold.plan.precision import COMPUTE_FORMATS
+from fourfold.plan.tensor_layout import TensorLayout
+from fourfold.plan.tensor_residual import ResidualLayout, is_in
 from fourfold.plan.tensor_rules import Style
-from fourfold.step.tensor.tensor_axis import model_layout
+from fourfold.plan.tensor_traffic import block_traffic
+from fourfold.step.tensor.module_specs import module_specs
+from fourfold.step.tensor.tensor_axis import model_layout, model_residual
 from fourfold.words.layout import Change
 from fourfold.words.text_table import align_columns
+from fourfold.words.units import format_bytes
 
 NOTHING = "–"
 # What a layer's activations need in forward, and their gradients in backward.
@@ -22,21 +29,29 @@ SENT: Mapping[Style, tuple[str, str]] = {
     Style.CHANNELS: (NOTHING, NOTHING),
     Style.REPLICATED: (NOTHING, f"{Change.ALL_REDUCE} of the weight's gradient"),
 }
+# The same in blocks whose residuals are split over tokens.
+SENT_BY_TOKENS: Mapping[Style, tuple[str, str]] = SENT | {
+    Style.COLUMN: (Change.ALL_GATHER, f"{Change.ALL_GATHER}, {Change.REDUCE_SCATTER}"),
+    Style.ROW: (Change.REDUCE_SCATTER, Change.ALL_GATHER),
+}
+# A head that reads what the blocks return, and not a part of it, takes this rank's tokens of the sum.
+HEAD_BY_TOKENS = f"{Change.ALL_GATHER} of the logits", f"{Change.REDUCE_SCATTER} or {Change.ALL_REDUCE}"
 EMBEDDING, HEAD = (Change.ALL_REDUCE, NOTHING), (f"{Change.ALL_GATHER} of the logits", Change.ALL_REDUCE)
 
 
-def format_tensor(model: nn.Module, rules: Mapping[str, str], tp: int) -> str:
+def format_tensor(model: nn.Module, rules: Mapping[str, str], plan: Plan) -> str:
     """The split layers of a model, and what the first tensor rank holds of all its parameters."""
-    layout = model_layout(model, rules, tp)
+    layout = model_layout(model, rules, plan.tp)
+    residual = model_residual(model, layout, plan.residual)
     rows: dict[tuple[str, ...], int] = {}
     for name, style in layout.styles.items():
         module = model.get_submodule(name)
-        forward, backward = _sent(style, module)
-        shards = layout.shards.get(f"{name}.weight", ())  # a GroupNorm may have no weight
-        shapes = (
-            [" × ".join(map(str, s)) for s in (shards[0].shape, shards[0].local_shape)] if shards else [NOTHING] * 2
-        )
-        row = (re.sub(r"\b\d+\b", "*", name), str(style), *shapes, forward, backward)
+        in_block = any(is_in(name, each) for each in residual.blocks)
+        forward, backward = _sent(style, module, in_block=in_block, splits_tokens=bool(residual.blocks))
+        shapes = [NOTHING, NOTHING]  # of a GroupNorm without a weight
+        if shards := layout.shards.get(f"{name}.weight"):
+            shapes = [" × ".join(map(str, shape)) for shape in (shards[0].shape, shards[0].local_shape)]
+        row = (_numberless(name), str(style), *shapes, forward, backward)
         rows[row] = rows.get(row, 0) + 1
     parameters = {name: layout.shards[name] for name, _ in model.named_parameters()}
     whole = sum(p.numel() for p in model.parameters())
@@ -44,11 +59,42 @@ def format_tensor(model: nn.Module, rules: Mapping[str, str], tp: int) -> str:
     table = [("layer", "", "style", "weight", "on a rank", "in forward", "in backward")]
     table += [(row[0], f"× {count}" if count > 1 else "", *row[1:]) for row, count in rows.items()]
     lines = [f"a rank holds {held:,} of {whole:,} elements", *align_columns(table, "<<<<<<<")]
-    return "tensor   layers that are split; all others are whole on every rank\n" + indent(lines)
+    text = "tensor   layers that are split; all others are whole on every rank\n" + indent(lines)
+    return f"{text}\n\n{_format_residual(model, layout, residual, plan)}" if residual.blocks else text
 
 
-def _sent(style: Style, module: nn.Module) -> tuple[str, str]:
+def _numberless(name: str) -> str:
+    return re.sub(r"\b\d+\b", "*", name)
+
+
+def _sent(style: Style, module: nn.Module, *, in_block: bool, splits_tokens: bool) -> tuple[str, str]:
     """What is sent in forward and in backward."""
     if style is Style.VOCABULARY:
-        return EMBEDDING if isinstance(module, nn.Embedding) else HEAD
-    return SENT[style]
+        head = HEAD_BY_TOKENS if splits_tokens else HEAD
+        return EMBEDDING if isinstance(module, nn.Embedding) else head
+    return (SENT_BY_TOKENS if in_block else SENT)[style]
+
+
+def _format_residual(model: nn.Module, layout: TensorLayout, residual: ResidualLayout, plan: Plan) -> str:
+    """What a rank sends for the blocks whose residuals are split."""
+    modules, rows = module_specs(model), dict[tuple[str, ...], int]()
+    for block in residual.blocks:
+        found = block_traffic(block, modules, layout.styles, residual, plan.tp)
+        element_bytes = _element_bytes(model.get_submodule(block), plan)
+        row = (_numberless(block), *(format_bytes(element_bytes * elements) for elements in found))
+        rows[row] = rows.get(row, 0) + 1
+    table = [("blocks", "", "per token", "with whole residuals", "of weights, per backward")]
+    table += [
+        (name, f"× {count}" if count > 1 else "", split, whole, gradients)
+        for (name, whole, split, gradients), count in rows.items()
+    ]
+    entries, ends = (", ".join(sorted(each)) for each in (residual.entries, residual.exits))
+    split = f"tokens are split from the entry of {entries} to the end of {ends}; there they are gathered"
+    lines = [split, *align_columns(table, "<<>>>")]
+    return "residual   what a rank sends for a block, in forward and backward\n" + indent(lines)
+
+
+def _element_bytes(block: nn.Module, plan: Plan) -> int:
+    """Bytes of an element of the activations: they have the dtype of the weights."""
+    compute = COMPUTE_FORMATS.get(plan.precision)
+    return next(block.parameters()).element_size() if compute is None else compute.num_bytes

@@ -14,6 +14,7 @@ from fourfold.plan.batch_norm import SYNC
 from fourfold.plan.codec import CODECS
 from fourfold.plan.param_spec import ParamSpec
 from fourfold.plan.plan import Plan, candidate_meshes
+from fourfold.plan.tensor_residual import SPLIT, WHOLE
 from fourfold.plan.topology import Topology, group_hosts, num_host_shards
 from fourfold.plan.update_spec import UpdateSpec
 from fourfold.words.errors import Problem
@@ -43,7 +44,7 @@ def legality_problems(
 def combination_problems(plan: Plan, *, clip: float | None = None) -> list[Problem]:
     """Every combination of fields that cannot be carried out, with any model and on any ranks."""
     problems = update_problems(plan, clip) + sync_problems(plan) + precision_problems(plan)
-    return problems + codec_problems(plan) + batch_norm_problems(plan)
+    return problems + codec_problems(plan) + batch_norm_problems(plan) + residual_problems(plan)
 
 
 def update_problems(plan: Plan, clip: float | None) -> list[Problem]:
@@ -169,6 +170,14 @@ def batch_norm_problems(plan: Plan) -> list[Problem]:
         ),
     ]
     return [Problem(f"{SYNC} with {got}", need, attempt) for is_set, got, need, attempt in rules if is_set]
+
+
+def residual_problems(plan: Plan) -> list[Problem]:
+    """Residuals are split over tensor ranks."""
+    if plan.residual == WHOLE or plan.tp > 1:
+        return []
+    got = f'residual = "{SPLIT}" with tp = 1'
+    return [Problem(got, "tensor ranks to split the tokens over", f'tp = 2, or residual = "{WHOLE}"')]
 
 
 def layerwise_problems(plan: Plan, optimizer_name: str) -> list[Problem]:

@@ -74,6 +74,7 @@ class Plan:
     recompute: str = "none"
     ring: str = "zigzag"
     ulysses: int = 1
+    residual: str = "whole"
     update: str = "after"
     sync: str = "step"
     local_steps: int = 10

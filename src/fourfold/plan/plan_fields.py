@@ -14,6 +14,7 @@ from typing import Any
 from fourfold.plan.codec import CODECS
 from fourfold.plan.precision import COMPUTE_FORMATS, REDUCE_FORMATS
 from fourfold.plan.sequence import RINGS, ulysses_problem
+from fourfold.plan.tensor_residual import RESIDUALS
 from fourfold.words.errors import Problem, closest_match
 
 MAX_RANKS = 2**20  # ranks or microbatches; beyond any machine, and a plan can still be shown
@@ -78,6 +79,7 @@ FIELD_RULES = {
     "recompute": FieldRule(str, choices=("none", "selective", "full"), supported=("none",)),
     "ring": FieldRule(str, choices=RINGS),
     "ulysses": FieldRule(int, int_maximum=MAX_RANKS),
+    "residual": FieldRule(str, choices=RESIDUALS),
     "update": FieldRule(str, choices=("after", "in_backward", "in_forward")),
     "sync": FieldRule(str, choices=("step", "local", "server"), supported=("step", "local")),
     "local_steps": FieldRule(int),

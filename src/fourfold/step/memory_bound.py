@@ -118,7 +118,7 @@ def measure_bound(
             inputs = fetch_seeded(source, [0], seed=0, epoch=0)[0][0]
             is_half_precision = plan.precision != "keep"
             per_sample = activation_bytes_per_sample(model, inputs, is_half_precision=is_half_precision)
-            activations = per_sample / (plan.dp * plan.sp)
+            activations = per_sample / (plan.dp * plan.sp * plan.tp)  # at least: with tp, not all of them are split
     # This process exists already.
     processes = PROCESS_BYTES * (pool.num_ranks - 1) if pool.is_host else 0
     return MemoryBound(processes, weights, model_bytes, batch * pool.num_ranks, activations, 2 if pool.is_host else 1)

@@ -32,7 +32,7 @@ from fourfold.step.model_checks import (
     check_update_timing,
 )
 from fourfold.step.model_specs import model_specs
-from fourfold.step.tensor.tensor_axis import place_shards
+from fourfold.step.tensor.tensor_axis import check_rules, place_shards
 from fourfold.step.train_step import TrainStep
 from fourfold.step.user_optimizer import check_user_optimizer
 from fourfold.words.task import Task
@@ -120,6 +120,7 @@ def preflight(task: Task, plan: Plan) -> nn.Module:
     check_update_timing(optimizer, plan)
     check_user_optimizer(optimizer, step_hook_conflicts(plan))
     check_specs(plan, model_specs(model, optimizer, place_shards(model, task.tensor, plan.tp)))
+    check_rules(model, task.tensor, plan.tp, residual=plan.residual)
     return model
 
 

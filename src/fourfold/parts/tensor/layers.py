@@ -9,8 +9,9 @@ Law: a layer keeps its object, its name and its base class; `isinstance(layer, n
 are the same objects, with this rank's shards for data.
 """
 
+import contextlib
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
@@ -29,6 +30,16 @@ class SplitLayer(nn.Module):
     region: SplitRegion
     shards: Mapping[str, TensorShard]
     """By own parameter: the part of it that is here."""
+    splits_tokens = False
+    """Of a row layer: whether each rank gets some tokens of the sum."""
+
+    def _leave(self, partial: Tensor, bias: Tensor | None) -> Tensor:
+        """The sum of the ranks' tensors, and the bias."""
+        if not self.splits_tokens:
+            total = self.region.leave(partial)
+            return total if bias is None else total + bias
+        total = self.region.leave_tokens(partial)
+        return total if bias is None else total + self.region.partial(bias)
 
     def _shared(self, name: str) -> Tensor | None:
         """An own parameter; with gradients summed over the ranks that hold the same pieces, if several do."""
@@ -40,13 +51,12 @@ class SplitLayer(nn.Module):
 
 class ColumnLinear(SplitLayer, nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
-        return F.linear(self.region.enter(input), cast(Tensor, self._shared("weight")), self._shared("bias"))
+        return self.region.linear(input, cast(Tensor, self._shared("weight")), self._shared("bias"))
 
 
 class RowLinear(SplitLayer, nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
-        total = self.region.leave(F.linear(input, self.weight))
-        return total if self.bias is None else total + self.bias
+        return self._leave(F.linear(input, self.weight), self.bias)
 
 
 class VocabularyLinear(SplitLayer, nn.Linear):
@@ -86,9 +96,7 @@ class ColumnConv1D(SplitLayer):
 
     def forward(self, x: Tensor) -> Tensor:
         weight, bias = cast(Tensor, self._shared("weight")), cast(Tensor, self._shared("bias"))
-        entered = self.region.enter(x)
-        flat = torch.addmm(bias, entered.reshape(-1, entered.shape[-1]), weight)
-        return flat.view(*entered.shape[:-1], -1)
+        return self.region.linear(x, weight.t(), bias)
 
 
 class RowConv1D(SplitLayer):
@@ -98,7 +106,7 @@ class RowConv1D(SplitLayer):
     bias: Tensor
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.region.leave(x @ self.weight) + self.bias
+        return self._leave(x @ self.weight, self.bias)
 
 
 class ColumnConvolution(SplitLayer):
@@ -133,14 +141,26 @@ class Replicated(SplitLayer):
     """Mixed into the class of any module: its own parameters are used with summed gradients."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        weights = {name: self.region.partial(weight) for name, weight in self.named_parameters(recurse=False)}
-        base = cast(Callable[..., Any], super().forward)
-        vars(self).update(weights)  # found before the parameters, which are not among a module's own attributes
-        try:
-            return base(*args, **kwargs)
-        finally:
-            for name in weights:
-                del vars(self)[name]
+        with summed_gradients(self, self.region):
+            return cast(Callable[..., Any], super().forward)(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def summed_gradients(module: nn.Module, region: SplitRegion) -> Iterator[None]:
+    """Within, a module uses its own parameters with gradients that are summed over the ranks, all of them together."""
+    by_dtype: dict[torch.dtype, list[str]] = {}
+    for name, p in module.named_parameters(recurse=False):
+        if p.requires_grad:
+            by_dtype.setdefault(p.dtype, []).append(name)
+    weights: dict[str, Tensor] = {}
+    for names in by_dtype.values():
+        weights |= zip(names, region.partials([getattr(module, name) for name in names]), strict=True)
+    vars(module).update(weights)  # found before the parameters, which are not among a module's own attributes
+    try:
+        yield
+    finally:
+        for name in weights:
+            del vars(module)[name]
 
 
 # What takes the place of a module's class, by the style of its rule.

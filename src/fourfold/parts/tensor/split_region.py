@@ -3,22 +3,49 @@
 enter    the whole tensor, at the entry of a region: its gradients on the ranks are addends, and are summed in backward
 leave    the ranks' partial outputs, at the end of a region: they are summed in forward
 partial  a weight that all ranks hold and that works on split activations: its gradients are addends too
+rows     this rank's tokens of a hidden tensor, where residuals are split (`plan/tensor_residual.py`)
 Law: outside of regions all ranks compute the same, bit for bit; a tensor is entered once, however many layers use it.
 
 Source: Megatron-LM (arXiv 1909.08053), where `enter` is f and `leave` is g.
 """
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fourfold.parts.comm.tensor.protocol import TensorGroup
+from fourfold.parts.tensor.token_collectives import (
+    EnterTokens,
+    GatheredTokens,
+    GatherTokens,
+    LeaveTokens,
+    LinearOfTokens,
+    SplitTokens,
+    TokenCount,
+    token_range,
+)
 from fourfold.parts.torch_private import version_of
 from fourfold.plan.tensor_shard import TensorShard
+from fourfold.words.errors import Problem, TaskError
+
+
+class Entered(NamedTuple):
+    """What a tensor was entered as.
+
+    version  of the tensor then
+    tensor   the same values, with gradients that are summed
+    rows     of a tensor that was gathered: what it was gathered from, without a graph, and what gathers it again
+    """
+
+    version: int
+    tensor: Tensor
+    rows: Tensor | None = None
+    source: GatheredTokens | None = None
 
 
 class SplitRegion:
@@ -27,7 +54,8 @@ class SplitRegion:
     def __init__(self, group: TensorGroup) -> None:
         self.group = group
         self._entered = WeakTensorKeyDictionary()
-        """By tensor: its version, and what it was entered as, with gradients. This holds no reference to the tensor."""
+        """By tensor: what it was entered as. This holds no reference to the tensor."""
+        self._count = TokenCount()
 
     @contextlib.contextmanager
     def with_group(self, group: TensorGroup) -> Iterator[None]:
@@ -43,14 +71,26 @@ class SplitRegion:
 
     def enter(self, tensor: Tensor) -> Tensor:
         """The same values; in backward the ranks' gradients of it are summed, once for all layers that use it."""
-        if not (torch.is_grad_enabled() and tensor.requires_grad):
-            return tensor
-        known: tuple[int, Tensor] | None = self._entered.get(tensor)
-        if known is not None and known[0] == version_of(tensor):  # else it has been changed in place since
-            return known[1]
-        entered = _SumGrad.apply(tensor, self.group)
-        self._entered[tensor] = version_of(tensor), entered
+        return self._enter(tensor).tensor
+
+    def _enter(self, tensor: Tensor) -> Entered:
+        if not torch.is_grad_enabled():
+            return Entered(0, tensor)
+        known: Entered | None = self._entered.get(tensor)
+        if known is not None and known.version == version_of(tensor):  # else it has been changed in place since
+            return known
+        if not tensor.requires_grad:
+            return Entered(0, tensor)
+        entered = Entered(version_of(tensor), _SumGrad.apply(tensor, self.group))
+        self._entered[tensor] = entered
         return entered
+
+    def linear(self, tensor: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """`F.linear` of a tensor that is entered. Of one that was gathered, backward keeps this rank's rows only."""
+        entered = self._enter(tensor)
+        if entered.source is None:
+            return F.linear(entered.tensor, weight, bias)
+        return LinearOfTokens.apply(entered.tensor, entered.rows, weight, bias, entered.source)
 
     def leave(self, partial: Tensor) -> Tensor:
         """The sum of the ranks' tensors, on all of them; `partial` may be overwritten."""
@@ -60,13 +100,66 @@ class SplitRegion:
         """The ranks' slices of the last dim, one behind the other; the last ones may be shorter, `length` is of all."""
         return _Gather.apply(tensor, self.group, length)
 
+    def split_tokens(self, whole: Tensor, *, where: str) -> Tensor:
+        """This rank's rows of a tensor that all ranks hold: where a pass through the blocks begins.
+
+        Raises TaskError if it has no tokens. `where`: the module that begins.
+        """
+        _check_dims(whole, where)
+        return SplitTokens.apply(whole, self._count, self.group)
+
+    def gather_tokens(self, rows: Tensor, *, where: str) -> Tensor:
+        """The whole tensor, on all ranks. Split layers enter it as it is. `where`: the module that needs it.
+
+        Raises TaskError if these are no rows of the tensor that was split.
+        """
+        count, group = self._count, self.group
+        count.resume()
+        _check_rows(rows, count.value, group, where)
+        whole = GatherTokens.apply(rows, count, group)
+        if torch.is_grad_enabled():
+            source = GatheredTokens(whole.shape[-2], group)
+            entered = whole.detach()
+            if rows.requires_grad:
+                entered = EnterTokens.apply(rows, entered, source, count, group)
+            self._entered[whole] = Entered(version_of(whole), entered, rows.detach(), source)
+        return whole
+
+    def end_tokens(self) -> None:
+        """Where a pass through the blocks ends."""
+        self._count.end()
+
+    def leave_tokens(self, partial: Tensor) -> Tensor:
+        """This rank's rows of the sum of the ranks' tensors."""
+        return LeaveTokens.apply(partial, self._count, self.group)
+
     def partial(self, weight: Tensor) -> Tensor:
         """A weight that all ranks hold and that works on split activations: its gradients are summed."""
         return _SumGrad.apply(weight, self.group)
 
+    def partials(self, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """As `partial`, of several weights of one dtype, whose gradients are summed together."""
+        return _SumGrads.apply(self.group, *weights)
+
     def partial_pieces(self, weight: Tensor, shard: TensorShard) -> Tensor:
         """A weight some of whose pieces several ranks hold: the gradients of each piece are summed over its ranks."""
         return _SumPieceGrads.apply(weight, self.group, shard)
+
+
+def _check_dims(hidden: Tensor, where: str) -> None:
+    if hidden.ndim < 2:
+        got, need = f"{list(hidden.shape)} for {where}", "a hidden tensor [..., tokens, features]"
+        raise TaskError(Problem(got, need, 'residual = "whole"'), where="the tensor axis")
+
+
+def _check_rows(rows: Tensor, length: int | None, group: TensorGroup, where: str) -> None:
+    _check_dims(rows, where)
+    start, stop = (0, -1) if length is None else token_range(length, group)
+    if rows.shape[-2] != stop - start:
+        tokens = "none" if length is None else f"{stop - start} of {length}"
+        got = f"{rows.shape[-2]} tokens for {where}, where this rank should have {tokens}"
+        need = "the first block before the others, and between blocks only what works on each token by itself"
+        raise TaskError(Problem(got, need, 'residual = "whole"'), where="the tensor axis")
 
 
 class _SumGrad(torch.autograd.Function):
@@ -81,6 +174,25 @@ class _SumGrad(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return ctx.group.all_reduce(grads[0].clone(memory_format=torch.contiguous_format)), None
+
+
+class _SumGrads(torch.autograd.Function):
+    """The same values in forward; in backward one sum over ranks for all gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, group: TensorGroup, *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.group = group
+        ctx.set_materialize_grads(False)  # a weight that no rank uses has no gradient
+        return tuple(weight.detach() for weight in weights)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        given = [grad for grad in grads if grad is not None]
+        if not given:
+            return None, *grads
+        total = ctx.group.all_reduce(torch.cat([grad.reshape(-1) for grad in given]))
+        sums = iter(total.split([grad.numel() for grad in given]))
+        return None, *(None if grad is None else next(sums).view(grad.shape) for grad in grads)
 
 
 class _Sum(torch.autograd.Function):

@@ -77,7 +77,7 @@ class CollectiveTensorDryRun:
                 raise TaskError(Problem(f"rank {rank} failed on its first batch: {report['error']}"), where="the task")
         problems = [Problem(*problem) for report in reports for problem in report["problems"]]
         groups = sorted({tuple(report["tp_ranks"]) for report in reports})
-        words = RuleProblems(self._model, self._axis.structure, self._axis.group.size)
+        words = RuleProblems(self._model, self._axis)
         for group in groups:
             mine = [report for report in reports if tuple(report["tp_ranks"]) == group]
             problem = words.gradients([[GradMismatch(*each) for each in report["gradients"]] for report in mine])

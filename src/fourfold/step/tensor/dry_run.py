@@ -37,7 +37,7 @@ from fourfold.step.tensor.split_randomness import Draw, DrawRecorder, split_draw
 from fourfold.step.tensor.tensor_axis import TensorAxis
 from fourfold.step.tensor.whole_model import draw_whole_weights, local_weights
 from fourfold.step.tensor_tree import tree_leaves, tree_map
-from fourfold.words.errors import PeerError, Problem
+from fourfold.words.errors import PeerError, Problem, TaskError
 
 SEED = 13
 Weights = Mapping[str, nn.Parameter]
@@ -84,8 +84,8 @@ class TensorDryRun:
     def __init__(self, model: nn.Module, axis: TensorAxis, device: torch.device) -> None:
         self._model, self._axis, self._device = model, axis, device
         self._shards = axis.shards
-        self._place = TensorPlace(axis.group.index, axis.group.size)
-        self._problems = RuleProblems(model, axis.structure, axis.group.size)
+        self._place = TensorPlace(axis.group.index, axis.group.size, axis.splits_tokens)
+        self._problems = RuleProblems(model, axis)
 
     def run(self, samples: Sequence[Any], memory_fit: MemoryFit) -> Findings:
         """Compare the models on the first of these inputs that the whole model takes. Collective on the tensor ranks.
@@ -188,6 +188,8 @@ class TensorDryRun:
                 run = self._forward(self._model, _cast(inputs, dtype), trace)
             except (CallMismatch, PeerError):
                 raise
+            except TaskError as error:  # of a split layer
+                return Findings(error.problems)
             except Exception as error:
                 return Findings([self._problems.failure(whole.run.trace, trace, error)])
             if draws := split_draws(whole.run.draws, run.draws):
@@ -208,7 +210,7 @@ class TensorDryRun:
         ratio = 0.0
         if event is not None:
             full = next(each.tensor for each in whole.trace.events if each[:3] == event[:3])
-            ratio = _ratio(full, event.tensor) if full.shape == event.tensor.shape else 0.0
+            ratio = max((_ratio(part, event.tensor) for part in self._place.parts(full, event.tensor)), default=0.0)
         return self._problems.output(event, local.trace.events, ratio, outside)
 
     def _compare_gradients(self, whole: WholeRun) -> list[GradMismatch]:

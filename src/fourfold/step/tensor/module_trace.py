@@ -1,10 +1,11 @@
 """Module trace: what the modules of a model get and return in one forward, in the order of its computation.
 
-part   of a tensor of the whole model: what a tensor rank has of it, in one of its dims
+part   of a tensor of the whole model: what a tensor rank has of it, in one of its dims; of hidden tensors that are
+       split over tokens, its tokens
 Law: hooks exist only inside the `with`; a tensor whose place in the whole one cannot be told is not compared.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -80,20 +81,35 @@ class ModuleTrace:
 
 
 class TensorPlace(NamedTuple):
-    """Place `number` of the `size` places of the tensor axis."""
+    """Place `number` of the `size` places of the tensor axis.
+
+    splits_tokens  hidden tensors may be split over tokens
+    """
 
     number: int
     size: int
+    splits_tokens: bool = False
 
     def is_part(self, whole: Tensor, local: Tensor, shard: TensorShard | None = None) -> bool | None:
         """Whether `local` is what this place has of `whole`; None: it cannot be told.
 
         shard  that of the weight which splits the last dim, where there is one
         """
-        expected = self._expected(whole, local, shard)
-        return None if expected is None else is_close(expected, local)
+        expected = list(self.parts(whole, local, shard))
+        return any(is_close(each, local) for each in expected) if expected else None
 
-    def _expected(self, whole: Tensor, local: Tensor, shard: TensorShard | None) -> Tensor | None:
+    def parts(self, whole: Tensor, local: Tensor, shard: TensorShard | None = None) -> Iterator[Tensor]:
+        """What this place may have of `whole`, in the shape of `local`."""
+        if self.splits_tokens and whole.dim() > 1 and whole.shape != local.shape:
+            tokens = TensorShard.even(whole.shape, whole.dim() - 2, self.number, self.size)
+            if tokens.local_shape == tuple(local.shape):
+                (piece,) = tokens.pieces
+                yield whole.narrow(tokens.dim, piece.start, piece.length)
+        features = self._split_features(whole, local, shard)
+        if features is not None:
+            yield features
+
+    def _split_features(self, whole: Tensor, local: Tensor, shard: TensorShard | None) -> Tensor | None:
         if whole.shape == local.shape:
             return whole
         if whole.dim() != local.dim():

@@ -16,9 +16,11 @@ from fourfold.plan.tensor_shard import TensorShard
 from fourfold.step.batch_norm import uses_batch_stats
 from fourfold.step.tensor.module_trace import INPUT, OUTPUT, Event, ModuleTrace
 from fourfold.step.tensor.split_randomness import Draw
+from fourfold.step.tensor.tensor_axis import TensorAxis
 from fourfold.words.errors import Problem
 
 NEED = "rules by which a model that is cut computes what the whole model does"
+TOKENWISE = "what works on each token by itself, but for the modules that contain column layers"
 RATIO_TOLERANCE = 1e-6
 
 
@@ -57,10 +59,11 @@ def split_dims(model: nn.Module) -> dict[tuple[str, str], TensorShard]:
 
 
 class RuleProblems:
-    """Problems of a model that has been cut into `size` parts. `structure`: its modules from before the cut."""
+    """Problems of a model that has been cut."""
 
-    def __init__(self, model: nn.Module, structure: nn.Module, size: int) -> None:
-        self._model, self._structure, self._size = model, structure, size
+    def __init__(self, model: nn.Module, axis: TensorAxis) -> None:
+        self._model, self._structure, self._size = model, axis.structure, axis.group.size
+        self._splits_tokens = axis.splits_tokens
 
     def failure(self, whole: ModuleTrace, local: ModuleTrace, error: Exception) -> Problem:
         """The model that is cut raises, where the whole one does not."""
@@ -74,7 +77,8 @@ class RuleProblems:
             need = "the output of column layers, this rank's part of the features"
             attempt = f'"column" for the layer that makes its input, or no rule for "{generalized(name)}"'
             return Problem(f'{self._named(name)} is "row", and its input {list(got.shape)} is whole', need, attempt)
-        if got.shape != full.shape and not self._style(name):
+        has_part = got.shape[-1:] != full.shape[-1:] if self._splits_tokens else got.shape != full.shape
+        if has_part and not self._style(name):
             is_linear = isinstance(self._model.get_submodule(name), nn.Linear)
             attempt = self._no_rule(before)
             if is_linear:
@@ -102,7 +106,9 @@ class RuleProblems:
             return Problem(got, "features that do not mix between the two", self._look_at(before, event.name))
         what = "gets inputs that are" if event.kind == INPUT else "returns outputs that are"
         got = f"{self._named(event.name)} {what} not the whole model's{times}"
-        need = "no softmax, norm or sum over features that are split" if before is not None else NEED
+        need = "no softmax, norm or sum over features that are split"
+        if before is None:
+            need = TOKENWISE if self._splits_tokens else NEED
         return Problem(got, need, self._look_at(before, event.name))
 
     def gradients(self, by_rank: Sequence[Sequence[GradMismatch]]) -> Problem | None:
@@ -130,9 +136,10 @@ class RuleProblems:
 
     def draw(self, draw: Draw) -> Problem:
         """Random numbers for split features."""
-        got = f"tp = {self._size} and {draw.what} in {self._named(draw.module)}, on features that are split"
-        need = "random numbers for whole features only: those of split ones would repeat on each tensor rank"
-        return Problem(got, need, f"dropout = 0 in {self._named(draw.module)}, or tp = 1")
+        split = "features or tokens" if self._splits_tokens else "features"
+        got = f"tp = {self._size} and {draw.what} in {self._named(draw.module)}, on {split} that are split"
+        need = f"random numbers for whole {split} only: those of split ones would repeat on each tensor rank"
+        return Problem(got, need, f"dropout = 0 in {self._named(draw.module)}, or {self._other_plan}")
 
     def statistics(self, whole: ModuleTrace, local: ModuleTrace) -> Problem | None:
         """A batch normalization whose statistics would be of a part of its samples or positions."""
@@ -167,7 +174,15 @@ class RuleProblems:
 
     def _look_at(self, *names: str | None) -> str:
         patterns = " and ".join(f'"{generalized(name)}"' for name in names if name and self._style(name))
-        return f"other rules for {patterns}, with the counts of what they split" if patterns else "tp = 1"
+        rules = f"other rules for {patterns}, with the counts of what they split"
+        if self._splits_tokens:
+            return f"{rules}, or {self._other_plan}" if patterns else self._other_plan
+        return rules if patterns else self._other_plan
+
+    @property
+    def _other_plan(self) -> str:
+        """What makes the split go away that may be wrong."""
+        return 'residual = "whole"' if self._splits_tokens else "tp = 1"
 
     def _no_rule(self, before: str | None) -> str:
         return f'no rule for "{generalized(before)}"' if before else "no rule for the layers before it"

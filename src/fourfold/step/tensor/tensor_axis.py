@@ -17,9 +17,11 @@ from fourfold.parts.comm.tensor.single_rank import SingleRankTensorGroup
 from fourfold.parts.comm.tensor_groups import make_tensor_group
 from fourfold.parts.deferred_init import InitialModel
 from fourfold.parts.tensor.cut import cut_model
+from fourfold.parts.tensor.residual import split_residual
 from fourfold.parts.tensor.split_region import SplitRegion
 from fourfold.parts.tensor.whole_tensors import WholeTensors
 from fourfold.plan.tensor_layout import TensorLayout, tensor_layout
+from fourfold.plan.tensor_residual import SPLIT, ResidualLayout, residual_layout
 from fourfold.plan.tensor_shard import TensorShard
 from fourfold.step.tensor.module_specs import module_specs, tied_names
 from fourfold.step.tensor.transformers_rules import rules_of_transformers
@@ -34,6 +36,7 @@ class TensorAxis(NamedTuple):
     all_shards  empty for a model that is not cut
     region      through which the layers reach the other ranks
     structure   the modules of the whole model; without weights where it has been cut
+    residual    where hidden tensors are split over tokens; empty: nowhere
     """
 
     all_shards: Mapping[str, Sequence[TensorShard]]
@@ -41,6 +44,7 @@ class TensorAxis(NamedTuple):
     ranks: Communicator
     region: SplitRegion
     structure: nn.Module
+    residual: ResidualLayout = ResidualLayout()
 
     @classmethod
     def whole(cls, model: nn.Module, ranks: Communicator, meter: CommMeter) -> Self:
@@ -52,6 +56,11 @@ class TensorAxis(NamedTuple):
     def is_cut(self) -> bool:
         """Whether ranks hold parts of the model."""
         return self.group.size > 1
+
+    @property
+    def splits_tokens(self) -> bool:
+        """Whether hidden tensors are split over tokens somewhere."""
+        return bool(self.residual.blocks)
 
     @property
     def totals_of_peers(self) -> list[int]:
@@ -94,10 +103,32 @@ def place_shards(model: nn.Module, rules: Mapping[str, str], tp: int) -> Mapping
     return model_layout(model, rules, tp).shards if tp > 1 else {}
 
 
+def model_residual(model: nn.Module, layout: TensorLayout, residual: str) -> ResidualLayout:
+    """Where hidden tensors are split over tokens, in a model that is not cut. Raises PlanError if they cannot be.
+
+    residual  the plan's
+    """
+    return residual_layout(module_specs(model), layout.styles) if residual == SPLIT else ResidualLayout()
+
+
+def check_rules(model: nn.Module, rules: Mapping[str, str], tp: int, *, residual: str) -> None:
+    """Raise PlanError if a model cannot be split as the plan says."""
+    if tp > 1:
+        model_residual(model, model_layout(model, rules, tp), residual)
+
+
 def cut(
-    initial: InitialModel, rules: Mapping[str, str], world: Communicator, meter: CommMeter, *, transport: str
+    initial: InitialModel,
+    rules: Mapping[str, str],
+    world: Communicator,
+    meter: CommMeter,
+    *,
+    transport: str,
+    residual: str,
 ) -> TensorAxis:
-    """Cut a model into as many parts as the mesh has tensor ranks, in place. Collective. `transport`: the plan's.
+    """Cut a model into as many parts as the mesh has tensor ranks, in place. Collective.
+
+    transport, residual  the plan's
 
     Whole parameters and buffers are then the first tensor rank's, on all. Raises PlanError if it cannot be split,
     TaskError if it cannot be copied: its structure is kept for the dry run.
@@ -106,8 +137,10 @@ def cut(
     if ranks.size == 1:
         return TensorAxis.whole(model, ranks, meter)
     layout = model_layout(model, rules, ranks.size)
+    split = model_residual(model, layout, residual)
     structure = copy_structure(model)
     group = make_tensor_group(ranks, "tensor", meter, choice=transport)
     region = SplitRegion(group)
     cut_model(initial, layout, region, ranks)
-    return TensorAxis(layout.shards, group, ranks, region, structure)
+    split_residual(model, split, region)
+    return TensorAxis(layout.shards, group, ranks, region, structure, split)

@@ -1,0 +1,549 @@
+"""Split residuals: a model whose hidden tensors are split over tokens trains as one device does, on every mesh."""
+
+import contextlib
+import functools
+import weakref
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import fourfold as ff
+from fourfold.parts.comm.meter import CommMeter
+from fourfold.parts.comm.tensor.single_rank import SingleRankTensorGroup
+from fourfold.parts.tensor.layers import RowLinear, split_layer
+from fourfold.parts.tensor.split_region import SplitRegion
+from fourfold.parts.tensor.token_collectives import LeaveTokens
+from fourfold.plan.plan import Plan
+from fourfold.plan.tensor_rules import Style
+from fourfold.plan.tensor_shard import TensorShard
+from fourfold.step.dry_run.float64_mode import Float64Mode
+from fourfold.step.parallelize import preflight
+from fourfold.step.train_step import TrainStep
+from fourfold.tasks import lm
+from fourfold.testing import oracle, threads
+from fourfold.words.errors import PlanError, TaskError
+from tests.cases import SEED_LOCK
+from tests.simulated.test_tensor_axis import (
+    ADAM,
+    HUGGING_FACE,
+    TOLERANCE,
+    deviation,
+    hugging_face,
+    hugging_face_on_one_device,
+    language_model,
+    logits_loss,
+    one_device,
+    texts,
+    tokens,
+    train,
+)
+
+
+def split_plan(**fields: Any) -> Plan:
+    return Plan(residual="split", bucket_bytes=8000, **fields)
+
+
+def language_step(plan: Plan, comm: Any, model: nn.Module | None = None, **options: Any) -> TrainStep:
+    options = {"clip": 0.5, "tensor": lm.TENSOR_RULES} | options
+    return TrainStep(model or language_model(), lm.loss, ADAM, plan=plan, communicator=comm, **options)
+
+
+def largest_deviation(plan: Plan, batches: Any, expected: oracle.TrainingResult, make: Any = language_model) -> float:
+    def body(comm):
+        step = language_step(plan, comm, make())
+        return deviation(step, *train(step, batches), expected)
+
+    return max(threads.run(plan.mesh.size, body))
+
+
+# ---- training ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fields", [
+    {"tp": 2},
+    {"tp": 8, "zero": 1},
+    {"tp": 2, "sp": 2, "dp": 2, "zero": 3},
+    {"tp": 4, "sp": 2, "zero": 2},
+    {"tp": 2, "sp": 2, "ring": "gather"},
+    {"tp": 2, "dp": 2, "zero": 3, "transport": "gloo"},
+    {"tp": 2, "dp": 2, "update": "in_forward", "zero": 3},
+    {"tp": 2, "microbatches": 3},
+    {"tp": 2, "unused": "allow", "zero": 1},
+], ids=str)  # fmt: skip
+def test_every_mesh_trains_as_one_device(fields):
+    assert largest_deviation(split_plan(**fields), tokens(8), one_device()) <= TOLERANCE
+
+
+def test_updates_in_backward_are_those_of_one_device():
+    expected = oracle.train(language_model(), lm.loss, ADAM, tokens(8))
+
+    def body(comm):
+        step = language_step(split_plan(tp=2, dp=2, update="in_backward", zero=2), comm, clip=None)
+        return deviation(step, *train(step, tokens(8)), expected)
+
+    assert max(threads.run(4, body)) <= TOLERANCE
+
+
+@pytest.mark.parametrize("kind", HUGGING_FACE)
+def test_models_of_transformers_train_as_on_one_device(kind):
+    fields = {"qwen3": {"dp": 2, "tp": 2, "zero": 3}, "bert": {"tp": 2}}.get(kind, {"tp": 4})
+    plan, expected = split_plan(**fields), hugging_face_on_one_device(kind)
+
+    def body(comm):
+        step = TrainStep(hugging_face(kind), logits_loss, ADAM, plan=plan, communicator=comm, clip=0.5)
+        with Float64Mode():
+            return deviation(step, *train(step, texts()), expected)
+
+    assert max(threads.run(plan.mesh.size, body)) <= TOLERANCE
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("length", [1, 3, 7])
+def test_lengths_need_not_divide_and_may_differ_between_batches(length, tp):
+    """Some ranks then have fewer tokens, or none."""
+    batches = [tokens(4, length=length)[0], tokens(2, length=5)[0], tokens(4, length=length)[1]]
+    expected = oracle.train(language_model(), lm.loss, ADAM, batches, clip=0.5)
+    assert largest_deviation(split_plan(tp=tp), batches, expected) <= TOLERANCE
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "bert"])
+def test_biases_and_norms_of_ranks_without_tokens_are_summed(kind):
+    batches = [({"input_ids": inputs["input_ids"][:, :3]}, targets[:, :3]) for inputs, targets in texts()]
+    with Float64Mode():
+        expected = oracle.train(hugging_face(kind), logits_loss, ADAM, batches, clip=0.5)
+
+    def body(comm):
+        step = TrainStep(hugging_face(kind), logits_loss, ADAM, plan=split_plan(tp=4), communicator=comm, clip=0.5)
+        with Float64Mode():
+            return deviation(step, *train(step, batches), expected)
+
+    assert max(threads.run(4, body)) <= TOLERANCE
+
+
+def test_empty_batches():
+    inputs, targets = tokens(8)[0]
+    none = ({name: each[:0] for name, each in inputs.items()}, targets[:0])
+
+    def body(comm):
+        step = language_step(split_plan(tp=2, dp=2), comm)
+        metrics = step((inputs, targets) if step.dp_index == 0 else none)
+        return deviation(step, [metrics.loss], [metrics.grad_norm], expected)
+
+    expected = oracle.train(language_model(), lm.loss, ADAM, [(inputs, targets)], clip=0.5)
+    assert max(threads.run(4, body)) <= TOLERANCE
+
+
+def test_whole_weights_stay_the_same_bits_on_all_ranks_in_half_precision(without_dry_run):
+    def body(comm):
+        plan = split_plan(tp=2, dp=2, zero=2, precision="bf16")
+        step = language_step(plan, comm, language_model().float(), drift_check=1)
+        return train(step, tokens(8, length=7))  # raises DivergenceError where bits differ
+
+    results = threads.run(4, body)
+    assert all(each == results[0] for each in results)
+
+
+# ---- checkpointing of activations -------------------------------------------------------------------
+
+
+class Checkpointed(lm.Block):
+    reentrant: bool
+
+    def forward(self, *args: Tensor) -> Any:  # type: ignore[override]
+        return checkpoint(super().forward, *args, use_reentrant=self.reentrant)
+
+
+class PartlyCheckpointed(lm.Block):
+    reentrant: bool
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Any:  # type: ignore[override]
+        options: Any = {"use_reentrant": self.reentrant}
+        x = x + cast(Tensor, checkpoint(lambda x: self.attention(self.norm1(x), cos, sin), x, **options))
+        return x + cast(Tensor, checkpoint(self.mlp, checkpoint(self.norm2, x, use_reentrant=True), **options))
+
+
+class CheckpointedNorm(lm.LanguageModel):
+    """Its norm behind the blocks runs again too."""
+
+    reentrant: bool
+
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        rotary = lm.rotary_cos_sin(positions, self.head_size, dtype=x.dtype)
+        for block in self.blocks:
+            x = block(x, *rotary)
+        return self.head(checkpoint(self.norm, x, use_reentrant=self.reentrant))
+
+
+def checkpointed(where: str, *, reentrant: bool) -> nn.Module:
+    with SEED_LOCK:
+        torch.manual_seed(7)
+        model: Any = CheckpointedNorm(width=32, layers=2, heads=8, kv_heads=2).double()
+    model.reentrant = reentrant
+    classes = {"blocks": Checkpointed, "parts": PartlyCheckpointed, "nowhere": lm.Block}
+    for block in model.blocks:
+        block.__class__, block.reentrant = classes[where], reentrant
+    return model
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("where", ["blocks", "parts"])
+def test_blocks_that_run_again_in_backward(where, reentrant):
+    batches = tokens(4, length=7)
+    expected = oracle.train(checkpointed("nowhere", reentrant=False), lm.loss, ADAM, batches, clip=0.5)
+    make = functools.partial(checkpointed, where, reentrant=reentrant)
+    assert largest_deviation(split_plan(tp=2), batches, expected, make) <= TOLERANCE
+
+
+class TwoPasses(nn.Module):
+    """It runs its blocks on two inputs of different lengths before backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = checkpointed("blocks", reentrant=False)
+
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        short = self.model(tokens[:, :4], positions[:, :4])
+        return self.model(tokens, positions) + F.pad(short, (0, 0, 0, tokens.shape[1] - 4))
+
+
+def test_lengths_are_known_to_blocks_that_run_again():
+    def make() -> nn.Module:
+        return TwoPasses().double()
+
+    rules = {f"model.{pattern}": rule for pattern, rule in lm.TENSOR_RULES.items()}
+    expected = oracle.train(make(), lm.loss, ADAM, tokens(4, length=7), clip=0.5)
+
+    def body(comm):
+        step = language_step(split_plan(tp=4), comm, make(), tensor=rules)
+        return deviation(step, *train(step, tokens(4, length=7)), expected)
+
+    assert max(threads.run(4, body)) <= TOLERANCE
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated")
+@pytest.mark.parametrize("kind", ["gpt2", "bert"])
+def test_models_of_transformers_with_checkpoints(kind):
+    def body(comm):
+        model: Any = hugging_face(kind)
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        step = TrainStep(model, logits_loss, ADAM, plan=split_plan(tp=2), communicator=comm, clip=0.5)
+        with Float64Mode():
+            return deviation(step, *train(step, texts()), hugging_face_on_one_device(kind))
+
+    assert max(threads.run(2, body)) <= TOLERANCE
+
+
+# ---- evaluation -------------------------------------------------------------------------------------
+
+
+def test_evaluation_and_sampling_are_those_of_the_whole_model(without_dry_run):
+    (inputs, _), whole = tokens(3, length=7)[0], language_model()
+    sample = functools.partial(lm.generate, prompt="a", length=5, temperature=0.7, num_bytes=6)
+    expected = whole(**inputs), sample(whole)
+
+    def body(comm):
+        step = language_step(split_plan(tp=4), comm)
+        with step.unsharded(), torch.no_grad():
+            return step.model(**inputs), sample(step.model)
+
+    for logits, text in threads.run(4, body):
+        torch.testing.assert_close(logits, expected[0], rtol=1e-9, atol=1e-9)
+        assert text == expected[1]
+
+
+# ---- bytes ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_a_layer_sends_what_the_formula_says(tp, without_dry_run):
+    B, L, D, size = 4, 16, 32, 8
+
+    def sent(layers: int, residual: str) -> float:
+        def body(comm):
+            with SEED_LOCK:
+                model = lm.LanguageModel(width=D, layers=layers, heads=4, kv_heads=4).double()
+            plan = Plan(tp=tp, residual=residual, transport="gloo", bucket_bytes=2**20)
+            return language_step(plan, comm, model)(tokens(B)[0]).sent_bytes
+
+        (found,) = set(threads.run(tp, body))
+        return found
+
+    unit, norms = B * L * D * size * (tp - 1) / tp, 2 * D * size * 2 * (tp - 1) / tp
+    whole, split = (sent(2, residual) - sent(1, residual) for residual in ("whole", "split"))
+    assert (whole, split) == (8 * unit, 10 * unit + norms)
+
+
+class CountedCalls(SingleRankTensorGroup):
+    """A group of one that counts its collectives."""
+
+    def __init__(self) -> None:
+        super().__init__(CommMeter(), torch.device("cpu"))
+        self.calls: list[str] = []
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        self.calls.append("all_reduce")
+        return super().all_reduce(tensor)
+
+    def all_gather(self, tensor: Tensor, dim: int) -> Tensor:
+        self.calls.append("all_gather")
+        return super().all_gather(tensor, dim)
+
+    def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:
+        self.calls.append("reduce_scatter")
+        return super().reduce_scatter(tensor, dim)
+
+
+def test_tokens_are_gathered_once_however_many_layers_read_them():
+    group = CountedCalls()
+    region = SplitRegion(group)
+    layers = [nn.Linear(4, 4) for _ in range(3)]
+    for layer in layers:
+        shards = {name: TensorShard.even(p.shape, 0, 0, 1) for name, p in layer.named_parameters()}
+        split_layer(layer, Style.COLUMN, region, shards)
+    rows = region.split_tokens(torch.randn(2, 3, 4, requires_grad=True), where="a block")
+    whole = region.gather_tokens(rows, where="the layers")
+    outputs = sum(layer(whole).square().sum() for layer in layers) + whole.sum()
+    assert group.calls == ["all_gather"]
+    outputs.backward(retain_graph=True)
+    backward = ["all_gather", "reduce_scatter", "all_gather"]  # again for the weights; of gradients; at the start
+    assert group.calls == ["all_gather", *backward]
+    weights = [layer.weight for layer in layers]
+    gradients = [cast(Tensor, weight.grad).clone() for weight in weights]
+    outputs.backward()
+    assert group.calls == ["all_gather", *backward, *backward]
+    assert all(torch.equal(2 * one, cast(Tensor, p.grad)) for one, p in zip(gradients, weights, strict=True))
+
+
+def test_a_gathered_tensor_is_freed_with_its_module():
+    region = SplitRegion(CountedCalls())
+    layer = nn.Linear(4, 4)
+    split_layer(
+        layer, Style.COLUMN, region, {n: TensorShard.even(p.shape, 0, 0, 1) for n, p in layer.named_parameters()}
+    )
+    for requires_grad in (False, True):
+        rows = region.split_tokens(torch.randn(2, 3, 4, requires_grad=requires_grad), where="a block")
+        whole = region.gather_tokens(rows, where="the layer")
+        reference, output = weakref.ref(whole), layer(whole)
+        del whole
+        assert reference() is None
+        output.sum().backward()
+
+
+class Saved:
+    """Bytes that autograd saves within, each storage once, without those of weights."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        self._stack = contextlib.ExitStack()
+        self._storages: dict[int, Any] = {}
+
+    def __enter__(self) -> "Saved":
+        self._stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self._weights:
+            self._storages[storage.data_ptr()] = storage
+        return tensor
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(storage.nbytes() for storage in self._storages.values())
+
+
+def saved_bytes(layers: int, tp: int, residual: str, *, length: int = 16) -> int:
+    def body(comm):
+        with SEED_LOCK:
+            model = lm.LanguageModel(width=32, layers=layers, heads=4, kv_heads=4).double()
+        step = language_step(Plan(tp=tp, residual=residual), comm, model)
+        with step.unsharded(), torch.enable_grad(), Saved(step.model) as saved:
+            logits = step.model(**tokens(4, length=length)[0][0])
+        assert logits.requires_grad
+        return saved.num_bytes
+
+    return max(threads.run(tp, body))
+
+
+def test_hidden_tensors_are_saved_split():
+    B, L, D, size = 4, 16, 32, 8
+    for tp in (2, 4):
+        whole, split = (saved_bytes(2, tp, each) - saved_bytes(1, tp, each) for each in ("whole", "split"))
+        hidden = B * L * D * size
+        # A block saves, of each of two norms, the input, the input times its scale, the scales, and the output, which
+        # is the input of a column layer.
+        assert whole - split == (6 * hidden + 2 * B * L * size) * (tp - 1) // tp
+
+
+# ---- what goes wrong is named -----------------------------------------------------------------------
+
+
+def raised(model: Any, plan: Plan, rules: Any = lm.TENSOR_RULES, batch: Any = None) -> str:
+    """The message that all ranks raise in the dry run."""
+
+    def body(comm):
+        step = language_step(plan, comm, model(), tensor=rules)
+        with pytest.raises(TaskError) as error:
+            step.dry_run(tokens(2, length=7)[0] if batch is None else batch)
+        return str(error.value)
+
+    (message,) = set(threads.run(plan.mesh.size, body))
+    return message
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_a_sum_that_is_missing_or_doubled_is_named(tp, monkeypatch):
+    apply = LeaveTokens.apply
+    times = {"missing": 1 / 3, "doubled": 2}
+    for text, factor in times.items():
+        monkeypatch.setattr(LeaveTokens, "apply", lambda partial, *args, f=factor: apply(partial * f, *args))
+        message = raised(language_model, split_plan(tp=tp))
+        number = f"{factor:.4g}"
+        assert f"blocks.0.attention.out (Linear) returns outputs that are not the whole model's, but {number}" in (
+            message
+        ), text
+
+
+def test_gradients_without_their_sum_are_named(monkeypatch):
+    monkeypatch.setattr(SplitRegion, "partials", lambda self, weights: tuple(weights))
+    message = raised(language_model, split_plan(tp=2))
+    assert "the gradient of norm.weight is missing its sum over the 2 tensor ranks (2 more like it)" in message
+
+
+def test_a_bias_without_its_sum_is_named(monkeypatch):
+    leave = RowLinear._leave
+    monkeypatch.setattr(RowLinear, "_leave", lambda self, partial, bias: leave(self, partial, None) + bias)
+    message = raised(lambda: Shifting(0), split_plan(tp=2), MIXER_RULES, features())
+    assert "the gradient of blocks.1.mlp.down.bias is missing its sum over the 2 tensor ranks" in message
+
+
+class MLP(nn.Module):
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.up, self.down, self.dropout = nn.Linear(8, 16), nn.Linear(16, 8), nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dropout(self.down(self.up(x).relu()))
+
+
+class Shift(nn.Module):
+    """It mixes tokens."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.roll(self.number, -2) if self.number else x
+
+
+class ShiftingBlock(nn.Module):
+    def __init__(self, number: int, dropout: float) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(8))
+        self.shift, self.mlp = Shift(number), MLP(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.shift(x * self.scale + self.mlp(x))
+
+
+class Shifting(nn.Module):
+    """A block with a parameter of its own, which shifts the tokens by a number."""
+
+    def __init__(self, number: int, dropout: float = 0.0) -> None:
+        super().__init__()
+        with SEED_LOCK:
+            torch.manual_seed(1)
+            self.blocks = nn.ModuleList(ShiftingBlock(number, dropout) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+MIXER_RULES = {"blocks.*.mlp.up": "column", "blocks.*.mlp.down": "row"}
+
+
+def features() -> Any:
+    generator = torch.Generator().manual_seed(5)
+    return torch.randn(4, 6, 8, generator=generator), torch.randint(0, 8, (4, 6), generator=generator)
+
+
+def test_tokens_that_mix_between_blocks_are_named():
+    message = raised(lambda: Shifting(1), split_plan(tp=2), MIXER_RULES, features())
+    assert "blocks.0.shift (Shift) returns outputs that are not the whole model's" in message
+    assert "need what works on each token by itself" in message
+    assert 'try residual = "whole"' in message
+
+
+def test_a_block_with_parameters_of_its_own():
+    def body(comm):
+        model, (x, targets) = Shifting(0).double(), features()
+        step = language_step(split_plan(tp=2), comm, model, tensor=MIXER_RULES)
+        return deviation(step, *train(step, [(x.double(), targets)] * 2), expected)
+
+    x, targets = features()
+    expected = oracle.train(Shifting(0).double(), lm.loss, ADAM, [(x.double(), targets)] * 2, clip=0.5)
+    assert max(threads.run(2, body)) <= TOLERANCE
+
+
+def test_dropout_of_split_tokens_is_rejected():
+    message = raised(lambda: Shifting(0, dropout=0.5), split_plan(tp=2), MIXER_RULES, features())
+    assert "dropout = 0.5 in blocks.0.mlp.dropout (Dropout), on features or tokens that are split" in message
+    assert 'residual = "whole"' in message
+
+
+class OnlySecond(Shifting):
+    """It leaves out the block at which tokens are split."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks[1](x)
+
+
+class ThenOnlySecond(Shifting):
+    """It leaves out that block in a second pass, with as many tokens as a rank had in the first one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)[:, :3] + self.blocks[1](x[:, :3])
+
+
+@pytest.mark.parametrize(("model", "num_tokens"), [(OnlySecond, 6), (ThenOnlySecond, 3)])
+def test_blocks_without_the_first_one_are_rejected(model, num_tokens):
+    message = raised(lambda: model(0), split_plan(tp=2), MIXER_RULES, features())
+    assert f"{num_tokens} tokens for blocks.1.mlp, where this rank should have none" in message
+    assert "the first block before the others" in message
+
+
+def task(model: Any, rules: Any) -> ff.Task:
+    return ff.Task(model=model, loss=F.mse_loss, data=lambda: None, optimizer=ADAM, tensor=rules)  # type: ignore[arg-type]
+
+
+class OneVector(Shifting):
+    """Its blocks get one vector of features, without tokens."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + super().forward(x.mean((0, 1)))
+
+
+def test_hidden_tensors_without_tokens_are_rejected():
+    message = raised(lambda: OneVector(0), split_plan(tp=2), MIXER_RULES, features())
+    assert "[8] for blocks.0   need a hidden tensor [..., tokens, features]" in message
+
+
+def test_impossible_plans_are_rejected_before_processes_start():
+    with pytest.raises(PlanError, match='residual = "split" with tp = 1'):
+        preflight(task(lambda: Shifting(0), MIXER_RULES), Plan(residual="split"))
+    preflight(task(lambda: Shifting(0), MIXER_RULES), split_plan(tp=2))
+    blocks_of_layers = task(lambda: nn.Sequential(MLP(), MLP()), {"*.up": "column", "*.down": "row"})
+    with pytest.raises(PlanError, match=r"the column layer \*\.up directly in the block, a MLP"):
+        preflight(blocks_of_layers, split_plan(tp=2))
+    preflight(blocks_of_layers, Plan(tp=2))
