@@ -56,10 +56,6 @@ class SplitRegion:
         """The sum of the ranks' tensors, on all of them; `partial` may be overwritten."""
         return _Sum.apply(partial, self.group)
 
-    def gather(self, tensor: Tensor, length: int) -> Tensor:
-        """The ranks' slices of the last dim, one behind the other; the last ones may be shorter, `length` is of all."""
-        return _Gather.apply(tensor, self.group, length)
-
     def partial(self, weight: Tensor) -> Tensor:
         """A weight that all ranks hold and that works on split activations: its gradients are summed."""
         return _SumGrad.apply(weight, self.group)
@@ -67,6 +63,11 @@ class SplitRegion:
     def partial_pieces(self, weight: Tensor, shard: TensorShard) -> Tensor:
         """A weight some of whose pieces several ranks hold: the gradients of each piece are summed over its ranks."""
         return _SumPieceGrads.apply(weight, self.group, shard)
+
+
+def gather_last_dim(tensor: Tensor, group: TensorGroup, length: int) -> Tensor:
+    """The ranks' slices of the last dim, one behind the other; the last ones may be shorter, `length` is of all."""
+    return _Gather.apply(tensor, group, length)
 
 
 class _SumGrad(torch.autograd.Function):
