@@ -136,3 +136,15 @@ def test_a_target_that_no_rank_has_is_rejected_on_all():
             split_cross_entropy(local, targets, vocabulary)
 
     threads.run(2, body)
+
+
+def test_all_ranks_see_a_logit_that_is_not_a_number():
+    logits, targets = draw(8)
+    logits[1, 2, 6] = torch.nan
+
+    def body(comm):
+        local, vocabulary, _ = split(comm, logits)
+        losses = split_cross_entropy(local, targets, vocabulary)
+        assert losses.isnan().nonzero().tolist() == [[1, 2]]
+
+    threads.run(2, body)
