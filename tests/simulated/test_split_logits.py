@@ -49,6 +49,12 @@ SPLIT: dict[str, Loss] = {
     "weighted": lambda logits, targets: F.cross_entropy(
         logits.flatten(0, -2), targets.flatten(), weight=CLASS_WEIGHTS, ignore_index=3
     ),
+    "torch's, smoothed": lambda logits, targets: F.cross_entropy(
+        logits.flatten(0, 1), targets.flatten(), label_smoothing=0.2, ignore_index=3
+    ),
+    "float32 of a slice": lambda logits, targets: F.cross_entropy(
+        logits[:, :-1].to(torch.float32).view(-1, CLASSES).double(), targets[:, :-1].flatten()
+    ).float(),
     "one row": lambda logits, targets: F.cross_entropy(logits[0, 1], targets[0, 1]),
     "some tokens": lambda logits, targets: cross_entropy(
         logits[:, [1, 2, 5]][:, torch.tensor([0, 2])], targets[:, [1, 5]]
@@ -91,6 +97,12 @@ def in_place_of_a_copy(logits: Tensor, targets: Tensor) -> Tensor:
     return cross_entropy(double, targets).sum() + cross_entropy(double[1], targets[1]).sum() + rows.exp().sum()
 
 
+def behind_autograd(logits: Tensor, targets: Tensor) -> Tensor:
+    double = logits * 2
+    double.data[..., 4] = -3.0
+    return cross_entropy(double, targets).sum()
+
+
 def hooked(logits: Tensor, targets: Tensor) -> Tensor:
     logits.register_hook(lambda gradient: gradient * 3)
     return cross_entropy(logits, targets).sum()
@@ -128,9 +140,13 @@ WHOLE: dict[str, Loss] = {
     "two in one": lambda logits, targets: torch.cat([logits, logits[:, :2] * 2.0], 1).exp().mean(),
     "function": lambda logits, targets: Exp.apply(logits).sum() + Exp.apply(logits[:, 1:].tanh()).sum(),  # type: ignore[no-untyped-call]
     "vmap": lambda logits, targets: torch.func.vmap(cross_entropy)(logits, targets).sum(),
+    "in a vmap": lambda logits, targets: torch.func.vmap(
+        lambda row: (logits[0] * row[:, None]).exp().sum()
+    )(targets / CLASSES).sum(),
     "operator": lambda logits, targets: torch.ops.aten.exp(logits).sum(),
     "in place": in_place,
     "in place of a copy": in_place_of_a_copy,
+    "behind autograd": behind_autograd,
     "hooked": hooked,
     "module hooks": observed,
     "differentiated": differentiated,
@@ -202,6 +218,8 @@ def test_what_is_known_of_logits_is_read_without_gathering_them():
         assert logits.is_floating_point()
         assert logits.grad_fn is not None
         assert logits.grad is None
+        assert logits.is_contiguous()
+        assert not logits[:, 1:].is_contiguous()
         assert logits[:, 1:].float().shape == (3, 6, CLASSES)
         assert logits.float().dtype == torch.float32
         assert {logits: 1}[logits] == 1
@@ -336,8 +354,10 @@ def test_the_loss_of_half_precision_has_the_dtype_of_torchs(autocast):
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
             expected = F.cross_entropy(whole.flatten(0, 1), targets.flatten())
             loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+            wide = F.cross_entropy(logits[:, :-1].float().view(-1, CLASSES), targets[:, :-1].flatten())
         assert num_gathers(group) == 0
         assert loss.dtype == expected.dtype
+        assert wide.dtype == torch.float32
         torch.testing.assert_close(loss.detach(), expected, rtol=1e-2, atol=0)
 
     threads.run(2, body)

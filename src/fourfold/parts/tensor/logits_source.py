@@ -7,15 +7,18 @@ Law: `whole` has the values, the graph and the views that it would have if the f
 at once. All ranks gather at the same place in the program.
 """
 
+import contextlib
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fourfold.parts.tensor.cross_entropy import Vocabulary
 from fourfold.parts.tensor.split_region import gather_last_dim
-from fourfold.parts.torch_private import are_transforms_active, version_of
+from fourfold.parts.torch_private import are_transforms_active, suspend_transforms, version_of
 
 Operation = Callable[[Tensor], Tensor]
 
@@ -29,6 +32,8 @@ class Family:
         self.has_split_loss = False
         """Whether a loss was computed of local logits: the whole ones have no part in its graph."""
         self.is_whole_only = False
+        """Whether someone may write into the memory of the whole logits, unseen by autograd, or `is_watched`."""
+        self.is_watched = False
         """Whether hooks or changes were made that only the whole logits know of."""
 
 
@@ -94,7 +99,7 @@ class Source:
         return self.gathered
 
     def _make_whole(self) -> None:
-        with torch.inference_mode(False), torch.enable_grad():
+        with torch.inference_mode(False), torch.enable_grad(), _without_transforms():
             if self._parent is None or self._operation is None:
                 self.gathered = gather_classes(self.local, self.vocabulary)
             else:
@@ -104,6 +109,11 @@ class Source:
     def derive(self, local: Tensor, operation: Operation, dtype: torch.dtype | None = None) -> "Source":
         """The source whose local logits are these, and whose whole ones `operation` makes of this one's."""
         return Source(local, self.vocabulary, parent=self, operation=operation, dtype=dtype or self.dtype)
+
+
+def _without_transforms() -> AbstractContextManager[Any]:
+    """The whole logits belong to no transform of `torch.func` in which they are first used."""
+    return suspend_transforms() if are_transforms_active() else contextlib.nullcontext()
 
 
 def gather_classes(local: Tensor, vocabulary: Vocabulary) -> Tensor:

@@ -99,7 +99,7 @@ class _InGraph(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         source: Source = ctx.source
-        if source.is_written or source.family.is_whole_only:
+        if source.is_written or source.family.is_watched:
             got = "logits that were changed in place, or have hooks, and then used by an autograd.Function"
             raise TaskError(Problem(got, "logits as the head gave them", "logits.clone()"), where="split logits")
         start, length = source.vocabulary.start, source.local.shape[-1]
@@ -130,6 +130,14 @@ def _watch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     for logits in tree_leaves((args, kwargs)):
         if isinstance(logits, SplitLogits):
             _check_no_loss(logits, getattr(func, "__name__", str(func)))
+            logits.source.family.is_whole_only = logits.source.family.is_watched = True
+    return _of_whole(func, args, kwargs)
+
+
+def _expose(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What gives the memory of the whole logits, into which the caller may write."""
+    for logits in tree_leaves((args, kwargs)):
+        if isinstance(logits, SplitLogits):
             logits.source.family.is_whole_only = True
     return _of_whole(func, args, kwargs)
 
@@ -155,6 +163,10 @@ def _read_version(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> i
     return 0 if args[0].source.gathered is None else version_of(args[0].source.gathered)
 
 
+def _read_contiguous(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return args[0].source.local.is_contiguous(*args[1:], **kwargs)
+
+
 def _check_no_loss(logits: SplitLogits, what: str) -> None:
     if logits.source.family.has_split_loss:
         got = f"{what} of logits after their cross entropy, which was computed of each tensor rank's part of them"
@@ -170,31 +182,36 @@ _METADATA_NAMES = (
 )
 
 
+_DESCRIPTORS: Mapping[str, Any] = {
+    name: attribute
+    for base in Tensor.__mro__
+    for name, attribute in vars(base).items()
+    if isinstance(attribute, GetSetDescriptorType)
+}
+_WATCHING = (Tensor.register_hook, Tensor.retain_grad, Tensor.detach_, Tensor.requires_grad_, Tensor.set_)
+_EXPOSING = (
+    *(Tensor.data_ptr, Tensor.untyped_storage, Tensor.storage, Tensor.numpy),
+    *(Tensor.__array__, Tensor.__dlpack__, _DESCRIPTORS["data"].__get__),
+)
+
+
 def _metadata() -> frozenset[Any]:
-    found: set[Any] = {torch.numel, torch.is_floating_point, torch.is_complex}
-    for name in _METADATA_NAMES.split():
-        attribute = getattr(Tensor, name, None)
-        found.add(attribute.__get__ if isinstance(attribute, GetSetDescriptorType) else attribute)
-    return frozenset(found)
+    found = {getattr(Tensor, name, None) for name in _METADATA_NAMES.split()}
+    getters = {_DESCRIPTORS[name].__get__ for name in _METADATA_NAMES.split() if name in _DESCRIPTORS}
+    return frozenset(found | getters | {torch.numel, torch.is_floating_point, torch.is_complex})
 
 
 def _special() -> Mapping[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]]:
-    getters = {name: vars(torch._C.TensorBase)[name].__get__ for name in ("grad", "grad_fn", "_version")}
-    setters = [
-        each
-        for base in Tensor.__mro__
-        for attribute in vars(base).values()
-        if isinstance(attribute, GetSetDescriptorType)
-        for each in (attribute.__set__, attribute.__delete__)
-    ]
-    watched = (Tensor.register_hook, Tensor.retain_grad, Tensor.detach_, Tensor.requires_grad_, Tensor.set_)
+    setters = [each for found in _DESCRIPTORS.values() for each in (found.__set__, found.__delete__)]
     return {
         **dict.fromkeys(SPLIT_OPERATIONS, _of_local),
-        **dict.fromkeys((*setters, *watched), _watch),
+        **dict.fromkeys((*setters, *_WATCHING), _watch),
+        **dict.fromkeys(_EXPOSING, _expose),
         torch.autograd.grad: _grad,
-        getters["grad"]: _read_grad,
-        getters["grad_fn"]: _read_grad_fn,
-        getters["_version"]: _read_version,
+        Tensor.is_contiguous: _read_contiguous,
+        _DESCRIPTORS["grad"].__get__: _read_grad,
+        _DESCRIPTORS["grad_fn"].__get__: _read_grad_fn,
+        _DESCRIPTORS["_version"].__get__: _read_version,
     }
 
 

@@ -68,7 +68,7 @@ def _cast(func: Any, source: Source, args: tuple[Any, ...], kwargs: dict[str, An
         return None
     # A loss computes in float32 anyway: half precision needs no wider copy.
     stays_narrow = found.dtype == torch.float32 and source.local.dtype in (torch.float16, torch.bfloat16)
-    local = source.local if stays_narrow else func(source.wide_local, *args, **kwargs)
+    local = source.local.contiguous() if stays_narrow else func(source.wide_local, *args, **kwargs)
     return source.derive(local, lambda whole: func(whole, *args, **kwargs), found.dtype)
 
 
