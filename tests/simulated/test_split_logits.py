@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.dlpack import to_dlpack  # type: ignore[attr-defined]
 
 import fourfold as ff
 from fourfold.parts.tensor.split_logits import SplitLogits, split_logits, whole_logits
@@ -253,7 +254,7 @@ def test_logits_have_no_memory_that_could_be_read():
             with pytest.raises(TaskError, match="changes logits in place"), torch.no_grad():
                 logits.add_(1)
         with pytest.raises(RuntimeError, match="Cannot access data pointer"):
-            torch.utils.dlpack.to_dlpack(logits)
+            to_dlpack(logits)
 
     on_two_ranks(body)
 

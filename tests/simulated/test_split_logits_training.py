@@ -244,6 +244,7 @@ def test_an_evaluation_has_whole_logits(without_dry_run):
         step = TrainStep(language_model(), lm.loss, ADAM, plan=Plan(tp=2), communicator=comm, tensor=lm.TENSOR_RULES)
         inputs, targets = tokens(2)[0]
         run = step.run_forward((inputs, targets))
+        assert run is not None
         assert type(run.outputs) is Tensor
         logits = language_model()(**inputs)
         return (run.outputs - logits).abs().max().item()

@@ -12,7 +12,7 @@ Source: torch's protocols for subclasses, "Extending PyTorch" in its docs; Megat
 
 from collections.abc import Callable, Mapping, Sequence
 from types import GetSetDescriptorType
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,8 +39,8 @@ class SplitLogits(Tensor):
     source: Source
 
     @staticmethod
-    def __new__(cls, source: Source) -> Self:
-        logits = tensor_without_memory(cls, source.shape, source.local, source.dtype)
+    def __new__(cls, source: Source) -> "SplitLogits":
+        logits: SplitLogits = tensor_without_memory(cls, source.shape, source.local, source.dtype)
         logits.source = source
         return logits
 
@@ -63,13 +63,13 @@ class SplitLogits(Tensor):
         cls, func: Any, types: Sequence[Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """What torch calls without asking the class; autograd has recorded it already."""
-        kwargs = kwargs or {}
-        written = [args[index] if index < len(args) else kwargs.get(name) for index, name in written_arguments(func)]
+        named = kwargs or {}
+        written = [args[index] if index < len(args) else named.get(name) for index, name in written_arguments(func)]
         if any(isinstance(each, cls) for each in written):
             got = f"{func}, which changes logits in place"
             raise TaskError(Problem(got, "logits that stay as they are", "logits.clone()"), where="split logits")
-        args, kwargs = tree_map_only(cls, lambda logits: logits.source.whole.detach(), (tuple(args), kwargs))
-        return func(*args, **kwargs)
+        args, named = tree_map_only(cls, lambda logits: logits.source.whole.detach(), (tuple(args), named))
+        return func(*args, **named)
 
 
 def split_logits(local: Tensor, vocabulary: Vocabulary) -> Tensor:

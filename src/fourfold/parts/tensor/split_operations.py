@@ -79,8 +79,9 @@ def _elementwise(func: Any, source: Source, args: tuple[Any, ...], kwargs: dict[
 
 
 def _cross_entropy(func: Any, source: Source, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    (targets,) = args
+    losses = split_cross_entropy(source.local, targets, source.vocabulary, **kwargs)
     source.family.has_split_loss = True
-    losses = split_cross_entropy(source.local, *args, source.vocabulary, **kwargs)
     return losses.to(torch.promote_types(source.dtype, torch.float32))
 
 
