@@ -98,6 +98,20 @@ def in_place_of_a_copy(logits: Tensor, targets: Tensor) -> Tensor:
     return cross_entropy(double, targets).sum() + cross_entropy(double[1], targets[1]).sum() + rows.exp().sum()
 
 
+def in_place_of_a_view(logits: Tensor, targets: Tensor) -> Tensor:
+    double = logits * 2
+    flat = double.view(-1, CLASSES)
+    double[..., 4] = -3.0
+    return cross_entropy(flat, targets.flatten()).sum()
+
+
+def reused_index(logits: Tensor, targets: Tensor) -> Tensor:
+    index = [0, 2]
+    rows = logits[index]
+    index[0] = 1
+    return rows.exp().sum() + 0 * cross_entropy(rows, targets[:2]).sum()
+
+
 def behind_autograd(logits: Tensor, targets: Tensor) -> Tensor:
     double = logits * 2
     double.data[..., 4] = -3.0
@@ -134,6 +148,8 @@ WHOLE: dict[str, Loss] = {
     ),
     "deprecated": lambda logits, targets: F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduce=True),
     "some classes": lambda logits, targets: logits[..., 2:9].exp().sum(),
+    "loss of some classes": lambda logits, targets: cross_entropy(logits[..., :20], targets % 20).sum()
+    + cross_entropy(logits[0, :, 5:], targets[0] % 50).sum(),
     "one class": lambda logits, targets: logits[:, 1:, 5].exp().sum() + logits[..., [1, 3]].sum(),
     "new dim": lambda logits, targets: (logits[..., None] * logits[..., None, :]).sum(),
     "every row": lambda logits, targets: sum(row.exp().sum() for row in logits),  # type: ignore[return-value, misc]
@@ -147,6 +163,8 @@ WHOLE: dict[str, Loss] = {
     "operator": lambda logits, targets: torch.ops.aten.exp(logits).sum(),
     "in place": in_place,
     "in place of a copy": in_place_of_a_copy,
+    "in place of a view": in_place_of_a_view,
+    "reused index": reused_index,
     "behind autograd": behind_autograd,
     "hooked": hooked,
     "module hooks": observed,

@@ -203,6 +203,28 @@ def test_a_wrong_rule_is_named_though_logits_are_split():
     threads.run(2, body)
 
 
+class Hooked(lm.LanguageModel):
+    """A hook on logits sees the gradient of all of them."""
+
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        logits = super().forward(tokens, positions)
+        if logits.requires_grad:
+            logits.register_hook(lambda gradient: gradient - gradient.mean(-1, keepdim=True))
+        return logits
+
+
+@pytest.mark.parametrize("fields", [{"tp": 2, "microbatches": 2}, {"tp": 2, "sp": 2}], ids=str)
+def test_hooks_on_logits_see_all_classes(fields):
+    plan = Plan(**fields, bucket_bytes=8000)
+    expected = oracle.train(language_model(Hooked), softmax, ADAM, tokens(2))
+
+    def body(comm):
+        step = TrainStep(language_model(Hooked), softmax, ADAM, plan=plan, communicator=comm, tensor=lm.TENSOR_RULES)
+        return deviation(step, *train(step, tokens(2)), expected)
+
+    assert max(threads.run(plan.mesh.size, body)) <= TOLERANCE
+
+
 def test_a_compiled_loss_gets_whole_logits(without_dry_run):
     loss = torch.compile(torchs, backend="eager")
     batches = tokens(2)
