@@ -105,6 +105,12 @@ def in_place_of_a_view(logits: Tensor, targets: Tensor) -> Tensor:
     return cross_entropy(flat, targets.flatten()).sum()
 
 
+def without_gradient(logits: Tensor, targets: Tensor) -> Tensor:
+    with torch.no_grad():
+        rows = logits[:, 1:] * 2.0
+    return (logits[:, 1:] * rows).sum() + cross_entropy(logits, targets).sum()
+
+
 def reused_index(logits: Tensor, targets: Tensor) -> Tensor:
     index = [0, 2]
     rows = logits[index]
@@ -165,6 +171,7 @@ WHOLE: dict[str, Loss] = {
     "in place of a copy": in_place_of_a_copy,
     "in place of a view": in_place_of_a_view,
     "reused index": reused_index,
+    "without gradient": without_gradient,
     "behind autograd": behind_autograd,
     "hooked": hooked,
     "module hooks": observed,
