@@ -7,25 +7,33 @@ from fourfold.tasks import lm
 EXPECTED = """
 tensor   layers that are split; all others are whole on every rank
   a rank holds 8,016 of 15,952 elements
-  layer                        style       weight    on a rank  in forward                in backward
-  embedding                    vocabulary  256 × 16  128 × 16   all-reduce                –
-  blocks.*.attention.qkv  × 2  column      32 × 16   16 × 16    –                         all-reduce
-  blocks.*.attention.out  × 2  row         16 × 16   16 × 8     all-reduce                –
-  blocks.*.mlp.gate_up    × 2  column      128 × 16  64 × 16    –                         all-reduce
-  blocks.*.mlp.down       × 2  row         16 × 64   16 × 32    all-reduce                –
-  head                         vocabulary  256 × 16  128 × 16   all-gather of the logits  all-reduce
+  layer                        style       weight    on a rank  in forward           in backward
+  embedding                    vocabulary  256 × 16  128 × 16   all-reduce           –
+  blocks.*.attention.qkv  × 2  column      32 × 16   16 × 16    –                    all-reduce
+  blocks.*.attention.out  × 2  row         16 × 16   16 × 8     all-reduce           –
+  blocks.*.mlp.gate_up    × 2  column      128 × 16  64 × 16    –                    all-reduce
+  blocks.*.mlp.down       × 2  row         16 × 64   16 × 32    all-reduce           –
+  head                         vocabulary  256 × 16  128 × 16   depends on the loss  all-reduce
+
+  loss of                 in forward                kept of a target's logits
+  head     cross entropy  3 numbers per target      128 of 256
+  head     any other      all-gather of the logits  what it needs of 256
 """
 
 
 # 10 · 16 · 1/2 elements of four bytes for each token, instead of 8 · 16 · 1/2; the gradients of two norms.
 EXPECTED_WITH_SPLIT_RESIDUALS = """
-  layer                        style       weight    on a rank  in forward                in backward
-  embedding                    vocabulary  256 × 16  128 × 16   all-reduce                –
-  blocks.*.attention.qkv  × 2  column      32 × 16   16 × 16    all-gather                all-gather, reduce-scatter
-  blocks.*.attention.out  × 2  row         16 × 16   16 × 8     reduce-scatter            all-gather
-  blocks.*.mlp.gate_up    × 2  column      128 × 16  64 × 16    all-gather                all-gather, reduce-scatter
-  blocks.*.mlp.down       × 2  row         16 × 64   16 × 32    reduce-scatter            all-gather
-  head                         vocabulary  256 × 16  128 × 16   all-gather of the logits  reduce-scatter or all-reduce
+  layer                        style       weight    on a rank  in forward           in backward
+  embedding                    vocabulary  256 × 16  128 × 16   all-reduce           –
+  blocks.*.attention.qkv  × 2  column      32 × 16   16 × 16    all-gather           all-gather, reduce-scatter
+  blocks.*.attention.out  × 2  row         16 × 16   16 × 8     reduce-scatter       all-gather
+  blocks.*.mlp.gate_up    × 2  column      128 × 16  64 × 16    all-gather           all-gather, reduce-scatter
+  blocks.*.mlp.down       × 2  row         16 × 64   16 × 32    reduce-scatter       all-gather
+  head                         vocabulary  256 × 16  128 × 16   depends on the loss  reduce-scatter or all-reduce
+
+  loss of                 in forward                kept of a target's logits
+  head     cross entropy  3 numbers per target      128 of 256
+  head     any other      all-gather of the logits  what it needs of 256
 
 residual   what a rank sends for a block, in forward and backward
   tokens are split from the entry of blocks.0 to the end of norm; there they are gathered

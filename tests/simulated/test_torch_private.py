@@ -264,6 +264,19 @@ def test_an_operator_names_the_arguments_that_it_writes():
     assert private.written_arguments(torch.ops.aten.add.out) == [(3, "out")]
 
 
+def test_a_tensor_without_memory_has_a_shape_and_no_address():
+    class Lazy(torch.Tensor):
+        @classmethod
+        def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+            raise NotImplementedError
+
+    tensor = private.tensor_without_memory(Lazy, (2, 3), torch.zeros(1), torch.float64)
+    assert type(tensor) is Lazy
+    assert (tensor.shape, tensor.dtype) == ((2, 3), torch.float64)
+    with pytest.raises(RuntimeError, match="Cannot access data pointer"):
+        tensor.data_ptr()
+
+
 def test_grouped_matrix_products_are_functions_of_torch():
     assert all(map(callable, private.GROUPED_MM_OPS))
     assert len(private.GROUPED_MM_OPS) >= 1

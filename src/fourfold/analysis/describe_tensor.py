@@ -4,7 +4,7 @@ Law: the shards are those that a step cuts; layers that differ only in a number 
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from torch import nn
 
@@ -35,8 +35,8 @@ SENT_BY_TOKENS: Mapping[Style, tuple[str, str]] = SENT | {
     Style.ROW: (Change.REDUCE_SCATTER, Change.ALL_GATHER),
 }
 # A head that reads what the blocks return, and not a part of it, takes this rank's tokens of the sum.
-HEAD_BY_TOKENS = f"{Change.ALL_GATHER} of the logits", f"{Change.REDUCE_SCATTER} or {Change.ALL_REDUCE}"
-EMBEDDING, HEAD = (Change.ALL_REDUCE, NOTHING), (f"{Change.ALL_GATHER} of the logits", Change.ALL_REDUCE)
+HEAD_BY_TOKENS = "depends on the loss", f"{Change.REDUCE_SCATTER} or {Change.ALL_REDUCE}"
+EMBEDDING, HEAD = (Change.ALL_REDUCE, NOTHING), ("depends on the loss", Change.ALL_REDUCE)
 
 
 def format_tensor(model: nn.Module, rules: Mapping[str, str], plan: Plan) -> str:
@@ -59,12 +59,23 @@ def format_tensor(model: nn.Module, rules: Mapping[str, str], plan: Plan) -> str
     table = [("layer", "", "style", "weight", "on a rank", "in forward", "in backward")]
     table += [(row[0], f"× {count}" if count > 1 else "", *row[1:]) for row, count in rows.items()]
     lines = [f"a rank holds {held:,} of {whole:,} elements", *align_columns(table, "<<<<<<<")]
+    lines += _loss_lines([row for row in rows if row[-2:] in (HEAD, HEAD_BY_TOKENS)])
     text = "tensor   layers that are split; all others are whole on every rank\n" + indent(lines)
     return f"{text}\n\n{_format_residual(model, layout, residual, plan)}" if residual.blocks else text
 
 
 def _numberless(name: str) -> str:
     return re.sub(r"\b\d+\b", "*", name)
+
+
+def _loss_lines(heads: Sequence[tuple[str, ...]]) -> list[str]:
+    """What each loss sends of a head's logits, and keeps of them for backward."""
+    table = [("loss of", "", "in forward", "kept of a target's logits")]
+    for name, _, whole, local, *_ in heads:
+        num_classes, num_here = (shape.split()[0] for shape in (whole, local))
+        table.append((name, "cross entropy", "3 numbers per target", f"{num_here} of {num_classes}"))
+        table.append((name, "any other", f"{Change.ALL_GATHER} of the logits", f"what it needs of {num_classes}"))
+    return ["", *align_columns(table, "<<<<")] if heads else []
 
 
 def _sent(style: Style, module: nn.Module, *, in_block: bool, splits_tokens: bool) -> tuple[str, str]:

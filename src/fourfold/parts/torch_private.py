@@ -140,6 +140,13 @@ def suspend_transforms() -> AbstractContextManager[Any]:
     return temporarily_clear_interpreter_stack()
 
 
+def tensor_without_memory(cls: type[Tensor], shape: Sequence[int], like: Tensor, dtype: torch.dtype) -> Any:
+    """A tensor of a subclass that has no memory: reading its address raises RuntimeError."""
+    tensor = Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=like.device)  # type: ignore[attr-defined]
+    torch._C._set_throw_on_mutable_data_ptr(tensor)
+    return tensor
+
+
 def is_operator(function: Any) -> bool:
     """Whether a function is one of `torch.ops`, with or without its overload."""
     return isinstance(function, torch._ops.OpOverload | torch._ops.OpOverloadPacket)

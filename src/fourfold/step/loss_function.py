@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from fourfold.parts.tensor.split_logits import whole_logits
 from fourfold.parts.torch_private import is_compiled_function
 from fourfold.step.batch import Microbatch, input_names
 from fourfold.step.model_call import model_loss
@@ -76,6 +77,8 @@ class UserLoss:
             got = f"a batch of {input_names(part.inputs)} without targets, and a loss(outputs, targets)"
             attempt = "loss=None to train the loss that the model returns, or samples (inputs, targets)"
             raise TaskError(Problem(got, "targets for the loss", attempt), where="the batch")
+        if self.is_compiled:  # the compiler would look into the collectives that gather logits
+            outputs = tree_map(outputs, whole_logits)
         return self._function(outputs, part.targets)
 
     def modules(self, model: nn.Module) -> nn.ModuleList:

@@ -3,7 +3,8 @@
 column       the output features are split: the input is entered, the output is this rank's features
 row          the input features are split: the ranks' outputs are summed, then the bias is added, once
 channels     each group of channels is computed by itself, and this rank has some of them
-vocabulary   an embedding has the rows of some tokens; a head computes the logits of some tokens, then all gather them
+vocabulary   an embedding has the rows of some tokens; a head computes the logits of some tokens, which are gathered
+             where all of them are needed
 replicated   a module inside a region whose weights all ranks hold, such as a norm of each head
 Law: a layer keeps its object, its name and its base class; `isinstance(layer, nn.Linear)` stays true. Its parameters
 are the same objects, with this rank's shards for data.
@@ -18,6 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fourfold.parts.tensor.cross_entropy import Vocabulary
+from fourfold.parts.tensor.split_logits import split_logits
 from fourfold.parts.tensor.split_region import SplitRegion
 from fourfold.plan.tensor_rules import Style
 from fourfold.plan.tensor_shard import TensorShard
@@ -62,7 +65,8 @@ class RowLinear(SplitLayer, nn.Linear):
 class VocabularyLinear(SplitLayer, nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         logits = F.linear(self.region.enter(input), self.weight, self.bias)
-        return self.region.gather(logits, self.shards["weight"].shape[0])
+        ((start, _, _, _),) = self.shards["weight"].pieces
+        return split_logits(logits, Vocabulary(self.region.group, start, self.shards["weight"].shape[0]))
 
 
 class VocabularyEmbedding(SplitLayer, nn.Embedding):

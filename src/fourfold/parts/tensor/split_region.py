@@ -96,10 +96,6 @@ class SplitRegion:
         """The sum of the ranks' tensors, on all of them; `partial` may be overwritten."""
         return _Sum.apply(partial, self.group)
 
-    def gather(self, tensor: Tensor, length: int) -> Tensor:
-        """The ranks' slices of the last dim, one behind the other; the last ones may be shorter, `length` is of all."""
-        return _Gather.apply(tensor, self.group, length)
-
     def split_tokens(self, whole: Tensor, *, where: str) -> Tensor:
         """This rank's rows of a tensor that all ranks hold: where a pass through the blocks begins.
 
@@ -160,6 +156,11 @@ def _check_rows(rows: Tensor, length: int | None, group: TensorGroup, where: str
         got = f"{rows.shape[-2]} tokens for {where}, where this rank should have {tokens}"
         need = "the first block before the others, and between blocks only what works on each token by itself"
         raise TaskError(Problem(got, need, 'residual = "whole"'), where="the tensor axis")
+
+
+def gather_last_dim(tensor: Tensor, group: TensorGroup, length: int) -> Tensor:
+    """The ranks' slices of the last dim, one behind the other; the last ones may be shorter, `length` is of all."""
+    return _Gather.apply(tensor, group, length)
 
 
 class _SumGrad(torch.autograd.Function):

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from fourfold.parts.tensor.split_logits import whole_logits
 from fourfold.parts.torch_private import run_backward_under_modes
 from fourfold.step.tensor_tree import tree_leaves
 
@@ -16,7 +17,7 @@ def run_backward(outputs: Any, grad_tensors: list[Tensor | None]) -> None:
     Torch function modes stay active, as in forward.
     """
     pairs = [
-        (output, gradient)
+        (whole_logits(output), gradient)
         for output, gradient in zip(tree_leaves(outputs), grad_tensors, strict=True)
         if gradient is not None
     ]
