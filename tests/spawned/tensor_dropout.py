@@ -1,9 +1,17 @@
 """What the ranks of a spawned world do about dropout on the tensor axis. Results are JSON."""
 
+import functools
+import hashlib
+from typing import Any
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import fourfold as ff
+from fourfold.parts.torch_private import is_in_backward
+from tests import cases
 
 
 class Block(nn.Module):
@@ -34,3 +42,129 @@ def masks(dp: int, tp: int) -> list[list[bool]]:
     for batch in batches:
         step(batch)
     return found
+
+
+# ---- the law: with the masks that were drawn, one device trains the same --------------------------------------------
+
+P, SEED, WIDTH, HEADS, KV_HEADS, HIDDEN, LENGTH, VOCABULARY = 0.25, 5, 16, 8, 2, 32, 8, 9
+RULES = {
+    "blocks.*.qkv": "column(heads, kv_heads, kv_heads)",
+    "blocks.*.out": "row(heads)",
+    "blocks.*.up": "column",
+    "blocks.*.down": "row",
+}
+WHOLE, SPLIT, KEYS, SCORES = ("mixed", "result"), ("hidden",), ("values",), ("scores",)
+DROPS = (*WHOLE, *SPLIT, *KEYS, *SCORES)
+
+
+class Drop(nn.Module):
+    """A dropout that remembers what it kept; `masks` are used in its place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[Tensor] = []
+        self.kept_again: list[Tensor] = []
+        self.masks: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.masks:
+            return x * self.masks.pop(0) / (1 - P)
+        out = F.dropout(x, P, self.training)
+        (self.kept_again if is_in_backward() else self.kept).append(out.detach() != 0)
+        return out
+
+
+class AttentionBlock(nn.Module):
+    """Dropout of scores, of values, of split and of whole features."""
+
+    def __init__(self, attend: Any) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.attend = HEADS, KV_HEADS, attend
+        self.qkv, self.out = nn.Linear(WIDTH, WIDTH + 2 * KV_HEADS * WIDTH // HEADS), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+        for name in DROPS:
+            self.add_module(name, Drop())
+
+    def forward(self, x: Tensor) -> Tensor:
+        sizes = (self.heads, self.kv_heads, self.kv_heads)
+        heads = self.qkv(x).unflatten(-1, (sum(sizes), -1)).transpose(1, 2)
+        q, k, v = heads.split(sizes, dim=1)
+        mixed = self.attend(self, q, k, self.values(v))
+        x = x + self.mixed(self.out(mixed.transpose(1, 2).flatten(2)))
+        return x + self.result(self.down(self.hidden(F.gelu(self.up(x)))))
+
+
+def eager(block: AttentionBlock, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    k, v = (each.repeat_interleave(q.shape[1] // k.shape[1], 1) for each in (k, v))
+    return block.scores((q @ k.mT).softmax(-1)) @ v
+
+
+def sdpa(block: AttentionBlock, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, dropout_p=P if block.training else 0.0, enable_gqa=True)
+
+
+class Net(nn.Module):
+    """`checkpoints`: whether the first block is computed again in backward."""
+
+    def __init__(self, attend: Any, *, checkpoints: bool) -> None:
+        super().__init__()
+        self.embedding, self.places = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(LENGTH, WIDTH)
+        self.blocks = nn.ModuleList(AttentionBlock(attend) for _ in range(2))
+        self.head, self.checkpoints = nn.Linear(WIDTH, VOCABULARY), checkpoints
+
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        self.positions = positions[0].tolist()
+        x = self.embedding(tokens) + self.places(positions)
+        first, second = self.blocks
+        return self.head(second(checkpoint(first, x, use_reentrant=False) if self.checkpoints else first(x)))
+
+
+def make_net(attend: Any, *, checkpoints: bool = False) -> Net:
+    torch.manual_seed(1)
+    return Net(attend, checkpoints=checkpoints).double()
+
+
+def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+
+
+def token_batches() -> list[Any]:
+    """The global batches of two steps."""
+    generator = torch.Generator().manual_seed(3)
+    draw = functools.partial(torch.randint, 0, VOCABULARY, (8, LENGTH), generator=generator)
+    positions = torch.arange(LENGTH).expand(8, LENGTH)
+    return [({"tokens": draw(), "positions": positions}, draw()) for _ in range(2)]
+
+
+def trainings(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What this rank has drawn and trained, by run."""
+    return [_training(**fields) for fields in runs]
+
+
+def _training(**fields: Any) -> dict[str, Any]:
+    plan = ff.Plan(**fields)
+    net = make_net(eager if plan.sp == 1 else sdpa, checkpoints=True)
+    optimizer = functools.partial(torch.optim.SGD, lr=0.1)
+    step = ff.parallelize(net, token_loss, optimizer, plan, clip=1e9, seed=SEED, drift_check=1, tensor=RULES)
+    batches = [cases.local_batch(batch, plan.dp, step.dp_index) for batch in token_batches()]
+    step.dry_run(batches[0], training=True)
+    drops = {f"{index}.{name}": getattr(block, name) for index, block in enumerate(net.blocks) for name in DROPS}
+    for drop in drops.values():
+        drop.kept, drop.kept_again = [], []
+    metrics = [step(batch) for batch in batches]
+    weights = {name: weight.tolist() for name, weight in step.named_weights()}
+    return {
+        "dp": step.dp_index,
+        "positions": net.positions,
+        "kept": {name: [each.tolist() for each in drop.kept] for name, drop in drops.items()},
+        "repeated": [name for name, drop in drops.items() if _repeats(drop)],
+        "losses": [each.loss for each in metrics],
+        "norms": [each.grad_norm for each in metrics],
+        "weights": weights if step.rank == 0 else {},
+        "state": hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest(),
+    }
+
+
+def _repeats(drop: Drop) -> bool:
+    """Whether second forwards have dropped what the first ones did."""
+    return len(drop.kept_again) == len(drop.kept) > 0 and all(map(torch.equal, drop.kept, drop.kept_again))

@@ -14,6 +14,7 @@ from fourfold.parts.comm.communicator import Communicator
 from fourfold.parts.comm.tensor.protocol import TensorGroup
 from fourfold.plan.sample_order import BatchRange
 from fourfold.step.batch import Microbatch, split_microbatches, unpack_batch
+from fourfold.step.rank_dropout import SplitDropout
 from fourfold.step.sequence.batch_consistency import batch_digest, batch_mismatch_problem
 from fourfold.step.sequence.sequence_parallel import SequenceParallel
 from fourfold.step.tensor.collective_dry_run import CollectiveTensorDryRun
@@ -51,12 +52,12 @@ class BatchLayout(Protocol):
 
 
 class WholeSamples:
-    """A rank has all tokens of its samples."""
+    """A rank has all tokens of its samples. `dropout`: of a model whose features are split."""
 
     needs_dry_run = False
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, dropout: SplitDropout | None = None) -> None:
+        self._device, self._dropout = device, dropout
 
     def compare(self, batch: Any) -> tuple[Any, Problem | None]:
         return batch, None
@@ -65,7 +66,8 @@ class WholeSamples:
     def microbatches(
         self, batch: Any, count: int, *, step: int, samples: BatchRange | None
     ) -> Iterator[list[Microbatch]]:
-        yield split_microbatches(batch, count, self._device)
+        with contextlib.nullcontext() if self._dropout is None else self._dropout.installed():
+            yield split_microbatches(batch, count, self._device)
 
     def dry_run(self, batch: Any, unsharded: Unsharded) -> None:
         pass

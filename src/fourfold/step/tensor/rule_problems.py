@@ -127,9 +127,9 @@ class RuleProblems:
         return Problem(got, NEED, self._look_at(module))
 
     def draw(self, draw: Draw) -> Problem:
-        """Random numbers for split features."""
+        """Random numbers for split features, which would repeat on each tensor rank."""
         got = f"tp = {self._size} and {draw.what} in {self._named(draw.module)}, on features that are split"
-        need = "random numbers for whole features only: those of split ones would repeat on each tensor rank"
+        need = "random numbers for whole features, or dropout of features that are one slice of the whole model's"
         return Problem(got, need, f"dropout = 0 in {self._named(draw.module)}, or tp = 1")
 
     # ---- words --------------------------------------------------------------------------------------
