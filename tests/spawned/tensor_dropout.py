@@ -3,14 +3,17 @@
 import functools
 import hashlib
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fourfold as ff
 from fourfold.parts.torch_private import is_in_backward
+from fourfold.step.tensor.draw_slices import DrawSlices
 from tests import cases
 
 
@@ -168,3 +171,33 @@ def _training(**fields: Any) -> dict[str, Any]:
 def _repeats(drop: Drop) -> bool:
     """Whether second forwards have dropped what the first ones did."""
     return len(drop.kept_again) == len(drop.kept) > 0 and all(map(torch.equal, drop.kept, drop.kept_again))
+
+
+# ---- models of transformers -----------------------------------------------------------------------------------------
+
+
+def hugging_face(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The losses of models of transformers with their own dropout, and their slices by module."""
+    return [_hugging_face(**run) for run in runs]
+
+
+def _hugging_face(kind: str, attention: str, **fields: Any) -> dict[str, Any]:
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "n_positions": 16}
+    config = {"gpt2": transformers.GPT2Config, "bert": transformers.BertConfig}[kind]
+    model_class = {"gpt2": transformers.GPT2LMHeadModel, "bert": transformers.BertForMaskedLM}[kind]
+    extra = {"intermediate_size": 64, "bos_token_id": 0, "eos_token_id": 0, "attn_implementation": attention}
+    torch.manual_seed(1)
+    model = model_class(config(**sizes, **extra))
+    loss = lambda outputs, targets: token_loss(outputs.logits, targets)  # noqa: E731
+    optimizer = functools.partial(torch.optim.Adam, lr=1e-2)
+    step = ff.parallelize(model, loss, optimizer, ff.Plan(**fields), clip=1.0, drift_check=1)
+    tokens = torch.randint(0, 64, (4, 12), generator=torch.Generator().manual_seed(2))
+    positions = torch.arange(12).expand(4, 12)
+    batch = cases.local_batch(({"input_ids": tokens, "position_ids": positions}, tokens), step.plan.dp, step.dp_index)
+    with mock.patch.object(DrawSlices, "learn", autospec=True, side_effect=DrawSlices.learn) as learn:
+        losses = [step(batch).loss for _ in range(4)]
+    found = [each for call in learn.call_args_list for each in call.args[1]]
+    return {
+        "losses": losses,
+        "slices": [(each.module, None if each.part is None else each.part.start) for each in found],
+    }

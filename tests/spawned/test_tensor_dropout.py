@@ -1,5 +1,7 @@
 """The laws of dropout on the tensor axis: whole features are dropped alike on all ranks, split ones independently."""
 
+import itertools
+
 import pytest
 import torch
 from torch import Tensor
@@ -113,3 +115,47 @@ def test_one_device_with_the_same_masks_trains_the_same(trained, number):
     for name, p in net.named_parameters():
         weights = torch.tensor(ranks[0]["weights"][name], dtype=torch.float64)
         torch.testing.assert_close(weights, p.detach(), rtol=0, atol=TOLERANCE)
+
+
+HUGGING_FACE = [
+    {"kind": "gpt2", "attention": "eager", "dp": 2, "tp": 2},
+    {"kind": "gpt2", "attention": "sdpa", "tp": 4},
+    {"kind": "bert", "attention": "eager", "sp": 2, "tp": 2},
+    {"kind": "bert", "attention": "eager", "tp": 4},
+    {"kind": "bert", "attention": "sdpa", "dp": 2, "tp": 2},
+]
+
+
+def test_models_of_transformers_train_with_their_own_dropout(world):
+    ranks = world(4).run("tests.spawned.tensor_dropout:hugging_face", runs=HUGGING_FACE, time_limit_seconds=120)
+    for index, run in enumerate(HUGGING_FACE):
+        assert all(each[index]["losses"] == ranks[0][index]["losses"] for each in ranks)
+        losses = ranks[0][index]["losses"]
+        assert losses[-1] < 0.9 * losses[0]
+        starts = [[start for _, start in each[index]["slices"] if start is not None] for each in ranks]
+        heads = 4 // run["tp"]
+        assert starts == [[rank % run["tp"] * heads] for rank in range(4)]  # of the heads of one layer
+        assert len(ranks[0][index]["slices"]) == 4  # embeddings, scores, and the outputs of both layers
+
+
+def test_slices_are_dropped_independently_and_states_stay_equal(trained):
+    for name in ("hidden", "scores"):
+        agreements, kept = [], []
+        for run, ranks in zip(RUNS, trained, strict=True):
+            for first, second in itertools.combinations(range(8), 2):
+                same_samples = ranks[first]["dp"] == ranks[second]["dp"]
+                assert (ranks[first]["state"] == ranks[second]["state"]) == same_samples
+                if (name == "scores" and run["sp"] > 1) or (first % run["tp"] == second % run["tp"]):
+                    continue
+                a, b = (torch.tensor(ranks[rank]["kept"][f"1.{name}"]) for rank in (first, second))
+                agreements.append((a == b).double().mean().item())
+                kept.append(a.double().mean().item())
+        mean = sum(agreements) / len(agreements)
+        assert mean == pytest.approx(P**2 + (1 - P) ** 2, abs=0.01)
+        assert max(agreements) < 0.7
+        assert sum(kept) / len(kept) == pytest.approx(1 - P, abs=0.01)
+
+
+def test_the_same_seed_on_the_same_mesh_is_the_same_training(world, trained):
+    again = world(8).run("tests.spawned.tensor_dropout:trainings", runs=[RUNS[3]], time_limit_seconds=60)
+    assert [each[0] for each in again] == trained[3]

@@ -48,7 +48,7 @@ class AttentionCall(NamedTuple):
         """Compute the call with torch: [B, H, l, Dv]. A mask may come with `is_causal`, which torch itself refuses."""
         mask, is_causal = self.mask, self.is_causal
         if mask is not None and is_causal:
-            causal_mask = torch.ones(self.q.shape[2], self.k.shape[2], device=mask.device).tril() > 0
+            causal_mask = torch.ones(self.q.shape[-2], self.k.shape[-2], device=mask.device).tril() > 0
             mask, is_causal = combine_masks(mask, causal_mask), False
         return SDPA(
             self.q, self.k, self.v, mask, self.dropout_p, is_causal, scale=self.scale, enable_gqa=self.enable_gqa
