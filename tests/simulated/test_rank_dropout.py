@@ -215,7 +215,7 @@ CASES = {
     ),
     "samples by heads": (
         WHOLE.transpose(1, 2).flatten(0, 1), WHOLE.transpose(1, 2)[:, 4:8].flatten(0, 1), 1,
-        DrawSlice(2, 0, ((4, 8),), is_folded=True),
+        DrawSlice(2, 0, ((4, 8),), fold=2),
     ),
 }  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -12,9 +13,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fourfold as ff
+from fourfold.checkpoint.collect import TrainingState
+from fourfold.checkpoint.manager import AttemptDir, CheckpointManager, TrainingProgress
 from fourfold.parts.torch_private import is_in_backward
 from fourfold.step.tensor.draw_slices import DrawSlices
+from fourfold.step.train_step import TrainStep
 from tests import cases
+from tests.checkpoint_runs import MemoryLog
 
 
 class Block(nn.Module):
@@ -171,6 +176,27 @@ def _training(**fields: Any) -> dict[str, Any]:
 def _repeats(drop: Drop) -> bool:
     """Whether second forwards have dropped what the first ones did."""
     return len(drop.kept_again) == len(drop.kept) > 0 and all(map(torch.equal, drop.kept, drop.kept_again))
+
+
+def resumes(folder: str, dp: int, sp: int, tp: int) -> bool:
+    """Whether a run that resumes after its first step goes on with the same bits. Saved in `folder`."""
+
+    def make_step() -> tuple[TrainStep, CheckpointManager]:
+        net, optimizer = make_net(eager if sp == 1 else sdpa), functools.partial(torch.optim.SGD, lr=0.1)
+        step = ff.parallelize(net, token_loss, optimizer, ff.Plan(dp=dp, sp=sp, tp=tp), seed=SEED, tensor=RULES)
+        return step, CheckpointManager(TrainingState(step, None), AttemptDir(Path(folder), "a"), MemoryLog(), seed=SEED)
+
+    step, manager = make_step()
+    first, second = (cases.local_batch(batch, dp, step.dp_index) for batch in token_batches())
+    step(first)
+    manager.save(TrainingProgress(1))
+    manager.wait()
+    losses = [step(second).loss]
+    again, manager = make_step()
+    assert manager.resume() is not None
+    losses.append(again(second).loss)
+    pairs = zip(step.model.parameters(), again.model.parameters(), strict=True)
+    return losses[0] == losses[1] and all(torch.equal(a, b) for a, b in pairs)
 
 
 # ---- models of transformers -----------------------------------------------------------------------------------------

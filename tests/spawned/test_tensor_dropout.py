@@ -117,6 +117,12 @@ def test_one_device_with_the_same_masks_trains_the_same(trained, number):
         torch.testing.assert_close(weights, p.detach(), rtol=0, atol=TOLERANCE)
 
 
+@pytest.mark.parametrize("mesh", [(2, 1, 2), (1, 2, 2)], ids=str)
+def test_a_resumed_run_drops_what_it_would_have_dropped(world, tmp_path, mesh):
+    mesh = dict(zip(("dp", "sp", "tp"), mesh, strict=True))
+    assert all(world(4).run("tests.spawned.tensor_dropout:resumes", folder=str(tmp_path), **mesh))
+
+
 HUGGING_FACE = [
     {"kind": "gpt2", "attention": "eager", "dp": 2, "tp": 2},
     {"kind": "gpt2", "attention": "sdpa", "tp": 4},

@@ -187,7 +187,7 @@ def _make_batches(
     seed: int,
 ) -> BatchLayout:
     slices = DrawSlices(tensor.group.size)
-    layout: BatchLayout = WholeSamples(world.device, SplitDropout(model, slices) if tensor.is_cut else None)
+    layout: BatchLayout = WholeSamples(world.device, SplitDropout(model, slices))
     if loss is not None and plan.sp > 1:
         ranks = world.along("sp")
         group = connect_sequence(ranks, meter, ring=plan.ring, ulysses=plan.ulysses, transport=plan.transport)

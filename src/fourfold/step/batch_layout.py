@@ -52,11 +52,11 @@ class BatchLayout(Protocol):
 
 
 class WholeSamples:
-    """A rank has all tokens of its samples. `dropout`: of a model whose features are split."""
+    """A rank has all tokens of its samples."""
 
     needs_dry_run = False
 
-    def __init__(self, device: torch.device, dropout: SplitDropout | None = None) -> None:
+    def __init__(self, device: torch.device, dropout: SplitDropout) -> None:
         self._device, self._dropout = device, dropout
 
     def compare(self, batch: Any) -> tuple[Any, Problem | None]:
@@ -66,7 +66,7 @@ class WholeSamples:
     def microbatches(
         self, batch: Any, count: int, *, step: int, samples: BatchRange | None
     ) -> Iterator[list[Microbatch]]:
-        with contextlib.nullcontext() if self._dropout is None else self._dropout.installed():
+        with self._dropout.installed():
             yield split_microbatches(batch, count, self._device)
 
     def dry_run(self, batch: Any, unsharded: Unsharded) -> None:

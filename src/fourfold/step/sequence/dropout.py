@@ -55,7 +55,7 @@ class AttentionDropoutCounter:
 
 def _first_head(part: DrawSlice, what: str) -> int:
     """The first of the heads that are here."""
-    if (part.dim, len(part.ranges), part.is_folded) != (HEADS_DIM, 1, False):
+    if (part.dim, len(part.ranges), part.fold) != (HEADS_DIM, 1, 1):
         got = f"sp > 1, tp > 1 and {what}, whose queries are split in dim {part.dim}"
         raise TaskError(Problem(got, "queries [B, H, L, D] that are split by heads", "dropout = 0, or sp = 1"))
     return part.start

@@ -25,14 +25,14 @@ from fourfold.words.errors import Problem, TaskError
 class DrawSlice(NamedTuple):
     """Ranges of one dim of a whole tensor, one behind the other in `dim` of the tensor that is here.
 
-    ranges     [start, stop) of each
-    is_folded  that dim is samples by features, [B · n], and the ranges are of the features
+    ranges  [start, stop) of each
+    fold    how often these features are in the dim: more than once where it is samples by features, [B · n]
     """
 
     ndim: int
     dim: int
     ranges: tuple[tuple[int, int], ...]
-    is_folded: bool = False
+    fold: int = 1
 
     @property
     def lengths(self) -> list[int]:
@@ -47,7 +47,7 @@ class DrawSlice(NamedTuple):
         if tensor.dim() != self.ndim:
             return False
         length, own = tensor.shape[self.dim], sum(self.lengths)
-        return length % own == 0 if self.is_folded else length == own
+        return length == own if self.fold == 1 else length % own == 0
 
 
 class FoundDraw(NamedTuple):
@@ -60,8 +60,8 @@ class FoundDraw(NamedTuple):
     def from_json(cls, module: str, part: Sequence[Any] | None) -> "FoundDraw":
         if part is None:
             return cls(module, None)
-        ndim, dim, ranges, is_folded = part
-        return cls(module, DrawSlice(ndim, dim, tuple((start, stop) for start, stop in ranges), is_folded))
+        ndim, dim, ranges, fold = part
+        return cls(module, DrawSlice(ndim, dim, tuple((start, stop) for start, stop in ranges), fold))
 
 
 def find_slice(whole: Tensor, local: Tensor, place: TensorPlace, shards: Iterable[TensorShard]) -> DrawSlice | None:
@@ -81,7 +81,7 @@ def find_slice(whole: Tensor, local: Tensor, place: TensorPlace, shards: Iterabl
         for ranges in _candidates(length // fold, own // fold, place, shards if fold == 1 else ()):
             expected = torch.cat([full.narrow(dim + 1, start, stop - start) for start, stop in ranges], dim + 1)
             if is_close(expected, part):
-                return DrawSlice(whole.dim(), dim, ranges, is_folded=fold > 1)
+                return DrawSlice(whole.dim(), dim, ranges, fold)
     raise LookupError
 
 
