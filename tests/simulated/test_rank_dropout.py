@@ -158,14 +158,17 @@ class Shared(nn.Module):
         super().__init__()
         self.dropout, self.number = nn.Dropout(P), 2
 
-    def forward(self, x: Tensor) -> Tensor:
-        for _ in range(self.number):
-            x = self.dropout(x)
-        return x
+    def forward(self, x: Tensor) -> list[Tensor]:
+        return [self.dropout(x) for _ in range(self.number)]
 
 
 def test_a_module_may_draw_for_split_and_for_whole_tensors():
-    drawn(Shared(), {"dropout": [split(0, 4), None]}, torch.ones(2, 4))
+    slices = [split(0, 40), split(40, 80)]
+    (first, whole), (second, again) = (
+        drawn(Shared(), {"dropout": [each, None]}, torch.ones(2, 40))[0] for each in slices
+    )
+    assert not torch.equal(first, second)
+    assert torch.equal(whole, again)
     for number in (1, 3):
         model = Shared()
         model.number = number

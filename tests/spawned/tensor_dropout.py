@@ -213,11 +213,12 @@ def hugging_face(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [_hugging_face(**run) for run in runs]
 
 
-def _hugging_face(kind: str, attention: str, **fields: Any) -> dict[str, Any]:
+def _hugging_face(kind: str, attention: str, options: dict[str, Any] | None = None, **fields: Any) -> dict[str, Any]:
     sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "n_positions": 16}
     config = {"gpt2": transformers.GPT2Config, "bert": transformers.BertConfig}[kind]
     model_class = {"gpt2": transformers.GPT2LMHeadModel, "bert": transformers.BertForMaskedLM}[kind]
     extra = {"intermediate_size": 64, "bos_token_id": 0, "eos_token_id": 0, "attn_implementation": attention}
+    extra |= options or {}
     torch.manual_seed(1)
     model = model_class(config(**sizes, **extra))
     loss = lambda outputs, targets: token_loss(outputs.logits, targets)  # noqa: E731

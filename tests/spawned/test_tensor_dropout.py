@@ -33,7 +33,7 @@ def test_tensor_ranks_drop_the_same_whole_features_and_data_ranks_others(world):
 
 
 RUNS = [
-    {"dp": 8 // sp // tp, "sp": sp, "tp": tp, "zero": (0, 2, 3)[number % 3]}
+    {"dp": 8 // sp // tp, "sp": sp, "tp": tp, "zero": (0, 2, 3)[number % 3], "microbatches": 1 + number % 2}
     for number, (sp, tp) in enumerate([(1, 2), (1, 4), (1, 8), (2, 2), (2, 4), (4, 2)])
 ]
 
@@ -52,7 +52,8 @@ def whole_mask(name: str, step: int, run: dict, ranks: list) -> Tensor:
     split_dim = {"hidden": 2, "scores": 1, "values": 1}.get(name.partition(".")[2])
     whole = torch.full(sizes[name.partition(".")[2]], -1, dtype=torch.int8)
     for rank, found in enumerate(ranks):
-        mask, tp = torch.tensor(found["kept"][name][step], dtype=torch.int8), rank % run["tp"]
+        calls = found["kept"][name][step * run["microbatches"] : (step + 1) * run["microbatches"]]
+        mask, tp = torch.cat([torch.tensor(each, dtype=torch.int8) for each in calls]), rank % run["tp"]
         token_dim = 2 if name.endswith(("scores", "values")) else 1
         index: list = [slice(None)] * whole.dim()
         index[0] = slice(found["dp"] * len(mask), (found["dp"] + 1) * len(mask))
@@ -126,9 +127,10 @@ def test_a_resumed_run_drops_what_it_would_have_dropped(world, tmp_path, mesh):
 HUGGING_FACE = [
     {"kind": "gpt2", "attention": "eager", "dp": 2, "tp": 2},
     {"kind": "gpt2", "attention": "sdpa", "tp": 4},
-    {"kind": "bert", "attention": "eager", "sp": 2, "tp": 2},
+    # Another module drops out here, unless the model attends through Fourfold's interface.
+    {"kind": "gpt2", "attention": "eager", "options": {"reorder_and_upcast_attn": True}, "sp": 2, "tp": 2},
     {"kind": "bert", "attention": "eager", "tp": 4},
-    {"kind": "bert", "attention": "sdpa", "dp": 2, "tp": 2},
+    {"kind": "bert", "attention": "sdpa", "sp": 2, "tp": 2},
 ]
 
 
@@ -145,13 +147,14 @@ def test_models_of_transformers_train_with_their_own_dropout(world):
 
 
 def test_slices_are_dropped_independently_and_states_stay_equal(trained):
+    """Slices of features, of heads, of tokens and of samples."""
     for name in ("hidden", "scores"):
         agreements, kept = [], []
         for run, ranks in zip(RUNS, trained, strict=True):
             for first, second in itertools.combinations(range(8), 2):
                 same_samples = ranks[first]["dp"] == ranks[second]["dp"]
                 assert (ranks[first]["state"] == ranks[second]["state"]) == same_samples
-                if (name == "scores" and run["sp"] > 1) or (first % run["tp"] == second % run["tp"]):
+                if name == "scores" and run["sp"] > 1:
                     continue
                 a, b = (torch.tensor(ranks[rank]["kept"][f"1.{name}"]) for rank in (first, second))
                 agreements.append((a == b).double().mean().item())
