@@ -195,6 +195,13 @@ def test_dropout_is_refused_where_nothing_was_compared():
             model.train()(torch.ones(2, 4))
 
 
+def test_an_evaluation_tells_nothing_of_training():
+    slices, model = DrawSlices(2), Shared()
+    slices.learn([], training=False)
+    with SplitDropout(model, slices).installed(), pytest.raises(TaskError, match="drew nothing in the dry run"):
+        model(torch.ones(2, 4))
+
+
 def test_ranks_with_other_draws_are_refused():
     known = [FoundDraw("a", split(0, 4)), FoundDraw("b", None)]
     assert slices_mismatch([known, [FoundDraw("a", split(4, 8)), FoundDraw("b", None)]]) is None

@@ -393,7 +393,9 @@ def test_a_dropout_learns_its_slice(case, finished, monkeypatch):
     make, rules, module, *slices = DROPPED[case]
     learned: list[list[FoundDraw]] = []
     learn = DrawSlices.learn
-    monkeypatch.setattr(DrawSlices, "learn", lambda self, draws: (learned.append(draws), learn(self, draws)))
+    monkeypatch.setattr(
+        DrawSlices, "learn", lambda self, draws, **more: (learned.append(draws), learn(self, draws, **more))
+    )
 
     def body(comm):
         num_samples = 2 if comm.rank < 2 else 0  # of ranks without samples, others find it

@@ -63,8 +63,7 @@ RULES = {
     "blocks.*.up": "column",
     "blocks.*.down": "row",
 }
-WHOLE, SPLIT, KEYS, SCORES = ("mixed", "result"), ("hidden",), ("values",), ("scores",)
-DROPS = (*WHOLE, *SPLIT, *KEYS, *SCORES)
+DROPS = ("mixed", "result", "hidden", "values", "scores")
 
 
 class Drop(nn.Module):
@@ -92,8 +91,7 @@ class AttentionBlock(nn.Module):
         self.heads, self.kv_heads, self.attend = HEADS, KV_HEADS, attend
         self.qkv, self.out = nn.Linear(WIDTH, WIDTH + 2 * KV_HEADS * WIDTH // HEADS), nn.Linear(WIDTH, WIDTH)
         self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
-        for name in DROPS:
-            self.add_module(name, Drop())
+        self.mixed, self.result, self.hidden, self.values, self.scores = (Drop() for _ in DROPS)
 
     def forward(self, x: Tensor) -> Tensor:
         sizes = (self.heads, self.kv_heads, self.kv_heads)

@@ -15,6 +15,7 @@ from tests.spawned.tensor_dropout import (
     LENGTH,
     SEED,
     WIDTH,
+    Drop,
     P,
     eager,
     make_net,
@@ -97,6 +98,7 @@ def test_one_device_with_the_same_masks_trains_the_same(trained, number):
         index, _, drop = name.partition(".")
         if run["sp"] == 1 or drop != "scores":
             module = net.blocks[int(index)].get_submodule(drop)
+            assert isinstance(module, Drop)
             module.masks = [whole_mask(name, step, run, ranks) for step in range(2)]
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     losses, norms = [], []

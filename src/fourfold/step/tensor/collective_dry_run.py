@@ -78,7 +78,8 @@ class CollectiveTensorDryRun:
         index = self._axis.group.index
         for rank, report in enumerate(reports):
             if report["tp_ranks"][index] == rank and report["has_samples"] and not report["unavailable"]:
-                self._draw_slices.learn([FoundDraw.from_json(*draw) for draw in report["draws"]])
+                found = [FoundDraw.from_json(*draw) for draw in report["draws"]]
+                self._draw_slices.learn(found, training=self._model.training)
                 return
 
     def _find_memory_fit(self) -> MemoryFit:

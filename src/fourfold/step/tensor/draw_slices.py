@@ -113,13 +113,13 @@ class DrawSlices:
         self._active: list[str] = []
         self._num_draws: dict[str, int] = {}
 
-    def learn(self, draws: Iterable[FoundDraw]) -> None:
-        """Take over what the dry run has found in a forward."""
+    def learn(self, draws: Iterable[FoundDraw], *, training: bool = True) -> None:
+        """Take over what the dry run has found in a forward. One in evaluation mode tells nothing of training."""
         found: dict[str, list[DrawSlice | None]] = {}
         for module, part in draws:
             found.setdefault(module, []).append(part)
         self._by_module = {**(self._by_module or {}), **found}
-        self.are_all_whole = all(part is None for parts in self._by_module.values() for part in parts)
+        self.are_all_whole = training and all(part is None for parts in self._by_module.values() for part in parts)
 
     @contextlib.contextmanager
     def numbering(self, model: nn.Module) -> Iterator[None]:
