@@ -40,7 +40,7 @@ class TaggedDraws:
 
         Raises TaskError if it cannot be told which draw is repeated.
         """
-        tag = int(torch.randint(MAX_TAG, ()))
+        tag = int(torch.randint(MAX_TAG, (), device="cpu"))
         if self.slices.are_all_whole:
             return tag, None
         if tag not in self._by_tag:
