@@ -16,7 +16,7 @@ from fourfold.words.errors import DataError, SettingError, TaskError
 SMALL: dict[str, Any] = {"width": 32, "layers": 2, "heads": 4, "length": 16}
 
 
-def small_model(**settings: int) -> torch.nn.Module:
+def small_model(**settings: float) -> torch.nn.Module:
     torch.manual_seed(0)
     return lm.task(**{**SMALL, **settings}).model().double()
 
@@ -54,6 +54,14 @@ def test_rotary_embeddings_of_large_positions_stay_precise_in_bf16():
         *(lm.rotary_cos_sin(positions, 8, dtype=d) for d in (torch.bfloat16, torch.float64)), strict=True
     ):
         torch.testing.assert_close(actual.double(), exact, rtol=0, atol=0.02)
+
+
+def test_dropout_drops_in_training_only():
+    batch, plain, dropped = batch_of_bytes(), small_model(), small_model(dropout=0.5)
+    assert torch.equal(plain(**batch), dropped.eval()(**batch))
+    assert not torch.allclose(dropped.train()(**batch), dropped(**batch))
+    with pytest.raises(SettingError, match="dropout = 1"):
+        lm.task(dropout=1.0)
 
 
 def test_grouped_query_attention_equals_attention_with_repeated_keys_and_values():

@@ -16,8 +16,9 @@ from fourfold.feed.feed import Batch
 from fourfold.plan.plan import Plan
 from fourfold.plan.sample_order import BatchRange
 from fourfold.step.model_checks import check_plan_on_ranks
-from fourfold.step.sequence.dropout import per_rank_dropouts
+from fourfold.step.rank_dropout import RankDropout, TaggedDraws
 from fourfold.step.sequence.sdpa_interception import AttentionCall, intercept_attention
+from fourfold.step.tensor.draw_slices import DrawSlices
 from fourfold.step.train_step import TrainStep
 from fourfold.testing import oracle, threads
 from fourfold.testing.oracle import TOLERANCE
@@ -310,7 +311,8 @@ def test_token_dropout_differs_between_ranks_and_other_random_numbers_do_not():
     for index in (0, 1, 0):
         with torch.random.fork_rng([]):
             torch.manual_seed(0)
-            with intercept_attention(AttentionCall.run_sdpa, overrides=per_rank_dropouts(index)):
+            dropout = RankDropout(TaggedDraws(DrawSlices(1)), index, 2)
+            with intercept_attention(AttentionCall.run_sdpa, overrides=dropout.overrides):
                 dropped = [F.dropout(x, 0.5), nn.Dropout(0.5)(x), torch.dropout(x, 0.5, True)]
                 kept = F.dropout(x, 0.5, training=False)
             found.append((dropped, torch.rand(3)))

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from fourfold.parts.tensor.layers import SplitLayer
 from fourfold.plan.plan import Plan
 from fourfold.step.tensor.collective_dry_run import CollectiveTensorDryRun
+from fourfold.step.tensor.draw_slices import DrawSlices, FoundDraw
 from fourfold.step.train_step import TrainStep
 from fourfold.tasks import lm
 from fourfold.testing import threads
@@ -339,6 +340,13 @@ class DroppedAttention(Attention):
         return self.out(F.scaled_dot_product_attention(q, k, v, dropout_p=p).transpose(1, 2).flatten(2))
 
 
+class Reversed(nn.Module):
+    """It drops features that no rank has in their order."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(x.flip(-1), 0.1, self.training).flip(-1)
+
+
 class Noise(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x + torch.randn_like(x)
@@ -347,24 +355,24 @@ class Noise(nn.Module):
 HEADS_RULES = {"blocks.*.q": "column(heads)", "blocks.*.k": "column(heads)", "blocks.*.v": "column(heads)"}
 HEADS_RULES["blocks.*.out"] = "row(heads)"
 SPLIT_DRAWS = {
-    "dropout": (mlp_with(lambda: nn.Dropout(0.1)), MLP_RULES, r"dropout = 0\.1 in blocks\.0\.middle \(Dropout\)"),
-    "attention": (DroppedAttention, HEADS_RULES, r"attention with dropout_p = 0\.5 in blocks\.0 \(DroppedAttention\)"),
-    "noise": (mlp_with(Noise), MLP_RULES, r"randn_like in blocks\.0\.middle \(Noise\)"),
+    "noise": (Noise, r"randn_like in blocks\.0\.middle \(Noise\)"),
+    "a function that is not replaced": (lambda: nn.AlphaDropout(0.1), r"alpha_dropout = 0\.1 in blocks\.0\.middle"),
+    "no slice": (Reversed, r"dropout = 0\.1 in blocks\.0\.middle \(Reversed\)"),
 }
 
 
 @pytest.mark.parametrize("case", SPLIT_DRAWS)
-def test_random_numbers_for_split_features_are_refused(case):
-    middle, rules, message = SPLIT_DRAWS[case]
-    found = refusal(functools.partial(make_net, middle), squared, features(), rules)
-    assert re.search(rf"tp = 2 and {message}, on features that are split.*try dropout = 0 in .*, or tp = 1", found), (
+def test_random_numbers_that_cannot_be_drawn_by_slice_are_refused(case):
+    middle, message = SPLIT_DRAWS[case]
+    found = refusal(functools.partial(make_net, mlp_with(middle)), squared, features(), MLP_RULES)
+    assert re.search(rf"tp = 2 and {message}.*, on features that are split.*try dropout = 0 in .*, or tp = 1", found), (
         found
     )
 
 
-def test_dropout_is_refused_even_if_an_evaluation_has_passed_before():
+def test_an_evaluation_that_has_passed_tells_nothing_of_training():
     def body(comm):
-        step = make_step(make_net(mlp_with(lambda: nn.Dropout(0.1))), squared, comm, Plan(tp=2), MLP_RULES)
+        step = make_step(make_net(mlp_with(Reversed)), squared, comm, Plan(tp=2), MLP_RULES)
         step.model.eval()
         step.evaluate(features())
         step.model.train()
@@ -372,6 +380,30 @@ def test_dropout_is_refused_even_if_an_evaluation_has_passed_before():
             step(features())
 
     threads.run(2, body)
+
+
+DROPPED = {
+    "features": (mlp_with(lambda: nn.Dropout(0.5)), MLP_RULES, "blocks.0.middle", [(0, 8)], [(8, 16)]),
+    "attention": (DroppedAttention, HEADS_RULES, "blocks.0", [(0, 2)], [(2, 4)]),
+}
+
+
+@pytest.mark.parametrize("case", DROPPED)
+def test_a_dropout_learns_its_slice(case, finished, monkeypatch):
+    make, rules, module, *slices = DROPPED[case]
+    learned: list[list[FoundDraw]] = []
+    learn = DrawSlices.learn
+    monkeypatch.setattr(
+        DrawSlices, "learn", lambda self, draws, **more: (learned.append(draws), learn(self, draws, **more))
+    )
+
+    def body(comm):
+        num_samples = 2 if comm.rank < 2 else 0  # of ranks without samples, others find it
+        make_step(make_net(make), squared, comm, Plan(dp=2, tp=2), rules).dry_run(features(num_samples))
+
+    threads.run(4, body)
+    found = [(draw.module, list(draw.part.ranges)) for (draw,) in learned if draw.part is not None]
+    assert sorted(found) == [(module, each) for each in sorted(slices * 2)]
 
 
 def test_dropout_of_whole_features_passes(finished):

@@ -59,8 +59,9 @@ def format_tensor(model: nn.Module, rules: Mapping[str, str], plan: Plan) -> str
     table = [("layer", "", "style", "weight", "on a rank", "in forward", "in backward")]
     table += [(row[0], f"× {count}" if count > 1 else "", *row[1:]) for row, count in rows.items()]
     lines = [f"a rank holds {held:,} of {whole:,} elements", *align_columns(table, "<<<<<<<")]
-    lines += _loss_lines([row for row in rows if row[-2:] in (HEAD, HEAD_BY_TOKENS)])
     text = "tensor   layers that are split; all others are whole on every rank\n" + indent(lines)
+    if losses := _loss_lines([row for row in rows if row[-2:] in (HEAD, HEAD_BY_TOKENS)]):
+        text += "\n\n" + indent(losses)
     return f"{text}\n\n{_format_residual(model, layout, residual, plan)}" if residual.blocks else text
 
 
@@ -75,7 +76,7 @@ def _loss_lines(heads: Sequence[tuple[str, ...]]) -> list[str]:
         num_classes, num_here = (shape.split()[0] for shape in (whole, local))
         table.append((name, "cross entropy", "3 numbers per target", f"{num_here} of {num_classes}"))
         table.append((name, "any other", f"{Change.ALL_GATHER} of the logits", f"what it needs of {num_classes}"))
-    return ["", *align_columns(table, "<<<<")] if heads else []
+    return align_columns(table, "<<<<") if heads else []
 
 
 def _sent(style: Style, module: nn.Module, *, in_block: bool, splits_tokens: bool) -> tuple[str, str]:

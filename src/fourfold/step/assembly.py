@@ -36,6 +36,7 @@ from fourfold.step.model_specs import model_specs
 from fourfold.step.nan_guard import NanGuard
 from fourfold.step.objective import Objective
 from fourfold.step.persistent_state import PersistentState
+from fourfold.step.rank_dropout import SplitDropout
 from fourfold.step.replica_drift import DriftChecker
 from fourfold.step.sequence.sequence_parallel import SequenceParallel
 from fourfold.step.stage_assembly import StageAssembly, lay_out, make_stage
@@ -45,6 +46,7 @@ from fourfold.step.step_parts import StageParts, StepParts
 from fourfold.step.step_programs import StepPrograms
 from fourfold.step.tensor import tensor_axis
 from fourfold.step.tensor.collective_dry_run import CollectiveTensorDryRun
+from fourfold.step.tensor.draw_slices import DrawSlices
 from fourfold.step.tensor.tensor_axis import TensorAxis
 from fourfold.step.update_timing import (
     UPDATE_AFTER,
@@ -187,20 +189,16 @@ def _make_batches(
     *,
     seed: int,
 ) -> BatchLayout:
-    layout: BatchLayout = WholeSamples(world.device)
+    slices = DrawSlices(tensor.group.size)
+    layout: BatchLayout = WholeSamples(world.device, SplitDropout(model, slices))
     if loss is not None and plan.sp > 1:
-        layout = _make_token_shards(model, loss, plan, world, meter, seed=seed)
+        ranks = world.along("sp")
+        group = connect_sequence(ranks, meter, ring=plan.ring, ulysses=plan.ulysses, transport=plan.transport)
+        options: dict[str, Any] = {"num_microbatches": plan.microbatches, "draw_slices": slices, "seed": seed}
+        layout = TokenShards(SequenceParallel(model, loss, group, world, **options), world.device)
     if not tensor.is_cut:
         return layout
-    return SharedByTensorRanks(layout, tensor.group, tensor.ranks, CollectiveTensorDryRun(model, tensor, world))
-
-
-def _make_token_shards(
-    model: nn.Module, loss: Callable[[Any, Any], Any], plan: Plan, world: Communicator, meter: CommMeter, *, seed: int
-) -> TokenShards:
-    group = connect_sequence(world.along("sp"), meter, ring=plan.ring, ulysses=plan.ulysses, transport=plan.transport)
-    sequence = SequenceParallel(model, loss, group, world, num_microbatches=plan.microbatches, seed=seed)
-    return TokenShards(sequence, world.device)
+    return SharedByTensorRanks(layout, tensor.group, tensor.ranks, CollectiveTensorDryRun(model, tensor, world, slices))
 
 
 def _make_statistics(model: nn.Module, plan: Plan, world: Communicator, meter: CommMeter) -> BatchStatistics:

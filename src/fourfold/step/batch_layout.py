@@ -14,6 +14,7 @@ from fourfold.parts.comm.communicator import Communicator
 from fourfold.parts.comm.tensor.protocol import TensorGroup
 from fourfold.plan.sample_order import BatchRange
 from fourfold.step.batch import Microbatch, split_microbatches, unpack_batch
+from fourfold.step.rank_dropout import SplitDropout
 from fourfold.step.sequence.batch_consistency import batch_digest, batch_mismatch_problem
 from fourfold.step.sequence.sequence_parallel import SequenceParallel
 from fourfold.step.tensor.collective_dry_run import CollectiveTensorDryRun
@@ -55,8 +56,8 @@ class WholeSamples:
 
     needs_dry_run = False
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, dropout: SplitDropout) -> None:
+        self._device, self._dropout = device, dropout
 
     def compare(self, batch: Any) -> tuple[Any, Problem | None]:
         return batch, None
@@ -65,7 +66,8 @@ class WholeSamples:
     def microbatches(
         self, batch: Any, count: int, *, step: int, samples: BatchRange | None
     ) -> Iterator[list[Microbatch]]:
-        yield split_microbatches(batch, count, self._device)
+        with self._dropout.installed():
+            yield split_microbatches(batch, count, self._device)
 
     def dry_run(self, batch: Any, unsharded: Unsharded) -> None:
         pass

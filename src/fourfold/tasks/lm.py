@@ -35,6 +35,7 @@ def task(
     layers: int = 4,
     heads: int = 4,
     kv_heads: int | None = None,
+    dropout: float = 0.0,
     length: int = 128,
     steps: int = 800,
     batch_size: int = TUNED_BATCH_SIZE,
@@ -49,6 +50,7 @@ def task(
     """The task with these settings. Without `data`, the text is the source code of Python's standard library.
 
     kv_heads     heads of keys and values, shared by groups of query heads (GQA, arXiv 2305.13245); None: as `heads`
+    dropout      the probability in attention, of the embeddings, and of what each layer adds to them
     length       tokens of one sample
     batch_size   samples of one step, over all processes
     warmup       fraction of the steps in which the learning rate grows
@@ -60,14 +62,16 @@ def task(
     problems = [
         *_shape_problems(width=width, layers=layers, heads=heads, kv_heads=kv_heads),
         *(Problem(f"{name} = {count}", "1 or more") for name, count in counts.items() if count < 1),
+        *([] if 0 <= dropout < 1 else [Problem(f"dropout = {dropout}", "a probability: 0 or more, less than 1")]),
         *_rate_problems(lr=lr, warmup=warmup, weight_decay=weight_decay, clip=clip, temperature=temperature),
     ]
     if problems:
         raise SettingError(problems, where="the settings of lm")
     if data is not None:
         resolve_text_path(data)
+    sizes = {"width": width, "layers": layers, "heads": heads, "kv_heads": kv_heads}
     return Task(
-        model=functools.partial(LanguageModel, width=width, layers=layers, heads=heads, kv_heads=kv_heads),
+        model=functools.partial(LanguageModel, **sizes, dropout=dropout),
         tensor=TENSOR_RULES,
         loss=loss,
         data=functools.partial(open_data, data, length=length, valid_bytes=valid_bytes),
@@ -127,9 +131,9 @@ TENSOR_RULES = {
 class Attention(nn.Module):
     """Causal attention; query heads may share keys and values."""
 
-    def __init__(self, width: int, *, heads: int, kv_heads: int) -> None:
+    def __init__(self, width: int, *, heads: int, kv_heads: int, dropout: float = 0.0) -> None:
         super().__init__()
-        self.heads, self.kv_heads, self.head_size = heads, kv_heads, width // heads
+        self.heads, self.kv_heads, self.head_size, self.dropout = heads, kv_heads, width // heads, dropout
         self.qkv = nn.Linear(width, (heads + 2 * kv_heads) * self.head_size, bias=False)
         self.out = nn.Linear(width, width, bias=False)
 
@@ -138,8 +142,10 @@ class Attention(nn.Module):
         qkv = self.qkv(x_BLD).unflatten(-1, (heads + 2 * kv_heads, self.head_size))
         qk, v = qkv.split((heads + kv_heads, kv_heads), dim=2)
         q, k = apply_rotary(qk, cos_BL1K, sin_BL1K).split((heads, kv_heads), dim=2)
+        q_BHLK, k_BGLK, v_BGLK = (each.transpose(1, 2) for each in (q, k, v))
+        dropout = self.dropout if self.training else 0.0
         out_BHLK = F.scaled_dot_product_attention(
-            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, enable_gqa=heads != kv_heads
+            q_BHLK, k_BGLK, v_BGLK, dropout_p=dropout, is_causal=True, enable_gqa=heads != kv_heads
         )
         return self.out(out_BHLK.transpose(1, 2).flatten(2))
 
@@ -160,25 +166,29 @@ class GatedMLP(nn.Module):
 class Block(nn.Module):
     """Attention, then the gated MLP, each with a norm before it and a residual around it."""
 
-    def __init__(self, width: int, *, heads: int, kv_heads: int) -> None:
+    def __init__(self, width: int, *, heads: int, kv_heads: int, dropout: float) -> None:
         super().__init__()
-        self.norm1, self.attention = nn.RMSNorm(width), Attention(width, heads=heads, kv_heads=kv_heads)
+        self.norm1 = nn.RMSNorm(width)
+        self.attention = Attention(width, heads=heads, kv_heads=kv_heads, dropout=dropout)
         # 8/3 · width keeps the weights of an ungated MLP of 4 · width; multiples of 32 suit every vector unit.
         self.norm2, self.mlp = nn.RMSNorm(width), GatedMLP(width, hidden=-(-8 * width // 96) * 32)
+        self.dropout = nn.Dropout(dropout)
 
     def forward(self, x_BLD: Tensor, cos_BL1K: Tensor, sin_BL1K: Tensor) -> Tensor:
-        x_BLD = x_BLD + self.attention(self.norm1(x_BLD), cos_BL1K, sin_BL1K)
-        return x_BLD + self.mlp(self.norm2(x_BLD))
+        x_BLD = x_BLD + self.dropout(self.attention(self.norm1(x_BLD), cos_BL1K, sin_BL1K))
+        return x_BLD + self.dropout(self.mlp(self.norm2(x_BLD)))
 
 
 class LanguageModel(nn.Module):
     """tokens int64 [B, L] and positions int64 [B, L] -> logits [B, L, V]."""
 
-    def __init__(self, *, width: int, layers: int, heads: int, kv_heads: int) -> None:
+    def __init__(self, *, width: int, layers: int, heads: int, kv_heads: int, dropout: float = 0.0) -> None:
         super().__init__()
         self.head_size = width // heads
         self.embedding = nn.Embedding(NUM_BYTES, width)
-        self.blocks = nn.ModuleList(Block(width, heads=heads, kv_heads=kv_heads) for _ in range(layers))
+        self.dropout = nn.Dropout(dropout)
+        options = {"heads": heads, "kv_heads": kv_heads}
+        self.blocks = nn.ModuleList(Block(width, **options, dropout=dropout) for _ in range(layers))
         self.norm = nn.RMSNorm(width)
         self.head = nn.Linear(width, NUM_BYTES, bias=False)
         self.initialize()
@@ -195,7 +205,7 @@ class LanguageModel(nn.Module):
             nn.init.normal_(weight, std=scale * (1.0 if name == "embedding.weight" else weight.shape[1] ** -0.5))
 
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        x_BLD = self.embedding(tokens)
+        x_BLD = self.dropout(self.embedding(tokens))
         cos, sin = rotary_cos_sin(positions, self.head_size, dtype=x_BLD.dtype)
         for block in self.blocks:
             x_BLD = block(x_BLD, cos, sin)

@@ -22,8 +22,10 @@ TWO_TO_64 = 2**64
 
 @dataclass(frozen=True)
 class AttentionDropout:
-    """Dropout in one call of attention. `samples` [B]: the indices of these samples in the global batch.
+    """Dropout in one call of attention.
 
+    samples     [B]: the indices of these samples in the global batch
+    first_head  the index of the first of the H heads, where other tensor ranks have others
     As in torch, the probabilities that are kept are divided by 1 − p. Raises TrainingError unless 0 ≤ p ≤ 1.
     """
 
@@ -32,6 +34,7 @@ class AttentionDropout:
     step: int = 0
     call: int = 0
     samples: Sequence[int] | Tensor | None = None
+    first_head: int = 0
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.p <= 1.0:

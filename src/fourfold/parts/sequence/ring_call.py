@@ -18,7 +18,7 @@ class RingCall:
     """One call of attention around a ring. `ranges_by_index`: the ranges of the sequence that each ring index keeps.
 
     gathers_kv  all-gather keys and values at once, instead of passing them round
-    first_head  global index of the first head that this rank computes
+    first_head  the first of the heads of q that this rank computes
     """
 
     group: RingGroup
@@ -41,7 +41,8 @@ class RingCall:
         """The dropout mask of this rank's queries [B, H, l, K], with no keys yet. None without dropout."""
         if self.dropout is None or self.dropout.p == 0.0:
             return None
-        heads = torch.arange(self.first_head, self.first_head + q.shape[1], device=q.device)
+        first_head = self.dropout.first_head + self.first_head
+        heads = torch.arange(first_head, first_head + q.shape[1], device=q.device)
         positions = self.token_positions(self.local_ranges, q.device)
         samples = sample_indices(self.dropout, q.shape[0], q.device)
         return DropoutMask(self.dropout, samples, heads, positions, positions[:0])

@@ -3,7 +3,7 @@
 mode   a TorchFunctionMode: it sees all calls of a thread, under any name of the function, but not the calls inside
        torch's composites such as nn.MultiheadAttention, because a mode is off while it handles a call
 patch  replaces the function in every module that holds it: it catches these calls, and those in the second forward
-       of a checkpoint, because modes are off in backward
+       of a checkpoint, because modes are off in backward; dropout inside of composites too
 Law: inside `intercept_attention`, every SDPA call of this thread goes to the handler; outside, none does.
 """
 
@@ -48,7 +48,7 @@ class AttentionCall(NamedTuple):
         """Compute the call with torch: [B, H, l, Dv]. A mask may come with `is_causal`, which torch itself refuses."""
         mask, is_causal = self.mask, self.is_causal
         if mask is not None and is_causal:
-            causal_mask = torch.ones(self.q.shape[2], self.k.shape[2], device=mask.device).tril() > 0
+            causal_mask = torch.ones(self.q.shape[-2], self.k.shape[-2], device=mask.device).tril() > 0
             mask, is_causal = combine_masks(mask, causal_mask), False
         return SDPA(
             self.q, self.k, self.v, mask, self.dropout_p, is_causal, scale=self.scale, enable_gqa=self.enable_gqa
@@ -71,6 +71,7 @@ class _ThreadHandlers(threading.local):
     def __init__(self) -> None:
         self.handlers: list[AttentionHandler | None] = []
         self.overrides: list[FunctionOverrides] = []
+        self.is_in_composite = False
 
 
 class _ProcessHandlers:
@@ -89,15 +90,20 @@ _patched: list[tuple[Any, str, Any]] = []
 
 @contextlib.contextmanager
 def intercept_attention(
-    handler: AttentionHandler, *, observer: FunctionObserver | None = None, overrides: FunctionOverrides | None = None
+    handler: AttentionHandler,
+    *,
+    observer: FunctionObserver | None = None,
+    overrides: FunctionOverrides | None = None,
+    takes_any_shape: bool = False,
 ) -> Iterator[None]:
     """Within, `handler` computes each SDPA call of this thread and of the threads of its backward.
 
     `observer(func, args, kwargs)` is called for every other torch function that the thread calls. A function in
     `overrides` is called as `overrides[func](func, *args, **kwargs)`; in a checkpoint's second forward, only the
-    DROPOUT_FUNCTIONS are.
+    DROPOUT_FUNCTIONS are. Unless the handler takes tensors of any shape, it gets [B, H, l, D], and others are refused.
     """
     overrides = overrides or {}
+    handler = handler if takes_any_shape else functools.partial(_attend_4d, handler)
     _of_thread.handlers.append(handler)
     _of_thread.overrides.append(overrides)
     with _lock:
@@ -140,7 +146,7 @@ def _make_dropout_wrapper(original: Callable[..., Tensor]) -> Callable[..., Tens
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Tensor:
         overrides = _of_thread.overrides or (_of_process.overrides if len(_of_process.overrides) == 1 else [])
-        if overrides and original in overrides[-1] and is_in_backward():
+        if overrides and original in overrides[-1] and (is_in_backward() or _of_thread.is_in_composite):
             return overrides[-1][original](original, *args, **kwargs)
         return original(*args, **kwargs)
 
@@ -162,8 +168,6 @@ def intercepted_sdpa(
     handler = _current_handler()
     if handler is None:
         return call.run_sdpa()
-    if query.dim() != 4:
-        return _attend_3d(handler, call)
     _of_thread.handlers.append(None)
     try:
         return handler(call)
@@ -185,14 +189,25 @@ def _autocast(call: AttentionCall) -> AttentionCall:
     return call._replace(q=cast(call.q), k=cast(call.k), v=cast(call.v), mask=mask)
 
 
-def _attend_3d(handler: AttentionHandler, call: AttentionCall) -> Tensor:
-    """A call whose tensors are [N, l, D]: N samples of one head."""
+def _attend_4d(handler: AttentionHandler, call: AttentionCall) -> Tensor:
+    """Call a handler of [B, H, l, D]. Tensors [N, l, D] are N samples of one head."""
+    if call.q.dim() == 4:
+        return handler(call)
     if call.q.dim() != 3:
         got = f"sp > 1 and scaled_dot_product_attention of {list(call.q.shape)}"
         raise TaskError(Problem(got, "q, k and v of shape [samples, heads, tokens, head size]", "q.flatten(0, -4)"))
     mask = call.mask if call.mask is None or call.mask.dim() < 3 else call.mask.unsqueeze(1)
     q, k, v = (tensor.unsqueeze(1) for tensor in (call.q, call.k, call.v))
-    return intercepted_sdpa(q, k, v, mask, call.dropout_p, call.is_causal, call.scale, call.enable_gqa).squeeze(1)
+    return handler(call._replace(q=q, k=k, v=v, mask=mask)).squeeze(1)
+
+
+def _call_composite(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a function that drops out inside, where the mode is off."""
+    before, _of_thread.is_in_composite = _of_thread.is_in_composite, True
+    try:
+        return func(*args, **kwargs)
+    finally:
+        _of_thread.is_in_composite = before
 
 
 def _current_handler() -> AttentionHandler | None:
@@ -230,4 +245,6 @@ class _InterceptMode(TorchFunctionMode):
             self._observer(func, args, kwargs)
         if func in self._overrides:
             return self._overrides[func](func, *args, **kwargs)
+        if func is F.multi_head_attention_forward:
+            return _call_composite(func, args, kwargs)
         return func(*args, **kwargs)

@@ -17,9 +17,10 @@ from fourfold.parts.sequence.attention import sequence_attention
 from fourfold.parts.sequence.sequence_group import SequenceGroup
 from fourfold.plan.sample_order import BatchRange, shard_range
 from fourfold.step.batch import Microbatch, has_token_dim
+from fourfold.step.rank_dropout import RankDropout, TaggedDraws
 from fourfold.step.sequence.batch_consistency import batch_digest, batch_mismatch_problem, is_equal_across_ranks
 from fourfold.step.sequence.collective_dry_run import CollectiveDryRun
-from fourfold.step.sequence.dropout import AttentionDropoutCounter, per_rank_dropouts
+from fourfold.step.sequence.dropout import AttentionDropoutCounter
 from fourfold.step.sequence.losses import check_even_targets
 from fourfold.step.sequence.sdpa_interception import AttentionCall, intercept_attention
 from fourfold.step.sequence.token_shards import (
@@ -31,6 +32,7 @@ from fourfold.step.sequence.token_shards import (
     token_shards,
 )
 from fourfold.step.sequence.transformers import check_not_packed, has_transformers_model, install_attention
+from fourfold.step.tensor.draw_slices import DrawSlices
 from fourfold.step.tensor_tree import tree_leaves, tree_map
 from fourfold.words.errors import Problem
 
@@ -53,14 +55,16 @@ class SequenceParallel:
         world: Communicator,
         *,
         num_microbatches: int,
+        draw_slices: DrawSlices,
         seed: int = 0,
     ) -> None:
         """`world` lies on the plan's mesh; `sequence_group` are its ranks along "sp"."""
         self._model, self._sequence_group, self._world = model, sequence_group, world
         self._spec, self._num_microbatches = sequence_group.spec, num_microbatches
         self._dp_index = world.along("dp").rank
-        self._dropout_overrides = per_rank_dropouts(sequence_group.index)
-        self._dropout_counter = AttentionDropoutCounter(seed)
+        self._draws = TaggedDraws(draw_slices)
+        self._dropout = RankDropout(self._draws, sequence_group.index, sequence_group.size)
+        self._dropout_counter = AttentionDropoutCounter(seed, self._draws)
         self._dry_run = CollectiveDryRun(model, loss, self._spec, world)
         self._shard: TokenShard | None = None
         self._ignored_indices: list[int] | None = None
@@ -116,9 +120,14 @@ class SequenceParallel:
         # Without a sample range, indices of different data ranks are far apart, so no two samples share a dropout mask.
         first = self._dp_index << 32 if sample_range is None else sample_range.local_start - sample_range.start
         self._dropout_counter.begin_step(step, first, [part.num_samples for part in microbatches if part.num_samples])
+        self._draws.begin_step()
         hook = self._model.register_forward_pre_hook(self._dropout_counter.next_microbatch)
         try:
-            with intercept_attention(self._attend, overrides=self._dropout_overrides), install_attention(self._model):
+            with (
+                self._draws.slices.numbering(self._model),
+                intercept_attention(self._attend, overrides=self._dropout.overrides),
+                install_attention(self._model),
+            ):
                 yield
         finally:
             hook.remove()
@@ -133,7 +142,7 @@ class SequenceParallel:
             mask=mask_padding(call, self._shard),
             is_causal=call.is_causal,
             scale=call.scale,
-            dropout=self._dropout_counter.next_dropout(call.dropout_p) if call.dropout_p else None,
+            dropout=self._dropout_counter.next_dropout(call) if call.dropout_p else None,
             enable_gqa=call.enable_gqa,
         )
 

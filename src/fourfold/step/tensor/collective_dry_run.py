@@ -4,8 +4,9 @@ Law: TaskError is raised on every rank or on none; an exception of a rank's own 
 TaskError on the others.
 """
 
+import contextlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -16,6 +17,8 @@ from fourfold.step.batch import POSITION_KEYS, has_token_dim, num_samples, unpac
 from fourfold.step.dry_run.check_config import MemoryFit, find_memory_fit
 from fourfold.step.dry_run.loss_check import summarize_error
 from fourfold.step.sequence.dry_run import truncate_batch
+from fourfold.step.sequence.transformers import install_attention
+from fourfold.step.tensor.draw_slices import DrawSlices, FoundDraw, slices_mismatch
 from fourfold.step.tensor.dry_run import Findings, TensorDryRun
 from fourfold.step.tensor.rule_problems import GradMismatch, RuleProblems
 from fourfold.step.tensor.tensor_axis import TensorAxis
@@ -29,10 +32,10 @@ log = logging.getLogger("fourfold")
 
 
 class CollectiveTensorDryRun:
-    """The dry run of the tensor axis on all ranks. `world` lies on the plan's mesh."""
+    """The dry run of the tensor axis on all ranks. `world` lies on the plan's mesh; `draw_slices` learn from it."""
 
-    def __init__(self, model: nn.Module, axis: TensorAxis, world: Communicator) -> None:
-        self._model, self._axis, self._world = model, axis, world
+    def __init__(self, model: nn.Module, axis: TensorAxis, world: Communicator, draw_slices: DrawSlices) -> None:
+        self._model, self._axis, self._world, self._draw_slices = model, axis, world, draw_slices
         self._finished_modes: set[bool] = set()
 
     @property
@@ -48,7 +51,7 @@ class CollectiveTensorDryRun:
         inputs, _ = unpack_batch(batch)
         has_samples, findings = num_samples(batch) > 0, Findings()
         memory_fit = self._find_memory_fit()
-        with unsharded:
+        with unsharded, self._attention():
             # The tensor ranks of a place have the same samples, or all of them none.
             if has_samples:
                 samples = [tree_map(each, lambda t: t.to(self._world.device)) for each in _first_samples(inputs)]
@@ -59,6 +62,25 @@ class CollectiveTensorDryRun:
         self._judge(reports)
         if any(report["has_samples"] for report in reports):
             self._finished_modes.add(self._model.training)
+        self._learn_draws(reports)
+
+    @contextlib.contextmanager
+    def _attention(self) -> Iterator[None]:
+        """Within, models of transformers attend as they do in a step: with sp > 1, through Fourfold's own interface."""
+        if self._world.along("sp").size == 1:
+            yield
+            return
+        with install_attention(self._model), install_attention(self._axis.structure):
+            yield
+
+    def _learn_draws(self, reports: Sequence[Mapping[str, Any]]) -> None:
+        """Take over what the first rank at this place of the tensor axis has found that has compared something."""
+        index = self._axis.group.index
+        for rank, report in enumerate(reports):
+            if report["tp_ranks"][index] == rank and report["has_samples"] and not report["unavailable"]:
+                found = [FoundDraw.from_json(*draw) for draw in report["draws"]]
+                self._draw_slices.learn(found, training=self._model.training)
+                return
 
     def _find_memory_fit(self) -> MemoryFit:
         """What fits into memory on every rank. Collective."""
@@ -82,6 +104,9 @@ class CollectiveTensorDryRun:
             mine = [report for report in reports if tuple(report["tp_ranks"]) == group]
             problem = words.gradients([[GradMismatch(*each) for each in report["gradients"]] for report in mine])
             problems += [problem] if problem is not None else []
+            if not problems and not any(report["out_of_step"] for report in mine):
+                problem = slices_mismatch([[FoundDraw.from_json(*draw) for draw in each["draws"]] for each in mine])
+                problems += [problem] if problem is not None else []
         if not problems and any(report["out_of_step"] for report in reports):
             got = "tensor ranks that sum different tensors in one forward or backward"
             problems = [Problem(got, "a model that computes the same on each of them", "no branches by rank")]

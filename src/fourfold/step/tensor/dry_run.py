@@ -31,9 +31,10 @@ from fourfold.step.dry_run.preserve_module import copy_tensor_attributes, preser
 from fourfold.step.dry_run.random_weights import cast_real, copy_buffers, random_tiled
 from fourfold.step.model_call import call_model
 from fourfold.step.sequence.tolerance import gradient_tolerance_of, is_close
+from fourfold.step.tensor.draw_slices import FoundDraw
 from fourfold.step.tensor.module_trace import ModuleTrace, TensorPlace, first_difference
 from fourfold.step.tensor.rule_problems import GradMismatch, RuleProblems, split_dims
-from fourfold.step.tensor.split_randomness import Draw, DrawRecorder, split_draws
+from fourfold.step.tensor.split_randomness import Draw, DrawRecorder, find_draws
 from fourfold.step.tensor.tensor_axis import TensorAxis
 from fourfold.step.tensor.whole_model import draw_whole_weights, local_weights
 from fourfold.step.tensor_tree import tree_leaves, tree_map
@@ -49,6 +50,7 @@ class Findings(NamedTuple):
     error        the model's own, where it fails before anything is compared
     out_of_step  another rank was in another collective, or has failed: this one has stopped
     dtype        in which was compared; None: the model's own
+    draws        for which part of its tensor each dropout of the forward draws
     unavailable  why nothing was compared; empty: it was
     fallback     why it was not compared in float64
     """
@@ -57,6 +59,7 @@ class Findings(NamedTuple):
     gradients: Sequence[GradMismatch] = ()
     error: Exception | None = None
     out_of_step: bool = False
+    draws: Sequence[FoundDraw] = ()
     unavailable: str = ""
     fallback: str = ""
 
@@ -192,13 +195,15 @@ class TensorDryRun:
                 return Findings(error.problems)
             except Exception as error:
                 return Findings([self._problems.failure(whole.run.trace, trace, error)])
-            if draws := split_draws(whole.run.draws, run.draws):
-                return Findings([self._problems.draw(draws[0])])
             problem = self._problems.statistics(whole.run.trace, trace)
             if problem := problem or self._output_problem(whole.run, run, uses.names):
                 return Findings([problem])
+            shards = dict.fromkeys(self._shards.values())
+            draws = find_draws(whole.run.draws, run.draws, self._place, [each for each in shards if not each.is_whole])
+            if draws.refused:
+                return Findings([self._problems.draw(draws.refused[0])])
             run_backward(run.outputs, whole.upstream)
-        return Findings(gradients=self._compare_gradients(whole))
+        return Findings(gradients=self._compare_gradients(whole), draws=draws.known)
 
     def _output_problem(self, whole: Run, local: Run, outside: Sequence[str]) -> Problem | None:
         pairs = list(zip(whole.outputs, local.outputs, strict=False))

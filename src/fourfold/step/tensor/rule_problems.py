@@ -135,10 +135,10 @@ class RuleProblems:
         return Problem(got, NEED, self._look_at(module))
 
     def draw(self, draw: Draw) -> Problem:
-        """Random numbers for split features."""
+        """Random numbers for split features or tokens, which would repeat on each tensor rank."""
         split = "features or tokens" if self._splits_tokens else "features"
         got = f"tp = {self._size} and {draw.what} in {self._named(draw.module)}, on {split} that are split"
-        need = f"random numbers for whole {split} only: those of split ones would repeat on each tensor rank"
+        need = f"random numbers for whole {split}, or dropout of {split} that are one slice of the whole model's"
         return Problem(got, need, f"dropout = 0 in {self._named(draw.module)}, or {self._other_plan}")
 
     def statistics(self, whole: ModuleTrace, local: ModuleTrace) -> Problem | None:

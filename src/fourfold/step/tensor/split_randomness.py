@@ -1,11 +1,14 @@
 """Split randomness: random numbers that a model draws for activations which are split over the tensor axis.
 
 draw   a call of dropout, of attention with dropout, or of a function that makes random numbers
-Law: tensor ranks draw the same numbers, which is right for whole activations. For split ones, the slices of a tensor
-would have equal masks: a draw whose tensor is not the whole model's is refused.
+slice  the part of the whole model's tensor that this rank draws for
+Law: tensor ranks have equal states, and draw the same numbers, which is right for whole activations. For split ones,
+the slices of a tensor would have equal masks: each rank draws others, by its slice. A draw for which that cannot be
+done is refused.
 """
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch.nn.functional as F
@@ -14,18 +17,37 @@ from torch.overrides import TorchFunctionMode
 
 from fourfold.parts.dropped_arguments import restore_arguments
 from fourfold.parts.torch_private import DisableTorchFunction, is_in_backward
+from fourfold.plan.tensor_shard import TensorShard
 from fourfold.step.dry_run.fixed_random import DROPOUT_FUNCTIONS, RANDOM_FUNCTION_NAMES
+from fourfold.step.sequence import sdpa_interception
 from fourfold.step.sequence.tolerance import is_close
-from fourfold.step.tensor.module_trace import ModuleTrace
+from fourfold.step.tensor.draw_slices import DrawSlice, FoundDraw, find_slice
+from fourfold.step.tensor.module_trace import ModuleTrace, TensorPlace
 from fourfold.step.tensor_tree import tree_leaves
+
+COMPOSITES = {F.multi_head_attention_forward}
+"""Whose dropouts are replaced inside of them."""
+REPLACED_FUNCTIONS = {*sdpa_interception.DROPOUT_FUNCTIONS, sdpa_interception.SDPA, *COMPOSITES}
+"""Those for which a rank can draw the numbers of its slice."""
 
 
 class Draw(NamedTuple):
-    """A draw: the module that made it, what drew (for messages), and the tensor that it was for."""
+    """A draw: the module that made it, what drew (for messages), and the tensor that it was for.
+
+    function  of torch
+    """
 
     module: str
     what: str
     tensor: Tensor
+    function: Any
+
+
+class FoundDraws(NamedTuple):
+    """The draws whose slices are known, in the order of the forward, and those that are not right on split features."""
+
+    known: Sequence[FoundDraw]
+    refused: Sequence[Draw]
 
 
 class DrawRecorder(TorchFunctionMode):
@@ -43,25 +65,51 @@ class DrawRecorder(TorchFunctionMode):
         what = None if is_in_backward() else _what_draws(func, args, kwargs)
         result = func(*args, **kwargs)
         if what is not None:
-            # Of a function that makes random numbers, what it has made; of dropout, its input.
-            tree = (result,) if what in RANDOM_FUNCTION_NAMES else (args, kwargs)
+            # Of a function that makes random numbers, what it has made; of dropout, its input; of attention, queries.
+            given = kwargs.get("query", kwargs.get("input"))
+            tree = (result,) if what in RANDOM_FUNCTION_NAMES else (args, given, kwargs)
             with DisableTorchFunction():
                 tensor = next(tree_leaves(tree), None)
                 if tensor is not None:
-                    self.draws.append(Draw(self._trace.current, what, tensor.detach()))
+                    self.draws.append(Draw(self._trace.current, what, tensor.detach(), func))
         return result
 
 
-def split_draws(whole: Sequence[Draw], local: Sequence[Draw]) -> list[Draw]:
-    """The draws of the model that is cut which are not those of the whole model."""
-    pairs = zip(whole, local, strict=False)
-    return [mine for full, mine in pairs if full[:2] == mine[:2] and not _is_same(full, mine)]
+def find_draws(
+    whole: Sequence[Draw], local: Sequence[Draw], place: TensorPlace, shards: Iterable[TensorShard]
+) -> FoundDraws:
+    """The draws of the model that is cut, next to those of the whole model. `shards`: of the weights that are split."""
+    shards, numbered = list(shards), dict(_numbered(whole))
+    known, refused = [], []
+    for key, mine in _numbered(local):
+        try:
+            part = _find(numbered.get(key), mine, place, shards)
+        except LookupError:
+            refused.append(mine)
+            continue
+        if mine.function in REPLACED_FUNCTIONS:
+            known.append(FoundDraw(mine.module, part))
+    return FoundDraws(known, refused)
 
 
-def _is_same(whole: Draw, local: Draw) -> bool:
-    if whole.tensor.shape != local.tensor.shape:
-        return False
-    return whole.what in RANDOM_FUNCTION_NAMES or is_close(whole.tensor, local.tensor)
+def _numbered(draws: Sequence[Draw]) -> Iterator[tuple[tuple[str, str, int], Draw]]:
+    """Each draw, and which of its module's draws of its kind it is."""
+    counts: Counter[tuple[str, str]] = Counter()
+    for draw in draws:
+        counts[draw[:2]] += 1
+        yield (*draw[:2], counts[draw[:2]]), draw
+
+
+def _find(whole: Draw | None, local: Draw, place: TensorPlace, shards: Sequence[TensorShard]) -> DrawSlice | None:
+    """The slice of a draw. Raises LookupError if there is none, or if no other numbers can be drawn for it."""
+    if whole is None:
+        raise LookupError
+    if local.function in REPLACED_FUNCTIONS - COMPOSITES:
+        return find_slice(whole.tensor, local.tensor, place, shards)
+    is_same = whole.tensor.shape == local.tensor.shape
+    if not is_same or not (local.what in RANDOM_FUNCTION_NAMES or is_close(whole.tensor, local.tensor)):
+        raise LookupError
+    return None
 
 
 def _what_draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
@@ -70,7 +118,8 @@ def _what_draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str
     if func in DROPOUT_FUNCTIONS:
         given = dict(zip(("input", "p", "training"), args, strict=False)) | kwargs
         p, training = given.get("p", 0.5), given.get("training", given.get("train", True))
-        return f"dropout = {p:g}" if p > 0 and training else None
+        kind = "dropout" if func in sdpa_interception.DROPOUT_FUNCTIONS else name
+        return f"{kind} = {p:g}" if p > 0 and training else None
     if func is F.scaled_dot_product_attention:
         p = kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
         return f"attention with dropout_p = {p:g}" if p > 0 else None
