@@ -496,10 +496,47 @@ def test_a_block_with_parameters_of_its_own():
     assert max(threads.run(2, body)) <= TOLERANCE
 
 
-def test_dropout_of_split_tokens_is_rejected():
-    message = raised(lambda: Shifting(0, dropout=0.5), split_plan(tp=2), MIXER_RULES, features())
-    assert "dropout = 0.5 in blocks.0.mlp.dropout (Dropout), on features or tokens that are split" in message
-    assert 'residual = "whole"' in message
+class Noisy(nn.Module):
+    """Dropout of the tokens that a rank has, with the masks of the last forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.masks: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = F.dropout(torch.ones_like(x), 0.5, self.training)
+        self.masks.append(mask)
+        return x * mask
+
+
+def noisy() -> Shifting:
+    model = Shifting(0)
+    for block in model.blocks:
+        cast(ShiftingBlock, block).shift = Noisy()  # type: ignore[assignment]
+    return model
+
+
+@pytest.mark.parametrize("length", [6, 7, 5])
+def test_dropout_of_split_tokens_drops_other_entries_on_each_rank(length):
+    """Batches of lengths that the dry run has not seen, and that tensor ranks do not divide."""
+
+    def body(comm):
+        model, (x, targets) = noisy().double(), features()
+        step = language_step(split_plan(tp=2), comm, model, tensor=MIXER_RULES, clip=None)
+        step((x.double(), targets))
+        x, targets = torch.cat([x, x], 1)[:, :length], torch.cat([targets, targets], 1)[:, :length]
+        layers = [cast(Noisy, cast(ShiftingBlock, block).shift) for block in model.blocks]
+        for layer in layers:
+            layer.masks.clear()
+        step((x.double(), targets))
+        return [layer.masks[0] for layer in layers]
+
+    first, second = threads.run(2, body)
+    for one, other in zip(first, second, strict=True):
+        assert one.shape[1] + other.shape[1] == length
+        fewest = min(one.shape[1], other.shape[1])
+        assert not torch.equal(one[:, :fewest], other[:, :fewest])
+    assert not torch.equal(first[0], first[1])
 
 
 class OnlySecond(Shifting):

@@ -27,12 +27,15 @@ class DrawSlice(NamedTuple):
 
     ranges  [start, stop) of each
     fold    how often these features are in the dim: more than once where it is samples by features, [B · n]
+    is_of_tokens  the dim is that of the tokens, which may be of another length in each batch. The range then tells
+            this place from the others, and nothing else
     """
 
     ndim: int
     dim: int
     ranges: tuple[tuple[int, int], ...]
     fold: int = 1
+    is_of_tokens: bool = False
 
     @property
     def lengths(self) -> list[int]:
@@ -46,6 +49,8 @@ class DrawSlice(NamedTuple):
         """Whether a tensor may be what is here, whatever its other dims."""
         if tensor.dim() != self.ndim:
             return False
+        if self.is_of_tokens:
+            return True
         length, own = tensor.shape[self.dim], sum(self.lengths)
         return length == own if self.fold == 1 else length % own == 0
 
@@ -60,8 +65,8 @@ class FoundDraw(NamedTuple):
     def from_json(cls, module: str, part: Sequence[Any] | None) -> "FoundDraw":
         if part is None:
             return cls(module, None)
-        ndim, dim, ranges, fold = part
-        return cls(module, DrawSlice(ndim, dim, tuple((start, stop) for start, stop in ranges), fold))
+        ndim, dim, ranges, *more = part
+        return cls(module, DrawSlice(ndim, dim, tuple((start, stop) for start, stop in ranges), *more))
 
 
 def find_slice(whole: Tensor, local: Tensor, place: TensorPlace, shards: Iterable[TensorShard]) -> DrawSlice | None:
@@ -75,6 +80,8 @@ def find_slice(whole: Tensor, local: Tensor, place: TensorPlace, shards: Iterabl
     if len(dims) != 1:
         raise LookupError
     (dim,) = dims
+    if any(is_close(each, local) for each in place.token_parts(whole, local)):
+        return DrawSlice(whole.dim(), dim, ((place.number, place.number + 1),), is_of_tokens=True)
     length, own = whole.shape[dim], local.shape[dim]
     for fold in _divisors(math.gcd(length, own)):
         full, part = (tensor.unflatten(dim, (fold, -1)) for tensor in (whole, local))

@@ -100,14 +100,18 @@ class TensorPlace(NamedTuple):
 
     def parts(self, whole: Tensor, local: Tensor, shard: TensorShard | None = None) -> Iterator[Tensor]:
         """What this place may have of `whole`, in the shape of `local`."""
+        yield from self.token_parts(whole, local)
+        features = self._split_features(whole, local, shard)
+        if features is not None:
+            yield features
+
+    def token_parts(self, whole: Tensor, local: Tensor) -> Iterator[Tensor]:
+        """This place's tokens of `whole`, if they have the shape of `local`."""
         if self.splits_tokens and whole.dim() > 1 and whole.shape != local.shape:
             tokens = TensorShard.even(whole.shape, whole.dim() - 2, self.number, self.size)
             if tokens.local_shape == tuple(local.shape):
                 (piece,) = tokens.pieces
                 yield whole.narrow(tokens.dim, piece.start, piece.length)
-        features = self._split_features(whole, local, shard)
-        if features is not None:
-            yield features
 
     def _split_features(self, whole: Tensor, local: Tensor, shard: TensorShard | None) -> Tensor | None:
         if whole.shape == local.shape:
