@@ -175,13 +175,18 @@ def read_rules(text: str, *, where: str = "") -> dict[str, str]:
     except DecodeError as error:
         need, attempt = "TOML, one rule a line, its pattern in quotes", EXAMPLE_LINE
         raise PlanError(Problem(str(error), need, attempt), where=where) from None
+    if problems := table_problems(table):
+        raise PlanError(problems, where=where)
+    return table
+
+
+def table_problems(table: Mapping[str, object]) -> list[Problem]:
+    """What is wrong with rules that a TOML file has, whatever the model is."""
     problems = [_value_problem(pattern, value) for pattern, value in table.items() if not isinstance(value, str)]
     problems += parse_rules({pattern: value for pattern, value in table.items() if isinstance(value, str)})[1]
     if not table:
         problems.append(Problem("no rules", "patterns of module names, each with a rule", EXAMPLE_LINE))
-    if problems:
-        raise PlanError(problems, where=where)
-    return table
+    return problems
 
 
 def _value_problem(pattern: str, value: object) -> Problem:
