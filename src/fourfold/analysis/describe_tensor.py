@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from torch import nn
 
 from fourfold.analysis.describe_programs import indent
+from fourfold.plan.tensor_dims import TensorSpec
 from fourfold.plan.tensor_rules import Style
 from fourfold.step.tensor.tensor_axis import model_layout
 from fourfold.words.layout import Change
@@ -24,9 +25,9 @@ SENT: Mapping[Style, tuple[str, str]] = {
 EMBEDDING, HEAD = (Change.ALL_REDUCE, NOTHING), (f"{Change.ALL_GATHER} of the logits", Change.ALL_REDUCE)
 
 
-def format_tensor(model: nn.Module, rules: Mapping[str, str], tp: int) -> str:
+def format_tensor(model: nn.Module, rules: Mapping[str, str], spec: TensorSpec) -> str:
     """The split layers of a model, and what the first tensor rank holds of all its parameters."""
-    layout = model_layout(model, rules, tp)
+    layout = model_layout(model, rules, spec)
     rows: dict[tuple[str, ...], int] = {}
     for name, style in layout.styles.items():
         module = model.get_submodule(name)

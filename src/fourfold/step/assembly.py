@@ -87,7 +87,7 @@ def assemble(
     """Make all parts of a step, on the plan's mesh. Collective. Raises PlanError, OptimizerError, TaskError."""
     objective, meter = _make_objective(loss, plan), CommMeter()
     optimizer = _take_optimizer(optimizer_source, model, plan)
-    tensor = tensor_axis.cut(model, options.tensor, world, meter, transport=plan.transport)
+    tensor = tensor_axis.cut(model, options.tensor, world, meter, spec=plan.tensor_spec, transport=plan.transport)
     trained = lay_out(model, optimizer, plan, world, options, tensor.all_shards)
     channel = transports.make_world_channel(world, trained.blueprint.topology, plan.transport, meter)
     statistics = _make_statistics(model, plan, world, meter)

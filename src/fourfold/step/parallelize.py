@@ -107,7 +107,7 @@ def preflight(task: Task, plan: Plan) -> nn.Module:
     optimizer = build_optimizer(task.optimizer, list(model.parameters()))
     check_update_timing(optimizer, plan)
     check_user_optimizer(optimizer, step_hook_conflicts(plan))
-    place_shards(model, task.tensor, plan.tp)
+    place_shards(model, task.tensor, plan.tensor_spec)
     return model
 
 

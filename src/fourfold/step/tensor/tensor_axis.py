@@ -18,6 +18,7 @@ from fourfold.parts.comm.tensor_groups import make_tensor_group
 from fourfold.parts.tensor.cut import cut_model
 from fourfold.parts.tensor.split_region import SplitRegion
 from fourfold.parts.tensor.whole_tensors import WholeTensors
+from fourfold.plan.tensor_dims import TensorSpec, dims_on_axis
 from fourfold.plan.tensor_layout import TensorLayout, tensor_layout
 from fourfold.plan.tensor_shard import TensorShard
 from fourfold.step.tensor.module_specs import module_specs, tied_names
@@ -80,21 +81,32 @@ class TensorAxis(NamedTuple):
         return {name: shards[self.group.index] for name, shards in self.all_shards.items()}
 
 
-def model_layout(model: nn.Module, rules: Mapping[str, str], tp: int) -> TensorLayout:
+def model_layout(model: nn.Module, rules: Mapping[str, str], spec: TensorSpec) -> TensorLayout:
     """What each place of the tensor axis holds of a model that is not cut. Raises PlanError if it cannot be split.
 
     Without rules, models of transformers are split by their own.
     """
-    return tensor_layout(module_specs(model), tied_names(model), rules or rules_of_transformers(model), tp)
+    rules = rules or rules_of_transformers(model)
+    return tensor_layout(module_specs(model), tied_names(model), rules, spec.size, spec.dims)
 
 
-def place_shards(model: nn.Module, rules: Mapping[str, str], tp: int) -> Mapping[str, Sequence[TensorShard]]:
-    """By parameter of a model that is not cut: the shards of all places; empty if tp = 1. Raises PlanError."""
-    return model_layout(model, rules, tp).shards if tp > 1 else {}
+def place_shards(model: nn.Module, rules: Mapping[str, str], spec: TensorSpec) -> Mapping[str, Sequence[TensorShard]]:
+    """By parameter of a model that is not cut: the shards of all places; empty if tp = 1. Raises PlanError.
+
+    At tp = 1 too: the dims that the plan puts on the axis must be those of the rules.
+    """
+    shards = model_layout(model, rules, spec).shards if spec.size > 1 or dims_on_axis(spec.dims) else {}
+    return shards if spec.size > 1 else {}
 
 
 def cut(
-    model: nn.Module, rules: Mapping[str, str], world: Communicator, meter: CommMeter, *, transport: str
+    model: nn.Module,
+    rules: Mapping[str, str],
+    world: Communicator,
+    meter: CommMeter,
+    *,
+    spec: TensorSpec,
+    transport: str,
 ) -> TensorAxis:
     """Cut a model into as many parts as the mesh has tensor ranks, in place. Collective. `transport`: the plan's.
 
@@ -103,8 +115,9 @@ def cut(
     """
     ranks = world.along("tp")
     if ranks.size == 1:
+        place_shards(model, rules, spec)
         return TensorAxis.whole(model, ranks, meter)
-    layout = model_layout(model, rules, ranks.size)
+    layout = model_layout(model, rules, spec)
     structure = copy_structure(model)
     group = make_tensor_group(ranks, "tensor", meter, choice=transport)
     region = SplitRegion(group)
