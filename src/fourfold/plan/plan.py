@@ -171,7 +171,7 @@ class Plan:
     @property
     def tensor_spec(self) -> TensorSpec:
         """How many ranks split layers, and which dims of the weights."""
-        return TensorSpec(self.tp, self.dims)
+        return TensorSpec(self.tp, self.dims, self.ulysses)
 
     @property
     def mesh(self) -> Mesh:

@@ -33,10 +33,11 @@ _WORD = re.compile(r"(?P<name>[^\W\d]\w*):(?P<axis>\w+)")
 
 
 class TensorSpec(NamedTuple):
-    """The tensor axis of a plan: its size, and the field `dims`."""
+    """The tensor axis of a plan: its size, the field `dims`, and `ulysses`, which divides its local heads."""
 
     size: int
     dims: str = ""
+    ulysses: int = 1
 
 
 # ---- the plan's field ------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ local  of a count: how many of its units a place has; 1 where a unit is held by 
 Law: the pieces of all places tile each parameter, and the local counts are those of the local tensors.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -35,7 +36,12 @@ class TensorLayout(NamedTuple):
 
 
 def tensor_layout(
-    modules: Sequence[ModuleSpec], tied: Mapping[str, str], rules: Mapping[str, str], tp: int, dims: str = ""
+    modules: Sequence[ModuleSpec],
+    tied: Mapping[str, str],
+    rules: Mapping[str, str],
+    tp: int,
+    dims: str = "",
+    ulysses: int = 1,
 ) -> TensorLayout:
     """What each of `tp` places holds of each parameter.
 
@@ -43,6 +49,7 @@ def tensor_layout(
     tied     the other names of parameters that have several: the name -> the first one
     rules    pattern of module names -> the text of a rule
     dims     the plan's field: which of the dims that rules name are split; empty: those that they mark
+    ulysses  among so many ranks of the sequence axis the local heads are divided again
     Raises PlanError, all problems at once.
     """
     layers, problems = resolve_layers(modules, rules, dims)
@@ -53,10 +60,23 @@ def tensor_layout(
         counts, problems = _local_counts(layers, modules, tp)
     if not problems and tp > 1 and all(layer.rule.style is Style.REPLICATED for layer in layers):
         problems.append(_nothing_split(rules, tp))
+    problems += _ulysses_problems(counts, tp, ulysses) if tp > 1 else []
     if problems:
         raise PlanError(list(dict.fromkeys(problems)), where="the tensor rules")
     styles = {layer.module.name: layer.rule.style for layer in layers}
     return TensorLayout(_with_tied(_shards(modules, layers, tp), tied), styles, counts)
+
+
+def _ulysses_problems(counts: Mapping[str, Mapping[str, int]], tp: int, ulysses: int) -> list[Problem]:
+    """Heads that a tensor rank has, and that `ulysses` does not divide."""
+    heads = {name: value for local in counts.values() for name, value in local.items() if name.endswith("heads")}
+    if all(value % ulysses == 0 for value in heads.values()):
+        return []
+    common = math.gcd(*heads.values())
+    fitting = " or ".join(str(size) for size in range(1, common + 1) if common % size == 0)
+    held = ", ".join(f"{value} {name}" for name, value in heads.items())
+    got = f"ulysses = {ulysses}, tp = {tp}, and a tensor rank has {held}"
+    return [Problem(got, "each divisible by ulysses", f"ulysses = {fitting}")]
 
 
 def _nothing_split(rules: Mapping[str, str], tp: int) -> Problem:

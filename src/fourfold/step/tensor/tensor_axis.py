@@ -87,7 +87,7 @@ def model_layout(model: nn.Module, rules: Mapping[str, str], spec: TensorSpec) -
     Without rules, models of transformers are split by their own.
     """
     rules = rules or rules_of_transformers(model)
-    return tensor_layout(module_specs(model), tied_names(model), rules, spec.size, spec.dims)
+    return tensor_layout(module_specs(model), tied_names(model), rules, *spec)
 
 
 def place_shards(model: nn.Module, rules: Mapping[str, str], spec: TensorSpec) -> Mapping[str, Sequence[TensorShard]]:
