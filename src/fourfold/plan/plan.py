@@ -231,6 +231,7 @@ class Plan:
         return "\n".join(lines) + "\n"
 
 
-def candidate_meshes(size: int) -> list[Mesh]:
-    """The meshes of `size` ranks that this version can build, the largest data axis first."""
-    return [Mesh(dp=size // sp, sp=sp) for sp in range(1, size + 1) if size % sp == 0]
+def candidate_meshes(size: int, mesh: Mesh) -> list[Mesh]:
+    """Meshes of `size` ranks, those most like `mesh` first. Its sp and tp stay, or are 1: others may not fit."""
+    axes = [(sp, tp) for tp in (mesh.tp, 1) for sp in (mesh.sp, 1) if size % (sp * tp) == 0]
+    return [Mesh(dp=size // (sp * tp), sp=sp, tp=tp) for sp, tp in dict.fromkeys(axes)]
