@@ -44,6 +44,7 @@ from fourfold.step.step_programs import StepPrograms
 from fourfold.step.tensor import tensor_axis
 from fourfold.step.tensor.collective_dry_run import CollectiveTensorDryRun
 from fourfold.step.tensor.tensor_axis import TensorAxis
+from fourfold.step.tensor.tensor_calls import TensorCalls
 from fourfold.step.update_timing import (
     UPDATE_AFTER,
     UPDATE_IN_BACKWARD,
@@ -104,7 +105,7 @@ def assemble(
         max_norm=math.inf if options.clip is None else options.clip,
         device=world.device,
     )
-    calls = CollectiveCalls(world, channel.calls)
+    calls = CollectiveCalls(world, TensorCalls(channel.calls, tensor.group, tensor.ranks))
     return Assembly(
         parts=parts,
         timing=_make_timing(plan, parts),
@@ -112,7 +113,7 @@ def assemble(
         calls=calls,
         checks=_make_checks(model, optimizer, plan, options, calls, stage),
         split=plan.batch_split,
-        batches=_make_batches(model, loss, plan, world, meter, tensor, seed=options.seed),
+        batches=_make_batches(model, loss, plan, world, meter, tensor, calls.checker, seed=options.seed),
         dry_run=_make_dry_run(model, objective, statistics, plan, stage.parts.weights, world),
         state=stage.state,
         codecs=stage.codecs,
@@ -181,6 +182,7 @@ def _make_batches(
     world: Communicator,
     meter: CommMeter,
     tensor: TensorAxis,
+    tensor_calls: TensorCalls,
     *,
     seed: int,
 ) -> BatchLayout:
@@ -189,7 +191,7 @@ def _make_batches(
         layout = _make_token_shards(model, loss, plan, world, meter, seed=seed)
     if not tensor.is_cut:
         return layout
-    return SharedByTensorRanks(layout, tensor.group, tensor.ranks, CollectiveTensorDryRun(model, tensor, world))
+    return SharedByTensorRanks(layout, tensor_calls, CollectiveTensorDryRun(model, tensor, world))
 
 
 def _make_token_shards(
