@@ -84,7 +84,7 @@ def _nothing_split(rules: Mapping[str, str], tp: int) -> Problem:
     got = f"tp = {tp}, and no rule splits a layer"
     if names := dims_of_rules(rules):
         return Problem(got, f"one of the dims {', '.join(names)} on tp", f'dims = "{names[0]}:tp"')
-    example = 'tensor={"blocks.*.mlp.up": "column", "blocks.*.mlp.down": "row"}'
+    example = 'tensor={"*.mlp.up": "column", "*.mlp.down": "row"}, or tensor=FILE.toml on the command line'
     return Problem(got, "rules for the layers to split", example)
 
 
