@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from fourfold.plan.plan import Plan
+from fourfold.step.model_specs import num_parameters
 from fourfold.step.tensor.tensor_axis import place_shards
 from fourfold.step.train_step import TrainStep
 from fourfold.tasks import lm
@@ -24,6 +25,7 @@ def test_every_choice_of_dims_trains_as_one_device(dims):
         layers = {
             name.rpartition(".")[0].rpartition(".")[2] for name, s in step.tensor_shards.items() if not s.is_whole
         }
+        assert num_parameters(step.model, step.tensor_shards) == sum(p.numel() for p in language_model().parameters())
         return deviation(step, *train(step, tokens(8)), one_device()), layers
 
     deviations, layers = zip(*threads.run(4, body), strict=True)
