@@ -2,7 +2,7 @@
 
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,14 +49,16 @@ class Case:
     reduce_dtype: str = "keep"
     offload: str = "none"
     sp: int = 1
+    tp: int = 1
     ring: str = "zigzag"
     ulysses: int = 1
     length: int = 16
 
     def plan(self, size: int) -> Plan:
         return Plan(
-            dp=size // self.sp,
+            dp=size // (self.sp * self.tp),
             sp=self.sp,
+            tp=self.tp,
             ring=self.ring,
             ulysses=self.ulysses,
             microbatches=self.microbatches,
@@ -80,6 +82,14 @@ class Case:
         )
 
 
+PAIRS = {"first": "column", "second": "row", "third": "column", "head": "row"}
+TENSOR_RULES: dict[str, Mapping[str, str]] = {
+    **dict.fromkeys(("mlp", "frozen", "unused", "sometimes"), PAIRS),
+    "tied": {"head": "vocabulary"},
+    "digits": {"layers.11": "vocabulary"},
+    "lm": lm.TENSOR_RULES,
+}
+"""By model: how its layers are split over the tensor axis."""
 MLP_KINDS = ("mlp", "tied", "frozen", "unused", "sometimes")
 
 
@@ -212,11 +222,10 @@ def train_step(case: Case, step: TrainStep, *, skip: int = 0) -> TrainingResult:
 
 def build_step(case: Case, size: int, comm: Any = None) -> TrainStep:
     """The case's step: with the given communicator (threads), or that of the environment (processes)."""
+    options = {"clip": case.clip, "tensor": TENSOR_RULES.get(case.model, {})}
     if comm is None:
-        return parallelize(model(case.model), loss(case), optimizer(case), case.plan(size), clip=case.clip)
-    return TrainStep(
-        model(case.model), loss(case), optimizer(case), plan=case.plan(size), communicator=comm, clip=case.clip
-    )
+        return parallelize(model(case.model), loss(case), optimizer(case), case.plan(size), **options)
+    return TrainStep(model(case.model), loss(case), optimizer(case), plan=case.plan(size), communicator=comm, **options)
 
 
 def deviation(case: Case, size: int, comm: Any = None) -> float:

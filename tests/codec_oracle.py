@@ -17,16 +17,16 @@ from fourfold.parts.data.flat_params import param_specs
 from fourfold.parts.tensor.cut import local_part
 from fourfold.plan.data.buckets import Bucket, make_buckets
 from fourfold.plan.param_spec import ParamSpec
+from fourfold.plan.tensor_dims import TensorSpec
 from fourfold.plan.tensor_shard import TensorShard
 from fourfold.step.batch import Microbatch, split_microbatches
 from fourfold.step.loss_sum import sum_loss
 from fourfold.step.model_call import call_model
 from fourfold.step.tensor.tensor_axis import place_shards
 from fourfold.step.weights import trainable_parameters
-from fourfold.tasks import lm
 from fourfold.testing.codecs import simulate_reduce
 from fourfold.testing.oracle import TrainingResult
-from tests.cases import Case, batches, local_batch, loss, model, optimizer
+from tests.cases import TENSOR_RULES, Case, batches, local_batch, loss, model, optimizer
 
 
 class Place(NamedTuple):
@@ -45,7 +45,7 @@ class CodecWorkers:
         self.optimizer = optimizer(case)(self.model.parameters())
         group_of = {id(p): g for g, group in enumerate(self.optimizer.param_groups) for p in group["params"]}
         self.trainable = trainable_parameters(self.model)
-        shards = place_shards(self.model, lm.TENSOR_RULES, tp)
+        shards = place_shards(self.model, TENSOR_RULES.get(case.model, {}), TensorSpec(tp))
         specs = param_specs(self.trainable, {n: group_of[id(p)] for n, p in self.trainable.items()}, shards)
         self.places = [self._make_place([spec.at(index) for spec in specs]) for index in range(tp)]
 

@@ -18,6 +18,7 @@ from fourfold.parts.optim import user_optimizer
 from fourfold.plan.plan_fields import FIELD_RULES
 from fourfold.plan.sequence import RINGS
 from fourfold.step.model_checks import check_plan_on_ranks, check_update_timing
+from fourfold.step.tensor.tensor_axis import place_shards
 from fourfold.testing import oracle, threads
 from fourfold.testing.oracle import TOLERANCE, TrainingResult
 from fourfold.words.errors import PlanError
@@ -59,6 +60,7 @@ SEQUENCES: tuple[Sequence, ...] = (
     (4, "zigzag", 2),
     (4, "plain", 2),
 )
+TENSOR_SIZES = (1, 2, 4)
 STEP = ("step", 10, 1.0, 0.0)  # sync, local steps, rate and momentum of the outer update
 CHOICES: dict[str, tuple[Any, ...]] = {
     "place": PLACES,
@@ -71,6 +73,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "batch_sizes": (TINY, UNEVEN, TWELVES, SIXTEENS),
     "length": (LENGTH, ODD_LENGTH),
     "sequence": SEQUENCES,
+    "tp": TENSOR_SIZES,
     "microbatches": (1, 2, 3),
     "clip": (None, 0.05),
     "bucket_bytes": (1500, 1, 2**20),
@@ -88,6 +91,9 @@ BASES = (
     PLAIN | {"model": "unused", "unused": "allow"},
     LM,
     LM | {"sequence": (4, "zigzag", 2), "place": Place(4, transport="shared")},
+    PLAIN | {"tp": 2},
+    PLAIN | {"tp": 4, "place": Place(4, transport="shared")},
+    LM | {"tp": 2, "place": Place(4, transport="shared")},
     PLAIN | {"codec": "topk"},
     PLAIN | {"codec": "bf16", "batch_sizes": SIXTEENS},
     PLAIN | {"sync": ("local", 2, 1.0, 0.9), "zero": 0, "batch_sizes": UNEVEN},
@@ -122,7 +128,7 @@ def is_legal(row: Row) -> bool:
 
 
 MEANINGLESS: dict[str, Callable[[Case, Place], bool]] = {
-    "a mesh of another size than the world": lambda case, place: place.size % case.sp > 0,
+    "a mesh of another size than the world": lambda case, place: place.size % (case.sp * case.tp) > 0,
     "a sequence axis or length for a model without tokens": lambda case, _: (
         case.model != "lm" and (case.sp > 1 or case.length != LENGTH)
     ),
@@ -138,8 +144,9 @@ MEANINGLESS: dict[str, Callable[[Case, Place], bool]] = {
         case.loss == "scalar" and case.sp > 1 and case.length != LENGTH
     ),
     "a sequence axis over process groups, which threads do not have": lambda case, place: (
-        case.sp > 1 and (place.kind == "group" or case.sp > place.size // place.hosts)
+        case.sp > 1 and (place.kind == "group" or case.sp * case.tp > place.size // place.hosts)
     ),
+    "a tensor axis for a model without rules": lambda case, _: case.tp > 1 and case.model not in cases.TENSOR_RULES,
     "a shard group that straddles hosts": lambda case, place: place.hosts > 1 and _straddles(case, place),
 }
 WITHOUT_ORACLE: dict[str, Callable[[Case, Place], bool]] = {
@@ -155,6 +162,9 @@ WITHOUT_ORACLE: dict[str, Callable[[Case, Place], bool]] = {
         case.codec in ("bf16", "fp16") and (case.loss == "masked" or case.length != LENGTH)
     ),
     "a codec with parameters that get no gradient": lambda case, _: case.codec != "none" and case.model == "unused",
+    "low precision on the tensor axis, which adds rounded partial sums": lambda case, _: (
+        case.precision != "keep" and case.tp > 1
+    ),
     "local SGD with another dtype of reduction": lambda case, _: case.sync == "local" and case.reduce_dtype != "keep",
     "low precision with models, losses and batches that its oracle does not know": lambda case, _: (
         case.precision != "keep"
@@ -177,7 +187,8 @@ WITHOUT_ORACLE: dict[str, Callable[[Case, Place], bool]] = {
 
 def _reorders(case: Case, place: Place) -> bool:
     """Whether the ranks' gradients are added in another order than that of the ranks."""
-    return place.hosts > 1 or case.shard is not None
+    is_all_reduce = place.kind == "group" and case.zero == 0 and place.size > 2
+    return place.hosts > 1 or case.shard is not None or is_all_reduce
 
 
 def _in_thirds(case: Case, place: Place) -> bool:
@@ -185,8 +196,8 @@ def _in_thirds(case: Case, place: Place) -> bool:
 
 
 def _straddles(case: Case, place: Place) -> bool:
-    group_size = (case.shard or place.size // case.sp) * case.sp
-    per_host = place.size // place.hosts
+    group_size = (case.shard or place.size // (case.sp * case.tp)) * case.sp
+    per_host = max(place.size // place.hosts // case.tp, 1)
     return case.zero > 0 and group_size % per_host > 0 and per_host % group_size > 0
 
 
@@ -208,7 +219,8 @@ def is_refused(case: Case, place: Place) -> bool:
     try:
         plan, model = case.plan(place.size), _model(case.model)
         check_plan_on_ranks(model, plan, comm, clip=case.clip)
-        if case.update == "in_backward":
+        place_shards(model, cases.TENSOR_RULES.get(case.model, {}), plan.tensor_spec)
+        if case.update == "in_backward" or case.tp > 1:
             check_update_timing(user_optimizer.build_optimizer(cases.optimizer(case), list(model.parameters())), plan)
     except PlanError:
         return True
@@ -232,11 +244,14 @@ _CODECS, _CASTS, _LOCAL_SGD = _all_but("codec", "none"), ("bf16", "fp16"), _all_
 _DTYPES = _all_but("dtypes", ("keep", "keep"))
 _LOW_PRECISION = tuple(numbers for numbers in _DTYPES if numbers[0] != "keep")
 _SPLIT, _SPLIT_IN_4 = SEQUENCES[1:], SEQUENCES[-2:]
+_TENSOR = TENSOR_SIZES[1:]
 NEVER: list[tuple[str, tuple[Any, ...], str, tuple[Any, ...]]] = [
     ("place", _places(lambda place: place.size % 2 > 0), "shard", (2,)),
     ("place", _places(lambda place: place.kind == "group" or place.size % 2 > 0), "sequence", _SPLIT),
     ("place", _places(lambda place: place.size // place.hosts < 4), "sequence", _SPLIT_IN_4),
     ("place", _places(lambda place: place.kind != "shared" or place.size == 3), "codec", _CASTS),
+    ("place", _places(lambda place: place.size % 2 > 0), "tp", _TENSOR),
+    ("place", _places(lambda place: place.size % 4 > 0), "tp", (4,)),
     ("zero", (3,), "codec", _CODECS),
     ("zero", (1, 2, 3), "sync", _LOCAL_SGD),
     ("update", ("in_backward",), "model", ("unused",)),
@@ -245,6 +260,11 @@ NEVER: list[tuple[str, tuple[Any, ...], str, tuple[Any, ...]]] = [
     ("update", ("in_forward",), "sync", _LOCAL_SGD),
     ("update", ("in_backward",), "dtypes", (("fp16", "fp32"),)),
     ("shard", (2,), "sequence", _SPLIT_IN_4),
+    ("shard", (2,), "tp", (4,)),
+    ("model", tuple(AWKWARD_MODELS), "tp", _TENSOR),
+    ("sequence", _SPLIT, "tp", (4,)),
+    ("sequence", tuple(each for each in SEQUENCES if each[2] > 1), "tp", _TENSOR),  # two heads of keys and values
+    ("tp", _TENSOR, "dtypes", _LOW_PRECISION),
     ("model", ("digits",), "loss", _all_but("loss", "values")),
     ("model", _all_but("model", "lm"), "length", (ODD_LENGTH,)),
     ("model", _all_but("model", "lm"), "sequence", _SPLIT),
@@ -310,15 +330,15 @@ def train(case: Case, place: Place) -> list[TrainingResult]:
 def expected(case: Case, place: Place) -> TrainingResult:
     """The result of one process. Of the plan it gets only the fields that change the result."""
     changes = {"update": "after", "unused": "refuse", "offload": "none", "shard": None, "transport": "by-host"}
-    changes |= {"sp": 1, "ulysses": 1, "ring": "zigzag"}
+    changes |= {"sp": 1, "tp": 1, "ulysses": 1, "ring": "zigzag"}
     if case.sync == "local":
-        return _local_sgd(dataclasses.replace(case, **changes, microbatches=1), place.size)
+        return _local_sgd(dataclasses.replace(case, **changes, microbatches=1), place.size // case.tp)
     if case.precision != "keep":
         return _low_precision(dataclasses.replace(case, **changes), place.size)
     if case.codec != "none":
         # If every rank holds all gradients, they are reduced once a step.
         changes["zero"] = case.zero if case.plan(place.size).num_shards > 1 else 0
-        return _codec(dataclasses.replace(case, **changes), place.size)
+        return _codec(dataclasses.replace(case, **changes), place.size // case.tp, case.tp)
     plain = {name: getattr(case, name) for name in ("model", "loss", "optimizer", "batch_sizes", "clip", "length")}
     return _oracle(Case(**plain))
 
@@ -329,9 +349,9 @@ _local_sgd, _low_precision, _oracle = map(
 
 
 @functools.cache
-def _codec(case: Case, size: int) -> TrainingResult:
+def _codec(case: Case, size: int, tp: int) -> TrainingResult:
     count = case.batch_sizes[0] * (case.length if case.model == "lm" else 1)
-    return codec_oracle.train(case, size, unit=float(count))
+    return codec_oracle.train(case, size, tp=tp, unit=float(count))
 
 
 def deviation(case: Case, place: Place, got: TrainingResult) -> float:

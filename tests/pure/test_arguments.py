@@ -179,9 +179,13 @@ def test_anything_but_an_optimizer_or_its_factory_is_refused(value: Any) -> None
     refused(lambda: ff.parallelize(nn.Linear(4, 1), squares, value), "optimizer", "a torch optimizer, or a function")
 
 
-@pytest.mark.parametrize("value", [None, "x", lambda: nn.Linear(4, 1), nn.Linear, nn.Linear(4, 1, device="meta")])
-def test_anything_but_a_materialized_model_is_refused(value: Any) -> None:
+@pytest.mark.parametrize("value", [None, "x", nn.Linear(4, 1, device="meta"), lambda: 3])
+def test_anything_but_a_materialized_model_or_its_function_is_refused(value: Any) -> None:
     refused(lambda: ff.parallelize(value, squares, SGD), "the arguments of parallelize", "model")
+
+
+@pytest.mark.parametrize("value", [None, "x", lambda: nn.Linear(4, 1), nn.Linear, nn.Linear(4, 1, device="meta")])
+def test_anything_but_a_materialized_model_cannot_be_wrapped(value: Any) -> None:
     optimizer = torch.optim.SGD(nn.Linear(4, 1).parameters(), lr=0.1)
     refused(lambda: ff.DistributedOptimizer(optimizer, value), "the arguments of DistributedOptimizer", "model")
 

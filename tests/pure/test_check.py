@@ -50,15 +50,22 @@ def test_a_layerwise_update_in_backward_needs_whole_parameters():
         assert layerwise_problems(Plan(**{"dp": 2, "update": "in_backward", **fields}), "LAMB") == []
 
 
-@given(num_ranks=st.integers(1, 64), sp=st.integers(1, 4), dp=st.integers(1, 16))
-def test_a_mesh_of_the_wrong_size_is_refused_and_one_that_fits_suggested(num_ranks, sp, dp):
-    problems = size_problems(Plan(dp=dp, sp=sp), num_ranks)
-    assert bool(problems) == (dp * sp != num_ranks)
+@given(
+    num_ranks=st.integers(1, 64), dp=st.integers(1, 16), sp=st.integers(1, 4), tp=st.integers(1, 4), whole=st.booleans()
+)
+def test_a_mesh_of_the_wrong_size_is_refused_and_one_that_fits_suggested(num_ranks, dp, sp, tp, whole):
+    fields = {"dp": dp, "sp": sp, "tp": tp, "ulysses": sp if whole else 1}
+    problems = size_problems(Plan.from_dict(fields), num_ranks)
+    assert bool(problems) == (dp * sp * tp != num_ranks)
     for problem in problems:
         axes, other = problem.attempt.split(", or ")
-        assert other == f"start {dp * sp} ranks"
-        suggested = dict(pair.split(" = ") for pair in axes.split(", "))
-        assert size_problems(Plan.from_dict({axis: int(size) for axis, size in suggested.items()}), num_ranks) == []
+        assert other == f"start {dp * sp * tp} ranks"
+        suggested = {name: int(value) for name, value in (pair.split(" = ") for pair in axes.split(", "))}
+        assert size_problems(Plan.from_dict(fields | suggested), num_ranks) == [], (
+            "with these fields in place of the plan's"
+        )
+        assert suggested.get("tp", 1) in (1, tp), "another size may not divide the heads"
+        assert suggested.get("tp", 1) == tp or num_ranks % tp
 
 
 @given(

@@ -177,6 +177,7 @@ ASKED = {
     "is_mean": "of one call of a loss function",
     "is_model_loss": "refuses a compiled model that computes its own loss",
     "is_needed": "whether it has been done",
+    "is_of_tokens": "of one draw of dropout",
     "is_synchronized": "whether local steps have just averaged the weights",
     "is_whole": "of one parameter's shard",
     "needs_dry_run": "whether it has been done",

@@ -43,9 +43,9 @@ def test_every_field_has_a_rule_that_accepts_its_default():
 
 def test_the_signature_is_the_contract():
     contract = {
-        "pp": 1, "dp": 1, "sp": 1, "tp": 1, "shard": None, "zero": 0, "microbatches": 1, "schedule": "1f1b",
-        "interleave": 1, "recompute": "none", "ring": "zigzag", "ulysses": 1, "residual": "whole", "update": "after",
-        "sync": "step", "local_steps": 10, "outer_lr": 1.0, "outer_momentum": 0.0,
+        "pp": 1, "dp": 1, "sp": 1, "tp": 1, "dims": "", "shard": None, "zero": 0, "microbatches": 1,
+        "schedule": "1f1b", "interleave": 1, "recompute": "none", "ring": "zigzag", "ulysses": 1, "residual": "whole",
+        "update": "after", "sync": "step", "local_steps": 10, "outer_lr": 1.0, "outer_momentum": 0.0,
         "codec": "none", "codec_rank": 4, "codec_density": 0.01, "codec_refresh_steps": 100,
         "offload": "none", "precision": "keep", "reduce_dtype": "keep", "batch_norm": "refuse", "unused": "refuse",
         "bucket_bytes": 4194304, "transport": "by-host",

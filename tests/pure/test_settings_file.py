@@ -17,6 +17,7 @@ from fourfold.cli.arguments import ValueType
 from fourfold.cli.job import Job, parse_job
 from fourfold.plan.decode import from_toml
 from fourfold.plan.toml_writer import format_pair, format_table, format_value
+from fourfold.tasks import lm
 from fourfold.trainer.run_identity import check_run_name
 from fourfold.trainer.settings import Settings
 from fourfold.words.errors import FourfoldError, SettingError
@@ -55,12 +56,19 @@ fixed = task()
 """
 
 
+RULES = """
+"*.up" = "column(2)"
+"*.down" = "row"
+"""
+
+
 @pytest.fixture(scope="module", autouse=True)
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A folder with a task file; it is the current folder."""
     here, before = tmp_path_factory.mktemp("settings_file"), Path.cwd()
     (here / "tasks").mkdir()
     (here / "tasks" / "mine.py").write_text(TASK)
+    (here / "rules.toml").write_text(RULES)
     os.chdir(here)
     yield here
     os.chdir(before)
@@ -77,7 +85,7 @@ def same_again(job: Job) -> Job:
 def is_same(one: Job, other: Job) -> bool:
     """Whether two jobs are one run, with the same settings."""
     one_settings, other_settings = ({**job.settings, "config_text": ""} for job in (one, other))
-    tasks = [(job.task.steps, job.task.batch_size, job.task.clip, job.task.tuned_for) for job in (one, other)]
+    tasks = [(j.task.steps, j.task.batch_size, j.task.clip, j.task.tuned_for, j.task.tensor) for j in (one, other)]
     launch = [(job.restarts, job.hang_seconds) for job in (one, other)]
     defaults = {each.name: each.default for each in dataclasses.fields(Settings)}
     return (
@@ -134,6 +142,7 @@ WORDS = {
     "evaluate_every": st.sampled_from(["evaluate_every=4", "evaluate_every=none"]),
     "ema": st.sampled_from(["ema=0.5", "ema=none"]),
     "init": st.sampled_from(["init=a b.safetensors", "init=none"]),
+    "tensor": st.just("tensor=rules.toml"),
     "name": st.sampled_from(["name=none", "name=first try"]),
     "hang_seconds": st.sampled_from(["hang_seconds=none", "hang_seconds=7"]),
     "restarts": st.just("restarts=0"),
@@ -174,6 +183,21 @@ def test_every_field_and_setting_has_its_place_in_the_resolved_file() -> None:
     assert "# betas = [0.9, 0.99]" in default
     assert "# seed = 5" in default, "the task's function takes the word seed"
     assert "seed" not in tomllib.loads(default)["run"]
+
+
+def test_the_rules_of_a_file_replace_the_tasks_and_stand_in_the_resolved_file_themselves() -> None:
+    job = parse_job(["lm", "tp=2", "tensor=rules.toml"])
+    assert job.task.tensor == {"*.up": "column(2)", "*.down": "row"}
+    assert tomllib.loads(job.settings["config_text"])["run"]["tensor"] == job.task.tensor
+    assert job.identity == parse_job(["lm"]).identity, "how layers are split does not change what is trained"
+    own = parse_job(["lm", "tp=2"])
+    assert own.task.tensor == lm.task().tensor
+    assert "tensor" not in tomllib.loads(own.settings["config_text"])["run"]
+    for text in ("[run]\ntensor = 'rules.toml'", "[run.tensor]\n'*.up' = 'column(2)'\n'*.down' = 'row'"):
+        assert parse_job(["lm", "tp=2", written(text)], has_run_dir=False).task.tensor == job.task.tensor
+    (Path("other.toml")).write_text("head = 'vocabulary'")
+    both = ["lm", "tp=2", written("[run.tensor]\n'*.up' = 'column'"), "tensor=other.toml"]
+    assert parse_job(both).task.tensor == {"head": "vocabulary"}, "the command wins over the file"
 
 
 def test_a_task_that_makes_its_own_number_of_steps_is_given_back_the_argument() -> None:
@@ -256,12 +280,34 @@ def problems(text: str, *words: str, **options: Any) -> str:
     ("[task]\nsteps = 1\n[run]\nsteps = 1", "steps in [run] and in [task]   need each key once"),
     ("version = 2\n[plan]", "version = 2   need version = 1"),
     ("[plan]\nversion = 2", "version = 2 in [plan]   need version = 1"),
+    ("[run]\ntensor = 3", "tensor = 3 in [run]   need a text"),
+    ("[run.tensor]\nx = 3", '"x" = 3 in [run.tensor]   need a rule as text   try "x" = "column"'),
+    ("[run.tensor]\n'*.up' = 'rwo'", '"*.up": the style "rwo" in [run.tensor]   need a style:'),
+    ("[run.tensor]\na.b = 'row'", 'a table, a in [run.tensor]   need no tables; a pattern with dots in quotes'),
+    ("[tensor]\n'*.up' = 'row'", "[tensor]   need one section [task], [plan] or [run]   try [run.tensor]"),
     ("[task]\nname = 3", "name = 3 in [task]   need the task's name"),
 ])  # fmt: skip
 def test_each_problem_of_a_file_names_the_file_the_section_and_where_a_key_belongs(text: str, expected: str) -> None:
     found = problems(text, *([] if "name" in text else [MINE]))
     assert expected in found
     assert "config.toml" in found
+
+
+def test_a_rules_file_that_is_wrong_is_reported_with_the_other_problems() -> None:
+    Path("wrong.toml").write_text("'*.up' = 'rwo'\n'*.down' = 3")
+    Path("binary.toml").write_bytes(b"\xff")
+    wrong = problems("[run]\ntensor = 'wrong.toml'", "lm", "zero=7")
+    for part in (
+        "zero = 7",
+        "2 problems in wrong.toml",
+        '"*.up": the style "rwo"',
+        '"*.down" = 3   need a rule as text',
+    ):
+        assert part in wrong
+    missing = "tensor = rule.toml (no such file)   need a TOML file of tensor rules   try rules.toml"
+    assert missing in problems("[run]\ntensor = 'rule.toml'", "lm")
+    assert "need a TOML file of tensor rules   try tensor=rules.toml" in problems("[run]\ntensor = ''", "lm")
+    assert "tensor = binary.toml is no text   need TOML in UTF-8" in problems("[run]\ntensor = 'binary.toml'", "lm")
 
 
 def test_all_problems_of_a_file_are_reported_at_once() -> None:

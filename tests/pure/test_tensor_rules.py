@@ -483,13 +483,13 @@ STRUCTURE = [
         {},
         "tp = 2, and no rule splits a layer",
         "rules for the layers to split",
-        'tensor={"blocks.*.mlp.up": "column", "blocks.*.mlp.down": "row"}',
+        'tensor={"*.mlp.up": "column", "*.mlp.down": "row"}, or tensor=FILE.toml on the command line',
     ),
     (
         {"blocks.*.norm": "replicated"},
         "tp = 2, and no rule splits a layer",
         "rules for the layers to split",
-        'tensor={"blocks.*.mlp.up": "column", "blocks.*.mlp.down": "row"}',
+        'tensor={"*.mlp.up": "column", "*.mlp.down": "row"}, or tensor=FILE.toml on the command line',
     ),
     (
         {"blocks.*.attention.out": "row(heads; head_size=heads/kv_heads)"},

@@ -204,8 +204,9 @@ def test_a_tensor_with_a_gradient_is_summed_without_one():
 )  # fmt: skip
 def test_ranks_that_differ_in_a_collective_are_refused_on_every_rank(calls, message):
     def body(group):
-        with pytest.raises(DivergenceError, match=message):
+        with pytest.raises(DivergenceError, match=message) as caught:
             calls[group.index == 1](group)
+        assert caught.value.where == "the tensor axis"
         return True
 
     assert groups_of(3, body) == [True] * 3

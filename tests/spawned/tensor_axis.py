@@ -7,6 +7,7 @@ from fourfold.plan.plan import Plan
 from fourfold.step.parallelize import parallelize
 from fourfold.tasks import lm
 from fourfold.testing import oracle
+from fourfold.words.errors import DivergenceError
 from tests import cases
 from tests.cases import Case
 from tests.spawned.rank_functions import fake_hosts
@@ -32,3 +33,22 @@ def _deviation(plan: Plan, expected: oracle.TrainingResult, host: str | None) ->
         if plan.zero < 3:
             assert (weight - local_part(trained.weights[name], shard)).abs().max() == 0.0
     return oracle.deviation(trained, expected)
+
+
+def divergences(transport: str) -> list[str]:
+    """The messages of both ranks: one evaluates where the other trains, and one takes its state where it trains."""
+    step = parallelize(
+        cases.model("mlp"),
+        cases.loss(Case()),
+        cases.optimizer(Case()),
+        Plan(tp=2, transport=transport),
+        tensor=cases.TENSOR_RULES["mlp"],
+    )
+    batch, messages = cases.batches(Case())[0], []
+    step(batch)
+    for call in (lambda: step.evaluate(batch), step.state_dict):
+        try:
+            call() if step.rank else step(batch)
+        except DivergenceError as error:
+            messages.append(str(error))
+    return messages

@@ -58,7 +58,7 @@ def show(plan: Plan, task: Task) -> str:
 def _lower(plan: Plan, task: Task, model: nn.Module) -> dict[str, Blueprint]:
     """The plan on one host, by how its ranks reach each other. Raises PlanError or OptimizerError."""
     optimizer = build_optimizer(task.optimizer, list(model.parameters()))
-    specs = model_specs(model, optimizer, place_shards(model, task.tensor, plan.tp))
+    specs = model_specs(model, optimizer, place_shards(model, task.tensor, plan.tensor_spec))
     update = update_spec(model, optimizer, clip=task.clip, counts_states=True)
     device = "cuda" if plan.transport == "nccl" else "cpu"
     one_host = Topology.regular(hosts=1, ranks_per_host=plan.mesh.size, device=device)

@@ -41,7 +41,7 @@ EMBEDDING, HEAD = (Change.ALL_REDUCE, NOTHING), ("depends on the loss", Change.A
 
 def format_tensor(model: nn.Module, rules: Mapping[str, str], plan: Plan) -> str:
     """The split layers of a model, and what the first tensor rank holds of all its parameters."""
-    layout = model_layout(model, rules, plan.tp)
+    layout = model_layout(model, rules, plan.tensor_spec)
     residual = model_residual(model, layout, plan.residual)
     rows: dict[tuple[str, ...], int] = {}
     for name, style in layout.styles.items():

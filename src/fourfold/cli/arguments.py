@@ -23,6 +23,7 @@ from fourfold.trainer.settings import LR_PREFIX, LR_SETTINGS, Setting, Settings,
 from fourfold.words.errors import Problem, SettingError, closest_match
 
 CALLBACK_WORD = "callback"
+RULES_WORD = "tensor"
 KEY_VALUE = re.compile(r"(?P<key>[\w.-]+)=(?P<value>.*)", re.DOTALL)
 BOOL_WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 TYPE_TEXTS = {
@@ -115,6 +116,18 @@ class CallbackSettings:
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class RulesSettings:
+    """Words for the rules of the tensor axis, which are a field of the task."""
+
+    tensor: str | None = setting(
+        None,
+        type=str,
+        help="a TOML file of rules that split layers over the tensor axis",
+        default_text="the task's",
+    )
+
+
 LAUNCH_SETTINGS = declared_settings(LaunchSettings)
 
 
@@ -150,7 +163,7 @@ def value_type(declared: Setting) -> ValueType:
     )
 
 
-SETTINGS = command_line_settings(Settings, CallbackSettings, LaunchSettings)
+SETTINGS = command_line_settings(Settings, RulesSettings, CallbackSettings, LaunchSettings)
 RUN_SETTINGS = {name: value_type(each) for name, each in SETTINGS.items()}
 
 

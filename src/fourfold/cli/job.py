@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fourfold.cli import arguments, settings_file, task_loader
-from fourfold.cli.arguments import CALLBACK_WORD, LaunchSettings, ParsedValues, ValueType
+from fourfold.cli.arguments import CALLBACK_WORD, RULES_WORD, LaunchSettings, ParsedValues, ValueType
 from fourfold.cli.callback_loader import check_shipped_callbacks, load_callbacks, options_of_file
 from fourfold.cli.errors import ErrorCollector, nearest_file
 from fourfold.cli.job_checks import check_batch_size, check_fits_memory, check_init, check_tokens
 from fourfold.cli.resolved_settings import argument_defaults, format_resolved, json_arguments
+from fourfold.cli.rules_file import read_rules_setting
 from fourfold.cli.task_source import argument_names
 from fourfold.launcher.process_defaults import default_num_processes
 from fourfold.plan.decode import DecodeError, read_bounded
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
     from fourfold.trainer.run_length import RunSettings
 
-SETTINGS_WITHOUT_RUN = (*TASK_FIELDS, "seed")  # of a settings file, for commands that write no run
+SETTINGS_WITHOUT_RUN = (*TASK_FIELDS, RULES_WORD, "seed")  # of a settings file, for commands that write no run
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,8 @@ def parse_job(words: Sequence[str], *, num_processes: int | None = None, has_run
         callbacks = load_callbacks(values.run.get(CALLBACK_WORD), values.callback_options)
     with errors.collect():
         plan = _make_plan(command, values, in_words, num_processes=num_processes)
+    with errors.collect():
+        values.run.update(read_rules_setting(values.run.get(RULES_WORD)))
     errors.raise_collected()
     assert callbacks is not None
     assert factory is not None
@@ -164,14 +167,14 @@ def _task_overrides(task: Task, given: Mapping[str, Any]) -> dict[str, Any]:
     """
     if problems := length_problems(given.get("steps"), given.get("epochs")):
         raise SettingError(problems, where="the settings")
-    return {key: value for key, value in given.items() if key in TASK_FIELDS} | run_length(task, given)
+    return {key: value for key, value in given.items() if key in (*TASK_FIELDS, RULES_WORD)} | run_length(task, given)
 
 
 def _split_settings(
     spec: str, values: ParsedValues, defaults: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The keywords of `train`, and the settings of the launch. `defaults`: of the arguments of the task's function."""
-    settings = {key: value for key, value in values.run.items() if key not in (*TASK_FIELDS, CALLBACK_WORD)}
+    settings = {key: value for key, value in values.run.items() if key not in (*TASK_FIELDS, RULES_WORD, CALLBACK_WORD)}
     settings |= {
         "run_prefix": run_prefix(spec),
         "task_name": spec,

@@ -12,10 +12,18 @@ from pathlib import Path
 from typing import Any
 
 from fourfold.cli import task_loader
-from fourfold.cli.arguments import CALLBACK_WORD, LAUNCH_SETTINGS, SETTINGS, LaunchSettings, ParsedValues, ValueType
+from fourfold.cli.arguments import (
+    CALLBACK_WORD,
+    LAUNCH_SETTINGS,
+    RULES_WORD,
+    SETTINGS,
+    LaunchSettings,
+    ParsedValues,
+    ValueType,
+)
 from fourfold.cli.settings_file import TASK_NAME
 from fourfold.plan.plan import VERSION, Plan
-from fourfold.plan.toml_writer import format_pair, format_value
+from fourfold.plan.toml_writer import format_pair, format_table, format_value
 from fourfold.trainer.callbacks.registry import SHIPPED
 from fourfold.trainer.setting_checks import json_problems
 from fourfold.trainer.settings import LR_PREFIX, TASK_FIELDS, Settings
@@ -52,6 +60,8 @@ def format_resolved(
         ["[plan]", *_format_plan(plan, values)],
         ["[run]", *_format_run(values, settings, run_dir.name, in_task)],
     ]
+    if RULES_WORD in values.run:  # the rules and not their file: the folder of the run is all that is needed
+        sections.append([f"[run.{RULES_WORD}]", *format_table(values.run[RULES_WORD])])
     return "\n\n".join("\n".join(lines) for lines in sections) + "\n"
 
 
@@ -91,7 +101,7 @@ def _format_plan(plan: Plan, values: ParsedValues) -> list[str]:
 
 def _format_run(values: ParsedValues, settings: Settings, run_name: str, in_task: set[str]) -> list[str]:
     """`in_task`: names that stand under [task], where the task's function takes them."""
-    names = [name for name in SETTINGS if name not in (*in_task, *NEVER_RESOLVED, CALLBACK_WORD)]
+    names = [name for name in SETTINGS if name not in (*in_task, *NEVER_RESOLVED, CALLBACK_WORD, RULES_WORD)]
     given = {**values.task, **values.run}
     first = [_line((name, given[name])) for name in names if name in given]
     rest = [_default_line(name, settings, run_name) for name in names if name not in given]

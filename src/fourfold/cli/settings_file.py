@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from fourfold.cli import arguments
-from fourfold.cli.arguments import CALLBACK_WORD, RUN_SETTINGS, ParsedValues, ValueType
+from fourfold.cli.arguments import CALLBACK_WORD, RULES_WORD, RUN_SETTINGS, ParsedValues, ValueType
 from fourfold.plan.decode import DecodeError, read_toml
 from fourfold.plan.plan import VERSION, Plan
 from fourfold.plan.plan_fields import FIELD_RULES, FIELDS, RENAMED_FIELDS
+from fourfold.plan.tensor_rules import table_problems
 from fourfold.plan.toml_writer import format_pair
 from fourfold.trainer.callbacks.registry import SHIPPED
 from fourfold.trainer.run_identity import normal_task_name
@@ -60,6 +61,9 @@ class SettingsFile:
             options = {f"{key}.{name}": _option_text(each) for name, each in value.items()}
             parsed.callback_options.update(options)
             return []
+        if section == RUN and key == RULES_WORD and isinstance(value, dict) and key not in (types or {}):
+            parsed.run[key] = value
+            return [each._replace(got=f"{each.got} in [{RUN}.{key}]") for each in table_problems(value)]
         if section == RUN and key == CALLBACK_WORD:
             value = ",".join(value) if _is_list_of_texts(value) else value
             if (problem := _callback_problem(value)) is not None:
@@ -172,7 +176,7 @@ def read_settings_file(path: str) -> SettingsFile | None:
         if key in sections and isinstance(value, dict):
             sections[key] = value
         elif isinstance(value, dict) or _is_list_of_tables(value):
-            close = closest_match(key, SECTIONS)
+            close = f"{RUN}.{RULES_WORD}" if key == RULES_WORD else closest_match(key, SECTIONS)
             got = f"[{key}]" if isinstance(value, dict) else f"[[{key}]]"
             problems.append(Problem(got, "one section [task], [plan] or [run]", f"[{close}]" if close else ""))
         else:

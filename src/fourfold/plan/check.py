@@ -314,7 +314,8 @@ def size_problems(plan: Plan, num_ranks: int, *, start: str = "or start {size} r
     if mesh.size == num_ranks:
         return []
     got = f"pp × dp × sp × tp = {mesh.pp} × {mesh.dp} × {mesh.sp} × {mesh.tp} = {mesh.size}"
-    # Suggest a mesh with the same sp if there is one, else data ranks alone.
-    candidates = [each for each in candidate_meshes(num_ranks) if each.sp == mesh.sp] or candidate_meshes(num_ranks)[:1]
-    axes = f"dp = {candidates[0].dp}" + (f", sp = {candidates[0].sp}" if mesh.sp > 1 else "")
+    fitting = candidate_meshes(num_ranks, mesh)[0]
+    axes = f"dp = {fitting.dp}" + (f", sp = {fitting.sp}" if mesh.sp > 1 else "")
+    axes += f", ulysses = {fitting.sp}" if fitting.sp < plan.ulysses else ""
+    axes += f", tp = {fitting.tp}" if mesh.tp > 1 else ""
     return [Problem(got, f"the number of ranks, {num_ranks}", f"{axes}, {start.format(size=mesh.size)}")]

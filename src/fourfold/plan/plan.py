@@ -16,6 +16,7 @@ from fourfold.plan.decode import DecodeError, from_toml
 from fourfold.plan.plan_fields import FIELDS, RENAMED_FIELDS, plan_problems, to_builtin
 from fourfold.plan.recipes import RECIPE_PREFIX, recipe_text
 from fourfold.plan.sequence import SequenceSpec
+from fourfold.plan.tensor_dims import TensorSpec
 from fourfold.plan.toml_writer import format_pair
 from fourfold.words.errors import PlanError, Problem
 from fourfold.words.mesh import Mesh
@@ -30,6 +31,7 @@ def _applies_with_codec(name: str) -> tuple[str, Callable[["Plan"], bool]]:
 
 # Fields that have an effect only in some plans: what a plan needs for it, and whether this one has that.
 APPLIES_WHEN: dict[str, tuple[str, Callable[["Plan"], bool]]] = {
+    "dims": ("tp above 1", lambda plan: plan.tp > 1),
     "ring": ("sp above ulysses", lambda plan: plan.sp > plan.ulysses),
     "local_steps": ("sync = local", lambda plan: plan.sync == "local"),
     "outer_lr": ("sync = local", lambda plan: plan.sync == "local"),
@@ -66,6 +68,7 @@ class Plan:
     dp: int = 1
     sp: int = 1
     tp: int = 1
+    dims: str = ""
     shard: int | None = None
     zero: int = 0
     microbatches: int = 1
@@ -167,6 +170,11 @@ class Plan:
         return SequenceSpec(self.sp, self.ring, self.ulysses)
 
     @property
+    def tensor_spec(self) -> TensorSpec:
+        """How many ranks split layers, and which dims of the weights."""
+        return TensorSpec(self.tp, self.dims, self.ulysses, self.residual)
+
+    @property
     def mesh(self) -> Mesh:
         return Mesh(pp=self.pp, dp=self.dp, sp=self.sp, tp=self.tp)
 
@@ -224,6 +232,7 @@ class Plan:
         return "\n".join(lines) + "\n"
 
 
-def candidate_meshes(size: int) -> list[Mesh]:
-    """The meshes of `size` ranks that this version can build, the largest data axis first."""
-    return [Mesh(dp=size // sp, sp=sp) for sp in range(1, size + 1) if size % sp == 0]
+def candidate_meshes(size: int, mesh: Mesh) -> list[Mesh]:
+    """Meshes of `size` ranks, those most like `mesh` first. Its sp and tp stay, or are 1: others may not fit."""
+    axes = [(sp, tp) for tp in (mesh.tp, 1) for sp in (mesh.sp, 1) if size % (sp * tp) == 0]
+    return [Mesh(dp=size // (sp * tp), sp=sp, tp=tp) for sp, tp in dict.fromkeys(axes)]

@@ -14,6 +14,7 @@ from typing import Any
 from fourfold.plan.codec import CODECS
 from fourfold.plan.precision import COMPUTE_FORMATS, REDUCE_FORMATS
 from fourfold.plan.sequence import RINGS, ulysses_problem
+from fourfold.plan.tensor_dims import dims_problems
 from fourfold.plan.tensor_residual import RESIDUALS
 from fourfold.words.errors import Problem, closest_match
 
@@ -22,7 +23,7 @@ MAX_RANKS = 2**20  # ranks or microbatches; beyond any machine, and a plan can s
 
 @dataclass(frozen=True)
 class FieldRule:
-    """What one field may hold.
+    """What one field may hold. A text without choices is checked by itself: see `plan_problems`.
 
     supported      the choices that this version can build; None = all
     optional       None is legal too
@@ -44,6 +45,8 @@ class FieldRule:
         """What an error says is needed."""
         if self.choices:
             return "one of " + ", ".join(map(str, self.choices))
+        if self.value_type is str:
+            return "a text"
         if self.float_maximum is not None:
             return f"a number {'of at least' if self.allows_zero else 'above'} 0, at most {self.float_maximum}"
         if self.int_maximum is not None:
@@ -61,8 +64,8 @@ class FieldRule:
             return False
         if self.float_maximum is not None:
             return (value > 0.0 or (self.allows_zero and value == 0.0)) and value <= self.float_maximum  # type: ignore[operator]
-        if self.choices:
-            return value in self.choices
+        if self.choices or self.value_type is str:
+            return not self.choices or value in self.choices
         return value >= self.minimum and (self.int_maximum is None or value <= self.int_maximum)  # type: ignore[operator]
 
 
@@ -71,6 +74,7 @@ FIELD_RULES = {
     "dp": FieldRule(int, int_maximum=MAX_RANKS),
     "sp": FieldRule(int, int_maximum=MAX_RANKS),
     "tp": FieldRule(int, int_maximum=MAX_RANKS),
+    "dims": FieldRule(str),
     "shard": FieldRule(int, optional=True, int_maximum=MAX_RANKS),
     "zero": FieldRule(int, choices=(0, 1, 2, 3)),
     "microbatches": FieldRule(int, int_maximum=MAX_RANKS),
@@ -138,6 +142,8 @@ def plan_problems(values: Mapping[str, object]) -> list[Problem]:
     ):
         problem = ulysses_problem(sp, ulysses)
         problems += [] if problem is None else [problem]
+    if isinstance(dims := values.get("dims"), str):
+        problems += dims_problems(dims)
     return problems or _too_many_ranks(values) or shard_problems(values)
 
 

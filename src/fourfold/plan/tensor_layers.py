@@ -10,7 +10,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from fourfold.plan.tensor_rules import ModuleSpec, Rule, Style, matches, parse_rules
+from fourfold.plan.tensor_dims import Split, find_split, lower_dims
+from fourfold.plan.tensor_rules import DimNames, ModuleSpec, Rule, Style, matches, parse_rules
 from fourfold.words.errors import Problem, closest_match
 
 # style -> the kinds of modules that it splits
@@ -92,8 +93,13 @@ def parent_name(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-def resolve_layers(modules: Sequence[ModuleSpec], rules: Mapping[str, str]) -> tuple[list[TensorLayer], list[Problem]]:
-    """The layers that the rules match, in the order of `modules`, and all that is wrong with the rules, for any tp."""
+def resolve_layers(
+    modules: Sequence[ModuleSpec], rules: Mapping[str, str], dims: str = ""
+) -> tuple[list[TensorLayer], list[Problem]]:
+    """The layers that the rules match, in the order of `modules`, and all that is wrong with the rules, for any tp.
+
+    dims  the plan's field: which of the dims that rules name are split
+    """
     by_name = {module.name: module for module in modules}
     parsed, problems = parse_rules(rules)
     patterns: dict[str, list[str]] = {}
@@ -103,19 +109,42 @@ def resolve_layers(modules: Sequence[ModuleSpec], rules: Mapping[str, str]) -> t
             problems.append(_no_match_problem(pattern, modules))
         for name in found:
             patterns.setdefault(name, []).append(pattern)
+    pairs = [(module, pattern) for module in modules for pattern in patterns.get(module.name, [])]
+    split, dim_problems = find_split(dims, parsed, pairs)
+    problems += dim_problems
     layers = []
     for module in modules:
         matching = patterns.get(module.name, [])
         if len(matching) > 1:
             got = f"{' and '.join(map(_quoted, matching))} match the same layer {generalized(module.name)}"
             problems.append(Problem(got, "one rule for each layer", "leave one of them out, or make it narrower"))
-        elif matching and (rule := parsed.get(matching[0])):
+        elif matching and (rule := _rule(module, matching[0], parsed, split, by_name, problems)):
             layer = TensorLayer(module, matching[0], rule)
             found_problems = list(_kind_problems(layer, modules, by_name))
             problems += found_problems
             if not found_problems and (resolved := _with_counts(layer, by_name, problems)):
                 layers.append(resolved)
     return layers, problems
+
+
+def _rule(
+    module: ModuleSpec,
+    pattern: str,
+    parsed: Mapping[str, Rule | DimNames],
+    split: Split,
+    by_name: Mapping[str, ModuleSpec],
+    problems: list[Problem],
+) -> Rule | None:
+    """The rule of a module, or the one that follows from its dims; None where it stays whole, or with a problem."""
+    rule = parsed.get(pattern)
+    if rule is None or isinstance(rule, Rule):
+        return rule
+    around = [by_name[name] for name in _ancestors(parent_name(module.name), itself=True) if name in by_name]
+    lowered = lower_dims(module, pattern, rule, split, {name for each in around for name in each.counts})
+    if isinstance(lowered, Problem):
+        problems.append(lowered)
+        return None
+    return lowered
 
 
 # ---- which modules ---------------------------------------------------------------------------------

@@ -5,9 +5,11 @@ local  of a count: how many of its units a place has; 1 where a unit is held by 
 Law: the pieces of all places tile each parameter, and the local counts are those of the local tensors.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from fourfold.plan.tensor_dims import dims_of_rules
 from fourfold.plan.tensor_divisions import division_problems, divisions_of
 from fourfold.plan.tensor_layers import CONVOLUTIONS, TensorLayer, find_owner, generalized, parent_name, resolve_layers
 from fourfold.plan.tensor_rules import ModuleSpec, Quotient, Style
@@ -34,28 +36,56 @@ class TensorLayout(NamedTuple):
 
 
 def tensor_layout(
-    modules: Sequence[ModuleSpec], tied: Mapping[str, str], rules: Mapping[str, str], tp: int
+    modules: Sequence[ModuleSpec],
+    tied: Mapping[str, str],
+    rules: Mapping[str, str],
+    tp: int,
+    dims: str = "",
+    ulysses: int = 1,
 ) -> TensorLayout:
     """What each of `tp` places holds of each parameter.
 
     modules  all modules of the model, each once
     tied     the other names of parameters that have several: the name -> the first one
     rules    pattern of module names -> the text of a rule
+    dims     the plan's field: which of the dims that rules name are split; empty: those that they mark
+    ulysses  among so many ranks of the sequence axis the local heads are divided again
     Raises PlanError, all problems at once.
     """
-    layers, problems = resolve_layers(modules, rules)
+    layers, problems = resolve_layers(modules, rules, dims)
     problems += division_problems(divisions_of(layers, complete=not problems), tp)
     problems += _tied_problems(modules, tied, layers)
     counts: dict[str, dict[str, int]] = {}
     if not problems:  # A count that has a problem would be missing to others.
         counts, problems = _local_counts(layers, modules, tp)
     if not problems and tp > 1 and all(layer.rule.style is Style.REPLICATED for layer in layers):
-        example = 'tensor={"blocks.*.mlp.up": "column", "blocks.*.mlp.down": "row"}'
-        problems.append(Problem(f"tp = {tp}, and no rule splits a layer", "rules for the layers to split", example))
+        problems.append(_nothing_split(rules, tp))
+    problems += _ulysses_problems(counts, tp, ulysses) if tp > 1 else []
     if problems:
         raise PlanError(list(dict.fromkeys(problems)), where="the tensor rules")
     styles = {layer.module.name: layer.rule.style for layer in layers}
     return TensorLayout(_with_tied(_shards(modules, layers, tp), tied), styles, counts)
+
+
+def _ulysses_problems(counts: Mapping[str, Mapping[str, int]], tp: int, ulysses: int) -> list[Problem]:
+    """Heads that a tensor rank has, and that `ulysses` does not divide."""
+    heads = {name: value for local in counts.values() for name, value in local.items() if name.endswith("heads")}
+    if all(value % ulysses == 0 for value in heads.values()):
+        return []
+    common = math.gcd(*heads.values())
+    fitting = " or ".join(str(size) for size in range(1, common + 1) if common % size == 0)
+    held = ", ".join(f"{value} {name}" for name, value in heads.items())
+    got = f"ulysses = {ulysses}, tp = {tp}, and a tensor rank has {held}"
+    return [Problem(got, "each divisible by ulysses", f"ulysses = {fitting}")]
+
+
+def _nothing_split(rules: Mapping[str, str], tp: int) -> Problem:
+    """No rule splits a layer."""
+    got = f"tp = {tp}, and no rule splits a layer"
+    if names := dims_of_rules(rules):
+        return Problem(got, f"one of the dims {', '.join(names)} on tp", f'dims = "{names[0]}:tp"')
+    example = 'tensor={"*.mlp.up": "column", "*.mlp.down": "row"}, or tensor=FILE.toml on the command line'
+    return Problem(got, "rules for the layers to split", example)
 
 
 # ---- shards ----------------------------------------------------------------------------------------

@@ -7,6 +7,8 @@ count      what is split as a unit, such as heads: the name of an integer attrib
            fused, each part as large as its count
 share      after a semicolon: another attribute that is divided by tp, such as `split_size`
 quotient   after a semicolon: an attribute that is one count by another, such as `groups=heads/kv_heads`
+named dims in place of a style, a name for each dim of the weight: `mlp, model`. A dim may have the brackets of a style,
+           and the mark `:tp`: it is split unless the plan says which dims are. See `plan/tensor_dims.py`
 Law: a rule is read without a model; what it refers to is looked up by `plan/tensor_layout.py`.
 
     column     the weight's output dim and the bias are split
@@ -43,6 +45,8 @@ EXAMPLE_LINE = '"blocks.*.mlp.up" = "column"'
 _RULE = re.compile(r"\s*(?P<style>\w+)\s*(?:\((?P<inside>[^()]*)\))?\s*")
 _COUNT = re.compile(r"(?P<name>[^\W\d]\w*)\s*(?:=\s*(?P<value>[0-9]+))?")
 _NUMBER = re.compile(r"[0-9]+")
+_COMMA = re.compile(r",(?![^()]*\))")  # outside of brackets
+_DIM = re.compile(r"\s*(?P<name>[^\W\d]\w*)\s*(?:\((?P<inside>[^()]*)\))?\s*(?P<mark>:\s*tp)?\s*")
 _QUOTIENT = re.compile(r"(?P<name>[^\W\d]\w*)\s*(?:=\s*(?P<dividend>[^\W\d]\w*)\s*/\s*(?P<divisor>[^\W\d]\w*))?")
 
 
@@ -93,6 +97,18 @@ class Rule(NamedTuple):
     num_parts: int = 1
     shares: tuple[str, ...] = ()
     quotients: tuple[Quotient, ...] = ()
+
+
+class NamedDim(NamedTuple):
+    """A dim of a weight. `brackets`: how it is split, as a column layer; `is_marked`: unless the plan has others."""
+
+    name: str
+    brackets: Rule | None = None
+    is_marked: bool = False
+
+
+DimNames = tuple[NamedDim, ...]
+"""A name for each dim of a weight, in the order of its shape."""
 
 
 def parse_rule(text: str) -> Rule:
@@ -146,18 +162,39 @@ def _with_brackets(style: Style, inside: str) -> Rule | None:
     )
 
 
+def has_named_dims(text: str) -> bool:
+    """Whether the text names the dims of a weight, and no style."""
+    return isinstance(text, str) and text.count("(") == text.count(")") and len(_COMMA.split(text)) > 1
+
+
+def parse_dims(text: str) -> DimNames:
+    """The dims that `text` names. Raises PlanError."""
+    found = [_DIM.fullmatch(part) for part in _COMMA.split(text)]
+    dims = tuple(
+        NamedDim(each["name"], _with_brackets(Style.COLUMN, each["inside"] or ""), bool(each["mark"]))
+        for each in found
+        if each
+    )
+    is_read = all(each and (each["inside"] is None or _with_brackets(Style.COLUMN, each["inside"])) for each in found)
+    if not is_read or any(dim.name in (*Style, *SYNONYMS) for dim in dims):
+        need = "a name for each dim of the weight, with the parts of a fused dim in brackets"
+        attempt = '"mlp, model" or "heads(heads, kv_heads, kv_heads), model"'
+        raise PlanError(Problem(f'the dims "{text.strip()}"', need, attempt))
+    return dims
+
+
 def matches(pattern: str, name: str) -> bool:
     """Whether a pattern matches the name of a module."""
     wanted, given = pattern.split("."), name.split(".")
     return len(wanted) == len(given) and all(w in ("*", g) for w, g in zip(wanted, given, strict=True))
 
 
-def parse_rules(rules: Mapping[str, str]) -> tuple[dict[str, Rule], list[Problem]]:
+def parse_rules(rules: Mapping[str, str]) -> tuple[dict[str, Rule | DimNames], list[Problem]]:
     """The rules by pattern, and what is wrong with the others."""
     parsed, problems = {}, []
     for pattern, text in rules.items():
         try:
-            parsed[pattern] = parse_rule(text)
+            parsed[pattern] = parse_dims(text) if has_named_dims(text) else parse_rule(text)
         except PlanError as error:
             problems += (problem._replace(got=f'"{pattern}": {problem.got}') for problem in error.problems)
     return parsed, problems
@@ -174,13 +211,18 @@ def read_rules(text: str, *, where: str = "") -> dict[str, str]:
     except DecodeError as error:
         need, attempt = "TOML, one rule a line, its pattern in quotes", EXAMPLE_LINE
         raise PlanError(Problem(str(error), need, attempt), where=where) from None
+    if problems := table_problems(table):
+        raise PlanError(problems, where=where)
+    return table
+
+
+def table_problems(table: Mapping[str, object]) -> list[Problem]:
+    """What is wrong with rules that a TOML file has, whatever the model is."""
     problems = [_value_problem(pattern, value) for pattern, value in table.items() if not isinstance(value, str)]
     problems += parse_rules({pattern: value for pattern, value in table.items() if isinstance(value, str)})[1]
     if not table:
         problems.append(Problem("no rules", "patterns of module names, each with a rule", EXAMPLE_LINE))
-    if problems:
-        raise PlanError(problems, where=where)
-    return table
+    return problems
 
 
 def _value_problem(pattern: str, value: object) -> Problem:

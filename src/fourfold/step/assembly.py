@@ -48,6 +48,7 @@ from fourfold.step.tensor import tensor_axis
 from fourfold.step.tensor.collective_dry_run import CollectiveTensorDryRun
 from fourfold.step.tensor.draw_slices import DrawSlices
 from fourfold.step.tensor.tensor_axis import TensorAxis
+from fourfold.step.tensor.tensor_calls import TensorCalls
 from fourfold.step.update_timing import (
     UPDATE_AFTER,
     UPDATE_IN_BACKWARD,
@@ -91,7 +92,7 @@ def assemble(
     """Make all parts of a step, on the plan's mesh. Collective. Raises PlanError, OptimizerError, TaskError."""
     model, objective, meter = initial.model, _make_objective(loss, plan), CommMeter()
     optimizer = _take_optimizer(optimizer_source, model, plan, options)
-    tensor = tensor_axis.cut(initial, options.tensor, world, meter, transport=plan.transport, residual=plan.residual)
+    tensor = tensor_axis.cut(initial, options.tensor, world, meter, spec=plan.tensor_spec, transport=plan.transport)
     trained = lay_out(model, optimizer, plan, world, options, tensor.all_shards)
     channel = transports.make_world_channel(world, trained.blueprint.topology, plan.transport, meter)
     statistics = _make_statistics(model, plan, world, meter)
@@ -108,7 +109,7 @@ def assemble(
         max_norm=math.inf if options.clip is None else options.clip,
         device=world.device,
     )
-    calls = CollectiveCalls(world, channel.calls)
+    calls = CollectiveCalls(world, TensorCalls(channel.calls, tensor.group, tensor.ranks))
     return Assembly(
         parts=parts,
         timing=_make_timing(plan, parts),
@@ -116,7 +117,7 @@ def assemble(
         calls=calls,
         checks=_make_checks(model, optimizer, plan, options, calls, stage),
         split=plan.batch_split,
-        batches=_make_batches(model, loss, plan, world, meter, tensor, seed=options.seed),
+        batches=_make_batches(model, loss, plan, world, meter, tensor, calls.checker, seed=options.seed),
         dry_run=_make_dry_run(model, objective, statistics, plan, stage.parts.weights, world),
         state=stage.state,
         codecs=stage.codecs,
@@ -129,7 +130,7 @@ def assemble(
 
 def _take_optimizer(source: OptimizerSource, model: nn.Module, plan: Plan, options: StepOptions) -> Optimizer:
     optimizer = build_optimizer(source, list(model.parameters()))
-    check_specs(plan, model_specs(model, optimizer, tensor_axis.place_shards(model, options.tensor, plan.tp)))
+    check_specs(plan, model_specs(model, optimizer, tensor_axis.place_shards(model, options.tensor, plan.tensor_spec)))
     check_update_timing(optimizer, plan)
     check_user_optimizer(optimizer, step_hook_conflicts(plan))
     refuse_own_state_dict(optimizer)
@@ -186,6 +187,7 @@ def _make_batches(
     world: Communicator,
     meter: CommMeter,
     tensor: TensorAxis,
+    tensor_calls: TensorCalls,
     *,
     seed: int,
 ) -> BatchLayout:
@@ -198,7 +200,7 @@ def _make_batches(
         layout = TokenShards(SequenceParallel(model, loss, group, world, **options), world.device)
     if not tensor.is_cut:
         return layout
-    return SharedByTensorRanks(layout, tensor.group, tensor.ranks, CollectiveTensorDryRun(model, tensor, world, slices))
+    return SharedByTensorRanks(layout, tensor_calls, CollectiveTensorDryRun(model, tensor, world, slices))
 
 
 def _make_statistics(model: nn.Module, plan: Plan, world: Communicator, meter: CommMeter) -> BatchStatistics:

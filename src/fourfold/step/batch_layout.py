@@ -10,14 +10,13 @@ from typing import Any, Protocol
 
 import torch
 
-from fourfold.parts.comm.communicator import Communicator
-from fourfold.parts.comm.tensor.protocol import TensorGroup
 from fourfold.plan.sample_order import BatchRange
 from fourfold.step.batch import Microbatch, split_microbatches, unpack_batch
 from fourfold.step.rank_dropout import SplitDropout
 from fourfold.step.sequence.batch_consistency import batch_digest, batch_mismatch_problem
 from fourfold.step.sequence.sequence_parallel import SequenceParallel
 from fourfold.step.tensor.collective_dry_run import CollectiveTensorDryRun
+from fourfold.step.tensor.tensor_calls import TensorCalls
 from fourfold.step.tensor_tree import tree_map
 from fourfold.words.errors import Problem
 
@@ -79,10 +78,8 @@ class WholeSamples:
 class SharedByTensorRanks:
     """The tensor ranks of a place need the same samples; `inner` lays these out, and `rules` shows the cut is right."""
 
-    def __init__(
-        self, inner: BatchLayout, group: TensorGroup, ranks: Communicator, rules: CollectiveTensorDryRun
-    ) -> None:
-        self._inner, self._group, self._ranks, self._rules = inner, group, ranks, rules
+    def __init__(self, inner: BatchLayout, calls: TensorCalls, rules: CollectiveTensorDryRun) -> None:
+        self._inner, self._calls, self._rules = inner, calls, rules
 
     @property
     def needs_dry_run(self) -> bool:
@@ -92,10 +89,9 @@ class SharedByTensorRanks:
         batch, problem = self._inner.compare(batch)
         # A rank that has found a problem on another axis says so here: its peers must leave the batch out as well.
         digest = -1 if problem is not None else batch_digest(batch)
-        digests = self._group.all_gather(torch.tensor([digest], device=self._ranks.device), 0).tolist()
-        if len(set(digests)) == 1:
+        if len(set(self._calls.agree(digest))) == 1:
             return batch, problem
-        return no_samples(batch), problem or batch_mismatch_problem("tp", self._ranks.ranks)
+        return no_samples(batch), problem or batch_mismatch_problem("tp", self._calls.ranks.ranks)
 
     @contextlib.contextmanager
     def microbatches(

@@ -8,41 +8,50 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from fourfold.parts.comm.communicator import Communicator
-from fourfold.parts.comm.reduce.protocol import CallChecker
 from fourfold.plan.sample_order import BatchRange
+from fourfold.step.tensor.tensor_calls import TensorCalls
 from fourfold.words.errors import DivergenceError, FourfoldError, Problem, TaskError
 
 
 class CollectiveCalls:
     """The calls of one rank on its step."""
 
-    def __init__(self, world: Communicator, checker: CallChecker) -> None:
-        self.world, self._checker = world, checker
+    def __init__(self, world: Communicator, checker: TensorCalls) -> None:
+        self.world, self.checker = world, checker
         self.num_steps = 0
         """Steps done, including those before a resume: calls name them."""
 
     def begin(self, call: str, samples: BatchRange | None = None) -> None:
         """Begin a call. Does not wait: the next sum of the loss compares the calls."""
-        self._checker.begin(with_samples(f"{call} after step {self.num_steps}", samples))
+        self.checker.begin(with_samples(f"{call} after step {self.num_steps}", samples))
+
+    def begin_among_tensor_ranks(self, call: str) -> None:
+        """Begin a call, and wait until the tensor ranks of this place have begun it: they compute in it together."""
+        self.begin(call)
+        self.checker.meet()
+
+    def meet_tensor_ranks(self, part: str) -> None:
+        """Wait until the tensor ranks of this place are in this part of the call. Raises DivergenceError."""
+        self.checker.meet(part)
 
     def begin_step(self, call: str) -> None:
         """Begin a step; `call` names it."""
-        self._checker.begin(call)
+        self.checker.begin(call)
 
     def enter(self, call: str) -> None:
         """Begin a call, and wait until all ranks have begun it. Raises DivergenceError."""
         self.begin(call)
-        self._checker.check_same()
+        self.checker.check_same()
 
     def check_same(self) -> None:
         """Wait until all ranks have begun this call. Raises DivergenceError."""
-        self._checker.check_same()
+        self.checker.check_same()
 
     def raise_after_mismatch(self, call: str, error: FourfoldError) -> NoReturn:
         """Raise this rank's error, and DivergenceError on the ranks that do not have it."""
-        self._checker.begin(call)
+        self.checker.begin(call)
         try:
-            self._checker.check_same()
+            self.checker.check_same()
         except DivergenceError as divergence:
             raise error from divergence
         raise error

@@ -149,7 +149,7 @@ def _model_bytes(task: Task, plan: Plan, model: nn.Module, pool: MemoryPool) -> 
     """Bytes of the weights alone, and of all that lasts from step to step, of the ranks that use a memory."""
     optimizer = build_optimizer(task.optimizer, list(model.parameters()))
     update = update_spec(model, optimizer, clip=task.clip, counts_states=True)
-    specs = model_specs(model, optimizer, place_shards(model, task.tensor, plan.tp))
+    specs = model_specs(model, optimizer, place_shards(model, task.tensor, plan.tensor_spec))
     # One host needs the least memory: its ranks share memory wherever they can.
     topology = Topology.regular(hosts=1, ranks_per_host=plan.mesh.size, device="cpu" if pool.is_host else "cuda")
     use = lower(plan, specs, topology, update).host_memory

@@ -3,6 +3,7 @@
 Law: a meta model has the same specs as the model itself.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 
 from torch import nn
@@ -23,6 +24,12 @@ def model_specs(
     """The trained parameters, in order of definition. `shards`: of the places of the tensor axis; empty: tp = 1."""
     trainable = trainable_parameters(model)
     return param_specs(trainable, group_indices(optimizer, trainable), shards)
+
+
+def num_parameters(model: nn.Module, shards: Mapping[str, TensorShard]) -> int:
+    """The elements of all parameters of the whole model. `shards`: what this rank holds of those that are cut."""
+    shapes = (shards[name].shape if name in shards else p.shape for name, p in model.named_parameters())
+    return sum(map(math.prod, shapes))
 
 
 def update_spec(

@@ -26,15 +26,16 @@ from fourfold.step.initial_model import make_initial_model
 from fourfold.step.meta_model import build_meta_model
 from fourfold.step.model_checks import (
     check_model_loss,
-    check_plan_for_model,
     check_plan_on_ranks,
     check_specs,
     check_update_timing,
+    model_plan_problems,
 )
 from fourfold.step.model_specs import model_specs
 from fourfold.step.tensor.tensor_axis import check_rules, place_shards
 from fourfold.step.train_step import TrainStep
 from fourfold.step.user_optimizer import check_user_optimizer
+from fourfold.words.errors import PlanError
 from fourfold.words.task import Task
 
 
@@ -113,15 +114,25 @@ def preflight(task: Task, plan: Plan) -> nn.Module:
     Raises TaskError, PlanError, OptimizerError or SettingError.
     """
     model = build_meta_model(task, max_bytes=available_bytes())
-    check_plan_for_model(model, plan, clip=task.clip)
+    _check_plan_and_rules(model, plan, task)
     check_model_loss(task.loss, plan)
     transports.check_transport_device(plan.transport, "cuda" if torch.cuda.is_available() else "cpu")
     optimizer = build_optimizer(task.optimizer, list(model.parameters()))
     check_update_timing(optimizer, plan)
     check_user_optimizer(optimizer, step_hook_conflicts(plan))
-    check_specs(plan, model_specs(model, optimizer, place_shards(model, task.tensor, plan.tp)))
-    check_rules(model, task.tensor, plan.tp, residual=plan.residual)
+    check_specs(plan, model_specs(model, optimizer, place_shards(model, task.tensor, plan.tensor_spec)))
     return model
+
+
+def _check_plan_and_rules(model: nn.Module, plan: Plan, task: Task) -> None:
+    """Raise PlanError with all problems that the plan has with the model, those of the tensor rules among them."""
+    problems = model_plan_problems(model, plan, clip=task.clip)
+    try:
+        check_rules(model, task.tensor, plan.tensor_spec)
+    except PlanError as error:
+        raise PlanError([*problems, *error.problems], where="the plan" if problems else error.where) from None
+    if problems:
+        raise PlanError(problems, where="the plan")
 
 
 def _set_threads(communicator: Communicator) -> None:

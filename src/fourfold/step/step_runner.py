@@ -157,6 +157,8 @@ class StepRunner:
         """See `TrainStep.run_forward`."""
         self._checks.before_evaluation("run_forward()")
         self._assembly.timing.flush()
+        if batch is None:
+            self._calls.meet_tensor_ranks("no batch")
         batch, problem = (None, None) if batch is None else self._assembly.batches.compare(batch)
         if problem is not None:
             raise TaskError(problem, where="the batch")
@@ -168,6 +170,7 @@ class StepRunner:
 
     def infer(self, inputs: Any) -> Any:
         """The model's outputs, on this rank only, while weights are unsharded and no gradient is recorded."""
+        self._calls.meet_tensor_ranks("a forward")
         part = Microbatch(inputs, None, num_samples=1, num_tokens=0)  # nothing is summed: the counts are not read
         step = StepState(self._parts, StepRequest([part]))
         self.executor.infer(self._programs.inference, step)

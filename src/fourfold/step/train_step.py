@@ -245,7 +245,7 @@ class TrainStep:
         Needed only if weights rest split among hosts (zero 3): outside of steps parameters are placeholders there,
         filled with NaN. Ranks wait at the end of the block until no rank needs their shards.
         """
-        self._calls.begin("unsharded()")
+        self._calls.begin_among_tensor_ranks("unsharded()")
         self._assembly.timing.flush()
         with torch.no_grad(), self._weights.unsharded("unsharded"):
             yield self.model
@@ -255,10 +255,11 @@ class TrainStep:
         """As `unsharded`, in evaluation mode; each call of the model runs a forward-only program. Collective."""
         with eval_mode(self.model), self.unsharded():
             yield InferenceModel(self.model, self._runner)
+            self._calls.meet_tensor_ranks("the end")
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every trainable weight by name, whole, one at a time; read only. Collective: all ranks iterate to the end."""
-        self._calls.begin("named_weights()")
+        self._calls.begin_among_tensor_ranks("named_weights()")
         self._assembly.timing.flush()
         return self._weights.named_weights()
 

@@ -118,14 +118,14 @@ def _rate_problems(*, clip: float | None, **rates: float) -> Iterable[Problem]:
 
 
 TENSOR_RULES = {
-    "embedding": "vocabulary",
-    "blocks.*.attention.qkv": "column(heads, kv_heads, kv_heads)",
-    "blocks.*.attention.out": "row(heads)",
-    "blocks.*.mlp.gate_up": "column(2)",
-    "blocks.*.mlp.down": "row",
-    "head": "vocabulary",
+    "embedding": "vocab:tp, model",
+    "blocks.*.attention.qkv": "heads(heads, kv_heads, kv_heads):tp, model",
+    "blocks.*.attention.out": "model, heads:tp",
+    "blocks.*.mlp.gate_up": "mlp(2):tp, model",
+    "blocks.*.mlp.down": "model, mlp:tp",
+    "head": "vocab:tp, model",
 }
-"""How the layers are split over the tensor axis; see `docs/tensor-axis.md`."""
+"""The dims of the weights, and which of them the tensor axis splits; see `docs/tensor-axis.md`."""
 
 
 class Attention(nn.Module):

@@ -73,6 +73,11 @@ def _relative_error(a: Any, b: Any) -> float:
 
 def snapshot(step: TrainStep, losses: Sequence[float], grad_norms: Sequence[float | None]) -> TrainingResult:
     """The result of a training with Fourfold, in the oracle's form. Collective."""
-    weights = dict(step.model.named_parameters()) | dict(step.named_weights())
+    held, trained = dict(step.model.named_parameters()), dict(step.named_weights())
+    frozen_shards = [n for n, shard in step.tensor_shards.items() if not shard.is_whole and n in held.keys() - trained]
+    weights: dict[str, Tensor] = {**held, **trained}
+    if frozen_shards:  # their whole tensors are in the state only
+        whole = step.state_dict()["model"]
+        weights |= {name: whole[name] for name in frozen_shards}
     norms = [norm for norm in grad_norms if norm is not None]
     return TrainingResult(list(losses), norms, {name: p.detach().clone() for name, p in weights.items()})

@@ -85,7 +85,7 @@ def predict_bytes(task: Task, step: TrainStep, meta_model: nn.Module | None) -> 
     # An optimizer may draw random numbers, which the training must not miss.
     with torch.random.fork_rng(devices=[]):
         optimizer = build_optimizer(task.optimizer, list(meta_model.parameters()))
-        specs = model_specs(meta_model, optimizer, place_shards(meta_model, task.tensor, step.plan.tp))
+        specs = model_specs(meta_model, optimizer, place_shards(meta_model, task.tensor, step.plan.tensor_spec))
         update = update_spec(meta_model, optimizer, clip=task.clip, counts_states=True)
     use = lower(step.plan, specs, step.topology, update).host_memory
     num_ranks = max(Counter(step.topology.hosts).values())

@@ -41,5 +41,7 @@ def cut_model(initial: InitialModel, layout: TensorLayout, region: SplitRegion, 
 
 def local_part(whole: torch.Tensor, shard: TensorShard) -> torch.Tensor:
     """A copy of the pieces that a shard names, in memory of its own."""
+    if shard.is_whole:  # of a scalar too, which has no dim to take a piece of
+        return whole.clone(memory_format=torch.contiguous_format)
     pieces = [whole.narrow(shard.dim, piece.start, piece.length) for piece in shard.pieces]
     return torch.cat(pieces, shard.dim) if len(pieces) > 1 else pieces[0].clone(memory_format=torch.contiguous_format)

@@ -84,7 +84,7 @@ def draw_weight(name: str, shape: Sequence[int], device: torch.device) -> Tensor
 
     Vectors are positive, so that the model may take a logarithm or a root: a gate, a bias, the scale of a norm.
     """
-    like = torch.empty(1, device=device).expand(tuple(shape))
+    like = torch.empty((), device=device).expand(tuple(shape))
     if sum(size > 1 for size in shape) <= 1:
         return 1 + 0.5 * random_tiled(like, _generator_of(name), is_uniform=True)
     return random_tiled(like, _generator_of(name)) / math.sqrt(max(1, math.prod(shape[1:])))

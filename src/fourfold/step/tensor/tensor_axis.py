@@ -20,6 +20,7 @@ from fourfold.parts.tensor.cut import cut_model
 from fourfold.parts.tensor.residual import split_residual
 from fourfold.parts.tensor.split_region import SplitRegion
 from fourfold.parts.tensor.whole_tensors import WholeTensors
+from fourfold.plan.tensor_dims import TensorSpec, dims_on_axis
 from fourfold.plan.tensor_layout import TensorLayout, tensor_layout
 from fourfold.plan.tensor_residual import SPLIT, ResidualLayout, residual_layout
 from fourfold.plan.tensor_shard import TensorShard
@@ -90,17 +91,22 @@ class TensorAxis(NamedTuple):
         return {name: shards[self.group.index] for name, shards in self.all_shards.items()}
 
 
-def model_layout(model: nn.Module, rules: Mapping[str, str], tp: int) -> TensorLayout:
+def model_layout(model: nn.Module, rules: Mapping[str, str], spec: TensorSpec) -> TensorLayout:
     """What each place of the tensor axis holds of a model that is not cut. Raises PlanError if it cannot be split.
 
     Without rules, models of transformers are split by their own.
     """
-    return tensor_layout(module_specs(model), tied_names(model), rules or rules_of_transformers(model), tp)
+    rules = rules or rules_of_transformers(model)
+    return tensor_layout(module_specs(model), tied_names(model), rules, spec.size, spec.dims, spec.ulysses)
 
 
-def place_shards(model: nn.Module, rules: Mapping[str, str], tp: int) -> Mapping[str, Sequence[TensorShard]]:
-    """By parameter of a model that is not cut: the shards of all places; empty if tp = 1. Raises PlanError."""
-    return model_layout(model, rules, tp).shards if tp > 1 else {}
+def place_shards(model: nn.Module, rules: Mapping[str, str], spec: TensorSpec) -> Mapping[str, Sequence[TensorShard]]:
+    """By parameter of a model that is not cut: the shards of all places; empty if tp = 1. Raises PlanError.
+
+    At tp = 1 too: the dims that the plan puts on the axis must be those of the rules.
+    """
+    shards = model_layout(model, rules, spec).shards if spec.size > 1 or dims_on_axis(spec.dims) else {}
+    return shards if spec.size > 1 else {}
 
 
 def model_residual(model: nn.Module, layout: TensorLayout, residual: str) -> ResidualLayout:
@@ -111,10 +117,10 @@ def model_residual(model: nn.Module, layout: TensorLayout, residual: str) -> Res
     return residual_layout(module_specs(model), layout.styles) if residual == SPLIT else ResidualLayout()
 
 
-def check_rules(model: nn.Module, rules: Mapping[str, str], tp: int, *, residual: str) -> None:
+def check_rules(model: nn.Module, rules: Mapping[str, str], spec: TensorSpec) -> None:
     """Raise PlanError if a model cannot be split as the plan says."""
-    if tp > 1:
-        model_residual(model, model_layout(model, rules, tp), residual)
+    if place_shards(model, rules, spec):
+        model_residual(model, model_layout(model, rules, spec), spec.residual)
 
 
 def cut(
@@ -123,21 +129,22 @@ def cut(
     world: Communicator,
     meter: CommMeter,
     *,
+    spec: TensorSpec,
     transport: str,
-    residual: str,
 ) -> TensorAxis:
     """Cut a model into as many parts as the mesh has tensor ranks, in place. Collective.
 
-    transport, residual  the plan's
+    spec, transport  the plan's
 
     Whole parameters and buffers are then the first tensor rank's, on all. Raises PlanError if it cannot be split,
     TaskError if it cannot be copied: its structure is kept for the dry run.
     """
     model, ranks = initial.model, world.along("tp")
     if ranks.size == 1:
+        place_shards(model, rules, spec)
         return TensorAxis.whole(model, ranks, meter)
-    layout = model_layout(model, rules, ranks.size)
-    split = model_residual(model, layout, residual)
+    layout = model_layout(model, rules, spec)
+    split = model_residual(model, layout, spec.residual)
     structure = copy_structure(model)
     group = make_tensor_group(ranks, "tensor", meter, choice=transport)
     region = SplitRegion(group)

@@ -1,0 +1,54 @@
+"""Tensor calls: tensor ranks compare which collective call each of them is in, before one waits for another in a layer.
+
+call  see `CallChecker`; a rank that begins one meets its tensor ranks first in `agree`
+Law: the first collective of every call in a tensor group is the same, whatever the call is. So ranks in different
+calls meet in it, over shared memory and over messages, and raise DivergenceError.
+"""
+
+import zlib
+
+import torch
+
+from fourfold.parts.comm.communicator import Communicator
+from fourfold.parts.comm.reduce.divergence_report import divergence_error
+from fourfold.parts.comm.reduce.protocol import CallChecker
+from fourfold.parts.comm.tensor.protocol import TensorGroup
+
+NO_BATCH = 0
+
+
+class TensorCalls:
+    """See `CallChecker`: the tensor ranks of a place compare their calls before all ranks of the world do."""
+
+    def __init__(self, world_calls: CallChecker, group: TensorGroup, ranks: Communicator) -> None:
+        self._world_calls, self._group, self.ranks = world_calls, group, ranks
+        self._call = ""
+
+    def begin(self, call: str) -> None:
+        self._call = call
+        self._world_calls.begin(call)
+
+    def check_same(self) -> None:
+        self.meet()
+        self._world_calls.check_same()
+
+    def check_begun(self, waited_seconds: float | None) -> None:
+        self._world_calls.check_begun(waited_seconds)
+
+    def meet(self, part: str = "") -> None:
+        """Wait until the tensor ranks of this place are in the same call, and in this part of it.
+
+        Raises DivergenceError.
+        """
+        if self._group.size > 1:
+            self.agree(NO_BATCH, part)
+
+    def agree(self, digest: int, part: str = "") -> list[int]:
+        """As `meet`. Returns the digests of all tensor ranks."""
+        name, newline, options = self._call.partition("\n")
+        call = f"{part and f'{part} of '}{name}{newline}{options}"
+        own = torch.tensor([[zlib.crc32(call.encode()), digest]], device=self.ranks.device)
+        calls, digests = self._group.all_gather(own, 0).T.tolist()
+        if len(set(calls)) > 1:
+            raise divergence_error(dict(zip(self.ranks.ranks, self.ranks.all_gather_json(call), strict=True)))
+        return digests
