@@ -70,6 +70,16 @@ def test_every_message_that_troubleshooting_explains_is_in_the_code():
     assert [heading for heading, pattern in patterns.items() if not re.search(pattern, source)] == []
 
 
+def test_every_message_of_the_dry_run_that_the_task_page_explains_is_in_the_code():
+    """In a row, "…" stands for values; a message may go on in the next line of the code."""
+    text = (ROOT / "docs" / "task.md").read_text(encoding="utf-8").partition("| message |")[2].partition("\n\n")[0]
+    source = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "src/fourfold/step").rglob("*.py"))
+    messages = re.findall(r"^\| `(.+?)` \|", text, re.MULTILINE)
+    assert messages
+    patterns = {message: "(?s:.{1,90}?)".join(map(re.escape, message.strip("… ").split("…"))) for message in messages}
+    assert [message for message, pattern in patterns.items() if not re.search(pattern, source)] == []
+
+
 def test_the_reference_has_every_public_name():
     text = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
     assert set(re.findall(r"^::: fourfold\.(\w+)$", text, re.MULTILINE)) == set(fourfold.__all__)
