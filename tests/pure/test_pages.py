@@ -1,12 +1,16 @@
 """Laws of the documentation: the code and the pictures that it shows are those that CI runs."""
 
+import inspect
 import re
 import runpy
 from pathlib import Path
 
 import pytest
+import typer
 
 import fourfold
+from fourfold.cli import commands
+from fourfold.words import errors
 
 ROOT = Path(__file__).parent.parent.parent
 # Not the changelog and the measurements: they also name what was there once.
@@ -83,3 +87,22 @@ def test_every_message_of_the_dry_run_that_the_task_page_explains_is_in_the_code
 def test_the_reference_has_every_public_name():
     text = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
     assert set(re.findall(r"^::: fourfold\.(\w+)$", text, re.MULTILINE)) == set(fourfold.__all__)
+
+
+def test_the_command_reference_has_every_command_and_option():
+    page = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
+    hook = runpy.run_path(str(ROOT / "docs" / "_site" / "command_reference.py"))["on_page_markdown"]
+    text = hook(page, page=None, config=None, files=None)
+    app = typer.main.get_command(commands.app)
+    assert text != page
+    assert set(re.findall(r"^## fourfold (\w+)$", text, re.MULTILINE)) == set(commands.COMMANDS) == set(app.commands)
+    options = {option for command in app.commands.values() for each in command.params for option in each.opts}
+    assert [each for each in options if each.startswith("-") and f"`{each}" not in text] == []
+    assert "\b" not in text and "{settings}" not in text
+
+
+def test_the_reference_has_every_error_of_the_public_functions():
+    text = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
+    classes = {name for name, value in inspect.getmembers(errors, inspect.isclass) if issubclass(value, Exception)}
+    found = set(re.findall(r"^::: fourfold\.(?:words\.errors\.)?(\w+Error)$", text, re.MULTILINE))
+    assert found == classes
