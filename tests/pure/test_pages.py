@@ -1,12 +1,17 @@
 """Laws of the documentation: the code and the pictures that it shows are those that CI runs."""
 
+import inspect
 import re
 import runpy
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 
 import fourfold
+from fourfold.cli import commands
+from fourfold.words import errors
 
 ROOT = Path(__file__).parent.parent.parent
 # Not the changelog and the measurements: they also name what was there once.
@@ -70,6 +75,35 @@ def test_every_message_that_troubleshooting_explains_is_in_the_code():
     assert [heading for heading, pattern in patterns.items() if not re.search(pattern, source)] == []
 
 
+def test_every_message_of_the_dry_run_that_the_task_page_explains_is_in_the_code():
+    """In a row, "…" stands for values."""
+    text = (ROOT / "docs" / "task.md").read_text(encoding="utf-8").partition("| message |")[2].partition("\n\n")[0]
+    source = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "src/fourfold/step").rglob("*.py"))
+    messages = re.findall(r"^\| `(.+?)` \|", text, re.MULTILINE)
+    assert messages
+    patterns = {message: ".*".join(map(re.escape, message.strip("… ").split("…"))) for message in messages}
+    assert [message for message, pattern in patterns.items() if not re.search(pattern, source)] == []
+
+
 def test_the_reference_has_every_public_name():
     text = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
     assert set(re.findall(r"^::: fourfold\.(\w+)$", text, re.MULTILINE)) == set(fourfold.__all__)
+
+
+def test_the_command_reference_has_every_command_and_option():
+    page = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
+    hook = runpy.run_path(str(ROOT / "docs" / "_site" / "command_reference.py"))["on_page_markdown"]
+    text = hook(page, page=None, config=None, files=None)
+    app: Any = typer.main.get_command(commands.app)
+    assert text != page
+    assert set(re.findall(r"^## fourfold (\w+)$", text, re.MULTILINE)) == set(commands.COMMANDS) == set(app.commands)
+    options = {option for command in app.commands.values() for each in command.params for option in each.opts}
+    assert [each for each in options if each.startswith("-") and f"`{each}" not in text] == []
+    assert re.findall(r"\x08|\{settings\}", text) == []
+
+
+def test_the_reference_has_every_error_of_the_public_functions():
+    text = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
+    classes = {name for name, value in inspect.getmembers(errors, inspect.isclass) if issubclass(value, Exception)}
+    found = set(re.findall(r"^::: fourfold\.(?:words\.errors\.)?(\w+Error)$", text, re.MULTILINE))
+    assert found == classes
