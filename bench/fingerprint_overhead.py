@@ -48,7 +48,7 @@ def main() -> None:
     step = ff.parallelize(
         case.build(), losses, functools.partial(torch.optim.AdamW, lr=case.lr), ff.Plan(dp=NUM_RANKS, transport=kind)
     )
-    world: Any = WorldChannel(step._parts.scalars, step._calls._checker)
+    world: Any = WorldChannel(step._parts.scalars, step._calls.checker)
     (batch,) = case.batches(step.rank, 1)
     pairs_of_seconds = []
     for number in range(WARMUP + pairs):

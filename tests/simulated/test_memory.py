@@ -14,6 +14,7 @@ from fourfold.plan.lowering import lower
 from fourfold.plan.plan import Plan
 from fourfold.plan.topology import Topology
 from fourfold.step.model_specs import model_specs, update_spec
+from fourfold.step.tensor.tensor_axis import place_shards
 from fourfold.step.train_step import TrainStep
 from fourfold.testing import threads
 from fourfold.testing.threads import ThreadCommunicator
@@ -29,6 +30,7 @@ OPTIMIZERS: dict[str, Any] = {
     "LAMB": functools.partial(ff.optim.LAMB, lr=0.1),
 }
 WITHIN = 0.05
+RULES = {"0": "column", "2": "row", "4": "column", "6": "row"}  # the last layer is whole
 
 
 def model() -> nn.Module:
@@ -38,12 +40,12 @@ def model() -> nn.Module:
 
 def _step(plan: Plan, comm: ThreadCommunicator, optimizer: str = "AdamW") -> TrainStep:
     """A train step after two steps."""
-    options: dict[str, Any] = {"plan": plan, "communicator": comm, "clip": None}
+    options: dict[str, Any] = {"plan": plan, "communicator": comm, "clip": None, "tensor": RULES}
     step = TrainStep(
         model(), lambda outputs, targets: (outputs - targets).square().sum(-1), OPTIMIZERS[optimizer], **options
     )
     for _ in range(2):
-        step((torch.randn(4, 256), torch.zeros(4, 256)))
+        step((torch.full((4, 256), 0.5 + step.dp_index), torch.zeros(4, 256)))
     step.flush()
     return step
 
@@ -51,9 +53,10 @@ def _step(plan: Plan, comm: ThreadCommunicator, optimizer: str = "AdamW") -> Tra
 def _formula(plan: Plan, optimizer: str, hosts: int) -> float:
     module = model()
     made = OPTIMIZERS[optimizer](module.parameters())
-    topology = Topology.regular(hosts=hosts, ranks_per_host=plan.dp // hosts)
+    topology = Topology.regular(hosts=hosts, ranks_per_host=plan.mesh.size // hosts)
     update = update_spec(module, made, counts_states=True)
-    return lower(plan, model_specs(module, made), topology, update).host_memory.total
+    specs = model_specs(module, made, place_shards(module, RULES, plan.tensor_spec))
+    return lower(plan, specs, topology, update).host_memory.total
 
 
 def _compare(plan: Plan, optimizer: str = "AdamW", *, hosts: int = 1) -> None:
@@ -68,7 +71,7 @@ def _compare(plan: Plan, optimizer: str = "AdamW", *, hosts: int = 1) -> None:
     formula = _formula(plan, optimizer, hosts)
     gc.collect()
     before = memory.memory_use().total_bytes
-    for counted in threads.run(plan.dp, body, hosts=hosts):
+    for counted in threads.run(plan.mesh.size, body, hosts=hosts):
         assert counted / hosts == pytest.approx(formula, rel=WITHIN)
 
 
@@ -85,6 +88,15 @@ def test_the_memory_use_of_a_host_equals_the_formula(fields: dict[str, Any]) -> 
 ])  # fmt: skip
 def test_the_memory_use_of_each_of_two_hosts_equals_the_formula(zero: int, shard: int | None, precision: str) -> None:
     _compare(Plan(dp=4, zero=zero, shard=shard, precision=precision, bucket_bytes=2**18), hosts=2)
+
+
+@pytest.mark.parametrize("fields", pairs.grid(
+    zero=(0, 1, 2, 3), mesh=((1, 2), (1, 4), (2, 2), (2, 4)),
+    precision=("keep", "bf16"), update=("after", "in_forward"),
+))  # fmt: skip
+def test_the_memory_use_of_tensor_ranks_equals_the_formula(fields: dict[str, Any]) -> None:
+    dp, tp = fields.pop("mesh")
+    _compare(Plan(dp=dp, tp=tp, **fields, bucket_bytes=2**18))
 
 
 @pytest.mark.parametrize(("update", "size", "zero"), [
