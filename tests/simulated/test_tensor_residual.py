@@ -419,8 +419,8 @@ def test_gradients_without_their_sum_are_named(monkeypatch):
 
 
 def test_a_bias_without_its_sum_is_named(monkeypatch):
-    leave = RowLinear._leave
-    monkeypatch.setattr(RowLinear, "_leave", lambda self, partial, bias: leave(self, partial, None) + bias)
+    product = RowLinear._row_product
+    monkeypatch.setattr(RowLinear, "_row_product", lambda self, x, weight, bias: product(self, x, weight, None) + bias)
     message = raised(lambda: Shifting(0), split_plan(tp=2), MIXER_RULES, features())
     assert "the gradient of blocks.1.mlp.down.bias is missing its sum over the 2 tensor ranks" in message
 

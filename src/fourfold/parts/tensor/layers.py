@@ -36,12 +36,12 @@ class SplitLayer(nn.Module):
     splits_tokens = False
     """Of a row layer: whether each rank gets some tokens of the sum."""
 
-    def _leave(self, partial: Tensor, bias: Tensor | None) -> Tensor:
-        """The sum of the ranks' tensors, and the bias."""
+    def _row_product(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The sum of the ranks' `F.linear`, and the bias."""
         if not self.splits_tokens:
-            total = self.region.leave(partial)
+            total = self.region.row_product(input, weight)
             return total if bias is None else total + bias
-        total = self.region.leave_tokens(partial)
+        total = self.region.leave_tokens(F.linear(input, weight))
         return total if bias is None else total + self.region.partial(bias)
 
     def _shared(self, name: str) -> Tensor | None:
@@ -59,7 +59,7 @@ class ColumnLinear(SplitLayer, nn.Linear):
 
 class RowLinear(SplitLayer, nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
-        return self._leave(F.linear(input, self.weight), self.bias)
+        return self._row_product(input, self.weight, self.bias)
 
 
 class VocabularyLinear(SplitLayer, nn.Linear):
@@ -110,7 +110,7 @@ class RowConv1D(SplitLayer):
     bias: Tensor
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._leave(x @ self.weight, self.bias)
+        return self._row_product(x, self.weight.t(), self.bias)
 
 
 class ColumnConvolution(SplitLayer):

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fourfold.parts.comm.tensor.protocol import TensorGroup
+from fourfold.parts.tensor.row_product import RowProduct
 from fourfold.parts.tensor.token_collectives import (
     EnterTokens,
     GatheredTokens,
@@ -91,6 +92,10 @@ class SplitRegion:
         if entered.source is None:
             return F.linear(entered.tensor, weight, bias)
         return LinearOfTokens.apply(entered.tensor, entered.rows, weight, bias, entered.source)
+
+    def row_product(self, tensor: Tensor, weight: Tensor) -> Tensor:
+        """The sum of the ranks' `F.linear`, on all of them."""
+        return RowProduct.apply(tensor, weight, self.group)
 
     def leave(self, partial: Tensor) -> Tensor:
         """The sum of the ranks' tensors, on all of them; `partial` may be overwritten."""
@@ -174,7 +179,8 @@ class _SumGrad(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return ctx.group.all_reduce(grads[0].clone(memory_format=torch.contiguous_format)), None
+        addend = ctx.group.buffer(grads[0].shape, grads[0].dtype)
+        return ctx.group.all_reduce(addend.copy_(grads[0])), None
 
 
 class _SumGrads(torch.autograd.Function):
