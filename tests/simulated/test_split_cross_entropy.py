@@ -33,7 +33,7 @@ class Counting:
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._group, name)
-        if not callable(found):
+        if not callable(found) or name == "buffer":
             return found
 
         def call(tensor: Tensor, *args: Any) -> Tensor:

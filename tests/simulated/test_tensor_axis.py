@@ -3,6 +3,7 @@
 import functools
 import itertools
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -262,6 +263,10 @@ class CountedGroup(SingleRankTensorGroup):
         self.num_all_reduces += 1
         return super().all_reduce(tensor)
 
+    def all_reduce_async(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        self.num_all_reduces += 1
+        return super().all_reduce_async(tensor)
+
 
 def test_a_tensor_is_entered_once_however_many_layers_use_it():
     group = CountedGroup()
@@ -275,8 +280,13 @@ def test_a_tensor_is_entered_once_however_many_layers_use_it():
     assert group.num_all_reduces == 1
     with torch.no_grad():
         layers[0](x)
-    layers[0](torch.randn(3, 4, requires_grad=True)).sum().backward()
+    y = torch.randn(3, 4, requires_grad=True)
+    loss = layers[0](y).sum()  # its only layer sums the gradient of y, while it computes that of its weight
+    loss.backward(retain_graph=True)
     assert group.num_all_reduces == 2
+    layers[1](y).sum().backward()  # no more its only layer
+    loss.backward()
+    assert group.num_all_reduces == 4
 
 
 def test_entered_tensors_are_freed_with_their_layers():

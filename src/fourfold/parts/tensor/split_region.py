@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fourfold.parts.comm.tensor.protocol import TensorGroup
-from fourfold.parts.tensor.row_product import RowProduct
+from fourfold.parts.tensor.products import ColumnProduct, InputUses, RowProduct
 from fourfold.parts.tensor.token_collectives import (
     EnterTokens,
     GatheredTokens,
@@ -40,11 +40,13 @@ class Entered(NamedTuple):
 
     version  of the tensor then
     tensor   the same values, with gradients that are summed
+    uses     by split layers; None: no gradients are summed here
     rows     of a tensor that was gathered: what it was gathered from, without a graph, and what gathers it again
     """
 
     version: int
     tensor: Tensor
+    uses: InputUses | None = None
     rows: Tensor | None = None
     source: GatheredTokens | None = None
 
@@ -72,7 +74,10 @@ class SplitRegion:
 
     def enter(self, tensor: Tensor) -> Tensor:
         """The same values; in backward the ranks' gradients of it are summed, once for all layers that use it."""
-        return self._enter(tensor).tensor
+        entered = self._enter(tensor)
+        if entered.uses is not None:
+            entered.uses.count += 1
+        return entered.tensor
 
     def _enter(self, tensor: Tensor) -> Entered:
         if not torch.is_grad_enabled():
@@ -82,13 +87,17 @@ class SplitRegion:
             return known
         if not tensor.requires_grad:
             return Entered(0, tensor)
-        entered = Entered(version_of(tensor), _SumGrad.apply(tensor, self.group))
+        uses = InputUses()
+        entered = Entered(version_of(tensor), _SumGrad.apply(tensor, self.group, uses), uses)
         self._entered[tensor] = entered
         return entered
 
     def linear(self, tensor: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """`F.linear` of a tensor that is entered. Of one that was gathered, backward keeps this rank's rows only."""
         entered = self._enter(tensor)
+        if entered.uses is not None:
+            entered.uses.count += 1
+            return ColumnProduct.apply(entered.tensor, weight, bias, entered.uses, self.group)
         if entered.source is None:
             return F.linear(entered.tensor, weight, bias)
         return LinearOfTokens.apply(entered.tensor, entered.rows, weight, bias, entered.source)
@@ -123,7 +132,7 @@ class SplitRegion:
             entered = whole.detach()
             if rows.requires_grad:
                 entered = EnterTokens.apply(rows, entered, source, count, group)
-            self._entered[whole] = Entered(version_of(whole), entered, rows.detach(), source)
+            self._entered[whole] = Entered(version_of(whole), entered, rows=rows.detach(), source=source)
         return whole
 
     def end_tokens(self) -> None:
@@ -136,7 +145,7 @@ class SplitRegion:
 
     def partial(self, weight: Tensor) -> Tensor:
         """A weight that all ranks hold and that works on split activations: its gradients are summed."""
-        return _SumGrad.apply(weight, self.group)
+        return _SumGrad.apply(weight, self.group, InputUses())
 
     def partials(self, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """As `partial`, of several weights of one dtype, whose gradients are summed together."""
@@ -169,18 +178,21 @@ def gather_last_dim(tensor: Tensor, group: TensorGroup, length: int) -> Tensor:
 
 
 class _SumGrad(torch.autograd.Function):
-    """The same values in forward; the sum over ranks in backward."""
+    """The same values in forward; the sum over ranks in backward, unless the layer that uses them has made it."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: TensorGroup) -> Tensor:
-        ctx.group = group
+    def forward(ctx: Any, tensor: Tensor, group: TensorGroup, uses: InputUses) -> Tensor:
+        ctx.group, ctx.uses = group, uses
         # Not a view, which would keep its base alive; the version is shared, so autograd sees changes in place.
         return tensor.detach()
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        if ctx.uses.is_summed:
+            ctx.uses.is_summed = False  # of this backward; the graph may be kept for another
+            return grads[0], None, None
         addend = ctx.group.buffer(grads[0].shape, grads[0].dtype)
-        return ctx.group.all_reduce(addend.copy_(grads[0])), None
+        return ctx.group.all_reduce(addend.copy_(grads[0])), None, None
 
 
 class _SumGrads(torch.autograd.Function):

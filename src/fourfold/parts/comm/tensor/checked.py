@@ -36,7 +36,7 @@ class CheckedTensorGroup:
         return torch.empty(tuple(shape), dtype=dtype, device=self._device)
 
     def all_reduce_async(self, tensor: Tensor) -> Callable[[], Tensor]:
-        self.agree(_call("all_reduce_async", tensor))
+        self.agree(_call("all_reduce", tensor))
         return self._group.all_reduce_async(tensor)
 
     def all_reduce_max(self, tensor: Tensor) -> Tensor:

@@ -1,0 +1,91 @@
+"""Products: the matrix products of split linear layers, with the sums over tensor ranks that belong to them.
+
+column  output features are split; in backward the gradient of the input is summed while that of the weight is computed
+row     input features are split; in forward the product is computed where the other ranks read it, and summed
+Law: values and gradients are those of `F.linear`, with the sums of `SplitRegion`.
+
+N out features · F in features, of which the split ones are those here
+
+Source: the overlap in backward is that of Megatron-LM (`LinearWithGradAccumulationAndAsyncCommunication`).
+"""
+
+import dataclasses
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from fourfold.parts.comm.tensor.protocol import TensorGroup
+
+
+@dataclasses.dataclass
+class InputUses:
+    """How split layers use a tensor that is entered.
+
+    count      how often they do
+    is_summed  whether the gradient that flows back now has been summed by the layer
+    """
+
+    count: int = 0
+    is_summed: bool = False
+
+
+class ColumnProduct(torch.autograd.Function):
+    """`F.linear` of a tensor that is entered. The only layer that uses it sums its gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, uses: InputUses, group: TensorGroup
+    ) -> Tensor:
+        ctx.save_for_backward(input, weight)
+        ctx.uses, ctx.group, ctx.autocast = uses, group, _autocast_options(input)
+        return F.linear(input, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:  # type: ignore[override]
+        input, weight = ctx.saved_tensors  # a checkpoint computes them again here, with sums of its own
+        needs_input, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        grad, grad_weight = grads[0], None
+        finish = grad_input = None
+        with torch.autocast(**ctx.autocast):
+            if needs_input:
+                grad_input = grad @ weight
+                if ctx.uses.count == 1:
+                    finish, ctx.uses.is_summed = ctx.group.all_reduce_async(grad_input), True
+            if needs_weight:
+                grad_weight = grad.flatten(0, -2).t() @ input.flatten(0, -2)
+        grad_bias = grad.flatten(0, -2).sum(0) if needs_bias else None
+        return finish() if finish else grad_input, grad_weight, grad_bias, None, None
+
+
+class RowProduct(torch.autograd.Function):
+    """input [..., F], weight [N, F] -> [..., N] on all ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: Tensor, group: TensorGroup) -> Tensor:
+        ctx.save_for_backward(input, weight)
+        ctx.autocast = _autocast_options(input)
+        if ctx.autocast["enabled"] or input.dtype != weight.dtype or input.ndim < 2:
+            return group.all_reduce(F.linear(input, weight))  # casts, or raises its own error
+        product = group.buffer((*input.shape[:-1], weight.shape[0]), input.dtype)
+        torch.mm(input.flatten(0, -2), weight.t(), out=product.view(-1, weight.shape[0]))
+        return group.all_reduce(product)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:  # type: ignore[override]
+        (input, weight), grad = ctx.saved_tensors, grads[0]
+        needs_input, needs_weight, _ = ctx.needs_input_grad
+        with torch.autocast(**ctx.autocast):
+            grad_weight = grad.flatten(0, -2).t() @ input.flatten(0, -2) if needs_weight else None
+            return grad @ weight if needs_input else None, grad_weight, None
+
+
+def _autocast_options(input: Tensor) -> dict[str, Any]:
+    """The autocast of forward, for backward."""
+    device = input.device.type
+    enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+    return {"device_type": device, "enabled": enabled, "dtype": dtype}
