@@ -143,7 +143,12 @@ def test_layers_outside_of_blocks_stay_as_they_are():
         {"blocks.*.mlp.up": "column", "blocks.*.mlp.down": "row", "blocks.*.head": "vocabulary"},
         r'"vocabulary" for blocks\.\*\.head, inside of a block',
     ),
-], ids=["container", "no blocks", "gap", "vocabulary"])  # fmt: skip
+    (
+        {f"blocks.0.mix.{name}": ("convolution", {"weight": (8, 8, 3)}) for name in ("up", "down")},
+        {"blocks.*.mix.up": "column", "blocks.*.mix.down": "row"},
+        r"2 problems(.|\n)*blocks\.\*\.mix\.up, a up, inside of a block.*which have no channels",
+    ),
+], ids=["container", "no blocks", "gap", "vocabulary", "channels"])  # fmt: skip
 def test_what_cannot_be_split_is_rejected(model, rules, message):
     with pytest.raises(PlanError, match=message) as error:
         layout(model, rules)

@@ -35,6 +35,14 @@ def test_a_parameter_without_gradient_is_named(zero, microbatches):
     assert "spare.bias" in str(caught.value)
 
 
+@pytest.mark.parametrize("zero", [1, 2])
+def test_updates_in_backward_do_not_wait_for_a_rank_without_samples(zero):
+    """It may itself wait for gradients of buckets that the others have not reached."""
+    fields = {"zero": zero, "update": "in_backward", "transport": "gloo", "batch_sizes": (6, 1, 4)}
+    case = Case(model="lm", length=8, **fields)
+    assert max(threads.run(2, lambda comm: deviation(case, 2, comm))) <= TOLERANCE
+
+
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("zero", [0, 1, 2])
 def test_a_parameter_without_gradient_on_some_ranks_is_trained_by_the_others(microbatches, zero):

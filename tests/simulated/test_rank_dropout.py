@@ -137,6 +137,27 @@ def test_a_checkpoint_drops_the_same_in_both_forwards():
     assert torch.equal(*grads)
 
 
+@pytest.mark.parametrize("num_rows", [0, 3])
+@pytest.mark.parametrize("kind", DROPOUTS)
+def test_a_checkpoint_runs_as_far_again_without_tokens(kind, num_rows):
+    """Ranks without tokens are in the same collectives as those with some."""
+    reached = []
+
+    def compute(x: Tensor) -> Tensor:
+        x = x.sin()
+        reached.append(len(x))
+        return DROPOUTS[kind](x)
+
+    model = Called(lambda x: checkpoint(compute, x, use_reentrant=False))
+    name, tokens = "function" if kind == "module" else "", DrawSlice(2, 0, ((1, 2),), is_of_tokens=True)
+    x = torch.randn(num_rows, 4, requires_grad=True)
+    slices = DrawSlices(2)
+    slices.learn([FoundDraw(name, tokens), FoundDraw("", tokens)])
+    with SplitDropout(model, slices).installed():
+        model(x).sum().backward()
+    assert reached == [num_rows] * 2
+
+
 def test_a_checkpoint_that_does_not_restore_the_state_is_refused():
     x = torch.ones(4, 4, requires_grad=True)
     model = Called(

@@ -14,6 +14,7 @@ from torch import nn
 
 import fourfold as ff
 from fourfold.parts.comm.meter import CommMeter
+from fourfold.parts.comm.reduce.shared_memory.reduction import LazyReducer
 from fourfold.parts.comm.tensor.single_rank import SingleRankTensorGroup
 from fourfold.parts.tensor.cut import local_part
 from fourfold.parts.tensor.layers import split_layer
@@ -178,6 +179,21 @@ def test_the_tensor_axis_goes_with_other_fields(fields):
         return deviation(step, *train(step, tokens(8)), expected)
 
     assert max(threads.run(plan.mesh.size, body)) <= TOLERANCE
+
+
+@pytest.mark.parametrize("period", [5, 7])
+def test_gradients_of_several_microbatches_wait_for_a_buffer(period, monkeypatch, without_dry_run):
+    plan = Plan(dp=2, tp=2, microbatches=4, update="in_forward", bucket_bytes=8000)
+    expected = oracle.train(language_model(), lm.loss, ADAM, tokens(8))
+
+    def body(comm):
+        step = TrainStep(language_model(), lm.loss, ADAM, plan=plan, communicator=comm, tensor=lm.TENSOR_RULES)
+        return deviation(step, *train(step, tokens(8)), expected)
+
+    numbers, is_free = itertools.count(), LazyReducer.can_acquire_buffer
+    rarely_free = lambda *args: next(numbers) % period == 0 and is_free(*args)  # noqa: E731
+    monkeypatch.setattr(LazyReducer, "can_acquire_buffer", rarely_free)
+    assert max(threads.run(4, body)) <= TOLERANCE
 
 
 def test_all_ranks_begin_with_the_weights_of_the_first(without_dry_run):

@@ -13,7 +13,7 @@ Source: sequence parallelism of Megatron-LM (Korthikanti et al., arXiv 2205.0519
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from fourfold.plan.tensor_layers import generalized, parent_name
+from fourfold.plan.tensor_layers import CONVOLUTIONS, generalized, parent_name
 from fourfold.plan.tensor_rules import ModuleSpec, Style
 from fourfold.words.errors import PlanError, Problem
 
@@ -49,7 +49,7 @@ def residual_layout(modules: Sequence[ModuleSpec], styles: Mapping[str, Style]) 
     containers = {name for name in parents if not any(_is_inside(name, other) for other in parents)}
     lists = [_list_of(name, blocks, modules) for name in dict.fromkeys(map(parent_name, blocks))]
     problems += [problem for each in lists for problem in _list_problems(each, modules)]
-    problems += _vocabulary_problems(blocks, inside, styles)
+    problems += _layer_problems(blocks, inside, styles)
     if problems:
         raise PlanError(list(dict.fromkeys(problems)), where="the tensor rules")
     tokenwise = [module for block in blocks for module in inside[block]]
@@ -117,14 +117,18 @@ def _container_problem(column: str, container: str, modules: Sequence[ModuleSpec
     return Problem(got, need, KEEP_WHOLE)
 
 
-def _vocabulary_problems(
+def _layer_problems(
     blocks: Sequence[str], inside: Mapping[str, Sequence[ModuleSpec]], styles: Mapping[str, Style]
 ) -> Iterable[Problem]:
+    """Split layers that no block can have: their tensors have no tokens in the second-last dim."""
     for block in blocks:
         for module in inside[block]:
             if styles.get(module.name) is Style.VOCABULARY:
                 got = f'residual = "{SPLIT}" and "{Style.VOCABULARY}" for {generalized(module.name)}, inside of a block'
                 yield Problem(got, "a vocabulary before the first block, or behind the last", KEEP_WHOLE)
+            elif module.name in styles and module.kind in (*CONVOLUTIONS, "group_norm"):
+                got = f'residual = "{SPLIT}" and {generalized(module.name)}, a {module.class_name}, inside of a block'
+                yield Problem(got, "hidden tensors [..., tokens, features], which have no channels", KEEP_WHOLE)
 
 
 # ---- lists of blocks -------------------------------------------------------------------------------

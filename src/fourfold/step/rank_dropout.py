@@ -75,17 +75,23 @@ class RankDropout:
             return func(*args, **kwargs)
         x = given["input"]
         tag, part = self._draws.next(f"dropout = {p:g}", x)
-        if part is None or len(part.ranges) == 1:
+        if x.numel() and (part is None or len(part.ranges) == 1):
             with self._seeded(tag, part, x):
                 return func(*args, **kwargs)
+        # Without elements, torch's dropout is no part of the graph. Then a checkpoint would end its second forward
+        # earlier here than on ranks that have some, and not be in their last collectives.
+        mask = x.new_ones(x.shape) if part is None or not x.numel() else self._mask(func, p, tag, part, x)
+        return x.mul_(mask) if given.get("inplace") or func is torch.dropout_ else x * mask
+
+    def _mask(self, func: Callable[..., Tensor], p: float, tag: int, part: DrawSlice, x: Tensor) -> Tensor:
+        """What dropout multiplies `x` by, of several ranges."""
         masks = []
         for number, length in enumerate(part.lengths):
             shape = list(x.shape)
             shape[part.dim] = length
             with self._seeded(tag, part, x, number):
                 masks.append(func(x.new_ones(shape), p, True))
-        mask = torch.cat(masks, part.dim)
-        return x.mul_(mask) if given.get("inplace") or func is torch.dropout_ else x * mask
+        return torch.cat(masks, part.dim)
 
     def attend(self, call: AttentionCall) -> Tensor:
         """Attention with dropout, where this rank has all tokens."""

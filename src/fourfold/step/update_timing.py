@@ -114,6 +114,8 @@ class _UpdateSink:
             scale = self._step.poll_grad_scale()
             if scale is None or not self._stage.reducer.is_reduced(bucket, self._step.parts.scaling.sum_factor(scale)):
                 return
+            if not self._stage.gatherer.can_gather():  # a rank that this one would wait for may wait for its gradients
+                return
             self._num_updated += 1
             for verb in self._stage.update_verbs:
                 action = Action(verb, self._stage_index, bucket)

@@ -80,7 +80,7 @@ class GradBuckets:
     def _begin_buffers(self) -> None:
         self.slots.begin_round()
         self._is_acquired = [False] * len(self._buckets)
-        self._waiting_params: list[list[int]] = [[] for _ in self._buckets]
+        self._waiting_params: list[set[int]] = [set() for _ in self._buckets]
 
     def store(self, param_index: int) -> bool:
         """Take a gradient that autograd has accumulated. Returns whether a bucket is complete now."""
@@ -109,12 +109,13 @@ class GradBuckets:
             self.slots.written[param_index] = True
             return
         bucket = self.countdown.bucket_of[param_index]
-        if not self._is_acquired[bucket]:
-            if not self._can_acquire(bucket):
-                self._waiting_params[bucket].append(param_index)
-                return
+        if self._is_acquired[bucket]:
+            self.slots.store(param_index)
+            return
+        # It may wait already, of an earlier microbatch: then autograd has added to it.
+        self._waiting_params[bucket].add(param_index)
+        if self._can_acquire(bucket):
             self._acquire(bucket)
-        self.slots.store(param_index)
 
     def _can_acquire(self, bucket: int) -> bool:
         if self._previous_user.get(bucket, -1) >= self.countdown.num_launched:

@@ -94,7 +94,7 @@ class GroupInterHostReducer:
     def all_gather_inplace_async(self, flat: Tensor) -> Callable[[], None]:
         self._meter.sent_bytes += self._sharded.gathered_bytes(flat)
         with self._communicator.report_dead_peers():
-            return self._sharded.all_gather_inplace_async(flat)
+            return self._sharded.all_gather_inplace_async(flat).wait
 
     def all_gather_async(self, shard: Tensor, out: Tensor) -> Callable[[], None]:
         self._meter.sent_bytes += self._sharded.gathered_bytes(out)

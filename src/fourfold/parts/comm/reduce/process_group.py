@@ -197,7 +197,10 @@ class GroupWeights(WholeWeights):
         self._communicator, self._sharded, self._meter = comm, sharded, meter
         self.unshards_params = unshards_params
         self._miss_report_group = comm.get_group(range(comm.size), "pleas") if unshards_params else None
-        self._pending: dict[int, Callable[[], None]] = {}  # in program order
+        self._pending: dict[int, AsyncResult] = {}  # in program order
+
+    def can_gather(self) -> bool:
+        return len(self._pending) < MAX_REDUCTIONS_IN_FLIGHT or next(iter(self._pending.values())).is_done()
 
     def all_gather_async(self, bucket: int, weight: Tensor) -> None:
         self._meter.sent_bytes += self._sharded.gathered_bytes(weight)
@@ -210,7 +213,7 @@ class GroupWeights(WholeWeights):
     def wait(self, bucket: int) -> None:
         with self._meter.timed(), self._communicator.report_dead_peers():
             while bucket in self._pending:
-                self._pending.pop(next(iter(self._pending)))()
+                self._pending.pop(next(iter(self._pending))).wait()
 
     def unshard_async(self, bucket: int, shard: Tensor, out: Tensor, unshard_index: int | None) -> Callable[[], None]:
         self._meter.sent_bytes += self._sharded.gathered_bytes(out)

@@ -125,6 +125,10 @@ class WeightGatherer(Protocol):
         """Wait until weights may be written: if they exist once per host, until all its ranks have ended backward."""
         ...
 
+    def can_gather(self) -> bool:
+        """Whether `all_gather_async` would return at once."""
+        ...
+
     def all_gather_async(self, bucket: int, weight: Tensor) -> None:
         """This rank has updated its shard of a bucket's weights: begin to send it to all ranks. In program order."""
         ...

@@ -129,26 +129,27 @@ class ShardedCollectives:
 
         return AsyncResult(wait_and_sum, work.is_completed)
 
-    def all_gather_inplace_async(
-        self, flat: Tensor, on_start: Callable[[GetFuture], None] = noop
-    ) -> Callable[[], None]:
-        """Begin to gather every rank's shard of `flat`, in place. Returns the wait. `on_start`: as above."""
+    def all_gather_inplace_async(self, flat: Tensor, on_start: Callable[[GetFuture], None] = noop) -> AsyncResult:
+        """Begin to gather every rank's shard of `flat`, in place. `on_start`: as above."""
         if flat.device.type == "cuda":
-            return self.all_gather_async(self.local_shard(flat), flat, on_start)
+            return self._start_gather(self.local_shard(flat), flat, on_start)
         # A copy: gloo does not promise that the input may be a part of the output.
         shard = self._copy_to_buffer(self.local_shard(flat))
-        wait = self.all_gather_async(shard, flat, on_start)
+        gathered = self._start_gather(shard, flat, on_start)
 
         def wait_and_release() -> None:
-            wait()
+            gathered.wait()
             self._release_buffer(shard)
 
-        return wait_and_release
+        return AsyncResult(wait_and_release, gathered.is_done)
 
     def all_gather_async(
         self, shard: Tensor, out: Tensor, on_start: Callable[[GetFuture], None] = noop
     ) -> Callable[[], None]:
         """Begin to gather every rank's shard into `out`. Returns the wait. `on_start`: as above."""
+        return self._start_gather(shard, out, on_start).wait
+
+    def _start_gather(self, shard: Tensor, out: Tensor, on_start: Callable[[GetFuture], None]) -> AsyncResult:
         work = self._gather_group.all_gather(out, shard)
         on_start(work.get_future)
 
@@ -156,7 +157,7 @@ class ShardedCollectives:
             with self._communicator.report_dead_peers():
                 work.wait()
 
-        return wait
+        return AsyncResult(wait, work.is_completed)
 
     def reduced_bytes(self, flat: Tensor) -> float:
         """Bytes this rank sends to reduce a flat tensor, by the ring formula."""

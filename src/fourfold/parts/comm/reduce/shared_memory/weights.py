@@ -59,6 +59,9 @@ class HostWeights:
         if self.shared_weights is not None:
             self._waits.wait(BACKWARD_DONE, self._flags.counts[BACKWARD_DONE])
 
+    def can_gather(self) -> bool:
+        return True
+
     def all_gather_async(self, bucket: int, weight: torch.Tensor) -> None:
         wait = None
         if self._between_hosts is not None and self._between_hosts.size > 1:
