@@ -106,11 +106,7 @@ def task(
 
 def read_config(path: Path) -> dict[str, Any]:
     """The fields of a config file that count here. Raises TaskError if it is missing, or is no config of a model."""
-    where, need, attempt = (
-        str(path),
-        "a config file of transformers",
-        'a config.json with a model_type, such as "llama"',
-    )
+    where, need = str(path), "a config file of transformers"
     try:
         with path.open("rb") as file:
             text = file.read(MAX_CONFIG_BYTES + 1)
