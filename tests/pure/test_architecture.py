@@ -209,6 +209,7 @@ MAY_NAME_PRIVATE = {
     "parts/torch_dispatch.py": "test_torch_dispatch.py",
     "parts/comm/named_process_group.py": "test_process_group_private.py",
     "step/sequence/transformers.py": "test_transformers_private.py",
+    "checkpoint/pretrained_names.py": "test_transformers_private.py",
     "launcher/agent.py": "test_torchelastic_private.py",
     "launcher/env_store.py": "test_env_store.py",
 }

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fourfold.checkpoint.pretrained_names import names_in_model
 from fourfold.checkpoint.weights_file import dtype_problems, shape_problems
 from fourfold.parts.deferred_init import InitialModel
 from fourfold.parts.weight_files import StoredWeights, WeightFiles
@@ -59,7 +60,7 @@ def check_weights(model: nn.Module, path: Path) -> None:
 def _stored_names(model: nn.Module, files: WeightFiles) -> dict[str, str]:
     """The name in the files of each weight and buffer. Raises CheckpointError with everything that does not fit."""
     state: dict[str, Any] = model.state_dict(keep_vars=True)
-    stored = _names_in_files(model, state, files)
+    stored = names_in_model(model, files.shapes, state)
     file_shapes = {name: files.shapes[each] for name, each in stored.items()}
     expected = {name: state[name] for name in _names_to_find(state, stored)}
     problems = shape_problems({name: tuple(value.shape) for name, value in expected.items()}, file_shapes)
@@ -69,23 +70,6 @@ def _stored_names(model: nn.Module, files: WeightFiles) -> dict[str, str]:
     if problems:
         raise CheckpointError(problems, where=str(files.path))
     return stored
-
-
-def _names_in_files(model: nn.Module, state: Mapping[str, Any], files: WeightFiles) -> dict[str, str]:
-    """The name in the files of each tensor there, by the name that it has in the model.
-
-    Files of a model of transformers without its head leave out the prefix. Buffers that a model does not save, such as
-    the masks in older files of GPT-2, count for nothing.
-    """
-    prefix = getattr(model, "base_model_prefix", "")
-    unsaved = {name for name, _ in model.named_buffers()} - set(state)
-    names = {}
-    for name in files.shapes:
-        full = f"{prefix}.{name}" if name not in state and isinstance(prefix, str) and prefix else name
-        full = full if full in state or full in unsaved else name
-        if full not in unsaved:
-            names[full] = name
-    return names
 
 
 def _names_to_find(state: Mapping[str, Any], stored: Mapping[str, str]) -> list[str]:
