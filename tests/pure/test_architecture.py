@@ -25,6 +25,7 @@ ALLOWED = {
     "plan/check.py sync_problems": "a table of seven refusals",
     "step/parallelize.py parallelize": PUBLIC_SIGNATURE,
     "step/sequence/transformers.py _attention": "the signature that transformers calls",
+    "tasks/hf.py task": "every parameter is a setting of the command line",
     "tasks/lm.py task": "every parameter is a setting of the command line",
     "trainer/train.py train": PUBLIC_SIGNATURE,
 }

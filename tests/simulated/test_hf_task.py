@@ -73,6 +73,7 @@ def test_a_model_of_a_config_trains_as_on_one_device(name, fields, without_dry_r
     data = task.data().train
     batches = [fetch(data, range(4 * number, 4 * number + 4)) for number in range(2)]
     assert set(batches[0][0]) == {"input_ids", "position_ids"}
+    assert task.loss is not None
     with Float64Mode():
         expected = oracle.train(model_of(task).double(), task.loss, task.optimizer, batches, clip=0.5)
 
@@ -303,8 +304,9 @@ def test_a_folder_is_read_as_its_index_says_and_nothing_outside_it():
     Path("folder/pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'false'\ntR.")
     with pytest.raises(CheckpointError, match=r"but pytorch_model\.bin: a pickle, which is never read"):
         check_weights(meta, Path("folder"))
-    index({"a": "../two.safetensors", "b": "/etc/passwd", "c": "gone.safetensors", "d": "pytorch_model.bin"})
-    with pytest.raises(CheckpointError, match="4 problems"):
+    save_file({"a": torch.ones(1)}, "outside.safetensors")
+    index({"a": "../outside.safetensors", "b": "/etc/passwd", "c": "gone.safetensors", "d": "pytorch_model.bin"})
+    with pytest.raises(CheckpointError, match=r"4 problems[^~]*'\.\./outside\.safetensors' in weight_map"):
         check_weights(meta, Path("folder"))
     for wrong in ([1], {}, {"a": 1}):
         index(wrong)

@@ -3,6 +3,7 @@
 Law: each check raises a FourfoldError that names the setting; none of them changes anything.
 """
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,7 +62,7 @@ def check_init(task: Task, init: str | None) -> None:
     if init is None:
         return
     path = Path(init)
-    if not (is_file(path) or path.is_dir()):
+    if not (is_file(path) or os.path.isdir(path)):
         got = f"init = {init} (no such file)"
         raise SettingError(Problem(got, NEED, nearest_file(path, "*.safetensors")))
     check_weights(build_meta_model(task), path)

@@ -7,6 +7,7 @@
 Law: files are data: no pickle is read, and nothing outside the folder. No tensor is held here.
 """
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -92,7 +93,7 @@ class StoredWeights(InitialWeights):
 
 def _files(path: Path) -> tuple[list[Path], dict[str, str]]:
     """The files to read, and by the name of a tensor that of its file, if there is an index."""
-    if not path.is_dir():
+    if not os.path.isdir(path):  # False too for a name that no file system accepts
         return [path], {}
     if (path / INDEX_FILE).is_file():
         indexed = _read_index(path / INDEX_FILE)

@@ -59,7 +59,7 @@ def parallelize(
     are broadcast.
 
     model         a module, or a function that makes it: then, with tp > 1, a rank makes one weight at a time, keeps its
-                  shard, and never holds the whole model. `step.model` is the module
+                  shard, and never holds the whole model. `step.model` is the module. Or an InitialModel
     loss          loss(outputs, targets) returns unreduced values (their global mean is trained), a pair (sum, count),
                   or a scalar: the mean over the elements that torch's loss functions count, else over the samples.
                   None: the model returns its own loss, of batches that are dicts of its inputs with the labels

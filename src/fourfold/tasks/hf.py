@@ -287,7 +287,7 @@ def generate(
     def logits(window: Tensor, positions: Tensor) -> Tensor:
         return model(**model_inputs(window, positions, takes_positions=takes_positions)).logits[..., :size]
 
-    begin = list(prompt.encode() or b"\n") if tokenizer is None else tokenizer.encode(prompt or "\n")
+    begin = list(prompt.encode() or b"\n") if tokenizer is None else tokenizer.encode(prompt) or [0]
     sizes = {"length": length, "num_tokens": num_tokens}
     tokens = lm.continue_tokens(model, logits, begin, temperature, seed=seed, **sizes)
     return lm.bytes_text(tokens) if tokenizer is None else lm.printable(tokenizer.decode(tokens))

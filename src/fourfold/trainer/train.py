@@ -83,7 +83,7 @@ def train(
     config_text  goes into config.toml: a settings file for `fourfold train`
     argument_defaults   the task's other arguments: they go into settings.json for the report
     ema         decay of an average of the weights, which is evaluated, sampled from and saved
-    init        a plain safetensors file of weights to begin with
+    init        a plain safetensors file of weights to begin with, or a folder as `from_pretrained` has it
     skip_nan    so many steps in a row may be skipped because the loss, or the norm where `clip` measures one, is not
                 finite; faults.jsonl lists them
     drift_check   after so many steps, and after the last, ranks compare the weights that several of them hold; 0: never
