@@ -4,7 +4,7 @@
     FOLDER/model.safetensors
     FOLDER/model.safetensors.index.json    says which of the other files in the folder holds which tensor
 
-Law: files are data: no pickle is read, and nothing outside the folder. No tensor is held here.
+Law: files are data: no pickle is read, and no name leads out of the folder. No tensor is held here.
 """
 
 import os
