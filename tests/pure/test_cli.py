@@ -218,7 +218,7 @@ def test_a_task_file_that_does_not_import_is_reported_with_the_users_lines(
         ("mine.py:wrong", "a int   need the task's function to return a Task"),
         ("mine.py:needy", "the argument width has no default"),
         ("mine.py:field", "the argument dp   need a name that is no field of the plan"),
-        ("lmm", "need lm, digits, or path/to/file.py:name   try lm"),
+        ("lmm", "need lm, digits, hf:CONFIG.json, or path/to/file.py:name   try lm"),
     ],
 )
 def test_an_argument_that_is_not_a_task_is_refused(refused: Refused, word: str, problem: str) -> None:

@@ -10,11 +10,11 @@ from safetensors.torch import load_file, save_file
 from fourfold.checkpoint import write, writer
 from fourfold.checkpoint.collect import TrainingState
 from fourfold.checkpoint.export import export_weights
+from fourfold.checkpoint.initial_weights import check_weights, load_weights
 from fourfold.checkpoint.manager import AttemptDir, CheckpointManager, TrainingProgress
 from fourfold.checkpoint.manifest_file import read_manifest
 from fourfold.checkpoint.read import CheckpointReader
 from fourfold.checkpoint.store import CheckpointStore
-from fourfold.checkpoint.weights_file import check_weights_file, load_weights_file
 from fourfold.feed.feed import Feed
 from fourfold.plan.checkpoint_manifest import TensorKey, TensorKind
 from fourfold.plan.plan import Plan
@@ -90,12 +90,12 @@ def test_weights_are_exported_under_the_models_names_and_loaded_again(tmp_path):
     assert all(torch.equal(averaged[name], value) for name, value in averages.items())
 
     fresh = cases.model("tied")
-    load_weights_file(fresh, tmp_path / "weights.safetensors")
+    load_weights(fresh, tmp_path / "weights.safetensors")
     assert all(torch.equal(value, model[name]) for name, value in fresh.state_dict().items())
     with pytest.raises(CheckpointError, match=r"no spare\.bias"):
-        check_weights_file(cases.model("unused"), tmp_path / "weights.safetensors")
+        check_weights(cases.model("unused"), tmp_path / "weights.safetensors")
     with pytest.raises(CheckpointError, match="a safetensors file"):
-        check_weights_file(fresh, tmp_path / "missing.safetensors")
+        check_weights(fresh, tmp_path / "missing.safetensors")
 
 
 def test_complex_weights_are_not_loaded_into_real_parameters(tmp_path):
@@ -103,7 +103,7 @@ def test_complex_weights_are_not_loaded_into_real_parameters(tmp_path):
     fresh = cases.model("mlp")
     weights = {name: value.to(torch.complex64) for name, value in fresh.state_dict().items()}
     save_file(weights, tmp_path / "weights.safetensors")
-    for load in (load_weights_file, check_weights_file):
+    for load in (load_weights, check_weights):
         with pytest.raises(CheckpointError, match=r"first\.weight of complex64\s+need numbers that fit into float64"):
             load(fresh, tmp_path / "weights.safetensors")
 

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 import fourfold as ff
 from fourfold.checkpoint.collect import TrainingState
 from fourfold.checkpoint.export import export_weights
+from fourfold.checkpoint.initial_weights import load_weights
 from fourfold.checkpoint.manager import AttemptDir, CheckpointManager
 from fourfold.checkpoint.manifest_file import verify_checkpoint
 from fourfold.checkpoint.store import CheckpointStore
-from fourfold.checkpoint.weights_file import load_weights_file
 from fourfold.feed.feed import Feed
 from fourfold.step.ema import EMA
 from fourfold.step.train_step import TrainStep
@@ -163,7 +163,7 @@ def test_the_weights_and_averages_of_version_1_are_exported(tmp_path):
     for kind in ("model", "ema"):
         export_weights(CheckpointStore(tmp_path).step_dir(2), tmp_path / kind, ema=kind == "ema")
         model = Tiny()
-        load_weights_file(model, tmp_path / kind)
+        load_weights(model, tmp_path / kind)
         for name, value in model.state_dict().items():
             title = f"{kind}.{name.replace('second.weight', 'first.weight')}"
             assert torch.equal(value.reshape(-1), saved.get(title, saved["model.offset"]))

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from fourfold.checkpoint.export import export_weights
+from fourfold.checkpoint.initial_weights import load_weights
 from fourfold.checkpoint.store import CheckpointStore
-from fourfold.checkpoint.weights_file import load_weights_file
 from fourfold.parts.optim.master_weights import offload_device
 from fourfold.plan.plan import Plan
 from fourfold.step.ema import EMA
@@ -319,7 +319,7 @@ def test_checkpoints_hold_the_float32_weights_and_the_ema_and_load_on_any_mesh(t
     threads.run(loaded_on[1], load)
     export_weights(CheckpointStore(tmp_path).step_dir(2), tmp_path / "weights.safetensors")
     fresh = cases_module.model(case.model)
-    load_weights_file(fresh, tmp_path / "weights.safetensors")
+    load_weights(fresh, tmp_path / "weights.safetensors")
     assert equal_tensors(dict(fresh.state_dict()), weights["model"])
 
 

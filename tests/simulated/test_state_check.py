@@ -6,8 +6,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from fourfold.checkpoint.initial_weights import load_weights
 from fourfold.checkpoint.store import CheckpointStore, Retention
-from fourfold.checkpoint.weights_file import load_weights_file
 from fourfold.feed.feed import Feed
 from fourfold.testing import threads
 from fourfold.words.errors import CheckpointError, TaskError
@@ -94,7 +94,7 @@ def test_two_values_of_a_tied_weight_are_refused(tmp_path):
     save_file(weights, tmp_path / "weights.safetensors")
     message = r"second\.weight and third\.weight with different values"
     with pytest.raises(CheckpointError, match=message):
-        load_weights_file(cases.model("tied"), tmp_path / "weights.safetensors")
+        load_weights(cases.model("tied"), tmp_path / "weights.safetensors")
     untied = dataclasses.replace(CASE, optimizer="descent")
     threads.run(1, lambda comm: ThreadRun(untied, comm, tmp_path).run_steps(0, 1, save_at=(1,)))
     tied = dataclasses.replace(untied, model="tied")

@@ -134,3 +134,8 @@ def test_attention_with_more_than_a_mask_of_keys_is_refused_by_the_name_of_the_o
     with install_attention(model), pytest.raises(TaskError, match=f"attention with {name} "):
         run(model, attention_mask=mask)  # a mask of scores is passed on as it is, so the model makes none
     assert not calls
+
+
+def test_a_model_names_the_tensors_of_older_files_that_it_skips():
+    config = transformers.GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=50)
+    assert "attn.bias" in transformers.GPT2LMHeadModel(config)._keys_to_ignore_on_load_unexpected

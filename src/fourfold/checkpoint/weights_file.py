@@ -3,48 +3,19 @@
 Law: such a file loads with any library, and one from any library loads here if its names, shapes and dtypes fit.
 """
 
-import contextlib
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from torch import Tensor
 
 from fourfold.checkpoint.read import CheckpointReader, StoredTensor
 from fourfold.checkpoint.write import SAFETENSORS_DTYPES, TORCH_DTYPES, safetensors_header, write_file
 from fourfold.plan.checkpoint_manifest import TensorKey, TensorKind
-from fourfold.step.state_validation import tied_problems
 from fourfold.words.errors import CheckpointError, Problem
-
-
-def load_weights_file(model: nn.Module, path: Path) -> None:
-    """Load the weights in a file into a model. Raises CheckpointError with everything that does not fit."""
-    with _open_weights_file(path) as file:
-        check_weights_file(model, path)
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-    state = model.state_dict(keep_vars=True)
-    if problems := tied_problems(state, tensors):
-        raise CheckpointError(problems, where=str(path))
-    with torch.no_grad():
-        for name, value in state.items():
-            value.copy_(tensors[name])
-
-
-def check_weights_file(model: nn.Module, path: Path) -> None:
-    """Raise CheckpointError unless a file holds this model's weights, by its header; the weights are not read."""
-    with _open_weights_file(path) as file:
-        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-        shapes = {name: tuple(each.get_shape()) for name, each in slices.items()}
-        dtypes = {name: each.get_dtype() for name, each in slices.items()}
-    state = model.state_dict()
-    problems = shape_problems({name: tuple(value.shape) for name, value in state.items()}, shapes)
-    problems += dtype_problems({name: value.dtype for name, value in state.items()}, dtypes)
-    if problems:
-        raise CheckpointError(problems, where=str(path))
 
 
 def shape_problems(
@@ -69,15 +40,6 @@ def dtype_problems(model_dtypes: Mapping[str, torch.dtype], file_dtypes: Mapping
             got, need = (str(each).removeprefix("torch.") for each in (file_dtype, dtype))
             problems.append(Problem(f"{name} of {got}", f"numbers that fit into {need}"))
     return problems
-
-
-@contextlib.contextmanager
-def _open_weights_file(path: Path) -> Iterator[Any]:
-    try:
-        with safe_open(path, framework="pt") as file:
-            yield file
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(Problem(f"{path}: {error}", "a safetensors file of weights")) from None
 
 
 class ExportedTensor(NamedTuple):

@@ -6,6 +6,7 @@ Law: an unknown key or an invalid value is an error that names the closest valid
 """
 
 import dataclasses
+import functools
 import inspect
 import os
 import re
@@ -290,7 +291,7 @@ def argument_types(function: Callable[..., Any]) -> dict[str, ValueType]:
     Raises SettingError if an argument has no default, or has the name of a field of the plan.
     """
     try:
-        hints = typing.get_type_hints(function)
+        hints = typing.get_type_hints(function.func if isinstance(function, functools.partial) else function)
     except Exception:  # annotations that cannot be evaluated are ignored
         hints = {}
     types_by_name, problems = {}, []

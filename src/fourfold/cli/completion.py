@@ -85,6 +85,7 @@ def _training_words(before: Sequence[str], typed: str) -> Iterable[str]:
     from fourfold.cli.task_source import argument_names
     from fourfold.plan.plan_fields import FIELD_RULES
     from fourfold.plan.recipes import RECIPE_PREFIX, recipe_names
+    from fourfold.trainer.run_identity import HF_PREFIX
 
     if typed.startswith(RECIPE_PREFIX):
         return [f"{RECIPE_PREFIX}{name}" for name in recipe_names()]
@@ -103,7 +104,7 @@ def _training_words(before: Sequence[str], typed: str) -> Iterable[str]:
     has_plan = len(free) > len(tasks)
     return [
         *(f"{name}=" for name in keys),
-        *([] if tasks else BUILT_IN),
+        *([] if tasks else (*BUILT_IN, HF_PREFIX)),
         *([] if has_plan else [RECIPE_PREFIX]),
     ]
 

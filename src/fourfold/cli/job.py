@@ -4,6 +4,7 @@ Law: when `prepare_job` has returned, nothing that the user typed can be wrong; 
 """
 
 import dataclasses
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,7 @@ from fourfold.plan.plan_fields import FIELDS
 from fourfold.plan.recipes import RECIPE_PREFIX, recipe_text
 from fourfold.trainer.callback_list import required_metrics
 from fourfold.trainer.lr_factors import tuned_batch_size
-from fourfold.trainer.run_identity import check_run_name, default_run_name, run_identity
+from fourfold.trainer.run_identity import HF_PREFIX, check_run_name, default_run_name, run_identity
 from fourfold.trainer.settings import LR_PREFIX, TASK_FIELDS, make_settings, run_length
 from fourfold.words.callback import Callback
 from fourfold.words.errors import FourfoldError, PlanError, Problem, SettingError, os_error_text
@@ -316,6 +317,12 @@ def _default_dp(plan: Plan, num_processes: int | None) -> int:
 
 
 def run_prefix(spec: str) -> str:
-    """A run's name without its number: lm, or FILE, or FILE-TASK where the task in FILE has a name of its own."""
+    """A run's name without its number: lm, or FILE, or FILE-TASK where the task in FILE has a name of its own.
+
+    Of a config of transformers hf-FILE; of one that is called config.json, as most are, hf-FOLDER.
+    """
+    if spec.startswith(HF_PREFIX):
+        path = Path(os.path.abspath(spec.removeprefix(HF_PREFIX)))
+        return f"hf-{(path.parent.name or path.stem) if path.stem == 'config' else path.stem}"
     file, _, name = spec.partition(":")
     return f"{Path(file).stem}-{name}" if name not in ("", task_loader.DEFAULT_NAME) else Path(file).stem

@@ -3,6 +3,7 @@
 Law: each check raises a FourfoldError that names the setting; none of them changes anything.
 """
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,14 +54,15 @@ def check_fits_memory(task: Task, plan: Plan, data: "DataInput", meta_model: Any
 
 
 def check_init(task: Task, init: str | None) -> None:
-    """Raises SettingError or CheckpointError where the file of initial weights is missing or another model's."""
-    from fourfold.checkpoint.weights_file import check_weights_file
+    """Raises SettingError or CheckpointError where the files of initial weights are missing or another model's."""
+    from fourfold.checkpoint.initial_weights import check_weights
+    from fourfold.parts.weight_files import NEED
     from fourfold.step.meta_model import build_meta_model
 
     if init is None:
         return
     path = Path(init)
-    if not is_file(path):
+    if not (is_file(path) or os.path.isdir(path)):
         got = f"init = {init} (no such file)"
-        raise SettingError(Problem(got, "a safetensors file of weights", nearest_file(path, "*.safetensors")))
-    check_weights_file(build_meta_model(task), path)
+        raise SettingError(Problem(got, NEED, nearest_file(path, "*.safetensors")))
+    check_weights(build_meta_model(task), path)

@@ -25,6 +25,7 @@ from fourfold.cli.settings_file import TASK_NAME
 from fourfold.plan.plan import VERSION, Plan
 from fourfold.plan.toml_writer import format_pair, format_table, format_value
 from fourfold.trainer.callbacks.registry import SHIPPED
+from fourfold.trainer.run_identity import task_file
 from fourfold.trainer.setting_checks import json_problems
 from fourfold.trainer.settings import LR_PREFIX, TASK_FIELDS, Settings
 from fourfold.words.run_files import CONFIG_FILE
@@ -151,7 +152,5 @@ def _comment(key: str, value: Any) -> str:
 
 def _task_from(run_dir: Path, spec: str) -> str:
     """The task's name as the file in this folder has it."""
-    file, colon, member = spec.partition(":")
-    if not file.endswith(".py") or os.path.isabs(file):
-        return spec
-    return os.path.relpath(file, run_dir) + colon + member
+    before, file, after = task_file(spec)
+    return spec if not file or os.path.isabs(file) else before + os.path.relpath(file, run_dir) + after

@@ -18,7 +18,7 @@ from fourfold.plan.plan_fields import FIELD_RULES, FIELDS, RENAMED_FIELDS
 from fourfold.plan.tensor_rules import table_problems
 from fourfold.plan.toml_writer import format_pair
 from fourfold.trainer.callbacks.registry import SHIPPED
-from fourfold.trainer.run_identity import normal_task_name
+from fourfold.trainer.run_identity import normal_task_name, task_file
 from fourfold.words.errors import PlanError, Problem, SettingError, closest_match
 
 TASK, PLAN, RUN = SECTIONS = ("task", "plan", "run")
@@ -203,13 +203,13 @@ def _version_problems(table: dict[str, Any], place: str) -> list[Problem]:
 
 def _task_from_here(path: str, name: str) -> str:
     """A task's name in a file, which counts from the file's folder, as the command line names it in this folder."""
-    file, colon, member = name.partition(":")
-    if not file.endswith(".py") or os.path.isabs(file):
+    before, file, after = task_file(name)
+    if not file or os.path.isabs(file):
         return normal_task_name(name)
     found = os.path.normpath(os.path.join(os.path.dirname(path), file))
     here = os.getcwd()
     # Named as in a command, whether the settings file was given by a relative or an absolute path.
-    return (os.path.relpath(found, here) if Path(found).is_relative_to(here) else found) + colon + member
+    return before + (os.path.relpath(found, here) if Path(found).is_relative_to(here) else found) + after
 
 
 def _misplaced(section: str, key: str, value: Any, types: Arguments) -> Problem:

@@ -1,9 +1,10 @@
-"""Task loader: finds a task by its name, among the built-in ones or in a file of the user's.
+"""Task loader: finds a task by its name: a built-in one, one in a file of the user's, or a model of transformers.
 
 factory  a Task, or a function that returns one from keyword arguments
 Law: an error in the user's file is reported with its own traceback, cut to the user's lines.
 """
 
+import functools
 import importlib
 import importlib.util
 import sys
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 from fourfold.cli.arguments import ValueType, argument_types
 from fourfold.cli.errors import is_file, nearest_file
 from fourfold.launcher.traceback_text import format_error
+from fourfold.trainer.run_identity import HF_PREFIX
 from fourfold.words.errors import DataError, FourfoldError, Problem, TaskError, closest_match
 from fourfold.words.task import Task
 
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from fourfold.feed.data_input import TaskInputs
 
 BUILT_IN = {"lm": "fourfold.tasks.lm", "digits": "fourfold.tasks.digits"}
+HF_MODULE = "fourfold.tasks.hf"
 DEFAULT_NAME = "task"
 
 TaskFactory = Task | Callable[..., Task]
@@ -29,9 +32,14 @@ _imported: dict[tuple[Path, int, int], Any] = {}
 
 
 def find_task(spec: str) -> TaskFactory:
-    """The task named by `lm`, `digits`, `path/to/file.py` or `path/to/file.py:name`. Raises TaskError."""
+    """The task named by `lm`, `digits`, `hf:CONFIG.json`, `path/to/file.py` or `path/to/file.py:name`.
+
+    Raises TaskError.
+    """
     if spec in BUILT_IN:
         return importlib.import_module(BUILT_IN[spec]).task
+    if spec.startswith(HF_PREFIX):
+        return _model_task(spec.removeprefix(HF_PREFIX))
     file, _, name = spec.partition(":")
     if not file.endswith(".py"):
         raise TaskError(_unknown_task(spec))
@@ -39,6 +47,16 @@ def find_task(spec: str) -> TaskFactory:
     if not is_file(path):
         raise TaskError(Problem(f"{file} (no such file)", "a Python file with a task", nearest_file(path, "*.py")))
     return _find_member(import_file(path), name or DEFAULT_NAME, file=file)
+
+
+def _model_task(config: str) -> TaskFactory:
+    """The task of a config file of transformers."""
+    path = Path(config)
+    if not is_file(path):
+        close = str(path / "config.json") if is_file(path / "config.json") else nearest_file(path, "*.json")
+        got = f"{config or '(nothing)'} (no such file)"
+        raise TaskError(Problem(got, "a config file of transformers", f"{HF_PREFIX}{close}" if close else ""))
+    return functools.partial(importlib.import_module(HF_MODULE).task, config)
 
 
 def task_arguments(factory: TaskFactory) -> dict[str, ValueType]:
@@ -112,7 +130,10 @@ def _unknown_task(spec: str) -> Problem:
     close = closest_match(spec, BUILT_IN)
     if close is None and Path(f"{spec}.py").is_file():
         close = f"{spec}.py"
-    return Problem(f"a task called {spec!r}", f"{', '.join(BUILT_IN)}, or path/to/file.py:name", close or "")
+    need = f"{', '.join(BUILT_IN)}, {HF_PREFIX}CONFIG.json, or path/to/file.py:name"
+    if close is None and spec.endswith(".json"):
+        close = f"{HF_PREFIX}{spec}"
+    return Problem(f"a task called {spec!r}", need, close or "")
 
 
 class wrap_user_errors:

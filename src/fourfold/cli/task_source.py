@@ -7,14 +7,18 @@ import ast
 import importlib.util
 from pathlib import Path
 
-from fourfold.cli.task_loader import BUILT_IN, DEFAULT_NAME
+from fourfold.cli.task_loader import BUILT_IN, DEFAULT_NAME, HF_MODULE
+from fourfold.trainer.run_identity import HF_PREFIX
 
 
 def argument_names(spec: str) -> list[str] | None:
     """The keyword arguments of a task's function; None if it is not there yet, half written, decorated or made."""
     file, _, name = spec.partition(":")
-    if file in BUILT_IN:
-        found = importlib.util.find_spec(BUILT_IN[file])
+    if spec.startswith(HF_PREFIX):
+        file, name = HF_MODULE, ""
+    module = BUILT_IN.get(file, file)
+    if module in (HF_MODULE, *BUILT_IN.values()):
+        found = importlib.util.find_spec(module)
         file = (found and found.origin) or ""
     try:
         tree = ast.parse(Path(file).read_text(encoding="utf-8"))

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from fourfold.feed.collate import collate_samples
-from fourfold.feed.corpus import Corpus
 from fourfold.words.errors import DataError, Problem
 from fourfold.words.task import Source
 
@@ -190,10 +189,18 @@ class TensorSource:
         return self.inputs[rows], self.targets[rows]
 
 
-class TokenSource:
-    """A corpus of bytes in samples of `length` tokens; the target of each token is the next one.
+class TokenRow(Protocol):
+    """Tokens laid end to end, such as a `Corpus` of bytes."""
 
-    corpus        the bytes, one token each
+    def __len__(self) -> int: ...
+
+    def read(self, starts: Sequence[int] | np.ndarray, length: int) -> np.ndarray: ...
+
+
+class TokenSource:
+    """A corpus in samples of `length` tokens; the target of each token is the next one.
+
+    corpus        the tokens: bytes, one token each, or those of a tokenizer
     length        L, tokens of one sample
     num_samples   the most samples, spread evenly over the corpus; None for all
 
@@ -201,7 +208,7 @@ class TokenSource:
     corpus is shorter than one sample and its last target.
     """
 
-    def __init__(self, corpus: Corpus, *, length: int, num_samples: int | None = None) -> None:
+    def __init__(self, corpus: TokenRow, *, length: int, num_samples: int | None = None) -> None:
         if problem := corpus_problem(corpus, length=length, name="corpus"):
             raise DataError(problem)
         self.corpus, self.length = corpus, length
@@ -228,12 +235,12 @@ class TokenSource:
         return numbers * self.num_full_samples // self.num_samples * self.length
 
 
-def corpus_problem(corpus: Corpus, *, length: int, name: str) -> Problem | None:
+def corpus_problem(corpus: TokenRow, *, length: int, name: str, unit: str = "bytes") -> Problem | None:
     """The problem of a corpus too short for `length` tokens and their last target; None if it is long enough."""
     if len(corpus) > length:
         return None
     attempt = f"length={len(corpus) - 1}, or more text" if len(corpus) > 1 else "more text"
-    return Problem(f"{name} has {len(corpus)} bytes", f"{length + 1}, for one sample of length {length}", attempt)
+    return Problem(f"{name} has {len(corpus)} {unit}", f"{length + 1}, for one sample of length {length}", attempt)
 
 
 def empty_like(values: Any) -> Any:

@@ -18,12 +18,18 @@ log = logging.getLogger("fourfold")
 
 
 def make_initial_model(
-    model: nn.Module | Callable[[], nn.Module], device: torch.device, *, defers: bool, is_log_rank: bool
+    model: nn.Module | Callable[[], nn.Module] | InitialModel,
+    device: torch.device,
+    *,
+    defers: bool,
+    is_log_rank: bool,
 ) -> InitialModel:
     """The model itself, or what the function makes, moved to the device. `defers`: weights of a function are deferred.
 
     Raises SettingError, and what the function raises.
     """
+    if isinstance(model, InitialModel):
+        return model
     if isinstance(model, nn.Module):
         return InitialModel(model.to(device))
     made, weights = _deferred(model, device, is_log_rank=is_log_rank) if defers else (model(), OWN_WEIGHTS)

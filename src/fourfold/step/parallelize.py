@@ -16,6 +16,7 @@ from fourfold.environment.host_memory import available_bytes
 from fourfold.environment.world import num_cores
 from fourfold.parts.comm import init, transports
 from fourfold.parts.comm.communicator import Communicator
+from fourfold.parts.deferred_init import InitialModel
 from fourfold.parts.optim.user_optimizer import OptimizerSource, build_optimizer
 from fourfold.plan.check import step_hook_conflicts
 from fourfold.plan.intervals import DRIFT_CHECK
@@ -40,7 +41,7 @@ from fourfold.words.task import Task
 
 
 def parallelize(
-    model: nn.Module | Callable[[], nn.Module],
+    model: nn.Module | Callable[[], nn.Module] | InitialModel,
     loss: Callable[[Any, Any], Any] | None,
     optimizer: OptimizerSource,
     plan: Plan | None = None,
@@ -58,7 +59,7 @@ def parallelize(
     are broadcast.
 
     model         a module, or a function that makes it: then, with tp > 1, a rank makes one weight at a time, keeps its
-                  shard, and never holds the whole model. `step.model` is the module
+                  shard, and never holds the whole model. `step.model` is the module. Or an InitialModel
     loss          loss(outputs, targets) returns unreduced values (their global mean is trained), a pair (sum, count),
                   or a scalar: the mean over the elements that torch's loss functions count, else over the samples.
                   None: the model returns its own loss, of batches that are dicts of its inputs with the labels
@@ -82,10 +83,11 @@ def parallelize(
     """
     tensor = {} if tensor is None else tensor
     numbers = {"clip": clip, "seed": seed, "skip_nan": skip_nan}
-    check_arguments(model=model, loss=loss, optimizer=optimizer, plan=plan, tensor=tensor, **numbers)
-    if isinstance(optimizer, Optimizer) and isinstance(model, nn.Module):
+    own = model.model if isinstance(model, InitialModel) else model
+    check_arguments(model=own, loss=loss, optimizer=optimizer, plan=plan, tensor=tensor, **numbers)
+    if isinstance(optimizer, Optimizer) and isinstance(own, nn.Module):
         # Here, where no rank waits for another yet. One that a factory makes is checked when it exists.
-        check_user_optimizer(build_optimizer(optimizer, list(model.parameters())), step_hook_conflicts(plan or Plan()))
+        check_user_optimizer(build_optimizer(optimizer, list(own.parameters())), step_hook_conflicts(plan or Plan()))
     comm = init.init_communicator()
     plan = plan or Plan(dp=comm.size)
     initial = make_initial_model(model, comm.device, defers=plan.tp > 1, is_log_rank=comm.rank == 0)

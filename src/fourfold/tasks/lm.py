@@ -9,7 +9,7 @@ B batch · L sequence length · D width · H heads · G heads of keys and values
 
 import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.nn.functional as F
@@ -63,7 +63,7 @@ def task(
         *_shape_problems(width=width, layers=layers, heads=heads, kv_heads=kv_heads),
         *(Problem(f"{name} = {count}", "1 or more") for name, count in counts.items() if count < 1),
         *([] if 0 <= dropout < 1 else [Problem(f"dropout = {dropout}", "a probability: 0 or more, less than 1")]),
-        *_rate_problems(lr=lr, warmup=warmup, weight_decay=weight_decay, clip=clip, temperature=temperature),
+        *rate_problems(lr=lr, warmup=warmup, weight_decay=weight_decay, clip=clip, temperature=temperature),
     ]
     if problems:
         raise SettingError(problems, where="the settings of lm")
@@ -105,7 +105,8 @@ def _shape_problems(*, width: int, layers: int, heads: int, kv_heads: int) -> It
         )
 
 
-def _rate_problems(*, clip: float | None, **rates: float) -> Iterable[Problem]:
+def rate_problems(*, clip: float | None, **rates: float) -> Iterable[Problem]:
+    """What is wrong with lr, warmup, weight_decay, clip and temperature."""
     positive = {"lr": rates["lr"], "temperature": rates["temperature"], "clip": 1.0 if clip is None else clip}
     yield from (Problem(f"{name} = {rate}", "more than 0") for name, rate in positive.items() if not rate > 0)
     # An infinite clip is allowed: it measures the norm and clips nothing.
@@ -273,22 +274,52 @@ def schedule(step: int, steps: int, *, warmup: float) -> float:
     return MIN_LR_FACTOR + (1 - MIN_LR_FACTOR) * 0.5 * (1 + math.cos(math.pi * done))
 
 
-@torch.no_grad()
 def generate(
     model: nn.Module, *, prompt: str, length: int, temperature: float, num_bytes: int = 300, seed: int = 0
 ) -> str:
     """The prompt and the model's continuation; bytes that are not printable text show as `·`."""
+
+    def logits(window: Tensor, positions: Tensor) -> Tensor:
+        return model(tokens=window, positions=positions)
+
+    sizes = {"length": length, "num_tokens": num_bytes}
+    return bytes_text(continue_tokens(model, logits, list(prompt.encode() or b"\n"), temperature, seed=seed, **sizes))
+
+
+@torch.no_grad()
+def continue_tokens(
+    model: nn.Module,
+    logits: Callable[[Tensor, Tensor], Tensor],
+    tokens: list[int],
+    temperature: float,
+    *,
+    length: int,
+    num_tokens: int,
+    seed: int,
+) -> list[int]:
+    """The tokens and `num_tokens` more, each drawn from the last of logits(tokens [1, l], positions [1, l]).
+
+    length: the most tokens that the model is given at once
+    """
     device = next(model.parameters()).device
     # A generator of its own on the CPU: the same text on every device, and other draws are not disturbed.
     generator = torch.Generator().manual_seed(seed)
-    tokens = list(prompt.encode() or b"\n")
     training = model.training
     model.eval()
-    for _ in range(num_bytes):
+    for _ in range(num_tokens):
         window = torch.tensor([tokens[-length:]], device=device)
-        logits = model(tokens=window, positions=torch.arange(window.shape[1], device=device)[None])[0, -1]
-        chances = F.softmax(logits.float().cpu() / temperature, dim=-1)
-        tokens.append(int(torch.multinomial(chances, 1, generator=generator)))
+        last = logits(window, torch.arange(window.shape[1], device=device)[None])[0, -1]
+        chances = F.softmax(last.float().cpu() / temperature, dim=-1)
+        tokens = [*tokens, int(torch.multinomial(chances, 1, generator=generator))]
     model.train(training)
-    text = bytes(tokens).decode(errors="replace")
+    return tokens
+
+
+def bytes_text(tokens: Iterable[int]) -> str:
+    """The text of these bytes; those that are not printable show as `·`."""
+    return printable(bytes(tokens).decode(errors="replace"))
+
+
+def printable(text: str) -> str:
+    """The text with `·` for each character that a terminal might obey."""
     return "".join(c if c.isprintable() or c in "\n\t" else "·" for c in text)

@@ -25,6 +25,7 @@ from fourfold.words.run_files import LOG_FILE, PLAN_FILE, SETTINGS_FILE
 
 Identity = Mapping[str, Any]
 MAX_NAME_BYTES = 200  # file systems allow 255, and a run that starts over gets a longer name
+HF_PREFIX = "hf:"  # of a task that is made from a config file of transformers
 LOG_TAIL_BYTES = 2**16  # more than the last line of a log
 
 
@@ -86,8 +87,16 @@ def read_identity(path: Path) -> dict[str, Any] | None:
 
 def normal_task_name(spec: str) -> str:
     """The task's name, with the path of its file in its shortest form: ./mine.py and mine.py are one task."""
+    before, file, after = task_file(spec)
+    return before + os.path.normpath(file) + after if file else spec
+
+
+def task_file(spec: str) -> tuple[str, str, str]:
+    """What stands in a task's name before the path of its file, the path ("" if it has none), and what follows."""
+    if spec.startswith(HF_PREFIX):
+        return HF_PREFIX, spec.removeprefix(HF_PREFIX), ""
     file, colon, name = spec.partition(":")
-    return os.path.normpath(file) + colon + name if file.endswith(".py") else spec
+    return ("", file, colon + name) if file.endswith(".py") else (spec, "", "")
 
 
 def _format_identity_difference(saved: Identity | None, asked: Identity | None) -> str:

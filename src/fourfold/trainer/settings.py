@@ -209,7 +209,7 @@ class Settings:
         None,
         type=os.PathLike,
         is_optional=True,
-        help="a safetensors file of weights to begin with",
+        help="a safetensors file of weights to begin with, or a folder of them",
         default_text="random",
         in_identity="if given",
     )

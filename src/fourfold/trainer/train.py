@@ -13,15 +13,15 @@ import torch
 from torch import nn
 
 from fourfold.checkpoint.collect import TrainingState
+from fourfold.checkpoint.initial_weights import initial_model_of_files
 from fourfold.checkpoint.manager import AttemptDir, CheckpointManager
 from fourfold.checkpoint.store import Retention
-from fourfold.checkpoint.weights_file import load_weights_file
 from fourfold.environment.host_memory import available_bytes, resident_bytes
 from fourfold.environment.world import World
 from fourfold.feed.data_input import DataInput, TaskInputs, open_data
 from fourfold.feed.feed import Feed
 from fourfold.parts.comm.communicator import PROCESS_EXIT_GRACE_SECONDS
-from fourfold.parts.comm.init import world
+from fourfold.parts.comm.init import init_communicator, world
 from fourfold.plan.plan import Plan
 from fourfold.step.argument_checks import check_plan_argument
 from fourfold.step.ema import EMA
@@ -83,7 +83,7 @@ def train(
     config_text  goes into config.toml: a settings file for `fourfold train`
     argument_defaults   the task's other arguments: they go into settings.json for the report
     ema         decay of an average of the weights, which is evaluated, sampled from and saved
-    init        a plain safetensors file of weights to begin with
+    init        a plain safetensors file of weights to begin with, or a folder as `from_pretrained` has it
     skip_nan    so many steps in a row may be skipped because the loss, or the norm where `clip` measures one, is not
                 finite; faults.jsonl lists them
     drift_check   after so many steps, and after the last, ranks compare the weights that several of them hold; 0: never
@@ -175,8 +175,9 @@ def _build_step(task: Task, plan: Plan, settings: RunSettings, opened: _OpenedTa
         check_memory(task, plan, opened.inputs.train, opened.meta_model, **sizes, num_ranks=1)
     model = task.model
     if settings.init is not None:
-        model = task.model()
-        load_weights_file(model, Path(settings.init))
+        comm = init_communicator()
+        options = {"defers": plan.tp > 1, "is_log_rank": comm.rank == 0}
+        model = initial_model_of_files(task.model, Path(settings.init), comm.device, **options)
     return parallelize(
         model,
         task.loss,

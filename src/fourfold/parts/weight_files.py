@@ -1,0 +1,137 @@
+"""Weight files: the tensors of a model in safetensors files, each read when it is asked for.
+
+    FILE.safetensors
+    FOLDER/model.safetensors
+    FOLDER/model.safetensors.index.json    says which of the other files in the folder holds which tensor
+
+Law: files are data: no pickle is read, and no name leads out of the folder. No tensor is held here.
+"""
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from fourfold.parts.deferred_init import InitialWeights
+from fourfold.plan.decode import DecodeError, from_json, read_bounded
+from fourfold.words.errors import CheckpointError, Problem, os_error_text
+
+INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
+MAX_INDEX_BYTES = 2**26
+NEED = "a safetensors file of weights, or a folder of them"
+CHUNK_ELEMENTS = 2**22  # of two tensors that are compared
+
+
+class WeightFiles:
+    """Named tensors in files. Only headers are read before `read`.
+
+    shapes, dtypes  of each tensor, by its name; dtypes as safetensors names them
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Raises CheckpointError with all problems of the files."""
+        self.path = path
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.dtypes: dict[str, str] = {}
+        self._file_of: dict[str, Path] = {}
+        files, indexed = _files(path)
+        for file in files:
+            with open_safetensors(file) as opened:
+                for name in opened.keys():  # noqa: SIM118 (not a dict)
+                    if indexed and indexed.get(name) != file.name:
+                        continue  # as from_pretrained, which goes by the index
+                    part = opened.get_slice(name)
+                    self._file_of[name], self.dtypes[name] = file, part.get_dtype()
+                    self.shapes[name] = tuple(part.get_shape())
+        lost = [Problem(f"no {name} in {indexed[name]}", f"what {INDEX_FILE} says") for name in indexed
+                if name not in self.shapes]  # fmt: skip
+        if lost:
+            raise CheckpointError(lost, where=str(path))
+
+    def read(self, name: str) -> Tensor:
+        """A tensor, in memory that is freed with it."""
+        with open_safetensors(self._file_of[name]) as opened:
+            return opened.get_tensor(name)
+
+    def are_equal(self, first: str, second: str) -> bool:
+        """Whether two tensors of one shape have the same values. A few rows at a time are held."""
+        shape = self.shapes[first]
+        if not shape:
+            return torch.equal(self.read(first), self.read(second))
+        rows = max(1, CHUNK_ELEMENTS * shape[0] // max(1, torch.Size(shape).numel()))
+        with open_safetensors(self._file_of[first]) as one, open_safetensors(self._file_of[second]) as other:
+            pair = one.get_slice(first), other.get_slice(second)
+            return all(
+                torch.equal(*(each[start : start + rows] for each in pair)) for start in range(0, shape[0], rows)
+            )
+
+
+class StoredWeights(InitialWeights):
+    """The weights of a model that files hold, each read when its parameter is cut.
+
+    names  of the tensors in the files, by parameter
+    """
+
+    def __init__(self, files: WeightFiles, names: Mapping[nn.Parameter, str]) -> None:
+        super().__init__()
+        self._files, self._names = files, names
+
+    @property
+    def are_deferred(self) -> bool:
+        return True
+
+    def whole(self, parameter: nn.Parameter) -> Tensor:
+        """The values of a whole parameter, in its dtype, on its device, in memory of their own."""
+        values = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+        return values.copy_(self._files.read(self._names[parameter]))
+
+
+def _files(path: Path) -> tuple[list[Path], dict[str, str]]:
+    """The files to read, and by the name of a tensor that of its file, if there is an index."""
+    if not os.path.isdir(path):  # False too for a name that no file system accepts
+        return [path], {}
+    if (path / INDEX_FILE).is_file():
+        indexed = _read_index(path / INDEX_FILE)
+        return [path / name for name in dict.fromkeys(indexed.values())], indexed
+    if (path / SINGLE_FILE).is_file():
+        return [path / SINGLE_FILE], {}
+    pickles = sorted(each.name for each in path.glob("*.bin"))
+    got = f"{path} with neither {SINGLE_FILE} nor {INDEX_FILE}" + (
+        f", but {pickles[0]}: a pickle, which is never read" if pickles else ""
+    )
+    raise CheckpointError(Problem(got, NEED, "model.save_pretrained(FOLDER) of transformers writes one"))
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    """The file of each tensor. Raises CheckpointError with all problems."""
+    try:
+        weight_map = from_json(read_bounded(path, max_bytes=MAX_INDEX_BYTES), dict[str, Any]).get("weight_map")
+    except (DecodeError, OSError) as error:
+        text = os_error_text(error) if isinstance(error, OSError) else str(error)
+        raise CheckpointError(Problem(f"{path}: {text}", "an index of safetensors files")) from None
+    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(v, str) for v in weight_map.values()):
+        raise CheckpointError(Problem("no weight_map from names to files", "an index"), where=str(path))
+    problems = []
+    for name in dict.fromkeys(weight_map.values()):
+        if name != Path(name).name or not name.endswith(".safetensors"):
+            problems.append(Problem(f"{name!r} in weight_map", "a safetensors file in the folder itself"))
+        elif not (path.parent / name).is_file():
+            problems.append(Problem(f"no {name}", "every file that weight_map names", "copy the whole folder"))
+    if problems:
+        raise CheckpointError(problems, where=str(path))
+    return weight_map
+
+
+@contextmanager
+def open_safetensors(path: Path) -> Iterator[Any]:
+    """The file, as safetensors opens it. Raises CheckpointError if it is none."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(Problem(f"{path}: {error}", NEED)) from None
