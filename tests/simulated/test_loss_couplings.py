@@ -191,3 +191,20 @@ def test_a_mean_through_a_function_with_a_kink_is_refused_before_it_reaches_the_
         return KINKED[kind]((outputs - F.one_hot(targets, CLASSES)).square().mean())
 
     refused(net, PLANS[2], "a mean over the batch that passes through", by_hand)
+
+
+MAY_BE_NEGATIVE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "gaussian_nll_loss": lambda o, y: F.gaussian_nll_loss(o, y, torch.full_like(o, 4.0)),
+    "poisson_nll_loss": F.poisson_nll_loss,
+    "nll_loss": lambda o, y: F.nll_loss(o, y.argmax(1)),
+    "kl_div": lambda o, y: F.kl_div(o, y, reduction="batchmean"),
+}
+
+
+@pytest.mark.parametrize("floor", [F.relu, lambda mean: mean.clamp(min=0.0)], ids=["relu", "clamp"])
+@pytest.mark.parametrize("kind", MAY_BE_NEGATIVE)
+def test_a_floor_under_a_loss_that_may_be_negative_is_refused(kind, floor):
+    def loss(model: Net, outputs: Tensor, targets: Tensor) -> Tensor:
+        return floor(MAY_BE_NEGATIVE[kind](outputs, F.one_hot(targets, CLASSES).to(outputs.dtype)))
+
+    refused(net, PLANS[0], "a mean over the batch that passes through", loss)

@@ -173,7 +173,7 @@ class Objective:
         if not isinstance(value, Tensor) or value.numel() != 1:
             return []
         rows = [t for t in self._loss.leaves(outputs) if t.dim() and len(t) == samples]
-        return find_kinks(value, [each.value for each in calls], rows)
+        return find_kinks(value, calls, rows)
 
     def force_eager(self, model: nn.Module) -> contextlib.AbstractContextManager[Any]:
         """Inside, compiled code runs uncompiled: a few forwards are not worth a compilation."""

@@ -17,6 +17,7 @@ from torch import Tensor
 # Names of autograd's nodes without "Backward0".
 from fourfold.parts.torch_private import grad_shapes, saved_maximum, saved_minimum
 from fourfold.step.dry_run.loss_graph import Node, op_name, topological_order
+from fourfold.step.torch_losses import LossCall
 
 KINKED_OPS = frozenset(
     {"Abs", "Amax", "Amin", "Clamp", "ClampMax", "ClampMin", "Fmax", "Fmin", "Hardtanh", "HuberLoss", "LeakyRelu"}
@@ -24,10 +25,10 @@ KINKED_OPS = frozenset(
 )
 
 
-def find_kinks(value: Tensor, means: Iterable[Tensor], outputs: Iterable[Tensor]) -> Sequence[str]:
+def find_kinks(value: Tensor, calls: Sequence[LossCall], outputs: Iterable[Tensor]) -> Sequence[str]:
     """The names of all kinks between a scalar and means over the batch, or outputs with a row for each sample."""
-    mean_nodes = {tensor.grad_fn for tensor in means} - {None}
-    ends = mean_nodes | {tensor.grad_fn for tensor in outputs} - {None}
+    ends = {tensor.grad_fn for tensor in (*(call.value for call in calls), *outputs)} - {None}
+    nonnegative = {call.value.grad_fn for call in calls if call.is_nonnegative} - {None}
     if value.grad_fn is None or not ends:
         return []
     depends_on_ends, kinks = set(ends), []
@@ -35,8 +36,8 @@ def find_kinks(value: Tensor, means: Iterable[Tensor], outputs: Iterable[Tensor]
         if node in ends or not any(before in depends_on_ends for before, _ in node.next_functions):
             continue
         depends_on_ends.add(node)
-        if _is_nonnegative_clamp(node, mean_nodes):
-            mean_nodes.add(node)
+        if _is_identity_clamp(node, nonnegative):
+            nonnegative.add(node)
         elif _is_kink(node):
             kinks.append(op_name(node))
     return kinks
@@ -46,10 +47,10 @@ def _is_kink(node: Node) -> bool:
     return op_name(node) in KINKED_OPS and all(math.prod(shape) == 1 for shape in grad_shapes(node))
 
 
-def _is_nonnegative_clamp(node: Node, means: set[Node]) -> bool:
-    """Whether a node only clamps one of torch's means at 0 or below. These means are never negative."""
+def _is_identity_clamp(node: Node, nonnegative: set[Node]) -> bool:
+    """Whether a node clamps, at 0 or below, a value that is never negative."""
     is_floor = op_name(node) == "Relu"
     if op_name(node) in ("Clamp", "ClampMin"):
         minimum = saved_minimum(node)
         is_floor = saved_maximum(node) is None and minimum is not None and bool(minimum <= 0)
-    return is_floor and node.next_functions[0][0] in means
+    return is_floor and node.next_functions[0][0] in nonnegative
