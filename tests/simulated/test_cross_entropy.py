@@ -16,6 +16,7 @@ from fourfold.plan.plan import Plan
 from fourfold.step.train_step import TrainStep
 from fourfold.tasks import lm
 from fourfold.testing import oracle, threads
+from fourfold.testing.saved_tensors import recording_saved
 from fourfold.words.errors import TaskError
 from tests import cases
 
@@ -113,17 +114,11 @@ def test_small_probabilities_and_those_near_one_have_gradients_in_half_precision
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 def test_one_copy_of_the_logits_is_kept_and_its_memory_becomes_the_gradient(dtype):
     logits, targets = draw((64,), 256, dtype)
-    kept: dict[int, int] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with recording_saved() as saved:
         losses = cross_entropy(logits, targets)
-    assert sum(kept.values()) <= 1.1 * logits.nbytes
+    assert saved.num_bytes <= 1.1 * logits.nbytes
     (grad,) = torch.autograd.grad(losses.sum(), logits)
-    assert grad.untyped_storage().data_ptr() in kept
+    assert grad.untyped_storage().data_ptr() in saved
     with torch.autograd.graph.saved_tensors_hooks(lambda _: pytest.fail("kept"), lambda tensor: tensor):
         cross_entropy(logits.detach(), targets)
 

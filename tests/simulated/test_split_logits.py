@@ -16,6 +16,7 @@ from torch.utils.dlpack import to_dlpack  # type: ignore[attr-defined]
 import fourfold as ff
 from fourfold.parts.tensor.split_logits import SplitLogits, split_logits, whole_logits
 from fourfold.testing import threads
+from fourfold.testing.saved_tensors import recording_saved
 from fourfold.words.errors import DivergenceError, TaskError
 from tests.simulated.test_split_cross_entropy import Counting, draw, split
 
@@ -349,23 +350,17 @@ def test_one_copy_of_the_local_logits_is_kept(dtype):
 
     def body(comm):
         local, vocabulary, _ = split(comm, whole)
-        kept: dict[int, int] = {}
-
-        def pack(tensor: Tensor) -> Tensor:
-            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-            return tensor
-
         made = local * 1.0
         reference = weakref.ref(made)
         logits = split_logits(made, vocabulary)
         del made
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        with recording_saved() as saved:
             wide = logits.float() if dtype != torch.float64 else logits
             loss = F.cross_entropy(wide.view(-1, 1024), torch.arange(21))
         assert loss.dtype == torch.promote_types(dtype, torch.float32)
         del logits, wide
         assert reference() is None
-        return sum(kept.values()) / local.nbytes
+        return saved.num_bytes / local.nbytes
 
     assert max(threads.run(2, body)) <= 1.1
 

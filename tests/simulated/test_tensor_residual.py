@@ -1,6 +1,5 @@
 """Split residuals: a model whose hidden tensors are split over tokens trains as one device does, on every mesh."""
 
-import contextlib
 import functools
 import weakref
 from typing import Any, cast
@@ -25,6 +24,7 @@ from fourfold.step.parallelize import preflight
 from fourfold.step.train_step import TrainStep
 from fourfold.tasks import lm
 from fourfold.testing import oracle, threads
+from fourfold.testing.saved_tensors import recording_saved
 from fourfold.words.errors import PlanError, TaskError
 from tests.cases import SEED_LOCK
 from tests.simulated.test_tensor_axis import (
@@ -334,38 +334,12 @@ def test_a_gathered_tensor_is_freed_with_its_module():
         output.sum().backward()
 
 
-class Saved:
-    """Bytes that autograd saves within, each storage once, without those of weights."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
-        self._stack = contextlib.ExitStack()
-        self._storages: dict[int, Any] = {}
-
-    def __enter__(self) -> "Saved":
-        self._stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor))
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
-
-    def _pack(self, tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self._weights:
-            self._storages[storage.data_ptr()] = storage
-        return tensor
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(storage.nbytes() for storage in self._storages.values())
-
-
 def saved_bytes(layers: int, tp: int, residual: str, *, length: int = 16) -> int:
     def body(comm):
         with SEED_LOCK:
             model = lm.LanguageModel(width=32, layers=layers, heads=4, kv_heads=4).double()
         step = language_step(Plan(tp=tp, residual=residual), comm, model)
-        with step.unsharded(), torch.enable_grad(), Saved(step.model) as saved:
+        with step.unsharded(), torch.enable_grad(), recording_saved(excluded=step.model.parameters()) as saved:
             logits = step.model(**tokens(4, length=length)[0][0])
         assert logits.requires_grad
         return saved.num_bytes
@@ -497,22 +471,29 @@ def test_a_block_with_parameters_of_its_own():
 
 
 class Noisy(nn.Module):
-    """Dropout of the tokens that a rank has, with the masks of the last forward."""
+    """Dropout of the tokens that a rank has, with the masks of the last forward.
 
-    def __init__(self) -> None:
+    Each rank draws from equal states, as processes do: threads share torch's generator.
+    """
+
+    def __init__(self, seed: int) -> None:
         super().__init__()
         self.masks: list[Tensor] = []
+        self._state = torch.Generator().manual_seed(seed).get_state()
 
     def forward(self, x: Tensor) -> Tensor:
-        mask = F.dropout(torch.ones_like(x), 0.5, self.training)
+        with SEED_LOCK, torch.random.fork_rng([]):
+            torch.set_rng_state(self._state)
+            mask = F.dropout(torch.ones_like(x), 0.5, self.training)
+            self._state = torch.get_rng_state()
         self.masks.append(mask)
         return x * mask
 
 
 def noisy() -> Shifting:
     model = Shifting(0)
-    for block in model.blocks:
-        cast(ShiftingBlock, block).shift = Noisy()  # type: ignore[assignment]
+    for seed, block in enumerate(model.blocks):
+        cast(ShiftingBlock, block).shift = Noisy(seed)  # type: ignore[assignment]
     return model
 
 
