@@ -95,7 +95,7 @@ def test_warmup_longer_than_the_run_and_an_unknown_batch_size_are_refused() -> N
     with pytest.raises(SettingError, match="warmup = 10, steps = 10   need warm-up that ends before the run"):
         LRSchedule(warmup=10).lr_lambda(steps=10)
     for sizes in ((8, None), (None, 8)):
-        with pytest.raises(SettingError, match="need the batch size, and the one that the rate was tuned for"):
+        with pytest.raises(SettingError, match="need the batch size, and the one that the learning rate was tuned for"):
             LRSchedule(scale="sqrt").scaling_factor(sizes[0], tuned_batch_size=sizes[1])
 
 

@@ -240,7 +240,7 @@ def test_a_resumed_run_uses_the_tasks_current_options_and_reports_those_that_cha
     for got, messages in threads.run(2, edited_before_it_resumes):
         assert all(torch.equal(got[name], value) for name, value in expected.items())
         assert messages == [
-            "the task's optimizer has eps = 0.001 (1e-08 when step 2 was saved): the run goes on with it"
+            "the task's optimizer has eps = 0.001 (1e-08 when step 2 was saved): the run continues with it"
         ]
 
 

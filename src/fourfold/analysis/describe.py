@@ -101,11 +101,11 @@ def _layout_lines(buckets: Sequence[Bucket], plan: Plan) -> list[str]:
     """Where tensors rest, and the collectives that follow from it."""
     if plan.sync == "local":
         average = f"all-reduce of the weights in every {format_ordinal(plan.local_steps)} step"
-        return [f"weights, gradients and optimizer states rest whole, each rank its own; {average}"]
+        return [f"weights, gradients and optimizer states are whole, each rank has its own; {average}"]
     resting, reduce_format = RESTING_LAYOUTS[plan.zero], REDUCE_FORMATS.get(plan.reduce_dtype)
     replicas = plan.reduce_group_size // plan.num_shards if plan.zero else 1
     over = f" over {plan.num_shards} ranks each" if replicas > 1 else ""
-    lines = [f"weights rest {resting.weight}, gradients {resting.gradient}, optimizer states {resting.state}{over}"]
+    lines = [f"weights {resting.weight}, gradients {resting.gradient}, optimizer states {resting.state}{over}"]
     for name, change in layout_changes(resting)._asdict().items():
         if change != Change.NONE:
             then = ", in forward and again in backward, unless ranks share memory" if name == "before_use" else ""
@@ -132,12 +132,12 @@ def _format_bytes(stage: StageBuckets, plan: Plan) -> str:
     elif plan.sync == "local":
         network = f"{format_bytes(sent / plan.sync_interval)} sent by each rank in each step on average, "
         network += f"{format_bytes(sent)} in every {format_ordinal(plan.local_steps)}"
-        shared = "nothing is sent: ranks of one host read each other's weights where they lie"
+        shared = "nothing is sent: ranks of one host read each other's weights in place"
     else:
         times = sent / (total * (plan.reduce_group_size - 1) / plan.reduce_group_size)
         network = f"{format_bytes(sent)} sent by each rank in each step, {times:g} (N − 1) / N of the gradients"
         what = "gradients and weights" if plan.zero == 3 else "gradients"
-        shared = f"nothing is sent: ranks of one host read each other's {what} where they lie"
+        shared = f"nothing is sent: ranks of one host read each other's {what} in place"
     return "bytes\n" + indent([*lines, f"over a network    {network}", f"in shared memory  {shared}"])
 
 

@@ -126,7 +126,7 @@ class Checkpoints:
         if found.folder is None and found.damaged:
             texts = [text for problems in found.damaged.values() for text in problems]
             need = "at least one good checkpoint"
-            raise CheckpointError([Problem(text, need, "another folder, to begin anew") for text in texts], where=WHERE)
+            raise CheckpointError([Problem(text, need, "another folder, to start over") for text in texts], where=WHERE)
         if found.folder is None:
             return None
         loaded = self._restore(found.folder)

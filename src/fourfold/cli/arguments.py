@@ -112,7 +112,7 @@ class CallbackSettings:
         None,
         type=str,
         is_optional=True,
-        help=f"called as the run goes on: {', '.join(SHIPPED)}, or FILE.py:name; any number, with commas between them",
+        help=f"called during the run: {', '.join(SHIPPED)}, or FILE.py:name; any number, with commas between them",
         default_text="none",
     )
 

@@ -126,7 +126,7 @@ def precision_problems(plan: Plan) -> list[Problem]:
         got = f'{fp16} with update = "{plan.update}"'
         problems.append(Problem(got, need, 'precision = "bf16", or update = "after"'))
     if plan.codec != "none":
-        need = "finite gradients: a codec would keep an overflow in its residual for ever"
+        need = "finite gradients: a codec would keep an overflow in its residual forever"
         problems.append(Problem(f'{fp16} with codec = "{plan.codec}"', need, 'precision = "bf16", or codec = "none"'))
     return problems
 

@@ -64,7 +64,7 @@ class LRSchedule:
                 f"scale = {self.scale}, batch size {batch_size or 'unknown'}, tuned for {tuned_batch_size or 'unknown'}"
             )
             attempt = "LRSchedule(scale=…, batch_size=64).lr_lambda(steps=…, batch_size=512)"
-            problem = Problem(got, "the batch size, and the one that the rate was tuned for", attempt)
+            problem = Problem(got, "the batch size, and the one that the learning rate was tuned for", attempt)
             raise SettingError(problem, where="the learning rate schedule")
         return SCALING_RULES[self.scale](batch_size / tuned_batch_size)
 

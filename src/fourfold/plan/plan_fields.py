@@ -162,7 +162,7 @@ def shard_problems(values: Mapping[str, Any]) -> list[Problem]:
         sizes = ", ".join(str(divisor) for divisor in range(1, size + 1) if size % divisor == 0)
         problems.append(Problem(f"shard = {shard} with dp = {size}", "a divisor of dp", f"shard = {sizes}"))
     if shard < size and not values.get("zero", 0):
-        need = "zero of at least 1: at zero 0 nothing rests split"
+        need = "zero of at least 1: at zero 0 nothing is sharded"
         problems.append(Problem(f"shard = {shard} with zero = 0", need, "zero = 1, or no shard"))
     return problems
 

@@ -146,7 +146,7 @@ class RunLogger:
         error = self._run_dir.append_record(record)
         if error is not None and not self._has_write_error:
             reason = f"metrics.jsonl could not be written: {os_error_text(error)}"
-            self.log_message(f"warning: {reason}; its lines are kept, training goes on")
+            self.log_message(f"warning: {reason}; its lines are kept, and training continues")
         self._has_write_error = error is not None
 
     def log_message(self, text: str) -> None:

@@ -279,11 +279,13 @@ LR_SETTINGS = {
     ),
     "milestones": Setting(
         type=tuple,
-        help="lr_schedule=step: fractions of all steps at which the rate drops",
+        help="lr_schedule=step: fractions of all steps at which the learning rate drops",
         default_text="1/3, 2/3, 8/9",
     ),
-    "drop": Setting(type=float, above=0, help="lr_schedule=step: factor of the rate at each milestone"),
-    "floor": Setting(type=float, minimum=0, help="lr_schedule=linear, cosine: fraction of the rate left at the end"),
+    "drop": Setting(type=float, above=0, help="lr_schedule=step: factor of the learning rate at each milestone"),
+    "floor": Setting(
+        type=float, minimum=0, help="lr_schedule=linear, cosine: fraction of the learning rate left at the end"
+    ),
 }
 
 
