@@ -29,7 +29,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> None
         optimizer.step()
 
 
-def make() -> nn.Module:
+def make() -> nn.Sequential:
     with SEED_LOCK:
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
