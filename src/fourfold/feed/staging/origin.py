@@ -23,6 +23,13 @@ PERMANENT_ERRORS = (
     *(FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError),
     *(ImportError, NotImplementedError, TypeError, ValueError, LookupError, AttributeError, MemoryError),
 )
+PACKAGES = {
+    "http": "'fourfold[http]'",
+    "https": "'fourfold[http]'",
+    "s3": "'fourfold[s3]'",
+    "gs": "gcsfs",
+    "az": "adlfs",
+}
 RETRIED_STATUS = (408, 425, 429)  # of HTTP: of the errors that are the client's, those that pass
 
 
@@ -93,7 +100,7 @@ class RemoteOrigin:
     def read(self, name: str, start: int, stop: int) -> bytes:
         def attempt() -> bytes:
             file_system, root = self._open()
-            return file_system.cat_file(f"{root}/{name}", start, stop)
+            return file_system.cat_file(f"{root}/{name}", start=start, end=stop)
 
         content = retry(attempt, f"{self.url}/{name}", self._backoff)
         return check_length(content, name, start, stop, self.url)
@@ -128,8 +135,7 @@ def _open_url(url: str, options: dict[str, Any]) -> tuple[Any, str]:
         file_system, root = fsspec.core.url_to_fs(url, **options)
     except ImportError as error:
         protocol = url.partition("://")[0]
-        package = {"http": "aiohttp", "https": "aiohttp", "s3": "s3fs", "gs": "gcsfs", "az": "adlfs"}.get(protocol, "")
-        attempt = f"pip install {package}" if package else ""
+        attempt = f"pip install {PACKAGES[protocol]}" if protocol in PACKAGES else ""
         raise DataError(Problem(str(error), f"the package that reads {protocol}://", attempt)) from None
     except ValueError as error:
         raise DataError(Problem(f"{without_password(url)}: {error}", "a URL that fsspec knows")) from None
