@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from fourfold.checkpoint.checkpoints import Checkpoints
     from fourfold.feed.dataloader import shard
     from fourfold.feed.feed import Feed
+    from fourfold.feed.sql.source import sql
     from fourfold.launcher.notebook import launch
     from fourfold.parts.comm.init import world
     from fourfold.plan.lr_schedule import LRSchedule
@@ -46,6 +47,7 @@ __all__ = [
     "optim",
     "parallelize",
     "shard",
+    "sql",
     "train",
     "world",
 ]
@@ -66,6 +68,7 @@ _MODULE_OF = {
     "launch": "launcher.notebook",
     "parallelize": "step.parallelize",
     "shard": "feed.dataloader",
+    "sql": "feed.sql.source",
     "train": "trainer.train",
     "world": "parts.comm.init",
 }

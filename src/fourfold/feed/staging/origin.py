@@ -152,14 +152,23 @@ def check_length(content: bytes, name: str, start: int, stop: int, where: str) -
     raise DataError(Problem(got, f"{stop - start}: the file is shorter than its manifest says"), where=where)
 
 
-def retry(attempt: Callable[[], Result], what: str, backoff: Backoff) -> Result:
-    """What `attempt` returns. Errors that may pass are logged, and it is called again. Raises DataError."""
+def retry(
+    attempt: Callable[[], Result],
+    what: str,
+    backoff: Backoff,
+    *,
+    may_pass: Callable[[Exception], bool] | None = None,
+) -> Result:
+    """What `attempt` returns. Errors that may pass are logged, and it is called again. Raises DataError.
+
+    `may_pass`: whether another attempt may succeed after an error; None: all but permanent ones.
+    """
     delays, begin = backoff.delays(), time.monotonic()
     while True:
         try:
             result = attempt()
         except Exception as error:
-            if is_permanent(error):
+            if not (may_pass or _may_pass)(error):
                 raise DataError(Problem(f"{what}: {_first_line(error)}", "a readable file")) from error
             delay = next(delays, None)
             if delay is None:
@@ -171,12 +180,11 @@ def retry(attempt: Callable[[], Result], what: str, backoff: Backoff) -> Result:
             return result
 
 
-def is_permanent(error: Exception) -> bool:
-    """Whether another attempt would fail too."""
+def _may_pass(error: Exception) -> bool:
     status = getattr(error, "status", None)  # of aiohttp, for an answer that is an error
     if isinstance(status, int) and 400 <= status < 500:
-        return status not in RETRIED_STATUS
-    return isinstance(error, PERMANENT_ERRORS)
+        return status in RETRIED_STATUS
+    return not isinstance(error, PERMANENT_ERRORS)
 
 
 def _first_line(error: Exception) -> str:

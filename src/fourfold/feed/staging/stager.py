@@ -39,7 +39,7 @@ class _Copy:
 
     def __init__(self, shard: int) -> None:
         self.shard, self.state = shard, _State.QUEUED
-        self.is_needed = True
+        self.is_wanted = True
         self.staged: StagedFile | None = None
         self.error: DataError | OSError | None = None
 
@@ -115,7 +115,7 @@ class Stager:
             for shard in shards:
                 del self._num_needs[shard]
                 copy = self._copies.pop(shard)
-                copy.is_needed = False
+                copy.is_wanted = False
                 if copy.staged is not None:
                     copy.staged.close()
             self._changed.notify_all()
@@ -130,7 +130,7 @@ class Stager:
                 staged, copy.error = None, error
             with self._changed:
                 copy.state = _State.DONE
-                if staged is not None and copy.is_needed:
+                if staged is not None and copy.is_wanted:
                     copy.staged = staged
                 elif staged is not None:
                     staged.close()
@@ -138,7 +138,7 @@ class Stager:
 
     def _make(self, copy: _Copy) -> StagedFile | None:
         """The copy, once there is room for it; None if it is no longer needed."""
-        while copy.is_needed:
+        while copy.is_wanted:
             self._set_state(copy, _State.COPYING)
             try:
                 return self._cache.copy(self._shards[copy.shard], self._origin.read)
@@ -146,7 +146,7 @@ class Stager:
                 self._set_state(copy, _State.LACKS_ROOM)
                 self._log_room(copy)
             with self._changed:
-                self._changed.wait_for(lambda: not copy.is_needed, timeout=ROOM_POLL_SECONDS)
+                self._changed.wait_for(lambda: not copy.is_wanted, timeout=ROOM_POLL_SECONDS)
         return None
 
     def _set_state(self, copy: _Copy, state: _State) -> None:
