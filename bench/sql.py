@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from bench.measurement import describe_machine, format_table
 from fourfold.feed.feed import Feed
-from fourfold.feed.sql.source import sql
+from fourfold.feed.rows.sql import sql
 
 ROW_BYTES, BATCH = 10_000, 64
 QUERY = "SELECT id, id AS label, content FROM samples"

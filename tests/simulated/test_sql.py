@@ -21,9 +21,10 @@ import pytest
 import torch
 
 from fourfold.feed.feed import Feed
-from fourfold.feed.sql.database import open_database
-from fourfold.feed.sql.row_index import open_index, row_digest
-from fourfold.feed.sql.source import SqlSource, sql
+from fourfold.feed.rows.row_index import open_index, row_digest
+from fourfold.feed.rows.source import RowSource
+from fourfold.feed.rows.sql import sql
+from fourfold.feed.rows.sql_databases import open_database
 from fourfold.feed.staging.origin import Backoff
 from fourfold.words.errors import DataError
 
@@ -122,7 +123,7 @@ def place(request: Any, tmp_path: Path) -> Place:
     return Place(url, lambda: psycopg.connect(url), "BYTEA")
 
 
-def open_source(place: Place, table: str, **options: Any) -> SqlSource:
+def open_source(place: Place, table: str, **options: Any) -> RowSource:
     arrays = {"image": ("uint8", (3, 4))}
     return sql(place.url, f"SELECT * FROM {table};", key="id", target="label", **{"arrays": arrays, **options})
 
@@ -190,7 +191,7 @@ def test_an_index_that_is_kept_finds_changes_between_runs(place, tmp_path):
 
 
 @pytest.mark.parametrize(("query", "options", "message"), [
-    ("SELECT * FROM {t}", {"key": "number"}, "key = 'number' +need one of the query's columns: id, image"),
+    ("SELECT * FROM {t}", {"key": "number"}, "key = 'number' +need one of the columns: id, image"),
     ("SELECT label AS id, weight FROM {t}", {"key": "id"}, "several rows with the key"),
     ("SELECT weight AS id, label FROM {t}", {"key": "id"}, "a key that is a float"),
     ("SELECT * FROM {t} WHERE id > 10000", {"key": "id"}, "a query without rows"),
@@ -244,7 +245,7 @@ class Trap:
     (b"abc", np.frombuffer(b"abc", np.uint8)),
     (npy(np.array([Trap()], dtype=object), allow_pickle=True), "bytes of a .npy file without objects"),
     (npy(np.arange(6.0))[:-5], "need the bytes of a .npy file"),
-    (None, "content of the row with id = 1 is NULL"),
+    (None, "content of the row with id = 1 is missing, or NULL"),
 ])  # fmt: skip
 def test_binary_columns_are_arrays_and_never_unpickled(place, content, expected):
     table = f"samples_{next(names)}"

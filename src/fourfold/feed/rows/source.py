@@ -1,4 +1,4 @@
-"""SQL source: the rows of a query as samples, fetched by key in the order of the feed.
+"""Row source: the rows of a database as samples, fetched by key in the order of the feed.
 
 sample  a dict of the row's columns without the key; or a pair, if a `target` is named
 Law: sample i is the row with the i-th key, with the values it had when the index was made. A row that has changed
@@ -9,47 +9,19 @@ import atexit
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from fourfold.feed.rows.columns import Columns
+from fourfold.feed.rows.database import Database, Row
+from fourfold.feed.rows.row_index import RowIndex, open_index, row_digest
 from fourfold.feed.source import empty_like, make_batch
-from fourfold.feed.sql.columns import Columns
-from fourfold.feed.sql.database import Database, Row, open_database
-from fourfold.feed.sql.row_index import RowIndex, open_index, row_digest
 from fourfold.feed.staging.origin import Backoff, retry
 from fourfold.words.errors import DataError, Problem
 
 
-def sql(
-    url: str,
-    query: str,
-    *,
-    key: str,
-    target: str | None = None,
-    arrays: Mapping[str, tuple[str, Sequence[int]]] | None = None,
-    index: str | None = None,
-) -> "SqlSource":
-    """The rows of a query as a source for `ff.Feed` and `ff.Data`.
-
-    url     sqlite:///FILE, or postgresql://USER@HOST:PORT/NAME (pip install 'fourfold[postgres]')
-    query   one SELECT
-    key     its column that is different in each row; whole numbers or text
-    target  a column: samples are pairs (the other columns, target), instead of dicts. With one other column, the
-            inputs are its values
-    arrays  by binary column: the dtype and shape of its arrays, such as {"image": ("uint8", (3, 32, 32))}. A binary
-            column without an entry holds the bytes of .npy files, or is an array of bytes; nothing is unpickled
-    index   a folder for the keys and the digests of all rows, which are read once; it may be shared by ranks, and kept
-            for a run that resumes. None: a temporary one for this process
-
-    Raises DataError for a query that cannot be read, and for keys that are not unique.
-    """
-    database = open_database(url, query, key)
-    columns = Columns(database.columns, key=key, target=target, arrays=arrays or {})
-    return SqlSource(database, columns, of=f"{' '.join(query.split())} by {key}, {database.url}", index=index)
-
-
-class SqlSource:
+class RowSource:
     """Numbered samples of a database. `fetch` reads a batch in one query."""
 
     def __init__(
@@ -95,7 +67,9 @@ class SqlSource:
             row = by_key.get(key)
             if row is None or row_digest(row) != digest:
                 got = f"the row with {self._named(key)} {'is gone' if row is None else 'has changed'}"
-                raise DataError(Problem(got, "the rows as they were when their keys were read"), where="ff.sql")
+                raise DataError(
+                    Problem(got, "the rows as they were when their keys were read"), where=self._database.url
+                )
             found.append(row)
         return found
 

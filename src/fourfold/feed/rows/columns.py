@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fourfold.feed.sql.database import Row
+from fourfold.feed.rows.database import Row
 from fourfold.words.errors import DataError, Problem
 
 NPY_MAGIC = b"\x93NUMPY"
@@ -95,9 +95,12 @@ class Columns:
         if isinstance(value, (*NUMBERS, str)) and form is None:
             return value
         what = f"{name} of the row with {self.key} = {row[self.key_place]!r}"
+        if isinstance(value, list) and form is None:
+            return _number_array(value, what)
         if not isinstance(value, bytes):
-            kind = "NULL" if value is None else f"a {type(value).__name__}"
-            raise DataError(Problem(f"{what} is {kind}", "numbers, text or bytes", f"CAST({name} AS …) in the query"))
+            kind = "missing, or NULL" if value is None else f"a {type(value).__name__}"
+            attempt = f"{name} converted, or such rows left out, in the query"
+            raise DataError(Problem(f"{what} is {kind}", "numbers, text, bytes or lists of numbers", attempt))
         if form is not None:
             if len(value) != form.num_bytes:
                 raise DataError(Problem(f"{what} has {len(value)} bytes", f"{form.num_bytes}, for {form}"))
@@ -117,6 +120,16 @@ def _array_forms(arrays: Mapping[str, tuple[str, Sequence[int]]]) -> dict[str, A
     if problems:
         raise DataError(problems, where="ff.sql")
     return forms
+
+
+def _number_array(values: list[Any], what: str) -> np.ndarray:
+    try:
+        array = np.asarray(values)
+    except ValueError:  # rows of different lengths
+        array = np.empty(0, dtype=object)
+    if array.dtype.kind not in "biuf":
+        raise DataError(Problem(f"{what} is a list of other things than numbers", "numbers, in rows of one length"))
+    return array
 
 
 def _read_npy(content: bytes, what: str) -> np.ndarray:

@@ -1,55 +1,22 @@
-"""Databases: the rows of a query, all in the order of a key, or those with some keys. PostgreSQL and SQLite.
+"""SQL databases: the rows of a query in PostgreSQL and SQLite.
 
 query   one SELECT; it runs as a subquery, on a connection that cannot write
-key     a column of the query, different in each row
 Law: nothing that is sent to the server is made of values; the key's name is quoted, keys are parameters.
 """
 
-import os
 import sqlite3
-import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
+from fourfold.feed.rows.database import Connections, Database, Row, check_columns, first_line
 from fourfold.feed.staging.origin import without_password
 from fourfold.words.errors import DataError, Problem
 
-Row = tuple[Any, ...]
 SCAN_ROWS = 1000
 MAX_SQLITE_KEYS = 500  # 999 parameters is the limit of old versions
 INSTALL = "pip install 'fourfold[postgres]'"
-
-
-class Database(Protocol):
-    """The rows of one query. Connections are made when they are needed, for each thread of each process."""
-
-    @property
-    def url(self) -> str:
-        """For people: without a password."""
-        ...
-
-    @property
-    def columns(self) -> Sequence[str]:
-        """The names of the query's columns."""
-        ...
-
-    def scan(self) -> Iterator[Row]:
-        """All rows, in the order of the key, of one snapshot."""
-        ...
-
-    def rows(self, keys: Sequence[Any]) -> list[Row]:
-        """The rows with these keys, in any order."""
-        ...
-
-    def disconnect(self) -> None:
-        """Close this thread's connection; the next call makes another."""
-        ...
-
-    def may_pass(self, error: Exception) -> bool:
-        """Whether the same call may succeed later: the server is away, or another process has locked the file."""
-        ...
 
 
 def open_database(url: str, query: str, key: str) -> Database:
@@ -64,23 +31,6 @@ def open_database(url: str, query: str, key: str) -> Database:
     raise DataError(Problem(without_password(url) or repr(url), need), where="ff.sql")
 
 
-class _Connections:
-    """One connection for each thread of each process."""
-
-    def __init__(self) -> None:
-        self._local = threading.local()
-
-    def get(self, connect: Any) -> Any:
-        if getattr(self._local, "process", None) != os.getpid():  # after a fork, the connection is the parent's
-            self._local.connection, self._local.process = connect(), os.getpid()
-        return self._local.connection
-
-    def close(self) -> None:
-        if getattr(self._local, "process", None) == os.getpid():
-            self._local.process = None
-            self._local.connection.close()
-
-
 class SqliteDatabase:
     """A file of SQLite, opened to read only."""
 
@@ -88,14 +38,14 @@ class SqliteDatabase:
         path = Path(unquote(urlsplit(url).path.removeprefix("/")))
         self.url, self._path = f"sqlite:///{path}", path
         self._source, self._key = f"({query})", quoted(key)
-        self._connections = _Connections()
+        self._connections = Connections()
         if not path.is_file():
             raise DataError(Problem(f"{path}, which is no file", "a file of SQLite"), where="ff.sql")
         try:
             described = self._connection().execute(f"SELECT * FROM {self._source} LIMIT 0").description
         except sqlite3.Error as error:
             raise DataError(Problem(f"{self.url}: {error}", "a query that can be read"), where="ff.sql") from error
-        self.columns = check_columns([each[0] for each in described], key)
+        self.columns = check_columns([each[0] for each in described], key, where="ff.sql")
 
     def scan(self) -> Iterator[Row]:
         cursor = self._connection().execute(f"SELECT * FROM {self._source} ORDER BY {self._key}")
@@ -131,16 +81,16 @@ class PostgresDatabase:
         # psycopg takes % for its own, where there are parameters. There always are: a query with parameters, even none,
         # is sent as one statement, and several are an error of the server.
         self._source, self._key = f"({query.replace('%', '%%')}) AS samples", quoted(key).replace("%", "%%")
-        self._connections = _Connections()
+        self._connections = Connections()
         self._psycopg = _import_psycopg()
         try:
             with self._connection().cursor() as cursor:
                 text = f"SELECT * FROM {self._source} LIMIT 0"
                 described = cursor.execute(text, (), prepare=True).description or []
         except self._psycopg.Error as error:
-            got = f"{self.url}: {_first_line(error)}"
+            got = f"{self.url}: {first_line(error)}"
             raise DataError(Problem(got, "a query that can be read"), where="ff.sql") from error
-        self.columns = check_columns([each.name for each in described], key)
+        self.columns = check_columns([each.name for each in described], key, where="ff.sql")
 
     def scan(self) -> Iterator[Row]:
         connection = self._connection()
@@ -174,27 +124,10 @@ def _import_psycopg() -> Any:
     try:
         import psycopg
     except ImportError as error:
-        raise DataError(Problem(_first_line(error), "psycopg, for postgresql://", INSTALL), where="ff.sql") from None
+        raise DataError(Problem(first_line(error), "psycopg, for postgresql://", INSTALL), where="ff.sql") from None
     return psycopg
 
 
 def quoted(name: str) -> str:
     """A name as SQL has it, whatever characters it has."""
     return '"' + name.replace('"', '""') + '"'
-
-
-def check_columns(columns: list[str], key: str) -> list[str]:
-    """The columns. Raises DataError if the key is none of them, or two have one name."""
-    problems = []
-    if key not in columns:
-        problems.append(Problem(f"key = {key!r}", f"one of the query's columns: {', '.join(columns)}"))
-    twice = sorted({name for name in columns if columns.count(name) > 1})
-    if twice:
-        problems.append(Problem(f"several columns named {', '.join(twice)}", "one of each name", "AS another_name"))
-    if problems:
-        raise DataError(problems, where="ff.sql")
-    return columns
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
