@@ -114,7 +114,7 @@ class MongoDatabase:
         contents, rows = self._read_files(ids) if ids else {}, []
         for document in documents:
             key = document.get(self._key)
-            values = [key if isinstance(key, int | str | None) else str(key)]
+            values: list[Any] = [key if isinstance(key, int | str | None) else str(key)]
             for name in self.columns[1:]:
                 value = document.get(name)
                 values.append(contents.get(value) if self._is_file(document, name) else value)
