@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from fourfold.checkpoint.checkpoints import Checkpoints
     from fourfold.feed.dataloader import shard
     from fourfold.feed.feed import Feed
+    from fourfold.feed.rows.mongo import mongo
+    from fourfold.feed.rows.sql import sql
     from fourfold.launcher.notebook import launch
     from fourfold.parts.comm.init import world
     from fourfold.plan.lr_schedule import LRSchedule
@@ -43,9 +45,11 @@ __all__ = [
     "callbacks",
     "launch",
     "losses",
+    "mongo",
     "optim",
     "parallelize",
     "shard",
+    "sql",
     "train",
     "world",
 ]
@@ -64,8 +68,10 @@ _MODULE_OF = {
     "Task": "words.task",
     "TrainStep": "step.train_step",
     "launch": "launcher.notebook",
+    "mongo": "feed.rows.mongo",
     "parallelize": "step.parallelize",
     "shard": "feed.dataloader",
+    "sql": "feed.rows.sql",
     "train": "trainer.train",
     "world": "parts.comm.init",
 }
