@@ -149,8 +149,8 @@ def test_compiled_and_transformed_code_gets_torchs_operations():
 
 
 @pytest.mark.parametrize(("logits", "targets", "options", "message"), [
-    (torch.zeros(4, 9), torch.tensor([0, 9, -1, -100]), {}, r"2 of 4 targets that are no classes: -1 to 9 .* 0 to 8"),
-    (torch.zeros(2, 9), torch.tensor([-100, 1]), {"ignore_index": 1}, "1 of 2 targets that are no classes: -100"),
+    (torch.zeros(4, 9), torch.tensor([0, 9, -1, -100]), {}, r"2 of 4 targets that are not classes: -1 to 9 .* 0 to 8"),
+    (torch.zeros(2, 9), torch.tensor([-100, 1]), {"ignore_index": 1}, "1 of 2 targets that are not classes: -100"),
     (torch.zeros(2, 9, 4), torch.zeros(2, 4).long(), {}, r"logits \[2, 9, 4\] and targets \[2, 4\].*movedim"),
     (torch.zeros(2, 0), torch.zeros(2).long(), {}, r"logits \[2, 0\]"),
     (torch.tensor(0.0), torch.tensor(0), {}, r"logits \[\]"),

@@ -181,7 +181,7 @@ def test_a_trace_that_a_full_disk_rejects_warns_once_and_is_written_with_the_nex
         warnings.simplefilter("error")
         display = train(tmp_path, checkpoint_every=0, trace_every=1)
     reason = "trace.json could not be written: no space left on device"
-    assert display.notes == [f"warning: {reason}; its steps are kept, and training continues"]
+    assert display.notes == [f"warning: {reason}; its steps are kept; training continues"]
     assert decode_trace((tmp_path / "run" / "trace.json").read_bytes()).steps == [1, 2, 3, 4, 5, 6]
     assert not (tmp_path / "run" / "trace.json.part").exists()
 

@@ -341,7 +341,7 @@ def hidden_plateau(optimizer: Any) -> Any:
         (
             partial(lr_scheduler.OneCycleLR, max_lr=0.1),
             [
-                "OneCycleLR refused its arguments: You must define either total_steps",
+                "OneCycleLR rejected its arguments: You must define either total_steps",
                 "try lambda optimizer, steps: OneCycleLR(optimizer, max_lr=…, total_steps=steps)",
             ],
         ),

@@ -127,7 +127,7 @@ def test_a_target_that_no_rank_has_is_rejected_on_all():
 
     def body(comm):
         local, vocabulary, _ = split(comm, logits)
-        with pytest.raises(TaskError, match=r"1 of 21 targets that are no classes: 57 .* 0 to 56"):
+        with pytest.raises(TaskError, match=r"1 of 21 targets that are not classes: 57 .* 0 to 56"):
             split_cross_entropy(local, targets, vocabulary)
 
     threads.run(2, body)

@@ -214,7 +214,7 @@ def checkpoint_help(context: typer.Context) -> None:
 Run = Annotated[str, typer.Argument(metavar="RUN", help="The run's folder, or its name in runs/.", show_default=False)]
 Step = Annotated[
     int | None,
-    typer.Option("--step", metavar="STEP", help="The checkpoint of this step. Default: the newest good one."),
+    typer.Option("--step", metavar="STEP", help="The checkpoint of this step. Default: the newest valid one."),
 ]
 
 
@@ -287,7 +287,7 @@ def report(runs: Annotated[list[str] | None, typer.Argument(metavar="RUN [RUN…
 def watch(
     runs: Annotated[list[str] | None, typer.Argument(metavar="[RUN]", hidden=True)] = None,
     port: Annotated[
-        str, typer.Option("--port", metavar="N", help="The port. Default: one that is free.", show_default=False)
+        str, typer.Option("--port", metavar="N", help="The port. Default: any free port.", show_default=False)
     ] = "0",
 ) -> Command:
     """Serve a page that shows a run while it trains: progress, curves, memory, checkpoints, faults.
@@ -300,9 +300,9 @@ def watch(
     return functools.partial(watch_run, runs or [], port)
 
 
-@app.command(options_metavar="[-h]", short_help="Write a task file to begin with.")
+@app.command(options_metavar="[-h]", short_help="Write a template task file.")
 def new(file: Annotated[str, typer.Argument(metavar="FILE.py", help="A file that does not exist yet.")]) -> Command:
-    """Write a task file to begin with. It trains as it is: fourfold train FILE.py"""
+    """Write a template task file. It trains as it is: fourfold train FILE.py"""
     from fourfold.cli.new_task import write_task
 
     return functools.partial(write_task, file)
@@ -310,7 +310,7 @@ def new(file: Annotated[str, typer.Argument(metavar="FILE.py", help="A file that
 
 @app.command(
     options_metavar="[-h]",
-    short_help="Print what makes Tab complete commands, tasks, settings.",
+    short_help="Print a script for shell completion.",
     context_settings={"ignore_unknown_options": True},
 )
 def completion(

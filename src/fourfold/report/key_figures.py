@@ -46,11 +46,11 @@ def key_figures(record: RunRecord) -> list[Figure]:
         loss = sum(losses) / len(losses)
         figures.append(Figure("training loss", f"{loss:.4f}", loss, "lower"))
     rate, waiting = record.units_per_second, 100 * record.waiting_fraction
-    attempts = f"{len(record.segments)} attempts" if len(record.segments) > 1 else ""
+    segments = f"{len(record.segments)} segments" if len(record.segments) > 1 else ""
     figures += [
         Figure("steps", f"{len(record.steps):,}"),
         Figure(f"{record.unit} a second", format_si(rate), rate, "higher"),
-        Figure("time", format_duration(record.total_seconds), record.total_seconds, note=attempts),
+        Figure("time", format_duration(record.total_seconds), record.total_seconds, note=segments),
         Figure("waiting", f"{waiting:.1f} %", waiting, "lower"),
         Figure("sent a step by rank 0", format_bytes(record.mean_sent_bytes), record.mean_sent_bytes, "lower"),
     ]

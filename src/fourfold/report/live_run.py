@@ -141,7 +141,7 @@ def _unreadable_note(number: int) -> str:
     if not number:
         return ""
     lines = "1 line of the log is" if number == 1 else f"{number:,} lines of the log are"
-    return f"<p>{lines} not one of a run's log, and left out here.</p>"
+    return f"<p>{lines} invalid, and left out here.</p>"
 
 
 def _render_status(status: Status) -> str:

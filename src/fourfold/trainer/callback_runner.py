@@ -193,7 +193,7 @@ class CallbackRunner:
         except Exception as error:
             del self._active[name]
             text = f"callback {name} failed in {hook}: {_format_error(error)}"
-            self._logger.log_message(f"warning: {text}; it is switched off, and training continues")
+            self._logger.log_message(f"warning: {text}; it is switched off; training continues")
             self._logger.write_record({"warning": text})
             self._logger.record_fault(CALLBACK_FAILED, self._last_step, text)
 

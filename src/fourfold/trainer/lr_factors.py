@@ -35,5 +35,5 @@ def check_tuned_size(task: Task, rates: LRSchedule | None) -> None:
     if rates is None or rates.scale == "none" or rates.batch_size is not None or tuned_batch_size(task) is not None:
         return
     got = f"lr_scale = {rates.scale}, and a task without a batch size"
-    need = "the batch size that the learning rate was tuned for"
+    need = "the one that the learning rate was tuned for"
     raise SettingError(Problem(got, need, "lr_batch_size=32, or tuned_for=32 in the task"), where="the settings")

@@ -186,7 +186,7 @@ class Tracer:
             # Training must not end for its trace, and the next sampled step writes all of it again.
             if not self._has_write_error:
                 reason = f"{TRACE_FILE} could not be written: {os_error_text(error)}"
-                self._log_message(f"warning: {reason}; its steps are kept, and training continues")
+                self._log_message(f"warning: {reason}; its steps are kept; training continues")
             self._has_write_error = True
 
     @property
