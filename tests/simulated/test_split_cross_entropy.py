@@ -34,7 +34,7 @@ class Counting:
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._group, name)
-        if not callable(found) or name == "buffer":
+        if not callable(found) or name in ("buffer", "meet"):
             return found
 
         def call(tensor: Tensor, *args: Any) -> Tensor:
@@ -50,9 +50,9 @@ def draw(num_classes: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, 
     return logits.to(dtype), torch.randint(num_classes, (3, 7), generator=generator)
 
 
-def split(comm: Any, whole: Tensor) -> tuple[Tensor, Vocabulary, Counting]:
+def split(comm: Any, whole: Tensor, transport: str = "by-host") -> tuple[Tensor, Vocabulary, Counting]:
     """This rank's logits, as a head that is split by vocabulary makes them."""
-    group = Counting(make_tensor_group(comm, "tensor", CommMeter()))
+    group = Counting(make_tensor_group(comm, "tensor", CommMeter(), choice=transport))
     ((start, stop, _, _),) = TensorShard.even((whole.shape[-1],), 0, comm.rank, comm.size).pieces
     return (
         whole[..., start:stop].clone().requires_grad_(),

@@ -1,7 +1,6 @@
 """Split logits: losses and gradients are those of whole logits, and cross entropy gathers none."""
 
 import copy
-import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -384,14 +383,37 @@ def test_the_loss_of_half_precision_has_the_dtype_of_torchs(autocast):
     threads.run(2, body)
 
 
-def test_a_rank_that_gathers_alone_ends_all_of_them():
+GATHERS: dict[str, list[Callable[[Any, Tensor], Any]]] = {
+    "before the loss": [lambda logits, targets: str(logits), lambda logits, targets: cross_entropy(logits, targets)],
+    "in place of the loss": [
+        lambda logits, targets: logits.exp().sum().backward(),
+        lambda logits, targets: cross_entropy(logits, targets).sum().backward(),
+    ],
+    "after the loss": [
+        lambda logits, targets: (cross_entropy(logits, targets), logits.argmax(-1)),
+        lambda logits, targets: cross_entropy(logits, targets).sum().backward(),
+    ],
+}
+
+
+@pytest.mark.parametrize("transport", ["shared", "gloo"])
+@pytest.mark.parametrize("when", GATHERS)
+def test_a_rank_that_gathers_alone_ends_all_of_them(when, transport):
     whole, targets = draw(CLASSES)
 
     def body(comm):
-        local, vocabulary, _ = split(comm, whole)
+        local, vocabulary, group = split(comm, whole, transport)
         logits = split_logits(local * 1.0, vocabulary)
-        use = print if comm.rank == 0 else functools.partial(cross_entropy, targets=targets)
-        with pytest.raises(DivergenceError, match="rank 0: all-gather"):
-            use(logits)
 
-    threads.run(2, body)
+        def use() -> None:
+            GATHERS[when][comm.rank](logits, targets)
+            group.all_reduce(torch.ones(3))  # as the layers before the head, in backward
+
+        with pytest.raises(DivergenceError) as caught:
+            use()
+        return str(caught.value)
+
+    other = "the backward" if when == "after the loss" else "the cross entropy"
+    gloo = f"rank 0 is at the whole logits; rank 1 is at {other} of logits that are split by vocabulary"
+    for message in threads.run(2, body):
+        assert ("rank 0: all-gather of" if transport == "shared" else gloo) in message

@@ -1,5 +1,6 @@
 """The tensor axis: a model that is cut trains as one device does, on every mesh."""
 
+import dataclasses
 import functools
 import itertools
 import weakref
@@ -28,7 +29,7 @@ from fourfold.step.parallelize import parallelize
 from fourfold.step.train_step import TrainStep
 from fourfold.tasks import lm
 from fourfold.testing import oracle, threads
-from fourfold.words.errors import OptimizerError, PlanError, SettingError, TaskError
+from fourfold.words.errors import OptimizerError, PlanError, SettingError, TaskError, TrainingError
 from fourfold.words.mesh import Mesh
 from tests import cases
 from tests.cases import SEED_LOCK
@@ -118,10 +119,11 @@ HUGGING_FACE: dict[str, Any] = {
         {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
     ),
 }
+UNTIED_BERT = (*HUGGING_FACE["bert"][:2], {**HUGGING_FACE["bert"][2], "tie_word_embeddings": False})
 
 
 def hugging_face(kind: str) -> nn.Module:
-    model, config, options = HUGGING_FACE[kind]
+    model, config, options = HUGGING_FACE.get(kind, UNTIED_BERT)
     sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
     sizes |= {"intermediate_size": 48, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": None}
     with SEED_LOCK:
@@ -158,6 +160,25 @@ def test_models_of_transformers_train_by_their_own_rules_as_on_one_device(kind, 
             return deviation(step, *train(step, texts()), expected)
 
     assert max(threads.run(plan.mesh.size, body)) <= TOLERANCE
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_the_bias_that_untied_bert_does_not_use_is_named_and_may_be_allowed(tp):
+    """Untied, its head adds `decoder.bias`, and no forward reads `predictions.bias`: on one device too."""
+    expected = hugging_face_on_one_device("untied bert")
+
+    def body(comm):
+        model, plan = hugging_face("untied bert"), Plan(tp=tp)
+        with Float64Mode():
+            with pytest.raises(TrainingError) as caught:
+                TrainStep(model, logits_loss, ADAM, plan=plan, communicator=comm)(texts()[0])
+            plan = dataclasses.replace(plan, unused="allow")
+            step = TrainStep(hugging_face("untied bert"), logits_loss, ADAM, plan=plan, communicator=comm, clip=0.5)
+            return [problem[0] for problem in caught.value.problems], deviation(step, *train(step, texts()), expected)
+
+    for problems, found in threads.run(tp, body):
+        assert problems == ["parameter cls.predictions.bias got no gradient"]
+        assert found <= TOLERANCE
 
 
 @pytest.mark.parametrize("fields", [

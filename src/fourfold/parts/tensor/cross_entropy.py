@@ -80,6 +80,8 @@ def split_cross_entropy(
     targets  [...], the same on all ranks: numbers of classes of the whole vocabulary
     The ranks exchange three numbers per target, and with label smoothing a fourth.
     """
+    if vocabulary.group is not None:
+        vocabulary.group.meet("the cross entropy of logits that are split by vocabulary")
     _check_arguments(logits, targets, vocabulary, label_smoothing)
     return _compute(logits, targets, vocabulary, ignore_index=ignore_index, label_smoothing=label_smoothing)
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from fourfold.parts.comm.collectives import Work
 from fourfold.parts.comm.communicator import Communicator
 from fourfold.parts.comm.meter import CommMeter
+from fourfold.parts.comm.tensor.call_check import compare_calls
 from fourfold.parts.comm.tensor.rank_order import HALF, add_parts, max_parts
 from fourfold.words.layout import Change, collective_sent_bytes
 
@@ -27,6 +28,9 @@ class TensorGroupOverProcessGroup:
         self.size, self.index, self.meter, self._comm = comm.size, comm.rank, meter, comm
         self._group = comm.get_group(range(comm.size), purpose)
         self._is_busy = False
+
+    def meet(self, call: str) -> None:
+        compare_calls(self, self._comm, call)
 
     def buffer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.empty(tuple(shape), dtype=dtype, device=self._comm.device)

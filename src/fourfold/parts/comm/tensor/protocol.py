@@ -27,6 +27,13 @@ class TensorGroup(Protocol):
     meter: CommMeter
     """That of this rank: it counts and records what the group sends and waits for."""
 
+    def meet(self, call: str) -> None:
+        """Begin a call that one rank might make alone. Raises DivergenceError, on all ranks, if others begin another.
+
+        Where ranks share memory, each collective compares; over messages, ranks in different ones would wait or die.
+        """
+        ...
+
     def buffer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """A contiguous tensor with undefined values, for the input of the next collective, which then copies nothing.
 

@@ -66,6 +66,9 @@ class TensorGroupOverSharedMemory:
         """Of the buffer that was lent since the last collective, if one was."""
         self._is_busy = False
 
+    def meet(self, call: str) -> None:
+        pass  # `_wait_published` compares
+
     def buffer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         assert not self._is_busy, "a collective has begun and not ended"
         own = self._blocks(torch.Size(shape), dtype).by_rank[self.index]
