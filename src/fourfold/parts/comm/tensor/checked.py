@@ -30,6 +30,9 @@ class CheckedTensorGroup:
     def meet(self, call: str) -> None:
         self.agree(call)
 
+    def num_chunks(self, num_bytes: int) -> int:
+        return self._group.num_chunks(num_bytes)
+
     def all_reduce(self, tensor: Tensor) -> Tensor:
         self.agree(_call("all_reduce", tensor))
         return self._group.all_reduce(tensor)

@@ -19,6 +19,10 @@ from fourfold.parts.comm.tensor.call_check import compare_calls
 from fourfold.parts.comm.tensor.rank_order import HALF, add_parts, max_parts
 from fourfold.words.layout import Change, collective_sent_bytes
 
+# A chunk's latency must be small beside its transfer. Measured: `docs/measured-notes.md`, "Chunks of row products".
+MIN_CHUNK_BYTES = 2**20
+MAX_CHUNKS = 4
+
 
 class TensorGroupOverProcessGroup:
     """See `TensorGroup`. Made collectively by the ranks of `comm`, which are its ranks."""
@@ -34,6 +38,9 @@ class TensorGroupOverProcessGroup:
 
     def buffer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.empty(tuple(shape), dtype=dtype, device=self._comm.device)
+
+    def num_chunks(self, num_bytes: int) -> int:
+        return max(1, min(MAX_CHUNKS, num_bytes // MIN_CHUNK_BYTES))
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         return self.all_reduce_async(tensor)()

@@ -41,6 +41,13 @@ class TensorGroup(Protocol):
         """
         ...
 
+    def num_chunks(self, num_bytes: int) -> int:
+        """Into how many chunks a product is best cut, so that the sum of one travels while the next one is computed.
+
+        1 where sums do not travel beside computation, or where so few bytes would travel slower in chunks.
+        """
+        ...
+
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """The sum over the ranks; `tensor` may be overwritten, and may be the result."""
         ...

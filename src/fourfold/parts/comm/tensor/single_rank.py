@@ -22,6 +22,9 @@ class SingleRankTensorGroup:
     def buffer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.empty(tuple(shape), dtype=dtype, device=self._device)
 
+    def num_chunks(self, num_bytes: int) -> int:
+        return 1
+
     def all_reduce(self, tensor: Tensor) -> Tensor:
         return tensor.contiguous()
 
