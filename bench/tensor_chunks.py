@@ -44,7 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(describe_machine())
     table = [[f"sum, at {setting.rate}", "chunks", "ms", "/ whole", "(half of turns)"]]
     options = {"module": "bench.tensor_worker", "limit_seconds": setting.limit}
-    with Hosts(2, rate=None if setting.rate == "none" else setting.rate) as hosts, World(GLOO, "chunks", num_ranks=2, hosts=hosts, **options) as world:
+    rate = None if setting.rate == "none" else setting.rate
+    with Hosts(2, rate=rate) as hosts, World(GLOO, "chunks", num_ranks=2, hosts=hosts, **options) as world:
         for rows in setting.rows:
             turns = [run_turn(world, rows, number) for number in range(setting.turns)]
             for chunks in CHUNKS:
