@@ -203,27 +203,54 @@ def test_blocks_that_run_again_in_backward(where, reentrant):
 class TwoPasses(nn.Module):
     """It runs its blocks on two inputs of different lengths before backward."""
 
-    def __init__(self) -> None:
+    def __init__(self, where: str, short: int, *, reentrant: bool) -> None:
         super().__init__()
-        self.model = checkpointed("blocks", reentrant=False)
+        self.short, self.model = short, checkpointed(where, reentrant=reentrant)
 
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        short = self.model(tokens[:, :4], positions[:, :4])
-        return self.model(tokens, positions) + F.pad(short, (0, 0, 0, tokens.shape[1] - 4))
+        short = self.model(tokens[:, : self.short], positions[:, : self.short])
+        return self.model(tokens, positions) + F.pad(short, (0, 0, 0, tokens.shape[1] - self.short))
 
 
-def test_lengths_are_known_to_blocks_that_run_again():
-    def make() -> nn.Module:
-        return TwoPasses().double()
+TWO_PASSES_RULES = {f"model.{pattern}": rule for pattern, rule in lm.TENSOR_RULES.items()}
 
-    rules = {f"model.{pattern}": rule for pattern, rule in lm.TENSOR_RULES.items()}
-    expected = oracle.train(make(), lm.loss, ADAM, tokens(4, length=7), clip=0.5)
+
+@pytest.mark.parametrize("short", [4, 6])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_lengths_are_known_to_blocks_and_norms_that_run_again(reentrant, short):
+    """Of 6 and of 7 tokens, three of four ranks have as many."""
+
+    def make(*, reentrant: bool) -> nn.Module:
+        model = TwoPasses("nowhere" if reentrant else "blocks", short, reentrant=reentrant).double()
+        model.get_parameter("model.norm.weight").requires_grad_(not reentrant)  # it would get two gradients
+        return model
+
+    batches = tokens(4, length=7)
+    one_device = make(reentrant=reentrant)
+    cast(Any, one_device).model.reentrant = False
+    expected = oracle.train(one_device, lm.loss, ADAM, batches, clip=0.5)
 
     def body(comm):
-        step = language_step(split_plan(tp=4), comm, make(), tensor=rules)
-        return deviation(step, *train(step, tokens(4, length=7)), expected)
+        step = language_step(split_plan(tp=4), comm, make(reentrant=reentrant), tensor=TWO_PASSES_RULES)
+        return deviation(step, *train(step, batches), expected)
 
     assert max(threads.run(4, body)) <= TOLERANCE
+
+
+def test_two_gradients_of_a_norm_that_runs_again_are_named_on_all_ranks():
+    """As on one device: the lengths are no reason."""
+
+    def body(comm):
+        step = language_step(split_plan(tp=2), comm, TwoPasses("nowhere", 4, reentrant=True), tensor=TWO_PASSES_RULES)
+        with pytest.raises(TaskError) as error:
+            step(tokens(4, length=7)[0])
+        return str(error.value)
+
+    for message in threads.run(2, body):
+        assert (
+            "two gradients of model.norm.weight in one backward (a reentrant checkpoint around its layer?)" in message
+        )
+        assert "checkpoint(…, use_reentrant=False)" in message
 
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated")
