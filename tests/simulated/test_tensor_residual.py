@@ -21,6 +21,7 @@ from fourfold.plan.tensor_rules import Style
 from fourfold.plan.tensor_shard import TensorShard
 from fourfold.step.dry_run.float64_mode import Float64Mode
 from fourfold.step.parallelize import preflight
+from fourfold.step.rank_dropout import RankDropout
 from fourfold.step.train_step import TrainStep
 from fourfold.tasks import lm
 from fourfold.testing import oracle, threads
@@ -202,27 +203,54 @@ def test_blocks_that_run_again_in_backward(where, reentrant):
 class TwoPasses(nn.Module):
     """It runs its blocks on two inputs of different lengths before backward."""
 
-    def __init__(self) -> None:
+    def __init__(self, where: str, short: int, *, reentrant: bool) -> None:
         super().__init__()
-        self.model = checkpointed("blocks", reentrant=False)
+        self.short, self.model = short, checkpointed(where, reentrant=reentrant)
 
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        short = self.model(tokens[:, :4], positions[:, :4])
-        return self.model(tokens, positions) + F.pad(short, (0, 0, 0, tokens.shape[1] - 4))
+        short = self.model(tokens[:, : self.short], positions[:, : self.short])
+        return self.model(tokens, positions) + F.pad(short, (0, 0, 0, tokens.shape[1] - self.short))
 
 
-def test_lengths_are_known_to_blocks_that_run_again():
-    def make() -> nn.Module:
-        return TwoPasses().double()
+TWO_PASSES_RULES = {f"model.{pattern}": rule for pattern, rule in lm.TENSOR_RULES.items()}
 
-    rules = {f"model.{pattern}": rule for pattern, rule in lm.TENSOR_RULES.items()}
-    expected = oracle.train(make(), lm.loss, ADAM, tokens(4, length=7), clip=0.5)
+
+@pytest.mark.parametrize("short", [4, 6])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_lengths_are_known_to_blocks_and_norms_that_run_again(reentrant, short):
+    """Of 6 and of 7 tokens, three of four ranks have as many."""
+
+    def make(*, reentrant: bool) -> nn.Module:
+        model = TwoPasses("nowhere" if reentrant else "blocks", short, reentrant=reentrant).double()
+        model.get_parameter("model.norm.weight").requires_grad_(not reentrant)  # it would get two gradients
+        return model
+
+    batches = tokens(4, length=7)
+    one_device = make(reentrant=reentrant)
+    cast(Any, one_device).model.reentrant = False
+    expected = oracle.train(one_device, lm.loss, ADAM, batches, clip=0.5)
 
     def body(comm):
-        step = language_step(split_plan(tp=4), comm, make(), tensor=rules)
-        return deviation(step, *train(step, tokens(4, length=7)), expected)
+        step = language_step(split_plan(tp=4), comm, make(reentrant=reentrant), tensor=TWO_PASSES_RULES)
+        return deviation(step, *train(step, batches), expected)
 
     assert max(threads.run(4, body)) <= TOLERANCE
+
+
+def test_two_gradients_of_a_norm_that_runs_again_are_named_on_all_ranks():
+    """As on one device: the lengths are no reason."""
+
+    def body(comm):
+        step = language_step(split_plan(tp=2), comm, TwoPasses("nowhere", 4, reentrant=True), tensor=TWO_PASSES_RULES)
+        with pytest.raises(TaskError) as error:
+            step(tokens(4, length=7)[0])
+        return str(error.value)
+
+    for message in threads.run(2, body):
+        assert (
+            "two gradients of model.norm.weight in one backward (a reentrant checkpoint around its layer?)" in message
+        )
+        assert "checkpoint(…, use_reentrant=False)" in message
 
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated")
@@ -497,14 +525,22 @@ def noisy() -> Shifting:
     return model
 
 
-@pytest.mark.parametrize("length", [6, 7, 5])
-def test_dropout_of_split_tokens_drops_other_entries_on_each_rank(length):
-    """Batches of lengths that the dry run has not seen, and that tensor ranks do not divide."""
+@pytest.mark.parametrize(("first_length", "length"), [(6, 6), (6, 7), (6, 5), (1, 6)])
+def test_dropout_of_split_tokens_drops_other_entries_on_each_rank(first_length, length, monkeypatch):
+    """Batches of lengths that the dry run has not seen, and that tensor ranks do not divide. Of one token in the dry
+    run, the first rank has all."""
+    drop = RankDropout._drop
+
+    def one_at_a_time(*args: Any, **kwargs: Any) -> Tensor:
+        with SEED_LOCK:  # threads have one random number generator, which a draw seeds and sets back
+            return drop(*args, **kwargs)
+
+    monkeypatch.setattr(RankDropout, "_drop", one_at_a_time)
 
     def body(comm):
         model, (x, targets) = noisy().double(), features()
         step = language_step(split_plan(tp=2), comm, model, tensor=MIXER_RULES, clip=None)
-        step((x.double(), targets))
+        step((x.double()[:, :first_length], targets[:, :first_length]))
         x, targets = torch.cat([x, x], 1)[:, :length], torch.cat([targets, targets], 1)[:, :length]
         layers = [cast(Noisy, cast(ShiftingBlock, block).shift) for block in model.blocks]
         for layer in layers:

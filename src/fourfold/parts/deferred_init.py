@@ -36,6 +36,7 @@ from fourfold.parts.torch_private import (
     tree_leaves,
     tree_map_only,
 )
+from fourfold.plan.tensor_shard import TensorShard
 
 MIN_ELEMENTS = 2**15  # of a handle; smaller tensors are made at once
 MAX_BACKING = 1.75  # of the largest storage: a whole tensor, and the masks that its initialization may need
@@ -57,6 +58,10 @@ class InitialWeights:
         if view is None:
             return parameter.data
         return view.of(self._record.compute(view.storage)).to(parameter.device)
+
+    def part(self, parameter: nn.Parameter, shard: TensorShard) -> Tensor | None:
+        """A shard of a parameter, if it can be had without the whole one; the same on all ranks that hold it."""
+        return None
 
 
 OWN_WEIGHTS = InitialWeights()

@@ -18,7 +18,7 @@ from fourfold.step.dry_run.check_config import MemoryFit, find_memory_fit
 from fourfold.step.dry_run.loss_check import summarize_error
 from fourfold.step.sequence.dry_run import truncate_batch
 from fourfold.step.sequence.transformers import install_attention
-from fourfold.step.tensor.draw_slices import DrawSlices, FoundDraw, slices_mismatch
+from fourfold.step.tensor.draw_slices import DrawSlices, FoundDraw, slices_mismatch, with_slices_of_one_token
 from fourfold.step.tensor.dry_run import Findings, TensorDryRun
 from fourfold.step.tensor.rule_problems import GradMismatch, RuleProblems
 from fourfold.step.tensor.tensor_axis import TensorAxis
@@ -59,6 +59,7 @@ class CollectiveTensorDryRun:
         reports = self._world.all_gather_json(self._report(findings, has_samples=has_samples))
         if findings.error is not None:
             raise findings.error
+        _complete_draws(reports)
         self._judge(reports)
         if any(report["has_samples"] for report in reports):
             self._finished_modes.add(self._model.training)
@@ -78,8 +79,7 @@ class CollectiveTensorDryRun:
         index = self._axis.group.index
         for rank, report in enumerate(reports):
             if report["tp_ranks"][index] == rank and report["has_samples"] and not report["unavailable"]:
-                found = [FoundDraw.from_json(*draw) for draw in report["draws"]]
-                self._draw_slices.learn(found, training=self._model.training)
+                self._draw_slices.learn(report["draws"], training=self._model.training)
                 return
 
     def _find_memory_fit(self) -> MemoryFit:
@@ -105,7 +105,7 @@ class CollectiveTensorDryRun:
             problem = words.gradients([[GradMismatch(*each) for each in report["gradients"]] for report in mine])
             problems += [problem] if problem is not None else []
             if not problems and not any(report["out_of_step"] for report in mine):
-                problem = slices_mismatch([[FoundDraw.from_json(*draw) for draw in each["draws"]] for each in mine])
+                problem = slices_mismatch([report["draws"] for report in mine])
                 problems += [problem] if problem is not None else []
         if not problems and any(report["out_of_step"] for report in reports):
             got = "tensor ranks that sum different tensors in one forward or backward"
@@ -122,6 +122,15 @@ class CollectiveTensorDryRun:
             log.warning("the dry run of tp = %d compared nothing, so the tensor rules are unchecked: %s", size, reason)
         elif reason := next((report["fallback"] for report in reports if report["fallback"]), ""):
             log.warning("the dry run of tp = %d compared in the model's own dtype, not in float64: %s", size, reason)
+
+
+def _complete_draws(reports: Sequence[dict[str, Any]]) -> None:
+    """Put the draws that the ranks have found in place of the lists that they have sent."""
+    for group in {tuple(report["tp_ranks"]) for report in reports}:
+        mine = [reports[rank] for rank in group]
+        found = [[FoundDraw.from_json(*draw) for draw in report["draws"]] for report in mine]
+        for report, draws in zip(mine, with_slices_of_one_token(found), strict=True):
+            report["draws"] = draws
 
 
 def _first_samples(inputs: Any) -> list[Any]:
