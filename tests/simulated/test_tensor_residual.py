@@ -21,7 +21,6 @@ from fourfold.plan.tensor_rules import Style
 from fourfold.plan.tensor_shard import TensorShard
 from fourfold.step.dry_run.float64_mode import Float64Mode
 from fourfold.step.parallelize import preflight
-from fourfold.step.rank_dropout import RankDropout
 from fourfold.step.train_step import TrainStep
 from fourfold.tasks import lm
 from fourfold.testing import oracle, threads
@@ -526,16 +525,9 @@ def noisy() -> Shifting:
 
 
 @pytest.mark.parametrize(("first_length", "length"), [(6, 6), (6, 7), (6, 5), (1, 6)])
-def test_dropout_of_split_tokens_drops_other_entries_on_each_rank(first_length, length, monkeypatch):
+def test_dropout_of_split_tokens_drops_other_entries_on_each_rank(first_length, length):
     """Batches of lengths that the dry run has not seen, and that tensor ranks do not divide. Of one token in the dry
     run, the first rank has all."""
-    drop = RankDropout._drop
-
-    def one_at_a_time(*args: Any, **kwargs: Any) -> Tensor:
-        with SEED_LOCK:  # threads have one random number generator, which a draw seeds and sets back
-            return drop(*args, **kwargs)
-
-    monkeypatch.setattr(RankDropout, "_drop", one_at_a_time)
 
     def body(comm):
         model, (x, targets) = noisy().double(), features()
