@@ -104,13 +104,13 @@ def lists(one: Tensor, other: Tensor) -> None:
         one.add_(each)
 
 
-def written_with_a_small_tensor(one: Tensor, other: Tensor) -> None:
-    """Twice: once while the model is made, and again when its value is asked for."""
-    count = torch.zeros(SIZE)
+def written_with_a_plain_tensor(one: Tensor, other: Tensor) -> None:
+    """An operation that reads and writes a tensor which is no handle, and runs again each time."""
+    momentum, options = torch.eye(SIZE), {"weight_decay": 0.0, "momentum": 0.5, "lr": 0.1, "dampening": 0.0}
+    options |= {"nesterov": False, "maximize": False, "is_first_step": False}
     for _ in range(2):
-        torch._foreach_add_([count, one], 1.0)
-        torch._foreach_add_([one, count], [count.expand(SIZE, SIZE), count])
-        other.copy_(one)
+        torch.ops.aten._fused_sgd_([one], [torch.eye(SIZE)], [momentum], **options)
+    other.add_(momentum)
 
 
 def moved_by_an_optimizer(one: Tensor, other: Tensor) -> None:
@@ -138,7 +138,7 @@ def overlapping(one: Tensor, other: Tensor) -> None:
 WITH_RECORD: list[Callable[[Tensor, Tensor], None]] = [
     rrelu_, rrelu_with_noise_that_is_kept, rrelu_with_plain_noise, dropout_and_bernoulli, draws_of_many_kinds,
     draws_like, out_variants, lists,
-    written_with_a_small_tensor, moved_by_an_optimizer, custom_function, overlapping,
+    written_with_a_plain_tensor, moved_by_an_optimizer, custom_function, overlapping,
 ]  # fmt: skip
 
 
@@ -166,6 +166,11 @@ def native_dropout(one: Tensor, other: Tensor) -> None:
     one.copy_(torch.native_dropout(one, 0.5, True)[0])
 
 
+def written_and_read(one: Tensor, other: Tensor) -> None:
+    count = torch.ones(())
+    torch._foreach_mul_([count, one], count)
+
+
 def running_statistics(one: Tensor, other: Tensor) -> None:
     mean, variance = one.view(-1), other.view(-1)
     F.batch_norm(torch.rand(3, SIZE * SIZE), mean, variance, training=True)
@@ -186,6 +191,7 @@ WITHOUT: dict[Callable[[Tensor, Tensor], None], str] = {
     set_at_an_offset: "aten.set_.source",
     custom_operation: "fourfold_test.noisy_",
     native_dropout: "aten.native_dropout",
+    written_and_read: "aten._foreach_mul_",
     running_statistics: "aten.native_batch_norm",
     inference: "aten.dropout",
 }

@@ -10,6 +10,7 @@ The operations run for real, each once while the model is made: the values may d
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -156,6 +157,7 @@ class _Recorder(EagerDispatchMode):
         # Before it runs, since it may write what it reads.
         arguments = tree_map_only(Tensor, _recorded, (recorded_args, recorded_kwargs))
         written = written_arguments(func, args, kwargs)
+        _check_plain_arguments(func, args, kwargs, written)
         written_handles = [each for each in tree_leaves(written) if isinstance(each, Handle)]
         overwrites = _overwritten(func, args, written_handles)
         used: set[int] = set()
@@ -224,6 +226,20 @@ def _is_large(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     device, layout = kwargs.get("device"), kwargs.get("layout")
     is_ordinary = (device is None or device.type == "cpu") and layout in (None, torch.strided)
     return is_ordinary and math.prod(args[0]) >= MIN_ELEMENTS
+
+
+def _check_plain_arguments(func: Any, args: Any, kwargs: Any, written: Mapping[str, Any]) -> None:
+    """Raise NotDeferrable for an operation that writes a handle and another tensor, which it also reads elsewhere.
+
+    The record keeps a copy of each argument.
+    """
+    leaves = tree_leaves(written)
+    if all(isinstance(each, Handle) for each in leaves) or not any(isinstance(each, Handle) for each in leaves):
+        return
+    plain = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor) and not isinstance(each, Handle)]
+    keys = Counter(map(storage_key, plain))
+    if any(keys[storage_key(each)] > 1 for each in leaves if not isinstance(each, Handle)):
+        raise NotDeferrable(f"{func}, which reads and writes a tensor beside a weight")
 
 
 def _check_memory(func: Any, given: Sequence[tuple[Handle, Tensor]], result: Any, written: Mapping[str, Any]) -> None:
