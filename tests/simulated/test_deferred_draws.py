@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from tests.cases import SEED_LOCK
 
 CPU = torch.device("cpu")
 SIZE = 32
+unchecked: Any = torch
 
 
 @pytest.fixture(autouse=True)
@@ -32,8 +34,8 @@ class Doubled(torch.autograd.Function):
         return x.mul_(2).add_(torch.rand_like(x))
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> Tensor:
-        return grad * 2
+    def backward(ctx, *grads: Tensor) -> Tensor:
+        return grads[0] * 2
 
 
 @torch.library.custom_op("fourfold_test::noisy_", mutates_args=("x",))
@@ -96,11 +98,11 @@ def out_variants(one: Tensor, other: Tensor) -> None:
 
 def lists(one: Tensor, other: Tensor) -> None:
     small = torch.ones(3)
-    torch._foreach_mul_([one, small, other], 0.5)
-    torch._foreach_add_([one[:7], one[7:]], 1.0)
-    torch._foreach_add_([small, other], [small + 1, one])
+    unchecked._foreach_mul_([one, small, other], 0.5)
+    unchecked._foreach_add_([one[:7], one[7:]], 1.0)
+    unchecked._foreach_add_([small, other], [small + 1, one])
     other.add_(small.sum())
-    for each in torch._foreach_exp([one, other]):
+    for each in unchecked._foreach_exp([one, other]):
         one.add_(each)
 
 
@@ -155,7 +157,7 @@ def resized_as(one: Tensor, other: Tensor) -> None:
 
 
 def set_at_an_offset(one: Tensor, other: Tensor) -> None:
-    other.set_(one, 0, (SIZE, SIZE), (SIZE, 1))
+    cast(Any, other).set_(one, 0, (SIZE, SIZE), (SIZE, 1))
 
 
 def custom_operation(one: Tensor, other: Tensor) -> None:
@@ -168,7 +170,7 @@ def native_dropout(one: Tensor, other: Tensor) -> None:
 
 def written_and_read(one: Tensor, other: Tensor) -> None:
     count = torch.ones(())
-    torch._foreach_mul_([count, one], count)
+    unchecked._foreach_mul_([count, one], count)
 
 
 def running_statistics(one: Tensor, other: Tensor) -> None:
@@ -199,7 +201,7 @@ WITHOUT: dict[Callable[[Tensor, Tensor], None], str] = {
 
 def maker(change: Callable[[Tensor, Tensor], None]) -> Callable[[], nn.Module]:
     def make() -> nn.Module:
-        model = nn.ModuleList([nn.Linear(SIZE, SIZE) for _ in range(2)])
+        model: Any = nn.ModuleList([nn.Linear(SIZE, SIZE) for _ in range(2)])
         with torch.no_grad():
             change(model[0].weight.data, model[1].weight.data)
         nn.init.normal_(model[0].bias)

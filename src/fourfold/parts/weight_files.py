@@ -74,7 +74,7 @@ class WeightFiles:
             result = torch.empty(shard.local_shape, dtype=dtype)
             if not result.numel():
                 return result
-            values, size, done = memoryview(result.view(-1).view(torch.uint8).numpy()), dtype.itemsize, 0
+            values, size, done = result.view(-1).view(torch.uint8).numpy().data, dtype.itemsize, 0
             with path.open("rb", buffering=0) as file:
                 for start, stop in shard.element_ranges:
                     num_bytes = (stop - start) * size
