@@ -133,7 +133,7 @@ def test_workers_of_local_steps_go_on_with_their_states_on_another_number_of_ten
         return cases.train_step(case, step, skip=2)
 
     wanted, losses = expected(case, 2), threads.run(4, begin)[0]
-    for tp in (1, 4):
+    for tp in (1, 2, 4):
         for got in threads.run(2 * tp, functools.partial(go_on, tp=tp)):
             whole = got._replace(losses=losses + got.losses)
             assert oracle.deviation(whole, wanted) <= TOLERANCE

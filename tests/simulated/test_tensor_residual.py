@@ -74,16 +74,15 @@ def largest_deviation(plan: Plan, batches: Any, expected: oracle.TrainingResult,
     {"tp": 2, "microbatches": 3},
     {"tp": 2, "unused": "allow", "zero": 1},
 ], ids=str)  # fmt: skip
-def test_every_mesh_trains_as_one_device(fields, without_dry_run):
+def test_every_mesh_trains_as_one_device(fields):
     assert largest_deviation(split_plan(**fields), tokens(8), one_device()) <= TOLERANCE
 
 
 def test_updates_in_backward_are_those_of_one_device():
-    """With the dry runs, of which meshes of dp and tp are made below."""
     expected = oracle.train(language_model(), lm.loss, ADAM, tokens(8))
 
     def body(comm):
-        step = language_step(split_plan(tp=2, sp=2, update="in_backward", zero=2), comm, clip=None)
+        step = language_step(split_plan(tp=2, dp=2, update="in_backward", zero=2), comm, clip=None)
         return deviation(step, *train(step, tokens(8)), expected)
 
     assert max(threads.run(4, body)) <= TOLERANCE
@@ -215,12 +214,13 @@ class TwoPasses(nn.Module):
 TWO_PASSES_RULES = {f"model.{pattern}": rule for pattern, rule in lm.TENSOR_RULES.items()}
 
 
+@pytest.mark.parametrize("short", [4, 6])
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_lengths_are_known_to_blocks_and_norms_that_run_again(reentrant, without_dry_run):
+def test_lengths_are_known_to_blocks_and_norms_that_run_again(reentrant, short):
     """Of 6 and of 7 tokens, three of four ranks have as many."""
 
     def make(*, reentrant: bool) -> nn.Module:
-        model = TwoPasses("nowhere" if reentrant else "blocks", 6, reentrant=reentrant).double()
+        model = TwoPasses("nowhere" if reentrant else "blocks", short, reentrant=reentrant).double()
         model.get_parameter("model.norm.weight").requires_grad_(not reentrant)  # it would get two gradients
         return model
 
@@ -400,12 +400,13 @@ def raised(model: Any, plan: Plan, rules: Any = lm.TENSOR_RULES, batch: Any = No
     return message
 
 
-def test_a_sum_that_is_missing_or_doubled_is_named(monkeypatch):
+@pytest.mark.parametrize("tp", [2, 4])
+def test_a_sum_that_is_missing_or_doubled_is_named(tp, monkeypatch):
     apply = LeaveTokens.apply
     times = {"missing": 1 / 3, "doubled": 2}
     for text, factor in times.items():
         monkeypatch.setattr(LeaveTokens, "apply", lambda partial, *args, f=factor: apply(partial * f, *args))
-        message = raised(language_model, split_plan(tp=2))
+        message = raised(language_model, split_plan(tp=tp))
         number = f"{factor:.4g}"
         assert f"blocks.0.attention.out (Linear) returns outputs that are not the whole model's, but {number}" in (
             message
