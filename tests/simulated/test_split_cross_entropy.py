@@ -34,7 +34,7 @@ class Counting:
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._group, name)
-        if not callable(found) or name in ("buffer", "meet"):
+        if not callable(found) or name in ("buffer", "meet", "num_chunks"):
             return found
 
         def call(tensor: Tensor, *args: Any) -> Tensor:
