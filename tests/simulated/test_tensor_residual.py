@@ -482,7 +482,7 @@ def features() -> Any:
 def test_tokens_that_mix_between_blocks_are_named():
     message = raised(lambda: Shifting(1), split_plan(tp=2), MIXER_RULES, features())
     assert "blocks.0.shift (Shift) returns outputs that are not the whole model's" in message
-    assert "need what works on each token by itself" in message
+    assert "need what works on each token independently" in message
     assert 'try residual = "whole"' in message
 
 

@@ -168,7 +168,7 @@ def _check_rows(rows: Tensor, length: int | None, group: TensorGroup, where: str
     if rows.shape[-2] != stop - start:
         tokens = "none" if length is None else f"{stop - start} of {length}"
         got = f"{rows.shape[-2]} tokens for {where}, where this rank should have {tokens}"
-        need = "the first block before the others, and between blocks only what works on each token by itself"
+        need = "the first block before the others, and between blocks only what works on each token independently"
         raise TaskError(Problem(got, need, 'residual = "whole"'), where="the tensor axis")
 
 

@@ -186,7 +186,7 @@ class DrawSlices:
         if _are_equal(parts) or number == len(parts) or (number < len(parts) and not is_last):
             return
         got = f"{name} draws for whole and for split tensors, {len(parts)} times in the dry run and {number} times now"
-        raise _error(got, "the same draws in each forward", "a dropout module of its own for each place")
+        raise _error(got, "the same draws in each forward", "a separate dropout module for each place")
 
 
 def _are_equal(parts: Sequence[DrawSlice | None]) -> bool:
