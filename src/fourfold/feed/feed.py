@@ -6,6 +6,7 @@ Law: the local batches of all data ranks together are `plan.sample_order.rows` o
 """
 
 import logging
+import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ from torch.utils.data import DataLoader
 from fourfold.feed.data_input import DataInput, input_problems, open_input
 from fourfold.feed.prefetch import prefetch
 from fourfold.feed.sample_rng import fetch_seeded
-from fourfold.feed.source import fetch, pin_batch
+from fourfold.feed.source import CollatedSource, fetch, pin_batch
 from fourfold.feed.source_fingerprint import Fingerprint, fingerprint_of, is_same_sample
 from fourfold.feed.stream import Stream, StreamPart, split_batch_problem, stream_end_problem
 from fourfold.feed.workers import Request
@@ -49,10 +50,12 @@ class Batch(tuple):
 
     probe: the fingerprint of the feed's source, on a data rank's first batch if there are several data ranks
     (`feed/source_fingerprint.py`).
+    data_seconds: how long the loop over the feed waited for it.
     """
 
     samples: BatchRange
     probe: Fingerprint | None = None
+    data_seconds: float | None = None
 
     @classmethod
     def wrap(cls, values: Any, samples: BatchRange) -> Any:
@@ -72,6 +75,7 @@ class DictBatch(dict[str, Any]):
 
     samples: BatchRange
     probe: Fingerprint | None = None
+    data_seconds: float | None = None
 
 
 class NoLengthError(DataError, TypeError):
@@ -158,6 +162,12 @@ class Feed:
         return self._input.num_samples
 
     @property
+    def bytes_read(self) -> int | None:
+        """Bytes that this rank has read from storage so far; None for a source that does not count them."""
+        source: Any = self._input.source
+        return getattr(source.dataset if isinstance(source, CollatedSource) else source, "bytes_read", None)
+
+    @property
     def order_version(self) -> int:
         """The version of the order in which samples come; 0 where they come as the source has them."""
         return ORDER_VERSION if self._shuffles else UNSHUFFLED
@@ -189,14 +199,18 @@ class Feed:
         """The remaining batches of the epoch. The state advances when a batch is yielded, not when it is read."""
         epoch = self._state.epoch
         while self._state.epoch == epoch:
+            asked = time.perf_counter()
             batches = prefetch(
                 self._batches(self._state), is_on_demand=lambda: self._uses_rng, check_peers=lambda: self.check_peers()
             )
             for after, batch in batches:
                 self._state = after
+                if isinstance(batch, Batch | DictBatch):
+                    batch.data_seconds = time.perf_counter() - asked
                 yield batch
                 if self._state is not after or after.epoch != epoch:
                     break  # the epoch is over, or `load_state` has moved the feed
+                asked = time.perf_counter()
             else:  # with drop_last, a state that another batch size has left too near to the end
                 self._state = Position(self._state.seed, epoch + 1, 0, self.num_samples)
 
