@@ -21,8 +21,8 @@ SIXTEENTHS = st.integers(0, 64).map(lambda number: number / 16)  # exact in bina
 def steps_of(waits: list[float], computes: list[float], *, samples: int = 4, num_bytes: int = 100) -> list[TimedStep]:
     """Steps one after the other, on a clock that starts at 1000."""
     now, found = 1000.0, []
-    for number, (wait, compute) in enumerate(zip(waits, computes, strict=True), 1):
-        found.append(TimedStep(now, now + wait, now + wait + compute, compute, samples, number * num_bytes))
+    for wait, compute in zip(waits, computes, strict=True):
+        found.append(TimedStep(now, now + wait, now + wait + compute, compute, samples, num_bytes))
         now += wait + compute
     return found
 

@@ -50,12 +50,13 @@ class Batch(tuple):
 
     probe: the fingerprint of the feed's source, on a data rank's first batch if there are several data ranks
     (`feed/source_fingerprint.py`).
-    data_seconds: how long the loop over the feed waited for it.
+    data_seconds: how long the loop over the feed waited for it. bytes_read: what was read for it, if the source counts.
     """
 
     samples: BatchRange
     probe: Fingerprint | None = None
     data_seconds: float | None = None
+    bytes_read: int | None = None
 
     @classmethod
     def wrap(cls, values: Any, samples: BatchRange) -> Any:
@@ -76,6 +77,7 @@ class DictBatch(dict[str, Any]):
     samples: BatchRange
     probe: Fingerprint | None = None
     data_seconds: float | None = None
+    bytes_read: int | None = None
 
 
 class NoLengthError(DataError, TypeError):
@@ -147,8 +149,13 @@ class Feed:
     @classmethod
     def single_rank(cls, source: Any, **options: Any) -> "Feed":
         """A feed of global batches, as in a world of one rank."""
+        return cls.of_data_rank(source, size=1, index=0, **options)
+
+    @classmethod
+    def of_data_rank(cls, source: Any, *, size: int, index: int, **options: Any) -> "Feed":
+        """The feed of one of `size` data ranks, whatever world this process is in."""
         feed = cls(source, **options)
-        feed._size, feed._index = 1, 0
+        feed._size, feed._index = size, index
         return feed
 
     @property
@@ -226,11 +233,14 @@ class Feed:
             return
         if problem := _length_mismatch(start, self.num_samples):
             raise DataError(problem, where="the feed")
-        values = self._read(samples for _, samples in self._ranges(start))
+        before, values = self.bytes_read, self._read(samples for _, samples in self._ranges(start))
         for (after, samples), local in zip(self._ranges(start), values, strict=False):
             batch = Batch.wrap(local, samples)
+            if before is not None and isinstance(batch, Batch | DictBatch):
+                batch.bytes_read = (self.bytes_read or 0) - before
             if self._size > 1 and not self._has_fingerprint and isinstance(batch, Batch | DictBatch):
                 self._has_fingerprint, batch.probe = True, self._source_fingerprint(start.seed)
+            before = self.bytes_read
             yield after, batch
 
     def _ranges(self, start: Position) -> Iterator[tuple[Position, BatchRange]]:

@@ -44,13 +44,22 @@ NO_STEPS = Window(0, 0, 0.0, 0.0, 0)
 
 def add_windows(windows: Iterable[Window]) -> Window:
     """The windows as one: its utilization is their mean, weighted by their running time."""
-    steps, samples, computing, running, num_bytes = 0, 0, 0.0, 0.0, list[int | None]()
+    windows = list(windows)
+    steps, samples, computing, running = 0, 0, 0.0, 0.0
     for window in windows:
         steps, samples = steps + window.num_steps, samples + window.num_samples
         computing, running = computing + window.compute_seconds, running + window.running_seconds
-        num_bytes.append(window.bytes_read)
-    known = [each for each in num_bytes if each is not None]
-    return Window(steps, samples, computing, running, sum(known) if len(known) == len(num_bytes) else None)
+    return Window(steps, samples, computing, running, sum_known(window.bytes_read for window in windows))
+
+
+def sum_known(numbers: Iterable[int | None]) -> int | None:
+    """The sum; None if one of the numbers is."""
+    total = 0
+    for number in numbers:
+        if number is None:
+            return None
+        total += number
+    return total
 
 
 class TimedStep(NamedTuple):
@@ -59,7 +68,7 @@ class TimedStep(NamedTuple):
     asked            when it asked for its batch; `ready`: when it had it
     ended            when it had computed, and all accelerators with it
     compute_seconds  how long it computes
-    bytes_read       what its source had read by the end of the step, since the beginning of the run
+    bytes_read       what was read for its batch; None where the source does not count
     """
 
     asked: float
@@ -79,14 +88,12 @@ def epoch_window(steps: Sequence[TimedStep]) -> Window:
     if len(steps) <= EXCLUDED_STEPS:
         return NO_STEPS
     before, counted = steps[EXCLUDED_STEPS - 1], steps[EXCLUDED_STEPS:]
-    last = counted[-1]
-    has_bytes = before.bytes_read is not None and last.bytes_read is not None
     return Window(
         len(counted),
         sum(step.num_samples for step in counted),
         sum(step.compute_seconds for step in counted),
-        last.ended - before.ended,
-        (last.bytes_read or 0) - (before.bytes_read or 0) if has_bytes else None,
+        counted[-1].ended - before.ended,
+        sum_known(step.bytes_read for step in counted),
     )
 
 
@@ -102,12 +109,16 @@ def all_ranks(windows: Sequence[Window]) -> Window:
 
 
 class TrainedStep(NamedTuple):
-    """One step of training, on one rank: how long it waited for its batch, and how long the step then took."""
+    """One step of training, on one rank: how long it waited for its batch, and how long the step then took.
+
+    num_samples  of the global batch; bytes_read: for this rank's part of it
+    """
 
     number: int
     data_seconds: float
     step_seconds: float
     num_samples: int
+    bytes_read: int | None = None
 
 
 class Waiting(NamedTuple):
@@ -126,7 +137,8 @@ def training_window(steps: Sequence[TrainedStep], waits_by_rank: Sequence[Sequen
     longest = [max(waits) for waits in zip(*waits_by_rank, strict=True)]
     running = sum(lengths)
     charged = sum(min(wait, length) for wait, length in zip(longest, lengths, strict=True))
-    return Window(len(steps), sum(step.num_samples for step in steps), running - charged, running)
+    num_bytes = sum_known(step.bytes_read for step in steps)
+    return Window(len(steps), sum(step.num_samples for step in steps), running - charged, running, num_bytes)
 
 
 def longest_waiting(waits_by_rank: Sequence[Sequence[float]]) -> Waiting:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from fourfold.feed.feed import Feed
-from fourfold.plan.utilization import TrainedStep, Window, longest_waiting, training_window
+from fourfold.plan.utilization import TrainedStep, Window, longest_waiting, sum_known, training_window
 from fourfold.step.metrics import Metrics
 from fourfold.step.train_step import TrainStep
 
@@ -34,22 +34,20 @@ class DataMeter:
         self._steps: list[TrainedStep] = []
         self._is_epoch_start, self._has_warned = True, False
         self._epochs = [feed.state.epoch] * 2
-        self._num_bytes: int | None = 0
-        self._last_bytes = feed.bytes_read
 
-    def batch_read(self) -> None:
-        """This rank has its next batch."""
+    def batch_read(self, batch: Any) -> None:
+        """This rank has its next batch from the feed."""
+        self._bytes_read = getattr(batch, "bytes_read", None)
         state = self._feed.state
         self._is_epoch_end = state.position == 0
         self._epochs[1] = state.epoch - self._is_epoch_end
 
     def step_done(self, step_number: int, metrics: Metrics) -> None:
         """A step has ended. Collective where a segment ends with it."""
-        before, self._last_bytes = self._last_bytes, self._feed.bytes_read
         # No window holds the first step of an epoch.
         if not self._is_epoch_start and metrics.data_seconds is not None:
-            self._steps.append(TrainedStep(step_number, metrics.data_seconds, metrics.seconds, metrics.samples))
-            self._num_bytes = _add_bytes(self._num_bytes, before, self._last_bytes)
+            times = metrics.data_seconds, metrics.seconds
+            self._steps.append(TrainedStep(step_number, *times, metrics.samples, self._bytes_read))
         self._is_epoch_start = self._is_epoch_end
         if len(self._steps) >= (MIN_STEPS if self._is_epoch_end else MAX_STEPS):
             self.end_segment()
@@ -59,13 +57,13 @@ class DataMeter:
         steps, self._steps = self._steps, []
         if not steps:
             return
-        num_bytes, self._num_bytes = self._num_bytes, 0
         waits = [round(step.data_seconds * MICROSECONDS) for step in steps]
-        by_rank = self._step.all_gather_json([socket.gethostname(), num_bytes, waits])
+        by_rank = self._step.all_gather_json(
+            [socket.gethostname(), sum_known(step.bytes_read for step in steps), waits]
+        )
         seconds_by_rank = [[wait / MICROSECONDS for wait in waits] for _, _, waits in by_rank]
         window = training_window(steps, seconds_by_rank)
-        total_bytes = [each for _, each, _ in by_rank]
-        window = window._replace(bytes_read=None if None in total_bytes else sum(total_bytes))
+        window = window._replace(bytes_read=sum_known(num_bytes for _, num_bytes, _ in by_rank))
         waiting = longest_waiting(seconds_by_rank)
         record = {
             "first_epoch": self._epochs[0],
@@ -92,7 +90,3 @@ class DataMeter:
             f"accelerator utilization {100 * window.utilization:.0f} %: {where} {waited} "
             f"(steps {record['first_step']} to {record['last_step']})"
         )
-
-
-def _add_bytes(total: int | None, before: int | None, now: int | None) -> int | None:
-    return None if total is None or before is None or now is None else total + now - before

@@ -81,7 +81,7 @@ class TrainingLoop:
             with self.tracer.sample(number + 1) as recorder:
                 with recorder.reading():
                     batch = next(batches)
-                meter.batch_read()
+                meter.batch_read(batch)
                 step.request_stop(stop_signal() > 0 or self.callbacks.stop_reason is not None)
                 metrics = step(batch)
             lr = step.optimizer.param_groups[0]["lr"]
