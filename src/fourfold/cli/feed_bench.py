@@ -192,7 +192,7 @@ def _compute_seconds(text: str) -> tuple[Any, str]:
     from fourfold.feed.bench.workload import Seconds
 
     try:
-        return Seconds((_positive(float)(text),)), "accelerator"
+        return Seconds((_positive(float)(text),)), "own"
     except ValueError:
         pass
     log = next((path for path in (Path(text, LOG_FILE), Path(RUNS_DIR, text, LOG_FILE)) if path.is_file()), None)

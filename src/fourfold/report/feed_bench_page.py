@@ -6,7 +6,7 @@ Law: the page has every figure of the text, and says in which window they were m
 from collections.abc import Sequence
 
 from fourfold.feed.bench.result import WINDOW_TEXT, Result, histogram
-from fourfold.feed.bench.text import COLUMNS, RULES, UNKNOWN, epoch_rows, percent, summary_rows
+from fourfold.feed.bench.text import COLUMNS, RULES, UNKNOWN, epoch_rows, name_of, percent, summary_rows
 from fourfold.report.html_page import render_card, render_page
 from fourfold.report.html_table import render_row, render_table, render_text
 from fourfold.report.line_chart import Series, line_figure
@@ -27,12 +27,8 @@ def render_feed_bench(results: Sequence[Result]) -> str:
         ]
     figures = _tiles(results[0]) if len(results) == 1 else ""
     first = results[0]
-    under = f"{_name(first)} · {first.workload.format}" if len(results) == 1 else f"{len(results)} emulated trainings"
+    under = f"{name_of(first)} · {first.workload.format}" if len(results) == 1 else f"{len(results)} emulated trainings"
     return render_page(PAGE_TITLE, under, f'{figures}<div class="cards">{"".join(cards)}</div>')
-
-
-def _name(result: Result) -> str:
-    return f"{result.workload.name} on {result.accelerators} × {result.workload.accelerator}"
 
 
 def _tiles(result: Result) -> str:
@@ -56,12 +52,13 @@ def _epochs_card(result: Result) -> str:
     notes = [f"Window: {WINDOW_TEXT}.", f"Page cache: {result.cache}."]
     notes += [f"Scaled: {'; '.join(result.scaled)}."] if result.scaled else []
     note = f'<p class="note">{render_text(" ".join([*notes, RULES]))}</p>'
-    return f"<h2>{render_text(_name(result))}</h2>{render_table(COLUMNS, rows, style='memory')}{note}"
+    return f"<h2>{render_text(name_of(result))}</h2>{render_table(COLUMNS, rows, style='memory')}{note}"
 
 
 def _waits_card(result: Result) -> str:
     rows = [Bar(label, count, f"{count:,}", "data") for label, count in histogram(result.waits)]
-    note = f"{len(result.waits):,} waits of {result.accelerators} accelerators, in the same window."
+    who = f"{result.accelerators} accelerators" if result.accelerators > 1 else "one accelerator"
+    note = f"{len(result.waits):,} waits of {who}, in the same window."
     return f'<h2>Waits for a batch</h2>{bar_chart(rows, title="Waits for a batch")}<p class="note">{note}</p>'
 
 

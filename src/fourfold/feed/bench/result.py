@@ -5,6 +5,7 @@ Law: the figures of an epoch are of one window: its steps without the first. Tho
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -122,8 +123,7 @@ def histogram(waits: Sequence[float]) -> list[tuple[str, int]]:
     """How many waits were how long: (label, count)."""
     edges = (0.0, *WAIT_EDGES, math.inf)
     return [
-        (_edge_text(low, high), sum(low <= wait < high for wait in waits))
-        for low, high in zip(edges, edges[1:], strict=False)
+        (_edge_text(low, high), sum(low <= wait < high for wait in waits)) for low, high in itertools.pairwise(edges)
     ]
 
 
