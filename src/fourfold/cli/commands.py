@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
+from fourfold.cli.feed import feed
 from fourfold.words.errors import Problem, SettingError, closest_match
 
 Command = Callable[[], int]
@@ -21,7 +22,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 
-COMMANDS = ("train", "run", "show", "verify", "checkpoint", "report", "watch", "doctor", "new", "completion")
+COMMANDS = ("train", "run", "show", "verify", "checkpoint", "feed", "report", "watch", "doctor", "new", "completion")
 WITH_SETTINGS = ("fourfold train", "fourfold show", "fourfold verify")
 OPTIONS, RUN_OPTIONS = "[-n N]", "[-n N] [--restarts K]"
 TRAIN_WORDS = "TASK FILE.toml KEY=VALUE"
@@ -95,6 +96,7 @@ def fourfold(
     fourfold show plan.toml               print what each rank will do and send
     fourfold verify lm plan.toml          check that a plan trains as one device does
     fourfold checkpoint list runs/NAME    list a run's checkpoints
+    fourfold feed bench unet3d            measure how well this machine's storage feeds accelerators
     fourfold report first second          write a page that shows a run, or compares several
     fourfold watch NAME                   serve a page that shows a run while it trains
     fourfold doctor                       check this machine, and say what to fix
@@ -203,6 +205,7 @@ def verify(
 
 checkpoint = typer.Typer(rich_markup_mode=None, help="List, verify and export checkpoints.")
 app.add_typer(checkpoint, name="checkpoint")
+app.add_typer(feed, name="feed")
 
 
 @checkpoint.callback(invoke_without_command=True)

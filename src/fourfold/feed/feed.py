@@ -6,6 +6,7 @@ Law: the local batches of all data ranks together are `plan.sample_order.rows` o
 """
 
 import logging
+import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ from torch.utils.data import DataLoader
 from fourfold.feed.data_input import DataInput, input_problems, open_input
 from fourfold.feed.prefetch import prefetch
 from fourfold.feed.sample_rng import fetch_seeded
-from fourfold.feed.source import fetch, pin_batch
+from fourfold.feed.source import CollatedSource, fetch, pin_batch
 from fourfold.feed.source_fingerprint import Fingerprint, fingerprint_of, is_same_sample
 from fourfold.feed.stream import Stream, StreamPart, split_batch_problem, stream_end_problem
 from fourfold.feed.workers import Request
@@ -49,10 +50,13 @@ class Batch(tuple):
 
     probe: the fingerprint of the feed's source, on a data rank's first batch if there are several data ranks
     (`feed/source_fingerprint.py`).
+    data_seconds: how long the loop over the feed waited for it. bytes_read: what was read for it, if the source counts.
     """
 
     samples: BatchRange
     probe: Fingerprint | None = None
+    data_seconds: float | None = None
+    bytes_read: int | None = None
 
     @classmethod
     def wrap(cls, values: Any, samples: BatchRange) -> Any:
@@ -72,6 +76,8 @@ class DictBatch(dict[str, Any]):
 
     samples: BatchRange
     probe: Fingerprint | None = None
+    data_seconds: float | None = None
+    bytes_read: int | None = None
 
 
 class NoLengthError(DataError, TypeError):
@@ -143,8 +149,13 @@ class Feed:
     @classmethod
     def single_rank(cls, source: Any, **options: Any) -> "Feed":
         """A feed of global batches, as in a world of one rank."""
+        return cls.of_data_rank(source, size=1, index=0, **options)
+
+    @classmethod
+    def of_data_rank(cls, source: Any, *, size: int, index: int, **options: Any) -> "Feed":
+        """The feed of one of `size` data ranks, whatever world this process is in."""
         feed = cls(source, **options)
-        feed._size, feed._index = 1, 0
+        feed._size, feed._index = size, index
         return feed
 
     @property
@@ -156,6 +167,12 @@ class Feed:
     def num_samples(self) -> int | None:
         """Samples of an epoch; None if a stream does not say."""
         return self._input.num_samples
+
+    @property
+    def bytes_read(self) -> int | None:
+        """Bytes that this rank has read from storage so far; None for a source that does not count them."""
+        source: Any = self._input.source
+        return getattr(source.dataset if isinstance(source, CollatedSource) else source, "bytes_read", None)
 
     @property
     def order_version(self) -> int:
@@ -189,14 +206,18 @@ class Feed:
         """The remaining batches of the epoch. The state advances when a batch is yielded, not when it is read."""
         epoch = self._state.epoch
         while self._state.epoch == epoch:
+            asked = time.perf_counter()
             batches = prefetch(
                 self._batches(self._state), is_on_demand=lambda: self._uses_rng, check_peers=lambda: self.check_peers()
             )
             for after, batch in batches:
                 self._state = after
+                if isinstance(batch, Batch | DictBatch):
+                    batch.data_seconds = time.perf_counter() - asked
                 yield batch
                 if self._state is not after or after.epoch != epoch:
                     break  # the epoch is over, or `load_state` has moved the feed
+                asked = time.perf_counter()
             else:  # with drop_last, a state that another batch size has left too near to the end
                 self._state = Position(self._state.seed, epoch + 1, 0, self.num_samples)
 
@@ -212,11 +233,14 @@ class Feed:
             return
         if problem := _length_mismatch(start, self.num_samples):
             raise DataError(problem, where="the feed")
-        values = self._read(samples for _, samples in self._ranges(start))
+        before, values = self.bytes_read, self._read(samples for _, samples in self._ranges(start))
         for (after, samples), local in zip(self._ranges(start), values, strict=False):
             batch = Batch.wrap(local, samples)
+            if before is not None and isinstance(batch, Batch | DictBatch):
+                batch.bytes_read = (self.bytes_read or 0) - before
             if self._size > 1 and not self._has_fingerprint and isinstance(batch, Batch | DictBatch):
                 self._has_fingerprint, batch.probe = True, self._source_fingerprint(start.seed)
+            before = self.bytes_read
             yield after, batch
 
     def _ranges(self, start: Position) -> Iterator[tuple[Position, BatchRange]]:

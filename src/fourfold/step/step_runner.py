@@ -50,7 +50,7 @@ class StepRunner:
         """See `TrainStep.__call__`."""
         begin, meter = time.perf_counter(), self._parts.meter
         waited, sent, out_of_turn = meter.waiting_seconds, meter.sent_bytes, self._num_out_of_turn
-        samples = getattr(batch, "samples", None)
+        samples, data_seconds = getattr(batch, "samples", None), getattr(batch, "data_seconds", None)
         has_pending = self._assembly.timing.has_pending
         self._checks.before_step(batch, compares_all=not self._programs.has_record, has_pending_updates=has_pending)
         batch, problem = self._assembly.batches.compare(batch)
@@ -76,6 +76,7 @@ class StepRunner:
             loss_scale=loss_scale,
             out_of_turn=self._num_out_of_turn - out_of_turn,
             overflowed=step.overflowed,
+            data_seconds=data_seconds,
         )
 
     def _finish_step(self, step: StepState, samples: BatchRange | None) -> Skipped | None:

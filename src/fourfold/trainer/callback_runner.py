@@ -113,6 +113,7 @@ class CallbackRunner:
             waiting_seconds=metrics.waiting_seconds,
             units_per_second=self._logger.throughput.units_per_second,
             skipped=metrics.skipped is not None,
+            data_seconds=metrics.data_seconds,
         )
         # Not within a pause: the time of a step is to include what callbacks take of it.
         self._call_all("on_step", event)

@@ -197,6 +197,7 @@ class RunLogger:
             "lr": float(lr),
             "seconds": metrics.seconds,
             "waiting_seconds": metrics.waiting_seconds,
+            "data_seconds": metrics.data_seconds,
             "sent_bytes": metrics.sent_bytes,
         }
         if metrics.loss_scale is not None:
