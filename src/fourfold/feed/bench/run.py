@@ -132,21 +132,8 @@ def run_workload(full: Workload, options: Options, *, say: Callable[[str], None]
     record_bytes = sum(path.stat().st_size for path in paths) / len(shape)
     threads = workload.read_threads * options.accelerators
     sizes = {"record_bytes": workload.record_bytes, "threads": threads, "seconds": options.ceiling_seconds}
-    origin = None if options.origin is None else options.origin * options.scale
     before = measure_ceiling(paths, **sizes)
-    training = Training(
-        shape=shape,
-        folder=folder,
-        reads=Reads(workload.sample_bytes, workload.read_threads, options.direct, workload.preprocess, options.seed),
-        compute=workload.compute,
-        size=options.accelerators,
-        batch_size=workload.batch_size,
-        epochs=workload.epochs,
-        steps=workload.steps_of_epoch(options.accelerators),
-        drops_cache=options.cache == "drop",
-        origin=origin,
-        seed=options.seed,
-    )
+    training = _training(workload, options, shape, folder)
     say(f"{training.epochs} epochs of {training.steps} steps on {training.size} emulated {workload.accelerator}")
     epochs = make_epochs(run_ranks(training))
     after = measure_ceiling(paths, **sizes)
@@ -158,9 +145,25 @@ def run_workload(full: Workload, options: Options, *, say: Callable[[str], None]
         cache=_describe_cache(options),
         epochs=epochs,
         ceilings=(before, after),
-        origin=origin,
+        origin=training.origin,
         need=workload.batch_size * record_bytes / workload.compute.mean,
         checkpoint=measure_checkpoint(folder, size) if size else None,
+    )
+
+
+def _training(workload: Workload, options: Options, shape: DataShape, folder: Path) -> Training:
+    return Training(
+        shape=shape,
+        folder=folder,
+        reads=Reads(workload.sample_bytes, workload.read_threads, options.direct, workload.preprocess, options.seed),
+        compute=workload.compute,
+        size=options.accelerators,
+        batch_size=workload.batch_size,
+        epochs=workload.epochs,
+        steps=workload.steps_of_epoch(options.accelerators),
+        drops_cache=options.cache == "drop",
+        origin=None if options.origin is None else options.origin * options.scale,
+        seed=options.seed,
     )
 
 
