@@ -69,7 +69,7 @@ def measure_product(group: TensorGroup, job: dict[str, Any]) -> dict[str, float]
         torch.ones(job["rows"], job["features"]),
         torch.full((job["out"], job["features"]), 1.0 + group.index),
     )
-    RowProduct.apply(input, weight, group)
+    total = RowProduct.apply(input, weight, group)
     dist.barrier()
     begin = time.perf_counter()
     for _ in range(job["times"]):

@@ -72,7 +72,7 @@ def _write_npy(file: BinaryIO, records: np.ndarray) -> None:
 
 
 def _write_npz(file: BinaryIO, records: np.ndarray) -> None:
-    np.savez(file, **{NPZ_KEY: records})
+    np.savez(file, allow_pickle=False, **{NPZ_KEY: records})
 
 
 # How a file of records is written: uint8 [bytes] of one record, or [records, bytes]. A further format is a row here and
