@@ -15,6 +15,7 @@ from fourfold.step.train_step import TrainStep
 
 MIN_STEPS, MAX_STEPS = 20, 500
 LOW_UTILIZATION = 0.9  # what MLPerf Storage requires of most workloads
+MIN_LOST_SECONDS = 1.0  # less in a segment is not worth a line: steps of a millisecond wait for anything
 MICROSECONDS = 1e6
 DATA_KEY = "data"
 
@@ -81,12 +82,14 @@ class DataMeter:
         self._warn(record, window)
 
     def _warn(self, record: Mapping[str, Any], window: Window) -> None:
-        if self._has_warned or window.utilization is None or window.utilization >= LOW_UTILIZATION:
+        lost_seconds = window.running_seconds - window.compute_seconds
+        is_low = window.utilization is not None and window.utilization < LOW_UTILIZATION
+        if self._has_warned or not is_low or lost_seconds < MIN_LOST_SECONDS:
             return
         self._has_warned = True
         where = f"rank {record['rank']} on {record['host']}"
         waited = f"waited {record['rank_seconds']:.1f} s of {window.running_seconds:.1f} s for data"
         self._log.log_message(
-            f"accelerator utilization {100 * window.utilization:.0f} %: {where} {waited} "
+            f"accelerator utilization {100 * (window.utilization or 0.0):.0f} %: {where} {waited} "
             f"(steps {record['first_step']} to {record['last_step']})"
         )
