@@ -204,8 +204,14 @@ def test_accelerators_share_an_epochs_samples_and_meet_after_each_step(tmp_path)
     found: dict[int, Any] = {}
     free_at: Any = types.SimpleNamespace(value=0.0, get_lock=nullcontext)
 
+    given = training(tmp_path)
+
     def body(index: int) -> None:
-        found[index] = train_rank(training(tmp_path), index, barrier.wait, free_at)
+        try:
+            found[index] = train_rank(given, index, functools.partial(barrier.wait, 60), free_at)
+        except BaseException:
+            barrier.abort()
+            raise
 
     threads = [threading.Thread(target=body, args=(index,)) for index in range(2)]
     for thread in threads:
