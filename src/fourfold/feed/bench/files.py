@@ -10,6 +10,7 @@ import io
 import json
 import os
 import shutil
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -156,7 +157,7 @@ def record_number(row: Any) -> int:
 
 def write_durably(path: Path, write: Callable[[BinaryIO], Any]) -> None:
     """Write a file aside, fsync it, and rename it."""
-    aside = path.with_name(path.name + ".part")
+    aside = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.part")  # another run may write it too
     with aside.open("wb") as file:
         write(file)
         file.flush()

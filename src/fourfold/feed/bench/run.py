@@ -25,6 +25,7 @@ MAX_CHECKPOINT_BYTES = 2**29
 LEAST_STEPS, EPOCH_SECONDS, EPOCHS = 10, 5.0, 2  # of a run that says neither samples nor steps
 MIN_STEPS = 3  # of an epoch: two are counted
 FALLBACK_FORMAT = "npy"
+GENERATING_THREADS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,29 +115,21 @@ def describe_scaling(full: Workload, workload: Workload, options: Options) -> li
 def run_workload(full: Workload, options: Options, *, say: Callable[[str], None] = lambda text: None) -> Result:
     """Emulate a training. `say` is called with what happens. Raises DataError and SettingError."""
     workload = fit_workload(full, options)
-    shape = DataShape(
-        format=workload.format,
-        num_files=workload.num_files,
-        samples_per_file=workload.samples_per_file,
-        record_bytes=workload.record_bytes,
-        record_bytes_stdev=workload.record_bytes_stdev,
-        seed=options.seed,
-    )
+    shape = _data_shape(workload, options.seed)
     check_format(shape)
     folder = options.folder / shape.folder_name(workload.name)
     say(f"data in {folder}: {format_bytes(shape.num_bytes)}")
-    generate(shape, folder, threads=2, progress=lambda done: say(f"generated {done:,} of {shape.num_files:,} files"))
+    generate(shape, folder, threads=GENERATING_THREADS, progress=_say_tenths(shape.num_files, say))
     paths = shape.paths(folder)
     if options.direct and (problem := direct_problem(paths[0])):
         raise SettingError(Problem(f"direct = true: {problem}", "a file system with direct I/O", "direct=false"))
     record_bytes = sum(path.stat().st_size for path in paths) / len(shape)
-    threads = workload.read_threads * options.accelerators
-    sizes = {"record_bytes": workload.record_bytes, "threads": threads, "seconds": options.ceiling_seconds}
-    before = measure_ceiling(paths, **sizes)
-    training = _training(workload, options, shape, folder)
+    sizes = {"record_bytes": workload.record_bytes, "threads": workload.read_threads * options.accelerators}
+    before = measure_ceiling(paths, **sizes, seconds=options.ceiling_seconds)
+    training = _make_training(workload, options, shape, folder)
     say(f"{training.epochs} epochs of {training.steps} steps on {training.size} emulated {workload.accelerator}")
     epochs = make_epochs(run_ranks(training))
-    after = measure_ceiling(paths, **sizes)
+    after = measure_ceiling(paths, **sizes, seconds=options.ceiling_seconds)
     size = workload.checkpoint_bytes
     return Result(
         workload=workload,
@@ -151,11 +144,17 @@ def run_workload(full: Workload, options: Options, *, say: Callable[[str], None]
     )
 
 
-def _training(workload: Workload, options: Options, shape: DataShape, folder: Path) -> Training:
+def _data_shape(workload: Workload, seed: int) -> DataShape:
+    names = ("format", "num_files", "samples_per_file", "record_bytes", "record_bytes_stdev")
+    return DataShape(**{name: getattr(workload, name) for name in names}, seed=seed)
+
+
+def _make_training(workload: Workload, options: Options, shape: DataShape, folder: Path) -> Training:
+    reads = Reads(workload.sample_bytes, workload.read_threads, options.direct, workload.preprocess, options.seed)
     return Training(
         shape=shape,
         folder=folder,
-        reads=Reads(workload.sample_bytes, workload.read_threads, options.direct, workload.preprocess, options.seed),
+        reads=reads,
         compute=workload.compute,
         size=options.accelerators,
         batch_size=workload.batch_size,
@@ -165,6 +164,16 @@ def _training(workload: Workload, options: Options, shape: DataShape, folder: Pa
         origin=None if options.origin is None else options.origin * options.scale,
         seed=options.seed,
     )
+
+
+def _say_tenths(num_files: int, say: Callable[[str], None]) -> Callable[[int], None]:
+    """Says how many files have been generated, ten times in all."""
+
+    def progress(done: int) -> None:
+        if 10 * done // num_files > 10 * (done - 1) // num_files:
+            say(f"generated {done:,} of {num_files:,} files")
+
+    return progress
 
 
 def _describe_cache(options: Options) -> str:
