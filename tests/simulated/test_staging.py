@@ -49,6 +49,20 @@ def files(folder: Path) -> set[str]:
     return {each.name for each in folder.iterdir() if not each.name.endswith(".lock")}
 
 
+def wait_for_files(folder: Path, expected: set[str]) -> None:
+    deadline = time.monotonic() + 20
+    while files(folder) != expected and time.monotonic() < deadline:
+        time.sleep(0.005)
+    assert files(folder) == expected
+
+
+def wait_for_held(stager: Stager, numbers: list[int]) -> None:
+    deadline = time.monotonic() + 20
+    while None in map(stager.held, numbers) and time.monotonic() < deadline:
+        time.sleep(0.005)
+    assert None not in map(stager.held, numbers)
+
+
 def content_of(staged) -> bytes:
     return os.pread(staged.descriptor, staged.shard.num_bytes + 1, 0)
 
@@ -220,10 +234,7 @@ def test_shards_are_copied_before_their_batch_and_each_once(tmp_path):
     shards, origin = make_shards(tmp_path / "data", [1000] * 8), CountingOrigin(tmp_path / "data")
     stager = Stager(origin, shards, ShardCache(tmp_path / "cache", 10**6), num_ahead=3)
     stager.expect([n] for n in range(8))
-    deadline = time.monotonic() + 10
-    while len(files(tmp_path / "cache")) < 3 and time.monotonic() < deadline:
-        time.sleep(0.005)
-    assert files(tmp_path / "cache") == {"shard-0", "shard-1", "shard-2"}
+    wait_for_files(tmp_path / "cache", {"shard-0", "shard-1", "shard-2"})
     for number in range(8):
         read_shard(stager, origin, shards, number)
         stager.advance()
@@ -235,10 +246,7 @@ def test_a_copy_that_a_batch_ahead_needs_is_held(tmp_path):
     shards, origin = make_shards(tmp_path / "data", [1000] * 3), FolderOrigin(tmp_path / "data")
     stager = Stager(origin, shards, ShardCache(tmp_path / "cache", 2000))
     stager.expect([[0], [1], [0]])
-    deadline = time.monotonic() + 10
-    while files(tmp_path / "cache") != {"shard-0", "shard-1"} and time.monotonic() < deadline:
-        time.sleep(0.005)
-    time.sleep(0.01)
+    wait_for_held(stager, [0, 1])
     other = ShardCache(tmp_path / "cache", 2000)
     with pytest.raises(NoRoomError):
         other.copy(shards[2], origin.read)
@@ -254,8 +262,7 @@ def test_what_is_wrong_with_a_shard_is_raised_where_it_is_read(tmp_path):
     (tmp_path / "data" / "shard-1").write_bytes(bytes(1000))
     stager = Stager(origin, shards, ShardCache(tmp_path / "cache", 10**6))
     stager.expect([[0], [1]])
-    time.sleep(0.1)
-    assert stager.held(0) is not None
+    wait_for_held(stager, [0])
     stager.advance()
     with pytest.raises(DataError, match="shard-1 with digest"):
         stager.held(1)
