@@ -265,7 +265,7 @@ def test_what_is_wrong_with_a_shard_is_raised_where_it_is_read(tmp_path):
     wait_for_held(stager, [0])
     stager.advance()
     with pytest.raises(DataError, match="shard-1 with digest"):
-        stager.held(1)
+        wait_for_held(stager, [1])
     stager.close()
 
 
