@@ -36,9 +36,9 @@ def restore(
 ) -> None:
     """Put a checkpoint's state into the run. Collective. Raises CheckpointError, with nothing changed, if it misfits.
 
-    Tensors are read one at a time, and of each what this rank keeps. If the data axis has another size than when it was
-    saved, random numbers start anew from the seed, the step and the data index. On another number of ranks, optimizer
-    states of local steps start from their mean.
+    Tensors are read one at a time, and of each what this rank keeps. If dp or pp has another size than when it was
+    saved, random numbers start again from the seed, the step and the indices on dp and pp. On another number of ranks,
+    optimizer states of local steps start from their mean.
 
     restores_options  the optimizer's options become those that were saved, as in torch; otherwise training uses those
                       it has now, as it uses all other code of the task

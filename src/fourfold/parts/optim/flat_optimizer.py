@@ -112,7 +112,7 @@ class FlatOptimizer:
         return run
 
     def set_options_frozen(self, *, frozen: bool) -> None:
-        """Keep the options of this moment for all further updates, or read them anew in each update again."""
+        """Keep the options of this moment for all further updates, or read them again in each update."""
         self._frozen_options = None
         if frozen:
             self._frozen_options = [
