@@ -52,7 +52,7 @@ def read_range(file: int, start: int, stop: int, buffer: ReadBuffer) -> tuple[np
     memory = buffer.reserve(stop - begin)
     done = 0
     while done < stop - begin:
-        count = os.preadv(file, [memory[done : done + MAX_READ_BYTES]], begin + done)
+        count = os.preadv(file, [memory[done : done + MAX_READ_BYTES].data], begin + done)
         done += count
         if not count or done % ALIGNMENT:  # the end of the file
             break

@@ -63,7 +63,7 @@ def _read_blocks(paths: Sequence[Path], block: int, flags: int, deadline: float,
             size = os.fstat(file).st_size
             first = int(rng.integers(-(-size // block)))
             for at in range(first * block, min(size, (first + 16) * block), block):
-                done += os.preadv(file, [memory], at)
+                done += os.preadv(file, [memory.data], at)
         finally:
             os.close(file)
     return done
@@ -111,9 +111,9 @@ def _write(path: Path, num_bytes: int) -> tuple[bytes, float]:
         for number, at in enumerate(range(0, num_bytes, len(block))):
             block[:8] = np.frombuffer(number.to_bytes(8, "little"), dtype=np.uint8)
             part = block[: num_bytes - at]
-            digest.update(part)
+            digest.update(part.data)
             begin = time.monotonic()
-            _write_all(file, memoryview(part))
+            _write_all(file, part.data)
             seconds += time.monotonic() - begin
         begin = time.monotonic()
         os.fsync(file.fileno())

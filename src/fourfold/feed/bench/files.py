@@ -26,7 +26,7 @@ DESCRIPTION_FILE = "data.json"
 BLOCK_BYTES = 2**24
 LEAST_RECORD_BYTES = 16
 NUMBER_BYTES = 8  # with which a record begins: its own
-NPZ_KEY = "x"  # DLIO's
+NPZ_KEY = "x"  # DLIO's; `_write_npz` writes it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +73,7 @@ def _write_npy(file: BinaryIO, records: np.ndarray) -> None:
 
 
 def _write_npz(file: BinaryIO, records: np.ndarray) -> None:
-    np.savez(file, **{NPZ_KEY: records})
+    np.savez(file, x=records)
 
 
 # How a file of records is written: uint8 [bytes] of one record, or [records, bytes]. A further format is a row here and

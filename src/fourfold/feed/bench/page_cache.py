@@ -48,4 +48,4 @@ def _count_pages(path: Path) -> tuple[int, int] | None:
         view = (ctypes.c_char * size).from_buffer(mapped)
         failed = ctypes.CDLL(None, use_errno=True).mincore(ctypes.byref(view), ctypes.c_size_t(size), states)
         del view
-        return None if failed else (int((np.frombuffer(states, dtype=np.uint8) & 1).sum()), num_pages)
+        return None if failed else (int((np.frombuffer(bytes(states), dtype=np.uint8) & 1).sum()), num_pages)

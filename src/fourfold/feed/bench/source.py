@@ -178,7 +178,7 @@ def _read_into(file: int, parts: Sequence[np.ndarray], offset: int) -> int:
     for part in parts:
         filled = 0
         while filled < len(part):
-            count = os.preadv(file, [part[filled:]], offset + done)
+            count = os.preadv(file, [part[filled:].data], offset + done)
             if not count:
                 return done
             filled, done = filled + count, done + count
@@ -197,7 +197,8 @@ def _locate(header: bytes, record: _Record) -> _Place:
     check_array(array_shape, dtype, record.shape, record.path)
     if is_fortran and len(array_shape) > 1:
         raise damaged(record.path, "columns, not rows, are contiguous", record.record)
-    place = _Place(opened.tell(), array_shape[-1])
+    lengths: list[int] = list(array_shape)
+    place = _Place(opened.tell(), lengths[-1])
     if record.shape.samples_per_file > 1:
         record.places[record.path] = place
     return place
