@@ -74,17 +74,20 @@ class SimulatedFeed:
             yield batch
 
 
-@given(waits=st.lists(EIGHTHS, min_size=2, max_size=8), late=EIGHTHS, compute=EIGHTHS)
-def test_utilization_is_exact_on_a_simulated_clock(waits, late, compute):
-    """`late`: how long the others come after this accelerator at the barrier of each step."""
+@given(steps=st.lists(st.tuples(EIGHTHS, EIGHTHS), min_size=2, max_size=8), compute=EIGHTHS)
+def test_utilization_is_exact_on_a_simulated_clock(steps, compute):
+    """Each step: how long its batch is waited for, and how long the others come after at its barrier."""
+    waits, lates = map(list, zip(*steps, strict=True))
     clock = SimulatedClock()
-    barriers = iter([0.0, *[late] * len(waits)])
+    barriers = iter([0.0, *lates])
     feed: Any = SimulatedFeed(waits, clock)
     rng = np.random.default_rng(0)
     accelerator = Accelerator(feed, Seconds((compute,)), rng, lambda: clock.advance(next(barriers)), clock)
-    window = epoch_window(accelerator.epoch(0))
+    timed = accelerator.epoch(0)
+    assert [step.data_seconds for step in timed] == waits
+    window = epoch_window(timed)
     counted = len(waits) - 1
-    running = sum(waits[1:]) + counted * (late + compute)
+    running = sum(waits[1:]) + sum(lates[1:]) + counted * compute
     assert window == Window(counted, 3 * counted, counted * compute, running, 1000 * counted)
     assert window.utilization == (counted * compute / running if running else None)
 
