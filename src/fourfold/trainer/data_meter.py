@@ -15,6 +15,7 @@ from fourfold.step.train_step import TrainStep
 
 MIN_STEPS, MAX_STEPS = 20, 500
 LOW_UTILIZATION = 0.9  # what MLPerf Storage requires of most workloads
+MIN_WARNED_SECONDS = 1.0  # shorter waits are those of a run that is too short to matter
 MICROSECONDS = 1e6
 DATA_KEY = "data"
 
@@ -82,6 +83,8 @@ class DataMeter:
 
     def _warn(self, record: Mapping[str, Any], window: Window) -> None:
         if self._has_warned or window.utilization is None or window.utilization >= LOW_UTILIZATION:
+            return
+        if window.running_seconds - window.compute_seconds < MIN_WARNED_SECONDS:
             return
         self._has_warned = True
         where = f"rank {record['rank']} on {record['host']}"
