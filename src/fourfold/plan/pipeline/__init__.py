@@ -1,0 +1,1 @@
+"""The column of the pipeline axis: stages, schedules."""

@@ -1,0 +1,224 @@
+"""Pipeline axis: which stage of the model this rank has, and the ranks that have the others.
+
+stage  a number on the pipeline axis; ranks that differ on this axis only pass activations and gradients on
+own    what belongs to this rank's stage
+Law: a rank keeps the weights of its own stage only. Every weight is that of the pipeline's first rank at the start.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fourfold.parts.comm.communicator import Communicator
+from fourfold.parts.comm.edge.protocol import StageEdges
+from fourfold.parts.comm.edges import make_edges
+from fourfold.parts.comm.meter import CommMeter
+from fourfold.parts.deferred_init import InitialModel, InitialWeights
+from fourfold.plan.tensor_shard import TensorShard
+from fourfold.step.pipeline.chain import StageMap
+
+
+class PipelineAxis(NamedTuple):
+    """The pipeline axis of this rank.
+
+    ranks     that differ from this one on this axis only, by stage
+    names     of the trained parameters of all stages, in order of definition
+    skeleton  the whole model with random weights, for dry runs; the model itself if it has one stage
+    """
+
+    stages: StageMap
+    ranks: Communicator
+    edges: StageEdges
+    names: tuple[str, ...]
+    skeleton: nn.Module
+
+    @property
+    def stage(self) -> int:
+        """This rank's stage."""
+        return self.ranks.rank
+
+    @property
+    def num_stages(self) -> int:
+        return self.ranks.size
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether other ranks have other stages."""
+        return self.num_stages > 1
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank has the last stage, which computes the loss."""
+        return self.stage == self.num_stages - 1
+
+    def is_own(self, name: str) -> bool:
+        """Whether a parameter or buffer is of this rank's stage. A buffer of no block is of the first one."""
+        return not self.is_cut or self.stages.stage_of(name) == self.stage
+
+    def described_with(self, transport: str) -> str:
+        """What joins the ranks, in words. `transport`: what joins those of a stage."""
+        if not self.is_cut:
+            return transport
+        own = f"stages: {self.edges.name}"
+        return own if self.ranks.world.size == self.num_stages else f"{transport}; {own}"
+
+    # ---- what other stages have -----------------------------------------------------------------------
+
+    def from_stage(self, stage: int, tensor: Tensor | None) -> Tensor:
+        """A tensor of one stage, on the ranks of all; that rank gives it. Collective."""
+        described = None if tensor is None else [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
+        described = self.ranks.all_gather_json(described)[stage]
+        assert described is not None, f"stage {stage} gave no tensor"
+        dtype, shape = described
+        if tensor is None:
+            tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=self.ranks.device)
+        on_device = tensor.detach().to(self.ranks.device)
+        self.ranks.broadcast(on_device, stage)
+        return on_device
+
+    def all_named(self, own: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """The tensors of all stages, by name, one at a time. Collective: all ranks iterate to the end."""
+        if not self.is_cut:
+            yield from own
+            return
+        for stage in range(self.num_stages):
+            while True:
+                name, tensor = next(own, (None, None)) if stage == self.stage else (None, None)
+                name = self.ranks.all_gather_json(name)[stage]
+                if name is None:
+                    break
+                yield name, self.from_stage(stage, tensor)
+
+    def all_state(self, own: Mapping[str, Any]) -> dict[str, Any]:
+        """Nested dicts of all stages as one: of tensors and JSON values, by name. Collective."""
+        if not self.is_cut:
+            return dict(own)
+        merged: dict[str, Any] = {}
+        for stage in range(self.num_stages):
+            tensors: list[Tensor] = []
+            described = _describe(own, tensors) if stage == self.stage else None
+            described = self.ranks.all_gather_json(described)[stage]
+            held = iter(tensors)
+            _merge(merged, self._receive(described, stage, held))
+        return merged
+
+    def _receive(self, described: Any, stage: int, held: Iterator[Tensor]) -> Any:
+        kind, value = described
+        if kind == "dict":
+            return {name: self._receive(each, stage, held) for name, each in value}
+        if kind == "tensor":
+            return self.from_stage(stage, next(held, None))
+        return value
+
+
+def whole_pipeline(model: nn.Module, stages: StageMap, ranks: Communicator, names: tuple[str, ...]) -> PipelineAxis:
+    """One stage, which is the model."""
+    return PipelineAxis(stages, ranks, StageEdges(), names, model)
+
+
+def _describe(value: Any, tensors: list[Tensor]) -> Any:
+    """A nested dict as JSON; its tensors are appended to the list."""
+    if isinstance(value, Mapping):
+        return ["dict", [[name, _describe(each, tensors)] for name, each in value.items()]]
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return ["tensor", None]
+    return ["value", value]
+
+
+def _merge(into: dict[str, Any], other: Mapping[str, Any]) -> None:
+    for name, value in other.items():
+        if isinstance(value, dict) and isinstance(into.get(name), dict):
+            _merge(into[name], value)
+        else:
+            into.setdefault(name, value)
+
+
+# ---- making it ------------------------------------------------------------------------------------------
+
+
+class FirstRanksWeights(InitialWeights):
+    """Initial weights that are the first pipeline rank's on all of them. Each read is collective among these."""
+
+    def __init__(self, weights: InitialWeights, ranks: Communicator) -> None:
+        super().__init__()
+        self._weights, self._ranks = weights, ranks
+
+    @property
+    def are_deferred(self) -> bool:
+        return self._weights.are_deferred
+
+    def whole(self, parameter: nn.Parameter) -> Tensor:
+        if self._ranks.rank == 0 or not self.are_deferred:
+            value = self._weights.whole(parameter)
+        else:
+            value = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+        self._ranks.broadcast(value)
+        return value
+
+    def part(self, parameter: nn.Parameter, shard: TensorShard) -> Tensor | None:
+        return self._weights.part(parameter, shard)
+
+
+@torch.no_grad()
+def take_first_ranks_weights(initial: InitialModel, ranks: Communicator) -> InitialModel:
+    """The same model with the first pipeline rank's weights, when they are read, and its buffers. Collective."""
+    if ranks.size == 1:
+        return initial
+    for buffer in initial.model.buffers():
+        ranks.broadcast(buffer)
+    return InitialModel(initial.model, FirstRanksWeights(initial.weights, ranks))
+
+
+@torch.no_grad()
+def load_own_weights(initial: InitialModel, stages: StageMap, ranks: Communicator) -> None:
+    """Give the parameters of this rank's stage their values, one at a time. Collective."""
+    for name, parameter in initial.model.named_parameters():
+        value = initial.weights.whole(parameter)
+        if stages.stage_of(name) == ranks.rank:
+            parameter.data = value
+
+
+def cut(
+    model: nn.Module,
+    skeleton: nn.Module,
+    optimizer: Optimizer,
+    stages: StageMap,
+    ranks: Communicator,
+    meter: CommMeter,
+    *,
+    transport: str,
+) -> PipelineAxis:
+    """Leave this rank's stage in a model and its optimizer, in place; connect it with its neighbours. Collective."""
+    names = tuple(name for name, p in model.named_parameters() if p.requires_grad and p.numel())
+    _drop_other_stages(model, stages, ranks.rank)
+    kept = {id(p) for p in model.parameters()}
+    for group in optimizer.param_groups:
+        group["params"] = [p for p in group["params"] if id(p) in kept]
+    return PipelineAxis(stages, ranks, make_edges(ranks, meter, choice=transport), names, skeleton)
+
+
+def _drop_other_stages(model: nn.Module, stages: StageMap, stage: int) -> None:
+    """Remove the parameters of other stages, and the buffers of modules that this stage does not run."""
+    chain = stages.chain
+    for name, p in list(model.named_parameters(remove_duplicate=False)):
+        if stages.stage_of(name) != stage:
+            module, key = _place(model, name)
+            module._parameters[key] = None
+            if name in chain.own:  # the forward of the module around the chain reads it
+                del module._parameters[key]
+                vars(module)[key] = torch.zeros((), dtype=p.dtype, device=p.device).expand(p.shape)
+    outside = [*chain.before, *chain.blocks, *chain.behind]
+    for name, _ in list(model.named_buffers(remove_duplicate=False)):
+        if any(name.startswith(f"{each}.") for each in outside) and stages.stage_of(name) != stage:
+            module, key = _place(model, name)
+            module._buffers[key] = None
+
+
+def _place(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """The module that has a parameter or buffer, and its key there."""
+    path, _, key = name.rpartition(".")
+    return model.get_submodule(path), key
