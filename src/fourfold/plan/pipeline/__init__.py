@@ -1,1 +1,1 @@
-"""The column of the pipeline axis: stages, schedules."""
+"""The pipeline axis: schedules as lists, the sends between stages, and the proof that a program ends."""
