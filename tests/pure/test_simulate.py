@@ -36,6 +36,7 @@ STEPS = st.builds(
     use_orders=st.none(),
     measures_nominal_count=st.booleans(),
     stage=st.just(0),
+    computes=st.just(()),
 ).filter(_is_legal)
 SECONDS = st.floats(0, 10, allow_nan=False).map(lambda value: round(value, 3))
 

@@ -33,13 +33,15 @@ from fourfold.plan.memory import (
     host_memory_use,
 )
 from fourfold.plan.param_spec import ParamSpec
+from fourfold.plan.pipeline.schedules import compute_actions
+from fourfold.plan.pipeline.sends import add_sends
 from fourfold.plan.plan import Plan
 from fourfold.plan.precision import compute_specs, gradient_bucket
 from fourfold.plan.topology import GroupHosts, Topology, group_hosts, num_host_shards
 from fourfold.plan.update_spec import UpdateSpec
 from fourfold.words.errors import PlanError
 from fourfold.words.layout import SPLIT
-from fourfold.words.program import Action, Program
+from fourfold.words.program import Action, Program, Verb
 
 
 @dataclass(frozen=True)
@@ -169,7 +171,19 @@ class Blueprint:
             sync=StepSync.WEIGHTS if plan.sync == "local" else StepSync.GRADIENTS,
             use_orders=record.use_orders.get(stage),
             stage=stage,
+            computes=self._compute_lists[stage] if plan.pp > 1 else (),
         )
+
+    @cached_property
+    def _compute_lists(self) -> tuple[tuple[Action, ...], ...]:
+        """By stage: the forwards and backwards of a step, with the messages between stages."""
+        plan = self.plan
+        return add_sends(compute_actions(plan.schedule, pp=plan.pp, microbatches=plan.microbatches), plan.pp)
+
+    @cached_property
+    def _evaluation_lists(self) -> tuple[tuple[Action, ...], ...]:
+        """By stage: the forward of an evaluation, with its messages."""
+        return add_sends([[Action(Verb.FORWARD, stage, 0)] for stage in range(self.plan.pp)], self.plan.pp)
 
     def programs(self, record: StepRecord = NO_RECORD) -> Programs:
         """The programs of all ranks, with what the first step has learnt. Cheap."""
@@ -178,7 +192,7 @@ class Blueprint:
         for group in self.groups:
             spec = self.step_spec(group, record)
             if spec not in by_spec:
-                by_spec[spec] = _lower_group(spec)
+                by_spec[spec] = _lower_group(spec, self._evaluation_lists[spec.stage])
             by_rank |= dict.fromkeys(group.ranks, by_spec[spec])
         ranks = sorted(by_rank)
         return Programs(*({rank: by_rank[rank][kind] for rank in ranks} for kind in range(5)))
@@ -281,13 +295,13 @@ def _data_group(plan: Plan, stage: StageBuckets, hosts: GroupHosts, update_spec:
     return DataGroup(ranks, stage, hosts, effective_layouts(plan, hosts), request)
 
 
-def _lower_group(spec: DataStepSpec) -> tuple[tuple[Action, ...], ...]:
-    """The programs of a rank, in the order of `Programs`."""
+def _lower_group(spec: DataStepSpec, evaluation: Sequence[Action]) -> tuple[tuple[Action, ...], ...]:
+    """The programs of a rank, in the order of `Programs`. `evaluation`: a forward with its messages."""
     local = spec._replace(sync=StepSync.NOTHING) if spec.sync == StepSync.WEIGHTS else spec
     steps = [spec, local]
     steps += [each._replace(measures_nominal_count=True) for each in steps]
     lowered = {each: lower_step(each) for each in steps}
-    return (*(lowered[each] for each in steps), lower_evaluation(spec))
+    return (*(lowered[each] for each in steps), lower_evaluation(spec, evaluation))
 
 
 def _group_sent_bytes(plan: Plan, group: DataGroup) -> float:

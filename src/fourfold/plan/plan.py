@@ -31,6 +31,8 @@ def _applies_with_codec(name: str) -> tuple[str, Callable[["Plan"], bool]]:
 
 # Fields that have an effect only in some plans: what a plan needs for it, and whether this one has that.
 APPLIES_WHEN: dict[str, tuple[str, Callable[["Plan"], bool]]] = {
+    "schedule": ("pp above 1", lambda plan: plan.pp > 1),
+    "stages": ("pp above 1", lambda plan: plan.pp > 1),
     "dims": ("tp above 1", lambda plan: plan.tp > 1),
     "ring": ("sp above ulysses", lambda plan: plan.sp > plan.ulysses),
     "local_steps": ("sync = local", lambda plan: plan.sync == "local"),
@@ -73,6 +75,7 @@ class Plan:
     zero: int = 0
     microbatches: int = 1
     schedule: str = "1f1b"
+    stages: str = "even"
     interleave: int = 1
     recompute: str = "none"
     ring: str = "zigzag"

@@ -22,7 +22,7 @@ from fourfold.plan.check import read_only_reason, step_hook_conflicts
 from fourfold.plan.data.buckets import Bucket
 from fourfold.plan.plan import Plan
 from fourfold.plan.precision import LossScaler, UnitLossScale
-from fourfold.step.batch_layout import BatchLayout, SharedByTensorRanks, TokenShards, WholeSamples
+from fourfold.step.batch_layout import BatchLayout, SharedByStages, SharedByTensorRanks, TokenShards, WholeSamples
 from fourfold.step.batch_statistics import BatchStatistics, OwnStatistics, SyncedStatistics, batch_norms, make_exchange
 from fourfold.step.collective_calls import CollectiveCalls
 from fourfold.step.drift_report import KINDS, TRAINED_KINDS
@@ -32,14 +32,21 @@ from fourfold.step.duplicate_batches import DuplicateBatches
 from fourfold.step.forward_fusion import DeferredUpdates
 from fourfold.step.loss_function import ModelLoss, UserLoss
 from fourfold.step.model_checks import check_model_loss, check_specs, check_update_timing, watch_norms
-from fourfold.step.model_specs import model_specs
+from fourfold.step.model_layout import plan_specs, plan_stages
+from fourfold.step.model_specs import update_spec
 from fourfold.step.nan_guard import NanGuard
 from fourfold.step.objective import Objective
 from fourfold.step.persistent_state import PersistentState
+from fourfold.step.pipeline import axis as pipeline_axis
+from fourfold.step.pipeline.axis import PipelineAxis, load_own_weights, take_first_ranks_weights, whole_pipeline
+from fourfold.step.pipeline.dry_run import PipelineDryRun
+from fourfold.step.pipeline.gates import Gates
+from fourfold.step.pipeline.skeleton import make_skeleton
 from fourfold.step.rank_dropout import SplitDropout
 from fourfold.step.replica_drift import DriftChecker
 from fourfold.step.sequence.sequence_parallel import SequenceParallel
-from fourfold.step.stage_assembly import StageAssembly, lay_out, make_stage
+from fourfold.step.stage import Stage, pipeline_stage, whole_model_stage
+from fourfold.step.stage_assembly import StageAssembly, WholeModelSpecs, lay_out, make_stage
 from fourfold.step.step_checks import StepChecks
 from fourfold.step.step_options import StepOptions
 from fourfold.step.step_parts import StageParts, StepParts
@@ -47,7 +54,7 @@ from fourfold.step.step_programs import StepPrograms
 from fourfold.step.tensor import tensor_axis
 from fourfold.step.tensor.collective_dry_run import CollectiveTensorDryRun
 from fourfold.step.tensor.draw_slices import DrawSlices
-from fourfold.step.tensor.tensor_axis import TensorAxis
+from fourfold.step.tensor.tensor_axis import COMMON_TOTALS, TensorAxis
 from fourfold.step.tensor.tensor_calls import TensorCalls
 from fourfold.step.update_timing import (
     UPDATE_AFTER,
@@ -58,9 +65,6 @@ from fourfold.step.update_timing import (
 )
 from fourfold.step.user_optimizer import OptimizerWatch, check_user_optimizer, refuse_own_state_dict
 from fourfold.step.weights import Weights
-
-STAGE = 0  # there is one
-
 
 class Assembly(NamedTuple):
     """What a `TrainStep` is the door of."""
@@ -79,6 +83,7 @@ class Assembly(NamedTuple):
     buckets: Sequence[Bucket]
     transport_name: str
     tensor: TensorAxis
+    pipeline: PipelineAxis
 
 
 def assemble(
@@ -92,20 +97,25 @@ def assemble(
     """Make all parts of a step, on the plan's mesh. Collective. Raises PlanError, OptimizerError, TaskError."""
     model, objective, meter = initial.model, _make_objective(loss, plan), CommMeter()
     optimizer = _take_optimizer(optimizer_source, model, plan, options)
-    tensor = tensor_axis.cut(initial, options.tensor, world, meter, spec=plan.tensor_spec, transport=plan.transport)
-    trained = lay_out(model, optimizer, plan, world, options, tensor.all_shards)
+    whole = _whole_specs(model, optimizer, plan, options)
+    tensor, pipeline = _cut(initial, optimizer, plan, options, world, meter)
+    trained = lay_out(model, optimizer, plan, world, options, whole)
     channel = transports.make_world_channel(world, trained.blueprint.topology, plan.transport, meter)
     statistics = _make_statistics(model, plan, world, meter)
-    stage = make_stage(trained, objective, statistics, world, meter, channel.calls, tensor)
+    dry_run = PipelineDryRun(pipeline.skeleton, pipeline.stages, world)
+    computed = _make_stage(model, objective, statistics, pipeline, dry_run)
+    stage = make_stage(trained, world, meter, channel.calls, tensor, computed)
     parts = StepParts(
-        stages={STAGE: stage.parts},
+        stages={pipeline.stage: stage.parts},
         scalars=channel.scalars,
         meter=meter,
         objective=objective,
         sync=stage.sync,
         scaling=stage.scaling,
         loss_scale=LossScaler() if plan.precision == "fp16" else UnitLossScale(),
-        totals_of_peers=tensor.totals_of_peers,
+        totals_of_peers=tensor.totals_of_peers if pipeline.is_last else COMMON_TOTALS,
+        edges=pipeline.edges,
+        count_ranks=world.along("pp", "dp", "sp"),
         max_norm=math.inf if options.clip is None else options.clip,
         device=world.device,
     )
@@ -117,20 +127,62 @@ def assemble(
         calls=calls,
         checks=_make_checks(model, optimizer, plan, options, calls, stage),
         split=plan.batch_split,
-        batches=_make_batches(model, loss, plan, world, meter, tensor, calls.checker, seed=options.seed),
-        dry_run=_make_dry_run(model, objective, statistics, plan, stage.parts.weights, world),
+        batches=_make_batches(model, loss, plan, world, meter, tensor, pipeline, dry_run, calls.checker, options.seed),
+        dry_run=_make_dry_run(pipeline.skeleton, objective, statistics, plan, stage.parts.weights, world),
         state=stage.state,
         codecs=stage.codecs,
         optimizer=optimizer,
         buckets=stage.trained.buckets,
-        transport_name=tensor.described_with(stage.transport_name),
+        transport_name=pipeline.described_with(tensor.described_with(stage.transport_name)),
         tensor=tensor,
+        pipeline=pipeline,
     )
+
+
+def _whole_specs(model: nn.Module, optimizer: Optimizer, plan: Plan, options: StepOptions) -> WholeModelSpecs:
+    specs = plan_specs(model, optimizer, options.tensor, plan)
+    return WholeModelSpecs(specs, update_spec(model, optimizer, clip=options.clip))
+
+
+def _cut(
+    initial: InitialModel, optimizer: Optimizer, plan: Plan, options: StepOptions, world: Communicator, meter: CommMeter
+) -> tuple[TensorAxis, PipelineAxis]:
+    """Leave in the model and its optimizer what this rank's place on the tensor and the pipeline axis has."""
+    model, ranks, stages = initial.model, world.along("pp"), plan_stages(initial.model, plan)
+    initial = take_first_ranks_weights(initial, ranks)
+    tensor = tensor_axis.cut(
+        initial,
+        options.tensor,
+        world,
+        meter,
+        spec=plan.tensor_spec,
+        transport=plan.transport,
+        is_own=lambda name: stages.stage_of(name) == ranks.rank,
+    )
+    if ranks.size == 1:
+        return tensor, whole_pipeline(model, stages, ranks)
+    if not tensor.is_cut:
+        load_own_weights(initial, stages, ranks)
+    skeleton = make_skeleton(model, plan.precision, [tensor.region])
+    return tensor, pipeline_axis.cut(model, skeleton, optimizer, stages, ranks, meter, transport=plan.transport)
+
+
+def _make_stage(
+    model: nn.Module,
+    objective: Objective,
+    statistics: BatchStatistics,
+    pipeline: PipelineAxis,
+    dry_run: PipelineDryRun,
+) -> Stage:
+    if not pipeline.is_cut:
+        return whole_model_stage(model, objective, statistics)
+    gates = Gates(model, pipeline.stages, pipeline.stage)
+    return pipeline_stage(model, objective, statistics, gates, lambda: dry_run.templates)
 
 
 def _take_optimizer(source: OptimizerSource, model: nn.Module, plan: Plan, options: StepOptions) -> Optimizer:
     optimizer = build_optimizer(source, list(model.parameters()))
-    check_specs(plan, model_specs(model, optimizer, tensor_axis.place_shards(model, options.tensor, plan.tensor_spec)))
+    check_specs(plan, plan_specs(model, optimizer, options.tensor, plan))
     check_update_timing(optimizer, plan)
     check_user_optimizer(optimizer, step_hook_conflicts(plan))
     refuse_own_state_dict(optimizer)
@@ -187,8 +239,9 @@ def _make_batches(
     world: Communicator,
     meter: CommMeter,
     tensor: TensorAxis,
+    pipeline: PipelineAxis,
+    dry_run: PipelineDryRun,
     tensor_calls: TensorCalls,
-    *,
     seed: int,
 ) -> BatchLayout:
     slices = DrawSlices(tensor.group.size)
@@ -197,10 +250,12 @@ def _make_batches(
         ranks = world.along("sp")
         group = connect_sequence(ranks, meter, ring=plan.ring, ulysses=plan.ulysses, transport=plan.transport)
         options: dict[str, Any] = {"num_microbatches": plan.microbatches, "draw_slices": slices, "seed": seed}
-        layout = TokenShards(SequenceParallel(model, loss, group, world, **options), world.device)
-    if not tensor.is_cut:
-        return layout
-    return SharedByTensorRanks(layout, tensor_calls, CollectiveTensorDryRun(model, tensor, world, slices))
+        parallel = SequenceParallel(model, loss, group, world, skeleton=pipeline.skeleton, **options)
+        layout = TokenShards(parallel, world.device)
+    if tensor.is_cut:
+        rules = CollectiveTensorDryRun(pipeline.skeleton, tensor, world, slices)
+        layout = SharedByTensorRanks(layout, tensor_calls, rules)
+    return SharedByStages(layout, pipeline.ranks, dry_run) if pipeline.is_cut else layout
 
 
 def _make_statistics(model: nn.Module, plan: Plan, world: Communicator, meter: CommMeter) -> BatchStatistics:

@@ -81,4 +81,5 @@ def _walk(program: Iterable[Action], step: StepState, verbs: Mapping[Verb, VerbF
         spent = time.perf_counter() - begin - (meter.waiting_seconds - waited)
         name = VERB_NAMES[action.verb]
         busy_seconds[name] = busy_seconds.get(name, 0.0) + spent
+    step.parts.edges.finish()
     return busy_seconds

@@ -38,20 +38,18 @@ from fourfold.parts.tensor.whole_tensors import WholeTensors
 from fourfold.plan.data.buckets import Bucket
 from fourfold.plan.data.zero import RestingLayouts, layout_changes
 from fourfold.plan.lowering import Blueprint, DataGroup, lower
+from fourfold.plan.param_spec import ParamSpec
 from fourfold.plan.plan import Plan
-from fourfold.plan.tensor_shard import TensorShard
 from fourfold.plan.topology import NO_SHARED_MEMORY, Topology
-from fourfold.step.batch_statistics import BatchStatistics
+from fourfold.plan.update_spec import UpdateSpec
 from fourfold.step.codec_state import CodecState
 from fourfold.step.grad_rounds import OneRound, RoundEveryBackward
 from fourfold.step.grad_scaling import GradScaling, ScaledInUpdate, ScaledSums
 from fourfold.step.grad_sync import GradSync, LocalSteps, SumEveryStep
-from fourfold.step.model_specs import model_specs, update_spec
 from fourfold.step.norm_sums import NormSum, SumOverShards, SumOverTensorRanks
-from fourfold.step.objective import Objective
 from fourfold.step.persistent_state import PersistentState
 from fourfold.step.rank_agreement import check_same_on_ranks
-from fourfold.step.stage import whole_model_stage
+from fourfold.step.stage import Stage
 from fourfold.step.step_options import StepOptions
 from fourfold.step.step_parts import StageParts
 from fourfold.step.tensor.tensor_axis import TensorAxis
@@ -98,6 +96,13 @@ class Trained(NamedTuple):
         return self.plan.unused == "allow" or self.blueprint.update_spec.is_layerwise
 
 
+class WholeModelSpecs(NamedTuple):
+    """What lowering needs to know of the whole model and its optimizer."""
+
+    params: Sequence[ParamSpec]
+    update: UpdateSpec
+
+
 class StageAssembly(NamedTuple):
     """A stage, and what belongs to the whole step because there is one stage."""
 
@@ -113,12 +118,11 @@ class StageAssembly(NamedTuple):
 
 def make_stage(
     trained: Trained,
-    objective: Objective,
-    statistics: BatchStatistics,
     world: Communicator,
     meter: CommMeter,
     calls: CallChecker,
     tensor: TensorAxis,
+    stage: Stage,
 ) -> StageAssembly:
     """Make the parts of a stage. Collective. Raises PlanError."""
     data_ranks, whole_tensors = world.along("dp", "sp"), tensor.whole_tensors
@@ -131,7 +135,7 @@ def make_stage(
     optimizer = _make_optimizer(trained, transport, gradients, weights)
     sync = _make_sync(trained, weights, averager, tensor)
     parts = StageParts(
-        stage=whole_model_stage(trained.model, objective, statistics),
+        stage=stage,
         parameters=trained.by_bucket,
         gradients=gradients,
         grad_hooks=GradHooks([parameter for members in trained.by_bucket for parameter in members]),
@@ -158,17 +162,17 @@ def lay_out(
     plan: Plan,
     world: Communicator,
     options: StepOptions,
-    shards: Mapping[str, Sequence[TensorShard]],
+    whole: WholeModelSpecs,
 ) -> Trained:
     """The buckets of the trained parameters; all ranks have the same, or raise PlanError. Collective.
 
-    shards  by parameter: those of the places of the tensor axis
+    model  this rank's stage; `whole`: of the model before other stages were dropped
     """
-    trainable, specs = trainable_parameters(model), model_specs(model, optimizer, shards)
+    trainable, specs = trainable_parameters(model), whole.params
     shapes: dict[str, list[int] | str] = {spec.name: list(spec.shape) for spec in specs}
     compared = {name: value for name, value in options._asdict().items() if name != "seed"}
     check_same_on_ranks(world, specs, shapes, plan=plan, options=compared, optimizer=optimizer)
-    blueprint = lower(plan, specs, gather_topology(world), update_spec(model, optimizer, clip=options.clip))
+    blueprint = lower(plan, specs, gather_topology(world), whole.update)
     return Trained(model, optimizer, trainable, blueprint, blueprint.group_of(world.rank))
 
 

@@ -82,7 +82,7 @@ class StateAccess:
         self.check_no_edits("state_dict()", compare_all=True)
         self.enter("state_dict()")
         self.check_synchronized()
-        return {**self._groups_and_record(), **self._state.state_dict()}
+        return {**self._groups_and_record(), **self._assembly.pipeline.all_state(self._state.state_dict())}
 
     def state_refs(self) -> dict[str, Any]:
         """See `TrainStep.state_refs`."""

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from fourfold.parts.comm.communicator import Communicator
+from fourfold.parts.comm.edge.protocol import StageEdges
 from fourfold.parts.comm.meter import CommMeter
 from fourfold.parts.comm.reduce.protocol import GradReducer, ScalarReducer, WeightGatherer
 from fourfold.parts.data.grad_hooks import GradHooks
@@ -76,6 +77,10 @@ class StepParts(NamedTuple):
     loss_scale: LossScale
     totals_of_peers: Sequence[int]
     """Which totals of this rank a tensor rank with the same samples adds to the sums over the world."""
+    edges: StageEdges
+    """To the stages before and behind this rank's."""
+    count_ranks: Communicator
+    """The ranks that know together how many loss elements a microbatch has: those of one tensor place."""
     max_norm: float
     """The bound of the gradient norm; infinite without clip."""
     device: torch.device

@@ -167,7 +167,7 @@ class StepRunner:
             step = StepState(self._parts, StepRequest([part]))
             self.executor.evaluate(self._programs.forward_only, step)
         self._learn_use_orders()
-        return ForwardRun(part, step.outputs[0], step.losses[0]) if part.num_samples else None
+        return ForwardRun(part, step.outputs[0], step.losses[0]) if 0 in step.losses else None
 
     def infer(self, inputs: Any) -> Any:
         """The model's outputs, on this rank only, while weights are unsharded and no gradient is recorded."""

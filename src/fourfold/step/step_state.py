@@ -32,6 +32,10 @@ from fourfold.words.program import LOSS, Action
 NO_ELEMENTS = "a global batch without a loss element: all targets are ignored, or there are no samples"
 
 
+Place = tuple[int, int]
+"""A stage and a microbatch."""
+
+
 @dataclass(frozen=True)
 class StepTotals:
     """Sums over all ranks and microbatches of a step."""
@@ -84,6 +88,12 @@ class StepState:
     """By microbatch, from forward to backward."""
     empty_losses: dict[int, Tensor] = field(default_factory=dict)
     """Of microbatches without samples, where other ranks need their backward."""
+    received: dict[Place, list[Tensor]] = field(default_factory=dict)
+    """The activations that stages before have sent, from forward to the end of backward."""
+    boundary: dict[Place, list[Tensor]] = field(default_factory=dict)
+    """The outputs of stages before the last, from forward to backward."""
+    upstream: dict[Place, list[Tensor]] = field(default_factory=dict)
+    """The gradients of these, from the stages behind."""
     outputs: dict[int, Any] = field(default_factory=dict)
     """By microbatch; training keeps none."""
     local_count: float | Tensor = 0.0

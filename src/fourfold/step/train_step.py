@@ -135,7 +135,7 @@ class TrainStep:
 
     @property
     def adds_totals(self) -> bool:
-        """Whether this rank adds its sums to those over all ranks: one rank of each tensor group does."""
+        """Whether this rank adds its sums to those over all ranks: one of those that have the same samples does."""
         return not self._parts.totals_of_peers
 
     @property
@@ -261,7 +261,7 @@ class TrainStep:
         """Every trainable weight by name, whole, one at a time; read only. Collective: all ranks iterate to the end."""
         self._calls.begin_among_tensor_ranks("named_weights()")
         self._assembly.timing.flush()
-        return self._weights.named_weights()
+        return self._assembly.pipeline.all_named(self._weights.named_weights())
 
     def flush(self) -> None:
         """Run the updates that `update = "in_forward"` leaves to the next forward. Collective.

@@ -15,6 +15,7 @@ from fourfold.parts.data.grad_hooks import GradSink
 from fourfold.step.objective import StageOutput
 from fourfold.step.step_parts import StageParts
 from fourfold.step.step_state import StepState, UpdateArgs
+from fourfold.step.tensor_tree import tree_leaves
 from fourfold.words.errors import Problem, TaskError
 from fourfold.words.program import (
     GRAD_NORM,
@@ -35,15 +36,23 @@ def forward(step: StepState, action: Action) -> None:
     stage, part = step.stage(action.stage), step.microbatches[action.index]
     with stage.weights.unsharded("forward", step.unshard_sink):
         if part.num_samples:
-            _add_loss(step, action, stage.stage.forward(part))
+            _end_forward(step, action, stage.stage.forward(part, _received(step, action)))
         elif (loss := stage.stage.forward_empty()) is not None:
             step.empty_losses[action.index] = loss
 
 
-def _add_loss(step: StepState, action: Action, output: StageOutput) -> None:
+def _received(step: StepState, action: Action) -> list[Tensor]:
+    """What the stage before has sent of this microbatch; nothing on the first stage."""
+    return step.received.get((action.stage, action.index), [])
+
+
+def _end_forward(step: StepState, action: Action, output: StageOutput) -> None:
+    """Keep what comes next: the loss on the last stage, before it the outputs, which the next stage needs."""
     stage, part = step.stage(action.stage), step.microbatches[action.index]
-    assert stage.stage.loss is not None  # there is one stage, which has the loss
-    step.add_loss(action.index, stage.stage.loss(output, part))
+    if stage.stage.loss is None:
+        step.boundary[action.stage, action.index] = list(tree_leaves(output.outputs))
+    else:
+        step.add_loss(action.index, stage.stage.loss(output, part))
 
 
 def _evaluate(step: StepState, action: Action) -> None:
@@ -51,9 +60,10 @@ def _evaluate(step: StepState, action: Action) -> None:
     stage, part = step.stage(action.stage), step.microbatches[action.index]
     with stage.weights.unsharded("evaluate"):
         if part.num_samples:
-            output = stage.stage.forward(part)
-            step.outputs[action.index] = output.outputs
-            _add_loss(step, action, output)
+            output = stage.stage.forward(part, _received(step, action))
+            _end_forward(step, action, output)
+            if stage.stage.loss is not None:
+                step.outputs[action.index] = output.outputs
         else:
             stage.stage.evaluate_empty()
 
@@ -61,7 +71,41 @@ def _evaluate(step: StepState, action: Action) -> None:
 def _infer(step: StepState, action: Action) -> None:
     """The outputs of a batch that may have no targets, on one rank; weights are whole already."""
     stage, part = step.stage(action.stage), step.microbatches[action.index]
-    step.outputs[action.index] = stage.stage.infer(part).outputs
+    step.outputs[action.index] = outputs = stage.stage.infer(part, _received(step, action)).outputs
+    step.boundary[action.stage, action.index] = list(tree_leaves(outputs))
+
+
+# ---- messages between stages ----------------------------------------------------------------------------
+
+
+def receive_forward(step: StepState, action: Action) -> None:
+    """The activations of a microbatch, from the stage before; of one without samples there are none."""
+    edge = step.parts.edges.from_previous
+    if step.microbatches[action.index].num_samples and edge is not None:
+        step.received[action.stage, action.index] = edge.receive()
+
+
+def send_forward(step: StepState, action: Action) -> None:
+    """The outputs of a microbatch, to the next stage."""
+    edge = step.parts.edges.to_next
+    if step.microbatches[action.index].num_samples and edge is not None:
+        edge.send(step.boundary[action.stage, action.index])
+
+
+def receive_backward(step: StepState, action: Action) -> None:
+    """The gradients of a microbatch's outputs, from the next stage."""
+    edge = step.parts.edges.from_next
+    if step.microbatches[action.index].num_samples and edge is not None:
+        step.upstream[action.stage, action.index] = edge.receive()
+
+
+def send_backward(step: StepState, action: Action) -> None:
+    """The gradients of what was received, to the stage before."""
+    edge = step.parts.edges.to_previous
+    if step.microbatches[action.index].num_samples and edge is not None:
+        received = step.received.pop((action.stage, action.index))
+        needed = [each for each in received if each.requires_grad]
+        edge.send([torch.zeros_like(each) if each.grad is None else each.grad for each in needed])
 
 
 # ---- backward and reductions ----------------------------------------------------------------------------
@@ -106,7 +150,10 @@ def run_backward(step: StepState, action: Action, sink: GradSink) -> None:
             if not loss.requires_grad:
                 raise TaskError(_no_grad_problem())
             with stage.grad_hooks.calling(sink):
-                stage.stage.backward(step.parts.loss_scale.scale(loss), None)
+                stage.stage.backward([step.parts.loss_scale.scale(loss)], None)
+        elif outputs := [each for each in step.boundary.pop((action.stage, index), []) if each.requires_grad]:
+            with stage.grad_hooks.calling(sink):
+                stage.stage.backward(outputs, step.upstream.pop((action.stage, index)))
         elif (loss := step.empty_losses.pop(index, None)) is not None:
             _backward_empty(stage, loss)
     if index == num_microbatches - 1 and step.last_nonempty >= 0:
@@ -118,7 +165,7 @@ def run_backward(step: StepState, action: Action, sink: GradSink) -> None:
 def _backward_empty(stage: StageParts, loss: Tensor) -> None:
     """Backward of a rank without samples, because other ranks need it within theirs; its gradients are dropped."""
     if loss.requires_grad:
-        stage.stage.backward(loss, torch.zeros_like(loss))
+        stage.stage.backward([loss], [torch.zeros_like(loss)])
         stage.gradients.drop_grads()
 
 
@@ -140,7 +187,7 @@ def measure(step: StepState, action: Action) -> None:
 
 def _measure_nominal_count(step: StepState, action: Action) -> None:
     """In the first step: the count of its first microbatch stands for that of every microbatch of every step."""
-    by_rank = step.stage(action.stage).data_ranks.all_gather_json(step.count_of(0))
+    by_rank = step.parts.count_ranks.all_gather_json(step.count_of(0))
     step.nominal_count = max(1.0, step.parts.sync.nominal_count(sum(by_rank)) * len(step.microbatches))
 
 
@@ -311,6 +358,10 @@ VERBS: Mapping[Verb, VerbFunction] = {
     Verb.FORWARD: forward,
     Verb.UNSHARD: unshard,
     Verb.BACKWARD: backward,
+    Verb.SEND_FORWARD: send_forward,
+    Verb.RECEIVE_FORWARD: receive_forward,
+    Verb.SEND_BACKWARD: send_backward,
+    Verb.RECEIVE_BACKWARD: receive_backward,
     Verb.MEASURE: measure,
     Verb.REDUCE: reduce,
     Verb.UPDATE: update,
@@ -320,7 +371,13 @@ VERBS: Mapping[Verb, VerbFunction] = {
 }
 EVALUATION: Mapping[Verb, VerbFunction] = {
     Verb.FORWARD: _evaluate,
+    Verb.SEND_FORWARD: send_forward,
+    Verb.RECEIVE_FORWARD: receive_forward,
     Verb.UNSHARD: unshard,
     Verb.MEASURE: measure,
 }
-INFERENCE: Mapping[Verb, VerbFunction] = {Verb.FORWARD: _infer}
+INFERENCE: Mapping[Verb, VerbFunction] = {
+    Verb.FORWARD: _infer,
+    Verb.SEND_FORWARD: send_forward,
+    Verb.RECEIVE_FORWARD: receive_forward,
+}

@@ -25,14 +25,12 @@ class PipelineAxis(NamedTuple):
     """The pipeline axis of this rank.
 
     ranks     that differ from this one on this axis only, by stage
-    names     of the trained parameters of all stages, in order of definition
     skeleton  the whole model with random weights, for dry runs; the model itself if it has one stage
     """
 
     stages: StageMap
     ranks: Communicator
     edges: StageEdges
-    names: tuple[str, ...]
     skeleton: nn.Module
 
     @property
@@ -114,9 +112,9 @@ class PipelineAxis(NamedTuple):
         return value
 
 
-def whole_pipeline(model: nn.Module, stages: StageMap, ranks: Communicator, names: tuple[str, ...]) -> PipelineAxis:
+def whole_pipeline(model: nn.Module, stages: StageMap, ranks: Communicator) -> PipelineAxis:
     """One stage, which is the model."""
-    return PipelineAxis(stages, ranks, StageEdges(), names, model)
+    return PipelineAxis(stages, ranks, StageEdges(), model)
 
 
 def _describe(value: Any, tensors: list[Tensor]) -> Any:
@@ -152,10 +150,7 @@ class FirstRanksWeights(InitialWeights):
         return self._weights.are_deferred
 
     def whole(self, parameter: nn.Parameter) -> Tensor:
-        if self._ranks.rank == 0 or not self.are_deferred:
-            value = self._weights.whole(parameter)
-        else:
-            value = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+        value = self._weights.whole(parameter)
         self._ranks.broadcast(value)
         return value
 
@@ -193,12 +188,11 @@ def cut(
     transport: str,
 ) -> PipelineAxis:
     """Leave this rank's stage in a model and its optimizer, in place; connect it with its neighbours. Collective."""
-    names = tuple(name for name, p in model.named_parameters() if p.requires_grad and p.numel())
     _drop_other_stages(model, stages, ranks.rank)
     kept = {id(p) for p in model.parameters()}
     for group in optimizer.param_groups:
         group["params"] = [p for p in group["params"] if id(p) in kept]
-    return PipelineAxis(stages, ranks, make_edges(ranks, meter, choice=transport), names, skeleton)
+    return PipelineAxis(stages, ranks, make_edges(ranks, meter, choice=transport), skeleton)
 
 
 def _drop_other_stages(model: nn.Module, stages: StageMap, stage: int) -> None:

@@ -78,7 +78,7 @@ class PipelineDryRun:
             by_name = {call.name: call for call in calls}
             templates = {call.name: call.template for call in calls}
             expected = [by_name[name].outputs for name in self._stages.boundaries()] + [outputs]
-            received: list[Tensor] | None = None
+            received: list[Tensor] = []
             for stage, wanted in enumerate(expected):
                 got = self._run_stage(stage, inputs, templates, received)
                 if problem := self._difference(stage, got, wanted):
@@ -131,7 +131,7 @@ class PipelineDryRun:
             return [Problem(got, "a module in front of the blocks that is called once", "pp = 1")]
         return []
 
-    def _run_stage(self, stage: int, inputs: Any, templates: Templates, received: list[Tensor] | None) -> list[Tensor]:
+    def _run_stage(self, stage: int, inputs: Any, templates: Templates, received: list[Tensor]) -> list[Tensor]:
         outputs: Any
         try:
             with Gates(self._skeleton, self._stages, stage).closed(templates, received):

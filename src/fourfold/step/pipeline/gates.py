@@ -88,14 +88,14 @@ class Gates:
     """The gates of one stage of a model."""
 
     def __init__(self, model: nn.Module, stages: StageMap, stage: int) -> None:
-        self._model, self._stage, self._last_stage = model, stage, stages.num_stages - 1
+        self._model, self.is_last = model, stage == stages.num_stages - 1
         blocks, names = stages.blocks[stage], stages.chain.blocks
         self._skipped = [*stages.chain.before, *names[: max(0, blocks.start - 1)]] if stage else []
         self._input_block = names[blocks.start - 1] if stage else None
         self._last_block = names[blocks.stop - 1]
 
     @contextlib.contextmanager
-    def closed(self, templates: Templates, received: Sequence[Tensor] | None) -> Iterator[None]:
+    def closed(self, templates: Templates, received: Sequence[Tensor]) -> Iterator[None]:
         """Within, a call of the model computes this stage, from what the stage before has sent.
 
         Unless it is the last stage, the call raises StageEnd with the outputs.
@@ -110,11 +110,10 @@ class Gates:
         for name in self._skipped:
             gate(name, templates[name].placeholder)
         if self._input_block is not None:
-            assert received is not None
             output = templates[self._input_block].filled(received)
             gate(self._input_block, lambda *args, **kwargs: output)
         hooks = []
-        if self._stage < self._last_stage:
+        if not self.is_last:
             hooks.append(self._model.get_submodule(self._last_block).register_forward_hook(_leave))
         try:
             yield

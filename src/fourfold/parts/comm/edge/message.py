@@ -22,7 +22,7 @@ class TensorSpec(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    requires_grad: bool
+    needs_gradient: bool
 
     @property
     def num_elements(self) -> int:
@@ -42,7 +42,7 @@ def encode(message: Sequence[TensorSpec]) -> list[int]:
     """The header of a message."""
     words = []
     for spec in message:
-        words += [DTYPES.index(spec.dtype), int(spec.requires_grad), len(spec.shape), *spec.shape]
+        words += [DTYPES.index(spec.dtype), int(spec.needs_gradient), len(spec.shape), *spec.shape]
     return [len(words), *words]
 
 
@@ -50,9 +50,9 @@ def decode(words: Sequence[int]) -> tuple[TensorSpec, ...]:
     """What the message with this header holds; words behind the header are ignored."""
     message, place, stop = [], 1, 1 + words[0]
     while place < stop:
-        dtype, requires_grad, num_dims = words[place : place + 3]
+        dtype, needs_gradient, num_dims = words[place : place + 3]
         place += 3
-        message.append(TensorSpec(tuple(words[place : place + num_dims]), DTYPES[dtype], bool(requires_grad)))
+        message.append(TensorSpec(tuple(words[place : place + num_dims]), DTYPES[dtype], bool(needs_gradient)))
         place += num_dims
     return tuple(message)
 

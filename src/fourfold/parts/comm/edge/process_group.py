@@ -66,7 +66,7 @@ class ProcessGroupReceiver:
         for spec in decode(header.tolist()):
             tensor = torch.empty(spec.shape, dtype=spec.dtype, device=self._comm.device)
             self._receive(tensor)
-            tensors.append(tensor.requires_grad_(spec.requires_grad))
+            tensors.append(tensor.requires_grad_(spec.needs_gradient))
         return tensors
 
     def _receive(self, tensor: Tensor) -> None:

@@ -42,6 +42,12 @@ class StageEdges(NamedTuple):
     to_previous: SendingEdge | None = None
     from_next: ReceivingEdge | None = None
 
+    def finish(self) -> None:
+        """Wait until all messages are on their way."""
+        for edge in (self.to_next, self.to_previous):
+            if edge is not None:
+                edge.finish()
+
     @property
     def name(self) -> str:
         """What carries the messages, in words."""

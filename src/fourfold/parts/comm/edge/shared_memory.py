@@ -67,7 +67,7 @@ class SharedMemoryReceiver:
         tensors = []
         for spec in message:
             view = slot[start : start + spec.num_bytes].view(spec.dtype).view(spec.shape)
-            tensors.append(view.clone().requires_grad_(spec.requires_grad))
+            tensors.append(view.clone().requires_grad_(spec.needs_gradient))
             start += aligned(spec.num_bytes)
         self._num_received += 1
         self._regions.words[self._regions.word(self._index, RECEIVED)] = self._num_received
