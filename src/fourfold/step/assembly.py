@@ -32,8 +32,7 @@ from fourfold.step.duplicate_batches import DuplicateBatches
 from fourfold.step.forward_fusion import DeferredUpdates
 from fourfold.step.loss_function import ModelLoss, UserLoss
 from fourfold.step.model_checks import check_model_loss, check_specs, check_update_timing, watch_norms
-from fourfold.step.model_layout import plan_specs, plan_stages
-from fourfold.step.model_specs import update_spec
+from fourfold.step.model_layout import plan_specs, plan_stages, whole_specs
 from fourfold.step.nan_guard import NanGuard
 from fourfold.step.objective import Objective
 from fourfold.step.persistent_state import PersistentState
@@ -46,7 +45,7 @@ from fourfold.step.rank_dropout import SplitDropout
 from fourfold.step.replica_drift import DriftChecker
 from fourfold.step.sequence.sequence_parallel import SequenceParallel
 from fourfold.step.stage import Stage, pipeline_stage, whole_model_stage
-from fourfold.step.stage_assembly import StageAssembly, WholeModelSpecs, lay_out, make_stage
+from fourfold.step.stage_assembly import StageAssembly, lay_out, make_stage
 from fourfold.step.step_checks import StepChecks
 from fourfold.step.step_options import StepOptions
 from fourfold.step.step_parts import StageParts, StepParts
@@ -65,6 +64,7 @@ from fourfold.step.update_timing import (
 )
 from fourfold.step.user_optimizer import OptimizerWatch, check_user_optimizer, refuse_own_state_dict
 from fourfold.step.weights import Weights
+
 
 class Assembly(NamedTuple):
     """What a `TrainStep` is the door of."""
@@ -97,7 +97,7 @@ def assemble(
     """Make all parts of a step, on the plan's mesh. Collective. Raises PlanError, OptimizerError, TaskError."""
     model, objective, meter = initial.model, _make_objective(loss, plan), CommMeter()
     optimizer = _take_optimizer(optimizer_source, model, plan, options)
-    whole = _whole_specs(model, optimizer, plan, options)
+    whole = whole_specs(model, optimizer, options.tensor, plan, clip=options.clip)
     tensor, pipeline = _cut(initial, optimizer, plan, options, world, meter)
     trained = lay_out(model, optimizer, plan, world, options, whole)
     channel = transports.make_world_channel(world, trained.blueprint.topology, plan.transport, meter)
@@ -137,11 +137,6 @@ def assemble(
         tensor=tensor,
         pipeline=pipeline,
     )
-
-
-def _whole_specs(model: nn.Module, optimizer: Optimizer, plan: Plan, options: StepOptions) -> WholeModelSpecs:
-    specs = plan_specs(model, optimizer, options.tensor, plan)
-    return WholeModelSpecs(specs, update_spec(model, optimizer, clip=options.clip))
 
 
 def _cut(

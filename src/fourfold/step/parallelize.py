@@ -32,8 +32,8 @@ from fourfold.step.model_checks import (
     check_update_timing,
     model_plan_problems,
 )
-from fourfold.step.tensor.tensor_axis import check_rules
 from fourfold.step.model_layout import plan_specs
+from fourfold.step.tensor.tensor_axis import check_rules
 from fourfold.step.train_step import TrainStep
 from fourfold.step.user_optimizer import check_user_optimizer
 from fourfold.words.errors import PlanError

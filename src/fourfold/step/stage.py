@@ -61,7 +61,11 @@ def whole_model_stage(model: nn.Module, objective: Objective, statistics: BatchS
 
 
 def pipeline_stage(
-    model: nn.Module, objective: Objective, statistics: BatchStatistics, gates: Gates, templates: Callable[[], Templates]
+    model: nn.Module,
+    objective: Objective,
+    statistics: BatchStatistics,
+    gates: Gates,
+    templates: Callable[[], Templates],
 ) -> Stage:
     """One of several stages. `templates()`: what modules of other stages return, known since the dry run."""
 

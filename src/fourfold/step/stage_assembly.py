@@ -38,14 +38,13 @@ from fourfold.parts.tensor.whole_tensors import WholeTensors
 from fourfold.plan.data.buckets import Bucket
 from fourfold.plan.data.zero import RestingLayouts, layout_changes
 from fourfold.plan.lowering import Blueprint, DataGroup, lower
-from fourfold.plan.param_spec import ParamSpec
 from fourfold.plan.plan import Plan
 from fourfold.plan.topology import NO_SHARED_MEMORY, Topology
-from fourfold.plan.update_spec import UpdateSpec
 from fourfold.step.codec_state import CodecState
 from fourfold.step.grad_rounds import OneRound, RoundEveryBackward
 from fourfold.step.grad_scaling import GradScaling, ScaledInUpdate, ScaledSums
 from fourfold.step.grad_sync import GradSync, LocalSteps, SumEveryStep
+from fourfold.step.model_layout import WholeModelSpecs
 from fourfold.step.norm_sums import NormSum, SumOverShards, SumOverTensorRanks
 from fourfold.step.persistent_state import PersistentState
 from fourfold.step.rank_agreement import check_same_on_ranks
@@ -94,13 +93,6 @@ class Trained(NamedTuple):
     def tells_params_apart(self) -> bool:
         """Whether the update works on one parameter at a time."""
         return self.plan.unused == "allow" or self.blueprint.update_spec.is_layerwise
-
-
-class WholeModelSpecs(NamedTuple):
-    """What lowering needs to know of the whole model and its optimizer."""
-
-    params: Sequence[ParamSpec]
-    update: UpdateSpec
 
 
 class StageAssembly(NamedTuple):

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fourfold.parts.comm.reduce.protocol import shard_addend
 from fourfold.parts.data.grad_hooks import GradSink
+from fourfold.step.messages import receive_backward, receive_forward, received, send_backward, send_forward
 from fourfold.step.objective import StageOutput
 from fourfold.step.step_parts import StageParts
 from fourfold.step.step_state import StepState, UpdateArgs
@@ -36,14 +37,9 @@ def forward(step: StepState, action: Action) -> None:
     stage, part = step.stage(action.stage), step.microbatches[action.index]
     with stage.weights.unsharded("forward", step.unshard_sink):
         if part.num_samples:
-            _end_forward(step, action, stage.stage.forward(part, _received(step, action)))
+            _end_forward(step, action, stage.stage.forward(part, received(step, action)))
         elif (loss := stage.stage.forward_empty()) is not None:
             step.empty_losses[action.index] = loss
-
-
-def _received(step: StepState, action: Action) -> list[Tensor]:
-    """What the stage before has sent of this microbatch; nothing on the first stage."""
-    return step.received.get((action.stage, action.index), [])
 
 
 def _end_forward(step: StepState, action: Action, output: StageOutput) -> None:
@@ -60,7 +56,7 @@ def _evaluate(step: StepState, action: Action) -> None:
     stage, part = step.stage(action.stage), step.microbatches[action.index]
     with stage.weights.unsharded("evaluate"):
         if part.num_samples:
-            output = stage.stage.forward(part, _received(step, action))
+            output = stage.stage.forward(part, received(step, action))
             _end_forward(step, action, output)
             if stage.stage.loss is not None:
                 step.outputs[action.index] = output.outputs
@@ -71,41 +67,8 @@ def _evaluate(step: StepState, action: Action) -> None:
 def _infer(step: StepState, action: Action) -> None:
     """The outputs of a batch that may have no targets, on one rank; weights are whole already."""
     stage, part = step.stage(action.stage), step.microbatches[action.index]
-    step.outputs[action.index] = outputs = stage.stage.infer(part, _received(step, action)).outputs
+    step.outputs[action.index] = outputs = stage.stage.infer(part, received(step, action)).outputs
     step.boundary[action.stage, action.index] = list(tree_leaves(outputs))
-
-
-# ---- messages between stages ----------------------------------------------------------------------------
-
-
-def receive_forward(step: StepState, action: Action) -> None:
-    """The activations of a microbatch, from the stage before; of one without samples there are none."""
-    edge = step.parts.edges.from_previous
-    if step.microbatches[action.index].num_samples and edge is not None:
-        step.received[action.stage, action.index] = edge.receive()
-
-
-def send_forward(step: StepState, action: Action) -> None:
-    """The outputs of a microbatch, to the next stage."""
-    edge = step.parts.edges.to_next
-    if step.microbatches[action.index].num_samples and edge is not None:
-        edge.send(step.boundary[action.stage, action.index])
-
-
-def receive_backward(step: StepState, action: Action) -> None:
-    """The gradients of a microbatch's outputs, from the next stage."""
-    edge = step.parts.edges.from_next
-    if step.microbatches[action.index].num_samples and edge is not None:
-        step.upstream[action.stage, action.index] = edge.receive()
-
-
-def send_backward(step: StepState, action: Action) -> None:
-    """The gradients of what was received, to the stage before."""
-    edge = step.parts.edges.to_previous
-    if step.microbatches[action.index].num_samples and edge is not None:
-        received = step.received.pop((action.stage, action.index))
-        needed = [each for each in received if each.requires_grad]
-        edge.send([torch.zeros_like(each) if each.grad is None else each.grad for each in needed])
 
 
 # ---- backward and reductions ----------------------------------------------------------------------------

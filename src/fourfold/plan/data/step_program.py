@@ -24,7 +24,6 @@ from fourfold.words.program import (
     nth_index,
 )
 
-
 UNSHARDED = (Verb.FORWARD, Verb.BACKWARD)  # the phases that use weights
 BACKWARD_PHASES = (Verb.RECEIVE_BACKWARD, Verb.BACKWARD)
 

@@ -120,7 +120,9 @@ class PipelineDryRun:
         called = [call.name for call in calls if call.name in chain.blocks]
         if called != list(chain.blocks):
             wrong = next((n for n in chain.blocks if called.count(n) != 1), called[0])
-            got = f"{wrong} called {called.count(wrong)} times" if called.count(wrong) != 1 else "blocks in another order"
+            got = (
+                f"{wrong} called {called.count(wrong)} times" if called.count(wrong) != 1 else "blocks in another order"
+            )
             return [Problem(f"{got} in one forward", NEED, "pp = 1")]
         before = [call.name for call in calls if call.name in chain.before]
         repeated = [name for name in dict.fromkeys(before) if before.count(name) > 1]
@@ -144,7 +146,9 @@ class PipelineDryRun:
             blocks = self._stages.blocks[stage]
             names = self._stages.chain.blocks
             got = f"stage {stage} ({names[blocks.start]} to {names[blocks.stop - 1]}) fails by itself"
-            raise TaskError(Problem(f"{got}: {summarize_error(error)}", NEED, "pp = 1"), where="the pipeline") from error
+            raise TaskError(
+                Problem(f"{got}: {summarize_error(error)}", NEED, "pp = 1"), where="the pipeline"
+            ) from error
         return [each.clone() for each in tree_leaves(outputs)]
 
     def _difference(self, stage: int, got: list[Tensor], wanted: list[Tensor]) -> Problem | None:

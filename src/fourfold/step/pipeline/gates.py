@@ -43,15 +43,19 @@ class OutputShape(NamedTuple):
     @classmethod
     def of(cls, output: Tensor, given: Sequence[Tensor]) -> Self:
         """That of a tensor which a module has returned for these arguments."""
-        sources = tuple(_first(given, lambda t, d=dim, n=size: t.dim() > d and t.shape[d] == n)
-                        for dim, size in enumerate(output.shape))
+        sources = tuple(
+            _first(given, lambda t, d=dim, n=size: t.dim() > d and t.shape[d] == n)
+            for dim, size in enumerate(output.shape)
+        )
         dtype_of = _first(given, lambda t: t.dtype == output.dtype)
         return cls(tuple(output.shape), sources, output.dtype, dtype_of)
 
     def zeros(self, given: Sequence[Tensor]) -> Tensor:
         """Zeros in the shape that the module would return for these arguments; they have one element of memory."""
-        dims = (size if source is None else given[source].shape[dim]
-                for dim, (size, source) in enumerate(zip(self.dims, self.sources, strict=True)))
+        dims = (
+            size if source is None else given[source].shape[dim]
+            for dim, (size, source) in enumerate(zip(self.dims, self.sources, strict=True))
+        )
         dtype = self.dtype if self.dtype_of is None else given[self.dtype_of].dtype
         device = given[0].device if given else torch.device("cpu")
         return torch.zeros((), dtype=dtype, device=device).expand(tuple(dims))
