@@ -33,7 +33,6 @@ from fourfold.plan.memory import (
     host_memory_use,
 )
 from fourfold.plan.param_spec import ParamSpec
-from fourfold.plan.pipeline.schedules import compute_actions
 from fourfold.plan.pipeline.sends import add_sends
 from fourfold.plan.plan import Plan
 from fourfold.plan.precision import compute_specs, gradient_bucket
@@ -177,8 +176,7 @@ class Blueprint:
     @cached_property
     def _compute_lists(self) -> tuple[tuple[Action, ...], ...]:
         """By stage: the forwards and backwards of a step, with the messages between stages."""
-        plan = self.plan
-        return add_sends(compute_actions(plan.schedule, pp=plan.pp, microbatches=plan.microbatches), plan.pp)
+        return add_sends(self.plan.compute_lists, self.plan.pp)
 
     @cached_property
     def _evaluation_lists(self) -> tuple[tuple[Action, ...], ...]:
@@ -192,7 +190,7 @@ class Blueprint:
         for group in self.groups:
             spec = self.step_spec(group, record)
             if spec not in by_spec:
-                by_spec[spec] = _lower_group(spec, self._evaluation_lists[spec.stage])
+                by_spec[spec] = _lower_group(spec, self._evaluation_lists[spec.stage] if self.plan.pp > 1 else ())
             by_rank |= dict.fromkeys(group.ranks, by_spec[spec])
         ranks = sorted(by_rank)
         return Programs(*({rank: by_rank[rank][kind] for rank in ranks} for kind in range(5)))

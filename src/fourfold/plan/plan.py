@@ -13,6 +13,7 @@ from fourfold.plan.batch_split import BatchSplit
 from fourfold.plan.codec import CODECS, CodecSpec
 from fourfold.plan.data.zero import ShardGroups
 from fourfold.plan.decode import DecodeError, from_toml
+from fourfold.plan.pipeline.schedules import ComputeLists, compute_actions
 from fourfold.plan.plan_fields import FIELDS, RENAMED_FIELDS, plan_problems, to_builtin
 from fourfold.plan.recipes import RECIPE_PREFIX, recipe_text
 from fourfold.plan.sequence import SequenceSpec
@@ -176,6 +177,11 @@ class Plan:
     def tensor_spec(self) -> TensorSpec:
         """How many ranks split layers, and which dims of the weights."""
         return TensorSpec(self.tp, self.dims, self.ulysses, self.residual)
+
+    @property
+    def compute_lists(self) -> ComputeLists:
+        """By place on the pipeline axis: the forwards and backwards of a step."""
+        return compute_actions(self.schedule, pp=self.pp, microbatches=self.microbatches)
 
     @property
     def mesh(self) -> Mesh:

@@ -14,6 +14,7 @@ from fourfold.parts.codec.protocol import Codec
 from fourfold.parts.comm import transports
 from fourfold.parts.comm.communicator import Communicator
 from fourfold.parts.comm.meter import CommMeter
+from fourfold.parts.comm.reduce.protocol import ScalarReducer
 from fourfold.parts.deferred_init import InitialModel
 from fourfold.parts.optim.user_optimizer import OptimizerSource, build_optimizer
 from fourfold.parts.sequence.sequence_group import connect_sequence
@@ -86,6 +87,14 @@ class Assembly(NamedTuple):
     pipeline: PipelineAxis
 
 
+class _Axes(NamedTuple):
+    """The axes by which the model is cut, and the dry run of its stages."""
+
+    tensor: TensorAxis
+    pipeline: PipelineAxis
+    stages: PipelineDryRun
+
+
 def assemble(
     initial: InitialModel,
     loss: Callable[[Any, Any], Any] | None,
@@ -98,27 +107,13 @@ def assemble(
     model, objective, meter = initial.model, _make_objective(loss, plan), CommMeter()
     optimizer = _take_optimizer(optimizer_source, model, plan, options)
     whole = whole_specs(model, optimizer, options.tensor, plan, clip=options.clip)
-    tensor, pipeline = _cut(initial, optimizer, plan, options, world, meter)
+    tensor, pipeline, stages = axes = _cut(initial, optimizer, plan, options, world, meter)
     trained = lay_out(model, optimizer, plan, world, options, whole)
     channel = transports.make_world_channel(world, trained.blueprint.topology, plan.transport, meter)
     statistics = _make_statistics(model, plan, world, meter)
-    dry_run = PipelineDryRun(pipeline.skeleton, pipeline.stages, world)
-    computed = _make_stage(model, objective, statistics, pipeline, dry_run)
+    computed = _make_stage(model, objective, statistics, pipeline, stages)
     stage = make_stage(trained, world, meter, channel.calls, tensor, computed)
-    parts = StepParts(
-        stages={pipeline.stage: stage.parts},
-        scalars=channel.scalars,
-        meter=meter,
-        objective=objective,
-        sync=stage.sync,
-        scaling=stage.scaling,
-        loss_scale=LossScaler() if plan.precision == "fp16" else UnitLossScale(),
-        totals_of_peers=tensor.totals_of_peers if pipeline.is_last else COMMON_TOTALS,
-        edges=pipeline.edges,
-        count_ranks=world.along("pp", "dp", "sp"),
-        max_norm=math.inf if options.clip is None else options.clip,
-        device=world.device,
-    )
+    parts = _make_parts(stage, channel.scalars, meter, objective, plan, options, world, axes)
     calls = CollectiveCalls(world, TensorCalls(channel.calls, tensor.group, tensor.ranks))
     return Assembly(
         parts=parts,
@@ -127,7 +122,7 @@ def assemble(
         calls=calls,
         checks=_make_checks(model, optimizer, plan, options, calls, stage),
         split=plan.batch_split,
-        batches=_make_batches(model, loss, plan, world, meter, tensor, pipeline, dry_run, calls.checker, options.seed),
+        batches=_make_batches(model, loss, plan, world, meter, axes, calls.checker, options.seed),
         dry_run=_make_dry_run(pipeline.skeleton, objective, statistics, plan, stage.parts.weights, world),
         state=stage.state,
         codecs=stage.codecs,
@@ -139,9 +134,36 @@ def assemble(
     )
 
 
+def _make_parts(
+    stage: StageAssembly,
+    scalars: ScalarReducer,
+    meter: CommMeter,
+    objective: Objective,
+    plan: Plan,
+    options: StepOptions,
+    world: Communicator,
+    axes: _Axes,
+) -> StepParts:
+    pipeline = axes.pipeline
+    return StepParts(
+        stages={pipeline.stage: stage.parts},
+        scalars=scalars,
+        meter=meter,
+        objective=objective,
+        sync=stage.sync,
+        scaling=stage.scaling,
+        loss_scale=LossScaler() if plan.precision == "fp16" else UnitLossScale(),
+        totals_of_peers=axes.tensor.totals_of_peers if pipeline.is_last else COMMON_TOTALS,
+        edges=pipeline.edges,
+        count_ranks=world.along("pp", "dp", "sp"),
+        max_norm=math.inf if options.clip is None else options.clip,
+        device=world.device,
+    )
+
+
 def _cut(
     initial: InitialModel, optimizer: Optimizer, plan: Plan, options: StepOptions, world: Communicator, meter: CommMeter
-) -> tuple[TensorAxis, PipelineAxis]:
+) -> _Axes:
     """Leave in the model and its optimizer what this rank's place on the tensor and the pipeline axis has."""
     model, ranks, stages = initial.model, world.along("pp"), plan_stages(initial.model, plan)
     initial = take_first_ranks_weights(initial, ranks)
@@ -155,11 +177,13 @@ def _cut(
         is_own=lambda name: stages.stage_of(name) == ranks.rank,
     )
     if ranks.size == 1:
-        return tensor, whole_pipeline(model, stages, ranks)
+        pipeline = whole_pipeline(model, stages, ranks)
+        return _Axes(tensor, pipeline, PipelineDryRun(model, stages, world))
     if not tensor.is_cut:
         load_own_weights(initial, stages, ranks)
     skeleton = make_skeleton(model, plan.precision, [tensor.region])
-    return tensor, pipeline_axis.cut(model, skeleton, optimizer, stages, ranks, meter, transport=plan.transport)
+    pipeline = pipeline_axis.cut(model, skeleton, optimizer, stages, ranks, meter, transport=plan.transport)
+    return _Axes(tensor, pipeline, PipelineDryRun(skeleton, stages, world))
 
 
 def _make_stage(
@@ -172,7 +196,7 @@ def _make_stage(
     if not pipeline.is_cut:
         return whole_model_stage(model, objective, statistics)
     gates = Gates(model, pipeline.stages, pipeline.stage)
-    return pipeline_stage(model, objective, statistics, gates, lambda: dry_run.templates)
+    return pipeline_stage(model, objective, statistics, gates, dry_run, has_loss=pipeline.is_last)
 
 
 def _take_optimizer(source: OptimizerSource, model: nn.Module, plan: Plan, options: StepOptions) -> Optimizer:
@@ -233,12 +257,11 @@ def _make_batches(
     plan: Plan,
     world: Communicator,
     meter: CommMeter,
-    tensor: TensorAxis,
-    pipeline: PipelineAxis,
-    dry_run: PipelineDryRun,
+    axes: _Axes,
     tensor_calls: TensorCalls,
     seed: int,
 ) -> BatchLayout:
+    tensor, pipeline, stages = axes
     slices = DrawSlices(tensor.group.size)
     layout: BatchLayout = WholeSamples(world.device, SplitDropout(model, slices))
     if loss is not None and plan.sp > 1:
@@ -250,7 +273,7 @@ def _make_batches(
     if tensor.is_cut:
         rules = CollectiveTensorDryRun(pipeline.skeleton, tensor, world, slices)
         layout = SharedByTensorRanks(layout, tensor_calls, rules)
-    return SharedByStages(layout, pipeline.ranks, dry_run) if pipeline.is_cut else layout
+    return SharedByStages(layout, pipeline.ranks, stages) if pipeline.is_cut else layout
 
 
 def _make_statistics(model: nn.Module, plan: Plan, world: Communicator, meter: CommMeter) -> BatchStatistics:

@@ -17,6 +17,7 @@ from fourfold.parts.comm.edge.protocol import StageEdges
 from fourfold.parts.comm.edges import make_edges
 from fourfold.parts.comm.meter import CommMeter
 from fourfold.parts.deferred_init import InitialModel, InitialWeights
+from fourfold.parts.torch_private import own_buffers, own_parameters
 from fourfold.plan.tensor_shard import TensorShard
 from fourfold.step.pipeline.chain import StageMap
 
@@ -201,15 +202,15 @@ def _drop_other_stages(model: nn.Module, stages: StageMap, stage: int) -> None:
     for name, p in list(model.named_parameters(remove_duplicate=False)):
         if stages.stage_of(name) != stage:
             module, key = _place(model, name)
-            module._parameters[key] = None
+            own_parameters(module)[key] = None
             if name in chain.own:  # the forward of the module around the chain reads it
-                del module._parameters[key]
+                del own_parameters(module)[key]
                 vars(module)[key] = torch.zeros((), dtype=p.dtype, device=p.device).expand(p.shape)
     outside = [*chain.before, *chain.blocks, *chain.behind]
     for name, _ in list(model.named_buffers(remove_duplicate=False)):
         if any(name.startswith(f"{each}.") for each in outside) and stages.stage_of(name) != stage:
             module, key = _place(model, name)
-            module._buffers[key] = None
+            own_buffers(module)[key] = None
 
 
 def _place(model: nn.Module, name: str) -> tuple[nn.Module, str]:

@@ -119,10 +119,8 @@ class PipelineDryRun:
         chain = self._stages.chain
         called = [call.name for call in calls if call.name in chain.blocks]
         if called != list(chain.blocks):
-            wrong = next((n for n in chain.blocks if called.count(n) != 1), called[0])
-            got = (
-                f"{wrong} called {called.count(wrong)} times" if called.count(wrong) != 1 else "blocks in another order"
-            )
+            wrong = next((name for name in chain.blocks if called.count(name) != 1), None)
+            got = "blocks in another order" if wrong is None else f"{wrong} called {called.count(wrong)} times"
             return [Problem(f"{got} in one forward", NEED, "pp = 1")]
         before = [call.name for call in calls if call.name in chain.before]
         repeated = [name for name in dict.fromkeys(before) if before.count(name) > 1]
@@ -145,10 +143,9 @@ class PipelineDryRun:
         except Exception as error:
             blocks = self._stages.blocks[stage]
             names = self._stages.chain.blocks
-            got = f"stage {stage} ({names[blocks.start]} to {names[blocks.stop - 1]}) fails by itself"
-            raise TaskError(
-                Problem(f"{got}: {summarize_error(error)}", NEED, "pp = 1"), where="the pipeline"
-            ) from error
+            where = f"stage {stage} ({names[blocks.start]} to {names[blocks.stop - 1]})"
+            problem = Problem(f"{where} fails by itself: {summarize_error(error)}", NEED, "pp = 1")
+            raise TaskError(problem, where="the pipeline") from error
         return [each.clone() for each in tree_leaves(outputs)]
 
     def _difference(self, stage: int, got: list[Tensor], wanted: list[Tensor]) -> Problem | None:
