@@ -85,6 +85,7 @@ class Assembly(NamedTuple):
     transport_name: str
     tensor: TensorAxis
     pipeline: PipelineAxis
+    stages: PipelineDryRun
 
 
 class _Axes(NamedTuple):
@@ -131,6 +132,7 @@ def assemble(
         transport_name=pipeline.described_with(tensor.described_with(stage.transport_name)),
         tensor=tensor,
         pipeline=pipeline,
+        stages=stages,
     )
 
 

@@ -20,6 +20,7 @@ from fourfold.step.loss_sum import Loss
 from fourfold.step.metrics import Metrics
 from fourfold.step.model_call import eval_mode
 from fourfold.step.nan_guard import Skipped
+from fourfold.step.pipeline.dry_run import MODEL
 from fourfold.step.state_access import StateAccess
 from fourfold.step.step_state import StepRequest, StepState, StepTotals, wait_totals
 from fourfold.words.errors import TaskError
@@ -175,4 +176,4 @@ class StepRunner:
         part = Microbatch(inputs, None, num_samples=1, num_tokens=0)  # nothing is summed: the counts are not read
         step = StepState(self._parts, StepRequest([part]))
         self.executor.infer(self._programs.inference, step)
-        return step.outputs[0]
+        return self._assembly.pipeline.last_outputs(step.outputs.get(0), self._assembly.stages.templates.get(MODEL))

@@ -25,6 +25,7 @@ from fourfold.step.codec_state import CodecState
 from fourfold.step.inference import InferenceModel
 from fourfold.step.metrics import Metrics
 from fourfold.step.model_call import eval_mode
+from fourfold.step.model_specs import num_parameters
 from fourfold.step.objective import Objective
 from fourfold.step.saved_state import SavedState
 from fourfold.step.state_access import StateAccess
@@ -132,6 +133,20 @@ class TrainStep:
     def tensor_shards(self) -> Mapping[str, TensorShard]:
         """By parameter: the part of it that this rank's place on the tensor axis holds; empty if tp = 1."""
         return self._assembly.tensor.shards
+
+    @property
+    def others_names(self) -> frozenset[str]:
+        """The names in the model's `state_dict` that other pipeline stages have, and this rank does not."""
+        return self._assembly.pipeline.others
+
+    def is_of_own_stage(self, name: str) -> bool:
+        """Whether this rank's pipeline stage answers for a parameter or buffer: each has one stage."""
+        return self._assembly.pipeline.is_own(name)
+
+    @property
+    def num_parameters(self) -> int:
+        """The elements of all parameters of the whole model."""
+        return num_parameters(self._assembly.pipeline.skeleton, self.tensor_shards)
 
     @property
     def adds_totals(self) -> bool:
@@ -242,18 +257,26 @@ class TrainStep:
     def unsharded(self) -> Iterator[nn.Module]:
         """Inside the block, any rank may call the model, as often as it likes, without training it. Collective.
 
+        Raises PlanError with pp > 1, where a rank has one stage of the model: see `inference`.
+
         Needed only if weights are stored split among hosts (zero 3): outside of steps, parameters are then placeholders
         filled with NaN. Ranks wait at the end of the block until no rank needs their shards.
         """
+        self._assembly.pipeline.check_whole_model("step.unsharded()", "with step.inference() as model: …")
+        with self._unsharded():
+            yield self.model
+
+    @contextlib.contextmanager
+    def _unsharded(self) -> Iterator[None]:
         self._calls.begin_among_tensor_ranks("unsharded()")
         self._assembly.timing.flush()
         with torch.no_grad(), self._weights.unsharded("unsharded"):
-            yield self.model
+            yield
 
     @contextlib.contextmanager
     def inference(self) -> Iterator[InferenceModel]:
         """As `unsharded`, in evaluation mode; each call of the model runs a forward-only program. Collective."""
-        with eval_mode(self.model), self.unsharded():
+        with eval_mode(self.model), self._unsharded():
             yield InferenceModel(self.model, self._runner)
             self._calls.meet_tensor_ranks("the end")
 

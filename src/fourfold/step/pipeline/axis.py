@@ -20,6 +20,9 @@ from fourfold.parts.deferred_init import InitialModel, InitialWeights
 from fourfold.parts.torch_private import own_buffers, own_parameters
 from fourfold.plan.tensor_shard import TensorShard
 from fourfold.step.pipeline.chain import StageMap
+from fourfold.step.pipeline.gates import Template
+from fourfold.step.tensor_tree import tree_leaves
+from fourfold.words.errors import PlanError, Problem
 
 
 class PipelineAxis(NamedTuple):
@@ -27,12 +30,14 @@ class PipelineAxis(NamedTuple):
 
     ranks     that differ from this one on this axis only, by stage
     skeleton  the whole model with random weights, for dry runs; the model itself if it has one stage
+    others    the names in the model's `state_dict` that other stages have, and this one does not
     """
 
     stages: StageMap
     ranks: Communicator
     edges: StageEdges
     skeleton: nn.Module
+    others: frozenset[str] = frozenset()
 
     @property
     def stage(self) -> int:
@@ -57,6 +62,16 @@ class PipelineAxis(NamedTuple):
         """Whether a parameter or buffer is of this rank's stage. A buffer of no block is of the first one."""
         return not self.is_cut or self.stages.stage_of(name) == self.stage
 
+    def check_whole_model(self, call: str, attempt: str) -> None:
+        """Raise PlanError unless this rank has the whole model."""
+        if self.is_cut:
+            need = "pp = 1: here each rank has one stage of the model"
+            raise PlanError(Problem(f"{call} with pp = {self.num_stages}", need, attempt), where="the plan")
+
+    def restricted(self, state: Any) -> Any:
+        """What this rank's stage has of values by name; names that no stage has stay, to be refused."""
+        return {name: each for name, each in state.items() if name not in self.others} if self.is_cut else state
+
     def described_with(self, transport: str) -> str:
         """What joins the ranks, in words. `transport`: what joins those of a stage."""
         if not self.is_cut:
@@ -65,6 +80,17 @@ class PipelineAxis(NamedTuple):
         return own if self.ranks.world.size == self.num_stages else f"{transport}; {own}"
 
     # ---- what other stages have -----------------------------------------------------------------------
+
+    def last_outputs(self, outputs: Any, template: Template | None) -> Any:
+        """The last stage's outputs, on the ranks of all stages. `template`: of the model. Collective."""
+        if not self.is_cut:
+            return outputs
+        tensors = list(tree_leaves(outputs)) if self.is_last else []
+        last = self.num_stages - 1
+        count = self.ranks.all_gather_json(len(tensors))[last]
+        received = [self.from_stage(last, tensors[index] if tensors else None) for index in range(count)]
+        assert template is not None, "a dry run comes before the first call"
+        return template.filled(received)
 
     def from_stage(self, stage: int, tensor: Tensor | None) -> Tensor:
         """A tensor of one stage, on the ranks of all; that rank gives it. Collective."""
@@ -189,11 +215,13 @@ def cut(
     transport: str,
 ) -> PipelineAxis:
     """Leave this rank's stage in a model and its optimizer, in place; connect it with its neighbours. Collective."""
+    names = set(model.state_dict(keep_vars=True))
     _drop_other_stages(model, stages, ranks.rank)
+    others = frozenset(names - set(model.state_dict(keep_vars=True)))
     kept = {id(p) for p in model.parameters()}
     for group in optimizer.param_groups:
         group["params"] = [p for p in group["params"] if id(p) in kept]
-    return PipelineAxis(stages, ranks, make_edges(ranks, meter, choice=transport), skeleton)
+    return PipelineAxis(stages, ranks, make_edges(ranks, meter, choice=transport), skeleton, others)
 
 
 def _drop_other_stages(model: nn.Module, stages: StageMap, stage: int) -> None:

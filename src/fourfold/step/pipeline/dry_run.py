@@ -25,6 +25,7 @@ from fourfold.step.tensor_tree import tree_leaves, tree_map
 from fourfold.words.errors import FourfoldError, Problem, TaskError
 
 DRY_RUN_SAMPLES = 2
+MODEL = ""  # the name under which templates have the whole model
 NEED = "blocks that are called once each, in order, and need only what the one before returned and the batch"
 
 
@@ -72,12 +73,13 @@ class PipelineDryRun:
 
     def _compare(self, inputs: Any) -> list[Problem]:
         with self._computing():
-            calls, outputs = self._run_whole(inputs)
+            calls, returned = self._run_whole(inputs)
             if problems := self._order_problems(calls):
                 return problems
             by_name = {call.name: call for call in calls}
-            templates = {call.name: call.template for call in calls}
-            expected = [by_name[name].outputs for name in self._stages.boundaries()] + [outputs]
+            templates = {call.name: call.template for call in calls} | {MODEL: Template.of(returned, inputs)}
+            expected = [by_name[name].outputs for name in self._stages.boundaries()]
+            expected.append([each.clone() for each in tree_leaves(returned)])
             received: list[Tensor] = []
             for stage, wanted in enumerate(expected):
                 got = self._run_stage(stage, inputs, templates, received)
@@ -97,8 +99,8 @@ class PipelineDryRun:
         ):
             yield
 
-    def _run_whole(self, inputs: Any) -> tuple[list[_Call], list[Tensor]]:
-        """The calls of blocks, and of modules in front of them, and the model's outputs."""
+    def _run_whole(self, inputs: Any) -> tuple[list[_Call], Any]:
+        """The calls of blocks, and of modules in front of them, and what the model returned."""
         calls: list[_Call] = []
         hooks = []
         for name in (*self._stages.chain.before, *self._stages.chain.blocks):
@@ -109,11 +111,10 @@ class PipelineDryRun:
 
             hooks.append(self._skeleton.get_submodule(name).register_forward_hook(record, with_kwargs=True))
         try:
-            outputs = call_model(self._skeleton, inputs)
+            return calls, call_model(self._skeleton, inputs)
         finally:
             for hook in hooks:
                 hook.remove()
-        return calls, list(tree_leaves(outputs))
 
     def _order_problems(self, calls: list[_Call]) -> list[Problem]:
         chain = self._stages.chain
