@@ -38,9 +38,7 @@ def read_written(text: str, spec: PipelineSpec) -> tuple[ComputeLists, list[Prob
 def program_problems(program: Mapping[int, Sequence[Action]], spec: PipelineSpec) -> list[Problem]:
     """All that is wrong with a program, by pipeline index, of the step of a synchronous schedule."""
     problems = [
-        Problem(f"index {index}", f"0 to {spec.pp - 1}: pp = {spec.pp}")
-        for index in program
-        if not 0 <= index < spec.pp
+        Problem(f"index {index}", f"an index below pp = {spec.pp}") for index in program if not 0 <= index < spec.pp
     ]
     lists: list[list[Action]] = []
     for index in range(spec.pp):

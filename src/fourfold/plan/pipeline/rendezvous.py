@@ -11,7 +11,7 @@ Law: a program that ends under rendezvous ends with every transport, at any spee
 from collections import deque
 from collections.abc import Sequence
 
-from fourfold.plan.dependencies import SENDS, Dependencies, Dependency
+from fourfold.plan.dependencies import Dependencies, Dependency
 from fourfold.words.errors import Problem
 from fourfold.words.mesh import Mesh
 from fourfold.words.program import Action, ProgramError, Verb
@@ -64,132 +64,139 @@ def buffered_deadlock_problems(lists: Sequence[Sequence[Action]]) -> list[Proble
 
 
 class _Run:
-    """A program that runs as far as it comes, under rendezvous or with sends that do not block."""
+    """A program that runs as far as it comes, under rendezvous or with sends that do not block.
+
+    Actions are numbered; `_needs`, `_twins` and `_where` have an item for each of them.
+    """
 
     def __init__(self, entries: Sequence[Sequence[Entry]], *, sends_block: bool = True) -> None:
+        self._actions = [Dependency(i, action) for i, each in enumerate(entries) for entry in each for action in entry]
+        numbers = {each: number for number, each in enumerate(self._actions)}
         program = {i: tuple(action for entry in each for action in entry) for i, each in enumerate(entries)}
         dependencies = Dependencies(program, Mesh(pp=max(1, len(entries))))
-        self._entries = [list(each) for each in entries]
+        self._needs = [[numbers[n] for n in dependencies.of(*each) if n in numbers] for each in self._actions]
+        # The other half of a message: a receive depends on its send. If sends do not block, that is all there is to it.
+        self._twins: list[int | None] = [None] * len(self._actions)
+        for number, (_, action) in enumerate(self._actions):
+            if sends_block and action.verb in RECEIVES and self._needs[number]:
+                send = self._needs[number].pop()
+                self._twins[number], self._twins[send] = send, number
+        self._entries = [
+            [[numbers[Dependency(i, a)] for a in entry] for entry in each] for i, each in enumerate(entries)
+        ]
+        self._where = [0] * len(self._actions)
+        for each in self._entries:
+            for at, entry in enumerate(each):
+                for number in entry:
+                    self._where[number] = at
         self._at = [0] * len(entries)
-        self._where = {
-            Dependency(index, action): at
-            for index, each in enumerate(entries)
-            for at, entry in enumerate(each)
-            for action in entry
-        }
-        self._needs = {each: [n for n in dependencies.of(*each) if n in self._where] for each in self._where}
-        # By message, its other half: a receive depends on its send. If sends do not block, that is all there is to it.
-        self._twins: dict[Dependency, Dependency] = {}
-        for receive, needs in self._needs.items():
-            if sends_block and receive.action.verb in RECEIVES and needs:
-                self._twins |= {receive: needs[0], needs[0]: receive}
-                self._needs[receive] = []
-        self._done: set[Dependency] = set()
-        self._waiters: dict[Dependency, list[int]] = {}
+        self._is_done = [False] * len(self._actions)
+        self._waiters: dict[int, list[int]] = {}
         self._ready = deque(range(len(entries)))
 
     def advance(self) -> None:
         """Run on until no index can."""
         while self._ready:
             index = self._ready.popleft()
-            while self._at[index] < len(self._entries[index]) and self._ends(index):
+            entries = self._entries[index]
+            while self._at[index] < len(entries) and self._ends(index, entries[self._at[index]]):
                 self._at[index] += 1
 
-    def _ends(self, index: int) -> bool:
+    def _ends(self, index: int, entry: Sequence[int]) -> bool:
         """End what can end of the entry at which an index stands. Returns whether that is all of it."""
-        for action in self._entries[index][self._at[index]]:
-            here = Dependency(index, action)
-            if here not in self._done and self._can_end(here):
-                self._end(here)
-                if action.verb in SENDS and here in self._twins:
-                    self._end(self._twins[here])
-        return not self._pending(index)
+        for number in entry:
+            if not self._is_done[number] and self._can_end(index, number):
+                self._end(number)
+                twin = self._twins[number]
+                if twin is not None:
+                    self._end(twin)
+                    self._ready.append(self._actions[twin].rank)
+        return all(self._is_done[number] for number in entry)
 
-    def _can_end(self, here: Dependency) -> bool:
-        for needed in self._needs[here]:
-            if needed not in self._done:
-                self._waiters.setdefault(needed, []).append(here.rank)
+    def _can_end(self, index: int, number: int) -> bool:
+        for needed in self._needs[number]:
+            if not self._is_done[needed]:
+                self._waiters.setdefault(needed, []).append(index)
                 return False
-        twin = self._twins.get(here)
+        twin = self._twins[number]
         # A twin that is posted but may not begin looks again at both, once it may.
-        return twin is None or (self._is_posted(twin) and all(each in self._done for each in self._needs[twin]))
+        return twin is None or (self.distance(twin) == 0 and self._may_begin(twin))
 
-    def _is_posted(self, message: Dependency) -> bool:
-        return self._where[message] == self._at[message.rank]
+    def _end(self, number: int) -> None:
+        self._is_done[number] = True
+        self._ready.extend(self._waiters.pop(number, ()))
 
-    def _end(self, which: Dependency) -> None:
-        self._done.add(which)
-        self._ready.extend(self._waiters.pop(which, ()))
-        self._ready.append(which.rank)
+    def _may_begin(self, number: int) -> bool:
+        return all(self._is_done[each] for each in self._needs[number])
 
-    def _pending(self, index: int) -> list[Action]:
+    def _pending(self, index: int) -> list[int]:
         """What an index waits to end; empty when it has ended."""
-        if self._at[index] == len(self._entries[index]):
-            return []
-        entry = self._entries[index][self._at[index]]
-        return [action for action in entry if Dependency(index, action) not in self._done]
+        entries, at = self._entries[index], self._at[index]
+        return [number for number in entries[at] if not self._is_done[number]] if at < len(entries) else []
 
-    def late_receives(self) -> list[Dependency]:
+    def late_receives(self) -> list[int]:
         """The receives for which a send waits, on indexes that wait for other messages."""
-        pending = [Dependency(i, action) for i in range(len(self._entries)) for action in self._pending(i)]
-        may_end = [each for each in pending if each.action.verb in SENDS and self._needs_are_done(each)]
-        late = [self._twins[each] for each in may_end if each.action.verb not in RECEIVES and each in self._twins]
-        return [each for each in late if self.distance(each) > 0 and self._waits_for_message(each.rank)]
+        pending = [self._pending(index) for index in range(len(self._entries))]
+        wait_for_message = [any(self._twins[each] is not None for each in numbers) for numbers in pending]
+        sends = [
+            number
+            for numbers in pending
+            for number in numbers
+            if self._actions[number].action.verb not in RECEIVES and self._may_begin(number)
+        ]
+        receives = [receive for send in sends if (receive := self._twins[send]) is not None]
+        return [each for each in receives if self.distance(each) > 0 and wait_for_message[self._actions[each].rank]]
 
-    def _needs_are_done(self, which: Dependency) -> bool:
-        return all(each in self._done for each in self._needs[which])
-
-    def _waits_for_message(self, index: int) -> bool:
-        return any(action.verb in SENDS for action in self._pending(index))
-
-    def distance(self, receive: Dependency) -> int:
+    def distance(self, number: int) -> int:
         """How many entries after the one at which its index stands."""
-        return self._where[receive] - self._at[receive.rank]
+        return self._where[number] - self._at[self._actions[number].rank]
 
-    def post_early(self, receive: Dependency) -> None:
+    def post_early(self, receive: int) -> None:
         """Post a receive together with what its index waits for."""
-        entries, at = self._entries[receive.rank], self._at[receive.rank]
-        later = self._where[receive]
-        entries[later] = tuple(each for each in entries[later] if each != receive.action)
-        entries[at] += (receive.action,)
-        self._where[receive] = at
-        self._ready.append(receive.rank)
+        index = self._actions[receive].rank
+        self._entries[index][self._where[receive]].remove(receive)
+        self._entries[index][self._at[index]].append(receive)
+        self._where[receive] = self._at[index]
+        self._ready.append(index)
 
     def posted(self) -> Entries:
         """The entries as they are now."""
-        return tuple(tuple(entry for entry in each if entry) for each in self._entries)
+        return tuple(tuple(self._entry(entry) for entry in each if entry) for each in self._entries)
+
+    def _entry(self, numbers: Sequence[int]) -> Entry:
+        return tuple(self._actions[number].action for number in numbers)
 
     def problems(self) -> list[Problem]:
         """The grid: a line for each index that is stuck, with what it waits for."""
-        stuck = [index for index in range(len(self._entries)) if self._pending(index)]
+        stuck = {index: numbers for index in range(len(self._entries)) if (numbers := self._pending(index))}
         befores = {index: self._context(index, before=True) for index in stuck}
         width = max(map(len, befores.values()), default=0)
         return [
             Problem(
                 f"index {index}: {befores[index]:>{width}}{MARK}{self._context(index, before=False)}",
-                ", ".join(self._reason(Dependency(index, action)) for action in self._pending(index)),
+                ", ".join(map(self._reason, numbers)),
             )
-            for index in stuck
+            for index, numbers in stuck.items()
         ]
 
     def _context(self, index: int, *, before: bool) -> str:
         """The entries in front of the one at which an index is stuck, or that one and those behind it."""
-        entries, at = self._entries[index], self._at[index]
+        at, entries = self._at[index], self._entries[index]
+        low, high = (max(0, at - NUM_CONTEXT_ENTRIES), at) if before else (at, at + NUM_CONTEXT_ENTRIES + 1)
+        words = [format_entry(self._entry(entry)) for entry in entries[low:high] if entry]
         if before:
-            low = max(0, at - NUM_CONTEXT_ENTRIES)
-            words = ["…"] * (low > 0) + [format_entry(entry) for entry in entries[low:at] if entry]
-            return " ".join(words) + " " * bool(words)
-        high = at + NUM_CONTEXT_ENTRIES + 1
-        return " ".join([format_entry(entry) for entry in entries[at:high] if entry] + ["…"] * (high < len(entries)))
+            return "".join(f"{word} " for word in ["…"] * (low > 0) + words)
+        return " ".join(words + ["…"] * (high < len(entries)))
 
-    def _reason(self, stuck: Dependency) -> str:
-        missing = [each for each in self._needs[stuck] if each not in self._done]
-        twin = self._twins.get(stuck)
+    def _reason(self, stuck: int) -> str:
+        missing = [each for each in self._needs[stuck] if not self._is_done[each]]
+        twin = self._twins[stuck]
         if not missing and twin is not None:
             missing = [twin]
+        own = self._actions[stuck].rank
         return " and ".join(
-            f"{each.action} of index {each.rank}" if each.rank != stuck.rank else f"{each.action} in front of it"
-            for each in missing
+            f"{action} of index {index}" if index != own else f"{action} in front of it"
+            for index, action in (self._actions[each] for each in missing)
         )
 
 

@@ -48,16 +48,16 @@ def schedule_problems(
         names = ", ".join(SCHEDULES)
         return [Problem(f"schedule = {schedule!r}", f"one of {names}", closest_match(schedule, SCHEDULES) or "")]
     spec = PipelineSpec(pp, microbatches, interleave, max_in_flight=max_in_flight)
-    return _limit_problems(schedule, max_in_flight) + SCHEDULES[schedule].problems(spec)
+    return _limit_problems(schedule, spec) + SCHEDULES[schedule].problems(spec)
 
 
-def _limit_problems(schedule: str, max_in_flight: int | None) -> list[Problem]:
-    if max_in_flight is None:
+def _limit_problems(schedule: str, spec: PipelineSpec) -> list[Problem]:
+    if spec.max_in_flight is None:
         return []
+    got = f"a limit of {spec.max_in_flight} microbatches in flight"
     if schedule != "zero-bubble":
-        got = f"schedule = {schedule}, a limit of {max_in_flight} microbatches in flight"
-        return [Problem(got, "no limit: the schedule has its own", "schedule = zero-bubble")]
-    return [] if max_in_flight > 0 else [Problem(f"{max_in_flight} microbatches in flight", "at least 1")]
+        return [Problem(f"schedule = {schedule}, {got}", "no limit: it has its own", "schedule = zero-bubble")]
+    return [] if spec.max_in_flight > 0 else [Problem(got, "at least 1", f"{spec.pp}, as in 1F1B")]
 
 
 def _one_stage_each(spec: PipelineSpec) -> list[Problem]:
@@ -69,7 +69,9 @@ def _one_stage_each(spec: PipelineSpec) -> list[Problem]:
 def _interleaved_problems(spec: PipelineSpec) -> list[Problem]:
     problems = []
     if spec.interleave == 1:
-        problems.append(Problem("schedule = interleaved, interleave = 1", "interleave ≥ 2", "2, or schedule = 1f1b"))
+        problems.append(
+            Problem("schedule = interleaved, interleave = 1", "interleave ≥ 2", "interleave = 2, or schedule = 1f1b")
+        )
     if spec.microbatches % spec.pp:
         below, above = spec.microbatches // spec.pp * spec.pp, -(-spec.microbatches // spec.pp) * spec.pp
         choices = f"microbatches = {above}" if not below else f"microbatches = {below} or {above}"

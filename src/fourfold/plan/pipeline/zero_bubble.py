@@ -12,6 +12,7 @@ Source: Qi et al., "Zero Bubble Pipeline Parallelism" (2401.10241). With a limit
 import heapq
 import itertools
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -87,7 +88,7 @@ class _Search:
         self._pp, self._microbatches, self._limit = spec.pp, spec.microbatches, spec.max_in_flight or spec.pp
         self._costs, self._needs, self._preference = costs, needs, preference
         self._actions: list[list[Action]] = [[] for _ in range(spec.pp)]
-        self._counts = [dict.fromkeys(VERBS, 0) for _ in range(spec.pp)]
+        self._counts = [Counter[Verb]() for _ in range(spec.pp)]
         self._starts, self._free_at = [math.inf] * spec.pp, [0.0] * spec.pp
         self._ends: dict[Dependency, float] = {}
 
