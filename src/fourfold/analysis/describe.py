@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 
+from fourfold.analysis.describe_pipeline import format_pipeline
 from fourfold.analysis.describe_programs import format_ordinal, format_programs, indent, plural
 from fourfold.analysis.describe_sequence import format_sequence
 from fourfold.analysis.describe_tensor import format_tensor
@@ -45,6 +46,8 @@ def show(plan: Plan, task: Task) -> str:
     blueprint = next(iter(blueprints.values()))
     group = blueprint.groups[0]
     sections = [_format_plan(plan), _format_buckets(group.buckets, plan)]
+    if plan.pp > 1:
+        sections.insert(1, format_pipeline(model, blueprint))
     if plan.tp > 1:
         sections.append(format_tensor(model, task.tensor, plan))
     if plan.sp > 1:
@@ -94,7 +97,8 @@ def _format_buckets(buckets: Sequence[Bucket], plan: Plan) -> str:
         for bucket in buckets
     ]
     lines = [*align_columns(rows, ">>>><<<"), *_layout_lines(buckets, plan)]
-    return "buckets   filled in reverse order of definition\n" + indent(lines)
+    stage = " of the first stage" if plan.pp > 1 else ""
+    return f"buckets{stage}   filled in reverse order of definition\n" + indent(lines)
 
 
 def _layout_lines(buckets: Sequence[Bucket], plan: Plan) -> list[str]:

@@ -129,11 +129,18 @@ def assemble(
         codecs=stage.codecs,
         optimizer=optimizer,
         buckets=stage.trained.buckets,
-        transport_name=pipeline.described_with(tensor.described_with(stage.transport_name)),
+        transport_name=_describe_transports(stage.transport_name, plan, axes),
         tensor=tensor,
         pipeline=pipeline,
         stages=stages,
     )
+
+
+def _describe_transports(data_ranks: str, plan: Plan, axes: _Axes) -> str:
+    """What joins the ranks, in words. `data_ranks`: what joins these."""
+    names = [f"tensor ranks: {axes.tensor.group.name}"] if plan.tp > 1 else []
+    names += [f"stages: {axes.pipeline.edges.name}"] if plan.pp > 1 else []
+    return "; ".join([data_ranks, *names] if plan.reduce_group_size > 1 or not names else names)
 
 
 def _make_parts(

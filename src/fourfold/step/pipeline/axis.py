@@ -72,13 +72,6 @@ class PipelineAxis(NamedTuple):
         """What this rank's stage has of values by name; names that no stage has stay, to be refused."""
         return {name: each for name, each in state.items() if name not in self.others} if self.is_cut else state
 
-    def described_with(self, transport: str) -> str:
-        """What joins the ranks, in words. `transport`: what joins those of a stage."""
-        if not self.is_cut:
-            return transport
-        own = f"stages: {self.edges.name}"
-        return own if self.ranks.world.size == self.num_stages else f"{transport}; {own}"
-
     # ---- what other stages have -----------------------------------------------------------------------
 
     def last_outputs(self, outputs: Any, template: Template | None) -> Any:
