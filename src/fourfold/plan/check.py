@@ -13,6 +13,7 @@ from typing import NamedTuple
 from fourfold.plan.batch_norm import SYNC
 from fourfold.plan.codec import CODECS
 from fourfold.plan.param_spec import ParamSpec
+from fourfold.plan.pipeline.schedules import schedule_problems
 from fourfold.plan.plan import Plan, candidate_meshes
 from fourfold.plan.tensor_residual import SPLIT, WHOLE
 from fourfold.plan.topology import Topology, group_hosts, num_host_shards
@@ -44,7 +45,23 @@ def legality_problems(
 def combination_problems(plan: Plan, *, clip: float | None = None) -> list[Problem]:
     """Every combination of fields that cannot be carried out, with any model and on any ranks."""
     problems = update_problems(plan, clip) + sync_problems(plan) + precision_problems(plan)
-    return problems + codec_problems(plan) + batch_norm_problems(plan) + residual_problems(plan)
+    problems += codec_problems(plan) + batch_norm_problems(plan) + residual_problems(plan)
+    return problems + pipeline_problems(plan)
+
+
+def pipeline_problems(plan: Plan) -> list[Problem]:
+    """What a schedule cannot be made for, and what a stage cannot do while others compute."""
+    if plan.pp == 1:
+        return []
+    sizes = {"pp": plan.pp, "microbatches": plan.microbatches, "interleave": plan.interleave}
+    problems = schedule_problems(plan.schedule, **sizes)
+    if plan.interleave > 1 and plan.zero >= 2 and plan.num_shards > 1:
+        got, need = (
+            f"interleave = {plan.interleave} with zero = {plan.zero}",
+            "gradients that are reduced once in a step",
+        )
+        problems.append(Problem(got, need, "zero = 1, or interleave = 1"))
+    return problems
 
 
 def update_problems(plan: Plan, clip: float | None) -> list[Problem]:

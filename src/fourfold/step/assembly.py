@@ -112,8 +112,8 @@ def assemble(
     trained = lay_out(model, optimizer, plan, world, options, whole)
     channel = transports.make_world_channel(world, trained.blueprint.topology, plan.transport, meter)
     statistics = _make_statistics(model, plan, world, meter)
-    computed = _make_stage(model, objective, statistics, pipeline, stages)
-    stage = make_stage(trained, world, meter, channel.calls, tensor, computed)
+    chunks = _make_chunks(model, objective, statistics, pipeline, stages)
+    stage = make_stage(trained, world, meter, channel.calls, tensor, chunks)
     parts = _make_parts(stage, channel.scalars, meter, objective, plan, options, world, axes)
     calls = CollectiveCalls(world, TensorCalls(channel.calls, tensor.group, tensor.ranks))
     return Assembly(
@@ -155,7 +155,8 @@ def _make_parts(
 ) -> StepParts:
     pipeline = axes.pipeline
     return StepParts(
-        stages={pipeline.stage: stage.parts},
+        stages={pipeline.place: stage.parts},
+        num_places=pipeline.num_places,
         scalars=scalars,
         meter=meter,
         objective=objective,
@@ -183,7 +184,7 @@ def _cut(
         meter,
         spec=plan.tensor_spec,
         transport=plan.transport,
-        is_own=lambda name: stages.stage_of(name) == ranks.rank,
+        is_own=lambda name: stages.place_of(name) == ranks.rank,
     )
     if ranks.size == 1:
         pipeline = whole_pipeline(model, stages, ranks)
@@ -195,17 +196,28 @@ def _cut(
     return _Axes(tensor, pipeline, PipelineDryRun(skeleton, stages, world))
 
 
-def _make_stage(
+def _make_chunks(
     model: nn.Module,
     objective: Objective,
     statistics: BatchStatistics,
     pipeline: PipelineAxis,
     dry_run: PipelineDryRun,
-) -> Stage:
+) -> dict[int, Stage]:
+    """This rank's stages, by number in the model."""
     if not pipeline.is_cut:
-        return whole_model_stage(model, objective, statistics)
-    gates = Gates(model, pipeline.stages, pipeline.stage)
-    return pipeline_stage(model, objective, statistics, gates, dry_run, has_loss=pipeline.is_last)
+        return {0: whole_model_stage(model, objective, statistics)}
+    last = pipeline.stages.num_stages - 1
+    return {
+        stage: pipeline_stage(
+            model,
+            objective,
+            statistics,
+            Gates(model, pipeline.stages, stage),
+            dry_run,
+            has_loss=stage == last,
+        )
+        for stage in pipeline.stages.stages_at(pipeline.place)
+    }
 
 
 def _take_optimizer(source: OptimizerSource, model: nn.Module, plan: Plan, options: StepOptions) -> Optimizer:

@@ -33,7 +33,7 @@ def whole_specs(
 
 def plan_stages(model: nn.Module, plan: Plan) -> StageMap:
     """The stages of a model. Raises PlanError if it cannot be divided as the plan says."""
-    return map_stages(model, plan.stages, plan.pp)
+    return map_stages(model, plan.stages, plan.num_stages, plan.pp)
 
 
 def plan_specs(model: nn.Module, optimizer: Optimizer, rules: Mapping[str, str], plan: Plan) -> list[ParamSpec]:
