@@ -55,12 +55,27 @@ def pipeline_problems(plan: Plan) -> list[Problem]:
         return []
     sizes = {"pp": plan.pp, "microbatches": plan.microbatches, "interleave": plan.interleave}
     problems = schedule_problems(plan.schedule, **sizes)
-    if plan.interleave > 1 and plan.zero >= 2 and plan.num_shards > 1:
-        got, need = (
-            f"interleave = {plan.interleave} with zero = {plan.zero}",
-            "gradients that are reduced once in a step",
-        )
-        problems.append(Problem(got, need, "zero = 1, or interleave = 1"))
+    if plan.interleave > 1:
+        rules = [
+            (
+                plan.zero >= 2 and plan.num_shards > 1,
+                f"zero = {plan.zero}",
+                "gradients that are reduced once in a step",
+                "zero = 1",
+            ),
+            (
+                plan.update != "after",
+                f'update = "{plan.update}"',
+                "updates behind the backwards of all stages of a rank",
+                'update = "after"',
+            ),
+        ]
+        for is_set, got, need, attempt in rules:
+            if is_set:
+                need = f"{need} (interleaved stages are not implemented with it yet)"
+                problems.append(
+                    Problem(f"interleave = {plan.interleave} with {got}", need, f"{attempt}, or interleave = 1")
+                )
     return problems
 
 
