@@ -101,7 +101,6 @@ SEES_THE_PLAN = {
     "step/distributed_optimizer.py": "public: `DistributedOptimizer(…, plan)`",
     "step/memory_bound.py": "counts what a run needs, before its processes start",
     "step/model_checks.py": "refuses what does not go with a model",
-    "step/model_layout.py": "lays out the parameters of a whole model",
     "step/parallelize.py": "public: `parallelize(…, plan)`",
     "step/rank_agreement.py": "compares the plans of the ranks",
     "step/stage_assembly.py": "makes the parts of a stage",

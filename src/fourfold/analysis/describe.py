@@ -26,7 +26,7 @@ from fourfold.step.batch_norm import uses_batch_stats
 from fourfold.step.batch_statistics import batch_norms
 from fourfold.step.meta_model import build_meta_model
 from fourfold.step.model_checks import check_plan_for_model
-from fourfold.step.model_layout import plan_specs
+from fourfold.step.model_layout import laid_out_specs
 from fourfold.step.model_specs import update_spec
 from fourfold.words.layout import Change
 from fourfold.words.task import Task, check_task
@@ -61,7 +61,7 @@ def show(plan: Plan, task: Task) -> str:
 def _lower(plan: Plan, task: Task, model: nn.Module) -> dict[str, Blueprint]:
     """The plan on one host, by how its ranks reach each other. Raises PlanError or OptimizerError."""
     optimizer = build_optimizer(task.optimizer, list(model.parameters()))
-    specs = plan_specs(model, optimizer, task.tensor, plan)
+    specs = laid_out_specs(model, optimizer, task.tensor, plan.tensor_spec, plan.stage_spec)
     update = update_spec(model, optimizer, clip=task.clip, counts_states=True)
     device = "cuda" if plan.transport == "nccl" else "cpu"
     one_host = Topology.regular(hosts=1, ranks_per_host=plan.mesh.size, device=device)

@@ -9,7 +9,7 @@ from fourfold.plan.lowering import Blueprint
 from fourfold.plan.pipeline.bubble import simulated_bubble
 from fourfold.plan.pipeline.in_flight import peak_in_flight
 from fourfold.plan.pipeline.timeline_text import timeline_text
-from fourfold.step.model_layout import plan_stages
+from fourfold.step.pipeline.chain import map_stages
 from fourfold.words.text_table import align_columns
 from fourfold.words.units import format_bytes, format_count
 
@@ -19,7 +19,7 @@ WIDTH = 112
 def format_pipeline(model: nn.Module, blueprint: Blueprint) -> str:
     """The stages of a model, and the timeline of a step."""
     plan = blueprint.plan
-    lists, stages = plan.compute_lists, plan_stages(model, plan)
+    lists, stages = plan.compute_lists, map_stages(model, plan.stage_spec)
     peaks = [peak_in_flight(actions) for actions in lists]
     rows = [("stage", "ranks", "blocks", "parameters", "weights", "in flight")]
     for stage, blocks in enumerate(stages.blocks):

@@ -142,7 +142,7 @@ def _model_tensors(state: Mapping[str, Any], rank: _Rank) -> tuple[list[LiveTens
         elif parameter_name is not None:
             flat = value.detach().reshape(-1)
             live_tensors += rank.as_parameter(tensor, parameter_name, [flat], holders=rank.replicated)
-        elif rank.is_first and rank.step.is_of_own_stage(name):  # ranks' buffers may differ
+        elif rank.is_first and rank.step.pipeline.is_own(name):  # ranks' buffers may differ
             live_tensors.append(make_live_tensor(tensor, [value.detach().reshape(-1)], value.shape, holders=Holders()))
     return live_tensors, aliases
 

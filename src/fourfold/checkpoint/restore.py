@@ -45,7 +45,7 @@ def restore(
                       it has now, as it uses all other code of the task
     """
     step, feed, ema, scheduler = training_state
-    reader = reader.without(step.others_names)
+    reader = reader.without(step.pipeline.others)
     manifest = reader.manifest
     problems = list(restore_problems(training_state, reader))
     if step.plan.pp > 1:  # what does not fit may be in one stage

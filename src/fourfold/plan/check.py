@@ -13,6 +13,7 @@ from typing import NamedTuple
 from fourfold.plan.batch_norm import SYNC
 from fourfold.plan.codec import CODECS
 from fourfold.plan.param_spec import ParamSpec
+from fourfold.plan.pipeline.interleave import interleave_problems
 from fourfold.plan.pipeline.schedules import schedule_problems
 from fourfold.plan.plan import Plan, candidate_meshes
 from fourfold.plan.tensor_residual import SPLIT, WHOLE
@@ -50,33 +51,12 @@ def combination_problems(plan: Plan, *, clip: float | None = None) -> list[Probl
 
 
 def pipeline_problems(plan: Plan) -> list[Problem]:
-    """What a schedule cannot be made for, and what a stage cannot do while others compute."""
+    """What a schedule cannot be made for, and what does not go with interleaved stages."""
     if plan.pp == 1:
         return []
     sizes = {"pp": plan.pp, "microbatches": plan.microbatches, "interleave": plan.interleave}
-    problems = schedule_problems(plan.schedule, **sizes)
-    if plan.interleave > 1:
-        rules = [
-            (
-                plan.zero >= 2 and plan.num_shards > 1,
-                f"zero = {plan.zero}",
-                "gradients that are reduced once in a step",
-                "zero = 1",
-            ),
-            (
-                plan.update != "after",
-                f'update = "{plan.update}"',
-                "updates behind the backwards of all stages of a rank",
-                'update = "after"',
-            ),
-        ]
-        for is_set, got, need, attempt in rules:
-            if is_set:
-                need = f"{need} (interleaved stages are not implemented with it yet)"
-                problems.append(
-                    Problem(f"interleave = {plan.interleave} with {got}", need, f"{attempt}, or interleave = 1")
-                )
-    return problems
+    zero = plan.zero if plan.num_shards > 1 else 0
+    return schedule_problems(plan.schedule, **sizes) + interleave_problems(plan.interleave, zero, plan.update)
 
 
 def update_problems(plan: Plan, clip: float | None) -> list[Problem]:

@@ -181,8 +181,8 @@ class Blueprint:
     @cached_property
     def _evaluation_lists(self) -> tuple[tuple[Action, ...], ...]:
         """By place: the forwards of an evaluation, with their messages."""
-        size, num_stages = self.plan.pp, self.plan.num_stages
-        places = [range(place, num_stages, size) for place in range(size)]
+        num_stages = self.plan.num_stages
+        places = [range(place, num_stages, self.plan.pp) for place in range(self.plan.pp)]
         return add_sends([[Action(Verb.FORWARD, stage, 0) for stage in place] for place in places], num_stages)
 
     def programs(self, record: StepRecord = NO_RECORD) -> Programs:
@@ -194,8 +194,7 @@ class Blueprint:
             if spec not in by_spec:
                 by_spec[spec] = _lower_group(spec, self._evaluation_lists[spec.stage] if self.plan.pp > 1 else ())
             by_rank |= dict.fromkeys(group.ranks, by_spec[spec])
-        ranks = sorted(by_rank)
-        return Programs(*({rank: by_rank[rank][kind] for rank in ranks} for kind in range(5)))
+        return Programs(*({rank: by_rank[rank][kind] for rank in sorted(by_rank)} for kind in range(5)))
 
     @property
     def ranks_by_memory(self) -> tuple[tuple[int, ...], ...]:

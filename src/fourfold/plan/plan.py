@@ -13,6 +13,7 @@ from fourfold.plan.batch_split import BatchSplit
 from fourfold.plan.codec import CODECS, CodecSpec
 from fourfold.plan.data.zero import ShardGroups
 from fourfold.plan.decode import DecodeError, from_toml
+from fourfold.plan.pipeline.division import StageSpec
 from fourfold.plan.pipeline.schedules import compute_actions
 from fourfold.plan.pipeline.spec import ComputeLists
 from fourfold.plan.plan_fields import FIELDS, RENAMED_FIELDS, plan_problems, to_builtin
@@ -189,6 +190,11 @@ class Plan:
     def num_stages(self) -> int:
         """Into how many stages the model is divided; each place on the pipeline axis has `interleave` of them."""
         return self.pp * self.interleave if self.pp > 1 else 1
+
+    @property
+    def stage_spec(self) -> StageSpec:
+        """Into how many stages the model is divided, and how."""
+        return StageSpec(self.stages, self.num_stages, self.pp)
 
     @property
     def mesh(self) -> Mesh:

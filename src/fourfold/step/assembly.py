@@ -33,12 +33,13 @@ from fourfold.step.duplicate_batches import DuplicateBatches
 from fourfold.step.forward_fusion import DeferredUpdates
 from fourfold.step.loss_function import ModelLoss, UserLoss
 from fourfold.step.model_checks import check_model_loss, check_specs, check_update_timing, watch_norms
-from fourfold.step.model_layout import plan_specs, plan_stages, whole_specs
+from fourfold.step.model_layout import laid_out_specs, whole_specs
 from fourfold.step.nan_guard import NanGuard
 from fourfold.step.objective import Objective
 from fourfold.step.persistent_state import PersistentState
 from fourfold.step.pipeline import axis as pipeline_axis
 from fourfold.step.pipeline.axis import PipelineAxis, load_own_weights, take_first_ranks_weights, whole_pipeline
+from fourfold.step.pipeline.chain import map_stages
 from fourfold.step.pipeline.dry_run import PipelineDryRun
 from fourfold.step.pipeline.gates import Gates
 from fourfold.step.pipeline.skeleton import make_skeleton
@@ -107,7 +108,8 @@ def assemble(
     """Make all parts of a step, on the plan's mesh. Collective. Raises PlanError, OptimizerError, TaskError."""
     model, objective, meter = initial.model, _make_objective(loss, plan), CommMeter()
     optimizer = _take_optimizer(optimizer_source, model, plan, options)
-    whole = whole_specs(model, optimizer, options.tensor, plan, clip=options.clip)
+    specs = laid_out_specs(model, optimizer, options.tensor, plan.tensor_spec, plan.stage_spec)
+    whole = whole_specs(model, optimizer, specs, options.clip)
     tensor, pipeline, stages = axes = _cut(initial, optimizer, plan, options, world, meter)
     trained = lay_out(model, optimizer, plan, world, options, whole)
     channel = transports.make_world_channel(world, trained.blueprint.topology, plan.transport, meter)
@@ -175,7 +177,7 @@ def _cut(
     initial: InitialModel, optimizer: Optimizer, plan: Plan, options: StepOptions, world: Communicator, meter: CommMeter
 ) -> _Axes:
     """Leave in the model and its optimizer what this rank's place on the tensor and the pipeline axis has."""
-    model, ranks, stages = initial.model, world.along("pp"), plan_stages(initial.model, plan)
+    model, ranks, stages = initial.model, world.along("pp"), map_stages(initial.model, plan.stage_spec)
     initial = take_first_ranks_weights(initial, ranks)
     tensor = tensor_axis.cut(
         initial,
@@ -222,7 +224,7 @@ def _make_chunks(
 
 def _take_optimizer(source: OptimizerSource, model: nn.Module, plan: Plan, options: StepOptions) -> Optimizer:
     optimizer = build_optimizer(source, list(model.parameters()))
-    check_specs(plan, plan_specs(model, optimizer, options.tensor, plan))
+    check_specs(plan, laid_out_specs(model, optimizer, options.tensor, plan.tensor_spec, plan.stage_spec))
     check_update_timing(optimizer, plan)
     check_user_optimizer(optimizer, step_hook_conflicts(plan))
     refuse_own_state_dict(optimizer)

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from fourfold.parts.comm.communicator import Communicator
-from fourfold.parts.comm.reduce.scalar_room import NUM_LOSS_SCALARS
 from fourfold.parts.deferred_init import OWN_WEIGHTS, InitialModel, InitialWeights
 from fourfold.parts.optim.user_optimizer import OptimizerSource
 from fourfold.parts.rank_layout import RankLayout
@@ -25,15 +24,13 @@ from fourfold.step.codec_state import CodecState
 from fourfold.step.inference import InferenceModel
 from fourfold.step.metrics import Metrics
 from fourfold.step.model_call import eval_mode
-from fourfold.step.model_specs import num_parameters
 from fourfold.step.objective import Objective
+from fourfold.step.pipeline.axis import PipelineAxis
 from fourfold.step.saved_state import SavedState
 from fourfold.step.state_access import StateAccess
 from fourfold.step.step_options import StepKeywords, StepOptions
 from fourfold.step.step_runner import ForwardRun, StepRunner
-from fourfold.words.argument_checks import format_argument
-from fourfold.words.errors import Problem, SettingError
-from fourfold.words.program import LOSS, Action
+from fourfold.words.program import Action
 from fourfold.words.trace_events import Recorder
 
 
@@ -135,18 +132,9 @@ class TrainStep:
         return self._assembly.tensor.shards
 
     @property
-    def others_names(self) -> frozenset[str]:
-        """The names in the model's `state_dict` that other pipeline stages have, and this rank does not."""
-        return self._assembly.pipeline.others
-
-    def is_of_own_stage(self, name: str) -> bool:
-        """Whether this rank's pipeline stage answers for a parameter or buffer: each has one stage."""
-        return self._assembly.pipeline.is_own(name)
-
-    @property
-    def num_parameters(self) -> int:
-        """The elements of all parameters of the whole model."""
-        return num_parameters(self._assembly.pipeline.skeleton, self.tensor_shards)
+    def pipeline(self) -> PipelineAxis:
+        """Which stages of the model this rank has, and who has the others."""
+        return self._assembly.pipeline
 
     @property
     def adds_totals(self) -> bool:
@@ -219,18 +207,7 @@ class TrainStep:
         Raises SettingError for anything but a tensor of real numbers, and DivergenceError if ranks give different
         numbers of elements.
         """
-        if not isinstance(values, Tensor) or values.is_complex():
-            got = "values of complex numbers" if isinstance(values, Tensor) else format_argument("values", values)
-            problem = Problem(got, "a tensor of real numbers", "torch.tensor([…]), or torch.view_as_real(…)")
-            call = f"all_reduce() of invalid values after step {self.num_steps}"
-            self._calls.raise_after_mismatch(call, SettingError(problem, where="the arguments of all_reduce()"))
-        self._calls.begin(f"all_reduce() of {values.numel()} values")
-        sums: list[float] = []
-        # split() of no values gives one empty chunk: the ranks are still compared.
-        for chunk in values.detach().double().flatten().split(NUM_LOSS_SCALARS):
-            self._parts.scalars.all_reduce_async(LOSS, chunk)
-            sums += self._parts.scalars.wait(LOSS)
-        return sums
+        return self._runner.all_reduce(values)
 
     def all_gather_json(self, value: Any) -> list[Any]:
         """Every rank's JSON value, in rank order. Collective."""

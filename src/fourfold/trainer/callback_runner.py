@@ -17,6 +17,7 @@ from fourfold.checkpoint.manager import TrainingProgress
 from fourfold.checkpoint.writer import WrittenCheckpoint
 from fourfold.plan.plan_fields import FIELDS
 from fourfold.step.metrics import Metrics
+from fourfold.step.model_specs import num_parameters
 from fourfold.step.train_step import TrainStep
 from fourfold.trainer.callback_list import unique_names
 from fourfold.trainer.heartbeat import Heartbeat
@@ -86,7 +87,7 @@ class CallbackRunner:
             name=self._logger.run_path.name,
             task=settings.task_name or settings.run_prefix,
             unit=unit,
-            num_parameters=step.num_parameters,
+            num_parameters=num_parameters(step.pipeline.skeleton, step.tensor_shards),
             num_ranks=step.plan.mesh.size,
             steps=settings.steps,
             batch_size=settings.batch_size,

@@ -14,6 +14,7 @@ from fourfold.checkpoint.manager import TrainingProgress
 from fourfold.checkpoint.pretrained_files import save_pretrained_files
 from fourfold.plan.plan import Plan
 from fourfold.step.metrics import Metrics
+from fourfold.step.model_specs import num_parameters
 from fourfold.step.nan_guard import Skipped
 from fourfold.step.train_step import TrainStep
 from fourfold.trainer import fault_log
@@ -93,7 +94,7 @@ class RunLogger:
             self.log_message(f"warning: {failure}")
 
     def _show_start(self, report: ProgressDisplay, step: TrainStep, plan: Plan, rates: str | None) -> None:
-        parameters = format_count(step.num_parameters)
+        parameters = format_count(num_parameters(step.pipeline.skeleton, step.tensor_shards))
         mesh = f"{plan.mesh.size} ranks" if plan.mesh.size > 1 else "1 process"
         report.start(f"{self._settings.run_prefix} · {parameters} parameters · {mesh} · {step.transport_name}")
         if rates is not None:

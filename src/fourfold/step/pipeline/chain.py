@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from fourfold.plan.pipeline.division import divide, division_problems
+from fourfold.plan.pipeline.division import StageSpec, divide, division_problems
 from fourfold.words.errors import PlanError, Problem
 
 MIN_SHARE = 0.5  # of the weights of the largest chain: a chain with fewer is inside one of its blocks
@@ -58,16 +58,17 @@ class StageMap(NamedTuple):
         return [self.chain.blocks[blocks.stop - 1] for blocks in self.blocks[:-1]]
 
 
-def map_stages(model: nn.Module, stages: str, num_stages: int, num_places: int) -> StageMap:
-    """The stages of a model. `stages` is the plan's. Raises PlanError if it cannot be divided so."""
+def map_stages(model: nn.Module, spec: StageSpec) -> StageMap:
+    """The stages of a model. Raises PlanError if it cannot be divided as the plan says."""
+    num_stages = spec.num_stages
     if num_stages == 1:
         return StageMap(Chain(), (range(0),))
     chain = find_chain(model)
-    problems = division_problems(stages, len(chain.blocks), num_stages)
+    problems = division_problems(spec.division, len(chain.blocks), num_stages)
     if not problems:
         costs = [_cost(model, name) for name in chain.blocks]
         first, last = (sum(_cost(model, name) for name in names) for names in (chain.before, chain.behind))
-        found = StageMap(chain, divide(stages, costs, first, last, num_stages), num_places)
+        found = StageMap(chain, divide(spec.division, costs, first, last, num_stages), spec.num_places)
         problems = _tied_problems(model, found)
     if problems:
         raise PlanError(problems, where="the pipeline")
