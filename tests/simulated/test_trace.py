@@ -6,7 +6,7 @@ import pytest
 
 from fourfold.plan import step_breakdown
 from fourfold.plan.cost import measure_costs, step_costs
-from fourfold.plan.dependencies import lane_of
+from fourfold.plan.rank_program import lane_of
 from fourfold.plan.step_comparison import simulated_timeline
 from fourfold.plan.trace_file import Trace, decode_trace
 from fourfold.testing import threads

@@ -38,6 +38,8 @@ VERB_TEXTS = {
     Verb.UPDATE: "update a bucket's weights, or this rank's shard of them",
     Verb.UNSHARD: "all-gather a bucket's weights before a use; started ahead of it, in this order",
     Verb.GATHER: "all-gather the shards of a bucket's weights",
+    Verb.TIE: "copy the weights that the first stage owns and the last one uses too",
+    Verb.TIE_GRADIENT: "add the gradients of these copies to those of the weights",
     Verb.PUSH: "add the change of a bucket's weights on this rank to the sum over the data ranks",
     Verb.PULL: "take an outer step along the mean change: all data ranks have the same weights again",
 }

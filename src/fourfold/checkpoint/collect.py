@@ -81,7 +81,7 @@ def collect_state(training_state: TrainingState) -> RankState:
         live_tensors += rank.as_parameter(TensorKey(TensorKind.OUTER, name), name, [value], holders=rank.replicated)
     for name, value in ema.values.items() if ema is not None else ():
         live_tensors += rank.weight(TensorKey(TensorKind.EMA, name), name, value)
-    return RankState(live_tensors, aliases if rank.is_first else {}, scalars)
+    return RankState(live_tensors, aliases | step.pipeline.aliases if rank.is_first else {}, scalars)
 
 
 class _Rank:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from fourfold.plan.batch_norm import SYNC
 from fourfold.plan.codec import CODECS
 from fourfold.plan.param_spec import ParamSpec
-from fourfold.plan.pipeline.interleave import interleave_problems
+from fourfold.plan.pipeline.conflicts import interleave_problems, tie_problems
 from fourfold.plan.pipeline.schedules import schedule_problems
 from fourfold.plan.plan import Plan, candidate_meshes
 from fourfold.plan.tensor_residual import SPLIT, WHOLE
@@ -212,7 +212,11 @@ def param_problems(plan: Plan, specs: Sequence[ParamSpec]) -> list[Problem]:
     if plan.codec != "none" and complex_names:
         got = f'codec = "{plan.codec}" and {", ".join(complex_names[:3])}'
         problems.append(Problem(got, "gradients of real floating-point numbers", 'codec = "none"'))
-    return problems + replica_problems(plan, specs)
+    return (
+        problems
+        + replica_problems(plan, specs)
+        + tie_problems([spec.name for spec in specs if spec.is_tied], plan.update, plan.sync)
+    )
 
 
 def replica_problems(plan: Plan, specs: Sequence[ParamSpec]) -> list[Problem]:

@@ -167,6 +167,7 @@ def _make_parts(
         loss_scale=LossScaler() if plan.precision == "fp16" else UnitLossScale(),
         totals_of_peers=axes.tensor.totals_of_peers if pipeline.is_last else COMMON_TOTALS,
         edges=pipeline.edges,
+        tied=pipeline.tied,
         count_ranks=world.along("pp", "dp", "sp"),
         max_norm=math.inf if options.clip is None else options.clip,
         device=world.device,

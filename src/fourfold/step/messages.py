@@ -43,3 +43,14 @@ def send_backward(step: StepState, action: Action) -> None:
         tensors = step.received.pop((action.stage, action.index))
         needed = [each for each in tensors if each.requires_grad]
         edge.send([torch.zeros_like(each) if each.grad is None else each.grad for each in needed])
+
+
+def tie(step: StepState, action: Action) -> None:
+    """Copy the tied weights to the stage that uses them too."""
+    with step.stage(action.stage).weights.unsharded("tie"):
+        step.parts.tied.copy_forward()
+
+
+def tie_gradient(step: StepState, action: Action) -> None:
+    """Add the gradients of the copies to those of the tied weights."""
+    step.parts.tied.add_gradients()

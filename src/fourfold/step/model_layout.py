@@ -44,4 +44,4 @@ def laid_out_specs(
     if stages.num_stages == 1:
         return specs
     found = map_stages(model, stages)
-    return [spec._replace(stage=found.stage_of(spec.name)) for spec in specs]
+    return [spec._replace(stage=found.stage_of(spec.name), is_tied=spec.name in found.ties) for spec in specs]

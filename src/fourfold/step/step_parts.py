@@ -23,6 +23,7 @@ from fourfold.step.grad_scaling import GradScaling
 from fourfold.step.grad_sync import GradSync
 from fourfold.step.norm_sums import NormSum
 from fourfold.step.objective import Objective
+from fourfold.step.pipeline.tied import TiedWeights
 from fourfold.step.stage import Stage
 from fourfold.step.weights import Weights
 from fourfold.words.program import Verb
@@ -82,6 +83,8 @@ class StepParts(NamedTuple):
     """Which totals of this rank a tensor rank with the same samples adds to the sums over the world."""
     edges: StageEdges
     """To the stages before and behind this rank's."""
+    tied: TiedWeights
+    """What the first and the last place of the pipeline use together."""
     count_ranks: Communicator
     """The ranks that know together how many loss elements a microbatch has: those of one tensor place."""
     max_norm: float

@@ -12,7 +12,15 @@ from torch import Tensor
 
 from fourfold.parts.comm.reduce.protocol import shard_addend
 from fourfold.parts.data.grad_hooks import GradSink
-from fourfold.step.messages import receive_backward, receive_forward, received, send_backward, send_forward
+from fourfold.step.messages import (
+    receive_backward,
+    receive_forward,
+    received,
+    send_backward,
+    send_forward,
+    tie,
+    tie_gradient,
+)
 from fourfold.step.objective import StageOutput
 from fourfold.step.stage import Stage
 from fourfold.step.step_parts import StageParts
@@ -38,38 +46,18 @@ def forward(step: StepState, action: Action) -> None:
     stage, part = step.stage(action.stage), step.microbatches[action.index]
     with stage.weights.unsharded("forward", step.unshard_sink):
         if part.num_samples:
-            _end_forward(step, action, stage.chunks[action.stage].forward(part, received(step, action)))
+            end_forward(step, action, stage.chunks[action.stage].forward(part, received(step, action)))
         elif (loss := stage.chunks[action.stage].forward_empty()) is not None:
             step.empty_losses[action.index] = loss
 
 
-def _end_forward(step: StepState, action: Action, output: StageOutput) -> None:
+def end_forward(step: StepState, action: Action, output: StageOutput) -> None:
     """Keep what comes next: the loss on the last stage, before it the outputs, which the next stage needs."""
     stage, part = step.stage(action.stage), step.microbatches[action.index]
     if stage.chunks[action.stage].loss is None:
         step.boundary[action.stage, action.index] = list(tree_leaves(output.outputs))
     else:
         step.add_loss(action.index, stage.chunks[action.stage].loss(output, part))
-
-
-def _evaluate(step: StepState, action: Action) -> None:
-    """The outputs and the loss of a batch, without training."""
-    stage, part = step.stage(action.stage), step.microbatches[action.index]
-    with stage.weights.unsharded("evaluate"):
-        if part.num_samples:
-            output = stage.chunks[action.stage].forward(part, received(step, action))
-            _end_forward(step, action, output)
-            if stage.chunks[action.stage].loss is not None:
-                step.outputs[action.index] = output.outputs
-        else:
-            stage.chunks[action.stage].evaluate_empty()
-
-
-def _infer(step: StepState, action: Action) -> None:
-    """The outputs of a batch that may have no targets, on one rank; weights are whole already."""
-    stage, part = step.stage(action.stage), step.microbatches[action.index]
-    step.outputs[action.index] = outputs = stage.chunks[action.stage].infer(part, received(step, action)).outputs
-    step.boundary[action.stage, action.index] = list(tree_leaves(outputs))
 
 
 # ---- backward and reductions ----------------------------------------------------------------------------
@@ -328,22 +316,12 @@ VERBS: Mapping[Verb, VerbFunction] = {
     Verb.RECEIVE_FORWARD: receive_forward,
     Verb.SEND_BACKWARD: send_backward,
     Verb.RECEIVE_BACKWARD: receive_backward,
+    Verb.TIE: tie,
+    Verb.TIE_GRADIENT: tie_gradient,
     Verb.MEASURE: measure,
     Verb.REDUCE: reduce,
     Verb.UPDATE: update,
     Verb.GATHER: gather,
     Verb.PUSH: push,
     Verb.PULL: pull,
-}
-EVALUATION: Mapping[Verb, VerbFunction] = {
-    Verb.FORWARD: _evaluate,
-    Verb.SEND_FORWARD: send_forward,
-    Verb.RECEIVE_FORWARD: receive_forward,
-    Verb.UNSHARD: unshard,
-    Verb.MEASURE: measure,
-}
-INFERENCE: Mapping[Verb, VerbFunction] = {
-    Verb.FORWARD: _infer,
-    Verb.SEND_FORWARD: send_forward,
-    Verb.RECEIVE_FORWARD: receive_forward,
 }

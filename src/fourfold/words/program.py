@@ -37,6 +37,9 @@ class Verb(StrEnum):
     GATHER = "G"  # all-gather a bucket's weights after their update; they rest whole
     PUSH = "P"  # local SGD: start to sum the ranks' changes of a bucket's weights
     PULL = "L"  # local SGD: wait for that sum, and make the outer step from it
+    # Of weights that the first pipeline stage owns and the last one uses too, sent and received:
+    TIE = "T"  # the weights, before the first forward
+    TIE_GRADIENT = "Y"  # their gradients, before the owner's last backward
 
 
 # The index of a MEASURE says which scalars: the loss and the counts; the squared gradient norm; which parameters

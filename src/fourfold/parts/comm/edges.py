@@ -25,20 +25,42 @@ def make_edges(
     Raises PlanError if the plan asks for a transport that cannot be had.
     """
     check_transport_device(choice, pipeline.device.type)
-    size, index, edges = pipeline.size, pipeline.rank, StageEdges()
+    size, edges = pipeline.size, StageEdges()
     # A rank has two neighbours: pairs that begin with an even index, then those that begin with an odd one.
     rounds = [[(start, start + 1) for start in range(parity, size - 1, 2)] for parity in range(min(2, size - 1))]
     for pairs in [*rounds, *([[(size - 1, 0)]] if is_ring else [])]:
-        paired = {each for pair in pairs for each in pair}
-        groups = [*pairs, *((each,) for each in range(size) if each not in paired)]
-        regions = _open(pipeline, groups, meter, choice)
-        for first, second in pairs:
-            if index == first:
-                sender, receiver = _ends(pipeline, regions, second, meter, is_first=True)
-                edges = edges._replace(to_next=sender, from_next=receiver)
-            elif index == second:
-                sender, receiver = _ends(pipeline, regions, first, meter, is_first=False)
-                edges = edges._replace(to_previous=sender, from_previous=receiver)
+        edges = _connect(pipeline, pairs, edges, meter, choice, purpose="edge")
+    return edges
+
+
+def connect_pair(
+    pipeline: Communicator, first: int, second: int, meter: CommMeter, *, choice: str = "by-host"
+) -> tuple[SendingEdge, ReceivingEdge] | None:
+    """This rank's ends of two edges between two ranks of a pipeline; None if it is neither. Collective among all."""
+    edges = _connect(pipeline, [(first, second)], StageEdges(), meter, choice, purpose="tied")
+    ends = (edges.to_next, edges.from_next) if pipeline.rank == first else (edges.to_previous, edges.from_previous)
+    return None if ends[0] is None or ends[1] is None else (ends[0], ends[1])
+
+
+def _connect(
+    pipeline: Communicator,
+    pairs: Sequence[tuple[int, int]],
+    edges: StageEdges,
+    meter: CommMeter,
+    choice: str,
+    purpose: str,
+) -> StageEdges:
+    """These edges and those of the pair that this rank is in. Collective."""
+    paired = {each for pair in pairs for each in pair}
+    groups = [*pairs, *((each,) for each in range(pipeline.size) if each not in paired)]
+    regions = _open(pipeline, groups, meter, choice)
+    for first, second in pairs:
+        if pipeline.rank == first:
+            sender, receiver = _ends(pipeline, regions, second, meter, purpose, is_first=True)
+            edges = edges._replace(to_next=sender, from_next=receiver)
+        elif pipeline.rank == second:
+            sender, receiver = _ends(pipeline, regions, first, meter, purpose, is_first=False)
+            edges = edges._replace(to_previous=sender, from_previous=receiver)
     return edges
 
 
@@ -54,13 +76,20 @@ def _open(
 
 
 def _ends(
-    pipeline: Communicator, regions: SharedRegions | None, neighbour: int, meter: CommMeter, *, is_first: bool
+    pipeline: Communicator,
+    regions: SharedRegions | None,
+    neighbour: int,
+    meter: CommMeter,
+    purpose: str,
+    *,
+    is_first: bool,
 ) -> tuple[SendingEdge, ReceivingEdge]:
     """This rank's ends of the two edges to a neighbour. `is_first`: this rank sends activations."""
     if regions is not None:
         other = 1 if is_first else 0
         return SharedMemorySender(regions, other), SharedMemoryReceiver(regions, other)
     if is_first:  # both make the two groups in one order
-        return ProcessGroupSender(pipeline, neighbour, meter), ProcessGroupReceiver(pipeline, neighbour, meter)
-    receiver = ProcessGroupReceiver(pipeline, neighbour, meter)
-    return ProcessGroupSender(pipeline, neighbour, meter), receiver
+        sender = ProcessGroupSender(pipeline, neighbour, meter, purpose)
+        return sender, ProcessGroupReceiver(pipeline, neighbour, meter, purpose)
+    receiver = ProcessGroupReceiver(pipeline, neighbour, meter, purpose)
+    return ProcessGroupSender(pipeline, neighbour, meter, purpose), receiver

@@ -25,7 +25,7 @@ from fourfold.words.program import (
 )
 
 UNSHARDED = (Verb.FORWARD, Verb.BACKWARD)  # the phases that use weights
-BACKWARD_PHASES = (Verb.RECEIVE_BACKWARD, Verb.BACKWARD)
+BACKWARD_PHASES = (Verb.TIE_GRADIENT, Verb.RECEIVE_BACKWARD, Verb.BACKWARD)
 
 
 class StepSync(StrEnum):

@@ -9,10 +9,10 @@ import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from fourfold.plan.dependencies import SENDS
 from fourfold.plan.pipeline.rendezvous import buffered_deadlock_problems
 from fourfold.plan.pipeline.sends import COMPUTE_VERBS, add_sends
 from fourfold.plan.pipeline.spec import ComputeLists, PipelineSpec, owner_of
+from fourfold.plan.rank_program import SENDS
 from fourfold.words.errors import Problem
 from fourfold.words.program import Action, ProgramError, Verb, parse_program
 

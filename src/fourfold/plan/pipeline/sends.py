@@ -8,8 +8,8 @@ a boundary whose two stages are on the same index has none.
 
 from collections.abc import Iterator, Sequence
 
-from fourfold.plan.dependencies import SENDS
 from fourfold.plan.pipeline.spec import ComputeLists, owner_of
+from fourfold.plan.rank_program import SENDS
 from fourfold.words.program import Action, Verb
 
 BACKWARDS = frozenset({Verb.BACKWARD, Verb.BACKWARD_INPUT})

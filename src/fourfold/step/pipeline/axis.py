@@ -6,7 +6,7 @@ own    what belongs to this rank's stages
 Law: a rank keeps the weights of its own stages only. Every weight is that of the pipeline's first rank at the start.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,13 +15,14 @@ from torch.optim import Optimizer
 
 from fourfold.parts.comm.communicator import Communicator
 from fourfold.parts.comm.edge.protocol import StageEdges
-from fourfold.parts.comm.edges import make_edges
+from fourfold.parts.comm.edges import connect_pair, make_edges
 from fourfold.parts.comm.meter import CommMeter
 from fourfold.parts.deferred_init import InitialModel, InitialWeights
 from fourfold.parts.torch_private import own_buffers, own_parameters
 from fourfold.plan.tensor_shard import TensorShard
 from fourfold.step.pipeline.chain import StageMap
 from fourfold.step.pipeline.gates import Template
+from fourfold.step.pipeline.tied import CopiedWeights, OwnedWeights, TiedWeights, aliases_of, replace_by_copy
 from fourfold.step.tensor_tree import tree_leaves
 from fourfold.words.errors import PlanError, Problem
 
@@ -31,6 +32,7 @@ class PipelineAxis(NamedTuple):
 
     ranks     that differ from this one on this axis only, by place
     skeleton  the whole model with random weights, for dry runs; the model itself if it has one stage
+    tied      what the first place and the last one use together
     others    the names in the model's `state_dict` that other stages have, and this one does not
     """
 
@@ -39,6 +41,7 @@ class PipelineAxis(NamedTuple):
     edges: StageEdges
     skeleton: nn.Module
     others: frozenset[str] = frozenset()
+    tied: TiedWeights = TiedWeights()
 
     @property
     def place(self) -> int:
@@ -62,6 +65,12 @@ class PipelineAxis(NamedTuple):
     def is_own(self, name: str) -> bool:
         """Whether a parameter or buffer is of this rank's stage. A buffer of no block is of the first one."""
         return not self.is_cut or self.stages.place_of(name) == self.place
+
+    @property
+    def aliases(self) -> dict[str, str]:
+        """By name of a copy of a tied weight: the weight's own name, which this rank has."""
+        own = {alias: name for alias, name in aliases_of(self.stages.ties).items() if self.is_own(name)}
+        return own if self.is_cut else {}
 
     def check_whole_model(self, call: str, attempt: str) -> None:
         """Raise PlanError unless this rank has the whole model."""
@@ -122,6 +131,8 @@ class PipelineAxis(NamedTuple):
             described = self.ranks.all_gather_json(described)[place]
             held = iter(tensors)
             _merge(merged, self._receive(described, place, held))
+        for alias, name in aliases_of(self.stages.ties).items():
+            merged["model"][alias] = merged["model"][name]
         return merged
 
     def _receive(self, described: Any, place: int, held: Iterator[Tensor]) -> Any:
@@ -210,18 +221,37 @@ def cut(
 ) -> PipelineAxis:
     """Leave this rank's stage in a model and its optimizer, in place; connect it with its neighbours. Collective."""
     names = set(model.state_dict(keep_vars=True))
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    copies = []
+    if ranks.rank == ranks.size - 1:
+        copies = [replace_by_copy(model, aliases, parameters[name]) for name, aliases in stages.ties.items()]
     _drop_other_stages(model, stages, ranks.rank)
     others = frozenset(names - set(model.state_dict(keep_vars=True)))
     kept = {id(p) for p in model.parameters()}
     for group in optimizer.param_groups:
         group["params"] = [p for p in group["params"] if id(p) in kept]
-    return PipelineAxis(
-        stages,
-        ranks,
-        make_edges(ranks, meter, choice=transport, is_ring=stages.num_stages > ranks.size),
-        skeleton,
-        others,
-    )
+    edges = make_edges(ranks, meter, choice=transport, is_ring=stages.num_stages > ranks.size)
+    tied = _connect_tied(parameters, copies, stages, ranks, meter, transport)
+    return PipelineAxis(stages, ranks, edges, skeleton, others, tied)
+
+
+def _connect_tied(
+    parameters: Mapping[str, nn.Parameter],
+    copies: Sequence[Tensor],
+    stages: StageMap,
+    ranks: Communicator,
+    meter: CommMeter,
+    transport: str,
+) -> TiedWeights:
+    """The tied weights of this rank. Collective."""
+    if not stages.ties:
+        return TiedWeights()
+    ends = connect_pair(ranks, 0, ranks.size - 1, meter, choice=transport)
+    if ends is None:
+        return TiedWeights()
+    if ranks.rank == 0:
+        return OwnedWeights([parameters[name] for name in stages.ties], *ends)
+    return CopiedWeights(copies, *ends)
 
 
 def _drop_other_stages(model: nn.Module, stages: StageMap, place: int) -> None:

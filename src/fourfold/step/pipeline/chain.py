@@ -7,7 +7,7 @@ own      weights of a module around the chain itself, such as the positions of a
 Law: each weight has one stage. That blocks are called in this order, once each, the dry run shows (`dry_run.py`).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from torch import nn
@@ -33,6 +33,8 @@ class StageMap(NamedTuple):
     chain: Chain
     blocks: tuple[range, ...]
     num_places: int = 1
+    ties: Mapping[str, Sequence[str]] = {}
+    """By weight of the first place: its other names, on the last place."""
 
     def place_of(self, parameter: str) -> int:
         """The place on the pipeline axis that has a parameter."""
@@ -69,7 +71,8 @@ def map_stages(model: nn.Module, spec: StageSpec) -> StageMap:
         costs = [_cost(model, name) for name in chain.blocks]
         first, last = (sum(_cost(model, name) for name in names) for names in (chain.before, chain.behind))
         found = StageMap(chain, divide(spec.division, costs, first, last, num_stages), spec.num_places)
-        problems = _tied_problems(model, found)
+        found = found._replace(ties=_ties_across(model, found))
+        problems = _tied_problems(found)
     if problems:
         raise PlanError(problems, where="the pipeline")
     return found
@@ -115,13 +118,24 @@ def tied_parameters(model: nn.Module) -> dict[str, list[str]]:
     return {each[0]: each for each in names.values() if len(each) > 1}
 
 
-def _tied_problems(model: nn.Module, stages: StageMap) -> list[Problem]:
-    problems = []
-    for names in tied_parameters(model).values():
-        if len({stages.stage_of(name) for name in names}) > 1:
-            got = f"one weight, {' and '.join(names)}, on several stages"
-            need = "each weight on one stage (weights tied across stages are not implemented yet)"
-            problems.append(Problem(got, need, "weights that are not tied (tie_word_embeddings = false), or pp = 1"))
+def _ties_across(model: nn.Module, stages: StageMap) -> dict[str, list[str]]:
+    """By weight: those of its other names that are on another place."""
+    found = {}
+    for first, *others in tied_parameters(model).values():
+        if away := [name for name in others if stages.place_of(name) != stages.place_of(first)]:
+            found[first] = away
+    return found
+
+
+def _tied_problems(stages: StageMap) -> list[Problem]:
+    """Weights that are tied in another way than an embedding and a head are."""
+    problems, last = [], stages.num_places - 1
+    for name, others in stages.ties.items():
+        is_owned = stages.stage_of(name) == 0 and all(stages.stage_of(n) == stages.num_stages - 1 for n in others)
+        if not is_owned or last == 0:
+            got = f"one weight, {' and '.join([name, *others])}, on several stages"
+            need = "each weight on one stage, or on the first and the last one, as an embedding and a head"
+            problems.append(Problem(got, need, "weights that are not tied, other stages, or pp = 1"))
     return problems
 
 

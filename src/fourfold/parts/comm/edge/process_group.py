@@ -6,9 +6,9 @@ Law: a header, then each tensor of a message as bytes, in order; sender and rece
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from fourfold.parts.comm.collectives import Work
 from fourfold.parts.comm.communicator import Communicator
 from fourfold.parts.comm.edge.message import decode, encode, specs
 from fourfold.parts.comm.meter import CommMeter
@@ -20,12 +20,11 @@ HEADER_WORDS = 128
 class ProcessGroupSender:
     """See `SendingEdge`. `receiver`: its index in the communicator. Making it is collective between the two."""
 
-    def __init__(self, comm: Communicator, receiver: int, meter: CommMeter) -> None:
+    def __init__(self, comm: Communicator, receiver: int, meter: CommMeter, purpose: str) -> None:
         self.name = "NCCL" if comm.device.type == "cuda" else "gloo"
-        self._comm, self._meter, self._target = comm, meter, comm.ranks[receiver]
-        self._group = comm.process_group_getter([comm.rank, receiver], "edge")
-        self._group()
-        self._pending: list[tuple[dist.Work | None, Tensor]] = []
+        self._comm, self._meter, self._receiver = comm, meter, receiver
+        self._group = comm.get_group([comm.rank, receiver], purpose)
+        self._pending: list[tuple[Work, Tensor]] = []
 
     def send(self, tensors: Sequence[Tensor]) -> None:
         words = encode(specs(tensors))
@@ -34,30 +33,28 @@ class ProcessGroupSender:
             raise TaskError(Problem(got, f"at most {HEADER_WORDS // 8} tensors"), where="the pipeline")
         header = torch.zeros(HEADER_WORDS, dtype=torch.int64)
         header[: len(words)] = torch.tensor(words)
-        self._pending = [each for each in self._pending if each[0] is not None and not each[0].is_completed()]
+        self._pending = [each for each in self._pending if not each[0].is_completed()]
         for tensor in (header.to(self._comm.device), *tensors):
             flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
             if flat.numel():
                 self._meter.sent_bytes += flat.numel()
                 with self._comm.report_dead_peers():
-                    self._pending.append((dist.isend(flat, self._target, group=self._group()), flat))
+                    self._pending.append((self._group.send(flat, self._receiver), flat))
 
     def finish(self) -> None:
         with self._meter.timed(), self._comm.report_dead_peers():
             for work, _ in self._pending:
-                if work is not None:
-                    work.wait()
+                work.wait()
         self._pending = []
 
 
 class ProcessGroupReceiver:
     """See `ReceivingEdge`. `sender`: its index in the communicator. Making it is collective between the two."""
 
-    def __init__(self, comm: Communicator, sender: int, meter: CommMeter) -> None:
+    def __init__(self, comm: Communicator, sender: int, meter: CommMeter, purpose: str) -> None:
         self.name = "NCCL" if comm.device.type == "cuda" else "gloo"
-        self._comm, self._meter, self._source = comm, meter, comm.ranks[sender]
-        self._group = comm.process_group_getter([sender, comm.rank], "edge")
-        self._group()
+        self._comm, self._meter, self._sender = comm, meter, sender
+        self._group = comm.get_group([sender, comm.rank], purpose)
 
     def receive(self) -> list[Tensor]:
         header = torch.zeros(HEADER_WORDS, dtype=torch.int64, device=self._comm.device)
@@ -73,4 +70,4 @@ class ProcessGroupReceiver:
         flat = tensor.view(-1).view(torch.uint8)
         if flat.numel():
             with self._meter.timed(), self._comm.report_dead_peers():
-                dist.recv(flat, self._source, group=self._group())
+                self._group.receive(flat, self._sender)
