@@ -13,6 +13,8 @@ from typing import NamedTuple
 from fourfold.plan.batch_norm import SYNC
 from fourfold.plan.codec import CODECS
 from fourfold.plan.param_spec import ParamSpec
+from fourfold.plan.pipeline.interleave import interleave_problems
+from fourfold.plan.pipeline.schedules import schedule_problems
 from fourfold.plan.plan import Plan, candidate_meshes
 from fourfold.plan.tensor_residual import SPLIT, WHOLE
 from fourfold.plan.topology import Topology, group_hosts, num_host_shards
@@ -44,7 +46,17 @@ def legality_problems(
 def combination_problems(plan: Plan, *, clip: float | None = None) -> list[Problem]:
     """Every combination of fields that cannot be carried out, with any model and on any ranks."""
     problems = update_problems(plan, clip) + sync_problems(plan) + precision_problems(plan)
-    return problems + codec_problems(plan) + batch_norm_problems(plan) + residual_problems(plan)
+    problems += codec_problems(plan) + batch_norm_problems(plan) + residual_problems(plan)
+    return problems + pipeline_problems(plan)
+
+
+def pipeline_problems(plan: Plan) -> list[Problem]:
+    """What a schedule cannot be made for, and what does not go with interleaved stages."""
+    if plan.pp == 1:
+        return []
+    sizes = {"pp": plan.pp, "microbatches": plan.microbatches, "interleave": plan.interleave}
+    zero = plan.zero if plan.num_shards > 1 else 0
+    return schedule_problems(plan.schedule, **sizes) + interleave_problems(plan.interleave, zero, plan.update)
 
 
 def update_problems(plan: Plan, clip: float | None) -> list[Problem]:

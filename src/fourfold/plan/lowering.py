@@ -33,7 +33,6 @@ from fourfold.plan.memory import (
     host_memory_use,
 )
 from fourfold.plan.param_spec import ParamSpec
-from fourfold.plan.pipeline.schedules import compute_actions
 from fourfold.plan.pipeline.sends import add_sends
 from fourfold.plan.plan import Plan
 from fourfold.plan.precision import compute_specs, gradient_bucket
@@ -176,14 +175,15 @@ class Blueprint:
 
     @cached_property
     def _compute_lists(self) -> tuple[tuple[Action, ...], ...]:
-        """By stage: the forwards and backwards of a step, with the messages between stages."""
-        plan = self.plan
-        return add_sends(compute_actions(plan.schedule, pp=plan.pp, microbatches=plan.microbatches), plan.pp)
+        """By place on the pipeline axis: the forwards and backwards of a step, with the messages between stages."""
+        return add_sends(self.plan.compute_lists, self.plan.num_stages)
 
     @cached_property
     def _evaluation_lists(self) -> tuple[tuple[Action, ...], ...]:
-        """By stage: the forward of an evaluation, with its messages."""
-        return add_sends([[Action(Verb.FORWARD, stage, 0)] for stage in range(self.plan.pp)], self.plan.pp)
+        """By place: the forwards of an evaluation, with their messages."""
+        num_stages = self.plan.num_stages
+        places = [range(place, num_stages, self.plan.pp) for place in range(self.plan.pp)]
+        return add_sends([[Action(Verb.FORWARD, stage, 0) for stage in place] for place in places], num_stages)
 
     def programs(self, record: StepRecord = NO_RECORD) -> Programs:
         """The programs of all ranks, with what the first step has learnt. Cheap."""
@@ -192,10 +192,9 @@ class Blueprint:
         for group in self.groups:
             spec = self.step_spec(group, record)
             if spec not in by_spec:
-                by_spec[spec] = _lower_group(spec, self._evaluation_lists[spec.stage])
+                by_spec[spec] = _lower_group(spec, self._evaluation_lists[spec.stage] if self.plan.pp > 1 else ())
             by_rank |= dict.fromkeys(group.ranks, by_spec[spec])
-        ranks = sorted(by_rank)
-        return Programs(*({rank: by_rank[rank][kind] for rank in ranks} for kind in range(5)))
+        return Programs(*({rank: by_rank[rank][kind] for rank in sorted(by_rank)} for kind in range(5)))
 
     @property
     def ranks_by_memory(self) -> tuple[tuple[int, ...], ...]:
@@ -271,7 +270,7 @@ def bytes_by_bucket(plan: Plan, stage: StageBuckets, update_spec: UpdateSpec) ->
 def _fill_buckets(
     plan: Plan, stage: int, specs: Sequence[ParamSpec], update_spec: UpdateSpec, *, is_inter_host: bool
 ) -> StageBuckets:
-    stored = tuple(spec for spec in specs if spec.stage == stage)
+    stored = tuple(spec for spec in specs if spec.stage % plan.pp == stage)
     compute = compute_specs(stored, plan.precision, excluded=update_spec.full_precision_params)
     # A codec's residuals depend on the buckets: with a codec, one host has the same buckets as several.
     is_sent = is_inter_host or plan.codec != "none"
@@ -296,7 +295,7 @@ def _data_group(plan: Plan, stage: StageBuckets, hosts: GroupHosts, update_spec:
 
 
 def _lower_group(spec: DataStepSpec, evaluation: Sequence[Action]) -> tuple[tuple[Action, ...], ...]:
-    """The programs of a rank, in the order of `Programs`. `evaluation`: a forward with its messages."""
+    """The programs of a rank, in the order of `Programs`. `evaluation`: its forwards, with messages."""
     local = spec._replace(sync=StepSync.NOTHING) if spec.sync == StepSync.WEIGHTS else spec
     steps = [spec, local]
     steps += [each._replace(measures_nominal_count=True) for each in steps]

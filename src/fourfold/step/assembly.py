@@ -14,6 +14,7 @@ from fourfold.parts.codec.protocol import Codec
 from fourfold.parts.comm import transports
 from fourfold.parts.comm.communicator import Communicator
 from fourfold.parts.comm.meter import CommMeter
+from fourfold.parts.comm.reduce.protocol import ScalarReducer
 from fourfold.parts.deferred_init import InitialModel
 from fourfold.parts.optim.user_optimizer import OptimizerSource, build_optimizer
 from fourfold.parts.sequence.sequence_group import connect_sequence
@@ -32,12 +33,13 @@ from fourfold.step.duplicate_batches import DuplicateBatches
 from fourfold.step.forward_fusion import DeferredUpdates
 from fourfold.step.loss_function import ModelLoss, UserLoss
 from fourfold.step.model_checks import check_model_loss, check_specs, check_update_timing, watch_norms
-from fourfold.step.model_layout import plan_specs, plan_stages, whole_specs
+from fourfold.step.model_layout import laid_out_specs, whole_specs
 from fourfold.step.nan_guard import NanGuard
 from fourfold.step.objective import Objective
 from fourfold.step.persistent_state import PersistentState
 from fourfold.step.pipeline import axis as pipeline_axis
 from fourfold.step.pipeline.axis import PipelineAxis, load_own_weights, take_first_ranks_weights, whole_pipeline
+from fourfold.step.pipeline.chain import map_stages
 from fourfold.step.pipeline.dry_run import PipelineDryRun
 from fourfold.step.pipeline.gates import Gates
 from fourfold.step.pipeline.skeleton import make_skeleton
@@ -84,6 +86,15 @@ class Assembly(NamedTuple):
     transport_name: str
     tensor: TensorAxis
     pipeline: PipelineAxis
+    stages: PipelineDryRun
+
+
+class _Axes(NamedTuple):
+    """The axes by which the model is cut, and the dry run of its stages."""
+
+    tensor: TensorAxis
+    pipeline: PipelineAxis
+    stages: PipelineDryRun
 
 
 def assemble(
@@ -97,28 +108,15 @@ def assemble(
     """Make all parts of a step, on the plan's mesh. Collective. Raises PlanError, OptimizerError, TaskError."""
     model, objective, meter = initial.model, _make_objective(loss, plan), CommMeter()
     optimizer = _take_optimizer(optimizer_source, model, plan, options)
-    whole = whole_specs(model, optimizer, options.tensor, plan, clip=options.clip)
-    tensor, pipeline = _cut(initial, optimizer, plan, options, world, meter)
+    specs = laid_out_specs(model, optimizer, options.tensor, plan.tensor_spec, plan.stage_spec)
+    whole = whole_specs(model, optimizer, specs, options.clip)
+    tensor, pipeline, stages = axes = _cut(initial, optimizer, plan, options, world, meter)
     trained = lay_out(model, optimizer, plan, world, options, whole)
     channel = transports.make_world_channel(world, trained.blueprint.topology, plan.transport, meter)
     statistics = _make_statistics(model, plan, world, meter)
-    dry_run = PipelineDryRun(pipeline.skeleton, pipeline.stages, world)
-    computed = _make_stage(model, objective, statistics, pipeline, dry_run)
-    stage = make_stage(trained, world, meter, channel.calls, tensor, computed)
-    parts = StepParts(
-        stages={pipeline.stage: stage.parts},
-        scalars=channel.scalars,
-        meter=meter,
-        objective=objective,
-        sync=stage.sync,
-        scaling=stage.scaling,
-        loss_scale=LossScaler() if plan.precision == "fp16" else UnitLossScale(),
-        totals_of_peers=tensor.totals_of_peers if pipeline.is_last else COMMON_TOTALS,
-        edges=pipeline.edges,
-        count_ranks=world.along("pp", "dp", "sp"),
-        max_norm=math.inf if options.clip is None else options.clip,
-        device=world.device,
-    )
+    chunks = _make_chunks(model, objective, statistics, pipeline, stages)
+    stage = make_stage(trained, world, meter, channel.calls, tensor, chunks)
+    parts = _make_parts(stage, channel.scalars, meter, objective, plan, options, world, axes)
     calls = CollectiveCalls(world, TensorCalls(channel.calls, tensor.group, tensor.ranks))
     return Assembly(
         parts=parts,
@@ -127,23 +125,59 @@ def assemble(
         calls=calls,
         checks=_make_checks(model, optimizer, plan, options, calls, stage),
         split=plan.batch_split,
-        batches=_make_batches(model, loss, plan, world, meter, tensor, pipeline, dry_run, calls.checker, options.seed),
+        batches=_make_batches(model, loss, plan, world, meter, axes, calls.checker, options.seed),
         dry_run=_make_dry_run(pipeline.skeleton, objective, statistics, plan, stage.parts.weights, world),
         state=stage.state,
         codecs=stage.codecs,
         optimizer=optimizer,
         buckets=stage.trained.buckets,
-        transport_name=pipeline.described_with(tensor.described_with(stage.transport_name)),
+        transport_name=_describe_transports(stage.transport_name, plan, axes),
         tensor=tensor,
         pipeline=pipeline,
+        stages=stages,
+    )
+
+
+def _describe_transports(data_ranks: str, plan: Plan, axes: _Axes) -> str:
+    """What joins the ranks, in words. `data_ranks`: what joins these."""
+    names = [f"tensor ranks: {axes.tensor.group.name}"] if plan.tp > 1 else []
+    names += [f"stages: {axes.pipeline.edges.name}"] if plan.pp > 1 else []
+    return "; ".join([data_ranks, *names] if plan.reduce_group_size > 1 or not names else names)
+
+
+def _make_parts(
+    stage: StageAssembly,
+    scalars: ScalarReducer,
+    meter: CommMeter,
+    objective: Objective,
+    plan: Plan,
+    options: StepOptions,
+    world: Communicator,
+    axes: _Axes,
+) -> StepParts:
+    pipeline = axes.pipeline
+    return StepParts(
+        stages={pipeline.place: stage.parts},
+        num_places=pipeline.num_places,
+        scalars=scalars,
+        meter=meter,
+        objective=objective,
+        sync=stage.sync,
+        scaling=stage.scaling,
+        loss_scale=LossScaler() if plan.precision == "fp16" else UnitLossScale(),
+        totals_of_peers=axes.tensor.totals_of_peers if pipeline.is_last else COMMON_TOTALS,
+        edges=pipeline.edges,
+        count_ranks=world.along("pp", "dp", "sp"),
+        max_norm=math.inf if options.clip is None else options.clip,
+        device=world.device,
     )
 
 
 def _cut(
     initial: InitialModel, optimizer: Optimizer, plan: Plan, options: StepOptions, world: Communicator, meter: CommMeter
-) -> tuple[TensorAxis, PipelineAxis]:
+) -> _Axes:
     """Leave in the model and its optimizer what this rank's place on the tensor and the pipeline axis has."""
-    model, ranks, stages = initial.model, world.along("pp"), plan_stages(initial.model, plan)
+    model, ranks, stages = initial.model, world.along("pp"), map_stages(initial.model, plan.stage_spec)
     initial = take_first_ranks_weights(initial, ranks)
     tensor = tensor_axis.cut(
         initial,
@@ -152,32 +186,45 @@ def _cut(
         meter,
         spec=plan.tensor_spec,
         transport=plan.transport,
-        is_own=lambda name: stages.stage_of(name) == ranks.rank,
+        is_own=lambda name: stages.place_of(name) == ranks.rank,
     )
     if ranks.size == 1:
-        return tensor, whole_pipeline(model, stages, ranks)
+        pipeline = whole_pipeline(model, stages, ranks)
+        return _Axes(tensor, pipeline, PipelineDryRun(model, stages, world))
     if not tensor.is_cut:
         load_own_weights(initial, stages, ranks)
     skeleton = make_skeleton(model, plan.precision, [tensor.region])
-    return tensor, pipeline_axis.cut(model, skeleton, optimizer, stages, ranks, meter, transport=plan.transport)
+    pipeline = pipeline_axis.cut(model, skeleton, optimizer, stages, ranks, meter, transport=plan.transport)
+    return _Axes(tensor, pipeline, PipelineDryRun(skeleton, stages, world))
 
 
-def _make_stage(
+def _make_chunks(
     model: nn.Module,
     objective: Objective,
     statistics: BatchStatistics,
     pipeline: PipelineAxis,
     dry_run: PipelineDryRun,
-) -> Stage:
+) -> dict[int, Stage]:
+    """This rank's stages, by number in the model."""
     if not pipeline.is_cut:
-        return whole_model_stage(model, objective, statistics)
-    gates = Gates(model, pipeline.stages, pipeline.stage)
-    return pipeline_stage(model, objective, statistics, gates, lambda: dry_run.templates)
+        return {0: whole_model_stage(model, objective, statistics)}
+    last = pipeline.stages.num_stages - 1
+    return {
+        stage: pipeline_stage(
+            model,
+            objective,
+            statistics,
+            Gates(model, pipeline.stages, stage),
+            dry_run,
+            has_loss=stage == last,
+        )
+        for stage in pipeline.stages.stages_at(pipeline.place)
+    }
 
 
 def _take_optimizer(source: OptimizerSource, model: nn.Module, plan: Plan, options: StepOptions) -> Optimizer:
     optimizer = build_optimizer(source, list(model.parameters()))
-    check_specs(plan, plan_specs(model, optimizer, options.tensor, plan))
+    check_specs(plan, laid_out_specs(model, optimizer, options.tensor, plan.tensor_spec, plan.stage_spec))
     check_update_timing(optimizer, plan)
     check_user_optimizer(optimizer, step_hook_conflicts(plan))
     refuse_own_state_dict(optimizer)
@@ -233,12 +280,11 @@ def _make_batches(
     plan: Plan,
     world: Communicator,
     meter: CommMeter,
-    tensor: TensorAxis,
-    pipeline: PipelineAxis,
-    dry_run: PipelineDryRun,
+    axes: _Axes,
     tensor_calls: TensorCalls,
     seed: int,
 ) -> BatchLayout:
+    tensor, pipeline, stages = axes
     slices = DrawSlices(tensor.group.size)
     layout: BatchLayout = WholeSamples(world.device, SplitDropout(model, slices))
     if loss is not None and plan.sp > 1:
@@ -250,7 +296,7 @@ def _make_batches(
     if tensor.is_cut:
         rules = CollectiveTensorDryRun(pipeline.skeleton, tensor, world, slices)
         layout = SharedByTensorRanks(layout, tensor_calls, rules)
-    return SharedByStages(layout, pipeline.ranks, dry_run) if pipeline.is_cut else layout
+    return SharedByStages(layout, pipeline.ranks, stages) if pipeline.is_cut else layout
 
 
 def _make_statistics(model: nn.Module, plan: Plan, world: Communicator, meter: CommMeter) -> BatchStatistics:

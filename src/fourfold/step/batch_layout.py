@@ -113,7 +113,7 @@ class SharedByTensorRanks:
 
 
 class SharedByStages:
-    """The stages of a pipeline need the same batch; `inner` lays it out, and `stages` shows how the model is divided."""
+    """The stages of a pipeline need the same batch; `inner` lays it out, `stages` shows how the model is divided."""
 
     def __init__(self, inner: BatchLayout, ranks: Communicator, stages: PipelineDryRun) -> None:
         self._inner, self._ranks, self._stages = inner, ranks, stages

@@ -10,10 +10,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fourfold.plan.param_spec import ParamSpec
-from fourfold.plan.plan import Plan
+from fourfold.plan.pipeline.division import StageSpec
+from fourfold.plan.tensor_dims import TensorSpec
 from fourfold.plan.update_spec import UpdateSpec
 from fourfold.step.model_specs import model_specs, update_spec
-from fourfold.step.pipeline.chain import StageMap, map_stages
+from fourfold.step.pipeline.chain import map_stages
 from fourfold.step.tensor.tensor_axis import place_shards
 
 
@@ -25,22 +26,22 @@ class WholeModelSpecs(NamedTuple):
 
 
 def whole_specs(
-    model: nn.Module, optimizer: Optimizer, rules: Mapping[str, str], plan: Plan, *, clip: float | None
+    model: nn.Module, optimizer: Optimizer, params: Sequence[ParamSpec], clip: float | None
 ) -> WholeModelSpecs:
-    """The specs of a model that no rank has taken its part of yet."""
-    return WholeModelSpecs(plan_specs(model, optimizer, rules, plan), update_spec(model, optimizer, clip=clip))
+    """The specs of a model that no rank has taken its part of yet. `params`: what `laid_out_specs` returned."""
+    return WholeModelSpecs(params, update_spec(model, optimizer, clip=clip))
 
 
-def plan_stages(model: nn.Module, plan: Plan) -> StageMap:
-    """The stages of a model. Raises PlanError if it cannot be divided as the plan says."""
-    return map_stages(model, plan.stages, plan.pp)
+def laid_out_specs(
+    model: nn.Module, optimizer: Optimizer, rules: Mapping[str, str], tensor: TensorSpec, stages: StageSpec
+) -> list[ParamSpec]:
+    """The trained parameters as a plan lays them out. Raises PlanError if it cannot.
 
-
-def plan_specs(model: nn.Module, optimizer: Optimizer, rules: Mapping[str, str], plan: Plan) -> list[ParamSpec]:
-    """The trained parameters as the plan lays them out. Raises PlanError if it cannot.
-
-    rules  of the tensor axis
+    rules           of the tensor axis
+    tensor, stages  the plan's
     """
-    specs = model_specs(model, optimizer, place_shards(model, rules, plan.tensor_spec))
-    stages = plan_stages(model, plan)
-    return [spec._replace(stage=stages.stage_of(spec.name)) for spec in specs] if plan.pp > 1 else specs
+    specs = model_specs(model, optimizer, place_shards(model, rules, tensor))
+    if stages.num_stages == 1:
+        return specs
+    found = map_stages(model, stages)
+    return [spec._replace(stage=found.stage_of(spec.name)) for spec in specs]

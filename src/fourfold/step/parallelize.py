@@ -32,7 +32,7 @@ from fourfold.step.model_checks import (
     check_update_timing,
     model_plan_problems,
 )
-from fourfold.step.model_layout import plan_specs
+from fourfold.step.model_layout import laid_out_specs
 from fourfold.step.tensor.tensor_axis import check_rules
 from fourfold.step.train_step import TrainStep
 from fourfold.step.user_optimizer import check_user_optimizer
@@ -123,7 +123,7 @@ def preflight(task: Task, plan: Plan) -> nn.Module:
     optimizer = build_optimizer(task.optimizer, list(model.parameters()))
     check_update_timing(optimizer, plan)
     check_user_optimizer(optimizer, step_hook_conflicts(plan))
-    check_specs(plan, plan_specs(model, optimizer, task.tensor, plan))
+    check_specs(plan, laid_out_specs(model, optimizer, task.tensor, plan.tensor_spec, plan.stage_spec))
     return model
 
 

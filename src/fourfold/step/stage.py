@@ -17,7 +17,8 @@ from fourfold.step.batch import Microbatch
 from fourfold.step.batch_statistics import BatchStatistics
 from fourfold.step.loss_sum import Loss
 from fourfold.step.objective import Objective, StageOutput
-from fourfold.step.pipeline.gates import Gates, StageEnd, Templates
+from fourfold.step.pipeline.dry_run import PipelineDryRun
+from fourfold.step.pipeline.gates import Gates, StageEnd
 from fourfold.words.errors import Problem, TaskError
 
 
@@ -65,13 +66,15 @@ def pipeline_stage(
     objective: Objective,
     statistics: BatchStatistics,
     gates: Gates,
-    templates: Callable[[], Templates],
+    dry_run: PipelineDryRun,
+    *,
+    has_loss: bool,
 ) -> Stage:
-    """One of several stages. `templates()`: what modules of other stages return, known since the dry run."""
+    """One of several stages. `dry_run` has shown what modules of other stages return. `has_loss`: it is the last."""
 
     def infer(part: Microbatch, received: Sequence[Tensor]) -> StageOutput:
         try:
-            with gates.closed(templates(), received):
+            with gates.closed(dry_run.templates, received):
                 return objective.forward(model, part)
         except StageEnd as end:
             return StageOutput(end.outputs, [])
@@ -86,7 +89,7 @@ def pipeline_stage(
             problem = Problem(got, "at least one sample on each data rank", "a larger batch, or fewer microbatches")
             raise TaskError(problem, where="the batch")
 
-    loss = functools.partial(_loss, objective) if gates.is_last else None
+    loss = functools.partial(_loss, objective) if has_loss else None
     return Stage(forward, forward_empty, forward_empty, infer, functools.partial(_backward, statistics), loss)
 
 

@@ -114,7 +114,7 @@ def make_stage(
     meter: CommMeter,
     calls: CallChecker,
     tensor: TensorAxis,
-    stage: Stage,
+    chunks: Mapping[int, Stage],
 ) -> StageAssembly:
     """Make the parts of a stage. Collective. Raises PlanError."""
     data_ranks, whole_tensors = world.along("dp", "sp"), tensor.whole_tensors
@@ -127,7 +127,7 @@ def make_stage(
     optimizer = _make_optimizer(trained, transport, gradients, weights)
     sync = _make_sync(trained, weights, averager, tensor)
     parts = StageParts(
-        stage=stage,
+        chunks=chunks,
         parameters=trained.by_bucket,
         gradients=gradients,
         grad_hooks=GradHooks([parameter for members in trained.by_bucket for parameter in members]),

@@ -31,7 +31,8 @@ from fourfold.words.program import Verb
 class StageParts(NamedTuple):
     """What the actions of one stage work with."""
 
-    stage: Stage
+    chunks: Mapping[int, Stage]
+    """By number in the model: the stages whose parameters are here; several, if stages are interleaved."""
     parameters: Sequence[Sequence[nn.Parameter]]
     """By bucket and slot."""
     gradients: Gradients
@@ -67,7 +68,9 @@ class StepParts(NamedTuple):
     """What the steps of one rank work with."""
 
     stages: Mapping[int, StageParts]
-    """This rank's, by number in the model."""
+    """This rank's, by the number of its first stage in the model."""
+    num_places: int
+    """Of the pipeline axis: stage s is at place s % num_places."""
     scalars: ScalarReducer
     """Of all ranks of the world."""
     meter: CommMeter
@@ -84,3 +87,7 @@ class StepParts(NamedTuple):
     max_norm: float
     """The bound of the gradient norm; infinite without clip."""
     device: torch.device
+
+    def place_of(self, stage: int) -> int:
+        """The number by which `stages` has a stage."""
+        return stage % self.num_places

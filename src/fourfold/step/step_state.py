@@ -138,7 +138,7 @@ class StepState:
 
     def stage(self, index: int) -> StageParts:
         """What the actions of a stage work with."""
-        return self.parts.stages[index]
+        return self.parts.stages[self.parts.place_of(index)]
 
     @property
     def last_nonempty(self) -> int:

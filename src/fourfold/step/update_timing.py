@@ -154,14 +154,14 @@ class UpdateInForward:
         }
 
     def _forward(self, step: StepState, action: Action) -> None:
-        step.unshard_sink = deferred = self._deferred[action.stage]
+        step.unshard_sink = deferred = self._deferred[self._parts.place_of(action.stage)]
         with deferred.in_forward():
             forward(step, action)
 
     def _backward(self, step: StepState, action: Action) -> None:
         backward(step, action)
         if action.index == 0:
-            self._deferred[action.stage].check_missed_accesses()
+            self._deferred[self._parts.place_of(action.stage)].check_missed_accesses()
 
     def begin_step(self, step: StepState) -> None:
         """The updates in front of the first forward are those of the step before: forward runs them."""

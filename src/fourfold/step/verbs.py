@@ -14,6 +14,7 @@ from fourfold.parts.comm.reduce.protocol import shard_addend
 from fourfold.parts.data.grad_hooks import GradSink
 from fourfold.step.messages import receive_backward, receive_forward, received, send_backward, send_forward
 from fourfold.step.objective import StageOutput
+from fourfold.step.stage import Stage
 from fourfold.step.step_parts import StageParts
 from fourfold.step.step_state import StepState, UpdateArgs
 from fourfold.step.tensor_tree import tree_leaves
@@ -37,18 +38,18 @@ def forward(step: StepState, action: Action) -> None:
     stage, part = step.stage(action.stage), step.microbatches[action.index]
     with stage.weights.unsharded("forward", step.unshard_sink):
         if part.num_samples:
-            _end_forward(step, action, stage.stage.forward(part, received(step, action)))
-        elif (loss := stage.stage.forward_empty()) is not None:
+            _end_forward(step, action, stage.chunks[action.stage].forward(part, received(step, action)))
+        elif (loss := stage.chunks[action.stage].forward_empty()) is not None:
             step.empty_losses[action.index] = loss
 
 
 def _end_forward(step: StepState, action: Action, output: StageOutput) -> None:
     """Keep what comes next: the loss on the last stage, before it the outputs, which the next stage needs."""
     stage, part = step.stage(action.stage), step.microbatches[action.index]
-    if stage.stage.loss is None:
+    if stage.chunks[action.stage].loss is None:
         step.boundary[action.stage, action.index] = list(tree_leaves(output.outputs))
     else:
-        step.add_loss(action.index, stage.stage.loss(output, part))
+        step.add_loss(action.index, stage.chunks[action.stage].loss(output, part))
 
 
 def _evaluate(step: StepState, action: Action) -> None:
@@ -56,18 +57,18 @@ def _evaluate(step: StepState, action: Action) -> None:
     stage, part = step.stage(action.stage), step.microbatches[action.index]
     with stage.weights.unsharded("evaluate"):
         if part.num_samples:
-            output = stage.stage.forward(part, received(step, action))
+            output = stage.chunks[action.stage].forward(part, received(step, action))
             _end_forward(step, action, output)
-            if stage.stage.loss is not None:
+            if stage.chunks[action.stage].loss is not None:
                 step.outputs[action.index] = output.outputs
         else:
-            stage.stage.evaluate_empty()
+            stage.chunks[action.stage].evaluate_empty()
 
 
 def _infer(step: StepState, action: Action) -> None:
     """The outputs of a batch that may have no targets, on one rank; weights are whole already."""
     stage, part = step.stage(action.stage), step.microbatches[action.index]
-    step.outputs[action.index] = outputs = stage.stage.infer(part, received(step, action)).outputs
+    step.outputs[action.index] = outputs = stage.chunks[action.stage].infer(part, received(step, action)).outputs
     step.boundary[action.stage, action.index] = list(tree_leaves(outputs))
 
 
@@ -113,22 +114,24 @@ def run_backward(step: StepState, action: Action, sink: GradSink) -> None:
             if not loss.requires_grad:
                 raise TaskError(_no_grad_problem())
             with stage.grad_hooks.calling(sink):
-                stage.stage.backward([step.parts.loss_scale.scale(loss)], None)
+                stage.chunks[action.stage].backward([step.parts.loss_scale.scale(loss)], None)
         elif outputs := [each for each in step.boundary.pop((action.stage, index), []) if each.requires_grad]:
             with stage.grad_hooks.calling(sink):
-                stage.stage.backward(outputs, step.upstream.pop((action.stage, index)))
+                stage.chunks[action.stage].backward(outputs, step.upstream.pop((action.stage, index)))
         elif (loss := step.empty_losses.pop(index, None)) is not None:
-            _backward_empty(stage, loss)
-    if index == num_microbatches - 1 and step.last_nonempty >= 0:
+            _backward_empty(stage, stage.chunks[action.stage], loss)
+    # Of interleaved stages, the first one's backward is the last.
+    is_last = action.stage == min(stage.chunks)
+    if is_last and index == num_microbatches - 1 and step.last_nonempty >= 0:
         stage.gradients.check_all_reached()
-    if stage.rounds.ends_with(index, num_microbatches):
+    if is_last and stage.rounds.ends_with(index, num_microbatches):
         step.parts.sync.end_backward(stage.gradients, step.parts.scaling.sum_factor(step.poll_grad_scale()))
 
 
-def _backward_empty(stage: StageParts, loss: Tensor) -> None:
+def _backward_empty(stage: StageParts, chunk: Stage, loss: Tensor) -> None:
     """Backward of a rank without samples, because other ranks need it within theirs; its gradients are dropped."""
     if loss.requires_grad:
-        stage.stage.backward([loss], [torch.zeros_like(loss)])
+        chunk.backward([loss], [torch.zeros_like(loss)])
         stage.gradients.drop_grads()
 
 

@@ -80,7 +80,10 @@ def format_program(program: Program) -> str:
 
 
 def parse_program(text: str) -> dict[int, tuple[Action, ...]]:
-    """Read a program as `format_program` writes it. Raises ProgramError with every word that is not an action."""
+    """Read a program as `format_program` writes it.
+
+    Raises ProgramError with every word that is not an action, and every rank that has a second line.
+    """
     program: dict[int, tuple[Action, ...]] = {}
     problems: list[Problem] = []
     for number, line in enumerate(text.splitlines(), 1):
@@ -90,6 +93,8 @@ def parse_program(text: str) -> dict[int, tuple[Action, ...]]:
         if not colon or not head.strip().isdigit():
             problems.append(Problem(f"line {number}: {line.strip()[:40]!r}", "RANK: ACTION ACTION …"))
             continue
+        if int(head) in program:
+            problems.append(Problem(f"line {number}: {int(head)} again", "one line per rank"))
         actions = []
         for word in body.split():
             match = re.fullmatch(r"([A-Z])(\d+)\.(\d+)", word)

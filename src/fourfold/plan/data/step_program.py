@@ -117,16 +117,17 @@ def lower_step(step: DataStepSpec) -> tuple[Action, ...]:
     return tuple(actions)
 
 
-def lower_evaluation(step: DataStepSpec, messages: Sequence[Action] = ()) -> tuple[Action, ...]:
+def lower_evaluation(step: DataStepSpec, computes: Sequence[Action] = ()) -> tuple[Action, ...]:
     """The program of an evaluation: the forward of one batch, and the sums of its loss and counts.
 
-    messages  of the forward, in front of it and behind it
+    computes  the forwards of this place's stages, with their messages; empty: of one stage
     """
-    unshards = _Unshards(step)
-    forward = [*unshards.next_phase(unshards.orders.evaluate), Action(Verb.FORWARD, step.stage, 0)]
-    received = [action for action in messages if action.verb == Verb.RECEIVE_FORWARD]
-    sent = [action for action in messages if action.verb == Verb.SEND_FORWARD]
-    return (*received, *forward, *sent, Action(Verb.MEASURE, step.stage, LOSS))
+    unshards, actions = _Unshards(step), []
+    for action in computes or [Action(Verb.FORWARD, step.stage, 0)]:
+        if action.verb == Verb.FORWARD:
+            actions += unshards.next_phase(unshards.orders.evaluate)
+        actions.append(action)
+    return (*actions, Action(Verb.MEASURE, step.stage, LOSS))
 
 
 class _Unshards:
@@ -162,6 +163,7 @@ def _compute_phases(
     next backward, or of the receipt of its gradient. What a backward sends back goes before its reductions.
     """
     unshards, measures, round_number = _Unshards(step), _LossMeasures(step), 0
+    num_left = sum(action.verb == Verb.BACKWARD for action in step.compute_actions)
     actions: list[Action] = []
     reductions: list[Action] = []
     for action in step.compute_actions:
@@ -174,7 +176,8 @@ def _compute_phases(
             actions += unshards.next_phase(orders.forward if action.verb == Verb.FORWARD else orders.backward)
         actions.append(action)
         if action.verb == Verb.BACKWARD:
-            reductions = _reductions(step, round_number, launch_order, updates)
+            num_left -= 1
+            reductions = _reductions(step, round_number, launch_order, updates, is_last=num_left == 0)
             round_number += 1
     return [*actions, *reductions]
 
@@ -199,10 +202,14 @@ class _LossMeasures:
 
 
 def _reductions(
-    step: DataStepSpec, backward: int, launch_order: tuple[int, ...], updates: Mapping[int, list[Action]]
+    step: DataStepSpec,
+    backward: int,
+    launch_order: tuple[int, ...],
+    updates: Mapping[int, list[Action]],
+    *,
+    is_last: bool,
 ) -> list[Action]:
     """The round of reductions after the n-th backward, with the updates fused into it; empty between rounds."""
-    is_last = backward == step.microbatches - 1
     every_backward = layout_changes(step.resting_layouts).after_backward != Change.NONE
     if not (is_last or every_backward):
         return []

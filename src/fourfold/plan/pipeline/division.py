@@ -6,10 +6,23 @@ Law: every stage has consecutive blocks, at least one; together they have each b
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from fourfold.words.errors import Problem
 
 EVEN = "even"
+
+
+class StageSpec(NamedTuple):
+    """Into how many stages a plan divides a model, and how.
+
+    division    the plan's `stages`
+    num_stages  stage s is at place s % num_places of the pipeline axis
+    """
+
+    division: str = EVEN
+    num_stages: int = 1
+    num_places: int = 1
 
 
 def stages_problems(text: str) -> list[Problem]:

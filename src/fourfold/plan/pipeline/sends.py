@@ -8,19 +8,23 @@ a boundary whose two stages are on the same index has none.
 
 from collections.abc import Iterator, Sequence
 
-from fourfold.plan.pipeline.schedules import ComputeLists
+from fourfold.plan.dependencies import SENDS
+from fourfold.plan.pipeline.spec import ComputeLists, owner_of
 from fourfold.words.program import Action, Verb
 
-BACKWARDS = (Verb.BACKWARD, Verb.BACKWARD_INPUT)
+BACKWARDS = frozenset({Verb.BACKWARD, Verb.BACKWARD_INPUT})
+COMPUTE_VERBS = BACKWARDS | {Verb.FORWARD, Verb.BACKWARD_WEIGHT}
 
 
 def add_sends(lists: Sequence[Sequence[Action]], num_stages: int) -> ComputeLists:
     """The lists with their messages. Sends do not block: a rank computes on while they are under way.
 
-    `lists`: by pipeline index; between them they have all of the stages.
+    Lists that have messages already, as a written program may, are returned as they are.
     """
-    owners = {action.stage: index for index, actions in enumerate(lists) for action in actions}
-    boundaries = {stage for stage in range(num_stages - 1) if owners[stage] != owners[stage + 1]}
+    if any(action.verb in SENDS for actions in lists for action in actions):
+        return tuple(map(tuple, lists))
+    pp = len(lists)
+    boundaries = {stage for stage in range(num_stages - 1) if owner_of(stage, pp) != owner_of(stage + 1, pp)}
     return tuple(tuple(each for action in actions for each in _with_messages(action, boundaries)) for actions in lists)
 
 

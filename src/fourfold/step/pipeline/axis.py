@@ -1,8 +1,9 @@
-"""Pipeline axis: which stage of the model this rank has, and the ranks that have the others.
+"""Pipeline axis: which stages of the model this rank has, and the ranks that have the others.
 
-stage  a number on the pipeline axis; ranks that differ on this axis only pass activations and gradients on
-own    what belongs to this rank's stage
-Law: a rank keeps the weights of its own stage only. Every weight is that of the pipeline's first rank at the start.
+stage  consecutive blocks of the model; ranks that differ on this axis only pass activations and gradients on
+place  a rank's index on the axis; it has one stage, or several that are interleaved: s, s + num_places, …
+own    what belongs to this rank's stages
+Law: a rank keeps the weights of its own stages only. Every weight is that of the pipeline's first rank at the start.
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,64 +18,84 @@ from fourfold.parts.comm.edge.protocol import StageEdges
 from fourfold.parts.comm.edges import make_edges
 from fourfold.parts.comm.meter import CommMeter
 from fourfold.parts.deferred_init import InitialModel, InitialWeights
+from fourfold.parts.torch_private import own_buffers, own_parameters
 from fourfold.plan.tensor_shard import TensorShard
 from fourfold.step.pipeline.chain import StageMap
+from fourfold.step.pipeline.gates import Template
+from fourfold.step.tensor_tree import tree_leaves
+from fourfold.words.errors import PlanError, Problem
 
 
 class PipelineAxis(NamedTuple):
     """The pipeline axis of this rank.
 
-    ranks     that differ from this one on this axis only, by stage
+    ranks     that differ from this one on this axis only, by place
     skeleton  the whole model with random weights, for dry runs; the model itself if it has one stage
+    others    the names in the model's `state_dict` that other stages have, and this one does not
     """
 
     stages: StageMap
     ranks: Communicator
     edges: StageEdges
     skeleton: nn.Module
+    others: frozenset[str] = frozenset()
 
     @property
-    def stage(self) -> int:
-        """This rank's stage."""
+    def place(self) -> int:
+        """This rank's index on the axis."""
         return self.ranks.rank
 
     @property
-    def num_stages(self) -> int:
+    def num_places(self) -> int:
         return self.ranks.size
 
     @property
     def is_cut(self) -> bool:
         """Whether other ranks have other stages."""
-        return self.num_stages > 1
+        return self.num_places > 1
 
     @property
     def is_last(self) -> bool:
         """Whether this rank has the last stage, which computes the loss."""
-        return self.stage == self.num_stages - 1
+        return self.place == self.num_places - 1
 
     def is_own(self, name: str) -> bool:
         """Whether a parameter or buffer is of this rank's stage. A buffer of no block is of the first one."""
-        return not self.is_cut or self.stages.stage_of(name) == self.stage
+        return not self.is_cut or self.stages.place_of(name) == self.place
 
-    def described_with(self, transport: str) -> str:
-        """What joins the ranks, in words. `transport`: what joins those of a stage."""
-        if not self.is_cut:
-            return transport
-        own = f"stages: {self.edges.name}"
-        return own if self.ranks.world.size == self.num_stages else f"{transport}; {own}"
+    def check_whole_model(self, call: str, attempt: str) -> None:
+        """Raise PlanError unless this rank has the whole model."""
+        if self.is_cut:
+            need = "pp = 1: here each rank has one stage of the model"
+            raise PlanError(Problem(f"{call} with pp = {self.num_places}", need, attempt), where="the plan")
+
+    def restricted(self, state: Any) -> Any:
+        """What this rank's stage has of values by name; names that no stage has stay, to be refused."""
+        return {name: each for name, each in state.items() if name not in self.others} if self.is_cut else state
 
     # ---- what other stages have -----------------------------------------------------------------------
 
-    def from_stage(self, stage: int, tensor: Tensor | None) -> Tensor:
-        """A tensor of one stage, on the ranks of all; that rank gives it. Collective."""
+    def last_outputs(self, outputs: Any, template: Template | None) -> Any:
+        """The last stage's outputs, on the ranks of all stages. `template`: of the model. Collective."""
+        if not self.is_cut:
+            return outputs
+        tensors = list(tree_leaves(outputs)) if self.is_last else []
+        last = self.num_places - 1
+        count = self.ranks.all_gather_json(len(tensors))[last]
+        received = [self.from_place(last, tensors[index] if tensors else None) for index in range(count)]
+        assert template is not None, "a dry run comes before the first call"
+        return template.filled(received)
+
+    def from_place(self, place: int, tensor: Tensor | None) -> Tensor:
+        """A tensor of one place, on the ranks of all; that rank gives it. Collective."""
         described = None if tensor is None else [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
-        described = self.ranks.all_gather_json(described)[stage]
-        assert described is not None, f"stage {stage} gave no tensor"
+        described = self.ranks.all_gather_json(described)[place]
+        assert described is not None, f"place {place} gave no tensor"
         dtype, shape = described
         if tensor is None:
             tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=self.ranks.device)
         on_device = tensor.detach().to(self.ranks.device)
-        self.ranks.broadcast(on_device, stage)
+        self.ranks.broadcast(on_device, place)
         return on_device
 
     def all_named(self, own: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -82,33 +103,33 @@ class PipelineAxis(NamedTuple):
         if not self.is_cut:
             yield from own
             return
-        for stage in range(self.num_stages):
+        for place in range(self.num_places):
             while True:
-                name, tensor = next(own, (None, None)) if stage == self.stage else (None, None)
-                name = self.ranks.all_gather_json(name)[stage]
+                name, tensor = next(own, (None, None)) if place == self.place else (None, None)
+                name = self.ranks.all_gather_json(name)[place]
                 if name is None:
                     break
-                yield name, self.from_stage(stage, tensor)
+                yield name, self.from_place(place, tensor)
 
     def all_state(self, own: Mapping[str, Any]) -> dict[str, Any]:
         """Nested dicts of all stages as one: of tensors and JSON values, by name. Collective."""
         if not self.is_cut:
             return dict(own)
         merged: dict[str, Any] = {}
-        for stage in range(self.num_stages):
+        for place in range(self.num_places):
             tensors: list[Tensor] = []
-            described = _describe(own, tensors) if stage == self.stage else None
-            described = self.ranks.all_gather_json(described)[stage]
+            described = _describe(own, tensors) if place == self.place else None
+            described = self.ranks.all_gather_json(described)[place]
             held = iter(tensors)
-            _merge(merged, self._receive(described, stage, held))
+            _merge(merged, self._receive(described, place, held))
         return merged
 
-    def _receive(self, described: Any, stage: int, held: Iterator[Tensor]) -> Any:
+    def _receive(self, described: Any, place: int, held: Iterator[Tensor]) -> Any:
         kind, value = described
         if kind == "dict":
-            return {name: self._receive(each, stage, held) for name, each in value}
+            return {name: self._receive(each, place, held) for name, each in value}
         if kind == "tensor":
-            return self.from_stage(stage, next(held, None))
+            return self.from_place(place, next(held, None))
         return value
 
 
@@ -173,7 +194,7 @@ def load_own_weights(initial: InitialModel, stages: StageMap, ranks: Communicato
     """Give the parameters of this rank's stage their values, one at a time. Collective."""
     for name, parameter in initial.model.named_parameters():
         value = initial.weights.whole(parameter)
-        if stages.stage_of(name) == ranks.rank:
+        if stages.place_of(name) == ranks.rank:
             parameter.data = value
 
 
@@ -188,28 +209,36 @@ def cut(
     transport: str,
 ) -> PipelineAxis:
     """Leave this rank's stage in a model and its optimizer, in place; connect it with its neighbours. Collective."""
+    names = set(model.state_dict(keep_vars=True))
     _drop_other_stages(model, stages, ranks.rank)
+    others = frozenset(names - set(model.state_dict(keep_vars=True)))
     kept = {id(p) for p in model.parameters()}
     for group in optimizer.param_groups:
         group["params"] = [p for p in group["params"] if id(p) in kept]
-    return PipelineAxis(stages, ranks, make_edges(ranks, meter, choice=transport), skeleton)
+    return PipelineAxis(
+        stages,
+        ranks,
+        make_edges(ranks, meter, choice=transport, is_ring=stages.num_stages > ranks.size),
+        skeleton,
+        others,
+    )
 
 
-def _drop_other_stages(model: nn.Module, stages: StageMap, stage: int) -> None:
+def _drop_other_stages(model: nn.Module, stages: StageMap, place: int) -> None:
     """Remove the parameters of other stages, and the buffers of modules that this stage does not run."""
     chain = stages.chain
     for name, p in list(model.named_parameters(remove_duplicate=False)):
-        if stages.stage_of(name) != stage:
+        if stages.place_of(name) != place:
             module, key = _place(model, name)
-            module._parameters[key] = None
+            own_parameters(module)[key] = None
             if name in chain.own:  # the forward of the module around the chain reads it
-                del module._parameters[key]
+                del own_parameters(module)[key]
                 vars(module)[key] = torch.zeros((), dtype=p.dtype, device=p.device).expand(p.shape)
     outside = [*chain.before, *chain.blocks, *chain.behind]
     for name, _ in list(model.named_buffers(remove_duplicate=False)):
-        if any(name.startswith(f"{each}.") for each in outside) and stages.stage_of(name) != stage:
+        if any(name.startswith(f"{each}.") for each in outside) and stages.place_of(name) != place:
             module, key = _place(model, name)
-            module._buffers[key] = None
+            own_buffers(module)[key] = None
 
 
 def _place(model: nn.Module, name: str) -> tuple[nn.Module, str]:

@@ -7,12 +7,12 @@ own      weights of a module around the chain itself, such as the positions of a
 Law: each weight has one stage. That blocks are called in this order, once each, the dry run shows (`dry_run.py`).
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from torch import nn
 
-from fourfold.plan.pipeline.division import divide, division_problems
+from fourfold.plan.pipeline.division import StageSpec, divide, division_problems
 from fourfold.words.errors import PlanError, Problem
 
 MIN_SHARE = 0.5  # of the weights of the largest chain: a chain with fewer is inside one of its blocks
@@ -28,10 +28,19 @@ class Chain(NamedTuple):
 
 
 class StageMap(NamedTuple):
-    """A model's chain, and the blocks of each stage."""
+    """A model's chain, and the blocks of each stage. Stage s is at place s % num_places of the pipeline axis."""
 
     chain: Chain
     blocks: tuple[range, ...]
+    num_places: int = 1
+
+    def place_of(self, parameter: str) -> int:
+        """The place on the pipeline axis that has a parameter."""
+        return self.stage_of(parameter) % self.num_places
+
+    def stages_at(self, place: int) -> range:
+        """The stages of a place."""
+        return range(place, self.num_stages, self.num_places)
 
     @property
     def num_stages(self) -> int:
@@ -49,16 +58,17 @@ class StageMap(NamedTuple):
         return [self.chain.blocks[blocks.stop - 1] for blocks in self.blocks[:-1]]
 
 
-def map_stages(model: nn.Module, stages: str, num_stages: int) -> StageMap:
-    """The stages of a model. `stages` is the plan's. Raises PlanError if it cannot be divided so."""
+def map_stages(model: nn.Module, spec: StageSpec) -> StageMap:
+    """The stages of a model. Raises PlanError if it cannot be divided as the plan says."""
+    num_stages = spec.num_stages
     if num_stages == 1:
         return StageMap(Chain(), (range(0),))
     chain = find_chain(model)
-    problems = division_problems(stages, len(chain.blocks), num_stages)
+    problems = division_problems(spec.division, len(chain.blocks), num_stages)
     if not problems:
         costs = [_cost(model, name) for name in chain.blocks]
         first, last = (sum(_cost(model, name) for name in names) for names in (chain.before, chain.behind))
-        found = StageMap(chain, divide(stages, costs, first, last, num_stages))
+        found = StageMap(chain, divide(spec.division, costs, first, last, num_stages), spec.num_places)
         problems = _tied_problems(model, found)
     if problems:
         raise PlanError(problems, where="the pipeline")
@@ -141,13 +151,3 @@ def _joined(name: str, key: str) -> str:
 def _is_in(name: str, module: str) -> bool:
     """Whether a parameter or module is in a module, or is it."""
     return name == module or name.startswith(f"{module}.")
-
-
-def names_of_stage(stages: StageMap, names: Sequence[str], stage: int) -> list[str]:
-    """Those of the parameters that a stage computes with."""
-    return [name for name in names if stages.stage_of(name) == stage]
-
-
-def stages_of(stages: StageMap, parameters: Mapping[str, nn.Parameter]) -> dict[str, int]:
-    """By parameter: its stage."""
-    return {name: stages.stage_of(name) for name in parameters}

@@ -25,6 +25,7 @@ from fourfold.step.tensor_tree import tree_leaves, tree_map
 from fourfold.words.errors import FourfoldError, Problem, TaskError
 
 DRY_RUN_SAMPLES = 2
+MODEL = ""  # the name under which templates have the whole model
 NEED = "blocks that are called once each, in order, and need only what the one before returned and the batch"
 
 
@@ -72,12 +73,13 @@ class PipelineDryRun:
 
     def _compare(self, inputs: Any) -> list[Problem]:
         with self._computing():
-            calls, outputs = self._run_whole(inputs)
+            calls, returned = self._run_whole(inputs)
             if problems := self._order_problems(calls):
                 return problems
             by_name = {call.name: call for call in calls}
-            templates = {call.name: call.template for call in calls}
-            expected = [by_name[name].outputs for name in self._stages.boundaries()] + [outputs]
+            templates = {call.name: call.template for call in calls} | {MODEL: Template.of(returned, inputs)}
+            expected = [by_name[name].outputs for name in self._stages.boundaries()]
+            expected.append([each.clone() for each in tree_leaves(returned)])
             received: list[Tensor] = []
             for stage, wanted in enumerate(expected):
                 got = self._run_stage(stage, inputs, templates, received)
@@ -97,8 +99,8 @@ class PipelineDryRun:
         ):
             yield
 
-    def _run_whole(self, inputs: Any) -> tuple[list[_Call], list[Tensor]]:
-        """The calls of blocks, and of modules in front of them, and the model's outputs."""
+    def _run_whole(self, inputs: Any) -> tuple[list[_Call], Any]:
+        """The calls of blocks, and of modules in front of them, and what the model returned."""
         calls: list[_Call] = []
         hooks = []
         for name in (*self._stages.chain.before, *self._stages.chain.blocks):
@@ -109,20 +111,17 @@ class PipelineDryRun:
 
             hooks.append(self._skeleton.get_submodule(name).register_forward_hook(record, with_kwargs=True))
         try:
-            outputs = call_model(self._skeleton, inputs)
+            return calls, call_model(self._skeleton, inputs)
         finally:
             for hook in hooks:
                 hook.remove()
-        return calls, list(tree_leaves(outputs))
 
     def _order_problems(self, calls: list[_Call]) -> list[Problem]:
         chain = self._stages.chain
         called = [call.name for call in calls if call.name in chain.blocks]
         if called != list(chain.blocks):
-            wrong = next((n for n in chain.blocks if called.count(n) != 1), called[0])
-            got = (
-                f"{wrong} called {called.count(wrong)} times" if called.count(wrong) != 1 else "blocks in another order"
-            )
+            wrong = next((name for name in chain.blocks if called.count(name) != 1), None)
+            got = "blocks in another order" if wrong is None else f"{wrong} called {called.count(wrong)} times"
             return [Problem(f"{got} in one forward", NEED, "pp = 1")]
         before = [call.name for call in calls if call.name in chain.before]
         repeated = [name for name in dict.fromkeys(before) if before.count(name) > 1]
@@ -145,10 +144,9 @@ class PipelineDryRun:
         except Exception as error:
             blocks = self._stages.blocks[stage]
             names = self._stages.chain.blocks
-            got = f"stage {stage} ({names[blocks.start]} to {names[blocks.stop - 1]}) fails by itself"
-            raise TaskError(
-                Problem(f"{got}: {summarize_error(error)}", NEED, "pp = 1"), where="the pipeline"
-            ) from error
+            where = f"stage {stage} ({names[blocks.start]} to {names[blocks.stop - 1]})"
+            problem = Problem(f"{where} fails by itself: {summarize_error(error)}", NEED, "pp = 1")
+            raise TaskError(problem, where="the pipeline") from error
         return [each.clone() for each in tree_leaves(outputs)]
 
     def _difference(self, stage: int, got: list[Tensor], wanted: list[Tensor]) -> Problem | None:

@@ -92,11 +92,11 @@ class Gates:
     """The gates of one stage of a model."""
 
     def __init__(self, model: nn.Module, stages: StageMap, stage: int) -> None:
-        self._model, self.is_last = model, stage == stages.num_stages - 1
+        self._model = model
         blocks, names = stages.blocks[stage], stages.chain.blocks
         self._skipped = [*stages.chain.before, *names[: max(0, blocks.start - 1)]] if stage else []
         self._input_block = names[blocks.start - 1] if stage else None
-        self._last_block = names[blocks.stop - 1]
+        self._exits = [names[blocks.stop - 1]] if stage < stages.num_stages - 1 else []
 
     @contextlib.contextmanager
     def closed(self, templates: Templates, received: Sequence[Tensor]) -> Iterator[None]:
@@ -116,9 +116,7 @@ class Gates:
         if self._input_block is not None:
             output = templates[self._input_block].filled(received)
             gate(self._input_block, lambda *args, **kwargs: output)
-        hooks = []
-        if not self.is_last:
-            hooks.append(self._model.get_submodule(self._last_block).register_forward_hook(_leave))
+        hooks = [self._model.get_submodule(name).register_forward_hook(_leave) for name in self._exits]
         try:
             yield
         finally:

@@ -55,10 +55,7 @@ def _windows(name: str, p: Tensor, dtype: torch.dtype) -> Tensor:
         return torch.ones(shape, dtype=dtype, device=p.device)
     row = math.prod(shape[1:])
     values = torch.rand(shape[0] + row - 1, generator=generator, dtype=torch.float64)
-    if p.dim() == 1:
-        values = 0.75 + values / 2
-    else:
-        values = (values - 0.5) * math.sqrt(12 / row)
+    values = 0.75 + values / 2 if p.dim() == 1 else (values - 0.5) * math.sqrt(12 / row)
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     strides[0] = 1
     return values.to(p.device, dtype).as_strided(shape, strides)

@@ -68,13 +68,6 @@ class TensorAxis(NamedTuple):
         """Which of a step's totals the first rank of the group adds for all, by their places in `StepTotals`."""
         return COMMON_TOTALS if self.group.index else []
 
-    def described_with(self, data_transport: str) -> str:
-        """What joins the ranks, in words. `data_transport`: what joins the data ranks."""
-        if not self.is_cut:
-            return data_transport
-        own = f"tensor ranks: {self.group.name}"
-        return own if self.ranks.world.size == self.group.size else f"{data_transport}; {own}"
-
     def shard_number(self, name: str) -> int:
         """Equal for two ranks that hold the same of a parameter: 0 of one that all ranks hold."""
         shard = self.shards.get(name)
