@@ -1,9 +1,10 @@
 """The pipeline axis: its steps, its messages and its bubble.
 
-    python -m bench.pipeline [--only steps edges bubble] [--turns 15] [--microbatches 4 8] [--schedules 1f1b gpipe]
+    python -m bench.pipeline [--only steps edges bubble] [--turns 15] [--microbatches 4 8]
+                             [--schedules 1f1b gpipe interleaved]
 
 busy    a stage's own forwards and backwards of a step, without waiting; the slower rank's
-bound   busy · (m + p − 1)/m, and the rest of a step's own work, such as updates
+bound   busy · (m + (p − 1)/v)/m, v being the stages of a rank, and the rest of a step's own work, such as updates
 bubble  (step − rest − busy)/busy, busy being the mean over ranks
 
 Steps are compared with those of `torch.distributed.pipelining` and with their bound, messages with gloo's. float32,
@@ -21,7 +22,7 @@ from typing import NamedTuple
 
 from bench.data_parallel import middle_half
 from bench.measurement import describe_machine, format_table
-from bench.pipeline_worker import COMPUTES, EDGE, FOURFOLD, GLOO, SHARED, TORCH
+from bench.pipeline_worker import COMPUTES, EDGE, FOURFOLD, GLOO, SHARED, TORCH, Setting
 from bench.process_world import World
 
 MODULE = "bench.pipeline_worker"
@@ -31,7 +32,12 @@ STEPS = 3  # of a turn
 TOLERANCE = 1e-4
 TORCH_TARGET, BOUND_TARGET, EDGE_TARGET, BUBBLE_TARGET = 0.95, 1.03, 0.2, 0.03
 EDGE_BYTES = (2**16, 2**18, 2**20, 2**22)
-PARTS = ("edges", "steps", "bubble")
+SCHEDULES = ["1f1b", "gpipe", "interleaved"]
+
+
+def bubble_formula(setting: Setting) -> float:
+    """(p − 1)/(v · m)."""
+    return (RANKS - 1) / (setting.num_chunks * setting.microbatches)
 
 
 class StepTurn(NamedTuple):
@@ -55,9 +61,9 @@ class StepTurn(NamedTuple):
             replies[-1]["losses"],
         )
 
-    def bound(self, microbatches: int) -> float:
-        """The least time of this turn's steps: busy · (m + p − 1)/m and the rest."""
-        return max(self.busy) * (microbatches + RANKS - 1) / microbatches + max(self.rest)
+    def bound(self, setting: Setting) -> float:
+        """The least time of this turn's steps: the busy time, the formula's bubble, and the rest."""
+        return max(self.busy) * (1 + bubble_formula(setting)) + max(self.rest)
 
     @property
     def bubble(self) -> float:
@@ -112,19 +118,20 @@ def measure_steps(setting: argparse.Namespace) -> None:
             _check_losses(case, turns)
             ours = [turn[FOURFOLD] for turn in turns[1:]]
             against = [turn[FOURFOLD].seconds / turn[TORCH].seconds for turn in turns[1:]]
-            bounds = [turn.seconds / turn.bound(microbatches) for turn in ours]
+            bounds = [turn.seconds / turn.bound(Setting.of(case)) for turn in ours]
             row = [schedule, str(microbatches), f"{1e3 * median(turn.seconds for turn in ours):.1f}"]
             rows.append([*row, *_ratio_columns(against, TORCH_TARGET), *_ratio_columns(bounds, BOUND_TARGET)])
     print(format_table(rows), flush=True)
 
 
 def measure_bubble(setting: argparse.Namespace) -> None:
-    rows = [["6 equal layers", "microbatches", "bubble", "(half of turns)", "(p − 1)/m", "difference"]]
+    rows = [["4 equal layers", "microbatches", "bubble", "(half of turns)", "(p − 1)/(v · m)", "difference"]]
     for schedule in setting.schedules:
         for microbatches in setting.microbatches:
-            turns = run_turns((FOURFOLD,), f"layers,{schedule},{microbatches}", setting)
+            case = f"layers,{schedule},{microbatches}"
+            turns = run_turns((FOURFOLD,), case, setting)
             bubbles = [turn[FOURFOLD].bubble for turn in turns[1:]]
-            formula = (RANKS - 1) / microbatches
+            formula = bubble_formula(Setting.of(case))
             difference = median(bubbles) - formula
             judged = f"{difference:+.3f}, {'met' if abs(difference) <= BUBBLE_TARGET else 'missed'}"
             row = [schedule, str(microbatches), f"{median(bubbles):.3f}", middle_half(bubbles), f"{formula:.3f}"]
@@ -164,7 +171,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--only", nargs="+", default=list(MEASUREMENTS), choices=list(MEASUREMENTS))
     parser.add_argument("--turns", type=int, default=15)
     parser.add_argument("--microbatches", type=int, nargs="+", default=[4, 8])
-    parser.add_argument("--schedules", nargs="+", default=["1f1b", "gpipe"], choices=["1f1b", "gpipe"])
+    parser.add_argument("--schedules", nargs="+", default=SCHEDULES, choices=SCHEDULES)
     parser.add_argument("--limit", type=int, default=900, help="seconds for a case")
     setting = parser.parse_args(arguments)
     print(describe_machine(), flush=True)

@@ -34,7 +34,7 @@ COMPUTES = ("forward", "backward")  # the verbs of a stage's own computes
 class Layers(nn.Module):
     """Equal layers and nothing else, [B, L, D] to [B, L, D]."""
 
-    def __init__(self, num_layers: int = 6) -> None:
+    def __init__(self, num_layers: int = 4) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Layer(WIDTH, HEADS) for _ in range(num_layers))
 
@@ -77,6 +77,19 @@ class Setting(NamedTuple):
         return cls(model, schedule, int(microbatches))
 
     @property
+    def blocks(self) -> tuple[int, ...]:
+        """How many blocks each stage has: a rank has half of all in every schedule."""
+        is_interleaved = self.schedule == "interleaved"
+        if self.model == "layers":
+            return (1, 1, 1, 1) if is_interleaved else (2, 2)
+        return (2, 1, 1, 2) if is_interleaved else (3, 3)
+
+    @property
+    def num_chunks(self) -> int:
+        """Stages of a rank."""
+        return len(self.blocks) // 2
+
+    @property
     def loss(self) -> Callable[[Tensor, Tensor], Tensor]:
         return squared_errors if self.model == "layers" else losses
 
@@ -90,45 +103,61 @@ def fourfold(setting: Setting) -> Step:
     case = MODELS[setting.model]
     optimizer = functools.partial(torch.optim.AdamW, lr=case.lr, fused=True)
     plan = ff.Plan(
-        pp=int(os.environ["WORLD_SIZE"]), schedule=setting.schedule, microbatches=setting.microbatches, stages="3,3"
+        pp=int(os.environ["WORLD_SIZE"]),
+        schedule=setting.schedule,
+        microbatches=setting.microbatches,
+        stages=",".join(map(str, setting.blocks)),
+        interleave=setting.num_chunks,
     )
     step = ff.parallelize(case.build(), setting.loss, optimizer, plan)
     return lambda batch: StepResult(step(batch).loss, step.busy_seconds)
 
 
-class GPTStage(nn.Module):
-    """A stage of the GPT or of equal layers, built by hand."""
+class HandMadeStage(nn.Module):
+    """A stage built by hand: blocks of the GPT or of equal layers, what is before the first and behind the last one."""
 
-    def __init__(self, model: nn.Module, rank: int) -> None:
+    def __init__(self, model: nn.Module, blocks: range) -> None:
         super().__init__()
+        all_blocks = list(model.get_submodule("blocks").children())
         is_gpt = not isinstance(model, Layers)
-        blocks = list(model.get_submodule("blocks").children())
-        self.blocks = nn.ModuleList(blocks[:3] if rank == 0 else blocks[3:])
-        self.tokens, self.positions = (model.tokens, model.positions) if is_gpt and rank == 0 else (None, None)
-        self.norm, self.head = (model.norm, model.head) if is_gpt and rank == 1 else (None, None)
+        self.is_first, self.is_last = is_gpt and blocks.start == 0, is_gpt and blocks.stop == len(all_blocks)
+        self.blocks = nn.ModuleList(all_blocks[blocks.start : blocks.stop])
+        if self.is_first:
+            self.tokens, self.positions = model.get_submodule("tokens"), model.get_submodule("positions")
+        if self.is_last:
+            self.norm, self.head = model.get_submodule("norm"), model.get_submodule("head")
 
     def forward(self, x: Tensor) -> Tensor:
-        if isinstance(self.tokens, nn.Embedding) and isinstance(self.positions, nn.Embedding):
+        if self.is_first:
             x = self.tokens(x) + self.positions(torch.arange(x.shape[1], device=x.device))
         for block in self.blocks:
             x = block(x)
-        if isinstance(self.norm, nn.LayerNorm) and isinstance(self.head, nn.Linear):
-            x = self.head(self.norm(x))
-        return x
+        return self.head(self.norm(x)) if self.is_last else x
 
 
 def by_torch(setting: Setting) -> Step:
     # Here: Fourfold's way is measured without it.
-    from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
-    case, rank = MODELS[setting.model], int(os.environ["RANK"])
-    module = GPTStage(case.build(), rank)
-    stage = PipelineStage(module, rank, int(os.environ["WORLD_SIZE"]), torch.device("cpu"))
-    kinds = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
-    schedule = kinds[setting.schedule](
-        stage, setting.microbatches, loss_fn=lambda outputs, targets: setting.loss(outputs, targets).mean()
-    )
-    optimizer = torch.optim.AdamW(module.parameters(), lr=case.lr, fused=True)
+    case, rank, size = MODELS[setting.model], int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    model, stops = case.build(), list(itertools.accumulate(setting.blocks, initial=0))
+    own = range(rank, len(setting.blocks), size)
+    modules = nn.ModuleList(HandMadeStage(model, range(stops[number], stops[number + 1])) for number in own)
+    stages = [
+        PipelineStage(module, number, len(setting.blocks), torch.device("cpu"))
+        for number, module in zip(own, modules, strict=True)
+    ]
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        return setting.loss(outputs, targets).mean()
+
+    schedule: Any
+    if setting.schedule == "interleaved":
+        schedule = ScheduleInterleaved1F1B(stages, setting.microbatches, loss_fn=loss)
+    else:
+        kinds = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+        schedule = kinds[setting.schedule](stages[0], setting.microbatches, loss_fn=loss)
+    optimizer = torch.optim.AdamW(modules.parameters(), lr=case.lr, fused=True)
 
     def step(batch: Batch) -> StepResult:
         inputs, targets = batch
