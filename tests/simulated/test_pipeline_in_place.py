@@ -1,4 +1,4 @@
-"""What a pipeline reads and keeps in place, messages in slots and gradients where autograd puts them, changes no bit."""
+"""What a pipeline reads and keeps in place, messages in slots, gradients where autograd puts them, changes no bit."""
 
 import functools
 
