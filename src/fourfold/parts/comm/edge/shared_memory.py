@@ -28,6 +28,9 @@ WORD_BYTES = 8
 FIRST_WORDS = 32  # that a receiver reads at once: the whole header of a message of a few tensors
 
 
+Message = tuple[TensorSpec, ...]
+
+
 class SharedMemorySender:
     """See `SendingEdge`. `receiver`: the other rank's index in the regions."""
 
@@ -39,29 +42,38 @@ class SharedMemorySender:
         self._num_sent = 0
         self._num_written = [0] * NUM_SLOTS
         """By slot: how many messages it has held."""
-        self._headers: dict[tuple[TensorSpec, ...], memoryview] = {}
+        self._rooms: list[tuple[Message, list[Tensor]]] = [((), [])] * NUM_SLOTS
+        """By slot: what the last message there held, and where its tensors lie."""
 
     def send(self, tensors: Sequence[Tensor]) -> None:
-        message = specs(tensors)
-        header = self._headers.get(message)
-        if header is None:
-            header = self._headers[message] = memoryview(array("q", encode(message)))
-        slot = self._free_slot()
+        message, slot = specs(tensors), self._free_slot()
         while slot is None:
             self._regions.wait(lambda: self._free_slot() is not None, self._receiver)
             slot = self._free_slot()
-        sizes = [aligned(each.nbytes) for each in tensors]
-        start = aligned(header.nbytes)
-        area = self._regions.view(self._index, slot, start + sum(sizes), torch.uint8)
-        self._regions.area_words(self._index, slot, len(header))[:] = header
-        for tensor, size in zip(tensors, sizes, strict=True):
-            area[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
-            start += size
+        last, rooms = self._rooms[slot]
+        if message != last or not self._num_written[slot]:
+            rooms = self._make_rooms(slot, message)
+        for room, tensor in zip(rooms, tensors, strict=True):
+            room.copy_(tensor.detach())
         self._num_written[slot] += 1
-        words = self._regions.words
-        words[self._regions.word(self._index, SLOTS, self._num_sent % NUM_SLOTS)] = slot
+        words, line = self._regions.words, self._regions.word(self._index, SLOTS)
+        words[line + self._num_sent % NUM_SLOTS] = slot
         self._num_sent += 1
         words[self._regions.word(self._index, SENT)] = self._num_sent
+
+    def _make_rooms(self, slot: int, message: Message) -> list[Tensor]:
+        """Reserve a slot for a message and write its header there. Returns where its tensors lie."""
+        header = array("q", encode(message))
+        start = aligned(len(header) * WORD_BYTES)
+        num_bytes = start + sum(aligned(spec.num_bytes) for spec in message)
+        area = self._regions.view(self._index, slot, num_bytes, torch.uint8)
+        self._regions.area_words(self._index, slot, len(header))[:] = memoryview(header)
+        rooms = []
+        for spec in message:
+            rooms.append(area[start : start + spec.num_bytes].view(spec.dtype).view(spec.shape))
+            start += aligned(spec.num_bytes)
+        self._rooms[slot] = message, rooms
+        return rooms
 
     def finish(self) -> None:
         pass  # what lies in a slot is on its way
@@ -85,7 +97,7 @@ class SharedMemoryReceiver:
         self._num_received = 0
         self._loans: dict[int, weakref.ref[memoryview]] = {}
         """By slot that is lent: the memory that its tensors read."""
-        self._messages: dict[tuple[int, ...], tuple[TensorSpec, ...]] = {}
+        self._messages: dict[tuple[int, ...], Message] = {}
 
     def receive(self) -> list[Tensor]:
         regions = self._regions
@@ -113,7 +125,7 @@ class SharedMemoryReceiver:
 
         loans[slot] = weakref.ref(memory, release)
 
-    def _message(self, slot: int) -> tuple[tuple[TensorSpec, ...], int]:
+    def _message(self, slot: int) -> tuple[Message, int]:
         """What the message in a slot holds, and where its first tensor begins."""
         words = self._regions.area_words(self._sender, slot, FIRST_WORDS).tolist()
         length = words[0] + 1
