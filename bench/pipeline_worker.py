@@ -143,7 +143,7 @@ def by_torch(setting: Setting) -> Step:
     model, stops = case.build(), list(itertools.accumulate(setting.blocks, initial=0))
     own = range(rank, len(setting.blocks), size)
     modules = nn.ModuleList(HandMadeStage(model, range(stops[number], stops[number + 1])) for number in own)
-    stages = [
+    stages: list[Any] = [
         PipelineStage(module, number, len(setting.blocks), torch.device("cpu"))
         for number, module in zip(own, modules, strict=True)
     ]
@@ -198,7 +198,7 @@ def run_messages(edges: Any, job: Mapping[str, Any]) -> dict[str, object]:
     for _ in range(8):  # all slots are reserved and touched
         echo(message, rank)
     dist.barrier()
-    begin = time.perf_counter()
+    value, begin = 0.0, time.perf_counter()
     for _ in range(job["times"]):
         value = echo(message, rank)
     return {"seconds": (time.perf_counter() - begin) / job["times"] / 2, "value": value}

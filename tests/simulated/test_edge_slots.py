@@ -122,6 +122,7 @@ def test_a_graph_keeps_its_slots_until_its_backward():
         for number in order:
             weight.grad = None
             outputs[number].backward()
+            assert weight.grad is not None
             assert torch.allclose(weight.grad, received[number][0].sum(0))
             assert received[number][0].grad is not None
 
@@ -145,6 +146,7 @@ def test_tensors_of_one_message_are_written_one_by_one():
     with torch.no_grad():
         first.zero_()
     result.backward()
+    assert second.grad is not None
     assert torch.equal(second.grad, 2 * second)
 
 
