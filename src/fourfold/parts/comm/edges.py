@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from fourfold.parts.comm.communicator import Communicator
 from fourfold.parts.comm.edge.process_group import ProcessGroupReceiver, ProcessGroupSender
 from fourfold.parts.comm.edge.protocol import ReceivingEdge, SendingEdge, StageEdges
-from fourfold.parts.comm.edge.shared_memory import SharedMemoryReceiver, SharedMemorySender
+from fourfold.parts.comm.edge.shared_memory import NUM_SLOTS, SharedMemoryReceiver, SharedMemorySender
 from fourfold.parts.comm.meter import CommMeter
 from fourfold.parts.comm.shared_regions import SharedRegions, open_regions
 from fourfold.parts.comm.transports import check_transport_device, no_shared_memory
@@ -69,7 +69,7 @@ def _open(
 ) -> SharedRegions | None:
     if pipeline.device.type != "cpu" or choice not in ("by-host", "shared"):
         return None
-    regions, reason = open_regions(pipeline, groups, meter)
+    regions, reason = open_regions(pipeline, groups, meter, num_areas=NUM_SLOTS)
     if regions is None and choice == "shared":
         raise no_shared_memory(reason)
     return regions
