@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from fourfold.checkpoint.checkpoints import Checkpoints
     from fourfold.feed.dataloader import shard
     from fourfold.feed.feed import Feed
+    from fourfold.feed.pack.reader import Pack
+    from fourfold.feed.pack.writer import pack
     from fourfold.feed.rows.mongo import mongo
     from fourfold.feed.rows.sql import sql
     from fourfold.launcher.notebook import launch
@@ -38,6 +40,7 @@ __all__ = [
     "FourfoldError",
     "LRSchedule",
     "Metrics",
+    "Pack",
     "Plan",
     "PlanError",
     "Task",
@@ -47,6 +50,7 @@ __all__ = [
     "losses",
     "mongo",
     "optim",
+    "pack",
     "parallelize",
     "shard",
     "sql",
@@ -62,6 +66,7 @@ _MODULE_OF = {
     "Feed": "feed.feed",
     "FourfoldError": "words.errors",
     "Metrics": "step.metrics",
+    "Pack": "feed.pack.reader",
     "Plan": "plan.plan",
     "PlanError": "words.errors",
     "LRSchedule": "plan.lr_schedule",
@@ -69,6 +74,7 @@ _MODULE_OF = {
     "TrainStep": "step.train_step",
     "launch": "launcher.notebook",
     "mongo": "feed.rows.mongo",
+    "pack": "feed.pack.writer",
     "parallelize": "step.parallelize",
     "shard": "feed.dataloader",
     "sql": "feed.rows.sql",

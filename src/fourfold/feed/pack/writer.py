@@ -1,0 +1,348 @@
+"""Writer: a source becomes a pack.
+
+probe      the samples that are read first: they tell schema, alignment, and how many samples a shard has
+packing    the folder `DEST.part` until the pack is whole; then it is renamed to DEST
+numbered   a source with `len(source)` and `source[i]`: shards are known ahead, and written in parallel
+Law: DEST is a whole pack or does not exist. A packing that is killed at any point goes on where it was, and ends with
+the same bytes.
+"""
+
+import contextlib
+import fcntl
+import itertools
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import xxhash
+
+from fourfold.environment.atomic_file import fsync_path, write_atomically
+from fourfold.feed.pack import layout
+from fourfold.feed.pack.plan_file import PackingPlan, agree, fingerprint_of
+from fourfold.feed.pack.schema import Schema, merge, with_variable
+from fourfold.feed.pack.shard_writer import ShardWriter, WrittenShard, read_note
+from fourfold.feed.pack.values import Encoder, schema_of
+from fourfold.feed.pack.zstd import Codec, Compression
+from fourfold.words.errors import DataError, FourfoldError, Problem, os_error_text
+from fourfold.words.noop import noop
+
+PACKING_SUFFIX, LOCK_FILE = ".part", ".lock"
+SHARD_BYTES = 256 * 2**20
+NUM_PROBED = 64
+Progress = Callable[[int, int], Any]
+
+
+class Packed(NamedTuple):
+    """A pack that has been written. `num_resumed`: samples that an earlier packing had written."""
+
+    path: Path
+    num_samples: int
+    num_bytes: int
+    num_shards: int
+    num_resumed: int
+
+
+class _Numbered(NamedTuple):
+    """A source whose samples can be read in any order; a source's own `pack_sample` reads what is to be stored."""
+
+    source: Any
+
+    def read(self, number: int) -> Any:
+        return getattr(self.source, "pack_sample", self.source.__getitem__)(number)
+
+    def key(self, number: int) -> str:
+        name = getattr(self.source, "sample_key", None)
+        return name(number) if name is not None else f"sample {number}"
+
+
+def pack(
+    source: Any,
+    dest: str | os.PathLike[str],
+    *,
+    shard_bytes: int = SHARD_BYTES,
+    threads: int | None = None,
+    compression: Compression = "none",
+    variable: Sequence[str] = (),
+    progress: Progress = noop,
+) -> Packed:
+    """Write the samples of a source into a new pack at `dest`.
+
+    source     a source (`len(source)`, `source[i]`), or any iterable of samples: pairs (inputs, targets) or dicts of
+               tensors, arrays, numbers, text and bytes
+    threads    that read a source and write shards; None: one for each core. An iterable has one
+    variable   names of arrays whose shapes differ, where the first samples do not show it
+    progress   called with (samples, bytes) that have been packed since the last call, from any thread
+
+    If an earlier call was killed, the same call goes on where it was. Raises DataError for a source that is empty or
+    changes its schema, with the sample; and if something else is at `dest`, or another process is packing there.
+    """
+    path = Path(os.path.abspath(dest))
+    _check_arguments(path, shard_bytes, threads, compression)
+    folder = path.with_name(path.name + PACKING_SUFFIX)
+    try:
+        with _locked(folder, path):
+            done = _pack_into(folder, source, (shard_bytes, threads, compression, tuple(variable)), progress)
+            for each in folder.iterdir():
+                if each.name not in done.names:
+                    each.unlink()
+            fsync_path(folder)
+            folder.rename(path)
+            fsync_path(path.parent)
+    except OSError as error:
+        attempt = "the same command again once that is resolved: it goes on where it was"
+        raise DataError(Problem(f"{folder}: {os_error_text(error)}", "room for the pack", attempt)) from error
+    manifest = done.manifest
+    return Packed(path, manifest.num_records, manifest.num_bytes, len(manifest.shards), done.num_resumed)
+
+
+def _check_arguments(path: Path, shard_bytes: int, threads: int | None, compression: str) -> None:
+    problems = []
+    if os.path.lexists(path):
+        problems.append(Problem(f"something at {path}", "a path without anything", "another path"))
+    if not 1 <= shard_bytes <= layout.MAX_SHARD_BYTES:
+        problems.append(Problem(f"shard_bytes = {shard_bytes}", "1 or more", "shard_bytes=256MiB"))
+    if threads is not None and threads < 1:
+        problems.append(Problem(f"threads = {threads}", "1 or more"))
+    if compression not in ("none", "zstd"):
+        problems.append(Problem(f"compression = {compression}", "none or zstd"))
+    if problems:
+        raise DataError(problems, where="the pack")
+
+
+@contextlib.contextmanager
+def _locked(folder: Path, path: Path) -> Iterator[None]:
+    """The folder of a packing, for this process alone."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            problem = Problem(f"{folder} is written by another process", "one at a time", "when that has ended")
+            raise DataError(problem, where="the pack") from None
+        if os.path.lexists(path):  # finished by another process in the meantime
+            raise DataError(Problem(f"something at {path}", "a path without anything"), where="the pack")
+        yield
+    finally:
+        os.close(lock)
+
+
+class _Done(NamedTuple):
+    manifest: layout.Manifest
+    num_resumed: int
+
+    @property
+    def names(self) -> set[str]:
+        """The files of the pack."""
+        shards = {layout.shard_name(number) for number in range(len(self.manifest.shards))}
+        return shards | {layout.MANIFEST_FILE, layout.INDEX_FILE}
+
+
+def _pack_into(
+    folder: Path, source: Any, options: tuple[int, int | None, Compression, Sequence[str]], progress: Progress
+) -> _Done:
+    shard_bytes, threads, compression, variable = options
+    probed, samples = _probe(source)
+    is_numbered = isinstance(samples, _Numbered)
+    schema = with_variable(_schema_of(source, probed), variable)
+    plan = agree(_make_plan(source, schema, probed, is_numbered, (shard_bytes, compression)), folder)
+    if isinstance(samples, _Numbered):
+        shards, num_resumed = _pack_numbered(folder, plan, samples, threads or os.cpu_count() or 1, progress)
+    else:
+        shards, num_resumed = _pack_stream(folder, plan, samples, progress)
+    return _Done(_finish(folder, plan, shards), num_resumed)
+
+
+def _probe(source: Any) -> tuple[dict[str, Any], _Numbered | Iterator[Any]]:
+    """Some samples by their keys, and all of them."""
+    if hasattr(source, "__len__") and hasattr(source, "__getitem__") and not isinstance(source, dict | str | bytes):
+        length, numbered = len(source), _Numbered(source)
+        numbers = sorted({index * length // NUM_PROBED for index in range(NUM_PROBED)}) if length else []
+        probed = {numbered.key(number): _read(numbered, number) for number in numbers}
+        samples: _Numbered | Iterator[Any] = numbered
+    elif isinstance(source, Iterable) and not isinstance(source, dict | str | bytes):
+        rest = iter(source)
+        first = list(itertools.islice(rest, NUM_PROBED))
+        probed = {f"sample {number}": sample for number, sample in enumerate(first)}
+        samples = itertools.chain(first, rest)
+    else:
+        need = "len(source) and source[i], or an iterable of samples"
+        raise DataError(Problem(f"a {type(source).__name__}", need), where="the source to pack")
+    if not probed:
+        problem = Problem(f"no samples in {_name_of(source)}", "at least one")
+        raise DataError(problem, where="the source to pack")
+    return probed, samples
+
+
+def _read(numbered: _Numbered, number: int) -> Any:
+    try:
+        return numbered.read(number)
+    except FourfoldError:
+        raise
+    except Exception as error:
+        got = f"{numbered.key(number)}: {type(error).__name__}: {error}"
+        raise DataError(Problem(got, "a sample that can be read"), where="the source to pack") from error
+
+
+def _schema_of(source: Any, probed: dict[str, Any]) -> Schema:
+    schema = merge([schema_of(sample, key) for key, sample in probed.items()], list(probed))
+    classes = getattr(source, "classes", None)
+    if not isinstance(classes, Sequence) or isinstance(classes, str) or not schema.is_pair:
+        return schema
+    from fourfold.feed.pack.schema import Field
+
+    names = tuple(map(str, classes))
+    fields = [
+        Field(each.path, each.kind, each.dtype, each.shape, names) if each.path == ("targets",) else each
+        for each in schema.fields
+    ]
+    return Schema(tuple(fields), is_pair=True)
+
+
+def _make_plan(
+    source: Any, schema: Schema, probed: dict[str, Any], is_numbered: bool, options: tuple[int, Compression]
+) -> PackingPlan:
+    encoder, (shard_bytes, compression) = Encoder(schema), options
+    sizes = [sum(map(len, encoder.encode(sample, key))) for key, sample in probed.items()]
+    mean = sum(sizes) / len(sizes)
+    alignment = layout.alignment_for(mean)
+    num_samples = len(source) if is_numbered else None
+    stored = max(1.0, mean + alignment / 2 if schema.record_bytes is None else mean + -mean % alignment)
+    return PackingPlan(
+        schema=schema,
+        alignment=alignment,
+        compression=compression,
+        shard_bytes=shard_bytes,
+        num_samples=num_samples,
+        samples_per_shard=max(1, int(shard_bytes / stored)) if is_numbered else None,
+        source=_name_of(source),
+        fingerprint=fingerprint_of(list(probed.values()), schema, num_samples),
+    )
+
+
+def _name_of(source: Any) -> str:
+    name = getattr(source, "name", None)
+    return name if isinstance(name, str) else type(source).__name__
+
+
+class _RecordWriter:
+    """Samples to the records of shards."""
+
+    def __init__(self, folder: Path, plan: PackingPlan) -> None:
+        self._folder, self._plan, self._encoder = folder, plan, Encoder(plan.schema)
+        self._codec = Codec() if plan.compression == "zstd" else None
+
+    def open(self, number: int) -> ShardWriter:
+        return ShardWriter(self._folder, number, self._plan.alignment)
+
+    def add(self, writer: ShardWriter, sample: Any, key: str) -> None:
+        parts = self._encoder.encode(sample, key)
+        record_bytes = sum(map(len, parts))
+        if self._codec is not None:
+            parts = [self._codec.compress(b"".join(parts))]
+        writer.add(parts, record_bytes)
+
+
+def _pack_numbered(
+    folder: Path, plan: PackingPlan, samples: _Numbered, threads: int, progress: Progress
+) -> tuple[list[WrittenShard], int]:
+    records, resumed = _RecordWriter(folder, plan), 0
+    stopped: list[bool] = []
+
+    def write(number: int) -> WrittenShard:
+        writer = records.open(number)
+        try:
+            before = 0
+            for index in plan.samples_of(number):
+                if stopped:
+                    raise InterruptedError(f"shard {number}")
+                records.add(writer, _read(samples, index), samples.key(index))
+                progress(1, writer.num_bytes - before)
+                before = writer.num_bytes
+            return writer.commit()
+        finally:
+            writer.close()
+
+    shards: dict[int, WrittenShard] = {}
+    for number in range(plan.num_shards):
+        found = read_note(folder, number)
+        if found is not None and found.info.num_records == len(plan.samples_of(number)):
+            shards[number] = found
+            resumed += found.info.num_records
+            progress(found.info.num_records, found.info.num_bytes)
+    missing = [number for number in range(plan.num_shards) if number not in shards]
+    with ThreadPoolExecutor(max(1, min(threads, len(missing))), thread_name_prefix="fourfold pack") as pool:
+        try:
+            shards |= zip(missing, pool.map(write, missing), strict=True)
+        except BaseException:
+            stopped.append(True)
+            pool.shutdown(cancel_futures=True)
+            raise
+    return [shards[number] for number in range(plan.num_shards)], resumed
+
+
+def _pack_stream(
+    folder: Path, plan: PackingPlan, samples: Iterator[Any], progress: Progress
+) -> tuple[list[WrittenShard], int]:
+    shards: list[WrittenShard] = []
+    while (found := read_note(folder, len(shards))) is not None:
+        shards.append(found)
+        progress(found.info.num_records, found.info.num_bytes)
+    resumed = sum(shard.info.num_records for shard in shards)
+    number, records = resumed, _RecordWriter(folder, plan)
+    rest = iter(_skipped(samples, resumed))
+    while (sample := next(rest, _END)) is not _END:
+        writer = records.open(len(shards))
+        try:
+            while sample is not _END:
+                before = writer.num_bytes
+                records.add(writer, sample, f"sample {number}")
+                progress(1, writer.num_bytes - before)
+                number += 1
+                if writer.num_bytes >= plan.shard_bytes:
+                    break
+                sample = next(rest, _END)
+            shards.append(writer.commit())
+        finally:
+            writer.close()
+    return shards, resumed
+
+
+_END = object()
+
+
+def _skipped(samples: Iterator[Any], count: int) -> Iterator[Any]:
+    """The samples after the first `count`. Raises DataError if there are fewer."""
+    skipped = sum(1 for _ in itertools.islice(samples, count))
+    if skipped < count:
+        need = f"the {count} that have been packed already, and the rest"
+        raise DataError(Problem(f"{skipped} samples", need), where="the source to pack")
+    return samples
+
+
+def _finish(folder: Path, plan: PackingPlan, shards: Sequence[WrittenShard]) -> layout.Manifest:
+    """Write index and manifest."""
+    digest = xxhash.xxh3_128()
+    index = folder / layout.INDEX_FILE
+    with index.open("wb") as file:
+        for shard in shards:
+            content = np.ascontiguousarray(shard.entries).tobytes()
+            digest.update(content)
+            file.write(content)
+    fsync_path(index)
+    manifest = layout.Manifest(
+        version=layout.VERSION,
+        schema=plan.schema,
+        alignment=plan.alignment,
+        compression=plan.compression,
+        max_record_bytes=max(shard.max_record_bytes for shard in shards),
+        index_digest=digest.hexdigest(),
+        shards=tuple(shard.info for shard in shards),
+        source=plan.source,
+        fingerprint=plan.fingerprint,
+    )
+    write_atomically(folder / layout.MANIFEST_FILE, layout.encode_manifest(manifest), durable=True)
+    return manifest
