@@ -2,7 +2,6 @@
 
 probe      the samples that are read first: they tell schema, alignment, and how many samples a shard has
 packing    the folder `DEST.part` until the pack is whole; then it is renamed to DEST
-numbered   a source with `len(source)` and `source[i]`: shards are known ahead, and written in parallel
 Law: DEST is a whole pack or does not exist. A packing that is killed at any point goes on where it was, and ends with
 the same bytes.
 """
@@ -11,8 +10,7 @@ import contextlib
 import fcntl
 import itertools
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,18 +19,18 @@ import xxhash
 
 from fourfold.environment.atomic_file import fsync_path, write_atomically
 from fourfold.feed.pack import layout
+from fourfold.feed.pack.packing import Numbered, Progress, named_errors, pack_numbered, pack_stream, read_sample
 from fourfold.feed.pack.plan_file import PackingPlan, agree, fingerprint_of
 from fourfold.feed.pack.schema import Schema, merge, with_variable
-from fourfold.feed.pack.shard_writer import ShardWriter, WrittenShard, read_note
+from fourfold.feed.pack.shard_writer import WrittenShard
 from fourfold.feed.pack.values import Encoder, schema_of
-from fourfold.feed.pack.zstd import Codec, Compression
-from fourfold.words.errors import DataError, FourfoldError, Problem, os_error_text
+from fourfold.feed.pack.zstd import Compression
+from fourfold.words.errors import DataError, Problem, os_error_text
 from fourfold.words.noop import noop
 
 PACKING_SUFFIX, LOCK_FILE = ".part", ".lock"
 SHARD_BYTES = 256 * 2**20
 NUM_PROBED = 64
-Progress = Callable[[int, int], Any]
 
 
 class Packed(NamedTuple):
@@ -43,19 +41,6 @@ class Packed(NamedTuple):
     num_bytes: int
     num_shards: int
     num_resumed: int
-
-
-class _Numbered(NamedTuple):
-    """A source whose samples can be read in any order; a source's own `pack_sample` reads what is to be stored."""
-
-    source: Any
-
-    def read(self, number: int) -> Any:
-        return getattr(self.source, "pack_sample", self.source.__getitem__)(number)
-
-    def key(self, number: int) -> str:
-        name = getattr(self.source, "sample_key", None)
-        return name(number) if name is not None else f"sample {number}"
 
 
 def pack(
@@ -146,28 +131,28 @@ def _pack_into(
 ) -> _Done:
     shard_bytes, threads, compression, variable = options
     probed, samples = _probe(source)
-    is_numbered = isinstance(samples, _Numbered)
+    is_numbered = isinstance(samples, Numbered)
     schema = with_variable(_schema_of(source, probed), variable)
     plan = agree(_make_plan(source, schema, probed, is_numbered, (shard_bytes, compression)), folder)
-    if isinstance(samples, _Numbered):
-        shards, num_resumed = _pack_numbered(folder, plan, samples, threads or os.cpu_count() or 1, progress)
+    if isinstance(samples, Numbered):
+        shards, num_resumed = pack_numbered(folder, plan, samples, threads or os.cpu_count() or 1, progress)
     else:
-        shards, num_resumed = _pack_stream(folder, plan, samples, progress)
+        shards, num_resumed = pack_stream(folder, plan, samples, progress)
     return _Done(_finish(folder, plan, shards), num_resumed)
 
 
-def _probe(source: Any) -> tuple[dict[str, Any], _Numbered | Iterator[Any]]:
+def _probe(source: Any) -> tuple[dict[str, Any], Numbered | Iterator[Any]]:
     """Some samples by their keys, and all of them."""
     if hasattr(source, "__len__") and hasattr(source, "__getitem__") and not isinstance(source, dict | str | bytes):
-        length, numbered = len(source), _Numbered(source)
+        length, numbered = len(source), Numbered(source)
         numbers = sorted({index * length // NUM_PROBED for index in range(NUM_PROBED)}) if length else []
-        probed = {numbered.key(number): _read(numbered, number) for number in numbers}
-        samples: _Numbered | Iterator[Any] = numbered
+        probed = {numbered.key(number): read_sample(numbered, number) for number in numbers}
+        samples: Numbered | Iterator[Any] = numbered
     elif isinstance(source, Iterable) and not isinstance(source, dict | str | bytes):
         rest = iter(source)
-        first = list(itertools.islice(rest, NUM_PROBED))
+        first = list(itertools.islice(named_errors(rest), NUM_PROBED))
         probed = {f"sample {number}": sample for number, sample in enumerate(first)}
-        samples = itertools.chain(first, rest)
+        samples = itertools.chain(first, named_errors(rest, len(first)))
     else:
         need = "len(source) and source[i], or an iterable of samples"
         raise DataError(Problem(f"a {type(source).__name__}", need), where="the source to pack")
@@ -175,16 +160,6 @@ def _probe(source: Any) -> tuple[dict[str, Any], _Numbered | Iterator[Any]]:
         problem = Problem(f"no samples in {_name_of(source)}", "at least one")
         raise DataError(problem, where="the source to pack")
     return probed, samples
-
-
-def _read(numbered: _Numbered, number: int) -> Any:
-    try:
-        return numbered.read(number)
-    except FourfoldError:
-        raise
-    except Exception as error:
-        got = f"{numbered.key(number)}: {type(error).__name__}: {error}"
-        raise DataError(Problem(got, "a sample that can be read"), where="the source to pack") from error
 
 
 def _schema_of(source: Any, probed: dict[str, Any]) -> Schema:
@@ -226,101 +201,6 @@ def _make_plan(
 def _name_of(source: Any) -> str:
     name = getattr(source, "name", None)
     return name if isinstance(name, str) else type(source).__name__
-
-
-class _RecordWriter:
-    """Samples to the records of shards."""
-
-    def __init__(self, folder: Path, plan: PackingPlan) -> None:
-        self._folder, self._plan, self._encoder = folder, plan, Encoder(plan.schema)
-        self._codec = Codec() if plan.compression == "zstd" else None
-
-    def open(self, number: int) -> ShardWriter:
-        return ShardWriter(self._folder, number, self._plan.alignment)
-
-    def add(self, writer: ShardWriter, sample: Any, key: str) -> None:
-        parts = self._encoder.encode(sample, key)
-        record_bytes = sum(map(len, parts))
-        if self._codec is not None:
-            parts = [self._codec.compress(b"".join(parts))]
-        writer.add(parts, record_bytes)
-
-
-def _pack_numbered(
-    folder: Path, plan: PackingPlan, samples: _Numbered, threads: int, progress: Progress
-) -> tuple[list[WrittenShard], int]:
-    records, resumed = _RecordWriter(folder, plan), 0
-    stopped: list[bool] = []
-
-    def write(number: int) -> WrittenShard:
-        writer = records.open(number)
-        try:
-            before = 0
-            for index in plan.samples_of(number):
-                if stopped:
-                    raise InterruptedError(f"shard {number}")
-                records.add(writer, _read(samples, index), samples.key(index))
-                progress(1, writer.num_bytes - before)
-                before = writer.num_bytes
-            return writer.commit()
-        finally:
-            writer.close()
-
-    shards: dict[int, WrittenShard] = {}
-    for number in range(plan.num_shards):
-        found = read_note(folder, number)
-        if found is not None and found.info.num_records == len(plan.samples_of(number)):
-            shards[number] = found
-            resumed += found.info.num_records
-            progress(found.info.num_records, found.info.num_bytes)
-    missing = [number for number in range(plan.num_shards) if number not in shards]
-    with ThreadPoolExecutor(max(1, min(threads, len(missing))), thread_name_prefix="fourfold pack") as pool:
-        try:
-            shards |= zip(missing, pool.map(write, missing), strict=True)
-        except BaseException:
-            stopped.append(True)
-            pool.shutdown(cancel_futures=True)
-            raise
-    return [shards[number] for number in range(plan.num_shards)], resumed
-
-
-def _pack_stream(
-    folder: Path, plan: PackingPlan, samples: Iterator[Any], progress: Progress
-) -> tuple[list[WrittenShard], int]:
-    shards: list[WrittenShard] = []
-    while (found := read_note(folder, len(shards))) is not None:
-        shards.append(found)
-        progress(found.info.num_records, found.info.num_bytes)
-    resumed = sum(shard.info.num_records for shard in shards)
-    number, records = resumed, _RecordWriter(folder, plan)
-    rest = iter(_skipped(samples, resumed))
-    while (sample := next(rest, _END)) is not _END:
-        writer = records.open(len(shards))
-        try:
-            while sample is not _END:
-                before = writer.num_bytes
-                records.add(writer, sample, f"sample {number}")
-                progress(1, writer.num_bytes - before)
-                number += 1
-                if writer.num_bytes >= plan.shard_bytes:
-                    break
-                sample = next(rest, _END)
-            shards.append(writer.commit())
-        finally:
-            writer.close()
-    return shards, resumed
-
-
-_END = object()
-
-
-def _skipped(samples: Iterator[Any], count: int) -> Iterator[Any]:
-    """The samples after the first `count`. Raises DataError if there are fewer."""
-    skipped = sum(1 for _ in itertools.islice(samples, count))
-    if skipped < count:
-        need = f"the {count} that have been packed already, and the rest"
-        raise DataError(Problem(f"{skipped} samples", need), where="the source to pack")
-    return samples
 
 
 def _finish(folder: Path, plan: PackingPlan, shards: Sequence[WrittenShard]) -> layout.Manifest:
