@@ -80,6 +80,10 @@ class PackFiles:
         rows = zip(numbers.tolist(), shards.tolist(), *columns, strict=True)
         return [Record(number, files[shard], *entry) for number, shard, *entry in rows]
 
+    def stored_lengths(self) -> np.ndarray:
+        """The length of each record, as it is stored: uint64 [samples]."""
+        return self._index["length"]
+
     def _file(self, shard: int) -> ShardFile:
         with self._lock:
             file = self._open.pop(shard, None)
