@@ -148,7 +148,7 @@ def test_no_pickle_is_read(tmp_path):
     np.save(tmp_path / "x.npy", np.array([Bomb()]), allow_pickle=True)
     np.savez(tmp_path / "x.npz", x=np.array([Bomb()]))
     for name in ("x.npy", "x.npz"):
-        with pytest.raises(DataError, match="allow_pickle=False|Python objects in dtype"):
+        with pytest.raises(DataError, match=r"allow_pickle=False|Python objects in dtype"):
             open_files(tmp_path / name)
     assert not (tmp_path / "exploded").exists()
 

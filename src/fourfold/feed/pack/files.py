@@ -75,10 +75,11 @@ class PackFiles:
         if wrong.any():
             number = int(numbers[int(wrong.argmax())])
             raise DamagedSample(self.place(number), "its entry in the index is damaged", where=str(self.path))
-        files = {int(shard): self._file(int(shard)) for shard in np.unique(shards)}
+        numbers_of_shards = shards.tolist()
+        files = {shard: self._file(shard) for shard in set(numbers_of_shards)}
+        opened = [files[shard] for shard in numbers_of_shards]
         columns = (entries[name].tolist() for name in ("offset", "length", "digest"))
-        rows = zip(numbers.tolist(), shards.tolist(), *columns, strict=True)
-        return [Record(number, files[shard], *entry) for number, shard, *entry in rows]
+        return list(map(Record, numbers.tolist(), opened, *columns))
 
     def stored_lengths(self) -> np.ndarray:
         """The length of each record, as it is stored: uint64 [samples]."""
