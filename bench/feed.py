@@ -4,7 +4,8 @@
     PYTHONPATH=src:. python -m bench.feed packing [--rounds 3] [--images 100000]
 
 records: samples of 114,688 B and a label, batches of 64, all in the page cache (read once before). Every round reads
-all samples five times by each kind, one kind after the other; with --ranks 2, two processes read at once, and their rates are added.
+all samples five times by each kind, one kind after the other; with --ranks 2, two processes read at once, and their
+rates are added.
     feed            `ff.Feed` over `ff.Pack`: random order, xxh3_64 checked, prefetched
     Pack.fetch      the same without a feed, in the calling thread
     npy, n workers  torch's DataLoader over a folder of a npy file for each sample, shuffled
@@ -92,7 +93,7 @@ def preadv_and_hash(folder: Path, *, one_buffer: bool) -> None:
     files = PackFiles(folder / "pack")
     order = np.random.default_rng(1).permutation(files.manifest.num_records)
     memory = np.zeros(BATCH * RECORD_BYTES, dtype=np.uint8)
-    rows = [memoryview(memory)[row * RECORD_BYTES : (row + 1) * RECORD_BYTES] for row in range(BATCH)]
+    rows = [memory.data[row * RECORD_BYTES : (row + 1) * RECORD_BYTES] for row in range(BATCH)]
     rows = rows[:1] * BATCH if one_buffer else rows
     for start in range(0, len(order), BATCH):
         for row, record in enumerate(files.records(order[start : start + BATCH])):

@@ -27,13 +27,14 @@ if TYPE_CHECKING:
     from fourfold.step.train_step import TrainStep
     from fourfold.trainer.train import train
     from fourfold.words.callback import Callback
-    from fourfold.words.errors import FourfoldError, PlanError
+    from fourfold.words.errors import DamagedSample, FourfoldError, PlanError
     from fourfold.words.task import Data, Task
 
 __version__ = VERSION
 __all__ = [
     "Callback",
     "Checkpoints",
+    "DamagedSample",
     "Data",
     "DistributedOptimizer",
     "Feed",
@@ -61,6 +62,7 @@ __all__ = [
 _MODULE_OF = {
     "Callback": "words.callback",
     "Checkpoints": "checkpoint.checkpoints",
+    "DamagedSample": "words.errors",
     "Data": "words.task",
     "DistributedOptimizer": "step.distributed_optimizer",
     "Feed": "feed.feed",

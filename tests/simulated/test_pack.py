@@ -422,6 +422,20 @@ def test_a_full_disk_is_named_and_the_packing_goes_on_once_there_is_room(tmp_pat
     assert len(ff.Pack(tmp_path / "pack")) == 60
 
 
+def test_a_source_may_use_the_memory_of_its_samples_again(tmp_path):
+    def samples() -> Iterator[Any]:
+        row = np.zeros(50, np.uint8)
+        for number in range(100):
+            row[:] = number
+            yield row, number
+
+    own = [(row.copy(), number) for row, number in samples()]
+    ff.pack(itertools.chain(own[:64], itertools.islice(samples(), 64, None)), tmp_path / "pack")
+    pack = ff.Pack(tmp_path / "pack")
+    assert all((pack[number][0] == number).all() for number in range(100))
+    assert not verify_pack(tmp_path / "pack").damage
+
+
 def test_a_batch_keeps_its_content_while_others_are_read(tmp_path):
     samples = rows(64, 70_000)  # several stretches in a batch
     ff.pack(samples, tmp_path / "pack", shard_bytes=10**6)

@@ -104,7 +104,7 @@ def open_csv(listing: Listing) -> LineSource:
     All rows are read once, for where they begin and what the columns are; an empty cell makes its column text. Raises
     DataError for a row of another number of columns, and for files with other columns.
     """
-    offsets, header, columns = [], None, None
+    offsets, header, columns = [], None, list[Column]()
     for number in range(len(listing.names)):
         path = listing.path(number)
         with open(path, "rb") as file:
@@ -116,7 +116,6 @@ def open_csv(listing: Listing) -> LineSource:
             header, columns = names, columns or [int] * len(names)
             offsets.append(reader.index(columns))
     assert header is not None
-    assert columns is not None
     parse = functools.partial(_parse_row, header, columns, _delimiter(listing.names[0]))
     return LineSource(listing, offsets, parse)
 

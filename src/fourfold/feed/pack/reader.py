@@ -147,7 +147,7 @@ class Pack:
 
     def _sample(self, record: Record) -> Any:
         stored = np.empty(record.length, dtype=np.uint8)
-        self._files.read(record, [memoryview(stored)])
+        self._files.read(record, [stored.data])
         try:
             if self._codec is not None:
                 stored = self._codec.decompress(stored, self.manifest.max_record_bytes)

@@ -40,7 +40,7 @@ KINDS: dict[type, Kind] = {
 INT64 = range(-(2**63), 2**63)
 IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "GIF")
 STRUCT_OF_NUMBER = {"int": struct.Struct("<q"), "float": struct.Struct("<d"), "bool": struct.Struct("<?")}
-Part = bytes | np.ndarray
+Part = bytes | memoryview
 
 
 def schema_of(sample: Any, key: str) -> Schema:
@@ -151,7 +151,7 @@ class Encoder:
                 sizes.append(size)
             elif need != size:
                 raise self._mismatch(key, f"{field.name} of shape {list(tensor.shape)}", field.describe(), field.name)
-        return tensor.contiguous().reshape(-1).view(torch.uint8).numpy() if tensor.numel() else b""
+        return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data if tensor.numel() else b""
 
     def _number(self, field: Field, value: Any, key: str) -> bytes:
         kind = _kind_of(value)

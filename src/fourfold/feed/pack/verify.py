@@ -82,7 +82,7 @@ def _damaged_records(files: PackFiles, shard: int) -> Iterator[_DamagedRecord]:
             (record,) = files.records([sample])
             if len(buffer) < record.length:
                 buffer = np.empty(record.length, dtype=np.uint8)
-            files.read(record, [memoryview(buffer)[: record.length]])
+            files.read(record, [buffer.data[: record.length]])
         except DamagedSample as error:
             yield _DamagedRecord(sample, error.key, error.reason)
 
