@@ -28,6 +28,7 @@ from fourfold.feed.pack import layout
 from fourfold.feed.pack.schema import ITEM_BYTES, EncodedImage
 from fourfold.feed.pack.values import tensor_of
 from fourfold.feed.pack.verify import verify_pack
+from fourfold.feed.pack.zstd import Codec
 from fourfold.words.errors import DamagedSample, DataError
 
 IN_A_FOLDER = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -193,8 +194,9 @@ def test_a_packing_that_is_killed_anywhere_goes_on_and_ends_with_the_same_bytes(
             ff.pack(make(samples), tmp_path / "again", **options)
 
     assert killed_at(100 if where == "a read" else 4, run)
-    while killed_at(rng.randrange(70, 200) if where == "a read" else rng.randrange(3, 20), run):
-        if (tmp_path / "again").exists():  # killed after the last step
+    for _ in range(30):
+        was_killed = killed_at(rng.randrange(70, 200) if where == "a read" else rng.randrange(3, 20), run)
+        if not was_killed or (tmp_path / "again").exists():  # or killed after the last step
             break
     if not (tmp_path / "again").exists():
         ff.pack(make(samples), tmp_path / "again", **options)
@@ -209,6 +211,17 @@ def test_what_is_packed_is_not_read_again(tmp_path):
     packed = ff.pack(source, tmp_path / "pack", shard_bytes=2000, threads=1)
     assert packed.num_resumed >= 280
     assert source.num_read == 64 + 400 - packed.num_resumed
+
+
+def test_a_finished_shard_that_was_damaged_in_the_meantime_is_written_again(tmp_path):
+    source, options = Named(rows(160)), {"shard_bytes": 2000, "threads": 1}
+    ff.pack(source, tmp_path / "whole", **options)
+    assert killed_at(150, lambda tick: ff.pack(Named(rows(160), tick), tmp_path / "pack", **options))
+    os.truncate(tmp_path / "pack.part" / "shard-00000.data", 100)
+    note = tmp_path / "pack.part" / "shard-00001.note"
+    note.write_bytes(note.read_bytes()[:-1])
+    ff.pack(source, tmp_path / "pack", **options)
+    assert content(tmp_path / "pack") == content(tmp_path / "whole")
 
 
 def flip_a_bit(folder: Path, rng: random.Random) -> tuple[str, int]:
@@ -265,6 +278,38 @@ def sample_at(index: np.ndarray, shard_sizes: Sequence[int], name: str, at: int)
         if offset <= at < offset + length:
             return sample
     return None
+
+
+def test_an_entry_that_points_to_an_equal_record_is_found(tmp_path):
+    ff.pack([(torch.zeros(100), 0)] * 20, tmp_path / "pack")
+    path = tmp_path / "pack" / "index"
+    index = np.fromfile(path, dtype=layout.ENTRY)
+    index[3] = index[4]
+    path.write_bytes(index.tobytes())
+    assert verify_pack(tmp_path / "pack").damage
+
+
+def test_entries_outside_their_shard_are_found_whatever_their_size(tmp_path):
+    ff.pack(texts(), tmp_path / "pack")
+    manifest = ff.Pack(tmp_path / "pack").manifest
+    rng = random.Random(0)
+    bounds = [0, 1, 64, 128, 192, 256, 2**63, 2**64 - 64, 2**64 - 1]
+    for _ in range(500):
+        offset, length, size = (rng.choice(bounds) for _ in range(3))
+        size %= 2**50
+        entry = np.array([(offset, length, 0)], dtype=layout.ENTRY)
+        (wrong,) = layout.entry_problems(entry, np.array([size]), manifest)
+        is_whole = offset + length <= size and offset % 64 == 0 and length <= manifest.max_record_bytes
+        assert wrong == (not is_whole)
+
+
+def test_a_frame_that_claims_too_much_is_not_decompressed():
+    codec = Codec()
+    frame = codec.compress(bytes(10**6))
+    assert len(codec.decompress(frame, 10**6)) == 10**6
+    for damaged, limit in ((frame, 10**6 - 1), (frame[:-3], 10**6), (b"", 10), (b"text", 10)):
+        with pytest.raises(ValueError, match=r"."):
+            codec.decompress(damaged, limit)
 
 
 @pytest.mark.parametrize("seed", range(40))
