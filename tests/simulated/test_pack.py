@@ -214,7 +214,8 @@ def test_what_is_packed_is_not_read_again(tmp_path):
 
 
 def test_a_finished_shard_that_was_damaged_in_the_meantime_is_written_again(tmp_path):
-    source, options = Named(rows(160)), {"shard_bytes": 2000, "threads": 1}
+    options: Any = {"shard_bytes": 2000, "threads": 1}
+    source = Named(rows(160))
     ff.pack(source, tmp_path / "whole", **options)
     assert killed_at(150, lambda tick: ff.pack(Named(rows(160), tick), tmp_path / "pack", **options))
     os.truncate(tmp_path / "pack.part" / "shard-00000.data", 100)
