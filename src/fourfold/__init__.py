@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from fourfold.checkpoint.checkpoints import Checkpoints
     from fourfold.feed.dataloader import shard
     from fourfold.feed.feed import Feed
+    from fourfold.feed.pack.reader import Pack
+    from fourfold.feed.pack.writer import pack
     from fourfold.feed.rows.mongo import mongo
     from fourfold.feed.rows.sql import sql
     from fourfold.launcher.notebook import launch
@@ -25,19 +27,21 @@ if TYPE_CHECKING:
     from fourfold.step.train_step import TrainStep
     from fourfold.trainer.train import train
     from fourfold.words.callback import Callback
-    from fourfold.words.errors import FourfoldError, PlanError
+    from fourfold.words.errors import DamagedSample, FourfoldError, PlanError
     from fourfold.words.task import Data, Task
 
 __version__ = VERSION
 __all__ = [
     "Callback",
     "Checkpoints",
+    "DamagedSample",
     "Data",
     "DistributedOptimizer",
     "Feed",
     "FourfoldError",
     "LRSchedule",
     "Metrics",
+    "Pack",
     "Plan",
     "PlanError",
     "Task",
@@ -47,6 +51,7 @@ __all__ = [
     "losses",
     "mongo",
     "optim",
+    "pack",
     "parallelize",
     "shard",
     "sql",
@@ -57,11 +62,13 @@ __all__ = [
 _MODULE_OF = {
     "Callback": "words.callback",
     "Checkpoints": "checkpoint.checkpoints",
+    "DamagedSample": "words.errors",
     "Data": "words.task",
     "DistributedOptimizer": "step.distributed_optimizer",
     "Feed": "feed.feed",
     "FourfoldError": "words.errors",
     "Metrics": "step.metrics",
+    "Pack": "feed.pack.reader",
     "Plan": "plan.plan",
     "PlanError": "words.errors",
     "LRSchedule": "plan.lr_schedule",
@@ -69,6 +76,7 @@ _MODULE_OF = {
     "TrainStep": "step.train_step",
     "launch": "launcher.notebook",
     "mongo": "feed.rows.mongo",
+    "pack": "feed.pack.writer",
     "parallelize": "step.parallelize",
     "shard": "feed.dataloader",
     "sql": "feed.rows.sql",
