@@ -100,7 +100,6 @@ def test_a_program_with_ties_ends_and_has_each_message_once(schedule, pp, microb
 
 @pytest.mark.parametrize(("fields", "message"), [
     ({"update": "in_forward"}, r'update = "in_forward" and lm\.embedding\.weight, which two stages use'),
-    ({"sync": "local", "local_steps": 2, "dp": 2}, r'sync = "local" and lm\.embedding\.weight'),
 ])  # fmt: skip
 def test_what_does_not_go_with_a_tied_weight_is_refused(fields, message):
     def body(comm):

@@ -1,8 +1,18 @@
 """Conflicts: what does not go with interleaved stages, and with a weight that two stages use."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from fourfold.words.errors import Problem
+
+# By field: the values that a pipeline can have, and what the others would need.
+NOT_BUILT: dict[str, tuple[tuple[str, ...], str]] = {
+    "sync": (("step",), "the loss count of each data rank on all of its stages"),
+    "batch_norm": (("refuse", "local"), "statistics of the stages' own data ranks"),
+    "unused": (("refuse",), "gradients that every stage knows to be missing"),
+    "residual": (("whole",), "activations of which each tensor rank sends its tokens"),
+    "codec": (("none",), "codecs whose state is kept by stage"),
+    "precision": (("keep", "bf16"), "overflows that every stage knows of"),
+}
 
 
 def interleave_problems(interleave: int, zero: int, update: str) -> list[Problem]:
@@ -33,4 +43,16 @@ def tie_problems(names: Sequence[str], update: str, sync: str) -> list[Problem]:
     if sync == "local":
         need = "weights that are the same on all data ranks"
         problems.append(Problem(f'sync = "{sync}" and {which}', need, 'sync = "step", or weights of their own'))
+    return problems
+
+
+def not_built_problems(values: Mapping[str, str]) -> list[Problem]:
+    """The settings that no pipeline has yet. `values`: of the plan, by field."""
+    problems = []
+    for field, (allowed, need) in NOT_BUILT.items():
+        if values[field] not in allowed:
+            attempt = f'{field} = "{allowed[0]}", or pp = 1'
+            problems.append(
+                Problem(f'pp > 1 with {field} = "{values[field]}"', f"{need} (not implemented yet)", attempt)
+            )
     return problems
