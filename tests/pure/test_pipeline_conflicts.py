@@ -1,13 +1,15 @@
 """What does not go with a pipeline is refused by name, all at once."""
 
+from typing import Any
+
 import pytest
 
 from fourfold.plan.check import combination_problems
 from fourfold.plan.pipeline.conflicts import tie_problems
 from fourfold.plan.plan import Plan
 
-PIPELINE = {"pp": 2, "dp": 2, "microbatches": 2}
-INTERLEAVED = {**PIPELINE, "schedule": "interleaved", "interleave": 2}
+PIPELINE: dict[str, Any] = {"pp": 2, "dp": 2, "microbatches": 2}
+INTERLEAVED: dict[str, Any] = {**PIPELINE, "schedule": "interleaved", "interleave": 2}
 
 
 @pytest.mark.parametrize("fields", [

@@ -32,8 +32,9 @@ class Tied(nn.Module):
         super().__init__()
         with cases.SEED_LOCK:
             torch.manual_seed(7)
-            self.lm = lm.task(width=16, layers=4, heads=2, length=16, warmup=0).model().double()
-        self.lm.head.weight = self.lm.embedding.weight
+            made: Any = lm.task(width=16, layers=4, heads=2, length=16, warmup=0).model().double()
+        made.head.weight = made.embedding.weight
+        self.lm = made
 
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
         return self.lm(tokens, positions)
@@ -111,7 +112,7 @@ def test_what_does_not_go_with_a_tied_weight_is_refused(fields, message):
 
 def test_a_weight_that_blocks_of_two_stages_share_is_refused():
     def body(comm):
-        model = Tied()
+        model: Any = Tied()
         model.lm.blocks[2].mlp.down.weight = model.lm.blocks[1].mlp.down.weight
         with pytest.raises(PlanError, match=r"one weight, lm\.blocks\.1\.mlp\.down\.weight and lm\.blocks\.2"):
             make_step(comm, model, pp=4)

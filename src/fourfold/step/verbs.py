@@ -53,11 +53,11 @@ def forward(step: StepState, action: Action) -> None:
 
 def end_forward(step: StepState, action: Action, output: StageOutput) -> None:
     """Keep what comes next: the loss on the last stage, before it the outputs, which the next stage needs."""
-    stage, part = step.stage(action.stage), step.microbatches[action.index]
-    if stage.chunks[action.stage].loss is None:
+    loss = step.stage(action.stage).chunks[action.stage].loss
+    if loss is None:
         step.boundary[action.stage, action.index] = list(tree_leaves(output.outputs))
     else:
-        step.add_loss(action.index, stage.chunks[action.stage].loss(output, part))
+        step.add_loss(action.index, loss(output, step.microbatches[action.index]))
 
 
 # ---- backward and reductions ----------------------------------------------------------------------------

@@ -67,13 +67,13 @@ def map_stages(model: nn.Module, spec: StageSpec) -> StageMap:
         return StageMap(Chain(), (range(0),))
     chain = find_chain(model)
     problems = division_problems(spec.division, len(chain.blocks), num_stages)
-    if not problems:
-        costs = [_cost(model, name) for name in chain.blocks]
-        first, last = (sum(_cost(model, name) for name in names) for names in (chain.before, chain.behind))
-        found = StageMap(chain, divide(spec.division, costs, first, last, num_stages), spec.num_places)
-        found = found._replace(ties=_ties_across(model, found))
-        problems = _tied_problems(found)
     if problems:
+        raise PlanError(problems, where="the pipeline")
+    costs = [_cost(model, name) for name in chain.blocks]
+    first, last = (sum(_cost(model, name) for name in names) for names in (chain.before, chain.behind))
+    found = StageMap(chain, divide(spec.division, costs, first, last, num_stages), spec.num_places)
+    found = found._replace(ties=_ties_across(model, found))
+    if problems := _tied_problems(found):
         raise PlanError(problems, where="the pipeline")
     return found
 
