@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import fourfold as ff
 from fourfold.plan.pipeline.schedules import compute_actions
 from fourfold.plan.pipeline.sends import add_sends
 from fourfold.plan.pipeline.ties import add_ties
@@ -118,3 +119,22 @@ def test_a_weight_that_blocks_of_two_stages_share_is_refused():
             make_step(comm, model, pp=4)
 
     threads.run(4, body)
+
+
+def test_a_checkpoint_of_a_pipeline_has_both_names_of_a_tied_weight(tmp_path):
+    batches = cases.batches(CASE)
+
+    def save(comm):
+        step = make_step(comm, Tied(), pp=2)
+        step(batches[0])
+        ff.Checkpoints(tmp_path, step).save()
+        return [step(batch).loss for batch in batches[1:]]
+
+    def resume(comm, **fields):
+        step = make_step(comm, Tied(), **fields)
+        assert ff.Checkpoints(tmp_path, step).load()
+        return [step(batch).loss for batch in batches[1:]]
+
+    losses = threads.run(2, save)[0]
+    assert threads.run(1, resume)[0] == pytest.approx(losses, rel=TOLERANCE)
+    assert threads.run(2, lambda comm: resume(comm, pp=2))[0] == pytest.approx(losses, rel=TOLERANCE)
