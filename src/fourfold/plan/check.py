@@ -56,7 +56,8 @@ def pipeline_problems(plan: Plan) -> list[Problem]:
         return []
     sizes = {"pp": plan.pp, "microbatches": plan.microbatches, "interleave": plan.interleave}
     zero = plan.zero if plan.num_shards > 1 else 0
-    problems = schedule_problems(plan.schedule, **sizes) + interleave_problems(plan.interleave, zero, plan.update)
+    problems = schedule_problems(plan.schedule, **sizes, max_in_flight=plan.max_in_flight, program=plan.program)
+    problems += interleave_problems(plan.interleave, zero, plan.update)
     return problems + not_built_problems({field: getattr(plan, field) for field in NOT_BUILT})
 
 
