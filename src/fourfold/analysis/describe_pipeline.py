@@ -6,9 +6,11 @@ Law: the timeline is that of the programs that would run, with equal blocks: a b
 from torch import nn
 
 from fourfold.plan.lowering import Blueprint
+from fourfold.plan.pipeline.asynchronous import num_stashed, staleness
 from fourfold.plan.pipeline.bubble import simulated_bubble
 from fourfold.plan.pipeline.in_flight import peak_in_flight
 from fourfold.plan.pipeline.timeline_text import timeline_text
+from fourfold.plan.plan import NUM_SHOWN_BATCHES
 from fourfold.step.pipeline.chain import map_stages
 from fourfold.words.text_table import align_columns
 from fourfold.words.units import format_bytes, format_count
@@ -31,6 +33,19 @@ def _deferred_notes(model: nn.Module, blueprint: Blueprint, num_deferred: int) -
     return notes
 
 
+def _stale_notes(blueprint: Blueprint) -> list[str]:
+    """How old the weights are that batches use, and what keeping them costs."""
+    plan = blueprint.plan
+    spec, stages = plan.pipeline_spec, range(plan.pp)
+    missed = ", ".join(str(staleness(plan.schedule, spec, stage)) for stage in stages)
+    versions = ", ".join(str(num_stashed(plan.schedule, spec, stage)) for stage in stages)
+    return [
+        f"{NUM_SHOWN_BATCHES} batches in a row, then a drain; a stage updates behind the last B of a batch",
+        f"staleness: a batch uses weights that miss {missed} updates, by stage: another training than with 1f1b",
+        f"stashed: {versions} versions of the weights, by stage",
+    ]
+
+
 def _has_product(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) or type(module).__name__ == CONV1D
 
@@ -38,7 +53,7 @@ def _has_product(module: nn.Module) -> bool:
 def format_pipeline(model: nn.Module, blueprint: Blueprint) -> str:
     """The stages of a model, and the timeline of a step."""
     plan = blueprint.plan
-    lists, stages = plan.compute_lists, map_stages(model, plan.stage_spec)
+    lists, stages = plan.undrained_lists, map_stages(model, plan.stage_spec)
     peaks = [peak_in_flight(actions) for actions in lists]
     rows = [("stage", "ranks", "blocks", "parameters", "weights", "in flight")]
     for stage, blocks in enumerate(stages.blocks):
@@ -55,11 +70,15 @@ def format_pipeline(model: nn.Module, blueprint: Blueprint) -> str:
                 str(peaks[stage % plan.pp].by_stage[stage]),
             )
         )
-    head = f"pipeline   {plan.schedule}, {plan.microbatches} microbatches; bubble {simulated_bubble(lists):.0%}"
+    bubble = "no bubble until it is drained" if plan.is_asynchronous else f"bubble {simulated_bubble(lists):.0%}"
+    microbatches = "1 microbatch" if plan.microbatches == 1 else f"{plan.microbatches} microbatches"
+    head = f"pipeline   {plan.schedule}, {microbatches}; {bubble}"
     lines = [*align_columns(rows, "><<>>>"), "", *timeline_text(lists, width=WIDTH).splitlines()]
     notes = ["F forward, B backward of a microbatch; a row for each place on the pipeline axis; · waits"]
     notes.append("in flight: microbatches whose activations a stage holds at a time, at most")
     if plan.divides_backward:
         notes[0] = "F forward; I backward of inputs, W of weights; a row for each place on the pipeline axis; · waits"
         notes += _deferred_notes(model, blueprint, max(peak.deferred for peak in peaks))
+    if plan.is_asynchronous:
+        notes += _stale_notes(blueprint)
     return "\n".join([head, *(f"  {line}".rstrip() for line in [*lines, *notes])])

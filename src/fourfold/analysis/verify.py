@@ -75,6 +75,9 @@ def check_verifiable(plan: Plan) -> None:
         need = "statistics of the whole batch"
         got = 'batch_norm = "local": trains differently from one device'
         problems.append(Problem(got, need, 'batch_norm = "sync", or GroupNorm'))
+    if plan.is_asynchronous:
+        got = f"schedule = {plan.schedule}: trains differently from one device"
+        problems.append(Problem(got, "batches that use weights without missing updates", "schedule = 1f1b"))
     if problems:
         raise PlanError(problems, where="the plan to verify")
 

@@ -75,6 +75,11 @@ version_of: Callable[[Tensor], int] = operator.attrgetter("_version")
 is_view: Callable[[Tensor], bool] = Tensor._is_view
 
 
+def preserve_versions(tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
+    """Within, writes into these tensors are not counted."""
+    return torch.autograd._unsafe_preserve_version_counter(tuple(tensors))
+
+
 def tensor_hooks(tensor: Tensor) -> list[Callable[[Tensor], Tensor | None]]:
     """The hooks that `tensor.register_hook` has registered."""
     return list((tensor._backward_hooks or {}).values())

@@ -13,9 +13,10 @@ from fourfold.plan.batch_split import BatchSplit
 from fourfold.plan.codec import CODECS, CodecSpec
 from fourfold.plan.data.zero import ShardGroups
 from fourfold.plan.decode import DecodeError, from_toml
+from fourfold.plan.pipeline.asynchronous import ASYNCHRONOUS
 from fourfold.plan.pipeline.division import StageSpec
 from fourfold.plan.pipeline.schedules import compute_actions
-from fourfold.plan.pipeline.spec import ComputeLists
+from fourfold.plan.pipeline.spec import ComputeLists, PipelineSpec
 from fourfold.plan.plan_fields import FIELDS, RENAMED_FIELDS, plan_problems, to_builtin
 from fourfold.plan.recipes import RECIPE_PREFIX, recipe_text
 from fourfold.plan.sequence import SequenceSpec
@@ -26,6 +27,7 @@ from fourfold.words.mesh import Mesh
 from fourfold.words.program import Verb
 
 VERSION = 1
+NUM_SHOWN_BATCHES = 4  # of an asynchronous schedule
 
 
 def _applies_with_codec(name: str) -> tuple[str, Callable[["Plan"], bool]]:
@@ -147,6 +149,9 @@ class Plan:
         if self.sync == "local":
             # Every rank trains on its own between averages, so the number of ranks matters too.
             names += ["sync", "local_steps", "outer_lr", "outer_momentum", "dp"]
+        if self.is_asynchronous:
+            # Batches use weights that miss updates: how many, the number of stages says.
+            names += ["schedule", "pp"]
         on_disk = {new: old for old, new in RENAMED_FIELDS.items()}
         return {on_disk.get(name, name): getattr(self, name) for name in names}
 
@@ -188,15 +193,29 @@ class Plan:
 
     @functools.cached_property
     def compute_lists(self) -> ComputeLists:
-        """By place on the pipeline axis: the forwards and backwards of a step."""
-        return compute_actions(
-            self.schedule,
-            pp=self.pp,
-            microbatches=self.microbatches,
-            interleave=self.interleave,
-            max_in_flight=self.max_in_flight,
-            program=self.program,
-        )
+        """By place on the pipeline axis: the forwards and backwards of a step that is drained at its end."""
+        return compute_actions("1f1b" if self.is_asynchronous else self.schedule, **self._schedule_sizes)
+
+    @functools.cached_property
+    def undrained_lists(self) -> ComputeLists:
+        """By place: the forwards and backwards of a few steps in a row; of one, if the schedule is synchronous."""
+        num_batches = NUM_SHOWN_BATCHES if self.is_asynchronous else 1
+        return compute_actions(self.schedule, **self._schedule_sizes, num_batches=num_batches)
+
+    @property
+    def _schedule_sizes(self) -> dict[str, Any]:
+        names = ("pp", "microbatches", "interleave", "max_in_flight", "program")
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def pipeline_spec(self) -> PipelineSpec:
+        """What the schedule is made for."""
+        return PipelineSpec(self.pp, self.microbatches, self.interleave, max_in_flight=self.max_in_flight)
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether steps leave backwards to later steps, and batches use weights that miss updates."""
+        return self.pp > 1 and self.schedule in ASYNCHRONOUS
 
     @property
     def divides_backward(self) -> bool:

@@ -79,7 +79,7 @@ FIELD_RULES = {
     "shard": FieldRule(int, optional=True, int_maximum=MAX_RANKS),
     "zero": FieldRule(int, choices=(0, 1, 2, 3)),
     "microbatches": FieldRule(int, int_maximum=MAX_RANKS),
-    "schedule": FieldRule(str, choices=("gpipe", "1f1b", "interleaved", "zero-bubble", "written")),
+    "schedule": FieldRule(str, choices=("gpipe", "1f1b", "interleaved", "zero-bubble", "pipedream", "2bw", "written")),
     "stages": FieldRule(str),
     "interleave": FieldRule(int, int_maximum=MAX_RANKS),
     "max_in_flight": FieldRule(int, optional=True, int_maximum=MAX_RANKS),

@@ -39,6 +39,7 @@ from fourfold.step.nan_guard import NanGuard
 from fourfold.step.objective import Objective
 from fourfold.step.persistent_state import PersistentState
 from fourfold.step.pipeline import axis as pipeline_axis
+from fourfold.step.pipeline.across_steps import make_across_steps
 from fourfold.step.pipeline.axis import PipelineAxis, load_own_weights, take_first_ranks_weights, whole_pipeline
 from fourfold.step.pipeline.chain import map_stages
 from fourfold.step.pipeline.dry_run import PipelineDryRun
@@ -48,7 +49,7 @@ from fourfold.step.rank_dropout import SplitDropout
 from fourfold.step.replica_drift import DriftChecker
 from fourfold.step.sequence.sequence_parallel import SequenceParallel
 from fourfold.step.stage import Stage, pipeline_stage, whole_model_stage
-from fourfold.step.stage_assembly import StageAssembly, lay_out, make_stage
+from fourfold.step.stage_assembly import StageAssembly, Trained, lay_out, make_stage
 from fourfold.step.step_checks import StepChecks
 from fourfold.step.step_options import StepOptions
 from fourfold.step.step_parts import StageParts, StepParts
@@ -120,10 +121,11 @@ def assemble(
     stage = make_stage(trained, world, meter, channel.calls, tensor, chunks, halves)
     parts = _make_parts(stage, channel.scalars, meter, objective, plan, options, world, axes)
     calls = CollectiveCalls(world, TensorCalls(channel.calls, tensor.group, tensor.ranks))
+    programs = StepPrograms(stage.trained.blueprint, world.rank)
     return Assembly(
         parts=parts,
-        timing=_make_timing(plan, parts),
-        programs=StepPrograms(stage.trained.blueprint, world.rank),
+        timing=_make_timing(parts, stage.trained, programs, world),
+        programs=programs,
         calls=calls,
         checks=_make_checks(model, optimizer, plan, options, calls, stage),
         split=plan.batch_split,
@@ -230,7 +232,7 @@ def _make_chunks(
 def _take_optimizer(source: OptimizerSource, model: nn.Module, plan: Plan, options: StepOptions) -> Optimizer:
     optimizer = build_optimizer(source, list(model.parameters()))
     check_specs(plan, laid_out_specs(model, optimizer, options.tensor, plan.tensor_spec, plan.stage_spec))
-    check_update_timing(optimizer, plan)
+    check_update_timing(optimizer, plan, skip_nan=options.skip_nan)
     check_user_optimizer(optimizer, step_hook_conflicts(plan))
     refuse_own_state_dict(optimizer)
     return optimizer
@@ -242,7 +244,10 @@ def _make_objective(loss: Callable[[Any, Any], Any] | None, plan: Plan) -> Objec
     return Objective(ModelLoss() if loss is None else UserLoss(loss), is_batch_split=is_batch_split)
 
 
-def _make_timing(plan: Plan, parts: StepParts) -> UpdateTiming:
+def _make_timing(parts: StepParts, trained: Trained, programs: StepPrograms, world: Communicator) -> UpdateTiming:
+    plan = trained.plan
+    if plan.is_asynchronous:
+        return make_across_steps(parts, programs, trained.parameters, trained.blueprint, world)
     if plan.update == "in_forward":
         return UpdateInForward(parts, {index: _defer(index, stage, parts) for index, stage in parts.stages.items()})
     return ImmediateUpdates(UPDATE_IN_BACKWARD if plan.update == "in_backward" else UPDATE_AFTER)

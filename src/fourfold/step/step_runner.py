@@ -55,17 +55,14 @@ class StepRunner:
         begin, meter = time.perf_counter(), self._parts.meter
         waited, sent, out_of_turn = meter.waiting_seconds, meter.sent_bytes, self._num_out_of_turn
         samples, data_seconds = getattr(batch, "samples", None), getattr(batch, "data_seconds", None)
-        has_pending = self._assembly.timing.has_pending
-        self._checks.before_step(batch, compares_all=not self._programs.has_record, has_pending_updates=has_pending)
-        batch, problem = self._assembly.batches.compare(batch)
-        self.dry_run(batch, training=True)
-        self._checks.save_buffers()
+        batch, problem = self.begin_step(batch)
         loss_scale = self._parts.loss_scale.reported
         number, count = self._calls.num_steps + 1, self._assembly.split.num_microbatches
         with self._assembly.batches.microbatches(batch, count, step=number - 1, samples=samples) as microbatches:
             request = StepRequest(microbatches, self._programs.nominal_count, self.is_stop_requested, problem)
             step = StepState(self._parts, request)
             self.executor.train(self._programs.of_step(number), step)
+        step = self._assembly.timing.ended(step)
         self.totals = totals = step.read_totals()
         skipped = self._finish_step(step, samples)
         return Metrics(
@@ -82,6 +79,15 @@ class StepRunner:
             overflowed=step.overflowed,
             data_seconds=data_seconds,
         )
+
+    def begin_step(self, batch: Any) -> tuple[Any, Problem | None]:
+        """Compare what ranks begin a step with. Returns the batch, without samples if ranks differ. Collective."""
+        has_pending = self._assembly.timing.has_pending
+        self._checks.before_step(batch, compares_all=not self._programs.has_record, has_pending_updates=has_pending)
+        batch, problem = self._assembly.batches.compare(batch)
+        self.dry_run(batch, training=True)
+        self._checks.save_buffers()
+        return batch, problem
 
     def _finish_step(self, step: StepState, samples: BatchRange | None) -> Skipped | None:
         """After a step: count it, check it, and keep what later steps need of it. Returns why it was skipped."""
@@ -195,3 +201,15 @@ class StepRunner:
             self._parts.scalars.all_reduce_async(LOSS, chunk)
             sums += self._parts.scalars.wait(LOSS)
         return sums
+
+
+class AsynchronousRunner(StepRunner):
+    """The steps of an asynchronous schedule. While batches are in flight, a step compares nothing with other stages:
+    they are in other steps.
+    """
+
+    def begin_step(self, batch: Any) -> tuple[Any, Problem | None]:
+        if not self._assembly.timing.has_pending:
+            return super().begin_step(batch)
+        self._checks.check_unchanged(has_pending_updates=True)
+        return batch, None

@@ -29,7 +29,7 @@ from fourfold.step.pipeline.axis import PipelineAxis
 from fourfold.step.saved_state import SavedState
 from fourfold.step.state_access import StateAccess
 from fourfold.step.step_options import StepKeywords, StepOptions
-from fourfold.step.step_runner import ForwardRun, StepRunner
+from fourfold.step.step_runner import AsynchronousRunner, ForwardRun, StepRunner
 from fourfold.words.program import Action
 from fourfold.words.trace_events import Recorder
 
@@ -59,7 +59,8 @@ class TrainStep:
         self._weights, self._checks = assembly.state.weights, assembly.checks
         self.optimizer = assembly.optimizer
         self._access = StateAccess(assembly)
-        self._runner = StepRunner(model, assembly, self._access)
+        runner = AsynchronousRunner if plan.is_asynchronous else StepRunner
+        self._runner = runner(model, assembly, self._access)
 
     # ---- what this rank is ---------------------------------------------------------------------------
 

@@ -24,13 +24,19 @@ from fourfold.words.program import Action, Verb
 class UpdateTiming(Protocol):
     """When buckets are updated."""
 
-    verbs: Mapping[Verb, VerbFunction]
-    """The table of verbs in training."""
+    @property
+    def verbs(self) -> Mapping[Verb, VerbFunction]:
+        """The table of verbs in training."""
+        ...
 
     def begin_step(self, step: StepState) -> None: ...
 
     def end_step(self, step: StepState) -> None:
         """End a step without an error: gradient buffers may be overwritten, unless updates that wait need them."""
+        ...
+
+    def ended(self, step: StepState) -> StepState:
+        """The newest batch, of this step or of one before, that has ended on all ranks."""
         ...
 
     def flush(self) -> None:
@@ -43,11 +49,18 @@ class UpdateTiming(Protocol):
         ...
 
 
-def _end_stages(parts: StepParts) -> None:
+def end_stages(parts: StepParts) -> None:
     """The sums of the step are needed no more. The weights are whole when this returns."""
     for stage in parts.stages.values():
         stage.reducer.end_step()
         stage.gatherer.end_step()
+
+
+def begin_gradients(parts: StepParts) -> None:
+    """The next backward is the first one of a batch: there are no gradients."""
+    for stage in parts.stages.values():
+        stage.gradients.drop_grads()
+        stage.gradients.begin_step()
 
 
 class ImmediateUpdates:
@@ -57,10 +70,13 @@ class ImmediateUpdates:
         self.verbs = verbs
 
     def begin_step(self, step: StepState) -> None:
-        pass
+        begin_gradients(step.parts)
 
     def end_step(self, step: StepState) -> None:
-        _end_stages(step.parts)
+        end_stages(step.parts)
+
+    def ended(self, step: StepState) -> StepState:
+        return step
 
     def flush(self) -> None:
         pass
@@ -182,6 +198,7 @@ class UpdateInForward:
 
     def begin_step(self, step: StepState) -> None:
         """The updates in front of the first forward are those of the step before: forward runs them."""
+        begin_gradients(step.parts)
         for index, stage in self._parts.stages.items():
             step.done_early |= {
                 Action(verb, index, bucket) for verb in stage.update_verbs for bucket in range(stage.num_buckets)
@@ -195,10 +212,13 @@ class UpdateInForward:
         if step.is_skipped:
             for stage in self._parts.stages.values():
                 stage.gradients.drop_grads()
-            _end_stages(self._parts)
+            end_stages(self._parts)
             return
         for index, deferred in self._deferred.items():
             deferred.defer(step.update_args(index))
+
+    def ended(self, step: StepState) -> StepState:
+        return step
 
     def flush(self) -> None:
         for deferred in self._deferred.values():

@@ -59,6 +59,7 @@ class DataStepSpec(NamedTuple):
     use_orders              as recorded in the first step; None: as `predict_use_orders` has them
     measures_nominal_count  the step finds out what gradients are divided by before the loss count is known
     computes                the forwards and backwards of the stage, and its messages; empty: each microbatch in turn
+    undrained               the same of a step of an asynchronous schedule; empty: of a synchronous one
     """
 
     microbatches: int
@@ -74,6 +75,7 @@ class DataStepSpec(NamedTuple):
     measures_nominal_count: bool = False
     stage: int = 0
     computes: tuple[Action, ...] = ()
+    undrained: tuple[Action, ...] = ()
 
     @property
     def compute_actions(self) -> tuple[Action, ...]:

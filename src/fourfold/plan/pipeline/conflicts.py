@@ -1,4 +1,4 @@
-"""Conflicts: what does not go with interleaved stages, and with a weight that two stages use."""
+"""Conflicts: what does not go with interleaved stages, asynchronous schedules, and a weight that two stages use."""
 
 from collections.abc import Mapping, Sequence
 
@@ -13,6 +13,35 @@ NOT_BUILT: dict[str, tuple[tuple[str, ...], str]] = {
     "codec": (("none",), "codecs whose state is kept by stage"),
     "precision": (("keep", "bf16"), "overflows that every stage knows of"),
 }
+
+# By field: the values that go with an asynchronous schedule, and what the others would need.
+SYNCHRONOUS_ONLY: dict[str, tuple[tuple[object, ...], str]] = {
+    "zero": ((0,), "whole weights on each rank, of which older versions are kept"),
+    "update": (("after",), "updates behind the last backward of a batch"),
+    "sync": (("step",), "gradients that are summed for every batch"),
+    "codec": (("none",), "gradients that are summed as they are: those of several batches are under way"),
+    "recompute": (("none",), "a backward with the activations of its forward: the weights may have changed since"),
+    "precision": (("keep", "bf16"), "updates that no overflow of another stage can stop"),
+    "unused": (("refuse",), "a gradient of every parameter in every batch"),
+    "offload": (("none",), "optimizer states on the device: updates run between forwards"),
+}
+
+
+def asynchronous_problems(schedule: str, values: Mapping[str, object], clip: float | None) -> list[Problem]:
+    """The settings that do not go with a schedule whose stages update without waiting for each other.
+
+    values  of the plan, by field
+    """
+    got, sync = f"schedule = {schedule}", "schedule = 1f1b"
+    problems = [
+        Problem(f"{got} with {field} = {values[field]}", need, f"{field} = {allowed[0]}, or {sync}")
+        for field, (allowed, need) in SYNCHRONOUS_ONLY.items()
+        if values[field] not in allowed
+    ]
+    if clip is not None:
+        need = "updates that do not wait for the gradients of other stages"
+        problems.append(Problem(f"{got} with clip = {clip:g}", need, f"clip = none, or {sync}"))
+    return problems
 
 
 def interleave_problems(interleave: int, zero: int, update: str) -> list[Problem]:
@@ -32,7 +61,7 @@ def interleave_problems(interleave: int, zero: int, update: str) -> list[Problem
     return problems
 
 
-def tie_problems(names: Sequence[str], update: str, sync: str) -> list[Problem]:
+def tie_problems(names: Sequence[str], update: str, sync: str, *, is_asynchronous: bool = False) -> list[Problem]:
     """The settings that do not go with these weights, which two stages use."""
     if not names:
         return []
@@ -40,6 +69,10 @@ def tie_problems(names: Sequence[str], update: str, sync: str) -> list[Problem]:
     if update == "in_forward":
         need = "updated weights in front of the forward, when they are copied to the other stage"
         problems.append(Problem(f'update = "{update}" and {which}', need, 'update = "after", or weights of their own'))
+    if is_asynchronous:
+        need = "a weight that all stages have in the same version"
+        attempt = "schedule = 1f1b, or weights of their own"
+        problems.append(Problem(f"an asynchronous schedule and {which}", need, attempt))
     if sync == "local":
         need = "weights that are the same on all data ranks"
         problems.append(Problem(f'sync = "{sync}" and {which}', need, 'sync = "step", or weights of their own'))
