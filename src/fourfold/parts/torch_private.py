@@ -77,7 +77,7 @@ is_view: Callable[[Tensor], bool] = Tensor._is_view
 
 def preserve_versions(tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
     """Within, writes into these tensors are not counted."""
-    return torch.autograd._unsafe_preserve_version_counter(tuple(tensors))
+    return torch.autograd.grad_mode._unsafe_preserve_version_counter(tuple(tensors))
 
 
 def tensor_hooks(tensor: Tensor) -> list[Callable[[Tensor], Tensor | None]]:

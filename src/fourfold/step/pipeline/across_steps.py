@@ -157,11 +157,11 @@ class AcrossSteps:
             return
         self._meet()
         by_index: dict[int, list[Action]] = {}
+        index = 0  # of the microbatch whose backward an action belongs to
         for action in self._programs.of_step(0):
-            if action.verb in (Verb.RECEIVE_BACKWARD, Verb.BACKWARD):
-                own = by_index.setdefault(action.index, [])
+            index = action.index if action.verb in (Verb.RECEIVE_BACKWARD, Verb.BACKWARD) else index
             if action.verb in BACKWARD_PHASE:
-                own.append(action)
+                by_index.setdefault(index, []).append(action)
         self._is_draining = True
         recorder = self._parts.meter.recorder
         while self._in_flight:
