@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fourfold.parts.comm.communicator import Communicator
 from fourfold.parts.comm.tensor.protocol import TensorGroup
-from fourfold.parts.data.gradients import Gradients, launch_all
+from fourfold.parts.data.gradients import Gradients, launch_complete
 from fourfold.parts.data.local_sgd import LocalSGD
 from fourfold.parts.data.weight_edits import WeightEdits
 from fourfold.parts.tensor_reader import TensorReader
@@ -44,7 +44,7 @@ class GradSync(Protocol):
     def begin_step(self) -> None: ...
 
     def end_backward(self, gradients: Gradients, factor: float | None) -> None:
-        """The last backward of the step has ended."""
+        """The last backward of a round has ended: its buckets are complete."""
         ...
 
     def count_losses(self, local: float | Tensor, total: float) -> None:
@@ -109,7 +109,7 @@ class SumEveryStep:
         pass
 
     def end_backward(self, gradients: Gradients, factor: float | None) -> None:
-        gradients.countdown.complete_all()  # the program's reductions launch them
+        pass  # the program's reductions launch them
 
     def count_losses(self, local: float | Tensor, total: float) -> None:
         pass
@@ -173,7 +173,7 @@ class LocalSteps:
         self._local_sgd.begin_step()
 
     def end_backward(self, gradients: Gradients, factor: float | None) -> None:
-        launch_all(gradients, factor)  # the program has no reductions
+        launch_complete(gradients, factor)  # the program has no reductions
 
     def count_losses(self, local: float | Tensor, total: float) -> None:
         self._local_sgd.add_loss_counts(float(local), total)

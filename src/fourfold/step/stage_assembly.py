@@ -129,6 +129,7 @@ def make_stage(
     parts = StageParts(
         chunks=chunks,
         parameters=trained.by_bucket,
+        bucket_stages=trained.group.stage.bucket_stages,
         gradients=gradients,
         grad_hooks=GradHooks([parameter for members in trained.by_bucket for parameter in members]),
         reducer=transport.grads,

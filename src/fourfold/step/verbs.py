@@ -44,7 +44,7 @@ VerbFunction = Callable[[StepState, Action], None]
 def forward(step: StepState, action: Action) -> None:
     """A microbatch through the stage and its loss."""
     stage, part = step.stage(action.stage), step.microbatches[action.index]
-    with stage.weights.unsharded("forward", step.unshard_sink):
+    with stage.weights.unsharded("forward", action.stage, step.unshard_sink):
         if part.num_samples:
             end_forward(step, action, stage.chunks[action.stage].forward(part, received(step, action)))
         elif (loss := stage.chunks[action.stage].forward_empty()) is not None:
@@ -95,8 +95,9 @@ def backward(step: StepState, action: Action) -> None:
 def run_backward(step: StepState, action: Action, sink: GradSink) -> None:
     """The gradients of a microbatch; `sink` takes them."""
     stage, index, num_microbatches = step.stage(action.stage), action.index, len(step.microbatches)
-    stage.rounds.begin_backward(stage.gradients, index, step.last_nonempty)
-    with stage.weights.unsharded("backward"):
+    buckets = stage.buckets_of(action.stage)
+    stage.rounds.begin_backward(stage.gradients, buckets, index, step.last_nonempty)
+    with stage.weights.unsharded("backward", action.stage):
         if index in step.losses:
             loss = step.losses.pop(index).total / step.known_nominal_count
             if not loss.requires_grad:
@@ -108,11 +109,10 @@ def run_backward(step: StepState, action: Action, sink: GradSink) -> None:
                 stage.chunks[action.stage].backward(outputs, step.upstream.pop((action.stage, index)))
         elif (loss := step.empty_losses.pop(index, None)) is not None:
             _backward_empty(stage, stage.chunks[action.stage], loss)
-    # Of interleaved stages, the first one's backward is the last.
-    is_last = action.stage == min(stage.chunks)
-    if is_last and index == num_microbatches - 1 and step.last_nonempty >= 0:
-        stage.gradients.check_all_reached()
-    if is_last and stage.rounds.ends_with(index, num_microbatches):
+    if index == num_microbatches - 1 and step.last_nonempty >= 0:
+        stage.gradients.check_all_reached(buckets)
+    if stage.rounds.ends_with(index, num_microbatches):
+        stage.gradients.countdown.complete(buckets)
         step.parts.sync.end_backward(stage.gradients, step.parts.scaling.sum_factor(step.poll_grad_scale()))
 
 

@@ -1,4 +1,4 @@
-"""Conflicts: what does not go with interleaved stages, and with a weight that two stages use."""
+"""Conflicts: what does not go with a pipeline, and with a weight that two stages use."""
 
 from collections.abc import Mapping, Sequence
 
@@ -13,23 +13,6 @@ NOT_BUILT: dict[str, tuple[tuple[str, ...], str]] = {
     "codec": (("none",), "codecs whose state is kept by stage"),
     "precision": (("keep", "bf16"), "overflows that every stage knows of"),
 }
-
-
-def interleave_problems(interleave: int, zero: int, update: str) -> list[Problem]:
-    """The settings that do not go with so many stages at a place, whose parameters share buckets.
-
-    `zero`: 0, if nothing rests split.
-    """
-    if interleave == 1:
-        return []
-    problems, own = [], f"interleave = {interleave}"
-    if zero >= 2:
-        need = "gradients that are reduced once in a step: those of one stage come before those of the next"
-        problems.append(Problem(f"{own} with zero = {zero}", need, "zero = 1, or interleave = 1"))
-    if update != "after":
-        need = "updates behind the backwards of all stages of a rank"
-        problems.append(Problem(f'{own} with update = "{update}"', need, 'update = "after", or interleave = 1'))
-    return problems
 
 
 def tie_problems(names: Sequence[str], update: str, sync: str) -> list[Problem]:

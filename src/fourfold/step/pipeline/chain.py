@@ -119,10 +119,10 @@ def tied_parameters(model: nn.Module) -> dict[str, list[str]]:
 
 
 def _ties_across(model: nn.Module, stages: StageMap) -> dict[str, list[str]]:
-    """By weight: those of its other names that are on another place."""
+    """By weight: those of its other names that are of another stage."""
     found = {}
     for first, *others in tied_parameters(model).values():
-        if away := [name for name in others if stages.place_of(name) != stages.place_of(first)]:
+        if away := [name for name in others if stages.stage_of(name) != stages.stage_of(first)]:
             found[first] = away
     return found
 
