@@ -1,6 +1,8 @@
 """A pipeline with the other settings of a plan trains as one device does, or as the same plan without stages."""
 
 import functools
+import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -30,15 +32,15 @@ def one_device(case: Case) -> TrainingResult:
     return oracle.train(make_model(), cases.loss(case), cases.optimizer(case), cases.batches(case), clip=case.clip)
 
 
-def trained(plan: Plan, case: Case = CASE, *, hosts: int = 1) -> list[TrainingResult]:
+def trained(
+    plan: Plan, case: Case = CASE, *, hosts: int = 1, make: Callable[[], torch.nn.Module] = make_model
+) -> list[TrainingResult]:
     """The training of every rank."""
 
     def body(comm: Any) -> TrainingResult:
         options: dict[str, Any] = {"clip": case.clip, "tensor": lm.TENSOR_RULES if plan.tp > 1 else {}}
         optimizer = cases.optimizer(case)
-        step = TrainStep(
-            make_model(), cases.loss(case), optimizer, plan=plan, communicator=comm, drift_check=1, **options
-        )
+        step = TrainStep(make(), cases.loss(case), optimizer, plan=plan, communicator=comm, drift_check=1, **options)
         return cases.train_step(case, step)
 
     return threads.run(plan.mesh.size, body, hosts=hosts)
@@ -51,3 +53,123 @@ def trained(plan: Plan, case: Case = CASE, *, hosts: int = 1) -> list[TrainingRe
 def test_interleaved_stages_train_as_one_device_with_every_zero_and_update(zero, update, hosts):
     for got in trained(Plan(**INTERLEAVED, zero=zero, update=update), hosts=hosts):
         assert oracle.deviation(got, one_device(CASE)) <= TOLERANCE
+
+
+OF_ITS_OWN: dict[str, Any] = {"dp": 2, "microbatches": 2, "bucket_bytes": 1}
+"""Each parameter has a bucket of its own, which is the same whatever stages there are."""
+
+
+@pytest.mark.parametrize("fields", [
+    {"codec": "topk", "codec_density": 0.3}, {"codec": "topk", "codec_density": 0.3, "zero": 2},
+    {"codec": "powersgd", "zero": 1}, {"codec": "int8"}, {"codec": "dct", "codec_density": 0.3},
+    {"precision": "fp16"}, {"precision": "fp16", "zero": 1, "tp": 2},
+], ids=lambda fields: "-".join(map(str, fields.values())))  # fmt: skip
+def test_a_pipeline_trains_as_the_same_plan_without_stages(fields):
+    expected, *_ = trained(Plan(**OF_ITS_OWN, **fields))
+    for got in trained(Plan(**OF_ITS_OWN, **fields, pp=2)):
+        assert oracle.deviation(got, expected) <= TOLERANCE
+
+
+class Block(torch.nn.Module):
+    """A block with weights that are used for an even number of samples only, or never."""
+
+    def __init__(self, *, is_ever_used: bool) -> None:
+        super().__init__()
+        self.inner, self.spare = torch.nn.Linear(16, 16), torch.nn.Linear(16, 16)
+        self.is_ever_used = is_ever_used
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inner(x).tanh()
+        return self.spare(x) if self.is_ever_used and len(x) % 2 == 0 else x
+
+
+def make_moody_model() -> torch.nn.Module:
+    with cases.SEED_LOCK:
+        torch.manual_seed(7)
+        blocks = [Block(is_ever_used=index != 1) for index in range(4)]
+        return torch.nn.Sequential(*blocks, torch.nn.Linear(16, 10)).double()
+
+
+@pytest.mark.parametrize("fields", [
+    {"zero": 0}, {"zero": 2}, {"zero": 3, "update": "in_forward"}, {"schedule": "interleaved", "interleave": 2},
+], ids=lambda fields: "-".join(map(str, fields.values())))  # fmt: skip
+def test_a_weight_without_a_gradient_on_any_data_rank_keeps_its_value(fields):
+    case = Case(batch_sizes=(10, 7, 9), loss="pair")
+    plan = {**OF_ITS_OWN, "unused": "allow", "zero": fields.get("zero", 0)}
+    before = {name: weight for name, weight in make_moody_model().state_dict().items() if name.startswith("1.spare")}
+    expected, *_ = trained(Plan(**plan), case, make=make_moody_model)
+    for got in trained(Plan(**{**plan, **fields}, pp=2), case, make=make_moody_model):
+        assert oracle.deviation(got, expected) <= TOLERANCE
+        assert all(torch.equal(got.weights[name], weight) for name, weight in before.items())
+
+
+class Steep(torch.nn.Module):
+    """A block whose gradients are larger than those of others, by a factor that the samples have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Linear(15, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.inner(x[:, 1:])
+        return y + x[:, :1] * (y - y.detach())
+
+
+def make_blocks() -> torch.nn.Module:
+    with cases.SEED_LOCK:
+        torch.manual_seed(7)
+        blocks = [torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Tanh()) for _ in range(3)]
+        return torch.nn.Sequential(Steep(), *blocks, torch.nn.Linear(16, 10)).double()
+
+
+SAMPLES = Case(batch_sizes=(8, 8, 8), loss="values")
+FEATURES, LABELS = cases.batches(SAMPLES)[0]
+
+
+def weights_after(plan: Plan, batches: list[torch.Tensor], **options: Any) -> list[tuple[list[Any], list[Any]]]:
+    """By rank: the metrics of all steps, and the weights before the first and after each of them.
+
+    `batches` are features; all have the same labels.
+    """
+
+    def body(comm: Any) -> tuple[list[Any], list[Any]]:
+        optimizer = cases.optimizer(SAMPLES)
+        step = TrainStep(
+            make_blocks(), cases.loss(SAMPLES), optimizer, plan=plan, communicator=comm, same_batches="allow", **options
+        )
+        metrics, weights = [], [{name: weight.clone() for name, weight in step.named_weights()}]
+        for features in batches:
+            metrics.append(step(cases.local_batch((features, LABELS), plan.dp, step.dp_index)))
+            step.flush()
+            weights.append({name: weight.clone() for name, weight in step.named_weights()})
+        return metrics, weights
+
+    return threads.run(plan.mesh.size, body)
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_an_overflow_on_the_first_stage_is_one_on_all_stages_and_changes_no_weight():
+    plan = Plan(pp=2, dp=2, microbatches=2, precision="fp16", update="in_forward")
+    steep = FEATURES.clone()
+    steep[:, 0] = 60_000.0  # only the first block's weights have gradients that fp16 cannot hold
+    batches = [FEATURES, steep, FEATURES]
+    for metrics, weights in weights_after(plan, batches):
+        assert [each.overflowed for each in metrics] == [False, True, False]
+        assert [each.loss_scale for each in metrics] == [65536.0, 65536.0, 32768.0]
+        assert [same(*pair) for pair in itertools.pairwise(weights)] == [False, True, False]
+
+
+@pytest.mark.parametrize("fields", [{"update": "after"}, {"update": "in_backward", **INTERLEAVED}, {"zero": 3}])
+def test_a_bad_step_is_skipped_by_all_stages(fields):
+    plan = Plan(**{**PIPELINE, **fields})
+    bad = FEATURES.clone()
+    bad[3] = float("nan")
+    alone, *_ = weights_after(Plan(), [FEATURES, FEATURES])
+    for metrics, weights in weights_after(plan, [FEATURES, bad, FEATURES], skip_nan=1):
+        assert [each.skipped is not None for each in metrics] == [False, True, False]
+        assert same(weights[1], weights[2])
+        for name, weight in alone[1][-1].items():
+            torch.testing.assert_close(weights[-1][name], weight, rtol=TOLERANCE, atol=TOLERANCE)

@@ -8,10 +8,7 @@ from fourfold.words.errors import Problem
 NOT_BUILT: dict[str, tuple[tuple[str, ...], str]] = {
     "sync": (("step",), "the loss count of each data rank on all of its stages"),
     "batch_norm": (("refuse", "local"), "statistics of the stages' own data ranks"),
-    "unused": (("refuse",), "gradients that every stage knows to be missing"),
     "residual": (("whole",), "activations of which each tensor rank sends its tokens"),
-    "codec": (("none",), "codecs whose state is kept by stage"),
-    "precision": (("keep", "bf16"), "overflows that every stage knows of"),
 }
 
 
