@@ -1,5 +1,6 @@
 """A pipeline with the other settings of a plan trains as one device does, or as the same plan without stages."""
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable
@@ -63,10 +64,14 @@ OF_ITS_OWN: dict[str, Any] = {"dp": 2, "microbatches": 2, "bucket_bytes": 1}
     {"codec": "topk", "codec_density": 0.3}, {"codec": "topk", "codec_density": 0.3, "zero": 2},
     {"codec": "powersgd", "zero": 1}, {"codec": "int8"}, {"codec": "dct", "codec_density": 0.3},
     {"precision": "fp16"}, {"precision": "fp16", "zero": 1, "tp": 2},
+    {"sync": "local", "local_steps": 2, "outer_lr": 0.7}, {"sync": "local", "local_steps": 2, "tp": 2},
+    {"sync": "local", "local_steps": 2, "update": "in_backward", "schedule": "interleaved", "interleave": 2},
 ], ids=lambda fields: "-".join(map(str, fields.values())))  # fmt: skip
 def test_a_pipeline_trains_as_the_same_plan_without_stages(fields):
-    expected, *_ = trained(Plan(**OF_ITS_OWN, **fields))
-    for got in trained(Plan(**OF_ITS_OWN, **fields, pp=2)):
+    case = dataclasses.replace(CASE, clip=None if fields.get("update") == "in_backward" else 0.05)
+    without = {name: value for name, value in fields.items() if name not in ("schedule", "interleave")}
+    expected, *_ = trained(Plan(**OF_ITS_OWN, **without), case)
+    for got in trained(Plan(**OF_ITS_OWN, **fields, pp=2), case):
         assert oracle.deviation(got, expected) <= TOLERANCE
 
 

@@ -125,7 +125,7 @@ def make_stage(
     layout = _state_layout(trained, transport, data_ranks)
     weights = _make_weights(trained, transport, layout, data_ranks, whole_tensors)
     optimizer = _make_optimizer(trained, transport, gradients, weights)
-    sync = _make_sync(trained, weights, averager, tensor)
+    sync = _make_sync(trained, weights, averager, tensor, world.along("pp"))
     parts = StageParts(
         chunks=chunks,
         parameters=trained.by_bucket,
@@ -319,11 +319,13 @@ def _outer_optimizer(plan: Plan) -> OuterOptimizer:
     return OuterOptimizer(plan.outer_lr, plan.outer_momentum) if plan.sync == "local" else OuterOptimizer()
 
 
-def _make_sync(trained: Trained, weights: Weights, averager: LocalSGDReducer | None, tensor: TensorAxis) -> GradSync:
+def _make_sync(
+    trained: Trained, weights: Weights, averager: LocalSGDReducer | None, tensor: TensorAxis, stages: Communicator
+) -> GradSync:
     if averager is None:
         return SumEveryStep()
     local_sgd = LocalSGD(weights.flats, trained.buckets, averager, _outer_optimizer(trained.plan))
-    return LocalSteps(local_sgd, trained.plan.dp, tensor.group, trained.blueprint.sync_interval)
+    return LocalSteps(local_sgd, trained.plan.dp, tensor.group, stages, trained.blueprint.sync_interval)
 
 
 def _make_hooks(trained: Trained) -> StepHooks:

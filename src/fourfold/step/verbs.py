@@ -254,7 +254,8 @@ def update_bucket(step: StepState, action: Action) -> None:
 def begin_updates(step: StepState) -> None:
     """Before the first update of a step: the optimizer's pre-hooks see all gradients as the update will use them."""
     step.has_begun_updates = True
-    step.parts.sync.count_losses(step.local_count, step.read_totals().count)
+    total = step.read_totals().count
+    step.parts.sync.count_losses(step.trained_count, total)
     for index, stage in step.parts.stages.items():
         if stage.step_hooks.has_any_hook:
             wait_all(step, stage)
