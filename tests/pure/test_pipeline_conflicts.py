@@ -13,7 +13,7 @@ INTERLEAVED: dict[str, Any] = {**PIPELINE, "schedule": "interleaved", "interleav
 
 
 @pytest.mark.parametrize("fields", [
-    {"batch_norm": "sync", "microbatches": 1}, {"residual": "split", "tp": 2},
+    {"residual": "split", "tp": 2},
 ])  # fmt: skip
 def test_what_a_pipeline_cannot_do_yet_is_refused_and_allowed_without_it(fields):
     name = next(iter(fields))

@@ -14,6 +14,7 @@ from fourfold.step.train_step import TrainStep
 from fourfold.tasks import lm
 from fourfold.testing import oracle, threads
 from fourfold.testing.oracle import TOLERANCE, TrainingResult
+from fourfold.words.errors import DivergenceError, TaskError
 from tests import cases
 from tests.cases import Case
 
@@ -54,6 +55,13 @@ def trained(
 def test_interleaved_stages_train_as_one_device_with_every_zero_and_update(zero, update, hosts):
     for got in trained(Plan(**INTERLEAVED, zero=zero, update=update), hosts=hosts):
         assert oracle.deviation(got, one_device(CASE)) <= TOLERANCE
+
+
+@pytest.mark.parametrize(("optimizer", "fields"), [("LARS", PIPELINE), ("LAMB", {**INTERLEAVED, "zero": 2})])
+def test_layerwise_updates_are_those_of_one_device(optimizer, fields):
+    case = dataclasses.replace(CASE, optimizer=optimizer)
+    for got in trained(Plan(**fields), case):
+        assert oracle.deviation(got, one_device(case)) <= TOLERANCE
 
 
 OF_ITS_OWN: dict[str, Any] = {"dp": 2, "microbatches": 2, "bucket_bytes": 1}
@@ -178,3 +186,68 @@ def test_a_bad_step_is_skipped_by_all_stages(fields):
         assert same(weights[1], weights[2])
         for name, weight in alone[1][-1].items():
             torch.testing.assert_close(weights[-1][name], weight, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("hosts", [1, 4])
+def test_stages_with_different_batches_refuse_them_and_stages_in_different_calls_too(hosts):
+    batch = FEATURES, LABELS
+
+    def body(comm: Any) -> None:
+        optimizer, plan = cases.optimizer(SAMPLES), Plan(pp=2, tp=1, dp=2, microbatches=2)
+        step = TrainStep(make_blocks(), cases.loss(SAMPLES), optimizer, plan=plan, communicator=comm)
+        step(cases.local_batch(batch, 2, step.dp_index))
+        before = {name: weight.clone() for name, weight in step.model.named_parameters()}
+        other = FEATURES + (comm.rank == 3), LABELS
+        with pytest.raises(TaskError, match="which differ only on pp" if step.dp_index else "differ only"):
+            step.evaluate(cases.local_batch(other, 2, step.dp_index))
+        with pytest.raises(DivergenceError, match=r"is at evaluate\(\)"):
+            (step.evaluate if comm.rank < 2 else step)(cases.local_batch(batch, 2, step.dp_index))
+        assert all(torch.equal(weight, before[name]) for name, weight in step.model.named_parameters())
+
+    threads.run(4, body, hosts=hosts)
+
+
+def make_normed_model() -> torch.nn.Module:
+    with cases.SEED_LOCK:
+        torch.manual_seed(7)
+        norms = [torch.nn.BatchNorm1d(16), torch.nn.BatchNorm1d(16, momentum=None), torch.nn.BatchNorm1d(16)]
+        blocks = [torch.nn.Sequential(torch.nn.Linear(16, 16), norm, torch.nn.Tanh()) for norm in norms]
+        return torch.nn.Sequential(torch.nn.Linear(16, 16), *blocks, torch.nn.Linear(16, 10)).double()
+
+
+@pytest.mark.parametrize("fields", [{"zero": 0}, {"zero": 3, "update": "in_forward"}])
+def test_batch_norms_have_the_statistics_of_all_samples_of_their_stage(fields):
+    case = Case(batch_sizes=(6, 7, 4), optimizer="SGD")
+    plan = Plan(pp=2, dp=3, batch_norm="sync", bucket_bytes=2000, **fields)
+    frozen = "2.1"
+
+    def freeze(model: torch.nn.Module) -> torch.nn.Module:
+        model.get_submodule(frozen).eval()
+        return model
+
+    def train(step: TrainStep) -> tuple[list[float], dict[str, torch.Tensor]]:
+        losses = []
+        for number, batch in enumerate(cases.batches(case)):
+            if number == 2:
+                freeze(step.model)
+            losses.append(step(cases.local_batch(batch, step.plan.dp, step.dp_index)).loss)
+        step.flush()
+        step.model.eval()
+        features, labels = cases.batches(case)[0]
+        # In an evaluation a data rank may have no samples.
+        losses.append(step.evaluate(cases.local_batch((features[:2], labels[:2]), step.plan.dp, step.dp_index)).loss)
+        return losses, step.state_dict()["model"]
+
+    def body(plan: Plan) -> list[Any]:
+        def run(comm: Any) -> Any:
+            optimizer = cases.optimizer(case)
+            return train(TrainStep(make_normed_model(), cases.loss(case), optimizer, plan=plan, communicator=comm))
+
+        return threads.run(plan.mesh.size, run)
+
+    ((losses, state),) = body(Plan(batch_norm="sync"))
+    for other_losses, other in body(plan):
+        assert other_losses == pytest.approx(losses, rel=TOLERANCE)
+        assert other.keys() == state.keys()
+        for name, value in state.items():
+            torch.testing.assert_close(other[name], value, rtol=TOLERANCE, atol=TOLERANCE)

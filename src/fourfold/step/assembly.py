@@ -15,6 +15,7 @@ from fourfold.parts.comm import transports
 from fourfold.parts.comm.communicator import Communicator
 from fourfold.parts.comm.meter import CommMeter
 from fourfold.parts.comm.reduce.protocol import ScalarReducer
+from fourfold.parts.comm.row_exchange import make_row_exchange
 from fourfold.parts.deferred_init import InitialModel
 from fourfold.parts.optim.user_optimizer import OptimizerSource, build_optimizer
 from fourfold.parts.sequence.sequence_group import connect_sequence
@@ -113,7 +114,7 @@ def assemble(
     tensor, pipeline, stages = axes = _cut(initial, optimizer, plan, options, world, meter)
     trained = lay_out(model, optimizer, plan, world, options, whole)
     channel = transports.make_world_channel(world, trained.blueprint.topology, plan.transport, meter)
-    statistics = _make_statistics(model, plan, world, meter)
+    statistics = _make_statistics(model, plan, world, meter, pipeline)
     chunks = _make_chunks(model, objective, statistics, pipeline, stages)
     stage = make_stage(trained, world, meter, channel.calls, tensor, chunks)
     parts = _make_parts(stage, channel.scalars, meter, objective, plan, options, world, axes)
@@ -123,7 +124,7 @@ def assemble(
         timing=_make_timing(plan, parts),
         programs=StepPrograms(stage.trained.blueprint, world.rank),
         calls=calls,
-        checks=_make_checks(model, optimizer, plan, options, calls, stage),
+        checks=_make_checks(model, optimizer, plan, options, calls, stage, pipeline.elsewhere),
         split=plan.batch_split,
         batches=_make_batches(model, loss, plan, world, meter, axes, calls.checker, options.seed),
         dry_run=_make_dry_run(pipeline.skeleton, objective, statistics, plan, stage.parts.weights, world),
@@ -256,6 +257,7 @@ def _make_checks(
     options: StepOptions,
     calls: CollectiveCalls,
     stage: StageAssembly,
+    elsewhere: Sequence[str],
 ) -> StepChecks:
     world = calls.world
     kinds = TRAINED_KINDS if plan.batch_split.has_local_batch_norm else KINDS
@@ -264,7 +266,7 @@ def _make_checks(
         stage.parts.weights,
         stage.sync,
         optimizer_watch=OptimizerWatch(optimizer, step_hook_conflicts(plan)),
-        norms=watch_norms(model, plan),
+        norms=watch_norms(model, plan, elsewhere),
         duplicate_batches=DuplicateBatches(
             options.same_batches,
             data_ranks=plan.mesh.peers(0, "dp"),  # of the ranks that share samples, the first
@@ -297,13 +299,19 @@ def _make_batches(
     if tensor.is_cut:
         rules = CollectiveTensorDryRun(pipeline.skeleton, tensor, world, slices)
         layout = SharedByTensorRanks(layout, tensor_calls, rules)
-    return SharedByStages(layout, pipeline.ranks, stages) if pipeline.is_cut else layout
+    if not pipeline.is_cut:
+        return layout
+    rows = make_row_exchange(pipeline.ranks, "batches", meter, choice=plan.transport)
+    return SharedByStages(layout, tensor_calls, pipeline.ranks, rows, stages)
 
 
-def _make_statistics(model: nn.Module, plan: Plan, world: Communicator, meter: CommMeter) -> BatchStatistics:
+def _make_statistics(
+    model: nn.Module, plan: Plan, world: Communicator, meter: CommMeter, pipeline: PipelineAxis
+) -> BatchStatistics:
     if plan.batch_norm != "sync" or not batch_norms(model):
         return OwnStatistics()
-    return SyncedStatistics(model, make_exchange(world, meter, transport=plan.transport))
+    exchange = make_exchange(world, meter, transport=plan.transport)
+    return SyncedStatistics(model, exchange, skeleton=pipeline.skeleton, elsewhere=pipeline.elsewhere)
 
 
 def _make_dry_run(

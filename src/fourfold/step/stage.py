@@ -83,6 +83,10 @@ def pipeline_stage(
         with statistics.in_forward(has_samples=True):
             return infer(part, received)
 
+    def evaluate_empty() -> None:
+        if statistics.evaluates_together():
+            forward_empty()
+
     def forward_empty() -> None:
         if objective.dummy_batch is not None:
             got = "pp > 1, no samples on a data rank, and a model whose forward writes buffers"
@@ -90,7 +94,7 @@ def pipeline_stage(
             raise TaskError(problem, where="the batch")
 
     loss = functools.partial(_loss, objective) if has_loss else None
-    return Stage(forward, forward_empty, forward_empty, infer, functools.partial(_backward, statistics), loss)
+    return Stage(forward, forward_empty, evaluate_empty, infer, functools.partial(_backward, statistics), loss)
 
 
 def _loss(objective: Objective, output: StageOutput, part: Microbatch) -> Loss:

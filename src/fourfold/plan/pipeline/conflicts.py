@@ -6,7 +6,6 @@ from fourfold.words.errors import Problem
 
 # By field: the values that a pipeline can have, and what the others would need.
 NOT_BUILT: dict[str, tuple[tuple[str, ...], str]] = {
-    "batch_norm": (("refuse", "local"), "statistics of the stages' own data ranks"),
     "residual": (("whole",), "activations of which each tensor rank sends its tokens"),
 }
 
