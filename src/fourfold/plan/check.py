@@ -17,7 +17,6 @@ from fourfold.plan.pipeline.conflicts import (
     NOT_BUILT,
     SYNCHRONOUS_ONLY,
     asynchronous_problems,
-    interleave_problems,
     not_built_problems,
     tie_problems,
 )
@@ -62,9 +61,7 @@ def pipeline_problems(plan: Plan, clip: float | None) -> list[Problem]:
     if plan.pp == 1:
         return []
     sizes = {"pp": plan.pp, "microbatches": plan.microbatches, "interleave": plan.interleave}
-    zero = plan.zero if plan.num_shards > 1 else 0
     problems = schedule_problems(plan.schedule, **sizes, max_in_flight=plan.max_in_flight, program=plan.program)
-    problems += interleave_problems(plan.interleave, zero, plan.update)
     if plan.is_asynchronous:
         problems += asynchronous_problems(plan.schedule, {f: getattr(plan, f) for f in SYNCHRONOUS_ONLY}, clip)
     return problems + not_built_problems({field: getattr(plan, field) for field in NOT_BUILT})

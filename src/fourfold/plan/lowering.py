@@ -61,6 +61,12 @@ class StageBuckets:
     """The buckets with the dtypes in which gradients are summed."""
 
     @property
+    def bucket_stages(self) -> tuple[int, ...]:
+        """By bucket: the stage of the model that computes with it; of interleaved stages, a rank has several."""
+        stage_of = {spec.name: spec.stage for spec in self.specs}
+        return tuple(stage_of[bucket.slots[0].name] for bucket in self.buckets)
+
+    @property
     def uncounted_ranges(self) -> list[list[tuple[int, int]]]:
         """By bucket: the elements [start, stop) whose squares another tensor rank adds to norms; empty: tp = 1."""
         ranges = {spec.name: spec.shards[spec.tensor_index].uncounted_ranges for spec in self.specs if spec.shards}
@@ -135,6 +141,7 @@ class Blueprint:
             allows_unused=plan.unused == "allow",
             update=plan.update,
             launch_order=record.launch_orders.get(stage, ()),
+            bucket_stages=group.stage.bucket_stages,
             has_trust_ratios=self.update_spec.is_layerwise and (self.is_sharded or plan.tp > 1),
             sync=StepSync.WEIGHTS if plan.sync == "local" else StepSync.GRADIENTS,
             use_orders=record.use_orders.get(stage),

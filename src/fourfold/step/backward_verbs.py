@@ -43,7 +43,7 @@ def backward(step: StepState, action: Action) -> None:
 def run_backward(step: StepState, action: Action, sink: GradSink) -> None:
     """The gradients of a microbatch; `sink` takes them."""
     stage = step.stage(action.stage)
-    stage.rounds.begin_backward(stage.gradients, action.index, step.last_nonempty)
+    _begin_backward(step, action)
     _differentiate(step, action, stage.grad_hooks.calling(sink))
     _end_backward(step, action)
 
@@ -64,7 +64,7 @@ def backward_weight(step: StepState, action: Action) -> None:
 def run_backward_weight(step: StepState, action: Action, sink: GradSink) -> None:
     """The second half of a backward; `sink` takes the gradients."""
     stage = step.stage(action.stage)
-    stage.rounds.begin_backward(stage.gradients, action.index, step.last_nonempty)
+    _begin_backward(step, action)
     stage.halves.second_half(step.pending.pop((action.stage, action.index)), sink)
     _end_backward(step, action)
 
@@ -72,7 +72,7 @@ def run_backward_weight(step: StepState, action: Action, sink: GradSink) -> None
 def _differentiate(step: StepState, action: Action, taking: AbstractContextManager[object]) -> None:
     """Run autograd from what a forward has left. Within `taking`, the gradients of weights are taken."""
     stage, place = step.stage(action.stage), (action.stage, action.index)
-    with stage.weights.unsharded("backward"):
+    with stage.weights.unsharded("backward", action.stage):
         if action.index in step.losses:
             loss = step.losses.pop(action.index).total / step.known_nominal_count
             if not loss.requires_grad:
@@ -86,14 +86,20 @@ def _differentiate(step: StepState, action: Action, taking: AbstractContextManag
             _backward_empty(stage, stage.chunks[action.stage], loss)
 
 
+def _begin_backward(step: StepState, action: Action) -> None:
+    """The gradients of a microbatch come now."""
+    stage = step.stage(action.stage)
+    stage.rounds.begin_backward(stage.gradients, stage.buckets_of(action.stage), action.index, step.last_nonempty)
+
+
 def _end_backward(step: StepState, action: Action) -> None:
     """All gradients of a microbatch are there: at the end of a round, launch what is left."""
     stage, index, num_microbatches = step.stage(action.stage), action.index, len(step.microbatches)
-    # Of interleaved stages, the first one's backward is the last.
-    is_last = action.stage == min(stage.chunks)
-    if is_last and index == num_microbatches - 1 and step.last_nonempty >= 0:
-        stage.gradients.check_all_reached()
-    if is_last and stage.rounds.ends_with(index, num_microbatches):
+    buckets = stage.buckets_of(action.stage)
+    if index == num_microbatches - 1 and step.last_nonempty >= 0:
+        stage.gradients.check_all_reached(buckets)
+    if stage.rounds.ends_with(index, num_microbatches):
+        stage.gradients.countdown.complete(buckets)
         step.parts.sync.end_backward(stage.gradients, step.parts.scaling.sum_factor(step.poll_grad_scale()))
 
 

@@ -47,7 +47,7 @@ def send_backward(step: StepState, action: Action) -> None:
 
 def tie(step: StepState, action: Action) -> None:
     """Copy the tied weights to the stage that uses them too."""
-    with step.stage(action.stage).weights.unsharded("tie"):
+    with step.stage(action.stage).weights.unsharded("tie", action.stage):
         step.parts.tied.copy_forward()
 
 

@@ -99,11 +99,14 @@ def model_problems(model: nn.Module, plan: Plan) -> list[Problem]:
     return problems + _process_group_problems(model, plan) + _compiled_problems(model, plan)
 
 
-def watch_norms(model: nn.Module, plan: Plan) -> NormWatch:
-    """The checks of a model's normalizations, of those that this plan would refuse if they were not frozen."""
+def watch_norms(model: nn.Module, plan: Plan, elsewhere: Sequence[str] = ()) -> NormWatch:
+    """The checks of a model's normalizations, of those that this plan would refuse if they were not frozen.
+
+    `elsewhere`: modules that other pipeline stages have.
+    """
     parts = plan.batch_split.num_parts
     if plan.batch_norm == "sync":
-        return SyncBatchNorms(model)
+        return SyncBatchNorms(model, elsewhere)
     return FrozenBatchNorms(frozen_norms(model) if plan.batch_norm == "refuse" and parts > 1 else [], parts)
 
 

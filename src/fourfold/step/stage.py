@@ -18,6 +18,7 @@ from fourfold.step.batch import Microbatch
 from fourfold.step.batch_statistics import BatchStatistics
 from fourfold.step.loss_sum import Loss
 from fourfold.step.objective import Objective, StageOutput
+from fourfold.step.pipeline.axis import PipelineAxis
 from fourfold.step.pipeline.dry_run import PipelineDryRun
 from fourfold.step.pipeline.gates import Gates, StageEnd
 from fourfold.words.errors import Problem, TaskError
@@ -85,6 +86,10 @@ def pipeline_stage(
         with statistics.in_forward(has_samples=True), halves.in_forward():
             return infer(part, received)
 
+    def evaluate_empty() -> None:
+        if statistics.evaluates_together():
+            forward_empty()
+
     def forward_empty() -> None:
         if objective.dummy_batch is not None:
             got = "pp > 1, no samples on a data rank, and a model whose forward writes buffers"
@@ -92,7 +97,33 @@ def pipeline_stage(
             raise TaskError(problem, where="the batch")
 
     loss = functools.partial(_loss, objective) if has_loss else None
-    return Stage(forward, forward_empty, forward_empty, infer, functools.partial(_backward, statistics), loss)
+    return Stage(forward, forward_empty, evaluate_empty, infer, functools.partial(_backward, statistics), loss)
+
+
+def make_chunks(
+    model: nn.Module,
+    objective: Objective,
+    statistics: BatchStatistics,
+    pipeline: PipelineAxis,
+    dry_run: PipelineDryRun,
+    halves: BackwardHalves,
+) -> dict[int, Stage]:
+    """This rank's stages, by number in the model."""
+    if not pipeline.is_cut:
+        return {0: whole_model_stage(model, objective, statistics)}
+    last = pipeline.stages.num_stages - 1
+    return {
+        stage: pipeline_stage(
+            model,
+            objective,
+            statistics,
+            Gates(model, pipeline.stages, stage),
+            dry_run,
+            halves,
+            has_loss=stage == last,
+        )
+        for stage in pipeline.stages.stages_at(pipeline.place)
+    }
 
 
 def _loss(objective: Objective, output: StageOutput, part: Microbatch) -> Loss:

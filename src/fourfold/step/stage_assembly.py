@@ -12,7 +12,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fourfold.parts import mixed_precision
-from fourfold.parts.codec import registry
 from fourfold.parts.codec.protocol import Codec
 from fourfold.parts.comm import transports
 from fourfold.parts.comm.communicator import Communicator
@@ -42,7 +41,7 @@ from fourfold.plan.data.zero import RestingLayouts, layout_changes
 from fourfold.plan.lowering import Blueprint, DataGroup, lower
 from fourfold.plan.plan import Plan
 from fourfold.plan.topology import NO_SHARED_MEMORY, Topology
-from fourfold.step.codec_state import CodecState
+from fourfold.step.codec_state import CodecState, make_codecs
 from fourfold.step.grad_rounds import OneRound, RoundEveryBackward
 from fourfold.step.grad_scaling import GradScaling, make_scaling
 from fourfold.step.grad_sync import GradSync, LocalSteps, SumEveryStep
@@ -126,17 +125,18 @@ def make_stage(
 ) -> StageAssembly:
     """Make the parts of a stage. Collective. Raises PlanError."""
     data_ranks, whole_tensors = world.along("dp", "sp"), tensor.whole_tensors
-    codecs = _make_codecs(trained)
+    codecs = make_codecs(trained.plan.codec_spec, trained.group.stage.gradient_buckets, trained.by_bucket)
     topology = topology_along(world, trained.blueprint.topology, data_ranks)
     gradients, transport, averager = _make_gradients(trained, data_ranks, topology, meter, calls, codecs)
     trained = _adapt(trained, transport, world.rank)
     layout = _state_layout(trained, transport, data_ranks)
     weights = _make_weights(trained, transport, layout, data_ranks, whole_tensors)
     optimizer = _make_optimizer(trained, transport, gradients, weights)
-    sync = _make_sync(trained, weights, averager, tensor)
+    sync = _make_sync(trained, weights, averager, tensor, world.along("pp"))
     parts = StageParts(
         chunks=chunks,
         parameters=trained.by_bucket,
+        bucket_stages=trained.group.stage.bucket_stages,
         gradients=gradients,
         grad_hooks=GradHooks(trained.parameters),
         halves=halves,
@@ -185,17 +185,6 @@ def _adapt(trained: Trained, transport: DataTransport, rank: int) -> Trained:
     topology = dataclasses.replace(before.topology, unshared_cause=NO_SHARED_MEMORY)
     blueprint = lower(before.plan, before.specs, topology, before.update_spec)
     return trained._replace(blueprint=blueprint, group=blueprint.group_of(rank))
-
-
-def _make_codecs(trained: Trained) -> list[Codec]:
-    """One codec for each bucket; none without a codec in the plan."""
-    codec_spec = trained.plan.codec_spec
-    if codec_spec is None:
-        return []
-    return [
-        registry.make_codec(codec_spec, bucket, [tuple(p.shape) for p in params], device=params[0].device)
-        for bucket, params in zip(trained.group.stage.gradient_buckets, trained.by_bucket, strict=True)
-    ]
 
 
 class _GradientParts(NamedTuple):
@@ -327,11 +316,13 @@ def _outer_optimizer(plan: Plan) -> OuterOptimizer:
     return OuterOptimizer(plan.outer_lr, plan.outer_momentum) if plan.sync == "local" else OuterOptimizer()
 
 
-def _make_sync(trained: Trained, weights: Weights, averager: LocalSGDReducer | None, tensor: TensorAxis) -> GradSync:
+def _make_sync(
+    trained: Trained, weights: Weights, averager: LocalSGDReducer | None, tensor: TensorAxis, stages: Communicator
+) -> GradSync:
     if averager is None:
         return SumEveryStep()
     local_sgd = LocalSGD(weights.flats, trained.buckets, averager, _outer_optimizer(trained.plan))
-    return LocalSteps(local_sgd, trained.plan.dp, tensor.group, trained.blueprint.sync_interval)
+    return LocalSteps(local_sgd, trained.plan.dp, tensor.group, stages, trained.blueprint.sync_interval)
 
 
 def _make_hooks(trained: Trained) -> StepHooks:

@@ -37,6 +37,8 @@ class StageParts(NamedTuple):
     """By number in the model: the stages whose parameters are here; several, if stages are interleaved."""
     parameters: Sequence[Sequence[nn.Parameter]]
     """By bucket and slot."""
+    bucket_stages: Sequence[int]
+    """By bucket: the stage in the model that computes with it."""
     gradients: Gradients
     grad_hooks: GradHooks
     halves: BackwardHalves
@@ -58,6 +60,10 @@ class StageParts(NamedTuple):
     @property
     def num_buckets(self) -> int:
         return len(self.parameters)
+
+    def buckets_of(self, stage: int) -> Sequence[int]:
+        """The buckets of one of the stages."""
+        return [bucket for bucket, each in enumerate(self.bucket_stages) if each == stage]
 
     def used_slots(self, bucket: int, counts: Sequence[float] | None) -> Sequence[bool] | None:
         """Which slots of a bucket have a gradient on any rank; None: all. `counts` are by slot of all buckets."""

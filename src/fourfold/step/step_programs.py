@@ -83,14 +83,22 @@ class StepPrograms:
         return [firsts[stage] + bucket for stage, order in sorted(self._launch_orders.items()) for bucket in order]
 
     def split_order(self, order: Sequence[int]) -> dict[int, tuple[int, ...]]:
-        """What `launch_order` returned, by stage; empty if it is not of these buckets."""
+        """What `launch_order` returned, by stage; empty if it is not of these buckets.
+
+        Of interleaved stages, the later ones' buckets come first, whatever the mesh that has recorded the order.
+        """
         orders: dict[int, tuple[int, ...]] = {}
         for stage, first in self._first_buckets().items():
             num_buckets = self._num_buckets()[stage]
             orders[stage] = tuple(bucket - first for bucket in order[first : first + num_buckets])
             if sorted(orders[stage]) != list(range(num_buckets)):
                 return {}
-        return orders if sum(map(len, orders.values())) == len(order) else {}
+        if sum(map(len, orders.values())) != len(order):
+            return {}
+        of_bucket = {group.stage.stage: group.stage.bucket_stages for group in self._blueprint.groups}
+        return {
+            stage: tuple(sorted(own, key=lambda bucket: -of_bucket[stage][bucket])) for stage, own in orders.items()
+        }
 
     def _num_buckets(self) -> dict[int, int]:
         return {group.stage.stage: len(group.buckets) for group in self._blueprint.groups}

@@ -104,6 +104,8 @@ class StepState:
     loss_totals: list[tuple[int, Tensor]] = field(default_factory=list)
     """By microbatch: this rank's sum of the loss."""
     totals: StepTotals | None = None
+    trained_count: float = 0.0
+    """The loss elements that this rank's gradient is of; known with the totals."""
     grad_scale: float = 1.0
     grad_norm: float | None = None
     bad_reason: str | None = None
@@ -184,7 +186,8 @@ class StepState:
 
         Neither waits nor raises: within a backward, a peer may wait for this rank's tokens or weights.
         """
-        if self.totals is None and self._refusal is None and self.parts.scalars.is_ready(LOSS):
+        may_wait = self.parts.sync.waits_for_count or not self.parts.scalars.is_ready(LOSS)
+        if self.totals is None and self._refusal is None and not may_wait:
             self._receive_totals()
         return None if self.totals is None else self.grad_scale
 
@@ -209,10 +212,10 @@ class StepState:
             self.bad_reason = NO_ELEMENTS
         elif not math.isfinite(mean := totals.loss / totals.count):
             self.bad_reason = f"the loss is {mean}"
-        count = self.parts.sync.loss_count(totals.count, self.local_count)
+        self.trained_count = self.parts.sync.loss_count(totals.count, self.local_count)
         # Without elements the gradient is zero: any scale will do.
         nominal = self.known_nominal_count
-        self.grad_scale = nominal / (count or nominal) / self.parts.loss_scale.value
+        self.grad_scale = nominal / (self.trained_count or nominal) / self.parts.loss_scale.value
 
     def nonfinite_microbatches(self) -> list[range]:
         """The sample ranges of this rank's microbatches whose loss is not finite."""

@@ -107,7 +107,8 @@ class _UpdateSink:
     """Launches the buckets that gradients complete, and updates those that are reduced, in program order."""
 
     def __init__(self, step: StepState, stage: StageParts, action: Action) -> None:
-        self._step, self._stage, self._stage_index = step, stage, action.stage
+        self._step, self._stage, self._stage_index = step, stage, step.parts.place_of(action.stage)
+        self._buckets = stage.buckets_of(action.stage)
         self._has_all_grads = stage.rounds.has_all_grads(action.index, len(step.microbatches))
         self._num_updated = 0
 
@@ -122,8 +123,8 @@ class _UpdateSink:
 
     def _update_reduced(self) -> None:
         """Update the launched buckets up to the first whose reduction has not ended. Never waits."""
-        countdown = self._stage.gradients.countdown
-        for bucket in countdown.launch_order[self._num_updated : countdown.num_launched]:
+        launched = [each for each in self._stage.gradients.countdown.launched if each in self._buckets]
+        for bucket in launched[self._num_updated :]:
             scale = self._step.poll_grad_scale()
             if scale is None or not self._stage.reducer.is_reduced(bucket, self._step.parts.scaling.sum_factor(scale)):
                 return
@@ -183,18 +184,21 @@ class UpdateInForward:
 
     def _forward(self, step: StepState, action: Action) -> None:
         step.unshard_sink = deferred = self._deferred[self._parts.place_of(action.stage)]
-        with deferred.in_forward():
+        with deferred.in_forward(step.stage(action.stage).buckets_of(action.stage)):
             forward(step, action)
 
     def _backward(self, step: StepState, action: Action) -> None:
         backward(step, action)
-        if action.index == 0:
-            self._deferred[self._parts.place_of(action.stage)].check_missed_accesses()
+        self._end_first_backward(step, action)
 
     def _backward_input(self, step: StepState, action: Action) -> None:
         backward_input(step, action)
+        self._end_first_backward(step, action)
+
+    def _end_first_backward(self, step: StepState, action: Action) -> None:
         if action.index == 0:
-            self._deferred[self._parts.place_of(action.stage)].check_missed_accesses()
+            buckets = step.stage(action.stage).buckets_of(action.stage)
+            self._deferred[self._parts.place_of(action.stage)].check_missed_accesses(buckets)
 
     def begin_step(self, step: StepState) -> None:
         """The updates in front of the first forward are those of the step before: forward runs them."""

@@ -42,7 +42,7 @@ VerbFunction = Callable[[StepState, Action], None]
 def forward(step: StepState, action: Action) -> None:
     """A microbatch through the stage and its loss."""
     stage, part = step.stage(action.stage), step.microbatches[action.index]
-    with stage.weights.unsharded("forward", step.unshard_sink):
+    with stage.weights.unsharded("forward", action.stage, step.unshard_sink):
         if part.num_samples:
             end_forward(step, action, stage.chunks[action.stage].forward(part, received(step, action)))
         elif (loss := stage.chunks[action.stage].forward_empty()) is not None:
@@ -187,7 +187,8 @@ def update_bucket(step: StepState, action: Action) -> None:
 def begin_updates(step: StepState) -> None:
     """Before the first update of a step: the optimizer's pre-hooks see all gradients as the update will use them."""
     step.has_begun_updates = True
-    step.parts.sync.count_losses(step.local_count, step.read_totals().count)
+    total = step.read_totals().count
+    step.parts.sync.count_losses(step.trained_count, total)
     for index, stage in step.parts.stages.items():
         if stage.step_hooks.has_any_hook:
             wait_all(step, stage)

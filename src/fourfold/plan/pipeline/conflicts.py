@@ -1,4 +1,4 @@
-"""Conflicts: what does not go with interleaved stages, asynchronous schedules, and a weight that two stages use."""
+"""Conflicts: what does not go with a pipeline, asynchronous schedules, and a weight that two stages use."""
 
 from collections.abc import Mapping, Sequence
 
@@ -6,12 +6,7 @@ from fourfold.words.errors import Problem
 
 # By field: the values that a pipeline can have, and what the others would need.
 NOT_BUILT: dict[str, tuple[tuple[str, ...], str]] = {
-    "sync": (("step",), "the loss count of each data rank on all of its stages"),
-    "batch_norm": (("refuse", "local"), "statistics of the stages' own data ranks"),
-    "unused": (("refuse",), "gradients that every stage knows to be missing"),
     "residual": (("whole",), "activations of which each tensor rank sends its tokens"),
-    "codec": (("none",), "codecs whose state is kept by stage"),
-    "precision": (("keep", "bf16"), "overflows that every stage knows of"),
 }
 
 # By field: the values that go with an asynchronous schedule, and what the others would need.
@@ -41,23 +36,6 @@ def asynchronous_problems(schedule: str, values: Mapping[str, object], clip: flo
     if clip is not None:
         need = "updates that do not wait for the gradients of other stages"
         problems.append(Problem(f"{got} with clip = {clip:g}", need, f"clip = none, or {sync}"))
-    return problems
-
-
-def interleave_problems(interleave: int, zero: int, update: str) -> list[Problem]:
-    """The settings that do not go with so many stages at a place, whose parameters share buckets.
-
-    `zero`: 0, if nothing rests split.
-    """
-    if interleave == 1:
-        return []
-    problems, own = [], f"interleave = {interleave}"
-    if zero >= 2:
-        need = "gradients that are reduced once in a step: those of one stage come before those of the next"
-        problems.append(Problem(f"{own} with zero = {zero}", need, "zero = 1, or interleave = 1"))
-    if update != "after":
-        need = "updates behind the backwards of all stages of a rank"
-        problems.append(Problem(f'{own} with update = "{update}"', need, 'update = "after", or interleave = 1'))
     return problems
 
 

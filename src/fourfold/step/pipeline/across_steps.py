@@ -15,13 +15,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from torch import nn
 
-from fourfold.parts.comm.communicator import Communicator
 from fourfold.parts.comm.reduce.protocol import ScalarReducer
-from fourfold.parts.comm.transports import make_world_channel
-from fourfold.plan.lowering import Blueprint
-from fourfold.plan.pipeline.asynchronous import batches_in_flight, staleness, warm_up
+from fourfold.plan.pipeline.asynchronous import batches_in_flight, warm_up
+from fourfold.plan.pipeline.spec import PipelineSpec
 from fourfold.step.pipeline.weight_versions import WeightVersions
 from fourfold.step.step_parts import StageParts, StepParts
 from fourfold.step.step_programs import StepPrograms
@@ -190,15 +187,16 @@ class AcrossSteps:
 def make_across_steps(
     parts: StepParts,
     programs: StepPrograms,
-    parameters: Sequence[nn.Parameter],
-    blueprint: Blueprint,
-    world: Communicator,
+    versions: WeightVersions,
+    channels: Sequence[ScalarReducer],
+    spec: PipelineSpec,
+    stage: int,
 ) -> AcrossSteps:
-    """The steps of a plan with an asynchronous schedule. `parameters`: of this rank's stage. Collective."""
-    plan, stage = blueprint.plan, world.along("pp").rank
-    spec, lag = plan.pipeline_spec, batches_in_flight(plan.pipeline_spec)
-    channels = [
-        make_world_channel(world, blueprint.topology, plan.transport, parts.meter).scalars for _ in range(lag + 1)
-    ]
-    versions = WeightVersions(parameters, staleness(plan.schedule, spec, stage))
-    return AcrossSteps(parts, programs, versions, InFlightCounts(warm_up(spec, stage), lag), channels)
+    """The steps of an asynchronous schedule. `channels`: as many as `num_channels` says; `stage`: this rank's."""
+    counts = InFlightCounts(warm_up(spec, stage), batches_in_flight(spec))
+    return AcrossSteps(parts, programs, versions, counts, channels)
+
+
+def num_channels(spec: PipelineSpec) -> int:
+    """How many batches have totals that some rank may still wait for."""
+    return batches_in_flight(spec) + 1

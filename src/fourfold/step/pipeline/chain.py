@@ -55,6 +55,11 @@ class StageMap(NamedTuple):
                 return stage
         return self.num_stages - 1 if any(_is_in(parameter, name) for name in self.chain.behind) else 0
 
+    def modules_elsewhere(self, place: int) -> tuple[str, ...]:
+        """The blocks and ends that other places have."""
+        modules = (*self.chain.before, *self.chain.blocks, *self.chain.behind)
+        return tuple(name for name in modules if self.place_of(name) != place)
+
     def boundaries(self) -> list[str]:
         """By stage but the last: the block whose output it sends."""
         return [self.chain.blocks[blocks.stop - 1] for blocks in self.blocks[:-1]]
@@ -119,10 +124,10 @@ def tied_parameters(model: nn.Module) -> dict[str, list[str]]:
 
 
 def _ties_across(model: nn.Module, stages: StageMap) -> dict[str, list[str]]:
-    """By weight: those of its other names that are on another place."""
+    """By weight: those of its other names that are of another stage."""
     found = {}
     for first, *others in tied_parameters(model).values():
-        if away := [name for name in others if stages.place_of(name) != stages.place_of(first)]:
+        if away := [name for name in others if stages.stage_of(name) != stages.stage_of(first)]:
             found[first] = away
     return found
 

@@ -57,7 +57,7 @@ class WeightVersions:
     @contextlib.contextmanager
     def in_update(self) -> Iterator[None]:
         """Inside, the parameters are updated. autograd does not count it: what forwards have saved is stashed."""
-        with untracked_access(), preserve_versions(self._parameters):
+        with untracked_access(), preserve_versions(tuple(self._parameters)):
             yield
 
     def end_update(self, oldest_needed: int) -> None:
