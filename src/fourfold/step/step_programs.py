@@ -10,7 +10,7 @@ from fourfold.plan.data.step_program import UseOrders
 from fourfold.plan.lowering import Blueprint
 from fourfold.plan.step_programs import StepRecord
 from fourfold.plan.topology import Topology
-from fourfold.words.program import Action, Verb
+from fourfold.words.program import Action, Program, Verb
 
 NOT_LEARNT = UseOrders((), (), ())
 
@@ -46,6 +46,11 @@ class StepPrograms:
     def at_sync(self) -> tuple[Action, ...]:
         """The actions of a step; with local steps: of one at whose end weights are averaged."""
         return self._programs.step[self._rank]
+
+    @property
+    def of_ranks(self) -> Program:
+        """As `at_sync`, of all ranks."""
+        return self._programs.step
 
     @property
     def between(self) -> tuple[Action, ...]:

@@ -30,7 +30,7 @@ from fourfold.step.saved_state import SavedState
 from fourfold.step.state_access import StateAccess
 from fourfold.step.step_options import StepKeywords, StepOptions
 from fourfold.step.step_runner import AsynchronousRunner, ForwardRun, StepRunner
-from fourfold.words.program import Action
+from fourfold.words.program import Action, Program
 from fourfold.words.trace_events import Recorder
 
 
@@ -80,13 +80,13 @@ class TrainStep:
 
     @property
     def program(self) -> tuple[Action, ...]:
-        """The actions of a step. With local steps: of one at whose end weights are averaged; else `local_program`."""
+        """The actions of a step. With local steps: of one at whose end weights are averaged."""
         return self._programs.at_sync
 
     @property
-    def local_program(self) -> tuple[Action, ...]:
-        """With local steps: the actions of a step without an average of weights."""
-        return self._programs.between
+    def programs(self) -> Program:
+        """As `program`, of all ranks."""
+        return self._programs.of_ranks
 
     @property
     def topology(self) -> Topology:
