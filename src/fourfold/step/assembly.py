@@ -42,7 +42,7 @@ from fourfold.step.pipeline import axis as pipeline_axis
 from fourfold.step.pipeline.axis import PipelineAxis, load_own_weights, take_first_ranks_weights, whole_pipeline
 from fourfold.step.pipeline.chain import map_stages
 from fourfold.step.pipeline.dry_run import PipelineDryRun
-from fourfold.step.pipeline.gates import Gates
+from fourfold.step.pipeline.gates import Gates, SplitResidual
 from fourfold.step.pipeline.skeleton import make_skeleton
 from fourfold.step.rank_dropout import SplitDropout
 from fourfold.step.replica_drift import DriftChecker
@@ -115,7 +115,8 @@ def assemble(
     trained = lay_out(model, optimizer, plan, world, options, whole)
     channel = transports.make_world_channel(world, trained.blueprint.topology, plan.transport, meter)
     statistics = _make_statistics(model, plan, world, meter, pipeline)
-    chunks = _make_chunks(model, objective, statistics, pipeline, stages)
+    residual = SplitResidual(tensor.residual.entries, tensor.region)
+    chunks = _make_chunks(model, objective, statistics, pipeline, stages, residual)
     stage = make_stage(trained, world, meter, channel.calls, tensor, chunks)
     parts = _make_parts(stage, channel.scalars, meter, objective, plan, options, world, axes)
     calls = CollectiveCalls(world, TensorCalls(channel.calls, tensor.group, tensor.ranks))
@@ -190,14 +191,15 @@ def _cut(
         transport=plan.transport,
         is_own=lambda name: stages.place_of(name) == ranks.rank,
     )
+    residual = SplitResidual(tensor.residual.entries, tensor.region)
     if ranks.size == 1:
         pipeline = whole_pipeline(model, stages, ranks)
-        return _Axes(tensor, pipeline, PipelineDryRun(model, stages, world))
+        return _Axes(tensor, pipeline, PipelineDryRun(model, stages, world, residual))
     if not tensor.is_cut:
         load_own_weights(initial, stages, ranks)
     skeleton = make_skeleton(model, plan.precision, [tensor.region])
     pipeline = pipeline_axis.cut(model, skeleton, optimizer, stages, ranks, meter, transport=plan.transport)
-    return _Axes(tensor, pipeline, PipelineDryRun(skeleton, stages, world))
+    return _Axes(tensor, pipeline, PipelineDryRun(skeleton, stages, world, residual))
 
 
 def _make_chunks(
@@ -206,6 +208,7 @@ def _make_chunks(
     statistics: BatchStatistics,
     pipeline: PipelineAxis,
     dry_run: PipelineDryRun,
+    residual: SplitResidual,
 ) -> dict[int, Stage]:
     """This rank's stages, by number in the model."""
     if not pipeline.is_cut:
@@ -216,7 +219,7 @@ def _make_chunks(
             model,
             objective,
             statistics,
-            Gates(model, pipeline.stages, stage),
+            Gates(model, pipeline.stages, stage, residual),
             dry_run,
             has_loss=stage == last,
         )

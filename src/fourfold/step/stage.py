@@ -83,6 +83,10 @@ def pipeline_stage(
         with statistics.in_forward(has_samples=True):
             return infer(part, received)
 
+    def backward(outputs: Sequence[Tensor], upstream: Sequence[Tensor] | None) -> None:
+        _backward(statistics, outputs, upstream)
+        gates.end_tokens()
+
     def evaluate_empty() -> None:
         if statistics.evaluates_together():
             forward_empty()
@@ -94,7 +98,7 @@ def pipeline_stage(
             raise TaskError(problem, where="the batch")
 
     loss = functools.partial(_loss, objective) if has_loss else None
-    return Stage(forward, forward_empty, evaluate_empty, infer, functools.partial(_backward, statistics), loss)
+    return Stage(forward, forward_empty, evaluate_empty, infer, backward, loss)
 
 
 def _loss(objective: Objective, output: StageOutput, part: Microbatch) -> Loss:

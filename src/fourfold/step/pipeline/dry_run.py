@@ -20,7 +20,7 @@ from fourfold.step.dry_run.loss_check import summarize_error
 from fourfold.step.dry_run.preserve_module import preserve_module
 from fourfold.step.model_call import call_model, eval_mode
 from fourfold.step.pipeline.chain import StageMap
-from fourfold.step.pipeline.gates import Gates, StageEnd, Template, Templates
+from fourfold.step.pipeline.gates import Gates, SplitResidual, StageEnd, Template, Templates
 from fourfold.step.tensor_tree import tree_leaves, tree_map
 from fourfold.words.errors import FourfoldError, Problem, TaskError
 
@@ -40,8 +40,8 @@ class _Call(NamedTuple):
 class PipelineDryRun:
     """The dry run of one rank. `world` lies on the plan's mesh."""
 
-    def __init__(self, skeleton: nn.Module, stages: StageMap, world: Communicator) -> None:
-        self._skeleton, self._stages, self._world = skeleton, stages, world
+    def __init__(self, skeleton: nn.Module, stages: StageMap, world: Communicator, residual: SplitResidual) -> None:
+        self._skeleton, self._stages, self._world, self._residual = skeleton, stages, world, residual
         self.templates: Templates = {}
         """What modules of other stages return; known after the first batch with samples on this rank."""
         self.has_ended = False
@@ -135,7 +135,7 @@ class PipelineDryRun:
     def _run_stage(self, stage: int, inputs: Any, templates: Templates, received: list[Tensor]) -> list[Tensor]:
         outputs: Any
         try:
-            with Gates(self._skeleton, self._stages, stage).closed(templates, received):
+            with Gates(self._skeleton, self._stages, stage, self._residual).closed(templates, received):
                 outputs = call_model(self._skeleton, inputs)
         except StageEnd as end:
             outputs = end.outputs

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
+from fourfold.parts.tensor.split_region import SplitRegion
 from fourfold.step.pipeline.chain import StageMap
 from fourfold.step.tensor_tree import tree_leaves, tree_map
 
@@ -88,11 +89,21 @@ class Template(NamedTuple):
 Templates = Mapping[str, Template]
 
 
+class SplitResidual(NamedTuple):
+    """Where tensor ranks begin to hold some tokens of hidden tensors: the modules at whose entry; empty: nowhere.
+
+    Stages send each other these tokens only. How many there are altogether, a stage sees of the placeholders.
+    """
+
+    entries: frozenset[str]
+    region: SplitRegion
+
+
 class Gates:
     """The gates of one stage of a model."""
 
-    def __init__(self, model: nn.Module, stages: StageMap, stage: int) -> None:
-        self._model = model
+    def __init__(self, model: nn.Module, stages: StageMap, stage: int, residual: SplitResidual) -> None:
+        self._model, self._residual = model, residual
         blocks, names = stages.blocks[stage], stages.chain.blocks
         self._skipped = [*stages.chain.before, *names[: max(0, blocks.start - 1)]] if stage else []
         self._input_block = names[blocks.start - 1] if stage else None
@@ -109,7 +120,7 @@ class Gates:
         def gate(name: str, function: Callable[..., Any]) -> None:
             module = self._model.get_submodule(name)
             replaced.append((module, module.__dict__.get("forward")))
-            module.__dict__["forward"] = function
+            module.__dict__["forward"] = self._beginning_tokens(function) if self._splits_at(name) else function
 
         for name in self._skipped:
             gate(name, templates[name].placeholder)
@@ -120,6 +131,7 @@ class Gates:
         try:
             yield
         finally:
+            self.end_tokens()
             for hook in hooks:
                 hook.remove()
             for module, before in reversed(replaced):
@@ -127,6 +139,23 @@ class Gates:
                     del module.__dict__["forward"]
                 else:
                     module.__dict__["forward"] = before
+
+    def _splits_at(self, name: str) -> bool:
+        return name in self._residual.entries
+
+    def _beginning_tokens(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A gate at whose entry hidden tensors would be split."""
+
+        def begin(*args: Any, **kwargs: Any) -> Any:
+            hidden = next(each for each in tree_leaves((args, kwargs)) if each.is_floating_point())
+            self._residual.region.begin_tokens(hidden)
+            return function(*args, **kwargs)
+
+        return begin
+
+    def end_tokens(self) -> None:
+        """A forward or a backward of this stage has ended: the next one may have other tokens."""
+        self._residual.region.end_tokens()
 
 
 def _leave(module: nn.Module, args: Any, output: Any) -> None:
