@@ -55,7 +55,7 @@ def pipeline_problems(plan: Plan) -> list[Problem]:
     if plan.pp == 1:
         return []
     sizes = {"pp": plan.pp, "microbatches": plan.microbatches, "interleave": plan.interleave}
-    problems = schedule_problems(plan.schedule, **sizes)
+    problems = schedule_problems(plan.schedule, **sizes, max_in_flight=plan.max_in_flight, program=plan.program)
     return problems + not_built_problems({field: getattr(plan, field) for field in NOT_BUILT})
 
 

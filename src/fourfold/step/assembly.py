@@ -16,6 +16,7 @@ from fourfold.parts.comm.communicator import Communicator
 from fourfold.parts.comm.meter import CommMeter
 from fourfold.parts.comm.reduce.protocol import ScalarReducer
 from fourfold.parts.comm.row_exchange import make_row_exchange
+from fourfold.parts.deferred_grads import BackwardHalves, DeferredGrads, WholeBackward
 from fourfold.parts.deferred_init import InitialModel
 from fourfold.parts.optim.user_optimizer import OptimizerSource, build_optimizer
 from fourfold.parts.sequence.sequence_group import connect_sequence
@@ -116,8 +117,9 @@ def assemble(
     channel = transports.make_world_channel(world, trained.blueprint.topology, plan.transport, meter)
     statistics = _make_statistics(model, plan, world, meter, pipeline)
     residual = SplitResidual(tensor.residual.entries, tensor.region)
-    chunks = _make_chunks(model, objective, statistics, pipeline, stages, residual)
-    stage = make_stage(trained, world, meter, channel.calls, tensor, chunks)
+    halves = DeferredGrads(trained.parameters) if plan.divides_backward else WholeBackward()
+    chunks = _make_chunks(model, objective, statistics, pipeline, stages, residual, halves)
+    stage = make_stage(trained, world, meter, channel.calls, tensor, chunks, halves)
     parts = _make_parts(stage, channel.scalars, meter, objective, plan, options, world, axes)
     calls = CollectiveCalls(world, TensorCalls(channel.calls, tensor.group, tensor.ranks))
     return Assembly(
@@ -209,6 +211,7 @@ def _make_chunks(
     pipeline: PipelineAxis,
     dry_run: PipelineDryRun,
     residual: SplitResidual,
+    halves: BackwardHalves,
 ) -> dict[int, Stage]:
     """This rank's stages, by number in the model."""
     if not pipeline.is_cut:
@@ -221,6 +224,7 @@ def _make_chunks(
             statistics,
             Gates(model, pipeline.stages, stage, residual),
             dry_run,
+            halves,
             has_loss=stage == last,
         )
         for stage in pipeline.stages.stages_at(pipeline.place)

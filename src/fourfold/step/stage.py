@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fourfold.parts.deferred_grads import BackwardHalves
 from fourfold.step.batch import Microbatch
 from fourfold.step.batch_statistics import BatchStatistics
 from fourfold.step.loss_sum import Loss
@@ -67,6 +68,7 @@ def pipeline_stage(
     statistics: BatchStatistics,
     gates: Gates,
     dry_run: PipelineDryRun,
+    halves: BackwardHalves,
     *,
     has_loss: bool,
 ) -> Stage:
@@ -80,7 +82,7 @@ def pipeline_stage(
             return StageOutput(end.outputs, [])
 
     def forward(part: Microbatch, received: Sequence[Tensor]) -> StageOutput:
-        with statistics.in_forward(has_samples=True):
+        with statistics.in_forward(has_samples=True), halves.in_forward():
             return infer(part, received)
 
     def backward(outputs: Sequence[Tensor], upstream: Sequence[Tensor] | None) -> None:

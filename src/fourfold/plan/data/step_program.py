@@ -24,8 +24,9 @@ from fourfold.words.program import (
     nth_index,
 )
 
-UNSHARDED = (Verb.FORWARD, Verb.BACKWARD)  # the phases that use weights
-BACKWARD_PHASES = (Verb.TIE_GRADIENT, Verb.RECEIVE_BACKWARD, Verb.BACKWARD)
+UNSHARDED = (Verb.FORWARD, Verb.BACKWARD, Verb.BACKWARD_INPUT)  # the phases that use weights
+BACKWARD_PHASES = (Verb.TIE_GRADIENT, Verb.RECEIVE_BACKWARD, Verb.BACKWARD, Verb.BACKWARD_INPUT)
+COMPLETE_BACKWARD = (Verb.BACKWARD, Verb.BACKWARD_WEIGHT)  # all gradients of a microbatch are there
 
 
 class StepSync(StrEnum):
@@ -156,10 +157,14 @@ class _Unshards:
         return actions
 
 
+def update_verbs(layouts: RestingLayouts) -> tuple[Verb, ...]:
+    """What updates a bucket: UPDATE, and GATHER if new weights are all-gathered."""
+    gathers = layout_changes(layouts).after_update != Change.NONE
+    return (Verb.UPDATE, Verb.GATHER) if gathers else (Verb.UPDATE,)
+
+
 def _update(step: DataStepSpec, bucket: int) -> list[Action]:
-    gathers = layout_changes(step.resting_layouts).after_update != Change.NONE
-    gather = [Action(Verb.GATHER, step.stage, bucket)] if gathers else []
-    return [Action(Verb.UPDATE, step.stage, bucket), *gather]
+    return [Action(verb, step.stage, bucket) for verb in update_verbs(step.resting_layouts)]
 
 
 def _compute_phases(
@@ -171,7 +176,7 @@ def _compute_phases(
     next backward, or of the receipt of its gradient. What a backward sends back goes before its reductions.
     """
     unshards, measures, rounds = _Unshards(step), _LossMeasures(step), Counter[int]()
-    num_left = Counter(action.stage for action in step.compute_actions if action.verb == Verb.BACKWARD)
+    num_left = Counter(action.stage for action in step.compute_actions if action.verb in COMPLETE_BACKWARD)
     actions: list[Action] = []
     reductions: list[Action] = []
     for action in step.compute_actions:
@@ -184,7 +189,7 @@ def _compute_phases(
             order = orders.forward if action.verb == Verb.FORWARD else orders.backward
             actions += unshards.next_phase(order, action.stage)
         actions.append(action)
-        if action.verb == Verb.BACKWARD:
+        if action.verb in COMPLETE_BACKWARD:
             num_left[action.stage] -= 1
             buckets = step.of_stage(launch_order, action.stage)
             is_last = num_left[action.stage] == 0
