@@ -76,7 +76,7 @@ def pipeline_stage(
 
     def infer(part: Microbatch, received: Sequence[Tensor]) -> StageOutput:
         try:
-            with gates.closed(dry_run.templates, received):
+            with gates.closed(dry_run.templates, received, dry_run.carried_by(gates.stage)):
                 return objective.forward(model, part)
         except StageEnd as end:
             return StageOutput(end.outputs, [])
