@@ -251,3 +251,36 @@ def test_batch_norms_have_the_statistics_of_all_samples_of_their_stage(fields):
         assert other.keys() == state.keys()
         for name, value in state.items():
             torch.testing.assert_close(other[name], value, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+LENGTHS = (8, 5, 7)
+
+
+@functools.cache
+def texts() -> list[Any]:
+    """Batches of texts of different lengths, which two tensor ranks cannot always divide."""
+    return [cases.batches(dataclasses.replace(CASE, length=length))[0] for length in LENGTHS]
+
+
+@pytest.mark.parametrize("fields", [
+    {"tp": 2}, {"tp": 2, "dp": 2, "schedule": "interleaved", "interleave": 2, "zero": 3}, {"tp": 2, "sp": 2},
+])  # fmt: skip
+def test_a_split_residual_crosses_stages_in_parts(fields):
+    plan = Plan(pp=2, microbatches=2, residual="split", **fields)
+
+    def body(comm: Any) -> tuple[TrainingResult, set[int]]:
+        step = TrainStep(
+            make_model(), cases.loss(CASE), cases.optimizer(CASE), plan=plan, communicator=comm, tensor=lm.TENSOR_RULES
+        )
+        lengths, edge = set(), step._assembly.parts.edges.to_next
+        if edge is not None:
+            send = edge.send
+            edge.send = lambda tensors: (lengths.update(each.shape[-2] for each in tensors), send(tensors))[1]
+        losses = [step(cases.local_batch(batch, plan.dp, step.dp_index)).loss for batch in texts()]
+        return oracle.snapshot(step, losses, []), lengths
+
+    expected = oracle.train(make_model(), cases.loss(CASE), cases.optimizer(CASE), texts())
+    for got, lengths in threads.run(plan.mesh.size, body):
+        assert got.losses == pytest.approx(expected.losses, rel=TOLERANCE)
+        assert oracle.deviation(got._replace(grad_norms=[]), expected._replace(grad_norms=[])) <= TOLERANCE
+        assert max(lengths, default=0) <= -(-max(LENGTHS) // plan.tp)

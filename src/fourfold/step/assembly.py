@@ -45,6 +45,7 @@ from fourfold.step.pipeline.across_steps import make_across_steps, num_channels
 from fourfold.step.pipeline.axis import PipelineAxis, load_own_weights, take_first_ranks_weights, whole_pipeline
 from fourfold.step.pipeline.chain import map_stages
 from fourfold.step.pipeline.dry_run import PipelineDryRun
+from fourfold.step.pipeline.gates import SplitResidual
 from fourfold.step.pipeline.skeleton import make_skeleton
 from fourfold.step.pipeline.weight_versions import WeightVersions
 from fourfold.step.rank_dropout import SplitDropout
@@ -119,7 +120,8 @@ def assemble(
     channel = transports.make_world_channel(world, trained.blueprint.topology, plan.transport, meter)
     statistics = _make_statistics(model, plan, world, meter, pipeline)
     halves = DeferredGrads(trained.parameters) if plan.divides_backward else WholeBackward()
-    chunks = make_chunks(model, objective, statistics, pipeline, stages, halves)
+    residual = SplitResidual(tensor.residual.entries, tensor.region)
+    chunks = make_chunks(model, objective, statistics, pipeline, stages, residual, halves)
     stage = make_stage(trained, world, meter, channel.calls, tensor, chunks, halves)
     parts = _make_parts(stage, channel.scalars, meter, objective, plan, options, world, axes)
     calls = CollectiveCalls(world, TensorCalls(channel.calls, tensor.group, tensor.ranks))
@@ -195,14 +197,15 @@ def _cut(
         transport=plan.transport,
         is_own=lambda name: stages.place_of(name) == ranks.rank,
     )
+    residual = SplitResidual(tensor.residual.entries, tensor.region)
     if ranks.size == 1:
         pipeline = whole_pipeline(model, stages, ranks)
-        return _Axes(tensor, pipeline, PipelineDryRun(model, stages, world))
+        return _Axes(tensor, pipeline, PipelineDryRun(model, stages, world, residual))
     if not tensor.is_cut:
         load_own_weights(initial, stages, ranks)
     skeleton = make_skeleton(model, plan.precision, [tensor.region])
     pipeline = pipeline_axis.cut(model, skeleton, optimizer, stages, ranks, meter, transport=plan.transport)
-    return _Axes(tensor, pipeline, PipelineDryRun(skeleton, stages, world))
+    return _Axes(tensor, pipeline, PipelineDryRun(skeleton, stages, world, residual))
 
 
 def _take_optimizer(source: OptimizerSource, model: nn.Module, plan: Plan, options: StepOptions) -> Optimizer:

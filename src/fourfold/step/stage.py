@@ -20,7 +20,7 @@ from fourfold.step.loss_sum import Loss
 from fourfold.step.objective import Objective, StageOutput
 from fourfold.step.pipeline.axis import PipelineAxis
 from fourfold.step.pipeline.dry_run import PipelineDryRun
-from fourfold.step.pipeline.gates import Gates, StageEnd
+from fourfold.step.pipeline.gates import Gates, SplitResidual, StageEnd
 from fourfold.words.errors import Problem, TaskError
 
 
@@ -77,7 +77,7 @@ def pipeline_stage(
 
     def infer(part: Microbatch, received: Sequence[Tensor]) -> StageOutput:
         try:
-            with gates.closed(dry_run.templates, received):
+            with gates.closed(dry_run.templates, received, dry_run.carried_by(gates.stage)):
                 return objective.forward(model, part)
         except StageEnd as end:
             return StageOutput(end.outputs, [])
@@ -85,6 +85,10 @@ def pipeline_stage(
     def forward(part: Microbatch, received: Sequence[Tensor]) -> StageOutput:
         with statistics.in_forward(has_samples=True), halves.in_forward():
             return infer(part, received)
+
+    def backward(outputs: Sequence[Tensor], upstream: Sequence[Tensor] | None) -> None:
+        _backward(statistics, outputs, upstream)
+        gates.end_tokens()
 
     def evaluate_empty() -> None:
         if statistics.evaluates_together():
@@ -97,7 +101,7 @@ def pipeline_stage(
             raise TaskError(problem, where="the batch")
 
     loss = functools.partial(_loss, objective) if has_loss else None
-    return Stage(forward, forward_empty, evaluate_empty, infer, functools.partial(_backward, statistics), loss)
+    return Stage(forward, forward_empty, evaluate_empty, infer, backward, loss)
 
 
 def make_chunks(
@@ -106,6 +110,7 @@ def make_chunks(
     statistics: BatchStatistics,
     pipeline: PipelineAxis,
     dry_run: PipelineDryRun,
+    residual: SplitResidual,
     halves: BackwardHalves,
 ) -> dict[int, Stage]:
     """This rank's stages, by number in the model."""
@@ -117,7 +122,7 @@ def make_chunks(
             model,
             objective,
             statistics,
-            Gates(model, pipeline.stages, stage),
+            Gates(model, pipeline.stages, stage, residual),
             dry_run,
             halves,
             has_loss=stage == last,

@@ -37,7 +37,8 @@ from fourfold.parts.optim.update_slices import UpdateSlice, update_slices
 from fourfold.parts.rank_layout import RankLayout, SplitLayout, WholeLayout
 from fourfold.parts.tensor.whole_tensors import WholeTensors
 from fourfold.plan.data.buckets import Bucket
-from fourfold.plan.data.zero import RestingLayouts, layout_changes
+from fourfold.plan.data.step_program import update_verbs
+from fourfold.plan.data.zero import RestingLayouts
 from fourfold.plan.lowering import Blueprint, DataGroup, lower
 from fourfold.plan.plan import Plan
 from fourfold.plan.topology import NO_SHARED_MEMORY, Topology
@@ -54,8 +55,7 @@ from fourfold.step.step_options import StepOptions
 from fourfold.step.step_parts import StageParts
 from fourfold.step.tensor.tensor_axis import TensorAxis
 from fourfold.step.weights import Weights, trainable_parameters
-from fourfold.words.layout import SPLIT, WHOLE, Change
-from fourfold.words.program import Verb
+from fourfold.words.layout import SPLIT, WHOLE
 
 
 class Trained(NamedTuple):
@@ -148,7 +148,7 @@ def make_stage(
         weights=weights,
         step_hooks=_make_hooks(trained),
         rounds=RoundEveryBackward() if trained.layouts.gradient == SPLIT else OneRound(),
-        update_verbs=_update_verbs(trained.layouts),
+        update_verbs=update_verbs(trained.layouts),
         norm_sum=_make_norm_sum(trained, transport, tensor),
     )
     codec_state = CodecState(codecs, data_ranks, whole_tensors)
@@ -333,8 +333,3 @@ def _make_hooks(trained: Trained) -> StepHooks:
         is_unbucketed=trained.blueprint.has_unbucketed_grads,
         can_skip_params=trained.tells_params_apart,
     )
-
-
-def _update_verbs(layouts: RestingLayouts) -> tuple[Verb, ...]:
-    gathers = layout_changes(layouts).after_update != Change.NONE
-    return (Verb.UPDATE, Verb.GATHER) if gathers else (Verb.UPDATE,)

@@ -56,11 +56,9 @@ class TrainStep:
         initial, world = InitialModel(model, initial_weights), communicator.on_mesh(plan.mesh)
         self._assembly = assembly = assemble(initial, loss, optimizer, plan, world, StepOptions(**options))
         self._parts, self._calls, self._programs = assembly.parts, assembly.calls, assembly.programs
-        self._weights, self._checks = assembly.state.weights, assembly.checks
-        self.optimizer = assembly.optimizer
-        self._access = StateAccess(assembly)
-        runner = AsynchronousRunner if plan.is_asynchronous else StepRunner
-        self._runner = runner(model, assembly, self._access)
+        self._weights, self._checks, self.optimizer = assembly.state.weights, assembly.checks, assembly.optimizer
+        self._access = access = StateAccess(assembly)
+        self._runner = (AsynchronousRunner if plan.is_asynchronous else StepRunner)(model, assembly, access)
 
     # ---- what this rank is ---------------------------------------------------------------------------
 
@@ -87,6 +85,11 @@ class TrainStep:
     def programs(self) -> Program:
         """As `program`, of all ranks."""
         return self._programs.of_ranks
+
+    @property
+    def local_program(self) -> tuple[Action, ...]:
+        """With local steps: the actions of a step without an average of weights."""
+        return self._programs.between
 
     @property
     def topology(self) -> Topology:

@@ -136,8 +136,12 @@ class SplitRegion:
             self._entered[whole] = Entered(version_of(whole), entered, rows=rows.detach(), source=source)
         return whole
 
+    def begin_tokens(self, hidden: Tensor) -> None:
+        """Where a pass begins with rows that another pipeline stage has made, of as many tokens as this tensor has."""
+        self._count.value = hidden.shape[-2]
+
     def end_tokens(self) -> None:
-        """Where a pass through the blocks ends."""
+        """Where a pass through the blocks ends, on this pipeline stage or altogether."""
         self._count.end()
 
     def leave_tokens(self, partial: Tensor) -> Tensor:

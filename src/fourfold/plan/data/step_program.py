@@ -159,10 +159,14 @@ class _Unshards:
         return actions
 
 
+def update_verbs(layouts: RestingLayouts) -> tuple[Verb, ...]:
+    """What updates a bucket: UPDATE, and GATHER if new weights are all-gathered."""
+    gathers = layout_changes(layouts).after_update != Change.NONE
+    return (Verb.UPDATE, Verb.GATHER) if gathers else (Verb.UPDATE,)
+
+
 def _update(step: DataStepSpec, bucket: int) -> list[Action]:
-    gathers = layout_changes(step.resting_layouts).after_update != Change.NONE
-    gather = [Action(Verb.GATHER, step.stage, bucket)] if gathers else []
-    return [Action(Verb.UPDATE, step.stage, bucket), *gather]
+    return [Action(verb, step.stage, bucket) for verb in update_verbs(step.resting_layouts)]
 
 
 def _compute_phases(

@@ -5,9 +5,7 @@ from collections.abc import Mapping, Sequence
 from fourfold.words.errors import Problem
 
 # By field: the values that a pipeline can have, and what the others would need.
-NOT_BUILT: dict[str, tuple[tuple[str, ...], str]] = {
-    "residual": (("whole",), "activations of which each tensor rank sends its tokens"),
-}
+NOT_BUILT: dict[str, tuple[tuple[str, ...], str]] = {}
 
 # By field: the values that go with an asynchronous schedule, and what the others would need.
 SYNCHRONOUS_ONLY: dict[str, tuple[tuple[object, ...], str]] = {
