@@ -14,6 +14,7 @@ from fourfold.plan.batch_norm import SYNC
 from fourfold.plan.codec import CODECS
 from fourfold.plan.param_spec import ParamSpec
 from fourfold.plan.pipeline.conflicts import NOT_BUILT, interleave_problems, not_built_problems, tie_problems
+from fourfold.plan.pipeline.edges import edge_problems
 from fourfold.plan.pipeline.schedules import schedule_problems
 from fourfold.plan.plan import Plan, candidate_meshes
 from fourfold.plan.tensor_residual import SPLIT, WHOLE
@@ -51,12 +52,13 @@ def combination_problems(plan: Plan, *, clip: float | None = None) -> list[Probl
 
 
 def pipeline_problems(plan: Plan) -> list[Problem]:
-    """What a schedule cannot be made for, and what does not go with interleaved stages."""
+    """What a schedule cannot be made for, what does not go with interleaved stages, and edges without stages."""
+    problems = edge_problems(plan.edge, plan.edge_density, plan.pp)
     if plan.pp == 1:
-        return []
+        return problems
     sizes = {"pp": plan.pp, "microbatches": plan.microbatches, "interleave": plan.interleave}
     zero = plan.zero if plan.num_shards > 1 else 0
-    problems = schedule_problems(plan.schedule, **sizes, max_in_flight=plan.max_in_flight, program=plan.program)
+    problems += schedule_problems(plan.schedule, **sizes, max_in_flight=plan.max_in_flight, program=plan.program)
     problems += interleave_problems(plan.interleave, zero, plan.update)
     return problems + not_built_problems({field: getattr(plan, field) for field in NOT_BUILT})
 

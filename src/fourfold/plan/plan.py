@@ -14,6 +14,7 @@ from fourfold.plan.codec import CODECS, CodecSpec
 from fourfold.plan.data.zero import ShardGroups
 from fourfold.plan.decode import DecodeError, from_toml
 from fourfold.plan.pipeline.division import StageSpec
+from fourfold.plan.pipeline.edges import DEFAULT_DENSITY, EdgeSpec
 from fourfold.plan.pipeline.schedules import compute_actions
 from fourfold.plan.pipeline.spec import ComputeLists
 from fourfold.plan.plan_fields import FIELDS, RENAMED_FIELDS, plan_problems, to_builtin
@@ -87,6 +88,8 @@ class Plan:
     max_in_flight: int | None = None
     program: str = ""
     recompute: str = "none"
+    edge: str = "none"
+    edge_density: float = DEFAULT_DENSITY
     ring: str = "zigzag"
     ulysses: int = 1
     residual: str = "whole"
@@ -147,6 +150,9 @@ class Plan:
         if self.sync == "local":
             # Every rank trains on its own between averages, so the number of ranks matters too.
             names += ["sync", "local_steps", "outer_lr", "outer_momentum", "dp"]
+        if self.edge != "none":
+            # What is rounded or masked depends on where the boundaries of stages are.
+            names += ["edge", "pp", "stages", "interleave"] + (["edge_density"] if self.edge == "dct" else [])
         on_disk = {new: old for old, new in RENAMED_FIELDS.items()}
         return {on_disk.get(name, name): getattr(self, name) for name in names}
 
@@ -214,6 +220,11 @@ class Plan:
     def stage_spec(self) -> StageSpec:
         """Into how many stages the model is divided, and how."""
         return StageSpec(self.stages, self.num_stages, self.pp)
+
+    @property
+    def edge_spec(self) -> EdgeSpec:
+        """How messages between stages are encoded."""
+        return EdgeSpec(self.edge, self.edge_density)
 
     @property
     def mesh(self) -> Mesh:
