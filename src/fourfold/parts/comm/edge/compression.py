@@ -103,7 +103,7 @@ class EdgeCompression:
         rest, tensors, kept = iter(parts), [], []
         for spec in decode(header.tolist()):
             each = self._format_of(spec)
-            decoded = each.decode(_take(rest, each.num_parts), spec)
+            decoded = each.decode(_take(rest, each.num_forward_parts), spec)
             tensors.append(decoded.tensor.requires_grad_(spec.needs_gradient))
             if spec.needs_gradient:
                 kept.append(KeptTensor(spec, decoded.mask))
@@ -121,7 +121,7 @@ class EdgeCompression:
         rest, gradients = iter(message), []
         for spec, mask in kept:
             each = self._format_of(spec)
-            gradients.append(each.decode_gradient(_take(rest, each.num_gradient_parts), spec, mask))
+            gradients.append(each.decode_gradient(_take(rest, each.num_backward_parts), spec, mask))
         return gradients
 
     def _format_of(self, spec: TensorSpec) -> TensorFormat:

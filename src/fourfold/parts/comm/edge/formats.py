@@ -40,8 +40,8 @@ class Decoded(NamedTuple):
 class TensorFormat(Protocol):
     """How one tensor travels, and its gradient."""
 
-    num_parts: int
-    num_gradient_parts: int
+    num_forward_parts: int
+    num_backward_parts: int
 
     def encode(self, tensor: Tensor) -> Coded: ...
 
@@ -55,7 +55,7 @@ class TensorFormat(Protocol):
 class Unchanged:
     """A tensor as it is."""
 
-    num_parts = num_gradient_parts = 1
+    num_forward_parts = num_backward_parts = 1
 
     def encode(self, tensor: Tensor) -> Coded:
         return Coded([tensor])
@@ -73,7 +73,7 @@ class Unchanged:
 class Bfloat16:
     """Every element in two bytes."""
 
-    num_parts = num_gradient_parts = 1
+    num_forward_parts = num_backward_parts = 1
 
     def encode(self, tensor: Tensor) -> Coded:
         return Coded([tensor.to(torch.bfloat16)])
@@ -91,7 +91,7 @@ class Bfloat16:
 class Int8:
     """Every element in one byte, and one scale for each row: its largest magnitude / 127. To nearest."""
 
-    num_parts = num_gradient_parts = 2
+    num_forward_parts = num_backward_parts = 2
 
     def encode(self, tensor: Tensor) -> Coded:
         wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
@@ -117,7 +117,7 @@ class Int8:
 class LargestOfRows:
     """dct: the elements of each row whose magnitude reaches its threshold, but no zeros; of equal ones not too many."""
 
-    num_parts, num_gradient_parts = 2, 1
+    num_forward_parts, num_backward_parts = 2, 1
 
     def __init__(self, density: float) -> None:
         self._density = density
