@@ -1,5 +1,6 @@
 """Compressed edges: training is that of one process in which the outputs of stages are rounded or masked alike."""
 
+import copy
 import functools
 from typing import Any
 
@@ -7,7 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fourfold.plan.pipeline.edges import EdgeSpec
+from fourfold.parts.comm.edge.message import TensorSpec, encode
+from fourfold.parts.comm.edge.process_group import HEADER_WORDS
+from fourfold.plan.pipeline.edges import EdgeSpec, edge_bytes
 from fourfold.plan.plan import Plan
 from fourfold.step.train_step import TrainStep
 from fourfold.tasks import lm
@@ -108,3 +111,68 @@ def test_training_and_evaluation_are_those_of_one_process_that_rounds_alike(fiel
     for got, loss in run(fields, kind, hosts):
         assert oracle.deviation(got, expected) <= TOLERANCE
         assert abs(loss - evaluated) <= TOLERANCE
+
+
+def sent_bytes(fields: dict[str, Any], model: nn.Module, batch: Any) -> list[float]:
+    """By rank: what it has sent in a step between processes."""
+
+    def body(comm: Any) -> float:
+        plan = Plan(pp=2, transport="gloo", microbatches=2, **fields)
+        with cases.SEED_LOCK:
+            own = copy.deepcopy(model)
+        step = TrainStep(own, cases.loss(CASE), cases.optimizer(CASE), plan=plan, communicator=comm)
+        return step(batch).sent_bytes
+
+    return threads.run(2, body, hosts=2)
+
+
+@pytest.mark.parametrize("kind", ["none", *EDGES])
+def test_bytes_on_the_wire_are_those_of_the_formula(kind):
+    spec = EDGES.get(kind, EdgeSpec())
+    fields = {} if kind == "none" else {"edge": kind} | ({"edge_density": spec.density} if kind == "dct" else {})
+    first, second = sent_bytes(fields, make_model(), batches()[0])
+    tokens = CASE.batch_sizes[0] * CASE.length
+    expected = edge_bytes(spec, tokens // 2, WIDTH, 8)  # of a microbatch, in float64
+    shapes = 0 if kind == "none" else 8 * len(encode([TensorSpec((2, CASE.length, WIDTH), torch.float64, True)]))
+    assert first == 2 * (8 * HEADER_WORDS + shapes + expected.forward)
+    assert second == 2 * (8 * HEADER_WORDS + expected.backward)
+
+
+@pytest.mark.parametrize("precision", ["keep", "bf16"])
+def test_with_two_byte_precision_activations_cross_stages_in_two_bytes(precision):
+    """Only the last stage widens its outputs."""
+    first, second = sent_bytes({"precision": precision}, make_model().float(), batches()[0])
+    elements = CASE.batch_sizes[0] * CASE.length * WIDTH
+    element_bytes = 2 if precision == "bf16" else 4
+    assert first == second == 2 * 8 * HEADER_WORDS + elements * element_bytes
+
+
+def test_the_last_stage_widens_its_outputs():
+    def body(comm: Any) -> torch.dtype:
+        step = TrainStep(
+            make_model().float(), cases.loss(CASE), cases.optimizer(CASE),
+            plan=Plan(pp=2, microbatches=2, precision="bf16"), communicator=comm,
+        )  # fmt: skip
+        step(batches()[0])
+        with step.inference() as model:
+            return model(**batches()[0][0]).dtype
+
+    assert threads.run(2, body) == [torch.float32] * 2
+
+
+def test_outputs_are_masked_as_in_training():
+    """What inference computes is what the emulation computes without training."""
+    spec, inputs = EDGES["dct"], batches()[0][0]
+
+    def body(comm: Any) -> Tensor:
+        plan = Plan(pp=2, edge="dct", edge_density=spec.density)
+        step = TrainStep(make_model(), cases.loss(CASE), cases.optimizer(CASE), plan=plan, communicator=comm)
+        step.evaluate(batches()[0])
+        with step.inference() as model:
+            return model(**inputs)
+
+    with torch.no_grad():
+        expected, plain = emulate((1,), spec).eval()(**inputs), make_model().eval()(**inputs)
+    for got in threads.run(2, body):
+        assert torch.allclose(got, expected, rtol=0, atol=TOLERANCE)
+        assert not torch.allclose(got, plain, rtol=0, atol=1e-3)

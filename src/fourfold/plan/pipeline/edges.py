@@ -70,12 +70,20 @@ def edge_bytes(spec: EdgeSpec, rows: int, columns: int, element_bytes: int, num_
     return EdgeBytes(positions + kept * element_bytes, kept * element_bytes)
 
 
+def edge_note(spec: EdgeSpec) -> str | None:
+    """What a user must know of compressed edges; None without them."""
+    if spec.kind == "none":
+        return None
+    field = f'edge = "{spec.kind}"' + (f", edge_density = {spec.density:g}" if spec.kind == "dct" else "")
+    return f"{field}: stages compute with what arrives, so this is another training than without it"
+
+
 def edge_problems(edge: str, density: float, pp: int) -> list[Problem]:
     """What does not go with the plan's `edge` and `edge_density`."""
     problems = []
     if edge != "none" and pp == 1:
         got = f'edge = "{edge}" with pp = 1'
-        problems.append(Problem(got, "messages between stages, which pp = 1 has none of", 'pp = 2, or edge = "none"'))
+        problems.append(Problem(got, "pp above 1: an edge joins two stages", 'pp = 2, or edge = "none"'))
     if edge != "dct" and density != DEFAULT_DENSITY:
         got = f'edge_density = {density:g} with edge = "{edge}"'
         problems.append(Problem(got, 'edge = "dct": others send every element', 'edge = "dct", or no edge_density'))
