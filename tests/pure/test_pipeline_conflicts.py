@@ -6,7 +6,9 @@ import pytest
 
 from fourfold.plan.check import combination_problems
 from fourfold.plan.pipeline.conflicts import tie_problems
+from fourfold.plan.pipeline.edges import edge_note
 from fourfold.plan.plan import Plan
+from fourfold.words.errors import PlanError
 
 PIPELINE: dict[str, Any] = {"pp": 2, "dp": 2, "microbatches": 2}
 INTERLEAVED: dict[str, Any] = {**PIPELINE, "schedule": "interleaved", "interleave": 2}
@@ -39,3 +41,31 @@ def test_what_does_not_go_with_a_tied_weight_is_refused():
     assert len(tie_problems(["a"], "in_forward", "local")) == 2
     assert not tie_problems([], "in_forward", "local")
     assert not tie_problems(["a"], "after", "step")
+
+
+@pytest.mark.parametrize("edge", ["bf16", "int8", "dct"])
+def test_edges_that_are_compressed_need_stages(edge):
+    assert [p.got for p in combination_problems(Plan(edge=edge))] == [f'edge = "{edge}" with pp = 1']
+    assert not combination_problems(Plan(**PIPELINE, edge=edge))
+
+
+def test_a_density_of_edges_needs_dct():
+    assert [p.got for p in combination_problems(Plan(**PIPELINE, edge="int8", edge_density=0.05))] == [
+        'edge_density = 0.05 with edge = "int8"'
+    ]
+    assert not combination_problems(Plan(**PIPELINE, edge="dct", edge_density=0.05))
+
+
+@pytest.mark.parametrize("density", [0.0, -0.1, 1.01, float("nan"), "0.1"])
+def test_a_density_that_is_no_fraction_is_refused(density):
+    with pytest.raises(PlanError, match=r"edge_density = .* need a number above 0, at most 1"):
+        Plan(**PIPELINE, edge="dct", edge_density=density)
+
+
+def test_compressed_edges_are_part_of_a_runs_identity():
+    assert not Plan(**PIPELINE).identity_fields
+    own = Plan(**PIPELINE, edge="dct", edge_density=0.05).identity_fields
+    assert own == {"edge": "dct", "edge_density": 0.05, "pp": 2, "stages": "even", "interleave": 1}
+    assert "edge_density" not in Plan(**PIPELINE, edge="bf16").identity_fields
+    assert edge_note(Plan(**PIPELINE).edge_spec) is None
+    assert "another training" in str(edge_note(Plan(**PIPELINE, edge="bf16").edge_spec))

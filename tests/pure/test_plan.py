@@ -45,7 +45,7 @@ def test_the_signature_is_the_contract():
     contract = {
         "pp": 1, "dp": 1, "sp": 1, "tp": 1, "dims": "", "shard": None, "zero": 0, "microbatches": 1,
         "schedule": "1f1b", "stages": "even",
-        "interleave": 1, "max_in_flight": None, "program": "", "recompute": "none",
+        "interleave": 1, "max_in_flight": None, "program": "", "recompute": "none", "edge": "none", "edge_density": 0.1,
         "ring": "zigzag", "ulysses": 1, "residual": "whole",
         "update": "after", "sync": "step", "local_steps": 10, "outer_lr": 1.0, "outer_momentum": 0.0,
         "codec": "none", "codec_rank": 4, "codec_density": 0.01, "codec_refresh_steps": 100,

@@ -22,6 +22,8 @@ NOT_BUILT = {
     "max_in_flight",
     "program",
     "recompute",
+    "edge",
+    "edge_density",
 }
 
 

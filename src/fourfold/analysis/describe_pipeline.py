@@ -8,14 +8,17 @@ from torch import nn
 from fourfold.plan.lowering import Blueprint
 from fourfold.plan.pipeline.asynchronous import num_stashed, staleness
 from fourfold.plan.pipeline.bubble import simulated_bubble
+from fourfold.plan.pipeline.edges import EdgeSpec, edge_bytes, edge_note
 from fourfold.plan.pipeline.in_flight import peak_in_flight
 from fourfold.plan.pipeline.timeline_text import timeline_text
-from fourfold.plan.plan import NUM_SHOWN_BATCHES
+from fourfold.plan.plan import NUM_SHOWN_BATCHES, Plan
+from fourfold.plan.precision import compute_specs
 from fourfold.step.pipeline.chain import map_stages
 from fourfold.words.text_table import align_columns
 from fourfold.words.units import format_bytes, format_count
 
 WIDTH = 112
+ROW = 1024  # elements: the row by which bytes are shown
 CONV1D = "Conv1D"  # of transformers, a linear layer whose weight is [in, out]
 
 
@@ -81,4 +84,17 @@ def format_pipeline(model: nn.Module, blueprint: Blueprint) -> str:
         notes += _deferred_notes(model, blueprint, max(peak.deferred for peak in peaks))
     if plan.is_asynchronous:
         notes += _stale_notes(blueprint)
+    notes += _edge_lines(plan, max(each.element_bytes for each in compute_specs(blueprint.specs, plan.precision)))
     return "\n".join([head, *(f"  {line}".rstrip() for line in [*lines, *notes])])
+
+
+def _edge_lines(plan: Plan, element_bytes: int) -> list[str]:
+    """What compressed edges send, of rows without zeros, and what a user must know of them."""
+    spec, note = plan.edge_spec, edge_note(plan.edge_spec)
+    if note is None:
+        return []
+    dense = edge_bytes(EdgeSpec(), ROW, ROW, element_bytes)
+    coded = edge_bytes(spec, ROW, ROW, element_bytes) if spec.codes((ROW, ROW), element_bytes, is_float=True) else dense
+    sent = " and ".join(f"{part / ROW:,.0f} bytes {way}" for part, way in zip(coded, ("forward", "back"), strict=True))
+    times = f"{dense.both / coded.both:.3g} times less than without"
+    return [note, f"a row of {ROW:,} elements of {element_bytes} bytes is sent in {sent}, {times}"]

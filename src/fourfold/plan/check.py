@@ -20,6 +20,7 @@ from fourfold.plan.pipeline.conflicts import (
     not_built_problems,
     tie_problems,
 )
+from fourfold.plan.pipeline.edges import edge_problems
 from fourfold.plan.pipeline.schedules import schedule_problems
 from fourfold.plan.plan import Plan, candidate_meshes
 from fourfold.plan.tensor_residual import SPLIT, WHOLE
@@ -57,11 +58,12 @@ def combination_problems(plan: Plan, *, clip: float | None = None) -> list[Probl
 
 
 def pipeline_problems(plan: Plan, clip: float | None) -> list[Problem]:
-    """What a schedule cannot be made for, and what does not go with it."""
+    """What a schedule cannot be made for, what does not go with it, and edges without stages."""
+    problems = edge_problems(plan.edge, plan.edge_density, plan.pp)
     if plan.pp == 1:
-        return []
+        return problems
     sizes = {"pp": plan.pp, "microbatches": plan.microbatches, "interleave": plan.interleave}
-    problems = schedule_problems(plan.schedule, **sizes, max_in_flight=plan.max_in_flight, program=plan.program)
+    problems += schedule_problems(plan.schedule, **sizes, max_in_flight=plan.max_in_flight, program=plan.program)
     if plan.is_asynchronous:
         problems += asynchronous_problems(plan.schedule, {f: getattr(plan, f) for f in SYNCHRONOUS_ONLY}, clip)
     return problems + not_built_problems({field: getattr(plan, field) for field in NOT_BUILT})

@@ -15,6 +15,7 @@ from fourfold.plan.data.zero import ShardGroups
 from fourfold.plan.decode import DecodeError, from_toml
 from fourfold.plan.pipeline.asynchronous import ASYNCHRONOUS
 from fourfold.plan.pipeline.division import StageSpec
+from fourfold.plan.pipeline.edges import DEFAULT_DENSITY, EdgeSpec
 from fourfold.plan.pipeline.schedules import compute_actions
 from fourfold.plan.pipeline.spec import ComputeLists, PipelineSpec
 from fourfold.plan.plan_fields import FIELDS, RENAMED_FIELDS, plan_problems, to_builtin
@@ -89,6 +90,8 @@ class Plan:
     max_in_flight: int | None = None
     program: str = ""
     recompute: str = "none"
+    edge: str = "none"
+    edge_density: float = DEFAULT_DENSITY
     ring: str = "zigzag"
     ulysses: int = 1
     residual: str = "whole"
@@ -152,6 +155,9 @@ class Plan:
         if self.is_asynchronous:
             # Batches use weights that miss updates: how many, the number of stages says.
             names += ["schedule", "pp"]
+        if self.edge != "none":
+            # What is rounded or masked depends on where the boundaries of stages are.
+            names += ["edge", "pp", "stages", "interleave"] + (["edge_density"] if self.edge == "dct" else [])
         on_disk = {new: old for old, new in RENAMED_FIELDS.items()}
         return {on_disk.get(name, name): getattr(self, name) for name in names}
 
@@ -233,6 +239,11 @@ class Plan:
     def stage_spec(self) -> StageSpec:
         """Into how many stages the model is divided, and how."""
         return StageSpec(self.stages, self.num_stages, self.pp)
+
+    @property
+    def edge_spec(self) -> EdgeSpec:
+        """How messages between stages are encoded."""
+        return EdgeSpec(self.edge, self.edge_density)
 
     @property
     def mesh(self) -> Mesh:

@@ -13,6 +13,7 @@ from typing import Any
 
 from fourfold.plan.codec import CODECS
 from fourfold.plan.pipeline.division import stages_problems
+from fourfold.plan.pipeline.edges import EDGES
 from fourfold.plan.precision import COMPUTE_FORMATS, REDUCE_FORMATS
 from fourfold.plan.sequence import RINGS, ulysses_problem
 from fourfold.plan.tensor_dims import dims_problems
@@ -85,6 +86,8 @@ FIELD_RULES = {
     "max_in_flight": FieldRule(int, optional=True, int_maximum=MAX_RANKS),
     "program": FieldRule(str),
     "recompute": FieldRule(str, choices=("none", "selective", "full"), supported=("none",)),
+    "edge": FieldRule(str, choices=EDGES),
+    "edge_density": FieldRule(float, float_maximum=1.0),
     "ring": FieldRule(str, choices=RINGS),
     "ulysses": FieldRule(int, int_maximum=MAX_RANKS),
     "residual": FieldRule(str, choices=RESIDUALS),

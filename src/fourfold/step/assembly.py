@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from fourfold.parts.codec.protocol import Codec
 from fourfold.parts.comm import transports
 from fourfold.parts.comm.communicator import Communicator
+from fourfold.parts.comm.edge.compression import make_compression
 from fourfold.parts.comm.meter import CommMeter
 from fourfold.parts.comm.reduce.protocol import ScalarReducer
 from fourfold.parts.comm.row_exchange import make_row_exchange
@@ -175,6 +176,7 @@ def _make_parts(
         loss_scale=LossScaler() if plan.precision == "fp16" else UnitLossScale(),
         totals_of_peers=axes.tensor.totals_of_peers if pipeline.is_last else COMMON_TOTALS,
         edges=pipeline.edges,
+        compression=make_compression(plan.edge_spec, world.device),
         tied=pipeline.tied,
         count_ranks=world.along("pp", "dp", "sp"),
         max_norm=math.inf if options.clip is None else options.clip,

@@ -17,8 +17,8 @@ class Metrics:
     seconds          duration of the step
     waiting_seconds  part of `seconds` spent reducing gradients and waiting for other ranks
     data_seconds     how long this rank waited for the batch before the step; None if no feed has read the batch
-    sent_bytes       gradients and weights that this rank has sent to other hosts, or over gloo or NCCL, counted as for
-                     a ring
+    sent_bytes       gradients, weights and activations that this rank has sent to other hosts, or over gloo or NCCL;
+                     collectives are counted as for a ring
     skipped          why the step changed nothing, if `skip_nan` skipped it; else None
     loss_scale       what the loss was multiplied by for backward; None without `precision = "fp16"`
     out_of_turn      unshards of buckets that the program did not have, where it had others: weights used in another

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from fourfold.parts.comm.communicator import Communicator
+from fourfold.parts.comm.edge.compression import Compression
 from fourfold.parts.comm.edge.protocol import StageEdges
 from fourfold.parts.comm.meter import CommMeter
 from fourfold.parts.comm.reduce.protocol import GradReducer, ScalarReducer, WeightGatherer
@@ -91,6 +92,8 @@ class StepParts(NamedTuple):
     """Which totals of this rank a tensor rank with the same samples adds to the sums over the world."""
     edges: StageEdges
     """To the stages before and behind this rank's."""
+    compression: Compression
+    """Of the messages over these edges."""
     tied: TiedWeights
     """What the first and the last place of the pipeline use together."""
     count_ranks: Communicator

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fourfold.parts.comm.edge.compression import Kept
 from fourfold.parts.data.sharded_params import NO_UNSHARD_SINK, UnshardSink
 from fourfold.parts.deferred_grads import PendingGrads
 from fourfold.step.batch import Microbatch
@@ -95,6 +96,8 @@ class StepState:
     """The outputs of stages before the last, from forward to backward."""
     upstream: dict[Place, list[Tensor]] = field(default_factory=dict)
     """The gradients of these, from the stages behind."""
+    kept: dict[Place, Kept] = field(default_factory=dict)
+    """By the stage that sends activations, and microbatch: what both ends remember of them until their gradients."""
     pending: dict[Place, PendingGrads] = field(default_factory=dict)
     """What first halves of backwards have left to the second ones."""
     outputs: dict[int, Any] = field(default_factory=dict)

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from fourfold.checkpoint.manager import TrainingProgress
 from fourfold.checkpoint.pretrained_files import save_pretrained_files
+from fourfold.plan.pipeline.edges import edge_note
 from fourfold.plan.plan import Plan
 from fourfold.step.metrics import Metrics
 from fourfold.step.model_specs import num_parameters
@@ -101,6 +102,8 @@ class RunLogger:
             report.print_message(rates)
         for name, need in plan.ineffective_fields.items():
             report.print_message(f"{name} = {getattr(plan, name)} has no effect without {need}")
+        if note := edge_note(plan.edge_spec):
+            report.print_message(note)
         if plan.offload == "states":
             report.print_message(format_offload(step.device.type))
 
