@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from fourfold.plan.check import combination_problems
-from fourfold.plan.pipeline.conflicts import tie_problems
+from fourfold.plan.pipeline.conflicts import NO_RECOMPUTE, recompute_problems, tie_problems
 from fourfold.plan.plan import Plan
 
 PIPELINE: dict[str, Any] = {"pp": 2, "dp": 2, "microbatches": 2}
@@ -36,6 +36,17 @@ def test_what_does_not_go_with_interleaved_stages_is_refused(fields, got):
 def test_schedules_without_interleaving_have_one_stage_each():
     problems = combination_problems(Plan(**PIPELINE, interleave=2))
     assert any("interleave = 2" in problem.got for problem in problems)
+
+
+def test_recompute_goes_with_the_schedules_whose_backward_is_one_action_with_the_weights_of_forward():
+    for schedule in NO_RECOMPUTE:
+        assert [each.got for each in recompute_problems("full", schedule)] == [
+            f'recompute = "full" with schedule = "{schedule}"'
+        ]
+        assert not recompute_problems("none", schedule)
+    for schedule in ("gpipe", "1f1b", "interleaved"):
+        assert not recompute_problems("selective", schedule)
+    assert not combination_problems(Plan(**PIPELINE, recompute="full"))
 
 
 def test_what_does_not_go_with_a_tied_weight_is_refused():

@@ -13,7 +13,13 @@ from typing import NamedTuple
 from fourfold.plan.batch_norm import SYNC
 from fourfold.plan.codec import CODECS
 from fourfold.plan.param_spec import ParamSpec
-from fourfold.plan.pipeline.conflicts import NOT_BUILT, interleave_problems, not_built_problems, tie_problems
+from fourfold.plan.pipeline.conflicts import (
+    NOT_BUILT,
+    interleave_problems,
+    not_built_problems,
+    recompute_problems,
+    tie_problems,
+)
 from fourfold.plan.pipeline.schedules import schedule_problems
 from fourfold.plan.plan import Plan, candidate_meshes
 from fourfold.plan.tensor_residual import SPLIT, WHOLE
@@ -57,6 +63,7 @@ def pipeline_problems(plan: Plan) -> list[Problem]:
     sizes = {"pp": plan.pp, "microbatches": plan.microbatches, "interleave": plan.interleave}
     zero = plan.zero if plan.num_shards > 1 else 0
     problems = schedule_problems(plan.schedule, **sizes) + interleave_problems(plan.interleave, zero, plan.update)
+    problems += recompute_problems(plan.recompute, plan.schedule)
     return problems + not_built_problems({field: getattr(plan, field) for field in NOT_BUILT})
 
 

@@ -84,7 +84,7 @@ FIELD_RULES = {
     ),
     "stages": FieldRule(str),
     "interleave": FieldRule(int, int_maximum=MAX_RANKS),
-    "recompute": FieldRule(str, choices=("none", "selective", "full"), supported=("none",)),
+    "recompute": FieldRule(str, choices=("none", "selective", "full")),
     "ring": FieldRule(str, choices=RINGS),
     "ulysses": FieldRule(int, int_maximum=MAX_RANKS),
     "residual": FieldRule(str, choices=RESIDUALS),

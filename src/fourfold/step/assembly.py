@@ -3,6 +3,7 @@
 Law: each function makes one part of those before it. What a plan asks for is decided here, once, and nowhere later.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ from fourfold.parts.comm import transports
 from fourfold.parts.comm.communicator import Communicator
 from fourfold.parts.comm.meter import CommMeter
 from fourfold.parts.comm.reduce.protocol import ScalarReducer
+from fourfold.parts.comm.tensor.single_rank import SingleRankTensorGroup
 from fourfold.parts.deferred_init import InitialModel
 from fourfold.parts.optim.user_optimizer import OptimizerSource, build_optimizer
 from fourfold.parts.sequence.sequence_group import connect_sequence
@@ -23,6 +25,7 @@ from fourfold.plan.check import read_only_reason, step_hook_conflicts
 from fourfold.plan.data.buckets import Bucket
 from fourfold.plan.plan import Plan
 from fourfold.plan.precision import LossScaler, UnitLossScale
+from fourfold.plan.tensor_residual import WHOLE as RESIDUAL_WHOLE
 from fourfold.step.batch_layout import BatchLayout, SharedByStages, SharedByTensorRanks, TokenShards, WholeSamples
 from fourfold.step.batch_statistics import BatchStatistics, OwnStatistics, SyncedStatistics, batch_norms, make_exchange
 from fourfold.step.collective_calls import CollectiveCalls
@@ -44,6 +47,7 @@ from fourfold.step.pipeline.dry_run import PipelineDryRun
 from fourfold.step.pipeline.gates import Gates
 from fourfold.step.pipeline.skeleton import make_skeleton
 from fourfold.step.rank_dropout import SplitDropout
+from fourfold.step.recompute import Recompute, recomputed_blocks
 from fourfold.step.replica_drift import DriftChecker
 from fourfold.step.sequence.sequence_parallel import SequenceParallel
 from fourfold.step.stage import Stage, pipeline_stage, whole_model_stage
@@ -114,7 +118,7 @@ def assemble(
     trained = lay_out(model, optimizer, plan, world, options, whole)
     channel = transports.make_world_channel(world, trained.blueprint.topology, plan.transport, meter)
     statistics = _make_statistics(model, plan, world, meter)
-    chunks = _make_chunks(model, objective, statistics, pipeline, stages)
+    chunks = _make_chunks(model, objective, statistics, plan, axes)
     stage = make_stage(trained, world, meter, channel.calls, tensor, chunks)
     parts = _make_parts(stage, channel.scalars, meter, objective, plan, options, world, axes)
     calls = CollectiveCalls(world, TensorCalls(channel.calls, tensor.group, tensor.ranks))
@@ -200,15 +204,16 @@ def _cut(
 
 
 def _make_chunks(
-    model: nn.Module,
-    objective: Objective,
-    statistics: BatchStatistics,
-    pipeline: PipelineAxis,
-    dry_run: PipelineDryRun,
+    model: nn.Module, objective: Objective, statistics: BatchStatistics, plan: Plan, axes: _Axes
 ) -> dict[int, Stage]:
     """This rank's stages, by number in the model."""
+    tensor, pipeline, dry_run = axes
+    shares_inputs = plan.recompute == "full" and plan.residual == RESIDUAL_WHOLE
+    group = tensor.group if shares_inputs else SingleRankTensorGroup(tensor.group.meter, pipeline.ranks.device)
+    blocks = recomputed_blocks(pipeline.skeleton, plan.recompute)
+    make_recompute = functools.partial(Recompute, model, group=group, selective=plan.recompute == "selective")
     if not pipeline.is_cut:
-        return {0: whole_model_stage(model, objective, statistics)}
+        return {0: whole_model_stage(model, objective, statistics, make_recompute(blocks))}
     last = pipeline.stages.num_stages - 1
     return {
         stage: pipeline_stage(
@@ -217,6 +222,7 @@ def _make_chunks(
             statistics,
             Gates(model, pipeline.stages, stage),
             dry_run,
+            make_recompute([blocks[index] for index in pipeline.stages.blocks[stage]] if blocks else []),
             has_loss=stage == last,
         )
         for stage in pipeline.stages.stages_at(pipeline.place)

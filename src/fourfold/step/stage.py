@@ -19,6 +19,7 @@ from fourfold.step.loss_sum import Loss
 from fourfold.step.objective import Objective, StageOutput
 from fourfold.step.pipeline.dry_run import PipelineDryRun
 from fourfold.step.pipeline.gates import Gates, StageEnd
+from fourfold.step.recompute import Recompute
 from fourfold.words.errors import Problem, TaskError
 
 
@@ -39,15 +40,17 @@ class Stage(NamedTuple):
     """The loss of the outputs; None before the last stage."""
 
 
-def whole_model_stage(model: nn.Module, objective: Objective, statistics: BatchStatistics) -> Stage:
+def whole_model_stage(
+    model: nn.Module, objective: Objective, statistics: BatchStatistics, recompute: Recompute
+) -> Stage:
     """The only stage of a model that is not cut."""
 
     def forward(part: Microbatch, received: Sequence[Tensor]) -> StageOutput:
-        with statistics.in_forward(has_samples=True):
+        with statistics.in_forward(has_samples=True), recompute.installed():
             return objective.forward(model, part)
 
     def forward_empty() -> Tensor | None:
-        with statistics.in_forward(has_samples=False):
+        with statistics.in_forward(has_samples=False), recompute.installed():
             return statistics.run_empty(model, objective)
 
     def evaluate_empty() -> None:
@@ -67,6 +70,7 @@ def pipeline_stage(
     statistics: BatchStatistics,
     gates: Gates,
     dry_run: PipelineDryRun,
+    recompute: Recompute,
     *,
     has_loss: bool,
 ) -> Stage:
@@ -80,7 +84,7 @@ def pipeline_stage(
             return StageOutput(end.outputs, [])
 
     def forward(part: Microbatch, received: Sequence[Tensor]) -> StageOutput:
-        with statistics.in_forward(has_samples=True):
+        with statistics.in_forward(has_samples=True), recompute.installed():
             return infer(part, received)
 
     def forward_empty() -> None:

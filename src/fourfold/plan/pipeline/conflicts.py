@@ -1,4 +1,4 @@
-"""Conflicts: what does not go with interleaved stages, and with a weight that two stages use."""
+"""Conflicts: what does not go with interleaved stages, with recompute, and with a weight that two stages use."""
 
 from collections.abc import Mapping, Sequence
 
@@ -13,6 +13,21 @@ NOT_BUILT: dict[str, tuple[tuple[str, ...], str]] = {
     "codec": (("none",), "codecs whose state is kept by stage"),
     "precision": (("keep", "bf16"), "overflows that every stage knows of"),
 }
+
+# By schedule: what recompute would break.
+NO_RECOMPUTE: dict[str, str] = {
+    "zero-bubble": "one backward for each forward: it has two halves, and each would compute the blocks again",
+    "pipedream": "the weights of the forward in backward, which it keeps for backward alone",
+    "2bw": "the weights of the forward in backward, which it keeps for backward alone",
+}
+
+
+def recompute_problems(recompute: str, schedule: str) -> list[Problem]:
+    """Why the backward of a schedule cannot compute blocks again."""
+    if recompute == "none" or schedule not in NO_RECOMPUTE:
+        return []
+    got = f'recompute = "{recompute}" with schedule = "{schedule}"'
+    return [Problem(got, NO_RECOMPUTE[schedule], 'recompute = "none", or schedule = "1f1b"')]
 
 
 def interleave_problems(interleave: int, zero: int, update: str) -> list[Problem]:

@@ -1,0 +1,198 @@
+"""Laws of recompute: the same training, bit for bit, that holds less between forward and backward."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from fourfold.parts.comm.meter import CommMeter
+from fourfold.parts.comm.tensor.single_rank import SingleRankTensorGroup
+from fourfold.plan.check import combination_problems
+from fourfold.plan.plan import Plan
+from fourfold.step.recompute import Recompute, recomputed_blocks
+from fourfold.step.train_step import TrainStep
+from fourfold.tasks import lm
+from fourfold.testing import threads
+from fourfold.testing.oracle import TrainingResult
+from fourfold.testing.peak_memory import PeakMemory
+from fourfold.words.errors import PlanError, TaskError
+from tests import cases
+from tests.cases import Case
+
+CASE = Case(model="lm", batch_sizes=(4, 3), length=8, clip=0.05)
+MESHES = [
+    (1, 1, 1, 1),
+    (1, 2, 1, 1),
+    (1, 1, 2, 1),
+    (1, 1, 1, 2),
+    (2, 1, 1, 1),
+    (2, 1, 2, 1),
+    (2, 1, 1, 2),
+    (1, 2, 1, 2),
+]
+
+
+def make_model(**options: Any) -> nn.Module:
+    with cases.SEED_LOCK:
+        torch.manual_seed(7)
+        return (
+            lm.task(**{"width": 16, "layers": 4, "heads": 4, "kv_heads": 2, "length": 8, "warmup": 0, **options})
+            .model()
+            .double()
+        )
+
+
+def train(plan: Plan, case: Case = CASE, make: Callable[[], nn.Module] = make_model) -> list[TrainingResult]:
+    """By rank."""
+
+    def body(comm: Any) -> TrainingResult:
+        options: dict[str, Any] = {"clip": case.clip, "tensor": lm.TENSOR_RULES if plan.tp > 1 else {}}
+        return cases.train_step(
+            case, TrainStep(make(), cases.loss(case), cases.optimizer(case), plan=plan, communicator=comm, **options)
+        )
+
+    return threads.run(plan.mesh.size, body)
+
+
+@functools.cache
+def trained(**fields: Any) -> list[TrainingResult]:
+    return train(Plan(**fields))
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> dict[str, Any]:
+    pp, dp, sp, tp = draw(st.sampled_from(MESHES))
+    fields: dict[str, Any] = {"pp": pp, "dp": dp, "sp": sp, "tp": tp, "bucket_bytes": 3000}
+    fields["microbatches"] = draw(st.sampled_from([1, 2]))
+    if dp * sp > 1:
+        fields["zero"] = draw(st.sampled_from([0, 1, 2, 3]))
+    if sp > 1:
+        fields |= draw(st.sampled_from([{"ring": "zigzag"}, {"ring": "rsa"}, {"ring": "gather"}, {"ulysses": 2}]))
+    if tp > 1 and pp == 1:
+        fields["residual"] = draw(st.sampled_from(["whole", "split"]))
+    if pp > 1:
+        fields |= draw(st.sampled_from([{"schedule": "gpipe"}, {"schedule": "1f1b"}]))
+    return fields
+
+
+@settings(deadline=None, max_examples=6)
+@given(plans(), st.sampled_from(["selective", "full"]))
+def test_recompute_changes_no_bit_of_a_training(fields: dict[str, Any], recompute: str) -> None:
+    assert not combination_problems(Plan(**fields))
+    for got, kept in zip(trained(**fields, recompute=recompute), trained(**fields), strict=True):
+        assert got.losses == kept.losses
+        assert got.grad_norms == kept.grad_norms
+        assert all(torch.equal(got.weights[name], weight) for name, weight in kept.weights.items())
+
+
+class Body(nn.Module):
+    """Residual blocks on 16 features, with dropout; `Block` makes one."""
+
+    def __init__(self, Block: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.first = nn.Linear(16, 16)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(16, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+def make_body(*layers: Callable[[], nn.Module]) -> nn.Module:
+    with cases.SEED_LOCK:
+        torch.manual_seed(7)
+        return Body(
+            lambda: nn.Sequential(nn.Linear(16, 16), *(layer() for layer in layers), nn.Linear(16, 16))
+        ).double()
+
+
+def train_body(recompute: str, *layers: Callable[[], nn.Module], **fields: Any) -> TrainStep:
+    """A step that has trained alone."""
+    case = Case(batch_sizes=(4, 4))
+
+    def body(comm: Any) -> TrainStep:
+        torch.manual_seed(3)
+        plan = Plan(recompute=recompute, **fields)
+        step = TrainStep(make_body(*layers), cases.loss(case), cases.optimizer(case), plan=plan, communicator=comm)
+        for batch in cases.batches(case):
+            step(batch)
+        return step
+
+    return threads.run(1, body)[0]
+
+
+def state_of(step: TrainStep) -> dict[str, Tensor]:
+    return {name: each.clone() for name, each in step.model.state_dict().items()}
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_the_second_forward_drops_what_the_first_one_did_and_statistics_move_once(recompute: str) -> None:
+    layers = (functools.partial(nn.BatchNorm1d, 16), nn.GELU, functools.partial(nn.Dropout, 0.5))
+    got, kept = (state_of(train_body(each, *layers)) for each in (recompute, "none"))
+    assert got.keys() == kept.keys()
+    assert all(torch.equal(got[name], each) for name, each in kept.items())
+    assert int(kept["blocks.0.1.num_batches_tracked"]) == 2
+
+
+class Counter(nn.Module):
+    """Writes a buffer that is no statistic."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x * self.calls
+
+
+def test_a_block_that_writes_a_buffer_is_refused_by_name() -> None:
+    with pytest.raises(TaskError, match=r"blocks\.0, whose forward writes the buffer 1\.calls"):
+        train_body("full", Counter)
+
+
+def test_a_model_without_blocks_is_refused_with_the_reason() -> None:
+    for recompute in ("selective", "full"):
+        with pytest.raises(PlanError, match="a model without a list of blocks"):
+            recomputed_blocks(nn.Linear(3, 3), recompute)
+    assert recomputed_blocks(nn.Linear(3, 3), "none") == ()
+
+
+def test_outside_of_a_forward_the_blocks_are_the_users() -> None:
+    step = train_body("full", nn.Tanh)
+    assert all("forward" not in vars(module) for module in step.model.modules())
+
+
+# ---- what is kept -------------------------------------------------------------------------------------------------
+
+
+def kept_bytes(recompute: str, *, layers: int = 4) -> int:
+    """What autograd keeps of one forward of the model."""
+    model = make_model(layers=layers, width=32)
+    blocks = recomputed_blocks(model, recompute)
+    alone = SingleRankTensorGroup(CommMeter(), torch.device("cpu"))
+    installed = Recompute(model, blocks, alone, selective=recompute == "selective").installed()
+    inputs, _ = cases.batches(CASE)[0]
+    counted = PeakMemory()
+    counted.track("weights", model.parameters())
+    weights = counted.current_bytes
+    with counted, installed:
+        output = model(**inputs)
+    kept = counted.current_bytes - weights
+    del output
+    return kept
+
+
+def test_full_keeps_the_inputs_of_blocks_and_selective_less_than_none() -> None:
+    per_layer = {each: (kept_bytes(each, layers=6) - kept_bytes(each)) // 2 for each in ("none", "selective", "full")}
+    hidden = 4 * 8 * 32 * 8  # B L D of 8 bytes
+    assert per_layer["full"] == hidden
+    assert hidden < per_layer["selective"] < 0.7 * per_layer["none"]
