@@ -10,8 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from fourfold.analysis.describe_recompute import format_recompute
 from fourfold.parts.comm.meter import CommMeter
 from fourfold.parts.comm.tensor.single_rank import SingleRankTensorGroup
+from fourfold.parts.sequence import ring
 from fourfold.plan.check import combination_problems
 from fourfold.plan.plan import Plan
 from fourfold.step.recompute import Recompute, recomputed_blocks
@@ -196,3 +198,47 @@ def test_full_keeps_the_inputs_of_blocks_and_selective_less_than_none() -> None:
     hidden = 4 * 8 * 32 * 8  # B L D of 8 bytes
     assert per_layer["full"] == hidden
     assert hidden < per_layer["selective"] < 0.7 * per_layer["none"]
+
+
+@pytest.mark.parametrize(("fields", "repeats"), [({"tp": 2}, False), ({"tp": 2, "residual": "split"}, True)])
+def test_selective_repeats_no_sums_of_tensor_ranks_and_full_does(fields: dict[str, Any], repeats: bool) -> None:
+    def sent(recompute: str) -> float:
+        plan = Plan(**fields, recompute=recompute)
+
+        def body(comm: Any) -> float:
+            model, options = make_model(layers=2), {"tensor": lm.TENSOR_RULES}
+            step = TrainStep(model, cases.loss(CASE), cases.optimizer(CASE), plan=plan, communicator=comm, **options)
+            return [step(batch).sent_bytes for batch in cases.batches(CASE)][-1]  # without what first steps compare
+
+        return threads.run(2, body, hosts=2)[0]
+
+    none, selective, full = map(sent, ("none", "selective", "full"))
+    assert (selective > none) == repeats  # where residuals are split, tokens are gathered again
+    assert full > selective
+
+
+@pytest.mark.parametrize("fields", [{"ring": "zigzag"}, {"ring": "gather"}])
+def test_selective_goes_round_the_ring_once_in_forward(fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[None] = []
+    attend = ring._attend
+
+    def counting(*args: Any) -> Any:
+        calls.append(None)
+        return attend(*args)
+
+    monkeypatch.setattr(ring, "_attend", counting)
+    counts = {}
+    for recompute in ("none", "selective", "full"):
+        calls.clear()
+        train(Plan(sp=2, recompute=recompute, **fields), CASE)
+        counts[recompute] = len(calls)
+    blocks, steps, ranks = 4, 2, 2
+    assert counts["selective"] == counts["none"]
+    assert counts["full"] == counts["none"] + blocks * steps * ranks
+
+
+def test_show_says_what_is_kept_of_each_block() -> None:
+    model = make_model()
+    assert "full: 4 blocks, blocks.0 to 3" in format_recompute(model, Plan(recompute="full"))
+    assert "1/2 of its inputs" in format_recompute(model, Plan(recompute="full", tp=2))
+    assert "sums over tensor ranks" in format_recompute(model, Plan(recompute="selective", tp=2))
