@@ -18,7 +18,7 @@ Sources: Chen et al. (arXiv 1604.06174); selective: Korthikanti et al. (arXiv 22
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -160,7 +160,7 @@ class BoundaryPart(NamedTuple):
 
     flat: Tensor
     shape: torch.Size
-    requires_grad: bool
+    is_trained: bool
 
     @classmethod
     def of(cls, tensor: Tensor, group: TensorGroup) -> "BoundaryPart":
@@ -173,7 +173,12 @@ class BoundaryPart(NamedTuple):
     def gather(self, group: TensorGroup) -> Tensor:
         """The whole tensor, without its graph. Collective."""
         whole = group.all_gather(self.flat, 0)[: self.shape.numel()].view(self.shape)
-        return whole.requires_grad_(self.requires_grad)
+        return whole.requires_grad_(self.is_trained)
+
+
+def trained_inputs(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """The inputs of a region that have gradients. Others, such as masks, are of all blocks, and are kept once."""
+    return [each for each in tensors if each.requires_grad]
 
 
 def is_same_on_ranks(tensor: Tensor, group: TensorGroup) -> bool:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fourfold.parts.comm.tensor.protocol import TensorGroup
-from fourfold.parts.recompute import BoundaryPart, compute_twice, is_same_on_ranks
+from fourfold.parts.recompute import BoundaryPart, compute_twice, is_same_on_ranks, trained_inputs
 from fourfold.parts.torch_private import BatchNormBase, is_compiled, is_in_backward, swapped_state, version_of
 from fourfold.step.pipeline.chain import find_chain
 from fourfold.step.tensor_tree import tree_leaves, tree_map
@@ -110,7 +110,7 @@ class _Block:
 
     def _boundaries(self, args: Any, kwargs: Any) -> list[Tensor]:
         """The block's inputs of which each rank of the group keeps a part."""
-        inputs = [each for each in tree_leaves((args, kwargs)) if each.requires_grad]
+        inputs = trained_inputs(tree_leaves((args, kwargs)))
         for place, tensor in enumerate(inputs):
             if place not in self._is_same:
                 self._is_same[place] = is_same_on_ranks(tensor, self._group)
