@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from fourfold.analysis.describe_recompute import format_recompute
 from fourfold.parts.comm.meter import CommMeter
@@ -16,6 +17,7 @@ from fourfold.parts.comm.tensor.single_rank import SingleRankTensorGroup
 from fourfold.parts.sequence import ring
 from fourfold.plan.check import combination_problems
 from fourfold.plan.plan import Plan
+from fourfold.step.pipeline.reentrant import is_in_reentrant_checkpoint
 from fourfold.step.recompute import Recompute, recomputed_blocks
 from fourfold.step.train_step import TrainStep
 from fourfold.tasks import lm
@@ -93,7 +95,7 @@ def test_recompute_changes_no_bit_of_a_training(fields: dict[str, Any], recomput
 
 
 class Body(nn.Module):
-    """Residual blocks on 16 features, with dropout; `Block` makes one."""
+    """Blocks on 16 features; `Block` makes one."""
 
     def __init__(self, Block: Callable[[], nn.Module]) -> None:
         super().__init__()
@@ -104,7 +106,7 @@ class Body(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
         for block in self.blocks:
-            x = x + block(x)
+            x = block(x)
         return self.head(x)
 
 
@@ -206,8 +208,8 @@ def test_selective_repeats_no_sums_of_tensor_ranks_and_full_does(fields: dict[st
         plan = Plan(**fields, recompute=recompute)
 
         def body(comm: Any) -> float:
-            model, options = make_model(layers=2), {"tensor": lm.TENSOR_RULES}
-            step = TrainStep(model, cases.loss(CASE), cases.optimizer(CASE), plan=plan, communicator=comm, **options)
+            options: dict[str, Any] = {"plan": plan, "communicator": comm, "tensor": lm.TENSOR_RULES}
+            step = TrainStep(make_model(layers=2), cases.loss(CASE), cases.optimizer(CASE), **options)
             return [step(batch).sent_bytes for batch in cases.batches(CASE)][-1]  # without what first steps compare
 
         return threads.run(2, body, hosts=2)[0]
@@ -242,3 +244,56 @@ def test_show_says_what_is_kept_of_each_block() -> None:
     assert "full: 4 blocks, blocks.0 to 3" in format_recompute(model, Plan(recompute="full"))
     assert "1/2 of its inputs" in format_recompute(model, Plan(recompute="full", tp=2))
     assert "sums over tensor ranks" in format_recompute(model, Plan(recompute="selective", tp=2))
+
+
+# ---- checkpoints of the user's own --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_the_first_forward_of_a_reentrant_checkpoint_is_told(use_reentrant: bool) -> None:
+    seen: list[bool] = []
+
+    def body(x: Tensor) -> Tensor:
+        seen.append(is_in_reentrant_checkpoint())
+        return x.sin()
+
+    checkpoint(body, torch.ones(3, requires_grad=True), use_reentrant=use_reentrant)
+    assert seen == [use_reentrant]
+    assert not is_in_reentrant_checkpoint()
+
+
+class Checkpointed(nn.Module):
+    """A block that checkpoints itself."""
+
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__()
+        self.inner, self.use_reentrant = nn.Linear(16, 16), use_reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, x, use_reentrant=self.use_reentrant)  # pyright: ignore[reportReturnType]
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_a_pipeline_refuses_a_reentrant_checkpoint_by_name_and_takes_others(use_reentrant: bool) -> None:
+    case = Case(batch_sizes=(4,))
+
+    def body(comm: Any) -> float:
+        with cases.SEED_LOCK:
+            torch.manual_seed(7)
+            model = Body(lambda: Checkpointed(use_reentrant)).double()
+        plan = Plan(pp=2, recompute="none" if use_reentrant else "full")
+        step = TrainStep(model, cases.loss(case), cases.optimizer(case), plan=plan, communicator=comm)
+        return step(cases.batches(case)[0]).loss
+
+    if not use_reentrant:
+        assert len(set(threads.run(2, body))) == 1
+        return
+    with pytest.raises(TaskError, match=r"blocks\.\d\.inner in a reentrant checkpoint"):
+        threads.run(2, body)
+
+
+def test_a_model_that_checkpoints_its_blocks_itself_is_refused() -> None:
+    model = make_body()
+    vars(model)["gradient_checkpointing"] = True  # as transformers says it
+    with pytest.raises(PlanError, match="gradient checkpointing in the model itself"):
+        recomputed_blocks(model, "full")

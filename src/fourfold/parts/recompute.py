@@ -96,8 +96,8 @@ class _Replaying(EagerDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func not in PRODUCTS_AND_ATTENTION:
             return func(*args, **(kwargs or {}))
-        results = self._results.take(func)
-        return results if len(results) > 1 else results[0]
+        first, *others = self._results.take(func)
+        return (first, *others) if others else first
 
     def kept(self, compute: Compute) -> tuple[Tensor, ...]:
         return self._results.take(COLLECTIVE)

@@ -19,6 +19,7 @@ from fourfold.step.loss_sum import Loss
 from fourfold.step.objective import Objective, StageOutput
 from fourfold.step.pipeline.dry_run import PipelineDryRun
 from fourfold.step.pipeline.gates import Gates, StageEnd
+from fourfold.step.pipeline.reentrant import ReentrantCheck
 from fourfold.step.recompute import Recompute
 from fourfold.words.errors import Problem, TaskError
 
@@ -76,6 +77,8 @@ def pipeline_stage(
 ) -> Stage:
     """One of several stages. `dry_run` has shown what modules of other stages return. `has_loss`: it is the last."""
 
+    reentrant = ReentrantCheck(model)
+
     def infer(part: Microbatch, received: Sequence[Tensor]) -> StageOutput:
         try:
             with gates.closed(dry_run.templates, received):
@@ -84,7 +87,7 @@ def pipeline_stage(
             return StageOutput(end.outputs, [])
 
     def forward(part: Microbatch, received: Sequence[Tensor]) -> StageOutput:
-        with statistics.in_forward(has_samples=True), recompute.installed():
+        with statistics.in_forward(has_samples=True), recompute.installed(), reentrant.looking():
             return infer(part, received)
 
     def forward_empty() -> None:
