@@ -13,7 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 from fourfold.analysis.describe_recompute import format_recompute
 from fourfold.parts.comm.meter import CommMeter
+from fourfold.parts.comm.tensor.protocol import TensorGroup
 from fourfold.parts.comm.tensor.single_rank import SingleRankTensorGroup
+from fourfold.parts.comm.tensor_groups import make_tensor_group
 from fourfold.parts.sequence import ring
 from fourfold.plan.check import combination_problems
 from fourfold.plan.plan import Plan
@@ -209,12 +211,14 @@ def test_outside_of_a_forward_the_blocks_are_the_users() -> None:
 # ---- what is kept -------------------------------------------------------------------------------------------------
 
 
-def kept_bytes(recompute: str, *, layers: int = 4) -> int:
-    """What autograd keeps of one forward of the model."""
+ALONE = SingleRankTensorGroup(CommMeter(), torch.device("cpu"))
+
+
+def kept_bytes(recompute: str, *, layers: int = 4, group: TensorGroup = ALONE) -> int:
+    """What autograd keeps of one forward of the model. `group`: ranks with the same model and the same inputs."""
     model = make_model(layers=layers, width=32)
     blocks = recomputed_blocks(model, recompute)
-    alone = SingleRankTensorGroup(CommMeter(), torch.device("cpu"))
-    installed = Recompute(model, blocks, alone, selective=recompute == "selective").installed()
+    installed = Recompute(model, blocks, group, selective=recompute == "selective").installed()
     inputs, _ = cases.batches(CASE)[0]
     counted = PeakMemory()
     counted.track("weights", model.parameters())
@@ -222,7 +226,11 @@ def kept_bytes(recompute: str, *, layers: int = 4) -> int:
     with counted, installed:
         output = model(**inputs)
     kept = counted.current_bytes - weights
-    del output
+    output.sum().backward()
+    found = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    model(**inputs).sum().backward()
+    assert all(torch.equal(a, p.grad) for a, p in zip(found, model.parameters(), strict=True))
     return kept
 
 
@@ -231,6 +239,16 @@ def test_full_keeps_the_inputs_of_blocks_and_selective_less_than_none() -> None:
     hidden = 4 * 8 * 32 * 8  # B L D of 8 bytes
     assert per_layer["full"] == hidden
     assert hidden < per_layer["selective"] < 0.7 * per_layer["none"]
+
+
+def test_each_of_two_tensor_ranks_keeps_half_of_the_inputs_of_blocks() -> None:
+    def body(comm: Any) -> int:
+        group = make_tensor_group(comm, "tensor", CommMeter())
+        # The first ones make the group's views of its shared memory, which are counted too.
+        *_, four, eight = (kept_bytes("full", layers=layers, group=group) for layers in (8, 8, 4, 8))
+        return (eight - four) // 4
+
+    assert threads.run(2, body) == [4 * 8 * 32 * 8 // 2] * 2
 
 
 @pytest.mark.parametrize(("fields", "repeats"), [({"tp": 2}, False), ({"tp": 2, "residual": "split"}, True)])
