@@ -40,13 +40,18 @@ def test_schedules_without_interleaving_have_one_stage_each():
 
 def test_recompute_goes_with_the_schedules_whose_backward_is_one_action_with_the_weights_of_forward():
     for schedule in NO_RECOMPUTE:
-        assert [each.got for each in recompute_problems("full", schedule)] == [
-            f'recompute = "full" with schedule = "{schedule}"'
-        ]
-        assert not recompute_problems("none", schedule)
-    for schedule in ("gpipe", "1f1b", "interleaved"):
-        assert not recompute_problems("selective", schedule)
-    assert not combination_problems(Plan(**PIPELINE, recompute="full"))
+        found = recompute_problems("full", schedule, divides_backward=False)
+        assert [each.got for each in found] == [f'recompute = "full" with schedule = "{schedule}"']
+        assert not recompute_problems("none", schedule, divides_backward=False)
+    for schedule in ("gpipe", "1f1b"):
+        assert not combination_problems(Plan(**PIPELINE, schedule=schedule, recompute="selective"))
+    (problem,) = combination_problems(Plan(**PIPELINE, schedule="zero-bubble", recompute="full"))
+    assert 'recompute = "full" with schedule = "zero-bubble"' in problem.got
+    written = {**PIPELINE, "schedule": "written", "recompute": "full"}
+    whole, halved = "0: F0.0 F0.1 B0.0 B0.1\n1: F1.0 B1.0 F1.1 B1.1", "0: F0.0 F0.1 I0.0 W0.0 I0.1 W0.1\n1: F1.0 B1.0 F1.1 B1.1"
+    assert not combination_problems(Plan(**written, program=whole))
+    (problem,) = combination_problems(Plan(**written, program=halved))
+    assert problem.got == 'recompute = "full" with schedule = "written", which divides backward'
 
 
 def test_what_does_not_go_with_a_tied_weight_is_refused():

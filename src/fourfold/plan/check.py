@@ -62,8 +62,10 @@ def pipeline_problems(plan: Plan) -> list[Problem]:
         return []
     sizes = {"pp": plan.pp, "microbatches": plan.microbatches, "interleave": plan.interleave}
     zero = plan.zero if plan.num_shards > 1 else 0
-    problems = schedule_problems(plan.schedule, **sizes) + interleave_problems(plan.interleave, zero, plan.update)
-    problems += recompute_problems(plan.recompute, plan.schedule)
+    problems = schedule_problems(plan.schedule, **sizes, max_in_flight=plan.max_in_flight, program=plan.program)
+    problems += interleave_problems(plan.interleave, zero, plan.update)
+    halves = not problems and plan.divides_backward
+    problems += recompute_problems(plan.recompute, plan.schedule, divides_backward=halves)
     return problems + not_built_problems({field: getattr(plan, field) for field in NOT_BUILT})
 
 

@@ -23,6 +23,7 @@ from fourfold.plan.tensor_dims import TensorSpec
 from fourfold.plan.toml_writer import format_pair
 from fourfold.words.errors import PlanError, Problem
 from fourfold.words.mesh import Mesh
+from fourfold.words.program import Verb
 
 VERSION = 1
 
@@ -37,6 +38,8 @@ APPLIES_WHEN: dict[str, tuple[str, Callable[["Plan"], bool]]] = {
     "schedule": ("pp above 1", lambda plan: plan.pp > 1),
     "stages": ("pp above 1", lambda plan: plan.pp > 1),
     "interleave": ("pp above 1", lambda plan: plan.pp > 1),
+    "max_in_flight": ("pp above 1", lambda plan: plan.pp > 1),
+    "program": ("schedule = written", lambda plan: plan.pp > 1 and plan.schedule == "written"),
     "dims": ("tp above 1", lambda plan: plan.tp > 1),
     "ring": ("sp above ulysses", lambda plan: plan.sp > plan.ulysses),
     "local_steps": ("sync = local", lambda plan: plan.sync == "local"),
@@ -81,6 +84,8 @@ class Plan:
     schedule: str = "1f1b"
     stages: str = "even"
     interleave: int = 1
+    max_in_flight: int | None = None
+    program: str = ""
     recompute: str = "none"
     ring: str = "zigzag"
     ulysses: int = 1
@@ -181,10 +186,24 @@ class Plan:
         """How many ranks split layers, and which dims of the weights."""
         return TensorSpec(self.tp, self.dims, self.ulysses, self.residual)
 
-    @property
+    @functools.cached_property
     def compute_lists(self) -> ComputeLists:
         """By place on the pipeline axis: the forwards and backwards of a step."""
-        return compute_actions(self.schedule, pp=self.pp, microbatches=self.microbatches, interleave=self.interleave)
+        return compute_actions(
+            self.schedule,
+            pp=self.pp,
+            microbatches=self.microbatches,
+            interleave=self.interleave,
+            max_in_flight=self.max_in_flight,
+            program=self.program,
+        )
+
+    @property
+    def divides_backward(self) -> bool:
+        """Whether backwards are computed in two halves, those of inputs and those of weights."""
+        return self.pp > 1 and any(
+            action.verb == Verb.BACKWARD_WEIGHT for each in self.compute_lists for action in each
+        )
 
     @property
     def num_stages(self) -> int:

@@ -79,11 +79,11 @@ FIELD_RULES = {
     "shard": FieldRule(int, optional=True, int_maximum=MAX_RANKS),
     "zero": FieldRule(int, choices=(0, 1, 2, 3)),
     "microbatches": FieldRule(int, int_maximum=MAX_RANKS),
-    "schedule": FieldRule(
-        str, choices=("gpipe", "1f1b", "interleaved", "zero-bubble"), supported=("gpipe", "1f1b", "interleaved")
-    ),
+    "schedule": FieldRule(str, choices=("gpipe", "1f1b", "interleaved", "zero-bubble", "written")),
     "stages": FieldRule(str),
     "interleave": FieldRule(int, int_maximum=MAX_RANKS),
+    "max_in_flight": FieldRule(int, optional=True, int_maximum=MAX_RANKS),
+    "program": FieldRule(str),
     "recompute": FieldRule(str, choices=("none", "selective", "full")),
     "ring": FieldRule(str, choices=RINGS),
     "ulysses": FieldRule(int, int_maximum=MAX_RANKS),

@@ -17,6 +17,7 @@ from fourfold.parts.comm.communicator import Communicator
 from fourfold.parts.comm.meter import CommMeter
 from fourfold.parts.comm.reduce.protocol import ScalarReducer
 from fourfold.parts.comm.tensor.single_rank import SingleRankTensorGroup
+from fourfold.parts.deferred_grads import BackwardHalves, DeferredGrads, WholeBackward
 from fourfold.parts.deferred_init import InitialModel
 from fourfold.parts.optim.user_optimizer import OptimizerSource, build_optimizer
 from fourfold.parts.sequence.sequence_group import connect_sequence
@@ -118,8 +119,9 @@ def assemble(
     trained = lay_out(model, optimizer, plan, world, options, whole)
     channel = transports.make_world_channel(world, trained.blueprint.topology, plan.transport, meter)
     statistics = _make_statistics(model, plan, world, meter)
-    chunks = _make_chunks(model, objective, statistics, plan, axes)
-    stage = make_stage(trained, world, meter, channel.calls, tensor, chunks)
+    halves = DeferredGrads(trained.parameters) if plan.divides_backward else WholeBackward()
+    chunks = _make_chunks(model, objective, statistics, halves, plan, axes)
+    stage = make_stage(trained, world, meter, channel.calls, tensor, chunks, halves)
     parts = _make_parts(stage, channel.scalars, meter, objective, plan, options, world, axes)
     calls = CollectiveCalls(world, TensorCalls(channel.calls, tensor.group, tensor.ranks))
     return Assembly(
@@ -204,7 +206,12 @@ def _cut(
 
 
 def _make_chunks(
-    model: nn.Module, objective: Objective, statistics: BatchStatistics, plan: Plan, axes: _Axes
+    model: nn.Module,
+    objective: Objective,
+    statistics: BatchStatistics,
+    halves: BackwardHalves,
+    plan: Plan,
+    axes: _Axes,
 ) -> dict[int, Stage]:
     """This rank's stages, by number in the model."""
     tensor, pipeline, dry_run = axes
@@ -222,6 +229,7 @@ def _make_chunks(
             statistics,
             Gates(model, pipeline.stages, stage),
             dry_run,
+            halves,
             make_recompute([blocks[index] for index in pipeline.stages.blocks[stage]] if blocks else []),
             has_loss=stage == last,
         )

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fourfold.parts.deferred_grads import BackwardHalves
 from fourfold.step.batch import Microbatch
 from fourfold.step.batch_statistics import BatchStatistics
 from fourfold.step.loss_sum import Loss
@@ -71,6 +72,7 @@ def pipeline_stage(
     statistics: BatchStatistics,
     gates: Gates,
     dry_run: PipelineDryRun,
+    halves: BackwardHalves,
     recompute: Recompute,
     *,
     has_loss: bool,
@@ -87,7 +89,12 @@ def pipeline_stage(
             return StageOutput(end.outputs, [])
 
     def forward(part: Microbatch, received: Sequence[Tensor]) -> StageOutput:
-        with statistics.in_forward(has_samples=True), recompute.installed(), reentrant.looking():
+        with (
+            statistics.in_forward(has_samples=True),
+            recompute.installed(),
+            halves.in_forward(),
+            reentrant.looking(),
+        ):
             return infer(part, received)
 
     def forward_empty() -> None:

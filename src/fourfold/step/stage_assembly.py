@@ -4,6 +4,7 @@ Law: each function makes one part of those before it. What a plan asks for is de
 """
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -29,6 +30,7 @@ from fourfold.parts.data.sharded_params import ShardedParams
 from fourfold.parts.data.unbucketed_grads import UnbucketedGrads
 from fourfold.parts.data.weight_edits import RefusedEdits, TrainedEdits, WeightEdits
 from fourfold.parts.data.weight_storage import HostSharedWeights, ResidentWeights, ShardedWeights, WeightStorage
+from fourfold.parts.deferred_grads import BackwardHalves
 from fourfold.parts.optim.flat_optimizer import FlatOptimizer
 from fourfold.parts.optim.master_weights import MasterWeightPolicy, MasterWeights, offload_device
 from fourfold.parts.optim.step_hooks import StepHooks
@@ -42,7 +44,7 @@ from fourfold.plan.plan import Plan
 from fourfold.plan.topology import NO_SHARED_MEMORY, Topology
 from fourfold.step.codec_state import CodecState
 from fourfold.step.grad_rounds import OneRound, RoundEveryBackward
-from fourfold.step.grad_scaling import GradScaling, ScaledInUpdate, ScaledSums
+from fourfold.step.grad_scaling import GradScaling, make_scaling
 from fourfold.step.grad_sync import GradSync, LocalSteps, SumEveryStep
 from fourfold.step.model_layout import WholeModelSpecs
 from fourfold.step.norm_sums import NormSum, SumOverShards, SumOverTensorRanks
@@ -80,6 +82,11 @@ class Trained(NamedTuple):
         return [[self.by_name[slot.name] for slot in bucket.slots] for bucket in self.buckets]
 
     @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Of all buckets, as gradient hooks number them."""
+        return list(itertools.chain.from_iterable(self.by_bucket))
+
+    @property
     def layouts(self) -> RestingLayouts:
         """Where tensors rest on these hosts."""
         return self.group.resting_layouts
@@ -115,6 +122,7 @@ def make_stage(
     calls: CallChecker,
     tensor: TensorAxis,
     chunks: Mapping[int, Stage],
+    halves: BackwardHalves,
 ) -> StageAssembly:
     """Make the parts of a stage. Collective. Raises PlanError."""
     data_ranks, whole_tensors = world.along("dp", "sp"), tensor.whole_tensors
@@ -130,7 +138,8 @@ def make_stage(
         chunks=chunks,
         parameters=trained.by_bucket,
         gradients=gradients,
-        grad_hooks=GradHooks([parameter for members in trained.by_bucket for parameter in members]),
+        grad_hooks=GradHooks(trained.parameters),
+        halves=halves,
         reducer=transport.grads,
         gatherer=transport.weights,
         data_ranks=data_ranks,
@@ -144,7 +153,7 @@ def make_stage(
     )
     codec_state = CodecState(codecs, data_ranks, whole_tensors)
     state = PersistentState(weights, trained.buckets, optimizer, layout, data_ranks, codec_state, sync)
-    scaling = _make_scaling(trained, optimizer)
+    scaling = make_scaling(is_whole=trained.layouts.state == WHOLE, converts_grads=optimizer.converts_grads)
     return StageAssembly(parts, trained, sync, scaling, codecs, state, transport.description)
 
 
@@ -338,8 +347,3 @@ def _make_hooks(trained: Trained) -> StepHooks:
 def _update_verbs(layouts: RestingLayouts) -> tuple[Verb, ...]:
     gathers = layout_changes(layouts).after_update != Change.NONE
     return (Verb.UPDATE, Verb.GATHER) if gathers else (Verb.UPDATE,)
-
-
-def _make_scaling(trained: Trained, optimizer: FlatOptimizer) -> GradScaling:
-    scales_sums = trained.layouts.state == WHOLE and not optimizer.converts_grads
-    return ScaledSums() if scales_sums else ScaledInUpdate()

@@ -15,6 +15,7 @@ from fourfold.parts.comm.meter import CommMeter
 from fourfold.parts.comm.reduce.protocol import GradReducer, ScalarReducer, WeightGatherer
 from fourfold.parts.data.grad_hooks import GradHooks
 from fourfold.parts.data.gradients import Gradients
+from fourfold.parts.deferred_grads import BackwardHalves
 from fourfold.parts.optim.flat_optimizer import FlatOptimizer
 from fourfold.parts.optim.step_hooks import StepHooks
 from fourfold.plan.precision import LossScale
@@ -38,6 +39,7 @@ class StageParts(NamedTuple):
     """By bucket and slot."""
     gradients: Gradients
     grad_hooks: GradHooks
+    halves: BackwardHalves
     reducer: GradReducer
     gatherer: WeightGatherer
     data_ranks: Communicator

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from fourfold.parts.data.sharded_params import NO_UNSHARD_SINK, UnshardSink
+from fourfold.parts.deferred_grads import PendingGrads
 from fourfold.step.batch import Microbatch
 from fourfold.step.loss_sum import Loss
 from fourfold.step.sequence.batch_consistency import batch_mismatch_problem
@@ -94,6 +95,8 @@ class StepState:
     """The outputs of stages before the last, from forward to backward."""
     upstream: dict[Place, list[Tensor]] = field(default_factory=dict)
     """The gradients of these, from the stages behind."""
+    pending: dict[Place, PendingGrads] = field(default_factory=dict)
+    """What first halves of backwards have left to the second ones."""
     outputs: dict[int, Any] = field(default_factory=dict)
     """By microbatch; training keeps none."""
     local_count: float | Tensor = 0.0

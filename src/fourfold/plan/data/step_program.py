@@ -24,8 +24,9 @@ from fourfold.words.program import (
     nth_index,
 )
 
-UNSHARDED = (Verb.FORWARD, Verb.BACKWARD)  # the phases that use weights
-BACKWARD_PHASES = (Verb.TIE_GRADIENT, Verb.RECEIVE_BACKWARD, Verb.BACKWARD)
+UNSHARDED = (Verb.FORWARD, Verb.BACKWARD, Verb.BACKWARD_INPUT)  # the phases that use weights
+BACKWARD_PHASES = (Verb.TIE_GRADIENT, Verb.RECEIVE_BACKWARD, Verb.BACKWARD, Verb.BACKWARD_INPUT)
+COMPLETE_BACKWARD = (Verb.BACKWARD, Verb.BACKWARD_WEIGHT)  # all gradients of a microbatch are there
 
 
 class StepSync(StrEnum):
@@ -163,7 +164,7 @@ def _compute_phases(
     next backward, or of the receipt of its gradient. What a backward sends back goes before its reductions.
     """
     unshards, measures, round_number = _Unshards(step), _LossMeasures(step), 0
-    num_left = sum(action.verb == Verb.BACKWARD for action in step.compute_actions)
+    num_left = sum(action.verb in COMPLETE_BACKWARD for action in step.compute_actions)
     actions: list[Action] = []
     reductions: list[Action] = []
     for action in step.compute_actions:
@@ -175,7 +176,7 @@ def _compute_phases(
             orders = unshards.orders
             actions += unshards.next_phase(orders.forward if action.verb == Verb.FORWARD else orders.backward)
         actions.append(action)
-        if action.verb == Verb.BACKWARD:
+        if action.verb in COMPLETE_BACKWARD:
             num_left -= 1
             reductions = _reductions(step, round_number, launch_order, updates, is_last=num_left == 0)
             round_number += 1

@@ -16,18 +16,21 @@ NOT_BUILT: dict[str, tuple[tuple[str, ...], str]] = {
 
 # By schedule: what recompute would break.
 NO_RECOMPUTE: dict[str, str] = {
-    "zero-bubble": "one backward for each forward: it has two halves, and each would compute the blocks again",
+    "zero-bubble": "the inputs of layers until the second half of a backward: computed again, they are held until then",
     "pipedream": "the weights of the forward in backward, which it keeps for backward alone",
     "2bw": "the weights of the forward in backward, which it keeps for backward alone",
 }
 
 
-def recompute_problems(recompute: str, schedule: str) -> list[Problem]:
-    """Why the backward of a schedule cannot compute blocks again."""
-    if recompute == "none" or schedule not in NO_RECOMPUTE:
+def recompute_problems(recompute: str, schedule: str, *, divides_backward: bool) -> list[Problem]:
+    """Why the backward of a schedule cannot compute blocks again. `divides_backward`: its list has halves of it."""
+    need = NO_RECOMPUTE.get("zero-bubble" if divides_backward else schedule)
+    if recompute == "none" or need is None:
         return []
-    got = f'recompute = "{recompute}" with schedule = "{schedule}"'
-    return [Problem(got, NO_RECOMPUTE[schedule], 'recompute = "none", or schedule = "1f1b"')]
+    got = f'recompute = "{recompute}" with schedule = "{schedule}"' + (
+        ", which divides backward" if divides_backward else ""
+    )
+    return [Problem(got, need, 'recompute = "none", or schedule = "1f1b"')]
 
 
 def interleave_problems(interleave: int, zero: int, update: str) -> list[Problem]:
