@@ -48,7 +48,10 @@ def test_recompute_goes_with_the_schedules_whose_backward_is_one_action_with_the
     (problem,) = combination_problems(Plan(**PIPELINE, schedule="zero-bubble", recompute="full"))
     assert 'recompute = "full" with schedule = "zero-bubble"' in problem.got
     written = {**PIPELINE, "schedule": "written", "recompute": "full"}
-    whole, halved = "0: F0.0 F0.1 B0.0 B0.1\n1: F1.0 B1.0 F1.1 B1.1", "0: F0.0 F0.1 I0.0 W0.0 I0.1 W0.1\n1: F1.0 B1.0 F1.1 B1.1"
+    whole, halved = (
+        "0: F0.0 F0.1 B0.0 B0.1\n1: F1.0 B1.0 F1.1 B1.1",
+        "0: F0.0 F0.1 I0.0 W0.0 I0.1 W0.1\n1: F1.0 B1.0 F1.1 B1.1",
+    )
     assert not combination_problems(Plan(**written, program=whole))
     (problem,) = combination_problems(Plan(**written, program=halved))
     assert problem.got == 'recompute = "full" with schedule = "written", which divides backward'
