@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from fourfold.plan.check import combination_problems
-from fourfold.plan.pipeline.conflicts import tie_problems
+from fourfold.plan.pipeline.conflicts import NO_RECOMPUTE, recompute_problems, tie_problems
 from fourfold.plan.pipeline.edges import edge_note
 from fourfold.plan.plan import Plan
 from fourfold.words.errors import PlanError
@@ -32,6 +32,25 @@ def test_interleaved_stages_need_microbatches_in_groups():
 def test_schedules_without_interleaving_have_one_stage_each():
     problems = combination_problems(Plan(**PIPELINE, interleave=2))
     assert any("interleave = 2" in problem.got for problem in problems)
+
+
+def test_recompute_goes_with_the_schedules_whose_backward_is_one_action_with_the_weights_of_forward():
+    for schedule in NO_RECOMPUTE:
+        found = recompute_problems("full", schedule, divides_backward=False)
+        assert [each.got for each in found] == [f'recompute = "full" with schedule = "{schedule}"']
+        assert not recompute_problems("none", schedule, divides_backward=False)
+    for schedule in ("gpipe", "1f1b"):
+        assert not combination_problems(Plan(**PIPELINE, schedule=schedule, recompute="selective"))
+    (problem,) = combination_problems(Plan(**PIPELINE, schedule="zero-bubble", recompute="full"))
+    assert 'recompute = "full" with schedule = "zero-bubble"' in problem.got
+    written = {**PIPELINE, "schedule": "written", "recompute": "full"}
+    whole, halved = (
+        "0: F0.0 F0.1 B0.0 B0.1\n1: F1.0 B1.0 F1.1 B1.1",
+        "0: F0.0 F0.1 I0.0 W0.0 I0.1 W0.1\n1: F1.0 B1.0 F1.1 B1.1",
+    )
+    assert not combination_problems(Plan(**written, program=whole))
+    (problem,) = combination_problems(Plan(**written, program=halved))
+    assert problem.got == 'recompute = "full" with schedule = "written", which divides backward'
 
 
 def test_what_does_not_go_with_a_tied_weight_is_refused():

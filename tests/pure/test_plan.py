@@ -60,7 +60,7 @@ def test_the_signature_is_the_contract():
 def test_all_problems_are_reported_at_once():
     with pytest.raises(PlanError) as caught:
         Plan.from_dict(
-            {"dp": 0, "microbatch": 2, "codec": "gzip", "zero": 4, "recompute": "full", "bucket_bytes": "big"},
+            {"dp": 0, "microbatch": 2, "codec": "gzip", "zero": 4, "sync": "server", "bucket_bytes": "big"},
             where="plan.toml",
         )
     message = str(caught.value)
@@ -108,7 +108,7 @@ def test_fields_without_effect_are_reported(fields: dict, ineffective: dict):
     assert Plan(**fields).ineffective_fields == ineffective
 
 
-@pytest.mark.parametrize(("name", "value"), [("recompute", "full"), ("sync", "server")])
+@pytest.mark.parametrize(("name", "value"), [("sync", "server")])
 def test_a_choice_that_is_not_built_yet_is_refused(name, value):
     with pytest.raises(PlanError, match="not implemented yet"):
         Plan(**{name: value})

@@ -13,13 +13,7 @@ from typing import NamedTuple
 from fourfold.plan.batch_norm import SYNC
 from fourfold.plan.codec import CODECS
 from fourfold.plan.param_spec import ParamSpec
-from fourfold.plan.pipeline.conflicts import (
-    NOT_BUILT,
-    SYNCHRONOUS_ONLY,
-    asynchronous_problems,
-    not_built_problems,
-    tie_problems,
-)
+from fourfold.plan.pipeline import conflicts
 from fourfold.plan.pipeline.edges import edge_problems
 from fourfold.plan.pipeline.schedules import schedule_problems
 from fourfold.plan.plan import Plan, candidate_meshes
@@ -64,9 +58,13 @@ def pipeline_problems(plan: Plan, clip: float | None) -> list[Problem]:
         return problems
     sizes = {"pp": plan.pp, "microbatches": plan.microbatches, "interleave": plan.interleave}
     problems += schedule_problems(plan.schedule, **sizes, max_in_flight=plan.max_in_flight, program=plan.program)
+    halves = not problems and plan.divides_backward
+    problems += conflicts.recompute_problems(plan.recompute, plan.schedule, divides_backward=halves)
     if plan.is_asynchronous:
-        problems += asynchronous_problems(plan.schedule, {f: getattr(plan, f) for f in SYNCHRONOUS_ONLY}, clip)
-    return problems + not_built_problems({field: getattr(plan, field) for field in NOT_BUILT})
+        problems += conflicts.asynchronous_problems(
+            plan.schedule, {f: getattr(plan, f) for f in conflicts.SYNCHRONOUS_ONLY}, clip
+        )
+    return problems + conflicts.not_built_problems({field: getattr(plan, field) for field in conflicts.NOT_BUILT})
 
 
 def update_problems(plan: Plan, clip: float | None) -> list[Problem]:
@@ -225,7 +223,7 @@ def param_problems(plan: Plan, specs: Sequence[ParamSpec]) -> list[Problem]:
     return (
         problems
         + replica_problems(plan, specs)
-        + tie_problems(
+        + conflicts.tie_problems(
             [spec.name for spec in specs if spec.is_tied],
             plan.update,
             plan.sync,

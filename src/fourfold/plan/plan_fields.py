@@ -85,7 +85,7 @@ FIELD_RULES = {
     "interleave": FieldRule(int, int_maximum=MAX_RANKS),
     "max_in_flight": FieldRule(int, optional=True, int_maximum=MAX_RANKS),
     "program": FieldRule(str),
-    "recompute": FieldRule(str, choices=("none", "selective", "full"), supported=("none",)),
+    "recompute": FieldRule(str, choices=("none", "selective", "full")),
     "edge": FieldRule(str, choices=EDGES),
     "edge_density": FieldRule(float, float_maximum=1.0),
     "ring": FieldRule(str, choices=RINGS),

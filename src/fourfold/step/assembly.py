@@ -17,6 +17,7 @@ from fourfold.parts.comm.edge.compression import make_compression
 from fourfold.parts.comm.meter import CommMeter
 from fourfold.parts.comm.reduce.protocol import ScalarReducer
 from fourfold.parts.comm.row_exchange import make_row_exchange
+from fourfold.parts.comm.tensor.single_rank import SingleRankTensorGroup
 from fourfold.parts.deferred_grads import DeferredGrads, WholeBackward
 from fourfold.parts.deferred_init import InitialModel
 from fourfold.parts.optim.user_optimizer import OptimizerSource, build_optimizer
@@ -27,6 +28,7 @@ from fourfold.plan.data.buckets import Bucket
 from fourfold.plan.pipeline.asynchronous import staleness
 from fourfold.plan.plan import Plan
 from fourfold.plan.precision import LossScaler, UnitLossScale
+from fourfold.plan.tensor_residual import WHOLE as RESIDUAL_WHOLE
 from fourfold.step.batch_layout import BatchLayout, SharedByStages, SharedByTensorRanks, TokenShards, WholeSamples
 from fourfold.step.batch_statistics import BatchStatistics, OwnStatistics, SyncedStatistics, batch_norms, make_exchange
 from fourfold.step.collective_calls import CollectiveCalls
@@ -50,6 +52,7 @@ from fourfold.step.pipeline.gates import SplitResidual
 from fourfold.step.pipeline.skeleton import make_skeleton
 from fourfold.step.pipeline.weight_versions import WeightVersions
 from fourfold.step.rank_dropout import SplitDropout
+from fourfold.step.recompute import RecomputedBlocks, recomputed_blocks
 from fourfold.step.replica_drift import DriftChecker
 from fourfold.step.sequence.sequence_parallel import SequenceParallel
 from fourfold.step.stage import make_chunks
@@ -122,7 +125,8 @@ def assemble(
     statistics = _make_statistics(model, plan, world, meter, pipeline)
     halves = DeferredGrads(trained.parameters) if plan.divides_backward else WholeBackward()
     residual = SplitResidual(tensor.residual.entries, tensor.region)
-    chunks = make_chunks(model, objective, statistics, pipeline, stages, residual, halves)
+    recomputed = _find_recomputed(plan, axes)
+    chunks = make_chunks(model, objective, statistics, pipeline, stages, residual, halves, recomputed)
     stage = make_stage(trained, world, meter, channel.calls, tensor, chunks, halves)
     parts = _make_parts(stage, channel.scalars, meter, objective, plan, options, world, axes)
     calls = CollectiveCalls(world, TensorCalls(channel.calls, tensor.group, tensor.ranks))
@@ -208,6 +212,14 @@ def _cut(
     skeleton = make_skeleton(model, plan.precision, [tensor.region])
     pipeline = pipeline_axis.cut(model, skeleton, optimizer, stages, ranks, meter, transport=plan.transport)
     return _Axes(tensor, pipeline, PipelineDryRun(skeleton, stages, world, residual))
+
+
+def _find_recomputed(plan: Plan, axes: _Axes) -> RecomputedBlocks:
+    tensor, pipeline, _ = axes
+    shares_inputs = plan.recompute == "full" and plan.residual == RESIDUAL_WHOLE
+    group = tensor.group if shares_inputs else SingleRankTensorGroup(tensor.group.meter, pipeline.ranks.device)
+    names = recomputed_blocks(pipeline.skeleton, plan.recompute)
+    return RecomputedBlocks(names, group, is_selective=plan.recompute == "selective")
 
 
 def _take_optimizer(source: OptimizerSource, model: nn.Module, plan: Plan, options: StepOptions) -> Optimizer:

@@ -114,7 +114,8 @@ def measure_bound(
     batch = _sample_bytes(source) / plan.dp
     if pool.has_model:
         weights, model_bytes = _model_bytes(task, plan, model, pool)
-        if num_samples * batch >= pool.num_bytes * MIN_BATCH_FRACTION and not isinstance(source, Stream):
+        is_kept = plan.recompute == "none"  # else less is kept, and how much is not measured
+        if is_kept and num_samples * batch >= pool.num_bytes * MIN_BATCH_FRACTION and not isinstance(source, Stream):
             inputs = fetch_seeded(source, [0], seed=0, epoch=0)[0][0]
             is_half_precision = plan.precision != "keep"
             per_sample = activation_bytes_per_sample(model, inputs, is_half_precision=is_half_precision)

@@ -21,6 +21,8 @@ from fourfold.step.objective import Objective, StageOutput
 from fourfold.step.pipeline.axis import PipelineAxis
 from fourfold.step.pipeline.dry_run import PipelineDryRun
 from fourfold.step.pipeline.gates import Gates, SplitResidual, StageEnd
+from fourfold.step.pipeline.reentrant import ReentrantCheck
+from fourfold.step.recompute import Recompute, RecomputedBlocks
 from fourfold.words.errors import Problem, TaskError
 
 
@@ -41,15 +43,17 @@ class Stage(NamedTuple):
     """The loss of the outputs; None before the last stage."""
 
 
-def whole_model_stage(model: nn.Module, objective: Objective, statistics: BatchStatistics) -> Stage:
+def whole_model_stage(
+    model: nn.Module, objective: Objective, statistics: BatchStatistics, recompute: Recompute
+) -> Stage:
     """The only stage of a model that is not cut."""
 
     def forward(part: Microbatch, received: Sequence[Tensor]) -> StageOutput:
-        with statistics.in_forward(has_samples=True):
+        with statistics.in_forward(has_samples=True), recompute.installed():
             return objective.forward(model, part)
 
     def forward_empty() -> Tensor | None:
-        with statistics.in_forward(has_samples=False):
+        with statistics.in_forward(has_samples=False), recompute.installed():
             return statistics.run_empty(model, objective)
 
     def evaluate_empty() -> None:
@@ -70,10 +74,13 @@ def pipeline_stage(
     gates: Gates,
     dry_run: PipelineDryRun,
     halves: BackwardHalves,
+    recompute: Recompute,
     *,
     has_loss: bool,
 ) -> Stage:
     """One of several stages. `dry_run` has shown what modules of other stages return. `has_loss`: it is the last."""
+
+    reentrant = ReentrantCheck(model)
 
     def infer(part: Microbatch, received: Sequence[Tensor]) -> StageOutput:
         try:
@@ -83,7 +90,7 @@ def pipeline_stage(
             return StageOutput(end.outputs, [])
 
     def forward(part: Microbatch, received: Sequence[Tensor]) -> StageOutput:
-        with statistics.in_forward(has_samples=True), halves.in_forward():
+        with statistics.in_forward(has_samples=True), recompute.installed(), halves.in_forward(), reentrant.looking():
             return infer(part, received)
 
     def backward(outputs: Sequence[Tensor], upstream: Sequence[Tensor] | None) -> None:
@@ -112,10 +119,11 @@ def make_chunks(
     dry_run: PipelineDryRun,
     residual: SplitResidual,
     halves: BackwardHalves,
+    recomputed: RecomputedBlocks,
 ) -> dict[int, Stage]:
     """This rank's stages, by number in the model."""
     if not pipeline.is_cut:
-        return {0: whole_model_stage(model, objective, statistics)}
+        return {0: whole_model_stage(model, objective, statistics, recomputed.of(model))}
     last = pipeline.stages.num_stages - 1
     return {
         stage: pipeline_stage(
@@ -125,6 +133,7 @@ def make_chunks(
             Gates(model, pipeline.stages, stage, residual),
             dry_run,
             halves,
+            recomputed.of(model, pipeline.stages.blocks[stage]),
             has_loss=stage == last,
         )
         for stage in pipeline.stages.stages_at(pipeline.place)

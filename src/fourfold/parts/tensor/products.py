@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from fourfold.parts.comm.tensor.protocol import TensorGroup
 from fourfold.parts.deferred_grads import deferral_of
+from fourfold.parts.recompute import kept
 
 
 @dataclasses.dataclass
@@ -71,16 +72,9 @@ class RowProduct(torch.autograd.Function):
     def forward(ctx: Any, input: Tensor, weight: Tensor, group: TensorGroup) -> Tensor:
         ctx.save_for_backward(input, weight)
         ctx.autocast, ctx.deferral = _autocast_options(input), deferral_of(weight, input)
-        if ctx.autocast["enabled"] or input.dtype != weight.dtype or input.ndim < 2:
-            return group.all_reduce(F.linear(input, weight))  # casts, or raises its own error
-        product = group.buffer((*input.shape[:-1], weight.shape[0]), input.dtype)
-        input_RF, product_RN = input.flatten(0, -2), product.view(-1, weight.shape[0])
-        num_chunks = group.num_chunks(product.nbytes)
-        if num_chunks == 1:
-            torch.mm(input_RF, weight.t(), out=product_RN)
-            return group.all_reduce(product)
-        _add_by_chunks(input_RF, weight, product_RN, group, num_chunks)
-        return product
+        casts = ctx.autocast["enabled"] or input.dtype != weight.dtype or input.ndim < 2
+        (total,) = kept(lambda: (_summed_product(input, weight, group, casts=casts),))
+        return total
 
     @staticmethod
     @once_differentiable
@@ -92,6 +86,20 @@ class RowProduct(torch.autograd.Function):
             if needs_weight and not (ctx.deferral and ctx.deferral.takes(grad, input)):
                 grad_weight = grad.flatten(0, -2).t() @ input.flatten(0, -2)
             return grad @ weight if needs_input else None, grad_weight, None
+
+
+def _summed_product(input: Tensor, weight: Tensor, group: TensorGroup, *, casts: bool) -> Tensor:
+    """The sum of the ranks' `F.linear`. `casts`: it casts, or raises its own error."""
+    if casts:
+        return group.all_reduce(F.linear(input, weight))
+    product = group.buffer((*input.shape[:-1], weight.shape[0]), input.dtype)
+    input_RF, product_RN = input.flatten(0, -2), product.view(-1, weight.shape[0])
+    num_chunks = group.num_chunks(product.nbytes)
+    if num_chunks == 1:
+        torch.mm(input_RF, weight.t(), out=product_RN)
+        return group.all_reduce(product)
+    _add_by_chunks(input_RF, weight, product_RN, group, num_chunks)
+    return product
 
 
 def _add_by_chunks(input_RF: Tensor, weight_NF: Tensor, out_RN: Tensor, group: TensorGroup, num_chunks: int) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fourfold.parts.comm.tensor.protocol import TensorGroup
+from fourfold.parts.recompute import is_keeping, kept
 from fourfold.parts.tensor.products import ColumnProduct, InputUses, RowProduct
 from fourfold.parts.tensor.token_collectives import (
     EnterTokens,
@@ -223,6 +224,9 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, partial: Tensor, group: TensorGroup) -> Tensor:
+        if is_keeping():  # the product that made `partial` is kept too
+            (total,) = kept(lambda: (group.all_reduce(partial.clone()),))
+            return total
         total = group.all_reduce(partial)
         if total is partial:
             ctx.mark_dirty(partial)

@@ -1,4 +1,4 @@
-"""Conflicts: what does not go with a pipeline, asynchronous schedules, and a weight that two stages use."""
+"""Conflicts: what does not go with a pipeline, recompute, asynchronous schedules, a weight that two stages use."""
 
 from collections.abc import Mapping, Sequence
 
@@ -13,11 +13,28 @@ SYNCHRONOUS_ONLY: dict[str, tuple[tuple[object, ...], str]] = {
     "update": (("after",), "updates behind the last backward of a batch"),
     "sync": (("step",), "gradients that are summed for every batch"),
     "codec": (("none",), "gradients that are summed as they are: those of several batches are under way"),
-    "recompute": (("none",), "a backward with the activations of its forward: the weights may have changed since"),
     "precision": (("keep", "bf16"), "updates that no overflow of another stage can stop"),
     "unused": (("refuse",), "a gradient of every parameter in every batch"),
     "offload": (("none",), "optimizer states on the device: updates run between forwards"),
 }
+
+# By schedule: what recompute would break.
+NO_RECOMPUTE: dict[str, str] = {
+    "zero-bubble": "the inputs of layers until the second half of a backward: computed again, they are held until then",
+    "pipedream": "the weights of the forward in backward, which it keeps for backward alone",
+    "2bw": "the weights of the forward in backward, which it keeps for backward alone",
+}
+
+
+def recompute_problems(recompute: str, schedule: str, *, divides_backward: bool) -> list[Problem]:
+    """Why the backward of a schedule cannot compute blocks again. `divides_backward`: its list has halves of it."""
+    need = NO_RECOMPUTE.get("zero-bubble" if divides_backward else schedule)
+    if recompute == "none" or need is None:
+        return []
+    got = f'recompute = "{recompute}" with schedule = "{schedule}"' + (
+        ", which divides backward" if divides_backward else ""
+    )
+    return [Problem(got, need, 'recompute = "none", or schedule = "1f1b"')]
 
 
 def asynchronous_problems(schedule: str, values: Mapping[str, object], clip: float | None) -> list[Problem]:
