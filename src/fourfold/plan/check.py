@@ -13,7 +13,7 @@ from typing import NamedTuple
 from fourfold.plan.batch_norm import SYNC
 from fourfold.plan.codec import CODECS
 from fourfold.plan.param_spec import ParamSpec
-from fourfold.plan.pipeline.conflicts import NOT_BUILT, not_built_problems, tie_problems
+from fourfold.plan.pipeline.conflicts import tie_problems
 from fourfold.plan.pipeline.schedules import schedule_problems
 from fourfold.plan.plan import Plan, candidate_meshes
 from fourfold.plan.tensor_residual import SPLIT, WHOLE
@@ -51,12 +51,11 @@ def combination_problems(plan: Plan, *, clip: float | None = None) -> list[Probl
 
 
 def pipeline_problems(plan: Plan) -> list[Problem]:
-    """What a schedule cannot be made for, and what does not go with a pipeline."""
+    """What a schedule cannot be made for."""
     if plan.pp == 1:
         return []
     sizes = {"pp": plan.pp, "microbatches": plan.microbatches, "interleave": plan.interleave}
-    problems = schedule_problems(plan.schedule, **sizes, max_in_flight=plan.max_in_flight, program=plan.program)
-    return problems + not_built_problems({field: getattr(plan, field) for field in NOT_BUILT})
+    return schedule_problems(plan.schedule, **sizes, max_in_flight=plan.max_in_flight, program=plan.program)
 
 
 def update_problems(plan: Plan, clip: float | None) -> list[Problem]:

@@ -1,11 +1,8 @@
-"""Conflicts: what does not go with a pipeline, and with a weight that two stages use."""
+"""Conflicts: what does not go with a weight that two stages use."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from fourfold.words.errors import Problem
-
-# By field: the values that a pipeline can have, and what the others would need.
-NOT_BUILT: dict[str, tuple[tuple[str, ...], str]] = {}
 
 
 def tie_problems(names: Sequence[str], update: str, sync: str) -> list[Problem]:
@@ -19,16 +16,4 @@ def tie_problems(names: Sequence[str], update: str, sync: str) -> list[Problem]:
     if sync == "local":
         need = "weights that are the same on all data ranks"
         problems.append(Problem(f'sync = "{sync}" and {which}', need, 'sync = "step", or weights of their own'))
-    return problems
-
-
-def not_built_problems(values: Mapping[str, str]) -> list[Problem]:
-    """The settings that no pipeline has yet. `values`: of the plan, by field."""
-    problems = []
-    for field, (allowed, need) in NOT_BUILT.items():
-        if values[field] not in allowed:
-            attempt = f'{field} = "{allowed[0]}", or pp = 1'
-            problems.append(
-                Problem(f'pp > 1 with {field} = "{values[field]}"', f"{need} (not implemented yet)", attempt)
-            )
     return problems
