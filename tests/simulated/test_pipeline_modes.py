@@ -72,7 +72,7 @@ OF_ITS_OWN: dict[str, Any] = {"dp": 2, "microbatches": 2, "bucket_bytes": 1}
     {"codec": "topk", "codec_density": 0.3}, {"codec": "topk", "codec_density": 0.3, "zero": 2},
     {"codec": "powersgd", "zero": 1}, {"codec": "int8"}, {"codec": "dct", "codec_density": 0.3},
     {"precision": "fp16"}, {"precision": "fp16", "zero": 1, "tp": 2},
-    {"sync": "local", "local_steps": 3, "outer_lr": 0.7}, {"sync": "local", "local_steps": 2, "tp": 2},
+    {"sync": "local", "local_steps": 3, "outer_lr": 0.7}, {"sync": "local", "local_steps": 3, "tp": 2},
     {"sync": "local", "local_steps": 3, "update": "in_backward", "schedule": "interleaved", "interleave": 2},
 ], ids=lambda fields: "-".join(map(str, fields.values())))  # fmt: skip
 def test_a_pipeline_trains_as_the_same_plan_without_stages(fields):
