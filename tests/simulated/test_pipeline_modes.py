@@ -57,6 +57,19 @@ def test_interleaved_stages_train_as_one_device_with_every_zero_and_update(zero,
         assert oracle.deviation(got, one_device(CASE)) <= TOLERANCE
 
 
+WRITTEN = """
+0: F0.0 F0.1 F2.0 F2.1 I2.0 I2.1 I0.0 W0.0 I0.1 W0.1 W2.0 W2.1
+1: F1.0 F1.1 F3.0 F3.1 I3.0 I3.1 I1.0 W1.0 I1.1 W1.1 W3.0 W3.1
+"""
+
+
+@pytest.mark.parametrize(("zero", "update"), [(0, "after"), (1, "in_backward"), (1, "in_forward")])
+def test_a_written_program_may_complete_the_first_stage_before_a_later_one(zero, update):
+    plan = Plan(**{**INTERLEAVED, "schedule": "written"}, program=WRITTEN, zero=zero, update=update)
+    for got in trained(plan):
+        assert oracle.deviation(got, one_device(CASE)) <= TOLERANCE
+
+
 @pytest.mark.parametrize(("optimizer", "fields"), [("LARS", PIPELINE), ("LAMB", {**INTERLEAVED, "zero": 2})])
 def test_layerwise_updates_are_those_of_one_device(optimizer, fields):
     case = dataclasses.replace(CASE, optimizer=optimizer)

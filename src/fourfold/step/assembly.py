@@ -120,12 +120,14 @@ def assemble(
     halves = DeferredGrads(trained.parameters) if plan.divides_backward else WholeBackward()
     chunks = _make_chunks(model, objective, statistics, pipeline, stages, residual, halves)
     stage = make_stage(trained, world, meter, channel.calls, tensor, chunks, halves)
+    programs = StepPrograms(stage.trained.blueprint, world.rank)
+    stage.parts.gradients.set_launch_order(programs.reduction_order)
     parts = _make_parts(stage, channel.scalars, meter, objective, plan, options, world, axes)
     calls = CollectiveCalls(world, TensorCalls(channel.calls, tensor.group, tensor.ranks))
     return Assembly(
         parts=parts,
         timing=_make_timing(plan, parts),
-        programs=StepPrograms(stage.trained.blueprint, world.rank),
+        programs=programs,
         calls=calls,
         checks=_make_checks(model, optimizer, plan, options, calls, stage, pipeline.elsewhere),
         split=plan.batch_split,
