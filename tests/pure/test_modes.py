@@ -183,7 +183,6 @@ ASKED = {
     "is_whole": "of one parameter's shard",
     "needs_dry_run": "whether it has been done",
     "num_elements": "of one loss",
-    "waits_for_count": "whether a look at the totals of a step would wait for other stages",
     "size": "of the world: decides, when a DriftChecker is made, whether there are replicas to compare",
     **dict.fromkeys(("has_writes", "is_additive", "is_comparable", "is_uneven", "is_unreduced"), FOUND_BY_A_DRY_RUN),
     **dict.fromkeys(("fits_float64", "fits_model_dtype", "has_gradients", "_new_tensors"), CHOSEN_BY_A_DRY_RUN),

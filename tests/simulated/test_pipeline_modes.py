@@ -18,7 +18,7 @@ from fourfold.words.errors import DivergenceError, TaskError
 from tests import cases
 from tests.cases import Case
 
-CASE = Case(model="lm", batch_sizes=(8, 5), length=8, microbatches=2)
+CASE = Case(model="lm", batch_sizes=(8, 1, 5), length=8, microbatches=2)  # in the second step, a data rank has none
 PIPELINE: dict[str, Any] = {"pp": 2, "dp": 2, "microbatches": 2, "bucket_bytes": 8000}
 INTERLEAVED: dict[str, Any] = {**PIPELINE, "schedule": "interleaved", "interleave": 2}
 
@@ -57,6 +57,19 @@ def test_interleaved_stages_train_as_one_device_with_every_zero_and_update(zero,
         assert oracle.deviation(got, one_device(CASE)) <= TOLERANCE
 
 
+WRITTEN = """
+0: F0.0 F0.1 F2.0 F2.1 I2.0 I2.1 I0.0 W0.0 I0.1 W0.1 W2.0 W2.1
+1: F1.0 F1.1 F3.0 F3.1 I3.0 I3.1 I1.0 W1.0 I1.1 W1.1 W3.0 W3.1
+"""
+
+
+@pytest.mark.parametrize(("zero", "update"), [(0, "after"), (1, "in_backward"), (1, "in_forward")])
+def test_a_written_program_may_complete_the_first_stage_before_a_later_one(zero, update):
+    plan = Plan(**{**INTERLEAVED, "schedule": "written"}, program=WRITTEN, zero=zero, update=update)
+    for got in trained(plan):
+        assert oracle.deviation(got, one_device(CASE)) <= TOLERANCE
+
+
 @pytest.mark.parametrize(("optimizer", "fields"), [("LARS", PIPELINE), ("LAMB", {**INTERLEAVED, "zero": 2})])
 def test_layerwise_updates_are_those_of_one_device(optimizer, fields):
     case = dataclasses.replace(CASE, optimizer=optimizer)
@@ -72,8 +85,8 @@ OF_ITS_OWN: dict[str, Any] = {"dp": 2, "microbatches": 2, "bucket_bytes": 1}
     {"codec": "topk", "codec_density": 0.3}, {"codec": "topk", "codec_density": 0.3, "zero": 2},
     {"codec": "powersgd", "zero": 1}, {"codec": "int8"}, {"codec": "dct", "codec_density": 0.3},
     {"precision": "fp16"}, {"precision": "fp16", "zero": 1, "tp": 2},
-    {"sync": "local", "local_steps": 2, "outer_lr": 0.7}, {"sync": "local", "local_steps": 2, "tp": 2},
-    {"sync": "local", "local_steps": 2, "update": "in_backward", "schedule": "interleaved", "interleave": 2},
+    {"sync": "local", "local_steps": 3, "outer_lr": 0.7}, {"sync": "local", "local_steps": 3, "tp": 2},
+    {"sync": "local", "local_steps": 3, "update": "in_backward", "schedule": "interleaved", "interleave": 2},
 ], ids=lambda fields: "-".join(map(str, fields.values())))  # fmt: skip
 def test_a_pipeline_trains_as_the_same_plan_without_stages(fields):
     case = dataclasses.replace(CASE, clip=None if fields.get("update") == "in_backward" else 0.05)

@@ -45,7 +45,8 @@ class Net(nn.Module):
             if index < DEPTH // 2:
                 kept.append(x)
         if self.steals:
-            x = x * self.blocks[0].bias
+            first: Any = self.blocks[0]
+            x = x * first.bias
         return self.head(x + self.scale * entered)
 
 

@@ -58,6 +58,7 @@ def make_step(comm: Any, model: nn.Module, **fields: Any) -> TrainStep:
     ({"pp": 2, "sp": 2}, 2),
     ({"pp": 2, "dp": 2, "zero": 1, "update": "in_backward"}, 1),
     ({"pp": 2, "schedule": "interleaved", "interleave": 2}, 1),
+    ({"pp": 2, "dp": 2, "schedule": "interleaved", "interleave": 2, "zero": 3, "update": "in_backward"}, 4),
 ])  # fmt: skip
 def test_a_tied_weight_is_trained_as_on_one_device(fields, hosts):
     case = dataclasses.replace(CASE, clip=None if fields.get("update") == "in_backward" else CASE.clip)

@@ -64,7 +64,7 @@ def pipeline_problems(plan: Plan, clip: float | None) -> list[Problem]:
         problems += conflicts.asynchronous_problems(
             plan.schedule, {f: getattr(plan, f) for f in conflicts.SYNCHRONOUS_ONLY}, clip
         )
-    return problems + conflicts.not_built_problems({field: getattr(plan, field) for field in conflicts.NOT_BUILT})
+    return problems
 
 
 def update_problems(plan: Plan, clip: float | None) -> list[Problem]:
@@ -220,15 +220,11 @@ def param_problems(plan: Plan, specs: Sequence[ParamSpec]) -> list[Problem]:
     if plan.codec != "none" and complex_names:
         got = f'codec = "{plan.codec}" and {", ".join(complex_names[:3])}'
         problems.append(Problem(got, "gradients of real floating-point numbers", 'codec = "none"'))
+    ties = [spec.name for spec in specs if spec.is_tied]
     return (
         problems
         + replica_problems(plan, specs)
-        + conflicts.tie_problems(
-            [spec.name for spec in specs if spec.is_tied],
-            plan.update,
-            plan.sync,
-            is_asynchronous=plan.is_asynchronous,
-        )
+        + conflicts.tie_problems(ties, plan.update, is_asynchronous=plan.is_asynchronous)
     )
 
 

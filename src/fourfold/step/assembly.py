@@ -128,9 +128,10 @@ def assemble(
     recomputed = _find_recomputed(plan, axes)
     chunks = make_chunks(model, objective, statistics, pipeline, stages, residual, halves, recomputed)
     stage = make_stage(trained, world, meter, channel.calls, tensor, chunks, halves)
+    programs = StepPrograms(stage.trained.blueprint, world.rank)
+    stage.parts.gradients.set_launch_order(programs.reduction_order)
     parts = _make_parts(stage, channel.scalars, meter, objective, plan, options, world, axes)
     calls = CollectiveCalls(world, TensorCalls(channel.calls, tensor.group, tensor.ranks))
-    programs = StepPrograms(stage.trained.blueprint, world.rank)
     return Assembly(
         parts=parts,
         timing=_make_timing(parts, stage.trained, programs, world),

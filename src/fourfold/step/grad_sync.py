@@ -11,23 +11,27 @@ import torch
 from torch import Tensor
 
 from fourfold.parts.comm.communicator import Communicator
+from fourfold.parts.comm.reduce.protocol import ScalarReducer
 from fourfold.parts.comm.tensor.protocol import TensorGroup
 from fourfold.parts.data.gradients import Gradients, launch_complete
 from fourfold.parts.data.local_sgd import LocalSGD
 from fourfold.parts.data.weight_edits import WeightEdits
 from fourfold.parts.tensor_reader import TensorReader
+from fourfold.words.program import LOSS
 
 
 class GradSync(Protocol):
     """What ranks sum."""
 
-    waits_for_count: bool
-    """Whether `loss_count` waits for the stages of this rank's worker."""
     interval: int
     """After so many steps, and so many more, all ranks have the same weights."""
 
     def loss_count(self, total: float, local: float | Tensor) -> float:
         """The loss elements that this rank's gradient is of: those of all ranks, or of its worker."""
+        ...
+
+    def is_count_ready(self, scalars: ScalarReducer) -> bool:
+        """Whether the totals, which `scalars` sum, and `loss_count` are known without waiting for another rank."""
         ...
 
     def nominal_count(self, total: float) -> float:
@@ -93,10 +97,13 @@ class GradSync(Protocol):
 class SumEveryStep:
     """All ranks sum their gradients in every step, and so have the same weights after each."""
 
-    interval, waits_for_count = 1, False
+    interval = 1
 
     def loss_count(self, total: float, local: float | Tensor) -> float:
         return total
+
+    def is_count_ready(self, scalars: ScalarReducer) -> bool:
+        return scalars.is_ready(LOSS)
 
     def nominal_count(self, total: float) -> float:
         return total
@@ -159,11 +166,13 @@ class LocalSteps:
         """`stages`: the ranks that differ from this one on the pipeline axis only."""
         self._local_sgd, self._num_workers, self.interval = local_sgd, num_workers, interval
         self._tensor_group, self._stages = tensor_group, stages
-        self.waits_for_count = stages.size > 1
         self._has_pulled = False
 
     def loss_count(self, total: float, local: float | Tensor) -> float:
         return self._over_stages(torch.tensor(float(local), dtype=torch.float64))
+
+    def is_count_ready(self, scalars: ScalarReducer) -> bool:
+        return self._stages.size == 1 and scalars.is_ready(LOSS)
 
     def _over_stages(self, addend: Tensor) -> float:
         """The sum over the stages of this worker. Collective among them."""

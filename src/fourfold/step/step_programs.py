@@ -79,6 +79,12 @@ class StepPrograms:
         return self._programs.of_step(is_local=is_local, has_nominal_count=has_count)[self._rank]
 
     @property
+    def reduction_order(self) -> tuple[int, ...]:
+        """The order in which this rank's program launches its buckets."""
+        record = StepRecord(self._launch_orders)
+        return self._blueprint.step_spec(self._blueprint.group_of(self._rank), record).reduction_order
+
+    @property
     def launch_order(self) -> list[int]:
         """The order of the reductions, as recorded, stage after stage; empty before.
 
@@ -88,22 +94,14 @@ class StepPrograms:
         return [firsts[stage] + bucket for stage, order in sorted(self._launch_orders.items()) for bucket in order]
 
     def split_order(self, order: Sequence[int]) -> dict[int, tuple[int, ...]]:
-        """What `launch_order` returned, by stage; empty if it is not of these buckets.
-
-        Of interleaved stages, the later ones' buckets come first, whatever the mesh that has recorded the order.
-        """
+        """What `launch_order` returned, by stage; empty if it is not of these buckets."""
         orders: dict[int, tuple[int, ...]] = {}
         for stage, first in self._first_buckets().items():
             num_buckets = self._num_buckets()[stage]
             orders[stage] = tuple(bucket - first for bucket in order[first : first + num_buckets])
             if sorted(orders[stage]) != list(range(num_buckets)):
                 return {}
-        if sum(map(len, orders.values())) != len(order):
-            return {}
-        of_bucket = {group.stage.stage: group.stage.bucket_stages for group in self._blueprint.groups}
-        return {
-            stage: tuple(sorted(own, key=lambda bucket: -of_bucket[stage][bucket])) for stage, own in orders.items()
-        }
+        return orders if sum(map(len, orders.values())) == len(order) else {}
 
     def _num_buckets(self) -> dict[int, int]:
         return {group.stage.stage: len(group.buckets) for group in self._blueprint.groups}

@@ -189,8 +189,8 @@ class StepState:
 
         Neither waits nor raises: within a backward, a peer may wait for this rank's tokens or weights.
         """
-        may_wait = self.parts.sync.waits_for_count or not self.parts.scalars.is_ready(LOSS)
-        if self.totals is None and self._refusal is None and not may_wait:
+        is_open = self.totals is None and self._refusal is None
+        if is_open and self.parts.sync.is_count_ready(self.parts.scalars):
             self._receive_totals()
         return None if self.totals is None else self.grad_scale
 

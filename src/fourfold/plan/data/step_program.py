@@ -86,6 +86,16 @@ class DataStepSpec(NamedTuple):
         verbs = Verb.FORWARD, Verb.BACKWARD
         return self.computes or tuple(Action(v, self.stage, i) for i in range(self.microbatches) for v in verbs)
 
+    @property
+    def reduction_order(self) -> tuple[int, ...]:
+        """The launch order; of interleaved stages, the one whose gradients the program completes first comes first."""
+        order = self.launch_order or tuple(range(self.num_buckets))
+        if not self.bucket_stages:
+            return order
+        actions = enumerate(self.compute_actions)
+        last = {action.stage: position for position, action in actions if action.verb in COMPLETE_BACKWARD}
+        return tuple(sorted(order, key=lambda bucket: last[self.bucket_stages[bucket]]))
+
     def of_stage(self, buckets: Sequence[int], stage: int) -> tuple[int, ...]:
         """Those of these buckets that a stage computes with."""
         return tuple(each for each in buckets if not self.bucket_stages or self.bucket_stages[each] == stage)
@@ -110,7 +120,7 @@ def lower_step(step: DataStepSpec) -> tuple[Action, ...]:
     before in front of the first forward, in the order in which forward uses the buckets; each may be deferred until
     that forward reaches its bucket (forward fusion: ibid.).
     """
-    launch_order = step.launch_order or tuple(range(step.num_buckets))
+    launch_order = step.reduction_order
     updates = {bucket: _update(step, bucket) for bucket in launch_order}
     pushes = {
         bucket: [Action(Verb.PUSH, step.stage, bucket)] if step.sync == StepSync.WEIGHTS else []

@@ -1,11 +1,8 @@
-"""Conflicts: what does not go with a pipeline, recompute, asynchronous schedules, a weight that two stages use."""
+"""Conflicts: what does not go with recompute, asynchronous schedules, and a weight that two stages use."""
 
 from collections.abc import Mapping, Sequence
 
 from fourfold.words.errors import Problem
-
-# By field: the values that a pipeline can have, and what the others would need.
-NOT_BUILT: dict[str, tuple[tuple[str, ...], str]] = {}
 
 # By field: the values that go with an asynchronous schedule, and what the others would need.
 SYNCHRONOUS_ONLY: dict[str, tuple[tuple[object, ...], str]] = {
@@ -54,7 +51,7 @@ def asynchronous_problems(schedule: str, values: Mapping[str, object], clip: flo
     return problems
 
 
-def tie_problems(names: Sequence[str], update: str, sync: str, *, is_asynchronous: bool = False) -> list[Problem]:
+def tie_problems(names: Sequence[str], update: str, *, is_asynchronous: bool = False) -> list[Problem]:
     """The settings that do not go with these weights, which two stages use."""
     if not names:
         return []
@@ -66,19 +63,4 @@ def tie_problems(names: Sequence[str], update: str, sync: str, *, is_asynchronou
         need = "a weight that all stages have in the same version"
         attempt = "schedule = 1f1b, or weights of their own"
         problems.append(Problem(f"an asynchronous schedule and {which}", need, attempt))
-    if sync == "local":
-        need = "weights that are the same on all data ranks"
-        problems.append(Problem(f'sync = "{sync}" and {which}', need, 'sync = "step", or weights of their own'))
-    return problems
-
-
-def not_built_problems(values: Mapping[str, str]) -> list[Problem]:
-    """The settings that no pipeline has yet. `values`: of the plan, by field."""
-    problems = []
-    for field, (allowed, need) in NOT_BUILT.items():
-        if values[field] not in allowed:
-            attempt = f'{field} = "{allowed[0]}", or pp = 1'
-            problems.append(
-                Problem(f'pp > 1 with {field} = "{values[field]}"', f"{need} (not implemented yet)", attempt)
-            )
     return problems
