@@ -6,8 +6,9 @@ Law: an error about a user's input is a `FourfoldError`, raised before any proce
 """
 
 import difflib
+import functools
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fourfold.words.terminal_text import escape_controls
 from fourfold.words.text_table import align_columns
@@ -49,6 +50,9 @@ class FourfoldError(Exception):
         self.where = where
         super().__init__(self.problems, where)
 
+    def __reduce__(self) -> tuple[Any, ...]:  # workers send errors to their rank
+        return functools.partial(type(self), where=self.where), (self.problems,), vars(self)
+
     def __str__(self) -> str:
         return format_problems(self.problems, where=self.where)
 
@@ -67,6 +71,23 @@ class TaskError(FourfoldError):
 
 class DataError(FourfoldError):
     """A data source that is missing, empty or too small."""
+
+
+class DamagedSample(DataError):  # named for what it says of the data, as `KeyError` is for the key
+    """A sample that cannot be read. A source raises it; a run leaves the sample out if `bad_samples` allows it.
+
+    key     names the sample for people, such as its file and record
+    reason  why it cannot be read
+    """
+
+    def __init__(self, key: str, reason: str = "", *, where: str = "the source") -> None:
+        self.key, self.reason = str(key), str(reason)
+        got = f"sample {self.key} cannot be read" + (f": {self.reason}" if self.reason else "")
+        attempt = "the data from its origin again, or bad_samples=1 to leave out as many such samples"
+        super().__init__(Problem(got, "a sample that is whole", attempt), where=where)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return functools.partial(type(self), where=self.where), (self.key, self.reason)
 
 
 class SettingError(FourfoldError):
