@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from fourfold.checkpoint.checkpoints import Checkpoints
     from fourfold.feed.dataloader import shard
     from fourfold.feed.feed import Feed
+    from fourfold.feed.mixed import Mixed, Weighted
     from fourfold.launcher.notebook import launch
     from fourfold.parts.comm.init import world
     from fourfold.plan.lr_schedule import LRSchedule
@@ -23,23 +24,26 @@ if TYPE_CHECKING:
     from fourfold.step.train_step import TrainStep
     from fourfold.trainer.train import train
     from fourfold.words.callback import Callback
-    from fourfold.words.errors import FourfoldError, PlanError
+    from fourfold.words.errors import DamagedSample, FourfoldError, PlanError
     from fourfold.words.task import Data, Task
 
 __version__ = VERSION
 __all__ = [
     "Callback",
     "Checkpoints",
+    "DamagedSample",
     "Data",
     "DistributedOptimizer",
     "Feed",
     "FourfoldError",
     "LRSchedule",
     "Metrics",
+    "Mixed",
     "Plan",
     "PlanError",
     "Task",
     "TrainStep",
+    "Weighted",
     "callbacks",
     "launch",
     "losses",
@@ -53,16 +57,19 @@ __all__ = [
 _MODULE_OF = {
     "Callback": "words.callback",
     "Checkpoints": "checkpoint.checkpoints",
+    "DamagedSample": "words.errors",
     "Data": "words.task",
     "DistributedOptimizer": "step.distributed_optimizer",
     "Feed": "feed.feed",
     "FourfoldError": "words.errors",
     "Metrics": "step.metrics",
+    "Mixed": "feed.mixed",
     "Plan": "plan.plan",
     "PlanError": "words.errors",
     "LRSchedule": "plan.lr_schedule",
     "Task": "words.task",
     "TrainStep": "step.train_step",
+    "Weighted": "feed.mixed",
     "launch": "launcher.notebook",
     "parallelize": "step.parallelize",
     "shard": "feed.dataloader",

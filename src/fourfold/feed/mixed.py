@@ -17,9 +17,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from fourfold.feed.data_input import input_problems
-from fourfold.feed.orders import ORDERS, OrderChoice, order_problems
+from fourfold.feed.orders import OrderChoice, order_problems
 from fourfold.feed.source import fetch, map_leaves, source_attribute
 from fourfold.plan.mixed_order import MAX_BLOCK, MixedOrder, MixedPart, mixture_problems
+from fourfold.plan.sample_order import ORDERS
 from fourfold.words import argument_checks
 from fourfold.words.errors import DamagedSample, DataError, Problem
 

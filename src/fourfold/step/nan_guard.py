@@ -101,6 +101,8 @@ class NanGuard:
         if state.bad_reason is None:
             self.policy.accept()
             return None
+        if state.read_totals().are_all_damaged:  # there is no forward to undo, and nothing that skip_nan should count
+            return Skipped(f"step {step}: all samples of its batch are damaged", None)
         skipped = self._describe(state, step, samples)
         self.policy.skip(skipped.text)
         return skipped

@@ -11,6 +11,7 @@ Law: after a bad step or an overflow, neither weights nor optimizer states have 
 after a bad step too.
 """
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -47,6 +48,16 @@ class StepTotals:
     other_count: float
     other_square: float
     """Of a loss that is made of several means: see `uneven_means`."""
+    num_damaged: float
+    """How many samples ranks have left out because they are damaged; ranks that share samples count each of them."""
+
+    @property
+    def are_all_damaged(self) -> bool:
+        """Whether the global batch has no sample because all of them are damaged."""
+        return self.num_damaged > 0 and self.num_samples == 0
+
+
+NUM_TOTALS = len(dataclasses.fields(StepTotals))
 
 
 class StepRequest(NamedTuple):
@@ -55,12 +66,14 @@ class StepRequest(NamedTuple):
     nominal_count   None in the first step: a measure finds it
     stop_requested  whether this rank has been asked to stop; the step sums this over the ranks
     batch_mismatch  what is wrong if the ranks of one sequence have different batches; the step sums this over the ranks
+    num_damaged     how many samples this rank's batch leaves out; the step sums this over the ranks
     """
 
     microbatches: Sequence[Microbatch]
     nominal_count: float | None = None
     stop_requested: bool = False
     batch_mismatch: Problem | None = None
+    num_damaged: int = 0
 
 
 class UpdateArgs(NamedTuple):
@@ -110,7 +123,7 @@ class StepState:
     def __post_init__(self) -> None:
         self.nominal_count = self.request.nominal_count
         flags = [float(self.request.stop_requested), float(self.request.batch_mismatch is not None)]
-        self._host_totals = [0.0] * 4 + flags + [0.0] * 2
+        self._host_totals = [0.0] * 4 + flags + [0.0] * 2 + [float(self.request.num_damaged)]
         """This rank's totals, in the order of StepTotals."""
         self._refusal: FourfoldError | None = None
         """Why the totals are refused."""
@@ -149,7 +162,7 @@ class StepState:
                 self._host_totals[position] += float(value)
 
     def local_totals(self) -> Tensor:
-        """This rank's totals, float64 [8] on its device."""
+        """This rank's totals, float64 [NUM_TOTALS] on its device."""
         local = torch.tensor(self._host_totals, dtype=torch.float64, device=self.parts.device)
         for position, value in self._device_totals:
             local[position] += value

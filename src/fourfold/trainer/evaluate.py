@@ -51,7 +51,9 @@ class EvaluationSums(NamedTuple):
 def evaluate(step: TrainStep, task: Task, data: Any, batch_size: int) -> Evaluation:
     """Mean loss and the task's measures over the samples of `data`, which the data ranks share. Collective.
 
-    Damaged samples are left out, and returned: how many there may be is the caller's to say. Raises TaskError on every rank if ranks have sources of different lengths. Raises it also if data ranks share the
+    Damaged samples are left out, and returned: how many there may be is the caller's to say.
+
+    Raises TaskError on every rank if ranks have sources of different lengths. Raises it also if data ranks share the
     source and the loss is one number, made of means over different counts: its mean would depend on the mesh.
     """
     totals, damaged = evaluate_sums(step, task, data, batch_size)

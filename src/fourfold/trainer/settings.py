@@ -17,8 +17,9 @@ from typing import Any, Literal, TypedDict
 
 from fourfold.plan.intervals import DRIFT_CHECK
 from fourfold.plan.lr_schedule import CURVES, SCALING_RULES, LRSchedule
+from fourfold.plan.sample_order import ORDERS
 from fourfold.trainer.lr_factors import check_tuned_size, lr_factors
-from fourfold.trainer.setting_checks import ema_problems, json_problems, mode_problems, name_problems
+from fourfold.trainer.setting_checks import ema_problems, json_problems, mode_problems, name_problems, order_problems
 from fourfold.words import argument_checks
 from fourfold.words.argument_checks import MAX_SEED
 from fourfold.words.errors import Problem, SettingError
@@ -122,6 +123,28 @@ class Settings:
         help="leave out the samples of an epoch that do not fill a batch",
         default_text="as the DataLoader says, or false",
         in_identity="if given",
+    )
+    order: str | None = setting(
+        None,
+        type=str,
+        is_optional=True,
+        choices=ORDERS,
+        check=order_problems,
+        help="how samples are shuffled: " + ", ".join(ORDERS),
+        default_text="global, or a mixture's own",
+        in_identity="if given",
+    )
+    window: int | None = setting(
+        None,
+        type=int,
+        minimum=1,
+        is_optional=True,
+        help="order=windowed: how many files' samples are shuffled together",
+        default_text="none",
+        in_identity="if given",
+    )
+    bad_samples: int = setting(
+        0, type=int, minimum=0, help="damaged samples that may be left out; one more ends the run"
     )
     clip: float | None = setting(
         type=float,
@@ -237,6 +260,9 @@ class TrainOptions(TypedDict, total=False):
     epochs: int | None
     batch_size: int | None
     drop_last: bool | None
+    order: str | None
+    window: int | None
+    bad_samples: int
     clip: float | None
     seed: int
     evaluate_every: int | None
