@@ -36,7 +36,7 @@ def mixed_orders(draw):
         order = draw(st.one_of(st.builds(GlobalOrder, st.integers(1, 200)), windowed_orders()))
         repeat = draw(st.sampled_from([None, 0.5, 1, 1, 2, 3.7]))
         weight = draw(st.one_of(st.integers(1, 9), st.floats(0.3, 3)))
-        parts.append(MixedPart(f"part{index}", order, order.num_samples, weight, repeat))
+        parts.append(MixedPart(f"part{index}", order, order.num_positions, weight, repeat))
     parts[0] = parts[0]._replace(repeat=parts[0].repeat or 1)
     parts = [part._replace(repeat=1) if part.limit == 0 else part for part in parts]
     order = MixedOrder(parts, draw(st.sampled_from([None, 200, 256])))
@@ -99,8 +99,8 @@ def test_a_keyed_permutation_is_close_to_uniform(size):
 
 @given(order=windowed_orders(), seed=SEEDS, epoch=EPOCHS)
 def test_a_windowed_epoch_visits_every_sample_once(order, seed, epoch):
-    ids = order_rows(order, seed, epoch, 0, order.num_samples)
-    assert np.array_equal(np.sort(ids), np.arange(order.num_samples))
+    ids = order_rows(order, seed, epoch, 0, order.num_positions)
+    assert np.array_equal(np.sort(ids), np.arange(order.num_positions))
 
 
 @given(sizes=SHARDS, window=st.integers(1, 60), seed=SEEDS)
@@ -108,9 +108,9 @@ def test_a_window_reads_its_own_shards_only_and_no_shard_is_read_twice(sizes, wi
     window = min(window, len(sizes))
     order = WindowedOrder(sizes, window)
     shard_of = np.repeat(np.arange(len(sizes)), sizes)
-    read = shard_of[order_rows(order, seed, 0, 0, order.num_samples)]
+    read = shard_of[order_rows(order, seed, 0, 0, order.num_positions)]
     start, visited = 0, []
-    while start < order.num_samples:
+    while start < order.num_positions:
         shards = order.shards_of(seed, 0, start, start + 1)
         assert len(shards) <= window
         stop = start + sum(sizes[shard] for shard in shards)
@@ -126,16 +126,16 @@ def test_even_shards_need_no_prefix_sum_and_have_the_order_that_it_gives(sizes, 
     even, uneven = WindowedOrder(sizes, window), WindowedOrder(sizes, window)
     assert even._is_even
     uneven._is_even = False
-    assert np.array_equal(*[order_rows(each, seed, 1, 0, each.num_samples) for each in (even, uneven)])
-    start = data.draw(st.integers(0, even.num_samples - 1))
-    assert even.shards_of(seed, 1, start, even.num_samples) == uneven.shards_of(seed, 1, start, even.num_samples)
+    assert np.array_equal(*[order_rows(each, seed, 1, 0, each.num_positions) for each in (even, uneven)])
+    start = data.draw(st.integers(0, even.num_positions - 1))
+    assert even.shards_of(seed, 1, start, even.num_positions) == uneven.shards_of(seed, 1, start, even.num_positions)
 
 
 @given(mixed=mixed_orders(), seed=SEEDS, epoch=st.integers(0, 1000))
 @settings(deadline=None)
 def test_every_block_holds_its_quotas_and_an_epoch_names_no_sample_twice(mixed, seed, epoch):
     order, parts = mixed
-    ids = order_rows(order, seed, epoch, 0, order.num_samples)
+    ids = order_rows(order, seed, epoch, 0, order.num_positions)
     assert len(set(ids.tolist())) == len(ids)
     index, number, _ = part_and_number(ids, parts)
     assert (number < [parts[each].num_ids for each in index]).all()
@@ -154,7 +154,7 @@ def test_every_block_holds_its_quotas_and_an_epoch_names_no_sample_twice(mixed, 
 @settings(deadline=None, max_examples=50)
 def test_no_sample_of_a_part_comes_again_before_all_of_the_part_have_come(mixed, seed):
     order, parts = mixed
-    ids = np.concatenate([order_rows(order, seed, epoch, 0, order.num_samples) for epoch in range(3)])
+    ids = np.concatenate([order_rows(order, seed, epoch, 0, order.num_positions) for epoch in range(3)])
     index, number, _ = part_and_number(ids, parts)
     for each, part in enumerate(parts):
         counts = np.bincount(number[index == each], minlength=part.num_ids)
@@ -165,9 +165,9 @@ def test_no_sample_of_a_part_comes_again_before_all_of_the_part_have_come(mixed,
 @given(order=st.one_of(windowed_orders(), mixed_orders().map(lambda each: each[0])), seed=SEEDS, data=st.data())
 @settings(deadline=None)
 def test_any_range_of_an_order_can_be_computed_by_itself(order, seed, data):
-    start = data.draw(st.integers(0, order.num_samples))
-    stop = data.draw(st.integers(start, order.num_samples))
-    whole = order_rows(order, seed, 3, 0, order.num_samples)
+    start = data.draw(st.integers(0, order.num_positions))
+    stop = data.draw(st.integers(start, order.num_positions))
+    whole = order_rows(order, seed, 3, 0, order.num_positions)
     assert np.array_equal(order_rows(order, seed, 3, start, stop), whole[start:stop])
 
 

@@ -105,5 +105,5 @@ def test_the_command_reference_has_every_command_and_option():
 def test_the_reference_has_every_error_of_the_public_functions():
     text = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
     classes = {name for name, value in inspect.getmembers(errors, inspect.isclass) if issubclass(value, Exception)}
-    found = set(re.findall(r"^::: fourfold\.(?:words\.errors\.)?(\w+Error)$", text, re.MULTILINE))
+    found = set(re.findall(r"^::: fourfold\.(?:words\.errors\.)?(\w+Error|DamagedSample)$", text, re.MULTILINE))
     assert found == classes

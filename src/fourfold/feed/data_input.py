@@ -48,7 +48,7 @@ class DataInput:
         if isinstance(self.source, Stream):
             return self.source.num_samples
         own = source_attribute(self.source, "sample_order")  # of a mixture: some samples may come more than once
-        return len(self.source) if own is None else own.num_samples
+        return len(self.source) if own is None else own.num_positions
 
 
 def open_input(given: Any, name: str) -> DataInput:

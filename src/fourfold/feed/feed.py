@@ -7,13 +7,14 @@ Law: the local batches of all data ranks together are `plan.sample_order.rows` o
 
 import logging
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import torch
 from torch.utils.data import DataLoader
 
 from fourfold.feed.batches import Batch, DictBatch
 from fourfold.feed.data_input import DataInput, input_problems, open_input
+from fourfold.feed.feed_options import FeedKeywords, FeedOptions
 from fourfold.feed.orders import choose_order, order_problems
 from fourfold.feed.prefetch import prefetch
 from fourfold.feed.readable import Fetched, fetch_readable
@@ -81,10 +82,9 @@ class Feed:
         seed: int = 0,
         shuffle: bool | None = None,
         drop_last: bool | None = None,
-        order: str | None = None,
-        window: int | None = None,
-        bad_samples: int = 0,
+        **options: Unpack[FeedKeywords],
     ) -> None:
+        order, window, bad_samples = FeedOptions(**options)
         problems = input_problems(source, "source") + argument_checks.seed_problems(seed)
         problems += argument_checks.int_problems("bad_samples", bad_samples, minimum=0)
         if batch_size is not None or not isinstance(source, DataInput | DataLoader):
@@ -239,7 +239,7 @@ class Feed:
 
     def _ranges(self, start: Position, order: SampleOrder) -> Iterator[tuple[Position, BatchRange]]:
         """The samples of each remaining batch of an epoch, with the state after it."""
-        num_samples, (seed, epoch, position, _) = order.num_samples, start
+        num_samples, (seed, epoch, position, _) = order.num_positions, start
         end = num_samples - self._batch_size + 1 if self._drops_last else num_samples
         while position < end:
             stop = min(position + self._batch_size, num_samples)

@@ -20,7 +20,7 @@ from fourfold.feed.data_input import input_problems
 from fourfold.feed.orders import OrderChoice, order_problems
 from fourfold.feed.source import fetch, map_leaves, source_attribute
 from fourfold.plan.mixed_order import MAX_BLOCK, MixedOrder, MixedPart, mixture_problems
-from fourfold.plan.sample_order import ORDERS
+from fourfold.plan.order_names import ORDERS
 from fourfold.words import argument_checks
 from fourfold.words.errors import DamagedSample, DataError, Problem
 
@@ -77,7 +77,7 @@ class Mixed:
         return self.sample_order.max_error
 
     def __len__(self) -> int:
-        """The samples of all sources, each once. An epoch of a feed has `sample_order.num_samples`."""
+        """The samples of all sources, each once. An epoch of a feed has `sample_order.num_positions`."""
         return int(self._first_ids[-1])
 
     def __getitem__(self, index: int, /) -> Any:

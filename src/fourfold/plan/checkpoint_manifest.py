@@ -151,8 +151,7 @@ class DataState(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_
 
     num_samples    of an epoch; 0 for a stream that does not say
     order_version  the version of the order, such as `sample_order.ORDER_VERSION`; UNSHUFFLED without a shuffle
-    order          what the order is, for people; "": the global one, or none
-    order_digest   a hash of what it depends on; "": of nothing but the number of samples
+    order, order_digest   what the order is, and a hash of what it depends on; "": of the global one, or none
     """
 
     seed: int

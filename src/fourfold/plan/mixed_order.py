@@ -44,7 +44,7 @@ class MixedPart(NamedTuple):
     @property
     def limit(self) -> int | None:
         """How many of its samples an epoch may take."""
-        return None if self.repeat is None else math.floor(self.repeat * self.order.num_samples)
+        return None if self.repeat is None else math.floor(self.repeat * self.order.num_positions)
 
 
 def mixture_problems(parts: Sequence[MixedPart], block_size: int | None) -> list[Problem]:
@@ -55,7 +55,7 @@ def mixture_problems(parts: Sequence[MixedPart], block_size: int | None) -> list
     problems = []
     for part in parts:
         if part.limit == 0:
-            got = f"repeat = {part.repeat} of {part.order.num_samples} samples of {part.name!r}"
+            got = f"repeat = {part.repeat} of {part.order.num_positions} samples of {part.name!r}"
             problems.append(Problem(got, "at least one sample in an epoch", "repeat=1"))
     weights = [part.weight for part in parts]
     quotas = choose_quotas(weights, block_size)
@@ -133,7 +133,7 @@ class MixedOrder:
             if left < len(slots):  # the last block ends before the slot that this part cannot fill any more
                 self._rest = min(self._rest, int(slots[left]))
         in_rest = np.bincount(self._slot_parts[: self._rest], minlength=len(self._parts))
-        self.num_samples = self._num_blocks * self.block_size + self._rest
+        self.num_positions = self._num_blocks * self.block_size + self._rest
         self.samples_per_epoch = self._num_blocks * self.quotas + in_rest
         """Of each part: int64 [parts]."""
 
@@ -154,7 +154,7 @@ class MixedOrder:
 
     def _part_ids(self, index: int, seed: int, epoch: int, taken: np.ndarray) -> np.ndarray:
         """The ids of one part's samples in an epoch, of which so many have been taken before each."""
-        order, length = self._parts[index].order, self._parts[index].order.num_samples
+        order, length = self._parts[index].order, self._parts[index].order.num_positions
         before = epoch * int(self.samples_per_epoch[index])
         passes, positions = np.divmod(before + taken, length)
         ids = np.empty(len(taken), dtype=np.int64)

@@ -16,7 +16,6 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-ORDERS = ("global", "windowed")  # those that a user may choose
 ORDER_VERSION = 1
 PLAIN_ORDERS = ("global", "in order")  # those that depend on nothing but the number of samples
 UNSHUFFLED = 0  # stands for the version of the order where samples come as the source has them
@@ -35,7 +34,7 @@ class SampleOrder(Protocol):
 
     kind         its name, such as "global"
     version      changes whenever the ids do: a checkpoint names samples by position
-    num_samples  the positions of an epoch
+    num_positions  the positions of an epoch
     """
 
     @property
@@ -45,10 +44,10 @@ class SampleOrder(Protocol):
     def version(self) -> int: ...
 
     @property
-    def num_samples(self) -> int: ...
+    def num_positions(self) -> int: ...
 
     def ids_at(self, seed: int, epoch: int, positions: np.ndarray, /) -> np.ndarray:
-        """The ids at some positions of an epoch: int64 [positions], without O(num_samples) memory."""
+        """The ids at some positions of an epoch: int64 [positions], without O(num_positions) memory."""
         ...
 
     def description(self) -> str:
@@ -62,8 +61,8 @@ class SampleOrder(Protocol):
 
 def order_rows(order: SampleOrder, seed: int, epoch: int, start: int, stop: int) -> np.ndarray:
     """Sample ids at positions [start, stop) of an epoch: int64 [stop − start]."""
-    if not 0 <= start <= stop <= order.num_samples:
-        raise IndexError(f"positions {start} to {stop} are outside an epoch of {order.num_samples} samples")
+    if not 0 <= start <= stop <= order.num_positions:
+        raise IndexError(f"positions {start} to {stop} are outside an epoch of {order.num_positions} samples")
     return order.ids_at(seed, epoch, np.arange(start, stop, dtype=np.int64))
 
 
@@ -78,7 +77,7 @@ def digest_of(*values: object) -> str:
 class GlobalOrder(NamedTuple):
     """A keyed bijection over all samples."""
 
-    num_samples: int
+    num_positions: int
 
     @property
     def kind(self) -> str:
@@ -89,19 +88,19 @@ class GlobalOrder(NamedTuple):
         return ORDER_VERSION
 
     def ids_at(self, seed: int, epoch: int, positions: np.ndarray, /) -> np.ndarray:
-        return _global_ids(self.num_samples, seed, epoch, positions)
+        return _global_ids(self.num_positions, seed, epoch, positions)
 
     def description(self) -> str:
         return "global"
 
     def digest(self) -> str:
-        return digest_of(self.kind, self.version, self.num_samples)
+        return digest_of(self.kind, self.version, self.num_positions)
 
 
 class InOrder(NamedTuple):
     """The sample at a position is the one with that number, in every epoch."""
 
-    num_samples: int
+    num_positions: int
 
     @property
     def kind(self) -> str:
@@ -118,7 +117,7 @@ class InOrder(NamedTuple):
         return "in order"
 
     def digest(self) -> str:
-        return digest_of(self.kind, self.version, self.num_samples)
+        return digest_of(self.kind, self.version, self.num_positions)
 
 
 def _global_ids(num_samples: int, seed: int, epoch: int, positions: np.ndarray) -> np.ndarray:

@@ -112,7 +112,7 @@ class WindowedOrder:
     def __init__(self, shard_sizes: Sequence[int] | np.ndarray, window: int) -> None:
         self._sizes, self._window = np.asarray(shard_sizes, dtype=np.int64), window
         stops = np.cumsum(self._sizes)
-        self.num_samples, self._first_ids = int(stops[-1]), stops - self._sizes
+        self.num_positions, self._first_ids = int(stops[-1]), stops - self._sizes
         size, others = self._sizes[0], self._sizes[1:]
         self._is_even = bool(size > 0 and (others[:-1] == size).all() and (others[-1:] <= size).all())
         self._epochs: dict[tuple[int, int], _Shards] = {}

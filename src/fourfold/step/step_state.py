@@ -32,6 +32,8 @@ from fourfold.words.program import LOSS, Action
 
 NO_ELEMENTS = "a global batch without a loss element: all targets are ignored, or there are no samples"
 
+ALL_DAMAGED = "all samples of the global batch are damaged"
+
 
 @dataclass(frozen=True)
 class StepTotals:
@@ -50,11 +52,6 @@ class StepTotals:
     """Of a loss that is made of several means: see `uneven_means`."""
     num_damaged: float
     """How many samples ranks have left out because they are damaged; ranks that share samples count each of them."""
-
-    @property
-    def are_all_damaged(self) -> bool:
-        """Whether the global batch has no sample because all of them are damaged."""
-        return self.num_damaged > 0 and self.num_samples == 0
 
 
 NUM_TOTALS = len(dataclasses.fields(StepTotals))
@@ -205,7 +202,9 @@ class StepState:
             self._refusal = error
             return
         self.totals = totals
-        if totals.count == 0:
+        if totals.num_damaged > 0 and totals.num_samples == 0:
+            self.bad_reason = ALL_DAMAGED
+        elif totals.count == 0:
             self.bad_reason = NO_ELEMENTS
         elif not math.isfinite(mean := totals.loss / totals.count):
             self.bad_reason = f"the loss is {mean}"

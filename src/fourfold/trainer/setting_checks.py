@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from fourfold.plan.sample_order import ORDERS
+from fourfold.plan.order_names import ORDERS
 from fourfold.words import argument_checks
 from fourfold.words.errors import Problem, closest_match
 from fourfold.words.measures import MODES
