@@ -23,6 +23,7 @@ from torch import Tensor
 from bench.measurement import describe_machine, format_table
 from fourfold.losses import cross_entropy
 from fourfold.testing.peak_memory import PeakMemory
+from fourfold.testing.saved_tensors import recording_saved
 
 SHAPES = [(2048, 256), (2048, 2048), (512, 32_000), (256, 50_257)]
 DTYPES = [torch.float32, torch.bfloat16]
@@ -54,17 +55,10 @@ def seconds(loss: Loss, logits: Tensor, targets: Tensor) -> float:
 
 def kept_bytes(loss: Loss, logits: Tensor, targets: Tensor) -> int:
     """What a loss adds to what is held between forward and backward: each storage once."""
-    storages: dict[int, int] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with recording_saved(excluded=[targets]) as saved:
         value = loss(logits, targets)
     del value
-    storages.pop(targets.untyped_storage().data_ptr(), None)
-    return sum(storages.values())
+    return saved.num_bytes
 
 
 def peak_bytes(loss: Loss, logits: Tensor, targets: Tensor) -> int:

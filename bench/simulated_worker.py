@@ -13,7 +13,7 @@ import torch
 
 import fourfold as ff
 from fourfold.feed.feed import Feed
-from fourfold.plan.trace_file import DATA_SPAN, encode_trace
+from fourfold.plan.trace_file import encode_trace
 from fourfold.tasks import lm
 from fourfold.trainer.tracer import Tracer
 from fourfold.words.trace_events import NULL_RECORDER
@@ -32,7 +32,7 @@ def main(transport: str, zero: str, update: str, steps: str, path: str) -> None:
         for number in range(1, NUM_UNTIMED + int(steps) + 1):
             sample = tracer.sample(number) if number > NUM_UNTIMED else contextlib.nullcontext(NULL_RECORDER)
             with sample as recorder:
-                with recorder.span(DATA_SPAN):
+                with recorder.reading():
                     batch = next(batches)
                 step(batch)
     trace = tracer.trace

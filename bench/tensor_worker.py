@@ -1,7 +1,7 @@
 """Tensor worker: one rank of a measurement of the tensor axis.
 
 way   how a sum is made: by Fourfold's group, by the same from the buffer where a product was written, or by gloo
-job   a way, the bytes of the tensor, and how many sums in a row
+job   a way, the bytes of the tensor, and how many sums in a row; or a row product, its sizes and its chunks
 Law: ranks begin together. All ways give the same sum, which is checked after every job.
 
     python -m bench.tensor_worker CONFIGURATION CASE LIMIT RENDEZVOUS      (RANK and WORLD_SIZE in the environment)
@@ -21,9 +21,11 @@ from torch import Tensor
 
 from fourfold.parts.comm import init
 from fourfold.parts.comm.meter import CommMeter
+from fourfold.parts.comm.tensor import process_group
 from fourfold.parts.comm.tensor.protocol import TensorGroup
 from fourfold.parts.comm.tensor_groups import make_tensor_group
 from fourfold.parts.memory import keep_freed_memory
+from fourfold.parts.tensor.products import RowProduct
 
 SHARED, BUFFER, GLOO = "shared memory", "from the buffer", "gloo"
 
@@ -60,6 +62,21 @@ def measure_all_reduce(group: TensorGroup, job: dict[str, Any]) -> dict[str, flo
     return {"seconds": seconds, "sum": sum_once()[-1].item()}
 
 
+def measure_product(group: TensorGroup, job: dict[str, Any]) -> dict[str, float]:
+    """Seconds of a row product with its sum, cut into chunks; and an element of the sum to check."""
+    process_group.MIN_CHUNK_BYTES, process_group.MAX_CHUNKS = 1, job["chunks"]
+    input, weight = (
+        torch.ones(job["rows"], job["features"]),
+        torch.full((job["out"], job["features"]), 1.0 + group.index),
+    )
+    total = RowProduct.apply(input, weight, group)
+    dist.barrier()
+    begin = time.perf_counter()
+    for _ in range(job["times"]):
+        total = RowProduct.apply(input, weight, group)
+    return {"seconds": (time.perf_counter() - begin) / job["times"], "sum": total[-1, -1].item()}
+
+
 def main(answers: TextIO) -> None:
     limit, rendezvous = int(sys.argv[3]), sys.argv[4]
     signal.alarm(limit)
@@ -68,10 +85,12 @@ def main(answers: TextIO) -> None:
     dist.init_process_group(
         "gloo", init_method=rendezvous, rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"])
     )
-    group = make_tensor_group(init.init_communicator(), "tensor", CommMeter(), choice="shared")
+    choice = "gloo" if sys.argv[1] == GLOO else "shared"
+    group = make_tensor_group(init.init_communicator(), "tensor", CommMeter(), choice=choice)
     _reply(answers, {"ready": True})
     for line in sys.stdin:
-        _reply(answers, measure_all_reduce(group, json.loads(line)))
+        job = json.loads(line)
+        _reply(answers, measure_product(group, job) if "chunks" in job else measure_all_reduce(group, job))
     os._exit(0)  # Skips the shutdown of the process group: another rank may be gone already.
 
 

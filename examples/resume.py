@@ -1,4 +1,4 @@
-"""Your own loop that goes on where it was stopped: ff.Checkpoints saves and loads it, on any number of processes.
+"""Your own loop, which resumes where it was stopped: ff.Checkpoints saves and loads it, on any number of processes.
 
 python examples/resume.py                 stops after 30 of 60 steps, like a job at its time limit
 fourfold run -n 2 examples/resume.py      the other 30, on two processes

@@ -3,7 +3,7 @@
 from fourfold.plan.data.step_program import DataStepSpec, lower_step
 from fourfold.plan.data.zero import RESTING_LAYOUTS
 from fourfold.plan.trace_file import Event, Trace
-from fourfold.words.trace_events import COMPUTE_LANE, GATHER_LANE, REDUCE_LANE, WAIT_SPAN
+from fourfold.words.trace_events import COMPUTE_LANE, DATA_LANE, GATHER_LANE, REDUCE_LANE, WAIT_SPAN
 
 PROGRAM = dict.fromkeys(range(2), lower_step(DataStepSpec(1, 2)))
 
@@ -17,7 +17,7 @@ def trace(*, late: float = 0.0) -> Trace:
             end = begin + 5 + (late if rank else 0.0)
             rows = [
                 ("step", COMPUTE_LANE, begin - 1, begin + 12 + late),
-                ("data", COMPUTE_LANE, begin - 1, begin),
+                ("data", DATA_LANE, begin - 1, begin),
                 ("F0.0", COMPUTE_LANE, begin, begin + 1),
                 ("M0.0", COMPUTE_LANE, begin + 1, begin + 1.5),
                 ("B0.0", COMPUTE_LANE, begin + 1.5, end),

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from fourfold.feed.dataloader import shard
     from fourfold.feed.feed import Feed
     from fourfold.feed.mixed import Mixed, Weighted
+    from fourfold.feed.rows.mongo import mongo
+    from fourfold.feed.rows.sql import sql
     from fourfold.launcher.notebook import launch
     from fourfold.parts.comm.init import world
     from fourfold.plan.lr_schedule import LRSchedule
@@ -47,9 +49,11 @@ __all__ = [
     "callbacks",
     "launch",
     "losses",
+    "mongo",
     "optim",
     "parallelize",
     "shard",
+    "sql",
     "train",
     "world",
 ]
@@ -71,8 +75,10 @@ _MODULE_OF = {
     "TrainStep": "step.train_step",
     "Weighted": "feed.mixed",
     "launch": "launcher.notebook",
+    "mongo": "feed.rows.mongo",
     "parallelize": "step.parallelize",
     "shard": "feed.dataloader",
+    "sql": "feed.rows.sql",
     "train": "trainer.train",
     "world": "parts.comm.init",
 }

@@ -123,7 +123,7 @@ def test_all_problems_are_reported_at_once(refused: Refused) -> None:
 
 
 def test_an_axis_not_built_yet_is_refused(refused: Refused) -> None:
-    assert "pp = 2   need 1 (the rest is not built yet)   try pp = 1" in refused("train", "mine.py", "pp=2")
+    assert "pp = 2   need 1 (other values are not implemented yet)   try pp = 1" in refused("train", "mine.py", "pp=2")
 
 
 def test_an_invalid_mesh_is_refused_and_valid_ones_suggested(refused: Refused) -> None:
@@ -217,7 +217,7 @@ def test_a_task_file_that_does_not_import_is_reported_with_the_users_lines(
         ("mine.py:number", "number is a int   need a Task"),
         ("mine.py:wrong", "a int   need the task's function to return a Task"),
         ("mine.py:needy", "the argument width has no default"),
-        ("mine.py:field", "the argument dp   need a name that is no field of the plan"),
+        ("mine.py:field", "the argument dp   need a name that is not a field of the plan"),
         ("lmm", "need lm, digits, hf:CONFIG.json, or path/to/file.py:name   try lm"),
     ],
 )
@@ -458,7 +458,7 @@ def test_an_empty_path_is_refused(refused: Refused):
 
 def test_verify_refuses_what_it_cannot_verify_with_the_reason(refused: Refused):
     assert "no plan" in refused("verify", "lm")
-    assert "another training than one device's" in refused("verify", "lm", "dp=2", "codec=topk")
+    assert "trains differently from one device" in refused("verify", "lm", "dp=2", "codec=topk")
 
 
 def test_gloo_uses_the_loopback_interface_unless_the_user_sets_one(tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ def test_a_rank_that_ended_normally_while_others_waited_is_the_cause() -> None:
     assert result.text == (
         "rank 1 of 4 ended normally while rank 0 still waited for it\n"
         "  need   ranks that make the same calls: steps, evaluations, collectives\n"
-        "  try    as many batches on every rank (ff.Feed sees to it), or DistributedOptimizer.join()"
+        "  try    as many batches on every rank (ff.Feed ensures this), or DistributedOptimizer.join()"
     )
     assert (result.rank, result.exit_code, result.is_final) == (1, 1, True)
 

@@ -95,7 +95,7 @@ def test_warmup_longer_than_the_run_and_an_unknown_batch_size_are_refused() -> N
     with pytest.raises(SettingError, match="warmup = 10, steps = 10   need warm-up that ends before the run"):
         LRSchedule(warmup=10).lr_lambda(steps=10)
     for sizes in ((8, None), (None, 8)):
-        with pytest.raises(SettingError, match="need the batch size, and the one that the rate was tuned for"):
+        with pytest.raises(SettingError, match="need the batch size, and the one that the learning rate was tuned for"):
             LRSchedule(scale="sqrt").scaling_factor(sizes[0], tuned_batch_size=sizes[1])
 
 
@@ -105,10 +105,10 @@ def test_warmup_longer_than_the_run_and_an_unknown_batch_size_are_refused() -> N
         (
             LRSchedule(scale="linear", warmup=500, schedule="cosine"),
             True,
-            "rate 0.0003 × 8 (linear, batch 512 of 64), 500 steps of warm-up, then cosine",
+            "learning rate 0.0003 × 8 (linear, batch 512, tuned for 64), 500 steps of warm-up, then cosine",
         ),
-        (LRSchedule(scale="sqrt"), False, "rate 0.0003 × 2.828 (sqrt, batch 512 of 64), constant"),
-        (LRSchedule(warmup=1), True, "rate 0.0003, 1 step of warm-up, then the task's own schedule"),
+        (LRSchedule(scale="sqrt"), False, "learning rate 0.0003 × 2.828 (sqrt, batch 512, tuned for 64), constant"),
+        (LRSchedule(warmup=1), True, "learning rate 0.0003, 1 step of warm-up, then the task's own schedule"),
     ],
 )
 def test_the_description_says_what_was_scaled(rates: LRSchedule, has_task_schedule: bool, text: str) -> None:

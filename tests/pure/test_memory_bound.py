@@ -21,6 +21,7 @@ from fourfold.step.meta_model import build_meta_model
 from fourfold.step.model_call import call_model
 from fourfold.step.tensor_tree import tree_leaves, tree_map
 from fourfold.tasks import digits, lm
+from fourfold.testing.saved_tensors import recording_saved
 from fourfold.words.errors import FourfoldError, SettingError
 from tests.pure.test_cli import Refused, refused
 
@@ -171,18 +172,11 @@ def test_available_memory_is_the_least_of_the_hosts_memory_and_its_limits(
 
 def measured_activation_bytes(model: nn.Module, inputs: Any) -> int:
     """Bytes that a real forward keeps: storages saved for backward, and outputs, without parameters."""
-    kept: dict[int, int] = {}
-    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
-
-    def pack(tensor: Tensor) -> Tensor:
-        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with recording_saved(excluded=model.parameters()) as saved:
         outputs = call_model(model, inputs)
     for tensor in tree_leaves(outputs):
-        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-    return sum(size for address, size in kept.items() if address not in own)
+        saved.add(tensor)
+    return saved.num_bytes
 
 
 def image(channels: int) -> Any:

@@ -67,7 +67,7 @@ def test_all_problems_are_reported_at_once():
     assert "try microbatches" in message
     assert "codec = 'gzip'" in message
     assert "one of none, bf16" in message
-    assert "not built yet" in message
+    assert "not implemented yet" in message
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_fields_without_effect_are_reported(fields: dict, ineffective: dict):
 
 @pytest.mark.parametrize(("name", "value"), [("pp", 2), ("schedule", "gpipe")])
 def test_an_axis_that_is_not_built_yet_is_refused(name, value):
-    with pytest.raises(PlanError, match="not built yet"):
+    with pytest.raises(PlanError, match="not implemented yet"):
         Plan(**{name: value})
 
 

@@ -135,7 +135,7 @@ def test_a_run_continues_if_its_output_cannot_be_written(terminal: bool, capfd: 
         progress.finish("end")
     assert capfd.readouterr() == (
         "",
-        "fourfold: the output could not be written: broken pipe; the run goes on without it\n",
+        "fourfold: the output could not be written: broken pipe; the run continues without it\n",
     )
 
 

@@ -122,7 +122,7 @@ def test_checkpoints_are_reported_with_sizes_pauses_and_outcomes(run):
         run,
         *({"step": step, "checkpoint": f"step-{step:08d}", "pause_seconds": step / 1000} for step in (1, 2, 4, 6)),
         {"checkpoint": "step-00000002", "damaged": [f"/a/b/step-00000002/rank-000.safetensors: {NASTY}"]},
-        {"warning": "the checkpoint of step 6 could not be written: no space left on device; training goes on"},
+        {"warning": "the checkpoint of step 6 could not be written: no space left on device; training continues"},
         {"warning": "something else"},
     )
     html = page.write_report([run]).read_text()
@@ -149,16 +149,16 @@ def test_the_time_of_a_resumed_run_is_the_sum_over_its_segments(run):
     between = [json.dumps(line) for line in (saved_at_4, {"resumed": 4})]
     path.write_text("\n".join([*steps[:4], *between, *steps[4:], valid, finished]) + "\n")
     html = page.write_report([run]).read_text()
-    assert rows(html, "attempts")[1:] == [
+    assert rows(html, "segments")[1:] == [
         ["1 to 4", "2.5 s", "3.28 k", "started"],
         ["5 to 6", "3.2 s", "1.26 k", "resumed from step 4"],
     ]
-    assert "0:06 time, 2 attempts" in visible_text(html).replace("0:06time", "0:06 time")
+    assert "0:06 time, 2 segments" in visible_text(html).replace("0:06time", "0:06 time")
     assert "2.14 k" in visible_text(html)
     path.write_text(
         "\n".join([*steps[:4], json.dumps({"resumed": 4}), *steps[4:]]) + "\n"
     )  # an unfinished run, with a log of an older version
-    assert [attempt.seconds for attempt in run_record.read_run(run).segments] == [2.0, 1.0]
+    assert [segment.seconds for segment in run_record.read_run(run).segments] == [2.0, 1.0]
 
 
 def test_a_comparison_counts_restarts_and_skipped_steps(tmp_path):

@@ -14,7 +14,7 @@ def test_a_straggler_is_reported_with_its_slow_phase():
     assert (found.rank, found.place) == (2, "backward")
     text = found.describe("node7")
     assert text.startswith("rank 2 on node7 is a straggler: busy for 161 ms a step, the others for 61 ms")
-    assert text.endswith("of these 140 ms in backward, theirs 40 ms")
+    assert text.endswith("; backward takes 140 ms, on the others 40 ms")
 
 
 def test_the_slow_phase_is_the_one_with_the_largest_excess_not_the_longest_one():

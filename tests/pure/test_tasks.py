@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fourfold.feed.source import fetch
-from fourfold.tasks import digits, lm
+from fourfold.tasks import digits, lm, text
 from fourfold.words.errors import DataError, SettingError, TaskError
 
 SMALL: dict[str, Any] = {"width": 32, "layers": 2, "heads": 4, "length": 16}
@@ -97,14 +97,14 @@ def test_the_loss_is_in_nats_per_token_and_the_metric_in_bits_per_byte():
 
 
 def test_the_learning_rate_warms_up_linearly_and_decays_as_a_cosine():
-    rates = [lm.schedule(step, 100, warmup=0.1) for step in range(100)]
+    rates = [text.schedule(step, 100, warmup=0.1) for step in range(100)]
     assert rates[:10] == pytest.approx([(i + 1) / 10 for i in range(10)])
     assert rates[10] == 1.0
-    assert rates[55] == pytest.approx((1 + lm.MIN_LR_FACTOR) / 2)
+    assert rates[55] == pytest.approx((1 + text.MIN_LR_FACTOR) / 2)
     assert all(a >= b for a, b in itertools.pairwise(rates[9:]))
     assert 0 < rates[-1] < 0.03
     for steps in (1, 2, 3):
-        assert all(0 < lm.schedule(step, steps, warmup=0.05) <= 1 for step in range(steps))
+        assert all(0 < text.schedule(step, steps, warmup=0.05) <= 1 for step in range(steps))
         assert all(0 < digits.schedule(step, steps) <= 1 for step in range(steps))
 
 

@@ -439,19 +439,19 @@ STRUCTURE = [
     ),
     (
         {"blocks.*.attention.out": "row(head)"},
-        '"head" for "blocks.*.attention.out" is no attribute of the Attention around it',
+        '"head" for "blocks.*.attention.out" is not an attribute of the Attention around it',
         "a whole number, of it or of a module around it",
         '"heads"',
     ),
     (
         {"blocks.*.attention.out": "row(channels)"},
-        '"channels" for "blocks.*.attention.out" is no attribute of the Attention around it',
+        '"channels" for "blocks.*.attention.out" is not an attribute of the Attention around it',
         "a whole number, of it or of a module around it",
         "channels=8 if there are 8 of them",
     ),
     (
         {"blocks.*.attention.out": "row(heads; channels)"},
-        '"channels" for "blocks.*.attention.out" is no attribute of the Attention around it',
+        '"channels" for "blocks.*.attention.out" is not an attribute of the Attention around it',
         "a whole number, of it or of a module around it",
         "",
     ),

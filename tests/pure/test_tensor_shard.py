@@ -45,6 +45,25 @@ def test_every_element_is_counted_by_one_place(shards):
 
 
 @given(shards_of_all_places())
+def test_ranges_name_the_elements_of_the_local_tensor_in_its_order(shards):
+    whole = np.arange(math.prod(shards[0].shape)).reshape(shards[0].shape)
+    for shard in shards:
+        ranges = list(shard.element_ranges)
+        assert [i for start, stop in ranges for i in range(start, stop)] == local(shard, whole).ravel().tolist()
+        assert all(start < stop for start, stop in ranges)
+        assert all(one[1] != other[0] for one, other in itertools.pairwise(ranges))
+
+
+def test_ranges_of_few_and_of_no_elements():
+    assert list(TensorShard.whole(()).element_ranges) == [(0, 1)]
+    assert list(TensorShard.whole((3, 4)).element_ranges) == [(0, 12)]
+    assert [list(TensorShard.even((5, 2), 0, index, 4).element_ranges) for index in range(4)] == [
+        [(0, 4)], [(4, 8)], [(8, 10)], [],
+    ]  # fmt: skip
+    assert list(TensorShard.even((5, 0), 0, 0, 4).element_ranges) == []
+
+
+@given(shards_of_all_places())
 def test_boxes_name_the_elements_of_the_local_tensor(shards):
     whole = np.arange(math.prod(shards[0].shape)).reshape(shards[0].shape)
     for shard in shards:

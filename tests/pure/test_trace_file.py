@@ -109,6 +109,6 @@ def test_a_trace_file_is_in_perfettos_format():
     assert {row["ph"] for row in rows} == {"M", "X", "i"}
     assert {row["pid"] for row in rows} == {0, 1}
     names = {row["args"]["name"] for row in rows if row["ph"] == "M"}
-    assert names == {"rank 0", "rank 1", "compute", "reduce", "send", "gather"}
+    assert names == {"rank 0", "rank 1", "compute", "reduce", "send", "gather", "data"}
     assert {row["cat"] for row in rows if row["name"] == "wait"} == {"wait"}
     assert all(row["dur"] >= 0 for row in rows if row["ph"] == "X")

@@ -241,7 +241,7 @@ def test_the_time_left_is_that_of_the_steps_and_of_what_lies_between_them(run):
     (["first"], "http", "--port http"),
     (["first", "second"], "0", "fourfold report first second"),
     (["empty"], "0", "settings.json   need the folder of a run   try fourfold watch first"),
-    (["runs/file"], "0", "runs/file is no folder"),
+    (["runs/file"], "0", "runs/file is not a folder"),
     (["a\nb"], "0", r"the run 'a\nb'"),
 ])  # fmt: skip
 def test_what_cannot_be_watched_is_refused_before_a_server_starts(run, monkeypatch, words, port, message):

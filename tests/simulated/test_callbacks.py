@@ -213,7 +213,7 @@ def test_the_newest_good_checkpoint_is_never_removed(tmp_path):
 
 @pytest.mark.parametrize(("given", "needs"), [
     ({"best_metric": "scor"}, ["best_metric = scor", "one of loss, score", "try best_metric=score"]),
-    ({"callbacks": [EarlyStopping("accuracy")]}, ["the measure 'accuracy' for EarlyStopping", "one of loss, score"]),
+    ({"callbacks": [EarlyStopping("accuracy")]}, ["the metric 'accuracy' for EarlyStopping", "one of loss, score"]),
     ({"best_metric": "x", "ema": 0.9}, ["loss, score, ema loss, ema score"]),
 ])  # fmt: skip
 def test_a_measure_that_does_not_exist_is_refused_with_those_there_are_before_there_is_a_run(given, needs, tmp_path):
@@ -247,7 +247,7 @@ def test_the_measures_of_a_stream_are_learnt_from_its_first_batch(tmp_path):
 @pytest.mark.parametrize(("task", "given", "need"), [
     (make_task(valid=False), {"evaluate_every": 2}, "need validation data"),
     (make_task(), {"evaluate_every": None}, "need evaluations during the run"),
-    (make_task(), {"evaluate_every": 2, "metric": "accuracy"}, "need loss: the task measures no other   try loss"),
+    (make_task(), {"evaluate_every": 2, "metric": "accuracy"}, "need loss: the task has no other   try loss"),
     (make_task(), {"evaluate_every": 2, "best_metric": "accuracy"}, "no other   try best_metric=loss"),
 ])  # fmt: skip
 def test_early_stopping_without_evaluations_of_its_measure_is_refused(task, given, need, tmp_path):

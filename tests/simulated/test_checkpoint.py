@@ -240,7 +240,7 @@ def test_a_resumed_run_uses_the_tasks_current_options_and_reports_those_that_cha
     for got, messages in threads.run(2, edited_before_it_resumes):
         assert all(torch.equal(got[name], value) for name, value in expected.items())
         assert messages == [
-            "the task's optimizer has eps = 0.001 (1e-08 when step 2 was saved): the run goes on with it"
+            "the task's optimizer has eps = 0.001 (1e-08 when step 2 was saved): the run continues with it"
         ]
 
 
@@ -317,5 +317,5 @@ def test_a_run_with_ema_and_empty_parameters_resumes(tmp_path):
         run(breaks=True)
     assert run().steps == 4
     log = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [(attempt.first_step, attempt.last_step) for attempt in segments.read_segments(log)] == [(1, 2), (3, 4)]
+    assert [(segment.first_step, segment.last_step) for segment in segments.read_segments(log)] == [(1, 2), (3, 4)]
     assert all(line["elapsed_seconds"] > line["pause_seconds"] for line in log if "checkpoint" in line)

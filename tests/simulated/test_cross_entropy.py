@@ -16,6 +16,7 @@ from fourfold.plan.plan import Plan
 from fourfold.step.train_step import TrainStep
 from fourfold.tasks import lm
 from fourfold.testing import oracle, threads
+from fourfold.testing.saved_tensors import recording_saved
 from fourfold.words.errors import TaskError
 from tests import cases
 
@@ -113,17 +114,11 @@ def test_small_probabilities_and_those_near_one_have_gradients_in_half_precision
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 def test_one_copy_of_the_logits_is_kept_and_its_memory_becomes_the_gradient(dtype):
     logits, targets = draw((64,), 256, dtype)
-    kept: dict[int, int] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with recording_saved() as saved:
         losses = cross_entropy(logits, targets)
-    assert sum(kept.values()) <= 1.1 * logits.nbytes
+    assert saved.num_bytes <= 1.1 * logits.nbytes
     (grad,) = torch.autograd.grad(losses.sum(), logits)
-    assert grad.untyped_storage().data_ptr() in kept
+    assert grad.untyped_storage().data_ptr() in saved
     with torch.autograd.graph.saved_tensors_hooks(lambda _: pytest.fail("kept"), lambda tensor: tensor):
         cross_entropy(logits.detach(), targets)
 
@@ -154,8 +149,8 @@ def test_compiled_and_transformed_code_gets_torchs_operations():
 
 
 @pytest.mark.parametrize(("logits", "targets", "options", "message"), [
-    (torch.zeros(4, 9), torch.tensor([0, 9, -1, -100]), {}, r"2 of 4 targets that are no classes: -1 to 9 .* 0 to 8"),
-    (torch.zeros(2, 9), torch.tensor([-100, 1]), {"ignore_index": 1}, "1 of 2 targets that are no classes: -100"),
+    (torch.zeros(4, 9), torch.tensor([0, 9, -1, -100]), {}, r"2 of 4 targets that are not classes: -1 to 9 .* 0 to 8"),
+    (torch.zeros(2, 9), torch.tensor([-100, 1]), {"ignore_index": 1}, "1 of 2 targets that are not classes: -100"),
     (torch.zeros(2, 9, 4), torch.zeros(2, 4).long(), {}, r"logits \[2, 9, 4\] and targets \[2, 4\].*movedim"),
     (torch.zeros(2, 0), torch.zeros(2).long(), {}, r"logits \[2, 0\]"),
     (torch.tensor(0.0), torch.tensor(0), {}, r"logits \[\]"),

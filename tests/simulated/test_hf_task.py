@@ -223,10 +223,11 @@ def save_folder(model: Any, folder: str, *, dtype: torch.dtype = torch.float32) 
     return weights
 
 
-@pytest.mark.parametrize("name", ["llama", "tied", "gpt2"])
-def test_a_rank_reads_the_weights_that_it_cuts_one_at_a_time(name, monkeypatch, without_dry_run):
+@pytest.mark.parametrize(("name", "tp"), [("llama", 2), ("llama", 4), ("tied", 2), ("gpt2", 4)])
+def test_a_rank_reads_its_shards_of_split_weights_and_the_others_one_at_a_time(name, tp, monkeypatch, without_dry_run):
     monkeypatch.setattr(deferred_init, "MIN_ELEMENTS", 64)
-    task, held, read = task_of(name), [0], weight_files.WeightFiles.read
+    task, of_shards, of_whole = task_of(name), list[int](), list[int]()
+    read, read_into = weight_files.WeightFiles.read, weight_files._read_into
     with SEED_LOCK:
         torch.manual_seed(9)
         other = task.model()
@@ -234,10 +235,16 @@ def test_a_rank_reads_the_weights_that_it_cuts_one_at_a_time(name, monkeypatch, 
     save_folder(other, "half", dtype=torch.bfloat16)
 
     def counted(files, tensor):
-        held[0] += 1
-        return read(files, tensor)
+        found = read(files, tensor)
+        of_whole.append(found.nbytes)
+        return found
+
+    def counted_bytes(buffer, *place):
+        of_shards.append(len(buffer))
+        read_into(buffer, *place)
 
     monkeypatch.setattr(weight_files.WeightFiles, "read", counted)
+    monkeypatch.setattr(weight_files, "_read_into", counted_bytes)
 
     def body(comm):
         with SEED_LOCK:
@@ -248,14 +255,19 @@ def test_a_rank_reads_the_weights_that_it_cuts_one_at_a_time(name, monkeypatch, 
         assert sum(stored.values()) < 4 * largest  # nothing is read yet, and only small weights have memory
         step = TrainStep(
             initial.model, task.loss, task.optimizer,
-            plan=Plan(tp=2), communicator=comm, initial_weights=initial.weights,
+            plan=Plan(tp=tp), communicator=comm, initial_weights=initial.weights,
         )  # fmt: skip
         shards = step.tensor_shards
         for key, weight in initial.model.named_parameters():
             assert torch.equal(weight, local_part(whole[key], shards[key])), key
+        return {key: shards[key] for key in whole if key in shards}  # of tied ones the first
 
-    threads.run(2, body)
-    assert held[0] == 2 * len(whole)  # each weight once on each rank
+    by_rank = threads.run(tp, body)
+    size = torch.bfloat16.itemsize
+    split = [shard.num_elements * size for shards in by_rank for shard in shards.values() if not shard.is_whole]
+    assert sum(of_shards) == sum(split)
+    expected = [whole[key].numel() * size for shards in by_rank for key, shard in shards.items() if shard.is_whole]
+    assert sorted(of_whole) == sorted(expected)  # each weight once on each rank
     fresh = task.model()
     load_weights(fresh, Path("half"))
     assert all(torch.equal(fresh.state_dict()[key], value) for key, value in whole.items())

@@ -69,7 +69,7 @@ def test_a_run_scales_and_warms_up_its_rate_and_reports_it(tmp_path: Path) -> No
     rates = ff.LRSchedule(scale="linear", warmup=2, schedule="linear", batch_size=8)
     got, reported = run(tmp_path, rates=rates, batch_size=32)
     assert got == pytest.approx([1e-3, 2.5e-3, 4e-3, 3e-3, 2e-3, 1e-3])
-    assert reported[1] == "rate 0.001 × 4 (linear, batch 32 of 8), 2 steps of warm-up, then linear"
+    assert reported[1] == "learning rate 0.001 × 4 (linear, batch 32, tuned for 8), 2 steps of warm-up, then linear"
 
 
 @pytest.mark.parametrize(("schedule", "expected"), [(None, [1e-3] * 6), (halving, [1e-3 * 0.5**n for n in range(6)])])

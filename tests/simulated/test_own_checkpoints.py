@@ -301,11 +301,11 @@ def test_a_damaged_checkpoint_is_set_aside_and_only_damaged_ones_are_an_error(tm
         path.write_bytes(content)
 
     damage(4)
-    with pytest.warns(UserWarning, match=r"a damaged checkpoint was set aside: .*step-00000004.*another checksum"):
+    with pytest.warns(UserWarning, match=r"a damaged checkpoint was set aside: .*step-00000004.*checksum mismatch"):
         assert threads.run(3, lambda comm: Loop(comm, tmp_path, Case()).load()) == [2, 2, 2]
     assert (tmp_path / "checkpoints" / "damaged-step-00000004").is_dir()
     damage(2)
-    with pytest.raises(CheckpointError, match=r"another checksum than when it was written\s+need at least one good"):
+    with pytest.raises(CheckpointError, match=r"checksum mismatch\s+need at least one valid"):
         threads.run(2, lambda comm: Loop(comm, tmp_path, Case()).load())
     assert (tmp_path / "checkpoints" / "step-00000002").is_dir()
 
@@ -386,7 +386,7 @@ def test_a_run_of_train_is_read_and_never_written(tmp_path):
             warnings.simplefilter("always")
             loaded = loop.checkpoints.load()
         loop.run(4)
-        with pytest.raises(SettingError, match=r"is a run of ff\.train\s+need a folder of its own.*load\(\) reads"):
+        with pytest.raises(SettingError, match=r"is a run of ff\.train\s+need a separate folder.*load\(\) reads"):
             loop.save()
         return loaded, [str(each.message) for each in found]
 
@@ -417,7 +417,7 @@ def test_arguments_of_the_wrong_kind_are_refused_all_at_once(tmp_path):
         step = build_step(Case(), comm.size, comm)
         with pytest.raises(SettingError) as refused:
             Checkpoints(3, step.model, [], keep=0)  # type: ignore[arg-type]
-        with pytest.raises(SettingError, match=r"file is no folder\s+need a folder"):
+        with pytest.raises(SettingError, match=r"file is not a folder\s+need a folder"):
             Checkpoints(tmp_path / "file", step)
         with pytest.raises(SettingError, match=r"need one folder for all ranks"):
             Checkpoints(tmp_path / str(comm.rank), step)

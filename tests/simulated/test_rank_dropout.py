@@ -3,6 +3,7 @@
 A rank is a `SplitDropout` with its own slices; the ranks of a test run one after the other, from the same state.
 """
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,7 +14,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fourfold.plan.tensor_shard import ShardPiece, TensorShard
-from fourfold.step.rank_dropout import SplitDropout
+from fourfold.step.rank_dropout import RankDropout, SplitDropout, TaggedDraws
+from fourfold.step.sequence.sdpa_interception import intercept_attention
 from fourfold.step.tensor.draw_slices import DrawSlice, DrawSlices, FoundDraw, find_slice, slices_mismatch
 from fourfold.step.tensor.module_trace import TensorPlace
 from fourfold.words.errors import TaskError
@@ -72,6 +74,20 @@ def test_slices_are_dropped_independently_and_whole_tensors_alike(kind):
     whole = [drawn(model, {name: [None], "elsewhere": [split(index, 1)]}, x) for index in (0, 1)]
     assert torch.equal(whole[0][0], whole[1][0])
     assert torch.equal(whole[0][1], whole[1][1])
+
+
+def test_each_place_of_the_sequence_and_the_tensor_axis_drops_other_entries():
+    model, x, masks = Called(DROPOUTS["function"]), torch.ones(2000, 1), list[Tensor]()
+    for index, part in itertools.product(range(4), range(8)):
+        slices = DrawSlices(8)
+        slices.learn([FoundDraw("", split(part, part + 1))])
+        dropout = RankDropout(TaggedDraws(slices), index, 4)
+        with torch.random.fork_rng([]):
+            torch.manual_seed(0)
+            with slices.numbering(model), intercept_attention(dropout.attend, overrides=dropout.overrides):
+                masks.append(model(x) != 0)
+    for one, other in itertools.combinations(masks, 2):
+        assert (one == other).double().mean().item() == pytest.approx(0.5, abs=0.05)
 
 
 @pytest.mark.parametrize("inplace", [False, True])

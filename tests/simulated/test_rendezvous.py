@@ -32,7 +32,7 @@ def test_a_note_is_valid_while_its_writer_lives(tmp_path: Path, monkeypatch: pyt
     reused_pid, dead = (this.pid, this.start_ticks - 1), (ended.pid, this.start_ticks)
     for pid, began in (reused_pid, dead):
         write(tmp_path / "note", pid=pid, began=began)
-        with pytest.raises(LaunchError, match="rank 0 did not come"):
+        with pytest.raises(LaunchError, match="rank 0 did not arrive"):
             rendezvous_store._wait_for_note(tmp_path / "note", RANK_1)
 
 
@@ -56,7 +56,7 @@ LAUNCHER = "import os, subprocess, sys; subprocess.run(sys.argv[1:], env={**os.e
 def test_a_malformed_note_is_ignored(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous_store, "HOST_TIMEOUT_SECONDS", 0.05)
     (tmp_path / "note").write_text(text)
-    with pytest.raises(LaunchError, match="rank 0 did not come"):
+    with pytest.raises(LaunchError, match="rank 0 did not arrive"):
         rendezvous_store._wait_for_note(tmp_path / "note", RANK_1)
 
 
@@ -82,15 +82,15 @@ def test_a_folder_that_others_can_write_to_is_refused(tmp_path: Path, monkeypatc
     folder.rmdir()
     (tmp_path / "elsewhere").mkdir(mode=0o700)
     folder.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(LaunchError, match=r"is no folder   need .*mode 700"):
+    with pytest.raises(LaunchError, match=r"is not a folder   need .*mode 700"):
         rendezvous_store._private_folder()
 
 
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("file", "is no folder"),
-        ("link to nowhere", "is no folder"),
+        ("file", "is not a folder"),
+        ("link to nowhere", "is not a folder"),
         ("no folder above", "could not be made: not a directory"),
         ("another user", "is another user's"),
     ],

@@ -55,7 +55,7 @@ def test_a_pipe_in_place_of_a_log_is_reported_without_blocking(tmp_path):
 
 
 @pytest.mark.parametrize(("create", "message"), [
-    (lambda path: path.touch(), "is no folder"),
+    (lambda path: path.touch(), "is not a folder"),
     (lambda path: path.symlink_to("/nonexistent/checkpoints"), "is a link to nothing"),
 ])  # fmt: skip
 def test_a_file_or_broken_link_in_place_of_the_checkpoint_folder_is_refused_at_the_start(create, message, tmp_path):

@@ -341,7 +341,7 @@ def hidden_plateau(optimizer: Any) -> Any:
         (
             partial(lr_scheduler.OneCycleLR, max_lr=0.1),
             [
-                "OneCycleLR refused its arguments: You must define either total_steps",
+                "OneCycleLR rejected its arguments: You must define either total_steps",
                 "try lambda optimizer, steps: OneCycleLR(optimizer, max_lr=…, total_steps=steps)",
             ],
         ),
@@ -400,7 +400,7 @@ def test_changed_arguments_of_a_scheduler_have_no_effect_and_are_named(tmp_path:
     records = train(tmp_path, task(partial(lr_scheduler.ExponentialLR, gamma=0.5)))
     assert rates(records) == pytest.approx([LR * 0.8**n for n in range(STEPS)])
     (warning,) = [record["warning"] for record in records if "warning" in record]
-    assert warning == "the task's ExponentialLR has gamma = 0.5: the run goes on with the saved scheduler"
+    assert warning == "the task's ExponentialLR has gamma = 0.5: the run continues with the saved scheduler"
 
 
 # ---- the state as JSON

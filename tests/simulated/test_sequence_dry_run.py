@@ -139,7 +139,7 @@ def test_the_built_in_model_passes():
 
 
 REFUSED = {
-    "by hand": (Body, Attention, {"kind": "by hand"}, r"by hand at layer \(softmax over"),
+    "by hand": (Body, Attention, {"kind": "by hand"}, r"hand-written attention at layer \(softmax over"),
     "weights requested": (Body, TorchAttention, {}, r"layer.attention.*need_weights=True.*try need_weights=False"),
     "local mask": (Body, Attention, {"kind": "local mask"}, r"a mask \[8, 8\].*is_causal=True"),
     "convolution": (Body, Attention, {"around": "convolution"}, r"first in layer.conv \(Conv1d\)"),

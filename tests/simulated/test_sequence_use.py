@@ -316,7 +316,7 @@ def test_a_wait_ends_when_a_rank_has_died_or_never_arrives():
             time_limit_seconds=0.1,
         )
         ring_group = shared_memory.RingOverSharedMemory(regions)
-        with pytest.raises(PeerError, match="rank 7 did not come"):
+        with pytest.raises(PeerError, match="rank 7 did not arrive"):
             list(ring_group.iterate_blocks([torch.zeros(2)]))
 
     threads.run(2, body)

@@ -1,7 +1,6 @@
 """Split logits: losses and gradients are those of whole logits, and cross entropy gathers none."""
 
 import copy
-import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +15,7 @@ from torch.utils.dlpack import to_dlpack  # type: ignore[attr-defined]
 import fourfold as ff
 from fourfold.parts.tensor.split_logits import SplitLogits, split_logits, whole_logits
 from fourfold.testing import threads
+from fourfold.testing.saved_tensors import recording_saved
 from fourfold.words.errors import DivergenceError, TaskError
 from tests.simulated.test_split_cross_entropy import Counting, draw, split
 
@@ -349,23 +349,17 @@ def test_one_copy_of_the_local_logits_is_kept(dtype):
 
     def body(comm):
         local, vocabulary, _ = split(comm, whole)
-        kept: dict[int, int] = {}
-
-        def pack(tensor: Tensor) -> Tensor:
-            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-            return tensor
-
         made = local * 1.0
         reference = weakref.ref(made)
         logits = split_logits(made, vocabulary)
         del made
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        with recording_saved() as saved:
             wide = logits.float() if dtype != torch.float64 else logits
             loss = F.cross_entropy(wide.view(-1, 1024), torch.arange(21))
         assert loss.dtype == torch.promote_types(dtype, torch.float32)
         del logits, wide
         assert reference() is None
-        return sum(kept.values()) / local.nbytes
+        return saved.num_bytes / local.nbytes
 
     assert max(threads.run(2, body)) <= 1.1
 
@@ -389,14 +383,37 @@ def test_the_loss_of_half_precision_has_the_dtype_of_torchs(autocast):
     threads.run(2, body)
 
 
-def test_a_rank_that_gathers_alone_ends_all_of_them():
+GATHERS: dict[str, list[Callable[[Any, Tensor], Any]]] = {
+    "before the loss": [lambda logits, targets: str(logits), lambda logits, targets: cross_entropy(logits, targets)],
+    "in place of the loss": [
+        lambda logits, targets: logits.exp().sum().backward(),
+        lambda logits, targets: cross_entropy(logits, targets).sum().backward(),
+    ],
+    "after the loss": [
+        lambda logits, targets: (cross_entropy(logits, targets), logits.argmax(-1)),
+        lambda logits, targets: cross_entropy(logits, targets).sum().backward(),
+    ],
+}
+
+
+@pytest.mark.parametrize("transport", ["shared", "gloo"])
+@pytest.mark.parametrize("when", GATHERS)
+def test_a_rank_that_gathers_alone_ends_all_of_them(when, transport):
     whole, targets = draw(CLASSES)
 
     def body(comm):
-        local, vocabulary, _ = split(comm, whole)
+        local, vocabulary, group = split(comm, whole, transport)
         logits = split_logits(local * 1.0, vocabulary)
-        use = print if comm.rank == 0 else functools.partial(cross_entropy, targets=targets)
-        with pytest.raises(DivergenceError, match="rank 0: all-gather"):
-            use(logits)
 
-    threads.run(2, body)
+        def use() -> None:
+            GATHERS[when][comm.rank](logits, targets)
+            group.all_reduce(torch.ones(3))  # as the layers before the head, in backward
+
+        with pytest.raises(DivergenceError) as caught:
+            use()
+        return str(caught.value)
+
+    other = "the backward" if when == "after the loss" else "the cross entropy"
+    gloo = f"rank 0 is at the whole logits; rank 1 is at {other} of logits that are split by vocabulary"
+    for message in threads.run(2, body):
+        assert ("rank 0: all-gather of" if transport == "shared" else gloo) in message

@@ -16,7 +16,7 @@ from fourfold.step.dry_run.float64_mode import Float64Mode
 from fourfold.step.train_step import TrainStep
 from fourfold.tasks import lm
 from fourfold.testing import oracle, threads
-from fourfold.words.errors import TaskError
+from fourfold.words.errors import DivergenceError, TaskError
 from tests.cases import SEED_LOCK
 from tests.simulated.test_split_cross_entropy import Counting
 from tests.simulated.test_tensor_axis import (
@@ -272,3 +272,22 @@ def test_an_evaluation_has_whole_logits(without_dry_run):
         return (run.outputs - logits).abs().max().item()
 
     assert max(threads.run(2, body)) <= TOLERANCE
+
+
+def test_logits_that_one_rank_reads_after_the_step_end_all_of_them(without_dry_run):
+    def body(comm):
+        kept: list[Tensor] = []
+
+        def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+            kept.append(outputs)
+            return lm.loss(outputs, targets)
+
+        plan = Plan(tp=2, transport="gloo")
+        step = TrainStep(language_model(), loss, ADAM, plan=plan, communicator=comm, tensor=lm.TENSOR_RULES)
+        step(tokens(4)[0])
+        with pytest.raises(DivergenceError) as caught:
+            str(kept) if comm.rank == 0 else step(tokens(4)[1])
+        return str(caught.value)
+
+    for message in threads.run(2, body):
+        assert "rank 0 is at the whole logits; rank 1 is at step 2" in message

@@ -1,5 +1,6 @@
 """The tensor axis: a model that is cut trains as one device does, on every mesh."""
 
+import dataclasses
 import functools
 import itertools
 import weakref
@@ -28,7 +29,7 @@ from fourfold.step.parallelize import parallelize
 from fourfold.step.train_step import TrainStep
 from fourfold.tasks import lm
 from fourfold.testing import oracle, threads
-from fourfold.words.errors import OptimizerError, PlanError, SettingError, TaskError
+from fourfold.words.errors import OptimizerError, PlanError, SettingError, TaskError, TrainingError
 from fourfold.words.mesh import Mesh
 from tests import cases
 from tests.cases import SEED_LOCK
@@ -118,12 +119,13 @@ HUGGING_FACE: dict[str, Any] = {
         {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
     ),
 }
+UNTIED_BERT = (*HUGGING_FACE["bert"][:2], {**HUGGING_FACE["bert"][2], "tie_word_embeddings": False})
 
 
-def hugging_face(kind: str) -> nn.Module:
-    model, config, options = HUGGING_FACE[kind]
+def hugging_face(kind: str, **given: Any) -> nn.Module:
+    model, config, options = HUGGING_FACE.get(kind, UNTIED_BERT)
     sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-    sizes |= {"intermediate_size": 48, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": None}
+    sizes |= {"intermediate_size": 48, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": None, **given}
     with SEED_LOCK:
         torch.manual_seed(3)
         return model(config(**sizes, **options)).double()
@@ -158,6 +160,57 @@ def test_models_of_transformers_train_by_their_own_rules_as_on_one_device(kind, 
             return deviation(step, *train(step, texts()), expected)
 
     assert max(threads.run(plan.mesh.size, body)) <= TOLERANCE
+
+
+EIGHT_HEADS = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 8}
+
+
+def texts_with_positions() -> list[Any]:
+    batches = tokens(8, vocabulary=VOCABULARY)
+    return [
+        ({"input_ids": inputs["tokens"], "position_ids": inputs["positions"]}, targets) for inputs, targets in batches
+    ]
+
+
+@functools.cache
+def eight_heads_on_one_device(kind: str) -> oracle.TrainingResult:
+    model = hugging_face(kind, **EIGHT_HEADS)
+    with Float64Mode():
+        return oracle.train(model, logits_loss, ADAM, texts_with_positions(), clip=0.5)
+
+
+@pytest.mark.parametrize("number", range(len(MESHES)), ids=lambda n: str(MESHES[n]))
+@pytest.mark.parametrize("kind", HUGGING_FACE)
+def test_models_of_transformers_train_as_on_one_device_on_every_mesh_of_eight_ranks(kind, number, without_dry_run):
+    mesh, expected = MESHES[number], eight_heads_on_one_device(kind)
+    plan = Plan(dp=mesh.dp, sp=mesh.sp, tp=mesh.tp, zero=number % 4, bucket_bytes=8000)
+
+    def body(comm):
+        model = hugging_face(kind, **EIGHT_HEADS)
+        step = TrainStep(model, logits_loss, ADAM, plan=plan, communicator=comm, clip=0.5)
+        with Float64Mode():
+            return deviation(step, *train(step, texts_with_positions()), expected)
+
+    assert max(threads.run(8, body)) <= TOLERANCE
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_the_bias_that_untied_bert_does_not_use_is_named_and_may_be_allowed(tp):
+    """Untied, its head adds `decoder.bias`, and no forward reads `predictions.bias`: on one device too."""
+    expected = hugging_face_on_one_device("untied bert")
+
+    def body(comm):
+        model, plan = hugging_face("untied bert"), Plan(tp=tp)
+        with Float64Mode():
+            with pytest.raises(TrainingError) as caught:
+                TrainStep(model, logits_loss, ADAM, plan=plan, communicator=comm)(texts()[0])
+            plan = dataclasses.replace(plan, unused="allow")
+            step = TrainStep(hugging_face("untied bert"), logits_loss, ADAM, plan=plan, communicator=comm, clip=0.5)
+            return [problem[0] for problem in caught.value.problems], deviation(step, *train(step, texts()), expected)
+
+    for problems, found in threads.run(tp, body):
+        assert problems == ["parameter cls.predictions.bias got no gradient"]
+        assert found <= TOLERANCE
 
 
 @pytest.mark.parametrize("fields", [

@@ -13,11 +13,14 @@ from torch import Tensor, nn
 
 from fourfold.parts.tensor.layers import SplitLayer
 from fourfold.plan.plan import Plan
-from fourfold.step.tensor.collective_dry_run import CollectiveTensorDryRun
+from fourfold.step.dry_run.check_config import MemoryFit
+from fourfold.step.tensor.collective_dry_run import CollectiveTensorDryRun, drawn_bytes
 from fourfold.step.tensor.draw_slices import DrawSlices, FoundDraw
+from fourfold.step.tensor.dry_run import TensorMemoryFit
 from fourfold.step.train_step import TrainStep
 from fourfold.tasks import lm
 from fourfold.testing import threads
+from fourfold.testing.peak_memory import PeakMemory
 from fourfold.words.errors import TaskError
 from tests.cases import SEED_LOCK
 from tests.simulated.test_tensor_axis import HUGGING_FACE, hugging_face, language_model, logits_loss, texts, tokens
@@ -28,6 +31,15 @@ TIME_LIMIT_SECONDS = 10
 
 def make_step(model: nn.Module, loss: Any, comm: Any, plan: Plan, rules: Any = None) -> TrainStep:
     return TrainStep(model, loss, SGD, plan=plan, communicator=comm, tensor=rules or {})
+
+
+@pytest.fixture(autouse=True, params=["held", "drawn"])
+def whole_weights(request, monkeypatch):
+    """All laws hold where the whole model fits into memory, and where its weights are there one at a time."""
+    if request.param == "drawn":
+        fit = TensorMemoryFit(held=MemoryFit(fits_float64=False, fits_model_dtype=False))
+        monkeypatch.setattr(CollectiveTensorDryRun, "_find_memory_fit", lambda self: fit)
+    return request.param
 
 
 # ---- right rules ------------------------------------------------------------------------------------
@@ -546,3 +558,31 @@ def test_what_cannot_be_compared_is_said(caplog):
 class NotFinite(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x / 0
+
+
+# ---- memory -----------------------------------------------------------------------------------------
+
+
+def test_whole_weights_are_there_one_at_a_time_where_they_do_not_fit_together(whole_weights, finished, monkeypatch):
+    """The peak, with the activations of one short sample, is within what the check of memory counts."""
+    run, counted = CollectiveTensorDryRun.run, []
+
+    def recorded(self, *args):
+        counted.append(drawn_bytes(self._axis)[0])
+        run(self, *args)
+
+    monkeypatch.setattr(CollectiveTensorDryRun, "run", recorded)
+
+    def body(comm):
+        model = lm.LanguageModel(width=128, layers=6, heads=4, kv_heads=4).double()
+        step = make_step(model, lm.loss, comm, Plan(tp=4), lm.TENSOR_RULES)
+        with PeakMemory() as memory:
+            step.dry_run(tokens(1, length=4)[0])
+        return memory.peak_bytes, 8 * sum(p.numel() for p in model.parameters()) * 4
+
+    for peak, whole in threads.run(4, body):
+        if whole_weights == "drawn":
+            assert peak <= counted[0]
+            assert peak < whole
+        else:
+            assert peak > 2 * whole

@@ -247,7 +247,7 @@ def test_a_rank_that_never_comes_is_named_at_the_time_limit():
         check_peers=lambda: None,
         time_limit_seconds=0.1,
     )
-    with pytest.raises(PeerError, match="rank 7 did not come within"):
+    with pytest.raises(PeerError, match="rank 7 did not arrive within"):
         shared_memory.TensorGroupOverSharedMemory(regions).all_reduce(torch.zeros(2))
 
 

@@ -1,6 +1,5 @@
 """Split residuals: a model whose hidden tensors are split over tokens trains as one device does, on every mesh."""
 
-import contextlib
 import functools
 import weakref
 from typing import Any, cast
@@ -25,6 +24,7 @@ from fourfold.step.parallelize import preflight
 from fourfold.step.train_step import TrainStep
 from fourfold.tasks import lm
 from fourfold.testing import oracle, threads
+from fourfold.testing.saved_tensors import recording_saved
 from fourfold.words.errors import PlanError, TaskError
 from tests.cases import SEED_LOCK
 from tests.simulated.test_tensor_axis import (
@@ -202,27 +202,54 @@ def test_blocks_that_run_again_in_backward(where, reentrant):
 class TwoPasses(nn.Module):
     """It runs its blocks on two inputs of different lengths before backward."""
 
-    def __init__(self) -> None:
+    def __init__(self, where: str, short: int, *, reentrant: bool) -> None:
         super().__init__()
-        self.model = checkpointed("blocks", reentrant=False)
+        self.short, self.model = short, checkpointed(where, reentrant=reentrant)
 
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        short = self.model(tokens[:, :4], positions[:, :4])
-        return self.model(tokens, positions) + F.pad(short, (0, 0, 0, tokens.shape[1] - 4))
+        short = self.model(tokens[:, : self.short], positions[:, : self.short])
+        return self.model(tokens, positions) + F.pad(short, (0, 0, 0, tokens.shape[1] - self.short))
 
 
-def test_lengths_are_known_to_blocks_that_run_again():
-    def make() -> nn.Module:
-        return TwoPasses().double()
+TWO_PASSES_RULES = {f"model.{pattern}": rule for pattern, rule in lm.TENSOR_RULES.items()}
 
-    rules = {f"model.{pattern}": rule for pattern, rule in lm.TENSOR_RULES.items()}
-    expected = oracle.train(make(), lm.loss, ADAM, tokens(4, length=7), clip=0.5)
+
+@pytest.mark.parametrize("short", [4, 6])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_lengths_are_known_to_blocks_and_norms_that_run_again(reentrant, short):
+    """Of 6 and of 7 tokens, three of four ranks have as many."""
+
+    def make(*, reentrant: bool) -> nn.Module:
+        model = TwoPasses("nowhere" if reentrant else "blocks", short, reentrant=reentrant).double()
+        model.get_parameter("model.norm.weight").requires_grad_(not reentrant)  # it would get two gradients
+        return model
+
+    batches = tokens(4, length=7)
+    one_device = make(reentrant=reentrant)
+    cast(Any, one_device).model.reentrant = False
+    expected = oracle.train(one_device, lm.loss, ADAM, batches, clip=0.5)
 
     def body(comm):
-        step = language_step(split_plan(tp=4), comm, make(), tensor=rules)
-        return deviation(step, *train(step, tokens(4, length=7)), expected)
+        step = language_step(split_plan(tp=4), comm, make(reentrant=reentrant), tensor=TWO_PASSES_RULES)
+        return deviation(step, *train(step, batches), expected)
 
     assert max(threads.run(4, body)) <= TOLERANCE
+
+
+def test_two_gradients_of_a_norm_that_runs_again_are_named_on_all_ranks():
+    """As on one device: the lengths are no reason."""
+
+    def body(comm):
+        step = language_step(split_plan(tp=2), comm, TwoPasses("nowhere", 4, reentrant=True), tensor=TWO_PASSES_RULES)
+        with pytest.raises(TaskError) as error:
+            step(tokens(4, length=7)[0])
+        return str(error.value)
+
+    for message in threads.run(2, body):
+        assert (
+            "two gradients of model.norm.weight in one backward (a reentrant checkpoint around its layer?)" in message
+        )
+        assert "checkpoint(…, use_reentrant=False)" in message
 
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated")
@@ -334,38 +361,12 @@ def test_a_gathered_tensor_is_freed_with_its_module():
         output.sum().backward()
 
 
-class Saved:
-    """Bytes that autograd saves within, each storage once, without those of weights."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
-        self._stack = contextlib.ExitStack()
-        self._storages: dict[int, Any] = {}
-
-    def __enter__(self) -> "Saved":
-        self._stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor))
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
-
-    def _pack(self, tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self._weights:
-            self._storages[storage.data_ptr()] = storage
-        return tensor
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(storage.nbytes() for storage in self._storages.values())
-
-
 def saved_bytes(layers: int, tp: int, residual: str, *, length: int = 16) -> int:
     def body(comm):
         with SEED_LOCK:
             model = lm.LanguageModel(width=32, layers=layers, heads=4, kv_heads=4).double()
         step = language_step(Plan(tp=tp, residual=residual), comm, model)
-        with step.unsharded(), torch.enable_grad(), Saved(step.model) as saved:
+        with step.unsharded(), torch.enable_grad(), recording_saved(excluded=step.model.parameters()) as saved:
             logits = step.model(**tokens(4, length=length)[0][0])
         assert logits.requires_grad
         return saved.num_bytes
@@ -481,7 +482,7 @@ def features() -> Any:
 def test_tokens_that_mix_between_blocks_are_named():
     message = raised(lambda: Shifting(1), split_plan(tp=2), MIXER_RULES, features())
     assert "blocks.0.shift (Shift) returns outputs that are not the whole model's" in message
-    assert "need what works on each token by itself" in message
+    assert "need what works on each token independently" in message
     assert 'try residual = "whole"' in message
 
 
@@ -497,33 +498,41 @@ def test_a_block_with_parameters_of_its_own():
 
 
 class Noisy(nn.Module):
-    """Dropout of the tokens that a rank has, with the masks of the last forward."""
+    """Dropout of the tokens that a rank has, with the masks of the last forward.
 
-    def __init__(self) -> None:
+    Each rank draws from equal states, as processes do: threads share torch's generator.
+    """
+
+    def __init__(self, seed: int) -> None:
         super().__init__()
         self.masks: list[Tensor] = []
+        self._state = torch.Generator().manual_seed(seed).get_state()
 
     def forward(self, x: Tensor) -> Tensor:
-        mask = F.dropout(torch.ones_like(x), 0.5, self.training)
+        with SEED_LOCK, torch.random.fork_rng([]):
+            torch.set_rng_state(self._state)
+            mask = F.dropout(torch.ones_like(x), 0.5, self.training)
+            self._state = torch.get_rng_state()
         self.masks.append(mask)
         return x * mask
 
 
 def noisy() -> Shifting:
     model = Shifting(0)
-    for block in model.blocks:
-        cast(ShiftingBlock, block).shift = Noisy()  # type: ignore[assignment]
+    for seed, block in enumerate(model.blocks):
+        cast(ShiftingBlock, block).shift = Noisy(seed)  # type: ignore[assignment]
     return model
 
 
-@pytest.mark.parametrize("length", [6, 7, 5])
-def test_dropout_of_split_tokens_drops_other_entries_on_each_rank(length):
-    """Batches of lengths that the dry run has not seen, and that tensor ranks do not divide."""
+@pytest.mark.parametrize(("first_length", "length"), [(6, 6), (6, 7), (6, 5), (1, 6)])
+def test_dropout_of_split_tokens_drops_other_entries_on_each_rank(first_length, length):
+    """Batches of lengths that the dry run has not seen, and that tensor ranks do not divide. Of one token in the dry
+    run, the first rank has all."""
 
     def body(comm):
         model, (x, targets) = noisy().double(), features()
         step = language_step(split_plan(tp=2), comm, model, tensor=MIXER_RULES, clip=None)
-        step((x.double(), targets))
+        step((x.double()[:, :first_length], targets[:, :first_length]))
         x, targets = torch.cat([x, x], 1)[:, :length], torch.cat([targets, targets], 1)[:, :length]
         layers = [cast(Noisy, cast(ShiftingBlock, block).shift) for block in model.blocks]
         for layer in layers:

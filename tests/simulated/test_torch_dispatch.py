@@ -1,7 +1,7 @@
 """Each private name of torch that `parts/torch_dispatch.py` uses is there, and does what its function says.
 
-They are torch.utils._python_dispatch, _should_skip_dynamo, _make_wrapper_subclass, torch._C._DisableTorchDispatch, and
-the _schema of an operation.
+They are torch.utils._python_dispatch, _should_skip_dynamo, _make_wrapper_subclass, torch._C._DisableTorchDispatch,
+_backward_hooks and _post_accumulate_grad_hooks of a tensor, and the _schema of an operation.
 """
 
 import subprocess
@@ -57,11 +57,32 @@ def test_setting_data_is_told_from_other_calls():
     raise AssertionError("not seen")
 
 
+def test_hooks_of_a_swapped_tensor_run_when_they_are_attached_again():
+    weight, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    called: list[Tensor] = []
+    weight.register_hook(torch.neg)
+    weight.register_post_accumulate_grad_hook(called.append)
+    torch.utils.swap_tensors(weight, other)
+    private.attach_hooks_again(weight)
+    weight.sum().backward()
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [-1, -1]
+    assert len(called) == 1
+
+
 def test_a_schema_says_what_an_operation_writes():
     arguments = private.schema_arguments(aten.copy_.default)
     assert [(each.name, bool(each.alias_info and each.alias_info.is_write)) for each in arguments] == [
         ("self", True), ("src", False), ("non_blocking", False),
     ]  # fmt: skip
+
+
+def test_a_schema_says_which_argument_an_operation_returns():
+    draws_twice = aten.rrelu_with_noise_.default
+    self, noise = private.schema_arguments(draws_twice)[:2]
+    (result,) = private.schema_returns(draws_twice)
+    assert private.alias_names(result) == private.alias_names(self) != private.alias_names(noise)
+    assert [private.alias_names(each) for each in private.schema_returns(aten.rrelu_with_noise.default)] == [set()]
 
 
 def test_a_dispatch_mode_does_not_import_dynamo():

@@ -33,7 +33,7 @@ def traced(case: Case, size: int, *, every: int = 5, steps: int = 6) -> list[Tra
         step = build_step(case, size, comm)
         tracing = Tracer(step, every=every)
         for number in range(1, steps + 1):
-            with tracing.sample(number) as recorder, recorder.span("data"):
+            with tracing.sample(number) as recorder, recorder.reading():
                 batch = local_batch(batches(case)[0], size, step.dp_index)
                 step(batch)
         return tracing.trace

@@ -8,7 +8,6 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
-import transformers
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -212,6 +211,8 @@ def hugging_face(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _hugging_face(kind: str, attention: str, options: dict[str, Any] | None = None, **fields: Any) -> dict[str, Any]:
+    import transformers  # in each process; other cases do without
+
     sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "n_positions": 16}
     config = {"gpt2": transformers.GPT2Config, "bert": transformers.BertConfig}[kind]
     model_class = {"gpt2": transformers.GPT2LMHeadModel, "bert": transformers.BertForMaskedLM}[kind]

@@ -9,6 +9,9 @@ import torch
 from fourfold.parts.comm import init
 from fourfold.parts.comm.meter import CommMeter
 from fourfold.parts.comm.tensor_groups import make_tensor_group
+from fourfold.parts.tensor.cross_entropy import Vocabulary, cross_entropy
+from fourfold.parts.tensor.split_logits import split_logits
+from fourfold.words.errors import DivergenceError
 from tests.tensor_group_oracle import FLOATS, SHAPES, all_results, bits, expected_results, tensor_of
 
 
@@ -40,6 +43,18 @@ def products(num_rounds: int) -> bool:
         if not torch.equal(group.all_reduce(partial), expected):
             return False
     return True
+
+
+def logits_that_rank_0_reads() -> str:
+    """The error of a rank: over messages, a gather of rank 0 and the other rank's loss would end both processes."""
+    comm = init.init_communicator()
+    group = make_tensor_group(comm, "tensor", CommMeter(), choice="gloo")
+    logits = split_logits(torch.randn(3, 64, requires_grad=True) * 1.0, Vocabulary(group, 64 * comm.rank, 128))
+    try:
+        str(logits) if comm.rank == 0 else cross_entropy(logits, torch.zeros(3, dtype=torch.long))
+    except DivergenceError as error:
+        return str(error)
+    return "no error"
 
 
 def sum_with_the_dead() -> None:

@@ -34,15 +34,15 @@ def test_tensor_ranks_drop_the_same_whole_features_and_data_ranks_others(world):
 
 
 RUNS = [
-    {"dp": 8 // sp // tp, "sp": sp, "tp": tp, "zero": (0, 2, 3)[number % 3], "microbatches": 1 + number % 2}
-    for number, (sp, tp) in enumerate([(1, 2), (1, 4), (1, 8), (2, 2), (2, 4), (4, 2)])
+    {"dp": 4 // sp // tp, "sp": sp, "tp": tp, "zero": zero, "microbatches": microbatches}
+    for sp, tp, zero, microbatches in [(1, 2, 3, 1), (1, 4, 0, 2), (2, 2, 2, 2)]
 ]
 
 
 @pytest.fixture(scope="module")
 def trained(world):
     """By run: what each rank has drawn and trained."""
-    by_rank = world(8).run("tests.spawned.tensor_dropout:trainings", runs=RUNS, time_limit_seconds=200)
+    by_rank = world(4).run("tests.spawned.tensor_dropout:trainings", runs=RUNS, time_limit_seconds=200)
     return [[each[index] for each in by_rank] for index in range(len(RUNS))]
 
 
@@ -153,7 +153,7 @@ def test_slices_are_dropped_independently_and_states_stay_equal(trained):
     for name in ("hidden", "scores"):
         agreements, kept = [], []
         for run, ranks in zip(RUNS, trained, strict=True):
-            for first, second in itertools.combinations(range(8), 2):
+            for first, second in itertools.combinations(range(4), 2):
                 same_samples = ranks[first]["dp"] == ranks[second]["dp"]
                 assert (ranks[first]["state"] == ranks[second]["state"]) == same_samples
                 if name == "scores" and run["sp"] > 1:
@@ -168,5 +168,5 @@ def test_slices_are_dropped_independently_and_states_stay_equal(trained):
 
 
 def test_the_same_seed_on_the_same_mesh_is_the_same_training(world, trained):
-    again = world(8).run("tests.spawned.tensor_dropout:trainings", runs=[RUNS[3]], time_limit_seconds=60)
-    assert [each[0] for each in again] == trained[3]
+    again = world(4).run("tests.spawned.tensor_dropout:trainings", runs=[RUNS[2]], time_limit_seconds=60)
+    assert [each[0] for each in again] == trained[2]

@@ -19,6 +19,11 @@ def test_products_that_processes_write_into_their_buffers_are_summed(world):
     assert world(2).run(f"{CASES}:products", num_rounds=200) == [True] * 2
 
 
+def test_logits_that_one_process_reads_over_gloo_are_named_on_both(world):
+    for message in world(2).run(f"{CASES}:logits_that_rank_0_reads"):
+        assert "rank 0 is at the whole logits; rank 1 is at the cross entropy of logits" in message
+
+
 def test_a_process_that_dies_while_another_waits_is_named(world):
     with pytest.raises(CaseFailed, match=r"PeerError: rank 1 \(host .*\) died while rank 0"):
         world(2).run(f"{CASES}:sum_with_the_dead", time_limit_seconds=60.0)

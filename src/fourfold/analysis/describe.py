@@ -101,11 +101,11 @@ def _layout_lines(buckets: Sequence[Bucket], plan: Plan) -> list[str]:
     """Where tensors rest, and the collectives that follow from it."""
     if plan.sync == "local":
         average = f"all-reduce of the weights in every {format_ordinal(plan.local_steps)} step"
-        return [f"weights, gradients and optimizer states rest whole, each rank its own; {average}"]
+        return [f"each rank stores its own whole weights, gradients and optimizer states; {average}"]
     resting, reduce_format = RESTING_LAYOUTS[plan.zero], REDUCE_FORMATS.get(plan.reduce_dtype)
     replicas = plan.reduce_group_size // plan.num_shards if plan.zero else 1
     over = f" over {plan.num_shards} ranks each" if replicas > 1 else ""
-    lines = [f"weights rest {resting.weight}, gradients {resting.gradient}, optimizer states {resting.state}{over}"]
+    lines = [f"stored: weights {resting.weight}, gradients {resting.gradient}, optimizer states {resting.state}{over}"]
     for name, change in layout_changes(resting)._asdict().items():
         if change != Change.NONE:
             then = ", in forward and again in backward, unless ranks share memory" if name == "before_use" else ""
@@ -113,7 +113,7 @@ def _layout_lines(buckets: Sequence[Bucket], plan: Plan) -> list[str]:
                 then += f", then an all-reduce of the shard over {replicas} replicas"
             lines.append(f"{name.replace('_', ' ')}: {change}{then}")
     if any(has_master_weights(bucket, plan.precision) for bucket in buckets):
-        lines.append(f"the update keeps {plan.precision} weights in float32 as well: {resting.state}")
+        lines.append(f"the update keeps {plan.precision} weights in float32 as well, {resting.state}")
     if reduce_format is not None:
         lines.append(f"gradients are summed in {reduce_format.dtype}")
     return lines
@@ -132,12 +132,12 @@ def _format_bytes(stage: StageBuckets, plan: Plan) -> str:
     elif plan.sync == "local":
         network = f"{format_bytes(sent / plan.sync_interval)} sent by each rank in each step on average, "
         network += f"{format_bytes(sent)} in every {format_ordinal(plan.local_steps)}"
-        shared = "nothing is sent: ranks of one host read each other's weights where they lie"
+        shared = "nothing is sent: ranks of one host read each other's weights in place"
     else:
         times = sent / (total * (plan.reduce_group_size - 1) / plan.reduce_group_size)
         network = f"{format_bytes(sent)} sent by each rank in each step, {times:g} (N − 1) / N of the gradients"
         what = "gradients and weights" if plan.zero == 3 else "gradients"
-        shared = f"nothing is sent: ranks of one host read each other's {what} where they lie"
+        shared = f"nothing is sent: ranks of one host read each other's {what} in place"
     return "bytes\n" + indent([*lines, f"over a network    {network}", f"in shared memory  {shared}"])
 
 
@@ -172,7 +172,7 @@ def _format_memory(blueprints: Mapping[str, Blueprint]) -> str:
     rows += [(*(format_bytes(getattr(u, k)) for k in kinds), format_bytes(u.total), name) for name, u in uses.items()]
     lines = align_columns(rows, ">" * (len(kinds) + 1) + "<")
     if has_unbucketed_grads(plan):
-        lines.append("gradients lie where autograd puts them, each until the update has used it")
+        lines.append("gradients stay where autograd puts them until the update has used them")
     if plan.codec != "none":
         lines.append("the state of the codec is not counted")
-    return "memory   what is there from step to step, without activations\n" + indent(lines)
+    return "memory   kept between steps, without activations\n" + indent(lines)

@@ -28,9 +28,9 @@ MEASURE_TEXTS = {
 VERB_TEXTS = {
     Verb.FORWARD: "forward of a microbatch",
     Verb.BACKWARD: "backward of a microbatch",
-    Verb.REDUCE: "sum a bucket's gradient over the data ranks; begun while backward runs, in this order",
+    Verb.REDUCE: "sum a bucket's gradient over the data ranks; started while backward runs, in this order",
     Verb.UPDATE: "update a bucket's weights, or this rank's shard of them",
-    Verb.UNSHARD: "all-gather a bucket's weights before a use; begun ahead of it, in this order",
+    Verb.UNSHARD: "all-gather a bucket's weights before a use; started ahead of it, in this order",
     Verb.GATHER: "all-gather the shards of a bucket's weights",
     Verb.PUSH: "add the change of a bucket's weights on this rank to the sum over the data ranks",
     Verb.PULL: "take an outer step along the mean change: all data ranks have the same weights again",

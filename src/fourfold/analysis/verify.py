@@ -68,16 +68,16 @@ def check_verifiable(plan: Plan) -> None:
         "precision": ("keep", "float64, in which rounding does not hide a mistake"),
     }
     problems = [
-        Problem(f'{name} = "{getattr(plan, name)}": another training than one device\'s', need, f'{name} = "{value}"')
+        Problem(f'{name} = "{getattr(plan, name)}": trains differently from one device', need, f'{name} = "{value}"')
         for name, (value, need) in comparable.items()
         if getattr(plan, name) != value
     ]
     if plan.batch_norm == "local":
         need = "statistics of the whole batch"
-        got = 'batch_norm = "local": another training than one device\'s'
+        got = 'batch_norm = "local": trains differently from one device'
         problems.append(Problem(got, need, 'batch_norm = "sync", or GroupNorm'))
     if problems:
-        raise PlanError(problems, where="what is to be verified")
+        raise PlanError(problems, where="the plan to verify")
 
 
 def verify(task: Task, plan: Plan, *, seed: int = 0) -> VerifyResult | None:

@@ -3,7 +3,7 @@
     runs/NAME/checkpoints/step-00000100/rank-000.safetensors …   the tensors, divided among the ranks
                                         manifest.json            which part of which tensor is in which file; the rest
 
-manager   saves while training goes on, and restores the newest good checkpoint
+manager   saves while training continues, and restores the newest good checkpoint
 writer    a thread that writes a rank's part, and on rank 0 makes the manifest of what all ranks report
 store     the checkpoints of a run: which there are, and which are kept
 collect, restore    a run's state into tensors and JSON, and back

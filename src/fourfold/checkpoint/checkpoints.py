@@ -81,12 +81,12 @@ class Checkpoints:
         folder  the checkpoints are in its `checkpoints`, where `fourfold checkpoint list FOLDER` finds them
         step    what `ff.parallelize` has returned
         feed    its place in the data is saved and restored; None: the loop reads its data in another way
-        keep    how many checkpoints are kept: the newest, and the one with the least `metrics["loss"]`
+        keep    how many checkpoints are kept: the newest, and the one with the lowest `metrics["loss"]`
         tokenizer   of a transformers model: the first save writes its files and the model's config into `pretrained`,
                     for `fourfold checkpoint export FOLDER --format hf`
 
-        Raises SettingError for arguments of the wrong kind or a path that is no folder, and CheckpointError for a state
-        that cannot be saved.
+        Raises SettingError for arguments of the wrong kind or a path that is not a folder, and CheckpointError for a
+        state that cannot be saved.
         """
         _check_arguments(folder, step, feed, keep, tokenizer)
         here = [os.fspath(folder), secrets.token_hex(4), Path(folder, SETTINGS_FILE).exists(), _path_problems(folder)]
@@ -108,16 +108,16 @@ class Checkpoints:
     # ---- loading
 
     def load(self) -> LoadedCheckpoint | None:
-        """Restore the newest good checkpoint; None if the folder has none yet. Collective.
+        """Restore the newest valid checkpoint; None if the folder has none yet. Collective.
 
         Every file is read and compared with its checksum before anything is changed. Make schedulers before, and load
         their states from `extra` after: the optimizer gets the options back that it had, such as the learning rate.
         A damaged checkpoint is set aside with a warning, and the one before is used. The folder may also be that of a
         run of `ff.train`, where nothing is set aside.
 
-        Raises CheckpointError, with nothing changed, if all checkpoints are damaged, or the newest good one is of
-        another model, optimizer or data: with everything that does not fit. Raises UnreadableCheckpointError if a newer
-        fourfold wrote it, or its files may not be read.
+        Raises CheckpointError, with nothing changed, if all checkpoints are damaged, or the newest valid one is of
+        another model, optimizer or data; the message lists everything that does not fit. Raises
+        UnreadableCheckpointError if a newer fourfold wrote it, or its files cannot be opened.
         """
         self.wait()
         if self._step.rank == 0 and not self._is_run:
@@ -125,8 +125,8 @@ class Checkpoints:
         found = find_newest_good(self._step, self._store)
         if found.folder is None and found.damaged:
             texts = [text for problems in found.damaged.values() for text in problems]
-            need = "at least one good checkpoint"
-            raise CheckpointError([Problem(text, need, "another folder, to begin anew") for text in texts], where=WHERE)
+            need = "at least one valid checkpoint"
+            raise CheckpointError([Problem(text, need, "another folder, to start over") for text in texts], where=WHERE)
         if found.folder is None:
             return None
         loaded = self._restore(found.folder)
@@ -171,11 +171,11 @@ class Checkpoints:
     ) -> Path:
         """Save the state after `step.num_steps` steps; returns the checkpoint's folder. Collective.
 
-        extra    given back by `load`: a dict of numbers, texts, None, and lists, tuples and dicts of these; the same on
-                 every rank
-        metrics  what was measured at this step, by name. The checkpoint with the least "loss" is kept
-        wait     False: return as soon as the state has been copied, and write while training goes on. An error is then
-                 raised by the next `save` or `wait`
+        extra    given back by `load`: a dict of numbers, strings, None, and lists, tuples and dicts of these; the same
+                 on every rank
+        metrics  what was measured at this step, by name. The checkpoint with the lowest "loss" is kept
+        wait     False: return as soon as the state has been copied, and write while training continues. An error is
+                 then raised by the next `save` or `wait`
 
         The checkpoint appears under its name when it is complete, so a process that is killed leaves the one before.
         With local steps, save when `step.is_synchronized`. Raises CheckpointError, on every rank, if it could not be
@@ -218,7 +218,7 @@ class Checkpoints:
         if self._step.rank != 0:
             return []
         if self._is_run:
-            need = "a folder of its own, since ff.train would not know how far this loop has come"
+            need = "a separate folder: ff.train would not know how far this loop has come"
             return [Problem(f"{self.folder} is a run of ff.train", need, "another folder; load() reads this one")]
         newest = max(self._store.steps(), default=0)
         if newest > number:
@@ -281,7 +281,7 @@ def _path_problems(folder: str | os.PathLike[str]) -> list[Problem]:
     path = Path(folder)
     if path.is_dir() or not os.path.lexists(path):
         return []
-    return [Problem(f"{path} is no folder", "a folder, or a path where there is nothing yet", f"{path}-checkpoints")]
+    return [Problem(f"{path} is not a folder", "a folder, or a path where there is nothing yet", f"{path}-checkpoints")]
 
 
 def _value_problems(extra: Any, metrics: Any) -> list[Problem]:

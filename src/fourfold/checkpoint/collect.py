@@ -2,7 +2,7 @@
 
 What this rank holds is described by what it is (`TensorKey`) and where it lies in the whole tensor; which of it the
 rank writes follows from who else holds the same (`Holders`).
-Law: no tensor is copied here; each describes memory that training goes on to use. No rank asks another.
+Law: no tensor is copied here; each describes memory that training continues to use. No rank asks another.
 """
 
 from collections.abc import Mapping

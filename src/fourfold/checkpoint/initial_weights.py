@@ -1,7 +1,7 @@
 """Initial weights: a model that begins with the weights in files.
 
-Law: with tp > 1 a rank never holds more than its shards and one whole weight at a time. A tied weight may stand in the
-files under one of its names, or under all of them with the same values.
+Law: with tp > 1 a rank reads its shards of the weights that are split, and no other bytes of them. A tied weight may
+stand in the files under one of its names, or under all of them with the same values, which are compared.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,7 +24,7 @@ def initial_model_of_files(
 ) -> InitialModel:
     """What `make` makes, with the weights in a file or folder. Raises CheckpointError with all that does not fit.
 
-    defers  a weight is read when it is cut
+    defers  the rank's part of a weight is read when it is cut
     """
     initial = make_initial_model(make, device, defers=defers, is_log_rank=is_log_rank)
     if not initial.weights.are_deferred:

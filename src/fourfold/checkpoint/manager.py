@@ -127,7 +127,7 @@ class CheckpointManager:
             manifest = reader.manifest
         self._log.truncate_log(manifest.metrics_bytes)
         if changed := changed_options(manifest, self._group_options):
-            self._log.log_message(f"the task's optimizer has {', '.join(changed)}: the run goes on with it")
+            self._log.log_message(f"the task's optimizer has {', '.join(changed)}: the run continues with it")
             self._log.write_record({"step": manifest.step, "options": changed})
         self._log_ignored_arguments(manifest)
         self.saved_step = manifest.step
@@ -151,7 +151,7 @@ class CheckpointManager:
             return
         changed = scheduler.changed_arguments(saved)
         if changed:
-            text = f"the task's {scheduler.name} has {', '.join(changed)}: the run goes on with the saved scheduler"
+            text = f"the task's {scheduler.name} has {', '.join(changed)}: the run continues with the saved scheduler"
             self._log.log_message(f"warning: {text}")
             self._log.write_record({"step": manifest.step, "warning": text})
 
@@ -221,7 +221,7 @@ class CheckpointManager:
     def report_failures(self) -> None:
         """Log the writes that have failed since the last call. Not collective."""
         for text in self.take_failures():
-            self._log.log_message(f"warning: {text}; training goes on, the checkpoints before are kept")
+            self._log.log_message(f"warning: {text}; training continues, and earlier checkpoints are kept")
             self._log.write_record({"warning": text})
 
     def take_written(self) -> list[WrittenCheckpoint]:

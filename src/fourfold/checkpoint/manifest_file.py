@@ -81,12 +81,12 @@ def _decode_manifest(path: Path, content: bytes) -> Manifest:
     envelope = from_json(content, _Envelope)
     body = bytes(envelope.manifest)
     if xxhash.xxh3_128_hexdigest(body) != envelope.xxh3_128:
-        raise CheckpointError(Problem(f"{path}: another checksum than its own", "the file as it was written"))
+        raise CheckpointError(Problem(f"{path}: checksum mismatch", "the file as it was written"))
     version = from_json(body, _ManifestVersion).version
     if version > MANIFEST_VERSION:
         got = f"{path}: version {version}, of a newer fourfold"
         raise UnreadableCheckpointError(
-            Problem(got, f"at most version {MANIFEST_VERSION}", "the fourfold that has written it")
+            Problem(got, f"at most version {MANIFEST_VERSION}", "the version of fourfold that wrote it")
         )
     return upgrade(from_json(body, ManifestV1)) if version == 1 else from_json(body, Manifest)
 
@@ -113,7 +113,7 @@ def _file_problems(path: Path, entry: FileEntry, tensors: Mapping[str, StoredTen
         if num_bytes != entry.num_bytes:
             return [f"{path}: {num_bytes} bytes, {entry.num_bytes} were written"]
         if file_checksum(path) != entry.checksum:
-            return [f"{path}: another checksum than when it was written"]
+            return [f"{path}: checksum mismatch"]
         return [f"{path}: {text}" for text in _tensor_problems(path, tensors)]
     except OSError as error:
         _check_readable(path, error)

@@ -75,7 +75,7 @@ def wait_for_marker(path: Path, rank: int, missing_reason: Callable[[int], str],
         if failed.exists():
             return f"rank {rank}: {failed.read_text() or 'its file could not be written, nor the reason'}"
         if time.monotonic() > deadline:
-            return f"the file of rank {rank} has not come in time"
+            return f"the file of rank {rank} did not arrive in time"
         # Look at the marker once more before giving up: a checkpoint whose files are all written must not be deleted.
         if reason:
             return reason

@@ -94,14 +94,14 @@ class ValueType:
 class LaunchSettings:
     """Settings of the launch, which `train` does not take; see `launcher.restart_policy.SupervisionPolicy`."""
 
-    fresh: bool = setting(False, type=bool, help="start the run over; what was there is kept as NAME-before-1")
+    fresh: bool = setting(False, type=bool, help="start over; the earlier run is kept as NAME-before-1")
     restarts: int = setting(3, type=int, minimum=0, help="restarts in a row without progress before the job gives up")
     hang_seconds: float | None = setting(
         10.0,
         type=float,
         is_optional=True,
         above=0,
-        help="kill a rank after so many seconds, and at least 5 median steps, without a finished step; none: never",
+        help="kill a rank that finishes no step for this many seconds and for 5 median steps; none: never",
     )
 
 
@@ -113,7 +113,7 @@ class CallbackSettings:
         None,
         type=str,
         is_optional=True,
-        help=f"called as the run goes on: {', '.join(SHIPPED)}, or FILE.py:name; any number, with commas between them",
+        help=f"called during the run: {', '.join(SHIPPED)}, or FILE.py:name; separate several with commas",
         default_text="none",
     )
 
@@ -302,7 +302,7 @@ def argument_types(function: Callable[..., Any]) -> dict[str, ValueType]:
         if parameter.default is parameter.empty:
             problems.append(Problem(f"the argument {name} has no default", "one for every argument", f"{name}=…"))
         elif name in FIELDS:
-            problems.append(Problem(f"the argument {name}", "a name that is no field of the plan", f"my_{name}"))
+            problems.append(Problem(f"the argument {name}", "a name that is not a field of the plan", f"my_{name}"))
         else:
             types_by_name[name] = _argument_type(parameter.default, hints.get(name))
     if problems:

@@ -102,7 +102,7 @@ def export_checkpoint(run: str, target: str | None, *, form: str, step: int | No
             print(escape_controls(f"transformers.{name}.from_pretrained({str(path)!r}) loads it"))
     elif form == "dcp":
         print(escape_controls(f"torch.distributed.checkpoint.load(model.state_dict(), checkpoint_id={str(path)!r})"))
-        print("loads it into a model; it reads .metadata, which is a pickle: pass it on only to those who trust you")
+        print("loads it into a model; it reads .metadata, which is a pickle: share it only with people who trust you")
     return 0
 
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
+from fourfold.cli.feed import feed
 from fourfold.words.errors import Problem, SettingError, closest_match
 
 Command = Callable[[], int]
@@ -21,7 +22,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 
-COMMANDS = ("train", "run", "show", "verify", "checkpoint", "report", "watch", "doctor", "new", "completion")
+COMMANDS = ("train", "run", "show", "verify", "checkpoint", "feed", "report", "watch", "doctor", "new", "completion")
 WITH_SETTINGS = ("fourfold train", "fourfold show", "fourfold verify")
 OPTIONS, RUN_OPTIONS = "[-n N]", "[-n N] [--restarts K]"
 TRAIN_WORDS = "TASK FILE.toml KEY=VALUE"
@@ -95,6 +96,7 @@ def fourfold(
     fourfold show plan.toml               print what each rank will do and send
     fourfold verify lm plan.toml          check that a plan trains as one device does
     fourfold checkpoint list runs/NAME    list a run's checkpoints
+    fourfold feed bench unet3d            measure how well this machine's storage feeds accelerators
     fourfold report first second          write a page that shows a run, or compares several
     fourfold watch NAME                   serve a page that shows a run while it trains
     fourfold doctor                       check this machine, and say what to fix
@@ -203,6 +205,7 @@ def verify(
 
 checkpoint = typer.Typer(rich_markup_mode=None, help="List, verify and export checkpoints.")
 app.add_typer(checkpoint, name="checkpoint")
+app.add_typer(feed, name="feed")
 
 
 @checkpoint.callback(invoke_without_command=True)
@@ -214,7 +217,7 @@ def checkpoint_help(context: typer.Context) -> None:
 Run = Annotated[str, typer.Argument(metavar="RUN", help="The run's folder, or its name in runs/.", show_default=False)]
 Step = Annotated[
     int | None,
-    typer.Option("--step", metavar="STEP", help="The checkpoint of this step. Default: the newest good one."),
+    typer.Option("--step", metavar="STEP", help="The checkpoint of this step. Default: the newest valid one."),
 ]
 
 
@@ -287,7 +290,7 @@ def report(runs: Annotated[list[str] | None, typer.Argument(metavar="RUN [RUN…
 def watch(
     runs: Annotated[list[str] | None, typer.Argument(metavar="[RUN]", hidden=True)] = None,
     port: Annotated[
-        str, typer.Option("--port", metavar="N", help="The port. Default: one that is free.", show_default=False)
+        str, typer.Option("--port", metavar="N", help="The port. Default: any free port.", show_default=False)
     ] = "0",
 ) -> Command:
     """Serve a page that shows a run while it trains: progress, curves, memory, checkpoints, faults.
@@ -300,9 +303,9 @@ def watch(
     return functools.partial(watch_run, runs or [], port)
 
 
-@app.command(options_metavar="[-h]", short_help="Write a task file to begin with.")
+@app.command(options_metavar="[-h]", short_help="Write a template task file.")
 def new(file: Annotated[str, typer.Argument(metavar="FILE.py", help="A file that does not exist yet.")]) -> Command:
-    """Write a task file to begin with. It trains as it is: fourfold train FILE.py"""
+    """Write a template task file. It trains as it is: fourfold train FILE.py"""
     from fourfold.cli.new_task import write_task
 
     return functools.partial(write_task, file)
@@ -310,7 +313,7 @@ def new(file: Annotated[str, typer.Argument(metavar="FILE.py", help="A file that
 
 @app.command(
     options_metavar="[-h]",
-    short_help="Print what makes Tab complete commands, tasks, settings.",
+    short_help="Print a script for shell completion.",
     context_settings={"ignore_unknown_options": True},
 )
 def completion(

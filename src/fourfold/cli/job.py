@@ -308,7 +308,7 @@ def _read_plan_text(file: str) -> str:
         close = nearest_file(Path(file), "*.toml")
         raise PlanError(Problem(f"{file} ({os_error_text(error)})", "a file", close)) from None
     except UnicodeDecodeError:
-        raise PlanError(Problem(f"{file} is no text", "TOML in UTF-8"), where=file) from None
+        raise PlanError(Problem(f"{file} is not a text file", "TOML in UTF-8"), where=file) from None
 
 
 def _default_dp(plan: Plan, num_processes: int | None) -> int:

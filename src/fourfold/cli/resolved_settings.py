@@ -33,7 +33,7 @@ from fourfold.words.task import Task
 
 NEVER_RESOLVED = ("fresh",)  # given back, the file must not start the run over
 DEFAULTS = "# defaults"
-WRITTEN_ANEW = "# Written anew each time the run starts. To change a value, give it in the command: lr=1e-3"
+WRITTEN_ANEW = "# Rewritten each time the run starts. To change a value, give it in the command: lr=1e-3"
 
 
 def format_resolved(

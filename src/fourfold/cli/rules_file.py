@@ -37,5 +37,5 @@ def _read(name: str) -> Mapping[str, str]:
     except OSError as error:
         raise PlanError(Problem(f"{setting} ({os_error_text(error)})", NEED)) from None
     except UnicodeDecodeError:
-        raise PlanError(Problem(f"{setting} is no text", "TOML in UTF-8")) from None
+        raise PlanError(Problem(f"{setting} is not a text file", "TOML in UTF-8")) from None
     return read_rules(text, where=name)

@@ -56,7 +56,7 @@ def _find(word: str, parent: Path) -> Path:
             if path.is_dir():
                 return _checked(path, parent)
             if path.exists():
-                raise SettingError(Problem(f"{path} is no folder", "the folder of a run", "its name"), where=WHERE)
+                raise SettingError(Problem(f"{path} is not a folder", "the folder of a run", "its name"), where=WHERE)
     path = Path(word) if len(Path(word).parts) > 1 else parent / word
     names = _names(path.parent)
     close = closest_match(path.name, names)

@@ -214,7 +214,7 @@ def _contradictions(
     ]
     if local[1] > world[1]:
         got = f"{local_names[1]} = {local[1]}, {rank_names[1]} = {world[1]}"
-        problems.append(Problem(got, "no more processes on a host than in all"))
+        problems.append(Problem(got, "no more processes on a host than in the whole job"))
     return problems
 
 

@@ -15,11 +15,15 @@ class Batch(tuple):
     """A pair (inputs, targets) with the numbers of its samples, which errors name.
 
     probe: the fingerprint of the feed's source, on a data rank's first batch if there are several data ranks
-    (`feed/source_fingerprint.py`). damaged: the samples that are missing from it.
+    (`feed/source_fingerprint.py`).
+    data_seconds: how long the loop over the feed waited for it. bytes_read: what was read for it, if the source counts.
+    damaged: the samples that are missing from it.
     """
 
     samples: BatchRange
     probe: Fingerprint | None = None
+    data_seconds: float | None = None
+    bytes_read: int | None = None
     damaged: Sequence[DamagedRecord] = ()
 
     @classmethod
@@ -40,4 +44,6 @@ class DictBatch(dict[str, Any]):
 
     samples: BatchRange
     probe: Fingerprint | None = None
+    data_seconds: float | None = None
+    bytes_read: int | None = None
     damaged: Sequence[DamagedRecord] = ()

@@ -130,7 +130,7 @@ def resolve_text_path(path: str | os.PathLike[str]) -> Path:
     if not (root.is_file() or root.is_dir()):
         raise DataError(Problem(f"{root} is neither file nor folder", "text that can be mapped"), where=f"data={path}")
     if not os.access(root, os.R_OK):
-        raise DataError(Problem(f"{root} may not be read", "the right to read", f"chmod u+r {root}"), where=str(path))
+        raise DataError(Problem(f"{root}: permission denied", "read permission", f"chmod u+r {root}"), where=str(path))
     return root
 
 

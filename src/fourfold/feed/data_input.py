@@ -153,7 +153,7 @@ def _sampler_problems(loader: "DataLoader[Any]", name: str) -> list[Problem]:
         return []
     if type(sampler) is RandomSampler and len(sampler) == length and not sampler.replacement:
         return []
-    got = f"{name} with a sampler of its own ({type(sampler).__name__})"
+    got = f"{name} with a custom sampler ({type(sampler).__name__})"
     attempt = "torch.utils.data.Subset for some of the samples, or a dataset in the order you want"
     return [Problem(got, "shuffle=True or False, over all samples once", attempt)]
 

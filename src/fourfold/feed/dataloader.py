@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from fourfold.feed.feed import dp_size_and_index
+from fourfold.feed.data_rank import dp_size_and_index
 from fourfold.plan.plan import Plan
 from fourfold.plan.sample_order import rows, shard_range
 from fourfold.words import argument_checks
@@ -163,7 +163,7 @@ def _loader_problems(loader: DataLoader[Any]) -> list[Problem]:
     elif not _has_standard_sampler(loader):
         need = "shuffle=True or False, over all samples once"
         attempt = "torch.utils.data.Subset for some of the samples, or a sampler made for ff.world().rank"
-        problems.append(Problem(f"a sampler of its own ({type(loader.sampler).__name__})", need, attempt))
+        problems.append(Problem(f"a custom sampler ({type(loader.sampler).__name__})", need, attempt))
     return problems
 
 

@@ -6,6 +6,7 @@ Law: the local batches of all data ranks together are `plan.sample_order.rows` o
 """
 
 import logging
+import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, Unpack
 
@@ -14,22 +15,23 @@ from torch.utils.data import DataLoader
 
 from fourfold.feed.batches import Batch, DictBatch
 from fourfold.feed.data_input import DataInput, input_problems, open_input
+from fourfold.feed.data_rank import dp_size_and_index
 from fourfold.feed.feed_options import FeedKeywords, FeedOptions
 from fourfold.feed.orders import choose_order, order_problems
 from fourfold.feed.prefetch import prefetch
-from fourfold.feed.readable import Fetched, fetch_readable
+from fourfold.feed.readable import Fetched, check_damage, fetch_readable
 from fourfold.feed.sample_rng import fetch_seeded
-from fourfold.feed.source import pin_batch
-from fourfold.feed.source_fingerprint import Fingerprint, fingerprint_of, is_same_sample
+from fourfold.feed.source import CollatedSource, pin_batch
+from fourfold.feed.source_fingerprint import Fingerprint, probe_source
 from fourfold.feed.state_dict import make_state_dict, state_dict_problems
 from fourfold.feed.stream import Stream, StreamPart, split_batch_problem, stream_end_problem
 from fourfold.feed.workers import Request
 from fourfold.parts.comm import init
-from fourfold.plan.damaged_samples import DamagedRecord, new_records, too_many_problem
+from fourfold.plan.damaged_samples import DamagedRecord, new_records
 from fourfold.plan.plan import Plan
 from fourfold.plan.sample_order import UNSHUFFLED, BatchRange, InOrder, SampleOrder, num_batches, shard_range
 from fourfold.words import argument_checks
-from fourfold.words.errors import DamagedSample, DataError, Problem
+from fourfold.words.errors import DataError, Problem
 from fourfold.words.noop import noop
 
 log = logging.getLogger("fourfold")
@@ -127,8 +129,13 @@ class Feed:
     @classmethod
     def single_rank(cls, source: Any, **options: Any) -> "Feed":
         """A feed of global batches, as in a world of one rank."""
+        return cls.of_data_rank(source, size=1, index=0, **options)
+
+    @classmethod
+    def of_data_rank(cls, source: Any, *, size: int, index: int, **options: Any) -> "Feed":
+        """The feed of one of `size` data ranks, whatever world this process is in."""
         feed = cls(source, **options)
-        feed._size, feed._index = 1, 0
+        feed._size, feed._index = size, index
         return feed
 
     @property
@@ -140,6 +147,12 @@ class Feed:
     def num_samples(self) -> int | None:
         """Samples of an epoch; None if a stream does not say."""
         return self._input.num_samples
+
+    @property
+    def bytes_read(self) -> int | None:
+        """Bytes that this rank has read from storage so far; None for a source that does not count them."""
+        source: Any = self._input.source
+        return getattr(source.dataset if isinstance(source, CollatedSource) else source, "bytes_read", None)
 
     @property
     def order_version(self) -> int:
@@ -192,14 +205,18 @@ class Feed:
         """The remaining batches of the epoch. The state advances when a batch is yielded, not when it is read."""
         epoch = self._state.epoch
         while self._state.epoch == epoch:
+            asked = time.perf_counter()
             batches = prefetch(
                 self._batches(self._state), is_on_demand=lambda: self._uses_rng, check_peers=lambda: self.check_peers()
             )
             for after, batch in batches:
                 self._state = after
+                if isinstance(batch, Batch | DictBatch):
+                    batch.data_seconds = time.perf_counter() - asked
                 yield batch
                 if self._state is not after or after.epoch != epoch:
                     break  # the epoch is over, or `load_state` has moved the feed
+                asked = time.perf_counter()
             else:  # with drop_last, a state that another batch size has left too near to the end
                 self._state = Position(self._state.seed, epoch + 1, 0, self.num_samples)
 
@@ -215,12 +232,15 @@ class Feed:
             return
         if problem := _length_mismatch(start, self.num_samples):
             raise DataError(problem, where="the feed")
-        order = self._order.make(self._input.source)
+        order, before = self._order.make(self._input.source), self.bytes_read
         fetched = self._read(samples for _, samples in self._ranges(start, order))
         for (after, samples), local in zip(self._ranges(start, order), fetched, strict=False):
             batch = self._wrap(local, samples)
+            if before is not None and isinstance(batch, Batch | DictBatch):
+                batch.bytes_read = (self.bytes_read or 0) - before
             if self._size > 1 and not self._has_fingerprint and isinstance(batch, Batch | DictBatch):
-                self._has_fingerprint, batch.probe = True, self._source_fingerprint(start.seed)
+                self._has_fingerprint, batch.probe = True, self._probe(start.seed)
+            before = self.bytes_read
             yield after, batch
 
     def _wrap(self, fetched: Fetched, samples: BatchRange) -> Any:
@@ -229,13 +249,13 @@ class Feed:
             return Batch.wrap(fetched.values, samples)
         self._damaged += new_records(self._damaged, fetched.damaged)
         batch = Batch.wrap(fetched.values, samples._replace(left_out=tuple(fetched.left_out)), fetched.damaged)
-        is_counted = self.leaves_damage_to_caller and isinstance(batch, Batch | DictBatch)
-        problem = None if is_counted else too_many_problem(self._damaged, self._bad_samples)
-        if problem is not None and len(self._damaged) == 1:
-            raise DamagedSample(self._damaged[0].key, self._damaged[0].reason)
-        if problem is not None:
-            raise DataError(problem, where="the source")
+        if not (self.leaves_damage_to_caller and isinstance(batch, Batch | DictBatch)):
+            check_damage(self._damaged, self._bad_samples)
         return batch
+
+    def _probe(self, seed: int) -> Fingerprint | None:
+        source: Any = self._input.source
+        return probe_source(source, seed=seed, uses_rng=self._uses_rng)
 
     def _ranges(self, start: Position, order: SampleOrder) -> Iterator[tuple[Position, BatchRange]]:
         """The samples of each remaining batch of an epoch, with the state after it."""
@@ -291,19 +311,6 @@ class Feed:
             raise DataError(stream_end_problem(start.position, position, self._batch_size), where="the feed")
         yield Position(seed, epoch + 1, 0), upcoming
 
-    def _source_fingerprint(self, seed: int) -> Fingerprint | None:
-        """The fingerprint of the source's middle sample; None if the sample differs each time it is read."""
-        options = {"seed": seed, "epoch": 0, "uses_rng": self._uses_rng}
-        try:
-            source: Any = self._input.source
-            twice = [fetch_seeded(source, [len(source) // 2], **options)[0] for _ in range(2)]
-        except Exception:  # the batch that holds this sample will raise the error
-            return None
-        if any(each.damaged for each in twice):
-            return None
-        first, second = (fingerprint_of(each.values) for each in twice)
-        return first if is_same_sample(first, second) else None
-
 
 def _state_problems(state: Any, num_samples: int | None) -> list[Problem]:
     """What is wrong with a state, for a feed of `num_samples` samples; None: of a stream."""
@@ -332,15 +339,3 @@ def _length_mismatch(state: Position, num_samples: int | None) -> Problem | None
     got = f"position {state.position} in an epoch of {state.num_samples} samples, and a source of {num_samples} now"
     attempt = f"the source as it was, or ({state.seed}, {state.epoch + 1}, 0), the beginning of the next epoch"
     return Problem(got, "the same number of samples until the epoch is over", attempt)
-
-
-def dp_size_and_index(plan: Plan | None, *, where: str) -> tuple[int, int]:
-    """The size of the data axis and this rank's index on it. Raises DataError for a plan of another number of ranks."""
-    world = init.world()
-    if plan is None:
-        return world.size, world.rank
-    if plan.mesh.size != world.size:
-        got = f"a plan of {plan.mesh.size} ranks in a world of {world.size}"
-        attempt = "the plan that the model is trained with, or no plan: then all ranks are data ranks"
-        raise DataError(Problem(got, "one for each rank", attempt), where=where)
-    return plan.dp, plan.mesh.coordinates(world.rank)["dp"]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from fourfold.feed.source import empty_like, fetch
-from fourfold.plan.damaged_samples import DamagedRecord
+from fourfold.plan.damaged_samples import DamagedRecord, too_many_problem
 from fourfold.words.errors import DamagedSample, DataError, Problem
 from fourfold.words.task import Source
 
@@ -74,3 +74,13 @@ def _find_damaged(
             except DamagedSample as error:
                 found[index] = DamagedRecord(int(number), error.key, error.reason)
     return found
+
+
+def check_damage(records: Sequence[DamagedRecord], limit: int) -> None:
+    """Raise DataError if more samples are damaged than may be left out: DamagedSample of the first one."""
+    problem = too_many_problem(records, limit)
+    if problem is None:
+        return
+    if len(records) == 1:
+        raise DamagedSample(records[0].key, records[0].reason)
+    raise DataError(problem, where="the source")

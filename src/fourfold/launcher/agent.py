@@ -210,7 +210,7 @@ class Agent(LocalElasticAgent):
             self.policy.notify(f"{cause.text}\nstarting again{used if self._budget.num_used > 1 else ''}")
 
     def _record_recovered(self) -> None:
-        """Record the pending faults once training goes on again."""
+        """Record the pending faults once training continues again."""
         if not self._pending_faults:
             return
         beats = self._heartbeats.read()

@@ -73,6 +73,6 @@ def register_handler(module: Any) -> None:
         path, (rank, size) = store_file(os.environ), (int(world["RANK"]), int(world["WORLD_SIZE"]))
         assert path is not None
         yield open_file_store(path, size, GROUP_TIMEOUT_SECONDS), rank, size
-        raise RuntimeError("the ranks of a job meet once per attempt: they cannot meet again in another number")
+        raise RuntimeError("the ranks of a job meet once per attempt, and not with another number of ranks")
 
     module._rendezvous_handlers["env"] = env_rendezvous

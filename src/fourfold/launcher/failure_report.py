@@ -165,7 +165,7 @@ def _cause_of_early_end(done: Sequence[int], echoes: Sequence[FailureRecord], na
     text = (
         f"{_join_names(done, names)} ended normally while {who} still waited for {'it' if len(done) == 1 else 'them'}\n"
         "  need   ranks that make the same calls: steps, evaluations, collectives\n"
-        "  try    as many batches on every rank (ff.Feed sees to it), or DistributedOptimizer.join()"
+        "  try    as many batches on every rank (ff.Feed ensures this), or DistributedOptimizer.join()"
     )
     first_echo = echoes[0]
     if first_echo.kind not in ECHO_KINDS:  # Fourfold's own echoes have no line of the user's.

@@ -49,7 +49,7 @@ def launch(function: Callable[..., Any], *args: Any, n: int = 2, **kwargs: Any) 
     function  calls `ff.parallelize`, `ff.train` or `torch.distributed` as a script under `fourfold run` does. It sees
               everything that this process has defined, and changes nothing here. Each rank computes in one thread
     n         the number of ranks, on CPUs
-    The result is what JSON can hold: numbers, texts, lists, dicts, None. Save anything else to a file.
+    The result is what JSON can hold: numbers, strings, lists, dicts, None. Save anything else to a file.
 
     What rank 0 prints is printed here. An interrupt (Ctrl-C, "interrupt kernel") ends the ranks. Raises RankError, with
     the traceback of the rank that failed first; LaunchError where this process cannot fork ranks: after CUDA has

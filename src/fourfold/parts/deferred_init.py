@@ -10,44 +10,37 @@ The operations run for real, each once while the model is made: the values may d
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from fourfold.parts.init_record import (
-    HANDLE_ATTRIBUTES,
+from fourfold.parts.init_operations import (
+    FACTORIES,
+    OVERWRITING,
     SHAPE_ONLY,
     UNSET,
-    Handle,
     NotDeferrable,
-    Operation,
-    Record,
-    View,
-    aten,
-    own_memory,
+    check_recordable,
+    fills,
+    overload_with_generator,
+    returned,
+    split_generator,
+    written_arguments,
 )
-from fourfold.parts.torch_dispatch import EagerDispatchMode, change_wrapper_shape, schema_arguments
+from fourfold.parts.init_record import HANDLE_ATTRIBUTES, Handle, Operation, Record, View, own_memory
+from fourfold.parts.torch_dispatch import EagerDispatchMode, attach_hooks_again, change_wrapper_shape
 from fourfold.parts.torch_private import (
     storage_key,
     tree_leaves,
     tree_map_only,
 )
+from fourfold.plan.tensor_shard import TensorShard
 
 MIN_ELEMENTS = 2**15  # of a handle; smaller tensors are made at once
 MAX_BACKING = 1.75  # of the largest storage: a whole tensor, and the masks that its initialization may need
-
-FACTORIES = {
-    aten.empty.memory_format, aten.empty_strided.default, aten.zeros.default, aten.ones.default, aten.full.default,
-    aten.rand.default, aten.rand.generator, aten.randn.default, aten.randn.generator,
-}  # fmt: skip
-OVERWRITING = {
-    aten.normal_.default, aten.uniform_.default, aten.random_.default, aten.exponential_.default,
-    aten.log_normal_.default, aten.cauchy_.default, aten.geometric_.default, aten.bernoulli_.float,
-    aten.zero_.default, aten.fill_.Scalar, aten.copy_.default,
-}  # fmt: skip
-REPLACING_STORAGE = {aten.resize_.default, aten.set_.source_Storage, aten.set_.source_Tensor, aten.set_.default}
 
 
 class InitialWeights:
@@ -66,6 +59,10 @@ class InitialWeights:
         if view is None:
             return parameter.data
         return view.of(self._record.compute(view.storage)).to(parameter.device)
+
+    def part(self, parameter: nn.Parameter, shard: TensorShard) -> Tensor | None:
+        """A shard of a parameter, if it can be had without the whole one; the same on all ranks that hold it."""
+        return None
 
 
 OWN_WEIGHTS = InitialWeights()
@@ -119,6 +116,7 @@ def _replace(tensor: Tensor, by: Tensor) -> None:
         torch.utils.swap_tensors(tensor, by)
     except RuntimeError as error:
         raise NotDeferrable(str(error).splitlines()[0]) from error
+    attach_hooks_again(tensor)
 
 
 def _other_tensors(model: nn.Module) -> list[Tensor]:
@@ -147,62 +145,63 @@ class _Recorder(EagerDispatchMode):
         has_handles = any(isinstance(each, Handle) for each in tree_leaves((args, kwargs)))
         if not has_handles and not (func in FACTORIES and _is_large(args, kwargs)):
             return func(*args, **kwargs)
-        if func in REPLACING_STORAGE:
-            raise NotDeferrable(f"{func} of a weight")
+        if has_handles:
+            check_recordable(func)
         if func.is_view or torch.Tag.inplace_view in func.tags:
             return _view(func, args, kwargs)
         return self._run(func, args, kwargs)
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation on values, and record it if it writes a handle or returns a large tensor."""
-        state = _generator_state(func, kwargs)
-        written = _written(func, args, kwargs)
+        recorded_args, recorded_kwargs, state = split_generator(func, args, kwargs)
         # Before it runs, since it may write what it reads.
-        arguments = tree_map_only(Tensor, _recorded, (args, {k: v for k, v in kwargs.items() if k != "generator"}))
-        handles = [each for each in written if isinstance(each, Handle)]
-        overwrites = _overwritten(func, args, handles)
+        arguments = tree_map_only(Tensor, _recorded, (recorded_args, recorded_kwargs))
+        written = written_arguments(func, args, kwargs)
+        _check_plain_arguments(func, args, kwargs, written)
+        written_handles = [each for each in tree_leaves(written) if isinstance(each, Handle)]
+        overwrites = _overwritten(func, args, written_handles)
         used: set[int] = set()
+        given: list[tuple[Handle, Tensor]] = []
 
         def value(handle: Handle) -> Tensor:
             view = handle.view_of_storage
             if func in SHAPE_ONLY:
                 return view.unset()
             used.add(view.storage)
-            return view.of(self._backing(view.storage, used, keeps_values=view.storage != overwrites))
+            backing = self._backing(view.storage, used, keeps_values=view.storage != overwrites)
+            given.append((handle, view.of(backing)))
+            return given[-1][1]
+
+        new: list[Tensor] = []
+
+        def replace(tensor: Tensor) -> Tensor:
+            new.append(self._large_as_handle(func, tensor, used))
+            return new[-1]
 
         real_args, real_kwargs = tree_map_only(Handle, value, (args, kwargs))
         result = func(*real_args, **real_kwargs)
+        _check_memory(func, given, result, written)
+        result = returned(func, result, written, lambda each: tree_map_only(Tensor, replace, each))
+        handles = [*written_handles, *(each for each in new if isinstance(each, Handle))]
         if handles:
-            self._record.add(Operation(func, arguments, state, (), overwrites), handles)
-            result = written[0] if len(written) == 1 else tuple(written)
-        elif not written:
-            result = self._with_handles(func, arguments, state, result, used)
+            if state is not None:
+                overload_with_generator(func)  # raises if its draw cannot be repeated
+            keys = tuple(storage_key(each.meta) if isinstance(each, Handle) else None for each in new)
+            self._record.add(Operation(func, arguments, state, keys, overwrites), handles)
         self._drop_backings(used)
         return result
 
-    def _with_handles(self, func: Any, arguments: Any, state: Tensor | None, result: Any, used: set[int]) -> Any:
-        """The result with handles in place of large tensors."""
-        handles: list[Handle] = []
-        keys: list[int | None] = []
-
-        def handle(tensor: Tensor) -> Tensor:
-            if tensor.numel() < MIN_ELEMENTS or tensor.device.type != "cpu":
-                keys.append(None)
-                return tensor
-            meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-            key = storage_key(meta)
-            keys.append(key)
-            handles.append(Handle(meta))
-            if func not in UNSET:  # else there are no values until the first operation writes them
-                self._backings[key] = own_memory(tensor)
-            self._largest_bytes = max(self._largest_bytes, tensor.nbytes)
-            used.add(key)
-            return handles[-1]
-
-        result = tree_map_only(Tensor, handle, result)
-        if handles:
-            self._record.add(Operation(func, arguments, state, tuple(keys)), handles)
-        return result
+    def _large_as_handle(self, func: Any, tensor: Tensor, used: set[int]) -> Tensor:
+        """A handle in place of a large result."""
+        if tensor.numel() < MIN_ELEMENTS or tensor.device.type != "cpu":
+            return tensor
+        handle = Handle(torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"))
+        key = storage_key(handle.meta)
+        if func not in UNSET:  # else there are no values until the first operation writes them
+            self._backings[key] = own_memory(tensor)
+        self._largest_bytes = max(self._largest_bytes, tensor.nbytes)
+        used.add(key)
+        return handle
 
     def _backing(self, storage: int, used: set[int], *, keeps_values: bool) -> torch.UntypedStorage:
         """The values of a storage; where they need not be kept, any. `used`: the storages of the operation so far."""
@@ -229,26 +228,38 @@ def _is_large(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     return is_ordinary and math.prod(args[0]) >= MIN_ELEMENTS
 
 
-def _generator_state(func: Any, kwargs: dict[str, Any]) -> Tensor | None:
-    """The state of the generator from which an operation will draw; None: it draws nothing."""
-    if torch.Tag.nondeterministic_seeded not in func.tags:
-        return None
-    generator = kwargs.get("generator") or torch.default_generator
-    return generator.get_state()
+def _check_plain_arguments(func: Any, args: Any, kwargs: Any, written: Mapping[str, Any]) -> None:
+    """Raise NotDeferrable for an operation that writes a handle and another tensor, which it also reads elsewhere.
+
+    The record keeps a copy of each argument.
+    """
+    leaves = tree_leaves(written)
+    if all(isinstance(each, Handle) for each in leaves) or not any(isinstance(each, Handle) for each in leaves):
+        return
+    plain = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor) and not isinstance(each, Handle)]
+    keys = Counter(map(storage_key, plain))
+    if any(keys[storage_key(each)] > 1 for each in leaves if not isinstance(each, Handle)):
+        raise NotDeferrable(f"{func}, which reads and writes a tensor beside a weight")
 
 
-def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
-    """The arguments that an operation writes."""
-    arguments = schema_arguments(func)
-    given = [*args, *(kwargs.get(argument.name) for argument in arguments[len(args) :])]
-    pairs = zip(arguments, given, strict=True)
-    written = [value for argument, value in pairs if argument.alias_info and argument.alias_info.is_write]
-    return [value for value in written if value is not None]
+def _check_memory(func: Any, given: Sequence[tuple[Handle, Tensor]], result: Any, written: Mapping[str, Any]) -> None:
+    """Raise NotDeferrable if an operation has changed the shape of a handle's values, or returns them as new ones."""
+    for handle, real in given:
+        meta = handle.meta
+        if (real.shape, real.stride(), real.untyped_storage().nbytes()) != (
+            meta.shape, meta.stride(), meta.untyped_storage().nbytes(),
+        ):  # fmt: skip
+            raise NotDeferrable(f"{func}, which gives a weight another shape")
+    new: list[Any] = []
+    returned(func, result, written, new.append)
+    storages = {storage_key(real) for _, real in given}
+    if any(isinstance(each, Tensor) and storage_key(each) in storages for each in tree_leaves(new)):
+        raise NotDeferrable(f"{func}, which returns a weight as a new tensor")
 
 
 def _overwritten(func: Any, args: Sequence[Any], written: Sequence[Handle]) -> int | None:
     """The storage of which an operation writes each element and reads none; None: there is none."""
-    if func not in OVERWRITING or not written or written[0].meta.nbytes != written[0].meta.untyped_storage().nbytes():
+    if func not in OVERWRITING or not written or not fills(written[0].meta):
         return None
     storage = storage_key(written[0].meta)
     is_read = any(isinstance(each, Handle) and storage_key(each.meta) == storage for each in tree_leaves(args[1:]))
@@ -262,8 +273,12 @@ def _recorded(tensor: Tensor) -> View | Tensor:
 
 def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The result of an operation that returns a view of a handle, or changes its shape in place."""
-    result = func(*tree_map_only(Handle, lambda handle: handle.meta, args), **kwargs)
+    metas = tree_map_only(Handle, lambda handle: handle.meta, args)
+    result = func(*metas, **kwargs)
     if torch.Tag.inplace_view in func.tags:
         change_wrapper_shape(func, args, kwargs)
         return args[0]
+    storages = {storage_key(each) for each in tree_leaves(metas) if isinstance(each, Tensor)}
+    if any(storage_key(each) not in storages for each in tree_leaves(result)):
+        raise NotDeferrable(f"{func} of a weight, which copies it")  # as `reshape` may, under `torch.inference_mode`
     return tree_map_only(Tensor, Handle, result)

@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fourfold.parts.init_operations import SHAPE_ONLY, UNSET, NotDeferrable, returned, run_from, written_arguments
 from fourfold.parts.memory import allocate_private
-from fourfold.parts.torch_dispatch import SET_DATA, make_wrapper_subclass, schema_arguments
+from fourfold.parts.torch_dispatch import SET_DATA, make_wrapper_subclass
 from fourfold.parts.torch_private import (
     DisableTorchFunctionSubclass,
     storage_key,
@@ -25,21 +26,8 @@ from fourfold.parts.torch_private import (
     tree_map_only,
 )
 
-aten = torch.ops.aten
-# These leave the values of their result open.
-UNSET = {aten.empty.memory_format, aten.empty_strided.default, aten.new_empty.default, aten.empty_like.default}
 HANDLE_ATTRIBUTES = {"meta", "_is_param"}
 """What torch and `Handle` keep on a handle; all other attributes are the model's."""
-# These use the shape of a tensor and none of its values.
-SHAPE_ONLY = {
-    aten.new_empty.default, aten.new_zeros.default, aten.new_ones.default, aten.new_full.default,
-    aten.empty_like.default, aten.zeros_like.default, aten.ones_like.default, aten.full_like.default,
-    aten.rand_like.default, aten.randn_like.default,
-}  # fmt: skip
-
-
-class NotDeferrable(Exception):
-    """What a model does while it is made cannot be recorded; the message says what."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,11 +91,11 @@ class Handle(Tensor):
 
 
 class Operation(NamedTuple):
-    """One operation that has written a storage.
+    """One operation that has written or returned a storage.
 
     arguments   (args, kwargs), with a `View` for each handle
     generator   the state of the random generator before it; None: it draws nothing
-    results     the storages of the tensors that it returned; empty: it wrote in place
+    results     the storages of the new tensors that it returned, None for those that are no handles
     overwrites  the storage of which it writes each element and reads none; None: there is none
     """
 
@@ -130,9 +118,9 @@ class Record:
 
     def add(self, operation: Operation, handles: Iterable[Handle]) -> None:
         """`handles`: those that the operation has written or returned."""
-        for handle in handles:
-            key = storage_key(handle.meta)
-            self._storages[key] = handle.meta.untyped_storage()
+        storages = {storage_key(handle.meta): handle.meta.untyped_storage() for handle in handles}
+        self._storages |= storages
+        for key in storages:  # once, also where it has written two views of it
             self._writes.setdefault(key, []).append(len(self._operations))
         self._operations.append(operation)
 
@@ -171,13 +159,24 @@ class Record:
                 backings[view.storage] = self.compute(view.storage, number)
             return view.of(backings[view.storage])
 
-        args, kwargs = tree_map_only(View, value, operation.arguments)
         if operation.function in UNSET:
             return self.unset(storage)
+        args, kwargs = tree_map_only(View, value, _own_arguments(operation))
         result = run_from(operation.generator, operation.function, args, kwargs)
         if storage not in operation.results:
             return values
-        return own_memory(list(tree_leaves(result))[operation.results.index(storage)])
+        new: list[Any] = []
+        returned(operation.function, result, written_arguments(operation.function, args, kwargs), new.append)
+        tensors = [each for each in tree_leaves(new) if isinstance(each, Tensor)]
+        return own_memory(tensors[operation.results.index(storage)])
+
+
+def _own_arguments(operation: Operation) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Its arguments; if it writes a tensor that is no handle, with copies of such tensors: it may run again."""
+    written = written_arguments(operation.function, *operation.arguments)
+    if not any(isinstance(each, Tensor) for each in tree_leaves(written)):
+        return operation.arguments
+    return tree_map_only(Tensor, Tensor.clone, operation.arguments)
 
 
 def own_memory(tensor: Tensor) -> torch.UntypedStorage:
@@ -194,14 +193,3 @@ def own_memory(tensor: Tensor) -> torch.UntypedStorage:
 
 def _allocate(num_bytes: int) -> torch.UntypedStorage:
     return allocate_private(num_bytes, torch.uint8, torch.device("cpu")).untyped_storage()
-
-
-def run_from(state: Tensor | None, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operation, with a generator in this state if it draws."""
-    if state is None:
-        return function(*args, **kwargs)
-    generator = torch.Generator()
-    generator.set_state(state)
-    if all(argument.name != "generator" for argument in schema_arguments(function)):
-        function = function.overloadpacket.generator
-    return function(*args, **kwargs, generator=generator)

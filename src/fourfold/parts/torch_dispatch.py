@@ -32,9 +32,25 @@ def change_wrapper_shape(function: Any, args: Sequence[Any], kwargs: Mapping[str
         function(*args, **kwargs)
 
 
+def attach_hooks_again(tensor: Tensor) -> None:
+    """Make autograd call the hooks of a tensor that `torch.utils.swap_tensors` has swapped."""
+    tensor._backward_hooks = tensor._backward_hooks
+    tensor._post_accumulate_grad_hooks = tensor._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+
+
 def schema_arguments(function: Any) -> Sequence[Any]:
     """The arguments of an operation, as its schema has them: `name`, and `alias_info.is_write` if it writes them."""
     return function._schema.arguments
+
+
+def schema_returns(function: Any) -> Sequence[Any]:
+    """What an operation returns, as its schema has it: `alias_info` if it is an argument or a view of one."""
+    return function._schema.returns
+
+
+def alias_names(part: Any) -> frozenset[str]:
+    """The names of the memory of an argument or a result in a schema; empty: it shares none with others."""
+    return frozenset(part.alias_info.before_set) if part.alias_info else frozenset()
 
 
 SET_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]

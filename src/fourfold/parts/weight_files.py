@@ -4,9 +4,13 @@
     FOLDER/model.safetensors
     FOLDER/model.safetensors.index.json    says which of the other files in the folder holds which tensor
 
-Law: files are data: no pickle is read, and no name leads out of the folder. No tensor is held here.
+Law: files are data: no pickle is read, and no name leads out of the folder. No tensor is held here. Of a shard, only
+its own bytes are read.
+
+Source: the safetensors format: 8 bytes of length, a JSON header with the place of each tensor, and the tensors.
 """
 
+import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -19,6 +23,7 @@ from torch import Tensor, nn
 
 from fourfold.parts.deferred_init import InitialWeights
 from fourfold.plan.decode import DecodeError, from_json, read_bounded
+from fourfold.plan.tensor_shard import TensorShard
 from fourfold.words.errors import CheckpointError, Problem, os_error_text
 
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
@@ -39,15 +44,18 @@ class WeightFiles:
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, str] = {}
         self._file_of: dict[str, Path] = {}
+        self._offsets: dict[str, int] = {}
+        """Of a tensor's first byte in its file."""
         files, indexed = _files(path)
         for file in files:
             with open_safetensors(file) as opened:
+                offsets = _offsets(file)
                 for name in opened.keys():  # noqa: SIM118 (not a dict)
                     if indexed and indexed.get(name) != file.name:
                         continue  # as from_pretrained, which goes by the index
                     part = opened.get_slice(name)
                     self._file_of[name], self.dtypes[name] = file, part.get_dtype()
-                    self.shapes[name] = tuple(part.get_shape())
+                    self.shapes[name], self._offsets[name] = tuple(part.get_shape()), offsets[name]
         lost = [Problem(f"no {name} in {indexed[name]}", f"what {INDEX_FILE} says") for name in indexed
                 if name not in self.shapes]  # fmt: skip
         if lost:
@@ -57,6 +65,22 @@ class WeightFiles:
         """A tensor, in memory that is freed with it."""
         with open_safetensors(self._file_of[name]) as opened:
             return opened.get_tensor(name)
+
+    def read_shard(self, name: str, shard: TensorShard) -> Tensor:
+        """A shard of a tensor, in memory of its own."""
+        path = self._file_of[name]
+        with open_safetensors(path) as opened:
+            dtype = opened.get_slice(name)[:0].dtype
+            result = torch.empty(shard.local_shape, dtype=dtype)
+            if not result.numel():
+                return result
+            values, size, done = result.view(-1).view(torch.uint8).numpy().data, dtype.itemsize, 0
+            with path.open("rb", buffering=0) as file:
+                for start, stop in shard.element_ranges:
+                    num_bytes = (stop - start) * size
+                    _read_into(values[done : done + num_bytes], file.fileno(), self._offsets[name] + start * size)
+                    done += num_bytes
+        return result
 
     def are_equal(self, first: str, second: str) -> bool:
         """Whether two tensors of one shape have the same values. A few rows at a time are held."""
@@ -72,7 +96,7 @@ class WeightFiles:
 
 
 class StoredWeights(InitialWeights):
-    """The weights of a model that files hold, each read when its parameter is cut.
+    """The weights of a model that files hold, each read when its parameter is cut: of a split one, the part that stays.
 
     names  of the tensors in the files, by parameter
     """
@@ -89,6 +113,29 @@ class StoredWeights(InitialWeights):
         """The values of a whole parameter, in its dtype, on its device, in memory of their own."""
         values = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
         return values.copy_(self._files.read(self._names[parameter]))
+
+    def part(self, parameter: nn.Parameter, shard: TensorShard) -> Tensor:
+        """See `InitialWeights`."""
+        return self._files.read_shard(self._names[parameter], shard).to(parameter.device, parameter.dtype)
+
+
+def _offsets(path: Path) -> dict[str, int]:
+    """The first byte of each tensor of a file whose header safetensors has checked."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+    header.pop("__metadata__", None)
+    return {name: 8 + length + entry["data_offsets"][0] for name, entry in header.items()}
+
+
+def _read_into(buffer: memoryview, file: int, offset: int) -> None:
+    """Fill a buffer with the bytes of a file from an offset on."""
+    done = 0
+    while done < len(buffer):
+        count = os.preadv(file, [buffer[done:]], offset + done)
+        if not count:
+            raise OSError("the file has become shorter")
+        done += count
 
 
 def _files(path: Path) -> tuple[list[Path], dict[str, str]]:

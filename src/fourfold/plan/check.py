@@ -126,7 +126,7 @@ def precision_problems(plan: Plan) -> list[Problem]:
         got = f'{fp16} with update = "{plan.update}"'
         problems.append(Problem(got, need, 'precision = "bf16", or update = "after"'))
     if plan.codec != "none":
-        need = "finite gradients: a codec would keep an overflow in its residual for ever"
+        need = "finite gradients: a codec would keep an overflow in its residual forever"
         problems.append(Problem(f'{fp16} with codec = "{plan.codec}"', need, 'precision = "bf16", or codec = "none"'))
     return problems
 
@@ -165,7 +165,7 @@ def batch_norm_problems(plan: Plan) -> list[Problem]:
         (
             plan.sync == "local",
             'sync = "local"',
-            "ranks that run each forward together: with local steps every rank trains by itself",
+            "ranks that run each forward together: with local steps every rank trains on its own",
             'sync = "step", or batch_norm = "local"',
         ),
     ]
@@ -210,7 +210,7 @@ def replica_problems(plan: Plan, specs: Sequence[ParamSpec]) -> list[Problem]:
     problems, codec = [], f'codec = "{plan.codec}" and tp = {plan.tp}'
     if names := [spec.name for spec in specs if spec.num_replicas is None]:
         got = f"{codec}, where several ranks hold the same part of {_listed(names)}"
-        need = "the same gradient on all of them: what this codec sends of it depends on the parts beside it"
+        need = "the same gradient on all of them: what this codec sends of it depends on what else a rank holds"
         attempt = 'codec = "bf16", or at most as many tensor ranks as heads of keys and values'
         problems.append(Problem(got, need, attempt))
     if names := [spec.name for spec in specs if not all(shard.num_elements for shard in spec.shards)]:

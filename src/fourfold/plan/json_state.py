@@ -14,7 +14,7 @@ from fourfold.plan.decode import MAX_DEPTH, DecodeError
 from fourfold.words.errors import Problem
 
 MIN_INT, MAX_INT = -(2**63), 2**64 - 1  # what the JSON encoder writes
-NEED = "numbers, texts, True, False, None, and lists, tuples and dicts of these"
+NEED = "numbers, strings, True, False, None, and lists, tuples and dicts of these"
 MARK = "$"
 FLOAT, TUPLE, DICT, COUNTER = "$float", "$tuple", "$dict", "$counter"
 # A manifest nests a value in itself, and a tag nests what it stands for twice: so deep a value still fits.

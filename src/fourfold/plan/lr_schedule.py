@@ -64,7 +64,7 @@ class LRSchedule:
                 f"scale = {self.scale}, batch size {batch_size or 'unknown'}, tuned for {tuned_batch_size or 'unknown'}"
             )
             attempt = "LRSchedule(scale=…, batch_size=64).lr_lambda(steps=…, batch_size=512)"
-            problem = Problem(got, "the batch size, and the one that the rate was tuned for", attempt)
+            problem = Problem(got, "the batch size, and the one that the learning rate was tuned for", attempt)
             raise SettingError(problem, where="the learning rate schedule")
         return SCALING_RULES[self.scale](batch_size / tuned_batch_size)
 
@@ -119,14 +119,15 @@ class LRSchedule:
         tuned_batch_size: int | None = None,
         has_task_schedule: bool = False,
     ) -> str:
-        """`rate 0.003 × 8 (linear, batch 512 of 64), 500 steps of warm-up, then cosine`.
+        """`learning rate 0.003 × 8 (linear, batch 512, tuned for 64), 500 steps of warm-up, then cosine`.
 
-        `base_lrs` are the rates of the optimizer's groups.
+        `base_lrs` are the learning rates of the optimizer's groups.
         """
-        parts = ["rate " + ", ".join(f"{rate:g}" for rate in dict.fromkeys(base_lrs))]
+        parts = ["learning rate " + ", ".join(f"{rate:g}" for rate in dict.fromkeys(base_lrs))]
         if self.scale != "none":
             scale = self.scaling_factor(batch_size, tuned_batch_size=tuned_batch_size)
-            parts[0] += f" × {scale:.4g} ({self.scale}, batch {batch_size} of {self.batch_size or tuned_batch_size})"
+            tuned = self.batch_size or tuned_batch_size
+            parts[0] += f" × {scale:.4g} ({self.scale}, batch {batch_size}, tuned for {tuned})"
         if self.warmup:
             parts.append(f"{self.warmup} {'step' if self.warmup == 1 else 'steps'} of warm-up")
         curve = self.schedule or ("the task's own schedule" if has_task_schedule else "constant")

@@ -133,14 +133,14 @@ class Plan:
         names = [] if self.codec == "none" else [name for name in FIELDS if name.startswith("codec")]
         names += [name for name in ("precision", "reduce_dtype") if getattr(self, name) != "keep"]
         if self.sync == "local":
-            # Every rank trains by itself between averages, so the number of ranks matters too.
+            # Every rank trains on its own between averages, so the number of ranks matters too.
             names += ["sync", "local_steps", "outer_lr", "outer_momentum", "dp"]
         on_disk = {new: old for old, new in RENAMED_FIELDS.items()}
         return {on_disk.get(name, name): getattr(self, name) for name in names}
 
     @property
     def num_shards(self) -> int:
-        """The number of shards of what rests split; 1 if everything rests whole."""
+        """The number of shards of what is stored split; 1 if everything is stored whole."""
         return (self.shard or self.dp) * self.sp if self.zero else 1
 
     @property

@@ -132,7 +132,8 @@ def plan_problems(values: Mapping[str, object]) -> list[Problem]:
             problems.append(Problem(f"{name} = {value!r}", rule.requirement(), f"{name} = {close}" if close else ""))
         elif rule.supported is not None and value not in rule.supported:
             built = " or ".join(map(str, rule.supported))
-            problems.append(Problem(f"{name} = {value}", f"{built} (the rest is not built yet)", f"{name} = {built}"))
+            need = f"{built} (other values are not implemented yet)"
+            problems.append(Problem(f"{name} = {value}", need, f"{name} = {built}"))
     sp, ulysses = values.get("sp", 1), values.get("ulysses", 1)
     if (
         isinstance(sp, int)
@@ -162,7 +163,7 @@ def shard_problems(values: Mapping[str, Any]) -> list[Problem]:
         sizes = ", ".join(str(divisor) for divisor in range(1, size + 1) if size % divisor == 0)
         problems.append(Problem(f"shard = {shard} with dp = {size}", "a divisor of dp", f"shard = {sizes}"))
     if shard < size and not values.get("zero", 0):
-        need = "zero of at least 1: at zero 0 nothing rests split"
+        need = "zero of at least 1: with zero = 0 nothing is sharded"
         problems.append(Problem(f"shard = {shard} with zero = 0", need, "zero = 1, or no shard"))
     return problems
 

@@ -1,7 +1,7 @@
 """Scheduler state: what a checkpoint says of a torch learning-rate scheduler, as JSON values.
 
 tag   the only key of an object that stands for a value that JSON does not have: {"tuple": [1, 2]}
-Law: it holds no pickle and no callable: reading it gives numbers, texts, and lists and dicts of these.
+Law: it holds no pickle and no callable: reading it gives numbers, strings, and lists and dicts of these.
 """
 
 from typing import Any

@@ -35,9 +35,9 @@ class Straggler:
 
     def describe(self, host: str) -> str:
         """The warning for a user; `host` is the host of the rank."""
-        there = f"{_ms(self.place_seconds)} in {self.place}, theirs {_ms(self.others_place_seconds)}"
+        there = f"{self.place} takes {_ms(self.place_seconds)}, on the others {_ms(self.others_place_seconds)}"
         busy = f"busy for {_ms(self.seconds)} a step, the others for {_ms(self.others_seconds)}"
-        return f"rank {self.rank} on {host} is a straggler: {busy}; of these {there}"
+        return f"rank {self.rank} on {host} is a straggler: {busy}; {there}"
 
 
 def median_step_seconds(steps: Iterable[Mapping[str, float]]) -> dict[str, float]:

@@ -289,7 +289,7 @@ def _attribute_problem(layer: TensorLayer, name: str, by_name: Mapping[str, Modu
     choices = dict.fromkeys(attribute for module in around for attribute in module.counts)
     close = closest_match(name, choices)
     class_name = around[0].class_name if around else ""
-    got = f'"{name}" for {_quoted(layer.pattern)} is no attribute of the {class_name or "module"} around it'
+    got = f'"{name}" for {_quoted(layer.pattern)} is not an attribute of the {class_name or "module"} around it'
     is_count = any(count.name == name for count in layer.rule.counts)
     attempt = f'"{close}"' if close else f"{name}=8 if there are 8 of them" if is_count else ""
     return Problem(got, "a whole number, of it or of a module around it", attempt)

@@ -8,7 +8,7 @@ Law: the pieces of all places, each replicated one counted once, tile the parame
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Self
 
 from fourfold.words.box import Box
@@ -93,6 +93,26 @@ class TensorShard(NamedTuple):
         offsets, lengths = [0] * len(self.shape), list(self.shape)
         offsets[self.dim], lengths[self.dim] = start, length
         return Box(tuple(offsets), tuple(lengths))
+
+    @property
+    def element_ranges(self) -> Iterator[tuple[int, int]]:
+        """The elements [start, stop) of the flattened parameter, in the order of the flattened local tensor.
+
+        A range ends where the next one does not follow: rows of a matrix are one range, columns one in each row.
+        """
+        outer, inner = math.prod(self.shape[: self.dim]), math.prod(self.shape[self.dim + 1 :])
+        row, last = (self.shape[self.dim] if self.shape else 1) * inner, (0, 0)
+        for first in range(0, outer * row, row or 1):
+            for piece in self.pieces:
+                start, stop = first + piece.start * inner, first + piece.stop * inner
+                if start == last[1]:
+                    last = (last[0], stop)
+                    continue
+                if last[0] < last[1]:
+                    yield last
+                last = (start, stop)
+        if last[0] < last[1]:
+            yield last
 
     @property
     def uncounted_ranges(self) -> tuple[tuple[int, int], ...]:

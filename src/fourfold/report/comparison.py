@@ -37,7 +37,7 @@ def _final_values(records: Sequence[RunRecord]) -> str:
         best = best_indices(figures)
         cells = [_figure_cell(each, is_best=index in best) for index, each in enumerate(figures)]
         rows.append(f"<tr><td>{render_text(name)}</td>{''.join(cells)}</tr>")
-    note = "★ the best of a row, where it is known whether more or less is better."
+    note = "★ marks the best value of a row, if the name of the metric tells whether lower or higher is better."
     return f'<h2>Final values</h2>{_table(records, rows, style="runs finals")}<p class="note">{note}</p>'
 
 

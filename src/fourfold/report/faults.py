@@ -72,7 +72,7 @@ def faults_card(faults: Faults, resumed: Sequence[int]) -> str:
     ]
     lost = [fault.seconds for fault in known if fault.seconds is not None and math.isfinite(fault.seconds)]
     if lost:
-        notes.append(f"{format_seconds(sum(lost))} in all until training went on")
+        notes.append(f"{format_seconds(sum(lost))} in total until training continued")
     if resumed:
         notes.append(_resumed_note(resumed))
     if num_unreadable:

@@ -8,6 +8,7 @@ import re
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
+from fourfold.report.data_card import format_utilization, total_window
 from fourfold.report.run_record import RunRecord
 from fourfold.trainer.progress import format_duration
 from fourfold.words.units import format_bytes, format_si
@@ -46,17 +47,23 @@ def key_figures(record: RunRecord) -> list[Figure]:
         loss = sum(losses) / len(losses)
         figures.append(Figure("training loss", f"{loss:.4f}", loss, "lower"))
     rate, waiting = record.units_per_second, 100 * record.waiting_fraction
-    attempts = f"{len(record.segments)} attempts" if len(record.segments) > 1 else ""
+    segments = f"{len(record.segments)} segments" if len(record.segments) > 1 else ""
     figures += [
         Figure("steps", f"{len(record.steps):,}"),
         Figure(f"{record.unit} a second", format_si(rate), rate, "higher"),
-        Figure("time", format_duration(record.total_seconds), record.total_seconds, note=attempts),
+        Figure("time", format_duration(record.total_seconds), record.total_seconds, note=segments),
         Figure("waiting", f"{waiting:.1f} %", waiting, "lower"),
+        *_utilization_figures(record),
         Figure("sent a step by rank 0", format_bytes(record.mean_sent_bytes), record.mean_sent_bytes, "lower"),
     ]
     if record.memory is not None and (peak := record.memory.largest_peak_bytes) is not None:
         figures.append(Figure("peak memory of a rank", format_bytes(peak), peak, "lower"))
     return figures
+
+
+def _utilization_figures(record: RunRecord) -> list[Figure]:
+    value = total_window(record.data).utilization
+    return [] if value is None else [Figure("utilization", format_utilization(value), value, "higher")]
 
 
 def best_evaluations(record: RunRecord) -> list[Figure]:

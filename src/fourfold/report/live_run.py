@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from fourfold.environment.file_lock import is_locked
 from fourfold.report import charts, checkpoint_card, faults
+from fourfold.report.data_card import data_card
 from fourfold.report.html_page import render_card, render_table_of_values
 from fourfold.report.html_table import render_text
 from fourfold.report.log_tail import LogTail
@@ -126,6 +127,7 @@ def _render_parts(record: RunRecord, num_unreadable: int) -> dict[str, str]:
         "lr": render_card(charts.lr_chart(records)),
         "grad-norm": render_card(charts.grad_norm_chart(records)),
         "memory": render_card(memory_card(record.memory)),
+        "data": render_card(data_card(record.data), wide=True),
         "checkpoints": render_card(checkpoint_card.checkpoints_card(record.checkpoints)),
         "unreadable": render_card(_unreadable_note(num_unreadable), wide=True),
         "settings": render_card(_folded("Settings", settings) + _folded("Plan", sections["plan"]), wide=True),
@@ -141,7 +143,7 @@ def _unreadable_note(number: int) -> str:
     if not number:
         return ""
     lines = "1 line of the log is" if number == 1 else f"{number:,} lines of the log are"
-    return f"<p>{lines} not one of a run's log, and left out here.</p>"
+    return f"<p>{lines} invalid, and left out here.</p>"
 
 
 def _render_status(status: Status) -> str:

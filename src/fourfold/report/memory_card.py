@@ -50,8 +50,8 @@ def memory_card(memory: MemoryRecord | None) -> str:
     notes = [
         f"Measured after step {memory.step:,}.",
         f"Predicted from the plan: {kinds}." if kinds else "",
-        "Kept: the same, as it was allocated, with the buffers of communication and checkpoints; shared memory counts "
-        "for the rank that made it. Peak: the most that the process had in memory, with libraries and activations.",
+        "Kept: the same as allocated, plus communication and checkpoint buffers; shared memory counts for the rank "
+        "that allocated it. Peak: the largest resident set of the process, including libraries and activations.",
     ]
     note = f'<p class="note">{render_text(" ".join(filter(None, notes)))}</p>'
     return f"<h2>Memory of each rank</h2>{render_table(columns, rows, style='memory')}{note}"

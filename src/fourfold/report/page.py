@@ -8,6 +8,7 @@ from pathlib import Path
 
 from fourfold.report import charts, checkpoint_card, faults, segments
 from fourfold.report.comparison import render_comparison
+from fourfold.report.data_card import data_card
 from fourfold.report.html_page import render_card, render_page, render_values
 from fourfold.report.html_table import render_text
 from fourfold.report.key_figures import key_figures
@@ -48,6 +49,7 @@ def render_run(record: RunRecord) -> str:
         render_card(memory_card(record.memory)),
         render_card(action_card(trace) if trace else untraced),
         _checkpoints_and_segments(record),
+        render_card(data_card(record.data), wide=True),
         render_card(faults.faults_card(record.faults, record.resumed_steps), wide=True),
         render_card(step_card(trace), wide=True) if trace else "",
         *_description(record),

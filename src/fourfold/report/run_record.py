@@ -13,7 +13,7 @@ import msgspec
 
 from fourfold.plan.decode import DecodeError, from_json, read_bounded, read_toml
 from fourfold.plan.trace_file import Trace, decode_trace
-from fourfold.report import checkpoint_card, faults, memory_card
+from fourfold.report import checkpoint_card, data_card, faults, memory_card
 from fourfold.report import segments as segments_module
 from fourfold.words.errors import FourfoldError, Problem, closest_match
 from fourfold.words.run_files import (
@@ -53,6 +53,8 @@ class LogLine(TypedDict, total=False):
     lr: float | None
     grad_norm: float | None
     memory: memory_card.MemoryRecord
+    data_seconds: float | None
+    data: data_card.DataRecord
 
 
 class ReportError(FourfoldError):
@@ -69,6 +71,7 @@ class RunRecord:
     resumed_steps  the steps from which it resumed
     segments       the run between its start, its resumptions and its end
     memory         the last measurement of what the ranks hold in memory
+    data           how long the ranks waited for data, segment by segment
     """
 
     name: str
@@ -84,6 +87,7 @@ class RunRecord:
     resumed_steps: Sequence[int]
     segments: Sequence[segments_module.Segment]
     memory: memory_card.MemoryRecord | None = None
+    data: Sequence[data_card.DataRecord] = ()
 
     @property
     def sections(self) -> dict[str, dict[str, Any]]:
@@ -208,6 +212,7 @@ def make_record(
         resumed_steps=[line["resumed"] for line in lines if "resumed" in line],
         segments=segments_module.read_segments(lines),
         memory=None if memory is None else msgspec.convert(memory, memory_card.MemoryRecord),
+        data=data_card.read_data_records(lines),
     )
 
 

@@ -12,7 +12,7 @@ from fourfold.trainer.progress import format_seconds
 from fourfold.words.units import format_si
 
 COLUMNS = ("steps", "time", "a second", "")
-NOTE = "Steps after an attempt's last checkpoint were repeated; their first time is not counted."
+NOTE = "Steps after a segment's last checkpoint were repeated; their first time is not counted."
 
 
 class Segment(NamedTuple):
@@ -63,7 +63,7 @@ def segments_card(segments: Sequence[Segment]) -> str:
     if len(segments) == 1:
         return ""
     rows = [render_row(_row_cells(each)) for each in segments]
-    return f'<h2>Time by attempt</h2><p class="note">{NOTE}</p>{render_table(COLUMNS, rows, style="attempts")}'
+    return f'<h2>Time by segment</h2><p class="note">{NOTE}</p>{render_table(COLUMNS, rows, style="segments")}'
 
 
 def _row_cells(segment: Segment) -> Sequence[str]:

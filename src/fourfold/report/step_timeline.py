@@ -1,6 +1,7 @@
 """Step timeline: one step of a run, drawn as measured and as simulated at the measured costs of its actions.
 
-Law: both share one time axis, which starts at the first action of the step; the legend names exactly what is drawn.
+Law: both share one time axis, which starts where the first rank asks for its batch, else at the first action of the
+step; the legend names exactly what is drawn.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,10 +32,10 @@ from fourfold.plan.step_comparison import (
     simulated_seconds,
     simulated_timeline,
 )
-from fourfold.plan.trace_file import Trace, is_action, merged_waits
+from fourfold.plan.trace_file import DATA_SPAN, Trace, is_action, merged_waits
 from fourfold.report.svg import Bar, Block, Lane, bar_chart, lane_chart
 from fourfold.words.program import Verb
-from fourfold.words.trace_events import COMPUTE_LANE, LANES, READY_EVENT, REDUCE_LANE
+from fourfold.words.trace_events import COMPUTE_LANE, DATA_LANE, LANES, READY_EVENT, REDUCE_LANE
 
 VERB_STYLES = {
     **COMPUTE_CATEGORIES,
@@ -75,8 +76,9 @@ def step_card(trace: Trace) -> str:
     costs = measure_costs(trace)
     measured, simulated = measured_timeline(trace, step), simulated_timeline(trace, costs, step)
     both = measured_seconds(trace, step), simulated_seconds(simulated, costs)
-    rows = [*_measured_lanes(trace, step, measured), Lane("", ()), *_simulated_lanes(simulated)]
-    end = max(makespan(measured), makespan(simulated)) * 1e3
+    lead = _lead_seconds(trace, step)
+    rows = [*_measured_lanes(trace, step, measured, lead), Lane("", ()), *_simulated_lanes(simulated, lead)]
+    end = (lead + max(makespan(measured), makespan(simulated))) * 1e3
     drawing = lane_chart(rows, end=end, title=f"Step {step}, measured and simulated", x="time, ms")
     deviation = both[1] / (both[0] or 1.0) - 1
     text = (
@@ -85,52 +87,68 @@ def step_card(trace: Trace) -> str:
         f"over {len(trace.steps)} sampled steps, without waits."
     )
     mark = f"a line on the reduce lane: a bucket is {READY_EVENT}"
+    legend = _legend(measured, simulated, has_data=any(event.lane == DATA_LANE for event in trace.events))
     rows_of = compare_timelines(trace, step, simulated)
     return (
         f"<h2>One step, measured and simulated</h2><p>{escape(text)}</p>"
-        f'<div class="scroll">{drawing}</div><p class="note">{_legend(measured, simulated)} · {mark}</p>'
+        f'<div class="scroll">{drawing}</div><p class="note">{legend} · {mark}</p>'
         f"{_difference_table(rows_of, both)}"
     )
 
 
-def _legend(*timelines: Timeline) -> str:
-    """The categories of the actions drawn, each with its colour, and waiting."""
+def _legend(*timelines: Timeline, has_data: bool) -> str:
+    """The categories of the actions drawn, each with its colour, waiting, and the waits for data, if any."""
     drawn = {timed.action.verb for each in timelines for actions in each.values() for timed in actions}
     keys = {word: VERB_STYLES[verb] for verb, word in CATEGORIES.items() if verb in drawn} | {WAITING_TIME: "wait"}
+    keys |= {DATA_TIME: "data"} if has_data else {}
     return "".join(f'<span class="key {style}"></span>{word}' for word, style in keys.items())
 
 
-def _measured_lanes(trace: Trace, step: int, measured: Mapping[int, Sequence[TimedAction]]) -> list[Lane]:
+def _first_action(trace: Trace, step: int) -> float:
+    return min(event.start for event in trace.events if event.step == step and is_action(event.name))
+
+
+def _lead_seconds(trace: Trace, step: int) -> float:
+    """How long before a step's first action the first rank asked for its batch."""
+    asked = (event.start for event in trace.events if event.step == step and event.lane == DATA_LANE)
+    first = _first_action(trace, step)
+    return max(0.0, first - min(asked, default=first))
+
+
+def _measured_lanes(trace: Trace, step: int, measured: Mapping[int, Sequence[TimedAction]], lead: float) -> list[Lane]:
     # `measured` starts at the step's first action, the trace at its own first event.
-    zero = min(event.start for event in trace.events if event.step == step and is_action(event.name))
+    zero = _first_action(trace, step) - lead
     result = []
     for rank in trace.ranks:
         events = trace.events_of(step=step, rank=rank)
         moments = [event for event in events if event.name.endswith(f" {READY_EVENT}")]
         for name in LANES:
-            blocks = _blocks(measured[rank], name)
+            blocks = _blocks(measured[rank], name, lead)
             if name == COMPUTE_LANE:
                 waits = [event for event in merged_waits(events) if event.start >= zero]
                 blocks += [Block("waiting", (e.start - zero) * 1e3, (e.stop - zero) * 1e3, "wait") for e in waits]
             if name == REDUCE_LANE:
                 blocks += [Block(e.name, (e.start - zero) * 1e3, (e.start - zero) * 1e3, "") for e in moments]
+            if name == DATA_LANE:
+                read = [event for event in events if event.lane == DATA_LANE]
+                blocks += [Block(DATA_SPAN, (e.start - zero) * 1e3, (e.stop - zero) * 1e3, "data") for e in read]
             if blocks:
                 result.append(Lane(f"rank {rank} {name}", blocks))
     return result
 
 
-def _simulated_lanes(timeline: Timeline) -> list[Lane]:
+def _simulated_lanes(timeline: Timeline, lead: float) -> list[Lane]:
     return [
         Lane(f"simulated {rank} {name}", blocks)
         for rank, actions in timeline.items()
         for name in LANES
-        if (blocks := _blocks([timed for timed in actions if timed.end > timed.start], name))
+        if (blocks := _blocks([timed for timed in actions if timed.end > timed.start], name, lead))
     ]
 
 
-def _blocks(actions: Sequence[TimedAction], name: str) -> list[Block]:
+def _blocks(actions: Sequence[TimedAction], name: str, lead: float) -> list[Block]:
     return [
-        Block(str(timed.action), timed.start * 1e3, timed.end * 1e3, VERB_STYLES[timed.action.verb])
+        Block(str(timed.action), (lead + timed.start) * 1e3, (lead + timed.end) * 1e3, VERB_STYLES[timed.action.verb])
         for timed in actions
         if lane_of(timed.action) == name
     ]

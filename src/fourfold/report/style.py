@@ -50,6 +50,9 @@ tr:last-child > * { border-bottom: 0 }
 .listed .unknown { color: var(--muted) }
 .memory th, .memory td, .memory td:last-child { width: auto; text-align: right; white-space: nowrap }
 .memory th:first-child, .memory td:first-child { text-align: left }
+.data-waits th:nth-child(-n+2), .data-waits td:nth-child(-n+2) { text-align: left }
+.data-waits th:last-child { text-align: left; padding-left: 20px }
+.data-waits td:last-child { width: 40% }
 .faults th:nth-child(-n+2), .faults td:nth-child(-n+2), .faults th:nth-child(4), .faults td:nth-child(4) {
   text-align: left }
 .saved th:first-child, .saved td:first-child { text-align: right }

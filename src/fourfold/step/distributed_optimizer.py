@@ -33,6 +33,7 @@ from fourfold.words.errors import OptimizerError, Problem, TrainingError
 
 _owners: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """By parameter: a weak reference to the DistributedOptimizer that reduces its gradient."""
+OWNER_KEY = "_fourfold_distributed_optimizer"
 
 
 class DistributedOptimizer(OptimizerProxy):
@@ -90,7 +91,7 @@ class DistributedOptimizer(OptimizerProxy):
         # Before the averager's hooks, which take gradients: a round must begin before its first gradient is taken. Not
         # hooks of tensors: torch.autograd.grad would call them too, which leaves nothing to reduce.
         for parameter in trainable.values():
-            register_last_hook(parameter, self._on_backward_begin)
+            register_last_hook(parameter, _weak_hook(self))
         self._averager = make_averager(trainable, optimizer, plan, world)
         self._statistics = make_statistics(model, plan, world)
         self._unreduced = UnreducedGrads(self._averager.reduced_grads, self._averager.views, optimizer, model)
@@ -114,10 +115,13 @@ class DistributedOptimizer(OptimizerProxy):
             if earlier is not None:
                 earlier._mark_replaced()
             _owners[parameter] = weakref.ref(self)
+        # A user may hold the optimizer only, and step it. The two refer to each other and are freed together.
+        vars(self._optimizer)[OWNER_KEY] = self
 
     def _mark_replaced(self) -> None:
         """Stop listening: a newer DistributedOptimizer owns some of the parameters."""
         self._is_replaced = True
+        vars(self._optimizer).pop(OWNER_KEY, None)
         self._averager.ignore()
         self._steps.remove_hooks()
         self._checks.remove_hook()
@@ -296,3 +300,15 @@ class DistributedOptimizer(OptimizerProxy):
         need = "one DistributedOptimizer, which reduces the gradients of its model together with the other ranks"
         attempt = "optimizer.state_dict(), and load_state_dict() of a new one"
         raise OptimizerError(Problem("a copy or a pickle of a DistributedOptimizer", need, attempt))
+
+
+def _weak_hook(owner: DistributedOptimizer) -> Callable[[Tensor], None]:
+    """A hook of a parameter that begins a round of its owner. See `parts/data/grad_hooks.py` for why it is weak."""
+    weak_owner = weakref.ref(owner)
+
+    def hook(parameter: Tensor) -> None:
+        owner = weak_owner()
+        if owner is not None:
+            owner._on_backward_begin(parameter)
+
+    return hook

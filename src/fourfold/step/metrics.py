@@ -17,6 +17,7 @@ class Metrics:
                      local steps: the root mean square of the ranks' own norms
     seconds          duration of the step
     waiting_seconds  part of `seconds` spent reducing gradients and waiting for other ranks
+    data_seconds     how long this rank waited for the batch before the step; None if no feed has read the batch
     sent_bytes       gradients and weights that this rank has sent to other hosts, or over gloo or NCCL, counted as for
                      a ring
     skipped          why the step changed nothing, if `skip_nan` skipped it; else None
@@ -39,3 +40,4 @@ class Metrics:
     out_of_turn: int = 0
     overflowed: bool = False
     damaged: tuple[DamagedRecord, ...] = ()
+    data_seconds: float | None = None

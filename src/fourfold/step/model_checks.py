@@ -153,7 +153,7 @@ def _process_group_problems(model: nn.Module, plan: Plan) -> list[Problem]:
     names = [name for name, norm in norms if norm.process_group is not None]
     if not names or plan.batch_norm != "sync":
         return []
-    got = f"{SYNC} and a process group of its own at {', '.join(names[:3])}{' …' if names[3:] else ''}"
+    got = f"{SYNC} and its own process group at {', '.join(names[:3])}{' …' if names[3:] else ''}"
     return [Problem(got, "statistics of all ranks, which one device has", "SyncBatchNorm(…, process_group=None)")]
 
 

@@ -114,7 +114,7 @@ class Objective:
     @property
     def loss_names(self) -> str:
         """The loss functions that the last scalar loss was made of."""
-        return ", ".join(dict.fromkeys(self._loss_names)) or "a mean made by hand"
+        return ", ".join(dict.fromkeys(self._loss_names)) or "a hand-written mean"
 
     @property
     def is_model_loss(self) -> bool:

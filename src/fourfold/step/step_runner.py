@@ -52,6 +52,7 @@ class StepRunner:
         begin, meter = time.perf_counter(), self._parts.meter
         waited, sent, out_of_turn = meter.waiting_seconds, meter.sent_bytes, self._num_out_of_turn
         samples, damaged = getattr(batch, "samples", None), getattr(batch, "damaged", ())
+        data_seconds = getattr(batch, "data_seconds", None)
         has_pending = self._assembly.timing.has_pending
         self._checks.before_step(batch, compares_all=not self._programs.has_record, has_pending_updates=has_pending)
         batch, problem = self._assembly.batches.compare(batch)
@@ -79,6 +80,7 @@ class StepRunner:
             out_of_turn=self._num_out_of_turn - out_of_turn,
             overflowed=step.overflowed,
             damaged=self._gather_damaged(totals, damaged),
+            data_seconds=data_seconds,
         )
 
     def _gather_damaged(self, totals: StepTotals, own: Sequence[DamagedRecord]) -> tuple[DamagedRecord, ...]:

@@ -44,11 +44,6 @@ class LossCall:
     call_site: int = 0
     """Where it was called: see `loss_call_sites`."""
 
-    @property
-    def is_nonnegative(self) -> bool:
-        """Whether the value is never below 0, with the targets and weights that torch's documentation allows."""
-        return self.name in NONNEGATIVE_LOSSES
-
 
 def _count_targets(func: Any, given: Arguments) -> Count:
     """Targets that are not ignored, or the sum of their class weights."""
@@ -119,13 +114,16 @@ COUNT_FUNCTIONS: dict[Any, Callable[[Any, Arguments], Count]] = {
     F.cosine_embedding_loss: _count_pairs,
     F.ctc_loss: _count_sequences,
 }
-# Left out: a density may exceed 1 (gaussian_nll_loss), and scores need not be log-probabilities (nll_loss, ctc_loss).
 NONNEGATIVE_LOSSES = frozenset(
     {"mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "cross_entropy", "linear_cross_entropy"}
     | {"binary_cross_entropy", "binary_cross_entropy_with_logits", "soft_margin_loss", "cosine_embedding_loss"}
     | {"margin_ranking_loss", "multi_margin_loss", "multilabel_margin_loss", "multilabel_soft_margin_loss"}
     | {"triplet_margin_loss", "triplet_margin_with_distance_loss"}
 )
+"""Names of those that are never below 0, with targets and weights as torch's documentation allows them.
+
+A density may exceed 1 (gaussian_nll_loss), and scores need not be log-probabilities (nll_loss, ctc_loss).
+"""
 _PARAMETER_NAMES = {func: tuple(inspect.signature(func).parameters) for func in COUNT_FUNCTIONS}
 
 

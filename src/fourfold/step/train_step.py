@@ -207,7 +207,7 @@ class TrainStep:
         if not isinstance(values, Tensor) or values.is_complex():
             got = "values of complex numbers" if isinstance(values, Tensor) else format_argument("values", values)
             problem = Problem(got, "a tensor of real numbers", "torch.tensor([…]), or torch.view_as_real(…)")
-            call = f"all_reduce() of values that are refused after step {self.num_steps}"
+            call = f"all_reduce() of invalid values after step {self.num_steps}"
             self._calls.raise_after_mismatch(call, SettingError(problem, where="the arguments of all_reduce()"))
         self._calls.begin(f"all_reduce() of {values.numel()} values")
         sums: list[float] = []
@@ -242,7 +242,7 @@ class TrainStep:
     def unsharded(self) -> Iterator[nn.Module]:
         """Inside the block, any rank may call the model, as often as it likes, without training it. Collective.
 
-        Needed only if weights rest split among hosts (zero 3): outside of steps parameters are placeholders there,
+        Needed only if weights are stored split among hosts (zero 3): outside of steps, parameters are then placeholders
         filled with NaN. Ranks wait at the end of the block until no rank needs their shards.
         """
         self._calls.begin_among_tensor_ranks("unsharded()")
@@ -292,8 +292,8 @@ class TrainStep:
     def weight_shards(self) -> dict[str, Tensor]:
         """This rank's shard of every trainable parameter, of its master weights if it has them; no copies.
 
-        A parameter without master weights that rests whole is given itself; all others are flat, the elements
-        `shard_ranges`. Not collective.
+        A parameter that is stored whole and has no master weights is returned itself; all others are flat, with the
+        elements `shard_ranges`. Not collective.
         """
         return {name: self._weights.weight_shard(name) for name in self._weights.trainable}
 
@@ -329,8 +329,8 @@ class TrainStep:
     def state_refs(self) -> dict[str, Any]:
         """`state_dict` without copies: each optimizer tensor is a list of consecutive flat slices.
 
-        If optimizer states rest split, these are this rank's only: the elements `shard_ranges`. With local steps each
-        rank has states of its own. Collective if updates wait for the next forward: see `flush`.
+        If optimizer states are stored split, these are only this rank's: the elements `shard_ranges`. With local steps
+        each rank has its own states. Collective if updates wait for the next forward: see `flush`.
         """
         return self._access.state_refs()
 

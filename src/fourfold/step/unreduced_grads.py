@@ -58,7 +58,7 @@ class UnreducedGrads:
     def check(self) -> None:
         """Raise TrainingError naming the parameters with an unreduced gradient."""
         not_averaged = "has not been averaged over the ranks since the last step"
-        need = "the mean gradient: with different gradients the weights of the ranks would drift apart"
+        need = "the mean gradient: with different gradients the weights of the ranks would diverge"
         problems = []
         unreduced = [self._reduced[index].name for index in self._maybe_unreduced if self._is_unreduced(index)]
         if unreduced:

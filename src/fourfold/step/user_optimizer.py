@@ -107,7 +107,7 @@ def _problems(optimizer: Optimizer, hook_conflicts: Mapping[str, str]) -> list[P
         attempt = f"{', '.join(hook_conflicts.values())}, or {USE_WRAPPER}"
         problems.append(Problem(f"{kinds} with {', '.join(hook_conflicts)}", need, attempt))
     if has_custom_step(optimizer):
-        got = f"{type(optimizer).__name__} with a step() of its own"
+        got = f"{type(optimizer).__name__} with its own step()"
         problems.append(Problem(got, "the step() of its class: updates run on flat buffers", USE_WRAPPER))
     if state_dict_hooks(optimizer):
         need = "no hook: step.state_dict() and checkpoints do not call it"

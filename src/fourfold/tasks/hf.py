@@ -22,11 +22,11 @@ import torch
 from torch import Tensor, nn
 
 from fourfold.feed.corpus import CorpusSplit, open_text, resolve_text_path
-from fourfold.feed.source import TokenRow, TokenSource, corpus_problem
+from fourfold.feed.source import TokenRow, TokenSource
 from fourfold.losses import cross_entropy
-from fourfold.tasks import lm
+from fourfold.tasks import text
 from fourfold.tasks.hf_tokenizer import Tokenizer, read_tokenizer
-from fourfold.words.errors import DataError, Problem, SettingError, TaskError, closest_match, os_error_text
+from fourfold.words.errors import Problem, SettingError, TaskError, closest_match, os_error_text
 from fourfold.words.task import Data, Task
 
 INSTALL = "pip install 'fourfold[hf]'"
@@ -52,7 +52,7 @@ def task(
     tokenizer: str | None = None,
     length: int = 128,
     steps: int = 800,
-    batch_size: int = lm.TUNED_BATCH_SIZE,
+    batch_size: int = text.TUNED_BATCH_SIZE,
     lr: float = 1e-3,
     warmup: float = 0.05,
     weight_decay: float = 0.1,
@@ -72,8 +72,10 @@ def task(
     `data`.
     """
     counts = {"length": length, "steps": steps, "batch_size": batch_size, "valid_bytes": valid_bytes}
-    problems = [Problem(f"{name} = {count}", "1 or more") for name, count in counts.items() if count < 1]
-    problems += lm.rate_problems(lr=lr, warmup=warmup, weight_decay=weight_decay, clip=clip, temperature=temperature)
+    problems = [
+        *text.count_problems(**counts),
+        *text.rate_problems(lr=lr, warmup=warmup, weight_decay=weight_decay, clip=clip, temperature=temperature),
+    ]
     if problems:
         raise SettingError(problems, where=f"the settings of hf:{config}")
     fields = read_config(Path(config))
@@ -81,22 +83,28 @@ def task(
     takes_positions = _check_config(fields, str(config), encoder, length=length)
     if data is not None:
         resolve_text_path(data)
-    text = {"length": length, "prompt": prompt, "temperature": temperature}
     return Task(
         model=functools.partial(make_model, fields, where=str(config)),
         loss=loss,
         data=functools.partial(
             open_data, data, encoder, length=length, valid_tokens=valid_bytes, takes_positions=takes_positions
         ),
-        optimizer=functools.partial(lm.optimizer, lr=lr, weight_decay=weight_decay),
+        optimizer=functools.partial(text.optimizer, lr=lr, weight_decay=weight_decay),
         evaluate=functools.partial(evaluate, name="bits per byte" if encoder is None else "bits per token"),
-        sample=functools.partial(generate, tokenizer=encoder, takes_positions=takes_positions, **text),
-        schedule=functools.partial(lm.schedule, warmup=warmup),
+        sample=functools.partial(
+            generate,
+            tokenizer=encoder,
+            takes_positions=takes_positions,
+            length=length,
+            prompt=prompt,
+            temperature=temperature,
+        ),
+        schedule=functools.partial(text.schedule, warmup=warmup),
         unit="tokens",
         steps=steps,
         batch_size=batch_size,
         clip=clip,
-        tuned_for=lm.TUNED_BATCH_SIZE,
+        tuned_for=text.TUNED_BATCH_SIZE,
         tokenizer=None if encoder is None else encoder.pretrained(),
     )
 
@@ -109,8 +117,8 @@ def read_config(path: Path) -> dict[str, Any]:
     where, need = str(path), "a config file of transformers"
     try:
         with path.open("rb") as file:
-            text = file.read(MAX_CONFIG_BYTES + 1)
-        fields = json.loads(text) if len(text) <= MAX_CONFIG_BYTES else None
+            content = file.read(MAX_CONFIG_BYTES + 1)
+        fields = json.loads(content) if len(content) <= MAX_CONFIG_BYTES else None
     except OSError as error:
         raise TaskError(
             Problem(f"{path} ({os_error_text(error)})", "a config file of transformers"), where=where
@@ -249,19 +257,15 @@ def open_data(
     path: str | None, tokenizer: Tokenizer | None, *, length: int, valid_tokens: int, takes_positions: bool
 ) -> Data:
     """The sources. Raises DataError if the text is missing, empty or shorter than a sample."""
-    train, valid = _token_rows(open_text(path), tokenizer)
-    unit = "bytes" if tokenizer is None else "tokens"
-    found = (
-        corpus_problem(train, length=length, name="the text to train on", unit=unit),
-        corpus_problem(valid, length=length, name="the text for validation", unit=unit),
+    train, valid = text.make_sources(
+        *_token_rows(open_text(path), tokenizer),
+        path,
+        length=length,
+        valid_tokens=valid_tokens,
+        unit="bytes" if tokenizer is None else "tokens",
     )
-    if problems := [problem for problem in found if problem]:
-        raise DataError(problems, where=f"data={path}" if path else "the standard library")
     inputs = functools.partial(ModelInputs, takes_positions=takes_positions)
-    return Data(
-        train=inputs(TokenSource(train, length=length)),
-        valid=inputs(TokenSource(valid, length=length, num_samples=max(1, valid_tokens // length))),
-    )
+    return Data(train=inputs(train), valid=inputs(valid))
 
 
 def _token_rows(split: CorpusSplit, tokenizer: Tokenizer | None) -> tuple[TokenRow, TokenRow]:
@@ -289,5 +293,5 @@ def generate(
 
     begin = list(prompt.encode() or b"\n") if tokenizer is None else tokenizer.encode(prompt) or [0]
     sizes = {"length": length, "num_tokens": num_tokens}
-    tokens = lm.continue_tokens(model, logits, begin, temperature, seed=seed, **sizes)
-    return lm.bytes_text(tokens) if tokenizer is None else lm.printable(tokenizer.decode(tokens))
+    tokens = text.continue_tokens(model, logits, begin, temperature, seed=seed, **sizes)
+    return text.bytes_text(tokens) if tokenizer is None else text.printable(tokenizer.decode(tokens))

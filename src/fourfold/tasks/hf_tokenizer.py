@@ -63,7 +63,7 @@ def read_tokenizer(path: Path) -> Tokenizer:
     except OSError as error:
         raise TaskError(Problem(f"tokenizer = {path} ({os_error_text(error)})", need, attempt)) from None
     except UnicodeDecodeError:
-        raise TaskError(Problem(f"tokenizer = {path}, which is no text", need, attempt)) from None
+        raise TaskError(Problem(f"tokenizer = {path}, which is not a text file", need, attempt)) from None
     try:
         import tokenizers
     except ImportError:

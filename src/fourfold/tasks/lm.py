@@ -9,23 +9,21 @@ B batch · L sequence length · D width · H heads · G heads of keys and values
 
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fourfold.feed.corpus import open_text, resolve_text_path
-from fourfold.feed.source import TokenSource, corpus_problem
 from fourfold.losses import cross_entropy
-from fourfold.words.errors import DataError, Problem, SettingError
+from fourfold.tasks import text
+from fourfold.words.errors import Problem, SettingError
 from fourfold.words.task import Data, Task
 
 NUM_BYTES = 256
 MAX_LAYERS = 100_000
 ROTARY_BASE = 10_000.0
-MIN_LR_FACTOR = 0.02  # at the last step
-TUNED_BATCH_SIZE = 16  # samples; the default learning rate was tuned with it
 
 
 def task(
@@ -38,7 +36,7 @@ def task(
     dropout: float = 0.0,
     length: int = 128,
     steps: int = 800,
-    batch_size: int = TUNED_BATCH_SIZE,
+    batch_size: int = text.TUNED_BATCH_SIZE,
     lr: float = 4e-3,
     warmup: float = 0.05,
     weight_decay: float = 0.1,
@@ -61,9 +59,9 @@ def task(
     counts = {"length": length, "steps": steps, "batch_size": batch_size, "valid_bytes": valid_bytes}
     problems = [
         *_shape_problems(width=width, layers=layers, heads=heads, kv_heads=kv_heads),
-        *(Problem(f"{name} = {count}", "1 or more") for name, count in counts.items() if count < 1),
+        *text.count_problems(**counts),
         *([] if 0 <= dropout < 1 else [Problem(f"dropout = {dropout}", "a probability: 0 or more, less than 1")]),
-        *rate_problems(lr=lr, warmup=warmup, weight_decay=weight_decay, clip=clip, temperature=temperature),
+        *text.rate_problems(lr=lr, warmup=warmup, weight_decay=weight_decay, clip=clip, temperature=temperature),
     ]
     if problems:
         raise SettingError(problems, where="the settings of lm")
@@ -75,15 +73,15 @@ def task(
         tensor=TENSOR_RULES,
         loss=loss,
         data=functools.partial(open_data, data, length=length, valid_bytes=valid_bytes),
-        optimizer=functools.partial(optimizer, lr=lr, weight_decay=weight_decay),
+        optimizer=functools.partial(text.optimizer, lr=lr, weight_decay=weight_decay),
         evaluate=evaluate,
         sample=functools.partial(generate, prompt=prompt, length=length, temperature=temperature),
-        schedule=functools.partial(schedule, warmup=warmup),
+        schedule=functools.partial(text.schedule, warmup=warmup),
         unit="tokens",
         steps=steps,
         batch_size=batch_size,
         clip=clip,
-        tuned_for=TUNED_BATCH_SIZE,
+        tuned_for=text.TUNED_BATCH_SIZE,
     )
 
 
@@ -103,19 +101,6 @@ def _shape_problems(*, width: int, layers: int, heads: int, kv_heads: int) -> It
         yield Problem(
             f"heads = {heads}, kv_heads = {kv_heads}", "heads divisible by kv_heads", f"kv_heads of {fitting}"
         )
-
-
-def rate_problems(*, clip: float | None, **rates: float) -> Iterable[Problem]:
-    """What is wrong with lr, warmup, weight_decay, clip and temperature."""
-    positive = {"lr": rates["lr"], "temperature": rates["temperature"], "clip": 1.0 if clip is None else clip}
-    yield from (Problem(f"{name} = {rate}", "more than 0") for name, rate in positive.items() if not rate > 0)
-    # An infinite clip is allowed: it measures the norm and clips nothing.
-    finite = {"lr": rates["lr"], "temperature": rates["temperature"], "weight_decay": rates["weight_decay"]}
-    yield from (Problem(f"{name} = {rate}", "a finite number") for name, rate in finite.items() if rate == math.inf)
-    if not 0 <= rates["warmup"] < 1:
-        yield Problem(f"warmup = {rates['warmup']}", "a fraction of the steps: 0 or more, less than 1", "warmup=0.05")
-    if not rates["weight_decay"] >= 0:
-        yield Problem(f"weight_decay = {rates['weight_decay']}", "0 or more")
 
 
 TENSOR_RULES = {
@@ -242,36 +227,8 @@ def evaluate(logits_BLV: Tensor, targets_BL: Tensor) -> dict[str, tuple[Tensor, 
 def open_data(path: str | None, *, length: int, valid_bytes: int) -> Data:
     """The sources. Raises DataError if the text is missing, empty or shorter than a sample."""
     split = open_text(path)
-    found = (
-        corpus_problem(split.train, length=length, name="the text to train on"),
-        corpus_problem(split.valid, length=length, name="the text for validation"),
-    )
-    if problems := [problem for problem in found if problem]:
-        raise DataError(problems, where=f"data={path}" if path else "the standard library")
-    return Data(
-        train=TokenSource(split.train, length=length),
-        valid=TokenSource(split.valid, length=length, num_samples=max(1, valid_bytes // length)),
-    )
-
-
-def optimizer(parameters: Iterable[nn.Parameter], *, lr: float, weight_decay: float) -> torch.optim.AdamW:
-    """AdamW with weight decay for matrices, without for the gains of norms."""
-    every = list(parameters)
-    groups = [
-        {"params": [p for p in every if p.ndim > 1], "weight_decay": weight_decay},
-        {"params": [p for p in every if p.ndim <= 1], "weight_decay": 0.0},
-    ]
-    fused = all(p.device.type in ("cpu", "cuda") for p in every)
-    return torch.optim.AdamW([group for group in groups if group["params"]], lr=lr, betas=(0.9, 0.98), fused=fused)
-
-
-def schedule(step: int, steps: int, *, warmup: float) -> float:
-    """The learning rate's factor at `step` of 0 .. steps - 1: linear warm-up, then a cosine down to almost nothing."""
-    num_warm = max(1, round(warmup * steps))
-    if step < num_warm:
-        return (step + 1) / num_warm
-    done = (step - num_warm) / max(1, steps - num_warm)
-    return MIN_LR_FACTOR + (1 - MIN_LR_FACTOR) * 0.5 * (1 + math.cos(math.pi * done))
+    train, valid = text.make_sources(split.train, split.valid, path, length=length, valid_tokens=valid_bytes)
+    return Data(train=train, valid=valid)
 
 
 def generate(
@@ -282,44 +239,5 @@ def generate(
     def logits(window: Tensor, positions: Tensor) -> Tensor:
         return model(tokens=window, positions=positions)
 
-    sizes = {"length": length, "num_tokens": num_bytes}
-    return bytes_text(continue_tokens(model, logits, list(prompt.encode() or b"\n"), temperature, seed=seed, **sizes))
-
-
-@torch.no_grad()
-def continue_tokens(
-    model: nn.Module,
-    logits: Callable[[Tensor, Tensor], Tensor],
-    tokens: list[int],
-    temperature: float,
-    *,
-    length: int,
-    num_tokens: int,
-    seed: int,
-) -> list[int]:
-    """The tokens and `num_tokens` more, each drawn from the last of logits(tokens [1, l], positions [1, l]).
-
-    length: the most tokens that the model is given at once
-    """
-    device = next(model.parameters()).device
-    # A generator of its own on the CPU: the same text on every device, and other draws are not disturbed.
-    generator = torch.Generator().manual_seed(seed)
-    training = model.training
-    model.eval()
-    for _ in range(num_tokens):
-        window = torch.tensor([tokens[-length:]], device=device)
-        last = logits(window, torch.arange(window.shape[1], device=device)[None])[0, -1]
-        chances = F.softmax(last.float().cpu() / temperature, dim=-1)
-        tokens = [*tokens, int(torch.multinomial(chances, 1, generator=generator))]
-    model.train(training)
-    return tokens
-
-
-def bytes_text(tokens: Iterable[int]) -> str:
-    """The text of these bytes; those that are not printable show as `·`."""
-    return printable(bytes(tokens).decode(errors="replace"))
-
-
-def printable(text: str) -> str:
-    """The text with `·` for each character that a terminal might obey."""
-    return "".join(c if c.isprintable() or c in "\n\t" else "·" for c in text)
+    begin, sizes = list(prompt.encode() or b"\n"), {"length": length, "num_tokens": num_bytes}
+    return text.bytes_text(text.continue_tokens(model, logits, begin, temperature, seed=seed, **sizes))

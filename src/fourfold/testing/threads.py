@@ -6,6 +6,8 @@ thread waits for one of another team. A collective runs when its last member beg
 members may begin at different times, and one that members begin in different orders is found.
 """
 
+import contextlib
+import gc
 import itertools
 import json
 import threading
@@ -215,15 +217,33 @@ def run(size: int, body: Callable[[ThreadCommunicator], Any], *, hosts: int = 1)
             thread_world.abort()
 
     threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    deadline = time.monotonic() + TIME_LIMIT_SECONDS
-    for thread in threads:
-        # Once a thread has failed, the others may wait for it for ever: they end with the process.
-        while thread.is_alive() and not errors and time.monotonic() < deadline:
-            thread.join(0.05)
+    with _garbage_collection_paused():
+        for thread in threads:
+            thread.start()
+        deadline = time.monotonic() + TIME_LIMIT_SECONDS
+        for thread in threads:
+            # Once a thread has failed, the others may wait for it for ever: they end with the process.
+            while thread.is_alive() and not errors and time.monotonic() < deadline:
+                thread.join(0.05)
     if errors:
         raise next((e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0])
     if any(thread.is_alive() for thread in threads):
         raise TimeoutError(f"a world of {size} threads did not end within {TIME_LIMIT_SECONDS:.0f} s")
     return results
+
+
+@contextlib.contextmanager
+def _garbage_collection_paused() -> Iterator[None]:
+    """Within, the garbage collector does not run by itself.
+
+    torch holds a lock of the process's random number generator while it makes the tensor of its state. If a collection
+    begins there and a finalizer lets another thread run, and that asks for the state too, each waits for the other.
+    """
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()

@@ -113,6 +113,7 @@ class CallbackRunner:
             waiting_seconds=metrics.waiting_seconds,
             units_per_second=self._logger.throughput.units_per_second,
             skipped=metrics.skipped is not None,
+            data_seconds=metrics.data_seconds,
         )
         # Not within a pause: the time of a step is to include what callbacks take of it.
         self._call_all("on_step", event)
@@ -193,7 +194,7 @@ class CallbackRunner:
         except Exception as error:
             del self._active[name]
             text = f"callback {name} failed in {hook}: {_format_error(error)}"
-            self._logger.log_message(f"warning: {text}; it is switched off, training goes on")
+            self._logger.log_message(f"warning: {text}; it is switched off; training continues")
             self._logger.write_record({"warning": text})
             self._logger.record_fault(CALLBACK_FAILED, self._last_step, text)
 

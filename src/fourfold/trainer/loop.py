@@ -14,12 +14,13 @@ from typing import Any, NoReturn
 from fourfold.checkpoint.collect import TrainingState
 from fourfold.checkpoint.manager import CheckpointManager, TrainingProgress
 from fourfold.feed.data_input import DataInput
+from fourfold.feed.feed import Feed
 from fourfold.plan.damaged_samples import DamagedRecord, new_records, too_many_problem
 from fourfold.plan.intervals import is_due
 from fourfold.plan.lr_schedule import LRLambda
-from fourfold.plan.trace_file import DATA_SPAN
 from fourfold.step.metrics import Metrics
 from fourfold.trainer.callback_runner import CallbackRunner
+from fourfold.trainer.data_meter import DataMeter
 from fourfold.trainer.evaluate import evaluate
 from fourfold.trainer.heartbeat import Heartbeat
 from fourfold.trainer.lr_factors import lr_factors
@@ -56,8 +57,7 @@ class TrainingLoop:
         `stop_signal` returns the stop signal this rank has received, or 0. Raises StoppedError if any rank has received
         one.
         """
-        feed = self.state.feed
-        assert feed is not None
+        feed = self._feed
         feed.check_peers = self.state.step.check_peers
         # End the prefetch thread here, however the steps end: at interpreter exit it would abort the process inside
         # torch.
@@ -69,7 +69,7 @@ class TrainingLoop:
     ) -> TrainingProgress:
         step, settings = self.state.step, self.settings
         last, period = settings.steps, step.plan.sync_interval
-        stragglers = StragglerDetector(step, self.logger)
+        stragglers, meter = StragglerDetector(step, self.logger), DataMeter(step, self._feed, self.logger)
         lr_factor = lr_factors(self.task, steps=last, batch_size=settings.batch_size, rates=settings.rates)
         losses = deque(progress.losses, maxlen=AVERAGED_STEPS)
         progress = self._evaluate_if_missed(progress, period)
@@ -80,8 +80,9 @@ class TrainingLoop:
             if lr_factor is not None:
                 self._set_lr(lr_factor, number)
             with self.tracer.sample(number + 1) as recorder:
-                with recorder.span(DATA_SPAN), stragglers.data_wait():
+                with recorder.reading():
                     batch = next(batches)
+                meter.batch_read(batch)
                 step.request_stop(stop_signal() > 0 or self.callbacks.stop_reason is not None)
                 metrics = step(batch)
             lr = step.optimizer.param_groups[0]["lr"]
@@ -90,17 +91,25 @@ class TrainingLoop:
             if metrics.skipped is None:
                 losses.append(metrics.loss)
             self._update_average(number + 1, metrics, period)
-            stragglers.step_done(number + 1)
+            stragglers.step_done(number + 1, metrics.data_seconds)
             self._log_step(number + 1, metrics, lr=lr)
+            meter.step_done(number + 1, metrics)
             self.memory.log_first(number + 1)
             damaged = self._add_damaged(progress, number + 1, metrics.damaged)
             progress = TrainingProgress(number + 1, list(losses), {}, progress.best, damaged=damaged)
             if progress.step < last and step.is_synchronized:
                 if step.stop_requested:
+                    meter.end_segment()
                     progress = self._stop(progress, stop_signal())
                 if progress.stopped is None:
                     progress = self._evaluate_and_save_if_due(progress, period)
+        meter.end_segment()
         return progress
+
+    @property
+    def _feed(self) -> Feed:
+        assert self.state.feed is not None
+        return self.state.feed
 
     def _add_damaged(
         self, progress: TrainingProgress, step_number: int, found: Sequence[DamagedRecord]

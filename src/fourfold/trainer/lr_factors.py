@@ -34,5 +34,6 @@ def check_tuned_size(task: Task, rates: LRSchedule | None) -> None:
     """Raise SettingError if the learning rate is to be scaled from a batch size that is not known."""
     if rates is None or rates.scale == "none" or rates.batch_size is not None or tuned_batch_size(task) is not None:
         return
-    got, need = f"lr_scale = {rates.scale}, and a task without a batch size", "the one that the rate was tuned for"
+    got = f"lr_scale = {rates.scale}, and a task without a batch size"
+    need = "the one that the learning rate was tuned for"
     raise SettingError(Problem(got, need, "lr_batch_size=32, or tuned_for=32 in the task"), where="the settings")

@@ -50,10 +50,10 @@ def check_metrics(needs: NEEDS, known: Sequence[str]) -> None:
     for by, metrics in needs.items():
         for metric in metrics:
             if metric not in known:
-                got = by if by.endswith(f"= {metric}") else f"the measure {metric!r} for {by}"
+                got = by if by.endswith(f"= {metric}") else f"the metric {metric!r} for {by}"
                 is_setting = got.startswith("best_metric = ")
                 close = closest_match(metric, known) or known[0]
-                need = f"one of {', '.join(known)}" if len(known) > 1 else f"{known[0]}: the task measures no other"
+                need = f"one of {', '.join(known)}" if len(known) > 1 else f"{known[0]}: the task has no other"
                 problems.append(Problem(got, need, f"best_metric={close}" if is_setting else close))
     if problems:
         raise SettingError(problems, where="the settings")

@@ -129,7 +129,7 @@ class Progress:
             if self._is_output_open:
                 self._is_output_open = False
                 print_stderr(
-                    f"fourfold: the output could not be written: {os_error_text(error)}; the run goes on without it"
+                    f"fourfold: the output could not be written: {os_error_text(error)}; the run continues without it"
                 )
             if self._live is not None:
                 atexit.unregister(self.close)

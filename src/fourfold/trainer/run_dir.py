@@ -209,7 +209,7 @@ def _create(parent: Path, name: str | None, *, run_prefix: str, identity: Identi
 def _check_is_dir(path: Path) -> None:
     """Raise SettingError if something other than a folder has this path: nothing could be saved there."""
     if os.path.lexists(path) and not path.is_dir():
-        got = f"{path} is {'a link to nothing' if path.is_symlink() else 'no folder'}"
+        got = f"{path} is {'a link to nothing' if path.is_symlink() else 'not a folder'}"
         raise SettingError(Problem(got, "a folder for the checkpoints", "another name for what is there"))
 
 

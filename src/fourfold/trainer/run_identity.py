@@ -71,7 +71,7 @@ def check_run_name(parent: Path, name: str | None, identity: Identity | None = N
     saved = read_identity(path)
     if identity is None or saved is None or canonical_json(saved) != canonical_json(identity):
         got = f"{path} exists already{_format_identity_difference(saved, identity)}"
-        raise SettingError(Problem(got, "a name of its own for every run", f"name={name}-2"))
+        raise SettingError(Problem(got, "a different name for each run", f"name={name}-2"))
 
 
 def read_identity(path: Path) -> dict[str, Any] | None:

@@ -121,7 +121,7 @@ class RunLogger:
         self.throughput.restart(0 if progress is None else progress.step)
         if progress is None:
             if self._run_dir is not None and self._has_old_log:
-                self.log_message(f"{self._run_dir.path} has no good checkpoint: it starts over")
+                self.log_message(f"{self._run_dir.path} has no valid checkpoint: it starts over")
             return TrainingProgress()
         if self._run_dir is not None:
             self.write_record({"resumed": progress.step})
@@ -147,7 +147,7 @@ class RunLogger:
         error = self._run_dir.append_record(record)
         if error is not None and not self._has_write_error:
             reason = f"metrics.jsonl could not be written: {os_error_text(error)}"
-            self.log_message(f"warning: {reason}; its lines are kept, training goes on")
+            self.log_message(f"warning: {reason}; its lines are kept; training continues")
         self._has_write_error = error is not None
 
     def log_message(self, text: str) -> None:
@@ -198,6 +198,7 @@ class RunLogger:
             "lr": float(lr),
             "seconds": metrics.seconds,
             "waiting_seconds": metrics.waiting_seconds,
+            "data_seconds": metrics.data_seconds,
             "sent_bytes": metrics.sent_bytes,
         }
         if metrics.loss_scale is not None:

@@ -68,7 +68,7 @@ class Settings:
         is_optional=True,
         attempt="drop_last=True",
         help="leave out the samples of an epoch that do not fill a batch",
-        default_text="as the DataLoader says, or false",
+        default_text="the DataLoader's, or false",
         in_identity="if given",
     )
     order: str | None = setting(
@@ -123,7 +123,7 @@ class Settings:
         TRACE_EVERY,
         type=int,
         minimum=0,
-        help="steps between steps recorded in trace.json, besides steps 3 and 4; 0: none",
+        help="every how many steps one is recorded in trace.json, in addition to steps 3 and 4; 0: none",
     )
     name: str | None = setting(
         None,
@@ -163,7 +163,7 @@ class Settings:
         type=str,
         choices=MODES,
         check=mode_problems,
-        help="whether the least value is the best, or the greatest: min, max",
+        help="whether the lowest or the highest value is the best: min, max",
     )
     ema: float | None = setting(
         None,
@@ -179,7 +179,7 @@ class Settings:
         None,
         type=os.PathLike,
         is_optional=True,
-        help="a safetensors file of weights to begin with, or a folder of them",
+        help="initial weights: a safetensors file, or a folder of them",
         default_text="random",
         in_identity="if given",
     )
@@ -252,11 +252,13 @@ LR_SETTINGS = {
     ),
     "milestones": Setting(
         type=tuple,
-        help="lr_schedule=step: fractions of all steps at which the rate drops",
+        help="lr_schedule=step: fractions of all steps at which the learning rate drops",
         default_text="1/3, 2/3, 8/9",
     ),
-    "drop": Setting(type=float, above=0, help="lr_schedule=step: factor of the rate at each milestone"),
-    "floor": Setting(type=float, minimum=0, help="lr_schedule=linear, cosine: fraction of the rate left at the end"),
+    "drop": Setting(type=float, above=0, help="lr_schedule=step: factor of the learning rate at each milestone"),
+    "floor": Setting(
+        type=float, minimum=0, help="lr_schedule=linear, cosine: fraction of the learning rate left at the end"
+    ),
 }
 
 

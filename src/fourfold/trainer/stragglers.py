@@ -3,12 +3,10 @@
 Law: ranks exchange their busy times once in WINDOW_STEPS steps; no other step communicates for this.
 """
 
-import contextlib
 import dataclasses
 import socket
-import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 from fourfold.plan.stragglers import find_stragglers, median_step_seconds
@@ -31,19 +29,12 @@ class StragglerDetector:
     def __init__(self, step: TrainStep, log: StragglerLog) -> None:
         self._step, self._log = step, log
         self._steps: deque[dict[str, float]] = deque(maxlen=WINDOW_STEPS)
-        self._data_seconds, self._num_steps = 0.0, 0
+        self._num_steps = 0
         self._reported_ranks: set[int] = set()
 
-    @contextlib.contextmanager
-    def data_wait(self) -> Iterator[None]:
-        """Within: this rank waits for its next batch."""
-        begin = time.perf_counter()
-        yield
-        self._data_seconds = time.perf_counter() - begin
-
-    def step_done(self, step_number: int) -> None:
-        """Step `step_number` of the run has ended. Collective once in WINDOW_STEPS steps."""
-        self._steps.append({DATA: self._data_seconds, **self._step.busy_seconds})
+    def step_done(self, step_number: int, data_seconds: float | None) -> None:
+        """Step `step_number` of the run has ended, after a wait of `data_seconds`. Collective once in WINDOW_STEPS."""
+        self._steps.append({DATA: data_seconds or 0.0, **self._step.busy_seconds})
         self._num_steps += 1
         if self._num_steps % WINDOW_STEPS or self._step.plan.mesh.size == 1:
             return

@@ -29,7 +29,7 @@ class RunResult:
 def format_offload(device: str) -> str:
     """What is printed for a plan with offload = "states"."""
     if device == "cpu":
-        return 'offload = "states": optimizer states are in host memory already, as all is on CPU ranks'
+        return 'offload = "states": optimizer states are in host memory already, as everything is on CPU ranks'
     return 'offload = "states": optimizer states and weights to be updated are in host memory, where the update runs'
 
 

@@ -18,7 +18,7 @@ from typing import Any
 from fourfold.environment.atomic_file import write_atomically
 from fourfold.plan.dependencies import lane_of
 from fourfold.plan.rank_events import COLLECTIVE_LANES
-from fourfold.plan.trace_file import STEP_SPAN, Event, Trace, encode_trace
+from fourfold.plan.trace_file import DATA_SPAN, STEP_SPAN, Event, Trace, encode_trace
 from fourfold.step.train_step import TrainStep
 from fourfold.trainer.clock_offsets import clock_offsets
 from fourfold.trainer.settings import TRACE_EVERY
@@ -26,6 +26,7 @@ from fourfold.words.errors import os_error_text
 from fourfold.words.program import Action, Verb
 from fourfold.words.trace_events import (
     COMPUTE_LANE,
+    DATA_LANE,
     GATHER_LANE,
     NULL_RECORDER,
     REDUCE_LANE,
@@ -81,6 +82,9 @@ class SpanRecorder:
 
     def span(self, name: str) -> contextlib.AbstractContextManager[Any]:
         return _OpenSpan(self.spans, name, COMPUTE_LANE)
+
+    def reading(self) -> contextlib.AbstractContextManager[Any]:
+        return _OpenSpan(self.spans, DATA_SPAN, DATA_LANE)
 
     def action(self, action: Action) -> contextlib.AbstractContextManager[Any]:
         # What begins within a forward or backward is recorded where it begins.
@@ -186,7 +190,7 @@ class Tracer:
             # Training must not end for its trace, and the next sampled step writes all of it again.
             if not self._has_write_error:
                 reason = f"{TRACE_FILE} could not be written: {os_error_text(error)}"
-                self._log_message(f"warning: {reason}; its steps are kept, training goes on")
+                self._log_message(f"warning: {reason}; its steps are kept; training continues")
             self._has_write_error = True
 
     @property

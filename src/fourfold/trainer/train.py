@@ -66,8 +66,8 @@ def train(
     callbacks   objects of classes derived from `ff.Callback`, whose hooks are called on rank 0
     quiet       print nothing; otherwise rank 0 prints what `fourfold train` prints
     report      shows the progress in place of that, on rank 0
-    steps, epochs, batch_size, clip   None: the task's. The batch size is global. Not steps and epochs
-    drop_last   leave out the samples of an epoch that do not fill a batch; None: as the DataLoader says, else False
+    steps, epochs, batch_size, clip   None: the task's. The batch size is global. Steps or epochs, not both
+    drop_last   leave out the samples of an epoch that do not fill a batch; None: the DataLoader's, else False
     order, window   how samples are shuffled: see `ff.Feed`
     bad_samples  how many damaged samples, of all ranks, may be left out; faults.jsonl and the checkpoints list them
     seed        of the initial weights, the order of the samples and dropout
@@ -75,9 +75,10 @@ def train(
     trace_every      steps; steps 3 and 4 and every such step are recorded in trace.json; 0 records none
     checkpoint_every   steps; 0 never saves, otherwise the last step and every new best validation are saved too
     keep, keep_best  how many of the newest checkpoints are kept, and of the best
-    best_metric, best_mode   the validation measure that chooses the best, and whether "min" or "max" is the best
+    best_metric, best_mode   the validation metric that chooses the best checkpoint, and whether its "min" or "max" is
+                the best value
     folder, name     the run's folder is `folder`/`name`, or `folder`/`run_prefix`-1, -2 … without a name. A run that
-                exists under its name resumes from its newest good checkpoint, on any mesh; one that has finished is
+                exists under its name resumes from its newest valid checkpoint, on any mesh; one that has finished is
                 not trained again, and its result is returned
     run_prefix  see `folder`
     task_name, extra_settings   the task and its arguments as given: they go into settings.json, and are part of what
@@ -85,10 +86,11 @@ def train(
     config_text  goes into config.toml: a settings file for `fourfold train`
     argument_defaults   the task's other arguments: they go into settings.json for the report
     ema         decay of an average of the weights, which is evaluated, sampled from and saved
-    init        a plain safetensors file of weights to begin with, or a folder as `from_pretrained` has it
-    skip_nan    so many steps in a row may be skipped because the loss, or the norm where `clip` measures one, is not
+    init        initial weights: a plain safetensors file, or a folder as `save_pretrained` writes it
+    skip_nan    how many steps in a row may be skipped because the loss, or the norm where `clip` measures one, is not
                 finite; faults.jsonl lists them
-    drift_check   after so many steps, and after the last, ranks compare the weights that several of them hold; 0: never
+    drift_check   every so many steps, and after the first and the last one, ranks compare the weights that several
+                of them hold; 0: never
     rates       scales the learning rate with the batch size, warms it up and decays it; None: the task's schedule
     `settings.Settings` has the defaults.
 

@@ -51,6 +51,7 @@ class StepEvent:
     tokens     None if the inputs have no positions
     seconds, waiting_seconds   its duration on rank 0, and the part of it that rank 0 spent waiting for communication
     units_per_second   over all ranks, the mean of the last steps
+    data_seconds   how long rank 0 waited for the step's batch; not part of `seconds`
     skipped    whether `skip_nan` skipped it, because its loss or gradient was not finite
     """
 
@@ -64,6 +65,7 @@ class StepEvent:
     waiting_seconds: float
     units_per_second: float
     skipped: bool
+    data_seconds: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

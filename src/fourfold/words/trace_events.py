@@ -1,6 +1,6 @@
 """Trace events: what a rank did and when, under the names of the program.
 
-lane      a queue whose work runs one after the other: compute, reduce, send, gather
+lane      a queue whose work runs one after the other: compute, reduce, send, gather, data (this rank waits for a batch)
 span      a name on a lane, from start to stop, in nanoseconds of this host's monotonic clock
 instant   a span without length: a bucket is ready (complete on this rank), sent (launched) or done (its sum is there)
 recorder  receives the events of a step; `NULL_RECORDER` discards them
@@ -15,9 +15,9 @@ from typing import Any, NamedTuple, Protocol
 from fourfold.words.noop import noop
 from fourfold.words.program import Action, Verb
 
-COMPUTE_LANE, REDUCE_LANE, SEND_LANE, GATHER_LANE = "compute", "reduce", "send", "gather"
+COMPUTE_LANE, REDUCE_LANE, SEND_LANE, GATHER_LANE, DATA_LANE = "compute", "reduce", "send", "gather", "data"
 # A trace file has their numbers: new ones go to the end.
-LANES = (COMPUTE_LANE, REDUCE_LANE, SEND_LANE, GATHER_LANE)
+LANES = (COMPUTE_LANE, REDUCE_LANE, SEND_LANE, GATHER_LANE, DATA_LANE)
 WAIT_SPAN = "wait"
 RING_SPAN = "ring"  # a message of ring attention
 READY_EVENT, LAUNCHED_EVENT, DONE_EVENT = "ready", "sent", "done"
@@ -37,6 +37,10 @@ class Recorder(Protocol):
 
     def span(self, name: str) -> AbstractContextManager[Any]:
         """This rank does something that is not an action of the program, on the compute lane."""
+        ...
+
+    def reading(self) -> AbstractContextManager[Any]:
+        """This rank waits for its next batch, on the data lane."""
         ...
 
     def action(self, action: Action) -> AbstractContextManager[Any]:
@@ -74,6 +78,9 @@ class NullRecorder:
     _null_context = contextlib.nullcontext()
 
     def span(self, name: str) -> AbstractContextManager[Any]:
+        return self._null_context
+
+    def reading(self) -> AbstractContextManager[Any]:
         return self._null_context
 
     def action(self, action: Action) -> AbstractContextManager[Any]:

@@ -31,3 +31,9 @@ def format_bytes(num_bytes: float) -> str:
         if num_bytes >= 0.9995 * factor:
             return f"{format_three_digits(num_bytes / factor)} {unit}"
     return f"{num_bytes:.0f} B"
+
+
+def format_bytes_per_second(rate: float) -> str:
+    """What storage delivers, with decimal prefixes as its makers have them: 812 B/s, 1.23 MB/s, 4.56 GB/s."""
+    number, _, prefix = format_si(rate).partition(" ")
+    return f"{number} {prefix}B/s"

@@ -147,7 +147,7 @@ def _wait_for_note(note: Path, info: RankInfo) -> str:
             if process_id(fields["pid"]).start_ticks == fields["began"]:
                 return fields["store"]
         time.sleep(POLL_SECONDS)
-    got = f"rank 0 did not come within {HOST_TIMEOUT_SECONDS:.0f} s; rank {info.rank} looked for {note}"
+    got = f"rank 0 did not arrive within {HOST_TIMEOUT_SECONDS:.0f} s; rank {info.rank} looked for {note}"
     raise LaunchError(
         Problem(got, "ranks that see each other's processes and one temporary folder", "MASTER_ADDR=127.0.0.1")
     )
@@ -162,7 +162,7 @@ def _private_folder() -> Path:
             folder.mkdir(mode=0o700)
         status = os.lstat(folder)
         if not stat.S_ISDIR(status.st_mode):
-            why = "is no folder"
+            why = "is not a folder"
         elif status.st_uid != os.getuid():
             why = "is another user's"
         elif status.st_mode & 0o077:

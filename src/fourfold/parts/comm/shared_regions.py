@@ -92,7 +92,7 @@ class SharedRegions:
             self.check_peers()
             if waited_seconds > self._time_limit_seconds:
                 late = f"rank {self.place.ranks[index]}"
-                raise PeerError(f"{late} did not come within {self._time_limit_seconds:.0f} s")
+                raise PeerError(f"{late} did not arrive within {self._time_limit_seconds:.0f} s")
 
         self.meter.waiting_seconds += wait_until(lambda: words[word] >= count, check, self.meter.recorder)
 

@@ -21,7 +21,7 @@ def raise_grad_cleared(name: str) -> NoReturn:
 
 def raise_grad_has_graph(name: str) -> NoReturn:
     """Raise TaskError for a gradient that has a graph: its derivative would be lost in the reduction."""
-    got = f"backward(create_graph=True), which gives .grad of {name} a graph of its own"
+    got = f"backward(create_graph=True), which gives .grad of {name} a graph"
     need = "gradients without a graph: a mean over ranks has none"
     attempt = "torch.autograd.grad(loss, parameters, create_graph=True) in the loss, then backward()"
     raise TaskError(Problem(got, need, attempt))

@@ -202,7 +202,7 @@ class ShardedParams:
     def before_access(self, bucket: int) -> None:
         """An operation is about to read weights of the bucket. If it reads several, there is a call for each."""
         if self._phase is None:
-            got = "a weight used between steps: it rests split, and the parameter is a placeholder"
+            got = "a weight used between steps: it is stored split, and the parameter is a placeholder"
             attempt = "step.unsharded() to call the model, step.named_weights() to copy, step.edit() to change it"
             raise TrainingError(Problem(got, "the whole weight", attempt))
         if self._param_access.operation_index != self._operation_index:
@@ -300,8 +300,8 @@ class ShardedParams:
         if isinstance(saved, SavedTensor):
             return saved.tensor
         if self._phase is None:
-            got = "a backward outside of a step, through weights that rest split"
-            raise TrainingError(Problem(got, "backward inside the step, or weights that rest whole", "zero = 2"))
+            got = "a backward outside of a step, through weights that are stored split"
+            raise TrainingError(Problem(got, "backward inside the step, or weights that are stored whole", "zero = 2"))
         with outside_transforms(self._device.type):
             self._needed_buckets = {saved.bucket}
             self.ensure_unsharded(saved.bucket)

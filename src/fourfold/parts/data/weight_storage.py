@@ -168,7 +168,7 @@ class HostSharedWeights(ResidentWeights):
 class ShardedWeights:
     """Every rank has its shard of every bucket, and parameters are placeholders: see `WeightStorage`."""
 
-    edit_loss_reason = "between steps the parameters are placeholders, and the weights rest split"
+    edit_loss_reason = "between steps the parameters are placeholders, and the weights are stored split"
     forward_loss_reason = "they are all-gathered for each use, and a write into them is lost"
 
     def __init__(

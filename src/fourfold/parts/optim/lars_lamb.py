@@ -150,7 +150,7 @@ def _checked_group(group: ParamGroup, defaults: ParamGroup, class_name: str, *, 
     tensors = [member[1] if isinstance(member, tuple) else member for member in members]
     if not any(tensor.numel() for tensor in tensors):
         got = f"{class_name} on an empty group ({len(tensors)} parameters, no elements)"
-        need = "at least one weight: the trust ratio is made of its norm"
+        need = "at least one weight: the trust ratio is computed from its norm"
         problems.append(Problem(got, need, 'groups = [group for group in groups if group["params"]]'))
     for name in ("lr", "weight_decay", "eps", "trust"):
         if name in options and not options[name] >= 0:

@@ -98,7 +98,7 @@ class SteppedScheduler:
         try:
             return SchedulerState(self.name, self._state(), self._initial, tuple(map(_tag_values, options)))
         except NotJsonError as error:
-            need = "numbers, texts, and lists and dicts of these"
+            need = "numbers, strings, and lists and dicts of these"
             raise CheckpointError(Problem(f"the scheduler's {error}", need)) from None
 
     def _state(self) -> Options:
@@ -152,7 +152,7 @@ def _arguments_problem(factory: SchedulerFactory, error: Exception) -> Problem:
     """What torch's class says of its arguments; where a `partial` gave them, with the call to complete."""
     kind, given = getattr(factory, "func", factory), getattr(factory, "keywords", {})
     name = kind.__name__ if isinstance(kind, type) else "the scheduler"
-    got, need = f"{name} refused its arguments: {' '.join(str(error).split())}", "arguments that it accepts"
+    got, need = f"{name} rejected its arguments: {' '.join(str(error).split())}", "arguments that it accepts"
     if not isinstance(kind, type):
         return Problem(got, need)
     length = ["total_steps=steps"] if "total_steps" in _parameters(kind).keys() - given.keys() else []
@@ -178,7 +178,7 @@ def _problems(scheduler: Any, optimizer: Optimizer) -> Iterator[Problem]:
         _tag_values(scheduler.state_dict())
     except NotJsonError as error:
         attempt = "a state_dict that leaves it out, or has numbers in its place"
-        yield Problem(f"its {error}", "numbers, texts, and lists and dicts of these", attempt)
+        yield Problem(f"its {error}", "numbers, strings, and lists and dicts of these", attempt)
 
 
 def _copy_options(optimizer: Optimizer) -> list[Options]:

@@ -1,7 +1,7 @@
 """State as JSON: the values of a state_dict with tags for what JSON does not have (`plan.scheduler_state`).
 
 Law: `from_json(to_json(value))` is an equal value of the same type, for all that `to_json` takes; `from_json` makes
-only numbers, texts, tensors, and containers of these.
+only numbers, strings, tensors, and containers of these.
 """
 
 import math

@@ -44,7 +44,7 @@ class _ForbiddenState:
     """Replaces `optimizer.state` while hooks run: states rest in flat buffers, not by parameter."""
 
     def _raise(self, *_: Any, **__: Any) -> NoReturn:
-        need = "hooks that use parameters and gradients only: the states rest in flat buffers"
+        need = "hooks that use parameters and gradients only: the states are stored in flat buffers"
         raise OptimizerError(Problem("the state of the optimizer in a step hook", need, "ff.DistributedOptimizer"))
 
     __getitem__ = __setitem__ = __delitem__ = __iter__ = __len__ = __contains__ = __getattr__ = _raise

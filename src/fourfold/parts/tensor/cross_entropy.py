@@ -41,7 +41,7 @@ def cross_entropy(
 
     As `torch.nn.functional.cross_entropy(reduction="none")`, with less memory: one tensor of the logits' size and dtype
     is kept for backward, which turns it into their gradient. It can be differentiated once. Raises TaskError for
-    shapes or dtypes that do not fit, and on a CPU for targets that are no classes.
+    shapes or dtypes that do not fit, and on a CPU for targets that are not classes.
     """
     options: Any = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
     if torch.compiler.is_compiling():  # the compiler makes one kernel of torch's operations
@@ -80,6 +80,8 @@ def split_cross_entropy(
     targets  [...], the same on all ranks: numbers of classes of the whole vocabulary
     The ranks exchange three numbers per target, and with label smoothing a fourth.
     """
+    if vocabulary.group is not None:
+        vocabulary.group.meet("the cross entropy of logits that are split by vocabulary")
     _check_arguments(logits, targets, vocabulary, label_smoothing)
     return _compute(logits, targets, vocabulary, ignore_index=ignore_index, label_smoothing=label_smoothing)
 
@@ -147,7 +149,7 @@ def _check_targets(flat_N: Tensor, is_ignored_N: Tensor, num_classes: int) -> No
     if is_wrong_N.any():
         wrong = flat_N[is_wrong_N]
         values = f"{wrong.min()}" if wrong.min() == wrong.max() else f"{wrong.min()} to {wrong.max()}"
-        got = f"{len(wrong)} of {len(flat_N)} targets that are no classes: {values}"
+        got = f"{len(wrong)} of {len(flat_N)} targets that are not classes: {values}"
         attempt = "ignore_index=… for targets that do not count"
         raise TaskError(Problem(got, f"0 to {num_classes - 1}", attempt), where="the targets of cross_entropy()")
 

@@ -5,9 +5,10 @@ first rank's, on all of them.
 """
 
 import torch
+from torch import nn
 
 from fourfold.parts.comm.communicator import Communicator
-from fourfold.parts.deferred_init import InitialModel
+from fourfold.parts.deferred_init import InitialModel, InitialWeights
 from fourfold.parts.tensor.layers import split_layer
 from fourfold.parts.tensor.split_region import SplitRegion
 from fourfold.plan.tensor_layout import TensorLayout
@@ -18,14 +19,12 @@ from fourfold.plan.tensor_shard import TensorShard
 def cut_model(initial: InitialModel, layout: TensorLayout, region: SplitRegion, tensor_ranks: Communicator) -> None:
     """Cut a model in place. Collective: the first rank's parameters and buffers go to all.
 
+    Of parameters whose parts can be had by themselves, such as those in files, each rank has its own.
     Parameters stay the same objects, so an optimizer made of them goes on with the shards.
     """
     model, index = initial.model, tensor_ranks.rank
     for name, parameter in model.named_parameters():  # each tied parameter once
-        shard = layout.shards[name][index]
-        whole = initial.weights.whole(parameter)  # if weights are deferred: one at a time
-        tensor_ranks.broadcast(whole)
-        parameter.data = whole if shard.is_whole else local_part(whole, shard)
+        parameter.data = _own_part(initial.weights, parameter, layout.shards[name][index], tensor_ranks)
     for buffer in model.buffers():
         tensor_ranks.broadcast(buffer)
     for name, counts in layout.counts.items():
@@ -37,6 +36,18 @@ def cut_model(initial: InitialModel, layout: TensorLayout, region: SplitRegion, 
         prefix = f"{name}." if name else ""
         own = {key: layout.shards[f"{prefix}{key}"][index] for key, _ in module.named_parameters(recurse=False)}
         split_layer(module, style, region, own)
+
+
+def _own_part(
+    weights: InitialWeights, parameter: nn.Parameter, shard: TensorShard, tensor_ranks: Communicator
+) -> torch.Tensor:
+    """This rank's part of a parameter's initial values. Collective."""
+    part = None if shard.is_whole else weights.part(parameter, shard)
+    if part is not None:
+        return part
+    whole = weights.whole(parameter)  # if weights are deferred: one at a time
+    tensor_ranks.broadcast(whole)
+    return whole if shard.is_whole else local_part(whole, shard)
 
 
 def local_part(whole: torch.Tensor, shard: TensorShard) -> torch.Tensor:

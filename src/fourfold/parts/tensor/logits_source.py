@@ -101,6 +101,8 @@ class Source:
     def _make_whole(self) -> None:
         with torch.inference_mode(False), torch.enable_grad(), _without_transforms():
             if self._parent is None or self._operation is None:
+                assert self.vocabulary.group is not None
+                self.vocabulary.group.meet("the whole logits")
                 self.gathered = gather_classes(self.local, self.vocabulary)
             else:
                 self.gathered = self._operation(self._parent.whole)

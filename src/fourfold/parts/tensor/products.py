@@ -1,10 +1,11 @@
 """Products: the matrix products of split linear layers, with the sums over tensor ranks that belong to them.
 
 column  output features are split; in backward the gradient of the input is summed while that of the weight is computed
-row     input features are split; in forward the product is computed where the other ranks read it, and summed
+row     input features are split; in forward the product is computed where the other ranks read it, and summed; where
+        sums travel, chunk by chunk
 Law: values and gradients are those of `F.linear`, with the sums of `SplitRegion`.
 
-N out features · F in features, of which the split ones are those here
+R rows · N out features · F in features, of which the split ones are those here
 
 Source: the overlap in backward is that of Megatron-LM (`LinearWithGradAccumulationAndAsyncCommunication`).
 """
@@ -71,8 +72,13 @@ class RowProduct(torch.autograd.Function):
         if ctx.autocast["enabled"] or input.dtype != weight.dtype or input.ndim < 2:
             return group.all_reduce(F.linear(input, weight))  # casts, or raises its own error
         product = group.buffer((*input.shape[:-1], weight.shape[0]), input.dtype)
-        torch.mm(input.flatten(0, -2), weight.t(), out=product.view(-1, weight.shape[0]))
-        return group.all_reduce(product)
+        input_RF, product_RN = input.flatten(0, -2), product.view(-1, weight.shape[0])
+        num_chunks = group.num_chunks(product.nbytes)
+        if num_chunks == 1:
+            torch.mm(input_RF, weight.t(), out=product_RN)
+            return group.all_reduce(product)
+        _add_by_chunks(input_RF, weight, product_RN, group, num_chunks)
+        return product
 
     @staticmethod
     @once_differentiable
@@ -82,6 +88,18 @@ class RowProduct(torch.autograd.Function):
         with torch.autocast(**ctx.autocast):
             grad_weight = grad.flatten(0, -2).t() @ input.flatten(0, -2) if needs_weight else None
             return grad @ weight if needs_input else None, grad_weight, None
+
+
+def _add_by_chunks(input_RF: Tensor, weight_NF: Tensor, out_RN: Tensor, group: TensorGroup, num_chunks: int) -> None:
+    """The ranks' sum of the products. The sum of a chunk of rows travels while the next chunk is computed."""
+    finish = None
+    for input, out in zip(input_RF.chunk(num_chunks), out_RN.chunk(num_chunks), strict=True):
+        torch.mm(input, weight_NF.t(), out=out)
+        if finish:
+            finish()
+        finish = group.all_reduce_async(out)
+    if finish:
+        finish()
 
 
 def _autocast_options(input: Tensor) -> dict[str, Any]:

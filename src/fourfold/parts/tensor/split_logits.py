@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fourfold.parts.comm.tensor.protocol import TensorGroup
 from fourfold.parts.dropped_arguments import restore_arguments
 from fourfold.parts.tensor.cross_entropy import Vocabulary
 from fourfold.parts.tensor.logits_source import Source, gather_classes
@@ -75,8 +76,22 @@ class SplitLogits(Tensor):
 def split_logits(local: Tensor, vocabulary: Vocabulary) -> Tensor:
     """The logits of all classes, of which each rank of the group holds `local`; whole at once if nothing is trained."""
     if torch.is_grad_enabled() and local.requires_grad and not are_transforms_active():
-        return _in_graph(Source(local, vocabulary))
+        return _in_graph(Source(_MeetInBackward.apply(local, vocabulary.group), vocabulary))
     return gather_classes(local, vocabulary)
+
+
+class _MeetInBackward(torch.autograd.Function):
+    """The same values. In backward the ranks meet: one of them may have gathered logits, alone."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, group: TensorGroup) -> Tensor:
+        ctx.group = group
+        return local.detach()  # not a view, which would keep its base alive
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        ctx.group.meet("the backward of logits that are split by vocabulary")
+        return grads[0], None
 
 
 def whole_logits(tensor: Tensor) -> Tensor:

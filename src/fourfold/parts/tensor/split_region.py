@@ -124,7 +124,8 @@ class SplitRegion:
         Raises TaskError if these are no rows of the tensor that was split.
         """
         count, group = self._count, self.group
-        count.resume()
+        _check_dims(rows, where)
+        count.resume(rows, group)
         _check_rows(rows, count.value, group, where)
         whole = GatherTokens.apply(rows, count, group)
         if torch.is_grad_enabled():
@@ -163,12 +164,11 @@ def _check_dims(hidden: Tensor, where: str) -> None:
 
 
 def _check_rows(rows: Tensor, length: int | None, group: TensorGroup, where: str) -> None:
-    _check_dims(rows, where)
     start, stop = (0, -1) if length is None else token_range(length, group)
     if rows.shape[-2] != stop - start:
         tokens = "none" if length is None else f"{stop - start} of {length}"
         got = f"{rows.shape[-2]} tokens for {where}, where this rank should have {tokens}"
-        need = "the first block before the others, and between blocks only what works on each token by itself"
+        need = "the first block before the others, and between blocks only what works on each token independently"
         raise TaskError(Problem(got, need, 'residual = "whole"'), where="the tensor axis")
 
 

@@ -29,16 +29,20 @@ class TokenCount:
 
     def __init__(self) -> None:
         self.value: int | None = None
-        self._before: int | None = None
 
     def end(self) -> None:
         """The end of a forward."""
-        self._before, self.value = self.value, None
+        self.value = None
 
-    def resume(self) -> None:
-        """Where a checkpoint runs the end of a forward for the second time: the count of the last forward."""
+    def resume(self, rows: Tensor, group: TensorGroup) -> None:
+        """Where a checkpoint runs the end of a forward for the second time: the ranks count their rows. Collective.
+
+        A reentrant one does so before anything of this forward's graph has run, and other forwards may have had
+        other lengths.
+        """
         if self.value is None and is_in_backward():
-            self.value = self._before
+            own = torch.tensor([rows.shape[-2]], device=rows.device)
+            self.value = int(group.all_gather(own, 0).sum())
 
 
 def token_range(length: int, group: TensorGroup) -> tuple[int, int]:

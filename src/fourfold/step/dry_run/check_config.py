@@ -50,17 +50,21 @@ def find_memory_fit(
 
     `num_activations` is how many numbers autograd keeps of a forward.
     """
+    elements = sum(p.numel() for p in model.parameters())
+    weight_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+    # The weights and their gradients.
+    float64_bytes = 2 * 8 * elements + 8 * num_activations
+    return fit_of_bytes(float64_bytes, 2 * weight_bytes, device, num_local_ranks=num_local_ranks)
+
+
+def fit_of_bytes(
+    float64_bytes: int, model_dtype_bytes: int, device: torch.device, *, num_local_ranks: int
+) -> MemoryFit:
+    """Whether so many bytes of each rank fit into the free memory of this device, which `num_local_ranks` share."""
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0]
     elif device.type == "cpu":
         free = psutil.virtual_memory().available
     else:
         return MemoryFit()
-    elements = sum(p.numel() for p in model.parameters())
-    weight_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
-    # The weights and their gradients.
-    float64_bytes = 2 * 8 * elements + 8 * num_activations
-    return MemoryFit(
-        fits_float64=float64_bytes * num_local_ranks <= free,
-        fits_model_dtype=2 * weight_bytes * num_local_ranks <= free,
-    )
+    return MemoryFit(float64_bytes * num_local_ranks <= free, model_dtype_bytes * num_local_ranks <= free)

@@ -52,7 +52,7 @@ class LossComparison(NamedTuple):
         if not self.kinks:
             return None
         got = f"a scalar loss: a mean over the batch that passes through {', '.join(dict.fromkeys(self.kinks))}"
-        need = "sums and multiples of means: in a later batch, one part may lie beyond the kink and the full batch not"
+        need = "sums and multiples of means: later, one part may be beyond the kink while the full batch is not"
         attempt = "the function on unreduced values; or (loss * n, n), which trains the mean of the parts' losses"
         return Problem(got, need, attempt)
 

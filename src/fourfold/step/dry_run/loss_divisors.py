@@ -2,7 +2,7 @@
 
 divisor  a scalar that is not trained: `mask.sum()` in `values.sum() / mask.sum()`, or the number of elements of a mean
 fixed    a divisor that does not change with the number of samples: the 2 of `(a + b) / 2`
-Law: a mean made by hand adds up as long as its divisors are proportional to the weights of the parts of a batch, and
+Law: a hand-written mean adds up as long as its divisors are proportional to the weights of the parts of a batch, and
 its fixed divisors are the same for all parts.
 
 Only the final nodes are read (`loss_graph.py`). A division further back, such as by weights that sum to 1, is not

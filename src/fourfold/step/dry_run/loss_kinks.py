@@ -17,7 +17,7 @@ from torch import Tensor
 # Names of autograd's nodes without "Backward0".
 from fourfold.parts.torch_private import grad_shapes, saved_maximum, saved_minimum
 from fourfold.step.dry_run.loss_graph import Node, op_name, topological_order
-from fourfold.step.torch_losses import LossCall
+from fourfold.step.torch_losses import NONNEGATIVE_LOSSES, LossCall
 
 KINKED_OPS = frozenset(
     {"Abs", "Amax", "Amin", "Clamp", "ClampMax", "ClampMin", "Fmax", "Fmin", "Hardtanh", "HuberLoss", "LeakyRelu"}
@@ -28,7 +28,7 @@ KINKED_OPS = frozenset(
 def find_kinks(value: Tensor, calls: Sequence[LossCall], outputs: Iterable[Tensor]) -> Sequence[str]:
     """The names of all kinks between a scalar and means over the batch, or outputs with a row for each sample."""
     ends = {tensor.grad_fn for tensor in (*(call.value for call in calls), *outputs)} - {None}
-    nonnegative = {call.value.grad_fn for call in calls if call.is_nonnegative} - {None}
+    nonnegative = {call.value.grad_fn for call in calls if call.name in NONNEGATIVE_LOSSES} - {None}
     if value.grad_fn is None or not ends:
         return []
     depends_on_ends, kinks = set(ends), []

@@ -1,6 +1,6 @@
 """Dry run of the sequence axis, on one rank: before the first step, a model runs on a few tokens, full and sharded.
 
-unchanged run  the model as it is, on all tokens of a few samples: outputs for the loss, and attention made by hand
+unchanged run  the model as it is, on all tokens of a few samples: outputs for the loss, and hand-written attention
 check          full sequences against this rank's tokens alone, forward and backward, in float64 and with random
                weights (`shard_comparison.py`); if that is unavailable, the next one of `SEQUENCE_CHECKS`
 Law: if the shard has the same keys, values, masks, outputs and gradients as the full sequences, call by call, then
@@ -157,7 +157,7 @@ class SequenceDryRun:
         return DryRunResult([], self._num_calls, outputs, gradients, config, fallback_reason)
 
     def _notice_manual_attention(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Note attention made by hand, so that a message can name it."""
+        """Note hand-written attention, so that a message can name it."""
         if func is F.multi_head_attention_forward and kwargs.get("need_weights", True):
             self._manual_attention.append(
                 f"{self._tracker.current_module_name} (nn.MultiheadAttention with need_weights=True)"
@@ -179,7 +179,7 @@ class SequenceDryRun:
         attempt = "scaled_dot_product_attention(q, k, v, is_causal=…)"
         if any("need_weights" in manual for manual in self._manual_attention):
             attempt = "need_weights=False"
-        return Problem(f"sp > 1 and attention made by hand at {self._manual_attention[0]}", ATTENTION_ONLY, attempt)
+        return Problem(f"sp > 1 and hand-written attention at {self._manual_attention[0]}", ATTENTION_ONLY, attempt)
 
     def _explain_mismatch(self, comparison: ShardComparison, error: ShardMismatch) -> Problem:
         """What is wrong if the replay differs from the full sequences, with the place if it can be found."""

@@ -14,12 +14,12 @@ from torch import nn
 
 from fourfold.parts.comm.communicator import Communicator
 from fourfold.step.batch import POSITION_KEYS, has_token_dim, num_samples, unpack_batch
-from fourfold.step.dry_run.check_config import MemoryFit, find_memory_fit
+from fourfold.step.dry_run.check_config import MemoryFit, find_memory_fit, fit_of_bytes
 from fourfold.step.dry_run.loss_check import summarize_error
 from fourfold.step.sequence.dry_run import truncate_batch
 from fourfold.step.sequence.transformers import install_attention
-from fourfold.step.tensor.draw_slices import DrawSlices, FoundDraw, slices_mismatch
-from fourfold.step.tensor.dry_run import Findings, TensorDryRun
+from fourfold.step.tensor.draw_slices import DrawSlices, FoundDraw, slices_mismatch, with_slices_of_one_token
+from fourfold.step.tensor.dry_run import Findings, TensorDryRun, TensorMemoryFit
 from fourfold.step.tensor.rule_problems import GradMismatch, RuleProblems
 from fourfold.step.tensor.tensor_axis import TensorAxis
 from fourfold.step.tensor_tree import tree_map
@@ -27,6 +27,9 @@ from fourfold.words.errors import Problem, TaskError
 
 DRY_RUN_SAMPLES = 2
 DRY_RUN_TOKENS = 256
+NUM_LARGEST = (
+    4  # of the largest weight: random numbers of its size, in float64, become the weight, which has a gradient
+)
 TOKEN_KEYS = (*POSITION_KEYS, "input_ids", "tokens")
 log = logging.getLogger("fourfold")
 
@@ -59,6 +62,7 @@ class CollectiveTensorDryRun:
         reports = self._world.all_gather_json(self._report(findings, has_samples=has_samples))
         if findings.error is not None:
             raise findings.error
+        _complete_draws(reports)
         self._judge(reports)
         if any(report["has_samples"] for report in reports):
             self._finished_modes.add(self._model.training)
@@ -78,14 +82,17 @@ class CollectiveTensorDryRun:
         index = self._axis.group.index
         for rank, report in enumerate(reports):
             if report["tp_ranks"][index] == rank and report["has_samples"] and not report["unavailable"]:
-                found = [FoundDraw.from_json(*draw) for draw in report["draws"]]
-                self._draw_slices.learn(found, training=self._model.training)
+                self._draw_slices.learn(report["draws"], training=self._model.training)
                 return
 
-    def _find_memory_fit(self) -> MemoryFit:
+    def _find_memory_fit(self) -> TensorMemoryFit:
         """What fits into memory on every rank. Collective."""
-        local = find_memory_fit(self._axis.structure, self._world.device, num_local_ranks=self._world.world.local_size)
-        return MemoryFit(*map(all, zip(*self._world.all_gather_json(local), strict=True)))
+        options: dict[str, Any] = {"num_local_ranks": self._world.world.local_size}
+        held = find_memory_fit(self._axis.structure, self._world.device, **options)
+        drawn = fit_of_bytes(*drawn_bytes(self._axis), self._world.device, **options)
+        columns = zip(*self._world.all_gather_json([*held, *drawn]), strict=True)
+        all_fit = list(map(all, columns))
+        return TensorMemoryFit(MemoryFit(*all_fit[:2]), MemoryFit(*all_fit[2:]))
 
     def _report(self, findings: Findings, *, has_samples: bool) -> dict[str, Any]:
         error = None if findings.error is None else summarize_error(findings.error)
@@ -105,7 +112,7 @@ class CollectiveTensorDryRun:
             problem = words.gradients([[GradMismatch(*each) for each in report["gradients"]] for report in mine])
             problems += [problem] if problem is not None else []
             if not problems and not any(report["out_of_step"] for report in mine):
-                problem = slices_mismatch([[FoundDraw.from_json(*draw) for draw in each["draws"]] for each in mine])
+                problem = slices_mismatch([report["draws"] for report in mine])
                 problems += [problem] if problem is not None else []
         if not problems and any(report["out_of_step"] for report in reports):
             got = "tensor ranks that sum different tensors in one forward or backward"
@@ -122,6 +129,28 @@ class CollectiveTensorDryRun:
             log.warning("the dry run of tp = %d compared nothing, so the tensor rules are unchecked: %s", size, reason)
         elif reason := next((report["fallback"] for report in reports if report["fallback"]), ""):
             log.warning("the dry run of tp = %d compared in the model's own dtype, not in float64: %s", size, reason)
+
+
+def _complete_draws(reports: Sequence[dict[str, Any]]) -> None:
+    """Put the draws that the ranks have found in place of the lists that they have sent."""
+    for group in {tuple(report["tp_ranks"]) for report in reports}:
+        mine = [reports[rank] for rank in group]
+        found = [[FoundDraw.from_json(*draw) for draw in report["draws"]] for report in mine]
+        for report, draws in zip(mine, with_slices_of_one_token(found), strict=True):
+            report["draws"] = draws
+
+
+def drawn_bytes(axis: TensorAxis) -> tuple[int, int]:
+    """Bytes of weights and gradients where whole weights are drawn one at a time: in float64, and in the model's dtype.
+
+    This rank's parts, and two gradients of each; of the largest weight the random numbers, itself and its gradient.
+    """
+    own = dict(axis.structure.named_parameters())
+    local = {name: axis.shards[name].num_elements for name in own}
+    num_elements = 3 * sum(local.values()) + NUM_LARGEST * max(p.numel() for p in own.values())
+    widest = max(p.element_size() for p in own.values())
+    num_bytes = 3 * sum(local[name] * p.element_size() for name, p in own.items())
+    return 8 * num_elements, num_bytes + NUM_LARGEST * max(max(8, widest) * p.numel() for p in own.values())
 
 
 def _first_samples(inputs: Any) -> list[Any]:

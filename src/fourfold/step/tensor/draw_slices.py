@@ -186,7 +186,7 @@ class DrawSlices:
         if _are_equal(parts) or number == len(parts) or (number < len(parts) and not is_last):
             return
         got = f"{name} draws for whole and for split tensors, {len(parts)} times in the dry run and {number} times now"
-        raise _error(got, "the same draws in each forward", "a dropout module of its own for each place")
+        raise _error(got, "the same draws in each forward", "a separate dropout module for each place")
 
 
 def _are_equal(parts: Sequence[DrawSlice | None]) -> bool:
@@ -195,6 +195,20 @@ def _are_equal(parts: Sequence[DrawSlice | None]) -> bool:
 
 def _error(got: str, need: str, attempt: str) -> TaskError:
     return TaskError(Problem(got, need, attempt), where="the tensor axis")
+
+
+def with_slices_of_one_token(by_rank: Sequence[Sequence[FoundDraw]]) -> list[list[FoundDraw]]:
+    """The draws of the tensor ranks of a place, of a dry run that may have had one token.
+
+    The first rank has all of it then, and takes its slice for a whole tensor; the others have none of it.
+    """
+    found = [list(draws) for draws in by_rank]
+    for number, (draw, *others) in enumerate(zip(*found, strict=False)):
+        parts = {None if other.part is None else other.part._replace(ranges=()) for other in others}
+        part = parts.pop() if len(parts) == 1 else None
+        if draw.part is None and part is not None and part.is_of_tokens:
+            found[0][number] = FoundDraw(draw.module, part._replace(ranges=((0, 1),)))
+    return found
 
 
 def slices_mismatch(by_rank: Sequence[Sequence[FoundDraw]]) -> Problem | None:

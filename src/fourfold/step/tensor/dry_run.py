@@ -1,6 +1,7 @@
 """Dry run of the tensor axis, on one rank: the whole model and the model that is cut run on a few samples.
 
-whole     the modules from before the cut, with random weights, on this rank alone: outputs and gradients
+whole     the modules from before the cut, with random weights, on this rank alone: outputs and gradients. Where all
+          whole weights do not fit into memory, they are there one at a time
 cut       the model with this rank's parts of the same weights, with the other tensor ranks
 findings  what differs, for the ranks to judge together
 Law: the whole run sends nothing. In the cut run a rank that fails tells the others at their next collective, so none
@@ -9,7 +10,7 @@ waits for it.
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,6 @@ from torch.overrides import TorchFunctionMode
 
 from fourfold.parts.comm.tensor.checked import CallMismatch, CheckedTensorGroup
 from fourfold.parts.data.param_access import METADATA_FUNCTIONS
-from fourfold.parts.tensor.cut import local_part
 from fourfold.parts.torch_private import swapped_state
 from fourfold.plan.tensor_shard import TensorShard
 from fourfold.step.batch_statistics import frozen_statistics
@@ -32,16 +32,29 @@ from fourfold.step.dry_run.random_weights import cast_real, copy_buffers, random
 from fourfold.step.model_call import call_model
 from fourfold.step.sequence.tolerance import gradient_tolerance_of, is_close
 from fourfold.step.tensor.draw_slices import FoundDraw
+from fourfold.step.tensor.drawn_weights import DrawnWeights, HeldWeights, WeightSource
 from fourfold.step.tensor.module_trace import ModuleTrace, TensorPlace, first_difference
 from fourfold.step.tensor.rule_problems import GradMismatch, RuleProblems, split_dims
 from fourfold.step.tensor.split_randomness import Draw, DrawRecorder, find_draws
 from fourfold.step.tensor.tensor_axis import TensorAxis
-from fourfold.step.tensor.whole_model import draw_whole_weights, local_weights
+from fourfold.step.tensor.whole_model import RandomWeights
 from fourfold.step.tensor_tree import tree_leaves, tree_map
 from fourfold.words.errors import PeerError, Problem, TaskError
 
 SEED = 13
 Weights = Mapping[str, nn.Parameter]
+
+
+class TensorMemoryFit(NamedTuple):
+    """Which dry runs fit into memory: with all whole weights held, and with each drawn where it is used."""
+
+    held: MemoryFit = MemoryFit()
+    drawn: MemoryFit = MemoryFit()
+
+    def ways(self) -> list[tuple[torch.dtype | None, Callable[..., WeightSource]]]:
+        """The dtype (None: the model's) and the source of whole weights of each way, the strictest first."""
+        fits = zip((torch.float64, None), *self, strict=True)
+        return [(dtype, HeldWeights if held else DrawnWeights) for dtype, held, drawn in fits if held or drawn]
 
 
 class Findings(NamedTuple):
@@ -90,7 +103,7 @@ class TensorDryRun:
         self._place = TensorPlace(axis.group.index, axis.group.size, axis.splits_tokens)
         self._problems = RuleProblems(model, axis)
 
-    def run(self, samples: Sequence[Any], memory_fit: MemoryFit) -> Findings:
+    def run(self, samples: Sequence[Any], memory_fit: TensorMemoryFit) -> Findings:
         """Compare the models on the first of these inputs that the whole model takes. Collective on the tensor ranks.
 
         Raises PeerError only.
@@ -107,13 +120,14 @@ class TensorDryRun:
                 group.finish(has_failed=True)
             return Findings(error=error)
 
-    def _run_checked(self, samples: Sequence[Any], memory_fit: MemoryFit, group: CheckedTensorGroup) -> Findings:
-        dtypes = [torch.float64] * memory_fit.fits_float64 + [None] * memory_fit.fits_model_dtype
-        reasons = [] if memory_fit.fits_float64 else ["the whole model does not fit into memory in float64"]
+    def _run_checked(self, samples: Sequence[Any], memory_fit: TensorMemoryFit, group: CheckedTensorGroup) -> Findings:
+        ways = memory_fit.ways()
+        has_float64 = any(dtype is not None for dtype, _ in ways)
+        reasons = [] if has_float64 else ["the model does not fit into memory in float64"]
         error: Exception | None = None
-        for number, (inputs, dtype) in enumerate(itertools.product(samples, dtypes)):
+        for number, (inputs, (dtype, source)) in enumerate(itertools.product(samples, ways)):
             try:
-                whole = self._run_whole(inputs, dtype)
+                whole = self._run_whole(inputs, dtype, source)
             except CheckUnavailable as unavailable:
                 reasons.append(str(unavailable))
                 continue
@@ -132,7 +146,7 @@ class TensorDryRun:
         if error is not None:
             raise error
         group.finish(has_failed=False)
-        return Findings(unavailable="; ".join(dict.fromkeys(reasons)) or "the whole model does not fit into memory")
+        return Findings(unavailable="; ".join(dict.fromkeys(reasons)) or "the model does not fit into memory")
 
     # ---- both models --------------------------------------------------------------------------------
 
@@ -159,23 +173,25 @@ class TensorDryRun:
 
     # ---- whole --------------------------------------------------------------------------------------
 
-    def _run_whole(self, inputs: Any, dtype: torch.dtype | None) -> WholeRun:
+    def _run_whole(
+        self,
+        inputs: Any,
+        dtype: torch.dtype | None,
+        source: Callable[[RandomWeights, Mapping[str, TensorShard]], WeightSource],
+    ) -> WholeRun:
         structure = self._axis.structure
         for module, before in zip(self._model.modules(), structure.modules(), strict=True):
             before.training = module.training
-        weights = draw_whole_weights(self._model, self._shards, dtype, self._device)
-        parts = local_weights(weights, self._shards)
-        with self._computing(structure, weights, dtype):
+        random_weights = RandomWeights(self._model, self._shards, dtype, self._device)
+        parts, weights = random_weights.local(), source(random_weights, self._shards)
+        with self._computing(structure, weights.parameters, dtype), weights:
             run = self._forward(structure, _cast(inputs, dtype), ModuleTrace(structure))
             if not all(bool(each.isfinite().all()) for each in run.outputs if each.requires_grad):
                 raise CheckUnavailable("outputs that are not finite")
             upstream = _random_upstream(run.outputs)
             run_backward(run.outputs, upstream)
-        gradients = {
-            name: torch.zeros_like(parts[name]) if p.grad is None else local_part(p.grad, self._shards[name])
-            for name, p in weights.items()
-            if p.requires_grad
-        }
+        found = weights.local_gradients()
+        gradients = {name: found.get(name, torch.zeros_like(p)) for name, p in parts.items() if p.requires_grad}
         if not all(bool(each.isfinite().all()) for each in gradients.values()):
             raise CheckUnavailable("gradients that are not finite")
         return WholeRun(run._replace(outputs=[each.detach() for each in run.outputs]), parts, gradients, upstream)

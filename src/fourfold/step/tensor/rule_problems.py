@@ -20,7 +20,7 @@ from fourfold.step.tensor.tensor_axis import TensorAxis
 from fourfold.words.errors import Problem
 
 NEED = "rules by which a model that is cut computes what the whole model does"
-TOKENWISE = "what works on each token by itself, but for the modules that contain column layers"
+TOKENWISE = "what works on each token independently, except in modules that contain column layers"
 RATIO_TOLERANCE = 1e-6
 
 

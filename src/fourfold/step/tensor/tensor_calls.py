@@ -5,16 +5,10 @@ Law: the first collective of every call in a tensor group is the same, whatever 
 calls meet in it, over shared memory and over messages, and raise DivergenceError.
 """
 
-import zlib
-
-import torch
-
 from fourfold.parts.comm.communicator import Communicator
-from fourfold.parts.comm.reduce.divergence_report import divergence_error
 from fourfold.parts.comm.reduce.protocol import CallChecker
+from fourfold.parts.comm.tensor.call_check import NO_DIGEST, compare_calls
 from fourfold.parts.comm.tensor.protocol import TensorGroup
-
-NO_BATCH = 0
 
 
 class TensorCalls:
@@ -41,14 +35,9 @@ class TensorCalls:
         Raises DivergenceError.
         """
         if self._group.size > 1:
-            self.agree(NO_BATCH, part)
+            self.agree(NO_DIGEST, part)
 
     def agree(self, digest: int, part: str = "") -> list[int]:
         """As `meet`. Returns the digests of all tensor ranks."""
         name, newline, options = self._call.partition("\n")
-        call = f"{part and f'{part} of '}{name}{newline}{options}"
-        own = torch.tensor([[zlib.crc32(call.encode()), digest]], device=self.ranks.device)
-        calls, digests = self._group.all_gather(own, 0).T.tolist()
-        if len(set(calls)) > 1:
-            raise divergence_error(dict(zip(self.ranks.ranks, self.ranks.all_gather_json(call), strict=True)))
-        return digests
+        return compare_calls(self._group, self.ranks, f"{part and f'{part} of '}{name}{newline}{options}", digest)

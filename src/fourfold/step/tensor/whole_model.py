@@ -5,10 +5,11 @@ Law: all ranks draw the same weights, each from a seed of its own name, and a ra
 """
 
 import copy
+import math
 from collections.abc import Mapping
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fourfold.parts.tensor.cut import local_part
 from fourfold.plan.tensor_shard import TensorShard
@@ -32,37 +33,53 @@ def copy_structure(model: nn.Module) -> nn.Module:
         raise TaskError(Problem(got, need, attempt)) from error
 
 
-@torch.no_grad()
-def draw_whole_weights(
-    model: nn.Module, shards: Mapping[str, TensorShard], dtype: torch.dtype | None, device: torch.device
-) -> dict[str, nn.Parameter]:
-    """Whole parameters in the shapes of a model that has been cut; integers are its own.
+class RandomWeights:
+    """Whole parameters in the shapes of a model that has been cut, drawn by name; integers are the model's own."""
 
-    dtype  of what is drawn; None: of the parameter
-    Raises CheckUnavailable for parameters that are split and are integers.
-    """
-    drawn = {}
-    for name, p in model.named_parameters():
-        if not (p.is_floating_point() or p.is_complex()):
-            if not shards[name].is_whole:
+    def __init__(
+        self, model: nn.Module, shards: Mapping[str, TensorShard], dtype: torch.dtype | None, device: torch.device
+    ) -> None:
+        """`dtype`: of what is drawn; None: of the parameter. Raises CheckUnavailable for integers that are split."""
+        self._own = dict(model.named_parameters())
+        self._shards, self._dtype, self._device = shards, dtype, device
+        for name, p in self._own.items():
+            if not self._is_drawn(p) and not shards[name].is_whole:
                 raise CheckUnavailable(f"{name} is split, and {str(p.dtype).removeprefix('torch.')}")
-            drawn[name] = nn.Parameter(p.detach().clone(), requires_grad=False)
-            continue
-        numbers = draw_weight(name, shards[name].shape, device)
+
+    @torch.no_grad()
+    def whole(self, name: str) -> Tensor:
+        """A whole parameter's values, the same in every call."""
+        p, shape = self._own[name], self._shards[name].shape
+        if not self._is_drawn(p):
+            return p.detach().clone()
+        numbers = draw_weight(name, shape, self._device)
         if p.is_complex():
-            numbers = torch.complex(numbers, draw_weight(f"{name} (imaginary)", shards[name].shape, device))
-        numbers = numbers.to(p.dtype) if dtype is None else cast_real(numbers, dtype)
-        drawn[name] = nn.Parameter(numbers, requires_grad=p.requires_grad)
-    return drawn
+            numbers = torch.complex(numbers, draw_weight(f"{name} (imaginary)", shape, self._device))
+        return numbers.to(p.dtype) if self._dtype is None else cast_real(numbers, self._dtype)
 
+    def held(self) -> dict[str, nn.Parameter]:
+        """All whole parameters."""
+        return {name: nn.Parameter(self.whole(name), p.requires_grad) for name, p in self._own.items()}
 
-@torch.no_grad()
-def local_weights(whole: Mapping[str, nn.Parameter], shards: Mapping[str, TensorShard]) -> dict[str, nn.Parameter]:
-    """This rank's parts of whole parameters."""
-    return {
-        name: nn.Parameter(
-            p.detach().clone() if shards[name].is_whole else local_part(p.detach(), shards[name]),
-            requires_grad=p.requires_grad,
-        )
-        for name, p in whole.items()
-    }
+    def local(self) -> dict[str, nn.Parameter]:
+        """This rank's parts of all parameters. Of the whole ones, one is in memory at a time."""
+        return {
+            name: nn.Parameter(local_part(self.whole(name), self._shards[name]), p.requires_grad)
+            for name, p in self._own.items()
+        }
+
+    @torch.no_grad()
+    def placeholders(self) -> dict[str, nn.Parameter]:
+        """Parameters in the shapes of the whole ones that have one element of memory: NaN. Integers are whole."""
+        made = {}
+        for name, p in self._own.items():
+            like = (
+                torch.full((), math.nan, dtype=p.dtype, device=self._device) if self._is_drawn(p) else self.whole(name)
+            )
+            like = cast_real(like, self._dtype).expand(self._shards[name].shape)
+            made[name] = nn.Parameter(like, p.requires_grad)
+        return made
+
+    @staticmethod
+    def _is_drawn(p: Tensor) -> bool:
+        return p.is_floating_point() or p.is_complex()

@@ -33,7 +33,7 @@ class LoggedRun:
             record = json.loads(path.read_text())
             self.run_id, self._step, self._evaluated = str(record["run"]), int(record["step"]), int(record["evaluated"])
         except (ValueError, KeyError, TypeError):
-            raise ValueError(f"{path} is damaged; without it a new run is begun there") from None
+            raise ValueError(f"{path} is damaged; without it, a new run starts there") from None
 
     def set_run(self, run_id: str) -> None:
         """From now on the folder belongs to this run of the service."""

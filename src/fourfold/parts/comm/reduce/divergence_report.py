@@ -33,7 +33,7 @@ def divergence_error(
         return _option_divergence_error(names[next(iter(options))], options, attempt)
     rows = _group_by_text(names)
     got = "; ".join(f"{_format_ranks(ranks, 'is', 'are')} at {call}" for call, ranks in rows)
-    attempt = "no step, evaluation or exchange that one rank alone does or leaves out"
+    attempt = "no step, evaluation or exchange that only one rank does or leaves out"
     if len({name.partition(POSITIONS_SEPARATOR)[0] for name in names.values()}) == 1:
         attempt = "the same source, seed, batch_size and state on every rank, and no batch that one rank leaves out"
     return DivergenceError(Problem(got, "every rank in the same call", attempt), where="the calls of the ranks")

@@ -27,6 +27,12 @@ class CheckedTensorGroup:
         self.name, self.size, self.index, self.meter = group.name, group.size, group.index, group.meter
         self._is_over = False
 
+    def meet(self, call: str) -> None:
+        self.agree(call)
+
+    def num_chunks(self, num_bytes: int) -> int:
+        return self._group.num_chunks(num_bytes)
+
     def all_reduce(self, tensor: Tensor) -> Tensor:
         self.agree(_call("all_reduce", tensor))
         return self._group.all_reduce(tensor)

@@ -15,8 +15,13 @@ from torch import Tensor
 from fourfold.parts.comm.collectives import Work
 from fourfold.parts.comm.communicator import Communicator
 from fourfold.parts.comm.meter import CommMeter
+from fourfold.parts.comm.tensor.call_check import compare_calls
 from fourfold.parts.comm.tensor.rank_order import HALF, add_parts, max_parts
 from fourfold.words.layout import Change, collective_sent_bytes
+
+# A chunk's latency must be small beside its transfer. Measured: `docs/measured-notes.md`, "Chunks of row products".
+MIN_CHUNK_BYTES = 2**20
+MAX_CHUNKS = 4
 
 
 class TensorGroupOverProcessGroup:
@@ -28,8 +33,14 @@ class TensorGroupOverProcessGroup:
         self._group = comm.get_group(range(comm.size), purpose)
         self._is_busy = False
 
+    def meet(self, call: str) -> None:
+        compare_calls(self, self._comm, call)
+
     def buffer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.empty(tuple(shape), dtype=dtype, device=self._comm.device)
+
+    def num_chunks(self, num_bytes: int) -> int:
+        return max(1, min(MAX_CHUNKS, num_bytes // MIN_CHUNK_BYTES))
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         return self.all_reduce_async(tensor)()

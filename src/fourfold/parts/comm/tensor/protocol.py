@@ -27,10 +27,24 @@ class TensorGroup(Protocol):
     meter: CommMeter
     """That of this rank: it counts and records what the group sends and waits for."""
 
+    def meet(self, call: str) -> None:
+        """Begin a call that one rank might make alone. Raises DivergenceError, on all ranks, if others begin another.
+
+        Where ranks share memory, each collective compares; over messages, ranks in different ones would wait or die.
+        """
+        ...
+
     def buffer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """A contiguous tensor with undefined values, for the input of the next collective, which then copies nothing.
 
         Where ranks share memory, peers read it where it lies. It may be used until the next collective of the group.
+        """
+        ...
+
+    def num_chunks(self, num_bytes: int) -> int:
+        """Into how many chunks a product is best cut, so that the sum of one travels while the next one is computed.
+
+        1 where sums do not travel beside computation, or where so few bytes would travel slower in chunks.
         """
         ...
 

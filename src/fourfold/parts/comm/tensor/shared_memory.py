@@ -66,11 +66,17 @@ class TensorGroupOverSharedMemory:
         """Of the buffer that was lent since the last collective, if one was."""
         self._is_busy = False
 
+    def meet(self, call: str) -> None:
+        pass  # `_wait_published` compares
+
     def buffer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         assert not self._is_busy, "a collective has begun and not ended"
         own = self._blocks(torch.Size(shape), dtype).by_rank[self.index]
         self._lent_address = own.data_ptr()
         return own.detach()  # not the cached tensor: autograd may mark this one
+
+    def num_chunks(self, num_bytes: int) -> int:
+        return 1
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         return self._reduce(self._publish(ALL_REDUCE, tensor), tensor, add_parts)

@@ -16,8 +16,14 @@ class SingleRankTensorGroup:
     def __init__(self, meter: CommMeter, device: torch.device) -> None:
         self.meter, self._device = meter, device
 
+    def meet(self, call: str) -> None:
+        pass
+
     def buffer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.empty(tuple(shape), dtype=dtype, device=self._device)
+
+    def num_chunks(self, num_bytes: int) -> int:
+        return 1
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         return tensor.contiguous()

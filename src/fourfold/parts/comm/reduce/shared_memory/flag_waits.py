@@ -76,7 +76,7 @@ class FlagWaits:
         if waited_seconds > self._time_limit_seconds:
             reached = zip(self._host.ranks, self._flags.read_all(flag), strict=True)
             late = ", ".join(str(rank) for rank, value in reached if value < count)
-            raise PeerError(f"rank {late} did not come within {self._time_limit_seconds:.0f} s")
+            raise PeerError(f"rank {late} did not arrive within {self._time_limit_seconds:.0f} s")
 
 
 class MappedHost(NamedTuple):

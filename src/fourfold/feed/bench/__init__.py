@@ -1,0 +1,1 @@
+"""DLIO's emulation of training: the real feed and real bytes, with an emulated accelerator."""

@@ -1,0 +1,152 @@
+"""Ranks: the emulated accelerators as processes, which train together on one data set.
+
+Processes, not threads: each accelerator of a real training has an interpreter of its own, and the readers of several
+would share one lock. They are forked, so that they need not import torch again, and use it with one thread each.
+
+Law: an error of one rank ends all of them, and is raised here; no rank outlives its parent's call.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import signal
+import threading
+import traceback
+from collections.abc import Sequence
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from fourfold.feed.bench.emulator import Accelerator, Barrier
+from fourfold.feed.bench.files import DataShape
+from fourfold.feed.bench.page_cache import cached_fraction, drop_from_page_cache
+from fourfold.feed.bench.source import FileSource, Reads
+from fourfold.feed.bench.throttle import SharedTime, ThrottledSource, TokenBucket
+from fourfold.feed.bench.workload import Seconds
+from fourfold.feed.feed import Feed
+from fourfold.plan.utilization import TimedStep
+from fourfold.words.errors import DataError, FourfoldError, Problem
+
+FORK = multiprocessing.get_context("fork")
+JOIN_SECONDS = 5.0
+
+
+class Training(NamedTuple):
+    """An emulated training.
+
+    size         accelerators
+    batch_size   samples of each of them
+    steps        of an epoch
+    drops_cache  whether the files are dropped from the page cache before each epoch
+    origin       bytes a second that the storage delivers; None: as fast as it can
+    """
+
+    shape: DataShape
+    folder: Path
+    reads: Reads
+    compute: Seconds
+    size: int
+    batch_size: int
+    epochs: int
+    steps: int
+    drops_cache: bool = False
+    origin: float | None = None
+    seed: int = 0
+
+
+class EpochSteps(NamedTuple):
+    """One rank's steps of one epoch. `cached`: the part of the data that was in the page cache before; of rank 0."""
+
+    steps: list[TimedStep]
+    cached: float | None = None
+
+
+def train_rank(training: Training, index: int, barrier: Barrier, free_at: SharedTime) -> list[EpochSteps]:
+    """What one accelerator does, epoch by epoch."""
+    source: Any = FileSource(training.shape, training.folder, training.reads)
+    if training.origin is not None:
+        source = ThrottledSource(source, TokenBucket(training.origin, free_at))
+    options = {"batch_size": training.batch_size * training.size, "seed": training.seed, "drop_last": True}
+    feed = Feed.of_data_rank(source, size=training.size, index=index, **options)
+    rng = np.random.default_rng((training.seed, index))
+    accelerator = Accelerator(feed, training.compute, rng, barrier, steps=training.steps)
+    paths, epochs = training.shape.paths(training.folder), []
+    for number in range(training.epochs):
+        cached = None
+        if index == 0:  # the others wait at the barrier that begins the epoch
+            if training.drops_cache:
+                drop_from_page_cache(paths)
+            cached = cached_fraction(paths)
+        epochs.append(EpochSteps(accelerator.epoch(number), cached))
+    return epochs
+
+
+def run_ranks(training: Training) -> list[list[EpochSteps]]:
+    """The epochs of every rank. Raises the first error of a rank."""
+    barrier, free_at = FORK.Barrier(training.size), FORK.Value("d", 0.0)
+    pipes = [FORK.Pipe(duplex=False) for _ in range(training.size)]
+    ranks = [
+        FORK.Process(target=_run_rank, args=(training, index, barrier, free_at, [pipe[1] for pipe in pipes]))
+        for index in range(training.size)
+    ]
+    try:
+        for rank in ranks:
+            rank.start()
+        for _, sender in pipes:
+            sender.close()
+        return _receive_all([receiver for receiver, _ in pipes])
+    finally:
+        for rank in ranks:
+            if rank.pid is not None:
+                rank.terminate()
+                rank.join(JOIN_SECONDS)
+
+
+def _run_rank(
+    training: Training, index: int, barrier: Any, free_at: SharedTime, senders: Sequence[Connection[Any, Any]]
+) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends the ranks
+    for other in (*senders[:index], *senders[index + 1 :]):
+        other.close()  # so that the pipe of a rank ends with it
+    torch.set_num_threads(1)
+    try:
+        answer: dict[str, Any] = {"epochs": train_rank(training, index, barrier.wait, free_at)}
+    except threading.BrokenBarrierError:
+        answer = {}  # another rank has failed, and says why
+    except FourfoldError as error:
+        answer = {"problems": error.problems, "where": error.where}
+    except BaseException:
+        answer = {"problems": [(f"accelerator {index} failed\n{traceback.format_exc()}",)], "where": ""}
+    senders[index].send_bytes(json.dumps(answer).encode())
+    senders[index].close()
+    if "epochs" not in answer:
+        barrier.abort()
+
+
+def _receive_all(receivers: Sequence[Connection[Any, Any]]) -> list[list[EpochSteps]]:
+    """What every rank has sent. Raises the error of the first that sends one, or ends without a word."""
+    found: dict[int, Any] = {}
+    while len(found) < len(receivers):
+        for receiver in wait([each for each in receivers if not each.closed]):
+            index = receivers.index(receiver)  # type: ignore[arg-type]
+            found[index] = _receive(receivers[index], index)
+            receivers[index].close()
+    return [
+        [EpochSteps([TimedStep(*step) for step in steps], cached) for steps, cached in found[index]["epochs"]]
+        for index in range(len(receivers))
+    ]
+
+
+def _receive(receiver: Connection[Any, Any], index: int) -> dict[str, Any]:
+    try:
+        answer = json.loads(receiver.recv_bytes())
+    except EOFError:
+        problem = Problem(f"accelerator {index} died", "memory for all accelerators", "fewer accelerators")
+        raise DataError(problem, where="fourfold feed bench") from None
+    if "problems" in answer:
+        raise DataError([Problem(*problem) for problem in answer["problems"]], where=answer["where"])
+    return answer

@@ -1,0 +1,256 @@
+"""Source of an emulated training: the generated files, read whole as training would, every byte counted.
+
+sample  (uint8 [sample_bytes], its number): the first bytes of a record, or the record repeated
+direct  past the page cache, with O_DIRECT
+Law: `bytes_read` counts what the kernel returned, never a configured size. A record is read whole, whatever is kept.
+
+B batch
+"""
+
+import io
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fourfold.feed.bench.direct_read import ReadBuffer, read_range
+from fourfold.feed.bench.files import DataShape, check_array, damaged, read_npz
+from fourfold.feed.bench.workload import Seconds
+from fourfold.words.errors import os_error_text
+
+PARTS_PER_THREAD = 4  # of a batch: one slow record does not hold up the rest
+HEADER_BYTES = 128  # of the files that `files` writes
+
+
+class Reads(NamedTuple):
+    """How records are read."""
+
+    sample_bytes: int
+    threads: int = 1
+    direct: bool = False
+    preprocess: Seconds = Seconds((0.0,))
+    seed: int = 0
+
+
+class _Thread(threading.local):
+    """What each reading thread has of its own."""
+
+    def __init__(self) -> None:
+        self.buffer = ReadBuffer()
+
+
+class FileSource:
+    """The samples of a data set in a folder."""
+
+    def __init__(self, shape: DataShape, folder: Path, reads: Reads) -> None:
+        self.shape, self.folder, self._reads = shape, folder, reads
+        self.bytes_read = 0
+        self._read = READERS[shape.format]
+        self._pool: ThreadPoolExecutor | None = None
+        self._thread = _Thread()
+        self._places: dict[Path, _Place] = {}
+        self._rng = np.random.default_rng((reads.seed, 1))
+
+    @property
+    def shard_sizes(self) -> Sequence[int]:
+        return [self.shape.samples_per_file] * self.shape.num_files
+
+    def __len__(self) -> int:
+        return len(self.shape)
+
+    def __getitem__(self, index: int, /) -> tuple[Tensor, Tensor]:
+        inputs, targets = self.fetch([index])
+        return inputs[0], targets[0]
+
+    def sample_key(self, index: int) -> str:
+        """The file and the record of a sample."""
+        file, record = divmod(index, self.shape.samples_per_file)
+        return f"{self.shape.path_of(self.folder, file)}, record {record}"
+
+    def fetch(self, indices: Sequence[int], /) -> tuple[Tensor, Tensor]:
+        """Samples: uint8 [B, sample_bytes], and their numbers: int64 [B]."""
+        inputs = torch.empty((len(indices), self._reads.sample_bytes), dtype=torch.uint8)
+        rows = inputs.numpy()
+        pauses = [self._reads.preprocess.draw(self._rng) for _ in indices]
+        if self._pool is None:  # here, not before: a pool does not survive a fork
+            self._pool = ThreadPoolExecutor(self._reads.threads, thread_name_prefix="fourfold bench")
+        stride = max(1, -(-len(indices) // (PARTS_PER_THREAD * self._reads.threads)))
+        parts = [slice(at, at + stride) for at in range(0, len(indices), stride)]
+        for num_bytes in self._pool.map(lambda part: self._fill(rows[part], indices[part], pauses[part]), parts):
+            self.bytes_read += num_bytes
+        return inputs, torch.as_tensor(indices, dtype=torch.int64)
+
+    def _fill(self, rows: np.ndarray, indices: Sequence[int], pauses: Sequence[float]) -> int:
+        """Read samples into their rows, and return how many bytes were read for them."""
+        num_bytes = 0
+        for row, index, pause in zip(rows, indices, pauses, strict=True):
+            file, record = divmod(int(index), self.shape.samples_per_file)
+            path = self.shape.path_of(self.folder, file)
+            place = _Record(path, record, self.shape, self._reads.direct, self._thread.buffer, self._places)
+            try:
+                num_bytes += self._read(place, row)
+            except OSError as error:
+                raise damaged(path, os_error_text(error), record) from error
+            if pause:
+                time.sleep(pause)
+        return num_bytes
+
+
+class _Place(NamedTuple):
+    """Where the first record of an npy file begins, and how long each is."""
+
+    start: int
+    length: int
+
+
+class _Record(NamedTuple):
+    """A record to read. `places`: of the files with several records that have been opened before."""
+
+    path: Path
+    record: int
+    shape: DataShape
+    direct: bool
+    buffer: ReadBuffer
+    places: dict[Path, _Place]
+
+
+@contextmanager
+def _opened(record: _Record) -> Iterator[int]:
+    file = os.open(record.path, os.O_RDONLY | (os.O_DIRECT if record.direct else 0))
+    try:
+        yield file
+    finally:
+        os.close(file)
+
+
+def _read_npy(record: _Record, row: np.ndarray) -> int:
+    """Read a record of an npy file, all of it; its tail is not kept. Returns how many bytes were read."""
+    with _opened(record) as file:
+        if record.direct:
+            return _read_npy_directly(file, record, row)
+        place, num_bytes = record.places.get(record.path), 0
+        if place is None:
+            header = os.pread(file, HEADER_BYTES, 0)
+            place, num_bytes = _locate(header, record), len(header)
+        kept = row[: place.length]
+        rest = record.buffer.reserve(place.length - len(kept))[: place.length - len(kept)]
+        done = _read_into(file, [kept, rest], place.start + record.record * place.length)
+        _check_length(done, place.length, record)
+        repeat(row, place.length)
+        return num_bytes + done
+
+
+def _read_npy_directly(file: int, record: _Record, row: np.ndarray) -> int:
+    """The same past the page cache: in whole blocks."""
+    num_bytes, place = 0, record.places.get(record.path)
+    if record.shape.samples_per_file == 1:
+        data, num_bytes = read_range(file, 0, os.fstat(file).st_size, record.buffer)
+        place = _locate(bytes(data[:HEADER_BYTES]), record)
+        body = data[place.start :]
+    else:
+        if place is None:
+            header, num_bytes = read_range(file, 0, HEADER_BYTES, record.buffer)
+            place = _locate(bytes(header), record)
+        start = place.start + record.record * place.length
+        body, num_more = read_range(file, start, start + place.length, record.buffer)
+        num_bytes += num_more
+    _check_length(len(body), place.length, record)
+    keep(body[: place.length], row)
+    return num_bytes
+
+
+def _check_length(done: int, length: int, record: _Record) -> None:
+    if done < length:
+        raise damaged(record.path, f"ends after {done} of {length} bytes", record.record)
+
+
+def _read_into(file: int, parts: Sequence[np.ndarray], offset: int) -> int:
+    """Fill the parts one after the other; returns how many bytes were there."""
+    done = 0
+    for part in parts:
+        filled = 0
+        while filled < len(part):
+            count = os.preadv(file, [part[filled:].data], offset + done)
+            if not count:
+                return done
+            filled, done = filled + count, done + count
+    return done
+
+
+def _locate(header: bytes, record: _Record) -> _Place:
+    """What the header of an npy file says; remembered for a file of several records."""
+    opened = io.BytesIO(header)
+    try:
+        version = np.lib.format.read_magic(opened)
+        read_header = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+        array_shape, is_fortran, dtype = read_header[version](opened)
+    except (ValueError, KeyError) as error:
+        raise damaged(record.path, str(error).splitlines()[0], record.record) from error
+    check_array(array_shape, dtype, record.shape, record.path)
+    if is_fortran and len(array_shape) > 1:
+        raise damaged(record.path, "columns, not rows, are contiguous", record.record)
+    place = _Place(opened.tell(), list(array_shape)[-1])
+    if record.shape.samples_per_file > 1:
+        record.places[record.path] = place
+    return place
+
+
+class _CountingFile(io.FileIO):
+    """A file that counts what is read of it."""
+
+    num_bytes = 0
+
+    def readinto(self, buffer: object, /) -> int:
+        count = super().readinto(buffer) or 0  # pyright: ignore[reportArgumentType]
+        self.num_bytes += count
+        return count
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        data = super().read(-1 if size is None else size) or b""
+        self.num_bytes += len(data)
+        return data
+
+    def readall(self) -> bytes:  # `FileIO.read` calls it without a size, and would count twice
+        return super().readall() or b""
+
+
+def _read_npz(record: _Record, row: np.ndarray) -> int:
+    """Read a record of an npz file: all of its array, as numpy does."""
+    if record.direct:
+        size = record.path.stat().st_size
+        with _opened(record) as file:
+            data, num_bytes = read_range(file, 0, size, record.buffer)
+        array = read_npz(io.BytesIO(data), record.path)  # pyright: ignore[reportArgumentType]
+    else:
+        with _CountingFile(record.path) as counting:
+            array = read_npz(counting, record.path)
+            num_bytes = counting.num_bytes
+    check_array(array.shape, array.dtype, record.shape, record.path)
+    keep(array if array.ndim == 1 else array[record.record], row)
+    return num_bytes
+
+
+def keep(body: np.ndarray, row: np.ndarray) -> None:
+    """What is kept of a record: its first bytes; all of it, and again from its beginning, if it is too short."""
+    length = min(len(body), len(row))
+    row[:length] = body[:length]
+    repeat(row, length)
+
+
+def repeat(row: np.ndarray, length: int) -> None:
+    """Fill a row whose first `length` bytes are there with these again and again."""
+    while 0 < length < len(row):
+        count = min(length, len(row) - length)
+        row[length : length + count] = row[:count]
+        length += count
+
+
+READERS: dict[str, Callable[[_Record, np.ndarray], int]] = {"npy": _read_npy, "npz": _read_npz}

@@ -1,0 +1,140 @@
+"""Columns: how the values of a row become those of a sample, and the rows of a batch its tensors.
+
+binary  a column of bytes: arrays of one dtype and shape; or the content of .npy files; or bytes as they are
+Law: the batch of some rows is the stack of their samples. Nothing is unpickled.
+"""
+
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from fourfold.feed.rows.database import Row
+from fourfold.words.errors import DataError, Problem
+
+NPY_MAGIC = b"\x93NUMPY"
+NUMBERS = (bool, int, float)
+
+
+class ArrayForm:
+    """The arrays of a binary column."""
+
+    def __init__(self, dtype: str, shape: Sequence[int]) -> None:
+        """Raises TypeError or ValueError for a dtype that tensors do not have, and for a shape that is none."""
+        self.dtype, self.shape = np.dtype(dtype), tuple(shape)
+        torch.from_numpy(np.empty(0, self.dtype))
+        if not all(type(size) is int and size >= 0 for size in self.shape):
+            raise ValueError(f"a shape of {self.shape}")
+        self.num_bytes = int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {list(self.shape)}"
+
+
+class Columns:
+    """The columns of a query, and which of them are what in a sample."""
+
+    def __init__(
+        self, names: Sequence[str], *, key: str, target: str | None, arrays: Mapping[str, tuple[str, Sequence[int]]]
+    ) -> None:
+        """Raises DataError for columns that are not there, and for arrays that cannot be."""
+        self.key, self.key_place = key, list(names).index(key)
+        self._places = {name: place for place, name in enumerate(names) if name != key}
+        self._target = target
+        self._check_names(arrays)
+        self._arrays = _array_forms(arrays)
+
+    def _check_names(self, arrays: Mapping[str, Any]) -> None:
+        problems = []
+        if not self._places:
+            problems.append(Problem(f"a query with no column but {self.key}", "the columns of a sample"))
+        wanted = [("target", self._target)] if self._target is not None else []
+        for what, name in [*wanted, *(("arrays", name) for name in arrays)]:
+            if name not in self._places:
+                problems.append(Problem(f"{what}: no column {name!r}", f"one of {', '.join(self._places)}"))
+        if list(self._places) == [self._target]:
+            problems.append(Problem(f"no column but the target {self._target}", "at least one of the inputs"))
+        if problems:
+            raise DataError(problems, where="ff.sql")
+
+    def sample(self, row: Row) -> Any:
+        """The sample of a row. Raises DataError for values that are no numbers, text or bytes."""
+        return self._arranged({name: self._value(name, row[place], row) for name, place in self._places.items()})
+
+    def batch(self, rows: Sequence[Row]) -> Any:
+        """The samples of some rows, stacked; None: they have to be made one by one."""
+        by_place = list(zip(*rows, strict=True))
+        stacked = {name: self._stacked(name, by_place[place]) for name, place in self._places.items()}
+        return None if any(each is None for each in stacked.values()) else self._arranged(stacked)
+
+    def _arranged(self, values: dict[str, Any]) -> Any:
+        if self._target is None:
+            return values
+        target = values.pop(self._target)
+        return (next(iter(values.values())) if len(values) == 1 else values), target
+
+    def _stacked(self, name: str, values: Sequence[Any]) -> torch.Tensor | None:
+        form, kinds = self._arrays.get(name), {*map(type, values)}
+        if form is None and len(kinds) == 1 and next(iter(kinds)) in NUMBERS:
+            # As torch collates numbers: a Python float is a float64.
+            return torch.tensor(values, dtype=torch.float64 if kinds == {float} else None)
+        if kinds != {bytes}:
+            return None
+        sizes = {*map(len, values)}
+        if form is None and (len(sizes) > 1 or any(value.startswith(NPY_MAGIC) for value in values)):
+            return None
+        if form is not None and sizes != {form.num_bytes}:
+            return None
+        dtype, shape = (np.dtype(np.uint8), (len(values[0]),)) if form is None else (form.dtype, form.shape)
+        return torch.from_numpy(np.frombuffer(bytearray().join(values), dtype).reshape(len(values), *shape))
+
+    def _value(self, name: str, value: Any, row: Row) -> Any:
+        form = self._arrays.get(name)
+        if isinstance(value, (*NUMBERS, str)) and form is None:
+            return value
+        what = f"{name} of the row with {self.key} = {row[self.key_place]!r}"
+        if isinstance(value, list) and form is None:
+            return _number_array(value, what)
+        if not isinstance(value, bytes):
+            kind = "missing, or NULL" if value is None else f"a {type(value).__name__}"
+            attempt = f"{name} converted, or such rows left out, in the query"
+            raise DataError(Problem(f"{what} is {kind}", "numbers, text, bytes or lists of numbers", attempt))
+        if form is not None:
+            if len(value) != form.num_bytes:
+                raise DataError(Problem(f"{what} has {len(value)} bytes", f"{form.num_bytes}, for {form}"))
+            return np.frombuffer(bytearray(value), form.dtype).reshape(form.shape)
+        return _read_npy(value, what) if value.startswith(NPY_MAGIC) else np.frombuffer(bytearray(value), np.uint8)
+
+
+def _array_forms(arrays: Mapping[str, tuple[str, Sequence[int]]]) -> dict[str, ArrayForm]:
+    forms, problems = {}, []
+    for name, given in arrays.items():
+        try:
+            forms[name] = ArrayForm(*given)
+        except (TypeError, ValueError):
+            problems.append(
+                Problem(f"arrays: {name} = {given!r}", "a dtype of numbers and a shape", '("uint8", (28, 28))')
+            )
+    if problems:
+        raise DataError(problems, where="ff.sql")
+    return forms
+
+
+def _number_array(values: list[Any], what: str) -> np.ndarray:
+    try:
+        array = np.asarray(values)
+    except ValueError:  # rows of different lengths
+        array = np.empty(0, dtype=object)
+    if array.dtype.kind not in "biuf":
+        raise DataError(Problem(f"{what} is a list of other things than numbers", "numbers, in rows of one length"))
+    return array
+
+
+def _read_npy(content: bytes, what: str) -> np.ndarray:
+    try:
+        return np.load(io.BytesIO(content), allow_pickle=False)
+    except (ValueError, EOFError, OSError, MemoryError) as error:
+        got = f"{what}: {(str(error).splitlines() or [type(error).__name__])[0][:200]}"
+        raise DataError(Problem(got, "the bytes of a .npy file without objects")) from None

@@ -1,0 +1,95 @@
+"""Row source: the rows of a database as samples, fetched by key in the order of the feed.
+
+sample  a dict of the row's columns without the key; or a pair, if a `target` is named
+Law: sample i is the row with the i-th key, with the values it had when the index was made. A row that has changed
+since, or is gone, is no sample.
+"""
+
+import atexit
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from fourfold.feed.rows.columns import Columns
+from fourfold.feed.rows.database import Database, Row
+from fourfold.feed.rows.row_index import RowIndex, open_index, row_digest
+from fourfold.feed.source import empty_like, make_batch
+from fourfold.feed.staging.origin import Backoff, retry
+from fourfold.words.errors import DataError, Problem
+
+
+class RowSource:
+    """Numbered samples of a database. `fetch` reads a batch in one query."""
+
+    def __init__(
+        self, database: Database, columns: Columns, *, of: str, index: str | None = None, backoff: Backoff | None = None
+    ) -> None:
+        """`of`: what the index is of."""
+        self._database, self._columns, self._backoff = database, columns, backoff or Backoff()
+        folder = _temporary_folder() if index is None else Path(index)
+        self._index: RowIndex = open_index(folder, of, self._digested())
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def __getitem__(self, number: int, /) -> Any:
+        return self._columns.sample(self._read([number])[0])
+
+    def fetch(self, numbers: Sequence[int], /) -> Any:
+        """The batch of these samples."""
+        wanted = list(numbers) or [0]
+        rows = self._read(wanted)
+        batch = self._columns.batch(rows)
+        if batch is None:
+            batch = make_batch([self._columns.sample(row) for row in rows], wanted)
+        return batch if len(numbers) else empty_like(batch)
+
+    def sample_key(self, number: int) -> str:
+        """The key of a sample's row."""
+        return self._named(self._index.rows([number])[0].key)
+
+    def _named(self, key: Any) -> str:
+        return f"{self._columns.key} = {key!r}"
+
+    def _digested(self) -> Iterator[tuple[Any, int]]:
+        for row in self._database.scan():
+            yield row[self._columns.key_place], row_digest(row)
+
+    def _read(self, numbers: Sequence[int]) -> list[Row]:
+        """The rows of these samples. Raises DataError for one that is not as it was."""
+        indexed, place = self._index.rows(numbers), self._columns.key_place
+        by_key = {row[place]: row for row in self._query([each.key for each in indexed])}
+        found = []
+        for key, digest in indexed:
+            row = by_key.get(key)
+            if row is None or row_digest(row) != digest:
+                got = f"the row with {self._named(key)} {'is gone' if row is None else 'has changed'}"
+                raise DataError(
+                    Problem(got, "the rows as they were when their keys were read"), where=self._database.url
+                )
+            found.append(row)
+        return found
+
+    def _query(self, keys: Sequence[Any]) -> list[Row]:
+        def attempt() -> list[Row]:
+            try:
+                return self._database.rows(keys)
+            except Exception:
+                self._database.disconnect()
+                raise
+
+        return retry(attempt, self._database.url, self._backoff, may_pass=self._database.may_pass)
+
+
+def _temporary_folder() -> Path:
+    folder, process = tempfile.mkdtemp(prefix="fourfold-rows-"), os.getpid()
+
+    def remove() -> None:
+        if os.getpid() == process:  # a fork has inherited this function
+            shutil.rmtree(folder, ignore_errors=True)
+
+    atexit.register(remove)
+    return Path(folder)

@@ -1,0 +1,133 @@
+"""SQL databases: the rows of a query in PostgreSQL and SQLite.
+
+query   one SELECT; it runs as a subquery, on a connection that cannot write
+Law: nothing that is sent to the server is made of values; the key's name is quoted, keys are parameters.
+"""
+
+import sqlite3
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from fourfold.feed.rows.database import Connections, Database, Row, check_columns, first_line
+from fourfold.feed.staging.origin import without_password
+from fourfold.words.errors import DataError, Problem
+
+SCAN_ROWS = 1000
+MAX_SQLITE_KEYS = 500  # 999 parameters is the limit of old versions
+INSTALL = "pip install 'fourfold[postgres]'"
+
+
+def open_database(url: str, query: str, key: str) -> Database:
+    """The database at `sqlite:///FILE` or `postgresql://USER@HOST/NAME`. Raises DataError if it has no such query."""
+    query = query.strip().rstrip(";")
+    scheme = url.partition("://")[0]
+    if scheme == "sqlite":
+        return SqliteDatabase(url, query, key)
+    if scheme in ("postgresql", "postgres"):
+        return PostgresDatabase(url, query, key)
+    need = "sqlite:///FILE or postgresql://USER@HOST/NAME"
+    raise DataError(Problem(without_password(url) or repr(url), need), where="ff.sql")
+
+
+class SqliteDatabase:
+    """A file of SQLite, opened to read only."""
+
+    def __init__(self, url: str, query: str, key: str) -> None:
+        path = Path(unquote(urlsplit(url).path.removeprefix("/")))
+        self.url, self._path = f"sqlite:///{path}", path
+        self._source, self._key = f"({query})", quoted(key)
+        self._connections = Connections()
+        if not path.is_file():
+            raise DataError(Problem(f"{path}, which is no file", "a file of SQLite"), where="ff.sql")
+        try:
+            described = self._connection().execute(f"SELECT * FROM {self._source} LIMIT 0").description
+        except sqlite3.Error as error:
+            raise DataError(Problem(f"{self.url}: {error}", "a query that can be read"), where="ff.sql") from error
+        self.columns = check_columns([each[0] for each in described], key, where="ff.sql")
+
+    def scan(self) -> Iterator[Row]:
+        cursor = self._connection().execute(f"SELECT * FROM {self._source} ORDER BY {self._key}")
+        while rows := cursor.fetchmany(SCAN_ROWS):
+            yield from rows
+
+    def rows(self, keys: Sequence[Any]) -> list[Row]:
+        found: list[Row] = []
+        for start in range(0, len(keys), MAX_SQLITE_KEYS):
+            some = list(keys[start : start + MAX_SQLITE_KEYS])
+            marks = ", ".join("?" * len(some))
+            text = f"SELECT * FROM {self._source} WHERE {self._key} IN ({marks})"
+            found += self._connection().execute(text, some).fetchall()
+        return found
+
+    def disconnect(self) -> None:
+        self._connections.close()
+
+    def may_pass(self, error: Exception) -> bool:
+        return isinstance(error, sqlite3.OperationalError) and "locked" in str(error)
+
+    def _connection(self) -> sqlite3.Connection:
+        return self._connections.get(
+            lambda: sqlite3.connect(f"{self._path.resolve().as_uri()}?mode=ro", uri=True, check_same_thread=False)
+        )
+
+
+class PostgresDatabase:
+    """A server of PostgreSQL, by psycopg; the connection is in a read-only mode."""
+
+    def __init__(self, url: str, query: str, key: str) -> None:
+        self.url, self._given = without_password(url), url
+        # psycopg takes % for its own, where there are parameters. There always are: a query with parameters, even none,
+        # is sent as one statement, and several are an error of the server.
+        self._source, self._key = f"({query.replace('%', '%%')}) AS samples", quoted(key).replace("%", "%%")
+        self._connections = Connections()
+        self._psycopg = _import_psycopg()
+        try:
+            with self._connection().cursor() as cursor:
+                text = f"SELECT * FROM {self._source} LIMIT 0"
+                described = cursor.execute(text, (), prepare=True).description or []
+        except self._psycopg.Error as error:
+            got = f"{self.url}: {first_line(error)}"
+            raise DataError(Problem(got, "a query that can be read"), where="ff.sql") from error
+        self.columns = check_columns([each.name for each in described], key, where="ff.sql")
+
+    def scan(self) -> Iterator[Row]:
+        connection = self._connection()
+        with connection.transaction(), connection.cursor(name="fourfold_scan", binary=True) as cursor:
+            cursor.itersize = SCAN_ROWS
+            yield from cursor.execute(f"SELECT * FROM {self._source} ORDER BY {self._key}", ())
+
+    def rows(self, keys: Sequence[Any]) -> list[Row]:
+        with self._connection().cursor(binary=True) as cursor:
+            return cursor.execute(f"SELECT * FROM {self._source} WHERE {self._key} = ANY(%s)", [list(keys)]).fetchall()
+
+    def disconnect(self) -> None:
+        self._connections.close()
+
+    def may_pass(self, error: Exception) -> bool:
+        return isinstance(error, self._psycopg.OperationalError | self._psycopg.InterfaceError)
+
+    def _connection(self) -> Any:
+        return self._connections.get(self._connect)
+
+    def _connect(self) -> Any:
+        connection = self._psycopg.connect(self._given, autocommit=True, connect_timeout=10)
+        connection.execute("SET default_transaction_read_only = on")
+        return connection
+
+    def __getstate__(self) -> Any:
+        raise TypeError("a connection with a password is not copied to other processes")
+
+
+def _import_psycopg() -> Any:
+    try:
+        import psycopg
+    except ImportError as error:
+        raise DataError(Problem(first_line(error), "psycopg, for postgresql://", INSTALL), where="ff.sql") from None
+    return psycopg
+
+
+def quoted(name: str) -> str:
+    """A name as SQL has it, whatever characters it has."""
+    return '"' + name.replace('"', '""') + '"'

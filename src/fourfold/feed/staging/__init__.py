@@ -1,0 +1,1 @@
+"""Staging: copies of a data set's shards on a node's own disk, made ahead of need."""

@@ -1,0 +1,199 @@
+"""Origin: where the files of a data set are: a folder, or a URL of what `fsspec` reads (http, s3, gs, …).
+
+permanent  an error that another attempt cannot mend, such as a file that is missing; all others are retried
+Law: an origin that is unreachable for a while changes when bytes arrive, and nothing else.
+"""
+
+import logging
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from fourfold.words.errors import DataError, Problem
+
+log = logging.getLogger("fourfold")
+
+Result = TypeVar("Result")
+PERMANENT_ERRORS = (
+    *(FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError),
+    *(ImportError, NotImplementedError, TypeError, ValueError, LookupError, AttributeError, MemoryError),
+)
+PACKAGES = {
+    "http": "'fourfold[http]'",
+    "https": "'fourfold[http]'",
+    "s3": "'fourfold[s3]'",
+    "gs": "gcsfs",
+    "az": "adlfs",
+}
+RETRIED_STATUS = (408, 425, 429)  # of HTTP: of the errors that are the client's, those that pass
+
+
+@dataclass(frozen=True)
+class Backoff:
+    """How long to wait between attempts, in seconds: twice as long each time, up to `longest`, `give_up` in all."""
+
+    first: float = 0.5
+    longest: float = 30.0
+    give_up: float = 900.0
+
+    def delays(self) -> Iterator[float]:
+        """The delays, each shortened at random by up to a half, so that ranks do not all come back at once."""
+        total, delay = 0.0, self.first
+        while total < self.give_up:
+            yield delay * random.uniform(0.5, 1.0)
+            total += delay
+            delay = min(2 * delay, self.longest)
+
+
+class Origin(Protocol):
+    """The files of one data set, by name."""
+
+    @property
+    def url(self) -> str:
+        """For people: without a password."""
+        ...
+
+    def read(self, name: str, start: int, stop: int) -> bytes:
+        """The bytes [start, stop) of a file. Raises DataError if it has fewer, or if the origin gives up."""
+        ...
+
+
+class FolderOrigin:
+    """A folder of this host, or of a file system that is mounted."""
+
+    def __init__(self, folder: Path, *, backoff: Backoff | None = None) -> None:
+        self._folder, self._backoff = folder, backoff or Backoff()
+        self.url = str(folder)
+
+    def read(self, name: str, start: int, stop: int) -> bytes:
+        content = retry(lambda: _read_range(self._folder / name, start, stop), f"{self.url}/{name}", self._backoff)
+        return check_length(content, name, start, stop, self.url)
+
+
+def _read_range(path: Path, start: int, stop: int) -> bytes:
+    """The bytes [start, stop) of a file, or those that it has of them."""
+    content = b""
+    with path.open("rb", buffering=0) as file:
+        while more := os.pread(file.fileno(), stop - start - len(content), start + len(content)):
+            content = content + more if content else more
+    return content
+
+
+class RemoteOrigin:
+    """What fsspec reads under a URL. Safe to use from several threads, and after a fork."""
+
+    def __init__(self, url: str, *, backoff: Backoff | None = None, **options: Any) -> None:
+        """Raises DataError for a URL that fsspec does not know."""
+        if "?" in url:
+            need = "the URL of a folder, to which names of files are added"
+            raise DataError(Problem(f"{without_password(url)}?…", need, "the URL without its query"))
+        self._given, self._options, self._backoff = url, options, backoff or Backoff()
+        self.url = without_password(url)
+        self._lock, self._opened = threading.Lock(), (0, None, "")
+        self._open()
+
+    def read(self, name: str, start: int, stop: int) -> bytes:
+        def attempt() -> bytes:
+            file_system, root = self._open()
+            return file_system.cat_file(f"{root}/{name}", start=start, end=stop)
+
+        content = retry(attempt, f"{self.url}/{name}", self._backoff)
+        return check_length(content, name, start, stop, self.url)
+
+    def _open(self) -> tuple[Any, str]:
+        with self._lock:
+            process, file_system, root = self._opened
+            if process != os.getpid():  # its threads and connections are those of the process that made it
+                file_system, root = _open_url(self._given, self._options)
+                self._opened = os.getpid(), file_system, root
+        return file_system, root
+
+
+def open_origin(place: str | os.PathLike[str], *, backoff: Backoff | None = None, **options: Any) -> Origin:
+    """The origin at a path or a URL; `options` are those of fsspec's file system, such as `anon=True` of s3.
+
+    Raises DataError if there is none, or a package is missing.
+    """
+    text = os.fspath(place)
+    if "://" in text and not text.startswith("file://"):
+        return RemoteOrigin(text, backoff=backoff, **options)
+    folder = Path(text.removeprefix("file://"))
+    if not folder.is_dir():
+        raise DataError(Problem(f"{folder}, which is no folder", "a folder, or a URL such as s3://bucket/data"))
+    return FolderOrigin(folder, backoff=backoff)
+
+
+def _open_url(url: str, options: dict[str, Any]) -> tuple[Any, str]:
+    try:
+        import fsspec
+
+        file_system, root = fsspec.core.url_to_fs(url, **options)
+    except ImportError as error:
+        protocol = url.partition("://")[0]
+        attempt = f"pip install {PACKAGES[protocol]}" if protocol in PACKAGES else ""
+        raise DataError(Problem(str(error), f"the package that reads {protocol}://", attempt)) from None
+    except ValueError as error:
+        raise DataError(Problem(f"{without_password(url)}: {error}", "a URL that fsspec knows")) from None
+    return file_system, str(root).rstrip("/")
+
+
+def check_length(content: bytes, name: str, start: int, stop: int, where: str) -> bytes:
+    """The content. Raises DataError unless it is as long as the range [start, stop)."""
+    if len(content) == stop - start:
+        return content
+    got = f"{len(content)} bytes of {name} for the range {start} to {stop}"
+    if len(content) > stop - start:
+        raise DataError(Problem(got, "a server that answers range requests", "one that does (nginx, S3)"), where=where)
+    raise DataError(Problem(got, f"{stop - start}: the file is shorter than its manifest says"), where=where)
+
+
+def retry(
+    attempt: Callable[[], Result],
+    what: str,
+    backoff: Backoff,
+    *,
+    may_pass: Callable[[Exception], bool] | None = None,
+) -> Result:
+    """What `attempt` returns. Errors that may pass are logged, and it is called again. Raises DataError.
+
+    `may_pass`: whether another attempt may succeed after an error; None: all but permanent ones.
+    """
+    delays, begin = backoff.delays(), time.monotonic()
+    while True:
+        try:
+            result = attempt()
+        except Exception as error:
+            if not (may_pass or _may_pass)(error):
+                raise DataError(Problem(f"{what}: {_first_line(error)}", "a readable file")) from error
+            delay = next(delays, None)
+            if delay is None:
+                got = f"{what}: {_first_line(error)}, for {time.monotonic() - begin:.0f} s"
+                raise DataError(Problem(got, "an origin that can be reached")) from error
+            log.warning(f"{what}: {_first_line(error)}; again in {delay:.1f} s")
+            time.sleep(delay)
+        else:
+            return result
+
+
+def _may_pass(error: Exception) -> bool:
+    status = getattr(error, "status", None)  # of aiohttp, for an answer that is an error
+    if isinstance(status, int) and 400 <= status < 500:
+        return status in RETRIED_STATUS
+    return not isinstance(error, PERMANENT_ERRORS)
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0][:200] if text else type(error).__name__
+
+
+def without_password(url: str) -> str:
+    """The URL without the name and password in front of its host, and without its query, which may hold a token."""
+    scheme, separator, rest = url.partition("://")
+    host, slash, path = rest.partition("/")
+    return f"{scheme}{separator}{host.rpartition('@')[2]}{slash}{path.partition('?')[0]}".rstrip("/")

@@ -1,0 +1,162 @@
+"""Stager: shards are copied to the node's disk ahead of the batches that need them.
+
+expected  the shards of each batch to come, in the order of the batches: the order of samples is known
+ahead     the expected batches whose shards are copied, or being copied, before the batch is read
+held      a copy that a batch ahead needs: it is open, so it is not evicted
+Law: staging changes where bytes are read from and when, never which. A shard without a copy, because there is no room
+or its turn has not come, is read from the origin.
+
+Every process of a node has a stager of its own; the cache gives them one copy.
+"""
+
+import enum
+import logging
+import queue
+import threading
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
+
+from fourfold.feed.staging.origin import Origin
+from fourfold.feed.staging.shard_cache import NoRoomError, Shard, ShardCache, StagedFile
+from fourfold.words.errors import DataError
+
+log = logging.getLogger("fourfold")
+
+NUM_AHEAD = 64
+NUM_COPY_THREADS = 2
+ROOM_POLL_SECONDS = 0.2
+
+
+class _State(enum.Enum):
+    QUEUED = enum.auto()
+    COPYING = enum.auto()
+    LACKS_ROOM = enum.auto()
+    DONE = enum.auto()
+
+
+class _Copy:
+    """The copy of one shard, from when a batch ahead needs it until none does."""
+
+    def __init__(self, shard: int) -> None:
+        self.shard, self.state = shard, _State.QUEUED
+        self.is_wanted = True
+        self.staged: StagedFile | None = None
+        self.error: DataError | OSError | None = None
+
+
+class Stager:
+    """The copies of one data set that one process holds, and the threads that make them."""
+
+    def __init__(
+        self, origin: Origin, shards: Sequence[Shard], cache: ShardCache, *, num_ahead: int = NUM_AHEAD
+    ) -> None:
+        self._origin, self._shards, self._cache, self._num_ahead = origin, shards, cache, num_ahead
+        self._expected: Iterator[Sequence[int]] = iter(())
+        self._ahead: deque[set[int]] = deque()
+        self._num_needs: Counter[int] = Counter()
+        """By shard: how many of the batches ahead need it."""
+        self._copies: dict[int, _Copy] = {}
+        self._queue: queue.SimpleQueue[_Copy | None] = queue.SimpleQueue()
+        self._changed = threading.Condition()
+        """Held to change a copy, notified when one has changed."""
+        self._has_logged_room = False
+
+    def expect(self, batches: Iterable[Sequence[int]]) -> None:
+        """Stage the shards of these batches, in place of what was expected before."""
+        self.close()
+        self._expected = iter(batches)
+        for number in range(NUM_COPY_THREADS):
+            # Not waited for at the end of the process: an origin may take long to give up.
+            threading.Thread(
+                target=self._run, args=(self._queue,), name=f"fourfold staging {number}", daemon=True
+            ).start()
+        self._look_ahead()
+
+    def advance(self) -> None:
+        """The first of the expected batches has been read."""
+        done = self._ahead.popleft() if self._ahead else set()
+        self._num_needs.subtract(done)
+        self._give_up({shard for shard in done if self._num_needs[shard] <= 0})
+        self._look_ahead()
+
+    def held(self, shard: int) -> StagedFile | None:
+        """The copy of a shard that the next expected batch needs; None: read it from the origin.
+
+        Waits for a copy that is being made. Raises DataError if the shard is not what its manifest says.
+        """
+        with self._changed:
+            copy = self._copies.get(shard)
+            if copy is None:
+                return None
+            self._changed.wait_for(lambda: copy.state is not _State.COPYING)
+            if copy.error is not None:
+                raise copy.error
+            return copy.staged
+
+    def close(self) -> None:
+        """End staging, and give up all copies."""
+        self._give_up(set(self._copies))
+        self._ahead.clear()
+        self._expected = iter(())
+        for _ in range(NUM_COPY_THREADS):
+            self._queue.put(None)
+        self._queue = queue.SimpleQueue()
+
+    def _look_ahead(self) -> None:
+        while len(self._ahead) < self._num_ahead and (batch := next(self._expected, None)) is not None:
+            self._ahead.append(set(batch))
+            self._num_needs.update(self._ahead[-1])
+            for shard in sorted(self._ahead[-1] - self._copies.keys()):
+                self._copies[shard] = copy = _Copy(shard)
+                self._queue.put(copy)
+
+    def _give_up(self, shards: set[int]) -> None:
+        with self._changed:
+            for shard in shards:
+                del self._num_needs[shard]
+                copy = self._copies.pop(shard)
+                copy.is_wanted = False
+                if copy.staged is not None:
+                    copy.staged.close()
+            self._changed.notify_all()
+
+    # ---- in the threads that copy ----------------------------------------------------------------------
+
+    def _run(self, copies: "queue.SimpleQueue[_Copy | None]") -> None:
+        while (copy := copies.get()) is not None:
+            try:
+                staged = self._make(copy)
+            except (DataError, OSError) as error:  # raised where the shard is read
+                staged, copy.error = None, error
+            with self._changed:
+                copy.state = _State.DONE
+                if staged is not None and copy.is_wanted:
+                    copy.staged = staged
+                elif staged is not None:
+                    staged.close()
+                self._changed.notify_all()
+
+    def _make(self, copy: _Copy) -> StagedFile | None:
+        """The copy, once there is room for it; None if it is no longer needed."""
+        while copy.is_wanted:
+            self._set_state(copy, _State.COPYING)
+            try:
+                return self._cache.copy(self._shards[copy.shard], self._origin.read)
+            except NoRoomError:
+                self._set_state(copy, _State.LACKS_ROOM)
+                self._log_room(copy)
+            with self._changed:
+                self._changed.wait_for(lambda: not copy.is_wanted, timeout=ROOM_POLL_SECONDS)
+        return None
+
+    def _set_state(self, copy: _Copy, state: _State) -> None:
+        with self._changed:
+            copy.state = state
+            self._changed.notify_all()
+
+    def _log_room(self, copy: _Copy) -> None:
+        if self._has_logged_room:
+            return
+        self._has_logged_room = True
+        name = self._shards[copy.shard].name
+        log.warning(f"{self._cache.folder} has no room for {name}: what it cannot hold is read from {self._origin.url}")
