@@ -183,7 +183,7 @@ def data_state(feed: Feed | None) -> DataState | None:
     order = feed.sample_order
     if order is None or order.kind in PLAIN_ORDERS:  # as manifests have it since before there were others
         return DataState(*where, feed.order_version)
-    return DataState(*where, *describe_order(order).values())
+    return DataState(*where, **describe_order(order))
 
 
 def rng_state(step: TrainStep) -> RngState | None:

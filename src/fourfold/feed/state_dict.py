@@ -43,8 +43,9 @@ def state_dict_problems(state: Any, order: SampleOrder | None) -> list[Problem]:
     is_same_but_for_length = saved["order"] == now["order"] and saved["order_version"] == now["order_version"]
     if saved == now or (is_same_but_for_length and state["position"] == 0 and not _spans_epochs(order)):
         return []
-    if is_same_but_for_length and order is not None and state["num_samples"] != order.num_positions:
-        return []  # the position says so, with the numbers
+    is_other_length = order is not None and state["num_samples"] != order.num_positions
+    if is_same_but_for_length and is_other_length and state["position"]:
+        return []  # `load_state` says so, with the numbers
     return [order_problem(saved, now)]
 
 
