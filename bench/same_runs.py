@@ -14,15 +14,16 @@ from typing import Any
 from bench.same_cases import NEW_NAMES, SAVED_STEP
 from bench.same_compare import Difference, Stored, compare_facts, compare_tensors, read_tensors
 
-TIMES = ("seconds", "waiting_seconds", "pause_seconds", "elapsed_seconds", "rate")
+TIMES = ("seconds", "waiting_seconds", "data_seconds", "pause_seconds", "elapsed_seconds", "rate")
 LOCAL = ("versions", "machine", "cores", "host", "name")  # of settings.json: this machine, and this checkout
 LOG_BYTES = "metrics_bytes"  # of a manifest: the length of a log that holds times
 
 
 def read_log(folder: Path) -> list[Any]:
-    """The lines of the log without times, and without stragglers, which depend on time."""
+    """The lines of the log without times, and without stragglers and waits for data, which depend on time."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in line.items() if name not in TIMES} for line in lines if "late" not in line]
+    kept = [line for line in lines if "late" not in line and "data" not in line]
+    return [{name: value for name, value in line.items() if name not in TIMES} for line in kept]
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
@@ -48,7 +49,7 @@ def read_trace(folder: Path) -> dict[str, list[str]]:
     names_by_place: dict[str, list[str]] = {}
     for event in sorted(events, key=lambda event: event["ts"]):
         name, _, what = event["name"].partition(" ")
-        if name in ("wait", ""):
+        if name in ("wait", "data", ""):  # the wait for data has had two lanes
             continue
         place = f"rank {event['pid']} step {event['args']['step']} {event['cat']} {name[:1]}… {what}".rstrip()
         names_by_place.setdefault(place, []).append(name)

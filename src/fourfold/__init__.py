@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from fourfold.feed.dataloader import shard
     from fourfold.feed.feed import Feed
     from fourfold.feed.mixed import Mixed, Weighted
+    from fourfold.feed.pack.reader import Pack
+    from fourfold.feed.pack.writer import pack
     from fourfold.feed.rows.mongo import mongo
     from fourfold.feed.rows.sql import sql
     from fourfold.launcher.notebook import launch
@@ -41,6 +43,7 @@ __all__ = [
     "LRSchedule",
     "Metrics",
     "Mixed",
+    "Pack",
     "Plan",
     "PlanError",
     "Task",
@@ -51,6 +54,7 @@ __all__ = [
     "losses",
     "mongo",
     "optim",
+    "pack",
     "parallelize",
     "shard",
     "sql",
@@ -68,6 +72,7 @@ _MODULE_OF = {
     "FourfoldError": "words.errors",
     "Metrics": "step.metrics",
     "Mixed": "feed.mixed",
+    "Pack": "feed.pack.reader",
     "Plan": "plan.plan",
     "PlanError": "words.errors",
     "LRSchedule": "plan.lr_schedule",
@@ -76,6 +81,7 @@ _MODULE_OF = {
     "Weighted": "feed.mixed",
     "launch": "launcher.notebook",
     "mongo": "feed.rows.mongo",
+    "pack": "feed.pack.writer",
     "parallelize": "step.parallelize",
     "shard": "feed.dataloader",
     "sql": "feed.rows.sql",

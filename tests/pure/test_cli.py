@@ -122,8 +122,9 @@ def test_all_problems_are_reported_at_once(refused: Refused) -> None:
         assert need in line
 
 
-def test_an_axis_not_built_yet_is_refused(refused: Refused) -> None:
-    assert "pp = 2   need 1 (other values are not implemented yet)   try pp = 1" in refused("train", "mine.py", "pp=2")
+def test_what_is_not_built_yet_is_refused(refused: Refused) -> None:
+    message = "recompute = full   need none (other values are not implemented yet)   try recompute = none"
+    assert message in refused("train", "mine.py", "recompute=full")
 
 
 def test_an_invalid_mesh_is_refused_and_valid_ones_suggested(refused: Refused) -> None:

@@ -16,7 +16,7 @@ def test_parsing_a_program_is_the_inverse_of_formatting_it(program):
 
 
 def test_verbs_have_one_letter_each():
-    assert len({verb.value for verb in Verb}) == len(Verb) == 15
+    assert len({verb.value for verb in Verb}) == len(Verb) == 17
     assert all(len(verb.value) == 1 for verb in Verb)
 
 

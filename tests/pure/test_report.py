@@ -86,11 +86,41 @@ def test_every_key_figure_is_on_the_page(run):
 def test_the_step_is_drawn_measured_and_simulated_with_its_differences(run):
     html = page.write_report([run]).read_text()
     text = visible_text(html)
-    for name in ("rank 0 compute", "rank 1 reduce", "simulated 0 compute", "simulated 1 reduce"):
+    for name in ("rank 0 compute", "rank 0 data", "rank 1 reduce", "simulated 0 compute", "simulated 1 reduce"):
         assert name in text
     rows = [row for row in parse_html(html).iter("tr") if (row[0].text or "").startswith("rank ")]
     assert len(rows) == 14  # seven actions on each of two ranks
     assert text.count("U0.1") >= 4
+
+
+def test_the_step_begins_where_its_batch_is_waited_for(run):
+    """Both ranks ask one second before their first action."""
+    text = visible_text(page.write_report([run]).read_text())
+    assert "data: 1000.000 ms from 0.000 ms" in text
+    assert "F0.0: 1000.000 ms from 1000.000 ms" in text
+
+
+def data_line(first_step: int, last_step: int, compute: float, **fields) -> dict:
+    record = {"first_epoch": 0, "last_epoch": 0, "first_step": first_step, "last_step": last_step}
+    record |= {"num_steps": last_step - first_step + 1, "num_samples": 80, "compute_seconds": compute}
+    record |= {"running_seconds": 2.0, "utilization": compute / 2, "bytes_read": 5_000_000}
+    return {"data": {**record, "rank": 1, "host": "node7", "rank_seconds": 0.5, **fields}}
+
+
+def test_waits_for_data_are_on_the_page_and_repeated_ones_count_once(run):
+    assert "Waiting for data" not in visible_text(page.write_report([run]).read_text())
+    with (run / "metrics.jsonl").open("a") as log:
+        lines = [data_line(2, 3, 1.9), data_line(5, 6, 0.2), {"resumed": 4}, data_line(5, 6, 1.7, bytes_read=None)]
+        log.writelines(json.dumps(line) + "\n" for line in lines)
+    record = run_record.read_run(run)
+    assert [each.window.utilization for each in record.data] == [0.95, 0.85]
+    text = visible_text(page.write_report([run]).read_text())
+    for shown in (
+        "90.0 % utilization",
+        "2 to 3 95.0 % 40.0 2.50 MB/s rank 1 on node7, 25.0 % of the time",
+        "4 counted",
+    ):
+        assert shown.replace(" ", "") in text.replace(" ", "")  # cells stand next to each other
 
 
 def test_text_from_a_run_is_escaped(tmp_path):

@@ -307,9 +307,8 @@ def test_a_rules_file_that_is_wrong_is_reported_with_the_other_problems() -> Non
     missing = "tensor = rule.toml (no such file)   need a TOML file of tensor rules   try rules.toml"
     assert missing in problems("[run]\ntensor = 'rule.toml'", "lm")
     assert "need a TOML file of tensor rules   try tensor=rules.toml" in problems("[run]\ntensor = ''", "lm")
-    assert "tensor = binary.toml is not a text file   need TOML in UTF-8" in problems(
-        "[run]\ntensor = 'binary.toml'", "lm"
-    )
+    binary = "tensor = binary.toml is not a text file   need TOML in UTF-8"
+    assert binary in problems("[run]\ntensor = 'binary.toml'", "lm")
 
 
 def test_all_problems_of_a_file_are_reported_at_once() -> None:

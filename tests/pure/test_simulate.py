@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from fourfold.plan.data.step_program import DataStepSpec, StepSync, lower_step
 from fourfold.plan.data.zero import RESTING_LAYOUTS
-from fourfold.plan.dependencies import Dependencies, lane_of
+from fourfold.plan.dependencies import Dependencies
+from fourfold.plan.rank_program import lane_of
 from fourfold.plan.simulate import makespan, simulate
 from fourfold.words.mesh import Mesh
 from fourfold.words.program import Action, ProgramError, Verb, parse_program
@@ -36,6 +37,7 @@ STEPS = st.builds(
     use_orders=st.none(),
     measures_nominal_count=st.booleans(),
     stage=st.just(0),
+    computes=st.just(()),
 ).filter(_is_legal)
 SECONDS = st.floats(0, 10, allow_nan=False).map(lambda value: round(value, 3))
 

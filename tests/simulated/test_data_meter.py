@@ -117,6 +117,12 @@ def test_the_rank_that_waited_is_charged_to_all_and_named():
         assert note.endswith("waited 14.5 s of 43.5 s for data (steps 2 to 30)")
 
 
+def test_a_run_that_waits_for_less_than_a_second_warns_of_nothing():
+    for log, _ in threads.run(2, lambda comm: meter_run(comm, [[0.0] * 5, [0.24] * 5], num_samples=30)):
+        assert [line["data"]["rank"] for line in log.lines] == [1]
+        assert log.notes == []
+
+
 def test_a_segment_is_whole_epochs_and_no_window_has_the_first_step_of_an_epoch():
     waits = [[float(number % 8 == 0) for number in range(48)]]  # only the first batch of an epoch is late
     for log, num_calls in threads.run(1, lambda comm: meter_run(comm, waits, num_samples=8)):

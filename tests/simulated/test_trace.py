@@ -6,7 +6,7 @@ import pytest
 
 from fourfold.plan import step_breakdown
 from fourfold.plan.cost import measure_costs, step_costs
-from fourfold.plan.dependencies import lane_of
+from fourfold.plan.rank_program import lane_of
 from fourfold.plan.step_comparison import simulated_timeline
 from fourfold.plan.trace_file import Trace, decode_trace
 from fourfold.testing import threads
@@ -20,7 +20,15 @@ from fourfold.trainer.tracer import (
     is_sampled,
 )
 from fourfold.words.program import Action, Verb
-from fourfold.words.trace_events import DONE_EVENT, GATHER_LANE, LAUNCHED_EVENT, READY_EVENT, REDUCE_LANE, Span
+from fourfold.words.trace_events import (
+    DATA_LANE,
+    DONE_EVENT,
+    GATHER_LANE,
+    LAUNCHED_EVENT,
+    READY_EVENT,
+    REDUCE_LANE,
+    Span,
+)
 from tests.cases import Case, batches, build_step, local_batch
 
 pytestmark = pytest.mark.usefixtures("without_dry_run")
@@ -50,6 +58,9 @@ def test_every_rank_records_every_action_of_the_sampled_steps(size, clip):
     for step in trace.steps:
         for rank in trace.ranks:
             names = {event.name for event in trace.events_of(step=step, rank=rank)}
+            assert [event.name for event in trace.events_of(step=step, rank=rank) if event.lane == DATA_LANE] == [
+                "data"
+            ]
             expected = {str(action) for action in trace.program[rank]}
             # A single rank has nothing to reduce.
             assert expected - names == (set() if size > 1 else {name for name in expected if name[0] == "R"})

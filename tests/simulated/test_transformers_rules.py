@@ -119,7 +119,7 @@ def test_a_model_cut_by_its_rules_computes_as_the_whole_one(name, tp):
     def body(comm):
         local_model = local_models[comm.rank]
         region = SplitRegion(make_tensor_group(comm, "tensor", CommMeter()))
-        cut_model(InitialModel(local_model), layout, region, comm)
+        cut_model(InitialModel(local_model), layout, region, comm, lambda name: True)
         return trial(local_model)
 
     trials = threads.run(tp, body)

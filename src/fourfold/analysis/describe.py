@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 
+from fourfold.analysis.describe_pipeline import format_pipeline
 from fourfold.analysis.describe_programs import format_ordinal, format_programs, indent, plural
 from fourfold.analysis.describe_sequence import format_sequence
 from fourfold.analysis.describe_tensor import format_tensor
@@ -25,8 +26,8 @@ from fourfold.step.batch_norm import uses_batch_stats
 from fourfold.step.batch_statistics import batch_norms
 from fourfold.step.meta_model import build_meta_model
 from fourfold.step.model_checks import check_plan_for_model
-from fourfold.step.model_specs import model_specs, update_spec
-from fourfold.step.tensor.tensor_axis import place_shards
+from fourfold.step.model_layout import laid_out_specs
+from fourfold.step.model_specs import update_spec
 from fourfold.words.layout import Change
 from fourfold.words.task import Task, check_task
 from fourfold.words.text_table import align_columns
@@ -45,6 +46,8 @@ def show(plan: Plan, task: Task) -> str:
     blueprint = next(iter(blueprints.values()))
     group = blueprint.groups[0]
     sections = [_format_plan(plan), _format_buckets(group.buckets, plan)]
+    if plan.pp > 1:
+        sections.insert(1, format_pipeline(model, blueprint))
     if plan.tp > 1:
         sections.append(format_tensor(model, task.tensor, plan))
     if plan.sp > 1:
@@ -58,7 +61,7 @@ def show(plan: Plan, task: Task) -> str:
 def _lower(plan: Plan, task: Task, model: nn.Module) -> dict[str, Blueprint]:
     """The plan on one host, by how its ranks reach each other. Raises PlanError or OptimizerError."""
     optimizer = build_optimizer(task.optimizer, list(model.parameters()))
-    specs = model_specs(model, optimizer, place_shards(model, task.tensor, plan.tensor_spec))
+    specs = laid_out_specs(model, optimizer, task.tensor, plan.tensor_spec, plan.stage_spec)
     update = update_spec(model, optimizer, clip=task.clip, counts_states=True)
     device = "cuda" if plan.transport == "nccl" else "cpu"
     one_host = Topology.regular(hosts=1, ranks_per_host=plan.mesh.size, device=device)
@@ -94,7 +97,8 @@ def _format_buckets(buckets: Sequence[Bucket], plan: Plan) -> str:
         for bucket in buckets
     ]
     lines = [*align_columns(rows, ">>>><<<"), *_layout_lines(buckets, plan)]
-    return "buckets   filled in reverse order of definition\n" + indent(lines)
+    stage = " of the first stage" if plan.pp > 1 else ""
+    return f"buckets{stage}   filled in reverse order of definition\n" + indent(lines)
 
 
 def _layout_lines(buckets: Sequence[Bucket], plan: Plan) -> list[str]:

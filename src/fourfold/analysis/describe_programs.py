@@ -28,10 +28,18 @@ MEASURE_TEXTS = {
 VERB_TEXTS = {
     Verb.FORWARD: "forward of a microbatch",
     Verb.BACKWARD: "backward of a microbatch",
+    Verb.BACKWARD_INPUT: "backward of a microbatch, without the gradients of weights",
+    Verb.BACKWARD_WEIGHT: "the gradients of weights of a microbatch",
+    Verb.SEND_FORWARD: "send a microbatch's activations to the next stage; does not wait",
+    Verb.RECEIVE_FORWARD: "receive a microbatch's activations from the stage before",
+    Verb.SEND_BACKWARD: "send the gradients of a microbatch's activations to the stage before; does not wait",
+    Verb.RECEIVE_BACKWARD: "receive the gradients of a microbatch's activations from the next stage",
     Verb.REDUCE: "sum a bucket's gradient over the data ranks; started while backward runs, in this order",
     Verb.UPDATE: "update a bucket's weights, or this rank's shard of them",
     Verb.UNSHARD: "all-gather a bucket's weights before a use; started ahead of it, in this order",
     Verb.GATHER: "all-gather the shards of a bucket's weights",
+    Verb.TIE: "copy the weights that the first stage owns and the last one uses too",
+    Verb.TIE_GRADIENT: "add the gradients of these copies to those of the weights",
     Verb.PUSH: "add the change of a bucket's weights on this rank to the sum over the data ranks",
     Verb.PULL: "take an outer step along the mean change: all data ranks have the same weights again",
 }
@@ -61,14 +69,15 @@ def _format_program(program: Program, plan: Plan, note: str) -> str:
     ranks_of: dict[tuple[Action, ...], list[int]] = {}
     for rank, actions in program.items():
         ranks_of.setdefault(actions, []).append(rank)
-    return "\n".join(_format_actions(actions, ranks, plan, note) for actions, ranks in ranks_of.items())
+    lines = [line for actions, ranks in ranks_of.items() for line in _format_actions(actions, ranks, plan, note)]
+    legend = dict.fromkeys(row for actions in ranks_of for row in _legend(actions, has_stages=plan.pp > 1))
+    return "\n".join([*lines, *(f"  {word:<5}  {text}" for word, text in legend)])
 
 
-def _format_actions(actions: Sequence[Action], ranks: Sequence[int], plan: Plan, note: str) -> str:
+def _format_actions(actions: Sequence[Action], ranks: Sequence[int], plan: Plan, note: str) -> list[str]:
     head = f"program   {plural('rank', len(ranks))} {format_ranges(ranks)}"
     head += ", all the same" if len(ranks) == plan.mesh.size > 1 else ""
-    lines = [f"{head}; {note}" if note else head, indent(wrap([str(action) for action in actions]))]
-    return "\n".join([*lines, *(f"  {word:<5}  {text}" for word, text in _legend(actions))])
+    return [f"{head}; {note}" if note else head, indent(wrap([str(action) for action in actions]))]
 
 
 def format_ranges(numbers: Sequence[int]) -> str:
@@ -82,13 +91,13 @@ def format_ranges(numbers: Sequence[int]) -> str:
     return ", ".join(" to ".join(map(str, each)) for each in ranges)
 
 
-def _legend(actions: Sequence[Action]) -> list[tuple[str, str]]:
-    """What the actions of a program mean: (word, text)."""
+def _legend(actions: Sequence[Action], *, has_stages: bool) -> list[tuple[str, str]]:
+    """What the actions of a program mean: (word, text). `has_stages`: their stages are called s."""
     legend = []
     for verb, stage, index in dict.fromkeys(
         (a.verb, a.stage, a.index if a.verb == Verb.MEASURE else None) for a in actions
     ):
-        word = f"{verb.value}{stage}.{'k' if index is None else index}"
+        word = f"{verb.value}{'s' if has_stages else stage}.{'k' if index is None else index}"
         legend.append((word, VERB_TEXTS[verb] if index is None else MEASURE_TEXTS[index]))
     num_buckets = sum(a.verb == Verb.UPDATE for a in actions)
     if any(a.verb == Verb.REDUCE and a.index >= num_buckets for a in actions):

@@ -83,14 +83,14 @@ def collect_state(training_state: TrainingState) -> RankState:
         live_tensors += rank.as_parameter(TensorKey(TensorKind.OUTER, name), name, [value], holders=rank.replicated)
     for name, value in ema.values.items() if ema is not None else ():
         live_tensors += rank.weight(TensorKey(TensorKind.EMA, name), name, value)
-    return RankState(live_tensors, aliases if rank.is_first else {}, scalars)
+    return RankState(live_tensors, aliases | step.pipeline.aliases if rank.is_first else {}, scalars)
 
 
 class _Rank:
     """Which parts of its tensors a rank holds, and with whom."""
 
     def __init__(self, step: TrainStep) -> None:
-        mesh, self._step = step.plan.mesh, step
+        mesh, self.step = step.plan.mesh, step
         peers, self._num_places = mesh.peers(step.rank, "dp", "sp"), mesh.tp
         self._num_ranks = len(peers)
         self.is_first = step.rank == mesh.peers(step.rank, "dp", "sp", "tp")[0]
@@ -104,13 +104,13 @@ class _Rank:
 
     def weight(self, tensor: TensorKey, name: str, value: Tensor) -> list[LiveTensor]:
         """A trained weight, or a tensor that is split as the weight is."""
-        return self._parts(tensor, name, [value.reshape(-1)], self._step.weight_layout(name))
+        return self._parts(tensor, name, [value.reshape(-1)], self.step.weight_layout(name))
 
     def optimizer_state(self, name: str, key: str, segments: list[Tensor]) -> list[LiveTensor]:
-        if self._step.plan.sync == "local":
+        if self.step.plan.sync == "local":
             tensor = TensorKey(TensorKind.OPTIMIZER, name, key, self.place)
             return self.as_parameter(tensor, name, segments, holders=self.alone)
-        return self._parts(TensorKey(TensorKind.OPTIMIZER, name, key), name, segments, self._step.state_layout)
+        return self._parts(TensorKey(TensorKind.OPTIMIZER, name, key), name, segments, self.step.state_layout)
 
     def _parts(self, tensor: TensorKey, name: str, segments: list[Tensor], layout: RankLayout) -> list[LiveTensor]:
         index, count = layout.replica
@@ -121,7 +121,7 @@ class _Rank:
         self, tensor: TensorKey, name: str, segments: list[Tensor], *, holders: Holders, start: int = 0
     ) -> list[LiveTensor]:
         """A tensor as large as a parameter; `segments` begin at element `start` of what is here of it."""
-        shard = self._step.whole_tensors.shard(name, self.parameters[name].shape)
+        shard = self.step.whole_tensors.shard(name, self.parameters[name].shape)
         return make_live_parts(tensor, segments, shard, start, holders=holders)
 
 
@@ -144,7 +144,7 @@ def _model_tensors(state: Mapping[str, Any], rank: _Rank) -> tuple[list[LiveTens
         elif parameter_name is not None:
             flat = value.detach().reshape(-1)
             live_tensors += rank.as_parameter(tensor, parameter_name, [flat], holders=rank.replicated)
-        elif rank.is_first:  # ranks' buffers may differ
+        elif rank.is_first and rank.step.pipeline.is_own(name):  # ranks' buffers may differ
             live_tensors.append(make_live_tensor(tensor, [value.detach().reshape(-1)], value.shape, holders=Holders()))
     return live_tensors, aliases
 

@@ -5,10 +5,12 @@ what lies outside of it is not read.
 """
 
 import contextlib
-from collections.abc import Iterator
+import copy
+from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
+import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -33,6 +35,19 @@ class CheckpointReader(contextlib.ExitStack):
         self.entries = {entry.tensor: entry for entry in self.manifest.tensors}
         self.num_bytes = 0
         """How many bytes have been used; the files are mapped, so about as many are read."""
+
+    def without(self, names: Collection[str]) -> Self:
+        """The same checkpoint without the tensors of these names, such as those of other stages."""
+        if not names:
+            return self
+        reader, manifest = copy.copy(self), self.manifest
+        reader.entries = {key: entry for key, entry in self.entries.items() if key.name not in names}
+        reader.manifest = msgspec.structs.replace(
+            manifest,
+            aliases={name: other for name, other in manifest.aliases.items() if name not in names},
+            scalars={name: values for name, values in manifest.scalars.items() if name not in names},
+        )
+        return reader
 
     def tensor(self, tensor: TensorKey) -> "StoredTensor":
         """A tensor of the checkpoint; a tied weight under each of its names."""

@@ -3,6 +3,7 @@
 Law: what is restored is what was collected, bit for bit. What does not fit is refused before anything is changed.
 """
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -38,16 +39,20 @@ def restore(
 ) -> None:
     """Put a checkpoint's state into the run. Collective. Raises CheckpointError, with nothing changed, if it misfits.
 
-    Tensors are read one at a time, and of each what this rank keeps. If the data axis has another size than when it was
-    saved, random numbers start anew from the seed, the step and the data index. On another number of ranks, optimizer
-    states of local steps start from their mean.
+    Tensors are read one at a time, and of each what this rank keeps. If dp or pp has another size than when it was
+    saved, random numbers start again from the seed, the step and the indices on dp and pp. On another number of ranks,
+    optimizer states of local steps start from their mean.
 
     restores_options  the optimizer's options become those that were saved, as in torch; otherwise training uses those
                       it has now, as it uses all other code of the task
     """
     step, feed, ema, scheduler = training_state
+    reader = reader.without(step.pipeline.others)
     manifest = reader.manifest
     problems = list(restore_problems(training_state, reader))
+    if step.plan.pp > 1:  # what does not fit may be in one stage
+        found = dict.fromkeys(tuple(each) for each in itertools.chain(*step.all_gather_json(problems)))
+        problems = [Problem(*each) for each in found]
     if problems:
         raise CheckpointError(problems, where=f"the checkpoint of step {manifest.step}")
     groups = _saved_groups(step, manifest) if restores_options else _own_groups(step)

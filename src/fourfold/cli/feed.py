@@ -11,7 +11,7 @@ import typer
 
 Command = Callable[[], int]
 
-feed = typer.Typer(rich_markup_mode=None, help="Measure what feeds a training with data.")
+feed = typer.Typer(rich_markup_mode=None, help="Pack data, and measure what feeds a training with it.")
 
 
 @feed.callback(invoke_without_command=True)
@@ -47,3 +47,49 @@ def bench(
     from fourfold.cli import feed_bench
 
     return functools.partial(feed_bench.run_bench, words or [])
+
+
+Words = Annotated[list[str] | None, typer.Argument(metavar="SOURCE DEST KEY=VALUE", hidden=True)]
+PackPath = Annotated[str, typer.Argument(metavar="PACK", help="The folder of a pack.", show_default=False)]
+Threads = Annotated[int | None, typer.Option("--threads", metavar="N", help="That read. Default: one for each core.")]
+
+
+@feed.command(options_metavar="[-h]", short_help="Write samples into a pack: large files with an index and checksums.")
+def pack(words: Words = None) -> Command:
+    """Write the samples of SOURCE into a new pack, the folder DEST. If it is cut off, the same command goes on.
+
+    SOURCE is a file, or a folder of files of one kind, or FILE.py:NAME.
+
+    \b
+    images       a file per sample; folders below SOURCE are classes. Stored as they are, decoded when read
+    .npy .npz    one file: a sample per row; a folder: a sample per file. No pickles
+    .txt         a sample per line
+    .jsonl       a sample per line, an object
+    .csv .tsv    a sample per row; the first row names the columns
+    FILE.py:NAME a source, an iterable, or a function that makes one
+
+    \b
+    shard_bytes=256MiB   the size of a file of the pack
+    threads=8            that read and write; default: one for each core
+    compression=zstd     of each record (pip install 'fourfold[zstd]'); default: none
+    variable=pixels,mask arrays whose shapes differ, if the first samples do not show it
+    """
+    from fourfold.cli import feed_pack
+
+    return functools.partial(feed_pack.run_pack, words or [])
+
+
+@feed.command("verify")
+def verify_pack(path: PackPath, threads: Threads = None) -> Command:
+    """Check every byte of a pack. Names damaged records; then the exit code is 1."""
+    from fourfold.cli import feed_pack
+
+    return functools.partial(feed_pack.run_verify, path, threads)
+
+
+@feed.command("show")
+def show_pack(path: PackPath) -> Command:
+    """Print a pack's fields, its first samples, sizes and class balance."""
+    from fourfold.cli import feed_pack
+
+    return functools.partial(feed_pack.run_show, path)

@@ -1,6 +1,6 @@
 """torch's private names: each one that Fourfold uses, behind a small function with a public name.
 
-A release of torch may change a private name without a word. Then this file is the place to mend, and its test says
+A release of torch may change a private name without a word. Then this file is the place to fix, and its test says
 which function is broken.
 Law: no other module names `torch._…` or a private attribute of one of torch's objects. The exceptions stand in
 `tests/pure/test_architecture.py`, each with its reason.

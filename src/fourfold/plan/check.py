@@ -13,6 +13,8 @@ from typing import NamedTuple
 from fourfold.plan.batch_norm import SYNC
 from fourfold.plan.codec import CODECS
 from fourfold.plan.param_spec import ParamSpec
+from fourfold.plan.pipeline.conflicts import NOT_BUILT, interleave_problems, not_built_problems, tie_problems
+from fourfold.plan.pipeline.schedules import schedule_problems
 from fourfold.plan.plan import Plan, candidate_meshes
 from fourfold.plan.tensor_residual import SPLIT, WHOLE
 from fourfold.plan.topology import Topology, group_hosts, num_host_shards
@@ -44,7 +46,19 @@ def legality_problems(
 def combination_problems(plan: Plan, *, clip: float | None = None) -> list[Problem]:
     """Every combination of fields that cannot be carried out, with any model and on any ranks."""
     problems = update_problems(plan, clip) + sync_problems(plan) + precision_problems(plan)
-    return problems + codec_problems(plan) + batch_norm_problems(plan) + residual_problems(plan)
+    problems += codec_problems(plan) + batch_norm_problems(plan) + residual_problems(plan)
+    return problems + pipeline_problems(plan)
+
+
+def pipeline_problems(plan: Plan) -> list[Problem]:
+    """What a schedule cannot be made for, and what does not go with interleaved stages."""
+    if plan.pp == 1:
+        return []
+    sizes = {"pp": plan.pp, "microbatches": plan.microbatches, "interleave": plan.interleave}
+    zero = plan.zero if plan.num_shards > 1 else 0
+    problems = schedule_problems(plan.schedule, **sizes, max_in_flight=plan.max_in_flight, program=plan.program)
+    problems += interleave_problems(plan.interleave, zero, plan.update)
+    return problems + not_built_problems({field: getattr(plan, field) for field in NOT_BUILT})
 
 
 def update_problems(plan: Plan, clip: float | None) -> list[Problem]:
@@ -200,7 +214,11 @@ def param_problems(plan: Plan, specs: Sequence[ParamSpec]) -> list[Problem]:
     if plan.codec != "none" and complex_names:
         got = f'codec = "{plan.codec}" and {", ".join(complex_names[:3])}'
         problems.append(Problem(got, "gradients of real floating-point numbers", 'codec = "none"'))
-    return problems + replica_problems(plan, specs)
+    return (
+        problems
+        + replica_problems(plan, specs)
+        + tie_problems([spec.name for spec in specs if spec.is_tied], plan.update, plan.sync)
+    )
 
 
 def replica_problems(plan: Plan, specs: Sequence[ParamSpec]) -> list[Problem]:

@@ -7,11 +7,10 @@ meeting     the ranks that begin an action together, once it is the next one in 
 Law: an action depends only on what makes its inputs; everything else about its time is order or cost.
 """
 
-import itertools
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from fourfold.plan.rank_program import SENDS, RankProgram
 from fourfold.words.errors import Problem
 from fourfold.words.mesh import Axis, Mesh
 from fourfold.words.program import (
@@ -24,19 +23,8 @@ from fourfold.words.program import (
     Program,
     ProgramError,
     Verb,
-    bucket_of,
 )
-from fourfold.words.trace_events import COMPUTE_LANE, GATHER_LANE, REDUCE_LANE, SEND_LANE
 
-SENDS = frozenset({Verb.SEND_FORWARD, Verb.RECEIVE_FORWARD, Verb.SEND_BACKWARD, Verb.RECEIVE_BACKWARD})
-LANE_BY_VERB = {
-    Verb.REDUCE: REDUCE_LANE,
-    Verb.GATHER: GATHER_LANE,
-    Verb.UNSHARD: GATHER_LANE,
-    **dict.fromkeys(SENDS, SEND_LANE),
-    Verb.PUSH: SEND_LANE,
-    Verb.PULL: SEND_LANE,
-}
 # The ranks that sum gradients: those of one stage and one tensor shard.
 REDUCE_AXES: tuple[Axis, ...] = ("dp", "sp")
 PARAMETER_AXES: tuple[Axis, ...] = ("dp", "sp", "tp")  # of the ranks that hold parts of the same parameters
@@ -58,75 +46,9 @@ class Dependency(NamedTuple):
     action: Action
 
 
-def lane_of(action: Action) -> str:
-    """The lane in which an action waits."""
-    return LANE_BY_VERB.get(action.verb, COMPUTE_LANE)
-
-
-class RankProgram:
-    """One rank's actions, indexed by what other actions of the same rank need to know of them."""
-
-    def __init__(self, actions: Sequence[Action]) -> None:
-        self.actions = dict.fromkeys(actions)
-        self.stages = {action.stage for action in actions}
-        self.last = {(action.verb, action.stage): action for action in actions}
-        """By verb and stage: its last action."""
-        self.previous_step = dict.fromkeys(itertools.takewhile(_is_before_forward, actions))
-        """Updates in front of the first forward belong to the step before: all that they depend on has ended."""
-        self.backward_before: dict[Action, Action] = {}
-        """By reduction: the backward that completes its gradients, the last one of its stage in front of it."""
-        self.unshards_of: dict[Action, list[Action]] = {}
-        """By forward or backward: the unshards of weights that it uses, those since the compute action before it."""
-        self.update_before: dict[Action, Action] = {}
-        """By unshard: the update of its bucket, if that stands in front of it."""
-        self.phase_before: dict[Action, Action] = {}
-        """By unshard: the end of the phase in front of it, which uses the memory that weights are gathered into."""
-        self.reductions: dict[Action, list[Action]] = {}
-        """By update: the reductions of its bucket, one or one per backward."""
-        self.after_reductions: set[Action] = set()
-        """The updates behind all reductions of their stage."""
-        self._index(actions)
-
-    def _index(self, actions: Sequence[Action]) -> None:
-        updates = {(a.stage, a.index): a for a in actions if a.verb == Verb.UPDATE}
-        num_buckets = Counter(stage for stage, _ in updates)
-        last_backward: dict[int, Action] = {}
-        unshards: dict[int, list[Action]] = {}
-        phase_end: Action | None = None
-        updated: set[Action] = set()
-        for action in actions:
-            if action.verb in (Verb.REDUCE, Verb.UNSHARD) and num_buckets[action.stage]:
-                update = updates.get((action.stage, bucket_of(action, num_buckets[action.stage])))
-                if update is not None and action.verb == Verb.REDUCE:
-                    self.reductions.setdefault(update, []).append(action)
-                elif update in updated:
-                    self.update_before[action] = update
-            if action.verb == Verb.UNSHARD:
-                unshards.setdefault(action.stage, []).append(action)
-                if phase_end is not None:
-                    self.phase_before[action] = phase_end
-            elif action.verb in (Verb.FORWARD, Verb.BACKWARD, Verb.BACKWARD_INPUT):
-                self.unshards_of[action] = unshards.pop(action.stage, [])
-            elif action.verb == Verb.UPDATE:
-                updated.add(action)
-                self.after_reductions.add(action)
-            elif action.verb == Verb.REDUCE:
-                self.after_reductions = {each for each in self.after_reductions if each.stage != action.stage}
-                if action.stage in last_backward:
-                    self.backward_before[action] = last_backward[action.stage]
-            if action.verb in (Verb.BACKWARD, Verb.BACKWARD_WEIGHT):
-                last_backward[action.stage] = action
-            if lane_of(action) == COMPUTE_LANE and action.verb != Verb.UPDATE:
-                phase_end = action
-
-
 def _summing_axes(action: Action) -> tuple[Axis, ...]:
     """The axes over which a measure of a stage is summed, or a gradient."""
     return PARAMETER_AXES if action.verb == Verb.MEASURE and action.index == TRUST_NORMS else REDUCE_AXES
-
-
-def _is_before_forward(action: Action) -> bool:
-    return action.verb != Verb.FORWARD
 
 
 class Dependencies:
@@ -228,6 +150,15 @@ class Dependencies:
         found = [Dependency(each, action) for each in ranks for action in wanted if self.has(each, action)]
         here = next((each for each in ranks if each in self._of_rank and stage in self._of_rank[each].stages), rank)
         return found[:1] or [Dependency(here, wanted[0])]
+
+    def pipeline_of(self, rank: int) -> Sequence[int]:
+        """The ranks that differ from this one on the pipeline axis only, which are in the program."""
+        return [each for each in self._peers["pp",][rank] if each in self._of_rank]
+
+    def tied_places(self, rank: int) -> tuple[int, int]:
+        """The rank of this pipeline that owns its tied weights, and the number of its first stage."""
+        owner = min(self.pipeline_of(rank))
+        return owner, min(self._of_rank[owner].stages)
 
     def input_of(self, rank: int, received: Action, *verbs: Verb, stage: int) -> list[Dependency]:
         """What makes the input of a stage: another stage of this rank, else `received`, the message from it.
@@ -331,6 +262,21 @@ def _pull(dependencies: Dependencies, rank: int, action: Action) -> list[Depende
     return dependencies.on_stage_ranks(rank, Action(Verb.PUSH, action.stage, action.index))
 
 
+def _tie(dependencies: Dependencies, rank: int, action: Action) -> list[Dependency]:
+    """The last place receives what the first one has sent; it begins when the weights are updated."""
+    owner, own = dependencies.tied_places(rank)
+    return [] if rank == owner else [Dependency(owner, Action(action.verb, own, action.index))]
+
+
+def _tie_gradient(dependencies: Dependencies, rank: int, action: Action) -> list[Dependency]:
+    """The first place receives what the last one has added up, behind the last of its backwards in the program."""
+    owner, _ = dependencies.tied_places(rank)
+    if rank != owner:
+        return []
+    peers = [each for each in dependencies.pipeline_of(rank) if each != rank]
+    return [Dependency(each, a) for each in peers for a in dependencies.own(each).actions if a.verb == action.verb]
+
+
 DEPENDENCY_RULES: dict[Verb, Callable[[Dependencies, int, Action], list[Dependency]]] = {
     Verb.FORWARD: _forward,
     Verb.BACKWARD: _backward,
@@ -347,4 +293,6 @@ DEPENDENCY_RULES: dict[Verb, Callable[[Dependencies, int, Action], list[Dependen
     Verb.GATHER: _after_update,
     Verb.PUSH: _after_update,
     Verb.PULL: _pull,
+    Verb.TIE: _tie,
+    Verb.TIE_GRADIENT: _tie_gradient,
 }

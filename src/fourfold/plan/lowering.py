@@ -7,15 +7,14 @@ Law: build, `show`, the wrapped optimizer and the planner ask here; what is lega
 each rank runs has one answer.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 from fourfold.plan.check import legality_problems
 from fourfold.plan.codec import CodecSpec, Combine, codec_rounds, codec_sent_bytes
 from fourfold.plan.data.buckets import Bucket, effective_bucket_bytes, make_buckets
-from fourfold.plan.data.step_program import DataStepSpec, StepSync, UseOrders, lower_evaluation, lower_step
+from fourfold.plan.data.step_program import DataStepSpec, StepSync, lower_evaluation, lower_step
 from fourfold.plan.data.transport_request import TransportRequest, request_transport
 from fourfold.plan.data.zero import (
     RESTING_LAYOUTS,
@@ -33,47 +32,16 @@ from fourfold.plan.memory import (
     host_memory_use,
 )
 from fourfold.plan.param_spec import ParamSpec
+from fourfold.plan.pipeline.sends import add_sends
+from fourfold.plan.pipeline.ties import add_copies, add_ties
 from fourfold.plan.plan import Plan
 from fourfold.plan.precision import compute_specs, gradient_bucket
+from fourfold.plan.step_programs import NO_RECORD, Programs, StepRecord
 from fourfold.plan.topology import GroupHosts, Topology, group_hosts, num_host_shards
 from fourfold.plan.update_spec import UpdateSpec
 from fourfold.words.errors import PlanError
 from fourfold.words.layout import SPLIT
-from fourfold.words.program import Action, Program
-
-
-@dataclass(frozen=True)
-class StepRecord:
-    """What the first step learns, by stage; what is missing is predicted."""
-
-    launch_orders: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    use_orders: Mapping[int, UseOrders] = field(default_factory=dict)
-
-
-NO_RECORD = StepRecord()
-
-
-class Programs(NamedTuple):
-    """The programs of all ranks, for every kind of step. Ranks with equal programs share one tuple.
-
-    step              one optimizer update; with local steps, of a step that averages the weights
-    local_step        with local steps, of a step that does not; else `step`
-    first_step        `step` while the nominal count is not known
-    first_local_step  `local_step` while the nominal count is not known
-    evaluation        the loss of one batch, without training
-    """
-
-    step: Program
-    local_step: Program
-    first_step: Program
-    first_local_step: Program
-    evaluation: Program
-
-    def of_step(self, *, is_local: bool, has_nominal_count: bool) -> Program:
-        """The programs of a training step."""
-        if has_nominal_count:
-            return self.local_step if is_local else self.step
-        return self.first_local_step if is_local else self.first_step
+from fourfold.words.program import Action, Verb
 
 
 @dataclass(frozen=True)
@@ -169,7 +137,26 @@ class Blueprint:
             sync=StepSync.WEIGHTS if plan.sync == "local" else StepSync.GRADIENTS,
             use_orders=record.use_orders.get(stage),
             stage=stage,
+            computes=self._compute_lists[stage] if plan.pp > 1 else (),
         )
+
+    @cached_property
+    def _compute_lists(self) -> tuple[tuple[Action, ...], ...]:
+        """By place on the pipeline axis: the forwards and backwards of a step, with the messages between stages."""
+        lists = add_sends(self.plan.compute_lists, self.plan.num_stages)
+        return add_ties(lists) if self._has_ties else lists
+
+    @cached_property
+    def _evaluation_lists(self) -> tuple[tuple[Action, ...], ...]:
+        """By place: the forwards of an evaluation, with their messages."""
+        num_stages = self.plan.num_stages
+        places = [range(place, num_stages, self.plan.pp) for place in range(self.plan.pp)]
+        lists = add_sends([[Action(Verb.FORWARD, stage, 0) for stage in place] for place in places], num_stages)
+        return add_copies(lists) if self._has_ties else lists
+
+    @property
+    def _has_ties(self) -> bool:
+        return any(spec.is_tied for spec in self.specs)
 
     def programs(self, record: StepRecord = NO_RECORD) -> Programs:
         """The programs of all ranks, with what the first step has learnt. Cheap."""
@@ -178,10 +165,9 @@ class Blueprint:
         for group in self.groups:
             spec = self.step_spec(group, record)
             if spec not in by_spec:
-                by_spec[spec] = _lower_group(spec)
+                by_spec[spec] = _lower_group(spec, self._evaluation_lists[spec.stage] if self.plan.pp > 1 else ())
             by_rank |= dict.fromkeys(group.ranks, by_spec[spec])
-        ranks = sorted(by_rank)
-        return Programs(*({rank: by_rank[rank][kind] for rank in ranks} for kind in range(5)))
+        return Programs(*({rank: by_rank[rank][kind] for rank in sorted(by_rank)} for kind in range(5)))
 
     @property
     def ranks_by_memory(self) -> tuple[tuple[int, ...], ...]:
@@ -257,7 +243,7 @@ def bytes_by_bucket(plan: Plan, stage: StageBuckets, update_spec: UpdateSpec) ->
 def _fill_buckets(
     plan: Plan, stage: int, specs: Sequence[ParamSpec], update_spec: UpdateSpec, *, is_inter_host: bool
 ) -> StageBuckets:
-    stored = tuple(spec for spec in specs if spec.stage == stage)
+    stored = tuple(spec for spec in specs if spec.stage % plan.pp == stage)
     compute = compute_specs(stored, plan.precision, excluded=update_spec.full_precision_params)
     # A codec's residuals depend on the buckets: with a codec, one host has the same buckets as several.
     is_sent = is_inter_host or plan.codec != "none"
@@ -281,13 +267,13 @@ def _data_group(plan: Plan, stage: StageBuckets, hosts: GroupHosts, update_spec:
     return DataGroup(ranks, stage, hosts, effective_layouts(plan, hosts), request)
 
 
-def _lower_group(spec: DataStepSpec) -> tuple[tuple[Action, ...], ...]:
-    """The programs of a rank, in the order of `Programs`."""
+def _lower_group(spec: DataStepSpec, evaluation: Sequence[Action]) -> tuple[tuple[Action, ...], ...]:
+    """The programs of a rank, in the order of `Programs`. `evaluation`: its forwards, with messages."""
     local = spec._replace(sync=StepSync.NOTHING) if spec.sync == StepSync.WEIGHTS else spec
     steps = [spec, local]
     steps += [each._replace(measures_nominal_count=True) for each in steps]
     lowered = {each: lower_step(each) for each in steps}
-    return (*(lowered[each] for each in steps), lower_evaluation(spec))
+    return (*(lowered[each] for each in steps), lower_evaluation(spec, evaluation))
 
 
 def _group_sent_bytes(plan: Plan, group: DataGroup) -> float:

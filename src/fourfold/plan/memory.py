@@ -79,9 +79,10 @@ class BucketBytes(NamedTuple):
 
 
 def has_unbucketed_grads(plan: Plan) -> bool:
-    """Whether gradients stay in `.grad`: a plan of one rank without codec, conversion, offload or local SGD."""
+    """Whether gradients stay in `.grad`: a rank has all of a stage, without codec, conversion, offload or local SGD."""
     keeps_dtypes = plan.precision == plan.reduce_dtype == "keep"
-    return plan.mesh.size == 1 and keeps_dtypes and (plan.sync, plan.codec, plan.offload) == ("step", "none", "none")
+    is_alone = plan.mesh.size == plan.pp
+    return is_alone and keeps_dtypes and (plan.sync, plan.codec, plan.offload) == ("step", "none", "none")
 
 
 def bytes_per_element(

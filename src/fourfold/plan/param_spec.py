@@ -21,6 +21,7 @@ class ParamSpec(NamedTuple):
     stage          the pipeline stage that computes with it
     shards         by place on the tensor axis: the part of the global tensor that its ranks hold, before the data axis
                    shards it; empty: every place holds all of it
+    is_tied        another pipeline stage has a copy of it
     tensor_index   the place that `local_shape`, `num_elements` and `num_bytes` are of
     """
 
@@ -32,6 +33,7 @@ class ParamSpec(NamedTuple):
     stage: int = 0
     shards: tuple[TensorShard, ...] = ()
     tensor_index: int = 0
+    is_tied: bool = False
 
     def at(self, tensor_index: int) -> Self:
         """The same parameter, as the ranks of this place on the tensor axis hold it."""

@@ -13,6 +13,9 @@ from fourfold.plan.batch_split import BatchSplit
 from fourfold.plan.codec import CODECS, CodecSpec
 from fourfold.plan.data.zero import ShardGroups
 from fourfold.plan.decode import DecodeError, from_toml
+from fourfold.plan.pipeline.division import StageSpec
+from fourfold.plan.pipeline.schedules import compute_actions
+from fourfold.plan.pipeline.spec import ComputeLists
 from fourfold.plan.plan_fields import FIELDS, RENAMED_FIELDS, plan_problems, to_builtin
 from fourfold.plan.recipes import RECIPE_PREFIX, recipe_text
 from fourfold.plan.sequence import SequenceSpec
@@ -20,6 +23,7 @@ from fourfold.plan.tensor_dims import TensorSpec
 from fourfold.plan.toml_writer import format_pair
 from fourfold.words.errors import PlanError, Problem
 from fourfold.words.mesh import Mesh
+from fourfold.words.program import Verb
 
 VERSION = 1
 
@@ -31,6 +35,11 @@ def _applies_with_codec(name: str) -> tuple[str, Callable[["Plan"], bool]]:
 
 # Fields that have an effect only in some plans: what a plan needs for it, and whether this one has that.
 APPLIES_WHEN: dict[str, tuple[str, Callable[["Plan"], bool]]] = {
+    "schedule": ("pp above 1", lambda plan: plan.pp > 1),
+    "stages": ("pp above 1", lambda plan: plan.pp > 1),
+    "interleave": ("pp above 1", lambda plan: plan.pp > 1),
+    "max_in_flight": ("pp above 1", lambda plan: plan.pp > 1),
+    "program": ("schedule = written", lambda plan: plan.pp > 1 and plan.schedule == "written"),
     "dims": ("tp above 1", lambda plan: plan.tp > 1),
     "ring": ("sp above ulysses", lambda plan: plan.sp > plan.ulysses),
     "local_steps": ("sync = local", lambda plan: plan.sync == "local"),
@@ -73,7 +82,10 @@ class Plan:
     zero: int = 0
     microbatches: int = 1
     schedule: str = "1f1b"
+    stages: str = "even"
     interleave: int = 1
+    max_in_flight: int | None = None
+    program: str = ""
     recompute: str = "none"
     ring: str = "zigzag"
     ulysses: int = 1
@@ -173,6 +185,35 @@ class Plan:
     def tensor_spec(self) -> TensorSpec:
         """How many ranks split layers, and which dims of the weights."""
         return TensorSpec(self.tp, self.dims, self.ulysses, self.residual)
+
+    @functools.cached_property
+    def compute_lists(self) -> ComputeLists:
+        """By place on the pipeline axis: the forwards and backwards of a step."""
+        return compute_actions(
+            self.schedule,
+            pp=self.pp,
+            microbatches=self.microbatches,
+            interleave=self.interleave,
+            max_in_flight=self.max_in_flight,
+            program=self.program,
+        )
+
+    @property
+    def divides_backward(self) -> bool:
+        """Whether backwards are computed in two halves, those of inputs and those of weights."""
+        return self.pp > 1 and any(
+            action.verb == Verb.BACKWARD_WEIGHT for each in self.compute_lists for action in each
+        )
+
+    @property
+    def num_stages(self) -> int:
+        """Into how many stages the model is divided; each place on the pipeline axis has `interleave` of them."""
+        return self.pp * self.interleave if self.pp > 1 else 1
+
+    @property
+    def stage_spec(self) -> StageSpec:
+        """Into how many stages the model is divided, and how."""
+        return StageSpec(self.stages, self.num_stages, self.pp)
 
     @property
     def mesh(self) -> Mesh:

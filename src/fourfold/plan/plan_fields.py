@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fourfold.plan.codec import CODECS
+from fourfold.plan.pipeline.division import stages_problems
 from fourfold.plan.precision import COMPUTE_FORMATS, REDUCE_FORMATS
 from fourfold.plan.sequence import RINGS, ulysses_problem
 from fourfold.plan.tensor_dims import dims_problems
@@ -70,7 +71,7 @@ class FieldRule:
 
 
 FIELD_RULES = {
-    "pp": FieldRule(int, supported=(1,)),
+    "pp": FieldRule(int, int_maximum=MAX_RANKS),
     "dp": FieldRule(int, int_maximum=MAX_RANKS),
     "sp": FieldRule(int, int_maximum=MAX_RANKS),
     "tp": FieldRule(int, int_maximum=MAX_RANKS),
@@ -78,8 +79,11 @@ FIELD_RULES = {
     "shard": FieldRule(int, optional=True, int_maximum=MAX_RANKS),
     "zero": FieldRule(int, choices=(0, 1, 2, 3)),
     "microbatches": FieldRule(int, int_maximum=MAX_RANKS),
-    "schedule": FieldRule(str, choices=("gpipe", "1f1b", "interleaved", "zero-bubble"), supported=("1f1b",)),
-    "interleave": FieldRule(int, supported=(1,)),
+    "schedule": FieldRule(str, choices=("gpipe", "1f1b", "interleaved", "zero-bubble", "written")),
+    "stages": FieldRule(str),
+    "interleave": FieldRule(int, int_maximum=MAX_RANKS),
+    "max_in_flight": FieldRule(int, optional=True, int_maximum=MAX_RANKS),
+    "program": FieldRule(str),
     "recompute": FieldRule(str, choices=("none", "selective", "full"), supported=("none",)),
     "ring": FieldRule(str, choices=RINGS),
     "ulysses": FieldRule(int, int_maximum=MAX_RANKS),
@@ -145,6 +149,8 @@ def plan_problems(values: Mapping[str, object]) -> list[Problem]:
         problems += [] if problem is None else [problem]
     if isinstance(dims := values.get("dims"), str):
         problems += dims_problems(dims)
+    if isinstance(stages := values.get("stages"), str):
+        problems += stages_problems(stages)
     return problems or _too_many_ranks(values) or shard_problems(values)
 
 

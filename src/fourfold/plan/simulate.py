@@ -11,7 +11,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from fourfold.plan.dependencies import Dependencies, Dependency, RanksByMemory, lane_of
+from fourfold.plan.dependencies import Dependencies, Dependency, RanksByMemory
+from fourfold.plan.rank_program import lane_of
 from fourfold.words.errors import Problem
 from fourfold.words.mesh import Mesh
 from fourfold.words.program import Action, Program, ProgramError

@@ -7,8 +7,8 @@ Law: every category but those in the background is the process's own time, and t
 
 from collections.abc import Iterator
 
-from fourfold.plan.dependencies import SENDS
 from fourfold.plan.rank_events import COLLECTIVE_LANES, Interval, RankEvents
+from fourfold.plan.rank_program import SENDS
 from fourfold.plan.trace_file import DATA_SPAN, STEP_SPAN, Trace, is_action
 from fourfold.words.program import Verb
 
@@ -25,7 +25,7 @@ AVERAGE_TIME, GATHER_TIME, UNSHARD_TIME, SEND_TIME = "average", "gather", "unsha
 BACKGROUND_TIMES = (REDUCE_TIME, GATHER_TIME, UNSHARD_TIME, SEND_TIME)
 CATEGORIES = {
     **COMPUTE_CATEGORIES,
-    **dict.fromkeys(SENDS, SEND_TIME),
+    **dict.fromkeys((*SENDS, Verb.TIE, Verb.TIE_GRADIENT), SEND_TIME),
     Verb.REDUCE: REDUCE_TIME,
     Verb.UNSHARD: UNSHARD_TIME,
     Verb.GATHER: GATHER_TIME,

@@ -42,7 +42,7 @@ class Topology:
         return self.device == "cpu" and not self.unshared_cause
 
     def restricted_to(self, ranks: Iterable[int]) -> Self:
-        """The topology of some of its ranks, which are numbered anew, in the order given."""
+        """The topology of some of its ranks, renumbered in the order given."""
         return dataclasses.replace(self, hosts=tuple(self.hosts[rank] for rank in ranks))
 
     def hosts_of(self, ranks: Iterable[int]) -> tuple[tuple[int, ...], ...]:

@@ -18,7 +18,7 @@ PAGE_TITLE = "Feed bench"
 
 def render_feed_bench(results: Sequence[Result]) -> str:
     """The page of one or several emulated trainings."""
-    cards = [render_card(_sweep_card(results), wide=True)] if len(results) > 1 else []
+    cards = [*map(render_card, _sweep_cards(results))] if len(results) > 1 else []
     for result in results:
         cards += [
             render_card(_epochs_card(result), wide=True),
@@ -67,8 +67,8 @@ def _storage_card(result: Result) -> str:
     return f'<h2>Storage</h2><table class="words">{"".join(rows)}</table>'
 
 
-def _sweep_card(results: Sequence[Result]) -> str:
-    """Utilization by number of accelerators, a curve for each workload."""
+def _sweep_cards(results: Sequence[Result]) -> tuple[str, str]:
+    """Utilization by number of accelerators, a curve for each workload; and the same as a table."""
     names = list(dict.fromkeys(each.workload.name for each in results))
     series = []
     for number, name in enumerate(names):
@@ -81,4 +81,4 @@ def _sweep_card(results: Sequence[Result]) -> str:
     found = {(each.workload.name, each.accelerators): percent(each.total.utilization) for each in results}
     sizes = dict.fromkeys(each.accelerators for each in results)
     rows = [render_row([str(size), *(found.get((name, size), UNKNOWN) for name in names)]) for size in sizes]
-    return f"<h2>{title}</h2>{drawing}{render_table(columns, rows, style='memory')}"
+    return f"<h2>{title}</h2>{drawing}", f"<h2>Utilization</h2>{render_table(columns, rows, style='memory')}"

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 
 from fourfold.plan.cost import measure_costs
-from fourfold.plan.dependencies import SENDS, lane_of
+from fourfold.plan.rank_program import SENDS, lane_of
 from fourfold.plan.simulate import TimedAction, Timeline, makespan
 from fourfold.plan.step_breakdown import (
     AVERAGE_TIME,
@@ -39,7 +39,7 @@ from fourfold.words.trace_events import COMPUTE_LANE, DATA_LANE, LANES, READY_EV
 
 VERB_STYLES = {
     **COMPUTE_CATEGORIES,
-    **dict.fromkeys((Verb.REDUCE, Verb.PUSH, Verb.PULL, *SENDS), "reduce"),
+    **dict.fromkeys((Verb.REDUCE, Verb.PUSH, Verb.PULL, Verb.TIE, Verb.TIE_GRADIENT, *SENDS), "reduce"),
     # One colour for all-gathers of weights: no program has both kinds.
     **dict.fromkeys((Verb.UNSHARD, Verb.GATHER), "unshard"),
 }

@@ -14,6 +14,8 @@ from fourfold.parts.codec.protocol import Codec
 from fourfold.parts.comm import transports
 from fourfold.parts.comm.communicator import Communicator
 from fourfold.parts.comm.meter import CommMeter
+from fourfold.parts.comm.reduce.protocol import ScalarReducer
+from fourfold.parts.deferred_grads import BackwardHalves, DeferredGrads, WholeBackward
 from fourfold.parts.deferred_init import InitialModel
 from fourfold.parts.optim.user_optimizer import OptimizerSource, build_optimizer
 from fourfold.parts.sequence.sequence_group import connect_sequence
@@ -22,7 +24,7 @@ from fourfold.plan.check import read_only_reason, step_hook_conflicts
 from fourfold.plan.data.buckets import Bucket
 from fourfold.plan.plan import Plan
 from fourfold.plan.precision import LossScaler, UnitLossScale
-from fourfold.step.batch_layout import BatchLayout, SharedByTensorRanks, TokenShards, WholeSamples
+from fourfold.step.batch_layout import BatchLayout, SharedByStages, SharedByTensorRanks, TokenShards, WholeSamples
 from fourfold.step.batch_statistics import BatchStatistics, OwnStatistics, SyncedStatistics, batch_norms, make_exchange
 from fourfold.step.collective_calls import CollectiveCalls
 from fourfold.step.drift_report import KINDS, TRAINED_KINDS
@@ -32,13 +34,20 @@ from fourfold.step.duplicate_batches import DuplicateBatches
 from fourfold.step.forward_fusion import DeferredUpdates
 from fourfold.step.loss_function import ModelLoss, UserLoss
 from fourfold.step.model_checks import check_model_loss, check_specs, check_update_timing, watch_norms
-from fourfold.step.model_specs import model_specs
+from fourfold.step.model_layout import laid_out_specs, whole_specs
 from fourfold.step.nan_guard import NanGuard
 from fourfold.step.objective import Objective
 from fourfold.step.persistent_state import PersistentState
+from fourfold.step.pipeline import axis as pipeline_axis
+from fourfold.step.pipeline.axis import PipelineAxis, load_own_weights, take_first_ranks_weights, whole_pipeline
+from fourfold.step.pipeline.chain import map_stages
+from fourfold.step.pipeline.dry_run import PipelineDryRun
+from fourfold.step.pipeline.gates import Gates
+from fourfold.step.pipeline.skeleton import make_skeleton
 from fourfold.step.rank_dropout import SplitDropout
 from fourfold.step.replica_drift import DriftChecker
 from fourfold.step.sequence.sequence_parallel import SequenceParallel
+from fourfold.step.stage import Stage, pipeline_stage, whole_model_stage
 from fourfold.step.stage_assembly import StageAssembly, lay_out, make_stage
 from fourfold.step.step_checks import StepChecks
 from fourfold.step.step_options import StepOptions
@@ -47,7 +56,7 @@ from fourfold.step.step_programs import StepPrograms
 from fourfold.step.tensor import tensor_axis
 from fourfold.step.tensor.collective_dry_run import CollectiveTensorDryRun
 from fourfold.step.tensor.draw_slices import DrawSlices
-from fourfold.step.tensor.tensor_axis import TensorAxis
+from fourfold.step.tensor.tensor_axis import COMMON_TOTALS, TensorAxis
 from fourfold.step.tensor.tensor_calls import TensorCalls
 from fourfold.step.update_timing import (
     UPDATE_AFTER,
@@ -58,8 +67,6 @@ from fourfold.step.update_timing import (
 )
 from fourfold.step.user_optimizer import OptimizerWatch, check_user_optimizer, refuse_own_state_dict
 from fourfold.step.weights import Weights
-
-STAGE = 0  # there is one
 
 
 class Assembly(NamedTuple):
@@ -79,6 +86,16 @@ class Assembly(NamedTuple):
     buckets: Sequence[Bucket]
     transport_name: str
     tensor: TensorAxis
+    pipeline: PipelineAxis
+    stages: PipelineDryRun
+
+
+class _Axes(NamedTuple):
+    """The axes by which the model is cut, and the dry run of its stages."""
+
+    tensor: TensorAxis
+    pipeline: PipelineAxis
+    stages: PipelineDryRun
 
 
 def assemble(
@@ -92,23 +109,16 @@ def assemble(
     """Make all parts of a step, on the plan's mesh. Collective. Raises PlanError, OptimizerError, TaskError."""
     model, objective, meter = initial.model, _make_objective(loss, plan), CommMeter()
     optimizer = _take_optimizer(optimizer_source, model, plan, options)
-    tensor = tensor_axis.cut(initial, options.tensor, world, meter, spec=plan.tensor_spec, transport=plan.transport)
-    trained = lay_out(model, optimizer, plan, world, options, tensor.all_shards)
+    specs = laid_out_specs(model, optimizer, options.tensor, plan.tensor_spec, plan.stage_spec)
+    whole = whole_specs(model, optimizer, specs, options.clip)
+    tensor, pipeline, stages = axes = _cut(initial, optimizer, plan, options, world, meter)
+    trained = lay_out(model, optimizer, plan, world, options, whole)
     channel = transports.make_world_channel(world, trained.blueprint.topology, plan.transport, meter)
     statistics = _make_statistics(model, plan, world, meter)
-    stage = make_stage(trained, objective, statistics, world, meter, channel.calls, tensor)
-    parts = StepParts(
-        stages={STAGE: stage.parts},
-        scalars=channel.scalars,
-        meter=meter,
-        objective=objective,
-        sync=stage.sync,
-        scaling=stage.scaling,
-        loss_scale=LossScaler() if plan.precision == "fp16" else UnitLossScale(),
-        totals_of_peers=tensor.totals_of_peers,
-        max_norm=math.inf if options.clip is None else options.clip,
-        device=world.device,
-    )
+    halves = DeferredGrads(trained.parameters) if plan.divides_backward else WholeBackward()
+    chunks = _make_chunks(model, objective, statistics, pipeline, stages, halves)
+    stage = make_stage(trained, world, meter, channel.calls, tensor, chunks, halves)
+    parts = _make_parts(stage, channel.scalars, meter, objective, plan, options, world, axes)
     calls = CollectiveCalls(world, TensorCalls(channel.calls, tensor.group, tensor.ranks))
     return Assembly(
         parts=parts,
@@ -117,20 +127,109 @@ def assemble(
         calls=calls,
         checks=_make_checks(model, optimizer, plan, options, calls, stage),
         split=plan.batch_split,
-        batches=_make_batches(model, loss, plan, world, meter, tensor, calls.checker, seed=options.seed),
-        dry_run=_make_dry_run(model, objective, statistics, plan, stage.parts.weights, world),
+        batches=_make_batches(model, loss, plan, world, meter, axes, calls.checker, options.seed),
+        dry_run=_make_dry_run(pipeline.skeleton, objective, statistics, plan, stage.parts.weights, world),
         state=stage.state,
         codecs=stage.codecs,
         optimizer=optimizer,
         buckets=stage.trained.buckets,
-        transport_name=tensor.described_with(stage.transport_name),
+        transport_name=_describe_transports(stage.transport_name, plan, axes),
         tensor=tensor,
+        pipeline=pipeline,
+        stages=stages,
     )
+
+
+def _describe_transports(data_ranks: str, plan: Plan, axes: _Axes) -> str:
+    """What joins the ranks, in words. `data_ranks`: what joins these."""
+    names = [f"tensor ranks: {axes.tensor.group.name}"] if plan.tp > 1 else []
+    names += [f"stages: {axes.pipeline.edges.name}"] if plan.pp > 1 else []
+    return "; ".join([data_ranks, *names] if plan.reduce_group_size > 1 or not names else names)
+
+
+def _make_parts(
+    stage: StageAssembly,
+    scalars: ScalarReducer,
+    meter: CommMeter,
+    objective: Objective,
+    plan: Plan,
+    options: StepOptions,
+    world: Communicator,
+    axes: _Axes,
+) -> StepParts:
+    pipeline = axes.pipeline
+    return StepParts(
+        stages={pipeline.place: stage.parts},
+        num_places=pipeline.num_places,
+        scalars=scalars,
+        meter=meter,
+        objective=objective,
+        sync=stage.sync,
+        scaling=stage.scaling,
+        loss_scale=LossScaler() if plan.precision == "fp16" else UnitLossScale(),
+        totals_of_peers=axes.tensor.totals_of_peers if pipeline.is_last else COMMON_TOTALS,
+        edges=pipeline.edges,
+        tied=pipeline.tied,
+        count_ranks=world.along("pp", "dp", "sp"),
+        max_norm=math.inf if options.clip is None else options.clip,
+        device=world.device,
+    )
+
+
+def _cut(
+    initial: InitialModel, optimizer: Optimizer, plan: Plan, options: StepOptions, world: Communicator, meter: CommMeter
+) -> _Axes:
+    """Leave in the model and its optimizer what this rank's place on the tensor and the pipeline axis has."""
+    model, ranks, stages = initial.model, world.along("pp"), map_stages(initial.model, plan.stage_spec)
+    initial = take_first_ranks_weights(initial, ranks)
+    tensor = tensor_axis.cut(
+        initial,
+        options.tensor,
+        world,
+        meter,
+        spec=plan.tensor_spec,
+        transport=plan.transport,
+        is_own=lambda name: stages.place_of(name) == ranks.rank,
+    )
+    if ranks.size == 1:
+        pipeline = whole_pipeline(model, stages, ranks)
+        return _Axes(tensor, pipeline, PipelineDryRun(model, stages, world))
+    if not tensor.is_cut:
+        load_own_weights(initial, stages, ranks)
+    skeleton = make_skeleton(model, plan.precision, [tensor.region])
+    pipeline = pipeline_axis.cut(model, skeleton, optimizer, stages, ranks, meter, transport=plan.transport)
+    return _Axes(tensor, pipeline, PipelineDryRun(skeleton, stages, world))
+
+
+def _make_chunks(
+    model: nn.Module,
+    objective: Objective,
+    statistics: BatchStatistics,
+    pipeline: PipelineAxis,
+    dry_run: PipelineDryRun,
+    halves: BackwardHalves,
+) -> dict[int, Stage]:
+    """This rank's stages, by number in the model."""
+    if not pipeline.is_cut:
+        return {0: whole_model_stage(model, objective, statistics)}
+    last = pipeline.stages.num_stages - 1
+    return {
+        stage: pipeline_stage(
+            model,
+            objective,
+            statistics,
+            Gates(model, pipeline.stages, stage),
+            dry_run,
+            halves,
+            has_loss=stage == last,
+        )
+        for stage in pipeline.stages.stages_at(pipeline.place)
+    }
 
 
 def _take_optimizer(source: OptimizerSource, model: nn.Module, plan: Plan, options: StepOptions) -> Optimizer:
     optimizer = build_optimizer(source, list(model.parameters()))
-    check_specs(plan, model_specs(model, optimizer, tensor_axis.place_shards(model, options.tensor, plan.tensor_spec)))
+    check_specs(plan, laid_out_specs(model, optimizer, options.tensor, plan.tensor_spec, plan.stage_spec))
     check_update_timing(optimizer, plan)
     check_user_optimizer(optimizer, step_hook_conflicts(plan))
     refuse_own_state_dict(optimizer)
@@ -186,21 +285,23 @@ def _make_batches(
     plan: Plan,
     world: Communicator,
     meter: CommMeter,
-    tensor: TensorAxis,
+    axes: _Axes,
     tensor_calls: TensorCalls,
-    *,
     seed: int,
 ) -> BatchLayout:
+    tensor, pipeline, stages = axes
     slices = DrawSlices(tensor.group.size)
     layout: BatchLayout = WholeSamples(world.device, SplitDropout(model, slices))
     if loss is not None and plan.sp > 1:
         ranks = world.along("sp")
         group = connect_sequence(ranks, meter, ring=plan.ring, ulysses=plan.ulysses, transport=plan.transport)
         options: dict[str, Any] = {"num_microbatches": plan.microbatches, "draw_slices": slices, "seed": seed}
-        layout = TokenShards(SequenceParallel(model, loss, group, world, **options), world.device)
-    if not tensor.is_cut:
-        return layout
-    return SharedByTensorRanks(layout, tensor_calls, CollectiveTensorDryRun(model, tensor, world, slices))
+        parallel = SequenceParallel(model, loss, group, world, skeleton=pipeline.skeleton, **options)
+        layout = TokenShards(parallel, world.device)
+    if tensor.is_cut:
+        rules = CollectiveTensorDryRun(pipeline.skeleton, tensor, world, slices)
+        layout = SharedByTensorRanks(layout, tensor_calls, rules)
+    return SharedByStages(layout, pipeline.ranks, stages) if pipeline.is_cut else layout
 
 
 def _make_statistics(model: nn.Module, plan: Plan, world: Communicator, meter: CommMeter) -> BatchStatistics:

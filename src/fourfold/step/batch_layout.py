@@ -10,8 +10,10 @@ from typing import Any, Protocol
 
 import torch
 
+from fourfold.parts.comm.communicator import Communicator
 from fourfold.plan.sample_order import BatchRange
 from fourfold.step.batch import Microbatch, split_microbatches, unpack_batch
+from fourfold.step.pipeline.dry_run import PipelineDryRun
 from fourfold.step.rank_dropout import SplitDropout
 from fourfold.step.sequence.batch_consistency import batch_digest, batch_mismatch_problem
 from fourfold.step.sequence.sequence_parallel import SequenceParallel
@@ -103,6 +105,38 @@ class SharedByTensorRanks:
     def dry_run(self, batch: Any, unsharded: Unsharded) -> None:
         if self._rules.is_needed:
             self._rules.run(batch, unsharded("try out"))
+        if self._inner.needs_dry_run:
+            self._inner.dry_run(batch, unsharded)
+
+    def dry_run_batch(self, batch: Any) -> Any:
+        return self._inner.dry_run_batch(batch)
+
+
+class SharedByStages:
+    """The stages of a pipeline need the same batch; `inner` lays it out, `stages` shows how the model is divided."""
+
+    def __init__(self, inner: BatchLayout, ranks: Communicator, stages: PipelineDryRun) -> None:
+        self._inner, self._ranks, self._stages = inner, ranks, stages
+
+    @property
+    def needs_dry_run(self) -> bool:
+        return not self._stages.has_ended or self._inner.needs_dry_run
+
+    def compare(self, batch: Any) -> tuple[Any, Problem | None]:
+        batch, problem = self._inner.compare(batch)
+        digest = -1 if problem is not None else batch_digest(batch)
+        if len(set(self._ranks.all_gather_json(digest))) == 1:
+            return batch, problem
+        return no_samples(batch), problem or batch_mismatch_problem("pp", self._ranks.ranks)
+
+    def microbatches(
+        self, batch: Any, count: int, *, step: int, samples: BatchRange | None
+    ) -> AbstractContextManager[list[Microbatch]]:
+        return self._inner.microbatches(batch, count, step=step, samples=samples)
+
+    def dry_run(self, batch: Any, unsharded: Unsharded) -> None:
+        if not self._stages.has_ended:
+            self._stages.run(batch)
         if self._inner.needs_dry_run:
             self._inner.dry_run(batch, unsharded)
 

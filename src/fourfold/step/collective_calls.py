@@ -1,7 +1,7 @@
 """Collective calls: what every rank must call in the same order, and how a rank's error reaches the others.
 
 call  a collective call and its step, such as "evaluate() after step 6"
-Law: ranks that are in different calls raise DivergenceError; none waits for the others for ever.
+Law: ranks that are in different calls raise DivergenceError; none waits for the others forever.
 """
 
 from collections.abc import Sequence

@@ -8,9 +8,10 @@ Law: it never reorders. The program gives the order, and the table of verbs says
 import time
 from collections.abc import Iterable, Mapping
 
+from fourfold.step.evaluation_verbs import EVALUATION, INFERENCE
 from fourfold.step.step_state import StepState
 from fourfold.step.update_timing import UpdateTiming
-from fourfold.step.verbs import EVALUATION, INFERENCE, VerbFunction
+from fourfold.step.verbs import VerbFunction
 from fourfold.words.errors import Problem, TrainingError
 from fourfold.words.program import Action, Verb
 
@@ -81,4 +82,6 @@ def _walk(program: Iterable[Action], step: StepState, verbs: Mapping[Verb, VerbF
         spent = time.perf_counter() - begin - (meter.waiting_seconds - waited)
         name = VERB_NAMES[action.verb]
         busy_seconds[name] = busy_seconds.get(name, 0.0) + spent
+    step.parts.edges.finish()
+    step.parts.tied.finish()
     return busy_seconds

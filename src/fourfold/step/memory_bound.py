@@ -23,8 +23,8 @@ from fourfold.plan.lowering import lower
 from fourfold.plan.plan import Plan
 from fourfold.plan.topology import Topology
 from fourfold.step.activation_bytes import activation_bytes_per_sample
-from fourfold.step.model_specs import model_specs, update_spec
-from fourfold.step.tensor.tensor_axis import place_shards
+from fourfold.step.model_layout import laid_out_specs
+from fourfold.step.model_specs import update_spec
 from fourfold.step.tensor_tree import tree_leaves
 from fourfold.step.weights import trainable_parameters
 from fourfold.words.errors import FourfoldError, Problem, SettingError
@@ -149,7 +149,7 @@ def _model_bytes(task: Task, plan: Plan, model: nn.Module, pool: MemoryPool) -> 
     """Bytes of the weights alone, and of all that lasts from step to step, of the ranks that use a memory."""
     optimizer = build_optimizer(task.optimizer, list(model.parameters()))
     update = update_spec(model, optimizer, clip=task.clip, counts_states=True)
-    specs = model_specs(model, optimizer, place_shards(model, task.tensor, plan.tensor_spec))
+    specs = laid_out_specs(model, optimizer, task.tensor, plan.tensor_spec, plan.stage_spec)
     # One host needs the least memory: its ranks share memory wherever they can.
     topology = Topology.regular(hosts=1, ranks_per_host=plan.mesh.size, device="cpu" if pool.is_host else "cuda")
     use = lower(plan, specs, topology, update).host_memory

@@ -21,7 +21,7 @@ from fourfold.parts.optim.user_optimizer import OptimizerSource, build_optimizer
 from fourfold.plan.check import step_hook_conflicts
 from fourfold.plan.intervals import DRIFT_CHECK
 from fourfold.plan.plan import Plan
-from fourfold.plan.rng import generator_seed
+from fourfold.plan.rng import generator_seed, random_place
 from fourfold.step.argument_checks import check_arguments
 from fourfold.step.initial_model import make_initial_model
 from fourfold.step.meta_model import build_meta_model
@@ -32,8 +32,8 @@ from fourfold.step.model_checks import (
     check_update_timing,
     model_plan_problems,
 )
-from fourfold.step.model_specs import model_specs
-from fourfold.step.tensor.tensor_axis import check_rules, place_shards
+from fourfold.step.model_layout import laid_out_specs
+from fourfold.step.tensor.tensor_axis import check_rules
 from fourfold.step.train_step import TrainStep
 from fourfold.step.user_optimizer import check_user_optimizer
 from fourfold.words.errors import PlanError
@@ -90,10 +90,11 @@ def parallelize(
         check_user_optimizer(build_optimizer(optimizer, list(own.parameters())), step_hook_conflicts(plan or Plan()))
     comm = init.init_communicator()
     plan = plan or Plan(dp=comm.size)
-    initial = make_initial_model(model, comm.device, defers=plan.tp > 1, is_log_rank=comm.rank == 0)
+    initial = make_initial_model(model, comm.device, defers=plan.tp > 1 or plan.pp > 1, is_log_rank=comm.rank == 0)
     check_plan_on_ranks(initial.model, plan, comm, clip=clip)
     _set_threads(comm)
-    torch.manual_seed(generator_seed(seed, plan.mesh.coordinates(comm.rank)["dp"]))
+    place = random_place(plan.mesh, comm.rank)
+    torch.manual_seed(generator_seed(seed, place.dp, stage=place.pp))
     return TrainStep(
         initial.model,
         loss,
@@ -122,7 +123,7 @@ def preflight(task: Task, plan: Plan) -> nn.Module:
     optimizer = build_optimizer(task.optimizer, list(model.parameters()))
     check_update_timing(optimizer, plan)
     check_user_optimizer(optimizer, step_hook_conflicts(plan))
-    check_specs(plan, model_specs(model, optimizer, place_shards(model, task.tensor, plan.tensor_spec)))
+    check_specs(plan, laid_out_specs(model, optimizer, task.tensor, plan.tensor_spec, plan.stage_spec))
     return model
 
 

@@ -1,35 +1,41 @@
 """Stage: the part of the model that a rank computes, and the loss on the last one.
 
 outputs   what a stage's forward gives: the inputs of the next stage, or what the loss is computed of
-upstream  the gradient of the outputs, which the next stage sends back; None behind the loss, whose gradient is 1
+received  what the stage before has sent: its outputs, without their graph; nothing on the first stage
+upstream  the gradients of the outputs, which the next stage sends back; None behind the loss, whose gradient is 1
 Law: the loss runs where its stage's forward runs, and the last stage keeps its loss, not its outputs.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
+from fourfold.parts.deferred_grads import BackwardHalves
 from fourfold.step.batch import Microbatch
 from fourfold.step.batch_statistics import BatchStatistics
 from fourfold.step.loss_sum import Loss
 from fourfold.step.objective import Objective, StageOutput
+from fourfold.step.pipeline.dry_run import PipelineDryRun
+from fourfold.step.pipeline.gates import Gates, StageEnd
+from fourfold.words.errors import Problem, TaskError
 
 
 class Stage(NamedTuple):
-    """One stage; today there is one, with all of the model and the loss."""
+    """One stage of a model: all of it, or the blocks that a place on the pipeline axis has."""
 
-    forward: Callable[[Microbatch], StageOutput]
-    """The outputs of a microbatch that is not empty."""
+    forward: Callable[[Microbatch, Sequence[Tensor]], StageOutput]
+    """The outputs of a microbatch that is not empty, from what was received."""
     forward_empty: Callable[[], Tensor | None]
     """The forward of a rank without samples. Returns a loss whose backward other ranks need, or None."""
     evaluate_empty: Callable[[], None]
     """The same in an evaluation."""
-    infer: Callable[[Microbatch], StageOutput]
+    infer: Callable[[Microbatch, Sequence[Tensor]], StageOutput]
     """The outputs of a microbatch, of this rank alone."""
-    backward: Callable[[Tensor, Tensor | None], None]
-    """`backward(output, upstream)` computes the gradients of a forward's output, or of a loss."""
+    backward: Callable[[Sequence[Tensor], Sequence[Tensor] | None], None]
+    """`backward(outputs, upstream)` computes the gradients of a forward's outputs, or of a loss."""
     loss: Callable[[StageOutput, Microbatch], Loss] | None
     """The loss of the outputs; None before the last stage."""
 
@@ -37,7 +43,7 @@ class Stage(NamedTuple):
 def whole_model_stage(model: nn.Module, objective: Objective, statistics: BatchStatistics) -> Stage:
     """The only stage of a model that is not cut."""
 
-    def forward(part: Microbatch) -> StageOutput:
+    def forward(part: Microbatch, received: Sequence[Tensor]) -> StageOutput:
         with statistics.in_forward(has_samples=True):
             return objective.forward(model, part)
 
@@ -49,12 +55,50 @@ def whole_model_stage(model: nn.Module, objective: Objective, statistics: BatchS
         with statistics.in_forward(has_samples=False):
             statistics.evaluate_empty(model, objective)
 
-    def backward(output: Tensor, upstream: Tensor | None) -> None:
-        with statistics.in_backward():
-            output.backward(upstream)
+    def infer(part: Microbatch, received: Sequence[Tensor]) -> StageOutput:
+        return objective.forward(model, part)
 
-    def loss(output: StageOutput, part: Microbatch) -> Loss:
-        return objective.loss(output, part).loss
+    loss = functools.partial(_loss, objective)
+    return Stage(forward, forward_empty, evaluate_empty, infer, functools.partial(_backward, statistics), loss)
 
-    infer = functools.partial(objective.forward, model)
-    return Stage(forward, forward_empty, evaluate_empty, infer, backward, loss)
+
+def pipeline_stage(
+    model: nn.Module,
+    objective: Objective,
+    statistics: BatchStatistics,
+    gates: Gates,
+    dry_run: PipelineDryRun,
+    halves: BackwardHalves,
+    *,
+    has_loss: bool,
+) -> Stage:
+    """One of several stages. `dry_run` has shown what modules of other stages return. `has_loss`: it is the last."""
+
+    def infer(part: Microbatch, received: Sequence[Tensor]) -> StageOutput:
+        try:
+            with gates.closed(dry_run.templates, received):
+                return objective.forward(model, part)
+        except StageEnd as end:
+            return StageOutput(end.outputs, [])
+
+    def forward(part: Microbatch, received: Sequence[Tensor]) -> StageOutput:
+        with statistics.in_forward(has_samples=True), halves.in_forward():
+            return infer(part, received)
+
+    def forward_empty() -> None:
+        if objective.dummy_batch is not None:
+            got = "pp > 1, no samples on a data rank, and a model whose forward writes buffers"
+            problem = Problem(got, "at least one sample on each data rank", "a larger batch, or fewer microbatches")
+            raise TaskError(problem, where="the batch")
+
+    loss = functools.partial(_loss, objective) if has_loss else None
+    return Stage(forward, forward_empty, forward_empty, infer, functools.partial(_backward, statistics), loss)
+
+
+def _loss(objective: Objective, output: StageOutput, part: Microbatch) -> Loss:
+    return objective.loss(output, part).loss
+
+
+def _backward(statistics: BatchStatistics, outputs: Sequence[Tensor], upstream: Sequence[Tensor] | None) -> None:
+    with statistics.in_backward():
+        torch.autograd.backward(outputs, upstream)

@@ -4,6 +4,7 @@ Law: each function makes one part of those before it. What a plan asks for is de
 """
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -29,6 +30,7 @@ from fourfold.parts.data.sharded_params import ShardedParams
 from fourfold.parts.data.unbucketed_grads import UnbucketedGrads
 from fourfold.parts.data.weight_edits import RefusedEdits, TrainedEdits, WeightEdits
 from fourfold.parts.data.weight_storage import HostSharedWeights, ResidentWeights, ShardedWeights, WeightStorage
+from fourfold.parts.deferred_grads import BackwardHalves
 from fourfold.parts.optim.flat_optimizer import FlatOptimizer
 from fourfold.parts.optim.master_weights import MasterWeightPolicy, MasterWeights, offload_device
 from fourfold.parts.optim.step_hooks import StepHooks
@@ -39,19 +41,16 @@ from fourfold.plan.data.buckets import Bucket
 from fourfold.plan.data.zero import RestingLayouts, layout_changes
 from fourfold.plan.lowering import Blueprint, DataGroup, lower
 from fourfold.plan.plan import Plan
-from fourfold.plan.tensor_shard import TensorShard
 from fourfold.plan.topology import NO_SHARED_MEMORY, Topology
-from fourfold.step.batch_statistics import BatchStatistics
 from fourfold.step.codec_state import CodecState
 from fourfold.step.grad_rounds import OneRound, RoundEveryBackward
-from fourfold.step.grad_scaling import GradScaling, ScaledInUpdate, ScaledSums
+from fourfold.step.grad_scaling import GradScaling, make_scaling
 from fourfold.step.grad_sync import GradSync, LocalSteps, SumEveryStep
-from fourfold.step.model_specs import model_specs, update_spec
+from fourfold.step.model_layout import WholeModelSpecs
 from fourfold.step.norm_sums import NormSum, SumOverShards, SumOverTensorRanks
-from fourfold.step.objective import Objective
 from fourfold.step.persistent_state import PersistentState
 from fourfold.step.rank_agreement import check_same_on_ranks
-from fourfold.step.stage import whole_model_stage
+from fourfold.step.stage import Stage
 from fourfold.step.step_options import StepOptions
 from fourfold.step.step_parts import StageParts
 from fourfold.step.tensor.tensor_axis import TensorAxis
@@ -81,6 +80,11 @@ class Trained(NamedTuple):
     def by_bucket(self) -> list[list[nn.Parameter]]:
         """By bucket and slot."""
         return [[self.by_name[slot.name] for slot in bucket.slots] for bucket in self.buckets]
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Of all buckets, as gradient hooks number them."""
+        return list(itertools.chain.from_iterable(self.by_bucket))
 
     @property
     def layouts(self) -> RestingLayouts:
@@ -113,12 +117,12 @@ class StageAssembly(NamedTuple):
 
 def make_stage(
     trained: Trained,
-    objective: Objective,
-    statistics: BatchStatistics,
     world: Communicator,
     meter: CommMeter,
     calls: CallChecker,
     tensor: TensorAxis,
+    chunks: Mapping[int, Stage],
+    halves: BackwardHalves,
 ) -> StageAssembly:
     """Make the parts of a stage. Collective. Raises PlanError."""
     data_ranks, whole_tensors = world.along("dp", "sp"), tensor.whole_tensors
@@ -131,10 +135,11 @@ def make_stage(
     optimizer = _make_optimizer(trained, transport, gradients, weights)
     sync = _make_sync(trained, weights, averager, tensor)
     parts = StageParts(
-        stage=whole_model_stage(trained.model, objective, statistics),
+        chunks=chunks,
         parameters=trained.by_bucket,
         gradients=gradients,
-        grad_hooks=GradHooks([parameter for members in trained.by_bucket for parameter in members]),
+        grad_hooks=GradHooks(trained.parameters),
+        halves=halves,
         reducer=transport.grads,
         gatherer=transport.weights,
         data_ranks=data_ranks,
@@ -148,7 +153,7 @@ def make_stage(
     )
     codec_state = CodecState(codecs, data_ranks, whole_tensors)
     state = PersistentState(weights, trained.buckets, optimizer, layout, data_ranks, codec_state, sync)
-    scaling = _make_scaling(trained, optimizer)
+    scaling = make_scaling(is_whole=trained.layouts.state == WHOLE, converts_grads=optimizer.converts_grads)
     return StageAssembly(parts, trained, sync, scaling, codecs, state, transport.description)
 
 
@@ -158,17 +163,17 @@ def lay_out(
     plan: Plan,
     world: Communicator,
     options: StepOptions,
-    shards: Mapping[str, Sequence[TensorShard]],
+    whole: WholeModelSpecs,
 ) -> Trained:
     """The buckets of the trained parameters; all ranks have the same, or raise PlanError. Collective.
 
-    shards  by parameter: those of the places of the tensor axis
+    model  this rank's stage; `whole`: of the model before other stages were dropped
     """
-    trainable, specs = trainable_parameters(model), model_specs(model, optimizer, shards)
+    trainable, specs = trainable_parameters(model), whole.params
     shapes: dict[str, list[int] | str] = {spec.name: list(spec.shape) for spec in specs}
     compared = {name: value for name, value in options._asdict().items() if name != "seed"}
     check_same_on_ranks(world, specs, shapes, plan=plan, options=compared, optimizer=optimizer)
-    blueprint = lower(plan, specs, gather_topology(world), update_spec(model, optimizer, clip=options.clip))
+    blueprint = lower(plan, specs, gather_topology(world), whole.update)
     return Trained(model, optimizer, trainable, blueprint, blueprint.group_of(world.rank))
 
 
@@ -342,8 +347,3 @@ def _make_hooks(trained: Trained) -> StepHooks:
 def _update_verbs(layouts: RestingLayouts) -> tuple[Verb, ...]:
     gathers = layout_changes(layouts).after_update != Change.NONE
     return (Verb.UPDATE, Verb.GATHER) if gathers else (Verb.UPDATE,)
-
-
-def _make_scaling(trained: Trained, optimizer: FlatOptimizer) -> GradScaling:
-    scales_sums = trained.layouts.state == WHOLE and not optimizer.converts_grads
-    return ScaledSums() if scales_sums else ScaledInUpdate()

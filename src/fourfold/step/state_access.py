@@ -19,6 +19,8 @@ from fourfold.step.replica_drift import ReplicatedTensor
 from fourfold.step.saved_state import SavedState, local_state, readers_of
 from fourfold.words.errors import Problem, TrainingError
 
+STATES_BY_NAME = ("model", "optimizer", "outer", "codec")
+
 
 class StateAccess:
     """The state of one rank's step."""
@@ -60,6 +62,7 @@ class StateAccess:
         """See `TrainStep.load_weights`."""
         self.check_no_edits("load_weights()")
         self._calls.enter("load_weights()")  # all ranks are here: none reads weights
+        values = self._assembly.pipeline.restricted(values) if isinstance(values, Mapping) else values
         whole_tensors, trainable = self._weights.whole_tensors, self._weights.trainable
         problems = state_validation.weight_problems(values, trainable, whole_tensors.shape)
         self._calls.raise_on_all_ranks(problems, where="the weights")
@@ -82,7 +85,7 @@ class StateAccess:
         self.check_no_edits("state_dict()", compare_all=True)
         self.enter("state_dict()")
         self.check_synchronized()
-        return {**self._groups_and_record(), **self._state.state_dict()}
+        return {**self._groups_and_record(), **self._assembly.pipeline.all_state(self._state.state_dict())}
 
     def state_refs(self) -> dict[str, Any]:
         """See `TrainStep.state_refs`."""
@@ -105,12 +108,20 @@ class StateAccess:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `TrainStep.load_state_dict`."""
         self._calls.enter("load_state_dict()")
+        state = self._own_state(state)
         optimizer, weights = self._assembly.optimizer, self._weights
         problems = state_validation.state_problems(
             state, weights.model_state_dict(), weights.trainable, optimizer, weights.whole_tensors.shape
         )
         self._calls.raise_on_all_ranks(problems, where="the state")
         self._load(readers_of(state))
+
+    def _own_state(self, state: Any) -> Any:
+        """What this rank's stage has of a state; anything else as it is, to be refused."""
+        if not isinstance(state, Mapping):
+            return state
+        parts = {key: value for key, value in state.items() if key in STATES_BY_NAME and isinstance(value, Mapping)}
+        return {**state, **{key: self._assembly.pipeline.restricted(value) for key, value in parts.items()}}
 
     def load_saved_state(self, saved: SavedState) -> None:
         """See `TrainStep.load_saved_state`."""

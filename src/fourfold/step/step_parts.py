@@ -10,10 +10,12 @@ import torch
 from torch import nn
 
 from fourfold.parts.comm.communicator import Communicator
+from fourfold.parts.comm.edge.protocol import StageEdges
 from fourfold.parts.comm.meter import CommMeter
 from fourfold.parts.comm.reduce.protocol import GradReducer, ScalarReducer, WeightGatherer
 from fourfold.parts.data.grad_hooks import GradHooks
 from fourfold.parts.data.gradients import Gradients
+from fourfold.parts.deferred_grads import BackwardHalves
 from fourfold.parts.optim.flat_optimizer import FlatOptimizer
 from fourfold.parts.optim.step_hooks import StepHooks
 from fourfold.plan.precision import LossScale
@@ -22,6 +24,7 @@ from fourfold.step.grad_scaling import GradScaling
 from fourfold.step.grad_sync import GradSync
 from fourfold.step.norm_sums import NormSum
 from fourfold.step.objective import Objective
+from fourfold.step.pipeline.tied import TiedWeights
 from fourfold.step.stage import Stage
 from fourfold.step.weights import Weights
 from fourfold.words.program import Verb
@@ -30,11 +33,13 @@ from fourfold.words.program import Verb
 class StageParts(NamedTuple):
     """What the actions of one stage work with."""
 
-    stage: Stage
+    chunks: Mapping[int, Stage]
+    """By number in the model: the stages whose parameters are here; several, if stages are interleaved."""
     parameters: Sequence[Sequence[nn.Parameter]]
     """By bucket and slot."""
     gradients: Gradients
     grad_hooks: GradHooks
+    halves: BackwardHalves
     reducer: GradReducer
     gatherer: WeightGatherer
     data_ranks: Communicator
@@ -66,7 +71,9 @@ class StepParts(NamedTuple):
     """What the steps of one rank work with."""
 
     stages: Mapping[int, StageParts]
-    """This rank's, by number in the model."""
+    """This rank's, by the number of its first stage in the model."""
+    num_places: int
+    """Of the pipeline axis: stage s is at place s % num_places."""
     scalars: ScalarReducer
     """Of all ranks of the world."""
     meter: CommMeter
@@ -76,6 +83,16 @@ class StepParts(NamedTuple):
     loss_scale: LossScale
     totals_of_peers: Sequence[int]
     """Which totals of this rank a tensor rank with the same samples adds to the sums over the world."""
+    edges: StageEdges
+    """To the stages before and behind this rank's."""
+    tied: TiedWeights
+    """What the first and the last place of the pipeline use together."""
+    count_ranks: Communicator
+    """The ranks that know together how many loss elements a microbatch has: those of one tensor place."""
     max_norm: float
     """The bound of the gradient norm; infinite without clip."""
     device: torch.device
+
+    def place_of(self, stage: int) -> int:
+        """The number by which `stages` has a stage."""
+        return stage % self.num_places

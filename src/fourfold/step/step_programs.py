@@ -7,7 +7,8 @@ Law: what is not in the program does not happen, except a use of weights out of 
 from collections.abc import Mapping, Sequence
 
 from fourfold.plan.data.step_program import UseOrders
-from fourfold.plan.lowering import Blueprint, StepRecord
+from fourfold.plan.lowering import Blueprint
+from fourfold.plan.step_programs import StepRecord
 from fourfold.plan.topology import Topology
 from fourfold.words.program import Action, Verb
 

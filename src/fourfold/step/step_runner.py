@@ -9,9 +9,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fourfold.parts import memory
+from fourfold.parts.comm.reduce.scalar_room import NUM_LOSS_SCALARS
 from fourfold.plan.damaged_samples import DamagedRecord, records_of_ranks
 from fourfold.plan.sample_order import BatchRange
 from fourfold.step.assembly import Assembly
@@ -21,9 +22,12 @@ from fourfold.step.loss_sum import Loss
 from fourfold.step.metrics import Metrics
 from fourfold.step.model_call import eval_mode
 from fourfold.step.nan_guard import Skipped
+from fourfold.step.pipeline.dry_run import MODEL
 from fourfold.step.state_access import StateAccess
 from fourfold.step.step_state import NUM_TOTALS, StepRequest, StepState, StepTotals, wait_totals
-from fourfold.words.errors import TaskError
+from fourfold.words.argument_checks import format_argument
+from fourfold.words.errors import Problem, SettingError, TaskError
+from fourfold.words.program import LOSS
 
 
 class ForwardRun(NamedTuple):
@@ -179,7 +183,7 @@ class StepRunner:
             step = StepState(self._parts, StepRequest([part]))
             self.executor.evaluate(self._programs.forward_only, step)
         self._learn_use_orders()
-        return ForwardRun(part, step.outputs[0], step.losses[0]) if part.num_samples else None
+        return ForwardRun(part, step.outputs[0], step.losses[0]) if 0 in step.losses else None
 
     def infer(self, inputs: Any) -> Any:
         """The model's outputs, on this rank only, while weights are unsharded and no gradient is recorded."""
@@ -187,4 +191,19 @@ class StepRunner:
         part = Microbatch(inputs, None, num_samples=1, num_tokens=0)  # nothing is summed: the counts are not read
         step = StepState(self._parts, StepRequest([part]))
         self.executor.infer(self._programs.inference, step)
-        return step.outputs[0]
+        return self._assembly.pipeline.last_outputs(step.outputs.get(0), self._assembly.stages.templates.get(MODEL))
+
+    def all_reduce(self, values: Tensor) -> list[float]:
+        """See `TrainStep.all_reduce`."""
+        if not isinstance(values, Tensor) or values.is_complex():
+            got = "values of complex numbers" if isinstance(values, Tensor) else format_argument("values", values)
+            problem = Problem(got, "a tensor of real numbers", "torch.tensor([…]), or torch.view_as_real(…)")
+            call = f"all_reduce() of invalid values after step {self._calls.num_steps}"
+            self._calls.raise_after_mismatch(call, SettingError(problem, where="the arguments of all_reduce()"))
+        self._calls.begin(f"all_reduce() of {values.numel()} values")
+        sums: list[float] = []
+        # split() of no values gives one empty chunk: the ranks are still compared.
+        for chunk in values.detach().double().flatten().split(NUM_LOSS_SCALARS):
+            self._parts.scalars.all_reduce_async(LOSS, chunk)
+            sums += self._parts.scalars.wait(LOSS)
+        return sums

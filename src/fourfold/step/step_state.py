@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from fourfold.parts.data.sharded_params import NO_UNSHARD_SINK, UnshardSink
+from fourfold.parts.deferred_grads import PendingGrads
 from fourfold.step.batch import Microbatch
 from fourfold.step.loss_sum import Loss
 from fourfold.step.sequence.batch_consistency import batch_mismatch_problem
@@ -33,6 +34,10 @@ from fourfold.words.program import LOSS, Action
 NO_ELEMENTS = "a global batch without a loss element: all targets are ignored, or there are no samples"
 
 ALL_DAMAGED = "all samples of the global batch are damaged"
+
+
+Place = tuple[int, int]
+"""A stage and a microbatch."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +99,14 @@ class StepState:
     """By microbatch, from forward to backward."""
     empty_losses: dict[int, Tensor] = field(default_factory=dict)
     """Of microbatches without samples, where other ranks need their backward."""
+    received: dict[Place, list[Tensor]] = field(default_factory=dict)
+    """The activations that stages before have sent, from forward to the end of backward."""
+    boundary: dict[Place, list[Tensor]] = field(default_factory=dict)
+    """The outputs of stages before the last, from forward to backward."""
+    upstream: dict[Place, list[Tensor]] = field(default_factory=dict)
+    """The gradients of these, from the stages behind."""
+    pending: dict[Place, PendingGrads] = field(default_factory=dict)
+    """What first halves of backwards have left to the second ones."""
     outputs: dict[int, Any] = field(default_factory=dict)
     """By microbatch; training keeps none."""
     local_count: float | Tensor = 0.0
@@ -138,7 +151,7 @@ class StepState:
 
     def stage(self, index: int) -> StageParts:
         """What the actions of a stage work with."""
-        return self.parts.stages[index]
+        return self.parts.stages[self.parts.place_of(index)]
 
     @property
     def last_nonempty(self) -> int:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from fourfold.parts.comm.communicator import Communicator
-from fourfold.parts.comm.reduce.scalar_room import NUM_LOSS_SCALARS
 from fourfold.parts.deferred_init import OWN_WEIGHTS, InitialModel, InitialWeights
 from fourfold.parts.optim.user_optimizer import OptimizerSource
 from fourfold.parts.rank_layout import RankLayout
@@ -26,13 +25,12 @@ from fourfold.step.inference import InferenceModel
 from fourfold.step.metrics import Metrics
 from fourfold.step.model_call import eval_mode
 from fourfold.step.objective import Objective
+from fourfold.step.pipeline.axis import PipelineAxis
 from fourfold.step.saved_state import SavedState
 from fourfold.step.state_access import StateAccess
 from fourfold.step.step_options import StepKeywords, StepOptions
 from fourfold.step.step_runner import ForwardRun, StepRunner
-from fourfold.words.argument_checks import format_argument
-from fourfold.words.errors import Problem, SettingError
-from fourfold.words.program import LOSS, Action
+from fourfold.words.program import Action
 from fourfold.words.trace_events import Recorder
 
 
@@ -134,8 +132,13 @@ class TrainStep:
         return self._assembly.tensor.shards
 
     @property
+    def pipeline(self) -> PipelineAxis:
+        """Which stages of the model this rank has, and who has the others."""
+        return self._assembly.pipeline
+
+    @property
     def adds_totals(self) -> bool:
-        """Whether this rank adds its sums to those over all ranks: one rank of each tensor group does."""
+        """Whether this rank adds its sums to those over all ranks: one of those that have the same samples does."""
         return not self._parts.totals_of_peers
 
     @property
@@ -204,18 +207,7 @@ class TrainStep:
         Raises SettingError for anything but a tensor of real numbers, and DivergenceError if ranks give different
         numbers of elements.
         """
-        if not isinstance(values, Tensor) or values.is_complex():
-            got = "values of complex numbers" if isinstance(values, Tensor) else format_argument("values", values)
-            problem = Problem(got, "a tensor of real numbers", "torch.tensor([…]), or torch.view_as_real(…)")
-            call = f"all_reduce() of invalid values after step {self.num_steps}"
-            self._calls.raise_after_mismatch(call, SettingError(problem, where="the arguments of all_reduce()"))
-        self._calls.begin(f"all_reduce() of {values.numel()} values")
-        sums: list[float] = []
-        # split() of no values gives one empty chunk: the ranks are still compared.
-        for chunk in values.detach().double().flatten().split(NUM_LOSS_SCALARS):
-            self._parts.scalars.all_reduce_async(LOSS, chunk)
-            sums += self._parts.scalars.wait(LOSS)
-        return sums
+        return self._runner.all_reduce(values)
 
     def all_gather_json(self, value: Any) -> list[Any]:
         """Every rank's JSON value, in rank order. Collective."""
@@ -242,18 +234,26 @@ class TrainStep:
     def unsharded(self) -> Iterator[nn.Module]:
         """Inside the block, any rank may call the model, as often as it likes, without training it. Collective.
 
+        Raises PlanError with pp > 1, where a rank has one stage of the model: see `inference`.
+
         Needed only if weights are stored split among hosts (zero 3): outside of steps, parameters are then placeholders
         filled with NaN. Ranks wait at the end of the block until no rank needs their shards.
         """
+        self._assembly.pipeline.check_whole_model("step.unsharded()", "with step.inference() as model: …")
+        with self._unsharded():
+            yield self.model
+
+    @contextlib.contextmanager
+    def _unsharded(self) -> Iterator[None]:
         self._calls.begin_among_tensor_ranks("unsharded()")
         self._assembly.timing.flush()
         with torch.no_grad(), self._weights.unsharded("unsharded"):
-            yield self.model
+            yield
 
     @contextlib.contextmanager
     def inference(self) -> Iterator[InferenceModel]:
         """As `unsharded`, in evaluation mode; each call of the model runs a forward-only program. Collective."""
-        with eval_mode(self.model), self.unsharded():
+        with eval_mode(self.model), self._unsharded():
             yield InferenceModel(self.model, self._runner)
             self._calls.meet_tensor_ranks("the end")
 
@@ -261,7 +261,7 @@ class TrainStep:
         """Every trainable weight by name, whole, one at a time; read only. Collective: all ranks iterate to the end."""
         self._calls.begin_among_tensor_ranks("named_weights()")
         self._assembly.timing.flush()
-        return self._weights.named_weights()
+        return self._assembly.pipeline.all_named(self._weights.named_weights())
 
     def flush(self) -> None:
         """Run the updates that `update = "in_forward"` leaves to the next forward. Collective.

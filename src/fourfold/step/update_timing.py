@@ -7,20 +7,17 @@ Law: whatever the timing, every use of a weight sees it updated, and every updat
 from collections.abc import Mapping
 from typing import Protocol
 
+from fourfold.step.backward_verbs import (
+    backward,
+    backward_input,
+    launch_next,
+    run_backward,
+    run_backward_weight,
+)
 from fourfold.step.forward_fusion import DeferredUpdates
 from fourfold.step.step_parts import StageParts, StepParts
 from fourfold.step.step_state import StepState
-from fourfold.step.verbs import (
-    VERBS,
-    VerbFunction,
-    backward,
-    forward,
-    is_update_due,
-    launch_next,
-    run_backward,
-    update_bucket,
-    wait_all,
-)
+from fourfold.step.verbs import VERBS, VerbFunction, forward, is_update_due, update_bucket, wait_all
 from fourfold.words.program import Action, Verb
 
 
@@ -138,7 +135,21 @@ def _backward_with_updates(step: StepState, action: Action) -> None:
 
 
 UPDATE_AFTER: Mapping[Verb, VerbFunction] = {**VERBS, Verb.UPDATE: _update_after_backward}
-UPDATE_IN_BACKWARD: Mapping[Verb, VerbFunction] = {**VERBS, Verb.BACKWARD: _backward_with_updates}
+
+
+def _backward_weight_with_updates(step: StepState, action: Action) -> None:
+    """As `_backward_with_updates`, of the half that completes the buckets."""
+    stage = step.stage(action.stage)
+    run_backward_weight(step, action, _UpdateSink(step, stage, action))
+    while launch_next(step, stage, may_wait=True) is not None:
+        pass
+
+
+UPDATE_IN_BACKWARD: Mapping[Verb, VerbFunction] = {
+    **VERBS,
+    Verb.BACKWARD: _backward_with_updates,
+    Verb.BACKWARD_WEIGHT: _backward_weight_with_updates,
+}
 
 
 class UpdateInForward:
@@ -151,17 +162,23 @@ class UpdateInForward:
             **VERBS,
             Verb.FORWARD: self._forward,
             Verb.BACKWARD: self._backward,
+            Verb.BACKWARD_INPUT: self._backward_input,
         }
 
     def _forward(self, step: StepState, action: Action) -> None:
-        step.unshard_sink = deferred = self._deferred[action.stage]
+        step.unshard_sink = deferred = self._deferred[self._parts.place_of(action.stage)]
         with deferred.in_forward():
             forward(step, action)
 
     def _backward(self, step: StepState, action: Action) -> None:
         backward(step, action)
         if action.index == 0:
-            self._deferred[action.stage].check_missed_accesses()
+            self._deferred[self._parts.place_of(action.stage)].check_missed_accesses()
+
+    def _backward_input(self, step: StepState, action: Action) -> None:
+        backward_input(step, action)
+        if action.index == 0:
+            self._deferred[self._parts.place_of(action.stage)].check_missed_accesses()
 
     def begin_step(self, step: StepState) -> None:
         """The updates in front of the first forward are those of the step before: forward runs them."""

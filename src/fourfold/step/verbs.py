@@ -11,11 +11,20 @@ import torch
 from torch import Tensor
 
 from fourfold.parts.comm.reduce.protocol import shard_addend
-from fourfold.parts.data.grad_hooks import GradSink
+from fourfold.step.backward_verbs import backward, backward_input, backward_weight, reduce
+from fourfold.step.messages import (
+    receive_backward,
+    receive_forward,
+    received,
+    send_backward,
+    send_forward,
+    tie,
+    tie_gradient,
+)
 from fourfold.step.objective import StageOutput
 from fourfold.step.step_parts import StageParts
 from fourfold.step.step_state import StepState, UpdateArgs
-from fourfold.words.errors import Problem, TaskError
+from fourfold.step.tensor_tree import tree_leaves
 from fourfold.words.program import (
     GRAD_NORM,
     LOSS,
@@ -35,99 +44,24 @@ def forward(step: StepState, action: Action) -> None:
     stage, part = step.stage(action.stage), step.microbatches[action.index]
     with stage.weights.unsharded("forward", step.unshard_sink):
         if part.num_samples:
-            _add_loss(step, action, stage.stage.forward(part))
-        elif (loss := stage.stage.forward_empty()) is not None:
+            end_forward(step, action, stage.chunks[action.stage].forward(part, received(step, action)))
+        elif (loss := stage.chunks[action.stage].forward_empty()) is not None:
             step.empty_losses[action.index] = loss
 
 
-def _add_loss(step: StepState, action: Action, output: StageOutput) -> None:
-    stage, part = step.stage(action.stage), step.microbatches[action.index]
-    assert stage.stage.loss is not None  # there is one stage, which has the loss
-    step.add_loss(action.index, stage.stage.loss(output, part))
-
-
-def _evaluate(step: StepState, action: Action) -> None:
-    """The outputs and the loss of a batch, without training."""
-    stage, part = step.stage(action.stage), step.microbatches[action.index]
-    with stage.weights.unsharded("evaluate"):
-        if part.num_samples:
-            output = stage.stage.forward(part)
-            step.outputs[action.index] = output.outputs
-            _add_loss(step, action, output)
-        else:
-            stage.stage.evaluate_empty()
-
-
-def _infer(step: StepState, action: Action) -> None:
-    """The outputs of a batch that may have no targets, on one rank; weights are whole already."""
-    stage, part = step.stage(action.stage), step.microbatches[action.index]
-    step.outputs[action.index] = stage.stage.infer(part).outputs
-
-
-# ---- backward and reductions ----------------------------------------------------------------------------
-
-
-class LaunchSink:
-    """Takes the gradients of one backward, and launches the buckets that they complete."""
-
-    def __init__(self, step: StepState, stage: StageParts) -> None:
-        self._step, self._stage = step, stage
-
-    def on_grad(self, param_index: int) -> None:
-        if self._stage.gradients.store(param_index):
-            while launch_next(self._step, self._stage, may_wait=False) is not None:
-                pass
-
-
-def launch_next(step: StepState, stage: StageParts, *, may_wait: bool) -> int | None:
-    """Launch the next complete bucket of a stage; returns it, or None."""
-    factor = step.parts.scaling.sum_factor(step.poll_grad_scale())
-    return stage.gradients.launch_next(factor, may_wait=may_wait)
+def end_forward(step: StepState, action: Action, output: StageOutput) -> None:
+    """Keep what comes next: the loss on the last stage, before it the outputs, which the next stage needs."""
+    loss = step.stage(action.stage).chunks[action.stage].loss
+    if loss is None:
+        step.boundary[action.stage, action.index] = list(tree_leaves(output.outputs))
+    else:
+        step.add_loss(action.index, loss(output, step.microbatches[action.index]))
 
 
 def unshard(step: StepState, action: Action) -> None:
     """The next forward or backward unshards a bucket's weights, when it is about to use them."""
     stage = step.stage(action.stage)
     stage.weights.storage.plan_unshard(bucket_of(action, stage.num_buckets), action.index)
-
-
-def backward(step: StepState, action: Action) -> None:
-    """The gradients of a microbatch; buckets that are complete are launched on the way."""
-    run_backward(step, action, LaunchSink(step, step.stage(action.stage)))
-
-
-def run_backward(step: StepState, action: Action, sink: GradSink) -> None:
-    """The gradients of a microbatch; `sink` takes them."""
-    stage, index, num_microbatches = step.stage(action.stage), action.index, len(step.microbatches)
-    stage.rounds.begin_backward(stage.gradients, index, step.last_nonempty)
-    with stage.weights.unsharded("backward"):
-        if index in step.losses:
-            loss = step.losses.pop(index).total / step.known_nominal_count
-            if not loss.requires_grad:
-                raise TaskError(_no_grad_problem())
-            with stage.grad_hooks.calling(sink):
-                stage.stage.backward(step.parts.loss_scale.scale(loss), None)
-        elif (loss := step.empty_losses.pop(index, None)) is not None:
-            _backward_empty(stage, loss)
-    if index == num_microbatches - 1 and step.last_nonempty >= 0:
-        stage.gradients.check_all_reached()
-    if stage.rounds.ends_with(index, num_microbatches):
-        step.parts.sync.end_backward(stage.gradients, step.parts.scaling.sum_factor(step.poll_grad_scale()))
-
-
-def _backward_empty(stage: StageParts, loss: Tensor) -> None:
-    """Backward of a rank without samples, because other ranks need it within theirs; its gradients are dropped."""
-    if loss.requires_grad:
-        stage.stage.backward(loss, torch.zeros_like(loss))
-        stage.gradients.drop_grads()
-
-
-def reduce(step: StepState, action: Action) -> None:
-    """Launch a bucket, unless backward has: with those before it in program order, which backward has completed."""
-    stage = step.stage(action.stage)
-    while not stage.gradients.countdown.is_launched(bucket_of(action, stage.num_buckets)):
-        launched = launch_next(step, stage, may_wait=True)
-        assert launched is not None, f"{action} before the backward that completes its bucket"
 
 
 # ---- measures -------------------------------------------------------------------------------------------
@@ -140,7 +74,7 @@ def measure(step: StepState, action: Action) -> None:
 
 def _measure_nominal_count(step: StepState, action: Action) -> None:
     """In the first step: the count of its first microbatch stands for that of every microbatch of every step."""
-    by_rank = step.stage(action.stage).data_ranks.all_gather_json(step.count_of(0))
+    by_rank = step.parts.count_ranks.all_gather_json(step.count_of(0))
     step.nominal_count = max(1.0, step.parts.sync.nominal_count(sum(by_rank)) * len(step.microbatches))
 
 
@@ -293,12 +227,6 @@ def pull(step: StepState, action: Action) -> None:
     step.stage(action.stage).weights.edits.increment_version(action.index)
 
 
-def _no_grad_problem() -> Problem:
-    need = "one that depends on trainable parameters through differentiable operations"
-    attempt = "no .detach(), .item(), argmax or torch.no_grad() between parameters and loss"
-    return Problem("a loss without a gradient", need, attempt)
-
-
 MEASURES: Mapping[int, VerbFunction] = {
     LOSS: _measure_loss,
     GRAD_NORM: _measure_grad_norm,
@@ -311,6 +239,14 @@ VERBS: Mapping[Verb, VerbFunction] = {
     Verb.FORWARD: forward,
     Verb.UNSHARD: unshard,
     Verb.BACKWARD: backward,
+    Verb.BACKWARD_INPUT: backward_input,
+    Verb.BACKWARD_WEIGHT: backward_weight,
+    Verb.SEND_FORWARD: send_forward,
+    Verb.RECEIVE_FORWARD: receive_forward,
+    Verb.SEND_BACKWARD: send_backward,
+    Verb.RECEIVE_BACKWARD: receive_backward,
+    Verb.TIE: tie,
+    Verb.TIE_GRADIENT: tie_gradient,
     Verb.MEASURE: measure,
     Verb.REDUCE: reduce,
     Verb.UPDATE: update,
@@ -318,9 +254,3 @@ VERBS: Mapping[Verb, VerbFunction] = {
     Verb.PUSH: push,
     Verb.PULL: pull,
 }
-EVALUATION: Mapping[Verb, VerbFunction] = {
-    Verb.FORWARD: _evaluate,
-    Verb.UNSHARD: unshard,
-    Verb.MEASURE: measure,
-}
-INFERENCE: Mapping[Verb, VerbFunction] = {Verb.FORWARD: _infer}

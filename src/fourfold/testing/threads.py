@@ -10,6 +10,7 @@ import contextlib
 import gc
 import itertools
 import json
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -46,6 +47,12 @@ class _ThreadWorld:
         self.collectives: dict[tuple[Any, ...], _Collective] = {}
         self.is_broken = False
         self._rendezvous: dict[GroupKey, _Rendezvous] = {}
+        self._messages: dict[GroupKey, queue.Queue[torch.Tensor]] = {}
+
+    def messages(self, key: GroupKey) -> queue.Queue[torch.Tensor]:
+        """What one member of a group has sent to the other one."""
+        with self.lock:
+            return self._messages.setdefault(key, queue.Queue())
 
     def rendezvous(self, key: GroupKey) -> _Rendezvous:
         """Where the ranks of a group meet."""
@@ -150,6 +157,35 @@ class ThreadGroup:
         gathered = flat.new_empty(len(self._key[1]) * flat.numel())
         self.all_gather(gathered, flat).wait()
         flat.copy_(gathered.view(len(self._key[1]), -1)[self._key[1].index(self._comm_ranks[source])])
+
+    def send(self, flat: torch.Tensor, target: int) -> "_Sent":
+        assert self._key[1] == (self._rank, self._comm_ranks[target]), "a group is of a sender and a receiver"
+        self._world.messages(self._key).put(flat.clone())
+        return _Sent()
+
+    def receive(self, flat: torch.Tensor, source: int) -> None:
+        assert self._key[1] == (self._comm_ranks[source], self._rank), "a group is of a sender and a receiver"
+        deadline = time.monotonic() + TIME_LIMIT_SECONDS
+        while True:
+            try:
+                flat.copy_(self._world.messages(self._key).get(timeout=0.05))
+                return
+            except queue.Empty:
+                if self._world.is_broken or time.monotonic() > deadline:
+                    raise threading.BrokenBarrierError from None
+
+
+class _Sent:
+    """A message that has been sent: see `Work`."""
+
+    def wait(self) -> None:
+        pass
+
+    def is_completed(self) -> bool:
+        return True
+
+    def get_future(self) -> Any:
+        raise NotImplementedError("threads are not traced")
 
 
 class ThreadCommunicator(Communicator):

@@ -87,7 +87,7 @@ class CallbackRunner:
             name=self._logger.run_path.name,
             task=settings.task_name or settings.run_prefix,
             unit=unit,
-            num_parameters=num_parameters(step.model, step.tensor_shards),
+            num_parameters=num_parameters(step.pipeline.skeleton, step.tensor_shards),
             num_ranks=step.plan.mesh.size,
             steps=settings.steps,
             batch_size=settings.batch_size,

@@ -244,8 +244,8 @@ class TrainingLoop:
         if self.task.sample is not None:
             weights = step.swapped_weights(average.values) if average is not None else contextlib.nullcontext()
             with weights, step.inference() as model:
-                # The tensor ranks of a place call the model together; rank 0's text is that of all.
-                if step.rank in step.plan.mesh.peers(0, "tp"):
+                # The stages and tensor ranks of a place call the model together; rank 0's text is that of all.
+                if step.rank in step.plan.mesh.peers(0, "pp", "tp"):
                     sample = self.task.sample(model)
         self.checkpoints.wait()
         self._report_checkpoints()

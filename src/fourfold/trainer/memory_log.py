@@ -22,8 +22,8 @@ from fourfold.environment.host_memory import resident_bytes
 from fourfold.parts.memory import memory_use
 from fourfold.parts.optim.user_optimizer import build_optimizer
 from fourfold.plan.lowering import lower
-from fourfold.step.model_specs import model_specs, update_spec
-from fourfold.step.tensor.tensor_axis import place_shards
+from fourfold.step.model_layout import laid_out_specs
+from fourfold.step.model_specs import update_spec
 from fourfold.step.train_step import TrainStep
 from fourfold.trainer.run_logger import RunLogger
 from fourfold.words.task import Task
@@ -85,7 +85,7 @@ def predict_bytes(task: Task, step: TrainStep, meta_model: nn.Module | None) -> 
     # An optimizer may draw random numbers, which the training must not miss.
     with torch.random.fork_rng(devices=[]):
         optimizer = build_optimizer(task.optimizer, list(meta_model.parameters()))
-        specs = model_specs(meta_model, optimizer, place_shards(meta_model, task.tensor, step.plan.tensor_spec))
+        specs = laid_out_specs(meta_model, optimizer, task.tensor, step.plan.tensor_spec, step.plan.stage_spec)
         update = update_spec(meta_model, optimizer, clip=task.clip, counts_states=True)
     use = lower(step.plan, specs, step.topology, update).host_memory
     num_ranks = max(Counter(step.topology.hosts).values())

@@ -95,7 +95,7 @@ class RunLogger:
             self.log_message(f"warning: {failure}")
 
     def _show_start(self, report: ProgressDisplay, step: TrainStep, plan: Plan, rates: str | None) -> None:
-        parameters = format_count(num_parameters(step.model, step.tensor_shards))
+        parameters = format_count(num_parameters(step.pipeline.skeleton, step.tensor_shards))
         mesh = f"{plan.mesh.size} ranks" if plan.mesh.size > 1 else "1 process"
         report.start(f"{self._settings.run_prefix} · {parameters} parameters · {mesh} · {step.transport_name}")
         if rates is not None:

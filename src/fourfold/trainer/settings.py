@@ -123,7 +123,7 @@ class Settings:
         TRACE_EVERY,
         type=int,
         minimum=0,
-        help="every how many steps one is recorded in trace.json, in addition to steps 3 and 4; 0: none",
+        help="steps between the steps recorded in trace.json, in addition to steps 3 and 4; 0: none",
     )
     name: str | None = setting(
         None,

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from fourfold.environment.atomic_file import write_atomically
-from fourfold.plan.dependencies import lane_of
 from fourfold.plan.rank_events import COLLECTIVE_LANES
+from fourfold.plan.rank_program import lane_of
 from fourfold.plan.trace_file import DATA_SPAN, STEP_SPAN, Event, Trace, encode_trace
 from fourfold.step.train_step import TrainStep
 from fourfold.trainer.clock_offsets import clock_offsets

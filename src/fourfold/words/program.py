@@ -37,6 +37,9 @@ class Verb(StrEnum):
     GATHER = "G"  # all-gather a bucket's weights after their update; they rest whole
     PUSH = "P"  # local SGD: start to sum the ranks' changes of a bucket's weights
     PULL = "L"  # local SGD: wait for that sum, and make the outer step from it
+    # Of weights that the first pipeline stage owns and the last one uses too, sent and received:
+    TIE = "T"  # the weights, before the first forward
+    TIE_GRADIENT = "Y"  # their gradients, before the owner's last backward
 
 
 # The index of a MEASURE says which scalars: the loss and the counts; the squared gradient norm; which parameters
@@ -80,7 +83,10 @@ def format_program(program: Program) -> str:
 
 
 def parse_program(text: str) -> dict[int, tuple[Action, ...]]:
-    """Read a program as `format_program` writes it. Raises ProgramError with every word that is not an action."""
+    """Read a program as `format_program` writes it.
+
+    Raises ProgramError with every word that is not an action, and every rank that has a second line.
+    """
     program: dict[int, tuple[Action, ...]] = {}
     problems: list[Problem] = []
     for number, line in enumerate(text.splitlines(), 1):
@@ -90,6 +96,8 @@ def parse_program(text: str) -> dict[int, tuple[Action, ...]]:
         if not colon or not head.strip().isdigit():
             problems.append(Problem(f"line {number}: {line.strip()[:40]!r}", "RANK: ACTION ACTION …"))
             continue
+        if int(head) in program:
+            problems.append(Problem(f"line {number}: {int(head)} again", "one line per rank"))
         actions = []
         for word in body.split():
             match = re.fullmatch(r"([A-Z])(\d+)\.(\d+)", word)

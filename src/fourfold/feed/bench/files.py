@@ -26,7 +26,7 @@ DESCRIPTION_FILE = "data.json"
 BLOCK_BYTES = 2**24
 LEAST_RECORD_BYTES = 16
 NUMBER_BYTES = 8  # with which a record begins: its own
-NPZ_KEY = "x"  # DLIO's
+NPZ_KEY = "x"  # DLIO's; `_write_npz` writes it
 
 
 @dataclass(frozen=True, kw_only=True)

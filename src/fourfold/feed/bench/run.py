@@ -101,14 +101,14 @@ def describe_scaling(full: Workload, workload: Workload, options: Options) -> li
         ("samples", full.num_samples, workload.num_samples),
         ("steps an epoch", full.steps_of_epoch(accelerators), workload.steps_of_epoch(accelerators)),
         ("epochs", full.epochs, workload.epochs),
-        ("samples of a batch", full.batch_size, workload.batch_size),
+        ("batch size", full.batch_size, workload.batch_size),
         ("read threads", full.read_threads, workload.read_threads),
-        ("bytes of a record", full.record_bytes, workload.record_bytes),
-        ("bytes of a checkpoint", full.checkpoint_bytes, workload.checkpoint_bytes),
+        ("record bytes", full.record_bytes, workload.record_bytes),
+        ("checkpoint bytes", full.checkpoint_bytes, workload.checkpoint_bytes),
     ]
-    texts = [f"{now:,} {name} instead of {before:,}" for name, before, now in pairs if now != before]
+    texts = [f"{name} {now:,} instead of {before:,}" for name, before, now in pairs if now != before]
     if workload.format != full.format:
-        texts.append(f"files of {workload.format} instead of {full.format}")
+        texts.append(f"format {workload.format} instead of {full.format}")
     return [*texts, *workload.notes]
 
 

@@ -83,8 +83,8 @@ def summary_rows(result: Result) -> list[tuple[str, str]]:
     names = ("disk before", "disk after")
     rows += [(name, _ceiling_text(each)) for name, each in zip(names, result.ceilings, strict=False)]
     rows.append(("an accelerator needs", f"{format_bytes_per_second(result.need)} to compute all the time"))
-    at = f"at {percent(result.workload.threshold)}" if result.workload.threshold else "at 100 %"
-    many = f"{result.fed_accelerators:,} of these accelerators, {at} of {format_bytes_per_second(result.ceiling)}"
+    at, most = percent(result.workload.threshold or 1.0), format_bytes_per_second(result.ceiling)
+    many = f"{result.fed_accelerators:,} of these accelerators at {at} utilization, by its ceiling of {most}"
     rows.append(("this storage can feed", many))
     saved = result.checkpoint
     if saved is not None:

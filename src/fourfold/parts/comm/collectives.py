@@ -53,6 +53,14 @@ class Group(Protocol):
         """Copy rank `source`'s values into every rank's `flat`; ranks are numbered as in the communicator. Waits."""
         ...
 
+    def send(self, flat: Tensor, target: int) -> Work:
+        """Begin to send to a rank, numbered as in the communicator; messages arrive in order."""
+        ...
+
+    def receive(self, flat: Tensor, source: int) -> None:
+        """Wait for a rank's next message, which is as long as `flat`."""
+        ...
+
 
 class TorchGroup:
     """The group over a process group of torch.distributed; `group` is called at every use.
@@ -77,6 +85,12 @@ class TorchGroup:
 
     def broadcast(self, flat: Tensor, source: int) -> None:
         dist.broadcast(flat, src=self._ranks[source], group=self._group())
+
+    def send(self, flat: Tensor, target: int) -> Work:
+        return _require_work(dist.isend(flat, self._ranks[target], group=self._group()))
+
+    def receive(self, flat: Tensor, source: int) -> None:
+        dist.recv(flat, self._ranks[source], group=self._group())
 
 
 def all_gather_rows(group: Group, row: Tensor, *, size: int) -> Sequence[Tensor]:

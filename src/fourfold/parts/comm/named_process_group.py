@@ -3,7 +3,7 @@
 Law: members wait for each other only, whatever groups other ranks have or make.
 
 torch's `new_group` is collective among all ranks of the world, or with `use_local_synchronization` names a group by the
-number of groups that a process has: this differs between ranks, and then members wait for each other for ever. The
+number of groups that a process has: this differs between ranks, and then members wait for each other forever. The
 private names are those that `new_group` itself calls; `tests/simulated/test_process_group_private.py` says what they
 must do.
 """

@@ -28,13 +28,17 @@ from fourfold.words.errors import PeerError, Problem
 
 AREA_BYTES = 2**34  # of addresses, not of memory
 NUM_AREAS = 4
-REGION_BYTES = ALIGNMENT_BYTES + NUM_AREAS * AREA_BYTES
 TIME_LIMIT_SECONDS = 1800.0
 
 
-def total_bytes(size: int) -> int:
+def region_bytes(num_areas: int = NUM_AREAS) -> int:
+    """Bytes of a region with so many areas."""
+    return ALIGNMENT_BYTES + num_areas * AREA_BYTES
+
+
+def total_bytes(size: int, num_areas: int = NUM_AREAS) -> int:
     """Bytes of the growing memory of `size` ranks."""
-    return size * REGION_BYTES
+    return size * region_bytes(num_areas)
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,7 @@ class SharedRegions:
     """The regions of a group, as one of its ranks sees them.
 
     handle       growing memory of `total_bytes`, which this object then owns
+    num_areas    of each region
     check_peers  called now and then while this rank waits; raises PeerError if a rank has died
     """
 
@@ -63,9 +68,10 @@ class SharedRegions:
         meter: CommMeter,
         *,
         check_peers: Callable[[], None],
+        num_areas: int = NUM_AREAS,
         time_limit_seconds: float = TIME_LIMIT_SECONDS,
     ) -> None:
-        self.place, self.meter = place, meter
+        self.place, self.meter, self._region_bytes = place, meter, region_bytes(num_areas)
         self.check_peers, self._time_limit_seconds = check_peers, time_limit_seconds
         self._handle = os.dup(handle)
         weakref.finalize(self, memory.close_shared, self._handle).atexit = False
@@ -77,16 +83,18 @@ class SharedRegions:
 
     # ---- flags ---------------------------------------------------------------------------------------
 
-    @staticmethod
-    def word(index: int, flag: int, offset: int = 0) -> int:
+    def word(self, index: int, flag: int, offset: int = 0) -> int:
         """The place of a rank's flag, or of another word of its line, among `words`."""
-        return index * REGION_BYTES // 8 + flag * FLAG_STRIDE + offset
+        return index * self._region_bytes // 8 + flag * FLAG_STRIDE + offset
 
     def wait_flag(self, flag: int, count: int, index: int) -> None:
         """Wait until a rank's flag has reached `count`. Raises PeerError."""
         words, word = self.words, self.word(index, flag)
-        if words[word] >= count:
-            return
+        if words[word] < count:
+            self.wait(lambda: words[word] >= count, index)
+
+    def wait(self, is_reached: Callable[[], bool], index: int) -> None:
+        """Wait until something is so that another rank brings about. Raises PeerError."""
 
         def check(waited_seconds: float) -> None:
             self.check_peers()
@@ -94,7 +102,7 @@ class SharedRegions:
                 late = f"rank {self.place.ranks[index]}"
                 raise PeerError(f"{late} did not arrive within {self._time_limit_seconds:.0f} s")
 
-        self.meter.waiting_seconds += wait_until(lambda: words[word] >= count, check, self.meter.recorder)
+        self.meter.waiting_seconds += wait_until(is_reached, check, self.meter.recorder)
 
     # ---- areas ---------------------------------------------------------------------------------------
 
@@ -105,7 +113,7 @@ class SharedRegions:
     def view(self, index: int, area: int, num_elements: int, dtype: torch.dtype) -> Tensor:
         """The first elements of a rank's area. Raises MemoryUnavailable."""
         num_bytes = num_elements * dtype.itemsize
-        start = index * REGION_BYTES + ALIGNMENT_BYTES + area * AREA_BYTES
+        start = self._start(index, area)
         if num_bytes > AREA_BYTES:
             need = f"at most {AREA_BYTES / 2**30:.0f} GiB that a rank passes to others at once"
             raise memory.MemoryUnavailable(Problem(f"{num_bytes} bytes", need, 'transport = "gloo"'))
@@ -116,9 +124,22 @@ class SharedRegions:
             return torch.empty(0, dtype=dtype)
         return torch.frombuffer(self._mapping, dtype=dtype, count=num_elements, offset=start)
 
+    def area_words(self, index: int, area: int, num_words: int) -> memoryview:
+        """The first words of an area, of which its owner has reserved as many."""
+        start = self._start(index, area) // 8
+        return self.words[start : start + num_words]
+
+    def area_bytes(self, index: int, area: int, num_bytes: int) -> memoryview:
+        """The first bytes of an area, of which its owner has reserved as many; a new object, which tensors keep."""
+        start = self._start(index, area)
+        return memoryview(self._mapping)[start : start + num_bytes]
+
+    def _start(self, index: int, area: int) -> int:
+        return index * self._region_bytes + ALIGNMENT_BYTES + area * AREA_BYTES
+
 
 def open_regions(
-    comm: Communicator, groups: Sequence[Sequence[int]], meter: CommMeter
+    comm: Communicator, groups: Sequence[Sequence[int]], meter: CommMeter, *, num_areas: int = NUM_AREAS
 ) -> tuple[SharedRegions | None, str]:
     """The regions of this rank's group if every group is within one host; or None and the reason.
 
@@ -131,10 +152,13 @@ def open_regions(
     across_hosts = [each for each in groups if len(topology.hosts_of(each)) > 1]
     if across_hosts:
         return None, f"ranks {[comm.ranks[rank] for rank in across_hosts[0]]} are on several hosts"
-    host_memory, reason = open_host_memory(lambda: memory.create_growing(total_bytes(len(group))), comm, group)
+    host_memory, reason = open_host_memory(
+        lambda: memory.create_growing(total_bytes(len(group), num_areas)), comm, group
+    )
     if host_memory is None:
         return None, reason
     for socket in host_memory.peer_sockets.values():
         socket.close()
     place = GroupPlace(list(group).index(comm.rank), tuple(comm.ranks[rank] for rank in group))
-    return SharedRegions(host_memory.handle, place, meter, check_peers=comm.check_peers), ""
+    regions = SharedRegions(host_memory.handle, place, meter, check_peers=comm.check_peers, num_areas=num_areas)
+    return regions, ""

@@ -1,4 +1,4 @@
-"""Unbucketed gradients: the gradients of a single rank stay where autograd leaves them.
+"""Unbucketed gradients: those of a rank that trains its weights alone stay where autograd leaves them.
 
 complete  a bucket whose parameters all have their gradient of the step; it may be updated while backward continues
 Law: a step computes what it would compute with `GradBuckets`, but copies nothing and has no slots.
@@ -18,7 +18,7 @@ from fourfold.words.trace_events import DONE_EVENT, LAUNCHED_EVENT, READY_EVENT
 
 
 class UnbucketedGrads:
-    """The gradients of a step of a single rank; see `Gradients`. A step has one round."""
+    """The gradients of a step of a rank alone; see `Gradients`. A step has one round."""
 
     def __init__(
         self,

@@ -112,7 +112,7 @@ class FlatOptimizer:
         return run
 
     def set_options_frozen(self, *, frozen: bool) -> None:
-        """Keep the options of this moment for all further updates, or read them anew in each update again."""
+        """Keep the options of this moment for all further updates, or read them again in each update."""
         self._frozen_options = None
         if frozen:
             self._frozen_options = [
@@ -167,7 +167,7 @@ class FlatOptimizer:
     ) -> Tensor:
         """The first half of a layer-wise update: float64 [slots, 2], see `PendingLayerwiseUpdate.squared_norms`."""
         pending = self._pending[bucket] = []
-        device = self._user_optimizer.param_groups[0]["params"][0].device
+        device = next(p.device for group in self._user_optimizer.param_groups for p in group["params"])
         total = torch.zeros(len(self._buckets[bucket].slots), 2, dtype=torch.float64, device=device)
         for run in self._prepared_updates(bucket, used, factor, gradient):
             indices = [each.slot_index for each in run.slices if each.slot_index is not None]

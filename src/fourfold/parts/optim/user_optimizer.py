@@ -37,7 +37,7 @@ OptimizerSource = OptimizerFactory | Optimizer
 
 
 def support_problems(optimizer: Optimizer) -> list[Problem]:
-    """Why the optimizer's update cannot run on flat buffers, where it is made anew from class and options."""
+    """Why the optimizer's update cannot run on flat buffers, where it is made again from class and options."""
     kind = type(optimizer)
     if kind not in (*ELEMENTWISE, *LAYERWISE):
         known = ", ".join(cls.__name__ for cls in ELEMENTWISE)

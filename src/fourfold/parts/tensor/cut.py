@@ -4,6 +4,8 @@ Law: a rank that has cut a model holds no element that its shards do not name; w
 first rank's, on all of them.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
@@ -16,15 +18,24 @@ from fourfold.plan.tensor_shard import TensorShard
 
 
 @torch.no_grad()
-def cut_model(initial: InitialModel, layout: TensorLayout, region: SplitRegion, tensor_ranks: Communicator) -> None:
+def cut_model(
+    initial: InitialModel,
+    layout: TensorLayout,
+    region: SplitRegion,
+    tensor_ranks: Communicator,
+    is_own: Callable[[str], bool],
+) -> None:
     """Cut a model in place. Collective: the first rank's parameters and buffers go to all.
+
+    is_own  whether this rank's stage computes with a parameter; others get shapes only, and no memory
 
     Of parameters whose parts can be had by themselves, such as those in files, each rank has its own.
     Parameters stay the same objects, so an optimizer made of them goes on with the shards.
     """
     model, index = initial.model, tensor_ranks.rank
     for name, parameter in model.named_parameters():  # each tied parameter once
-        parameter.data = _own_part(initial.weights, parameter, layout.shards[name][index], tensor_ranks)
+        part = _own_part(initial.weights, parameter, layout.shards[name][index], tensor_ranks)
+        parameter.data = part if is_own(name) else part.new_zeros(()).expand(part.shape)
     for buffer in model.buffers():
         tensor_ranks.broadcast(buffer)
     for name, counts in layout.counts.items():

@@ -24,6 +24,10 @@ from fourfold.words.program import (
     nth_index,
 )
 
+UNSHARDED = (Verb.FORWARD, Verb.BACKWARD, Verb.BACKWARD_INPUT)  # the phases that use weights
+BACKWARD_PHASES = (Verb.TIE_GRADIENT, Verb.RECEIVE_BACKWARD, Verb.BACKWARD, Verb.BACKWARD_INPUT)
+COMPLETE_BACKWARD = (Verb.BACKWARD, Verb.BACKWARD_WEIGHT)  # all gradients of a microbatch are there
+
 
 class StepSync(StrEnum):
     """What ranks exchange in a step."""
@@ -54,6 +58,7 @@ class DataStepSpec(NamedTuple):
     has_trust_ratios        the optimizer needs norms of single parameters, and ranks hold parts of these
     use_orders              as recorded in the first step; None: as `predict_use_orders` has them
     measures_nominal_count  the step finds out what gradients are divided by before the loss count is known
+    computes                the forwards and backwards of the stage, and its messages; empty: each microbatch in turn
     """
 
     microbatches: int
@@ -68,6 +73,13 @@ class DataStepSpec(NamedTuple):
     use_orders: UseOrders | None = None
     measures_nominal_count: bool = False
     stage: int = 0
+    computes: tuple[Action, ...] = ()
+
+    @property
+    def compute_actions(self) -> tuple[Action, ...]:
+        """The forwards and backwards of the stage, and its messages, in order."""
+        verbs = Verb.FORWARD, Verb.BACKWARD
+        return self.computes or tuple(Action(v, self.stage, i) for i in range(self.microbatches) for v in verbs)
 
 
 def lower_step(step: DataStepSpec) -> tuple[Action, ...]:
@@ -94,13 +106,10 @@ def lower_step(step: DataStepSpec) -> tuple[Action, ...]:
         bucket: [Action(Verb.PUSH, step.stage, bucket)] if step.sync == StepSync.WEIGHTS else []
         for bucket in launch_order
     }
-    unshards = _Unshards(step)
     actions: list[Action] = []
     if step.update == "in_forward":
         actions += [action for bucket in reversed(launch_order) for action in updates[bucket]]
-    for microbatch in range(step.microbatches):
-        actions += _forward_backward(step, microbatch, unshards)
-        actions += _reductions(step, microbatch, launch_order, updates)
+    actions += _compute_phases(step, launch_order, updates)
     actions += _measures(step)
     for bucket in launch_order:
         actions += (updates[bucket] if step.update == "after" else []) + pushes[bucket]
@@ -109,11 +118,17 @@ def lower_step(step: DataStepSpec) -> tuple[Action, ...]:
     return tuple(actions)
 
 
-def lower_evaluation(step: DataStepSpec) -> tuple[Action, ...]:
-    """The program of an evaluation: the forward of one batch, and the sums of its loss and counts."""
-    forward = [Action(Verb.FORWARD, step.stage, 0), Action(Verb.MEASURE, step.stage, LOSS)]
-    unshards = _Unshards(step)
-    return (*unshards.next_phase(unshards.orders.evaluate), *forward)
+def lower_evaluation(step: DataStepSpec, computes: Sequence[Action] = ()) -> tuple[Action, ...]:
+    """The program of an evaluation: the forward of one batch, and the sums of its loss and counts.
+
+    computes  the forwards of this place's stages, with their messages; empty: of one stage
+    """
+    unshards, actions = _Unshards(step), []
+    for action in computes or [Action(Verb.FORWARD, step.stage, 0)]:
+        if action.verb == Verb.FORWARD:
+            actions += unshards.next_phase(unshards.orders.evaluate)
+        actions.append(action)
+    return (*actions, Action(Verb.MEASURE, step.stage, LOSS))
 
 
 class _Unshards:
@@ -140,27 +155,66 @@ def _update(step: DataStepSpec, bucket: int) -> list[Action]:
     return [Action(Verb.UPDATE, step.stage, bucket), *gather]
 
 
-def _forward_backward(step: DataStepSpec, microbatch: int, unshards: _Unshards) -> list[Action]:
-    is_first, is_last = microbatch == 0, microbatch == step.microbatches - 1
-    measures = {NOMINAL_COUNT: is_first and step.measures_nominal_count, LOSS: is_last}
-    return [
-        *unshards.next_phase(unshards.orders.forward),
-        Action(Verb.FORWARD, step.stage, microbatch),
-        *_chosen_measures(step, measures),
-        *unshards.next_phase(unshards.orders.backward),
-        Action(Verb.BACKWARD, step.stage, microbatch),
-    ]
+def _compute_phases(
+    step: DataStepSpec, launch_order: tuple[int, ...], updates: Mapping[int, list[Action]]
+) -> list[Action]:
+    """The forwards and backwards with their unshards, the measures of the loss, the reductions.
+
+    The measures stand where all forwards have been sent that another stage needs to come to its own: in front of the
+    next backward, or of the receipt of its gradient. What a backward sends back goes before its reductions.
+    """
+    unshards, measures, round_number = _Unshards(step), _LossMeasures(step), 0
+    num_left = sum(action.verb in COMPLETE_BACKWARD for action in step.compute_actions)
+    actions: list[Action] = []
+    reductions: list[Action] = []
+    for action in step.compute_actions:
+        if action.verb != Verb.SEND_BACKWARD:
+            actions += reductions
+            reductions = []
+        actions += measures.before(action)
+        if action.verb in UNSHARDED:
+            orders = unshards.orders
+            actions += unshards.next_phase(orders.forward if action.verb == Verb.FORWARD else orders.backward)
+        actions.append(action)
+        if action.verb in COMPLETE_BACKWARD:
+            num_left -= 1
+            reductions = _reductions(step, round_number, launch_order, updates, is_last=num_left == 0)
+            round_number += 1
+    return [*actions, *reductions]
+
+
+class _LossMeasures:
+    """Where a step measures the nominal count and the loss: once each, before a backward."""
+
+    def __init__(self, step: DataStepSpec) -> None:
+        self._step = step
+        self._wants_count = step.measures_nominal_count
+        self._num_forwards = sum(action.verb == Verb.FORWARD for action in step.compute_actions)
+
+    def before(self, action: Action) -> list[Action]:
+        """The measures that stand in front of an action."""
+        self._num_forwards -= action.verb == Verb.FORWARD
+        if action.verb not in BACKWARD_PHASES:
+            return []
+        wants_loss = self._num_forwards == 0
+        measures = _chosen_measures(self._step, {NOMINAL_COUNT: self._wants_count, LOSS: wants_loss})
+        self._wants_count, self._num_forwards = False, self._num_forwards - wants_loss
+        return measures
 
 
 def _reductions(
-    step: DataStepSpec, microbatch: int, launch_order: tuple[int, ...], updates: Mapping[int, list[Action]]
+    step: DataStepSpec,
+    backward: int,
+    launch_order: tuple[int, ...],
+    updates: Mapping[int, list[Action]],
+    *,
+    is_last: bool,
 ) -> list[Action]:
-    """The round of reductions after a backward, with the updates that are fused into it; empty between rounds."""
-    is_last = microbatch == step.microbatches - 1
+    """The round of reductions after the n-th backward, with the updates fused into it; empty between rounds."""
     every_backward = layout_changes(step.resting_layouts).after_backward != Change.NONE
     if not (is_last or every_backward):
         return []
-    round_number = microbatch if every_backward else 0
+    round_number = backward if every_backward else 0
     actions = []
     for bucket in launch_order:
         if step.sync == StepSync.GRADIENTS:

@@ -56,16 +56,17 @@ class SequenceParallel:
         *,
         num_microbatches: int,
         draw_slices: DrawSlices,
+        skeleton: nn.Module,
         seed: int = 0,
     ) -> None:
-        """`world` lies on the plan's mesh; `sequence_group` are its ranks along "sp"."""
+        """`world` lies on the plan's mesh; `sequence_group` are its ranks along "sp". Dry runs call the `skeleton`."""
         self._model, self._sequence_group, self._world = model, sequence_group, world
         self._spec, self._num_microbatches = sequence_group.spec, num_microbatches
         self._dp_index = world.along("dp").rank
         self._draws = TaggedDraws(draw_slices)
         self._dropout = RankDropout(self._draws, sequence_group.index, sequence_group.size)
         self._dropout_counter = AttentionDropoutCounter(seed, self._draws)
-        self._dry_run = CollectiveDryRun(model, loss, self._spec, world)
+        self._dry_run = CollectiveDryRun(skeleton, loss, self._spec, world)
         self._shard: TokenShard | None = None
         self._ignored_indices: list[int] | None = None
         """The targets that a scalar loss ignores; None: the loss is no scalar, or not known yet."""

@@ -5,7 +5,7 @@ shards  by parameter: those of all places of the tensor axis, or of this rank's 
 Law: the axis is decided here, once. Where it has one place, nothing differs from a plan without it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Self
 
 from torch import nn
@@ -68,13 +68,6 @@ class TensorAxis(NamedTuple):
         """Which of a step's totals the first rank of the group adds for all, by their places in `StepTotals`."""
         return COMMON_TOTALS if self.group.index else []
 
-    def described_with(self, data_transport: str) -> str:
-        """What joins the ranks, in words. `data_transport`: what joins the data ranks."""
-        if not self.is_cut:
-            return data_transport
-        own = f"tensor ranks: {self.group.name}"
-        return own if self.ranks.world.size == self.group.size else f"{data_transport}; {own}"
-
     def shard_number(self, name: str) -> int:
         """Equal for two ranks that hold the same of a parameter: 0 of one that all ranks hold."""
         shard = self.shards.get(name)
@@ -131,10 +124,12 @@ def cut(
     *,
     spec: TensorSpec,
     transport: str,
+    is_own: Callable[[str], bool],
 ) -> TensorAxis:
     """Cut a model into as many parts as the mesh has tensor ranks, in place. Collective.
 
     spec, transport  the plan's
+    is_own           whether this rank's stage computes with a parameter
 
     Whole parameters and buffers are then the first tensor rank's, on all. Raises PlanError if it cannot be split,
     TaskError if it cannot be copied: its structure is kept for the dry run.
@@ -148,6 +143,6 @@ def cut(
     structure = copy_structure(model)
     group = make_tensor_group(ranks, "tensor", meter, choice=transport)
     region = SplitRegion(group)
-    cut_model(initial, layout, region, ranks)
+    cut_model(initial, layout, region, ranks, is_own)
     split_residual(model, split, region)
     return TensorAxis(layout.shards, group, ranks, region, structure, split)

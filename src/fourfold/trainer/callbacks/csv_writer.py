@@ -3,7 +3,7 @@
     runs/NAME/metrics.csv      a row per step
     runs/NAME/validation.csv   a row per evaluation
 
-Law: each step has one row, in order. After a restart from an older checkpoint, later rows are written anew.
+Law: each step has one row, in order. After a restart from an older checkpoint, later rows are rewritten.
 """
 
 import csv
@@ -42,7 +42,7 @@ class CSV(Callback):
         csv.writer(self._steps).writerow(["" if value is None else value for value in values])
 
     def on_evaluate(self, event: EvaluateEvent) -> None:
-        """Write the table anew: a measure may have come since the last evaluation."""
+        """Rewrite the table: a measure may have come since the last evaluation."""
         earlier = [row for row in self._evaluations if row["step"] != str(event.step)]
         self._evaluations = [*earlier, {"step": str(event.step), **event.metrics}]
         fields = dict.fromkeys(name for row in self._evaluations for name in row)

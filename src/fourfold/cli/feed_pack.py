@@ -1,0 +1,201 @@
+"""`fourfold feed pack`, `verify` and `show`: their words, their progress, and what they print.
+
+Law: an unknown word or value is an error that names the closest one, before anything is written.
+"""
+
+import contextlib
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from fourfold.cli.feed_bench import parse_size
+from fourfold.words.errors import DataError, Problem, SettingError, closest_match
+from fourfold.words.terminal_text import escape_controls
+from fourfold.words.text_table import align_columns
+from fourfold.words.units import format_bytes, format_bytes_per_second, format_count
+
+WHERE = "fourfold feed pack"
+MIB = 2**20
+MAX_NAMED, MAX_CLASSES_SHOWN = 100, 20
+
+
+def _whole(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise ValueError(text)
+    return value
+
+
+def _compression(text: str) -> str:
+    if text not in ("none", "zstd"):
+        raise ValueError(text)
+    return text
+
+
+# Word -> how its text is read, and what is needed.
+WORDS: dict[str, tuple[Callable[[str], Any], str]] = {
+    "shard_bytes": (lambda text: _whole(str(int(parse_size(text)))), "bytes, such as 256MiB"),
+    "threads": (_whole, "a whole number above 0"),
+    "compression": (_compression, "none or zstd"),
+    "variable": (lambda text: [name for name in text.split(",") if name], "names of fields, with commas between them"),
+}
+
+
+def parse_words(words: Sequence[str]) -> tuple[str, str, dict[str, Any]]:
+    """Source, destination, and the values of the words. Raises SettingError with all problems."""
+    problems, values, paths = [], dict[str, Any](), list[str]()
+    for word in words:
+        key, is_pair, text = word.partition("=")
+        if not is_pair or Path(word).exists():
+            paths.append(word)
+        elif key not in WORDS:
+            close = closest_match(key, WORDS)
+            problems.append(Problem(word, "a known word", f"{close}={text}" if close else f"one of {', '.join(WORDS)}"))
+        else:
+            parse, need = WORDS[key]
+            try:
+                values[key] = parse(text)
+            except (ValueError, OverflowError):
+                problems.append(Problem(f"{key} = {text or '(nothing)'}", need))
+    if len(paths) != 2:
+        need = "a source and the folder of the pack"
+        problems.append(Problem(" and ".join(paths) or "no source", need, f"{WHERE} images/ images.pack"))
+    if problems:
+        raise SettingError(problems, where=WHERE)
+    return paths[0], paths[1], values
+
+
+def run_pack(words: Sequence[str]) -> int:
+    """`fourfold feed pack`; returns the exit code."""
+    source_name, dest, values = parse_words(words)
+    from fourfold.feed.pack.writer import SHARD_BYTES, pack
+
+    source = open_source(source_name)
+    if command := stripe_command(dest, values.get("shard_bytes", SHARD_BYTES)):
+        _say(f"on Lustre, before packing: {command}")
+    total = len(source) if hasattr(source, "__len__") else None
+    began = time.perf_counter()
+    with _progress("packing", "samples", total) as advance:
+        packed = pack(source, dest, progress=lambda samples, num_bytes: advance(samples), **values)
+    seconds = time.perf_counter() - began
+    resumed = f", {format_count(packed.num_resumed)} of them by an earlier run" if packed.num_resumed else ""
+    shards = "1 shard" if packed.num_shards == 1 else f"{packed.num_shards} shards"
+    rate = format_bytes_per_second(packed.num_bytes / seconds)
+    size = format_bytes(packed.num_bytes)
+    _say(f"packed {format_count(packed.num_samples)} samples{resumed}: {size} in {shards}, {seconds:.1f} s, {rate}")
+    return 0
+
+
+def open_source(name: str) -> Any:
+    """The source at a path, or in FILE.py:NAME. Raises DataError if there is none."""
+    file, _, member = name.partition(":")
+    if file.endswith(".py"):
+        return _source_in_file(Path(file), member)
+    from fourfold.feed.files.open import open_files
+
+    path = Path(name)
+    if not path.exists():
+        raise DataError(Problem(f"nothing at {name}", "a file or a folder of samples"), where=WHERE)
+    source = open_files(path)
+    if source is None:
+        need = "images, .npy, .npz, .txt, .jsonl, .csv or .tsv; or FILE.py:NAME"
+        raise DataError(Problem(f"{name}: no files of a known kind", need, "a source in FILE.py:NAME"), where=WHERE)
+    return source
+
+
+def _source_in_file(path: Path, name: str) -> Any:
+    from fourfold.cli import task_loader
+
+    if not path.is_file():
+        raise DataError(Problem(f"{path} (no such file)", "a Python file"), where=WHERE)
+    member = getattr(task_loader.import_file(path), name, None) if name else None
+    if member is None:
+        raise DataError(Problem(f"{path}:{name}", "the name of a source in the file", f"{path}:samples"), where=WHERE)
+    if callable(member) and not hasattr(member, "__getitem__") and not hasattr(member, "__iter__"):
+        with task_loader.wrap_user_errors(f"{path}:{name} failed", DataError):
+            return member()
+    return member
+
+
+def stripe_command(dest: str, shard_bytes: int) -> str | None:
+    """Lustre's command that sets how the files of a folder are striped; None where Lustre's tools are not installed."""
+    if shutil.which("lfs") is None:
+        return None
+    # As Lustre's wiki says for one client per file: 1 below 1 MiB, 4 up to 1 GiB, 8 above.
+    count = 1 if shard_bytes < MIB else 4 if shard_bytes <= 1024 * MIB else 8
+    return f"mkdir -p {dest}.part && lfs setstripe -c {count} -S 4M {dest}.part"
+
+
+def run_verify(path: str, threads: int | None) -> int:
+    """`fourfold feed verify`; returns the exit code: 1 if something is damaged."""
+    from fourfold.feed.pack.verify import verify_pack
+
+    began = time.perf_counter()
+    with _progress("verifying", "bytes", None) as advance:
+        verified = verify_pack(path, threads=threads, progress=advance)
+    rate = format_bytes_per_second(verified.num_bytes / (time.perf_counter() - began))
+    for text in verified.damage[:MAX_NAMED]:
+        _say(f"damaged: {text}")
+    if len(verified.damage) > MAX_NAMED:
+        _say(f"and {len(verified.damage) - MAX_NAMED} more")
+    what = f"{format_count(verified.num_records)} records, {format_bytes(verified.num_bytes)}, {rate}"
+    count = len(verified.damaged_samples)
+    _say(f"{what}: {f'{count} records damaged' if count else 'DAMAGED' if verified.damage else 'whole'}")
+    return 1 if verified.damage else 0
+
+
+def run_show(path: str) -> int:
+    """`fourfold feed show`; returns the exit code."""
+    from fourfold.feed.pack.show import describe_pack
+
+    shown = describe_pack(path)
+    for line in align_columns([(name, text) for name, text in shown.facts.items()], "<<", gap="   "):
+        _say(line)
+    for title, rows in (("fields", shown.fields), ("first samples", shown.samples)):
+        _say(f"\n{title}")
+        for line in align_columns(rows, "<" * len(rows[0]), gap="   "):
+            _say(f"  {line}")
+    if shown.classes:
+        _say(f"\n{shown.label}, of {format_count(sum(shown.classes.values()))} samples")
+        total = sum(shown.classes.values())
+        most = sorted(shown.classes.items(), key=lambda each: -each[1])
+        rows = [(name, str(count), f"{100 * count / total:.1f} %") for name, count in most[:MAX_CLASSES_SHOWN]]
+        for line in align_columns(rows, "<>>", gap="   "):
+            _say(f"  {line}")
+        if len(most) > MAX_CLASSES_SHOWN:
+            _say(f"  and {len(most) - MAX_CLASSES_SHOWN} more, the smallest with {most[-1][1]}")
+    return 0
+
+
+def _say(text: str) -> None:
+    print("\n".join(map(escape_controls, text.split("\n"))), flush=True)
+
+
+@contextlib.contextmanager
+def _progress(what: str, unit: str, total: int | None) -> Iterator[Callable[[int], None]]:
+    """A progress bar on a terminal; elsewhere nothing. It may be advanced from any thread."""
+    if not sys.stderr.isatty():
+        yield lambda count: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+
+    count_column = DownloadColumn() if unit == "bytes" else MofNCompleteColumn()
+    columns = ("{task.description}", BarColumn(), count_column, TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), refresh_per_second=4, transient=True) as bar:
+        task, lock, pending = bar.add_task(what, total=total), threading.Lock(), [0, time.monotonic()]
+
+        def advance(count: int) -> None:
+            with lock:  # rich is asked now and then: each call would cost as much as a small sample
+                pending[0] += count
+                now = time.monotonic()
+                if now - pending[1] < 0.1:
+                    return
+                pending[0], pending[1], count = 0, now, int(pending[0])
+            bar.advance(task, count)
+
+        yield advance

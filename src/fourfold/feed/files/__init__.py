@@ -1,0 +1,1 @@
+"""Plain files as sources: images, arrays, text, JSON lines, CSV."""

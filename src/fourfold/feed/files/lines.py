@@ -1,0 +1,184 @@
+"""Lines: text, JSON lines and CSV, a sample per line.
+
+record  a line; of a CSV file a row, which may hold line breaks in quotes
+index   where each record begins in its file, in memory: 8 bytes each
+Law: sample i is the i-th record of the files in their order; blank lines of JSON lines and CSV are no records.
+"""
+
+import csv
+import functools
+import io
+import json
+import os
+import re
+from array import array
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
+from typing import Any, BinaryIO
+
+from fourfold.feed.files.listing import Listing
+from fourfold.words.errors import DamagedSample, DataError, FourfoldError, Problem
+
+INT = re.compile(r"-?(?:0|[1-9]\d*)", re.ASCII)
+FLOAT = re.compile(r"[+-]?(?:(?:0|[1-9]\d*)(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?|nan|[+-]?inf", re.ASCII)
+Parse = Callable[[str], Any]
+Column = Callable[[str], Any]
+
+
+class LineSource:
+    """The records of files. `offsets`: of each file, where its records begin, and at last where they end."""
+
+    def __init__(self, listing: Listing, offsets: Sequence["array[int]"], parse: Parse) -> None:
+        self._listing, self._offsets, self._parse, self.name = listing, offsets, parse, listing.root
+        if len(listing.names) == 1:
+            self.name = listing.path(0)
+        self.shard_sizes = [len(each) - 1 for each in offsets]
+        self._ends = list(accumulate(self.shard_sizes))
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getitem__(self, index: int, /) -> Any:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        file, record = self._place(index)
+        start, stop = self._offsets[file][record : record + 2]
+        descriptor = os.open(self._listing.path(file), os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            content = os.pread(descriptor, stop - start, start)
+            if len(content) < stop - start:
+                raise ValueError(f"the file ends after {len(content)} of its {stop - start} bytes")
+            return self._parse(content.decode())
+        except FourfoldError:
+            raise
+        except (ValueError, RecursionError) as error:
+            raise DamagedSample(self.sample_key(index), str(error)) from error
+        finally:
+            os.close(descriptor)
+
+    def sample_key(self, index: int) -> str:
+        file, record = self._place(index)
+        return f"{self._listing.path(file)}, record {record}"
+
+    def _place(self, index: int) -> tuple[int, int]:
+        file = bisect_right(self._ends, index)
+        return file, index - (self._ends[file - 1] if file else 0)
+
+
+def open_text(listing: Listing) -> LineSource:
+    """Samples {"text": line}."""
+    return LineSource(listing, _index(listing, skip_blank=False), lambda line: {"text": line.rstrip("\r\n")})
+
+
+def open_jsonl(listing: Listing) -> LineSource:
+    """Samples: the object of each line."""
+    return LineSource(listing, _index(listing, skip_blank=True), _parse_object)
+
+
+def _parse_object(line: str) -> Any:
+    value = json.loads(line)
+    if not isinstance(value, dict):
+        raise ValueError(f"a {type(value).__name__}, not an object")
+    return value
+
+
+def _index(listing: Listing, *, skip_blank: bool) -> "list[array[int]]":
+    offsets = []
+    for number in range(len(listing.names)):
+        starts, at = array("Q"), 0
+        with open(listing.path(number), "rb") as file:
+            for line in file:
+                # A blank line is read with the record before it, which JSON and CSV allow.
+                if not (skip_blank and line.isspace()):
+                    starts.append(at)
+                at += len(line)
+        starts.append(at)
+        offsets.append(starts)
+    return offsets
+
+
+def open_csv(listing: Listing) -> LineSource:
+    """Samples: dicts of the columns, which the first row names. A column of whole numbers is int, of numbers float.
+
+    All rows are read once, for where they begin and what the columns are; an empty cell makes its column text. Raises
+    DataError for a row of another number of columns, and for files with other columns.
+    """
+    offsets, header, columns = [], None, list[Column]()
+    for number in range(len(listing.names)):
+        path = listing.path(number)
+        with open(path, "rb") as file:
+            reader = _CsvReader(file, path)
+            names = reader.header()
+            if header is not None and names != header:
+                problem = Problem(f"columns {', '.join(names)}", f"{', '.join(header)}, as in the first file")
+                raise DataError(problem, where=path)
+            header, columns = names, columns or [int] * len(names)
+            offsets.append(reader.index(columns))
+    assert header is not None
+    parse = functools.partial(_parse_row, header, columns, _delimiter(listing.names[0]))
+    return LineSource(listing, offsets, parse)
+
+
+def _delimiter(name: str) -> str:
+    return "\t" if name.lower().endswith(".tsv") else ","
+
+
+def _parse_row(header: Sequence[str], columns: Sequence[Column], delimiter: str, record: str) -> dict[str, Any]:
+    row = next(csv.reader(io.StringIO(record, newline=""), delimiter=delimiter))
+    return {name: column(cell) for name, column, cell in zip(header, columns, row, strict=True)}
+
+
+class _CsvReader:
+    """The rows of a CSV file with the bytes where they begin."""
+
+    def __init__(self, file: BinaryIO, path: str) -> None:
+        self._file, self._path, self._at = file, path, 0
+        self._rows = csv.reader(self._lines(), delimiter=_delimiter(path), strict=True)
+
+    def _lines(self) -> Iterator[str]:
+        for number, line in enumerate(self._file, 1):
+            self._at += len(line)
+            try:
+                yield line.decode("utf-8-sig" if number == 1 else "utf-8")
+            except UnicodeDecodeError as error:
+                raise DataError(Problem(f"line {number}: {error}", "text in UTF-8"), where=self._path) from error
+
+    def header(self) -> list[str]:
+        names = next(self._read(), None)
+        if not names or len(set(names)) < len(names) or not all(names):
+            got = f"a first row of {names}" if names else "no rows"
+            raise DataError(Problem(got, "a first row with a different name for each column"), where=self._path)
+        return names
+
+    def index(self, columns: list[Column]) -> "array[int]":
+        """Where the rows begin. `columns`, what cells are converted by, become what these rows allow."""
+        starts, count = array("Q", [self._at]), len(columns)
+        for row in self._read():
+            if not row:  # a blank line: the next row begins after it
+                starts[-1] = self._at
+                continue
+            if len(row) != count:
+                problem = Problem(f"row {len(starts) - 1} with {len(row)} columns", f"{count}, as the first row has")
+                raise DataError(problem, where=self._path)
+            for place, cell in enumerate(row):
+                while not _is(columns[place], cell):
+                    columns[place] = float if columns[place] is int else str
+            starts.append(self._at)
+        return starts
+
+    def _read(self) -> Iterator[list[str]]:
+        try:
+            yield from self._rows
+        except csv.Error as error:
+            got = f"line {self._rows.line_num}: {error}"
+            raise DataError(Problem(got, "rows of CSV"), where=self._path) from error
+
+
+def _is(column: Column, cell: str) -> bool:
+    """Whether cells of this kind hold a cell without loss: 007 and a number of 20 digits are text."""
+    if column is str:
+        return True
+    if INT.fullmatch(cell):
+        return -(2**63) <= int(cell[:30]) < 2**63
+    return column is float and FLOAT.fullmatch(cell) is not None

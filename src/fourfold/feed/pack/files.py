@@ -1,0 +1,171 @@
+"""Open files of a pack, and what is read of them.
+
+record  where a sample is: its shard, offset, stored length and digest
+Law: a file is closed when it is neither in the pool nor in use; a process has at most `MAX_OPEN` of a pack open.
+"""
+
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import xxhash
+
+from fourfold.feed.pack import layout
+from fourfold.words.errors import DamagedSample, DataError, Problem, os_error_text
+
+MAX_OPEN = 256
+
+
+class ShardFile:
+    """A shard that is open for reading, until nothing refers to it."""
+
+    def __init__(self, path: Path, number: int) -> None:
+        self.number, self.descriptor = number, -1
+        self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:  # at the end of a process, `os` is gone
+        if self.descriptor >= 0:
+            close(self.descriptor)
+
+
+class Record(NamedTuple):
+    """Where a sample is."""
+
+    sample: int
+    file: ShardFile
+    offset: int
+    length: int
+    digest: int
+
+
+class PackFiles:
+    """The manifest and the index of a pack, and its shards as they are needed."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(os.path.abspath(path))
+        self.manifest = read_manifest(self.path)
+        counts = np.array([shard.num_records for shard in self.manifest.shards], dtype=np.int64)
+        self.ends: np.ndarray = np.cumsum(counts)
+        self._sizes = np.array([shard.num_bytes for shard in self.manifest.shards], dtype=np.uint64)
+        check_sizes(self.path, self.manifest)
+        index = np.memmap(self.path / layout.INDEX_FILE, dtype=layout.ENTRY, mode="r", shape=(int(self.ends[-1]),))
+        self._index: np.ndarray = index.view(np.ndarray)
+        self._open: OrderedDict[int, ShardFile] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def place(self, sample: int) -> str:
+        """The file and the record of a sample."""
+        shard = int(np.searchsorted(self.ends, sample, side="right"))
+        start = int(self.ends[shard - 1]) if shard else 0
+        return f"{self.path / layout.shard_name(shard)}, record {sample - start}"
+
+    def records(self, samples: Sequence[int] | np.ndarray) -> list[Record]:
+        """Where samples are. Raises IndexError outside the pack, and DamagedSample for a damaged index."""
+        numbers = np.asarray(samples, dtype=np.int64).reshape(-1)
+        if not numbers.size:
+            return []
+        if numbers.min() < 0 or numbers.max() >= self.ends[-1]:
+            raise IndexError(f"samples {numbers.min()} to {numbers.max()} of a pack of {self.ends[-1]}")
+        entries, shards = self._index[numbers], np.searchsorted(self.ends, numbers, side="right")
+        wrong = layout.entry_problems(entries, self._sizes[shards], self.manifest)
+        if wrong.any():
+            number = int(numbers[int(wrong.argmax())])
+            raise DamagedSample(self.place(number), "its entry in the index is damaged", where=str(self.path))
+        numbers_of_shards = shards.tolist()
+        files = {shard: self._file(shard) for shard in set(numbers_of_shards)}
+        opened = [files[shard] for shard in numbers_of_shards]
+        columns = (entries[name].tolist() for name in ("offset", "length", "digest"))
+        return list(map(Record, numbers.tolist(), opened, *columns))
+
+    def stored_lengths(self) -> np.ndarray:
+        """The length of each record, as it is stored: uint64 [samples]."""
+        return self._index["length"]
+
+    def _file(self, shard: int) -> ShardFile:
+        with self._lock:
+            file = self._open.pop(shard, None)
+            if file is None:
+                path = self.path / layout.shard_name(shard)
+                try:
+                    file = ShardFile(path, shard)
+                except OSError as error:
+                    problem = Problem(f"{path}: {os_error_text(error)}", "a file that can be read")
+                    raise DataError(problem, where=str(self.path)) from error
+            self._open[shard] = file
+            if len(self._open) > MAX_OPEN:
+                self._open.popitem(last=False)
+            return file
+
+    def read(self, record: Record, parts: Sequence[memoryview]) -> None:
+        """Fill the parts with a record, as it is stored. Raises DamagedSample if it is not what was packed."""
+        try:
+            done = os.preadv(record.file.descriptor, parts, record.offset)
+            if done != record.length:
+                done = self._read_rest(record, parts, done)
+        except OSError as error:
+            raise DamagedSample(self.place(record.sample), os_error_text(error), where=str(self.path)) from error
+        if done != record.length:
+            reason = f"its shard ends after {done} of its {record.length} bytes"
+            raise DamagedSample(self.place(record.sample), reason, where=str(self.path))
+        if len(parts) == 1:
+            digest = xxhash.xxh3_64_intdigest(parts[0])
+        else:
+            hasher = xxhash.xxh3_64(parts[0])
+            for part in parts[1:]:
+                hasher.update(part)
+            digest = hasher.intdigest()
+        if digest != record.digest:
+            reason = f"its xxh3_64 is {digest:016x}, not {record.digest:016x} as packed"
+            raise DamagedSample(self.place(record.sample), reason, where=str(self.path))
+
+    def _read_rest(self, record: Record, parts: Sequence[memoryview], done: int) -> int:
+        """Go on after a read that was cut short, as one of more than 2 GiB is."""
+        start = 0
+        for part in parts:
+            while start <= done < start + len(part):
+                count = os.preadv(record.file.descriptor, [part[done - start :]], record.offset + done)
+                if not count:
+                    return done
+                done += count
+            start += len(part)
+        return done
+
+
+def read_manifest(path: Path) -> layout.Manifest:
+    """The manifest of a pack. Raises DataError if there is none, or it is damaged."""
+    file = path / layout.MANIFEST_FILE
+    try:
+        size = file.stat().st_size
+        if size > layout.MAX_MANIFEST_BYTES:
+            problem = Problem(f"{file} of {size} bytes", f"at most {layout.MAX_MANIFEST_BYTES}")
+            raise DataError(problem, where=str(path))
+        content = file.read_bytes()
+    except OSError as error:
+        packing = path.with_name(path.name + ".part")
+        if not path.exists() and packing.is_dir():
+            got, attempt = f"{path} is being packed, or its packing was cut off", "fourfold feed pack again, to go on"
+        else:
+            got, attempt = f"{file}: {os_error_text(error)}", "fourfold feed pack SOURCE DEST, which makes a pack"
+        raise DataError(Problem(got, "a pack that is whole", attempt), where="the pack") from error
+    return layout.decode_manifest(content, str(file))
+
+
+def check_sizes(path: Path, manifest: layout.Manifest) -> None:
+    """Raise DataError, with all problems, for files that are missing or not as long as the manifest says."""
+    expected = {layout.shard_name(number): shard.num_bytes for number, shard in enumerate(manifest.shards)}
+    expected[layout.INDEX_FILE] = manifest.num_records * layout.ENTRY.itemsize
+    problems = []
+    for name, need in expected.items():
+        try:
+            size = (path / name).stat().st_size
+            got = f"{name} of {size} bytes" if size != need else None
+        except OSError as error:
+            got = f"{name}: {os_error_text(error)}"
+        if got is not None:
+            problems.append(Problem(got, f"{need} bytes, as packed", "the file from its origin, or packed again"))
+    if problems:
+        raise DataError(problems, where=str(path))

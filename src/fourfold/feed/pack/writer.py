@@ -1,0 +1,228 @@
+"""Writer: a source becomes a pack.
+
+probe      the samples that are read first: they tell schema, alignment, and how many samples a shard has
+packing    the folder `DEST.part` until the pack is whole; then it is renamed to DEST
+Law: DEST is a whole pack or does not exist. A packing that is killed at any point goes on where it was, and ends with
+the same bytes.
+"""
+
+import contextlib
+import fcntl
+import itertools
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import xxhash
+
+from fourfold.environment.atomic_file import fsync_path, write_atomically
+from fourfold.feed.pack import layout
+from fourfold.feed.pack.packing import Numbered, Progress, named_errors, pack_numbered, pack_stream, read_sample
+from fourfold.feed.pack.plan_file import PackingPlan, agree, fingerprint_of
+from fourfold.feed.pack.schema import Schema, merge, with_variable
+from fourfold.feed.pack.shard_writer import WrittenShard
+from fourfold.feed.pack.values import Encoder, schema_of
+from fourfold.feed.pack.zstd import Compression
+from fourfold.words.errors import DataError, Problem, os_error_text
+from fourfold.words.noop import noop
+
+PACKING_SUFFIX, LOCK_FILE = ".part", ".lock"
+SHARD_BYTES = 256 * 2**20
+NUM_PROBED = 64
+
+
+class Packed(NamedTuple):
+    """A pack that has been written. `num_resumed`: samples that an earlier packing had written."""
+
+    path: Path
+    num_samples: int
+    num_bytes: int
+    num_shards: int
+    num_resumed: int
+
+
+def pack(
+    source: Any,
+    dest: str | os.PathLike[str],
+    *,
+    shard_bytes: int = SHARD_BYTES,
+    threads: int | None = None,
+    compression: Compression = "none",
+    variable: Sequence[str] = (),
+    progress: Progress = noop,
+) -> Packed:
+    """Write the samples of a source into a new pack at `dest`.
+
+    source     a source (`len(source)`, `source[i]`), or any iterable of samples: pairs (inputs, targets) or dicts of
+               tensors, arrays, numbers, text and bytes
+    threads    that read a source and write shards; None: one for each core. An iterable has one
+    variable   names of arrays whose shapes differ, where the first samples do not show it
+    progress   called with (samples, bytes) that have been packed since the last call, from any thread
+
+    If an earlier call was killed, the same call goes on where it was. Raises DataError for a source that is empty or
+    changes its schema, with the sample; and if something else is at `dest`, or another process is packing there.
+    """
+    path = Path(os.path.abspath(dest))
+    _check_arguments(path, shard_bytes, threads, compression)
+    folder = path.with_name(path.name + PACKING_SUFFIX)
+    try:
+        with _locked(folder, path):
+            done = _pack_into(folder, source, (shard_bytes, threads, compression, tuple(variable)), progress)
+            for each in folder.iterdir():
+                if each.name not in done.names:
+                    each.unlink()
+            fsync_path(folder)
+            folder.rename(path)
+            fsync_path(path.parent)
+    except OSError as error:
+        attempt = "the same command again once that is resolved: it goes on where it was"
+        raise DataError(Problem(f"{folder}: {os_error_text(error)}", "room for the pack", attempt)) from error
+    manifest = done.manifest
+    return Packed(path, manifest.num_records, manifest.num_bytes, len(manifest.shards), done.num_resumed)
+
+
+def _check_arguments(path: Path, shard_bytes: int, threads: int | None, compression: str) -> None:
+    problems = []
+    if os.path.lexists(path):
+        problems.append(Problem(f"something at {path}", "a path without anything", "another path"))
+    if not 1 <= shard_bytes <= layout.MAX_SHARD_BYTES:
+        problems.append(Problem(f"shard_bytes = {shard_bytes}", "1 or more", "shard_bytes=256MiB"))
+    if threads is not None and threads < 1:
+        problems.append(Problem(f"threads = {threads}", "1 or more"))
+    if compression not in ("none", "zstd"):
+        problems.append(Problem(f"compression = {compression}", "none or zstd"))
+    if problems:
+        raise DataError(problems, where="the pack")
+
+
+@contextlib.contextmanager
+def _locked(folder: Path, path: Path) -> Iterator[None]:
+    """The folder of a packing, for this process alone."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            problem = Problem(f"{folder} is written by another process", "one at a time", "when that has ended")
+            raise DataError(problem, where="the pack") from None
+        if os.path.lexists(path):  # finished by another process in the meantime
+            raise DataError(Problem(f"something at {path}", "a path without anything"), where="the pack")
+        yield
+    finally:
+        os.close(lock)
+
+
+class _Done(NamedTuple):
+    manifest: layout.Manifest
+    num_resumed: int
+
+    @property
+    def names(self) -> set[str]:
+        """The files of the pack."""
+        shards = {layout.shard_name(number) for number in range(len(self.manifest.shards))}
+        return shards | {layout.MANIFEST_FILE, layout.INDEX_FILE}
+
+
+def _pack_into(
+    folder: Path, source: Any, options: tuple[int, int | None, Compression, Sequence[str]], progress: Progress
+) -> _Done:
+    shard_bytes, threads, compression, variable = options
+    probed, samples = _probe(source)
+    is_numbered = isinstance(samples, Numbered)
+    schema = with_variable(_schema_of(source, probed), variable)
+    plan = agree(_make_plan(source, schema, probed, is_numbered, (shard_bytes, compression)), folder)
+    if isinstance(samples, Numbered):
+        shards, num_resumed = pack_numbered(folder, plan, samples, threads or os.cpu_count() or 1, progress)
+    else:
+        shards, num_resumed = pack_stream(folder, plan, samples, progress)
+    return _Done(_finish(folder, plan, shards), num_resumed)
+
+
+def _probe(source: Any) -> tuple[dict[str, Any], Numbered | Iterator[Any]]:
+    """Some samples by their keys, and all of them."""
+    if hasattr(source, "__len__") and hasattr(source, "__getitem__") and not isinstance(source, dict | str | bytes):
+        length, numbered = len(source), Numbered(source)
+        numbers = sorted({index * length // NUM_PROBED for index in range(NUM_PROBED)}) if length else []
+        probed = {numbered.key(number): read_sample(numbered, number) for number in numbers}
+        samples: Numbered | Iterator[Any] = numbered
+    elif isinstance(source, Iterable) and not isinstance(source, dict | str | bytes):
+        rest = iter(source)
+        first = list(itertools.islice(named_errors(rest), NUM_PROBED))
+        probed = {f"sample {number}": sample for number, sample in enumerate(first)}
+        samples = itertools.chain(first, named_errors(rest, len(first)))
+    else:
+        need = "len(source) and source[i], or an iterable of samples"
+        raise DataError(Problem(f"a {type(source).__name__}", need), where="the source to pack")
+    if not probed:
+        problem = Problem(f"no samples in {_name_of(source)}", "at least one")
+        raise DataError(problem, where="the source to pack")
+    return probed, samples
+
+
+def _schema_of(source: Any, probed: dict[str, Any]) -> Schema:
+    schema = merge([schema_of(sample, key) for key, sample in probed.items()], list(probed))
+    classes = getattr(source, "classes", None)
+    if not isinstance(classes, Sequence) or isinstance(classes, str) or not schema.is_pair:
+        return schema
+    from fourfold.feed.pack.schema import Field
+
+    names = tuple(map(str, classes))
+    fields = [
+        Field(each.path, each.kind, each.dtype, each.shape, names) if each.path == ("targets",) else each
+        for each in schema.fields
+    ]
+    return Schema(tuple(fields), is_pair=True)
+
+
+def _make_plan(
+    source: Any, schema: Schema, probed: dict[str, Any], is_numbered: bool, options: tuple[int, Compression]
+) -> PackingPlan:
+    encoder, (shard_bytes, compression) = Encoder(schema), options
+    sizes = [sum(map(len, encoder.encode(sample, key))) for key, sample in probed.items()]
+    mean = sum(sizes) / len(sizes)
+    alignment = layout.alignment_for(mean)
+    num_samples = len(source) if is_numbered else None
+    stored = max(1.0, mean + alignment / 2 if schema.record_bytes is None else mean + -mean % alignment)
+    return PackingPlan(
+        schema=schema,
+        alignment=alignment,
+        compression=compression,
+        shard_bytes=shard_bytes,
+        num_samples=num_samples,
+        samples_per_shard=max(1, int(shard_bytes / stored)) if is_numbered else None,
+        source=_name_of(source),
+        fingerprint=fingerprint_of(list(probed.values()), schema, num_samples),
+    )
+
+
+def _name_of(source: Any) -> str:
+    name = getattr(source, "name", None)
+    return name if isinstance(name, str) else type(source).__name__
+
+
+def _finish(folder: Path, plan: PackingPlan, shards: Sequence[WrittenShard]) -> layout.Manifest:
+    """Write index and manifest."""
+    digest = xxhash.xxh3_128()
+    index = folder / layout.INDEX_FILE
+    with index.open("wb") as file:
+        for shard in shards:
+            content = np.ascontiguousarray(shard.entries).tobytes()
+            digest.update(content)
+            file.write(content)
+    fsync_path(index)
+    manifest = layout.Manifest(
+        version=layout.VERSION,
+        schema=plan.schema,
+        alignment=plan.alignment,
+        compression=plan.compression,
+        max_record_bytes=max(shard.max_record_bytes for shard in shards),
+        index_digest=digest.hexdigest(),
+        shards=tuple(shard.info for shard in shards),
+        source=plan.source,
+        fingerprint=plan.fingerprint,
+    )
+    write_atomically(folder / layout.MANIFEST_FILE, layout.encode_manifest(manifest), durable=True)
+    return manifest

@@ -1,0 +1,50 @@
+"""Compression of records with zstd, an optional library.
+
+Law: what a record claims to decompress to is bounded before memory is reserved for it.
+"""
+
+import threading
+from typing import Any, Literal
+
+import numpy as np
+
+from fourfold.words.errors import DataError, Problem
+
+LEVEL = 3
+Compression = Literal["none", "zstd"]
+
+
+def zstandard() -> Any:
+    """The library. Raises DataError if it is not installed."""
+    try:
+        import zstandard as library
+    except ImportError:
+        need, attempt = "zstandard, which reads and writes it", "pip install 'fourfold[zstd]'"
+        raise DataError(Problem("compression zstd, and no zstandard", need, attempt), where="the pack") from None
+    return library
+
+
+class Codec(threading.local):
+    """One compressor and one decompressor for each thread: they are not safe to share."""
+
+    def __init__(self) -> None:
+        self._library = zstandard()
+        self._compressor = self._library.ZstdCompressor(level=LEVEL)
+        self._decompressor = self._library.ZstdDecompressor()
+
+    def compress(self, record: bytes) -> bytes:
+        """One zstd frame that says how long the record is."""
+        return self._compressor.compress(record)
+
+    def decompress(self, stored: Any, max_bytes: int) -> np.ndarray:
+        """The record. Raises ValueError if it is damaged, or claims to be longer than `max_bytes`."""
+        try:
+            claimed = self._library.frame_content_size(stored)
+            if not 0 <= claimed <= max_bytes:
+                raise ValueError(f"a frame of {claimed} bytes, of at most {max_bytes}")
+            record = self._decompressor.decompress(stored)
+        except self._library.ZstdError as error:
+            raise ValueError(str(error)) from error
+        if len(record) != claimed:
+            raise ValueError(f"a frame of {claimed} bytes that holds {len(record)}")
+        return np.frombuffer(record, dtype=np.uint8)

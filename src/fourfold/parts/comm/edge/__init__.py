@@ -1,0 +1,1 @@
+"""Messages between neighbouring stages of a pipeline."""

@@ -1,0 +1,92 @@
+"""Division: which blocks of a chain each pipeline stage computes.
+
+block  one of the modules that a model calls one after the other
+cost   a number for each block, and for what the model computes before the first and behind the last of them
+Law: every stage has consecutive blocks, at least one; together they have each block once.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from fourfold.words.errors import Problem
+
+EVEN = "even"
+
+
+class StageSpec(NamedTuple):
+    """Into how many stages a plan divides a model, and how.
+
+    division    the plan's `stages`
+    num_stages  stage s is at place s % num_places of the pipeline axis
+    """
+
+    division: str = EVEN
+    num_stages: int = 1
+    num_places: int = 1
+
+
+def stages_problems(text: str) -> list[Problem]:
+    """The problems of the plan's `stages` by itself."""
+    if text == EVEN or _counts(text) is not None:
+        return []
+    need = f'"{EVEN}", or how many blocks each stage has'
+    return [Problem(f"stages = {text!r}", need, 'stages = "3,2,2,1"')]
+
+
+def division_problems(text: str, num_blocks: int, num_stages: int) -> list[Problem]:
+    """Why a chain of so many blocks cannot be divided as the plan says."""
+    if num_blocks < num_stages:
+        got = f"{num_stages} stages and a chain of {num_blocks} blocks"
+        return [Problem(got, "at least one block for each stage", f"pp = {max(num_blocks, 1)}, or more layers")]
+    counts = _counts(text)
+    if counts is None or (len(counts) == num_stages and sum(counts) == num_blocks):
+        return []
+    got = f"stages = {text!r}: {len(counts)} stages, {sum(counts)} blocks"
+    even = ",".join(str(len(part)) for part in divide_evenly([1.0] * num_blocks, 0.0, 0.0, num_stages))
+    return [Problem(got, f"{num_stages} stages, {num_blocks} blocks", f'stages = "{even}"')]
+
+
+def divide(text: str, costs: Sequence[float], first: float, last: float, num_stages: int) -> tuple[range, ...]:
+    """The blocks of each stage. `first`, `last`: costs before the first block and behind the last one.
+
+    `division_problems` has found none.
+    """
+    counts = _counts(text)
+    if counts is None:
+        return divide_evenly(costs, first, last, num_stages)
+    stops = [sum(counts[: stage + 1]) for stage in range(num_stages)]
+    return tuple(range(stop - count, stop) for stop, count in zip(stops, counts, strict=True))
+
+
+def divide_evenly(costs: Sequence[float], first: float, last: float, num_stages: int) -> tuple[range, ...]:
+    """The division whose most costly stage costs least, by dynamic programming; of equal ones, early stages have less.
+
+    The last stage keeps no activations of other microbatches, the first one keeps most: so a block too many is better
+    on a late stage.
+    """
+    num_blocks = len(costs)
+    sums = [first]
+    for index, cost in enumerate(costs):
+        sums.append(sums[-1] + cost + (last if index == num_blocks - 1 else 0.0))
+    sums[0] = 0.0
+    # best[k][n]: the least greatest cost of k stages with the first n blocks, and where the last of these begins.
+    best = [[(sums[n], 0) for n in range(num_blocks + 1)]]
+    for stage in range(1, num_stages):
+        row = [(float("inf"), 0)] * (num_blocks + 1)
+        for stop in range(stage + 1, num_blocks + 1):
+            row[stop] = min((max(best[-1][start][0], sums[stop] - sums[start]), start) for start in range(stage, stop))
+        best.append(row)
+    stops, stop = [], num_blocks
+    for stage in reversed(range(num_stages)):
+        stops.append(stop)
+        stop = best[stage][stop][1]
+    starts = [0, *reversed(stops[1:])]
+    return tuple(range(start, stop) for start, stop in zip(starts, reversed(stops), strict=True))
+
+
+def _counts(text: str) -> list[int] | None:
+    """The blocks of each stage, if the text has counts."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdigit() and int(part) > 0 for part in parts):
+        return None
+    return [int(part) for part in parts]

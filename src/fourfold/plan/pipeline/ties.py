@@ -1,0 +1,37 @@
+"""Ties: a weight that the first place of a pipeline owns, and the last place uses too (embedding and head).
+
+copy       before a step's first forward the last place receives the weight: T on both
+gradients  what the last place's backwards have added up goes to the first one before its last backward: Y on both
+Law: the owner's gradient is the sum over both uses before it is reduced, so norm, update and checkpoint have the weight
+once, and the copy is the weight, bit for bit, whenever a forward uses it.
+"""
+
+from collections.abc import Sequence
+
+from fourfold.plan.pipeline.spec import ComputeLists
+from fourfold.words.program import Action, Verb
+
+BACKWARD_PHASE = (Verb.BACKWARD, Verb.RECEIVE_BACKWARD)
+COMPLETE_BACKWARD = (Verb.BACKWARD, Verb.BACKWARD_WEIGHT)
+OWNER = 0
+
+
+def add_copies(lists: Sequence[Sequence[Action]]) -> ComputeLists:
+    """The lists with the copies of tied weights in front, for an evaluation."""
+    last = len(lists) - 1
+    return tuple(
+        (*([Action(Verb.TIE, place, 0)] if place in (OWNER, last) else []), *actions)
+        for place, actions in enumerate(lists)
+    )
+
+
+def add_ties(lists: Sequence[Sequence[Action]]) -> ComputeLists:
+    """The lists of a step with the copies of tied weights, and the messages of their gradients."""
+    result, last = list(add_copies(lists)), len(lists) - 1
+    result[last] = (*result[last], Action(Verb.TIE_GRADIENT, last, 0))
+    actions = result[OWNER]
+    place = max(index for index, action in enumerate(actions) if action.verb in COMPLETE_BACKWARD)
+    while actions[place - 1].verb in BACKWARD_PHASE:  # the receipt of what this backward needs
+        place -= 1
+    result[OWNER] = (*actions[:place], Action(Verb.TIE_GRADIENT, OWNER, 0), *actions[place:])
+    return tuple(result)

@@ -1,0 +1,56 @@
+"""Messages: what a stage sends to its neighbours and receives from them, as verbs.
+
+Law: a microbatch without samples has no messages; all stages know its size.
+"""
+
+import torch
+from torch import Tensor
+
+from fourfold.step.step_state import StepState
+from fourfold.words.program import Action
+
+
+def received(step: StepState, action: Action) -> list[Tensor]:
+    """What the stage before has sent of this microbatch; nothing on the first stage."""
+    return step.received.get((action.stage, action.index), [])
+
+
+def receive_forward(step: StepState, action: Action) -> None:
+    """The activations of a microbatch, from the stage before; of one without samples there are none."""
+    edge = step.parts.edges.from_previous
+    if step.microbatches[action.index].num_samples and edge is not None:
+        step.received[action.stage, action.index] = edge.receive()
+
+
+def send_forward(step: StepState, action: Action) -> None:
+    """The outputs of a microbatch, to the next stage."""
+    edge = step.parts.edges.to_next
+    if step.microbatches[action.index].num_samples and edge is not None:
+        edge.send(step.boundary[action.stage, action.index])
+
+
+def receive_backward(step: StepState, action: Action) -> None:
+    """The gradients of a microbatch's outputs, from the next stage."""
+    edge = step.parts.edges.from_next
+    if step.microbatches[action.index].num_samples and edge is not None:
+        step.upstream[action.stage, action.index] = edge.receive()
+
+
+def send_backward(step: StepState, action: Action) -> None:
+    """The gradients of what was received, to the stage before."""
+    edge = step.parts.edges.to_previous
+    if step.microbatches[action.index].num_samples and edge is not None:
+        tensors = step.received.pop((action.stage, action.index))
+        needed = [each for each in tensors if each.requires_grad]
+        edge.send([torch.zeros_like(each) if each.grad is None else each.grad for each in needed])
+
+
+def tie(step: StepState, action: Action) -> None:
+    """Copy the tied weights to the stage that uses them too."""
+    with step.stage(action.stage).weights.unsharded("tie"):
+        step.parts.tied.copy_forward()
+
+
+def tie_gradient(step: StepState, action: Action) -> None:
+    """Add the gradients of the copies to those of the tied weights."""
+    step.parts.tied.add_gradients()

@@ -1,0 +1,47 @@
+"""Model layout: the trained parameters of a whole model, each with its stage and its parts on the tensor axis.
+
+Law: a meta model has the same layout as the model itself, so that what is shown or refused before a run is what runs.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from torch import nn
+from torch.optim import Optimizer
+
+from fourfold.plan.param_spec import ParamSpec
+from fourfold.plan.pipeline.division import StageSpec
+from fourfold.plan.tensor_dims import TensorSpec
+from fourfold.plan.update_spec import UpdateSpec
+from fourfold.step.model_specs import model_specs, update_spec
+from fourfold.step.pipeline.chain import map_stages
+from fourfold.step.tensor.tensor_axis import place_shards
+
+
+class WholeModelSpecs(NamedTuple):
+    """What lowering needs to know of the whole model and its optimizer."""
+
+    params: Sequence[ParamSpec]
+    update: UpdateSpec
+
+
+def whole_specs(
+    model: nn.Module, optimizer: Optimizer, params: Sequence[ParamSpec], clip: float | None
+) -> WholeModelSpecs:
+    """The specs of a model that no rank has taken its part of yet. `params`: what `laid_out_specs` returned."""
+    return WholeModelSpecs(params, update_spec(model, optimizer, clip=clip))
+
+
+def laid_out_specs(
+    model: nn.Module, optimizer: Optimizer, rules: Mapping[str, str], tensor: TensorSpec, stages: StageSpec
+) -> list[ParamSpec]:
+    """The trained parameters as a plan lays them out. Raises PlanError if it cannot.
+
+    rules           of the tensor axis
+    tensor, stages  the plan's
+    """
+    specs = model_specs(model, optimizer, place_shards(model, rules, tensor))
+    if stages.num_stages == 1:
+        return specs
+    found = map_stages(model, stages)
+    return [spec._replace(stage=found.stage_of(spec.name), is_tied=spec.name in found.ties) for spec in specs]

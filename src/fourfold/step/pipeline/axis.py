@@ -1,0 +1,277 @@
+"""Pipeline axis: which stages of the model this rank has, and the ranks that have the others.
+
+stage  consecutive blocks of the model; ranks that differ on this axis only pass activations and gradients on
+place  a rank's index on the axis; it has one stage, or several that are interleaved: s, s + num_places, …
+own    what belongs to this rank's stages
+Law: a rank keeps the weights of its own stages only. Every weight is that of the pipeline's first rank at the start.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fourfold.parts.comm.communicator import Communicator
+from fourfold.parts.comm.edge.protocol import StageEdges
+from fourfold.parts.comm.edges import connect_pair, make_edges
+from fourfold.parts.comm.meter import CommMeter
+from fourfold.parts.deferred_init import InitialModel, InitialWeights
+from fourfold.parts.torch_private import own_buffers, own_parameters
+from fourfold.plan.tensor_shard import TensorShard
+from fourfold.step.pipeline.chain import StageMap
+from fourfold.step.pipeline.gates import Template
+from fourfold.step.pipeline.tied import CopiedWeights, OwnedWeights, TiedWeights, aliases_of, replace_by_copy
+from fourfold.step.tensor_tree import tree_leaves
+from fourfold.words.errors import PlanError, Problem
+
+
+class PipelineAxis(NamedTuple):
+    """The pipeline axis of this rank.
+
+    ranks     that differ from this one on this axis only, by place
+    skeleton  the whole model with random weights, for dry runs; the model itself if it has one stage
+    tied      what the first place and the last one use together
+    others    the names in the model's `state_dict` that other stages have, and this one does not
+    """
+
+    stages: StageMap
+    ranks: Communicator
+    edges: StageEdges
+    skeleton: nn.Module
+    others: frozenset[str] = frozenset()
+    tied: TiedWeights = TiedWeights()
+
+    @property
+    def place(self) -> int:
+        """This rank's index on the axis."""
+        return self.ranks.rank
+
+    @property
+    def num_places(self) -> int:
+        return self.ranks.size
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether other ranks have other stages."""
+        return self.num_places > 1
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank has the last stage, which computes the loss."""
+        return self.place == self.num_places - 1
+
+    def is_own(self, name: str) -> bool:
+        """Whether a parameter or buffer is of this rank's stage. A buffer of no block is of the first one."""
+        return not self.is_cut or self.stages.place_of(name) == self.place
+
+    @property
+    def aliases(self) -> dict[str, str]:
+        """By name of a copy of a tied weight: the weight's own name, which this rank has."""
+        own = {alias: name for alias, name in aliases_of(self.stages.ties).items() if self.is_own(name)}
+        return own if self.is_cut else {}
+
+    def check_whole_model(self, call: str, attempt: str) -> None:
+        """Raise PlanError unless this rank has the whole model."""
+        if self.is_cut:
+            need = "pp = 1: here each rank has one stage of the model"
+            raise PlanError(Problem(f"{call} with pp = {self.num_places}", need, attempt), where="the plan")
+
+    def restricted(self, state: Any) -> Any:
+        """What this rank's stage has of values by name; names that no stage has stay, to be refused."""
+        return {name: each for name, each in state.items() if name not in self.others} if self.is_cut else state
+
+    # ---- what other stages have -----------------------------------------------------------------------
+
+    def last_outputs(self, outputs: Any, template: Template | None) -> Any:
+        """The last stage's outputs, on the ranks of all stages. `template`: of the model. Collective."""
+        if not self.is_cut:
+            return outputs
+        tensors = list(tree_leaves(outputs)) if self.is_last else []
+        last = self.num_places - 1
+        count = self.ranks.all_gather_json(len(tensors))[last]
+        received = [self.from_place(last, tensors[index] if tensors else None) for index in range(count)]
+        assert template is not None, "a dry run comes before the first call"
+        return template.filled(received)
+
+    def from_place(self, place: int, tensor: Tensor | None) -> Tensor:
+        """A tensor of one place, on the ranks of all; that rank gives it. Collective."""
+        described = None if tensor is None else [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
+        described = self.ranks.all_gather_json(described)[place]
+        assert described is not None, f"place {place} gave no tensor"
+        dtype, shape = described
+        if tensor is None:
+            tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=self.ranks.device)
+        on_device = tensor.detach().to(self.ranks.device)
+        self.ranks.broadcast(on_device, place)
+        return on_device
+
+    def all_named(self, own: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """The tensors of all stages, by name, one at a time. Collective: all ranks iterate to the end."""
+        if not self.is_cut:
+            yield from own
+            return
+        for place in range(self.num_places):
+            while True:
+                name, tensor = next(own, (None, None)) if place == self.place else (None, None)
+                name = self.ranks.all_gather_json(name)[place]
+                if name is None:
+                    break
+                yield name, self.from_place(place, tensor)
+
+    def all_state(self, own: Mapping[str, Any]) -> dict[str, Any]:
+        """Nested dicts of all stages as one: of tensors and JSON values, by name. Collective."""
+        if not self.is_cut:
+            return dict(own)
+        merged: dict[str, Any] = {}
+        for place in range(self.num_places):
+            tensors: list[Tensor] = []
+            described = _describe(own, tensors) if place == self.place else None
+            described = self.ranks.all_gather_json(described)[place]
+            held = iter(tensors)
+            _merge(merged, self._receive(described, place, held))
+        for alias, name in aliases_of(self.stages.ties).items():
+            merged["model"][alias] = merged["model"][name]
+        return merged
+
+    def _receive(self, described: Any, place: int, held: Iterator[Tensor]) -> Any:
+        kind, value = described
+        if kind == "dict":
+            return {name: self._receive(each, place, held) for name, each in value}
+        if kind == "tensor":
+            return self.from_place(place, next(held, None))
+        return value
+
+
+def whole_pipeline(model: nn.Module, stages: StageMap, ranks: Communicator) -> PipelineAxis:
+    """One stage, which is the model."""
+    return PipelineAxis(stages, ranks, StageEdges(), model)
+
+
+def _describe(value: Any, tensors: list[Tensor]) -> Any:
+    """A nested dict as JSON; its tensors are appended to the list."""
+    if isinstance(value, Mapping):
+        return ["dict", [[name, _describe(each, tensors)] for name, each in value.items()]]
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return ["tensor", None]
+    return ["value", value]
+
+
+def _merge(into: dict[str, Any], other: Mapping[str, Any]) -> None:
+    for name, value in other.items():
+        if isinstance(value, dict) and isinstance(into.get(name), dict):
+            _merge(into[name], value)
+        else:
+            into.setdefault(name, value)
+
+
+# ---- making it ------------------------------------------------------------------------------------------
+
+
+class FirstRanksWeights(InitialWeights):
+    """Initial weights that are the first pipeline rank's on all of them. Each read is collective among these."""
+
+    def __init__(self, weights: InitialWeights, ranks: Communicator) -> None:
+        super().__init__()
+        self._weights, self._ranks = weights, ranks
+
+    @property
+    def are_deferred(self) -> bool:
+        return self._weights.are_deferred
+
+    def whole(self, parameter: nn.Parameter) -> Tensor:
+        value = self._weights.whole(parameter)
+        self._ranks.broadcast(value)
+        return value
+
+    def part(self, parameter: nn.Parameter, shard: TensorShard) -> Tensor | None:
+        return self._weights.part(parameter, shard)
+
+
+@torch.no_grad()
+def take_first_ranks_weights(initial: InitialModel, ranks: Communicator) -> InitialModel:
+    """The same model with the first pipeline rank's weights, when they are read, and its buffers. Collective."""
+    if ranks.size == 1:
+        return initial
+    for buffer in initial.model.buffers():
+        ranks.broadcast(buffer)
+    return InitialModel(initial.model, FirstRanksWeights(initial.weights, ranks))
+
+
+@torch.no_grad()
+def load_own_weights(initial: InitialModel, stages: StageMap, ranks: Communicator) -> None:
+    """Give the parameters of this rank's stage their values, one at a time. Collective."""
+    for name, parameter in initial.model.named_parameters():
+        value = initial.weights.whole(parameter)
+        if stages.place_of(name) == ranks.rank:
+            parameter.data = value
+
+
+def cut(
+    model: nn.Module,
+    skeleton: nn.Module,
+    optimizer: Optimizer,
+    stages: StageMap,
+    ranks: Communicator,
+    meter: CommMeter,
+    *,
+    transport: str,
+) -> PipelineAxis:
+    """Leave this rank's stage in a model and its optimizer, in place; connect it with its neighbours. Collective."""
+    names = set(model.state_dict(keep_vars=True))
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    copies = []
+    if ranks.rank == ranks.size - 1:
+        copies = [replace_by_copy(model, aliases, parameters[name]) for name, aliases in stages.ties.items()]
+    _drop_other_stages(model, stages, ranks.rank)
+    others = frozenset(names - set(model.state_dict(keep_vars=True)))
+    kept = {id(p) for p in model.parameters()}
+    for group in optimizer.param_groups:
+        group["params"] = [p for p in group["params"] if id(p) in kept]
+    edges = make_edges(ranks, meter, choice=transport, is_ring=stages.num_stages > ranks.size)
+    tied = _connect_tied(parameters, copies, stages, ranks, meter, transport)
+    return PipelineAxis(stages, ranks, edges, skeleton, others, tied)
+
+
+def _connect_tied(
+    parameters: Mapping[str, nn.Parameter],
+    copies: Sequence[Tensor],
+    stages: StageMap,
+    ranks: Communicator,
+    meter: CommMeter,
+    transport: str,
+) -> TiedWeights:
+    """The tied weights of this rank. Collective."""
+    if not stages.ties:
+        return TiedWeights()
+    ends = connect_pair(ranks, 0, ranks.size - 1, meter, choice=transport)
+    if ends is None:
+        return TiedWeights()
+    if ranks.rank == 0:
+        return OwnedWeights([parameters[name] for name in stages.ties], *ends)
+    return CopiedWeights(copies, *ends)
+
+
+def _drop_other_stages(model: nn.Module, stages: StageMap, place: int) -> None:
+    """Remove the parameters of other stages, and the buffers of modules that this stage does not run."""
+    chain = stages.chain
+    for name, p in list(model.named_parameters(remove_duplicate=False)):
+        if stages.place_of(name) != place:
+            module, key = _place(model, name)
+            own_parameters(module)[key] = None
+            if name in chain.own:  # the forward of the module around the chain reads it
+                del own_parameters(module)[key]
+                vars(module)[key] = torch.zeros((), dtype=p.dtype, device=p.device).expand(p.shape)
+    outside = [*chain.before, *chain.blocks, *chain.behind]
+    for name, _ in list(model.named_buffers(remove_duplicate=False)):
+        if any(name.startswith(f"{each}.") for each in outside) and stages.place_of(name) != place:
+            module, key = _place(model, name)
+            own_buffers(module)[key] = None
+
+
+def _place(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """The module that has a parameter or buffer, and its key there."""
+    path, _, key = name.rpartition(".")
+    return model.get_submodule(path), key

@@ -1,0 +1,167 @@
+"""Chain: the blocks of a model that are divided among pipeline stages.
+
+chain    modules that the model calls one after the other, each with what the one before has returned: the children of
+         an `nn.ModuleList` or `nn.Sequential`
+ends     the modules with weights outside of the chain: before it (an embedding), behind it (a norm, a head)
+own      weights of a module around the chain itself, such as the positions of a vision transformer
+Law: each weight has one stage. That blocks are called in this order, once each, the dry run shows (`dry_run.py`).
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from torch import nn
+
+from fourfold.plan.pipeline.division import StageSpec, divide, division_problems
+from fourfold.words.errors import PlanError, Problem
+
+MIN_SHARE = 0.5  # of the weights of the largest chain: a chain with fewer is inside one of its blocks
+
+
+class Chain(NamedTuple):
+    """The names of modules, in the order in which the model defines them; `own` are names of parameters."""
+
+    blocks: tuple[str, ...] = ()
+    before: tuple[str, ...] = ()
+    behind: tuple[str, ...] = ()
+    own: tuple[str, ...] = ()
+
+
+class StageMap(NamedTuple):
+    """A model's chain, and the blocks of each stage. Stage s is at place s % num_places of the pipeline axis."""
+
+    chain: Chain
+    blocks: tuple[range, ...]
+    num_places: int = 1
+    ties: Mapping[str, Sequence[str]] = {}
+    """By weight of the first place: its other names, on the last place."""
+
+    def place_of(self, parameter: str) -> int:
+        """The place on the pipeline axis that has a parameter."""
+        return self.stage_of(parameter) % self.num_places
+
+    def stages_at(self, place: int) -> range:
+        """The stages of a place."""
+        return range(place, self.num_stages, self.num_places)
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.blocks)
+
+    def stage_of(self, parameter: str) -> int:
+        """The stage that computes with a parameter."""
+        for stage, blocks in enumerate(self.blocks):
+            if any(_is_in(parameter, self.chain.blocks[block]) for block in blocks):
+                return stage
+        return self.num_stages - 1 if any(_is_in(parameter, name) for name in self.chain.behind) else 0
+
+    def boundaries(self) -> list[str]:
+        """By stage but the last: the block whose output it sends."""
+        return [self.chain.blocks[blocks.stop - 1] for blocks in self.blocks[:-1]]
+
+
+def map_stages(model: nn.Module, spec: StageSpec) -> StageMap:
+    """The stages of a model. Raises PlanError if it cannot be divided as the plan says."""
+    num_stages = spec.num_stages
+    if num_stages == 1:
+        return StageMap(Chain(), (range(0),))
+    chain = find_chain(model)
+    problems = division_problems(spec.division, len(chain.blocks), num_stages)
+    if problems:
+        raise PlanError(problems, where="the pipeline")
+    costs = [_cost(model, name) for name in chain.blocks]
+    first, last = (sum(_cost(model, name) for name in names) for names in (chain.before, chain.behind))
+    found = StageMap(chain, divide(spec.division, costs, first, last, num_stages), spec.num_places)
+    found = found._replace(ties=_ties_across(model, found))
+    if problems := _tied_problems(found):
+        raise PlanError(problems, where="the pipeline")
+    return found
+
+
+def find_chain(model: nn.Module) -> Chain:
+    """The chain of a model; without blocks if it has none.
+
+    Of the lists of modules with at least half of the weights that the largest has, the one with most blocks; of equal
+    ones, the outermost.
+    """
+    lists = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList | nn.Sequential) and len(module) > 1
+    }
+    sizes = {name: _num_weights(module) for name, module in lists.items()}
+    large = [name for name in lists if sizes[name] >= MIN_SHARE * max(sizes.values()) and sizes[name]]
+    if not large:
+        return Chain()
+    container = max(large, key=lambda name: len(lists[name]))
+    blocks = tuple(_joined(container, name) for name, _ in lists[container].named_children())
+    before: list[str] = []
+    behind: list[str] = []
+    own: list[str] = []
+    for name, module in _path(model, container):
+        own += [_joined(name, key) for key, _ in module.named_parameters(recurse=False)]
+        target = before
+        for key, child in module.named_children():
+            full = _joined(name, key)
+            if _is_in(container, full):
+                target = behind
+            elif _num_weights(child):
+                target.append(full)
+    return Chain(blocks, tuple(before), tuple(behind), tuple(own))
+
+
+def tied_parameters(model: nn.Module) -> dict[str, list[str]]:
+    """The names of each parameter that has several, by the first of them."""
+    names: dict[int, list[str]] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(p), []).append(name)
+    return {each[0]: each for each in names.values() if len(each) > 1}
+
+
+def _ties_across(model: nn.Module, stages: StageMap) -> dict[str, list[str]]:
+    """By weight: those of its other names that are on another place."""
+    found = {}
+    for first, *others in tied_parameters(model).values():
+        if away := [name for name in others if stages.place_of(name) != stages.place_of(first)]:
+            found[first] = away
+    return found
+
+
+def _tied_problems(stages: StageMap) -> list[Problem]:
+    """Weights that are tied in another way than an embedding and a head are."""
+    problems, last = [], stages.num_places - 1
+    for name, others in stages.ties.items():
+        is_owned = stages.stage_of(name) == 0 and all(stages.stage_of(n) == stages.num_stages - 1 for n in others)
+        if not is_owned or last == 0:
+            got = f"one weight, {' and '.join([name, *others])}, on several stages"
+            need = "each weight on one stage, or on the first and the last one, as an embedding and a head"
+            problems.append(Problem(got, need, "weights that are not tied, other stages, or pp = 1"))
+    return problems
+
+
+def _path(model: nn.Module, container: str) -> Iterator[tuple[str, nn.Module]]:
+    """The modules around a list, from the model itself to the one that has it."""
+    name = ""
+    for key in container.split(".") if container else ():
+        yield name, model.get_submodule(name)
+        name = _joined(name, key)
+
+
+def _cost(model: nn.Module, name: str) -> float:
+    """Products per token, counted by weights: an embedding only looks up."""
+    module = model.get_submodule(name)
+    looked_up = sum(_num_weights(each) for each in module.modules() if isinstance(each, nn.Embedding))
+    return float(_num_weights(module) - looked_up)
+
+
+def _num_weights(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+def _joined(name: str, key: str) -> str:
+    return f"{name}.{key}" if name else key
+
+
+def _is_in(name: str, module: str) -> bool:
+    """Whether a parameter or module is in a module, or is it."""
+    return name == module or name.startswith(f"{module}.")

@@ -1,0 +1,32 @@
+"""Schedules of the pipeline axis with sizes that they can be made for, for property tests."""
+
+from hypothesis import strategies as st
+
+from fourfold.plan.pipeline.schedules import SCHEDULES
+from fourfold.plan.pipeline.spec import BlockCosts, PipelineSpec
+
+SYNCHRONOUS = ["gpipe", "1f1b", "interleaved", "zero-bubble"]
+COSTS = st.builds(BlockCosts, *[st.integers(1, 5)] * 3)
+ANY_SCHEDULE = st.sampled_from([name for name in SCHEDULES if name != "written"])
+
+
+@st.composite
+def sizes(draw, schedules=ANY_SCHEDULE):
+    """A schedule and the arguments of `compute_actions`."""
+    schedule, pp = draw(schedules), draw(st.integers(1, 5))
+    if schedule == "interleaved":
+        return schedule, {"pp": pp, "microbatches": pp * draw(st.integers(1, 3)), "interleave": draw(st.integers(2, 3))}
+    if schedule == "pipedream":
+        return schedule, {"pp": pp, "microbatches": 1, "num_batches": draw(st.integers(1, 8))}
+    if schedule == "2bw":
+        return schedule, {"pp": pp, "microbatches": draw(st.integers(pp, 7)), "num_batches": draw(st.integers(1, 3))}
+    size = {"pp": pp, "microbatches": draw(st.integers(1, 10))}
+    if schedule == "zero-bubble":
+        size |= {"max_in_flight": draw(st.none() | st.integers(1, 9)), "costs": draw(COSTS)}
+    return schedule, size
+
+
+def whole_step(size):
+    """The sizes of a synchronous step with as many microbatches as all batches together."""
+    spec = PipelineSpec(**size)
+    return PipelineSpec(spec.pp, spec.microbatches * spec.num_batches, spec.interleave)

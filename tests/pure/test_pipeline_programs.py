@@ -1,0 +1,284 @@
+"""Laws of pipeline programs: what the checker finds, what exchanges keep, what the timeline shows."""
+
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fourfold.plan.pipeline.checker import program_problems, read_written
+from fourfold.plan.pipeline.rendezvous import as_entries, buffered_deadlock_problems, deadlock_problems, fuse_exchanges
+from fourfold.plan.pipeline.schedules import SCHEDULES, compute_actions, schedule_problems
+from fourfold.plan.pipeline.sends import add_sends
+from fourfold.plan.pipeline.spec import PipelineSpec
+from fourfold.plan.pipeline.timeline_text import timeline_text
+from fourfold.words.errors import format_problems
+from fourfold.words.program import Action, ProgramError, Verb, format_program, parse_program
+from tests.pipeline_sizes import SYNCHRONOUS, sizes, whole_step
+
+SENDS = {Verb.SEND_FORWARD: (Verb.RECEIVE_FORWARD, 1), Verb.SEND_BACKWARD: (Verb.RECEIVE_BACKWARD, -1)}
+RECEIVES = {Verb.RECEIVE_FORWARD: (Verb.SEND_FORWARD, -1), Verb.RECEIVE_BACKWARD: (Verb.SEND_BACKWARD, 1)}
+
+
+def inputs_of(action, present):
+    """What an action uses, by rules of its own: the oracle of this file."""
+    verb, stage, i = action.verb, action.stage, action.index
+    backwards = [Action(Verb.BACKWARD, stage, i), Action(Verb.BACKWARD_INPUT, stage, i)]
+    after = [Action(each.verb, stage + 1, i) for each in backwards]
+    wanted = {
+        Verb.FORWARD: [Action(Verb.RECEIVE_FORWARD, stage, i)],
+        Verb.BACKWARD: [Action(Verb.FORWARD, stage, i), Action(Verb.RECEIVE_BACKWARD, stage, i)],
+        Verb.BACKWARD_INPUT: [Action(Verb.FORWARD, stage, i), Action(Verb.RECEIVE_BACKWARD, stage, i)],
+        Verb.BACKWARD_WEIGHT: [backwards[1]],
+        Verb.SEND_FORWARD: [Action(Verb.FORWARD, stage, i)],
+        Verb.SEND_BACKWARD: backwards,
+    }.get(verb, [])
+    if not any(each.verb in SENDS for each in present):
+        wanted += {Verb.FORWARD: [Action(Verb.FORWARD, stage - 1, i)], Verb.BACKWARD: after}.get(verb, [])
+        wanted += after if verb == Verb.BACKWARD_INPUT else []
+    return [each for each in wanted if each in present]
+
+
+def ends(entries, *, sends_block):
+    """Whether a program ends, found by trying every index again and again."""
+    at, done, present = [0] * len(entries), set(), {a for each in entries for entry in each for a in entry}
+
+    def posted(action):
+        return any(at[i] < len(each) and action in each[at[i]] for i, each in enumerate(entries))
+
+    def can_end(action):
+        if not all(each in done for each in inputs_of(action, present)):
+            return False
+        verb, step = {**SENDS, **RECEIVES}.get(action.verb, (None, 0))
+        if verb is None or (action.verb in SENDS and not sends_block):
+            return True
+        other = Action(verb, action.stage + step, action.index)
+        if not sends_block:
+            return other in done
+        return other in done or (posted(other) and all(each in done for each in inputs_of(other, present)))
+
+    moved = True
+    while moved:
+        moved = False
+        for index, each in enumerate(entries):
+            while at[index] < len(each):
+                new = {action for action in each[at[index]] if action not in done and can_end(action)}
+                done |= new
+                moved = moved or bool(new)
+                if not done.issuperset(each[at[index]]):
+                    break
+                at[index] += 1
+    return all(place == len(each) for place, each in zip(at, entries, strict=True))
+
+
+def swapped(entries, index, place):
+    """The program with two neighbouring entries of an index swapped."""
+    new = [list(each) for each in entries]
+    new[index][place : place + 2] = reversed(new[index][place : place + 2])
+    return new
+
+
+def flat(entries):
+    return [[action for entry in each for action in entry] for each in entries]
+
+
+@st.composite
+def swaps(draw):
+    """A program of a schedule, plain, with sends or with exchanges, and one swap of neighbours in it."""
+    schedule, size = draw(sizes())
+    lists = compute_actions(schedule, **size)
+    with_sends = add_sends(lists, PipelineSpec(**size).num_stages)
+    entries = draw(st.sampled_from([as_entries(lists), as_entries(with_sends), fuse_exchanges(with_sends)]))
+    index = draw(st.integers(0, size["pp"] - 1))
+    return entries, swapped(entries, index, draw(st.integers(0, len(entries[index]) - 2)))
+
+
+@given(case=swaps())
+def test_any_swap_of_neighbours_that_makes_a_program_wrong_is_found(case):
+    before, after = case
+    for entries in (before, after):
+        assert bool(deadlock_problems(entries)) == (not ends(entries, sends_block=True))
+        ends_buffered = ends(as_entries(flat(entries)), sends_block=False)
+        assert bool(buffered_deadlock_problems(flat(entries))) == (not ends_buffered)
+    assert ends(as_entries(flat(before)), sends_block=False)
+
+
+@pytest.mark.parametrize("schedule", SYNCHRONOUS)
+def test_every_swap_in_a_small_program_is_judged_right_and_many_are_wrong(schedule):
+    spec = PipelineSpec(3, 3, 2 if schedule == "interleaved" else 1)
+    entries = fuse_exchanges(add_sends(SCHEDULES[schedule].make(spec), spec.num_stages))
+    verdicts = []
+    for index, each in enumerate(entries):
+        for place in range(len(each) - 1):
+            new = swapped(entries, index, place)
+            verdicts.append(ends(new, sends_block=True))
+            assert bool(deadlock_problems(new)) != verdicts[-1]
+            is_legal = ends(as_entries(flat(new)), sends_block=False)
+            assert bool(program_problems(dict(enumerate(flat(new))), spec)) != is_legal
+    assert 0.2 < verdicts.count(False) / len(verdicts) < 1
+
+
+@given(case=sizes(), data=st.data())
+def test_a_program_in_random_order_is_judged_right_and_made_to_end_if_it_can(case, data):
+    schedule, size = case
+    size |= {"microbatches": min(3, size["microbatches"])} if schedule in {"gpipe", "1f1b", "zero-bubble"} else {}
+    lists = [list(each) for each in compute_actions(schedule, **size)]
+    index = data.draw(st.integers(0, size["pp"] - 1))
+    for _ in range(data.draw(st.integers(0, 6))):
+        place = data.draw(st.integers(0, len(lists[index]) - 2))
+        lists[index][place : place + 2] = reversed(lists[index][place : place + 2])
+    program = add_sends(lists, PipelineSpec(**size).num_stages)
+    if ends(as_entries(program), sends_block=False):
+        assert ends(fuse_exchanges(program), sends_block=True)
+        assert not program_problems(dict(enumerate(program)), whole_step(size))
+    else:
+        with pytest.raises(ProgramError):
+            fuse_exchanges(program)
+        assert program_problems(dict(enumerate(program)), whole_step(size))
+
+
+@given(case=sizes())
+def test_exchanges_keep_all_actions_and_the_order_of_computing(case):
+    schedule, size = case
+    before = add_sends(compute_actions(schedule, **size), PipelineSpec(**size).num_stages)
+    computing = {Verb.FORWARD, Verb.BACKWARD, Verb.BACKWARD_INPUT, Verb.BACKWARD_WEIGHT}
+    for actions, entries in zip(before, fuse_exchanges(before), strict=True):
+        after = [action for entry in entries for action in entry]
+        assert sorted(map(str, after)) == sorted(map(str, actions))
+        assert [a for a in after if a.verb in computing] == [a for a in actions if a.verb in computing]
+        assert all(len(entry) == 1 or not computing & {action.verb for action in entry} for entry in entries)
+
+
+def test_gpipe_needs_no_exchange_and_1f1b_does():
+    gpipe, one_f_one_b = (add_sends(compute_actions(name, pp=4, microbatches=8), 4) for name in ("gpipe", "1f1b"))
+    assert fuse_exchanges(gpipe) == as_entries(gpipe)
+    assert len(deadlock_problems(as_entries(one_f_one_b))) == 4
+    fused = [entry for entries in fuse_exchanges(one_f_one_b) for entry in entries if len(entry) > 1]
+    assert fused
+    assert all({action.verb for action in entry} == {Verb.SEND_BACKWARD, Verb.RECEIVE_FORWARD} for entry in fused)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+def test_a_program_of_sixteen_stages_is_checked_within_half_a_second(schedule):
+    spec = PipelineSpec(8, 128, 2) if schedule == "interleaved" else PipelineSpec(16, 128)
+    entries = fuse_exchanges(add_sends(SCHEDULES[schedule].make(spec), spec.num_stages))
+    seconds = []
+    for _ in range(3):  # the best of three: other processes of a test run share the caches
+        begin = time.process_time()
+        assert not deadlock_problems(entries)
+        seconds.append(time.process_time() - begin)
+    assert min(seconds) < 0.5
+
+
+@given(case=sizes(st.sampled_from(SYNCHRONOUS)), has_sends=st.booleans())
+def test_a_written_program_that_was_printed_is_read_again(case, has_sends):
+    schedule, size = case
+    lists, spec = compute_actions(schedule, **size), PipelineSpec(**size)
+    lists = add_sends(lists, spec.num_stages) if has_sends else lists
+    assert read_written(format_program(dict(enumerate(lists))), spec) == (lists, [])
+
+
+@given(case=sizes())
+def test_a_row_of_the_timeline_has_the_actions_in_order(case):
+    schedule, size = case
+    lists = compute_actions(schedule, **size)
+    has_stages = PipelineSpec(**size).num_stages > size["pp"]
+    for index, (line, actions) in enumerate(zip(timeline_text(lists).splitlines(), lists, strict=True)):
+        head, *cells = line.split()
+        names = [str(each) if has_stages else f"{each.verb.value}{each.index}" for each in actions]
+        assert head == str(index)
+        assert [cell for cell in cells if cell != "·" and set(cell) != {"─"}] == names
+
+
+def test_the_timeline_of_1f1b():
+    assert timeline_text(compute_actions("1f1b", pp=2, microbatches=3)).splitlines() == [
+        "0  F0 F1 ·  ·  B0 ── F2 B1 ── ·  B2 ──",
+        "1  ·  F0 B0 ── F1 B1 ── F2 B2 ──",
+    ]
+    assert timeline_text(compute_actions("1f1b", pp=2, microbatches=3), width=14).splitlines() == [
+        "0  F0 F1 ·  …",
+        "1  ·  F0 B0 …",
+    ]
+
+
+def problems_of(text, pp=3, microbatches=3):
+    """By problem of a written program: what it is, and what it should be."""
+    return [(problem.got, problem.need) for problem in read_written(text, PipelineSpec(pp, microbatches))[1]]
+
+
+def test_all_that_is_wrong_with_a_written_program_is_said_at_once():
+    assert problems_of("""
+        0: F0.0 F0.1 F0.1 B0.0 F0.2 B0.1 B0.2 I0.2 U0.0  # four of these are wrong
+        1: B1.0 F1.0 F1.1 B1.1 F2.0 F1.7
+        5: F0.0
+    """) == [
+        ("index 5", "an index below pp = 3"),
+        ("index 0: F0.1 2 times", "each action once"),
+        ("index 0: U0.0", "F, B, I, W and their messages; the rest is added"),
+        ("index 1: F2.0", "stage 2 on index 2"),
+        ("index 1: F1.7", "a microbatch from 0 to 2"),
+        ("index 0: B0.2 and I0.2", "one backward, whole or in halves"),
+        ("index 1 forgets F1.2, B1.2", "each action once"),
+        ("index 2 forgets F2.0, B2.0, F2.1, B2.1, F2.2, B2.2", "each action once"),
+        ("index 0: F0.0 F0.1 ▸B0.0 F0.2 B0.1 B0.2 …", "B1.0 of index 1"),
+        ("index 1:           ▸B1.0 F1.0 F1.1 B1.1", "F1.0 in front of it"),
+    ]
+    assert problems_of("0: F0.0 X3 B0.0\nhello\n0: F0.1", pp=1)[1:] == [
+        ("line 2: 'hello'", "RANK: ACTION ACTION …"),
+        ("line 3: 0 again", "one line per rank"),
+    ]
+
+
+def test_a_written_program_has_all_of_its_messages_or_none():
+    good = "0: F0.0 S0.0 C0.0 B0.0\n1: V1.0 F1.0 B1.0 D1.0"
+    assert (
+        problems_of(good, 2, 1) == problems_of(good.replace(" C0.0", " D0.0").replace("D", "X")[:0] or good, 2, 1) == []
+    )
+    assert problems_of(good.replace(" C0.0", ""), 2, 1) == [("index 0 forgets C0.0", "each action once")]
+    assert problems_of(good.replace("B1.0", "B1.0 S1.0"), 2, 1) == [
+        ("index 1: S1.0", "no message: nothing crosses there")
+    ]
+
+
+@given(case=sizes(st.just("zero-bubble")), data=st.data())
+def test_a_written_program_may_have_whole_and_halved_backwards(case, data):
+    _, size = case
+    lists = compute_actions("zero-bubble", **size)
+    for actions in (mixed := [list(each) for each in lists]):
+        for action in list(actions):
+            if action.verb == Verb.BACKWARD_INPUT and data.draw(st.booleans()):
+                actions[actions.index(action)] = Action(Verb.BACKWARD, action.stage, action.index)
+                actions.remove(Action(Verb.BACKWARD_WEIGHT, action.stage, action.index))
+    assert not program_problems(dict(enumerate(mixed)), whole_step(size))
+    program = add_sends(mixed, size["pp"])
+    assert not program_problems(dict(enumerate(program)), whole_step(size))
+    assert not deadlock_problems(fuse_exchanges(program))
+
+
+def test_a_deadlock_is_shown_as_a_grid_with_marks():
+    program = parse_program("0: F0.0 S0.0 C0.0 B0.0\n1: F1.0 V1.0 B1.0 D1.0")
+    assert format_problems(deadlock_problems(as_entries(list(program.values())))).splitlines() == [
+        "2 problems",
+        "  index 0: F0.0 ▸S0.0 C0.0 B0.0        need V1.0 of index 1",
+        "  index 1:      ▸F1.0 V1.0 B1.0 D1.0   need V1.0 in front of it",
+    ]
+
+
+def test_a_written_program_that_the_edges_cannot_carry_is_refused():
+    assert problems_of("0: F0.0 F0.1 B0.1 B0.0", pp=1, microbatches=2) == [
+        (
+            "index 0: B0.1 before B0.0",
+            "the microbatches of a stage in order: gradients are complete after the last one",
+        ),
+    ]
+    # The second stage of each place in turn: the activations arrive in another order than they are used.
+    text = "0: F0.0 F2.0 F0.1 F2.1 B2.0 B2.1 B0.0 B0.1\n1: F1.0 F1.1 F3.0 F3.1 B3.0 B3.1 B1.0 B1.1"
+    found = read_written(text, PipelineSpec(2, 2, interleave=2))[1]
+    assert [(each.got, each.need) for each in found] == [
+        ("index 1: V1.1", "V3.0 in its place: index 0 sends in this order"),
+    ]
+    assert compute_actions("written", pp=1, microbatches=1, program="0: F0.0 B0.0") == (
+        (Action(Verb.FORWARD, 0, 0), Action(Verb.BACKWARD, 0, 0)),
+    )
+    (missing,) = schedule_problems("written", pp=2, microbatches=2)
+    assert "program=FILE" in missing.attempt
