@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fourfold.plan.ids_ahead import with_ids
 from fourfold.plan.keyed_permutation import derive_keys, invert, permute
 from fourfold.plan.mixed_order import MAX_AUTO_BLOCK, MixedOrder, MixedPart, choose_quotas, mixture_problems
-from fourfold.plan.sample_order import GlobalOrder, InOrder, order_rows
+from fourfold.plan.sample_order import BatchRange, GlobalOrder, InOrder, order_rows, shard_range
 from fourfold.plan.windowed_order import WindowedOrder, window_problems
 
 SEEDS, EPOCHS = st.integers(0, 2**63), st.integers(0, 10**6)
@@ -169,6 +170,51 @@ def test_any_range_of_an_order_can_be_computed_by_itself(order, seed, data):
     stop = data.draw(st.integers(start, order.num_positions))
     whole = order_rows(order, seed, 3, 0, order.num_positions)
     assert np.array_equal(order_rows(order, seed, 3, start, stop), whole[start:stop])
+
+
+ORDERS = st.one_of(
+    st.builds(GlobalOrder, st.integers(1, 500)),
+    st.builds(InOrder, st.integers(1, 500)),
+    windowed_orders(),
+    mixed_orders().map(lambda each: each[0]),
+)
+
+
+@given(
+    order=ORDERS,
+    seed=SEEDS,
+    batch_size=st.integers(1, 40),
+    ranks=st.integers(1, 5),
+    block=st.integers(1, 100),
+    data=st.data(),
+)
+@settings(deadline=None, max_examples=200)
+def test_ids_computed_ahead_are_those_of_each_batch_on_every_rank(order, seed, batch_size, ranks, block, data):
+    end, first = order.num_positions, data.draw(st.integers(0, order.num_positions - 1))
+    starts = range(first, end, batch_size)
+    by_rank = []
+    for index in range(ranks):
+        stops = [min(start + batch_size, end) for start in starts]
+        batches = [
+            BatchRange(end, seed, 2, start, stop, *shard_range(start, stop, ranks, index), order)
+            for start, stop in zip(starts, stops, strict=True)
+        ]
+        taken = []
+
+        def batches_asked(batches=batches, taken=taken):
+            for batch in batches:
+                taken.append(batch)
+                yield batch
+
+        found = []
+        for batch, ids in with_ids(batches_asked(), block=block):
+            found.append((batch, ids))
+            ahead = taken[len(found) :]  # of an endless feed no more than a block may be kept
+            assert sum(each.local_stop - each.local_start for each in ahead) < block + batch_size
+        assert found == [(batch, batch.sample_ids()) for batch in batches]
+        by_rank.append([ids for _, ids in found])
+    order_found = [number for parts in zip(*by_rank, strict=True) for ids in parts for number in ids]
+    assert order_found == order_rows(order, seed, 2, first, end).tolist()
 
 
 @pytest.mark.parametrize("order", [

@@ -28,6 +28,7 @@ from fourfold.feed.stream import Stream, StreamPart, split_batch_problem, stream
 from fourfold.feed.workers import Request
 from fourfold.parts.comm import init
 from fourfold.plan.damaged_samples import DamagedRecord, new_records
+from fourfold.plan.ids_ahead import with_ids
 from fourfold.plan.plan import Plan
 from fourfold.plan.sample_order import UNSHUFFLED, BatchRange, InOrder, SampleOrder, num_batches, shard_range
 from fourfold.words import argument_checks
@@ -274,20 +275,20 @@ class Feed:
     def _read(self, ranges: Iterable[BatchRange]) -> Iterator[Fetched]:
         """The batches of these samples, as far as they can be read."""
         if self._input.workers is not None:
-            requests = (Request(samples.seed, samples.epoch, samples.sample_ids()) for samples in ranges)
+            requests = (Request(samples.seed, samples.epoch, ids) for samples, ids in with_ids(ranges))
             yield from self._input.workers.read(requests)
             return
-        for number, samples in enumerate(ranges):
-            fetched = self._fetch(samples, is_first=number == 0)
+        for number, (samples, ids) in enumerate(with_ids(ranges)):
+            fetched = self._fetch(samples, ids, is_first=number == 0)
             yield fetched._replace(values=pin_batch(fetched.values)) if self._input.pins_memory else fetched
 
-    def _fetch(self, samples: BatchRange, *, is_first: bool) -> Fetched:
+    def _fetch(self, samples: BatchRange, ids: list[int], *, is_first: bool) -> Fetched:
         """A batch. The first one shows whether samples draw random numbers: no other code draws while it is read."""
         source: Any = self._input.source
         if not is_first and not self._uses_rng:
-            return fetch_readable(source, samples.sample_ids())
+            return fetch_readable(source, ids)
         options = {"seed": samples.seed, "epoch": samples.epoch, "uses_rng": self._uses_rng}
-        batch, self._uses_rng = fetch_seeded(source, samples.sample_ids(), **options)
+        batch, self._uses_rng = fetch_seeded(source, ids, **options)
         return batch
 
     def _stream_batches(self, stream: Stream, start: Position) -> Iterator[tuple[Position, Any]]:
