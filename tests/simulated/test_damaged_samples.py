@@ -1,5 +1,6 @@
 """Laws of damaged samples: left out and not replaced, named, counted the same on all ranks."""
 
+import dataclasses
 import itertools
 import json
 
@@ -173,7 +174,7 @@ def test_a_mixture_names_the_source_of_a_damaged_sample():
 
 # ---- training ----
 
-MESHES = [(1, {}), (2, {}), (3, {}), (2, {"sp": 2}), (4, {"sp": 2}), (2, {"tp": 2}), (4, {"tp": 2})]
+MESHES = [(1, {}), (2, {}), (3, {}), *((size, {axis: 2}) for axis in ("sp", "tp", "pp") for size in (2, 4))]
 BAD = {1, 2, 3, 9, 11}
 
 
@@ -187,14 +188,22 @@ def case_source(case):
     return [(each, target) for each, target in zip(torch.cat([i for i, _ in made]), targets, strict=True)]
 
 
-def trained(case, size, bad, batch_size=4, *, bad_on=lambda rank: True):
+def build_step(case, comm, pp):
+    """The case's step, with `pp` stages."""
+    plan = dataclasses.replace(case.plan(comm.size // pp), pp=pp)
+    options = {"clip": case.clip, "tensor": cases.TENSOR_RULES.get(case.model, {})}
+    return ff.TrainStep(
+        cases.model(case.model), cases.loss(case), cases.optimizer(case), plan=plan, communicator=comm, **options
+    )
+
+
+def trained(case, size, bad, batch_size=4, *, pp=1):
     """The weights of all ranks after an epoch, and what their metrics say."""
     source = case_source(case)
 
     def body(comm):
-        step = cases.build_step(case, comm.size, comm)
-        here = bad if bad_on(comm.rank) else ()
-        feed = fed(Damaged(here, source), step.plan.dp, step.dp_index, batch_size=batch_size)
+        step = build_step(case, comm, pp)
+        feed = fed(Damaged(bad, source), step.plan.dp, step.dp_index, batch_size=batch_size)
         metrics = [step(batch) for batch in feed]
         said = [(m.samples, [each.number for each in m.damaged], m.skipped is not None) for m in metrics]
         weights = step.state_dict()["model"]
@@ -206,13 +215,15 @@ def trained(case, size, bad, batch_size=4, *, bad_on=lambda rank: True):
 @pytest.mark.parametrize(("size", "axes"), MESHES)
 @pytest.mark.parametrize("bad", [BAD, set(range(10))])
 def test_training_without_damaged_samples_is_the_same_on_every_mesh(size, axes, bad):
-    case = Case(model="lm" if "sp" in axes else "mlp", batch_sizes=(4, 4, 4), **axes)
+    pp = axes.get("pp", 1)
+    others = {axis: count for axis, count in axes.items() if axis != "pp"}
+    case = Case(model="mlp" if axes.get("sp", pp) == 1 else "lm", batch_sizes=(4, 4, 4), **others)
     alone = Case(model=case.model, batch_sizes=(4, 4, 4))
     ((expected, said),) = trained(alone, 1, bad)
     numbers = list(itertools.chain(*(batch for _, batch, _ in said)))
     assert sorted(numbers) == sorted(bad)
     assert sum(samples for samples, _, _ in said) == 12 - len(bad)
-    for weights, each in trained(case, size, bad):
+    for weights, each in trained(case, size, bad, pp=pp):
         assert [(s, sorted(d), k) for s, d, k in each] == [(s, sorted(d), k) for s, d, k in said]
         for name, value in expected.items():
             torch.testing.assert_close(weights[name], value, rtol=0, atol=1e-9)
