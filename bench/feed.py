@@ -1,7 +1,8 @@
-"""Feed: records of a pack in random order, and packing.
+"""Feed: records of a pack in random order, packing, and the orders of samples.
 
     PYTHONPATH=src:. python -m bench.feed records [--rounds 7] [--samples 4000] [--ranks 1]
     PYTHONPATH=src:. python -m bench.feed packing [--rounds 3] [--images 100000]
+    PYTHONPATH=src:. python -m bench.feed orders [--rounds 7]
 
 records: samples of 114,688 B and a label, batches of 64, all in the page cache (read once before). Every round reads
 all samples five times by each kind, one kind after the other; with --ranks 2, two processes read at once, and their
@@ -14,6 +15,7 @@ rates are added.
     one buffer      the same into one buffer of a record, which stays in the processor's cache: no batch is made
 packing: a folder of files of 20 kB; `cp -r` of it, and `ff.pack` with its checksums, to the same disk. cp does not wait
 for the disk, so it is timed with `sync -f` and without; the pack is on the disk when `ff.pack` returns.
+orders: see `bench/feed_orders.py`.
 Law: all kinds read the same records; a ratio is a median over rounds, in which they alternate.
 """
 
@@ -35,6 +37,7 @@ import torch
 import xxhash
 from torch.utils.data import DataLoader, Dataset
 
+from bench.feed_orders import run_orders
 from bench.measurement import MB, describe_machine, format_table
 from fourfold.feed.feed import Feed
 from fourfold.feed.files.open import open_files
@@ -237,7 +240,7 @@ def run_packing(options: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("part", choices=["records", "packing"])
+    parser.add_argument("part", choices=["records", "packing", "orders"])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--epochs", type=int, default=5, help="in one measurement; processor time has steps of 10 ms")
     parser.add_argument("--samples", type=int, default=4000)
@@ -248,7 +251,10 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--folder", default=None, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    run_records(options) if options.part == "records" else run_packing(options)
+    if options.part == "orders":
+        run_orders(options.rounds)
+    else:
+        run_records(options) if options.part == "records" else run_packing(options)
 
 
 if __name__ == "__main__":
