@@ -20,7 +20,6 @@ Law: all kinds read the same records; a ratio is a median over rounds, in which 
 """
 
 import argparse
-import os
 import shutil
 import statistics
 import subprocess
@@ -41,7 +40,7 @@ from bench.feed_orders import run_orders
 from bench.measurement import MB, describe_machine, format_table
 from fourfold.feed.feed import Feed
 from fourfold.feed.files.open import open_files
-from fourfold.feed.pack.files import PackFiles
+from fourfold.feed.pack.files import LocalPlace, PackFiles
 from fourfold.feed.pack.reader import Pack
 from fourfold.feed.pack.writer import pack
 
@@ -93,14 +92,14 @@ def make_records(folder: Path, num_samples: int) -> None:
 
 def preadv_and_hash(folder: Path, *, one_buffer: bool) -> None:
     """The ceiling: what one thread reads and hashes, in random order."""
-    files = PackFiles(folder / "pack")
+    files = PackFiles(LocalPlace(folder / "pack"))
     order = np.random.default_rng(1).permutation(files.manifest.num_records)
     memory = np.zeros(BATCH * RECORD_BYTES, dtype=np.uint8)
     rows = [memory.data[row * RECORD_BYTES : (row + 1) * RECORD_BYTES] for row in range(BATCH)]
     rows = rows[:1] * BATCH if one_buffer else rows
     for start in range(0, len(order), BATCH):
         for row, record in enumerate(files.records(order[start : start + BATCH])):
-            os.preadv(record.file.descriptor, [rows[row]], record.offset)
+            record.file.preadv([rows[row]], record.offset)
             xxhash.xxh3_64_intdigest(rows[row])
 
 

@@ -6,7 +6,7 @@ Law: the orders, the batches and the ranks' parts are those of `plan/`; nothing 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from fourfold.plan.sample_order import GlobalOrder, order_rows, shard_range
+from fourfold.plan.sample_order import GlobalOrder, SampleOrder, order_rows, shard_range
 from fourfold.plan.windowed_order import WindowedOrder
 
 NUM_SHARDS, SHARD_SIZE, WINDOW, BATCH, RANKS = 6, 8, 2, 12, 2
@@ -44,12 +44,16 @@ def _windowed() -> WindowedOrder:
     return WindowedOrder([SHARD_SIZE] * NUM_SHARDS, WINDOW)
 
 
+def _ids(order: SampleOrder) -> list[int]:
+    return order_rows(order, SEED, EPOCH, 0, NUM_SAMPLES).tolist()
+
+
 def _orders() -> Iterator[str]:
     yield _text(16, GLOBAL + 12, "h", "global")
-    yield from _cells(GLOBAL, order_rows(GlobalOrder(NUM_SAMPLES), SEED, EPOCH, 0, NUM_SAMPLES))
+    yield from _cells(GLOBAL, _ids(GlobalOrder(NUM_SAMPLES)))
     yield _text(LEFT, GLOBAL - 8, "s", "every sample may come at any position")
     yield _text(16, WINDOWED + 12, "h", "windowed")
-    yield from _cells(WINDOWED, order_rows(_windowed(), SEED, EPOCH, 0, NUM_SAMPLES))
+    yield from _cells(WINDOWED, _ids(_windowed()))
     size = WINDOW * SHARD_SIZE
     for start in range(0, NUM_SAMPLES, size):
         shards = " and ".join(map(str, _windowed().shards_of(SEED, EPOCH, start, start + size)))
@@ -61,13 +65,13 @@ def _orders() -> Iterator[str]:
 def _parts() -> Iterator[str]:
     """The batches of the windowed order, and which part of each a rank reads."""
     yield _text(16, PARTS + 12, "h", "batches")
-    yield from _cells(PARTS, order_rows(_windowed(), SEED, EPOCH, 0, NUM_SAMPLES), damaged=DAMAGED)
+    yield from _cells(PARTS, _ids(_windowed()), damaged=DAMAGED)
     for start in range(0, NUM_SAMPLES, BATCH):
         yield f'<path d="M{_x(start)} {PARTS - 22}v-5H{_x(start + BATCH) - 3}v5" class="line"/>'
         for rank in range(RANKS):
             first, last = shard_range(start, start + BATCH, RANKS, rank)
             yield _text(_x((first + last) / 2), PARTS - 8, "s m", f"rank {rank}")
-    place = order_rows(_windowed(), SEED, EPOCH, 0, NUM_SAMPLES).tolist().index(DAMAGED)
+    place = _ids(_windowed()).index(DAMAGED)
     yield _text(_x(place) - 4, PARTS + 32, "s", "damaged: left out, not replaced")
 
 

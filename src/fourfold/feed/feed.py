@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 from fourfold.feed.batches import Batch, DictBatch
 from fourfold.feed.data_input import DataInput, input_problems, open_input
 from fourfold.feed.data_rank import dp_size_and_index
+from fourfold.feed.expected import read_expected
 from fourfold.feed.feed_options import FeedKeywords, FeedOptions
 from fourfold.feed.orders import choose_order, order_problems
 from fourfold.feed.prefetch import prefetch
@@ -234,7 +235,9 @@ class Feed:
         if problem := _length_mismatch(start, self.num_samples):
             raise DataError(problem, where="the feed")
         order, before = self._order.make(self._input.source), self.bytes_read
+        expected = (ids for _, ids in with_ids(samples for _, samples in self._ranges(start, order)))
         fetched = self._read(samples for _, samples in self._ranges(start, order))
+        fetched = read_expected(self._input.source, fetched, expected)
         for (after, samples), local in zip(self._ranges(start, order), fetched, strict=False):
             batch = self._wrap(local, samples)
             if before is not None and isinstance(batch, Batch | DictBatch):

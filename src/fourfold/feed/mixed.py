@@ -8,7 +8,8 @@ pack or an evaluation does, a mixture has each sample of each part once.
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from fourfold.feed.data_input import input_problems
+from fourfold.feed.expected import AllExpected, Expected, expect_batches
 from fourfold.feed.orders import OrderChoice, order_problems
 from fourfold.feed.source import fetch, map_leaves, source_attribute
 from fourfold.plan.mixed_order import MAX_BLOCK, MixedOrder, MixedPart, mixture_problems
@@ -93,6 +95,19 @@ class Mixed:
         part, number = self._locate(index)
         own = source_attribute(self._sources[part], "sample_key")
         return f"{self._names[part]}: {number if own is None else own(number)}"
+
+    def expect_batches(self, batches: Iterable[Sequence[int]], /) -> Expected:
+        """These samples will be read, batch after batch; each source expects its own."""
+        copies = enumerate(itertools.tee(batches, len(self._sources)))
+        numbers = [self._numbers_of(part, each) for part, each in copies]
+        return AllExpected([expect_batches(*each) for each in zip(self._sources, numbers, strict=True)])
+
+    def _numbers_of(self, part: int, batches: Iterable[Sequence[int]]) -> Iterator[Sequence[int]]:
+        """The numbers of one source's samples in each batch."""
+        first, last = self._first_ids[part : part + 2]
+        for batch in batches:
+            places = np.asarray(batch, dtype=np.int64) % len(self)
+            yield (places[(places >= first) & (places < last)] - first).tolist()
 
     def _locate(self, index: int) -> tuple[int, int]:
         """The source of a sample, and its number there."""

@@ -32,22 +32,24 @@ def fetch_readable(
     Raises DataError if none of many samples can be read, so that not even the shapes of a batch are known.
     """
     left_out: dict[int, DamagedRecord] = {}
-    for _ in range(NUM_ATTEMPTS):
+    num_attempts = 0
+    while True:
         kept = [number for index, number in enumerate(numbers) if index not in left_out]
         try:
             if kept or not numbers:
                 values = fetch(source, kept, before_sample=before_sample)
             else:
                 values = empty_like(fetch_any(source, before_sample=before_sample))
-        except DamagedSample as error:
+        except DamagedSample:
             if not numbers:  # a batch of no samples takes its shapes from the first one
                 return Fetched(empty_like(fetch_any(source, before_sample=before_sample)))
-            failed = error
+            num_attempts += 1
+            if num_attempts == NUM_ATTEMPTS:
+                raise  # each sample can be read by itself, and not with the others: the source itself is at fault
             left_out |= _find_damaged(source, numbers, left_out, before_sample)
         else:
             indices = sorted(left_out)
             return Fetched(values, indices, [left_out[index] for index in indices])
-    raise failed  # each sample can be read by itself, and not with the others: the source itself is at fault
 
 
 def fetch_any(source: Source, *, before_sample: Callable[[int], None] | None = None) -> Any:
