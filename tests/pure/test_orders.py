@@ -127,7 +127,8 @@ def test_even_shards_need_no_prefix_sum_and_have_the_order_that_it_gives(sizes, 
     even, uneven = WindowedOrder(sizes, window), WindowedOrder(sizes, window)
     assert even._is_even
     uneven._is_even = False
-    assert np.array_equal(*[order_rows(each, seed, 1, 0, each.num_positions) for each in (even, uneven)])
+    found, expected = (order_rows(each, seed, 1, 0, each.num_positions) for each in (even, uneven))
+    assert np.array_equal(found, expected)
     start = data.draw(st.integers(0, even.num_positions - 1))
     assert even.shards_of(seed, 1, start, even.num_positions) == uneven.shards_of(seed, 1, start, even.num_positions)
 

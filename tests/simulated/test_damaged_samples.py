@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -113,7 +114,8 @@ def test_a_batch_is_that_of_a_whole_source_without_the_damaged_samples(kind, bad
 
 def test_workers_leave_out_the_same_samples():
     bad = {0, 4, 5, 17}
-    loader = DataLoader(Damaged(bad), batch_size=4, shuffle=True, num_workers=1, multiprocessing_context="fork")
+    source: Any = Damaged(bad)
+    loader = DataLoader(source, batch_size=4, shuffle=True, num_workers=1, multiprocessing_context="fork")
     assert rows(fed(loader)) == rows(fed(Damaged(bad), batch_size=4))
 
 
@@ -270,7 +272,7 @@ def test_an_evaluation_leaves_out_and_names_the_same_samples_on_every_rank(size,
             model, lambda o, t: (o[:, 0] - t).square(), lambda p: torch.optim.SGD(p, lr=0.1),
             plan=ff.Plan(dp=comm.size), communicator=comm, clip=None,
         )  # fmt: skip
-        task = ff.Task(model=lambda: model, loss=None, data=list, optimizer=torch.optim.SGD)
+        task = ff.Task(model=lambda: model, loss=None, data=lambda: ff.Data(train=source), optimizer=torch.optim.SGD)
         weight, bias = model.parameters()
         expected = (INPUTS[kept] @ weight.detach()[0] + bias.detach() - TARGETS[kept]).square().mean().item()
         found = evaluate(step, task, source, 4)

@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ import fourfold as ff
 from tests.simulated.test_feed_orders import feeds, global_batches
 
 NUM_SAMPLES, BATCH_SIZE, NUM_BATCHES = 61, 5, 30  # more than two epochs
-ORDERS = {
+ORDERS: dict[str, dict[str, Any]] = {
     "global": {},
     "in order": {"shuffle": False},
     "windowed": {"order": "windowed", "window": 3},
@@ -37,7 +38,7 @@ def path(tmp_path_factory):
     return path
 
 
-def source(path, order, threads=1):
+def source(path, order, threads=1) -> Any:
     pack = ff.Pack(path, threads=threads)
     if order != "mixed":
         return pack
@@ -63,7 +64,7 @@ def test_the_number_of_threads_and_ranks_changes_no_global_batch(path, order, th
 def test_the_number_of_workers_changes_no_global_batch_over_a_restart(path, order):
     state, found = None, []
     for workers, count in ((2, 9), (0, 7), (1, NUM_BATCHES - 16)):
-        how = {"num_workers": workers, "multiprocessing_context": "fork"} if workers else {}
+        how: dict[str, Any] = {"num_workers": workers, "multiprocessing_context": "fork"} if workers else {}
         loader = DataLoader(source(path, order), batch_size=BATCH_SIZE, shuffle=True, **how)
         (feed,) = feeds(loader, 1, **ORDERS[order])
         if state is not None:

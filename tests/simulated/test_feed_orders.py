@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -104,7 +105,7 @@ def test_another_batch_size_goes_on_in_the_same_order(kind, first, second, count
     length = whole.num_samples
     order = joined(batch[1].tolist() for batch in whole)
     assert len(order) == length
-    count = min(count, (length - 1) // first)
+    count = min(count, (len(order) - 1) // first)
     head = joined(global_batches([before], count))
     after.load_state(before.state)
     assert head + joined(batch[1].tolist() for batch in after) == order
@@ -128,14 +129,14 @@ def test_an_epoch_of_a_mixture_takes_its_sources_by_weight(kind):
 
 @pytest.mark.parametrize("kind", [Numbers, Fetching])
 def test_read_by_number_a_mixture_has_each_sample_once(kind):
-    source = mixture(kind)
+    source: Any = mixture(kind)
     numbers = [*range(19), *range(100, 111)]
     assert [source[index][1] for index in range(len(source))] == numbers
     in_order = DataLoader(source, batch_size=4)  # a DataLoader gives its workers and collate function, not its order
     assert ff.Feed(in_order).num_samples == 29
     assert source.sample_key(20) == "b: 1"
     step = ff.parallelize(torch.nn.Linear(1, 1).double(), lambda outputs, targets: outputs[:, 0], torch.optim.SGD)
-    task = ff.Task(model=torch.nn.Identity, loss=None, data=list, optimizer=torch.optim.SGD,
+    task = ff.Task(model=torch.nn.Identity, loss=None, data=lambda: ff.Data(train=source), optimizer=torch.optim.SGD,
                    evaluate=lambda outputs, targets: {"sum": (targets.sum(), 1)})  # fmt: skip
     sums = evaluate(step, task, source, 4).metrics
     assert sums["sum"] * 8 == sum(numbers)
@@ -209,6 +210,9 @@ def test_what_is_no_state_dict_is_refused(state):
         feed.load_state_dict(state)
 
 
+NUMBERED: Any = Numbers([5])
+
+
 class Endless(IterableDataset):
     def __iter__(self):
         return iter([])
@@ -244,7 +248,7 @@ def test_impossible_orders_are_refused(source, options, message):
     ({"a": ff.Weighted(Numbers([]), 1)}, {}, "'a' without samples"),
     ({"a": ff.Weighted(Numbers([5]), 1, order="windowed", window=2)}, {}, "a: window = 2, and a source of 1 shards"),
     ({"a": ff.Weighted(Numbers([5]), 1, order="any")}, {}, "order of 'a' = 'any'"),
-    ({"a": ff.Weighted(DataLoader(Numbers([5])), 1)}, {}, "'a' = a DataLoader .* its dataset"),
+    ({"a": ff.Weighted(DataLoader(NUMBERED), 1)}, {}, "'a' = a DataLoader .* its dataset"),
     ({"a": ff.Weighted(mixture(), 1)}, {}, "'a' = a mixture .* all sources in one mixture"),
     ({"a": ff.Weighted(Numbers([5]), 1)}, {"block_size": 0}, "block_size = 0"),
     ({"a": ff.Weighted(Numbers([5]), 1)}, {"block_size": 10**6}, "block_size = 1000000 .* at most 65536"),

@@ -6,6 +6,7 @@ import os
 import pickle
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,12 +15,13 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 import fourfold as ff
+from fourfold.feed.expected import NOT_STAGED
 from fourfold.words.errors import DataError
-from tests.simulated.test_feed_orders import feeds, global_batches
+from tests.simulated.test_feed_orders import Numbers, feeds, global_batches
 
 NUM_SAMPLES, SHARD_BYTES, PLENTY = 61, 10 * 2560, 10**8
-ORDERS = {"global": {}, "windowed": {"order": "windowed", "window": 3}, "mixed": {}}
-HOW = {"batch_size": 5, "seed": 3}
+ORDERS: dict[str, dict[str, Any]] = {"global": {}, "windowed": {"order": "windowed", "window": 3}, "mixed": {}}
+HOW: dict[str, Any] = {"batch_size": 5, "seed": 3}
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +49,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
     """The files of a folder, by ranges; every so many requests fail."""
 
     def do_GET(self):
-        server = self.server
+        server: Any = self.server
         server.requests.append((self.path.rpartition("/")[2], self.headers["Range"]))
         if server.fail_each and len(server.requests) % server.fail_each == 0:
             self.send_error(503)
@@ -66,7 +68,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 @contextlib.contextmanager
 def serving(folder, fail_each=0):
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server: Any = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.folder, server.fail_each, server.requests = folder, fail_each, []
     thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
@@ -131,10 +133,33 @@ def test_a_full_disk_is_no_end_of_training(path, tmp_path, monkeypatch, caplog):
 
 
 def test_workers_and_copies_of_a_pack_read_the_same(path, tmp_path):
-    pack = ff.Pack(path, cache=tmp_path, cache_bytes=PLENTY)
+    pack: Any = ff.Pack(path, cache=tmp_path, cache_bytes=PLENTY)
     assert pickle.loads(pickle.dumps(pack))[7][1] == 7
     loader = DataLoader(pack, batch_size=5, shuffle=True, num_workers=1, multiprocessing_context="fork")
     assert global_batches([ff.Feed(loader, seed=3)], 13) == batches(ff.Pack(path), "global", count=13)
+
+
+class Expecting(Numbers):
+    """A source that keeps what is expected of it, and what is read."""
+
+    def expect_batches(self, batches):
+        self.expected, self.read = list(batches), []
+        return NOT_STAGED
+
+    def __getitem__(self, index):
+        self.read.append(index)
+        return super().__getitem__(index)
+
+
+def test_each_source_of_a_mixture_expects_its_own_samples_and_reads_them():
+    sources = [Expecting([40]), Expecting([25], offset=100), Numbers([9], offset=200)]
+    parts = {str(number): ff.Weighted(each, 3 - number, repeat=2) for number, each in enumerate(sources)}
+    (feed,) = feeds(ff.Mixed(parts), 1, **HOW)
+    count = len(list(feed))
+    for source in sources[:2]:
+        assert len(source.expected) == count
+        expected = [number for batch in source.expected for number in batch]
+        assert source.read[-len(expected) :] == expected  # the first batch is read twice, to see whether it draws
 
 
 def damaged_copy(path, folder, name, place):
