@@ -54,12 +54,12 @@ def test_recompute_goes_with_the_schedules_whose_backward_is_one_action_with_the
 
 
 def test_what_does_not_go_with_a_tied_weight_is_refused():
-    assert [p.got for p in tie_problems(["a"], "in_forward", "step")] == [
-        'update = "in_forward" and a, which two stages use'
+    assert [p.got for p in tie_problems(["a"], "in_forward")] == ['update = "in_forward" and a, which two stages use']
+    assert [p.got for p in tie_problems(["a"], "after", is_asynchronous=True)] == [
+        "an asynchronous schedule and a, which two stages use"
     ]
-    assert len(tie_problems(["a"], "in_forward", "local")) == 2
-    assert not tie_problems([], "in_forward", "local")
-    assert not tie_problems(["a"], "after", "step")
+    assert not tie_problems([], "in_forward")
+    assert not tie_problems(["a"], "after")
 
 
 @pytest.mark.parametrize("edge", ["bf16", "int8", "dct"])

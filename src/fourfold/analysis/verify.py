@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fourfold.feed.batches import Batch
 from fourfold.feed.data_input import open_data
-from fourfold.feed.feed import Batch, Feed
+from fourfold.feed.feed import Feed
 from fourfold.parts.comm.init import world
 from fourfold.parts.optim.lr_scheduler import SteppedScheduler
 from fourfold.parts.torch_private import DropoutBase

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from fourfold.plan.damaged_samples import DamagedRecord
 from fourfold.step.nan_guard import Skipped
 
 
@@ -24,6 +25,7 @@ class Metrics:
     out_of_turn      unshards of buckets that the program did not have, where it had others: weights used in another
                      order than before. They are correct, and the ranks wait for each other once more
     overflowed       the scaled gradient was not finite: the step has changed nothing, and the next scale is half
+    damaged          the samples that are missing from the global batch because they cannot be read
     """
 
     loss: float
@@ -37,4 +39,5 @@ class Metrics:
     loss_scale: float | None = None
     out_of_turn: int = 0
     overflowed: bool = False
+    damaged: tuple[DamagedRecord, ...] = ()
     data_seconds: float | None = None

@@ -22,7 +22,7 @@ from fourfold.plan.pipeline.spec import PipelineSpec
 from fourfold.step.pipeline.weight_versions import WeightVersions
 from fourfold.step.step_parts import StageParts, StepParts
 from fourfold.step.step_programs import StepPrograms
-from fourfold.step.step_state import StepRequest, StepState, StepTotals
+from fourfold.step.step_state import NUM_TOTALS, StepRequest, StepState, StepTotals
 from fourfold.step.update_timing import UPDATE_AFTER, begin_gradients, end_stages
 from fourfold.step.verbs import VERBS, VerbFunction
 from fourfold.words.program import LOSS, Action, Verb
@@ -72,7 +72,7 @@ class AcrossSteps:
         """The batch of the last backward; None: that was one of a batch before the last drain."""
         self._is_draining = False
         # Of a run that continues from a checkpoint, no batch has ended here in its first steps.
-        self._last_ended = StepState(parts, StepRequest([]), totals=StepTotals(*[0.0] * 8))
+        self._last_ended = StepState(parts, StepRequest([]), totals=StepTotals(*[0.0] * NUM_TOTALS))
         self._across: Mapping[Verb, VerbFunction] = {
             **VERBS,
             Verb.FORWARD: self._forward,
