@@ -33,9 +33,6 @@ def test_schedules_without_interleaving_have_one_stage_each():
 
 
 def test_what_does_not_go_with_a_tied_weight_is_refused():
-    assert [p.got for p in tie_problems(["a"], "in_forward", "step")] == [
-        'update = "in_forward" and a, which two stages use'
-    ]
-    assert len(tie_problems(["a"], "in_forward", "local")) == 2
-    assert not tie_problems([], "in_forward", "local")
-    assert not tie_problems(["a"], "after", "step")
+    assert [p.got for p in tie_problems(["a"], "in_forward")] == ['update = "in_forward" and a, which two stages use']
+    assert not tie_problems([], "in_forward")
+    assert not tie_problems(["a"], "after")

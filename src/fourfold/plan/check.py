@@ -214,7 +214,7 @@ def param_problems(plan: Plan, specs: Sequence[ParamSpec]) -> list[Problem]:
     return (
         problems
         + replica_problems(plan, specs)
-        + tie_problems([spec.name for spec in specs if spec.is_tied], plan.update, plan.sync)
+        + tie_problems([spec.name for spec in specs if spec.is_tied], plan.update)
     )
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from fourfold.words.errors import Problem
 
 
-def tie_problems(names: Sequence[str], update: str, sync: str) -> list[Problem]:
+def tie_problems(names: Sequence[str], update: str) -> list[Problem]:
     """The settings that do not go with these weights, which two stages use."""
     if not names:
         return []
@@ -13,7 +13,4 @@ def tie_problems(names: Sequence[str], update: str, sync: str) -> list[Problem]:
     if update == "in_forward":
         need = "updated weights in front of the forward, when they are copied to the other stage"
         problems.append(Problem(f'update = "{update}" and {which}', need, 'update = "after", or weights of their own'))
-    if sync == "local":
-        need = "weights that are the same on all data ranks"
-        problems.append(Problem(f'sync = "{sync}" and {which}', need, 'sync = "step", or weights of their own'))
     return problems
