@@ -129,8 +129,8 @@ class ClickModel(nn.Module):
         self.first = nn.Sequential(nn.Linear(num_pairs + SIZE, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, HIDDEN))
         self.edge = edge
         self.second = nn.Sequential(nn.ReLU(), nn.Linear(HIDDEN, 128), nn.ReLU(), nn.Linear(128, 1))
-        for table in self.tables:
-            nn.init.normal_(table.weight, std=0.1)
+        for weight in self.tables.parameters():
+            nn.init.normal_(weight, std=0.1)
 
     def forward(self, numbers: Tensor, ids: Tensor) -> Tensor:
         dense = self.bottom(numbers)

@@ -82,7 +82,7 @@ def one_process(boundaries: tuple[int, ...], kind: str) -> tuple[TrainingResult,
 
 def run(fields: dict[str, Any], kind: str, hosts: int = 1) -> list[tuple[TrainingResult, float]]:
     spec = EDGES[kind]
-    density = {"edge_density": spec.density} if kind == "dct" else {}
+    density: dict[str, Any] = {"edge_density": spec.density} if kind == "dct" else {}
     plan = Plan(**fields, edge=kind, **density, microbatches=2, bucket_bytes=20_000)
 
     def body(comm: Any) -> tuple[TrainingResult, float]:
@@ -129,7 +129,9 @@ def sent_bytes(fields: dict[str, Any], model: nn.Module, batch: Any) -> list[flo
 @pytest.mark.parametrize("kind", ["none", *EDGES])
 def test_bytes_on_the_wire_are_those_of_the_formula(kind):
     spec = EDGES.get(kind, EdgeSpec())
-    fields = {} if kind == "none" else {"edge": kind} | ({"edge_density": spec.density} if kind == "dct" else {})
+    fields: dict[str, Any] = (
+        {} if kind == "none" else {"edge": kind} | ({"edge_density": spec.density} if kind == "dct" else {})
+    )
     first, second = sent_bytes(fields, make_model(), batches()[0])
     tokens = CASE.batch_sizes[0] * CASE.length
     expected = edge_bytes(spec, tokens // 2, WIDTH, 8)  # of a microbatch, in float64

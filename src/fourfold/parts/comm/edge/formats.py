@@ -126,7 +126,8 @@ class LargestOfRows:
         mask = largest_of_rows(tensor, self._density)
         values = tensor[mask]
         rows_RC = mask.view(-1, mask.shape[-1])
-        if uses_indices(*rows_RC.shape, values.numel()):
+        rows, columns = rows_RC.shape
+        if uses_indices(rows, columns, values.numel()):
             return Coded([_indices_of(rows_RC), values], mask)
         return Coded([pack_bits(rows_RC), values], mask)
 
