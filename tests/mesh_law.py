@@ -23,7 +23,7 @@ from fourfold.testing.oracle import TrainingResult
 from tests import cases
 from tests.cases import Case
 
-NUM_RANKS, LENGTH, NUM_LAYERS, CLIP = 8, 16, 8, 0.05
+NUM_RANKS, LENGTH, MAX_LAYERS, CLIP = 8, 16, 8, 0.05
 DIVISORS = (1, 2, 4, 8)
 MESHES = tuple(
     (pp, dp, sp, tp)
@@ -56,7 +56,7 @@ def variant(mesh: tuple[int, int, int, int], model: str) -> Variant:
     pp, dp, sp, tp = mesh
     number = MESHES.index(mesh) + MODELS.index(model)
     schedule = SCHEDULES[number % len(SCHEDULES)] if pp > 1 else "1f1b"
-    if schedule == "interleaved" and pp == NUM_LAYERS:  # a block for each stage, and no more
+    if schedule == "interleaved" and pp == MAX_LAYERS:  # a block for each stage, and no more
         schedule = "gpipe"
     zero = number % 4 if dp > 1 else 0
     if schedule == "interleaved":
@@ -89,33 +89,45 @@ def train(mesh: tuple[int, int, int, int], model: str, comm: Communicator | None
     rules = lm.TENSOR_RULES if model == "lm" and chosen.plan.tp > 1 else {}
     options: dict[str, Any] = {"clip": chosen.clip, "tensor": rules, "drift_check": 1}
     optimizer = cases.optimizer(Case(optimizer=chosen.optimizer))
+    made = make_model(model, num_layers(mesh))
     if comm is None:
-        step = parallelize(make_model(model), LOSSES[model], optimizer, chosen.plan, **options)
+        step = parallelize(made, LOSSES[model], optimizer, chosen.plan, **options)
     else:
-        step = TrainStep(make_model(model), LOSSES[model], optimizer, plan=chosen.plan, communicator=comm, **options)
+        step = TrainStep(made, LOSSES[model], optimizer, plan=chosen.plan, communicator=comm, **options)
     metrics = [step(cases.local_batch(batch, step.plan.dp, step.dp_index)) for batch in batches(model)]
     step.flush()
     return oracle.snapshot(step, [m.loss for m in metrics], [m.grad_norm for m in metrics])
 
 
+def deviation(mesh: tuple[int, int, int, int], model: str) -> float:
+    """The deviation of this rank's training from the oracle's, in a world of processes."""
+    mesh = (mesh[0], mesh[1], mesh[2], mesh[3])  # JSON has lists
+    return oracle.deviation(train(mesh, model), expected(mesh, model))
+
+
 def expected(mesh: tuple[int, int, int, int], model: str) -> TrainingResult:
     """The oracle's training with what this mesh trains with."""
     chosen = variant(mesh, model)
-    return train_oracle(model, chosen.optimizer, chosen.clip)
+    return train_oracle(model, num_layers(mesh), chosen.optimizer, chosen.clip)
 
 
 @functools.cache
-def train_oracle(model: str, optimizer: str, clip: float | None) -> TrainingResult:
+def train_oracle(model: str, layers: int, optimizer: str, clip: float | None) -> TrainingResult:
     """The training in one process."""
     update = cases.optimizer(Case(optimizer=optimizer))
-    return oracle.train(make_model(model), LOSSES[model], update, batches(model), clip=clip)
+    return oracle.train(make_model(model, layers), LOSSES[model], update, batches(model), clip=clip)
 
 
-def make_model(kind: str) -> nn.Module:
+def num_layers(mesh: tuple[int, int, int, int]) -> int:
+    """As many as two stages for each place need."""
+    return min(2 * mesh[0], MAX_LAYERS)
+
+
+def make_model(kind: str, layers: int) -> nn.Module:
     """A small model in float64, the same on all ranks."""
     with cases.SEED_LOCK:
         torch.manual_seed(7)
-        return _MAKERS[kind]().double()
+        return _MAKERS[kind](layers).double()
 
 
 def batches(kind: str) -> list[Any]:
@@ -127,16 +139,16 @@ def batches(kind: str) -> list[Any]:
     return [({names[name]: value for name, value in inputs.items()}, targets) for inputs, targets in given]
 
 
-def _lm() -> nn.Module:
-    return lm.task(width=16, layers=NUM_LAYERS, heads=8, length=LENGTH, warmup=0).model()
+def _lm(layers: int) -> nn.Module:
+    return lm.task(width=16, layers=layers, heads=8, length=LENGTH, warmup=0).model()
 
 
-def _gpt2() -> nn.Module:
+def _gpt2(layers: int) -> nn.Module:
     """With the head's weights those of the embedding, as GPT-2 has it."""
     dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     config = transformers.GPT2Config(
         n_embd=16,
-        n_layer=NUM_LAYERS,
+        n_layer=layers,
         n_head=8,
         n_positions=LENGTH,
         vocab_size=256,
@@ -153,5 +165,5 @@ def _gpt2_loss(outputs: Any, targets: Tensor) -> Tensor:
     return cases.loss(Case(model="lm"))(outputs.logits, targets)
 
 
-_MAKERS: dict[str, Callable[[], nn.Module]] = {"lm": _lm, "gpt2": _gpt2}
+_MAKERS: dict[str, Callable[[int], nn.Module]] = {"lm": _lm, "gpt2": _gpt2}
 LOSSES: dict[str, Callable[[Any, Any], Any]] = {"lm": cases.loss(Case(model="lm")), "gpt2": _gpt2_loss}
