@@ -11,7 +11,7 @@ first one returns what was received, and after its last block a stage leaves the
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -114,7 +114,7 @@ class Gates:
         for name in self._skipped:
             gate(name, templates[name].placeholder)
         if self._input_block is not None:
-            output = templates[self._input_block].filled(received)
+            output = templates[self._input_block].filled([_writable(each) for each in received])
             gate(self._input_block, lambda *args, **kwargs: output)
         hooks = [self._model.get_submodule(name).register_forward_hook(_leave) for name in self._exits]
         try:
@@ -127,6 +127,25 @@ class Gates:
                     del module.__dict__["forward"]
                 else:
                     module.__dict__["forward"] = before
+
+
+class _Received(torch.autograd.Function):
+    """What was received, in the same memory, as a module's output: one that the next module may write in place.
+
+    It is a leaf, for its gradient is sent; and autograd refuses to write a leaf or a view of one.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, received: Tensor) -> Tensor:
+        return received.data  # not detach(): a view
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+
+def _writable(received: Tensor) -> Tensor:
+    return cast(Tensor, _Received.apply(received)) if received.requires_grad else received
 
 
 def _leave(module: nn.Module, args: Any, output: Any) -> None:
