@@ -145,7 +145,8 @@ def _lm(layers: int) -> nn.Module:
 
 def _gpt2(layers: int) -> nn.Module:
     """With the head's weights those of the embedding, as GPT-2 has it."""
-    dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    options: dict[str, Any] = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    options["attn_implementation"] = "sdpa"
     config = transformers.GPT2Config(
         n_embd=16,
         n_layer=layers,
@@ -155,8 +156,7 @@ def _gpt2(layers: int) -> nn.Module:
         bos_token_id=0,
         eos_token_id=1,
         use_cache=False,
-        attn_implementation="sdpa",
-        **dropouts,
+        **options,
     )
     return transformers.GPT2LMHeadModel(config)
 
