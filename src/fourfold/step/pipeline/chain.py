@@ -15,7 +15,7 @@ from torch import nn
 from fourfold.plan.pipeline.division import StageSpec, divide, division_problems
 from fourfold.words.errors import PlanError, Problem
 
-MIN_SHARE = 0.5  # of the weights of the largest chain: a chain with fewer is inside one of its blocks
+MIN_SHARE = 0.5  # of the weights of the largest chain: a list with no more is inside one of its blocks
 
 
 class Chain(NamedTuple):
@@ -86,7 +86,7 @@ def map_stages(model: nn.Module, spec: StageSpec) -> StageMap:
 def find_chain(model: nn.Module) -> Chain:
     """The chain of a model; without blocks if it has none.
 
-    Of the lists of modules with at least half of the weights that the largest has, the one with most blocks; of equal
+    Of the lists of modules with more than half of the weights that the largest has, the one with most blocks; of equal
     ones, the outermost.
     """
     lists = {
@@ -95,7 +95,7 @@ def find_chain(model: nn.Module) -> Chain:
         if isinstance(module, nn.ModuleList | nn.Sequential) and len(module) > 1
     }
     sizes = {name: _num_weights(module) for name, module in lists.items()}
-    large = [name for name in lists if sizes[name] >= MIN_SHARE * max(sizes.values()) and sizes[name]]
+    large = [name for name in lists if sizes[name] > MIN_SHARE * max(sizes.values())]
     if not large:
         return Chain()
     container = max(large, key=lambda name: len(lists[name]))
