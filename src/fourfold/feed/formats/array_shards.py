@@ -7,20 +7,21 @@ Law: a header's shape is checked against the bytes that follow it before anythin
 import math
 import threading
 import zipfile
+import zlib
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.lib import format as npy_format
 
 from fourfold.feed.files.arrays import LONE
-from fourfold.feed.formats.plain_values import parse_npy
+from fourfold.feed.formats.plain_values import parse_npy, read_npy_head
 from fourfold.feed.formats.positioned import PositionedFiles
 from fourfold.words.errors import DataError, Problem
 
 MAX_HELD = 4  # npz files in memory: an entry of a zip file is read as a whole
-UNREADABLE = (ValueError, OSError, EOFError, KeyError, NotImplementedError, RuntimeError, zipfile.BadZipFile)
+ZIP_ERRORS = (KeyError, NotImplementedError, RuntimeError, zipfile.BadZipFile, zlib.error)
+UNREADABLE = (ValueError, OSError, EOFError, *ZIP_ERRORS)
 
 
 class _Array(NamedTuple):
@@ -82,12 +83,7 @@ class ArrayShards:
         with self._lock:
             held = self._held.pop(file, None)
             if held is None:
-                held = {}
-                with zipfile.ZipFile(self._files.paths[file]) as archive:
-                    for name, need in self._arrays[file].items():
-                        held[name] = array = parse_npy(_read_entry(archive, name))
-                        if array.shape != need.shape:
-                            raise ValueError(f"{name} {list(array.shape)}, not {list(need.shape)} as when opened")
+                held = _read_npz(self._files.paths[file], self._arrays[file])
             self._held[file] = held
             if len(self._held) > MAX_HELD:
                 self._held.popitem(last=False)
@@ -129,27 +125,26 @@ def _open_npz(path: str, size: int) -> dict[str, _Array]:
     return arrays
 
 
-def _read_entry(archive: zipfile.ZipFile, name: str) -> bytes:
+def _read_npz(path: str, needed: dict[str, _Array]) -> dict[str, np.ndarray]:
+    """The arrays of a file. Raises ValueError if it is damaged, or not as it was when it was opened."""
+    arrays = {}
     try:
-        return archive.read(f"{name}.npy")
-    except UNREADABLE as error:
-        raise ValueError(f"{name}: {error}") from error
+        with zipfile.ZipFile(path) as archive:
+            for name, need in needed.items():
+                arrays[name] = array = parse_npy(archive.read(f"{name}.npy"))
+                if array.shape != need.shape:
+                    raise ValueError(f"{name} {list(array.shape)}, not {list(need.shape)} as when opened")
+    except ZIP_ERRORS as error:
+        raise ValueError(str(error)) from error
+    return arrays
 
 
 def _read_head(file: Any, size: int) -> _Array:
-    """Where the array of a .npy file is. Raises ValueError if its shape is not what the file's size is for."""
-    version = npy_format.read_magic(file)
-    readers = {(1, 0): npy_format.read_array_header_1_0, (2, 0): npy_format.read_array_header_2_0}
-    if version not in readers:
-        raise ValueError(f"an array of version {version}")
-    shape, fortran_order, dtype = readers[version](file)
-    array = _Array(dtype, shape, file.tell())
-    if dtype.kind not in "biufc" or (fortran_order and len(shape) > 1):
-        raise ValueError(f"an array of {dtype}{', by columns' if fortran_order else ''}, not numbers by rows")
-    need = dtype.itemsize * math.prod(shape)
-    if min(shape, default=0) < 0 or need != size - array.start:
-        raise ValueError(f"{size - array.start} bytes for {dtype} {list(shape)}")
-    return array
+    """Where the array of a .npy file is. Raises ValueError if it cannot be read by rows."""
+    head = read_npy_head(file, size)
+    if head.by_columns and len(head.shape) > 1:
+        raise ValueError("an array that is stored by columns, not by rows")
+    return _Array(head.dtype, head.shape, head.start)
 
 
 def _form(arrays: dict[str, _Array]) -> str:

@@ -5,7 +5,9 @@ Law: what a header claims of an array's size must be what its bytes are; an arra
 
 import io
 import json
-from typing import Any
+import math
+import tokenize
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -31,23 +33,36 @@ def stackable(value: Any) -> Any:
     return value
 
 
-def parse_npy(content: bytes) -> np.ndarray:
-    """The array of a .npy file. Raises ValueError if it is damaged, or holds Python objects."""
-    file = io.BytesIO(content)
+class NpyHead(NamedTuple):
+    """What a .npy file says of its array. `start`: the array's first byte."""
+
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    by_columns: bool
+    start: int
+
+
+def read_npy_head(file: Any, size: int) -> NpyHead:
+    """The head of a .npy file of `size` bytes. Raises ValueError if it is damaged, or the array no numbers."""
     version = npy_format.read_magic(file)
-    if version == (1, 0):
-        shape, fortran_order, dtype = npy_format.read_array_header_1_0(file)
-    elif version == (2, 0):
-        shape, fortran_order, dtype = npy_format.read_array_header_2_0(file)
-    else:
+    readers = {(1, 0): npy_format.read_array_header_1_0, (2, 0): npy_format.read_array_header_2_0}
+    if version not in readers:
         raise ValueError(f"an array of version {version[0]}.{version[1]}")
+    try:
+        shape, by_columns, dtype = readers[version](file)
+    except (tokenize.TokenError, SyntaxError, TypeError) as error:  # numpy reads it as Python's literals
+        raise ValueError(f"a head that cannot be read: {error}") from error
+    head = NpyHead(dtype, shape, by_columns, file.tell())
     if dtype.kind not in "biufc":
         raise ValueError(f"an array of {dtype}, not of numbers")
-    values = memoryview(content)[file.tell() :]
-    count = 1
-    for size in shape:
-        count *= size
-    if min(shape, default=0) < 0 or count * dtype.itemsize != len(values):
-        raise ValueError(f"{len(values)} bytes for an array of {dtype} {list(shape)}")
-    array = np.frombuffer(values, dtype=dtype).reshape(shape, order="F" if fortran_order else "C")
-    return np.ascontiguousarray(array, dtype=dtype.newbyteorder("=")).reshape(shape).copy()
+    if min(shape, default=0) < 0 or dtype.itemsize * math.prod(shape) != size - head.start:
+        raise ValueError(f"{size - head.start} bytes for an array of {dtype} {list(shape)}")
+    return head
+
+
+def parse_npy(content: bytes) -> np.ndarray:
+    """The array of a .npy file. Raises ValueError if it is damaged, or holds Python objects."""
+    head = read_npy_head(io.BytesIO(content), len(content))
+    order = "F" if head.by_columns else "C"
+    array = np.frombuffer(content, head.dtype, offset=head.start).reshape(head.shape, order=order)
+    return np.array(array, dtype=head.dtype.newbyteorder("="), order="C")
