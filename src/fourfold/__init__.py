@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from fourfold.feed.dataloader import shard
     from fourfold.feed.feed import Feed
     from fourfold.feed.formats.open import open_source
+    from fourfold.feed.mixed import Mixed, Weighted
     from fourfold.feed.pack.reader import Pack
     from fourfold.feed.pack.writer import pack
     from fourfold.feed.rows.mongo import mongo
@@ -42,11 +43,13 @@ __all__ = [
     "FourfoldError",
     "LRSchedule",
     "Metrics",
+    "Mixed",
     "Pack",
     "Plan",
     "PlanError",
     "Task",
     "TrainStep",
+    "Weighted",
     "callbacks",
     "launch",
     "losses",
@@ -70,12 +73,14 @@ _MODULE_OF = {
     "Feed": "feed.feed",
     "FourfoldError": "words.errors",
     "Metrics": "step.metrics",
+    "Mixed": "feed.mixed",
     "Pack": "feed.pack.reader",
     "Plan": "plan.plan",
     "PlanError": "words.errors",
     "LRSchedule": "plan.lr_schedule",
     "Task": "words.task",
     "TrainStep": "step.train_step",
+    "Weighted": "feed.mixed",
     "launch": "launcher.notebook",
     "mongo": "feed.rows.mongo",
     "open_source": "feed.formats.open",

@@ -1,0 +1,19 @@
+"""Feed options: the keywords of `ff.Feed` for the order and the reading of samples, which it describes."""
+
+from typing import NamedTuple, TypedDict
+
+
+class FeedOptions(NamedTuple):
+    """The options with their defaults."""
+
+    order: str | None = None
+    window: int | None = None
+    bad_samples: int = 0
+
+
+class FeedKeywords(TypedDict, total=False):
+    """The fields of `FeedOptions`, as keywords."""
+
+    order: str | None
+    window: int | None
+    bad_samples: int
