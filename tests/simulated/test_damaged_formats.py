@@ -192,7 +192,11 @@ def test_damaged_files_are_an_error_or_samples(form: str):
         assert right
 
         @settings(
-            max_examples=40, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
+            max_examples=40,
+            deadline=None,
+            derandomize=True,
+            database=None,
+            suppress_health_check=[*HealthCheck.__members__.values()],
         )
         @given(st.lists(damages, min_size=1, max_size=3))
         def law(all_damage: list[Damage]) -> None:
