@@ -296,7 +296,7 @@ LIES: dict[str, tuple[Callable[[Path], None], str]] = {
     "a name of megabytes": (lambda folder: lying_tar(folder, 2**21, tarfile.GNUTYPE_LONGNAME), "a name of 2097152"),
     "a record larger than its file": (lambda folder: lying_tfrecord(folder, 2**40), "record 0 ends at byte"),
     "a record whose end has no number": (lambda folder: lying_tfrecord(folder, 2**64 - 1), "record 0 ends at byte"),
-    "more samples than bytes": (lambda folder: lying_mds(folder, samples=2**31), "2147483648 samples in"),
+    "more samples than bytes": (lambda folder: lying_mds(folder, "mds-zstd", samples=2**31), "2147483648 samples in"),
     "fewer samples than there are": (lambda folder: lying_mds(folder, samples=1), "as index.json says"),
     "a shard that is elsewhere": (lambda folder: lying_mds(folder, raw_data__basename="../x"), "outside the folder"),
     "a compressed shard of 256 MiB of zeros": (bomb_mds, "268435456 bytes by zstd from"),
