@@ -182,7 +182,7 @@ def test_data_sets_of_hugging_face_are_samples_and_files_that_rows_name_are_not_
     pq.write_table(rows, tmp_path / "pointing.parquet")
     with pytest.raises(DamagedSample, match=r"image\.bytes is null"):
         ff.open_source(tmp_path / "pointing.parquet")[0]
-    datasets.DatasetDict(train=saved, test=saved).save_to_disk(tmp_path / "splits")
+    datasets.DatasetDict({"train": saved, "test": saved}).save_to_disk(tmp_path / "splits")
     with pytest.raises(DataError, match=r"several data sets: test, train"):
         ff.open_source(tmp_path / "splits")
 
@@ -193,7 +193,9 @@ def test_data_sets_of_hugging_face_are_samples_and_files_that_rows_name_are_not_
 def write_tars(folder: Path) -> list[Any]:
     expected = []
     for shard in range(2):
-        with webdataset.TarWriter(str(folder / f"{shard}.tar"), encoder=True) as writer:
+        with webdataset.TarWriter(  # pyright: ignore[reportAttributeAccessIssue]
+            str(folder / f"{shard}.tar"), encoder=True
+        ) as writer:
             for i in range(5 * shard, 5 * shard + 5):
                 key = f"folder/{'long' * 40 if i == 3 else ''}{i}"
                 values = {
@@ -222,7 +224,12 @@ def test_samples_of_webdataset_are_samples(tmp_path: Path):
     (tmp_path / "files").mkdir()
     expected = write_tars(tmp_path / "files")
     source = ff.open_source(tmp_path / "files")
-    keys = [each["__key__"] for each in webdataset.WebDataset(source._records._files.paths, shardshuffle=False)]
+    keys = [
+        each["__key__"]
+        for each in webdataset.WebDataset(  # pyright: ignore[reportAttributeAccessIssue]
+            source._records._files.paths, shardshuffle=False
+        )
+    ]
     assert [source.sample_key(i).partition("sample ")[2] for i in range(10)] == keys
     check(source, [{name: sample[name] for name in source[0]} for sample in expected])
     check_pack(tmp_path, source)
@@ -277,7 +284,7 @@ def write_tfrecords(folder: Path) -> list[Any]:
     for shard in range(2):
         writer = TFRecordWriter(str(folder / f"train.tfrecord-{shard:05}-of-00002"))
         for i in range(5 * shard, 5 * shard + 5):
-            numbers, values = [i, -i, 2**62 + i], np.float32([i / 3, -1e30])
+            numbers, values = [i, -i, 2**62 + i], np.array([i / 3, -1e30], np.float32)
             writer.write({"raw": (b"\x00" * i, "byte"), "n": (numbers, "int"), "x": (values.tolist(), "float")})
             expected.append({"n": np.array(numbers), "raw": b"\x00" * i, "x": values})
         writer.close()

@@ -18,7 +18,7 @@ MAX_STATE_BYTES = 2**26
 
 def saved_files(folder: Path) -> list[str]:
     """The Arrow files of a saved data set. Raises DataError for a state that is damaged, or names other files."""
-    names = [each.get("filename") for each in _entries(folder / STATE_FILE)]
+    names: list[Any] = [each.get("filename") for each in _entries(folder / STATE_FILE)]
     for name in names:
         if not isinstance(name, str) or name in ("", ".", "..") or "/" in name or "\0" in name:
             problem = Problem(f"a file named {str(name)[:100]!r}", "a file of the folder")

@@ -147,7 +147,8 @@ def _columns_of(shards: Sequence[dict[str, Any]], wanted: Sequence[str] | None, 
     if not shards:
         raise DataError(Problem("no shards", "at least one"), where=where)
     keys = ("column_names", "column_encodings", "column_sizes")
-    names, texts, sizes = found = [shards[0].get(key) for key in keys]
+    found: list[Any] = [shards[0].get(key) for key in keys]
+    names, texts, sizes = found
     if not all(isinstance(each, list) for each in found) or not len(names) == len(texts) == len(sizes) <= MAX_COLUMNS:
         raise DataError(Problem("shard 0 whose columns cannot be read", NEED), where=where)
     if not all(isinstance(each, str) for each in [*names, *texts]) or len(set(names)) < len(names):
