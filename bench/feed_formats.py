@@ -3,8 +3,8 @@
     python3 -m venv PEERS && PEERS/bin/pip install torch mosaicml-streaming webdataset tfrecord pyarrow
     PYTHONPATH=src:. python -m bench.feed_formats --peers PEERS/bin/python [--rounds 5] [--samples 1000]
 
-Samples of 114,688 B and a number, in files of 100, written by the peers' libraries and read once before, so that all are
-in the page cache. Batches of 64; one process, no workers of a DataLoader. Ours are read by `ff.Feed`, in the global
+Samples of 114,688 B and a number, in files of 100, written by the peers' libraries and read once before, so that all
+are in the page cache. Batches of 64; one process, no workers of a DataLoader. Ours are read by `ff.Feed`, in the global
 order and in windows of one file. Of the peers, MDS shuffles all (py1s) and WebDataset in a buffer of 100; those of
 TFRecord and Parquet do not shuffle, and that of TFRecord checks no checksum.
 Law: in each round each reader reads all samples once, after a first time that is not counted; rates are medians.
