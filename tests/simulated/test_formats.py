@@ -23,9 +23,10 @@ from webdataset.compat import WebDataset
 from webdataset.writer import TarWriter
 
 import fourfold as ff
+from fourfold.cli import feed_pack
 from fourfold.feed.collate import collate_samples
 from fourfold.feed.pack.schema import leaves
-from fourfold.words.errors import DamagedSample, DataError
+from fourfold.words.errors import DamagedSample, DataError, SettingError
 
 FILES = Path(__file__).parents[1] / "format_files"
 SAMPLES = 10
@@ -277,7 +278,7 @@ def write_tfrecords(folder: Path) -> list[Any]:
     for shard in range(2):
         writer = TFRecordWriter(str(folder / f"train.tfrecord-{shard:05}-of-00002"))
         for i in range(5 * shard, 5 * shard + 5):
-            numbers, values = [i, -i, 2**62 + i], np.array([i / 3, -1e30], dtype=np.float32)
+            numbers, values = [i, -i, 2**62 + i], np.array([i / 3, -1e30], np.float32)
             writer.write({"raw": (b"\x00" * i, "byte"), "n": (numbers, "int"), "x": (values.tolist(), "float")})
             expected.append({"n": np.array(numbers), "raw": b"\x00" * i, "x": values})
         writer.close()
@@ -466,6 +467,8 @@ def test_what_cannot_be_opened_is_said_with_what_can(tmp_path: Path):
     assert "rows= for csv" in error(tmp_path / "train.csv", rows=True)
     assert "length= for csv" in error(tmp_path / "train.csv", length=3)
     assert "columns = 'a'" in error(tmp_path / "train.csv", columns="a")
+    assert "no field 'nunber'" in error(FILES / "mds", target="nunber")
+    assert "try number" in error(FILES / "mds", target="nunber")
     assert "no column 'none'" in error(FILES / "mds", columns=["text"], target="none")
     with pytest.raises(DamagedSample, match="no b, but a"):
         ff.open_source(tmp_path / "train.csv", columns=["b"])[0]
@@ -476,3 +479,19 @@ def test_files_with_other_columns_are_named(tmp_path: Path):
     pq.write_table(table().rename_columns(["x", "m", "small", "flag", "text", "raw"]), tmp_path / "1.parquet")
     with pytest.raises(DataError, match=r"1\.parquet: x .*, as in .*0\.parquet"):
         ff.open_source(tmp_path)
+
+
+def test_the_command_packs_fields_of_all_formats(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    pq.write_table(table(), tmp_path / "x.parquet")
+    assert feed_pack.run_pack([str(tmp_path / "x.parquet"), str(tmp_path / "p"), "columns=x,small", "target=n"]) == 0
+    expected = [({"x": row(i)["x"], "small": row(i)["small"]}, row(i)["n"]) for i in range(SAMPLES)]
+    pack = ff.open_source(tmp_path / "p")
+    check_same([pack[7]], [expected[7]])
+    np.savez(tmp_path / "x.npz", inputs=np.zeros((3, 2)), targets=np.arange(3))
+    assert feed_pack.run_pack([str(tmp_path / "x.npz"), str(tmp_path / "q"), "rows=true"]) == 0
+    assert len(ff.open_source(tmp_path / "q")) == 3
+    with pytest.raises(SettingError, match=r"rows = 1 .*need true or false"):
+        feed_pack.run_pack([str(tmp_path / "x.npz"), str(tmp_path / "r"), "rows=1"])
+    with pytest.raises(SettingError, match=r"target= for x\.py:a"):
+        feed_pack.run_pack(["x.py:a", str(tmp_path / "r"), "target=a"])
+    assert "packed 10 samples" in capsys.readouterr().out

@@ -66,7 +66,13 @@ def pack(words: Words = None) -> Command:
     .txt         a sample per line
     .jsonl       a sample per line, an object
     .csv .tsv    a sample per row; the first row names the columns
+    .parquet .arrow, folders of `datasets`, .tar (WebDataset), MDS, .tfrecord, .h5, Megatron's .bin and .idx
     FILE.py:NAME a source, an iterable, or a function that makes one
+
+    \b
+    columns=x,y          the fields of a sample; default: all
+    target=label         a field: samples are pairs (the others, it)
+    rows=true            of a folder of .npy or .npz: a sample per row of each file
 
     \b
     shard_bytes=256MiB   the size of a file of the pack

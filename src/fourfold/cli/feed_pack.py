@@ -8,7 +8,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,13 @@ def _whole(text: str) -> int:
     return value
 
 
+def _names(text: str) -> list[str]:
+    names = [name for name in text.split(",") if name]
+    if not names:
+        raise ValueError(text)
+    return names
+
+
 def _compression(text: str) -> str:
     if text not in ("none", "zstd"):
         raise ValueError(text)
@@ -37,12 +44,17 @@ def _compression(text: str) -> str:
 
 
 # Word -> how its text is read, and what is needed.
+NAMES = "names of fields, with commas between them"
 WORDS: dict[str, tuple[Callable[[str], Any], str]] = {
     "shard_bytes": (lambda text: _whole(str(int(parse_size(text)))), "bytes, such as 256MiB"),
     "threads": (_whole, "a whole number above 0"),
     "compression": (_compression, "none or zstd"),
-    "variable": (lambda text: [name for name in text.split(",") if name], "names of fields, with commas between them"),
+    "variable": (_names, NAMES),
+    "columns": (_names, NAMES),
+    "target": (lambda text: _names(text)[0], "the name of a field"),
+    "rows": (lambda text: {"true": True, "false": False}[text], "true or false"),
 }
+READING = ("columns", "target", "rows")  # what is read of files; the others say how the pack is written
 
 
 def parse_words(words: Sequence[str]) -> tuple[str, str, dict[str, Any]]:
@@ -59,7 +71,7 @@ def parse_words(words: Sequence[str]) -> tuple[str, str, dict[str, Any]]:
             parse, need = WORDS[key]
             try:
                 values[key] = parse(text)
-            except (ValueError, OverflowError):
+            except (ValueError, OverflowError, KeyError):
                 problems.append(Problem(f"{key} = {text or '(nothing)'}", need))
     if len(paths) != 2:
         need = "a source and the folder of the pack"
@@ -74,7 +86,7 @@ def run_pack(words: Sequence[str]) -> int:
     source_name, dest, values = parse_words(words)
     from fourfold.feed.pack.writer import SHARD_BYTES, pack
 
-    source = open_source(source_name)
+    source = open_source(source_name, {word: values.pop(word) for word in READING if word in values})
     if command := stripe_command(dest, values.get("shard_bytes", SHARD_BYTES)):
         _say(f"on Lustre, before packing: {command}")
     total = len(source) if hasattr(source, "__len__") else None
@@ -90,14 +102,16 @@ def run_pack(words: Sequence[str]) -> int:
     return 0
 
 
-def open_source(name: str) -> Any:
+def open_source(name: str, reading: Mapping[str, Any]) -> Any:
     """The source at a path, or in FILE.py:NAME. Raises DataError if there is none."""
     file, _, member = name.partition(":")
     if file.endswith(".py"):
+        if reading:
+            raise SettingError([Problem(f"{word}= for {name}", f"no {word}=") for word in reading], where=WHERE)
         return _source_in_file(Path(file), member)
     from fourfold.feed.formats import open as formats
 
-    return formats.open_source(name, images=False)  # images go into a pack as their files are
+    return formats.open_source(name, images=False, **reading)  # images go into a pack as their files are
 
 
 def _source_in_file(path: Path, name: str) -> Any:

@@ -135,6 +135,7 @@ class TableRows:
                 got = f"{path}: {_summary(file.schema)}"
                 problem = Problem(got, f"{_summary(first)}, as in {self._paths[0]}", "a folder for each")
                 raise DataError(problem, where=self.name)
+        self.field_names = self._files[0].columns
         self._images = image_columns(first)
         self._ends = [list(itertools.accumulate(file.sizes)) for file in self._files]
         self.shard_sizes = [ends[-1] if ends else 0 for ends in self._ends]

@@ -1,7 +1,7 @@
 """Compressed files: unpacked as a whole into memory, when something of them is read.
 
-Law: no more is unpacked than the index says that the file has, and what it says is bounded by the compressed file. A
-file of another size, or with an end that is missing, is damaged. At most MAX_UNPACKED files are held.
+Law: no more is unpacked than the index says that the file has, and the compressed file bounds what it may say. A file
+of another size, or without its end, is damaged. At most MAX_UNPACKED files are held.
 """
 
 import bz2

@@ -50,7 +50,7 @@ class HDF5Rows:
                 problem = Problem(f"{path}: {_summary(layout)}", need, "a folder for each, or columns=")
                 raise DataError(problem, where=self.name)
         self.shard_sizes = [layout.num_rows for layout in layouts]
-        self._fields = list(layouts[0].fields)
+        self._fields = self.field_names = list(layouts[0].fields)
         self._start()
 
     def _start(self) -> None:

@@ -50,6 +50,7 @@ class MDS:
         self.name = str(folder)
         content = _read_index(Path(folder) / INDEX_FILE)
         self._columns = _columns_of(content, columns, self.name)
+        self.field_names = self._columns.names
         self._shards = [_shard_of(Path(folder), number, each) for number, each in enumerate(content)]
         self.shard_sizes = [shard.num_samples for shard in self._shards]
         plain = [shard.packed[0] if shard.packed else shard.path for shard in self._shards]

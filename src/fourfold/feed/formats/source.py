@@ -18,7 +18,7 @@ from fourfold.feed.collate import collate_samples
 from fourfold.feed.pack.schema import PAIR, EncodedImage
 from fourfold.feed.pack.values import decode_image
 from fourfold.feed.source import empty_like
-from fourfold.words.errors import DamagedSample, DataError, Problem
+from fourfold.words.errors import DamagedSample, DataError, Problem, closest_match
 
 MAX_THREADS = 4
 UNREADABLE = (ValueError, OSError, EOFError, MemoryError, OverflowError, RecursionError)
@@ -55,6 +55,12 @@ class FormatSource:
         self._ends = list(itertools.accumulate(records.shard_sizes))
         if not len(self):
             raise DataError(Problem(f"{records.name} has no samples", "at least one"), where=records.name)
+        fields = getattr(records, "field_names", None)  # where all records have the same
+        if fields is not None and target is not None and target not in fields:
+            problem = Problem(
+                f"no field {target!r}", f"some of {', '.join(fields)}", closest_match(target, fields) or ""
+            )
+            raise DataError(problem, where=records.name)
         if columns is not None and target is not None and target not in columns:
             self._columns = [*columns, target]
 

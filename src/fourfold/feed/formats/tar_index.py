@@ -42,7 +42,7 @@ def members(files: PositionedFiles, file: int, at: int = 0) -> Iterator[Member]:
     path, end, number = files.paths[file], files.sizes[file], 0
     first, extended = at, dict[str, str]()
     try:
-        while (block := files.read(file, at, BLOCK)) != EMPTY:
+        while (block := _block(files, file, at)) != EMPTY:
             header = _extend(_parse_header(block), extended)
             start = at + BLOCK
             at = start
@@ -62,6 +62,12 @@ def members(files: PositionedFiles, file: int, at: int = 0) -> Iterator[Member]:
         need = "a tar archive that is whole, with the zeros at its end, and not compressed"
         attempt = "gunzip it first" if files.read(file, 0, min(2, end)) == GZIP else "the file from its origin"
         raise DataError(Problem(f"{path}, member {number}: {error}", need, attempt), where=path) from error
+
+
+def _block(files: PositionedFiles, file: int, at: int) -> bytes:
+    if at + BLOCK > files.sizes[file]:
+        raise ValueError(f"the file ends at byte {files.sizes[file]}, where a header or zeros must be")
+    return files.read(file, at, BLOCK)
 
 
 def _extend(header: _Header, extended: Mapping[str, str]) -> _Header:
