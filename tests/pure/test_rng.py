@@ -1,5 +1,7 @@
 """Which random state each rank gets: the data index and the stage decide, not the rank."""
 
+import itertools
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -7,7 +9,7 @@ from hypothesis import strategies as st
 
 from fourfold.plan.checkpoint_manifest import Manifest, Place, RngState, manifest_problems
 from fourfold.plan.checkpoint_manifest_v1 import RngStateV1, upgrade
-from fourfold.plan.rng import generator_seed, random_place, rng_state_to_restore
+from fourfold.plan.rng import generator_seed, microbatch_seed, random_place, rng_state_to_restore, segment_seed
 from fourfold.words.mesh import Mesh
 from tests.pure.test_checkpoint_manifest import manifest, version_one
 
@@ -77,3 +79,10 @@ def test_seeds_of_places_and_steps_differ_and_fit_into_64_bits(seed):
     assert len(seeds) == 64 * 4 * 64
     assert min(seeds) >= 0
     assert max(seeds) < 2**64
+
+
+def test_each_segment_of_each_microbatch_has_a_seed_of_its_own():
+    places = itertools.product((0, -1, 2**64 - 1), range(3), range(3), range(3))
+    seeds = [segment_seed(microbatch_seed(*place), segment) for place in places for segment in range(4)]
+    assert len(set(seeds)) == len(seeds) == 3**4 * 4
+    assert all(0 <= seed < 2**64 for seed in seeds)

@@ -4,7 +4,10 @@ data index   a rank's index on dp: ranks with the same data index hold tokens of
 stage        a rank's index on pp: stages have other layers, which must not drop alike
 random place the two of them; ranks that differ on sp or tp alone are at the same one
 Law: ranks at the same random place have the same state, whatever the mesh; other places have other states.
+      A model on several stages draws from these states only outside of its forward: `microbatch_seed`, `segment_seed`.
 """
+
+import hashlib
 
 from fourfold.plan.checkpoint_manifest import Manifest, Place, RngState, place_of
 from fourfold.words.mesh import Mesh
@@ -21,6 +24,21 @@ def random_place(mesh: Mesh, rank: int) -> Place:
 def generator_seed(seed: int, dp_index: int, *, stage: int = 0, step: int = 0) -> int:
     """The seed of the generators at a random place, for a run that starts after `step` steps."""
     return (seed + _INDEX_STRIDE * dp_index + _STAGE_STRIDE * stage + _STEP_STRIDE * step) % 2**64
+
+
+def microbatch_seed(seed: int, dp_index: int, step: int, microbatch: int) -> int:
+    """The seed of what a model draws for a microbatch if it has several stages: the same on all of them."""
+    return _hashed(seed, dp_index, step, microbatch)
+
+
+def segment_seed(microbatch: int, segment: int) -> int:
+    """The seed of one segment of the model's forward, from that of the microbatch."""
+    return _hashed(microbatch, segment)
+
+
+def _hashed(*numbers: int) -> int:
+    digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
 
 
 def rng_state_to_restore(manifest: Manifest, mesh: Mesh, rank: int) -> RngState | None:

@@ -312,7 +312,7 @@ def _make_batches(
     if not pipeline.is_cut:
         return layout
     rows = make_row_exchange(pipeline.ranks, "batches", meter, choice=plan.transport, first_length=CALL_ROW)
-    return SharedByStages(layout, tensor_calls, pipeline.ranks, rows, stages)
+    return SharedByStages(layout, tensor_calls, pipeline.ranks, rows, stages, (seed, world.along("dp").rank))
 
 
 def _make_statistics(

@@ -24,6 +24,7 @@ class Microbatch(NamedTuple):
     targets      None if the batch has none
     num_tokens   0 if the inputs have no positions
     real_tokens  int64, the indices of the tokens that are not padding, if the rank has a shard of the tokens; None: all
+    draw_seed    of what a model on several stages draws (`step/pipeline/block_draws.py`)
     """
 
     inputs: Any
@@ -31,6 +32,7 @@ class Microbatch(NamedTuple):
     num_samples: int
     num_tokens: int
     real_tokens: Tensor | None = None
+    draw_seed: int = 0
 
 
 NO_SAMPLES = Microbatch(None, None, 0, 0)

@@ -12,6 +12,7 @@ import torch
 
 from fourfold.parts.comm.communicator import Communicator
 from fourfold.parts.comm.row_exchange import RowExchange
+from fourfold.plan.rng import microbatch_seed
 from fourfold.plan.sample_order import BatchRange
 from fourfold.step.batch import Microbatch, split_microbatches, unpack_batch
 from fourfold.step.pipeline.dry_run import PipelineDryRun
@@ -116,13 +117,20 @@ class SharedByTensorRanks:
 class SharedByStages:
     """The stages of a pipeline need the same batch; `inner` lays it out, `stages` shows how the model is divided.
 
-    `ranks` have the stages of one model, and exchange `rows`.
+    `ranks` have the stages of one model, and exchange `rows`. `seeds`: the run's seed and the data index.
     """
 
     def __init__(
-        self, inner: BatchLayout, calls: TensorCalls, ranks: Communicator, rows: RowExchange, stages: PipelineDryRun
+        self,
+        inner: BatchLayout,
+        calls: TensorCalls,
+        ranks: Communicator,
+        rows: RowExchange,
+        stages: PipelineDryRun,
+        seeds: tuple[int, int],
     ) -> None:
         self._inner, self._calls, self._ranks, self._rows, self._stages = inner, calls, ranks, rows, stages
+        self._seeds = seeds
 
     @property
     def needs_dry_run(self) -> bool:
@@ -135,10 +143,13 @@ class SharedByStages:
             return batch, problem
         return no_samples(batch), problem or batch_mismatch_problem("pp", self._ranks.ranks)
 
+    @contextlib.contextmanager
     def microbatches(
         self, batch: Any, count: int, *, step: int, samples: BatchRange | None
-    ) -> AbstractContextManager[list[Microbatch]]:
-        return self._inner.microbatches(batch, count, step=step, samples=samples)
+    ) -> Iterator[list[Microbatch]]:
+        seed, dp_index = self._seeds
+        with self._inner.microbatches(batch, count, step=step, samples=samples) as parts:
+            yield [p._replace(draw_seed=microbatch_seed(seed, dp_index, step, i)) for i, p in enumerate(parts)]
 
     def dry_run(self, batch: Any, unsharded: Unsharded) -> None:
         if not self._stages.has_ended:

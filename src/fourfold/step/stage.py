@@ -8,6 +8,7 @@ Law: the loss runs where its stage's forward runs, and the last stage keeps its 
 
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import torch
@@ -19,10 +20,12 @@ from fourfold.step.batch_statistics import BatchStatistics
 from fourfold.step.loss_sum import Loss
 from fourfold.step.objective import Objective, StageOutput
 from fourfold.step.pipeline.axis import PipelineAxis
+from fourfold.step.pipeline.block_draws import seeded_segments
 from fourfold.step.pipeline.dry_run import PipelineDryRun
 from fourfold.step.pipeline.gates import Gates, SplitResidual, StageEnd
 from fourfold.step.pipeline.reentrant import ReentrantCheck
 from fourfold.step.recompute import Recompute, RecomputedBlocks
+from fourfold.step.tensor_tree import tree_leaves
 from fourfold.words.errors import Problem, TaskError
 
 
@@ -90,7 +93,8 @@ def pipeline_stage(
             return StageOutput(end.outputs, [])
 
     def forward(part: Microbatch, received: Sequence[Tensor]) -> StageOutput:
-        with statistics.in_forward(has_samples=True), recompute.installed(), halves.in_forward(), reentrant.looking():
+        normalizing, drawing = statistics.in_forward(has_samples=True), _own_draws(model, gates, part)
+        with normalizing, drawing, recompute.installed(), halves.in_forward(), reentrant.looking():
             return infer(part, received)
 
     def backward(outputs: Sequence[Tensor], upstream: Sequence[Tensor] | None) -> None:
@@ -138,6 +142,10 @@ def make_chunks(
         )
         for stage in pipeline.stages.stages_at(pipeline.place)
     }
+
+
+def _own_draws(model: nn.Module, gates: Gates, part: Microbatch) -> AbstractContextManager[None]:
+    return seeded_segments(model, gates.chain, part.draw_seed, next(tree_leaves(part.inputs)).device)
 
 
 def _loss(objective: Objective, output: StageOutput, part: Microbatch) -> Loss:

@@ -117,7 +117,7 @@ class Gates:
     """The gates of one stage of a model."""
 
     def __init__(self, model: nn.Module, stages: StageMap, stage: int, residual: SplitResidual) -> None:
-        self.stage, self._model, self._residual = stage, model, residual
+        self.stage, self.chain, self._model, self._residual = stage, stages.chain, model, residual
         blocks, names = stages.blocks[stage], stages.chain.blocks
         self._skipped = [*stages.chain.before, *names[: max(0, blocks.start - 1)]] if stage else []
         self._input_block = names[blocks.start - 1] if stage else None
