@@ -41,6 +41,7 @@ WORDS: dict[str, tuple[Callable[[str], Any], str]] = {
     "shard_bytes": (lambda text: _whole(str(int(parse_size(text)))), "bytes, such as 256MiB"),
     "threads": (_whole, "a whole number above 0"),
     "compression": (_compression, "none or zstd"),
+    "rows": (_whole, "the tokens of a row, such as 1024"),
     "variable": (lambda text: [name for name in text.split(",") if name], "names of fields, with commas between them"),
 }
 
@@ -75,6 +76,8 @@ def run_pack(words: Sequence[str]) -> int:
     from fourfold.feed.pack.writer import SHARD_BYTES, pack
 
     source = open_source(source_name)
+    if rows := values.pop("rows", None):
+        source = _token_rows(source, rows)
     if command := stripe_command(dest, values.get("shard_bytes", SHARD_BYTES)):
         _say(f"on Lustre, before packing: {command}")
     total = len(source) if hasattr(source, "__len__") else None
@@ -87,7 +90,21 @@ def run_pack(words: Sequence[str]) -> int:
     rate = format_bytes_per_second(packed.num_bytes / seconds)
     size = format_bytes(packed.num_bytes)
     _say(f"packed {format_count(packed.num_samples)} samples{resumed}: {size} in {shards}, {seconds:.1f} s, {rate}")
+    if rows:
+        _say(_padding_text(source))
     return 0
+
+
+def _token_rows(source: Any, length: int) -> Any:
+    from fourfold.feed.token_rows import TokenRows
+
+    return TokenRows(source, length)
+
+
+def _padding_text(rows: Any) -> str:
+    padding = rows.num_padding / (rows.num_tokens + rows.num_padding)
+    short = f"; {rows.num_short} documents of fewer than two tokens left out" if rows.num_short else ""
+    return f"rows of {rows.length}: {format_count(rows.num_tokens)} tokens with a target, {padding:.1%} padding{short}"
 
 
 def open_source(name: str) -> Any:
