@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from fourfold.feed.rows.mongo import mongo
     from fourfold.feed.rows.sql import sql
     from fourfold.feed.token_rows import TokenRows
+    from fourfold.feed.transform import Transformed
     from fourfold.launcher.notebook import launch
     from fourfold.parts.comm.init import world
     from fourfold.plan.lr_schedule import LRSchedule
@@ -50,6 +51,7 @@ __all__ = [
     "Task",
     "TokenRows",
     "TrainStep",
+    "Transformed",
     "callbacks",
     "launch",
     "losses",
@@ -80,6 +82,7 @@ _MODULE_OF = {
     "Task": "words.task",
     "TokenRows": "feed.token_rows",
     "TrainStep": "step.train_step",
+    "Transformed": "feed.transform",
     "launch": "launcher.notebook",
     "mongo": "feed.rows.mongo",
     "pack": "feed.pack.writer",

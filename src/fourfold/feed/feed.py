@@ -19,6 +19,7 @@ from fourfold.feed.sample_rng import fetch_seeded
 from fourfold.feed.source import CollatedSource, fetch, pin_batch
 from fourfold.feed.source_fingerprint import Fingerprint, fingerprint_of, is_same_sample
 from fourfold.feed.stream import Stream, StreamPart, split_batch_problem, stream_end_problem
+from fourfold.feed.transform import SampleTransform, in_epoch, transformed
 from fourfold.feed.workers import Request
 from fourfold.parts.comm import init
 from fourfold.plan.plan import Plan
@@ -90,13 +91,13 @@ class Feed:
     source      numbered samples (`len(source)`, `source[i]`), a DataLoader over them, or an IterableDataset
     batch_size  samples of all ranks together; None: that of the DataLoader
     shuffle     a new order in every epoch, by `seed`; None: as the DataLoader says, else True
+    transform   (sample, torch.Generator) -> sample, called in threads: `ff.Transformed(source, transform)`
     drop_last   leave out the samples that remain when no whole batch is left; None: as the DataLoader says, else False
 
     Unless `drop_last`, an epoch's last batch holds the remaining samples; a data rank may then get an empty batch,
     which a step accepts. Samples that draw from torch's, Python's or NumPy's generators draw the same numbers on any
     mesh; such samples are not prefetched, but read when their batch is requested, unless workers of a DataLoader read
-    them. What a DataLoader or a stream loses is logged once.
-    Raises DataError for data that cannot be read, an empty source or a batch size below one.
+    them. What a DataLoader or a stream loses is logged. Raises DataError for arguments that give no batches.
     """
 
     def __init__(
@@ -108,7 +109,9 @@ class Feed:
         seed: int = 0,
         shuffle: bool | None = None,
         drop_last: bool | None = None,
+        transform: SampleTransform | None = None,
     ) -> None:
+        source = transformed(source, transform)
         problems = input_problems(source, "source") + argument_checks.seed_problems(seed)
         if batch_size is not None or not isinstance(source, DataInput | DataLoader):
             problems += argument_checks.int_problems("batch_size", batch_size, minimum=1)
@@ -198,8 +201,8 @@ class Feed:
     def __len__(self) -> int:
         """Batches of an epoch. Raises DataError for a stream that does not say how long it is."""
         if self.num_samples is None:
-            attempt = "a dataset with __len__, or a loop over the feed that counts"
-            raise NoLengthError(Problem("the length of a feed from a stream", "a stream with a length", attempt))
+            need, attempt = "a stream with a length", "a dataset with __len__, or a loop over the feed that counts"
+            raise NoLengthError(Problem("the length of a feed from a stream", need, attempt))
         return num_batches(self.num_samples, self._batch_size, drop_last=self._drops_last)
 
     def __iter__(self) -> Iterator[Any]:
@@ -250,19 +253,17 @@ class Feed:
         end = num_samples - self._batch_size + 1 if self._drops_last else num_samples
         while position < end:
             stop = min(position + self._batch_size, num_samples)
-            samples = kind(num_samples, seed, epoch, position, stop, *self._local_range(position, stop))
+            samples = kind(
+                num_samples, seed, epoch, position, stop, *shard_range(position, stop, self._size, self._index)
+            )
             position = stop
             after = (epoch, position) if position < end else (epoch + 1, 0)
             yield Position(seed, *after, num_samples), samples
 
-    def _local_range(self, start: int, stop: int) -> tuple[int, int]:
-        return shard_range(start, stop, self._size, self._index)
-
     def _read(self, ranges: Iterable[BatchRange]) -> Iterator[Any]:
         """The batches of these samples."""
         if self._input.workers is not None:
-            requests = (Request(samples.seed, samples.epoch, samples.sample_ids()) for samples in ranges)
-            yield from self._input.workers.read(requests)
+            yield from self._input.workers.read(Request(each.seed, each.epoch, each.sample_ids()) for each in ranges)
             return
         for number, samples in enumerate(ranges):
             batch = self._fetch(samples, is_first=number == 0)
@@ -270,11 +271,11 @@ class Feed:
 
     def _fetch(self, samples: BatchRange, *, is_first: bool) -> Any:
         """A batch. The first one shows whether samples draw random numbers: no other code draws while it is read."""
-        source: Any = self._input.source
+        source = in_epoch(self._input.source, samples.seed, samples.epoch)
         if not is_first and not self._uses_rng:
             return fetch(source, samples.sample_ids())
-        options = {"seed": samples.seed, "epoch": samples.epoch, "uses_rng": self._uses_rng}
-        batch, self._uses_rng = fetch_seeded(source, samples.sample_ids(), **options)
+        seeds = {"seed": samples.seed, "epoch": samples.epoch}
+        batch, self._uses_rng = fetch_seeded(source, samples.sample_ids(), **seeds, uses_rng=self._uses_rng)
         return batch
 
     def _stream_batches(self, stream: Stream, start: Position) -> Iterator[tuple[Position, Any]]:
@@ -289,7 +290,8 @@ class Feed:
                 raise DataError(split_batch_problem(start.position, begin, position), where="the feed")
             if upcoming is not None:
                 yield Position(seed, epoch, begin), upcoming
-            samples = InOrderRange(position, seed, epoch, begin, position, *self._local_range(begin, position))
+            local = shard_range(begin, position, self._size, self._index)
+            samples = InOrderRange(position, seed, epoch, begin, position, *local)
             upcoming = Batch.wrap(part.local, samples)
             if isinstance(upcoming, Batch | DictBatch):
                 upcoming.probe, self._has_fingerprint = None if self._has_fingerprint else part.probe, True
@@ -315,12 +317,10 @@ def _state_problems(state: Any, num_samples: int | None) -> list[Problem]:
     if len(numbers) == 4 and numbers[3] is None:
         numbers = numbers[:3]
     if len(numbers) not in (3, 4) or not all(map(argument_checks.is_int, numbers)):
-        got = f"a state {state!r}"
-        return [Problem(got, "(seed, epoch, position, num_samples), the `state` of another feed")]
+        return [Problem(f"a state {state!r}", "(seed, epoch, position, num_samples), the `state` of another feed")]
     position = Position(*numbers)
-    problems = argument_checks.seed_problems(position.seed) + argument_checks.int_problems(
-        "epoch", position.epoch, minimum=0
-    )
+    problems = argument_checks.seed_problems(position.seed)
+    problems += argument_checks.int_problems("epoch", position.epoch, minimum=0)
     if other := _length_mismatch(position, num_samples):
         problems.append(other)
     elif position.position < 0 or (num_samples is not None and position.position >= num_samples):

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from fourfold.feed.sample_rng import seed_generators
 from fourfold.feed.source import fetch
+from fourfold.feed.transform import in_epoch
 from fourfold.words.errors import FourfoldError
 from fourfold.words.task import Source
 
@@ -42,7 +43,8 @@ class _Reader(Dataset[Any]):
     def __getitem__(self, request: Request) -> Any:
         try:
             seeded = functools.partial(seed_generators, request.seed, request.epoch)
-            return fetch(self._source, request.numbers, before_sample=seeded)
+            source = in_epoch(self._source, request.seed, request.epoch)
+            return fetch(source, request.numbers, before_sample=seeded)
         except FourfoldError as error:
             return refused(error)
 

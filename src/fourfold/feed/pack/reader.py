@@ -41,6 +41,8 @@ class Pack:
     sample is read, if its bytes are not what was packed.
     """
 
+    thread_safe = True
+
     def __init__(self, path: str | os.PathLike[str], *, threads: int | None = None, images: bool = True) -> None:
         if problems := int_problems("threads", threads, minimum=1, optional=True):
             raise DataError(problems, where="the pack")
