@@ -1,6 +1,7 @@
 """Laws of transforms: what a sample becomes depends on (seed, epoch, sample) alone."""
 
 import io
+import os
 import pickle
 import random
 import threading
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 import fourfold as ff
-from fourfold.feed.feed import Feed
+from fourfold.feed.feed import Feed, Position
 from fourfold.feed.files.open import open_files
 from fourfold.feed.transform import Transformed
 from fourfold.words.errors import DataError
@@ -40,7 +41,7 @@ def epoch_of(size, batch_size, *, seed=3, epoch=0, position=0, source=SOURCE, tr
     for index in range(size):
         options = {"batch_size": batch_size, "seed": seed, "transform": transform}
         feed = Feed.of_data_rank(source, size=size, index=index, **options)
-        feed.load_state((seed, epoch, position, NUM_SAMPLES))
+        feed.load_state(Position(seed, epoch, position, NUM_SAMPLES))
         found |= by_sample(feed)
     return found
 
@@ -146,3 +147,37 @@ def test_images_are_decoded_and_augmented(tmp_path):
         found.append(torch.cat([inputs for inputs, _ in batches]))
     assert torch.equal(*found)
     assert len({tuple(row.flatten().tolist()) for row in found[0]}) == 12
+
+
+WORKER_FILE = """
+import os, random, torch
+
+def jitter(sample, generator):
+    inputs, number = sample
+    assert os.getpid() != %d
+    return inputs + torch.rand(3, generator=generator), number
+
+def fail(sample, generator):
+    if sample[1] == 7:
+        raise ValueError("no such colour")
+    return sample
+
+def die(sample, generator):
+    os._exit(9)
+"""
+
+
+def test_a_transform_in_processes_gives_what_it_gives_in_threads_and_its_failures_name_the_sample(tmp_path):
+    file = tmp_path / "augment.py"
+    file.write_text(WORKER_FILE % os.getpid())
+    source = Transformed(SOURCE, f"{file}:jitter", threads=2)
+    assert epoch_of(2, 5, source=source, transform=None) == EXPECTED
+    for name, text in (
+        ("fail", "sample 7: ValueError: no such colour"),
+        ("die", r"sample \d+: its worker process ended with code 9"),
+        ("nothing", r"sample \d+: TypeError: .*augment.py has no function nothing"),
+    ):
+        with pytest.raises(DataError, match=text):
+            list(Feed.single_rank(Transformed(SOURCE, f"{file}:{name}", threads=1), batch_size=NUM_SAMPLES))
+    with pytest.raises(DataError, match=r"FILE\.py:name"):
+        Transformed(SOURCE, f"{file}")

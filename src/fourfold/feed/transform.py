@@ -20,25 +20,28 @@ import torch
 from torch.utils.data import IterableDataset
 
 from fourfold.feed.source import CollatedSource
+from fourfold.feed.transform_processes import ProcessTransform, TransformError
 from fourfold.words import argument_checks
 from fourfold.words.errors import DataError, FourfoldError, Problem
 from fourfold.words.task import Source
 
 WHERE = "the transform"
-SampleTransform = Callable[[Any, torch.Generator], Any]
+SampleTransform = Callable[[Any, torch.Generator], Any] | str
 
 
 class Transformed:
     """A source whose samples pass a transform: `transform(source[i], generator)`.
 
-    threads  that transform the samples of a batch; None: one for each core, at most 16
+    transform  a function, which runs in threads, or "FILE.py:name", which runs in processes of its own
+    threads    or processes, that transform the samples of a batch; None: one for each core, at most 16
     Sources are read by one thread, unless they have an attribute `thread_safe` that is true, as `ff.Pack` has.
     Raises DataError for a source without numbered samples; and with the sample for a transform that raises.
     """
 
     def __init__(self, source: Source, transform: SampleTransform, *, threads: int | None = None) -> None:
-        need = "a function (sample, generator) -> sample"
-        problems = argument_checks.callable_problems("transform", transform, need=need)
+        need = "a function (sample, generator) -> sample, or FILE.py:name"
+        is_spec = isinstance(transform, str)
+        problems = [] if is_spec else argument_checks.callable_problems("transform", transform, need=need)
         problems += argument_checks.int_problems("threads", threads, minimum=1, optional=True)
         has_samples = hasattr(source, "__getitem__") and hasattr(source, "__len__")
         if not has_samples or isinstance(source, IterableDataset):
@@ -46,8 +49,9 @@ class Transformed:
             problems.append(Problem(got, "numbered samples, len(source) and source[i]", "the transform in its dataset"))
         if problems:
             raise DataError(problems, where=WHERE)
-        self.source, self.transform = source, transform
         self._num_threads = threads or min(16, os.cpu_count() or 1)
+        self.source = source
+        self.transform = ProcessTransform(transform, self._num_threads) if isinstance(transform, str) else transform
         self._pool: ThreadPoolExecutor | None = None
         self._pool_process = 0
         self._lock = threading.Lock()
@@ -120,6 +124,9 @@ class _EpochView:
             return self._transformed.transform(sample, generator)
         except FourfoldError:
             raise
+        except TransformError as error:
+            got = f"{sample_name(self._transformed.source, index)}: {error}"
+            raise DataError(Problem(got, "a transform that takes every sample"), where=WHERE) from None
         except Exception as error:
             got = f"{sample_name(self._transformed.source, index)}: {type(error).__name__}: {error}"
             raise DataError(Problem(got, "a transform that takes every sample"), where=WHERE) from error
