@@ -1,7 +1,6 @@
 """Laws of transforms: what a sample becomes depends on (seed, epoch, sample) alone."""
 
 import io
-import os
 import pickle
 import random
 import threading
@@ -147,37 +146,3 @@ def test_images_are_decoded_and_augmented(tmp_path):
         found.append(torch.cat([inputs for inputs, _ in batches]))
     assert torch.equal(*found)
     assert len({tuple(row.flatten().tolist()) for row in found[0]}) == 12
-
-
-WORKER_FILE = """
-import os, random, torch
-
-def jitter(sample, generator):
-    inputs, number = sample
-    assert os.getpid() != %d
-    return inputs + torch.rand(3, generator=generator), number
-
-def fail(sample, generator):
-    if sample[1] == 7:
-        raise ValueError("no such colour")
-    return sample
-
-def die(sample, generator):
-    os._exit(9)
-"""
-
-
-def test_a_transform_in_processes_gives_what_it_gives_in_threads_and_its_failures_name_the_sample(tmp_path):
-    file = tmp_path / "augment.py"
-    file.write_text(WORKER_FILE % os.getpid())
-    source = Transformed(SOURCE, f"{file}:jitter", threads=2)
-    assert epoch_of(2, 5, source=source, transform=None) == EXPECTED
-    for name, text in (
-        ("fail", "sample 7: ValueError: no such colour"),
-        ("die", r"sample \d+: its worker process ended with code 9"),
-        ("nothing", r"sample \d+: TypeError: .*augment.py has no function nothing"),
-    ):
-        with pytest.raises(DataError, match=text):
-            list(Feed.single_rank(Transformed(SOURCE, f"{file}:{name}", threads=1), batch_size=NUM_SAMPLES))
-    with pytest.raises(DataError, match=r"FILE\.py:name"):
-        Transformed(SOURCE, f"{file}")
