@@ -1,7 +1,8 @@
-"""Feed: records of a pack in random order, and packing.
+"""Feed: records of a pack in random order, packing, and the orders of samples.
 
     PYTHONPATH=src:. python -m bench.feed records [--rounds 7] [--samples 4000] [--ranks 1]
     PYTHONPATH=src:. python -m bench.feed packing [--rounds 3] [--images 100000]
+    PYTHONPATH=src:. python -m bench.feed orders [--rounds 7]
 
 records: samples of 114,688 B and a label, batches of 64, all in the page cache (read once before). Every round reads
 all samples five times by each kind, one kind after the other; with --ranks 2, two processes read at once, and their
@@ -14,11 +15,11 @@ rates are added.
     one buffer      the same into one buffer of a record, which stays in the processor's cache: no batch is made
 packing: a folder of files of 20 kB; `cp -r` of it, and `ff.pack` with its checksums, to the same disk. cp does not wait
 for the disk, so it is timed with `sync -f` and without; the pack is on the disk when `ff.pack` returns.
+orders: see `bench/feed_orders.py`.
 Law: all kinds read the same records; a ratio is a median over rounds, in which they alternate.
 """
 
 import argparse
-import os
 import shutil
 import statistics
 import subprocess
@@ -35,10 +36,11 @@ import torch
 import xxhash
 from torch.utils.data import DataLoader, Dataset
 
+from bench.feed_orders import run_orders
 from bench.measurement import MB, describe_machine, format_table
 from fourfold.feed.feed import Feed
 from fourfold.feed.files.open import open_files
-from fourfold.feed.pack.files import PackFiles
+from fourfold.feed.pack.files import LocalPlace, PackFiles
 from fourfold.feed.pack.reader import Pack
 from fourfold.feed.pack.writer import pack
 
@@ -90,14 +92,14 @@ def make_records(folder: Path, num_samples: int) -> None:
 
 def preadv_and_hash(folder: Path, *, one_buffer: bool) -> None:
     """The ceiling: what one thread reads and hashes, in random order."""
-    files = PackFiles(folder / "pack")
+    files = PackFiles(LocalPlace(folder / "pack"))
     order = np.random.default_rng(1).permutation(files.manifest.num_records)
     memory = np.zeros(BATCH * RECORD_BYTES, dtype=np.uint8)
     rows = [memory.data[row * RECORD_BYTES : (row + 1) * RECORD_BYTES] for row in range(BATCH)]
     rows = rows[:1] * BATCH if one_buffer else rows
     for start in range(0, len(order), BATCH):
         for row, record in enumerate(files.records(order[start : start + BATCH])):
-            os.preadv(record.file.descriptor, [rows[row]], record.offset)
+            record.file.preadv([rows[row]], record.offset)
             xxhash.xxh3_64_intdigest(rows[row])
 
 
@@ -237,7 +239,7 @@ def run_packing(options: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("part", choices=["records", "packing"])
+    parser.add_argument("part", choices=["records", "packing", "orders"])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--epochs", type=int, default=5, help="in one measurement; processor time has steps of 10 ms")
     parser.add_argument("--samples", type=int, default=4000)
@@ -248,7 +250,10 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--folder", default=None, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    run_records(options) if options.part == "records" else run_packing(options)
+    if options.part == "orders":
+        run_orders(options.rounds)
+    else:
+        run_records(options) if options.part == "records" else run_packing(options)
 
 
 if __name__ == "__main__":

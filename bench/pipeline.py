@@ -1,10 +1,11 @@
 """The pipeline axis: its steps, its messages and its bubble.
 
     python -m bench.pipeline [--only steps edges bubble] [--turns 15] [--microbatches 4 8]
-                             [--schedules 1f1b gpipe interleaved]
+                             [--schedules 1f1b gpipe interleaved zero-bubble]
 
 busy    a stage's own forwards and backwards of a step, without waiting; the slower rank's
-bound   busy · (m + (p − 1)/v)/m, v being the stages of a rank, and the rest of a step's own work, such as updates
+bound   busy · (1 + the formula's bubble), and the rest of a step's own work, such as updates
+formula (p − 1)/(v · m), v being the stages of a rank; of zero-bubble (p − 1)(F + I − 2W)/(m(F + I + W)), at least 0
 bubble  (step − rest − busy)/busy, busy being the mean over ranks
 
 Steps are compared with those of `torch.distributed.pipelining` and with their bound, messages with gloo's. float32,
@@ -15,7 +16,7 @@ Law: Fourfold and torch reach the same losses, and messages arrive as they were 
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from statistics import mean, median
 from typing import NamedTuple
@@ -24,6 +25,8 @@ from bench.data_parallel import middle_half
 from bench.measurement import describe_machine, format_table
 from bench.pipeline_worker import COMPUTES, EDGE, FOURFOLD, GLOO, SHARED, TORCH, Setting
 from bench.process_world import World
+from fourfold.plan.pipeline.bubble import expected_bubble
+from fourfold.plan.pipeline.spec import BlockCosts, PipelineSpec
 
 MODULE = "bench.pipeline_worker"
 RANKS = 2
@@ -32,12 +35,18 @@ STEPS = 3  # of a turn
 TOLERANCE = 1e-4
 TORCH_TARGET, BOUND_TARGET, EDGE_TARGET, BUBBLE_TARGET = 0.95, 1.03, 0.2, 0.03
 EDGE_BYTES = (2**16, 2**18, 2**20, 2**22)
-SCHEDULES = ["1f1b", "gpipe", "interleaved"]
+SCHEDULES = ["1f1b", "gpipe", "interleaved", "zero-bubble"]
 
 
-def bubble_formula(setting: Setting) -> float:
-    """(p − 1)/(v · m)."""
-    return (RANKS - 1) / (setting.num_chunks * setting.microbatches)
+def bubble_formula(setting: Setting, seconds: Mapping[str, float]) -> float:
+    """The bubble that the schedule must have. `seconds`: of the computes, by verb."""
+    if setting.schedule != "zero-bubble":
+        return (RANKS - 1) / (setting.num_chunks * setting.microbatches)
+    costs = BlockCosts(*(seconds[verb] for verb in ("forward", "backward-input", "backward-weight")))
+    spec = PipelineSpec(RANKS, setting.microbatches, max_in_flight=setting.max_in_flight, costs=costs)
+    bubble = expected_bubble("zero-bubble", spec)
+    assert bubble is not None
+    return bubble
 
 
 class StepTurn(NamedTuple):
@@ -47,6 +56,8 @@ class StepTurn(NamedTuple):
     busy: list[float]
     rest: list[float]
     losses: list[float]
+    by_verb: dict[str, float]
+    """Of the busier rank's computes, the seconds of each verb."""
 
     @classmethod
     def of(cls, replies: Sequence[dict]) -> "StepTurn":
@@ -54,16 +65,19 @@ class StepTurn(NamedTuple):
         seconds = median(max(pair) for pair in zip(*(reply["seconds"] for reply in replies), strict=True))
         busy = [[sum(step.get(verb, 0.0) for verb in COMPUTES) for step in reply["busy"]] for reply in replies]
         rest = [[sum(step.values()) for step in reply["busy"]] for reply in replies]
+        busier = max(replies, key=lambda reply: sum(sum(step.values()) for step in reply["busy"]))
+        by_verb = {verb: median(step.get(verb, 0.0) for step in busier["busy"]) for verb in COMPUTES}
         return cls(
             seconds,
             [median(each) for each in busy],
             [median(all_ - own for all_, own in zip(*pair, strict=True)) for pair in zip(rest, busy, strict=True)],
             replies[-1]["losses"],
+            by_verb,
         )
 
     def bound(self, setting: Setting) -> float:
         """The least time of this turn's steps: the busy time, the formula's bubble, and the rest."""
-        return max(self.busy) * (1 + bubble_formula(setting)) + max(self.rest)
+        return max(self.busy) * (1 + bubble_formula(setting, self.by_verb)) + max(self.rest)
 
     @property
     def bubble(self) -> float:
@@ -125,13 +139,13 @@ def measure_steps(setting: argparse.Namespace) -> None:
 
 
 def measure_bubble(setting: argparse.Namespace) -> None:
-    rows = [["4 equal layers", "microbatches", "bubble", "(half of turns)", "(p − 1)/(v · m)", "difference"]]
+    rows = [["4 equal layers", "microbatches", "bubble", "(half of turns)", "formula", "difference"]]
     for schedule in setting.schedules:
         for microbatches in setting.microbatches:
             case = f"layers,{schedule},{microbatches}"
             turns = run_turns((FOURFOLD,), case, setting)
             bubbles = [turn[FOURFOLD].bubble for turn in turns[1:]]
-            formula = bubble_formula(Setting.of(case))
+            formula = median(bubble_formula(Setting.of(case), turn[FOURFOLD].by_verb) for turn in turns[1:])
             difference = median(bubbles) - formula
             judged = f"{difference:+.3f}, {'met' if abs(difference) <= BUBBLE_TARGET else 'missed'}"
             row = [schedule, str(microbatches), f"{median(bubbles):.3f}", middle_half(bubbles), f"{formula:.3f}"]

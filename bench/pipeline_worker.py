@@ -28,7 +28,7 @@ from bench.worker import NUM_BATCHES
 FOURFOLD, TORCH, EDGE = "fourfold", "torch", "edge"
 SHARED, GLOO = "shared memory", "gloo"
 WIDTH, LENGTH, HEADS = 256, 256, 8
-COMPUTES = ("forward", "backward")  # the verbs of a stage's own computes
+COMPUTES = ("forward", "backward", "backward-input", "backward-weight")  # the verbs of a stage's own computes
 
 
 class Layers(nn.Module):
@@ -90,6 +90,11 @@ class Setting(NamedTuple):
         return len(self.blocks) // 2
 
     @property
+    def max_in_flight(self) -> int | None:
+        """Two ranks with three microbatches in flight: H2, whose bubble is zero for equal costs."""
+        return 3 if self.schedule == "zero-bubble" else None
+
+    @property
     def loss(self) -> Callable[[Tensor, Tensor], Tensor]:
         return squared_errors if self.model == "layers" else losses
 
@@ -108,6 +113,7 @@ def fourfold(setting: Setting) -> Step:
         microbatches=setting.microbatches,
         stages=",".join(map(str, setting.blocks)),
         interleave=setting.num_chunks,
+        max_in_flight=setting.max_in_flight,
     )
     step = ff.parallelize(case.build(), setting.loss, optimizer, plan)
     return lambda batch: StepResult(step(batch).loss, step.busy_seconds)
@@ -155,7 +161,8 @@ def by_torch(setting: Setting) -> Step:
     if setting.schedule == "interleaved":
         schedule = ScheduleInterleaved1F1B(stages, setting.microbatches, loss_fn=loss)
     else:
-        kinds = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+        # Its zero-bubble schedules need two stages of a rank; the same cut has 1F1B.
+        kinds = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "zero-bubble": Schedule1F1B}
         schedule = kinds[setting.schedule](stages[0], setting.microbatches, loss_fn=loss)
     optimizer = torch.optim.AdamW(modules.parameters(), lr=case.lr, fused=True)
 

@@ -7,7 +7,7 @@ from fourfold.plan.pipeline.spec import BlockCosts, PipelineSpec
 
 SYNCHRONOUS = ["gpipe", "1f1b", "interleaved", "zero-bubble"]
 COSTS = st.builds(BlockCosts, *[st.integers(1, 5)] * 3)
-ANY_SCHEDULE = st.sampled_from(list(SCHEDULES))
+ANY_SCHEDULE = st.sampled_from([name for name in SCHEDULES if name != "written"])
 
 
 @st.composite

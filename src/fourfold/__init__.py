@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from fourfold.checkpoint.checkpoints import Checkpoints
     from fourfold.feed.dataloader import shard
     from fourfold.feed.feed import Feed
+    from fourfold.feed.formats.open import open_source
+    from fourfold.feed.mixed import Mixed, Weighted
     from fourfold.feed.pack.reader import Pack
     from fourfold.feed.pack.writer import pack
     from fourfold.feed.rows.mongo import mongo
@@ -45,6 +47,7 @@ __all__ = [
     "FourfoldError",
     "LRSchedule",
     "Metrics",
+    "Mixed",
     "Pack",
     "Plan",
     "PlanError",
@@ -52,10 +55,12 @@ __all__ = [
     "TokenRows",
     "TrainStep",
     "Transformed",
+    "Weighted",
     "callbacks",
     "launch",
     "losses",
     "mongo",
+    "open_source",
     "optim",
     "pack",
     "parallelize",
@@ -75,6 +80,7 @@ _MODULE_OF = {
     "Feed": "feed.feed",
     "FourfoldError": "words.errors",
     "Metrics": "step.metrics",
+    "Mixed": "feed.mixed",
     "Pack": "feed.pack.reader",
     "Plan": "plan.plan",
     "PlanError": "words.errors",
@@ -83,8 +89,10 @@ _MODULE_OF = {
     "TokenRows": "feed.token_rows",
     "TrainStep": "step.train_step",
     "Transformed": "feed.transform",
+    "Weighted": "feed.mixed",
     "launch": "launcher.notebook",
     "mongo": "feed.rows.mongo",
+    "open_source": "feed.formats.open",
     "pack": "feed.pack.writer",
     "parallelize": "step.parallelize",
     "shard": "feed.dataloader",

@@ -123,8 +123,8 @@ def test_all_problems_are_reported_at_once(refused: Refused) -> None:
 
 
 def test_what_is_not_built_yet_is_refused(refused: Refused) -> None:
-    message = "recompute = full   need none (other values are not implemented yet)   try recompute = none"
-    assert message in refused("train", "mine.py", "recompute=full")
+    message = "sync = server   need step or local (other values are not implemented yet)   try sync = step or local"
+    assert message in refused("train", "mine.py", "sync=server")
 
 
 def test_an_invalid_mesh_is_refused_and_valid_ones_suggested(refused: Refused) -> None:

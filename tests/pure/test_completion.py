@@ -32,7 +32,7 @@ def test_a_word_is_completed_by_what_may_stand_in_its_place(tmp_path, monkeypatc
     assert {"digits", "lm", "recipe:", "seed=", "length=", *(f"{name}=" for name in FIELDS)} <= set(offered("train "))
     assert offered("show recipe:") == [f"recipe:{name}" for name in recipe_names()]
     assert offered("verify lm zero=") == ["zero=0", "zero=1", "zero=2", "zero=3"]
-    assert offered("train recompute=") == ["recompute=none"]  # what this version can build
+    assert offered("train sync=") == ["sync=local", "sync=step"]  # what this version can build
     assert offered("train fresh=") == ["fresh=false", "fresh=true"]
     assert offered("train mine.py de") == ["depth="]
     assert offered("train mine.py:other br") == ["breadth="]

@@ -173,6 +173,7 @@ ASKED = {
     "index": "of an action",
     "is_causal": "of one call of attention",
     "is_compiled": "of the user's loss function: a compiled one cannot be observed",
+    "is_asynchronous": "chooses the runner of steps, when a TrainStep is made",
     "is_in_backward": "where a dry run has failed",
     "is_mean": "of one call of a loss function",
     "is_model_loss": "refuses a compiled model that computes its own loss",

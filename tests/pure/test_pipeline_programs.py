@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from fourfold.plan.pipeline.checker import program_problems, read_written
 from fourfold.plan.pipeline.rendezvous import as_entries, buffered_deadlock_problems, deadlock_problems, fuse_exchanges
-from fourfold.plan.pipeline.schedules import SCHEDULES, compute_actions
+from fourfold.plan.pipeline.schedules import SCHEDULES, compute_actions, schedule_problems
 from fourfold.plan.pipeline.sends import add_sends
 from fourfold.plan.pipeline.spec import PipelineSpec
 from fourfold.plan.pipeline.timeline_text import timeline_text
@@ -262,3 +262,23 @@ def test_a_deadlock_is_shown_as_a_grid_with_marks():
         "  index 0: F0.0 ▸S0.0 C0.0 B0.0        need V1.0 of index 1",
         "  index 1:      ▸F1.0 V1.0 B1.0 D1.0   need V1.0 in front of it",
     ]
+
+
+def test_a_written_program_that_the_edges_cannot_carry_is_refused():
+    assert problems_of("0: F0.0 F0.1 B0.1 B0.0", pp=1, microbatches=2) == [
+        (
+            "index 0: B0.1 before B0.0",
+            "the microbatches of a stage in order: gradients are complete after the last one",
+        ),
+    ]
+    # The second stage of each place in turn: the activations arrive in another order than they are used.
+    text = "0: F0.0 F2.0 F0.1 F2.1 B2.0 B2.1 B0.0 B0.1\n1: F1.0 F1.1 F3.0 F3.1 B3.0 B3.1 B1.0 B1.1"
+    found = read_written(text, PipelineSpec(2, 2, interleave=2))[1]
+    assert [(each.got, each.need) for each in found] == [
+        ("index 1: V1.1", "V3.0 in its place: index 0 sends in this order"),
+    ]
+    assert compute_actions("written", pp=1, microbatches=1, program="0: F0.0 B0.0") == (
+        (Action(Verb.FORWARD, 0, 0), Action(Verb.BACKWARD, 0, 0)),
+    )
+    (missing,) = schedule_problems("written", pp=2, microbatches=2)
+    assert "program=FILE" in missing.attempt

@@ -11,7 +11,20 @@ from bench.same_compare import Stored, compare_facts, compare_tensors
 from fourfold.plan.plan import Plan
 
 DERIVED = {"dp"}  # from the number of ranks
-NOT_BUILT = {"pp", "tp", "dims", "residual", "schedule", "stages", "interleave", "recompute"}
+NOT_BUILT = {
+    "pp",
+    "tp",
+    "dims",
+    "residual",
+    "schedule",
+    "stages",
+    "interleave",
+    "max_in_flight",
+    "program",
+    "recompute",
+    "edge",
+    "edge_density",
+}
 
 
 @functools.cache

@@ -35,6 +35,7 @@ STEPS = st.builds(
     has_trust_ratios=st.booleans(),
     sync=st.sampled_from(StepSync),
     use_orders=st.none(),
+    bucket_stages=st.just(()),
     measures_nominal_count=st.booleans(),
     stage=st.just(0),
     computes=st.just(()),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from fourfold.feed.feed import Batch
+from fourfold.feed.batches import Batch
 from fourfold.parts.comm.meter import CommMeter
 from fourfold.parts.comm.reduce import collective_fingerprint
 from fourfold.parts.comm.reduce.shared_memory import call_check

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import fourfold as ff
-from fourfold.feed.feed import Batch
+from fourfold.feed.batches import Batch
 from fourfold.plan.sample_order import BatchRange
 from fourfold.step import duplicate_batches
 from fourfold.step.distributed_optimizer import DistributedOptimizer

@@ -19,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fourfold.cli.feed_bench import parse_size, parse_words, run_bench
+from fourfold.feed.batches import Batch
 from fourfold.feed.bench.direct_read import direct_problem
 from fourfold.feed.bench.disk import measure_checkpoint
 from fourfold.feed.bench.emulator import Accelerator
@@ -31,7 +32,7 @@ from fourfold.feed.bench.source import FileSource, Reads
 from fourfold.feed.bench.text import format_result
 from fourfold.feed.bench.throttle import TokenBucket
 from fourfold.feed.bench.workload import Seconds, Workload, open_recipe
-from fourfold.feed.feed import Batch, Position
+from fourfold.feed.feed import Position
 from fourfold.plan.utilization import Window, epoch_window
 from fourfold.report.feed_bench_page import render_feed_bench
 from fourfold.words.errors import DataError, SettingError

@@ -361,7 +361,7 @@ def test_the_loss_of_a_source_equals_that_of_one_batch_with_all_samples(name, dp
 
     def body(comm):
         step = TrainStep(net(), task.loss, sgd, plan=Plan(dp=dp), communicator=comm, clip=None)
-        return evaluate(step, task, source, 4)["loss"]
+        return evaluate(step, task, source, 4).metrics["loss"]
 
     assert threads.run(dp, body) == [pytest.approx(expected, rel=1e-12)] * dp
 

@@ -68,9 +68,9 @@ def test_documents_that_change_or_go_are_named(database):
     source = mongo(URL, "samples", ["label"])
     database.samples.update_one({"_id": rows[2]["_id"]}, {"$set": {"label": 100}})
     database.samples.delete_one({"_id": rows[3]["_id"]})
-    with pytest.raises(DataError, match=f"_id = '{rows[2]['_id']}' has changed"):
+    with pytest.raises(DataError, match=f"_id = '{rows[2]['_id']}' cannot be read: its row has changed"):
         source.fetch([1, 2])
-    with pytest.raises(DataError, match=f"_id = '{rows[3]['_id']}' is gone"):
+    with pytest.raises(DataError, match=f"_id = '{rows[3]['_id']}' cannot be read: its row is gone"):
         source[3]
     assert source[4]["label"] == rows[4]["label"]
 

@@ -13,7 +13,7 @@ from torch import nn
 import fourfold as ff
 from fourfold.checkpoint.read import CheckpointReader
 from fourfold.checkpoint.store import newest_valid
-from fourfold.feed.feed import Batch
+from fourfold.feed.batches import Batch
 from fourfold.feed.source import TensorSource
 from fourfold.plan.checkpoint_manifest import TensorKey, TensorKind
 from fourfold.plan.plan import Plan

@@ -29,6 +29,9 @@ from tests.checkpoint_runs import MemoryLog
 
 CASE = Case(model="lm", batch_sizes=(4, 3, 5), length=8, clip=0.05, microbatches=2)
 INTERLEAVED = {"pp": 2, "schedule": "interleaved", "interleave": 2}
+# A codec's messages depend on the buckets: each parameter has its own.
+CODED: dict[str, Any] = {"dp": 2, "codec": "topk", "codec_density": 0.2, "bucket_bytes": 1}
+CODED_MATRICES = {**CODED, "codec": "powersgd", "zero": 1}
 MESHES: list[dict[str, Any]] = [
     {"dp": 1},
     {"pp": 2, "dp": 2, "zero": 1},
@@ -46,7 +49,7 @@ def make_model(layers: int = 4) -> torch.nn.Module:
 
 
 def make_step(comm: Any, *, layers: int = 4, **fields: Any) -> TrainStep:
-    plan = Plan(bucket_bytes=4_000, **{"microbatches": CASE.microbatches, **fields})
+    plan = Plan(**{"bucket_bytes": 4_000, "microbatches": CASE.microbatches, **fields})
     rules = lm.TENSOR_RULES if plan.tp > 1 else {}
     options = {"clip": CASE.clip, "tensor": rules, "drift_check": 1}
     model = make_model(layers)
@@ -116,7 +119,10 @@ def save(step: TrainStep, folder: Path, ema: EMA | None) -> None:
     manager.wait()
 
 
-@pytest.mark.parametrize(("saved", "resumed"), [*itertools.pairwise(MESHES), (INTERLEAVED, {"pp": 2, "dp": 2})])
+@pytest.mark.parametrize(("saved", "resumed"), [
+    *itertools.pairwise(MESHES), (INTERLEAVED, {"pp": 2, "dp": 2}), ({**CODED, "pp": 2}, CODED),
+    (CODED, {**CODED, **INTERLEAVED}), (CODED_MATRICES, {**CODED_MATRICES, "pp": 2}),
+])  # fmt: skip
 def test_a_checkpoint_of_any_mesh_continues_on_any_other(tmp_path, saved, resumed):
     def first(step):
         ema = EMA(step.weight_shards, 0.5)

@@ -58,6 +58,7 @@ def make_step(comm: Any, model: nn.Module, **fields: Any) -> TrainStep:
     ({"pp": 2, "sp": 2}, 2),
     ({"pp": 2, "dp": 2, "zero": 1, "update": "in_backward"}, 1),
     ({"pp": 2, "schedule": "interleaved", "interleave": 2}, 1),
+    ({"pp": 2, "dp": 2, "schedule": "interleaved", "interleave": 2, "zero": 3, "update": "in_backward"}, 4),
 ])  # fmt: skip
 def test_a_tied_weight_is_trained_as_on_one_device(fields, hosts):
     case = dataclasses.replace(CASE, clip=None if fields.get("update") == "in_backward" else CASE.clip)
@@ -138,3 +139,14 @@ def test_a_checkpoint_of_a_pipeline_has_both_names_of_a_tied_weight(tmp_path):
     losses = threads.run(2, save)[0]
     assert threads.run(1, resume)[0] == pytest.approx(losses, rel=TOLERANCE)
     assert threads.run(2, lambda comm: resume(comm, pp=2))[0] == pytest.approx(losses, rel=TOLERANCE)
+
+
+def test_local_steps_train_a_tied_weight_as_without_stages():
+    def trained(**fields: Any) -> list[oracle.TrainingResult]:
+        def body(comm: Any) -> oracle.TrainingResult:
+            return cases.train_step(CASE, make_step(comm, Tied(), dp=2, sync="local", local_steps=3, **fields))
+
+        return threads.run(2 * fields.get("pp", 1), body)
+
+    expected, *_ = trained()
+    assert all(oracle.deviation(got, expected) <= TOLERANCE for got in trained(pp=2))

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from fourfold.feed.feed import Batch
+from fourfold.feed.batches import Batch
 from fourfold.plan.plan import Plan
 from fourfold.plan.sample_order import BatchRange
 from fourfold.step.model_checks import check_plan_on_ranks

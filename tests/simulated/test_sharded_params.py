@@ -227,10 +227,10 @@ def test_unshard_orders_are_the_same_on_every_rank_and_fixed_once_recorded():
         step = deep(comm, GLOO)
         step(ones(0 if comm.rank == 0 else 2))
         for kind in ("try out", "judge"):
-            del sharded_params_of(step).unshard_orders[kind]
-        recorded = {kind: list(order.buckets) for kind, order in sharded_params_of(step).unshard_orders.items()}
+            del sharded_params_of(step).unshard_orders[kind, 0]
+        recorded = {kind: list(order.buckets) for (kind, _), order in sharded_params_of(step).unshard_orders.items()}
         step(ones())
-        again = {kind: list(order.buckets) for kind, order in sharded_params_of(step).unshard_orders.items()}
+        again = {kind: list(order.buckets) for (kind, _), order in sharded_params_of(step).unshard_orders.items()}
         assert recorded == again
         return recorded
 

@@ -167,9 +167,9 @@ def test_rows_that_change_or_go_are_named_and_others_can_be_read(place):
     keys = [int(source.sample_key(i).removeprefix("id = ")) for i in range(NUM_ROWS)]
     place.run(f"UPDATE {table} SET label = 100 WHERE id = {keys[3]}")
     place.run(f"DELETE FROM {table} WHERE id = {keys[5]}")
-    with pytest.raises(DataError, match=rf"the row with id = {keys[3]} has changed"):
+    with pytest.raises(DataError, match=rf"id = {keys[3]} cannot be read: its row has changed"):
         source.fetch([2, 3])
-    with pytest.raises(DataError, match=rf"the row with id = {keys[5]} is gone"):
+    with pytest.raises(DataError, match=rf"id = {keys[5]} cannot be read: its row is gone"):
         source[5]
     place.run(f"INSERT INTO {table} VALUES ({max(keys) + 1}, NULL, 0, 0)")
     assert len(source) == NUM_ROWS

@@ -21,9 +21,9 @@ def two_stages() -> Blueprint:
     (group,) = whole.groups
 
     def stage(index: int, num_buckets: int) -> DataGroup:
-        buckets = group.stage.buckets[:num_buckets]
+        buckets, own = group.stage.buckets[:num_buckets], tuple(spec._replace(stage=index) for spec in specs)
         return dataclasses.replace(
-            group, ranks=(index,), stage=dataclasses.replace(group.stage, stage=index, buckets=buckets)
+            group, ranks=(index,), stage=dataclasses.replace(group.stage, stage=index, specs=own, buckets=buckets)
         )
 
     return dataclasses.replace(whole, groups=(stage(0, 3), stage(1, 2)))

@@ -1,7 +1,8 @@
 """Each private name of torch that `parts/torch_dispatch.py` uses is there, and does what its function says.
 
 They are torch.utils._python_dispatch, _should_skip_dynamo, _make_wrapper_subclass, torch._C._DisableTorchDispatch,
-_backward_hooks and _post_accumulate_grad_hooks of a tensor, and the _schema of an operation.
+_SetExcludeDispatchKeyGuard, _backward_hooks and _post_accumulate_grad_hooks of a tensor, and the _schema of an
+operation.
 """
 
 import subprocess
@@ -100,3 +101,44 @@ def test_a_dispatch_mode_does_not_import_dynamo():
         assert "torch._dynamo" not in sys.modules
     """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_a_kept_alias_has_the_version_of_the_result_and_not_its_graph():
+    # _SetExcludeDispatchKeyGuard
+    class Keeper(private.EagerDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            if func is aten.mm.default:
+                aliases.append(private.kept_alias(result))
+            return result
+
+    aliases: list[Tensor] = []
+    weight = torch.ones(2, 2, requires_grad=True)
+    with Keeper():
+        product = weight @ weight
+        (alias,) = aliases
+        assert (alias.grad_fn, alias.data_ptr(), alias._version) == (None, product.data_ptr(), product._version)
+        product += 1
+    assert alias._version == product._version == 1
+
+
+def test_products_and_attention_are_what_a_transformer_block_calls_below_autograd():
+    # _grouped_mm, _scaled_dot_product_flash_attention_for_cpu
+    class Recorder(private.EagerDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: set[Any] = set()
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.seen.add(func)
+            return func(*args, **(kwargs or {}))
+
+    x = torch.ones(1, 2, 4, 8, requires_grad=True)
+    with Recorder() as recorder:
+        torch.nn.Linear(8, 8)(x)
+        torch.nn.Linear(8, 8, bias=False)(x)
+        torch.nn.Conv1d(4, 4, 3)(x[0])
+        torch.nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
+        torch.softmax(x @ x.mT, -1)
+    names = {func.overloadpacket.__name__ for func in recorder.seen & private.PRODUCTS_AND_ATTENTION}
+    assert names == {"addmm", "mm", "convolution", "_scaled_dot_product_flash_attention_for_cpu"}

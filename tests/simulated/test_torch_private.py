@@ -126,6 +126,14 @@ def test_a_view_that_autograd_tracks_is_recognized():
     assert not private.is_view(tensor * 2.0)
 
 
+def test_writes_within_preserve_versions_are_not_counted():
+    weight = parameter(3)
+    before = private.version_of(weight)
+    with private.preserve_versions((weight,)), torch.no_grad():
+        weight.add_(1)
+    assert private.version_of(weight) == before
+
+
 def test_hooks_of_a_tensor_are_listed():
     weight = parameter(3)
     assert private.tensor_hooks(weight) == []

@@ -145,4 +145,10 @@ def test_images_are_decoded_and_augmented(tmp_path):
         assert [tuple(inputs.shape) for inputs, _ in batches] == [(5, 3, 16, 16), (5, 3, 16, 16), (2, 3, 16, 16)]
         found.append(torch.cat([inputs for inputs, _ in batches]))
     assert torch.equal(*found)
+    windowed = Feed.single_rank(
+        ff.Pack(tmp_path / "images.pack"), batch_size=12, seed=1, transform=augment, order="windowed", window=1
+    )
+    ((inputs, _),) = windowed  # another order of the same samples
+    assert {tuple(row.flatten().tolist()) for row in inputs} == {tuple(row.flatten().tolist()) for row in found[0]}
+    assert windowed.bytes_read is not None
     assert len({tuple(row.flatten().tolist()) for row in found[0]}) == 12

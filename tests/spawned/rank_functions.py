@@ -327,6 +327,6 @@ def stopped_by_a_callback(folder: str, hook: str) -> dict[str, Any]:
 
 def verdict(**fields: Any) -> dict[str, Any] | None:
     """The result of `fourfold verify` for a plan with these fields, on rank 0."""
-    task = lm.task(width=32, layers=1, length=32, steps=2, batch_size=4, clip=None)
+    task = lm.task(width=32, layers=2, length=32, steps=2, batch_size=4, clip=None)
     result = verify(task, ff.Plan(**fields))
     return None if result is None else {"worst": result.max_deviation, "tensors": len(result.weight_deviations)}

@@ -110,7 +110,7 @@ def test_a_function_of_a_notebook_trains_on_ranks_as_on_one_and_rank_0_prints_in
 
 
 def test_the_first_error_is_raised_with_its_rank_and_the_lines_of_the_cell(outputs: list[str]):
-    assert outputs[2].startswith("rank 1 of 2 failed\nTraceback")
+    assert "rank 1 of 2 failed\nTraceback" in outputs[2]  # gloo may log a line before it
     assert '    raise ValueError(f"bad {lr}")\n' in outputs[2]
     assert outputs[2].endswith("ValueError: bad 0.1\n\n") or outputs[2].endswith("ValueError: bad 0.1\n")
     assert "rank 0 of 2" not in outputs[2]

@@ -10,6 +10,7 @@ from torch import nn
 
 from fourfold.analysis.describe_pipeline import format_pipeline
 from fourfold.analysis.describe_programs import format_ordinal, format_programs, indent, plural
+from fourfold.analysis.describe_recompute import format_recompute
 from fourfold.analysis.describe_sequence import format_sequence
 from fourfold.analysis.describe_tensor import format_tensor
 from fourfold.parts.optim.user_optimizer import build_optimizer
@@ -48,6 +49,8 @@ def show(plan: Plan, task: Task) -> str:
     sections = [_format_plan(plan), _format_buckets(group.buckets, plan)]
     if plan.pp > 1:
         sections.insert(1, format_pipeline(model, blueprint))
+    if plan.recompute != "none":
+        sections.append(format_recompute(model, plan))
     if plan.tp > 1:
         sections.append(format_tensor(model, task.tensor, plan))
     if plan.sp > 1:

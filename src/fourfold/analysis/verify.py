@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fourfold.feed.batches import Batch
 from fourfold.feed.data_input import open_data
-from fourfold.feed.feed import Batch, Feed
+from fourfold.feed.feed import Feed
 from fourfold.parts.comm.init import world
 from fourfold.parts.optim.lr_scheduler import SteppedScheduler
 from fourfold.parts.torch_private import DropoutBase
@@ -75,6 +76,9 @@ def check_verifiable(plan: Plan) -> None:
         need = "statistics of the whole batch"
         got = 'batch_norm = "local": trains differently from one device'
         problems.append(Problem(got, need, 'batch_norm = "sync", or GroupNorm'))
+    if plan.is_asynchronous:
+        got = f"schedule = {plan.schedule}: trains differently from one device"
+        problems.append(Problem(got, "batches that use weights without missing updates", "schedule = 1f1b"))
     if problems:
         raise PlanError(problems, where="the plan to verify")
 
@@ -132,10 +136,11 @@ def _train_on_mesh(
     task: Task, model: nn.Module, plan: Plan, feed: Feed, *, seed: int
 ) -> tuple[dict[str, Tensor], list[float]]:
     """Weights and losses of a training by the plan. Collective."""
+    names = [name for name, _ in model.named_parameters()]  # with pp > 1, the step's model has those of its stages
     step = parallelize(model, task.loss, task.optimizer, plan, clip=task.clip, seed=seed, tensor=task.tensor)
     losses = [step(batch).loss for batch in _batches_with_lr(task, step.optimizer, feed)]
     state = step.state_dict()["model"]
-    return {name: state[name].cpu() for name, _ in step.model.named_parameters()}, losses
+    return {name: state[name].cpu() for name in names}, losses
 
 
 def _train_on_one_device(task: Task, model: nn.Module, feed: Feed) -> tuple[dict[str, Tensor], list[float]]:

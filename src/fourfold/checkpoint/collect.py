@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fourfold.checkpoint.write import Holders, LiveTensor, make_live_parts, make_live_tensor
 from fourfold.feed.feed import Feed
+from fourfold.feed.state_dict import describe_order
 from fourfold.parts.codec.residual import RESIDUAL_KEY
 from fourfold.parts.optim.lr_scheduler import SteppedScheduler
 from fourfold.parts.rank_layout import RankLayout
@@ -28,6 +29,7 @@ from fourfold.plan.checkpoint_manifest import (
 )
 from fourfold.plan.json_state import encode_state
 from fourfold.plan.rng import random_place
+from fourfold.plan.sample_order import PLAIN_ORDERS
 from fourfold.step.ema import EMA
 from fourfold.step.train_step import TrainStep
 from fourfold.words.errors import CheckpointError, Problem
@@ -177,7 +179,11 @@ def data_state(feed: Feed | None) -> DataState | None:
     if feed is None:
         return None
     seed, epoch, position, _ = feed.state
-    return DataState(seed, epoch, position, feed.batch_size, feed.num_samples or 0, feed.order_version)
+    where = seed, epoch, position, feed.batch_size, feed.num_samples or 0
+    order = feed.sample_order
+    if order is None or order.kind in PLAIN_ORDERS:  # as manifests have it since before there were others
+        return DataState(*where, feed.order_version)
+    return DataState(*where, **describe_order(order))
 
 
 def rng_state(step: TrainStep) -> RngState | None:

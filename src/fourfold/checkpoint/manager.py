@@ -27,6 +27,7 @@ from fourfold.checkpoint.write import Snapshot
 from fourfold.checkpoint.writer import CheckpointWriter, SaveRequest, WrittenCheckpoint
 from fourfold.plan.checkpoint_boxes import shard_file_name
 from fourfold.plan.checkpoint_manifest import MANIFEST_VERSION, Manifest
+from fourfold.plan.damaged_samples import DamagedRecord
 
 
 class CheckpointLog(Protocol):
@@ -55,6 +56,7 @@ class TrainingProgress(NamedTuple):
     best       the best value so far of the measure that the best checkpoint is chosen by
     callbacks  the states of the callbacks at this step, on rank 0
     stopped    why the run ends after this step, if a callback asked for it; the same on every rank
+    damaged    the samples that the run has left out because they cannot be read; the same on every rank
     """
 
     step: int = 0
@@ -63,6 +65,7 @@ class TrainingProgress(NamedTuple):
     best: float | None = None
     callbacks: Mapping[str, dict[str, Any]] = {}
     stopped: str | None = None
+    damaged: tuple[DamagedRecord, ...] = ()
 
 
 class OwnState(NamedTuple):
@@ -130,7 +133,8 @@ class CheckpointManager:
         self.saved_step = manifest.step
         losses = [float("nan") if loss is None else loss for loss in manifest.losses]
         valid = {name: float("nan") if value is None else value for name, value in manifest.valid.items()}
-        return TrainingProgress(manifest.step, losses, valid, self._best(manifest), manifest.callbacks)
+        best, damaged = self._best(manifest), manifest.damaged
+        return TrainingProgress(manifest.step, losses, valid, best, manifest.callbacks, damaged=damaged)
 
     def _best(self, manifest: Manifest) -> float | None:
         """The best value so far. Collective if the run now chooses by another measure than before."""
@@ -205,6 +209,7 @@ class CheckpointManager:
             best_metric=self._retention.metric,
             best_mode=self._retention.mode,
             callbacks=dict(progress.callbacks),
+            damaged=progress.damaged,
         )
 
     def take_failures(self) -> list[str]:

@@ -16,6 +16,7 @@ from fourfold.checkpoint.collect import TrainingState, data_state
 from fourfold.checkpoint.read import CheckpointReader
 from fourfold.checkpoint.weights_file import dtype_problems, shape_problems
 from fourfold.feed.feed import Position
+from fourfold.feed.state_dict import ORDER_KEYS, order_problem
 from fourfold.parts.codec.residual import RESIDUAL_KEY
 from fourfold.parts.data.param_access import untracked_access
 from fourfold.parts.dtypes import accumulation_dtype
@@ -25,6 +26,7 @@ from fourfold.plan.checkpoint_boxes import Part, Shape
 from fourfold.plan.checkpoint_manifest import DataState, Manifest, Place, TensorKey, TensorKind
 from fourfold.plan.json_state import decode_state
 from fourfold.plan.rng import generator_seed, random_place, rng_state_to_restore
+from fourfold.plan.sample_order import UNSHUFFLED
 from fourfold.step.saved_state import SavedState
 from fourfold.step.state_validation import optimizer_problems
 from fourfold.step.train_step import TrainStep
@@ -218,10 +220,19 @@ def _data_problems(saved_data: DataState | None, data: DataState | None) -> Iter
     if saved_data is None:
         yield Problem("a checkpoint without a place in the data, and a feed", "one saved with a feed", "feed=None")
         return
-    for field in ("num_samples", "batch_size", "order_version"):
+    for field in ("num_samples", "batch_size"):
         saved, now = getattr(saved_data, field), getattr(data, field)
         if saved != now:
             yield Problem(f"saved with {field.replace('_', ' ')} {saved}, now {now}", "the same data and batches")
+    saved_order, order = _order_of(saved_data), _order_of(data)
+    if saved_order != order:
+        yield order_problem(saved_order, order)
+
+
+def _order_of(data: DataState) -> dict[str, Any]:
+    """The order of the samples, as a feed's state has it."""
+    plain = "in the source's order" if data.order_version == UNSHUFFLED else "global"
+    return dict(zip(ORDER_KEYS, (data.order or plain, data.order_version, data.order_digest), strict=True))
 
 
 def _scheduler_problems(training_state: TrainingState, manifest: Manifest) -> Iterator[Problem]:

@@ -14,17 +14,21 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from fourfold.plan.lr_schedule import LRSchedule
 from fourfold.plan.plan_fields import FIELDS, RENAMED_FIELDS, parse_value
 from fourfold.plan.recipes import RECIPE_PREFIX
 from fourfold.trainer.callbacks.registry import SHIPPED
-from fourfold.trainer.settings import LR_PREFIX, LR_SETTINGS, Setting, Settings, declared_settings, setting
+from fourfold.trainer.declared_settings import Setting, declared_settings, setting
+from fourfold.trainer.settings import LR_PREFIX, LR_SETTINGS, Settings
 from fourfold.words.errors import Problem, SettingError, closest_match
 
 CALLBACK_WORD = "callback"
 RULES_WORD = "tensor"
+PROGRAM_WORD = "program"
+MAX_PROGRAM_BYTES = 2**24
 KEY_VALUE = re.compile(r"(?P<key>[\w.-]+)=(?P<value>.*)", re.DOTALL)
 BOOL_WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 TYPE_TEXTS = {
@@ -258,7 +262,11 @@ def parse_values(values: Mapping[str, str], arguments: Mapping[str, ValueType] |
     problems = []
     for key, text in values.items():
         if key in FIELDS:
-            parsed.plan[key] = parse_value(key, text)
+            try:
+                parsed.plan[key] = _read_program(text) if key == PROGRAM_WORD else parse_value(key, text)
+            except (OSError, UnicodeDecodeError) as error:
+                reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
+                problems.append(Problem(f"{key} = {text}: {reason}", "a file with a line of actions for each pp index"))
             continue
         if key.partition(".")[0] in SHIPPED and "." in key:
             parsed.callback_options[key] = text
@@ -277,6 +285,12 @@ def parse_values(values: Mapping[str, str], arguments: Mapping[str, ValueType] |
     if problems:
         raise SettingError(problems, where="the command line")
     return parsed
+
+
+def _read_program(path: str) -> str:
+    """The text of a written program."""
+    with Path(path).open("rb") as file:
+        return file.read(MAX_PROGRAM_BYTES).decode()
 
 
 def _unknown_key(key: str, text: str, arguments: Mapping[str, ValueType]) -> Problem:

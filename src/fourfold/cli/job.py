@@ -14,7 +14,7 @@ from fourfold.cli import arguments, settings_file, task_loader
 from fourfold.cli.arguments import CALLBACK_WORD, RULES_WORD, LaunchSettings, ParsedValues, ValueType
 from fourfold.cli.callback_loader import check_shipped_callbacks, load_callbacks, options_of_file
 from fourfold.cli.errors import ErrorCollector, nearest_file
-from fourfold.cli.job_checks import check_batch_size, check_fits_memory, check_init, check_tokens
+from fourfold.cli.job_checks import check_batch_size, check_fits_memory, check_init, check_order, check_tokens
 from fourfold.cli.resolved_settings import argument_defaults, format_resolved, json_arguments
 from fourfold.cli.rules_file import read_rules_setting
 from fourfold.cli.task_source import argument_names
@@ -234,6 +234,7 @@ def prepare_job(words: Sequence[str], *, num_processes: int | None = None, has_r
     if data is not None:
         with errors.collect():
             sized = with_sizes(make_settings(job.task, **job.settings), job.task, data)
+            check_order(data, sized)
     with errors.collect():
         check_batch_size(job.task.batch_size if sized is None else sized.batch_size, job.plan)
     with errors.collect():

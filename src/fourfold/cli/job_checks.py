@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from fourfold.cli.errors import is_file, nearest_file
 from fourfold.environment.world import from_environment
 from fourfold.plan.plan import Plan
-from fourfold.words.errors import Problem, SettingError
+from fourfold.words.errors import DataError, Problem, SettingError
 from fourfold.words.task import Task
 
 if TYPE_CHECKING:
@@ -35,12 +35,20 @@ def check_tokens(data: "DataInput", plan: Plan) -> None:
     """Raises TaskError where sp > 1 and the samples have no sequence of tokens to split. Streams are not read here."""
     if plan.sp == 1:
         return
-    from fourfold.feed.source import fetch
+    from fourfold.feed.sample_rng import fetch_one
     from fourfold.feed.stream import Stream
     from fourfold.step.sequence.token_shards import sequence_length
 
     if not isinstance(data.source, Stream):
-        sequence_length(fetch(data.source, [0]))
+        sequence_length(fetch_one(data.source, 0))
+
+
+def check_order(data: "DataInput", settings: "RunSettings") -> None:
+    """Raises DataError where the data cannot have the order of samples that the settings say."""
+    from fourfold.feed.orders import order_problems
+
+    if problems := order_problems(data.source, order=settings.order, window=settings.window, shuffle=None):
+        raise DataError(problems, where="the order of the training data")
 
 
 def check_fits_memory(task: Task, plan: Plan, data: "DataInput", meta_model: Any, settings: "RunSettings") -> None:

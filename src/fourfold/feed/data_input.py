@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, default_collate
 from torch.utils.data.distributed import DistributedSampler
 
-from fourfold.feed.source import CollatedSource
+from fourfold.feed.source import CollatedSource, source_attribute
 from fourfold.feed.stream import Stream
 from fourfold.feed.workers import WorkerPool
 from fourfold.words import argument_checks
@@ -45,7 +45,10 @@ class DataInput:
     @property
     def num_samples(self) -> int | None:
         """Samples of an epoch; None if a stream does not say."""
-        return self.source.num_samples if isinstance(self.source, Stream) else len(self.source)
+        if isinstance(self.source, Stream):
+            return self.source.num_samples
+        own = source_attribute(self.source, "sample_order")  # of a mixture: some samples may come more than once
+        return len(self.source) if own is None else own.num_positions
 
 
 def open_input(given: Any, name: str) -> DataInput:

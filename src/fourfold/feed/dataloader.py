@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from fourfold.feed.feed import dp_size_and_index
+from fourfold.feed.data_rank import dp_size_and_index
 from fourfold.plan.plan import Plan
 from fourfold.plan.sample_order import rows, shard_range
 from fourfold.words import argument_checks

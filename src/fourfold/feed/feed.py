@@ -8,22 +8,31 @@ Law: the local batches of all data ranks together are `plan.sample_order.rows` o
 import logging
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import torch
 from torch.utils.data import DataLoader
 
+from fourfold.feed.batches import Batch, DictBatch
 from fourfold.feed.data_input import DataInput, input_problems, open_input
+from fourfold.feed.data_rank import dp_size_and_index
+from fourfold.feed.expected import read_expected
+from fourfold.feed.feed_options import FeedKeywords, FeedOptions
+from fourfold.feed.orders import choose_order, order_problems
 from fourfold.feed.prefetch import prefetch
+from fourfold.feed.readable import Fetched, check_damage, fetch_readable
 from fourfold.feed.sample_rng import fetch_seeded
-from fourfold.feed.source import CollatedSource, fetch, pin_batch
-from fourfold.feed.source_fingerprint import Fingerprint, fingerprint_of, is_same_sample
+from fourfold.feed.source import CollatedSource, pin_batch
+from fourfold.feed.source_fingerprint import Fingerprint, probe_source
+from fourfold.feed.state_dict import make_state_dict, state_dict_problems
 from fourfold.feed.stream import Stream, StreamPart, split_batch_problem, stream_end_problem
-from fourfold.feed.transform import SampleTransform, in_epoch, transformed
+from fourfold.feed.transform import in_epoch, transformed
 from fourfold.feed.workers import Request
 from fourfold.parts.comm import init
+from fourfold.plan.damaged_samples import DamagedRecord, new_records
+from fourfold.plan.ids_ahead import with_ids
 from fourfold.plan.plan import Plan
-from fourfold.plan.sample_order import ORDER_VERSION, UNSHUFFLED, BatchRange, InOrderRange, num_batches, shard_range
+from fourfold.plan.sample_order import UNSHUFFLED, BatchRange, InOrder, SampleOrder, num_batches, shard_range
 from fourfold.words import argument_checks
 from fourfold.words.errors import DataError, Problem
 from fourfold.words.noop import noop
@@ -46,41 +55,6 @@ class Position(NamedTuple):
 torch.serialization.add_safe_globals([Position])  # torch.load accepts a saved state, with weights_only too
 
 
-class Batch(tuple):
-    """A pair (inputs, targets) with the numbers of its samples, which errors name.
-
-    probe: the fingerprint of the feed's source, on a data rank's first batch if there are several data ranks
-    (`feed/source_fingerprint.py`).
-    data_seconds: how long the loop over the feed waited for it. bytes_read: what was read for it, if the source counts.
-    """
-
-    samples: BatchRange
-    probe: Fingerprint | None = None
-    data_seconds: float | None = None
-    bytes_read: int | None = None
-
-    @classmethod
-    def wrap(cls, values: Any, samples: BatchRange) -> Any:
-        """The pair or dict with the numbers of its samples; other values are returned as they are."""
-        if isinstance(values, Mapping):
-            batch = DictBatch(values)
-        elif type(values) in (tuple, list) and len(values) == 2:
-            batch = cls(values)
-        else:
-            return values
-        batch.samples = samples
-        return batch
-
-
-class DictBatch(dict[str, Any]):
-    """A dict of inputs with the numbers of its samples; see `Batch`."""
-
-    samples: BatchRange
-    probe: Fingerprint | None = None
-    data_seconds: float | None = None
-    bytes_read: int | None = None
-
-
 class NoLengthError(DataError, TypeError):
     """A length of what has none. A TypeError, so that `list(feed)` works without one."""
 
@@ -91,13 +65,18 @@ class Feed:
     source      numbered samples (`len(source)`, `source[i]`), a DataLoader over them, or an IterableDataset
     batch_size  samples of all ranks together; None: that of the DataLoader
     shuffle     a new order in every epoch, by `seed`; None: as the DataLoader says, else True
-    transform   (sample, torch.Generator) -> sample, called in threads: `ff.Transformed(source, transform)`
     drop_last   leave out the samples that remain when no whole batch is left; None: as the DataLoader says, else False
+    order       how samples are shuffled: "global", all of them; "windowed", for slow storage: the files, and within a
+                window of a few files their samples, by the source's `shard_sizes`. None: global, or that of a mixture
+    window      with order = "windowed": how many files are shuffled together
+    transform   (sample, torch.Generator) -> sample, called in threads: `ff.Transformed(source, transform)`
+    bad_samples   how many damaged samples this rank may leave out of its batches; the next one raises
 
     Unless `drop_last`, an epoch's last batch holds the remaining samples; a data rank may then get an empty batch,
     which a step accepts. Samples that draw from torch's, Python's or NumPy's generators draw the same numbers on any
     mesh; such samples are not prefetched, but read when their batch is requested, unless workers of a DataLoader read
-    them. What a DataLoader or a stream loses is logged. Raises DataError for arguments that give no batches.
+    them. What a DataLoader or a stream loses is logged once.
+    Raises DataError for data that cannot be read, an empty source or a batch size below one.
     """
 
     def __init__(
@@ -109,10 +88,12 @@ class Feed:
         seed: int = 0,
         shuffle: bool | None = None,
         drop_last: bool | None = None,
-        transform: SampleTransform | None = None,
+        **options: Unpack[FeedKeywords],
     ) -> None:
+        order, window, bad_samples, transform = FeedOptions(**options)
         source = transformed(source, transform)
         problems = input_problems(source, "source") + argument_checks.seed_problems(seed)
+        problems += argument_checks.int_problems("bad_samples", bad_samples, minimum=0)
         if batch_size is not None or not isinstance(source, DataInput | DataLoader):
             problems += argument_checks.int_problems("batch_size", batch_size, minimum=1)
         problems += argument_checks.instance_problems("plan", plan, Plan, optional=True, attempt="ff.Plan(dp=2)")
@@ -124,25 +105,26 @@ class Feed:
         self._input = open_input(source, "source")
         self._batch_size = int(batch_size or self._input.batch_size or 0)
         self._drops_last = bool(self._input.drop_last if drop_last is None else drop_last)
-        is_stream = isinstance(self._input.source, Stream)
-        self._shuffles = not is_stream and (shuffle if shuffle is not None else self._input.shuffle is not False)
-        if problems := self._size_problems(shuffle):
+        how: dict[str, Any] = {"order": order, "window": window, "shuffle": shuffle}
+        if problems := self._size_problems() + order_problems(self._input.source, **how):
             raise DataError(problems, where="the feed")
+        self._order = choose_order(self._input.source, default_shuffle=self._input.shuffle is not False, **how)
+        self._bad_samples = bad_samples
+        self._damaged: tuple[DamagedRecord, ...] = ()
         self._state = Position(int(seed), 0, 0, self.num_samples)
         self._uses_rng = self._has_fingerprint = False
         self.check_peers: Callable[[], None] = noop
         """Called from time to time while the feed waits for a batch; an error that it raises ends the wait."""
+        self.leaves_damage_to_caller = False
+        """Whether batches leave out any number of damaged samples, which the caller counts over all ranks."""
         if not isinstance(source, DataInput) and init.world().rank == 0:
             for note in self._input.notes:
                 log.warning(note)
 
-    def _size_problems(self, shuffle: bool | None) -> list[Problem]:
+    def _size_problems(self) -> list[Problem]:
         problems = []
         if not self._batch_size:
             problems.append(Problem("no batch_size", "the samples of a global batch", "batch_size=64"))
-        if shuffle and isinstance(self._input.source, Stream):
-            attempt = "a dataset that shuffles itself, such as dataset.shuffle(buffer_size=…) of datasets"
-            problems.append(Problem("shuffle = True, and a stream", "numbered samples to shuffle", attempt))
         length = self.num_samples
         if self._drops_last and length is not None and length < self._batch_size:
             got = f"{length} samples, batch_size = {self._batch_size} and drop_last"
@@ -180,7 +162,13 @@ class Feed:
     @property
     def order_version(self) -> int:
         """The version of the order in which samples come; 0 where they come as the source has them."""
-        return ORDER_VERSION if self._shuffles else UNSHUFFLED
+        return UNSHUFFLED if self.sample_order is None else self.sample_order.version
+
+    @property
+    def sample_order(self) -> SampleOrder | None:
+        """The order in which samples come; None for a stream."""
+        source = self._input.source
+        return None if isinstance(source, Stream) else self._order.make(source)
 
     @property
     def state(self) -> Position:
@@ -198,11 +186,24 @@ class Feed:
             raise DataError(problems, where="the feed")
         self._state = Position(*state)
 
+    def state_dict(self) -> dict[str, Any]:
+        """The state, and of which order, as JSON values: less than 1 kB, whatever the source."""
+        return make_state_dict(self._state._asdict(), self.sample_order)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from the `state_dict` of another feed; see `load_state`.
+
+        Raises DataError if the samples came in another order there: another kind of order, window, shards or weights.
+        """
+        if problems := state_dict_problems(state, self.sample_order):
+            raise DataError(problems, where="the feed")
+        self.load_state(Position(*(state[name] for name in Position._fields)))
+
     def __len__(self) -> int:
         """Batches of an epoch. Raises DataError for a stream that does not say how long it is."""
         if self.num_samples is None:
-            need, attempt = "a stream with a length", "a dataset with __len__, or a loop over the feed that counts"
-            raise NoLengthError(Problem("the length of a feed from a stream", need, attempt))
+            attempt = "a dataset with __len__, or a loop over the feed that counts"
+            raise NoLengthError(Problem("the length of a feed from a stream", "a stream with a length", attempt))
         return num_batches(self.num_samples, self._batch_size, drop_last=self._drops_last)
 
     def __iter__(self) -> Iterator[Any]:
@@ -236,46 +237,64 @@ class Feed:
             return
         if problem := _length_mismatch(start, self.num_samples):
             raise DataError(problem, where="the feed")
-        before, values = self.bytes_read, self._read(samples for _, samples in self._ranges(start))
-        for (after, samples), local in zip(self._ranges(start), values, strict=False):
-            batch = Batch.wrap(local, samples)
+        order, before = self._order.make(self._input.source), self.bytes_read
+        expected = (ids for _, ids in with_ids(samples for _, samples in self._ranges(start, order)))
+        fetched = self._read(samples for _, samples in self._ranges(start, order))
+        fetched = read_expected(self._input.source, fetched, expected)
+        for (after, samples), local in zip(self._ranges(start, order), fetched, strict=False):
+            batch = self._wrap(local, samples)
             if before is not None and isinstance(batch, Batch | DictBatch):
                 batch.bytes_read = (self.bytes_read or 0) - before
             if self._size > 1 and not self._has_fingerprint and isinstance(batch, Batch | DictBatch):
-                self._has_fingerprint, batch.probe = True, self._source_fingerprint(start.seed)
+                self._has_fingerprint, batch.probe = True, self._probe(start.seed)
             before = self.bytes_read
             yield after, batch
 
-    def _ranges(self, start: Position) -> Iterator[tuple[Position, BatchRange]]:
+    def _wrap(self, fetched: Fetched, samples: BatchRange) -> Any:
+        """The batch with its samples. Raises DataError if more are damaged than may be left out."""
+        if not fetched.damaged:
+            return Batch.wrap(fetched.values, samples)
+        self._damaged += new_records(self._damaged, fetched.damaged)
+        batch = Batch.wrap(fetched.values, samples._replace(left_out=tuple(fetched.left_out)), fetched.damaged)
+        if not (self.leaves_damage_to_caller and isinstance(batch, Batch | DictBatch)):
+            check_damage(self._damaged, self._bad_samples)
+        return batch
+
+    def _probe(self, seed: int) -> Fingerprint | None:
+        source: Any = self._input.source
+        return probe_source(source, seed=seed, uses_rng=self._uses_rng)
+
+    def _ranges(self, start: Position, order: SampleOrder) -> Iterator[tuple[Position, BatchRange]]:
         """The samples of each remaining batch of an epoch, with the state after it."""
-        num_samples, (seed, epoch, position, _) = len(self._input.source), start  # pyright: ignore[reportArgumentType]
-        kind = BatchRange if self._shuffles else InOrderRange
+        num_samples, (seed, epoch, position, _) = order.num_positions, start
         end = num_samples - self._batch_size + 1 if self._drops_last else num_samples
         while position < end:
             stop = min(position + self._batch_size, num_samples)
-            samples = kind(
-                num_samples, seed, epoch, position, stop, *shard_range(position, stop, self._size, self._index)
-            )
+            samples = BatchRange(num_samples, seed, epoch, position, stop, *self._local_range(position, stop), order)
             position = stop
             after = (epoch, position) if position < end else (epoch + 1, 0)
             yield Position(seed, *after, num_samples), samples
 
-    def _read(self, ranges: Iterable[BatchRange]) -> Iterator[Any]:
-        """The batches of these samples."""
-        if self._input.workers is not None:
-            yield from self._input.workers.read(Request(each.seed, each.epoch, each.sample_ids()) for each in ranges)
-            return
-        for number, samples in enumerate(ranges):
-            batch = self._fetch(samples, is_first=number == 0)
-            yield pin_batch(batch) if self._input.pins_memory else batch
+    def _local_range(self, start: int, stop: int) -> tuple[int, int]:
+        return shard_range(start, stop, self._size, self._index)
 
-    def _fetch(self, samples: BatchRange, *, is_first: bool) -> Any:
+    def _read(self, ranges: Iterable[BatchRange]) -> Iterator[Fetched]:
+        """The batches of these samples, as far as they can be read."""
+        if self._input.workers is not None:
+            requests = (Request(samples.seed, samples.epoch, ids) for samples, ids in with_ids(ranges))
+            yield from self._input.workers.read(requests)
+            return
+        for number, (samples, ids) in enumerate(with_ids(ranges)):
+            fetched = self._fetch(samples, ids, is_first=number == 0)
+            yield fetched._replace(values=pin_batch(fetched.values)) if self._input.pins_memory else fetched
+
+    def _fetch(self, samples: BatchRange, ids: list[int], *, is_first: bool) -> Fetched:
         """A batch. The first one shows whether samples draw random numbers: no other code draws while it is read."""
         source = in_epoch(self._input.source, samples.seed, samples.epoch)
         if not is_first and not self._uses_rng:
-            return fetch(source, samples.sample_ids())
-        seeds = {"seed": samples.seed, "epoch": samples.epoch}
-        batch, self._uses_rng = fetch_seeded(source, samples.sample_ids(), **seeds, uses_rng=self._uses_rng)
+            return fetch_readable(source, ids)
+        options = {"seed": samples.seed, "epoch": samples.epoch, "uses_rng": self._uses_rng}
+        batch, self._uses_rng = fetch_seeded(source, ids, **options)
         return batch
 
     def _stream_batches(self, stream: Stream, start: Position) -> Iterator[tuple[Position, Any]]:
@@ -290,25 +309,14 @@ class Feed:
                 raise DataError(split_batch_problem(start.position, begin, position), where="the feed")
             if upcoming is not None:
                 yield Position(seed, epoch, begin), upcoming
-            local = shard_range(begin, position, self._size, self._index)
-            samples = InOrderRange(position, seed, epoch, begin, position, *local)
+            local, order = self._local_range(begin, position), InOrder(position)
+            samples = BatchRange(position, seed, epoch, begin, position, *local, order)
             upcoming = Batch.wrap(part.local, samples)
             if isinstance(upcoming, Batch | DictBatch):
                 upcoming.probe, self._has_fingerprint = None if self._has_fingerprint else part.probe, True
         if upcoming is None:
             raise DataError(stream_end_problem(start.position, position, self._batch_size), where="the feed")
         yield Position(seed, epoch + 1, 0), upcoming
-
-    def _source_fingerprint(self, seed: int) -> Fingerprint | None:
-        """The fingerprint of the source's middle sample; None if the sample differs each time it is read."""
-        options = {"seed": seed, "epoch": 0, "uses_rng": self._uses_rng}
-        try:
-            source: Any = self._input.source
-            twice = [fetch_seeded(source, [len(source) // 2], **options)[0] for _ in range(2)]
-        except Exception:  # the batch that holds this sample will raise the error
-            return None
-        first, second = map(fingerprint_of, twice)
-        return first if is_same_sample(first, second) else None
 
 
 def _state_problems(state: Any, num_samples: int | None) -> list[Problem]:
@@ -317,10 +325,12 @@ def _state_problems(state: Any, num_samples: int | None) -> list[Problem]:
     if len(numbers) == 4 and numbers[3] is None:
         numbers = numbers[:3]
     if len(numbers) not in (3, 4) or not all(map(argument_checks.is_int, numbers)):
-        return [Problem(f"a state {state!r}", "(seed, epoch, position, num_samples), the `state` of another feed")]
+        got = f"a state {state!r}"
+        return [Problem(got, "(seed, epoch, position, num_samples), the `state` of another feed")]
     position = Position(*numbers)
-    problems = argument_checks.seed_problems(position.seed)
-    problems += argument_checks.int_problems("epoch", position.epoch, minimum=0)
+    problems = argument_checks.seed_problems(position.seed) + argument_checks.int_problems(
+        "epoch", position.epoch, minimum=0
+    )
     if other := _length_mismatch(position, num_samples):
         problems.append(other)
     elif position.position < 0 or (num_samples is not None and position.position >= num_samples):
@@ -336,15 +346,3 @@ def _length_mismatch(state: Position, num_samples: int | None) -> Problem | None
     got = f"position {state.position} in an epoch of {state.num_samples} samples, and a source of {num_samples} now"
     attempt = f"the source as it was, or ({state.seed}, {state.epoch + 1}, 0), the beginning of the next epoch"
     return Problem(got, "the same number of samples until the epoch is over", attempt)
-
-
-def dp_size_and_index(plan: Plan | None, *, where: str) -> tuple[int, int]:
-    """The size of the data axis and this rank's index on it. Raises DataError for a plan of another number of ranks."""
-    world = init.world()
-    if plan is None:
-        return world.size, world.rank
-    if plan.mesh.size != world.size:
-        got = f"a plan of {plan.mesh.size} ranks in a world of {world.size}"
-        attempt = "the plan that the model is trained with, or no plan: then all ranks are data ranks"
-        raise DataError(Problem(got, "one for each rank", attempt), where=where)
-    return plan.dp, plan.mesh.coordinates(world.rank)["dp"]

@@ -17,7 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fourfold.feed.readable import Fetched, fetch_any, fetch_readable
 from fourfold.feed.source import fetch
+from fourfold.words.errors import DamagedSample
 from fourfold.words.task import Source
 
 
@@ -29,8 +31,10 @@ class GeneratorStates(NamedTuple):
     numpy: Any
 
 
-def fetch_seeded(source: Source, indices: Sequence[int], *, seed: int, epoch: int, uses_rng: bool = False) -> Any:
-    """The batch of these samples, and whether they draw random numbers. `uses_rng`: they are known to.
+def fetch_seeded(
+    source: Source, indices: Sequence[int], *, seed: int, epoch: int, uses_rng: bool = False
+) -> tuple[Fetched, bool]:
+    """The batch of these samples that can be read, and whether they draw random numbers. `uses_rng`: they are known to.
 
     No other code may draw meanwhile. If samples turn out to draw, they are read a second time, seeded.
     """
@@ -38,13 +42,26 @@ def fetch_seeded(source: Source, indices: Sequence[int], *, seed: int, epoch: in
     seeded = functools.partial(seed_generators, seed, epoch)
     try:
         if not uses_rng:
-            batch = fetch(source, indices)
+            batch = fetch_readable(source, indices)
             if are_current(before):
                 return batch, False
-        return fetch(source, indices, before_sample=seeded), True
+        return fetch_readable(source, indices, before_sample=seeded), True
     finally:
         if not are_current(before):
             restore(before)
+
+
+def fetch_one(source: Source, number: int) -> Any:
+    """A batch of sample `number`, or of another one if it is damaged. Advances no generator."""
+    before = generator_states()
+    seeded = functools.partial(seed_generators, 0, 0)
+    try:
+        try:
+            return fetch(source, [number], before_sample=seeded)
+        except DamagedSample:
+            return fetch_any(source, before_sample=seeded)
+    finally:
+        restore(before)
 
 
 def generator_states() -> GeneratorStates:

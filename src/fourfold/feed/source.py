@@ -172,6 +172,11 @@ class CollatedSource:
         return self.dataset[index]
 
 
+def source_attribute(source: Any, name: str) -> Any:
+    """What a source may have besides its samples, such as `shard_sizes`; None if it has not."""
+    return getattr(source.dataset if isinstance(source, CollatedSource) else source, name, None)
+
+
 class TensorSource:
     """Samples held in memory: rows of `inputs` and `targets`."""
 

@@ -11,6 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fourfold.feed.sample_rng import fetch_seeded
+from fourfold.words.task import Source
+
 NUM_SAMPLED_ELEMENTS = 256  # of each tensor, spread evenly
 TOLERANCE = 1e-3  # different processors may round what a source computes differently
 
@@ -51,3 +54,16 @@ def _leaves(batch: Any) -> Iterator[Tensor]:
             yield from _leaves(part)
     elif isinstance(batch, Tensor) and batch.layout is torch.strided and not batch.is_quantized:
         yield batch.detach()
+
+
+def probe_source(source: Source, *, seed: int, uses_rng: bool) -> Fingerprint | None:
+    """The fingerprint of the source's middle sample; None if it is damaged, or differs each time it is read."""
+    options = {"seed": seed, "epoch": 0, "uses_rng": uses_rng}
+    try:
+        twice = [fetch_seeded(source, [len(source) // 2], **options)[0] for _ in range(2)]
+    except Exception:  # the batch that holds this sample will raise the error
+        return None
+    if any(each.damaged for each in twice):
+        return None
+    first, second = (fingerprint_of(each.values) for each in twice)
+    return first if is_same_sample(first, second) else None

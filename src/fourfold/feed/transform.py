@@ -19,13 +19,15 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset
 
-from fourfold.feed.source import CollatedSource
+from fourfold.feed.source import CollatedSource, source_attribute
 from fourfold.feed.transform_processes import ProcessTransform, TransformError
 from fourfold.words import argument_checks
 from fourfold.words.errors import DataError, FourfoldError, Problem
 from fourfold.words.task import Source
 
 WHERE = "the transform"
+# What a source may have besides its samples. Transforms change none of it.
+PASSED_ON = ("bytes_read", "expect_batches", "sample_key", "sample_order", "shard_sizes")
 SampleTransform = Callable[[Any, torch.Generator], Any] | str
 
 
@@ -65,10 +67,10 @@ class Transformed:
     def __reduce__(self) -> tuple[Any, ...]:  # to a worker process of a DataLoader
         return _remake, (self.source, self.transform, self._num_threads)
 
-    @property
-    def bytes_read(self) -> int | None:
-        """Bytes that the source has read, if it counts them."""
-        return getattr(self.source, "bytes_read", None)
+    def __getattr__(self, name: str) -> Any:
+        if name in PASSED_ON:
+            return source_attribute(self.source, name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def in_epoch(self, seed: int, epoch: int) -> "_EpochView":
         """The samples as they are in this epoch."""
@@ -141,7 +143,7 @@ def sample_seed(seed: int, epoch: int, number: int) -> int:
 
 def sample_name(source: Any, index: int) -> str:
     """The number of a sample, and its key if the source has keys."""
-    key = getattr(source, "sample_key", None)
+    key = source_attribute(source, "sample_key")
     return f"sample {index}" if key is None else f"sample {index} ({key(index)})"
 
 

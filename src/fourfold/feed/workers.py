@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from fourfold.feed.readable import Fetched, fetch_readable
 from fourfold.feed.sample_rng import seed_generators
-from fourfold.feed.source import fetch
 from fourfold.feed.transform import in_epoch
 from fourfold.words.errors import FourfoldError
 from fourfold.words.task import Source
@@ -30,8 +30,7 @@ class Request(NamedTuple):
 class _Refused(NamedTuple):
     """An error for people, as a value: torch would put a traceback of the worker into its text."""
 
-    kind: type[FourfoldError]
-    arguments: tuple[Any, str]
+    error: FourfoldError
 
 
 class _Reader(Dataset[Any]):
@@ -44,7 +43,7 @@ class _Reader(Dataset[Any]):
         try:
             seeded = functools.partial(seed_generators, request.seed, request.epoch)
             source = in_epoch(self._source, request.seed, request.epoch)
-            return fetch(source, request.numbers, before_sample=seeded)
+            return fetch_readable(source, request.numbers, before_sample=seeded)
         except FourfoldError as error:
             return refused(error)
 
@@ -66,7 +65,7 @@ class WorkerPool:
         self._requests = _Requests()
         self._loader = copy_loader(loader, _Reader(source), sampler=self._requests)
 
-    def read(self, requests: Iterable[Request]) -> Iterator[Any]:
+    def read(self, requests: Iterable[Request]) -> Iterator[Fetched]:
         """The batches of some requests, in their order; requests are taken ahead of the batches."""
         self._requests.upcoming = requests
         yield from raise_refused(self._loader)
@@ -96,14 +95,13 @@ def raise_refused(batches: Iterable[Any]) -> Iterator[Any]:
     """The batches of workers. Raises the first error for people among them."""
     for batch in batches:
         if isinstance(batch, _Refused):
-            problems, where = batch.arguments
-            raise batch.kind(problems, where=where)
+            raise batch.error
         yield batch
 
 
 def refused(error: FourfoldError) -> Any:
     """An error for people as a worker sends it; `raise_refused` raises it."""
-    return _Refused(type(error), (error.problems, error.where))
+    return _Refused(error)
 
 
 def _identity(batch: Any) -> Any:

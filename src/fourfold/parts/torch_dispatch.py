@@ -10,6 +10,16 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+_ATEN = torch.ops.aten
+_WEIGHT_PRODUCTS = ("mm", "addmm", "linear", "convolution", "_grouped_mm")
+_FUSED_ATTENTION = ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
+PRODUCTS_AND_ATTENTION = frozenset(
+    getattr(_ATEN, name).default
+    for name in (*_WEIGHT_PRODUCTS, *(f"_scaled_dot_product_{each}" for each in _FUSED_ATTENTION))
+    if hasattr(_ATEN, name)
+)
+"""Products of activations with weights, and attention that never holds its scores, as operations below autograd."""
+
 
 class EagerDispatchMode(TorchDispatchMode):
     """A dispatch mode whose first call does not import torch._dynamo (1.25 s) to keep it out of compiled code."""
@@ -55,3 +65,10 @@ def alias_names(part: Any) -> frozenset[str]:
 
 SET_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
 """What a `__torch_function__` gets for `tensor.data = other`."""
+
+
+def kept_alias(result: Tensor) -> Tensor:
+    """Inside of a dispatch mode: the same memory without a graph, and with the same version, to be returned later."""
+    # Below autograd, `detach` would give the alias a version of its own.
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return result.detach()

@@ -73,6 +73,8 @@ def run_backward_under_modes(roots: tuple[Tensor, ...], gradients: tuple[Tensor,
 version_of: Callable[[Tensor], int] = operator.attrgetter("_version")
 """How often a tensor was written in place, as torch counts it."""
 is_view: Callable[[Tensor], bool] = Tensor._is_view
+preserve_versions = torch.autograd.grad_mode._unsafe_preserve_version_counter
+"""`with preserve_versions(tensors)`: writes into these tensors are not counted."""
 
 
 def tensor_hooks(tensor: Tensor) -> list[Callable[[Tensor], Tensor | None]]:

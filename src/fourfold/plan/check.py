@@ -13,7 +13,8 @@ from typing import NamedTuple
 from fourfold.plan.batch_norm import SYNC
 from fourfold.plan.codec import CODECS
 from fourfold.plan.param_spec import ParamSpec
-from fourfold.plan.pipeline.conflicts import NOT_BUILT, interleave_problems, not_built_problems, tie_problems
+from fourfold.plan.pipeline import conflicts
+from fourfold.plan.pipeline.edges import edge_problems
 from fourfold.plan.pipeline.schedules import schedule_problems
 from fourfold.plan.plan import Plan, candidate_meshes
 from fourfold.plan.tensor_residual import SPLIT, WHOLE
@@ -47,17 +48,23 @@ def combination_problems(plan: Plan, *, clip: float | None = None) -> list[Probl
     """Every combination of fields that cannot be carried out, with any model and on any ranks."""
     problems = update_problems(plan, clip) + sync_problems(plan) + precision_problems(plan)
     problems += codec_problems(plan) + batch_norm_problems(plan) + residual_problems(plan)
-    return problems + pipeline_problems(plan)
+    return problems + pipeline_problems(plan, clip)
 
 
-def pipeline_problems(plan: Plan) -> list[Problem]:
-    """What a schedule cannot be made for, and what does not go with interleaved stages."""
+def pipeline_problems(plan: Plan, clip: float | None) -> list[Problem]:
+    """What a schedule cannot be made for, what does not go with it, and edges without stages."""
+    problems = edge_problems(plan.edge, plan.edge_density, plan.pp)
     if plan.pp == 1:
-        return []
+        return problems
     sizes = {"pp": plan.pp, "microbatches": plan.microbatches, "interleave": plan.interleave}
-    zero = plan.zero if plan.num_shards > 1 else 0
-    problems = schedule_problems(plan.schedule, **sizes) + interleave_problems(plan.interleave, zero, plan.update)
-    return problems + not_built_problems({field: getattr(plan, field) for field in NOT_BUILT})
+    problems += schedule_problems(plan.schedule, **sizes, max_in_flight=plan.max_in_flight, program=plan.program)
+    halves = not problems and plan.divides_backward
+    problems += conflicts.recompute_problems(plan.recompute, plan.schedule, divides_backward=halves)
+    if plan.is_asynchronous:
+        problems += conflicts.asynchronous_problems(
+            plan.schedule, {f: getattr(plan, f) for f in conflicts.SYNCHRONOUS_ONLY}, clip
+        )
+    return problems
 
 
 def update_problems(plan: Plan, clip: float | None) -> list[Problem]:
@@ -213,10 +220,11 @@ def param_problems(plan: Plan, specs: Sequence[ParamSpec]) -> list[Problem]:
     if plan.codec != "none" and complex_names:
         got = f'codec = "{plan.codec}" and {", ".join(complex_names[:3])}'
         problems.append(Problem(got, "gradients of real floating-point numbers", 'codec = "none"'))
+    ties = [spec.name for spec in specs if spec.is_tied]
     return (
         problems
         + replica_problems(plan, specs)
-        + tie_problems([spec.name for spec in specs if spec.is_tied], plan.update, plan.sync)
+        + conflicts.tie_problems(ties, plan.update, is_asynchronous=plan.is_asynchronous)
     )
 
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from fourfold.plan.checkpoint_boxes import ELEMENT_BYTES, FILE_NAME_PATTERN, Part, Shape, is_inside, is_tiling, whole
+from fourfold.plan.damaged_samples import DamagedRecord
 from fourfold.plan.decode import is_too_deep
 from fourfold.plan.scheduler_state import SchedulerState
 from fourfold.words.box import Box
@@ -145,11 +146,12 @@ class FirstStepRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     scale: dict[str, float] | None = None
 
 
-class DataState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class DataState(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """How far the data had been read, and in which order.
 
     num_samples    of an epoch; 0 for a stream that does not say
-    order_version  `sample_order.ORDER_VERSION`, or UNSHUFFLED
+    order_version  the version of the order, such as `sample_order.ORDER_VERSION`; UNSHUFFLED without a shuffle
+    order, order_digest   what the order is, and a hash of what it depends on; "": of the global one, or none
     """
 
     seed: int
@@ -158,6 +160,8 @@ class DataState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     batch_size: int
     num_samples: int
     order_version: int
+    order: str = ""
+    order_digest: str = ""
 
 
 class RngState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -189,6 +193,7 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_f
     mesh           the sizes of the mesh's axes; the first manifests have none
     extra          what a loop of its own has added, as `json_state` writes it
     callbacks      the states of the run's callbacks, by their names
+    damaged        the samples that the run has left out because they cannot be read
     """
 
     version: int
@@ -212,6 +217,7 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_f
     best_metric: str = "loss"
     best_mode: str = "min"
     callbacks: dict[str, dict[str, Any]] = {}
+    damaged: tuple[DamagedRecord, ...] = ()
 
 
 class StoredTensor(NamedTuple):

@@ -19,6 +19,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from fourfold.plan.data.buckets import Bucket, Slot
+from fourfold.plan.density import num_sent
 from fourfold.words.errors import PlanError, Problem
 from fourfold.words.layout import Change
 from fourfold.words.layout import collective_sent_bytes as layout_bytes
@@ -152,12 +153,6 @@ def _int8_rounds(spec: CodecSpec, bucket: Bucket, shapes: Shapes) -> tuple[Codec
 
 
 # ---- topk and dct: some of the elements -------------------------------------------------------------------------
-
-
-def num_sent(num_elements: int, density: float) -> int:
-    """How many of the elements are sent: n − ⌊n·η⌋ with η = 1 − density, at least one."""
-    # 0.1 of ten elements is one, not two: the error of binary fractions at the 9th digit is no element.
-    return max(1, min(num_elements, math.ceil(num_elements * density - 1e-9)))
 
 
 class SparseRange(NamedTuple):

@@ -16,6 +16,7 @@ from fourfold.plan.codec import CodecSpec, Combine, codec_rounds, codec_sent_byt
 from fourfold.plan.data.buckets import Bucket, effective_bucket_bytes, make_buckets
 from fourfold.plan.data.step_program import DataStepSpec, StepSync, lower_evaluation, lower_step
 from fourfold.plan.data.transport_request import TransportRequest, request_transport
+from fourfold.plan.data.undrained_program import lower_undrained
 from fourfold.plan.data.zero import (
     RESTING_LAYOUTS,
     RestingLayouts,
@@ -32,6 +33,7 @@ from fourfold.plan.memory import (
     host_memory_use,
 )
 from fourfold.plan.param_spec import ParamSpec
+from fourfold.plan.pipeline.asynchronous import steady_actions
 from fourfold.plan.pipeline.sends import add_sends
 from fourfold.plan.pipeline.ties import add_copies, add_ties
 from fourfold.plan.plan import Plan
@@ -57,6 +59,12 @@ class StageBuckets:
     buckets: tuple[Bucket, ...]
     gradient_buckets: tuple[Bucket, ...]
     """The buckets with the dtypes in which gradients are summed."""
+
+    @property
+    def bucket_stages(self) -> tuple[int, ...]:
+        """By bucket: the stage of the model that computes with it; of interleaved stages, a rank has several."""
+        stage_of = {spec.name: spec.stage for spec in self.specs}
+        return tuple(stage_of[bucket.slots[0].name] for bucket in self.buckets)
 
     @property
     def uncounted_ranges(self) -> list[list[tuple[int, int]]]:
@@ -133,11 +141,13 @@ class Blueprint:
             allows_unused=plan.unused == "allow",
             update=plan.update,
             launch_order=record.launch_orders.get(stage, ()),
+            bucket_stages=group.stage.bucket_stages,
             has_trust_ratios=self.update_spec.is_layerwise and (self.is_sharded or plan.tp > 1),
             sync=StepSync.WEIGHTS if plan.sync == "local" else StepSync.GRADIENTS,
             use_orders=record.use_orders.get(stage),
             stage=stage,
             computes=self._compute_lists[stage] if plan.pp > 1 else (),
+            undrained=self._undrained_lists[stage] if plan.is_asynchronous else (),
         )
 
     @cached_property
@@ -145,6 +155,11 @@ class Blueprint:
         """By place on the pipeline axis: the forwards and backwards of a step, with the messages between stages."""
         lists = add_sends(self.plan.compute_lists, self.plan.num_stages)
         return add_ties(lists) if self._has_ties else lists
+
+    @cached_property
+    def _undrained_lists(self) -> tuple[tuple[Action, ...], ...]:
+        """By place: the forwards and backwards of a step of an asynchronous schedule, with their messages."""
+        return add_sends(steady_actions(self.plan.pipeline_spec), self.plan.num_stages)
 
     @cached_property
     def _evaluation_lists(self) -> tuple[tuple[Action, ...], ...]:
@@ -268,11 +283,16 @@ def _data_group(plan: Plan, stage: StageBuckets, hosts: GroupHosts, update_spec:
 
 
 def _lower_group(spec: DataStepSpec, evaluation: Sequence[Action]) -> tuple[tuple[Action, ...], ...]:
-    """The programs of a rank, in the order of `Programs`. `evaluation`: its forwards, with messages."""
+    """The programs of a rank, in the order of `Programs`. `evaluation`: its forwards, with messages.
+
+    The first step of an asynchronous schedule is drained: it learns what later ones need.
+    """
     local = spec._replace(sync=StepSync.NOTHING) if spec.sync == StepSync.WEIGHTS else spec
     steps = [spec, local]
     steps += [each._replace(measures_nominal_count=True) for each in steps]
     lowered = {each: lower_step(each) for each in steps}
+    if spec.undrained:
+        lowered[spec] = lower_undrained(spec)
     return (*(lowered[each] for each in steps), lower_evaluation(spec, evaluation))
 
 

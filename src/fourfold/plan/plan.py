@@ -13,9 +13,11 @@ from fourfold.plan.batch_split import BatchSplit
 from fourfold.plan.codec import CODECS, CodecSpec
 from fourfold.plan.data.zero import ShardGroups
 from fourfold.plan.decode import DecodeError, from_toml
+from fourfold.plan.pipeline.asynchronous import ASYNCHRONOUS
 from fourfold.plan.pipeline.division import StageSpec
+from fourfold.plan.pipeline.edges import DEFAULT_DENSITY, EdgeSpec
 from fourfold.plan.pipeline.schedules import compute_actions
-from fourfold.plan.pipeline.spec import ComputeLists
+from fourfold.plan.pipeline.spec import ComputeLists, PipelineSpec
 from fourfold.plan.plan_fields import FIELDS, RENAMED_FIELDS, plan_problems, to_builtin
 from fourfold.plan.recipes import RECIPE_PREFIX, recipe_text
 from fourfold.plan.sequence import SequenceSpec
@@ -23,8 +25,10 @@ from fourfold.plan.tensor_dims import TensorSpec
 from fourfold.plan.toml_writer import format_pair
 from fourfold.words.errors import PlanError, Problem
 from fourfold.words.mesh import Mesh
+from fourfold.words.program import Verb
 
 VERSION = 1
+NUM_SHOWN_BATCHES = 4  # of an asynchronous schedule
 
 
 def _applies_with_codec(name: str) -> tuple[str, Callable[["Plan"], bool]]:
@@ -37,6 +41,8 @@ APPLIES_WHEN: dict[str, tuple[str, Callable[["Plan"], bool]]] = {
     "schedule": ("pp above 1", lambda plan: plan.pp > 1),
     "stages": ("pp above 1", lambda plan: plan.pp > 1),
     "interleave": ("pp above 1", lambda plan: plan.pp > 1),
+    "max_in_flight": ("pp above 1", lambda plan: plan.pp > 1),
+    "program": ("schedule = written", lambda plan: plan.pp > 1 and plan.schedule == "written"),
     "dims": ("tp above 1", lambda plan: plan.tp > 1),
     "ring": ("sp above ulysses", lambda plan: plan.sp > plan.ulysses),
     "local_steps": ("sync = local", lambda plan: plan.sync == "local"),
@@ -81,7 +87,11 @@ class Plan:
     schedule: str = "1f1b"
     stages: str = "even"
     interleave: int = 1
+    max_in_flight: int | None = None
+    program: str = ""
     recompute: str = "none"
+    edge: str = "none"
+    edge_density: float = DEFAULT_DENSITY
     ring: str = "zigzag"
     ulysses: int = 1
     residual: str = "whole"
@@ -142,6 +152,12 @@ class Plan:
         if self.sync == "local":
             # Every rank trains on its own between averages, so the number of ranks matters too.
             names += ["sync", "local_steps", "outer_lr", "outer_momentum", "dp"]
+        if self.is_asynchronous:
+            # Batches use weights that miss updates: how many, the number of stages says.
+            names += ["schedule", "pp"]
+        if self.edge != "none":
+            # What is rounded or masked depends on where the boundaries of stages are.
+            names += ["edge", "pp", "stages", "interleave"] + (["edge_density"] if self.edge == "dct" else [])
         on_disk = {new: old for old, new in RENAMED_FIELDS.items()}
         return {on_disk.get(name, name): getattr(self, name) for name in names}
 
@@ -181,10 +197,38 @@ class Plan:
         """How many ranks split layers, and which dims of the weights."""
         return TensorSpec(self.tp, self.dims, self.ulysses, self.residual)
 
-    @property
+    @functools.cached_property
     def compute_lists(self) -> ComputeLists:
-        """By place on the pipeline axis: the forwards and backwards of a step."""
-        return compute_actions(self.schedule, pp=self.pp, microbatches=self.microbatches, interleave=self.interleave)
+        """By place on the pipeline axis: the forwards and backwards of a step that is drained at its end."""
+        return compute_actions("1f1b" if self.is_asynchronous else self.schedule, **self._schedule_sizes)
+
+    @functools.cached_property
+    def undrained_lists(self) -> ComputeLists:
+        """By place: the forwards and backwards of a few steps in a row; of one, if the schedule is synchronous."""
+        num_batches = NUM_SHOWN_BATCHES if self.is_asynchronous else 1
+        return compute_actions(self.schedule, **self._schedule_sizes, num_batches=num_batches)
+
+    @property
+    def _schedule_sizes(self) -> dict[str, Any]:
+        names = ("pp", "microbatches", "interleave", "max_in_flight", "program")
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def pipeline_spec(self) -> PipelineSpec:
+        """What the schedule is made for."""
+        return PipelineSpec(self.pp, self.microbatches, self.interleave, max_in_flight=self.max_in_flight)
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether steps leave backwards to later steps, and batches use weights that miss updates."""
+        return self.pp > 1 and self.schedule in ASYNCHRONOUS
+
+    @property
+    def divides_backward(self) -> bool:
+        """Whether backwards are computed in two halves, those of inputs and those of weights."""
+        return self.pp > 1 and any(
+            action.verb == Verb.BACKWARD_WEIGHT for each in self.compute_lists for action in each
+        )
 
     @property
     def num_stages(self) -> int:
@@ -195,6 +239,11 @@ class Plan:
     def stage_spec(self) -> StageSpec:
         """Into how many stages the model is divided, and how."""
         return StageSpec(self.stages, self.num_stages, self.pp)
+
+    @property
+    def edge_spec(self) -> EdgeSpec:
+        """How messages between stages are encoded."""
+        return EdgeSpec(self.edge, self.edge_density)
 
     @property
     def mesh(self) -> Mesh:

@@ -13,6 +13,7 @@ from typing import Any
 
 from fourfold.plan.codec import CODECS
 from fourfold.plan.pipeline.division import stages_problems
+from fourfold.plan.pipeline.edges import EDGES
 from fourfold.plan.precision import COMPUTE_FORMATS, REDUCE_FORMATS
 from fourfold.plan.sequence import RINGS, ulysses_problem
 from fourfold.plan.tensor_dims import dims_problems
@@ -79,12 +80,14 @@ FIELD_RULES = {
     "shard": FieldRule(int, optional=True, int_maximum=MAX_RANKS),
     "zero": FieldRule(int, choices=(0, 1, 2, 3)),
     "microbatches": FieldRule(int, int_maximum=MAX_RANKS),
-    "schedule": FieldRule(
-        str, choices=("gpipe", "1f1b", "interleaved", "zero-bubble"), supported=("gpipe", "1f1b", "interleaved")
-    ),
+    "schedule": FieldRule(str, choices=("gpipe", "1f1b", "interleaved", "zero-bubble", "pipedream", "2bw", "written")),
     "stages": FieldRule(str),
     "interleave": FieldRule(int, int_maximum=MAX_RANKS),
-    "recompute": FieldRule(str, choices=("none", "selective", "full"), supported=("none",)),
+    "max_in_flight": FieldRule(int, optional=True, int_maximum=MAX_RANKS),
+    "program": FieldRule(str),
+    "recompute": FieldRule(str, choices=("none", "selective", "full")),
+    "edge": FieldRule(str, choices=EDGES),
+    "edge_density": FieldRule(float, float_maximum=1.0),
     "ring": FieldRule(str, choices=RINGS),
     "ulysses": FieldRule(int, int_maximum=MAX_RANKS),
     "residual": FieldRule(str, choices=RESIDUALS),

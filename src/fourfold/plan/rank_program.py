@@ -39,7 +39,7 @@ class RankProgram:
         self.previous_step = dict.fromkeys(itertools.takewhile(_is_before_forward, actions))
         """Updates in front of the first forward belong to the step before: all that they depend on has ended."""
         self.backward_before: dict[Action, Action] = {}
-        """By reduction: the backward that completes its gradients, the last one of its stage in front of it."""
+        """By reduction: the backward that completes its gradients, the last one in front of it."""
         self.unshards_of: dict[Action, list[Action]] = {}
         """By forward or backward: the unshards of weights that it uses, those since the compute action before it."""
         self.update_before: dict[Action, Action] = {}
@@ -55,8 +55,8 @@ class RankProgram:
     def _index(self, actions: Sequence[Action]) -> None:
         updates = {(a.stage, a.index): a for a in actions if a.verb == Verb.UPDATE}
         num_buckets = Counter(stage for stage, _ in updates)
-        last_backward: dict[int, Action] = {}
-        unshards: dict[int, list[Action]] = {}
+        last_backward: Action | None = None
+        unshards: list[Action] = []
         phase_end: Action | None = None
         updated: set[Action] = set()
         for action in actions:
@@ -67,20 +67,20 @@ class RankProgram:
                 elif update in updated:
                     self.update_before[action] = update
             if action.verb == Verb.UNSHARD:
-                unshards.setdefault(action.stage, []).append(action)
+                unshards.append(action)
                 if phase_end is not None:
                     self.phase_before[action] = phase_end
             elif action.verb in (Verb.FORWARD, Verb.BACKWARD, Verb.BACKWARD_INPUT):
-                self.unshards_of[action] = unshards.pop(action.stage, [])
+                self.unshards_of[action], unshards = unshards, []
             elif action.verb == Verb.UPDATE:
                 updated.add(action)
                 self.after_reductions.add(action)
             elif action.verb == Verb.REDUCE:
                 self.after_reductions = {each for each in self.after_reductions if each.stage != action.stage}
-                if action.stage in last_backward:
-                    self.backward_before[action] = last_backward[action.stage]
+                if last_backward is not None:
+                    self.backward_before[action] = last_backward
             if action.verb in (Verb.BACKWARD, Verb.BACKWARD_WEIGHT):
-                last_backward[action.stage] = action
+                last_backward = action
             if lane_of(action) == COMPUTE_LANE and action.verb != Verb.UPDATE:
                 phase_end = action
 

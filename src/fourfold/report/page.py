@@ -6,6 +6,8 @@ Law: what the run has not recorded has no card; a page is written whole, and sho
 from collections.abc import Sequence
 from pathlib import Path
 
+from fourfold.plan.pipeline.asynchronous import ASYNCHRONOUS
+from fourfold.plan.trace_file import Trace
 from fourfold.report import charts, checkpoint_card, faults, segments
 from fourfold.report.comparison import render_comparison
 from fourfold.report.data_card import data_card
@@ -14,7 +16,7 @@ from fourfold.report.html_table import render_text
 from fourfold.report.key_figures import key_figures
 from fourfold.report.memory_card import memory_card
 from fourfold.report.run_record import RunRecord, read_run
-from fourfold.report.step_timeline import action_card, step_card
+from fourfold.report.step_timeline import action_card, step_card, undrained_step_card
 
 REPORT_FILE = "report.html"
 MAX_COLUMNS = 9  # of key figures
@@ -51,7 +53,7 @@ def render_run(record: RunRecord) -> str:
         _checkpoints_and_segments(record),
         render_card(data_card(record.data), wide=True),
         render_card(faults.faults_card(record.faults, record.resumed_steps), wide=True),
-        render_card(step_card(trace), wide=True) if trace else "",
+        render_card(_step_card(record, trace), wide=True) if trace else "",
         *_description(record),
     ]
     body = f'{render_figures(record)}<div class="cards">{"".join(cards)}</div>'
@@ -86,6 +88,11 @@ def _description(record: RunRecord) -> list[str]:
     # The plan is long; the settings and the environment are short, and share the column next to it.
     short_cards = f"{render_card(settings)}{render_card(render_values('Environment', sections['environment']))}"
     return [render_card(render_values("Plan", sections["plan"])), f'<div class="stack">{short_cards}</div>']
+
+
+def _step_card(record: RunRecord, trace: Trace) -> str:
+    is_asynchronous = record.plan.get("pp", 1) > 1 and record.plan.get("schedule") in ASYNCHRONOUS
+    return undrained_step_card(trace) if is_asynchronous else step_card(trace)
 
 
 def _checkpoints_and_segments(record: RunRecord) -> str:

@@ -96,6 +96,22 @@ def step_card(trace: Trace) -> str:
     )
 
 
+def undrained_step_card(trace: Trace) -> str:
+    """The card with the median step of an asynchronous schedule. It is not simulated: what its backwards wait for has
+    been sent in other steps.
+    """
+    step = median_step(trace)
+    measured, lead = measured_timeline(trace, step), _lead_seconds(trace, step)
+    end = (lead + makespan(measured)) * 1e3
+    drawing = lane_chart(_measured_lanes(trace, step, measured, lead), end=end, title=f"Step {step}", x="time, ms")
+    text = (
+        f"Step {step}: {measured_seconds(trace, step) * 1e3:.2f} ms from its first action to its last. "
+        "Its backwards are of microbatches of earlier steps, and stages are in it at different times."
+    )
+    legend = _legend(measured, has_data=any(event.lane == DATA_LANE for event in trace.events))
+    return f'<h2>One step</h2><p>{escape(text)}</p><div class="scroll">{drawing}</div><p class="note">{legend}</p>'
+
+
 def _legend(*timelines: Timeline, has_data: bool) -> str:
     """The categories of the actions drawn, each with its colour, waiting, and the waits for data, if any."""
     drawn = {timed.action.verb for each in timelines for actions in each.values() for timed in actions}

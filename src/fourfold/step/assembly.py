@@ -13,16 +13,23 @@ from torch.optim import Optimizer
 from fourfold.parts.codec.protocol import Codec
 from fourfold.parts.comm import transports
 from fourfold.parts.comm.communicator import Communicator
+from fourfold.parts.comm.edge.compression import make_compression
 from fourfold.parts.comm.meter import CommMeter
 from fourfold.parts.comm.reduce.protocol import ScalarReducer
+from fourfold.parts.comm.row_exchange import make_row_exchange
+from fourfold.parts.comm.tensor.call_check import CALL_ROW
+from fourfold.parts.comm.tensor.single_rank import SingleRankTensorGroup
+from fourfold.parts.deferred_grads import DeferredGrads, WholeBackward
 from fourfold.parts.deferred_init import InitialModel
 from fourfold.parts.optim.user_optimizer import OptimizerSource, build_optimizer
 from fourfold.parts.sequence.sequence_group import connect_sequence
 from fourfold.plan.batch_split import BatchSplit
 from fourfold.plan.check import read_only_reason, step_hook_conflicts
 from fourfold.plan.data.buckets import Bucket
+from fourfold.plan.pipeline.asynchronous import staleness
 from fourfold.plan.plan import Plan
 from fourfold.plan.precision import LossScaler, UnitLossScale
+from fourfold.plan.tensor_residual import WHOLE as RESIDUAL_WHOLE
 from fourfold.step.batch_layout import BatchLayout, SharedByStages, SharedByTensorRanks, TokenShards, WholeSamples
 from fourfold.step.batch_statistics import BatchStatistics, OwnStatistics, SyncedStatistics, batch_norms, make_exchange
 from fourfold.step.collective_calls import CollectiveCalls
@@ -38,16 +45,19 @@ from fourfold.step.nan_guard import NanGuard
 from fourfold.step.objective import Objective
 from fourfold.step.persistent_state import PersistentState
 from fourfold.step.pipeline import axis as pipeline_axis
+from fourfold.step.pipeline.across_steps import make_across_steps, num_channels
 from fourfold.step.pipeline.axis import PipelineAxis, load_own_weights, take_first_ranks_weights, whole_pipeline
 from fourfold.step.pipeline.chain import map_stages
 from fourfold.step.pipeline.dry_run import PipelineDryRun
-from fourfold.step.pipeline.gates import Gates
+from fourfold.step.pipeline.gates import SplitResidual
 from fourfold.step.pipeline.skeleton import make_skeleton
+from fourfold.step.pipeline.weight_versions import WeightVersions
 from fourfold.step.rank_dropout import SplitDropout
+from fourfold.step.recompute import RecomputedBlocks, recomputed_blocks
 from fourfold.step.replica_drift import DriftChecker
 from fourfold.step.sequence.sequence_parallel import SequenceParallel
-from fourfold.step.stage import Stage, pipeline_stage, whole_model_stage
-from fourfold.step.stage_assembly import StageAssembly, lay_out, make_stage
+from fourfold.step.stage import make_chunks
+from fourfold.step.stage_assembly import StageAssembly, Trained, lay_out, make_stage
 from fourfold.step.step_checks import StepChecks
 from fourfold.step.step_options import StepOptions
 from fourfold.step.step_parts import StageParts, StepParts
@@ -113,17 +123,22 @@ def assemble(
     tensor, pipeline, stages = axes = _cut(initial, optimizer, plan, options, world, meter)
     trained = lay_out(model, optimizer, plan, world, options, whole)
     channel = transports.make_world_channel(world, trained.blueprint.topology, plan.transport, meter)
-    statistics = _make_statistics(model, plan, world, meter)
-    chunks = _make_chunks(model, objective, statistics, pipeline, stages)
-    stage = make_stage(trained, world, meter, channel.calls, tensor, chunks)
+    statistics = _make_statistics(model, plan, world, meter, pipeline)
+    halves = DeferredGrads(trained.parameters) if plan.divides_backward else WholeBackward()
+    residual = SplitResidual(tensor.residual.entries, tensor.region)
+    recomputed = _find_recomputed(plan, axes)
+    chunks = make_chunks(model, objective, statistics, pipeline, stages, residual, halves, recomputed)
+    stage = make_stage(trained, world, meter, channel.calls, tensor, chunks, halves)
+    programs = StepPrograms(stage.trained.blueprint, world.rank)
+    stage.parts.gradients.set_launch_order(programs.reduction_order)
     parts = _make_parts(stage, channel.scalars, meter, objective, plan, options, world, axes)
     calls = CollectiveCalls(world, TensorCalls(channel.calls, tensor.group, tensor.ranks))
     return Assembly(
         parts=parts,
-        timing=_make_timing(plan, parts),
-        programs=StepPrograms(stage.trained.blueprint, world.rank),
+        timing=_make_timing(parts, stage.trained, programs, world),
+        programs=programs,
         calls=calls,
-        checks=_make_checks(model, optimizer, plan, options, calls, stage),
+        checks=_make_checks(model, optimizer, plan, options, calls, stage, pipeline.elsewhere),
         split=plan.batch_split,
         batches=_make_batches(model, loss, plan, world, meter, axes, calls.checker, options.seed),
         dry_run=_make_dry_run(pipeline.skeleton, objective, statistics, plan, stage.parts.weights, world),
@@ -167,6 +182,7 @@ def _make_parts(
         loss_scale=LossScaler() if plan.precision == "fp16" else UnitLossScale(),
         totals_of_peers=axes.tensor.totals_of_peers if pipeline.is_last else COMMON_TOTALS,
         edges=pipeline.edges,
+        compression=make_compression(plan.edge_spec, world.device),
         tied=pipeline.tied,
         count_ranks=world.along("pp", "dp", "sp"),
         max_norm=math.inf if options.clip is None else options.clip,
@@ -189,44 +205,29 @@ def _cut(
         transport=plan.transport,
         is_own=lambda name: stages.place_of(name) == ranks.rank,
     )
+    residual = SplitResidual(tensor.residual.entries, tensor.region)
     if ranks.size == 1:
         pipeline = whole_pipeline(model, stages, ranks)
-        return _Axes(tensor, pipeline, PipelineDryRun(model, stages, world))
+        return _Axes(tensor, pipeline, PipelineDryRun(model, stages, world, residual))
     if not tensor.is_cut:
         load_own_weights(initial, stages, ranks)
     skeleton = make_skeleton(model, plan.precision, [tensor.region])
     pipeline = pipeline_axis.cut(model, skeleton, optimizer, stages, ranks, meter, transport=plan.transport)
-    return _Axes(tensor, pipeline, PipelineDryRun(skeleton, stages, world))
+    return _Axes(tensor, pipeline, PipelineDryRun(skeleton, stages, world, residual))
 
 
-def _make_chunks(
-    model: nn.Module,
-    objective: Objective,
-    statistics: BatchStatistics,
-    pipeline: PipelineAxis,
-    dry_run: PipelineDryRun,
-) -> dict[int, Stage]:
-    """This rank's stages, by number in the model."""
-    if not pipeline.is_cut:
-        return {0: whole_model_stage(model, objective, statistics)}
-    last = pipeline.stages.num_stages - 1
-    return {
-        stage: pipeline_stage(
-            model,
-            objective,
-            statistics,
-            Gates(model, pipeline.stages, stage),
-            dry_run,
-            has_loss=stage == last,
-        )
-        for stage in pipeline.stages.stages_at(pipeline.place)
-    }
+def _find_recomputed(plan: Plan, axes: _Axes) -> RecomputedBlocks:
+    tensor, pipeline, _ = axes
+    shares_inputs = plan.recompute == "full" and plan.residual == RESIDUAL_WHOLE
+    group = tensor.group if shares_inputs else SingleRankTensorGroup(tensor.group.meter, pipeline.ranks.device)
+    names = recomputed_blocks(pipeline.skeleton, plan.recompute)
+    return RecomputedBlocks(names, group, is_selective=plan.recompute == "selective")
 
 
 def _take_optimizer(source: OptimizerSource, model: nn.Module, plan: Plan, options: StepOptions) -> Optimizer:
     optimizer = build_optimizer(source, list(model.parameters()))
     check_specs(plan, laid_out_specs(model, optimizer, options.tensor, plan.tensor_spec, plan.stage_spec))
-    check_update_timing(optimizer, plan)
+    check_update_timing(optimizer, plan, skip_nan=options.skip_nan)
     check_user_optimizer(optimizer, step_hook_conflicts(plan))
     refuse_own_state_dict(optimizer)
     return optimizer
@@ -238,7 +239,17 @@ def _make_objective(loss: Callable[[Any, Any], Any] | None, plan: Plan) -> Objec
     return Objective(ModelLoss() if loss is None else UserLoss(loss), is_batch_split=is_batch_split)
 
 
-def _make_timing(plan: Plan, parts: StepParts) -> UpdateTiming:
+def _make_timing(parts: StepParts, trained: Trained, programs: StepPrograms, world: Communicator) -> UpdateTiming:
+    plan = trained.plan
+    if plan.is_asynchronous:
+        spec, stage = plan.pipeline_spec, world.along("pp").rank
+        topology, missed = trained.blueprint.topology, staleness(plan.schedule, spec, stage)
+        channels = [
+            transports.make_world_channel(world, topology, plan.transport, parts.meter).scalars
+            for _ in range(num_channels(spec))
+        ]
+        versions = WeightVersions(trained.parameters, missed)
+        return make_across_steps(parts, programs, versions, channels, spec, stage)
     if plan.update == "in_forward":
         return UpdateInForward(parts, {index: _defer(index, stage, parts) for index, stage in parts.stages.items()})
     return ImmediateUpdates(UPDATE_IN_BACKWARD if plan.update == "in_backward" else UPDATE_AFTER)
@@ -256,6 +267,7 @@ def _make_checks(
     options: StepOptions,
     calls: CollectiveCalls,
     stage: StageAssembly,
+    elsewhere: Sequence[str],
 ) -> StepChecks:
     world = calls.world
     kinds = TRAINED_KINDS if plan.batch_split.has_local_batch_norm else KINDS
@@ -264,7 +276,7 @@ def _make_checks(
         stage.parts.weights,
         stage.sync,
         optimizer_watch=OptimizerWatch(optimizer, step_hook_conflicts(plan)),
-        norms=watch_norms(model, plan),
+        norms=watch_norms(model, plan, elsewhere),
         duplicate_batches=DuplicateBatches(
             options.same_batches,
             data_ranks=plan.mesh.peers(0, "dp"),  # of the ranks that share samples, the first
@@ -297,13 +309,19 @@ def _make_batches(
     if tensor.is_cut:
         rules = CollectiveTensorDryRun(pipeline.skeleton, tensor, world, slices)
         layout = SharedByTensorRanks(layout, tensor_calls, rules)
-    return SharedByStages(layout, pipeline.ranks, stages) if pipeline.is_cut else layout
+    if not pipeline.is_cut:
+        return layout
+    rows = make_row_exchange(pipeline.ranks, "batches", meter, choice=plan.transport, first_length=CALL_ROW)
+    return SharedByStages(layout, tensor_calls, pipeline.ranks, rows, stages)
 
 
-def _make_statistics(model: nn.Module, plan: Plan, world: Communicator, meter: CommMeter) -> BatchStatistics:
+def _make_statistics(
+    model: nn.Module, plan: Plan, world: Communicator, meter: CommMeter, pipeline: PipelineAxis
+) -> BatchStatistics:
     if plan.batch_norm != "sync" or not batch_norms(model):
         return OwnStatistics()
-    return SyncedStatistics(model, make_exchange(world, meter, transport=plan.transport))
+    exchange = make_exchange(world, meter, transport=plan.transport)
+    return SyncedStatistics(model, exchange, skeleton=pipeline.skeleton, elsewhere=pipeline.elsewhere)
 
 
 def _make_dry_run(

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from fourfold.parts.comm.communicator import Communicator
+from fourfold.parts.comm.row_exchange import RowExchange
 from fourfold.plan.sample_order import BatchRange
 from fourfold.step.batch import Microbatch, split_microbatches, unpack_batch
 from fourfold.step.pipeline.dry_run import PipelineDryRun
@@ -113,10 +114,15 @@ class SharedByTensorRanks:
 
 
 class SharedByStages:
-    """The stages of a pipeline need the same batch; `inner` lays it out, `stages` shows how the model is divided."""
+    """The stages of a pipeline need the same batch; `inner` lays it out, `stages` shows how the model is divided.
 
-    def __init__(self, inner: BatchLayout, ranks: Communicator, stages: PipelineDryRun) -> None:
-        self._inner, self._ranks, self._stages = inner, ranks, stages
+    `ranks` have the stages of one model, and exchange `rows`.
+    """
+
+    def __init__(
+        self, inner: BatchLayout, calls: TensorCalls, ranks: Communicator, rows: RowExchange, stages: PipelineDryRun
+    ) -> None:
+        self._inner, self._calls, self._ranks, self._rows, self._stages = inner, calls, ranks, rows, stages
 
     @property
     def needs_dry_run(self) -> bool:
@@ -125,7 +131,7 @@ class SharedByStages:
     def compare(self, batch: Any) -> tuple[Any, Problem | None]:
         batch, problem = self._inner.compare(batch)
         digest = -1 if problem is not None else batch_digest(batch)
-        if len(set(self._ranks.all_gather_json(digest))) == 1:
+        if len(set(self._calls.agree_with_stages(self._rows, self._ranks, digest))) == 1:
             return batch, problem
         return no_samples(batch), problem or batch_mismatch_problem("pp", self._ranks.ranks)
 

@@ -22,6 +22,11 @@ def uses_batch_stats(norm: nn.Module) -> bool:
     return isinstance(norm, BatchNormBase) and (norm.training or norm.running_mean is None)
 
 
+def is_inside(name: str, modules: Sequence[str]) -> bool:
+    """Whether a module is one of these, or is in one of them."""
+    return any(name == each or name.startswith(f"{each}.") for each in modules)
+
+
 def frozen_norms(model: nn.Module) -> list[tuple[str, BatchNormBase]]:
     """The batch normalizations of a model that are frozen now, by name."""
     return [(n, m) for n, m in model.named_modules() if isinstance(m, BatchNormBase) and not uses_batch_stats(m)]
@@ -71,10 +76,13 @@ class FrozenBatchNorms:
 
 
 class SyncBatchNorms:
-    """Batch normalizations whose statistics are of all ranks: they must be in the same modes on all ranks."""
+    """Batch normalizations whose statistics are of all ranks: they must be in the same modes on all ranks.
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
+    Other pipeline stages have the modules `elsewhere`: there, this rank has no running statistics.
+    """
+
+    def __init__(self, model: nn.Module, elsewhere: Sequence[str] = ()) -> None:
+        self._model, self._elsewhere = model, elsewhere
 
     def check(self) -> None:
         pass
@@ -86,10 +94,18 @@ class SyncBatchNorms:
         """In an evaluation only norms without running statistics need other ranks."""
         norms = {name: module for name, module in self._model.named_modules() if isinstance(module, BatchNormBase)}
         if not in_training:
-            return ", with statistics of the batch" if any(n.running_mean is None for n in norms.values()) else ""
-        frozen = [name or "the model" for name, norm in norms.items() if not uses_batch_stats(norm)]
+            return ", with statistics of the batch" if not all(map(self._has_running_stats, norms.items())) else ""
+        frozen = [
+            name or "the model"
+            for name, norm in norms.items()
+            if not norm.training and self._has_running_stats((name, norm))
+        ]
         if not frozen:
             return ", with statistics of the batch"
         digest = zlib.crc32(" ".join(frozen).encode())
         shown = f"{', '.join(frozen[:3])}{f' … ({len(frozen)} of them, checksum {digest:08x})' if frozen[3:] else ''}"
         return f", with frozen batch normalization at {shown}"
+
+    def _has_running_stats(self, named: tuple[str, BatchNormBase]) -> bool:
+        name, norm = named
+        return norm.track_running_stats if is_inside(name, self._elsewhere) else norm.running_mean is not None

@@ -33,7 +33,7 @@ from fourfold.parts.sync_batch_norm import (
     sync_batch_norm,
 )
 from fourfold.parts.torch_private import BatchNormBase, base_batch_norm_forward
-from fourfold.step.batch_norm import uses_batch_stats
+from fourfold.step.batch_norm import is_inside, uses_batch_stats
 from fourfold.step.objective import Objective
 
 
@@ -80,6 +80,10 @@ class BatchStatistics(Protocol):
         """The same in an evaluation."""
         ...
 
+    def evaluates_together(self) -> bool:
+        """Whether ranks need each other in an evaluation, in the present modes of their norms."""
+        ...
+
 
 class OwnStatistics:
     """See `BatchStatistics`: a rank needs no other."""
@@ -102,12 +106,24 @@ class OwnStatistics:
     def evaluate_empty(self, model: nn.Module, objective: Objective) -> None:
         pass
 
+    def evaluates_together(self) -> bool:
+        return False
+
 
 class SyncedStatistics:
     """See `BatchStatistics`: the ranks of `exchange` run each forward together."""
 
-    def __init__(self, model: nn.Module, exchange: StatisticsExchange) -> None:
-        self._model, self._exchange = model, exchange
+    def __init__(
+        self,
+        model: nn.Module,
+        exchange: StatisticsExchange,
+        *,
+        skeleton: nn.Module | None = None,
+        elsewhere: Sequence[str] = (),
+    ) -> None:
+        """`skeleton`: what dry runs call; None: the model. `elsewhere`: modules that other pipeline stages have."""
+        self._model, self._exchange, self._elsewhere = model, exchange, elsewhere
+        self._skeleton = model if skeleton is None else skeleton
 
     def in_forward(self, *, has_samples: bool) -> AbstractContextManager[None]:
         self._exchange.has_samples = has_samples
@@ -118,9 +134,8 @@ class SyncedStatistics:
 
     @contextlib.contextmanager
     def _together(self, end: int) -> Iterator[None]:
-        norms = batch_norms(self._model)
-        # In an evaluation, norms with running statistics need no other rank.
-        if not self._model.training and not any(uses_batch_stats(norm) for _, norm in norms):
+        norms = batch_norms(self._model, self._elsewhere)
+        if not self._model.training and not self.evaluates_together():
             yield
             return
         self._exchange.begin([name for name, _ in norms])
@@ -129,7 +144,7 @@ class SyncedStatistics:
         self._exchange.end(end)
 
     def in_dry_run(self) -> AbstractContextManager[None]:
-        return frozen_statistics(self._model)
+        return frozen_statistics(self._skeleton)
 
     def needs_empty_ranks(self) -> bool:
         return True
@@ -138,8 +153,12 @@ class SyncedStatistics:
         return objective.dummy_loss(model)
 
     def evaluate_empty(self, model: nn.Module, objective: Objective) -> None:
-        if any(uses_batch_stats(norm) for _, norm in batch_norms(model)):
+        if self.evaluates_together():
             objective.dummy_forward(model)
+
+    def evaluates_together(self) -> bool:
+        # Norms with running statistics need no other rank.
+        return any(uses_batch_stats(norm) for _, norm in batch_norms(self._model, self._elsewhere))
 
 
 def make_exchange(world: Communicator, meter: CommMeter, *, transport: str) -> StatisticsExchange:
@@ -148,9 +167,13 @@ def make_exchange(world: Communicator, meter: CommMeter, *, transport: str) -> S
     return StatisticsExchange(rows, world.device)
 
 
-def batch_norms(model: nn.Module) -> list[tuple[str, BatchNormBase]]:
-    """The batch normalizations of a model, by name."""
-    return [(name or "the model", norm) for name, norm in model.named_modules() if isinstance(norm, BatchNormBase)]
+def batch_norms(model: nn.Module, elsewhere: Sequence[str] = ()) -> list[tuple[str, BatchNormBase]]:
+    """The batch normalizations of a model, by name, but for those in these modules."""
+    return [
+        (name or "the model", norm)
+        for name, norm in model.named_modules()
+        if isinstance(norm, BatchNormBase) and not is_inside(name, elsewhere)
+    ]
 
 
 def own_statistics(model: nn.Module) -> AbstractContextManager[None]:

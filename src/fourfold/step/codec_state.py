@@ -10,13 +10,16 @@ How a saved tensor becomes this rank's is the codec's own decision (`Codec.resha
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fourfold.parts.codec.protocol import Codec, SavedRows
+from fourfold.parts.codec.registry import make_codec
 from fourfold.parts.codec.residual import RESIDUAL_KEY
 from fourfold.parts.comm.communicator import Communicator
 from fourfold.parts.tensor.whole_tensors import WholeTensors
 from fourfold.parts.tensor_reader import TensorReader
+from fourfold.plan.codec import CodecSpec
+from fourfold.plan.data.buckets import Bucket
 
 CodecTensors = Mapping[str, Mapping[str, Tensor]]
 
@@ -74,3 +77,15 @@ class CodecState:
         for key, tensor in self.tensors[name].items():
             rows = SavedRows(saved.get(self.saved_key(key), ()), self._communicator.rank, self._communicator.size)
             self._codec_of[name].reshard(key, rows, tensor)
+
+
+def make_codecs(
+    spec: CodecSpec | None, buckets: Sequence[Bucket], parameters: Sequence[Sequence[nn.Parameter]]
+) -> list[Codec]:
+    """One codec for each bucket of gradients; none without a codec in the plan. `parameters`: by bucket and slot."""
+    if spec is None:
+        return []
+    return [
+        make_codec(spec, bucket, [tuple(p.shape) for p in params], device=params[0].device)
+        for bucket, params in zip(buckets, parameters, strict=True)
+    ]

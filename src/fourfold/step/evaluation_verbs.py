@@ -12,7 +12,7 @@ from fourfold.words.program import Action, Verb
 def evaluate(step: StepState, action: Action) -> None:
     """The outputs and the loss of a batch, without training."""
     stage, part = step.stage(action.stage), step.microbatches[action.index]
-    with stage.weights.unsharded("evaluate"):
+    with stage.weights.unsharded("evaluate", action.stage):
         if part.num_samples:
             output = stage.chunks[action.stage].forward(part, received(step, action))
             end_forward(step, action, output)

@@ -52,9 +52,6 @@ class Executor:
         _walk(program, step, INFERENCE)
 
     def _begin(self, step: StepState) -> None:
-        for stage in step.parts.stages.values():
-            stage.gradients.drop_grads()
-            stage.gradients.begin_step()
         step.parts.sync.begin_step()
         self._timing.begin_step(step)
 

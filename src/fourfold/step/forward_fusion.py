@@ -69,18 +69,26 @@ class DeferredUpdates:
         self._was_accessed = [True] * self._num_reported
 
     @contextlib.contextmanager
-    def in_forward(self) -> Iterator[None]:
-        """Inside, an access runs the updates that are due; at the end no update is pending."""
+    def in_forward(self, buckets: Sequence[int]) -> Iterator[None]:
+        """Inside, a stage runs, which computes with these buckets: an access runs the updates that are due.
+
+        At the end none of theirs is pending.
+        """
         if not self.has_pending:
             yield
             return
-        self._was_accessed = [False] * self._num_reported
+        last = max(map(self._position.__getitem__, buckets), default=-1)
+        if last >= self._num_updated and self._num_reported:
+            for bucket in buckets:
+                self._was_accessed[bucket] = False
         self._in_forward = True
         try:
             yield
         finally:
             self._in_forward = False
-        self._run_pending()
+        self._update_up_to(last)
+        if self._num_updated == len(self._order):
+            self._run_pending()
 
     def finish(self) -> None:
         """Run the pending updates. With weights shared on a host, returns when all its ranks have."""
@@ -95,12 +103,12 @@ class DeferredUpdates:
             self._stage.gatherer.end_step()
             self._stage.optimizer.set_options_frozen(frozen=False)
 
-    def check_missed_accesses(self) -> None:
-        """Raise TrainingError if backward has reached a bucket and forward reported no access to it."""
+    def check_missed_accesses(self, buckets: Sequence[int]) -> None:
+        """Raise TrainingError if backward has reached one of these buckets and forward reported no access to it."""
         missed = [
             name
-            for bucket, was_accessed in enumerate(self._was_accessed)
-            if not was_accessed and (name := self._stage.gradients.countdown.first_reached(bucket))
+            for bucket in buckets[: self._num_reported]
+            if not self._was_accessed[bucket] and (name := self._stage.gradients.countdown.first_reached(bucket))
         ]
         if missed:
             got = f"a use of {missed[0]} that torch did not report: forward used the weights before their update"

@@ -101,7 +101,7 @@ class GradAverager:
     def finish_backward(self) -> None:
         """After a backward: reduce what earlier ones have left, too. Raises TrainingError for missing gradients."""
         self._gradients.store_leftover_grads()
-        self._gradients.check_all_reached()
+        self._gradients.check_all_reached(range(self.num_buckets))
         self.launch_all()
 
     def launch_all(self) -> None:

@@ -4,6 +4,7 @@ round    the reductions after one backward, or after the last one of a step
 Law: every microbatch's gradient is in exactly one round, and every rank has the same rounds.
 """
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from fourfold.parts.data.gradients import Gradients
@@ -12,8 +13,11 @@ from fourfold.parts.data.gradients import Gradients
 class GradRounds(Protocol):
     """The rounds of a stage. Microbatches are numbered from 0; the last one may be empty on this rank."""
 
-    def begin_backward(self, gradients: Gradients, index: int, last_nonempty: int) -> None:
-        """The backward of microbatch `index` begins; `last_nonempty` is the last one with samples on this rank."""
+    def begin_backward(self, gradients: Gradients, buckets: Sequence[int], index: int, last_nonempty: int) -> None:
+        """The backward of microbatch `index` begins, which gives gradients of these buckets.
+
+        `last_nonempty` is the last microbatch with samples on this rank.
+        """
         ...
 
     def ends_with(self, index: int, num_microbatches: int) -> bool:
@@ -28,7 +32,7 @@ class GradRounds(Protocol):
 class OneRound:
     """Gradients are added up over the microbatches, and reduced once."""
 
-    def begin_backward(self, gradients: Gradients, index: int, last_nonempty: int) -> None:
+    def begin_backward(self, gradients: Gradients, buckets: Sequence[int], index: int, last_nonempty: int) -> None:
         gradients.countdown.is_last_backward = index == last_nonempty
 
     def ends_with(self, index: int, num_microbatches: int) -> bool:
@@ -41,9 +45,8 @@ class OneRound:
 class RoundEveryBackward:
     """Gradients rest split: every backward is followed by reductions, which add to this rank's shard."""
 
-    def begin_backward(self, gradients: Gradients, index: int, last_nonempty: int) -> None:
-        if index:
-            gradients.begin_round()
+    def begin_backward(self, gradients: Gradients, buckets: Sequence[int], index: int, last_nonempty: int) -> None:
+        gradients.begin_round(buckets, index)
         gradients.countdown.is_last_backward = True
 
     def ends_with(self, index: int, num_microbatches: int) -> bool:

@@ -53,3 +53,8 @@ class ScaledInUpdate:
 
     def clip(self, coefficient: float, reducers: Iterable[GradReducer]) -> float:
         return coefficient
+
+
+def make_scaling(*, is_whole: bool, converts_grads: bool) -> GradScaling:
+    """`is_whole`: states rest whole. `converts_grads`: the update reads every gradient to convert it anyway."""
+    return ScaledSums() if is_whole and not converts_grads else ScaledInUpdate()

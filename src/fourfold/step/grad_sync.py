@@ -7,14 +7,17 @@ Law: after a sync all ranks have the same weights.
 from collections.abc import Mapping
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from fourfold.parts.comm.communicator import Communicator
+from fourfold.parts.comm.reduce.protocol import ScalarReducer
 from fourfold.parts.comm.tensor.protocol import TensorGroup
-from fourfold.parts.data.gradients import Gradients, launch_all
+from fourfold.parts.data.gradients import Gradients, launch_complete
 from fourfold.parts.data.local_sgd import LocalSGD
 from fourfold.parts.data.weight_edits import WeightEdits
 from fourfold.parts.tensor_reader import TensorReader
+from fourfold.words.program import LOSS
 
 
 class GradSync(Protocol):
@@ -24,7 +27,11 @@ class GradSync(Protocol):
     """After so many steps, and so many more, all ranks have the same weights."""
 
     def loss_count(self, total: float, local: float | Tensor) -> float:
-        """The loss elements that this rank's gradient is of: those of all ranks, or its own."""
+        """The loss elements that this rank's gradient is of: those of all ranks, or of its worker."""
+        ...
+
+    def is_count_ready(self, scalars: ScalarReducer) -> bool:
+        """Whether the totals, which `scalars` sum, and `loss_count` are known without waiting for another rank."""
         ...
 
     def nominal_count(self, total: float) -> float:
@@ -44,11 +51,11 @@ class GradSync(Protocol):
     def begin_step(self) -> None: ...
 
     def end_backward(self, gradients: Gradients, factor: float | None) -> None:
-        """The last backward of the step has ended."""
+        """The last backward of a round has ended: its buckets are complete."""
         ...
 
-    def count_losses(self, local: float | Tensor, total: float) -> None:
-        """The step's first update is about to be made, with a gradient of so many loss elements."""
+    def count_losses(self, own: float, total: float) -> None:
+        """The step's first update is about to be made, with a gradient of `own` loss elements: see `loss_count`."""
         ...
 
     def push(self, bucket: int) -> None:
@@ -95,6 +102,9 @@ class SumEveryStep:
     def loss_count(self, total: float, local: float | Tensor) -> float:
         return total
 
+    def is_count_ready(self, scalars: ScalarReducer) -> bool:
+        return scalars.is_ready(LOSS)
+
     def nominal_count(self, total: float) -> float:
         return total
 
@@ -109,9 +119,9 @@ class SumEveryStep:
         pass
 
     def end_backward(self, gradients: Gradients, factor: float | None) -> None:
-        gradients.countdown.complete_all()  # the program's reductions launch them
+        pass  # the program's reductions launch them
 
-    def count_losses(self, local: float | Tensor, total: float) -> None:
+    def count_losses(self, own: float, total: float) -> None:
         pass
 
     def push(self, bucket: int) -> None:
@@ -146,17 +156,29 @@ class SumEveryStep:
 class LocalSteps:
     """Each worker trains with its own gradients; every few steps the workers average their weights.
 
-    A worker is a data rank, or the tensor ranks that hold its model together: each of these averages its own part of
-    the weights.
+    A worker is a data rank, or the tensor ranks and the stages that hold its model together: each of these averages its
+    own part of the weights. Only the last stage counts loss elements.
     """
 
-    def __init__(self, local_sgd: LocalSGD, num_workers: int, tensor_group: TensorGroup, interval: int) -> None:
+    def __init__(
+        self, local_sgd: LocalSGD, num_workers: int, tensor_group: TensorGroup, stages: Communicator, interval: int
+    ) -> None:
+        """`stages`: the ranks that differ from this one on the pipeline axis only."""
         self._local_sgd, self._num_workers, self.interval = local_sgd, num_workers, interval
-        self._tensor_group = tensor_group
+        self._tensor_group, self._stages = tensor_group, stages
         self._has_pulled = False
 
     def loss_count(self, total: float, local: float | Tensor) -> float:
-        return float(local)
+        return self._over_stages(torch.tensor(float(local), dtype=torch.float64))
+
+    def is_count_ready(self, scalars: ScalarReducer) -> bool:
+        return self._stages.size == 1 and scalars.is_ready(LOSS)
+
+    def _over_stages(self, addend: Tensor) -> float:
+        """The sum over the stages of this worker. Collective among them."""
+        on_device = addend.to(self._stages.device)
+        self._stages.all_reduce(on_device)
+        return on_device.item()
 
     def nominal_count(self, total: float) -> float:
         return total / self._num_workers
@@ -166,17 +188,17 @@ class LocalSteps:
 
     def norms(self, total_squares: float, own_squares: Tensor, factor: float) -> tuple[float, float]:
         of_worker = self._tensor_group.all_gather(own_squares.reshape(1), 0).sum()
-        return of_worker.item() ** 0.5, (total_squares / self._num_workers) ** 0.5
+        return self._over_stages(of_worker) ** 0.5, (total_squares / self._num_workers) ** 0.5
 
     def begin_step(self) -> None:
         self._has_pulled = False
         self._local_sgd.begin_step()
 
     def end_backward(self, gradients: Gradients, factor: float | None) -> None:
-        launch_all(gradients, factor)  # the program has no reductions
+        launch_complete(gradients, factor)  # the program has no reductions
 
-    def count_losses(self, local: float | Tensor, total: float) -> None:
-        self._local_sgd.add_loss_counts(float(local), total)
+    def count_losses(self, own: float, total: float) -> None:
+        self._local_sgd.add_loss_counts(own, total)
 
     def push(self, bucket: int) -> None:
         self._local_sgd.push(bucket)

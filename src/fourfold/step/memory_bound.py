@@ -15,7 +15,7 @@ from torch import nn
 
 from fourfold.environment.host_memory import available_bytes
 from fourfold.feed.data_input import open_input
-from fourfold.feed.sample_rng import fetch_seeded
+from fourfold.feed.sample_rng import fetch_one
 from fourfold.feed.source import CollatedSource
 from fourfold.feed.stream import Stream
 from fourfold.parts.optim.user_optimizer import build_optimizer
@@ -114,8 +114,9 @@ def measure_bound(
     batch = _sample_bytes(source) / plan.dp
     if pool.has_model:
         weights, model_bytes = _model_bytes(task, plan, model, pool)
-        if num_samples * batch >= pool.num_bytes * MIN_BATCH_FRACTION and not isinstance(source, Stream):
-            inputs = fetch_seeded(source, [0], seed=0, epoch=0)[0][0]
+        is_kept = plan.recompute == "none"  # else less is kept, and how much is not measured
+        if is_kept and num_samples * batch >= pool.num_bytes * MIN_BATCH_FRACTION and not isinstance(source, Stream):
+            inputs = fetch_one(source, 0)[0]
             is_half_precision = plan.precision != "keep"
             per_sample = activation_bytes_per_sample(model, inputs, is_half_precision=is_half_precision)
             activations = per_sample / (plan.dp * plan.sp * plan.tp)  # at least: with tp, not all of them are split
@@ -134,7 +135,7 @@ def _sample_bytes(source: Source | Stream) -> int:
     last = len(source) - 1
     numbers = sorted({0, last // 2, last}) if hasattr(source, "fetch") or isinstance(source, CollatedSource) else [0]
     try:
-        return min(_tensor_bytes(fetch_seeded(source, [number], seed=0, epoch=0)[0]) for number in numbers)
+        return min(_tensor_bytes(fetch_one(source, number)) for number in numbers)
     except FourfoldError:
         raise
     except Exception:  # the source's own error; the step that reads the sample raises it with rank and step

@@ -1,5 +1,6 @@
 """Messages: what a stage sends to its neighbours and receives from them, as verbs.
 
+kept  what both ends of an edge remember of a message until the gradients come back: `parts/comm/edge/compression.py`
 Law: a microbatch without samples has no messages; all stages know its size.
 """
 
@@ -19,21 +20,26 @@ def receive_forward(step: StepState, action: Action) -> None:
     """The activations of a microbatch, from the stage before; of one without samples there are none."""
     edge = step.parts.edges.from_previous
     if step.microbatches[action.index].num_samples and edge is not None:
-        step.received[action.stage, action.index] = edge.receive()
+        tensors, kept = step.parts.compression.unpack(edge.receive())
+        step.received[action.stage, action.index] = tensors
+        step.kept[action.stage - 1, action.index] = kept
 
 
 def send_forward(step: StepState, action: Action) -> None:
     """The outputs of a microbatch, to the next stage."""
     edge = step.parts.edges.to_next
     if step.microbatches[action.index].num_samples and edge is not None:
-        edge.send(step.boundary[action.stage, action.index])
+        message, kept = step.parts.compression.pack(step.boundary[action.stage, action.index])
+        step.kept[action.stage, action.index] = kept
+        edge.send(message)
 
 
 def receive_backward(step: StepState, action: Action) -> None:
     """The gradients of a microbatch's outputs, from the next stage."""
     edge = step.parts.edges.from_next
     if step.microbatches[action.index].num_samples and edge is not None:
-        step.upstream[action.stage, action.index] = edge.receive()
+        place = action.stage, action.index
+        step.upstream[place] = step.parts.compression.unpack_gradients(edge.receive(), step.kept.pop(place))
 
 
 def send_backward(step: StepState, action: Action) -> None:
@@ -42,12 +48,14 @@ def send_backward(step: StepState, action: Action) -> None:
     if step.microbatches[action.index].num_samples and edge is not None:
         tensors = step.received.pop((action.stage, action.index))
         needed = [each for each in tensors if each.requires_grad]
-        edge.send([torch.zeros_like(each) if each.grad is None else each.grad for each in needed])
+        gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in needed]
+        kept = step.kept.pop((action.stage - 1, action.index))
+        edge.send(step.parts.compression.pack_gradients(gradients, kept))
 
 
 def tie(step: StepState, action: Action) -> None:
     """Copy the tied weights to the stage that uses them too."""
-    with step.stage(action.stage).weights.unsharded("tie"):
+    with step.stage(action.stage).weights.unsharded("tie", action.stage):
         step.parts.tied.copy_forward()
 
 

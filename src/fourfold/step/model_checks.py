@@ -66,9 +66,13 @@ def model_plan_problems(model: nn.Module, plan: Plan, *, clip: float | None) -> 
     return model_problems(model, plan) + combination_problems(plan, clip=clip)
 
 
-def check_update_timing(optimizer: Optimizer, plan: Plan) -> None:
-    """Raise PlanError if the plan updates buckets before this optimizer can know all that it needs."""
+def check_update_timing(optimizer: Optimizer, plan: Plan, *, skip_nan: int = 0) -> None:
+    """Raise PlanError if the plan updates buckets before all is known that their updates need."""
     problems = layerwise_problems(plan, type(optimizer).__name__) if is_layerwise(optimizer) else []
+    if plan.is_asynchronous and skip_nan:
+        got = f"schedule = {plan.schedule} with skip_nan = {skip_nan}"
+        need = "updates that wait for the loss of all ranks"
+        problems.append(Problem(got, need, "skip_nan = 0, or schedule = 1f1b"))
     if problems:
         raise PlanError(problems, where="the plan")
 
@@ -95,11 +99,14 @@ def model_problems(model: nn.Module, plan: Plan) -> list[Problem]:
     return problems + _process_group_problems(model, plan) + _compiled_problems(model, plan)
 
 
-def watch_norms(model: nn.Module, plan: Plan) -> NormWatch:
-    """The checks of a model's normalizations, of those that this plan would refuse if they were not frozen."""
+def watch_norms(model: nn.Module, plan: Plan, elsewhere: Sequence[str] = ()) -> NormWatch:
+    """The checks of a model's normalizations, of those that this plan would refuse if they were not frozen.
+
+    `elsewhere`: modules that other pipeline stages have.
+    """
     parts = plan.batch_split.num_parts
     if plan.batch_norm == "sync":
-        return SyncBatchNorms(model)
+        return SyncBatchNorms(model, elsewhere)
     return FrozenBatchNorms(frozen_norms(model) if plan.batch_norm == "refuse" and parts > 1 else [], parts)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fourfold.parts.comm.communicator import Communicator
 from fourfold.parts.torch_private import version_of
 from fourfold.plan.sample_order import BatchRange
-from fourfold.step.step_state import NO_ELEMENTS, StepState
+from fourfold.step.step_state import ALL_DAMAGED, NO_ELEMENTS, StepState
 from fourfold.words.errors import Problem, TrainingError
 
 MAX_NAMED_SAMPLES = 64  # of one rank, in a message
@@ -101,6 +101,8 @@ class NanGuard:
         if state.bad_reason is None:
             self.policy.accept()
             return None
+        if state.bad_reason == ALL_DAMAGED:  # there is no forward to undo, and nothing that skip_nan should count
+            return Skipped(f"step {step}: {ALL_DAMAGED}", None)
         skipped = self._describe(state, step, samples)
         self.policy.skip(skipped.text)
         return skipped

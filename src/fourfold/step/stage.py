@@ -13,12 +13,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fourfold.parts.deferred_grads import BackwardHalves
 from fourfold.step.batch import Microbatch
 from fourfold.step.batch_statistics import BatchStatistics
 from fourfold.step.loss_sum import Loss
 from fourfold.step.objective import Objective, StageOutput
+from fourfold.step.pipeline.axis import PipelineAxis
 from fourfold.step.pipeline.dry_run import PipelineDryRun
-from fourfold.step.pipeline.gates import Gates, StageEnd
+from fourfold.step.pipeline.gates import Gates, SplitResidual, StageEnd
+from fourfold.step.pipeline.reentrant import ReentrantCheck
+from fourfold.step.recompute import Recompute, RecomputedBlocks
 from fourfold.words.errors import Problem, TaskError
 
 
@@ -39,15 +43,17 @@ class Stage(NamedTuple):
     """The loss of the outputs; None before the last stage."""
 
 
-def whole_model_stage(model: nn.Module, objective: Objective, statistics: BatchStatistics) -> Stage:
+def whole_model_stage(
+    model: nn.Module, objective: Objective, statistics: BatchStatistics, recompute: Recompute
+) -> Stage:
     """The only stage of a model that is not cut."""
 
     def forward(part: Microbatch, received: Sequence[Tensor]) -> StageOutput:
-        with statistics.in_forward(has_samples=True):
+        with statistics.in_forward(has_samples=True), recompute.installed():
             return objective.forward(model, part)
 
     def forward_empty() -> Tensor | None:
-        with statistics.in_forward(has_samples=False):
+        with statistics.in_forward(has_samples=False), recompute.installed():
             return statistics.run_empty(model, objective)
 
     def evaluate_empty() -> None:
@@ -67,21 +73,33 @@ def pipeline_stage(
     statistics: BatchStatistics,
     gates: Gates,
     dry_run: PipelineDryRun,
+    halves: BackwardHalves,
+    recompute: Recompute,
     *,
     has_loss: bool,
 ) -> Stage:
     """One of several stages. `dry_run` has shown what modules of other stages return. `has_loss`: it is the last."""
 
+    reentrant = ReentrantCheck(model)
+
     def infer(part: Microbatch, received: Sequence[Tensor]) -> StageOutput:
         try:
-            with gates.closed(dry_run.templates, received):
+            with gates.closed(dry_run.templates, received, dry_run.carried_by(gates.stage)):
                 return objective.forward(model, part)
         except StageEnd as end:
             return StageOutput(end.outputs, [])
 
     def forward(part: Microbatch, received: Sequence[Tensor]) -> StageOutput:
-        with statistics.in_forward(has_samples=True):
+        with statistics.in_forward(has_samples=True), recompute.installed(), halves.in_forward(), reentrant.looking():
             return infer(part, received)
+
+    def backward(outputs: Sequence[Tensor], upstream: Sequence[Tensor] | None) -> None:
+        _backward(statistics, outputs, upstream)
+        gates.end_tokens()
+
+    def evaluate_empty() -> None:
+        if statistics.evaluates_together():
+            forward_empty()
 
     def forward_empty() -> None:
         if objective.dummy_batch is not None:
@@ -90,7 +108,36 @@ def pipeline_stage(
             raise TaskError(problem, where="the batch")
 
     loss = functools.partial(_loss, objective) if has_loss else None
-    return Stage(forward, forward_empty, forward_empty, infer, functools.partial(_backward, statistics), loss)
+    return Stage(forward, forward_empty, evaluate_empty, infer, backward, loss)
+
+
+def make_chunks(
+    model: nn.Module,
+    objective: Objective,
+    statistics: BatchStatistics,
+    pipeline: PipelineAxis,
+    dry_run: PipelineDryRun,
+    residual: SplitResidual,
+    halves: BackwardHalves,
+    recomputed: RecomputedBlocks,
+) -> dict[int, Stage]:
+    """This rank's stages, by number in the model."""
+    if not pipeline.is_cut:
+        return {0: whole_model_stage(model, objective, statistics, recomputed.of(model))}
+    last = pipeline.stages.num_stages - 1
+    return {
+        stage: pipeline_stage(
+            model,
+            objective,
+            statistics,
+            Gates(model, pipeline.stages, stage, residual),
+            dry_run,
+            halves,
+            recomputed.of(model, pipeline.stages.blocks[stage]),
+            has_loss=stage == last,
+        )
+        for stage in pipeline.stages.stages_at(pipeline.place)
+    }
 
 
 def _loss(objective: Objective, output: StageOutput, part: Microbatch) -> Loss:

@@ -4,6 +4,7 @@ Law: each function makes one part of those before it. What a plan asks for is de
 """
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -11,7 +12,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fourfold.parts import mixed_precision
-from fourfold.parts.codec import registry
 from fourfold.parts.codec.protocol import Codec
 from fourfold.parts.comm import transports
 from fourfold.parts.comm.communicator import Communicator
@@ -29,6 +29,7 @@ from fourfold.parts.data.sharded_params import ShardedParams
 from fourfold.parts.data.unbucketed_grads import UnbucketedGrads
 from fourfold.parts.data.weight_edits import RefusedEdits, TrainedEdits, WeightEdits
 from fourfold.parts.data.weight_storage import HostSharedWeights, ResidentWeights, ShardedWeights, WeightStorage
+from fourfold.parts.deferred_grads import BackwardHalves
 from fourfold.parts.optim.flat_optimizer import FlatOptimizer
 from fourfold.parts.optim.master_weights import MasterWeightPolicy, MasterWeights, offload_device
 from fourfold.parts.optim.step_hooks import StepHooks
@@ -36,13 +37,14 @@ from fourfold.parts.optim.update_slices import UpdateSlice, update_slices
 from fourfold.parts.rank_layout import RankLayout, SplitLayout, WholeLayout
 from fourfold.parts.tensor.whole_tensors import WholeTensors
 from fourfold.plan.data.buckets import Bucket
-from fourfold.plan.data.zero import RestingLayouts, layout_changes
+from fourfold.plan.data.step_program import update_verbs
+from fourfold.plan.data.zero import RestingLayouts
 from fourfold.plan.lowering import Blueprint, DataGroup, lower
 from fourfold.plan.plan import Plan
 from fourfold.plan.topology import NO_SHARED_MEMORY, Topology
-from fourfold.step.codec_state import CodecState
+from fourfold.step.codec_state import CodecState, make_codecs
 from fourfold.step.grad_rounds import OneRound, RoundEveryBackward
-from fourfold.step.grad_scaling import GradScaling, ScaledInUpdate, ScaledSums
+from fourfold.step.grad_scaling import GradScaling, make_scaling
 from fourfold.step.grad_sync import GradSync, LocalSteps, SumEveryStep
 from fourfold.step.model_layout import WholeModelSpecs
 from fourfold.step.norm_sums import NormSum, SumOverShards, SumOverTensorRanks
@@ -53,8 +55,7 @@ from fourfold.step.step_options import StepOptions
 from fourfold.step.step_parts import StageParts
 from fourfold.step.tensor.tensor_axis import TensorAxis
 from fourfold.step.weights import Weights, trainable_parameters
-from fourfold.words.layout import SPLIT, WHOLE, Change
-from fourfold.words.program import Verb
+from fourfold.words.layout import SPLIT, WHOLE
 
 
 class Trained(NamedTuple):
@@ -78,6 +79,11 @@ class Trained(NamedTuple):
     def by_bucket(self) -> list[list[nn.Parameter]]:
         """By bucket and slot."""
         return [[self.by_name[slot.name] for slot in bucket.slots] for bucket in self.buckets]
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Of all buckets, as gradient hooks number them."""
+        return list(itertools.chain.from_iterable(self.by_bucket))
 
     @property
     def layouts(self) -> RestingLayouts:
@@ -115,22 +121,25 @@ def make_stage(
     calls: CallChecker,
     tensor: TensorAxis,
     chunks: Mapping[int, Stage],
+    halves: BackwardHalves,
 ) -> StageAssembly:
     """Make the parts of a stage. Collective. Raises PlanError."""
     data_ranks, whole_tensors = world.along("dp", "sp"), tensor.whole_tensors
-    codecs = _make_codecs(trained)
+    codecs = make_codecs(trained.plan.codec_spec, trained.group.stage.gradient_buckets, trained.by_bucket)
     topology = topology_along(world, trained.blueprint.topology, data_ranks)
     gradients, transport, averager = _make_gradients(trained, data_ranks, topology, meter, calls, codecs)
     trained = _adapt(trained, transport, world.rank)
     layout = _state_layout(trained, transport, data_ranks)
     weights = _make_weights(trained, transport, layout, data_ranks, whole_tensors)
     optimizer = _make_optimizer(trained, transport, gradients, weights)
-    sync = _make_sync(trained, weights, averager, tensor)
+    sync = _make_sync(trained, weights, averager, tensor, world.along("pp"))
     parts = StageParts(
         chunks=chunks,
         parameters=trained.by_bucket,
+        bucket_stages=trained.group.stage.bucket_stages,
         gradients=gradients,
-        grad_hooks=GradHooks([parameter for members in trained.by_bucket for parameter in members]),
+        grad_hooks=GradHooks(trained.parameters),
+        halves=halves,
         reducer=transport.grads,
         gatherer=transport.weights,
         data_ranks=data_ranks,
@@ -139,12 +148,12 @@ def make_stage(
         weights=weights,
         step_hooks=_make_hooks(trained),
         rounds=RoundEveryBackward() if trained.layouts.gradient == SPLIT else OneRound(),
-        update_verbs=_update_verbs(trained.layouts),
+        update_verbs=update_verbs(trained.layouts),
         norm_sum=_make_norm_sum(trained, transport, tensor),
     )
     codec_state = CodecState(codecs, data_ranks, whole_tensors)
     state = PersistentState(weights, trained.buckets, optimizer, layout, data_ranks, codec_state, sync)
-    scaling = _make_scaling(trained, optimizer)
+    scaling = make_scaling(is_whole=trained.layouts.state == WHOLE, converts_grads=optimizer.converts_grads)
     return StageAssembly(parts, trained, sync, scaling, codecs, state, transport.description)
 
 
@@ -176,17 +185,6 @@ def _adapt(trained: Trained, transport: DataTransport, rank: int) -> Trained:
     topology = dataclasses.replace(before.topology, unshared_cause=NO_SHARED_MEMORY)
     blueprint = lower(before.plan, before.specs, topology, before.update_spec)
     return trained._replace(blueprint=blueprint, group=blueprint.group_of(rank))
-
-
-def _make_codecs(trained: Trained) -> list[Codec]:
-    """One codec for each bucket; none without a codec in the plan."""
-    codec_spec = trained.plan.codec_spec
-    if codec_spec is None:
-        return []
-    return [
-        registry.make_codec(codec_spec, bucket, [tuple(p.shape) for p in params], device=params[0].device)
-        for bucket, params in zip(trained.group.stage.gradient_buckets, trained.by_bucket, strict=True)
-    ]
 
 
 class _GradientParts(NamedTuple):
@@ -318,11 +316,13 @@ def _outer_optimizer(plan: Plan) -> OuterOptimizer:
     return OuterOptimizer(plan.outer_lr, plan.outer_momentum) if plan.sync == "local" else OuterOptimizer()
 
 
-def _make_sync(trained: Trained, weights: Weights, averager: LocalSGDReducer | None, tensor: TensorAxis) -> GradSync:
+def _make_sync(
+    trained: Trained, weights: Weights, averager: LocalSGDReducer | None, tensor: TensorAxis, stages: Communicator
+) -> GradSync:
     if averager is None:
         return SumEveryStep()
     local_sgd = LocalSGD(weights.flats, trained.buckets, averager, _outer_optimizer(trained.plan))
-    return LocalSteps(local_sgd, trained.plan.dp, tensor.group, trained.blueprint.sync_interval)
+    return LocalSteps(local_sgd, trained.plan.dp, tensor.group, stages, trained.blueprint.sync_interval)
 
 
 def _make_hooks(trained: Trained) -> StepHooks:
@@ -333,13 +333,3 @@ def _make_hooks(trained: Trained) -> StepHooks:
         is_unbucketed=trained.blueprint.has_unbucketed_grads,
         can_skip_params=trained.tells_params_apart,
     )
-
-
-def _update_verbs(layouts: RestingLayouts) -> tuple[Verb, ...]:
-    gathers = layout_changes(layouts).after_update != Change.NONE
-    return (Verb.UPDATE, Verb.GATHER) if gathers else (Verb.UPDATE,)
-
-
-def _make_scaling(trained: Trained, optimizer: FlatOptimizer) -> GradScaling:
-    scales_sums = trained.layouts.state == WHOLE and not optimizer.converts_grads
-    return ScaledSums() if scales_sums else ScaledInUpdate()

@@ -148,14 +148,14 @@ class StateAccess:
     def set_record(self, launch_orders: Mapping[int, Sequence[int]], count: float) -> None:
         """Fix the launch orders, by stage, and the nominal count for all later steps, the same on every rank."""
         programs = self._assembly.programs
-        for index, stage in self._assembly.parts.stages.items():
-            stage.gradients.set_launch_order(launch_orders[index])
         before = programs.nominal_count
         if before is not None and before != count:
             # Residuals were divided by the previous nominal count.
             for codec in self._assembly.codecs:
                 codec.scale_residual(before / count)
         programs.set_record(launch_orders, count)
+        for stage in self._assembly.parts.stages.values():
+            stage.gradients.set_launch_order(programs.reduction_order)
 
     def replicated_tensors(self, model: nn.Module) -> Iterator[ReplicatedTensor]:
         """The weights in this rank's own memory."""

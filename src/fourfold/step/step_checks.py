@@ -48,7 +48,7 @@ class StepChecks:
         `compares_all`: whether the ranks must have compared their calls before the step's first collective.
         """
         samples = getattr(batch, "samples", None)
-        self._check_unchanged(has_pending_updates=has_pending_updates)
+        self.check_unchanged(has_pending_updates=has_pending_updates)
         norm_modes = self._norms.call_text(in_training=True)
         call = with_samples(f"step {self._calls.num_steps + 1}{norm_modes}", samples)
         self._calls.begin_step(with_options(call, self._optimizer_watch.options.text()))
@@ -73,7 +73,7 @@ class StepChecks:
         by_rank = self._calls.world.all_gather_json(fingerprint(batch))
         self._duplicate_batches.compare(by_rank)
 
-    def _check_unchanged(self, *, has_pending_updates: bool) -> None:
+    def check_unchanged(self, *, has_pending_updates: bool) -> None:
         """Raise if the optimizer or the model has changed since the build in a way that a step would ignore."""
         call = f"step {self._calls.num_steps + 1}"
         if problems := self._optimizer_watch.problems():

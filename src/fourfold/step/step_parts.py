@@ -10,11 +10,13 @@ import torch
 from torch import nn
 
 from fourfold.parts.comm.communicator import Communicator
+from fourfold.parts.comm.edge.compression import Compression
 from fourfold.parts.comm.edge.protocol import StageEdges
 from fourfold.parts.comm.meter import CommMeter
 from fourfold.parts.comm.reduce.protocol import GradReducer, ScalarReducer, WeightGatherer
 from fourfold.parts.data.grad_hooks import GradHooks
 from fourfold.parts.data.gradients import Gradients
+from fourfold.parts.deferred_grads import BackwardHalves
 from fourfold.parts.optim.flat_optimizer import FlatOptimizer
 from fourfold.parts.optim.step_hooks import StepHooks
 from fourfold.plan.precision import LossScale
@@ -36,8 +38,11 @@ class StageParts(NamedTuple):
     """By number in the model: the stages whose parameters are here; several, if stages are interleaved."""
     parameters: Sequence[Sequence[nn.Parameter]]
     """By bucket and slot."""
+    bucket_stages: Sequence[int]
+    """By bucket: the stage in the model that computes with it."""
     gradients: Gradients
     grad_hooks: GradHooks
+    halves: BackwardHalves
     reducer: GradReducer
     gatherer: WeightGatherer
     data_ranks: Communicator
@@ -56,6 +61,10 @@ class StageParts(NamedTuple):
     @property
     def num_buckets(self) -> int:
         return len(self.parameters)
+
+    def buckets_of(self, stage: int) -> Sequence[int]:
+        """The buckets of one of the stages."""
+        return [bucket for bucket, each in enumerate(self.bucket_stages) if each == stage]
 
     def used_slots(self, bucket: int, counts: Sequence[float] | None) -> Sequence[bool] | None:
         """Which slots of a bucket have a gradient on any rank; None: all. `counts` are by slot of all buckets."""
@@ -83,6 +92,8 @@ class StepParts(NamedTuple):
     """Which totals of this rank a tensor rank with the same samples adds to the sums over the world."""
     edges: StageEdges
     """To the stages before and behind this rank's."""
+    compression: Compression
+    """Of the messages over these edges."""
     tied: TiedWeights
     """What the first and the last place of the pipeline use together."""
     count_ranks: Communicator

@@ -10,7 +10,7 @@ from fourfold.plan.data.step_program import UseOrders
 from fourfold.plan.lowering import Blueprint
 from fourfold.plan.step_programs import StepRecord
 from fourfold.plan.topology import Topology
-from fourfold.words.program import Action, Verb
+from fourfold.words.program import Action, Program, Verb
 
 NOT_LEARNT = UseOrders((), (), ())
 
@@ -48,6 +48,11 @@ class StepPrograms:
         return self._programs.step[self._rank]
 
     @property
+    def of_ranks(self) -> Program:
+        """As `at_sync`, of all ranks."""
+        return self._programs.step
+
+    @property
     def between(self) -> tuple[Action, ...]:
         """With local steps: the actions of a step without an average; else of a step."""
         return self._programs.local_step[self._rank]
@@ -72,6 +77,12 @@ class StepPrograms:
         is_local = number % self._blueprint.sync_interval > 0
         has_count = self.nominal_count is not None
         return self._programs.of_step(is_local=is_local, has_nominal_count=has_count)[self._rank]
+
+    @property
+    def reduction_order(self) -> tuple[int, ...]:
+        """The order in which this rank's program launches its buckets."""
+        record = StepRecord(self._launch_orders)
+        return self._blueprint.step_spec(self._blueprint.group_of(self._rank), record).reduction_order
 
     @property
     def launch_order(self) -> list[int]:

@@ -5,7 +5,7 @@ Law: what raises on one rank before its program runs raises on all ranks.
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from fourfold.parts import memory
 from fourfold.parts.comm.reduce.scalar_room import NUM_LOSS_SCALARS
+from fourfold.plan.damaged_samples import DamagedRecord, records_of_ranks
 from fourfold.plan.sample_order import BatchRange
 from fourfold.step.assembly import Assembly
 from fourfold.step.batch import NO_SAMPLES, Microbatch
@@ -23,7 +24,7 @@ from fourfold.step.model_call import eval_mode
 from fourfold.step.nan_guard import Skipped
 from fourfold.step.pipeline.dry_run import MODEL
 from fourfold.step.state_access import StateAccess
-from fourfold.step.step_state import StepRequest, StepState, StepTotals, wait_totals
+from fourfold.step.step_state import NUM_TOTALS, StepRequest, StepState, StepTotals, wait_totals
 from fourfold.words.argument_checks import format_argument
 from fourfold.words.errors import Problem, SettingError, TaskError
 from fourfold.words.program import LOSS
@@ -47,25 +48,24 @@ class StepRunner:
         self.executor = Executor(assembly.timing)
         self.is_stop_requested = False
         """Whether this rank wants to stop the run."""
-        self.totals = StepTotals(*[0.0] * 8)
+        self.totals = StepTotals(*[0.0] * NUM_TOTALS)
         """Of the last step."""
 
     def train(self, batch: Any) -> Metrics:
         """See `TrainStep.__call__`."""
         begin, meter = time.perf_counter(), self._parts.meter
         waited, sent, out_of_turn = meter.waiting_seconds, meter.sent_bytes, self._num_out_of_turn
-        samples, data_seconds = getattr(batch, "samples", None), getattr(batch, "data_seconds", None)
-        has_pending = self._assembly.timing.has_pending
-        self._checks.before_step(batch, compares_all=not self._programs.has_record, has_pending_updates=has_pending)
-        batch, problem = self._assembly.batches.compare(batch)
-        self.dry_run(batch, training=True)
-        self._checks.save_buffers()
+        samples, damaged = getattr(batch, "samples", None), getattr(batch, "damaged", ())
+        data_seconds = getattr(batch, "data_seconds", None)
+        batch, problem = self.begin_step(batch)
         loss_scale = self._parts.loss_scale.reported
         number, count = self._calls.num_steps + 1, self._assembly.split.num_microbatches
         with self._assembly.batches.microbatches(batch, count, step=number - 1, samples=samples) as microbatches:
-            request = StepRequest(microbatches, self._programs.nominal_count, self.is_stop_requested, problem)
+            nominal = self._programs.nominal_count
+            request = StepRequest(microbatches, nominal, self.is_stop_requested, problem, damaged)
             step = StepState(self._parts, request)
             self.executor.train(self._programs.of_step(number), step)
+        step = self._assembly.timing.ended(step)
         self.totals = totals = step.read_totals()
         skipped = self._finish_step(step, samples)
         return Metrics(
@@ -80,8 +80,24 @@ class StepRunner:
             loss_scale=loss_scale,
             out_of_turn=self._num_out_of_turn - out_of_turn,
             overflowed=step.overflowed,
+            damaged=self._gather_damaged(totals, step.request.damaged),
             data_seconds=data_seconds,
         )
+
+    def begin_step(self, batch: Any) -> tuple[Any, Problem | None]:
+        """Compare what ranks begin a step with. Returns the batch, without samples if ranks differ. Collective."""
+        has_pending = self._assembly.timing.has_pending
+        self._checks.before_step(batch, compares_all=not self._programs.has_record, has_pending_updates=has_pending)
+        batch, problem = self._assembly.batches.compare(batch)
+        self.dry_run(batch, training=True)
+        self._checks.save_buffers()
+        return batch, problem
+
+    def _gather_damaged(self, totals: StepTotals, own: Sequence[DamagedRecord]) -> tuple[DamagedRecord, ...]:
+        """The damaged samples of the global batch, the same on every rank. Collective if there is one."""
+        if not totals.num_damaged:
+            return ()
+        return records_of_ranks(self._calls.world.all_gather_json(list(own)))
 
     def _finish_step(self, step: StepState, samples: BatchRange | None) -> Skipped | None:
         """After a step: count it, check it, and keep what later steps need of it. Returns why it was skipped."""
@@ -118,13 +134,14 @@ class StepRunner:
     def evaluate(self, batch: Any) -> Metrics:
         """See `TrainStep.evaluate`."""
         begin, meter = time.perf_counter(), self._parts.meter
-        waited = meter.waiting_seconds
+        waited, damaged = meter.waiting_seconds, getattr(batch, "damaged", ())
         self._checks.before_evaluation("evaluate()", getattr(batch, "samples", None))
         self._assembly.timing.flush()
         batch, problem = self._assembly.batches.compare(batch)
         self.dry_run(batch)
         with self._microbatch(batch) as part, eval_mode(self._model):
-            step = StepState(self._parts, StepRequest([part], batch_mismatch=problem))
+            request = StepRequest([part], batch_mismatch=problem, damaged=damaged)
+            step = StepState(self._parts, request)
             self.executor.evaluate(self._programs.evaluation, step)
         self._learn_use_orders()
         totals = wait_totals(step)
@@ -135,6 +152,7 @@ class StepRunner:
             grad_norm=None,
             seconds=time.perf_counter() - begin,
             waiting_seconds=meter.waiting_seconds - waited,
+            damaged=self._gather_damaged(totals, damaged),
         )
 
     def dry_run(self, batch: Any, *, training: bool = False) -> None:
@@ -195,3 +213,15 @@ class StepRunner:
             self._parts.scalars.all_reduce_async(LOSS, chunk)
             sums += self._parts.scalars.wait(LOSS)
         return sums
+
+
+class AsynchronousRunner(StepRunner):
+    """The steps of an asynchronous schedule. While batches are in flight, a step compares nothing with other stages:
+    they are in other steps.
+    """
+
+    def begin_step(self, batch: Any) -> tuple[Any, Problem | None]:
+        if not self._assembly.timing.has_pending:
+            return super().begin_step(batch)
+        self._checks.check_unchanged(has_pending_updates=True)
+        return batch, None

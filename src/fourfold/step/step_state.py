@@ -11,6 +11,7 @@ Law: after a bad step or an overflow, neither weights nor optimizer states have 
 after a bad step too.
 """
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -20,7 +21,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fourfold.parts.comm.edge.compression import Kept
 from fourfold.parts.data.sharded_params import NO_UNSHARD_SINK, UnshardSink
+from fourfold.parts.deferred_grads import PendingGrads
+from fourfold.plan.damaged_samples import DamagedRecord
 from fourfold.step.batch import Microbatch
 from fourfold.step.loss_sum import Loss
 from fourfold.step.sequence.batch_consistency import batch_mismatch_problem
@@ -30,6 +34,8 @@ from fourfold.words.errors import FourfoldError, Problem, TaskError
 from fourfold.words.program import LOSS, Action
 
 NO_ELEMENTS = "a global batch without a loss element: all targets are ignored, or there are no samples"
+
+ALL_DAMAGED = "all samples of the global batch are damaged"
 
 
 Place = tuple[int, int]
@@ -51,6 +57,11 @@ class StepTotals:
     other_count: float
     other_square: float
     """Of a loss that is made of several means: see `uneven_means`."""
+    num_damaged: float
+    """How many samples ranks have left out because they are damaged; ranks that share samples count each of them."""
+
+
+NUM_TOTALS = len(dataclasses.fields(StepTotals))
 
 
 class StepRequest(NamedTuple):
@@ -59,12 +70,14 @@ class StepRequest(NamedTuple):
     nominal_count   None in the first step: a measure finds it
     stop_requested  whether this rank has been asked to stop; the step sums this over the ranks
     batch_mismatch  what is wrong if the ranks of one sequence have different batches; the step sums this over the ranks
+    damaged         the samples that this rank's batch leaves out; the step sums their number over the ranks
     """
 
     microbatches: Sequence[Microbatch]
     nominal_count: float | None = None
     stop_requested: bool = False
     batch_mismatch: Problem | None = None
+    damaged: Sequence[DamagedRecord] = ()
 
 
 class UpdateArgs(NamedTuple):
@@ -94,6 +107,10 @@ class StepState:
     """The outputs of stages before the last, from forward to backward."""
     upstream: dict[Place, list[Tensor]] = field(default_factory=dict)
     """The gradients of these, from the stages behind."""
+    kept: dict[Place, Kept] = field(default_factory=dict)
+    """By the stage that sends activations, and microbatch: what both ends remember of them until their gradients."""
+    pending: dict[Place, PendingGrads] = field(default_factory=dict)
+    """What first halves of backwards have left to the second ones."""
     outputs: dict[int, Any] = field(default_factory=dict)
     """By microbatch; training keeps none."""
     local_count: float | Tensor = 0.0
@@ -101,6 +118,8 @@ class StepState:
     loss_totals: list[tuple[int, Tensor]] = field(default_factory=list)
     """By microbatch: this rank's sum of the loss."""
     totals: StepTotals | None = None
+    trained_count: float = 0.0
+    """The loss elements that this rank's gradient is of; known with the totals."""
     grad_scale: float = 1.0
     grad_norm: float | None = None
     bad_reason: str | None = None
@@ -120,7 +139,7 @@ class StepState:
     def __post_init__(self) -> None:
         self.nominal_count = self.request.nominal_count
         flags = [float(self.request.stop_requested), float(self.request.batch_mismatch is not None)]
-        self._host_totals = [0.0] * 4 + flags + [0.0] * 2
+        self._host_totals = [0.0] * 4 + flags + [0.0] * 2 + [float(len(self.request.damaged))]
         """This rank's totals, in the order of StepTotals."""
         self._refusal: FourfoldError | None = None
         """Why the totals are refused."""
@@ -159,7 +178,7 @@ class StepState:
                 self._host_totals[position] += float(value)
 
     def local_totals(self) -> Tensor:
-        """This rank's totals, float64 [8] on its device."""
+        """This rank's totals, float64 [NUM_TOTALS] on its device."""
         local = torch.tensor(self._host_totals, dtype=torch.float64, device=self.parts.device)
         for position, value in self._device_totals:
             local[position] += value
@@ -181,7 +200,8 @@ class StepState:
 
         Neither waits nor raises: within a backward, a peer may wait for this rank's tokens or weights.
         """
-        if self.totals is None and self._refusal is None and self.parts.scalars.is_ready(LOSS):
+        is_open = self.totals is None and self._refusal is None
+        if is_open and self.parts.sync.is_count_ready(self.parts.scalars):
             self._receive_totals()
         return None if self.totals is None else self.grad_scale
 
@@ -202,14 +222,16 @@ class StepState:
             self._refusal = error
             return
         self.totals = totals
-        if totals.count == 0:
+        if totals.num_damaged > 0 and totals.num_samples == 0:
+            self.bad_reason = ALL_DAMAGED
+        elif totals.count == 0:
             self.bad_reason = NO_ELEMENTS
         elif not math.isfinite(mean := totals.loss / totals.count):
             self.bad_reason = f"the loss is {mean}"
-        count = self.parts.sync.loss_count(totals.count, self.local_count)
+        self.trained_count = self.parts.sync.loss_count(totals.count, self.local_count)
         # Without elements the gradient is zero: any scale will do.
         nominal = self.known_nominal_count
-        self.grad_scale = nominal / (count or nominal) / self.parts.loss_scale.value
+        self.grad_scale = nominal / (self.trained_count or nominal) / self.parts.loss_scale.value
 
     def nonfinite_microbatches(self) -> list[range]:
         """The sample ranges of this rank's microbatches whose loss is not finite."""

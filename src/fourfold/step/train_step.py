@@ -29,8 +29,8 @@ from fourfold.step.pipeline.axis import PipelineAxis
 from fourfold.step.saved_state import SavedState
 from fourfold.step.state_access import StateAccess
 from fourfold.step.step_options import StepKeywords, StepOptions
-from fourfold.step.step_runner import ForwardRun, StepRunner
-from fourfold.words.program import Action
+from fourfold.step.step_runner import AsynchronousRunner, ForwardRun, StepRunner
+from fourfold.words.program import Action, Program
 from fourfold.words.trace_events import Recorder
 
 
@@ -56,10 +56,9 @@ class TrainStep:
         initial, world = InitialModel(model, initial_weights), communicator.on_mesh(plan.mesh)
         self._assembly = assembly = assemble(initial, loss, optimizer, plan, world, StepOptions(**options))
         self._parts, self._calls, self._programs = assembly.parts, assembly.calls, assembly.programs
-        self._weights, self._checks = assembly.state.weights, assembly.checks
-        self.optimizer = assembly.optimizer
-        self._access = StateAccess(assembly)
-        self._runner = StepRunner(model, assembly, self._access)
+        self._weights, self._checks, self.optimizer = assembly.state.weights, assembly.checks, assembly.optimizer
+        self._access = access = StateAccess(assembly)
+        self._runner = (AsynchronousRunner if plan.is_asynchronous else StepRunner)(model, assembly, access)
 
     # ---- what this rank is ---------------------------------------------------------------------------
 
@@ -79,8 +78,13 @@ class TrainStep:
 
     @property
     def program(self) -> tuple[Action, ...]:
-        """The actions of a step. With local steps: of one at whose end weights are averaged; else `local_program`."""
+        """The actions of a step. With local steps: of one at whose end weights are averaged."""
         return self._programs.at_sync
+
+    @property
+    def programs(self) -> Program:
+        """As `program`, of all ranks."""
+        return self._programs.of_ranks
 
     @property
     def local_program(self) -> tuple[Action, ...]:

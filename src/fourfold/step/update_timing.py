@@ -7,33 +7,36 @@ Law: whatever the timing, every use of a weight sees it updated, and every updat
 from collections.abc import Mapping
 from typing import Protocol
 
+from fourfold.step.backward_verbs import (
+    backward,
+    backward_input,
+    launch_next,
+    run_backward,
+    run_backward_weight,
+)
 from fourfold.step.forward_fusion import DeferredUpdates
 from fourfold.step.step_parts import StageParts, StepParts
 from fourfold.step.step_state import StepState
-from fourfold.step.verbs import (
-    VERBS,
-    VerbFunction,
-    backward,
-    forward,
-    is_update_due,
-    launch_next,
-    run_backward,
-    update_bucket,
-    wait_all,
-)
+from fourfold.step.verbs import VERBS, VerbFunction, forward, is_update_due, update_bucket, wait_all
 from fourfold.words.program import Action, Verb
 
 
 class UpdateTiming(Protocol):
     """When buckets are updated."""
 
-    verbs: Mapping[Verb, VerbFunction]
-    """The table of verbs in training."""
+    @property
+    def verbs(self) -> Mapping[Verb, VerbFunction]:
+        """The table of verbs in training."""
+        ...
 
     def begin_step(self, step: StepState) -> None: ...
 
     def end_step(self, step: StepState) -> None:
         """End a step without an error: gradient buffers may be overwritten, unless updates that wait need them."""
+        ...
+
+    def ended(self, step: StepState) -> StepState:
+        """The newest batch, of this step or of one before, that has ended on all ranks."""
         ...
 
     def flush(self) -> None:
@@ -46,11 +49,18 @@ class UpdateTiming(Protocol):
         ...
 
 
-def _end_stages(parts: StepParts) -> None:
+def end_stages(parts: StepParts) -> None:
     """The sums of the step are needed no more. The weights are whole when this returns."""
     for stage in parts.stages.values():
         stage.reducer.end_step()
         stage.gatherer.end_step()
+
+
+def begin_gradients(parts: StepParts) -> None:
+    """The next backward is the first one of a batch: there are no gradients."""
+    for stage in parts.stages.values():
+        stage.gradients.drop_grads()
+        stage.gradients.begin_step()
 
 
 class ImmediateUpdates:
@@ -60,10 +70,13 @@ class ImmediateUpdates:
         self.verbs = verbs
 
     def begin_step(self, step: StepState) -> None:
-        pass
+        begin_gradients(step.parts)
 
     def end_step(self, step: StepState) -> None:
-        _end_stages(step.parts)
+        end_stages(step.parts)
+
+    def ended(self, step: StepState) -> StepState:
+        return step
 
     def flush(self) -> None:
         pass
@@ -94,7 +107,8 @@ class _UpdateSink:
     """Launches the buckets that gradients complete, and updates those that are reduced, in program order."""
 
     def __init__(self, step: StepState, stage: StageParts, action: Action) -> None:
-        self._step, self._stage, self._stage_index = step, stage, action.stage
+        self._step, self._stage, self._stage_index = step, stage, step.parts.place_of(action.stage)
+        self._buckets = stage.buckets_of(action.stage)
         self._has_all_grads = stage.rounds.has_all_grads(action.index, len(step.microbatches))
         self._num_updated = 0
 
@@ -109,8 +123,8 @@ class _UpdateSink:
 
     def _update_reduced(self) -> None:
         """Update the launched buckets up to the first whose reduction has not ended. Never waits."""
-        countdown = self._stage.gradients.countdown
-        for bucket in countdown.launch_order[self._num_updated : countdown.num_launched]:
+        launched = [each for each in self._stage.gradients.countdown.launched if each in self._buckets]
+        for bucket in launched[self._num_updated :]:
             scale = self._step.poll_grad_scale()
             if scale is None or not self._stage.reducer.is_reduced(bucket, self._step.parts.scaling.sum_factor(scale)):
                 return
@@ -138,7 +152,21 @@ def _backward_with_updates(step: StepState, action: Action) -> None:
 
 
 UPDATE_AFTER: Mapping[Verb, VerbFunction] = {**VERBS, Verb.UPDATE: _update_after_backward}
-UPDATE_IN_BACKWARD: Mapping[Verb, VerbFunction] = {**VERBS, Verb.BACKWARD: _backward_with_updates}
+
+
+def _backward_weight_with_updates(step: StepState, action: Action) -> None:
+    """As `_backward_with_updates`, of the half that completes the buckets."""
+    stage = step.stage(action.stage)
+    run_backward_weight(step, action, _UpdateSink(step, stage, action))
+    while launch_next(step, stage, may_wait=True) is not None:
+        pass
+
+
+UPDATE_IN_BACKWARD: Mapping[Verb, VerbFunction] = {
+    **VERBS,
+    Verb.BACKWARD: _backward_with_updates,
+    Verb.BACKWARD_WEIGHT: _backward_weight_with_updates,
+}
 
 
 class UpdateInForward:
@@ -151,20 +179,30 @@ class UpdateInForward:
             **VERBS,
             Verb.FORWARD: self._forward,
             Verb.BACKWARD: self._backward,
+            Verb.BACKWARD_INPUT: self._backward_input,
         }
 
     def _forward(self, step: StepState, action: Action) -> None:
         step.unshard_sink = deferred = self._deferred[self._parts.place_of(action.stage)]
-        with deferred.in_forward():
+        with deferred.in_forward(step.stage(action.stage).buckets_of(action.stage)):
             forward(step, action)
 
     def _backward(self, step: StepState, action: Action) -> None:
         backward(step, action)
+        self._end_first_backward(step, action)
+
+    def _backward_input(self, step: StepState, action: Action) -> None:
+        backward_input(step, action)
+        self._end_first_backward(step, action)
+
+    def _end_first_backward(self, step: StepState, action: Action) -> None:
         if action.index == 0:
-            self._deferred[self._parts.place_of(action.stage)].check_missed_accesses()
+            buckets = step.stage(action.stage).buckets_of(action.stage)
+            self._deferred[self._parts.place_of(action.stage)].check_missed_accesses(buckets)
 
     def begin_step(self, step: StepState) -> None:
         """The updates in front of the first forward are those of the step before: forward runs them."""
+        begin_gradients(step.parts)
         for index, stage in self._parts.stages.items():
             step.done_early |= {
                 Action(verb, index, bucket) for verb in stage.update_verbs for bucket in range(stage.num_buckets)
@@ -178,10 +216,13 @@ class UpdateInForward:
         if step.is_skipped:
             for stage in self._parts.stages.values():
                 stage.gradients.drop_grads()
-            _end_stages(self._parts)
+            end_stages(self._parts)
             return
         for index, deferred in self._deferred.items():
             deferred.defer(step.update_args(index))
+
+    def ended(self, step: StepState) -> StepState:
+        return step
 
     def flush(self) -> None:
         for deferred in self._deferred.values():

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fourfold.parts.comm.reduce.protocol import shard_addend
-from fourfold.parts.data.grad_hooks import GradSink
+from fourfold.step.backward_verbs import backward, backward_input, backward_weight, reduce
 from fourfold.step.messages import (
     receive_backward,
     receive_forward,
@@ -22,11 +22,9 @@ from fourfold.step.messages import (
     tie_gradient,
 )
 from fourfold.step.objective import StageOutput
-from fourfold.step.stage import Stage
 from fourfold.step.step_parts import StageParts
 from fourfold.step.step_state import StepState, UpdateArgs
 from fourfold.step.tensor_tree import tree_leaves
-from fourfold.words.errors import Problem, TaskError
 from fourfold.words.program import (
     GRAD_NORM,
     LOSS,
@@ -44,7 +42,7 @@ VerbFunction = Callable[[StepState, Action], None]
 def forward(step: StepState, action: Action) -> None:
     """A microbatch through the stage and its loss."""
     stage, part = step.stage(action.stage), step.microbatches[action.index]
-    with stage.weights.unsharded("forward", step.unshard_sink):
+    with stage.weights.unsharded("forward", action.stage, step.unshard_sink):
         if part.num_samples:
             end_forward(step, action, stage.chunks[action.stage].forward(part, received(step, action)))
         elif (loss := stage.chunks[action.stage].forward_empty()) is not None:
@@ -60,75 +58,10 @@ def end_forward(step: StepState, action: Action, output: StageOutput) -> None:
         step.add_loss(action.index, loss(output, step.microbatches[action.index]))
 
 
-# ---- backward and reductions ----------------------------------------------------------------------------
-
-
-class LaunchSink:
-    """Takes the gradients of one backward, and launches the buckets that they complete."""
-
-    def __init__(self, step: StepState, stage: StageParts) -> None:
-        self._step, self._stage = step, stage
-
-    def on_grad(self, param_index: int) -> None:
-        if self._stage.gradients.store(param_index):
-            while launch_next(self._step, self._stage, may_wait=False) is not None:
-                pass
-
-
-def launch_next(step: StepState, stage: StageParts, *, may_wait: bool) -> int | None:
-    """Launch the next complete bucket of a stage; returns it, or None."""
-    factor = step.parts.scaling.sum_factor(step.poll_grad_scale())
-    return stage.gradients.launch_next(factor, may_wait=may_wait)
-
-
 def unshard(step: StepState, action: Action) -> None:
     """The next forward or backward unshards a bucket's weights, when it is about to use them."""
     stage = step.stage(action.stage)
     stage.weights.storage.plan_unshard(bucket_of(action, stage.num_buckets), action.index)
-
-
-def backward(step: StepState, action: Action) -> None:
-    """The gradients of a microbatch; buckets that are complete are launched on the way."""
-    run_backward(step, action, LaunchSink(step, step.stage(action.stage)))
-
-
-def run_backward(step: StepState, action: Action, sink: GradSink) -> None:
-    """The gradients of a microbatch; `sink` takes them."""
-    stage, index, num_microbatches = step.stage(action.stage), action.index, len(step.microbatches)
-    stage.rounds.begin_backward(stage.gradients, index, step.last_nonempty)
-    with stage.weights.unsharded("backward"):
-        if index in step.losses:
-            loss = step.losses.pop(index).total / step.known_nominal_count
-            if not loss.requires_grad:
-                raise TaskError(_no_grad_problem())
-            with stage.grad_hooks.calling(sink):
-                stage.chunks[action.stage].backward([step.parts.loss_scale.scale(loss)], None)
-        elif outputs := [each for each in step.boundary.pop((action.stage, index), []) if each.requires_grad]:
-            with stage.grad_hooks.calling(sink):
-                stage.chunks[action.stage].backward(outputs, step.upstream.pop((action.stage, index)))
-        elif (loss := step.empty_losses.pop(index, None)) is not None:
-            _backward_empty(stage, stage.chunks[action.stage], loss)
-    # Of interleaved stages, the first one's backward is the last.
-    is_last = action.stage == min(stage.chunks)
-    if is_last and index == num_microbatches - 1 and step.last_nonempty >= 0:
-        stage.gradients.check_all_reached()
-    if is_last and stage.rounds.ends_with(index, num_microbatches):
-        step.parts.sync.end_backward(stage.gradients, step.parts.scaling.sum_factor(step.poll_grad_scale()))
-
-
-def _backward_empty(stage: StageParts, chunk: Stage, loss: Tensor) -> None:
-    """Backward of a rank without samples, because other ranks need it within theirs; its gradients are dropped."""
-    if loss.requires_grad:
-        chunk.backward([loss], [torch.zeros_like(loss)])
-        stage.gradients.drop_grads()
-
-
-def reduce(step: StepState, action: Action) -> None:
-    """Launch a bucket, unless backward has: with those before it in program order, which backward has completed."""
-    stage = step.stage(action.stage)
-    while not stage.gradients.countdown.is_launched(bucket_of(action, stage.num_buckets)):
-        launched = launch_next(step, stage, may_wait=True)
-        assert launched is not None, f"{action} before the backward that completes its bucket"
 
 
 # ---- measures -------------------------------------------------------------------------------------------
@@ -254,7 +187,8 @@ def update_bucket(step: StepState, action: Action) -> None:
 def begin_updates(step: StepState) -> None:
     """Before the first update of a step: the optimizer's pre-hooks see all gradients as the update will use them."""
     step.has_begun_updates = True
-    step.parts.sync.count_losses(step.local_count, step.read_totals().count)
+    total = step.read_totals().count
+    step.parts.sync.count_losses(step.trained_count, total)
     for index, stage in step.parts.stages.items():
         if stage.step_hooks.has_any_hook:
             wait_all(step, stage)
@@ -294,12 +228,6 @@ def pull(step: StepState, action: Action) -> None:
     step.stage(action.stage).weights.edits.increment_version(action.index)
 
 
-def _no_grad_problem() -> Problem:
-    need = "one that depends on trainable parameters through differentiable operations"
-    attempt = "no .detach(), .item(), argmax or torch.no_grad() between parameters and loss"
-    return Problem("a loss without a gradient", need, attempt)
-
-
 MEASURES: Mapping[int, VerbFunction] = {
     LOSS: _measure_loss,
     GRAD_NORM: _measure_grad_norm,
@@ -312,6 +240,8 @@ VERBS: Mapping[Verb, VerbFunction] = {
     Verb.FORWARD: forward,
     Verb.UNSHARD: unshard,
     Verb.BACKWARD: backward,
+    Verb.BACKWARD_INPUT: backward_input,
+    Verb.BACKWARD_WEIGHT: backward_weight,
     Verb.SEND_FORWARD: send_forward,
     Verb.RECEIVE_FORWARD: receive_forward,
     Verb.SEND_BACKWARD: send_backward,

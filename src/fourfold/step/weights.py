@@ -195,9 +195,14 @@ class Weights:
             raise TaskError(Problem(got, need, "the state_dict() of torch.nn.Module"), where="the model")
         return tensors
 
-    def unsharded(self, kind: str, sink: UnshardSink = NO_UNSHARD_SINK) -> contextlib.AbstractContextManager[None]:
-        """Inside, the model may run. Collective if weights rest split; `sink` is called before shards are read."""
-        return self.storage.phase(kind, sink)
+    def unsharded(
+        self, kind: str, stage: int = 0, sink: UnshardSink = NO_UNSHARD_SINK
+    ) -> contextlib.AbstractContextManager[None]:
+        """Inside, a stage of the model may run. Collective if weights rest split.
+
+        `sink` is called before shards are read.
+        """
+        return self.storage.phase(kind, stage, sink)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every trainable weight by name, whole, one at a time; read only. Collective: all ranks iterate to the end."""

@@ -23,13 +23,16 @@ ACTIVATION, TEMPORARY = "activations", "temporaries"
 
 
 class PeakMemory(TorchDispatchMode):
-    """Within: counts the results of every operation. `peak_bytes` and `bytes_by_kind` are those of the peak."""
+    """Within: counts the results of every operation. `peak_bytes` and `bytes_by_kind` are those of the peak.
+
+    `current_bytes`: what is held now.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.peak_bytes, self.bytes_by_kind = 0, dict[str, int]()
         self._current_by_kind: dict[str, int] = {ACTIVATION: 0, TEMPORARY: 0}
-        self._current_bytes = 0
+        self.current_bytes = 0
         self._seen_storages = WeakIdKeyDictionary()
 
     def track(self, kind: str, tensors: Iterable[Tensor]) -> None:
@@ -60,8 +63,8 @@ class PeakMemory(TorchDispatchMode):
 
     def _add(self, kind: str, size: int) -> None:
         self._current_by_kind[kind] = self._current_by_kind.get(kind, 0) + size
-        self._current_bytes += size
+        self.current_bytes += size
 
     def _update_peak(self) -> None:
-        if self._current_bytes > self.peak_bytes:
-            self.peak_bytes, self.bytes_by_kind = self._current_bytes, dict(self._current_by_kind)
+        if self.current_bytes > self.peak_bytes:
+            self.peak_bytes, self.bytes_by_kind = self.current_bytes, dict(self._current_by_kind)

@@ -11,9 +11,11 @@ from typing import Any, NamedTuple
 import torch
 
 from fourfold.feed.data_input import DataInput, open_input
+from fourfold.feed.readable import Fetched
 from fourfold.feed.sample_rng import fetch_seeded
 from fourfold.feed.stream import Stream, StreamPart, stream_end_problem
 from fourfold.feed.workers import Request
+from fourfold.plan.damaged_samples import DamagedRecord, records_of_ranks
 from fourfold.plan.sample_order import shard_range
 from fourfold.step.model_call import eval_mode
 from fourfold.step.same_source import check_same_length, check_same_source
@@ -29,21 +31,39 @@ class LocalBatch(NamedTuple):
 
     values: Any
     is_empty: bool = False
+    damaged: Sequence[DamagedRecord] = ()
 
 
-def evaluate(step: TrainStep, task: Task, data: Any, batch_size: int) -> dict[str, float]:
-    """Mean loss and the task's measures over all samples of `data`, which the data ranks share. Collective.
+class Evaluation(NamedTuple):
+    """The means of the measures, and the samples that are left out of them because they are damaged."""
+
+    metrics: dict[str, float]
+    damaged: tuple[DamagedRecord, ...]
+
+
+class EvaluationSums(NamedTuple):
+    """The sum and the count of each measure, which may be 0, and the damaged samples."""
+
+    sums: dict[str, list[float]]
+    damaged: tuple[DamagedRecord, ...]
+
+
+def evaluate(step: TrainStep, task: Task, data: Any, batch_size: int) -> Evaluation:
+    """Mean loss and the task's measures over the samples of `data`, which the data ranks share. Collective.
+
+    Damaged samples are left out, and returned: how many there may be is the caller's to say.
 
     Raises TaskError on every rank if ranks have sources of different lengths. Raises it also if data ranks share the
     source and the loss is one number, made of means over different counts: its mean would depend on the mesh.
     """
-    totals = evaluate_sums(step, task, data, batch_size)
-    return {name: total / count for name, (total, count) in totals.items() if count}
+    totals, damaged = evaluate_sums(step, task, data, batch_size)
+    return Evaluation({name: total / count for name, (total, count) in totals.items() if count}, damaged)
 
 
 @torch.no_grad()
-def evaluate_sums(step: TrainStep, task: Task, data: Any, batch_size: int) -> dict[str, list[float]]:
-    """The sum and the count of each measure, which may be 0: see `evaluate`. Collective."""
+def evaluate_sums(step: TrainStep, task: Task, data: Any, batch_size: int) -> EvaluationSums:
+    """See `evaluate`. Collective."""
+    damaged: list[DamagedRecord] = []
     uneven_by = torch.zeros(3, dtype=torch.float64)
     sums: dict[str, list[float]] = {}
     step.flush()
@@ -53,6 +73,7 @@ def evaluate_sums(step: TrainStep, task: Task, data: Any, batch_size: int) -> di
         with eval_mode(step.model):
             # As many iterations on every rank: with sharded weights all ranks take part in every unshard.
             for batch in itertools.chain([first], batches):
+                damaged += batch.damaged
                 run = step.run_forward(None if batch.is_empty else batch.values)
                 if run is not None:
                     counts = map(float, (run.loss.count, run.loss.other_count, run.loss.other_square))
@@ -63,9 +84,10 @@ def evaluate_sums(step: TrainStep, task: Task, data: Any, batch_size: int) -> di
     if step.plan.dp > 1 and is_uneven(*step.all_reduce(uneven_by)):
         raise TaskError(uneven_problem(step.objective.loss_names), where="the validation loss")
     totals: dict[str, list[float]] = {}
-    for rank_sums in step.all_gather_json(sums):
+    by_rank = step.all_gather_json([sums, damaged])
+    for rank_sums, _ in by_rank:
         _add_pairs(totals, rank_sums)
-    return totals
+    return EvaluationSums(totals, records_of_ranks(each for _, each in by_rank))
 
 
 def _local_batches(step: TrainStep, data: DataInput, batch_size: int) -> Generator[LocalBatch, None, None]:
@@ -83,12 +105,13 @@ def _local_batches(step: TrainStep, data: DataInput, batch_size: int) -> Generat
         range(min(first, stop), min(first + local_size, stop)) for first in range(start, start + longest, local_size)
     ]
     own = [part for part in parts if part] or parts[:1]
-    for part in _read(data, own):
-        yield LocalBatch(part, is_empty=start == stop)
+    for part, fetched in zip(own, _read(data, own), strict=True):
+        is_empty = len(fetched.left_out) == len(part)
+        yield LocalBatch(fetched.values, is_empty=is_empty, damaged=fetched.damaged)
     yield from [LocalBatch(None, is_empty=True)] * (len(parts) - len(own))
 
 
-def _read(data: DataInput, parts: Sequence[range]) -> Iterator[Any]:
+def _read(data: DataInput, parts: Sequence[range]) -> Iterator[Fetched]:
     if data.workers is not None:
         yield from data.workers.read(Request(0, 0, part) for part in parts)
         return

@@ -16,7 +16,8 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
     """One fault.
 
     time     when it was noticed, in seconds since the epoch
-    kind     "restart", "stopped", "hung", "terminated", "gave up", "lost rank", "skipped step", "callback failed"
+    kind     "restart", "stopped", "hung", "terminated", "gave up", "lost rank", "skipped step", "callback failed",
+             "damaged sample"
     step     the last finished step, or the skipped one; -1 if unknown
     seconds  from the fault to the end of the first step after it; None if that was not measured
     """

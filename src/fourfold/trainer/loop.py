@@ -7,7 +7,7 @@ import contextlib
 import math
 import signal
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -15,6 +15,7 @@ from fourfold.checkpoint.collect import TrainingState
 from fourfold.checkpoint.manager import CheckpointManager, TrainingProgress
 from fourfold.feed.data_input import DataInput
 from fourfold.feed.feed import Feed
+from fourfold.plan.damaged_samples import DamagedRecord, new_records, too_many_problem
 from fourfold.plan.intervals import is_due
 from fourfold.plan.lr_schedule import LRLambda
 from fourfold.step.metrics import Metrics
@@ -30,7 +31,7 @@ from fourfold.trainer.stragglers import StragglerDetector
 from fourfold.trainer.summary import RunResult
 from fourfold.trainer.throughput import AVERAGED_STEPS
 from fourfold.trainer.tracer import Tracer
-from fourfold.words.errors import INTERRUPT_EXIT_CODE, Problem, StoppedError, TaskError, TrainingError
+from fourfold.words.errors import INTERRUPT_EXIT_CODE, DataError, Problem, StoppedError, TaskError, TrainingError
 from fourfold.words.measures import is_better
 from fourfold.words.task import Task
 
@@ -94,7 +95,8 @@ class TrainingLoop:
             self._log_step(number + 1, metrics, lr=lr)
             meter.step_done(number + 1, metrics)
             self.memory.log_first(number + 1)
-            progress = TrainingProgress(number + 1, list(losses), {}, progress.best)
+            damaged = self._add_damaged(progress, number + 1, metrics.damaged)
+            progress = TrainingProgress(number + 1, list(losses), {}, progress.best, damaged=damaged)
             if progress.step < last and step.is_synchronized:
                 if step.stop_requested:
                     meter.end_segment()
@@ -108,6 +110,22 @@ class TrainingLoop:
     def _feed(self) -> Feed:
         assert self.state.feed is not None
         return self.state.feed
+
+    def _add_damaged(
+        self, progress: TrainingProgress, step_number: int, found: Sequence[DamagedRecord]
+    ) -> tuple[DamagedRecord, ...]:
+        """The run's damaged samples, with those that a step or an evaluation has left out.
+
+        Raises DataError, on every rank, if they are more than the settings allow.
+        """
+        new = new_records(progress.damaged, found)
+        for record in new:
+            self.logger.record_damaged(step_number, record)
+        damaged, limit = progress.damaged + new, self.settings.bad_samples
+        problem = too_many_problem(damaged, limit) if new else None
+        if problem is not None:
+            raise DataError(problem, where=f"the data of step {step_number}")
+        return damaged
 
     def _log_step(self, step_number: int, metrics: Metrics, *, lr: float) -> None:
         self.logger.log_step(step_number, metrics, lr=lr)
@@ -198,17 +216,18 @@ class TrainingLoop:
         if self.valid is None:
             return progress
         step, _, average, scheduler = self.state
-        valid = evaluate(step, self.task, self.valid, self.settings.batch_size)
+        valid, found = evaluate(step, self.task, self.valid, self.settings.batch_size)
+        damaged = self._add_damaged(progress, progress.step, found)
         if average is not None:
             with step.swapped_weights(average.values):
                 averaged = evaluate(step, self.task, self.valid, self.settings.batch_size)
-            valid |= {f"ema {name}": value for name, value in averaged.items()}
+            valid |= {f"ema {name}": value for name, value in averaged.metrics.items()}
         self.logger.log_validation(progress.step, valid)
         if scheduler is not None and (loss := valid.get("loss")) is not None:
             scheduler.evaluated(loss)
         value = valid.get(self.settings.best_metric)
         is_best = is_better(value, progress.best, self.settings.best_mode)
-        return progress._replace(valid=valid, best=value if is_best else progress.best)
+        return progress._replace(valid=valid, best=value if is_best else progress.best, damaged=damaged)
 
     def finish(self, progress: TrainingProgress, seconds: float) -> RunResult:
         """The last evaluation, checkpoint and sample; logs and returns the result. Collective."""

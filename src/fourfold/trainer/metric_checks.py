@@ -67,7 +67,7 @@ def check_measured(needs: NEEDS, step: TrainStep, task: Task, data: TaskInputs, 
     check_evaluations(needs, task, data, settings)
     if not needs or task.evaluate is None or data.valid is None:
         return
-    found = evaluate_sums(step, task, _head(data.valid, settings.batch_size), settings.batch_size)
+    found = evaluate_sums(step, task, _head(data.valid, settings.batch_size), settings.batch_size).sums
     names = [*found, *(f"ema {name}" for name in found if settings.ema is not None)]
     check_metrics(needs, names)
 

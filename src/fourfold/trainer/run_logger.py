@@ -12,6 +12,8 @@ from typing import Any, Protocol
 
 from fourfold.checkpoint.manager import TrainingProgress
 from fourfold.checkpoint.pretrained_files import save_pretrained_files
+from fourfold.plan.damaged_samples import DamagedRecord
+from fourfold.plan.pipeline.edges import edge_note
 from fourfold.plan.plan import Plan
 from fourfold.step.metrics import Metrics
 from fourfold.step.model_specs import num_parameters
@@ -101,6 +103,8 @@ class RunLogger:
             report.print_message(rates)
         for name, need in plan.ineffective_fields.items():
             report.print_message(f"{name} = {getattr(plan, name)} has no effect without {need}")
+        if note := edge_note(plan.edge_spec):
+            report.print_message(note)
         if plan.offload == "states":
             report.print_message(format_offload(step.device.type))
 
@@ -218,6 +222,11 @@ class RunLogger:
         kind, rank, text = "skipped step", skipped.rank, skipped.text
         self._append_fault(Fault(time=time.time(), kind=kind, step=step_number, rank=rank, host=None, text=text))
         self.log_message(f"skipped {text}")
+
+    def record_damaged(self, step_number: int, record: DamagedRecord) -> None:
+        """Append a damaged sample to the faults: after which step it was found missing, or in which one."""
+        self.record_fault("damaged sample", step_number, str(record))
+        self.log_message(f"step {step_number}: {record}; it is left out")
 
     def log_validation(self, step_number: int, valid: Mapping[str, float]) -> None:
         if self._run_dir is None or not valid:

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from fourfold.plan.order_names import ORDERS
 from fourfold.words import argument_checks
 from fourfold.words.errors import Problem, closest_match
 from fourfold.words.measures import MODES
@@ -36,6 +37,13 @@ def mode_problems(value: Any, name: str) -> list[Problem]:
     return (
         [] if value in MODES else [Problem(argument_checks.format_argument(name, value), "min or max", f"{name}=max")]
     )
+
+
+def order_problems(value: Any, name: str) -> list[Problem]:
+    """Why a value is no order of samples. Whether the data can have it is known when the data is open."""
+    if value is None or value in ORDERS:
+        return []
+    return [Problem(argument_checks.format_argument(name, value), " or ".join(ORDERS), f"{name}=windowed window=4")]
 
 
 def name_problems(name: str, value: Any, known: Collection[str], lr_words: Collection[str]) -> list[Problem]:

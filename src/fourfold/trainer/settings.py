@@ -9,16 +9,17 @@ tables of `fourfold train --help` and docs/runs.md, the identity. A new setting 
 """
 
 import dataclasses
-import functools
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal, TypedDict
+from dataclasses import dataclass
+from typing import Any, TypedDict
 
 from fourfold.plan.intervals import DRIFT_CHECK
 from fourfold.plan.lr_schedule import CURVES, SCALING_RULES, LRSchedule
+from fourfold.plan.order_names import ORDERS
+from fourfold.trainer.declared_settings import Setting, declared_settings, setting
 from fourfold.trainer.lr_factors import check_tuned_size, lr_factors
-from fourfold.trainer.setting_checks import ema_problems, json_problems, mode_problems, name_problems
+from fourfold.trainer.setting_checks import ema_problems, json_problems, mode_problems, name_problems, order_problems
 from fourfold.words import argument_checks
 from fourfold.words.argument_checks import MAX_SEED
 from fourfold.words.errors import Problem, SettingError
@@ -29,59 +30,6 @@ from fourfold.words.task import DEFAULT_STEPS, Task, check_task, length_problems
 TRACE_EVERY = 100  # steps
 TASK_FIELDS = ("steps", "epochs", "batch_size", "clip")  # a task has them too; None takes the task's
 LR_PREFIX = "lr_"  # lr_warmup is the word of LRSchedule.warmup
-
-
-@dataclass(frozen=True, kw_only=True)
-class Setting:
-    """What a setting means, and which values it may have.
-
-    type         int, float, str, bool, tuple (of numbers), os.PathLike, Mapping, or the class of an object
-    check        (value, name) -> problems, where the type and the bounds do not say it all
-    attempt      what an error suggests
-    default_text  the default as tables show it; "": the field's own
-    in_identity  "if given": unless it is the default
-    word         fields that differ on the command line; None: no word of the command line
-    """
-
-    help: str
-    type: Any
-    is_optional: bool = False
-    minimum: int | None = None
-    above: float | None = None
-    maximum: int | None = None
-    choices: tuple[str, ...] = ()
-    check: Callable[[Any, str], list[Problem]] | None = None
-    attempt: str = ""
-    default_text: str = ""
-    in_identity: Literal["never", "always", "if given"] = "never"
-    word: Mapping[str, Any] | None = field(default_factory=dict)
-
-    def problems(self, name: str, value: Any) -> list[Problem]:
-        """The problem with a value given in Python, if there is one."""
-        if value is None and self.is_optional:
-            return []
-        if self.check is not None:
-            return self.check(value, name)
-        optional, attempt = self.is_optional, self.attempt
-        checks: dict[Any, Callable[..., list[Problem]]] = {
-            int: functools.partial(argument_checks.int_problems, minimum=self.minimum or 0, attempt=attempt),
-            float: functools.partial(argument_checks.positive_problems, attempt=attempt),
-            str: argument_checks.str_problems,
-            os.PathLike: functools.partial(argument_checks.str_problems, path=True),
-            Mapping: argument_checks.mapping_problems,
-        }
-        of_class = functools.partial(argument_checks.instance_problems, kind=self.type, attempt=attempt)
-        return checks.get(self.type, of_class)(name, value, optional=optional)
-
-
-def setting(default: Any = dataclasses.MISSING, /, **declared: Any) -> Any:
-    """A dataclass field that is a setting; `declared` are fields of `Setting`. Without a default it must be given."""
-    return field(default=default, metadata={"setting": Setting(**declared)})
-
-
-def declared_settings(settings: Any) -> dict[str, Setting]:
-    """The settings that a dataclass declares, or the class of an instance, by name."""
-    return {each.name: each.metadata["setting"] for each in dataclasses.fields(settings)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,6 +70,28 @@ class Settings:
         help="leave out the samples of an epoch that do not fill a batch",
         default_text="the DataLoader's, or false",
         in_identity="if given",
+    )
+    order: str | None = setting(
+        None,
+        type=str,
+        is_optional=True,
+        choices=ORDERS,
+        check=order_problems,
+        help="how samples are shuffled: " + ", ".join(ORDERS),
+        default_text="global, or a mixture's own",
+        in_identity="if given",
+    )
+    window: int | None = setting(
+        None,
+        type=int,
+        minimum=1,
+        is_optional=True,
+        help="order=windowed: how many files' samples are shuffled together",
+        default_text="none",
+        in_identity="if given",
+    )
+    bad_samples: int = setting(
+        0, type=int, minimum=0, help="damaged samples that may be left out; one more ends the run"
     )
     clip: float | None = setting(
         type=float,
@@ -237,6 +207,9 @@ class TrainOptions(TypedDict, total=False):
     epochs: int | None
     batch_size: int | None
     drop_last: bool | None
+    order: str | None
+    window: int | None
+    bad_samples: int
     clip: float | None
     seed: int
     evaluate_every: int | None

@@ -153,7 +153,7 @@ class Tracer:
         self._max_kept = max_kept
         self._has_write_error = False
         self._clock_offsets: list[int] | None = None
-        self._program = step.program
+        self._programs = step.programs
         self._steps: dict[int, list[list[Span]]] = {}
 
     @contextlib.contextmanager
@@ -174,7 +174,7 @@ class Tracer:
     def _add_step(self, step_number: int, spans_by_rank: list[list[list[Any]]]) -> None:
         if self._clock_offsets is None:
             self._clock_offsets = clock_offsets(self._step.all_gather_json)
-        self._program = self._step.program
+        self._programs = self._step.programs
         self._steps[step_number] = [[Span(*span) for span in spans] for spans in spans_by_rank]
         if len(self._steps) > self._max_kept:
             # The first ones show how the run began, the last ones how it ended.
@@ -208,7 +208,7 @@ class Tracer:
             Event(rank, number, span.name, span.lane, (span.start - begin) / 1e9, (span.stop - begin) / 1e9)
             for rank, number, span in rows
         )
-        program = dict.fromkeys(range(len(offsets)), self._program)
+        program = self._programs if offsets else {}
         return Trace(program, events, self._step.plan.mesh, self._step.ranks_by_memory)
 
 

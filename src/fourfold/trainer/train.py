@@ -68,6 +68,8 @@ def train(
     report      shows the progress in place of that, on rank 0
     steps, epochs, batch_size, clip   None: the task's. The batch size is global. Steps or epochs, not both
     drop_last   leave out the samples of an epoch that do not fill a batch; None: the DataLoader's, else False
+    order, window   how samples are shuffled: see `ff.Feed`
+    bad_samples  how many damaged samples, of all ranks, may be left out; faults.jsonl and the checkpoints list them
     seed        of the initial weights, the order of the samples and dropout
     evaluate_every   steps; None evaluates only at the end
     trace_every      steps; steps 3 and 4 and every such step are recorded in trace.json; 0 records none
@@ -167,7 +169,9 @@ def _open_task(task: Task, seed: int) -> _OpenedTask:
 
 def _make_feed(data: DataInput, plan: Plan, settings: RunSettings) -> Feed:
     sizes = {"batch_size": settings.batch_size, "drop_last": settings.drop_last}
-    return Feed(data, plan, seed=settings.seed, **sizes)
+    feed = Feed(data, plan, seed=settings.seed, order=settings.order, window=settings.window, **sizes)
+    feed.leaves_damage_to_caller = True  # the loop counts damaged samples over all ranks
+    return feed
 
 
 def _build_step(task: Task, plan: Plan, settings: RunSettings, opened: _OpenedTask) -> TrainStep:

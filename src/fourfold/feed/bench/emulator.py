@@ -11,8 +11,9 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from fourfold.feed.batches import Batch
 from fourfold.feed.bench.workload import Seconds
-from fourfold.feed.feed import Batch, Feed, Position
+from fourfold.feed.feed import Feed, Position
 from fourfold.plan.utilization import TimedStep
 
 Barrier = Callable[[], object]

@@ -1,5 +1,6 @@
 """Open files of a pack, and what is read of them.
 
+place   where the files are: a folder, or an origin with copies on this node (`pack/staged.py`)
 record  where a sample is: its shard, offset, stored length and digest
 Law: a file is closed when it is neither in the pool nor in use; a process has at most `MAX_OPEN` of a pack open.
 """
@@ -7,17 +8,50 @@ Law: a file is closed when it is neither in the pool nor in use; a process has a
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import xxhash
 
+from fourfold.feed.expected import NOT_STAGED, Expected
 from fourfold.feed.pack import layout
 from fourfold.words.errors import DamagedSample, DataError, Problem, os_error_text
 
 MAX_OPEN = 256
+
+
+class ShardReader(Protocol):
+    """A shard that can be read."""
+
+    @property
+    def number(self) -> int: ...
+
+    def preadv(self, parts: Sequence[memoryview], offset: int, /) -> int:
+        """Fill the parts with what is at an offset; how many bytes, fewer at the end of the shard."""
+        ...
+
+
+class PackPlace(Protocol):
+    """The files of a pack. `name`: for people. `index`: [samples] of `layout.ENTRY`."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def manifest(self) -> layout.Manifest: ...
+
+    @property
+    def index(self) -> np.ndarray: ...
+
+    def open(self, shard: int, /) -> ShardReader:
+        """Raises DataError for a shard that cannot be opened."""
+        ...
+
+    def expect(self, batches: Iterable[Sequence[int]], /) -> Expected:
+        """These shards will be read, batch after batch."""
+        ...
 
 
 class ShardFile:
@@ -26,6 +60,9 @@ class ShardFile:
     def __init__(self, path: Path, number: int) -> None:
         self.number, self.descriptor = number, -1
         self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def preadv(self, parts: Sequence[memoryview], offset: int) -> int:
+        return os.preadv(self.descriptor, parts, offset)
 
     def __del__(self, close: Callable[[int], None] = os.close) -> None:  # at the end of a process, `os` is gone
         if self.descriptor >= 0:
@@ -36,32 +73,59 @@ class Record(NamedTuple):
     """Where a sample is."""
 
     sample: int
-    file: ShardFile
+    file: ShardReader
     offset: int
     length: int
     digest: int
 
 
-class PackFiles:
-    """The manifest and the index of a pack, and its shards as they are needed."""
+class LocalPlace:
+    """The files of a pack in a folder."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(os.path.abspath(path))
-        self.manifest = read_manifest(self.path)
+        self.name, self.manifest = str(self.path), read_manifest(self.path)
+        check_sizes(self.path, self.manifest)
+        shape = (self.manifest.num_records,)
+        index = np.memmap(self.path / layout.INDEX_FILE, dtype=layout.ENTRY, mode="r", shape=shape)
+        self.index: np.ndarray = index.view(np.ndarray)
+        self._open: OrderedDict[int, ShardFile] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def open(self, shard: int) -> ShardFile:
+        with self._lock:
+            file = self._open.pop(shard, None)
+            if file is None:
+                path = self.path / layout.shard_name(shard)
+                try:
+                    file = ShardFile(path, shard)
+                except OSError as error:
+                    problem = Problem(f"{path}: {os_error_text(error)}", "a file that can be read")
+                    raise DataError(problem, where=self.name) from error
+            self._open[shard] = file
+            if len(self._open) > MAX_OPEN:
+                self._open.popitem(last=False)
+            return file
+
+    def expect(self, batches: Iterable[Sequence[int]]) -> Expected:
+        return NOT_STAGED
+
+
+class PackFiles:
+    """The manifest and the index of a pack, and its shards as they are needed."""
+
+    def __init__(self, place: PackPlace) -> None:
+        self._place, self.name, self.manifest = place, place.name, place.manifest
         counts = np.array([shard.num_records for shard in self.manifest.shards], dtype=np.int64)
         self.ends: np.ndarray = np.cumsum(counts)
         self._sizes = np.array([shard.num_bytes for shard in self.manifest.shards], dtype=np.uint64)
-        check_sizes(self.path, self.manifest)
-        index = np.memmap(self.path / layout.INDEX_FILE, dtype=layout.ENTRY, mode="r", shape=(int(self.ends[-1]),))
-        self._index: np.ndarray = index.view(np.ndarray)
-        self._open: OrderedDict[int, ShardFile] = OrderedDict()
-        self._lock = threading.Lock()
+        self._index = place.index
 
     def place(self, sample: int) -> str:
         """The file and the record of a sample."""
         shard = int(np.searchsorted(self.ends, sample, side="right"))
         start = int(self.ends[shard - 1]) if shard else 0
-        return f"{self.path / layout.shard_name(shard)}, record {sample - start}"
+        return f"{self.name}/{layout.shard_name(shard)}, record {sample - start}"
 
     def records(self, samples: Sequence[int] | np.ndarray) -> list[Record]:
         """Where samples are. Raises IndexError outside the pack, and DamagedSample for a damaged index."""
@@ -74,9 +138,9 @@ class PackFiles:
         wrong = layout.entry_problems(entries, self._sizes[shards], self.manifest)
         if wrong.any():
             number = int(numbers[int(wrong.argmax())])
-            raise DamagedSample(self.place(number), "its entry in the index is damaged", where=str(self.path))
+            raise DamagedSample(self.place(number), "its entry in the index is damaged", where=self.name)
         numbers_of_shards = shards.tolist()
-        files = {shard: self._file(shard) for shard in set(numbers_of_shards)}
+        files = {shard: self._place.open(shard) for shard in set(numbers_of_shards)}
         opened = [files[shard] for shard in numbers_of_shards]
         columns = (entries[name].tolist() for name in ("offset", "length", "digest"))
         return list(map(Record, numbers.tolist(), opened, *columns))
@@ -85,32 +149,23 @@ class PackFiles:
         """The length of each record, as it is stored: uint64 [samples]."""
         return self._index["length"]
 
-    def _file(self, shard: int) -> ShardFile:
-        with self._lock:
-            file = self._open.pop(shard, None)
-            if file is None:
-                path = self.path / layout.shard_name(shard)
-                try:
-                    file = ShardFile(path, shard)
-                except OSError as error:
-                    problem = Problem(f"{path}: {os_error_text(error)}", "a file that can be read")
-                    raise DataError(problem, where=str(self.path)) from error
-            self._open[shard] = file
-            if len(self._open) > MAX_OPEN:
-                self._open.popitem(last=False)
-            return file
+    def expect_batches(self, batches: Iterable[Sequence[int]]) -> Expected:
+        """These samples will be read, batch after batch."""
+        return self._place.expect(
+            np.unique(np.searchsorted(self.ends, batch, side="right")).tolist() for batch in batches
+        )
 
     def read(self, record: Record, parts: Sequence[memoryview]) -> None:
         """Fill the parts with a record, as it is stored. Raises DamagedSample if it is not what was packed."""
         try:
-            done = os.preadv(record.file.descriptor, parts, record.offset)
+            done = record.file.preadv(parts, record.offset)
             if done != record.length:
                 done = self._read_rest(record, parts, done)
         except OSError as error:
-            raise DamagedSample(self.place(record.sample), os_error_text(error), where=str(self.path)) from error
+            raise DamagedSample(self.place(record.sample), os_error_text(error), where=self.name) from error
         if done != record.length:
             reason = f"its shard ends after {done} of its {record.length} bytes"
-            raise DamagedSample(self.place(record.sample), reason, where=str(self.path))
+            raise DamagedSample(self.place(record.sample), reason, where=self.name)
         if len(parts) == 1:
             digest = xxhash.xxh3_64_intdigest(parts[0])
         else:
@@ -120,14 +175,14 @@ class PackFiles:
             digest = hasher.intdigest()
         if digest != record.digest:
             reason = f"its xxh3_64 is {digest:016x}, not {record.digest:016x} as packed"
-            raise DamagedSample(self.place(record.sample), reason, where=str(self.path))
+            raise DamagedSample(self.place(record.sample), reason, where=self.name)
 
     def _read_rest(self, record: Record, parts: Sequence[memoryview], done: int) -> int:
         """Go on after a read that was cut short, as one of more than 2 GiB is."""
         start = 0
         for part in parts:
             while start <= done < start + len(part):
-                count = os.preadv(record.file.descriptor, [part[done - start :]], record.offset + done)
+                count = record.file.preadv([part[done - start :]], record.offset + done)
                 if not count:
                     return done
                 done += count

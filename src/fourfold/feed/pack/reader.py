@@ -8,7 +8,7 @@ B batch
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -17,25 +17,31 @@ import xxhash
 from torch import Tensor
 
 from fourfold.feed.collate import collate_samples
+from fourfold.feed.expected import Expected
 from fourfold.feed.pack.buffers import BufferPool
-from fourfold.feed.pack.files import PackFiles, Record
+from fourfold.feed.pack.files import LocalPlace, PackFiles, PackPlace, Record
 from fourfold.feed.pack.layout import Manifest
 from fourfold.feed.pack.schema import Schema, build
+from fourfold.feed.pack.staged import StagedPlace
 from fourfold.feed.pack.values import DTYPES, decode
 from fourfold.feed.pack.zstd import Codec
 from fourfold.feed.source import empty_like
-from fourfold.words.argument_checks import int_problems
-from fourfold.words.errors import DamagedSample, DataError, FourfoldError
+from fourfold.feed.staging.origin import open_origin, without_password
+from fourfold.words.argument_checks import format_argument, int_problems
+from fourfold.words.errors import DamagedSample, DataError, FourfoldError, Problem
 
 DEFAULT_THREADS = 4
+ATTEMPT = 'cache="/local/disk/cache", cache_bytes=100_000_000_000'
 LEAST_STRETCH_BYTES = 2**20  # to hand less to another thread costs more than to read it
 
 
 class Pack:
-    """The samples of a pack at `path`: a source.
+    """The samples of a pack at `path`, a folder or a URL that fsspec reads: a source.
 
     threads  that read, check and decode a batch; None: one for each core, at most 4
     images   decode images to uint8 [3, height, width]; else their bytes are the sample
+    cache    a folder of this node's own disk: the shards that a feed will read are copied there ahead, at most
+             `cache_bytes` of them, once for all processes of the node. A URL needs one
 
     Raises DataError if there is no pack, or its files are not as long as its manifest says; DamagedSample, when a
     sample is read, if its bytes are not what was packed.
@@ -43,11 +49,23 @@ class Pack:
 
     thread_safe = True
 
-    def __init__(self, path: str | os.PathLike[str], *, threads: int | None = None, images: bool = True) -> None:
-        if problems := int_problems("threads", threads, minimum=1, optional=True):
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        threads: int | None = None,
+        images: bool = True,
+        cache: str | os.PathLike[str] | None = None,
+        cache_bytes: int | None = None,
+    ) -> None:
+        self._path = os.fspath(path)
+        problems = int_problems("threads", threads, minimum=1, optional=True)
+        if problems := problems + _cache_problems(self._path, cache, cache_bytes):
             raise DataError(problems, where="the pack")
         self._threads = threads or min(DEFAULT_THREADS, len(os.sched_getaffinity(0)))
-        self._images, self._files, self._buffers = images, PackFiles(path), BufferPool()
+        self._cache = None if cache is None else os.path.abspath(cache), cache_bytes
+        self._files = PackFiles(_open_place(self._path, *self._cache))
+        self._images, self._buffers = images, BufferPool()
         self._codec = Codec() if self.manifest.compression == "zstd" else None
         self._pool: ThreadPoolExecutor | None = None
         self._pool_process = 0
@@ -71,7 +89,12 @@ class Pack:
         return self.manifest.num_records
 
     def __reduce__(self) -> tuple[Any, ...]:  # to a worker process goes the path, not what is open
-        return _reopen, (str(self._files.path), self._threads, self._images)
+        path = self._path if "://" in self._path else os.path.abspath(self._path)
+        return _reopen, (path, self._threads, self._images, self._cache)
+
+    def expect_batches(self, batches: Iterable[Sequence[int]], /) -> Expected:
+        """These samples will be read, batch after batch: a feed says so, and their shards are copied ahead."""
+        return self._files.expect_batches(batches)
 
     def sample_key(self, index: int) -> str:
         """The file and the record of a sample."""
@@ -101,14 +124,14 @@ class Pack:
         """Records of one length: each field is read into its row of the batch."""
         batch = [self._buffers.lend(field.num_bytes * len(records)) for field in self.schema.fields]
         columns = [(memoryview(tensor.numpy()), field.num_bytes) for tensor, field in _zip(batch, self.schema)]
-        read_record, preadv, xxh3_64 = self._files.read, os.preadv, xxhash.xxh3_64
+        read_record, xxh3_64 = self._files.read, xxhash.xxh3_64
 
         def read(start: int, stop: int) -> None:
             for row in range(start, stop):
                 record = records[row]
                 parts = [view[row * size : (row + 1) * size] for view, size in columns]
                 # As `PackFiles.read` does, which is left to find out what is wrong: here each microsecond counts.
-                done = preadv(record.file.descriptor, parts, record.offset)
+                done = record.file.preadv(parts, record.offset)
                 hasher = xxh3_64(parts[0])
                 for part in parts[1:]:
                     hasher.update(part)
@@ -157,12 +180,27 @@ class Pack:
         except FourfoldError:
             raise
         except ValueError as error:
-            raise DamagedSample(self._files.place(record.sample), str(error), where=str(self._files.path)) from error
+            raise DamagedSample(self._files.place(record.sample), str(error), where=self._files.name) from error
+
+
+def _open_place(path: str, cache: str | None, cache_bytes: int | None) -> PackPlace:
+    if cache is None or cache_bytes is None:
+        return LocalPlace(path)
+    return StagedPlace(open_origin(path), cache, cache_bytes)
 
 
 def _zip(batch: Sequence[Tensor], schema: Schema) -> Any:
     return zip(batch, schema.fields, strict=True)
 
 
-def _reopen(path: str, threads: int, images: bool) -> Pack:
-    return Pack(path, threads=threads, images=images)
+def _reopen(path: str, threads: int, images: bool, cache: tuple[str | None, int | None]) -> Pack:
+    return Pack(path, threads=threads, images=images, cache=cache[0], cache_bytes=cache[1])
+
+
+def _cache_problems(path: str, cache: Any, cache_bytes: Any) -> list[Problem]:
+    if cache is None and cache_bytes is None:
+        if "://" not in path:
+            return []
+        return [Problem(f"{without_password(path)}, and no cache", "a folder for copies", ATTEMPT)]
+    problems = [] if isinstance(cache, str | os.PathLike) else [Problem(format_argument("cache", cache), "a folder")]
+    return problems + int_problems("cache_bytes", cache_bytes, minimum=1, attempt=ATTEMPT)

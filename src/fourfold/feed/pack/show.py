@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
-from fourfold.feed.pack.files import PackFiles, Record
+from fourfold.feed.pack.files import LocalPlace, PackFiles, Record
 from fourfold.feed.pack.reader import Pack
 from fourfold.feed.pack.schema import Field, leaves
 from fourfold.words.errors import FourfoldError
@@ -34,13 +34,13 @@ class Shown(NamedTuple):
 
 def describe_pack(path: str | os.PathLike[str]) -> Shown:
     """What a pack holds. Raises DataError if there is none."""
-    files, pack = PackFiles(path), Pack(path, threads=1, images=False)
+    files, pack = PackFiles(LocalPlace(path)), Pack(path, threads=1, images=False)
     manifest = files.manifest
     lengths = files.stored_lengths()
     spread = [format_bytes(float(value)) for value in np.quantile(lengths, (0, 0.5, 1), method="nearest")]
     counts = pack.shard_sizes
     facts = {
-        "pack": str(files.path),
+        "pack": files.name,
         "of": manifest.source,
         "samples": str(manifest.num_records),
         "bytes": f"{format_bytes(manifest.num_bytes)}, compression {manifest.compression}",
@@ -97,9 +97,11 @@ def _count_labels(files: PackFiles, field: Field) -> dict[str, int]:
 
 
 def _read_label(files: PackFiles, record: Record, field: Field) -> int:
-    schema, file = files.manifest.schema, record.file.descriptor
-    head = os.pread(file, schema.head_bytes, record.offset) if schema.head_bytes else b""
+    schema, head = files.manifest.schema, bytearray(files.manifest.schema.head_bytes)
+    if head:
+        record.file.preadv([memoryview(head)], record.offset)
     sizes = struct.unpack(f"<{schema.num_open_dims}Q", head)
     extent = next(each for each in schema.extents(sizes) if each.field.path == field.path)
-    content = os.pread(file, extent.stop - extent.start, record.offset + extent.start)
+    content = bytearray(extent.stop - extent.start)
+    record.file.preadv([memoryview(content)], record.offset + extent.start)
     return int.from_bytes(content, "little", signed=field.dtype.startswith("int"))

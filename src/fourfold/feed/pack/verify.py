@@ -14,7 +14,7 @@ import numpy as np
 import xxhash
 
 from fourfold.feed.pack import layout
-from fourfold.feed.pack.files import PackFiles
+from fourfold.feed.pack.files import LocalPlace, PackFiles
 from fourfold.words.errors import DamagedSample, os_error_text
 from fourfold.words.noop import noop
 
@@ -37,10 +37,10 @@ def verify_pack(
 
     Raises DataError if the manifest is damaged, or a file is missing or not as long as it was.
     """
-    files = PackFiles(path)
+    files = PackFiles(LocalPlace(path))
     manifest = files.manifest
     damage, samples = [], []
-    index = files.path / layout.INDEX_FILE
+    index = Path(files.name) / layout.INDEX_FILE
     if (got := _digest(index, noop)) != manifest.index_digest:
         damage.append(f"{index}: its xxh3_128 is {got}, not {manifest.index_digest} as packed")
     with ThreadPoolExecutor(threads or os.cpu_count() or 1, thread_name_prefix="fourfold verify") as pool:
@@ -52,7 +52,7 @@ def verify_pack(
 
 
 def _verify_shard(files: PackFiles, number: int, progress: Callable[[int], Any]) -> Verified:
-    info, path = files.manifest.shards[number], files.path / layout.shard_name(number)
+    info, path = files.manifest.shards[number], Path(files.name) / layout.shard_name(number)
     damage, samples = [], []
     for error in _damaged_records(files, number):
         damage.append(f"{error.key}: {error.reason}")

@@ -18,7 +18,7 @@ from fourfold.feed.rows.database import Database, Row
 from fourfold.feed.rows.row_index import RowIndex, open_index, row_digest
 from fourfold.feed.source import empty_like, make_batch
 from fourfold.feed.staging.origin import Backoff, retry
-from fourfold.words.errors import DataError, Problem
+from fourfold.words.errors import DamagedSample
 
 
 class RowSource:
@@ -59,17 +59,15 @@ class RowSource:
             yield row[self._columns.key_place], row_digest(row)
 
     def _read(self, numbers: Sequence[int]) -> list[Row]:
-        """The rows of these samples. Raises DataError for one that is not as it was."""
+        """The rows of these samples. Raises DamagedSample for one that is not as it was."""
         indexed, place = self._index.rows(numbers), self._columns.key_place
         by_key = {row[place]: row for row in self._query([each.key for each in indexed])}
         found = []
         for key, digest in indexed:
             row = by_key.get(key)
             if row is None or row_digest(row) != digest:
-                got = f"the row with {self._named(key)} {'is gone' if row is None else 'has changed'}"
-                raise DataError(
-                    Problem(got, "the rows as they were when their keys were read"), where=self._database.url
-                )
+                reason = f"its row {'is gone' if row is None else 'has changed'} since the keys were read"
+                raise DamagedSample(self._named(key), reason, where=self._database.url)
             found.append(row)
         return found
 

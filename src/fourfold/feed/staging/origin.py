@@ -62,6 +62,10 @@ class Origin(Protocol):
         """The bytes [start, stop) of a file. Raises DataError if it has fewer, or if the origin gives up."""
         ...
 
+    def read_up_to(self, name: str, max_bytes: int) -> bytes:
+        """A whole file of unknown size. Raises DataError if it has more bytes, or if the origin gives up."""
+        ...
+
 
 class FolderOrigin:
     """A folder of this host, or of a file system that is mounted."""
@@ -73,6 +77,14 @@ class FolderOrigin:
     def read(self, name: str, start: int, stop: int) -> bytes:
         content = retry(lambda: _read_range(self._folder / name, start, stop), f"{self.url}/{name}", self._backoff)
         return check_length(content, name, start, stop, self.url)
+
+    def read_up_to(self, name: str, max_bytes: int) -> bytes:
+        path = self._folder / name
+
+        def attempt() -> bytes:
+            return _read_range(path, 0, min(path.stat().st_size, max_bytes + 1))
+
+        return check_size(retry(attempt, f"{self.url}/{name}", self._backoff), name, max_bytes, self.url)
 
 
 def _read_range(path: Path, start: int, stop: int) -> bytes:
@@ -104,6 +116,13 @@ class RemoteOrigin:
 
         content = retry(attempt, f"{self.url}/{name}", self._backoff)
         return check_length(content, name, start, stop, self.url)
+
+    def read_up_to(self, name: str, max_bytes: int) -> bytes:
+        def attempt() -> bytes:
+            file_system, root = self._open()
+            return file_system.cat_file(f"{root}/{name}", start=0, end=max_bytes + 1)
+
+        return check_size(retry(attempt, f"{self.url}/{name}", self._backoff), name, max_bytes, self.url)
 
     def _open(self) -> tuple[Any, str]:
         with self._lock:
@@ -150,6 +169,13 @@ def check_length(content: bytes, name: str, start: int, stop: int, where: str) -
     if len(content) > stop - start:
         raise DataError(Problem(got, "a server that answers range requests", "one that does (nginx, S3)"), where=where)
     raise DataError(Problem(got, f"{stop - start}: the file is shorter than its manifest says"), where=where)
+
+
+def check_size(content: bytes, name: str, max_bytes: int, where: str) -> bytes:
+    """The content. Raises DataError if it is longer than the file may be."""
+    if len(content) > max_bytes:
+        raise DataError(Problem(f"{name} of {len(content)} bytes or more", f"at most {max_bytes}"), where=where)
+    return content
 
 
 def retry(

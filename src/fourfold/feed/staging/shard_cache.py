@@ -14,7 +14,7 @@ import contextlib
 import errno
 import fcntl
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -128,11 +128,12 @@ class ShardCache:
                 got = f"{shard.name} with digest {digest.hexdigest()}"
                 raise DataError(Problem(got, f"{shard.digest}, as its manifest says", "the file as it was packed"))
             os.fsync(descriptor)  # a copy that outlives a power failure is whole
-            part.rename(self.folder / shard.name)
+            with self._locked(CACHE_LOCK):  # a process that makes room counts either the part or the copy
+                part.rename(self.folder / shard.name)
 
     def _make_room(self, num_bytes: int, *, without: str) -> None:
         """Evict copies that nobody holds, the least recently used first. `without`: a part that will be overwritten."""
-        found = {each.name: each.stat() for each in self._files() if each.name != without}
+        found = self._files(without)
         excess = sum(each.st_size for each in found.values()) + num_bytes - self.max_bytes
         if excess <= 0:
             return
@@ -160,9 +161,15 @@ class ShardCache:
                 return False
         return True
 
-    def _files(self) -> Iterable["os.DirEntry[str]"]:
+    def _files(self, without: str) -> dict[str, os.stat_result]:
+        """All copies and parts but one, by name."""
+        found = {}
         with os.scandir(self.folder) as entries:
-            return [each for each in entries if not each.name.endswith(LOCK_SUFFIX) and each.is_file()]
+            for each in entries:
+                if each.name != without and not each.name.endswith(LOCK_SUFFIX) and each.is_file():
+                    with contextlib.suppress(FileNotFoundError):  # a part whose copying has just failed
+                        found[each.name] = each.stat()
+        return found
 
     @contextlib.contextmanager
     def _locked(self, name: str) -> Iterator[None]:

@@ -1,7 +1,8 @@
 """Countdown: which buckets have all their gradients, and which one is launched next.
 
 countdown  number of a bucket's parameters without a gradient in the round's last backward; at 0 the bucket is complete
-round      the backwards between two sets of reductions: those of a whole step, or one if gradients rest split
+round      the backwards between two sets of reductions of a bucket: those of a whole step, or one if gradients rest
+           split, of its stage; a round that is begun for some buckets launches these only
 launch     the start of a bucket's reduction, in program order (the same on every rank), while backward continues
 Law: buckets are launched in program order, whatever the order in which they become complete.
 """
@@ -28,14 +29,24 @@ class Countdown:
         """By parameter: whether a backward of this step has reached it."""
         self.completion_order: list[int] = []
         """The order in which this rank's buckets became complete in the first round of this step."""
-        self._round = -1
-        self.begin_round()
-
-    def begin_round(self) -> None:
-        """Begin a round of reductions."""
-        self._round += 1
         self.counted = [False] * len(self.names)
         self._num_missing = list(self._sizes)
+        self._rounds = [0] * len(self._sizes)
+        """By bucket."""
+        self.begin_round(range(len(self._sizes)), 0)
+
+    def begin_round(self, buckets: Sequence[int], number: int) -> None:
+        """Begin a round of reductions of these buckets, which number this is, from 0.
+
+        All that were in the round before have been launched.
+        """
+        self.round_order = [bucket for bucket in self.launch_order if bucket in buckets]
+        """The order of the round's reductions."""
+        for bucket in buckets:
+            self._rounds[bucket] = number
+            self._num_missing[bucket] = self._sizes[bucket]
+        for index, bucket in enumerate(self.bucket_of):
+            self.counted[index] = self.counted[index] and bucket not in buckets
         self.num_launched = 0
         self.is_last_backward = False
         """Whether the current backward is the round's last: buckets may be launched as they become complete."""
@@ -47,30 +58,40 @@ class Countdown:
         self._num_missing[bucket] -= 1
         if self._num_missing[bucket]:
             return False
-        if self._round == 0:
+        if self._rounds[bucket] == 0:
             self.completion_order.append(bucket)
         return True
 
+    def complete(self, buckets: Sequence[int]) -> None:
+        """The round has no more gradients of these buckets: they are complete."""
+        missing = [bucket for bucket in buckets if self._num_missing[bucket]]
+        self.completion_order += [bucket for bucket in missing if self._rounds[bucket] == 0]
+        for bucket in missing:
+            self._num_missing[bucket] = 0
+
     def complete_all(self) -> None:
         """The round has no more gradients: all buckets are complete."""
-        if self._round == 0:
-            self.completion_order += [bucket for bucket, missing in enumerate(self._num_missing) if missing]
-        self._num_missing = [0] * len(self._sizes)
+        self.complete(range(len(self._sizes)))
 
     def next_complete(self) -> int | None:
         """The bucket to launch next, if it is complete."""
-        if self.num_launched == len(self.launch_order):
+        if self.num_launched == len(self.round_order):
             return None
-        bucket = self.launch_order[self.num_launched]
+        bucket = self.round_order[self.num_launched]
         return None if self._num_missing[bucket] else bucket
 
     def is_launched(self, bucket: int) -> bool:
         """Whether a bucket has been launched in this round."""
-        return bucket in self.launch_order[: self.num_launched]
+        return bucket in self.launched
+
+    @property
+    def launched(self) -> Sequence[int]:
+        """The buckets that have been launched in this round, in order."""
+        return self.round_order[: self.num_launched]
 
     def reduction_index(self, bucket: int) -> int:
         """The index of the bucket's reduction in the program, in this round."""
-        return self._round * len(self._sizes) + bucket
+        return self._rounds[bucket] * len(self._sizes) + bucket
 
     def first_reached(self, bucket: int) -> str | None:
         """The name of the bucket's first parameter that a backward of this step has reached; None if there is none."""

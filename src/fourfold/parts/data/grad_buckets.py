@@ -58,26 +58,26 @@ class GradBuckets:
     def set_launch_order(self, order: Sequence[int]) -> None:
         """Fix the order of the reductions."""
         self.countdown.launch_order = list(order)
-        # By bucket: the bucket that uses the same buffer before it, in launch order, as a position in that order.
-        last_user: dict[int, int] = {}
-        self._previous_user: dict[int, int] = {}
-        for position, bucket in enumerate(order):
-            buffer = self._reducer.buffer_indices[bucket]
-            if buffer in last_user:
-                self._previous_user[bucket] = last_user[buffer]
-            last_user[buffer] = position
 
     def begin_step(self) -> None:
         """Begin a step: no slot is written, no bucket launched."""
         self.countdown.begin_step()
         self._begin_buffers()
 
-    def begin_round(self) -> None:
+    def begin_round(self, buckets: Sequence[int], number: int) -> None:
         """Begin a round of reductions."""
-        self.countdown.begin_round()
+        self.countdown.begin_round(buckets, number)
         self._begin_buffers()
 
     def _begin_buffers(self) -> None:
+        # By bucket: the bucket that uses the same buffer before it in the round, as a position in its order.
+        last_user: dict[int, int] = {}
+        self._previous_user: dict[int, int] = {}
+        for position, bucket in enumerate(self.countdown.round_order):
+            buffer = self._reducer.buffer_indices[bucket]
+            if buffer in last_user:
+                self._previous_user[bucket] = last_user[buffer]
+            last_user[buffer] = position
         self.slots.begin_round()
         self._is_acquired = [False] * len(self._buckets)
         self._waiting_params: list[set[int]] = [set() for _ in self._buckets]
@@ -157,10 +157,10 @@ class GradBuckets:
             if parameter.grad is not None and not self.countdown.counted[index]:
                 self._take(index, parameter.grad)
 
-    def check_all_reached(self) -> None:
-        """Raise TrainingError naming the parameters that no backward of the step has reached."""
+    def check_all_reached(self, buckets: Sequence[int]) -> None:
+        """Raise TrainingError naming the parameters of these buckets that no backward of the step has reached."""
         if not self._allow_unused:
-            check_all_reached(self.slots.names, self.countdown.reached, self.slots.parameters)
+            check_all_reached(self.countdown, buckets, self.slots.parameters)
 
     def local_grads(self, bucket: int) -> list[Tensor]:
         """This rank's shard of a bucket's sum, for the norm; the reduction has ended."""

@@ -9,6 +9,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor, nn
 
+from fourfold.parts.data.countdown import Countdown
 from fourfold.words.errors import Problem, TaskError, TrainingError
 
 
@@ -44,14 +45,20 @@ def raise_second_grad(name: str) -> NoReturn:
     raise TaskError(second_grad_problem(name))
 
 
-def check_all_reached(names: Sequence[str], reached: Sequence[bool], parameters: Iterable[nn.Parameter]) -> None:
-    """Raise TrainingError naming the parameters that no backward of the step has reached."""
+def check_all_reached(countdown: Countdown, buckets: Sequence[int], parameters: Iterable[nn.Parameter]) -> None:
+    """Raise TrainingError naming the parameters of these buckets that no backward of the step has reached.
+
+    `parameters` are in the order of the countdown.
+    """
     need = "a gradient for every trainable parameter"
     # A reentrant checkpoint without an input that requires a gradient gives its parameters none.
     attempt = 'unused = "allow", or requires_grad_(False), or use_reentrant=False if it is in a checkpoint'
     attempt_frozen = 'unused = "allow", which lets parameters be frozen and unfrozen during training'
     problems = []
-    for name, was_reached, parameter in zip(names, reached, parameters, strict=True):
+    rows = zip(countdown.names, countdown.bucket_of, countdown.reached, parameters, strict=True)
+    for name, bucket, was_reached, parameter in rows:
+        if bucket not in buckets:
+            continue
         if not was_reached and parameter.requires_grad:
             problems.append(Problem(f"parameter {name} got no gradient", need, attempt))
         elif not was_reached:

@@ -14,7 +14,7 @@ from typing import Protocol
 from torch import Tensor
 
 from fourfold.parts.data.param_access import untracked_access
-from fourfold.parts.torch_private import post_accumulate_hooks, set_post_accumulate_hooks
+from fourfold.parts.torch_private import post_accumulate_hooks, set_post_accumulate_hooks, tensor_hooks
 
 GradHook = Callable[[Tensor], None]
 
@@ -64,6 +64,13 @@ def _call_if_registered(hooks: dict[int, GradHook], key: int) -> GradHook:
             hooks[key](parameter)
 
     return call
+
+
+def has_user_hooks(parameter: Tensor) -> bool:
+    """Whether someone else has registered hooks on a parameter: they expect its gradient in backward."""
+    hooks = post_accumulate_hooks(parameter)
+    num_own = len(hooks.last_ids) if isinstance(hooks, _OrderedHooks) else 0
+    return len(hooks or ()) > num_own or bool(tensor_hooks(parameter))
 
 
 class GradSink(Protocol):

@@ -21,8 +21,8 @@ class Gradients(Protocol):
         """Begin a step: there are no gradients."""
         ...
 
-    def begin_round(self) -> None:
-        """Begin a round of reductions."""
+    def begin_round(self, buckets: Sequence[int], number: int) -> None:
+        """Begin a round of reductions: see `Countdown`."""
         ...
 
     def set_launch_order(self, order: Sequence[int]) -> None:
@@ -45,8 +45,8 @@ class Gradients(Protocol):
         """Record that a bucket's sum is there."""
         ...
 
-    def check_all_reached(self) -> None:
-        """Raise TrainingError naming the parameters that no backward of the step has reached."""
+    def check_all_reached(self, buckets: Sequence[int]) -> None:
+        """Raise TrainingError naming the parameters of these buckets that no backward of the step has reached."""
         ...
 
     def local_grads(self, bucket: int) -> list[Tensor]:
@@ -85,5 +85,10 @@ class MeanSink:
 def launch_all(gradients: Gradients, factor: float | None) -> None:
     """End a round: launch all remaining buckets. Does not wait for the sums."""
     gradients.countdown.complete_all()
+    launch_complete(gradients, factor)
+
+
+def launch_complete(gradients: Gradients, factor: float | None) -> None:
+    """Launch the buckets that are complete, up to the first that is not. Does not wait for the sums."""
     while gradients.launch_next(factor, may_wait=True) is not None:
         pass

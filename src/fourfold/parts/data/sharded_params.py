@@ -105,8 +105,8 @@ class ShardedParams:
             for bucket, (start, stop) in zip(buckets, layout.bucket_ranges, strict=True)
         ]
         self.buffer_pool = memory.BufferPool()
-        self.unshard_orders: dict[str, UnshardOrder] = {}
-        """By kind of phase: the all-gathers of its last phase."""
+        self.unshard_orders: dict[tuple[str, int], UnshardOrder] = {}
+        """By kind of phase and stage: the all-gathers of its last phase."""
         self._planned: list[tuple[int, int]] = []
         """Bucket and index of the unshards that the program has for the next phase, in order."""
         self.num_out_of_turn = 0
@@ -161,13 +161,13 @@ class ShardedParams:
     # ---- phases -------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def phase(self, kind: str, sink: UnshardSink = NO_UNSHARD_SINK) -> Iterator[None]:
+    def phase(self, kind: str, stage: int = 0, sink: UnshardSink = NO_UNSHARD_SINK) -> Iterator[None]:
         """Context manager: weights are unsharded when they are used. Collective: every rank has the same phases.
 
-        Buckets are unsharded in the order that the program has planned, else as the last phase of this `kind` did.
+        Buckets are unsharded in the order that the program has planned, else as the stage's last phase of this `kind`.
         `sink` is called before this rank's shards are read.
         """
-        self._phase = self._begin_phase(kind, sink)
+        self._phase = self._begin_phase(kind, stage, sink)
         try:
             self._prefetch(self._phase)
             with explain_transform_errors(), torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
@@ -182,8 +182,8 @@ class ShardedParams:
         """The next phase unshards this bucket, after those that are planned already. `index`: in the program."""
         self._planned.append((bucket, index))
 
-    def _begin_phase(self, kind: str, sink: UnshardSink) -> _Phase:
-        order = self.unshard_orders.setdefault(kind, UnshardOrder())
+    def _begin_phase(self, kind: str, stage: int, sink: UnshardSink) -> _Phase:
+        order = self.unshard_orders.setdefault((kind, stage), UnshardOrder())
         indices: dict[int, deque[int]] = {}
         if self._planned:
             order.buckets = [bucket for bucket, _ in self._planned]

@@ -42,9 +42,9 @@ class UnbucketedGrads:
         """Begin a step."""
         self.countdown.begin_step()
 
-    def begin_round(self) -> None:
+    def begin_round(self, buckets: Sequence[int], number: int) -> None:
         """Begin a round."""
-        self.countdown.begin_round()
+        self.countdown.begin_round(buckets, number)
 
     def store(self, param_index: int) -> bool:
         """Check a gradient that autograd has accumulated. Returns whether a bucket is complete now."""
@@ -74,10 +74,10 @@ class UnbucketedGrads:
         """Record that a bucket's sum is there."""
         self._meter.recorder.instant(bucket, DONE_EVENT)
 
-    def check_all_reached(self) -> None:
-        """Raise TrainingError naming the parameters that no backward of the step has reached."""
+    def check_all_reached(self, buckets: Sequence[int]) -> None:
+        """Raise TrainingError naming the parameters of these buckets that no backward of the step has reached."""
         if not self._allow_unused:
-            check_all_reached(self.countdown.names, self.countdown.reached, self._all_parameters)
+            check_all_reached(self.countdown, buckets, self._all_parameters)
 
     def local_grads(self, bucket: int) -> list[Tensor]:
         """The gradients of a bucket, for the norm; no copies."""

@@ -60,8 +60,8 @@ class WeightStorage(Protocol):
         """The part of a parameter that this rank writes, if any; the parameter itself if that is all of it."""
         ...
 
-    def phase(self, kind: str, sink: UnshardSink) -> AbstractContextManager[None]:
-        """Inside, the model may be called. Collective if weights rest split."""
+    def phase(self, kind: str, stage: int, sink: UnshardSink) -> AbstractContextManager[None]:
+        """Inside, a stage of the model may be called. Collective if weights rest split."""
         ...
 
     def plan_unshard(self, bucket: int, index: int) -> None:
@@ -69,7 +69,7 @@ class WeightStorage(Protocol):
         ...
 
     def use_orders(self) -> Mapping[str, Sequence[int]]:
-        """By kind of phase: the buckets in the order in which its last phase unsharded them."""
+        """By kind of phase: the buckets in the order in which the stages' last phases unsharded them."""
         ...
 
     @property
@@ -125,7 +125,7 @@ class ResidentWeights:
         # Not a view: an update may still wait for the parameter's next use.
         return [ParamPart(0, self._written[name])] if name in self._written else []
 
-    def phase(self, kind: str, sink: UnshardSink) -> AbstractContextManager[None]:
+    def phase(self, kind: str, stage: int, sink: UnshardSink) -> AbstractContextManager[None]:
         return contextlib.nullcontext()
 
     def plan_unshard(self, bucket: int, index: int) -> None:
@@ -210,14 +210,17 @@ class ShardedWeights:
     def held_parts(self, name: str) -> Sequence[ParamPart]:
         return [ParamPart(self.layout.ranges[name][0], self._parts[name])]
 
-    def phase(self, kind: str, sink: UnshardSink) -> AbstractContextManager[None]:
-        return self.sharded_params.phase(kind, sink)
+    def phase(self, kind: str, stage: int, sink: UnshardSink) -> AbstractContextManager[None]:
+        return self.sharded_params.phase(kind, stage, sink)
 
     def plan_unshard(self, bucket: int, index: int) -> None:
         self.sharded_params.plan_unshard(bucket, index)
 
     def use_orders(self) -> Mapping[str, Sequence[int]]:
-        return {kind: tuple(order.buckets) for kind, order in self.sharded_params.unshard_orders.items()}
+        orders: dict[str, tuple[int, ...]] = {}
+        for (kind, _), order in self.sharded_params.unshard_orders.items():
+            orders[kind] = (*orders.get(kind, ()), *order.buckets)
+        return orders
 
     @property
     def num_out_of_turn(self) -> int:

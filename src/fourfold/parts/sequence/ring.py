@@ -22,6 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from fourfold.parts.comm.ring.protocol import reduce_scatter
 from fourfold.parts.dtypes import accumulation_dtype
+from fourfold.parts.recompute import kept
 from fourfold.parts.sequence import kernels, masks
 from fourfold.parts.sequence.dropout import DropoutMask
 from fourfold.parts.sequence.kernels import AttentionBlock, SoftmaxTotals, compute_dtype
@@ -47,13 +48,8 @@ class _RingAttention(torch.autograd.Function):
         query_mask: Tensor | None,
         call: RingCall,
     ):
-        queries = _LocalQueries(q, query_mask, call)
-        merged = OnlineSoftmax(torch.Size((*q.shape[:-1], v.shape[-1])), queries.q.dtype, q.device)
-        for _, kv_block in iterate_kv_blocks(k, v, key_mask, call):
-            for part in call.tiles(kv_block.token_ranges):
-                merged.merge(kernels.forward(queries.make_block(kv_block, part)), part.samples, part.tile.queries)
-        out = merged.out.to(compute_dtype(q))
-        ctx.save_for_backward(q, k, v, key_mask, query_mask, out, merged.lse)
+        out, lse = kept(lambda: _attend(q, k, v, key_mask, query_mask, call))
+        ctx.save_for_backward(q, k, v, key_mask, query_mask, out, lse)
         ctx.call = call
         return out.to(q.dtype)
 
@@ -71,6 +67,18 @@ class _RingAttention(torch.autograd.Function):
         collect = _scattered_kv_grads if ctx.call.gathers_kv else _ring_kv_grads
         grad_k, grad_v = collect(grads, k, v, key_mask)
         return grads.q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), None, None, None
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, query_mask: Tensor | None, call: RingCall
+) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp over all keys."""
+    queries = _LocalQueries(q, query_mask, call)
+    merged = OnlineSoftmax(torch.Size((*q.shape[:-1], v.shape[-1])), queries.q.dtype, q.device)
+    for _, kv_block in iterate_kv_blocks(k, v, key_mask, call):
+        for part in call.tiles(kv_block.token_ranges):
+            merged.merge(kernels.forward(queries.make_block(kv_block, part)), part.samples, part.tile.queries)
+    return merged.out.to(compute_dtype(q)), merged.lse
 
 
 class _LocalQueries:

@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from fourfold.parts.comm.ring.protocol import RingGroup
 from fourfold.parts.dtypes import accumulation_dtype
+from fourfold.parts.recompute import kept
 from fourfold.parts.sequence import masks
 from fourfold.parts.sequence.ring_call import RingCall
 
@@ -95,10 +96,7 @@ class _WeightedValues(torch.autograd.Function):
     def forward(ctx: Any, weights: Tensor, v: Tensor, group: RingGroup) -> Tensor:
         ctx.save_for_backward(weights, v)
         ctx.group = group
-        local = v.shape[-2]
-        out = weights.new_zeros(*weights.shape[:-1], v.shape[-1])
-        for owner, block in group.iterate_blocks((v,)):
-            out += weights[..., owner * local : (owner + 1) * local] @ block.view(v.shape)
+        (out,) = kept(lambda: (_add_weighted(weights, v, group),))
         return out
 
     @staticmethod
@@ -111,6 +109,14 @@ class _WeightedValues(torch.autograd.Function):
         for owner, block in ctx.group.iterate_blocks((v,)):
             grad_weights[..., owner * local : (owner + 1) * local] = grad_out @ block.view(v.shape).mT
         return grad_weights, grad_v, None
+
+
+def _add_weighted(weights: Tensor, v: Tensor, group: RingGroup) -> Tensor:
+    local = v.shape[-2]
+    out = weights.new_zeros(*weights.shape[:-1], v.shape[-1])
+    for owner, block in group.iterate_blocks((v,)):
+        out += weights[..., owner * local : (owner + 1) * local] @ block.view(v.shape)
+    return out
 
 
 def _reduce_to_owner(rows: Tensor, right: Tensor, group: RingGroup) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fourfold.parts.comm.ring.protocol import RingGroup
+from fourfold.parts.recompute import kept
 from fourfold.parts.sequence.masks import Mask
 
 
@@ -49,7 +50,7 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, group: RingGroup, to_heads: bool, *tensors: Tensor):
         ctx.group, ctx.to_heads = group, to_heads
-        return _all_to_all(group, to_heads, tensors)
+        return kept(lambda: _all_to_all(group, to_heads, tensors))
 
     @staticmethod
     @once_differentiable

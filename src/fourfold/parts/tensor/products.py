@@ -19,6 +19,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fourfold.parts.comm.tensor.protocol import TensorGroup
+from fourfold.parts.deferred_grads import deferral_of
+from fourfold.parts.recompute import kept
 
 
 @dataclasses.dataclass
@@ -42,6 +44,7 @@ class ColumnProduct(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(input, weight)
         ctx.uses, ctx.group, ctx.autocast = uses, group, _autocast_options(input)
+        ctx.deferral = deferral_of(weight, input)
         return F.linear(input, weight, bias)
 
     @staticmethod
@@ -56,7 +59,7 @@ class ColumnProduct(torch.autograd.Function):
                 grad_input = grad @ weight
                 if ctx.uses.count == 1:
                     finish, ctx.uses.is_summed = ctx.group.all_reduce_async(grad_input), True
-            if needs_weight:
+            if needs_weight and not (ctx.deferral and ctx.deferral.takes(grad, input)):
                 grad_weight = grad.flatten(0, -2).t() @ input.flatten(0, -2)
         grad_bias = grad.flatten(0, -2).sum(0) if needs_bias else None
         return finish() if finish else grad_input, grad_weight, grad_bias, None, None
@@ -68,17 +71,10 @@ class RowProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, group: TensorGroup) -> Tensor:
         ctx.save_for_backward(input, weight)
-        ctx.autocast = _autocast_options(input)
-        if ctx.autocast["enabled"] or input.dtype != weight.dtype or input.ndim < 2:
-            return group.all_reduce(F.linear(input, weight))  # casts, or raises its own error
-        product = group.buffer((*input.shape[:-1], weight.shape[0]), input.dtype)
-        input_RF, product_RN = input.flatten(0, -2), product.view(-1, weight.shape[0])
-        num_chunks = group.num_chunks(product.nbytes)
-        if num_chunks == 1:
-            torch.mm(input_RF, weight.t(), out=product_RN)
-            return group.all_reduce(product)
-        _add_by_chunks(input_RF, weight, product_RN, group, num_chunks)
-        return product
+        ctx.autocast, ctx.deferral = _autocast_options(input), deferral_of(weight, input)
+        casts = ctx.autocast["enabled"] or input.dtype != weight.dtype or input.ndim < 2
+        (total,) = kept(lambda: (_summed_product(input, weight, group, casts=casts),))
+        return total
 
     @staticmethod
     @once_differentiable
@@ -86,8 +82,24 @@ class RowProduct(torch.autograd.Function):
         (input, weight), grad = ctx.saved_tensors, grads[0]
         needs_input, needs_weight, _ = ctx.needs_input_grad
         with torch.autocast(**ctx.autocast):
-            grad_weight = grad.flatten(0, -2).t() @ input.flatten(0, -2) if needs_weight else None
+            grad_weight = None
+            if needs_weight and not (ctx.deferral and ctx.deferral.takes(grad, input)):
+                grad_weight = grad.flatten(0, -2).t() @ input.flatten(0, -2)
             return grad @ weight if needs_input else None, grad_weight, None
+
+
+def _summed_product(input: Tensor, weight: Tensor, group: TensorGroup, *, casts: bool) -> Tensor:
+    """The sum of the ranks' `F.linear`. `casts`: it casts, or raises its own error."""
+    if casts:
+        return group.all_reduce(F.linear(input, weight))
+    product = group.buffer((*input.shape[:-1], weight.shape[0]), input.dtype)
+    input_RF, product_RN = input.flatten(0, -2), product.view(-1, weight.shape[0])
+    num_chunks = group.num_chunks(product.nbytes)
+    if num_chunks == 1:
+        torch.mm(input_RF, weight.t(), out=product_RN)
+        return group.all_reduce(product)
+    _add_by_chunks(input_RF, weight, product_RN, group, num_chunks)
+    return product
 
 
 def _add_by_chunks(input_RF: Tensor, weight_NF: Tensor, out_RN: Tensor, group: TensorGroup, num_chunks: int) -> None:

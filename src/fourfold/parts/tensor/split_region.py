@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fourfold.parts.comm.tensor.protocol import TensorGroup
+from fourfold.parts.recompute import is_keeping, kept
 from fourfold.parts.tensor.products import ColumnProduct, InputUses, RowProduct
 from fourfold.parts.tensor.token_collectives import (
     EnterTokens,
@@ -136,8 +137,12 @@ class SplitRegion:
             self._entered[whole] = Entered(version_of(whole), entered, rows=rows.detach(), source=source)
         return whole
 
+    def begin_tokens(self, hidden: Tensor) -> None:
+        """Where a pass begins with rows that another pipeline stage has made, of as many tokens as this tensor has."""
+        self._count.value = hidden.shape[-2]
+
     def end_tokens(self) -> None:
-        """Where a pass through the blocks ends."""
+        """Where a pass through the blocks ends, on this pipeline stage or altogether."""
         self._count.end()
 
     def leave_tokens(self, partial: Tensor) -> Tensor:
@@ -219,6 +224,9 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, partial: Tensor, group: TensorGroup) -> Tensor:
+        if is_keeping():  # the product that made `partial` is kept too
+            (total,) = kept(lambda: (group.all_reduce(partial.clone()),))
+            return total
         total = group.all_reduce(partial)
         if total is partial:
             ctx.mark_dirty(partial)

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fourfold.parts.comm.tensor.protocol import TensorGroup
+from fourfold.parts.recompute import kept
 from fourfold.parts.torch_private import is_in_backward
 from fourfold.plan.tensor_shard import TensorShard
 
@@ -152,7 +153,8 @@ class LeaveTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, addend: Tensor, count: TokenCount, group: TensorGroup) -> Tensor:
         ctx.count, ctx.group, ctx.length = count, group, addend.shape[-2]
-        return add_rows(addend, group)
+        (rows,) = kept(lambda: (add_rows(addend, group),))
+        return rows
 
     @staticmethod
     @once_differentiable

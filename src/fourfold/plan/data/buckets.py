@@ -1,7 +1,8 @@
 """Buckets: parameters whose gradients are reduced together, and whose weights are gathered together.
 
 slot    one parameter's place in a bucket, [start, stop) in elements
-bucket  consecutive slots in reverse order of definition, one dtype, one optimizer group, on as many tensor ranks
+bucket  consecutive slots in reverse order of definition, of one stage, one dtype, one optimizer group, on as many
+        tensor ranks
 Law: slots tile the bucket, padding only at the end, so every shard of it is one contiguous slice. What several tensor
 ranks hold lies at the same place of the same bucket on each of them, so sums and codecs give it the same bits.
 """
@@ -45,9 +46,9 @@ def make_buckets(specs: Sequence[ParamSpec], *, bucket_bytes: int, num_shards: i
     """Fill buckets of at most `bucket_bytes`, padded to `num_shards` equal shards. `specs` are in order of definition.
 
     A parameter larger than `bucket_bytes` gets a bucket of its own. Buckets are filled in reverse order of definition
-    and numbered by when their last parameter is placed, so that the first bucket to be complete in backward is the
-    first to be reduced. Every place of the tensor axis has the same parameters in a bucket, even if their shards differ
-    in size: all run the same program.
+    and numbered by when their last parameter is placed, those of later stages first, so that the first bucket to be
+    complete in backward is the first to be reduced. Every place of the tensor axis has the same parameters in a bucket,
+    even if their shards differ in size: all run the same program.
     """
     local = {spec.name: spec for spec in specs}
     members_of = _bucket_members([spec.at(0) for spec in specs], bucket_bytes)
@@ -59,10 +60,10 @@ def make_buckets(specs: Sequence[ParamSpec], *, bucket_bytes: int, num_shards: i
 
 def _bucket_members(specs: Sequence[ParamSpec], bucket_bytes: int) -> list[list[ParamSpec]]:
     """The parameters of each bucket."""
-    open_buckets: dict[tuple[str, int, int | None], list[ParamSpec]] = {}
+    open_buckets: dict[tuple[int, str, int, int | None], list[ParamSpec]] = {}
     full: list[list[ParamSpec]] = []
     for spec in reversed(specs):
-        key = spec.dtype, spec.param_group, spec.num_replicas
+        key = spec.stage, spec.dtype, spec.param_group, spec.num_replicas
         members = open_buckets.setdefault(key, [])
         num_elements = sum(member.num_elements for member in members)
         if members and (num_elements + spec.num_elements) * spec.element_bytes > bucket_bytes:
@@ -71,7 +72,7 @@ def _bucket_members(specs: Sequence[ParamSpec], bucket_bytes: int) -> list[list[
         members.append(spec)
     position = {spec.name: index for index, spec in enumerate(reversed(specs))}
     full.extend(open_buckets.values())
-    full.sort(key=lambda members: position[members[-1].name])
+    full.sort(key=lambda members: (-members[-1].stage, position[members[-1].name]))
     return full
 
 

@@ -24,8 +24,9 @@ from fourfold.words.program import (
     nth_index,
 )
 
-UNSHARDED = (Verb.FORWARD, Verb.BACKWARD)  # the phases that use weights
-BACKWARD_PHASES = (Verb.TIE_GRADIENT, Verb.RECEIVE_BACKWARD, Verb.BACKWARD)
+UNSHARDED = (Verb.FORWARD, Verb.BACKWARD, Verb.BACKWARD_INPUT)  # the phases that use weights
+BACKWARD_PHASES = (Verb.TIE_GRADIENT, Verb.RECEIVE_BACKWARD, Verb.BACKWARD, Verb.BACKWARD_INPUT)
+COMPLETE_BACKWARD = (Verb.BACKWARD, Verb.BACKWARD_WEIGHT)  # all gradients of a microbatch are there
 
 
 class StepSync(StrEnum):
@@ -54,10 +55,13 @@ class DataStepSpec(NamedTuple):
     """What a data rank's step consists of.
 
     launch_order            the order of reductions, as recorded in the first step; empty: by bucket number
+    bucket_stages           by bucket: the stage whose backwards give its gradients, one of several that are
+                            interleaved; empty: `stage`
     has_trust_ratios        the optimizer needs norms of single parameters, and ranks hold parts of these
     use_orders              as recorded in the first step; None: as `predict_use_orders` has them
     measures_nominal_count  the step finds out what gradients are divided by before the loss count is known
     computes                the forwards and backwards of the stage, and its messages; empty: each microbatch in turn
+    undrained               the same of a step of an asynchronous schedule; empty: of a synchronous one
     """
 
     microbatches: int
@@ -73,6 +77,8 @@ class DataStepSpec(NamedTuple):
     measures_nominal_count: bool = False
     stage: int = 0
     computes: tuple[Action, ...] = ()
+    undrained: tuple[Action, ...] = ()
+    bucket_stages: tuple[int, ...] = ()
 
     @property
     def compute_actions(self) -> tuple[Action, ...]:
@@ -80,13 +86,28 @@ class DataStepSpec(NamedTuple):
         verbs = Verb.FORWARD, Verb.BACKWARD
         return self.computes or tuple(Action(v, self.stage, i) for i in range(self.microbatches) for v in verbs)
 
+    @property
+    def reduction_order(self) -> tuple[int, ...]:
+        """The launch order; of interleaved stages, the one whose gradients the program completes first comes first."""
+        order = self.launch_order or tuple(range(self.num_buckets))
+        if not self.bucket_stages:
+            return order
+        actions = enumerate(self.compute_actions)
+        last = {action.stage: position for position, action in actions if action.verb in COMPLETE_BACKWARD}
+        return tuple(sorted(order, key=lambda bucket: last[self.bucket_stages[bucket]]))
+
+    def of_stage(self, buckets: Sequence[int], stage: int) -> tuple[int, ...]:
+        """Those of these buckets that a stage computes with."""
+        return tuple(each for each in buckets if not self.bucket_stages or self.bucket_stages[each] == stage)
+
 
 def lower_step(step: DataStepSpec) -> tuple[Action, ...]:
     """The program of a data rank's step: forwards and backwards, reductions in launch order, then updates.
 
     Reductions stand after the backward that completes them. A runtime may begin each one while that backward still
-    runs, as soon as its bucket is ready, in this order. Where gradients rest split, every backward has its own round of
-    reductions; the reduction of bucket b in round r has the index r × num_buckets + b.
+    runs, as soon as its bucket is ready, in this order. Of interleaved stages, each has the reductions of its own
+    buckets. Where gradients rest split, every backward has its own round of reductions; the reduction of bucket b in
+    round r has the index r × num_buckets + b.
 
     Where weights rest split, the unshards of a forward or backward stand in front of it, in the order of use; the n-th
     unshard of bucket b in the step, from 0, has the index n × num_buckets + b.
@@ -99,7 +120,7 @@ def lower_step(step: DataStepSpec) -> tuple[Action, ...]:
     before in front of the first forward, in the order in which forward uses the buckets; each may be deferred until
     that forward reaches its bucket (forward fusion: ibid.).
     """
-    launch_order = step.launch_order or tuple(range(step.num_buckets))
+    launch_order = step.reduction_order
     updates = {bucket: _update(step, bucket) for bucket in launch_order}
     pushes = {
         bucket: [Action(Verb.PUSH, step.stage, bucket)] if step.sync == StepSync.WEIGHTS else []
@@ -125,7 +146,7 @@ def lower_evaluation(step: DataStepSpec, computes: Sequence[Action] = ()) -> tup
     unshards, actions = _Unshards(step), []
     for action in computes or [Action(Verb.FORWARD, step.stage, 0)]:
         if action.verb == Verb.FORWARD:
-            actions += unshards.next_phase(unshards.orders.evaluate)
+            actions += unshards.next_phase(unshards.orders.evaluate, action.stage)
         actions.append(action)
     return (*actions, Action(Verb.MEASURE, step.stage, LOSS))
 
@@ -138,20 +159,24 @@ class _Unshards:
         self._is_needed = layout_changes(step.resting_layouts).before_use != Change.NONE
         self.orders = step.use_orders or predict_use_orders(step.num_buckets)
 
-    def next_phase(self, order: Sequence[int]) -> list[Action]:
-        """The unshards of the next phase; none if weights rest whole."""
+    def next_phase(self, order: Sequence[int], stage: int) -> list[Action]:
+        """The unshards of a stage's next phase; none if weights rest whole."""
         actions = []
-        for bucket in order if self._is_needed else ():
+        for bucket in self._step.of_stage(order, stage) if self._is_needed else ():
             index = nth_index(bucket, self._counts[bucket], self._step.num_buckets)
             actions.append(Action(Verb.UNSHARD, self._step.stage, index))
             self._counts[bucket] += 1
         return actions
 
 
+def update_verbs(layouts: RestingLayouts) -> tuple[Verb, ...]:
+    """What updates a bucket: UPDATE, and GATHER if new weights are all-gathered."""
+    gathers = layout_changes(layouts).after_update != Change.NONE
+    return (Verb.UPDATE, Verb.GATHER) if gathers else (Verb.UPDATE,)
+
+
 def _update(step: DataStepSpec, bucket: int) -> list[Action]:
-    gathers = layout_changes(step.resting_layouts).after_update != Change.NONE
-    gather = [Action(Verb.GATHER, step.stage, bucket)] if gathers else []
-    return [Action(Verb.UPDATE, step.stage, bucket), *gather]
+    return [Action(verb, step.stage, bucket) for verb in update_verbs(step.resting_layouts)]
 
 
 def _compute_phases(
@@ -162,8 +187,8 @@ def _compute_phases(
     The measures stand where all forwards have been sent that another stage needs to come to its own: in front of the
     next backward, or of the receipt of its gradient. What a backward sends back goes before its reductions.
     """
-    unshards, measures, round_number = _Unshards(step), _LossMeasures(step), 0
-    num_left = sum(action.verb == Verb.BACKWARD for action in step.compute_actions)
+    unshards, measures, rounds = _Unshards(step), _LossMeasures(step), Counter[int]()
+    num_left = Counter(action.stage for action in step.compute_actions if action.verb in COMPLETE_BACKWARD)
     actions: list[Action] = []
     reductions: list[Action] = []
     for action in step.compute_actions:
@@ -173,12 +198,15 @@ def _compute_phases(
         actions += measures.before(action)
         if action.verb in UNSHARDED:
             orders = unshards.orders
-            actions += unshards.next_phase(orders.forward if action.verb == Verb.FORWARD else orders.backward)
+            order = orders.forward if action.verb == Verb.FORWARD else orders.backward
+            actions += unshards.next_phase(order, action.stage)
         actions.append(action)
-        if action.verb == Verb.BACKWARD:
-            num_left -= 1
-            reductions = _reductions(step, round_number, launch_order, updates, is_last=num_left == 0)
-            round_number += 1
+        if action.verb in COMPLETE_BACKWARD:
+            num_left[action.stage] -= 1
+            buckets = step.of_stage(launch_order, action.stage)
+            is_last = num_left[action.stage] == 0
+            reductions = _reductions(step, rounds[action.stage], buckets, updates, is_last=is_last)
+            rounds[action.stage] += 1
     return [*actions, *reductions]
 
 
@@ -204,18 +232,18 @@ class _LossMeasures:
 def _reductions(
     step: DataStepSpec,
     backward: int,
-    launch_order: tuple[int, ...],
+    buckets: Sequence[int],
     updates: Mapping[int, list[Action]],
     *,
     is_last: bool,
 ) -> list[Action]:
-    """The round of reductions after the n-th backward, with the updates fused into it; empty between rounds."""
+    """The reductions after the n-th backward of a stage, with the updates fused into them; none between rounds."""
     every_backward = layout_changes(step.resting_layouts).after_backward != Change.NONE
     if not (is_last or every_backward):
         return []
     round_number = backward if every_backward else 0
     actions = []
-    for bucket in launch_order:
+    for bucket in buckets:
         if step.sync == StepSync.GRADIENTS:
             actions.append(Action(Verb.REDUCE, step.stage, nth_index(bucket, round_number, step.num_buckets)))
         if is_last and step.update == "in_backward":

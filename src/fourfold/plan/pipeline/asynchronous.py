@@ -31,6 +31,27 @@ def batch_actions(spec: PipelineSpec, batch: int) -> ComputeLists:
     )
 
 
+def steady_actions(spec: PipelineSpec) -> ComputeLists:
+    """What each index does in a step once the pipeline is filled. Microbatches are numbered within their batches: a
+    backward is of the oldest microbatch in flight.
+    """
+    filled = spec.pp  # batches after which all indexes have as many in flight as they ever have
+    return tuple(
+        tuple(Action(each.verb, each.stage, each.index % spec.microbatches) for each in actions)
+        for actions in batch_actions(spec, filled)
+    )
+
+
+def warm_up(spec: PipelineSpec, stage: int) -> int:
+    """How many microbatches a stage has in flight between steps."""
+    return spec.pp - 1 - stage
+
+
+def batches_in_flight(spec: PipelineSpec) -> int:
+    """How many batches the first stage has begun and not ended, between steps."""
+    return -(-warm_up(spec, 0) // spec.microbatches)
+
+
 def drain_actions(spec: PipelineSpec, num_batches: int) -> ComputeLists:
     """The backwards that are left after the steps of so many batches."""
     total = num_batches * spec.microbatches
@@ -45,10 +66,14 @@ def _forward_and_backward(stage: int, microbatch: int, warm_up: int) -> list[Act
     return [forward, Action(Verb.BACKWARD, stage, microbatch - warm_up)] if microbatch >= warm_up else [forward]
 
 
+def staleness(schedule: str, spec: PipelineSpec, stage: int) -> int:
+    """How many updates a stage's weights miss in the forwards and backwards of a batch."""
+    return {"pipedream": spec.pp - 1 - stage, "2bw": 1}.get(schedule, 0)
+
+
 def weight_version(schedule: str, spec: PipelineSpec, stage: int, batch: int) -> int:
     """The version of a stage's weights that a batch uses in forward and backward; stages and batches count from 0."""
-    staleness = {"pipedream": spec.pp - 1 - stage, "2bw": 1}.get(schedule, 0)
-    return max(0, batch - staleness)
+    return max(0, batch - staleness(schedule, spec, stage))
 
 
 def num_stashed(schedule: str, spec: PipelineSpec, stage: int) -> int:

@@ -2,6 +2,7 @@
 
 complete  one forward of every stage and microbatch, and one backward: B, or I and W
 message   a send or receive; a program has all of them or none, which `add_sends` then adds
+order     of a stage's microbatches, and of the messages between two indexes: these are not named, they come in turn
 Law: a program without problems runs to its end, whatever the speed of the ranks; all problems are found at once.
 """
 
@@ -19,6 +20,8 @@ from fourfold.words.program import Action, ProgramError, Verb, parse_program
 COMPUTE_ORDER = (Verb.FORWARD, Verb.BACKWARD, Verb.BACKWARD_INPUT, Verb.BACKWARD_WEIGHT)
 KNOWN_VERBS = COMPUTE_VERBS | SENDS
 NUM_SHOWN = 6  # actions that a problem lists
+ORDERED = ({Verb.FORWARD}, {Verb.BACKWARD, Verb.BACKWARD_INPUT}, {Verb.BACKWARD, Verb.BACKWARD_WEIGHT})
+MESSAGES = ((Verb.SEND_FORWARD, Verb.RECEIVE_FORWARD, 1), (Verb.SEND_BACKWARD, Verb.RECEIVE_BACKWARD, -1))
 NO_ACTIONS: tuple[Action, ...] = ()
 
 
@@ -32,7 +35,7 @@ def read_written(text: str, spec: PipelineSpec) -> tuple[ComputeLists, list[Prob
     except ProgramError as error:
         return (), list(error.problems)
     lists = tuple(program.get(index, NO_ACTIONS) for index in range(spec.pp))
-    return lists, program_problems(program, spec)
+    return lists, program_problems(program, spec) or _order_problems(lists, spec)
 
 
 def program_problems(program: Mapping[int, Sequence[Action]], spec: PipelineSpec) -> list[Problem]:
@@ -115,6 +118,33 @@ def _message_problems(lists: Sequence[Sequence[Action]], spec: PipelineSpec) -> 
     ]
     missing = set(wanted) - set(present)
     return problems + _missing_problems([each for each in wanted if each in missing and each.verb in SENDS], spec)
+
+
+def _order_problems(lists: Sequence[Sequence[Action]], spec: PipelineSpec) -> list[Problem]:
+    """Microbatches of a stage that are out of order, and messages that are not received in the order of their sends."""
+    problems = []
+    for index, actions in enumerate(lists):
+        for stage, verbs in itertools.product(range(index, spec.num_stages, spec.pp), ORDERED):
+            own = [each for each in actions if each.stage == stage and each.verb in verbs]
+            late = next((pair for pair in itertools.pairwise(own) if pair[0].index > pair[1].index), None)
+            if late is not None:
+                need = "the microbatches of a stage in order: gradients are complete after the last one"
+                problems.append(Problem(f"index {index}: {late[0]} before {late[1]}", need))
+    if problems:
+        return list(dict.fromkeys(problems))
+    with_sends = add_sends(lists, spec.num_stages)
+    for index, (sent, received, step) in itertools.product(range(spec.pp), MESSAGES):
+        other = (index + step) % spec.pp
+        sends = [(each.stage + step, each.index) for each in with_sends[index] if each.verb == sent]
+        receives = [(each.stage, each.index) for each in with_sends[other] if each.verb == received]
+        problems += [
+            Problem(
+                f"index {other}: {Action(received, *receives[place])}",
+                f"{Action(received, *sends[place])} in its place: index {index} sends in this order",
+            )
+            for place in itertools.islice((n for n in range(len(sends)) if sends[n] != receives[n]), 1)
+        ]
+    return problems
 
 
 def _missing_problems(missing: Iterable[Action], spec: PipelineSpec) -> list[Problem]:

@@ -1,38 +1,57 @@
-"""Conflicts: what does not go with interleaved stages, and with a weight that two stages use."""
+"""Conflicts: what does not go with recompute, asynchronous schedules, and a weight that two stages use."""
 
 from collections.abc import Mapping, Sequence
 
 from fourfold.words.errors import Problem
 
-# By field: the values that a pipeline can have, and what the others would need.
-NOT_BUILT: dict[str, tuple[tuple[str, ...], str]] = {
-    "sync": (("step",), "the loss count of each data rank on all of its stages"),
-    "batch_norm": (("refuse", "local"), "statistics of the stages' own data ranks"),
-    "unused": (("refuse",), "gradients that every stage knows to be missing"),
-    "residual": (("whole",), "activations of which each tensor rank sends its tokens"),
-    "codec": (("none",), "codecs whose state is kept by stage"),
-    "precision": (("keep", "bf16"), "overflows that every stage knows of"),
+# By field: the values that go with an asynchronous schedule, and what the others would need.
+SYNCHRONOUS_ONLY: dict[str, tuple[tuple[object, ...], str]] = {
+    "zero": ((0,), "whole weights on each rank, of which older versions are kept"),
+    "update": (("after",), "updates behind the last backward of a batch"),
+    "sync": (("step",), "gradients that are summed for every batch"),
+    "codec": (("none",), "gradients that are summed as they are: those of several batches are under way"),
+    "precision": (("keep", "bf16"), "updates that no overflow of another stage can stop"),
+    "unused": (("refuse",), "a gradient of every parameter in every batch"),
+    "offload": (("none",), "optimizer states on the device: updates run between forwards"),
+}
+
+# By schedule: what recompute would break.
+NO_RECOMPUTE: dict[str, str] = {
+    "zero-bubble": "the inputs of layers until the second half of a backward: computed again, they are held until then",
+    "pipedream": "the weights of the forward in backward, which it keeps for backward alone",
+    "2bw": "the weights of the forward in backward, which it keeps for backward alone",
 }
 
 
-def interleave_problems(interleave: int, zero: int, update: str) -> list[Problem]:
-    """The settings that do not go with so many stages at a place, whose parameters share buckets.
-
-    `zero`: 0, if nothing rests split.
-    """
-    if interleave == 1:
+def recompute_problems(recompute: str, schedule: str, *, divides_backward: bool) -> list[Problem]:
+    """Why the backward of a schedule cannot compute blocks again. `divides_backward`: its list has halves of it."""
+    need = NO_RECOMPUTE.get("zero-bubble" if divides_backward else schedule)
+    if recompute == "none" or need is None:
         return []
-    problems, own = [], f"interleave = {interleave}"
-    if zero >= 2:
-        need = "gradients that are reduced once in a step: those of one stage come before those of the next"
-        problems.append(Problem(f"{own} with zero = {zero}", need, "zero = 1, or interleave = 1"))
-    if update != "after":
-        need = "updates behind the backwards of all stages of a rank"
-        problems.append(Problem(f'{own} with update = "{update}"', need, 'update = "after", or interleave = 1'))
+    got = f'recompute = "{recompute}" with schedule = "{schedule}"' + (
+        ", which divides backward" if divides_backward else ""
+    )
+    return [Problem(got, need, 'recompute = "none", or schedule = "1f1b"')]
+
+
+def asynchronous_problems(schedule: str, values: Mapping[str, object], clip: float | None) -> list[Problem]:
+    """The settings that do not go with a schedule whose stages update without waiting for each other.
+
+    values  of the plan, by field
+    """
+    got, sync = f"schedule = {schedule}", "schedule = 1f1b"
+    problems = [
+        Problem(f"{got} with {field} = {values[field]}", need, f"{field} = {allowed[0]}, or {sync}")
+        for field, (allowed, need) in SYNCHRONOUS_ONLY.items()
+        if values[field] not in allowed
+    ]
+    if clip is not None:
+        need = "updates that do not wait for the gradients of other stages"
+        problems.append(Problem(f"{got} with clip = {clip:g}", need, f"clip = none, or {sync}"))
     return problems
 
 
-def tie_problems(names: Sequence[str], update: str, sync: str) -> list[Problem]:
+def tie_problems(names: Sequence[str], update: str, *, is_asynchronous: bool = False) -> list[Problem]:
     """The settings that do not go with these weights, which two stages use."""
     if not names:
         return []
@@ -40,19 +59,8 @@ def tie_problems(names: Sequence[str], update: str, sync: str) -> list[Problem]:
     if update == "in_forward":
         need = "updated weights in front of the forward, when they are copied to the other stage"
         problems.append(Problem(f'update = "{update}" and {which}', need, 'update = "after", or weights of their own'))
-    if sync == "local":
-        need = "weights that are the same on all data ranks"
-        problems.append(Problem(f'sync = "{sync}" and {which}', need, 'sync = "step", or weights of their own'))
-    return problems
-
-
-def not_built_problems(values: Mapping[str, str]) -> list[Problem]:
-    """The settings that no pipeline has yet. `values`: of the plan, by field."""
-    problems = []
-    for field, (allowed, need) in NOT_BUILT.items():
-        if values[field] not in allowed:
-            attempt = f'{field} = "{allowed[0]}", or pp = 1'
-            problems.append(
-                Problem(f'pp > 1 with {field} = "{values[field]}"', f"{need} (not implemented yet)", attempt)
-            )
+    if is_asynchronous:
+        need = "a weight that all stages have in the same version"
+        attempt = "schedule = 1f1b, or weights of their own"
+        problems.append(Problem(f"an asynchronous schedule and {which}", need, attempt))
     return problems

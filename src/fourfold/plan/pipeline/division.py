@@ -68,7 +68,6 @@ def divide_evenly(costs: Sequence[float], first: float, last: float, num_stages:
     sums = [first]
     for index, cost in enumerate(costs):
         sums.append(sums[-1] + cost + (last if index == num_blocks - 1 else 0.0))
-    sums[0] = 0.0
     # best[k][n]: the least greatest cost of k stages with the first n blocks, and where the last of these begins.
     best = [[(sums[n], 0) for n in range(num_blocks + 1)]]
     for stage in range(1, num_stages):

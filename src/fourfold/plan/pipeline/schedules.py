@@ -9,10 +9,13 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from fourfold.plan.pipeline.asynchronous import undrained
+from fourfold.plan.pipeline.checker import read_written
 from fourfold.plan.pipeline.spec import EQUAL_COSTS, BlockCosts, ComputeLists, PipelineSpec
 from fourfold.plan.pipeline.synchronous import gpipe, interleaved, one_f_one_b
 from fourfold.plan.pipeline.zero_bubble import zero_bubble
 from fourfold.words.errors import Problem, closest_match
+
+PROGRAM_EXAMPLE = "program=FILE with lines such as 0: F0.0 B0.0"
 
 
 class Schedule(NamedTuple):
@@ -31,23 +34,31 @@ def compute_actions(
     num_batches: int = 1,
     max_in_flight: int | None = None,
     costs: BlockCosts = EQUAL_COSTS,
+    program: str = "",
 ) -> ComputeLists:
     """By pipeline index, the compute actions of one step, or of several batches of an asynchronous schedule, which
     `batch_actions` divides into steps. The index of an action is its microbatch, counted over all batches.
 
     The arguments are those of which `schedule_problems` finds none; `PipelineSpec` says what they mean.
     """
-    return SCHEDULES[schedule].make(PipelineSpec(pp, microbatches, interleave, num_batches, max_in_flight, costs))
+    spec = PipelineSpec(pp, microbatches, interleave, num_batches, max_in_flight, costs, program)
+    return SCHEDULES[schedule].make(spec)
 
 
 def schedule_problems(
-    schedule: str, *, pp: int, microbatches: int, interleave: int = 1, max_in_flight: int | None = None
+    schedule: str,
+    *,
+    pp: int,
+    microbatches: int,
+    interleave: int = 1,
+    max_in_flight: int | None = None,
+    program: str = "",
 ) -> list[Problem]:
     """Why a schedule cannot be made for these sizes, and what would work."""
     if schedule not in SCHEDULES:
         names = ", ".join(SCHEDULES)
         return [Problem(f"schedule = {schedule!r}", f"one of {names}", closest_match(schedule, SCHEDULES) or "")]
-    spec = PipelineSpec(pp, microbatches, interleave, max_in_flight=max_in_flight)
+    spec = PipelineSpec(pp, microbatches, interleave, max_in_flight=max_in_flight, program=program)
     return _limit_problems(schedule, spec) + SCHEDULES[schedule].problems(spec)
 
 
@@ -96,6 +107,19 @@ def _two_buffered_problems(spec: PipelineSpec) -> list[Problem]:
     return problems
 
 
+def _written(spec: PipelineSpec) -> ComputeLists:
+    """The lists of a program that a user has written."""
+    return read_written(spec.program, spec)[0]
+
+
+def _written_problems(spec: PipelineSpec) -> list[Problem]:
+    if not spec.program.strip():
+        return [
+            Problem("schedule = written without a program", "a line of actions for each rank of pp", PROGRAM_EXAMPLE)
+        ]
+    return read_written(spec.program, spec)[1]
+
+
 SCHEDULES = {
     "gpipe": Schedule(gpipe, _one_stage_each),
     "1f1b": Schedule(one_f_one_b, _one_stage_each),
@@ -103,4 +127,5 @@ SCHEDULES = {
     "zero-bubble": Schedule(zero_bubble, _one_stage_each),
     "pipedream": Schedule(undrained, _pipedream_problems),
     "2bw": Schedule(undrained, _two_buffered_problems),
+    "written": Schedule(_written, _written_problems),
 }

@@ -45,6 +45,7 @@ class PipelineSpec(NamedTuple):
     num_batches    batches in a row without a drain between them; only the asynchronous schedules have several
     max_in_flight  microbatches that an index may have in flight; only zero-bubble fills a limit. None: pp, as in 1F1B
     costs          of each stage, by which zero-bubble looks for the best order
+    program        of a written schedule: its lists as text
     """
 
     pp: int
@@ -53,6 +54,7 @@ class PipelineSpec(NamedTuple):
     num_batches: int = 1
     max_in_flight: int | None = None
     costs: BlockCosts = EQUAL_COSTS
+    program: str = ""
 
     @property
     def num_stages(self) -> int:

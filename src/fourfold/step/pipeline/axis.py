@@ -62,6 +62,11 @@ class PipelineAxis(NamedTuple):
         """Whether this rank has the last stage, which computes the loss."""
         return self.place == self.num_places - 1
 
+    @property
+    def elsewhere(self) -> tuple[str, ...]:
+        """The modules that other places have."""
+        return self.stages.modules_elsewhere(self.place)
+
     def is_own(self, name: str) -> bool:
         """Whether a parameter or buffer is of this rank's stage. A buffer of no block is of the first one."""
         return not self.is_cut or self.stages.place_of(name) == self.place

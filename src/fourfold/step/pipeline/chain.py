@@ -15,7 +15,7 @@ from torch import nn
 from fourfold.plan.pipeline.division import StageSpec, divide, division_problems
 from fourfold.words.errors import PlanError, Problem
 
-MIN_SHARE = 0.5  # of the weights of the largest chain: a chain with fewer is inside one of its blocks
+MIN_SHARE = 0.5  # of the weights of the largest chain: a list with no more is inside one of its blocks
 
 
 class Chain(NamedTuple):
@@ -55,6 +55,11 @@ class StageMap(NamedTuple):
                 return stage
         return self.num_stages - 1 if any(_is_in(parameter, name) for name in self.chain.behind) else 0
 
+    def modules_elsewhere(self, place: int) -> tuple[str, ...]:
+        """The blocks and ends that other places have."""
+        modules = (*self.chain.before, *self.chain.blocks, *self.chain.behind)
+        return tuple(name for name in modules if self.place_of(name) != place)
+
     def boundaries(self) -> list[str]:
         """By stage but the last: the block whose output it sends."""
         return [self.chain.blocks[blocks.stop - 1] for blocks in self.blocks[:-1]]
@@ -81,7 +86,7 @@ def map_stages(model: nn.Module, spec: StageSpec) -> StageMap:
 def find_chain(model: nn.Module) -> Chain:
     """The chain of a model; without blocks if it has none.
 
-    Of the lists of modules with at least half of the weights that the largest has, the one with most blocks; of equal
+    Of the lists of modules with more than half of the weights that the largest has, the one with most blocks; of equal
     ones, the outermost.
     """
     lists = {
@@ -90,7 +95,7 @@ def find_chain(model: nn.Module) -> Chain:
         if isinstance(module, nn.ModuleList | nn.Sequential) and len(module) > 1
     }
     sizes = {name: _num_weights(module) for name, module in lists.items()}
-    large = [name for name in lists if sizes[name] >= MIN_SHARE * max(sizes.values()) and sizes[name]]
+    large = [name for name in lists if sizes[name] > MIN_SHARE * max(sizes.values())]
     if not large:
         return Chain()
     container = max(large, key=lambda name: len(lists[name]))
@@ -119,10 +124,10 @@ def tied_parameters(model: nn.Module) -> dict[str, list[str]]:
 
 
 def _ties_across(model: nn.Module, stages: StageMap) -> dict[str, list[str]]:
-    """By weight: those of its other names that are on another place."""
+    """By weight: those of its other names that are of another stage."""
     found = {}
     for first, *others in tied_parameters(model).values():
-        if away := [name for name in others if stages.place_of(name) != stages.place_of(first)]:
+        if away := [name for name in others if stages.stage_of(name) != stages.stage_of(first)]:
             found[first] = away
     return found
 

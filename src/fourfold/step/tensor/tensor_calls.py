@@ -7,7 +7,8 @@ calls meet in it, over shared memory and over messages, and raise DivergenceErro
 
 from fourfold.parts.comm.communicator import Communicator
 from fourfold.parts.comm.reduce.protocol import CallChecker
-from fourfold.parts.comm.tensor.call_check import NO_DIGEST, compare_calls
+from fourfold.parts.comm.row_exchange import RowExchange
+from fourfold.parts.comm.tensor.call_check import NO_DIGEST, compare_calls, compare_calls_of_stages
 from fourfold.parts.comm.tensor.protocol import TensorGroup
 
 
@@ -39,5 +40,12 @@ class TensorCalls:
 
     def agree(self, digest: int, part: str = "") -> list[int]:
         """As `meet`. Returns the digests of all tensor ranks."""
+        return compare_calls(self._group, self.ranks, self._text(part), digest)
+
+    def agree_with_stages(self, rows: RowExchange, stages: Communicator, digest: int) -> list[int]:
+        """The same of the ranks that differ from this one on the pipeline axis only; `rows`: their exchange."""
+        return compare_calls_of_stages(rows, stages, self._text(), digest)
+
+    def _text(self, part: str = "") -> str:
         name, newline, options = self._call.partition("\n")
-        return compare_calls(self._group, self.ranks, f"{part and f'{part} of '}{name}{newline}{options}", digest)
+        return f"{part and f'{part} of '}{name}{newline}{options}"

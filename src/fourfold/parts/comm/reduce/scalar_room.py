@@ -4,7 +4,7 @@ from torch import Tensor
 
 from fourfold.words.errors import Problem, TrainingError
 
-NUM_LOSS_SCALARS = 8
+NUM_LOSS_SCALARS = 9
 """The room for each kind of scalars of the world."""
 
 

@@ -1,0 +1,194 @@
+"""Recompute: the blocks of a model whose activations backward computes again.
+
+block  a module of the chain that a pipeline divides (`step/pipeline/chain.py`); with pp = 1, any block of the model
+Law: outside of a step's forward the user's blocks are as the user made them. Inside, a block has a `forward` of its
+own, which calls the user's; a second forward gives what the first one gave, with the same dropout and the same weights.
+
+torch restores its generators for the second forward. Fourfold's own draws follow from a number drawn there
+(`step/rank_dropout.py`), so they are the same too. Hooks of a block run once: they are around its forward.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fourfold.parts.comm.tensor.protocol import TensorGroup
+from fourfold.parts.recompute import BoundaryPart, compute_twice, is_same_on_ranks, trained_inputs
+from fourfold.parts.torch_private import BatchNormBase, is_compiled, is_in_backward, swapped_state, version_of
+from fourfold.step.pipeline.chain import find_chain
+from fourfold.step.tensor_tree import tree_leaves, tree_map
+from fourfold.words.errors import PlanError, Problem, TaskError
+
+CACHE_ARGUMENTS = ("past_key_values", "past_key_value", "layer_past")
+
+
+class Recompute:
+    """What the forward of a stage does with its blocks. `blocks`: their names; none: nothing.
+
+    group  the ranks that have the same inputs of blocks, each of which keeps a part of them; one rank: it keeps all
+    """
+
+    def __init__(self, model: nn.Module, blocks: Sequence[str], group: TensorGroup, *, selective: bool) -> None:
+        self._model = model
+        self._blocks = [_Block(name, group, selective=selective) for name in blocks]
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        """Within, the model's forward keeps of its blocks what the plan says."""
+        replaced: list[tuple[nn.Module, Any]] = []
+        try:
+            for block in self._blocks:
+                module = self._model.get_submodule(block.name)
+                replaced.append((module, module.__dict__.get("forward")))
+                module.__dict__["forward"] = functools.partial(block.run, module, module.forward)
+            yield
+        finally:
+            for module, before in replaced:
+                if before is None:
+                    module.__dict__.pop("forward", None)
+                else:
+                    module.__dict__["forward"] = before
+
+
+class RecomputedBlocks(NamedTuple):
+    """The blocks of a whole model whose activations backward computes again; none: it computes none again.
+
+    group  see `Recompute`
+    """
+
+    names: tuple[str, ...]
+    group: TensorGroup
+    is_selective: bool
+
+    def of(self, model: nn.Module, indexes: Iterable[int] | None = None) -> Recompute:
+        """Those that a stage has, by their places in the chain; None: all. `model`: what the rank has of it."""
+        names = self.names if indexes is None else [self.names[index] for index in indexes if self.names]
+        return Recompute(model, names, self.group, selective=self.is_selective)
+
+
+def recomputed_blocks(model: nn.Module, recompute: str) -> tuple[str, ...]:
+    """The names of a model's blocks, if a plan says that backward computes them again. Raises PlanError."""
+    if recompute == "none":
+        return ()
+    own, blocks, problems = f'recompute = "{recompute}"', find_chain(model).blocks, []
+    attempt = 'recompute = "none", and torch.utils.checkpoint in the model'
+    if not blocks:
+        got = f"{own}, and a model without a list of blocks"
+        problems.append(Problem(got, "blocks in an nn.ModuleList or nn.Sequential, at least two with weights", attempt))
+    compiled = [name for name, module in model.named_modules() if is_compiled(module)]
+    if compiled:
+        got = f"{own}, and {compiled[0] or 'a model'}, which is compiled"
+        problems.append(Problem(got, "blocks whose forward runs as it is written", 'recompute = "none"'))
+    checkpointed = [name for name, module in model.named_modules() if getattr(module, "gradient_checkpointing", False)]
+    if checkpointed:
+        got = f"{own}, and gradient checkpointing in {checkpointed[0] or 'the model'} itself"
+        need = "one of the two: a block in both would be computed three times"
+        problems.append(Problem(got, need, 'model.gradient_checkpointing_disable(), or recompute = "none"'))
+    if problems:
+        raise PlanError(problems, where="recompute")
+    return blocks
+
+
+class _Block:
+    """One block. What its first forward finds out holds for all."""
+
+    def __init__(self, name: str, group: TensorGroup, *, selective: bool) -> None:
+        self.name, self._group, self._selective = name, group, selective
+        self._is_same: dict[int, bool] = {}
+        """By place among the tensors that need gradients: whether all ranks of the group have the same."""
+
+    def run(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The block's forward."""
+        if not torch.is_grad_enabled() or is_in_backward():
+            return forward(*args, **kwargs)
+        self._check_arguments(kwargs)
+        block = _Forwards(self.name, module, forward)
+        if self._group.size == 1:
+            return compute_twice(block.run, args, kwargs, selective=self._selective)
+        parts = _InputParts(args, kwargs, self._boundaries(args, kwargs), self._group)
+
+        def run(*flats: Tensor) -> Any:
+            args, kwargs = parts.take()
+            return block.run(*args, **kwargs)
+
+        return compute_twice(run, parts.flats, {}, selective=self._selective)
+
+    def _check_arguments(self, kwargs: dict[str, Any]) -> None:
+        for name in CACHE_ARGUMENTS:
+            if kwargs.get(name) is not None:
+                got = f"{self.name} with {name}, a cache that each forward of it writes"
+                problem = Problem(got, "blocks without a cache, to compute them twice", "config.use_cache = False")
+                raise TaskError(problem, where="recompute")
+
+    def _boundaries(self, args: Any, kwargs: Any) -> list[Tensor]:
+        """The block's inputs of which each rank of the group keeps a part."""
+        inputs = trained_inputs(tree_leaves((args, kwargs)))
+        for place, tensor in enumerate(inputs):
+            if place not in self._is_same:
+                self._is_same[place] = is_same_on_ranks(tensor, self._group)
+        return [tensor for place, tensor in enumerate(inputs) if self._is_same[place]]
+
+
+class _Forwards:
+    """The two forwards of one call of a block. In the second one the statistics of batch normalizations stay."""
+
+    def __init__(self, name: str, module: nn.Module, forward: Callable[..., Any]) -> None:
+        self._name, self._module, self._forward = name, module, forward
+        self._has_ended = False
+        """Whether the first forward has."""
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._has_ended:
+            before = {name: (each, version_of(each)) for name, each in self._module.named_buffers()}
+            output = self._forward(*args, **kwargs)
+            self._check_written(before)
+            self._has_ended = True
+            return output
+        copies = {name: self._module.get_buffer(name).clone() for name in self._statistics()}
+        with swapped_state(self._module, copies) if copies else contextlib.nullcontext():
+            return self._forward(*args, **kwargs)
+
+    def _statistics(self) -> list[str]:
+        """The buffers that batch normalizations write."""
+        norms = [(name, each) for name, each in self._module.named_modules() if isinstance(each, BatchNormBase)]
+        return [
+            f"{name}.{key}" if name else key for name, norm in norms for key, _ in norm.named_buffers(recurse=False)
+        ]
+
+    def _check_written(self, before: Mapping[str, tuple[Tensor, int]]) -> None:
+        now, statistics = dict(self._module.named_buffers()), set(self._statistics())
+        for name, (buffer, version) in before.items():
+            if name not in statistics and (now.get(name) is not buffer or version_of(buffer) != version):
+                got = f"{self._name}, whose forward writes the buffer {name}"
+                need = "blocks that compute the same a second time: only batch normalizations may write theirs"
+                raise TaskError(Problem(got, need, 'recompute = "none"'), where="recompute")
+
+
+class _InputParts:
+    """The inputs of a block, of some of which each rank of a group keeps a part.
+
+    flats  these parts
+    """
+
+    def __init__(self, args: Any, kwargs: Any, boundaries: Sequence[Tensor], group: TensorGroup) -> None:
+        self._first: Any = (args, kwargs)
+        self._group = group
+        parts = {id(each): BoundaryPart.of(each, group) for each in boundaries}
+        self._by_flat = {id(part.flat): part for part in parts.values()}
+        self.flats = [part.flat for part in parts.values()]
+        self._held = tree_map((args, kwargs), lambda each: parts[id(each)].flat if id(each) in parts else each)
+
+    def take(self) -> tuple[Any, Any]:
+        """The arguments: the first time as they were given; then of the ranks' parts, which is collective."""
+        if self._first is not None:
+            given, self._first = self._first, None
+            return given
+        return tree_map(self._held, self._whole)
+
+    def _whole(self, tensor: Tensor) -> Tensor:
+        part = self._by_flat.get(id(tensor))
+        return tensor if part is None else part.gather(self._group)
