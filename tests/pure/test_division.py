@@ -5,7 +5,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fourfold.plan.pipeline.division import EVEN, divide, division_problems, stages_problems
+from fourfold.plan.pipeline.division import EVEN, divide, division_problems, stage_names, stages_problems
 
 COSTS = st.lists(st.integers(1, 9), min_size=1, max_size=7)
 
@@ -63,3 +63,11 @@ def test_more_stages_than_blocks_are_refused():
     (problem,) = division_problems(EVEN, 3, 4)
     assert "4 stages and a chain of 3 blocks" in problem.got
     assert "pp = 3" in problem.attempt
+
+
+def test_names_have_a_stage_each():
+    assert stage_names("net1; relu net2") == [["net1"], ["relu", "net2"]]
+    assert stage_names("even") is None
+    assert not stages_problems("a b; c")
+    assert [problem.need for problem in stages_problems("a;")] == ["at least one name for each stage"]
+    assert [problem.attempt for problem in stages_problems("evn")] == ['stages = "3,2,2,1", or "net1; relu net2"']

@@ -7,12 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from fourfold.plan.pipeline.division import StageSpec
 from fourfold.plan.plan import Plan
-from fourfold.step.pipeline.chain import find_chain
+from fourfold.step.pipeline.chain import find_chain, map_stages
 from fourfold.step.train_step import TrainStep
 from fourfold.testing import oracle, threads
 from fourfold.testing.oracle import TOLERANCE
-from fourfold.words.errors import TaskError
+from fourfold.words.errors import PlanError, TaskError
 from tests import cases
 
 WIDTH, CLASSES = 8, 4
@@ -62,6 +63,18 @@ class Skipping(Blocks):
         for block in list(self.blocks)[1:]:
             x = block(x)
         return self.head(x + first)
+
+
+class TwoDevices(nn.Module):
+    """The model of PyTorch's tutorial on model parallelism: a chain that no list has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net2, self.net1 = nn.Linear(WIDTH, CLASSES), nn.Linear(WIDTH, WIDTH)
+        self.relu, self.scale = nn.ReLU(), nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x):
+        return self.net2(self.relu(self.net1(x * self.scale)))
 
 
 class Carrying(nn.Module):
@@ -142,6 +155,9 @@ def train(kind, fields, comm):
     (in_place, 2, "3,4"),
     (in_place, 4, "1,2,2,2"),
     (Skipping, 2, "3,2"),
+    (TwoDevices, 2, "net1; relu net2"),
+    (TwoDevices, 2, "net1 relu; net2"),
+    (Blocks, 2, "blocks.0; 1 2 3 blocks.4"),
 ])  # fmt: skip
 def test_the_stages_of_a_chain_train_as_one_device(kind, pp, stages, schedule):
     expected = oracle.train(made(kind), loss, adamw, batches())
@@ -157,6 +173,20 @@ def test_the_stages_of_a_chain_train_as_one_device(kind, pp, stages, schedule):
 def test_what_breaks_the_chain_is_refused_by_name(kind, got):
     with pytest.raises(TaskError, match=got):
         threads.run(2, functools.partial(train, kind, {"pp": 2, "stages": "3,2"}))
+
+
+@pytest.mark.parametrize(("kind", "stages", "parts"), [
+    (TwoDevices, "net1; rellu net2 net1", ["'rellu'", "try relu", "'net1' 2 times"]),
+    (TwoDevices, "net1; relu", ["without net2"]),
+    (TwoDevices, "net1; relu; net2", ["3 stages", "need 2"]),
+    (Blocks, "0 1; 3 2 4", ["the order of the chain"]),
+    (Blocks, "0 1; 2 head", ["'head'", "without blocks.3, blocks.4"]),
+])  # fmt: skip
+def test_names_that_are_no_stages_are_said_all_at_once(kind, stages, parts):
+    with pytest.raises(PlanError) as caught:
+        map_stages(made(kind), StageSpec(stages, 2, 2))
+    for part in parts:
+        assert part in str(caught.value)
 
 
 def test_a_chain_is_the_list_with_most_blocks_and_what_lies_around_it():

@@ -1,7 +1,8 @@
 """Parquet and Arrow: the rows of tables.
 
 part    what is read of a file at once: a row group of Parquet, a record batch of Arrow
-Law: a part is read when a row of it is needed; at most MAX_PARTS are held. All files have one schema.
+Law: a part is read when a row of it is needed; at most MAX_PARTS are held. All files have one schema. A stream has no
+index, so its batches are held: they point into its mapped file, and a compressed one that does not fit is refused.
 """
 
 import bisect
@@ -19,6 +20,7 @@ from fourfold.words.errors import DataError, Problem
 MAX_PARTS = 4
 MAX_RATIO = 2000  # of zstd and the encodings of Parquet together, for data that are not one value
 MAX_ROWS = 2**48
+MAX_STREAM_BYTES = 2**28  # in memory, of a stream that is compressed
 
 
 @contextlib.contextmanager
@@ -58,7 +60,11 @@ class _ArrowFile:
         self._file = library.ipc.open_file(library.memory_map(path))
         self.schema = self._file.schema
         self.columns = choose_columns(self.schema, columns, path)
-        self.sizes = [self._file.get_batch(number).num_rows for number in range(self._file.num_record_batches)]
+        # Of a compressed batch the number of rows is known only when one of its columns has been unpacked.
+        cheap = next((place for place, each in enumerate(self.schema) if library.types.is_primitive(each.type)), 0)
+        options = library.ipc.IpcReadOptions(included_fields=[cheap] if self.schema.names else [])
+        counted = library.ipc.open_file(library.memory_map(path), options=options)
+        self.sizes = [counted.get_batch(number).num_rows for number in range(counted.num_record_batches)]
 
     def part(self, number: int) -> Any:
         batch = self._file.get_batch(number)
@@ -71,14 +77,32 @@ class _ArrowStream:
     def __init__(self, path: str, columns: Sequence[str] | None) -> None:
         library = pyarrow()
         file_size(path)
-        reader = library.ipc.open_stream(library.memory_map(path))
+        mapped = library.memory_map(path).read_buffer()
+        reader = library.ipc.open_stream(mapped)
         self.schema = reader.schema
         self.columns = choose_columns(self.schema, columns, path)
-        self._batches = list(reader)
+        self._batches, unpacked = [], 0
+        for batch in reader:
+            self._batches.append(batch)
+            unpacked += _bytes_outside(batch, mapped)
+            if unpacked > MAX_STREAM_BYTES:
+                problem = Problem(
+                    f"{path}: a compressed stream, of more than {MAX_STREAM_BYTES} bytes in memory",
+                    "an Arrow file, whose batches can be read one by one",
+                    "pyarrow.feather.write_feather",
+                )
+                raise DataError(problem, where=path)
         self.sizes = [batch.num_rows for batch in self._batches]
 
     def part(self, number: int) -> Any:
         return pyarrow().Table.from_batches([self._batches[number]]).select(self.columns)
+
+
+def _bytes_outside(batch: Any, mapped: Any) -> int:
+    """What a batch holds that is not in the mapped file."""
+    place = range(mapped.address, mapped.address + mapped.size)
+    buffers = [buffer for column in batch.columns for buffer in column.buffers()]
+    return sum(buffer.size for buffer in buffers if buffer is not None and buffer.address not in place)
 
 
 def _open(path: str, columns: Sequence[str] | None) -> Any:

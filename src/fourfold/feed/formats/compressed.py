@@ -1,7 +1,7 @@
 """Compressed files: unpacked as a whole into memory, when something of them is read.
 
-Law: no more is unpacked than the index says that the file has; a file of another size is damaged. At most MAX_UNPACKED
-files are held.
+Law: no more is unpacked than the index says that the file has, and what it says is bounded by the compressed file. A
+file of another size, or with an end that is missing, is damaged. At most MAX_UNPACKED files are held.
 """
 
 import bz2
@@ -15,6 +15,7 @@ from fourfold.feed.formats.positioned import PositionedFiles
 from fourfold.words.errors import DataError, Problem
 
 MAX_UNPACKED = 4
+LEAST_BYTES, MAX_RATIO = 2**26, 2000  # MDS writes 64 MiB by default; more from less is one value over and over
 COMPRESSIONS = ("zstd", "gz", "bz2")
 
 
@@ -60,14 +61,16 @@ class UnpackedFiles:
 
 def unpack(packed: bytes, compression: str, num_bytes: int) -> bytes:
     """What was compressed, which has `num_bytes`. Raises ValueError if it is damaged, or longer or shorter."""
+    if num_bytes > max(LEAST_BYTES, MAX_RATIO * len(packed)):
+        raise ValueError(f"{num_bytes} bytes by {compression} from {len(packed)}")
     try:
         if compression == "zstd":
             reader = _zstandard().ZstdDecompressor().stream_reader(io.BytesIO(packed), read_across_frames=True)
             content = _read_at_most(reader, num_bytes + 1)
         elif compression == "gz":
-            content = zlib.decompressobj(wbits=31).decompress(packed, num_bytes + 1)
+            content = _read_whole(zlib.decompressobj(wbits=31), packed, num_bytes)
         else:
-            content = bz2.BZ2Decompressor().decompress(packed, num_bytes + 1)
+            content = _read_whole(bz2.BZ2Decompressor(), packed, num_bytes)
     except Exception as error:
         if isinstance(error, DataError | MemoryError):
             raise
@@ -75,6 +78,13 @@ def unpack(packed: bytes, compression: str, num_bytes: int) -> bytes:
     if len(content) != num_bytes:
         got = "more" if len(content) > num_bytes else str(len(content))
         raise ValueError(f"{got} bytes by {compression}, not {num_bytes}")
+    return content
+
+
+def _read_whole(unpacker: Any, packed: bytes, num_bytes: int) -> bytes:
+    content = unpacker.decompress(packed, num_bytes + 1)
+    if len(content) <= num_bytes and not unpacker.eof:  # its checksum comes last
+        raise ValueError("the end is missing")
     return content
 
 

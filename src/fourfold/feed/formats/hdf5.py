@@ -5,6 +5,7 @@ row     what all datasets of a file have at one index of their first dim: a samp
 Law: only what is in the file itself is read: links to other files, external and virtual datasets are refused.
 """
 
+import math
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from fourfold.words.errors import DataError, Problem
 
 MAX_OPEN, MAX_DATASETS, MAX_DEPTH = 16, 1000, 16
 MAX_RATIO = 1100  # of deflate
-LEAST_ROW_BYTES = 2**20  # what a row may have, however small its file is
+LEAST_BYTES = 2**20  # what a dataset and its chunks may have, however small its file is
 
 
 class _Layout(NamedTuple):
@@ -149,11 +150,11 @@ def _problems(path: str, name: str, dataset: Any, file_bytes: int) -> list[Probl
         return [Problem(f"{where} of {dataset.dtype}", "numbers or text", "columns= without it")]
     if not dataset.shape:
         return [Problem(f"{where} has no rows", "a first dim of samples", "columns= without it")]
-    row_bytes = dataset.dtype.itemsize
-    for dim in dataset.shape[1:]:
-        row_bytes *= dim
-    if row_bytes > max(LEAST_ROW_BYTES, MAX_RATIO * file_bytes):
-        return [Problem(f"{where} with rows of {row_bytes} bytes, in a file of {file_bytes}")]
+    most = max(LEAST_BYTES, MAX_RATIO * file_bytes)
+    for shape, what in ((dataset.shape, "rows"), (dataset.chunks or (), "chunks")):
+        num_bytes = dataset.dtype.itemsize * math.prod(shape)
+        if num_bytes > most:
+            return [Problem(f"{where} with {what} of {num_bytes} bytes, in a file of {file_bytes}", f"at most {most}")]
     return []
 
 

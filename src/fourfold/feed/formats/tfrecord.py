@@ -62,11 +62,11 @@ class TFRecords:
             starts.append(at)
             heads += head
             at += HEAD + int.from_bytes(head[:8], "little") + FOOT
-        starts.append(at)
         if heads:
             self._check(file, heads)
         if at != size:
-            raise self._damaged(file, heads, f"record {len(starts) - 2} ends at byte {at} of {size}")
+            raise self._damaged(file, heads, f"record {len(starts) - 1} ends at byte {at} of {size}")
+        starts.append(at)
         return starts
 
     def _damaged(self, file: int, heads: bytearray, got: str) -> DataError:
