@@ -10,6 +10,7 @@ from fourfold.words.version import VERSION
 
 if TYPE_CHECKING:
     from fourfold import callbacks, losses, optim
+    from fourfold.attention import DocumentMask
     from fourfold.checkpoint.checkpoints import Checkpoints
     from fourfold.feed.dataloader import shard
     from fourfold.feed.feed import Feed
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from fourfold.feed.pack.writer import pack
     from fourfold.feed.rows.mongo import mongo
     from fourfold.feed.rows.sql import sql
+    from fourfold.feed.token_rows import TokenRows
+    from fourfold.feed.transform import Transformed
     from fourfold.launcher.notebook import launch
     from fourfold.parts.comm.init import world
     from fourfold.plan.lr_schedule import LRSchedule
@@ -39,6 +42,7 @@ __all__ = [
     "DamagedSample",
     "Data",
     "DistributedOptimizer",
+    "DocumentMask",
     "Feed",
     "FourfoldError",
     "LRSchedule",
@@ -48,7 +52,9 @@ __all__ = [
     "Plan",
     "PlanError",
     "Task",
+    "TokenRows",
     "TrainStep",
+    "Transformed",
     "Weighted",
     "callbacks",
     "launch",
@@ -70,6 +76,7 @@ _MODULE_OF = {
     "DamagedSample": "words.errors",
     "Data": "words.task",
     "DistributedOptimizer": "step.distributed_optimizer",
+    "DocumentMask": "attention",
     "Feed": "feed.feed",
     "FourfoldError": "words.errors",
     "Metrics": "step.metrics",
@@ -79,7 +86,9 @@ _MODULE_OF = {
     "PlanError": "words.errors",
     "LRSchedule": "plan.lr_schedule",
     "Task": "words.task",
+    "TokenRows": "feed.token_rows",
     "TrainStep": "step.train_step",
+    "Transformed": "feed.transform",
     "Weighted": "feed.mixed",
     "launch": "launcher.notebook",
     "mongo": "feed.rows.mongo",

@@ -53,6 +53,7 @@ WORDS: dict[str, tuple[Callable[[str], Any], str]] = {
     "columns": (_names, NAMES),
     "target": (lambda text: _names(text)[0], "the name of a field"),
     "rows": (lambda text: {"true": True, "false": False}[text], "true or false"),
+    "row_tokens": (_whole, "the tokens of a row, such as 1024"),
 }
 READING = ("columns", "target", "rows")  # what is read of files; the others say how the pack is written
 
@@ -87,6 +88,8 @@ def run_pack(words: Sequence[str]) -> int:
     from fourfold.feed.pack.writer import SHARD_BYTES, pack
 
     source = open_source(source_name, {word: values.pop(word) for word in READING if word in values})
+    if row_tokens := values.pop("row_tokens", None):
+        source = _token_rows(source, row_tokens)
     if command := stripe_command(dest, values.get("shard_bytes", SHARD_BYTES)):
         _say(f"on Lustre, before packing: {command}")
     total = len(source) if hasattr(source, "__len__") else None
@@ -99,7 +102,21 @@ def run_pack(words: Sequence[str]) -> int:
     rate = format_bytes_per_second(packed.num_bytes / seconds)
     size = format_bytes(packed.num_bytes)
     _say(f"packed {format_count(packed.num_samples)} samples{resumed}: {size} in {shards}, {seconds:.1f} s, {rate}")
+    if row_tokens:
+        _say(_padding_text(source))
     return 0
+
+
+def _token_rows(source: Any, length: int) -> Any:
+    from fourfold.feed.token_rows import TokenRows
+
+    return TokenRows(source, length)
+
+
+def _padding_text(rows: Any) -> str:
+    padding = rows.num_padding / (rows.num_tokens + rows.num_padding)
+    short = f"; {rows.num_short} documents of fewer than two tokens left out" if rows.num_short else ""
+    return f"rows of {rows.length}: {format_count(rows.num_tokens)} tokens with a target, {padding:.1%} padding{short}"
 
 
 def open_source(name: str, reading: Mapping[str, Any]) -> Any:

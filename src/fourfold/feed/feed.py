@@ -26,6 +26,7 @@ from fourfold.feed.source import CollatedSource, pin_batch
 from fourfold.feed.source_fingerprint import Fingerprint, probe_source
 from fourfold.feed.state_dict import make_state_dict, state_dict_problems
 from fourfold.feed.stream import Stream, StreamPart, split_batch_problem, stream_end_problem
+from fourfold.feed.transform import in_epoch, transformed
 from fourfold.feed.workers import Request
 from fourfold.parts.comm import init
 from fourfold.plan.damaged_samples import DamagedRecord, new_records
@@ -68,6 +69,7 @@ class Feed:
     order       how samples are shuffled: "global", all of them; "windowed", for slow storage: the files, and within a
                 window of a few files their samples, by the source's `shard_sizes`. None: global, or that of a mixture
     window      with order = "windowed": how many files are shuffled together
+    transform   (sample, torch.Generator) -> sample, called in threads: `ff.Transformed(source, transform)`
     bad_samples   how many damaged samples this rank may leave out of its batches; the next one raises
 
     Unless `drop_last`, an epoch's last batch holds the remaining samples; a data rank may then get an empty batch,
@@ -88,7 +90,8 @@ class Feed:
         drop_last: bool | None = None,
         **options: Unpack[FeedKeywords],
     ) -> None:
-        order, window, bad_samples = FeedOptions(**options)
+        order, window, bad_samples, transform = FeedOptions(**options)
+        source = transformed(source, transform)
         problems = input_problems(source, "source") + argument_checks.seed_problems(seed)
         problems += argument_checks.int_problems("bad_samples", bad_samples, minimum=0)
         if batch_size is not None or not isinstance(source, DataInput | DataLoader):
@@ -287,7 +290,7 @@ class Feed:
 
     def _fetch(self, samples: BatchRange, ids: list[int], *, is_first: bool) -> Fetched:
         """A batch. The first one shows whether samples draw random numbers: no other code draws while it is read."""
-        source: Any = self._input.source
+        source = in_epoch(self._input.source, samples.seed, samples.epoch)
         if not is_first and not self._uses_rng:
             return fetch_readable(source, ids)
         options = {"seed": samples.seed, "epoch": samples.epoch, "uses_rng": self._uses_rng}

@@ -2,6 +2,8 @@
 
 from typing import NamedTuple, TypedDict
 
+from fourfold.feed.transform import SampleTransform
+
 
 class FeedOptions(NamedTuple):
     """The options with their defaults."""
@@ -9,6 +11,7 @@ class FeedOptions(NamedTuple):
     order: str | None = None
     window: int | None = None
     bad_samples: int = 0
+    transform: SampleTransform | None = None
 
 
 class FeedKeywords(TypedDict, total=False):
@@ -17,3 +20,4 @@ class FeedKeywords(TypedDict, total=False):
     order: str | None
     window: int | None
     bad_samples: int
+    transform: SampleTransform | None

@@ -1,6 +1,8 @@
 """Prefetch: a thread reads items of an iterator before they are needed.
 
 on demand  an item is read only when it is requested
+depth      how many items are read ahead: it grows when the loop had to wait although the reader had been idle, since
+           then items take unequal times, and more of them ahead would have bridged the slow one
 Law: items and their order are those of the iterator; its error is raised where the item is requested.
 """
 
@@ -9,7 +11,7 @@ import threading
 from collections.abc import Callable, Generator, Iterator
 from typing import Any, NamedTuple, TypeVar
 
-PREFETCH_DEPTH = 2
+PREFETCH_DEPTH, MAX_PREFETCH_DEPTH = 2, 4
 PEER_CHECK_SECONDS = 0.25
 POLL_SECONDS = 0.1
 JOIN_TIMEOUT_SECONDS = 1.0  # a source that hangs must not hold up its rank; the thread ends with the process
@@ -24,15 +26,34 @@ class _Failed(NamedTuple):
 _END = object()
 
 
+class _Ahead(queue.Queue[Any]):
+    """The items that have been read ahead."""
+
+    def __init__(self) -> None:
+        super().__init__(PREFETCH_DEPTH)
+        self._reader_was_idle = False
+
+    def note_full(self) -> None:
+        """The reader has an item and no room for it: it is idle until the loop takes one."""
+        self._reader_was_idle = self._reader_was_idle or self.full()
+
+    def note_wait(self) -> None:
+        """The loop waits for an item."""
+        with self.mutex:
+            if self._reader_was_idle and self.maxsize < MAX_PREFETCH_DEPTH:
+                self.maxsize += 1
+                self._reader_was_idle = False
+
+
 def prefetch(
     items: Iterator[Item], *, is_on_demand: Callable[[], bool], check_peers: Callable[[], None]
 ) -> Generator[Item, None, None]:
-    """The items, read by a thread up to PREFETCH_DEPTH of them ahead; while `is_on_demand()`, none ahead.
+    """The items, read by a thread PREFETCH_DEPTH to MAX_PREFETCH_DEPTH of them ahead; while `is_on_demand()`, none.
 
     The first item is always read on demand; `is_on_demand` is called after it. `check_peers` is called from time to
     time during a wait for an item; an error that it raises ends the wait.
     """
-    ready: queue.Queue[Any] = queue.Queue(PREFETCH_DEPTH)
+    ready = _Ahead()
     demand, stopped = threading.Semaphore(0), threading.Event()
 
     def read_items() -> None:
@@ -59,7 +80,9 @@ def prefetch(
         thread.join(JOIN_TIMEOUT_SECONDS)
 
 
-def _get_item(ready: queue.Queue[Any], check_peers: Callable[[], None]) -> Any:
+def _get_item(ready: _Ahead, check_peers: Callable[[], None]) -> Any:
+    if ready.empty():
+        ready.note_wait()
     while True:
         try:
             return ready.get(timeout=PEER_CHECK_SECONDS)
@@ -74,7 +97,8 @@ def _wait_for_demand(demand: threading.Semaphore, stopped: threading.Event) -> b
     return False
 
 
-def _put_item(ready: queue.Queue[Any], item: Any, stopped: threading.Event) -> bool:
+def _put_item(ready: _Ahead, item: Any, stopped: threading.Event) -> bool:
+    ready.note_full()
     while not stopped.is_set():
         try:
             ready.put(item, timeout=POLL_SECONDS)

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from fourfold.feed.readable import Fetched, fetch_readable
 from fourfold.feed.sample_rng import seed_generators
+from fourfold.feed.transform import in_epoch
 from fourfold.words.errors import FourfoldError
 from fourfold.words.task import Source
 
@@ -41,7 +42,8 @@ class _Reader(Dataset[Any]):
     def __getitem__(self, request: Request) -> Any:
         try:
             seeded = functools.partial(seed_generators, request.seed, request.epoch)
-            return fetch_readable(self._source, request.numbers, before_sample=seeded)
+            source = in_epoch(self._source, request.seed, request.epoch)
+            return fetch_readable(source, request.numbers, before_sample=seeded)
         except FourfoldError as error:
             return refused(error)
 

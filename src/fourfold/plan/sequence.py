@@ -154,7 +154,7 @@ def tiles(queries: TokenRanges, keys: TokenRanges, *, causal: bool) -> tuple[Til
     if queries == keys:
         return (Tile(all_queries, all_keys, True),)
     found: list[Tile] = []
-    for query_range, rows in _local_ranges(queries):
+    for query_range, rows in local_ranges(queries):
         before = sum(stop - start for start, stop in keys if stop <= query_range[0])
         if before:
             last = found[-1] if found else None
@@ -162,7 +162,7 @@ def tiles(queries: TokenRanges, keys: TokenRanges, *, causal: bool) -> tuple[Til
                 found[-1] = Tile((last.queries[0], rows[1]), (0, before), False)
             else:
                 found.append(Tile(rows, (0, before), False))
-        found += [Tile(rows, columns, True) for key_range, columns in _local_ranges(keys) if key_range == query_range]
+        found += [Tile(rows, columns, True) for key_range, columns in local_ranges(keys) if key_range == query_range]
     return tuple(found)
 
 
@@ -170,7 +170,7 @@ def _num_tokens(ranges: TokenRanges) -> int:
     return sum(stop - start for start, stop in ranges)
 
 
-def _local_ranges(ranges: TokenRanges) -> list[tuple[TokenRange, TokenRange]]:
+def local_ranges(ranges: TokenRanges) -> list[tuple[TokenRange, TokenRange]]:
     """Every token range, and its range in local order."""
     result, passed = [], 0
     for start, stop in ranges:

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fourfold.attention import DocumentMask
 from fourfold.feed.corpus import open_text, resolve_text_path
 from fourfold.losses import cross_entropy
 from fourfold.tasks import text
@@ -123,15 +124,16 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(width, (heads + 2 * kv_heads) * self.head_size, bias=False)
         self.out = nn.Linear(width, width, bias=False)
 
-    def forward(self, x_BLD: Tensor, cos_BL1K: Tensor, sin_BL1K: Tensor) -> Tensor:
+    def forward(self, x_BLD: Tensor, cos_BL1K: Tensor, sin_BL1K: Tensor, starts_BL: Tensor | None = None) -> Tensor:
         heads, kv_heads = self.heads, self.kv_heads
         qkv = self.qkv(x_BLD).unflatten(-1, (heads + 2 * kv_heads, self.head_size))
         qk, v = qkv.split((heads + kv_heads, kv_heads), dim=2)
         q, k = apply_rotary(qk, cos_BL1K, sin_BL1K).split((heads, kv_heads), dim=2)
         q_BHLK, k_BGLK, v_BGLK = (each.transpose(1, 2) for each in (q, k, v))
         dropout = self.dropout if self.training else 0.0
+        mask = None if starts_BL is None else DocumentMask(starts_BL)
         out_BHLK = F.scaled_dot_product_attention(
-            q_BHLK, k_BGLK, v_BGLK, dropout_p=dropout, is_causal=True, enable_gqa=heads != kv_heads
+            q_BHLK, k_BGLK, v_BGLK, mask, dropout_p=dropout, is_causal=True, enable_gqa=heads != kv_heads
         )
         return self.out(out_BHLK.transpose(1, 2).flatten(2))
 
@@ -160,13 +162,13 @@ class Block(nn.Module):
         self.norm2, self.mlp = nn.RMSNorm(width), GatedMLP(width, hidden=-(-8 * width // 96) * 32)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x_BLD: Tensor, cos_BL1K: Tensor, sin_BL1K: Tensor) -> Tensor:
-        x_BLD = x_BLD + self.dropout(self.attention(self.norm1(x_BLD), cos_BL1K, sin_BL1K))
+    def forward(self, x_BLD: Tensor, cos_BL1K: Tensor, sin_BL1K: Tensor, starts_BL: Tensor | None = None) -> Tensor:
+        x_BLD = x_BLD + self.dropout(self.attention(self.norm1(x_BLD), cos_BL1K, sin_BL1K, starts_BL))
         return x_BLD + self.dropout(self.mlp(self.norm2(x_BLD)))
 
 
 class LanguageModel(nn.Module):
-    """tokens int64 [B, L] and positions int64 [B, L] -> logits [B, L, V]."""
+    """tokens int64 [B, L] and positions int64 [B, L] -> logits [B, L, V]. `document_starts` [B, L]: of packed rows."""
 
     def __init__(self, *, width: int, layers: int, heads: int, kv_heads: int, dropout: float = 0.0) -> None:
         super().__init__()
@@ -190,11 +192,11 @@ class LanguageModel(nn.Module):
             scale = (2 * len(self.blocks)) ** -0.5 if writes else 1.0
             nn.init.normal_(weight, std=scale * (1.0 if name == "embedding.weight" else weight.shape[1] ** -0.5))
 
-    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, positions: Tensor, document_starts: Tensor | None = None) -> Tensor:
         x_BLD = self.dropout(self.embedding(tokens))
         cos, sin = rotary_cos_sin(positions, self.head_size, dtype=x_BLD.dtype)
         for block in self.blocks:
-            x_BLD = block(x_BLD, cos, sin)
+            x_BLD = block(x_BLD, cos, sin, document_starts)
         return self.head(self.norm(x_BLD))
 
 

@@ -18,6 +18,8 @@ from fourfold.words.errors import DamagedSample, os_error_text
 class ImageFolder:
     """Samples ({image: uint8 [3, height, width]}) or, in folders by class, pairs (image, label)."""
 
+    thread_safe = True
+
     def __init__(self, listing: Listing) -> None:
         self._listing = listing
         has_classes = all("/" in name for name in listing.names)

@@ -47,6 +47,8 @@ class Pack:
     sample is read, if its bytes are not what was packed.
     """
 
+    thread_safe = True
+
     def __init__(
         self,
         path: str | os.PathLike[str],

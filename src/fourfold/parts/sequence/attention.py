@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fourfold.parts.sequence import masks, ring, rsa, ulysses
+from fourfold.parts.sequence.document_mask import DocumentMask, document_attention
 from fourfold.parts.sequence.dropout import AttentionDropout
 from fourfold.parts.sequence.ring_call import RingCall
 from fourfold.parts.sequence.sequence_group import SequenceGroup
@@ -35,6 +36,7 @@ def sequence_attention(
     `group.local_token_ranges`. G equals H, or divides it with `enable_gqa`. Without heads, tensors may be [B, l, K].
     `mask` is boolean (True: attend) or additive, as in torch. It covers this rank's keys, [.., 1, l], or this rank's
     queries by all keys in the order of the full sequence, [.., l or 1, L]. It may be combined with `is_causal`.
+    A DocumentMask of this rank's tokens is causal.
     Queries that attend to nothing give 0. `scale` defaults to 1/√K.
 
     Collective among the ranks of the group, in forward and in backward. Raises TrainingError for inputs that do not
@@ -47,6 +49,7 @@ def sequence_attention(
             1
         )
     _check_inputs(q, k, v, group, enable_gqa=enable_gqa)
+    is_causal = is_causal or isinstance(mask, DocumentMask)
     if q.shape[0] == 0:
         return _local_attention(q, k, v, None, is_causal=False, scale=scale)
     if group.size == 1 and _torch_supports(mask, is_causal, dropout):
@@ -57,7 +60,7 @@ def sequence_attention(
     if group.ulysses > 1:
         q, k, v = ulysses.tokens_to_heads(group.ulysses_group, q, k, v)
         parsed_mask = ulysses.mask_to_heads(group.ulysses_group, parsed_mask)
-    ring_mask = parsed_mask.query_mask if parsed_mask.query_mask is not None else parsed_mask.key_mask
+    ring_mask = _whole_mask(parsed_mask)
     if group.ring_group.size == 1 and _torch_supports(ring_mask, is_causal, dropout):
         out = _local_attention(q, k, v, ring_mask, is_causal=is_causal, scale=scale)
     else:
@@ -69,6 +72,7 @@ def sequence_attention(
             scale=1.0 / math.sqrt(q.shape[-1]) if scale is None else scale,
             dropout=dropout,
             first_head=first_head,
+            document_starts=parsed_mask.document_starts,
         )
         out = (rsa if group.ring == "rsa" else ring).ring_attention(q, k, v, parsed_mask, call)
     return ulysses.heads_to_tokens(group.ulysses_group, out) if group.ulysses > 1 else out
@@ -76,13 +80,23 @@ def sequence_attention(
 
 def _torch_supports(mask: Tensor | None, is_causal: bool, dropout: AttentionDropout | None) -> bool:
     """Whether torch's own attention can compute this. Its dropout depends on the mesh, so dropout excludes it."""
-    return not (is_causal and mask is not None) and (dropout is None or dropout.p == 0.0)
+    is_plain = not is_causal or mask is None or isinstance(mask, DocumentMask)
+    return is_plain and (dropout is None or dropout.p == 0.0)
+
+
+def _whole_mask(mask: masks.Mask) -> Tensor | None:
+    """The mask of a rank that holds all tokens, as torch's attention takes it."""
+    if mask.document_starts is not None:
+        return DocumentMask(mask.document_starts)
+    return mask.query_mask if mask.query_mask is not None else mask.key_mask
 
 
 def _local_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, is_causal: bool, scale: float | None
 ) -> Tensor:
     enable_gqa = q.shape[1] != k.shape[1]
+    if isinstance(mask, DocumentMask):
+        return document_attention(q, k, v, mask.starts, scale=scale, enable_gqa=enable_gqa)
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
     )

@@ -62,6 +62,9 @@ class SoftmaxTotals:
     out: Tensor
     lse: Tensor
 
+    def slice_samples(self, samples: slice) -> "SoftmaxTotals":
+        return SoftmaxTotals(self.grad_out[samples], self.out[samples], self.lse[samples])
+
     def slice_rows(self, start: int, stop: int) -> "SoftmaxTotals":
         return SoftmaxTotals(self.grad_out[:, :, start:stop], self.out[:, :, start:stop], self.lse[:, :, start:stop])
 

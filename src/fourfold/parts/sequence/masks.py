@@ -1,7 +1,8 @@
 """Masks: attention masks when every rank holds some of the queries and some of the keys.
 
 key mask    [b, h, 1, l]: this rank's keys, for all queries (padding); it travels with the keys
-query mask  [b, h, l or 1, L]: this rank's queries, for all keys in the order of the full sequence (packed documents)
+query mask  [b, h, l or 1, L]: this rank's queries, for all keys in the order of the full sequence
+starts      [b, l]: packed documents; a query attends to the keys from its document's start to itself
 
 b is B or 1, h is H or 1. As in torch, a mask is boolean (True: attend) or is added to the scores.
 Law: a number at or below half of its dtype's minimum means "not attended", as −inf does. Added to a score, such a
@@ -14,6 +15,7 @@ from math import inf
 import torch
 from torch import Tensor
 
+from fourfold.parts.sequence.document_mask import DocumentMask, check_starts
 from fourfold.plan.sequence import TokenRange, TokenRanges
 from fourfold.words.errors import Problem, TrainingError
 
@@ -22,10 +24,11 @@ WHERE = "attention over the sequence axis"  # in error messages
 
 @dataclass(frozen=True)
 class Mask:
-    """A mask in one of the two forms, or none. `key_mask` is additive, in the dtype of the keys."""
+    """A mask in one of the three forms, or none. `key_mask` is additive, in the dtype of the keys."""
 
     key_mask: Tensor | None = None
     query_mask: Tensor | None = None
+    document_starts: Tensor | None = None
 
 
 NO_MASK = Mask()
@@ -35,6 +38,9 @@ def parse_mask(mask: Tensor | None, queries: Tensor, keys: Tensor, size: int) ->
     """Bring a mask as torch's attention takes it into its form on an axis of `size` ranks. Raises TrainingError."""
     if mask is None:
         return NO_MASK
+    if isinstance(mask, DocumentMask):
+        check_starts(mask.starts, num_samples=queries.shape[0], num_tokens=keys.shape[-2])
+        return Mask(document_starts=mask.starts)
     problem = _mask_problem(mask, queries, keys, size)
     if problem is not None:
         raise TrainingError(problem, where=WHERE)

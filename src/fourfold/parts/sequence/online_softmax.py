@@ -21,14 +21,14 @@ class OnlineSoftmax:
         self._shape, self._dtype, self._device = shape, accumulation_dtype(dtype), device
         self._output: BlockOutput | None = None
 
-    def merge(self, block: BlockOutput, queries: TokenRange) -> None:
-        """Merge the output of a block of the queries [start, stop)."""
+    def merge(self, block: BlockOutput, samples: slice, queries: TokenRange) -> None:
+        """Merge the output of a block of the queries [start, stop) of some samples."""
         start, stop = queries
         block = BlockOutput(block.out.to(self._dtype), block.lse.to(self._dtype))
-        if self._output is None and stop - start == self._shape[2]:
+        if self._output is None and block.lse.shape == self._shape[:-1]:
             self._output = block
             return
-        out, lse = self.out[:, :, start:stop], self.lse[:, :, start:stop]
+        out, lse = self.out[samples, :, start:stop], self.lse[samples, :, start:stop]
         total = torch.logaddexp(lse, block.lse)
         # A query that attends to nothing in this block has weight 0 here, even if it has attended to nothing so far.
         weight = (block.lse - total).exp_().masked_fill_(block.lse == -inf, 0.0)

@@ -28,8 +28,8 @@ from fourfold.parts.sequence.dropout import DropoutMask
 from fourfold.parts.sequence.kernels import AttentionBlock, SoftmaxTotals, compute_dtype
 from fourfold.parts.sequence.kv_blocks import KVBlock, iterate_kv_blocks, ranges_in_order, unpack_kv
 from fourfold.parts.sequence.online_softmax import OnlineSoftmax
-from fourfold.parts.sequence.ring_call import RingCall
-from fourfold.plan.sequence import Tile, TokenRange, tiles
+from fourfold.parts.sequence.ring_call import RingCall, SampleTile
+from fourfold.plan.sequence import Tile, TokenRange
 
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, mask: masks.Mask, call: RingCall) -> Tensor:
@@ -76,8 +76,8 @@ def _attend(
     queries = _LocalQueries(q, query_mask, call)
     merged = OnlineSoftmax(torch.Size((*q.shape[:-1], v.shape[-1])), queries.q.dtype, q.device)
     for _, kv_block in iterate_kv_blocks(k, v, key_mask, call):
-        for tile in tiles(call.local_ranges, kv_block.token_ranges, causal=call.is_causal):
-            merged.merge(kernels.forward(queries.make_block(kv_block, tile)), tile.queries)
+        for part in call.tiles(kv_block.token_ranges):
+            merged.merge(kernels.forward(queries.make_block(kv_block, part)), part.samples, part.tile.queries)
     return merged.out.to(compute_dtype(q)), merged.lse
 
 
@@ -88,16 +88,17 @@ class _LocalQueries:
         self.q, self.call = q.to(compute_dtype(q)), call
         self._query_mask, self._dropout_mask = query_mask, call.dropout_mask(q)
 
-    def make_block(self, kv_block: KVBlock, tile: Tile) -> AttentionBlock:
+    def make_block(self, kv_block: KVBlock, part: SampleTile) -> AttentionBlock:
+        samples, tile = part
         (first, last), (start, stop) = tile.queries, tile.keys
         return AttentionBlock(
-            self.q[:, :, first:last],
-            kv_block.k[:, :, start:stop].to(self.q.dtype),
-            kv_block.v[:, :, start:stop].to(self.q.dtype),
+            self.q[samples, :, first:last],
+            kv_block.k[samples, :, start:stop].to(self.q.dtype),
+            kv_block.v[samples, :, start:stop].to(self.q.dtype),
             self.call.scale,
             tile.causal,
             self._tile_mask(kv_block, tile),
-            self._tile_dropout_mask(kv_block, tile),
+            self._tile_dropout_mask(kv_block, part),
         )
 
     def _tile_mask(self, kv_block: KVBlock, tile: Tile) -> Tensor | None:
@@ -109,17 +110,19 @@ class _LocalQueries:
             return kv_block.mask[..., tile.keys[0] : tile.keys[1]].to(accumulation_dtype(self.q.dtype))
         return None
 
-    def _tile_dropout_mask(self, kv_block: KVBlock, tile: Tile) -> DropoutMask | None:
-        dropout_mask = self._dropout_mask
+    def _tile_dropout_mask(self, kv_block: KVBlock, part: SampleTile) -> DropoutMask | None:
+        dropout_mask, (samples, tile) = self._dropout_mask, part
         if dropout_mask is None:
             return None
         keys = self.call.token_positions(kv_block.token_ranges, self.q.device)[slice(*tile.keys)]
-        return dataclasses.replace(dropout_mask, queries=dropout_mask.queries[slice(*tile.queries)], keys=keys)
+        queries = dropout_mask.queries[slice(*tile.queries)]
+        return dataclasses.replace(dropout_mask, samples=dropout_mask.samples[samples], queries=queries, keys=keys)
 
 
 class _KVGrads(NamedTuple):
-    """dK and dV of the keys [start, stop) of a block, from this rank's queries."""
+    """dK and dV of the keys [start, stop) of a block, for some samples, from this rank's queries."""
 
+    samples: slice
     keys: TokenRange
     grad_k: Tensor
     grad_v: Tensor
@@ -135,10 +138,12 @@ class _GradAccumulator:
     def backward_block(self, kv_block: KVBlock) -> list[_KVGrads]:
         """Add this block's part of dQ; return its part of dK and dV, by tile."""
         found, call = [], self.queries.call
-        for tile in tiles(call.local_ranges, kv_block.token_ranges, causal=call.is_causal):
-            grads = kernels.backward(self.queries.make_block(kv_block, tile), self._totals.slice_rows(*tile.queries))
-            self.q[:, :, slice(*tile.queries)] += grads.q
-            found.append(_KVGrads(tile.keys, grads.k, grads.v))
+        for part in call.tiles(kv_block.token_ranges):
+            samples, tile = part
+            totals = self._totals.slice_samples(samples).slice_rows(*tile.queries)
+            grads = kernels.backward(self.queries.make_block(kv_block, part), totals)
+            self.q[samples, :, slice(*tile.queries)] += grads.q
+            found.append(_KVGrads(samples, tile.keys, grads.k, grads.v))
         return found
 
 
@@ -163,9 +168,9 @@ def _ring_kv_grads(grads: _GradAccumulator, k: Tensor, v: Tensor, key_mask: Tens
 
 
 def _add_grads(grads: Sequence[_KVGrads], total: KVBlock) -> None:
-    for keys, grad_k, grad_v in grads:
-        total.k[:, :, slice(*keys)] += grad_k
-        total.v[:, :, slice(*keys)] += grad_v
+    for samples, keys, grad_k, grad_v in grads:
+        total.k[samples, :, slice(*keys)] += grad_k
+        total.v[samples, :, slice(*keys)] += grad_v
 
 
 def _scattered_kv_grads(

@@ -3,14 +3,28 @@
 B batch · H query heads · l tokens of a rank · K head size
 """
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fourfold.parts.comm.ring.protocol import RingGroup
+from fourfold.parts.sequence.document_mask import document_spans
 from fourfold.parts.sequence.dropout import AttentionDropout, DropoutMask, sample_indices
-from fourfold.plan.sequence import TokenRanges
+from fourfold.plan.document_tiles import DocumentSpan, document_tiles
+from fourfold.plan.sequence import Tile, TokenRanges, tiles
+
+ALL_SAMPLES = slice(None)
+
+
+class SampleTile(NamedTuple):
+    """A tile of the scores of some samples of a batch."""
+
+    samples: slice
+    tile: Tile
 
 
 @dataclass(frozen=True)
@@ -19,6 +33,7 @@ class RingCall:
 
     gathers_kv  all-gather keys and values at once, instead of passing them round
     first_head  the first of the heads of q that this rank computes
+    document_starts  of packed documents, int64 [B or 1, l]: a query attends to the keys from its start to itself
     """
 
     group: RingGroup
@@ -28,10 +43,27 @@ class RingCall:
     scale: float
     dropout: AttentionDropout | None = None
     first_head: int = 0
+    document_starts: Tensor | None = None
 
     @property
     def local_ranges(self) -> TokenRanges:
         return self.ranges_by_index[self.group.index]
+
+    @cached_property
+    def _document_spans(self) -> Sequence[Sequence[DocumentSpan]]:
+        assert self.document_starts is not None
+        return document_spans(self.document_starts, self.local_ranges)
+
+    def tiles(self, keys: TokenRanges) -> Iterator["SampleTile"]:
+        """What this rank's queries compute of a block with the keys of these ranges."""
+        if self.document_starts is None:
+            for tile in tiles(self.local_ranges, keys, causal=self.is_causal):
+                yield SampleTile(ALL_SAMPLES, tile)
+            return
+        for sample, spans in enumerate(self._document_spans):
+            samples = ALL_SAMPLES if len(self._document_spans) == 1 else slice(sample, sample + 1)
+            for tile in document_tiles(self.local_ranges, keys, spans):
+                yield SampleTile(samples, tile)
 
     def token_positions(self, ranges: TokenRanges, device: torch.device) -> Tensor:
         """The positions in the full sequence of the tokens of some ranges: int64."""

@@ -49,6 +49,9 @@ def _apply_mask(scores: Tensor, mask: masks.Mask, call: RingCall) -> Tensor:
     if mask.key_mask is not None:
         blocks = call.group.all_gather((mask.key_mask,))
         scores = scores + torch.cat([block.view(mask.key_mask.shape) for block in blocks], dim=-1)
+    if call.document_starts is not None:
+        keys = torch.arange(scores.shape[-1], device=scores.device)
+        scores = scores.masked_fill(keys < call.document_starts[:, None, :, None], -inf)
     if call.is_causal:
         keys = torch.arange(scores.shape[-1], device=scores.device)
         scores = scores.masked_fill(keys > call.token_positions(call.local_ranges, scores.device)[:, None], -inf)

@@ -29,6 +29,8 @@ def mask_to_heads(group: RingGroup, mask: Mask) -> Mask:
     """The mask for what this rank holds after `tokens_to_heads`."""
     if mask.key_mask is not None:
         return Mask(key_mask=_local_heads(group, torch.cat(_all_gather(group, mask.key_mask), dim=-1)))
+    if mask.document_starts is not None:
+        return Mask(document_starts=torch.cat(_all_gather(group, mask.document_starts), dim=-1))
     if mask.query_mask is None:
         return mask
     if mask.query_mask.shape[-2] == 1:

@@ -6,6 +6,7 @@ Law: queries, keys, values, mask and options are the same, or the difference is 
 import torch
 from torch import Tensor
 
+from fourfold.parts.sequence.document_mask import DocumentMask
 from fourfold.plan.sequence import heads_problem
 from fourfold.step.sequence.attention_replay import QKV
 from fourfold.step.sequence.sdpa_interception import AttentionCall
@@ -41,6 +42,9 @@ def _compare_masks(full: Tensor | None, local: Tensor | None, shard: TokenShard,
     if full is None or local is None:
         which = "a shard of the tokens" if full is None else "full sequences"
         raise ShardMismatch(f"{name} with a mask for {which} only", depends_on_others=False)
+    if isinstance(full, DocumentMask) and isinstance(local, DocumentMask):
+        check_shard_rows(full.starts, local.starts, shard, 1, f"document starts of {name}")
+        return
     if local.shape[-1] == shard.size and (local.dim() < 2 or local.shape[-2] == 1):
         check_shard_rows(full, local, shard, local.dim() - 1, f"masks of {name}")
         return

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fourfold.parts.dropped_arguments import DROPPED_ARGUMENTS, restore_arguments
+from fourfold.parts.sequence.document_mask import DocumentMask, document_attention
 from fourfold.parts.torch_private import is_in_backward
 from fourfold.words.errors import Problem, TaskError
 
@@ -47,6 +48,9 @@ class AttentionCall(NamedTuple):
     def run_sdpa(self) -> Tensor:
         """Compute the call with torch: [B, H, l, Dv]. A mask may come with `is_causal`, which torch itself refuses."""
         mask, is_causal = self.mask, self.is_causal
+        if isinstance(mask, DocumentMask):
+            options = {"dropout_p": self.dropout_p, "scale": self.scale, "enable_gqa": self.enable_gqa}
+            return document_attention(self.q, self.k, self.v, mask.starts, **options)
         if mask is not None and is_causal:
             causal_mask = torch.ones(self.q.shape[-2], self.k.shape[-2], device=mask.device).tril() > 0
             mask, is_causal = combine_masks(mask, causal_mask), False

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fourfold.parts.sequence.document_mask import DocumentMask
 from fourfold.plan.sequence import SequenceSpec, TokenRanges
 from fourfold.step.batch import POSITION_KEYS, find_positions, has_token_dim, unpack_batch
 from fourfold.step.sequence.sdpa_interception import AttentionCall
@@ -104,6 +105,8 @@ def shard_tokens(tree: Any, shard: TokenShard) -> Any:
 
 def mask_padding(call: AttentionCall, shard: TokenShard) -> Tensor | None:
     """The mask of a call, extended so that no query attends to pads. A causal call needs none: pads come last."""
+    if isinstance(call.mask, DocumentMask):
+        return call.mask
     mask, num_pads = call.mask, shard.padded_length - shard.length
     if not num_pads or (mask is None and call.is_causal):
         return mask

@@ -1,0 +1,154 @@
+"""Laws of transforms: what a sample becomes depends on (seed, epoch, sample) alone."""
+
+import io
+import pickle
+import random
+import threading
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader
+
+import fourfold as ff
+from fourfold.feed.feed import Feed, Position
+from fourfold.feed.files.open import open_files
+from fourfold.feed.transform import Transformed
+from fourfold.words.errors import DataError
+
+NUM_SAMPLES = 23
+SOURCE = [(torch.full((3,), float(number)), number) for number in range(NUM_SAMPLES)]
+
+
+def jitter(sample, generator):
+    inputs, number = sample
+    return inputs + torch.rand(3, generator=generator), number
+
+
+def by_sample(batches):
+    """The inputs of each sample, by its number."""
+    return {
+        int(number): row.tolist() for inputs, numbers in batches for row, number in zip(inputs, numbers, strict=True)
+    }
+
+
+def epoch_of(size, batch_size, *, seed=3, epoch=0, position=0, source=SOURCE, transform=jitter):
+    """What all data ranks together get in an epoch, from a position on."""
+    found = {}
+    for index in range(size):
+        options = {"batch_size": batch_size, "seed": seed, "transform": transform}
+        feed = Feed.of_data_rank(source, size=size, index=index, **options)
+        feed.load_state(Position(seed, epoch, position, NUM_SAMPLES))
+        found |= by_sample(feed)
+    return found
+
+
+EXPECTED = epoch_of(1, NUM_SAMPLES)
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(1, 5), st.integers(1, NUM_SAMPLES), st.integers(0, NUM_SAMPLES - 1), st.integers(1, 4))
+def test_a_transformed_sample_is_the_same_on_any_number_of_ranks_and_threads_and_after_a_resume(
+    size, batch_size, position, threads
+):
+    source = Transformed(SOURCE, jitter, threads=threads)
+    found = epoch_of(size, batch_size, position=position, source=source, transform=None)
+    assert len(found) == NUM_SAMPLES - position
+    assert all(found[number] == EXPECTED[number] for number in found)
+
+
+def test_epochs_seeds_and_samples_draw_different_numbers():
+    by_epoch = [epoch_of(1, 5, seed=seed, epoch=epoch) for seed, epoch in ((3, 0), (3, 1), (4, 0))]
+    fractions = [round(value % 1, 9) for found in by_epoch for row in found.values() for value in row]
+    assert len(set(fractions)) > len(fractions) - 3
+
+
+def test_a_transform_that_draws_from_the_process_is_seeded_for_each_sample_too():
+    def global_jitter(sample, generator):
+        inputs, number = sample
+        return inputs + torch.rand(3) + random.random() + np.random.rand(), number
+
+    whole = epoch_of(1, NUM_SAMPLES, transform=global_jitter)
+    assert epoch_of(3, 7, transform=global_jitter) == whole
+    assert epoch_of(2, 4, position=9, transform=global_jitter).items() <= whole.items()
+
+
+def test_workers_of_a_dataloader_and_a_collate_function_draw_the_same():
+    source = Transformed(SOURCE, jitter)
+    for workers in (0, 1):
+        loader = DataLoader(source, batch_size=5, shuffle=True, num_workers=workers)  # pyright: ignore[reportArgumentType]
+        assert by_sample(Feed.single_rank(loader, seed=3)) == EXPECTED
+    loader = DataLoader(source, 5, shuffle=True, collate_fn=torch.utils.data.default_collate)  # pyright: ignore[reportArgumentType]
+    assert by_sample(Feed.single_rank(loader, seed=3)) == EXPECTED
+    assert by_sample(Feed.single_rank(pickle.loads(pickle.dumps(source)), batch_size=5, seed=3)) == EXPECTED
+
+
+def test_samples_are_transformed_at_the_same_time():
+    barrier = threading.Barrier(4, timeout=20)
+
+    def meet(sample, generator):
+        barrier.wait()  # breaks unless four threads are here
+        return sample
+
+    feed = Feed.single_rank(Transformed(SOURCE[:8], meet, threads=4), batch_size=4)
+    assert sum(len(targets) for _, targets in feed) == 8
+
+
+def test_errors_of_a_transform_name_the_sample():
+    def fail(sample, generator):
+        if sample[1] == 7:
+            raise ValueError("no such colour")
+        return sample
+
+    with pytest.raises(DataError, match="sample 7: ValueError: no such colour"):
+        list(Feed.single_rank(SOURCE, batch_size=4, transform=fail))
+
+    def reshape(sample, generator):
+        return (sample[0][: 2 if sample[1] == 7 else 3], sample[1])
+
+    with pytest.raises(DataError, match=r"float32 \[(2|3)\] in sample \d+, float32 \[(2|3)\] in sample \d+"):
+        list(Feed.single_rank(SOURCE, batch_size=NUM_SAMPLES, transform=reshape))
+
+
+@pytest.mark.parametrize(
+    ("source", "transform", "text"),
+    [(SOURCE, 3, "transform = 3"), (iter(SOURCE), jitter, "len.source"), (DataLoader(SOURCE), jitter, "len.source")],  # pyright: ignore[reportArgumentType]
+)
+def test_what_cannot_be_transformed_is_refused(source, transform, text):
+    with pytest.raises(DataError, match=text):
+        Feed(source, batch_size=2, transform=transform)
+
+
+def test_images_are_decoded_and_augmented(tmp_path):
+    image = pytest.importorskip("PIL.Image")
+    numbers = np.random.default_rng(0)
+    for name in ("cat", "dog"):
+        (tmp_path / "images" / name).mkdir(parents=True)
+        for number in range(6):
+            pixels = io.BytesIO()
+            image.fromarray(numbers.integers(0, 256, (20, 24, 3), np.uint8)).save(pixels, "PNG")
+            (tmp_path / "images" / name / f"{number}.png").write_bytes(pixels.getvalue())
+    folder = open_files(tmp_path / "images")
+    ff.pack(folder, tmp_path / "images.pack")
+
+    def augment(sample, generator):
+        pixels, label = sample
+        top, left = (int(torch.randint(5, (), generator=generator)) for _ in range(2))
+        crop = pixels[:, top : top + 16, left : left + 16].float() / 255
+        return crop.flip(-1) if torch.rand((), generator=generator) < 0.5 else crop, label
+
+    found = []
+    for source in (folder, ff.Pack(tmp_path / "images.pack")):
+        batches = list(Feed.single_rank(source, batch_size=5, seed=1, transform=augment))
+        assert [tuple(inputs.shape) for inputs, _ in batches] == [(5, 3, 16, 16), (5, 3, 16, 16), (2, 3, 16, 16)]
+        found.append(torch.cat([inputs for inputs, _ in batches]))
+    assert torch.equal(*found)
+    windowed = Feed.single_rank(
+        ff.Pack(tmp_path / "images.pack"), batch_size=12, seed=1, transform=augment, order="windowed", window=1
+    )
+    ((inputs, _),) = windowed  # another order of the same samples
+    assert {tuple(row.flatten().tolist()) for row in inputs} == {tuple(row.flatten().tolist()) for row in found[0]}
+    assert windowed.bytes_read is not None
+    assert len({tuple(row.flatten().tolist()) for row in found[0]}) == 12
