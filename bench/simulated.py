@@ -4,18 +4,22 @@ own prices  each step is simulated at what each of its actions cost on each rank
             simulated steps over the median of the measured ones
 at medians  one step at the median cost of each action, over the median step: too short where ranks delay each other in
             turn
+others      two stages: each half of the steps at the median costs of the other half, as a forecast has them
+
 Law: prices and steps are of one run, so the ratio tells how well programs, dependencies and clock describe the runtime.
 
     python -m bench.simulated [--steps 30] [--transports shared,gloo] [--zeros 0,1,2,3] [--updates after,in_forward]
+                              [--schedules gpipe,1f1b,interleaved,zero-bubble]
 """
 
 import argparse
+import dataclasses
 import itertools
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -28,10 +32,13 @@ from fourfold.plan.step_comparison import (
     simulated_step_seconds,
     simulated_timeline,
 )
+from fourfold.plan.toml_writer import format_pair
 from fourfold.plan.trace_file import Trace, decode_trace
 from fourfold.words.text_table import align_columns
 
 TARGETS = {"shared": 0.05, "gloo": 0.10}
+PIPELINE_TARGET = 0.10
+SCHEDULES = ["gpipe", "1f1b", "interleaved", "zero-bubble"]
 UPDATES, ZEROS = ("after", "in_backward", "in_forward"), ("0", "1", "2", "3")
 TITLES = ("transport", "zero", "update", "measured", "simulated", "ratio", "target", "", "steps within", "at medians")
 LIMIT_SECONDS = 300.0
@@ -66,15 +73,16 @@ class Comparison(NamedTuple):
         )
 
 
-def record(folder: Path, plan: Sequence[str], steps: int) -> Trace:
-    """The trace of two ranks that train by a plan: its transport, zero and update."""
+def record(folder: Path, fields: Mapping[str, object], steps: int) -> Trace:
+    """The trace of two ranks that train by a plan."""
     path = folder / "trace.json"
     worker = str(ROOT / "bench" / "simulated_worker.py")
-    command = [sys.executable, "-m", "fourfold", "run", "-n", "2", worker, *plan, str(steps), str(path)]
+    plan = ";".join(format_pair(name, value) for name, value in fields.items())
+    command = [sys.executable, "-m", "fourfold", "run", "-n", "2", worker, plan, str(steps), str(path)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src")])}
     done = subprocess.run(command, cwd=folder, env=environment, timeout=LIMIT_SECONDS, capture_output=True, text=True)
     if done.returncode:
-        raise SystemExit(f"{' '.join(plan)} failed\n{done.stdout}{done.stderr}")
+        raise SystemExit(f"{plan} failed\n{done.stdout}{done.stderr}")
     return decode_trace(path.read_bytes())
 
 
@@ -88,11 +96,35 @@ def compare(trace: Trace) -> Comparison:
     )
 
 
+def at_costs_of_others(trace: Trace) -> Comparison:
+    """The steps of a trace, measured, and simulated at the median costs of the steps of the other half."""
+    measured, simulated = [], []
+    for parity in range(2):
+        own = trace.steps[parity::2]
+        others = dataclasses.replace(trace, events=tuple(event for event in trace.events if event.step not in own))
+        costs = measure_costs(others)
+        measured += [measured_seconds(trace, step) for step in own]
+        simulated += [simulated_seconds(simulated_timeline(trace, costs, step), costs) for step in own]
+    return Comparison(measured, simulated, median(simulated))
+
+
+def measure_pipelines(schedules: Sequence[str], steps: int) -> None:
+    rows: list[tuple[str, ...]] = [("schedule", "microbatches", *TITLES[3:9])]
+    with tempfile.TemporaryDirectory(prefix="fourfold-bench-") as folder:
+        for schedule, microbatches in itertools.product(schedules, (4, 8)):
+            interleave = 2 if schedule == "interleaved" else 1
+            fields = {"pp": 2, "schedule": schedule, "microbatches": microbatches, "interleave": interleave}
+            compared = at_costs_of_others(record(Path(folder), fields, steps))
+            rows.append(compared.row((schedule, str(microbatches)), PIPELINE_TARGET)[:8])
+    print("\n".join(align_columns(rows, "<>>>><<>")))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=30)
     for name, values in {"transports": TARGETS, "zeros": ZEROS, "updates": UPDATES}.items():
         parser.add_argument(f"--{name}", type=lambda text: text.split(","), default=list(values))
+    parser.add_argument("--schedules", type=lambda text: text.split(","), default=SCHEDULES)
     parser.add_argument("--keep", type=Path, help="a folder for the traces")
     options = parser.parse_args()
     print(describe_machine())
@@ -101,7 +133,8 @@ def main() -> None:
     num_within = 0
     with tempfile.TemporaryDirectory(prefix="fourfold-bench-") as folder:
         for plan in itertools.product(options.transports, options.zeros, options.updates):
-            trace = record(Path(folder), plan, options.steps)
+            fields = {"dp": 2, "transport": plan[0], "zero": int(plan[1]), "update": plan[2]}
+            trace = record(Path(folder), fields, options.steps)
             if options.keep:
                 (Path(folder) / "trace.json").rename(options.keep / f"{'-'.join(plan)}.json")
             compared, limit = compare(trace), TARGETS[plan[0]]
@@ -110,6 +143,8 @@ def main() -> None:
             print(f"  {len(rows) - 1:2}  {' '.join(plan)}: {compared.ratio:.3f}", file=sys.stderr, flush=True)
     print("\n".join(align_columns(rows, "<><>>>><>>")))
     print(f"{num_within} of {len(rows) - 1} plans within the target")
+    print("two stages, each step simulated at the median costs of the other half of the steps")
+    measure_pipelines(options.schedules, options.steps)
 
 
 if __name__ == "__main__":

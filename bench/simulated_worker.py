@@ -1,12 +1,13 @@
 """The worker of `bench.simulated`: one rank that trains a small language model, every step of it recorded.
 
-    fourfold run -n 2 bench/simulated_worker.py TRANSPORT ZERO UPDATE STEPS FILE
+    fourfold run -n 2 bench/simulated_worker.py PLAN STEPS FILE     (PLAN: fields as TOML, with ; between them)
 
 Law: rank 0 leaves the trace of the last STEPS steps in FILE; nothing is written while steps run.
 """
 
 import contextlib
 import sys
+import tomllib
 from pathlib import Path
 
 import torch
@@ -21,10 +22,10 @@ from fourfold.words.trace_events import NULL_RECORDER
 NUM_UNTIMED = 4  # the launch order is fixed after the first step, and memory no longer grows after the second
 
 
-def main(transport: str, zero: str, update: str, steps: str, path: str) -> None:
+def main(fields: str, steps: str, path: str) -> None:
     torch.manual_seed(1)
     task = lm.task(width=128, layers=4, batch_size=16, warmup=0, clip=None)
-    plan = ff.Plan(dp=2, zero=int(zero), update=update, transport=transport)
+    plan = ff.Plan(**tomllib.loads(fields.replace(";", "\n")))
     step = ff.parallelize(task.model(), task.loss, task.optimizer, plan)
     tracer = Tracer(step, every=1, max_kept=int(steps))
     feed = Feed(task.data().train, plan, batch_size=task.batch_size)

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from fourfold.checkpoint.checkpoints import Checkpoints
     from fourfold.feed.dataloader import shard
     from fourfold.feed.feed import Feed
+    from fourfold.feed.formats.open import open_source
     from fourfold.feed.mixed import Mixed, Weighted
     from fourfold.feed.pack.reader import Pack
     from fourfold.feed.pack.writer import pack
@@ -53,6 +54,7 @@ __all__ = [
     "launch",
     "losses",
     "mongo",
+    "open_source",
     "optim",
     "pack",
     "parallelize",
@@ -81,6 +83,7 @@ _MODULE_OF = {
     "Weighted": "feed.mixed",
     "launch": "launcher.notebook",
     "mongo": "feed.rows.mongo",
+    "open_source": "feed.formats.open",
     "pack": "feed.pack.writer",
     "parallelize": "step.parallelize",
     "shard": "feed.dataloader",

@@ -20,7 +20,7 @@ def test_a_recipe_is_the_plan_in_its_file_with_fields_of_ones_own():
 
 def test_an_unknown_recipe_names_the_closest():
     for name in ("zer3", "../plan", "", "zero3.toml"):
-        with pytest.raises(PlanError, match=f"recipe:{name} .*one of dct, ddp") as raised:
+        with pytest.raises(PlanError, match=f"recipe:{name} .*one of dapple, dct") as raised:
             Plan.recipe(name)
         assert name != "zer3" or "try recipe:zero3" in str(raised.value)
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fourfold.parts.comm.edge.message import TensorSpec, encode
 from fourfold.parts.comm.edge.process_group import HEADER_WORDS
+from fourfold.parts.comm.tensor.call_check import CALL_ROW
 from fourfold.plan.pipeline.edges import EdgeSpec, edge_bytes
 from fourfold.plan.plan import Plan
 from fourfold.step.train_step import TrainStep
@@ -22,6 +23,7 @@ from tests.cases import Case
 # Of one size: gradients that are rounded are those of the loss divided by the first batch's count, until the update.
 CASE = Case(model="lm", batch_sizes=(4, 4), length=8, clip=0.05, microbatches=2)
 WIDTH = 16
+COMPARED = 8 * CALL_ROW  # bytes by which stages compare their batches and calls
 EDGES = {"bf16": EdgeSpec("bf16"), "int8": EdgeSpec("int8"), "dct": EdgeSpec("dct", 0.25)}
 
 
@@ -136,8 +138,8 @@ def test_bytes_on_the_wire_are_those_of_the_formula(kind):
     tokens = CASE.batch_sizes[0] * CASE.length
     expected = edge_bytes(spec, tokens // 2, WIDTH, 8)  # of a microbatch, in float64
     shapes = 0 if kind == "none" else 8 * len(encode([TensorSpec((2, CASE.length, WIDTH), torch.float64, True)]))
-    assert first == 2 * (8 * HEADER_WORDS + shapes + expected.forward)
-    assert second == 2 * (8 * HEADER_WORDS + expected.backward)
+    assert first == COMPARED + 2 * (8 * HEADER_WORDS + shapes + expected.forward)
+    assert second == COMPARED + 2 * (8 * HEADER_WORDS + expected.backward)
 
 
 @pytest.mark.parametrize("precision", ["keep", "bf16"])
@@ -146,7 +148,7 @@ def test_with_two_byte_precision_activations_cross_stages_in_two_bytes(precision
     first, second = sent_bytes({"precision": precision}, make_model().float(), batches()[0])
     elements = CASE.batch_sizes[0] * CASE.length * WIDTH
     element_bytes = 2 if precision == "bf16" else 4
-    assert first == second == 2 * 8 * HEADER_WORDS + elements * element_bytes
+    assert first == second == COMPARED + 2 * 8 * HEADER_WORDS + elements * element_bytes
 
 
 def test_the_last_stage_widens_its_outputs():

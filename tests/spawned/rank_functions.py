@@ -274,9 +274,11 @@ def wide_steps(steps: int, zero: int, shard: int | None) -> int:
     return sum(p.numel() * p.element_size() for p in model.parameters())
 
 
-def final_loss(recipe: str, folder: str) -> float:
-    """The loss of a small language model that has been trained for a few steps with a plan file."""
-    task, plan = lm.task(width=32, layers=1, length=32, valid_bytes=256), ff.Plan.from_toml(Path(recipe).read_text())
+def final_loss(recipe: str, folder: str, **fields: Any) -> float:
+    """The loss of a small language model that has been trained for a few steps with a plan file, or other fields."""
+    plan = dataclasses.replace(ff.Plan.from_toml(Path(recipe).read_text()), **fields)
+    clip = None if plan.is_asynchronous else 1.0
+    task = lm.task(width=32, layers=plan.num_stages, length=32, valid_bytes=256, clip=clip)
     steps = plan.local_steps if plan.sync == "local" else 4
     return ff.train(task, plan, steps=steps, folder=folder, name="run", quiet=True).loss
 
@@ -327,6 +329,6 @@ def stopped_by_a_callback(folder: str, hook: str) -> dict[str, Any]:
 
 def verdict(**fields: Any) -> dict[str, Any] | None:
     """The result of `fourfold verify` for a plan with these fields, on rank 0."""
-    task = lm.task(width=32, layers=1, length=32, steps=2, batch_size=4, clip=None)
+    task = lm.task(width=32, layers=2, length=32, steps=2, batch_size=4, clip=None)
     result = verify(task, ff.Plan(**fields))
     return None if result is None else {"worst": result.max_deviation, "tensors": len(result.weight_deviations)}

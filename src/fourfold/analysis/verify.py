@@ -136,10 +136,11 @@ def _train_on_mesh(
     task: Task, model: nn.Module, plan: Plan, feed: Feed, *, seed: int
 ) -> tuple[dict[str, Tensor], list[float]]:
     """Weights and losses of a training by the plan. Collective."""
+    names = [name for name, _ in model.named_parameters()]  # with pp > 1, the step's model has those of its stages
     step = parallelize(model, task.loss, task.optimizer, plan, clip=task.clip, seed=seed, tensor=task.tensor)
     losses = [step(batch).loss for batch in _batches_with_lr(task, step.optimizer, feed)]
     state = step.state_dict()["model"]
-    return {name: state[name].cpu() for name, _ in step.model.named_parameters()}, losses
+    return {name: state[name].cpu() for name in names}, losses
 
 
 def _train_on_one_device(task: Task, model: nn.Module, feed: Feed) -> tuple[dict[str, Tensor], list[float]]:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fourfold.cli.strategy import STRATEGY_WORDS, expand_strategy
 from fourfold.plan.lr_schedule import LRSchedule
 from fourfold.plan.plan_fields import FIELDS, RENAMED_FIELDS, parse_value
 from fourfold.plan.recipes import RECIPE_PREFIX
@@ -248,6 +249,8 @@ def parse_args(words: Iterable[str]) -> ParsedArgs:
         problems.append(Problem(" and ".join(tasks), "one task", "settings as key=value"))
     if len(plans) > 1:
         problems.append(Problem(" and ".join(plans), "one plan"))
+    values, wrong_strategy = expand_strategy(values)
+    problems += wrong_strategy
     if problems:
         raise SettingError(problems, where="the command line")
     return ParsedArgs(task=tasks[0] if tasks else None, plan_file=plans[0] if plans else None, values=values)
@@ -294,7 +297,7 @@ def _read_program(path: str) -> str:
 
 
 def _unknown_key(key: str, text: str, arguments: Mapping[str, ValueType]) -> Problem:
-    close = RENAMED_FIELDS.get(key) or closest_match(key, [*arguments, *RUN_SETTINGS, *FIELDS])
+    close = RENAMED_FIELDS.get(key) or closest_match(key, [*arguments, *RUN_SETTINGS, *FIELDS, *STRATEGY_WORDS])
     every = [*(f"{name}=…" for name in dict.fromkeys([*arguments, *RUN_SETTINGS])), "or a field of the plan"]
     return Problem(f"{key} = {text}", "a known setting", f"{close}={text}" if close else ", ".join(every))
 

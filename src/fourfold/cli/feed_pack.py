@@ -95,16 +95,9 @@ def open_source(name: str) -> Any:
     file, _, member = name.partition(":")
     if file.endswith(".py"):
         return _source_in_file(Path(file), member)
-    from fourfold.feed.files.open import open_files
+    from fourfold.feed.formats import open as formats
 
-    path = Path(name)
-    if not path.exists():
-        raise DataError(Problem(f"nothing at {name}", "a file or a folder of samples"), where=WHERE)
-    source = open_files(path)
-    if source is None:
-        need = "images, .npy, .npz, .txt, .jsonl, .csv or .tsv; or FILE.py:NAME"
-        raise DataError(Problem(f"{name}: no files of a known kind", need, "a source in FILE.py:NAME"), where=WHERE)
-    return source
+    return formats.open_source(name, images=False)  # images go into a pack as their files are
 
 
 def _source_in_file(path: Path, name: str) -> Any:

@@ -17,6 +17,7 @@ from fourfold.parts.comm.edge.compression import make_compression
 from fourfold.parts.comm.meter import CommMeter
 from fourfold.parts.comm.reduce.protocol import ScalarReducer
 from fourfold.parts.comm.row_exchange import make_row_exchange
+from fourfold.parts.comm.tensor.call_check import CALL_ROW
 from fourfold.parts.comm.tensor.single_rank import SingleRankTensorGroup
 from fourfold.parts.deferred_grads import DeferredGrads, WholeBackward
 from fourfold.parts.deferred_init import InitialModel
@@ -310,7 +311,7 @@ def _make_batches(
         layout = SharedByTensorRanks(layout, tensor_calls, rules)
     if not pipeline.is_cut:
         return layout
-    rows = make_row_exchange(pipeline.ranks, "batches", meter, choice=plan.transport)
+    rows = make_row_exchange(pipeline.ranks, "batches", meter, choice=plan.transport, first_length=CALL_ROW)
     return SharedByStages(layout, tensor_calls, pipeline.ranks, rows, stages, (seed, world.along("dp").rank))
 
 

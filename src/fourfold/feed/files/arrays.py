@@ -5,7 +5,9 @@ Law: an array of Python objects is refused; what a header says of a file's size 
 """
 
 import os
+import tokenize
 import zipfile
+import zlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +18,9 @@ from fourfold.feed.pack.schema import PAIR
 from fourfold.words.errors import DamagedSample, DataError, Problem
 
 LONE = "x"  # the name of an array that has none
+# What is raised for damaged files: by numpy's reader of heads, and by readers of zip files.
+ZIP_ERRORS = (zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError)
+UNREADABLE = (ValueError, OSError, EOFError, tokenize.TokenError, *ZIP_ERRORS)
 MAX_RATIO = 1100  # of deflate: what an entry of a zip file can expand to
 
 
@@ -26,7 +31,7 @@ class ArrayRows:
         self.name = self._path = listing.path(0)
         try:
             self._arrays = _load(self._path, mapped=True)
-        except (ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
+        except UNREADABLE as error:
             problem = Problem(f"{self._path}: {_reason(error)}", "arrays that can be read without a pickle")
             raise DataError(problem, where=self._path) from error
         lengths = {name: len(array) if array.ndim else None for name, array in self._arrays.items()}
@@ -59,7 +64,7 @@ class ArrayFiles:
         path = self._listing.path(index)
         try:
             return _as_sample(_load(path, mapped=False))
-        except (ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
+        except UNREADABLE as error:
             raise DamagedSample(path, _reason(error)) from error
 
     def sample_key(self, index: int) -> str:

@@ -68,7 +68,11 @@ class LineSource:
 
 def open_text(listing: Listing) -> LineSource:
     """Samples {"text": line}."""
-    return LineSource(listing, _index(listing, skip_blank=False), lambda line: {"text": line.rstrip("\r\n")})
+    return LineSource(listing, _index(listing, skip_blank=False), _parse_text)
+
+
+def _parse_text(line: str) -> dict[str, str]:
+    return {"text": line.rstrip("\r\n")}
 
 
 def open_jsonl(listing: Listing) -> LineSource:

@@ -56,19 +56,20 @@ class RowsInSharedMemory:
 
 
 class RowsOverGroup:
-    """See `RowExchange`; over gloo or NCCL."""
+    """See `RowExchange`; over gloo or NCCL. `first_length`: of what is sent first; shorter rows are padded."""
 
-    def __init__(self, comm: Communicator, purpose: str, meter: CommMeter) -> None:
+    def __init__(self, comm: Communicator, purpose: str, meter: CommMeter, first_length: int) -> None:
+        self._first_length = first_length
         self.ranks, self._comm, self._meter = comm.ranks, comm, meter
         self._group = comm.get_group(range(comm.size), purpose)
 
     def all_gather(self, row: Tensor) -> Sequence[Tensor]:
-        length = row.numel()
-        first = self._all_gather(F.pad(row[:FIRST_LENGTH], (0, max(0, FIRST_LENGTH - length))))
+        length, first_length = row.numel(), self._first_length
+        first = self._all_gather(F.pad(row[:first_length], (0, max(0, first_length - length))))
         # Before the rest is sent, whose length may differ at another place.
-        if length <= FIRST_LENGTH or bool((first[:, 0] != row[0]).any()):
+        if length <= first_length or bool((first[:, 0] != row[0]).any()):
             return first[:, :length].unbind()
-        return torch.cat([first, self._all_gather(row[FIRST_LENGTH:])], 1).unbind()
+        return torch.cat([first, self._all_gather(row[first_length:])], 1).unbind()
 
     def _all_gather(self, row: Tensor) -> Tensor:
         """[n] -> [size, n]"""
@@ -78,10 +79,20 @@ class RowsOverGroup:
             return torch.stack(list(all_gather_rows(self._group, row, size=size)))
 
 
-def make_row_exchange(comm: Communicator, purpose: str, meter: CommMeter, *, choice: str = "by-host") -> RowExchange:
+def make_row_exchange(
+    comm: Communicator,
+    purpose: str,
+    meter: CommMeter,
+    *,
+    choice: str = "by-host",
+    first_length: int = FIRST_LENGTH,
+) -> RowExchange:
     """The exchange of all ranks of `comm`: in shared memory if they are on one host and `choice` allows it. Collective.
 
-    `choice` is the plan's transport. Raises PlanError if this kind of device cannot have it.
+    choice        the plan's transport
+    first_length  at least this many elements are sent, where rows travel
+
+    Raises PlanError if this kind of device cannot have the transport.
     """
     check_transport_device(choice, comm.device.type)
     if comm.size == 1:
@@ -90,4 +101,4 @@ def make_row_exchange(comm: Communicator, purpose: str, meter: CommMeter, *, cho
         ring, _ = make_shared_memory_ring(comm, [range(comm.size)], meter)
         if ring is not None:
             return RowsInSharedMemory(ring, comm.ranks)
-    return RowsOverGroup(comm, purpose, meter)
+    return RowsOverGroup(comm, purpose, meter, first_length)

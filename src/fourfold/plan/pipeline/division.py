@@ -2,13 +2,14 @@
 
 block  one of the modules that a model calls one after the other
 cost   a number for each block, and for what the model computes before the first and behind the last of them
+names  the blocks of each stage as a user writes them: `"net1; relu net2"`; a stage's names have spaces between them
 Law: every stage has consecutive blocks, at least one; together they have each block once.
 """
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from fourfold.words.errors import Problem
+from fourfold.words.errors import Problem, closest_match
 
 EVEN = "even"
 
@@ -27,10 +28,44 @@ class StageSpec(NamedTuple):
 
 def stages_problems(text: str) -> list[Problem]:
     """The problems of the plan's `stages` by itself."""
-    if text == EVEN or _counts(text) is not None:
+    groups = stage_names(text)
+    if groups is not None and not all(groups):
+        return [Problem(f"stages = {text!r}", "at least one name for each stage", 'stages = "net1; relu net2"')]
+    if text == EVEN or groups is not None or _counts(text) is not None:
         return []
-    need = f'"{EVEN}", or how many blocks each stage has'
-    return [Problem(f"stages = {text!r}", need, 'stages = "3,2,2,1"')]
+    need = f'"{EVEN}", how many blocks each stage has, or their names'
+    return [Problem(f"stages = {text!r}", need, 'stages = "3,2,2,1", or "net1; relu net2"')]
+
+
+def stage_names(text: str) -> list[list[str]] | None:
+    """By stage: the names of its blocks; None: the text has none."""
+    return [group.split() for group in text.split(";")] if ";" in text else None
+
+
+def name_problems(
+    groups: Sequence[Sequence[str]], blocks: Sequence[str], modules: Sequence[str], num_stages: int
+) -> list[Problem]:
+    """Why names do not divide a chain. `groups`: by stage, full names where they are known; `blocks`: of the chain, in
+    order; `modules`: all of the model.
+    """
+    problems, own = [], f"stages = {'; '.join(' '.join(group) for group in groups)!r}"
+    if len(groups) != num_stages:
+        problems.append(Problem(f"{own}: {len(groups)} stages", f"{num_stages}: pp × interleave"))
+    named = [name for group in groups for name in group]
+    for name in dict.fromkeys(each for each in named if each not in blocks):
+        close = closest_match(name, blocks) or closest_match(name, modules)
+        problems.append(Problem(f"{own}: {name!r}", f"blocks of the chain: {', '.join(blocks)}", close or ""))
+    problems += [
+        Problem(f"{own}: {name!r} {named.count(name)} times", "each block once")
+        for name in dict.fromkeys(named)
+        if named.count(name) > 1
+    ]
+    if missing := [name for name in blocks if name not in named]:
+        problems.append(Problem(f"{own} without {', '.join(missing)}", "each block of the chain"))
+    if not problems and named != list(blocks):
+        order = "; ".join(f"stage {stage}: {' '.join(group)}" for stage, group in enumerate(groups))
+        problems.append(Problem(order, f"the order of the chain: {' '.join(blocks)}"))
+    return problems
 
 
 def division_problems(text: str, num_blocks: int, num_stages: int) -> list[Problem]:
@@ -68,7 +103,6 @@ def divide_evenly(costs: Sequence[float], first: float, last: float, num_stages:
     sums = [first]
     for index, cost in enumerate(costs):
         sums.append(sums[-1] + cost + (last if index == num_blocks - 1 else 0.0))
-    sums[0] = 0.0
     # best[k][n]: the least greatest cost of k stages with the first n blocks, and where the last of these begins.
     best = [[(sums[n], 0) for n in range(num_blocks + 1)]]
     for stage in range(1, num_stages):

@@ -7,15 +7,16 @@ own      weights of a module around the chain itself, such as the positions of a
 Law: each weight has one stage. That blocks are called in this order, once each, the dry run shows (`dry_run.py`).
 """
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from torch import nn
 
-from fourfold.plan.pipeline.division import StageSpec, divide, division_problems
+from fourfold.plan.pipeline.division import StageSpec, divide, division_problems, name_problems, stage_names
 from fourfold.words.errors import PlanError, Problem
 
-MIN_SHARE = 0.5  # of the weights of the largest chain: a chain with fewer is inside one of its blocks
+MIN_SHARE = 0.5  # of the weights of the largest chain: a list with no more is inside one of its blocks
 
 
 class Chain(NamedTuple):
@@ -70,23 +71,71 @@ def map_stages(model: nn.Module, spec: StageSpec) -> StageMap:
     num_stages = spec.num_stages
     if num_stages == 1:
         return StageMap(Chain(), (range(0),))
-    chain = find_chain(model)
-    problems = division_problems(spec.division, len(chain.blocks), num_stages)
-    if problems:
-        raise PlanError(problems, where="the pipeline")
-    costs = [_cost(model, name) for name in chain.blocks]
-    first, last = (sum(_cost(model, name) for name in names) for names in (chain.before, chain.behind))
-    found = StageMap(chain, divide(spec.division, costs, first, last, num_stages), spec.num_places)
+    groups = stage_names(spec.division)
+    chain, blocks = _divide(model, spec) if groups is None else _divide_by_name(model, groups, num_stages)
+    found = StageMap(chain, blocks, spec.num_places)
     found = found._replace(ties=_ties_across(model, found))
     if problems := _tied_problems(found):
         raise PlanError(problems, where="the pipeline")
     return found
 
 
+def _divide(model: nn.Module, spec: StageSpec) -> tuple[Chain, tuple[range, ...]]:
+    """The chain of a model, and the blocks of each stage: by their costs, or by counts."""
+    chain = find_chain(model)
+    if problems := division_problems(spec.division, len(chain.blocks), spec.num_stages):
+        raise PlanError(problems, where="the pipeline")
+    costs = [_cost(model, name) for name in chain.blocks]
+    first, last = (sum(_cost(model, name) for name in names) for names in (chain.before, chain.behind))
+    return chain, divide(spec.division, costs, first, last, spec.num_stages)
+
+
+def _divide_by_name(
+    model: nn.Module, groups: Sequence[Sequence[str]], num_stages: int
+) -> tuple[Chain, tuple[range, ...]]:
+    """The same, by the names of the blocks: of the model's chain, or of modules that a user has made one of."""
+    chain, modules = find_chain(model), [name for name, _ in model.named_modules() if name]
+    resolved = [[_resolved(name, chain.blocks) for name in group] for group in groups]
+    if not any(name in chain.blocks for group in resolved for name in group):
+        resolved = [[_resolved(name, modules) for name in group] for group in groups]
+        chain = _chain_of_siblings(model, [name for group in resolved for name in group])
+    if problems := name_problems(resolved, chain.blocks, modules, num_stages):
+        raise PlanError(problems, where="the pipeline")
+    stops = list(itertools.accumulate(map(len, resolved)))
+    return chain, tuple(range(stop - len(group), stop) for stop, group in zip(stops, resolved, strict=True))
+
+
+def _resolved(name: str, known: Sequence[str]) -> str:
+    """The full name of a module, which may be given by its last part if no other has the same."""
+    if name in known:
+        return name
+    found = [each for each in known if each.rpartition(".")[2] == name]
+    return found[0] if len(found) == 1 else name
+
+
+def _chain_of_siblings(model: nn.Module, names: Sequence[str]) -> Chain:
+    """The chain of these modules, which one module has, and what lies around it. Raises PlanError.
+
+    A model without a list of blocks has its chain in its `forward` alone: the names give the order, and the dry run
+    shows whether it is that of the calls.
+    """
+    modules = dict(model.named_modules())
+    parents = {name.rpartition(".")[0] for name in names if name in modules}
+    if len(parents) > 1:
+        got = f"stages of modules of {' and '.join(each or 'the model itself' for each in sorted(parents))}"
+        raise PlanError(Problem(got, "modules that one module has"), where="the pipeline")
+    parent = next(iter(parents), "")
+    children = [_joined(parent, key) for key, _ in modules[parent].named_children()]
+    weighted = [name for name in children if name not in names and _num_weights(modules[name])]
+    blocks = (*dict.fromkeys(name for name in names if name in children), *weighted)
+    chain, own = _around(model, parent, blocks), modules[parent].named_parameters(recurse=False)
+    return chain._replace(own=(*chain.own, *(_joined(parent, key) for key, _ in own)))
+
+
 def find_chain(model: nn.Module) -> Chain:
     """The chain of a model; without blocks if it has none.
 
-    Of the lists of modules with at least half of the weights that the largest has, the one with most blocks; of equal
+    Of the lists of modules with more than half of the weights that the largest has, the one with most blocks; of equal
     ones, the outermost.
     """
     lists = {
@@ -95,11 +144,16 @@ def find_chain(model: nn.Module) -> Chain:
         if isinstance(module, nn.ModuleList | nn.Sequential) and len(module) > 1
     }
     sizes = {name: _num_weights(module) for name, module in lists.items()}
-    large = [name for name in lists if sizes[name] >= MIN_SHARE * max(sizes.values()) and sizes[name]]
+    large = [name for name in lists if sizes[name] > MIN_SHARE * max(sizes.values())]
     if not large:
         return Chain()
     container = max(large, key=lambda name: len(lists[name]))
     blocks = tuple(_joined(container, name) for name, _ in lists[container].named_children())
+    return _around(model, container, blocks)
+
+
+def _around(model: nn.Module, container: str, blocks: tuple[str, ...]) -> Chain:
+    """The chain of these blocks, and what lies around the module that has them."""
     before: list[str] = []
     behind: list[str] = []
     own: list[str] = []

@@ -15,7 +15,7 @@ forward.
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -179,7 +179,7 @@ class Gates:
         """By module of an earlier stage: what it returned there."""
         if self._input_block is None:
             return {}
-        tensors = iter(received)
+        tensors = iter([_writable(each) for each in received])
         return {
             name: templates[name].filled([next(tensors) for _ in templates[name].shapes])
             for name in (self._input_block, *carried.received)
@@ -201,6 +201,25 @@ class Gates:
     def end_tokens(self) -> None:
         """A forward or a backward of this stage has ended: the next one may have other tokens."""
         self._residual.region.end_tokens()
+
+
+class _Received(torch.autograd.Function):
+    """What was received, in the same memory, as a module's output: one that the next module may write in place.
+
+    It is a leaf, for its gradient is sent; and autograd refuses to write a leaf or a view of one.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, received: Tensor) -> Tensor:
+        return received.data  # not detach(): a view
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+
+def _writable(received: Tensor) -> Tensor:
+    return cast(Tensor, _Received.apply(received)) if received.requires_grad else received
 
 
 def _first(given: Sequence[Tensor], accepts: Callable[[Tensor], bool]) -> int | None:

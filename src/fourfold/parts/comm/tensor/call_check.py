@@ -18,6 +18,8 @@ from fourfold.parts.comm.tensor.protocol import TensorGroup
 
 NO_DIGEST = 0
 
+CALL_ROW = 2  # elements: of the call and of the batch
+
 
 def compare_calls(group: TensorGroup, ranks: Communicator, call: str, digest: int = NO_DIGEST) -> list[int]:
     """The digests of all ranks. Collective. Raises DivergenceError if they are in different calls.
@@ -33,7 +35,7 @@ def compare_calls_of_stages(rows: RowExchange, ranks: Communicator, call: str, d
 
 
 def _row(ranks: Communicator, call: str, digest: int) -> Tensor:
-    """int64 [2]"""
+    """int64 [CALL_ROW]"""
     return torch.tensor([zlib.crc32(call.encode()), digest], device=ranks.device)
 
 

@@ -1,0 +1,182 @@
+"""Parquet and Arrow: the rows of tables.
+
+part    what is read of a file at once: a row group of Parquet, a record batch of Arrow
+Law: a part is read when a row of it is needed; at most MAX_PARTS are held. All files have one schema. A stream has no
+index, so its batches are held: they point into its mapped file, and a compressed one that does not fit is refused.
+"""
+
+import bisect
+import contextlib
+import itertools
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from fourfold.feed.formats.positioned import file_size
+from fourfold.feed.formats.tables import choose_columns, image_columns, pyarrow, rows_of
+from fourfold.words.errors import DataError, Problem
+
+MAX_PARTS = 4
+MAX_RATIO = 2000  # of zstd and the encodings of Parquet together, for data that are not one value
+MAX_ROWS = 2**48
+MAX_STREAM_BYTES = 2**28  # in memory, of a stream that is compressed
+
+
+@contextlib.contextmanager
+def as_value_error() -> Iterator[None]:
+    """Errors of pyarrow as ValueError; they are of several kinds."""
+    try:
+        yield
+    except pyarrow().ArrowException as error:
+        raise ValueError(str(error)) from error
+
+
+class _Parquet:
+    """A Parquet file; parts are its row groups."""
+
+    def __init__(self, path: str, columns: Sequence[str] | None) -> None:
+        size = file_size(path)
+        self._file = pyarrow().parquet.ParquetFile(path, page_checksum_verification=True, memory_map=False)
+        self.schema, metadata = self._file.schema_arrow, self._file.metadata
+        groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+        for number, group in enumerate(groups):
+            if not 0 <= group.num_rows <= MAX_ROWS or not 0 <= group.total_byte_size <= MAX_RATIO * size + 2**20:
+                raise ValueError(f"row group {number} of {group.num_rows} rows and {group.total_byte_size} bytes")
+        self.sizes = [group.num_rows for group in groups]
+        self.columns = choose_columns(self.schema, columns, path)
+
+    def part(self, number: int) -> Any:
+        table = self._file.read_row_group(number, columns=self.columns, use_threads=False)
+        return table.select(self.columns)
+
+
+class _ArrowFile:
+    """An Arrow file (Feather 2), mapped; parts are its record batches."""
+
+    def __init__(self, path: str, columns: Sequence[str] | None) -> None:
+        library = pyarrow()
+        file_size(path)
+        self._file = library.ipc.open_file(library.memory_map(path))
+        self.schema = self._file.schema
+        self.columns = choose_columns(self.schema, columns, path)
+        # Of a compressed batch the number of rows is known only when one of its columns has been unpacked.
+        cheap = next((place for place, each in enumerate(self.schema) if library.types.is_primitive(each.type)), 0)
+        options = library.ipc.IpcReadOptions(included_fields=[cheap] if self.schema.names else [])
+        counted = library.ipc.open_file(library.memory_map(path), options=options)
+        self.sizes = [counted.get_batch(number).num_rows for number in range(counted.num_record_batches)]
+
+    def part(self, number: int) -> Any:
+        batch = self._file.get_batch(number)
+        return pyarrow().Table.from_batches([batch]).select(self.columns)
+
+
+class _ArrowStream:
+    """An Arrow stream, as `datasets` writes it, mapped: all its batches point into the file."""
+
+    def __init__(self, path: str, columns: Sequence[str] | None) -> None:
+        library = pyarrow()
+        file_size(path)
+        mapped = library.memory_map(path).read_buffer()
+        reader = library.ipc.open_stream(mapped)
+        self.schema = reader.schema
+        self.columns = choose_columns(self.schema, columns, path)
+        self._batches, unpacked = [], 0
+        for batch in reader:
+            self._batches.append(batch)
+            unpacked += _bytes_outside(batch, mapped)
+            if unpacked > MAX_STREAM_BYTES:
+                problem = Problem(
+                    f"{path}: a compressed stream, of more than {MAX_STREAM_BYTES} bytes in memory",
+                    "an Arrow file, whose batches can be read one by one",
+                    "pyarrow.feather.write_feather",
+                )
+                raise DataError(problem, where=path)
+        self.sizes = [batch.num_rows for batch in self._batches]
+
+    def part(self, number: int) -> Any:
+        return pyarrow().Table.from_batches([self._batches[number]]).select(self.columns)
+
+
+def _bytes_outside(batch: Any, mapped: Any) -> int:
+    """What a batch holds that is not in the mapped file."""
+    place = range(mapped.address, mapped.address + mapped.size)
+    buffers = [buffer for column in batch.columns for buffer in column.buffers()]
+    return sum(buffer.size for buffer in buffers if buffer is not None and buffer.address not in place)
+
+
+def _open(path: str, columns: Sequence[str] | None) -> Any:
+    """The file by its first bytes. Raises DataError if it is damaged."""
+    with open(path, "rb") as file:
+        start = file.read(6)
+    kind = _Parquet if start[:4] == b"PAR1" else _ArrowFile if start == b"ARROW1" else _ArrowStream
+    try:
+        with as_value_error():
+            return kind(path, columns)
+    except (ValueError, OSError, EOFError, MemoryError) as error:
+        got = f"{path}: {(str(error).splitlines() or [type(error).__name__])[0][:300]}"
+        raise DataError(Problem(got, "a Parquet or Arrow file that is whole"), where=path) from error
+
+
+class TableRows:
+    """The rows of Parquet or Arrow files."""
+
+    bytes_read = None  # by pyarrow, or by the kernel through a map
+
+    def __init__(self, name: str, paths: Sequence[str], columns: Sequence[str] | None = None) -> None:
+        self.name, self._paths, self._wanted = name, list(paths), columns
+        self._start()
+
+    def _start(self) -> None:
+        self._files = [_open(path, self._wanted) for path in self._paths]
+        first = self._files[0].schema
+        for path, file in zip(self._paths, self._files, strict=True):
+            if not file.schema.equals(first):
+                got = f"{path}: {_summary(file.schema)}"
+                problem = Problem(got, f"{_summary(first)}, as in {self._paths[0]}", "a folder for each")
+                raise DataError(problem, where=self.name)
+        self._images = image_columns(first)
+        self._ends = [list(itertools.accumulate(file.sizes)) for file in self._files]
+        self.shard_sizes = [ends[-1] if ends else 0 for ends in self._ends]
+        self._parts, self._lock = OrderedDict[tuple[int, int], Any](), threading.Lock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"name": self.name, "_paths": self._paths, "_wanted": self._wanted}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._start()
+
+    def key(self, file: int, record: int) -> str:
+        return f"{self._paths[file]}, row {record}"
+
+    def read(self, file: int, records: Sequence[int]) -> list[dict[str, Any]]:
+        by_part: dict[int, list[int]] = {}
+        for place, record in enumerate(records):
+            by_part.setdefault(bisect.bisect_right(self._ends[file], record), []).append(place)
+        found: list[Any] = [None] * len(records)
+        for number, places in by_part.items():
+            start = self._ends[file][number - 1] if number else 0
+            with as_value_error():
+                table = self._part(file, number).take([records[place] - start for place in places])
+                for place, row in zip(places, rows_of(table, self._images), strict=True):
+                    found[place] = row
+        return found
+
+    def _part(self, file: int, number: int) -> Any:
+        with self._lock:
+            table = self._parts.pop((file, number), None)
+            if table is None:
+                table = self._files[file].part(number)
+                if table.num_rows != self._files[file].sizes[number]:
+                    raise ValueError(f"part {number} of {table.num_rows} rows")
+                table.validate(full=True)  # offsets of damaged files point anywhere
+            self._parts[file, number] = table
+            if len(self._parts) > MAX_PARTS:
+                self._parts.popitem(last=False)
+            return table
+
+
+def _summary(schema: Any) -> str:
+    text = ", ".join(f"{field.name} {field.type}" for field in schema)
+    return text if len(text) <= 300 else f"{text[:300]} …"

@@ -1,0 +1,96 @@
+"""Compressed files: unpacked as a whole into memory, when something of them is read.
+
+Law: no more is unpacked than the index says that the file has, and what it says is bounded by the compressed file. A
+file of another size, or with an end that is missing, is damaged. At most MAX_UNPACKED files are held.
+"""
+
+import bz2
+import io
+import threading
+import zlib
+from collections import OrderedDict
+from typing import Any
+
+from fourfold.feed.formats.positioned import PositionedFiles
+from fourfold.words.errors import DataError, Problem
+
+MAX_UNPACKED = 4
+LEAST_BYTES, MAX_RATIO = 2**26, 2000  # MDS writes 64 MiB by default; more from less is one value over and over
+COMPRESSIONS = ("zstd", "gz", "bz2")
+
+
+def check_compression(text: Any) -> str:
+    """The algorithm of `zstd:7`. Raises ValueError for one that cannot be read, DataError if its library is missing."""
+    name = text.partition(":")[0] if isinstance(text, str) else repr(text)
+    if name not in COMPRESSIONS:
+        raise ValueError(f"compression {name[:60]}, not {', '.join(COMPRESSIONS)}")
+    if name == "zstd":
+        _zstandard()
+    return name
+
+
+def _zstandard() -> Any:
+    try:
+        import zstandard
+    except ImportError:
+        need, attempt = "zstandard, which reads them", "pip install 'fourfold[zstd]'"
+        raise DataError(Problem("files compressed by zstd, and no zstandard", need, attempt)) from None
+    return zstandard
+
+
+class UnpackedFiles:
+    """The contents of compressed files; the least recently used one is dropped."""
+
+    def __init__(self, files: PositionedFiles) -> None:
+        self._files, self._held, self._lock = files, OrderedDict[int, bytes](), threading.Lock()
+
+    def read(self, file: int, compression: str, num_bytes: int, offset: int, length: int) -> bytes:
+        """Bytes of the unpacked file. Raises ValueError if it is damaged or has not got them."""
+        with self._lock:  # one thread unpacks, and others wait for what they will need too
+            content = self._held.pop(file, None)
+            if content is None:
+                packed = self._files.read(file, 0, self._files.sizes[file])
+                content = unpack(packed, compression, num_bytes)
+            self._held[file] = content
+            if len(self._held) > MAX_UNPACKED:
+                self._held.popitem(last=False)
+        if offset + length > len(content):
+            raise ValueError(f"bytes {offset} to {offset + length} of {len(content)}")
+        return content[offset : offset + length]
+
+
+def unpack(packed: bytes, compression: str, num_bytes: int) -> bytes:
+    """What was compressed, which has `num_bytes`. Raises ValueError if it is damaged, or longer or shorter."""
+    if num_bytes > max(LEAST_BYTES, MAX_RATIO * len(packed)):
+        raise ValueError(f"{num_bytes} bytes by {compression} from {len(packed)}")
+    try:
+        if compression == "zstd":
+            reader = _zstandard().ZstdDecompressor().stream_reader(io.BytesIO(packed), read_across_frames=True)
+            content = _read_at_most(reader, num_bytes + 1)
+        elif compression == "gz":
+            content = _read_whole(zlib.decompressobj(wbits=31), packed, num_bytes)
+        else:
+            content = _read_whole(bz2.BZ2Decompressor(), packed, num_bytes)
+    except Exception as error:
+        if isinstance(error, DataError | MemoryError):
+            raise
+        raise ValueError(f"{compression}: {error}") from error
+    if len(content) != num_bytes:
+        got = "more" if len(content) > num_bytes else str(len(content))
+        raise ValueError(f"{got} bytes by {compression}, not {num_bytes}")
+    return content
+
+
+def _read_whole(unpacker: Any, packed: bytes, num_bytes: int) -> bytes:
+    content = unpacker.decompress(packed, num_bytes + 1)
+    if len(content) <= num_bytes and not unpacker.eof:  # its checksum comes last
+        raise ValueError("the end is missing")
+    return content
+
+
+def _read_at_most(reader: Any, count: int) -> bytes:
+    parts, left = list[bytes](), count
+    while left and (part := reader.read(min(left, 2**22))):
+        parts.append(part)
+        left -= len(part)
+    return b"".join(parts)

@@ -1,0 +1,172 @@
+"""HDF5: the rows of the datasets of a file.
+
+field   a dataset, under its path in the file: `images`, or `train/images`
+row     what all datasets of a file have at one index of their first dim: a sample
+Law: only what is in the file itself is read: links to other files, external and virtual datasets are refused.
+"""
+
+import math
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fourfold.feed.formats.positioned import file_size
+from fourfold.words.errors import DataError, Problem
+
+MAX_OPEN, MAX_DATASETS, MAX_DEPTH = 16, 1000, 16
+MAX_RATIO = 1100  # of deflate
+LEAST_BYTES = 2**20  # what a dataset and its chunks may have, however small its file is
+
+
+class _Layout(NamedTuple):
+    """Of a file: the dtype and the shape of a row of each dataset, and the number of rows."""
+
+    fields: dict[str, tuple[str, tuple[int, ...]]]
+    num_rows: int
+
+
+def _h5py() -> Any:
+    try:
+        import h5py
+    except ImportError:
+        raise DataError(Problem("HDF5, and no h5py", "h5py, which reads it", "pip install 'fourfold[hdf5]'")) from None
+    return h5py
+
+
+class HDF5Rows:
+    """The rows of HDF5 files, which have the same datasets."""
+
+    bytes_read = None  # by the library
+
+    def __init__(self, name: str, paths: Sequence[str], columns: Sequence[str] | None = None) -> None:
+        self.name, self._paths, self._columns = name, list(paths), columns
+        layouts = [self._layout(path) for path in self._paths]
+        for path, layout in zip(self._paths, layouts, strict=True):
+            if layout.fields != layouts[0].fields:
+                need = f"{_summary(layouts[0])}, as in {self._paths[0]}"
+                problem = Problem(f"{path}: {_summary(layout)}", need, "a folder for each, or columns=")
+                raise DataError(problem, where=self.name)
+        self.shard_sizes = [layout.num_rows for layout in layouts]
+        self._fields = list(layouts[0].fields)
+        self._start()
+
+    def _start(self) -> None:
+        self._open, self._lock = OrderedDict[int, Any](), threading.Lock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in vars(self).items() if key not in ("_open", "_lock")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._start()
+
+    def key(self, file: int, record: int) -> str:
+        return f"{self._paths[file]}, row {record}"
+
+    def read(self, file: int, records: Sequence[int]) -> list[dict[str, Any]]:
+        rows: list[dict[str, Any]] = []
+        with self._lock:  # h5py has one lock for all files in any case
+            opened = self._file(file)
+            for record in records:
+                row = {}
+                for name in self._fields:
+                    try:
+                        row[name] = _value(opened[name][record])
+                    except (KeyError, RuntimeError) as error:  # h5py's, for damaged files
+                        raise ValueError(f"{name}: {error}") from error
+                rows.append(row)
+        return rows
+
+    def _file(self, number: int) -> Any:
+        file = self._open.pop(number, None)
+        if file is None:
+            file = _h5py().File(self._paths[number], "r")
+        self._open[number] = file
+        if len(self._open) > MAX_OPEN:
+            self._open.popitem(last=False)[1].close()
+        return file
+
+    def _layout(self, path: str) -> _Layout:
+        size = file_size(path)
+        try:
+            with _h5py().File(path, "r") as file:
+                found = _datasets(file, "", 0)
+                wanted = self._columns if self._columns is not None else list(found)
+                problems = [
+                    Problem(f"{path}: no dataset {name!r}", f"some of {', '.join(found)}")
+                    for name in wanted
+                    if name not in found
+                ]
+                chosen = {name: found[name] for name in found if name in wanted}
+                problems += [problem for name, each in chosen.items() for problem in _problems(path, name, each, size)]
+                if problems:
+                    raise DataError(problems, where=path)
+                return self._layout_of(path, chosen)
+        except (OSError, RuntimeError, KeyError, ValueError, TypeError, MemoryError) as error:  # h5py's
+            got = f"{path}: {(str(error).splitlines() or [type(error).__name__])[0][:300]}"
+            raise DataError(Problem(got, "an HDF5 file that is whole"), where=path) from error
+
+    def _layout_of(self, path: str, datasets: dict[str, Any]) -> _Layout:
+        lengths = {name: each.shape[0] for name, each in datasets.items()}
+        if len(set(lengths.values())) != 1:
+            got = ", ".join(f"{name} of {length} rows" for name, length in lengths.items()) or "no datasets"
+            problem = Problem(
+                f"{path}: {got}", "datasets with one row for each sample", "columns= of those that have it"
+            )
+            raise DataError(problem, where=path)
+        fields = {name: (str(each.dtype), each.shape[1:]) for name, each in datasets.items()}
+        return _Layout(fields, next(iter(lengths.values())))
+
+
+def _datasets(group: Any, prefix: str, depth: int) -> dict[str, Any]:
+    """The datasets below a group by their paths. Raises ValueError for what is not in the file itself."""
+    h5py, found = _h5py(), dict[str, Any]()
+    if depth > MAX_DEPTH:  # a group may hold itself
+        raise ValueError(f"{prefix} lies more than {MAX_DEPTH} groups deep")
+    for name in group:
+        link = group.get(name, getlink=True)
+        if not isinstance(link, h5py.HardLink):
+            raise ValueError(f"{prefix}{name} is a link, perhaps to another file")
+        member = group[name]
+        if isinstance(member, h5py.Group):
+            found |= _datasets(member, f"{prefix}{name}/", depth + 1)
+        elif isinstance(member, h5py.Dataset):
+            found[prefix + name] = member
+        if len(found) > MAX_DATASETS:
+            raise ValueError(f"more than {MAX_DATASETS} datasets; a file per sample is not HDF5's")
+    return found
+
+
+def _problems(path: str, name: str, dataset: Any, file_bytes: int) -> list[Problem]:
+    """What keeps a dataset from being a field."""
+    where = f"{path}: {name}"
+    if dataset.is_virtual or dataset.external:
+        return [Problem(f"{where} is in other files", "datasets of this file")]
+    is_text = _h5py().check_string_dtype(dataset.dtype) is not None
+    if not is_text and dataset.dtype.kind not in "biuf":
+        return [Problem(f"{where} of {dataset.dtype}", "numbers or text", "columns= without it")]
+    if not dataset.shape:
+        return [Problem(f"{where} has no rows", "a first dim of samples", "columns= without it")]
+    most = max(LEAST_BYTES, MAX_RATIO * file_bytes)
+    for shape, what in ((dataset.shape, "rows"), (dataset.chunks or (), "chunks")):
+        num_bytes = dataset.dtype.itemsize * math.prod(shape)
+        if num_bytes > most:
+            return [Problem(f"{where} with {what} of {num_bytes} bytes, in a file of {file_bytes}", f"at most {most}")]
+    return []
+
+
+def _value(value: Any) -> Any:
+    if isinstance(value, bytes | str):
+        return value.decode() if isinstance(value, bytes) else value
+    array = np.asarray(value)
+    if array.dtype.kind not in "biuf":
+        return [each.decode() if isinstance(each, bytes) else str(each) for each in array.reshape(-1).tolist()]
+    return array.astype(array.dtype.newbyteorder("="), copy=False)
+
+
+def _summary(layout: _Layout) -> str:
+    text = ", ".join(f"{name} {dtype} {list(shape)}" for name, (dtype, shape) in layout.fields.items())
+    return text if len(text) <= 300 else f"{text[:300]} …"

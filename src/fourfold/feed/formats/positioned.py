@@ -1,0 +1,68 @@
+"""Positioned reads of many files: `pread` at an offset, with a bounded number of files open.
+
+Law: no more is read, and no more memory is reserved, than the file has: a range is checked against its size first.
+"""
+
+import os
+import stat
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+from fourfold.feed.pack.files import MAX_OPEN, ShardFile
+from fourfold.words.errors import DataError, Problem, os_error_text
+
+
+def file_size(path: str) -> int:
+    """The bytes of a file. Raises DataError if it cannot be read, or is a folder, a pipe or a device."""
+    try:
+        found = os.stat(path)
+    except OSError as error:
+        problem = Problem(f"{path}: {os_error_text(error)}", "a file that can be read")
+        raise DataError(problem, where=path) from error
+    if not stat.S_ISREG(found.st_mode):
+        raise DataError(Problem(f"{path} is no regular file", "a file that can be read"), where=path)
+    return found.st_size
+
+
+class PositionedFiles:
+    """Files that are read by position, from any thread."""
+
+    def __init__(self, paths: Sequence[str]) -> None:
+        self.paths, self.sizes = list(paths), [file_size(path) for path in paths]
+        self.bytes_read = 0
+        self._open: OrderedDict[int, ShardFile] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __getstate__(self) -> dict[str, Any]:  # to a worker process goes nothing that is open
+        return {"paths": self.paths, "sizes": self.sizes}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, bytes_read=0, _open=OrderedDict(), _lock=threading.Lock())
+
+    def read(self, file: int, offset: int, length: int) -> bytes:
+        """The bytes [offset, offset + length). Raises ValueError if the file has not got them."""
+        size = self.sizes[file]
+        if not 0 <= offset <= size or not 0 <= length <= size - offset:
+            raise ValueError(f"bytes {offset} to {offset + length} of a file of {size}")
+        opened, parts, done = self._file(file), list[bytes](), 0
+        while done < length:  # a read of more than 2 GiB is cut short
+            part = os.pread(opened.descriptor, length - done, offset + done)
+            if not part:
+                raise ValueError(f"the file ends at byte {offset + done}; it had {size}")
+            parts.append(part)
+            done += len(part)
+        with self._lock:
+            self.bytes_read += length
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def _file(self, number: int) -> ShardFile:
+        with self._lock:
+            file = self._open.pop(number, None)
+            if file is None:
+                file = ShardFile(self.paths[number], number)  # type: ignore[arg-type]
+            self._open[number] = file
+            if len(self._open) > MAX_OPEN:
+                self._open.popitem(last=False)
+            return file

@@ -1,0 +1,188 @@
+"""Format source: the records of files as samples.
+
+records   files of one format; record j of file f is a dict of values by field
+field     a name, and an array, a number, text, bytes or an encoded image
+sample    the dict of a record; or a pair, if a `target` is named, or the fields are `inputs` and `targets`
+Law: `source.fetch(indices)` equals the stack of `source[i]`; what cannot be read raises DamagedSample with the file and
+the record, and no other error.
+"""
+
+import bisect
+import itertools
+import os
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol
+
+from fourfold.feed.collate import collate_samples
+from fourfold.feed.pack.schema import PAIR, EncodedImage
+from fourfold.feed.pack.values import decode_image
+from fourfold.feed.source import empty_like
+from fourfold.words.errors import DamagedSample, DataError, Problem
+
+MAX_THREADS = 4
+UNREADABLE = (ValueError, OSError, EOFError, MemoryError, OverflowError, RecursionError)
+Record = dict[str, Any]
+
+
+class Records(Protocol):
+    """Files of one format. `read` raises one of `UNREADABLE` for a damaged record."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def shard_sizes(self) -> Sequence[int]: ...
+    @property
+    def bytes_read(self) -> int | None: ...
+    def key(self, file: int, record: int, /) -> str: ...
+    def read(self, file: int, records: Sequence[int], /) -> list[Record]: ...
+
+
+class FormatSource:
+    """The records of files as a source.
+
+    columns  the fields of a sample, in this order; None: all
+    target   a field: samples are pairs (the other fields, target). With one other field, the inputs are its values
+    images   decode images to uint8 [3, height, width]; else their bytes are the sample
+
+    A batch stacks arrays and numbers, and makes lists of text and bytes.
+    """
+
+    def __init__(
+        self, records: Records, *, columns: Sequence[str] | None = None, target: str | None = None, images: bool = True
+    ) -> None:
+        self._records, self._columns, self._target, self._images = records, columns, target, images
+        self._ends = list(itertools.accumulate(records.shard_sizes))
+        if not len(self):
+            raise DataError(Problem(f"{records.name} has no samples", "at least one"), where=records.name)
+        if columns is not None and target is not None and target not in columns:
+            self._columns = [*columns, target]
+
+    @property
+    def name(self) -> str:
+        """Where the samples are."""
+        return self._records.name
+
+    @property
+    def shard_sizes(self) -> Sequence[int]:
+        """How many samples each file holds."""
+        return self._records.shard_sizes
+
+    @property
+    def bytes_read(self) -> int | None:
+        """What has been read of the files; None if their library does not tell."""
+        return self._records.bytes_read
+
+    @property
+    def classes(self) -> Sequence[str] | None:
+        """What the values of the targets mean, if the files say it."""
+        return getattr(self._records, "classes", None)
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def __getitem__(self, index: int, /) -> Any:
+        return self._decoded(index, self.pack_sample(index))
+
+    def fetch(self, indices: Sequence[int], /) -> Any:
+        """The batch of these samples, in this order."""
+        numbers = list(map(int, indices))
+        if not numbers:
+            return _batch_of_none(self[0])
+        samples = self._read_many(numbers)
+        if self._images and any(isinstance(value, EncodedImage) for value in _values(samples[0])):
+            threads = min(MAX_THREADS, len(numbers), len(os.sched_getaffinity(0)))
+            with ThreadPoolExecutor(threads, thread_name_prefix="fourfold images") as pool:
+                samples = list(pool.map(self._decoded, numbers, samples))
+        batch = collate_samples(samples, numbers)
+        return batch if isinstance(batch, dict) else tuple(batch)
+
+    def pack_sample(self, index: int) -> Any:
+        """The sample with encoded images in place of their pixels."""
+        file, record = self._place(index)
+        try:
+            (found,) = self._records.read(file, [record])
+            return self._arranged(found)
+        except UNREADABLE as error:
+            raise DamagedSample(self.sample_key(index), reason_of(error), where=self.name) from error
+
+    def sample_key(self, index: int) -> str:
+        """The file and the record of a sample."""
+        return self._records.key(*self._place(index))
+
+    def _place(self, index: int) -> tuple[int, int]:
+        number = index + len(self) if index < 0 else index
+        if not 0 <= number < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        file = bisect.bisect_right(self._ends, number)
+        return file, number - (self._ends[file - 1] if file else 0)
+
+    def _read_many(self, numbers: Sequence[int]) -> list[Any]:
+        """The samples, those of one file in one call. Raises DamagedSample for the first that cannot be read."""
+        places = [self._place(number) for number in numbers]
+        by_file: dict[int, list[int]] = {}
+        for row, (file, _) in enumerate(places):
+            by_file.setdefault(file, []).append(row)
+        samples: list[Any] = [None] * len(numbers)
+        for file, rows in by_file.items():
+            try:
+                found = self._records.read(file, [places[row][1] for row in rows])
+                for row, record in zip(rows, found, strict=True):
+                    samples[row] = self._arranged(record)
+            except UNREADABLE:  # which of them?
+                for row in rows:
+                    samples[row] = self.pack_sample(numbers[row])
+        return samples
+
+    def _arranged(self, record: Record) -> Any:
+        """The sample of a record. Raises ValueError if fields are missing."""
+        wanted = list(record) if self._columns is None else self._columns
+        needed = wanted if self._target is None else [*wanted, self._target]
+        if missing := [name for name in needed if name not in record]:
+            raise ValueError(f"no {' and no '.join(missing)}, but {', '.join(record) or 'nothing'}")
+        values = {name: record[name] for name in wanted}
+        if self._target is not None:
+            target = values.pop(self._target)
+            if not values:
+                raise ValueError(f"no field but the target {self._target}")
+            return next(iter(values.values())) if len(values) == 1 else values, target
+        return tuple(values[name] for name in PAIR) if set(values) == set(PAIR) else values
+
+    def _decoded(self, index: int, sample: Any) -> Any:
+        if not self._images:
+            return sample
+        try:
+            return _decode_images(sample)
+        except UNREADABLE as error:
+            raise DamagedSample(self.sample_key(index), reason_of(error), where=self.name) from error
+
+
+def reason_of(error: BaseException) -> str:
+    """The first line of an error's message."""
+    return (str(error).splitlines() or [""])[0][:300] or type(error).__name__
+
+
+def _decode_images(value: Any) -> Any:
+    if isinstance(value, EncodedImage):
+        return decode_image(value)
+    if isinstance(value, Mapping):
+        return {name: _decode_images(each) for name, each in value.items()}
+    return tuple(map(_decode_images, value)) if isinstance(value, tuple) else value
+
+
+def _values(sample: Any) -> list[Any]:
+    parts = [sample]
+    for part in parts:
+        parts += part.values() if isinstance(part, Mapping) else part if isinstance(part, tuple) else ()
+    return parts
+
+
+def _batch_of_none(sample: Any) -> Any:
+    """A batch of no samples like this one."""
+    if isinstance(sample, Mapping):
+        return {name: _batch_of_none(value) for name, value in sample.items()}
+    if isinstance(sample, tuple):
+        return tuple(map(_batch_of_none, sample))
+    if isinstance(sample, str | bytes | list):
+        return []
+    return empty_like(collate_samples([sample], [0]))

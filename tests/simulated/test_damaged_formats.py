@@ -1,0 +1,328 @@
+"""Damaged files of other libraries, and files that lie: a DataError or samples, never a crash or a huge allocation."""
+
+import contextlib
+import io
+import json
+import shutil
+import struct
+import sys
+import tarfile
+import tempfile
+import tracemalloc
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import h5py
+import numpy as np
+import pyarrow as pa
+import pyarrow.feather as feather
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tfrecord.writer import TFRecordWriter
+
+import fourfold as ff
+from fourfold.feed.formats import arrow
+from fourfold.feed.formats.crc32c import masked_crc32c
+from fourfold.words.errors import DamagedSample, DataError
+
+FILES = Path(__file__).parents[1] / "format_files"
+ROWS, MOST_SAMPLES, MOST_BYTES = 12, 10_000, 2**27
+UNPICKLED: list[str] = []
+sys.addaudithook(lambda event, args: UNPICKLED.append(str(args)) if event == "pickle.find_class" else None)
+
+
+def arrow_table() -> pa.Table:
+    return pa.table(
+        {
+            "x": pa.array([[float(i)] * 3 for i in range(ROWS)], pa.list_(pa.float32())),
+            "n": list(range(ROWS)),
+            "text": [f"text {i}" for i in range(ROWS)],
+        }
+    )
+
+
+def write_parquet(folder: Path) -> None:
+    pq.write_table(arrow_table(), folder / "x.parquet", row_group_size=5, compression="zstd", write_page_checksum=True)
+
+
+def write_feather(folder: Path) -> None:
+    feather.write_feather(arrow_table(), str(folder / "x.feather"), chunksize=5, compression="lz4")
+
+
+def write_stream(folder: Path) -> None:
+    with pa.ipc.new_stream(str(folder / "x.arrow"), arrow_table().schema) as writer:
+        writer.write_table(arrow_table(), max_chunksize=5)
+
+
+def write_tar(folder: Path) -> None:
+    with tarfile.open(folder / "x.tar", "w", format=tarfile.PAX_FORMAT) as archive:
+        for i in range(ROWS):
+            array = io.BytesIO()
+            np.save(array, np.full(4, i))
+            for field, content in (("cls", b"%d" % i), ("npy", array.getvalue()), ("json", b'{"a": [1, 2]}')):
+                info = tarfile.TarInfo(f"{'long' * 40}{i}.{field}")
+                info.size = len(content)
+                archive.addfile(info, io.BytesIO(content))
+
+
+def write_tfrecord(folder: Path) -> None:
+    writer = TFRecordWriter(str(folder / "x.tfrecord"))
+    for i in range(ROWS):
+        writer.write({"raw": (b"raw %d" % i, "byte"), "n": ([i, -i], "int"), "x": ([i / 2], "float")})
+    writer.close()
+
+
+def write_hdf5(folder: Path) -> None:
+    with h5py.File(folder / "x.h5", "w") as file:
+        file["x"] = np.arange(3 * ROWS).reshape(ROWS, 3)
+        file.create_dataset("deep/n", data=np.arange(ROWS), chunks=(2,), compression="gzip")
+        file["text"] = [f"text {i}" for i in range(ROWS)]
+
+
+def write_npy(folder: Path) -> None:
+    np.save(folder / "x.npy", np.arange(3 * ROWS).reshape(ROWS, 3))
+
+
+def write_npz(folder: Path) -> None:
+    np.savez_compressed(folder / "x.npz", inputs=np.arange(3 * ROWS).reshape(ROWS, 3), targets=np.arange(ROWS))
+
+
+def copy_of(name: str) -> Callable[[Path], None]:
+    return lambda folder: shutil.copytree(FILES / name, folder, dirs_exist_ok=True) and None
+
+
+WRITERS: dict[str, Callable[[Path], None]] = {
+    "parquet": write_parquet,
+    "feather": write_feather,
+    "stream": write_stream,
+    "tar": write_tar,
+    "tfrecord": write_tfrecord,
+    "hdf5": write_hdf5,
+    "npy": write_npy,
+    "npz": write_npz,
+    **{name: copy_of(name) for name in ("mds", "mds-zstd", "mds-gz", "megatron")},
+}
+CHECKED = {"tfrecord"}  # each byte is in a checksum: what is read is right
+
+
+class Damage(NamedTuple):
+    """`kind` at a place of a file: a flipped bit, a number written over it, or the end."""
+
+    file: float
+    place: float
+    kind: str
+    value: int = 0
+
+
+NUMBERS = [0, 1, 2**7, 2**15, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**62, 2**63 - 1, 2**63, 2**64 - 5, 2**64 - 1]
+parts = st.floats(0, 1, exclude_max=True)
+damages = st.one_of(
+    st.builds(Damage, parts, parts, st.just("flip"), st.integers(0, 7)),
+    st.builds(Damage, parts, parts, st.sampled_from(["<I", ">I", "<Q", ">Q", "text"]), st.sampled_from(NUMBERS)),
+    st.builds(Damage, parts, parts, st.just("cut")),
+    st.builds(Damage, parts, parts, st.just("insert"), st.integers(0, 255)),
+)
+
+
+def do_damage(content: bytes, damage: Damage) -> bytes:
+    at = int(damage.place * len(content))
+    if damage.kind == "flip":
+        return content[:at] + bytes([content[at] ^ 1 << damage.value]) + content[at + 1 :] if content else content
+    if damage.kind == "cut":
+        return content[:at]
+    if damage.kind == "insert":
+        return content[:at] + bytes([damage.value]) + content[at:]
+    text = damage.kind == "text"
+    form = "<I" if text else damage.kind
+    written = b"%d" % damage.value if text else struct.pack(form, damage.value & (2 ** (8 * struct.calcsize(form)) - 1))
+    return content[:at] + written + content[at + len(written) :]
+
+
+@contextlib.contextmanager
+def few_bytes() -> Iterator[None]:
+    """What Python and numpy reserve is bounded, and what C libraries touch: they reserve more, and fail then."""
+    Path("/proc/self/clear_refs").write_text("5")  # the peak of resident memory begins anew
+    before = resident("VmRSS")
+    tracemalloc.start()
+    try:
+        yield
+        assert tracemalloc.get_traced_memory()[1] < MOST_BYTES
+        assert resident("VmHWM") - before < MOST_BYTES
+    finally:
+        tracemalloc.stop()
+
+
+def resident(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))
+
+
+def read_what_is_there(folder: Path) -> dict[int, Any]:
+    """The samples that can be read. What cannot raises DataError, and nothing else."""
+    try:
+        source = ff.open_source(folder, rows=any(folder.glob("*.np*")))
+    except DataError as error:
+        assert str(folder) in str(error)  # noqa: PT017  a stranger is told which file it is
+        return {}
+    assert len(source) <= MOST_SAMPLES
+    found = {}
+    for index in range(len(source)):
+        try:
+            found[index] = source[index]
+        except DamagedSample as error:
+            assert error.key == source.sample_key(index)  # noqa: PT017
+    with contextlib.suppress(DataError):
+        source.fetch(range(min(3, len(source))))
+    return found
+
+
+@pytest.mark.parametrize("form", WRITERS)
+def test_damaged_files_are_an_error_or_samples(form: str):
+    with tempfile.TemporaryDirectory() as name:
+        whole = Path(name) / "whole"
+        whole.mkdir()
+        WRITERS[form](whole)
+        contents = {path.name: path.read_bytes() for path in sorted(whole.iterdir())}
+        right = {index: str(sample) for index, sample in read_what_is_there(whole).items()}
+        assert right
+
+        @settings(
+            max_examples=40,
+            deadline=None,
+            derandomize=True,
+            database=None,
+            suppress_health_check=[*HealthCheck.__members__.values()],
+        )
+        @given(st.lists(damages, min_size=1, max_size=3))
+        def law(all_damage: list[Damage]) -> None:
+            damaged = dict(contents)
+            for damage in all_damage:
+                file = list(damaged)[int(damage.file * len(damaged))]
+                damaged[file] = do_damage(damaged[file], damage)
+            folder = Path(name) / "damaged"
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+            for file, content in damaged.items():
+                (folder / file).write_bytes(content)
+            UNPICKLED.clear()
+            with few_bytes():
+                found = read_what_is_there(folder)
+            assert not UNPICKLED
+            if form in CHECKED:
+                assert all(str(sample) == right[index] for index, sample in found.items())
+
+        law()
+
+
+# Lies that chance hardly finds: each is well-formed, with right checksums
+
+
+def lying_tar(folder: Path, size: int, kind: bytes = tarfile.REGTYPE) -> None:
+    info = tarfile.TarInfo("a.txt")
+    info.size, info.type = size, kind
+    (folder / "x.tar").write_bytes(info.tobuf(tarfile.GNU_FORMAT) + bytes(2**21 + 1024))
+
+
+def lying_tfrecord(folder: Path, size: int) -> None:
+    length = struct.pack("<Q", size)
+    content = length + struct.pack("<I", masked_crc32c(length)) + bytes(64)
+    (folder / "x.tfrecord").write_bytes(content)
+
+
+def lying_mds(folder: Path, form: str = "mds", **claims: Any) -> None:
+    shutil.copytree(FILES / form, folder, dirs_exist_ok=True)
+    index = json.loads((folder / "index.json").read_text())
+    for shard in index["shards"]:
+        for name, value in claims.items():
+            part, _, key = name.partition("__")
+            (shard[part] if key else shard)[key or part] = value
+    (folder / "index.json").write_text(json.dumps(index))
+
+
+def bomb_mds(folder: Path) -> None:
+    lying_mds(folder, "mds-zstd", raw_data__bytes=2**28)
+    for path in folder.glob("*.zstd"):
+        path.write_bytes(zstandard.compress(bytes(2**28)))
+
+
+def lying_shape(folder: Path) -> None:
+    columns = {"column_names": ["x"], "column_encodings": ["ndarray:uint8"], "column_sizes": [None]}
+    value = bytes([(2 << 2) | 3]) + struct.pack("<2Q", 2**40, 2**24)  # of 2 dims, in 64 bits, and no content
+    sample = struct.pack("<I", len(value)) + value
+    content = struct.pack("<3I", 1, 12, 12 + len(sample)) + sample
+    (folder / "x.mds").write_bytes(content)
+    raw = {"basename": "x.mds", "bytes": len(content), "hashes": {}}
+    shard = {"format": "mds", "version": 2, "samples": 1, "raw_data": raw, "zip_data": None, "compression": None}
+    (folder / "index.json").write_text(json.dumps({"version": 2, "shards": [shard | columns]}))
+
+
+def lying_megatron(folder: Path, sequences: int = 1, length: int = 4, pointer: int = 0) -> None:
+    head = struct.pack("<9sQBQQ", b"MMIDIDX\x00\x00", 1, 4, sequences, 0)
+    (folder / "x.idx").write_bytes(head + struct.pack("<iq", length, pointer))
+    (folder / "x.bin").write_bytes(bytes(16))
+
+
+def lying_hdf5(folder: Path, shape: tuple[int, ...], chunks: tuple[int, ...]) -> None:
+    with h5py.File(folder / "x.h5", "w") as file:
+        file.create_dataset("x", shape, "u1", chunks=chunks, compression="gzip")
+
+
+def lying_npy(folder: Path, shape: str, dtype: str = "'<f4'") -> None:
+    head = f"{{'descr': {dtype}, 'fortran_order': False, 'shape': {shape}}}".encode()
+    (folder / "x.npy").write_bytes(b"\x93NUMPY\x01\x00" + struct.pack("<H", len(head)) + head + bytes(8))
+
+
+def bomb_npz(folder: Path) -> None:
+    lying_npy(folder, "(2,)")
+    with zipfile.ZipFile(folder / "x.npz", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.write(folder / "x.npy", "inputs.npy")
+    (folder / "x.npy").unlink()
+    content = bytearray((folder / "x.npz").read_bytes())
+    at = content.rindex(b"PK\x01\x02") + 24  # the size that the directory claims
+    content[at : at + 4] = struct.pack("<I", 2**31)
+    (folder / "x.npz").write_bytes(content)
+
+
+def compressed_stream(folder: Path) -> None:
+    table = pa.table({"x": np.zeros(2**17)})
+    with pa.ipc.new_stream(folder / "x.arrow", table.schema, options=pa.ipc.IpcWriteOptions(compression="zstd")) as it:
+        for _ in range(4):
+            it.write_table(table)
+
+
+LIES: dict[str, tuple[Callable[[Path], None], str]] = {
+    "a member larger than its archive": (lambda folder: lying_tar(folder, 2**33 - 1), "ends at byte"),
+    "a name of megabytes": (lambda folder: lying_tar(folder, 2**21, tarfile.GNUTYPE_LONGNAME), "a name of 2097152"),
+    "a record larger than its file": (lambda folder: lying_tfrecord(folder, 2**40), "record 0 ends at byte"),
+    "a record whose end has no number": (lambda folder: lying_tfrecord(folder, 2**64 - 1), "record 0 ends at byte"),
+    "more samples than bytes": (lambda folder: lying_mds(folder, samples=2**31), "2147483648 samples in"),
+    "fewer samples than there are": (lambda folder: lying_mds(folder, samples=1), "as index.json says"),
+    "a shard that is elsewhere": (lambda folder: lying_mds(folder, raw_data__basename="../x"), "outside the folder"),
+    "a compressed shard of 256 MiB of zeros": (bomb_mds, "268435456 bytes by zstd from"),
+    "an array of 2**64 bytes in a sample": (lying_shape, r"0 bytes for uint8 \[1099511627776, 16777216\]"),
+    "more sequences than bytes": (lambda folder: lying_megatron(folder, sequences=2**60), "for 1152921504606846976"),
+    "a sequence after the end": (lambda folder: lying_megatron(folder, pointer=4), "sequence 0: 4 tokens at byte 4"),
+    "a sequence before the start": (lambda folder: lying_megatron(folder, pointer=-1), "sequence 0"),
+    "less than no tokens": (lambda folder: lying_megatron(folder, length=-1), "sequence 0: -1 tokens"),
+    "rows that are nowhere": (lambda folder: lying_hdf5(folder, (2**50,), (8,)), "rows of 1125899906842624 bytes"),
+    "a chunk of 2 GiB": (lambda folder: lying_hdf5(folder, (8, 2**28), (8, 2**28)), "(rows|chunks) of 2147483648"),
+    "a shape larger than its file": (lambda folder: lying_npy(folder, f"({2**40},)"), "8 bytes for an array"),
+    "a shape below zero": (lambda folder: lying_npy(folder, "(-1, -2)"), "8 bytes for an array"),
+    "an array of objects": (lambda folder: lying_npy(folder, "(1,)", "'|O'"), "not of numbers"),
+    "an array of 2 GiB in a zip file": (bomb_npz, "inputs.npy of 2147483648 bytes in a file of"),
+    "a stream larger than its file": (compressed_stream, "a compressed stream, of more than 1048576 bytes"),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_what_a_file_claims_is_bounded_before_it_is_believed(tmp_path: Path, lie: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(arrow, "MAX_STREAM_BYTES", 2**20)
+    write, message = LIES[lie]
+    write(tmp_path)
+    with few_bytes(), pytest.raises(DataError, match=message):
+        ff.open_source(tmp_path, rows=any(tmp_path.glob("*.np*")))[0]

@@ -1,0 +1,478 @@
+"""Files of other libraries are sources, where they are: each is written by its own library, and read back."""
+
+import io
+import json
+import os
+import pickle
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import h5py
+import numpy as np
+import pyarrow as pa
+import pyarrow.feather as feather
+import pyarrow.parquet as pq
+import pytest
+import torch
+from PIL import Image
+from tfrecord.writer import TFRecordWriter
+from webdataset.compat import WebDataset
+from webdataset.writer import TarWriter
+
+import fourfold as ff
+from fourfold.feed.collate import collate_samples
+from fourfold.feed.pack.schema import leaves
+from fourfold.words.errors import DamagedSample, DataError
+
+FILES = Path(__file__).parents[1] / "format_files"
+SAMPLES = 10
+
+
+@pytest.fixture(autouse=True)
+def _no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fsync", lambda file: None)
+
+
+def row(i: int) -> dict[str, Any]:
+    """What each format's file holds: sample i, as far as the format can hold it."""
+    return {
+        "x": np.array([[i, i + 0.5, -i]] * 2, dtype=np.float32),
+        "n": np.array(7 * i - 2**40),
+        "small": np.array(i, dtype=np.int8),
+        "flag": np.array(i % 2 == 0),
+        "text": f"text – {i}",
+        "raw": bytes([i, 0, 255]),
+    }
+
+
+def pixels(i: int) -> torch.Tensor:
+    return torch.tensor([i, 2 * i, 3 * i], dtype=torch.uint8)[:, None, None].expand(3, 4, 5)
+
+
+def image(i: int) -> Image.Image:
+    return Image.fromarray(np.ascontiguousarray(pixels(i).permute(1, 2, 0).numpy()))
+
+
+def check(source: Any, expected: list[Any]) -> None:
+    """The laws of a source: samples, batches, files, keys; and a pack of it holds the same."""
+    assert len(source) == len(expected) == sum(source.shard_sizes)
+    assert len({source.sample_key(i) for i in range(len(source))}) == len(source)
+    for i, sample in enumerate(expected):
+        check_same([source[i]], [sample])
+    order = [len(source) - 1, 0, *range(1, len(source) - 1), 0]
+    check_batch(source.fetch(order), [expected[i] for i in order])
+    check_batch(source.fetch([]), [])
+    with pytest.raises(IndexError):
+        source[len(source)]
+    check_same([pickle.loads(pickle.dumps(source))[1]], [expected[1]])  # as to a worker of a DataLoader
+
+
+def check_same(found: list[Any], expected: list[Any]) -> None:
+    assert str(collate_samples(found, [0])) == str(collate_samples(expected, [0]))
+
+
+def check_batch(found: Any, expected: list[Any]) -> None:
+    if expected:
+        batch = collate_samples(expected, range(len(expected)))
+        assert str(found) == str(batch if isinstance(batch, dict) else tuple(batch))
+    else:
+        assert not any(len(value) for _, value in leaves(found))
+
+
+def check_pack(folder: Path, source: Any) -> None:
+    ff.pack(source, folder / "all.pack")
+    pack = ff.open_source(folder / "all.pack")
+    assert isinstance(pack, ff.Pack)
+    batches = pack.fetch(range(len(source))), source.fetch(range(len(source)))
+    assert str([*leaves(batches[0])]) == str([*leaves(batches[1])])
+
+
+# Parquet and Arrow
+
+
+def table() -> Any:
+    rows = [row(i) for i in range(SAMPLES)]
+    columns = {name: [each[name] for each in rows] for name in rows[0]}
+    types = {"n": pa.int64(), "small": pa.int8(), "flag": pa.bool_(), "text": pa.string(), "raw": pa.binary()}
+    arrays = {
+        name: pa.array([getattr(v, "item", lambda v=v: v)() for v in columns[name]], kind)
+        for name, kind in types.items()
+    }
+    nested = pa.list_(pa.list_(pa.float32(), 3))
+    return pa.table({"x": pa.array([each.tolist() for each in columns["x"]], nested), **arrays})
+
+
+def write_parquet(folder: Path) -> None:
+    pq.write_table(table().slice(0, 7), folder / "0.parquet", row_group_size=3, compression="zstd")
+    pq.write_table(table().slice(7), folder / "1.parquet")
+
+
+def write_feather(folder: Path) -> None:
+    feather.write_feather(table(), str(folder / "x.feather"), chunksize=4, compression="lz4")
+
+
+def write_stream(folder: Path) -> None:
+    with pa.ipc.new_stream(str(folder / "x.arrow"), table().schema) as writer:
+        writer.write_table(table(), max_chunksize=4)
+
+
+@pytest.mark.parametrize(
+    ("write", "shard_sizes"), [(write_parquet, [7, 3]), (write_feather, [10]), (write_stream, [10])]
+)
+def test_rows_of_tables_are_samples(tmp_path: Path, write: Callable[[Path], None], shard_sizes: list[int]):
+    (tmp_path / "files").mkdir()
+    write(tmp_path / "files")
+    source = ff.open_source(tmp_path / "files")
+    check(source, [row(i) for i in range(SAMPLES)])
+    check_pack(tmp_path, source)
+    assert source.shard_sizes == shard_sizes
+    pairs = ff.open_source(tmp_path / "files", columns=["small", "x"], target="n")
+    check(pairs, [({name: row(i)[name] for name in ("small", "x")}, row(i)["n"]) for i in range(SAMPLES)])
+    check(
+        ff.open_source(tmp_path / "files", columns=["x"], target="n"),
+        [(row(i)["x"], row(i)["n"]) for i in range(SAMPLES)],
+    )
+
+
+def test_values_that_no_batch_can_hold_are_refused(tmp_path: Path):
+    dates = pa.array([1, 2], pa.timestamp("s"))
+    pq.write_table(
+        pa.table({"a": [1, None], "when": dates, "cost": pa.array([1, 2], pa.decimal128(5))}), tmp_path / "x.parquet"
+    )
+    with pytest.raises(DataError) as caught:
+        ff.open_source(tmp_path / "x.parquet")
+    assert [each.got.split("'")[1] for each in caught.value.problems] == ["when", "cost"]
+    source = ff.open_source(tmp_path / "x.parquet", columns=["a"])
+    check_same([source[0]], [{"a": np.array(1.0) if source[0]["a"].dtype.kind == "f" else np.array(1)}])
+    with pytest.raises(DamagedSample, match=r"x\.parquet, row 1 cannot be read: a is null"):
+        source.fetch([0, 1])
+    with pytest.raises(DataError, match="no column 'b'"):
+        ff.open_source(tmp_path / "x.parquet", columns=["b"])
+
+
+def test_data_sets_of_hugging_face_are_samples_and_files_that_rows_name_are_not_read(tmp_path: Path):
+    secret = tmp_path / "secret.png"
+    image(9).save(secret)
+    features = datasets.Features(
+        {
+            "image": datasets.Image(),
+            "label": datasets.ClassLabel(names=["a", "b"]),
+            "grid": datasets.Array2D((2, 3), "float32"),
+        }
+    )
+    grids = [row(i)["x"] for i in range(6)]
+    columns = {"image": [image(i) for i in range(6)], "label": [i % 2 for i in range(6)], "grid": grids}
+    saved = datasets.Dataset.from_dict(columns, features=features)
+    datasets.disable_progress_bars()
+    saved.select([3, 1, 2, 0, 5, 4]).save_to_disk(tmp_path / "saved", num_shards=2)
+    expected = [{"image": pixels(i), "label": np.array(i % 2), "grid": grids[i]} for i in (3, 1, 2, 0, 5, 4)]
+    source = ff.open_source(tmp_path / "saved")
+    check(source, expected)
+    check_pack(tmp_path, source)
+    assert source.shard_sizes == [3, 3]
+    saved.to_parquet(tmp_path / "x.parquet")
+    encoded = ff.open_source(tmp_path / "x.parquet", images=False)
+    assert encoded[2]["image"].startswith(b"\x89PNG")
+    assert torch.equal(ff.open_source(tmp_path / "x.parquet", columns=["image"], target="label")[2][0], pixels(2))
+    pointing = datasets.Features({"image": datasets.Image()}).arrow_schema
+    rows = pa.table({"image": [{"bytes": None, "path": str(secret)}]}, schema=pointing)
+    pq.write_table(rows, tmp_path / "pointing.parquet")
+    with pytest.raises(DamagedSample, match=r"image\.bytes is null"):
+        ff.open_source(tmp_path / "pointing.parquet")[0]
+    datasets.DatasetDict({"train": saved, "test": saved}).save_to_disk(tmp_path / "splits")
+    with pytest.raises(DataError, match=r"several data sets: test, train"):
+        ff.open_source(tmp_path / "splits")
+
+
+# WebDataset
+
+
+def write_tars(folder: Path) -> list[Any]:
+    expected = []
+    for shard in range(2):
+        with TarWriter(str(folder / f"{shard}.tar"), encoder=True) as writer:
+            for i in range(5 * shard, 5 * shard + 5):
+                key = f"folder/{'long' * 40 if i == 3 else ''}{i}"
+                values = {
+                    "png": image(i).copy(),
+                    "cls": i,
+                    "txt": row(i)["text"],
+                    "npy": row(i)["x"],
+                    "raw.bin": row(i)["raw"],
+                }
+                values["png"] = np.asarray(values["png"]) / 255.0
+                writer.write({"__key__": key, **values, "json": {"box": [1, i], "name": "n"}})
+                expected.append(
+                    {
+                        "png": pixels(i),
+                        "cls": np.array(i),
+                        "txt": row(i)["text"],
+                        "npy": row(i)["x"],
+                        "raw.bin": row(i)["raw"],
+                        "json": {"box": torch.tensor([1, i]), "name": "n"},
+                    }
+                )
+    return expected
+
+
+def test_samples_of_webdataset_are_samples(tmp_path: Path):
+    (tmp_path / "files").mkdir()
+    expected = write_tars(tmp_path / "files")
+    source = ff.open_source(tmp_path / "files")
+    keys = [each["__key__"] for each in WebDataset(source._records._files.paths, shardshuffle=False)]
+    assert [source.sample_key(i).partition("sample ")[2] for i in range(10)] == keys
+    check(source, [{name: sample[name] for name in source[0]} for sample in expected])
+    check_pack(tmp_path, source)
+    pairs = ff.open_source(str(tmp_path / "files" / "*.tar"), columns=["png"], target="cls")
+    check(pairs, [(pixels(i), np.array(i)) for i in range(10)])
+    assert pairs.bytes_read > 0
+    for inputs, labels in ff.Feed(pairs, batch_size=4, shuffle=False):
+        assert torch.equal(inputs[:, 1, 0, 0], 2 * labels.to(torch.uint8))
+
+
+@pytest.mark.parametrize("form", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+def test_all_forms_of_tar_are_read(tmp_path: Path, form: int):
+    names = ["a.txt", f"{'b' * 90}/{'c' * 80}.txt", *([] if form == tarfile.USTAR_FORMAT else ["d" * 300 + "–ü.txt"])]
+    with tarfile.open(tmp_path / "x.tar", "w", format=form) as archive:
+        for number, name in enumerate(names):
+            for member, content in ((name, str(number).encode() * 600 * number), (f"./__meta__{number}", b"skipped")):
+                info = tarfile.TarInfo(member)
+                info.size = len(content)
+                archive.addfile(info, io.BytesIO(content))
+            link = tarfile.TarInfo(f"link{number}.txt")
+            link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
+            archive.addfile(link)
+    source = ff.open_source(tmp_path / "x.tar")
+    assert [each["txt"] for each in map(source.__getitem__, range(len(source)))] == [
+        str(n) * 600 * n for n in range(len(names))
+    ]
+    assert [source.sample_key(n).partition("sample ")[2] + ".txt" for n in range(len(names))] == names
+
+
+def test_pickles_are_refused_when_opened(tmp_path: Path):
+    with tarfile.open(tmp_path / "x.tar", "w") as archive:
+        for name in ("1.txt", "1.pyd"):
+            (tmp_path / name).write_bytes(pickle.dumps(print))
+            archive.add(tmp_path / name, name)
+    with pytest.raises(DataError, match="a pickle, which is never read"):
+        ff.open_source(tmp_path / "x.tar")
+    assert len(ff.open_source(tmp_path / "x.tar", columns=["txt"])) == 1
+    index = json.loads((FILES / "mds" / "index.json").read_text())
+    for shard in index["shards"]:
+        shard["column_encodings"][0] = "pkl"
+    (tmp_path / "mds").mkdir()
+    (tmp_path / "mds" / "index.json").write_text(json.dumps(index))
+    with pytest.raises(DataError, match="a pickle, which is never read"):
+        ff.open_source(tmp_path / "mds")
+
+
+# TFRecord
+
+
+def write_tfrecords(folder: Path) -> list[Any]:
+    expected = []
+    for shard in range(2):
+        writer = TFRecordWriter(str(folder / f"train.tfrecord-{shard:05}-of-00002"))
+        for i in range(5 * shard, 5 * shard + 5):
+            numbers, values = [i, -i, 2**62 + i], np.array([i / 3, -1e30], dtype=np.float32)
+            writer.write({"raw": (b"\x00" * i, "byte"), "n": (numbers, "int"), "x": (values.tolist(), "float")})
+            expected.append({"n": np.array(numbers), "raw": b"\x00" * i, "x": values})
+        writer.close()
+    return expected
+
+
+def test_examples_of_tfrecord_are_samples(tmp_path: Path):
+    (tmp_path / "files").mkdir()
+    expected = write_tfrecords(tmp_path / "files")
+    source = ff.open_source(tmp_path / "files")
+    check(source, expected)
+    check_pack(tmp_path, source)
+    (tmp_path / "unnamed").write_bytes(next((tmp_path / "files").iterdir()).read_bytes())
+    assert len(ff.open_source(tmp_path / "unnamed")) == 5
+    (tmp_path / "x.tfrecord").write_bytes(b"\x1f\x8b" + bytes(100))
+    with pytest.raises(DataError, match="compressed by gzip"):
+        ff.open_source(tmp_path / "x.tfrecord")
+
+
+# MDS and Megatron: files that their libraries have written, in `tests/format_files`
+
+
+def mds_sample(i: int) -> dict[str, Any]:
+    return {
+        "any": np.arange(i + 1).reshape(1, -1),
+        "big": 10**i,
+        "dec": str(i / 8).removesuffix(".0"),
+        "dims": np.full((i + 1, 300 if i == 4 else 2), i, np.int16),
+        "fixed": np.full((2, 3), i, np.float32),
+        "half": np.array(i / 2, np.float16),
+        "image": torch.full((3, 2, 3), 40 * i, dtype=torch.uint8),
+        "jpeg": torch.full((3, 2, 3), 40 * i, dtype=torch.uint8),
+        "json": {"a": torch.tensor([1, i])},
+        "number": np.array(i),
+        "pil": np.full((3, 2, 3), 40 * i, np.uint8),
+        "raw": bytes([i]) * i,
+        "real": i / 4,
+        "small": np.array(i, np.uint8),
+        "text": f"text {i}",
+    }
+
+
+@pytest.mark.parametrize("folder", ["mds", "mds-zstd", "mds-gz"])
+def test_samples_of_mds_are_samples(folder: str):
+    alike = [name for name in mds_sample(0) if name not in ("any", "dims")]  # a batch stacks equal shapes
+    source = ff.open_source(FILES / folder, columns=alike)
+    check(source, [{name: mds_sample(i)[name] for name in alike} for i in range(5)])
+    whole = ff.open_source(FILES / folder)
+    for i in range(5):
+        check_same([whole[i]], [mds_sample(i)])
+    assert len(source.shard_sizes) == 2
+    pairs = ff.open_source(FILES / folder, columns=["fixed"], target="number")
+    check(pairs, [(mds_sample(i)["fixed"], np.array(i)) for i in range(5)])
+
+
+def megatron_sequences(base: int) -> list[np.ndarray]:
+    lengths = [(doc, n + 2) for doc in range(3) for n in range(doc + 1)]
+    return [np.arange(base + 10 * doc, base + 10 * doc + length, dtype=np.uint16) for doc, length in lengths]
+
+
+def test_sequences_of_megatron_are_samples_and_their_tokens_are_rows():
+    sequences = [*megatron_sequences(0), *megatron_sequences(1000)]
+    source = ff.open_source(FILES / "megatron")
+    assert [each["tokens"].tolist() for each in map(source.__getitem__, range(12))] == [
+        each.tolist() for each in sequences
+    ]
+    assert source[0]["tokens"].dtype == np.uint16
+    assert source.shard_sizes == [6, 6]
+    one = ff.open_source(FILES / "megatron" / "b")  # as Megatron names it
+    assert one.sample_key(2).endswith("b.bin, sequence 2")
+    tokens = torch.from_numpy(np.concatenate(sequences).astype(np.int64))
+    rows = ff.open_source(FILES / "megatron", length=5)
+    for i in range(len(rows)):
+        inputs, targets = rows[i]
+        assert torch.equal(inputs["tokens"], tokens[5 * i : 5 * i + 5])
+        assert torch.equal(targets, tokens[5 * i + 1 : 5 * i + 6])
+    assert len(rows) == (len(tokens) - 1) // 5
+    for batch, targets in ff.Feed(rows, batch_size=3):
+        assert batch["tokens"].shape == targets.shape
+
+
+# HDF5 and arrays
+
+
+def test_rows_of_hdf5_are_samples(tmp_path: Path):
+    (tmp_path / "files").mkdir()
+    for number, rows in enumerate((range(6), range(6, 10))):
+        with h5py.File(tmp_path / "files" / f"{number}.h5", "w") as file:
+            for name in ("x", "small", "flag"):
+                file[name] = np.stack([row(i)[name] for i in rows])
+            file.create_dataset("deep/n", data=[row(i)["n"] for i in rows], chunks=(2,), compression="gzip")
+            file["text"] = [row(i)["text"] for i in rows]
+    source = ff.open_source(tmp_path / "files")
+    expected = [
+        {"deep/n": row(i)["n"], **{name: row(i)[name] for name in ("flag", "small", "text", "x")}} for i in range(10)
+    ]
+    check(source, expected)
+    check_pack(tmp_path, source)
+    check(
+        ff.open_source(tmp_path / "files", columns=["x"], target="deep/n"),
+        [(row(i)["x"], row(i)["n"]) for i in range(10)],
+    )
+
+
+def test_hdf5_reads_nothing_outside_its_file(tmp_path: Path):
+    with h5py.File(tmp_path / "secret.h5", "w") as file:
+        file["x"] = np.arange(3)
+    (tmp_path / "raw").write_bytes(bytes(24))
+    layout = h5py.VirtualLayout(shape=(3,), dtype="i8")
+    layout[:] = h5py.VirtualSource(tmp_path / "secret.h5", "x", shape=(3,))
+    writes: dict[str, Callable[[Any], Any]] = {
+        "link": lambda file: file.__setitem__("x", h5py.ExternalLink("secret.h5", "x")),
+        "raw": lambda file: file.create_dataset("x", (3,), "i8", external=[(str(tmp_path / "raw"), 0, 24)]),
+        "virtual": lambda file: file.create_virtual_dataset("x", layout),
+        "circle": lambda file: file.create_group("g").__setitem__("g", file["/"]),
+        "huge": lambda file: file.create_dataset("x", (2, 2**40), "i8", chunks=(1, 2**20)),
+    }
+    for name, write in writes.items():
+        with h5py.File(tmp_path / f"{name}.h5", "w") as file:
+            write(file)
+        with pytest.raises(DataError, match=rf"{name}\.h5: .*(link|other files|deep|rows of 17592186044416 bytes)"):
+            ff.open_source(tmp_path / f"{name}.h5")
+
+
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed, None])
+def test_rows_of_many_array_files_are_samples(tmp_path: Path, save: Any):
+    (tmp_path / "files").mkdir()
+    for number, rows in enumerate((range(6), range(6, 10))):
+        inputs, targets = np.stack([row(i)["x"] for i in rows]).astype(">f4"), np.stack([row(i)["n"] for i in rows])
+        if save is None:
+            np.save(tmp_path / "files" / f"{number}.npy", inputs)
+        else:
+            save(tmp_path / "files" / f"{number}.npz", inputs=inputs, targets=targets)
+    source = ff.open_source(tmp_path / "files", rows=True)
+    check(source, [{"x": row(i)["x"]} if save is None else (row(i)["x"], row(i)["n"]) for i in range(10)])
+    check_pack(tmp_path, source)
+    assert source.shard_sizes == [6, 4]
+    assert len(ff.open_source(tmp_path / "files")) == 2  # a file is a sample
+    np.save(tmp_path / "files" / "9.npy", np.array([print]), allow_pickle=True)
+    with pytest.raises(DataError, match=r"(array of object|several|npy)"):
+        ff.open_source(tmp_path / "files", rows=True)
+
+
+# Plain files, and what is at a path
+
+
+def test_plain_files_are_in_batches_with_their_text(tmp_path: Path):
+    lines = [{"a": i, "b": [1, 2.5], "t": f"t{i}"} for i in range(4)]
+    (tmp_path / "x.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    check(ff.open_source(tmp_path / "x.jsonl"), [{**each, "b": torch.tensor([1, 2.5])} for each in lines])
+    (tmp_path / "x.csv").write_text("a,b\n1,x\n2,y\n")
+    check(ff.open_source(tmp_path / "x.csv", target="a"), [("x", 1), ("y", 2)])
+    (tmp_path / "x.txt").write_text("one\ntwo\n")
+    check(ff.open_source(tmp_path / "x.txt"), [{"text": "one"}, {"text": "two"}])
+    for number in range(3):
+        path = tmp_path / "images" / ["dog", "cat"][number % 2] / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        image(number).save(path)
+    source = ff.open_source(tmp_path / "images")
+    check(source, [(pixels(1), 0), (pixels(0), 1), (pixels(2), 1)])
+    check_pack(tmp_path, source)
+    assert source.classes == ["cat", "dog"]
+    assert source.shard_sizes == [1, 1, 1]
+
+
+def test_what_cannot_be_opened_is_said_with_what_can(tmp_path: Path):
+    def error(path: Any, **options: Any) -> str:
+        with pytest.raises(DataError) as caught:
+            ff.open_source(path, **options)
+        return str(caught.value)
+
+    (tmp_path / "x.foo").write_text("?")
+    (tmp_path / "train.csv").write_text("a\n1\n")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "lone.bin").write_bytes(b"?")
+    os.mkfifo(tmp_path / "pipe.tar")
+    for known in ("pack", "images", ".parquet", "MDS", "WebDataset", ".tfrecord", ".h5", "Megatron"):
+        assert known in error(tmp_path / "x.foo")
+    assert "1 csv" in error(tmp_path)
+    assert "of no known kind" in error(tmp_path)
+    assert "no files" in error(tmp_path / "empty")
+    assert "of no known kind" in error(tmp_path / "lone.bin")
+    assert "no file that fits" in error(tmp_path / "*.parquet")
+    assert "is no file" in error(tmp_path / "pipe.tar")
+    assert f"try {tmp_path / 'train.csv'}" in error(tmp_path / "trian.csv")
+    assert "rows= for csv" in error(tmp_path / "train.csv", rows=True)
+    assert "length= for csv" in error(tmp_path / "train.csv", length=3)
+    assert "columns = 'a'" in error(tmp_path / "train.csv", columns="a")
+    assert "no column 'none'" in error(FILES / "mds", columns=["text"], target="none")
+    with pytest.raises(DamagedSample, match="no b, but a"):
+        ff.open_source(tmp_path / "train.csv", columns=["b"])[0]
+
+
+def test_files_with_other_columns_are_named(tmp_path: Path):
+    pq.write_table(table(), tmp_path / "0.parquet")
+    pq.write_table(table().rename_columns(["x", "m", "small", "flag", "text", "raw"]), tmp_path / "1.parquet")
+    with pytest.raises(DataError, match=r"1\.parquet: x .*, as in .*0\.parquet"):
+        ff.open_source(tmp_path)
