@@ -2,7 +2,10 @@
 
 import pytest
 import torch
+from torch import nn
 
+from fourfold.step.pipeline.block_draws import seeded_segments
+from fourfold.step.pipeline.chain import Chain
 from tests.spawned.pipeline_dropout import one_process
 
 RUNS = [
@@ -24,3 +27,12 @@ def test_stages_drop_what_one_process_drops(world):
             for name, weight in want.items():
                 got = torch.tensor(rank[index][name], dtype=torch.float64)
                 assert got == pytest.approx(torch.tensor(weight, dtype=torch.float64), abs=1e-9), (fields, name)
+
+
+def test_blocks_and_microbatches_drop_differently():
+    model, masks, before = nn.ModuleList([nn.Dropout(), nn.Dropout()]), [], torch.get_rng_state()
+    for microbatch in (1, 2):
+        with seeded_segments(model, Chain(("0", "1")), microbatch, torch.device("cpu")):
+            masks += [tuple(block(torch.ones(64)).tolist()) for block in model]
+    assert len(set(masks)) == 4
+    assert torch.equal(torch.get_rng_state(), before)

@@ -79,7 +79,7 @@ def pack(words: Words = None) -> Command:
     threads=8            that read and write; default: one for each core
     compression=zstd     of each record (pip install 'fourfold[zstd]'); default: none
     variable=pixels,mask arrays whose shapes differ, if the first samples do not show it
-    row_tokens=1024            pack token sequences into rows of 1024 tokens; text is its bytes
+    row_tokens=1024      pack token sequences into rows of 1024 tokens; text is its bytes
     """
     from fourfold.cli import feed_pack
 
