@@ -34,7 +34,7 @@ def make(folder: Path, count: int) -> None:
     for start in range(0, count, PER_FILE):
         part, name = rows[start : start + PER_FILE], f"{start:06}"
         table = pa.table({"x": [row.tobytes() for row in part], "n": list(range(start, start + len(part)))})
-        pq.write_table(table, folder / "parquet" / f"{name}.parquet", compression=None, use_dictionary=False)
+        pq.write_table(table, folder / "parquet" / f"{name}.parquet", compression="none", use_dictionary=False)
         records = TFRecordWriter(str(folder / "tfrecord" / f"{name}.tfrecord"))
         with tarfile.open(folder / "tar" / f"{name}.tar", "w") as archive:
             for number, row in enumerate(part, start):
@@ -79,7 +79,7 @@ def main() -> None:
     if kind == "make":
         make(folder, int(sys.argv[3]))
         return
-    batches = loader(kind, folder)
+    batches, count, seconds = loader(kind, folder), 0, 0.0
     for _ in range(2):
         began, count = time.perf_counter(), 0
         for batch in batches():

@@ -109,7 +109,7 @@ def test_the_dry_run_takes_models_with_their_own_loss(kind):
 class Checkpointed(lm.LanguageModel):
     """The head is computed a second time in backward."""
 
-    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, positions: Tensor, document_starts: Tensor | None = None) -> Tensor:
         head, self.head = self.head, nn.Identity()
         try:
             features = super().forward(tokens, positions)
@@ -190,7 +190,7 @@ def test_a_wrong_rule_is_named_though_logits_are_split():
     """The logits stay split from the head to the loss, but are twice those of the whole model."""
 
     class Scaled(lm.LanguageModel):
-        def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        def forward(self, tokens: Tensor, positions: Tensor, document_starts: Tensor | None = None) -> Tensor:
             logits = super().forward(tokens, positions)
             return logits * logits.shape[-1] / self.head.weight.shape[0]  # of the whole model: 1
 
@@ -206,7 +206,7 @@ def test_a_wrong_rule_is_named_though_logits_are_split():
 class Hooked(lm.LanguageModel):
     """A hook on logits sees the gradient of all of them."""
 
-    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, positions: Tensor, document_starts: Tensor | None = None) -> Tensor:
         logits = super().forward(tokens, positions)
         if logits.requires_grad:
             logits.register_hook(lambda gradient: gradient - gradient.mean(-1, keepdim=True))

@@ -171,7 +171,7 @@ class CheckpointedNorm(lm.LanguageModel):
 
     reentrant: bool
 
-    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, positions: Tensor, document_starts: Tensor | None = None) -> Tensor:
         x = self.embedding(tokens)
         rotary = lm.rotary_cos_sin(positions, self.head_size, dtype=x.dtype)
         for block in self.blocks:
