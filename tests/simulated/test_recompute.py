@@ -25,7 +25,7 @@ from fourfold.step.train_step import TrainStep
 from fourfold.tasks import lm
 from fourfold.testing import threads
 from fourfold.testing.oracle import TrainingResult
-from fourfold.testing.peak_memory import PeakMemory
+from fourfold.step.peak_memory import PeakMemory
 from fourfold.words.errors import PlanError, TaskError, TrainingError
 from tests import cases
 from tests.cases import Case

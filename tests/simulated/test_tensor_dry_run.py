@@ -20,7 +20,7 @@ from fourfold.step.tensor.dry_run import TensorMemoryFit
 from fourfold.step.train_step import TrainStep
 from fourfold.tasks import lm
 from fourfold.testing import threads
-from fourfold.testing.peak_memory import PeakMemory
+from fourfold.step.peak_memory import PeakMemory
 from fourfold.words.errors import TaskError
 from tests.cases import SEED_LOCK
 from tests.simulated.test_tensor_axis import HUGGING_FACE, hugging_face, language_model, logits_loss, texts, tokens
