@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fourfold.analysis.task_facts.operations import Kernel, KernelRecorder
+from fourfold.parts.recompute import kept
 from fourfold.plan.predict.facts import Collective, OperationKind
 from fourfold.plan.sequence import SequenceSpec
 from fourfold.step.sequence.sdpa_interception import AttentionCall
@@ -40,17 +41,23 @@ class FakeAttention:
 class _Fused(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, num_kept_scores: int) -> Tensor:
-        out = q.new_empty((*q.shape[:-1], v.shape[-1]))
-        dtype = torch.promote_types(q.dtype, torch.float32)
-        kept = [q.new_empty(q.shape[:-1], dtype=dtype)]
-        kept += [q.new_empty(num_kept_scores, dtype=dtype)] if num_kept_scores else []
-        ctx.save_for_backward(q, k, v, out, *kept)
+        out, *rows = kept(lambda: _results(q, v, num_kept_scores))
+        ctx.save_for_backward(q, k, v, out, *rows)
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         q, k, v, *_ = ctx.saved_tensors
         return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), None
+
+
+def _results(q: Tensor, v: Tensor, num_kept_scores: int) -> tuple[Tensor, ...]:
+    """The output, and the sum of each row's exponentials; scores where they are kept."""
+    # Heads of one token lie next to each other, as torch's kernels leave them: merging them copies nothing.
+    out = q.new_empty((*q.shape[:-3], q.shape[-2], q.shape[-3], v.shape[-1])).transpose(-2, -3)
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    rows = q.new_empty(q.shape[:-1], dtype=dtype)
+    return (out, rows, q.new_empty(num_kept_scores, dtype=dtype)) if num_kept_scores else (out, rows)
 
 
 def attention_collectives(call: AttentionCall, spec: SequenceSpec, num_samples: int) -> list[Collective]:

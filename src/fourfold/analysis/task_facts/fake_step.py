@@ -25,7 +25,7 @@ from fourfold.plan.predict.facts import Collective
 from fourfold.step.model_call import call_model, model_loss
 from fourfold.step.peak_memory import PeakMemory
 from fourfold.step.recompute import Recompute
-from fourfold.step.sequence.sdpa_interception import AttentionCall, intercept_attention
+from fourfold.step.sequence.sdpa_interception import AttentionCall, AttentionHandler, intercept_attention
 from fourfold.step.sequence.transformers import install_attention
 from fourfold.step.tensor_tree import tree_leaves
 from fourfold.words.errors import FourfoldError, Problem, TaskError
@@ -49,11 +49,12 @@ class FakeModel(NamedTuple):
     def tracker(self, on_switch: Callable[[int], None] = lambda segment: None) -> SegmentTracker:
         return SegmentTracker([self.model.get_submodule(name) for name in self.blocks], on_switch)
 
-    def forward(
-        self, num_samples: int, tracker: SegmentTracker, attention: Callable[[AttentionCall], Tensor]
-    ) -> Tensor:
-        """The loss of so many samples: a sum. Raises TaskError for a step that needs values."""
-        inputs, targets = self.batch.of(num_samples, self.plan)
+    def samples(self, num_samples: int) -> tuple[Any, Any]:
+        """Inputs and targets."""
+        return self.batch.of(num_samples, self.plan)
+
+    def forward(self, samples: tuple[Any, Any], tracker: SegmentTracker, attention: AttentionHandler) -> Tensor:
+        """The loss of samples: a sum. Raises TaskError for a step that needs values."""
         try:
             with (
                 torch.device(META),
@@ -61,16 +62,23 @@ class FakeModel(NamedTuple):
                 install_attention(self.model),
                 intercept_attention(attention),
             ):
-                outputs = call_model(self.model, inputs)
-                loss = model_loss(outputs, inputs) if self.loss is None else self.loss(outputs, targets)
+                loss = self._loss(*samples)
         except FourfoldError:
             raise
         except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
             got = f"a step that cannot run on the meta device: {str(error).splitlines()[0][:160]}"
             need = "a model and a loss whose operations do not depend on the values of the data"
             raise TaskError(Problem(got, need, "fourfold train: only running it shows what it costs")) from error
+        total = _total(loss)
+        del loss
         tracker.end()
-        return _total(loss)
+        return total
+
+    def _loss(self, inputs: Any, targets: Any) -> Any:
+        """The outputs are dropped when the loss has been made of them, as a step drops them."""
+        if self.loss is None:
+            return model_loss(call_model(self.model, inputs), inputs)
+        return self.loss(call_model(self.model, inputs), targets)
 
 
 def _total(loss: Any) -> Tensor:
@@ -101,8 +109,9 @@ def record_forward(fake: FakeModel, num_samples: int) -> ForwardRecord:
             sent.extend((tracker.current, each) for each in attention_collectives(call, spec, num_samples))
         return handle(call)
 
+    samples = fake.samples(num_samples)
     with recorder:
-        fake.forward(num_samples, tracker, attend)
+        fake.forward(samples, tracker, attend)
     return ForwardRecord(recorder.kernels, sent, tracker)
 
 
@@ -145,8 +154,8 @@ class _MemoryCount:
         self._recompute = Recompute(fake.model, blocks, alone, selective=recompute == "selective")
 
     def run(self, num_samples: int) -> MemoryRecord:
-        model, memory = self._fake.model, self._memory
-        memory.track("weights", [*model.parameters(), *model.buffers()])
+        model, memory, samples = self._fake.model, self._memory, self._fake.samples(num_samples)
+        memory.track("weights and batch", [*model.parameters(), *model.buffers(), *tree_leaves(list(samples))])
         self._begin_level = memory.current_bytes
         handles = [p.register_post_accumulate_grad_hook(_drop_grad) for p in model.parameters() if p.requires_grad]
         handles += [
@@ -159,7 +168,7 @@ class _MemoryCount:
         try:
             with memory, self._recompute.installed():
                 attention = FakeAttention(self._fake.plan.sequence_spec)
-                loss = self._fake.forward(num_samples, self._tracker, attention)
+                loss = self._fake.forward(samples, self._tracker, attention)
                 self._current = self._tracker.last if self._fake.blocks else 0
                 with intercept_attention(attention):  # of blocks that are computed again
                     loss.backward()

@@ -94,8 +94,7 @@ class SegmentTracker:
             hidden = next(iter(tree_leaves((args, kwargs))), None)
             template = self._outputs.get(self._same_as[place])
             first = template[0] if isinstance(template, tuple) and template else template
-            alike = isinstance(first, Tensor) and isinstance(hidden, Tensor) and first.shape == hidden.shape
-            if not alike or first.dtype != hidden.dtype:
+            if not isinstance(first, Tensor) or hidden is None or _form(first) != _form(hidden):
                 return forward(*args, **kwargs)
             self.passed.add(place + 1)
             output = hidden.view_as(hidden)
@@ -106,3 +105,7 @@ class SegmentTracker:
     def end(self) -> None:
         """The forward has ended, with the loss."""
         self._on_switch(self.last if self._blocks else FIRST)
+
+
+def _form(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.shape, tensor.dtype

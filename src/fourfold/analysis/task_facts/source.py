@@ -143,12 +143,12 @@ class _Counted:
         most = max(found.temporary for found in bytes_of.values())
         return SegmentFacts(
             self._name(number),
-            self._params(number),
+            self._params.get(number, ()),
             tuple(self._operations.get(counted, ())),
             kept,
             tuple(self._collectives(counted)),
             most,
-            self._norm_channels(number),
+            self._norm_channels.get(number, ()),
             max(memory.per_call(counted) for memory in self._memory.values()),
         )
 
@@ -167,20 +167,38 @@ class _Counted:
 
     def _owner(self, name: str) -> int:
         """The segment of a parameter or module."""
-        for place, block in enumerate(self._chain.blocks):
-            if name.startswith(f"{block}."):
-                return place + 1
+        place = self._place_of.get(".".join(name.split(".")[: self._depth]))
+        if place is not None:
+            return place + 1
         behind = any(name == each or name.startswith(f"{each}.") for each in self._chain.behind)
         return self._num_segments - 1 if behind else 0
 
-    def _params(self, number: int) -> tuple[str, ...]:
-        return tuple(name for name, _ in self._whole.named_parameters() if self._owner(name) == number)
+    @cached_property
+    def _place_of(self) -> dict[str, int]:
+        return {name: place for place, name in enumerate(self._chain.blocks)}
 
-    def _norm_channels(self, number: int) -> tuple[int, ...]:
-        norms = batch_norms(self._whole)
-        return tuple(
-            norm.num_features for name, norm in norms if self._owner(f"{name}.") == number and uses_batch_stats(norm)
-        )
+    @cached_property
+    def _depth(self) -> int:
+        """How many parts the names of blocks have."""
+        return self._chain.blocks[0].count(".") + 1 if self._chain.blocks else 0
+
+    @cached_property
+    def _params(self) -> dict[int, tuple[str, ...]]:
+        """By segment: the names of its parameters."""
+        found: dict[int, tuple[str, ...]] = {}
+        for name, _ in self._whole.named_parameters():
+            owner = self._owner(name)
+            found[owner] = (*found.get(owner, ()), name)
+        return found
+
+    @cached_property
+    def _norm_channels(self) -> dict[int, tuple[int, ...]]:
+        found: dict[int, tuple[int, ...]] = {}
+        for name, norm in batch_norms(self._whole):
+            if uses_batch_stats(norm):
+                owner = self._owner(f"{name}.")
+                found[owner] = (*found.get(owner, ()), norm.num_features)
+        return found
 
     def _collectives(self, number: int) -> list[Collective]:
         """Along sp, and along tp: how often in forward, in backward, and again in a backward that recomputes."""
