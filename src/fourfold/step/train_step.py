@@ -21,7 +21,7 @@ from fourfold.plan.tensor_shard import TensorShard
 from fourfold.plan.topology import Topology
 from fourfold.step.assembly import assemble
 from fourfold.step.codec_state import CodecState
-from fourfold.step.inference import InferenceModel
+from fourfold.step.inference import InferenceModel, inference_model
 from fourfold.step.metrics import Metrics
 from fourfold.step.model_call import eval_mode
 from fourfold.step.objective import Objective
@@ -257,8 +257,8 @@ class TrainStep:
     @contextlib.contextmanager
     def inference(self) -> Iterator[InferenceModel]:
         """As `unsharded`, in evaluation mode; each call of the model runs a forward-only program. Collective."""
-        with eval_mode(self.model), self._unsharded():
-            yield InferenceModel(self.model, self._runner)
+        with eval_mode(self.model), self._unsharded(), inference_model(self.model, self._runner) as model:
+            yield model
             self._calls.meet_tensor_ranks("the end")
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
