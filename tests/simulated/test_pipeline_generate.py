@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from fourfold.plan.plan import Plan
 from fourfold.step.train_step import TrainStep
@@ -22,7 +22,7 @@ GREEDY = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "attention
 
 
 @functools.cache
-def made() -> nn.Module:
+def made() -> Any:
     torch.manual_seed(0)
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**CONFIG, **heads)).double()
