@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from fourfold.step.pipeline.axis import PipelineAxis
 from fourfold.step.step_runner import StepRunner
 from fourfold.step.tensor_tree import is_plain
 from fourfold.words.errors import Problem, SettingError
@@ -37,9 +38,9 @@ class InferenceModel:
 
 
 @contextlib.contextmanager
-def inference_model(model: nn.Module, runner: StepRunner) -> Iterator[InferenceModel]:
+def inference_model(model: nn.Module, runner: StepRunner, pipeline: PipelineAxis) -> Iterator[InferenceModel]:
     """Inside, a model to call; where it is cut into stages, its own methods call all of them too."""
-    if not runner.is_cut:
+    if not pipeline.is_cut:
         yield InferenceModel(model, runner.infer)
         return
     runner.check_dry_run("step.inference()")

@@ -191,11 +191,6 @@ class StepRunner:
         self._learn_use_orders()
         return ForwardRun(part, step.outputs[0], step.losses[0]) if 0 in step.losses else None
 
-    @property
-    def is_cut(self) -> bool:
-        """Whether other ranks have other stages of the model."""
-        return self._assembly.pipeline.is_cut
-
     def check_dry_run(self, call: str) -> None:
         """Raise SettingError unless a dry run has shown what the modules of other stages return."""
         if MODEL not in self._assembly.stages.templates:
