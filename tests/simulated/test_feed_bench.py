@@ -32,7 +32,7 @@ from fourfold.feed.bench.source import FileSource, Reads
 from fourfold.feed.bench.text import format_result
 from fourfold.feed.bench.throttle import TokenBucket
 from fourfold.feed.bench.workload import Seconds, Workload, open_recipe
-from fourfold.feed.feed import Position
+from fourfold.feed.position import Position
 from fourfold.plan.utilization import Window, epoch_window
 from fourfold.report.feed_bench_page import render_feed_bench
 from fourfold.words.errors import DataError, SettingError

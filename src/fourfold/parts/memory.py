@@ -26,6 +26,8 @@ from fourfold.words.errors import FourfoldError, Problem
 PAGE_BYTES = 4096
 # Smaller buffers do not repay a mapping of their own, which is rounded up to pages and zeroed by page faults.
 HUGE_PAGE_MIN_BYTES = 2 * 2**20
+MAP_NORESERVE = 0x4000  # of Linux; Python's mmap has no name for it before 3.13
+PUNCH_HOLE = 0x03  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
 
 
 class MemoryUnavailable(FourfoldError):
@@ -196,6 +198,25 @@ def map_shared(fd: int) -> mmap.mmap:
         _track_buffer(mapping, MemoryUse(0, len(mapping)))
     os.close(fd)
     return mapping
+
+
+def map_region(fd: int, start: int, num_bytes: int) -> mmap.mmap:
+    """Map a part of growing memory. `start` is a multiple of the page size."""
+    return mmap.mmap(fd, num_bytes, offset=start)
+
+
+def map_copy_on_write(fd: int, start: int, num_bytes: int) -> mmap.mmap:
+    """Map a part of growing memory, to read what others write; what is written here, others do not see."""
+    flags = mmap.MAP_PRIVATE | MAP_NORESERVE
+    return mmap.mmap(fd, num_bytes, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE, offset=start)
+
+
+def shrink(fd: int, start: int, num_bytes: int) -> None:
+    """Give the memory of a part of growing memory back to the system; its content is zeros then."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    arguments = [ctypes.c_int(fd), ctypes.c_int(PUNCH_HOLE), ctypes.c_long(start), ctypes.c_long(num_bytes)]
+    if libc.fallocate(*arguments):
+        raise OSError(ctypes.get_errno(), "fallocate")
 
 
 def _memory_id(fd: int) -> tuple[int, int]:

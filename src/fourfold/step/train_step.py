@@ -126,6 +126,11 @@ class TrainStep:
         return self._calls.world.rank
 
     @property
+    def communicator(self) -> Communicator:
+        """All ranks of the job."""
+        return self._calls.world
+
+    @property
     def dp_index(self) -> int:
         """This rank's index on the data axis."""
         return self.plan.mesh.coordinates(self.rank)["dp"]
