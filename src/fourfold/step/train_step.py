@@ -54,6 +54,7 @@ class TrainStep:
     ) -> None:
         self.model, self.plan, self.seed = model, plan, options.get("seed", 0)
         initial, world = InitialModel(model, initial_weights), communicator.on_mesh(plan.mesh)
+        self.communicator = world
         self._assembly = assembly = assemble(initial, loss, optimizer, plan, world, StepOptions(**options))
         self._parts, self._calls, self._programs = assembly.parts, assembly.calls, assembly.programs
         self._weights, self._checks, self.optimizer = assembly.state.weights, assembly.checks, assembly.optimizer
@@ -124,11 +125,6 @@ class TrainStep:
     @property
     def rank(self) -> int:
         return self._calls.world.rank
-
-    @property
-    def communicator(self) -> Communicator:
-        """All ranks of the job."""
-        return self._calls.world
 
     @property
     def dp_index(self) -> int:

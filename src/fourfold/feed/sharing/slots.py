@@ -99,11 +99,6 @@ class SlotWriter:
             memory.shrink(self._handle, start, self._reserved.pop(start))
         free.insert(0, slot)  # those with memory are taken first
 
-    @property
-    def num_lent(self) -> int:
-        """How many slots some rank holds."""
-        return sum(holders > 0 for holders in self._holders.values())
-
     def _make(self, size: int) -> Slot:
         if self._used + size > self._chunk.chunk_bytes:
             start, num_bytes = self._chunk.chunk_start + self._chunk.chunk_bytes, max(CHUNK_BYTES, size)
