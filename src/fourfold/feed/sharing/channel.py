@@ -89,7 +89,10 @@ class SharerEnd:
 
     def _has_notice(self) -> bool:
         if self._poll.poll(POLL_SECONDS * 1000):
-            found = self._socket.recv(NOTICE.size - len(self._partial))
+            try:
+                found = self._socket.recv(NOTICE.size - len(self._partial))
+            except ConnectionResetError:  # the reader is gone, and has not read all replies
+                found = b""
             if not found:
                 raise self._peers.lost(self._reader)
             self._partial += found
