@@ -60,7 +60,7 @@ class SlotViews:
 
 
 def _release(chunk: mmap.mmap, part: tuple[int, int], released: deque[int], start: int) -> None:
-    chunk.madvise(mmap.MADV_DONTNEED, *part)  # pages that were written into, and look at the slot no more
+    memory.reset_copy_on_write(chunk, *part)
     released.append(start)
 
 
