@@ -12,11 +12,13 @@ import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any, Unpack
 
+import torch
 from torch.utils.data import DataLoader
 
 from fourfold.feed.batches import Batch, DictBatch
 from fourfold.feed.data_input import DataInput, input_problems, open_input
 from fourfold.feed.data_rank import dp_size_and_index
+from fourfold.feed.device_batches import HOST_BATCHES, DeviceBatches, device_batches
 from fourfold.feed.expected import read_expected
 from fourfold.feed.feed_options import FeedKeywords, FeedOptions
 from fourfold.feed.orders import choose_order, order_problems
@@ -25,8 +27,8 @@ from fourfold.feed.prefetch import prefetch
 from fourfold.feed.readable import Fetched, check_damage
 from fourfold.feed.reading import FETCHED, STREAMED, BatchReader
 from fourfold.feed.sharing.channel import IsOpen
-from fourfold.feed.sharing.shared_reads import OWN_READS, Key, Loop, open_shared_reads
-from fourfold.feed.source import CollatedSource
+from fourfold.feed.sharing.shared_reads import OWN_READS, UNOPENED_READS, Key, Loop, Reads, open_shared_reads
+from fourfold.feed.source import CollatedSource, source_attribute
 from fourfold.feed.source_fingerprint import Fingerprint, probe_source
 from fourfold.feed.state_dict import describe_order, make_state_dict, state_dict_problems
 from fourfold.feed.stream import Stream, StreamPart, split_batch_problem, stream_end_problem
@@ -102,11 +104,13 @@ class Feed:
             raise DataError(problems, where="the feed")
         self._order = choose_order(self._input.source, default_shuffle=self._input.shuffle is not False, **how)
         self._bad_samples = bad_samples
+        self._device: DeviceBatches = HOST_BATCHES
         self._damaged: tuple[DamagedRecord, ...] = ()
         self._state = Position(int(seed), 0, 0, self.num_samples)
         self._has_fingerprint = False
-        self._reader, self._reads = BatchReader(self._input), OWN_READS
-        self._opens_reads = shared and plan is not None and plan.mesh.size > plan.dp
+        self._reader = BatchReader(self._input)
+        shares = shared and plan is not None and plan.mesh.size > plan.dp
+        self._reads: Reads = UNOPENED_READS if shares else OWN_READS
         self.check_peers: Callable[[], None] = noop
         """Called from time to time while the feed waits for a batch; an error that it raises ends the wait."""
         self.leaves_damage_to_caller = False
@@ -139,7 +143,15 @@ class Feed:
 
     def share_reads(self, comm: Communicator) -> None:
         """Read once what the ranks of a host need that have the same data index. Collective among `comm`'s ranks."""
-        self._opens_reads, self._reads = False, open_shared_reads(comm, self._index)
+        self._reads = open_shared_reads(comm, self._index)
+
+    def copy_to(self, device: torch.device, *, compares: bool) -> None:
+        """Bring batches to a device ahead of the steps; see `device_batches`."""
+        self._device = device_batches(device, compares=compares)
+        pin_buffers = source_attribute(self._input.source, "pin_buffers")
+        # Not where workers read: a process that is forked cannot use the GPU's driver.
+        if device.type == "cuda" and pin_buffers is not None and self._input.workers is None:
+            pin_buffers()
 
     @property
     def batch_size(self) -> int:
@@ -206,7 +218,7 @@ class Feed:
 
     def __iter__(self) -> Iterator[Any]:
         """The remaining batches of the epoch. The state advances when a batch is yielded, not when it is read."""
-        if self._opens_reads:
+        if self._reads is UNOPENED_READS:
             self.share_reads(init.init_communicator())
         epoch = self._state.epoch
         while self._state.epoch == epoch:
@@ -217,8 +229,8 @@ class Feed:
                 check_peers=lambda: self.check_peers(),
             )
             try:
-                for after, batch in batches:
-                    self._state = after
+                for after, started in batches:
+                    self._state, batch = after, self._device.finish(started)
                     if isinstance(batch, Batch | DictBatch):
                         batch.data_seconds = time.perf_counter() - asked
                     yield batch
@@ -252,7 +264,7 @@ class Feed:
             if self._size > 1 and not self._has_fingerprint and isinstance(batch, Batch | DictBatch):
                 self._has_fingerprint, batch.probe = True, self._probe(start.seed)
             before = self.bytes_read
-            yield after, batch
+            yield after, self._device.start(batch)
 
     def _read(self, start: Position, order: SampleOrder) -> Iterator[Fetched]:
         """The same, read by this rank."""
@@ -309,7 +321,7 @@ class Feed:
             if begin < start.position:
                 raise DataError(split_batch_problem(start.position, begin, position), where="the feed")
             if upcoming is not None:
-                yield Position(seed, epoch, begin), upcoming
+                yield Position(seed, epoch, begin), self._device.start(upcoming)
             local, order = self._local_range(begin, position), InOrder(position)
             samples = BatchRange(position, seed, epoch, begin, position, *local, order)
             upcoming = Batch.wrap(part.local, samples)
@@ -317,4 +329,4 @@ class Feed:
                 upcoming.probe, self._has_fingerprint = None if self._has_fingerprint else part.probe, True
         if upcoming is None:
             raise DataError(stream_end_problem(start.position, position, self._batch_size), where="the feed")
-        yield Position(seed, epoch + 1, 0), upcoming
+        yield Position(seed, epoch + 1, 0), self._device.start(upcoming)

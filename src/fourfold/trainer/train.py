@@ -173,6 +173,8 @@ def _make_feed(data: DataInput, step: TrainStep, settings: RunSettings) -> Feed:
     feed = Feed(data, step.plan, seed=settings.seed, order=settings.order, window=settings.window, **sizes)
     feed.leaves_damage_to_caller = True  # the loop counts damaged samples over all ranks
     feed.share_reads(step.communicator)
+    # Ranks that need the same samples compare their batches before a step, on the host.
+    feed.copy_to(step.device, compares=step.plan.mesh.size > step.plan.dp)
     return feed
 
 

@@ -89,7 +89,8 @@ class OwnReads:
         return loop.read()
 
 
-OWN_READS = OwnReads()
+OWN_READS, UNOPENED_READS = OwnReads(), OwnReads()
+"""The second one stands where `open_shared_reads` is still to be called."""
 
 
 class ReaderReads:
