@@ -1,0 +1,144 @@
+"""Facts of a task: what its model computes, keeps and sends, as plain data.
+
+segment    what one stage computes whole: the first end (an embedding), a block of the chain, the last end (head, loss)
+operation  a kernel of a segment's forward
+sample     one item of a batch; with sp, a rank has 1 / sp of its tokens
+Law: facts are of one sample on one rank of a plan, and costs are linear in samples, except for what is read per call.
+"""
+
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from fourfold.plan.param_spec import ParamSpec
+from fourfold.plan.plan import Plan
+from fourfold.plan.update_spec import UpdateSpec
+from fourfold.words.layout import Change
+from fourfold.words.mesh import Axis
+
+
+class OperationKind(enum.Enum):
+    """What bounds an operation: arithmetic (the first three), or memory."""
+
+    PRODUCT = "product"
+    ATTENTION = "attention"
+    CONVOLUTION = "convolution"
+    POINTWISE = "pointwise"
+    LOOKUP = "lookup"
+
+
+class Operation(NamedTuple):
+    """One kernel of a forward.
+
+    flops                 for one sample; a multiply and an add are two
+    moved_bytes           activations read and written, for one sample
+    weight_bytes          weights read, whatever the number of samples
+    has_weight            its backward is two operations as large: the gradients of inputs and those of weights.
+                          Without a weight, both are gradients of inputs
+    rows, columns, inner  of a product [rows, inner] @ [inner, columns]; rows are those of one sample; else 0
+    batch                 products of one sample in one call, where they do not share a factor; 0: one product for all
+    """
+
+    kind: OperationKind
+    flops: float
+    moved_bytes: float
+    weight_bytes: float = 0.0
+    has_weight: bool = False
+    rows: float = 0.0
+    columns: int = 0
+    inner: int = 0
+    batch: float = 0.0
+
+
+class Collective(NamedTuple):
+    """A collective inside forward and backward, along tp or sp.
+
+    whole_bytes  of the tensor that is reduced or gathered, for one sample
+    forward, backward, recompute  how often it runs in each; recompute: again, before a backward that computes again
+    """
+
+    axis: Axis
+    change: Change
+    whole_bytes: float
+    forward: int
+    backward: int
+    recompute: int = 0
+
+
+@dataclass(frozen=True)
+class SegmentFacts:
+    """A segment of the model as one rank of a plan computes it.
+
+    name         of its module; empty for an end
+    params       the names of its parameters
+    operations   of a forward
+    saved_bytes  by the plan's `recompute`: what autograd keeps of one sample until backward
+    temporary_bytes  the most that a forward or backward of one sample holds in addition
+    norm_channels    of each batch normalization that uses statistics of the batch: with `batch_norm = "sync"`, data
+                     ranks exchange sums over them in forward and in backward
+    """
+
+    name: str
+    params: tuple[str, ...]
+    operations: tuple[Operation, ...]
+    saved_bytes: Mapping[str, float]
+    collectives: tuple[Collective, ...] = ()
+    temporary_bytes: float = 0.0
+    norm_channels: tuple[int, ...] = ()
+
+    @property
+    def flops(self) -> float:
+        """Of a forward of one sample."""
+        return sum(operation.flops for operation in self.operations)
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """A model as one rank of a plan computes it: all tensor ranks compute as much.
+
+    boundary_bytes  of what one rank of a stage sends the next stage, for one sample: in the precision of the plan,
+                    before `edge` encodes it; where residuals are split, of the rank's part
+    boundary_columns        features of a token at a boundary: the last dim; 0: what crosses is not encoded
+    boundary_element_bytes  of an element there
+    tokens          of one sample, if it has tokens: for rates
+    """
+
+    first: SegmentFacts
+    blocks: tuple[SegmentFacts, ...]
+    last: SegmentFacts
+    boundary_bytes: float
+    tokens: int | None = None
+    boundary_columns: int = 0
+    boundary_element_bytes: int = 4
+
+    @property
+    def segments(self) -> tuple[SegmentFacts, ...]:
+        """All segments, in the order of a forward."""
+        return (self.first, *self.blocks, self.last)
+
+
+class FactsSource(Protocol):
+    """Where facts come from: the meta model of a task, or the formulas of a GPT. Each answer is remembered."""
+
+    @property
+    def batch_size(self) -> int:
+        """Samples in a step, over all data ranks."""
+        ...
+
+    def facts(self, plan: Plan) -> ModelFacts:
+        """The facts for the plan's tp, sp, ring, ulysses, residual and precision. Raises PlanError."""
+        ...
+
+    def specs(self, plan: Plan) -> Sequence[ParamSpec]:
+        """The trained parameters, with the plan's stages and shards: what `lower` takes. Raises PlanError."""
+        ...
+
+    def stage_blocks(self, plan: Plan) -> tuple[range, ...]:
+        """By stage: which blocks of the chain it computes; the ends belong to the first and the last stage."""
+        ...
+
+    @property
+    def update_spec(self) -> UpdateSpec:
+        """How gradients become an update; with the number of optimizer states."""
+        ...
