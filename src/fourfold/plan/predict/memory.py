@@ -45,12 +45,12 @@ def predict_memory(
     parts = []
     for place, group in enumerate(place_groups(blueprint)):
         stages = {stage: segments[stage] for stage in range(place, plan.num_stages, plan.pp)}
-        resting = _resting(blueprint, group, place)
+        resting = resting_memory(blueprint, group, place)
         parts.append(
             resting._replace(
                 activations=_activation_bytes(plan, lists[place], stages) * samples,
                 buffers=resting.buffers + messages,
-                temporaries=max(_temporary_bytes(plan, each, samples) for own in stages.values() for each in own),
+                temporaries=max(temporary_bytes(plan, each, samples) for own in stages.values() for each in own),
                 reserve=reserve_bytes,
             )
         )
@@ -67,7 +67,7 @@ def _compute_lists(plan: Plan) -> Sequence[Sequence[Action]]:
 # ---- what rests ----------------------------------------------------------------------------------------
 
 
-def _resting(blueprint: Blueprint, group: DataGroup, place: int) -> MemoryParts:
+def resting_memory(blueprint: Blueprint, group: DataGroup, place: int) -> MemoryParts:
     """Weights, gradients and states, and the buffers of the data axis; memory of a host divided among its ranks."""
     plan, num_ranks = blueprint.plan, group.hosts.ranks_per_host
     host = blueprint.host_ranks(group, num_ranks)
@@ -127,13 +127,13 @@ def _activation_bytes(plan: Plan, actions: Sequence[Action], stages: Mapping[int
     deferred = peak_in_flight(actions).deferred
     if not deferred:
         return peak
+    return peak + deferred * max(output_bytes(plan, own) for own in stages.values())
+
+
+def output_bytes(plan: Plan, segments: Sequence[SegmentFacts]) -> float:
+    """The gradients of the outputs of products with weights, of one sample: what is kept between I and W."""
     width = COMPUTE_FORMATS[plan.precision].num_bytes if plan.precision in COMPUTE_FORMATS else FULL_BYTES
-    return peak + deferred * max(_output_elements(own) for own in stages.values()) * width
-
-
-def _output_elements(segments: Sequence[SegmentFacts]) -> float:
-    """Outputs of the products with weights, of one sample: their gradients are kept between I and W."""
-    return sum(
+    return width * sum(
         operation.rows * operation.columns
         for segment in segments
         for operation in segment.operations
@@ -141,7 +141,7 @@ def _output_elements(segments: Sequence[SegmentFacts]) -> float:
     )
 
 
-def _temporary_bytes(plan: Plan, segment: SegmentFacts, samples: float) -> float:
+def temporary_bytes(plan: Plan, segment: SegmentFacts, samples: float) -> float:
     """What a forward or backward holds in addition; a backward that computes again holds all that it computes."""
     again = max(0.0, segment.saved_bytes["none"] - segment.saved_bytes[plan.recompute])
     return (segment.temporary_bytes + again) * samples + segment.call_bytes
