@@ -93,6 +93,13 @@ class Stager:
                 raise copy.error
             return copy.staged
 
+    def open(self, shard: int) -> StagedFile | None:
+        """The same, opened once more: it stays open when the stager gives its own up."""
+        with self._changed:
+            held = self.held(shard)
+            # It may have been given up while this thread waited for it.
+            return None if held is None or held.is_closed else held.again()
+
     def close(self) -> None:
         """End staging, and give up all copies."""
         self._give_up(set(self._copies))
