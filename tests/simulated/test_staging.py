@@ -259,6 +259,38 @@ def test_shards_are_copied_before_their_batch_and_each_once(tmp_path):
     stager.close()
 
 
+class SlowOrigin(CountingOrigin):
+    """An origin that takes its time."""
+
+    def read(self, name, start, stop):
+        time.sleep(0.02)
+        return super().read(name, start, stop)
+
+
+def test_shards_that_were_read_before_their_copy_was_made_are_copied_for_the_next_epoch(tmp_path):
+    shards, origin = make_shards(tmp_path / "data", [1000] * 12), SlowOrigin(tmp_path / "data")
+    stager = Stager(origin, shards, ShardCache(tmp_path / "cache", 12_000))
+    stager.expect([n] for n in range(12))
+    for _ in range(12):  # all batches are read at once, from the origin
+        stager.advance()
+    stager.close()
+    wait_for_files(tmp_path / "cache", {f"shard-{n}" for n in range(12)})
+
+
+@pytest.mark.parametrize("limit", [12_000, 2500])
+def test_a_shard_that_is_read_whole_passes_the_origin_once_where_there_is_room(tmp_path, limit):
+    shards, origin = make_shards(tmp_path / "data", [1000] * 12), SlowOrigin(tmp_path / "data")
+    stager = Stager(origin, shards, ShardCache(tmp_path / "cache", limit))
+    stager.expect([n] for n in range(12))
+    for number in range(12):
+        staged = stager.held(number, is_read_whole=True)
+        content = origin.read(shards[number].name, 0, 1000) if staged is None else content_of(staged)
+        assert content == (tmp_path / "data" / shards[number].name).read_bytes()
+        stager.advance()
+    stager.close()
+    assert limit < 12_000 or origin.num_bytes == 12 * 1000
+
+
 def test_a_copy_that_a_batch_ahead_needs_is_held(tmp_path):
     shards, origin = make_shards(tmp_path / "data", [1000] * 3), FolderOrigin(tmp_path / "data")
     stager = Stager(origin, shards, ShardCache(tmp_path / "cache", 2000))
