@@ -53,8 +53,8 @@ class TrainStep:
         **options: Unpack[StepKeywords],
     ) -> None:
         self.model, self.plan, self.seed = model, plan, options.get("seed", 0)
-        initial, world = InitialModel(model, initial_weights), communicator.on_mesh(plan.mesh)
-        self._assembly = assembly = assemble(initial, loss, optimizer, plan, world, StepOptions(**options))
+        initial, self.communicator = InitialModel(model, initial_weights), communicator.on_mesh(plan.mesh)
+        self._assembly = assembly = assemble(initial, loss, optimizer, plan, self.communicator, StepOptions(**options))
         self._parts, self._calls, self._programs = assembly.parts, assembly.calls, assembly.programs
         self._weights, self._checks, self.optimizer = assembly.state.weights, assembly.checks, assembly.optimizer
         self._access = access = StateAccess(assembly)
