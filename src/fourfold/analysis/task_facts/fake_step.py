@@ -3,7 +3,8 @@
 Law: counts of two fake steps that differ in their samples give the facts of one sample, and of a call.
 """
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -47,12 +48,7 @@ class FakeModel(NamedTuple):
     def forward(self, samples: tuple[Any, Any], tracker: SegmentTracker, attention: AttentionHandler) -> Tensor:
         """The loss of samples: a sum. Raises TaskError for a step that needs values."""
         try:
-            with (
-                torch.device(META),
-                tracker.installed(),
-                install_attention(self.model),
-                intercept_attention(attention),
-            ):
+            with tracker.installed(), self.intercepted(attention):
                 loss = self._loss(*samples)
         except FourfoldError:
             raise
@@ -64,6 +60,16 @@ class FakeModel(NamedTuple):
         del loss
         tracker.end()
         return total
+
+    @contextlib.contextmanager
+    def intercepted(self, attention: AttentionHandler) -> Iterator[None]:
+        """Within, the model runs on the meta device, and its attention is `attention`."""
+        with torch.device(META), install_attention(self.model), intercept_attention(attention):
+            yield
+
+    def loss_of(self, inputs: Any, targets: Any) -> Tensor:
+        """The loss of samples: a sum."""
+        return _total(self._loss(inputs, targets))
 
     def _loss(self, inputs: Any, targets: Any) -> Any:
         """The outputs are dropped when the loss has been made of them, as a step drops them."""

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from torch import nn
 
 from fourfold.analysis.task_facts.fake_memory import MemoryOfSegments, record_memory
+from fourfold.analysis.task_facts.fake_rank import FakeRank, RankBytes
 from fourfold.analysis.task_facts.fake_ranks import RecordedCollective
 from fourfold.analysis.task_facts.fake_step import FakeModel, ForwardRecord, record_forward
 from fourfold.analysis.task_facts.laid_out_model import FakeBatch, lay_out
@@ -95,10 +96,27 @@ class TaskFacts:
     def facts(self, plan: Plan) -> ModelFacts:
         key = tuple(getattr(plan, name) for name in VARIANT_FIELDS)
         if key not in self._facts:
-            laid_out = lay_out(self._task, plan)
-            fake = FakeModel(laid_out, self._chain.blocks, self._task.loss, self._batch, plan)
-            self._facts[key] = _Counted(fake, self._model, self._chain).facts()
+            self._facts[key] = _Counted(self._fake_model(plan), self._model, self._chain).facts()
         return self._facts[key]
+
+    def rank_bytes(self, plan: Plan, place: int = 0) -> RankBytes:
+        """What a rank at a place of the pipeline axis holds at its peak: it runs its whole list, with all its blocks.
+
+        Weights, gradients and states rest whole. Raises PlanError or TaskError.
+        """
+        num_samples = -(-self.batch_size // (plan.dp * plan.microbatches))
+        stages = map_stages(self._model, plan.stage_spec)
+        rank = FakeRank(
+            self._fake_model(plan),
+            stages,
+            place,
+            num_samples=num_samples,
+            states_per_weight=max(self.update_spec.num_states, default=0),
+        )
+        return rank.run(plan.compute_lists[place])
+
+    def _fake_model(self, plan: Plan) -> FakeModel:
+        return FakeModel(lay_out(self._task, plan), self._chain.blocks, self._task.loss, self._batch, plan)
 
 
 class _Counted:
