@@ -1,7 +1,8 @@
 """Fake memory: what the segments of a model hold in a forward and backward on the meta device, to the byte.
 
 kept       bytes that are held when a segment's forward has ended, more than when it began: at the first operation
-           behind it, when the model has let go of the segment's inputs
+           behind it, when the model has let go of the segment's inputs. Not what the model's own forward holds of its
+           beginning until it returns, such as embeddings of which only the sum is needed
 moment     when an operation has returned; its bytes are those that are held beyond what is kept by then: in a backward,
            what segments behind this one have kept is freed
 Law: two fake steps that differ in their samples have the same moments, and bytes are affine in the samples at each.
@@ -18,12 +19,13 @@ from torch import Tensor, nn
 from fourfold.analysis.task_facts.fake_attention import FakeAttention
 from fourfold.analysis.task_facts.fake_ranks import META, RecordedCollective
 from fourfold.analysis.task_facts.fake_step import FakeModel
+from fourfold.analysis.task_facts.segments import FIRST
 from fourfold.parts.comm.meter import CommMeter
 from fourfold.parts.comm.tensor.protocol import TensorGroup
 from fourfold.parts.comm.tensor.single_rank import SingleRankTensorGroup
 from fourfold.plan.predict.facts import TemporaryPeak
 from fourfold.plan.tensor_residual import WHOLE
-from fourfold.step.peak_memory import PeakMemory
+from fourfold.step.peak_memory import ACTIVATION, PeakMemory
 from fourfold.step.recompute import Recompute
 from fourfold.step.sequence.sdpa_interception import intercept_attention
 from fourfold.step.tensor_tree import tree_leaves
@@ -56,6 +58,9 @@ def drop_grad(parameter: Tensor) -> None:
     parameter.grad = None
 
 
+OF_FIRST = "activations of the first segment"
+
+
 class _Levels(PeakMemory):
     """Also: `levels`, what is held when each operation has returned. `before_next` is called before the next one."""
 
@@ -63,6 +68,7 @@ class _Levels(PeakMemory):
         super().__init__()
         self.levels: list[int] = []
         self.before_next: Callable[[], None] | None = None
+        self.forward_kind = OF_FIRST
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.end()
@@ -87,6 +93,8 @@ class _MemoryCount:
         self._tracker = fake.tracker(self._forward_returned)
         self._ends = dict[int, int]()
         """By segment: what was held when its forward ended."""
+        self._of_first = dict[int, int]()
+        """By segment: what was held then of what the first one has made."""
         self._levels: dict[int, list[int]] = {}
         self._num_calls, self._current = len(fake.laid_out.group.calls), 0
         """`_current`: the segment that runs backward."""
@@ -131,6 +139,8 @@ class _MemoryCount:
 
     def _forward_ended(self, segment: int) -> None:
         self._ends[segment] = self._memory.current_bytes
+        self._of_first[segment] = self._memory.current_bytes_of(OF_FIRST)
+        self._memory.forward_kind = ACTIVATION
         self._end_of(segment)
 
     def _end_of(self, segment: int) -> None:
@@ -162,6 +172,11 @@ class _MemoryCount:
         found, before = dict[int, int](), begin
         for segment, level in self._ends.items():
             found[segment], before = level - before, level
+        if self._fake.blocks:
+            last = self._tracker.last
+            freed_by_model = self._of_first[last - 1] - self._of_first[last]
+            found[FIRST] -= freed_by_model
+            found[last] += freed_by_model
         return found
 
 

@@ -88,6 +88,8 @@ class FakeRank:
         gradients = [torch.empty_like(each) for each in trained]
         own = [each for each in self._weights if each.requires_grad]
         states = [torch.empty_like(each) for each in own for _ in range(self._states_per_weight)]
+        if self._fake.plan.precision != "keep":  # states are in float32, and master weights are among them
+            states = [torch.empty_like(each, dtype=torch.float32) for each in (*own, *states)]
         memory.track(WEIGHTS, [*self._weights, *self._copies, *self._fake.model.buffers()])
         memory.track(GRADIENTS, gradients)
         memory.track(STATES, states)

@@ -30,7 +30,7 @@ from fourfold.words.task import Task
 
 
 class LaidOutModel(NamedTuple):
-    """`region`: of the tensor axis; None: the model is whole. `residual`: where hidden tensors are split over tokens."""
+    """`region`: of the tensor axis; None: the model is whole. `residual`: where its hidden tensors are split."""
 
     model: nn.Module
     group: FakeTensorGroup

@@ -38,9 +38,7 @@ def _segment_bytes(job: Job, stage: int, samples: float) -> dict[str, float]:
     collectives = [each for segment in segments for each in segment.collectives]
     sizes = {"tp": plan.tp, "sp": plan.sp}
     return {
-        axis: sum(
-            _sent(each, sizes[axis], samples, plan.recompute) for each in collectives if each.axis == axis
-        )
+        axis: sum(_sent(each, sizes[axis], samples, plan.recompute) for each in collectives if each.axis == axis)
         for axis in sizes
     }
 
