@@ -62,7 +62,8 @@ RECOMPUTES = st.sampled_from(["none", "selective", "full"])
 def test_predicted_memory_is_that_of_a_rank_that_runs_its_whole_list(
     pipeline: dict, ranks: dict, recompute: str, precision: str
 ):
-    plan = Plan(**{"recompute": recompute, "precision": precision} | ranks | pipeline)
+    fields: dict = {"recompute": recompute, "precision": precision} | ranks | pipeline
+    plan = Plan(**fields)
     check_prediction(language_model(), plan)
 
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from fourfold.analysis.task_facts.fake_ranks import FakeChannel
 from fourfold.analysis.describe import show
 from fourfold.analysis.describe_sequence import saved_bytes, sent_bytes, trace_model
+from fourfold.analysis.task_facts.fake_ranks import FakeChannel
 from fourfold.cli import run_commands
 from fourfold.parts.comm.ring.p2p import RingOverP2P
 from fourfold.parts.comm.ring.single_rank import NullRingGroup

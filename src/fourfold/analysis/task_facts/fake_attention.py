@@ -29,8 +29,8 @@ class FakeAttention:
 
     def __init__(self, spec: SequenceSpec, recorder: KernelRecorder | None = None) -> None:
         self._spec, self._recorder = spec, recorder
-        rings = (TruncatedRing(FakeChannel(size, size - 1)) for size in (spec.size // spec.ulysses, spec.ulysses))
-        self._group = SequenceGroup(*rings, spec.ring)
+        ring, heads = (TruncatedRing(FakeChannel(size, size - 1)) for size in (spec.size // spec.ulysses, spec.ulysses))
+        self._group = SequenceGroup(ring, heads, spec.ring)
         """Seen from the last rank, which has the most work of a causal ring in plain order."""
 
     def __call__(self, call: AttentionCall) -> Tensor:
