@@ -41,7 +41,7 @@ class PeakMemory(TorchDispatchMode):
         """Count tensors that exist already."""
         for tensor in tensors:
             self._count(tensor, kind)
-        self._update_peak()
+        self.update_peak()
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -51,7 +51,7 @@ class PeakMemory(TorchDispatchMode):
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
                 self._count(leaf, kind)
-        self._update_peak()
+        self.update_peak()
         return result
 
     def current_bytes_of(self, kind: str) -> int:
@@ -71,6 +71,7 @@ class PeakMemory(TorchDispatchMode):
         self._current_by_kind[kind] = self._current_by_kind.get(kind, 0) + size
         self.current_bytes += size
 
-    def _update_peak(self) -> None:
+    def update_peak(self) -> None:
+        """An operation has returned."""
         if self.current_bytes > self.peak_bytes:
             self.peak_bytes, self.bytes_by_kind = self.current_bytes, dict(self._current_by_kind)

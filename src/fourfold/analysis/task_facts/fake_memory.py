@@ -80,8 +80,9 @@ class _Levels(PeakMemory):
             before, self.before_next = self.before_next, None
             before()
 
-    def _update_peak(self) -> None:
-        super()._update_peak()
+    def update_peak(self) -> None:
+        """An operation has returned."""
+        super().update_peak()
         self.levels.append(self.current_bytes)
 
 

@@ -52,7 +52,7 @@ class FakeRank:
     def __init__(
         self, fake: FakeModel, stages: StageMap, place: int, *, num_samples: int, states_per_weight: int
     ) -> None:
-        self._fake, self._stages, self._place, self._num_samples = fake, stages, place, num_samples
+        self._fake, self._stages, self._place = fake, stages, place
         self._states_per_weight = states_per_weight
         self._samples = fake.samples(num_samples)
         self._attention = FakeAttention(fake.plan.sequence_spec)
