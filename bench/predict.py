@@ -186,9 +186,8 @@ class Bench:
     def _measure_plan(self, name: str, into: Measured) -> None:
         steps = self._options.steps
         with self._world(configuration(self._case, name)) as world:
-            world.run_turn(
-                untimed=WARM_UP, timed=max(1, steps - WARM_UP)
-            )  # turns of local steps begin after an average
+            # Turns of local steps begin after an average.
+            world.run_turn(untimed=WARM_UP, timed=max(1, steps - WARM_UP))
             for _ in range(self._options.turns):
                 replies = world.run_turn(untimed=0, timed=steps)
                 into.seconds.append(max(mean(reply["seconds"]) for reply in replies))
@@ -337,7 +336,9 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
     arguments = vars(parser.parse_args())
     file, quick = arguments.pop("json"), arguments.pop("quick")
-    options = Options(**arguments | ({"rounds": 1, "turns": 2} if quick else {}))
+    if quick:
+        arguments |= {"rounds": 1, "turns": 2}
+    options = Options(**arguments)
     if options.stored is not None:
         options.stored.mkdir(parents=True, exist_ok=True)
     head = describe_machine()

@@ -30,7 +30,7 @@ COLUMNS = 64
 
 
 class BucketTimes(NamedTuple):
-    """What the ranks of a group take for buckets: by bytes of a whole bucket, but `update` by bytes of what it moves."""
+    """What the ranks of a group take: by bytes of a whole bucket, but `update` by bytes of what it works on."""
 
     group: GroupShape
     is_split: bool
@@ -83,7 +83,7 @@ def _measure(probe: Probe, turns: Turns) -> BucketTimes:
     taken: list[list[tuple[float, float, float]]] = []
 
     def turn() -> float:
-        taken.append([_time_bucket(probe, bucket) for bucket in range(stage.num_buckets)])
+        taken.append([_time_bucket(probe, turns, bucket) for bucket in range(stage.num_buckets)])
         stage.gatherer.signal_backward_done()
         stage.reducer.end_step()
         stage.gatherer.end_step()
@@ -103,26 +103,28 @@ def _measure(probe: Probe, turns: Turns) -> BucketTimes:
     )
 
 
-def _time_bucket(probe: Probe, bucket: int) -> tuple[float, float, float]:
+def _time_bucket(probe: Probe, turns: Turns, bucket: int) -> tuple[float, float, float]:
     """Seconds of a reduction, an update, and a gather; ranks begin each of the three together."""
     stage = probe.stage
     stage.reducer.acquire_buffer(bucket, 1.0)
     stage.reducer.grad_buffers[bucket].fill_(1e-3)
-    probe.world.barrier()
+    turns.begin()
     start = time.perf_counter()
     stage.reducer.reduce_async(bucket, None, 1.0)
     stage.reducer.wait_reduce(bucket, 1.0)
     reduced = time.perf_counter()
-    probe.world.barrier()
+    turns.begin()
     update_start = time.perf_counter()
     stage.optimizer.update(bucket)
     updated = time.perf_counter()
-    gathered = updated
+    gather_start = gathered = updated
     if probe.blueprint.is_sharded:
+        turns.begin()
+        gather_start = time.perf_counter()
         stage.gatherer.all_gather_async(bucket, stage.weights.flats[bucket])
         stage.gatherer.wait(bucket)
         gathered = time.perf_counter()
-    return reduced - start, updated - update_start, gathered - updated
+    return reduced - start, updated - update_start, gathered - gather_start
 
 
 def _moved_bytes(probe: Probe, sizes: Sequence[int]) -> list[float]:

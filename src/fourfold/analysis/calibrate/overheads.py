@@ -90,7 +90,7 @@ def _slowdown(turns: Turns) -> float:
     alone = turns.median_seconds(lambda: matrix @ matrix)
     rates = []
     for _ in range(NUM_TURNS):
-        turns.ranks.barrier()
+        turns.begin()
         work = dist.all_reduce(values, async_op=True)
         assert work is not None
         start, count = time.perf_counter(), 0

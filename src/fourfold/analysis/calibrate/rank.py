@@ -74,7 +74,7 @@ def measure(task: Task, source: FactsSource, ranks: Communicator, conditions: Co
     overheads = Overheads(*mean_over_ranks(list(measure_overheads(turns)), ranks))
     segments, left_out = measure_segments(task, source, turns, say)
     crosses_hosts = ranks.num_hosts > 1
-    factors = operation_factors([tuple(each) for each in segments], operations)
+    factors = operation_factors(segments, operations)
     calibration = Calibration(
         machine=conditions.machine,
         load=conditions.load,

@@ -96,7 +96,7 @@ class SegmentTimer:
             layout = self._probe.assembly.batches.microbatches(batch, 1, step=len(taken), samples=None)
             with layout as (part,), self._clock.marking():
                 self._cold.add_(1.0)
-                self._probe.world.barrier()
+                self._turns.begin()
                 forward, loss = self._forward(part, halves)
                 taken.append((forward, *backward(loss, sink)))
             return sum(map(sum, taken[-1]))

@@ -2,7 +2,7 @@
 
 machine  what the measurements hold for: processor, cores, torch, threads of a rank, ranks of a host
 segment  a part of a model as ranks of a plan compute it; equal parts have the same signature
-Law: decode_calibration(encode_calibration(calibration)) == calibration, and measurements of another machine are refused.
+Law: decode_calibration(encode_calibration(calibration)) == calibration; what was measured elsewhere is refused.
 """
 
 import hashlib
