@@ -69,6 +69,19 @@ def measure_buckets(task: Task, turns: Turns) -> Iterator[BucketTimes]:
                 yield _measure(make_probe(_bucket_task(task, places, sizes), plan, ranks), turns)
 
 
+def measure_lone_update(task: Task, turns: Turns) -> Points:
+    """The update of a rank that has no others, whose gradients stay where autograd leaves them. Collective."""
+    probe = make_probe(_bucket_task(task, 1, SIZES), Plan(), turns.ranks)
+    for parameter in probe.parameters:
+        parameter.grad = torch.full_like(parameter, 1e-3)
+    seconds = [
+        turns.median_seconds(lambda bucket=bucket: probe.stage.optimizer.update(bucket))
+        for bucket in range(probe.stage.num_buckets)
+    ]
+    sizes = [sum(parameter.nbytes for parameter in bucket) for bucket in probe.stage.parameters]
+    return list(zip(_moved_bytes(probe, sizes), seconds, strict=True))
+
+
 def _bucket_task(task: Task, num_blocks: int, sizes: Sequence[int]) -> Task:
     return dataclasses.replace(task, model=lambda: _Chain(num_blocks, sizes), tensor={}, loss=_no_loss, clip=None)
 

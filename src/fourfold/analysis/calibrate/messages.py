@@ -39,8 +39,8 @@ def _sizes(ranks: Communicator) -> Sequence[int]:
 def measure_edges(turns: Turns) -> Points:
     """A message between two stages, by bytes. Collective."""
     ranks = turns.ranks
-    mesh = Mesh(pp=2, dp=ranks.size // 2)
-    edges = make_edges(ranks.on_mesh(mesh).along("pp"), CommMeter())
+    places = 2 if ranks.size % 2 == 0 else ranks.size
+    edges = make_edges(ranks.on_mesh(Mesh(pp=places, dp=ranks.size // places)).along("pp"), CommMeter())
     points = []
     for num_bytes in _sizes(ranks):
         message = torch.zeros(num_bytes // ELEMENT_BYTES)
@@ -53,14 +53,13 @@ def measure_edges(turns: Turns) -> Points:
 
 
 def _echo(edges: StageEdges, message: Tensor) -> None:
-    """To the other stage and back."""
-    if edges.to_next is not None and edges.from_next is not None:
+    """To the next stage and back; the stage before has a message of its own on its way."""
+    if edges.to_next is not None:
         edges.to_next.send([message])
+    if edges.from_previous is not None and edges.to_previous is not None:
+        edges.to_previous.send(edges.from_previous.receive())
+    if edges.from_next is not None:
         edges.from_next.receive()
-        return
-    assert edges.from_previous is not None
-    assert edges.to_previous is not None
-    edges.to_previous.send(edges.from_previous.receive())
 
 
 def measure_exchanges(turns: Turns, sizes: Sequence[int]) -> list[ExchangeTimes]:

@@ -85,6 +85,8 @@ def _step_seconds(turns: Turns, microbatches: int) -> float:
 
 def _slowdown(turns: Turns) -> float:
     """The products of a rank while an all-reduce over messages is in flight, over those while there is none."""
+    if turns.ranks.size == 1:
+        return 1.0
     elements = NETWORK_FLIGHT_ELEMENTS if turns.ranks.num_hosts > 1 else FLIGHT_ELEMENTS
     values, matrix = torch.zeros(elements), torch.randn(PRODUCT, PRODUCT)
     alone = turns.median_seconds(lambda: matrix @ matrix)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from fourfold.analysis.calibrate.buckets import BucketTimes, change_of, measure_buckets, price_reduction
+from fourfold.analysis.calibrate.buckets import BucketTimes, change_of, measure_buckets, measure_lone_update, price_reduction
 from fourfold.analysis.calibrate.codecs import measure_codecs
 from fourfold.analysis.calibrate.measurements import mean_over_ranks
 from fourfold.analysis.calibrate.messages import measure_edges, measure_exchanges
@@ -33,9 +33,8 @@ from fourfold.plan.predict.facts import FactsSource
 from fourfold.words.layout import Change
 from fourfold.words.task import Task
 
-SECONDS = (
-    45.0  # from then on, a part that has not begun is left out, and one that runs takes no more turns than it must
-)
+# From then on, cuts that have not begun are left out, and what runs takes no more turns than it must.
+SECONDS = 45.0
 
 
 class Conditions(NamedTuple):
@@ -60,14 +59,14 @@ def measure(task: Task, source: FactsSource, ranks: Communicator, conditions: Co
     turns = Turns(ranks, time.monotonic() + SECONDS)
     say("reductions, gathers and updates")
     buckets = list(measure_buckets(task, turns))
-    update = _update(buckets, ranks)
+    update = _update(buckets, ranks) if buckets else _curve(measure_lone_update(task, turns), ranks)
     say("messages")
     sizes = [size for size in range(2, ranks.size + 1) if ranks.size % size == 0]
     exchanges = [
         ExchangeRecord(each.size, _curve(each.all_reduce, ranks), _curve(each.hop, ranks))
         for each in measure_exchanges(turns, sizes)
     ]
-    edge = _curve(measure_edges(turns), ranks) if ranks.size % 2 == 0 else None
+    edge = _curve(measure_edges(turns), ranks) if ranks.size > 1 else None
     say("codecs, operations and overheads")
     codecs = {kind: _curve(points, ranks) for kind, points in measure_codecs(turns).items()}
     operations = OperationRates(*(_curve(points, ranks) for points in measure_operations(turns)))
