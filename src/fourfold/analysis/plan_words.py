@@ -1,0 +1,133 @@
+"""Plan words: what is said of a prediction, in the words that text and page share.
+
+term   a part of a step's time, under the name that users read
+Law: a plan is written as words of the command line: typed there, they are that plan.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from fourfold.plan.decide.decision import Decision, Refused
+from fourfold.plan.plan import Plan
+from fourfold.plan.predict.prediction import MemoryParts, Prediction, StepTerms
+from fourfold.words.units import format_bytes, format_percent, format_step_seconds
+
+TERM_NAMES = {
+    "compute": "forward and backward",
+    "recompute": "recomputation",
+    "tensor": "tensor collectives",
+    "sequence": "sequence collectives",
+    "bubble": "waits for stages",
+    "exposed": "data collectives not hidden",
+    "update": "update",
+    "overhead": "overhead",
+}
+NO_WORDS = "dp=1"
+
+
+class Comparison(NamedTuple):
+    """A plan against a baseline: seconds of a step, and the term that makes most of the difference.
+
+    saved         seconds that the baseline takes more; below 0: less
+    biggest       the term of which the plan saves most, and how much
+    dearest       the term of which it takes more, if any, and how much more
+    """
+
+    saved: float
+    biggest: tuple[str, float] | None
+    dearest: tuple[str, float] | None
+
+
+def plan_words(plan: Plan) -> str:
+    """The plan as words of the command line: `dp=8 pp=4 zero=1`; of one rank, `dp=1`."""
+    fields = [
+        (field.name, getattr(plan, field.name))
+        for field in dataclasses.fields(plan)
+        if getattr(plan, field.name) != field.default and field.name not in plan.ineffective_fields
+    ]
+    return " ".join(f"{name}={_word(value)}" for name, value in fields) or NO_WORDS
+
+
+def _word(value: object) -> str:
+    return f"'{value}'" if isinstance(value, str) and (" " in value or "\n" in value) else str(value)
+
+
+def compare(best: Prediction, baseline: Prediction) -> Comparison:
+    """What a plan saves against a baseline, and pays."""
+    differences = {name: getattr(baseline.terms, name) - getattr(best.terms, name) for name in StepTerms._fields}
+    biggest = max(differences.items(), key=lambda pair: pair[1])
+    dearest = min(differences.items(), key=lambda pair: pair[1])
+    return Comparison(
+        baseline.seconds - best.seconds,
+        biggest if biggest[1] > 0 else None,
+        (dearest[0], -dearest[1]) if dearest[1] < 0 else None,
+    )
+
+
+def reason(best: Prediction, baseline: Prediction, *, error: float) -> str:
+    """What the best plan saves against a baseline, in a sentence without its subject."""
+    saved, biggest, dearest = compare(best, baseline)
+    if best.plan == baseline.plan:
+        return "is this plan"
+    fraction = abs(saved) / baseline.seconds
+    time = f"takes {format_step_seconds(baseline.seconds)}"
+    if fraction <= error:
+        return f"{time}, which is equal within the error"
+    parts = []
+    if biggest is not None:
+        parts.append(f"saves {format_step_seconds(biggest[1])} of {TERM_NAMES[biggest[0]]}")
+    if dearest is not None and dearest[1] >= 0.01 * best.seconds:
+        parts.append(f"pays {format_step_seconds(dearest[1])} more of {TERM_NAMES[dearest[0]]}")
+    verdict = f"{time}; the first takes {format_percent(fraction)} {'less' if saved > 0 else 'more'}"
+    return f"{verdict}: it {', and '.join(parts)}" if parts else verdict
+
+
+def reasons(decision: Decision) -> list[tuple[str, str]]:
+    """Each baseline, and what the first plan saves against it, or why the baseline is not possible."""
+    rows = []
+    for name, baseline in decision.baselines.items():
+        if isinstance(baseline, Refused):
+            rows.append((name, f"{'is not possible' if baseline.problems else 'does not fit'}: {refusal(baseline)}"))
+        else:
+            rows.append((name, reason(decision.best, baseline, error=decision.error)))
+    return rows
+
+
+def compared(decision: Decision) -> dict[str, Prediction]:
+    """The first plan and the baselines that fit, by name."""
+    fitting = {name: each for name, each in decision.baselines.items() if not isinstance(each, Refused)}
+    return {"the first": decision.best} | fitting
+
+
+def refusal(refused: Refused) -> str:
+    """Why a plan is no answer: its bytes against the limit, or what is not legal."""
+    if refused.problems:
+        return "; ".join(f"{each.got}, need {each.need}" if each.need else each.got for each in refused.problems)
+    needed = refused.memory.total if refused.memory is not None else 0.0
+    return f"{format_bytes(needed)} of {format_bytes(refused.limit_bytes)}"
+
+
+def nearest_change(refused: Refused) -> str:
+    """The nearest change with which a plan fits, as words; "" if none is known."""
+    return " ".join(f"{name}={value}" for name, value in refused.nearest.items())
+
+
+def used_terms(predictions: Sequence[Prediction]) -> list[str]:
+    """The names of the terms of which any of the plans has some."""
+    return [name for name in StepTerms._fields if any(getattr(each.terms, name) > 0 for each in predictions)]
+
+
+def used_kinds(parts: Sequence[MemoryParts]) -> list[str]:
+    """The kinds of memory of which any place has some."""
+    return [kind for kind in MemoryParts._fields if any(getattr(each, kind) > 0 for each in parts)]
+
+
+def bubble_fraction(prediction: Prediction) -> float:
+    """The fraction of a step that the slowest rank waits for other stages."""
+    return prediction.terms.bubble / prediction.seconds if prediction.seconds else 0.0
+
+
+def sent_bytes(prediction: Prediction) -> float:
+    """What a rank sends in a step at most, over all axes."""
+    return sum(prediction.sent_bytes.values())
