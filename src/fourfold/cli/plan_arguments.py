@@ -1,0 +1,128 @@
+"""Plan arguments: the words of `fourfold plan`, sorted.
+
+own word  a word that no other command has: devices=, memory=, cluster=, …; the others are as for `fourfold train`
+list      several values with commas, of an own word, a field or an argument of the task: what if
+Law: an unknown word or a wrong value is an error that names the closest one, before anything is measured or written.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fourfold.cli.arguments import KEY_VALUE
+from fourfold.words.errors import Problem, SettingError, closest_match
+from fourfold.words.units import parse_bytes
+
+WHERE = "fourfold plan"
+ASK_PREFIX = "ask:"
+DEFAULT_OUT = "plan.toml"
+RATE = re.compile(r"(?P<number>\d+(?:\.\d+)?(?:e[+-]?\d+)?)\s*(?P<prefix>[kMGT]?)(?P<unit>bit|B)/s")
+PREFIXES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+MAX_CONFIRMED = 8
+
+
+def parse_rate(text: str) -> float:
+    """The bytes a second that "100Mbit/s" or "25GB/s" mean. Raises ValueError."""
+    match = RATE.fullmatch(text.strip())
+    if match is None or float(match["number"]) <= 0:
+        raise ValueError(text)
+    return float(match["number"]) * PREFIXES[match["prefix"]] / (8 if match["unit"] == "bit" else 1)
+
+
+def _parse_count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise ValueError(text)
+    return value
+
+
+def _parse_confirm(text: str) -> int:
+    value = _parse_count(text)
+    if value > MAX_CONFIRMED:
+        raise ValueError(text)
+    return value
+
+
+def _parse_bool(text: str) -> bool:
+    return {"true": True, "false": False}[text.lower()]
+
+
+# Word -> how its text is read, what is needed, and whether it may be a list.
+OWN_WORDS: dict[str, tuple[Callable[[str], Any], str, bool]] = {
+    "devices": (_parse_count, "a whole number of at least 1", True),
+    "memory": (parse_bytes, "the bytes of a device with their unit, such as 80GiB", True),
+    "network": (parse_rate, "what a rank sends to another host, such as 10Gbit/s or 25GB/s", True),
+    "cluster": (str, "a cluster that comes with Fourfold, or a TOML file", False),
+    "html": (Path, "a file for the page", False),
+    "out": (Path, "a file for the plan, or none", False),
+    "overwrite": (_parse_bool, "true or false", False),
+    "confirm": (_parse_confirm, f"how many plans to run here, from 1 to {MAX_CONFIRMED}", False),
+}
+
+
+@dataclass(frozen=True)
+class PlanArguments:
+    """The words of a command.
+
+    ask     the ask's file or ask:NAME, if one is given
+    own     the values of own words; those of a list in order, even if there is one
+    others  all other words
+    """
+
+    ask: str | None = None
+    own: Mapping[str, Any] = field(default_factory=dict)
+    others: tuple[str, ...] = ()
+
+    def value(self, name: str, default: Any = None) -> Any:
+        """The value of an own word; the first one of a list."""
+        values = self.own.get(name, default)
+        return values[0] if isinstance(values, list) else values
+
+    @property
+    def out(self) -> Path | None:
+        """Where the plan goes; None: nowhere."""
+        out = self.own.get("out", Path(DEFAULT_OUT))
+        return None if str(out) == "none" else out
+
+
+def parse_plan_words(words: Sequence[str]) -> PlanArguments:
+    """Sort the words. Raises SettingError with all problems of the own words."""
+    problems: list[Problem] = []
+    own: dict[str, Any] = {}
+    others, asks = [], []
+    for word in words:
+        match = KEY_VALUE.fullmatch(word)
+        if match is None and word.startswith(ASK_PREFIX):
+            asks.append(word)
+        elif match is None or match["key"] not in OWN_WORDS:
+            others.append(word)
+        elif match["key"] in own:
+            problems.append(Problem(f"{match['key']}, twice", "each word once"))
+        else:
+            problems += _parse_own(match["key"], match["value"], own)
+    if len(asks) > 1:
+        problems.append(Problem(" and ".join(asks), "one ask"))
+    if problems:
+        raise SettingError(problems, where=WHERE)
+    return PlanArguments(asks[0] if asks else None, own, tuple(others))
+
+
+def _parse_own(key: str, text: str, own: dict[str, Any]) -> list[Problem]:
+    """Read the value of an own word into `own`; returns what is wrong with it."""
+    parse, need, is_list = OWN_WORDS[key]
+    texts = text.split(",") if is_list else [text]
+    try:
+        values = [parse(each) for each in texts if each or not is_list]
+    except (ValueError, KeyError, OverflowError):
+        values = []
+    if len(values) < len(texts) or not text:
+        close = closest_match(text, ("true", "false")) if key == "overwrite" else None
+        need += ", or several with commas" if is_list else ""
+        own[key] = None
+        return [Problem(f"{key} = {text or '(nothing)'}", need, f"{key}={close}" if close else "")]
+    if len(set(values)) < len(values):
+        return [Problem(f"{key} = {text}", "each value once")]
+    own[key] = values if is_list else values[0]
+    return []
