@@ -14,7 +14,7 @@ from fourfold.cli.arguments import parse_args, parse_values
 from fourfold.plan.plan import Plan
 from fourfold.plan.predict.prediction import Prediction, StepTerms
 from fourfold.report.plan_page import render_decision
-from tests.planner_cases import BEST, DECISION, NO_TERMS, PLAIN, SLOW, WORKLOAD, prediction, timed
+from tests.decision_cases import BEST, DECISION, NO_TERMS, PLAIN, SLOW, WORKLOAD, prediction, timed
 from tests.pure.test_report import parse_html, visible_text
 
 PLANS = st.builds(
