@@ -1,6 +1,6 @@
 """Literal predictions and decisions, for tests of what is printed and drawn of them."""
 
-from fourfold.plan.decide.decision import Decision, Refused
+from fourfold.plan.decide.decision import Change, Decision, Refused
 from fourfold.plan.plan import Plan
 from fourfold.plan.predict.prediction import MemoryParts, Prediction, StepTerms
 from fourfold.plan.predict.workload import Workload
@@ -48,11 +48,11 @@ SLOW = prediction(Plan(pp=4, microbatches=8), 0.4, 2**20, compute=34.0, bubble=2
 PLAIN = prediction(Plan(dp=4), 1.9, 24 * 2**20, compute=30.0, exposed=3.0, update=20.0, overhead=2.0)
 TOO_LARGE = Refused(
     Plan(dp=4, zero=0, microbatches=1),
-    memory=NO_MEMORY._replace(weights=3.0 * GIB),
-    limit_bytes=2.0 * GIB,
-    nearest={"recompute": "full"},
+    2.0 * GIB,
+    prediction=prediction(Plan(dp=4), 3.0, compute=20.0),
+    changes=(Change("recompute", "full", prediction(Plan(dp=4, recompute="full"), 1.5)), Change("memory", 3 * GIB)),
 )
-ILLEGAL = Refused(Plan(tp=3), problems=(Problem("tp = 3 with 4 heads", "a divisor of 4", "tp = 4"),))
+ILLEGAL = Refused(Plan(tp=3), 2.0 * GIB, problems=(Problem("tp = 3 with 4 heads", "a divisor of 4", "tp = 4"),))
 DECISION = Decision(
     ranked=(BEST, EQUAL, SLOW),
     baselines={"data parallel, zero 0": PLAIN, "data parallel, zero 1": BEST, "tp within a host": ILLEGAL,
@@ -60,5 +60,6 @@ DECISION = Decision(
     refused=(TOO_LARGE,),
     front=(BEST, EQUAL, SLOW),
     error=0.08,
+    bound=0.02,
     num_considered=312,
 )  # fmt: skip

@@ -114,7 +114,7 @@ def test_the_page_has_every_number_of_the_text():
     for row in [*ranking_rows(DECISION, WORKLOAD), *term_rows(compared(DECISION)), *reasons(DECISION)]:
         for cell in row:
             assert cell in page, cell
-    for text in ("recompute=full", "3.00 GiB of 2.00 GiB", "312 plans considered"):
+    for text in ("recompute=full (1.50 GiB), or memory=3GiB", "3.00 GiB of 2.00 GiB", "312 plans considered"):
         assert text in page
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from fourfold.analysis.plan_words import (
     bubble_fraction,
     compared,
-    nearest_change,
+    nearest_changes,
     plan_words,
     reasons,
     refusal,
@@ -34,7 +34,7 @@ def format_decision(decision: Decision, workload: Workload) -> str:
         _format_ranking(decision, workload),
         ["why the first", *_indent(align_columns(reasons(decision), "<<", gap="   "))],
         ["where a step goes", *_indent(format_terms(compared(decision)))],
-        ["memory of a rank of the first", *_indent(format_memory(decision.best, workload.memory_bytes))],
+        ["memory of a rank of the first", *_indent(format_memory(decision.answer, workload.memory_bytes))],
         _format_refused(decision.refused),
         [
             "time against memory: no plan is both faster and smaller than one of these",
@@ -94,19 +94,18 @@ def _row(prediction: Prediction, workload: Workload, *, number: str = "", mark: 
 def ranking_rows(decision: Decision, workload: Workload) -> list[tuple[str, ...]]:
     """The best plans, with a row of heads."""
     shown = decision.ranked[:MAX_RANKED]
-    equal = decision.num_equal
-    marks = ["=" if equal > 1 and index < equal else "" for index in range(len(shown))]
+    equals = decision.equals if len(decision.equals) > 1 else ()
     rows = [_heads(workload)]
     rows += [
-        _row(each, workload, number=str(number), mark=mark)
-        for number, (each, mark) in enumerate(zip(shown, marks, strict=True), 1)
+        _row(each, workload, number=str(number), mark="=" if each in equals else "")
+        for number, each in enumerate(shown, 1)
     ]
     return rows
 
 
 def _format_ranking(decision: Decision, workload: Workload) -> list[str]:
     lines = align_columns(ranking_rows(decision, workload), _ALIGNMENTS)
-    if decision.num_equal > 1:
+    if len(decision.equals) > 1:
         lines.append("= equal within the error of the prediction: of these, the simplest is first")
     return lines
 
@@ -169,7 +168,7 @@ def _format_refused(refused: Sequence[Refused]) -> list[str]:
     if not refused:
         return []
     rows = [("needs", "nearest change that fits", "plan")]
-    rows += [(refusal(each), nearest_change(each) or UNKNOWN, plan_words(each.plan)) for each in refused[:MAX_REFUSED]]
+    rows += [(refusal(each), nearest_changes(each) or UNKNOWN, plan_words(each.plan)) for each in refused[:MAX_REFUSED]]
     lines = align_columns(rows, "<<<")
     more = len(refused) - MAX_REFUSED
     if more > 0:

@@ -5,13 +5,14 @@ Law: a plan is written as words of the command line: typed there, they are that 
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from fourfold.plan.decide.decision import Decision, Refused
+from fourfold.plan.decide.decision import Change, Decision, Refused
 from fourfold.plan.plan import Plan
 from fourfold.plan.predict.prediction import MemoryParts, Prediction, StepTerms
-from fourfold.words.units import format_bytes, format_percent, format_step_seconds
+from fourfold.words.units import BINARY_PREFIXES, format_bytes, format_percent, format_step_seconds
 
 TERM_NAMES = {
     "compute": "forward and backward",
@@ -90,27 +91,35 @@ def reasons(decision: Decision) -> list[tuple[str, str]]:
         if isinstance(baseline, Refused):
             rows.append((name, f"{'is not possible' if baseline.problems else 'does not fit'}: {refusal(baseline)}"))
         else:
-            rows.append((name, reason(decision.best, baseline, error=decision.error)))
+            rows.append((name, reason(decision.answer, baseline, error=decision.error)))
     return rows
 
 
 def compared(decision: Decision) -> dict[str, Prediction]:
     """The first plan and the baselines that fit, by name."""
     fitting = {name: each for name, each in decision.baselines.items() if not isinstance(each, Refused)}
-    return {"the first": decision.best} | fitting
+    return {"the first": decision.answer} | fitting
 
 
 def refusal(refused: Refused) -> str:
     """Why a plan is no answer: its bytes against the limit, or what is not legal."""
     if refused.problems:
         return "; ".join(f"{each.got}, need {each.need}" if each.need else each.got for each in refused.problems)
-    needed = refused.memory.total if refused.memory is not None else 0.0
+    needed = 0.0 if refused.prediction is None else refused.prediction.memory.total
     return f"{format_bytes(needed)} of {format_bytes(refused.limit_bytes)}"
 
 
-def nearest_change(refused: Refused) -> str:
-    """The nearest change with which a plan fits, as words; "" if none is known."""
-    return " ".join(f"{name}={value}" for name, value in refused.nearest.items())
+def nearest_changes(refused: Refused) -> str:
+    """The nearest changes with which a plan fits, as words, and what a rank then holds; "" if none is known."""
+    return ", or ".join(map(_format_change, refused.changes))
+
+
+def _format_change(change: Change) -> str:
+    if change.field == "memory" and isinstance(change.value, int | float):
+        factor, unit = next((pair for pair in BINARY_PREFIXES if change.value >= pair[0]), (1, "B"))
+        return f"memory={math.ceil(100 * change.value / factor) / 100:g}{unit}"  # not less than what is needed
+    then = "" if change.prediction is None else f" ({format_bytes(change.prediction.memory.total)})"
+    return f"{change.field}={change.value}{then}"
 
 
 def used_terms(predictions: Sequence[Prediction]) -> list[str]:

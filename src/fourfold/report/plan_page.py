@@ -9,7 +9,7 @@ from fourfold.analysis.plan_text import UNKNOWN, memory_rows, ranking_rows, term
 from fourfold.analysis.plan_words import (
     bubble_fraction,
     compared,
-    nearest_change,
+    nearest_changes,
     plan_words,
     reasons,
     refusal,
@@ -47,11 +47,11 @@ def render_decision(decision: Decision, workload: Workload) -> str:
         render_card(_reasons_card(decision), wide=True),
         render_card(_terms_card(decision), wide=True),
         render_card(_front_card(decision, workload)),
-        render_card(_memory_card(decision.best, workload)),
+        render_card(_memory_card(decision.answer, workload)),
         render_card(_refused_card(decision.refused), wide=True),
-        render_card(_step_card(decision.best), wide=True),
+        render_card(_step_card(decision.answer), wide=True),
     ]
-    body = f'{_tiles(decision.best, workload)}<div class="cards">{"".join(cards)}</div>'
+    body = f'{_tiles(decision.answer, workload)}<div class="cards">{"".join(cards)}</div>'
     under = (
         f"{workload.machine} · {decision.num_considered:,} plans considered · "
         f"predictions within ± {format_percent(decision.error)}"
@@ -79,8 +79,8 @@ def _table(rows: Sequence[Sequence[str]], style: str) -> str:
 
 
 def _ranking_card(decision: Decision, workload: Workload) -> str:
-    equal = decision.num_equal
-    note = "= equal within the error of the prediction: of these, the simplest is first." if equal > 1 else ""
+    is_close = len(decision.equals) > 1
+    note = "= equal within the error of the prediction: of these, the simplest is first." if is_close else ""
     table = _table(ranking_rows(decision, workload), "plans")
     return f'<h2>The best plans</h2>{table}<p class="note">{note}</p>'
 
@@ -119,7 +119,7 @@ def _front_card(decision: Decision, workload: Workload) -> str:
     series = [
         Series("no plan is both faster and smaller", points(decision.front), 0, "linked"),
         Series("baselines", points(fitting), 1, "dots"),
-        Series("the first", points([decision.best]), 2, "dots"),
+        Series("the first", points([decision.answer]), 2, "dots"),
     ]
     limit = workload.memory_bytes
     if limit is not None and limit / GIB < 4 * max(x for x, _ in series[0].points or [(0.0, 0.0)]):
@@ -145,7 +145,7 @@ def _refused_card(refused: Sequence[Refused]) -> str:
     if not refused:
         return ""
     rows = [("needs", "nearest change that fits", "plan")]
-    rows += [(refusal(each), nearest_change(each) or UNKNOWN, plan_words(each.plan)) for each in refused]
+    rows += [(refusal(each), nearest_changes(each) or UNKNOWN, plan_words(each.plan)) for each in refused]
     return f"<h2>Refused</h2>{_table(rows, 'plans leads')}"
 
 

@@ -1,1 +1,1 @@
-"""Which plan a task should have on a cluster: the plans that are possible, priced, and the best of them."""
+"""Decide: from a question about a plan, and what plans would take, to the plan that is best, and why."""

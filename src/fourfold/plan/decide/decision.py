@@ -1,44 +1,66 @@
-"""Decision: which plan is the answer, beside the plans that it was compared with.
+"""Decision: the answer to an ask, and everything that is needed to say why.
 
-baseline  a plan that anyone would try: data parallelism at zero 0 to 3, tp within a host, Megatron's layout
-front     the plans of which none is both faster and smaller
-Law: the first of the ranked plans takes no longer than any baseline that fits, except by the error of the prediction.
+baseline   a plan that an expert would write without a search; what a field is left open in it, is the best there
+refused    a plan that cannot be carried out, does not fit, or has not what the ask pins
+change     of one field, of `devices` or of `memory`: with it, a refused plan would fit
+Law: nothing in a decision is slower than predicted of it, and the answer is not slower than any baseline that fits.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from fourfold.plan.plan import Plan
-from fourfold.plan.predict.prediction import MemoryParts, Prediction
+from fourfold.plan.predict.prediction import Prediction
 from fourfold.words.errors import Problem
 
 
 @dataclass(frozen=True)
-class Refused:
-    """A plan that cannot be the answer.
+class Change:
+    """What would make a refused plan fit.
 
-    problems  why it is not legal here; empty for a plan that only does not fit
-    memory    of the place that holds most, if it does not fit
-    limit_bytes  what a device has
-    nearest   fields of the plan, and the values of the nearest change with which it would fit
+    field, value  of a plan; or "devices"; or "memory", in bytes
+    prediction    of the changed plan; None: it is the same plan, with more memory
+    """
+
+    field: str
+    value: object
+    prediction: Prediction | None = None
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A plan that is not to be had.
+
+    problems    why it cannot be carried out, or differs from what the ask pins; empty: it does not fit
+    prediction  what it would take; None: it cannot be carried out
+    limit_bytes  what a rank may hold
+    changes     the nearest that fit, at most one of a field, one of `memory` and one of `devices`
     """
 
     plan: Plan
+    limit_bytes: float
     problems: tuple[Problem, ...] = ()
-    memory: MemoryParts | None = None
-    limit_bytes: float = 0.0
-    nearest: Mapping[str, object] = field(default_factory=dict)
+    prediction: Prediction | None = None
+    changes: tuple[Change, ...] = ()
+
+    @property
+    def excess_bytes(self) -> float:
+        """What a rank would hold beyond the limit; 0: it fits."""
+        return 0.0 if self.prediction is None else max(0.0, self.prediction.memory.total - self.limit_bytes)
 
 
 @dataclass(frozen=True)
 class Decision:
-    """The plans that fit, best first, and what they were compared with.
+    """What was found.
 
-    ranked    simulated; plans that are equal within the error are in order of simplicity
-    baselines by name
-    refused   of those that were looked at: the baselines that are not possible, and the fastest that do not fit
-    error     the relative error of a prediction: plans closer than that are equal
-    num_considered  all plans that were enumerated
+    ranked          simulated plans that fit: the answer, then the others by their seconds
+    baselines       by name
+    refused         the fastest plans that do not fit
+    front           estimated plans of which none is slower and holds more than another, fastest first
+    error           predictions that are closer than this fraction are called equal
+    bound           no plan that was only estimated is faster than the fastest simulated one by more than this fraction,
+                    provided that the estimate is as good for it as for the simulated ones
+    num_considered  plans that were estimated
     """
 
     ranked: tuple[Prediction, ...]
@@ -46,19 +68,19 @@ class Decision:
     refused: tuple[Refused, ...]
     front: tuple[Prediction, ...]
     error: float
+    bound: float
     num_considered: int
 
     @property
-    def best(self) -> Prediction:
+    def answer(self) -> Prediction:
         return self.ranked[0]
 
     @property
-    def num_equal(self) -> int:
-        """How many of the ranked plans, from the first on, are equal to the fastest within the error."""
-        limit = min(each.seconds for each in self.ranked) * (1 + self.error)
-        equal = 0
-        for each in self.ranked:
-            if each.seconds > limit:
-                break
-            equal += 1
-        return equal
+    def fastest(self) -> Prediction:
+        return min(self.ranked, key=lambda prediction: prediction.seconds)
+
+    @property
+    def equals(self) -> tuple[Prediction, ...]:
+        """The plans that are called equal: as fast as the fastest one, within the error."""
+        limit = self.fastest.seconds * (1 + self.error)
+        return tuple(prediction for prediction in self.ranked if prediction.seconds <= limit)
