@@ -55,6 +55,21 @@ def format_prediction(prediction: Prediction, workload: Workload) -> str:
     return "\n\n".join("\n".join(lines) for lines in sections)
 
 
+def format_confirmed(candidates: Sequence[Prediction], seconds: Sequence[float]) -> str:
+    """Plans that have been run, the fastest first: measured beside predicted."""
+    rows = [("measured", "predicted", "difference", "plan")]
+    pairs = sorted(zip(candidates, seconds, strict=True), key=lambda pair: pair[1])
+    for each, measured in pairs:
+        times = (format_step_seconds(measured), format_step_seconds(each.seconds))
+        rows.append((*times, format_difference(each.seconds, measured), plan_words(each.plan)))
+    return "\n".join(align_columns(rows, ">>><"))
+
+
+def format_difference(predicted: float, measured: float) -> str:
+    """By how much a prediction is off: +4.2 %, −3 %."""
+    return f"{100 * (predicted / measured - 1):+.1f} %".replace("-", "−") if measured else UNKNOWN
+
+
 def _format_head(workload: Workload) -> list[str]:
     batch = f"batch of {workload.batch_size:,} samples"
     batch += f", {workload.num_units:,.0f} {workload.unit}" if workload.unit != "samples" else ""

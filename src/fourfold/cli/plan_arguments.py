@@ -12,11 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from fourfold.cli.arguments import KEY_VALUE
+from fourfold.plan.decide.asks import ASK_PREFIX
 from fourfold.words.errors import Problem, SettingError, closest_match
 from fourfold.words.units import parse_bytes
 
 WHERE = "fourfold plan"
-ASK_PREFIX = "ask:"
+GPT = "gpt"
+BATCH = "batch_size"
+CALIBRATE = "calibrate"
 DEFAULT_OUT = "plan.toml"
 RATE = re.compile(r"(?P<number>\d+(?:\.\d+)?(?:e[+-]?\d+)?)\s*(?P<prefix>[kMGT]?)(?P<unit>bit|B)/s")
 PREFIXES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
@@ -68,17 +71,25 @@ class PlanArguments:
 
     ask     the ask's file or ask:NAME, if one is given
     own     the values of own words; those of a list in order, even if there is one
+    texts   the own words as typed
     others  all other words
     """
 
     ask: str | None = None
     own: Mapping[str, Any] = field(default_factory=dict)
+    texts: Mapping[str, str] = field(default_factory=dict)
     others: tuple[str, ...] = ()
 
     def value(self, name: str, default: Any = None) -> Any:
         """The value of an own word; the first one of a list."""
         values = self.own.get(name, default)
         return values[0] if isinstance(values, list) else values
+
+    def with_changes(self, changes: Mapping[str, str]) -> "PlanArguments":
+        """The same with other values of these words. Raises SettingError."""
+        texts = [word for word in self.others if word.partition("=")[0] not in changes]
+        changed = parse_plan_words([f"{key}={text}" for key, text in changes.items()])
+        return PlanArguments(self.ask, {**self.own, **changed.own}, {**self.texts, **changed.texts}, (*texts, *changed.others))
 
     @property
     def out(self) -> Path | None:
@@ -90,7 +101,7 @@ class PlanArguments:
 def parse_plan_words(words: Sequence[str]) -> PlanArguments:
     """Sort the words. Raises SettingError with all problems of the own words."""
     problems: list[Problem] = []
-    own: dict[str, Any] = {}
+    own, given = dict[str, Any](), dict[str, str]()
     others, asks = [], []
     for word in words:
         match = KEY_VALUE.fullmatch(word)
@@ -101,12 +112,13 @@ def parse_plan_words(words: Sequence[str]) -> PlanArguments:
         elif match["key"] in own:
             problems.append(Problem(f"{match['key']}, twice", "each word once"))
         else:
+            given[match["key"]] = match["value"]
             problems += _parse_own(match["key"], match["value"], own)
     if len(asks) > 1:
         problems.append(Problem(" and ".join(asks), "one ask"))
     if problems:
         raise SettingError(problems, where=WHERE)
-    return PlanArguments(asks[0] if asks else None, own, tuple(others))
+    return PlanArguments(asks[0] if asks else None, own, given, tuple(others))
 
 
 def _parse_own(key: str, text: str, own: dict[str, Any]) -> list[Problem]:

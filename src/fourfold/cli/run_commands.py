@@ -280,6 +280,13 @@ def report(words: Sequence[str]) -> int:
     return 0
 
 
+def launch_quietly(command: Sequence[str], num_processes: int) -> int:
+    """Run a command in so many processes, without restarts; returns the exit code."""
+    from fourfold.launcher.restart_policy import SupervisionPolicy
+
+    return _launch(command, num_processes, SupervisionPolicy(max_restarts=0, notify=_print_error))
+
+
 def _launch(command: Sequence[str], num_processes: int, policy: "SupervisionPolicy", *, is_forked: bool = False) -> int:
     with collection_paused():
         from fourfold.launcher.local_job import launch

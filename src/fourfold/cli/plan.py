@@ -1,0 +1,143 @@
+"""`fourfold plan`: which plan a task should have, why, and what it will take.
+
+question  a task, a machine, and the fields that are pinned
+answer    printed, and written as a plan's file
+Law: nothing is overwritten unless the user says so; what is printed says what it was priced with.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fourfold.cli.plan_arguments import CALIBRATE, WHERE, PlanArguments, parse_plan_words
+from fourfold.environment.atomic_file import write_atomically
+from fourfold.plan.decide.decision import Decision, Refused
+from fourfold.plan.predict.prediction import Prediction
+from fourfold.words.errors import Problem, SettingError, os_error_text
+from fourfold.words.terminal_text import escape_controls
+from fourfold.words.units import format_bytes, format_step_seconds
+
+if TYPE_CHECKING:
+    from fourfold.cli.plan_question import Question, Questions
+    from fourfold.cli.plan_run import PlannedRun
+
+
+def plan(words: Sequence[str], processes: str | None) -> int:
+    """`fourfold plan`; returns the exit code. Raises FourfoldError."""
+    from fourfold.launcher.process_defaults import check_num_processes
+
+    devices = check_num_processes(processes, None)
+    if list(words[:1]) == [CALIBRATE]:
+        from fourfold.cli.plan_calibrate import run_calibrate
+
+        return run_calibrate(words[1:])
+    arguments = parse_plan_words(words)
+    from fourfold.cli import plan_what_if
+    from fourfold.cli.plan_question import Questions
+
+    questions = Questions(arguments, devices=devices)
+    if lists := plan_what_if.listed(arguments, arguments.texts):
+        return _show_curves(questions, arguments, lists)
+    check_out(arguments)
+    return _answer(questions, arguments)
+
+
+def check_out(arguments: PlanArguments) -> None:
+    """Raise SettingError where the plan's file is there already."""
+    out = arguments.out
+    if out is not None and out.exists() and not arguments.value("overwrite", False):
+        got = f"{out} exists already"
+        attempt = "overwrite=true, out=OTHER.toml, or out=none to write no file"
+        raise SettingError(Problem(got, "a file that does not exist yet, for the plan", attempt), where=WHERE)
+
+
+def _answer(questions: "Questions", arguments: PlanArguments, run: "PlannedRun | None" = None) -> int:
+    from fourfold.analysis.plan_text import format_decision
+
+    question = questions.make()
+    decision, workload = question.decide(), question.workload
+    if run is not None:
+        decision = run.beside(decision, question)
+        print(escape_controls(run.text(decision)) + "\n")
+    print(escape_controls(format_decision(decision, workload)), flush=True)
+    chosen = decision.answer
+    if (count := arguments.value("confirm")) is not None:
+        confirmed = _confirm(decision, question, arguments, count)
+        if confirmed is None:
+            return 1
+        chosen = confirmed
+    lines = _write_plan(arguments.out, chosen, question)
+    if (page := arguments.value("html")) is not None:
+        from fourfold.report.plan_page import render_decision
+
+        write_file(page, render_decision(decision, workload))
+        lines.append(f"page   {page}")
+    if lines:
+        print(escape_controls("\n" + "\n".join(lines)))
+    return 0
+
+
+def _write_plan(out: Path | None, chosen: Prediction, question: "Question") -> list[str]:
+    """Write the plan's file; returns what to print of it."""
+    if out is None:
+        return []
+    head = f"# fourfold plan: {question.task}, {question.machine.text}\n"
+    head += f"# predicted: {format_step_seconds(chosen.seconds)} a step, {format_bytes(chosen.memory.total)} a rank\n"
+    write_file(out, head + chosen.plan.to_toml())
+    return [f"plan   {out}, for fourfold train {question.task} {out}" if question.is_task else f"plan   {out}"]
+
+
+def write_file(path: Path, text: str) -> None:
+    """Write a file whole. Raises SettingError where that is not possible."""
+    try:
+        write_atomically(path, text.encode())
+    except OSError as error:
+        got = f"{path} could not be written: {os_error_text(error)}"
+        raise SettingError(Problem(got, "a place that can be written to", "another path"), where=WHERE) from None
+
+
+def _show_curves(questions: "Questions", arguments: PlanArguments, lists: Mapping[str, list[str]]) -> int:
+    from fourfold.analysis.plan_curves import format_curves
+    from fourfold.cli import plan_what_if
+
+    if confirm := arguments.value("confirm"):
+        got = f"confirm = {confirm}, with several values of {' and '.join(lists)}"
+        raise SettingError(Problem(got, "one value of each to run here", "the same without confirm="), where=WHERE)
+    curves = plan_what_if.make_curves(questions, lists)
+    head = questions.describe()
+    print(escape_controls(format_curves(curves, head=head)), flush=True)
+    if (page := arguments.value("html")) is not None:
+        from fourfold.report.plan_curves_page import render_curves
+
+        write_file(page, render_curves(curves, title="What if", under=head))
+        print(escape_controls(f"\npage   {page}"))
+    return 0
+
+
+def _confirm(
+    decision: Decision, question: "Question", arguments: PlanArguments, count: int
+) -> Prediction | None:
+    """The plan that is fastest when the first ones and the best baseline run here; None if a rank failed."""
+    from fourfold.analysis.plan_text import format_confirmed
+    from fourfold.cli.plan_question import task_words
+    from fourfold.cli.plan_timing import measure_plans
+    from fourfold.cli.run_commands import launch_quietly
+
+    if not (question.machine.is_here and question.is_task):
+        got = f"confirm = {count}, for {question.task} on {question.machine.text}"
+        raise SettingError(Problem(got, "a task and this machine: the plans are run here", "no confirm="), where=WHERE)
+    candidates = candidates_of(decision, count)
+    print(f"\nrunning {len(candidates)} plans here, in turns", flush=True)
+    seconds = measure_plans([each.plan for each in candidates], task_words(arguments), launch_quietly)
+    if seconds is None:
+        return None
+    print(escape_controls("\n" + format_confirmed(candidates, seconds)), flush=True)
+    return min(zip(candidates, seconds, strict=True), key=lambda pair: pair[1])[0]
+
+
+def candidates_of(decision: Decision, count: int) -> list[Prediction]:
+    """The first plans of a decision, and the best baseline that fits."""
+    fitting = [each for each in decision.baselines.values() if not isinstance(each, Refused)]
+    best = min(fitting, key=lambda each: each.seconds, default=decision.answer)
+    found = {each.plan: each for each in [*decision.ranked[:count], best]}
+    return list(found.values())

@@ -1,0 +1,166 @@
+"""Plan question: what one planning needs: a task's facts, a machine's prices, the fields that are pinned.
+
+resized   a source with another batch: its facts are of one sample, and stay
+Law: a question is made once per task and machine; lists of devices, memory or batches do not make the facts again.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from fourfold.cli import job, settings_file
+from fourfold.cli.arguments import parse_args, parse_values
+from fourfold.cli.plan_arguments import BATCH, GPT, WHERE, PlanArguments
+from fourfold.cli.plan_gpt import gpt_source
+from fourfold.cli.plan_machine import Machine, find_machine
+from fourfold.cli.strategy import STRATEGY_WORDS
+from fourfold.plan.decide.asks import ASK_PREFIX, ask_text
+from fourfold.plan.decide.ask import AUTO, Ask
+from fourfold.plan.decide.decision import Decision
+from fourfold.plan.param_spec import ParamSpec
+from fourfold.plan.plan import Plan
+from fourfold.plan.plan_fields import FIELDS
+from fourfold.plan.predict.cluster import Cluster
+from fourfold.plan.predict.facts import FactsSource, ModelFacts
+from fourfold.plan.predict.prices import Prices
+from fourfold.plan.predict.workload import Workload
+from fourfold.plan.update_spec import UpdateSpec
+from fourfold.words.errors import Problem, SettingError
+
+
+@dataclass(frozen=True)
+class ResizedSource:
+    """A source of facts with another batch size."""
+
+    source: FactsSource
+    batch_size: int
+
+    @property
+    def update_spec(self) -> UpdateSpec:
+        return self.source.update_spec
+
+    def facts(self, plan: Plan) -> ModelFacts:
+        return self.source.facts(plan)
+
+    def specs(self, plan: Plan) -> Sequence[ParamSpec]:
+        return self.source.specs(plan)
+
+    def stage_blocks(self, plan: Plan) -> tuple[range, ...]:
+        return self.source.stage_blocks(plan)
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is to be planned. `task`: for people."""
+
+    task: str
+    source: FactsSource
+    machine: Machine
+    ask: Ask
+
+    @property
+    def workload(self) -> Workload:
+        """The work of a step, and the peak of the devices in the dtype of the model, if it is known."""
+        memory = self.ask.memory_bytes or self.machine.cluster.memory_bytes
+        peaks = self.machine.cluster.flops_per_second.values()
+        return Workload.of(
+            self.source,
+            task=self.task,
+            machine=self.machine.text,
+            memory_bytes=memory,
+            peak_flops=max(peaks, default=None),
+        )
+
+    def decide(self) -> Decision:
+        """The best plans. Raises PlanError if none fits."""
+        from fourfold.plan.decide.decide import decide
+
+        return decide(self.ask, self.source, self.machine.prices, self.machine.cluster)
+
+
+class Questions:
+    """The questions of one command: what several of them share, is made once.
+
+    devices  how many there are, where no word says so
+    """
+
+    def __init__(self, arguments: PlanArguments, *, devices: int | None) -> None:
+        self._arguments, self._devices = arguments, devices
+        self._sources: dict[tuple[str, ...], tuple[str, FactsSource]] = {}
+        self._machines: dict[tuple[str | None, float | None, int], Machine] = {}
+
+    def make(self, changes: Mapping[str, str] | None = None) -> Question:
+        """The question of the command, with these words in place of its own. Raises FourfoldError."""
+        arguments = self._arguments.with_changes(changes or {})
+        name = next((word for word in arguments.others if "=" not in word and not word.endswith(".toml")), None)
+        batch = next((word for word in arguments.others if word.startswith(f"{BATCH}=")), None)
+        if name == GPT:
+            parsed = parse_args(arguments.others)
+            command = settings_file.Command(GPT, parsed.plan_file, None, parsed.values)
+        else:
+            command = settings_file.parse_command(arguments.others)
+        task, source = self._source(name, arguments)
+        if batch is not None:
+            source = ResizedSource(source, parse_batch(batch))
+        ask = read_ask(arguments, command, devices=self._devices)
+        machine = self._machine(arguments, ask)
+        return Question(task, source, machine, ask)
+
+    def _source(self, name: str | None, arguments: PlanArguments) -> tuple[str, FactsSource]:
+        words = tuple(word for word in task_words(arguments) if not word.startswith(f"{BATCH}="))
+        if words not in self._sources:
+            self._sources[words] = gpt_source(words) if name == GPT else task_source(words)
+        return self._sources[words]
+
+    def _machine(self, arguments: PlanArguments, ask: Ask) -> Machine:
+        key = (arguments.value("cluster"), arguments.value("network"), ask.devices or 0)
+        if key not in self._machines:
+            self._machines[key] = find_machine(key[0], devices=ask.devices, network=key[1])
+        return self._machines[key]
+
+
+def parse_batch(word: str) -> int:
+    """The batch in `batch_size=…`. Raises SettingError."""
+    text = word.partition("=")[2]
+    if not (text.isdecimal() and int(text)):
+        raise SettingError(Problem(f"{BATCH} = {text or '(nothing)'}", "a whole number of at least 1"), where=WHERE)
+    return int(text)
+
+
+def task_source(words: Sequence[str]) -> tuple[str, FactsSource]:
+    """The facts of the task that the words name, and its name. Raises FourfoldError."""
+    from fourfold.analysis.task_facts import TaskFacts
+
+    prepared = job.parse_job(words, has_run_dir=False)
+    return prepared.task_name, TaskFacts(prepared.task)
+
+
+def read_ask(arguments: PlanArguments, command: settings_file.Command, *, devices: int | None) -> Ask:
+    """The ask of a command line: its file, with what the words pin. Raises PlanError."""
+    ask = _ask_of_file(arguments.ask or command.plan_file)
+    values = {key: text for key, text in command.values.items() if key in FIELDS}
+    pinned: dict[str, object] = dict.fromkeys((key for key, text in values.items() if text == AUTO), AUTO)
+    pinned |= parse_values({key: text for key, text in values.items() if text != AUTO}, None).plan
+    if command.settings_file is not None:
+        pinned = command.settings_file.parse(None).plan | pinned
+    given = {"devices": arguments.value("devices") or ask.devices or devices}
+    given |= {"memory": memory} if (memory := arguments.value("memory")) else {}
+    return ask.with_changes(**{**pinned, **given})
+
+
+def _ask_of_file(name: str | None) -> Ask:
+    if name is None:
+        return Ask()
+    if name.startswith(ASK_PREFIX):
+        return Ask.from_toml(ask_text(name.removeprefix(ASK_PREFIX)), where=name)
+    return Ask.from_toml(job.read_plan_text(name), where=name)
+
+
+def task_words(arguments: PlanArguments) -> list[str]:
+    """The words that name the task and its arguments, without those of the ask."""
+    mine = (*FIELDS, *STRATEGY_WORDS)
+    return [word for word in arguments.others if word.partition("=")[0] not in mine and not _is_ask(word)]
+
+
+def _is_ask(word: str) -> bool:
+    return word.endswith(".toml") and settings_file.read_settings_file(word) is None
