@@ -117,6 +117,11 @@ class ModelFacts:
         """All segments, in the order of a forward."""
         return (self.first, *self.blocks, self.last)
 
+    @property
+    def flops(self) -> float:
+        """Of a forward of one sample."""
+        return sum(segment.flops for segment in self.segments)
+
 
 class FactsSource(Protocol):
     """Where facts come from: the meta model of a task, or the formulas of a GPT. Each answer is remembered."""
