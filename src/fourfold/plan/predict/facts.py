@@ -75,6 +75,8 @@ class SegmentFacts:
     operations   of a forward
     saved_bytes  by the plan's `recompute`: what autograd keeps of one sample until backward
     temporary_bytes  the most that a forward or backward of one sample holds in addition
+    norm_channels    of each batch normalization that uses statistics of the batch: with `batch_norm = "sync"`, data
+                     ranks exchange sums over them in forward and in backward
     """
 
     name: str
@@ -83,6 +85,7 @@ class SegmentFacts:
     saved_bytes: Mapping[str, float]
     collectives: tuple[Collective, ...] = ()
     temporary_bytes: float = 0.0
+    norm_channels: tuple[int, ...] = ()
 
     @property
     def flops(self) -> float:
@@ -94,7 +97,10 @@ class SegmentFacts:
 class ModelFacts:
     """A model as one rank of a plan computes it: all tensor ranks compute as much.
 
-    boundary_bytes  of what one stage sends the next, for one sample
+    boundary_bytes  of what one rank of a stage sends the next stage, for one sample: in the precision of the plan,
+                    before `edge` encodes it; where residuals are split, of the rank's part
+    boundary_columns        features of a token at a boundary: the last dim; 0: what crosses is not encoded
+    boundary_element_bytes  of an element there
     tokens          of one sample, if it has tokens: for rates
     """
 
@@ -103,6 +109,8 @@ class ModelFacts:
     last: SegmentFacts
     boundary_bytes: float
     tokens: int | None = None
+    boundary_columns: int = 0
+    boundary_element_bytes: int = 4
 
     @property
     def segments(self) -> tuple[SegmentFacts, ...]:

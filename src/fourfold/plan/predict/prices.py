@@ -7,6 +7,7 @@ Law: more samples, bytes, elements or ranks never cost less.
 
 from typing import NamedTuple, Protocol
 
+from fourfold.plan.codec import CodecSpec
 from fourfold.plan.plan import Plan
 from fourfold.plan.predict.facts import SegmentFacts
 from fourfold.words.layout import Change
@@ -28,10 +29,14 @@ class SegmentSeconds(NamedTuple):
 
 
 class GroupShape(NamedTuple):
-    """The ranks of a collective: `hosts` of them with `ranks_per_host` each."""
+    """The ranks of a collective: `hosts` of them with `ranks_per_host` each.
+
+    shares_memory  the ranks of each host meet in shared memory: they sum there themselves, and only hosts send messages
+    """
 
     ranks_per_host: int
     hosts: int = 1
+    shares_memory: bool = False
 
     @property
     def size(self) -> int:
@@ -46,7 +51,11 @@ class Prices(Protocol):
         ...
 
     def collective(self, change: Change, whole_bytes: float, group: GroupShape) -> float:
-        """One collective of the data axis over a tensor of so many bytes."""
+        """One collective of the data axis over a tensor of so many bytes.
+
+        Where ranks share memory, an all-gather of no bytes is what it takes them to meet; over several hosts, the price
+        includes what the ranks of a host do themselves, which is the price of the same collective on one host.
+        """
         ...
 
     def edge(self, num_bytes: float, *, crosses_hosts: bool) -> float:
@@ -55,6 +64,18 @@ class Prices(Protocol):
 
     def update(self, optimizer: str, num_elements: float, num_bytes: float) -> float:
         """An optimizer update of so many elements, whose weights, gradients and states take so many bytes."""
+        ...
+
+    def memory_pass(self, num_bytes: float) -> float:
+        """A pointwise pass that reads and writes so many bytes in all: a copy, an addition, a norm."""
+        ...
+
+    def codec(self, codec: CodecSpec, num_elements: float) -> float:
+        """What a rank computes to encode and decode a bucket of so many elements."""
+        ...
+
+    def offload(self, num_bytes: float) -> float:
+        """So many bytes between a device and its host's memory; nothing where ranks compute on the host."""
         ...
 
     def slowdown(self) -> float:
