@@ -34,12 +34,16 @@ def plan(words: Sequence[str], processes: str | None) -> int:
     arguments = parse_plan_words(words)
     from fourfold.cli import plan_what_if
     from fourfold.cli.plan_question import Questions
+    from fourfold.cli.plan_run import find_planned_run
 
+    run = find_planned_run(arguments.name)
+    if run is not None:
+        arguments = run.arguments(arguments)
     questions = Questions(arguments, devices=devices)
     if lists := plan_what_if.listed(arguments, arguments.texts):
         return _show_curves(questions, arguments, lists)
     check_out(arguments)
-    return _answer(questions, arguments)
+    return _answer(questions, arguments, run)
 
 
 def check_out(arguments: PlanArguments) -> None:
@@ -53,12 +57,14 @@ def check_out(arguments: PlanArguments) -> None:
 
 def _answer(questions: "Questions", arguments: PlanArguments, run: "PlannedRun | None" = None) -> int:
     from fourfold.analysis.plan_text import format_decision
+    from fourfold.cli import plan_run
 
     question = questions.make()
     decision, workload = question.decide(), question.workload
     if run is not None:
-        decision = run.beside(decision, question)
-        print(escape_controls(run.text(decision)) + "\n")
+        own = question.predict(run.plan)
+        decision = plan_run.beside(run, decision, own)
+        print(escape_controls(plan_run.format_run(run, own)) + "\n")
     print(escape_controls(format_decision(decision, workload)), flush=True)
     chosen = decision.answer
     if (count := arguments.value("confirm")) is not None:
@@ -114,9 +120,7 @@ def _show_curves(questions: "Questions", arguments: PlanArguments, lists: Mappin
     return 0
 
 
-def _confirm(
-    decision: Decision, question: "Question", arguments: PlanArguments, count: int
-) -> Prediction | None:
+def _confirm(decision: Decision, question: "Question", arguments: PlanArguments, count: int) -> Prediction | None:
     """The plan that is fastest when the first ones and the best baseline run here; None if a rank failed."""
     from fourfold.analysis.plan_text import format_confirmed
     from fourfold.cli.plan_question import task_words

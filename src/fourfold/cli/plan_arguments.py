@@ -5,6 +5,7 @@ list      several values with commas, of an own word, a field or an argument of 
 Law: an unknown word or a wrong value is an error that names the closest one, before anything is measured or written.
 """
 
+import dataclasses
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ WHERE = "fourfold plan"
 GPT = "gpt"
 BATCH = "batch_size"
 CALIBRATE = "calibrate"
-DEFAULT_OUT = "plan.toml"
+DEFAULT_OUT, NO_FILE = "plan.toml", "none"
 RATE = re.compile(r"(?P<number>\d+(?:\.\d+)?(?:e[+-]?\d+)?)\s*(?P<prefix>[kMGT]?)(?P<unit>bit|B)/s")
 PREFIXES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 MAX_CONFIRMED = 8
@@ -73,29 +74,41 @@ class PlanArguments:
     own     the values of own words; those of a list in order, even if there is one
     texts   the own words as typed
     others  all other words
+    kept    of a run that is planned again: the fields of its plan that stay; None: not a run
     """
 
     ask: str | None = None
     own: Mapping[str, Any] = field(default_factory=dict)
     texts: Mapping[str, str] = field(default_factory=dict)
     others: tuple[str, ...] = ()
+    kept: Mapping[str, object] | None = None
 
     def value(self, name: str, default: Any = None) -> Any:
         """The value of an own word; the first one of a list."""
         values = self.own.get(name, default)
         return values[0] if isinstance(values, list) else values
 
+    @property
+    def name(self) -> str | None:
+        """The task, gpt or a run, if one is named."""
+        return next((word for word in self.others if "=" not in word and not word.endswith(".toml")), None)
+
     def with_changes(self, changes: Mapping[str, str]) -> "PlanArguments":
         """The same with other values of these words. Raises SettingError."""
         texts = [word for word in self.others if word.partition("=")[0] not in changes]
         changed = parse_plan_words([f"{key}={text}" for key, text in changes.items()])
-        return PlanArguments(self.ask, {**self.own, **changed.own}, {**self.texts, **changed.texts}, (*texts, *changed.others))
+        return dataclasses.replace(
+            self,
+            own={**self.own, **changed.own},
+            texts={**self.texts, **changed.texts},
+            others=(*texts, *changed.others),
+        )
 
     @property
     def out(self) -> Path | None:
         """Where the plan goes; None: nowhere."""
         out = self.own.get("out", Path(DEFAULT_OUT))
-        return None if str(out) == "none" else out
+        return None if str(out) == NO_FILE else out
 
 
 def parse_plan_words(words: Sequence[str]) -> PlanArguments:

@@ -6,7 +6,6 @@ Law: a question is made once per task and machine; lists of devices, memory or b
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from fourfold.cli import job, settings_file
 from fourfold.cli.arguments import parse_args, parse_values
@@ -14,15 +13,13 @@ from fourfold.cli.plan_arguments import BATCH, GPT, WHERE, PlanArguments
 from fourfold.cli.plan_gpt import gpt_source
 from fourfold.cli.plan_machine import Machine, find_machine
 from fourfold.cli.strategy import STRATEGY_WORDS
-from fourfold.plan.decide.asks import ASK_PREFIX, ask_text
 from fourfold.plan.decide.ask import AUTO, Ask
+from fourfold.plan.decide.asks import ASK_PREFIX, ask_text
 from fourfold.plan.decide.decision import Decision
 from fourfold.plan.param_spec import ParamSpec
 from fourfold.plan.plan import Plan
 from fourfold.plan.plan_fields import FIELDS
-from fourfold.plan.predict.cluster import Cluster
 from fourfold.plan.predict.facts import FactsSource, ModelFacts
-from fourfold.plan.predict.prices import Prices
 from fourfold.plan.predict.workload import Workload
 from fourfold.plan.update_spec import UpdateSpec
 from fourfold.words.errors import Problem, SettingError
@@ -92,7 +89,7 @@ class Questions:
     def make(self, changes: Mapping[str, str] | None = None) -> Question:
         """The question of the command, with these words in place of its own. Raises FourfoldError."""
         arguments = self._arguments.with_changes(changes or {})
-        name = next((word for word in arguments.others if "=" not in word and not word.endswith(".toml")), None)
+        name = arguments.name
         batch = next((word for word in arguments.others if word.startswith(f"{BATCH}=")), None)
         if name == GPT:
             parsed = parse_args(arguments.others)
@@ -138,14 +135,20 @@ def task_source(words: Sequence[str]) -> tuple[str, FactsSource]:
 def read_ask(arguments: PlanArguments, command: settings_file.Command, *, devices: int | None) -> Ask:
     """The ask of a command line: its file, with what the words pin. Raises PlanError."""
     ask = _ask_of_file(arguments.ask or command.plan_file)
-    values = {key: text for key, text in command.values.items() if key in FIELDS}
-    pinned: dict[str, object] = dict.fromkeys((key for key, text in values.items() if text == AUTO), AUTO)
-    pinned |= parse_values({key: text for key, text in values.items() if text != AUTO}, None).plan
-    if command.settings_file is not None:
-        pinned = command.settings_file.parse(None).plan | pinned
+    opened = (key for key, text in command.values.items() if key in FIELDS and text == AUTO)
+    pinned = pinned_fields(command, kept=arguments.kept) | dict.fromkeys(opened, AUTO)
     given = {"devices": arguments.value("devices") or ask.devices or devices}
     given |= {"memory": memory} if (memory := arguments.value("memory")) else {}
     return ask.with_changes(**{**pinned, **given})
+
+
+def pinned_fields(command: settings_file.Command, *, kept: Mapping[str, object] | None = None) -> dict[str, object]:
+    """The fields of the plan that the words give, and those of a settings file, or in their place those that are kept."""
+    values = {key: text for key, text in command.values.items() if key in FIELDS and text != AUTO}
+    in_words = parse_values(values, None).plan
+    if kept is None:
+        kept = {} if command.settings_file is None else command.settings_file.parse(None).plan
+    return {**kept, **in_words}
 
 
 def _ask_of_file(name: str | None) -> Ask:
@@ -159,8 +162,10 @@ def _ask_of_file(name: str | None) -> Ask:
 def task_words(arguments: PlanArguments) -> list[str]:
     """The words that name the task and its arguments, without those of the ask."""
     mine = (*FIELDS, *STRATEGY_WORDS)
-    return [word for word in arguments.others if word.partition("=")[0] not in mine and not _is_ask(word)]
+    return [word for word in arguments.others if word.partition("=")[0] not in mine and not is_ask(word)]
 
 
-def _is_ask(word: str) -> bool:
-    return word.endswith(".toml") and settings_file.read_settings_file(word) is None
+def is_ask(word: str) -> bool:
+    """Whether a word is the name of an ask, and not of a settings file."""
+    is_file = word.endswith(".toml") and settings_file.read_settings_file(word) is None
+    return is_file or word.startswith((ASK_PREFIX, RECIPE_PREFIX))

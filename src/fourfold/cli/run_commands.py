@@ -36,6 +36,10 @@ def train(words: Sequence[str], processes: str | None) -> int:
 
     world = from_environment()
     required, has_own_ranks = check_num_processes(processes, world), world is None
+    if plan_word.wants_plan(words):
+        from fourfold.cli import plan_auto
+
+        words = plan_auto.resolve_words(words, num_processes=required, world=world)
     if swept := sweep.swept_values(words):
         return _train_sweep(words, swept, required, world)
     if has_own_ranks and _becomes_forking_launcher(job.planned_size(words, required)):
