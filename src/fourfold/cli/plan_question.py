@@ -21,6 +21,7 @@ from fourfold.plan.plan import Plan
 from fourfold.plan.plan_fields import FIELDS
 from fourfold.plan.predict.facts import FactsSource, ModelFacts
 from fourfold.plan.predict.workload import Workload
+from fourfold.plan.recipes import RECIPE_PREFIX, recipe_text
 from fourfold.plan.update_spec import UpdateSpec
 from fourfold.words.errors import Problem, SettingError
 
@@ -143,7 +144,7 @@ def read_ask(arguments: PlanArguments, command: settings_file.Command, *, device
 
 
 def pinned_fields(command: settings_file.Command, *, kept: Mapping[str, object] | None = None) -> dict[str, object]:
-    """The fields of the plan that the words give, and those of a settings file, or in their place those that are kept."""
+    """The fields of the plan that the words give, and those of a settings file, or instead of these `kept`."""
     values = {key: text for key, text in command.values.items() if key in FIELDS and text != AUTO}
     in_words = parse_values(values, None).plan
     if kept is None:
@@ -156,7 +157,8 @@ def _ask_of_file(name: str | None) -> Ask:
         return Ask()
     if name.startswith(ASK_PREFIX):
         return Ask.from_toml(ask_text(name.removeprefix(ASK_PREFIX)), where=name)
-    return Ask.from_toml(job.read_plan_text(name), where=name)
+    text = recipe_text(name.removeprefix(RECIPE_PREFIX)) if name.startswith(RECIPE_PREFIX) else job.read_plan_text(name)
+    return Ask.from_toml(text, where=name)
 
 
 def task_words(arguments: PlanArguments) -> list[str]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fourfold.cli import forking, sigint
+from fourfold.cli import forking, plan_word, sigint
 from fourfold.environment.imports import collection_paused
 from fourfold.environment.standard_streams import print_stderr, redirect_to_null
 from fourfold.environment.world import World, from_environment
@@ -36,12 +36,13 @@ def train(words: Sequence[str], processes: str | None) -> int:
 
     world = from_environment()
     required, has_own_ranks = check_num_processes(processes, world), world is None
-    if plan_word.wants_plan(words):
+    asks_for_plan = plan_word.wants_plan(words)
+    if swept := sweep.swept_values([word for word in words if word != plan_word.PLAN_AUTO]):
+        return _train_sweep(words, swept, required, world)
+    if asks_for_plan:
         from fourfold.cli import plan_auto
 
         words = plan_auto.resolve_words(words, num_processes=required, world=world)
-    if swept := sweep.swept_values(words):
-        return _train_sweep(words, swept, required, world)
     if has_own_ranks and _becomes_forking_launcher(job.planned_size(words, required)):
 
         def check() -> dict[str, Any]:
