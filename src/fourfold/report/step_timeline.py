@@ -83,7 +83,7 @@ def step_card(trace: Trace) -> str:
     deviation = both[1] / (both[0] or 1.0) - 1
     text = (
         f"Step {step}: measured {both[0] * 1e3:.2f} ms, simulated {both[1] * 1e3:.2f} ms "
-        f"({_signed(100 * deviation, 1)} %). The simulation runs the same program at the median cost of each action "
+        f"({signed(100 * deviation, 1)} %). The simulation runs the same program at the median cost of each action "
         f"over {len(trace.steps)} sampled steps, without waits."
     )
     mark = f"a line on the reduce lane: a bucket is {READY_EVENT}"
@@ -190,9 +190,10 @@ def _difference_table(rows: Sequence[Difference], both: tuple[float, float]) -> 
 
 def _difference_row(name: str, cost: float, price: float, end: float, simulated_end: float, *, style: str = "") -> str:
     cells = (cost, price, price - cost, end, simulated_end, simulated_end - end)
-    shown = (_signed(cell * 1e3) if index % 3 == 2 else f"{cell * 1e3:.3f}" for index, cell in enumerate(cells))
+    shown = (signed(cell * 1e3) if index % 3 == 2 else f"{cell * 1e3:.3f}" for index, cell in enumerate(cells))
     return f"<tr{style}><td>{escape(name)}</td>{''.join(f'<td>{text}</td>' for text in shown)}</tr>"
 
 
-def _signed(value: float, digits: int = 3) -> str:
+def signed(value: float, digits: int = 3) -> str:
+    """A difference with its sign: +0.012, −1.5."""
     return f"{value:+.{digits}f}".replace("-", "−")
