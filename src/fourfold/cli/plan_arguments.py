@@ -6,7 +6,6 @@ Law: an unknown word or a wrong value is an error that names the closest one, be
 """
 
 import dataclasses
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,25 +13,27 @@ from typing import Any
 
 from fourfold.cli.arguments import KEY_VALUE
 from fourfold.plan.decide.asks import ASK_PREFIX
-from fourfold.words.errors import Problem, SettingError, closest_match
-from fourfold.words.units import parse_bytes
+from fourfold.plan.predict.quantities import Dimension, read_quantity
+from fourfold.words.errors import Problem, SettingError
 
 WHERE = "fourfold plan"
 GPT = "gpt"
 BATCH = "batch_size"
 CALIBRATE = "calibrate"
 DEFAULT_OUT, NO_FILE = "plan.toml", "none"
-RATE = re.compile(r"(?P<number>\d+(?:\.\d+)?(?:e[+-]?\d+)?)\s*(?P<prefix>[kMGT]?)(?P<unit>bit|B)/s")
-PREFIXES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 MAX_CONFIRMED = 8
 
 
-def parse_rate(text: str) -> float:
-    """The bytes a second that "100Mbit/s" or "25GB/s" mean. Raises ValueError."""
-    match = RATE.fullmatch(text.strip())
-    if match is None or float(match["number"]) <= 0:
-        raise ValueError(text)
-    return float(match["number"]) * PREFIXES[match["prefix"]] / (8 if match["unit"] == "bit" else 1)
+def _quantity(name: str, dimension: Dimension) -> Callable[[str], float]:
+    """Reads a number with its unit. The function raises SettingError with what is wrong."""
+
+    def read(text: str) -> float:
+        value = read_quantity(name, text, dimension)
+        if isinstance(value, Problem):
+            raise SettingError(value)
+        return value
+
+    return read
 
 
 def _parse_count(text: str) -> int:
@@ -56,8 +57,8 @@ def _parse_bool(text: str) -> bool:
 # Word -> how its text is read, what is needed, and whether it may be a list.
 OWN_WORDS: dict[str, tuple[Callable[[str], Any], str, bool]] = {
     "devices": (_parse_count, "a whole number of at least 1", True),
-    "memory": (parse_bytes, "the bytes of a device with their unit, such as 80GiB", True),
-    "network": (parse_rate, "what a rank sends to another host, such as 10Gbit/s or 25GB/s", True),
+    "memory": (_quantity("memory", Dimension.BYTES), "the bytes of a device", True),
+    "network": (_quantity("network", Dimension.BYTES_PER_SECOND), "what a rank sends to other hosts", True),
     "cluster": (str, "a cluster that comes with Fourfold, or a TOML file", False),
     "html": (Path, "a file for the page", False),
     "out": (Path, "a file for the plan, or none", False),
@@ -138,15 +139,16 @@ def _parse_own(key: str, text: str, own: dict[str, Any]) -> list[Problem]:
     """Read the value of an own word into `own`; returns what is wrong with it."""
     parse, need, is_list = OWN_WORDS[key]
     texts = text.split(",") if is_list else [text]
+    own[key] = None
+    need += ", or several with commas" if is_list else ""
+    if not all(texts):
+        return [Problem(f"{key} = {text or '(nothing)'}", need)]
     try:
-        values = [parse(each) for each in texts if each or not is_list]
+        values = [parse(each) for each in texts]
+    except SettingError as error:
+        return list(error.problems)
     except (ValueError, KeyError, OverflowError):
-        values = []
-    if len(values) < len(texts) or not text:
-        close = closest_match(text, ("true", "false")) if key == "overwrite" else None
-        need += ", or several with commas" if is_list else ""
-        own[key] = None
-        return [Problem(f"{key} = {text or '(nothing)'}", need, f"{key}={close}" if close else "")]
+        return [Problem(f"{key} = {text}", need)]
     if len(set(values)) < len(values):
         return [Problem(f"{key} = {text}", "each value once")]
     own[key] = values if is_list else values[0]

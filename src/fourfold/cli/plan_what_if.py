@@ -45,7 +45,7 @@ def _is_list(key: str, values: Sequence[str]) -> bool:
     """Whether the commas stand between values: of a plan's field (but its texts have commas), or of numbers."""
     if key in FIELDS:
         return key not in ("stages", "dims", "program")
-    return all(map(_is_number, values))
+    return all(not text or _is_number(text) for text in values) and any(values)
 
 
 def _is_number(text: str) -> bool:
