@@ -7,37 +7,14 @@ Law: a plan is written as words of the command line: typed there, they are that 
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from fourfold.plan.decide.decision import Change, Decision, Refused
+from fourfold.plan.decide.reasons import reason
 from fourfold.plan.plan import Plan
 from fourfold.plan.predict.prediction import MemoryParts, Prediction, StepTerms
-from fourfold.words.units import BINARY_PREFIXES, format_bytes, format_percent, format_step_seconds
+from fourfold.words.units import BINARY_PREFIXES, format_bytes, format_step_seconds
 
-TERM_NAMES = {
-    "compute": "forward and backward",
-    "recompute": "recomputation",
-    "tensor": "tensor collectives",
-    "sequence": "sequence collectives",
-    "bubble": "waits for stages",
-    "exposed": "data collectives not hidden",
-    "update": "update",
-    "overhead": "overhead",
-}
 NO_WORDS = "dp=1"
-
-
-class Comparison(NamedTuple):
-    """A plan against a baseline: seconds of a step, and the term that makes most of the difference.
-
-    saved         seconds that the baseline takes more; below 0: less
-    biggest       the term of which the plan saves most, and how much
-    dearest       the term of which it takes more, if any, and how much more
-    """
-
-    saved: float
-    biggest: tuple[str, float] | None
-    dearest: tuple[str, float] | None
 
 
 def plan_words(plan: Plan) -> str:
@@ -54,34 +31,14 @@ def _word(value: object) -> str:
     return f"'{value}'" if isinstance(value, str) and (" " in value or "\n" in value) else str(value)
 
 
-def compare(best: Prediction, baseline: Prediction) -> Comparison:
-    """What a plan saves against a baseline, and pays."""
-    differences = {name: getattr(baseline.terms, name) - getattr(best.terms, name) for name in StepTerms._fields}
-    biggest = max(differences.items(), key=lambda pair: pair[1])
-    dearest = min(differences.items(), key=lambda pair: pair[1])
-    return Comparison(
-        baseline.seconds - best.seconds,
-        biggest if biggest[1] > 0 else None,
-        (dearest[0], -dearest[1]) if dearest[1] < 0 else None,
-    )
-
-
-def reason(best: Prediction, baseline: Prediction, *, error: float) -> str:
-    """What the best plan saves against a baseline, in a sentence without its subject."""
-    saved, biggest, dearest = compare(best, baseline)
-    if best.plan == baseline.plan:
-        return "is this plan"
-    fraction = abs(saved) / baseline.seconds
+def against(answer: Prediction, baseline: Prediction, *, error: float) -> str:
+    """What a baseline takes, and what the answer saves against it."""
+    if answer.plan == baseline.plan:
+        return "is the first"
     time = f"takes {format_step_seconds(baseline.seconds)}"
-    if fraction <= error:
+    if abs(baseline.seconds / answer.seconds - 1) <= error:
         return f"{time}, which is equal within the error"
-    parts = []
-    if biggest is not None:
-        parts.append(f"saves {format_step_seconds(biggest[1])} of {TERM_NAMES[biggest[0]]}")
-    if dearest is not None and dearest[1] >= 0.01 * best.seconds:
-        parts.append(f"pays {format_step_seconds(dearest[1])} more of {TERM_NAMES[dearest[0]]}")
-    verdict = f"{time}; the first takes {format_percent(fraction)} {'less' if saved > 0 else 'more'}"
-    return f"{verdict}: it {', and '.join(parts)}" if parts else verdict
+    return f"{time}; the first {reason(answer, baseline)}"
 
 
 def reasons(decision: Decision) -> list[tuple[str, str]]:
@@ -91,8 +48,14 @@ def reasons(decision: Decision) -> list[tuple[str, str]]:
         if isinstance(baseline, Refused):
             rows.append((name, f"{'is not possible' if baseline.problems else 'does not fit'}: {refusal(baseline)}"))
         else:
-            rows.append((name, reason(decision.answer, baseline, error=decision.error)))
+            rows.append((name, against(decision.answer, baseline, error=decision.error)))
     return rows
+
+
+def best_baseline(decision: Decision) -> tuple[str, Prediction] | None:
+    """The fastest baseline that fits, with its name; None if none fits."""
+    fitting = [(name, each) for name, each in decision.baselines.items() if not isinstance(each, Refused)]
+    return min(fitting, key=lambda pair: pair[1].seconds, default=None)
 
 
 def compared(decision: Decision) -> dict[str, Prediction]:

@@ -9,9 +9,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fourfold.analysis.plan_words import best_baseline
 from fourfold.cli.plan_arguments import CALIBRATE, WHERE, PlanArguments, parse_plan_words
 from fourfold.environment.atomic_file import write_atomically
-from fourfold.plan.decide.decision import Decision, Refused
+from fourfold.plan.decide.decision import Decision
 from fourfold.plan.predict.prediction import Prediction
 from fourfold.words.errors import Problem, SettingError, os_error_text
 from fourfold.words.terminal_text import escape_controls
@@ -141,7 +142,7 @@ def _confirm(decision: Decision, question: "Question", arguments: PlanArguments,
 
 def candidates_of(decision: Decision, count: int) -> list[Prediction]:
     """The first plans of a decision, and the best baseline that fits."""
-    fitting = [each for each in decision.baselines.values() if not isinstance(each, Refused)]
-    best = min(fitting, key=lambda each: each.seconds, default=decision.answer)
-    found = {each.plan: each for each in [*decision.ranked[:count], best]}
+    found = {each.plan: each for each in decision.ranked[:count]}
+    if (best := best_baseline(decision)) is not None:
+        found.setdefault(best[1].plan, best[1])
     return list(found.values())
