@@ -44,7 +44,7 @@ def test_a_word_with_several_values_is_a_list_where_its_commas_stand_between_val
     with pytest.raises(SettingError, match="a value on both sides of each comma"):
         listed(parse_plan_words(["length=128,"]), {})
     many = parse_plan_words(["length=" + ",".join(map(str, range(65)))])
-    with pytest.raises(SettingError, match="65 combinations +need at most 64"):
+    with pytest.raises(SettingError, match=r"65 combinations +need at most 64"):
         listed(many, many.texts)
 
 
