@@ -144,7 +144,7 @@ def term_rows(predictions: Mapping[str, Prediction]) -> list[tuple[str, ...]]:
 
 def _unit_of(most: float) -> tuple[str, float, int]:
     """The unit in which to write times of at most so many seconds: its text, factor and digits after the point."""
-    unit, factor = ("s", 1.0) if most >= 1.0 else ("ms", 1e3) if most >= 1e-3 else ("µs", 1e6)
+    unit, factor = ("s", 1.0) if most >= 10.0 else ("ms", 1e3) if most >= 1e-3 else ("µs", 1e6)
     return f"in {unit}", factor, 1 if most * factor >= 100 else 2
 
 

@@ -15,6 +15,7 @@ from fourfold.plan.predict.prediction import MemoryParts, Prediction, StepTerms
 from fourfold.words.units import BINARY_PREFIXES, format_bytes, format_step_seconds
 
 NO_WORDS = "dp=1"
+ROUNDING = 1e-6
 
 
 def plan_words(plan: Plan) -> str:
@@ -46,10 +47,20 @@ def reasons(decision: Decision) -> list[tuple[str, str]]:
     rows = []
     for name, baseline in decision.baselines.items():
         if isinstance(baseline, Refused):
-            rows.append((name, f"{'is not possible' if baseline.problems else 'does not fit'}: {refusal(baseline)}"))
+            rows.append((name, _why_not(baseline)))
         else:
             rows.append((name, against(decision.answer, baseline, error=decision.error)))
     return rows
+
+
+def _why_not(baseline: Refused) -> str:
+    """Why a baseline is not to be had: it does not fit, is not legal, or differs from what the ask pins."""
+    if not baseline.problems:
+        return f"does not fit: {refusal(baseline)}"
+    if baseline.prediction is None:
+        return f"is not possible: {refusal(baseline)}"
+    fields = ", ".join(each.got.partition(" = ")[0] for each in baseline.problems)
+    return f"would take {format_step_seconds(baseline.prediction.seconds)}, but {fields} is pinned"
 
 
 def best_baseline(decision: Decision) -> tuple[str, Prediction] | None:
@@ -59,9 +70,12 @@ def best_baseline(decision: Decision) -> tuple[str, Prediction] | None:
 
 
 def compared(decision: Decision) -> dict[str, Prediction]:
-    """The first plan and the baselines that fit, by name."""
-    fitting = {name: each for name, each in decision.baselines.items() if not isinstance(each, Refused)}
-    return {"the first": decision.answer} | fitting
+    """The first plan and the baselines that fit, by name; each plan once."""
+    found = {"the first": decision.answer}
+    for name, each in decision.baselines.items():
+        if not isinstance(each, Refused) and each.plan not in [known.plan for known in found.values()]:
+            found[name] = each
+    return found
 
 
 def refusal(refused: Refused) -> str:
@@ -80,14 +94,18 @@ def nearest_changes(refused: Refused) -> str:
 def _format_change(change: Change) -> str:
     if change.field == "memory" and isinstance(change.value, int | float):
         factor, unit = next((pair for pair in BINARY_PREFIXES if change.value >= pair[0]), (1, "B"))
-        return f"memory={math.ceil(100 * change.value / factor) / 100:g}{unit}"  # not less than what is needed
+        return f"memory={math.ceil(10 * change.value / factor - ROUNDING) / 10:g}{unit}"  # not less than is needed
     then = "" if change.prediction is None else f" ({format_bytes(change.prediction.memory.total)})"
     return f"{change.field}={change.value}{then}"
 
 
 def used_terms(predictions: Sequence[Prediction]) -> list[str]:
-    """The names of the terms of which any of the plans has some."""
-    return [name for name in StepTerms._fields if any(getattr(each.terms, name) > 0 for each in predictions)]
+    """The names of the terms of which any of the plans has some, and not only what rounding leaves."""
+    return [
+        name
+        for name in StepTerms._fields
+        if any(getattr(each.terms, name) > ROUNDING * each.seconds for each in predictions)
+    ]
 
 
 def used_kinds(parts: Sequence[MemoryParts]) -> list[str]:

@@ -16,9 +16,10 @@ from fourfold.plan.decide.decision import Decision
 from fourfold.plan.predict.prediction import Prediction
 from fourfold.words.errors import Problem, SettingError, os_error_text
 from fourfold.words.terminal_text import escape_controls
-from fourfold.words.units import format_bytes, format_step_seconds
+from fourfold.words.units import format_bytes, format_count, format_step_seconds
 
 if TYPE_CHECKING:
+    from fourfold.analysis.plan_curves import Curve
     from fourfold.cli.plan_question import Question, Questions
     from fourfold.cli.plan_run import PlannedRun
 
@@ -111,7 +112,7 @@ def _show_curves(questions: "Questions", arguments: PlanArguments, lists: Mappin
         got = f"confirm = {confirm}, with several values of {' and '.join(lists)}"
         raise SettingError(Problem(got, "one value of each to run here", "the same without confirm="), where=WHERE)
     curves = plan_what_if.make_curves(questions, lists)
-    head = questions.describe()
+    head = describe_curves(curves, lists, arguments)
     print(escape_controls(format_curves(curves, head=head)), flush=True)
     if (page := arguments.value("html")) is not None:
         from fourfold.report.plan_curves_page import render_curves
@@ -119,6 +120,16 @@ def _show_curves(questions: "Questions", arguments: PlanArguments, lists: Mappin
         write_file(page, render_curves(curves, title="What if", under=head))
         print(escape_controls(f"\npage   {page}"))
     return 0
+
+
+def describe_curves(curves: Sequence["Curve"], lists: Mapping[str, list[str]], arguments: PlanArguments) -> str:
+    """What the curves are of: the task, the machine, and the values."""
+    workload = next((each.workload for curve in curves for each in curve.points if each.workload is not None), None)
+    task = (
+        "no plan fits" if workload is None else f"{workload.task} · {format_count(workload.num_parameters)} parameters"
+    )
+    values = ", ".join(f"{key} {' '.join(texts)}" for key, texts in lists.items())
+    return f"{task} · {arguments.value('cluster') or 'this machine'} · what if: {values}"
 
 
 def _confirm(decision: Decision, question: "Question", arguments: PlanArguments, count: int) -> Prediction | None:

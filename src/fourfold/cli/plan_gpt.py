@@ -9,7 +9,7 @@ from typing import Any
 from fourfold.cli.arguments import KEY_VALUE
 from fourfold.cli.plan_arguments import BATCH, GPT, WHERE
 from fourfold.plan.predict.facts import FactsSource
-from fourfold.words.errors import Problem, SettingError, closest_match
+from fourfold.words.errors import PlanError, Problem, SettingError, closest_match
 
 NEEDED = ("layers", "width", "heads")
 OPTIONAL = {"vocabulary": 51200, "length": 2048, BATCH: 512}
@@ -21,7 +21,7 @@ def gpt_source(words: Sequence[str]) -> tuple[str, FactsSource]:
     from fourfold.plan.predict.gpt_facts import GptFacts
 
     values: dict[str, Any] = dict(OPTIONAL)
-    problems = []
+    source, problems = None, []
     for word in words:
         match = KEY_VALUE.fullmatch(word)
         if match is None:
@@ -37,7 +37,10 @@ def gpt_source(words: Sequence[str]) -> tuple[str, FactsSource]:
     named = {word.partition("=")[0] for word in words}
     if missing := [name for name in NEEDED if name not in named]:
         problems.append(Problem(f"a gpt without {' and '.join(missing)}", "its size", EXAMPLE))
-    if problems:
+    try:
+        source = None if missing else GptFacts(**values)
+    except PlanError as error:
+        problems += error.problems
+    if problems or source is None:
         raise SettingError(problems, where=WHERE)
-    source = GptFacts(**values)
     return f"gpt of {values['layers']} layers, width {values['width']:,}", source

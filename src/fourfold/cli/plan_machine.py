@@ -6,6 +6,7 @@ Law: what a plan is priced with is always said; a measurement of another machine
 import dataclasses
 from typing import NamedTuple
 
+from fourfold.plan.precision import COMPUTE_FORMATS
 from fourfold.plan.predict.cluster import Cluster
 from fourfold.plan.predict.prices import Prices
 from fourfold.words.errors import Problem, SettingError
@@ -18,6 +19,17 @@ class Machine(NamedTuple):
     prices: Prices
     text: str
     is_here: bool
+
+    @property
+    def mixed_precision(self) -> str:
+        """The 16-bit precision that the devices are fast in; "keep" if they have none."""
+        dtypes = self.cluster.flops_per_second
+        return next((name for name, row in COMPUTE_FORMATS.items() if row.dtype in dtypes), "keep")
+
+    def peak_flops(self, precision: str) -> float | None:
+        """Operations a second that a device does at most in this precision; None: not known."""
+        row = COMPUTE_FORMATS.get(precision)
+        return self.cluster.flops_per_second.get(row.dtype if row else "float32")
 
 
 def find_machine(cluster: str | None, *, devices: int | None, network: float | None) -> Machine:

@@ -20,6 +20,7 @@ from fourfold.plan.param_spec import ParamSpec
 from fourfold.plan.plan import Plan
 from fourfold.plan.plan_fields import FIELDS
 from fourfold.plan.predict.facts import FactsSource, ModelFacts
+from fourfold.plan.predict.prediction import Prediction
 from fourfold.plan.predict.workload import Workload
 from fourfold.plan.recipes import RECIPE_PREFIX, recipe_text
 from fourfold.plan.update_spec import UpdateSpec
@@ -49,9 +50,10 @@ class ResizedSource:
 
 @dataclass(frozen=True)
 class Question:
-    """What is to be planned. `task`: for people."""
+    """What is to be planned. `task`: for people; `is_task`: it can be trained, and is no formula."""
 
     task: str
+    is_task: bool
     source: FactsSource
     machine: Machine
     ask: Ask
@@ -59,15 +61,25 @@ class Question:
     @property
     def workload(self) -> Workload:
         """The work of a step, and the peak of the devices in the dtype of the model, if it is known."""
-        memory = self.ask.memory_bytes or self.machine.cluster.memory_bytes
-        peaks = self.machine.cluster.flops_per_second.values()
+        precision = self.ask.pinned.get("precision", Plan().precision)
         return Workload.of(
             self.source,
             task=self.task,
             machine=self.machine.text,
-            memory_bytes=memory,
-            peak_flops=max(peaks, default=None),
+            memory_bytes=self.ask.memory_bytes or self.machine.cluster.memory_bytes,
+            peak_flops=self.machine.peak_flops(str(precision)),
         )
+
+    def predict(self, plan: Plan) -> Prediction:
+        """What a plan would take. Raises PlanError."""
+        from fourfold.plan.lowering import lower
+        from fourfold.plan.predict.cluster import topology_of
+        from fourfold.plan.predict.step import predict_step
+
+        cluster = self.machine.cluster
+        topology = topology_of(cluster, plan.mesh.size)
+        blueprint = lower(plan, self.source.specs(plan), topology, self.source.update_spec)
+        return predict_step(blueprint, self.source, self.machine.prices, reserve_bytes=cluster.reserve_bytes)
 
     def decide(self) -> Decision:
         """The best plans. Raises PlanError if none fits."""
@@ -102,7 +114,9 @@ class Questions:
             source = ResizedSource(source, parse_batch(batch))
         ask = read_ask(arguments, command, devices=self._devices)
         machine = self._machine(arguments, ask)
-        return Question(task, source, machine, ask)
+        if name == GPT and not ("precision" in ask.pinned or "precision" in ask.requested):
+            ask = ask.with_changes(precision=machine.mixed_precision)
+        return Question(task, name != GPT, source, machine, ask)
 
     def _source(self, name: str | None, arguments: PlanArguments) -> tuple[str, FactsSource]:
         words = tuple(word for word in task_words(arguments) if not word.startswith(f"{BATCH}="))
@@ -139,7 +153,7 @@ def read_ask(arguments: PlanArguments, command: settings_file.Command, *, device
     opened = (key for key, text in command.values.items() if key in FIELDS and text == AUTO)
     pinned = pinned_fields(command, kept=arguments.kept) | dict.fromkeys(opened, AUTO)
     given = {"devices": arguments.value("devices") or ask.devices or devices}
-    given |= {"memory": memory} if (memory := arguments.value("memory")) else {}
+    given |= {"memory": int(memory)} if (memory := arguments.value("memory")) else {}
     return ask.with_changes(**{**pinned, **given})
 
 

@@ -69,12 +69,16 @@ def make_curves(questions: Questions, lists: Mapping[str, list[str]]) -> list[Cu
             continue
         batch = questions.make({**fixed, DEVICES: lists[key][0]}).source.batch_size
         strong = f"strong scaling, a batch of {batch:,} samples"
-        weak = f"weak scaling, a batch of {batch:,} samples on {lists[key][0]} devices"
+        weak = f"weak scaling, a batch of {batch:,} samples on {_devices(lists[key][0])}"
         suffix = f"; {label}" if label else ""
         curves.append(Curve(key, strong + suffix, _points(questions, key, lists[key], fixed)))
         grown = {text: batch * int(text) // int(lists[key][0]) for text in lists[key]}
         curves.append(Curve(key, weak + suffix, _points(questions, key, lists[key], fixed, batches=grown)))
     return curves
+
+
+def _devices(text: str) -> str:
+    return f"{text} device{'' if text == '1' else 's'}"
 
 
 def _points(

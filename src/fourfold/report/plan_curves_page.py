@@ -10,6 +10,8 @@ from fourfold.report.html_page import render_card, render_page
 from fourfold.report.html_table import render_row, render_table, render_text
 from fourfold.report.line_chart import Series, line_figure
 
+AXES = {"memory": ("memory of a device, GiB", 2.0**30), "network": ("network, GB/s", 1e9)}
+
 
 def render_curves(curves: Sequence[Curve], *, title: str, under: str) -> str:
     """The page of `fourfold plan` with lists."""
@@ -33,16 +35,18 @@ def _milliseconds(point: Point) -> float | None:
 
 
 def _chart(curves: Sequence[Curve], title: str, y: str, value: Callable[[Curve, Point], float | None]) -> str:
+    key = curves[0].key
+    name, factor = AXES.get(key, (key, 1.0))
     series = []
     for number, curve in enumerate(curves):
         pairs = ((point.value, value(curve, point)) for point in curve.points)
-        points = sorted((x, y) for x, y in pairs if y is not None)
+        points = sorted((x / factor, y) for x, y in pairs if y is not None)
         series.append(Series(curve.label, points, number, "linked"))
-    drawing = line_figure(series, x=curves[0].key, y=y, title=title, from_zero=True, legend=True)
+    drawing = line_figure(series, x=name, y=y, title=title, from_zero=True, legend=True)
     return f"<h2>{title}</h2>{drawing or '<p>No plan fits.</p>'}"
 
 
 def _table_card(curve: Curve) -> str:
     head, *rows = curve_rows(curve)
     table = render_table(head, [render_row(row) for row in rows], style="plans")
-    return f"<h2>{render_text(curve.label)}</h2>{table}"
+    return f"<h2>{render_text(curve.label[:1].upper() + curve.label[1:])}</h2>{table}"

@@ -76,5 +76,5 @@ def format_step_seconds(seconds: float) -> str:
 
 
 def format_percent(fraction: float) -> str:
-    """A fraction with three digits: 31.2 %, 8 %, 0.42 %, 0 %."""
-    return f"{100 * fraction:.3g} %"
+    """A fraction with three digits: 31.2 %, 8 %, 0.42 %; what is below a millionth is 0 %."""
+    return f"{100 * fraction:.3g} %" if abs(fraction) >= 1e-6 else "0 %"
