@@ -98,9 +98,9 @@ def _row(prediction: Prediction, workload: Workload, *, number: str = "", mark: 
         format_step_seconds(prediction.seconds),
         mark,
         format_si(workload.units_per_second(prediction)),
-        "" if share is None else format_percent(share),
+        "" if share is None else _share(share),
         format_bytes(prediction.memory.total),
-        format_percent(bubble_fraction(prediction)),
+        _share(bubble_fraction(prediction)),
         format_bytes(sent_bytes(prediction)),
         plan_words(prediction.plan),
     )
@@ -116,6 +116,11 @@ def ranking_rows(decision: Decision, workload: Workload) -> list[tuple[str, ...]
         for number, each in enumerate(shown, 1)
     ]
     return rows
+
+
+def _share(fraction: float) -> str:
+    """A cell of a column of fractions."""
+    return f"{100 * fraction:.1f} %"
 
 
 def _format_ranking(decision: Decision, workload: Workload) -> list[str]:

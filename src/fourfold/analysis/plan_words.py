@@ -59,8 +59,9 @@ def _why_not(baseline: Refused) -> str:
         return f"does not fit: {refusal(baseline)}"
     if baseline.prediction is None:
         return f"is not possible: {refusal(baseline)}"
-    fields = ", ".join(each.got.partition(" = ")[0] for each in baseline.problems)
-    return f"would take {format_step_seconds(baseline.prediction.seconds)}, but {fields} is pinned"
+    *others, last = [each.got.partition(" = ")[0] for each in baseline.problems]
+    fields = f"{', '.join(others)} and {last} have" if others else f"{last} has"
+    return f"would take {format_step_seconds(baseline.prediction.seconds)}, but {fields} to be as pinned"
 
 
 def best_baseline(decision: Decision) -> tuple[str, Prediction] | None:
