@@ -141,7 +141,7 @@ def parse_batch(word: str) -> int:
 
 def task_source(words: Sequence[str]) -> tuple[str, FactsSource]:
     """The facts of the task that the words name, and its name. Raises FourfoldError."""
-    from fourfold.analysis.task_facts import TaskFacts
+    from fourfold.analysis.task_facts.source import TaskFacts
 
     prepared = job.parse_job(words, has_run_dir=False)
     return prepared.task_name, TaskFacts(prepared.task)
