@@ -19,13 +19,13 @@ from fourfold.parts.comm.tensor_groups import make_tensor_group
 from fourfold.parts.sequence import ring
 from fourfold.plan.check import combination_problems
 from fourfold.plan.plan import Plan
+from fourfold.step.peak_memory import PeakMemory
 from fourfold.step.pipeline.reentrant import is_in_reentrant_checkpoint
 from fourfold.step.recompute import Recompute, recomputed_blocks
 from fourfold.step.train_step import TrainStep
 from fourfold.tasks import lm
 from fourfold.testing import threads
 from fourfold.testing.oracle import TrainingResult
-from fourfold.testing.peak_memory import PeakMemory
 from fourfold.words.errors import PlanError, TaskError, TrainingError
 from tests import cases
 from tests.cases import Case
