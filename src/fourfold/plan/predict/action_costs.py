@@ -56,6 +56,7 @@ class PlaceCosts:
         self._sizes = job.microbatch_sizes
         self._bytes = bytes_by_bucket(self._plan, group.stage, job.blueprint.update_spec)
         self._stages: dict[tuple[int, int], StageSeconds] = {}
+        self._gradient_seconds: dict[tuple[int, bool], float] = {}
         self._between = self._prices.between_actions()
 
     def of(self, actions: Sequence[Action]) -> "ProgramCosts":
@@ -88,15 +89,21 @@ class PlaceCosts:
 
     def gradient_seconds(self, action: Action) -> float:
         """Copying the gradients of a first backward to their buckets, and adding those of later ones."""
+        key = action.stage, action.index == 0
+        if key not in self._gradient_seconds:
+            self._gradient_seconds[key] = self._price_gradients(*key)
+        return self._gradient_seconds[key]
+
+    def _price_gradients(self, stage: int, is_first: bool) -> float:
         stages = self._group.stage.bucket_stages
-        own = [index for index in range(self.num_buckets) if stages[index] == action.stage]
+        own = [index for index in range(self.num_buckets) if stages[index] == stage]
         gradients = self._group.stage.gradient_buckets
         made = sum(self._group.buckets[index].num_bytes for index in own)
         kept = sum(gradients[index].num_bytes for index in own)
         if self._job.blueprint.has_unbucketed_grads:
-            return self._prices.memory_pass(3 * made) if action.index else 0.0
-        is_first = action.index == 0 or self._group.resting_layouts.gradient == SPLIT
-        return self._prices.memory_pass(made + (1 if is_first else 2) * kept)
+            return 0.0 if is_first else self._prices.memory_pass(3 * made)
+        copies = is_first or self._group.resting_layouts.gradient == SPLIT
+        return self._prices.memory_pass(made + (1 if copies else 2) * kept)
 
     # ---- buckets --------------------------------------------------------------------------------------
 
@@ -210,6 +217,8 @@ class ProgramCosts:
 
     def _phase(self, action: Action, terms: StepTerms) -> StepTerms:
         """A forward or backward with what its unshards add to it."""
+        if not self._index.unshards_of.get(action):
+            return terms._replace(overhead=self._place.between)
         unshards = [self._collective(each) for each in self._index.unshards_of.get(action, ())]
         window = sum(terms)
         own, sent = sum(each.own for each in unshards), sum(each.sent for each in unshards)
