@@ -13,7 +13,9 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from fourfold.parts.comm.communicator import Communicator
+from fourfold.plan.lowering import Blueprint
 from fourfold.plan.plan import Plan
+from fourfold.plan.predict.prices import GroupShape
 from fourfold.step.assembly import Assembly, assemble
 from fourfold.step.initial_model import make_initial_model
 from fourfold.step.model_checks import check_plan_on_ranks
@@ -36,6 +38,17 @@ class Probe(NamedTuple):
     def stage(self) -> StageParts:
         """This rank's, of its place on the pipeline axis."""
         return next(iter(self.assembly.parts.stages.values()))
+
+    @property
+    def blueprint(self) -> Blueprint:
+        """What lowering has decided."""
+        return self.assembly.programs.blueprint
+
+    @property
+    def group(self) -> GroupShape:
+        """The ranks that sum this rank's gradients."""
+        hosts = self.blueprint.group_of(self.world.global_rank).hosts
+        return GroupShape(hosts.ranks_per_host, hosts.num_hosts, hosts.shares_memory)
 
     @property
     def parameters(self) -> list[nn.Parameter]:

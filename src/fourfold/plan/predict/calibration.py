@@ -19,8 +19,9 @@ from fourfold.environment.atomic_file import write_atomically
 from fourfold.plan.decode import DecodeError, from_json, read_bounded
 from fourfold.plan.plan import Plan
 from fourfold.plan.predict.curve import Curve
-from fourfold.plan.predict.facts import SegmentFacts
+from fourfold.plan.predict.facts import Collective, SegmentFacts
 from fourfold.words.errors import FourfoldError, Problem
+from fourfold.words.layout import Change
 
 CALIBRATION_VERSION = 1
 CACHE_VARIABLE = "XDG_CACHE_HOME"
@@ -77,6 +78,7 @@ class SegmentRecord:
     forward: Curve
     backward: Curve
     second_half: Curve | None = None
+    collectives: tuple[Collective, ...] = ()
 
     @property
     def is_divided(self) -> bool:
@@ -84,13 +86,25 @@ class SegmentRecord:
 
 
 class CollectiveRecord(NamedTuple):
-    """Seconds of a collective by bytes of the whole tensor. `dtype`: of its elements."""
+    """Seconds of a collective of the data axis, by bytes of the whole tensor."""
 
-    change: str
+    change: Change
     ranks_per_host: int
     hosts: int
     shares_memory: bool
     curve: Curve
+
+
+class ExchangeRecord(NamedTuple):
+    """Seconds of what groups of so many ranks exchange inside a forward or backward.
+
+    all_reduce  of tensor ranks, by bytes of the tensor
+    hop         of a ring, by bytes of a block
+    """
+
+    size: int
+    all_reduce: Curve
+    hop: Curve
 
 
 @dataclass(frozen=True)
@@ -117,7 +131,8 @@ class Calibration:
     is_forced whether it was measured although other processes were at work
     updates   by optimizer: seconds by bytes of weights, gradients and states
     codecs    by codec: seconds by elements of a bucket
-    edges     seconds by bytes of a message, between ranks of one host, and of two
+    edge      seconds by bytes of a message between stages on one host; None where they are on several
+    forward_factor, backward_factor  seconds that segments took over those that their operations add up to
     """
 
     machine: MachineIdentity
@@ -127,12 +142,15 @@ class Calibration:
     collectives: tuple[CollectiveRecord, ...]
     updates: Mapping[str, Curve]
     codecs: Mapping[str, Curve]
-    edge: Curve
+    exchanges: tuple[ExchangeRecord, ...]
+    edge: Curve | None
+    edge_between_hosts: Curve | None
     operations: OperationRates
+    forward_factor: float
+    backward_factor: float
     slowdown: float
     between_actions: float
     around_step: float
-    edge_between_hosts: Curve | None = None
 
 
 @dataclass(frozen=True)
@@ -187,9 +205,11 @@ def _curves(calibration: Calibration) -> Iterator[tuple[str, Curve]]:
     yield from ((f"the update of {name}", curve) for name, curve in calibration.updates.items())
     yield from ((f"codec {name}", curve) for name, curve in calibration.codecs.items())
     yield from zip(OperationRates.__dataclass_fields__, vars(calibration.operations).values(), strict=True)
-    yield "messages between stages", calibration.edge
-    if calibration.edge_between_hosts is not None:
-        yield "messages between hosts", calibration.edge_between_hosts
+    for exchange in calibration.exchanges:
+        yield "the all-reduce of tensor ranks", exchange.all_reduce
+        yield "a hop of a ring", exchange.hop
+    edges = {"messages between stages": calibration.edge, "messages between hosts": calibration.edge_between_hosts}
+    yield from ((name, curve) for name, curve in edges.items() if curve is not None)
 
 
 def _number_problems(calibration: Calibration) -> Iterator[Problem]:
@@ -202,7 +222,8 @@ def _number_problems(calibration: Calibration) -> Iterator[Problem]:
             yield Problem(f"{name}: sizes {sizes}", "sizes above 0, in order", attempt)
         elif any(not 0 <= a <= b < math.inf for a, b in zip((0.0, *seconds), seconds, strict=False)):
             yield Problem(f"{name}: seconds {seconds}", "times of at least 0 that never fall", attempt)
-    lowest = {"slowdown": 1.0, "between_actions": 0.0, "around_step": 0.0}
+    lowest = {"slowdown": 1.0, "between_actions": 0.0, "around_step": 0.0, "load": 0.0}
+    lowest |= {"forward_factor": 0.0, "backward_factor": 0.0}
     for name, bound in lowest.items():
         value = getattr(calibration, name)
         if not bound <= value < math.inf:
