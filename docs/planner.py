@@ -27,12 +27,14 @@ TICK = 5.0  # ms
 LETTER = 6.6
 STYLE = """<style>
 text{font-family:system-ui,-apple-system,"Segoe UI",Roboto,"DejaVu Sans",sans-serif}
-.h{font-size:15px;font-weight:600;fill:#24292f} .s{font-size:13px;fill:#57606a} .e{text-anchor:end} .m{text-anchor:middle}
+.h{font-size:15px;font-weight:600;fill:#24292f} .s{font-size:13px;fill:#57606a} .e{text-anchor:end}
+.m{text-anchor:middle}
 .i{font-size:11px;font-weight:600;fill:#fff;text-anchor:middle}
 .F{fill:#4a65ac} .B{fill:#432c76} .R{fill:#c27a02} .U{fill:#32662d} .M{fill:#7a868f} .S{fill:#c27a02} .G{fill:#6b0537}
 .grid{stroke:#d0d7de}
 @media (prefers-color-scheme: dark){.h{fill:#e6edf3} .s{fill:#9da7b1} .grid{stroke:#30363d}
-.F{fill:#7fa4e6} .B{fill:#9d8fe0} .R,.S{fill:#b78809} .U{fill:#5a9a4f} .M{fill:#98a3ae} .G{fill:#f3c4ff} .i{fill:#10141a}}
+.F{fill:#7fa4e6} .B{fill:#9d8fe0}
+.R,.S{fill:#b78809} .U{fill:#5a9a4f} .M{fill:#98a3ae} .G{fill:#f3c4ff} .i{fill:#10141a}}
 </style>"""
 KINDS = {"F": "forward", "B": "backward", "R": "sum of gradients", "U": "update"}
 COLOURS = {"I": "B", "W": "B", "r": "S", "s": "S"}  # by a verb's letter, where it has the colour of another

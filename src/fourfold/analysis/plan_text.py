@@ -55,6 +55,15 @@ def format_prediction(prediction: Prediction, workload: Workload) -> str:
     return "\n\n".join("\n".join(lines) for lines in sections)
 
 
+def format_prediction_section(prediction: Prediction, workload: Workload) -> str:
+    """The section of `fourfold show`: what its plan takes, and where that goes."""
+    rate = f"{format_si(workload.units_per_second(prediction))} {workload.unit} a second"
+    head = f"prediction   {format_step_seconds(prediction.seconds)} a step, {rate}, on {workload.machine}"
+    memory = format_memory(prediction, workload.memory_bytes)
+    lines = [*format_terms({"the plan": prediction}), "memory of a rank", *_indent(memory)]
+    return "\n".join([head, *_indent(lines)])
+
+
 def format_confirmed(candidates: Sequence[Prediction], seconds: Sequence[float]) -> str:
     """Plans that have been run, the fastest first: measured beside predicted."""
     rows = [("measured", "predicted", "difference", "plan")]
@@ -78,9 +87,8 @@ def _format_head(workload: Workload) -> list[str]:
 
 def _format_counts(decision: Decision, workload: Workload) -> str:
     limit = "" if workload.memory_bytes is None else f"{format_bytes(workload.memory_bytes)} of memory a device · "
-    return (
-        f"{limit}{decision.num_considered:,} plans considered · predictions within ± {format_percent(decision.error)}"
-    )
+    equal = f"plans within {format_percent(decision.error)} of each other count as equal"
+    return f"{limit}{decision.num_considered:,} plans considered · {equal}"
 
 
 _ALIGNMENTS = ">><>>>>><"

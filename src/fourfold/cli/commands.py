@@ -210,6 +210,7 @@ def plan(
     html=FILE            a page with the same, the time-memory front and the predicted step
     out=plan.toml        where the first plan goes; out=none: nowhere
     overwrite=true       replace the file that is there
+    force=true           measure this machine although others use it
     confirm=3            run the first three here for a few steps, beside the best baseline; the measured order decides
 
     A word with several values, such as batch_size=32,64 length=128,256, asks what if: it gives the best plan of each.

@@ -46,6 +46,7 @@ complete -c fourfold -a '(__fourfold_words)'
 """
 FORMAT_OPTION = "--format"
 EXPORT_OPTIONS = (FORMAT_OPTION, "--step", "--ema")
+BOOLS = ("true", "false")
 SCRIPTS = {"bash": BASH, "zsh": ZSH, "fish": FISH}
 
 
@@ -128,7 +129,7 @@ def _plan_words(before: Sequence[str], typed: str) -> Iterable[str]:
         return [f"{ASK_PREFIX}{name}" for name in ask_names()]
     key, equals, _ = typed.partition("=")
     if equals and key in OWN_WORDS:
-        values = {"cluster": cluster_names(), "overwrite": ("true", "false"), "out": ("none",)}
+        values = {"cluster": cluster_names(), "overwrite": BOOLS, "force": BOOLS, "out": ("none",)}
         return [f"{key}={value}" for value in values.get(key, ())]
     if before[:1] == [CALIBRATE]:
         return ()

@@ -44,7 +44,8 @@ def plan(words: Sequence[str], processes: str | None) -> int:
     questions = Questions(arguments, devices=devices)
     if lists := plan_what_if.listed(arguments, arguments.texts):
         return _show_curves(questions, arguments, lists)
-    check_out(arguments)
+    if "out" in arguments.own or arguments.value("confirm"):
+        check_out(arguments)
     return _answer(questions, arguments, run)
 
 
@@ -52,9 +53,9 @@ def check_out(arguments: PlanArguments) -> None:
     """Raise SettingError where the plan's file is there already."""
     out = arguments.out
     if out is not None and out.exists() and not arguments.value("overwrite", False):
-        got = f"{out} exists already"
+        got = f"{out} is there already"
         attempt = "overwrite=true, out=OTHER.toml, or out=none to write no file"
-        raise SettingError(Problem(got, "a file that does not exist yet, for the plan", attempt), where=WHERE)
+        raise SettingError(Problem(got, "a new file for the plan", attempt), where=WHERE)
 
 
 def _answer(questions: "Questions", arguments: PlanArguments, run: "PlannedRun | None" = None) -> int:
@@ -74,6 +75,8 @@ def _answer(questions: "Questions", arguments: PlanArguments, run: "PlannedRun |
         if confirmed is None:
             return 1
         chosen = confirmed
+    # Only here: who asks again and again reads the answer, and need not say each time that no file is to be written.
+    check_out(arguments)
     lines = _write_plan(arguments.out, chosen, question)
     if (page := arguments.value("html")) is not None:
         from fourfold.report.plan_page import render_decision

@@ -63,6 +63,7 @@ OWN_WORDS: dict[str, tuple[Callable[[str], Any], str, bool]] = {
     "html": (Path, "a file for the page", False),
     "out": (Path, "a file for the plan, or none", False),
     "overwrite": (_parse_bool, "true or false", False),
+    "force": (_parse_bool, "true or false", False),
     "confirm": (_parse_confirm, f"how many plans to run here, from 1 to {MAX_CONFIRMED}", False),
 }
 

@@ -4,15 +4,18 @@ resized   a source with another batch: its facts are of one sample, and stay
 Law: a question is made once per task and machine; lists of devices, memory or batches do not make the facts again.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from fourfold.cli import job, settings_file
 from fourfold.cli.arguments import parse_args, parse_values
 from fourfold.cli.plan_arguments import BATCH, GPT, WHERE, PlanArguments
 from fourfold.cli.plan_gpt import gpt_source
-from fourfold.cli.plan_machine import Machine, find_machine
+from fourfold.cli.plan_machine import Machine, calibration_words, described_machine, this_machine
 from fourfold.cli.strategy import STRATEGY_WORDS
+from fourfold.launcher.process_defaults import default_num_processes
 from fourfold.plan.decide.ask import AUTO, Ask
 from fourfold.plan.decide.asks import ASK_PREFIX, ask_text
 from fourfold.plan.decide.decision import Decision
@@ -25,6 +28,7 @@ from fourfold.plan.predict.workload import Workload
 from fourfold.plan.recipes import RECIPE_PREFIX, recipe_text
 from fourfold.plan.update_spec import UpdateSpec
 from fourfold.words.errors import Problem, SettingError
+from fourfold.words.mesh import AXES
 
 
 @dataclass(frozen=True)
@@ -88,6 +92,14 @@ class Question:
         return decide(self.ask, self.source, self.machine.prices, self.machine.cluster)
 
 
+class TaskSource(NamedTuple):
+    """A task as it is planned. `words`: by which this machine is measured for it; None: it is a formula."""
+
+    name: str
+    source: FactsSource
+    words: tuple[str, ...] | None
+
+
 class Questions:
     """The questions of one command: what several of them share, is made once.
 
@@ -96,39 +108,63 @@ class Questions:
 
     def __init__(self, arguments: PlanArguments, *, devices: int | None) -> None:
         self._arguments, self._devices = arguments, devices
-        self._sources: dict[tuple[str, ...], tuple[str, FactsSource]] = {}
-        self._machines: dict[tuple[str | None, float | None, int], Machine] = {}
+        self._sources: dict[tuple[str, ...], TaskSource] = {}
+        self._machines: dict[tuple[object, ...], Machine] = {}
 
     def make(self, changes: Mapping[str, str] | None = None) -> Question:
         """The question of the command, with these words in place of its own. Raises FourfoldError."""
         arguments = self._arguments.with_changes(changes or {})
-        name = arguments.name
-        batch = next((word for word in arguments.others if word.startswith(f"{BATCH}=")), None)
-        if name == GPT:
-            parsed = parse_args(arguments.others)
-            command = settings_file.Command(GPT, parsed.plan_file, None, parsed.values)
-        else:
-            command = settings_file.parse_command(arguments.others)
-        task, source = self._source(name, arguments)
-        if batch is not None:
-            source = ResizedSource(source, parse_batch(batch))
-        ask = read_ask(arguments, command, devices=self._devices)
-        machine = self._machine(arguments, ask)
-        if name == GPT and not ("precision" in ask.pinned or "precision" in ask.requested):
+        ask = read_ask(arguments, _command_of(arguments), devices=self._devices)
+        task = self._task(arguments)
+        machine = self._machine(arguments, task, ask)
+        if ask.devices is None:
+            ask = ask.with_changes(devices=machine.cluster.num_devices)
+        is_formula = task.words is None
+        if is_formula and not ("precision" in ask.pinned or "precision" in ask.requested):
             ask = ask.with_changes(precision=machine.mixed_precision)
-        return Question(task, name != GPT, source, machine, ask)
+        batch = next((word for word in arguments.others if word.startswith(f"{BATCH}=")), None)
+        source = task.source if batch is None else ResizedSource(task.source, parse_batch(batch))
+        return Question(task.name, not is_formula, source, machine, ask)
 
-    def _source(self, name: str | None, arguments: PlanArguments) -> tuple[str, FactsSource]:
+    def _task(self, arguments: PlanArguments) -> TaskSource:
         words = tuple(word for word in task_words(arguments) if not word.startswith(f"{BATCH}="))
         if words not in self._sources:
-            self._sources[words] = gpt_source(words) if name == GPT else task_source(words)
+            self._sources[words] = gpt_task(words) if arguments.name == GPT else trained_task(words)
         return self._sources[words]
 
-    def _machine(self, arguments: PlanArguments, ask: Ask) -> Machine:
-        key = (arguments.value("cluster"), arguments.value("network"), ask.devices or 0)
+    def _machine(self, arguments: PlanArguments, task: TaskSource, ask: Ask) -> Machine:
+        cluster, network = arguments.value("cluster"), arguments.value("network")
+        devices = ask.devices or _size_of(ask)
+        key = (cluster, network, devices, task.words)
         if key not in self._machines:
-            self._machines[key] = find_machine(key[0], devices=ask.devices, network=key[1])
+            if cluster is not None:
+                self._machines[key] = described_machine(cluster, devices=devices, network=network)
+            else:
+                self._machines[key] = self._here(task, devices or default_num_processes(), arguments)
         return self._machines[key]
+
+    @staticmethod
+    def _here(task: TaskSource, devices: int, arguments: PlanArguments) -> Machine:
+        if task.words is None:
+            problem = Problem("gpt without a cluster", "the machine that the formula is for", "cluster=dgx-a100")
+            raise SettingError(problem, where=WHERE)
+        if "network" in arguments.own:
+            problem = Problem("network = … without a cluster", "a cluster with a network", "cluster=FILE.toml")
+            raise SettingError(problem, where=WHERE)
+        return this_machine(task.words, devices, is_forced=arguments.value("force", False))
+
+
+def _command_of(arguments: PlanArguments) -> settings_file.Command:
+    if arguments.name != GPT:
+        return settings_file.parse_command(arguments.others)
+    parsed = parse_args(arguments.others)
+    return settings_file.Command(GPT, parsed.plan_file, None, parsed.values)
+
+
+def _size_of(ask: Ask) -> int | None:
+    """The number of devices that pinned axes make; None if an axis is open."""
+    sizes = [ask.pinned.get(axis) for axis in AXES]
+    return math.prod(size for size in sizes if isinstance(size, int)) if None not in sizes else None
 
 
 def parse_batch(word: str) -> int:
@@ -139,12 +175,17 @@ def parse_batch(word: str) -> int:
     return int(text)
 
 
-def task_source(words: Sequence[str]) -> tuple[str, FactsSource]:
-    """The facts of the task that the words name, and its name. Raises FourfoldError."""
+def trained_task(words: Sequence[str]) -> TaskSource:
+    """The task that the words name. Raises FourfoldError."""
     from fourfold.analysis.task_facts.source import TaskFacts
 
     prepared = job.parse_job(words, has_run_dir=False)
-    return prepared.task_name, TaskFacts(prepared.task)
+    return TaskSource(prepared.task_name, TaskFacts(prepared.task), tuple(calibration_words(prepared)))
+
+
+def gpt_task(words: Sequence[str]) -> TaskSource:
+    """The GPT that the words describe. Raises FourfoldError."""
+    return TaskSource(*gpt_source(words), None)
 
 
 def read_ask(arguments: PlanArguments, command: settings_file.Command, *, devices: int | None) -> Ask:

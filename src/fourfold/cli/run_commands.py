@@ -235,7 +235,10 @@ def show(words: Sequence[str]) -> int:
     ready = job.parse_job([*words] if command.has_dp else [*words, "dp=1"], has_run_dir=False)
     if not command.has_plan:
         raise SettingError(Problem("no plan", "a plan or settings file, or fields of a plan", "fourfold show dp=2"))
-    print(escape_controls(describe_plan(ready.plan, ready.task)))
+    from fourfold.cli.plan_record import describe_prediction
+
+    text = describe_plan(ready.plan, ready.task)
+    print(escape_controls(text + describe_prediction(ready)))
     return 0
 
 

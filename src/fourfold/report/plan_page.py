@@ -54,7 +54,7 @@ def render_decision(decision: Decision, workload: Workload) -> str:
     body = f'{_tiles(decision.answer, workload)}<div class="cards">{"".join(cards)}</div>'
     under = (
         f"{workload.machine} · {decision.num_considered:,} plans considered · "
-        f"predictions within ± {format_percent(decision.error)}"
+        f"plans within {format_percent(decision.error)} of each other count as equal"
     )
     return render_page(f"Plan of {workload.task}", under, body)
 
