@@ -69,15 +69,15 @@ def _answer(questions: "Questions", arguments: PlanArguments, run: "PlannedRun |
         decision = plan_run.beside(run, decision, own)
         print(escape_controls(plan_run.format_run(run, own)) + "\n")
     print(escape_controls(format_decision(decision, workload)), flush=True)
-    chosen = decision.answer
+    chosen, measured = decision.answer, None
     if (count := arguments.value("confirm")) is not None:
-        confirmed = _confirm(decision, question, arguments, count)
-        if confirmed is None:
+        seconds = _confirm(decision, question, arguments, count)
+        if seconds is None:
             return 1
-        chosen = confirmed
+        chosen, measured = min(seconds, key=lambda pair: pair[1])
     # Only here: who asks again and again reads the answer, and need not say each time that no file is to be written.
     check_out(arguments)
-    lines = _write_plan(arguments.out, chosen, question)
+    lines = _write_plan(arguments.out, chosen, measured, question)
     if (page := arguments.value("html")) is not None:
         from fourfold.report.plan_page import render_decision
 
@@ -88,12 +88,13 @@ def _answer(questions: "Questions", arguments: PlanArguments, run: "PlannedRun |
     return 0
 
 
-def _write_plan(out: Path | None, chosen: Prediction, question: "Question") -> list[str]:
-    """Write the plan's file; returns what to print of it."""
+def _write_plan(out: Path | None, chosen: Prediction, measured: float | None, question: "Question") -> list[str]:
+    """Write the plan's file; returns what to print of it. `measured`: the seconds of its steps here, if it has run."""
     if out is None:
         return []
     head = f"# fourfold plan: {question.task}, {question.machine.text}\n"
     head += f"# predicted: {format_step_seconds(chosen.seconds)} a step, {format_bytes(chosen.memory.total)} a rank\n"
+    head += "" if measured is None else f"# measured: {format_step_seconds(measured)} a step\n"
     write_file(out, head + chosen.plan.to_toml())
     return [f"plan   {out}, for fourfold train {question.task} {out}" if question.is_task else f"plan   {out}"]
 
@@ -135,8 +136,10 @@ def describe_curves(curves: Sequence["Curve"], lists: Mapping[str, list[str]], a
     return f"{task} · {arguments.value('cluster') or 'this machine'} · what if: {values}"
 
 
-def _confirm(decision: Decision, question: "Question", arguments: PlanArguments, count: int) -> Prediction | None:
-    """The plan that is fastest when the first ones and the best baseline run here; None if a rank failed."""
+def _confirm(
+    decision: Decision, question: "Question", arguments: PlanArguments, count: int
+) -> list[tuple[Prediction, float]] | None:
+    """What a step of the first plans and of the best baseline takes here, in seconds; None if a rank failed."""
     from fourfold.analysis.plan_text import format_confirmed
     from fourfold.cli.plan_question import task_words
     from fourfold.cli.plan_timing import measure_plans
@@ -151,7 +154,7 @@ def _confirm(decision: Decision, question: "Question", arguments: PlanArguments,
     if seconds is None:
         return None
     print(escape_controls("\n" + format_confirmed(candidates, seconds)), flush=True)
-    return min(zip(candidates, seconds, strict=True), key=lambda pair: pair[1])[0]
+    return list(zip(candidates, seconds, strict=True))
 
 
 def candidates_of(decision: Decision, count: int) -> list[Prediction]:

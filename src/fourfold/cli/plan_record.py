@@ -57,10 +57,16 @@ def record_prediction(prepared: "Job", folder: Path) -> str | None:
 
 
 def describe_prediction(prepared: "Job") -> str:
-    """The section of `fourfold show` with what the plan will take here; "" where this machine is not calibrated."""
+    """The section of `fourfold show` with what the plan will take here; "" where this machine is not calibrated.
+
+    The rest of what is shown needs no calibration: if it cannot be used, the section says why.
+    """
     from fourfold.analysis.plan_text import format_prediction_section
 
-    question = question_here(prepared)
-    if question is None:
-        return ""
-    return "\n\n" + format_prediction_section(question.predict(prepared.plan), question.workload)
+    try:
+        question = question_here(prepared)
+        if question is None:
+            return ""
+        return "\n\n" + format_prediction_section(question.predict(prepared.plan), question.workload)
+    except FourfoldError as error:
+        return f"\n\nprediction   none: {error}"
