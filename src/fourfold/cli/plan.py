@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from fourfold.cli.plan_question import Question, Questions
     from fourfold.cli.plan_run import PlannedRun
 
+Timed = list[tuple[Prediction, float]]
+"""Plans that have been run, and the seconds of a step of each."""
+
 
 def plan(words: Sequence[str], processes: str | None) -> int:
     """`fourfold plan`; returns the exit code. Raises FourfoldError."""
@@ -136,9 +139,7 @@ def describe_curves(curves: Sequence["Curve"], lists: Mapping[str, list[str]], a
     return f"{task} · {arguments.value('cluster') or 'this machine'} · what if: {values}"
 
 
-def _confirm(
-    decision: Decision, question: "Question", arguments: PlanArguments, count: int
-) -> list[tuple[Prediction, float]] | None:
+def _confirm(decision: Decision, question: "Question", arguments: PlanArguments, count: int) -> Timed | None:
     """What a step of the first plans and of the best baseline takes here, in seconds; None if a rank failed."""
     from fourfold.analysis.plan_text import format_confirmed
     from fourfold.cli.plan_question import task_words
