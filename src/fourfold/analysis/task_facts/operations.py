@@ -21,7 +21,7 @@ ATEN = torch.ops.aten
 PRODUCTS = {ATEN.mm: 0, ATEN.bmm: 0, ATEN.addmm: 1, ATEN.baddbmm: 1}
 """By product: the place of its left factor among the arguments."""
 BATCHED = {ATEN.bmm, ATEN.baddbmm}
-CONVOLUTIONS = {ATEN.convolution, ATEN._convolution}
+CONVOLUTIONS = {ATEN.convolution}
 LOOKUPS = {ATEN.embedding, ATEN.index_select, ATEN.gather, ATEN.index}
 
 

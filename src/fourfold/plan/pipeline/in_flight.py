@@ -29,6 +29,16 @@ class Peak(NamedTuple):
     deferred: int
 
 
+def least_held(lists: Sequence[Sequence[Action]]) -> float:
+    """What the fullest stage holds at a time, at least, in activations of one microbatch on all stages together.
+
+    A stage that makes a share of these holds as many shares as it has microbatches in flight. Whatever the division is,
+    the largest of the products is at least what it is where all are equal.
+    """
+    in_flight = [count for actions in lists for count in peak_in_flight(actions).by_stage.values()]
+    return 1 / sum(1 / count for count in in_flight)
+
+
 def peak_in_flight(actions: Sequence[Action]) -> Peak:
     """The microbatches that one pipeline index has in flight. One of v stages counts as much as one of a single stage:
     where interleave = v, each holds 1/v of the activations.
