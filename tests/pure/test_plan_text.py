@@ -13,7 +13,7 @@ from fourfold.analysis.plan_words import against, best_baseline, compared, plan_
 from fourfold.cli.arguments import parse_args, parse_values
 from fourfold.plan.plan import Plan
 from fourfold.plan.predict.prediction import Prediction
-from fourfold.report.plan_page import render_decision
+from fourfold.report.decision_page import render_decision
 from tests.decision_cases import BEST, DECISION, NO_TERMS, PLAIN, SLOW, WORKLOAD, prediction, timed
 from tests.pure.test_report import parse_html, visible_text
 

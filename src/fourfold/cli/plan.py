@@ -82,7 +82,7 @@ def _answer(questions: "Questions", arguments: PlanArguments, run: "PlannedRun |
     check_out(arguments)
     lines = _write_plan(arguments.out, chosen, measured, question)
     if (page := arguments.value("html")) is not None:
-        from fourfold.report.plan_page import render_decision
+        from fourfold.report.decision_page import render_decision
 
         write_file(page, render_decision(decision, workload))
         lines.append(f"page   {page}")

@@ -230,6 +230,7 @@ def show(words: Sequence[str], page: str | None = None) -> int:
 
     from fourfold.analysis.describe import show as describe_plan
     from fourfold.cli import job
+    from fourfold.cli.plan_record import describe_prediction
     from fourfold.report.plan_page import render_plan
     from fourfold.tasks.lm import LAYERS
 
@@ -238,21 +239,14 @@ def show(words: Sequence[str], page: str | None = None) -> int:
     ready = job.parse_job(words, has_run_dir=False)
     if not command.has_plan:
         raise SettingError(Problem("no plan", "a plan or settings file, or fields of a plan", "fourfold show dp=2"))
-<<<<<<< HEAD
-    from fourfold.cli.plan_record import describe_prediction
-
-    text = describe_plan(ready.plan, ready.task)
-    print(escape_controls(text + describe_prediction(ready)))
-=======
     if not command.has_model and (num_stages := ready.plan.num_stages) > LAYERS:
         # The plan is asked about, not a model: that has a layer for each stage.
         ready = job.parse_job([*words, f"layers={num_stages}"], has_run_dir=False)
-    text = describe_plan(ready.plan, ready.task)
+    text = describe_plan(ready.plan, ready.task) + describe_prediction(ready)
     if page is None:
         print(escape_controls(text))
     else:
         print(escape_controls(_write_page(page, render_plan(ready.plan, text))))
->>>>>>> 44f940283924b4dda8e3befcfe526ce5952a06f5
     return 0
 
 
