@@ -3,6 +3,7 @@
     PYTHONPATH=src:. python -m bench.feed records [--rounds 7] [--samples 4000] [--ranks 1]
     PYTHONPATH=src:. python -m bench.feed packing [--rounds 3] [--images 100000]
     PYTHONPATH=src:. python -m bench.feed orders [--rounds 7]
+    PYTHONPATH=src:. python -m bench.feed shared [--rounds 7] [--samples 4000] [--compute-ms 5]
 
 records: samples of 114,688 B and a label, batches of 64, all in the page cache (read once before). Every round reads
 all samples five times by each kind, one kind after the other; with --ranks 2, two processes read at once, and their
@@ -15,7 +16,7 @@ rates are added.
     one buffer      the same into one buffer of a record, which stays in the processor's cache: no batch is made
 packing: a folder of files of 20 kB; `cp -r` of it, and `ff.pack` with its checksums, to the same disk. cp does not wait
 for the disk, so it is timed with `sync -f` and without; the pack is on the disk when `ff.pack` returns.
-orders: see `bench/feed_orders.py`.
+orders: see `bench/feed_orders.py`. shared: see `bench/feed_shared.py`.
 Law: all kinds read the same records; a ratio is a median over rounds, in which they alternate.
 """
 
@@ -37,6 +38,7 @@ import xxhash
 from torch.utils.data import DataLoader, Dataset
 
 from bench.feed_orders import run_orders
+from bench.feed_shared import run_shared
 from bench.measurement import MB, describe_machine, format_table
 from fourfold.feed.feed import Feed
 from fourfold.feed.files.open import open_files
@@ -239,11 +241,12 @@ def run_packing(options: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("part", choices=["records", "packing", "orders"])
+    parser.add_argument("part", choices=["records", "packing", "orders", "shared"])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--epochs", type=int, default=5, help="in one measurement; processor time has steps of 10 ms")
     parser.add_argument("--samples", type=int, default=4000)
     parser.add_argument("--images", type=int, default=100_000)
+    parser.add_argument("--compute-ms", type=float, default=5.0)
     parser.add_argument("--threads", type=int, default=None)
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--dir", default=None, help="a folder of the disk to measure")
@@ -252,6 +255,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.part == "orders":
         run_orders(options.rounds)
+    elif options.part == "shared":
+        run_shared(options)
     else:
         run_records(options) if options.part == "records" else run_packing(options)
 

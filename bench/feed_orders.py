@@ -23,8 +23,9 @@ import numpy as np
 import torch
 
 from bench.measurement import describe_machine, format_table
-from fourfold.feed.feed import Feed, Position
+from fourfold.feed.feed import Feed
 from fourfold.feed.mixed import Mixed, Weighted
+from fourfold.feed.position import Position
 from fourfold.plan.ids_ahead import with_ids
 from fourfold.plan.sample_order import BatchRange, SampleOrder, order_rows
 

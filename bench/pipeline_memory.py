@@ -5,7 +5,7 @@
 fake rank  a rank that runs its list of forwards and backwards with tensors that have sizes but no memory
 Law: the lists are those that a plan's schedule makes, the blocks are recomputed by what a step installs
 (`step/recompute.py`), and every byte of weights, gradients, states and activations is counted
-(`testing/peak_memory.py`).
+(`step/peak_memory.py`).
 
 What the papers do not say is assumed: GPipe's microbatches and its two-byte or four-byte activations; DAPPLE's model of
 attention. RSA's text does not name its model: 3 blocks of BERT-large in two-byte numbers, the whole batch in flight,
@@ -33,7 +33,7 @@ from fourfold.parts.sequence.dropout import AttentionDropout
 from fourfold.parts.sequence.sequence_group import SequenceGroup
 from fourfold.plan.pipeline.schedules import compute_actions
 from fourfold.step.recompute import Recompute
-from fourfold.testing.peak_memory import PeakMemory
+from fourfold.step.peak_memory import PeakMemory
 from fourfold.words.program import Action, Verb
 
 GB, GIB = 1e9, 2**30

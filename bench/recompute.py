@@ -19,7 +19,7 @@ from fourfold.parts.comm.meter import CommMeter
 from fourfold.parts.comm.tensor.single_rank import SingleRankTensorGroup
 from fourfold.step.recompute import Recompute, recomputed_blocks
 from fourfold.tasks import lm
-from fourfold.testing.peak_memory import PeakMemory
+from fourfold.step.peak_memory import PeakMemory
 
 WAYS = ("none", "selective", "full")
 WIDTH, LAYERS, HEADS, LENGTH, BATCH = 256, 6, 8, 256, 8

@@ -2,7 +2,7 @@
 
     python -m bench.sequence_memory
 
-fake rank  a process that runs as one rank, with tensors that have sizes but no memory (`testing/peak_memory.py`)
+fake rank  a process that runs as one rank, with tensors that have sizes but no memory (`step/peak_memory.py`)
 few hops   with the first hops of a ring only: the others hold no more, and take time
 Law: what is printed is counted for all 12 layers: the winner fits, and one sample (or one step of length) more does
 not. The search extrapolates from 2 and 3 layers, because the peak is linear in the layers. The winner of the headline
@@ -40,7 +40,7 @@ from fourfold.parts.sequence.sequence_group import SequenceGroup
 from fourfold.plan.data.buckets import make_buckets
 from fourfold.plan.data.zero import RESTING_LAYOUTS, grad_buffer_indices
 from fourfold.plan.plan import Plan
-from fourfold.testing.peak_memory import PeakMemory
+from fourfold.step.peak_memory import PeakMemory
 from fourfold.words.layout import SPLIT
 
 USABLE_BYTES = 15_400_000_000

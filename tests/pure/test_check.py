@@ -1,5 +1,6 @@
 """Laws of plan checks: which combinations of fields and sizes are legal, decided without torch."""
 
+import math
 import subprocess
 import sys
 
@@ -51,21 +52,25 @@ def test_a_layerwise_update_in_backward_needs_whole_parameters():
 
 
 @given(
-    num_ranks=st.integers(1, 64), dp=st.integers(1, 16), sp=st.integers(1, 4), tp=st.integers(1, 4), whole=st.booleans()
+    num_ranks=st.integers(1, 64),
+    sizes=st.fixed_dictionaries({axis: st.integers(1, 16 if axis == "dp" else 4) for axis in ("pp", "dp", "sp", "tp")}),
+    whole=st.booleans(),
 )
-def test_a_mesh_of_the_wrong_size_is_refused_and_one_that_fits_suggested(num_ranks, dp, sp, tp, whole):
-    fields = {"dp": dp, "sp": sp, "tp": tp, "ulysses": sp if whole else 1}
+def test_a_mesh_of_the_wrong_size_is_refused_and_one_that_fits_suggested(num_ranks, sizes, whole):
+    size, tp, pp = math.prod(sizes.values()), sizes["tp"], sizes["pp"]
+    fields = {**sizes, "ulysses": sizes["sp"] if whole else 1}
     problems = size_problems(Plan.from_dict(fields), num_ranks)
-    assert bool(problems) == (dp * sp * tp != num_ranks)
+    assert bool(problems) == (size != num_ranks)
     for problem in problems:
         axes, other = problem.attempt.split(", or ")
-        assert other == f"start {dp * sp * tp} ranks"
+        assert other == f"start {size} ranks"
         suggested = {name: int(value) for name, value in (pair.split(" = ") for pair in axes.split(", "))}
         assert size_problems(Plan.from_dict(fields | suggested), num_ranks) == [], (
             "with these fields in place of the plan's"
         )
         assert suggested.get("tp", 1) in (1, tp), "another size may not divide the heads"
         assert suggested.get("tp", 1) == tp or num_ranks % tp
+        assert suggested.get("pp", 1) in (1, pp), "another number of stages may not divide the blocks"
 
 
 @given(

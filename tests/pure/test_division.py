@@ -2,10 +2,18 @@
 
 import itertools
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fourfold.plan.pipeline.division import EVEN, divide, division_problems, stage_names, stages_problems
+from fourfold.plan.pipeline.division import (
+    EVEN,
+    divide,
+    division_problems,
+    stage_count_problems,
+    stage_names,
+    stages_problems,
+)
 
 COSTS = st.lists(st.integers(1, 9), min_size=1, max_size=7)
 
@@ -62,7 +70,15 @@ def test_what_is_not_refused_divides_and_the_attempt_of_a_refusal_is_legal(count
 def test_more_stages_than_blocks_are_refused():
     (problem,) = division_problems(EVEN, 3, 4)
     assert "4 stages and a chain of 3 blocks" in problem.got
-    assert "pp = 3" in problem.attempt
+    assert "pp × interleave of at most 3" in problem.attempt
+
+
+@pytest.mark.parametrize(("text", "num_stages"), [("3,2", 2), ("a; b c", 2), ("3", 1)])
+def test_a_division_into_another_number_of_stages_is_refused_whatever_the_model_is(text, num_stages):
+    assert stage_count_problems(text, num_stages) == []
+    (problem,) = stage_count_problems(text, 4)
+    assert problem.got.endswith(f": {num_stages} stages")
+    assert stage_count_problems("even", 4) == []
 
 
 def test_names_have_a_stage_each():

@@ -238,6 +238,20 @@ def test_memory_per_rank_is_that_of_the_host_divided_by_its_ranks(plan: ff.Plan)
     assert bounds[1].model_bytes == pytest.approx(whole * weights, rel=0.05)
 
 
+def test_a_pipeline_holds_the_microbatches_that_its_schedule_has_in_flight() -> None:
+    made = task(model=lambda: nn.Sequential(*(nn.Linear(WIDE, WIDE) for _ in range(4))))
+
+    def activations(**fields: Any) -> float:
+        plan, pool = ff.Plan(microbatches=4, **fields), MemoryPool("", 24 * GIB, 1)
+        bound = measure_bound(made, plan, Rows(), build_meta_model(made), num_samples=2**30, pool=pool)
+        return bound.activation_bytes_per_sample
+
+    whole = activations()
+    assert activations(pp=2, schedule="gpipe") == pytest.approx(whole * 4 / 2)  # both stages hold four, of halves
+    assert activations(pp=2) == pytest.approx(whole / (1 / 2 + 1))  # two on the first stage, one on the second
+    assert activations(pp=2, schedule="2bw") == pytest.approx(whole / 2)
+
+
 # ---- refusals
 
 

@@ -91,8 +91,6 @@ def test_every_form_of_choosing_is_detected():
     assert not choices(ast.parse("plan.dp == 1; isinstance(x, list); y: Record | None = None"), {"Unbucketed"})
 
 
-# Folders that are about plans, and no part of a step.
-ABOUT_PLANS = ("plan/predict/", "plan/decide/")
 # The files of lowering and of a step that see the plan itself, and why. Others get numbers, flags and small records.
 SEES_THE_PLAN = {
     "plan/check.py": "refuses what does not go together",
@@ -109,6 +107,7 @@ SEES_THE_PLAN = {
     "step/train_step.py": "public: `TrainStep.plan`",
     "step/wrapper_assembly.py": "makes the parts of a wrapped optimizer",
 }
+PLANNER = ("plan/predict/", "plan/decide/")  # about plans as a whole; no step imports them
 MAX_FILES_OF_A_PLAN = 10  # from `parallelize` on
 
 
@@ -141,8 +140,11 @@ def reached_files(first: str) -> set[str]:
 def test_the_plan_is_seen_only_where_it_is_checked_lowered_or_made_into_parts():
     paths = [*files("plan/**/*.py"), *files("step/**/*.py"), *files("parts/**/*.py")]
     found = {path.relative_to(SOURCE).as_posix() for path in paths if sights_of_the_plan(parsed(path))}
-    found = {name for name in found if not name.startswith(ABOUT_PLANS)}
-    assert found == {"plan/plan.py", *SEES_THE_PLAN}
+    assert {name for name in found if not name.startswith(PLANNER)} == {"plan/plan.py", *SEES_THE_PLAN}
+
+
+def test_no_step_imports_the_planner():
+    assert not {name for name in reached_files("step/parallelize.py") if name.startswith(PLANNER)}
 
 
 def test_a_plan_enters_few_files_from_parallelize_on():

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from fourfold.plan.pipeline.asynchronous import batch_actions, drain_actions, num_stashed, weight_version
 from fourfold.plan.pipeline.bubble import expected_bubble, simulated_bubble
 from fourfold.plan.pipeline.checker import program_problems
-from fourfold.plan.pipeline.in_flight import peak_in_flight
+from fourfold.plan.pipeline.in_flight import least_held, peak_in_flight
 from fourfold.plan.pipeline.rendezvous import deadlock_problems, fuse_exchanges
 from fourfold.plan.pipeline.schedules import SCHEDULES, compute_actions, schedule_problems
 from fourfold.plan.pipeline.sends import add_sends
@@ -186,3 +186,31 @@ def test_sizes_that_a_schedule_cannot_have_are_refused_all_at_once_with_what_wou
     problems = schedule_problems(schedule, **size)
     assert [problem.attempt for problem in problems] == attempts
     assert all(problem.got and problem.need for problem in problems)
+
+
+@given(pp=st.integers(1, 6), rounds=st.integers(1, 3), interleave=st.integers(2, 3))
+def test_a_sum_before_the_updates_costs_nothing_where_the_first_index_ends_last(pp, rounds, interleave):
+    for schedule, v in (("gpipe", 1), ("1f1b", 1), ("interleaved", interleave)):
+        lists = compute_actions(schedule, pp=pp, microbatches=pp * rounds, interleave=v)
+        assert simulated_bubble(lists, ends_together=True) == pytest.approx(simulated_bubble(lists))
+
+
+@given(pp=st.integers(2, 5), more=st.integers(0, 5))
+def test_a_sum_before_the_updates_lengthens_h2_by_the_time_by_which_its_indexes_end_apart(pp, more):
+    m = 2 * pp - 1 + more
+    lists = SCHEDULES["zero-bubble"].make(PipelineSpec(pp, m, max_in_flight=2 * pp - 1))
+    assert simulated_bubble(lists) == pytest.approx(0)
+    # The last index begins pp − 1 forwards after the first one, and none of them waits in between.
+    assert simulated_bubble(lists, ends_together=True) == pytest.approx((pp - 1) / (3 * m))
+
+
+@given(case=sizes(st.sampled_from(SYNCHRONOUS)), data=st.data())
+def test_no_division_of_a_model_lets_every_stage_hold_less_than_the_bound(case, data):
+    schedule, size = case
+    lists = compute_actions(schedule, **size)
+    in_flight = [count for own in lists for count in peak_in_flight(own).by_stage.values()]
+    shares = data.draw(st.lists(st.floats(0.01, 1.0), min_size=len(in_flight), max_size=len(in_flight)))
+    held = max(share * count for share, count in zip(shares, in_flight, strict=True)) / sum(shares)
+    assert held >= least_held(lists) * (1 - 1e-9)
+    equal = [1 / count for count in in_flight]  # the division with which all stages hold as much
+    assert equal[0] * in_flight[0] / sum(equal) == pytest.approx(least_held(lists))

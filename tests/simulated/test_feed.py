@@ -13,7 +13,7 @@ import torch
 import fourfold as ff
 from fourfold.analysis.verify import verify
 from fourfold.environment.world import World
-from fourfold.feed.feed import Position
+from fourfold.feed.position import Position
 from fourfold.parts.comm import init
 from fourfold.plan.sample_order import BatchRange
 from fourfold.words.errors import DataError

@@ -15,6 +15,7 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -29,10 +30,12 @@ from fourfold.feed.bench.ranks import Training, run_ranks, train_rank
 from fourfold.feed.bench.result import histogram, make_epochs
 from fourfold.feed.bench.run import Options, fit_workload, run_workload
 from fourfold.feed.bench.source import FileSource, Reads
-from fourfold.feed.bench.text import format_result
+from fourfold.feed.bench.staged_files import StagedFiles, ThrottledOrigin, list_shards
+from fourfold.feed.bench.text import format_result, format_sweep
 from fourfold.feed.bench.throttle import TokenBucket
 from fourfold.feed.bench.workload import Seconds, Workload, open_recipe
-from fourfold.feed.feed import Position
+from fourfold.feed.feed import Feed
+from fourfold.feed.position import Position
 from fourfold.plan.utilization import Window, epoch_window
 from fourfold.report.feed_bench_page import render_feed_bench
 from fourfold.words.errors import DataError, SettingError
@@ -302,6 +305,49 @@ def test_a_slow_origin_starves_unet3d_and_not_bert(tmp_path):
         assert (result.total.bytes_per_second or 0) <= 6e6  # of both accelerators, over a short window
     assert found["unet3d"] < 0.9
     assert found["bert"] > 0.9  # 0.99 where nothing else runs: each step ends some milliseconds late here
+
+
+def test_files_that_are_staged_are_copied_once_and_feed_the_second_epoch(tmp_path):
+    workload = open_recipe("unet3d")
+    assert isinstance(workload, Workload)
+    workload = dataclasses.replace(workload, compute=Seconds((0.05,)), batch_size=2)
+    options = Options(
+        folder=tmp_path, steps=4, epochs=2, origin=1.5e9, scale=0.0005, accelerators=2, checkpoint=0,
+        ceiling_seconds=0.02, staged=True,
+    )  # fmt: skip
+    result = run_workload(workload, options)
+    cold, warm = (epoch.window.utilization or 0.0 for epoch in result.epochs)
+    assert cold < 0.7  # the origin delivers an eighth of what two accelerators need
+    assert warm > 0.8  # 0.99 where nothing else runs
+    assert warm == result.utilization
+    assert result.label == "unet3d, staged"
+    assert [path.name for path in tmp_path.iterdir() if "staged" in path.name] == []
+    assert "copied to this disk in the first epoch" in format_result(result)
+    assert "unet3d, staged" in format_sweep([result, result])
+
+
+def test_a_staged_sample_is_its_record_and_each_file_passes_the_origin_once(tmp_path):
+    shape = DataShape(format="npy", num_files=6, samples_per_file=3, record_bytes=500)
+    generate(shape, tmp_path / "data")
+    free_at = types.SimpleNamespace(value=0.0, get_lock=threading.Lock)
+    bucket, read = TokenBucket(1e12, free_at), []  # type: ignore[arg-type]
+    reserve = bucket.reserve
+    bucket.reserve = lambda num_bytes, now: (read.append(num_bytes), reserve(num_bytes, now))[1]
+    origin = ThrottledOrigin(shape, tmp_path / "data", bucket)
+    shards = list_shards(shape, tmp_path / "data")
+    sources = [StagedFiles(origin, shards, tmp_path / "copies", (shape, Reads(500))) for _ in range(2)]
+    feeds = [Feed.of_data_rank(each, size=2, index=index, batch_size=6) for index, each in enumerate(sources)]
+    plain = FileSource(shape, tmp_path / "data", Reads(500))
+    for _ in range(2):
+        found = [row for feed in feeds for batch in feed for row in zip(*batch, strict=True)]
+        assert sorted(int(number) for _, number in found) == list(range(18))
+        assert all(torch.equal(row, plain[int(number)][0]) for row, number in found)
+    copied = [each.stat().st_size for each in (tmp_path / "copies").iterdir() if each.name.startswith("file-0")]
+    num_bytes, before = sum(shard.num_bytes for shard in shards), sum(read)
+    assert sum(copied) == num_bytes <= before
+    for feed in feeds:  # all copies are there: the origin is not read any more
+        list(feed)
+    assert sum(read) == before
 
 
 def test_a_threshold_and_the_accelerators_that_can_be_fed_follow_from_the_figures(tmp_path):

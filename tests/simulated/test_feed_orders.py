@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset
 
 import fourfold as ff
-from fourfold.feed.feed import Position
+from fourfold.feed.position import Position
 from fourfold.trainer.evaluate import evaluate
 from fourfold.words.errors import CheckpointError, DataError, FourfoldError
 from tests.simulated.test_feed import Interrupted, interrupted

@@ -18,7 +18,7 @@ from bench.sequence_memory import (
     sequence_parallel,
     tensor_parallel,
 )
-from fourfold.testing.peak_memory import PeakMemory
+from fourfold.step.peak_memory import PeakMemory
 
 SHAPE = bert.Shape(width=48, heads=4, layers=2, vocabulary=96, positions=16)
 JOBS = {

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from fourfold.parts.tensor.layers import SplitLayer
 from fourfold.plan.plan import Plan
 from fourfold.step.dry_run.check_config import MemoryFit
+from fourfold.step.peak_memory import PeakMemory
 from fourfold.step.tensor.collective_dry_run import CollectiveTensorDryRun, drawn_bytes
 from fourfold.step.tensor.draw_slices import DrawSlices, FoundDraw
 from fourfold.step.tensor.dry_run import TensorMemoryFit
 from fourfold.step.train_step import TrainStep
 from fourfold.tasks import lm
 from fourfold.testing import threads
-from fourfold.testing.peak_memory import PeakMemory
 from fourfold.words.errors import TaskError
 from tests.cases import SEED_LOCK
 from tests.simulated.test_tensor_axis import HUGGING_FACE, hugging_face, language_model, logits_loss, texts, tokens

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 import fourfold as ff
-from fourfold.feed.feed import Feed, Position
+from fourfold.feed.feed import Feed
 from fourfold.feed.files.open import open_files
+from fourfold.feed.position import Position
 from fourfold.feed.transform import Transformed
 from fourfold.words.errors import DataError
 

@@ -178,7 +178,14 @@ def test_deviations_are_named_and_give_exit_code_1():
 
 @pytest.mark.parametrize(
     "plan",
-    [Plan(dp=2, codec="topk"), Plan(dp=2, sync="local"), Plan(batch_norm="local"), Plan(dp=2, reduce_dtype="fp32")],
+    [
+        Plan(dp=2, codec="topk"),
+        Plan(dp=2, sync="local"),
+        Plan(batch_norm="local"),
+        Plan(dp=2, reduce_dtype="fp32"),
+        Plan(pp=2, edge="bf16"),
+        Plan(pp=2, schedule="pipedream"),
+    ],
 )
 def test_plans_that_change_the_training_are_refused_with_the_reason(plan):
     with pytest.raises(PlanError, match="trains differently from one device"):

@@ -4,10 +4,11 @@ Law: nothing here is measured or guessed; every number is arithmetic on the plan
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from torch import nn
 
+from fourfold.analysis.describe_memory import NETWORK, SHARED_MEMORY, format_memory
 from fourfold.analysis.describe_pipeline import format_pipeline
 from fourfold.analysis.describe_programs import format_ordinal, format_programs, indent, plural
 from fourfold.analysis.describe_recompute import format_recompute
@@ -18,7 +19,6 @@ from fourfold.plan.batch_norm import statistics_sent_bytes
 from fourfold.plan.data.buckets import Bucket
 from fourfold.plan.data.zero import RESTING_LAYOUTS, layout_changes
 from fourfold.plan.lowering import Blueprint, StageBuckets, lower, stage_sent_bytes
-from fourfold.plan.memory import HostMemoryUse, has_unbucketed_grads
 from fourfold.plan.plan import Plan
 from fourfold.plan.precision import REDUCE_FORMATS, has_master_weights
 from fourfold.plan.topology import Topology
@@ -33,8 +33,6 @@ from fourfold.words.layout import Change
 from fourfold.words.task import Task, check_task
 from fourfold.words.text_table import align_columns
 from fourfold.words.units import format_bytes
-
-NETWORK, SHARED_MEMORY = "over a network", "in shared memory"
 
 
 def show(plan: Plan, task: Task) -> str:
@@ -57,7 +55,7 @@ def show(plan: Plan, task: Task) -> str:
         sections.append(format_sequence(plan, task, model))
     sections += format_programs(blueprints)
     sections.append(_format_bytes(group.stage, plan) + _format_statistics(model, plan))
-    sections.append(_format_memory(blueprints))
+    sections.append(format_memory(blueprints))
     return "\n\n".join(sections)
 
 
@@ -163,23 +161,3 @@ def _format_ratio(codec_bytes: float, plain_bytes: float) -> str:
     if codec_bytes <= plain_bytes:
         return f"{plain_bytes / codec_bytes:.3g} times less than without the codec"
     return f"{codec_bytes / plain_bytes:.3g} times as much as without the codec"
-
-
-def _format_memory(blueprints: Mapping[str, Blueprint]) -> str:
-    plan = next(iter(blueprints.values())).plan
-    size = plan.mesh.size
-    names = {SHARED_MEMORY: f"a host of {size} ranks", NETWORK: f"a rank on a network of {size}"}
-    uses = {}
-    for place, blueprint in blueprints.items():
-        # On a network, of one rank: all hold as much.
-        fraction = 1 / size if place == NETWORK else 1
-        uses["one rank" if size == 1 else names[place]] = HostMemoryUse(*(n * fraction for n in blueprint.host_memory))
-    kinds = [kind for kind in HostMemoryUse._fields if any(getattr(use, kind) for use in uses.values())]
-    rows = [(*kinds, "in all", "")]
-    rows += [(*(format_bytes(getattr(u, k)) for k in kinds), format_bytes(u.total), name) for name, u in uses.items()]
-    lines = align_columns(rows, ">" * (len(kinds) + 1) + "<")
-    if has_unbucketed_grads(plan):
-        lines.append("gradients stay where autograd puts them until the update has used them")
-    if plan.codec != "none":
-        lines.append("the state of the codec is not counted")
-    return "memory   kept between steps, without activations\n" + indent(lines)

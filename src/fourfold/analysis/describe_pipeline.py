@@ -22,18 +22,30 @@ ROW = 1024  # elements: the row by which bytes are shown
 CONV1D = "Conv1D"  # of transformers, a linear layer whose weight is [in, out]
 
 
-def _deferred_notes(model: nn.Module, blueprint: Blueprint, num_deferred: int) -> list[str]:
+def _deferred_notes(model: nn.Module, num_deferred: int) -> list[str]:
     """Which part of the weights' gradients W makes, and what it costs."""
     weights = {id(m.weight) for m in model.modules() if hasattr(m, "weight") and _has_product(m)}
     trained = [p for p in model.parameters() if p.requires_grad]
     share = sum(p.numel() for p in trained if id(p) in weights) / max(1, sum(p.numel() for p in trained))
-    notes = [
+    return [
         f"W: the gradients of {share:.0%} of the parameters, those of linear layers; I makes the others",
         f"between I and W: {num_deferred} microbatches at most, which keep the gradients of linear layers' outputs too",
     ]
-    if blueprint.step_spec(blueprint.groups[0]).has_clip:
-        notes.append("clip and loss scale: all stages wait for the norm before their updates, so the bubble is longer")
-    return notes
+
+
+def _norm_notes(blueprint: Blueprint) -> list[str]:
+    """What a sum over all stages before their updates costs a schedule whose stages end one after the other."""
+    lists = blueprint.plan.undrained_lists
+    alone, together = (f"{simulated_bubble(lists, ends_together=each):.0%}" for each in (False, True))
+    if alone == together:
+        return []
+    if _has_norm(blueprint):
+        return [f"clip or fp16: all stages wait for one sum before their updates; without it the bubble is {alone}"]
+    return [f"with clip, fp16 or skip_nan, all stages would wait for one sum before their updates: bubble {together}"]
+
+
+def _has_norm(blueprint: Blueprint) -> bool:
+    return blueprint.step_spec(blueprint.groups[0]).has_clip
 
 
 def _stale_notes(blueprint: Blueprint) -> list[str]:
@@ -73,7 +85,9 @@ def format_pipeline(model: nn.Module, blueprint: Blueprint) -> str:
                 str(peaks[stage % plan.pp].by_stage[stage]),
             )
         )
-    bubble = "no bubble until it is drained" if plan.is_asynchronous else f"bubble {simulated_bubble(lists):.0%}"
+    bubble = "no bubble until it is drained"
+    if not plan.is_asynchronous:
+        bubble = f"bubble {simulated_bubble(lists, ends_together=_has_norm(blueprint)):.0%}"
     microbatches = "1 microbatch" if plan.microbatches == 1 else f"{plan.microbatches} microbatches"
     head = f"pipeline   {plan.schedule}, {microbatches}; {bubble}"
     lines = [*align_columns(rows, "><<>>>"), "", *timeline_text(lists, width=WIDTH).splitlines()]
@@ -81,7 +95,7 @@ def format_pipeline(model: nn.Module, blueprint: Blueprint) -> str:
     notes.append("in flight: microbatches whose activations a stage holds at a time, at most")
     if plan.divides_backward:
         notes[0] = "F forward; I backward of inputs, W of weights; a row for each place on the pipeline axis; · waits"
-        notes += _deferred_notes(model, blueprint, max(peak.deferred for peak in peaks))
+        notes += [*_deferred_notes(model, max(peak.deferred for peak in peaks)), *_norm_notes(blueprint)]
     if plan.is_asynchronous:
         notes += _stale_notes(blueprint)
     notes += _edge_lines(plan, max(each.element_bytes for each in compute_specs(blueprint.specs, plan.precision)))

@@ -65,6 +65,7 @@ def check_verifiable(plan: Plan) -> None:
         "codec": ("none", "gradients that arrive as they were sent"),
         "sync": ("step", "ranks that have the same weights after every step"),
         "reduce_dtype": ("keep", "gradients that are summed in float64"),
+        "edge": ("none", "activations that arrive as they were sent"),
         "precision": ("keep", "float64, in which rounding does not hide a mistake"),
     }
     problems = [

@@ -173,15 +173,20 @@ def run(
     return functools.partial(run_commands.run, command or [], processes, restarts)
 
 
-@app.command(options_metavar="[-h]", short_help="Print a plan: each rank's program, the bytes it sends.")
-def show(words: Annotated[list[str] | None, typer.Argument(metavar=TRAIN_WORDS, hidden=True)] = None) -> Command:
-    """Print a plan: its mesh, each rank's program and the bytes it sends.
+@app.command(options_metavar="[--html PAGE]", short_help="Print a plan: each rank's program, the bytes it sends.")
+def show(
+    words: Annotated[list[str] | None, typer.Argument(metavar=TRAIN_WORDS, hidden=True)] = None,
+    page: Annotated[
+        str | None, typer.Option("--html", metavar="PAGE", help="Write an HTML page, with a drawing of the timeline.")
+    ] = None,
+) -> Command:
+    """Print a plan: its mesh, each rank's program, the bytes it sends and, with pp above 1, the timeline of a step.
 
-    TASK gives the model; without it, the language model lm. FILE.toml is a plan or a settings file.
+    TASK gives the model; without it, lm with a layer for each stage at least. FILE.toml: a plan or a settings file.
     """
     from fourfold.cli import run_commands
 
-    return functools.partial(run_commands.show, words or [])
+    return functools.partial(run_commands.show, words or [], page)
 
 
 @app.command(options_metavar=OPTIONS, short_help="Train with a plan and on one device, and compare.")

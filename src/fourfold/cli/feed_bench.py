@@ -91,6 +91,7 @@ WORDS: dict[str, tuple[Any, str]] = {
     "cache": (_choice("keep", "drop"), "keep or drop"),
     "direct": (_bool, "true or false"),
     "origin": (_positive(parse_size), "bytes a second above 0, such as 200MB"),
+    "staged": (_bool, "true or false"),
     "scale": (_positive(float), "a number above 0"),
     "checkpoint": (parse_size, "bytes, such as 1GB, or 0"),
     "seed": (_seed, "a whole number of at least 0"),
@@ -177,7 +178,14 @@ def _trainings(name: str, values: Mapping[str, Any], folder: Path) -> "list[tupl
     sizes = values.pop("accelerators", [1])
     if "checkpoint" in values:
         values["checkpoint"] = int(values["checkpoint"])
-    return [(each, Options(folder=folder, accelerators=size, **values)) for each in workloads for size in sizes]
+    # What an experiment stages, it reads directly first, and then in a second epoch from copies.
+    staged = values.pop("staged", False)
+    again = [each for each in workloads if isinstance(staged, list) and each.name in staged]
+    ways = [(each, {"staged": staged is True}) for each in workloads]
+    ways += [(each, {"staged": True, "epochs": max(2, values.get("epochs", 2))}) for each in again]
+    return [
+        (each, Options(folder=folder, accelerators=size, **{**values, **way})) for each, way in ways for size in sizes
+    ]
 
 
 def _workload_of(name: str, accelerator: str | None) -> Any:

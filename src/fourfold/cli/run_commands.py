@@ -212,8 +212,8 @@ def run(command: Sequence[str], processes: str | None, restarts: str = "0") -> i
     )
 
 
-def show(words: Sequence[str]) -> int:
-    """`fourfold show`; returns the exit code."""
+def show(words: Sequence[str], page: str | None = None) -> int:
+    """`fourfold show`; returns the exit code. `page`: the file of an HTML page, instead of a text."""
     from fourfold.cli.settings_file import parse_command
     from fourfold.plan.recipes import RECIPE_PREFIX, recipe_names, recipe_summary
 
@@ -225,13 +225,33 @@ def show(words: Sequence[str]) -> int:
 
     from fourfold.analysis.describe import show as describe_plan
     from fourfold.cli import job
+    from fourfold.report.plan_page import render_plan
+    from fourfold.tasks.lm import LAYERS
 
     # dp is 1 unless given: the output must not depend on this machine.
-    ready = job.parse_job([*words] if command.has_dp else [*words, "dp=1"], has_run_dir=False)
+    words = [*words] if command.has_dp else [*words, "dp=1"]
+    ready = job.parse_job(words, has_run_dir=False)
     if not command.has_plan:
         raise SettingError(Problem("no plan", "a plan or settings file, or fields of a plan", "fourfold show dp=2"))
-    print(escape_controls(describe_plan(ready.plan, ready.task)))
+    if not command.has_model and (num_stages := ready.plan.num_stages) > LAYERS:
+        # The plan is asked about, not a model: that has a layer for each stage.
+        ready = job.parse_job([*words, f"layers={num_stages}"], has_run_dir=False)
+    text = describe_plan(ready.plan, ready.task)
+    if page is None:
+        print(escape_controls(text))
+    else:
+        print(escape_controls(_write_page(page, render_plan(ready.plan, text))))
     return 0
+
+
+def _write_page(page: str, html: str) -> str:
+    """Write a page; returns its path. Raises SettingError."""
+    try:
+        Path(page).write_text(html, encoding="utf-8")
+    except OSError as error:
+        problem = Problem(f"--html {page}: {os_error_text(error)}", "a file that can be written", "--html plan.html")
+        raise SettingError(problem, where="the command line") from None
+    return page
 
 
 def verify(words: Sequence[str], processes: str | None) -> int:

@@ -132,12 +132,19 @@ class Command:
     plan_file: str | None = None
     settings_file: SettingsFile | None = None
     values: Mapping[str, str] = field(default_factory=dict)
+    names_task: bool = True
+    """Whether a word names the task."""
 
     @property
     def has_plan(self) -> bool:
         """Whether a field of the plan is given, by a file or a word."""
         in_file = self.settings_file is not None and bool(self.settings_file.sections[PLAN])
         return self.plan_file is not None or in_file or bool(set(self.values) & set(FIELDS))
+
+    @property
+    def has_model(self) -> bool:
+        """Whether the task, or how many layers the default one has, is given."""
+        return self.names_task or self.settings_file is not None or "layers" in self.values
 
     @property
     def has_dp(self) -> bool:
@@ -155,7 +162,7 @@ def parse_command(words: Sequence[str]) -> Command:
     file = None if parsed.plan_file is None else read_settings_file(parsed.plan_file)
     named = parsed.task and normal_task_name(parsed.task)
     if file is None:
-        return Command(named or DEFAULT_TASK, parsed.plan_file, None, parsed.values)
+        return Command(named or DEFAULT_TASK, parsed.plan_file, None, parsed.values, names_task=bool(named))
     if named is not None and file.task is not None and named != file.task:
         got = f"the task {named}, and {file.task} in {file.path}"
         raise SettingError(Problem(got, "one task", f"no name in [task] of {file.path}"), where="the command line")

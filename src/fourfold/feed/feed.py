@@ -5,10 +5,12 @@ local batch  this data rank's part of a global batch; if a batch does not divide
 Law: the local batches of all data ranks together are `plan.sample_order.rows` of the batch's positions, on any mesh.
 """
 
+import itertools
 import logging
+import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple, Unpack
+from collections.abc import Callable, Generator, Iterator, Mapping
+from typing import Any, Unpack
 
 import torch
 from torch.utils.data import DataLoader
@@ -16,19 +18,24 @@ from torch.utils.data import DataLoader
 from fourfold.feed.batches import Batch, DictBatch
 from fourfold.feed.data_input import DataInput, input_problems, open_input
 from fourfold.feed.data_rank import dp_size_and_index
+from fourfold.feed.device_batches import HOST_BATCHES, DeviceBatches, device_batches
 from fourfold.feed.expected import read_expected
 from fourfold.feed.feed_options import FeedKeywords, FeedOptions
 from fourfold.feed.orders import choose_order, order_problems
+from fourfold.feed.position import Position, length_mismatch, position_problems
 from fourfold.feed.prefetch import prefetch
-from fourfold.feed.readable import Fetched, check_damage, fetch_readable
-from fourfold.feed.sample_rng import fetch_seeded
-from fourfold.feed.source import CollatedSource, pin_batch
+from fourfold.feed.readable import Fetched, check_damage
+from fourfold.feed.reading import FETCHED, STREAMED, BatchReader
+from fourfold.feed.sharing.channel import IsOpen
+from fourfold.feed.sharing.shared_reads import OWN_READS, UNOPENED_READS, Key, Loop, Reads, open_shared_reads
+from fourfold.feed.source import CollatedSource, source_attribute
 from fourfold.feed.source_fingerprint import Fingerprint, probe_source
-from fourfold.feed.state_dict import make_state_dict, state_dict_problems
+from fourfold.feed.state_dict import describe_order, make_state_dict, state_dict_problems
 from fourfold.feed.stream import Stream, StreamPart, split_batch_problem, stream_end_problem
-from fourfold.feed.transform import in_epoch, transformed
+from fourfold.feed.transform import transformed
 from fourfold.feed.workers import Request
 from fourfold.parts.comm import init
+from fourfold.parts.comm.communicator import Communicator
 from fourfold.plan.damaged_samples import DamagedRecord, new_records
 from fourfold.plan.ids_ahead import with_ids
 from fourfold.plan.plan import Plan
@@ -38,21 +45,6 @@ from fourfold.words.errors import DataError, Problem
 from fourfold.words.noop import noop
 
 log = logging.getLogger("fourfold")
-
-
-class Position(NamedTuple):
-    """The state of a feed: it has yielded samples [0, position) of the epoch.
-
-    num_samples  the length of the epoch; None for a stream that does not say, and in states of older versions
-    """
-
-    seed: int
-    epoch: int
-    position: int
-    num_samples: int | None = None
-
-
-torch.serialization.add_safe_globals([Position])  # torch.load accepts a saved state, with weights_only too
 
 
 class NoLengthError(DataError, TypeError):
@@ -71,6 +63,8 @@ class Feed:
     window      with order = "windowed": how many files are shuffled together
     transform   (sample, torch.Generator) -> sample, called in threads: `ff.Transformed(source, transform)`
     bad_samples   how many damaged samples this rank may leave out of its batches; the next one raises
+    shared      whether ranks of one host that need the same samples (with a plan of sp, tp or pp) read them once: then
+                the first loop over the feed is collective
 
     Unless `drop_last`, an epoch's last batch holds the remaining samples; a data rank may then get an empty batch,
     which a step accepts. Samples that draw from torch's, Python's or NumPy's generators draw the same numbers on any
@@ -90,14 +84,14 @@ class Feed:
         drop_last: bool | None = None,
         **options: Unpack[FeedKeywords],
     ) -> None:
-        order, window, bad_samples, transform = FeedOptions(**options)
+        order, window, bad_samples, transform, shared = FeedOptions(**options)
         source = transformed(source, transform)
         problems = input_problems(source, "source") + argument_checks.seed_problems(seed)
         problems += argument_checks.int_problems("bad_samples", bad_samples, minimum=0)
         if batch_size is not None or not isinstance(source, DataInput | DataLoader):
             problems += argument_checks.int_problems("batch_size", batch_size, minimum=1)
         problems += argument_checks.instance_problems("plan", plan, Plan, optional=True, attempt="ff.Plan(dp=2)")
-        for name, value in (("shuffle", shuffle), ("drop_last", drop_last)):
+        for name, value in (("shuffle", shuffle), ("drop_last", drop_last), ("shared", shared)):
             problems += argument_checks.instance_problems(name, value, bool, optional=True, attempt=f"{name}=True")
         if problems:
             raise DataError(problems, where="the feed")
@@ -110,9 +104,13 @@ class Feed:
             raise DataError(problems, where="the feed")
         self._order = choose_order(self._input.source, default_shuffle=self._input.shuffle is not False, **how)
         self._bad_samples = bad_samples
+        self._device: DeviceBatches = HOST_BATCHES
         self._damaged: tuple[DamagedRecord, ...] = ()
         self._state = Position(int(seed), 0, 0, self.num_samples)
-        self._uses_rng = self._has_fingerprint = False
+        self._has_fingerprint = False
+        self._reader = BatchReader(self._input)
+        shares = shared and plan is not None and plan.mesh.size > plan.dp
+        self._reads: Reads = UNOPENED_READS if shares else OWN_READS
         self.check_peers: Callable[[], None] = noop
         """Called from time to time while the feed waits for a batch; an error that it raises ends the wait."""
         self.leaves_damage_to_caller = False
@@ -142,6 +140,18 @@ class Feed:
         feed = cls(source, **options)
         feed._size, feed._index = size, index
         return feed
+
+    def share_reads(self, comm: Communicator) -> None:
+        """Read once what the ranks of a host need that have the same data index. Collective among `comm`'s ranks."""
+        self._reads = open_shared_reads(comm, self._index)
+
+    def copy_to(self, device: torch.device, *, compares: bool) -> None:
+        """Bring batches to a device ahead of the steps; see `device_batches`."""
+        self._device = device_batches(device, compares=compares)
+        pin_buffers = source_attribute(self._input.source, "pin_buffers")
+        # Not where workers read: a process that is forked cannot use the GPU's driver.
+        if device.type == "cuda" and pin_buffers is not None and self._input.workers is None:
+            pin_buffers()
 
     @property
     def batch_size(self) -> int:
@@ -182,7 +192,7 @@ class Feed:
         loop ends. The batch size may differ, because a position counts samples. Raises DataError for a state in the
         middle of an epoch if the number of samples has changed since, because the order has changed with it.
         """
-        if problems := _state_problems(state, self.num_samples):
+        if problems := position_problems(state, self.num_samples):
             raise DataError(problems, where="the feed")
         self._state = Position(*state)
 
@@ -208,47 +218,67 @@ class Feed:
 
     def __iter__(self) -> Iterator[Any]:
         """The remaining batches of the epoch. The state advances when a batch is yielded, not when it is read."""
+        if self._reads is UNOPENED_READS:
+            self.share_reads(init.init_communicator())
         epoch = self._state.epoch
         while self._state.epoch == epoch:
-            asked = time.perf_counter()
+            closed, asked = threading.Event(), time.perf_counter()
             batches = prefetch(
-                self._batches(self._state), is_on_demand=lambda: self._uses_rng, check_peers=lambda: self.check_peers()
+                self._batches(self._state, lambda closed=closed: not closed.is_set()),
+                is_on_demand=lambda: self._reader.uses_rng,
+                check_peers=lambda: self.check_peers(),
             )
-            for after, batch in batches:
-                self._state = after
-                if isinstance(batch, Batch | DictBatch):
-                    batch.data_seconds = time.perf_counter() - asked
-                yield batch
-                if self._state is not after or after.epoch != epoch:
-                    break  # the epoch is over, or `load_state` has moved the feed
-                asked = time.perf_counter()
-            else:  # with drop_last, a state that another batch size has left too near to the end
-                self._state = Position(self._state.seed, epoch + 1, 0, self.num_samples)
+            try:
+                for after, started in batches:
+                    self._state, batch = after, self._device.finish(started)
+                    if isinstance(batch, Batch | DictBatch):
+                        batch.data_seconds = time.perf_counter() - asked
+                    yield batch
+                    if self._state is not after or after.epoch != epoch:
+                        break  # the epoch is over, or `load_state` has moved the feed
+                    asked = time.perf_counter()
+                else:  # with drop_last, a state that another batch size has left too near to the end
+                    self._state = Position(self._state.seed, epoch + 1, 0, self.num_samples)
+            finally:
+                closed.set()
+                batches.close()
 
     def repeat(self) -> Generator[Any, None, None]:
         """Batches without end, epoch after epoch."""
         while True:
             yield from self
 
-    def _batches(self, start: Position) -> Iterator[tuple[Position, Any]]:
+    def _batches(self, start: Position, is_open: IsOpen) -> Iterator[tuple[Position, Any]]:
         """The remaining batches of an epoch, each with the state after it."""
         if isinstance(self._input.source, Stream):
-            yield from self._stream_batches(self._input.source, start)
+            yield from self._stream_batches(self._input.source, start, is_open)
             return
-        if problem := _length_mismatch(start, self.num_samples):
+        if problem := length_mismatch(start, self.num_samples):
             raise DataError(problem, where="the feed")
         order, before = self._order.make(self._input.source), self.bytes_read
-        expected = (ids for _, ids in with_ids(samples for _, samples in self._ranges(start, order)))
-        fetched = self._read(samples for _, samples in self._ranges(start, order))
-        fetched = read_expected(self._input.source, fetched, expected)
-        for (after, samples), local in zip(self._ranges(start, order), fetched, strict=False):
+        loop = Loop(self._keys(start, order), lambda: self._read(start, order), FETCHED, is_open)
+        for (after, samples), local in zip(self._ranges(start, order), self._reads.items(loop), strict=False):
             batch = self._wrap(local, samples)
             if before is not None and isinstance(batch, Batch | DictBatch):
                 batch.bytes_read = (self.bytes_read or 0) - before
             if self._size > 1 and not self._has_fingerprint and isinstance(batch, Batch | DictBatch):
                 self._has_fingerprint, batch.probe = True, self._probe(start.seed)
             before = self.bytes_read
-            yield after, batch
+            yield after, self._device.start(batch)
+
+    def _read(self, start: Position, order: SampleOrder) -> Iterator[Fetched]:
+        """The same, read by this rank."""
+        ranges = (samples for _, samples in self._ranges(start, order))
+        requests = (Request(samples.seed, samples.epoch, ids) for samples, ids in with_ids(ranges))
+        expected = (ids for _, ids in with_ids(samples for _, samples in self._ranges(start, order)))
+        return read_expected(self._input.source, self._reader.read(requests), expected)
+
+    def _keys(self, start: Position, order: SampleOrder) -> Iterator[Key]:
+        """Which batches these are, for the ranks that share them."""
+        described = describe_order(order)
+        of = f"{order.num_positions} ({described['order']}, digest {described['order_digest']})"
+        for _, samples in self._ranges(start, order):
+            yield Key(samples.seed, samples.epoch, samples.start, samples.stop, of)
 
     def _wrap(self, fetched: Fetched, samples: BatchRange) -> Any:
         """The batch with its samples. Raises DataError if more are damaged than may be left out."""
@@ -262,7 +292,7 @@ class Feed:
 
     def _probe(self, seed: int) -> Fingerprint | None:
         source: Any = self._input.source
-        return probe_source(source, seed=seed, uses_rng=self._uses_rng)
+        return probe_source(source, seed=seed, uses_rng=self._reader.uses_rng) if self._reads.reads else None
 
     def _ranges(self, start: Position, order: SampleOrder) -> Iterator[tuple[Position, BatchRange]]:
         """The samples of each remaining batch of an epoch, with the state after it."""
@@ -278,37 +308,20 @@ class Feed:
     def _local_range(self, start: int, stop: int) -> tuple[int, int]:
         return shard_range(start, stop, self._size, self._index)
 
-    def _read(self, ranges: Iterable[BatchRange]) -> Iterator[Fetched]:
-        """The batches of these samples, as far as they can be read."""
-        if self._input.workers is not None:
-            requests = (Request(samples.seed, samples.epoch, ids) for samples, ids in with_ids(ranges))
-            yield from self._input.workers.read(requests)
-            return
-        for number, (samples, ids) in enumerate(with_ids(ranges)):
-            fetched = self._fetch(samples, ids, is_first=number == 0)
-            yield fetched._replace(values=pin_batch(fetched.values)) if self._input.pins_memory else fetched
-
-    def _fetch(self, samples: BatchRange, ids: list[int], *, is_first: bool) -> Fetched:
-        """A batch. The first one shows whether samples draw random numbers: no other code draws while it is read."""
-        source = in_epoch(self._input.source, samples.seed, samples.epoch)
-        if not is_first and not self._uses_rng:
-            return fetch_readable(source, ids)
-        options = {"seed": samples.seed, "epoch": samples.epoch, "uses_rng": self._uses_rng}
-        batch, self._uses_rng = fetch_seeded(source, ids, **options)
-        return batch
-
-    def _stream_batches(self, stream: Stream, start: Position) -> Iterator[tuple[Position, Any]]:
+    def _stream_batches(self, stream: Stream, start: Position, is_open: IsOpen) -> Iterator[tuple[Position, Any]]:
         """The remaining batches of a stream's epoch. The one after a batch is read first: it may have been the last."""
         seed, epoch, position, upcoming = start.seed, start.epoch, 0, None
-        for part in stream.batches(StreamPart(seed, epoch, self._batch_size, self._size, self._index)):
-            self._uses_rng = stream.uses_rng
+        own_part = StreamPart(seed, epoch, self._batch_size, self._size, self._index)
+        keys = (Key(seed, epoch, n, n + 1, f"a stream in batches of {self._batch_size}") for n in itertools.count())
+        for part in self._reads.items(Loop(keys, lambda: stream.batches(own_part), STREAMED, is_open)):
+            self._reader.uses_rng = stream.uses_rng
             begin, position = position, position + part.num_samples
             if position <= start.position or (self._drops_last and part.num_samples < self._batch_size):
                 continue
             if begin < start.position:
                 raise DataError(split_batch_problem(start.position, begin, position), where="the feed")
             if upcoming is not None:
-                yield Position(seed, epoch, begin), upcoming
+                yield Position(seed, epoch, begin), self._device.start(upcoming)
             local, order = self._local_range(begin, position), InOrder(position)
             samples = BatchRange(position, seed, epoch, begin, position, *local, order)
             upcoming = Batch.wrap(part.local, samples)
@@ -316,33 +329,4 @@ class Feed:
                 upcoming.probe, self._has_fingerprint = None if self._has_fingerprint else part.probe, True
         if upcoming is None:
             raise DataError(stream_end_problem(start.position, position, self._batch_size), where="the feed")
-        yield Position(seed, epoch + 1, 0), upcoming
-
-
-def _state_problems(state: Any, num_samples: int | None) -> list[Problem]:
-    """What is wrong with a state, for a feed of `num_samples` samples; None: of a stream."""
-    numbers = list(state) if isinstance(state, tuple | list) else []
-    if len(numbers) == 4 and numbers[3] is None:
-        numbers = numbers[:3]
-    if len(numbers) not in (3, 4) or not all(map(argument_checks.is_int, numbers)):
-        got = f"a state {state!r}"
-        return [Problem(got, "(seed, epoch, position, num_samples), the `state` of another feed")]
-    position = Position(*numbers)
-    problems = argument_checks.seed_problems(position.seed) + argument_checks.int_problems(
-        "epoch", position.epoch, minimum=0
-    )
-    if other := _length_mismatch(position, num_samples):
-        problems.append(other)
-    elif position.position < 0 or (num_samples is not None and position.position >= num_samples):
-        need = "0 or more" if num_samples is None else f"one before the source's {num_samples} samples"
-        problems.append(Problem(f"position {position.position}", need))
-    return problems
-
-
-def _length_mismatch(state: Position, num_samples: int | None) -> Problem | None:
-    """The problem if the source had another length when the state's epoch began: its order differs then."""
-    if state.position == 0 or num_samples is None or state.num_samples in (None, num_samples):
-        return None
-    got = f"position {state.position} in an epoch of {state.num_samples} samples, and a source of {num_samples} now"
-    attempt = f"the source as it was, or ({state.seed}, {state.epoch + 1}, 0), the beginning of the next epoch"
-    return Problem(got, "the same number of samples until the epoch is over", attempt)
+        yield Position(seed, epoch + 1, 0), self._device.start(upcoming)

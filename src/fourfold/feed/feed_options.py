@@ -12,6 +12,7 @@ class FeedOptions(NamedTuple):
     window: int | None = None
     bad_samples: int = 0
     transform: SampleTransform | None = None
+    shared: bool = True
 
 
 class FeedKeywords(TypedDict, total=False):
@@ -21,3 +22,4 @@ class FeedKeywords(TypedDict, total=False):
     window: int | None
     bad_samples: int
     transform: SampleTransform | None
+    shared: bool

@@ -1,6 +1,7 @@
 """Dtypes: what buckets are made of, and what sums are made in."""
 
 import torch
+from torch import Tensor
 
 from fourfold.plan.data.buckets import Bucket
 
@@ -13,3 +14,8 @@ def bucket_dtype(bucket: Bucket) -> torch.dtype:
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of sums and residuals: float32, or the numbers' own dtype if that is wider."""
     return torch.promote_types(dtype, torch.float32)
+
+
+def autocast_device(tensor: Tensor) -> str:
+    """The type of the device whose autocast applies to a tensor. On the meta device, which has none, that of a CPU."""
+    return "cpu" if tensor.is_meta else tensor.device.type

@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 
 from fourfold.environment import malloc
@@ -26,6 +27,9 @@ from fourfold.words.errors import FourfoldError, Problem
 PAGE_BYTES = 4096
 # Smaller buffers do not repay a mapping of their own, which is rounded up to pages and zeroed by page faults.
 HUGE_PAGE_MIN_BYTES = 2 * 2**20
+MAP_NORESERVE = 0x4000  # of Linux; Python's mmap has no name for it before 3.13
+PAGE_PRESENT, PAGE_SWAPPED, PAGE_OF_FILE = np.uint64(1 << 63), np.uint64(1 << 62), np.uint64(1 << 61)
+PUNCH_HOLE = 0x03  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
 
 
 class MemoryUnavailable(FourfoldError):
@@ -196,6 +200,45 @@ def map_shared(fd: int) -> mmap.mmap:
         _track_buffer(mapping, MemoryUse(0, len(mapping)))
     os.close(fd)
     return mapping
+
+
+def map_region(fd: int, start: int, num_bytes: int) -> mmap.mmap:
+    """Map a part of growing memory. `start` is a multiple of the page size."""
+    return mmap.mmap(fd, num_bytes, offset=start)
+
+
+def map_copy_on_write(fd: int, start: int, num_bytes: int) -> mmap.mmap:
+    """Map a part of growing memory, to read what others write; what is written here, others do not see."""
+    flags = mmap.MAP_PRIVATE | MAP_NORESERVE
+    return mmap.mmap(fd, num_bytes, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE, offset=start)
+
+
+def reset_copy_on_write(mapping: mmap.mmap, start: int, num_bytes: int) -> None:
+    """Forget what this process has written into a part of `map_copy_on_write`: whole pages from `start` on."""
+    pages = _page_flags(mapping, start, num_bytes)
+    # Pages that nothing was written into stay mapped: to map them again takes longer than to copy them.
+    is_own = (pages & PAGE_PRESENT != 0) & (pages & PAGE_OF_FILE == 0) | (pages & PAGE_SWAPPED != 0)
+    if len(pages) * mmap.PAGESIZE < num_bytes or is_own.any():
+        mapping.madvise(mmap.MADV_DONTNEED, start, num_bytes)
+
+
+def _page_flags(mapping: mmap.mmap, start: int, num_bytes: int) -> np.ndarray:
+    """The kernel's word for each page (Documentation/admin-guide/mm/pagemap.rst); none where it does not tell."""
+    address = np.frombuffer(mapping, dtype=np.uint8, count=1, offset=start).ctypes.data
+    try:
+        with open("/proc/self/pagemap", "rb", buffering=0) as file:
+            content = os.pread(file.fileno(), 8 * (num_bytes // mmap.PAGESIZE), 8 * (address // mmap.PAGESIZE))
+    except OSError:
+        return np.empty(0, dtype=np.uint64)
+    return np.frombuffer(content, dtype=np.uint64)
+
+
+def shrink(fd: int, start: int, num_bytes: int) -> None:
+    """Give the memory of a part of growing memory back to the system; its content is zeros then."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    arguments = [ctypes.c_int(fd), ctypes.c_int(PUNCH_HOLE), ctypes.c_long(start), ctypes.c_long(num_bytes)]
+    if libc.fallocate(*arguments):
+        raise OSError(ctypes.get_errno(), "fallocate")
 
 
 def _memory_id(fd: int) -> tuple[int, int]:

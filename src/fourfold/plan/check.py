@@ -14,6 +14,7 @@ from fourfold.plan.batch_norm import SYNC
 from fourfold.plan.codec import CODECS
 from fourfold.plan.param_spec import ParamSpec
 from fourfold.plan.pipeline import conflicts
+from fourfold.plan.pipeline.division import stage_count_problems
 from fourfold.plan.pipeline.edges import edge_problems
 from fourfold.plan.pipeline.schedules import schedule_problems
 from fourfold.plan.plan import Plan, candidate_meshes
@@ -57,6 +58,7 @@ def pipeline_problems(plan: Plan, clip: float | None) -> list[Problem]:
     if plan.pp == 1:
         return problems
     sizes = {"pp": plan.pp, "microbatches": plan.microbatches, "interleave": plan.interleave}
+    problems += stage_count_problems(plan.stages, plan.num_stages)
     problems += schedule_problems(plan.schedule, **sizes, max_in_flight=plan.max_in_flight, program=plan.program)
     halves = not problems and plan.divides_backward
     problems += conflicts.recompute_problems(plan.recompute, plan.schedule, divides_backward=halves)
@@ -340,7 +342,8 @@ def size_problems(plan: Plan, num_ranks: int, *, start: str = "or start {size} r
         return []
     got = f"pp × dp × sp × tp = {mesh.pp} × {mesh.dp} × {mesh.sp} × {mesh.tp} = {mesh.size}"
     fitting = candidate_meshes(num_ranks, mesh)[0]
-    axes = f"dp = {fitting.dp}" + (f", sp = {fitting.sp}" if mesh.sp > 1 else "")
+    axes = (f"pp = {fitting.pp}, " if mesh.pp > 1 else "") + f"dp = {fitting.dp}"
+    axes += f", sp = {fitting.sp}" if mesh.sp > 1 else ""
     axes += f", ulysses = {fitting.sp}" if fitting.sp < plan.ulysses else ""
     axes += f", tp = {fitting.tp}" if mesh.tp > 1 else ""
     return [Problem(got, f"the number of ranks, {num_ranks}", f"{axes}, {start.format(size=mesh.size)}")]

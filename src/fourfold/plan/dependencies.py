@@ -66,6 +66,7 @@ class Dependencies:
             for axes in {REDUCE_AXES, SAMPLE_AXES, PARAMETER_AXES, ("pp",)}
         }
         self._meetings: dict[tuple[Action, tuple[int, ...]], list[int]] = {}
+        self._stage_ranks: dict[tuple[int, int], list[int]] = {}
         self._sharing_memory = {rank: ranks for ranks in ranks_by_memory for rank in ranks}
         actions = list(dict.fromkeys(action for rank in by_actions.values() for action in rank.actions))
         self._last_stage = max((action.stage for action in actions), default=0)
@@ -145,11 +146,21 @@ class Dependencies:
         """
         if not 0 <= stage <= self._last_stage:
             return []
-        wanted = [Action(verb, stage, index) for verb in verbs]
-        ranks = [rank, *self._peers["pp",][rank]]
-        found = [Dependency(each, action) for each in ranks for action in wanted if self.has(each, action)]
-        here = next((each for each in ranks if each in self._of_rank and stage in self._of_rank[each].stages), rank)
-        return found[:1] or [Dependency(here, wanted[0])]
+        ranks = self._ranks_with(rank, stage)
+        for each in ranks:
+            actions = self._of_rank[each].actions
+            for verb in verbs:
+                if (action := Action(verb, stage, index)) in actions:
+                    return [Dependency(each, action)]
+        return [Dependency(ranks[0] if ranks else rank, Action(verbs[0], stage, index))]
+
+    def _ranks_with(self, rank: int, stage: int) -> list[int]:
+        """The ranks of a pipeline whose programs have a stage, this one first."""
+        key = rank, stage
+        if key not in self._stage_ranks:
+            ranks = dict.fromkeys([rank, *self.pipeline_of(rank)])
+            self._stage_ranks[key] = [each for each in ranks if stage in self._of_rank[each].stages]
+        return self._stage_ranks[key]
 
     def pipeline_of(self, rank: int) -> Sequence[int]:
         """The ranks that differ from this one on the pipeline axis only, which are in the program."""

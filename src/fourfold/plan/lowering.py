@@ -290,7 +290,7 @@ def _lower_group(spec: DataStepSpec, evaluation: Sequence[Action]) -> tuple[tupl
     local = spec._replace(sync=StepSync.NOTHING) if spec.sync == StepSync.WEIGHTS else spec
     steps = [spec, local]
     steps += [each._replace(measures_nominal_count=True) for each in steps]
-    lowered = {each: lower_step(each) for each in steps}
+    lowered = {each: lower_step(each) for each in dict.fromkeys(steps)}
     if spec.undrained:
         lowered[spec] = lower_undrained(spec)
     return (*(lowered[each] for each in steps), lower_evaluation(spec, evaluation))

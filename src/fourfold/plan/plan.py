@@ -5,6 +5,7 @@ Law: `Plan.from_toml(plan.to_toml()) == plan`, and an impossible plan is refused
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar
@@ -16,7 +17,12 @@ from fourfold.plan.decode import DecodeError, from_toml
 from fourfold.plan.pipeline.asynchronous import ASYNCHRONOUS
 from fourfold.plan.pipeline.division import StageSpec
 from fourfold.plan.pipeline.edges import DEFAULT_DENSITY, EdgeSpec
+<<<<<<< HEAD
 from fourfold.plan.pipeline.schedules import SCHEDULES, compute_actions
+=======
+from fourfold.plan.pipeline.in_flight import least_held
+from fourfold.plan.pipeline.schedules import compute_actions
+>>>>>>> 44f940283924b4dda8e3befcfe526ce5952a06f5
 from fourfold.plan.pipeline.spec import ComputeLists, PipelineSpec
 from fourfold.plan.plan_fields import FIELDS, RENAMED_FIELDS, plan_problems, to_builtin
 from fourfold.plan.recipes import RECIPE_PREFIX, recipe_text
@@ -226,6 +232,13 @@ class Plan:
         return self.pp > 1 and self.schedule in ASYNCHRONOUS
 
     @property
+    def least_held(self) -> float:
+        """The activations that the fullest stage holds at a time, at least, relative to a microbatch on all stages."""
+        if self.pp == 1:
+            return 1.0
+        return 1 / self.num_stages if self.is_asynchronous else least_held(self.compute_lists)
+
+    @property
     def divides_backward(self) -> bool:
         """Whether backwards are computed in two halves, those of inputs and those of weights."""
         if self.pp == 1:
@@ -309,6 +322,7 @@ class Plan:
 
 
 def candidate_meshes(size: int, mesh: Mesh) -> list[Mesh]:
-    """Meshes of `size` ranks, those most like `mesh` first. Its sp and tp stay, or are 1: others may not fit."""
-    axes = [(sp, tp) for tp in (mesh.tp, 1) for sp in (mesh.sp, 1) if size % (sp * tp) == 0]
-    return [Mesh(dp=size // (sp * tp), sp=sp, tp=tp) for sp, tp in dict.fromkeys(axes)]
+    """Meshes of `size` ranks, those most like `mesh` first. Its pp, sp and tp stay, or are 1: others may not fit."""
+    axes = itertools.product((mesh.tp, 1), (mesh.pp, 1), (mesh.sp, 1))
+    fitting = [(tp, pp, sp) for tp, pp, sp in axes if size % (tp * pp * sp) == 0]
+    return [Mesh(pp=pp, dp=size // (tp * pp * sp), sp=sp, tp=tp) for tp, pp, sp in dict.fromkeys(fitting)]

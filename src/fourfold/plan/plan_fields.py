@@ -14,6 +14,7 @@ from typing import Any
 from fourfold.plan.codec import CODECS
 from fourfold.plan.pipeline.division import stages_problems
 from fourfold.plan.pipeline.edges import EDGES
+from fourfold.plan.pipeline.schedules import SCHEDULES
 from fourfold.plan.precision import COMPUTE_FORMATS, REDUCE_FORMATS
 from fourfold.plan.sequence import RINGS, ulysses_problem
 from fourfold.plan.tensor_dims import dims_problems
@@ -80,7 +81,7 @@ FIELD_RULES = {
     "shard": FieldRule(int, optional=True, int_maximum=MAX_RANKS),
     "zero": FieldRule(int, choices=(0, 1, 2, 3)),
     "microbatches": FieldRule(int, int_maximum=MAX_RANKS),
-    "schedule": FieldRule(str, choices=("gpipe", "1f1b", "interleaved", "zero-bubble", "pipedream", "2bw", "written")),
+    "schedule": FieldRule(str, choices=tuple(SCHEDULES)),
     "stages": FieldRule(str),
     "interleave": FieldRule(int, int_maximum=MAX_RANKS),
     "max_in_flight": FieldRule(int, optional=True, int_maximum=MAX_RANKS),

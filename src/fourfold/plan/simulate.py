@@ -7,7 +7,8 @@ overlap  how long before a dependency ends an action may begin: a bucket is read
 Law: an action begins as soon as its lane is free and its dependencies have ended, less its overlaps; never earlier.
 """
 
-from collections import Counter
+import math
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -57,8 +58,7 @@ def simulate(
     """
     _check_no_repeats(program)
     simulator = _Simulator(program, Dependencies(program, mesh, ranks_by_memory), cost, overlap, begins or {})
-    while simulator.advance():
-        pass
+    simulator.run()
     if simulator.has_pending():
         raise ProgramError(simulator.problems(), where="the program: it cannot end")
     return {rank: tuple(simulator.times[rank, action] for action in actions) for rank, actions in program.items()}
@@ -82,7 +82,10 @@ def makespan(timeline: Timeline) -> float:
 
 
 class _Simulator:
-    """A queue and a clock per rank and lane, and the times assigned so far."""
+    """A queue and a clock per rank and lane, and the times assigned so far.
+
+    Every lane is tried again when something that it waits for has a time; whatever the order, the times are the same.
+    """
 
     def __init__(
         self,
@@ -93,35 +96,40 @@ class _Simulator:
         begins: Mapping[int, float],
     ) -> None:
         self._program, self._dependencies, self._cost, self._overlap = program, dependencies, cost, overlap
-        self._queues = {
-            (rank, lane): [action for action in actions if lane_of(action) == lane]
-            for rank, actions in program.items()
-            for lane in LANES
-        }
+        queues: dict[tuple[int, str], list[Action]] = {(rank, lane): [] for rank in program for lane in LANES}
+        for rank, actions in program.items():
+            for action in actions:
+                queues[rank, lane_of(action)].append(action)
+        self._queues = {key: queue for key, queue in queues.items() if queue}
         self._next = dict.fromkeys(self._queues, 0)
         self._clocks = {(rank, lane): begins.get(rank, 0.0) for rank, lane in self._queues}
+        self._waiting: dict[Dependency, list[tuple[int, str]]] = {}
+        """By what has no time yet: the lanes that are tried again then."""
+        self._to_try = deque(self._queues)
         self.times: dict[tuple[int, Action], TimedAction] = {}
         self._done: dict[tuple[int, Action], float] = {}
 
     def next_action(self, rank: int, lane: str) -> Action | None:
         """The first action of a lane that has no time yet."""
-        queue, index = self._queues[rank, lane], self._next[rank, lane]
+        queue = self._queues.get((rank, lane), ())
+        index = self._next.get((rank, lane), 0)
         return queue[index] if index < len(queue) else None
 
     def has_pending(self) -> bool:
         return any(self.next_action(*key) is not None for key in self._queues)
 
-    def advance(self) -> bool:
-        """Assign times to as many actions of every lane as possible. Returns whether there were any."""
-        moved = False
-        for rank, lane in self._queues:
+    def run(self) -> None:
+        """Assign times to all actions; to as many as possible, if the program deadlocks."""
+        while self._to_try:
+            rank, lane = self._to_try.popleft()
             while (action := self.next_action(rank, lane)) is not None and self._schedule(rank, lane, action):
-                moved = True
-        return moved
+                pass
 
     def _schedule(self, rank: int, lane: str, action: Action) -> bool:
         """Assign times to the next action of a lane, on all ranks that take part in it, if that is possible."""
         ranks = self._dependencies.ends_with(rank, action)
+        if len(ranks) == 1 and len(self._dependencies.participants(rank, action)) == 1:
+            return self._schedule_alone(rank, lane, action)
         meetings = {tuple(self._dependencies.participants(each, action)) for each in ranks}
         starts: dict[int, float] = {}
         for participants in meetings:
@@ -129,29 +137,54 @@ class _Simulator:
             if start is None:
                 return False
             starts |= dict.fromkeys(participants, start)
-            done = start + max(self._cost(each, action) for each in participants)
-            self._done |= {(each, action): done for each in participants}
+        for participants in meetings:
+            done = starts[participants[0]] + max(self._cost(each, action) for each in participants)
+            for each in participants:
+                self._done[each, action] = done
         end = max(self._done[each, action] for each in starts)
         for each, start in starts.items():
-            self.times[each, action] = TimedAction(action, start, end)
-            self._clocks[each, lane] = end
-            self._next[each, lane] += 1
+            self._assign(each, lane, TimedAction(action, start, end))
+            if each != rank:
+                self._to_try.append((each, lane))
         return True
 
+    def _schedule_alone(self, rank: int, lane: str, action: Action) -> bool:
+        start = self._earliest_start(rank, lane, action)
+        if isinstance(start, Dependency):
+            self._waiting.setdefault(start, []).append((rank, lane))
+            return False
+        end = self._done[rank, action] = start + self._cost(rank, action)
+        self._assign(rank, lane, TimedAction(action, start, end))
+        return True
+
+    def _assign(self, rank: int, lane: str, timed: TimedAction) -> None:
+        key = Dependency(rank, timed.action)
+        self.times[key] = timed
+        self._clocks[rank, lane] = timed.end
+        self._next[rank, lane] += 1
+        if key in self._waiting:
+            self._to_try.extend(self._waiting.pop(key))
+
     def _start_of_meeting(self, participants: Sequence[int], lane: str, action: Action) -> float | None:
-        """When ranks can begin an action together; None while that is not known."""
+        """When ranks can begin an action together; None while that is not known: the last one to come finds it out."""
         if any(self.next_action(each, lane) != action for each in participants):
             return None
-        starts = [self._earliest_start(each, lane, action) for each in participants]
-        return None if None in starts else max(each for each in starts if each is not None)
+        latest = -math.inf
+        for each in participants:
+            start = self._earliest_start(each, lane, action)
+            if isinstance(start, Dependency):
+                self._waiting.setdefault(start, []).append((each, lane))
+                return None
+            latest = max(latest, start)
+        return latest
 
-    def _earliest_start(self, rank: int, lane: str, action: Action) -> float | None:
-        """When an action can begin on one rank; None while a dependency has no time yet."""
+    def _earliest_start(self, rank: int, lane: str, action: Action) -> float | Dependency:
+        """When an action can begin on one rank; else a dependency that has no time yet."""
         start = self._clocks[rank, lane]
         for dependency in self._dependencies.of(rank, action):
             timed = self.times.get(dependency)
             if timed is None:
-                return None
+                return dependency
             overlap = self._overlap(rank, action, dependency)
             # What overlaps with an action that ends on all ranks together does not wait for the others.
             ready = self._done[dependency] - overlap if overlap else timed.end

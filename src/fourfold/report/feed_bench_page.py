@@ -69,16 +69,16 @@ def _storage_card(result: Result) -> str:
 
 def _sweep_cards(results: Sequence[Result]) -> tuple[str, str]:
     """Utilization by number of accelerators, a curve for each workload; and the same as a table."""
-    names = list(dict.fromkeys(each.workload.name for each in results))
+    names = list(dict.fromkeys(each.label for each in results))
     series = []
     for number, name in enumerate(names):
-        own = [each for each in results if each.workload.name == name and each.total.utilization is not None]
-        points = [(float(each.accelerators), 100 * (each.total.utilization or 0.0)) for each in own]
+        own = [each for each in results if each.label == name and each.utilization is not None]
+        points = [(float(each.accelerators), 100 * (each.utilization or 0.0)) for each in own]
         series.append(Series(name, points, number, "linked"))
     title = "Utilization by number of accelerators"
     drawing = line_figure(series, x="accelerators", y="utilization, %", title=title, from_zero=True, legend=True)
     columns = ("accelerators", *names)
-    found = {(each.workload.name, each.accelerators): percent(each.total.utilization) for each in results}
+    found = {(each.label, each.accelerators): percent(each.utilization) for each in results}
     sizes = dict.fromkeys(each.accelerators for each in results)
     rows = [render_row([str(size), *(found.get((name, size), UNKNOWN) for name in names)]) for size in sizes]
     return f"<h2>{title}</h2>{drawing}", f"<h2>Utilization</h2>{render_table(columns, rows, style='memory')}"

@@ -42,7 +42,7 @@ class Bar(NamedTuple):
 
 
 class Block(NamedTuple):
-    """A block of a lane, `start` to `stop` in ms; a mark if they are equal. `style` is its class."""
+    """A block of a lane, `start` to `stop`; a mark if they are equal. `style` is its class."""
 
     name: str
     start: float
@@ -90,9 +90,14 @@ def bar_chart(rows: Sequence[Bar], *, title: str) -> str:
     return render_svg(width, 8 + each * len(rows), title, parts, attributes=' class="bars"')
 
 
-def lane_chart(rows: Sequence[Lane], *, end: float, title: str, x: str) -> str:
-    """Rows of blocks over a time axis from 0 to `end`. A row without a name is a gap; its blocks are not drawn."""
-    width, each = 1120.0, 28.0
+def lane_chart(
+    rows: Sequence[Lane], *, end: float, title: str, x: str, width: float = 1120, unit: str = "ms", decimals: int = 3
+) -> str:
+    """Rows of blocks over a time axis from 0 to `end`. A row without a name is a gap; its blocks are not drawn.
+
+    `unit` of the times, and their `decimals` where a pointer shows them; `width` of the drawing.
+    """
+    each = 28.0
     tops, at = [], 8.0
     for row in rows:
         tops.append(at)
@@ -108,17 +113,24 @@ def lane_chart(rows: Sequence[Lane], *, end: float, title: str, x: str) -> str:
     for row, top in zip(rows, tops, strict=True):
         if row.name:
             parts.append(f'<text class="end" x="{frame.left - 10}" y="{top + 15:.1f}">{escape(row.name)}</text>')
-            parts += [_block(frame, block, row.blocks[index + 1 :], top) for index, block in enumerate(row.blocks)]
+            for index, block in enumerate(row.blocks):
+                tip = _tip(block, unit, decimals)
+                parts.append(_block(frame, block, row.blocks[index + 1 :], top, tip))
     return render_svg(width, frame.bottom + 40, title, parts)
 
 
-def _block(frame: Frame, block: Block, later: Sequence[Block], top: float) -> str:
+def _tip(block: Block, unit: str, decimals: int) -> str:
+    """What a pointer shows of a block."""
+    start, length = (f"{value:.{decimals}f} {unit}" for value in (block.start, block.stop - block.start))
+    text = f"{block.name} at {start}" if block.start == block.stop else f"{block.name}: {length} from {start}"
+    return f"<title>{escape(text)}</title>"
+
+
+def _block(frame: Frame, block: Block, later: Sequence[Block], top: float, tip: str) -> str:
     """A block, with its name where there is room for it: `later` blocks are drawn over it."""
     left, right = frame.x(block.start), frame.x(block.stop)
     if block.start == block.stop:
-        tip = f"<title>{escape(block.name)} at {block.start:.3f} ms</title>"
         return f'<path class="mark {block.style}" d="M{left:.1f} {top - 2:.1f}v24">{tip}</path>'
-    tip = f"<title>{escape(block.name)}: {block.stop - block.start:.3f} ms from {block.start:.3f} ms</title>"
     wide = max(right - left, 1.0)
     box = f'<rect class="{block.style}" x="{left:.1f}" y="{top:.1f}" width="{wide:.1f}" height="20" rx="2">{tip}</rect>'
     start, stop = widest_gap(block, later)

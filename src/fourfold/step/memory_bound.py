@@ -4,7 +4,8 @@ bound        a lower bound of what is held at one moment; a run within the bound
 model        weights, master weights, gradients and optimizer states of this host's ranks, as `plan/memory.py` counts
 batch        the samples that a rank holds; between two steps the old batch and the next one
 activations  of one microbatch on one rank: inputs of linear and convolution layers that autograd saves for backward,
-             and the outputs; measured per sample by two forwards of a meta model
+             and the outputs; measured per sample by two forwards of a meta model. With stages: of as many microbatches
+             as the schedule has in flight, on the stage that holds most
 Law: a run that would fit is never refused. A run is refused before it allocates anything.
 """
 
@@ -119,7 +120,8 @@ def measure_bound(
             inputs = fetch_one(source, 0)[0]
             is_half_precision = plan.precision != "keep"
             per_sample = activation_bytes_per_sample(model, inputs, is_half_precision=is_half_precision)
-            activations = per_sample / (plan.dp * plan.sp * plan.tp)  # at least: with tp, not all of them are split
+            # At least: with tp, not all of them are split.
+            activations = per_sample * plan.least_held / (plan.dp * plan.sp * plan.tp)
     # This process exists already.
     processes = PROCESS_BYTES * (pool.num_ranks - 1) if pool.is_host else 0
     return MemoryBound(processes, weights, model_bytes, batch * pool.num_ranks, activations, 2 if pool.is_host else 1)

@@ -191,9 +191,19 @@ class StepRunner:
         self._learn_use_orders()
         return ForwardRun(part, step.outputs[0], step.losses[0]) if 0 in step.losses else None
 
+    def check_dry_run(self, call: str) -> None:
+        """Raise SettingError unless a dry run has shown what the modules of other stages return."""
+        if MODEL not in self._assembly.stages.templates:
+            need = "a batch before, which shows each stage what the others return"
+            raise SettingError(Problem(f"{call} before the first step", need, "step.dry_run(batch)"))
+
     def infer(self, inputs: Any) -> Any:
-        """The model's outputs, on this rank only, while weights are unsharded and no gradient is recorded."""
+        """The model's outputs, on this rank only, while weights are unsharded and no gradient is recorded.
+
+        With several stages on their ranks together. Raises TaskError if these have other inputs.
+        """
         self._calls.meet_tensor_ranks("a forward")
+        self._assembly.pipeline.check_same_inputs(inputs)
         part = Microbatch(inputs, None, num_samples=1, num_tokens=0)  # nothing is summed: the counts are not read
         step = StepState(self._parts, StepRequest([part]))
         self.executor.infer(self._programs.inference, step)

@@ -34,6 +34,13 @@ def tree_leaves(tree: Any) -> Iterator[Tensor]:
             yield from tree_leaves(part)
 
 
+def is_plain(tree: Any) -> bool:
+    """Whether a value is a tree of tensors, numbers and strings, and of nothing that has a state of its own."""
+    if isinstance(tree, dict | list | tuple):
+        return all(map(is_plain, tree.values() if isinstance(tree, dict) else tree))
+    return tree is None or isinstance(tree, Tensor | bool | int | float | str)
+
+
 def detached_clone(tensor: Tensor) -> Tensor:
     """A copy without a graph."""
     return tensor.detach().clone()

@@ -21,7 +21,7 @@ from fourfold.plan.tensor_shard import TensorShard
 from fourfold.plan.topology import Topology
 from fourfold.step.assembly import assemble
 from fourfold.step.codec_state import CodecState
-from fourfold.step.inference import InferenceModel
+from fourfold.step.inference import InferenceModel, inference_model
 from fourfold.step.metrics import Metrics
 from fourfold.step.model_call import eval_mode
 from fourfold.step.objective import Objective
@@ -53,8 +53,8 @@ class TrainStep:
         **options: Unpack[StepKeywords],
     ) -> None:
         self.model, self.plan, self.seed = model, plan, options.get("seed", 0)
-        initial, world = InitialModel(model, initial_weights), communicator.on_mesh(plan.mesh)
-        self._assembly = assembly = assemble(initial, loss, optimizer, plan, world, StepOptions(**options))
+        initial, self.communicator = InitialModel(model, initial_weights), communicator.on_mesh(plan.mesh)
+        self._assembly = assembly = assemble(initial, loss, optimizer, plan, self.communicator, StepOptions(**options))
         self._parts, self._calls, self._programs = assembly.parts, assembly.calls, assembly.programs
         self._weights, self._checks, self.optimizer = assembly.state.weights, assembly.checks, assembly.optimizer
         self._access = access = StateAccess(assembly)
@@ -238,10 +238,9 @@ class TrainStep:
     def unsharded(self) -> Iterator[nn.Module]:
         """Inside the block, any rank may call the model, as often as it likes, without training it. Collective.
 
-        Raises PlanError with pp > 1, where a rank has one stage of the model: see `inference`.
-
-        Needed only if weights are stored split among hosts (zero 3): outside of steps, parameters are then placeholders
-        filled with NaN. Ranks wait at the end of the block until no rank needs their shards.
+        Raises PlanError with pp > 1, where a rank has one stage of the model: see `inference`. Needed only if weights
+        are stored split among hosts (zero 3): outside of steps, parameters are then placeholders filled with NaN. Ranks
+        wait at the end of the block until no rank needs their shards.
         """
         self._assembly.pipeline.check_whole_model("step.unsharded()", "with step.inference() as model: …")
         with self._unsharded():
@@ -257,8 +256,9 @@ class TrainStep:
     @contextlib.contextmanager
     def inference(self) -> Iterator[InferenceModel]:
         """As `unsharded`, in evaluation mode; each call of the model runs a forward-only program. Collective."""
-        with eval_mode(self.model), self._unsharded():
-            yield InferenceModel(self.model, self._runner)
+        called = inference_model(self.model, self._runner, self._assembly.pipeline)
+        with eval_mode(self.model), self._unsharded(), called as model:
+            yield model
             self._calls.meet_tensor_ranks("the end")
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:

@@ -23,6 +23,7 @@ from fourfold.words.errors import Problem, SettingError
 from fourfold.words.task import Data, Task
 
 NUM_BYTES = 256
+LAYERS = 4  # unless others are asked for
 MAX_LAYERS = 100_000
 ROTARY_BASE = 10_000.0
 
@@ -31,7 +32,7 @@ def task(
     *,
     data: str | None = None,
     width: int = 128,
-    layers: int = 4,
+    layers: int = LAYERS,
     heads: int = 4,
     kv_heads: int | None = None,
     dropout: float = 0.0,

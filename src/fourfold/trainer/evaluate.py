@@ -1,37 +1,27 @@
 """Evaluation: the mean loss and the task's measures over a whole data source.
 
 Law: the data ranks share the source, every rank runs the same number of forwards, and all get the same numbers.
+Batches are read ahead, and once for the ranks of a host that need the same ones.
 """
 
 import contextlib
 import itertools
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from fourfold.feed.data_input import DataInput, open_input
-from fourfold.feed.readable import Fetched
-from fourfold.feed.sample_rng import fetch_seeded
-from fourfold.feed.stream import Stream, StreamPart, stream_end_problem
-from fourfold.feed.workers import Request
+from fourfold.feed.evaluation_batches import EvaluationBatch, EvaluationBatches
+from fourfold.feed.stream import Stream
 from fourfold.plan.damaged_samples import DamagedRecord, records_of_ranks
-from fourfold.plan.sample_order import shard_range
 from fourfold.step.model_call import eval_mode
 from fourfold.step.same_source import check_same_length, check_same_source
 from fourfold.step.step_runner import ForwardRun
 from fourfold.step.train_step import TrainStep
 from fourfold.step.uneven_means import is_uneven, uneven_problem
-from fourfold.words.errors import DataError, Problem, TaskError
+from fourfold.words.errors import Problem, TaskError
 from fourfold.words.task import Task
-
-
-class LocalBatch(NamedTuple):
-    """This rank's part of a batch. `is_empty`: it has no samples; `values` is then a batch of none, or None."""
-
-    values: Any
-    is_empty: bool = False
-    damaged: Sequence[DamagedRecord] = ()
 
 
 class Evaluation(NamedTuple):
@@ -90,48 +80,19 @@ def evaluate_sums(step: TrainStep, task: Task, data: Any, batch_size: int) -> Ev
     return EvaluationSums(totals, records_of_ranks(each for _, each in by_rank))
 
 
-def _local_batches(step: TrainStep, data: DataInput, batch_size: int) -> Generator[LocalBatch, None, None]:
+def _local_batches(step: TrainStep, data: DataInput, batch_size: int) -> Generator[EvaluationBatch, None, None]:
     """This rank's batches, as many on every rank; the first one is never None. Collective."""
-    batch_size = data.batch_size or batch_size
-    if isinstance(data.source, Stream):
-        yield from _stream_batches(step, data.source, batch_size)
-        return
-    num_samples, dp = len(data.source), step.plan.dp
-    check_same_length(step.all_gather_json(num_samples), "validation data")
-    start, stop = shard_range(0, num_samples, dp, step.dp_index)
-    local_size = max(1, batch_size // dp)
-    longest = max(len(range(*shard_range(0, num_samples, dp, rank))) for rank in range(dp))
-    parts = [
-        range(min(first, stop), min(first + local_size, stop)) for first in range(start, start + longest, local_size)
-    ]
-    own = [part for part in parts if part] or parts[:1]
-    for part, fetched in zip(own, _read(data, own), strict=True):
-        is_empty = len(fetched.left_out) == len(part)
-        yield LocalBatch(fetched.values, is_empty=is_empty, damaged=fetched.damaged)
-    yield from [LocalBatch(None, is_empty=True)] * (len(parts) - len(own))
-
-
-def _read(data: DataInput, parts: Sequence[range]) -> Iterator[Fetched]:
-    if data.workers is not None:
-        yield from data.workers.read(Request(0, 0, part) for part in parts)
-        return
-    source: Any = data.source
-    uses_rng = False
-    for part in parts:
-        batch, uses_rng = fetch_seeded(source, part, seed=0, epoch=0, uses_rng=uses_rng)
-        yield batch
-
-
-def _stream_batches(step: TrainStep, stream: Stream, batch_size: int) -> Iterator[LocalBatch]:
-    dp, index, is_first = step.plan.dp, step.dp_index, True
-    for each in stream.batches(StreamPart(0, 0, batch_size, dp, index)):
-        if is_first and dp > 1:
-            check_same_source(step.all_gather_json(each.probe))
-        start, stop = shard_range(0, each.num_samples, dp, index)
-        yield LocalBatch(each.local, is_empty=start == stop)
-        is_first = False
-    if is_first:
-        raise DataError(stream_end_problem(0, 0, batch_size), where="the validation data")
+    dp, is_stream = step.plan.dp, isinstance(data.source, Stream)
+    if not isinstance(data.source, Stream):
+        check_same_length(step.all_gather_json(len(data.source)), "validation data")
+    pieces = EvaluationBatches(data, data.batch_size or batch_size, size=dp, index=step.dp_index)
+    if step.plan.mesh.size > dp:
+        pieces.share_reads(step.communicator)
+    with contextlib.closing(pieces.read_ahead(step.check_peers)) as batches:
+        for number, batch in enumerate(batches):
+            if number == 0 and is_stream and dp > 1:
+                check_same_source(step.all_gather_json(batch.probe))
+            yield batch
 
 
 def _add_pairs(sums: dict[str, list[float]], pairs: Mapping[str, Iterable[Any]]) -> None:

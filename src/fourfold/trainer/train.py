@@ -115,7 +115,7 @@ def train(
     memory = MemoryBaseline(opened.resident_bytes, predict_bytes(task, step, opened.meta_model))
     scheduler = make_scheduler(task, step.optimizer, steps=settings.steps, rates=settings.rates)
     check_evaluations(scheduler, evaluate_every=settings.evaluate_every, has_valid=inputs.valid is not None)
-    feed = _make_feed(inputs.train, plan, settings)
+    feed = _make_feed(inputs.train, step, settings)
     ema = None if settings.ema is None else EMA(step.weight_shards, settings.ema)
     state = TrainingState(step, feed, ema, scheduler)
     heartbeat = heartbeat_module.from_environment()
@@ -167,10 +167,14 @@ def _open_task(task: Task, seed: int) -> _OpenedTask:
     return _OpenedTask(meta_model, open_data(task.data(), where="the task's data"), before_bytes)
 
 
-def _make_feed(data: DataInput, plan: Plan, settings: RunSettings) -> Feed:
+def _make_feed(data: DataInput, step: TrainStep, settings: RunSettings) -> Feed:
+    """The feed of this rank. Collective."""
     sizes = {"batch_size": settings.batch_size, "drop_last": settings.drop_last}
-    feed = Feed(data, plan, seed=settings.seed, order=settings.order, window=settings.window, **sizes)
+    feed = Feed(data, step.plan, seed=settings.seed, order=settings.order, window=settings.window, **sizes)
     feed.leaves_damage_to_caller = True  # the loop counts damaged samples over all ranks
+    feed.share_reads(step.communicator)
+    # Ranks that need the same samples compare their batches before a step, on the host.
+    feed.copy_to(step.device, compares=step.plan.mesh.size > step.plan.dp)
     return feed
 
 

@@ -12,8 +12,8 @@ dependencies.
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from fourfold.words.errors import FourfoldError, Problem
 
@@ -41,6 +41,9 @@ class Verb(StrEnum):
     TIE = "T"  # the weights, before the first forward
     TIE_GRADIENT = "Y"  # their gradients, before the owner's last backward
 
+    # Actions are keys; Enum's own hash is a Python function, which takes as long as the rest of a look-up.
+    __hash__ = str.__hash__
+
 
 # The index of a MEASURE says which scalars: the loss and the counts; the squared gradient norm; which parameters
 # have a gradient on any rank; the squared norms from which trust ratios are computed; in the first step, the loss
@@ -48,13 +51,12 @@ class Verb(StrEnum):
 LOSS, GRAD_NORM, USED_PARAMS, TRUST_NORMS, NOMINAL_COUNT = 0, 1, 2, 3, 4
 
 
-@dataclass(frozen=True, slots=True)
-class Action:
+class Action(NamedTuple):
     """One thing that a rank does: a verb, a stage, and the index of a microbatch, bucket or scalar."""
 
     verb: Verb
     stage: int
-    index: int
+    index: int  # type: ignore[assignment]  # hides a method of tuple that no code needs
 
     def __str__(self) -> str:
         return f"{self.verb.value}{self.stage}.{self.index}"

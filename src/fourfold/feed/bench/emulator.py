@@ -13,7 +13,8 @@ import numpy as np
 
 from fourfold.feed.batches import Batch
 from fourfold.feed.bench.workload import Seconds
-from fourfold.feed.feed import Feed, Position
+from fourfold.feed.feed import Feed
+from fourfold.feed.position import Position
 from fourfold.plan.utilization import TimedStep
 
 Barrier = Callable[[], object]

@@ -8,12 +8,14 @@ Law: an error of one rank ends all of them, and is raised here; no rank outlives
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
+import shutil
 import signal
 import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,14 +27,17 @@ from fourfold.feed.bench.emulator import Accelerator, Barrier
 from fourfold.feed.bench.files import DataShape
 from fourfold.feed.bench.page_cache import cached_fraction, drop_from_page_cache
 from fourfold.feed.bench.source import FileSource, Reads
+from fourfold.feed.bench.staged_files import StagedFiles, ThrottledOrigin
 from fourfold.feed.bench.throttle import SharedTime, ThrottledSource, TokenBucket
 from fourfold.feed.bench.workload import Seconds
 from fourfold.feed.feed import Feed
+from fourfold.feed.staging.shard_cache import Shard
 from fourfold.plan.utilization import TimedStep
 from fourfold.words.errors import DataError, FourfoldError, Problem
 
 FORK = multiprocessing.get_context("fork")
 JOIN_SECONDS = 5.0
+STAGED_SUFFIX = "-staged"  # of the folder of copies
 
 
 class Training(NamedTuple):
@@ -43,6 +48,7 @@ class Training(NamedTuple):
     steps        of an epoch
     drops_cache  whether the files are dropped from the page cache before each epoch
     origin       bytes a second that the storage delivers; None: as fast as it can
+    shards       the files with their digests, if they are staged: copied to a folder of their own
     """
 
     shape: DataShape
@@ -56,6 +62,7 @@ class Training(NamedTuple):
     drops_cache: bool = False
     origin: float | None = None
     seed: int = 0
+    shards: Sequence[Shard] = ()
 
 
 class EpochSteps(NamedTuple):
@@ -65,11 +72,34 @@ class EpochSteps(NamedTuple):
     cached: float | None = None
 
 
+def open_source(training: Training, free_at: SharedTime) -> Any:
+    """The data of one accelerator: from the files, from a slow origin, or from copies of its files."""
+    bucket = None if training.origin is None else TokenBucket(training.origin, free_at)
+    if training.shards:
+        origin = ThrottledOrigin(training.shape, training.folder, bucket)
+        return StagedFiles(origin, training.shards, _copies_folder(training), (training.shape, training.reads))
+    source = FileSource(training.shape, training.folder, training.reads)
+    return source if bucket is None else ThrottledSource(source, bucket)
+
+
+def _copies_folder(training: Training) -> Path:
+    return training.folder.with_name(f"{training.folder.name}{STAGED_SUFFIX}")
+
+
+@contextlib.contextmanager
+def no_copies(training: Training) -> Iterator[None]:
+    """Within: a training whose copies are made in it, and removed after it."""
+    folder = _copies_folder(training)
+    shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed
+    try:
+        yield
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 def train_rank(training: Training, index: int, barrier: Barrier, free_at: SharedTime) -> list[EpochSteps]:
     """What one accelerator does, epoch by epoch."""
-    source: Any = FileSource(training.shape, training.folder, training.reads)
-    if training.origin is not None:
-        source = ThrottledSource(source, TokenBucket(training.origin, free_at))
+    source = open_source(training, free_at)
     options = {"batch_size": training.batch_size * training.size, "seed": training.seed, "drop_last": True}
     feed = Feed.of_data_rank(source, size=training.size, index=index, **options)
     rng = np.random.default_rng((training.seed, index))

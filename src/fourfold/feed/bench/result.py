@@ -41,6 +41,7 @@ class Result:
     scaled       what differs between the two, in words
     ceilings     of the disk, before and after the training
     origin       bytes a second that the storage was held to; None: not at all
+    is_staged    whether the files were copied to this disk in the first epoch
     need         bytes a second that one accelerator reads at full utilization, of the records as they are in the files
     """
 
@@ -51,12 +52,23 @@ class Result:
     epochs: tuple[Epoch, ...]
     ceilings: tuple[Ceiling, ...]
     origin: float | None
+    is_staged: bool
     need: float
     checkpoint: CheckpointTimes | None = None
 
     @property
     def total(self) -> Window:
         return add_windows(epoch.window for epoch in self.epochs)
+
+    @property
+    def label(self) -> str:
+        """The workload, and whether it is staged."""
+        return f"{self.workload.name}, staged" if self.is_staged else self.workload.name
+
+    @property
+    def utilization(self) -> float | None:
+        """Of all epochs; where files are staged, of the last one, for which they have been copied."""
+        return (self.epochs[-1].window if self.is_staged else self.total).utilization
 
     @property
     def passes(self) -> bool | None:
@@ -97,6 +109,7 @@ class Result:
             "passes": self.passes,
             "ceilings": [each._asdict() for each in self.ceilings],
             "origin": self.origin,
+            "staged": self.is_staged,
             "need_bytes_per_second": self.need,
             "accelerators_that_can_be_fed": self.fed_accelerators,
             "checkpoint": None if self.checkpoint is None else self.checkpoint._asdict(),

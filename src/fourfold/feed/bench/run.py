@@ -13,9 +13,10 @@ from pathlib import Path
 from fourfold.feed.bench.direct_read import direct_problem
 from fourfold.feed.bench.disk import measure_ceiling, measure_checkpoint
 from fourfold.feed.bench.files import WRITERS, DataShape, check_format, generate
-from fourfold.feed.bench.ranks import Training, run_ranks
+from fourfold.feed.bench.ranks import Training, no_copies, run_ranks
 from fourfold.feed.bench.result import Result, make_epochs
 from fourfold.feed.bench.source import Reads
+from fourfold.feed.bench.staged_files import list_shards
 from fourfold.feed.bench.workload import Workload
 from fourfold.words.errors import Problem, SettingError
 from fourfold.words.units import format_bytes
@@ -37,6 +38,7 @@ class Options:
     cache        "keep": files stay in the page cache; "drop": they are dropped from it before each epoch
     direct       read past the page cache
     origin       hold the storage to so many bytes a second
+    staged       copy the files ahead of need to another folder, as packs with a cache are; it begins empty
     scale        multiplies all sizes, and `origin`; times stay
     """
 
@@ -51,6 +53,7 @@ class Options:
     cache: str = "keep"
     direct: bool = False
     origin: float | None = None
+    staged: bool = False
     scale: float = 1.0
     checkpoint: int | None = None
     seed: int = 0
@@ -128,7 +131,8 @@ def run_workload(full: Workload, options: Options, *, say: Callable[[str], None]
     before = measure_ceiling(paths, **sizes, seconds=options.ceiling_seconds)
     training = _make_training(workload, options, shape, folder)
     say(f"{training.epochs} epochs of {training.steps} steps on {training.size} emulated {workload.accelerator}")
-    epochs = make_epochs(run_ranks(training))
+    with no_copies(training):
+        epochs = make_epochs(run_ranks(training))
     after = measure_ceiling(paths, **sizes, seconds=options.ceiling_seconds)
     size = workload.checkpoint_bytes
     return Result(
@@ -139,6 +143,7 @@ def run_workload(full: Workload, options: Options, *, say: Callable[[str], None]
         epochs=epochs,
         ceilings=(before, after),
         origin=training.origin,
+        is_staged=options.staged,
         need=workload.batch_size * record_bytes / workload.compute.mean,
         checkpoint=measure_checkpoint(folder, size) if size else None,
     )
@@ -163,6 +168,7 @@ def _make_training(workload: Workload, options: Options, shape: DataShape, folde
         drops_cache=options.cache == "drop",
         origin=None if options.origin is None else options.origin * options.scale,
         seed=options.seed,
+        shards=list_shards(shape, folder) if options.staged else (),
     )
 
 

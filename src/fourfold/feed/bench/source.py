@@ -7,6 +7,7 @@ Law: `bytes_read` counts what the kernel returned, never a configured size. A re
 B batch
 """
 
+import functools
 import io
 import os
 import threading
@@ -50,7 +51,11 @@ class _Thread(threading.local):
 class FileSource:
     """The samples of a data set in a folder."""
 
-    def __init__(self, shape: DataShape, folder: Path, reads: Reads) -> None:
+    def __init__(
+        self, shape: DataShape, folder: Path, reads: Reads, *, path_of: Callable[[int], Path] | None = None
+    ) -> None:
+        """`path_of`: where a file is to be read; None: in the folder."""
+        self._path_of = path_of or functools.partial(shape.path_of, folder)
         self.shape, self.folder, self._reads = shape, folder, reads
         self.bytes_read = 0
         self._read = READERS[shape.format]
@@ -93,7 +98,7 @@ class FileSource:
         num_bytes = 0
         for row, index, pause in zip(rows, indices, pauses, strict=True):
             file, record = divmod(int(index), self.shape.samples_per_file)
-            path = self.shape.path_of(self.folder, file)
+            path = self._path_of(file)
             place = _Record(path, record, self.shape, self._reads.direct, self._thread.buffer, self._places)
             try:
                 num_bytes += self._read(place, row)

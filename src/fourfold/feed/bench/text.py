@@ -38,7 +38,7 @@ def format_result(result: Result) -> str:
 def name_of(result: Result) -> str:
     """unet3d on 2 × a100, 0.636 s a step."""
     workload = result.workload
-    return f"{workload.name} on {result.accelerators} × {workload.accelerator}, {workload.compute} a step"
+    return f"{result.label} on {result.accelerators} × {workload.accelerator}, {workload.compute} a step"
 
 
 def epoch_rows(result: Result) -> list[Sequence[str]]:
@@ -80,6 +80,8 @@ def summary_rows(result: Result) -> list[tuple[str, str]]:
     rows = [("MLPerf Storage", _verdict(result)), ("page cache", result.cache)]
     if result.origin is not None:
         rows.append(("origin", f"held to {format_bytes_per_second(result.origin)}"))
+    if result.is_staged:
+        rows.append(("staged", "each file is copied to this disk in the first epoch, once for all accelerators"))
     names = ("disk before", "disk after")
     rows += [(name, _ceiling_text(each)) for name, each in zip(names, result.ceilings, strict=False)]
     rows.append(("an accelerator needs", f"{format_bytes_per_second(result.need)} to compute all the time"))
@@ -116,14 +118,14 @@ def _histogram_lines(result: Result) -> list[str]:
 
 
 def format_sweep(results: Sequence[Result]) -> str:
-    """Utilization by number of accelerators, a column for each workload."""
-    names = list(dict.fromkeys(each.workload.name for each in results))
+    """Utilization by number of accelerators, a column for each workload; where it is staged, of its last epoch."""
+    names = list(dict.fromkeys(each.label for each in results))
     sizes = list(dict.fromkeys(each.accelerators for each in results))
-    found = {(each.workload.name, each.accelerators): each for each in results}
+    found = {(each.label, each.accelerators): each for each in results}
     rows: list[Sequence[str]] = [("accelerators", *names)]
     for size in sizes:
         cells = [found.get((name, size)) for name in names]
-        rows.append((str(size), *(UNKNOWN if each is None else percent(each.total.utilization) for each in cells)))
+        rows.append((str(size), *(UNKNOWN if each is None else percent(each.utilization) for each in cells)))
     return "\n".join(align_columns(rows, "<" + ">" * len(names)))
 
 

@@ -40,6 +40,14 @@ class BufferPool:
         return torch.from_numpy(array)[:num_bytes]
 
 
+class PinnedBuffers:
+    """Buffers in pinned memory, from which copies to a GPU overlap with its work. torch keeps them for further use."""
+
+    def lend(self, num_bytes: int) -> Tensor:
+        """A tensor of pinned memory with any content: uint8 [num_bytes]."""
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+
 def _rounded(num_bytes: int) -> int:
     """A size that batches of about this size share: an eighth more at most."""
     step = max(mmap.PAGESIZE, 1 << max(0, num_bytes.bit_length() - 4))

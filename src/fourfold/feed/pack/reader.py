@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fourfold.feed.collate import collate_samples
 from fourfold.feed.expected import Expected
-from fourfold.feed.pack.buffers import BufferPool
+from fourfold.feed.pack.buffers import BufferPool, PinnedBuffers
 from fourfold.feed.pack.files import LocalPlace, PackFiles, PackPlace, Record
 from fourfold.feed.pack.layout import Manifest
 from fourfold.feed.pack.schema import Schema, build
@@ -65,7 +65,8 @@ class Pack:
         self._threads = threads or min(DEFAULT_THREADS, len(os.sched_getaffinity(0)))
         self._cache = None if cache is None else os.path.abspath(cache), cache_bytes
         self._files = PackFiles(_open_place(self._path, *self._cache))
-        self._images, self._buffers = images, BufferPool()
+        self._images = images
+        self._buffers: BufferPool | PinnedBuffers = BufferPool()
         self._codec = Codec() if self.manifest.compression == "zstd" else None
         self._pool: ThreadPoolExecutor | None = None
         self._pool_process = 0
@@ -95,6 +96,10 @@ class Pack:
     def expect_batches(self, batches: Iterable[Sequence[int]], /) -> Expected:
         """These samples will be read, batch after batch: a feed says so, and their shards are copied ahead."""
         return self._files.expect_batches(batches)
+
+    def pin_buffers(self) -> None:
+        """From now on, read records into pinned memory: a feed whose batches go to a GPU says so."""
+        self._buffers = PinnedBuffers()
 
     def sample_key(self, index: int) -> str:
         """The file and the record of a sample."""

@@ -5,11 +5,11 @@ first rank's, on all of them.
 """
 
 from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from fourfold.parts.comm.communicator import Communicator
 from fourfold.parts.deferred_init import InitialModel, InitialWeights
 from fourfold.parts.tensor.layers import split_layer
 from fourfold.parts.tensor.split_region import SplitRegion
@@ -17,12 +17,23 @@ from fourfold.plan.tensor_layout import TensorLayout
 from fourfold.plan.tensor_shard import TensorShard
 
 
+class TensorRanks(Protocol):
+    """Of a communicator along tp, what a cut needs."""
+
+    @property
+    def rank(self) -> int: ...
+
+    def broadcast(self, tensor: torch.Tensor) -> Any:
+        """The first rank's values go to all."""
+        ...
+
+
 @torch.no_grad()
 def cut_model(
     initial: InitialModel,
     layout: TensorLayout,
     region: SplitRegion,
-    tensor_ranks: Communicator,
+    tensor_ranks: TensorRanks,
     is_own: Callable[[str], bool],
 ) -> None:
     """Cut a model in place. Collective: the first rank's parameters and buffers go to all.
@@ -50,7 +61,7 @@ def cut_model(
 
 
 def _own_part(
-    weights: InitialWeights, parameter: nn.Parameter, shard: TensorShard, tensor_ranks: Communicator
+    weights: InitialWeights, parameter: nn.Parameter, shard: TensorShard, tensor_ranks: TensorRanks
 ) -> torch.Tensor:
     """This rank's part of a parameter's initial values. Collective."""
     part = None if shard.is_whole else weights.part(parameter, shard)

@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from fourfold.parts.comm.tensor.protocol import TensorGroup
 from fourfold.parts.deferred_grads import deferral_of
+from fourfold.parts.dtypes import autocast_device
 from fourfold.parts.recompute import kept
 
 
@@ -116,6 +117,6 @@ def _add_by_chunks(input_RF: Tensor, weight_NF: Tensor, out_RN: Tensor, group: T
 
 def _autocast_options(input: Tensor) -> dict[str, Any]:
     """The autocast of forward, for backward."""
-    device = input.device.type
+    device = autocast_device(input)
     enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
     return {"device_type": device, "enabled": enabled, "dtype": dtype}

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fourfold.parts.comm.tensor.protocol import TensorGroup
+from fourfold.parts.dtypes import autocast_device
 from fourfold.parts.recompute import kept
 from fourfold.parts.torch_private import is_in_backward
 from fourfold.plan.tensor_shard import TensorShard
@@ -175,7 +176,7 @@ class LinearOfTokens(torch.autograd.Function):
         ctx: Any, input: Tensor, rows: Tensor, weight: Tensor, bias: Tensor | None, source: GatheredTokens
     ) -> Tensor:
         ctx.save_for_backward(rows, weight)
-        ctx.source, device = source, input.device.type
+        ctx.source, device = source, autocast_device(input)
         ctx.autocast = {"device_type": device, "dtype": torch.get_autocast_dtype(device)}
         ctx.autocast["enabled"] = torch.is_autocast_enabled(device)
         return F.linear(input, weight, bias)

@@ -189,6 +189,7 @@ def _compute_phases(
     """
     unshards, measures, rounds = _Unshards(step), _LossMeasures(step), Counter[int]()
     num_left = Counter(action.stage for action in step.compute_actions if action.verb in COMPLETE_BACKWARD)
+    every_backward = layout_changes(step.resting_layouts).after_backward != Change.NONE
     actions: list[Action] = []
     reductions: list[Action] = []
     for action in step.compute_actions:
@@ -203,9 +204,11 @@ def _compute_phases(
         actions.append(action)
         if action.verb in COMPLETE_BACKWARD:
             num_left[action.stage] -= 1
-            buckets = step.of_stage(launch_order, action.stage)
             is_last = num_left[action.stage] == 0
-            reductions = _reductions(step, rounds[action.stage], buckets, updates, is_last=is_last)
+            if is_last or every_backward:
+                buckets = step.of_stage(launch_order, action.stage)
+                round_number = rounds[action.stage] if every_backward else 0
+                reductions = _reductions(step, round_number, buckets, updates, is_last=is_last)
             rounds[action.stage] += 1
     return [*actions, *reductions]
 
@@ -231,17 +234,13 @@ class _LossMeasures:
 
 def _reductions(
     step: DataStepSpec,
-    backward: int,
+    round_number: int,
     buckets: Sequence[int],
     updates: Mapping[int, list[Action]],
     *,
     is_last: bool,
 ) -> list[Action]:
-    """The reductions after the n-th backward of a stage, with the updates fused into them; none between rounds."""
-    every_backward = layout_changes(step.resting_layouts).after_backward != Change.NONE
-    if not (is_last or every_backward):
-        return []
-    round_number = backward if every_backward else 0
+    """The reductions of a round, with the updates fused into those of the last one."""
     actions = []
     for bucket in buckets:
         if step.sync == StepSync.GRADIENTS:

@@ -18,16 +18,22 @@ from fourfold.words.mesh import Mesh
 from fourfold.words.program import Action
 
 
-def simulated_bubble(lists: Sequence[Sequence[Action]], costs: BlockCosts = EQUAL_COSTS) -> float:
-    """The bubble of lists with or without messages."""
+def simulated_bubble(
+    lists: Sequence[Sequence[Action]], costs: BlockCosts = EQUAL_COSTS, *, ends_together: bool = False
+) -> float:
+    """The bubble of lists with or without messages.
+
+    `ends_together`: all indexes wait for the last one before their updates, for the norm of all gradients or for
+    whether one of them is not finite; so the span of each is that of all together.
+    """
     program = {index: tuple(actions) for index, actions in enumerate(lists)}
     timeline = simulate(program, lambda _, action: costs.of(action), mesh=Mesh(pp=len(lists)))
-    bubbles = []
-    for times in timeline.values():
-        computing = [timed for timed in times if costs.of(timed.action)]
-        busy = sum(costs.of(timed.action) for timed in computing)
-        bubbles.append((computing[-1].end - computing[0].start - busy) / busy)
-    return max(bubbles)
+    computing = [[timed for timed in times if costs.of(timed.action)] for times in timeline.values()]
+    spans = [(times[0].start, times[-1].end) for times in computing]
+    if ends_together:
+        spans = [(min(start for start, _ in spans), max(end for _, end in spans))] * len(spans)
+    busy = [sum(costs.of(timed.action) for timed in times) for times in computing]
+    return max((stop - start - own) / own for (start, stop), own in zip(spans, busy, strict=True))
 
 
 def expected_bubble(schedule: str, spec: PipelineSpec) -> float | None:

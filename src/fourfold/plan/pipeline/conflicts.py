@@ -18,8 +18,8 @@ SYNCHRONOUS_ONLY: dict[str, tuple[tuple[object, ...], str]] = {
 # By schedule: what recompute would break.
 NO_RECOMPUTE: dict[str, str] = {
     "zero-bubble": "the inputs of layers until the second half of a backward: computed again, they are held until then",
-    "pipedream": "the weights of the forward in backward, which it keeps for backward alone",
-    "2bw": "the weights of the forward in backward, which it keeps for backward alone",
+    "pipedream": "the weights of the forward when backward computes blocks again: there may be newer ones by then",
+    "2bw": "the weights of the forward when backward computes blocks again: there may be newer ones by then",
 }
 
 
@@ -28,10 +28,9 @@ def recompute_problems(recompute: str, schedule: str, *, divides_backward: bool)
     need = NO_RECOMPUTE.get("zero-bubble" if divides_backward else schedule)
     if recompute == "none" or need is None:
         return []
-    got = f'recompute = "{recompute}" with schedule = "{schedule}"' + (
-        ", which divides backward" if divides_backward else ""
-    )
-    return [Problem(got, need, 'recompute = "none", or schedule = "1f1b"')]
+    divided = ", which divides backward," if divides_backward else ""
+    got = f"schedule = {schedule}{divided} with recompute = {recompute}"
+    return [Problem(got, need, "recompute = none, or schedule = 1f1b")]
 
 
 def asynchronous_problems(schedule: str, values: Mapping[str, object], clip: float | None) -> list[Problem]:

@@ -42,6 +42,14 @@ def stage_names(text: str) -> list[list[str]] | None:
     return [group.split() for group in text.split(";")] if ";" in text else None
 
 
+def stage_count_problems(text: str, num_stages: int) -> list[Problem]:
+    """The problem of a division into more or fewer stages than the plan has, whatever the model is."""
+    parts = stage_names(text) or _counts(text)
+    if parts is None or len(parts) == num_stages:
+        return []
+    return [Problem(f"stages = {text!r}: {len(parts)} stages", f"{num_stages}: pp × interleave", f'stages = "{EVEN}"')]
+
+
 def name_problems(
     groups: Sequence[Sequence[str]], blocks: Sequence[str], modules: Sequence[str], num_stages: int
 ) -> list[Problem]:
@@ -72,7 +80,8 @@ def division_problems(text: str, num_blocks: int, num_stages: int) -> list[Probl
     """Why a chain of so many blocks cannot be divided as the plan says."""
     if num_blocks < num_stages:
         got = f"{num_stages} stages and a chain of {num_blocks} blocks"
-        return [Problem(got, "at least one block for each stage", f"pp = {max(num_blocks, 1)}, or more layers")]
+        attempt = f"pp × interleave of at most {max(num_blocks, 1)}, or more layers"
+        return [Problem(got, "at least one block for each stage", attempt)]
     counts = _counts(text)
     if counts is None or (len(counts) == num_stages and sum(counts) == num_blocks):
         return []

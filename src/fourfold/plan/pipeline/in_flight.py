@@ -7,7 +7,7 @@ Law: the counts follow from the order on one index alone, whatever the speed of 
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from fourfold.words.program import Action, Verb
@@ -29,6 +29,16 @@ class Peak(NamedTuple):
     deferred: int
 
 
+def least_held(lists: Sequence[Sequence[Action]]) -> float:
+    """What the fullest stage holds at a time, at least, in activations of one microbatch on all stages together.
+
+    A stage that makes a share of these holds as many shares as it has microbatches in flight. Whatever the division is,
+    the largest of the products is at least what it is where all are equal.
+    """
+    in_flight = [count for actions in lists for count in peak_in_flight(actions).by_stage.values()]
+    return 1 / sum(1 / count for count in in_flight)
+
+
 def peak_in_flight(actions: Sequence[Action]) -> Peak:
     """The microbatches that one pipeline index has in flight. One of v stages counts as much as one of a single stage:
     where interleave = v, each holds 1/v of the activations.
@@ -41,3 +51,12 @@ def peak_in_flight(actions: Sequence[Action]) -> Peak:
         peaks[action.stage] = max(peaks[action.stage], in_flight[action.stage])
         most, most_deferred = max(most, in_flight.total()), max(most_deferred, deferred)
     return Peak(most, dict(sorted(peaks.items())), most_deferred)
+
+
+def peak_of_stages(actions: Sequence[Action], sizes: Mapping[int, float]) -> float:
+    """The most that one pipeline index keeps at a time, if a microbatch in flight keeps `sizes` of its stage."""
+    kept = most = 0.0
+    for action in actions:
+        kept += sizes[action.stage] * ((action.verb in BEGIN_OF_FLIGHT) - (action.verb in END_OF_FLIGHT))
+        most = max(most, kept)
+    return most

@@ -75,6 +75,7 @@ class SegmentFacts:
     operations   of a forward
     saved_bytes  by the plan's `recompute`: what autograd keeps of one sample until backward
     temporary_bytes  the most that a forward or backward of one sample holds in addition
+    call_bytes       and what they hold besides, however many samples there are, such as gradients of weights
     norm_channels    of each batch normalization that uses statistics of the batch: with `batch_norm = "sync"`, data
                      ranks exchange sums over them in forward and in backward
     """
@@ -86,6 +87,7 @@ class SegmentFacts:
     collectives: tuple[Collective, ...] = ()
     temporary_bytes: float = 0.0
     norm_channels: tuple[int, ...] = ()
+    call_bytes: float = 0.0
 
     @property
     def flops(self) -> float:
@@ -116,6 +118,11 @@ class ModelFacts:
     def segments(self) -> tuple[SegmentFacts, ...]:
         """All segments, in the order of a forward."""
         return (self.first, *self.blocks, self.last)
+
+    @property
+    def flops(self) -> float:
+        """Of a forward of one sample."""
+        return sum(segment.flops for segment in self.segments)
 
 
 class FactsSource(Protocol):

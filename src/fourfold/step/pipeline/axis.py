@@ -18,13 +18,14 @@ from fourfold.parts.comm.edge.protocol import StageEdges
 from fourfold.parts.comm.edges import connect_pair, make_edges
 from fourfold.parts.comm.meter import CommMeter
 from fourfold.parts.deferred_init import InitialModel, InitialWeights
+from fourfold.parts.fingerprint import fingerprints
 from fourfold.parts.torch_private import own_buffers, own_parameters
 from fourfold.plan.tensor_shard import TensorShard
 from fourfold.step.pipeline.chain import StageMap
 from fourfold.step.pipeline.gates import Template
 from fourfold.step.pipeline.tied import CopiedWeights, OwnedWeights, TiedWeights, aliases_of, replace_by_copy
 from fourfold.step.tensor_tree import tree_leaves
-from fourfold.words.errors import PlanError, Problem
+from fourfold.words.errors import PlanError, Problem, TaskError
 
 
 class PipelineAxis(NamedTuple):
@@ -87,6 +88,16 @@ class PipelineAxis(NamedTuple):
         """What this rank's stage has of values by name; names that no stage has stay, to be refused."""
         return {name: each for name, each in state.items() if name not in self.others} if self.is_cut else state
 
+    def check_same_inputs(self, inputs: Any) -> None:
+        """Raise TaskError, on the ranks of all stages, unless they have the same inputs. Collective."""
+        if not self.is_cut:
+            return
+        shown = [fingerprints(list(tree_leaves(inputs))), list(inputs) if isinstance(inputs, dict) else None]
+        if any(each != shown for each in self.ranks.all_gather_json(shown)):
+            got = f"other inputs of the model on some of ranks {', '.join(map(str, self.ranks.ranks))}"
+            need = "the same on each of these ranks, which compute one forward together"
+            raise TaskError(Problem(got, need, "torch.manual_seed(0) on all of them before they draw tokens"))
+
     # ---- what other stages have -----------------------------------------------------------------------
 
     def last_outputs(self, outputs: Any, template: Template | None) -> Any:
@@ -96,8 +107,12 @@ class PipelineAxis(NamedTuple):
         tensors = list(tree_leaves(outputs)) if self.is_last else []
         last = self.num_places - 1
         count = self.ranks.all_gather_json(len(tensors))[last]
-        received = [self.from_place(last, tensors[index] if tensors else None) for index in range(count)]
         assert template is not None, "a dry run comes before the first call"
+        if count != len(template.shapes):
+            got = f"a call of the model that returns {count} tensors"
+            need = f"{len(template.shapes)}, as in training: ranks of other stages do not see what they are"
+            raise TaskError(Problem(got, need), where="the pipeline")
+        received = [self.from_place(last, tensors[index] if tensors else None) for index in range(count)]
         return template.filled(received)
 
     def from_place(self, place: int, tensor: Tensor | None) -> Tensor:

@@ -22,7 +22,7 @@ from fourfold.step.dry_run.preserve_module import preserve_module
 from fourfold.step.model_call import call_model, eval_mode
 from fourfold.step.pipeline.chain import StageMap
 from fourfold.step.pipeline.gates import Carried, Gates, SplitResidual, StageEnd, Template, Templates
-from fourfold.step.tensor_tree import tree_leaves, tree_map
+from fourfold.step.tensor_tree import is_plain, tree_leaves, tree_map
 from fourfold.words.errors import FourfoldError, Problem, TaskError
 
 DRY_RUN_SAMPLES = 2
@@ -94,7 +94,9 @@ class PipelineDryRun:
             if problems := self._order_problems(calls):
                 return problems
             by_name = {call.name: call for call in calls}
-            templates = {call.name: call.template for call in calls} | {MODEL: Template.of(returned, inputs)}
+            templates = {call.name: call.template for call in calls} | {
+                MODEL: Template.of(_without_caches(returned), inputs)
+            }
             expected = [by_name[name].outputs for name in self._stages.boundaries()]
             expected.append([each.clone() for each in tree_leaves(returned)])
             outputs, received = {call.name: call.outputs for call in calls}, []
@@ -236,6 +238,14 @@ class _StageRun(NamedTuple):
 def _unknown(tensor: Tensor) -> Tensor:
     """A tensor that shows where it is used: what is computed with NaN is NaN."""
     return torch.full_like(tensor, torch.nan) if tensor.is_floating_point() else torch.zeros_like(tensor)
+
+
+def _without_caches(returned: Any) -> Any:
+    """A model's outputs without objects that have a state of their own: those of a dry run are no later call's."""
+    if not isinstance(returned, dict):
+        return returned
+    kept = {name: each for name, each in returned.items() if is_plain(each)}
+    return kept if type(returned) is dict else type(returned)(**kept)
 
 
 def _is_equal(got: Sequence[Tensor], wanted: Sequence[Tensor]) -> bool:

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fourfold.parts.dropped_arguments import DROPPED_ARGUMENTS, restore_arguments
+from fourfold.parts.dtypes import autocast_device
 from fourfold.parts.sequence.document_mask import DocumentMask, document_attention
 from fourfold.parts.torch_private import is_in_backward
 from fourfold.words.errors import Problem, TaskError
@@ -181,7 +182,7 @@ def intercepted_sdpa(
 
 def _autocast(call: AttentionCall) -> AttentionCall:
     """Cast a call as torch's autocast does: q, k, v and mask, unless they are float64."""
-    device = call.q.device.type
+    device = autocast_device(call.q)
     if not torch.is_autocast_enabled(device):
         return call
     dtype = torch.get_autocast_dtype(device)

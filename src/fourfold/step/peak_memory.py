@@ -35,6 +35,12 @@ class PeakMemory(TorchDispatchMode):
         self.current_bytes = 0
         self._seen_storages = WeakIdKeyDictionary()
 
+    def restart_peak(self) -> int:
+        """The peak since the last restart; from here on, a new one is looked for."""
+        before, self.peak_bytes = self.peak_bytes, self.current_bytes
+        self.bytes_by_kind = dict(self._current_by_kind)
+        return before
+
     def track(self, kind: str, tensors: Iterable[Tensor]) -> None:
         """Count tensors that exist already."""
         for tensor in tensors:

@@ -1,0 +1,111 @@
+"""Segments: which part of a model computes at a time: what is before the chain, a block of it, or what is behind it.
+
+equal   blocks of one class, shapes and settings: they cost the same, and only the first of them computes
+passing an equal block in whose place its input is returned
+Law: every operation of a forward belongs to one segment, in the order of the chain.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from fourfold.step.tensor_tree import tree_leaves
+
+FIRST = 0  # the segment before the chain; block i is segment i + 1, and what is behind the chain comes last
+COUNTERS = ("idx", "index", "layer_id")  # parts of the names of settings that only number a block
+
+
+def equal_blocks(blocks: Sequence[nn.Module]) -> list[int]:
+    """By block: the first one that is equal to it, perhaps itself."""
+    found: dict[Any, int] = {}
+    return [found.setdefault(_signature(block), place) for place, block in enumerate(blocks)]
+
+
+def _signature(block: nn.Module) -> Any:
+    """What decides the cost of a block: its modules and their settings, and the shapes of its parameters."""
+    shapes = tuple((name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in block.named_parameters())
+    settings = tuple(
+        (name, type(module).__qualname__, key, value)
+        for name, module in block.named_modules()
+        for key, value in sorted(vars(module).items())
+        if isinstance(value, bool | int | float | str | None) and not any(part in key for part in COUNTERS)
+    )
+    return repr(block), shapes, settings
+
+
+class SegmentTracker:
+    """Knows which segment computes. `on_switch(segment)` is called when one has ended its forward."""
+
+    def __init__(self, blocks: Sequence[nn.Module], on_switch: Callable[[int], None] = lambda segment: None) -> None:
+        self._blocks, self._same_as, self._on_switch = blocks, equal_blocks(blocks), on_switch
+        self.current = FIRST
+        self.passed = set[int]()
+        """Segments of blocks in whose place their input was returned."""
+        self.boundary: Tensor | None = None
+        """What the first block has returned."""
+        self._outputs: dict[int, Any] = {}
+
+    @property
+    def last(self) -> int:
+        return len(self._blocks) + 1
+
+    def counted_as(self, segment: int) -> int:
+        """The segment that has computed in place of this one."""
+        return self._same_as[segment - 1] + 1 if segment in self.passed else segment
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        """Within, the forward of the model is watched, and equal blocks pass their input on."""
+        hooks, replaced = [], []
+        for place, block in enumerate(self._blocks):
+            hooks.append(block.register_forward_pre_hook(lambda *_, segment=place + 1: self._begin(segment)))
+            hooks.append(block.register_forward_hook(lambda _, args, output, place=place: self._end(place, output)))
+            if self._same_as[place] != place:
+                replaced.append((block, block.__dict__.get("forward")))
+                block.__dict__["forward"] = self._passing(place, block.forward)
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+            for block, before in replaced:
+                if before is None:
+                    del block.__dict__["forward"]
+                else:
+                    block.__dict__["forward"] = before
+
+    def _begin(self, segment: int) -> None:
+        if self.current == FIRST:
+            self._on_switch(FIRST)
+        self.current = segment
+
+    def _end(self, place: int, output: Any) -> None:
+        self._outputs.setdefault(place, output)
+        if place == 0:
+            self.boundary = next(tree_leaves(output), None)
+        self._on_switch(place + 1)
+        if place == len(self._blocks) - 1:
+            self.current = self.last
+
+    def _passing(self, place: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            hidden = next(iter(tree_leaves((args, kwargs))), None)
+            template = self._outputs.get(self._same_as[place])
+            first = template[0] if isinstance(template, tuple) and template else template
+            if not isinstance(first, Tensor) or hidden is None or _form(first) != _form(hidden):
+                return forward(*args, **kwargs)
+            self.passed.add(place + 1)
+            output = hidden.view_as(hidden)
+            return (output, *template[1:]) if isinstance(template, tuple) else output
+
+        return run
+
+    def end(self) -> None:
+        """The forward has ended, with the loss."""
+        self._on_switch(self.last if self._blocks else FIRST)
+
+
+def _form(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.shape, tensor.dtype

@@ -1,0 +1,276 @@
+"""Task facts: the facts of a task, for the plans that a search asks about.
+
+variant  the fields of a plan that change what one rank computes with one sample
+Law: facts are counted, not guessed: on the meta device, with the modules, shards and attention of a run.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+from torch import nn
+
+from fourfold.analysis.task_facts.fake_ranks import RecordedCollective
+from fourfold.analysis.task_facts.fake_step import (
+    FakeModel,
+    ForwardRecord,
+    MemoryRecord,
+    SegmentBytes,
+    record_forward,
+    record_memory,
+)
+from fourfold.analysis.task_facts.laid_out_model import FakeBatch, lay_out
+from fourfold.analysis.task_facts.operations import operation_of
+from fourfold.feed.data_input import open_data
+from fourfold.feed.sample_rng import fetch_one
+from fourfold.feed.stream import Stream
+from fourfold.parts.optim.user_optimizer import build_optimizer
+from fourfold.plan.param_spec import ParamSpec
+from fourfold.plan.plan import Plan
+from fourfold.plan.predict.facts import Collective, ModelFacts, Operation, SegmentFacts
+from fourfold.plan.tensor_residual import WHOLE
+from fourfold.plan.update_spec import UpdateSpec
+from fourfold.step.batch import find_positions, unpack_batch
+from fourfold.step.batch_norm import uses_batch_stats
+from fourfold.step.batch_statistics import batch_norms
+from fourfold.step.meta_model import build_meta_model
+from fourfold.step.model_layout import laid_out_specs
+from fourfold.step.model_specs import update_spec
+from fourfold.step.pipeline.chain import Chain, find_chain, map_stages
+from fourfold.words.errors import Problem, TaskError
+from fourfold.words.layout import Change
+from fourfold.words.task import DEFAULT_BATCH_SIZE, Task, check_task
+
+FEW, MANY = 2, 4  # samples of the two fake steps that are compared
+RECOMPUTES = ("none", "selective", "full")
+VARIANT_FIELDS = ("tp", "dims", "sp", "ring", "ulysses", "residual", "precision")
+
+
+class TaskFacts:
+    """See `FactsSource`. Raises TaskError for a task without a batch, or whose step cannot be counted."""
+
+    def __init__(self, task: Task) -> None:
+        check_task(task)
+        self._task = task
+        self._facts: dict[tuple[object, ...], ModelFacts] = {}
+        self._specs: dict[tuple[object, ...], list[ParamSpec]] = {}
+
+    @property
+    def batch_size(self) -> int:
+        return self._task.batch_size or DEFAULT_BATCH_SIZE
+
+    @cached_property
+    def _model(self) -> nn.Module:
+        return build_meta_model(self._task)
+
+    @cached_property
+    def _chain(self) -> Chain:
+        return find_chain(self._model)
+
+    @cached_property
+    def update_spec(self) -> UpdateSpec:
+        return update_spec(self._model, self._optimizer, clip=self._task.clip, counts_states=True)
+
+    @cached_property
+    def _optimizer(self):
+        return build_optimizer(self._task.optimizer, list(self._model.parameters()))
+
+    @cached_property
+    def _batch(self) -> FakeBatch:
+        source = open_data(self._task.data(), where="the task's data").train.source
+        if isinstance(source, Stream):
+            need = "numbered samples: the step of one is counted"
+            raise TaskError(Problem("a stream as data", need, "a list of some of its samples"), where="the task")
+        inputs, targets = unpack_batch(fetch_one(source, 0))
+        positions = find_positions(inputs)
+        return FakeBatch(inputs, targets, None if positions is None else positions.shape[1])
+
+    def specs(self, plan: Plan) -> Sequence[ParamSpec]:
+        key = (plan.tensor_spec, plan.stage_spec)
+        if key not in self._specs:
+            self._specs[key] = laid_out_specs(
+                self._model, self._optimizer, self._task.tensor, plan.tensor_spec, plan.stage_spec
+            )
+        return self._specs[key]
+
+    def stage_blocks(self, plan: Plan) -> tuple[range, ...]:
+        if plan.num_stages == 1:
+            return (range(len(self._chain.blocks)),)
+        return map_stages(self._model, plan.stage_spec).blocks
+
+    def facts(self, plan: Plan) -> ModelFacts:
+        key = tuple(getattr(plan, name) for name in VARIANT_FIELDS)
+        if key not in self._facts:
+            laid_out = lay_out(self._task, plan)
+            fake = FakeModel(laid_out, self._chain.blocks, self._task.loss, self._batch, plan)
+            self._facts[key] = _Counted(fake, self._model, self._chain).facts()
+        return self._facts[key]
+
+
+class _Counted:
+    """The fake steps of one variant."""
+
+    def __init__(self, fake: FakeModel, whole: nn.Module, chain: Chain) -> None:
+        """`whole`: the model that is not cut."""
+        self._fake, self._whole, self._chain = fake, whole, chain
+        recomputes = RECOMPUTES if chain.blocks else RECOMPUTES[:1]
+        self._memory = {each: _memory_of(fake, each) for each in recomputes}
+        self._forwards = record_forward(fake, FEW), record_forward(fake, MANY)
+        self._operations = _operations(*self._forwards)
+        self._num_segments = len(chain.blocks) + 2
+
+    def facts(self) -> ModelFacts:
+        segments = [self._segment(number) for number in range(self._num_segments)]
+        boundary = self._boundary()
+        return ModelFacts(
+            segments[0],
+            tuple(segments[1:-1]),
+            segments[-1],
+            boundary.num_bytes,
+            self._fake.batch.num_tokens,
+            boundary.columns,
+            boundary.element_bytes,
+        )
+
+    def _segment(self, number: int) -> SegmentFacts:
+        tracker = self._forwards[0].tracker
+        counted = tracker.counted_as(number)
+        bytes_of = {each: memory.per_sample(counted) for each, memory in self._memory.items()}
+        kept = {each: float(bytes_of.get(each, bytes_of["none"]).kept) for each in RECOMPUTES}
+        if self._shares_inputs(number):
+            kept |= {each: max(0.0, kept[each] - self._others_part) for each in RECOMPUTES[1:]}
+        most = max(found.temporary for found in bytes_of.values())
+        return SegmentFacts(
+            self._name(number),
+            self._params.get(number, ()),
+            tuple(self._operations.get(counted, ())),
+            kept,
+            tuple(self._collectives(counted)),
+            most,
+            self._norm_channels.get(number, ()),
+            max(memory.per_call(counted) for memory in self._memory.values()),
+        )
+
+    def _shares_inputs(self, number: int) -> bool:
+        """Whether each tensor rank keeps a part of the inputs of a block that is computed again."""
+        plan = self._fake.plan
+        return plan.tp > 1 and plan.residual == WHOLE and 0 < number < self._num_segments - 1
+
+    @property
+    def _others_part(self) -> float:
+        """Of the inputs of one sample: the bytes that other tensor ranks keep."""
+        return self._boundary().num_bytes * (1 - 1 / self._fake.plan.tp)
+
+    def _name(self, number: int) -> str:
+        return self._chain.blocks[number - 1] if 0 < number <= len(self._chain.blocks) else ""
+
+    def _owner(self, name: str) -> int:
+        """The segment of a parameter or module."""
+        place = self._place_of.get(".".join(name.split(".")[: self._depth]))
+        if place is not None:
+            return place + 1
+        behind = any(name == each or name.startswith(f"{each}.") for each in self._chain.behind)
+        return self._num_segments - 1 if behind else 0
+
+    @cached_property
+    def _place_of(self) -> dict[str, int]:
+        return {name: place for place, name in enumerate(self._chain.blocks)}
+
+    @cached_property
+    def _depth(self) -> int:
+        """How many parts the names of blocks have."""
+        return self._chain.blocks[0].count(".") + 1 if self._chain.blocks else 0
+
+    @cached_property
+    def _params(self) -> dict[int, tuple[str, ...]]:
+        """By segment: the names of its parameters."""
+        found: dict[int, tuple[str, ...]] = {}
+        for name, _ in self._whole.named_parameters():
+            owner = self._owner(name)
+            found[owner] = (*found.get(owner, ()), name)
+        return found
+
+    @cached_property
+    def _norm_channels(self) -> dict[int, tuple[int, ...]]:
+        found: dict[int, tuple[int, ...]] = {}
+        for name, norm in batch_norms(self._whole):
+            if uses_batch_stats(norm):
+                owner = self._owner(f"{name}.")
+                found[owner] = (*found.get(owner, ()), norm.num_features)
+        return found
+
+    def _collectives(self, number: int) -> list[Collective]:
+        """Along sp, and along tp: how often in forward, in backward, and again in a backward that recomputes."""
+        found = [each for segment, each in self._forwards[0].sent_by_attention if segment == number]
+        if self._fake.plan.tp == 1:
+            return found
+        whole, again = (self._memory[each].collectives(number) for each in ("none", self._last_recompute))
+        calls = defaultdict[tuple[object, float], list[int]](lambda: [0, 0, 0])
+        for call, count in whole.items():
+            calls[call.change, call.whole_bytes][call.in_backward] += count
+        for call, count in again.items():
+            if call.in_backward:
+                before = whole.get(call, 0)
+                calls[call.change, call.whole_bytes][2] += max(0, count - before)
+        if self._shares_inputs(number):
+            found.append(Collective("tp", Change.ALL_GATHER, self._boundary().num_bytes, 0, 0, 1))
+        return found + [
+            Collective("tp", change, num_bytes / FEW, *counts)  # type: ignore[arg-type]
+            for (change, num_bytes), counts in calls.items()
+        ]
+
+    @property
+    def _last_recompute(self) -> str:
+        return list(self._memory)[-1]
+
+    def _boundary(self) -> "_Boundary":
+        hidden = self._forwards[0].tracker.boundary
+        if hidden is None:
+            return _Boundary(0.0, 0, 4)
+        return _Boundary(hidden.nbytes / FEW, hidden.shape[-1], hidden.element_size())
+
+
+class _Boundary(NamedTuple):
+    """What crosses from one stage to the next, for one sample."""
+
+    num_bytes: float
+    columns: int
+    element_bytes: int
+
+
+class _Memory(NamedTuple):
+    """Two fake steps."""
+
+    few: MemoryRecord
+    many: MemoryRecord
+
+    def per_sample(self, segment: int) -> SegmentBytes:
+        pair = [record.segments.get(segment, SegmentBytes(0, 0)) for record in self]
+        return SegmentBytes(*(max(0, (many - few) // (MANY - FEW)) for few, many in zip(*pair, strict=True)))
+
+    def per_call(self, segment: int) -> float:
+        """Temporary bytes that do not grow with the samples, such as gradients of weights."""
+        few = self.few.segments.get(segment, SegmentBytes(0, 0)).temporary
+        return float(max(0, few - FEW * self.per_sample(segment).temporary))
+
+    def collectives(self, segment: int) -> Mapping[RecordedCollective, int]:
+        return self.few.collectives.get(segment, Counter())
+
+
+def _memory_of(fake: FakeModel, recompute: str) -> _Memory:
+    return _Memory(record_memory(fake, FEW, recompute), record_memory(fake, MANY, recompute))
+
+
+def _operations(few: ForwardRecord, many: ForwardRecord) -> dict[int, list[Operation]]:
+    """By segment: the operations of one sample. Raises TaskError where a forward depends on the number of samples."""
+    names = [[(segment, kernel.name) for segment, kernel in record.kernels] for record in (few, many)]
+    if names[0] != names[1]:
+        got = f"a forward that calls other operations for {MANY} samples than for {FEW}"
+        raise TaskError(
+            Problem(got, "the same operations for any number of samples", "a loop over tokens, not samples")
+        )
+    found: dict[int, list[Operation]] = {}
+    for (segment, one), (_, other) in zip(few.kernels, many.kernels, strict=True):
+        found.setdefault(segment, []).append(operation_of(one, other, FEW, MANY))
+    return found

@@ -1,0 +1,124 @@
+"""Staged files: the data set of an emulated training behind a slow origin, copied to this disk as packs are.
+
+origin  the folder of the files, held to a rate; copies are made of it ahead of need, one for all accelerators
+Law: copies, and what is read without one, pass the same bucket as the reads of an origin that is not staged.
+"""
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from fourfold.feed.bench.files import DataShape
+from fourfold.feed.bench.source import FileSource, Reads
+from fourfold.feed.bench.throttle import TokenBucket
+from fourfold.feed.expected import Expected
+from fourfold.feed.staging.shard_cache import Shard, ShardCache
+from fourfold.feed.staging.stager import Stager
+
+CHUNK_BYTES = 2**20
+
+
+def list_shards(shape: DataShape, folder: Path) -> list[Shard]:
+    """Each file with its digest, as the manifest of a pack has them."""
+    return [_shard_of(path, number) for number, path in enumerate(shape.paths(folder))]
+
+
+def _shard_of(path: Path, number: int) -> Shard:
+    digest = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK_BYTES):
+            digest.update(chunk)
+    return Shard(f"file-{number:06}", path.stat().st_size, digest.hexdigest())
+
+
+class ThrottledOrigin:
+    """The files of a data set as an origin of shards, held to a rate."""
+
+    def __init__(self, shape: DataShape, folder: Path, bucket: TokenBucket | None) -> None:
+        self.url, self._shape, self._folder, self._bucket = str(folder), shape, folder, bucket
+
+    def path_of(self, number: int) -> Path:
+        """A file of the data set."""
+        return self._shape.path_of(self._folder, number)
+
+    def wait(self, num_bytes: int) -> None:
+        """Wait as long as the origin takes for so many bytes."""
+        if self._bucket is not None:
+            ready = self._bucket.reserve(num_bytes, time.monotonic())
+            time.sleep(max(0.0, ready - time.monotonic()))
+
+    def read(self, name: str, start: int, stop: int) -> bytes:
+        """A part of a shard."""
+        with self.path_of(int(name.rpartition("-")[2])).open("rb") as file:
+            file.seek(start)
+            content = file.read(stop - start)
+        self.wait(len(content))
+        return content
+
+    def read_up_to(self, name: str, max_bytes: int) -> bytes:
+        """A whole shard of at most so many bytes."""
+        return self.read(name, 0, max_bytes)
+
+
+class _StagedEpoch:
+    """The copies that the batches of an epoch need."""
+
+    def __init__(self, source: "StagedFiles", stager: Stager) -> None:
+        self._source, self._stager = source, stager
+
+    def advance(self) -> None:
+        self._stager.advance()
+
+    def close(self) -> None:
+        self._source.end(self._stager)
+
+
+class StagedFiles:
+    """The samples of a data set, read from copies; from the origin where there is none yet. `cache`: their folder."""
+
+    def __init__(self, origin: ThrottledOrigin, shards: Sequence[Shard], cache: Path, source: tuple[DataShape, Reads]):
+        shape, reads = source
+        self._origin, self._shards, self._per_file = origin, shards, shape.samples_per_file
+        self._cache = ShardCache(cache, sum(shard.num_bytes for shard in shards))
+        self._stagers: tuple[Stager, ...] = ()
+        self._files = FileSource(shape, cache, reads, path_of=self._path_of)
+
+    @property
+    def bytes_read(self) -> int:
+        """What samples have read, from copies or from the origin."""
+        return self._files.bytes_read
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def __getitem__(self, index: int, /) -> Any:
+        return self._files[index]
+
+    def fetch(self, indices: Sequence[int], /) -> Any:
+        return self._files.fetch(indices)
+
+    def expect_batches(self, batches: Iterable[Sequence[int]], /) -> Expected:
+        """Copy the files of these batches, ahead of them."""
+        stager = Stager(self._origin, self._shards, self._cache)
+        self._stagers += (stager,)
+        stager.expect(self._files_of(batches))
+        return _StagedEpoch(self, stager)
+
+    def end(self, stager: Stager) -> None:
+        """Give up the copies of an epoch that is over."""
+        self._stagers = tuple(each for each in self._stagers if each is not stager)
+        stager.close()
+
+    def _files_of(self, batches: Iterable[Sequence[int]]) -> Iterator[list[int]]:
+        for batch in batches:
+            yield sorted({index // self._per_file for index in batch})
+
+    def _path_of(self, number: int) -> Path:
+        for stager in self._stagers:
+            if stager.held(number) is not None:
+                return self._cache.folder / self._shards[number].name
+        self._origin.wait(self._shards[number].num_bytes // self._per_file)
+        return self._origin.path_of(number)

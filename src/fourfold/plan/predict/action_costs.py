@@ -1,0 +1,343 @@
+"""Action costs: what every action of a program takes on one rank of each place on the pipeline axis.
+
+place   an index on the pipeline axis: its ranks compute and send as much as each other, and one of them stands for all
+parts   of an action of the process itself: seconds by the terms of a step
+extra   by what computing is longer while messages of the data axis are under way
+Law: an action costs at least as much as each of its parts, and none depends on when the action begins.
+
+How a plan's fields enter is in the table `PRICED_BY` of `plan/predict/priced_fields.py`.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+from fourfold.plan.dependencies import Dependency
+from fourfold.plan.lowering import Blueprint, DataGroup, bytes_by_bucket
+from fourfold.plan.predict.collectives import BucketCollectives, CollectiveSeconds, collective_seconds, shape_of
+from fourfold.plan.predict.edges import EdgeMessages
+from fourfold.plan.predict.facts import ModelFacts
+from fourfold.plan.predict.prediction import StepTerms
+from fourfold.plan.predict.prices import GroupShape, Prices
+from fourfold.plan.predict.stage_seconds import ZERO, SegmentPricer, StageSeconds, stage_seconds, stage_segments
+from fourfold.plan.rank_program import RankProgram
+from fourfold.plan.sample_order import shard_range
+from fourfold.words.layout import SPLIT, Change
+from fourfold.words.program import GRAD_NORM, TRUST_NORMS, USED_PARAMS, Action, Verb, bucket_of
+
+SCALAR_BYTES = 8
+
+
+class Job(NamedTuple):
+    """What is priced: a blueprint, the facts of its model, the blocks of its stages, on a machine."""
+
+    blueprint: Blueprint
+    facts: ModelFacts
+    stage_blocks: Sequence[range]
+    prices: Prices
+    batch_size: int
+
+    @property
+    def microbatch_sizes(self) -> tuple[int, ...]:
+        """Samples of each microbatch on a rank with the most samples."""
+        plan = self.blueprint.plan
+        local = -(-self.batch_size // plan.dp)
+        ranges = [shard_range(0, local, plan.microbatches, index) for index in range(plan.microbatches)]
+        return tuple(stop - start for start, stop in ranges)
+
+
+class PlaceCosts:
+    """What the actions of one place on the pipeline axis cost, for any of its programs."""
+
+    def __init__(self, job: Job, group: DataGroup, pricer: SegmentPricer, edges: EdgeMessages) -> None:
+        self._job, self._group, self._pricer, self._edges = job, group, pricer, edges
+        self._prices, self._plan = job.prices, job.blueprint.plan
+        self.collectives = BucketCollectives(job.blueprint, group, job.prices)
+        self._sizes = job.microbatch_sizes
+        self._bytes = bytes_by_bucket(self._plan, group.stage, job.blueprint.update_spec)
+        self._stages: dict[tuple[int, int], StageSeconds] = {}
+        self._gradient_seconds: dict[tuple[int, bool], float] = {}
+        self._between = self._prices.between_actions()
+
+    def of(self, actions: Sequence[Action]) -> "ProgramCosts":
+        """The costs of a program's actions."""
+        return ProgramCosts(self, actions)
+
+    # ---- what a stage computes ------------------------------------------------------------------------
+
+    def stage(self, action: Action) -> StageSeconds:
+        """What the stage of a forward or backward computes with its microbatch."""
+        size = self._sizes[action.index % len(self._sizes)]
+        key = action.stage, size
+        if key not in self._stages:
+            job, last = self._job, self._plan.num_stages - 1
+            segments = stage_segments(
+                job.facts,
+                job.stage_blocks[action.stage],
+                is_first=action.stage == 0,
+                is_last=action.stage == last,
+            )
+            self._stages[key] = stage_seconds(segments, self._pricer, size)
+        return self._stages[key]
+
+    def names(self, bucket: int) -> list[str]:
+        return [slot.name for slot in self._group.buckets[bucket].slots]
+
+    @cached_property
+    def num_buckets(self) -> int:
+        return len(self._group.buckets)
+
+    def gradient_seconds(self, action: Action) -> float:
+        """Copying the gradients of a first backward to their buckets, and adding those of later ones."""
+        key = action.stage, action.index == 0
+        if key not in self._gradient_seconds:
+            self._gradient_seconds[key] = self._price_gradients(*key)
+        return self._gradient_seconds[key]
+
+    def _price_gradients(self, stage: int, is_first: bool) -> float:
+        stages = self._group.stage.bucket_stages
+        own = [index for index in range(self.num_buckets) if stages[index] == stage]
+        gradients = self._group.stage.gradient_buckets
+        made = sum(self._group.buckets[index].num_bytes for index in own)
+        kept = sum(gradients[index].num_bytes for index in own)
+        if self._job.blueprint.has_unbucketed_grads:
+            return 0.0 if is_first else self._prices.memory_pass(3 * made)
+        copies = is_first or self._group.resting_layouts.gradient == SPLIT
+        return self._prices.memory_pass(made + (1 if copies else 2) * kept)
+
+    # ---- buckets --------------------------------------------------------------------------------------
+
+    def update(self, bucket: int) -> StepTerms:
+        """The update of what a rank owns of a bucket; then weights rest split, whole or once per host."""
+        plan, bytes_ = self._plan, self._bytes[bucket]
+        gradient_bytes = self._group.stage.gradient_buckets[bucket].element_bytes
+        owned = bytes_.num_elements * self.owned_fraction
+        in_all = owned * (bytes_.weight + gradient_bytes + bytes_.master + bytes_.state)
+        seconds = self._prices.update(self._job.blueprint.update_spec.optimizer, owned, in_all)
+        if plan.offload == "states":
+            seconds += self._prices.offload(owned * (gradient_bytes + bytes_.weight))
+        if plan.is_asynchronous:  # the version that microbatches in flight use is kept
+            seconds += self._prices.memory_pass(2 * owned * bytes_.weight)
+        return ZERO._replace(update=seconds, overhead=self._between)
+
+    @cached_property
+    def owned_fraction(self) -> float:
+        """The part of a bucket that a rank updates."""
+        if self._group.resting_layouts.state != SPLIT:
+            return 1.0
+        return 1.0 / self._job.blueprint.host_ranks(self._group, self._group.hosts.ranks_per_host).num_shards
+
+    def pull(self, bucket: int) -> StepTerms:
+        """The outer update: the change of the weights, their reference and its momentum."""
+        bytes_ = self._bytes[bucket]
+        moved = bytes_.num_elements * (2 * bytes_.weight + 2 * bytes_.local_sgd_state)
+        own = self.collectives.push(bucket).own
+        return ZERO._replace(update=self._prices.memory_pass(moved), exposed=own, overhead=self._between)
+
+    # ---- scalars --------------------------------------------------------------------------------------
+
+    def measure(self, action: Action) -> StepTerms:
+        """Scalars that are summed over ranks. Nothing waits for the loss: its sum goes on while ranks compute."""
+        num_params = len(self._group.stage.specs)
+        passes, num_scalars, group = {
+            GRAD_NORM: (1, 1, self._world),
+            USED_PARAMS: (0, num_params, self.collectives.shapes.whole),
+            TRUST_NORMS: (4, 2 * num_params, self.collectives.shapes.whole),
+        }.get(action.index, (0, 0, GroupShape(1)))
+        gradients = sum(bucket.num_bytes for bucket in self._group.stage.gradient_buckets) * self.owned_fraction
+        summed = collective_seconds(self._prices, Change.ALL_REDUCE, num_scalars * SCALAR_BYTES, group).total
+        update = self._prices.memory_pass(passes * gradients) if passes else 0.0
+        return ZERO._replace(update=update, exposed=summed, overhead=self._between)
+
+    @cached_property
+    def _world(self) -> GroupShape:
+        topology = self._job.blueprint.topology
+        return shape_of(topology, range(topology.size), shares_memory=self._group.hosts.shares_memory)
+
+    # ---- messages -------------------------------------------------------------------------------------
+
+    def message(self, action: Action) -> float:
+        """A message between stages, on the lane of its sender; its receipt takes no time of its own."""
+        return self._edges.seconds(action, self._sizes[action.index % len(self._sizes)])
+
+    def tie_gradient(self, action: Action) -> StepTerms:
+        return ZERO._replace(bubble=self._edges.tie_seconds if action.stage == 0 else 0.0, overhead=self._between)
+
+    @property
+    def between(self) -> float:
+        return self._between
+
+    def slowed(self, sent: float, window: float) -> float:
+        """By how many seconds computing is longer if messages of `sent` seconds are under way in a part of it."""
+        slowdown = self._prices.slowdown()
+        return min(sent * (1.0 - 1.0 / slowdown), window * (slowdown - 1.0))
+
+
+class ProgramCosts:
+    """What the actions of one rank's program cost. `parts`: of those that the process itself is busy with."""
+
+    def __init__(self, place: PlaceCosts, actions: Sequence[Action]) -> None:
+        self._place, self._index = place, RankProgram(actions)
+        self._reductions: dict[Action, list[Action]] = {}
+        for reduction, backward in self._index.backward_before.items():
+            self._reductions.setdefault(backward, []).append(reduction)
+        self.parts: dict[Action, StepTerms] = {}
+        self.seconds: dict[Action, float] = {}
+        self.overlaps: dict[tuple[Action, Action], float] = {}
+        for action in self._index.actions:
+            if action.verb in PARTS:
+                self.parts[action] = PARTS[action.verb](self, action)
+                self.seconds[action] = sum(self.parts[action])
+            else:
+                self.seconds[action] = SECONDS[action.verb](self, action)
+        self._add_gather_overlaps()
+
+    # ---- forward and backward -------------------------------------------------------------------------
+
+    def forward(self, action: Action) -> StepTerms:
+        stage = self._place.stage(action)
+        for unshard in self._index.unshards_of.get(action, ()):
+            self.overlaps[action, unshard] = stage.forward_until(self._names(unshard))
+        return self._phase(action, stage.forward)
+
+    def backward(self, action: Action) -> StepTerms:
+        stage = self._place.stage(action)
+        is_input = action.verb == Verb.BACKWARD_INPUT
+        terms = stage.backward_input if is_input else stage.backward
+        for unshard in self._index.unshards_of.get(action, ()):
+            self.overlaps[action, unshard] = stage.backward_until(self._names(unshard), is_input_half=is_input)
+        if is_input:
+            return self._phase(action, terms)
+        return self._with_reductions(action, self._phase(action, terms), is_weight_half=False)
+
+    def backward_weight(self, action: Action) -> StepTerms:
+        terms = self._place.stage(action).backward_weight
+        terms = terms._replace(overhead=self._place.between)
+        return self._with_reductions(action, terms, is_weight_half=True)
+
+    def _phase(self, action: Action, terms: StepTerms) -> StepTerms:
+        """A forward or backward with what its unshards add to it."""
+        if not self._index.unshards_of.get(action):
+            return terms._replace(overhead=self._place.between)
+        unshards = [self._collective(each) for each in self._index.unshards_of.get(action, ())]
+        window = sum(terms)
+        own, sent = sum(each.own for each in unshards), sum(each.sent for each in unshards)
+        exposed = terms.exposed + own + self._place.slowed(sent, window)
+        return terms._replace(exposed=exposed, overhead=self._place.between)
+
+    def _with_reductions(self, action: Action, terms: StepTerms, *, is_weight_half: bool) -> StepTerms:
+        """A backward with its gradients, and with what its reductions add to it."""
+        place, stage = self._place, self._place.stage(action)
+        terms = terms._replace(compute=terms.compute + place.gradient_seconds(action))
+        reductions = self._reductions.get(action, [])
+        if not reductions:
+            return terms
+        costs = [self._collective(each) for each in reductions]
+        remaining = [stage.remaining(self._names(each), is_weight_half=is_weight_half) for each in reductions]
+        window, is_round = max(remaining), action != self._index.last[action.verb, action.stage]
+        # After a round that is not the last one, the next forward computes while its messages are under way.
+        longest = window + (sum(stage.forward) if is_round else 0.0)
+        extra = place.slowed(sum(each.sent for each in costs), longest)
+        stretch = 1.0 + min(extra, window) / window if window else 1.0
+        for reduction, seconds in zip(reductions, remaining, strict=True):
+            self.overlaps[reduction, action] = seconds * stretch
+        return terms._replace(exposed=terms.exposed + extra + sum(each.own for each in costs))
+
+    def _names(self, action: Action) -> list[str]:
+        return self._place.names(bucket_of(action, self._place.num_buckets))
+
+    # ---- everything else ------------------------------------------------------------------------------
+
+    def update(self, action: Action) -> StepTerms:
+        bucket = bucket_of(action, self._place.num_buckets)
+        terms = self._place.update(bucket)
+        own = self._place.collectives.gather(bucket).own if self._gathers(action) else 0.0
+        return terms._replace(exposed=own)
+
+    def _gathers(self, action: Action) -> bool:
+        return Action(Verb.GATHER, action.stage, action.index) in self._index.actions
+
+    def measure(self, action: Action) -> StepTerms:
+        return self._place.measure(action)
+
+    def pull(self, action: Action) -> StepTerms:
+        return self._place.pull(action.index)
+
+    def tie_gradient(self, action: Action) -> StepTerms:
+        return self._place.tie_gradient(action)
+
+    def _collective(self, action: Action) -> CollectiveSeconds:
+        of_verb: dict[Verb, Callable[[int], CollectiveSeconds]] = {
+            Verb.REDUCE: self._place.collectives.reduce,
+            Verb.GATHER: self._place.collectives.gather,
+            Verb.UNSHARD: self._place.collectives.unshard,
+            Verb.PUSH: self._place.collectives.push,
+        }
+        return of_verb[action.verb](bucket_of(action, self._place.num_buckets))
+
+    def sent(self, action: Action) -> float:
+        return self._collective(action).sent
+
+    def message(self, action: Action) -> float:
+        return self._place.message(action)
+
+    def _add_gather_overlaps(self) -> None:
+        """Weights that the step before has updated last are used first: a forward waits for them in turn."""
+        gathers = [each for each in self._index.previous_step if each.verb == Verb.GATHER]
+        first = next((each for each in self._index.actions if each.verb == Verb.FORWARD), None)
+        if first is not None:
+            stage = self._place.stage(first)
+            self.overlaps |= {(first, each): stage.forward_until(self._names(each)) for each in gathers}
+
+
+PARTS: Mapping[Verb, Callable[[ProgramCosts, Action], StepTerms]] = {
+    Verb.FORWARD: ProgramCosts.forward,
+    Verb.BACKWARD: ProgramCosts.backward,
+    Verb.BACKWARD_INPUT: ProgramCosts.backward,
+    Verb.BACKWARD_WEIGHT: ProgramCosts.backward_weight,
+    Verb.MEASURE: ProgramCosts.measure,
+    Verb.UPDATE: ProgramCosts.update,
+    Verb.PULL: ProgramCosts.pull,
+    Verb.TIE_GRADIENT: ProgramCosts.tie_gradient,
+}
+SECONDS: Mapping[Verb, Callable[[ProgramCosts, Action], float]] = {
+    **dict.fromkeys((Verb.REDUCE, Verb.GATHER, Verb.UNSHARD, Verb.PUSH), ProgramCosts.sent),
+    **dict.fromkeys(
+        (Verb.SEND_FORWARD, Verb.RECEIVE_FORWARD, Verb.SEND_BACKWARD, Verb.RECEIVE_BACKWARD, Verb.TIE),
+        ProgramCosts.message,
+    ),
+}
+
+
+class StepCosts:
+    """The costs of a step, by place, as `simulate` asks for them."""
+
+    def __init__(self, by_place: Iterable[ProgramCosts]) -> None:
+        self.by_place = dict(enumerate(by_place))
+
+    def cost(self, rank: int, action: Action) -> float:
+        return self.by_place[rank].seconds[action]
+
+    def overlap(self, rank: int, action: Action, needed: Dependency) -> float:
+        return self.by_place[rank].overlaps.get((action, needed.action), 0.0)
+
+
+def pricer_of(job: Job) -> SegmentPricer:
+    """The prices of segments, for all places."""
+    plan, topology = job.blueprint.plan, job.blueprint.topology
+    ranks = plan.mesh.peers(0, "dp")
+    group = job.blueprint.group_of(0)
+    data = shape_of(topology, ranks, shares_memory=group.hosts.shares_memory)
+    return SegmentPricer(job.prices, plan, data)
+
+
+def place_groups(blueprint: Blueprint) -> tuple[DataGroup, ...]:
+    """By place on the pipeline axis: the data group that stands for all of its tensor places, one with most to send."""
+    by_place: dict[int, list[DataGroup]] = {}
+    for group in blueprint.groups:
+        by_place.setdefault(group.stage.stage, []).append(group)
+    return tuple(max(by_place[place], key=_weight) for place in range(blueprint.plan.pp))
+
+
+def _weight(group: DataGroup) -> tuple[int, int]:
+    return group.hosts.num_hosts, sum(bucket.num_bytes for bucket in group.buckets)

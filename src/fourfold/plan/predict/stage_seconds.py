@@ -1,0 +1,159 @@
+"""Stage seconds: what a stage computes with one microbatch, segment by segment, and when its buckets are ready.
+
+segment  the first end, a block or the last end; a stage has consecutive ones, and its backward runs them in reverse
+parts    of an action: its seconds by the terms of a step, `StepTerms`
+ready    a bucket's gradients, once the backward of the first segment that has a parameter in it has ended
+Law: the parts of a segment add up to its price.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from fourfold.plan.plan import Plan
+from fourfold.plan.predict.collectives import statistics_seconds
+from fourfold.plan.predict.facts import ModelFacts, SegmentFacts
+from fourfold.plan.predict.prediction import StepTerms
+from fourfold.plan.predict.prices import GroupShape, Prices
+
+ZERO = StepTerms(*[0.0] * len(StepTerms._fields))
+
+
+def add_terms(*terms: StepTerms) -> StepTerms:
+    return StepTerms(*map(sum, zip(*terms, strict=True)))
+
+
+def scale_terms(terms: StepTerms, factor: float) -> StepTerms:
+    return StepTerms(*(each * factor for each in terms))
+
+
+class SegmentParts(NamedTuple):
+    """One microbatch on one segment."""
+
+    forward: StepTerms
+    backward_input: StepTerms
+    backward_weight: StepTerms
+
+    @property
+    def backward(self) -> StepTerms:
+        return add_terms(self.backward_input, self.backward_weight)
+
+
+class SegmentPricer:
+    """Prices segments, equal ones once. `data`: the ranks of dp, for batch statistics."""
+
+    def __init__(self, prices: Prices, plan: Plan, data: GroupShape) -> None:
+        self._prices, self._plan = prices, plan
+        self._whole_backward = plan if plan.recompute == "none" else dataclasses.replace(plan, recompute="none")
+        self._data = data if plan.batch_norm == "sync" else GroupShape(1)
+        self._parts: dict[tuple[object, ...], SegmentParts] = {}
+
+    def parts(self, facts: SegmentFacts, num_samples: float) -> SegmentParts:
+        """A segment's forward and the halves of its backward."""
+        key = (facts.operations, facts.collectives, facts.norm_channels, num_samples)
+        if key not in self._parts:
+            self._parts[key] = self._make(facts, num_samples)
+        return self._parts[key]
+
+    def _make(self, facts: SegmentFacts, num_samples: float) -> SegmentParts:
+        """The parts are differences of prices: with and without the collectives of an axis, and what is recomputed."""
+        without_tensor = tuple(each for each in facts.collectives if each.axis != "tp")
+        variants = [
+            self._prices.segment(dataclasses.replace(facts, collectives=collectives), plan, num_samples)
+            for collectives, plan in (
+                (facts.collectives, self._plan),
+                (without_tensor, self._plan),
+                ((), self._plan),
+                ((), self._whole_backward),
+            )
+        ]
+        statistics = statistics_seconds(self._prices, facts.norm_channels, self._data)
+        exposed = (statistics, statistics, 0.0)
+        return SegmentParts(*map(_parts, *variants, exposed))
+
+
+def _parts(whole: float, without_tensor: float, bare: float, without_recompute: float, exposed: float) -> StepTerms:
+    """The parts of one pass; none is negative, even where measured prices contradict each other."""
+    tensor = max(0.0, whole - without_tensor)
+    sequence = max(0.0, whole - tensor - bare)
+    recompute = max(0.0, whole - tensor - sequence - without_recompute)
+    compute = whole - tensor - sequence - recompute
+    return ZERO._replace(compute=compute, recompute=recompute, tensor=tensor, sequence=sequence, exposed=exposed)
+
+
+def stage_segments(facts: ModelFacts, blocks: range, *, is_first: bool, is_last: bool) -> tuple[SegmentFacts, ...]:
+    """The segments of a stage."""
+    first, last = (facts.first,) * is_first, (facts.last,) * is_last
+    return (*first, *facts.blocks[blocks.start : blocks.stop], *last)
+
+
+@dataclass(frozen=True)
+class StageSeconds:
+    """What one stage computes with one microbatch.
+
+    forwards_before, backwards_before, weights_before  by segment: seconds of those of all segments in front of it; the
+                                                       last number is that of all
+    segment_of  the first segment that has a parameter
+    """
+
+    forward: StepTerms
+    backward_input: StepTerms
+    backward_weight: StepTerms
+    forwards_before: tuple[float, ...]
+    backwards_before: tuple[float, ...]
+    weights_before: tuple[float, ...]
+    segment_of: Mapping[str, int]
+
+    @property
+    def backward(self) -> StepTerms:
+        return add_terms(self.backward_input, self.backward_weight)
+
+    def segments(self, names: Sequence[str]) -> range:
+        """From the first to the last segment that has one of these parameters; all, if a name is unknown."""
+        found = [self.segment_of.get(name) for name in names]
+        if None in found:
+            return range(len(self.forwards_before) - 1)
+        indices = [each for each in found if each is not None]
+        return range(min(indices), max(indices) + 1)
+
+    def remaining(self, names: Sequence[str], *, is_weight_half: bool) -> float:
+        """Seconds from when the gradients of these parameters are complete to the end of the backward."""
+        sums = self.weights_before if is_weight_half else self.backwards_before
+        return sums[self.segments(names).start]
+
+    def forward_until(self, names: Sequence[str]) -> float:
+        """Seconds from the begin of a forward to the first use of these parameters."""
+        return self.forwards_before[self.segments(names).start]
+
+    def backward_until(self, names: Sequence[str], *, is_input_half: bool) -> float:
+        """Seconds from the begin of a backward to the first use of these parameters."""
+        sums = self.backwards_before
+        seconds = sums[-1] - sums[self.segments(names).stop]
+        return seconds * (sum(self.backward_input) / sums[-1] if is_input_half and sums[-1] else 1.0)
+
+
+def stage_seconds(segments: Sequence[SegmentFacts], pricer: SegmentPricer, num_samples: float) -> StageSeconds:
+    """A microbatch of so many samples on a stage with these segments."""
+    parts = [pricer.parts(each, num_samples) for each in segments]
+    forwards, inputs, weights = ([sum(each[half]) for each in parts] for half in range(3))
+    backwards = [first + second for first, second in zip(inputs, weights, strict=True)]
+    segment_of: dict[str, int] = {}
+    for index, each in enumerate(segments):
+        for name in each.params:
+            segment_of.setdefault(name, index)
+    return StageSeconds(
+        add_terms(ZERO, *(each.forward for each in parts)),
+        add_terms(ZERO, *(each.backward_input for each in parts)),
+        add_terms(ZERO, *(each.backward_weight for each in parts)),
+        _sums(forwards),
+        _sums(backwards),
+        _sums(weights),
+        segment_of,
+    )
+
+
+def _sums(values: Sequence[float]) -> tuple[float, ...]:
+    """The sums of the first 0, 1, … values."""
+    return tuple(itertools.accumulate(values, initial=0.0))

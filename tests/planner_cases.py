@@ -1,0 +1,158 @@
+"""Planner cases: a chain of equal blocks as literal facts, and prices that are linear in everything.
+
+Law: every number of a prediction made from these can be computed by hand.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from fourfold.plan.codec import CodecSpec
+from fourfold.plan.param_spec import ParamSpec
+from fourfold.plan.pipeline.division import divide
+from fourfold.plan.plan import Plan
+from fourfold.plan.predict.facts import Collective, ModelFacts, Operation, OperationKind, SegmentFacts
+from fourfold.plan.predict.prices import GroupShape, Prices, SegmentSeconds
+from fourfold.plan.tensor_shard import TensorShard
+from fourfold.plan.update_spec import UpdateSpec
+from fourfold.words.layout import Change, collective_sent_bytes
+
+
+@dataclass(frozen=True)
+class ChainFacts:
+    """A `FactsSource`: an embedding, equal blocks with two matrices each, a head. `width` is divisible by tp.
+
+    end_factor  the flops of the embedding over those of a block; the head has twice as many
+    """
+
+    num_blocks: int = 8
+    width: int = 64
+    batch_size: int = 16
+    tokens: int = 8
+    update_spec: UpdateSpec = field(default_factory=lambda: UpdateSpec(num_states=(2,)))
+    has_tied_head: bool = False
+    end_factor: float = 0.25
+
+    def _segment(self, name: str, params: Sequence[str], factor: float, plan: Plan) -> SegmentFacts:
+        width, tokens = self.width, self.tokens / plan.sp
+        flops = factor * 4.0 * width * width * tokens / plan.tp
+        product = Operation(
+            OperationKind.PRODUCT, flops, 8.0 * width * tokens, has_weight=True, rows=tokens, columns=width, inner=width
+        )
+        output = 4.0 * width * tokens
+        saved = {"none": 4 * output, "selective": 3 * output, "full": output}
+        collectives = []
+        if plan.tp > 1 and factor == 1.0:
+            collectives.append(Collective("tp", Change.ALL_REDUCE, output, forward=2, backward=2, recompute=2))
+        if plan.sp > 1 and factor == 1.0:
+            collectives.append(
+                Collective("sp", Change.ALL_GATHER, output * plan.sp, forward=1, backward=2, recompute=1)
+            )
+        return SegmentFacts(name, tuple(params), (product,), saved, tuple(collectives), temporary_bytes=output)
+
+    def facts(self, plan: Plan) -> ModelFacts:
+        blocks = tuple(
+            self._segment(f"blocks.{i}", [f"blocks.{i}.up", f"blocks.{i}.down"], 1.0, plan)
+            for i in range(self.num_blocks)
+        )
+        tied = ["embedding"] if self.has_tied_head else []
+        return ModelFacts(
+            self._segment("", ["embedding"], self.end_factor, plan),
+            blocks,
+            self._segment("", ["head", *tied], 2 * self.end_factor, plan),
+            boundary_bytes=4.0 * self.width * self.tokens / plan.sp,
+            tokens=self.tokens,
+            boundary_columns=self.width,
+        )
+
+    def specs(self, plan: Plan) -> list[ParamSpec]:
+        stage_of = {index: stage for stage, blocks in enumerate(self.stage_blocks(plan)) for index in blocks}
+        last, shape = plan.num_stages - 1, (self.width, self.width)
+        shards = tuple(TensorShard.even(shape, 0, index, plan.tp) for index in range(plan.tp)) if plan.tp > 1 else ()
+        specs = [ParamSpec("embedding", shape, "float32", 4, is_tied=self.has_tied_head and plan.pp > 1)]
+        for index in range(self.num_blocks):
+            for name in ("up", "down"):
+                stage = stage_of[index]
+                specs.append(ParamSpec(f"blocks.{index}.{name}", shape, "float32", 4, stage=stage, shards=shards))
+        return [*specs, ParamSpec("head", shape, "float32", 4, stage=last)]
+
+    def stage_blocks(self, plan: Plan) -> tuple[range, ...]:
+        return divide(plan.stages, [1.0] * self.num_blocks, self.end_factor, 2 * self.end_factor, plan.num_stages)
+
+
+@dataclass(frozen=True)
+class LinearPrices:
+    """`Prices`: seconds = latency + amount / rate, in each case."""
+
+    flops: float = 1e9
+    bandwidth: float = 1e8
+    latency: float = 1e-5
+    network_latency: float = 1e-4
+    network_bandwidth: float = 1e7
+    memory_bandwidth: float = 1e9
+    update_bandwidth: float = 5e8
+    overlap_slowdown: float = 1.0
+    action_seconds: float = 0.0
+    step_seconds: float = 0.0
+
+    def segment(self, facts: SegmentFacts, plan: Plan, num_samples: float) -> SegmentSeconds:
+        forward = facts.flops * num_samples / self.flops
+        again = {"none": 0.0, "selective": 0.25, "full": 1.0}[plan.recompute] * forward
+        sizes = {"tp": plan.tp, "sp": plan.sp}
+        messages = [0.0, 0.0]
+        for each in facts.collectives:
+            once = self.collective(each.change, each.whole_bytes * num_samples, GroupShape(sizes[each.axis]))
+            messages[0] += once * each.forward
+            messages[1] += once * (each.backward + each.recompute * (plan.recompute != "none"))
+        return SegmentSeconds(forward + messages[0], forward + again + messages[1], forward)
+
+    def collective(self, change: Change, whole_bytes: float, group: GroupShape) -> float:
+        if group.size == 1:
+            return 0.0
+        within, across = GroupShape(group.ranks_per_host), GroupShape(group.hosts)
+        inside = collective_sent_bytes(change, whole_bytes=round(whole_bytes), size=within.size) / self.bandwidth
+        between = collective_sent_bytes(change, whole_bytes=round(whole_bytes), size=across.size)
+        seconds = inside + self.latency
+        return seconds if group.hosts == 1 else seconds + self.network_latency + between / self.network_bandwidth
+
+    def edge(self, num_bytes: float, *, crosses_hosts: bool) -> float:
+        latency, bandwidth = (
+            (self.network_latency, self.network_bandwidth) if crosses_hosts else (self.latency, self.bandwidth)
+        )
+        return latency + num_bytes / bandwidth
+
+    def update(self, optimizer: str, num_elements: float, num_bytes: float) -> float:
+        return num_bytes / self.update_bandwidth
+
+    def memory_pass(self, num_bytes: float) -> float:
+        return num_bytes / self.memory_bandwidth
+
+    def codec(self, codec: CodecSpec, num_elements: float) -> float:
+        return 16 * num_elements / self.memory_bandwidth
+
+    def offload(self, num_bytes: float) -> float:
+        return num_bytes / self.bandwidth
+
+    def slowdown(self) -> float:
+        return self.overlap_slowdown
+
+    def between_actions(self) -> float:
+        return self.action_seconds
+
+    def around_step(self) -> float:
+        return self.step_seconds
+
+
+FREE = 1e30  # a rate at which nothing takes time
+
+
+def compute_only(flops: float = 1e9) -> Prices:
+    """Only forward and backward take time."""
+    return LinearPrices(flops, FREE, 0.0, 0.0, FREE, FREE, FREE)
+
+
+def dearer(prices: LinearPrices, name: str, factor: float) -> LinearPrices:
+    """The prices with one rate lower, or one latency higher."""
+    value = getattr(prices, name)
+    grows = name in ("latency", "network_latency", "overlap_slowdown", "action_seconds", "step_seconds")
+    return dataclasses.replace(prices, **{name: value * factor if grows else value / factor})

@@ -1,0 +1,171 @@
+"""Laws of the facts of a task, which a fake step counts on the meta device."""
+
+import contextlib
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fourfold.analysis.task_facts.source import TaskFacts
+from fourfold.parts.comm.meter import CommMeter
+from fourfold.parts.comm.tensor.single_rank import SingleRankTensorGroup
+from fourfold.plan.plan import Plan
+from fourfold.plan.predict.facts import ModelFacts, OperationKind, SegmentFacts
+from fourfold.step.model_call import call_model
+from fourfold.step.peak_memory import PeakMemory
+from fourfold.step.recompute import Recompute
+from fourfold.tasks import lm
+from fourfold.words.errors import TaskError
+from fourfold.words.layout import Change
+from fourfold.words.task import Data, Task
+
+WIDTH, LENGTH, BYTES, SAMPLES = 32, 24, 256, 3
+
+
+def tiny_lm(layers: int = 3, **settings: object) -> Task:
+    return lm.task(width=WIDTH, layers=layers, length=LENGTH, heads=2, batch_size=8, **settings)  # type: ignore[arg-type]
+
+
+def products(segment: SegmentFacts) -> float:
+    kinds = (OperationKind.PRODUCT, OperationKind.ATTENTION)
+    return sum(operation.flops for operation in segment.operations if operation.kind in kinds)
+
+
+def test_the_products_of_a_language_model_are_those_of_the_formula():
+    # Two for each weight of a matrix and token, and 2 s² h for causal attention; 2 s h V for the logits: arXiv
+    # 2104.04473, appendix, whose attention is not causal, and whose matrices have 12 h² weights.
+    task = tiny_lm()
+    facts = TaskFacts(task).facts(Plan())
+    weights = sum(p.numel() for name, p in task.model().named_parameters() if "blocks.0." in name and p.dim() == 2)
+    block = 2 * LENGTH * weights + 2 * LENGTH**2 * WIDTH
+    assert [products(each) for each in facts.blocks] == [block] * 3
+    assert (products(facts.first), products(facts.last)) == (0, 2 * LENGTH * WIDTH * BYTES)
+
+
+@pytest.mark.parametrize("fields", [{"tp": 2}, {"sp": 2}, {"sp": 2, "tp": 2}, {"tp": 2, "residual": "split"}])
+def test_ranks_of_an_axis_share_the_products_evenly(fields: dict):
+    source = TaskFacts(tiny_lm())
+    whole, part = (source.facts(Plan(**each)) for each in ({}, fields))
+    size = Plan(**fields).mesh.size
+    for one, other in zip(whole.segments, part.segments, strict=True):
+        assert products(other) == products(one) / size
+
+
+def test_a_block_more_adds_the_facts_of_a_block():
+    few, many = (TaskFacts(tiny_lm(layers)).facts(Plan()) for layers in (2, 5))
+    assert [len(each.blocks) for each in (few, many)] == [2, 5]
+    assert {(each.operations, *each.saved_bytes.values()) for each in (*few.blocks, *many.blocks)} == {
+        (few.blocks[0].operations, *few.blocks[0].saved_bytes.values())
+    }
+    assert (few.first, few.last) == (many.first, many.last)
+
+
+def held_bytes(task: Task, samples: int, recompute: str) -> int:
+    """What a real forward on the CPU holds, besides weights and the batch."""
+    model = task.model()
+    source = task.data().train
+    inputs, targets = torch.utils.data.default_collate([source[number] for number in range(samples)])
+    memory = PeakMemory()
+    batch = [*inputs.values(), targets]
+    memory.track("known", [*model.parameters(), *model.buffers(), *batch])
+    before = memory.current_bytes
+    names = [f"blocks.{number}" for number in range(len(model.blocks))] if recompute != "none" else []  # type: ignore[arg-type]
+    alone = SingleRankTensorGroup(CommMeter(), torch.device("cpu"))
+    blocks = Recompute(model, names, alone, selective=recompute == "selective")
+    with memory, blocks.installed() if names else contextlib.nullcontext():
+        loss = task.loss(call_model(model, inputs), targets).sum()  # type: ignore[misc]
+        held = memory.current_bytes - before
+    assert loss.requires_grad
+    return held
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_saved_bytes_are_those_that_a_real_forward_holds(recompute: str):
+    task = tiny_lm()
+    facts = TaskFacts(task).facts(Plan())
+    kept = sum(segment.saved_bytes[recompute] for segment in facts.segments)
+    few, many = (held_bytes(task, samples, recompute) for samples in (SAMPLES, 2 * SAMPLES))
+    assert kept == pytest.approx((many - few) / SAMPLES, rel=0.01)
+
+
+def collectives(facts: ModelFacts, axis: str) -> dict[tuple[Change, float], tuple[int, int, int]]:
+    found = [each for each in facts.blocks[0].collectives if each.axis == axis]
+    return {(each.change, each.whole_bytes): (each.forward, each.backward, each.recompute) for each in found}
+
+
+def test_tensor_ranks_sum_twice_in_forward_and_twice_in_backward():
+    facts = TaskFacts(tiny_lm()).facts(Plan(tp=2))
+    hidden = 4.0 * LENGTH * WIDTH
+    # With `recompute`, the block's inputs are gathered and its forward sums again.
+    expected = {(Change.ALL_REDUCE, hidden): (2, 2, 2), (Change.ALL_GATHER, hidden): (0, 0, 1)}
+    assert collectives(facts, "tp") == expected
+    assert facts.boundary_bytes == hidden
+
+
+def test_a_ring_sends_keys_and_values_once_in_forward_and_twice_in_backward():
+    facts = TaskFacts(tiny_lm()).facts(Plan(sp=2))
+    assert collectives(facts, "sp") == {(Change.ALL_GATHER, 2 * 4.0 * LENGTH * WIDTH): (1, 2, 1)}
+
+
+def test_params_have_one_segment_each_and_those_of_a_stage_are_its_own():
+    source, plan = TaskFacts(tiny_lm(4)), Plan(pp=2, microbatches=2)
+    facts, blocks = source.facts(plan), source.stage_blocks(plan)
+    names = [name for segment in facts.segments for name in segment.params]
+    specs = source.specs(plan)
+    assert sorted(names) == sorted(spec.name for spec in specs)
+    stages = {spec.name: spec.stage for spec in specs}
+    for stage, own in enumerate(blocks):
+        assert {stages[name] for place in own for name in facts.blocks[place].params} == {stage}
+
+
+class Reads(nn.Module):
+    """Reads a value in its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x) if float(x.sum()) > 0 else self.layers(-x)
+
+
+class OneByOne(Reads):
+    """Calls its layers once for each sample."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([self.layers(each[None]) for each in x])
+
+
+class NeedsValues(nn.Module):
+    """Its constructor reads a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+        self.norm = float(self.layer.weight.detach().norm())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) / self.norm
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (Reads, "do not depend on the values"),
+        (OneByOne, "the same operations for any number of samples"),
+        (NeedsValues, "whose constructor needs no values"),
+    ],
+)
+def test_what_cannot_be_counted_is_refused_with_the_reason(model: type[nn.Module], message: str):
+    samples = [(torch.ones(4), torch.tensor(1))] * 8
+    loss = functools.partial(F.cross_entropy, reduction="none")
+    task = Task(model=model, loss=loss, data=lambda: Data(train=samples), optimizer=lambda p: torch.optim.SGD(p, 0.1))
+    with pytest.raises(TaskError, match=message):
+        TaskFacts(task).facts(Plan())
+
+
+def test_two_byte_precision_halves_what_crosses_a_boundary():
+    source = TaskFacts(tiny_lm())
+    assert source.facts(Plan(precision="bf16")).boundary_bytes == source.facts(Plan()).boundary_bytes / 2
