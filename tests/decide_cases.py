@@ -14,6 +14,7 @@ from fourfold.plan.decide.stages import Chain, Segment, Submesh, best_division, 
 from fourfold.plan.pipeline.division import divide, division_problems
 from fourfold.plan.plan import Plan
 from fourfold.plan.predict.prediction import MemoryParts, Prediction, StepTerms
+from fourfold.plan.tensor_dims import dims_on_axis
 from fourfold.words.errors import PlanError, Problem
 
 RECOMPUTED = {"none": 0.0, "selective": 0.05, "full": 0.33}
@@ -43,17 +44,18 @@ class Model:
     first: tuple[float, float, float] = (0.2, 4.0, 0.2)
     last: tuple[float, float, float] = (0.5, 4.0, 0.4)
     heads: int = 4
+    dims: tuple[str, ...] = ()
+    """Each has a third of what a block computes, if the tensor axis does not split it; the last sends most."""
 
 
 @dataclass
 class FakePricing:
-    """The `Pricing` of the model. `errors`: by plan text, simulation over estimate."""
+    """The `Pricing` of the model. `wobble`: by how much a simulation may differ from its estimate."""
 
     space: Space
     model: Model = Model()
     rates: Rates = Rates()
     wobble: float = 0.0
-    speeds: Sequence[float] = ()
     estimated: list[Plan] = field(default_factory=list)
     simulated: list[Plan] = field(default_factory=list)
 
@@ -71,7 +73,9 @@ class FakePricing:
     def _check(self, plan: Plan) -> None:
         if self.model.heads % (plan.tp * plan.ulysses):
             raise PlanError(Problem(f"tp = {plan.tp}, ulysses = {plan.ulysses}", f"to divide {self.model.heads} heads"))
-        if plan.num_stages > 1 and (problems := division_problems(plan.stages, len(self.model.blocks), plan.num_stages)):
+        if plan.num_stages > 1 and (
+            problems := division_problems(plan.stages, len(self.model.blocks), plan.num_stages)
+        ):
             raise PlanError(problems)
 
     def _samples(self, plan: Plan) -> float:
@@ -82,17 +86,23 @@ class FakePricing:
         samples, ranks = self._samples(plan), plan.tp * plan.sp
 
         def segment(row: tuple[float, float, float]) -> Segment:
-            seconds = self.rates.call + self.rates.compute * row[0] * samples / ranks
+            whole = len(set(self.model.dims) - set(self._split_dims(plan))) / 3
+            seconds = self.rates.call + self.rates.compute * row[0] * samples * (whole / plan.sp + (1 - whole) / ranks)
             seconds *= 1 + RECOMPUTED[plan.recompute]
             return Segment(seconds, 4 * row[1] / plan.tp, SAVED[plan.recompute] * row[2] * samples / ranks)
 
         model = self.model
         return Chain(segment(model.first), tuple(map(segment, model.blocks)), segment(model.last), 0.0)
 
+    def _split_dims(self, plan: Plan) -> tuple[str, ...]:
+        return tuple(dims_on_axis(plan.dims)) or self.model.dims
+
     def _axes(self, plan: Plan) -> tuple[float, float]:
         """Collectives of tensor and sequence ranks on one block, for one microbatch."""
         samples, rates = self._samples(plan), self.rates
         tensor = rates.tensor * samples * (plan.tp > 1) * (0.9 if plan.residual == "split" else 1.0)
+        dims = self.model.dims
+        tensor *= sum(1 + dims.index(name) for name in self._split_dims(plan)) / len(dims) if dims else 1.0
         ring = plan.sp // plan.ulysses
         hops = rates.sequence * samples * ((ring - 1) * (1.3 if plan.ring == "gather" else 1.0) + (plan.ulysses > 1))
         return tensor, hops
@@ -134,6 +144,9 @@ class FakePricing:
             places[stage % plan.pp] += ends + sum(numbers[block] for block in blocks)
         return places
 
+    def _weights(self, plan: Plan) -> list[float]:
+        return self._places(plan, [row[1] for row in self.model.blocks], self.model.first[1], self.model.last[1])
+
     def estimate(self, plan: Plan) -> Prediction:
         self.estimated.append(plan)
         return Prediction(plan, self._terms(plan), self._memory(plan), {})
@@ -160,8 +173,7 @@ class FakePricing:
             waits *= 0.3 if plan.max_in_flight is None else 0.1
         edges = rates.edge * self._samples(plan) * plan.interleave * m * (plan.pp > 1)
         edges *= 0.9 if plan.schedule == "gpipe" else 1.0
-        weights = max(self._places(plan, [row[1] for row in self.model.blocks], self.model.first[1], self.model.last[1]))
-        weights /= plan.tp
+        weights = max(self._weights(plan)) / plan.tp
         return StepTerms(
             compute=m * (busy - recompute),
             recompute=m * recompute,
@@ -186,7 +198,7 @@ class FakePricing:
 
     def _memory(self, plan: Plan) -> tuple[MemoryParts, ...]:
         chain = self._chain(plan)
-        weights = self._places(plan, [row[1] for row in self.model.blocks], self.model.first[1], self.model.last[1])
+        weights = self._weights(plan)
         saved = [block.saved_bytes for block in chain.blocks]
         activations = self._places(plan, saved, chain.first.saved_bytes, chain.last.saved_bytes)
         return tuple(

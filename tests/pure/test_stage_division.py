@@ -31,7 +31,7 @@ def all_divisions(
     for inner in itertools.combinations(range(1, num_blocks), num_stages - 1):
         stops = (*inner, num_blocks)
         for kinds in itertools.product(range(len(submeshes)), repeat=num_stages):
-            if any(kinds.count(kind) > each.count for kind, each in enumerate(submeshes)):
+            if any(kinds.count(kind) > each.num_places for kind, each in enumerate(submeshes)):
                 continue
             parts = [list(chain.blocks[a:b]) for a, b in itertools.pairwise((0, *stops))]
             parts[0].insert(0, chain.first)
@@ -49,7 +49,7 @@ def all_divisions(
 @settings(max_examples=300, deadline=None)
 @given(CHAINS, SUBMESHES, st.data())
 def test_no_division_that_fits_has_a_shorter_step(chain, submeshes, data):
-    most = min(len(chain.blocks), sum(each.count for each in submeshes))
+    most = min(len(chain.blocks), sum(each.num_places for each in submeshes))
     in_flight = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=most))
     microbatches = data.draw(st.integers(1, 5))
     tried = all_divisions(chain, submeshes, in_flight)
@@ -68,7 +68,7 @@ def test_no_division_that_fits_has_a_shorter_step(chain, submeshes, data):
 @settings(max_examples=100, deadline=None)
 @given(CHAINS, SUBMESHES, st.integers(1, 5), st.sampled_from([0.7, 1.0, 1.3]))
 def test_a_known_step_only_hides_divisions_that_are_no_shorter(chain, submeshes, microbatches, factor):
-    num_stages = min(len(chain.blocks), sum(each.count for each in submeshes))
+    num_stages = min(len(chain.blocks), sum(each.num_places for each in submeshes))
     sizes = {"microbatches": microbatches, "in_flight": [1] * num_stages}
     free = best_division(chain, submeshes, **sizes)
     if free is None:

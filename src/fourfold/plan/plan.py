@@ -266,10 +266,10 @@ class Plan:
     @classmethod
     def from_dict(cls, values: Mapping[str, object], *, where: str = "the plan") -> Self:
         """The plan with these values and defaults for the other fields. Raises PlanError with all problems at once."""
-        problems = plan_problems(values)
-        if problems:
-            raise PlanError(problems, where=where)
-        return cls(**values)  # type: ignore[arg-type]
+        try:
+            return cls(**values)  # type: ignore[arg-type]
+        except PlanError as error:
+            raise PlanError(error.problems, where=where) from None
 
     @classmethod
     def from_toml(cls, text: str, *, where: str = "plan.toml") -> Self:

@@ -49,7 +49,7 @@ def format_bytes_per_second(rate: float) -> str:
 
 
 def parse_bytes(text: str) -> int:
-    """The bytes that "80 GiB", "80GB" or "1024" mean. Raises ValueError for anything else, and for less than one byte."""
+    """The bytes that "80 GiB", "80GB" or "1024" mean. Raises ValueError for other texts, and for less than one byte."""
     found = _NUMBER_WITH_UNIT.fullmatch(text)
     if found is None or found[2] not in BYTE_UNITS:
         raise ValueError(f"{text!r} is no number of bytes, such as 80 GiB")

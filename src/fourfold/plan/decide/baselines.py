@@ -37,9 +37,7 @@ class _Question(NamedTuple):
     limit_bytes: float
 
 
-def price_baselines(
-    ask: Ask, space: Space, pricing: Pricing, *, limit_bytes: float
-) -> dict[str, Prediction | Refused]:
+def price_baselines(ask: Ask, space: Space, pricing: Pricing, *, limit_bytes: float) -> dict[str, Prediction | Refused]:
     """The best plan of each baseline, estimated. One that differs from what the ask pins is refused, with its price."""
     question = _Question(ask, space, pricing, limit_bytes)
     found = {name: _best_of(pins, question) for name, pins in _families(space).items()}
@@ -53,7 +51,7 @@ def _families(space: Space) -> dict[str, list[Pins]]:
     families: dict[str, list[Pins]] = {
         f"data parallelism, zero {zero}": [{**ALONE, "dp": size, "zero": zero}] for zero in FIELD_RULES["zero"].choices
     }
-    in_node = [{"pp": 1, "sp": 1, "zero": 0, "tp": tp, "dp": size // tp} for tp in _tensor_sizes(space)]
+    in_node: list[Pins] = [{"pp": 1, "sp": 1, "zero": 0, "tp": tp, "dp": size // tp} for tp in _tensor_sizes(space)]
     families["tensor parallelism in a node"] = in_node
     deep = [pp for pp in reversed(divisors(size)) if pp <= space.num_blocks]
     one_f_one_b = {"sp": 1, "tp": 1, "zero": 0, "schedule": "1f1b", **EVEN_STAGES}

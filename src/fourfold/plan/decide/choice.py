@@ -54,7 +54,10 @@ def choose(
     limit_bytes: float,
     error: float,
 ) -> Choice:
-    """The answer among estimated plans. `baselines`: those that the answer must not be slower than; they are kept too."""
+    """The answer among estimated plans.
+
+    baselines  those that the answer must not be slower than; they are among the kept ones
+    """
     simulations = _Simulations(pricing, limit_bytes)
     for each in baselines:
         simulations.add(each)

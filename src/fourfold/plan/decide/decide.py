@@ -6,7 +6,7 @@ Law: the answer has what the ask pins, fits, and is not slower than any baseline
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from fourfold.plan.decide.ask import Ask
@@ -19,6 +19,7 @@ from fourfold.plan.decide.pricing import Pricing
 from fourfold.plan.decide.refusals import explain, explain_refused, nothing_fits
 from fourfold.plan.decide.search import Found, search
 from fourfold.plan.decide.space import Space
+from fourfold.plan.plan import Plan
 from fourfold.plan.predict.prediction import Prediction
 from fourfold.words.errors import PlanError, Problem
 
@@ -50,7 +51,7 @@ def decide_among(question: Question) -> Decision:
     found = _search(question, priced)
     if not found.kept and not priced:
         raise PlanError(_why_nothing(found, question), where="the ask")
-    kept = _with_single_layers(list(dict.fromkeys([*found.kept, *priced])), question)
+    kept = _with_single_layers(_distinct([*found.kept, *priced]), question)
     choice = choose(kept, priced, pricing, limit_bytes=limit, error=question.error)
     if not choice.ranked:
         problems = [problem for each in kept for problem in pricing.problems(each.plan)]
@@ -90,10 +91,17 @@ def _with_single_layers(kept: list[Prediction], question: Question) -> list[Pred
     by_mesh = list({each.plan.mesh: each for each in reversed(best)}.values())
     starts = sorted(by_mesh, key=lambda each: each.seconds)[:3]
     chain = Chain(question.ask, question.space, question.pricing, question.limit_bytes, question.dims)
-    return list(dict.fromkeys([*kept, *search_layers(starts, chain)]))
+    return _distinct([*kept, *search_layers(starts, chain)])
 
 
-def _final(each: Prediction | Refused, simulated: Mapping[object, Prediction], question: Question) -> Prediction | Refused:
+def _distinct(predictions: Iterable[Prediction]) -> list[Prediction]:
+    """One of each plan."""
+    return list({each.plan: each for each in predictions}.values())
+
+
+def _final(
+    each: Prediction | Refused, simulated: Mapping[Plan, Prediction], question: Question
+) -> Prediction | Refused:
     """A baseline as simulated; a refused one with the nearest changes."""
     if isinstance(each, Refused):
         return explain(each, question.ask, question.space, question.pricing)

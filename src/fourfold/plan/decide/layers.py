@@ -1,12 +1,12 @@
 """Single layers: a second search, by a Markov chain, for models whose layers differ.
 
-move      of one layer over a boundary of stages; of one named dim on or off the tensor axis; of a factor between two
-          axes of the mesh; of one other open field to a neighbouring value
+move      of one layer over a boundary of stages; of one or two named dims on or off the tensor axis; of a factor
+          between two axes of the mesh; of one other open field to another value
 proposal  a move from the present plan; taken if it is faster, else with probability exp(-STEEPNESS · relative loss)
 budget    the number of proposals; half of it without a better plan ends the search
 Law: what is found is not slower than any plan that the search begins with, and depends on the seed alone.
 
-FlexFlow's dimensions (Jia et al., 1807.05358, §4 and §6.1): sample = dp, operation = pp, attribute = sp, parameter = tp.
+FlexFlow's dimensions (Jia et al., 1807.05358, §4, §6.1): sample = dp, operation = pp, attribute = sp, parameter = tp.
 What a Plan says of single layers is searched: the stage of each layer, and the dims of its weights that tensor rules
 name. A Plan has one mesh for all layers. So a degree of dp, sp or tp for each layer, devices that are no part of the
 mesh, and stages with unequal numbers of devices cannot be expressed, and are not searched.
@@ -15,7 +15,7 @@ mesh, and stages with unequal numbers of devices cannot be expressed, and are no
 import dataclasses
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fourfold.plan.check import combination_problems
@@ -31,6 +31,7 @@ from fourfold.words.mesh import AXES
 
 BUDGET = 400
 STEEPNESS = 40.0  # a plan that is 5 % slower is taken in one of seven proposals
+DEPENDS_ON = {"pp": ("stages", "interleave", "schedule", "max_in_flight"), "sp": ("ulysses", "ring"), "dp": ("shard",)}
 NO_DIMS: Mapping[str, bool] = {}
 Fields = dict[str, Any]
 
@@ -53,8 +54,9 @@ def search_layers(
 ) -> tuple[Prediction, ...]:
     """The plans that are faster than the one before them, from the fastest start on, the fastest last."""
     generator = random.Random(seed)
-    best = min(starts, key=lambda each: each.seconds)
-    found = [best]
+    found = [min(starts, key=lambda each: each.seconds)]
+    if not _moves(chain.ask):
+        return tuple(found)
     for start in starts:
         present, since_better, share = start, 0, budget // len(starts)
         for _ in range(share):
@@ -86,7 +88,7 @@ def _estimate(plan: Plan, chain: Chain) -> Prediction | None:
 def _propose(plan: Plan, chain: Chain, generator: random.Random) -> Plan | None:
     """The plan after a random move; None: the move is not possible, or what it changes is pinned."""
     fields = dataclasses.asdict(plan)
-    moved = generator.choice((_move_layer, _move_dim, _move_factor, _move_field))(fields, chain, generator)
+    moved = generator.choice(_moves(chain.ask))(fields, chain, generator)
     changed = [] if moved is None else [name for name, value in moved.items() if value != fields[name]]
     if moved is None or not changed or not all(chain.ask.is_open(name) for name in changed):
         return None
@@ -95,6 +97,18 @@ def _propose(plan: Plan, chain: Chain, generator: random.Random) -> Plan | None:
     except PlanError:
         return None
     return None if combination_problems(proposal, clip=chain.space.clip) else proposal
+
+
+def _moves(ask: Ask) -> list[Callable[[Fields, Chain, random.Random], Fields | None]]:
+    """The moves that change something that is open."""
+    others = [name for name in CHOICES if name not in AXES]
+    moves = {
+        _move_layer: ask.is_open("stages"),
+        _move_dim: ask.is_open("dims"),
+        _move_factor: sum(map(ask.is_open, AXES)) > 1,
+        _move_field: any(map(ask.is_open, others)),
+    }
+    return [move for move, is_possible in moves.items() if is_possible]
 
 
 def _move_layer(fields: Fields, chain: Chain, generator: random.Random) -> Fields | None:
@@ -117,9 +131,11 @@ def _move_dim(fields: Fields, chain: Chain, generator: random.Random) -> Fields 
     if fields["tp"] == 1 or not chain.dims:
         return None
     split = set(dims_on_axis(fields["dims"]) or (name for name, is_marked in chain.dims.items() if is_marked))
-    split ^= {generator.choice(list(chain.dims))}
-    # Without any, `dims` would be empty, and the rules would decide.
-    return {**fields, "dims": " ".join(f"{name}:{TENSOR_AXIS}" for name in chain.dims if name in split)} if split else None
+    # Two at once, too: one in place of another one.
+    split ^= set(generator.sample(list(chain.dims), min(generator.choice((1, 2)), len(chain.dims))))
+    if not split:
+        return None  # `dims` would be empty, and the rules would decide
+    return {**fields, "dims": " ".join(f"{name}:{TENSOR_AXIS}" for name in chain.dims if name in split)}
 
 
 def _move_factor(fields: Fields, chain: Chain, generator: random.Random) -> Fields | None:
@@ -130,8 +146,7 @@ def _move_factor(fields: Fields, chain: Chain, generator: random.Random) -> Fiel
         return None
     factor = generator.choice(factors)
     moved = {**fields, source: fields[source] // factor, target: fields[target] * factor}
-    defaults = {"pp": ("stages", "interleave", "schedule", "max_in_flight"), "sp": ("ulysses", "ring"), "dp": ("shard",)}
-    names = [name for axis in (source, target) for name in defaults.get(axis, ()) if chain.ask.is_open(name)]
+    names = [name for axis in (source, target) for name in DEPENDS_ON.get(axis, ()) if chain.ask.is_open(name)]
     moved |= {name: getattr(Plan(), name) for name in names}
     if chain.ask.is_open("microbatches"):
         moved["microbatches"] = generator.choice(CHOICES["microbatches"](chain.space, moved))
@@ -141,10 +156,7 @@ def _move_factor(fields: Fields, chain: Chain, generator: random.Random) -> Fiel
 
 def _move_field(fields: Fields, chain: Chain, generator: random.Random) -> Fields | None:
     """One other field takes another value; a schedule that needs other numbers of stages brings them."""
-    names = [name for name in CHOICES if name not in AXES and chain.ask.is_open(name)]
-    if not names:
-        return None
-    name = generator.choice(names)
+    name = generator.choice([name for name in CHOICES if name not in AXES and chain.ask.is_open(name)])
     moved = {**fields, name: generator.choice(CHOICES[name](chain.space, fields))}
     if name == "schedule":
         for each in ("interleave", "max_in_flight"):

@@ -3,7 +3,7 @@
 estimate   a closed form, for the many plans of a search
 simulate   the program of one rank of each kind, for the few best
 floor      seconds that no step of a plan's group can be shorter than: the mean of what its places compute
-Law: an estimate and a simulation are of the same prices, so that one is the other up to an error that a search measures.
+Law: an estimate and a simulation have the same prices, so one is the other up to an error that a search measures.
 """
 
 from collections.abc import Sequence

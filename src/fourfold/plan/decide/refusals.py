@@ -19,11 +19,11 @@ from fourfold.plan.plan import Plan
 from fourfold.plan.predict.prediction import MemoryParts, Prediction
 from fourfold.words.errors import PlanError, Problem
 from fourfold.words.mesh import AXES
-from fourfold.words.units import format_bytes
+from fourfold.words.units import format_bytes, write_bytes
 
 MAX_REFUSED = 5  # plans that are explained
 DEVICE_FACTORS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-MEMORY_UNIT = 2**30 / 10  # to which the memory that would do is rounded up
+MEMORY_DIGITS = 7  # binary ones, to which the memory that would do is rounded up: less than 2 %
 
 
 def explain_refused(
@@ -57,7 +57,9 @@ def memory_problem(memory: MemoryParts, limit_bytes: float, attempt: str = "") -
 
 def memory_change(prediction: Prediction) -> Change:
     """The memory of a device with which a plan would fit."""
-    return Change("memory", math.ceil(math.ceil(prediction.memory.total / MEMORY_UNIT) * MEMORY_UNIT))
+    needed = math.ceil(prediction.memory.total)
+    unit = 2 ** max(0, needed.bit_length() - MEMORY_DIGITS)
+    return Change("memory", -(-needed // unit) * unit)
 
 
 def _field_change(refused: Refused, ask: Ask, space: Space, pricing: Pricing) -> Change | None:
@@ -85,9 +87,9 @@ def _neighbours(plan: Plan, ask: Ask, space: Space) -> Iterator[tuple[str, Any, 
                 changed_plan = Plan.from_dict({**changed, "dp": space.num_devices // inner})
             except PlanError:
                 continue  # such as ulysses that no longer divides sp: more than one field would have to change
-            if ask.pinned.get("dp", changed_plan.dp) == changed_plan.dp:
-                if not combination_problems(changed_plan, clip=space.clip):
-                    yield name, value, changed_plan
+            is_asked = ask.pinned.get("dp", changed_plan.dp) == changed_plan.dp
+            if is_asked and not combination_problems(changed_plan, clip=space.clip):
+                yield name, value, changed_plan
 
 
 def _devices_change(refused: Refused, pricing: Pricing, num_devices: int) -> Change | None:
@@ -143,5 +145,5 @@ def _unpinned(ask: Ask, space: Space, pricing: Pricing, limit_bytes: float) -> I
 def change_text(change: Change) -> str:
     """A change as a user writes it in an ask."""
     if change.field == "memory" and isinstance(change.value, int):
-        return f"memory = {format_bytes(change.value)}"
+        return f"memory = {write_bytes(change.value)}"
     return f"{change.field} = {change.value}"

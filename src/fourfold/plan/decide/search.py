@@ -6,8 +6,8 @@ lean     the variant of a group that holds least: 1F1B, everything split, gradie
 pruned   a group whose floor, or whose lean variant, says that none of its plans is within the margin and fits
 Law: the kept plans are those of a full enumeration.
 
-Three facts about estimates make it exact. The schedule changes waiting and activations; zero, shard and update change the
-rest of the memory, what is exposed, and the update; of one mesh and `recompute`, a larger microbatch holds no less.
+Three facts about estimates make it exact. The schedule changes waiting and activations; zero, shard and update change
+the rest of the memory, what is exposed, and the update; of one mesh and `recompute`, a larger microbatch holds no less.
 """
 
 import itertools

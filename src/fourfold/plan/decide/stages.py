@@ -1,7 +1,7 @@
 """Stages: how a chain of blocks is best divided among the places of a pipeline, whose devices may differ.
 
 chain      the blocks of a model, with what one microbatch takes on each and what each holds
-submesh    the devices of a place: there are `count` equal ones of a kind
+submesh    the devices of a place: there are `num_places` equal ones of a kind
 division   by stage: where its blocks stop, and the kind of submesh that computes it
 step       the seconds of all stages once, and those of the slowest one for each further microbatch
 Law: no division of the chain that fits has a shorter step.
@@ -45,7 +45,7 @@ class Chain(NamedTuple):
 class Submesh(NamedTuple):
     """Places of the pipeline with equal devices. `speed`: in relation to that of the chain's seconds."""
 
-    count: int
+    num_places: int
     speed: float = 1.0
     memory_bytes: float = math.inf
 
@@ -93,7 +93,7 @@ def best_division(
         following: dict[_State, list[Division]] = {}
         for (start, used), divisions in states.items():
             for kind, submesh in enumerate(submeshes):
-                if used[kind] == submesh.count:
+                if used[kind] == submesh.num_places:
                     continue
                 now_used = (*used[:kind], used[kind] + 1, *used[kind + 1 :])
                 for stop, seconds in ranges.stops(stage, start, submesh, num_saved, limit):
@@ -122,7 +122,8 @@ class _StageRanges:
     def __init__(self, chain: Chain, num_stages: int) -> None:
         self._chain, self._num_stages, self._num_blocks = chain, num_stages, len(chain.blocks)
         self._sums = [
-            list(accumulate((block[index] for block in chain.blocks), initial=0.0)) for index in range(len(Segment._fields))
+            list(accumulate((block[index] for block in chain.blocks), initial=0.0))
+            for index in range(len(Segment._fields))
         ]
 
     def stops(

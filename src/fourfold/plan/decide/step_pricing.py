@@ -5,20 +5,11 @@ place  of the pipeline; its devices are equal
 Law: equal segments are priced once for all plans that compute them alike.
 """
 
-import itertools
-from collections.abc import Sequence
 from typing import Any
 
-from fourfold.plan.check import legality_problems
-from fourfold.plan.decide.stages import Chain, Segment, Submesh, best_division, division_of
-from fourfold.plan.lowering import lower
-from fourfold.plan.plan import Plan
 from fourfold.plan.predict.cluster import Cluster, topology_of
-from fourfold.plan.predict.estimate import estimate_step
-from fourfold.plan.predict.facts import FactsSource, ModelFacts, SegmentFacts
-from fourfold.plan.predict.prediction import Prediction
+from fourfold.plan.predict.facts import FactsSource, SegmentFacts
 from fourfold.plan.predict.prices import Prices
-from fourfold.plan.predict.step import predict_step
 from fourfold.words.errors import Problem
 
 
