@@ -17,6 +17,7 @@ from fourfold.analysis.calibrate.operations import measure_operations
 from fourfold.analysis.calibrate.overheads import Overheads, measure_overheads
 from fourfold.analysis.calibrate.segment_records import Say, measure_segments
 from fourfold.analysis.calibrate.timing import Points
+from fourfold.parts import memory
 from fourfold.parts.comm.communicator import Communicator
 from fourfold.plan.predict.calibrated_prices import operation_factors
 from fourfold.plan.predict.calibration import (
@@ -50,6 +51,7 @@ class Measured(NamedTuple):
 def measure(task: Task, source: FactsSource, ranks: Communicator, conditions: Conditions, *, say: Say) -> Measured:
     """Collective; the same on every rank."""
     torch.manual_seed(0)
+    memory.keep_freed_memory()  # as from the second step on
     segments, left_out = measure_segments(task, source, ranks, say)
     say("reductions, gathers and updates")
     crosses_hosts = ranks.num_hosts > 1
