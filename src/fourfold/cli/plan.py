@@ -32,11 +32,9 @@ def plan(words: Sequence[str], processes: str | None) -> int:
     from fourfold.launcher.process_defaults import check_num_processes
 
     devices = check_num_processes(processes, None)
-    if list(words[:1]) == [CALIBRATE]:
-        from fourfold.cli.plan_calibrate import run_calibrate
-
-        return run_calibrate(words[1:])
     arguments = parse_plan_words(words)
+    if arguments.name == CALIBRATE:
+        return _calibrate(arguments, devices)
     from fourfold.cli import plan_what_if
     from fourfold.cli.plan_question import Questions
     from fourfold.cli.plan_run import find_planned_run
@@ -50,6 +48,26 @@ def plan(words: Sequence[str], processes: str | None) -> int:
     if "out" in arguments.own or arguments.value("confirm"):
         check_out(arguments)
     return _answer(questions, arguments, run)
+
+
+def _calibrate(arguments: PlanArguments, devices: int | None) -> int:
+    """`fourfold plan calibrate`: measure this machine anew. Returns the exit code."""
+    from fourfold.cli import job
+    from fourfold.cli.plan_calibrate import calibrate, format_calibrated
+    from fourfold.cli.plan_machine import calibration_words
+    from fourfold.cli.plan_question import task_words
+    from fourfold.cli.run_commands import launch_quietly
+    from fourfold.launcher.process_defaults import default_num_processes
+
+    words = [word for word in task_words(arguments) if word != CALIBRATE]
+    prepared = job.parse_job(words, has_run_dir=False)
+    num_ranks = arguments.value("devices") or devices or default_num_processes()
+    is_forced = bool(arguments.value("force"))
+    measured = calibrate(calibration_words(prepared), num_ranks, launch_quietly, is_forced=is_forced)
+    if measured is None:
+        return 1
+    print(escape_controls("\n".join(format_calibrated(measured))))
+    return 0
 
 
 def check_out(arguments: PlanArguments) -> None:
