@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from fourfold.plan.predict.comparison import timeline_by_rank
 from fourfold.plan.predict.prediction_file import decode_prediction
-from fourfold.plan.prediction_comparison import timeline_by_rank
 from fourfold.plan.rank_program import lane_of
 from fourfold.plan.simulate import Timeline
 from fourfold.plan.step_comparison import measured_timeline, median_step

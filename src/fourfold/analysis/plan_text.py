@@ -148,7 +148,7 @@ def term_rows(predictions: Mapping[str, Prediction]) -> list[tuple[str, ...]]:
     """The time of a step by term: a row for each plan, all in one unit, which stands in the row of heads."""
     names = used_terms(list(predictions.values()))
     unit, factor, digits = _unit_of(max((each.seconds for each in predictions.values()), default=0.0))
-    rows = [(unit, *names, "in all")]
+    rows: list[tuple[str, ...]] = [(unit, *names, "in all")]
     for name, each in predictions.items():
         terms = [getattr(each.terms, term) for term in names]
         rows.append((name, *(f"{factor * term:,.{digits}f}" for term in [*terms, each.seconds])))
@@ -178,7 +178,7 @@ def memory_rows(
     parts = prediction.by_stage
     kinds = used_kinds(parts)
     shown = list(range(len(parts))) if len(parts) <= MAX_PLACES else _ends_and_peak(prediction)
-    rows = [("", *kinds, "in all", *([] if limit_bytes is None else ["limit"]))]
+    rows: list[tuple[str, ...]] = [("", *kinds, "in all", *([] if limit_bytes is None else ["limit"]))]
     for place in shown:
         cells = (format_bytes(getattr(parts[place], kind)) for kind in kinds)
         limit = [] if limit_bytes is None else [format_bytes(limit_bytes)]

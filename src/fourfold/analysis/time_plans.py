@@ -7,7 +7,7 @@ Law: plans take turns, so that what else the machine does is shared among them; 
 import dataclasses
 import gc
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from typing import Any
 
@@ -41,14 +41,11 @@ def time_plans(task: Task, plans: Sequence[Plan], *, seed: int = 0) -> list[floa
     return [statistics.median(each) for each in seconds]
 
 
-def _time_round(task: Task, plan: Plan, source: DataInput, *, seed: int, drop_last: bool) -> list[float]:
+def _time_round(task: Task, plan: Plan, source: DataInput, *, seed: int, drop_last: bool | None) -> list[float]:
     """The seconds of the steps of one round, without the first ones, which allocate and agree on orders."""
     feed = Feed(source, plan, batch_size=task.batch_size, seed=seed, drop_last=drop_last)
     step = parallelize(task.model, task.loss, task.optimizer, plan, clip=task.clip, seed=seed, tensor=task.tensor)
-    with closing(_repeated(feed)) as batches:
+    batches: Any = feed.repeat()
+    with closing(batches):
         seconds = [step(next(batches)).seconds for _ in range(WARM_UP + STEPS)]
     return seconds[WARM_UP:]
-
-
-def _repeated(feed: Feed) -> Iterator[Any]:
-    yield from feed.repeat()

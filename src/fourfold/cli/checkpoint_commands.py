@@ -11,10 +11,10 @@ import typer
 
 Command = Callable[[], int]
 
-checkpoint = typer.Typer(rich_markup_mode=None, help="List, verify and export checkpoints.")
+checkpoints = typer.Typer(rich_markup_mode=None, help="List, verify and export checkpoints.")
 
 
-@checkpoint.callback(invoke_without_command=True)
+@checkpoints.callback(invoke_without_command=True)
 def checkpoint_help(context: typer.Context) -> None:
     if context.invoked_subcommand is None:
         print(context.get_help())
@@ -27,7 +27,7 @@ Step = Annotated[
 ]
 
 
-@checkpoint.command("list")
+@checkpoints.command("list")
 def list_checkpoints(run: Run) -> Command:
     """List a run's checkpoints: step, size, age, validation loss."""
     from fourfold.cli import checkpoint
@@ -35,7 +35,7 @@ def list_checkpoints(run: Run) -> Command:
     return functools.partial(checkpoint.list_checkpoints, run)
 
 
-@checkpoint.command("verify")
+@checkpoints.command("verify")
 def verify_checkpoints(run: Run) -> Command:
     """Check size and checksum of every file. Names damaged files; then the exit code is 1."""
     from fourfold.cli import checkpoint
@@ -43,7 +43,7 @@ def verify_checkpoints(run: Run) -> Command:
     return functools.partial(checkpoint.verify_checkpoints, run)
 
 
-@checkpoint.command("export", short_help="Write the weights for other libraries: safetensors, transformers, DCP.")
+@checkpoints.command("export", short_help="Write the weights for other libraries: safetensors, transformers, DCP.")
 def export_checkpoint(
     run: Run,
     path: Annotated[

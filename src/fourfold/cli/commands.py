@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from fourfold.cli.checkpoint_commands import checkpoint
+from fourfold.cli.checkpoint_commands import checkpoints
 from fourfold.cli.feed import feed
 from fourfold.words.errors import Problem, SettingError, closest_match
 
@@ -244,7 +244,7 @@ def verify(
     return functools.partial(run_commands.verify, words or [], processes)
 
 
-app.add_typer(checkpoint, name="checkpoint")
+app.add_typer(checkpoints, name="checkpoint")
 app.add_typer(feed, name="feed")
 
 

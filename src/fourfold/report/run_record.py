@@ -12,8 +12,8 @@ from typing import Any, TypedDict
 import msgspec
 
 from fourfold.plan.decode import DecodeError, from_json, read_bounded, read_toml
+from fourfold.plan.predict.comparison import is_of_plan
 from fourfold.plan.predict.prediction_file import RecordedPrediction, decode_prediction
-from fourfold.plan.prediction_comparison import is_of_plan
 from fourfold.plan.trace_file import Trace, decode_trace
 from fourfold.report import checkpoint_card, data_card, faults, memory_card
 from fourfold.report import segments as segments_module
