@@ -17,12 +17,8 @@ from fourfold.plan.decode import DecodeError, from_toml
 from fourfold.plan.pipeline.asynchronous import ASYNCHRONOUS
 from fourfold.plan.pipeline.division import StageSpec
 from fourfold.plan.pipeline.edges import DEFAULT_DENSITY, EdgeSpec
-<<<<<<< HEAD
-from fourfold.plan.pipeline.schedules import SCHEDULES, compute_actions
-=======
 from fourfold.plan.pipeline.in_flight import least_held
-from fourfold.plan.pipeline.schedules import compute_actions
->>>>>>> 44f940283924b4dda8e3befcfe526ce5952a06f5
+from fourfold.plan.pipeline.schedules import SCHEDULES, compute_actions
 from fourfold.plan.pipeline.spec import ComputeLists, PipelineSpec
 from fourfold.plan.plan_fields import FIELDS, RENAMED_FIELDS, plan_problems, to_builtin
 from fourfold.plan.recipes import RECIPE_PREFIX, recipe_text
