@@ -17,6 +17,7 @@ from fourfold.plan.lowering import Blueprint, DataGroup, bytes_by_bucket
 from fourfold.plan.predict.collectives import BucketCollectives, CollectiveSeconds, collective_seconds, shape_of
 from fourfold.plan.predict.edges import EdgeMessages
 from fourfold.plan.predict.facts import ModelFacts
+from fourfold.plan.predict.gather_stalls import GatherStalls
 from fourfold.plan.predict.prediction import StepTerms
 from fourfold.plan.predict.prices import GroupShape, Prices
 from fourfold.plan.predict.stage_seconds import ZERO, SegmentPricer, StageSeconds, stage_seconds, stage_segments
@@ -184,6 +185,7 @@ class ProgramCosts:
         self.parts: dict[Action, StepTerms] = {}
         self.seconds: dict[Action, float] = {}
         self.overlaps: dict[tuple[Action, Action], float] = {}
+        self._stalls: dict[Action, GatherStalls] = {}
         for action in self._index.actions:
             if action.verb in PARTS:
                 self.parts[action] = PARTS[action.verb](self, action)
@@ -196,33 +198,34 @@ class ProgramCosts:
 
     def forward(self, action: Action) -> StepTerms:
         stage = self._place.stage(action)
-        for unshard in self._index.unshards_of.get(action, ()):
-            self.overlaps[action, unshard] = stage.forward_until(self._names(unshard))
-        return self._phase(action, stage.forward)
+        unshards = self._index.unshards_of.get(action, [])
+        return self._phase(action, stage.forward, [stage.forward_until(self._names(each)) for each in unshards])
 
     def backward(self, action: Action) -> StepTerms:
         stage = self._place.stage(action)
         is_input = action.verb == Verb.BACKWARD_INPUT
         terms = stage.backward_input if is_input else stage.backward
-        for unshard in self._index.unshards_of.get(action, ()):
-            self.overlaps[action, unshard] = stage.backward_until(self._names(unshard), is_input_half=is_input)
-        if is_input:
-            return self._phase(action, terms)
-        return self._with_reductions(action, self._phase(action, terms), is_weight_half=False)
+        names = [self._names(each) for each in self._index.unshards_of.get(action, [])]
+        phase = self._phase(action, terms, [stage.backward_until(each, is_input_half=is_input) for each in names])
+        return phase if is_input else self._with_reductions(action, phase, is_weight_half=False)
 
     def backward_weight(self, action: Action) -> StepTerms:
         terms = self._place.stage(action).backward_weight
         terms = terms._replace(overhead=self._place.between)
         return self._with_reductions(action, terms, is_weight_half=True)
 
-    def _phase(self, action: Action, terms: StepTerms) -> StepTerms:
-        """A forward or backward with what its unshards add to it."""
-        if not self._index.unshards_of.get(action):
+    def _phase(self, action: Action, terms: StepTerms, offsets: Sequence[float]) -> StepTerms:
+        """A forward or backward with what its unshards add to it. `offsets`: of the first uses of their buckets."""
+        unshards = self._index.unshards_of.get(action, [])
+        if not unshards:
             return terms._replace(overhead=self._place.between)
-        unshards = [self._collective(each) for each in self._index.unshards_of.get(action, ())]
-        window = sum(terms)
-        own, sent = sum(each.own for each in unshards), sum(each.sent for each in unshards)
-        exposed = terms.exposed + own + self._place.slowed(sent, window)
+        costs = [self._collective(each) for each in unshards]
+        stalls = self._stalls[action] = GatherStalls.of(offsets, [each.sent for each in costs])
+        for unshard, offset in zip(unshards, offsets, strict=True):
+            # Beyond the first one, the wait for a bucket is a part of the phase.
+            self.overlaps[action, unshard] = offset if unshard == unshards[0] else offset + stalls.total
+        own, sent = sum(each.own for each in costs), sum(each.sent for each in costs)
+        exposed = terms.exposed + own + self._place.slowed(sent, sum(terms)) + stalls.total
         return terms._replace(exposed=exposed, overhead=self._place.between)
 
     def _with_reductions(self, action: Action, terms: StepTerms, *, is_weight_half: bool) -> StepTerms:
@@ -239,8 +242,10 @@ class ProgramCosts:
         longest = window + (sum(stage.forward) if is_round else 0.0)
         extra = place.slowed(sum(each.sent for each in costs), longest)
         stretch = 1.0 + min(extra, window) / window if window else 1.0
+        stalls = self._stalls.get(action, GatherStalls())
+        computed = sum(terms) - stalls.total + extra
         for reduction, seconds in zip(reductions, remaining, strict=True):
-            self.overlaps[reduction, action] = seconds * stretch
+            self.overlaps[reduction, action] = stalls.reduction_overlap(seconds * stretch, computed)
         return terms._replace(exposed=terms.exposed + extra + sum(each.own for each in costs))
 
     def _names(self, action: Action) -> list[str]:

@@ -5,22 +5,29 @@ efficiency  the fraction of a peak that is reached; of a product it grows with i
 Law: a description has units and sources, and no rate is zero.
 """
 
+import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Self
+
+from fourfold.plan.topology import Topology
+from fourfold.words.errors import PlanError, Problem
 
 
 class Tier(NamedTuple):
     """How the ranks of a host, or of several hosts, reach each other.
 
     latency    seconds of one message
-    bandwidth  bytes per second that a rank sends while it receives as many
+    bandwidth  bytes per second that a rank sends while it receives as many, and while all others of its host do so too
     efficiency of collectives: the fraction of the bandwidth that they reach
+    gather_efficiency  between hosts: that of all-gathers and reduce-scatters, which go around one ring of all ranks
     """
 
     latency: float
     bandwidth: float
     efficiency: float = 1.0
+    gather_efficiency: float = 1.0
 
 
 class ProductEfficiency(NamedTuple):
@@ -45,6 +52,7 @@ class Cluster:
     launch_seconds    of one operation, at least
     reserve_bytes     of a rank: context, fragmentation
     overlap_slowdown  by what computing is slower while a collective is in flight
+    offload_bandwidth  bytes per second between a device and its host's memory; infinite where devices are the host
     """
 
     name: str
@@ -60,7 +68,31 @@ class Cluster:
     launch_seconds: float = 0.0
     reserve_bytes: float = 0.0
     overlap_slowdown: float = 1.0
+    offload_bandwidth: float = math.inf
 
     @property
     def num_devices(self) -> int:
         return self.devices_per_host * self.hosts
+
+    def resized(self, num_devices: int) -> Self:
+        """As many devices of these hosts: whole hosts, or a part of one. Raises PlanError."""
+        hosts = -(-num_devices // self.devices_per_host)
+        got = f"{num_devices} devices on {hosts} hosts of {self.name}, with {self.devices_per_host} devices each"
+        if num_devices < 1 or (hosts > 1 and num_devices % self.devices_per_host):
+            below, above = (count * self.devices_per_host for count in (max(1, hosts - 1), max(1, hosts)))
+            attempt = f"devices={below} or {above}" if below < above else f"devices={above}"
+            raise PlanError(Problem(got, "whole hosts, or a part of one", attempt), where="the cluster")
+        if hosts > 1 and self.network is None:
+            attempt = f"a table [network] in its description, or devices={self.devices_per_host}"
+            raise PlanError(Problem(got, "a network between its hosts", attempt), where="the cluster")
+        devices_per_host = min(num_devices, self.devices_per_host)
+        return dataclasses.replace(self, hosts=hosts, devices_per_host=devices_per_host)
+
+
+def topology_of(cluster: Cluster, num_ranks: int) -> Topology:
+    """The hosts of so many ranks, a device each, hosts filled one after the other. Raises PlanError."""
+    if not 1 <= num_ranks <= cluster.num_devices:
+        got = f"{num_ranks} ranks on {cluster.num_devices} devices of {cluster.name}"
+        raise PlanError(Problem(got, "a device for each rank", f"devices={num_ranks}"), where="the cluster")
+    hosts = tuple(f"host {rank // cluster.devices_per_host}" for rank in range(num_ranks))
+    return Topology(hosts, cluster.device)

@@ -26,8 +26,15 @@ RECEIPT_OF = {
 
 
 def first_start(times: Sequence[TimedAction], parts: Mapping[Action, StepTerms]) -> float:
-    """When the process begins to be busy."""
-    return min((timed.start for timed in times if timed.action in parts), default=0.0)
+    """When the process begins to be busy, or could: what it waits for may be weights that are still gathered."""
+    first = min((timed for timed in times if timed.action in parts), key=lambda timed: timed.start, default=None)
+    if first is None:
+        return 0.0
+    action = first.action
+    received = Action(RECEIPT_OF[action.verb], action.stage, action.index) if action.verb in RECEIPT_OF else None
+    messages = [timed.end for timed in times if timed.action == received]
+    gathers = [timed.start for timed in times if timed.action.verb == Verb.UNSHARD]
+    return min([first.start, *(messages or gathers)])
 
 
 def step_terms(times: Sequence[TimedAction], parts: Mapping[Action, StepTerms], end: float) -> StepTerms:
