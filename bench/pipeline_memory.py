@@ -32,8 +32,8 @@ from fourfold.parts.sequence.attention import sequence_attention
 from fourfold.parts.sequence.dropout import AttentionDropout
 from fourfold.parts.sequence.sequence_group import SequenceGroup
 from fourfold.plan.pipeline.schedules import compute_actions
-from fourfold.step.recompute import Recompute
 from fourfold.step.peak_memory import PeakMemory
+from fourfold.step.recompute import Recompute
 from fourfold.words.program import Action, Verb
 
 GB, GIB = 1e9, 2**30

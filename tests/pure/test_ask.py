@@ -1,17 +1,21 @@
 """Laws of asks: what is pinned stays as it is written, and everything that is wrong is said at once."""
 
 import dataclasses
+import math
+from importlib import resources
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 import fourfold
+from fourfold.plan.decide.answer import Question, decide_among
 from fourfold.plan.decide.ask import ON_REQUEST, SEARCHED, Ask
 from fourfold.plan.plan import Plan
 from fourfold.plan.plan_fields import FIELDS
 from fourfold.words.errors import PlanError
 from fourfold.words.units import parse_bytes, write_bytes
+from tests.decide_cases import Model, make_case
 
 FIELD_VALUES = st.fixed_dictionaries(
     {},
@@ -109,3 +113,21 @@ def test_bytes_are_read_as_they_are_written(num_bytes):
 def test_what_is_no_number_of_bytes_is_refused(text):
     with pytest.raises(ValueError, match="byte"):
         parse_bytes(text)
+
+
+ASKS = sorted((resources.files("fourfold") / "recipes" / "asks").iterdir(), key=lambda file: file.name)
+
+
+@pytest.mark.parametrize("file", ASKS, ids=[file.name for file in ASKS])
+def test_the_asks_of_named_systems_leave_the_mesh_open_and_are_planned(file):
+    ask = Ask.from_toml(file.read_text(encoding="utf-8"), where=file.name)
+    assert ask.is_open("pp")
+    assert ask.is_open("dp")
+    assert ask.is_open("stages")
+    pricing = make_case(devices=4, model=Model(((1.0, 4.0, 1.0), (4.0, 4.0, 1.0), (1.0, 1.0, 1.0))))
+    decision = decide_among(Question(ask, pricing.space, pricing, math.inf))
+    assert all(getattr(decision.answer.plan, name) == value for name, value in ask.pinned.items())
+
+
+def test_flexflow_hypar_flow_and_dapple_have_asks():
+    assert [file.name for file in ASKS] == ["dapple.toml", "flexflow.toml", "hypar-flow.toml"]

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
 
+from fourfold.plan.decide.answer import Question, decide_among
 from fourfold.plan.decide.ask import Ask
 from fourfold.plan.decide.baselines import price_baselines
 from fourfold.plan.decide.choice import simplicity
-from fourfold.plan.decide.decide import Question, decide_among
 from fourfold.plan.decide.decision import Decision, Refused
 from fourfold.plan.decide.reasons import reason, savings
 from fourfold.plan.plan import Plan

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from fourfold.plan.decide.answer import Question, decide_among
 from fourfold.plan.decide.ask import Ask
-from fourfold.plan.decide.decide import Question, decide_among
 from fourfold.plan.decide.layers import Chain, search_layers
 from fourfold.plan.plan import Plan
 from fourfold.plan.tensor_dims import marked_dims

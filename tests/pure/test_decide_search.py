@@ -72,7 +72,7 @@ def test_the_kept_plans_are_those_of_a_full_enumeration(pricing, rates, ask, lim
 @settings(max_examples=30, deadline=None, phases=[Phase.explicit, Phase.generate])
 @given(CASES, ASKS)
 def test_what_is_pinned_stays_in_every_plan(pricing, ask):
-    plans = [
+    plans: list[Plan] = [
         Plan.from_dict(each)
         for group in itertools.islice(groups(ask, pricing.space), 20)
         for each in itertools.islice(variants(group, ask, pricing.space), 20)

@@ -64,7 +64,7 @@ class RankProgram:
                 update = updates.get((action.stage, bucket_of(action, num_buckets[action.stage])))
                 if update is not None and action.verb == Verb.REDUCE:
                     self.reductions.setdefault(update, []).append(action)
-                elif update in updated:
+                elif update is not None and update in updated:
                     self.update_before[action] = update
             if action.verb == Verb.UNSHARD:
                 unshards.append(action)

@@ -18,7 +18,7 @@ class Pricing(Protocol):
     """What plans take on a machine. Everything but `problems` raises PlanError for a plan that the model refuses."""
 
     def on_devices(self, num_devices: int) -> "Pricing":
-        """The same machine with so many devices."""
+        """The same machine with so many devices. Raises PlanError if it cannot have as many."""
         ...
 
     def floor(self, plan: Plan) -> float:

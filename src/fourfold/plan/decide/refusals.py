@@ -98,10 +98,19 @@ def _devices_change(refused: Refused, pricing: Pricing, num_devices: int) -> Cha
         return None
     for factor in DEVICE_FACTORS:
         plan = dataclasses.replace(refused.plan, dp=refused.plan.dp * factor)
-        found = _estimate(plan, pricing.on_devices(num_devices * factor))
+        larger = _on_devices(pricing, num_devices * factor)
+        found = None if larger is None else _estimate(plan, larger)
         if found is not None and found.memory.total <= refused.limit_bytes:
             return Change("devices", num_devices * factor, found)
     return None
+
+
+def _on_devices(pricing: Pricing, num_devices: int) -> Pricing | None:
+    """None: the machine cannot have as many."""
+    try:
+        return pricing.on_devices(num_devices)
+    except PlanError:
+        return None
 
 
 def _estimate(plan: Plan, pricing: Pricing) -> Prediction | None:
@@ -123,7 +132,8 @@ def nothing_fits(
     changes = [memory_change(leanest)]
     for factor in DEVICE_FACTORS:
         more = space._replace(num_devices=space.num_devices * factor)
-        if first_fitting(ask, more, pricing.on_devices(more.num_devices), limit_bytes) is not None:
+        larger = _on_devices(pricing, more.num_devices)
+        if larger is not None and first_fitting(ask, more, larger, limit_bytes) is not None:
             changes.append(Change("devices", more.num_devices))
             break
     changes += _unpinned(ask, space, pricing, limit_bytes)
