@@ -6,7 +6,7 @@ Law: a question is made once per task and machine; lists of devices, memory or b
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from fourfold.cli import job, settings_file
@@ -19,6 +19,7 @@ from fourfold.launcher.process_defaults import default_num_processes
 from fourfold.plan.decide.ask import AUTO, Ask
 from fourfold.plan.decide.asks import ASK_PREFIX, ask_text
 from fourfold.plan.decide.decision import Decision
+from fourfold.plan.decide.layers import NO_DIMS
 from fourfold.plan.param_spec import ParamSpec
 from fourfold.plan.plan import Plan
 from fourfold.plan.plan_fields import FIELDS
@@ -26,6 +27,7 @@ from fourfold.plan.predict.facts import FactsSource, ModelFacts
 from fourfold.plan.predict.prediction import Prediction
 from fourfold.plan.predict.workload import Workload
 from fourfold.plan.recipes import RECIPE_PREFIX, recipe_text
+from fourfold.plan.tensor_dims import marked_dims
 from fourfold.plan.update_spec import UpdateSpec
 from fourfold.words.errors import Problem, SettingError
 from fourfold.words.mesh import AXES
@@ -61,6 +63,7 @@ class Question:
     source: FactsSource
     machine: Machine
     ask: Ask
+    dims: Mapping[str, bool] = field(default_factory=dict)
 
     @property
     def workload(self) -> Workload:
@@ -89,15 +92,20 @@ class Question:
         """The best plans. Raises PlanError if none fits."""
         from fourfold.plan.decide.decide import decide
 
-        return decide(self.ask, self.source, self.machine.prices, self.machine.cluster)
+        return decide(self.ask, self.source, self.machine.prices, self.machine.cluster, dims=self.dims)
 
 
 class TaskSource(NamedTuple):
-    """A task as it is planned. `words`: by which this machine is measured for it; None: it is a formula."""
+    """A task as it is planned.
+
+    words  by which this machine is measured for it; None: it is a formula
+    dims   that its tensor rules name, and whether they are on the tensor axis where the plan does not say
+    """
 
     name: str
     source: FactsSource
     words: tuple[str, ...] | None
+    dims: Mapping[str, bool] = NO_DIMS
 
 
 class Questions:
@@ -124,7 +132,7 @@ class Questions:
             ask = ask.with_changes(precision=machine.mixed_precision)
         batch = next((word for word in arguments.others if word.startswith(f"{BATCH}=")), None)
         source = task.source if batch is None else ResizedSource(task.source, parse_batch(batch))
-        return Question(task.name, not is_formula, source, machine, ask)
+        return Question(task.name, not is_formula, source, machine, ask, task.dims)
 
     def _task(self, arguments: PlanArguments) -> TaskSource:
         words = tuple(word for word in task_words(arguments) if not word.startswith(f"{BATCH}="))
@@ -180,7 +188,8 @@ def trained_task(words: Sequence[str]) -> TaskSource:
     from fourfold.analysis.task_facts.source import TaskFacts
 
     prepared = job.parse_job(words, has_run_dir=False)
-    return TaskSource(prepared.task_name, TaskFacts(prepared.task), tuple(calibration_words(prepared)))
+    dims = marked_dims(prepared.task.tensor)
+    return TaskSource(prepared.task_name, TaskFacts(prepared.task), tuple(calibration_words(prepared)), dims)
 
 
 def gpt_task(words: Sequence[str]) -> TaskSource:
