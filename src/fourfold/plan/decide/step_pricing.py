@@ -39,6 +39,8 @@ class StepPricing:
         self._topology = topology_of(cluster, cluster.num_devices)
         self._distinct: dict[tuple[Any, ...], list[_Counted]] = {}
         self._busy: dict[tuple[Any, ...], float] = {}
+        self._segment_seconds: dict[tuple[Any, ...], float] = {}
+        self._elements_of: dict[tuple[Any, ...], list[int]] = {}
 
     def on_devices(self, num_devices: int) -> "StepPricing":
         return StepPricing(self._source, self._prices, self._cluster.resized(num_devices))
@@ -60,8 +62,11 @@ class StepPricing:
 
     def _seconds(self, segment: SegmentFacts, plan: Plan, samples: float) -> float:
         """Forward and backward of one microbatch."""
-        priced = self._prices.segment(segment, plan, samples)
-        return priced.forward + priced.backward
+        key = (segment.operations, segment.collectives, plan.recompute, plan.precision, plan.tp, plan.sp, samples)
+        if key not in self._segment_seconds:
+            priced = self._prices.segment(segment, plan, samples)
+            self._segment_seconds[key] = priced.forward + priced.backward
+        return self._segment_seconds[key]
 
     def problems(self, plan: Plan) -> list[Problem]:
         return legality_problems(plan, self._source.specs(plan), self._topology, self._source.update_spec)
@@ -102,22 +107,34 @@ class StepPricing:
     def _chain(self, plan: Plan, predicted: Prediction) -> Chain:
         """The segments with their seconds, and the bytes that the estimate has for their elements."""
         facts, samples = self._source.facts(plan), self._source.batch_size / plan.dp / plan.microbatches
-        specs = self._source.specs(plan)
-        elements = {spec.name: spec.num_elements for spec in specs}
+        elements = self._elements(plan, facts)
         by_place = [0.0] * plan.pp
-        for spec in specs:
-            by_place[spec.stage % plan.pp] += spec.num_elements
+        for stage, blocks in enumerate(self.stage_blocks(plan)):
+            by_place[stage % plan.pp] += sum(elements[1 + blocks.start : 1 + blocks.stop])
+        by_place[0] += elements[0]
+        by_place[-1] += elements[-1]
         bytes_per_element = max(
             _resting(parts) / count for parts, count in zip(predicted.by_stage, by_place, strict=True) if count
         )
-
-        def segment(each: SegmentFacts) -> Segment:
-            held = bytes_per_element * sum(elements.get(name, 0) for name in each.params)
-            return Segment(self._seconds(each, plan, samples), held, each.saved_bytes[plan.recompute] * samples)
-
+        first, *blocks, last = (
+            Segment(
+                self._seconds(each, plan, samples),
+                bytes_per_element * count,
+                each.saved_bytes[plan.recompute] * samples,
+            )
+            for each, count in zip(facts.segments, elements, strict=True)
+        )
         crosses = self._topology.size // plan.pp >= self._cluster.devices_per_host
         edge = self._prices.edge(facts.boundary_bytes * samples, crosses_hosts=crosses)
-        return Chain(segment(facts.first), tuple(map(segment, facts.blocks)), segment(facts.last), 2 * edge)
+        return Chain(first, tuple(blocks), last, 2 * edge)
+
+    def _elements(self, plan: Plan, facts: ModelFacts) -> list[int]:
+        """By segment: the elements of its parameters on a rank."""
+        key = _alike(plan)
+        if key not in self._elements_of:
+            counts = {spec.name: spec.num_elements for spec in self._source.specs(plan)}
+            self._elements_of[key] = [sum(counts.get(name, 0) for name in each.params) for each in facts.segments]
+        return self._elements_of[key]
 
 
 def _alike(plan: Plan) -> tuple[Any, ...]:
