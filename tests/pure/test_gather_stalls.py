@@ -46,14 +46,14 @@ def test_gradients_are_sent_after_their_computing_and_after_all_gathers(phase):
     computing, sent = ([each[half] for each in phase] for half in (0, 1))
     sums = [0.0, *itertools.accumulate(computing)]
     stalls, window = GatherStalls.of(sums[:-1], sent), sums[-1]
-    last_arrival = sum(sent) - sent[0]
+    arrivals = [end - sent[0] for end in itertools.accumulate(sent)]
     for done in range(1, len(phase) + 1):
         # The bucket behind the first parts; those whose computing takes no time are there at the same moment.
         same = max(index for index in range(1, len(phase) + 1) if sums[index] == sums[done])
         ready = end_by_turns(computing[:same], sent[:same])
         overlap = stalls.reduction_overlap(window - sums[done], window)
-        following = max((stalls.arrivals[same:] or [0.0])[0] if same < len(phase) and any(sent) else 0.0, ready)
-        assert window + stalls.total - overlap == pytest.approx(max(following, last_arrival))
+        following = max(arrivals[same] if same < len(phase) else 0.0, ready)
+        assert window + stalls.total - overlap == pytest.approx(max(following, arrivals[-1]))
 
 
 def test_a_step_without_gathers_has_no_stalls():

@@ -67,6 +67,7 @@ class Dependencies:
         }
         self._meetings: dict[tuple[Action, tuple[int, ...]], list[int]] = {}
         self._stage_ranks: dict[tuple[int, int], list[int]] = {}
+        self._in_stage: dict[tuple[int, Verb, int], list[Dependency]] = {}
         self._sharing_memory = {rank: ranks for ranks in ranks_by_memory for rank in ranks}
         actions = list(dict.fromkeys(action for rank in by_actions.values() for action in rank.actions))
         self._last_stage = max((action.stage for action in actions), default=0)
@@ -121,7 +122,11 @@ class Dependencies:
 
     def all_in_stage(self, rank: int, verb: Verb, stage: int) -> list[Dependency]:
         """All actions of a rank with this verb and stage."""
-        return [Dependency(rank, a) for a in self._of_rank[rank].actions if a.verb == verb and a.stage == stage]
+        key = rank, verb, stage
+        if key not in self._in_stage:
+            actions = self._of_rank[rank].actions
+            self._in_stage[key] = [Dependency(rank, a) for a in actions if a.verb == verb and a.stage == stage]
+        return self._in_stage[key]
 
     def on_stage_ranks(self, rank: int, action: Action) -> list[Dependency]:
         """This action on every rank of the stage that sums gradients with `rank`, or norms of parameters."""

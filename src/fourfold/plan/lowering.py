@@ -224,9 +224,10 @@ def lower(plan: Plan, specs: Sequence[ParamSpec], topology: Topology, update_spe
     groups = plan.mesh.groups("dp", "sp")
     hosts = {ranks: group_hosts(topology, ranks, transport=plan.transport) for ranks in groups}
     is_inter_host = any(each.num_hosts > 1 for each in hosts.values())
+    stored = [[spec for spec in specs if spec.stage % plan.pp == stage] for stage in range(plan.pp)]
     stages = {
         (stage, index): _fill_buckets(
-            plan, stage, [spec.at(index) for spec in specs], update_spec, is_inter_host=is_inter_host
+            plan, stage, [spec.at(index) for spec in stored[stage]], update_spec, is_inter_host=is_inter_host
         )
         for stage in range(plan.pp)
         for index in range(plan.tp)
@@ -256,9 +257,8 @@ def bytes_by_bucket(plan: Plan, stage: StageBuckets, update_spec: UpdateSpec) ->
 
 
 def _fill_buckets(
-    plan: Plan, stage: int, specs: Sequence[ParamSpec], update_spec: UpdateSpec, *, is_inter_host: bool
+    plan: Plan, stage: int, stored: Sequence[ParamSpec], update_spec: UpdateSpec, *, is_inter_host: bool
 ) -> StageBuckets:
-    stored = tuple(spec for spec in specs if spec.stage % plan.pp == stage)
     compute = compute_specs(stored, plan.precision, excluded=update_spec.full_precision_params)
     # A codec's residuals depend on the buckets: with a codec, one host has the same buckets as several.
     is_sent = is_inter_host or plan.codec != "none"
@@ -267,7 +267,9 @@ def _fill_buckets(
         bucket_bytes=effective_bucket_bytes(compute, plan.bucket_bytes, is_inter_host=is_sent),
         num_shards=plan.reduce_group_size if planned_layouts(plan).state == SPLIT else 1,
     )
-    return StageBuckets(stage, stored, buckets, tuple(gradient_bucket(each, plan.reduce_dtype) for each in buckets))
+    return StageBuckets(
+        stage, tuple(stored), buckets, tuple(gradient_bucket(each, plan.reduce_dtype) for each in buckets)
+    )
 
 
 def _data_group(plan: Plan, stage: StageBuckets, hosts: GroupHosts, update_spec: UpdateSpec) -> DataGroup:

@@ -7,6 +7,7 @@ Law: slots tile the bucket, padding only at the end, so every shard of it is one
 ranks hold lies at the same place of the same bucket on each of them, so sums and codecs give it the same bits.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -62,14 +63,16 @@ def _bucket_members(specs: Sequence[ParamSpec], bucket_bytes: int) -> list[list[
     """The parameters of each bucket."""
     open_buckets: dict[tuple[int, str, int, int | None], list[ParamSpec]] = {}
     full: list[list[ParamSpec]] = []
+    num_bytes = Counter[tuple[int, str, int, int | None]]()  # of the members of an open bucket
     for spec in reversed(specs):
         key = spec.stage, spec.dtype, spec.param_group, spec.num_replicas
         members = open_buckets.setdefault(key, [])
-        num_elements = sum(member.num_elements for member in members)
-        if members and (num_elements + spec.num_elements) * spec.element_bytes > bucket_bytes:
+        if members and num_bytes[key] + spec.num_bytes > bucket_bytes:
             full.append(members)
             members = open_buckets[key] = []
+            num_bytes[key] = 0
         members.append(spec)
+        num_bytes[key] += spec.num_bytes
     position = {spec.name: index for index, spec in enumerate(reversed(specs))}
     full.extend(open_buckets.values())
     full.sort(key=lambda members: (-members[-1].stage, position[members[-1].name]))

@@ -90,7 +90,7 @@ class PlaceCosts:
 
     def gradient_seconds(self, action: Action) -> float:
         """Copying the gradients of a first backward to their buckets, and adding those of later ones."""
-        key = action.stage, action.index == 0
+        key = action.stage, action.index % self._plan.microbatches == 0
         if key not in self._gradient_seconds:
             self._gradient_seconds[key] = self._price_gradients(*key)
         return self._gradient_seconds[key]

@@ -50,7 +50,7 @@ def predict_memory(
             resting._replace(
                 activations=_activation_bytes(plan, lists[place], stages) * samples,
                 buffers=resting.buffers + messages,
-                temporaries=max(_temporary_bytes(plan, each) for own in stages.values() for each in own) * samples,
+                temporaries=max(_temporary_bytes(plan, each, samples) for own in stages.values() for each in own),
                 reserve=reserve_bytes,
             )
         )
@@ -141,7 +141,7 @@ def _output_elements(segments: Sequence[SegmentFacts]) -> float:
     )
 
 
-def _temporary_bytes(plan: Plan, segment: SegmentFacts) -> float:
-    """What a forward or backward of one sample holds in addition; a backward that computes again holds it all."""
-    again = segment.saved_bytes["none"] - segment.saved_bytes[plan.recompute]
-    return segment.temporary_bytes + max(0.0, again)
+def _temporary_bytes(plan: Plan, segment: SegmentFacts, samples: float) -> float:
+    """What a forward or backward holds in addition; a backward that computes again holds all that it computes."""
+    again = max(0.0, segment.saved_bytes["none"] - segment.saved_bytes[plan.recompute])
+    return (segment.temporary_bytes + again) * samples + segment.call_bytes

@@ -5,28 +5,21 @@ the place whose span is the longest, and add up to the step.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from fourfold.plan.lowering import Blueprint
 from fourfold.plan.predict.action_costs import Job, PlaceCosts, StepCosts, place_groups, pricer_of
 from fourfold.plan.predict.edges import EdgeMessages
 from fourfold.plan.predict.facts import FactsSource
 from fourfold.plan.predict.memory import predict_memory
-from fourfold.plan.predict.prediction import Prediction, StepTerms
+from fourfold.plan.predict.prediction import Prediction
 from fourfold.plan.predict.prices import Prices
 from fourfold.plan.predict.sent_bytes import sent_bytes
 from fourfold.plan.predict.stage_seconds import add_terms, scale_terms
+from fourfold.plan.predict.steady_step import Simulated, simulate_steady
 from fourfold.plan.predict.step_terms import first_start, step_terms
-from fourfold.plan.simulate import TimedAction, simulate
+from fourfold.plan.simulate import simulate
 from fourfold.words.mesh import Mesh
 from fourfold.words.program import Action, Program
-
-PlaceTimeline = dict[int, tuple[TimedAction, ...]]
-
-
-class _Simulated(NamedTuple):
-    terms: StepTerms
-    timeline: PlaceTimeline
 
 
 def predict_step(
@@ -46,7 +39,8 @@ def predict_step(
     job = Job(blueprint, facts, stage_blocks or source.stage_blocks(plan), prices, source.batch_size)
     places = _places(job)
     programs = blueprint.programs()
-    synced = _simulate(_one_of_each(blueprint, programs.step), places)
+    program = _one_of_each(blueprint, programs.step)
+    synced = simulate_steady(blueprint, places, program) if plan.is_asynchronous else _simulate(program, places)
     terms = synced.terms
     if plan.sync == "local":
         local = _simulate(_one_of_each(blueprint, programs.local_step), places)
@@ -71,11 +65,13 @@ def _one_of_each(blueprint: Blueprint, program: Program) -> dict[int, tuple[Acti
     return {place: program[group.ranks[0]] for place, group in enumerate(place_groups(blueprint))}
 
 
-def _simulate(program: Program, places: Sequence[PlaceCosts]) -> _Simulated:
+def _simulate(program: Program, places: Sequence[PlaceCosts]) -> Simulated:
     """The timeline of a program, and the terms of the place with the longest span."""
     costs = StepCosts(place.of(program[index]) for index, place in enumerate(places))
     timeline = simulate(program, costs.cost, overlap=costs.overlap, mesh=Mesh(pp=len(places)))
     ends = {place: max(timed.end for timed in times) for place, times in timeline.items()}
     starts = {place: first_start(times, costs.by_place[place].parts) for place, times in timeline.items()}
     slowest = max(ends, key=lambda place: ends[place] - starts[place])
-    return _Simulated(step_terms(timeline[slowest], costs.by_place[slowest].parts, ends[slowest]), timeline)
+    parts = costs.by_place[slowest].parts
+    terms = step_terms(timeline[slowest], parts, begin=starts[slowest], end=ends[slowest])
+    return Simulated(terms, timeline)

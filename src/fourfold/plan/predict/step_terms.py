@@ -37,12 +37,14 @@ def first_start(times: Sequence[TimedAction], parts: Mapping[Action, StepTerms])
     return min([first.start, *(messages or gathers)])
 
 
-def step_terms(times: Sequence[TimedAction], parts: Mapping[Action, StepTerms], end: float) -> StepTerms:
-    """The terms of one rank's span, which ends at `end`. `parts`: of the actions of the process itself."""
+def step_terms(
+    times: Sequence[TimedAction], parts: Mapping[Action, StepTerms], *, begin: float, end: float
+) -> StepTerms:
+    """The terms of one rank's span, from its `begin` to its `end`. `parts`: of the actions of the process itself."""
     ends = {timed.action: timed.end for timed in times}
     has_gathers = any(lane_of(action) == GATHER_LANE for action in ends)
     collective_ends = sorted(timed.end for timed in times if _is_collective(timed.action))
-    terms, clock = [ZERO], first_start(times, parts)
+    terms, clock = [ZERO], begin
     for action, start, stop in times:
         if action not in parts:
             continue
