@@ -41,19 +41,25 @@ def test_it_finds_the_best_stages_and_dims_of_a_small_model(tensor):
 
 
 @settings(max_examples=25, deadline=None, phases=[Phase.explicit, Phase.generate])
-@given(st.integers(0, 99), st.sampled_from([0.0, 0.3, 3.0]), st.sampled_from([40.0, math.inf]))
-def test_it_is_not_slower_than_its_starts_and_depends_on_the_seed_alone(seed, rate, limit):
+@given(
+    st.integers(0, 99),
+    st.sampled_from([0.0, 0.3, 3.0]),
+    st.sampled_from([40.0, math.inf]),
+    st.sampled_from([{}, {"tp": 2}, {"microbatches": 4}, {"recompute": "none"}]),
+)
+def test_it_is_not_slower_than_its_starts_and_depends_on_the_seed_alone(seed, rate, limit, pins):
     pricing = make_case(devices=4, model=MODEL)
     pricing.rates = Rates(tensor=rate, sequence=rate)
-    plans = [Plan(dp=4, zero=3), Plan(pp=2, tp=2, microbatches=4)]
+    plans = [Plan(dp=2, tp=2, zero=3, microbatches=4), Plan(pp=2, tp=2, microbatches=4)]
     starts = [found for plan in plans if (found := pricing.estimate(plan)).memory.total <= limit]
-    ask = Ask(zero=3) if limit < math.inf else Ask(update="after")
+    ask = Ask(**pins)
     first, again = (search_layers(starts, chain_of(pricing, ask, limit), budget=80, seed=seed) for _ in range(2))
     assert [each.plan for each in first] == [each.plan for each in again]
     assert first[-1].seconds <= min(each.seconds for each in starts)
     for each in first[1:]:
         assert each.memory.total <= limit
         assert not pricing.problems(each.plan)
+        assert all(getattr(each.plan, name) == value for name, value in pins.items())
         assert each.plan.mesh.size == 4
 
 

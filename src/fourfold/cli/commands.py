@@ -50,7 +50,7 @@ def parse_command(arguments: list[str]) -> Command | None:
     except Exception as error:
         if not hasattr(error, "format_message"):
             raise
-        raise _usage_error(error) from None
+        raise _usage_error(error, f"fourfold {word}" if word else "fourfold") from None
     return command if isinstance(command, functools.partial) else None
 
 
@@ -63,9 +63,9 @@ def _suggestion(word: str) -> str:
     return f"fourfold {close or '--help'}"
 
 
-def _usage_error(error: Any) -> SettingError:
+def _usage_error(error: Any, command: str) -> SettingError:
     """An error of the option parser, as a SettingError. Its class depends on the version of typer."""
-    command = error.ctx.command_path if getattr(error, "ctx", None) else "fourfold"
+    command = error.ctx.command_path if getattr(error, "ctx", None) else command
     name = getattr(error, "option_name", "")
     if name:
         return SettingError(_option_problem(name, getattr(error, "possibilities", None), command), where=command)
@@ -77,8 +77,8 @@ def _option_problem(name: str, known: list[str] | None, command: str) -> Problem
     if command == "fourfold show" and name == "-n":
         return Problem("the option -n", "no number of processes: show starts none", SHOW_RANKS)
     if known is None:
-        return Problem(f"the option {name} without a value", "a value after it", "fourfold train --help")
-    if command in WITH_SETTINGS:
+        return Problem(f"the option {name} without a value", "a value after it", f"{command} --help")
+    if command in WITH_SETTINGS and set(known) <= {"--help"}:
         setting = name.lstrip("-").replace("-", "_")
         return Problem(f"the option {name}", "settings as KEY=VALUE", f"{setting}=…, or {command} --help")
     return Problem(f"the option {name}", "an option of this command", " or ".join(known) or f"{command} --help")

@@ -28,7 +28,7 @@ class _Counted(NamedTuple):
     """A segment, and how many there are that compute the same."""
 
     segment: SegmentFacts
-    count: int
+    number: int
 
 
 class StepPricing:
@@ -56,7 +56,7 @@ class StepPricing:
             if alike not in self._distinct:
                 self._distinct[alike] = _count_distinct(self._source.facts(plan))
             self._busy[key] = sum(
-                each.count * self._seconds(each.segment, plan, samples) for each in self._distinct[alike]
+                each.number * self._seconds(each.segment, plan, samples) for each in self._distinct[alike]
             )
         return plan.microbatches * self._busy[key] / plan.pp
 
@@ -145,7 +145,7 @@ def _count_distinct(facts: ModelFacts) -> list[_Counted]:
     counts: dict[tuple[Any, ...], _Counted] = {}
     for segment in facts.segments:
         key = (segment.operations, segment.collectives, segment.norm_channels)
-        counts[key] = _Counted(segment, counts[key].count + 1 if key in counts else 1)
+        counts[key] = _Counted(segment, counts[key].number + 1 if key in counts else 1)
     return list(counts.values())
 
 
