@@ -57,9 +57,9 @@ class Training:
         seconds, busy = [], []
         for _ in range(timed):
             begin = time.perf_counter()
-            self._step(next(self._batches))
+            metrics = self._step(next(self._batches))
             seconds.append(time.perf_counter() - begin)
-            busy.append(dict(self._step.busy_seconds))
+            busy.append(self._step.busy_seconds | {"waiting": metrics.waiting_seconds})
         return {"seconds": seconds, "busy": busy, "kept": memory_use().total_bytes}
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from fourfold.analysis.calibrate.probe import Probe, make_probe
-from fourfold.analysis.calibrate.timing import NUM_TURNS, NUM_UNTIMED, Points
+from fourfold.analysis.calibrate.timing import Points, take_turns
 from fourfold.parts.comm.communicator import Communicator
 from fourfold.plan.plan import Plan
 from fourfold.plan.predict.curve import Curve
@@ -77,14 +77,16 @@ def _no_loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 def _measure(probe: Probe) -> BucketTimes:
     stage, is_split = probe.stage, probe.blueprint.is_sharded
     turns: list[list[tuple[float, float, float]]] = []
-    for _ in range(NUM_UNTIMED + NUM_TURNS):
+
+    def turn() -> float:
         turns.append([_time_bucket(probe, bucket) for bucket in range(stage.num_buckets)])
         stage.gatherer.signal_backward_done()
         stage.reducer.end_step()
         stage.gatherer.end_step()
-    by_bucket = [
-        [median(values) for values in zip(*rows, strict=True)] for rows in zip(*turns[NUM_UNTIMED:], strict=True)
-    ]
+        return sum(map(sum, turns[-1]))
+
+    timed = turns[-take_turns(turn, probe.world) :]
+    by_bucket = [[median(values) for values in zip(*rows, strict=True)] for rows in zip(*timed, strict=True)]
     sizes = [flat.nbytes for flat in stage.reducer.grad_buffers]
     moved = _moved_bytes(probe, sizes)
     columns = list(zip(*by_bucket, strict=True))

@@ -13,14 +13,13 @@ from torch import Tensor, nn
 
 from fourfold.analysis.calibrate.probe import make_probe
 from fourfold.analysis.calibrate.segments import SegmentTimer
-from fourfold.analysis.calibrate.timing import median_seconds
+from fourfold.analysis.calibrate.timing import NUM_TURNS, median_seconds
 from fourfold.parts.comm.communicator import Communicator
 from fourfold.plan.plan import Plan
 from fourfold.step.train_step import TrainStep
 from fourfold.words.task import Task
 
 WIDTH, MICROBATCHES = 8, 9
-NUM_TURNS = 21
 FLIGHT_ELEMENTS = 2**22
 PRODUCT = 256
 
@@ -63,7 +62,7 @@ def measure_overheads(ranks: Communicator) -> Overheads:
     """Collective."""
     one, many = (_step_seconds(ranks, microbatches) for microbatches in (1, MICROBATCHES))
     probe = make_probe(_tiny_task(), Plan(dp=ranks.size), ranks)
-    times = SegmentTimer(probe).whole(_batch(1), NUM_TURNS)
+    times = SegmentTimer(probe).whole(_batch(1))
     computed = sum(times.forward) + sum(times.backward)
     between = max(0.0, ((many - one) / (MICROBATCHES - 1) - computed) / 2)
     # Forward, the loss, backward, a reduction and an update.
@@ -81,7 +80,7 @@ def _step_seconds(ranks: Communicator, microbatches: int) -> float:
     task, plan = _tiny_task(), Plan(dp=ranks.size, microbatches=microbatches)
     step = TrainStep(task.model(), task.loss, task.optimizer, plan=plan, communicator=ranks, same_batches="allow")
     batch = _batch(microbatches)
-    return median_seconds(lambda: step(batch), ranks, turns=NUM_TURNS)
+    return median_seconds(lambda: step(batch), ranks)
 
 
 def _slowdown(ranks: Communicator) -> float:
@@ -89,7 +88,7 @@ def _slowdown(ranks: Communicator) -> float:
     values, matrix = torch.zeros(FLIGHT_ELEMENTS), torch.randn(PRODUCT, PRODUCT)
     alone = median_seconds(lambda: matrix @ matrix, ranks)
     rates = []
-    for _ in range(7):
+    for _ in range(NUM_TURNS):
         ranks.barrier()
         work = dist.all_reduce(values, async_op=True)
         assert work is not None

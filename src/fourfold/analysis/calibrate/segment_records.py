@@ -10,7 +10,6 @@ from fourfold.analysis.calibrate.cuts import MeasuredCut, cuts_of
 from fourfold.analysis.calibrate.measurements import mean_over_ranks
 from fourfold.analysis.calibrate.probe import Shortened, make_probe, shorten
 from fourfold.analysis.calibrate.segments import SegmentTimer, SegmentTurns
-from fourfold.analysis.calibrate.timing import NUM_TURNS
 from fourfold.feed.data_input import open_data
 from fourfold.feed.feed import Feed
 from fourfold.parts.comm.communicator import Communicator
@@ -77,8 +76,8 @@ def _measure_cut(
     halves: dict[int, SegmentTurns] = {}
     for samples in cut.samples:
         part = tree_map(batch, lambda tensor, samples=samples: tensor[:samples])
-        whole[samples] = SegmentTurns(*mean_over_ranks(list(timer.whole(part, NUM_TURNS)), ranks))
-        halves[samples] = SegmentTurns(*mean_over_ranks(list(timer.halves(part, NUM_TURNS)), ranks))
+        whole[samples] = SegmentTurns(*mean_over_ranks(list(timer.whole(part)), ranks))
+        halves[samples] = SegmentTurns(*mean_over_ranks(list(timer.halves(part)), ranks))
     measured = [facts.first, *(facts.blocks[index] for index in short.kept), facts.last]
     by_signature: dict[str, list[int]] = {}
     for index, each in enumerate(measured):

@@ -16,11 +16,15 @@ from torch import Tensor
 
 from fourfold.analysis.calibrate.clock import SegmentClock
 from fourfold.analysis.calibrate.probe import Probe
+from fourfold.analysis.calibrate.timing import take_turns
 from fourfold.parts.deferred_grads import BackwardHalves, DeferredGrads, WholeBackward
 from fourfold.step.batch import Microbatch
 
-NUM_UNTIMED = 2
 COLD_BYTES = 64 * 2**20
+
+
+Backward = Callable[[Tensor, "_DroppedGrads"], tuple[list[float], list[float]]]
+"""The seconds by segment of a whole backward, or of its first half; and those of its second half."""
 
 
 class SegmentTurns(NamedTuple):
@@ -59,11 +63,11 @@ class SegmentTimer:
         self._clock = SegmentClock(probe.model)
         self._cold = torch.zeros(COLD_BYTES // 4)
 
-    def whole(self, batch: Any, turns: int) -> SegmentTurns:
+    def whole(self, batch: Any) -> SegmentTurns:
         """With whole backwards. Collective."""
-        return self._run(batch, turns, WholeBackward(), self._whole_backward)
+        return self._run(batch, WholeBackward(), self._whole_backward)
 
-    def halves(self, batch: Any, turns: int) -> SegmentTurns:
+    def halves(self, batch: Any) -> SegmentTurns:
         """With backwards in two halves. Collective."""
         deferred = DeferredGrads(self._probe.parameters)
 
@@ -76,7 +80,7 @@ class SegmentTimer:
             deferred.second_half(pending, sink)
             return first, list(sink.seconds)
 
-        return self._run(batch, turns, deferred, backward)
+        return self._run(batch, deferred, backward)
 
     def _whole_backward(self, loss: Tensor, sink: _DroppedGrads) -> tuple[list[float], list[float]]:
         self._clock.begin_backward()
@@ -84,24 +88,21 @@ class SegmentTimer:
             self._chunk.backward([loss], None)
         return self._clock.end_backward(), []
 
-    def _run(
-        self,
-        batch: Any,
-        turns: int,
-        halves: BackwardHalves,
-        backward: Callable[[Tensor, _DroppedGrads], tuple[list[float], list[float]]],
-    ) -> SegmentTurns:
+    def _run(self, batch: Any, halves: BackwardHalves, backward: Backward) -> SegmentTurns:
         sink = _DroppedGrads(self._probe.parameters, self._clock)
         taken: list[tuple[list[float], list[float], list[float]]] = []
-        for number in range(NUM_UNTIMED + turns):
-            layout = self._probe.assembly.batches.microbatches(batch, 1, step=number, samples=None)
+
+        def turn() -> float:
+            layout = self._probe.assembly.batches.microbatches(batch, 1, step=len(taken), samples=None)
             with layout as (part,), self._clock.marking():
                 self._cold.add_(1.0)
                 self._probe.world.barrier()
                 forward, loss = self._forward(part, halves)
                 taken.append((forward, *backward(loss, sink)))
-        timed = taken[NUM_UNTIMED:]
-        return SegmentTurns(*([median(values) for values in zip(*each, strict=True)] for each in zip(*timed, strict=True)))
+            return sum(map(sum, taken[-1]))
+
+        timed = taken[-take_turns(turn, self._probe.world) :]
+        return SegmentTurns(*(_medians(each) for each in zip(*timed, strict=True)))
 
     def _forward(self, part: Microbatch, halves: BackwardHalves) -> tuple[list[float], Tensor]:
         self._clock.begin_forward()
@@ -110,3 +111,8 @@ class SegmentTimer:
         assert self._chunk.loss is not None
         loss = self._chunk.loss(output, part)
         return self._clock.end_forward(), loss.total / max(1.0, float(loss.count))
+
+
+def _medians(rows: Sequence[Sequence[float]]) -> list[float]:
+    """By segment."""
+    return [median(values) for values in zip(*rows, strict=True)]

@@ -1,27 +1,53 @@
 """Timing: medians of what all ranks do at the same time.
 
-turn   one run of what is measured, on all ranks at once; at least seven count
+turn     one run of what is measured, on all ranks at once; at least seven count
+steady   turns of which the faster half differs little from the median: no more are needed
 Law: every rank takes the same number of turns.
 """
 
 import time
-from collections.abc import Callable
-from statistics import median
+from collections.abc import Callable, Sequence
+from statistics import median, quantiles
 
 from fourfold.parts.comm.communicator import Communicator
 
 NUM_TURNS = 7
 NUM_UNTIMED = 2
+MAX_TURNS = 3 * NUM_TURNS
+STEADY = 0.05  # between the lower quartile and the median
 Points = list[tuple[float, float]]
 """(size, seconds), of this rank."""
 
 
-def median_seconds(run: Callable[[], object], ranks: Communicator, *, turns: int = NUM_TURNS) -> float:
+def is_steady(seconds: Sequence[float]) -> bool:
+    """Whether the median of these turns would change little with more of them."""
+    quartile = quantiles(seconds, n=4)[0]
+    return median(seconds) - quartile <= STEADY * median(seconds)
+
+
+def take_turns(turn: Callable[[], float], ranks: Communicator) -> int:
+    """Take turns until those of all ranks are steady; returns how many count: the last ones. Collective.
+
+    `turn` returns the seconds by which that is judged.
+    """
+    for _ in range(NUM_UNTIMED):
+        turn()
+    seconds: list[float] = []
+    while True:
+        seconds += [turn() for _ in range(NUM_TURNS)]
+        if len(seconds) >= MAX_TURNS or all(ranks.all_gather_json(is_steady(seconds))):
+            return len(seconds)
+
+
+def median_seconds(run: Callable[[], object], ranks: Communicator) -> float:
     """The median seconds of a call, on this rank. Collective."""
-    seconds = []
-    for _ in range(NUM_UNTIMED + turns):
+    taken: list[float] = []
+
+    def turn() -> float:
         ranks.barrier()
         start = time.perf_counter()
         run()
-        seconds.append(time.perf_counter() - start)
-    return median(seconds[NUM_UNTIMED:])
+        taken.append(time.perf_counter() - start)
+        return taken[-1]
+
+    return median(taken[-take_turns(turn, ranks) :])
