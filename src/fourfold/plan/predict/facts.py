@@ -35,7 +35,8 @@ class Operation(NamedTuple):
     moved_bytes           activations read and written, for one sample
     weight_bytes          weights read, whatever the number of samples
     has_weight            its backward is two operations as large: the gradients of inputs and those of weights.
-                          Without a weight, both are gradients of inputs. Where memory bounds, it moves 1.5 times that
+                          Without a weight, both are gradients of inputs. Where memory bounds, it moves 1.5 times as
+                          much
     rows, columns, inner  of a product [rows, inner] @ [inner, columns]; rows are those of one sample; else 0
     batch                 products of one sample in one call, where they do not share a factor; 0: one product for all
     """
