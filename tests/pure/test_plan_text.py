@@ -12,7 +12,9 @@ from fourfold.analysis.plan_text import format_decision, format_prediction, rank
 from fourfold.analysis.plan_words import against, best_baseline, compared, plan_words, reasons
 from fourfold.cli.arguments import parse_args, parse_values
 from fourfold.plan.plan import Plan
+from fourfold.plan.predict.gpt_facts import GptFacts
 from fourfold.plan.predict.prediction import Prediction
+from fourfold.plan.predict.workload import Workload
 from fourfold.report.decision_page import render_decision
 from tests.decision_cases import BEST, DECISION, NO_TERMS, PLAIN, SLOW, WORKLOAD, prediction, timed
 from tests.pure.test_report import parse_html, visible_text
@@ -38,10 +40,19 @@ def test_the_words_of_a_plan_are_that_plan_on_the_command_line(plan):
     assert {**dataclasses.asdict(again), **without} == {**dataclasses.asdict(plan), **without}
 
 
-def test_a_program_of_several_lines_is_one_word():
-    assert shlex.split(plan_words(Plan(pp=2, schedule="written", program="0: F0.0 B0.0\n1: F1.0 B1.0")))[-1].endswith(
-        "B1.0"
-    )
+def test_a_program_of_several_lines_is_one_word_and_what_has_no_effect_is_none():
+    program = "0: F0.0 B0.0\n1: F1.0 B1.0"
+    words = plan_words(Plan(pp=2, schedule="written", program=program))
+    assert shlex.split(words) == ["pp=2", "schedule=written", f"program={program}"]
+    assert plan_words(Plan(codec_density=0.1, schedule="gpipe")) == "dp=1"
+
+
+def test_the_work_of_a_step_is_that_of_its_forwards_and_backwards():
+    source = GptFacts(layers=2, width=64, heads=4, vocabulary=96, length=32, batch_size=8)
+    work = Workload.of(source, task="gpt", machine="here")
+    assert work.flops == pytest.approx(source.step_flops())
+    assert work.num_parameters == source.num_parameters
+    assert (work.batch_size, work.unit, work.num_units) == (8, "tokens", 8 * 32)
 
 
 def test_a_reason_names_the_term_that_the_first_plan_saves():
