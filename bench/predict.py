@@ -186,7 +186,9 @@ class Bench:
     def _measure_plan(self, name: str, into: Measured) -> None:
         steps = self._options.steps
         with self._world(configuration(self._case, name)) as world:
-            world.run_turn(untimed=WARM_UP, timed=max(1, steps - WARM_UP))  # turns of local steps begin after an average
+            world.run_turn(
+                untimed=WARM_UP, timed=max(1, steps - WARM_UP)
+            )  # turns of local steps begin after an average
             for _ in range(self._options.turns):
                 replies = world.run_turn(untimed=0, timed=steps)
                 into.seconds.append(max(mean(reply["seconds"]) for reply in replies))
@@ -224,7 +226,19 @@ def compare(case: str, options: Options) -> list[Compared]:
 
 
 def describe(rows: Iterable[Compared], target: float, *, with_memory: bool) -> str:
-    titles = ["", "predicted ms", "measured ms", "spread", "error", "", "compute", "comm", "bubble", "exposed", "update"]
+    titles = [
+        "",
+        "predicted ms",
+        "measured ms",
+        "spread",
+        "error",
+        "",
+        "compute",
+        "comm",
+        "bubble",
+        "exposed",
+        "update",
+    ]
     titles += ["other", "kept MB", "counted"] + (["PSS MB"] if with_memory else [])
     return format_table([titles, *(_row(each, target, with_memory=with_memory) for each in rows)])
 

@@ -17,8 +17,7 @@ import torch
 from torch import nn
 
 from fourfold.analysis.calibrate.probe import Probe, make_probe
-from fourfold.analysis.calibrate.timing import Points, take_turns
-from fourfold.parts.comm.communicator import Communicator
+from fourfold.analysis.calibrate.timing import Points, Turns
 from fourfold.plan.plan import Plan
 from fourfold.plan.predict.curve import Curve
 from fourfold.plan.predict.prices import GroupShape
@@ -26,6 +25,7 @@ from fourfold.words.layout import Change
 from fourfold.words.task import Task
 
 SIZES = (2**12, 2**16, 2**18, 2**20, 2**22)  # elements
+NETWORK_SIZES = (2**12, 2**14, 2**16, 2**17, 2**18)  # the largest takes 170 ms at 100 Mbit/s
 COLUMNS = 64
 
 
@@ -50,23 +50,27 @@ class _Weights(nn.Module):
 class _Chain(nn.Module):
     """One such block for each place of a pipeline axis."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, sizes: Sequence[int]) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(_Weights(SIZES) for _ in range(num_blocks))
+        self.blocks = nn.ModuleList(_Weights(sizes) for _ in range(num_blocks))
 
 
-def measure_buckets(task: Task, ranks: Communicator, *, transports: Iterable[str]) -> Iterator[BucketTimes]:
+def measure_buckets(task: Task, turns: Turns) -> Iterator[BucketTimes]:
     """Reductions and gathers of every group size that divides the ranks, and the task's update. Collective."""
+    ranks = turns.ranks
+    crosses_hosts = ranks.num_hosts > 1
+    transports = ("by-host",) if crosses_hosts else ("by-host", "gloo")
+    sizes = NETWORK_SIZES if crosses_hosts else SIZES
     for size in (each for each in range(2, ranks.size + 1) if ranks.size % each == 0):
         for transport in transports:
             for zero in (0, 1):
                 places = ranks.size // size
                 plan = Plan(dp=size, pp=places, zero=zero, bucket_bytes=1, transport=transport, microbatches=places)
-                yield _measure(make_probe(_bucket_task(task, places), plan, ranks))
+                yield _measure(make_probe(_bucket_task(task, places, sizes), plan, ranks), turns)
 
 
-def _bucket_task(task: Task, num_blocks: int) -> Task:
-    return dataclasses.replace(task, model=lambda: _Chain(num_blocks), tensor={}, loss=_no_loss, clip=None)
+def _bucket_task(task: Task, num_blocks: int, sizes: Sequence[int]) -> Task:
+    return dataclasses.replace(task, model=lambda: _Chain(num_blocks, sizes), tensor={}, loss=_no_loss, clip=None)
 
 
 def _no_loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -74,18 +78,18 @@ def _no_loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def _measure(probe: Probe) -> BucketTimes:
+def _measure(probe: Probe, turns: Turns) -> BucketTimes:
     stage, is_split = probe.stage, probe.blueprint.is_sharded
-    turns: list[list[tuple[float, float, float]]] = []
+    taken: list[list[tuple[float, float, float]]] = []
 
     def turn() -> float:
-        turns.append([_time_bucket(probe, bucket) for bucket in range(stage.num_buckets)])
+        taken.append([_time_bucket(probe, bucket) for bucket in range(stage.num_buckets)])
         stage.gatherer.signal_backward_done()
         stage.reducer.end_step()
         stage.gatherer.end_step()
-        return sum(map(sum, turns[-1]))
+        return sum(map(sum, taken[-1]))
 
-    timed = turns[-take_turns(turn, probe.world) :]
+    timed = taken[-turns.take(turn) :]
     by_bucket = [[median(values) for values in zip(*rows, strict=True)] for rows in zip(*timed, strict=True)]
     sizes = [flat.nbytes for flat in stage.reducer.grad_buffers]
     moved = _moved_bytes(probe, sizes)

@@ -25,9 +25,7 @@ class SegmentClock:
         chain = find_chain(model)
         self._blocks = [model.get_submodule(name) for name in chain.blocks]
         self._parameters = {id(p) for p in model.parameters()}
-        self._segment_of = {
-            id(p): index for index, block in enumerate(self._blocks, 1) for p in block.parameters()
-        }
+        self._segment_of = {id(p): index for index, block in enumerate(self._blocks, 1) for p in block.parameters()}
         behind = [p for name in chain.behind for p in model.get_submodule(name).parameters()]
         self._segment_of |= {id(p): self.num_segments - 1 for p in behind if id(p) not in self._segment_of}
         self._forward: list[float] = []

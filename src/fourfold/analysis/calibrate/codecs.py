@@ -8,10 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fourfold.analysis.calibrate.timing import Points, median_seconds
+from fourfold.analysis.calibrate.timing import Points, Turns
 from fourfold.parts.codec.protocol import Message
 from fourfold.parts.codec.registry import make_codec
-from fourfold.parts.comm.communicator import Communicator
 from fourfold.plan.codec import CODECS, CodecSpec, Combine
 from fourfold.plan.data.buckets import Bucket, Slot
 
@@ -19,12 +18,12 @@ SIZES = (2**14, 2**17, 2**20)  # elements
 COLUMNS = 256
 
 
-def measure_codecs(ranks: Communicator) -> dict[str, Points]:
+def measure_codecs(turns: Turns) -> dict[str, Points]:
     """By codec, at its default parameters: seconds by elements of a bucket. Collective."""
-    return {kind: [_measure(ranks, CodecSpec(kind), size) for size in SIZES] for kind in CODECS}
+    return {kind: [_measure(turns, CodecSpec(kind), size) for size in SIZES] for kind in CODECS}
 
 
-def _measure(ranks: Communicator, spec: CodecSpec, size: int) -> tuple[float, float]:
+def _measure(turns: Turns, spec: CodecSpec, size: int) -> tuple[float, float]:
     shape = (size // COLUMNS, COLUMNS)
     bucket = Bucket(0, (Slot("weight", 0, size),), size, "float32", 4, 0)
     codec = make_codec(spec, bucket, [shape], device=torch.device("cpu"))
@@ -37,8 +36,8 @@ def _measure(ranks: Communicator, spec: CodecSpec, size: int) -> tuple[float, fl
         try:
             while True:
                 message: Message = next(reduction) if answer is None else reduction.send(answer)
-                answer = [message.payload] * (ranks.size if message.combine is Combine.GATHER else 1)
+                answer = [message.payload] * (turns.ranks.size if message.combine is Combine.GATHER else 1)
         except StopIteration:
             return
 
-    return float(size), median_seconds(run, ranks)
+    return float(size), turns.median_seconds(run)

@@ -12,10 +12,14 @@ MICROBATCHES = (1, 2, 4)  # the microbatch sizes that are measured: a batch cut 
 
 
 class MeasuredCut(NamedTuple):
-    """A plan that has the cut, without pipeline; and the samples of the microbatches to measure, in order."""
+    """A plan that has the cut, without pipeline; and the samples of the microbatches to measure, in order.
+
+    may_have_stages  whether ranks are left for a pipeline: only there are backwards divided
+    """
 
     plan: Plan
     samples: tuple[int, ...]
+    may_have_stages: bool
 
 
 def cuts_of(num_ranks: int, batch_size: int) -> list[MeasuredCut]:
@@ -27,8 +31,8 @@ def cuts_of(num_ranks: int, batch_size: int) -> list[MeasuredCut]:
             largest = -(-batch_size // dp)
             samples = tuple(sorted({-(-largest // parts) for parts in MICROBATCHES}))
             for ulysses in dict.fromkeys((1, sp)):
-                cuts.append(MeasuredCut(Plan(dp=dp, sp=sp, tp=tp, ulysses=ulysses), samples))
-    return cuts
+                cuts.append(MeasuredCut(Plan(dp=dp, sp=sp, tp=tp, ulysses=ulysses), samples, dp > 1))
+    return sorted(cuts, key=lambda cut: cut.plan.sp * cut.plan.tp)  # those that most plans have come first
 
 
 def _divisors(number: int) -> list[int]:

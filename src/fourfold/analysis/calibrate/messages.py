@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fourfold.analysis.calibrate.timing import Points, median_seconds
+from fourfold.analysis.calibrate.timing import Points, Turns
 from fourfold.parts.comm.communicator import Communicator
 from fourfold.parts.comm.edge.protocol import StageEdges
 from fourfold.parts.comm.edges import make_edges
@@ -20,8 +20,8 @@ from fourfold.parts.comm.tensor_groups import make_tensor_group
 from fourfold.words.mesh import Mesh
 
 MESSAGE_BYTES = (2**12, 2**16, 2**19, 2**21, 2**23)
+NETWORK_BYTES = (2**12, 2**14, 2**16, 2**18, 2**20)
 ELEMENT_BYTES = 4
-NUM_ECHOES = 4
 
 
 class ExchangeTimes(NamedTuple):
@@ -32,19 +32,23 @@ class ExchangeTimes(NamedTuple):
     hop: Points
 
 
-def measure_edges(ranks: Communicator) -> Points:
+def _sizes(ranks: Communicator) -> Sequence[int]:
+    return NETWORK_BYTES if ranks.num_hosts > 1 else MESSAGE_BYTES
+
+
+def measure_edges(turns: Turns) -> Points:
     """A message between two stages, by bytes. Collective."""
+    ranks = turns.ranks
     mesh = Mesh(pp=2, dp=ranks.size // 2)
     edges = make_edges(ranks.on_mesh(mesh).along("pp"), CommMeter())
     points = []
-    for num_bytes in MESSAGE_BYTES:
+    for num_bytes in _sizes(ranks):
         message = torch.zeros(num_bytes // ELEMENT_BYTES)
 
         def run(message: Tensor = message) -> None:
-            for _ in range(NUM_ECHOES):
-                _echo(edges, message)
+            _echo(edges, message)
 
-        points.append((float(num_bytes), median_seconds(run, ranks) / NUM_ECHOES / 2))
+        points.append((float(num_bytes), turns.median_seconds(run) / 2))
     return points
 
 
@@ -59,27 +63,28 @@ def _echo(edges: StageEdges, message: Tensor) -> None:
     edges.to_previous.send(edges.from_previous.receive())
 
 
-def measure_exchanges(ranks: Communicator, sizes: Sequence[int]) -> list[ExchangeTimes]:
+def measure_exchanges(turns: Turns, sizes: Sequence[int]) -> list[ExchangeTimes]:
     """What tensor ranks and sequence ranks exchange, for groups of these sizes. Collective."""
-    return [_measure_exchanges(ranks, size) for size in sizes]
+    return [_measure_exchanges(turns, size) for size in sizes]
 
 
-def _measure_exchanges(ranks: Communicator, size: int) -> ExchangeTimes:
+def _measure_exchanges(turns: Turns, size: int) -> ExchangeTimes:
+    ranks = turns.ranks
     group_ranks = ranks.on_mesh(Mesh(dp=ranks.size // size, tp=size)).along("tp")
     tensor = make_tensor_group(group_ranks, "calibration", CommMeter())
     ring = make_ring(group_ranks, [range(size)], "calibration", CommMeter())
     reduced: Points = []
     hops: Points = []
-    for num_bytes in MESSAGE_BYTES:
+    for num_bytes in _sizes(ranks):
         values = torch.zeros(num_bytes // ELEMENT_BYTES)
 
         def reduce(values: Tensor = values) -> None:
             tensor.all_reduce(values)
 
-        def turn(values: Tensor = values) -> None:
+        def circle(values: Tensor = values) -> None:
             for _ in ring.iterate_blocks([values]):
                 pass
 
-        reduced.append((float(num_bytes), median_seconds(reduce, ranks)))
-        hops.append((float(num_bytes), median_seconds(turn, ranks) / (size - 1)))
+        reduced.append((float(num_bytes), turns.median_seconds(reduce)))
+        hops.append((float(num_bytes), turns.median_seconds(circle) / (size - 1)))
     return ExchangeTimes(size, reduced, hops)

@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fourfold.analysis.calibrate.timing import Points, median_seconds
-from fourfold.parts.comm.communicator import Communicator
+from fourfold.analysis.calibrate.timing import Points, Turns
 
 PRODUCT_SIZES = (16, 64, 128, 256, 512, 1024)
 ATTENTION_LENGTHS = (64, 128, 256, 512)
@@ -31,44 +30,44 @@ class OperationTimes(NamedTuple):
 
 
 @torch.no_grad()
-def measure_operations(ranks: Communicator) -> OperationTimes:
+def measure_operations(turns: Turns) -> OperationTimes:
     """Collective."""
     return OperationTimes(
-        [_product(ranks, size) for size in PRODUCT_SIZES],
-        [_attention(ranks, length) for length in ATTENTION_LENGTHS],
-        [_convolution(ranks, channels) for channels in CHANNELS],
-        [_pass(ranks, num_bytes) for num_bytes in PASS_BYTES],
+        [_product(turns, size) for size in PRODUCT_SIZES],
+        [_attention(turns, length) for length in ATTENTION_LENGTHS],
+        [_convolution(turns, channels) for channels in CHANNELS],
+        [_pass(turns, num_bytes) for num_bytes in PASS_BYTES],
     )
 
 
-def _repeated(run: Callable[[], object], ranks: Communicator, flops: float) -> tuple[float, float]:
+def _repeated(run: Callable[[], object], turns: Turns, flops: float) -> tuple[float, float]:
     count = max(1, round(MIN_FLOPS / flops))
 
     def repeat() -> None:
         for _ in range(count):
             run()
 
-    return flops, median_seconds(repeat, ranks) / count
+    return flops, turns.median_seconds(repeat) / count
 
 
-def _product(ranks: Communicator, size: int) -> tuple[float, float]:
+def _product(turns: Turns, size: int) -> tuple[float, float]:
     left, right = torch.randn(size, size), torch.randn(size, size)
-    return _repeated(lambda: F.linear(left, right), ranks, 2.0 * size**3)
+    return _repeated(lambda: F.linear(left, right), turns, 2.0 * size**3)
 
 
-def _attention(ranks: Communicator, length: int) -> tuple[float, float]:
+def _attention(turns: Turns, length: int) -> tuple[float, float]:
     q, k, v = torch.randn(3, 1, HEADS, length, HEAD_SIZE)
     flops = 4.0 * HEADS * HEAD_SIZE * length**2
-    return _repeated(lambda: F.scaled_dot_product_attention(q, k, v), ranks, flops)
+    return _repeated(lambda: F.scaled_dot_product_attention(q, k, v), turns, flops)
 
 
-def _convolution(ranks: Communicator, channels: int) -> tuple[float, float]:
+def _convolution(turns: Turns, channels: int) -> tuple[float, float]:
     images, weight = torch.randn(4, channels, IMAGE, IMAGE), torch.randn(channels, channels, 3, 3)
     flops = 2.0 * images.numel() * channels * 9
-    return _repeated(lambda: F.conv2d(images, weight, padding=1), ranks, flops)
+    return _repeated(lambda: F.conv2d(images, weight, padding=1), turns, flops)
 
 
-def _pass(ranks: Communicator, num_bytes: int) -> tuple[float, float]:
+def _pass(turns: Turns, num_bytes: int) -> tuple[float, float]:
     """A copy reads half of the bytes and writes the other half."""
     source = torch.zeros(num_bytes // 2 // 4)
     target = torch.empty_like(source)
@@ -78,4 +77,4 @@ def _pass(ranks: Communicator, num_bytes: int) -> tuple[float, float]:
         for _ in range(count):
             target.copy_(source)
 
-    return float(num_bytes), median_seconds(repeat, ranks) / count
+    return float(num_bytes), turns.median_seconds(repeat) / count

@@ -13,14 +13,13 @@ from torch import Tensor, nn
 
 from fourfold.analysis.calibrate.probe import make_probe
 from fourfold.analysis.calibrate.segments import SegmentTimer
-from fourfold.analysis.calibrate.timing import NUM_TURNS, median_seconds
-from fourfold.parts.comm.communicator import Communicator
+from fourfold.analysis.calibrate.timing import NUM_TURNS, Turns
 from fourfold.plan.plan import Plan
 from fourfold.step.train_step import TrainStep
 from fourfold.words.task import Task
 
 WIDTH, MICROBATCHES = 8, 9
-FLIGHT_ELEMENTS = 2**22
+FLIGHT_ELEMENTS, NETWORK_FLIGHT_ELEMENTS = 2**22, 2**18
 PRODUCT = 256
 
 
@@ -58,16 +57,17 @@ def _no_data() -> Any:
     raise AssertionError("batches are given")
 
 
-def measure_overheads(ranks: Communicator) -> Overheads:
+def measure_overheads(turns: Turns) -> Overheads:
     """Collective."""
-    one, many = (_step_seconds(ranks, microbatches) for microbatches in (1, MICROBATCHES))
+    ranks = turns.ranks
+    one, many = (_step_seconds(turns, microbatches) for microbatches in (1, MICROBATCHES))
     probe = make_probe(_tiny_task(), Plan(dp=ranks.size), ranks)
-    times = SegmentTimer(probe).whole(_batch(1))
+    times = SegmentTimer(probe, turns).whole(_batch(1))
     computed = sum(times.forward) + sum(times.backward)
     between = max(0.0, ((many - one) / (MICROBATCHES - 1) - computed) / 2)
     # Forward, the loss, backward, a reduction and an update.
     around = max(0.0, one - computed - 5 * between)
-    return Overheads(between, around, _slowdown(ranks))
+    return Overheads(between, around, _slowdown(turns))
 
 
 def _batch(samples: int) -> tuple[Tensor, Tensor]:
@@ -76,20 +76,21 @@ def _batch(samples: int) -> tuple[Tensor, Tensor]:
     return inputs, targets
 
 
-def _step_seconds(ranks: Communicator, microbatches: int) -> float:
-    task, plan = _tiny_task(), Plan(dp=ranks.size, microbatches=microbatches)
-    step = TrainStep(task.model(), task.loss, task.optimizer, plan=plan, communicator=ranks, same_batches="allow")
+def _step_seconds(turns: Turns, microbatches: int) -> float:
+    task, plan = _tiny_task(), Plan(dp=turns.ranks.size, microbatches=microbatches)
+    step = TrainStep(task.model(), task.loss, task.optimizer, plan=plan, communicator=turns.ranks, same_batches="allow")
     batch = _batch(microbatches)
-    return median_seconds(lambda: step(batch), ranks)
+    return turns.median_seconds(lambda: step(batch))
 
 
-def _slowdown(ranks: Communicator) -> float:
+def _slowdown(turns: Turns) -> float:
     """The products of a rank while an all-reduce over messages is in flight, over those while there is none."""
-    values, matrix = torch.zeros(FLIGHT_ELEMENTS), torch.randn(PRODUCT, PRODUCT)
-    alone = median_seconds(lambda: matrix @ matrix, ranks)
+    elements = NETWORK_FLIGHT_ELEMENTS if turns.ranks.num_hosts > 1 else FLIGHT_ELEMENTS
+    values, matrix = torch.zeros(elements), torch.randn(PRODUCT, PRODUCT)
+    alone = turns.median_seconds(lambda: matrix @ matrix)
     rates = []
     for _ in range(NUM_TURNS):
-        ranks.barrier()
+        turns.ranks.barrier()
         work = dist.all_reduce(values, async_op=True)
         assert work is not None
         start, count = time.perf_counter(), 0

@@ -4,6 +4,7 @@ mean  over the ranks, of their medians: all do the same work at the same time
 Law: all ranks measure the same things in the same order, and make the same calibration of them.
 """
 
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -16,7 +17,7 @@ from fourfold.analysis.calibrate.messages import measure_edges, measure_exchange
 from fourfold.analysis.calibrate.operations import measure_operations
 from fourfold.analysis.calibrate.overheads import Overheads, measure_overheads
 from fourfold.analysis.calibrate.segment_records import Say, measure_segments
-from fourfold.analysis.calibrate.timing import Points
+from fourfold.analysis.calibrate.timing import Points, Turns
 from fourfold.parts import memory
 from fourfold.parts.comm.communicator import Communicator
 from fourfold.plan.predict.calibrated_prices import operation_factors
@@ -31,6 +32,10 @@ from fourfold.plan.predict.curve import Curve
 from fourfold.plan.predict.facts import FactsSource
 from fourfold.words.layout import Change
 from fourfold.words.task import Task
+
+SECONDS = (
+    45.0  # from then on, a part that has not begun is left out, and one that runs takes no more turns than it must
+)
 
 
 class Conditions(NamedTuple):
@@ -52,23 +57,23 @@ def measure(task: Task, source: FactsSource, ranks: Communicator, conditions: Co
     """Collective; the same on every rank."""
     torch.manual_seed(0)
     memory.keep_freed_memory()  # as from the second step on
-    segments, left_out = measure_segments(task, source, ranks, say)
+    turns = Turns(ranks, time.monotonic() + SECONDS)
     say("reductions, gathers and updates")
-    crosses_hosts = ranks.num_hosts > 1
-    transports = ("by-host",) if crosses_hosts else ("by-host", "gloo")
-    buckets = list(measure_buckets(task, ranks, transports=transports))
+    buckets = list(measure_buckets(task, turns))
     update = _update(buckets, ranks)
     say("messages")
     sizes = [size for size in range(2, ranks.size + 1) if ranks.size % size == 0]
     exchanges = [
         ExchangeRecord(each.size, _curve(each.all_reduce, ranks), _curve(each.hop, ranks))
-        for each in measure_exchanges(ranks, sizes)
+        for each in measure_exchanges(turns, sizes)
     ]
-    edge = _curve(measure_edges(ranks), ranks) if ranks.size % 2 == 0 else None
+    edge = _curve(measure_edges(turns), ranks) if ranks.size % 2 == 0 else None
     say("codecs, operations and overheads")
-    codecs = {kind: _curve(points, ranks) for kind, points in measure_codecs(ranks).items()}
-    operations = OperationRates(*(_curve(points, ranks) for points in measure_operations(ranks)))
-    overheads = Overheads(*mean_over_ranks(list(measure_overheads(ranks)), ranks))
+    codecs = {kind: _curve(points, ranks) for kind, points in measure_codecs(turns).items()}
+    operations = OperationRates(*(_curve(points, ranks) for points in measure_operations(turns)))
+    overheads = Overheads(*mean_over_ranks(list(measure_overheads(turns)), ranks))
+    segments, left_out = measure_segments(task, source, turns, say)
+    crosses_hosts = ranks.num_hosts > 1
     factors = operation_factors([tuple(each) for each in segments], operations)
     calibration = Calibration(
         machine=conditions.machine,
@@ -101,9 +106,7 @@ def _update(buckets: Sequence[BucketTimes], ranks: Communicator) -> Curve:
     return _curve([point for each in buckets if not each.is_split for point in each.update], ranks)
 
 
-def _collectives(
-    buckets: Iterable[BucketTimes], update: Curve, ranks: Communicator
-) -> Iterator[CollectiveRecord]:
+def _collectives(buckets: Iterable[BucketTimes], update: Curve, ranks: Communicator) -> Iterator[CollectiveRecord]:
     """Reductions, and gathers where states rest split. Collective."""
     for each in buckets:
         group = each.group

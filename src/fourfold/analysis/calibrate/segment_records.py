@@ -10,9 +10,9 @@ from fourfold.analysis.calibrate.cuts import MeasuredCut, cuts_of
 from fourfold.analysis.calibrate.measurements import mean_over_ranks
 from fourfold.analysis.calibrate.probe import Shortened, make_probe, shorten
 from fourfold.analysis.calibrate.segments import SegmentTimer, SegmentTurns
+from fourfold.analysis.calibrate.timing import Turns
 from fourfold.feed.data_input import open_data
 from fourfold.feed.feed import Feed
-from fourfold.parts.comm.communicator import Communicator
 from fourfold.plan.predict.calibration import Cut, SegmentRecord, signature
 from fourfold.plan.predict.curve import Curve
 from fourfold.plan.predict.facts import FactsSource, ModelFacts, SegmentFacts
@@ -38,18 +38,21 @@ class SegmentMeasurements(NamedTuple):
     left_out: list[str]
 
 
-def measure_segments(task: Task, source: FactsSource, ranks: Communicator, say: Say) -> SegmentMeasurements:
-    """Collective; the same on every rank."""
+def measure_segments(task: Task, source: FactsSource, turns: Turns, say: Say) -> SegmentMeasurements:
+    """Collective; the same on every rank. Cuts for which no time is left are left out."""
     short = shorten(task, build_meta_model(task))
     batch = _first_batch(task, source.batch_size)
     segments: list[MeasuredSegment] = []
     left_out: list[str] = []
-    for cut in cuts_of(ranks.size, source.batch_size):
+    for cut in cuts_of(turns.ranks.size, source.batch_size):
         name = _cut_name(cut)
+        if turns.is_over():
+            left_out.append(f"{name}: no time was left; its segments are priced by their operations")
+            continue
         say(f"blocks and ends: {name}")
         try:
             facts = source.facts(cut.plan)
-            segments += _measure_cut(short, cut, facts, batch, ranks)
+            segments += _measure_cut(short, cut, facts, batch, turns)
         except (PlanError, TaskError) as error:
             left_out.append(f"{name}: {error.problems[0].got if error.problems else error}")
     return SegmentMeasurements(segments, left_out)
@@ -68,22 +71,24 @@ def _first_batch(task: Task, batch_size: int) -> Any:
 
 
 def _measure_cut(
-    short: Shortened, cut: MeasuredCut, facts: ModelFacts, batch: Any, ranks: Communicator
+    short: Shortened, cut: MeasuredCut, facts: ModelFacts, batch: Any, turns: Turns
 ) -> Iterator[MeasuredSegment]:
     """The segments of one cut, with whole backwards and with divided ones."""
-    timer = SegmentTimer(make_probe(short.task, cut.plan, ranks))
+    ranks = turns.ranks
+    timer = SegmentTimer(make_probe(short.task, cut.plan, ranks), turns)
     whole: dict[int, SegmentTurns] = {}
     halves: dict[int, SegmentTurns] = {}
     for samples in cut.samples:
         part = tree_map(batch, lambda tensor, samples=samples: tensor[:samples])
         whole[samples] = SegmentTurns(*mean_over_ranks(list(timer.whole(part)), ranks))
-        halves[samples] = SegmentTurns(*mean_over_ranks(list(timer.halves(part)), ranks))
+        if cut.may_have_stages:
+            halves[samples] = SegmentTurns(*mean_over_ranks(list(timer.halves(part)), ranks))
     measured = [facts.first, *(facts.blocks[index] for index in short.kept), facts.last]
     by_signature: dict[str, list[int]] = {}
     for index, each in enumerate(measured):
         by_signature.setdefault(signature(each), []).append(index)
     for name, indices in by_signature.items():
-        for times in (whole, halves):
+        for times in filter(None, (whole, halves)):
             forward, backward, second = (_curve(times, field, indices) for field in range(3))
             assert forward is not None
             assert backward is not None

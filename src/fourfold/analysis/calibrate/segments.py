@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fourfold.analysis.calibrate.clock import SegmentClock
 from fourfold.analysis.calibrate.probe import Probe
-from fourfold.analysis.calibrate.timing import take_turns
+from fourfold.analysis.calibrate.timing import Turns
 from fourfold.parts.deferred_grads import BackwardHalves, DeferredGrads, WholeBackward
 from fourfold.step.batch import Microbatch
 
@@ -58,8 +58,8 @@ class _DroppedGrads:
 class SegmentTimer:
     """Measures the segments of one probe."""
 
-    def __init__(self, probe: Probe) -> None:
-        self._probe, self._chunk = probe, probe.stage.chunks[0]
+    def __init__(self, probe: Probe, turns: Turns) -> None:
+        self._probe, self._turns, self._chunk = probe, turns, probe.stage.chunks[0]
         self._clock = SegmentClock(probe.model)
         self._cold = torch.zeros(COLD_BYTES // 4)
 
@@ -101,7 +101,7 @@ class SegmentTimer:
                 taken.append((forward, *backward(loss, sink)))
             return sum(map(sum, taken[-1]))
 
-        timed = taken[-take_turns(turn, self._probe.world) :]
+        timed = taken[-self._turns.take(turn) :]
         return SegmentTurns(*(_medians(each) for each in zip(*timed, strict=True)))
 
     def _forward(self, part: Microbatch, halves: BackwardHalves) -> tuple[list[float], Tensor]:

@@ -1,7 +1,8 @@
 """Timing: medians of what all ranks do at the same time.
 
-turn     one run of what is measured, on all ranks at once; at least seven count
-steady   turns of which the faster half differs little from the median: no more are needed
+turn      one run of what is measured, on all ranks at once; at least seven count
+steady    turns of which the faster half differs little from the median: no more are needed
+deadline  from when on seven turns are enough, steady or not
 Law: every rank takes the same number of turns.
 """
 
@@ -25,29 +26,42 @@ def is_steady(seconds: Sequence[float]) -> bool:
     return median(seconds) - quartile <= STEADY * median(seconds)
 
 
-def take_turns(turn: Callable[[], float], ranks: Communicator) -> int:
-    """Take turns until those of all ranks are steady; returns how many count: the last ones. Collective.
+class Turns:
+    """How many turns are taken. `deadline`: by `time.monotonic`."""
 
-    `turn` returns the seconds by which that is judged.
-    """
-    for _ in range(NUM_UNTIMED):
-        turn()
-    seconds: list[float] = []
-    while True:
-        seconds += [turn() for _ in range(NUM_TURNS)]
-        if len(seconds) >= MAX_TURNS or all(ranks.all_gather_json(is_steady(seconds))):
-            return len(seconds)
+    def __init__(self, ranks: Communicator, deadline: float) -> None:
+        self.ranks, self._deadline = ranks, deadline
 
+    def is_over(self) -> bool:
+        """Whether the deadline has passed on a rank. Collective."""
+        return any(self.ranks.all_gather_json(time.monotonic() > self._deadline))
 
-def median_seconds(run: Callable[[], object], ranks: Communicator) -> float:
-    """The median seconds of a call, on this rank. Collective."""
-    taken: list[float] = []
+    def take(self, turn: Callable[[], float]) -> int:
+        """Take turns until those of all ranks are steady; returns how many count: the last ones. Collective.
 
-    def turn() -> float:
-        ranks.barrier()
-        start = time.perf_counter()
-        run()
-        taken.append(time.perf_counter() - start)
-        return taken[-1]
+        `turn` returns the seconds by which that is judged.
+        """
+        for _ in range(NUM_UNTIMED):
+            turn()
+        seconds: list[float] = []
+        while True:
+            seconds += [turn() for _ in range(NUM_TURNS)]
+            if len(seconds) >= MAX_TURNS or self._are_enough(seconds):
+                return len(seconds)
 
-    return median(taken[-take_turns(turn, ranks) :])
+    def _are_enough(self, seconds: Sequence[float]) -> bool:
+        found = self.ranks.all_gather_json([is_steady(seconds), time.monotonic() > self._deadline])
+        return all(steady for steady, _ in found) or any(late for _, late in found)
+
+    def median_seconds(self, run: Callable[[], object]) -> float:
+        """The median seconds of a call, on this rank. Collective."""
+        taken: list[float] = []
+
+        def turn() -> float:
+            self.ranks.barrier()
+            start = time.perf_counter()
+            run()
+            taken.append(time.perf_counter() - start)
+            return taken[-1]
+
+        return median(taken[-self.take(turn) :])

@@ -59,7 +59,9 @@ class CalibratedPrices:
         if record is None:
             own = self._corrected(modelled)
             sent = self._exchanged(facts.collectives, plan, num_samples)
-            seconds = SegmentSeconds(own.forward + sent.forward, own.backward_input + sent.backward, own.backward_weight)
+            seconds = SegmentSeconds(
+                own.forward + sent.forward, own.backward_input + sent.backward, own.backward_weight
+            )
         else:
             seconds = self._measured(record, facts, plan, num_samples)
         return self._with_recompute(seconds, modelled, plan)
@@ -76,9 +78,7 @@ class CalibratedPrices:
             seconds.forward * forward, seconds.backward_input * backward, seconds.backward_weight * backward
         )
 
-    def _measured(
-        self, record: SegmentRecord, facts: SegmentFacts, plan: Plan, num_samples: float
-    ) -> SegmentSeconds:
+    def _measured(self, record: SegmentRecord, facts: SegmentFacts, plan: Plan, num_samples: float) -> SegmentSeconds:
         forward, backward = record.forward.at(num_samples), record.backward.at(num_samples)
         if record.second_half is not None:
             seconds = SegmentSeconds(forward, backward, record.second_half.at(num_samples))

@@ -163,9 +163,7 @@ class _File:
 
 def signature(facts: SegmentFacts) -> str:
     """The same for segments that compute alike: their operations, whatever their names and collectives."""
-    rows = [
-        (each.kind.value, *(float(f"{value:.5g}") for value in each[1:])) for each in facts.operations
-    ]
+    rows = [(each.kind.value, *(float(f"{value:.5g}") for value in each[1:])) for each in facts.operations]
     return hashlib.sha256(repr(rows).encode()).hexdigest()[:16]
 
 
