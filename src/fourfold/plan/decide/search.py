@@ -29,6 +29,7 @@ SCHEDULE_FIELDS = ("schedule", "interleave", "max_in_flight")
 SHARD_FIELDS = ("zero", "shard")
 FRONT_RANGE = 2.0  # plans slower than this factor of the best are not worth the memory that they save
 MAX_FRONT_GROUPS = 2000
+ROUNDING = 1 + 1e-9  # of sums in another order
 
 
 @dataclass
@@ -178,7 +179,7 @@ class _Searcher:
         return group.floor * (1 + terms.bubble / busy / self._pricing.slowdown()) if busy else group.floor
 
     def _may_be_kept(self, seconds: float) -> bool:
-        return seconds <= self._best * self._margin
+        return seconds <= self._best * self._margin * ROUNDING
 
     def _estimate(self, fields: Fields) -> Prediction | None:
         """The estimate of a plan, which is put where it belongs; None: it cannot be carried out."""
