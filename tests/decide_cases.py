@@ -120,6 +120,12 @@ class FakePricing:
         costs = [row[1] for row in self.model.blocks]
         return divide(plan.stages, costs, self.model.first[1], self.model.last[1], plan.num_stages)
 
+    def balance(self, plan: Plan) -> float:
+        chain = self._chain(plan)
+        seconds = [block.seconds + sum(self._axes(plan)) for block in chain.blocks]
+        places = self._places(plan, seconds, chain.first.seconds, chain.last.seconds)
+        return sum(places) / plan.pp / max(places)
+
     def divisions(self, plan: Plan, limit_bytes: float) -> list[str]:
         chain = self._chain(plan)
         blocks = tuple(each._replace(seconds=each.seconds + sum(self._axes(plan))) for each in chain.blocks)

@@ -33,6 +33,10 @@ class Pricing(Protocol):
         """By stage: the blocks that it computes."""
         ...
 
+    def balance(self, plan: Plan) -> float:
+        """What the places of the pipeline compute in the mean, over what the busiest one computes."""
+        ...
+
     def divisions(self, plan: Plan, limit_bytes: float) -> list[str]:
         """Values of `stages` that are better for the plan than its own, if it has several stages."""
         ...

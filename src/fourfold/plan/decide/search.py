@@ -29,6 +29,7 @@ SCHEDULE_FIELDS = ("schedule", "interleave", "max_in_flight")
 SHARD_FIELDS = ("zero", "shard")
 FRONT_RANGE = 2.0  # plans slower than this factor of the best are not worth the memory that they save
 MAX_FRONT_GROUPS = 2000
+ROUNDING = 1 + 1e-9  # of sums in another order
 
 
 @dataclass
@@ -149,11 +150,11 @@ class _Searcher:
         for schedule in expand(SCHEDULE_FIELDS, group.fields, self._ask, self._space):
             shards = list(expand(SHARD_FIELDS, schedule, self._ask, self._space))
             first = next((found for each in shards if (found := self._first_update(each)) is not None), None)
-            if first is None or not self._may_be_kept(self._least_seconds(first, group)):
+            if first is None or not self._may_be_kept(self._least_seconds(first)):
                 continue
             for stages in self._divisions(first.plan):
                 for each in shards:
-                    self._explore_updates({**each, "stages": stages}, group)
+                    self._explore_updates({**each, "stages": stages})
 
     def _divisions(self, plan: Plan) -> list[str]:
         if plan.num_stages == 1 or not self._ask.is_open("stages"):
@@ -164,21 +165,22 @@ class _Searcher:
         updates = choices("update", fields, self._ask, self._space)
         return self._estimate({**fields, "update": updates[0]})
 
-    def _explore_updates(self, fields: Fields, group: _Group) -> None:
+    def _explore_updates(self, fields: Fields) -> None:
         """Estimate the update modes of a plan; of a plan that is too slow even without updates, the first one only."""
         for update in choices("update", fields, self._ask, self._space):
             found = self._estimate({**fields, "update": update})
-            if found is not None and not self._may_be_kept(self._least_seconds(found, group)):
+            if found is not None and not self._may_be_kept(self._least_seconds(found)):
                 return
 
-    def _least_seconds(self, found: Prediction, group: _Group) -> float:
+    def _least_seconds(self, found: Prediction) -> float:
         """What is left of a step, whatever its zero, shard and update are, and however well its stages are balanced."""
-        terms = found.terms
-        busy = terms.compute + terms.recompute + terms.tensor + terms.sequence
-        return group.floor * (1 + terms.bubble / busy / self._pricing.slowdown()) if busy else group.floor
+        terms, plan = found.terms, found.plan
+        span = terms.compute + terms.recompute + terms.tensor + terms.sequence + terms.bubble
+        balance = self._pricing.balance(plan) if plan.num_stages > 1 and self._ask.is_open("stages") else 1.0
+        return span * balance / self._pricing.slowdown()
 
     def _may_be_kept(self, seconds: float) -> bool:
-        return seconds <= self._best * self._margin
+        return seconds <= self._best * self._margin * ROUNDING
 
     def _estimate(self, fields: Fields) -> Prediction | None:
         """The estimate of a plan, which is put where it belongs; None: it cannot be carried out."""

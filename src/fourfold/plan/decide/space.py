@@ -116,7 +116,7 @@ def _schedules(_: Space, chosen: Fields) -> list[str]:
 
 
 def _interleaves(space: Space, chosen: Fields) -> list[int]:
-    if chosen["schedule"] != "interleaved":
+    if chosen["schedule"] != "interleaved" or chosen["pp"] == 1:
         return [1]
     most = space.num_blocks // chosen["pp"]
     # Stages of unequal length gain little; two are worth a look on any model.
@@ -125,7 +125,8 @@ def _interleaves(space: Space, chosen: Fields) -> list[int]:
 
 def _in_flight(_: Space, chosen: Fields) -> list[int | None]:
     """The memory of 1F1B, or that of ZB-H2, which leaves no bubble."""
-    return [None, 2 * chosen["pp"] - 1] if chosen["schedule"] == "zero-bubble" else [None]
+    is_limited = chosen["schedule"] == "zero-bubble" and chosen["pp"] > 1
+    return [None, 2 * chosen["pp"] - 1] if is_limited else [None]
 
 
 def _zeros(_: Space, chosen: Fields) -> list[int]:

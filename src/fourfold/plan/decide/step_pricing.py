@@ -17,6 +17,7 @@ from fourfold.plan.predict.estimate import estimate_step
 from fourfold.plan.predict.facts import FactsSource, ModelFacts, SegmentFacts
 from fourfold.plan.predict.prediction import MemoryParts, Prediction
 from fourfold.plan.predict.prices import Prices
+from fourfold.plan.predict.stage_seconds import stage_segments
 from fourfold.plan.predict.step import predict_step
 from fourfold.words.errors import Problem
 
@@ -83,6 +84,14 @@ class StepPricing:
 
     def stage_blocks(self, plan: Plan) -> Sequence[range]:
         return self._source.stage_blocks(plan)
+
+    def balance(self, plan: Plan) -> float:
+        facts, samples = self._source.facts(plan), self._source.batch_size / plan.dp / plan.microbatches
+        places = [0.0] * plan.pp
+        for stage, blocks in enumerate(self.stage_blocks(plan)):
+            segments = stage_segments(facts, blocks, is_first=stage == 0, is_last=stage == plan.num_stages - 1)
+            places[stage % plan.pp] += sum(self._seconds(each, plan, samples) for each in segments)
+        return sum(places) / plan.pp / max(places)
 
     def divisions(self, plan: Plan, limit_bytes: float) -> list[str]:
         """The best division by the estimate's own bytes, unless that of the plan is as good."""
