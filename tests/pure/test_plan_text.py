@@ -61,7 +61,7 @@ def test_a_reason_names_the_term_that_the_first_plan_saves():
     assert against(BEST, BEST, error=0.08) == "is the first"
     assert against(BEST, PLAIN, error=0.4) == "takes 55.0 ms, which is equal within the error"
     said = dict(reasons(DECISION))
-    assert said["data parallel, zero 3"] == "does not fit: 3.00 GiB of 2.00 GiB"
+    assert said["data parallel, zero 3"] == "does not fit: 3.00 GiB of 2.00 GiB, 2.25 GiB of it activations"
     assert said["tp within a host"] == "is not possible: tp = 3 with 4 heads, need a divisor of 4"
     assert best_baseline(DECISION) == ("data parallel, zero 1", BEST)
 

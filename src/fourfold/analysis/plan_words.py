@@ -83,8 +83,11 @@ def refusal(refused: Refused) -> str:
     """Why a plan is no answer: its bytes against the limit, or what is not legal."""
     if refused.problems:
         return "; ".join(f"{each.got}, need {each.need}" if each.need else each.got for each in refused.problems)
-    needed = 0.0 if refused.prediction is None else refused.prediction.memory.total
-    return f"{format_bytes(needed)} of {format_bytes(refused.limit_bytes)}"
+    if refused.prediction is None:
+        return "cannot be carried out"
+    memory = refused.prediction.memory
+    kind, most = max(memory._asdict().items(), key=lambda pair: pair[1])
+    return f"{format_bytes(memory.total)} of {format_bytes(refused.limit_bytes)}, {format_bytes(most)} of it {kind}"
 
 
 def nearest_changes(refused: Refused) -> str:

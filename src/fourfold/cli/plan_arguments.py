@@ -14,6 +14,7 @@ from typing import Any
 from fourfold.cli.arguments import KEY_VALUE
 from fourfold.plan.decide.asks import ASK_PREFIX
 from fourfold.plan.predict.quantities import Dimension, read_quantity
+from fourfold.plan.recipes import RECIPE_PREFIX
 from fourfold.words.errors import Problem, SettingError
 
 WHERE = "fourfold plan"
@@ -93,7 +94,8 @@ class PlanArguments:
     @property
     def name(self) -> str | None:
         """The task, gpt or a run, if one is named."""
-        return next((word for word in self.others if "=" not in word and not word.endswith(".toml")), None)
+        names = (word for word in self.others if "=" not in word and not word.endswith(".toml"))
+        return next((word for word in names if not word.startswith(RECIPE_PREFIX)), None)
 
     def with_changes(self, changes: Mapping[str, str]) -> "PlanArguments":
         """The same with other values of these words. Raises SettingError."""

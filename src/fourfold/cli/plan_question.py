@@ -4,12 +4,13 @@ resized   a source with another batch: its facts are of one sample, and stay
 Law: a question is made once per task and machine; lists of devices, memory or batches do not make the facts again.
 """
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from fourfold.cli import job, settings_file
+from fourfold.cli import job, settings_file, task_loader
 from fourfold.cli.arguments import parse_args, parse_values
 from fourfold.cli.plan_arguments import BATCH, GPT, WHERE, PlanArguments
 from fourfold.cli.plan_gpt import gpt_source
@@ -31,6 +32,7 @@ from fourfold.plan.tensor_dims import marked_dims
 from fourfold.plan.update_spec import UpdateSpec
 from fourfold.words.errors import Problem, SettingError
 from fourfold.words.mesh import AXES
+from fourfold.words.task import Task
 
 
 @dataclass(frozen=True)
@@ -188,8 +190,19 @@ def trained_task(words: Sequence[str]) -> TaskSource:
     from fourfold.analysis.task_facts.source import TaskFacts
 
     prepared = job.parse_job(words, has_run_dir=False)
-    dims = marked_dims(prepared.task.tensor)
-    return TaskSource(prepared.task_name, TaskFacts(prepared.task), tuple(calibration_words(prepared)), dims)
+    source = TaskFacts(with_batch_size(prepared.task, prepared.task_name))
+    return TaskSource(prepared.task_name, source, tuple(calibration_words(prepared)), marked_dims(prepared.task.tensor))
+
+
+def with_batch_size(task: Task, name: str) -> Task:
+    """The task with the batch size that it trains with: that of its DataLoader, if it says none itself."""
+    from fourfold.trainer.run_length import with_sizes
+    from fourfold.trainer.settings import make_settings
+
+    if task.batch_size is not None:
+        return task
+    data = task_loader.open_task_data(task, spec=name).train
+    return dataclasses.replace(task, batch_size=with_sizes(make_settings(task), task, data).batch_size)
 
 
 def gpt_task(words: Sequence[str]) -> TaskSource:
