@@ -68,8 +68,12 @@ class TaskFacts:
     def _chain(self) -> Chain:
         return find_chain(self._model)
 
-    @cached_property
+    @property
     def update_spec(self) -> UpdateSpec:
+        return self._update_spec
+
+    @cached_property
+    def _update_spec(self) -> UpdateSpec:
         return update_spec(self._model, self._optimizer, clip=self._task.clip, counts_states=True)
 
     @cached_property
