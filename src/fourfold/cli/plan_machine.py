@@ -81,14 +81,25 @@ def this_machine(words: Sequence[str], devices: int, *, is_forced: bool = False)
         raise SettingError(Problem(got, need, "cluster=dgx-a100, or a file that describes the machine"), where=WHERE)
     calibration = find_calibration(words, devices)
     if calibration is None:
-        ranks = "1 rank" if devices == 1 else f"{devices} ranks"
-        print(f"measuring this machine once, for {' '.join(words)} on {ranks}: less than a minute", flush=True)
+        print(_why_measured(words, devices), flush=True)
         measured = calibrate(words, devices, launch_quietly, is_forced=is_forced)
         if measured is None:
             raise CalibrationError(Problem("the ranks that measure this machine failed", "", "fourfold doctor"))
         print("\n".join(format_calibrated(measured)) + "\n", flush=True)
         calibration = measured.calibration
     return _as_measured(calibration)
+
+
+def _why_measured(words: Sequence[str], devices: int) -> str:
+    """Why this machine is measured now."""
+    from fourfold.analysis.calibrate.machine import this_machine as identify
+    from fourfold.cli.plan_calibrate import task_text, threads_of_rank
+    from fourfold.plan.predict.calibration import other_conditions
+
+    ranks = "1 rank" if devices == 1 else f"{devices} ranks"
+    text = f"measuring this machine once, for {' '.join(words)} on {ranks}: less than a minute"
+    others = other_conditions(identify(devices, threads=threads_of_rank(devices)), task_text(words))
+    return f"{text}\nwhat was measured with {', '.join(others)} does not hold here" if others else text
 
 
 def calibrated_machine(words: Sequence[str], devices: int) -> Machine | None:
