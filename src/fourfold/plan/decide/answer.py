@@ -20,11 +20,11 @@ from fourfold.plan.decide.refusals import explain, explain_refused, nothing_fits
 from fourfold.plan.decide.search import Found, search
 from fourfold.plan.decide.space import Space
 from fourfold.plan.plan import Plan
+from fourfold.plan.predict.estimate import ESTIMATE_ERROR
 from fourfold.plan.predict.prediction import Prediction
 from fourfold.words.errors import PlanError, Problem
 
 PREDICTION_ERROR = 0.05  # of a step: what `bench.predict` aims at in the mean
-ESTIMATE_ERROR = 0.1  # of an estimate, against its simulation: plans further from the best estimate are not kept
 
 
 class Question(NamedTuple):

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from fourfold.plan.decide.pricing import Pricing
 from fourfold.plan.plan import Plan
+from fourfold.plan.predict.estimate import ESTIMATE_ERROR
 from fourfold.plan.predict.prediction import Prediction
 from fourfold.words.errors import PlanError
 from fourfold.words.mesh import AXES
@@ -132,7 +133,8 @@ class _Simulations:
         num, fastest = len(self._by_plan), self.fastest
         if fastest is None or num < MIN_SIMULATED:
             return False
-        return num >= MAX_SIMULATED or following.seconds * self.least_ratio > fastest.seconds
+        ratio = min(self.least_ratio, 1 / (1 + ESTIMATE_ERROR))
+        return num >= MAX_SIMULATED or following.seconds * ratio > fastest.seconds
 
     def simplest_within(self, limit: float, kept: Sequence[Prediction]) -> Prediction:
         """The simplest plan whose simulation is within the limit: the fastest one's is."""
