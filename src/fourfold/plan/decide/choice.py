@@ -54,10 +54,12 @@ def choose(
     *,
     limit_bytes: float,
     error: float,
+    cutoff: float = math.inf,
 ) -> Choice:
     """The answer among estimated plans.
 
     baselines  those that the answer must not be slower than; they are among the kept ones
+    cutoff     the least estimate of a plan that has not been kept
     """
     simulations = _Simulations(pricing, limit_bytes)
     for each in baselines:
@@ -73,7 +75,7 @@ def choose(
     if answer is None or fastest is None:
         return Choice((), 0.0)
     others = sorted((each for each in simulations.fitting if each is not answer), key=_order)
-    least = min((each.seconds for each in left), default=math.inf) * simulations.least_ratio
+    least = min([cutoff, *(each.seconds for each in left)]) * simulations.least_ratio
     return Choice((answer, *others), max(0.0, fastest.seconds / least - 1))
 
 

@@ -43,6 +43,7 @@ class StepPricing:
         self._estimator = Estimator(source, prices, self._topology)
         self._distinct: dict[tuple[Any, ...], list[_Counted]] = {}
         self._busy: dict[tuple[Any, ...], float] = {}
+        self._balances: dict[tuple[Any, ...], float] = {}
         self._segment_seconds: dict[tuple[Any, ...], float] = {}
         self._elements_of: dict[tuple[Any, ...], list[int]] = {}
 
@@ -88,8 +89,14 @@ class StepPricing:
         return self._source.stage_blocks(plan)
 
     def balance(self, plan: Plan) -> float:
-        facts, samples = self._source.facts(plan), self._source.batch_size / plan.dp / plan.microbatches
-        places = [0.0] * plan.pp
+        samples = self._source.batch_size / plan.dp / plan.microbatches
+        key = (*_alike(plan), plan.recompute, samples, plan.pp, plan.interleave, plan.stages)
+        if key not in self._balances:
+            self._balances[key] = self._balance(plan, samples)
+        return self._balances[key]
+
+    def _balance(self, plan: Plan, samples: float) -> float:
+        facts, places = self._source.facts(plan), [0.0] * plan.pp
         for stage, blocks in enumerate(self.stage_blocks(plan)):
             segments = stage_segments(facts, blocks, is_first=stage == 0, is_last=stage == plan.num_stages - 1)
             places[stage % plan.pp] += sum(self._seconds(each, plan, samples) for each in segments)
