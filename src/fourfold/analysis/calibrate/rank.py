@@ -1,6 +1,6 @@
 """Rank: everything that the ranks of a host measure together, as a calibration.
 
-mean  over the ranks, of their medians: all do the same work at the same time
+median  of the turns of each rank; of these the mean, but of segments those of the slowest rank
 Law: all ranks measure the same things in the same order, and make the same calibration of them.
 """
 
@@ -10,7 +10,13 @@ from typing import NamedTuple
 
 import torch
 
-from fourfold.analysis.calibrate.buckets import BucketTimes, change_of, measure_buckets, measure_lone_update, price_reduction
+from fourfold.analysis.calibrate.buckets import (
+    BucketTimes,
+    change_of,
+    measure_buckets,
+    measure_lone_update,
+    price_reduction,
+)
 from fourfold.analysis.calibrate.codecs import measure_codecs
 from fourfold.analysis.calibrate.measurements import mean_over_ranks
 from fourfold.analysis.calibrate.messages import measure_edges, measure_exchanges
