@@ -193,7 +193,7 @@ class Bench:
                 into.seconds.append(max(mean(reply["seconds"]) for reply in replies))
                 busy = replies[0]["busy"]
                 into.busy = {verb: median(each.get(verb, 0.0) for each in busy) for verb in busy[-1]}
-            into.kept_bytes = sum(reply["kept"] for reply in replies)
+                into.kept_bytes = sum(reply["kept"] for reply in replies)
             if self._options.memory:
                 world.run_turn(untimed=0, timed=steps, sample=into.peak.sample)
 

@@ -8,7 +8,6 @@ import time
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from fourfold.analysis.calibrate.probe import make_probe
@@ -90,11 +89,11 @@ def _slowdown(turns: Turns) -> float:
     elements = NETWORK_FLIGHT_ELEMENTS if turns.ranks.num_hosts > 1 else FLIGHT_ELEMENTS
     values, matrix = torch.zeros(elements), torch.randn(PRODUCT, PRODUCT)
     alone = turns.median_seconds(lambda: matrix @ matrix)
+    group = turns.ranks.get_group(range(turns.ranks.size), "calibration")
     rates = []
     for _ in range(NUM_TURNS):
         turns.begin()
-        work = dist.all_reduce(values, async_op=True)
-        assert work is not None
+        work = group.all_reduce(values)
         start, count = time.perf_counter(), 0
         while not work.is_completed():
             torch.mm(matrix, matrix)

@@ -10,7 +10,13 @@ from typing import NamedTuple
 
 import torch
 
-from fourfold.analysis.calibrate.buckets import BucketTimes, change_of, measure_buckets, measure_lone_update, price_reduction
+from fourfold.analysis.calibrate.buckets import (
+    BucketTimes,
+    change_of,
+    measure_buckets,
+    measure_lone_update,
+    price_reduction,
+)
 from fourfold.analysis.calibrate.codecs import measure_codecs
 from fourfold.analysis.calibrate.measurements import mean_over_ranks
 from fourfold.analysis.calibrate.messages import measure_edges, measure_exchanges

@@ -46,7 +46,7 @@ def measure_segments(task: Task, source: FactsSource, turns: Turns, say: Say) ->
     left_out: list[str] = []
     for cut in cuts_of(turns.ranks.size, source.batch_size):
         name = _cut_name(cut)
-        if turns.is_over():
+        if segments and turns.is_over():
             left_out.append(f"{name}: no time was left; its segments are priced by their operations")
             continue
         say(f"blocks and ends: {name}")
