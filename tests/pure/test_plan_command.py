@@ -12,7 +12,7 @@ from fourfold.cli.plan_machine import Machine
 from fourfold.cli.plan_question import Question, Questions
 from fourfold.plan.decide.ask import Ask
 from fourfold.plan.plan import Plan
-from fourfold.plan.predict.calibration import calibration_path, decode_calibration, write_calibration
+from fourfold.plan.predict.calibration import calibration_path, decode_calibration, task_key, write_calibration
 from fourfold.plan.predict.gpt_facts import GptFacts
 from tests.calibration_cases import calibration, pretend_measured
 from tests.decision_cases import BEST, DECISION, EQUAL, PLAIN, SLOW, prediction
@@ -171,22 +171,26 @@ def test_pinned_fields_come_from_the_words_the_file_and_the_ask(tmp_path):
 
 
 def test_measurements_under_other_conditions_are_named_and_not_used(tmp_path, monkeypatch):
-    from fourfold.cli import plan_calibrate, plan_machine
+    from fourfold.cli import plan_machine
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.delenv("MKL_NUM_THREADS", raising=False)
-    words = ["digits", "width=8"]
-    assert plan_machine.calibrated_machine(words, 2) is None
-    assert plan_machine._why_measured(words, 2).count("\n") == 0
-    path = pretend_measured(words, 2)
-    machine = plan_machine.calibrated_machine(words, 2)
+    key, words = task_key(GPT), ["gpt"]
+    assert plan_machine.calibrated_machine(GPT, 2) is None
+    assert plan_machine.why_measured(words, key, 2).count("\n") == 0
+    path = pretend_measured(GPT, 2)
+    machine = plan_machine.calibrated_machine(GPT, 2)
     assert machine is not None
     assert machine.text == "2 ranks of this machine, as measured"
-    assert plan_machine.calibrated_machine(["digits"], 2) is None
+    wider = dataclasses.replace(GPT, width=128)
+    assert plan_machine.calibrated_machine(wider, 2) is None
+    assert plan_machine.calibrated_machine(dataclasses.replace(GPT, layers=4, batch_size=2), 2) is None
+    same = dataclasses.replace(GPT, batch_size=2)
+    assert plan_machine.calibrated_machine(same, 2) is not None
     old = calibration(decode_calibration(path.read_bytes(), where="").machine._replace(torch="1.0", threads=7))
     path.unlink()
-    write_calibration(calibration_path(old.machine, plan_calibrate.task_text(words)), old)
-    assert plan_machine.calibrated_machine(words, 2) is None
-    said = plan_machine._why_measured(words, 2).splitlines()[1]
+    write_calibration(calibration_path(old.machine, key), old)
+    assert plan_machine.calibrated_machine(GPT, 2) is None
+    said = plan_machine.why_measured(words, key, 2).splitlines()[1]
     assert said == "what was measured with torch 1.0, threads 7 does not hold here"

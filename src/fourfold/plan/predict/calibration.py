@@ -19,7 +19,7 @@ from fourfold.environment.atomic_file import write_atomically
 from fourfold.plan.decode import DecodeError, from_json, read_bounded
 from fourfold.plan.plan import Plan
 from fourfold.plan.predict.curve import Curve
-from fourfold.plan.predict.facts import Collective, SegmentFacts
+from fourfold.plan.predict.facts import Collective, FactsSource, SegmentFacts
 from fourfold.words.errors import FourfoldError, Problem
 from fourfold.words.layout import Change
 
@@ -228,9 +228,20 @@ def _number_problems(calibration: Calibration) -> Iterator[Problem]:
             yield Problem(f"{name} = {value}", f"at least {bound:g}", attempt)
 
 
+def task_key(source: FactsSource) -> str:
+    """The same for tasks whose models compute alike, with one kind of optimizer: one calibration serves them all."""
+    signatures = [signature(segment) for segment in source.facts(Plan()).segments]
+    return " ".join([*signatures, source.update_spec.optimizer])
+
+
 def calibration_path(machine: MachineIdentity, task: str) -> Path:
-    """Where the calibration of a machine and a task is stored: in the user's cache folder."""
+    """Where the calibration of a machine and a task is stored: in the user's cache folder. `task`: its `task_key`."""
     return _calibrations() / f"{_digest(task)}-{_digest(repr(tuple(machine)))}.json"
+
+
+def has_calibrations(machine: MachineIdentity) -> bool:
+    """Whether a machine has been measured, for any task."""
+    return any(_calibrations().glob(f"*-{_digest(repr(tuple(machine)))}.json"))
 
 
 def _calibrations() -> Path:
