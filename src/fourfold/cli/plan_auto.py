@@ -69,10 +69,9 @@ def _missing_words(plan: Plan, pinned: Mapping[str, object]) -> list[str]:
 def format_decided(decision: Decision, question: Question) -> list[str]:
     """What is said of a plan that has been decided."""
     answer = decision.answer
-    lines = [
-        f"plan   {plan_words(answer.plan)}: {format_step_seconds(answer.seconds)} a step, {format_bytes(answer.memory.total)} a rank, "
-        f"the best of {decision.num_considered:,} plans for {question.machine.text}"
-    ]
+    takes = f"{format_step_seconds(answer.seconds)} a step, {format_bytes(answer.memory.total)} a rank"
+    among = f"the best of {decision.num_considered:,} plans for {question.machine.text}"
+    lines = [f"plan   {plan_words(answer.plan)}: {takes}, {among}"]
     if (found := best_baseline(decision)) is not None:
         name, baseline = found
         same = "it is the best baseline" if baseline.plan == answer.plan else reason(answer, baseline)
