@@ -1,7 +1,8 @@
 """Steps predicted, from what calibration has measured, next to the same steps measured; and bytes.
 
 calibrated   before: blocks, messages and updates of the task, never one of these plans
-measured     the median over turns of the mean step of a turn; every round starts all processes anew, plan by plan
+measured     of the steps of a turn, each the median over turns, their mean: with local steps one of them averages
+             weights. Every round starts all processes anew, plan by plan
 error        predicted over measured, less one
 answer       the plan with the least predicted step; a baseline is one of those that a planner always prices
 Law: nothing that is predicted has seen a step of the plan that it is compared with.
@@ -95,12 +96,23 @@ class Options:
 
 @dataclass
 class Measured:
-    """What was measured of a plan: seconds of the mean step of each turn, busy seconds by verb, and bytes."""
+    """What was measured of a plan: seconds of the steps of each turn, busy seconds by verb, and bytes."""
 
-    seconds: list[float] = field(default_factory=list)
+    turns: list[list[float]] = field(default_factory=list)
     busy: dict[str, float] = field(default_factory=dict)
     kept_bytes: float = 0.0
     peak: PeakMemory = field(default_factory=PeakMemory)
+
+    @property
+    def seconds(self) -> float:
+        """Of a step: the mean over the steps of a turn, of each the median over turns."""
+        return mean(median(steps) for steps in zip(*self.turns, strict=True))
+
+    @property
+    def spread(self) -> float:
+        """By how much the mean steps of turns differ, of the step."""
+        means = [mean(turn) for turn in self.turns]
+        return (max(means) - min(means)) / self.seconds
 
 
 class Compared(NamedTuple):
@@ -112,7 +124,7 @@ class Compared(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        return median(self.measured.seconds)
+        return self.measured.seconds
 
     @property
     def error(self) -> float:
@@ -190,7 +202,7 @@ class Bench:
             world.run_turn(untimed=WARM_UP, timed=max(1, steps - WARM_UP))
             for _ in range(self._options.turns):
                 replies = world.run_turn(untimed=0, timed=steps)
-                into.seconds.append(max(mean(reply["seconds"]) for reply in replies))
+                into.turns.append([max(step) for step in zip(*(reply["seconds"] for reply in replies), strict=True)])
                 busy = replies[0]["busy"]
                 into.busy = {verb: median(each.get(verb, 0.0) for each in busy) for verb in busy[-1]}
                 into.kept_bytes = sum(reply["kept"] for reply in replies)
@@ -243,8 +255,7 @@ def describe(rows: Iterable[Compared], target: float, *, with_memory: bool) -> s
 
 
 def _row(each: Compared, target: float, *, with_memory: bool) -> list[str]:
-    terms, seconds = each.predicted.terms, sorted(each.measured.seconds)
-    spread = (seconds[-1] - seconds[0]) / each.seconds
+    terms = each.predicted.terms
     parts = (
         terms.compute + terms.recompute,
         terms.tensor + terms.sequence,
@@ -259,7 +270,7 @@ def _row(each: Compared, target: float, *, with_memory: bool) -> list[str]:
         each.name,
         f"{1e3 * each.predicted.seconds:.1f}",
         f"{1e3 * each.seconds:.1f}",
-        f"{spread:.0%}",
+        f"{each.measured.spread:.0%}",
         f"{each.error:+.1%}",
         "within" if abs(each.error) <= target else "missed",
         *(f"{1e3 * part:.1f}" for part in parts),
@@ -363,7 +374,7 @@ def _record(each: Compared) -> dict[str, object]:
         "plan": each.name,
         "predicted": each.predicted.seconds,
         "terms": each.predicted.terms._asdict(),
-        "measured": each.measured.seconds,
+        "measured": each.measured.turns,
         "busy": each.measured.busy,
         "kept_bytes": each.measured.kept_bytes,
     }

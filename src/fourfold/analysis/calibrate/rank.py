@@ -1,6 +1,6 @@
 """Rank: everything that the ranks of a host measure together, as a calibration.
 
-mean  over the ranks, of their medians: all do the same work at the same time
+median  of the turns of each rank; of these the mean, but of segments those of the slowest rank
 Law: all ranks measure the same things in the same order, and make the same calibration of them.
 """
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from fourfold.analysis.calibrate.cuts import MeasuredCut, cuts_of
-from fourfold.analysis.calibrate.measurements import mean_over_ranks
+from fourfold.analysis.calibrate.measurements import of_slowest_rank
 from fourfold.analysis.calibrate.probe import Shortened, make_probe, shorten
 from fourfold.analysis.calibrate.segments import SegmentTimer, SegmentTurns
 from fourfold.analysis.calibrate.timing import Turns
@@ -80,9 +80,9 @@ def _measure_cut(
     halves: dict[int, SegmentTurns] = {}
     for samples in cut.samples:
         part = tree_map(batch, lambda tensor, samples=samples: tensor[:samples])
-        whole[samples] = SegmentTurns(*mean_over_ranks(list(timer.whole(part)), ranks))
+        whole[samples] = SegmentTurns(*of_slowest_rank(list(timer.whole(part)), ranks))
         if cut.may_have_stages:
-            halves[samples] = SegmentTurns(*mean_over_ranks(list(timer.halves(part)), ranks))
+            halves[samples] = SegmentTurns(*of_slowest_rank(list(timer.halves(part)), ranks))
     measured = [facts.first, *(facts.blocks[index] for index in short.kept), facts.last]
     by_signature: dict[str, list[int]] = {}
     for index, each in enumerate(measured):
