@@ -1,10 +1,9 @@
 """A literal calibration of this machine, so that tests can plan for it without measuring it."""
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from fourfold.analysis.calibrate.machine import this_machine
-from fourfold.cli.plan_calibrate import task_text, threads_of_rank
+from fourfold.cli.plan_calibrate import threads_of_rank
 from fourfold.plan.predict.calibration import (
     Calibration,
     CollectiveRecord,
@@ -12,9 +11,11 @@ from fourfold.plan.predict.calibration import (
     MachineIdentity,
     OperationRates,
     calibration_path,
+    task_key,
     write_calibration,
 )
 from fourfold.plan.predict.curve import Curve
+from fourfold.plan.predict.facts import FactsSource
 from fourfold.words.layout import Change
 
 GIGA = Curve((1e6, 1e9), (1e-3, 1.0))  # a billion of anything takes a second
@@ -47,9 +48,9 @@ def calibration(machine: MachineIdentity = MACHINE) -> Calibration:
     )
 
 
-def pretend_measured(words: Sequence[str], num_ranks: int) -> Path:
+def pretend_measured(source: FactsSource, num_ranks: int) -> Path:
     """Store the literal calibration as that of this machine for a task; returns the file."""
     machine = this_machine(num_ranks, threads=threads_of_rank(num_ranks))
-    path = calibration_path(machine, task_text(words))
+    path = calibration_path(machine, task_key(source))
     write_calibration(path, calibration(machine))
     return path

@@ -14,7 +14,7 @@ from fourfold.plan.decide.ask import ON_REQUEST, SEARCHED, Ask
 from fourfold.plan.plan import Plan
 from fourfold.plan.plan_fields import FIELDS
 from fourfold.words.errors import PlanError
-from fourfold.words.units import parse_bytes, write_bytes
+from fourfold.words.units import write_bytes
 from tests.decide_cases import Model, make_case
 
 FIELD_VALUES = st.fixed_dictionaries(
@@ -105,14 +105,14 @@ def test_the_door_has_ask():
 
 
 @given(st.integers(1, 2**50))
-def test_bytes_are_read_as_they_are_written(num_bytes):
-    assert parse_bytes(write_bytes(num_bytes)) == num_bytes
+def test_memory_is_read_as_it_is_written(num_bytes):
+    assert Ask(memory=write_bytes(num_bytes)).memory_bytes == num_bytes
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "-1 GiB", "80 gb", "0 B", "0.1 B", "1e9", "nan"])
-def test_what_is_no_number_of_bytes_is_refused(text):
-    with pytest.raises(ValueError, match="byte"):
-        parse_bytes(text)
+@pytest.mark.parametrize("memory", ["", "GiB", "-1 GiB", "80", "0 B", "nan", 0, -1, 1.5, True])
+def test_what_is_no_number_of_bytes_is_refused(memory):
+    with pytest.raises(PlanError, match="memory"):
+        Ask(memory=memory)
 
 
 ASKS = sorted((resources.files("fourfold") / "recipes" / "asks").iterdir(), key=lambda file: file.name)

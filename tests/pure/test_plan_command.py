@@ -12,7 +12,9 @@ from fourfold.cli.plan_machine import Machine
 from fourfold.cli.plan_question import Question, Questions
 from fourfold.plan.decide.ask import Ask
 from fourfold.plan.plan import Plan
+from fourfold.plan.predict.calibration import calibration_path, decode_calibration, task_key, write_calibration
 from fourfold.plan.predict.gpt_facts import GptFacts
+from tests.calibration_cases import calibration, pretend_measured
 from tests.decision_cases import BEST, DECISION, EQUAL, PLAIN, SLOW, prediction
 
 GPT = GptFacts(layers=2, width=64, heads=4, vocabulary=96, length=32, batch_size=8)
@@ -166,3 +168,29 @@ def test_pinned_fields_come_from_the_words_the_file_and_the_ask(tmp_path):
     assert ask.is_open("zero")
     kept = dataclasses.replace(arguments, kept={"codec": "topk"})
     assert dict(plan_question.read_ask(kept, plan_question._command_of(kept), devices=4).pinned) == {"codec": "topk"}
+
+
+def test_measurements_under_other_conditions_are_named_and_not_used(tmp_path, monkeypatch):
+    from fourfold.cli import plan_machine
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.delenv("MKL_NUM_THREADS", raising=False)
+    key, words = task_key(GPT), ["gpt"]
+    assert plan_machine.calibrated_machine(GPT, 2) is None
+    assert plan_machine.why_measured(words, key, 2).count("\n") == 0
+    path = pretend_measured(GPT, 2)
+    machine = plan_machine.calibrated_machine(GPT, 2)
+    assert machine is not None
+    assert machine.text == "2 ranks of this machine, as measured"
+    wider = dataclasses.replace(GPT, width=128)
+    assert plan_machine.calibrated_machine(wider, 2) is None
+    assert plan_machine.calibrated_machine(dataclasses.replace(GPT, layers=4, batch_size=2), 2) is None
+    same = dataclasses.replace(GPT, batch_size=2)
+    assert plan_machine.calibrated_machine(same, 2) is not None
+    old = calibration(decode_calibration(path.read_bytes(), where="").machine._replace(torch="1.0", threads=7))
+    path.unlink()
+    write_calibration(calibration_path(old.machine, key), old)
+    assert plan_machine.calibrated_machine(GPT, 2) is None
+    said = plan_machine.why_measured(words, key, 2).splitlines()[1]
+    assert said == "what was measured with torch 1.0, threads 7 does not hold here"

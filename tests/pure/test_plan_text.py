@@ -52,6 +52,9 @@ def test_the_work_of_a_step_is_that_of_its_forwards_and_backwards():
     work = Workload.of(source, task="gpt", machine="here")
     assert work.flops == pytest.approx(source.step_flops())
     assert work.num_parameters == source.num_parameters
+    again = prediction(Plan(recompute="full"), compute=1000.0)
+    assert work.flops_per_second(again) == pytest.approx(source.step_flops("full"))
+    assert work.flops_per_second(prediction(Plan(dp=4), compute=1000.0)) == pytest.approx(source.step_flops() / 4)
     assert (work.batch_size, work.unit, work.num_units) == (8, "tokens", 8 * 32)
 
 

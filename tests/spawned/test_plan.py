@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from fourfold.analysis.task_facts.source import TaskFacts
 from fourfold.plan.plan import Plan
+from fourfold.tasks import digits
 from tests.calibration_cases import pretend_measured
 from tests.spawned import SOURCE
 
@@ -21,7 +23,7 @@ def measured(tmp_path, monkeypatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
-    pretend_measured(["digits"], 2)
+    pretend_measured(TaskFacts(digits.task()), 2)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

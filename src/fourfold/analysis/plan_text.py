@@ -20,7 +20,14 @@ from fourfold.plan.decide.decision import Decision, Refused
 from fourfold.plan.predict.prediction import Prediction
 from fourfold.plan.predict.workload import Workload
 from fourfold.words.text_table import align_columns
-from fourfold.words.units import format_bytes, format_count, format_percent, format_si, format_step_seconds
+from fourfold.words.units import (
+    format_bytes,
+    format_count,
+    format_percent,
+    format_si,
+    format_step_seconds,
+    format_three_digits,
+)
 
 MAX_RANKED, MAX_REFUSED, MAX_FRONT, MAX_PLACES = 8, 6, 16, 8
 BAR_WIDTH = 24
@@ -91,12 +98,12 @@ def _format_counts(decision: Decision, workload: Workload) -> str:
     return f"{limit}{decision.num_considered:,} plans considered · {equal}"
 
 
-_ALIGNMENTS = ">><>>>>><"
+_ALIGNMENTS = ">><>>>>>><"
 
 
 def _heads(workload: Workload) -> tuple[str, ...]:
     share = "" if workload.peak_flops is None else "of peak"
-    return ("", "step", "", f"{workload.unit}/s", share, "memory", "bubble", "sent", "plan")
+    return ("", "step", "", f"{workload.unit}/s", "FLOP/s", share, "memory", "bubble", "sent", "plan")
 
 
 def _row(prediction: Prediction, workload: Workload, *, number: str = "", mark: str = "") -> tuple[str, ...]:
@@ -106,6 +113,7 @@ def _row(prediction: Prediction, workload: Workload, *, number: str = "", mark: 
         format_step_seconds(prediction.seconds),
         mark,
         format_si(workload.units_per_second(prediction)),
+        _format_flops(workload.flops_per_second(prediction)),
         "" if share is None else _share(share),
         format_bytes(prediction.memory.total),
         _share(bubble_fraction(prediction)),
@@ -124,6 +132,11 @@ def ranking_rows(decision: Decision, workload: Workload) -> list[tuple[str, ...]
         for number, each in enumerate(shown, 1)
     ]
     return rows
+
+
+def _format_flops(rate: float) -> str:
+    """Operations a second of a device: 148 T, 31.2 G."""
+    return f"{format_three_digits(rate / 1e12)} T" if rate >= 0.9995e12 else format_si(rate)
 
 
 def _share(fraction: float) -> str:

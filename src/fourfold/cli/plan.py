@@ -52,18 +52,21 @@ def plan(words: Sequence[str], processes: str | None) -> int:
 
 def _calibrate(arguments: PlanArguments, devices: int | None) -> int:
     """`fourfold plan calibrate`: measure this machine anew. Returns the exit code."""
+    from fourfold.analysis.task_facts.source import TaskFacts
     from fourfold.cli import job
     from fourfold.cli.plan_calibrate import calibrate, format_calibrated
     from fourfold.cli.plan_machine import calibration_words
     from fourfold.cli.plan_question import task_words
     from fourfold.cli.run_commands import launch_quietly
     from fourfold.launcher.process_defaults import default_num_processes
+    from fourfold.plan.predict.calibration import task_key
 
     words = [word for word in task_words(arguments) if word != CALIBRATE]
     prepared = job.parse_job(words, has_run_dir=False)
     num_ranks = arguments.value("devices") or devices or default_num_processes()
     is_forced = bool(arguments.value("force"))
-    measured = calibrate(calibration_words(prepared), num_ranks, launch_quietly, is_forced=is_forced)
+    key = task_key(TaskFacts(prepared.task))
+    measured = calibrate(calibration_words(prepared), num_ranks, launch_quietly, key=key, is_forced=is_forced)
     if measured is None:
         return 1
     print(escape_controls("\n".join(format_calibrated(measured))))

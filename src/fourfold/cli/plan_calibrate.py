@@ -46,9 +46,12 @@ class Calibrated(NamedTuple):
     seconds: float
 
 
-def calibrate(words: Sequence[str], num_ranks: int, launch: Launch, *, is_forced: bool = False) -> Calibrated | None:
+def calibrate(
+    words: Sequence[str], num_ranks: int, launch: Launch, *, key: str, is_forced: bool = False
+) -> Calibrated | None:
     """Measure this machine for the task that the words name; None if ranks failed, which the launcher has reported.
 
+    key        of the task: `task_key`
     launch     starts a command in so many processes, and returns the exit code
     is_forced  measure although other processes are at work
     Raises CalibrationError, and what the words raise.
@@ -68,7 +71,7 @@ def calibrate(words: Sequence[str], num_ranks: int, launch: Launch, *, is_forced
         left_out = json.loads(result.read_text(encoding="utf-8"))
         data = result.with_name(CALIBRATION_FILE).read_bytes()
     calibration = decode_calibration(data, where=WHERE)
-    path = calibration_path(machine, task_text(words))
+    path = calibration_path(machine, key)
     try:
         write_calibration(path, calibration)
     except OSError as error:
@@ -77,26 +80,21 @@ def calibrate(words: Sequence[str], num_ranks: int, launch: Launch, *, is_forced
     return Calibrated(calibration, path, left_out, time.perf_counter() - begin)
 
 
-def find_calibration(words: Sequence[str], num_ranks: int) -> Calibration | None:
-    """What was measured here for this task and as many ranks; None: nothing yet.
+def find_calibration(key: str, num_ranks: int) -> Calibration | None:
+    """What was measured here for the task of this `task_key` and as many ranks; None: nothing yet.
 
     Raises CalibrationError for a file that is damaged, or of another machine.
     """
     from fourfold.analysis.calibrate.machine import this_machine
 
     machine = this_machine(num_ranks, threads=threads_of_rank(num_ranks))
-    path = calibration_path(machine, task_text(words))
+    path = calibration_path(machine, key)
     try:
         return read_calibration(path, machine)
     except FileNotFoundError:
         return None
     except OSError as error:
         raise CalibrationError(Problem(f"{path}: {os_error_text(error)}", "a file"), where=WHERE) from None
-
-
-def task_text(words: Sequence[str]) -> str:
-    """The same for the same task with the same arguments, in whatever order they are given."""
-    return " ".join(sorted(words, key=lambda word: ("=" in word, word)))
 
 
 def threads_of_rank(num_ranks: int) -> int:

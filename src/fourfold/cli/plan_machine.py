@@ -1,6 +1,6 @@
 """Plan machine: where a plan is to run: a described cluster, or this machine as it was measured.
 
-words   the task and its arguments, by which what was measured of this machine is stored
+words   the task and its arguments, with which ranks are started to measure this machine
 Law: what a plan is priced with is always said; a measurement of another machine is never used for this one.
 """
 
@@ -9,14 +9,16 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from fourfold.cli.plan_arguments import WHERE
+from fourfold.environment.world import num_cores
 from fourfold.plan.precision import COMPUTE_FORMATS
 from fourfold.plan.predict.cluster import Cluster, ProductEfficiency, Tier
+from fourfold.plan.predict.facts import FactsSource
 from fourfold.plan.predict.prices import Prices
 from fourfold.words.errors import Problem, SettingError
 
 if TYPE_CHECKING:
     from fourfold.cli.job import Job
-    from fourfold.plan.predict.calibration import Calibration
+    from fourfold.plan.predict.calibration import Calibration, MachineIdentity
 
 RANKS_PER_CORE = 2  # at most, of ranks that measure this machine
 
@@ -64,26 +66,26 @@ def described_machine(name: str, *, devices: int | None, network: float | None) 
     return Machine(cluster, RooflinePrices(cluster), f"{count} of {cluster.name}, {hosts}", is_here=False)
 
 
-def this_machine(words: Sequence[str], devices: int, *, is_forced: bool = False) -> Machine:
+def this_machine(words: Sequence[str], source: FactsSource, devices: int, *, is_forced: bool = False) -> Machine:
     """This machine with so many ranks. If it has not been measured for this task, it is now. Raises FourfoldError.
 
+    words      name the task; source: its facts
     is_forced  measure although other processes are at work
     """
     from fourfold.cli.plan_calibrate import calibrate, find_calibration, format_calibrated
     from fourfold.cli.run_commands import launch_quietly
-    from fourfold.environment.world import num_cores
     from fourfold.launcher.process_defaults import MAX_DEFAULT_PROCESSES
-    from fourfold.plan.predict.calibration import CalibrationError
+    from fourfold.plan.predict.calibration import CalibrationError, task_key
 
     most = max(MAX_DEFAULT_PROCESSES, RANKS_PER_CORE * num_cores())
     if devices > most:
         got, need = f"devices = {devices}, on this machine of {num_cores()} cores", f"at most {most} ranks here"
         raise SettingError(Problem(got, need, "cluster=dgx-a100, or a file that describes the machine"), where=WHERE)
-    calibration = find_calibration(words, devices)
+    key = task_key(source)
+    calibration = find_calibration(key, devices)
     if calibration is None:
-        ranks = "1 rank" if devices == 1 else f"{devices} ranks"
-        print(f"measuring this machine once, for {' '.join(words)} on {ranks}: less than a minute", flush=True)
-        measured = calibrate(words, devices, launch_quietly, is_forced=is_forced)
+        print(why_measured(words, key, devices), flush=True)
+        measured = calibrate(words, devices, launch_quietly, key=key, is_forced=is_forced)
         if measured is None:
             raise CalibrationError(Problem("the ranks that measure this machine failed", "", "fourfold doctor"))
         print("\n".join(format_calibrated(measured)) + "\n", flush=True)
@@ -91,12 +93,35 @@ def this_machine(words: Sequence[str], devices: int, *, is_forced: bool = False)
     return _as_measured(calibration)
 
 
-def calibrated_machine(words: Sequence[str], devices: int) -> Machine | None:
-    """This machine with so many ranks; None if it has not been measured for this task. Raises CalibrationError."""
-    from fourfold.cli.plan_calibrate import find_calibration
+def why_measured(words: Sequence[str], key: str, devices: int) -> str:
+    """Why this machine is measured now. `key`: of the task."""
+    from fourfold.plan.predict.calibration import other_conditions
 
-    calibration = find_calibration(words, devices)
+    ranks = "1 rank" if devices == 1 else f"{devices} ranks"
+    text = f"measuring this machine once, for {' '.join(words)} on {ranks}: less than a minute"
+    others = other_conditions(_identity(devices), key)
+    return f"{text}\nwhat was measured with {', '.join(others)} does not hold here" if others else text
+
+
+def calibrated_machine(source: FactsSource, devices: int) -> Machine | None:
+    """This machine with so many ranks; None if it has not been measured for this task. Raises FourfoldError.
+
+    Where it has not been measured for any task, the task's facts are not asked for: they take seconds.
+    """
+    from fourfold.cli.plan_calibrate import find_calibration
+    from fourfold.plan.predict.calibration import has_calibrations, task_key
+
+    if not has_calibrations(_identity(devices)):
+        return None
+    calibration = find_calibration(task_key(source), devices)
     return None if calibration is None else _as_measured(calibration)
+
+
+def _identity(devices: int) -> "MachineIdentity":
+    from fourfold.analysis.calibrate.machine import this_machine as identify
+    from fourfold.cli.plan_calibrate import threads_of_rank
+
+    return identify(devices, threads=threads_of_rank(devices))
 
 
 def _as_measured(calibration: "Calibration") -> Machine:
@@ -124,7 +149,7 @@ def _as_measured(calibration: "Calibration") -> Machine:
 
 
 def calibration_words(prepared: "Job") -> list[str]:
-    """The task of a job and the arguments that it was given, as words: those that do not change its model or data."""
+    """The task of a job and the arguments that it was given, as words."""
     arguments = prepared.settings["extra_settings"]
     return [prepared.task_name, *(f"{name}={_text(value)}" for name, value in sorted(arguments.items()))]
 

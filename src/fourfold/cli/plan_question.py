@@ -100,7 +100,7 @@ class Question:
 class TaskSource(NamedTuple):
     """A task as it is planned.
 
-    words  by which this machine is measured for it; None: it is a formula
+    words  with which this machine is measured for it; None: it is a formula
     dims   that its tensor rules name, and whether they are on the tensor axis where the plan does not say
     """
 
@@ -161,7 +161,7 @@ class Questions:
         if "network" in arguments.own:
             problem = Problem("network = … without a cluster", "a cluster with a network", "cluster=FILE.toml")
             raise SettingError(problem, where=WHERE)
-        return this_machine(task.words, devices, is_forced=arguments.value("force", False))
+        return this_machine(task.words, task.source, devices, is_forced=arguments.value("force", False))
 
 
 def _command_of(arguments: PlanArguments) -> settings_file.Command:

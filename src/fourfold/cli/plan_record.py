@@ -19,20 +19,15 @@ if TYPE_CHECKING:
 def question_here(prepared: "Job") -> "Question | None":
     """The question of a job's task on its ranks of this machine; None where it is not calibrated for that."""
     from fourfold.analysis.task_facts.source import TaskFacts
-    from fourfold.cli.plan_machine import calibrated_machine, calibration_words
+    from fourfold.cli.plan_machine import calibrated_machine
     from fourfold.cli.plan_question import Question, with_batch_size
     from fourfold.plan.decide.ask import Ask
 
-    machine = calibrated_machine(calibration_words(prepared), prepared.num_processes)
+    source = TaskFacts(with_batch_size(prepared.task, prepared.task_name))
+    machine = calibrated_machine(source, prepared.num_processes)
     if machine is None:
         return None
-    return Question(
-        prepared.task_name,
-        True,
-        TaskFacts(with_batch_size(prepared.task, prepared.task_name)),
-        machine,
-        Ask(devices=prepared.num_processes),
-    )
+    return Question(prepared.task_name, True, source, machine, Ask(devices=prepared.num_processes))
 
 
 def record_prediction(prepared: "Job", folder: Path) -> str | None:

@@ -1,19 +1,10 @@
 """Units: numbers for people, with three digits and a suitable prefix.
 
-Law: a count above 0 is never shown as 0; `parse_bytes` reads what `write_bytes` writes as the same number.
+Law: a count above 0 is never shown as 0.
 """
-
-import re
 
 SI_PREFIXES = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
 BINARY_PREFIXES = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
-BYTE_UNITS = {"": 1, "B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | {
-    "KiB": 2**10,
-    "MiB": 2**20,
-    "GiB": 2**30,
-    "TiB": 2**40,
-}
-_NUMBER_WITH_UNIT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
 
 
 def format_si(value: float) -> str:
@@ -46,17 +37,6 @@ def format_bytes_per_second(rate: float) -> str:
     """What storage delivers, with decimal prefixes as its makers have them: 812 B/s, 1.23 MB/s, 4.56 GB/s."""
     number, _, prefix = format_si(rate).partition(" ")
     return f"{number} {prefix}B/s"
-
-
-def parse_bytes(text: str) -> int:
-    """The bytes that "80 GiB", "80GB" or "1024" mean. Raises ValueError for other texts, and for less than one byte."""
-    found = _NUMBER_WITH_UNIT.fullmatch(text)
-    if found is None or found[2] not in BYTE_UNITS:
-        raise ValueError(f"{text!r} is no number of bytes, such as 80 GiB")
-    num_bytes = int(float(found[1]) * BYTE_UNITS[found[2]]) if "." in found[1] else int(found[1]) * BYTE_UNITS[found[2]]
-    if num_bytes < 1:
-        raise ValueError(f"{text!r} is less than one byte")
-    return num_bytes
 
 
 def write_bytes(num_bytes: int) -> str:

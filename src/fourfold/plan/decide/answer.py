@@ -20,11 +20,11 @@ from fourfold.plan.decide.refusals import explain, explain_refused, nothing_fits
 from fourfold.plan.decide.search import Found, search
 from fourfold.plan.decide.space import Space
 from fourfold.plan.plan import Plan
+from fourfold.plan.predict.estimate import ESTIMATE_ERROR
 from fourfold.plan.predict.prediction import Prediction
 from fourfold.words.errors import PlanError, Problem
 
 PREDICTION_ERROR = 0.05  # of a step: what `bench.predict` aims at in the mean
-ESTIMATE_ERROR = 0.1  # of an estimate, against its simulation: plans further from the best estimate are not kept
 
 
 class Question(NamedTuple):
@@ -52,7 +52,8 @@ def decide_among(question: Question) -> Decision:
     if not found.kept and not priced:
         raise PlanError(_why_nothing(found, question), where="the ask")
     kept = _with_single_layers(_distinct([*found.kept, *priced]), question)
-    choice = choose(kept, priced, pricing, limit_bytes=limit, error=question.error)
+    cutoff = min(each.seconds for each in kept) * _margin(question)
+    choice = choose(kept, priced, pricing, limit_bytes=limit, error=question.error, cutoff=cutoff)
     if not choice.ranked:
         problems = [problem for each in kept for problem in pricing.problems(each.plan)]
         raise PlanError(problems or Problem("no plan whose program fits"), where="the ask")
@@ -75,12 +76,17 @@ def _search(question: Question, priced: list[Prediction]) -> Found:
     """The search within hosts, and beyond them if nothing fits."""
     ask, space, pricing, limit = question[:4]
     best = min((each.seconds for each in priced), default=float("inf"))
-    margin = (1 + question.error) * (1 + ESTIMATE_ERROR)
+    margin = _margin(question)
     found = search(ask, space, pricing, limit_bytes=limit, margin=margin, best=best)
     if found.kept or priced or not ask.is_open("tp"):
         return found
     beyond = search(ask, space._replace(devices_per_host=None), pricing, limit_bytes=limit, margin=margin)
     return beyond if beyond.kept else found
+
+
+def _margin(question: Question) -> float:
+    """Of estimates: the fastest plan is within the error of an estimate, and those equal to it within both."""
+    return (1 + question.error) * (1 + ESTIMATE_ERROR)
 
 
 def _with_single_layers(kept: list[Prediction], question: Question) -> list[Prediction]:

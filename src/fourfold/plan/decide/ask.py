@@ -13,10 +13,11 @@ from typing import Self
 from fourfold.plan.decode import DecodeError, from_toml
 from fourfold.plan.plan import VERSION, Plan, candidate_meshes
 from fourfold.plan.plan_fields import FIELD_RULES, FIELDS, MAX_RANKS, RENAMED_FIELDS, plan_problems, to_builtin
+from fourfold.plan.predict.quantities import Dimension, read_quantity
 from fourfold.plan.toml_writer import format_pair
 from fourfold.words.errors import PlanError, Problem, closest_match
 from fourfold.words.mesh import AXES, Mesh
-from fourfold.words.units import parse_bytes, write_bytes
+from fourfold.words.units import write_bytes
 
 AUTO = "auto"
 NONE = "none"  # in TOML, which has no null: of a field that may be left out, such as `shard`
@@ -56,7 +57,7 @@ class Ask:
             raise PlanError(problems, where="the ask")
         own = {
             "devices": devices,
-            "memory_bytes": parse_bytes(memory) if isinstance(memory, str) else memory,
+            "memory_bytes": _memory_bytes(memory),
             "pinned": {name: values[name] for name in FIELDS if name in values and values[name] != AUTO},
             "requested": tuple(name for name in ON_REQUEST if values.get(name) == AUTO),
         }
@@ -129,18 +130,20 @@ def ask_problems(devices: object, memory: object, values: Mapping[str, object]) 
     return problems or _mesh_problems(devices, pinned)
 
 
+def _memory_bytes(memory: object) -> int | Problem | None:
+    """The bytes that are meant, or what is wrong with them."""
+    if memory is None or (type(memory) is int and memory > 0):
+        return memory  # type: ignore[return-value]
+    read = read_quantity("memory", memory, Dimension.BYTES)
+    return read if isinstance(read, Problem) else max(1, int(read))
+
+
 def _machine_problems(devices: object, memory: object) -> list[Problem]:
     problems = []
     if devices is not None and not (type(devices) is int and 1 <= devices <= MAX_RANKS):
         problems.append(Problem(f"devices = {devices!r}", f"a whole number from 1 to {MAX_RANKS}", "devices = 8"))
-    got, need = f"memory = {memory!r}", "the bytes of a device, with a unit"
-    if isinstance(memory, str):
-        try:
-            parse_bytes(memory)
-        except ValueError:
-            problems.append(Problem(got, need, 'memory = "80 GiB"'))
-    elif memory is not None and not (type(memory) is int and memory > 0):
-        problems.append(Problem(got, need, 'memory = "80 GiB"'))
+    if isinstance(num_bytes := _memory_bytes(memory), Problem):
+        problems.append(num_bytes)
     return problems
 
 

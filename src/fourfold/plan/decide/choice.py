@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from fourfold.plan.decide.pricing import Pricing
 from fourfold.plan.plan import Plan
+from fourfold.plan.predict.estimate import ESTIMATE_ERROR
 from fourfold.plan.predict.prediction import Prediction
 from fourfold.words.errors import PlanError
 from fourfold.words.mesh import AXES
@@ -53,10 +54,12 @@ def choose(
     *,
     limit_bytes: float,
     error: float,
+    cutoff: float = math.inf,
 ) -> Choice:
     """The answer among estimated plans.
 
     baselines  those that the answer must not be slower than; they are among the kept ones
+    cutoff     the least estimate of a plan that has not been kept
     """
     simulations = _Simulations(pricing, limit_bytes)
     for each in baselines:
@@ -72,7 +75,7 @@ def choose(
     if answer is None or fastest is None:
         return Choice((), 0.0)
     others = sorted((each for each in simulations.fitting if each is not answer), key=_order)
-    least = min((each.seconds for each in left), default=math.inf) * simulations.least_ratio
+    least = min([cutoff, *(each.seconds for each in left)]) * simulations.least_ratio
     return Choice((answer, *others), max(0.0, fastest.seconds / least - 1))
 
 
@@ -132,7 +135,8 @@ class _Simulations:
         num, fastest = len(self._by_plan), self.fastest
         if fastest is None or num < MIN_SIMULATED:
             return False
-        return num >= MAX_SIMULATED or following.seconds * self.least_ratio > fastest.seconds
+        ratio = min(self.least_ratio, 1 / (1 + ESTIMATE_ERROR))
+        return num >= MAX_SIMULATED or following.seconds * ratio > fastest.seconds
 
     def simplest_within(self, limit: float, kept: Sequence[Prediction]) -> Prediction:
         """The simplest plan whose simulation is within the limit: the fastest one's is."""

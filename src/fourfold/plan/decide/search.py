@@ -152,32 +152,39 @@ class _Searcher:
             first = next((found for each in shards if (found := self._first_update(each)) is not None), None)
             if first is None or not self._may_be_kept(self._least_seconds(first)):
                 continue
-            for stages in self._divisions(first.plan):
-                for each in shards:
-                    self._explore_updates({**each, "stages": stages})
+            even = [found for each in shards for found in self._explore_updates(each)]
+            for stages in self._divisions(first.plan, even):
+                for found in even:
+                    if self._may_be_kept(found.seconds - _span(found) + self._least_span(found)):
+                        self._estimate({**schedule, **_of_variant(found.plan), "stages": stages})
 
-    def _divisions(self, plan: Plan) -> list[str]:
-        if plan.num_stages == 1 or not self._ask.is_open("stages"):
-            return [plan.stages]
-        return [plan.stages, *self._pricing.divisions(plan, self._limit)]
+    def _divisions(self, plan: Plan, even: Sequence[Prediction]) -> list[str]:
+        """Other divisions into stages, if one may bring a plan within the margin, or make it fit."""
+        is_open = plan.num_stages > 1 and self._ask.is_open("stages")
+        may_gain = any(self._may_be_kept(each.seconds - _span(each) + self._least_span(each)) for each in even)
+        return self._pricing.divisions(plan, self._limit) if is_open and may_gain else []
 
     def _first_update(self, fields: Fields) -> Prediction | None:
         updates = choices("update", fields, self._ask, self._space)
         return self._estimate({**fields, "update": updates[0]})
 
-    def _explore_updates(self, fields: Fields) -> None:
-        """Estimate the update modes of a plan; of a plan that is too slow even without updates, the first one only."""
+    def _explore_updates(self, fields: Fields) -> Iterator[Prediction]:
+        """The update modes of a plan; of a plan that is too slow even without updates, the first one only."""
         for update in choices("update", fields, self._ask, self._space):
             found = self._estimate({**fields, "update": update})
-            if found is not None and not self._may_be_kept(self._least_seconds(found)):
-                return
+            if found is not None:
+                yield found
+                if not self._may_be_kept(self._least_seconds(found)):
+                    return
 
     def _least_seconds(self, found: Prediction) -> float:
         """What is left of a step, whatever its zero, shard and update are, and however well its stages are balanced."""
-        terms, plan = found.terms, found.plan
-        span = terms.compute + terms.recompute + terms.tensor + terms.sequence + terms.bubble
-        balance = self._pricing.balance(plan) if plan.num_stages > 1 and self._ask.is_open("stages") else 1.0
-        return span * balance / self._pricing.slowdown()
+        return self._least_span(found) / self._pricing.slowdown()
+
+    def _least_span(self, found: Prediction) -> float:
+        """What computing and waiting take, however well the stages are balanced."""
+        is_open = found.plan.num_stages > 1 and self._ask.is_open("stages")
+        return _span(found) * (self._pricing.balance(found.plan) if is_open else 1.0)
 
     def _may_be_kept(self, seconds: float) -> bool:
         return seconds <= self._best * self._margin * ROUNDING
@@ -217,6 +224,15 @@ class _Searcher:
 
     def _note(self, problems: Sequence[Problem]) -> None:
         self.found.problems |= dict.fromkeys(problems)
+
+
+def _span(found: Prediction) -> float:
+    terms = found.terms
+    return terms.compute + terms.recompute + terms.tensor + terms.sequence + terms.bubble
+
+
+def _of_variant(plan: Plan) -> dict[str, Any]:
+    return {name: getattr(plan, name) for name in (*SHARD_FIELDS, "update")}
 
 
 def _mesh_of(fields: Fields) -> tuple[Any, ...]:

@@ -5,6 +5,7 @@ alike  plans whose facts are the same: they have the same FACTS_FIELDS
 Law: equal segments are priced once for all plans that compute them alike.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -13,9 +14,10 @@ from fourfold.plan.decide.stages import Chain, Division, Segment, Submesh, best_
 from fourfold.plan.lowering import lower
 from fourfold.plan.plan import Plan
 from fourfold.plan.predict.cluster import Cluster, topology_of
-from fourfold.plan.predict.estimate import estimate_step
+from fourfold.plan.predict.estimate import Estimator
 from fourfold.plan.predict.facts import FactsSource, ModelFacts, SegmentFacts
-from fourfold.plan.predict.prediction import MemoryParts, Prediction
+from fourfold.plan.predict.pipeline_forms import num_in_flight
+from fourfold.plan.predict.prediction import Prediction
 from fourfold.plan.predict.prices import Prices
 from fourfold.plan.predict.stage_seconds import stage_segments
 from fourfold.plan.predict.step import predict_step
@@ -38,8 +40,10 @@ class StepPricing:
     def __init__(self, source: FactsSource, prices: Prices, cluster: Cluster) -> None:
         self._source, self._prices, self._cluster = source, prices, cluster
         self._topology = topology_of(cluster, cluster.num_devices)
+        self._estimator = Estimator(source, prices, self._topology)
         self._distinct: dict[tuple[Any, ...], list[_Counted]] = {}
         self._busy: dict[tuple[Any, ...], float] = {}
+        self._balances: dict[tuple[Any, ...], float] = {}
         self._segment_seconds: dict[tuple[Any, ...], float] = {}
         self._elements_of: dict[tuple[Any, ...], list[int]] = {}
 
@@ -73,8 +77,7 @@ class StepPricing:
         return legality_problems(plan, self._source.specs(plan), self._topology, self._source.update_spec)
 
     def estimate(self, plan: Plan) -> Prediction:
-        found = estimate_step(plan, self._source, self._prices, self._topology)
-        return _with_reserve(found, self._cluster.reserve_bytes)
+        return _with_reserve(self._estimator.estimate(plan), self._cluster.reserve_bytes)
 
     def simulate(self, plan: Plan) -> Prediction:
         blueprint = lower(plan, self._source.specs(plan), self._topology, self._source.update_spec)
@@ -86,8 +89,14 @@ class StepPricing:
         return self._source.stage_blocks(plan)
 
     def balance(self, plan: Plan) -> float:
-        facts, samples = self._source.facts(plan), self._source.batch_size / plan.dp / plan.microbatches
-        places = [0.0] * plan.pp
+        samples = self._source.batch_size / plan.dp / plan.microbatches
+        key = (*_alike(plan), plan.recompute, samples, plan.pp, plan.interleave, plan.stages)
+        if key not in self._balances:
+            self._balances[key] = self._balance(plan, samples)
+        return self._balances[key]
+
+    def _balance(self, plan: Plan, samples: float) -> float:
+        facts, places = self._source.facts(plan), [0.0] * plan.pp
         for stage, blocks in enumerate(self.stage_blocks(plan)):
             segments = stage_segments(facts, blocks, is_first=stage == 0, is_last=stage == plan.num_stages - 1)
             places[stage % plan.pp] += sum(self._seconds(each, plan, samples) for each in segments)
@@ -108,10 +117,10 @@ class StepPricing:
             chain,
             [submesh],
             microbatches=plan.microbatches,
-            in_flight=_in_flight(plan, chain, predicted, stops),
+            in_flight=_in_flight(plan),
             known_seconds=own.step_seconds(plan.microbatches) if fits else float("inf"),
         )
-        return [] if found is None else [found.counts]
+        return [] if found is None or found.stops == own.stops else [found.counts]
 
     def _chain(self, plan: Plan, predicted: Prediction) -> Chain:
         """The segments with their seconds, and the bytes that the estimate has for their elements."""
@@ -122,9 +131,8 @@ class StepPricing:
             by_place[stage % plan.pp] += sum(elements[1 + blocks.start : 1 + blocks.stop])
         by_place[0] += elements[0]
         by_place[-1] += elements[-1]
-        bytes_per_element = max(
-            _resting(parts) / count for parts, count in zip(predicted.by_stage, by_place, strict=True) if count
-        )
+        fullest = predicted.memory
+        bytes_per_element = (fullest.weights + fullest.gradients + fullest.states) / max(by_place)
         first, *blocks, last = (
             Segment(
                 self._seconds(each, plan, samples),
@@ -163,22 +171,12 @@ def _with_reserve(prediction: Prediction, reserve_bytes: float) -> Prediction:
     return Prediction(prediction.plan, prediction.terms, by_stage, prediction.sent_bytes)
 
 
-def _resting(parts: MemoryParts) -> float:
-    return parts.weights + parts.gradients + parts.states
-
-
 def _least_slowest(chain: Chain, division: Division) -> float:
     """What the slowest stage of any division takes at least: as much as the mean, and as the longest block."""
     return max(division.total / len(division.stops), max(block.seconds for block in chain.blocks))
 
 
-def _in_flight(plan: Plan, chain: Chain, predicted: Prediction, stops: Sequence[int]) -> list[int]:
-    """By stage: the microbatches in flight, from what the estimate has of activations."""
-    counts = []
-    for stage, (start, stop) in enumerate(zip((0, *stops), stops, strict=False)):
-        saved = sum(block.saved_bytes for block in chain.blocks[start:stop])
-        saved += chain.first.saved_bytes if stage == 0 else 0.0
-        saved += chain.last.saved_bytes if stage == len(stops) - 1 else 0.0
-        activations = predicted.by_stage[stage % plan.pp].activations / plan.interleave
-        counts.append(max(1, round(activations / saved)) if saved else 1)
-    return counts
+def _in_flight(plan: Plan) -> list[int]:
+    """By stage: the microbatches whose activations its place keeps."""
+    by_place = num_in_flight(plan.schedule, plan.pipeline_spec)
+    return [max(1, math.ceil(by_place[stage % plan.pp])) for stage in range(plan.num_stages)]

@@ -19,7 +19,7 @@ from fourfold.environment.atomic_file import write_atomically
 from fourfold.plan.decode import DecodeError, from_json, read_bounded
 from fourfold.plan.plan import Plan
 from fourfold.plan.predict.curve import Curve
-from fourfold.plan.predict.facts import Collective, SegmentFacts
+from fourfold.plan.predict.facts import Collective, FactsSource, SegmentFacts
 from fourfold.words.errors import FourfoldError, Problem
 from fourfold.words.layout import Change
 
@@ -228,11 +228,46 @@ def _number_problems(calibration: Calibration) -> Iterator[Problem]:
             yield Problem(f"{name} = {value}", f"at least {bound:g}", attempt)
 
 
+def task_key(source: FactsSource) -> str:
+    """The same for tasks whose models compute alike, with one kind of optimizer: one calibration serves them all."""
+    signatures = [signature(segment) for segment in source.facts(Plan()).segments]
+    return " ".join([*signatures, source.update_spec.optimizer])
+
+
 def calibration_path(machine: MachineIdentity, task: str) -> Path:
-    """Where the calibration of a machine and a task is stored: in the user's cache folder."""
+    """Where the calibration of a machine and a task is stored: in the user's cache folder. `task`: its `task_key`."""
+    return _calibrations() / f"{_digest(task)}-{_digest(repr(tuple(machine)))}.json"
+
+
+def has_calibrations(machine: MachineIdentity) -> bool:
+    """Whether a machine has been measured, for any task."""
+    return any(_calibrations().glob(f"*-{_digest(repr(tuple(machine)))}.json"))
+
+
+def _calibrations() -> Path:
     folder = os.environ.get(CACHE_VARIABLE) or Path.home() / ".cache"
-    digest = hashlib.sha256(repr((tuple(machine), task)).encode()).hexdigest()[:12]
-    return Path(folder) / "fourfold" / "calibrations" / f"{digest}.json"
+    return Path(folder) / "fourfold" / "calibrations"
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+def other_conditions(machine: MachineIdentity, task: str) -> list[str]:
+    """How the newest calibration of this task was measured, where that was not under these conditions: "torch 2.12.0".
+
+    Empty without another calibration. Files that cannot be read are none.
+    """
+    path = calibration_path(machine, task)
+    found = [each for each in path.parent.glob(f"{_digest(task)}-*.json") if each != path]
+    for each in sorted(found, key=lambda file: file.stat().st_mtime, reverse=True):
+        try:
+            was = decode_calibration(read_bounded(each), where=str(each)).machine
+        except (OSError, DecodeError, CalibrationError):
+            continue
+        pairs = zip(MachineIdentity._fields, was, machine, strict=True)
+        return [f"{name.replace('_', ' ')} {there}" for name, there, here in pairs if there != here]
+    return []
 
 
 def write_calibration(path: Path, calibration: Calibration) -> None:

@@ -6,11 +6,12 @@ share  of the peak: the operations of forward and backward in a second, over wha
 Law: two plans of one workload have rates in the ratio of their speeds.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Self
 
 from fourfold.plan.plan import Plan
-from fourfold.plan.predict.facts import FactsSource
+from fourfold.plan.predict.facts import FactsSource, OperationKind, SegmentFacts
 from fourfold.plan.predict.prediction import Prediction
 
 PASSES = 3  # a backward takes as many operations as two forwards
@@ -23,6 +24,7 @@ class Workload:
     num_parameters  that are trained
     num_units       tokens or samples of a step, over all data ranks
     flops           of a step: forward and backward, over all ranks
+    again_flops     by the plan's `recompute`: those that a step computes again in addition
     memory_bytes    of a device; None: not known
     peak_flops      operations a second of a device; None: not known
     """
@@ -36,6 +38,7 @@ class Workload:
     flops: float
     memory_bytes: float | None = None
     peak_flops: float | None = None
+    again_flops: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -61,13 +64,27 @@ class Workload:
             flops=PASSES * batch_size * sum(segment.flops for segment in facts.segments),
             memory_bytes=memory_bytes,
             peak_flops=peak_flops,
+            again_flops={
+                "full": batch_size * sum(block.flops for block in facts.blocks),
+                "selective": batch_size * sum(_attention_flops(block) for block in facts.blocks),
+            },
         )
 
     def units_per_second(self, prediction: Prediction) -> float:
         return self.num_units / prediction.seconds
+
+    def flops_per_second(self, prediction: Prediction) -> float:
+        """What a device computes, with what it computes again: the rate that Megatron's tables have."""
+        plan = prediction.plan
+        done = self.flops + self.again_flops.get(plan.recompute, 0.0)
+        return done / (prediction.seconds * plan.mesh.size)
 
     def share_of_peak(self, prediction: Prediction) -> float | None:
         """The fraction of the peak of all devices; None where the peak is not known."""
         if self.peak_flops is None:
             return None
         return self.flops / (prediction.seconds * prediction.plan.mesh.size * self.peak_flops)
+
+
+def _attention_flops(block: SegmentFacts) -> float:
+    return sum(each.flops for each in block.operations if each.kind is OperationKind.ATTENTION)
