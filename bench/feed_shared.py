@@ -32,8 +32,11 @@ def compute(seconds: float, matrix: torch.Tensor) -> None:
 
 
 def epoch(feed: ff.Feed, seconds: float, matrix: torch.Tensor) -> list[float]:
-    """The mean seconds of an epoch's steps but the first, and of their waits; the bytes read; a sum of the batches."""
+    """Of an epoch: the mean seconds of its steps but the first, and of their waits; the bytes read; a sum of the
+    batches; processor seconds a step, the barrier's included.
+    """
     times, waits, checksum, before = [], [], 0, feed.bytes_read or 0
+    cpu = time.process_time()
     began = time.perf_counter()
     for inputs, _ in feed:
         waits.append(time.perf_counter() - began)
@@ -42,7 +45,8 @@ def epoch(feed: ff.Feed, seconds: float, matrix: torch.Tensor) -> list[float]:
         dist.barrier()
         times.append(time.perf_counter() - began)
         began = time.perf_counter()
-    return [statistics.mean(times[1:]), statistics.mean(waits[1:]), (feed.bytes_read or 0) - before, checksum]
+    cpu = (time.process_time() - cpu) / len(times)
+    return [statistics.mean(times[1:]), statistics.mean(waits[1:]), (feed.bytes_read or 0) - before, checksum, cpu]
 
 
 def measure(path: str, rounds: int, seconds: float) -> list[Any]:
@@ -74,12 +78,13 @@ def run_shared(options: argparse.Namespace) -> None:
 
 
 def report(found: list[Any], seconds: float) -> None:
-    rows = [[f"compute {1000 * seconds:.0f} ms", "step, ms", "wait, ms", "MB read, rank 0", "MB read, rank 1"]]
+    rows = [[f"compute {1000 * seconds:.0f} ms", "step, ms", "wait, ms", "CPU ms, both", "MB read, 0", "MB read, 1"]]
     for shared, name in enumerate(("each reads", "one reads")):
         ranks = [row[shared] for row in found]
         step, wait = (statistics.median(max(rank[at] for rank in each) for each in ranks) for at in (0, 1))
         read = [f"{statistics.median(each[rank][2] for each in ranks) / MB:.0f}" for rank in range(2)]
-        rows.append([name, f"{1000 * step:.2f}", f"{1000 * wait:.2f}", *read])
+        cpu = 1000 * statistics.median(sum(rank[4] for rank in each) for each in ranks)
+        rows.append([name, f"{1000 * step:.2f}", f"{1000 * wait:.2f}", f"{cpu:.2f}", *read])
     print(format_table(rows))
     steps = [[max(rank[0] for rank in row[shared]) for row in found] for shared in (1, 0)]
     ratio = statistics.median(a / b for a, b in zip(*steps, strict=True))

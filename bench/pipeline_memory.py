@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from bench import bert
 from bench.measurement import describe_machine, format_table
-from bench.sequence_memory import NullChannel
+from fourfold.analysis.task_facts.fake_ranks import FakeChannel
 from fourfold.parts.comm.meter import CommMeter
 from fourfold.parts.comm.ring.p2p import RingOverP2P
 from fourfold.parts.comm.ring.single_rank import NullRingGroup
@@ -263,7 +263,7 @@ RSA_PAPER = {
 def rsa_rank(place: int, *, size: int, batch: int, length: int, is_tensor: bool) -> FakeRank:
     """The first stage: 3 of 24 blocks. 16 bytes for each weight: it and its gradient in two, 12 of states."""
     shape = BERT_LARGE._replace(positions=length)
-    axis = SequenceGroup(RingOverP2P(NullChannel(size)), NullRingGroup(CommMeter()), "rsa")
+    axis = SequenceGroup(RingOverP2P(FakeChannel(size)), NullRingGroup(CommMeter()), "rsa")
 
     def attend(q_BHLK: Tensor, k_BHLK: Tensor, v_BHLK: Tensor) -> Tensor:
         return sequence_attention(q_BHLK, k_BHLK, v_BHLK, axis, dropout=AttentionDropout(bert.DROPOUT))

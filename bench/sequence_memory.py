@@ -14,9 +14,8 @@ weights, gradient slots and states in buckets, for the whole run.
 """
 
 import functools
-import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -26,6 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from bench import bert
 from bench.measurement import describe_machine, format_table
+from fourfold.analysis.task_facts.fake_ranks import FakeChannel, TruncatedRing
 from fourfold.parts.comm.meter import CommMeter
 from fourfold.parts.comm.reduce.single_rank import SingleRankReducer, WholeWeights
 from fourfold.parts.comm.ring.p2p import RingOverP2P
@@ -48,7 +48,6 @@ USABLE_BYTES = 15_400_000_000
 LAYERS = 12
 SAMPLE_LENGTH, BATCH = 512, 64  # the length at which batches are counted, the batch at which lengths are counted
 LENGTH_STEP = 64
-MAX_HOPS = 1
 MAX_GROWTH = 8
 TENSOR_SIZES = (1, 2, 4, 6, 12)  # 12 heads
 SEQUENCE_SIZES = (1, 2, 4, 6, 8, 12, 16, 32, 64)
@@ -95,43 +94,13 @@ def adam(model: nn.Module) -> StepMemory:
     return StepMemory({STATES: [torch.empty_like(p) for p in model.parameters() for _ in range(2)]})
 
 
-class NullChannel:
-    """A channel of `size` ranks, of which only this one exists: messages take memory but have no content."""
-
-    name = "silence"
-
-    def __init__(self, size: int) -> None:
-        self.size, self.index = size, 0
-        self.meter = CommMeter()
-
-    def send_right_recv_left(self, flat: Tensor, tag: int) -> Callable[[], Tensor]:
-        taken = torch.empty_like(flat)
-        self.meter.sent_bytes += flat.numel() * flat.element_size()
-        return lambda: taken
-
-    def all_gather(self, flat: Tensor) -> Tensor:
-        self.meter.sent_bytes += (self.size - 1) * flat.numel() * flat.element_size()
-        return flat.new_empty(self.size, flat.numel())
-
-    def all_to_all(self, parts: Tensor) -> Tensor:
-        self.meter.sent_bytes += (self.size - 1) * parts[0].numel() * parts.element_size()
-        return torch.empty_like(parts)
-
-
-class TruncatedRing(RingOverP2P):
-    """A ring whose iteration ends after `MAX_HOPS` hops."""
-
-    def iterate_blocks(self, parts: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
-        return itertools.islice(super().iterate_blocks(parts), MAX_HOPS + 1)
-
-
 def sequence_parallel(
     size: int, ring: str, *, zero: int = 0, losses: bert.Losses = bert.losses, few_hops: bool = False
 ) -> Layout:
     """A rank of Fourfold's sequence axis; a single rank uses torch's own attention. ZeRO shards over the ranks."""
     rest = functools.partial(zero_buckets, size=size, zero=zero)
     axis = SequenceGroup(
-        (TruncatedRing if few_hops else RingOverP2P)(NullChannel(size)), NullRingGroup(CommMeter()), ring
+        (TruncatedRing if few_hops else RingOverP2P)(FakeChannel(size)), NullRingGroup(CommMeter()), ring
     )
 
     def ring_attention(q_BHLK: Tensor, k_BHLK: Tensor, v_BHLK: Tensor) -> Tensor:

@@ -253,6 +253,12 @@ def test_unknown_options_and_commands_are_reported_with_valid_ones(refused: Refu
 
 def test_errors_of_the_option_parser_come_with_a_suggestion(refused: Refused) -> None:
     assert "the option -n without a value   need a value after it" in refused("train", "-n")
+    assert "the option --html without a value   need a value after it   try fourfold show --help" in refused(
+        "show", "--html"
+    )
+    assert "the option --htm   need an option of this command   try --html" in refused(
+        "show", "dp=2", "--htm=plan.html"
+    )
     assert "the option --verson   need an option of this command   try --version" in refused("--verson")
     assert "the option --jsn   need an option of this command   try --json" in refused("doctor", "--jsn")
     assert "Missing argument 'RUN'   try fourfold checkpoint list --help" in refused("checkpoint", "list")

@@ -1,7 +1,9 @@
 """Cluster descriptions: units, sources, problems, and how ranks are placed on hosts."""
 
 import copy
+import re
 import tomllib
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 from fourfold.plan.predict.cluster import topology_of
 from fourfold.plan.predict.cluster_file import (
     CLUSTERS,
+    FIELDS,
     SOURCES,
     TEXTS,
     cluster_names,
@@ -187,6 +190,14 @@ def test_cpus_have_no_memory_to_offload_to():
     assert read_cluster(values).offload_bandwidth == float("inf")
     values["device"] = "cuda"
     assert [problem.got for problem in problems(values)] == ["no offload_bandwidth"]
+
+
+def test_the_page_has_a_file_that_can_be_read_and_every_field():
+    page = (Path(__file__).parents[2] / "docs" / "clusters.md").read_text()
+    (example,) = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
+    assert read_cluster(tomllib.loads(example)).num_devices == 4
+    table = page.partition("| field |")[2].partition("## ")[0]
+    assert {name for name in (*FIELDS, *TEXTS, SOURCES) if f"`{name}`" not in table} == set()
 
 
 # ---- ranks on hosts --------------------------------------------------------------------------------

@@ -67,7 +67,8 @@ collectives = st.builds(
     st.floats(1.0, 1e9),
     forward=st.integers(0, 3),
     backward=st.integers(0, 3),
-    recompute=st.integers(0, 3),
+    recompute=st.integers(1, 3),
+    selective=st.integers(0, 1),
 )
 segments = st.builds(
     lambda each, sent, name: segment(*each, collectives=tuple(sent), name=name),

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from bench.sequence_memory import NullChannel
 from fourfold.analysis.describe import show
 from fourfold.analysis.describe_sequence import saved_bytes, sent_bytes, trace_model
+from fourfold.analysis.task_facts.fake_ranks import FakeChannel
 from fourfold.cli import run_commands
 from fourfold.parts.comm.ring.p2p import RingOverP2P
 from fourfold.parts.comm.ring.single_rank import NullRingGroup
@@ -32,7 +32,7 @@ def test_the_reported_bytes_equal_those_that_a_rank_saves_and_sends(plan: Plan) 
     seen = trace_model(TASK, build_meta_model(TASK))
     (form,) = seen.attention_calls
     samples = (TASK.batch_size or 0) // plan.dp
-    around, heads = NullChannel(plan.sp // plan.ulysses), NullChannel(plan.ulysses)
+    around, heads = FakeChannel(plan.sp // plan.ulysses), FakeChannel(plan.ulysses)
     axis = SequenceGroup(
         RingOverP2P(around), RingOverP2P(heads) if heads.size > 1 else NullRingGroup(around.meter), plan.ring
     )

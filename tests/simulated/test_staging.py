@@ -108,6 +108,19 @@ def test_copies_are_whole_and_within_the_limit_whatever_is_opened_and_closed(tmp
     assert refused or seed
 
 
+def test_a_copy_that_was_opened_again_is_held_until_both_are_closed(tmp_path):
+    shards = make_shards(tmp_path / "data", [1000] * 2)
+    read, cache = FolderOrigin(tmp_path / "data").read, ShardCache(tmp_path / "cache", 1500)
+    first = cache.copy(shards[0], read)
+    again = first.again()
+    first.close()
+    with pytest.raises(NoRoomError):
+        cache.copy(shards[1], read)
+    assert content_of(again) == (tmp_path / "data" / "shard-0").read_bytes()
+    again.close()
+    cache.copy(shards[1], read).close()
+
+
 def test_the_least_recently_used_copy_is_evicted(tmp_path):
     shards = make_shards(tmp_path / "data", [1000] * 4)
     read, cache = FolderOrigin(tmp_path / "data").read, ShardCache(tmp_path / "cache", 3000)
@@ -218,7 +231,11 @@ def test_batches_are_the_same_whatever_the_cache_holds(tmp_path, limit, num_ahea
         assert [read_shard(stager, origin, shards, n) for n in batch] == [expected[n] for n in batch]
         stager.advance()
     stager.close()
-    assert not any(is_locked(tmp_path / "cache" / name) for name in files(tmp_path / "cache"))
+    # A thread may be in the middle of a copy that nothing needs any more: it closes it when it is done.
+    deadline = time.monotonic() + 20
+    while any(is_locked(tmp_path / "cache" / name) for name in files(tmp_path / "cache")):
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
 
 
 def is_locked(path: Path) -> bool:
@@ -240,6 +257,38 @@ def test_shards_are_copied_before_their_batch_and_each_once(tmp_path):
         stager.advance()
     assert origin.num_bytes <= 8 * 1000 + 1000  # one may be read before its copy has begun
     stager.close()
+
+
+class SlowOrigin(CountingOrigin):
+    """An origin that takes its time."""
+
+    def read(self, name, start, stop):
+        time.sleep(0.02)
+        return super().read(name, start, stop)
+
+
+def test_shards_that_were_read_before_their_copy_was_made_are_copied_for_the_next_epoch(tmp_path):
+    shards, origin = make_shards(tmp_path / "data", [1000] * 12), SlowOrigin(tmp_path / "data")
+    stager = Stager(origin, shards, ShardCache(tmp_path / "cache", 12_000))
+    stager.expect([n] for n in range(12))
+    for _ in range(12):  # all batches are read at once, from the origin
+        stager.advance()
+    stager.close()
+    wait_for_files(tmp_path / "cache", {f"shard-{n}" for n in range(12)})
+
+
+@pytest.mark.parametrize("limit", [12_000, 2500])
+def test_a_shard_that_is_read_whole_passes_the_origin_once_where_there_is_room(tmp_path, limit):
+    shards, origin = make_shards(tmp_path / "data", [1000] * 12), SlowOrigin(tmp_path / "data")
+    stager = Stager(origin, shards, ShardCache(tmp_path / "cache", limit))
+    stager.expect([n] for n in range(12))
+    for number in range(12):
+        staged = stager.held(number, is_read_whole=True)
+        content = origin.read(shards[number].name, 0, 1000) if staged is None else content_of(staged)
+        assert content == (tmp_path / "data" / shards[number].name).read_bytes()
+        stager.advance()
+    stager.close()
+    assert limit < 12_000 or origin.num_bytes == 12 * 1000
 
 
 def test_a_copy_that_a_batch_ahead_needs_is_held(tmp_path):

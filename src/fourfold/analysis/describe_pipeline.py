@@ -55,8 +55,8 @@ def _stale_notes(blueprint: Blueprint) -> list[str]:
     missed = ", ".join(str(staleness(plan.schedule, spec, stage)) for stage in stages)
     versions = ", ".join(str(num_stashed(plan.schedule, spec, stage)) for stage in stages)
     return [
-        f"{NUM_SHOWN_BATCHES} batches in a row, then a drain; a stage updates behind the last B of a batch",
-        f"staleness: a batch uses weights that miss {missed} updates, by stage: another training than with 1f1b",
+        f"{NUM_SHOWN_BATCHES} batches in a row, then a drain; a stage updates after the last B of a batch",
+        f"staleness: a batch uses weights that miss {missed} updates, by stage; training differs from 1f1b",
         f"stashed: {versions} versions of the weights, by stage",
     ]
 
@@ -92,7 +92,7 @@ def format_pipeline(model: nn.Module, blueprint: Blueprint) -> str:
     head = f"pipeline   {plan.schedule}, {microbatches}; {bubble}"
     lines = [*align_columns(rows, "><<>>>"), "", *timeline_text(lists, width=WIDTH).splitlines()]
     notes = ["F forward, B backward of a microbatch; a row for each place on the pipeline axis; · waits"]
-    notes.append("in flight: microbatches whose activations a stage holds at a time, at most")
+    notes.append("in flight: the most microbatches whose activations a stage holds at a time")
     if plan.divides_backward:
         notes[0] = "F forward; I backward of inputs, W of weights; a row for each place on the pipeline axis; · waits"
         notes += [*_deferred_notes(model, max(peak.deferred for peak in peaks)), *_norm_notes(blueprint)]

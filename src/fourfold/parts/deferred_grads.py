@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from fourfold.parts.data.grad_hooks import GradHooks, GradSink, has_user_hooks
 from fourfold.parts.data.param_access import untracked_access
+from fourfold.parts.dtypes import autocast_device
 
 _thread = threading.local()
 
@@ -137,7 +138,7 @@ class DeferredGrads:
         index = self._index_of.get(id(weight))
         if index is None or not weight.requires_grad:
             return None
-        if torch.is_autocast_enabled(input.device.type) or torch.compiler.is_compiling() or has_user_hooks(weight):
+        if torch.is_autocast_enabled(autocast_device(input)) or torch.compiler.is_compiling() or has_user_hooks(weight):
             return None
         return index
 

@@ -1,7 +1,7 @@
 """Peak memory: the most bytes a step holds at once, by kind, on real or fake tensors.
 
-kind     what the caller names tensors that exist already (`track`); else ACTIVATION if made outside of a backward,
-         TEMPORARY if made inside one
+kind     what the caller names tensors that exist already (`track`); else TEMPORARY if made inside of a backward, and
+         `forward_kind` outside of one: ACTIVATION, unless the caller changes it
 storage  counted once, however many views it has, from when an operation returns it until its last tensor is gone
 Law: the kinds add up to the bytes of all live storages that have been seen.
 
@@ -28,6 +28,8 @@ class PeakMemory(TorchDispatchMode):
     `current_bytes`: what is held now.
     """
 
+    forward_kind = ACTIVATION
+
     def __init__(self) -> None:
         super().__init__()
         self.peak_bytes, self.bytes_by_kind = 0, dict[str, int]()
@@ -35,28 +37,26 @@ class PeakMemory(TorchDispatchMode):
         self.current_bytes = 0
         self._seen_storages = WeakIdKeyDictionary()
 
-    def restart_peak(self) -> int:
-        """The peak since the last restart; from here on, a new one is looked for."""
-        before, self.peak_bytes = self.peak_bytes, self.current_bytes
-        self.bytes_by_kind = dict(self._current_by_kind)
-        return before
-
     def track(self, kind: str, tensors: Iterable[Tensor]) -> None:
         """Count tensors that exist already."""
         for tensor in tensors:
             self._count(tensor, kind)
-        self._update_peak()
+        self.update_peak()
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        kind = TEMPORARY if is_in_backward() else ACTIVATION
+        kind = TEMPORARY if is_in_backward() else self.forward_kind
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
                 self._count(leaf, kind)
-        self._update_peak()
+        self.update_peak()
         return result
+
+    def current_bytes_of(self, kind: str) -> int:
+        """What is held now, of one kind."""
+        return self._current_by_kind.get(kind, 0)
 
     def _count(self, tensor: Tensor, kind: str) -> None:
         storage = tensor.untyped_storage()
@@ -71,6 +71,7 @@ class PeakMemory(TorchDispatchMode):
         self._current_by_kind[kind] = self._current_by_kind.get(kind, 0) + size
         self.current_bytes += size
 
-    def _update_peak(self) -> None:
+    def update_peak(self) -> None:
+        """An operation has returned."""
         if self.current_bytes > self.peak_bytes:
             self.peak_bytes, self.bytes_by_kind = self.current_bytes, dict(self._current_by_kind)

@@ -172,9 +172,11 @@ def _make_feed(data: DataInput, step: TrainStep, settings: RunSettings) -> Feed:
     sizes = {"batch_size": settings.batch_size, "drop_last": settings.drop_last}
     feed = Feed(data, step.plan, seed=settings.seed, order=settings.order, window=settings.window, **sizes)
     feed.leaves_damage_to_caller = True  # the loop counts damaged samples over all ranks
-    feed.share_reads(step.communicator)
+    shares = step.plan.mesh.size > step.plan.dp
+    if shares:
+        feed.share_reads(step.communicator)
     # Ranks that need the same samples compare their batches before a step, on the host.
-    feed.copy_to(step.device, compares=step.plan.mesh.size > step.plan.dp)
+    feed.copy_to(step.device, compares=shares)
     return feed
 
 

@@ -3,7 +3,8 @@
 fused   scores are not kept: queries, keys, values, outputs and a number for each row are
 Law: what autograd keeps of a call is what torch's fused kernels, or those of the sequence axis, keep of it.
 
-With dropout and one sequence rank, torch computes the call on a CPU by its products, and so does this.
+Sequence ranks run the attention of a step, with fake peers. With dropout and one sequence rank, torch computes the call
+on a CPU by its products, and so does this.
 """
 
 from typing import Any
@@ -11,11 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fourfold.analysis.task_facts.fake_ranks import FakeChannel, TruncatedRing
 from fourfold.analysis.task_facts.operations import Kernel, KernelRecorder
 from fourfold.parts.recompute import kept
+from fourfold.parts.sequence.attention import sequence_attention
+from fourfold.parts.sequence.dropout import AttentionDropout
+from fourfold.parts.sequence.sequence_group import SequenceGroup
 from fourfold.plan.predict.facts import Collective, OperationKind
 from fourfold.plan.sequence import SequenceSpec
-from fourfold.step.sequence.sdpa_interception import AttentionCall
+from fourfold.step.sequence.sdpa_interception import AttentionCall, intercept_attention
 from fourfold.words.layout import Change, collective_sent_bytes
 
 
@@ -24,40 +29,53 @@ class FakeAttention:
 
     def __init__(self, spec: SequenceSpec, recorder: KernelRecorder | None = None) -> None:
         self._spec, self._recorder = spec, recorder
+        ring, heads = (TruncatedRing(FakeChannel(size, size - 1)) for size in (spec.size // spec.ulysses, spec.ulysses))
+        self._group = SequenceGroup(ring, heads, spec.ring)
+        """Seen from the last rank, which has the most work of a causal ring in plain order."""
 
     def __call__(self, call: AttentionCall) -> Tensor:
+        if self._recorder is not None:
+            return self._recorded(call, self._recorder)
+        if self._spec.size == 1:
+            return call.run_sdpa() if call.dropout_p else _fused(call)
+        dropout = AttentionDropout(call.dropout_p) if call.dropout_p else None
+        options: dict[str, Any] = {"is_causal": call.is_causal, "scale": call.scale, "enable_gqa": call.enable_gqa}
+        with intercept_attention(_fused):  # of ranks that have all tokens of some heads
+            return sequence_attention(call.q, call.k, call.v, self._group, mask=call.mask, dropout=dropout, **options)
+
+    def _recorded(self, call: AttentionCall, recorder: KernelRecorder) -> Tensor:
+        """One kernel, unless torch computes the call by its products."""
         if call.dropout_p and self._spec.size == 1:
             return call.run_sdpa()
-        size = self._spec.size
-        num_scores = call.q.shape[:-1].numel() * call.k.shape[-2] * size
-        if self._recorder is not None:
-            flops = 2.0 * num_scores * (call.q.shape[-1] + call.v.shape[-1]) / (2 if call.is_causal else 1)
-            moved = sum(tensor.nbytes for tensor in (call.q, call.k, call.v)) + call.q.nbytes
-            self._recorder.add(Kernel("attention", OperationKind.ATTENTION, flops, float(moved)))
-        keeps_scores = size > self._spec.ulysses and self._spec.ring == "rsa"
-        return _Fused.apply(call.q, call.k, call.v, num_scores if keeps_scores else 0)
+        num_scores = call.q.shape[:-1].numel() * call.k.shape[-2] * self._spec.size
+        flops = 2.0 * num_scores * (call.q.shape[-1] + call.v.shape[-1]) / (2 if call.is_causal else 1)
+        moved = sum(tensor.nbytes for tensor in (call.q, call.k, call.v)) + call.q.nbytes
+        recorder.add(Kernel("attention", OperationKind.ATTENTION, flops, float(moved)))
+        return _fused(call)
+
+
+def _fused(call: AttentionCall) -> Tensor:
+    return _Fused.apply(call.q, call.k, call.v)  # pyright: ignore[reportReturnType]
 
 
 class _Fused(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, num_kept_scores: int) -> Tensor:
-        out, *rows = kept(lambda: _results(q, v, num_kept_scores))
-        ctx.save_for_backward(q, k, v, out, *rows)
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out, rows = kept(lambda: _results(q, v))
+        ctx.save_for_backward(q, k, v, out, rows)
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v, *_ = ctx.saved_tensors
-        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), None
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
-def _results(q: Tensor, v: Tensor, num_kept_scores: int) -> tuple[Tensor, ...]:
-    """The output, and the sum of each row's exponentials; scores where they are kept."""
+def _results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """The output, and the sum of each row's exponentials."""
     # Heads of one token lie next to each other, as torch's kernels leave them: merging them copies nothing.
     out = q.new_empty((*q.shape[:-3], q.shape[-2], q.shape[-3], v.shape[-1])).transpose(-2, -3)
-    dtype = torch.promote_types(q.dtype, torch.float32)
-    rows = q.new_empty(q.shape[:-1], dtype=dtype)
-    return (out, rows, q.new_empty(num_kept_scores, dtype=dtype)) if num_kept_scores else (out, rows)
+    return out, q.new_empty(q.shape[:-1], dtype=torch.promote_types(q.dtype, torch.float32))
 
 
 def attention_collectives(call: AttentionCall, spec: SequenceSpec, num_samples: int) -> list[Collective]:

@@ -1,19 +1,22 @@
-"""Fake ranks: a tensor rank without peers, on the meta device: collectives have their shapes and no values.
+"""Fake ranks: a tensor or sequence rank without peers: messages have their shapes and no values.
 
-Law: a model that is cut for a fake rank computes on tensors of the shapes that a rank of the same mesh computes on.
+Law: a fake rank computes on tensors of the shapes that a rank of the same mesh computes on, and holds as many bytes.
 """
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fourfold.parts.comm.meter import CommMeter
+from fourfold.parts.comm.ring.p2p import RingOverP2P
 from fourfold.parts.torch_private import is_in_backward
 from fourfold.words.layout import Change
 
 META = torch.device("meta")
+MAX_HOPS = 1
 
 
 class RecordedCollective(NamedTuple):
@@ -71,3 +74,33 @@ class FakeTensorRanks:
 
     def broadcast(self, tensor: Tensor) -> None:
         pass
+
+
+class FakeChannel:
+    """See `P2PChannel`. One of `size` ranks, of which only this one exists: messages take memory."""
+
+    name = "fake ranks"
+
+    def __init__(self, size: int, index: int = 0) -> None:
+        self.size, self.index = size, index
+        self.meter = CommMeter()
+
+    def send_right_recv_left(self, flat: Tensor, tag: int) -> Callable[[], Tensor]:
+        taken = torch.empty_like(flat)
+        self.meter.sent_bytes += flat.numel() * flat.element_size()
+        return lambda: taken
+
+    def all_gather(self, flat: Tensor) -> Tensor:
+        self.meter.sent_bytes += (self.size - 1) * flat.numel() * flat.element_size()
+        return flat.new_empty(self.size, flat.numel())
+
+    def all_to_all(self, parts: Tensor) -> Tensor:
+        self.meter.sent_bytes += (self.size - 1) * parts[0].numel() * parts.element_size()
+        return torch.empty_like(parts)
+
+
+class TruncatedRing(RingOverP2P):
+    """A ring whose iteration ends after `MAX_HOPS` hops: further ones hold no more."""
+
+    def iterate_blocks(self, parts: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
+        return itertools.islice(super().iterate_blocks(parts), MAX_HOPS + 1)

@@ -20,6 +20,7 @@ from fourfold.parts.tensor.residual import split_residual
 from fourfold.parts.tensor.split_region import SplitRegion
 from fourfold.plan.plan import Plan
 from fourfold.plan.precision import COMPUTE_FORMATS
+from fourfold.plan.tensor_residual import ResidualLayout
 from fourfold.step.batch import POSITION_KEYS, has_token_dim
 from fourfold.step.meta_model import try_meta_model
 from fourfold.step.tensor.tensor_axis import model_layout, model_residual
@@ -29,11 +30,12 @@ from fourfold.words.task import Task
 
 
 class LaidOutModel(NamedTuple):
-    """`region`: of the tensor axis; None: the model is whole."""
+    """`region`: of the tensor axis; None: the model is whole. `residual`: where its hidden tensors are split."""
 
     model: nn.Module
     group: FakeTensorGroup
     region: SplitRegion | None
+    residual: ResidualLayout = ResidualLayout()
 
 
 def lay_out(task: Task, plan: Plan) -> LaidOutModel:
@@ -44,19 +46,21 @@ def lay_out(task: Task, plan: Plan) -> LaidOutModel:
         need = "a model whose constructor needs no values: what it costs is found without memory"
         raise TaskError(Problem(got, need, "shapes in the constructor, values in the initialization"))
     group = FakeTensorGroup(plan.tp)
-    region = _cut(model, task.tensor, plan, group) if plan.tp > 1 else None
+    found = LaidOutModel(model, group, None)
+    if plan.tp > 1:
+        found = _cut(model, task.tensor, plan, group)
     if plan.precision != "keep":
         _cast(model, plan.precision)
-    return LaidOutModel(model, group, region)
+    return found
 
 
-def _cut(model: nn.Module, rules: Mapping[str, str], plan: Plan, group: FakeTensorGroup) -> SplitRegion:
+def _cut(model: nn.Module, rules: Mapping[str, str], plan: Plan, group: FakeTensorGroup) -> LaidOutModel:
     layout = model_layout(model, rules, plan.tensor_spec)
     residual = model_residual(model, layout, plan.residual)
     region = SplitRegion(group)
     cut_model(InitialModel(model), layout, region, FakeTensorRanks(), lambda name: True)
     split_residual(model, residual, region)
-    return region
+    return LaidOutModel(model, group, region, residual)
 
 
 def _cast(model: nn.Module, precision: str) -> None:

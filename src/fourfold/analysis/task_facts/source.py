@@ -4,22 +4,17 @@ variant  the fields of a plan that change what one rank computes with one sample
 Law: facts are counted, not guessed: on the meta device, with the modules, shards and attention of a run.
 """
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
 from torch import nn
 
+from fourfold.analysis.task_facts.fake_memory import MemoryOfSegments, record_memory
+from fourfold.analysis.task_facts.fake_rank import FakeRank, RankBytes
 from fourfold.analysis.task_facts.fake_ranks import RecordedCollective
-from fourfold.analysis.task_facts.fake_step import (
-    FakeModel,
-    ForwardRecord,
-    MemoryRecord,
-    SegmentBytes,
-    record_forward,
-    record_memory,
-)
+from fourfold.analysis.task_facts.fake_step import FakeModel, ForwardRecord, record_forward
 from fourfold.analysis.task_facts.laid_out_model import FakeBatch, lay_out
 from fourfold.analysis.task_facts.operations import operation_of
 from fourfold.feed.data_input import open_data
@@ -29,7 +24,6 @@ from fourfold.parts.optim.user_optimizer import build_optimizer
 from fourfold.plan.param_spec import ParamSpec
 from fourfold.plan.plan import Plan
 from fourfold.plan.predict.facts import Collective, ModelFacts, Operation, SegmentFacts
-from fourfold.plan.tensor_residual import WHOLE
 from fourfold.plan.update_spec import UpdateSpec
 from fourfold.step.batch import find_positions, unpack_batch
 from fourfold.step.batch_norm import uses_batch_stats
@@ -38,7 +32,7 @@ from fourfold.step.meta_model import build_meta_model
 from fourfold.step.model_layout import laid_out_specs
 from fourfold.step.model_specs import update_spec
 from fourfold.step.pipeline.chain import Chain, find_chain, map_stages
-from fourfold.words.errors import Problem, TaskError
+from fourfold.words.errors import PlanError, Problem, TaskError, TrainingError
 from fourfold.words.layout import Change
 from fourfold.words.task import DEFAULT_BATCH_SIZE, Task, check_task
 
@@ -54,6 +48,7 @@ class TaskFacts:
         check_task(task)
         self._task = task
         self._facts: dict[tuple[object, ...], ModelFacts] = {}
+        self._refused: dict[tuple[object, ...], Sequence[Problem]] = {}
         self._specs: dict[tuple[object, ...], list[ParamSpec]] = {}
 
     @property
@@ -68,8 +63,12 @@ class TaskFacts:
     def _chain(self) -> Chain:
         return find_chain(self._model)
 
-    @cached_property
+    @property
     def update_spec(self) -> UpdateSpec:
+        return self._update_spec
+
+    @cached_property
+    def _update_spec(self) -> UpdateSpec:
         return update_spec(self._model, self._optimizer, clip=self._task.clip, counts_states=True)
 
     @cached_property
@@ -101,11 +100,34 @@ class TaskFacts:
 
     def facts(self, plan: Plan) -> ModelFacts:
         key = tuple(getattr(plan, name) for name in VARIANT_FIELDS)
+        if key in self._refused:
+            raise PlanError(self._refused[key], where="the plan")
         if key not in self._facts:
-            laid_out = lay_out(self._task, plan)
-            fake = FakeModel(laid_out, self._chain.blocks, self._task.loss, self._batch, plan)
-            self._facts[key] = _Counted(fake, self._model, self._chain).facts()
+            try:
+                self._facts[key] = _Counted(self._fake_model(plan), self._model, self._chain).facts()
+            except (PlanError, TrainingError) as error:  # attention says in a step which heads it cannot divide
+                self._refused[key] = error.problems
+                raise PlanError(error.problems, where="the plan") from error
         return self._facts[key]
+
+    def rank_bytes(self, plan: Plan, place: int = 0) -> RankBytes:
+        """What a rank at a place of the pipeline axis holds at its peak: it runs its whole list, with all its blocks.
+
+        Weights, gradients and states rest whole. Raises PlanError or TaskError.
+        """
+        num_samples = -(-self.batch_size // (plan.dp * plan.microbatches))
+        stages = map_stages(self._model, plan.stage_spec)
+        rank = FakeRank(
+            self._fake_model(plan),
+            stages,
+            place,
+            num_samples=num_samples,
+            states_per_weight=max(self.update_spec.num_states, default=0),
+        )
+        return rank.run(plan.compute_lists[place])
+
+    def _fake_model(self, plan: Plan) -> FakeModel:
+        return FakeModel(lay_out(self._task, plan), self._chain.blocks, self._task.loss, self._batch, plan)
 
 
 class _Counted:
@@ -136,31 +158,18 @@ class _Counted:
     def _segment(self, number: int) -> SegmentFacts:
         tracker = self._forwards[0].tracker
         counted = tracker.counted_as(number)
-        bytes_of = {each: memory.per_sample(counted) for each, memory in self._memory.items()}
-        kept = {each: float(bytes_of.get(each, bytes_of["none"]).kept) for each in RECOMPUTES}
-        if self._shares_inputs(number):
-            kept |= {each: max(0.0, kept[each] - self._others_part) for each in RECOMPUTES[1:]}
-        most = max(found.temporary for found in bytes_of.values())
+        kept = {each: memory.kept(counted) for each, memory in self._memory.items()}
+        peaks = {each: memory.peaks(counted) for each, memory in self._memory.items()}
         return SegmentFacts(
             self._name(number),
             self._params.get(number, ()),
             tuple(self._operations.get(counted, ())),
-            kept,
+            {each: kept.get(each, kept["none"]) for each in RECOMPUTES},
             tuple(self._collectives(counted)),
-            most,
+            max((each.sample_bytes for each in peaks["none"]), default=0.0),
             self._norm_channels.get(number, ()),
-            max(memory.per_call(counted) for memory in self._memory.values()),
+            {each: peaks.get(each, peaks["none"]) for each in RECOMPUTES},
         )
-
-    def _shares_inputs(self, number: int) -> bool:
-        """Whether each tensor rank keeps a part of the inputs of a block that is computed again."""
-        plan = self._fake.plan
-        return plan.tp > 1 and plan.residual == WHOLE and 0 < number < self._num_segments - 1
-
-    @property
-    def _others_part(self) -> float:
-        """Of the inputs of one sample: the bytes that other tensor ranks keep."""
-        return self._boundary().num_bytes * (1 - 1 / self._fake.plan.tp)
 
     def _name(self, number: int) -> str:
         return self._chain.blocks[number - 1] if 0 < number <= len(self._chain.blocks) else ""
@@ -205,24 +214,14 @@ class _Counted:
         found = [each for segment, each in self._forwards[0].sent_by_attention if segment == number]
         if self._fake.plan.tp == 1:
             return found
-        whole, again = (self._memory[each].collectives(number) for each in ("none", self._last_recompute))
-        calls = defaultdict[tuple[object, float], list[int]](lambda: [0, 0, 0])
-        for call, count in whole.items():
-            calls[call.change, call.whole_bytes][call.in_backward] += count
-        for call, count in again.items():
-            if call.in_backward:
-                before = whole.get(call, 0)
-                calls[call.change, call.whole_bytes][2] += max(0, count - before)
-        if self._shares_inputs(number):
-            found.append(Collective("tp", Change.ALL_GATHER, self._boundary().num_bytes, 0, 0, 1))
+        counts = {each: memory.few.collectives.get(number, Counter()) for each, memory in self._memory.items()}
+        forward, backward = (_by_tensor(counts["none"], in_backward=each) for each in (False, True))
+        again = {each: _by_tensor(counts[each], in_backward=True) - backward for each in self._memory}
+        full, selective = (again.get(each, Counter()) for each in ("full", "selective"))
         return found + [
-            Collective("tp", change, num_bytes / FEW, *counts)  # type: ignore[arg-type]
-            for (change, num_bytes), counts in calls.items()
+            Collective("tp", call[0], call[1] / FEW, forward[call], backward[call], full[call], selective[call])
+            for call in forward | backward | full | selective
         ]
-
-    @property
-    def _last_recompute(self) -> str:
-        return list(self._memory)[-1]
 
     def _boundary(self) -> "_Boundary":
         hidden = self._forwards[0].tracker.boundary
@@ -239,27 +238,17 @@ class _Boundary(NamedTuple):
     element_bytes: int
 
 
-class _Memory(NamedTuple):
-    """Two fake steps."""
-
-    few: MemoryRecord
-    many: MemoryRecord
-
-    def per_sample(self, segment: int) -> SegmentBytes:
-        pair = [record.segments.get(segment, SegmentBytes(0, 0)) for record in self]
-        return SegmentBytes(*(max(0, (many - few) // (MANY - FEW)) for few, many in zip(*pair, strict=True)))
-
-    def per_call(self, segment: int) -> float:
-        """Temporary bytes that do not grow with the samples, such as gradients of weights."""
-        few = self.few.segments.get(segment, SegmentBytes(0, 0)).temporary
-        return float(max(0, few - FEW * self.per_sample(segment).temporary))
-
-    def collectives(self, segment: int) -> Mapping[RecordedCollective, int]:
-        return self.few.collectives.get(segment, Counter())
+def _by_tensor(calls: Mapping[RecordedCollective, int], *, in_backward: bool) -> Counter[tuple[Change, float]]:
+    """How often each change of a tensor of so many bytes is made."""
+    found = Counter[tuple[Change, float]]()
+    for call, count in calls.items():
+        found[call.change, call.whole_bytes] += count * (call.in_backward == in_backward)
+    return found
 
 
-def _memory_of(fake: FakeModel, recompute: str) -> _Memory:
-    return _Memory(record_memory(fake, FEW, recompute), record_memory(fake, MANY, recompute))
+def _memory_of(fake: FakeModel, recompute: str) -> MemoryOfSegments:
+    few, many = (record_memory(fake, number, recompute) for number in (FEW, MANY))
+    return MemoryOfSegments(few, many, FEW, MANY)
 
 
 def _operations(few: ForwardRecord, many: ForwardRecord) -> dict[int, list[Operation]]:

@@ -118,7 +118,7 @@ class StagedFiles:
 
     def _path_of(self, number: int) -> Path:
         for stager in self._stagers:
-            if stager.held(number) is not None:
+            if stager.held(number, is_read_whole=self._per_file == 1) is not None:
                 return self._cache.folder / self._shards[number].name
         self._origin.wait(self._shards[number].num_bytes // self._per_file)
         return self._origin.path_of(number)

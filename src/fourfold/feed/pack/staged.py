@@ -89,8 +89,9 @@ class StagedPlace:
         """The shard's copy, or the shard at the origin. Waits for a copy that is being made."""
         if self._process == os.getpid():  # the stager's threads do not survive a fork
             for stager in self._stagers:
-                stager.held(shard)
-        # Opened again: what a stager holds may be closed while it is read.
+                # Opened again: what a stager holds may be closed while it is read.
+                if (held := stager.open(shard)) is not None:
+                    return CopiedShard(shard, held)
         copy = self._cache.open(self._shards[shard])
         return OriginShard(shard, self._origin) if copy is None else CopiedShard(shard, copy)
 

@@ -53,9 +53,17 @@ class StagedFile:
     def __init__(self, shard: Shard, descriptor: int) -> None:
         self.shard, self.descriptor = shard, descriptor
 
+    @property
+    def is_closed(self) -> bool:
+        return self.descriptor < 0
+
+    def again(self) -> "StagedFile":
+        """The same copy, which is then held until both are closed: a lock of `flock` belongs to the opened file."""
+        return StagedFile(self.shard, os.dup(self.descriptor))
+
     def close(self) -> None:
         """Give up the copy: it may be evicted from now on, unless another process has it open."""
-        if self.descriptor >= 0:
+        if not self.is_closed:
             os.close(self.descriptor)
             self.descriptor = -1
 

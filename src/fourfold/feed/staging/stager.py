@@ -60,6 +60,8 @@ class Stager:
         self._changed = threading.Condition()
         """Held to change a copy, notified when one has changed."""
         self._has_logged_room = False
+        # Then a shard that was read before its copy was made is copied all the same, for the next epoch.
+        self._keeps_all = sum(shard.num_bytes for shard in shards) <= cache.max_bytes
 
     def expect(self, batches: Iterable[Sequence[int]]) -> None:
         """Stage the shards of these batches, in place of what was expected before."""
@@ -79,28 +81,42 @@ class Stager:
         self._give_up({shard for shard in done if self._num_needs[shard] <= 0})
         self._look_ahead()
 
-    def held(self, shard: int) -> StagedFile | None:
+    def held(self, shard: int, *, is_read_whole: bool = False) -> StagedFile | None:
         """The copy of a shard that the next expected batch needs; None: read it from the origin.
 
-        Waits for a copy that is being made. Raises DataError if the shard is not what its manifest says.
+        Waits for a copy that is being made; if the shard `is_read_whole`, also for one that is still to be made, as
+        long as there is room: the same bytes would come from the origin anyhow. Raises DataError if the shard is not
+        what its manifest says.
         """
         with self._changed:
             copy = self._copies.get(shard)
             if copy is None:
                 return None
+            if is_read_whole:
+                self._changed.wait_for(lambda: copy.state is not _State.QUEUED or self._lacks_room())
             self._changed.wait_for(lambda: copy.state is not _State.COPYING)
             if copy.error is not None:
                 raise copy.error
             return copy.staged
 
+    def open(self, shard: int) -> StagedFile | None:
+        """The same, opened once more: it stays open when the stager gives its own up."""
+        with self._changed:
+            held = self.held(shard)
+            # It may have been given up while this thread waited for it.
+            return None if held is None or held.is_closed else held.again()
+
     def close(self) -> None:
-        """End staging, and give up all copies."""
+        """End staging, and give up all copies. If the cache holds all shards, copies that were begun here are made."""
         self._give_up(set(self._copies))
         self._ahead.clear()
         self._expected = iter(())
         for _ in range(NUM_COPY_THREADS):
             self._queue.put(None)
         self._queue = queue.SimpleQueue()
+
+    def _lacks_room(self) -> bool:
+        return any(copy.state is _State.LACKS_ROOM for copy in self._copies.values())
 
     def _look_ahead(self) -> None:
         while len(self._ahead) < self._num_ahead and (batch := next(self._expected, None)) is not None:
@@ -138,11 +154,13 @@ class Stager:
 
     def _make(self, copy: _Copy) -> StagedFile | None:
         """The copy, once there is room for it; None if it is no longer needed."""
-        while copy.is_wanted:
+        while copy.is_wanted or self._keeps_all:
             self._set_state(copy, _State.COPYING)
             try:
                 return self._cache.copy(self._shards[copy.shard], self._origin.read)
             except NoRoomError:
+                if not copy.is_wanted:
+                    return None
                 self._set_state(copy, _State.LACKS_ROOM)
                 self._log_room(copy)
             with self._changed:

@@ -17,7 +17,7 @@ SYNCHRONOUS_ONLY: dict[str, tuple[tuple[object, ...], str]] = {
 
 # By schedule: what recompute would break.
 NO_RECOMPUTE: dict[str, str] = {
-    "zero-bubble": "the inputs of layers until the second half of a backward: computed again, they are held until then",
+    "zero-bubble": "a backward in one piece: activations that are computed again would be held until W",
     "pipedream": "the weights of the forward when backward computes blocks again: there may be newer ones by then",
     "2bw": "the weights of the forward when backward computes blocks again: there may be newer ones by then",
 }

@@ -6,7 +6,7 @@ names  the blocks of each stage as a user writes them: `"net1; relu net2"`; a st
 Law: every stage has consecutive blocks, at least one; together they have each block once.
 """
 
-import bisect
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -109,6 +109,11 @@ def divide_evenly(costs: Sequence[float], first: float, last: float, num_stages:
     The last stage keeps no activations of other microbatches, the first one keeps most: so a block too many is better
     on a late stage.
     """
+    return _divide_evenly(tuple(costs), first, last, num_stages)
+
+
+@functools.lru_cache(maxsize=256)  # a search divides the same chain for many plans
+def _divide_evenly(costs: tuple[float, ...], first: float, last: float, num_stages: int) -> tuple[range, ...]:
     num_blocks = len(costs)
     sums = [first]
     for index, cost in enumerate(costs):
@@ -118,7 +123,7 @@ def divide_evenly(costs: Sequence[float], first: float, last: float, num_stages:
     for stage in range(1, num_stages):
         row = [(float("inf"), 0)] * (num_blocks + 1)
         for stop in range(stage + 1, num_blocks + 1):
-            row[stop] = _best_start(best[-1], sums, stage, stop)
+            row[stop] = min((max(best[-1][start][0], sums[stop] - sums[start]), start) for start in range(stage, stop))
         best.append(row)
     stops, stop = [], num_blocks
     for stage in reversed(range(num_stages)):
@@ -126,24 +131,6 @@ def divide_evenly(costs: Sequence[float], first: float, last: float, num_stages:
         stop = best[stage][stop][1]
     starts = [0, *reversed(stops[1:])]
     return tuple(range(start, stop) for start, stop in zip(starts, reversed(stops), strict=True))
-
-
-def _best_start(front: Sequence[tuple[float, int]], sums: Sequence[float], least: int, stop: int) -> tuple[float, int]:
-    """The least greatest cost with a last stage up to `stop`, and the first start that has it.
-
-    A later start makes the stages in front of it more costly, or as costly, and the last one less costly.
-    """
-
-    def cost(start: int) -> float:
-        return max(front[start][0], sums[stop] - sums[start])
-
-    crossing = bisect.bisect_left(
-        range(least, stop), True, key=lambda start: front[start][0] >= sums[stop] - sums[start]
-    )
-    best = min(range(max(least, least + crossing - 1), min(stop, least + crossing + 1)), key=cost)
-    while best > least and cost(best - 1) == cost(best):
-        best -= 1
-    return cost(best), best
 
 
 def _counts(text: str) -> list[int] | None:

@@ -7,7 +7,7 @@ Law: the counts follow from the order on one index alone, whatever the speed of 
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from fourfold.words.program import Action, Verb
@@ -51,12 +51,3 @@ def peak_in_flight(actions: Sequence[Action]) -> Peak:
         peaks[action.stage] = max(peaks[action.stage], in_flight[action.stage])
         most, most_deferred = max(most, in_flight.total()), max(most_deferred, deferred)
     return Peak(most, dict(sorted(peaks.items())), most_deferred)
-
-
-def peak_of_stages(actions: Sequence[Action], sizes: Mapping[int, float]) -> float:
-    """The most that one pipeline index keeps at a time, if a microbatch in flight keeps `sizes` of its stage."""
-    kept = most = 0.0
-    for action in actions:
-        kept += sizes[action.stage] * ((action.verb in BEGIN_OF_FLIGHT) - (action.verb in END_OF_FLIGHT))
-        most = max(most, kept)
-    return most

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from fourfold.plan.pipeline.spec import ComputeLists
 from fourfold.words.program import Action, Verb
 
-BACKWARD_PHASE = (Verb.BACKWARD, Verb.RECEIVE_BACKWARD)
 COMPLETE_BACKWARD = (Verb.BACKWARD, Verb.BACKWARD_WEIGHT)
 OWNER = 0
 
@@ -31,7 +30,7 @@ def add_ties(lists: Sequence[Sequence[Action]]) -> ComputeLists:
     result[last] = (*result[last], Action(Verb.TIE_GRADIENT, last, 0))
     actions = result[OWNER]
     place = max(index for index, action in enumerate(actions) if action.verb in COMPLETE_BACKWARD)
-    while actions[place - 1].verb in BACKWARD_PHASE:  # the receipt of what this backward needs
+    if actions[place - 1].verb == Verb.RECEIVE_BACKWARD:  # of what this backward needs: nothing is between the two
         place -= 1
     result[OWNER] = (*actions[:place], Action(Verb.TIE_GRADIENT, OWNER, 0), *actions[place:])
     return tuple(result)

@@ -8,7 +8,7 @@ Law: facts are of one sample on one rank of a plan, and costs are linear in samp
 
 import enum
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from fourfold.plan.param_spec import ParamSpec
@@ -35,7 +35,8 @@ class Operation(NamedTuple):
     moved_bytes           activations read and written, for one sample
     weight_bytes          weights read, whatever the number of samples
     has_weight            its backward is two operations as large: the gradients of inputs and those of weights.
-                          Without a weight, both are gradients of inputs
+                          Without a weight, both are gradients of inputs. Where memory bounds, it moves 1.5 times as
+                          much
     rows, columns, inner  of a product [rows, inner] @ [inner, columns]; rows are those of one sample; else 0
     batch                 products of one sample in one call, where they do not share a factor; 0: one product for all
     """
@@ -55,7 +56,8 @@ class Collective(NamedTuple):
     """A collective inside forward and backward, along tp or sp.
 
     whole_bytes  of the tensor that is reduced or gathered, for one sample
-    forward, backward, recompute  how often it runs in each; recompute: again, before a backward that computes again
+    forward, backward     how often it runs in each
+    recompute, selective  how often it runs again in the backward of a block that computes again, with each of these
     """
 
     axis: Axis
@@ -64,6 +66,18 @@ class Collective(NamedTuple):
     forward: int
     backward: int
     recompute: int = 0
+    selective: int = 0
+
+    def repeats(self, recompute: str) -> int:
+        """How often it runs again, with the plan's `recompute`."""
+        return {"none": 0, "selective": self.selective, "full": self.recompute}[recompute]
+
+
+class TemporaryPeak(NamedTuple):
+    """A moment of a forward or backward, and what it holds besides what is kept: so many bytes, and for each sample."""
+
+    call_bytes: float
+    sample_bytes: float
 
 
 @dataclass(frozen=True)
@@ -74,8 +88,9 @@ class SegmentFacts:
     params       the names of its parameters
     operations   of a forward
     saved_bytes  by the plan's `recompute`: what autograd keeps of one sample until backward
-    temporary_bytes  the most that a forward or backward of one sample holds in addition
-    call_bytes       and what they hold besides, however many samples there are, such as gradients of weights
+    temporary_bytes  the most that a forward or backward of one sample holds in addition, if nothing is computed again
+    peaks        by `recompute`: the moments that hold most, for some number of samples; those of few samples are often
+                 the gradient of a weight. Empty: `temporary_bytes` is all that is known
     norm_channels    of each batch normalization that uses statistics of the batch: with `batch_norm = "sync"`, data
                      ranks exchange sums over them in forward and in backward
     """
@@ -87,12 +102,20 @@ class SegmentFacts:
     collectives: tuple[Collective, ...] = ()
     temporary_bytes: float = 0.0
     norm_channels: tuple[int, ...] = ()
-    call_bytes: float = 0.0
+    peaks: Mapping[str, tuple[TemporaryPeak, ...]] = field(default_factory=dict)
 
     @property
     def flops(self) -> float:
         """Of a forward of one sample."""
         return sum(operation.flops for operation in self.operations)
+
+    def most_temporary_bytes(self, num_samples: float, recompute: str) -> float:
+        """The most that a forward or backward of so many samples holds besides what is kept."""
+        if recompute in self.peaks:
+            moments = self.peaks[recompute]
+            return max((each.call_bytes + each.sample_bytes * num_samples for each in moments), default=0.0)
+        again = self.saved_bytes["none"] - self.saved_bytes[recompute]
+        return (self.temporary_bytes + max(0.0, again)) * num_samples
 
 
 @dataclass(frozen=True)

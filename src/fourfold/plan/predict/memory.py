@@ -1,24 +1,24 @@
 """Memory prediction: the bytes that a rank holds at its peak, by place on the pipeline axis.
 
-in flight  microbatches whose activations a place keeps; the schedule says how many of each of its stages
+in flight  microbatches whose activations a place keeps, and what it has received for them
 deferred   microbatches between the two halves of their backward: gradients of the outputs of products are kept too
 Law: what rests is counted by `plan/memory.py`, as `parts/memory.py` counts it; the rest follows from facts and lists.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
+from typing import NamedTuple
 
 from fourfold.plan.codec import CODECS, accumulation_bytes, low_rank_spec
 from fourfold.plan.lowering import Blueprint, DataGroup, bytes_by_bucket
 from fourfold.plan.memory import HostMemoryUse, host_memory_use
 from fourfold.plan.pipeline.asynchronous import num_stashed
-from fourfold.plan.pipeline.in_flight import peak_in_flight, peak_of_stages
 from fourfold.plan.plan import Plan
 from fourfold.plan.precision import COMPUTE_FORMATS
 from fourfold.plan.predict.action_costs import place_groups
 from fourfold.plan.predict.facts import FactsSource, OperationKind, SegmentFacts
 from fourfold.plan.predict.prediction import MemoryParts
 from fourfold.plan.predict.stage_seconds import stage_segments
-from fourfold.words.program import Action
+from fourfold.words.program import Action, Verb
 
 FULL_BYTES = 4  # of an element, without a precision
 
@@ -40,17 +40,20 @@ def predict_memory(
         stage_segments(facts, blocks[stage], is_first=stage == 0, is_last=stage == last)
         for stage in range(plan.num_stages)
     ]
-    samples = -(-source.batch_size // plan.dp) / plan.microbatches
-    messages = 2 * facts.boundary_bytes * samples if plan.pp > 1 else 0.0
+    samples = -(-source.batch_size // (plan.dp * plan.microbatches))
+    received = facts.boundary_bytes * samples if plan.pp > 1 else 0.0
     parts = []
     for place, group in enumerate(place_groups(blueprint)):
-        stages = {stage: segments[stage] for stage in range(place, plan.num_stages, plan.pp)}
-        resting = resting_memory(blueprint, group, place)
+        stages = {
+            stage: _stage_bytes(blueprint, segments[stage], samples, received if stage else 0.0)
+            for stage in range(place, plan.num_stages, plan.pp)
+        }
+        resting, working = resting_memory(blueprint, group, place), _working_bytes(lists[place], stages)
         parts.append(
             resting._replace(
-                activations=_activation_bytes(plan, lists[place], stages) * samples,
-                buffers=resting.buffers + messages,
-                temporaries=max(temporary_bytes(plan, each, samples) for own in stages.values() for each in own),
+                activations=working.activations,
+                buffers=resting.buffers + received,  # the message that is sent
+                temporaries=working.temporaries,
                 reserve=reserve_bytes,
             )
         )
@@ -126,14 +129,33 @@ def _codec_bytes(plan: Plan, group: DataGroup, order: Sequence[int]) -> float:
 # ---- activations ---------------------------------------------------------------------------------------
 
 
-def _activation_bytes(plan: Plan, actions: Sequence[Action], stages: Mapping[int, Sequence[SegmentFacts]]) -> float:
-    """Bytes of one sample of each microbatch in flight, at the worst time."""
-    saved = {stage: sum(each.saved_bytes[plan.recompute] for each in own) for stage, own in stages.items()}
-    peak = peak_of_stages(actions, saved)
-    deferred = peak_in_flight(actions).deferred
-    if not deferred:
-        return peak
-    return peak + deferred * max(output_bytes(plan, own) for own in stages.values())
+class _StageBytes(NamedTuple):
+    """One microbatch on one stage.
+
+    kept      from its forward until its backward: what was received, and what autograd keeps
+    most      while its forward or backward runs; what the segments behind the running one have kept is freed by then
+    deferred  between the halves of its backward, in place of `kept`: both factors of the gradients of weights
+    most_of_first_half  as `most`; these factors stay
+    """
+
+    kept: float
+    most: float
+    deferred: float = 0.0
+    most_of_first_half: float = 0.0
+
+
+def _stage_bytes(blueprint: Blueprint, segments: Sequence[SegmentFacts], samples: int, received: float) -> _StageBytes:
+    plan = blueprint.plan
+    # A copy of a tied weight is no parameter: the first half makes its gradient.
+    copied = {tuple(sorted(spec.local_shape)) for spec in blueprint.specs if spec.is_tied} if received else set()
+    width = COMPUTE_FORMATS[plan.precision].num_bytes if plan.precision in COMPUTE_FORMATS else FULL_BYTES
+    kept = most = most_of_first_half = received
+    deferred = [_factor_elements(segment, copied) * width * samples for segment in segments]
+    for segment, later in zip(segments, _sums_behind(deferred), strict=True):
+        kept += segment.saved_bytes[plan.recompute] * samples
+        now = kept + segment.most_temporary_bytes(samples, plan.recompute)
+        most, most_of_first_half = max(most, now), max(most_of_first_half, now + later)
+    return _StageBytes(kept, most, sum(deferred), most_of_first_half)
 
 
 def output_bytes(plan: Plan, segments: Sequence[SegmentFacts]) -> float:
@@ -147,7 +169,42 @@ def output_bytes(plan: Plan, segments: Sequence[SegmentFacts]) -> float:
     )
 
 
-def temporary_bytes(plan: Plan, segment: SegmentFacts, samples: float) -> float:
-    """What a forward or backward holds in addition; a backward that computes again holds all that it computes."""
-    again = max(0.0, segment.saved_bytes["none"] - segment.saved_bytes[plan.recompute])
-    return (segment.temporary_bytes + again) * samples + segment.call_bytes
+def _sums_behind(values: Sequence[float]) -> list[float]:
+    """Of each value: the sum of those behind it."""
+    return [sum(values[place + 1 :]) for place in range(len(values))]
+
+
+class _WorkingBytes(NamedTuple):
+    """At the worst time of a list: what microbatches in flight keep, and what the running action holds besides."""
+
+    activations: float
+    temporaries: float
+
+
+def _working_bytes(actions: Sequence[Action], stages: Mapping[int, _StageBytes]) -> _WorkingBytes:
+    worst, others = _WorkingBytes(0.0, 0.0), 0.0
+    """`others`: what microbatches in flight hold, besides the one of the running action."""
+    for verb, each in ((action.verb, stages[action.stage]) for action in actions):
+        if verb is Verb.BACKWARD_WEIGHT:
+            others -= each.deferred
+            now = _WorkingBytes(others + each.deferred, 0.0)
+        else:
+            most = each.most_of_first_half if verb is Verb.BACKWARD_INPUT else each.most
+            others -= each.kept * (verb is not Verb.FORWARD)
+            now = _WorkingBytes(others + each.kept, most - each.kept)
+            others += {Verb.FORWARD: each.kept, Verb.BACKWARD_INPUT: each.deferred}.get(verb, 0.0)
+        worst = max(worst, now, key=sum)
+    return worst
+
+
+def _factor_elements(segment: SegmentFacts, copied: Set[tuple[int, ...]]) -> float:
+    """Of one sample: the inputs of the products with weights, and their outputs, whose gradients are as large.
+
+    copied  shapes of weights, in increasing order, whose products are not deferred
+    """
+    products = (each for each in segment.operations if each.kind == OperationKind.PRODUCT and each.has_weight)
+    return sum(
+        product.rows * (product.columns + product.inner)
+        for product in products
+        if (min(product.columns, product.inner), max(product.columns, product.inner)) not in copied
+    )

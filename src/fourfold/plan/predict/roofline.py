@@ -46,7 +46,7 @@ class RooflinePrices:
             once = self._collective_inside(collective, plan, num_samples)
             forward += collective.forward * once
             inputs += collective.backward * once
-            recomputed += collective.recompute * once if facts.name and plan.recompute == "full" else 0.0
+            recomputed += collective.repeats(plan.recompute) * once if facts.name else 0.0
         return SegmentSeconds(forward, inputs + recomputed, weights)
 
     def peak(self, plan: Plan) -> float:

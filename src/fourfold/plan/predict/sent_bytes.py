@@ -38,15 +38,13 @@ def _segment_bytes(job: Job, stage: int, samples: float) -> dict[str, float]:
     collectives = [each for segment in segments for each in segment.collectives]
     sizes = {"tp": plan.tp, "sp": plan.sp}
     return {
-        axis: sum(
-            _sent(each, sizes[axis], samples, plan.recompute != "none") for each in collectives if each.axis == axis
-        )
+        axis: sum(_sent(each, sizes[axis], samples, plan.recompute) for each in collectives if each.axis == axis)
         for axis in sizes
     }
 
 
-def _sent(collective: Collective, size: int, samples: float, recomputes: bool) -> float:
-    times = collective.forward + collective.backward + recomputes * collective.recompute
+def _sent(collective: Collective, size: int, samples: float, recompute: str) -> float:
+    times = collective.forward + collective.backward + collective.repeats(recompute)
     return times * collective_sent_bytes(
         collective.change, whole_bytes=round(collective.whole_bytes * samples), size=size
     )

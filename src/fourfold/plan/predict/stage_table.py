@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from fourfold.plan.plan import Plan
 from fourfold.plan.predict.facts import FactsSource, SegmentFacts
-from fourfold.plan.predict.memory import output_bytes, temporary_bytes
+from fourfold.plan.predict.memory import output_bytes
 from fourfold.plan.predict.prediction import StepTerms
 from fourfold.plan.predict.prices import GroupShape, Prices
 from fourfold.plan.predict.stage_seconds import ZERO, SegmentParts, SegmentPricer, add_terms
@@ -104,7 +104,7 @@ def _sum_up(
         *halves,
         saved=_sums([each.saved_bytes[plan.recompute] for each in segments]),
         deferred=_sums([output_bytes(plan, [each]) for each in segments]),
-        temporary=[temporary_bytes(plan, each, num_samples) for each in segments],
+        temporary=[each.most_temporary_bytes(num_samples, plan.recompute) for each in segments],
     )
 
 

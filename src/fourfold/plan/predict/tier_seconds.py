@@ -2,7 +2,7 @@
 
 ring          (N − 1) steps, in each of which every rank sends 1/N of the tensor to its neighbour
 hierarchical  an all-reduce of several hosts: reduce-scatter in each host, all-reduce of every rank's part with its
-              counterparts, all-gather in each host. So each part crosses the network once
+              counterparts along double binary trees (Sanders et al. 2009, as in NCCL), all-gather in each host
 flat          all-gathers and reduce-scatters of several hosts go around one ring of all ranks, as in NCCL
 Law: more bytes or more hosts never take less, nor do more ranks of one host. Over several hosts, more ranks on each
 send over more adapters, so an all-reduce may take less.
@@ -37,7 +37,7 @@ def collective_seconds(cluster: Cluster, change: Change, whole_bytes: float, gro
         return max(inside, _all_to_all(network, whole_bytes, group.size, others=group.size - group.ranks_per_host))
     if change is Change.ALL_REDUCE:
         inside = _one_tier(cluster.host, change, whole_bytes, group.ranks_per_host)
-        return inside + _one_tier(network, change, whole_bytes / group.ranks_per_host, group.hosts)
+        return inside + _trees(network, whole_bytes / group.ranks_per_host, group.hosts)
     # The ring's links within hosts and those between them are busy at the same time.
     inside = _ring(cluster.host, whole_bytes, group.size, efficiency=cluster.host.efficiency)
     return max(inside, _ring(network, whole_bytes, group.size, efficiency=network.gather_efficiency))
@@ -54,6 +54,12 @@ def _one_tier(tier: Tier, change: Change, whole_bytes: float, size: int) -> floa
 def _ring(tier: Tier, whole_bytes: float, size: int, *, efficiency: float) -> float:
     steps = size - 1
     return steps * tier.latency + whole_bytes * steps / size / (tier.bandwidth * efficiency)
+
+
+def _trees(tier: Tier, whole_bytes: float, size: int) -> float:
+    """Up and down two trees, each with half of the tensor: the bytes of a ring, and fewer steps from four ranks on."""
+    steps = 2 * min(size - 1, math.ceil(math.log2(size)))
+    return steps * tier.latency + 2 * whole_bytes * (size - 1) / size / (tier.bandwidth * tier.efficiency)
 
 
 def _all_to_all(tier: Tier, whole_bytes: float, size: int, *, others: int) -> float:

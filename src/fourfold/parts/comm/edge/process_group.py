@@ -1,6 +1,7 @@
 """Edges over process groups: gloo between processes, NCCL on GPUs.
 
-Law: a header, then each tensor of a message as bytes, in order; sender and receiver alone are in the group.
+Law: a header, then each tensor of a message as bytes, in order; sender and receiver alone are in the group. A received
+tensor lies in a buffer that is used again once nothing reads it: there are as many as the schedule has in flight.
 """
 
 from collections.abc import Sequence
@@ -10,8 +11,9 @@ from torch import Tensor
 
 from fourfold.parts.comm.collectives import Work
 from fourfold.parts.comm.communicator import Communicator
-from fourfold.parts.comm.edge.message import decode, encode, specs
+from fourfold.parts.comm.edge.message import TensorSpec, decode, encode, specs
 from fourfold.parts.comm.meter import CommMeter
+from fourfold.parts.memory import BufferPool
 from fourfold.words.errors import Problem, TaskError
 
 HEADER_WORDS = 128
@@ -55,16 +57,22 @@ class ProcessGroupReceiver:
         self.name = "NCCL" if comm.device.type == "cuda" else "gloo"
         self._comm, self._meter, self._sender = comm, meter, sender
         self._group = comm.get_group([sender, comm.rank], purpose)
+        self.buffers = BufferPool()
 
     def receive(self) -> list[Tensor]:
         header = torch.zeros(HEADER_WORDS, dtype=torch.int64, device=self._comm.device)
         self._receive(header)
         tensors = []
         for spec in decode(header.tolist()):
-            tensor = torch.empty(spec.shape, dtype=spec.dtype, device=self._comm.device)
+            tensor = self._room(spec)
             self._receive(tensor)
             tensors.append(tensor.requires_grad_(spec.needs_gradient))
         return tensors
+
+    def _room(self, spec: TensorSpec) -> Tensor:
+        if not spec.num_elements:
+            return torch.empty(spec.shape, dtype=spec.dtype, device=self._comm.device)
+        return self.buffers.acquire(spec.num_elements, spec.dtype, self._comm.device).view(spec.shape)
 
     def _receive(self, tensor: Tensor) -> None:
         flat = tensor.view(-1).view(torch.uint8)

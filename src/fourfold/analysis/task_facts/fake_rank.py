@@ -1,0 +1,194 @@
+"""Fake rank: one rank of a pipeline on the meta device, which runs the list of its place with tensors without memory.
+
+resting  weights, gradients and optimizer states, which a rank holds all the time; here they rest whole
+Law: the stages, the gates, the blocks that are computed again and the halves of backwards are those of a step; every
+byte is counted (`step/peak_memory.py`).
+"""
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fourfold.analysis.task_facts.fake_attention import FakeAttention
+from fourfold.analysis.task_facts.fake_memory import recompute_of
+from fourfold.analysis.task_facts.fake_ranks import META
+from fourfold.analysis.task_facts.fake_step import FakeModel
+from fourfold.parts.data.grad_hooks import GradHooks
+from fourfold.parts.deferred_grads import BackwardHalves, DeferredGrads, PendingGrads, WholeBackward
+from fourfold.parts.tensor.split_region import SplitRegion
+from fourfold.step.model_call import call_model
+from fourfold.step.peak_memory import PeakMemory
+from fourfold.step.pipeline.chain import StageMap
+from fourfold.step.pipeline.gates import Gates, SplitResidual, StageEnd, Template
+from fourfold.step.pipeline.tied import replace_by_copy
+from fourfold.step.sequence.sdpa_interception import intercept_attention
+from fourfold.step.tensor_tree import tree_leaves
+from fourfold.words.program import Action, Verb
+
+WEIGHTS, GRADIENTS, STATES, BATCH = "weights", "gradients", "optimizer states", "batch"
+
+
+class RankBytes(NamedTuple):
+    """What a rank holds at its peak, by kind. See `PeakMemory`."""
+
+    by_kind: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        """Without the batch, which is on no device before its microbatch is."""
+        return sum(size for kind, size in self.by_kind.items() if kind != BATCH)
+
+
+class FakeRank:
+    """The rank at a place of the pipeline axis. It takes over the fake model, and leaves it changed.
+
+    states_per_weight  of the optimizer
+    num_samples        of a microbatch
+    """
+
+    def __init__(
+        self, fake: FakeModel, stages: StageMap, place: int, *, num_samples: int, states_per_weight: int
+    ) -> None:
+        self._fake, self._stages, self._place = fake, stages, place
+        self._states_per_weight = states_per_weight
+        self._samples = fake.samples(num_samples)
+        self._attention = FakeAttention(fake.plan.sequence_spec)
+        self._templates = self._record_templates() if stages.num_stages > 1 else {}
+        self._copies = self._copy_tied_weights()
+        self._weights = [each for name, each in fake.model.named_parameters() if stages.place_of(name) == place]
+        trained = [each for each in self._weights if each.requires_grad]
+        self._hooks = GradHooks(trained)
+        self._sink = _DropGrads(trained)
+        self._halves: BackwardHalves = DeferredGrads(trained) if fake.plan.divides_backward else WholeBackward()
+        self._received, self._outputs = dict[Any, list[Tensor]](), dict[Any, list[Tensor]]()
+        self._pending: dict[Any, PendingGrads] = {}
+
+    def run(self, actions: Sequence[Action]) -> RankBytes:
+        """Run a list of forwards and backwards."""
+        memory = PeakMemory()
+        held = self._rest(memory)
+        verbs = {
+            Verb.FORWARD: self._forward,
+            Verb.BACKWARD: self._backward,
+            Verb.BACKWARD_INPUT: self._backward_input,
+            Verb.BACKWARD_WEIGHT: self._backward_weight,
+        }
+        with torch.device(META), memory:
+            for action in actions:
+                verbs[action.verb](action.stage, (action.stage, action.index))
+        del held
+        return RankBytes(memory.bytes_by_kind)
+
+    def _rest(self, memory: PeakMemory) -> list[Tensor]:
+        """What rests on the rank; returns what else than the model must hold it."""
+        trained = [each for each in (*self._weights, *self._copies) if each.requires_grad]
+        gradients = [torch.empty_like(each) for each in trained]
+        own = [each for each in self._weights if each.requires_grad]
+        states = [torch.empty_like(each) for each in own for _ in range(self._states_per_weight)]
+        if self._fake.plan.precision != "keep":  # states are in float32, and master weights are among them
+            states = [torch.empty_like(each, dtype=torch.float32) for each in (*own, *states)]
+        memory.track(WEIGHTS, [*self._weights, *self._copies, *self._fake.model.buffers()])
+        memory.track(GRADIENTS, gradients)
+        memory.track(STATES, states)
+        memory.track(BATCH, tree_leaves(list(self._samples)))
+        return [*gradients, *states]
+
+    # ---- the model -------------------------------------------------------------------------------------------------
+
+    def _record_templates(self) -> dict[str, Template]:
+        """What modules return for a microbatch."""
+        found: dict[str, Template] = {}
+        hooks = []
+        for name in (*self._stages.chain.before, *self._stages.chain.blocks):
+
+            def record(module: nn.Module, args: Any, kwargs: Any, output: Any, name: str = name) -> None:
+                found[name] = Template.of(output, (args, kwargs))
+
+            hooks.append(self._fake.model.get_submodule(name).register_forward_hook(record, with_kwargs=True))
+        try:
+            with torch.device(META), torch.no_grad(), self._fake.intercepted(self._attention):
+                call_model(self._fake.model, self._samples[0])
+        finally:
+            for hook in hooks:
+                hook.remove()
+            self._end_tokens()
+        return found
+
+    def _copy_tied_weights(self) -> list[Tensor]:
+        """On the last place: copies of the weights that the first one owns."""
+        ties = self._stages.ties if self._place == self._stages.num_places - 1 else {}
+        model = self._fake.model
+        return [replace_by_copy(model, aliases, model.get_parameter(name)) for name, aliases in ties.items()]
+
+    def _gates(self, stage: int) -> Gates:
+        laid_out = self._fake.laid_out
+        region = laid_out.region or SplitRegion(laid_out.group)
+        return Gates(self._fake.model, self._stages, stage, SplitResidual(laid_out.residual.entries, region))
+
+    def _blocks(self, stage: int) -> Sequence[str]:
+        if self._stages.num_stages == 1:
+            return self._fake.blocks
+        return [self._stages.chain.blocks[index] for index in self._stages.blocks[stage]]
+
+    # ---- actions ---------------------------------------------------------------------------------------------------
+
+    def _forward(self, stage: int, key: tuple[int, int]) -> None:
+        self._received[key] = received = self._receive(stage)
+        recompute = recompute_of(self._fake, self._fake.plan.recompute, self._blocks(stage))
+        gates = self._gates(stage) if self._stages.num_stages > 1 else None
+        closed = contextlib.nullcontext() if gates is None else gates.closed(self._templates, received)
+        try:
+            with recompute.installed(), self._halves.in_forward(), closed, self._fake.intercepted(self._attention):
+                self._outputs[key] = [self._fake.loss_of(*self._samples)]
+        except StageEnd as end:
+            self._outputs[key] = end.outputs
+
+    def _receive(self, stage: int) -> list[Tensor]:
+        if stage == 0:
+            return []
+        block = self._stages.boundaries()[stage - 1]
+        received = [torch.empty_like(each) for each in tree_leaves(self._templates[block].output)]
+        return [each.requires_grad_(each.is_floating_point()) for each in received]
+
+    def _differentiate(self, key: tuple[int, int]) -> None:
+        outputs = [each for each in self._outputs.pop(key) if each.requires_grad]
+        upstream = [torch.empty_like(each) for each in outputs]
+        with intercept_attention(self._attention):  # of blocks that are computed again
+            torch.autograd.backward(outputs, upstream)
+        self._end_tokens()
+
+    def _backward(self, stage: int, key: tuple[int, int]) -> None:
+        with self._hooks.calling(self._sink):
+            self._differentiate(key)
+        self._send_back(key)
+
+    def _backward_input(self, stage: int, key: tuple[int, int]) -> None:
+        with self._halves.first_half(self._hooks) as self._pending[key]:
+            self._differentiate(key)
+        self._send_back(key)
+
+    def _backward_weight(self, stage: int, key: tuple[int, int]) -> None:
+        self._halves.second_half(self._pending.pop(key), self._sink)
+
+    def _send_back(self, key: tuple[int, int]) -> None:
+        """The gradients of what was received have left."""
+        del self._received[key]
+        for copy in self._copies:
+            copy.grad = None
+
+    def _end_tokens(self) -> None:
+        if self._fake.laid_out.region is not None:
+            self._fake.laid_out.region.end_tokens()
+
+
+class _DropGrads:
+    """Takes gradients as buckets do, which have copied them."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._parameters = parameters
+
+    def on_grad(self, param_index: int) -> None:
+        self._parameters[param_index].grad = None

@@ -1,0 +1,121 @@
+"""Laws of the bytes that a rank holds at its peak: predicted, counted by a fake rank, and held on a CPU."""
+
+import functools
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fourfold.analysis.task_facts.fake_memory import upper_envelope
+from fourfold.analysis.task_facts.source import TaskFacts
+from fourfold.plan.lowering import lower
+from fourfold.plan.plan import Plan
+from fourfold.plan.predict.facts import TemporaryPeak
+from fourfold.plan.predict.memory import predict_memory
+from fourfold.plan.topology import Topology
+from fourfold.step.model_call import call_model
+from fourfold.step.peak_memory import PeakMemory
+from fourfold.tasks import hf, lm
+from fourfold.words.task import Task
+
+BATCH = 16
+
+
+@functools.cache
+def language_model(layers: int = 8) -> TaskFacts:
+    return TaskFacts(lm.task(width=64, layers=layers, heads=4, length=64, batch_size=BATCH))
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory: pytest.TempPathFactory) -> TaskFacts:
+    """A model of transformers, whose head is tied to its embedding."""
+    sizes = {"n_layer": 8, "n_embd": 64, "n_head": 4, "vocab_size": 512, "n_positions": 128, "eos_token_id": 0}
+    path: Path = tmp_path_factory.mktemp("gpt2") / "config.json"
+    path.write_text(json.dumps({"model_type": "gpt2", "bos_token_id": 0, **sizes}))
+    return TaskFacts(hf.task(str(path), batch_size=BATCH))
+
+
+def check_prediction(source: TaskFacts, plan: Plan) -> None:
+    topology = Topology.regular(hosts=1, ranks_per_host=plan.mesh.size, device="cuda")
+    blueprint = lower(plan, source.specs(plan), topology, source.update_spec)
+    for place, parts in enumerate(predict_memory(blueprint, source)):
+        fake = source.rank_bytes(plan, place)
+        assert parts.total == pytest.approx(fake.total, rel=0.05), (place, parts, fake)
+
+
+PIPELINES = st.sampled_from(
+    [{"pp": 1}, {"pp": 1, "microbatches": 4}]
+    + [{"pp": 2, "microbatches": 4, "schedule": each} for each in ("gpipe", "1f1b")]
+    + [{"pp": 4, "microbatches": 8, "schedule": "zero-bubble", "recompute": "none"}]
+    + [{"pp": 2, "microbatches": 4, "schedule": "interleaved", "interleave": 2}]
+)
+RANKS = st.sampled_from([{}, {"tp": 2}, {"tp": 2, "residual": "split"}, {"sp": 2}, {"sp": 4, "ulysses": 2}])
+RECOMPUTES = st.sampled_from(["none", "selective", "full"])
+
+
+@settings(max_examples=12, deadline=None)
+@given(pipeline=PIPELINES, ranks=RANKS, recompute=RECOMPUTES, precision=st.sampled_from(["keep", "bf16"]))
+def test_predicted_memory_is_that_of_a_rank_that_runs_its_whole_list(
+    pipeline: dict, ranks: dict, recompute: str, precision: str
+):
+    fields: dict = {"recompute": recompute, "precision": precision} | ranks | pipeline
+    plan = Plan(**fields)
+    check_prediction(language_model(), plan)
+
+
+@pytest.mark.parametrize("fields", [{"pp": 2, "microbatches": 4, "recompute": "full"}, {"pp": 4, "microbatches": 8}])
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+def test_predicted_memory_of_tied_weights(gpt2: TaskFacts, fields: dict, schedule: str):
+    if schedule == "zero-bubble":
+        fields = fields | {"recompute": "none"}
+    check_prediction(gpt2, Plan(schedule=schedule, **fields))
+
+
+@settings(max_examples=6, deadline=None)
+@given(ranks=RANKS, recompute=RECOMPUTES)
+def test_the_peak_of_a_deep_model_follows_from_those_of_two_and_three_blocks(ranks: dict, recompute: str):
+    plan = Plan(recompute=recompute, **ranks)
+    two, three, nine = (language_model(layers).rank_bytes(plan).total for layers in (2, 3, 9))
+    assert nine == two + 7 * (three - two)
+
+
+def held_by_a_real_step(task: Task) -> int:
+    """The peak of a forward and backward on the CPU, with gradients and the states of AdamW."""
+    model, source = task.model(), task.data().train
+    inputs, targets = torch.utils.data.default_collate([source[number] for number in range(BATCH)])
+    resting = [torch.empty_like(p) for p in model.parameters() for _ in range(3)]
+    memory = PeakMemory()
+    memory.track("resting", [*model.parameters(), *resting])
+    memory.track("batch", [*inputs.values(), targets])
+
+    def store(parameter: Tensor) -> None:
+        parameter.grad = None
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(store)
+    with memory:
+        loss = task.loss(call_model(model, inputs), targets).sum()  # type: ignore[misc]
+        loss.backward()
+    return sum(size for kind, size in memory.bytes_by_kind.items() if kind != "batch")
+
+
+def test_a_fake_rank_holds_what_a_real_step_holds():
+    task = lm.task(width=64, layers=3, heads=4, length=64, batch_size=BATCH)
+    assert TaskFacts(task).rank_bytes(Plan()).total == pytest.approx(held_by_a_real_step(task), rel=0.002)
+
+
+PEAKS = st.lists(st.builds(TemporaryPeak, st.integers(-1000, 1000), st.integers(-100, 100)), min_size=1, max_size=12)
+
+
+@given(moments=PEAKS, num_samples=st.integers(1, 1000))
+def test_the_moments_that_are_kept_hold_most_for_every_number_of_samples(moments: list, num_samples: int):
+    def most(peaks: list) -> float:
+        return max(each.call_bytes + each.sample_bytes * num_samples for each in peaks)
+
+    kept = list(upper_envelope(moments))
+    assert most(kept) == pytest.approx(most(moments))
+    assert len(kept) <= len(set(moments))
