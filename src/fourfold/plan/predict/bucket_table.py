@@ -53,6 +53,17 @@ class Wait(NamedTuple):
     sent: float
 
 
+class Extras(NamedTuple):
+    """Seconds that a microbatch takes in addition.
+
+    gradients  putting gradients into their buckets: a part of computing
+    """
+
+    forward: float = 0.0
+    backward: float = 0.0
+    gradients: float = 0.0
+
+
 class PlaceData(NamedTuple):
     """What the data axis costs and holds on a place, without activations.
 
@@ -74,6 +85,7 @@ class PlaceData(NamedTuple):
     measured: CollectiveSeconds
     gradients: tuple[float, float]
     resting_bytes: float
+    plain_extras: Extras
 
 
 class BucketKinds(NamedTuple):
@@ -191,6 +203,7 @@ def _place_data(blueprint: Blueprint, group: DataGroup, own: _PlaceBuckets, pric
     reductions = [collectives.reduce(number).sent for number in range(len(group.buckets))]
     pulled = [buckets.pull(number).update * count for number, count in counts.items()]
     resting = resting_memory(blueprint, group, place, order)
+    first, later = (buckets.gradient_seconds_of_place(is_first=is_first) for is_first in (True, False))
     return PlaceData(
         resting=resting,
         resting_bytes=resting.total,
@@ -207,10 +220,8 @@ def _place_data(blueprint: Blueprint, group: DataGroup, own: _PlaceBuckets, pric
         pull_seconds=sum(pulled) if plan.sync == "local" else 0.0,
         num_buckets=len(order),
         measured=_measured(blueprint, buckets, place),
-        gradients=(
-            buckets.gradient_seconds_of_place(is_first=True),
-            buckets.gradient_seconds_of_place(is_first=False),
-        ),
+        gradients=(first, later),
+        plain_extras=Extras(gradients=later),
     )
 
 

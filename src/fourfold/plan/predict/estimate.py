@@ -16,7 +16,7 @@ from fourfold.plan.predict.bucket_table import BucketTable, PlaceData
 from fourfold.plan.predict.collectives import shape_of
 from fourfold.plan.predict.edges import EdgeMessages
 from fourfold.plan.predict.facts import FactsSource
-from fourfold.plan.predict.pipeline_forms import FORMS, PipelineSeconds, PlaceTimes, num_deferred, num_in_flight
+from fourfold.plan.predict.pipeline_forms import FORMS, Flight, PipelineSeconds, PlaceTimes, flights_of
 from fourfold.plan.predict.place_forms import Extras, Tail, divides_backward, extras, has_rounds, tail, update_seconds
 from fourfold.plan.predict.prediction import MemoryParts, Prediction, StepTerms
 from fourfold.plan.predict.prices import GroupShape, Prices
@@ -51,12 +51,18 @@ class Estimator:
         computes = self._stages.of(plan, samples, self._data_group(plan))
         kinds = self._buckets.of(plan)
         data = [kinds.kinds[kind] for kind in kinds.of_place]
-        added = [extras(plan, compute, own, self._slowdown) for compute, own in zip(computes, data, strict=True)]
+        added = self._added(plan, computes, data)
         run = self._run(plan, computes, data, added, samples)
         steps = _PlaceSteps(plan, computes, data, added, run, self._slowdown, self._between)
-        terms = max((steps.terms(place) for place in kinds.first_places), key=sum)
+        terms = steps.terms(max(kinds.first_places, key=steps.seconds))
         terms = terms._replace(overhead=terms.overhead + self._prices.around_step())
         return Prediction(plan, terms, (self._fullest(plan, computes, data, samples),), {})
+
+    def _added(self, plan: Plan, computes: Sequence[PlaceCompute], data: Sequence[PlaceData]) -> list[Extras]:
+        """By place, what the data axis adds to a microbatch."""
+        if plan.zero < 2:
+            return [own.plain_extras for own in data]
+        return [extras(plan, compute, own, self._slowdown) for compute, own in zip(computes, data, strict=True)]
 
     def _data_group(self, plan: Plan) -> GroupShape:
         """The ranks of dp, for batch statistics."""
@@ -110,23 +116,21 @@ class Estimator:
         self, plan: Plan, computes: Sequence[PlaceCompute], data: Sequence[PlaceData], samples: float
     ) -> MemoryParts:
         """What a rank of the place that holds most holds, without a reserve."""
-        in_flight, deferred = [1.0], [0.0]
-        if plan.pp > 1:
-            in_flight, deferred = (count(plan.schedule, plan.pipeline_spec) for count in (num_in_flight, num_deferred))
+        flights = flights_of(plan.schedule, plan.pipeline_spec) if plan.pp > 1 else [Flight(1.0)]
         activations = [
-            samples * (kept * each.saved_bytes + apart * each.deferred_bytes)
-            for kept, apart, each in zip(in_flight, deferred, computes, strict=True)
+            samples * (each.saved * compute.saved_bytes + each.deferred * compute.deferred_bytes)
+            for each, compute in zip(flights, computes, strict=True)
         ]
         totals = [
             own.resting_bytes + kept + each.temporary_bytes
             for own, kept, each in zip(data, activations, computes, strict=True)
         ]
         place = max(range(plan.pp), key=totals.__getitem__)
-        messages = 2 * self._source.facts(plan).boundary_bytes * samples if plan.pp > 1 else 0.0
+        received = self._source.facts(plan).boundary_bytes * samples if plan.pp > 1 else 0.0
         resting = data[place].resting
         return resting._replace(
             activations=activations[place],
-            buffers=resting.buffers + messages,
+            buffers=resting.buffers + received,  # the message that is sent
             temporaries=computes[place].temporary_bytes,
         )
 
@@ -146,9 +150,13 @@ class _PlaceSteps:
     ) -> None:
         self._plan, self._computes, self._data, self._added, self._run = plan, computes, data, added, run
         self._slowdown, self._between = slowdown, between
+        self._tails: dict[int, Tail] = {}
 
     def _tail(self, place: int) -> Tail:
-        return tail(self._plan, self._computes[place], self._data[place], self._added[place], self._slowdown)
+        if place not in self._tails:
+            compute, own, extra = self._computes[place], self._data[place], self._added[place]
+            self._tails[place] = tail(self._plan, compute, own, extra, self._slowdown)
+        return self._tails[place]
 
     def _reduced(self, place: int) -> float:
         """When a place has its gradients; with rounds of reductions, messages may take longer than computing."""
@@ -159,6 +167,12 @@ class _PlaceSteps:
             ready = compute.forward_seconds + compute.backward_seconds * (1.0 - own.waits[0].fraction_left)
             reduced = max(reduced, run.starts[place] + ready + self._plan.microbatches * own.reduce.sent)
         return reduced
+
+    def seconds(self, place: int) -> float:
+        """From the first forward of a place to the end of its step."""
+        own, waited_and_behind = self._data[place], sum(self._behind(place))
+        first = own.gradients[0] - self._added[place].gradients
+        return self._run.ends[place] + first - self._run.starts[place] + waited_and_behind
 
     def terms(self, place: int) -> StepTerms:
         """Where the seconds of a place go, from its first forward to the end of its step."""

@@ -5,12 +5,13 @@ deferred   microbatches between the two halves of their backward: gradients of t
 Law: what rests is counted by `plan/memory.py`, as `parts/memory.py` counts it; the rest follows from facts and lists.
 """
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import NamedTuple
 
 from fourfold.plan.codec import CODECS, accumulation_bytes, low_rank_spec
 from fourfold.plan.lowering import Blueprint, DataGroup, bytes_by_bucket
 from fourfold.plan.memory import HostMemoryUse, host_memory_use
+from fourfold.plan.param_spec import ParamSpec
 from fourfold.plan.pipeline.asynchronous import num_stashed
 from fourfold.plan.plan import Plan
 from fourfold.plan.precision import COMPUTE_FORMATS
@@ -146,27 +147,14 @@ class _StageBytes(NamedTuple):
 
 def _stage_bytes(blueprint: Blueprint, segments: Sequence[SegmentFacts], samples: int, received: float) -> _StageBytes:
     plan = blueprint.plan
-    # A copy of a tied weight is no parameter: the first half makes its gradient.
-    copied = {tuple(sorted(spec.local_shape)) for spec in blueprint.specs if spec.is_tied} if received else set()
-    width = COMPUTE_FORMATS[plan.precision].num_bytes if plan.precision in COMPUTE_FORMATS else FULL_BYTES
+    copied = copied_shapes(blueprint.specs) if received else set[tuple[int, ...]]()
     kept = most = most_of_first_half = received
-    deferred = [_factor_elements(segment, copied) * width * samples for segment in segments]
+    deferred = [factor_bytes(plan, segment, copied) * samples for segment in segments]
     for segment, later in zip(segments, _sums_behind(deferred), strict=True):
         kept += segment.saved_bytes[plan.recompute] * samples
         now = kept + segment.most_temporary_bytes(samples, plan.recompute)
         most, most_of_first_half = max(most, now), max(most_of_first_half, now + later)
     return _StageBytes(kept, most, sum(deferred), most_of_first_half)
-
-
-def output_bytes(plan: Plan, segments: Sequence[SegmentFacts]) -> float:
-    """The gradients of the outputs of products with weights, of one sample: what is kept between I and W."""
-    width = COMPUTE_FORMATS[plan.precision].num_bytes if plan.precision in COMPUTE_FORMATS else FULL_BYTES
-    return width * sum(
-        operation.rows * operation.columns
-        for segment in segments
-        for operation in segment.operations
-        if operation.kind == OperationKind.PRODUCT and operation.has_weight
-    )
 
 
 def _sums_behind(values: Sequence[float]) -> list[float]:
@@ -197,13 +185,19 @@ def _working_bytes(actions: Sequence[Action], stages: Mapping[int, _StageBytes])
     return worst
 
 
-def _factor_elements(segment: SegmentFacts, copied: Set[tuple[int, ...]]) -> float:
+def copied_shapes(specs: Iterable[ParamSpec]) -> set[tuple[int, ...]]:
+    """Of tied weights, in increasing order. A copy is no parameter: the first half of a backward makes its gradient."""
+    return {tuple(sorted(spec.local_shape)) for spec in specs if spec.is_tied}
+
+
+def factor_bytes(plan: Plan, segment: SegmentFacts, copied: Set[tuple[int, ...]]) -> float:
     """Of one sample: the inputs of the products with weights, and their outputs, whose gradients are as large.
 
     copied  shapes of weights, in increasing order, whose products are not deferred
     """
+    width = COMPUTE_FORMATS[plan.precision].num_bytes if plan.precision in COMPUTE_FORMATS else FULL_BYTES
     products = (each for each in segment.operations if each.kind == OperationKind.PRODUCT and each.has_weight)
-    return sum(
+    return width * sum(
         product.rows * (product.columns + product.inner)
         for product in products
         if (min(product.columns, product.inner), max(product.columns, product.inner)) not in copied

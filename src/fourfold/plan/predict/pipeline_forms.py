@@ -129,25 +129,27 @@ FORMS: dict[str, Callable[[PlaceTimes, PipelineSpec], PipelineSeconds]] = {
 }
 
 
-def num_in_flight(schedule: str, spec: PipelineSpec) -> list[float]:
-    """By place: how many microbatches it keeps at most, in activations of one microbatch on all its stages."""
+class Flight(NamedTuple):
+    """How many microbatches a place keeps at most, in those of one microbatch on all its stages.
+
+    deferred  of these, between the halves of their backward
+    """
+
+    saved: float
+    deferred: float = 0.0
+
+
+def flights_of(schedule: str, spec: PipelineSpec) -> list[Flight]:
+    """By place."""
     p, m, v = spec.pp, spec.microbatches, spec.interleave
     if schedule == "gpipe":
-        return [float(m)] * p
+        return [Flight(m)] * p
     if schedule == "zero-bubble":
-        return [float(min(m, spec.max_in_flight or p))] * p
+        # As in 1F1B, or twice as many, are on their way to the last place and back; the others wait for their W.
+        limit = min(m, spec.max_in_flight or p)
+        on_the_way = [2 * (p - 1 - place) + 1 if limit > p else p - place for place in range(p)]
+        return [Flight(min(limit, each), max(0, limit - each)) for each in on_the_way]
     if schedule == "interleaved":
-        return [min(m * v, 2 * (p - 1 - place) + (v - 1) * p + 1) / v for place in range(p)]
+        return [Flight(min(m * v, 2 * (p - 1 - place) + (v - 1) * p + 1) / v) for place in range(p)]
     filled = p if schedule in ASYNCHRONOUS else m
-    return [float(min(filled, p - place)) for place in range(p)]
-
-
-def num_deferred(schedule: str, spec: PipelineSpec) -> list[float]:
-    """By place: of how many microbatches it keeps both halves of a backward apart, at most. The last place has I behind
-    F at once, and its W at the end; a place in front of it waits for I twice as long, and fills the time with W.
-    """
-    if schedule != "zero-bubble":
-        return [0.0] * spec.pp
-    most = min(spec.microbatches, spec.max_in_flight or spec.pp)
-    per_place = 1 if spec.microbatches >= 2 * most > 2 * spec.pp else 2
-    return [float(max(1, most - per_place * (spec.pp - 1 - place))) for place in range(spec.pp)]
+    return [Flight(min(filled, p - place)) for place in range(p)]

@@ -10,19 +10,8 @@ from typing import NamedTuple
 
 from fourfold.plan.plan import Plan
 from fourfold.plan.predict.action_costs import slowed
-from fourfold.plan.predict.bucket_table import PlaceData
+from fourfold.plan.predict.bucket_table import Extras, PlaceData
 from fourfold.plan.predict.stage_table import PlaceCompute
-
-
-class Extras(NamedTuple):
-    """Seconds that a microbatch takes in addition.
-
-    gradients  putting gradients into their buckets: a part of computing
-    """
-
-    forward: float = 0.0
-    backward: float = 0.0
-    gradients: float = 0.0
 
 
 class Tail(NamedTuple):
@@ -45,7 +34,7 @@ def has_rounds(plan: Plan) -> bool:
 def extras(plan: Plan, compute: PlaceCompute, data: PlaceData, slowdown: float) -> Extras:
     """What a microbatch takes in addition, except for the reductions of the last backward."""
     if not (data.unshard.own or data.unshard.sent or has_rounds(plan)):
-        return Extras(gradients=data.gradients[1])
+        return data.plain_extras
     forward, backward = compute.forward_seconds, compute.backward_seconds
     # The first bucket of each stage is waited for; then buckets come while those before them are used.
     own, sent, first = data.unshard.own, data.unshard.sent, data.unshard.first * plan.interleave

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from fourfold.plan.plan import Plan
 from fourfold.plan.predict.facts import FactsSource, SegmentFacts
-from fourfold.plan.predict.memory import output_bytes
+from fourfold.plan.predict.memory import copied_shapes, factor_bytes
 from fourfold.plan.predict.prediction import StepTerms
 from fourfold.plan.predict.prices import GroupShape, Prices
 from fourfold.plan.predict.stage_seconds import ZERO, SegmentParts, SegmentPricer, add_terms
@@ -26,7 +26,8 @@ class PlaceCompute(NamedTuple):
     """What a place computes with one microbatch, and keeps of one sample.
 
     first_stage  seconds of a backward, and of its weight half, of the stage whose buckets are ready last
-    deferred     kept between the halves of a backward
+    saved_bytes  with what is received; `deferred_bytes`: what is kept in their place between the halves of a backward
+    temporary_bytes  of a microbatch: the most that a segment holds besides, when those behind it are freed
     """
 
     forward: StepTerms
@@ -78,7 +79,8 @@ class StageTable:
         starts = [0 if stage == 0 else own.start + 1 for stage, own in enumerate(blocks)]
         stops = [*starts[1:], len(sums.temporary)]
         ranges = list(zip(starts, stops, strict=True))
-        return tuple(_place(sums, ranges[place :: plan.pp]) for place in range(plan.pp))
+        received = self._source.facts(plan).boundary_bytes if plan.pp > 1 else 0.0
+        return tuple(_place(sums, ranges[place :: plan.pp], received, num_samples) for place in range(plan.pp))
 
     def _blocks_of(self, plan: Plan) -> tuple[range, ...]:
         key = plan.pp, plan.interleave, plan.stages
@@ -87,23 +89,28 @@ class StageTable:
         return self._blocks[key]
 
     def _sums(self, plan: Plan, num_samples: float, data: GroupShape) -> _Segments:
-        key = (segment_key(plan), num_samples, data if plan.batch_norm == SYNC else None)
+        key = (segment_key(plan), plan.pp > 1, num_samples, data if plan.batch_norm == SYNC else None)
         if key not in self._segments:
             segments = self._source.facts(plan).segments
             pricer = SegmentPricer(self._prices, plan, data)
             parts = [pricer.parts(each, num_samples) for each in segments]
-            self._segments[key] = _sum_up(plan, segments, parts, num_samples)
+            copied = copied_shapes(self._source.specs(plan)) if plan.pp > 1 else set[tuple[int, ...]]()
+            self._segments[key] = _sum_up(plan, segments, parts, copied, num_samples)
         return self._segments[key]
 
 
 def _sum_up(
-    plan: Plan, segments: Sequence[SegmentFacts], parts: Sequence[SegmentParts], num_samples: float
+    plan: Plan,
+    segments: Sequence[SegmentFacts],
+    parts: Sequence[SegmentParts],
+    copied: set[tuple[int, ...]],
+    num_samples: float,
 ) -> _Segments:
     halves = [list(itertools.accumulate((each[half] for each in parts), add_terms, initial=ZERO)) for half in range(3)]
     return _Segments(
         *halves,
         saved=_sums([each.saved_bytes[plan.recompute] for each in segments]),
-        deferred=_sums([output_bytes(plan, [each]) for each in segments]),
+        deferred=_sums([factor_bytes(plan, each, copied if index else set()) for index, each in enumerate(segments)]),
         temporary=[each.most_temporary_bytes(num_samples, plan.recompute) for each in segments],
     )
 
@@ -112,8 +119,8 @@ def _sums(values: Sequence[float]) -> list[float]:
     return list(itertools.accumulate(values, initial=0.0))
 
 
-def _place(sums: _Segments, ranges: Sequence[tuple[int, int]]) -> PlaceCompute:
-    """A place with these ranges of segments, one for each of its stages."""
+def _place(sums: _Segments, ranges: Sequence[tuple[int, int]], received: float, num_samples: float) -> PlaceCompute:
+    """A place with these ranges of segments, one for each of its stages. `received`: bytes of a sample."""
 
     def terms(prefix: Sequence[StepTerms]) -> StepTerms:
         return StepTerms(*(sum(prefix[b][i] - prefix[a][i] for a, b in ranges) for i in range(len(ZERO))))
@@ -131,9 +138,13 @@ def _place(sums: _Segments, ranges: Sequence[tuple[int, int]]) -> PlaceCompute:
         backward_input,
         backward_weight,
         first_stage=(input_half + weight_half, weight_half),
-        saved_bytes=total(sums.saved),
+        saved_bytes=total(sums.saved) + received * sum(begin > 0 for begin, _ in ranges),
         deferred_bytes=total(sums.deferred),
-        temporary_bytes=max(sums.temporary[index] for a, b in ranges for index in range(a, b)),
+        temporary_bytes=max(
+            sums.temporary[index] - (sums.saved[b] - sums.saved[index + 1]) * num_samples
+            for a, b in ranges
+            for index in range(a, b)
+        ),
         forward_seconds=sum(forward),
         input_seconds=sum(backward_input),
         weight_seconds=sum(backward_weight),
