@@ -16,7 +16,7 @@ from fourfold.plan.lowering import Blueprint, DataGroup
 from fourfold.plan.predict.bucket_prices import BucketPrices
 from fourfold.plan.predict.collectives import CollectiveSeconds, shape_of
 from fourfold.plan.predict.edges import EdgeMessages
-from fourfold.plan.predict.facts import ModelFacts
+from fourfold.plan.predict.facts import ModelFacts, SegmentFacts
 from fourfold.plan.predict.gather_stalls import GatherStalls
 from fourfold.plan.predict.prediction import StepTerms
 from fourfold.plan.predict.prices import Prices
@@ -36,6 +36,15 @@ class Job(NamedTuple):
     batch_size: int
 
     @property
+    def segments(self) -> list[tuple[SegmentFacts, ...]]:
+        """By stage, its segments."""
+        last = len(self.stage_blocks) - 1
+        return [
+            stage_segments(self.facts, blocks, is_first=stage == 0, is_last=stage == last)
+            for stage, blocks in enumerate(self.stage_blocks)
+        ]
+
+    @property
     def microbatch_sizes(self) -> tuple[int, ...]:
         """Samples of each microbatch on a rank with the most samples."""
         plan = self.blueprint.plan
@@ -48,10 +57,10 @@ class PlaceCosts:
     """What the actions of one place on the pipeline axis cost, for any of its programs."""
 
     def __init__(self, job: Job, group: DataGroup, pricer: SegmentPricer, edges: EdgeMessages) -> None:
-        self._job, self._group, self._pricer, self._edges = job, group, pricer, edges
+        self._group, self._pricer, self._edges = group, pricer, edges
         self._plan = job.blueprint.plan
         self.buckets = BucketPrices(job.blueprint, group, job.prices)
-        self._sizes = job.microbatch_sizes
+        self._sizes, self._segments = job.microbatch_sizes, job.segments
         self._stages: dict[tuple[int, int], StageSeconds] = {}
         self.between, self._slowdown = job.prices.between_actions(), job.prices.slowdown()
 
@@ -66,14 +75,7 @@ class PlaceCosts:
         size = self._sizes[action.index % len(self._sizes)]
         key = action.stage, size
         if key not in self._stages:
-            job, last = self._job, self._plan.num_stages - 1
-            segments = stage_segments(
-                job.facts,
-                job.stage_blocks[action.stage],
-                is_first=action.stage == 0,
-                is_last=action.stage == last,
-            )
-            self._stages[key] = stage_seconds(segments, self._pricer, size)
+            self._stages[key] = stage_seconds(self._segments[action.stage], self._pricer, size)
         return self._stages[key]
 
     def gradient_seconds(self, action: Action) -> float:

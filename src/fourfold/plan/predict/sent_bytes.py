@@ -3,10 +3,12 @@
 Law: the bytes of an axis are those of the collectives and messages that its program and its segments have.
 """
 
+from collections.abc import Sequence
+
+from fourfold.plan.plan import Plan
 from fourfold.plan.predict.action_costs import Job
 from fourfold.plan.predict.edges import message_bytes
-from fourfold.plan.predict.facts import Collective
-from fourfold.plan.predict.stage_seconds import stage_segments
+from fourfold.plan.predict.facts import Collective, SegmentFacts
 from fourfold.words.layout import collective_sent_bytes
 from fourfold.words.mesh import AXES
 
@@ -15,7 +17,7 @@ def sent_bytes(job: Job) -> dict[str, float]:
     """By axis, on the place that sends most on it; local steps on average."""
     plan = job.blueprint.plan
     samples = float(sum(job.microbatch_sizes))
-    by_stage = [_segment_bytes(job, stage, samples) for stage in range(plan.num_stages)]
+    by_stage = [_segment_bytes(plan, segments, samples) for segments in job.segments]
     sent: dict[str, float] = dict.fromkeys(AXES, 0.0)
     for axis in ("sp", "tp"):
         by_place = [sum(by_stage[stage][axis] for stage in range(p, plan.num_stages, plan.pp)) for p in range(plan.pp)]
@@ -30,16 +32,13 @@ def sent_bytes(job: Job) -> dict[str, float]:
     return sent
 
 
-def _segment_bytes(job: Job, stage: int, samples: float) -> dict[str, float]:
-    plan = job.blueprint.plan
-    segments = stage_segments(
-        job.facts, job.stage_blocks[stage], is_first=stage == 0, is_last=stage == plan.num_stages - 1
-    )
+def _segment_bytes(plan: Plan, segments: Sequence[SegmentFacts], samples: float) -> dict[str, float]:
+    """By axis inside of segments, what a rank sends for one stage."""
     collectives = [each for segment in segments for each in segment.collectives]
     sizes = {"tp": plan.tp, "sp": plan.sp}
     return {
-        axis: sum(_sent(each, sizes[axis], samples, plan.recompute) for each in collectives if each.axis == axis)
-        for axis in sizes
+        axis: sum(_sent(each, size, samples, plan.recompute) for each in collectives if each.axis == axis)
+        for axis, size in sizes.items()
     }
 
 

@@ -103,7 +103,7 @@ class StageSeconds:
 
     forwards_before, backwards_before, weights_before  by segment: seconds of those of all segments in front of it; the
                                                        last number is that of all
-    segment_of  the first segment that has a parameter
+    segments_of  by parameter: the segments that have it, from the first to the last
     """
 
     forward: StepTerms
@@ -112,7 +112,7 @@ class StageSeconds:
     forwards_before: tuple[float, ...]
     backwards_before: tuple[float, ...]
     weights_before: tuple[float, ...]
-    segment_of: Mapping[str, int]
+    segments_of: Mapping[str, range]
 
     @property
     def backward(self) -> StepTerms:
@@ -120,11 +120,9 @@ class StageSeconds:
 
     def segments(self, names: Sequence[str]) -> range:
         """From the first to the last segment that has one of these parameters; all, if a name is unknown."""
-        found = [self.segment_of.get(name) for name in names]
-        if None in found:
-            return range(len(self.forwards_before) - 1)
-        indices = [each for each in found if each is not None]
-        return range(min(indices), max(indices) + 1)
+        everywhere = range(len(self.forwards_before) - 1)
+        found = [self.segments_of.get(name, everywhere) for name in names]
+        return range(min(each.start for each in found), max(each.stop for each in found))
 
     def remaining(self, names: Sequence[str], *, is_weight_half: bool) -> float:
         """Seconds from when the gradients of these parameters are complete to the end of the backward."""
@@ -142,15 +140,20 @@ class StageSeconds:
         return seconds * (sum(self.backward_input) / sums[-1] if is_input_half and sums[-1] else 1.0)
 
 
+def segments_by_parameter(segments: Sequence[SegmentFacts]) -> dict[str, range]:
+    """From the first to the last segment that has a parameter: tied weights are in several."""
+    found: dict[str, range] = {}
+    for index, segment in enumerate(segments):
+        for name in segment.params:
+            found[name] = range(found.get(name, range(index, index)).start, index + 1)
+    return found
+
+
 def stage_seconds(segments: Sequence[SegmentFacts], pricer: SegmentPricer, num_samples: float) -> StageSeconds:
     """A microbatch of so many samples on a stage with these segments."""
     parts = [pricer.parts(each, num_samples) for each in segments]
     forwards, inputs, weights = ([sum(each[half]) for each in parts] for half in range(3))
     backwards = [first + second for first, second in zip(inputs, weights, strict=True)]
-    segment_of: dict[str, int] = {}
-    for index, each in enumerate(segments):
-        for name in each.params:
-            segment_of.setdefault(name, index)
     return StageSeconds(
         add_terms(ZERO, *(each.forward for each in parts)),
         add_terms(ZERO, *(each.backward_input for each in parts)),
@@ -158,7 +161,7 @@ def stage_seconds(segments: Sequence[SegmentFacts], pricer: SegmentPricer, num_s
         _sums(forwards),
         _sums(backwards),
         _sums(weights),
-        segment_of,
+        segments_by_parameter(segments),
     )
 
 

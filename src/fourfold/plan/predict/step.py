@@ -17,6 +17,7 @@ from fourfold.plan.predict.sent_bytes import sent_bytes
 from fourfold.plan.predict.stage_seconds import add_terms, scale_terms
 from fourfold.plan.predict.steady_step import Simulated, simulate_steady
 from fourfold.plan.predict.step_terms import first_start, step_terms
+from fourfold.plan.predict.use_orders import predicted_record
 from fourfold.plan.simulate import simulate
 from fourfold.words.mesh import Mesh
 from fourfold.words.program import Action, Program
@@ -38,7 +39,7 @@ def predict_step(
     facts = source.facts(plan)
     job = Job(blueprint, facts, stage_blocks or source.stage_blocks(plan), prices, source.batch_size)
     places = _places(job)
-    programs = blueprint.programs()
+    programs = blueprint.programs(predicted_record(blueprint, job.segments))
     program = _one_of_each(blueprint, programs.step)
     synced = simulate_steady(blueprint, places, program) if plan.is_asynchronous else _simulate(program, places)
     terms = synced.terms
