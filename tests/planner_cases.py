@@ -7,13 +7,19 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from hypothesis import assume
+from hypothesis import strategies as st
+
+from fourfold.plan.check import legality_problems
 from fourfold.plan.codec import CodecSpec
+from fourfold.plan.lowering import Blueprint, lower
 from fourfold.plan.param_spec import ParamSpec
 from fourfold.plan.pipeline.division import divide
 from fourfold.plan.plan import Plan
 from fourfold.plan.predict.facts import Collective, ModelFacts, Operation, OperationKind, SegmentFacts
 from fourfold.plan.predict.prices import GroupShape, Prices, SegmentSeconds
 from fourfold.plan.tensor_shard import TensorShard
+from fourfold.plan.topology import Topology
 from fourfold.plan.update_spec import UpdateSpec
 from fourfold.words.layout import Change, collective_sent_bytes
 
@@ -32,6 +38,7 @@ class ChainFacts:
     update_spec: UpdateSpec = field(default_factory=lambda: UpdateSpec(num_states=(2,)))
     has_tied_head: bool = False
     end_factor: float = 0.25
+    norm_channels: tuple[int, ...] = ()
 
     def _segment(self, name: str, params: Sequence[str], factor: float, plan: Plan) -> SegmentFacts:
         width, tokens = self.width, self.tokens / plan.sp
@@ -48,7 +55,10 @@ class ChainFacts:
             collectives.append(
                 Collective("sp", Change.ALL_GATHER, output * plan.sp, forward=1, backward=2, recompute=1)
             )
-        return SegmentFacts(name, tuple(params), (product,), saved, tuple(collectives), temporary_bytes=output)
+        channels = self.norm_channels if name else ()
+        return SegmentFacts(
+            name, tuple(params), (product,), saved, tuple(collectives), temporary_bytes=output, norm_channels=channels
+        )
 
     def facts(self, plan: Plan) -> ModelFacts:
         blocks = tuple(
@@ -156,3 +166,66 @@ def dearer(prices: LinearPrices, name: str, factor: float) -> LinearPrices:
     value = getattr(prices, name)
     grows = name in ("latency", "network_latency", "overlap_slowdown", "action_seconds", "step_seconds")
     return dataclasses.replace(prices, **{name: value * factor if grows else value / factor})
+
+
+@dataclass(frozen=True)
+class Case:
+    """A plan that can be carried out, its facts and machines."""
+
+    plan: Plan
+    facts: ChainFacts
+    topology: Topology
+    prices: LinearPrices
+
+    @property
+    def blueprint(self) -> Blueprint:
+        return lower(self.plan, self.facts.specs(self.plan), self.topology, self.facts.update_spec)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    """Plans of every mesh of up to 32 ranks, with fields that change what a step consists of."""
+    pp, dp, tp, sp = (draw(st.sampled_from(each)) for each in ((1, 1, 2, 4), (1, 2, 4), (1, 2), (1, 1, 2)))
+    microbatches = pp * draw(st.sampled_from([1, 2, 4]))
+    fields: dict[str, object] = {
+        "pp": pp,
+        "dp": dp,
+        "tp": tp,
+        "sp": sp,
+        "microbatches": microbatches,
+        "zero": draw(st.integers(0, 3)),
+        "recompute": draw(st.sampled_from(["none", "full"])),
+        "update": draw(st.sampled_from(["after", "after", "in_backward", "in_forward"])),
+        "bucket_bytes": draw(st.sampled_from([1 << 14, 1 << 16, 1 << 22])),
+        "sync": draw(st.sampled_from(["step", "step", "step", "local"])),
+        "codec": draw(st.sampled_from(["none", "none", "none", "bf16", "topk"])),
+    }
+    if pp > 1:
+        fields |= draw(
+            st.sampled_from(
+                [
+                    {"schedule": "gpipe"},
+                    {"schedule": "1f1b"},
+                    {"schedule": "interleaved", "interleave": 2},
+                    {"schedule": "zero-bubble"},
+                    {"schedule": "zero-bubble", "max_in_flight": 2 * pp - 1},
+                ]
+            )
+        )
+    update_spec = UpdateSpec(draw(st.sampled_from([None, None, 1.0])), num_states=(2,))
+    facts = ChainFacts(num_blocks=16, batch_size=dp * microbatches * 4, update_spec=update_spec)
+    size = pp * dp * tp * sp
+    hosts = draw(st.sampled_from([1, 2] if size > 1 else [1]))
+    topology = Topology.regular(
+        hosts=hosts, ranks_per_host=size // hosts, device=draw(st.sampled_from(["cpu", "cuda"]))
+    )
+    prices = LinearPrices(
+        bandwidth=draw(st.sampled_from([1e8, 1e9])),
+        network_bandwidth=draw(st.sampled_from([1e7, 1e8])),
+        overlap_slowdown=draw(st.sampled_from([1.0, 1.2])),
+        action_seconds=1e-6,
+        step_seconds=1e-4,
+    )
+    plan = Plan.from_dict(fields)
+    assume(not legality_problems(plan, facts.specs(plan), topology, update_spec))
+    return Case(plan, facts, topology, prices)

@@ -1,28 +1,157 @@
 """Laws of predicted steps: terms that add up, closed forms of bubbles, and prices of which none is forgotten."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fourfold.plan.lowering import lower
+from fourfold.plan.param_spec import ParamSpec
 from fourfold.plan.pipeline.bubble import expected_bubble
 from fourfold.plan.pipeline.spec import PipelineSpec
 from fourfold.plan.plan import Plan
+from fourfold.plan.predict.facts import ModelFacts, SegmentFacts
 from fourfold.plan.predict.prediction import Prediction
 from fourfold.plan.predict.prices import GroupShape, Prices
 from fourfold.plan.predict.step import predict_step
+from fourfold.plan.predict.use_orders import predicted_record
+from fourfold.plan.rank_program import lane_of
 from fourfold.plan.topology import Topology
 from fourfold.plan.update_spec import UpdateSpec
 from fourfold.words.layout import Change
-from tests.planner_cases import FREE, ChainFacts, LinearPrices, compute_only
+from fourfold.words.program import Verb
+from fourfold.words.trace_events import COMPUTE_LANE
+from tests.planner_cases import FREE, ChainFacts, LinearPrices, cases, compute_only, dearer
+
+
+def two_hosts(plan: Plan) -> Topology:
+    return Topology.regular(hosts=2, ranks_per_host=plan.mesh.size // 2, device="cuda")
+
+
+@dataclass(frozen=True)
+class SlowBlocks:
+    """Facts whose blocks of one stage have more operations."""
+
+    inner: ChainFacts
+    blocks: range
+    factor: float
+
+    @property
+    def batch_size(self) -> int:
+        return self.inner.batch_size
+
+    @property
+    def update_spec(self) -> UpdateSpec:
+        return self.inner.update_spec
+
+    def facts(self, plan: Plan) -> ModelFacts:
+        facts = self.inner.facts(plan)
+        return replace(facts, blocks=tuple(map(self._block, range(len(facts.blocks)), facts.blocks)))
+
+    def _block(self, index: int, block: SegmentFacts) -> SegmentFacts:
+        (operation,) = block.operations
+        factor = self.factor if index in self.blocks else 1.0
+        return replace(block, operations=(operation._replace(flops=operation.flops * factor),))
+
+    def specs(self, plan: Plan) -> list[ParamSpec]:
+        return self.inner.specs(plan)
+
+    def stage_blocks(self, plan: Plan) -> tuple[range, ...]:
+        return self.inner.stage_blocks(plan)
 
 
 def predict(plan: Plan, prices: Prices, facts: ChainFacts | None = None, *, hosts: int = 1) -> Prediction:
     facts = facts or ChainFacts()
     topology = Topology.regular(hosts=hosts, ranks_per_host=plan.mesh.size // hosts, device="cuda")
     return predict_step(lower(plan, facts.specs(plan), topology, facts.update_spec), facts, prices)
+
+
+DEARER = (
+    "flops",
+    "bandwidth",
+    "latency",
+    "network_latency",
+    "network_bandwidth",
+    "memory_bandwidth",
+    "update_bandwidth",
+)
+COSTS = (*DEARER, "action_seconds", "step_seconds")
+
+
+@settings(max_examples=60, deadline=None)
+@given(case=cases())
+def test_terms_are_where_the_seconds_of_the_longest_span_go(case):
+    found = predict_step(case.blueprint, case.facts, case.prices)
+    assert all(term >= 0 for term in found.terms)
+    if case.plan.sync == "local":
+        return  # the mean of two programs
+    assert found.timeline is not None
+    begins = [
+        min(timed.start for timed in times if lane_of(timed.action) == COMPUTE_LANE)
+        for times in found.timeline.values()
+    ]
+    spans = [
+        max(timed.end for timed in times) - begin for begin, times in zip(begins, found.timeline.values(), strict=True)
+    ]
+    waits_first = Verb.UNSHARD in {timed.action.verb for timed in found.timeline[0]}
+    assert found.seconds - case.prices.step_seconds >= max(spans) - 1e-9
+    assert waits_first or found.seconds - case.prices.step_seconds == pytest.approx(max(spans))
+
+
+@settings(max_examples=60, deadline=None)
+@given(case=cases(), name=st.sampled_from(COSTS), factor=st.sampled_from([1.1, 3.0]))
+def test_what_is_dearer_never_makes_a_step_cheaper(case, name, factor):
+    before, after = (
+        predict_step(case.blueprint, case.facts, prices).seconds
+        for prices in (case.prices, dearer(case.prices, name, factor))
+    )
+    assert after >= before * (1 - 1e-9)
+
+
+@settings(max_examples=60, deadline=None)
+@given(case=cases(), factor=st.sampled_from([1.05, 1.5]))
+def test_a_forward_or_backward_that_is_dearer_never_makes_a_step_cheaper(case, factor):
+    """One stage alone: the others wait for it, or do not."""
+    blocks = case.facts.stage_blocks(case.plan)
+    before = predict_step(case.blueprint, case.facts, case.prices).seconds
+    for stage in {0, len(blocks) - 1}:
+        slow = SlowBlocks(case.facts, blocks[stage], factor)
+        assert predict_step(case.blueprint, slow, case.prices).seconds >= before * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("fields", [{"schedule": "2bw", "microbatches": 8}, {"schedule": "pipedream"}])
+@pytest.mark.parametrize("pp", [2, 4, 8])
+def test_an_asynchronous_step_takes_as_long_as_its_slowest_place_computes(fields, pp):
+    facts = ChainFacts(num_blocks=2 * pp + 1, batch_size=16)
+    plan = Plan(pp=pp, **fields)
+    terms = predict(plan, compute_only(), facts).terms
+    slowest = max(len(blocks) for blocks in facts.stage_blocks(plan))
+    block = facts.facts(plan).blocks[0].flops * facts.batch_size / 1e9
+    assert terms.total == pytest.approx(terms.compute)
+    assert slowest * 3 * block * (1 - 1e-9) <= terms.compute <= (slowest + 0.5) * 3 * block
+    found = predict(plan, LinearPrices(), facts)
+    assert found.timeline is not None
+    program = lower(plan, facts.specs(plan), two_hosts(plan), facts.update_spec).programs().step
+    for place, times in found.timeline.items():
+        named = [timed.action for timed in times]
+        assert named == [action for action in program[place] if action.verb != Verb.MEASURE]
+
+
+def test_a_bucket_of_small_parameters_is_gathered_when_the_first_of_them_is_used():
+    plan, facts = Plan(dp=4, zero=3), ChainFacts(num_blocks=4)
+    specs = [
+        ParamSpec(name, (size,), "float32", 4, param_group=size == 8)
+        for block in range(4)
+        for name, size in ((f"blocks.{block}.up", 1 << 20), (f"blocks.{block}.down", 8))
+    ]
+    blueprint = lower(plan, specs, two_hosts(plan), UpdateSpec(num_states=(2, 2)))
+    small = next(bucket.index for bucket in blueprint.groups[0].buckets if bucket.param_group)
+    orders = predicted_record(blueprint, [facts.facts(plan).segments]).use_orders[0]
+    assert small == 3  # as the parameter that was placed in it last
+    assert (orders.forward[1], orders.backward[1]) == (small, small)  # behind the large one of the same block
+    assert sorted(orders.forward) == sorted(orders.backward) == list(range(5))
 
 
 SCHEDULES = st.sampled_from([("gpipe", 1, None), ("1f1b", 1, None), ("interleaved", 2, None), ("interleaved", 4, None)])

@@ -5,7 +5,7 @@ parts   of an action of the process itself: seconds by the terms of a step
 extra   by what computing is longer while messages of the data axis are under way
 Law: an action costs at least as much as each of its parts, and none depends on when the action begins.
 
-How a plan's fields enter is in the table `PRICED_BY` of `plan/predict/priced_fields.py`.
+How each field of a plan enters is in `PRICED` of `tests/pure/test_predict_fields.py`.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

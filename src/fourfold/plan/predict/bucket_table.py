@@ -227,10 +227,11 @@ def _place_data(blueprint: Blueprint, group: DataGroup, own: _PlaceBuckets, pric
 
 def _measured(blueprint: Blueprint, buckets: BucketPrices, place: int) -> CollectiveSeconds:
     """The scalars that updates wait for."""
+    plan, update_spec = blueprint.plan, blueprint.update_spec
     wanted = {
-        GRAD_NORM: blueprint.has_clip,
-        USED_PARAMS: blueprint.plan.unused == "allow",
-        TRUST_NORMS: blueprint.has_trust_ratios,
+        GRAD_NORM: update_spec.waits_for_norm(plan.precision),
+        USED_PARAMS: plan.unused == "allow",
+        TRUST_NORMS: update_spec.is_layerwise and (blueprint.is_sharded or plan.tp > 1),
     }
     terms = [buckets.measure(Action(Verb.MEASURE, place, index)) for index, is_wanted in wanted.items() if is_wanted]
     return CollectiveSeconds(sum(each.update for each in terms), sum(each.exposed for each in terms))

@@ -1,8 +1,8 @@
 """Estimates: a step in closed form, without lowering and simulation, for a search over many plans.
 
 Law: an estimate is within ESTIMATE_ERROR of the prediction. So a search loses nothing if it predicts plans in the order
-of their estimates and ends with the first whose estimate is above (1 + ESTIMATE_ERROR) times the best prediction: the
-step of each one behind it takes longer than that.
+of their estimates, and ends with the first whose estimate is above (1 + ESTIMATE_ERROR) times the best prediction: what
+is behind it takes longer than that. Of estimates alone it must keep those up to (1 + e) / (1 − e) times the least one.
 
 What depends on few fields of a plan is kept in tables: places (`stage_table.py`) and buckets (`bucket_table.py`).
 """
@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from operator import attrgetter
 
 from fourfold.plan.plan import Plan
-from fourfold.plan.predict.bucket_table import BucketTable, PlaceData
+from fourfold.plan.predict.bucket_table import BucketTable, Extras, PlaceData
 from fourfold.plan.predict.collectives import shape_of
 from fourfold.plan.predict.edges import EdgeMessages
 from fourfold.plan.predict.facts import FactsSource
 from fourfold.plan.predict.pipeline_forms import FORMS, Flight, PipelineSeconds, PlaceTimes, flights_of
-from fourfold.plan.predict.place_forms import Extras, Tail, divides_backward, extras, has_rounds, tail, update_seconds
+from fourfold.plan.predict.place_forms import Tail, divides_backward, extras, has_rounds, tail, update_seconds
 from fourfold.plan.predict.prediction import MemoryParts, Prediction, StepTerms
 from fourfold.plan.predict.prices import GroupShape, Prices
 from fourfold.plan.predict.stage_seconds import add_terms, scale_terms
@@ -25,7 +25,7 @@ from fourfold.plan.predict.stage_table import PlaceCompute, StageTable
 from fourfold.plan.topology import Topology
 from fourfold.words.program import Action, Verb
 
-ESTIMATE_ERROR = 0.10
+ESTIMATE_ERROR = 0.12
 EDGE_FIELDS = ("pp", "dp", "sp", "tp", "interleave", "edge", "edge_density", "ring", "ulysses", "residual", "precision")
 edge_key = attrgetter(*EDGE_FIELDS)
 
