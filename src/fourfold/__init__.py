@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from fourfold.feed.transform import Transformed
     from fourfold.launcher.notebook import launch
     from fourfold.parts.comm.init import world
+    from fourfold.plan.decide.ask import Ask
     from fourfold.plan.lr_schedule import LRSchedule
     from fourfold.plan.plan import Plan
     from fourfold.step.distributed_optimizer import DistributedOptimizer
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
 __version__ = VERSION
 __all__ = [
+    "Ask",
     "Callback",
     "Checkpoints",
     "DamagedSample",
@@ -71,6 +73,7 @@ __all__ = [
 ]
 
 _MODULE_OF = {
+    "Ask": "plan.decide.ask",
     "Callback": "words.callback",
     "Checkpoints": "checkpoint.checkpoints",
     "DamagedSample": "words.errors",

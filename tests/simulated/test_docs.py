@@ -17,6 +17,7 @@ from fourfold.cli.arguments import parse_args
 from fourfold.cli.commands import parse_command
 from fourfold.cli.settings_file import read_settings_file
 from fourfold.plan.plan import Plan
+from fourfold.plan.predict.cluster_file import load_cluster
 from fourfold.plan.tensor_rules import parse_rules, read_rules
 from fourfold.words.errors import FourfoldError
 
@@ -109,6 +110,10 @@ def test_every_toml_block_of_a_page_is_read_or_shown_with_its_error(page, tmp_pa
             assert parse_rules(read_rules(block))[1] == []
             continue
         file = tmp_path / "file.toml"
+        if "devices_per_host" in block:
+            file.write_text(block)
+            assert load_cluster(str(file)).num_devices
+            continue
         file.write_text(block if re.search(r"^version|^\[", block, re.MULTILINE) else f"version = 1\n{block}")
         message = ""
         try:

@@ -157,7 +157,9 @@ def held_by_attention(attend: AttentionHandler, dtype: torch.dtype, device: str)
     tensors = [torch.zeros(3, 4, 32, 16, dtype=dtype, device=device).requires_grad_() for _ in range(3)]
     memory = PeakMemory()
     with memory:
-        out = attend(AttentionCall(*(tensor * 1 for tensor in tensors)))
+        q, k, v = (tensor * 1 for tensor in tensors)
+        out = attend(AttentionCall(q, k, v))
+        del q, k, v
         kept = memory.current_bytes
         out.backward(torch.empty_like(out))
     return kept, memory.peak_bytes

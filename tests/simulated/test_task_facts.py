@@ -17,7 +17,7 @@ from fourfold.step.model_call import call_model
 from fourfold.step.peak_memory import PeakMemory
 from fourfold.step.recompute import Recompute
 from fourfold.tasks import lm
-from fourfold.words.errors import TaskError
+from fourfold.words.errors import PlanError, TaskError
 from fourfold.words.layout import Change
 from fourfold.words.task import Data, Task
 
@@ -205,3 +205,10 @@ def test_blocks_with_other_settings_are_counted_for_themselves():
     )
     flops = [products(block) for block in TaskFacts(task).facts(Plan()).blocks]
     assert flops == [128.0, 256.0, 128.0, 256.0]
+
+
+def test_heads_that_cannot_be_divided_are_a_problem_of_the_plan():
+    source = TaskFacts(tiny_lm())
+    for _ in range(2):  # the second one is remembered
+        with pytest.raises(PlanError, match="ulysses = 4, 2 heads"):
+            source.facts(Plan(sp=4, ulysses=4))

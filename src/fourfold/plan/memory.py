@@ -93,13 +93,13 @@ def bytes_per_element(
     num_states      by optimizer group: the number of tensors of optimizer state per parameter
     original_bytes  by parameter: bytes of an element in the dtype in which the user made it
     """
-    result = []
+    result, is_unbucketed = [], has_unbucketed_grads(plan)
     for bucket in buckets:
         master = 0
         if has_master_weights(bucket, plan.precision):
             master = max(MASTER_BYTES, *(original_bytes[slot.name] for slot in bucket.slots))
         state = num_states[bucket.param_group] * (master or bucket.element_bytes)
-        gradient = 0 if has_unbucketed_grads(plan) else gradient_bucket(bucket, plan.reduce_dtype).element_bytes
+        gradient = 0 if is_unbucketed else gradient_bucket(bucket, plan.reduce_dtype).element_bytes
         local = (1 + bool(plan.outer_momentum)) * bucket.element_bytes if plan.sync == "local" else 0
         result.append(BucketBytes(bucket.size, bucket.element_bytes, gradient, master, state, local))
     return result

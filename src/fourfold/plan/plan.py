@@ -18,7 +18,7 @@ from fourfold.plan.pipeline.asynchronous import ASYNCHRONOUS
 from fourfold.plan.pipeline.division import StageSpec
 from fourfold.plan.pipeline.edges import DEFAULT_DENSITY, EdgeSpec
 from fourfold.plan.pipeline.in_flight import least_held
-from fourfold.plan.pipeline.schedules import compute_actions
+from fourfold.plan.pipeline.schedules import SCHEDULES, compute_actions
 from fourfold.plan.pipeline.spec import ComputeLists, PipelineSpec
 from fourfold.plan.plan_fields import FIELDS, RENAMED_FIELDS, plan_problems, to_builtin
 from fourfold.plan.recipes import RECIPE_PREFIX, recipe_text
@@ -115,9 +115,11 @@ class Plan:
     transport: str = "by-host"
 
     def __post_init__(self) -> None:
-        for name, value in dataclasses.asdict(self).items():
-            object.__setattr__(self, name, to_builtin(value))
-        problems = plan_problems(dataclasses.asdict(self))
+        # Not `dataclasses.asdict`, which copies each value: a search makes many thousands of plans.
+        values = {name: to_builtin(getattr(self, name)) for name in FIELDS}
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+        problems = plan_problems(values)
         if problems:
             raise PlanError(problems, where="the plan")
 
@@ -235,9 +237,12 @@ class Plan:
     @property
     def divides_backward(self) -> bool:
         """Whether backwards are computed in two halves, those of inputs and those of weights."""
-        return self.pp > 1 and any(
-            action.verb == Verb.BACKWARD_WEIGHT for each in self.compute_lists for action in each
-        )
+        if self.pp == 1:
+            return False
+        divides = SCHEDULES[self.schedule].divides_backward
+        if divides is None:
+            return any(action.verb == Verb.BACKWARD_WEIGHT for each in self.compute_lists for action in each)
+        return divides
 
     @property
     def num_stages(self) -> int:
@@ -261,10 +266,10 @@ class Plan:
     @classmethod
     def from_dict(cls, values: Mapping[str, object], *, where: str = "the plan") -> Self:
         """The plan with these values and defaults for the other fields. Raises PlanError with all problems at once."""
-        problems = plan_problems(values)
-        if problems:
-            raise PlanError(problems, where=where)
-        return cls(**values)  # type: ignore[arg-type]
+        try:
+            return cls(**values)  # type: ignore[arg-type]
+        except PlanError as error:
+            raise PlanError(error.problems, where=where) from None
 
     @classmethod
     def from_toml(cls, text: str, *, where: str = "plan.toml") -> Self:

@@ -110,14 +110,15 @@ FIELD_RULES = {
     "transport": FieldRule(str, choices=("by-host", "shared", "gloo", "nccl")),
 }
 FIELDS = tuple(FIELD_RULES)
+BUILTINS = (int, str, float, bool, type(None))
 RENAMED_FIELDS = {"codec_life": "codec_refresh_steps", "reduce": "reduce_dtype"}
 """Former name -> name. Plan files may use either; the identity of a run on disk keeps the former."""
 
 
 def to_builtin(value: object) -> object:
     """A field's value as a builtin type: NumPy numbers and strings are converted."""
-    if isinstance(value, bool):
-        return value
+    if type(value) in BUILTINS:
+        return value  # most values; asking an abstract class takes a microsecond
     if isinstance(value, numbers.Integral):
         return int(value)
     if isinstance(value, numbers.Real) and not isinstance(value, numbers.Rational):

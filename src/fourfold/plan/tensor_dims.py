@@ -158,5 +158,12 @@ def _style(module: ModuleSpec, index: int, name: str, split: Split) -> Style | N
 
 def dims_of_rules(rules: Mapping[str, str]) -> list[str]:
     """The dims that rules name, in their order."""
+    return list(marked_dims(rules))
+
+
+def marked_dims(rules: Mapping[str, str]) -> dict[str, bool]:
+    """The dims that rules name, in their order, and whether they are on the tensor axis where the plan does not say."""
     parsed, _ = parse_rules(rules)
-    return list(dict.fromkeys(dim.name for each in parsed.values() if not isinstance(each, Rule) for dim in each))
+    named = [dim for each in parsed.values() if not isinstance(each, Rule) for dim in each]
+    marked = {dim.name for dim in named if dim.is_marked}
+    return {dim.name: dim.name in marked for dim in named}

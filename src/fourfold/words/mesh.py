@@ -6,6 +6,7 @@ peers  the ranks that have the same index as a rank on all but the named axes
 Law: for any axes, the groups of peers partition the world.
 """
 
+import functools
 import itertools
 import math
 from dataclasses import dataclass
@@ -61,8 +62,13 @@ class Mesh:
 
     def groups(self, *axes: Axis) -> tuple[tuple[int, ...], ...]:
         """All groups of peers along `axes`, ordered by their smallest rank."""
-        groups: dict[tuple[int, ...], list[int]] = {}
-        for rank in range(self.size):
-            here = self.coordinates(rank)
-            groups.setdefault(tuple(here[axis] for axis in AXES if axis not in axes), []).append(rank)
-        return tuple(map(tuple, groups.values()))
+        return _groups(self, axes)
+
+
+@functools.lru_cache(maxsize=64)  # of a thousand ranks they take milliseconds, and a plan is asked for them many times
+def _groups(mesh: Mesh, axes: tuple[Axis, ...]) -> tuple[tuple[int, ...], ...]:
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for rank in range(mesh.size):
+        here = mesh.coordinates(rank)
+        groups.setdefault(tuple(here[axis] for axis in AXES if axis not in axes), []).append(rank)
+    return tuple(map(tuple, groups.values()))

@@ -33,7 +33,7 @@ from fourfold.step.meta_model import build_meta_model
 from fourfold.step.model_layout import laid_out_specs
 from fourfold.step.model_specs import update_spec
 from fourfold.step.pipeline.chain import Chain, find_chain, is_behind, map_stages, tied_parameters
-from fourfold.words.errors import Problem, TaskError
+from fourfold.words.errors import PlanError, Problem, TaskError, TrainingError
 from fourfold.words.layout import Change
 from fourfold.words.task import DEFAULT_BATCH_SIZE, Source, Task, check_task
 
@@ -50,6 +50,7 @@ class TaskFacts:
         check_task(task)
         self._task = task
         self._facts: dict[tuple[object, ...], ModelFacts] = {}
+        self._refused: dict[tuple[object, ...], Sequence[Problem]] = {}
         self._specs: dict[tuple[object, ...], list[ParamSpec]] = {}
 
     @property
@@ -106,12 +107,17 @@ class TaskFacts:
     def facts(self, plan: Plan) -> ModelFacts:
         ties = self._ties if plan.num_stages > 1 else {}
         key = (*(getattr(plan, name) for name in VARIANT_FIELDS), bool(ties))
+        if key in self._refused:
+            raise PlanError(self._refused[key], where="the plan")
         if key not in self._facts:
             try:
                 fake = self._fake_model(plan).with_copies(ties)
                 self._facts[key] = _Counted(fake, self._model, self._chain).facts()
             except StepNeedsValues as error:
                 raise with_bounds(error, forward_bounds(self._task.model, self._source)) from error
+            except (PlanError, TrainingError) as error:  # attention says in a step which heads it cannot divide
+                self._refused[key] = error.problems
+                raise PlanError(error.problems, where="the plan") from error
         return self._facts[key]
 
     @cached_property

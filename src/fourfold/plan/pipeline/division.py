@@ -6,6 +6,7 @@ names  the blocks of each stage as a user writes them: `"net1; relu net2"`; a st
 Law: every stage has consecutive blocks, at least one; together they have each block once.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -108,6 +109,11 @@ def divide_evenly(costs: Sequence[float], first: float, last: float, num_stages:
     The last stage keeps no activations of other microbatches, the first one keeps most: so a block too many is better
     on a late stage.
     """
+    return _divide_evenly(tuple(costs), first, last, num_stages)
+
+
+@functools.lru_cache(maxsize=256)  # a search divides the same chain for many plans
+def _divide_evenly(costs: tuple[float, ...], first: float, last: float, num_stages: int) -> tuple[range, ...]:
     num_blocks = len(costs)
     sums = [first]
     for index, cost in enumerate(costs):

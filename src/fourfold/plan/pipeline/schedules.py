@@ -19,10 +19,14 @@ PROGRAM_EXAMPLE = "program=FILE with lines such as 0: F0.0 B0.0"
 
 
 class Schedule(NamedTuple):
-    """A row of the table: the function that makes the lists, and what it can be made for."""
+    """A row of the table: the function that makes the lists, and what it can be made for.
+
+    divides_backward  whether its lists have both halves of each backward; None: the lists say
+    """
 
     make: Callable[[PipelineSpec], ComputeLists]
     problems: Callable[[PipelineSpec], list[Problem]]
+    divides_backward: bool | None = False
 
 
 def compute_actions(
@@ -124,8 +128,8 @@ SCHEDULES = {
     "gpipe": Schedule(gpipe, _one_stage_each),
     "1f1b": Schedule(one_f_one_b, _one_stage_each),
     "interleaved": Schedule(interleaved, _interleaved_problems),
-    "zero-bubble": Schedule(zero_bubble, _one_stage_each),
+    "zero-bubble": Schedule(zero_bubble, _one_stage_each, divides_backward=True),
     "pipedream": Schedule(undrained, _pipedream_problems),
     "2bw": Schedule(undrained, _two_buffered_problems),
-    "written": Schedule(_written, _written_problems),
+    "written": Schedule(_written, _written_problems, divides_backward=None),
 }

@@ -1,0 +1,182 @@
+"""Step pricing: what plans take, by the facts of a model and the prices of a machine.
+
+busy   seconds that all places of the pipeline together compute with one microbatch
+alike  plans whose facts are the same: they have the same FACTS_FIELDS
+Law: equal segments are priced once for all plans that compute them alike.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from fourfold.plan.check import legality_problems
+from fourfold.plan.decide.stages import Chain, Division, Segment, Submesh, best_division, division_of
+from fourfold.plan.lowering import lower
+from fourfold.plan.plan import Plan
+from fourfold.plan.predict.cluster import Cluster, topology_of
+from fourfold.plan.predict.estimate import Estimator
+from fourfold.plan.predict.facts import FactsSource, ModelFacts, SegmentFacts
+from fourfold.plan.predict.pipeline_forms import num_in_flight
+from fourfold.plan.predict.prediction import Prediction
+from fourfold.plan.predict.prices import Prices
+from fourfold.plan.predict.stage_seconds import stage_segments
+from fourfold.plan.predict.step import predict_step
+from fourfold.words.errors import Problem
+
+FACTS_FIELDS = ("tp", "sp", "ring", "ulysses", "residual", "dims", "precision")
+WORTH_A_LOOK = 1.001  # a slowest stage within this factor of the least possible one is not divided again
+
+
+class _Counted(NamedTuple):
+    """A segment, and how many there are that compute the same."""
+
+    segment: SegmentFacts
+    number: int
+
+
+class StepPricing:
+    """The `Pricing` of a task on all devices of a cluster."""
+
+    def __init__(self, source: FactsSource, prices: Prices, cluster: Cluster) -> None:
+        self._source, self._prices, self._cluster = source, prices, cluster
+        self._topology = topology_of(cluster, cluster.num_devices)
+        self._estimator = Estimator(source, prices, self._topology)
+        self._distinct: dict[tuple[Any, ...], list[_Counted]] = {}
+        self._busy: dict[tuple[Any, ...], float] = {}
+        self._balances: dict[tuple[Any, ...], float] = {}
+        self._segment_seconds: dict[tuple[Any, ...], float] = {}
+        self._elements_of: dict[tuple[Any, ...], list[int]] = {}
+
+    def on_devices(self, num_devices: int) -> "StepPricing":
+        return StepPricing(self._source, self._prices, self._cluster.resized(num_devices))
+
+    def slowdown(self) -> float:
+        return self._prices.slowdown()
+
+    def floor(self, plan: Plan) -> float:
+        samples = self._source.batch_size / plan.dp / plan.microbatches
+        alike = _alike(plan)
+        key = (*alike, plan.recompute, samples)
+        if key not in self._busy:
+            if alike not in self._distinct:
+                self._distinct[alike] = _count_distinct(self._source.facts(plan))
+            self._busy[key] = sum(
+                each.number * self._seconds(each.segment, plan, samples) for each in self._distinct[alike]
+            )
+        return plan.microbatches * self._busy[key] / plan.pp
+
+    def _seconds(self, segment: SegmentFacts, plan: Plan, samples: float) -> float:
+        """Forward and backward of one microbatch."""
+        key = (segment.operations, segment.collectives, plan.recompute, plan.precision, plan.tp, plan.sp, samples)
+        if key not in self._segment_seconds:
+            priced = self._prices.segment(segment, plan, samples)
+            self._segment_seconds[key] = priced.forward + priced.backward
+        return self._segment_seconds[key]
+
+    def problems(self, plan: Plan) -> list[Problem]:
+        return legality_problems(plan, self._source.specs(plan), self._topology, self._source.update_spec)
+
+    def estimate(self, plan: Plan) -> Prediction:
+        return _with_reserve(self._estimator.estimate(plan), self._cluster.reserve_bytes)
+
+    def simulate(self, plan: Plan) -> Prediction:
+        blueprint = lower(plan, self._source.specs(plan), self._topology, self._source.update_spec)
+        return predict_step(blueprint, self._source, self._prices, reserve_bytes=self._cluster.reserve_bytes)
+
+    # ---- stages ------------------------------------------------------------------------------------
+
+    def stage_blocks(self, plan: Plan) -> Sequence[range]:
+        return self._source.stage_blocks(plan)
+
+    def balance(self, plan: Plan) -> float:
+        samples = self._source.batch_size / plan.dp / plan.microbatches
+        key = (*_alike(plan), plan.recompute, samples, plan.pp, plan.interleave, plan.stages)
+        if key not in self._balances:
+            self._balances[key] = self._balance(plan, samples)
+        return self._balances[key]
+
+    def _balance(self, plan: Plan, samples: float) -> float:
+        facts, places = self._source.facts(plan), [0.0] * plan.pp
+        for stage, blocks in enumerate(self.stage_blocks(plan)):
+            segments = stage_segments(facts, blocks, is_first=stage == 0, is_last=stage == plan.num_stages - 1)
+            places[stage % plan.pp] += sum(self._seconds(each, plan, samples) for each in segments)
+        return sum(places) / plan.pp / max(places)
+
+    def divisions(self, plan: Plan, limit_bytes: float) -> list[str]:
+        """The best division by the estimate's own bytes, unless that of the plan is as good."""
+        predicted, stops = self.estimate(plan), [blocks.stop for blocks in self.stage_blocks(plan)]
+        chain, memory = self._chain(plan, predicted), predicted.memory
+        own = division_of(chain, stops, [1.0] * len(stops))
+        fits = memory.total <= limit_bytes
+        if fits and own.slowest <= WORTH_A_LOOK * _least_slowest(chain, own):
+            return []
+        # Several stages of a place share its memory: how much each may hold, only the estimate says.
+        room = limit_bytes - memory.buffers - memory.temporaries - memory.reserve
+        submesh = Submesh(len(stops)) if plan.interleave > 1 else Submesh(len(stops), memory_bytes=room)
+        found = best_division(
+            chain,
+            [submesh],
+            microbatches=plan.microbatches,
+            in_flight=_in_flight(plan),
+            known_seconds=own.step_seconds(plan.microbatches) if fits else float("inf"),
+        )
+        return [] if found is None or found.stops == own.stops else [found.counts]
+
+    def _chain(self, plan: Plan, predicted: Prediction) -> Chain:
+        """The segments with their seconds, and the bytes that the estimate has for their elements."""
+        facts, samples = self._source.facts(plan), self._source.batch_size / plan.dp / plan.microbatches
+        elements = self._elements(plan, facts)
+        by_place = [0.0] * plan.pp
+        for stage, blocks in enumerate(self.stage_blocks(plan)):
+            by_place[stage % plan.pp] += sum(elements[1 + blocks.start : 1 + blocks.stop])
+        by_place[0] += elements[0]
+        by_place[-1] += elements[-1]
+        fullest = predicted.memory
+        bytes_per_element = (fullest.weights + fullest.gradients + fullest.states) / max(by_place)
+        first, *blocks, last = (
+            Segment(
+                self._seconds(each, plan, samples),
+                bytes_per_element * count,
+                each.saved_bytes[plan.recompute] * samples,
+            )
+            for each, count in zip(facts.segments, elements, strict=True)
+        )
+        crosses = self._topology.size // plan.pp >= self._cluster.devices_per_host
+        edge = self._prices.edge(facts.boundary_bytes * samples, crosses_hosts=crosses)
+        return Chain(first, tuple(blocks), last, 2 * edge)
+
+    def _elements(self, plan: Plan, facts: ModelFacts) -> list[int]:
+        """By segment: the elements of its parameters on a rank."""
+        key = _alike(plan)
+        if key not in self._elements_of:
+            counts = {spec.name: spec.num_elements for spec in self._source.specs(plan)}
+            self._elements_of[key] = [sum(counts.get(name, 0) for name in each.params) for each in facts.segments]
+        return self._elements_of[key]
+
+
+def _alike(plan: Plan) -> tuple[Any, ...]:
+    return tuple(getattr(plan, name) for name in FACTS_FIELDS)
+
+
+def _count_distinct(facts: ModelFacts) -> list[_Counted]:
+    counts: dict[tuple[Any, ...], _Counted] = {}
+    for segment in facts.segments:
+        key = (segment.operations, segment.collectives, segment.norm_channels)
+        counts[key] = _Counted(segment, counts[key].number + 1 if key in counts else 1)
+    return list(counts.values())
+
+
+def _with_reserve(prediction: Prediction, reserve_bytes: float) -> Prediction:
+    by_stage = tuple(parts._replace(reserve=reserve_bytes) for parts in prediction.by_stage)
+    return Prediction(prediction.plan, prediction.terms, by_stage, prediction.sent_bytes)
+
+
+def _least_slowest(chain: Chain, division: Division) -> float:
+    """What the slowest stage of any division takes at least: as much as the mean, and as the longest block."""
+    return max(division.total / len(division.stops), max(block.seconds for block in chain.blocks))
+
+
+def _in_flight(plan: Plan) -> list[int]:
+    """By stage: the microbatches whose activations its place keeps."""
+    by_place = num_in_flight(plan.schedule, plan.pipeline_spec)
+    return [max(1, math.ceil(by_place[stage % plan.pp])) for stage in range(plan.num_stages)]

@@ -1,0 +1,82 @@
+"""Laws of the search: what it keeps is what a full enumeration keeps."""
+
+import itertools
+import math
+
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from fourfold.plan.check import combination_problems
+from fourfold.plan.decide.ask import Ask
+from fourfold.plan.decide.search import search
+from fourfold.plan.decide.space import groups, variants
+from fourfold.plan.plan import Plan
+from fourfold.plan.predict.prediction import Prediction
+from fourfold.words.errors import PlanError
+from tests.decide_cases import FakePricing, Model, Rates, make_case
+
+ROWS = st.tuples(st.sampled_from([0.5, 1.0, 4.0]), st.sampled_from([1.0, 4.0]), st.sampled_from([0.2, 2.0]))
+MODELS = st.builds(Model, st.lists(ROWS, min_size=1, max_size=4).map(tuple), ROWS, ROWS, heads=st.sampled_from([2, 4]))
+RATES = st.builds(Rates, *[st.sampled_from([0.02, 0.3, 2.0])] * 2, *[st.sampled_from([0.0, 0.02, 0.3, 2.0])] * 7)
+CASES = st.builds(
+    make_case,
+    devices=st.sampled_from([1, 2, 4, 6]),
+    per_host=st.sampled_from([2, 4]),
+    batch=st.sampled_from([2, 6, 8]),
+    model=MODELS,
+    clip=st.sampled_from([None, 1.0]),
+)
+ASKS = st.fixed_dictionaries(
+    {},
+    optional={
+        "pp": st.sampled_from([1, 2]),
+        "tp": st.sampled_from([1, 2]),
+        "zero": st.sampled_from([0, 1, 3]),
+        "recompute": st.sampled_from(["none", "full"]),
+        "stages": st.just("even"),
+        "update": st.sampled_from(["after", "in_backward"]),
+        "schedule": st.sampled_from(["1f1b", "zero-bubble"]),
+    },
+).map(lambda fields: Ask(**fields))
+
+
+def enumerate_all(ask: Ask, pricing: FakePricing) -> dict[Plan, Prediction]:
+    """The estimate of every legal plan with even stages."""
+    found = {}
+    for group in groups(ask, pricing.space):
+        for fields in variants(group, ask, pricing.space):
+            try:
+                plan = Plan.from_dict(fields)
+                predicted = pricing.estimate(plan)
+            except PlanError:
+                continue
+            if not combination_problems(plan, clip=pricing.space.clip):
+                found[plan] = predicted
+    return found
+
+
+@settings(max_examples=60, deadline=None, phases=[Phase.explicit, Phase.generate])
+@given(CASES, RATES, ASKS, st.sampled_from([8.0, 20.0, 60.0, math.inf]), st.sampled_from([1.0, 1.1]))
+def test_the_kept_plans_are_those_of_a_full_enumeration(pricing, rates, ask, limit, margin):
+    pricing.rates = rates
+    fits = {plan: each for plan, each in enumerate_all(ask, pricing).items() if each.memory.total <= limit}
+    found = search(ask, pricing.space, pricing, limit_bytes=limit, margin=margin)
+    # Other divisions than the even one can only make the best plan faster.
+    even = {each.plan for each in found.kept if each.plan.stages == "even"}
+    wanted = {plan for plan, each in fits.items() if each.seconds <= found.best * margin}
+    assert even == wanted
+    if "stages" in ask.pinned:
+        assert math.isclose(found.best, min((each.seconds for each in fits.values()), default=math.inf))
+
+
+@settings(max_examples=30, deadline=None, phases=[Phase.explicit, Phase.generate])
+@given(CASES, ASKS)
+def test_what_is_pinned_stays_in_every_plan(pricing, ask):
+    plans: list[Plan] = [
+        Plan.from_dict(each)
+        for group in itertools.islice(groups(ask, pricing.space), 20)
+        for each in itertools.islice(variants(group, ask, pricing.space), 20)
+    ]
+    for plan in plans:
+        assert all(getattr(plan, name) == value for name, value in ask.pinned.items())
+        assert plan.mesh.size == pricing.space.num_devices
