@@ -20,7 +20,6 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-
 ROUNDING = 1e-9  # of sums in another order
 
 
