@@ -13,6 +13,7 @@ import typer
 from fourfold.cli import completion, main
 from fourfold.cli.commands import COMMANDS, app
 from fourfold.cli.completion import EXPORT_OPTIONS
+from fourfold.plan.decide.asks import ask_names
 from fourfold.plan.plan_fields import FIELD_RULES, FIELDS
 from fourfold.plan.recipes import recipe_names
 from fourfold.trainer.callbacks.registry import SHIPPED
@@ -39,6 +40,14 @@ def test_a_word_is_completed_by_what_may_stand_in_its_place(tmp_path, monkeypatc
     assert "lm" not in offered("train mine.py ")
     assert "recipe:" not in offered("train lm recipe:ddp ")
     assert offered("train lm dp=2 dp") == []
+    assert offered("train plan") == ["plan=auto"]
+    assert offered("show plan") == offered("train plan=auto plan") == []
+    assert offered("plan lm cluster=dgx") == ["cluster=dgx-a100", "cluster=dgx-h100"]
+    assert offered("plan lm ask:") == [f"ask:{name}" for name in ask_names()]
+    assert offered("plan lm overwrite=") == ["overwrite=false", "overwrite=true"]
+    assert {"calibrate", "gpt", "lm", "first", "devices=", "tp=", "length="} <= set(offered("plan "))
+    assert offered("plan gpt layer") == offered("plan gpt width=8 layer") == ["layers="]
+    assert offered("plan lm devices=4 dev") == offered("plan lm seed") == offered("plan calibrate ") == []
     assert offered("checkpoint ") == ["export", "list", "verify"]
     assert offered("checkpoint list ") == offered("report f") == ["first"]
     assert offered("checkpoint export first --format ") == ["dcp", "hf", "safetensors"]

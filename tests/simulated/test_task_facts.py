@@ -17,7 +17,7 @@ from fourfold.step.model_call import call_model
 from fourfold.step.peak_memory import PeakMemory
 from fourfold.step.recompute import Recompute
 from fourfold.tasks import lm
-from fourfold.words.errors import TaskError
+from fourfold.words.errors import PlanError, TaskError
 from fourfold.words.layout import Change
 from fourfold.words.task import Data, Task
 
@@ -169,3 +169,10 @@ def test_what_cannot_be_counted_is_refused_with_the_reason(model: type[nn.Module
 def test_two_byte_precision_halves_what_crosses_a_boundary():
     source = TaskFacts(tiny_lm())
     assert source.facts(Plan(precision="bf16")).boundary_bytes == source.facts(Plan()).boundary_bytes / 2
+
+
+def test_heads_that_cannot_be_divided_are_a_problem_of_the_plan():
+    source = TaskFacts(tiny_lm())
+    for _ in range(2):  # the second one is remembered
+        with pytest.raises(PlanError, match="ulysses = 4, 2 heads"):
+            source.facts(Plan(sp=4, ulysses=4))

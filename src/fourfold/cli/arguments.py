@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fourfold.cli.plan_word import PLAN_WORD
 from fourfold.cli.strategy import STRATEGY_WORDS, expand_strategy
 from fourfold.plan.lr_schedule import LRSchedule
 from fourfold.plan.plan_fields import FIELDS, RENAMED_FIELDS, parse_value
@@ -317,7 +318,7 @@ def argument_types(function: Callable[..., Any]) -> dict[str, ValueType]:
             continue
         if parameter.default is parameter.empty:
             problems.append(Problem(f"the argument {name} has no default", "one for every argument", f"{name}=…"))
-        elif name in FIELDS:
+        elif name in (*FIELDS, PLAN_WORD):
             problems.append(Problem(f"the argument {name}", "a name that is not a field of the plan", f"my_{name}"))
         else:
             types_by_name[name] = _argument_type(parameter.default, hints.get(name))

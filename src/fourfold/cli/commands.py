@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
+from fourfold.cli.checkpoint_commands import checkpoints
 from fourfold.cli.feed import feed
 from fourfold.words.errors import Problem, SettingError, closest_match
 
@@ -22,8 +23,10 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 
-COMMANDS = ("train", "run", "show", "verify", "checkpoint", "feed", "report", "watch", "doctor", "new", "completion")
-WITH_SETTINGS = ("fourfold train", "fourfold show", "fourfold verify")
+COMMANDS = (
+    *("train", "run", "show", "plan", "verify", "checkpoint", "feed", "report", "watch", "doctor", "new", "completion"),
+)
+WITH_SETTINGS = ("fourfold train", "fourfold show", "fourfold plan", "fourfold verify")
 OPTIONS, RUN_OPTIONS = "[-n N]", "[-n N] [--restarts K]"
 TRAIN_WORDS = "TASK FILE.toml KEY=VALUE"
 SHOW_RANKS = "fourfold show lm dp=2"
@@ -94,6 +97,7 @@ def fourfold(
     fourfold train task.py:task -n 4      your own task, on 4 processes
     fourfold run -n 4 script.py           your own script, on 4 processes
     fourfold show plan.toml               print what each rank will do and send
+    fourfold plan lm devices=4            find the fastest plan, and say why and what it takes
     fourfold verify lm plan.toml          check that a plan trains as one device does
     fourfold checkpoint list runs/NAME    list a run's checkpoints
     fourfold feed bench unet3d            measure how well this machine's storage feeds accelerators
@@ -189,6 +193,38 @@ def show(
     return functools.partial(run_commands.show, words or [], page)
 
 
+@app.command(options_metavar="[-n N]", short_help="Find the fastest plan, say why, and what it takes.")
+def plan(
+    words: Annotated[list[str] | None, typer.Argument(metavar="TASK ASK.toml KEY=VALUE", hidden=True)] = None,
+    processes: Annotated[str | None, typer.Option("-n", metavar="N", help="As devices=N.")] = None,
+) -> Command:
+    """Find the fastest plan that fits, say why it is that, and what a step and a rank take. Starts no training.
+
+    \b
+    TASK       as for fourfold train; the name of a run: what other plans it could have had
+               gpt: a GPT by formula: layers= width= heads= vocabulary= length= batch_size=
+               calibrate: measure this machine, in a minute; without cluster=, plans are priced with that
+    ASK.toml   what is pinned and what is open ("auto"); ask:NAME is the question of a named system
+    KEY=VALUE  pins a field of the plan (tp=8 zero=1), or is an argument of the task
+
+    \b
+    devices=64           how many there are; with several, such as 8,16,32: curves of strong and weak scaling
+    memory=80GiB         of a device
+    cluster=dgx-a100     a cluster that comes with Fourfold, or a TOML file; without it: this machine
+    network=25GB/s       what a rank sends to other hosts, in place of the cluster's
+    html=FILE            a page with the same, the time-memory front and the predicted step
+    out=plan.toml        where the first plan goes; out=none: nowhere
+    overwrite=true       replace the file that is there
+    force=true           measure this machine although others use it
+    confirm=3            run the first three here for a few steps, beside the best baseline; the measured order decides
+
+    A word with several values, such as batch_size=32,64 length=128,256, asks what if: it gives the best plan of each.
+    """
+    from fourfold.cli import plan
+
+    return functools.partial(plan.plan, words or [], processes)
+
+
 @app.command(options_metavar=OPTIONS, short_help="Train with a plan and on one device, and compare.")
 def verify(
     words: Annotated[list[str] | None, typer.Argument(metavar=TRAIN_WORDS, hidden=True)] = None,
@@ -208,64 +244,8 @@ def verify(
     return functools.partial(run_commands.verify, words or [], processes)
 
 
-checkpoint = typer.Typer(rich_markup_mode=None, help="List, verify and export checkpoints.")
-app.add_typer(checkpoint, name="checkpoint")
+app.add_typer(checkpoints, name="checkpoint")
 app.add_typer(feed, name="feed")
-
-
-@checkpoint.callback(invoke_without_command=True)
-def checkpoint_help(context: typer.Context) -> None:
-    if context.invoked_subcommand is None:
-        print(context.get_help())
-
-
-Run = Annotated[str, typer.Argument(metavar="RUN", help="The run's folder, or its name in runs/.", show_default=False)]
-Step = Annotated[
-    int | None,
-    typer.Option("--step", metavar="STEP", help="The checkpoint of this step. Default: the newest valid one."),
-]
-
-
-@checkpoint.command("list")
-def list_checkpoints(run: Run) -> Command:
-    """List a run's checkpoints: step, size, age, validation loss."""
-    from fourfold.cli import checkpoint
-
-    return functools.partial(checkpoint.list_checkpoints, run)
-
-
-@checkpoint.command("verify")
-def verify_checkpoints(run: Run) -> Command:
-    """Check size and checksum of every file. Names damaged files; then the exit code is 1."""
-    from fourfold.cli import checkpoint
-
-    return functools.partial(checkpoint.verify_checkpoints, run)
-
-
-@checkpoint.command("export", short_help="Write the weights for other libraries: safetensors, transformers, DCP.")
-def export_checkpoint(
-    run: Run,
-    path: Annotated[
-        str | None, typer.Argument(metavar="[PATH]", help="Default: NAME-STEP.safetensors, -hf or -dcp, here.")
-    ] = None,
-    form: Annotated[
-        str, typer.Option("--format", metavar="FORMAT", help="safetensors, hf or dcp.", show_default="safetensors")
-    ] = "safetensors",
-    step: Step = None,
-    ema: Annotated[bool, typer.Option("--ema", help="Export the averaged weights.")] = False,
-) -> Command:
-    """Write the weights of a checkpoint for others to read. PATH and its folders are made.
-
-    \b
-    safetensors  one plain file of the weights under the model's own names, which init=FILE reads too
-    hf           a folder for from_pretrained(PATH) of transformers: weights, config, and the tokenizer if the task
-                 has one. The model must be one of transformers; its config was saved when training began
-    dcp          a folder for torch.distributed.checkpoint.load. Torch writes it, and its .metadata is a pickle,
-                 which Fourfold itself never reads
-    """
-    from fourfold.cli import checkpoint
-
-    return functools.partial(checkpoint.export_checkpoint, run, path, form=form, step=step, ema=ema)
 
 
 @app.command(options_metavar="[--json]", short_help="Check this machine and say what to fix.")

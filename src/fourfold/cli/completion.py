@@ -46,6 +46,7 @@ complete -c fourfold -a '(__fourfold_words)'
 """
 FORMAT_OPTION = "--format"
 EXPORT_OPTIONS = (FORMAT_OPTION, "--step", "--ema")
+BOOLS = ("true", "false")
 SCRIPTS = {"bash": BASH, "zsh": ZSH, "fish": FISH}
 
 
@@ -109,6 +110,39 @@ def _training_words(before: Sequence[str], typed: str) -> Iterable[str]:
     ]
 
 
+def _train_words(before: Sequence[str], typed: str) -> Iterable[str]:
+    from fourfold.cli.plan_word import PLAN_AUTO
+
+    return [*_training_words(before, typed), *([] if PLAN_AUTO in before else [PLAN_AUTO])]
+
+
+def _plan_words(before: Sequence[str], typed: str) -> Iterable[str]:
+    """A task, a run, an ask, an own word with its values, or what a training may have."""
+    from fourfold.cli.arguments import RUN_SETTINGS
+    from fourfold.cli.plan_arguments import CALIBRATE, GPT, OWN_WORDS
+    from fourfold.cli.plan_gpt import NEEDED, OPTIONAL
+    from fourfold.plan.decide.asks import ASK_PREFIX, ask_names
+    from fourfold.plan.predict.cluster_file import cluster_names
+    from fourfold.trainer.settings import TASK_FIELDS
+
+    if typed.startswith(ASK_PREFIX):
+        return [f"{ASK_PREFIX}{name}" for name in ask_names()]
+    key, equals, _ = typed.partition("=")
+    if equals and key in OWN_WORDS:
+        values = {"cluster": cluster_names(), "overwrite": BOOLS, "force": BOOLS, "out": ("none",)}
+        return [f"{key}={value}" for value in values.get(key, ())]
+    if before[:1] == [CALIBRATE]:
+        return ()
+    others = {f"{name}=" for name in RUN_SETTINGS if name not in TASK_FIELDS}
+    found = set(_training_words(before, typed)) - others
+    if before[:1] == [GPT]:
+        found |= {f"{name}=" for name in (*NEEDED, *OPTIONAL)}
+    given = {f"{word.partition('=')[0]}=" for word in before}
+    own = {f"{name}=" for name in OWN_WORDS} - given
+    first = (CALIBRATE, GPT, ASK_PREFIX, *_runs(before, typed)) if not before else (ASK_PREFIX,)
+    return [*found, *own, *first]
+
+
 def _callback_values(before: Sequence[str], value: str) -> Iterable[str]:
     """What may stand after `callback=`: what is there up to the last comma, and one more shipped callback."""
     from fourfold.trainer.callbacks.registry import SHIPPED
@@ -157,8 +191,9 @@ def _shells(before: Sequence[str], typed: str) -> Iterable[str]:
 
 
 ARGUMENTS: dict[str, Callable[[Sequence[str], str], Iterable[str]]] = {
-    "train": _training_words,
+    "train": _train_words,
     "show": _training_words,
+    "plan": _plan_words,
     "verify": _training_words,
     "checkpoint": _checkpoint_words,
     "report": _runs,

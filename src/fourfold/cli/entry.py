@@ -1,6 +1,6 @@
 """Entry: what happens around every command: closed streams, Ctrl-C, errors, the exit code.
 
-command  train, run, show, verify, checkpoint, feed, report, watch, doctor; each checks all before it starts a process
+command  train, run, show, plan, verify, …; each checks all before it starts a process
 Law: bad input is reported on stderr as got / need / try, all problems at once, with exit code 2 and no traceback.
 """
 

@@ -275,7 +275,7 @@ def read_plan(file: str | None, values: Mapping[str, object], *, num_processes: 
     errors = ErrorCollector()
     plan = overrides = None
     with errors.collect():
-        plan = Plan() if file is None else Plan.from_toml(_read_plan_text(file), where=file)
+        plan = Plan() if file is None else Plan.from_toml(read_plan_text(file), where=file)
     with errors.collect():
         overrides = Plan.from_dict(values, where="the command line")
     errors.raise_collected()
@@ -297,7 +297,7 @@ def _fit_plan(plan: Plan, num_processes: int | None, *, has_dp: bool, where: str
     return plan
 
 
-def _read_plan_text(file: str) -> str:
+def read_plan_text(file: str) -> str:
     if file.startswith(RECIPE_PREFIX):
         return recipe_text(file.removeprefix(RECIPE_PREFIX))
     try:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fourfold.cli import forking, sigint
+from fourfold.cli import forking, plan_word, sigint
 from fourfold.environment.imports import collection_paused
 from fourfold.environment.standard_streams import print_stderr, redirect_to_null
 from fourfold.environment.world import World, from_environment
@@ -36,8 +36,13 @@ def train(words: Sequence[str], processes: str | None) -> int:
 
     world = from_environment()
     required, has_own_ranks = check_num_processes(processes, world), world is None
-    if swept := sweep.swept_values(words):
+    asks_for_plan = plan_word.wants_plan(words)
+    if swept := sweep.swept_values([word for word in words if word != plan_word.PLAN_AUTO]):
         return _train_sweep(words, swept, required, world)
+    if asks_for_plan:
+        from fourfold.cli import plan_auto
+
+        words = plan_auto.resolve_words(words, num_processes=required, world=world)
     if has_own_ranks and _becomes_forking_launcher(job.planned_size(words, required)):
 
         def check() -> dict[str, Any]:
@@ -225,6 +230,7 @@ def show(words: Sequence[str], page: str | None = None) -> int:
 
     from fourfold.analysis.describe import show as describe_plan
     from fourfold.cli import job
+    from fourfold.cli.plan_record import describe_prediction
     from fourfold.report.plan_page import render_plan
     from fourfold.tasks.lm import LAYERS
 
@@ -236,7 +242,7 @@ def show(words: Sequence[str], page: str | None = None) -> int:
     if not command.has_model and (num_stages := ready.plan.num_stages) > LAYERS:
         # The plan is asked about, not a model: that has a layer for each stage.
         ready = job.parse_job([*words, f"layers={num_stages}"], has_run_dir=False)
-    text = describe_plan(ready.plan, ready.task)
+    text = describe_plan(ready.plan, ready.task) + describe_prediction(ready)
     if page is None:
         print(escape_controls(text))
     else:
@@ -298,6 +304,13 @@ def report(words: Sequence[str]) -> int:
         raise SettingError(Problem("no run", "RUN [RUN…]", "fourfold report --help"), where="fourfold report")
     print(escape_controls(str(write_report([find_run(word, parent=Path(RUNS_DIR)) for word in dict.fromkeys(words)]))))
     return 0
+
+
+def launch_quietly(command: Sequence[str], num_processes: int) -> int:
+    """Run a command in so many processes, without restarts; returns the exit code."""
+    from fourfold.launcher.restart_policy import SupervisionPolicy
+
+    return _launch(command, num_processes, SupervisionPolicy(max_restarts=0, notify=_print_error))
 
 
 def _launch(command: Sequence[str], num_processes: int, policy: "SupervisionPolicy", *, is_forked: bool = False) -> int:

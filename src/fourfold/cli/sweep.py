@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from fourfold.cli import job, task_loader
 from fourfold.cli.arguments import KEY_VALUE, RUN_SETTINGS, ValueType
 from fourfold.cli.errors import ErrorCollector, report_error
+from fourfold.cli.plan_word import PLAN_AUTO
 from fourfold.cli.settings_file import parse_command
 from fourfold.plan.plan_fields import FIELDS
 from fourfold.trainer.run_identity import read_finished_record
@@ -87,13 +88,17 @@ def prepare_sweep(words: Sequence[str], swept: dict[str, list[str]], *, num_proc
 def _prepare_member(
     others: Sequence[str], own: Sequence[str], values: tuple[str, ...], *, num_processes: int | None
 ) -> Member:
-    parsed = job.parse_job([*others, *own], num_processes=num_processes)
+    parsed = job.parse_job([word for word in (*others, *own) if word != PLAN_AUTO], num_processes=num_processes)
     prefix, name = parsed.settings["run_prefix"], parsed.settings["name"]
     # A plan's fields change the plan and not the identity, so the hash alone may be that of another member.
     digest = name.removeprefix(f"{prefix}-") if name == parsed.default_name else ""
     parts = [prefix if digest else name, *(_in_name(word) for word in own), digest]
     name = "-".join(filter(None, parts))
     words = [*(word for word in others if not word.startswith("name=")), *own, f"name={name}"]
+    if PLAN_AUTO in words:
+        from fourfold.cli import plan_auto
+
+        words = plan_auto.resolve_words(words, num_processes=num_processes, world=None)
     ready = job.prepare_job(words, num_processes=num_processes)
     return Member(values, tuple(words), ready.run_dir)
 

@@ -16,7 +16,7 @@ from fourfold.plan.dependencies import Dependencies, Dependency, RanksByMemory
 from fourfold.plan.rank_program import lane_of
 from fourfold.words.errors import Problem
 from fourfold.words.mesh import Mesh
-from fourfold.words.program import Action, Program, ProgramError
+from fourfold.words.program import Action, Program, ProgramError, Verb
 from fourfold.words.trace_events import GATHER_LANE, LANES
 
 CostFunction = Callable[[int, Action], float]
@@ -33,6 +33,16 @@ class TimedAction(NamedTuple):
 
 
 Timeline = Mapping[int, tuple[TimedAction, ...]]
+
+
+RECEIVE_QUEUE = "receive"
+QUEUES = (*LANES, RECEIVE_QUEUE)
+RECEIPTS = (Verb.RECEIVE_FORWARD, Verb.RECEIVE_BACKWARD)
+
+
+def _queue_of(action: Action) -> str:
+    """The lane of an action. Receipts have one of their own: a message that comes does not wait for those that go."""
+    return RECEIVE_QUEUE if action.verb in RECEIPTS else lane_of(action)
 
 
 def no_overlap(rank: int, action: Action, needed: Dependency) -> float:
@@ -96,10 +106,10 @@ class _Simulator:
         begins: Mapping[int, float],
     ) -> None:
         self._program, self._dependencies, self._cost, self._overlap = program, dependencies, cost, overlap
-        queues: dict[tuple[int, str], list[Action]] = {(rank, lane): [] for rank in program for lane in LANES}
+        queues: dict[tuple[int, str], list[Action]] = {(rank, lane): [] for rank in program for lane in QUEUES}
         for rank, actions in program.items():
             for action in actions:
-                queues[rank, lane_of(action)].append(action)
+                queues[rank, _queue_of(action)].append(action)
         self._queues = {key: queue for key, queue in queues.items() if queue}
         self._next = dict.fromkeys(self._queues, 0)
         self._clocks = {(rank, lane): begins.get(rank, 0.0) for rank, lane in self._queues}

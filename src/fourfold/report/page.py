@@ -15,6 +15,7 @@ from fourfold.report.html_page import render_card, render_page, render_values
 from fourfold.report.html_table import render_text
 from fourfold.report.key_figures import key_figures
 from fourfold.report.memory_card import memory_card
+from fourfold.report.prediction_card import prediction_card
 from fourfold.report.run_record import RunRecord, read_run
 from fourfold.report.step_timeline import action_card, step_card, undrained_step_card
 
@@ -53,6 +54,7 @@ def render_run(record: RunRecord) -> str:
         _checkpoints_and_segments(record),
         render_card(data_card(record.data), wide=True),
         render_card(faults.faults_card(record.faults, record.resumed_steps), wide=True),
+        render_card(prediction_card(record.prediction, trace, [line["seconds"] for line in record.steps]), wide=True),
         render_card(_step_card(record, trace), wide=True) if trace else "",
         *_description(record),
     ]

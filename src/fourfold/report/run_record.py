@@ -5,13 +5,15 @@ Law: a log whose last line is incomplete is read up to there; a missing file is 
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypedDict
 
 import msgspec
 
 from fourfold.plan.decode import DecodeError, from_json, read_bounded, read_toml
+from fourfold.plan.predict.comparison import is_of_plan
+from fourfold.plan.predict.prediction_file import RecordedPrediction, decode_prediction
 from fourfold.plan.trace_file import Trace, decode_trace
 from fourfold.report import checkpoint_card, data_card, faults, memory_card
 from fourfold.report import segments as segments_module
@@ -21,6 +23,7 @@ from fourfold.words.run_files import (
     ARGUMENTS_KEY,
     LOG_FILE,
     PLAN_FILE,
+    PREDICTION_FILE,
     RECORDED_IF_GIVEN,
     SETTINGS_FILE,
 )
@@ -72,6 +75,7 @@ class RunRecord:
     segments       the run between its start, its resumptions and its end
     memory         the last measurement of what the ranks hold in memory
     data           how long the ranks waited for data, segment by segment
+    prediction     what a step was predicted to take, if it is of this plan
     """
 
     name: str
@@ -88,6 +92,7 @@ class RunRecord:
     segments: Sequence[segments_module.Segment]
     memory: memory_card.MemoryRecord | None = None
     data: Sequence[data_card.DataRecord] = ()
+    prediction: RecordedPrediction | None = None
 
     @property
     def sections(self) -> dict[str, dict[str, Any]]:
@@ -172,7 +177,16 @@ def read_run(path: Path) -> RunRecord:
     settings, plan = read_description(path)
     trace = path / "trace.json"
     read_trace = decode_trace(trace.read_bytes(), where=str(trace)) if trace.is_file() else None
-    return make_record(path, settings, plan, read_log(path / LOG_FILE), trace=read_trace)
+    record = make_record(path, settings, plan, read_log(path / LOG_FILE), trace=read_trace)
+    return replace(record, prediction=_read_prediction(path / PREDICTION_FILE, plan))
+
+
+def _read_prediction(path: Path, plan: Mapping[str, Any]) -> RecordedPrediction | None:
+    """The prediction in a run's folder; None if there is none, or it is of a plan that the run had before."""
+    if not path.is_file():
+        return None
+    recorded = decode_prediction(path.read_bytes(), where=str(path))
+    return recorded if is_of_plan(recorded.prediction, plan) else None
 
 
 def read_description(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -77,17 +77,17 @@ def step_card(trace: Trace) -> str:
     measured, simulated = measured_timeline(trace, step), simulated_timeline(trace, costs, step)
     both = measured_seconds(trace, step), simulated_seconds(simulated, costs)
     lead = _lead_seconds(trace, step)
-    rows = [*_measured_lanes(trace, step, measured, lead), Lane("", ()), *_simulated_lanes(simulated, lead)]
+    rows = [*_measured_lanes(trace, step, measured, lead), Lane("", ()), *timeline_lanes(simulated, lead)]
     end = (lead + max(makespan(measured), makespan(simulated))) * 1e3
     drawing = lane_chart(rows, end=end, title=f"Step {step}, measured and simulated", x="time, ms")
     deviation = both[1] / (both[0] or 1.0) - 1
     text = (
         f"Step {step}: measured {both[0] * 1e3:.2f} ms, simulated {both[1] * 1e3:.2f} ms "
-        f"({_signed(100 * deviation, 1)} %). The simulation runs the same program at the median cost of each action "
+        f"({signed(100 * deviation, 1)} %). The simulation runs the same program at the median cost of each action "
         f"over {len(trace.steps)} sampled steps, without waits."
     )
     mark = f"a line on the reduce lane: a bucket is {READY_EVENT}"
-    legend = _legend(measured, simulated, has_data=any(event.lane == DATA_LANE for event in trace.events))
+    legend = timeline_legend(measured, simulated, has_data=any(event.lane == DATA_LANE for event in trace.events))
     rows_of = compare_timelines(trace, step, simulated)
     return (
         f"<h2>One step, measured and simulated</h2><p>{escape(text)}</p>"
@@ -108,14 +108,15 @@ def undrained_step_card(trace: Trace) -> str:
         f"Step {step}: {measured_seconds(trace, step) * 1e3:.2f} ms from its first action to its last. "
         "Its backwards are of microbatches of earlier steps, and stages are in it at different times."
     )
-    legend = _legend(measured, has_data=any(event.lane == DATA_LANE for event in trace.events))
+    legend = timeline_legend(measured, has_data=any(event.lane == DATA_LANE for event in trace.events))
     return f'<h2>One step</h2><p>{escape(text)}</p><div class="scroll">{drawing}</div><p class="note">{legend}</p>'
 
 
-def _legend(*timelines: Timeline, has_data: bool) -> str:
+def timeline_legend(*timelines: Timeline, has_data: bool = False, has_waits: bool = True) -> str:
     """The categories of the actions drawn, each with its colour, waiting, and the waits for data, if any."""
     drawn = {timed.action.verb for each in timelines for actions in each.values() for timed in actions}
-    keys = {word: VERB_STYLES[verb] for verb, word in CATEGORIES.items() if verb in drawn} | {WAITING_TIME: "wait"}
+    keys = {word: VERB_STYLES[verb] for verb, word in CATEGORIES.items() if verb in drawn}
+    keys |= {WAITING_TIME: "wait"} if has_waits else {}
     keys |= {DATA_TIME: "data"} if has_data else {}
     return "".join(f'<span class="key {style}"></span>{word}' for word, style in keys.items())
 
@@ -153,12 +154,13 @@ def _measured_lanes(trace: Trace, step: int, measured: Mapping[int, Sequence[Tim
     return result
 
 
-def _simulated_lanes(timeline: Timeline, lead: float) -> list[Lane]:
+def timeline_lanes(timeline: Timeline, lead: float = 0.0, *, name: str = "simulated") -> list[Lane]:
+    """The lanes of a simulated step, which begins `lead` seconds after the start of the axis."""
     return [
-        Lane(f"simulated {rank} {name}", blocks)
+        Lane(f"{name} {rank} {lane}", blocks)
         for rank, actions in timeline.items()
-        for name in LANES
-        if (blocks := _blocks([timed for timed in actions if timed.end > timed.start], name, lead))
+        for lane in LANES
+        if (blocks := _blocks([timed for timed in actions if timed.end > timed.start], lane, lead))
     ]
 
 
@@ -188,9 +190,10 @@ def _difference_table(rows: Sequence[Difference], both: tuple[float, float]) -> 
 
 def _difference_row(name: str, cost: float, price: float, end: float, simulated_end: float, *, style: str = "") -> str:
     cells = (cost, price, price - cost, end, simulated_end, simulated_end - end)
-    shown = (_signed(cell * 1e3) if index % 3 == 2 else f"{cell * 1e3:.3f}" for index, cell in enumerate(cells))
+    shown = (signed(cell * 1e3) if index % 3 == 2 else f"{cell * 1e3:.3f}" for index, cell in enumerate(cells))
     return f"<tr{style}><td>{escape(name)}</td>{''.join(f'<td>{text}</td>' for text in shown)}</tr>"
 
 
-def _signed(value: float, digits: int = 3) -> str:
+def signed(value: float, digits: int = 3) -> str:
+    """A difference with its sign: +0.012, −1.5."""
     return f"{value:+.{digits}f}".replace("-", "−")

@@ -49,6 +49,9 @@ tr:last-child > * { border-bottom: 0 }
 .listed td:last-child { text-align: left; white-space: normal; overflow-wrap: anywhere; padding-left: 20px; width: 70% }
 .listed .unknown { color: var(--muted) }
 .memory th, .memory td, .memory td:last-child { width: auto; text-align: right; white-space: nowrap }
+.plans th:last-child, table.leads th, table.leads td { text-align: left }
+.plans th:last-child { padding-left: 20px }
+.reasons th { width: 24% }
 .memory th:first-child, .memory td:first-child { text-align: left }
 .data-waits th:nth-child(-n+2), .data-waits td:nth-child(-n+2) { text-align: left }
 .data-waits th:last-child { text-align: left; padding-left: 20px }

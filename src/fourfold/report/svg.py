@@ -97,12 +97,13 @@ def lane_chart(
 
     `unit` of the times, and their `decimals` where a pointer shows them; `width` of the drawing.
     """
+    left = max(150.0, 16 + LETTER_WIDTH * max((len(row.name) for row in rows), default=0))
     each = 28.0
     tops, at = [], 8.0
     for row in rows:
         tops.append(at)
         at += each if row.name else 14.0
-    frame = Frame(left=150, right=width - 16, top=8, bottom=at + 2, x0=0, x1=end, y0=0, y1=1)
+    frame = Frame(left=left, right=width - 16, top=8, bottom=at + 2, x0=0, x1=end, y0=0, y1=1)
     parts = []
     ticks = axis_ticks(0, end, 8)
     for value, text in zip(ticks, format_ticks(ticks), strict=True):

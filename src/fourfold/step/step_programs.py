@@ -33,6 +33,11 @@ class StepPrograms:
         self._programs = self._blueprint.programs(StepRecord(self._launch_orders, self._use_orders))
 
     @property
+    def blueprint(self) -> Blueprint:
+        """What they are lowered from."""
+        return self._blueprint
+
+    @property
     def topology(self) -> Topology:
         """The machines that the ranks run on."""
         return self._blueprint.topology

@@ -5,6 +5,7 @@ RUNS_DIR = "runs"
 SETTINGS_FILE = "settings.json"
 """By this file a folder is known as a run of `ff.train`."""
 LOG_FILE, PLAN_FILE, CONFIG_FILE = "metrics.jsonl", "plan.toml", "config.toml"
+PREDICTION_FILE = "prediction.json"
 ALWAYS_RECORDED, RECORDED_IF_GIVEN = ("steps", "batch_size", "clip", "seed"), ("epochs", "drop_last")
 """The run's own settings in settings.json. The task's arguments stand apart from them, under ARGUMENTS_KEY."""
 ARGUMENTS_KEY = "task_arguments"

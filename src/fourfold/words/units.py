@@ -43,3 +43,18 @@ def write_bytes(num_bytes: int) -> str:
     """A number of bytes, exactly, in the largest unit of which it is a multiple: 80 GiB."""
     factor, unit = next((pair for pair in BINARY_PREFIXES if num_bytes % pair[0] == 0), (1, "B"))
     return f"{num_bytes // factor} {unit}"
+
+
+def format_step_seconds(seconds: float) -> str:
+    """How long a step takes: 840 µs, 41.2 ms, 3.53 s, 1,240 s."""
+    if seconds >= 999.5:
+        return f"{seconds:,.0f} s"
+    for factor, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
+        if seconds >= 0.9995 * factor or unit == "µs":
+            break
+    return f"{format_three_digits(seconds / factor)} {unit}"
+
+
+def format_percent(fraction: float) -> str:
+    """A fraction with three digits: 31.2 %, 8 %, 0.42 %; what is below a millionth is 0 %."""
+    return f"{100 * fraction:.3g} %" if abs(fraction) >= 1e-6 else "0 %"

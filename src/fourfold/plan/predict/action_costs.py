@@ -9,24 +9,21 @@ How a plan's fields enter is in the table `PRICED_BY` of `plan/predict/priced_fi
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property
 from typing import NamedTuple
 
 from fourfold.plan.dependencies import Dependency
-from fourfold.plan.lowering import Blueprint, DataGroup, bytes_by_bucket
-from fourfold.plan.predict.collectives import BucketCollectives, CollectiveSeconds, collective_seconds, shape_of
+from fourfold.plan.lowering import Blueprint, DataGroup
+from fourfold.plan.predict.bucket_prices import BucketPrices
+from fourfold.plan.predict.collectives import CollectiveSeconds, shape_of
 from fourfold.plan.predict.edges import EdgeMessages
 from fourfold.plan.predict.facts import ModelFacts
 from fourfold.plan.predict.gather_stalls import GatherStalls
 from fourfold.plan.predict.prediction import StepTerms
-from fourfold.plan.predict.prices import GroupShape, Prices
+from fourfold.plan.predict.prices import Prices
 from fourfold.plan.predict.stage_seconds import ZERO, SegmentPricer, StageSeconds, stage_seconds, stage_segments
 from fourfold.plan.rank_program import RankProgram
 from fourfold.plan.sample_order import shard_range
-from fourfold.words.layout import SPLIT, Change
-from fourfold.words.program import GRAD_NORM, TRUST_NORMS, USED_PARAMS, Action, Verb, bucket_of
-
-SCALAR_BYTES = 8
+from fourfold.words.program import Action, Verb, bucket_of
 
 
 class Job(NamedTuple):
@@ -52,13 +49,11 @@ class PlaceCosts:
 
     def __init__(self, job: Job, group: DataGroup, pricer: SegmentPricer, edges: EdgeMessages) -> None:
         self._job, self._group, self._pricer, self._edges = job, group, pricer, edges
-        self._prices, self._plan = job.prices, job.blueprint.plan
-        self.collectives = BucketCollectives(job.blueprint, group, job.prices)
+        self._plan = job.blueprint.plan
+        self.buckets = BucketPrices(job.blueprint, group, job.prices)
         self._sizes = job.microbatch_sizes
-        self._bytes = bytes_by_bucket(self._plan, group.stage, job.blueprint.update_spec)
         self._stages: dict[tuple[int, int], StageSeconds] = {}
-        self._gradient_seconds: dict[tuple[int, bool], float] = {}
-        self._between = self._prices.between_actions()
+        self.between, self._slowdown = job.prices.between_actions(), job.prices.slowdown()
 
     def of(self, actions: Sequence[Action]) -> "ProgramCosts":
         """The costs of a program's actions."""
@@ -81,79 +76,12 @@ class PlaceCosts:
             self._stages[key] = stage_seconds(segments, self._pricer, size)
         return self._stages[key]
 
+    def gradient_seconds(self, action: Action) -> float:
+        """What a backward takes to put its gradients into their buckets."""
+        return self.buckets.gradient_seconds(action.stage, is_first=action.index % self._plan.microbatches == 0)
+
     def names(self, bucket: int) -> list[str]:
         return [slot.name for slot in self._group.buckets[bucket].slots]
-
-    @cached_property
-    def num_buckets(self) -> int:
-        return len(self._group.buckets)
-
-    def gradient_seconds(self, action: Action) -> float:
-        """Copying the gradients of a first backward to their buckets, and adding those of later ones."""
-        key = action.stage, action.index % self._plan.microbatches == 0
-        if key not in self._gradient_seconds:
-            self._gradient_seconds[key] = self._price_gradients(*key)
-        return self._gradient_seconds[key]
-
-    def _price_gradients(self, stage: int, is_first: bool) -> float:
-        stages = self._group.stage.bucket_stages
-        own = [index for index in range(self.num_buckets) if stages[index] == stage]
-        gradients = self._group.stage.gradient_buckets
-        made = sum(self._group.buckets[index].num_bytes for index in own)
-        kept = sum(gradients[index].num_bytes for index in own)
-        if self._job.blueprint.has_unbucketed_grads:
-            return 0.0 if is_first else self._prices.memory_pass(3 * made)
-        copies = is_first or self._group.resting_layouts.gradient == SPLIT
-        return self._prices.memory_pass(made + (1 if copies else 2) * kept)
-
-    # ---- buckets --------------------------------------------------------------------------------------
-
-    def update(self, bucket: int) -> StepTerms:
-        """The update of what a rank owns of a bucket; then weights rest split, whole or once per host."""
-        plan, bytes_ = self._plan, self._bytes[bucket]
-        gradient_bytes = self._group.stage.gradient_buckets[bucket].element_bytes
-        owned = bytes_.num_elements * self.owned_fraction
-        in_all = owned * (bytes_.weight + gradient_bytes + bytes_.master + bytes_.state)
-        seconds = self._prices.update(self._job.blueprint.update_spec.optimizer, owned, in_all)
-        if plan.offload == "states":
-            seconds += self._prices.offload(owned * (gradient_bytes + bytes_.weight))
-        if plan.is_asynchronous:  # the version that microbatches in flight use is kept
-            seconds += self._prices.memory_pass(2 * owned * bytes_.weight)
-        return ZERO._replace(update=seconds, overhead=self._between)
-
-    @cached_property
-    def owned_fraction(self) -> float:
-        """The part of a bucket that a rank updates."""
-        if self._group.resting_layouts.state != SPLIT:
-            return 1.0
-        return 1.0 / self._job.blueprint.host_ranks(self._group, self._group.hosts.ranks_per_host).num_shards
-
-    def pull(self, bucket: int) -> StepTerms:
-        """The outer update: the change of the weights, their reference and its momentum."""
-        bytes_ = self._bytes[bucket]
-        moved = bytes_.num_elements * (2 * bytes_.weight + 2 * bytes_.local_sgd_state)
-        own = self.collectives.push(bucket).own
-        return ZERO._replace(update=self._prices.memory_pass(moved), exposed=own, overhead=self._between)
-
-    # ---- scalars --------------------------------------------------------------------------------------
-
-    def measure(self, action: Action) -> StepTerms:
-        """Scalars that are summed over ranks. Nothing waits for the loss: its sum goes on while ranks compute."""
-        num_params = len(self._group.stage.specs)
-        passes, num_scalars, group = {
-            GRAD_NORM: (1, 1, self._world),
-            USED_PARAMS: (0, num_params, self.collectives.shapes.whole),
-            TRUST_NORMS: (4, 2 * num_params, self.collectives.shapes.whole),
-        }.get(action.index, (0, 0, GroupShape(1)))
-        gradients = sum(bucket.num_bytes for bucket in self._group.stage.gradient_buckets) * self.owned_fraction
-        summed = collective_seconds(self._prices, Change.ALL_REDUCE, num_scalars * SCALAR_BYTES, group).total
-        update = self._prices.memory_pass(passes * gradients) if passes else 0.0
-        return ZERO._replace(update=update, exposed=summed, overhead=self._between)
-
-    @cached_property
-    def _world(self) -> GroupShape:
-        topology = self._job.blueprint.topology
-        return shape_of(topology, range(topology.size), shares_memory=self._group.hosts.shares_memory)
 
     # ---- messages -------------------------------------------------------------------------------------
 
@@ -162,16 +90,16 @@ class PlaceCosts:
         return self._edges.seconds(action, self._sizes[action.index % len(self._sizes)])
 
     def tie_gradient(self, action: Action) -> StepTerms:
-        return ZERO._replace(bubble=self._edges.tie_seconds if action.stage == 0 else 0.0, overhead=self._between)
-
-    @property
-    def between(self) -> float:
-        return self._between
+        return ZERO._replace(bubble=self._edges.tie_seconds if action.stage == 0 else 0.0, overhead=self.between)
 
     def slowed(self, sent: float, window: float) -> float:
         """By how many seconds computing is longer if messages of `sent` seconds are under way in a part of it."""
-        slowdown = self._prices.slowdown()
-        return min(sent * (1.0 - 1.0 / slowdown), window * (slowdown - 1.0))
+        return slowed(self._slowdown, sent, window)
+
+
+def slowed(slowdown: float, sent: float, window: float) -> float:
+    """By how many seconds computing is longer if messages of `sent` seconds are under way in a part of it."""
+    return min(sent * (1.0 - 1.0 / slowdown), window * (slowdown - 1.0))
 
 
 class ProgramCosts:
@@ -249,36 +177,36 @@ class ProgramCosts:
         return terms._replace(exposed=terms.exposed + extra + sum(each.own for each in costs))
 
     def _names(self, action: Action) -> list[str]:
-        return self._place.names(bucket_of(action, self._place.num_buckets))
+        return self._place.names(bucket_of(action, self._place.buckets.num_buckets))
 
     # ---- everything else ------------------------------------------------------------------------------
 
     def update(self, action: Action) -> StepTerms:
-        bucket = bucket_of(action, self._place.num_buckets)
-        terms = self._place.update(bucket)
-        own = self._place.collectives.gather(bucket).own if self._gathers(action) else 0.0
+        bucket = bucket_of(action, self._place.buckets.num_buckets)
+        terms = self._place.buckets.update(bucket)
+        own = self._place.buckets.collectives.gather(bucket).own if self._gathers(action) else 0.0
         return terms._replace(exposed=own)
 
     def _gathers(self, action: Action) -> bool:
         return Action(Verb.GATHER, action.stage, action.index) in self._index.actions
 
     def measure(self, action: Action) -> StepTerms:
-        return self._place.measure(action)
+        return self._place.buckets.measure(action)
 
     def pull(self, action: Action) -> StepTerms:
-        return self._place.pull(action.index)
+        return self._place.buckets.pull(action.index)
 
     def tie_gradient(self, action: Action) -> StepTerms:
         return self._place.tie_gradient(action)
 
     def _collective(self, action: Action) -> CollectiveSeconds:
         of_verb: dict[Verb, Callable[[int], CollectiveSeconds]] = {
-            Verb.REDUCE: self._place.collectives.reduce,
-            Verb.GATHER: self._place.collectives.gather,
-            Verb.UNSHARD: self._place.collectives.unshard,
-            Verb.PUSH: self._place.collectives.push,
+            Verb.REDUCE: self._place.buckets.collectives.reduce,
+            Verb.GATHER: self._place.buckets.collectives.gather,
+            Verb.UNSHARD: self._place.buckets.collectives.unshard,
+            Verb.PUSH: self._place.buckets.collectives.push,
         }
-        return of_verb[action.verb](bucket_of(action, self._place.num_buckets))
+        return of_verb[action.verb](bucket_of(action, self._place.buckets.num_buckets))
 
     def sent(self, action: Action) -> float:
         return self._collective(action).sent

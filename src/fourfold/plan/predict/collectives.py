@@ -129,6 +129,8 @@ class BucketCollectives:
 
     def unshard(self, index: int) -> CollectiveSeconds:
         """The all-gather of a bucket's weights before a use. Ranks of several hosts copy them from staging buffers."""
+        if self._changes.before_use == Change.NONE:
+            return NOTHING
         bytes_ = _size(self._group.buckets[index])
         seconds = gather_seconds(self._prices, self._changes.before_use, bytes_, self.shapes.shard)
         copied = self._prices.memory_pass(2 * bytes_) if self.shapes.shard.shares_memory else 0.0

@@ -32,14 +32,14 @@ class EdgeMessages:
 
     def __init__(self, plan: Plan, facts: ModelFacts, topology: Topology, prices: Prices) -> None:
         self._plan, self._facts, self._topology, self._prices = plan, facts, topology, prices
-        self._seconds: dict[tuple[int, int, bool], float] = {}
+        self._seconds: dict[tuple[int, float, bool], float] = {}
         self.tied_bytes = 0.0
 
     def add_ties(self, specs: tuple[ParamSpec, ...]) -> None:
         """The weights that the first place and the last one have both."""
         self.tied_bytes += sum(spec.num_bytes for spec in specs if spec.is_tied)
 
-    def seconds(self, action: Action, num_samples: int) -> float:
+    def seconds(self, action: Action, num_samples: float) -> float:
         """A message of this microbatch; nothing for its receipt, which ends when the message is there."""
         if action.verb in RECEIPTS:
             return 0.0
@@ -52,7 +52,7 @@ class EdgeMessages:
             self._seconds[key] = self._price(boundary, num_samples, is_forward=is_forward)
         return self._seconds[key]
 
-    def _price(self, boundary: int, num_samples: int, *, is_forward: bool) -> float:
+    def _price(self, boundary: int, num_samples: float, *, is_forward: bool) -> float:
         """Encoding reads a message and writes its code; the receiver does the opposite."""
         sent = message_bytes(self._plan, self._facts, num_samples)
         num_bytes, dense = sent.forward if is_forward else sent.backward, self._facts.boundary_bytes * num_samples

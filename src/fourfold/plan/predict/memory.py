@@ -48,7 +48,7 @@ def predict_memory(
             stage: _stage_bytes(blueprint, segments[stage], samples, received if stage else 0.0)
             for stage in range(place, plan.num_stages, plan.pp)
         }
-        resting, working = _resting(blueprint, group, place), _working_bytes(lists[place], stages)
+        resting, working = resting_memory(blueprint, group, place), _working_bytes(lists[place], stages)
         parts.append(
             resting._replace(
                 activations=working.activations,
@@ -70,7 +70,7 @@ def _compute_lists(plan: Plan) -> Sequence[Sequence[Action]]:
 # ---- what rests ----------------------------------------------------------------------------------------
 
 
-def _resting(blueprint: Blueprint, group: DataGroup, place: int) -> MemoryParts:
+def resting_memory(blueprint: Blueprint, group: DataGroup, place: int) -> MemoryParts:
     """Weights, gradients and states, and the buffers of the data axis; memory of a host divided among its ranks."""
     plan, num_ranks = blueprint.plan, group.hosts.ranks_per_host
     host = blueprint.host_ranks(group, num_ranks)
@@ -150,6 +150,17 @@ def _stage_bytes(blueprint: Blueprint, segments: Sequence[SegmentFacts], samples
         now = kept + segment.most_temporary_bytes(samples, plan.recompute)
         most, most_of_first_half = max(most, now), max(most_of_first_half, now + later)
     return _StageBytes(kept, most, sum(deferred), most_of_first_half)
+
+
+def output_bytes(plan: Plan, segments: Sequence[SegmentFacts]) -> float:
+    """The gradients of the outputs of products with weights, of one sample: what is kept between I and W."""
+    width = COMPUTE_FORMATS[plan.precision].num_bytes if plan.precision in COMPUTE_FORMATS else FULL_BYTES
+    return width * sum(
+        operation.rows * operation.columns
+        for segment in segments
+        for operation in segment.operations
+        if operation.kind == OperationKind.PRODUCT and operation.has_weight
+    )
 
 
 def _sums_behind(values: Sequence[float]) -> list[float]:

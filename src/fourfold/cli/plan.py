@@ -1,0 +1,187 @@
+"""`fourfold plan`: which plan a task should have, why, and what it will take.
+
+question  a task, a machine, and the fields that are pinned
+answer    printed, and written as a plan's file
+Law: nothing is overwritten unless the user says so; what is printed says what it was priced with.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fourfold.analysis.plan_words import best_baseline
+from fourfold.cli.plan_arguments import CALIBRATE, WHERE, PlanArguments, parse_plan_words
+from fourfold.environment.atomic_file import write_atomically
+from fourfold.plan.decide.decision import Decision
+from fourfold.plan.predict.prediction import Prediction
+from fourfold.words.errors import Problem, SettingError, os_error_text
+from fourfold.words.terminal_text import escape_controls
+from fourfold.words.units import format_bytes, format_count, format_step_seconds
+
+if TYPE_CHECKING:
+    from fourfold.analysis.plan_curves import Curve
+    from fourfold.cli.plan_question import Question, Questions
+    from fourfold.cli.plan_run import PlannedRun
+
+Timed = list[tuple[Prediction, float]]
+"""Plans that have been run, and the seconds of a step of each."""
+
+
+def plan(words: Sequence[str], processes: str | None) -> int:
+    """`fourfold plan`; returns the exit code. Raises FourfoldError."""
+    from fourfold.launcher.process_defaults import check_num_processes
+
+    devices = check_num_processes(processes, None)
+    arguments = parse_plan_words(words)
+    if arguments.name == CALIBRATE:
+        return _calibrate(arguments, devices)
+    from fourfold.cli import plan_what_if
+    from fourfold.cli.plan_question import Questions
+    from fourfold.cli.plan_run import find_planned_run
+
+    run = find_planned_run(arguments.name)
+    if run is not None:
+        arguments = run.arguments(arguments)
+    questions = Questions(arguments, devices=devices)
+    if lists := plan_what_if.listed(arguments, arguments.texts):
+        return _show_curves(questions, arguments, lists)
+    if "out" in arguments.own or arguments.value("confirm"):
+        check_out(arguments)
+    return _answer(questions, arguments, run)
+
+
+def _calibrate(arguments: PlanArguments, devices: int | None) -> int:
+    """`fourfold plan calibrate`: measure this machine anew. Returns the exit code."""
+    from fourfold.analysis.task_facts.source import TaskFacts
+    from fourfold.cli import job
+    from fourfold.cli.plan_calibrate import calibrate, format_calibrated
+    from fourfold.cli.plan_machine import calibration_words
+    from fourfold.cli.plan_question import task_words
+    from fourfold.cli.run_commands import launch_quietly
+    from fourfold.launcher.process_defaults import default_num_processes
+    from fourfold.plan.predict.calibration import task_key
+
+    words = [word for word in task_words(arguments) if word != CALIBRATE]
+    prepared = job.parse_job(words, has_run_dir=False)
+    num_ranks = arguments.value("devices") or devices or default_num_processes()
+    is_forced = bool(arguments.value("force"))
+    key = task_key(TaskFacts(prepared.task))
+    measured = calibrate(calibration_words(prepared), num_ranks, launch_quietly, key=key, is_forced=is_forced)
+    if measured is None:
+        return 1
+    print(escape_controls("\n".join(format_calibrated(measured))))
+    return 0
+
+
+def check_out(arguments: PlanArguments) -> None:
+    """Raise SettingError where the plan's file is there already."""
+    out = arguments.out
+    if out is not None and out.exists() and not arguments.value("overwrite", False):
+        got = f"{out} is there already"
+        attempt = "overwrite=true, out=OTHER.toml, or out=none to write no file"
+        raise SettingError(Problem(got, "a new file for the plan", attempt), where=WHERE)
+
+
+def _answer(questions: "Questions", arguments: PlanArguments, run: "PlannedRun | None" = None) -> int:
+    from fourfold.analysis.plan_text import format_decision
+    from fourfold.cli import plan_run
+
+    question = questions.make()
+    decision, workload = question.decide(), question.workload
+    if run is not None:
+        own = question.predict(run.plan)
+        decision = plan_run.beside(run, decision, own)
+        print(escape_controls(plan_run.format_run(run, own)) + "\n")
+    print(escape_controls(format_decision(decision, workload)), flush=True)
+    chosen, measured = decision.answer, None
+    if (count := arguments.value("confirm")) is not None:
+        seconds = _confirm(decision, question, arguments, count)
+        if seconds is None:
+            return 1
+        chosen, measured = min(seconds, key=lambda pair: pair[1])
+    # Only here: who asks again and again reads the answer, and need not say each time that no file is to be written.
+    check_out(arguments)
+    lines = _write_plan(arguments.out, chosen, measured, question)
+    if (page := arguments.value("html")) is not None:
+        from fourfold.report.decision_page import render_decision
+
+        write_file(page, render_decision(decision, workload))
+        lines.append(f"page   {page}")
+    if lines:
+        print(escape_controls("\n" + "\n".join(lines)))
+    return 0
+
+
+def _write_plan(out: Path | None, chosen: Prediction, measured: float | None, question: "Question") -> list[str]:
+    """Write the plan's file; returns what to print of it. `measured`: the seconds of its steps here, if it has run."""
+    if out is None:
+        return []
+    head = f"# fourfold plan: {question.task}, {question.machine.text}\n"
+    head += f"# predicted: {format_step_seconds(chosen.seconds)} a step, {format_bytes(chosen.memory.total)} a rank\n"
+    head += "" if measured is None else f"# measured: {format_step_seconds(measured)} a step\n"
+    write_file(out, head + chosen.plan.to_toml())
+    return [f"plan   {out}, for fourfold train {question.task} {out}" if question.is_task else f"plan   {out}"]
+
+
+def write_file(path: Path, text: str) -> None:
+    """Write a file whole. Raises SettingError where that is not possible."""
+    try:
+        write_atomically(path, text.encode())
+    except OSError as error:
+        got = f"{path} could not be written: {os_error_text(error)}"
+        raise SettingError(Problem(got, "a place that can be written to", "another path"), where=WHERE) from None
+
+
+def _show_curves(questions: "Questions", arguments: PlanArguments, lists: Mapping[str, list[str]]) -> int:
+    from fourfold.analysis.plan_curves import format_curves
+    from fourfold.cli import plan_what_if
+
+    if confirm := arguments.value("confirm"):
+        got = f"confirm = {confirm}, with several values of {' and '.join(lists)}"
+        raise SettingError(Problem(got, "one value of each to run here", "the same without confirm="), where=WHERE)
+    curves = plan_what_if.make_curves(questions, lists)
+    head = describe_curves(curves, lists, arguments)
+    print(escape_controls(format_curves(curves, head=head)), flush=True)
+    if (page := arguments.value("html")) is not None:
+        from fourfold.report.plan_curves_page import render_curves
+
+        write_file(page, render_curves(curves, title="What if", under=head))
+        print(escape_controls(f"\npage   {page}"))
+    return 0
+
+
+def describe_curves(curves: Sequence["Curve"], lists: Mapping[str, list[str]], arguments: PlanArguments) -> str:
+    """What the curves are of: the task, the machine, and the values."""
+    workload = next((each.workload for curve in curves for each in curve.points if each.workload is not None), None)
+    task = (
+        "no plan fits" if workload is None else f"{workload.task} · {format_count(workload.num_parameters)} parameters"
+    )
+    values = ", ".join(f"{key} {' '.join(texts)}" for key, texts in lists.items())
+    return f"{task} · {arguments.value('cluster') or 'this machine'} · what if: {values}"
+
+
+def _confirm(decision: Decision, question: "Question", arguments: PlanArguments, count: int) -> Timed | None:
+    """What a step of the first plans and of the best baseline takes here, in seconds; None if a rank failed."""
+    from fourfold.analysis.plan_text import format_confirmed
+    from fourfold.cli.plan_question import task_words
+    from fourfold.cli.plan_timing import measure_plans
+    from fourfold.cli.run_commands import launch_quietly
+
+    if not (question.machine.is_here and question.is_task):
+        got = f"confirm = {count}, for {question.task} on {question.machine.text}"
+        raise SettingError(Problem(got, "a task and this machine: the plans are run here", "no confirm="), where=WHERE)
+    candidates = candidates_of(decision, count)
+    print(f"\nrunning {len(candidates)} plans here, in turns", flush=True)
+    seconds = measure_plans([each.plan for each in candidates], task_words(arguments), launch_quietly)
+    if seconds is None:
+        return None
+    print(escape_controls("\n" + format_confirmed(candidates, seconds)), flush=True)
+    return list(zip(candidates, seconds, strict=True))
+
+
+def candidates_of(decision: Decision, count: int) -> list[Prediction]:
+    """The first plans of a decision, and the best baseline that fits."""
+    found = {each.plan: each for each in decision.ranked[:count]}
+    if (best := best_baseline(decision)) is not None:
+        found.setdefault(best[1].plan, best[1])
+    return list(found.values())

@@ -1,0 +1,157 @@
+"""`fourfold plan calibrate`: measures this machine with all ranks of a job at work, and stores what was measured.
+
+    python -m fourfold.cli.plan_calibrate REQUEST RESULT WORD…      one rank of it, started by launcher/worker.py
+
+REQUEST  a JSON file: the conditions of the calibration
+RESULT   the JSON file that rank 0 writes: what was left out, and the calibration beside it
+Law: measurements are refused while others use the machine, unless they are forced, which the file then says.
+"""
+
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from fourfold.cli import job
+from fourfold.environment.atomic_file import write_atomically
+from fourfold.environment.world import from_environment, num_cores
+from fourfold.launcher.process_defaults import THREAD_VARIABLES
+from fourfold.plan.predict.calibration import (
+    Calibration,
+    CalibrationError,
+    MachineIdentity,
+    calibration_path,
+    decode_calibration,
+    encode_calibration,
+    read_calibration,
+    write_calibration,
+)
+from fourfold.words.errors import Problem, os_error_text
+
+Launch = Callable[[Sequence[str], int], int]
+WHERE = "fourfold plan calibrate"
+CALIBRATION_FILE = "calibration.json"
+
+
+class Calibrated(NamedTuple):
+    """A calibration, where it is stored, and what was left out of it."""
+
+    calibration: Calibration
+    path: Path
+    left_out: list[str]
+    seconds: float
+
+
+def calibrate(
+    words: Sequence[str], num_ranks: int, launch: Launch, *, key: str, is_forced: bool = False
+) -> Calibrated | None:
+    """Measure this machine for the task that the words name; None if ranks failed, which the launcher has reported.
+
+    key        of the task: `task_key`
+    launch     starts a command in so many processes, and returns the exit code
+    is_forced  measure although other processes are at work
+    Raises CalibrationError, and what the words raise.
+    """
+    from fourfold.analysis.calibrate.machine import check_quiet, this_machine
+
+    job.parse_job([*words, *_as_many_ranks(num_ranks)], has_run_dir=False)
+    machine = this_machine(num_ranks, threads=threads_of_rank(num_ranks))
+    load = os.getloadavg()[0] if is_forced else check_quiet(num_ranks)
+    begin = time.perf_counter()
+    with tempfile.TemporaryDirectory(prefix="fourfold-calibrate-") as folder:
+        request, result = Path(folder, "request.json"), Path(folder, "result.json")
+        request.write_text(json.dumps([list(machine), load, is_forced]), encoding="utf-8")
+        command = ["-m", "fourfold.cli.plan_calibrate", str(request), str(result), *words]
+        if launch(command, num_ranks) != 0:
+            return None
+        left_out = json.loads(result.read_text(encoding="utf-8"))
+        data = result.with_name(CALIBRATION_FILE).read_bytes()
+    calibration = decode_calibration(data, where=WHERE)
+    path = calibration_path(machine, key)
+    try:
+        write_calibration(path, calibration)
+    except OSError as error:
+        got = f"{path} could not be written: {os_error_text(error)}"
+        raise CalibrationError(Problem(got, "a folder that can be written to", "XDG_CACHE_HOME=FOLDER")) from None
+    return Calibrated(calibration, path, left_out, time.perf_counter() - begin)
+
+
+def find_calibration(key: str, num_ranks: int) -> Calibration | None:
+    """What was measured here for the task of this `task_key` and as many ranks; None: nothing yet.
+
+    Raises CalibrationError for a file that is damaged, or of another machine.
+    """
+    from fourfold.analysis.calibrate.machine import this_machine
+
+    machine = this_machine(num_ranks, threads=threads_of_rank(num_ranks))
+    path = calibration_path(machine, key)
+    try:
+        return read_calibration(path, machine)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise CalibrationError(Problem(f"{path}: {os_error_text(error)}", "a file"), where=WHERE) from None
+
+
+def threads_of_rank(num_ranks: int) -> int:
+    """The threads with which `fourfold train` starts a rank."""
+    given = next((os.environ[name] for name in THREAD_VARIABLES if os.environ.get(name, "").isdecimal()), None)
+    return int(given) if given else max(1, num_cores() // num_ranks)
+
+
+def format_calibrated(calibrated: Calibrated) -> list[str]:
+    """What was measured, in a few lines."""
+    calibration, path, left_out, seconds = calibrated
+    machine = calibration.machine
+    products, passes = calibration.operations.products, calibration.operations.passes
+    lines = [
+        f"{machine.processor}, {machine.cores} cores, torch {machine.torch}: {machine.ranks_per_host} ranks"
+        f" × {machine.threads} thread{'s' if machine.threads > 1 else ''}, measured in {seconds:.0f} s",
+        f"  products {products.sizes[-1] / products.seconds[-1] / 1e9:.0f} GFLOP/s,"
+        f" memory {passes.sizes[-1] / passes.seconds[-1] / 1e9:.1f} GB/s of a rank while all are at work",
+        f"  {len(calibration.segments)} segments; load average {calibration.load:.1f} before",
+    ]
+    if calibration.is_forced:
+        lines.append("  forced: other processes may have been at work")
+    lines += [f"  left out: {text}" for text in left_out]
+    return [*lines, f"stored in {path}"]
+
+
+def _as_many_ranks(num_ranks: int) -> list[str]:
+    """Words with which a command line without a plan has as many ranks."""
+    return [f"dp={num_ranks}"]
+
+
+def main(request: str, result: str, words: Sequence[str]) -> None:
+    """One rank."""
+    from fourfold.analysis.calibrate.rank import Conditions, measure
+    from fourfold.analysis.task_facts.source import TaskFacts
+    from fourfold.parts.comm import init
+
+    world = from_environment()
+    assert world is not None
+    machine, load, is_forced = json.loads(Path(request).read_text(encoding="utf-8"))
+    prepared = job.parse_job([*words, *_as_many_ranks(world.size)], num_processes=world.size, has_run_dir=False)
+    ranks = init.init_communicator()
+    conditions = Conditions(MachineIdentity(*machine), load, is_forced)
+    source = TaskFacts(prepared.task)
+    measured = measure(prepared.task, source, ranks, conditions, say=_say if world.rank == 0 else _say_nothing)
+    if world.rank == 0:
+        write_atomically(Path(result).with_name(CALIBRATION_FILE), encode_calibration(measured.calibration))
+        write_atomically(Path(result), json.dumps(measured.left_out).encode())
+
+
+def _say(text: str) -> None:
+    if sys.stderr.isatty():
+        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+
+
+def _say_nothing(text: str) -> None: ...
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], sys.argv[3:])

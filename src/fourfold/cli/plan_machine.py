@@ -1,0 +1,158 @@
+"""Plan machine: where a plan is to run: a described cluster, or this machine as it was measured.
+
+words   the task and its arguments, with which ranks are started to measure this machine
+Law: what a plan is priced with is always said; a measurement of another machine is never used for this one.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from fourfold.cli.plan_arguments import WHERE
+from fourfold.environment.world import num_cores
+from fourfold.plan.precision import COMPUTE_FORMATS
+from fourfold.plan.predict.cluster import Cluster, ProductEfficiency, Tier
+from fourfold.plan.predict.facts import FactsSource
+from fourfold.plan.predict.prices import Prices
+from fourfold.words.errors import Problem, SettingError
+
+if TYPE_CHECKING:
+    from fourfold.cli.job import Job
+    from fourfold.plan.predict.calibration import Calibration, MachineIdentity
+
+RANKS_PER_CORE = 2  # at most, of ranks that measure this machine
+
+
+class Machine(NamedTuple):
+    """Where the task is to run. `text`: for people; `is_here`: it is this machine, as measured."""
+
+    cluster: Cluster
+    prices: Prices
+    text: str
+    is_here: bool
+
+    @property
+    def mixed_precision(self) -> str:
+        """The 16-bit precision that the devices are fast in; "keep" if they have none."""
+        dtypes = self.cluster.flops_per_second
+        return next((name for name, row in COMPUTE_FORMATS.items() if row.dtype in dtypes), "keep")
+
+    def peak_flops(self, precision: str) -> float | None:
+        """Operations a second that a device does at most in this precision; None: not known."""
+        row = COMPUTE_FORMATS.get(precision)
+        return self.cluster.flops_per_second.get(row.dtype if row else "float32")
+
+
+def described_machine(name: str, *, devices: int | None, network: float | None) -> Machine:
+    """The cluster of this name or file. Raises FourfoldError.
+
+    devices  how many there are to be; None: those of the cluster
+    network  bytes a second that a rank sends to another host; None: the cluster's
+    """
+    from fourfold.plan.predict.cluster_file import load_cluster
+    from fourfold.plan.predict.roofline import RooflinePrices
+
+    cluster = load_cluster(name)
+    if network is not None:
+        if cluster.network is None:
+            got = f"network = …, and {name} is one host"
+            problem = Problem(got, "a cluster with a network", "a table [network] in its file")
+            raise SettingError(problem, where=WHERE)
+        cluster = dataclasses.replace(cluster, network=cluster.network._replace(bandwidth=network))
+    if devices is not None:
+        cluster = cluster.resized(devices)
+    hosts = f"{cluster.hosts} hosts" if cluster.hosts > 1 else "one host"
+    count = "1 device" if cluster.num_devices == 1 else f"{cluster.num_devices:,} devices"
+    return Machine(cluster, RooflinePrices(cluster), f"{count} of {cluster.name}, {hosts}", is_here=False)
+
+
+def this_machine(words: Sequence[str], source: FactsSource, devices: int, *, is_forced: bool = False) -> Machine:
+    """This machine with so many ranks. If it has not been measured for this task, it is now. Raises FourfoldError.
+
+    words      name the task; source: its facts
+    is_forced  measure although other processes are at work
+    """
+    from fourfold.cli.plan_calibrate import calibrate, find_calibration, format_calibrated
+    from fourfold.cli.run_commands import launch_quietly
+    from fourfold.launcher.process_defaults import MAX_DEFAULT_PROCESSES
+    from fourfold.plan.predict.calibration import CalibrationError, task_key
+
+    most = max(MAX_DEFAULT_PROCESSES, RANKS_PER_CORE * num_cores())
+    if devices > most:
+        got, need = f"devices = {devices}, on this machine of {num_cores()} cores", f"at most {most} ranks here"
+        raise SettingError(Problem(got, need, "cluster=dgx-a100, or a file that describes the machine"), where=WHERE)
+    key = task_key(source)
+    calibration = find_calibration(key, devices)
+    if calibration is None:
+        print(why_measured(words, key, devices), flush=True)
+        measured = calibrate(words, devices, launch_quietly, key=key, is_forced=is_forced)
+        if measured is None:
+            raise CalibrationError(Problem("the ranks that measure this machine failed", "", "fourfold doctor"))
+        print("\n".join(format_calibrated(measured)) + "\n", flush=True)
+        calibration = measured.calibration
+    return _as_measured(calibration)
+
+
+def why_measured(words: Sequence[str], key: str, devices: int) -> str:
+    """Why this machine is measured now. `key`: of the task."""
+    from fourfold.plan.predict.calibration import other_conditions
+
+    ranks = "1 rank" if devices == 1 else f"{devices} ranks"
+    text = f"measuring this machine once, for {' '.join(words)} on {ranks}: less than a minute"
+    others = other_conditions(_identity(devices), key)
+    return f"{text}\nwhat was measured with {', '.join(others)} does not hold here" if others else text
+
+
+def calibrated_machine(source: FactsSource, devices: int) -> Machine | None:
+    """This machine with so many ranks; None if it has not been measured for this task. Raises FourfoldError.
+
+    Where it has not been measured for any task, the task's facts are not asked for: they take seconds.
+    """
+    from fourfold.cli.plan_calibrate import find_calibration
+    from fourfold.plan.predict.calibration import has_calibrations, task_key
+
+    if not has_calibrations(_identity(devices)):
+        return None
+    calibration = find_calibration(task_key(source), devices)
+    return None if calibration is None else _as_measured(calibration)
+
+
+def _identity(devices: int) -> "MachineIdentity":
+    from fourfold.analysis.calibrate.machine import this_machine as identify
+    from fourfold.cli.plan_calibrate import threads_of_rank
+
+    return identify(devices, threads=threads_of_rank(devices))
+
+
+def _as_measured(calibration: "Calibration") -> Machine:
+    from fourfold.environment.host_memory import available_bytes
+    from fourfold.plan.predict.calibrated_prices import CalibratedPrices
+
+    measured = calibration.machine
+    products, passes = calibration.operations.products, calibration.operations.passes
+    available = available_bytes()
+    cluster = Cluster(
+        name="this machine",
+        device="cpu",
+        devices_per_host=measured.ranks_per_host,
+        hosts=measured.hosts,
+        memory_bytes=float("inf") if available is None else available / measured.ranks_per_host,
+        flops_per_second={"float32": products.sizes[-1] / products.seconds[-1]},
+        memory_bandwidth=passes.sizes[-1] / passes.seconds[-1],
+        # Not used: measured prices are those of CalibratedPrices.
+        products=ProductEfficiency(1.0, 0.0),
+        host=Tier(0.0, passes.sizes[-1] / passes.seconds[-1]),
+        network=None,
+    )
+    ranks = "1 rank" if measured.ranks_per_host == 1 else f"{measured.ranks_per_host} ranks"
+    return Machine(cluster, CalibratedPrices(calibration), f"{ranks} of this machine, as measured", is_here=True)
+
+
+def calibration_words(prepared: "Job") -> list[str]:
+    """The task of a job and the arguments that it was given, as words."""
+    arguments = prepared.settings["extra_settings"]
+    return [prepared.task_name, *(f"{name}={_text(value)}" for name, value in sorted(arguments.items()))]
+
+
+def _text(value: object) -> str:
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)

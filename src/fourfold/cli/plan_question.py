@@ -1,0 +1,250 @@
+"""Plan question: what one planning needs: a task's facts, a machine's prices, the fields that are pinned.
+
+resized   a source with another batch: its facts are of one sample, and stay
+Law: a question is made once per task and machine; lists of devices, memory or batches do not make the facts again.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from fourfold.cli import job, settings_file, task_loader
+from fourfold.cli.arguments import parse_args, parse_values
+from fourfold.cli.plan_arguments import BATCH, GPT, WHERE, PlanArguments
+from fourfold.cli.plan_gpt import gpt_source
+from fourfold.cli.plan_machine import Machine, calibration_words, described_machine, this_machine
+from fourfold.cli.strategy import STRATEGY_WORDS
+from fourfold.launcher.process_defaults import default_num_processes
+from fourfold.plan.decide.ask import AUTO, Ask
+from fourfold.plan.decide.asks import ASK_PREFIX, ask_text
+from fourfold.plan.decide.decision import Decision
+from fourfold.plan.decide.layers import NO_DIMS
+from fourfold.plan.param_spec import ParamSpec
+from fourfold.plan.plan import Plan
+from fourfold.plan.plan_fields import FIELDS
+from fourfold.plan.predict.facts import FactsSource, ModelFacts
+from fourfold.plan.predict.prediction import Prediction
+from fourfold.plan.predict.workload import Workload
+from fourfold.plan.recipes import RECIPE_PREFIX, recipe_text
+from fourfold.plan.tensor_dims import marked_dims
+from fourfold.plan.update_spec import UpdateSpec
+from fourfold.words.errors import Problem, SettingError
+from fourfold.words.mesh import AXES
+from fourfold.words.task import Task
+
+
+@dataclass(frozen=True)
+class ResizedSource:
+    """A source of facts with another batch size."""
+
+    source: FactsSource
+    batch_size: int
+
+    @property
+    def update_spec(self) -> UpdateSpec:
+        return self.source.update_spec
+
+    def facts(self, plan: Plan) -> ModelFacts:
+        return self.source.facts(plan)
+
+    def specs(self, plan: Plan) -> Sequence[ParamSpec]:
+        return self.source.specs(plan)
+
+    def stage_blocks(self, plan: Plan) -> tuple[range, ...]:
+        return self.source.stage_blocks(plan)
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is to be planned. `task`: for people; `is_task`: it can be trained, and is no formula."""
+
+    task: str
+    is_task: bool
+    source: FactsSource
+    machine: Machine
+    ask: Ask
+    dims: Mapping[str, bool] = field(default_factory=dict)
+
+    @property
+    def workload(self) -> Workload:
+        """The work of a step, and the peak of the devices in the dtype of the model, if it is known."""
+        precision = self.ask.pinned.get("precision", Plan().precision)
+        return Workload.of(
+            self.source,
+            task=self.task,
+            machine=self.machine.text,
+            memory_bytes=self.ask.memory_bytes or self.machine.cluster.memory_bytes,
+            peak_flops=self.machine.peak_flops(str(precision)),
+        )
+
+    def predict(self, plan: Plan) -> Prediction:
+        """What a plan would take. Raises PlanError."""
+        from fourfold.plan.lowering import lower
+        from fourfold.plan.predict.cluster import topology_of
+        from fourfold.plan.predict.step import predict_step
+
+        cluster = self.machine.cluster
+        topology = topology_of(cluster, plan.mesh.size)
+        blueprint = lower(plan, self.source.specs(plan), topology, self.source.update_spec)
+        return predict_step(blueprint, self.source, self.machine.prices, reserve_bytes=cluster.reserve_bytes)
+
+    def decide(self) -> Decision:
+        """The best plans. Raises PlanError if none fits."""
+        from fourfold.plan.decide.decide import decide
+
+        return decide(self.ask, self.source, self.machine.prices, self.machine.cluster, dims=self.dims)
+
+
+class TaskSource(NamedTuple):
+    """A task as it is planned.
+
+    words  with which this machine is measured for it; None: it is a formula
+    dims   that its tensor rules name, and whether they are on the tensor axis where the plan does not say
+    """
+
+    name: str
+    source: FactsSource
+    words: tuple[str, ...] | None
+    dims: Mapping[str, bool] = NO_DIMS
+
+
+class Questions:
+    """The questions of one command: what several of them share, is made once.
+
+    devices  how many there are, where no word says so
+    """
+
+    def __init__(self, arguments: PlanArguments, *, devices: int | None) -> None:
+        self._arguments, self._devices = arguments, devices
+        self._sources: dict[tuple[str, ...], TaskSource] = {}
+        self._machines: dict[tuple[object, ...], Machine] = {}
+
+    def make(self, changes: Mapping[str, str] | None = None) -> Question:
+        """The question of the command, with these words in place of its own. Raises FourfoldError."""
+        arguments = self._arguments.with_changes(changes or {})
+        ask = read_ask(arguments, _command_of(arguments), devices=self._devices)
+        task = self._task(arguments)
+        machine = self._machine(arguments, task, ask)
+        if ask.devices is None:
+            ask = ask.with_changes(devices=machine.cluster.num_devices)
+        is_formula = task.words is None
+        if is_formula and not ("precision" in ask.pinned or "precision" in ask.requested):
+            ask = ask.with_changes(precision=machine.mixed_precision)
+        batch = next((word for word in arguments.others if word.startswith(f"{BATCH}=")), None)
+        source = task.source if batch is None else ResizedSource(task.source, parse_batch(batch))
+        return Question(task.name, not is_formula, source, machine, ask, task.dims)
+
+    def _task(self, arguments: PlanArguments) -> TaskSource:
+        words = tuple(word for word in task_words(arguments) if not word.startswith(f"{BATCH}="))
+        if words not in self._sources:
+            self._sources[words] = gpt_task(words) if arguments.name == GPT else trained_task(words)
+        return self._sources[words]
+
+    def _machine(self, arguments: PlanArguments, task: TaskSource, ask: Ask) -> Machine:
+        cluster, network = arguments.value("cluster"), arguments.value("network")
+        devices = ask.devices or _size_of(ask)
+        key = (cluster, network, devices, task.words)
+        if key not in self._machines:
+            if cluster is not None:
+                self._machines[key] = described_machine(cluster, devices=devices, network=network)
+            else:
+                self._machines[key] = self._here(task, devices or default_num_processes(), arguments)
+        return self._machines[key]
+
+    @staticmethod
+    def _here(task: TaskSource, devices: int, arguments: PlanArguments) -> Machine:
+        if task.words is None:
+            problem = Problem("gpt without a cluster", "the machine that the formula is for", "cluster=dgx-a100")
+            raise SettingError(problem, where=WHERE)
+        if "network" in arguments.own:
+            problem = Problem("network = … without a cluster", "a cluster with a network", "cluster=FILE.toml")
+            raise SettingError(problem, where=WHERE)
+        return this_machine(task.words, task.source, devices, is_forced=arguments.value("force", False))
+
+
+def _command_of(arguments: PlanArguments) -> settings_file.Command:
+    if arguments.name != GPT:
+        return settings_file.parse_command(arguments.others)
+    parsed = parse_args(arguments.others)
+    return settings_file.Command(GPT, parsed.plan_file, None, parsed.values)
+
+
+def _size_of(ask: Ask) -> int | None:
+    """The number of devices that pinned axes make, if dp is one of them: an axis that is not named is 1."""
+    sizes = {axis: value for axis in AXES if isinstance(value := ask.pinned.get(axis), int)}
+    return math.prod(sizes.values()) if "dp" in sizes else None
+
+
+def parse_batch(word: str) -> int:
+    """The batch in `batch_size=…`. Raises SettingError."""
+    text = word.partition("=")[2]
+    if not (text.isdecimal() and int(text)):
+        raise SettingError(Problem(f"{BATCH} = {text or '(nothing)'}", "a whole number of at least 1"), where=WHERE)
+    return int(text)
+
+
+def trained_task(words: Sequence[str]) -> TaskSource:
+    """The task that the words name. Raises FourfoldError."""
+    from fourfold.analysis.task_facts.source import TaskFacts
+
+    prepared = job.parse_job(words, has_run_dir=False)
+    source = TaskFacts(with_batch_size(prepared.task, prepared.task_name))
+    return TaskSource(prepared.task_name, source, tuple(calibration_words(prepared)), marked_dims(prepared.task.tensor))
+
+
+def with_batch_size(task: Task, name: str) -> Task:
+    """The task with the batch size that it trains with: that of its DataLoader, if it says none itself."""
+    from fourfold.trainer.run_length import with_sizes
+    from fourfold.trainer.settings import make_settings
+
+    if task.batch_size is not None:
+        return task
+    data = task_loader.open_task_data(task, spec=name).train
+    return dataclasses.replace(task, batch_size=with_sizes(make_settings(task), task, data).batch_size)
+
+
+def gpt_task(words: Sequence[str]) -> TaskSource:
+    """The GPT that the words describe. Raises FourfoldError."""
+    return TaskSource(*gpt_source(words), None)
+
+
+def read_ask(arguments: PlanArguments, command: settings_file.Command, *, devices: int | None) -> Ask:
+    """The ask of a command line: its file, with what the words pin. Raises PlanError."""
+    ask = _ask_of_file(arguments.ask or command.plan_file)
+    opened = (key for key, text in command.values.items() if key in FIELDS and text == AUTO)
+    pinned = pinned_fields(command, kept=arguments.kept) | dict.fromkeys(opened, AUTO)
+    given = {"devices": arguments.value("devices") or ask.devices or devices}
+    given |= {"memory": int(memory)} if (memory := arguments.value("memory")) else {}
+    return ask.with_changes(**{**pinned, **given})
+
+
+def pinned_fields(command: settings_file.Command, *, kept: Mapping[str, object] | None = None) -> dict[str, object]:
+    """The fields of the plan that the words give, and those of a settings file, or instead of these `kept`."""
+    values = {key: text for key, text in command.values.items() if key in FIELDS and text != AUTO}
+    in_words = parse_values(values, None).plan
+    if kept is None:
+        kept = {} if command.settings_file is None else command.settings_file.parse(None).plan
+    return {**kept, **in_words}
+
+
+def _ask_of_file(name: str | None) -> Ask:
+    if name is None:
+        return Ask()
+    if name.startswith(ASK_PREFIX):
+        return Ask.from_toml(ask_text(name.removeprefix(ASK_PREFIX)), where=name)
+    text = recipe_text(name.removeprefix(RECIPE_PREFIX)) if name.startswith(RECIPE_PREFIX) else job.read_plan_text(name)
+    return Ask.from_toml(text, where=name)
+
+
+def task_words(arguments: PlanArguments) -> list[str]:
+    """The words that name the task and its arguments, without those of the ask."""
+    mine = (*FIELDS, *STRATEGY_WORDS)
+    return [word for word in arguments.others if word.partition("=")[0] not in mine and not is_ask(word)]
+
+
+def is_ask(word: str) -> bool:
+    """Whether a word is the name of an ask, and not of a settings file."""
+    is_file = word.endswith(".toml") and settings_file.read_settings_file(word) is None
+    return is_file or word.startswith((ASK_PREFIX, RECIPE_PREFIX))

@@ -1,0 +1,90 @@
+"""Plan of a run: what other plans a run of `fourfold train` could have had, and how its own was predicted.
+
+Law: a run is asked again with its own settings; only fields that do not change what is trained are open.
+"""
+
+import dataclasses
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from fourfold.analysis.plan_text import format_difference
+from fourfold.analysis.plan_words import plan_words
+from fourfold.cli.plan_arguments import NO_FILE, PlanArguments
+from fourfold.plan.decide.ask import SEARCHED
+from fourfold.plan.decide.decision import Decision
+from fourfold.plan.plan import Plan
+from fourfold.plan.plan_fields import FIELDS
+from fourfold.plan.predict.prediction import Prediction
+from fourfold.words.errors import Problem, SettingError
+from fourfold.words.run_files import CONFIG_FILE, LOG_FILE, PLAN_FILE, RUNS_DIR
+from fourfold.words.units import format_step_seconds
+
+OWN_PLAN = "the run's own plan"
+NUM_LEFT_OUT = 1  # the first step allocates
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """A run that has been trained: its folder, its plan, the median seconds of its steps (None: it has none)."""
+
+    folder: Path
+    plan: Plan
+    seconds: float | None
+
+    def arguments(self, given: PlanArguments) -> PlanArguments:
+        """The words with which this run's task is planned again, on as many devices unless they say otherwise."""
+        config = str(self.folder / CONFIG_FILE)
+        others = tuple(word for word in given.others if word != given.name)
+        devices = {} if "devices" in given.own else {"devices": [self.plan.mesh.size]}
+        out = {} if "out" in given.own else {"out": Path(NO_FILE)}
+        return dataclasses.replace(
+            given, own={**given.own, **devices, **out}, others=(config, *others), kept=self.pinned
+        )
+
+    @property
+    def pinned(self) -> dict[str, object]:
+        """The fields that stay as they are: they are part of what was trained, or the planner does not choose them."""
+        default = Plan()
+        names = [name for name in FIELDS if name not in SEARCHED]
+        return {name: getattr(self.plan, name) for name in names if getattr(self.plan, name) != getattr(default, name)}
+
+
+def beside(run: PlannedRun, decision: Decision, own: Prediction) -> Decision:
+    """The decision with the run's own plan among the baselines."""
+    return dataclasses.replace(decision, baselines={OWN_PLAN: own, **decision.baselines})
+
+
+def format_run(run: PlannedRun, own: Prediction) -> str:
+    """What the run took beside what its plan was predicted to take."""
+    text = f"{run.folder} · {plan_words(run.plan)} · predicted {format_step_seconds(own.seconds)} a step"
+    if run.seconds is None:
+        return f"{text}, none measured"
+    off = format_difference(own.seconds, run.seconds)
+    return f"{text}, measured {format_step_seconds(run.seconds)} (the prediction is off by {off})"
+
+
+def find_planned_run(word: str | None) -> PlannedRun | None:
+    """The run of this name or folder; None if there is none. Raises FourfoldError for one that cannot be read."""
+    if word is None:
+        return None
+    folder = next((path for path in (Path(word), Path(RUNS_DIR, word)) if (path / PLAN_FILE).is_file()), None)
+    if folder is None:
+        return None
+    if not (folder / CONFIG_FILE).is_file():
+        got = f"{folder} has no {CONFIG_FILE}"
+        need = "a run of fourfold train, which writes its settings there"
+        raise SettingError(Problem(got, need, "fourfold plan TASK with its settings"), where=str(folder))
+    plan = Plan.from_toml((folder / PLAN_FILE).read_text(encoding="utf-8"), where=str(folder / PLAN_FILE))
+    return PlannedRun(folder, plan, median_step_seconds(folder / LOG_FILE))
+
+
+def median_step_seconds(log: Path) -> float | None:
+    """The median seconds of a run's steps, as rank 0 has logged them; None without steps."""
+    from fourfold.report.run_record import read_log
+
+    if not log.is_file():
+        return None
+    seconds: Sequence[float] = [line["seconds"] for line in read_log(log) if "loss" in line and "step" in line]
+    return statistics.median(seconds[NUM_LEFT_OUT:] or seconds) if seconds else None

@@ -1,0 +1,121 @@
+"""What if: words with several values, and the best plan for each.
+
+list   a word with commas, of `devices`, `network`, `memory`, a field, or a number of the task
+curve  over devices if there is a list of them, else over the last list; the values of the others are its label
+Law: every combination has its point; one where nothing fits says what is missing.
+"""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from fourfold.analysis.plan_curves import DEVICES, Curve, Point
+from fourfold.cli.arguments import KEY_VALUE
+from fourfold.cli.plan_arguments import BATCH, OWN_WORDS, WHERE, PlanArguments
+from fourfold.cli.plan_question import Questions
+from fourfold.plan.plan_fields import FIELDS
+from fourfold.words.errors import PlanError, Problem, SettingError
+
+MAX_POINTS = 64
+
+
+def listed(arguments: PlanArguments, texts: Mapping[str, str]) -> dict[str, list[str]]:
+    """The values of each word that is a list, as typed. `texts`: the own words as typed. Raises SettingError."""
+    found = {key: text.split(",") for key, text in texts.items() if OWN_WORDS[key][2] and "," in text}
+    for word in arguments.others:
+        match = KEY_VALUE.fullmatch(word)
+        if match and "," in match["value"] and _is_list(match["key"], match["value"].split(",")):
+            found[match["key"]] = match["value"].split(",")
+    problems = [
+        Problem(f"{key}={','.join(values)}", "a value on both sides of each comma, each of them once")
+        for key, values in found.items()
+        if "" in values or len(set(values)) < len(values)
+    ]
+    count = 1
+    for values in found.values():
+        count *= len(values)
+    if count > MAX_POINTS:
+        problems.append(Problem(f"{count} combinations", f"at most {MAX_POINTS}", "fewer values"))
+    if problems:
+        raise SettingError(problems, where=WHERE)
+    return found
+
+
+def _is_list(key: str, values: Sequence[str]) -> bool:
+    """Whether the commas stand between values: of a plan's field (but its texts have commas), or of numbers."""
+    if key in FIELDS:
+        return key not in ("stages", "dims", "program")
+    return all(not text or _is_number(text) for text in values) and any(values)
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def make_curves(questions: Questions, lists: Mapping[str, list[str]]) -> list[Curve]:
+    """The curves of all combinations. Raises FourfoldError for words that are wrong wherever they stand."""
+    key = DEVICES if DEVICES in lists else list(lists)[-1]
+    others = {name: values for name, values in lists.items() if name != key}
+    curves = []
+    for values in itertools.product(*others.values()):
+        fixed = dict(zip(others, values, strict=True))
+        label = ", ".join(f"{name} {value}" for name, value in fixed.items())
+        if key != DEVICES:
+            curves.append(Curve(key, label or f"by {key}", _points(questions, key, lists[key], fixed)))
+            continue
+        batch = questions.make({**fixed, DEVICES: lists[key][0]}).source.batch_size
+        strong = f"strong scaling, a batch of {batch:,} samples"
+        weak = f"weak scaling, a batch of {batch:,} samples on {_devices(lists[key][0])}"
+        suffix = f"; {label}" if label else ""
+        curves.append(Curve(key, strong + suffix, _points(questions, key, lists[key], fixed)))
+        grown = {text: batch * int(text) // int(lists[key][0]) for text in lists[key]}
+        curves.append(Curve(key, weak + suffix, _points(questions, key, lists[key], fixed, batches=grown)))
+    return curves
+
+
+def _devices(text: str) -> str:
+    return f"{text} device{'' if text == '1' else 's'}"
+
+
+def _points(
+    questions: Questions,
+    key: str,
+    texts: Sequence[str],
+    fixed: Mapping[str, str],
+    *,
+    batches: Mapping[str, int] | None = None,
+) -> tuple[Point, ...]:
+    points = []
+    for number, text in enumerate(texts):
+        changes = {**fixed, key: text}
+        changes |= {BATCH: str(batches[text])} if batches else {}
+        points.append(_point(questions, key, text, changes, place=number))
+    return tuple(points)
+
+
+def _point(questions: Questions, key: str, text: str, changes: Mapping[str, str], *, place: int) -> Point:
+    value = _value_of(key, text, place)
+    try:
+        question = questions.make(changes)
+        workload = question.workload
+        return Point(text, value, workload, question.decide().answer)
+    except PlanError as error:
+        first = error.problems[0]
+        cause = f"{first.got}; need {first.need}" if first.need else first.got
+        return Point(text, value, None, None, cause)
+
+
+def _value_of(key: str, text: str, place: int) -> float:
+    """Where a value stands on the axis: a number, a quantity in its base unit, or its place in the list."""
+    if key in OWN_WORDS:
+        return float(OWN_WORDS[key][0](text))
+    return float(text) if _is_number(text) else float(place)
+
+
+def written_page(path: Path | None) -> str:
+    """What is printed of the page."""
+    return "" if path is None else f"page     {path}"

@@ -1,0 +1,19 @@
+"""`plan=auto` among the words of a training; nothing here imports more than the words need."""
+
+from collections.abc import Sequence
+
+from fourfold.words.errors import Problem, SettingError
+
+PLAN_WORD, AUTO = "plan", "auto"
+PLAN_AUTO = f"{PLAN_WORD}={AUTO}"
+
+
+def wants_plan(words: Sequence[str]) -> bool:
+    """Whether the words ask for a plan. Raises SettingError for another value than auto."""
+    texts = [word.partition("=")[2] for word in words if word.startswith(f"{PLAN_WORD}=")]
+    for text in texts:
+        if text != AUTO:
+            need = f"{AUTO}; a plan's file is a word of its own"
+            attempt = text if text.endswith(".toml") else PLAN_AUTO
+            raise SettingError(Problem(f"{PLAN_WORD} = {text or '(nothing)'}", need, attempt), where="the command line")
+    return bool(texts)

@@ -1,0 +1,104 @@
+"""Bucket prices: what the buckets of one place cost besides what their collectives send: updates, gradients, scalars.
+
+owned  the part of a bucket that a rank updates
+Law: what a rank does for a bucket is priced by the bytes that it reads and writes.
+"""
+
+from functools import cached_property
+
+from fourfold.plan.lowering import Blueprint, DataGroup, bytes_by_bucket
+from fourfold.plan.predict.collectives import BucketCollectives, collective_seconds, shape_of
+from fourfold.plan.predict.prediction import StepTerms
+from fourfold.plan.predict.prices import GroupShape, Prices
+from fourfold.plan.predict.stage_seconds import ZERO
+from fourfold.words.layout import SPLIT, Change
+from fourfold.words.program import GRAD_NORM, TRUST_NORMS, USED_PARAMS, Action
+
+SCALAR_BYTES = 8
+
+
+class BucketPrices:
+    """What the buckets of a data group cost. `collectives`: what they exchange."""
+
+    def __init__(self, blueprint: Blueprint, group: DataGroup, prices: Prices) -> None:
+        self._blueprint, self._group, self._prices, self._plan = blueprint, group, prices, blueprint.plan
+        self.collectives = BucketCollectives(blueprint, group, prices)
+        self._bytes = bytes_by_bucket(self._plan, group.stage, blueprint.update_spec)
+        self._gradient_seconds: dict[tuple[int, bool], float] = {}
+        self._between = prices.between_actions()
+
+    @property
+    def num_buckets(self) -> int:
+        return len(self._group.buckets)
+
+    def gradient_seconds(self, stage: int, *, is_first: bool) -> float:
+        """Copying the gradients of a step's first backward to their buckets, and adding those of later ones."""
+        key = stage, is_first
+        if key not in self._gradient_seconds:
+            self._gradient_seconds[key] = self._price_gradients(*key)
+        return self._gradient_seconds[key]
+
+    def gradient_seconds_of_place(self, *, is_first: bool) -> float:
+        """The same of a microbatch on all stages of the place."""
+        stages = dict.fromkeys(self._group.stage.bucket_stages)
+        return sum(self.gradient_seconds(stage, is_first=is_first) for stage in stages)
+
+    def _price_gradients(self, stage: int, is_first: bool) -> float:
+        stages = self._group.stage.bucket_stages
+        own = [index for index in range(self.num_buckets) if stages[index] == stage]
+        gradients = self._group.stage.gradient_buckets
+        made = sum(self._group.buckets[index].num_bytes for index in own)
+        kept = sum(gradients[index].num_bytes for index in own)
+        if self._blueprint.has_unbucketed_grads:
+            return 0.0 if is_first else self._prices.memory_pass(3 * made)
+        copies = is_first or self._group.resting_layouts.gradient == SPLIT
+        return self._prices.memory_pass(made + (1 if copies else 2) * kept)
+
+    # ---- buckets --------------------------------------------------------------------------------------
+
+    def update(self, bucket: int) -> StepTerms:
+        """The update of what a rank owns of a bucket; then weights rest split, whole or once per host."""
+        plan, bytes_ = self._plan, self._bytes[bucket]
+        gradient_bytes = self._group.stage.gradient_buckets[bucket].element_bytes
+        owned = bytes_.num_elements * self.owned_fraction
+        in_all = owned * (bytes_.weight + gradient_bytes + bytes_.master + bytes_.state)
+        seconds = self._prices.update(self._blueprint.update_spec.optimizer, owned, in_all)
+        if plan.offload == "states":
+            seconds += self._prices.offload(owned * (gradient_bytes + bytes_.weight))
+        if plan.is_asynchronous:  # the version that microbatches in flight use is kept
+            seconds += self._prices.memory_pass(2 * owned * bytes_.weight)
+        return ZERO._replace(update=seconds, overhead=self._between)
+
+    @cached_property
+    def owned_fraction(self) -> float:
+        """The part of a bucket that a rank updates."""
+        if self._group.resting_layouts.state != SPLIT:
+            return 1.0
+        return 1.0 / self._blueprint.host_ranks(self._group, self._group.hosts.ranks_per_host).num_shards
+
+    def pull(self, bucket: int) -> StepTerms:
+        """The outer update: the change of the weights, their reference and its momentum."""
+        bytes_ = self._bytes[bucket]
+        moved = bytes_.num_elements * (2 * bytes_.weight + 2 * bytes_.local_sgd_state)
+        own = self.collectives.push(bucket).own
+        return ZERO._replace(update=self._prices.memory_pass(moved), exposed=own, overhead=self._between)
+
+    # ---- scalars --------------------------------------------------------------------------------------
+
+    def measure(self, action: Action) -> StepTerms:
+        """Scalars that are summed over ranks. Nothing waits for the loss: its sum goes on while ranks compute."""
+        num_params = len(self._group.stage.specs)
+        passes, num_scalars, group = {
+            GRAD_NORM: (1, 1, self._world),
+            USED_PARAMS: (0, num_params, self.collectives.shapes.whole),
+            TRUST_NORMS: (4, 2 * num_params, self.collectives.shapes.whole),
+        }.get(action.index, (0, 0, GroupShape(1)))
+        gradients = sum(bucket.num_bytes for bucket in self._group.stage.gradient_buckets) * self.owned_fraction
+        summed = collective_seconds(self._prices, Change.ALL_REDUCE, num_scalars * SCALAR_BYTES, group).total
+        update = self._prices.memory_pass(passes * gradients) if passes else 0.0
+        return ZERO._replace(update=update, exposed=summed, overhead=self._between)
+
+    @cached_property
+    def _world(self) -> GroupShape:
+        topology = self._blueprint.topology
+        return shape_of(topology, range(topology.size), shares_memory=self._group.hosts.shares_memory)

@@ -1,0 +1,191 @@
+"""Estimates: a step in closed form, without lowering and simulation, for a search over many plans.
+
+Law: an estimate is within ESTIMATE_ERROR of the prediction. So a search loses nothing if it predicts plans in the order
+of their estimates and ends with the first whose estimate is above (1 + ESTIMATE_ERROR) times the best prediction: the
+step of each one behind it takes longer than that.
+
+What depends on few fields of a plan is kept in tables: places (`stage_table.py`) and buckets (`bucket_table.py`).
+"""
+
+import itertools
+from collections.abc import Sequence
+from operator import attrgetter
+
+from fourfold.plan.plan import Plan
+from fourfold.plan.predict.bucket_table import BucketTable, PlaceData
+from fourfold.plan.predict.collectives import shape_of
+from fourfold.plan.predict.edges import EdgeMessages
+from fourfold.plan.predict.facts import FactsSource
+from fourfold.plan.predict.pipeline_forms import FORMS, PipelineSeconds, PlaceTimes, num_deferred, num_in_flight
+from fourfold.plan.predict.place_forms import Extras, Tail, extras, has_rounds, tail, update_seconds
+from fourfold.plan.predict.prediction import MemoryParts, Prediction, StepTerms
+from fourfold.plan.predict.prices import GroupShape, Prices
+from fourfold.plan.predict.stage_seconds import add_terms, scale_terms
+from fourfold.plan.predict.stage_table import PlaceCompute, StageTable
+from fourfold.plan.topology import Topology
+from fourfold.words.program import Action, Verb
+
+ESTIMATE_ERROR = 0.10
+EDGE_FIELDS = ("pp", "dp", "sp", "tp", "interleave", "edge", "edge_density", "ring", "ulysses", "residual", "precision")
+edge_key = attrgetter(*EDGE_FIELDS)
+
+
+def estimate_step(plan: Plan, source: FactsSource, prices: Prices, topology: Topology) -> Prediction:
+    """See `Estimator`, whose tables pay when there are many plans."""
+    return Estimator(source, prices, topology).estimate(plan)
+
+
+class Estimator:
+    """Estimates the plans of one search: `source`, `prices` and `topology` stay the same."""
+
+    def __init__(self, source: FactsSource, prices: Prices, topology: Topology) -> None:
+        self._source, self._prices, self._topology = source, prices, topology
+        self._stages = StageTable(source, prices)
+        self._buckets = BucketTable(source, prices, topology)
+        self._edges: dict[tuple[object, ...], tuple[float, ...]] = {}
+        self._slowdown, self._between = prices.slowdown(), prices.between_actions()
+
+    def estimate(self, plan: Plan) -> Prediction:
+        """What a step takes on average, and what a rank of the fullest place holds; no timeline, no bytes sent."""
+        samples = -(-self._source.batch_size // plan.dp) / plan.microbatches
+        computes = self._stages.of(plan, samples, self._data_group(plan))
+        kinds = self._buckets.of(plan)
+        data = [kinds.kinds[kind] for kind in kinds.of_place]
+        added = [extras(plan, compute, own, self._slowdown) for compute, own in zip(computes, data, strict=True)]
+        run = self._run(plan, computes, data, added, samples)
+        steps = _PlaceSteps(plan, computes, data, added, run, self._slowdown, self._between)
+        terms = max((steps.terms(place) for place in kinds.first_places), key=sum)
+        terms = terms._replace(overhead=terms.overhead + self._prices.around_step())
+        return Prediction(plan, terms, (self._fullest(plan, computes, data, samples),), {})
+
+    def _data_group(self, plan: Plan) -> GroupShape:
+        """The ranks of dp, for batch statistics."""
+        if plan.batch_norm != "sync":
+            return GroupShape(1)
+        shares_memory = self._buckets.hosts(plan).shares_memory
+        return shape_of(self._topology, plan.mesh.peers(0, "dp"), shares_memory=shares_memory)
+
+    def _run(
+        self,
+        plan: Plan,
+        computes: Sequence[PlaceCompute],
+        data: Sequence[PlaceData],
+        added: Sequence[Extras],
+        samples: float,
+    ) -> PipelineSeconds:
+        """When each place begins its first forward and ends its last backward."""
+        between = self._between * plan.interleave
+        forwards = [each.forward_seconds + extra.forward + between for each, extra in zip(computes, added, strict=True)]
+        inputs = [each.input_seconds + between for each in computes]
+        weights = [
+            each.weight_seconds + extra.backward + extra.gradients + between * plan.divides_backward
+            for each, extra in zip(computes, added, strict=True)
+        ]
+        if plan.pp == 1:
+            return PipelineSeconds([0.0], [plan.microbatches * (forwards[0] + inputs[0] + weights[0])])
+        times = PlaceTimes(forwards, inputs, weights, self._edge_seconds(plan, samples))
+        run = FORMS[plan.schedule](times, plan.pipeline_spec)
+        if plan.divides_backward or has_rounds(plan):
+            return run
+        # What places sum themselves in their last backward delays the places in front of them.
+        behind = [0.0, *itertools.accumulate(own.reduce.own for own in reversed(data[1:]))]
+        return run._replace(ends=[end + late for end, late in zip(run.ends, reversed(behind), strict=True)])
+
+    def _edge_seconds(self, plan: Plan, samples: float) -> tuple[float, ...]:
+        """What a message to the next place takes: the mean of its two directions."""
+        key = (edge_key(plan), samples)
+        if key not in self._edges:
+            edges = EdgeMessages(plan, self._source.facts(plan), self._topology, self._prices)
+            self._edges[key] = tuple(
+                (
+                    edges.seconds(Action(Verb.SEND_FORWARD, place, 0), samples)
+                    + edges.seconds(Action(Verb.SEND_BACKWARD, place + 1, 0), samples)
+                )
+                / 2
+                for place in range(plan.pp)
+            )
+        return self._edges[key]
+
+    def _fullest(
+        self, plan: Plan, computes: Sequence[PlaceCompute], data: Sequence[PlaceData], samples: float
+    ) -> MemoryParts:
+        """What a rank of the place that holds most holds, without a reserve."""
+        in_flight, deferred = [1.0], [0.0]
+        if plan.pp > 1:
+            in_flight, deferred = (count(plan.schedule, plan.pipeline_spec) for count in (num_in_flight, num_deferred))
+        activations = [
+            samples * (kept * each.saved_bytes + apart * each.deferred_bytes)
+            for kept, apart, each in zip(in_flight, deferred, computes, strict=True)
+        ]
+        totals = [
+            own.resting_bytes + kept + each.temporary_bytes
+            for own, kept, each in zip(data, activations, computes, strict=True)
+        ]
+        place = max(range(plan.pp), key=totals.__getitem__)
+        messages = 2 * self._source.facts(plan).boundary_bytes * samples if plan.pp > 1 else 0.0
+        resting = data[place].resting
+        return resting._replace(
+            activations=activations[place],
+            buffers=resting.buffers + messages,
+            temporaries=computes[place].temporary_bytes,
+        )
+
+
+class _PlaceSteps:
+    """The steps of the places of one plan."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        computes: Sequence[PlaceCompute],
+        data: Sequence[PlaceData],
+        added: Sequence[Extras],
+        run: PipelineSeconds,
+        slowdown: float,
+        between: float,
+    ) -> None:
+        self._plan, self._computes, self._data, self._added, self._run = plan, computes, data, added, run
+        self._slowdown, self._between = slowdown, between
+
+    def _tail(self, place: int) -> Tail:
+        return tail(self._plan, self._computes[place], self._data[place], self._added[place], self._slowdown)
+
+    def _reduced(self, place: int) -> float:
+        """When a place has its gradients; with rounds of reductions, messages may take longer than computing."""
+        own, run = self._data[place], self._run
+        reduced = run.ends[place] + self._tail(place).all
+        if has_rounds(self._plan):
+            compute = self._computes[place]
+            ready = compute.forward_seconds + compute.backward_seconds * (1.0 - own.waits[0].fraction_left)
+            reduced = max(reduced, run.starts[place] + ready + self._plan.microbatches * own.reduce.sent)
+        return reduced
+
+    def terms(self, place: int) -> StepTerms:
+        """Where the seconds of a place go, from its first forward to the end of its step."""
+        plan, m, own, run = self._plan, self._plan.microbatches, self._data[place], self._run
+        compute, extra = self._computes[place], self._added[place]
+        computed = scale_terms(add_terms(compute.forward, compute.backward_input, compute.backward_weight), m)
+        gradients = own.gradients[0] + (m - 1) * extra.gradients
+        begin, end = run.starts[place], run.ends[place] + own.gradients[0] - extra.gradients
+        waited, behind = self._behind(place)
+        num_computes = m * (2 + plan.divides_backward) * plan.interleave
+        busy = m * (extra.forward + extra.backward) + gradients + sum(computed) + self._between * num_computes
+        update = own.updates[0] + own.measured.own + own.pull_seconds / plan.sync_interval
+        return computed._replace(
+            compute=computed.compute + gradients,
+            exposed=computed.exposed + m * (extra.forward + extra.backward) + behind - update,
+            bubble=max(0.0, end - begin - busy) + waited,
+            update=update,
+            overhead=self._between * (num_computes + 1 + own.num_buckets + bool(own.measured.total)),
+        )
+
+    def _behind(self, place: int) -> tuple[float, float]:
+        """Seconds behind the last backward of a place: those in which it waits for other places, and all others."""
+        plan, compute, own, end = self._plan, self._computes[place], self._data[place], self._run.ends[place]
+        reduced = self._reduced(place)
+        if not own.measured.total:
+            late = reduced - end - self._tail(place).all
+            return 0.0, late + update_seconds(plan, compute, own, self._tail(place))
+        # The norm is there when the slowest place has its gradients; then all begin their updates.
+        waited = max(map(self._reduced, range(plan.pp))) - reduced
+        return waited, reduced - end + own.measured.total + update_seconds(plan, compute, own, Tail(0.0, 0.0))

@@ -1,0 +1,92 @@
+"""Place forms: what the data axis adds to the forwards and backwards of a place, in closed form.
+
+extras  of each microbatch: waits for gathered weights, reductions after every backward, what messages slow down
+tail    from the last backward on: reductions that nothing hides; then updates and gathers
+Law: with one bucket, or with messages that are hidden as a whole, these are the simulated times.
+"""
+
+import math
+from typing import NamedTuple
+
+from fourfold.plan.plan import Plan
+from fourfold.plan.predict.action_costs import slowed
+from fourfold.plan.predict.bucket_table import PlaceData
+from fourfold.plan.predict.stage_table import PlaceCompute
+
+
+class Extras(NamedTuple):
+    """Seconds that a microbatch takes in addition.
+
+    gradients  putting gradients into their buckets: a part of computing
+    """
+
+    forward: float = 0.0
+    backward: float = 0.0
+    gradients: float = 0.0
+
+
+class Tail(NamedTuple):
+    """Seconds behind the last backward until the gradients of the first bucket are there, and those of all."""
+
+    first: float
+    all: float
+
+
+def has_rounds(plan: Plan) -> bool:
+    """Whether gradients are reduced after every backward."""
+    return plan.zero >= 2 and plan.num_shards > 1
+
+
+def extras(plan: Plan, compute: PlaceCompute, data: PlaceData, slowdown: float) -> Extras:
+    """What a microbatch takes in addition, except for the reductions of the last backward."""
+    if not (data.unshard.own or data.unshard.sent or has_rounds(plan)):
+        return Extras(gradients=data.gradients[1])
+    forward, backward = compute.forward_seconds, compute.backward_seconds
+    # The first bucket of each stage is waited for; then buckets come while those before them are used.
+    own, sent, first = data.unshard.own, data.unshard.sent, data.unshard.first * plan.interleave
+    shown = 1.0 - min(1.0, plan.interleave / data.num_buckets)
+    waits = [
+        own + first + slowed(slowdown, sent, phase) + max(0.0, sent - first - shown * phase)
+        for phase in (forward, backward)
+    ]
+    if has_rounds(plan):
+        waits[1] += data.reduce.own + slowed(slowdown, data.reduce.sent, shown * backward + forward)
+    return Extras(waits[0], waits[1], data.gradients[1])
+
+
+def tail(plan: Plan, compute: PlaceCompute, data: PlaceData, extra: Extras, slowdown: float) -> Tail:
+    """The reductions that follow the last backward of a place."""
+    if plan.sync == "local":
+        return Tail(0.0, 0.0)
+    # The last backward is that of the first stage; its buckets are ready one after the other.
+    backward, share = compute.first_stage[plan.divides_backward], 1.0 / plan.interleave
+    window = backward * data.waits[0].fraction_left
+    earliest = -math.inf
+    if data.unshard.sent:  # gathers of the same phase go first
+        earliest = data.unshard.sent - (compute.backward_seconds + extra.backward)
+    own = 0.0 if has_rounds(plan) else data.reduce.own + slowed(slowdown, data.reduce.sent * share, window)
+    if not data.reduce.sent:
+        return Tail(own, own)
+    late = max(each.sent * share - each.fraction_left * backward for each in data.waits)
+    first = max(0.0, data.reduce.first - window, earliest + data.reduce.first)
+    return Tail(own + first, own + max(late, earliest + data.reduce.sent))
+
+
+def update_seconds(plan: Plan, compute: PlaceCompute, data: PlaceData, reduced: Tail) -> float:
+    """From the last backward to the end of the step: buckets are updated in turn, as their gradients come.
+
+    New weights are gathered as they are updated; with local steps, changes are summed so, in some of the steps. Updates
+    that stand in front of a forward let it begin while weights are gathered that it uses later.
+    """
+    (update, first, last), gather = data.updates, data.gather
+    updated = max(reduced.first + update, reduced.all + last)
+    if plan.sync == "local":
+        pushed = max(updated + data.push.last, reduced.first + first + data.push.sent)
+        averaged = pushed - updated + data.push.own + data.pull_seconds
+        return updated + averaged / plan.sync_interval
+    if plan.update == "in_forward":  # in the next step, when all gradients are there
+        window = compute.forward_seconds / plan.interleave * (1.0 - 1.0 / data.num_buckets)
+        gathered = first + max(gather.first, gather.sent - window) if gather.sent else 0.0
+        return reduced.all + max(update, gathered) + gather.own
+    gathered = max(updated + gather.last, reduced.first + first + gather.sent) if gather.sent else updated
+    return gathered + gather.own

@@ -1,0 +1,161 @@
+"""Decision page: a decision of the planner as one HTML file that needs no other.
+
+Law: the page has every number of the text, under the same names.
+"""
+
+from collections.abc import Sequence
+
+from fourfold.analysis.plan_text import UNKNOWN, memory_rows, ranking_rows, term_rows
+from fourfold.analysis.plan_words import (
+    bubble_fraction,
+    compared,
+    nearest_changes,
+    plan_words,
+    reasons,
+    refusal,
+    used_terms,
+)
+from fourfold.plan.decide.decision import Decision, Refused
+from fourfold.plan.predict.prediction import Prediction
+from fourfold.plan.predict.workload import Workload
+from fourfold.plan.simulate import makespan
+from fourfold.report.html_page import render_card, render_page
+from fourfold.report.html_table import render_row, render_table, render_text
+from fourfold.report.line_chart import Series, line_figure
+from fourfold.report.step_timeline import timeline_lanes, timeline_legend
+from fourfold.report.svg import Block, Lane, lane_chart
+from fourfold.words.units import format_bytes, format_percent, format_si, format_step_seconds
+
+TERM_STYLES = {
+    "compute": "forward",
+    "recompute": "backward",
+    "tensor": "unshard",
+    "sequence": "data",
+    "bubble": "wait",
+    "exposed": "reduce",
+    "update": "update",
+    "overhead": "measure",
+}
+MAX_BLOCKS = 3000  # of a drawn step
+GIB = 2**30
+
+
+def render_decision(decision: Decision, workload: Workload) -> str:
+    """The page of `fourfold plan`."""
+    cards = [
+        render_card(_ranking_card(decision, workload), wide=True),
+        render_card(_reasons_card(decision), wide=True),
+        render_card(_terms_card(decision), wide=True),
+        render_card(_front_card(decision, workload)),
+        render_card(_memory_card(decision.answer, workload)),
+        render_card(_refused_card(decision.refused), wide=True),
+        render_card(_step_card(decision.answer), wide=True),
+    ]
+    body = f'{_tiles(decision.answer, workload)}<div class="cards">{"".join(cards)}</div>'
+    under = (
+        f"{workload.machine} · {decision.num_considered:,} plans considered · "
+        f"plans within {format_percent(decision.error)} of each other count as equal"
+    )
+    return render_page(f"Plan of {workload.task}", under, body)
+
+
+def _tiles(best: Prediction, workload: Workload) -> str:
+    share = workload.share_of_peak(best)
+    tiles = [
+        (format_step_seconds(best.seconds), "a step"),
+        (format_si(workload.units_per_second(best)), f"{workload.unit} a second"),
+        (UNKNOWN if share is None else format_percent(share), "of the peak of all devices"),
+        (format_bytes(best.memory.total), "memory of a rank"),
+        (format_percent(bubble_fraction(best)), "of the step in the bubble"),
+        (str(best.plan.mesh.size), "devices"),
+    ]
+    cells = (f"<div><b>{render_text(value)}</b><span>{render_text(name)}</span></div>" for value, name in tiles)
+    return f'<div class="figures" style="--columns: {len(tiles)}">{"".join(cells)}</div>'
+
+
+def _table(rows: Sequence[Sequence[str]], style: str) -> str:
+    head, *body = rows
+    return render_table(head, [render_row(row) for row in body], style=style)
+
+
+def _ranking_card(decision: Decision, workload: Workload) -> str:
+    is_close = len(decision.equals) > 1
+    note = "= equal within the error of the prediction: of these, the simplest is first." if is_close else ""
+    table = _table(ranking_rows(decision, workload), "plans")
+    return f'<h2>The best plans</h2>{table}<p class="note">{note}</p>'
+
+
+def _reasons_card(decision: Decision) -> str:
+    rows = "".join(
+        f"<tr><th>{render_text(name)}</th><td>{render_text(text)}</td></tr>" for name, text in reasons(decision)
+    )
+    return f'<h2>Why the first</h2><table class="words reasons">{rows}</table>'
+
+
+def _terms_card(decision: Decision) -> str:
+    plans = compared(decision)
+    end = 1e3 * max(each.seconds for each in plans.values())
+    lanes = [Lane(name, _term_blocks(each)) for name, each in plans.items()]
+    drawing = lane_chart(lanes, end=end, title="Where a step goes", x="time of a step, ms")
+    keys = "".join(f'<span class="key {TERM_STYLES[name]}"></span>{name}' for name in used_terms(list(plans.values())))
+    table = _table(term_rows(plans), "memory")
+    return f'<h2>Where a step goes</h2><div class="scroll">{drawing}</div><p class="note">{keys}</p>{table}'
+
+
+def _term_blocks(prediction: Prediction) -> list[Block]:
+    blocks, at = [], 0.0
+    for name, seconds in prediction.terms._asdict().items():
+        if seconds > 0:
+            blocks.append(Block(name, at * 1e3, (at + seconds) * 1e3, TERM_STYLES[name]))
+            at += seconds
+    return blocks
+
+
+def _front_card(decision: Decision, workload: Workload) -> str:
+    def points(predictions: Sequence[Prediction]) -> list[tuple[float, float]]:
+        return sorted((each.memory.total / GIB, 1e3 * each.seconds) for each in predictions)
+
+    fitting = [each for each in decision.baselines.values() if not isinstance(each, Refused)]
+    series = [
+        Series("no plan is both faster and smaller", points(decision.front), 0, "linked"),
+        Series("baselines", points(fitting), 1, "dots"),
+        Series("the first", points([decision.answer]), 2, "dots"),
+    ]
+    limit = workload.memory_bytes
+    if limit is not None and limit / GIB < 4 * max(x for x, _ in series[0].points or [(0.0, 0.0)]):
+        series.append(Series("memory of a device", [(limit / GIB, 0.0)], 0, "rule"))
+    drawing = line_figure(series, x="memory of a rank, GiB", y="step, ms", title="Time against memory", from_zero=True)
+    rows = "".join(
+        render_row([format_bytes(each.memory.total), format_step_seconds(each.seconds), plan_words(each.plan)])
+        for each in sorted(decision.front, key=lambda each: each.memory.total)
+    )
+    head = render_row(["memory", "step", "plan"], "th")
+    table = f'<div class="scroll"><table class="listed plans">{head}{rows}</table></div>'
+    return (
+        f"<h2>Time against memory</h2>{drawing}<details><summary>{len(decision.front)} plans</summary>{table}</details>"
+    )
+
+
+def _memory_card(best: Prediction, workload: Workload) -> str:
+    table = _table(memory_rows(best, workload.memory_bytes, is_transposed=True), "memory")
+    return f"<h2>Memory of a rank</h2>{table}"
+
+
+def _refused_card(refused: Sequence[Refused]) -> str:
+    if not refused:
+        return ""
+    rows = [("needs", "nearest change that fits", "plan")]
+    rows += [(refusal(each), nearest_changes(each) or UNKNOWN, plan_words(each.plan)) for each in refused]
+    return f"<h2>Refused</h2>{_table(rows, 'plans leads')}"
+
+
+def _step_card(best: Prediction) -> str:
+    """The simulated step of the first plan, a rank of each place on the pipeline axis."""
+    if best.timeline is None:
+        return ""
+    if sum(map(len, best.timeline.values())) > MAX_BLOCKS:
+        return ""
+    lanes = timeline_lanes(best.timeline, name="rank" if best.plan.pp == 1 else "pp")
+    drawing = lane_chart(lanes, end=1e3 * makespan(best.timeline), title="One step, predicted", x="time, ms")
+    legend = timeline_legend(best.timeline, has_waits=False)
+    return f'<h2>One step, predicted</h2><div class="scroll">{drawing}</div><p class="note">{legend}</p>'

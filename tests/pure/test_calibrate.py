@@ -1,0 +1,165 @@
+"""What calibration measures, and when it refuses to: cuts, shortened models, the clock of segments, foreign load."""
+
+import dataclasses
+import os
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from fourfold.analysis.calibrate import machine
+from fourfold.analysis.calibrate.clock import SegmentClock
+from fourfold.analysis.calibrate.cuts import cuts_of
+from fourfold.analysis.calibrate.machine import Busy, busiest_processes, check_quiet, this_machine
+from fourfold.analysis.calibrate.probe import BLOCKS_OF_A_KIND, shorten
+from fourfold.analysis.calibrate.timing import is_steady
+from fourfold.cli.plan_calibrate import task_text, threads_of_rank
+from fourfold.plan.predict.calibration import CalibrationError, Cut
+from fourfold.tasks import lm
+from fourfold.words.task import Task
+
+
+class Chain(nn.Module):
+    """An embedding, blocks of two kinds, a head."""
+
+    def __init__(self, widths: tuple[int, ...]) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(16, 8)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, width), nn.Linear(width, 8)) for width in widths)
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+# ---- the clock ------------------------------------------------------------------------------------------
+
+
+def test_the_seconds_of_the_segments_add_up_to_those_of_the_passes(monkeypatch: pytest.MonkeyPatch):
+    ticks = iter(range(1000))
+    monkeypatch.setattr("time.perf_counter", lambda: float(next(ticks)))
+    model = Chain((8, 8, 16))
+    clock = SegmentClock(model)
+    with clock.marking():
+        clock.begin_forward()
+        outputs = model(torch.arange(4))
+        forward = clock.end_forward()
+        clock.begin_backward()
+        outputs.sum().backward()
+        backward = clock.end_backward()
+    # Entering three blocks and leaving the last one are four marks; of backward, the inputs of three blocks and the
+    # output of the last one.
+    assert forward == [1.0] * 5
+    assert backward == [1.0] * 5
+    assert next(ticks) == 12
+
+
+def test_the_clock_leaves_no_hooks_behind():
+    model = Chain((8, 8))
+    with SegmentClock(model).marking():
+        pass
+    assert not any(block._forward_pre_hooks or block._forward_hooks for block in model.blocks)
+
+
+def test_every_parameter_belongs_to_a_segment():
+    model = Chain((8, 16))
+    clock = SegmentClock(model)
+    assert clock.segment_of(model.embedding.weight) == 0
+    assert [clock.segment_of(p) for p in model.blocks[1].parameters()] == [2] * 4
+    assert clock.segment_of(model.head.bias) == 3
+
+
+# ---- what is measured -----------------------------------------------------------------------------------
+
+
+def test_a_shortened_model_keeps_a_few_blocks_of_each_kind():
+    widths = (8, 8, 16, 8, 8, 16, 8)
+    task = _task(widths)
+    short = shorten(task, task.model())
+    assert short.kept == (0, 1, 2, 3, 5)
+    model = short.task.model()
+    assert _widths(model) == [8, 8, 16, 8, 16]
+    model(torch.arange(4)).sum().backward()
+    assert _widths(task.model()) == list(widths)
+
+
+def test_a_model_of_few_blocks_is_measured_whole():
+    task = _task((8,) * BLOCKS_OF_A_KIND)
+    assert shorten(task, task.model()).task is task
+
+
+def _widths(model: nn.Module) -> list[int]:
+    return [len(p) for name, p in model.named_parameters() if name.startswith("blocks") and name.endswith("0.bias")]
+
+
+def _task(widths: tuple[int, ...]) -> Task:
+    return dataclasses.replace(lm.task(), model=lambda: Chain(widths))
+
+
+@given(st.sampled_from([1, 2, 3, 4, 6, 8]), st.integers(1, 64))
+def test_all_ways_to_divide_samples_are_measured_once(num_ranks: int, batch_size: int):
+    cuts = cuts_of(num_ranks, batch_size)
+    assert all(cut.plan.mesh.size == num_ranks for cut in cuts)
+    found = [Cut.of(cut.plan) for cut in cuts]
+    assert len(set(found)) == len(found)
+    sizes = {(each.tp, each.sp) for each in found}
+    expected = {(tp, sp) for tp in range(1, 9) for sp in range(1, 9) if num_ranks % (tp * sp) == 0}
+    assert sizes == {(tp, sp) for tp, sp in expected if tp * sp <= num_ranks}
+    assert found[0] == Cut()  # what most plans have comes first
+    for cut in cuts:
+        largest = -(-batch_size // cut.plan.dp)
+        assert cut.samples[-1] == largest
+        assert list(cut.samples) == sorted(set(cut.samples))
+        assert cut.samples[0] >= 1
+
+
+def test_turns_are_steady_once_more_of_them_would_change_little():
+    assert is_steady([1.0, 1.01, 0.99, 1.02, 3.0, 1.0, 1.0])
+    assert not is_steady([1.0, 1.0, 1.5, 2.0, 2.0, 2.0, 2.5])
+
+
+# ---- when it is refused ---------------------------------------------------------------------------------
+
+
+def test_foreign_load_is_refused_and_named(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(os, "getloadavg", lambda: (5.2, 1.0, 1.0))
+    monkeypatch.setattr(machine, "busiest_processes", lambda: [Busy("compiler", 17, 1.52), Busy("editor", 4, 0.25)])
+    with pytest.raises(CalibrationError) as raised:
+        check_quiet(2)
+    (problem,) = raised.value.problems
+    assert problem.got == "load average 5.2: compiler (pid 17) 1.5 cores, editor (pid 4) 0.2 cores"
+    assert "force=true" in problem.attempt
+
+
+def test_a_quiet_machine_is_measured(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(os, "getloadavg", lambda: (1.9, 9.0, 9.0))
+    assert check_quiet(2) == 1.9
+
+
+def test_this_process_is_not_foreign():
+    assert os.getpid() not in {busy.pid for busy in busiest_processes(0.05)}
+
+
+def test_a_machine_is_known_by_what_measurements_depend_on():
+    found = this_machine(4, threads=2, hosts=2)
+    assert (found.ranks_per_host, found.hosts, found.threads) == (2, 2, 2)
+    assert found.torch == torch.__version__.partition("+")[0] or found.torch == torch.__version__
+    assert found.processor
+
+
+def test_a_rank_has_the_threads_of_a_job(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert threads_of_rank(64) == 3
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    monkeypatch.delenv("MKL_NUM_THREADS", raising=False)
+    assert threads_of_rank(10**6) == 1
+
+
+def test_a_task_is_the_same_whatever_the_order_of_its_arguments():
+    assert task_text(["lm", "width=64", "layers=2"]) == task_text(["lm", "layers=2", "width=64"])
+    assert task_text(["lm", "width=64"]) != task_text(["lm", "width=32"])

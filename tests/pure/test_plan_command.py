@@ -1,0 +1,196 @@
+"""Laws of `fourfold plan` and of `plan=auto`: what is written, what is kept, what is refused. Decisions are literal."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fourfold.cli import main, plan_auto, plan_question, plan_timing
+from fourfold.cli.plan import candidates_of
+from fourfold.cli.plan_machine import Machine
+from fourfold.cli.plan_question import Question, Questions
+from fourfold.plan.decide.ask import Ask
+from fourfold.plan.plan import Plan
+from fourfold.plan.predict.calibration import calibration_path, decode_calibration, task_key, write_calibration
+from fourfold.plan.predict.gpt_facts import GptFacts
+from tests.calibration_cases import calibration, pretend_measured
+from tests.decision_cases import BEST, DECISION, EQUAL, PLAIN, SLOW, prediction
+
+GPT = GptFacts(layers=2, width=64, heads=4, vocabulary=96, length=32, batch_size=8)
+HERE: Any = Machine(None, None, "4 ranks of this machine, as measured", is_here=True)  # type: ignore[arg-type]
+
+
+@dataclasses.dataclass(frozen=True)
+class Decided(Question):
+    """A question whose answer is known."""
+
+    def decide(self) -> Any:
+        return DECISION
+
+    @property
+    def workload(self) -> Any:
+        from tests.decision_cases import WORKLOAD
+
+        return WORKLOAD
+
+
+@pytest.fixture(autouse=True)
+def _answers(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(Questions, "make", lambda self, changes=None: Decided("lm", True, GPT, HERE, Ask(devices=4)))
+
+
+def ends(code: int, *words: str) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(list(words))
+    assert stop.value.code == code
+
+
+def test_the_first_plan_is_written_with_what_it_was_predicted_to_take(capsys):
+    ends(0, "plan", "lm", "devices=4")
+    text = Path("plan.toml").read_text()
+    assert Plan.from_toml(text) == BEST.plan
+    head = "# fourfold plan: lm, 4 ranks of this machine, as measured\n# predicted: 41.0 ms a step, 1.20 GiB a rank\n"
+    assert text.startswith(head)
+    out = capsys.readouterr().out
+    assert "why the first" in out
+    assert out.endswith("plan   plan.toml, for fourfold train lm plan.toml\n")
+
+
+def test_a_plan_that_is_there_is_not_overwritten_unless_told(capsys):
+    Path("plan.toml").write_text("mine")
+    ends(2, "plan", "lm")
+    printed = capsys.readouterr()
+    assert "why the first" in printed.out  # the answer is worth reading all the same
+    assert "plan.toml is there already" in printed.err
+    assert Path("plan.toml").read_text() == "mine"
+    ends(0, "plan", "lm", "out=none")
+    assert Path("plan.toml").read_text() == "mine"
+    ends(0, "plan", "lm", "overwrite=true")
+    assert Plan.from_toml(Path("plan.toml").read_text()) == BEST.plan
+    capsys.readouterr()
+    ends(2, "plan", "lm", "out=plan.toml")
+    assert capsys.readouterr().out == ""  # a file that was named is looked at first
+
+
+def test_the_page_is_written_where_told_and_a_place_that_cannot_be_is_an_error(capsys):
+    ends(0, "plan", "lm", "html=page.html", "out=none")
+    assert "Why the first" in Path("page.html").read_text()
+    assert capsys.readouterr().out.endswith("page   page.html\n")
+    ends(2, "plan", "lm", "html=no/such/folder/page.html", "out=none")
+    assert "could not be written: no such file or directory" in capsys.readouterr().err
+
+
+def test_confirm_runs_the_first_plans_and_the_best_baseline_and_the_measured_order_decides(monkeypatch, capsys):
+    ran = []
+
+    def measure(plans, words, launch):
+        ran.append((plans, words))
+        return [0.050, 0.030]
+
+    monkeypatch.setattr(plan_timing, "measure_plans", measure)
+    ends(0, "plan", "lm", "confirm=2", "length=64", "zero=1")
+    assert ran == [([BEST.plan, EQUAL.plan], ["lm", "length=64"])]
+    assert Plan.from_toml(Path("plan.toml").read_text()) == EQUAL.plan
+    assert "# measured: 30.0 ms a step\n" in Path("plan.toml").read_text()
+    lines = capsys.readouterr().out.splitlines()
+    table = lines[lines.index("running 2 plans here, in turns") + 2 :]
+    assert [line.split("  ")[-1] for line in table[1:3]] == ["dp=2 tp=2", "dp=4 zero=1"]
+    assert "+40.0 %" in table[1]
+
+
+def test_the_best_baseline_is_confirmed_too():
+    fast = prediction(Plan(dp=4, zero=2), compute=20.0)
+    decision = dataclasses.replace(DECISION, baselines={"a": PLAIN, "b": fast})
+    assert candidates_of(decision, 2) == [BEST, EQUAL, fast]
+    assert candidates_of(DECISION, 3) == [BEST, EQUAL, SLOW]
+
+
+def test_ranks_that_fail_while_plans_are_confirmed_leave_no_plan(monkeypatch):
+    monkeypatch.setattr(plan_timing, "measure_plans", lambda *_: None)
+    ends(1, "plan", "lm", "confirm=2")
+    assert not Path("plan.toml").exists()
+
+
+def test_a_training_gets_every_field_of_the_plan_that_was_decided(capsys):
+    words = plan_auto.resolve_words(["digits", "plan=auto", "steps=3"], num_processes=4, world=None)
+    assert words == ["digits", "steps=3", "dp=4", "zero=1"]
+    out = capsys.readouterr().out
+    assert out.startswith("plan   dp=4 zero=1: 41.0 ms a step, 1.20 GiB a rank, the best of 312 plans")
+    assert "\nwhy    against data parallel, zero 1: it is the best baseline\n" in out
+
+
+def kept_run(*words: str) -> Path:
+    """The folder of a run of digits that began with these words."""
+    from fourfold.cli import job
+
+    folder = job.parse_job(["digits", *words]).run_dir
+    folder.mkdir(parents=True)
+    (folder / "plan.toml").write_text(Plan(dp=2, tp=2).to_toml())
+    return folder
+
+
+def test_a_run_that_resumes_keeps_its_plan(monkeypatch, capsys):
+    folder = kept_run("steps=3")
+    words = ["digits", "plan=auto", "steps=3"]
+    assert plan_auto.resolve_words(words, num_processes=4, world=None)[2:] == ["dp=2", "tp=2"]
+    assert plan_auto.resolve_words(words, num_processes=None, world=None)[2:] == ["dp=2", "tp=2"]
+    assert f"plan   dp=2 tp=2, kept from {folder}\n" in capsys.readouterr().out
+    # On another number of ranks, with a field that it does not have, or if it starts over, the run is planned again.
+    assert plan_auto.resolve_words(words, num_processes=8, world=None)[2:] == ["dp=4", "zero=1"]
+    assert "dp=4" in plan_auto.resolve_words([*words, "zero=1"], num_processes=4, world=None)
+    assert plan_auto.resolve_words([*words, "fresh=true"], num_processes=4, world=None)[3:] == ["dp=4", "zero=1"]
+
+
+def test_another_launcher_is_told_to_plan_first(monkeypatch):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    with pytest.raises(SystemExit, match=r"^2$"):
+        main(["train", "digits", "plan=auto"])
+
+
+def test_pinned_fields_come_from_the_words_the_file_and_the_ask(tmp_path):
+    Path("ask.toml").write_text('version = 1\ndevices = 8\ntp = 2\nzero = 1\nprecision = "auto"\n')
+    arguments = plan_question.PlanArguments(others=("digits", "ask.toml", "zero=3", "batch_size=64"))
+    command = plan_question._command_of(arguments)
+    ask = plan_question.read_ask(arguments, command, devices=None)
+    assert dict(ask.pinned) == {"tp": 2, "zero": 3}
+    assert (ask.devices, ask.requested) == (8, ("precision",))
+    assert plan_question.task_words(arguments) == ["digits", "batch_size=64"]
+    settings = Path("run.toml")
+    settings.write_text('[task]\nname = "digits"\n[plan]\ndp = 2\n')
+    arguments = plan_question.PlanArguments(others=("run.toml", "zero=auto"))
+    ask = plan_question.read_ask(arguments, plan_question._command_of(arguments), devices=4)
+    assert dict(ask.pinned) == {"dp": 2}
+    assert ask.is_open("zero")
+    kept = dataclasses.replace(arguments, kept={"codec": "topk"})
+    assert dict(plan_question.read_ask(kept, plan_question._command_of(kept), devices=4).pinned) == {"codec": "topk"}
+
+
+def test_measurements_under_other_conditions_are_named_and_not_used(tmp_path, monkeypatch):
+    from fourfold.cli import plan_machine
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.delenv("MKL_NUM_THREADS", raising=False)
+    key, words = task_key(GPT), ["gpt"]
+    assert plan_machine.calibrated_machine(GPT, 2) is None
+    assert plan_machine.why_measured(words, key, 2).count("\n") == 0
+    path = pretend_measured(GPT, 2)
+    machine = plan_machine.calibrated_machine(GPT, 2)
+    assert machine is not None
+    assert machine.text == "2 ranks of this machine, as measured"
+    wider = dataclasses.replace(GPT, width=128)
+    assert plan_machine.calibrated_machine(wider, 2) is None
+    assert plan_machine.calibrated_machine(dataclasses.replace(GPT, layers=4, batch_size=2), 2) is None
+    same = dataclasses.replace(GPT, batch_size=2)
+    assert plan_machine.calibrated_machine(same, 2) is not None
+    old = calibration(decode_calibration(path.read_bytes(), where="").machine._replace(torch="1.0", threads=7))
+    path.unlink()
+    write_calibration(calibration_path(old.machine, key), old)
+    assert plan_machine.calibrated_machine(GPT, 2) is None
+    said = plan_machine.why_measured(words, key, 2).splitlines()[1]
+    assert said == "what was measured with torch 1.0, threads 7 does not hold here"
