@@ -45,9 +45,10 @@ def test_hosts_may_differ_in_speed():
         cluster.resized(32)
 
 
-@pytest.mark.parametrize(
-    "speeds", [[1.0], [1.0, 0.0], [1.0, -1.0], [1.0, "fast"], 2.0, [1.0, True], [1.0, float("inf")]]
-)
+WRONG_SPEEDS = [[1.0], [1.0, 0.0], [1.0, -1.0], [1.0, "fast"], 2.0, [1.0, True], [1.0, float("inf")]]
+
+
+@pytest.mark.parametrize("speeds", WRONG_SPEEDS)
 def test_speeds_that_are_no_speeds_are_refused(speeds):
     assert len(problems({**table(), "hosts": 2, "host_speeds": speeds})) == 1
 

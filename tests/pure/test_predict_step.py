@@ -90,3 +90,21 @@ def test_a_clip_is_priced():
         for clip in (None, 1.0)
     )
     assert clipped.seconds > plain.seconds
+
+
+@pytest.mark.parametrize(("reduce_dtype", "gradient_bytes", "converted_bytes"), [("keep", 4, 0), ("bf16", 2, 2 + 4)])
+def test_gradients_of_another_dtype_are_converted_before_the_update(reduce_dtype, gradient_bytes, converted_bytes):
+    facts, prices = ChainFacts(), LinearPrices()
+    terms = predict(Plan(dp=2, reduce_dtype=reduce_dtype), prices, facts).terms
+    elements = sum(spec.num_elements for spec in facts.specs(Plan()))
+    updated, converted = elements * (4 + gradient_bytes + 2 * 4), elements * converted_bytes
+    assert terms.update == pytest.approx(updated / prices.update_bandwidth + converted / prices.memory_bandwidth)
+
+
+@pytest.mark.parametrize(("momentum", "passes"), [(0.0, 12), (0.9, 12 + 8)])
+def test_an_outer_update_makes_every_pass_once_in_as_many_steps(momentum, passes):
+    facts, prices = ChainFacts(), LinearPrices()
+    plan = Plan(dp=2, sync="local", local_steps=4, outer_momentum=momentum)
+    outer = predict(plan, prices, facts).terms.update - predict(Plan(dp=2), prices, facts).terms.update
+    elements = sum(spec.num_elements for spec in facts.specs(Plan()))
+    assert outer == pytest.approx(passes * 4 * elements / prices.memory_bandwidth / 4)
