@@ -32,7 +32,7 @@ from fourfold.step.meta_model import build_meta_model
 from fourfold.step.model_layout import laid_out_specs
 from fourfold.step.model_specs import update_spec
 from fourfold.step.pipeline.chain import Chain, find_chain, map_stages
-from fourfold.words.errors import Problem, TaskError
+from fourfold.words.errors import PlanError, Problem, TaskError, TrainingError
 from fourfold.words.layout import Change
 from fourfold.words.task import DEFAULT_BATCH_SIZE, Task, check_task
 
@@ -48,6 +48,7 @@ class TaskFacts:
         check_task(task)
         self._task = task
         self._facts: dict[tuple[object, ...], ModelFacts] = {}
+        self._refused: dict[tuple[object, ...], PlanError] = {}
         self._specs: dict[tuple[object, ...], list[ParamSpec]] = {}
 
     @property
@@ -99,8 +100,14 @@ class TaskFacts:
 
     def facts(self, plan: Plan) -> ModelFacts:
         key = tuple(getattr(plan, name) for name in VARIANT_FIELDS)
+        if key in self._refused:
+            raise self._refused[key]
         if key not in self._facts:
-            self._facts[key] = _Counted(self._fake_model(plan), self._model, self._chain).facts()
+            try:
+                self._facts[key] = _Counted(self._fake_model(plan), self._model, self._chain).facts()
+            except (PlanError, TrainingError) as error:  # what a step raises, such as for heads that ulysses leaves over
+                self._refused[key] = PlanError(error.problems, where=error.where)
+                raise self._refused[key] from None
         return self._facts[key]
 
     def rank_bytes(self, plan: Plan, place: int = 0) -> RankBytes:
