@@ -105,7 +105,7 @@ class TaskFacts:
         if key not in self._facts:
             try:
                 self._facts[key] = _Counted(self._fake_model(plan), self._model, self._chain).facts()
-            except (PlanError, TrainingError) as error:  # what a step raises, such as for heads that ulysses leaves over
+            except (PlanError, TrainingError) as error:  # what a step raises, such as for heads that ulysses splits
                 self._refused[key] = PlanError(error.problems, where=error.where)
                 raise self._refused[key] from None
         return self._facts[key]
