@@ -22,7 +22,7 @@ from fourfold.plan.plan_fields import FIELDS
 from fourfold.words.errors import Problem, SettingError
 from fourfold.words.run_files import PLAN_FILE
 from fourfold.words.terminal_text import escape_controls
-from fourfold.words.units import format_bytes, format_percent, format_step_seconds
+from fourfold.words.units import format_bytes, format_step_seconds
 
 
 def resolve_words(words: Sequence[str], *, num_processes: int | None, world: World | None) -> list[str]:
@@ -69,11 +69,9 @@ def _missing_words(plan: Plan, pinned: Mapping[str, object]) -> list[str]:
 def format_decided(decision: Decision, question: Question) -> list[str]:
     """What is said of a plan that has been decided."""
     answer = decision.answer
-    lines = [
-        f"plan   {plan_words(answer.plan)}: {format_step_seconds(answer.seconds)} a step "
-        f"(± {format_percent(decision.error)}), {format_bytes(answer.memory.total)} a rank, "
-        f"the best of {decision.num_considered:,} plans for {question.machine.text}"
-    ]
+    takes = f"{format_step_seconds(answer.seconds)} a step, {format_bytes(answer.memory.total)} a rank"
+    among = f"the best of {decision.num_considered:,} plans for {question.machine.text}"
+    lines = [f"plan   {plan_words(answer.plan)}: {takes}, {among}"]
     if (found := best_baseline(decision)) is not None:
         name, baseline = found
         same = "it is the best baseline" if baseline.plan == answer.plan else reason(answer, baseline)

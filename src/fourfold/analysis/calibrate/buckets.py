@@ -24,8 +24,9 @@ from fourfold.plan.predict.prices import GroupShape
 from fourfold.words.layout import Change
 from fourfold.words.task import Task
 
-SIZES = (2**12, 2**16, 2**18, 2**20, 2**22)  # elements
-NETWORK_SIZES = (2**12, 2**14, 2**16, 2**17, 2**18)  # the largest takes 170 ms at 100 Mbit/s
+# Elements. The largest are in no cache; tensors that are powers of two apart would take each other's places there.
+SIZES = (4_096, 64_000, 256_000, 1_024_000, 4_096_000, 12_288_000)
+NETWORK_SIZES = (4_096, 16_000, 64_000, 128_000, 256_000)  # the largest takes 160 ms at 100 Mbit/s
 COLUMNS = 64
 
 

@@ -14,7 +14,7 @@ from fourfold.parts.codec.registry import make_codec
 from fourfold.plan.codec import CODECS, CodecSpec, Combine
 from fourfold.plan.data.buckets import Bucket, Slot
 
-SIZES = (2**14, 2**17, 2**20)  # elements
+SIZES = (16_384, 128_000, 1_024_000, 4_096_000)  # elements
 COLUMNS = 256
 
 

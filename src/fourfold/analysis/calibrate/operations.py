@@ -16,7 +16,7 @@ PRODUCT_SIZES = (16, 64, 128, 256, 512, 1024)
 ATTENTION_LENGTHS = (64, 128, 256, 512)
 HEADS, HEAD_SIZE = 8, 32
 CHANNELS, IMAGE = (16, 64, 128), 16
-PASS_BYTES = (2**12, 2**16, 2**20, 2**22, 2**24, 2**26)
+PASS_BYTES = (2**12, 2**16, 2**20, 2**22, 2**24, 2**26, 2**28)
 MIN_FLOPS = 2e7  # of what is timed at once: the clock has to see it
 
 

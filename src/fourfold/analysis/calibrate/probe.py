@@ -2,12 +2,12 @@
 
 probe      a model and the parts of a step on the mesh of a plan; its programs are never run
 shortened  a model with a few blocks of each kind of its chain: the blocks are measured, not the plan
-kind       blocks that are called alike: of one class, with weights of the same shapes
+kind       blocks that compute alike: of one class, with weights of the same shapes and the same rules for tp
 Law: what a probe computes and sends, a step of the plan computes and sends in the same way.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -16,6 +16,7 @@ from fourfold.parts.comm.communicator import Communicator
 from fourfold.plan.lowering import Blueprint
 from fourfold.plan.plan import Plan
 from fourfold.plan.predict.prices import GroupShape
+from fourfold.plan.tensor_rules import matches
 from fourfold.step.assembly import Assembly, assemble
 from fourfold.step.initial_model import make_initial_model
 from fourfold.step.model_checks import check_plan_on_ranks
@@ -75,7 +76,7 @@ class Shortened(NamedTuple):
 def shorten(task: Task, model: nn.Module) -> Shortened:
     """The task with a few blocks of each kind. `model`: the task's, which may be on the meta device."""
     chain = find_chain(model)
-    kept = _kept_blocks(model, chain)
+    kept = _kept_blocks(model, chain, task.tensor)
     if len(kept) == len(chain.blocks):
         return Shortened(task, kept)
     make, dropped = task.model, [name for index, name in enumerate(chain.blocks) if index not in kept]
@@ -86,24 +87,47 @@ def shorten(task: Task, model: nn.Module) -> Shortened:
             _drop_block(made, name)
         return made
 
-    return Shortened(dataclasses.replace(task, model=make_shortened), kept)
+    renamed = {chain.blocks[index]: chain.blocks[place] for place, index in enumerate(kept)}
+    rules = _rules_left(model, task.tensor, renamed)
+    return Shortened(dataclasses.replace(task, model=make_shortened, tensor=rules), kept)
 
 
-def _kept_blocks(model: nn.Module, chain: Chain) -> tuple[int, ...]:
+def _rules_left(model: nn.Module, rules: Mapping[str, str], renamed: Mapping[str, str]) -> dict[str, str]:
+    """The rules by the names of modules. `renamed`: by block that is kept, its name among those that are left."""
+    left = {}
+    for name, _ in model.named_modules():
+        rule = next((rule for pattern, rule in rules.items() if matches(pattern, name)), None)
+        block = next((each for each in renamed if name.startswith(f"{each}.")), None)
+        if rule is not None and block is not None:
+            left[renamed[block] + name.removeprefix(block)] = rule
+        elif rule is not None and not _is_in_list_of(name, renamed):
+            left[name] = rule
+    return left
+
+
+def _is_in_list_of(name: str, blocks: Iterable[str]) -> bool:
+    """Whether a module is in the list that has these blocks."""
+    container = next(iter(blocks)).rpartition(".")[0]
+    return name.startswith(f"{container}.") if container else True
+
+
+def _kept_blocks(model: nn.Module, chain: Chain, rules: Mapping[str, str]) -> tuple[int, ...]:
     """Of each kind of block, the first few."""
     counts: dict[object, int] = {}
     kept = []
     for index, name in enumerate(chain.blocks):
-        kind = _kind(model.get_submodule(name))
+        kind = _kind(name, model.get_submodule(name), rules)
         counts[kind] = counts.get(kind, 0) + 1
         if counts[kind] <= BLOCKS_OF_A_KIND:
             kept.append(index)
     return tuple(kept)
 
 
-def _kind(block: nn.Module) -> object:
+def _kind(path: str, block: nn.Module, rules: Mapping[str, str]) -> object:
     shapes = tuple((name, tuple(parameter.shape)) for name, parameter in block.named_parameters())
-    return type(block), shapes
+    modules = [name for name, _ in block.named_modules() if name]
+    split = [(name, rule) for name in modules for pattern, rule in rules.items() if matches(pattern, f"{path}.{name}")]
+    return type(block), shapes, tuple(split)
 
 
 def _drop_block(model: nn.Module, name: str) -> None:
