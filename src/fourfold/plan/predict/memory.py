@@ -154,6 +154,17 @@ def _stage_bytes(blueprint: Blueprint, segments: Sequence[SegmentFacts], samples
     return _StageBytes(kept, most, sum(_factor_elements(each, copied) for each in segments) * width * samples)
 
 
+def output_bytes(plan: Plan, segments: Sequence[SegmentFacts]) -> float:
+    """The gradients of the outputs of products with weights, of one sample: what is kept between I and W."""
+    width = COMPUTE_FORMATS[plan.precision].num_bytes if plan.precision in COMPUTE_FORMATS else FULL_BYTES
+    return width * sum(
+        operation.rows * operation.columns
+        for segment in segments
+        for operation in segment.operations
+        if operation.kind == OperationKind.PRODUCT and operation.has_weight
+    )
+
+
 class _WorkingBytes(NamedTuple):
     """At the worst time of a list: what microbatches in flight keep, and what the running action holds besides."""
 
