@@ -24,6 +24,7 @@ from fourfold.plan.predict.step import predict_step
 from fourfold.words.errors import Problem
 
 FACTS_FIELDS = ("tp", "sp", "ring", "ulysses", "residual", "dims", "precision")
+WORTH_FITTING = 1.5  # a division by which a plan fits may make it slower by this factor
 WORTH_A_LOOK = 1.001  # a slowest stage within this factor of the least possible one is not divided again
 
 
@@ -118,7 +119,7 @@ class StepPricing:
             [submesh],
             microbatches=plan.microbatches,
             in_flight=_in_flight(plan),
-            known_seconds=own.step_seconds(plan.microbatches) if fits else float("inf"),
+            known_seconds=own.step_seconds(plan.microbatches) * (1.0 if fits or plan.interleave > 1 else WORTH_FITTING),
         )
         return [] if found is None or found.stops == own.stops else [found.counts]
 
