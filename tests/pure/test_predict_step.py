@@ -6,10 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fourfold.plan.codec import CodecSpec
 from fourfold.plan.lowering import lower
 from fourfold.plan.pipeline.bubble import expected_bubble
 from fourfold.plan.pipeline.spec import PipelineSpec
 from fourfold.plan.plan import Plan
+from fourfold.plan.predict.collectives import BucketCollectives
 from fourfold.plan.predict.prediction import Prediction
 from fourfold.plan.predict.prices import GroupShape, Prices
 from fourfold.plan.predict.step import predict_step
@@ -108,3 +110,20 @@ def test_an_outer_update_makes_every_pass_once_in_as_many_steps(momentum, passes
     outer = predict(plan, prices, facts).terms.update - predict(Plan(dp=2), prices, facts).terms.update
     elements = sum(spec.num_elements for spec in facts.specs(Plan()))
     assert outer == pytest.approx(passes * 4 * elements / prices.memory_bandwidth / 4)
+
+
+@pytest.mark.parametrize("shares_memory", [True, False])
+def test_ranks_that_share_memory_also_add_up_what_a_codec_has_sent(shares_memory):
+    """Gathered messages stay within a host; its ranks add up whole gradients, after a pass that clears or copies."""
+    facts, prices, plan = ChainFacts(), LinearPrices(), Plan(dp=2, codec="topk", codec_density=0.5)
+    topology = Topology.regular(hosts=1, ranks_per_host=2, has_shared_memory=shares_memory)
+    blueprint = lower(plan, facts.specs(plan), topology, facts.update_spec)
+    group = blueprint.groups[0]
+    costs = [BucketCollectives(blueprint, group, prices).reduce(bucket.index) for bucket in group.buckets]
+    for bucket, cost in zip(group.buckets, costs, strict=True):
+        elements, size = bucket.slots[-1].stop, bucket.size * bucket.element_bytes
+        coded = prices.codec(CodecSpec("topk"), elements)
+        shape = GroupShape(2, 1, shares_memory)
+        inside = prices.collective(Change.ALL_REDUCE, size, shape) + prices.memory_pass(size)
+        assert cost.own == pytest.approx(coded + (inside if shares_memory else 0.0))
+        assert (cost.sent > 0.0) is not shares_memory

@@ -126,11 +126,6 @@ class Blueprint:
         return has_unbucketed_grads(self.plan)
 
     @property
-    def has_clip(self) -> bool:
-        """Whether updates wait for the norm of all gradients, which also tells whether they are finite."""
-        return self.update_spec.clip is not None or self.plan.precision == "fp16"
-
-    @property
     def has_trust_ratios(self) -> bool:
         """Whether updates wait for norms of parameters of which ranks hold parts."""
         return self.update_spec.is_layerwise and (self.is_sharded or self.plan.tp > 1)
@@ -147,7 +142,7 @@ class Blueprint:
             plan.microbatches,
             len(group.buckets),
             group.resting_layouts,
-            has_clip=self.has_clip,
+            has_clip=self.update_spec.waits_for_norm(plan.precision),
             allows_unused=plan.unused == "allow",
             update=plan.update,
             launch_order=record.launch_orders.get(stage, ()),

@@ -233,7 +233,7 @@ def _place_data(blueprint: Blueprint, group: DataGroup, own: _PlaceBuckets, pric
 def _measured(blueprint: Blueprint, buckets: BucketPrices, place: int) -> CollectiveSeconds:
     """The scalars that updates wait for."""
     wanted = {
-        GRAD_NORM: blueprint.has_clip,
+        GRAD_NORM: blueprint.update_spec.waits_for_norm(blueprint.plan.precision),
         USED_PARAMS: blueprint.plan.unused == "allow",
         TRUST_NORMS: blueprint.has_trust_ratios,
     }
