@@ -172,9 +172,9 @@ def _command_of(arguments: PlanArguments) -> settings_file.Command:
 
 
 def _size_of(ask: Ask) -> int | None:
-    """The number of devices that pinned axes make; None if an axis is open."""
-    sizes = [ask.pinned.get(axis) for axis in AXES]
-    return math.prod(size for size in sizes if isinstance(size, int)) if None not in sizes else None
+    """The number of devices that pinned axes make, if dp is one of them: an axis that is not named is 1."""
+    sizes = {axis: value for axis in AXES if isinstance(value := ask.pinned.get(axis), int)}
+    return math.prod(sizes.values()) if "dp" in sizes else None
 
 
 def parse_batch(word: str) -> int:

@@ -126,6 +126,11 @@ class Blueprint:
         return has_unbucketed_grads(self.plan)
 
     @property
+    def has_trust_ratios(self) -> bool:
+        """Whether updates wait for norms of parameters of which ranks hold parts."""
+        return self.update_spec.is_layerwise and (self.is_sharded or self.plan.tp > 1)
+
+    @property
     def sync_interval(self) -> int:
         """With local steps: every how many steps ranks average their weights; else 1."""
         return self.plan.sync_interval
@@ -137,12 +142,12 @@ class Blueprint:
             plan.microbatches,
             len(group.buckets),
             group.resting_layouts,
-            has_clip=self.update_spec.clip is not None or plan.precision == "fp16",
+            has_clip=self.update_spec.waits_for_norm(plan.precision),
             allows_unused=plan.unused == "allow",
             update=plan.update,
             launch_order=record.launch_orders.get(stage, ()),
             bucket_stages=group.stage.bucket_stages,
-            has_trust_ratios=self.update_spec.is_layerwise and (self.is_sharded or plan.tp > 1),
+            has_trust_ratios=self.has_trust_ratios,
             sync=StepSync.WEIGHTS if plan.sync == "local" else StepSync.GRADIENTS,
             use_orders=record.use_orders.get(stage),
             stage=stage,

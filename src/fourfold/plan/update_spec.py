@@ -21,3 +21,7 @@ class UpdateSpec:
     is_layerwise: bool = False
     num_states: tuple[int, ...] = ()
     full_precision_params: frozenset[str] = frozenset()
+
+    def waits_for_norm(self, precision: str) -> bool:
+        """Whether updates wait for the norm of all gradients: for a clip, or to know whether they are finite."""
+        return self.clip is not None or precision == "fp16"

@@ -19,8 +19,8 @@ from fourfold.words.errors import PlanError
 from fourfold.words.mesh import AXES
 
 MIN_SIMULATED = 6  # plans, before the ratios are relied on
-MAX_SIMULATED = 24  # in search of the fastest
-MAX_SIMPLER = 12  # in search of the simplest of those that are equal to it
+MAX_SIMULATED = 16  # in search of the fastest
+MAX_SIMPLER = 8  # in search of the simplest of those that are equal to it
 SAME = 1e-9  # of estimates: one of such plans is simulated, the simplest
 
 DEFAULTS = {field.name: field.default for field in dataclasses.fields(Plan)}

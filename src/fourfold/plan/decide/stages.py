@@ -14,10 +14,13 @@ boundaries and numbers of devices; Alpa (2201.12023, §5.2) adds the sum and kin
 has places of unlike GPUs. All places of a plan have equally many devices: submeshes differ in speed and memory.
 """
 
+import bisect
 import math
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import NamedTuple
+
+ROUNDING = 1e-9  # of sums in another order
 
 
 class Segment(NamedTuple):
@@ -67,6 +70,29 @@ class Division(NamedTuple):
         return ",".join(str(stop - start) for start, stop in zip((0, *self.stops), self.stops, strict=False))
 
 
+class _Label(NamedTuple):
+    """A division of the first blocks, without its last stage: `before`."""
+
+    slowest: float
+    total: float
+    stop: int = 0
+    kind: int = 0
+    before: "_Label | None" = None
+
+    def division(self) -> Division:
+        labels = list(_behind(self))[::-1]
+        stops, kinds = (tuple(getattr(each, name) for each in labels) for name in ("stop", "kind"))
+        return Division(stops, kinds, self.slowest, self.total)
+
+
+def _behind(label: _Label) -> Iterator[_Label]:
+    """A label and those before it, the empty division left out."""
+    current: _Label | None = label
+    while current is not None and current.before is not None:
+        yield current
+        current = current.before
+
+
 _State = tuple[int, tuple[int, ...]]
 """The number of blocks that are divided, and by kind the number of submeshes that are used."""
 
@@ -85,23 +111,23 @@ def best_division(
     in_flight      by stage: the microbatches whose activations are alive at once; its length is the number of stages
     known_seconds  the step of a division that is known already
     """
-    ranges = _StageRanges(chain, len(in_flight))
     # All microbatches pass the slowest stage: a division with a slower one has a longer step than the known one.
-    limit = known_seconds / microbatches
-    states: dict[_State, list[Division]] = {(0, (0,) * len(submeshes)): [Division((), (), 0.0, 0.0)]}
+    ranges = _StageRanges(chain, len(in_flight), known_seconds / microbatches, max(each.speed for each in submeshes))
+    states: dict[_State, list[_Label]] = {(0, (0,) * len(submeshes)): [_Label(0.0, 0.0)]}
     for stage, num_saved in enumerate(in_flight):
-        following: dict[_State, list[Division]] = {}
-        for (start, used), divisions in states.items():
+        following: dict[_State, list[_Label]] = {}
+        for (start, used), labels in states.items():
             for kind, submesh in enumerate(submeshes):
                 if used[kind] == submesh.num_places:
                     continue
                 now_used = (*used[:kind], used[kind] + 1, *used[kind + 1 :])
-                for stop, seconds in ranges.stops(stage, start, submesh, num_saved, limit):
+                for stop, seconds in ranges.stops(stage, start, submesh, num_saved):
                     kept = following.setdefault((stop, now_used), [])
-                    for each in divisions:
-                        _keep(kept, _extended(each, stop, kind, seconds))
+                    for each in labels:
+                        slowest, total = max(each.slowest, seconds), each.total + seconds
+                        _keep(kept, _Label(slowest, total, stop, kind, each))
         states = following
-    found = [each for divisions in states.values() for each in divisions]
+    found = [each.division() for labels in states.values() for each in labels]
     best = min(found, key=lambda each: each.step_seconds(microbatches), default=None)
     return best if best is not None and best.step_seconds(microbatches) < known_seconds else None
 
@@ -117,27 +143,37 @@ def division_of(chain: Chain, stops: Sequence[int], speeds: Sequence[float]) -> 
 
 
 class _StageRanges:
-    """What consecutive blocks take as a stage, from sums over the chain."""
+    """What consecutive blocks take as a stage, from sums over the chain.
 
-    def __init__(self, chain: Chain, num_stages: int) -> None:
+    limit       of a stage's seconds
+    best_speed  of any submesh
+    """
+
+    def __init__(self, chain: Chain, num_stages: int, limit: float = math.inf, best_speed: float = 1.0) -> None:
         self._chain, self._num_stages, self._num_blocks = chain, num_stages, len(chain.blocks)
+        self._limit, self._best_speed = limit, best_speed
         self._sums = [
             list(accumulate((block[index] for block in chain.blocks), initial=0.0))
             for index in range(len(Segment._fields))
         ]
 
-    def stops(
-        self, stage: int, start: int, submesh: Submesh, num_saved: int, limit: float
-    ) -> Iterator[tuple[int, float]]:
+    def stops(self, stage: int, start: int, submesh: Submesh, num_saved: int) -> Iterator[tuple[int, float]]:
         """Where a stage that begins with a block may stop, and its seconds."""
-        is_last = stage == self._num_stages - 1
         left = self._num_stages - 1 - stage  # stages that need a block each
-        for stop in [self._num_blocks] if is_last else range(start + 1, self._num_blocks - left + 1):
+        first = max(start + 1, self._first_stop(left)) if left else self._num_blocks
+        for stop in range(first, self._num_blocks - left + 1):
             seconds = self.seconds(stage, start, stop) / submesh.speed
             held = self._total(1, stage, start, stop) + num_saved * self._total(2, stage, start, stop)
-            if seconds > limit or held > submesh.memory_bytes:
+            if seconds > self._limit or held > submesh.memory_bytes:
                 return
             yield stop, seconds
+
+    def _first_stop(self, left: int) -> int:
+        """The least stop behind which the blocks are not too many for so many stages within the limit."""
+        seconds, most = self._sums[0], left * self._limit * self._best_speed
+        if most == math.inf:
+            return 0
+        return bisect.bisect_left(seconds, seconds[-1] - most * (1 + ROUNDING))
 
     def seconds(self, stage: int, start: int, stop: int) -> float:
         """Of one microbatch on a stage, at speed 1."""
@@ -152,16 +188,7 @@ class _StageRanges:
         return self._sums[index][stop] - self._sums[index][start] + ends
 
 
-def _extended(division: Division, stop: int, kind: int, seconds: float) -> Division:
-    return Division(
-        (*division.stops, stop),
-        (*division.submeshes, kind),
-        max(division.slowest, seconds),
-        division.total + seconds,
-    )
-
-
-def _keep(kept: list[Division], new: Division) -> None:
+def _keep(kept: list[_Label], new: _Label) -> None:
     """Add a division to those of a state, unless one of them is as good in both respects; drop those that are worse."""
     if any(each.slowest <= new.slowest and each.total <= new.total for each in kept):
         return

@@ -4,9 +4,12 @@ owned  the part of a bucket that a rank updates
 Law: what a rank does for a bucket is priced by the bytes that it reads and writes.
 """
 
+from collections import Counter
+from collections.abc import Mapping
 from functools import cached_property
+from typing import NamedTuple
 
-from fourfold.plan.lowering import Blueprint, DataGroup, bytes_by_bucket
+from fourfold.plan.lowering import Blueprint, DataGroup, StageBuckets, bytes_by_bucket
 from fourfold.plan.predict.collectives import BucketCollectives, collective_seconds, shape_of
 from fourfold.plan.predict.prediction import StepTerms
 from fourfold.plan.predict.prices import GroupShape, Prices
@@ -17,13 +20,34 @@ from fourfold.words.program import GRAD_NORM, TRUST_NORMS, USED_PARAMS, Action
 SCALAR_BYTES = 8
 
 
-class BucketPrices:
-    """What the buckets of a data group cost. `collectives`: what they exchange."""
+class PlaceSizes(NamedTuple):
+    """The parameters of a place, and by stage the bytes of their gradients, as backward makes them and as they rest."""
 
-    def __init__(self, blueprint: Blueprint, group: DataGroup, prices: Prices) -> None:
+    num_params: int
+    made: Mapping[int, int]
+    kept: Mapping[int, int]
+
+
+def place_sizes(stage: StageBuckets) -> PlaceSizes:
+    """The sizes of a place with these buckets."""
+    made, kept = Counter[int](), Counter[int]()
+    for each, bucket, gradient in zip(stage.bucket_stages, stage.buckets, stage.gradient_buckets, strict=True):
+        made[each] += bucket.num_bytes
+        kept[each] += gradient.num_bytes
+    return PlaceSizes(len(stage.specs), made, kept)
+
+
+class BucketPrices:
+    """What the buckets of a data group cost. `collectives`: what they exchange.
+
+    `sizes`: of all buckets, where the group has only some of them.
+    """
+
+    def __init__(self, blueprint: Blueprint, group: DataGroup, prices: Prices, sizes: PlaceSizes | None = None) -> None:
         self._blueprint, self._group, self._prices, self._plan = blueprint, group, prices, blueprint.plan
         self.collectives = BucketCollectives(blueprint, group, prices)
         self._bytes = bytes_by_bucket(self._plan, group.stage, blueprint.update_spec)
+        self._sizes = sizes or place_sizes(group.stage)
         self._gradient_seconds: dict[tuple[int, bool], float] = {}
         self._between = prices.between_actions()
 
@@ -35,20 +59,16 @@ class BucketPrices:
         """Copying the gradients of a step's first backward to their buckets, and adding those of later ones."""
         key = stage, is_first
         if key not in self._gradient_seconds:
-            self._gradient_seconds[key] = self._price_gradients(*key)
+            self._gradient_seconds[key] = self._price_gradients(
+                self._sizes.made[stage], self._sizes.kept[stage], is_first
+            )
         return self._gradient_seconds[key]
 
     def gradient_seconds_of_place(self, *, is_first: bool) -> float:
         """The same of a microbatch on all stages of the place."""
-        stages = dict.fromkeys(self._group.stage.bucket_stages)
-        return sum(self.gradient_seconds(stage, is_first=is_first) for stage in stages)
+        return sum(self.gradient_seconds(stage, is_first=is_first) for stage in self._sizes.made)
 
-    def _price_gradients(self, stage: int, is_first: bool) -> float:
-        stages = self._group.stage.bucket_stages
-        own = [index for index in range(self.num_buckets) if stages[index] == stage]
-        gradients = self._group.stage.gradient_buckets
-        made = sum(self._group.buckets[index].num_bytes for index in own)
-        kept = sum(gradients[index].num_bytes for index in own)
+    def _price_gradients(self, made: int, kept: int, is_first: bool) -> float:
         if self._blueprint.has_unbucketed_grads:
             return 0.0 if is_first else self._prices.memory_pass(3 * made)
         copies = is_first or self._group.resting_layouts.gradient == SPLIT
@@ -96,13 +116,13 @@ class BucketPrices:
 
     def measure(self, action: Action) -> StepTerms:
         """Scalars that are summed over ranks. Nothing waits for the loss: its sum goes on while ranks compute."""
-        num_params = len(self._group.stage.specs)
+        num_params = self._sizes.num_params
         passes, num_scalars, group = {
             GRAD_NORM: (1, 1, self._world),
             USED_PARAMS: (0, num_params, self.collectives.shapes.whole),
             TRUST_NORMS: (4, 2 * num_params, self.collectives.shapes.whole),
         }.get(action.index, (0, 0, GroupShape(1)))
-        gradients = sum(bucket.num_bytes for bucket in self._group.stage.gradient_buckets) * self.owned_fraction
+        gradients = sum(self._sizes.kept.values()) * self.owned_fraction
         summed = collective_seconds(self._prices, Change.ALL_REDUCE, num_scalars * SCALAR_BYTES, group).total
         update = self._prices.memory_pass(passes * gradients) if passes else 0.0
         return ZERO._replace(update=update, exposed=summed, overhead=self._between)

@@ -17,20 +17,19 @@ from fourfold.plan.lowering import Blueprint, DataGroup, StageBuckets, effective
 from fourfold.plan.param_spec import ParamSpec
 from fourfold.plan.plan import Plan
 from fourfold.plan.precision import compute_specs, gradient_bucket
-from fourfold.plan.predict.bucket_prices import BucketPrices
-from fourfold.plan.predict.collectives import NOTHING, CollectiveSeconds
+from fourfold.plan.predict.bucket_prices import BucketPrices, PlaceSizes, place_sizes
+from fourfold.plan.predict.collectives import CollectiveSeconds
 from fourfold.plan.predict.facts import FactsSource
 from fourfold.plan.predict.memory import resting_memory
 from fourfold.plan.predict.prediction import MemoryParts
 from fourfold.plan.predict.prices import Prices
-from fourfold.plan.predict.stage_seconds import ZERO
 from fourfold.plan.topology import GroupHosts, Topology, group_hosts
 from fourfold.words.program import GRAD_NORM, TRUST_NORMS, USED_PARAMS, Action, Verb
 
 BUCKET_FIELDS = ("tp", "dims", "pp", "interleave", "stages", "precision", "reduce_dtype", "bucket_bytes", "codec")
 DATA_FIELDS = (
-    *BUCKET_FIELDS,
-    *("dp", "sp", "shard", "zero", "update", "sync", "outer_momentum", "offload", "transport", "schedule", "unused"),
+    *("tp", "dims", "precision", "reduce_dtype", "bucket_bytes", "codec"),
+    *("dp", "sp", "shard", "zero", "sync", "outer_momentum", "offload", "transport", "unused"),
     *("codec_rank", "codec_density", "codec_refresh_steps"),
 )
 bucket_key, data_key = attrgetter(*BUCKET_FIELDS), attrgetter(*DATA_FIELDS)
@@ -85,18 +84,52 @@ class BucketKinds(NamedTuple):
     first_places: tuple[int, ...]
 
 
+class _PlaceBuckets(NamedTuple):
+    """The buckets of a place, without padding.
+
+    stage  with one bucket of each size; their parameters only
+    order  by bucket, the number of its size
+    """
+
+    stage: StageBuckets
+    order: tuple[int, ...]
+    sizes: PlaceSizes
+
+    @property
+    def signature(self) -> object:
+        """Equal for places that cost and hold as much as each other."""
+        made, kept = (tuple(each.values()) for each in (self.sizes.made, self.sizes.kept))
+        sizes = tuple((bucket.size, bucket.dtype) for bucket in self.stage.buckets)
+        return sizes, self.order, self.sizes.num_params, made, kept
+
+
+class _Stages(NamedTuple):
+    """The places of a plan; `kinds`: by place, the first one that is like it."""
+
+    places: tuple[_PlaceBuckets, ...]
+    kinds: tuple[int, ...]
+
+
+def _place_key(plan: Plan) -> tuple[object, ...]:
+    """What a place depends on besides its buckets."""
+    frees_early = plan.update == "in_backward" and plan.microbatches == 1
+    return (data_key(plan), frees_early, (plan.schedule, plan.pipeline_spec) if plan.is_asynchronous else None)
+
+
 class BucketTable:
     """The data axis of the plans of one search."""
 
     def __init__(self, source: FactsSource, prices: Prices, topology: Topology) -> None:
         self._source, self._prices, self._topology = source, prices, topology
         self._hosts: dict[tuple[int, int, str], GroupHosts] = {}
-        self._buckets: dict[tuple[object, ...], list[StageBuckets]] = {}
+        self._stages: dict[tuple[object, ...], _Stages] = {}
         self._data: dict[tuple[object, ...], BucketKinds] = {}
+        # Pipelines of other lengths, and with other schedules, have places with the same buckets.
+        self._places: dict[tuple[object, ...], PlaceData] = {}
 
     def of(self, plan: Plan) -> BucketKinds:
         """What the places of a plan cost."""
-        key = (*data_key(plan), plan.microbatches == 1, plan.mesh.size)
+        key = (bucket_key(plan), _place_key(plan))
         if key not in self._data:
             self._data[key] = self._make(plan)
         return self._data[key]
@@ -111,70 +144,69 @@ class BucketTable:
 
     def _make(self, plan: Plan) -> BucketKinds:
         hosts = self.hosts(plan)
-        stages = self._stages(plan, is_sent=hosts.num_hosts > 1 or plan.codec != "none")
-        is_tied = plan.pp > 1 and any(spec.is_tied for spec in self._source.specs(plan))
-        keys = [
-            (_signature(each), is_tied and each.stage == plan.pp - 1, plan.is_asynchronous and each.stage)
-            for each in stages
-        ]
-        numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
-        first_places = [keys.index(key) for key in numbers]
-        kinds = tuple(self._place(plan, stages[place], hosts) for place in first_places)
-        return BucketKinds(kinds, tuple(numbers[key] for key in keys), tuple(first_places))
+        places, kinds = self._stages_of(plan, is_sent=hosts.num_hosts > 1 or plan.codec != "none")
+        if plan.is_asynchronous:  # each place keeps as many versions of its weights as no other one
+            kinds = tuple(range(plan.pp))
+        first_places = tuple(dict.fromkeys(kinds))
+        numbers = {place: number for number, place in enumerate(first_places)}
+        data = tuple(self._place_once(plan, places[place], hosts) for place in first_places)
+        return BucketKinds(data, tuple(numbers[place] for place in kinds), first_places)
 
-    def _stages(self, plan: Plan, *, is_sent: bool) -> list[StageBuckets]:
-        """By place, its buckets without padding."""
+    def _stages_of(self, plan: Plan, *, is_sent: bool) -> _Stages:
         key = (*bucket_key(plan), is_sent)
-        if key not in self._buckets:
-            specs = self._source.specs(plan)
+        if key not in self._stages:
             stored: list[list[ParamSpec]] = [[] for _ in range(plan.pp)]
-            for spec in specs:
+            for spec in self._source.specs(plan):
                 stored[spec.stage % plan.pp].append(spec.at(0))
             excluded = self._source.update_spec.full_precision_params
-            self._buckets[key] = [_stage(plan, place, own, excluded, is_sent) for place, own in enumerate(stored)]
-        return self._buckets[key]
+            places = tuple(_place_buckets(plan, place, own, excluded, is_sent) for place, own in enumerate(stored))
+            signatures = [each.signature for each in places]
+            kinds = [signatures.index(each) for each in signatures]
+            if plan.pp > 1 and any(spec.is_tied for own in stored for spec in own):
+                kinds[-1] = plan.pp - 1  # holds a copy of the tied weights
+            self._stages[key] = _Stages(places, tuple(kinds))
+        return self._stages[key]
 
-    def _place(self, plan: Plan, stage: StageBuckets, hosts: GroupHosts) -> PlaceData:
-        planned = planned_layouts(plan)
+    def _place_once(self, plan: Plan, own: _PlaceBuckets, hosts: GroupHosts) -> PlaceData:
+        place = own.stage.stage
+        own_place = place if plan.is_asynchronous else place == plan.pp - 1 > 0
+        key = (own.signature, own_place, _place_key(plan))
+        if key not in self._places:
+            self._places[key] = self._place(plan, own, hosts)
+        return self._places[key]
+
+    def _place(self, plan: Plan, own: _PlaceBuckets, hosts: GroupHosts) -> PlaceData:
         is_sharded = plan.zero > 0 and plan.num_shards > 1
-        padded = _padded(stage, plan.reduce_group_size) if is_sharded else stage
+        stage = _padded(own.stage, plan.reduce_group_size) if is_sharded else own.stage
         request = request_transport(
-            padded.buckets, padded.gradient_buckets, planned, num_shards=plan.num_shards, num_scalars=len(stage.specs)
+            stage.buckets,
+            stage.gradient_buckets,
+            planned_layouts(plan),
+            num_shards=plan.num_shards,
+            num_scalars=own.sizes.num_params,
         )
         ranks = tuple(rank for host in hosts.ranks_by_host for rank in host)
-        group = DataGroup(ranks, padded, hosts, effective_layouts(plan, hosts), request)
+        group = DataGroup(ranks, stage, hosts, effective_layouts(plan, hosts), request)
         specs = tuple(self._source.specs(plan))
         blueprint = Blueprint(plan, specs, self._topology, self._source.update_spec, (group,))
-        return _place_data(blueprint, group, self._prices)
+        return _place_data(blueprint, group, own, self._prices)
 
 
-def _place_data(blueprint: Blueprint, group: DataGroup, prices: Prices) -> PlaceData:
-    """The totals of a place."""
-    place, plan = group.stage.stage, blueprint.plan
-    buckets = BucketPrices(blueprint, group, prices)
-    collectives = buckets.collectives
-    counts = Counter(_size(bucket) for bucket in group.buckets)
-    index_of = {_size(bucket): bucket.index for bucket in group.buckets}
-    step = blueprint.step_spec(group)
-    measured = NOTHING
-    for index, is_wanted in {
-        GRAD_NORM: step.has_clip,
-        USED_PARAMS: step.allows_unused,
-        TRUST_NORMS: step.has_trust_ratios,
-    }.items():
-        terms = buckets.measure(Action(Verb.MEASURE, place, index)) if is_wanted else ZERO
-        measured += CollectiveSeconds(terms.update, terms.exposed)
+def _place_data(blueprint: Blueprint, group: DataGroup, own: _PlaceBuckets, prices: Prices) -> PlaceData:
+    """The totals of a place. `group`: with one bucket of each size."""
+    place, plan, order = group.stage.stage, blueprint.plan, own.order
+    buckets = BucketPrices(blueprint, group, prices, own.sizes)
+    collectives, counts = buckets.collectives, Counter(order)
 
     def totals(price: Callable[[int], CollectiveSeconds]) -> Totals:
-        each = {size: price(index) for size, index in index_of.items()}
-        own, sent = (sum(each[size][part] * count for size, count in counts.items()) for part in (0, 1))
-        return Totals(own, sent, *(each[_size(group.buckets[index])].sent for index in (0, -1)))
+        each = [price(number) for number in range(len(group.buckets))]
+        own_seconds, sent = (sum(each[number][part] * count for number, count in counts.items()) for part in (0, 1))
+        return Totals(own_seconds, sent, each[order[0]].sent, each[order[-1]].sent)
 
-    updates = {size: buckets.update(index).update for size, index in index_of.items()}
-    reductions = {size: collectives.reduce(index).sent for size, index in index_of.items()}
-    pulled = [buckets.pull(index_of[size]).update * count for size, count in counts.items()]
-    gradients = [buckets.gradient_seconds_of_place(is_first=is_first) for is_first in (True, False)]
-    resting = resting_memory(blueprint, group, place)
+    updates = [buckets.update(number).update for number in range(len(group.buckets))]
+    reductions = [collectives.reduce(number).sent for number in range(len(group.buckets))]
+    pulled = [buckets.pull(number).update * count for number, count in counts.items()]
+    resting = resting_memory(blueprint, group, place, order)
     return PlaceData(
         resting=resting,
         resting_bytes=resting.total,
@@ -182,17 +214,31 @@ def _place_data(blueprint: Blueprint, group: DataGroup, prices: Prices) -> Place
         gather=totals(collectives.gather),
         unshard=totals(collectives.unshard),
         push=totals(collectives.push),
-        waits=_waits([(bucket.num_bytes, reductions[_size(bucket)]) for bucket in group.buckets]),
+        waits=_waits([(group.buckets[number].num_bytes, reductions[number]) for number in order]),
         updates=(
-            sum(updates[size] * count for size, count in counts.items()),
-            updates[_size(group.buckets[0])],
-            updates[_size(group.buckets[-1])],
+            sum(updates[number] * count for number, count in counts.items()),
+            updates[order[0]],
+            updates[order[-1]],
         ),
         pull_seconds=sum(pulled) if plan.sync == "local" else 0.0,
-        num_buckets=len(group.buckets),
-        measured=measured,
-        gradients=(gradients[0], gradients[1]),
+        num_buckets=len(order),
+        measured=_measured(blueprint, buckets, place),
+        gradients=(
+            buckets.gradient_seconds_of_place(is_first=True),
+            buckets.gradient_seconds_of_place(is_first=False),
+        ),
     )
+
+
+def _measured(blueprint: Blueprint, buckets: BucketPrices, place: int) -> CollectiveSeconds:
+    """The scalars that updates wait for."""
+    wanted = {
+        GRAD_NORM: blueprint.update_spec.waits_for_norm(blueprint.plan.precision),
+        USED_PARAMS: blueprint.plan.unused == "allow",
+        TRUST_NORMS: blueprint.has_trust_ratios,
+    }
+    terms = [buckets.measure(Action(Verb.MEASURE, place, index)) for index, is_wanted in wanted.items() if is_wanted]
+    return CollectiveSeconds(sum(each.update for each in terms), sum(each.exposed for each in terms))
 
 
 def _waits(buckets: Sequence[tuple[int, float]]) -> tuple[Wait, ...]:
@@ -219,19 +265,27 @@ def _is_below(wait: Wait, before: Wait, after: Wait) -> bool:
     return (before.sent - wait.sent) * run >= rise * (before.fraction_left - wait.fraction_left)
 
 
-def _size(bucket: Bucket) -> tuple[int, str]:
-    return bucket.size, bucket.dtype
-
-
-def _stage(
+def _place_buckets(
     plan: Plan, place: int, stored: Sequence[ParamSpec], excluded: frozenset[str], is_sent: bool
-) -> StageBuckets:
+) -> _PlaceBuckets:
     compute = compute_specs(stored, plan.precision, excluded=excluded)
     size = effective_bucket_bytes(compute, plan.bucket_bytes, is_inter_host=is_sent)
     buckets = make_buckets(compute, bucket_bytes=size)
-    return StageBuckets(
+    stage = StageBuckets(
         place, tuple(stored), buckets, tuple(gradient_bucket(each, plan.reduce_dtype) for each in buckets)
     )
+    first_of: dict[tuple[int, str], int] = {}
+    for bucket in buckets:
+        first_of.setdefault((bucket.size, bucket.dtype), bucket.index)
+    numbers = {kind: number for number, kind in enumerate(first_of)}
+    names = {slot.name for index in first_of.values() for slot in buckets[index].slots}
+    chosen = StageBuckets(
+        place,
+        tuple(spec for spec in stored if spec.name in names),
+        tuple(stage.buckets[index] for index in first_of.values()),
+        tuple(stage.gradient_buckets[index] for index in first_of.values()),
+    )
+    return _PlaceBuckets(chosen, tuple(numbers[each.size, each.dtype] for each in buckets), place_sizes(stage))
 
 
 def _padded(stage: StageBuckets, num_shards: int) -> StageBuckets:
@@ -243,11 +297,4 @@ def _padded(stage: StageBuckets, num_shards: int) -> StageBuckets:
 
     return replace(
         stage, buckets=tuple(map(pad, stage.buckets)), gradient_buckets=tuple(map(pad, stage.gradient_buckets))
-    )
-
-
-def _signature(stage: StageBuckets) -> tuple[tuple[int, str, str], ...]:
-    return tuple(
-        (bucket.size, bucket.dtype, gradient.dtype)
-        for bucket, gradient in zip(stage.buckets, stage.gradient_buckets, strict=True)
     )

@@ -17,7 +17,7 @@ from fourfold.plan.predict.collectives import shape_of
 from fourfold.plan.predict.edges import EdgeMessages
 from fourfold.plan.predict.facts import FactsSource
 from fourfold.plan.predict.pipeline_forms import FORMS, PipelineSeconds, PlaceTimes, num_deferred, num_in_flight
-from fourfold.plan.predict.place_forms import Extras, Tail, extras, has_rounds, tail, update_seconds
+from fourfold.plan.predict.place_forms import Extras, Tail, divides_backward, extras, has_rounds, tail, update_seconds
 from fourfold.plan.predict.prediction import MemoryParts, Prediction, StepTerms
 from fourfold.plan.predict.prices import GroupShape, Prices
 from fourfold.plan.predict.stage_seconds import add_terms, scale_terms
@@ -78,14 +78,14 @@ class Estimator:
         forwards = [each.forward_seconds + extra.forward + between for each, extra in zip(computes, added, strict=True)]
         inputs = [each.input_seconds + between for each in computes]
         weights = [
-            each.weight_seconds + extra.backward + extra.gradients + between * plan.divides_backward
+            each.weight_seconds + extra.backward + extra.gradients + between * divides_backward(plan)
             for each, extra in zip(computes, added, strict=True)
         ]
         if plan.pp == 1:
             return PipelineSeconds([0.0], [plan.microbatches * (forwards[0] + inputs[0] + weights[0])])
         times = PlaceTimes(forwards, inputs, weights, self._edge_seconds(plan, samples))
         run = FORMS[plan.schedule](times, plan.pipeline_spec)
-        if plan.divides_backward or has_rounds(plan):
+        if divides_backward(plan) or has_rounds(plan):
             return run
         # What places sum themselves in their last backward delays the places in front of them.
         behind = [0.0, *itertools.accumulate(own.reduce.own for own in reversed(data[1:]))]
@@ -168,7 +168,7 @@ class _PlaceSteps:
         gradients = own.gradients[0] + (m - 1) * extra.gradients
         begin, end = run.starts[place], run.ends[place] + own.gradients[0] - extra.gradients
         waited, behind = self._behind(place)
-        num_computes = m * (2 + plan.divides_backward) * plan.interleave
+        num_computes = m * (2 + divides_backward(plan)) * plan.interleave
         busy = m * (extra.forward + extra.backward) + gradients + sum(computed) + self._between * num_computes
         update = own.updates[0] + own.measured.own + own.pull_seconds / plan.sync_interval
         return computed._replace(

@@ -57,10 +57,13 @@ def gpt_specs(size: GptSize, plan: Plan, stages: Sequence[range], *, dtype: str,
     }
     stage_of = {block_name(index): stage for stage, blocks in enumerate(stages) for index in blocks}
     own_stage = dict.fromkeys(shapes, 0)
+    shards = {name: _shards(name, shape, plan.tp) for name, shape in shapes.items()}
+    block_shards = {name: _shards(f".{name}", shape, plan.tp) for name, shape in block_shapes(size).items()}
     for block, stage in stage_of.items():
         for name, shape in block_shapes(size).items():
             shapes[f"{block}.{name}"] = shape
             own_stage[f"{block}.{name}"] = stage
+            shards[f"{block}.{name}"] = block_shards[name]  # the same of all blocks: a search asks for many divisions
     return [
         ParamSpec(
             name,
@@ -68,7 +71,7 @@ def gpt_specs(size: GptSize, plan: Plan, stages: Sequence[range], *, dtype: str,
             dtype,
             element_bytes,
             stage=own_stage[name],
-            shards=_shards(name, shape, plan.tp),
+            shards=shards[name],
             is_tied=name == EMBEDDING and plan.pp > 1,
         )
         for name, shape in shapes.items()

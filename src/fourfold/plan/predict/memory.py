@@ -70,54 +70,60 @@ def _compute_lists(plan: Plan) -> Sequence[Sequence[Action]]:
 # ---- what rests ----------------------------------------------------------------------------------------
 
 
-def resting_memory(blueprint: Blueprint, group: DataGroup, place: int) -> MemoryParts:
-    """Weights, gradients and states, and the buffers of the data axis; memory of a host divided among its ranks."""
+def resting_memory(
+    blueprint: Blueprint, group: DataGroup, place: int, order: Sequence[int] | None = None
+) -> MemoryParts:
+    """Weights, gradients and states, and the buffers of the data axis; memory of a host divided among its ranks.
+
+    `order`: the buckets of the place by their numbers in the group, where it has one of each size only; None: its own.
+    """
     plan, num_ranks = blueprint.plan, group.hosts.ranks_per_host
+    order = range(len(group.buckets)) if order is None else order
+    of = bytes_by_bucket(plan, group.stage, blueprint.update_spec)
     host = blueprint.host_ranks(group, num_ranks)
-    use = host_memory_use(bytes_by_bucket(plan, group.stage, blueprint.update_spec), zero=plan.zero, host=host)
+    use = host_memory_use([of[index] for index in order], zero=plan.zero, host=host)
     each = HostMemoryUse(*(kind / num_ranks for kind in use))
-    weights = each.weights + _stashed_bytes(plan, group, place)
-    gradients, states = each.gradients + _unbucketed_bytes(blueprint, group), each.masters + each.states
+    sizes = [group.buckets[index].num_bytes for index in order]
+    weights = each.weights + _stashed_bytes(plan, place, sum(sizes))
+    gradients, states = each.gradients + _unbucketed_bytes(blueprint, sizes), each.masters + each.states
     if place == plan.pp - 1 > 0:  # a copy of the tied weights, and the sum of its gradients
         tied = sum(spec.num_bytes for spec in blueprint.specs if spec.is_tied)
         weights, gradients = weights + tied, gradients + tied
     if plan.offload == "states" and blueprint.topology.device != "cpu":
         states = 0.0
-    states += _codec_bytes(plan, group)
+    states += _codec_bytes(plan, group, order)
     return MemoryParts(weights, gradients, states, 0.0, each.gathered + each.staging, 0.0, 0.0)
 
 
-def _stashed_bytes(plan: Plan, group: DataGroup, place: int) -> float:
+def _stashed_bytes(plan: Plan, place: int, weight_bytes: int) -> float:
     """Older versions of the weights, which microbatches in flight use."""
-    if not plan.is_asynchronous:
-        return 0.0
-    versions = num_stashed(plan.schedule, plan.pipeline_spec, place) - 1
-    return versions * sum(bucket.num_bytes for bucket in group.buckets)
+    versions = num_stashed(plan.schedule, plan.pipeline_spec, place) if plan.is_asynchronous else 1
+    return (versions - 1) * weight_bytes
 
 
-def _unbucketed_bytes(blueprint: Blueprint, group: DataGroup) -> float:
+def _unbucketed_bytes(blueprint: Blueprint, sizes: Sequence[int]) -> float:
     """Gradients that stay where autograd leaves them: all of a stage, or one bucket's if updates free them at once."""
     if not blueprint.has_unbucketed_grads:
         return 0.0
-    sizes = [bucket.num_bytes for bucket in group.buckets]
     return max(sizes) if blueprint.plan.update == "in_backward" and blueprint.plan.microbatches == 1 else sum(sizes)
 
 
-def _codec_bytes(plan: Plan, group: DataGroup) -> float:
+def _codec_bytes(plan: Plan, group: DataGroup, order: Sequence[int]) -> float:
     """What a codec remembers between reductions, as large as the gradients: the residual, and warm factors."""
     codec = plan.codec_spec
     if codec is None:
         return 0.0
     remembers, shapes = CODECS[codec.kind].remembers, {spec.name: spec.local_shape for spec in group.stage.specs}
-    total = 0.0
+    kept = []
     for bucket in group.stage.gradient_buckets:
-        width = accumulation_bytes(bucket)
+        width, num_elements = accumulation_bytes(bucket), 0
         if "remainder" in remembers:
-            total += bucket.size * width
+            num_elements += bucket.size
         if "warm" in remembers:
             own = [shapes[slot.name] for slot in bucket.slots]
-            total += low_rank_spec(bucket, own, codec.matrix_rank).num_q * width
-    return total
+            num_elements += low_rank_spec(bucket, own, codec.matrix_rank).num_q
+        kept.append(num_elements * width)
+    return sum(kept[index] for index in order)
 
 
 # ---- activations ---------------------------------------------------------------------------------------

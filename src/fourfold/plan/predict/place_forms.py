@@ -32,6 +32,11 @@ class Tail(NamedTuple):
     all: float
 
 
+def divides_backward(plan: Plan) -> bool:
+    """As the plan's own property, but without making the lists of zero-bubble, which takes long."""
+    return plan.pp > 1 and (plan.schedule == "zero-bubble" or (plan.schedule == "written" and plan.divides_backward))
+
+
 def has_rounds(plan: Plan) -> bool:
     """Whether gradients are reduced after every backward."""
     return plan.zero >= 2 and plan.num_shards > 1
@@ -59,7 +64,7 @@ def tail(plan: Plan, compute: PlaceCompute, data: PlaceData, extra: Extras, slow
     if plan.sync == "local":
         return Tail(0.0, 0.0)
     # The last backward is that of the first stage; its buckets are ready one after the other.
-    backward, share = compute.first_stage[plan.divides_backward], 1.0 / plan.interleave
+    backward, share = compute.first_stage[divides_backward(plan)], 1.0 / plan.interleave
     window = backward * data.waits[0].fraction_left
     earliest = -math.inf
     if data.unshard.sent:  # gathers of the same phase go first

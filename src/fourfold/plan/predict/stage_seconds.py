@@ -8,6 +8,7 @@ Law: the parts of a segment add up to its price.
 
 import dataclasses
 import itertools
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -48,11 +49,18 @@ class SegmentPricer:
         self._prices, self._plan = prices, plan
         self._whole_backward = plan if plan.recompute == "none" else dataclasses.replace(plan, recompute="none")
         self._data = data if plan.batch_norm == "sync" else GroupShape(1)
-        self._parts: dict[tuple[object, ...], SegmentParts] = {}
+        self._kinds: dict[tuple[object, ...], int] = {}
+        self._last_computed: tuple[object, ...] = ()
+        self._last_kind = 0
+        self._parts: dict[tuple[int, float], SegmentParts] = {}
 
     def parts(self, facts: SegmentFacts, num_samples: float) -> SegmentParts:
         """A segment's forward and the halves of its backward."""
-        key = (facts.operations, facts.collectives, facts.norm_channels, num_samples)
+        computed = (facts.operations, facts.collectives, facts.norm_channels)
+        # Blocks share their operations: to hash them takes longer than all else.
+        if not (self._last_computed and all(map(operator.is_, computed, self._last_computed))):
+            self._last_computed, self._last_kind = computed, self._kinds.setdefault(computed, len(self._kinds))
+        key = self._last_kind, num_samples
         if key not in self._parts:
             self._parts[key] = self._make(facts, num_samples)
         return self._parts[key]

@@ -62,6 +62,7 @@ class StageTable:
     def __init__(self, source: FactsSource, prices: Prices) -> None:
         self._source, self._prices = source, prices
         self._segments: dict[tuple[object, ...], _Segments] = {}
+        self._blocks: dict[tuple[object, ...], tuple[range, ...]] = {}
         self._places: dict[tuple[object, ...], tuple[PlaceCompute, ...]] = {}
 
     def of(self, plan: Plan, num_samples: float, data: GroupShape) -> tuple[PlaceCompute, ...]:
@@ -72,12 +73,18 @@ class StageTable:
         return self._places[key]
 
     def _make(self, plan: Plan, num_samples: float, data: GroupShape) -> tuple[PlaceCompute, ...]:
-        sums, blocks = self._sums(plan, num_samples, data), self._source.stage_blocks(plan)
+        sums, blocks = self._sums(plan, num_samples, data), self._blocks_of(plan)
         # Segment 0 is the first end, block i is segment i + 1.
         starts = [0 if stage == 0 else own.start + 1 for stage, own in enumerate(blocks)]
         stops = [*starts[1:], len(sums.temporary)]
         ranges = list(zip(starts, stops, strict=True))
         return tuple(_place(sums, ranges[place :: plan.pp]) for place in range(plan.pp))
+
+    def _blocks_of(self, plan: Plan) -> tuple[range, ...]:
+        key = plan.pp, plan.interleave, plan.stages
+        if key not in self._blocks:
+            self._blocks[key] = self._source.stage_blocks(plan)
+        return self._blocks[key]
 
     def _sums(self, plan: Plan, num_samples: float, data: GroupShape) -> _Segments:
         key = (segment_key(plan), num_samples, data if plan.batch_norm == SYNC else None)
