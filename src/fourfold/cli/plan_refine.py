@@ -37,7 +37,7 @@ def refine_by_run(run: PlannedRun) -> str:
     key, machine = task_key(source), this_machine(ranks, threads=threads_of_rank(ranks))
     calibration = find_calibration(key, ranks)
     if calibration is None:
-        got = f"nothing measured for {prepared.task_name} on {ranks} ranks, which the trace of {run.folder} would refine"
+        got = f"nothing measured for {prepared.task_name} on {ranks} ranks, which {run.folder} would refine"
         attempt = f"fourfold plan calibrate {prepared.task_name} -n {ranks}"
         raise CalibrationError(Problem(got, "a calibration of this machine", attempt))
     topology = Topology.regular(hosts=1, ranks_per_host=ranks)
