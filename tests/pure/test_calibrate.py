@@ -15,7 +15,7 @@ from fourfold.analysis.calibrate.cuts import cuts_of
 from fourfold.analysis.calibrate.machine import Busy, busiest_processes, check_quiet, this_machine
 from fourfold.analysis.calibrate.probe import BLOCKS_OF_A_KIND, shorten
 from fourfold.analysis.calibrate.timing import is_steady
-from fourfold.cli.plan_calibrate import task_text, threads_of_rank
+from fourfold.cli.plan_calibrate import threads_of_rank
 from fourfold.plan.predict.calibration import CalibrationError, Cut
 from fourfold.tasks import lm
 from fourfold.words.task import Task
@@ -59,6 +59,20 @@ def test_the_seconds_of_the_segments_add_up_to_those_of_the_passes(monkeypatch: 
     assert next(ticks) == 12
 
 
+def test_a_model_without_a_chain_is_its_first_end():
+    model = nn.Linear(4, 4)
+    clock = SegmentClock(model)
+    with clock.marking():
+        clock.begin_forward()
+        outputs = model(torch.ones(2, 4))
+        forward = clock.end_forward()
+        clock.begin_backward()
+        outputs.sum().backward()
+        backward = clock.end_backward()
+    assert min(forward[0], backward[0]) > 0
+    assert forward[1:] == backward[1:] == [0.0]
+
+
 def test_the_clock_leaves_no_hooks_behind():
     model = Chain((8, 8))
     with SegmentClock(model).marking():
@@ -86,6 +100,21 @@ def test_a_shortened_model_keeps_a_few_blocks_of_each_kind():
     assert _widths(model) == [8, 8, 16, 8, 16]
     model(torch.arange(4)).sum().backward()
     assert _widths(task.model()) == list(widths)
+
+
+def test_rules_of_the_tensor_axis_follow_the_blocks_that_are_left():
+    split = {f"blocks.{index}.{part}": ("column", "row")[part] for index in range(6) for part in range(2)}
+    alternating = {f"blocks.{index}.0": ("column", "row")[index % 2] for index in range(8)}
+    task = dataclasses.replace(_task((8,) * 6), tensor=split | {"head": "column"})
+    short = shorten(task, task.model())
+    assert short.kept == (0, 1, 2)
+    kept = {f"blocks.{index}.{part}": ("column", "row")[part] for index in range(3) for part in range(2)}
+    assert short.task.tensor == kept | {"head": "column"}
+    # Blocks with different rules are not alike: what one splits, the next one sums.
+    task = dataclasses.replace(_task((8,) * 8), tensor=alternating)
+    short = shorten(task, task.model())
+    assert short.kept == (0, 1, 2, 3, 4, 5)
+    assert short.task.tensor == {name: rule for name, rule in alternating.items() if name < "blocks.6"}
 
 
 def test_a_model_of_few_blocks_is_measured_whole():
@@ -158,8 +187,3 @@ def test_a_rank_has_the_threads_of_a_job(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("OMP_NUM_THREADS")
     monkeypatch.delenv("MKL_NUM_THREADS", raising=False)
     assert threads_of_rank(10**6) == 1
-
-
-def test_a_task_is_the_same_whatever_the_order_of_its_arguments():
-    assert task_text(["lm", "width=64", "layers=2"]) == task_text(["lm", "layers=2", "width=64"])
-    assert task_text(["lm", "width=64"]) != task_text(["lm", "width=32"])

@@ -34,6 +34,25 @@ def problems(values: dict) -> list[Problem]:
     return list(caught.value.problems)
 
 
+# ---- unequal hosts ---------------------------------------------------------------------------------
+
+
+def test_hosts_may_differ_in_speed():
+    cluster = read_cluster({**table(), "hosts": 3, "host_speeds": [1, 0.5, 0.5]})
+    assert cluster.host_speeds == (1.0, 0.5, 0.5)
+    assert cluster.resized(16).host_speeds == (1.0, 0.5)
+    with pytest.raises(PlanError, match="the speed of each host"):
+        cluster.resized(32)
+
+
+WRONG_SPEEDS = [[1.0], [1.0, 0.0], [1.0, -1.0], [1.0, "fast"], 2.0, [1.0, True], [1.0, float("inf")]]
+
+
+@pytest.mark.parametrize("speeds", WRONG_SPEEDS)
+def test_speeds_that_are_no_speeds_are_refused(speeds):
+    assert len(problems({**table(), "hosts": 2, "host_speeds": speeds})) == 1
+
+
 # ---- quantities ------------------------------------------------------------------------------------
 
 

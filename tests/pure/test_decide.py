@@ -13,6 +13,7 @@ from fourfold.plan.decide.baselines import price_baselines
 from fourfold.plan.decide.choice import MAX_SIMULATED, simplicity
 from fourfold.plan.decide.decision import Decision, Refused
 from fourfold.plan.decide.reasons import reason, savings
+from fourfold.plan.decide.space import groups, variants
 from fourfold.plan.plan import Plan
 from fourfold.plan.predict.prediction import Prediction
 from fourfold.words.errors import PlanError
@@ -114,12 +115,14 @@ def test_a_dearer_action_never_gives_a_faster_answer(pricing, rates, ask, error,
 @given(CASES, RATES, st.sampled_from([0.02, 0.08]))
 def test_the_error_of_the_estimate_hides_no_plan_beyond_the_bound(pricing, rates, wobble):
     pricing.rates, pricing.wobble = rates, wobble
-    decision = decide(Ask(stages="even"), pricing, error=0.0)
+    ask = Ask(stages="even")
+    decision = decide(ask, pricing, error=0.0)
     assert decision is not None
     seen = set(pricing.simulated)
-    legal = [plan for plan in set(pricing.estimated) if fits_model(plan, pricing)]
+    # One device has plans for several among its baselines, such as zero 3, which are no answers to this ask.
+    everything = [each for group in groups(ask, pricing.space) for each in variants(group, ask, pricing.space)]
+    legal = [plan for plan in map(Plan.from_dict, everything) if fits_model(plan, pricing)]
     truth = min(pricing.simulate(plan).seconds for plan in legal)
-    assert truth <= decision.fastest.seconds
     ratio = min(pricing.simulate(plan).seconds / pricing.estimate(plan).seconds for plan in seen)
     if len(seen) < MAX_SIMULATED:
         known = [pricing.estimate(plan).seconds for plan in seen]

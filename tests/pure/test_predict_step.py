@@ -7,11 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fourfold.plan.codec import CodecSpec
 from fourfold.plan.lowering import lower
 from fourfold.plan.param_spec import ParamSpec
 from fourfold.plan.pipeline.bubble import expected_bubble
 from fourfold.plan.pipeline.spec import PipelineSpec
 from fourfold.plan.plan import Plan
+from fourfold.plan.predict.collectives import BucketCollectives
 from fourfold.plan.predict.facts import ModelFacts, SegmentFacts
 from fourfold.plan.predict.prediction import Prediction
 from fourfold.plan.predict.prices import GroupShape, Prices
@@ -219,3 +221,38 @@ def test_a_clip_is_priced():
         for clip in (None, 1.0)
     )
     assert clipped.seconds > plain.seconds
+
+
+@pytest.mark.parametrize(("reduce_dtype", "gradient_bytes", "converted_bytes"), [("keep", 4, 0), ("bf16", 2, 2 + 4)])
+def test_gradients_of_another_dtype_are_converted_before_the_update(reduce_dtype, gradient_bytes, converted_bytes):
+    facts, prices = ChainFacts(), LinearPrices()
+    terms = predict(Plan(dp=2, reduce_dtype=reduce_dtype), prices, facts).terms
+    elements = sum(spec.num_elements for spec in facts.specs(Plan()))
+    updated, converted = elements * (4 + gradient_bytes + 2 * 4), elements * converted_bytes
+    assert terms.update == pytest.approx(updated / prices.update_bandwidth + converted / prices.memory_bandwidth)
+
+
+@pytest.mark.parametrize(("momentum", "passes"), [(0.0, 12), (0.9, 12 + 8)])
+def test_an_outer_update_makes_every_pass_once_in_as_many_steps(momentum, passes):
+    facts, prices = ChainFacts(), LinearPrices()
+    plan = Plan(dp=2, sync="local", local_steps=4, outer_momentum=momentum)
+    outer = predict(plan, prices, facts).terms.update - predict(Plan(dp=2), prices, facts).terms.update
+    elements = sum(spec.num_elements for spec in facts.specs(Plan()))
+    assert outer == pytest.approx(passes * 4 * elements / prices.memory_bandwidth / 4)
+
+
+@pytest.mark.parametrize("shares_memory", [True, False])
+def test_ranks_that_share_memory_also_add_up_what_a_codec_has_sent(shares_memory):
+    """Gathered messages stay within a host; its ranks add up whole gradients, after a pass that clears or copies."""
+    facts, prices, plan = ChainFacts(), LinearPrices(), Plan(dp=2, codec="topk", codec_density=0.5)
+    topology = Topology.regular(hosts=1, ranks_per_host=2, has_shared_memory=shares_memory)
+    blueprint = lower(plan, facts.specs(plan), topology, facts.update_spec)
+    group = blueprint.groups[0]
+    costs = [BucketCollectives(blueprint, group, prices).reduce(bucket.index) for bucket in group.buckets]
+    for bucket, cost in zip(group.buckets, costs, strict=True):
+        elements, size = bucket.slots[-1].stop, bucket.size * bucket.element_bytes
+        coded = prices.codec(CodecSpec("topk"), elements)
+        shape = GroupShape(2, 1, shares_memory)
+        inside = prices.collective(Change.ALL_REDUCE, size, shape) + prices.memory_pass(size)
+        assert cost.own == pytest.approx(coded + (inside if shares_memory else 0.0))
+        assert (cost.sent > 0.0) is not shares_memory

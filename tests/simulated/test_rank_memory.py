@@ -1,6 +1,7 @@
 """Laws of the bytes that a rank holds at its peak: predicted, counted by a fake rank, and held on a CPU."""
 
 import functools
+import itertools
 import json
 from pathlib import Path
 
@@ -10,8 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from fourfold.analysis.task_facts.fake_attention import FakeAttention
 from fourfold.analysis.task_facts.fake_memory import upper_envelope
+from fourfold.analysis.task_facts.fake_ranks import FakeChannel
 from fourfold.analysis.task_facts.source import TaskFacts
+from fourfold.parts.comm.ring.p2p import RingOverP2P
+from fourfold.parts.sequence.attention import sequence_attention
+from fourfold.parts.sequence.sequence_group import SequenceGroup
 from fourfold.plan.lowering import lower
 from fourfold.plan.plan import Plan
 from fourfold.plan.predict.facts import TemporaryPeak
@@ -19,6 +25,7 @@ from fourfold.plan.predict.memory import predict_memory
 from fourfold.plan.topology import Topology
 from fourfold.step.model_call import call_model
 from fourfold.step.peak_memory import PeakMemory
+from fourfold.step.sequence.sdpa_interception import AttentionCall, AttentionHandler
 from fourfold.tasks import hf, lm
 from fourfold.words.task import Task
 
@@ -30,13 +37,17 @@ def language_model(layers: int = 8) -> TaskFacts:
     return TaskFacts(lm.task(width=64, layers=layers, heads=4, length=64, batch_size=BATCH))
 
 
-@pytest.fixture(scope="module")
-def gpt2(tmp_path_factory: pytest.TempPathFactory) -> TaskFacts:
+def gpt2(folder: Path, *, vocabulary: int, length: int) -> TaskFacts:
     """A model of transformers, whose head is tied to its embedding."""
-    sizes = {"n_layer": 8, "n_embd": 64, "n_head": 4, "vocab_size": 512, "n_positions": 128, "eos_token_id": 0}
-    path: Path = tmp_path_factory.mktemp("gpt2") / "config.json"
-    path.write_text(json.dumps({"model_type": "gpt2", "bos_token_id": 0, **sizes}))
-    return TaskFacts(hf.task(str(path), batch_size=BATCH))
+    sizes = {"n_layer": 8, "n_embd": 64, "n_head": 4, "vocab_size": vocabulary, "n_positions": length}
+    path = folder / "config.json"
+    path.write_text(json.dumps({"model_type": "gpt2", "bos_token_id": 0, "eos_token_id": 0, **sizes}))
+    return TaskFacts(hf.task(str(path), length=length, batch_size=BATCH))
+
+
+@pytest.fixture(scope="module")
+def tied(tmp_path_factory: pytest.TempPathFactory) -> TaskFacts:
+    return gpt2(tmp_path_factory.mktemp("tied"), vocabulary=512, length=128)
 
 
 def check_prediction(source: TaskFacts, plan: Plan) -> None:
@@ -68,11 +79,16 @@ def test_predicted_memory_is_that_of_a_rank_that_runs_its_whole_list(
 
 
 @pytest.mark.parametrize("fields", [{"pp": 2, "microbatches": 4, "recompute": "full"}, {"pp": 4, "microbatches": 8}])
-@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
-def test_predicted_memory_of_tied_weights(gpt2: TaskFacts, fields: dict, schedule: str):
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero-bubble"])
+def test_predicted_memory_of_tied_weights(tied: TaskFacts, fields: dict, schedule: str):
     if schedule == "zero-bubble":
         fields = fields | {"recompute": "none"}
-    check_prediction(gpt2, Plan(schedule=schedule, **fields))
+    check_prediction(tied, Plan(schedule=schedule, **fields))
+
+
+@pytest.mark.parametrize("fields", [{}, {"pp": 2, "microbatches": 8, "recompute": "full"}])
+def test_predicted_memory_of_a_loss_that_is_computed_some_rows_at_a_time(tmp_path: Path, fields: dict):
+    check_prediction(gpt2(tmp_path, vocabulary=50_257, length=1024), Plan(**fields))
 
 
 @settings(max_examples=6, deadline=None)
@@ -118,4 +134,34 @@ def test_the_moments_that_are_kept_hold_most_for_every_number_of_samples(moments
 
     kept = list(upper_envelope(moments))
     assert most(kept) == pytest.approx(most(moments))
-    assert len(kept) <= len(set(moments))
+    overtakes = [(a.call_bytes - b.call_bytes) / (b.sample_bytes - a.sample_bytes) for a, b in itertools.pairwise(kept)]
+    assert overtakes == sorted(overtakes)
+
+
+RINGS = [("zigzag", 1), ("plain", 1), ("gather", 1), ("rsa", 1), ("zigzag", 2), ("zigzag", 4)]
+
+
+@pytest.mark.parametrize(("ring", "ulysses"), RINGS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fake_sequence_ranks_hold_what_ranks_with_real_tensors_hold(ring: str, ulysses: int, dtype: torch.dtype):
+    plan = Plan(sp=4, ring=ring, ulysses=ulysses)
+    around, heads = (RingOverP2P(FakeChannel(size, size - 1)) for size in (4 // ulysses, ulysses))
+    group = SequenceGroup(around, heads, ring)
+
+    def real(call: AttentionCall) -> Tensor:
+        return sequence_attention(call.q, call.k, call.v, group)
+
+    assert held_by_attention(FakeAttention(plan.sequence_spec), dtype, "meta") == held_by_attention(real, dtype, "cpu")
+
+
+def held_by_attention(attend: AttentionHandler, dtype: torch.dtype, device: str) -> tuple[int, int]:
+    """After a forward, and at the peak of its backward."""
+    tensors = [torch.zeros(3, 4, 32, 16, dtype=dtype, device=device).requires_grad_() for _ in range(3)]
+    memory = PeakMemory()
+    with memory:
+        q, k, v = (tensor * 1 for tensor in tensors)
+        out = attend(AttentionCall(q, k, v))
+        del q, k, v
+        kept = memory.current_bytes
+        out.backward(torch.empty_like(out))
+    return kept, memory.peak_bytes

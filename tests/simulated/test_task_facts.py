@@ -104,6 +104,14 @@ def test_tensor_ranks_sum_twice_in_forward_and_twice_in_backward():
     assert facts.boundary_bytes == hidden
 
 
+@pytest.mark.parametrize("residual", ["whole", "split"])
+def test_a_tensor_rank_keeps_its_part_of_the_inputs_of_blocks_that_are_computed_again(residual: str):
+    hidden = 4.0 * LENGTH * WIDTH
+    for block in TaskFacts(tiny_lm()).facts(Plan(tp=2, residual=residual)).blocks:
+        assert block.saved_bytes["full"] == hidden / 2
+        assert block.saved_bytes["none"] > block.saved_bytes["selective"] > hidden
+
+
 def test_a_ring_sends_keys_and_values_once_in_forward_and_twice_in_backward():
     facts = TaskFacts(tiny_lm()).facts(Plan(sp=2))
     assert collectives(facts, "sp") == {(Change.ALL_GATHER, 2 * 4.0 * LENGTH * WIDTH): (1, 2, 1)}
@@ -138,6 +146,14 @@ class OneByOne(Reads):
         return torch.cat([self.layers(each[None]) for each in x])
 
 
+class Compares(Reads):
+    """Compares each sample with each other."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.layers(x)
+        return hidden + (hidden @ hidden.T).sum()
+
+
 class NeedsValues(nn.Module):
     """Its constructor reads a weight."""
 
@@ -154,12 +170,14 @@ class NeedsValues(nn.Module):
     ("model", "message"),
     [
         (Reads, "do not depend on the values"),
+        (Reads, r"49.0 to 53.0 operations in a forward of a sample, by the first 8"),
+        (Compares, "for 2, 4 and 6 samples"),
         (OneByOne, "the same operations for any number of samples"),
         (NeedsValues, "whose constructor needs no values"),
     ],
 )
 def test_what_cannot_be_counted_is_refused_with_the_reason(model: type[nn.Module], message: str):
-    samples = [(torch.ones(4), torch.tensor(1))] * 8
+    samples = [((-1) ** number * torch.ones(4), torch.tensor(1)) for number in range(8)]
     loss = functools.partial(F.cross_entropy, reduction="none")
     task = Task(model=model, loss=loss, data=lambda: Data(train=samples), optimizer=lambda p: torch.optim.SGD(p, 0.1))
     with pytest.raises(TaskError, match=message):
@@ -169,6 +187,32 @@ def test_what_cannot_be_counted_is_refused_with_the_reason(model: type[nn.Module
 def test_two_byte_precision_halves_what_crosses_a_boundary():
     source = TaskFacts(tiny_lm())
     assert source.facts(Plan(precision="bf16")).boundary_bytes == source.facts(Plan()).boundary_bytes / 2
+
+
+class Dilated(nn.Module):
+    """A block whose cost depends on a setting that is no parameter."""
+
+    def __init__(self, times: tuple[int, int]) -> None:
+        super().__init__()
+        self.layer, self.times = nn.Linear(8, 8), times
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(self.times[0]):
+            x = self.layer(x)
+        return x
+
+
+def test_blocks_with_other_settings_are_counted_for_themselves():
+    samples = [(torch.ones(8), torch.tensor(1))] * 8
+    loss = functools.partial(F.cross_entropy, reduction="none")
+    task = Task(
+        model=lambda: nn.Sequential(*(Dilated((times, 0)) for times in (1, 2, 1, 2))),
+        loss=loss,
+        data=lambda: Data(train=samples),
+        optimizer=lambda p: torch.optim.SGD(p, 0.1),
+    )
+    flops = [products(block) for block in TaskFacts(task).facts(Plan()).blocks]
+    assert flops == [128.0, 256.0, 128.0, 256.0]
 
 
 def test_heads_that_cannot_be_divided_are_a_problem_of_the_plan():

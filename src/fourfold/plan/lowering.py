@@ -126,6 +126,11 @@ class Blueprint:
         return has_unbucketed_grads(self.plan)
 
     @property
+    def has_trust_ratios(self) -> bool:
+        """Whether updates wait for norms of parameters of which ranks hold parts."""
+        return self.update_spec.is_layerwise and (self.is_sharded or self.plan.tp > 1)
+
+    @property
     def sync_interval(self) -> int:
         """With local steps: every how many steps ranks average their weights; else 1."""
         return self.plan.sync_interval

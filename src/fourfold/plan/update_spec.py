@@ -23,5 +23,5 @@ class UpdateSpec:
     full_precision_params: frozenset[str] = frozenset()
 
     def waits_for_norm(self, precision: str) -> bool:
-        """Whether updates wait for the norm of all gradients, which also tells whether they are finite."""
+        """Whether updates wait for the norm of all gradients: for a clip, or to know whether they are finite."""
         return self.clip is not None or precision == "fp16"

@@ -80,6 +80,8 @@ class SegmentClock:
     def end_forward(self) -> list[float]:
         """Seconds of the forward by segment."""
         marks = [*self._forward, time.perf_counter()]
+        if not self._blocks:  # all of the model is the first end
+            marks.append(marks[-1])
         assert len(marks) == self.num_segments + 1, "the model calls each block of its chain once"
         return [stop - start for start, stop in itertools.pairwise(marks)]
 
@@ -89,6 +91,8 @@ class SegmentClock:
     def end_backward(self) -> list[float]:
         """Seconds of the backward by segment. A segment whose input has no gradient ends with the backward."""
         stop, marks = time.perf_counter(), [self._backward_start]
+        if not self._blocks:
+            return [stop - marks[0], 0.0]
         for boundary in range(len(self._blocks), -1, -1):
             marks.append(max(marks[-1], self._backward.get(boundary, stop)))
         marks.append(stop)

@@ -2,7 +2,7 @@
 
 probe      a model and the parts of a step on the mesh of a plan; its programs are never run
 shortened  a model with a few blocks of each kind of its chain: the blocks are measured, not the plan
-kind       blocks that compute alike: of one class, with weights of the same shapes and the same rules of the tensor axis
+kind       blocks that compute alike: of one class, with weights of the same shapes and the same rules for tp
 Law: what a probe computes and sends, a step of the plan computes and sends in the same way.
 """
 
@@ -87,7 +87,8 @@ def shorten(task: Task, model: nn.Module) -> Shortened:
             _drop_block(made, name)
         return made
 
-    rules = _rules_left(model, task.tensor, dict(zip((chain.blocks[index] for index in kept), chain.blocks)))
+    renamed = {chain.blocks[index]: chain.blocks[place] for place, index in enumerate(kept)}
+    rules = _rules_left(model, task.tensor, renamed)
     return Shortened(dataclasses.replace(task, model=make_shortened, tensor=rules), kept)
 
 

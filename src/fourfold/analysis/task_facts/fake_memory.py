@@ -5,7 +5,7 @@ kept       bytes that are held when a segment's forward has ended, more than whe
            beginning until it returns, such as embeddings of which only the sum is needed
 moment     when an operation has returned; its bytes are those that are held beyond what is kept by then: in a backward,
            what segments behind this one have kept is freed
-Law: two fake steps that differ in their samples have the same moments, and bytes are affine in the samples at each.
+Law: bytes are affine in the samples at each moment; two fake steps that differ in their samples show how.
 """
 
 import functools
@@ -29,7 +29,6 @@ from fourfold.step.peak_memory import ACTIVATION, PeakMemory
 from fourfold.step.recompute import Recompute
 from fourfold.step.sequence.sdpa_interception import intercept_attention
 from fourfold.step.tensor_tree import tree_leaves
-from fourfold.words.errors import Problem, TaskError
 
 
 class MemoryRecord(NamedTuple):
@@ -104,10 +103,10 @@ class _MemoryCount:
 
     def run(self, num_samples: int) -> MemoryRecord:
         model, memory, samples = self._fake.model, self._memory, self._fake.samples(num_samples)
-        memory.track("weights and batch", [*model.parameters(), *model.buffers(), *tree_leaves(list(samples))])
+        memory.track("weights and batch", [*self._fake.weights, *model.buffers(), *tree_leaves(list(samples))])
         begin = memory.current_bytes
         memory.levels.clear()
-        handles = [p.register_post_accumulate_grad_hook(drop_grad) for p in model.parameters() if p.requires_grad]
+        handles = [p.register_post_accumulate_grad_hook(drop_grad) for p in self._fake.weights if p.requires_grad]
         handles += [
             model.get_submodule(name).register_forward_hook(functools.partial(self._watch_backward, place + 1))
             for place, name in enumerate(self._fake.blocks)
@@ -198,13 +197,13 @@ class MemoryOfSegments(NamedTuple):
         return max(0.0, self._affine(*pair).sample_bytes)
 
     def peaks(self, segment: int) -> tuple[TemporaryPeak, ...]:
-        """The moments that hold most, for some number of samples. Raises TaskError."""
+        """The moments that hold most, for some number of samples.
+
+        Where more samples are more operations, as in a loss that is computed some rows at a time: one line.
+        """
         few, many = (record.moments.get(segment, []) for record in (self.few, self.many))
         if len(few) != len(many):
-            got = f"a backward that calls {len(many)} operations for {self.num_many} samples and {len(few)} for fewer"
-            raise TaskError(
-                Problem(got, "the same operations for any number of samples", "a loop over tokens, not samples")
-            )
+            return (self._affine(max(few, default=0), max(many, default=0)),)
         return upper_envelope([self._affine(*pair) for pair in set(zip(few, many, strict=True))])
 
     def _affine(self, few: int, many: int) -> TemporaryPeak:

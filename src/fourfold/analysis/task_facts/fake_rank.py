@@ -23,7 +23,6 @@ from fourfold.step.model_call import call_model
 from fourfold.step.peak_memory import PeakMemory
 from fourfold.step.pipeline.chain import StageMap
 from fourfold.step.pipeline.gates import Gates, SplitResidual, StageEnd, Template
-from fourfold.step.pipeline.tied import replace_by_copy
 from fourfold.step.sequence.sdpa_interception import intercept_attention
 from fourfold.step.tensor_tree import tree_leaves
 from fourfold.words.program import Action, Verb
@@ -57,7 +56,8 @@ class FakeRank:
         self._samples = fake.samples(num_samples)
         self._attention = FakeAttention(fake.plan.sequence_spec)
         self._templates = self._record_templates() if stages.num_stages > 1 else {}
-        self._copies = self._copy_tied_weights()
+        fake = fake.with_copies(stages.ties if place == stages.num_places - 1 else {})
+        self._copies = fake.copies
         self._weights = [each for name, each in fake.model.named_parameters() if stages.place_of(name) == place]
         trained = [each for each in self._weights if each.requires_grad]
         self._hooks = GradHooks(trained)
@@ -116,12 +116,6 @@ class FakeRank:
                 hook.remove()
             self._end_tokens()
         return found
-
-    def _copy_tied_weights(self) -> list[Tensor]:
-        """On the last place: copies of the weights that the first one owns."""
-        ties = self._stages.ties if self._place == self._stages.num_places - 1 else {}
-        model = self._fake.model
-        return [replace_by_copy(model, aliases, model.get_parameter(name)) for name, aliases in ties.items()]
 
     def _gates(self, stage: int) -> Gates:
         laid_out = self._fake.laid_out

@@ -16,7 +16,7 @@ from fourfold.parts.torch_private import is_in_backward
 from fourfold.words.layout import Change
 
 META = torch.device("meta")
-MAX_HOPS = 1
+MAX_HOPS = 2
 
 
 class RecordedCollective(NamedTuple):

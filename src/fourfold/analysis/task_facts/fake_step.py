@@ -4,12 +4,13 @@ Law: counts of two fake steps that differ in their samples give the facts of one
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from fourfold.analysis.task_facts.data_dependence import NEED, StepNeedsValues
 from fourfold.analysis.task_facts.fake_attention import FakeAttention, attention_collectives
 from fourfold.analysis.task_facts.fake_ranks import META
 from fourfold.analysis.task_facts.laid_out_model import FakeBatch, LaidOutModel
@@ -18,25 +19,40 @@ from fourfold.analysis.task_facts.segments import SegmentTracker
 from fourfold.plan.plan import Plan
 from fourfold.plan.predict.facts import Collective
 from fourfold.step.model_call import call_model, model_loss
+from fourfold.step.pipeline.tied import replace_by_copy
 from fourfold.step.sequence.sdpa_interception import AttentionCall, AttentionHandler, intercept_attention
 from fourfold.step.sequence.transformers import install_attention
-from fourfold.words.errors import FourfoldError, Problem, TaskError
+from fourfold.words.errors import FourfoldError, Problem
 
 Loss = Callable[[Any, Any], Any] | None
 
 
 class FakeModel(NamedTuple):
-    """What a fake step runs. `blocks`: names of the chain."""
+    """What a fake step runs.
+
+    blocks  names of the chain
+    copies  of weights that other stages own: see `step/pipeline/tied.py`
+    """
 
     laid_out: LaidOutModel
     blocks: Sequence[str]
     loss: Loss
     batch: FakeBatch
     plan: Plan
+    copies: Sequence[Tensor] = ()
 
     @property
     def model(self) -> nn.Module:
         return self.laid_out.model
+
+    @property
+    def weights(self) -> list[Tensor]:
+        return [*self.model.parameters(), *self.copies]
+
+    def with_copies(self, ties: Mapping[str, Sequence[str]]) -> "FakeModel":
+        """The same, with a copy of each of these weights under its other names."""
+        copies = [replace_by_copy(self.model, names, self.model.get_parameter(name)) for name, names in ties.items()]
+        return self._replace(copies=copies)
 
     def tracker(self, on_switch: Callable[[int], None] = lambda segment: None) -> SegmentTracker:
         return SegmentTracker([self.model.get_submodule(name) for name in self.blocks], on_switch)
@@ -54,8 +70,7 @@ class FakeModel(NamedTuple):
             raise
         except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
             got = f"a step that cannot run on the meta device: {str(error).splitlines()[0][:160]}"
-            need = "a model and a loss whose operations do not depend on the values of the data"
-            raise TaskError(Problem(got, need, "fourfold train: only running it shows what it costs")) from error
+            raise StepNeedsValues(Problem(got, NEED)) from error
         total = _total(loss)
         del loss
         tracker.end()
@@ -94,7 +109,7 @@ class ForwardRecord(NamedTuple):
 def record_forward(fake: FakeModel, num_samples: int) -> ForwardRecord:
     """Count the kernels of a forward of so many samples."""
     tracker, sent = fake.tracker(), list[tuple[int, Collective]]()
-    recorder = KernelRecorder(tracker, fake.model.parameters())
+    recorder = KernelRecorder(tracker, fake.weights)
     spec = fake.plan.sequence_spec
     handle = FakeAttention(spec, recorder)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fourfold.analysis.task_facts.segments import SegmentTracker
 from fourfold.parts.torch_private import TorchDispatchMode, is_in_backward, storage_key
-from fourfold.plan.predict.facts import Operation, OperationKind
+from fourfold.plan.predict.facts import OperationKind
 from fourfold.step.tensor_tree import tree_leaves
 
 ATEN = torch.ops.aten
@@ -37,20 +37,6 @@ class Kernel(NamedTuple):
     columns: int = 0
     inner: int = 0
     batch: float = 0.0
-
-
-def operation_of(few: Kernel, many: Kernel, num_few: int, num_many: int) -> Operation:
-    """The operation of one sample, from the same call with few and with many samples."""
-
-    def per_sample(values: tuple[float, float]) -> float:
-        return (values[1] - values[0]) / (num_many - num_few)
-
-    moved = per_sample((few.num_bytes, many.num_bytes))
-    batch = per_sample((few.batch, many.batch))
-    rows = few.rows if few.batch else per_sample((few.rows, many.rows))
-    flops = per_sample((few.flops, many.flops))
-    fixed = max(0.0, few.num_bytes - num_few * moved)
-    return Operation(few.kind, flops, moved, fixed, few.has_weight, rows, few.columns, few.inner, batch)
 
 
 class KernelRecorder(TorchDispatchMode):

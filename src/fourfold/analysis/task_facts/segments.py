@@ -6,6 +6,8 @@ Law: every operation of a forward belongs to one segment, in the order of the ch
 """
 
 import contextlib
+import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -24,15 +26,23 @@ def equal_blocks(blocks: Sequence[nn.Module]) -> list[int]:
 
 
 def _signature(block: nn.Module) -> Any:
-    """What decides the cost of a block: its modules and their settings, and the shapes of its parameters."""
-    shapes = tuple((name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in block.named_parameters())
+    """What decides the cost of a block: its modules and their settings, and the shapes of its tensors."""
+    tensors = itertools.chain(block.named_parameters(), block.named_buffers())
+    shapes = tuple((name, tuple(each.shape), str(each.dtype), each.requires_grad) for name, each in tensors)
     settings = tuple(
-        (name, type(module).__qualname__, key, value)
+        (name, type(module).__qualname__, key, _setting(value))
         for name, module in block.named_modules()
         for key, value in sorted(vars(module).items())
-        if isinstance(value, bool | int | float | str | None) and not any(part in key for part in COUNTERS)
+        if not key.startswith("_") and not any(part in key for part in COUNTERS)
     )
     return repr(block), shapes, settings
+
+
+def _setting(value: Any) -> object:
+    """A setting as something that can be compared: plain values by themselves, other objects by identity."""
+    if isinstance(value, bool | int | float | str | None):
+        return value
+    return repr(value) if isinstance(value, tuple | list | dict | set) else id(value)
 
 
 class SegmentTracker:
@@ -46,6 +56,8 @@ class SegmentTracker:
         self.boundary: Tensor | None = None
         """What the first block has returned."""
         self._outputs: dict[int, Any] = {}
+        self._arguments: dict[int, list[tuple[object, ...]]] = {}
+        """By place: the shapes and dtypes that the block was called with."""
 
     @property
     def last(self) -> int:
@@ -60,7 +72,8 @@ class SegmentTracker:
         """Within, the forward of the model is watched, and equal blocks pass their input on."""
         hooks, replaced = [], []
         for place, block in enumerate(self._blocks):
-            hooks.append(block.register_forward_pre_hook(lambda *_, segment=place + 1: self._begin(segment)))
+            begin = functools.partial(self._begin, place + 1)
+            hooks.append(block.register_forward_pre_hook(begin, with_kwargs=True))
             hooks.append(block.register_forward_hook(lambda _, args, output, place=place: self._end(place, output)))
             if self._same_as[place] != place:
                 replaced.append((block, block.__dict__.get("forward")))
@@ -76,10 +89,11 @@ class SegmentTracker:
                 else:
                     block.__dict__["forward"] = before
 
-    def _begin(self, segment: int) -> None:
+    def _begin(self, segment: int, block: nn.Module, args: Any, kwargs: Any) -> None:
         if self.current == FIRST:
             self._on_switch(FIRST)
         self.current = segment
+        self._arguments.setdefault(segment - 1, [_form(each) for each in tree_leaves((args, kwargs))])
 
     def _end(self, place: int, output: Any) -> None:
         self._outputs.setdefault(place, output)
@@ -91,10 +105,13 @@ class SegmentTracker:
 
     def _passing(self, place: int, forward: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
-            hidden = next(iter(tree_leaves((args, kwargs))), None)
-            template = self._outputs.get(self._same_as[place])
+            same, forms = self._same_as[place], [_form(each) for each in tree_leaves((args, kwargs))]
+            template = self._outputs.get(same)
             first = template[0] if isinstance(template, tuple) and template else template
+            hidden = next(iter(tree_leaves((args, kwargs))), None)
             if not isinstance(first, Tensor) or hidden is None or _form(first) != _form(hidden):
+                return forward(*args, **kwargs)
+            if self._arguments.get(same) != forms:  # such as a mask that only some blocks get
                 return forward(*args, **kwargs)
             self.passed.add(place + 1)
             output = hidden.view_as(hidden)

@@ -11,19 +11,20 @@ from typing import NamedTuple
 
 from torch import nn
 
+from fourfold.analysis.task_facts.data_dependence import StepNeedsValues, forward_bounds, with_bounds
 from fourfold.analysis.task_facts.fake_memory import MemoryOfSegments, record_memory
 from fourfold.analysis.task_facts.fake_rank import FakeRank, RankBytes
 from fourfold.analysis.task_facts.fake_ranks import RecordedCollective
-from fourfold.analysis.task_facts.fake_step import FakeModel, ForwardRecord, record_forward
+from fourfold.analysis.task_facts.fake_step import FakeModel, record_forward
 from fourfold.analysis.task_facts.laid_out_model import FakeBatch, lay_out
-from fourfold.analysis.task_facts.operations import operation_of
+from fourfold.analysis.task_facts.sample_operations import operations_of_sample
 from fourfold.feed.data_input import open_data
 from fourfold.feed.sample_rng import fetch_one
 from fourfold.feed.stream import Stream
 from fourfold.parts.optim.user_optimizer import build_optimizer
 from fourfold.plan.param_spec import ParamSpec
 from fourfold.plan.plan import Plan
-from fourfold.plan.predict.facts import Collective, ModelFacts, Operation, SegmentFacts
+from fourfold.plan.predict.facts import Collective, ModelFacts, SegmentFacts
 from fourfold.plan.update_spec import UpdateSpec
 from fourfold.step.batch import find_positions, unpack_batch
 from fourfold.step.batch_norm import uses_batch_stats
@@ -31,12 +32,13 @@ from fourfold.step.batch_statistics import batch_norms
 from fourfold.step.meta_model import build_meta_model
 from fourfold.step.model_layout import laid_out_specs
 from fourfold.step.model_specs import update_spec
-from fourfold.step.pipeline.chain import Chain, find_chain, map_stages
+from fourfold.step.pipeline.chain import Chain, find_chain, is_behind, map_stages, tied_parameters
 from fourfold.words.errors import PlanError, Problem, TaskError, TrainingError
 from fourfold.words.layout import Change
-from fourfold.words.task import DEFAULT_BATCH_SIZE, Task, check_task
+from fourfold.words.task import DEFAULT_BATCH_SIZE, Source, Task, check_task
 
 FEW, MANY = 2, 4  # samples of the two fake steps that are compared
+MORE = 6  # of a third forward, which shows whether all lie on a line
 RECOMPUTES = ("none", "selective", "full")
 VARIANT_FIELDS = ("tp", "dims", "sp", "ring", "ulysses", "residual", "precision")
 
@@ -76,12 +78,16 @@ class TaskFacts:
         return build_optimizer(self._task.optimizer, list(self._model.parameters()))
 
     @cached_property
-    def _batch(self) -> FakeBatch:
+    def _source(self) -> Source:
         source = open_data(self._task.data(), where="the task's data").train.source
         if isinstance(source, Stream):
             need = "numbered samples: the step of one is counted"
             raise TaskError(Problem("a stream as data", need, "a list of some of its samples"), where="the task")
-        inputs, targets = unpack_batch(fetch_one(source, 0))
+        return source
+
+    @cached_property
+    def _batch(self) -> FakeBatch:
+        inputs, targets = unpack_batch(fetch_one(self._source, 0))
         positions = find_positions(inputs)
         return FakeBatch(inputs, targets, None if positions is None else positions.shape[1])
 
@@ -99,16 +105,29 @@ class TaskFacts:
         return map_stages(self._model, plan.stage_spec).blocks
 
     def facts(self, plan: Plan) -> ModelFacts:
-        key = tuple(getattr(plan, name) for name in VARIANT_FIELDS)
+        ties = self._ties if plan.num_stages > 1 else {}
+        key = (*(getattr(plan, name) for name in VARIANT_FIELDS), bool(ties))
         if key in self._refused:
             raise PlanError(self._refused[key], where="the plan")
         if key not in self._facts:
             try:
-                self._facts[key] = _Counted(self._fake_model(plan), self._model, self._chain).facts()
+                fake = self._fake_model(plan).with_copies(ties)
+                self._facts[key] = _Counted(fake, self._model, self._chain).facts()
+            except StepNeedsValues as error:
+                raise with_bounds(error, forward_bounds(self._task.model, self._source)) from error
             except (PlanError, TrainingError) as error:  # attention says in a step which heads it cannot divide
                 self._refused[key] = error.problems
                 raise PlanError(error.problems, where="the plan") from error
         return self._facts[key]
+
+    @cached_property
+    def _ties(self) -> dict[str, list[str]]:
+        """By weight that is used behind the blocks too: its names there, where a last stage has a copy of it."""
+        found = {}
+        for first, *others in tied_parameters(self._model).values():
+            if behind := [name for name in others if is_behind(self._chain, name)]:
+                found[first] = behind
+        return found
 
     def rank_bytes(self, plan: Plan, place: int = 0) -> RankBytes:
         """What a rank at a place of the pipeline axis holds at its peak: it runs its whole list, with all its blocks.
@@ -138,8 +157,8 @@ class _Counted:
         self._fake, self._whole, self._chain = fake, whole, chain
         recomputes = RECOMPUTES if chain.blocks else RECOMPUTES[:1]
         self._memory = {each: _memory_of(fake, each) for each in recomputes}
-        self._forwards = record_forward(fake, FEW), record_forward(fake, MANY)
-        self._operations = _operations(*self._forwards)
+        self._forwards = {number: record_forward(fake, number) for number in (FEW, MANY, MORE)}
+        self._operations = operations_of_sample({n: each.kernels for n, each in self._forwards.items()})
         self._num_segments = len(chain.blocks) + 2
 
     def facts(self) -> ModelFacts:
@@ -156,7 +175,7 @@ class _Counted:
         )
 
     def _segment(self, number: int) -> SegmentFacts:
-        tracker = self._forwards[0].tracker
+        tracker = self._forwards[FEW].tracker
         counted = tracker.counted_as(number)
         kept = {each: memory.kept(counted) for each, memory in self._memory.items()}
         peaks = {each: memory.peaks(counted) for each, memory in self._memory.items()}
@@ -179,8 +198,7 @@ class _Counted:
         place = self._place_of.get(".".join(name.split(".")[: self._depth]))
         if place is not None:
             return place + 1
-        behind = any(name == each or name.startswith(f"{each}.") for each in self._chain.behind)
-        return self._num_segments - 1 if behind else 0
+        return self._num_segments - 1 if is_behind(self._chain, name) else 0
 
     @cached_property
     def _place_of(self) -> dict[str, int]:
@@ -211,7 +229,7 @@ class _Counted:
 
     def _collectives(self, number: int) -> list[Collective]:
         """Along sp, and along tp: how often in forward, in backward, and again in a backward that recomputes."""
-        found = [each for segment, each in self._forwards[0].sent_by_attention if segment == number]
+        found = [each for segment, each in self._forwards[FEW].sent_by_attention if segment == number]
         if self._fake.plan.tp == 1:
             return found
         counts = {each: memory.few.collectives.get(number, Counter()) for each, memory in self._memory.items()}
@@ -224,7 +242,7 @@ class _Counted:
         ]
 
     def _boundary(self) -> "_Boundary":
-        hidden = self._forwards[0].tracker.boundary
+        hidden = self._forwards[FEW].tracker.boundary
         if hidden is None:
             return _Boundary(0.0, 0, 4)
         return _Boundary(hidden.nbytes / FEW, hidden.shape[-1], hidden.element_size())
@@ -249,17 +267,3 @@ def _by_tensor(calls: Mapping[RecordedCollective, int], *, in_backward: bool) ->
 def _memory_of(fake: FakeModel, recompute: str) -> MemoryOfSegments:
     few, many = (record_memory(fake, number, recompute) for number in (FEW, MANY))
     return MemoryOfSegments(few, many, FEW, MANY)
-
-
-def _operations(few: ForwardRecord, many: ForwardRecord) -> dict[int, list[Operation]]:
-    """By segment: the operations of one sample. Raises TaskError where a forward depends on the number of samples."""
-    names = [[(segment, kernel.name) for segment, kernel in record.kernels] for record in (few, many)]
-    if names[0] != names[1]:
-        got = f"a forward that calls other operations for {MANY} samples than for {FEW}"
-        raise TaskError(
-            Problem(got, "the same operations for any number of samples", "a loop over tokens, not samples")
-        )
-    found: dict[int, list[Operation]] = {}
-    for (segment, one), (_, other) in zip(few.kernels, many.kernels, strict=True):
-        found.setdefault(segment, []).append(operation_of(one, other, FEW, MANY))
-    return found

@@ -27,13 +27,17 @@ from fourfold.words.program import Action, Verb, bucket_of
 
 
 class Job(NamedTuple):
-    """What is priced: a blueprint, the facts of its model, the blocks of its stages, on a machine."""
+    """What is priced: a blueprint, the facts of its model, the blocks of its stages, on a machine.
+
+    speeds  by place: how fast its devices compute, relative to the prices; empty: as fast
+    """
 
     blueprint: Blueprint
     facts: ModelFacts
     stage_blocks: Sequence[range]
     prices: Prices
     batch_size: int
+    speeds: Sequence[float] = ()
 
     @property
     def segments(self) -> list[tuple[SegmentFacts, ...]]:
@@ -61,6 +65,7 @@ class PlaceCosts:
         self._plan = job.blueprint.plan
         self.buckets = BucketPrices(job.blueprint, group, job.prices)
         self._sizes, self._segments = job.microbatch_sizes, job.segments
+        self._speed = job.speeds[group.stage.stage] if job.speeds else 1.0
         self._stages: dict[tuple[int, int], StageSeconds] = {}
         self.between, self._slowdown = job.prices.between_actions(), job.prices.slowdown()
 
@@ -75,7 +80,7 @@ class PlaceCosts:
         size = self._sizes[action.index % len(self._sizes)]
         key = action.stage, size
         if key not in self._stages:
-            self._stages[key] = stage_seconds(self._segments[action.stage], self._pricer, size)
+            self._stages[key] = stage_seconds(self._segments[action.stage], self._pricer, size, speed=self._speed)
         return self._stages[key]
 
     def gradient_seconds(self, action: Action) -> float:

@@ -83,6 +83,9 @@ class BucketPrices:
         owned = bytes_.num_elements * self.owned_fraction
         in_all = owned * (bytes_.weight + gradient_bytes + bytes_.master + bytes_.state)
         seconds = self._prices.update(self._blueprint.update_spec.optimizer, owned, in_all)
+        updated = bytes_.master or bytes_.weight
+        if gradient_bytes != updated:  # gradients are converted just before
+            seconds += self._prices.memory_pass(owned * (gradient_bytes + updated))
         if plan.offload == "states":
             seconds += self._prices.offload(owned * (gradient_bytes + bytes_.weight))
         if plan.is_asynchronous:  # the version that microbatches in flight use is kept
@@ -97,9 +100,15 @@ class BucketPrices:
         return 1.0 / self._blueprint.host_ranks(self._group, self._group.hosts.ranks_per_host).num_shards
 
     def pull(self, bucket: int) -> StepTerms:
-        """The outer update: the change of the weights, their reference and its momentum."""
+        """The outer update: the change of the weights, their reference and its momentum.
+
+        The change is a difference, scaled; it is added to the reference, which is copied to the weights, and these to
+        the reference when the next step begins: 3 + 2 + 3 + 2 + 2 tensors read or written. A momentum is scaled and
+        added to, and added to the reference: 2 + 3 + 3.
+        """
         bytes_ = self._bytes[bucket]
-        moved = bytes_.num_elements * (2 * bytes_.weight + 2 * bytes_.local_sgd_state)
+        momentum = max(0, bytes_.local_sgd_state - bytes_.weight)
+        moved = bytes_.num_elements * (12 * bytes_.weight + 8 * momentum)
         own = self.collectives.push(bucket).own
         return ZERO._replace(update=self._prices.memory_pass(moved), exposed=own, overhead=self._between)
 

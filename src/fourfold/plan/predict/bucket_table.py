@@ -28,8 +28,8 @@ from fourfold.words.program import GRAD_NORM, TRUST_NORMS, USED_PARAMS, Action, 
 
 BUCKET_FIELDS = ("tp", "dims", "pp", "interleave", "stages", "precision", "reduce_dtype", "bucket_bytes", "codec")
 DATA_FIELDS = (
-    *BUCKET_FIELDS,
-    *("dp", "sp", "shard", "zero", "update", "sync", "outer_momentum", "offload", "transport", "schedule", "unused"),
+    *("tp", "dims", "precision", "reduce_dtype", "bucket_bytes", "codec"),
+    *("dp", "sp", "shard", "zero", "sync", "outer_momentum", "offload", "transport", "unused"),
     *("codec_rank", "codec_density", "codec_refresh_steps"),
 )
 bucket_key, data_key = attrgetter(*BUCKET_FIELDS), attrgetter(*DATA_FIELDS)
@@ -111,7 +111,7 @@ class _PlaceBuckets(NamedTuple):
     def signature(self) -> object:
         """Equal for places that cost and hold as much as each other."""
         made, kept = (tuple(each.values()) for each in (self.sizes.made, self.sizes.kept))
-        sizes = [(bucket.size, bucket.dtype) for bucket in self.stage.buckets]
+        sizes = tuple((bucket.size, bucket.dtype) for bucket in self.stage.buckets)
         return sizes, self.order, self.sizes.num_params, made, kept
 
 
@@ -122,6 +122,12 @@ class _Stages(NamedTuple):
     kinds: tuple[int, ...]
 
 
+def _place_key(plan: Plan) -> tuple[object, ...]:
+    """What a place depends on besides its buckets."""
+    frees_early = plan.update == "in_backward" and plan.microbatches == 1
+    return (data_key(plan), frees_early, (plan.schedule, plan.pipeline_spec) if plan.is_asynchronous else None)
+
+
 class BucketTable:
     """The data axis of the plans of one search."""
 
@@ -130,10 +136,12 @@ class BucketTable:
         self._hosts: dict[tuple[int, int, str], GroupHosts] = {}
         self._stages: dict[tuple[object, ...], _Stages] = {}
         self._data: dict[tuple[object, ...], BucketKinds] = {}
+        # Pipelines of other lengths, and with other schedules, have places with the same buckets.
+        self._places: dict[tuple[object, ...], PlaceData] = {}
 
     def of(self, plan: Plan) -> BucketKinds:
         """What the places of a plan cost."""
-        key = (*data_key(plan), plan.microbatches == 1)
+        key = (bucket_key(plan), _place_key(plan))
         if key not in self._data:
             self._data[key] = self._make(plan)
         return self._data[key]
@@ -153,7 +161,7 @@ class BucketTable:
             kinds = tuple(range(plan.pp))
         first_places = tuple(dict.fromkeys(kinds))
         numbers = {place: number for number, place in enumerate(first_places)}
-        data = tuple(self._place(plan, places[place], hosts) for place in first_places)
+        data = tuple(self._place_once(plan, places[place], hosts) for place in first_places)
         return BucketKinds(data, tuple(numbers[place] for place in kinds), first_places)
 
     def _stages_of(self, plan: Plan, *, is_sent: bool) -> _Stages:
@@ -170,6 +178,14 @@ class BucketTable:
                 kinds[-1] = plan.pp - 1  # holds a copy of the tied weights
             self._stages[key] = _Stages(places, tuple(kinds))
         return self._stages[key]
+
+    def _place_once(self, plan: Plan, own: _PlaceBuckets, hosts: GroupHosts) -> PlaceData:
+        place = own.stage.stage
+        own_place = place if plan.is_asynchronous else place == plan.pp - 1 > 0
+        key = (own.signature, own_place, _place_key(plan))
+        if key not in self._places:
+            self._places[key] = self._place(plan, own, hosts)
+        return self._places[key]
 
     def _place(self, plan: Plan, own: _PlaceBuckets, hosts: GroupHosts) -> PlaceData:
         is_sharded = plan.zero > 0 and plan.num_shards > 1
@@ -227,11 +243,10 @@ def _place_data(blueprint: Blueprint, group: DataGroup, own: _PlaceBuckets, pric
 
 def _measured(blueprint: Blueprint, buckets: BucketPrices, place: int) -> CollectiveSeconds:
     """The scalars that updates wait for."""
-    plan, update_spec = blueprint.plan, blueprint.update_spec
     wanted = {
-        GRAD_NORM: update_spec.waits_for_norm(plan.precision),
-        USED_PARAMS: plan.unused == "allow",
-        TRUST_NORMS: update_spec.is_layerwise and (blueprint.is_sharded or plan.tp > 1),
+        GRAD_NORM: blueprint.update_spec.waits_for_norm(blueprint.plan.precision),
+        USED_PARAMS: blueprint.plan.unused == "allow",
+        TRUST_NORMS: blueprint.has_trust_ratios,
     }
     terms = [buckets.measure(Action(Verb.MEASURE, place, index)) for index, is_wanted in wanted.items() if is_wanted]
     return CollectiveSeconds(sum(each.update for each in terms), sum(each.exposed for each in terms))

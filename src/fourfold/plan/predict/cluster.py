@@ -42,7 +42,7 @@ class ProductEfficiency(NamedTuple):
 
 @dataclass(frozen=True)
 class Cluster:
-    """Equal hosts with equal devices.
+    """Equal hosts with equal devices, or hosts that differ only in how fast they compute.
 
     device            "cpu" or "cuda"
     memory_bytes      of one device
@@ -53,6 +53,7 @@ class Cluster:
     reserve_bytes     of a rank: context, fragmentation
     overlap_slowdown  by what computing is slower while a collective is in flight
     offload_bandwidth  bytes per second between a device and its host's memory; infinite where devices are the host
+    host_speeds        by host, where they differ: how fast its devices compute, relative to the numbers here
     """
 
     name: str
@@ -69,6 +70,7 @@ class Cluster:
     reserve_bytes: float = 0.0
     overlap_slowdown: float = 1.0
     offload_bandwidth: float = math.inf
+    host_speeds: tuple[float, ...] = ()
 
     @property
     def num_devices(self) -> int:
@@ -85,8 +87,11 @@ class Cluster:
         if hosts > 1 and self.network is None:
             attempt = f"a table [network] in its description, or devices={self.devices_per_host}"
             raise PlanError(Problem(got, "a network between its hosts", attempt), where="the cluster")
-        devices_per_host = min(num_devices, self.devices_per_host)
-        return dataclasses.replace(self, hosts=hosts, devices_per_host=devices_per_host)
+        if self.host_speeds and hosts > len(self.host_speeds):
+            attempt = f"devices={self.num_devices}, or host_speeds of {hosts} hosts"
+            raise PlanError(Problem(got, "the speed of each host", attempt), where="the cluster")
+        devices_per_host, speeds = min(num_devices, self.devices_per_host), self.host_speeds[:hosts]
+        return dataclasses.replace(self, hosts=hosts, devices_per_host=devices_per_host, host_speeds=speeds)
 
 
 def topology_of(cluster: Cluster, num_ranks: int) -> Topology:

@@ -5,6 +5,7 @@ source  where a number is from: a text for each field, in the table [sources]
 Law: every quantity has a unit in its text, no rate is zero, and all problems of a file are told at once.
 """
 
+import dataclasses
 import math
 from collections.abc import Iterable, Mapping
 from importlib import resources
@@ -20,7 +21,7 @@ CLUSTERS = resources.files("fourfold") / "clusters"
 SUFFIX = ".toml"
 DEVICES = ("cpu", "cuda")
 DTYPES = ("float64", "float32", "tf32", "bfloat16", "float16")
-SOURCES = "sources"
+SOURCES, HOST_SPEEDS = "sources", "host_speeds"
 
 
 class Field(NamedTuple):
@@ -97,7 +98,7 @@ def read_table(name_or_path: str | Path) -> dict[str, Any]:
 
 def read_cluster(table: Mapping[str, Any], *, where: str = "the cluster") -> Cluster:
     """The cluster of a description. Raises PlanError with all problems."""
-    values = _flatten({key: value for key, value in table.items() if key != SOURCES})
+    values = _flatten({key: value for key, value in table.items() if key not in (SOURCES, HOST_SPEEDS)})
     sources = table.get(SOURCES, {})
     has_network = "network" in table or values.get("hosts", 1) != 1
     fields = {name: field for name, field in FIELDS.items() if has_network or not name.startswith("network.")}
@@ -106,6 +107,7 @@ def read_cluster(table: Mapping[str, Any], *, where: str = "the cluster") -> Clu
     fields |= {name: PEAK for name in values if name in _peaks()}
     numbers: dict[str, float] = {}
     problems = [*_text_problems(values), *_unknown_problems(values, fields), *_source_problems(sources)]
+    problems += _speed_problems(table.get(HOST_SPEEDS, []), values.get("hosts", 1))
     for name, field in fields.items():
         if name not in values and field.default is None:
             problems.append(_missing_problem(name, field))
@@ -119,7 +121,8 @@ def read_cluster(table: Mapping[str, Any], *, where: str = "the cluster") -> Clu
         problems.append(Problem("no flops", f"the peak of a device for some of {', '.join(DTYPES)}", _PEAK_EXAMPLE))
     if problems:
         raise PlanError(problems, where=where)
-    return _make(values, numbers, has_network=has_network)
+    speeds = tuple(map(float, table.get(HOST_SPEEDS, [])))
+    return dataclasses.replace(_make(values, numbers, has_network=has_network), host_speeds=speeds)
 
 
 _PEAK_EXAMPLE = '[flops] bfloat16 = "312 TFLOP/s"'
@@ -163,6 +166,15 @@ def _source_problems(sources: object) -> Iterable[Problem]:
             yield Problem(f"sources: {name}", "the name of a field", closest_match(name, known) or "")
         elif not isinstance(text, str) or not text.strip():
             yield Problem(f"sources: {name} = {text!r}", "a text that says where the number is from")
+
+
+def _speed_problems(speeds: object, hosts: object) -> Iterable[Problem]:
+    """The speeds of unequal hosts: one for each."""
+    got, attempt = f"{HOST_SPEEDS} = {speeds!r}", f"{HOST_SPEEDS} = [1.0, 0.5], with hosts = 2"
+    if not isinstance(speeds, list) or not all(type(each) in (int, float) and 0 < each < math.inf for each in speeds):
+        yield Problem(got, "a list of numbers above 0", attempt)
+    elif speeds and len(speeds) != hosts:
+        yield Problem(f"{got} with hosts = {hosts}", "a speed for each host", attempt)
 
 
 def _missing_problem(name: str, field: Field) -> Problem:

@@ -112,15 +112,24 @@ class BucketCollectives:
         return reduce_seconds(self._prices, before if after == Change.NONE else after, _size(bucket), self.shapes)
 
     def _coded(self, codec: CodecSpec, bucket: Bucket) -> CollectiveSeconds:
-        """Messages of a codec: summed on the way, or gathered by all ranks; and what they take to make and read."""
+        """Messages of a codec, summed on the way or gathered, and what they take to make and read.
+
+        Where ranks share memory, messages are gathered among one rank of each host; then the ranks of the host add up
+        what they hold, in full. Of a sum of messages one rank has all of it, and the others have zeros.
+        """
         total = CollectiveSeconds(own=self._prices.codec(codec, bucket.slots[-1].stop))
         whole = self.shapes.whole
+        gathering = GroupShape(1, whole.hosts) if whole.shares_memory else whole
         for each in codec_rounds(codec, bucket, [self._param_shapes[slot.name] for slot in bucket.slots]):
             if each.combine is Combine.SUM:
                 total += collective_seconds(self._prices, Change.ALL_REDUCE, each.num_bytes, whole)
             else:
-                total += collective_seconds(self._prices, Change.ALL_GATHER, each.num_bytes * whole.size, whole)
-        return total
+                num_bytes = each.num_bytes * gathering.size
+                total += collective_seconds(self._prices, Change.ALL_GATHER, num_bytes, gathering)
+        if not whole.shares_memory:
+            return total
+        inside = collective_seconds(self._prices, Change.ALL_REDUCE, _size(bucket), whole._replace(hosts=1))
+        return total + inside + CollectiveSeconds(own=self._prices.memory_pass(_size(bucket)))
 
     def gather(self, index: int) -> CollectiveSeconds:
         """The all-gather of a bucket's weights after their update."""

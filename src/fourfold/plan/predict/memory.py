@@ -136,30 +136,22 @@ class _StageBytes(NamedTuple):
     kept      from its forward until its backward: what was received, and what autograd keeps
     most      while its forward or backward runs; what the segments behind the running one have kept is freed by then
     deferred  between the halves of its backward, in place of `kept`: both factors of the gradients of weights
-    most_of_first_half  as `most`; these factors stay
     """
 
     kept: float
     most: float
-    deferred: float = 0.0
-    most_of_first_half: float = 0.0
+    deferred: float
 
 
 def _stage_bytes(blueprint: Blueprint, segments: Sequence[SegmentFacts], samples: int, received: float) -> _StageBytes:
     plan = blueprint.plan
     copied = copied_shapes(blueprint.specs) if received else set[tuple[int, ...]]()
-    kept = most = most_of_first_half = received
-    deferred = [factor_bytes(plan, segment, copied) * samples for segment in segments]
-    for segment, later in zip(segments, _sums_behind(deferred), strict=True):
+    kept = most = received
+    for segment in segments:
         kept += segment.saved_bytes[plan.recompute] * samples
-        now = kept + segment.most_temporary_bytes(samples, plan.recompute)
-        most, most_of_first_half = max(most, now), max(most_of_first_half, now + later)
-    return _StageBytes(kept, most, sum(deferred), most_of_first_half)
-
-
-def _sums_behind(values: Sequence[float]) -> list[float]:
-    """Of each value: the sum of those behind it."""
-    return [sum(values[place + 1 :]) for place in range(len(values))]
+        most = max(most, kept + segment.most_temporary_bytes(samples, plan.recompute))
+    deferred = sum(factor_bytes(plan, each, copied) for each in segments)
+    return _StageBytes(kept, most, deferred * samples)
 
 
 class _WorkingBytes(NamedTuple):
@@ -177,9 +169,8 @@ def _working_bytes(actions: Sequence[Action], stages: Mapping[int, _StageBytes])
             others -= each.deferred
             now = _WorkingBytes(others + each.deferred, 0.0)
         else:
-            most = each.most_of_first_half if verb is Verb.BACKWARD_INPUT else each.most
             others -= each.kept * (verb is not Verb.FORWARD)
-            now = _WorkingBytes(others + each.kept, most - each.kept)
+            now = _WorkingBytes(others + each.kept, each.most - each.kept)
             others += {Verb.FORWARD: each.kept, Verb.BACKWARD_INPUT: each.deferred}.get(verb, 0.0)
         worst = max(worst, now, key=sum)
     return worst

@@ -54,7 +54,7 @@ class StageMap(NamedTuple):
         for stage, blocks in enumerate(self.blocks):
             if any(_is_in(parameter, self.chain.blocks[block]) for block in blocks):
                 return stage
-        return self.num_stages - 1 if any(_is_in(parameter, name) for name in self.chain.behind) else 0
+        return self.num_stages - 1 if is_behind(self.chain, parameter) else 0
 
     def modules_elsewhere(self, place: int) -> tuple[str, ...]:
         """The blocks and ends that other places have."""
@@ -196,6 +196,11 @@ def _tied_problems(stages: StageMap) -> list[Problem]:
             need = "each weight on one stage, or on the first and the last one, as an embedding and a head"
             problems.append(Problem(got, need, "weights that are not tied, other stages, or pp = 1"))
     return problems
+
+
+def is_behind(chain: Chain, name: str) -> bool:
+    """Whether a parameter or module is behind the chain."""
+    return any(_is_in(name, each) for each in chain.behind)
 
 
 def _path(model: nn.Module, container: str) -> Iterator[tuple[str, nn.Module]]:
