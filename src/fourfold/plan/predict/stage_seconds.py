@@ -26,6 +26,14 @@ def add_terms(*terms: StepTerms) -> StepTerms:
     return StepTerms(*map(sum, zip(*terms, strict=True)))
 
 
+def plus(terms: StepTerms, other: StepTerms) -> StepTerms:
+    return StepTerms(*map(operator.add, terms, other))
+
+
+def minus(terms: StepTerms, other: StepTerms) -> StepTerms:
+    return StepTerms(*map(operator.sub, terms, other))
+
+
 def scale_terms(terms: StepTerms, factor: float) -> StepTerms:
     return StepTerms(*(each * factor for each in terms))
 

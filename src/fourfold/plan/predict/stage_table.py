@@ -10,11 +10,11 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from fourfold.plan.plan import Plan
-from fourfold.plan.predict.facts import FactsSource, SegmentFacts
+from fourfold.plan.predict.facts import FactsSource
 from fourfold.plan.predict.memory import copied_shapes, factor_bytes
 from fourfold.plan.predict.prediction import StepTerms
 from fourfold.plan.predict.prices import GroupShape, Prices
-from fourfold.plan.predict.stage_seconds import ZERO, SegmentParts, SegmentPricer, add_terms, at_speed
+from fourfold.plan.predict.stage_seconds import ZERO, SegmentPricer, add_terms, at_speed, minus, plus
 
 SEGMENT_FIELDS = ("tp", "dims", "sp", "ring", "ulysses", "residual", "precision", "recompute", "batch_norm")
 PLACE_FIELDS = (*SEGMENT_FIELDS, "pp", "interleave", "stages")
@@ -84,6 +84,7 @@ class StageTable:
     def __init__(self, source: FactsSource, prices: Prices) -> None:
         self._source, self._prices = source, prices
         self._segments: dict[tuple[object, ...], _Segments] = {}
+        self._kept: dict[tuple[object, ...], tuple[list[float], list[float]]] = {}
         self._blocks: dict[tuple[object, ...], tuple[range, ...]] = {}
         self._places: dict[tuple[object, ...], tuple[PlaceCompute, ...]] = {}
 
@@ -115,25 +116,24 @@ class StageTable:
             segments = self._source.facts(plan).segments
             pricer = SegmentPricer(self._prices, plan, data)
             parts = [pricer.parts(each, num_samples) for each in segments]
-            copied = copied_shapes(self._source.specs(plan)) if plan.pp > 1 else set[tuple[int, ...]]()
-            self._segments[key] = _sum_up(plan, segments, parts, copied, num_samples)
+            forward, inputs, weights = (
+                list(itertools.accumulate(half, plus, initial=ZERO)) for half in zip(*parts, strict=True)
+            )
+            saved, deferred = self._kept_bytes(plan)
+            temporary = [each.most_temporary_bytes(num_samples, plan.recompute) for each in segments]
+            self._segments[key] = _Segments(forward, inputs, weights, saved, deferred, temporary)
         return self._segments[key]
 
-
-def _sum_up(
-    plan: Plan,
-    segments: Sequence[SegmentFacts],
-    parts: Sequence[SegmentParts],
-    copied: set[tuple[int, ...]],
-    num_samples: float,
-) -> _Segments:
-    halves = [list(itertools.accumulate((each[half] for each in parts), add_terms, initial=ZERO)) for half in range(3)]
-    return _Segments(
-        *halves,
-        saved=_sums([each.saved_bytes[plan.recompute] for each in segments]),
-        deferred=_sums([factor_bytes(plan, each, copied if index else set()) for index, each in enumerate(segments)]),
-        temporary=[each.most_temporary_bytes(num_samples, plan.recompute) for each in segments],
-    )
+    def _kept_bytes(self, plan: Plan) -> tuple[list[float], list[float]]:
+        """Of one sample, sums over segments: what they keep until backward, and between its halves."""
+        key = segment_key(plan), plan.pp > 1
+        if key not in self._kept:
+            segments = self._source.facts(plan).segments
+            copied = copied_shapes(self._source.specs(plan)) if plan.pp > 1 else set[tuple[int, ...]]()
+            # The first segment is never on a stage with a copy.
+            deferred = [factor_bytes(plan, each, copied if index else set()) for index, each in enumerate(segments)]
+            self._kept[key] = _sums([each.saved_bytes[plan.recompute] for each in segments]), _sums(deferred)
+        return self._kept[key]
 
 
 def _sums(values: Sequence[float]) -> list[float]:
@@ -144,7 +144,8 @@ def _place(sums: _Segments, ranges: Sequence[tuple[int, int]], received: float, 
     """A place with these ranges of segments, one for each of its stages. `received`: bytes of a sample."""
 
     def terms(prefix: Sequence[StepTerms]) -> StepTerms:
-        return StepTerms(*(sum(prefix[b][i] - prefix[a][i] for a, b in ranges) for i in range(len(ZERO))))
+        each = [minus(prefix[b], prefix[a]) for a, b in ranges]
+        return each[0] if len(each) == 1 else add_terms(*each)
 
     def total(prefix: Sequence[float]) -> float:
         return sum(prefix[b] - prefix[a] for a, b in ranges)
