@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fourfold.plan.lowering import lower
 from fourfold.plan.pipeline.schedules import compute_actions
 from fourfold.plan.pipeline.sends import add_sends
 from fourfold.plan.pipeline.spec import PipelineSpec
@@ -32,6 +33,18 @@ def test_an_estimate_is_within_its_error_of_the_prediction(case):
     assert estimated.terms.compute == pytest.approx(predicted.terms.compute, rel=0.15)  # perhaps of another place
     assert estimated.terms.update >= 0
     assert estimated.timeline is None
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_sums_in_shared_memory_delay_all_places_in_front(schedule):
+    facts = ChainFacts(num_blocks=8, batch_size=32, end_factor=0.0)
+    plan = Plan(pp=4, dp=4, microbatches=4, schedule=schedule)
+    topology = Topology.regular(hosts=1, ranks_per_host=16)
+    prices = LinearPrices(bandwidth=1e7)
+    blueprint = lower(plan, facts.specs(plan), topology, facts.update_spec)
+    predicted = predict_step(blueprint, facts, prices)
+    assert predicted.terms.exposed > 0.1 * predicted.seconds
+    assert estimate_step(plan, facts, prices, topology).seconds == pytest.approx(predicted.seconds, rel=0.01)
 
 
 @settings(max_examples=100, deadline=None)

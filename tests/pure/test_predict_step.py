@@ -1,5 +1,6 @@
 """Laws of predicted steps: terms that add up, closed forms of bubbles, and prices of which none is forgotten."""
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from fourfold.plan.codec import CodecSpec
 from fourfold.plan.lowering import lower
 from fourfold.plan.param_spec import ParamSpec
+from fourfold.plan.pipeline.asynchronous import batch_actions
 from fourfold.plan.pipeline.bubble import expected_bubble
 from fourfold.plan.pipeline.spec import PipelineSpec
 from fourfold.plan.plan import Plan
@@ -17,6 +19,7 @@ from fourfold.plan.predict.collectives import BucketCollectives
 from fourfold.plan.predict.facts import ModelFacts, SegmentFacts
 from fourfold.plan.predict.prediction import Prediction
 from fourfold.plan.predict.prices import GroupShape, Prices
+from fourfold.plan.predict.steady_step import number_step
 from fourfold.plan.predict.step import predict_step
 from fourfold.plan.predict.use_orders import predicted_record
 from fourfold.plan.rank_program import lane_of
@@ -139,6 +142,17 @@ def test_an_asynchronous_step_takes_as_long_as_its_slowest_place_computes(fields
     for place, times in found.timeline.items():
         named = [timed.action for timed in times]
         assert named == [action for action in program[place] if action.verb != Verb.MEASURE]
+
+
+@pytest.mark.parametrize(("schedule", "microbatches"), [("pipedream", 1), ("2bw", 4), ("2bw", 5)])
+def test_steps_in_a_row_are_the_batches_of_an_asynchronous_schedule(schedule, microbatches):
+    plan, facts = Plan(pp=4, schedule=schedule, microbatches=microbatches), ChainFacts(batch_size=16)
+    program = lower(plan, facts.specs(plan), two_hosts(plan), facts.update_spec).programs().step
+    spec = plan.pipeline_spec
+    for place, step in itertools.product(range(4), range(7)):
+        numbered = [each.action for each in number_step(program[place], spec, place, step)]
+        computes = [action for action in numbered if action.verb in (Verb.FORWARD, Verb.BACKWARD)]
+        assert computes == list(batch_actions(spec, step)[place])
 
 
 def test_a_bucket_of_small_parameters_is_gathered_when_the_first_of_them_is_used():

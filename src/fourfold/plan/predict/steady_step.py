@@ -32,7 +32,7 @@ class Simulated(NamedTuple):
     timeline: Mapping[int, tuple[TimedAction, ...]]
 
 
-class _Numbered(NamedTuple):
+class Numbered(NamedTuple):
     """An action of the program, and the same with the number of its microbatch or bucket counted over all steps."""
 
     named: Action
@@ -44,8 +44,9 @@ def simulate_steady(blueprint: Blueprint, places: Sequence[PlaceCosts], program:
     spec = blueprint.plan.pipeline_spec
     # The slowest index holds the others up only when they have run ahead as far as they can.
     num_steps = 2 * batches_in_flight(spec) + 2 + NUM_MEASURED
-    steps = {
-        place: [_number(actions, spec, place, step) for step in range(num_steps)] for place, actions in program.items()
+    steps = {  # by place
+        place: [number_step(actions, spec, place, step) for step in range(num_steps)]
+        for place, actions in program.items()
     }
     unrolled = {place: tuple(each.action for step in own for each in step) for place, own in steps.items()}
     costs = StepCosts(place.of(unrolled[index]) for index, place in enumerate(places))
@@ -60,7 +61,7 @@ def simulate_steady(blueprint: Blueprint, places: Sequence[PlaceCosts], program:
     return Simulated(scale_terms(slowest, 1 / NUM_MEASURED), _last_step(steps, timeline))
 
 
-def _number(actions: Sequence[Action], spec: PipelineSpec, place: int, step: int) -> list[_Numbered]:
+def number_step(actions: Sequence[Action], spec: PipelineSpec, place: int, step: int) -> list[Numbered]:
     """The actions of one step of a place. Backwards begin `warm_up` microbatches later, so the first steps lack some.
 
     Scalars are left out: they are summed while ranks compute.
@@ -82,18 +83,18 @@ def _number(actions: Sequence[Action], spec: PipelineSpec, place: int, step: int
         else:
             continue
         if number >= 0:
-            numbered.append(_Numbered(action, action._replace(index=number)))
+            numbered.append(Numbered(action, action._replace(index=number)))
     return numbered
 
 
-def _end_of(step: Sequence[_Numbered], parts: Mapping[Action, StepTerms], times: Sequence[TimedAction]) -> float:
+def _end_of(step: Sequence[Numbered], parts: Mapping[Action, StepTerms], times: Sequence[TimedAction]) -> float:
     """When the process ends a step."""
     own = {each.action for each in step if each.action in parts}
     return max(timed.end for timed in times if timed.action in own)
 
 
 def _last_step(
-    steps: Mapping[int, Sequence[Sequence[_Numbered]]], timeline: Mapping[int, Sequence[TimedAction]]
+    steps: Mapping[int, Sequence[Sequence[Numbered]]], timeline: Mapping[int, Sequence[TimedAction]]
 ) -> dict[int, tuple[TimedAction, ...]]:
     """The last step of each place, under the names of the program, from the first begin of one of them."""
     chosen = {}
