@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -57,16 +58,13 @@ def test_an_estimate_never_holds_more_than_the_prediction(case):
 
 
 @settings(max_examples=50, deadline=None)
-@given(cases=st.lists(cases(), min_size=2, max_size=4))
-def test_tables_do_not_change_estimates(cases):
-    first = cases[0]
-    estimator = Estimator(first.facts, first.prices, first.topology)
-    plans = [
-        each.plan for each in cases if each.plan.mesh.size == first.plan.mesh.size and each.plan.dp == first.plan.dp
-    ]
-    for plan in [*plans, *plans]:
-        alone = estimate_step(plan, first.facts, first.prices, first.topology)
-        assert estimator.estimate(plan) == alone
+@given(case=cases(), zero=st.integers(0, 3), recompute=st.sampled_from(["none", "full"]), times=st.integers(1, 3))
+def test_tables_do_not_change_estimates(case, zero, recompute, times):
+    estimator = Estimator(case.facts, case.prices, case.topology)
+    changes = {"zero": zero, "recompute": recompute, "microbatches": case.plan.microbatches * times}
+    plans = [case.plan, *(replace(case.plan, **{name: value}) for name, value in changes.items())]
+    for plan in [*plans, *reversed(plans)]:
+        assert estimator.estimate(plan) == estimate_step(plan, case.facts, case.prices, case.topology)
 
 
 @settings(max_examples=50, deadline=None)

@@ -88,7 +88,10 @@ PRICED = {
     "codec_rank": Row("bytes of a bucket's messages", (SECONDS, BYTES), 16, {"dp": 2, "codec": "powersgd"}),
     "codec_density": Row("bytes of a bucket's messages", (SECONDS, BYTES), 0.1, {"dp": 2, "codec": "topk"}),
     "offload": Row(
-        "gradients and weights between device and host; states are not on the device", (SECONDS, MEMORY), "states"
+        "gradients and weights between device and host; states are not on the device",
+        (SECONDS, MEMORY),
+        "states",
+        {"dp": 2},
     ),
     "precision": Row(
         "facts; bytes of buckets, master weights; the norm that tells of overflows", (SECONDS, MEMORY), "fp16"

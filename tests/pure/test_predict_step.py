@@ -17,6 +17,7 @@ from fourfold.plan.pipeline.spec import PipelineSpec
 from fourfold.plan.plan import Plan
 from fourfold.plan.predict.collectives import BucketCollectives
 from fourfold.plan.predict.facts import ModelFacts, SegmentFacts
+from fourfold.plan.predict.memory import predict_memory
 from fourfold.plan.predict.prediction import Prediction
 from fourfold.plan.predict.prices import GroupShape, Prices
 from fourfold.plan.predict.steady_step import number_step
@@ -227,6 +228,52 @@ def _collectives(plan: Plan, facts: ChainFacts) -> Iterator[tuple[Change, float,
     for spec in facts.specs(plan):
         yield Change.ALL_REDUCE, spec.num_bytes, GroupShape(4)
         yield Change.ALL_GATHER, spec.num_bytes, GroupShape(4)
+
+
+def test_tied_weights_are_sent_and_held_twice():
+    plan, prices = Plan(pp=2, microbatches=4), LinearPrices()
+    alone, tied = (predict(plan, prices, ChainFacts(has_tied_head=is_tied)) for is_tied in (False, True))
+    num_bytes = 4.0 * 64 * 64
+    message = prices.edge(num_bytes, crosses_hosts=False)
+    assert alone.seconds < tied.seconds <= alone.seconds + 2 * message  # some of it while the first place would wait
+    assert tied.by_stage[1].weights == alone.by_stage[1].weights + num_bytes
+    assert tied.by_stage[1].gradients == alone.by_stage[1].gradients + num_bytes
+    assert tied.by_stage[0] == alone.by_stage[0]
+
+
+@pytest.mark.parametrize(("batch_size", "dp", "microbatches", "largest"), [(10, 4, 2, 3), (9, 2, 4, 5), (1, 4, 1, 1)])
+def test_a_rank_with_the_most_samples_stands_for_all(batch_size, dp, microbatches, largest):
+    facts = ChainFacts(batch_size=batch_size)
+    plan = Plan(dp=dp, microbatches=microbatches)
+    prices = LinearPrices(memory_bandwidth=FREE)
+    compute = 3 * facts.facts(plan).flops * largest / prices.flops
+    assert predict(plan, prices, facts).terms.compute == pytest.approx(compute)
+
+
+def test_sent_bytes_are_those_of_the_place_that_sends_most():
+    facts, whole = ChainFacts(batch_size=16), 4.0 * 64 * 8  # a residual of one sample
+    two, four = (predict(Plan(pp=pp, dp=2, microbatches=4), LinearPrices(), facts).sent_bytes for pp in (2, 4))
+    assert (two["pp"], four["pp"]) == (8 * whole, 2 * 8 * whole)  # the places in the middle send in both directions
+    tensor = predict(Plan(tp=2), LinearPrices(), facts).sent_bytes
+    assert tensor["tp"] == 8 * 4 * 16 * whole  # blocks; two all-reduces forward and two backward send a tensor each
+    assert tensor["dp"] == tensor["sp"] == tensor["pp"] == 0.0
+    data = Plan(dp=4)
+    blueprint = lower(data, facts.specs(data), two_hosts(data), facts.update_spec)
+    assert predict_step(blueprint, facts, LinearPrices()).sent_bytes["dp"] == blueprint.sent_bytes
+
+
+@pytest.mark.parametrize(
+    "fields", [{"dp": 4}, {"dp": 4, "zero": 1}, {"dp": 2, "zero": 3, "tp": 2}, {"pp": 2, "dp": 2, "zero": 2}]
+)
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_what_rests_is_a_share_of_what_a_host_holds(fields, device):
+    plan, facts = Plan.from_dict(fields), ChainFacts()
+    topology = Topology.regular(hosts=1, ranks_per_host=4, device=device)
+    blueprint = lower(plan, facts.specs(plan), topology, facts.update_spec)
+    places = predict_memory(blueprint, facts)
+    received = facts.facts(plan).boundary_bytes * (16 // plan.dp) if plan.pp > 1 else 0.0
+    held = [each.weights + each.gradients + each.states + each.buffers - received for each in places]
+    assert sum(held) * 4 / plan.pp == pytest.approx(blueprint.host_memory.total, rel=1e-9)
 
 
 def test_a_clip_is_priced():
