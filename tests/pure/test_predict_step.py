@@ -236,6 +236,11 @@ def test_tied_weights_are_sent_and_held_twice():
     num_bytes = 4.0 * 64 * 64
     message = prices.edge(num_bytes, crosses_hosts=False)
     assert alone.seconds < tied.seconds <= alone.seconds + 2 * message  # some of it while the first place would wait
+    slow = LinearPrices(
+        bandwidth=1e5
+    )  # the last place's first forward waits for the weight, the first one for a gradient
+    message = slow.edge(num_bytes, crosses_hosts=False)
+    assert predict(plan, slow, ChainFacts(has_tied_head=True)).seconds > 2 * message
     assert tied.by_stage[1].weights == alone.by_stage[1].weights + num_bytes
     assert tied.by_stage[1].gradients == alone.by_stage[1].gradients + num_bytes
     assert tied.by_stage[0] == alone.by_stage[0]

@@ -296,3 +296,19 @@ def test_each_data_rank_depends_on_its_counterpart_in_the_stage_before():
     program = parse_program("0: F0.0\n1: F0.0\n2: F1.0\n3: F1.0")
     forward = Action(Verb.FORWARD, 1, 0)
     assert [Dependencies(program, Mesh(pp=2, dp=2)).of(rank, forward)[0].rank for rank in (2, 3)] == [0, 1]
+
+
+def test_a_message_that_comes_does_not_wait_for_one_that_goes():
+    program = parse_program("0: F0.0 S0.0 F0.1 S0.1 C0.0 B0.0 C0.1 B0.1\n1: V1.0 F1.0 B1.0 D1.0 V1.1 F1.1 B1.1 D1.1")
+    costs = {Verb.FORWARD: 1.0, Verb.BACKWARD: 2.0, Verb.SEND_FORWARD: 0.5, Verb.SEND_BACKWARD: 5.0}
+    times = simulate(program, lambda rank, action: costs.get(action.verb, 0.0), mesh=Mesh(pp=2))
+    starts = {str(timed.action): timed.start for each in times.values() for timed in each}
+    assert (starts["F1.0"], starts["F1.1"]) == (1.5, 4.5)  # while D1.0 is under way, from 4.5 to 9.5
+    assert (starts["B0.0"], starts["D1.1"], starts["B0.1"]) == (9.5, 9.5, 14.5)
+
+
+def test_the_first_forward_of_a_stage_waits_for_a_tied_weight():
+    program = parse_program("0: T0.0 F0.0 S0.0 Y0.0 C0.0 B0.0\n1: T1.0 V1.0 F1.0 B1.0 D1.0 Y1.0")
+    times = simulate(program, lambda rank, action: 7.0 if str(action) == "T0.0" else 1.0, mesh=Mesh(pp=2))
+    starts = {str(timed.action): timed.start for each in times.values() for timed in each}
+    assert (starts["F0.0"], starts["T1.0"], starts["V1.0"], starts["F1.0"]) == (0.0, 7.0, 8.0, 9.0)

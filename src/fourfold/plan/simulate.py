@@ -37,11 +37,14 @@ Timeline = Mapping[int, tuple[TimedAction, ...]]
 
 RECEIVE_QUEUE = "receive"
 QUEUES = (*LANES, RECEIVE_QUEUE)
-RECEIPTS = (Verb.RECEIVE_FORWARD, Verb.RECEIVE_BACKWARD)
+RECEIPTS = (Verb.RECEIVE_FORWARD, Verb.RECEIVE_BACKWARD, Verb.TIE)
 
 
 def _queue_of(action: Action) -> str:
-    """The lane of an action. Receipts have one of their own: a message that comes does not wait for those that go."""
+    """The lane of an action. Receipts have one of their own: a message that comes does not wait for those that go.
+
+    A tied weight is received in front of the first message, and with it the first forward waits for it.
+    """
     return RECEIVE_QUEUE if action.verb in RECEIPTS else lane_of(action)
 
 
