@@ -213,7 +213,7 @@ def cases(draw: st.DrawFn) -> Case:
             )
         )
     update_spec = UpdateSpec(draw(st.sampled_from([None, None, 1.0])), num_states=(2,))
-    facts = ChainFacts(num_blocks=16, batch_size=dp * microbatches * 4, update_spec=update_spec)
+    facts = ChainFacts(16, batch_size=dp * microbatches * 4, update_spec=update_spec, has_tied_head=draw(st.booleans()))
     size = pp * dp * tp * sp
     hosts = draw(st.sampled_from([1, 2] if size > 1 else [1]))
     topology = Topology.regular(

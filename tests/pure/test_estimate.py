@@ -50,11 +50,11 @@ def test_sums_in_shared_memory_delay_all_places_in_front(schedule):
 
 @settings(max_examples=100, deadline=None)
 @given(case=cases())
-def test_an_estimate_never_holds_more_than_the_prediction(case):
+def test_an_estimate_holds_at_most_one_percent_more_than_the_prediction(case):
     # A search leaves out what does not fit by its estimate.
     predicted = max(each.total for each in predict_memory(case.blueprint, case.facts))
     estimated = estimate_step(case.plan, case.facts, case.prices, case.topology).memory.total
-    assert predicted * 0.93 <= estimated <= predicted * 1.001
+    assert predicted * 0.93 <= estimated <= predicted * 1.01
 
 
 @settings(max_examples=50, deadline=None)

@@ -42,7 +42,7 @@ class Estimator:
         self._source, self._prices, self._topology = source, prices, topology
         self._stages = StageTable(source, prices)
         self._buckets = BucketTable(source, prices, topology)
-        self._edges: dict[tuple[object, ...], tuple[float, ...]] = {}
+        self._edges: dict[tuple[object, ...], tuple[tuple[float, ...], float]] = {}
         self._slowdown, self._between = prices.slowdown(), prices.between_actions()
 
     def estimate(self, plan: Plan, speeds: Sequence[float] = ()) -> Prediction:
@@ -95,27 +95,26 @@ class Estimator:
         ]
         if plan.pp == 1:
             return PipelineSeconds([0.0], [plan.microbatches * (forwards[0] + inputs[0] + weights[0])])
-        times = PlaceTimes(forwards, inputs, weights, self._edge_seconds(plan, samples))
-        run = FORMS[plan.schedule](times, plan.pipeline_spec)
+        edges, tie = self._edge_seconds(plan, samples)
+        run = FORMS[plan.schedule](PlaceTimes(forwards, inputs, weights, edges), plan.pipeline_spec)
+        if tie:  # the last place waits for the weight, and the first one receives its gradient
+            late = max(0.0, tie - run.starts[-1])
+            run = run._replace(ends=[run.ends[0] + late + tie, *(end + late for end in run.ends[1:])])
         if divides_backward(plan) or has_rounds(plan):
             return run
         # What places sum themselves in their last backward delays the places in front of them.
         behind = [0.0, *itertools.accumulate(own.reduce.own for own in reversed(data[1:]))]
         return run._replace(ends=[end + late for end, late in zip(run.ends, reversed(behind), strict=True)])
 
-    def _edge_seconds(self, plan: Plan, samples: float) -> tuple[float, ...]:
-        """What a message to the next place takes: the mean of its two directions."""
+    def _edge_seconds(self, plan: Plan, samples: float) -> tuple[tuple[float, ...], float]:
+        """What a message to the next place takes, as the mean of its two directions; and that of a tied weight."""
         key = (edge_key(plan), samples)
         if key not in self._edges:
             edges = EdgeMessages(plan, self._source.facts(plan), self._topology, self._prices)
-            self._edges[key] = tuple(
-                (
-                    edges.seconds(Action(Verb.SEND_FORWARD, place, 0), samples)
-                    + edges.seconds(Action(Verb.SEND_BACKWARD, place + 1, 0), samples)
-                )
-                / 2
-                for place in range(plan.pp)
-            )
+            edges.add_ties(tuple(self._source.specs(plan)))
+            there = [edges.seconds(Action(Verb.SEND_FORWARD, place, 0), samples) for place in range(plan.pp)]
+            back = [edges.seconds(Action(Verb.SEND_BACKWARD, place + 1, 0), samples) for place in range(plan.pp)]
+            self._edges[key] = tuple((a + b) / 2 for a, b in zip(there, back, strict=True)), edges.tie_seconds
         return self._edges[key]
 
     def _fullest(
