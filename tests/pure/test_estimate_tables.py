@@ -5,8 +5,10 @@ import itertools
 import pytest
 
 from fourfold.plan.check import combination_problems
+from fourfold.plan.lowering import lower
 from fourfold.plan.plan import Plan
 from fourfold.plan.predict.estimate import Estimator
+from fourfold.plan.predict.step import predict_step
 from fourfold.plan.topology import Topology
 from tests.planner_cases import ChainFacts, LinearPrices
 
@@ -24,10 +26,20 @@ def plans() -> list[Plan]:
             continue
         if schedule and mesh.get("pp", 1) == 1:
             continue
-        plan = Plan.from_dict({**mesh, **schedule, **state, "microbatches": microbatches})
+        plan = Plan.from_dict({**mesh, **schedule, **state, "microbatches": microbatches, "bucket_bytes": 2000})
         if not combination_problems(plan):
             found.append(plan)
     return found
+
+
+def test_a_place_with_a_copy_of_tied_weights_holds_more_than_one_with_the_same_buckets():
+    source = ChainFacts(num_blocks=8, width=16, batch_size=16, has_tied_head=True)
+    topology = Topology.regular(hosts=1, ranks_per_host=2, device="cuda")
+    plan = Plan(pp=2, schedule="gpipe")
+    blueprint = lower(plan, source.specs(plan), topology, source.update_spec)
+    first, last = predict_step(blueprint, source, LinearPrices()).by_stage
+    assert last.weights > first.weights
+    assert Estimator(source, LinearPrices(), topology).estimate(plan).memory.weights == last.weights
 
 
 @pytest.mark.parametrize("has_tied_head", [False, True])
