@@ -131,3 +131,10 @@ def test_the_page_escapes_what_a_user_named():
     parse_html(html)
     assert "<script>&" not in html
     assert "\x1b" not in html
+
+
+def test_text_and_page_say_in_which_order_hosts_of_unequal_speed_are_used():
+    unequal = dataclasses.replace(DECISION, host_order=(2, 0, 1))
+    for say in (format_decision, render_decision):
+        assert "in the order 2, 0, 1" in say(unequal, WORKLOAD)
+        assert "differ in speed" not in say(DECISION, WORKLOAD)

@@ -39,6 +39,7 @@ def format_decision(decision: Decision, workload: Workload) -> str:
     sections = [
         [*_format_head(workload), _format_counts(decision, workload)],
         _format_ranking(decision, workload),
+        host_lines(decision),
         ["why the first", *_indent(align_columns(reasons(decision), "<<", gap="   "))],
         ["where a step goes", *_indent(format_terms(compared(decision)))],
         ["memory of a rank of the first", *_indent(format_memory(decision.answer, workload.memory_bytes))],
@@ -90,6 +91,12 @@ def _format_head(workload: Workload) -> list[str]:
     batch = f"batch of {workload.batch_size:,} samples"
     batch += f", {workload.num_units:,.0f} {workload.unit}" if workload.unit != "samples" else ""
     return [f"{workload.task} · {format_count(workload.num_parameters)} parameters · {batch} · {workload.machine}"]
+
+
+def host_lines(decision: Decision) -> list[str]:
+    """In which order the ranks of unequal hosts are numbered; empty: hosts are equal."""
+    order = ", ".join(map(str, decision.host_order))
+    return [f"hosts differ in speed: start ranks on them in the order {order}, counted from 0"] if order else []
 
 
 def _format_counts(decision: Decision, workload: Workload) -> str:

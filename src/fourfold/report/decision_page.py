@@ -5,7 +5,7 @@ Law: the page has every number of the text, under the same names.
 
 from collections.abc import Sequence
 
-from fourfold.analysis.plan_text import UNKNOWN, memory_rows, ranking_rows, term_rows
+from fourfold.analysis.plan_text import UNKNOWN, host_lines, memory_rows, ranking_rows, term_rows
 from fourfold.analysis.plan_words import (
     bubble_fraction,
     compared,
@@ -56,6 +56,7 @@ def render_decision(decision: Decision, workload: Workload) -> str:
         f"{workload.machine} · {decision.num_considered:,} plans considered · "
         f"plans within {format_percent(decision.error)} of each other count as equal"
     )
+    under = " · ".join([under, *host_lines(decision)])
     return render_page(f"Plan of {workload.task}", under, body)
 
 
