@@ -16,7 +16,18 @@ from fourfold.plan.predict.gpt_facts import GptFacts
 from fourfold.plan.predict.prediction import Prediction
 from fourfold.plan.predict.workload import Workload
 from fourfold.report.decision_page import render_decision
-from tests.decision_cases import BEST, DECISION, NO_TERMS, PLAIN, SLOW, WORKLOAD, prediction, timed
+from tests.decision_cases import (
+    BEST,
+    DECISION,
+    ELSEWHERE,
+    NO_TERMS,
+    PLAIN,
+    SLOW,
+    TOO_LARGE_ELSEWHERE,
+    WORKLOAD,
+    prediction,
+    timed,
+)
 from tests.pure.test_report import parse_html, visible_text
 
 PLANS = st.builds(
@@ -66,6 +77,12 @@ def test_a_reason_names_the_term_that_the_first_plan_saves():
     said = dict(reasons(DECISION))
     assert said["data parallel, zero 3"] == "does not fit: 3.00 GiB of 2.00 GiB, 2.25 GiB of it activations"
     assert said["tp within a host"] == "is not possible: tp = 3 with 4 heads, need a divisor of 4"
+    pinned = dataclasses.replace(DECISION, baselines={"one": ELSEWHERE, "two": TOO_LARGE_ELSEWHERE})
+    assert dict(reasons(pinned)) == {
+        "one": "would take 30.0 ms, but dp and zero have to be as pinned",
+        "two": "would not fit, and dp has to be as pinned: 1.00 GiB of 512 MiB, 768 MiB of it activations",
+    }
+    assert best_baseline(pinned) is None
     assert best_baseline(DECISION) == ("data parallel, zero 1", BEST)
 
 

@@ -4,6 +4,7 @@ Law: nothing is computed here but differences, sums and ratios of what a decisio
 """
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from fourfold.analysis.plan_words import (
     bubble_fraction,
@@ -160,18 +161,26 @@ def format_terms(predictions: Mapping[str, Prediction]) -> list[str]:
 def term_rows(predictions: Mapping[str, Prediction]) -> list[tuple[str, ...]]:
     """The time of a step by term: a row for each plan, all in one unit, which stands in the row of heads."""
     names = used_terms(list(predictions.values()))
-    unit, factor, digits = _unit_of(max((each.seconds for each in predictions.values()), default=0.0))
-    rows: list[tuple[str, ...]] = [(unit, *names, "in all")]
+    unit, factor, digits = unit_of(max((each.seconds for each in predictions.values()), default=0.0))
+    rows: list[tuple[str, ...]] = [(f"in {unit}", *names, "in all")]
     for name, each in predictions.items():
         terms = [getattr(each.terms, term) for term in names]
         rows.append((name, *(f"{factor * term:,.{digits}f}" for term in [*terms, each.seconds])))
     return rows
 
 
-def _unit_of(most: float) -> tuple[str, float, int]:
-    """The unit in which to write times of at most so many seconds: its text, factor and digits after the point."""
+class TimeUnit(NamedTuple):
+    """A unit of time: its text, how many there are in a second, and the digits after the point that are written."""
+
+    text: str
+    factor: float
+    digits: int
+
+
+def unit_of(most: float) -> TimeUnit:
+    """The unit in which to write times of at most so many seconds."""
     unit, factor = ("s", 1.0) if most >= 10.0 else ("ms", 1e3) if most >= 1e-3 else ("µs", 1e6)
-    return f"in {unit}", factor, 1 if most * factor >= 100 else 2
+    return TimeUnit(unit, factor, 1 if most * factor >= 100 else 2)
 
 
 def format_memory(prediction: Prediction, limit_bytes: float | None) -> list[str]:
@@ -185,19 +194,19 @@ def format_memory(prediction: Prediction, limit_bytes: float | None) -> list[str
 
 
 def memory_rows(
-    prediction: Prediction, limit_bytes: float | None, *, is_transposed: bool = False
+    prediction: Prediction, limit_bytes: float | None, *, most_places: int = MAX_PLACES
 ) -> list[tuple[str, ...]]:
-    """Bytes by kind: a row for each place on the pipeline axis, or a column if it is transposed."""
+    """Bytes by kind: a row for each place on the pipeline axis; of more than `most_places`, those that matter."""
     parts = prediction.by_stage
     kinds = used_kinds(parts)
-    shown = list(range(len(parts))) if len(parts) <= MAX_PLACES else _ends_and_peak(prediction)
+    shown = list(range(len(parts))) if len(parts) <= most_places else _ends_and_peak(prediction)
     rows: list[tuple[str, ...]] = [("", *kinds, "in all", *([] if limit_bytes is None else ["limit"]))]
     for place in shown:
         cells = (format_bytes(getattr(parts[place], kind)) for kind in kinds)
         limit = [] if limit_bytes is None else [format_bytes(limit_bytes)]
         label = "" if len(parts) == 1 else f"pp {place}"
         rows.append((label, *cells, format_bytes(parts[place].total), *limit))
-    return list(zip(*rows, strict=True)) if is_transposed else rows
+    return rows
 
 
 def _ends_and_peak(prediction: Prediction) -> list[int]:
