@@ -53,17 +53,6 @@ def format_decision(decision: Decision, workload: Workload) -> str:
 
 
 def format_prediction(prediction: Prediction, workload: Workload) -> str:
-    """The text of one plan that is not compared with others."""
-    sections = [
-        [*_format_head(workload), plan_words(prediction.plan)],
-        [*align_columns([_heads(workload), _row(prediction, workload)], _ALIGNMENTS)],
-        ["where a step goes", *_indent(format_terms({"the plan": prediction}))],
-        ["memory of a rank", *_indent(format_memory(prediction, workload.memory_bytes))],
-    ]
-    return "\n\n".join("\n".join(lines) for lines in sections)
-
-
-def format_prediction_section(prediction: Prediction, workload: Workload) -> str:
     """The section of `fourfold show`: what its plan takes, and where that goes."""
     rate = f"{format_si(workload.units_per_second(prediction))} {workload.unit} a second"
     head = f"prediction   {format_step_seconds(prediction.seconds)} a step, {rate}, on {workload.machine}"
