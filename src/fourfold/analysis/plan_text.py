@@ -135,10 +135,21 @@ def _share(fraction: float) -> str:
 
 
 def _format_ranking(decision: Decision, workload: Workload) -> list[str]:
-    lines = align_columns(ranking_rows(decision, workload), _ALIGNMENTS)
+    return [*align_columns(ranking_rows(decision, workload), _ALIGNMENTS), *ranking_notes(decision)]
+
+
+def ranking_notes(decision: Decision) -> list[str]:
+    """What is to be known of the ranking."""
+    notes = []
     if len(decision.equals) > 1:
-        lines.append("= equal within the error of the prediction: of these, the simplest is first")
-    return lines
+        notes.append("= equal within the error of the prediction: of these, the simplest is first")
+    if decision.bound:
+        percent = format_percent(decision.bound)
+        notes.append(f"of plans that were estimated and not simulated, none is more than {percent} faster than these")
+    if decision.host_order and list(decision.host_order) != sorted(decision.host_order):
+        order = ", ".join(map(str, decision.host_order))
+        notes.append(f"hosts differ in speed: the first ranks are those of host {order} of the cluster's file, in turn")
+    return notes
 
 
 def format_terms(predictions: Mapping[str, Prediction]) -> list[str]:

@@ -5,7 +5,7 @@ Law: the page has every number of the text, under the same names.
 
 from collections.abc import Sequence
 
-from fourfold.analysis.plan_text import UNKNOWN, TimeUnit, memory_rows, ranking_rows, term_rows, unit_of
+from fourfold.analysis.plan_text import UNKNOWN, TimeUnit, memory_rows, ranking_notes, ranking_rows, term_rows, unit_of
 from fourfold.analysis.plan_words import (
     bubble_fraction,
     compared,
@@ -82,10 +82,9 @@ def _table(rows: Sequence[Sequence[str]], style: str) -> str:
 
 
 def _ranking_card(decision: Decision, workload: Workload) -> str:
-    is_close = len(decision.equals) > 1
-    note = "= equal within the error of the prediction: of these, the simplest is first." if is_close else ""
+    note = ". ".join([*ranking_notes(decision), ""]).strip()
     table = _table(ranking_rows(decision, workload), "plans")
-    return f'<h2>The best plans</h2>{table}<p class="note">{note}</p>'
+    return f'<h2>The best plans</h2>{table}<p class="note">{render_text(note)}</p>'
 
 
 def _reasons_card(decision: Decision) -> str:
