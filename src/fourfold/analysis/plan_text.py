@@ -148,7 +148,9 @@ def ranking_notes(decision: Decision) -> list[str]:
         notes.append(f"of plans that were estimated and not simulated, none is more than {percent} faster than these")
     if decision.host_order and list(decision.host_order) != sorted(decision.host_order):
         order = ", ".join(map(str, decision.host_order))
-        notes.append(f"hosts differ in speed: the first ranks are those of host {order} of the cluster's file, in turn")
+        notes.append(
+            f"hosts differ in speed: give their ranks numbers in the order of hosts {order}, as the cluster's file has them"
+        )
     return notes
 
 
