@@ -92,9 +92,8 @@ def test_plans_within_the_error_of_the_fastest_are_marked_as_equal():
     assert "of these, the simplest is first" in format_decision(DECISION, WORKLOAD)
     assert "none is more than 2 % faster than these" in format_decision(DECISION, WORKLOAD)
     assert "hosts differ" not in format_decision(dataclasses.replace(DECISION, host_order=(0, 1, 2)), WORKLOAD)
-    assert "in the order of hosts 2, 0, 1, as" in format_decision(
-        dataclasses.replace(DECISION, host_order=(2, 0, 1)), WORKLOAD
-    )
+    turned = dataclasses.replace(DECISION, host_order=(2, 0, 1))
+    assert "in the order of hosts 2, 0, 1 of" in format_decision(turned, WORKLOAD)
     certain = dataclasses.replace(DECISION, error=0.0)
     assert [row[2] for row in ranking_rows(certain, WORKLOAD)[1:]] == ["", "", ""]
     assert "simplest" not in format_decision(certain, WORKLOAD)

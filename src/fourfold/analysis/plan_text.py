@@ -148,9 +148,7 @@ def ranking_notes(decision: Decision) -> list[str]:
         notes.append(f"of plans that were estimated and not simulated, none is more than {percent} faster than these")
     if decision.host_order and list(decision.host_order) != sorted(decision.host_order):
         order = ", ".join(map(str, decision.host_order))
-        notes.append(
-            f"hosts differ in speed: give their ranks numbers in the order of hosts {order}, as the cluster's file has them"
-        )
+        notes.append(f"hosts differ in speed: number their ranks in the order of hosts {order} of the cluster's file")
     return notes
 
 
