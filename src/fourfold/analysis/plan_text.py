@@ -32,6 +32,7 @@ from fourfold.words.units import (
 
 MAX_RANKED, MAX_REFUSED, MAX_FRONT, MAX_PLACES = 8, 6, 16, 8
 BAR_WIDTH = 24
+SMALLEST_BOUND = 0.001
 UNKNOWN = "–"
 
 
@@ -143,7 +144,7 @@ def ranking_notes(decision: Decision) -> list[str]:
     notes = []
     if len(decision.equals) > 1:
         notes.append("= equal within the error of the prediction: of these, the simplest is first")
-    if decision.bound:
+    if decision.bound >= SMALLEST_BOUND:
         percent = format_percent(decision.bound)
         notes.append(f"of plans that were estimated and not simulated, none is more than {percent} faster than these")
     if decision.host_order and list(decision.host_order) != sorted(decision.host_order):
