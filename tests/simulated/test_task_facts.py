@@ -104,6 +104,14 @@ def test_tensor_ranks_sum_twice_in_forward_and_twice_in_backward():
     assert facts.boundary_bytes == hidden
 
 
+@pytest.mark.parametrize("residual", ["whole", "split"])
+def test_a_tensor_rank_keeps_its_part_of_the_inputs_of_blocks_that_are_computed_again(residual: str):
+    hidden = 4.0 * LENGTH * WIDTH
+    for block in TaskFacts(tiny_lm()).facts(Plan(tp=2, residual=residual)).blocks:
+        assert block.saved_bytes["full"] == hidden / 2
+        assert block.saved_bytes["none"] > block.saved_bytes["selective"] > hidden
+
+
 def test_a_ring_sends_keys_and_values_once_in_forward_and_twice_in_backward():
     facts = TaskFacts(tiny_lm()).facts(Plan(sp=2))
     assert collectives(facts, "sp") == {(Change.ALL_GATHER, 2 * 4.0 * LENGTH * WIDTH): (1, 2, 1)}

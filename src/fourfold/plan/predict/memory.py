@@ -135,13 +135,11 @@ class _StageBytes(NamedTuple):
     kept      from its forward until its backward: what was received, and what autograd keeps
     most      while its forward or backward runs; what the segments behind the running one have kept is freed by then
     deferred  between the halves of its backward, in place of `kept`: both factors of the gradients of weights
-    most_of_first_half  as `most`; these factors stay
     """
 
     kept: float
     most: float
-    deferred: float = 0.0
-    most_of_first_half: float = 0.0
+    deferred: float
 
 
 def _stage_bytes(blueprint: Blueprint, segments: Sequence[SegmentFacts], samples: int, received: float) -> _StageBytes:
@@ -149,13 +147,11 @@ def _stage_bytes(blueprint: Blueprint, segments: Sequence[SegmentFacts], samples
     # A copy of a tied weight is no parameter: the first half makes its gradient.
     copied = {tuple(sorted(spec.local_shape)) for spec in blueprint.specs if spec.is_tied} if received else set()
     width = COMPUTE_FORMATS[plan.precision].num_bytes if plan.precision in COMPUTE_FORMATS else FULL_BYTES
-    kept = most = most_of_first_half = received
-    deferred = [_factor_elements(segment, copied) * width * samples for segment in segments]
-    for segment, later in zip(segments, _sums_behind(deferred), strict=True):
+    kept = most = received
+    for segment in segments:
         kept += segment.saved_bytes[plan.recompute] * samples
-        now = kept + segment.most_temporary_bytes(samples, plan.recompute)
-        most, most_of_first_half = max(most, now), max(most_of_first_half, now + later)
-    return _StageBytes(kept, most, sum(deferred), most_of_first_half)
+        most = max(most, kept + segment.most_temporary_bytes(samples, plan.recompute))
+    return _StageBytes(kept, most, sum(_factor_elements(each, copied) for each in segments) * width * samples)
 
 
 def output_bytes(plan: Plan, segments: Sequence[SegmentFacts]) -> float:
@@ -167,11 +163,6 @@ def output_bytes(plan: Plan, segments: Sequence[SegmentFacts]) -> float:
         for operation in segment.operations
         if operation.kind == OperationKind.PRODUCT and operation.has_weight
     )
-
-
-def _sums_behind(values: Sequence[float]) -> list[float]:
-    """Of each value: the sum of those behind it."""
-    return [sum(values[place + 1 :]) for place in range(len(values))]
 
 
 class _WorkingBytes(NamedTuple):
@@ -189,9 +180,8 @@ def _working_bytes(actions: Sequence[Action], stages: Mapping[int, _StageBytes])
             others -= each.deferred
             now = _WorkingBytes(others + each.deferred, 0.0)
         else:
-            most = each.most_of_first_half if verb is Verb.BACKWARD_INPUT else each.most
             others -= each.kept * (verb is not Verb.FORWARD)
-            now = _WorkingBytes(others + each.kept, most - each.kept)
+            now = _WorkingBytes(others + each.kept, each.most - each.kept)
             others += {Verb.FORWARD: each.kept, Verb.BACKWARD_INPUT: each.deferred}.get(verb, 0.0)
         worst = max(worst, now, key=sum)
     return worst
