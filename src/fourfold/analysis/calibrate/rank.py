@@ -39,8 +39,8 @@ from fourfold.plan.predict.facts import FactsSource
 from fourfold.words.layout import Change
 from fourfold.words.task import Task
 
-# From the first on, messages and operations take no more turns than they must; from the second on segments too, and cuts
-# that have not begun are left out.
+# From the first on, messages and operations take no more turns than they must. From the second on segments too, and
+# cuts that have not begun are left out.
 STEADY_SECONDS, SECONDS = 15.0, 45.0
 
 
