@@ -16,7 +16,7 @@ import itertools
 import json
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,10 +28,12 @@ from bench.predict_worker import CALIBRATE, parse_plan, parse_task
 from bench.process_world import World
 from fourfold.analysis.task_facts.source import TaskFacts
 from fourfold.plan.lowering import lower
+from fourfold.plan.memory import has_unbucketed_grads
 from fourfold.plan.plan import Plan
 from fourfold.plan.predict.calibrated_prices import CalibratedPrices
 from fourfold.plan.predict.calibration import Calibration, decode_calibration
-from fourfold.plan.predict.prediction import Prediction
+from fourfold.plan.predict.memory import predict_memory
+from fourfold.plan.predict.prediction import MemoryParts, Prediction
 from fourfold.plan.predict.step import predict_step
 from fourfold.plan.topology import Topology
 from fourfold.testing.network_namespaces import Hosts
@@ -215,6 +217,11 @@ def predict(source: TaskFacts, prices: CalibratedPrices, plan: Plan, setting: st
     return predict_step(blueprint, source, prices)
 
 
+def predict_memory_of(source: TaskFacts, plan: Plan, topology: Topology) -> tuple[MemoryParts, ...]:
+    """By place on the pipeline axis: what one rank holds."""
+    return predict_memory(lower(plan, source.specs(plan), topology, source.update_spec), source)
+
+
 def compare(case: str, options: Options) -> list[Compared]:
     """All plans of a case."""
     source, compared = TaskFacts(parse_task(TASKS[case])), []
@@ -264,8 +271,6 @@ def _row(each: Compared, target: float, *, with_memory: bool) -> list[str]:
         terms.update,
         terms.overhead,
     )
-    kept = [each.weights + each.gradients + each.states for each in each.predicted.by_stage]
-    ranks_of_a_place = each.predicted.plan.mesh.size / len(kept)
     cells = [
         each.name,
         f"{1e3 * each.predicted.seconds:.1f}",
@@ -275,9 +280,16 @@ def _row(each: Compared, target: float, *, with_memory: bool) -> list[str]:
         "within" if abs(each.error) <= target else "missed",
         *(f"{1e3 * part:.1f}" for part in parts),
         f"{each.measured.kept_bytes / MB:.1f}",
-        f"{each.measured.kept_bytes / (sum(kept) * ranks_of_a_place):.3f}",
+        f"{each.measured.kept_bytes / kept_bytes(each.predicted.plan, each.predicted.by_stage):.3f}",
     ]
     return cells + ([f"{each.measured.peak.pss_bytes / MB:.0f}"] if with_memory else [])
+
+
+def kept_bytes(plan: Plan, by_stage: Sequence[MemoryParts]) -> float:
+    """What all ranks hold from step to step; gradients without buffers are freed before the next one."""
+    has_buffers = not has_unbucketed_grads(plan)
+    places = [part.weights + part.states + part.gradients * has_buffers for part in by_stage]
+    return sum(places) * plan.mesh.size / len(places)
 
 
 def kendall_tau(pairs: Sequence[tuple[float, float]], least: float) -> float | None:
@@ -321,7 +333,8 @@ def _show_status(text: str) -> None:
         print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
 
 
-def _names(choices: Iterable[str]):
+def names_of(choices: Iterable[str]) -> Callable[[str], tuple[str, ...]]:
+    """A parser of some of these names, with commas between them."""
     known = tuple(choices)
 
     def parse(text: str) -> tuple[str, ...]:
@@ -335,8 +348,8 @@ def _names(choices: Iterable[str]):
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", type=_names(TASKS), default=tuple(TASKS))
-    parser.add_argument("--plans", type=_names(ROWS), default=tuple(ROWS))
+    parser.add_argument("--cases", type=names_of(TASKS), default=tuple(TASKS))
+    parser.add_argument("--plans", type=names_of(ROWS), default=tuple(ROWS))
     parser.add_argument("--rounds", type=int, default=3, help="fresh starts of all processes")
     parser.add_argument("--turns", type=int, default=5, help="turns of a round")
     parser.add_argument("--steps", type=int, default=LOCAL_STEPS, help="steps of a turn")

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 import fourfold as ff
+from bench.measurement import PeakMemory
 from bench.predict_tasks import NUM_BATCHES
 from fourfold.cli import job
 from fourfold.feed.feed import Feed
@@ -63,6 +64,13 @@ class Training:
         return {"seconds": seconds, "busy": busy, "kept": memory_use().total_bytes}
 
 
+def _own_bytes() -> int:
+    """Private and shared memory of this process, without files."""
+    peak = PeakMemory()
+    peak.sample([os.getpid()])
+    return peak.own_bytes
+
+
 def _plain(batch: Any) -> Any:
     """A batch without its place in the epoch."""
     return dict(batch) if isinstance(batch, dict) else tuple(batch)
@@ -95,8 +103,9 @@ def main(arguments: list[str], reply_stream: TextIO) -> None:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=size)
     task = parse_task(task_text)
+    before = _own_bytes()
     training = None if configuration == CALIBRATE else Training(task, parse_plan(configuration))
-    print(json.dumps({"ready": True}), file=reply_stream, flush=True)
+    print(json.dumps({"ready": True, "before": before}), file=reply_stream, flush=True)
     for line in sys.stdin:
         request = json.loads(line)
         reply = calibrate(task, request["file"]) if training is None else training.run_turn(**request)

@@ -1,5 +1,6 @@
 """Decide: the answer to an ask, for a task on a cluster."""
 
+import dataclasses
 from collections.abc import Mapping
 
 from fourfold.plan.decide.answer import PREDICTION_ERROR, Question, decide_among
@@ -44,4 +45,5 @@ def decide(
     )
     limit_bytes = float(ask.memory_bytes or cluster.memory_bytes)
     pricing = StepPricing(source, prices, cluster)
-    return decide_among(Question(ask, space, pricing, limit_bytes, dims, error))
+    decision = decide_among(Question(ask, space, pricing, limit_bytes, dims, error))
+    return dataclasses.replace(decision, host_order=pricing.host_order(decision.answer.plan))

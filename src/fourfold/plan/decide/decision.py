@@ -61,6 +61,7 @@ class Decision:
     bound           no plan that was only estimated is faster than the fastest simulated one by more than this fraction,
                     provided that the estimate is as good for it as for the simulated ones
     num_considered  plans that were estimated
+    host_order      the hosts, by index, in the order in which the answer's ranks are numbered; empty: hosts are equal
     """
 
     ranked: tuple[Prediction, ...]
@@ -70,6 +71,7 @@ class Decision:
     error: float
     bound: float
     num_considered: int
+    host_order: tuple[int, ...] = ()
 
     @property
     def answer(self) -> Prediction:

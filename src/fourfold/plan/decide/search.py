@@ -4,7 +4,7 @@ best     the fewest estimated seconds of a plan that fits
 margin   plans within this factor of the best are kept: one of them may be the answer
 lean     the variant of a group that holds least: 1F1B, everything split, gradients that are freed early
 pruned   a group whose floor, or whose lean variant, says that none of its plans is within the margin and fits
-Law: the kept plans are those of a full enumeration.
+Law: the kept plans are those of a full enumeration with even stages, and some with better ones.
 
 Three facts about estimates make it exact. The schedule changes waiting and activations; zero, shard and update change
 the rest of the memory, what is exposed, and the update; of one mesh and `recompute`, a larger microbatch holds no less.
@@ -153,16 +153,19 @@ class _Searcher:
             if first is None or not self._may_be_kept(self._least_seconds(first)):
                 continue
             even = [found for each in shards for found in self._explore_updates(each)]
-            for stages in self._divisions(first.plan, even):
+            for stages in self._divisions(even):
                 for found in even:
                     if self._may_be_kept(found.seconds - _span(found) + self._least_span(found)):
                         self._estimate({**schedule, **_of_variant(found.plan), "stages": stages})
 
-    def _divisions(self, plan: Plan, even: Sequence[Prediction]) -> list[str]:
+    def _divisions(self, even: Sequence[Prediction]) -> list[str]:
         """Other divisions into stages, if one may bring a plan within the margin, or make it fit."""
-        is_open = plan.num_stages > 1 and self._ask.is_open("stages")
         may_gain = any(self._may_be_kept(each.seconds - _span(each) + self._least_span(each)) for each in even)
-        return self._pricing.divisions(plan, self._limit) if is_open and may_gain else []
+        if not may_gain or even[0].plan.num_stages == 1 or not self._ask.is_open("stages"):
+            return []
+        fitting = [each for each in even if each.memory.total <= self._limit]
+        plans = dict.fromkeys(each.plan for each in (*even[:1], *fitting[:1]))
+        return list(dict.fromkeys(text for plan in plans for text in self._pricing.divisions(plan, self._limit)))
 
     def _first_update(self, fields: Fields) -> Prediction | None:
         updates = choices("update", fields, self._ask, self._space)

@@ -104,12 +104,14 @@ def best_division(
     microbatches: int,
     in_flight: Sequence[int],
     known_seconds: float = math.inf,
+    order: Sequence[int] | None = None,
 ) -> Division | None:
     """The division with the shortest step; None: none fits, or none is shorter than `known_seconds`.
 
     submeshes      by kind; together at least as many as there are stages
     in_flight      by stage: the microbatches whose activations are alive at once; its length is the number of stages
     known_seconds  the step of a division that is known already
+    order          by stage: the kind of its submesh, if that is not open
     """
     # All microbatches pass the slowest stage: a division with a slower one has a longer step than the known one.
     ranges = _StageRanges(chain, len(in_flight), known_seconds / microbatches, max(each.speed for each in submeshes))
@@ -117,7 +119,8 @@ def best_division(
     for stage, num_saved in enumerate(in_flight):
         following: dict[_State, list[_Label]] = {}
         for (start, used), labels in states.items():
-            for kind, submesh in enumerate(submeshes):
+            for kind in range(len(submeshes)) if order is None else (order[stage],):
+                submesh = submeshes[kind]
                 if used[kind] == submesh.num_places:
                     continue
                 now_used = (*used[:kind], used[kind] + 1, *used[kind + 1 :])

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from fourfold.plan.check import legality_problems
-from fourfold.plan.decide.stages import Chain, Division, Segment, Submesh, best_division, division_of
+from fourfold.plan.decide.stages import Chain, Division, Segment, best_division, division_of
+from fourfold.plan.decide.unequal import Places, assign, host_order, places_of
 from fourfold.plan.lowering import lower
 from fourfold.plan.plan import Plan
 from fourfold.plan.predict.cluster import Cluster, topology_of
@@ -24,6 +25,7 @@ from fourfold.plan.predict.step import predict_step
 from fourfold.words.errors import Problem
 
 FACTS_FIELDS = ("tp", "sp", "ring", "ulysses", "residual", "dims", "precision")
+WORTH_FITTING = 1.5  # a division by which a plan fits may make it slower by this factor
 WORTH_A_LOOK = 1.001  # a slowest stage within this factor of the least possible one is not divided again
 
 
@@ -43,7 +45,9 @@ class StepPricing:
         self._estimator = Estimator(source, prices, self._topology)
         self._distinct: dict[tuple[Any, ...], list[_Counted]] = {}
         self._busy: dict[tuple[Any, ...], float] = {}
-        self._balances: dict[tuple[Any, ...], float] = {}
+        self._seconds_of: dict[tuple[Any, ...], tuple[float, ...]] = {}
+        self._places_of: dict[int, Places] = {}
+        self._kinds_of: dict[tuple[tuple[float, ...], int], tuple[int, ...]] = {}
         self._segment_seconds: dict[tuple[Any, ...], float] = {}
         self._elements_of: dict[tuple[Any, ...], list[int]] = {}
 
@@ -54,7 +58,7 @@ class StepPricing:
         return self._prices.slowdown()
 
     def floor(self, plan: Plan) -> float:
-        samples = self._source.batch_size / plan.dp / plan.microbatches
+        samples = self._samples(plan)
         alike = _alike(plan)
         key = (*alike, plan.recompute, samples)
         if key not in self._busy:
@@ -63,7 +67,11 @@ class StepPricing:
             self._busy[key] = sum(
                 each.number * self._seconds(each.segment, plan, samples) for each in self._distinct[alike]
             )
-        return plan.microbatches * self._busy[key] / plan.pp
+        return plan.microbatches * self._busy[key] / self._places(plan.pp).total_speed
+
+    def _samples(self, plan: Plan) -> float:
+        """Of a microbatch on a data rank, in the mean."""
+        return self._source.batch_size / plan.dp / plan.microbatches
 
     def _seconds(self, segment: SegmentFacts, plan: Plan, samples: float) -> float:
         """Forward and backward of one microbatch."""
@@ -77,11 +85,46 @@ class StepPricing:
         return legality_problems(plan, self._source.specs(plan), self._topology, self._source.update_spec)
 
     def estimate(self, plan: Plan) -> Prediction:
-        return _with_reserve(self._estimator.estimate(plan), self._cluster.reserve_bytes)
+        return _with_reserve(self._estimator.estimate(plan, self._speeds(plan)), self._cluster.reserve_bytes)
 
     def simulate(self, plan: Plan) -> Prediction:
         blueprint = lower(plan, self._source.specs(plan), self._topology, self._source.update_spec)
-        return predict_step(blueprint, self._source, self._prices, reserve_bytes=self._cluster.reserve_bytes)
+        reserve, speeds = self._cluster.reserve_bytes, self._speeds(plan)
+        return predict_step(blueprint, self._source, self._prices, reserve_bytes=reserve, speeds=speeds)
+
+    # ---- unequal hosts -----------------------------------------------------------------------------
+
+    def host_order(self, plan: Plan) -> tuple[int, ...]:
+        """The hosts in the order of their ranks, for which the plan is priced; empty: they are equal."""
+        return host_order(self._cluster, self._kinds(plan)) if self._cluster.host_speeds else ()
+
+    def _speeds(self, plan: Plan) -> tuple[float, ...]:
+        """By place; empty: equal hosts."""
+        places = self._places(plan.pp)
+        return tuple(places.kinds[kind].speed for kind in self._kinds(plan)) if self._cluster.host_speeds else ()
+
+    def _kinds(self, plan: Plan) -> tuple[int, ...]:
+        key = (self._place_seconds(plan), plan.microbatches)
+        if key not in self._kinds_of:
+            self._kinds_of[key] = assign(self._places(plan.pp), *key)
+        return self._kinds_of[key]
+
+    def _places(self, num_places: int) -> Places:
+        if num_places not in self._places_of:
+            self._places_of[num_places] = places_of(self._cluster, num_places)
+        return self._places_of[num_places]
+
+    def _place_seconds(self, plan: Plan) -> tuple[float, ...]:
+        """By place: what it computes of a microbatch, at speed 1."""
+        samples = self._samples(plan)
+        key = (*_alike(plan), plan.recompute, samples, plan.pp, plan.interleave, plan.stages)
+        if key not in self._seconds_of:
+            facts, seconds = self._source.facts(plan), [0.0] * plan.pp
+            for stage, blocks in enumerate(self.stage_blocks(plan)):
+                segments = stage_segments(facts, blocks, is_first=stage == 0, is_last=stage == plan.num_stages - 1)
+                seconds[stage % plan.pp] += sum(self._seconds(each, plan, samples) for each in segments)
+            self._seconds_of[key] = tuple(seconds)
+        return self._seconds_of[key]
 
     # ---- stages ------------------------------------------------------------------------------------
 
@@ -89,42 +132,36 @@ class StepPricing:
         return self._source.stage_blocks(plan)
 
     def balance(self, plan: Plan) -> float:
-        samples = self._source.batch_size / plan.dp / plan.microbatches
-        key = (*_alike(plan), plan.recompute, samples, plan.pp, plan.interleave, plan.stages)
-        if key not in self._balances:
-            self._balances[key] = self._balance(plan, samples)
-        return self._balances[key]
-
-    def _balance(self, plan: Plan, samples: float) -> float:
-        facts, places = self._source.facts(plan), [0.0] * plan.pp
-        for stage, blocks in enumerate(self.stage_blocks(plan)):
-            segments = stage_segments(facts, blocks, is_first=stage == 0, is_last=stage == plan.num_stages - 1)
-            places[stage % plan.pp] += sum(self._seconds(each, plan, samples) for each in segments)
-        return sum(places) / plan.pp / max(places)
+        places, seconds = self._places(plan.pp), self._place_seconds(plan)
+        slowest = max(each / places.kinds[kind].speed for each, kind in zip(seconds, self._kinds(plan), strict=True))
+        return sum(seconds) / places.total_speed / slowest
 
     def divisions(self, plan: Plan, limit_bytes: float) -> list[str]:
         """The best division by the estimate's own bytes, unless that of the plan is as good."""
+        places = self._places(plan.pp)
+        if plan.interleave > 1 and len(places.kinds) > 1:
+            return []  # a place has stages at several positions of the chain
         predicted, stops = self.estimate(plan), [blocks.stop for blocks in self.stage_blocks(plan)]
         chain, memory = self._chain(plan, predicted), predicted.memory
-        own = division_of(chain, stops, [1.0] * len(stops))
-        fits = memory.total <= limit_bytes
-        if fits and own.slowest <= WORTH_A_LOOK * _least_slowest(chain, own):
+        own = division_of(chain, stops, [places.kinds[kind].speed for kind in self._kinds(plan)] * plan.interleave)
+        fits, has_memory = memory.total <= limit_bytes, plan.interleave == 1
+        if fits and own.slowest <= WORTH_A_LOOK * _least_slowest(chain, own, places):
             return []
         # Several stages of a place share its memory: how much each may hold, only the estimate says.
-        room = limit_bytes - memory.buffers - memory.temporaries - memory.reserve
-        submesh = Submesh(len(stops)) if plan.interleave > 1 else Submesh(len(stops), memory_bytes=room)
+        room = limit_bytes - memory.buffers - memory.temporaries - memory.reserve if has_memory else math.inf
         found = best_division(
             chain,
-            [submesh],
+            [kind._replace(num_places=kind.num_places * plan.interleave, memory_bytes=room) for kind in places.kinds],
             microbatches=plan.microbatches,
             in_flight=_in_flight(plan),
-            known_seconds=own.step_seconds(plan.microbatches) if fits else float("inf"),
+            known_seconds=own.step_seconds(plan.microbatches) * (1.0 if fits or not has_memory else WORTH_FITTING),
+            order=places.order if has_memory else None,
         )
         return [] if found is None or found.stops == own.stops else [found.counts]
 
     def _chain(self, plan: Plan, predicted: Prediction) -> Chain:
         """The segments with their seconds, and the bytes that the estimate has for their elements."""
-        facts, samples = self._source.facts(plan), self._source.batch_size / plan.dp / plan.microbatches
+        facts, samples = self._source.facts(plan), self._samples(plan)
         elements = self._elements(plan, facts)
         by_place = [0.0] * plan.pp
         for stage, blocks in enumerate(self.stage_blocks(plan)):
@@ -171,9 +208,10 @@ def _with_reserve(prediction: Prediction, reserve_bytes: float) -> Prediction:
     return Prediction(prediction.plan, prediction.terms, by_stage, prediction.sent_bytes)
 
 
-def _least_slowest(chain: Chain, division: Division) -> float:
+def _least_slowest(chain: Chain, division: Division, places: Places) -> float:
     """What the slowest stage of any division takes at least: as much as the mean, and as the longest block."""
-    return max(division.total / len(division.stops), max(block.seconds for block in chain.blocks))
+    mean = division.total / len(division.stops) if len(places.kinds) == 1 else 0.0
+    return max(mean, max(block.seconds for block in chain.blocks) / places.kinds[0].speed)
 
 
 def _in_flight(plan: Plan) -> list[int]:

@@ -27,13 +27,17 @@ from fourfold.words.program import Action, Verb, bucket_of
 
 
 class Job(NamedTuple):
-    """What is priced: a blueprint, the facts of its model, the blocks of its stages, on a machine."""
+    """What is priced: a blueprint, the facts of its model, the blocks of its stages, on a machine.
+
+    speeds  by place: how fast its devices compute, relative to the prices; empty: as fast
+    """
 
     blueprint: Blueprint
     facts: ModelFacts
     stage_blocks: Sequence[range]
     prices: Prices
     batch_size: int
+    speeds: Sequence[float] = ()
 
     @property
     def microbatch_sizes(self) -> tuple[int, ...]:
@@ -73,7 +77,8 @@ class PlaceCosts:
                 is_first=action.stage == 0,
                 is_last=action.stage == last,
             )
-            self._stages[key] = stage_seconds(segments, self._pricer, size)
+            speed = job.speeds[self._group.stage.stage] if job.speeds else 1.0
+            self._stages[key] = stage_seconds(segments, self._pricer, size, speed=speed)
         return self._stages[key]
 
     def gradient_seconds(self, action: Action) -> float:

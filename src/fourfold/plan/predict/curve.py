@@ -32,9 +32,9 @@ class Curve(NamedTuple):
         low_seconds, slope = self.seconds[high - 1], (self.seconds[high] - self.seconds[high - 1]) / (right - left)
         return max(0.0, low_seconds + slope * (size - left))
 
-    def scaled(self, factor: float) -> "Curve":
-        """The same with every size and every second multiplied: of what is `factor` times as much."""
-        return Curve(tuple(size * factor for size in self.sizes), tuple(second * factor for second in self.seconds))
+    def times(self, factor: float) -> "Curve":
+        """The same sizes, with every second multiplied."""
+        return Curve(self.sizes, tuple(second * factor for second in self.seconds))
 
 
 def _never_falling(values: Sequence[float]) -> list[float]:

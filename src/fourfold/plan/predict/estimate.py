@@ -45,16 +45,22 @@ class Estimator:
         self._edges: dict[tuple[object, ...], tuple[float, ...]] = {}
         self._slowdown, self._between = prices.slowdown(), prices.between_actions()
 
-    def estimate(self, plan: Plan) -> Prediction:
-        """What a step takes on average, and what a rank of the fullest place holds; no timeline, no bytes sent."""
+    def estimate(self, plan: Plan, speeds: Sequence[float] = ()) -> Prediction:
+        """What a step takes on average, and what a rank of the fullest place holds; no timeline, no bytes sent.
+
+        speeds  by place: how fast its devices compute, relative to the prices; empty: as fast
+        """
         samples = -(-self._source.batch_size // plan.dp) / plan.microbatches
         computes = self._stages.of(plan, samples, self._data_group(plan))
+        if speeds:
+            computes = tuple(each.at_speed(speed) for each, speed in zip(computes, speeds, strict=True))
         kinds = self._buckets.of(plan)
         data = [kinds.kinds[kind] for kind in kinds.of_place]
         added = [extras(plan, compute, own, self._slowdown) for compute, own in zip(computes, data, strict=True)]
         run = self._run(plan, computes, data, added, samples)
         steps = _PlaceSteps(plan, computes, data, added, run, self._slowdown, self._between)
-        terms = max((steps.terms(place) for place in kinds.first_places), key=sum)
+        places = range(plan.pp) if speeds else kinds.first_places
+        terms = max(map(steps.terms, places), key=sum)
         terms = terms._replace(overhead=terms.overhead + self._prices.around_step())
         return Prediction(plan, terms, (self._fullest(plan, computes, data, samples),), {})
 

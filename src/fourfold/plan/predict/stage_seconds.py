@@ -142,9 +142,17 @@ class StageSeconds:
         return seconds * (sum(self.backward_input) / sums[-1] if is_input_half and sums[-1] else 1.0)
 
 
-def stage_seconds(segments: Sequence[SegmentFacts], pricer: SegmentPricer, num_samples: float) -> StageSeconds:
-    """A microbatch of so many samples on a stage with these segments."""
-    parts = [pricer.parts(each, num_samples) for each in segments]
+def at_speed(terms: StepTerms, speed: float) -> StepTerms:
+    """The same work on devices that compute faster or slower; messages take as long."""
+    return terms._replace(compute=terms.compute / speed, recompute=terms.recompute / speed)
+
+
+def stage_seconds(
+    segments: Sequence[SegmentFacts], pricer: SegmentPricer, num_samples: float, *, speed: float = 1.0
+) -> StageSeconds:
+    """A microbatch of so many samples on a stage with these segments. `speed`: relative to the prices."""
+    whole = [pricer.parts(each, num_samples) for each in segments]
+    parts = [SegmentParts(*(at_speed(half, speed) for half in each)) for each in whole]
     forwards, inputs, weights = ([sum(each[half]) for each in parts] for half in range(3))
     backwards = [first + second for first, second in zip(inputs, weights, strict=True)]
     segment_of: dict[str, int] = {}

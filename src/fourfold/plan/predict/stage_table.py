@@ -14,7 +14,7 @@ from fourfold.plan.predict.facts import FactsSource, SegmentFacts
 from fourfold.plan.predict.memory import output_bytes
 from fourfold.plan.predict.prediction import StepTerms
 from fourfold.plan.predict.prices import GroupShape, Prices
-from fourfold.plan.predict.stage_seconds import ZERO, SegmentParts, SegmentPricer, add_terms
+from fourfold.plan.predict.stage_seconds import ZERO, SegmentParts, SegmentPricer, add_terms, at_speed
 
 SEGMENT_FIELDS = ("tp", "dims", "sp", "ring", "ulysses", "residual", "precision", "recompute", "batch_norm")
 PLACE_FIELDS = (*SEGMENT_FIELDS, "pp", "interleave", "stages")
@@ -39,6 +39,27 @@ class PlaceCompute(NamedTuple):
     forward_seconds: float
     input_seconds: float
     weight_seconds: float
+
+    def at_speed(self, speed: float) -> "PlaceCompute":
+        """The same on devices that compute faster or slower."""
+        forward, inputs, weights = (
+            at_speed(each, speed) for each in (self.forward, self.backward_input, self.backward_weight)
+        )
+        slower = sum(inputs) + sum(weights), sum(weights)
+        before = self.backward_seconds, self.weight_seconds
+        first_stage = tuple(
+            part * (now / then if then else 1.0)
+            for part, now, then in zip(self.first_stage, slower, before, strict=True)
+        )
+        return self._replace(
+            forward=forward,
+            backward_input=inputs,
+            backward_weight=weights,
+            first_stage=(first_stage[0], first_stage[1]),
+            forward_seconds=sum(forward),
+            input_seconds=sum(inputs),
+            weight_seconds=sum(weights),
+        )
 
     @property
     def backward_seconds(self) -> float:

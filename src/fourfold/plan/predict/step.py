@@ -29,14 +29,16 @@ def predict_step(
     *,
     stage_blocks: Sequence[range] | None = None,
     reserve_bytes: float = 0.0,
+    speeds: Sequence[float] = (),
 ) -> Prediction:
     """What a step of the blueprint takes on average, and what its ranks hold.
 
     stage_blocks  by stage: its blocks, if they are not those that the plan has by `source`
+    speeds        by place on the pipeline axis: how fast its devices compute, relative to the prices
     """
     plan = blueprint.plan
     facts = source.facts(plan)
-    job = Job(blueprint, facts, stage_blocks or source.stage_blocks(plan), prices, source.batch_size)
+    job = Job(blueprint, facts, stage_blocks or source.stage_blocks(plan), prices, source.batch_size, speeds)
     places = _places(job)
     programs = blueprint.programs()
     program = _one_of_each(blueprint, programs.step)
