@@ -103,11 +103,11 @@ def main() -> int:
     try:
         for case in options.cases:
             source, chosen = TaskFacts(parse_task(TASKS[case])), meshes(case)
-            rows = [
-                measure(case, name, fields, source, options.steps)
-                for name, fields in chosen.items()
-                if options.only is None or name in options.only
-            ]
+            rows = []
+            for name, fields in chosen.items():
+                if options.only is None or name in options.only:
+                    rows.append(measure(case, name, fields, source, options.steps))
+                    print(f"  {case} {name}", file=sys.stderr, flush=True)
             print(f"\n{case}, {RANKS} ranks\n{describe(rows)}", flush=True)
             record[case] = [row._asdict() for row in rows]
     except FourfoldError as error:

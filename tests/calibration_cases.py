@@ -1,5 +1,6 @@
 """A literal calibration of this machine, so that tests can plan for it without measuring it."""
 
+from dataclasses import fields
 from pathlib import Path
 
 from fourfold.analysis.calibrate.machine import this_machine
@@ -39,7 +40,7 @@ def calibration(machine: MachineIdentity = MACHINE) -> Calibration:
         exchanges=(ExchangeRecord(2, GIGA, GIGA),),
         edge=GIGA,
         edge_between_hosts=None,
-        operations=OperationRates(GIGA, GIGA, GIGA, GIGA),
+        operations=OperationRates(*[GIGA] * len(fields(OperationRates))),
         forward_factor=1.0,
         backward_factor=1.0,
         slowdown=1.0,

@@ -27,7 +27,7 @@ from fourfold.plan.predict.calibration import (
     write_calibration,
 )
 from fourfold.plan.predict.curve import Curve
-from fourfold.plan.predict.facts import SegmentFacts
+from fourfold.plan.predict.facts import Operation, OperationKind, SegmentFacts
 from fourfold.plan.predict.operation_seconds import operation_seconds
 from fourfold.plan.predict.prices import GroupShape
 from fourfold.words.layout import Change
@@ -44,7 +44,15 @@ def scaled(rate: float) -> Curve:
     return Curve((1e3, 1e9), (1e3 / rate, 1e9 / rate))
 
 
-RATES = OperationRates(products=scaled(1e9), attention=scaled(5e8), convolution=scaled(1e9), passes=scaled(1e10))
+RATES = OperationRates(
+    products=scaled(1e9),
+    thin=Curve((1.0, 4.0, 1e6), (1e-7, 1e-7, 2e-3)),  # of up to four rows, reading the weight decides
+    outer=Curve((1.0, 4.0, 1e6), (4e-7, 4e-7, 2e-3)),
+    attention=scaled(5e8),
+    convolution=scaled(1e9),
+    pointwise=scaled(1e9),
+    passes=scaled(1e10),
+)
 
 
 def calibration(*segments: SegmentRecord) -> Calibration:
@@ -154,12 +162,12 @@ def test_all_differences_of_a_machine_are_named_at_once(tmp_path: Path):
 
 
 def test_another_version_is_refused():
-    data = encode_calibration(calibration()).replace(b'"version": 1', b'"version": 2', 1)
-    with pytest.raises(CalibrationError, match="version 2"):
+    data = encode_calibration(calibration()).replace(b'"version": 2', b'"version": 1', 1)
+    with pytest.raises(CalibrationError, match="version 1"):
         decode_calibration(data, where="a file")
 
 
-@pytest.mark.parametrize("data", [b"", b"[]", b"{}", b'{"version": 1}', b'{"version": 1, "calibration": {}}', b"\xff"])
+@pytest.mark.parametrize("data", [b"", b"[]", b"{}", b'{"version": 2}', b'{"version": 2, "calibration": {}}', b"\xff"])
 def test_what_is_no_calibration_is_refused(data: bytes):
     with pytest.raises(CalibrationError):
         decode_calibration(data, where="a file")
@@ -212,8 +220,10 @@ def test_a_measured_segment_costs_what_was_measured():
     found = prices.segment(block(plan), plan, 3.0)
     assert found.forward == pytest.approx(3.0)
     assert found.backward == pytest.approx(6.0)
-    # A product with a weight: its two gradients cost as much as each other.
-    assert found.backward_weight == pytest.approx(3.0)
+    # A product with a weight: its two gradients share the backward as they would by themselves.
+    modelled = operation_seconds(block(plan), RATES, 4.0)
+    share = modelled.backward_weight / (modelled.backward_input + modelled.backward_weight)
+    assert found.backward_weight == pytest.approx(6.0 * share)
 
 
 def test_each_cut_of_a_segment_has_its_own_times():
@@ -255,6 +265,26 @@ def test_a_segment_that_was_not_measured_is_priced_by_its_operations():
     assert found.backward == pytest.approx(1.5 * (modelled.backward_input + modelled.backward_weight))
     split = prices.segment(block(Plan(tp=2)), Plan(tp=2), 4.0)
     assert split.forward > prices.segment(_bare(block(Plan(tp=2))), Plan(tp=2), 4.0).forward
+
+
+def test_a_product_of_few_rows_costs_what_reading_its_weight_does():
+    weight, thin = 64 * 48, Operation(OperationKind.PRODUCT, 2.0 * 64 * 48, 0.0, 0.0, True, 1.0, 64, 48)
+    facts = dataclasses.replace(block(Plan()), operations=(thin,))
+    one, four = (operation_seconds(facts, RATES, samples) for samples in (1.0, 4.0))
+    assert one.forward == four.forward == pytest.approx(1e-7 * weight)
+    assert one.backward_input == pytest.approx(1e-7 * weight)
+    assert one.backward_weight == pytest.approx(4e-7 * weight)
+    many = operation_seconds(facts, RATES, 1e6)
+    assert many.forward == pytest.approx(1e6 * 2 * weight / 1e9, rel=0.01)
+
+
+@pytest.mark.parametrize(("kind", "rate"), [("pointwise", 1e9), ("lookup", 1e9), ("attention", 1e10)])
+def test_operations_without_products_cost_their_bytes(kind: str, rate: float):
+    operation = Operation(OperationKind(kind), 0.0, 1e6, 5e5)
+    found = operation_seconds(dataclasses.replace(block(Plan()), operations=(operation,)), RATES, 2.0)
+    assert found.forward == pytest.approx(2.5e6 / rate)
+    assert found.backward_input == pytest.approx(5e6 / rate)
+    assert found.backward_weight == 0.0
 
 
 def test_factors_are_what_segments_took_over_what_their_operations_take():

@@ -61,9 +61,10 @@ def measure_buckets(task: Task, turns: Turns) -> Iterator[BucketTimes]:
     ranks = turns.ranks
     crosses_hosts = ranks.num_hosts > 1
     transports = ("by-host",) if crosses_hosts else ("by-host", "gloo")
-    sizes = NETWORK_SIZES if crosses_hosts else SIZES
     for size in (each for each in range(2, ranks.size + 1) if ranks.size % each == 0):
         for transport in transports:
+            # Over messages, what is sent decides: the largest bucket would take long and show nothing new.
+            sizes = NETWORK_SIZES if crosses_hosts else SIZES[:-1] if transport == "gloo" else SIZES
             for zero in (0, 1):
                 places = ranks.size // size
                 plan = Plan(dp=size, pp=places, zero=zero, bucket_bytes=1, transport=transport, microbatches=places)

@@ -39,8 +39,9 @@ from fourfold.plan.predict.facts import FactsSource
 from fourfold.words.layout import Change
 from fourfold.words.task import Task
 
-# From then on, cuts that have not begun are left out, and what runs takes no more turns than it must.
-SECONDS = 45.0
+# From the first on, messages and operations take no more turns than they must. From the second on segments too, and
+# cuts that have not begun are left out.
+STEADY_SECONDS, SECONDS = 15.0, 45.0
 
 
 class Conditions(NamedTuple):
@@ -62,7 +63,8 @@ def measure(task: Task, source: FactsSource, ranks: Communicator, conditions: Co
     """Collective; the same on every rank."""
     torch.manual_seed(0)
     memory.keep_freed_memory()  # as from the second step on
-    turns = Turns(ranks, time.monotonic() + SECONDS)
+    begin = time.monotonic()
+    turns = Turns(ranks, begin + STEADY_SECONDS)
     say("reductions, gathers and updates")
     buckets = list(measure_buckets(task, turns))
     update = _update(buckets, ranks) if buckets else _curve(measure_lone_update(task, turns), ranks)
@@ -77,7 +79,7 @@ def measure(task: Task, source: FactsSource, ranks: Communicator, conditions: Co
     codecs = {kind: _curve(points, ranks) for kind, points in measure_codecs(turns).items()}
     operations = OperationRates(*(_curve(points, ranks) for points in measure_operations(turns)))
     overheads = Overheads(*mean_over_ranks(list(measure_overheads(turns)), ranks))
-    segments, left_out = measure_segments(task, source, turns, say)
+    segments, left_out = measure_segments(task, source, Turns(ranks, begin + SECONDS), say)
     crosses_hosts = ranks.num_hosts > 1
     factors = operation_factors(segments, operations)
     calibration = Calibration(

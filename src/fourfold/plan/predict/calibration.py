@@ -23,7 +23,7 @@ from fourfold.plan.predict.facts import Collective, FactsSource, SegmentFacts
 from fourfold.words.errors import FourfoldError, Problem
 from fourfold.words.layout import Change
 
-CALIBRATION_VERSION = 1
+CALIBRATION_VERSION = 2
 CACHE_VARIABLE = "XDG_CACHE_HOME"
 
 
@@ -111,15 +111,21 @@ class ExchangeRecord(NamedTuple):
 class OperationRates:
     """What operations take that were not measured in their model.
 
-    products    seconds by floating-point operations of one product of matrices
-    attention   the same of an attention
+    products    seconds by floating-point operations of one product of square matrices
+    thin        of a product with a large weight, by rows of the input: seconds for each element of the weight
+    outer       the same of the gradient of such a weight
+    attention   seconds by floating-point operations
     convolution the same
-    passes      seconds by bytes read and written
+    pointwise   seconds by bytes read and written, with the memory of the result
+    passes      the same of a copy to memory that is there
     """
 
     products: Curve
+    thin: Curve
+    outer: Curve
     attention: Curve
     convolution: Curve
+    pointwise: Curve
     passes: Curve
 
 
@@ -246,7 +252,8 @@ def has_calibrations(machine: MachineIdentity) -> bool:
 
 def _calibrations() -> Path:
     folder = os.environ.get(CACHE_VARIABLE) or Path.home() / ".cache"
-    return Path(folder) / "fourfold" / "calibrations"
+    # What another version of the file would have is measured again.
+    return Path(folder) / "fourfold" / f"calibrations-{CALIBRATION_VERSION}"
 
 
 def _digest(text: str) -> str:

@@ -126,9 +126,10 @@ class Estimator:
             samples * (each.saved * compute.saved_bytes + each.deferred * compute.deferred_bytes)
             for each, compute in zip(flights, computes, strict=True)
         ]
+        has_halves = divides_backward(plan)
+        temporaries = [each.first_half_bytes if has_halves else each.temporary_bytes for each in computes]
         totals = [
-            own.resting_bytes + kept + each.temporary_bytes
-            for own, kept, each in zip(data, activations, computes, strict=True)
+            own.resting_bytes + kept + more for own, kept, more in zip(data, activations, temporaries, strict=True)
         ]
         place = max(range(plan.pp), key=totals.__getitem__)
         received = self._source.facts(plan).boundary_bytes * samples if plan.pp > 1 else 0.0
@@ -136,7 +137,7 @@ class Estimator:
         return resting._replace(
             activations=activations[place],
             buffers=resting.buffers + received,  # the message that is sent
-            temporaries=computes[place].temporary_bytes,
+            temporaries=temporaries[place],
         )
 
 

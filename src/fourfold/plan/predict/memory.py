@@ -136,22 +136,26 @@ class _StageBytes(NamedTuple):
     kept      from its forward until its backward: what was received, and what autograd keeps
     most      while its forward or backward runs; what the segments behind the running one have kept is freed by then
     deferred  between the halves of its backward, in place of `kept`: both factors of the gradients of weights
+    most_of_first_half  as `most`, with the factors of the segments behind the running one
     """
 
     kept: float
     most: float
     deferred: float
+    most_of_first_half: float
 
 
 def _stage_bytes(blueprint: Blueprint, segments: Sequence[SegmentFacts], samples: int, received: float) -> _StageBytes:
     plan = blueprint.plan
     copied = copied_shapes(blueprint.specs) if received else set[tuple[int, ...]]()
-    kept = most = received
-    for segment in segments:
-        kept += segment.saved_bytes[plan.recompute] * samples
-        most = max(most, kept + segment.most_temporary_bytes(samples, plan.recompute))
-    deferred = sum(factor_bytes(plan, each, copied) for each in segments)
-    return _StageBytes(kept, most, deferred * samples)
+    factors = [factor_bytes(plan, segment, copied) * samples for segment in segments]
+    kept = most = most_of_first_half = received
+    behind = deferred = sum(factors)
+    for segment, own in zip(segments, factors, strict=True):
+        kept, behind = kept + segment.saved_bytes[plan.recompute] * samples, behind - own
+        now = kept + segment.most_temporary_bytes(samples, plan.recompute)
+        most, most_of_first_half = max(most, now), max(most_of_first_half, now + behind)
+    return _StageBytes(kept, most, deferred, most_of_first_half)
 
 
 class _WorkingBytes(NamedTuple):
@@ -169,8 +173,9 @@ def _working_bytes(actions: Sequence[Action], stages: Mapping[int, _StageBytes])
             others -= each.deferred
             now = _WorkingBytes(others + each.deferred, 0.0)
         else:
+            most = each.most_of_first_half if verb is Verb.BACKWARD_INPUT else each.most
             others -= each.kept * (verb is not Verb.FORWARD)
-            now = _WorkingBytes(others + each.kept, each.most - each.kept)
+            now = _WorkingBytes(others + each.kept, most - each.kept)
             others += {Verb.FORWARD: each.kept, Verb.BACKWARD_INPUT: each.deferred}.get(verb, 0.0)
         worst = max(worst, now, key=sum)
     return worst

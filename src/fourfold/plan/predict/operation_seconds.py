@@ -1,11 +1,13 @@
 """Operation seconds: what a segment takes by its operations alone, at measured rates.
 
-Law: the price of a segment is linear in what its operations read, write and compute, but for the rates of small ones.
+thin  a product of a few rows with a weight: what it takes, reading the weight decides
+Law: the price of a segment is the sum over its operations, and more samples never cost less.
 """
 
 from typing import NamedTuple
 
 from fourfold.plan.predict.calibration import OperationRates
+from fourfold.plan.predict.curve import Curve
 from fourfold.plan.predict.facts import Operation, OperationKind, SegmentFacts
 
 
@@ -22,23 +24,24 @@ def operation_seconds(facts: SegmentFacts, rates: OperationRates, num_samples: f
     """Without collectives, and without what a step does between operations."""
     forward = backward_input = backward_weight = attention = 0.0
     for operation in facts.operations:
-        seconds = _seconds(operation, rates, num_samples)
+        seconds = _seconds(operation, rates, num_samples, rates.thin)
         forward += seconds
-        # With a weight, both gradients are products as large; without one, both are of inputs.
+        # With a weight, both gradients are operations as large; without one, both are of inputs.
         backward_input += seconds if operation.has_weight else 2 * seconds
-        backward_weight += seconds if operation.has_weight else 0.0
+        backward_weight += _seconds(operation, rates, num_samples, rates.outer) if operation.has_weight else 0.0
         attention += seconds if operation.kind == OperationKind.ATTENTION else 0.0
     return OperationSeconds(forward, backward_input, backward_weight, attention)
 
 
-def _seconds(operation: Operation, rates: OperationRates, num_samples: float) -> float:
-    """Arithmetic or memory, whichever takes longer."""
-    moved = rates.passes.at(operation.moved_bytes * num_samples + operation.weight_bytes)
-    curves = {
-        OperationKind.PRODUCT: rates.products,
-        OperationKind.ATTENTION: rates.attention,
-        OperationKind.CONVOLUTION: rates.convolution,
-    }
-    if operation.kind not in curves:
-        return moved
-    return max(moved, curves[operation.kind].at(operation.flops * num_samples))
+def _seconds(operation: Operation, rates: OperationRates, num_samples: float, thin: Curve) -> float:
+    """Arithmetic or memory, whichever takes longer. `thin`: of products with a weight, by their rows."""
+    moved = operation.moved_bytes * num_samples + operation.weight_bytes
+    flops = operation.flops * num_samples
+    if operation.kind == OperationKind.PRODUCT:
+        elements = operation.columns * operation.inner if operation.has_weight else 0
+        return max(rates.products.at(flops), thin.at(operation.rows * num_samples) * elements)
+    if operation.kind == OperationKind.ATTENTION:
+        return max(rates.attention.at(flops), rates.passes.at(moved))
+    if operation.kind == OperationKind.CONVOLUTION:
+        return max(rates.convolution.at(flops), rates.passes.at(moved))
+    return rates.pointwise.at(moved)

@@ -5,6 +5,7 @@ Law: a place costs and keeps what its segments do.
 """
 
 import itertools
+import operator
 from collections.abc import Sequence
 from operator import attrgetter
 from typing import NamedTuple
@@ -27,7 +28,8 @@ class PlaceCompute(NamedTuple):
 
     first_stage  seconds of a backward, and of its weight half, of the stage whose buckets are ready last
     saved_bytes  with what is received; `deferred_bytes`: what is kept in their place between the halves of a backward
-    temporary_bytes  of a microbatch: the most that a segment holds besides, when those behind it are freed
+    temporary_bytes  of a microbatch: the most that a segment holds besides, when those behind it are freed;
+                     `first_half_bytes`: when those behind it have left what their second halves need
     """
 
     forward: StepTerms
@@ -37,6 +39,7 @@ class PlaceCompute(NamedTuple):
     saved_bytes: float
     deferred_bytes: float
     temporary_bytes: float
+    first_half_bytes: float
     forward_seconds: float
     input_seconds: float
     weight_seconds: float
@@ -150,6 +153,9 @@ def _place(sums: _Segments, ranges: Sequence[tuple[int, int]], received: float, 
     def total(prefix: Sequence[float]) -> float:
         return sum(prefix[b] - prefix[a] for a, b in ranges)
 
+    running = [(index, b) for a, b in ranges for index in range(a, b)]
+    temporary = [sums.temporary[index] - (sums.saved[b] - sums.saved[index + 1]) * num_samples for index, b in running]
+    deferred_behind = [(sums.deferred[b] - sums.deferred[index + 1]) * num_samples for index, b in running]
     begin, stop = ranges[0]
     input_half, weight_half = (
         sum(prefix[stop]) - sum(prefix[begin]) for prefix in (sums.backward_input, sums.backward_weight)
@@ -162,11 +168,8 @@ def _place(sums: _Segments, ranges: Sequence[tuple[int, int]], received: float, 
         first_stage=(input_half + weight_half, weight_half),
         saved_bytes=total(sums.saved) + received * sum(begin > 0 for begin, _ in ranges),
         deferred_bytes=total(sums.deferred),
-        temporary_bytes=max(
-            sums.temporary[index] - (sums.saved[b] - sums.saved[index + 1]) * num_samples
-            for a, b in ranges
-            for index in range(a, b)
-        ),
+        temporary_bytes=max(temporary),
+        first_half_bytes=max(map(operator.add, temporary, deferred_behind)),
         forward_seconds=sum(forward),
         input_seconds=sum(backward_input),
         weight_seconds=sum(backward_weight),
