@@ -53,6 +53,9 @@ TOO_LARGE = Refused(
     changes=(Change("recompute", "full", prediction(Plan(dp=4, recompute="full"), 1.5)), Change("memory", 3 * GIB)),
 )
 ILLEGAL = Refused(Plan(tp=3), 2.0 * GIB, problems=(Problem("tp = 3 with 4 heads", "a divisor of 4", "tp = 4"),))
+PINNED = (Problem("dp = 4", "dp = 2, as the ask pins it"), Problem("zero = 0", "zero = 1, as the ask pins it"))
+ELSEWHERE = Refused(Plan(dp=4), 2.0 * GIB, problems=PINNED, prediction=prediction(Plan(dp=4), 1.0, compute=30.0))
+TOO_LARGE_ELSEWHERE = Refused(Plan(dp=4), 0.5 * GIB, problems=PINNED[:1], prediction=ELSEWHERE.prediction)
 DECISION = Decision(
     ranked=(BEST, EQUAL, SLOW),
     baselines={"data parallel, zero 0": PLAIN, "data parallel, zero 1": BEST, "tp within a host": ILLEGAL,

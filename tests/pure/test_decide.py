@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from fourfold.plan.decide.answer import Question, decide_among
 from fourfold.plan.decide.ask import Ask
 from fourfold.plan.decide.baselines import price_baselines
-from fourfold.plan.decide.choice import MAX_SIMULATED, simplicity
+from fourfold.plan.decide.choice import MAX_SIMULATED, choose, simplicity
 from fourfold.plan.decide.decision import Decision, Refused
 from fourfold.plan.decide.reasons import reason, savings
 from fourfold.plan.decide.space import groups, variants
@@ -132,6 +132,20 @@ def test_the_error_of_the_estimate_hides_no_plan_beyond_the_bound(pricing, rates
     # No estimate is further above its simulation than those that have been seen, except for what the wobble adds.
     hidden = max(1.0, ratio / (1 - wobble))
     assert decision.fastest.seconds / truth <= (1 + decision.bound) * hidden + 1e-9
+
+
+def test_the_bound_counts_plans_that_were_left_out():
+    pricing = make_case(devices=1)
+    pricing.wobble = 0.05
+    kept = [pricing.estimate(Plan(microbatches=count)) for count in (1, 2)]
+    cutoff = max(each.seconds for each in kept) * 1.001
+    limits = {"limit_bytes": math.inf, "error": 0.0}
+    alone, among = choose(kept, [], pricing, **limits), choose(kept, [], pricing, **limits, cutoff=cutoff)
+    assert alone.bound == 0.0
+    ratio = min(1.0, *(pricing.simulate(each.plan).seconds / each.seconds for each in kept))
+    fastest = min(each.seconds for each in among.ranked)
+    assert among.bound == pytest.approx(max(0.0, fastest / (cutoff * ratio) - 1))
+    assert choose(kept, [], pricing, **limits, cutoff=cutoff / 2).bound > 0.5
 
 
 def test_baselines_are_always_priced():

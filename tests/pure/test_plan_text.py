@@ -16,7 +16,18 @@ from fourfold.plan.predict.gpt_facts import GptFacts
 from fourfold.plan.predict.prediction import Prediction
 from fourfold.plan.predict.workload import Workload
 from fourfold.report.decision_page import render_decision
-from tests.decision_cases import BEST, DECISION, NO_TERMS, PLAIN, SLOW, WORKLOAD, prediction, timed
+from tests.decision_cases import (
+    BEST,
+    DECISION,
+    ELSEWHERE,
+    NO_TERMS,
+    PLAIN,
+    SLOW,
+    TOO_LARGE_ELSEWHERE,
+    WORKLOAD,
+    prediction,
+    timed,
+)
 from tests.pure.test_report import parse_html, visible_text
 
 PLANS = st.builds(
@@ -66,6 +77,12 @@ def test_a_reason_names_the_term_that_the_first_plan_saves():
     said = dict(reasons(DECISION))
     assert said["data parallel, zero 3"] == "does not fit: 3.00 GiB of 2.00 GiB, 2.25 GiB of it activations"
     assert said["tp within a host"] == "is not possible: tp = 3 with 4 heads, need a divisor of 4"
+    pinned = dataclasses.replace(DECISION, baselines={"one": ELSEWHERE, "two": TOO_LARGE_ELSEWHERE})
+    assert dict(reasons(pinned)) == {
+        "one": "would take 30.0 ms, but dp and zero have to be as pinned",
+        "two": "would not fit, and dp has to be as pinned: 1.00 GiB of 512 MiB, 768 MiB of it activations",
+    }
+    assert best_baseline(pinned) is None
     assert best_baseline(DECISION) == ("data parallel, zero 1", BEST)
 
 
@@ -73,6 +90,10 @@ def test_plans_within_the_error_of_the_fastest_are_marked_as_equal():
     marks = [row[2] for row in ranking_rows(DECISION, WORKLOAD)[1:]]
     assert marks == ["=", "=", ""]
     assert "of these, the simplest is first" in format_decision(DECISION, WORKLOAD)
+    assert "none is more than 2 % faster than these" in format_decision(DECISION, WORKLOAD)
+    assert "hosts differ" not in format_decision(dataclasses.replace(DECISION, host_order=(0, 1, 2)), WORKLOAD)
+    turned = dataclasses.replace(DECISION, host_order=(2, 0, 1))
+    assert "in the order of hosts 2, 0, 1 of" in format_decision(turned, WORKLOAD)
     certain = dataclasses.replace(DECISION, error=0.0)
     assert [row[2] for row in ranking_rows(certain, WORKLOAD)[1:]] == ["", "", ""]
     assert "simplest" not in format_decision(certain, WORKLOAD)
@@ -100,7 +121,7 @@ def test_a_long_pipeline_shows_the_places_that_matter():
     parts[5] = parts[5]._replace(activations=9.0 * 2**30)
     plan = Plan(pp=16, microbatches=16)
     text = format_prediction(Prediction(plan, NO_TERMS._replace(compute=1.0), tuple(parts), {}), WORKLOAD)
-    assert re.findall(r"^  pp (\d+) ", text, re.MULTILINE) == ["0", "5", "15"]
+    assert re.findall(r"^ *pp (\d+) ", text, re.MULTILINE) == ["0", "5", "15"]
 
 
 def test_no_line_of_the_text_ends_in_spaces():
@@ -131,3 +152,10 @@ def test_the_page_escapes_what_a_user_named():
     parse_html(html)
     assert "<script>&" not in html
     assert "\x1b" not in html
+
+
+def test_text_and_page_say_in_which_order_hosts_of_unequal_speed_are_used():
+    unequal = dataclasses.replace(DECISION, host_order=(2, 0, 1))
+    for say in (format_decision, render_decision):
+        assert "in the order 2, 0, 1" in say(unequal, WORKLOAD)
+        assert "differ in speed" not in say(DECISION, WORKLOAD)

@@ -16,6 +16,7 @@ import fourfold as ff
 from fourfold.cli.arguments import parse_args
 from fourfold.cli.commands import parse_command
 from fourfold.cli.settings_file import read_settings_file
+from fourfold.plan.decide.ask import Ask
 from fourfold.plan.plan import Plan
 from fourfold.plan.predict.cluster_file import load_cluster
 from fourfold.plan.tensor_rules import parse_rules, read_rules
@@ -113,6 +114,9 @@ def test_every_toml_block_of_a_page_is_read_or_shown_with_its_error(page, tmp_pa
         if "devices_per_host" in block:
             file.write_text(block)
             assert load_cluster(str(file)).num_devices
+            continue
+        if re.search(r"^devices =", block, re.MULTILINE):
+            assert Ask.from_toml(block).devices
             continue
         file.write_text(block if re.search(r"^version|^\[", block, re.MULTILINE) else f"version = 1\n{block}")
         message = ""

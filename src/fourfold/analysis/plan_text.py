@@ -4,6 +4,7 @@ Law: nothing is computed here but differences, sums and ratios of what a decisio
 """
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from fourfold.analysis.plan_words import (
     bubble_fraction,
@@ -31,6 +32,7 @@ from fourfold.words.units import (
 
 MAX_RANKED, MAX_REFUSED, MAX_FRONT, MAX_PLACES = 8, 6, 16, 8
 BAR_WIDTH = 24
+SMALLEST_BOUND = 0.001
 UNKNOWN = "–"
 
 
@@ -39,6 +41,7 @@ def format_decision(decision: Decision, workload: Workload) -> str:
     sections = [
         [*_format_head(workload), _format_counts(decision, workload)],
         _format_ranking(decision, workload),
+        host_lines(decision),
         ["why the first", *_indent(align_columns(reasons(decision), "<<", gap="   "))],
         ["where a step goes", *_indent(format_terms(compared(decision)))],
         ["memory of a rank of the first", *_indent(format_memory(decision.answer, workload.memory_bytes))],
@@ -52,17 +55,6 @@ def format_decision(decision: Decision, workload: Workload) -> str:
 
 
 def format_prediction(prediction: Prediction, workload: Workload) -> str:
-    """The text of one plan that is not compared with others."""
-    sections = [
-        [*_format_head(workload), plan_words(prediction.plan)],
-        [*align_columns([_heads(workload), _row(prediction, workload)], _ALIGNMENTS)],
-        ["where a step goes", *_indent(format_terms({"the plan": prediction}))],
-        ["memory of a rank", *_indent(format_memory(prediction, workload.memory_bytes))],
-    ]
-    return "\n\n".join("\n".join(lines) for lines in sections)
-
-
-def format_prediction_section(prediction: Prediction, workload: Workload) -> str:
     """The section of `fourfold show`: what its plan takes, and where that goes."""
     rate = f"{format_si(workload.units_per_second(prediction))} {workload.unit} a second"
     head = f"prediction   {format_step_seconds(prediction.seconds)} a step, {rate}, on {workload.machine}"
@@ -90,6 +82,14 @@ def _format_head(workload: Workload) -> list[str]:
     batch = f"batch of {workload.batch_size:,} samples"
     batch += f", {workload.num_units:,.0f} {workload.unit}" if workload.unit != "samples" else ""
     return [f"{workload.task} · {format_count(workload.num_parameters)} parameters · {batch} · {workload.machine}"]
+
+
+def host_lines(decision: Decision) -> list[str]:
+    """In which order the ranks of unequal hosts are numbered; empty: hosts are equal, or keep their order."""
+    if list(decision.host_order) == sorted(decision.host_order):
+        return []
+    order = ", ".join(map(str, decision.host_order))
+    return [f"hosts differ in speed: start ranks on them in the order {order}, counted from 0"]
 
 
 def _format_counts(decision: Decision, workload: Workload) -> str:
@@ -145,10 +145,21 @@ def _share(fraction: float) -> str:
 
 
 def _format_ranking(decision: Decision, workload: Workload) -> list[str]:
-    lines = align_columns(ranking_rows(decision, workload), _ALIGNMENTS)
+    return [*align_columns(ranking_rows(decision, workload), _ALIGNMENTS), *ranking_notes(decision)]
+
+
+def ranking_notes(decision: Decision) -> list[str]:
+    """What is to be known of the ranking."""
+    notes = []
     if len(decision.equals) > 1:
-        lines.append("= equal within the error of the prediction: of these, the simplest is first")
-    return lines
+        notes.append("= equal within the error of the prediction: of these, the simplest is first")
+    if decision.bound >= SMALLEST_BOUND:
+        percent = format_percent(decision.bound)
+        notes.append(f"of plans that were estimated and not simulated, none is more than {percent} faster than these")
+    if decision.host_order and list(decision.host_order) != sorted(decision.host_order):
+        order = ", ".join(map(str, decision.host_order))
+        notes.append(f"hosts differ in speed: number their ranks in the order of hosts {order} of the cluster's file")
+    return notes
 
 
 def format_terms(predictions: Mapping[str, Prediction]) -> list[str]:
@@ -160,18 +171,26 @@ def format_terms(predictions: Mapping[str, Prediction]) -> list[str]:
 def term_rows(predictions: Mapping[str, Prediction]) -> list[tuple[str, ...]]:
     """The time of a step by term: a row for each plan, all in one unit, which stands in the row of heads."""
     names = used_terms(list(predictions.values()))
-    unit, factor, digits = _unit_of(max((each.seconds for each in predictions.values()), default=0.0))
-    rows: list[tuple[str, ...]] = [(unit, *names, "in all")]
+    unit, factor, digits = unit_of(max((each.seconds for each in predictions.values()), default=0.0))
+    rows: list[tuple[str, ...]] = [(f"in {unit}", *names, "in all")]
     for name, each in predictions.items():
         terms = [getattr(each.terms, term) for term in names]
         rows.append((name, *(f"{factor * term:,.{digits}f}" for term in [*terms, each.seconds])))
     return rows
 
 
-def _unit_of(most: float) -> tuple[str, float, int]:
-    """The unit in which to write times of at most so many seconds: its text, factor and digits after the point."""
+class TimeUnit(NamedTuple):
+    """A unit of time: its text, how many there are in a second, and the digits after the point that are written."""
+
+    text: str
+    factor: float
+    digits: int
+
+
+def unit_of(most: float) -> TimeUnit:
+    """The unit in which to write times of at most so many seconds."""
     unit, factor = ("s", 1.0) if most >= 10.0 else ("ms", 1e3) if most >= 1e-3 else ("µs", 1e6)
-    return f"in {unit}", factor, 1 if most * factor >= 100 else 2
+    return TimeUnit(unit, factor, 1 if most * factor >= 100 else 2)
 
 
 def format_memory(prediction: Prediction, limit_bytes: float | None) -> list[str]:
@@ -185,19 +204,19 @@ def format_memory(prediction: Prediction, limit_bytes: float | None) -> list[str
 
 
 def memory_rows(
-    prediction: Prediction, limit_bytes: float | None, *, is_transposed: bool = False
+    prediction: Prediction, limit_bytes: float | None, *, most_places: int = MAX_PLACES
 ) -> list[tuple[str, ...]]:
-    """Bytes by kind: a row for each place on the pipeline axis, or a column if it is transposed."""
+    """Bytes by kind: a row for each place on the pipeline axis; of more than `most_places`, those that matter."""
     parts = prediction.by_stage
     kinds = used_kinds(parts)
-    shown = list(range(len(parts))) if len(parts) <= MAX_PLACES else _ends_and_peak(prediction)
+    shown = list(range(len(parts))) if len(parts) <= most_places else _ends_and_peak(prediction)
     rows: list[tuple[str, ...]] = [("", *kinds, "in all", *([] if limit_bytes is None else ["limit"]))]
     for place in shown:
         cells = (format_bytes(getattr(parts[place], kind)) for kind in kinds)
         limit = [] if limit_bytes is None else [format_bytes(limit_bytes)]
         label = "" if len(parts) == 1 else f"pp {place}"
         rows.append((label, *cells, format_bytes(parts[place].total), *limit))
-    return list(zip(*rows, strict=True)) if is_transposed else rows
+    return rows
 
 
 def _ends_and_peak(prediction: Prediction) -> list[int]:

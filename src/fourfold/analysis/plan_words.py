@@ -61,6 +61,8 @@ def _why_not(baseline: Refused) -> str:
         return f"is not possible: {refusal(baseline)}"
     *others, last = [each.got.partition(" = ")[0] for each in baseline.problems]
     fields = f"{', '.join(others)} and {last} have" if others else f"{last} has"
+    if baseline.excess_bytes:
+        return f"would not fit, and {fields} to be as pinned: {_bytes_of_limit(baseline, baseline.prediction)}"
     return f"would take {format_step_seconds(baseline.prediction.seconds)}, but {fields} to be as pinned"
 
 
@@ -85,9 +87,14 @@ def refusal(refused: Refused) -> str:
         return "; ".join(f"{each.got}, need {each.need}" if each.need else each.got for each in refused.problems)
     if refused.prediction is None:
         return "cannot be carried out"
-    memory = refused.prediction.memory
-    kind, most = max(memory._asdict().items(), key=lambda pair: pair[1])
-    return f"{format_bytes(memory.total)} of {format_bytes(refused.limit_bytes)}, {format_bytes(most)} of it {kind}"
+    return _bytes_of_limit(refused, refused.prediction)
+
+
+def _bytes_of_limit(refused: Refused, prediction: Prediction) -> str:
+    """What a rank holds against the limit, and the kind of which it holds most."""
+    kind, most = max(prediction.memory._asdict().items(), key=lambda pair: pair[1])
+    total, limit = format_bytes(prediction.memory.total), format_bytes(refused.limit_bytes)
+    return f"{total} of {limit}, {format_bytes(most)} of it {kind}"
 
 
 def nearest_changes(refused: Refused) -> str:

@@ -62,12 +62,12 @@ def describe_prediction(prepared: "Job") -> str:
 
     The rest of what is shown needs no calibration: if it cannot be used, the section says why.
     """
-    from fourfold.analysis.plan_text import format_prediction_section
+    from fourfold.analysis.plan_text import format_prediction
 
     try:
         question = question_here(prepared)
         if question is None:
             return ""
-        return "\n\n" + format_prediction_section(question.predict(prepared.plan), question.workload)
+        return "\n\n" + format_prediction(question.predict(prepared.plan), question.workload)
     except FourfoldError as error:
         return f"\n\nprediction   none: {error}"

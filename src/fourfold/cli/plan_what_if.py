@@ -7,7 +7,6 @@ Law: every combination has its point; one where nothing fits says what is missin
 
 import itertools
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from fourfold.analysis.plan_curves import DEVICES, Curve, Point
 from fourfold.cli.arguments import KEY_VALUE
@@ -114,8 +113,3 @@ def _value_of(key: str, text: str, place: int) -> float:
     if key in OWN_WORDS:
         return float(OWN_WORDS[key][0](text))
     return float(text) if _is_number(text) else float(place)
-
-
-def written_page(path: Path | None) -> str:
-    """What is printed of the page."""
-    return "" if path is None else f"page     {path}"

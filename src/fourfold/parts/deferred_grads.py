@@ -149,7 +149,8 @@ class DeferredGrads:
     def add(self, param_index: int, left: Tensor, right: Tensor) -> None:
         """Leave a product to the second half."""
         assert self._pending is not None
-        self._pending.products.append(_Product(param_index, left, right))
+        # Without its graph, which would hold what the stage has received, and the gradient of it.
+        self._pending.products.append(_Product(param_index, left, right.detach()))
 
 
 class _Collector:

@@ -5,7 +5,16 @@ Law: the page has every number of the text, under the same names.
 
 from collections.abc import Sequence
 
-from fourfold.analysis.plan_text import UNKNOWN, memory_rows, ranking_rows, term_rows
+from fourfold.analysis.plan_text import (
+    UNKNOWN,
+    TimeUnit,
+    host_lines,
+    memory_rows,
+    ranking_notes,
+    ranking_rows,
+    term_rows,
+    unit_of,
+)
 from fourfold.analysis.plan_words import (
     bubble_fraction,
     compared,
@@ -18,12 +27,14 @@ from fourfold.analysis.plan_words import (
 from fourfold.plan.decide.decision import Decision, Refused
 from fourfold.plan.predict.prediction import Prediction
 from fourfold.plan.predict.workload import Workload
-from fourfold.plan.simulate import makespan
+from fourfold.plan.rank_program import lane_of
+from fourfold.plan.simulate import TimedAction, makespan
 from fourfold.report.html_page import render_card, render_page
 from fourfold.report.html_table import render_row, render_table, render_text
 from fourfold.report.line_chart import Series, line_figure
 from fourfold.report.step_timeline import timeline_lanes, timeline_legend
 from fourfold.report.svg import Block, Lane, lane_chart
+from fourfold.words.trace_events import COMPUTE_LANE
 from fourfold.words.units import format_bytes, format_percent, format_si, format_step_seconds
 
 TERM_STYLES = {
@@ -37,6 +48,7 @@ TERM_STYLES = {
     "overhead": "measure",
 }
 MAX_BLOCKS = 3000  # of a drawn step
+MAX_COLUMNS = 4  # of the table of memory
 GIB = 2**30
 
 
@@ -56,6 +68,7 @@ def render_decision(decision: Decision, workload: Workload) -> str:
         f"{workload.machine} · {decision.num_considered:,} plans considered · "
         f"plans within {format_percent(decision.error)} of each other count as equal"
     )
+    under = " · ".join([under, *host_lines(decision)])
     return render_page(f"Plan of {workload.task}", under, body)
 
 
@@ -67,7 +80,7 @@ def _tiles(best: Prediction, workload: Workload) -> str:
         (UNKNOWN if share is None else format_percent(share), "of the peak of all devices"),
         (format_bytes(best.memory.total), "memory of a rank"),
         (format_percent(bubble_fraction(best)), "of the step in the bubble"),
-        (str(best.plan.mesh.size), "devices"),
+        (f"{best.plan.mesh.size:,}", "devices"),
     ]
     cells = (f"<div><b>{render_text(value)}</b><span>{render_text(name)}</span></div>" for value, name in tiles)
     return f'<div class="figures" style="--columns: {len(tiles)}">{"".join(cells)}</div>'
@@ -79,10 +92,9 @@ def _table(rows: Sequence[Sequence[str]], style: str) -> str:
 
 
 def _ranking_card(decision: Decision, workload: Workload) -> str:
-    is_close = len(decision.equals) > 1
-    note = "= equal within the error of the prediction: of these, the simplest is first." if is_close else ""
+    note = ". ".join([*ranking_notes(decision), ""]).strip()
     table = _table(ranking_rows(decision, workload), "plans")
-    return f'<h2>The best plans</h2>{table}<p class="note">{note}</p>'
+    return f'<h2>The best plans</h2>{table}<p class="note">{render_text(note)}</p>'
 
 
 def _reasons_card(decision: Decision) -> str:
@@ -94,28 +106,36 @@ def _reasons_card(decision: Decision) -> str:
 
 def _terms_card(decision: Decision) -> str:
     plans = compared(decision)
-    end = 1e3 * max(each.seconds for each in plans.values())
-    lanes = [Lane(name, _term_blocks(each)) for name, each in plans.items()]
-    drawing = lane_chart(lanes, end=end, title="Where a step goes", x="time of a step, ms")
+    longest = max(each.seconds for each in plans.values())
+    unit = unit_of(longest)
+    lanes = [Lane(name, _term_blocks(each, unit)) for name, each in plans.items()]
+    drawing = _time_chart(lanes, longest, unit, title="Where a step goes")
     keys = "".join(f'<span class="key {TERM_STYLES[name]}"></span>{name}' for name in used_terms(list(plans.values())))
     table = _table(term_rows(plans), "memory")
     return f'<h2>Where a step goes</h2><div class="scroll">{drawing}</div><p class="note">{keys}</p>{table}'
 
 
-def _term_blocks(prediction: Prediction) -> list[Block]:
+def _time_chart(lanes: Sequence[Lane], longest: float, unit: TimeUnit, *, title: str) -> str:
+    end, x = longest * unit.factor, f"time, {unit.text}"
+    return lane_chart(lanes, end=end, title=title, x=x, unit=unit.text, decimals=unit.digits)
+
+
+def _term_blocks(prediction: Prediction, unit: TimeUnit) -> list[Block]:
     blocks, at = [], 0.0
     for name, seconds in prediction.terms._asdict().items():
         if seconds > 0:
-            blocks.append(Block(name, at * 1e3, (at + seconds) * 1e3, TERM_STYLES[name]))
+            blocks.append(Block(name, at * unit.factor, (at + seconds) * unit.factor, TERM_STYLES[name]))
             at += seconds
     return blocks
 
 
 def _front_card(decision: Decision, workload: Workload) -> str:
-    def points(predictions: Sequence[Prediction]) -> list[tuple[float, float]]:
-        return sorted((each.memory.total / GIB, 1e3 * each.seconds) for each in predictions)
-
     fitting = [each for each in decision.baselines.values() if not isinstance(each, Refused)]
+    unit = unit_of(max(each.seconds for each in [*decision.front, *fitting, decision.answer]))
+
+    def points(predictions: Sequence[Prediction]) -> list[tuple[float, float]]:
+        return sorted((each.memory.total / GIB, unit.factor * each.seconds) for each in predictions)
+
     series = [
         Series("no plan is both faster and smaller", points(decision.front), 0, "linked"),
         Series("baselines", points(fitting), 1, "dots"),
@@ -124,7 +144,9 @@ def _front_card(decision: Decision, workload: Workload) -> str:
     limit = workload.memory_bytes
     if limit is not None and limit / GIB < 4 * max(x for x, _ in series[0].points or [(0.0, 0.0)]):
         series.append(Series("memory of a device", [(limit / GIB, 0.0)], 0, "rule"))
-    drawing = line_figure(series, x="memory of a rank, GiB", y="step, ms", title="Time against memory", from_zero=True)
+    drawing = line_figure(
+        series, x="memory of a rank, GiB", y=f"step, {unit.text}", title="Time against memory", from_zero=True
+    )
     rows = "".join(
         render_row([format_bytes(each.memory.total), format_step_seconds(each.seconds), plan_words(each.plan)])
         for each in sorted(decision.front, key=lambda each: each.memory.total)
@@ -137,8 +159,12 @@ def _front_card(decision: Decision, workload: Workload) -> str:
 
 
 def _memory_card(best: Prediction, workload: Workload) -> str:
-    table = _table(memory_rows(best, workload.memory_bytes, is_transposed=True), "memory")
-    return f"<h2>Memory of a rank</h2>{table}"
+    rows = memory_rows(best, workload.memory_bytes, most_places=MAX_COLUMNS)
+    columns = [tuple(row) for row in zip(*rows, strict=True)]
+    shown, places = len(rows) - 1, len(best.by_stage)
+    note = f"Of {places} places on the pipeline axis: the first, the one that holds most, the last."
+    text = f'<p class="note">{note}</p>' if shown < places else ""
+    return f"<h2>Memory of a rank</h2>{_table(columns, 'memory')}{text}"
 
 
 def _refused_card(refused: Sequence[Refused]) -> str:
@@ -153,9 +179,17 @@ def _step_card(best: Prediction) -> str:
     """The simulated step of the first plan, a rank of each place on the pipeline axis."""
     if best.timeline is None:
         return ""
-    if sum(map(len, best.timeline.values())) > MAX_BLOCKS:
-        return ""
-    lanes = timeline_lanes(best.timeline, name="rank" if best.plan.pp == 1 else "pp")
+    timeline = best.timeline
+    if sum(map(len, timeline.values())) > MAX_BLOCKS:
+        timeline = {place: _computes(actions) for place, actions in timeline.items()}
+    if sum(map(len, timeline.values())) > MAX_BLOCKS:
+        return "<h2>One step, predicted</h2><p>It has too many actions to be drawn.</p>"
+    lanes = timeline_lanes(timeline, name="rank" if best.plan.pp == 1 else "pp")
     drawing = lane_chart(lanes, end=1e3 * makespan(best.timeline), title="One step, predicted", x="time, ms")
-    legend = timeline_legend(best.timeline, has_waits=False)
+    legend = timeline_legend(timeline, has_waits=False)
     return f'<h2>One step, predicted</h2><div class="scroll">{drawing}</div><p class="note">{legend}</p>'
+
+
+def _computes(actions: Sequence[TimedAction]) -> tuple[TimedAction, ...]:
+    """The actions of the compute lane."""
+    return tuple(timed for timed in actions if lane_of(timed.action) == COMPUTE_LANE)

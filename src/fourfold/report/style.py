@@ -123,7 +123,9 @@ _NARROW = """
   .listed tr:last-child { border-bottom: 0 }
   .listed td, .listed td:last-child { border: 0; padding: 1px 0; width: auto }
   .listed td:last-child { flex: 1 0 100% }
-  .memory tr, .memory tr:first-child { display: table-row }
+  .memory tr, .memory tr:first-child, .plans tr, .plans tr:first-child { display: table-row }
+  .plans td:last-child { white-space: nowrap }
+  .plans th, .plans td, .plans td:last-child,
   .memory th, .memory td, .memory td:last-child { padding: 4px; border-bottom: 1px solid var(--grid); font-size: 13px }
   .memory th { white-space: normal }
   .faults td:nth-child(2) { font-weight: 600 }

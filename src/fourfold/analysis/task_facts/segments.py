@@ -9,7 +9,7 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -45,6 +45,18 @@ def _setting(value: Any) -> object:
     return repr(value) if isinstance(value, tuple | list | dict | set) else id(value)
 
 
+class Boundary(NamedTuple):
+    """What crosses from one stage to the next. `columns`: the last dim."""
+
+    num_bytes: float
+    columns: int
+    element_bytes: int
+
+    @classmethod
+    def of(cls, hidden: Tensor | None) -> "Boundary | None":
+        return None if hidden is None else cls(hidden.nbytes, hidden.shape[-1], hidden.element_size())
+
+
 class SegmentTracker:
     """Knows which segment computes. `on_switch(segment)` is called when one has ended its forward."""
 
@@ -53,7 +65,7 @@ class SegmentTracker:
         self.current = FIRST
         self.passed = set[int]()
         """Segments of blocks in whose place their input was returned."""
-        self.boundary: Tensor | None = None
+        self.boundary = Boundary(0.0, 0, 4)
         """What the first block has returned."""
         self._outputs: dict[int, Any] = {}
         self._arguments: dict[int, list[tuple[object, ...]]] = {}
@@ -98,7 +110,7 @@ class SegmentTracker:
     def _end(self, place: int, output: Any) -> None:
         self._outputs.setdefault(place, output)
         if place == 0:
-            self.boundary = next(tree_leaves(output), None)
+            self.boundary = Boundary.of(next(tree_leaves(output), None)) or self.boundary
         self._on_switch(place + 1)
         if place == len(self._blocks) - 1:
             self.current = self.last
@@ -120,7 +132,8 @@ class SegmentTracker:
         return run
 
     def end(self) -> None:
-        """The forward has ended, with the loss."""
+        """The forward has ended, with the loss. Nothing that it has made is held."""
+        self._outputs.clear()
         self._on_switch(self.last if self._blocks else FIRST)
 
 

@@ -7,7 +7,6 @@ Law: facts are counted, not guessed: on the meta device, with the modules, shard
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import NamedTuple
 
 from torch import nn
 
@@ -18,6 +17,7 @@ from fourfold.analysis.task_facts.fake_ranks import RecordedCollective
 from fourfold.analysis.task_facts.fake_step import FakeModel, record_forward
 from fourfold.analysis.task_facts.laid_out_model import FakeBatch, lay_out
 from fourfold.analysis.task_facts.sample_operations import operations_of_sample
+from fourfold.analysis.task_facts.segments import Boundary
 from fourfold.feed.data_input import open_data
 from fourfold.feed.sample_rng import fetch_one
 from fourfold.feed.stream import Stream
@@ -241,19 +241,10 @@ class _Counted:
             for call in forward | backward | full | selective
         ]
 
-    def _boundary(self) -> "_Boundary":
-        hidden = self._forwards[FEW].tracker.boundary
-        if hidden is None:
-            return _Boundary(0.0, 0, 4)
-        return _Boundary(hidden.nbytes / FEW, hidden.shape[-1], hidden.element_size())
-
-
-class _Boundary(NamedTuple):
-    """What crosses from one stage to the next, for one sample."""
-
-    num_bytes: float
-    columns: int
-    element_bytes: int
+    def _boundary(self) -> Boundary:
+        """Of one sample."""
+        found = self._forwards[FEW].tracker.boundary
+        return found._replace(num_bytes=found.num_bytes / FEW)
 
 
 def _by_tensor(calls: Mapping[RecordedCollective, int], *, in_backward: bool) -> Counter[tuple[Change, float]]:

@@ -135,11 +135,13 @@ class _StageBytes(NamedTuple):
     kept      from its forward until its backward: what was received, and what autograd keeps
     most      while its forward or backward runs; what the segments behind the running one have kept is freed by then
     deferred  between the halves of its backward, in place of `kept`: both factors of the gradients of weights
+    most_of_first_half  as `most`, with the factors of the segments behind the running one
     """
 
     kept: float
     most: float
     deferred: float
+    most_of_first_half: float
 
 
 def _stage_bytes(blueprint: Blueprint, segments: Sequence[SegmentFacts], samples: int, received: float) -> _StageBytes:
@@ -147,11 +149,14 @@ def _stage_bytes(blueprint: Blueprint, segments: Sequence[SegmentFacts], samples
     # A copy of a tied weight is no parameter: the first half makes its gradient.
     copied = {tuple(sorted(spec.local_shape)) for spec in blueprint.specs if spec.is_tied} if received else set()
     width = COMPUTE_FORMATS[plan.precision].num_bytes if plan.precision in COMPUTE_FORMATS else FULL_BYTES
-    kept = most = received
-    for segment in segments:
-        kept += segment.saved_bytes[plan.recompute] * samples
-        most = max(most, kept + segment.most_temporary_bytes(samples, plan.recompute))
-    return _StageBytes(kept, most, sum(_factor_elements(each, copied) for each in segments) * width * samples)
+    factors = [_factor_elements(segment, copied) * width * samples for segment in segments]
+    kept = most = most_of_first_half = received
+    behind = deferred = sum(factors)
+    for segment, own in zip(segments, factors, strict=True):
+        kept, behind = kept + segment.saved_bytes[plan.recompute] * samples, behind - own
+        now = kept + segment.most_temporary_bytes(samples, plan.recompute)
+        most, most_of_first_half = max(most, now), max(most_of_first_half, now + behind)
+    return _StageBytes(kept, most, deferred, most_of_first_half)
 
 
 def output_bytes(plan: Plan, segments: Sequence[SegmentFacts]) -> float:
@@ -180,8 +185,9 @@ def _working_bytes(actions: Sequence[Action], stages: Mapping[int, _StageBytes])
             others -= each.deferred
             now = _WorkingBytes(others + each.deferred, 0.0)
         else:
+            most = each.most_of_first_half if verb is Verb.BACKWARD_INPUT else each.most
             others -= each.kept * (verb is not Verb.FORWARD)
-            now = _WorkingBytes(others + each.kept, each.most - each.kept)
+            now = _WorkingBytes(others + each.kept, most - each.kept)
             others += {Verb.FORWARD: each.kept, Verb.BACKWARD_INPUT: each.deferred}.get(verb, 0.0)
         worst = max(worst, now, key=sum)
     return worst
