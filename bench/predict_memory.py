@@ -1,8 +1,8 @@
 """Bytes predicted next to bytes held: a task on every mesh of four ranks, and at every zero level.
 
 kept     by all ranks from step to step: as counted (`parts/memory.py`), over what the facts and the plan predict
-peak     of all ranks, beyond what their processes had before there was a model: the most that the kernel has counted
-         (PSS of private and shared memory, sampled), over the predicted peak
+peak     of all ranks in later steps, beyond what their processes had before there was a model: the most that the
+         kernel has counted (PSS of private and shared memory, sampled), over the predicted peak
 Law: no step is timed, so other processes do not disturb.
 
     python -m bench.predict_memory [--cases gpt,mlp,lm] [--only pp2-tp2,…] [--steps 6]
@@ -66,7 +66,8 @@ def measure(case: str, name: str, fields: Mapping[str, object], source: TaskFact
     peak = PeakMemory()
     with World(words, TASKS[case], num_ranks=RANKS, limit_seconds=LIMIT_SECONDS, module=MODULE) as world:
         before = sum(reply["before"] for reply in world.ready_replies)
-        replies = world.run_turn(untimed=UNTIMED, timed=steps, sample=peak.sample)
+        world.run_turn(untimed=UNTIMED, timed=1)  # what the dry run and the first step have freed is returned
+        replies = world.run_turn(untimed=0, timed=steps, sample=peak.sample)
     total = sum(part.total for part in predicted) * RANKS / len(predicted)
     kept = sum(reply["kept"] for reply in replies)
     return MemoryRow(name, kept, kept_bytes(plan, predicted), peak.own_bytes - before, total, peak.pss_bytes)

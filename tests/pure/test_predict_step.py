@@ -323,3 +323,12 @@ def test_ranks_that_share_memory_also_add_up_what_a_codec_has_sent(shares_memory
         inside = prices.collective(Change.ALL_REDUCE, size, shape) + prices.memory_pass(size)
         assert cost.own == pytest.approx(coded + (inside if shares_memory else 0.0))
         assert (cost.sent > 0.0) is not shares_memory
+
+
+@pytest.mark.parametrize(("schedule", "passes"), [("1f1b", 3), ("zero-bubble", 0)])
+def test_later_microbatches_add_their_gradients_in_passes_of_their_own_unless_backwards_are_divided(schedule, passes):
+    facts, free = ChainFacts(), LinearPrices(FREE, FREE, 0.0, 0.0, FREE, 1e9, FREE)
+    terms = predict(Plan(pp=2, microbatches=4, schedule=schedule), free, facts).terms
+    # Both stages have as many gradients, and add them three times.
+    of_a_stage = sum(spec.num_bytes for spec in facts.specs(Plan(pp=2)) if spec.stage == 1)
+    assert terms.compute == pytest.approx(3 * passes * of_a_stage / 1e9, abs=1e-12)

@@ -1,5 +1,6 @@
 """Laws of what a pipeline receives: as many buffers as the schedule has in flight, used again and again."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -52,7 +53,11 @@ def test_over_a_network_a_stage_has_a_buffer_for_each_microbatch_in_flight(field
 
     first, *others = run(fields, 3, body)
     assert first[0] is None
-    assert [buffers for buffers, _ in others] == [(peak.microbatches, 0) for _, peak in others]
+    # What a stage has received is needed until its gradient is there, which is before W.
+    expected = {"gpipe": [8, 8], "1f1b": [2, 1], "zero-bubble": [3, 1]}[fields["schedule"]]
+    assert [buffers for buffers, _ in others] == [(count, 0) for count in expected]
+    if fields["schedule"] != "zero-bubble":
+        assert [peak.microbatches for _, peak in others] == expected
 
 
 def test_on_a_host_a_sender_writes_as_many_slots_as_1f1b_has_microbatches_in_flight():
@@ -61,6 +66,8 @@ def test_on_a_host_a_sender_writes_as_many_slots_as_1f1b_has_microbatches_in_fli
         assert sender is None or isinstance(sender, SharedMemorySender)
         return 0 if sender is None else sum(map(bool, sender._num_written))
 
-    *senders, last = run({"schedule": "1f1b"}, 1, body)
-    assert last[0] == 0
-    assert all(1 < slots <= peak.microbatches for slots, peak in senders)
+    stages = run({"schedule": "1f1b"}, 1, body)
+    assert stages[-1][0] == 0
+    # At least what the next stage holds at a time; how many more depends on how far ahead of it the sender is.
+    for (slots, peak), (_, of_next) in itertools.pairwise(stages):
+        assert of_next.microbatches <= slots <= peak.microbatches

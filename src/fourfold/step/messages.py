@@ -46,9 +46,12 @@ def send_backward(step: StepState, action: Action) -> None:
     """The gradients of what was received, to the stage before."""
     edge = step.parts.edges.to_previous
     if step.microbatches[action.index].num_samples and edge is not None:
-        tensors = step.received.pop((action.stage, action.index))
-        needed = [each for each in tensors if each.requires_grad]
-        gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in needed]
+        # No name is left for what was received: its slot is free before the stage before gets the gradient.
+        gradients = [
+            torch.zeros_like(each) if each.grad is None else each.grad
+            for each in step.received.pop((action.stage, action.index))
+            if each.requires_grad
+        ]
         kept = step.kept.pop((action.stage - 1, action.index))
         edge.send(step.parts.compression.pack_gradients(gradients, kept))
 

@@ -124,7 +124,18 @@ class Stager:
             self._num_needs.update(self._ahead[-1])
             for shard in sorted(self._ahead[-1] - self._copies.keys()):
                 self._copies[shard] = copy = _Copy(shard)
-                self._queue.put(copy)
+                self._open(copy)
+                if copy.state is _State.QUEUED:
+                    self._queue.put(copy)
+
+    def _open(self, copy: _Copy) -> None:
+        """Hold the copy that the cache has already, so that nothing is read from the origin until a thread is free."""
+        try:
+            copy.staged = self._cache.open(self._shards[copy.shard])
+        except (DataError, OSError) as error:  # raised where the shard is read
+            copy.error = error
+        if copy.staged is not None or copy.error is not None:
+            copy.state = _State.DONE
 
     def _give_up(self, shards: set[int]) -> None:
         with self._changed:

@@ -1,8 +1,9 @@
 """In flight: how many microbatches' tensors a schedule keeps alive, counted from its list.
 
 in flight  the microbatches of a stage whose forward has run and whose backward (B, or W) has not ended: their
-           activations are alive, and so is what the stage received for them
-deferred   those between I and W: the gradients of their outputs are alive too
+           activations are alive
+deferred   those between I and W: the gradients of their outputs are alive too, and the rest of the graph is gone, with
+           what the stage received
 Law: the counts follow from the order on one index alone, whatever the speed of the others.
 """
 

@@ -70,7 +70,8 @@ class BucketPrices:
 
     def _price_gradients(self, made: int, kept: int, is_first: bool) -> float:
         if self._blueprint.has_unbucketed_grads:
-            return 0.0 if is_first else self._prices.memory_pass(3 * made)
+            # A second half adds its products to the gradients while it makes them.
+            return 0.0 if is_first or self._plan.divides_backward else self._prices.memory_pass(3 * made)
         copies = is_first or self._group.resting_layouts.gradient == SPLIT
         return self._prices.memory_pass(made + (1 if copies else 2) * kept)
 
