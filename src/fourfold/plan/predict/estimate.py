@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from operator import attrgetter
 
 from fourfold.plan.plan import Plan
+from fourfold.plan.predict.action_costs import slowed
 from fourfold.plan.predict.bucket_table import BucketTable, Extras, PlaceData
 from fourfold.plan.predict.collectives import shape_of
 from fourfold.plan.predict.edges import EdgeMessages
@@ -94,7 +95,8 @@ class Estimator:
             for each, extra in zip(computes, added, strict=True)
         ]
         if plan.pp == 1:
-            return PipelineSeconds([0.0], [plan.microbatches * (forwards[0] + inputs[0] + weights[0])])
+            pace = forwards[0] + inputs[0] + weights[0]
+            return PipelineSeconds([0.0], [plan.microbatches * pace], pace)
         edges, tie = self._edge_seconds(plan, samples)
         run = FORMS[plan.schedule](PlaceTimes(forwards, inputs, weights, edges), plan.pipeline_spec)
         if tie:  # the last place waits for the weight, and the first one receives its gradient
@@ -169,9 +171,12 @@ class _PlaceSteps:
         own, run = self._data[place], self._run
         reduced = run.ends[place] + self._tail(place).all
         if has_rounds(self._plan):
+            # From when the first bucket is ready in the first backward; backwards come at the pace of the slowest place.
             compute = self._computes[place]
-            ready = compute.forward_seconds + compute.backward_seconds * (1.0 - own.waits[0].fraction_left)
-            reduced = max(reduced, run.starts[place] + ready + self._plan.microbatches * own.reduce.sent)
+            left = compute.backward_seconds * own.waits[0].fraction_left
+            left += min(left, slowed(self._slowdown, own.reduce.sent, left + compute.forward_seconds))
+            ready = run.ends[place] - (self._plan.microbatches - 1) * run.pace - left
+            reduced = max(reduced, ready + self._plan.microbatches * own.reduce.sent)
         return reduced
 
     def seconds(self, place: int) -> float:

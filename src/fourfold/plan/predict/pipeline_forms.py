@@ -38,10 +38,11 @@ class PlaceTimes:
 
 
 class PipelineSeconds(NamedTuple):
-    """By place."""
+    """By place. `pace`: from one backward of a place to its next one, once the pipeline is full."""
 
     starts: Sequence[float]
     ends: Sequence[float]
+    pace: float
 
 
 def _cycle(times: PlaceTimes, spec: PipelineSpec) -> float:
@@ -61,23 +62,24 @@ def _until(times: Sequence[float], edges: Sequence[float], spec: PipelineSpec) -
     return list(itertools.accumulate(hops[: spec.pp - 1], initial=0.0))
 
 
-def _from_first_to_first(times: PlaceTimes, spec: PipelineSpec, seconds: float) -> PipelineSeconds:
+def _from_first_to_first(times: PlaceTimes, spec: PipelineSpec, seconds: float, pace: float) -> PipelineSeconds:
     """Places begin when the first forward reaches them; they end one after the other, the first place last."""
     ends = [seconds - each for each in _until(times.backwards, times.edges, spec)]
-    return PipelineSeconds(_until(times.forwards, times.edges, spec), ends)
+    return PipelineSeconds(_until(times.forwards, times.edges, spec), ends, pace)
 
 
 def _gpipe(times: PlaceTimes, spec: PipelineSpec) -> PipelineSeconds:
     edges = times.edges[: spec.pp - 1]
     ramp = sum(times.totals) + 2 * sum(edges)
-    slowest = max(*times.forwards, *edges) + max(*times.backwards, *edges)
-    return _from_first_to_first(times, spec, ramp + (spec.microbatches - 1) * slowest)
+    forward, backward = max(*times.forwards, *edges), max(*times.backwards, *edges)
+    return _from_first_to_first(times, spec, ramp + (spec.microbatches - 1) * (forward + backward), backward)
 
 
 def _one_f_one_b(times: PlaceTimes, spec: PipelineSpec) -> PipelineSeconds:
     seconds = max(_while_busy(times, spec, place) for place in range(spec.pp))
-    messages = 2 * sum(times.edges[: spec.pp - 1]) + (spec.microbatches - 1) * (_cycle(times, spec) - max(times.totals))
-    return _from_first_to_first(times, spec, seconds + messages)
+    cycle = _cycle(times, spec)
+    messages = 2 * sum(times.edges[: spec.pp - 1]) + (spec.microbatches - 1) * (cycle - max(times.totals))
+    return _from_first_to_first(times, spec, seconds + messages, cycle)
 
 
 def _while_busy(times: PlaceTimes, spec: PipelineSpec, place: int) -> float:
@@ -97,7 +99,7 @@ def _interleaved(times: PlaceTimes, spec: PipelineSpec) -> PipelineSeconds:
     slowest = max(times.totals)
     chains = 2 * (sum(times.edges[: spec.pp - 1]) + (spec.interleave - 1) * sum(times.edges[: spec.pp]))
     ramp = (sum(times.totals) - slowest) / spec.interleave + chains
-    return _from_first_to_first(times, spec, ramp + spec.microbatches * slowest)
+    return _from_first_to_first(times, spec, ramp + spec.microbatches * slowest, slowest)
 
 
 def _zero_bubble(times: PlaceTimes, spec: PipelineSpec) -> PipelineSeconds:
@@ -110,12 +112,13 @@ def _zero_bubble(times: PlaceTimes, spec: PipelineSpec) -> PipelineSeconds:
     span = bubble + spec.microbatches * times.totals[slowest]
     # With the limit of H1 all places end together, with that of H2 they end as they have begun.
     staggered = max(0.0, num_deferred - (p - 1)) / (p - 1)
-    return PipelineSeconds(starts, [span + staggered * start for start in starts])
+    return PipelineSeconds(starts, [span + staggered * start for start in starts], times.totals[slowest])
 
 
 def _undrained(times: PlaceTimes, spec: PipelineSpec) -> PipelineSeconds:
     endless = spec._replace(microbatches=spec.pp + spec.microbatches)
-    return PipelineSeconds([0.0] * spec.pp, [spec.microbatches * _cycle(times, endless)] * spec.pp)
+    cycle = _cycle(times, endless)
+    return PipelineSeconds([0.0] * spec.pp, [spec.microbatches * cycle] * spec.pp, cycle)
 
 
 FORMS: dict[str, Callable[[PlaceTimes, PipelineSpec], PipelineSeconds]] = {

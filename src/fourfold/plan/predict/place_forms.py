@@ -10,8 +10,10 @@ from typing import NamedTuple
 
 from fourfold.plan.plan import Plan
 from fourfold.plan.predict.action_costs import slowed
-from fourfold.plan.predict.bucket_table import Extras, PlaceData
+from fourfold.plan.predict.bucket_table import Extras, PlaceData, Wait
 from fourfold.plan.predict.stage_table import PlaceCompute
+
+ROUNDING = 1e-9
 
 
 class Tail(NamedTuple):
@@ -36,15 +38,15 @@ def extras(plan: Plan, compute: PlaceCompute, data: PlaceData, slowdown: float) 
     if not (data.unshard.own or data.unshard.sent or has_rounds(plan)):
         return data.plain_extras
     forward, backward = compute.forward_seconds, compute.backward_seconds
-    # The first bucket of each stage is waited for; then buckets come while those before them are used.
-    own, sent, first = data.unshard.own, data.unshard.sent, data.unshard.first * plan.interleave
-    shown = 1.0 - min(1.0, plan.interleave / data.num_buckets)
+    # All buckets of the first segment of a stage are waited for; then others come while those before them are used.
+    own, sent = data.unshard.own, data.unshard.sent
+    in_front = min(1.0, plan.interleave / min(data.num_buckets, compute.num_segments))
     waits = [
-        own + first + slowed(slowdown, sent, phase) + max(0.0, sent - first - shown * phase)
+        own + slowed(slowdown, sent, phase) + max(in_front * sent, sent - (1.0 - in_front) * phase)
         for phase in (forward, backward)
     ]
     if has_rounds(plan):
-        waits[1] += data.reduce.own + slowed(slowdown, data.reduce.sent, shown * backward + forward)
+        waits[1] += data.reduce.own + slowed(slowdown, data.reduce.sent, (1.0 - in_front) * backward + forward)
     return Extras(waits[0], waits[1], data.gradients[1])
 
 
@@ -54,16 +56,22 @@ def tail(plan: Plan, compute: PlaceCompute, data: PlaceData, extra: Extras, slow
         return Tail(0.0, 0.0)
     # The last backward is that of the first stage; its buckets are ready one after the other.
     backward, share = compute.first_stage[divides_backward(plan)], 1.0 / plan.interleave
-    window = backward * data.waits[0].fraction_left
+    num_segments = max(1.0, compute.num_segments // plan.interleave)
+    window = backward * _ready(data.waits[0], num_segments)
     earliest = -math.inf
     if data.unshard.sent:  # gathers of the same phase go first
         earliest = data.unshard.sent - (compute.backward_seconds + extra.backward)
     own = 0.0 if has_rounds(plan) else data.reduce.own + slowed(slowdown, data.reduce.sent * share, window)
     if not data.reduce.sent:
         return Tail(own, own)
-    late = max(each.sent * share - each.fraction_left * backward for each in data.waits)
+    late = max(each.sent * share - _ready(each, num_segments) * backward for each in data.waits)
     first = max(0.0, data.reduce.first - window, earliest + data.reduce.first)
     return Tail(own + first, own + max(late, earliest + data.reduce.sent))
+
+
+def _ready(wait: Wait, num_segments: float) -> float:
+    """The fraction of a backward that is left when a bucket is ready: whole segments."""
+    return math.floor(wait.fraction_left * num_segments + ROUNDING) / num_segments
 
 
 def update_seconds(plan: Plan, compute: PlaceCompute, data: PlaceData, reduced: Tail) -> float:

@@ -40,6 +40,7 @@ class PlaceCompute(NamedTuple):
     deferred_bytes: float
     temporary_bytes: float
     first_half_bytes: float
+    num_segments: int
     forward_seconds: float
     input_seconds: float
     weight_seconds: float
@@ -170,6 +171,7 @@ def _place(sums: _Segments, ranges: Sequence[tuple[int, int]], received: float, 
         deferred_bytes=total(sums.deferred),
         temporary_bytes=max(temporary),
         first_half_bytes=max(map(operator.add, temporary, deferred_behind)),
+        num_segments=len(running),
         forward_seconds=sum(forward),
         input_seconds=sum(backward_input),
         weight_seconds=sum(backward_weight),
