@@ -171,7 +171,7 @@ class _PlaceSteps:
         own, run = self._data[place], self._run
         reduced = run.ends[place] + self._tail(place).all
         if has_rounds(self._plan):
-            # From when the first bucket is ready in the first backward; backwards come at the pace of the slowest place.
+            # From when the first bucket is ready in the first backward; the slowest place sets the pace of backwards.
             compute = self._computes[place]
             left = compute.backward_seconds * own.waits[0].fraction_left
             left += min(left, slowed(self._slowdown, own.reduce.sent, left + compute.forward_seconds))
