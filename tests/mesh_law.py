@@ -1,6 +1,6 @@
 """The law of the mesh: every pp × dp × sp × tp of eight ranks trains as one device, `lm` and a transformers model.
 
-mesh     one of the twenty factorizations of eight ranks
+mesh     one of the twenty factorizations of eight ranks, or of those of fewer
 variant  zero level, update, schedule and optimizer, which rotate over the meshes: crossing them would take hours
 Law: losses, gradient norms and weights after each training deviate from the one-process oracle's by 1e-9 at most.
 """
@@ -25,14 +25,21 @@ from tests.cases import Case
 
 NUM_RANKS, LENGTH, MAX_LAYERS, CLIP = 8, 16, 8, 0.05
 DIVISORS = (1, 2, 4, 8)
-MESHES = tuple(
-    (pp, dp, sp, tp)
-    for pp in DIVISORS
-    for dp in DIVISORS
-    for sp in DIVISORS
-    for tp in DIVISORS
-    if pp * dp * sp * tp == NUM_RANKS
-)
+
+
+def meshes(num_ranks: int) -> tuple[tuple[int, int, int, int], ...]:
+    """Those of so many ranks, a power of two up to 8."""
+    return tuple(
+        (pp, dp, sp, tp)
+        for pp in DIVISORS
+        for dp in DIVISORS
+        for sp in DIVISORS
+        for tp in DIVISORS
+        if pp * dp * sp * tp == num_ranks
+    )
+
+
+MESHES = meshes(NUM_RANKS)
 MODELS = ("lm", "gpt2")
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero-bubble")
 OPTIMIZERS = ("AdamW", "SGD", "LAMB")
@@ -54,7 +61,7 @@ class Variant(NamedTuple):
 def variant(mesh: tuple[int, int, int, int], model: str) -> Variant:
     """That of a mesh: the fields rotate with its number, one after the other as they are legal together."""
     pp, dp, sp, tp = mesh
-    number = MESHES.index(mesh) + MODELS.index(model)
+    number = meshes(pp * dp * sp * tp).index(mesh) + MODELS.index(model)
     schedule = SCHEDULES[number % len(SCHEDULES)] if pp > 1 else "1f1b"
     if schedule == "interleaved" and pp == MAX_LAYERS:  # a block for each stage, and no more
         schedule = "gpipe"

@@ -60,7 +60,7 @@ def deviation(got: TrainingResult, oracle: TrainingResult) -> float:
 
 
 def _relative_error(a: Any, b: Any) -> float:
-    a, b = (torch.as_tensor(value) for value in (a, b))
+    a, b = (torch.as_tensor(value).cpu() for value in (a, b))
     wide = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64
     a, b = a.to(wide), b.to(wide)
     if a.shape != b.shape:

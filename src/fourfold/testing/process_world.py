@@ -30,6 +30,7 @@ TIME_LIMIT_SECONDS = 300.0
 START_TIMEOUT_SECONDS = 300.0
 CASES_PER_GC = 16
 STDERR = 2
+BACKEND = "FOURFOLD_TESTING_BACKEND"
 IMPORTED_ONCE = ("torch.distributed", "torch._dynamo", "fourfold.trainer.train")
 """Torch's optimizers import torch._dynamo at their first step, which takes more than a second: the oracle makes one."""
 
@@ -39,10 +40,14 @@ class CaseFailed(AssertionError):
 
 
 class SpawnedWorld:
-    """`size` processes, started at the first case; on `hosts`, if given."""
+    """`size` processes, started at the first case; on `hosts`, if given.
 
-    def __init__(self, size: int, *, root: Path, hosts: Hosts | None = None) -> None:
-        self.size, self._root, self._hosts = size, root, hosts
+    num_gpus  of this machine: the ranks use them in turn and meet over NCCL. 0: the CPU and gloo. Where there are more
+              ranks than GPUs they share them, each round as a host of its own: NCCL takes a GPU once per host
+    """
+
+    def __init__(self, size: int, *, root: Path, hosts: Hosts | None = None, num_gpus: int = 0) -> None:
+        self.size, self._root, self._hosts, self._num_gpus = size, root, hosts, num_gpus
         self._processes: list[subprocess.Popen[Any]] = []
         """One per host: it has forked the ranks of the host, and ends with them."""
         self._jobs: list[TextIO] = []
@@ -112,8 +117,13 @@ class SpawnedWorld:
     def _variables(self, rank: int) -> dict[str, str]:
         if self._hosts is not None:
             return self._hosts.rank_environ(rank, self.size)
-        places = {"RANK": rank, "WORLD_SIZE": self.size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": self.size}
-        return {name: str(place) for name, place in places.items()}
+        host, local_rank = divmod(rank, self._num_gpus or self.size)
+        local_size = min(self._num_gpus or self.size, self.size)
+        places = {"RANK": rank, "WORLD_SIZE": self.size, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": local_size}
+        variables = {name: str(place) for name, place in places.items()}
+        if self._num_gpus:
+            variables |= {"NCCL_HOSTID": f"host {host}", "NCCL_SOCKET_IFNAME": "lo", BACKEND: "nccl"}
+        return variables
 
     def _read_answers(self, deadline: float) -> list[dict[str, Any] | None]:
         """One line of JSON from each rank; None from a rank that ended or did not answer in time."""
@@ -168,10 +178,14 @@ def _close(descriptors: Iterable[int]) -> None:
 
 def _serve(rendezvous: str, jobs: TextIO, answers: TextIO) -> NoReturn:
     """The main loop of one rank: join, then run a case per line until the input ends."""
+    import torch
     import torch.distributed as dist
 
     size, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=size)
+    backend = os.environ.get(BACKEND, "gloo")
+    if backend == "nccl":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group(backend, init_method=f"file://{rendezvous}", rank=rank, world_size=size)
     _write_answer(answers, {"started": True})
     for number, line in enumerate(jobs):
         if number % CASES_PER_GC == CASES_PER_GC - 1:
