@@ -104,6 +104,7 @@ class LinearPrices:
     overlap_slowdown: float = 1.0
     action_seconds: float = 0.0
     step_seconds: float = 0.0
+    waiting_share: float = 1.0
 
     def segment(self, facts: SegmentFacts, plan: Plan, num_samples: float) -> SegmentSeconds:
         forward = facts.flops * num_samples / self.flops
@@ -145,6 +146,9 @@ class LinearPrices:
 
     def slowdown(self) -> float:
         return self.overlap_slowdown
+
+    def waiting(self) -> float:
+        return self.waiting_share
 
     def between_actions(self) -> float:
         return self.action_seconds

@@ -102,7 +102,7 @@ def test_the_unit_that_was_meant_is_offered(text, dimension, meant):
 
 
 def test_descriptions_that_come_with_fourfold():
-    assert cluster_names() == ["dgx-a100", "dgx-h100", "p100", "v100"]
+    assert cluster_names() == ["dgx-a100", "dgx-h100", "dgx-h200", "p100", "v100"]
     for name in cluster_names():
         cluster = load_cluster(name)
         assert cluster.device == "cuda"

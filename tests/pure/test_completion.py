@@ -42,7 +42,7 @@ def test_a_word_is_completed_by_what_may_stand_in_its_place(tmp_path, monkeypatc
     assert offered("train lm dp=2 dp") == []
     assert offered("train plan") == ["plan=auto"]
     assert offered("show plan") == offered("train plan=auto plan") == []
-    assert offered("plan lm cluster=dgx") == ["cluster=dgx-a100", "cluster=dgx-h100"]
+    assert offered("plan lm cluster=dgx") == ["cluster=dgx-a100", "cluster=dgx-h100", "cluster=dgx-h200"]
     assert offered("plan lm ask:") == [f"ask:{name}" for name in ask_names()]
     assert offered("plan lm overwrite=") == ["overwrite=false", "overwrite=true"]
     assert {"calibrate", "gpt", "lm", "first", "devices=", "tp=", "length="} <= set(offered("plan "))

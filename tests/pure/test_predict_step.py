@@ -107,11 +107,17 @@ def test_terms_are_where_the_seconds_of_the_longest_span_go(case):
 
 
 @settings(max_examples=60, deadline=None)
-@given(case=cases(), name=st.sampled_from(COSTS), factor=st.sampled_from([1.1, 3.0]))
-def test_what_is_dearer_never_makes_a_step_cheaper(case, name, factor):
+@given(
+    case=cases(),
+    name=st.sampled_from(COSTS),
+    factor=st.sampled_from([1.1, 3.0]),
+    waiting=st.sampled_from([1.0, 0.5]),  # all of a wait counts, or ranks share cores
+)
+def test_what_is_dearer_never_makes_a_step_cheaper(case, name, factor, waiting):
+    given_prices = replace(case.prices, waiting_share=waiting)
     before, after = (
         predict_step(case.blueprint, case.facts, prices).seconds
-        for prices in (case.prices, dearer(case.prices, name, factor))
+        for prices in (given_prices, dearer(given_prices, name, factor))
     )
     assert after >= before * (1 - 1e-9)
 
@@ -185,6 +191,20 @@ def test_bubbles_without_communication_are_the_closed_forms(schedule, pp, rounds
 @pytest.mark.parametrize("fillings", [1, 2])
 def test_bubbles_of_the_zero_bubble_schedules_are_the_closed_forms(pp, fillings):
     check_bubble("zero-bubble", pp, 3 * pp, 1, None if fillings == 1 else 2 * pp - 1)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
+def test_waits_of_ranks_that_share_cores_cost_half(schedule):
+    """Four ranks on two cores: while two of them wait, the others compute twice as fast."""
+    facts = ChainFacts(8, batch_size=16, end_factor=0.0)
+    plan = Plan(pp=4, microbatches=4, schedule=schedule)
+    blueprint = lower(plan, facts.specs(plan), Topology.regular(hosts=1, ranks_per_host=4), facts.update_spec)
+    whole, half = (
+        predict_step(blueprint, facts, replace(LinearPrices(bandwidth=1e6), waiting_share=share)).terms
+        for share in (1.0, 0.5)
+    )
+    assert whole.bubble > 0
+    assert half == whole._replace(bubble=whole.bubble / 2)
 
 
 def check_bubble(schedule: str, pp: int, microbatches: int, interleave: int, limit: int | None) -> None:

@@ -2,6 +2,7 @@
 
 import functools
 import re
+import sys
 
 import pytest
 import torch
@@ -188,6 +189,20 @@ def test_an_intercepted_call_has_the_dtypes_of_autocast():
         with intercept_attention(target):
             assert torch.equal(F.scaled_dot_product_attention(q, k, v.bfloat16(), mask), expected)
     assert intercepted == [torch.bfloat16] * 4
+
+
+def test_what_stands_in_for_a_module_is_passed_over(monkeypatch):
+    class StandIn:  # as Cython's, it has attributes and no name
+        def __init__(self) -> None:
+            self.attention = F.scaled_dot_product_attention
+
+    stand_in = StandIn()
+    monkeypatch.setitem(sys.modules, "a_stand_in", stand_in)  # type: ignore[arg-type]
+    q = torch.randn(1, 1, 2, 4)
+    calls: list[AttentionCall] = []
+    with intercept_attention(lambda call: (calls.append(call), call.run_sdpa())[1]):
+        stand_in.attention(q, q, q)
+    assert len(calls) == 1
 
 
 def test_positions_that_the_model_computes_itself_are_refused():

@@ -81,7 +81,7 @@ def precision_deviations(cases: list[dict[str, Any]], host: str | None = None) -
             precision_oracle.train_steps(step, case).weights,
             precision_oracle.train_oracle(case, size).weights,
         )
-        deviations.append(max((got[name] - weight).abs().max().item() for name, weight in expected.items()))
+        deviations.append(max((got[name].cpu() - weight).abs().max().item() for name, weight in expected.items()))
     return deviations
 
 

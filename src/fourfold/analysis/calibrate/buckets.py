@@ -8,7 +8,6 @@ Law: gradients are written before a reduction as a backward writes them, by thei
 """
 
 import dataclasses
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from statistics import median
 from typing import NamedTuple
@@ -17,7 +16,7 @@ import torch
 from torch import nn
 
 from fourfold.analysis.calibrate.probe import Probe, make_probe
-from fourfold.analysis.calibrate.timing import Points, Turns
+from fourfold.analysis.calibrate.timing import Points, Turns, now
 from fourfold.plan.plan import Plan
 from fourfold.plan.predict.curve import Curve
 from fourfold.plan.predict.prices import GroupShape
@@ -60,7 +59,8 @@ def measure_buckets(task: Task, turns: Turns) -> Iterator[BucketTimes]:
     """Reductions and gathers of every group size that divides the ranks, and the task's update. Collective."""
     ranks = turns.ranks
     crosses_hosts = ranks.num_hosts > 1
-    transports = ("by-host",) if crosses_hosts else ("by-host", "gloo")
+    has_gloo = not crosses_hosts and ranks.device.type == "cpu"
+    transports = ("by-host", "gloo") if has_gloo else ("by-host",)
     for size in (each for each in range(2, ranks.size + 1) if ranks.size % each == 0):
         for transport in transports:
             # Over messages, what is sent decides: the largest bucket would take long and show nothing new.
@@ -124,21 +124,21 @@ def _time_bucket(probe: Probe, turns: Turns, bucket: int) -> tuple[float, float,
     stage.reducer.acquire_buffer(bucket, 1.0)
     stage.reducer.grad_buffers[bucket].fill_(1e-3)
     turns.begin()
-    start = time.perf_counter()
+    start = now()
     stage.reducer.reduce_async(bucket, None, 1.0)
     stage.reducer.wait_reduce(bucket, 1.0)
-    reduced = time.perf_counter()
+    reduced = now()
     turns.begin()
-    update_start = time.perf_counter()
+    update_start = now()
     stage.optimizer.update(bucket)
-    updated = time.perf_counter()
+    updated = now()
     gather_start = gathered = updated
     if probe.blueprint.is_sharded:
         turns.begin()
-        gather_start = time.perf_counter()
+        gather_start = now()
         stage.gatherer.all_gather_async(bucket, stage.weights.flats[bucket])
         stage.gatherer.wait(bucket)
-        gathered = time.perf_counter()
+        gathered = now()
     return reduced - start, updated - update_start, gathered - gather_start
 
 

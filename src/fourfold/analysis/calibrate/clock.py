@@ -7,13 +7,13 @@ Law: the seconds of the segments add up to those of the whole pass.
 """
 
 import itertools
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
 
+from fourfold.analysis.calibrate.timing import now
 from fourfold.step.pipeline.chain import find_chain
 from fourfold.step.tensor_tree import tree_leaves
 
@@ -55,13 +55,13 @@ class SegmentClock:
 
     def _entering(self, index: int) -> Any:
         def enter(_: nn.Module, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> None:
-            self._forward.append(time.perf_counter())
+            self._forward.append(now())
             self._watch(index, [*tree_leaves(list(arguments)), *tree_leaves(dict(keywords))])
 
         return enter
 
     def _leave(self, _: nn.Module, arguments: Any, outputs: Any) -> None:
-        self._forward.append(time.perf_counter())
+        self._forward.append(now())
         self._watch(len(self._blocks), list(tree_leaves(outputs)))
 
     def _watch(self, boundary: int, values: Sequence[Any]) -> None:
@@ -70,27 +70,27 @@ class SegmentClock:
         if found:
 
             def complete(_: Tensor) -> None:
-                self._backward.setdefault(boundary, time.perf_counter())
+                self._backward.setdefault(boundary, now())
 
             found[0].register_hook(complete)
 
     def begin_forward(self) -> None:
-        self._forward, self._backward = [time.perf_counter()], {}
+        self._forward, self._backward = [now()], {}
 
     def end_forward(self) -> list[float]:
         """Seconds of the forward by segment."""
-        marks = [*self._forward, time.perf_counter()]
+        marks = [*self._forward, now()]
         if not self._blocks:  # all of the model is the first end
             marks.append(marks[-1])
         assert len(marks) == self.num_segments + 1, "the model calls each block of its chain once"
         return [stop - start for start, stop in itertools.pairwise(marks)]
 
     def begin_backward(self) -> None:
-        self._backward_start = time.perf_counter()
+        self._backward_start = now()
 
     def end_backward(self) -> list[float]:
         """Seconds of the backward by segment. A segment whose input has no gradient ends with the backward."""
-        stop, marks = time.perf_counter(), [self._backward_start]
+        stop, marks = now(), [self._backward_start]
         if not self._blocks:
             return [stop - marks[0], 0.0]
         for boundary in range(len(self._blocks), -1, -1):

@@ -26,8 +26,9 @@ def measure_codecs(turns: Turns) -> dict[str, Points]:
 def _measure(turns: Turns, spec: CodecSpec, size: int) -> tuple[float, float]:
     shape = (size // COLUMNS, COLUMNS)
     bucket = Bucket(0, (Slot("weight", 0, size),), size, "float32", 4, 0)
-    codec = make_codec(spec, bucket, [shape], device=torch.device("cpu"))
-    gradient, flat = torch.randn(size), torch.empty(size)
+    device = turns.ranks.device
+    codec = make_codec(spec, bucket, [shape], device=device)
+    gradient, flat = torch.randn(size, device=device), torch.empty(size, device=device)
 
     def run() -> None:
         flat.copy_(gradient)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import psutil
+import torch
 
 from fourfold.environment.world import num_cores
 from fourfold.plan.predict.calibration import CalibrationError, MachineIdentity
@@ -24,7 +25,8 @@ CPUINFO = Path("/proc/cpuinfo")
 
 def this_machine(num_ranks: int, *, threads: int, hosts: int = 1) -> MachineIdentity:
     """What measurements of these ranks hold for. `threads`: of one rank."""
-    return MachineIdentity(_processor(), num_cores(), version("torch"), threads, num_ranks // hosts, hosts)
+    processor = torch.cuda.get_device_name() if torch.cuda.is_available() else _processor()
+    return MachineIdentity(processor, num_cores(), version("torch"), threads, num_ranks // hosts, hosts)
 
 
 def _processor() -> str:

@@ -43,7 +43,7 @@ def measure_edges(turns: Turns) -> Points:
     edges = make_edges(ranks.on_mesh(Mesh(pp=places, dp=ranks.size // places)).along("pp"), CommMeter())
     points = []
     for num_bytes in _sizes(ranks):
-        message = torch.zeros(num_bytes // ELEMENT_BYTES)
+        message = torch.zeros(num_bytes // ELEMENT_BYTES, device=ranks.device)
 
         def run(message: Tensor = message) -> None:
             _echo(edges, message)
@@ -75,7 +75,7 @@ def _measure_exchanges(turns: Turns, size: int) -> ExchangeTimes:
     reduced: Points = []
     hops: Points = []
     for num_bytes in _sizes(ranks):
-        values = torch.zeros(num_bytes // ELEMENT_BYTES)
+        values = torch.zeros(num_bytes // ELEMENT_BYTES, device=ranks.device)
 
         def reduce(values: Tensor = values) -> None:
             tensor.all_reduce(values)

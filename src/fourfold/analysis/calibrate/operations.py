@@ -37,6 +37,11 @@ class OperationTimes(NamedTuple):
 @torch.no_grad()
 def measure_operations(turns: Turns) -> OperationTimes:
     """Collective."""
+    with turns.ranks.device:  # of all tensors below
+        return _measure_operations(turns)
+
+
+def _measure_operations(turns: Turns) -> OperationTimes:
     weight = torch.randn(WEIGHT_SIZE, WEIGHT_SIZE)
     rows = [torch.randn(count, WEIGHT_SIZE) for count in ROWS]
     return OperationTimes(

@@ -4,7 +4,6 @@ Law: they are measured on steps of a model so small that nothing else takes time
 """
 
 import functools
-import time
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 
 from fourfold.analysis.calibrate.probe import make_probe
 from fourfold.analysis.calibrate.segments import SegmentTimer
-from fourfold.analysis.calibrate.timing import NUM_TURNS, Turns
+from fourfold.analysis.calibrate.timing import NUM_TURNS, Turns, now
 from fourfold.plan.plan import Plan
 from fourfold.step.train_step import TrainStep
 from fourfold.words.task import Task
@@ -77,7 +76,8 @@ def _batch(samples: int) -> tuple[Tensor, Tensor]:
 
 def _step_seconds(turns: Turns, microbatches: int) -> float:
     task, plan = _tiny_task(), Plan(dp=turns.ranks.size, microbatches=microbatches)
-    step = TrainStep(task.model(), task.loss, task.optimizer, plan=plan, communicator=turns.ranks, same_batches="allow")
+    model = task.model().to(turns.ranks.device)
+    step = TrainStep(model, task.loss, task.optimizer, plan=plan, communicator=turns.ranks, same_batches="allow")
     batch = _batch(microbatches)
     return turns.median_seconds(lambda: step(batch))
 
@@ -87,18 +87,19 @@ def _slowdown(turns: Turns) -> float:
     if turns.ranks.size == 1:
         return 1.0
     elements = NETWORK_FLIGHT_ELEMENTS if turns.ranks.num_hosts > 1 else FLIGHT_ELEMENTS
-    values, matrix = torch.zeros(elements), torch.randn(PRODUCT, PRODUCT)
+    device = turns.ranks.device
+    values, matrix = torch.zeros(elements, device=device), torch.randn(PRODUCT, PRODUCT, device=device)
     alone = turns.median_seconds(lambda: matrix @ matrix)
     group = turns.ranks.get_group(range(turns.ranks.size), "calibration")
     rates = []
     for _ in range(NUM_TURNS):
         turns.begin()
         work = group.all_reduce(values)
-        start, count = time.perf_counter(), 0
+        start, count = now(), 0
         while not work.is_completed():
             torch.mm(matrix, matrix)
             count += 1
-        spent = time.perf_counter() - start
+        spent = now() - start
         work.wait()
         if count:
             rates.append(spent / count)

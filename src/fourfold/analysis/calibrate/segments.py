@@ -6,7 +6,6 @@ cold   before a turn, memory is read and written as an update would: a step find
 Law: every rank takes the same turns. Gradients are taken from autograd as a step takes them, and dropped.
 """
 
-import time
 from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any, NamedTuple
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from fourfold.analysis.calibrate.clock import SegmentClock
 from fourfold.analysis.calibrate.probe import Probe
-from fourfold.analysis.calibrate.timing import Turns
+from fourfold.analysis.calibrate.timing import Turns, now
 from fourfold.parts.deferred_grads import BackwardHalves, DeferredGrads, WholeBackward
 from fourfold.step.batch import Microbatch
 
@@ -46,13 +45,13 @@ class _DroppedGrads:
 
     def begin(self) -> None:
         self.seconds = [0.0] * len(self.seconds)
-        self._last = time.perf_counter()
+        self._last = now()
 
     def on_grad(self, param_index: int) -> None:
         self._parameters[param_index].grad = None
-        now = time.perf_counter()
-        self.seconds[self._segments[param_index]] += now - self._last
-        self._last = now
+        taken = now()
+        self.seconds[self._segments[param_index]] += taken - self._last
+        self._last = taken
 
 
 class SegmentTimer:
@@ -61,7 +60,7 @@ class SegmentTimer:
     def __init__(self, probe: Probe, turns: Turns) -> None:
         self._probe, self._turns, self._chunk = probe, turns, probe.stage.chunks[0]
         self._clock = SegmentClock(probe.model)
-        self._cold = torch.zeros(COLD_BYTES // 4)
+        self._cold = torch.zeros(COLD_BYTES // 4, device=turns.ranks.device)
 
     def whole(self, batch: Any) -> SegmentTurns:
         """With whole backwards. Collective."""

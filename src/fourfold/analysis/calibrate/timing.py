@@ -29,6 +29,13 @@ def is_steady(seconds: Sequence[float]) -> bool:
     return median(seconds) - quartile <= STEADY * median(seconds)
 
 
+def now() -> float:
+    """Seconds of a clock, once a GPU in use has done all that it was given."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
 class Turns:
     """How many turns are taken. `deadline`: by `time.monotonic`."""
 
@@ -41,7 +48,7 @@ class Turns:
         A link of limited rate lets a first burst pass faster; in a step, messages come one behind the other.
         """
         if self.ranks.num_hosts > 1:
-            self.ranks.all_reduce(torch.zeros(BURST_ELEMENTS))
+            self.ranks.all_reduce(torch.zeros(BURST_ELEMENTS, device=self.ranks.device))
         self.ranks.barrier()
 
     def is_over(self) -> bool:
@@ -71,9 +78,9 @@ class Turns:
 
         def turn() -> float:
             self.begin()
-            start = time.perf_counter()
+            start = now()
             run()
-            taken.append(time.perf_counter() - start)
+            taken.append(now() - start)
             return taken[-1]
 
         return median(taken[-self.take(turn) :])

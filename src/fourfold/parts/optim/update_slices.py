@@ -15,6 +15,9 @@ from fourfold.plan.data.buckets import Bucket
 
 MAX_SLICE_ELEMENTS = 2**18
 """1 MiB of float32: small enough that a slice stays in the cache while it is summed, scaled and updated."""
+MAX_SLICE_ELEMENTS_ON_GPUS = 2**24
+"""64 MiB of float32: a GPU works on it for as long as the host takes to launch its kernels. A converted gradient is as
+large as a slice."""
 
 
 class UpdateSlice(NamedTuple):
@@ -56,18 +59,21 @@ def update_slices(
     """The slices of each bucket: weights paired with the sums of their gradients.
 
     There is one slice for each view of the sum. `split_by_param` cuts them at the slots too, so that a parameter can be
-    left out. `is_chunked` cuts them into at most MAX_SLICE_ELEMENTS; so are slices whose gradients are converted.
+    left out. `is_chunked` cuts them into slices of limited size; so are those whose gradients are converted.
     """
     result: list[list[UpdateSlice]] = []
     for bucket, shard, master in zip(buckets, shards, master_weights.by_bucket, strict=True):
         slots = [(slot.start, slot.stop) for slot in bucket.slots] if split_by_param else [(0, bucket.size)]
+        updated = shard.flat if master is None else master.flat
+        most = MAX_SLICE_ELEMENTS if updated.device.type == "cpu" else MAX_SLICE_ELEMENTS_ON_GPUS
         result.append([])
         for slot_index, (slot_start, slot_stop) in enumerate(slots):
             for view in reducer.reduced_views(bucket.index):
                 low, high = max(slot_start, view.start), min(slot_stop, view.stop)
-                small = is_chunked or master is not None or view.flat.dtype != shard.flat.dtype
-                for start in range(low, high, MAX_SLICE_ELEMENTS if small else max(1, high - low)):
-                    stop = min(start + MAX_SLICE_ELEMENTS, high) if small else high
+                is_limited = is_chunked or master is not None or view.flat.dtype != shard.flat.dtype
+                size = most if is_limited else max(1, high - low)
+                for start in range(low, high, size):
+                    stop = min(start + size, high)
                     gradient = view.flat[start - view.start : stop - view.start]
                     model_weight = shard.flat[start - shard.start : stop - shard.start]
                     pair = (model_weight, None) if master is None else (master.view_range(start, stop), model_weight)

@@ -185,6 +185,10 @@ class CalibratedPrices:
     def slowdown(self) -> float:
         return self._calibration.slowdown
 
+    def waiting(self) -> float:
+        machine = self._calibration.machine
+        return min(1.0, machine.cores / (machine.ranks_per_host * machine.threads))
+
     def between_actions(self) -> float:
         return self._calibration.between_actions
 

@@ -21,7 +21,7 @@ from fourfold.plan.predict.pipeline_forms import FORMS, Flight, PipelineSeconds,
 from fourfold.plan.predict.place_forms import Tail, divides_backward, extras, has_rounds, tail, update_seconds
 from fourfold.plan.predict.prediction import MemoryParts, Prediction, StepTerms
 from fourfold.plan.predict.prices import GroupShape, Prices
-from fourfold.plan.predict.stage_seconds import add_terms, scale_terms
+from fourfold.plan.predict.stage_seconds import add_terms, scale_terms, shorten_waits
 from fourfold.plan.predict.stage_table import PlaceCompute, StageTable
 from fourfold.plan.topology import Topology
 from fourfold.words.program import Action, Verb
@@ -45,6 +45,7 @@ class Estimator:
         self._buckets = BucketTable(source, prices, topology)
         self._edges: dict[tuple[object, ...], tuple[tuple[float, ...], float]] = {}
         self._slowdown, self._between = prices.slowdown(), prices.between_actions()
+        self._waiting = prices.waiting()
 
     def estimate(self, plan: Plan, speeds: Sequence[float] = ()) -> Prediction:
         """What a step takes on average, and what a rank of the fullest place holds; no timeline, no bytes sent.
@@ -61,7 +62,11 @@ class Estimator:
         run = self._run(plan, computes, data, added, samples)
         steps = _PlaceSteps(plan, computes, data, added, run, self._slowdown, self._between)
         places = range(plan.pp) if speeds else kinds.first_places
-        terms = steps.terms(max(places, key=steps.seconds))
+        if self._waiting == 1.0:
+            terms = steps.terms(max(places, key=steps.seconds))
+        else:  # of shorter waits, the longest step need not be that of the longest span
+            shortened = [shorten_waits(steps.terms(place), self._waiting) for place in places]
+            terms = max(shortened, key=lambda each: each.total)
         terms = terms._replace(overhead=terms.overhead + self._prices.around_step())
         return Prediction(plan, terms, (self._fullest(plan, computes, data, samples),), {})
 

@@ -82,6 +82,12 @@ class Prices(Protocol):
         """By what computing is slower while a collective of the same rank is in flight: 1.0 = not at all."""
         ...
 
+    def waiting(self) -> float:
+        """The part of a wait for other stages that lengthens a step: below 1 where ranks share cores. While some wait,
+        the others have more of them.
+        """
+        ...
+
     def between_actions(self) -> float:
         """From the end of an action to the start of the next one on the same rank."""
         ...

@@ -118,6 +118,9 @@ class RooflinePrices:
     def slowdown(self) -> float:
         return self.cluster.overlap_slowdown
 
+    def waiting(self) -> float:
+        return 1.0
+
     def between_actions(self) -> float:
         return self.cluster.launch_seconds
 

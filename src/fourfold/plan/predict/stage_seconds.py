@@ -34,6 +34,11 @@ def minus(terms: StepTerms, other: StepTerms) -> StepTerms:
     return StepTerms(*map(operator.sub, terms, other))
 
 
+def shorten_waits(terms: StepTerms, waiting: float) -> StepTerms:
+    """With so much of the waits for other stages: `Prices.waiting`."""
+    return terms._replace(bubble=waiting * terms.bubble)
+
+
 def scale_terms(terms: StepTerms, factor: float) -> StepTerms:
     return StepTerms(*(each * factor for each in terms))
 

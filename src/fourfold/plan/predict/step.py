@@ -11,10 +11,10 @@ from fourfold.plan.predict.action_costs import Job, PlaceCosts, StepCosts, place
 from fourfold.plan.predict.edges import EdgeMessages
 from fourfold.plan.predict.facts import FactsSource
 from fourfold.plan.predict.memory import predict_memory
-from fourfold.plan.predict.prediction import Prediction
+from fourfold.plan.predict.prediction import Prediction, StepTerms
 from fourfold.plan.predict.prices import Prices
 from fourfold.plan.predict.sent_bytes import sent_bytes
-from fourfold.plan.predict.stage_seconds import add_terms, scale_terms
+from fourfold.plan.predict.stage_seconds import add_terms, scale_terms, shorten_waits
 from fourfold.plan.predict.steady_step import Simulated, simulate_steady
 from fourfold.plan.predict.step_terms import first_start, step_terms
 from fourfold.plan.predict.use_orders import predicted_record
@@ -41,12 +41,16 @@ def predict_step(
     facts = source.facts(plan)
     job = Job(blueprint, facts, stage_blocks or source.stage_blocks(plan), prices, source.batch_size, speeds)
     places = _places(job)
-    programs = blueprint.programs(predicted_record(blueprint, job.segments))
+    programs, waiting = blueprint.programs(predicted_record(blueprint, job.segments)), prices.waiting()
     program = _one_of_each(blueprint, programs.step)
-    synced = simulate_steady(blueprint, places, program) if plan.is_asynchronous else _simulate(program, places)
-    terms = synced.terms
+    if plan.is_asynchronous:
+        synced = simulate_steady(blueprint, places, program)
+        terms = shorten_waits(synced.terms, waiting)
+    else:
+        synced = _simulate(program, places, waiting)
+        terms = synced.terms
     if plan.sync == "local":
-        local = _simulate(_one_of_each(blueprint, programs.local_step), places)
+        local = _simulate(_one_of_each(blueprint, programs.local_step), places, waiting)
         share = 1.0 / plan.sync_interval
         terms = add_terms(scale_terms(terms, share), scale_terms(local.terms, 1.0 - share))
     terms = terms._replace(overhead=terms.overhead + prices.around_step())
@@ -68,13 +72,18 @@ def _one_of_each(blueprint: Blueprint, program: Program) -> dict[int, tuple[Acti
     return {place: program[group.ranks[0]] for place, group in enumerate(place_groups(blueprint))}
 
 
-def _simulate(program: Program, places: Sequence[PlaceCosts]) -> Simulated:
-    """The timeline of a program, and the terms of the place with the longest span."""
+def _simulate(program: Program, places: Sequence[PlaceCosts], waiting: float) -> Simulated:
+    """The timeline of a program, and the terms of the place with the longest step. `waiting`: `Prices.waiting`."""
     costs = StepCosts(place.of(program[index]) for index, place in enumerate(places))
     timeline = simulate(program, costs.cost, overlap=costs.overlap, mesh=Mesh(pp=len(places)))
     ends = {place: max(timed.end for timed in times) for place, times in timeline.items()}
     starts = {place: first_start(times, costs.by_place[place].parts) for place, times in timeline.items()}
-    slowest = max(ends, key=lambda place: ends[place] - starts[place])
-    parts = costs.by_place[slowest].parts
-    terms = step_terms(timeline[slowest], parts, begin=starts[slowest], end=ends[slowest])
+
+    def terms_of(place: int) -> StepTerms:
+        parts = costs.by_place[place].parts
+        return shorten_waits(step_terms(timeline[place], parts, begin=starts[place], end=ends[place]), waiting)
+
+    longest = max(ends, key=lambda place: ends[place] - starts[place])
+    # Of shorter waits, the longest step need not be that of the longest span.
+    terms = terms_of(longest) if waiting == 1.0 else max(map(terms_of, ends), key=lambda each: each.total)
     return Simulated(terms, timeline)

@@ -140,7 +140,8 @@ def _find_bindings(num_modules: int) -> list[tuple[Any, str, Any]]:
     for module in list(sys.modules.values()):
         members = getattr(module, "__dict__", None)
         # `__dict__`, not getattr: some modules create attributes on request.
-        if type(members) is dict and module.__name__ != __name__:
+        # Nor `__name__`: what stands in for a module, as Cython's, may have none.
+        if type(members) is dict and members is not globals():
             found += [(module, name, value) for name, value in list(members.items()) if id(value) in _wrappers_by_id]
     return found
 
