@@ -101,14 +101,14 @@ def test_a_program_with_ties_ends_and_has_each_message_once(schedule, pp, microb
     assert at[0][Verb.BACKWARD].start >= at[0][Verb.TIE_GRADIENT].end
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zero-bubble"])
 @pytest.mark.parametrize(("pp", "microbatches"), [(2, 2), (2, 32), (4, 4), (4, 8)])
 def test_ties_make_no_stage_wait(schedule, pp, microbatches):
     # The last stage has all its gradients long before the first stage begins its last backward.
     interleave = 2 if schedule == "interleaved" else 1
     computes = compute_actions(schedule, pp=pp, microbatches=microbatches, interleave=interleave)
     lists = add_sends(computes, pp * interleave)
-    costs = {Verb.FORWARD: 1.0, Verb.BACKWARD: 2.0}
+    costs = {Verb.FORWARD: 1.0, Verb.BACKWARD: 2.0, Verb.BACKWARD_INPUT: 1.0, Verb.BACKWARD_WEIGHT: 1.0}
     with_ties, without = (
         makespan(simulate(dict(enumerate(each)), lambda _, action: costs.get(action.verb, 0.0), mesh=Mesh(pp=pp)))
         for each in (add_ties(lists), lists)
