@@ -63,19 +63,24 @@ def launch(function: Callable[..., Any], *args: Any, n: int = 2, **kwargs: Any) 
         reader, writer = os.pipe()
         ranks: list[ForkedProcess] = []
         launcher = os.getpid()
+        # An interrupt that came between a fork and its entry in the list would leave a rank.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             for rank in range(n):
                 variables = {**world, "RANK": str(rank), "LOCAL_RANK": str(rank)}
 
                 def main(rank: int = rank, variables: Mapping[str, str] = variables) -> None:
+                    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
                     end_with_parent(launcher)
                     _run_rank(lambda: function(*args, **kwargs), folder, rank, variables, writer)
 
                 ranks.append(fork(main, keep=(writer,), new_session=True))
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             os.close(writer)
             codes = _wait(ranks, reader)
         finally:
             _kill(ranks)
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             os.close(reader)
             rendezvous.shutdown()
         return _result(folder, codes)

@@ -334,8 +334,7 @@ def cuda_flash_attention_backward(
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of `inputs` (q, k, v). The kernel reads `lse` as contiguous, whatever its strides are."""
-    q, k, v = inputs
-    lse = lse.contiguous()
+    (q, k, v), lse = inputs, lse.contiguous()
     # The state of dropout's generator, of which this call makes no use.
     seed, offset = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.zeros((), dtype=torch.uint64)
     return torch.ops.aten._scaled_dot_product_flash_attention_backward(
