@@ -129,7 +129,8 @@ def _as_measured(calibration: "Calibration") -> Machine:
     from fourfold.plan.predict.calibrated_prices import CalibratedPrices
 
     measured = calibration.machine
-    products, passes = calibration.operations.products, calibration.operations.passes
+    rates = calibration.operations
+    passes = rates.passes
     available = available_bytes()
     cluster = Cluster(
         name="this machine",
@@ -137,7 +138,10 @@ def _as_measured(calibration: "Calibration") -> Machine:
         devices_per_host=measured.ranks_per_host,
         hosts=measured.hosts,
         memory_bytes=float("inf") if available is None else available / measured.ranks_per_host,
-        flops_per_second={"float32": products.sizes[-1] / products.seconds[-1]},
+        # Convolutions may do better than products.
+        flops_per_second={
+            "float32": max(each.sizes[-1] / each.seconds[-1] for each in (rates.products, rates.convolution))
+        },
         memory_bandwidth=passes.sizes[-1] / passes.seconds[-1],
         # Not used: measured prices are those of CalibratedPrices.
         products=ProductEfficiency(1.0, 0.0),
