@@ -85,6 +85,20 @@ try:
 except KeyboardInterrupt:
     print("interrupted", time.monotonic() - begin < 50)
 import psutil
+from fourfold.launcher import notebook
+own_fork = notebook.fork
+
+def interrupted_fork(*args, **kwargs):
+    rank = own_fork(*args, **kwargs)
+    os.kill(kernel, signal.SIGINT)  # before `launch` knows the rank
+    return rank
+
+notebook.fork = interrupted_fork
+try:
+    ff.launch(lambda: time.sleep(100), n=2)
+except KeyboardInterrupt:
+    print("interrupted while ranks start")
+notebook.fork = own_fork
 print([child.name() for child in psutil.Process().children() if child.name().startswith("fourfold")])
 """
 
@@ -132,6 +146,6 @@ def test_all_reasons_against_a_fork_are_given_at_once(outputs: list[str]):
 
 def test_an_interrupt_ends_the_ranks(outputs: list[str]):
     pid, *rest = outputs[5].splitlines()
-    assert rest == ["interrupted True", "[]"]
+    assert rest == ["interrupted True", "interrupted while ranks start", "[]"]
     assert not psutil.pid_exists(int(pid))
     assert not list(Path("/dev/shm").glob(f"*{pid}*"))

@@ -33,10 +33,8 @@ def add_ties(lists: Sequence[Sequence[Action]]) -> ComputeLists:
     behind = 1 + _last_of(result[last], (*MAKES_GRADIENTS_OF_COPIES, Verb.SEND_BACKWARD))
     result[last] = _inserted(result[last], behind, Action(Verb.TIE_GRADIENT, last, 0))
     place = _last_of(result[OWNER], COMPLETE_BACKWARD)
-    if (
-        result[OWNER][place - 1].verb == Verb.RECEIVE_BACKWARD
-    ):  # of what this backward needs: nothing is between the two
-        place -= 1
+    # A backward follows what it receives, with nothing in between.
+    place -= result[OWNER][place - 1].verb == Verb.RECEIVE_BACKWARD
     result[OWNER] = _inserted(result[OWNER], place, Action(Verb.TIE_GRADIENT, OWNER, 0))
     return tuple(result)
 
