@@ -1,6 +1,7 @@
 """Laws of `fourfold plan` and of `plan=auto`: what is written, what is kept, what is refused. Decisions are literal."""
 
 import dataclasses
+import types
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +169,28 @@ def test_pinned_fields_come_from_the_words_the_file_and_the_ask(tmp_path):
     assert ask.is_open("zero")
     kept = dataclasses.replace(arguments, kept={"codec": "topk"})
     assert dict(plan_question.read_ask(kept, plan_question._command_of(kept), devices=4).pinned) == {"codec": "topk"}
+
+
+def test_a_measured_machine_with_gpus_has_the_memory_of_the_smallest(tmp_path, monkeypatch):
+    import torch
+
+    from fourfold.cli import plan_machine
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    sizes = [80 * 2**30, 40 * 2**30]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(sizes))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda index: types.SimpleNamespace(total_memory=sizes[index])
+    )
+    path = pretend_measured(GPT, 2)
+    assert decode_calibration(path.read_bytes(), where="").machine.processor == "a GPU"
+    machine = plan_machine.calibrated_machine(GPT, 2)
+    assert machine is not None
+    assert (machine.cluster.device, machine.cluster.memory_bytes) == ("cuda", 40 * 2**30)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert plan_machine.calibrated_machine(GPT, 2) is None  # what a GPU takes is not used for the processor
 
 
 def test_measurements_under_other_conditions_are_named_and_not_used(tmp_path, monkeypatch):

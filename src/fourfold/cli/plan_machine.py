@@ -125,19 +125,26 @@ def _identity(devices: int) -> "MachineIdentity":
 
 
 def _as_measured(calibration: "Calibration") -> Machine:
+    import torch
+
     from fourfold.environment.host_memory import available_bytes
     from fourfold.plan.predict.calibrated_prices import CalibratedPrices
 
     measured = calibration.machine
     rates = calibration.operations
     passes = rates.passes
-    available = available_bytes()
+    device, memory_bytes = "cpu", float("inf")
+    if torch.cuda.is_available():  # each rank has one of them
+        gpus = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+        device, memory_bytes = "cuda", float(min(each.total_memory for each in gpus))
+    elif (available := available_bytes()) is not None:
+        memory_bytes = available / measured.ranks_per_host
     cluster = Cluster(
         name="this machine",
-        device="cpu",
+        device=device,
         devices_per_host=measured.ranks_per_host,
         hosts=measured.hosts,
-        memory_bytes=float("inf") if available is None else available / measured.ranks_per_host,
+        memory_bytes=memory_bytes,
         # Convolutions may do better than products.
         flops_per_second={
             "float32": max(each.sizes[-1] / each.seconds[-1] for each in (rates.products, rates.convolution))
