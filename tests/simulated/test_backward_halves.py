@@ -1,5 +1,6 @@
 """Backwards in two halves: what zero-bubble and written programs train is what one device trains."""
 
+import contextlib
 import threading
 from typing import Any
 
@@ -7,6 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 
 from fourfold.parts.data.grad_hooks import GradHooks
 from fourfold.parts.deferred_grads import DeferredGrads
@@ -134,6 +137,26 @@ def test_a_users_own_backward_and_autocast_are_whole():
         loss.backward()
     assert not pending.products
     assert len(pending.others) == len(list(model.parameters()))
+
+
+@pytest.mark.parametrize("rows", [(6,), (2, 3)], ids=["2-D", "3-D"])
+@pytest.mark.parametrize("around", [False, True], ids=["", "within saved tensor hooks"])
+def test_a_checkpoint_of_the_users_own_keeps_its_gradients(rows, around):
+    """Its second forward saves what torch's layers save: of a 2-D input and a square weight, tensors of equal shapes."""
+    layers = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)).double()
+    x, outside = torch.randn(*rows, 6, dtype=torch.double), nn.Linear(6, 6).double()
+    parameters = [*layers.parameters(), *outside.parameters()]
+    expected = torch.autograd.grad(layers(outside(x)).square().sum(), parameters)
+    deferred, hooks = DeferredGrads(parameters), GradHooks(parameters)
+    saving = saved_tensors_hooks(lambda each: each, lambda each: each) if around else contextlib.nullcontext()
+    with saving, deferred.in_forward():
+        loss = checkpoint(layers, outside(x), use_reentrant=False).square().sum()
+    with deferred.first_half(hooks) as pending:
+        loss.backward()
+    assert len(pending.products) == 1  # of `outside`
+    deferred.second_half(pending, taken := Taken(parameters))
+    for index, gradient in enumerate(expected):
+        torch.testing.assert_close(taken.grads[index], gradient, rtol=0, atol=1e-12)
 
 
 def test_only_the_thread_of_the_forward_defers():

@@ -5,8 +5,9 @@ product      of a linear layer's inputs and the gradients of its outputs: the gr
 second half  the products; then all gradients of the microbatch are accumulated, as one backward would have done
 Law: both halves together leave in `.grad` what one backward leaves there, and call hooks and buckets in the same way.
 
-A weight's product is deferred if the weight is a leaf without hooks of the user, and no autocast is active. All other
-gradients of weights are made in the first half.
+A weight's product is deferred if the weight is a leaf without hooks of the user, no autocast is active, and no
+checkpoint is: its second forward runs without function modes, so it must save what torch's own operations save. All
+other gradients of weights are made in the first half.
 Source: Qi et al., "Zero Bubble Pipeline Parallelism" (2401.10241), §2.
 """
 
@@ -25,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 from fourfold.parts.data.grad_hooks import GradHooks, GradSink, has_user_hooks
 from fourfold.parts.data.param_access import untracked_access
 from fourfold.parts.dtypes import autocast_device
+from fourfold.parts.torch_private import innermost_saved_tensor_hooks
 
 _thread = threading.local()
 
@@ -91,11 +93,13 @@ class DeferredGrads:
         self._parameters = parameters
         self._index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
         self._pending: PendingGrads | None = None
+        self._hooks_around: Any = None
+        """The saved tensor hooks that the forward runs under: others are of a checkpoint within it."""
 
     @contextlib.contextmanager
     def in_forward(self) -> Iterator[None]:
         before = getattr(_thread, "deferred", None)
-        _thread.deferred = self
+        _thread.deferred, self._hooks_around = self, innermost_saved_tensor_hooks()
         try:
             with _LinearMode(self):
                 yield
@@ -139,6 +143,8 @@ class DeferredGrads:
         if index is None or not weight.requires_grad:
             return None
         if torch.is_autocast_enabled(autocast_device(input)) or torch.compiler.is_compiling() or has_user_hooks(weight):
+            return None
+        if innermost_saved_tensor_hooks() != self._hooks_around:
             return None
         return index
 

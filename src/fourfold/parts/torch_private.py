@@ -97,6 +97,11 @@ def storage_key(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+def innermost_saved_tensor_hooks() -> Any:
+    """The innermost pair of `saved_tensors_hooks` in this thread, as a checkpoint's first forward enters; or None."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+
 # ---- autograd: what nodes of the graph have saved ---------------------------------------------------------------
 
 REDUCTION_MEAN = 1
