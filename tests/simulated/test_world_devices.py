@@ -8,8 +8,11 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fourfold as ff
+from fourfold.environment.world import World
 from fourfold.parts.comm import init
 from fourfold.step.argument_checks import device_problems
+from fourfold.step.pipeline.block_draws import seeded_segments
+from fourfold.step.pipeline.chain import find_chain
 from fourfold.words.errors import LaunchError, SettingError
 
 VARIABLES = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
@@ -45,6 +48,36 @@ def test_a_ranks_device_is_the_gpu_of_its_local_rank(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("LOCAL_RANK", "0")
     assert ff.world().is_main
+
+
+def test_a_process_group_of_the_users_own_leaves_each_rank_on_its_gpu(monkeypatch):
+    """Who makes the group may never have called `set_device`."""
+    chosen: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(init, "existing_world", lambda: World(rank=1, size=2, local_rank=1, local_size=2))
+    monkeypatch.setattr(init.process_group_lifecycle, "release_groups_at_exit", lambda **_: None)
+    monkeypatch.setattr(init.Communicator, "register", lambda self: self)
+    assert init.init_communicator().device == torch.device("cuda", 1)
+    assert chosen == [torch.device("cuda", 1)]
+
+
+def test_each_microbatch_of_a_pipeline_seeds_its_ranks_own_gpu(monkeypatch):
+    """Not the current one, which is another GPU where the user has never called `set_device`."""
+    first, own = torch.Generator(), torch.Generator()
+    monkeypatch.setattr(torch.cuda, "default_generators", (first, own))
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    states = [each.get_state() for each in (torch.default_generator, first, own)]
+    drawn = []
+    for seed in (3, 3, 4):
+        with seeded_segments(model, find_chain(model), seed, torch.device("cuda", 1)):
+            model(torch.ones(1, 2))
+            drawn.append((torch.rand(1).item(), torch.rand(1, generator=own).item()))
+    assert drawn[0] == drawn[1] != drawn[2]
+    assert drawn[0][1] != drawn[2][1]
+    for state, generator in zip(states, (torch.default_generator, first, own), strict=True):
+        assert torch.equal(generator.get_state(), state)
 
 
 def test_one_process_without_gpus_is_the_main_one_and_waits_for_nobody(monkeypatch):

@@ -9,13 +9,13 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from fourfold.checkpoint.write import Holders, LiveTensor, make_live_parts, make_live_tensor
 from fourfold.feed.feed import Feed
 from fourfold.feed.state_dict import describe_order
 from fourfold.parts.codec.residual import RESIDUAL_KEY
+from fourfold.parts.generators import states_of
 from fourfold.parts.optim.lr_scheduler import SteppedScheduler
 from fourfold.parts.rank_layout import RankLayout
 from fourfold.plan.checkpoint_manifest import (
@@ -191,9 +191,8 @@ def rng_state(step: TrainStep) -> RngState | None:
     mesh, device = step.plan.mesh, step.device
     if step.rank != mesh.peers(step.rank, "sp", "tp")[0]:
         return None
-    on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-    cpu, on_device = _to_hex(torch.get_rng_state()), "" if on_device is None else _to_hex(on_device)
-    return RngState(cpu, on_device, random_place(mesh, step.rank))
+    cpu, *on_device = map(_to_hex, states_of(device))
+    return RngState(cpu, "".join(on_device), random_place(mesh, step.rank))
 
 
 def _to_hex(state: Tensor) -> str:

@@ -20,6 +20,7 @@ from fourfold.feed.state_dict import ORDER_KEYS, order_problem
 from fourfold.parts.codec.residual import RESIDUAL_KEY
 from fourfold.parts.data.param_access import untracked_access
 from fourfold.parts.dtypes import accumulation_dtype
+from fourfold.parts.generators import generators_of
 from fourfold.parts.optim.option_text import IMPLEMENTATION_OPTIONS
 from fourfold.parts.tensor_reader import ParameterState, TensorReader
 from fourfold.plan.checkpoint_boxes import Part, Shape
@@ -164,14 +165,11 @@ def _restore_rng(step: TrainStep, manifest: Manifest, *, seed: int) -> None:
     if saved is None:
         torch.manual_seed(new_seed)
         return
-    torch.set_rng_state(_from_hex(saved.cpu))
-    if step.device.type != "cuda":
-        return
-    if saved.device:
-        torch.cuda.set_rng_state(_from_hex(saved.device), step.device)
-    else:  # saved on a CPU
-        with torch.cuda.device(step.device):
-            torch.cuda.manual_seed(new_seed)
+    for generator, state in zip(generators_of(step.device), (saved.cpu, saved.device), strict=False):
+        if state:
+            generator.set_state(_from_hex(state))
+        else:  # saved on a CPU
+            generator.manual_seed(new_seed)
 
 
 def _from_hex(digits: str) -> Tensor:

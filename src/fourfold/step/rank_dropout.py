@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fourfold.parts import generators
 from fourfold.parts.splitmix64 import GOLDEN_GAMMA
 from fourfold.parts.torch_private import is_in_backward
 from fourfold.step.sequence.sdpa_interception import DROPOUT_FUNCTIONS, AttentionCall, intercept_attention
@@ -112,8 +113,8 @@ class RankDropout:
             return
         start = 0 if part is None else part.ranges[number][0]
         seed = tag + (self._index + self._size * start) * GOLDEN_GAMMA
-        with torch.random.fork_rng([tensor.device] if tensor.device.type == "cuda" else []):
-            torch.manual_seed(seed % 2**63)
+        with generators.unchanged(tensor.device):
+            generators.seed(tensor.device, seed % 2**63)
             yield
 
 

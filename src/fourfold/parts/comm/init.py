@@ -40,17 +40,15 @@ class ProcessWorld(World):
 def init_communicator() -> Communicator:
     """Use the process group that exists, else join the one that the launcher describes, else stay alone."""
     process_group_lifecycle.destroy_orphaned()
-    world = existing_world()
-    if world is not None:
-        process_group_lifecycle.release_groups_at_exit(include_world=False)
-        return Communicator(world, _select_device(world.local_rank)).register()
-    world = from_environment() or World()
+    existing = existing_world()
+    world = existing or from_environment() or World()
     device = _select_device(world.local_rank)
-    if world.size > 1:
+    if existing is not None or world.size > 1:
         if device.type == "cuda":
-            torch.cuda.set_device(device)
-        _init_process_group("nccl" if device.type == "cuda" else "gloo")
-        process_group_lifecycle.release_groups_at_exit(include_world=True)
+            torch.cuda.set_device(device)  # whoever has made the process group may not have done it
+        if existing is None:
+            _init_process_group("nccl" if device.type == "cuda" else "gloo")
+        process_group_lifecycle.release_groups_at_exit(include_world=existing is None)
     return Communicator(world, device).register()
 
 

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from fourfold.parts import generators
 from fourfold.parts.dropped_arguments import restore_arguments
 from fourfold.parts.torch_private import DisableTorchFunction, is_view
 
@@ -66,16 +67,13 @@ def without_randomness(device: torch.device) -> Iterator[FixedRandomMode]:
     finally:
         after = _rng_states(device)
         mode.has_randomness = not all(map(_is_same_state, before, after))
-        torch.set_rng_state(before[0])
-        random.setstate(before[1])
-        np.random.set_state(before[2])
-        if device.type == "cuda":
-            torch.cuda.set_rng_state(before[3], device)
+        random.setstate(before[0])
+        np.random.set_state(before[1])
+        generators.restore(device, before[2:])
 
 
 def _rng_states(device: torch.device) -> list[Any]:
-    states = [torch.get_rng_state(), random.getstate(), np.random.get_state()]
-    return [*states, torch.cuda.get_rng_state(device)] if device.type == "cuda" else states
+    return [random.getstate(), np.random.get_state(), *generators.states_of(device)]
 
 
 def _is_same_state(a: Any, b: Any) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fourfold.parts import generators
 from fourfold.plan.rng import segment_seed
 from fourfold.step.pipeline.chain import Chain
 
@@ -22,11 +23,7 @@ def seeded_segments(model: nn.Module, chain: Chain, seed: int, device: torch.dev
     """Within, one forward of the model draws the numbers of the microbatch with this seed."""
 
     def begin(segment: int, *_: Any) -> None:
-        number = segment_seed(seed, segment)
-        # Not torch.manual_seed: without a GPU in use, it notes each call for the day when there is one.
-        torch.default_generator.manual_seed(number)
-        if device.type == "cuda":
-            torch.cuda.manual_seed(number)
+        generators.seed(device, segment_seed(seed, segment))
 
     hooks = []
     for index, name in enumerate((*chain.before, *chain.blocks, *chain.behind)):
@@ -34,7 +31,7 @@ def seeded_segments(model: nn.Module, chain: Chain, seed: int, device: torch.dev
         hooks.append(module.register_forward_pre_hook(functools.partial(begin, inside), prepend=True))
         hooks.append(module.register_forward_hook(functools.partial(begin, inside + 1)))
     try:
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        with generators.unchanged(device):
             begin(0)
             yield
     finally:
