@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from fourfold.plan.pipeline.checker import program_problems, read_written
 from fourfold.plan.pipeline.rendezvous import as_entries, buffered_deadlock_problems, deadlock_problems, fuse_exchanges
 from fourfold.plan.pipeline.schedules import SCHEDULES, compute_actions, schedule_problems
-from fourfold.plan.pipeline.sends import add_sends
+from fourfold.plan.pipeline.sends import add_nominal_count, add_sends
 from fourfold.plan.pipeline.spec import PipelineSpec
 from fourfold.plan.pipeline.timeline_text import timeline_text
 from fourfold.words.errors import format_problems
@@ -118,6 +118,21 @@ def test_every_swap_in_a_small_program_is_judged_right_and_many_are_wrong(schedu
     assert 0.2 < verdicts.count(False) / len(verdicts) < 1
 
 
+def check_nominal_count(program):
+    """All ranks come to the count that they wait in together, behind the first loss and in front of all backwards."""
+    fronts = []
+    for actions, counted in zip(program, add_nominal_count(program), strict=True):
+        (place,) = [place for place, action in enumerate(counted) if action.verb == Verb.MEASURE]
+        assert (*counted[:place], *counted[place + 1 :]) == actions
+        fronts.append(counted[:place])
+    done = {action for front in fronts for action in front}
+    last_stage = max(action.stage for actions in program for action in actions)
+    assert Action(Verb.FORWARD, last_stage, 0) in done
+    assert not any(action.verb in (Verb.BACKWARD, Verb.BACKWARD_INPUT) for action in done)
+    sends = [Action(Verb.SEND_FORWARD, each.stage - 1, each.index) for each in done if each.verb in RECEIVES]
+    assert done.issuperset(sends)
+
+
 @given(case=sizes(), data=st.data())
 def test_a_program_in_random_order_is_judged_right_and_made_to_end_if_it_can(case, data):
     schedule, size = case
@@ -131,6 +146,8 @@ def test_a_program_in_random_order_is_judged_right_and_made_to_end_if_it_can(cas
     if ends(as_entries(program), sends_block=False):
         assert ends(fuse_exchanges(program), sends_block=True)
         assert not program_problems(dict(enumerate(program)), whole_step(size))
+        if not read_written(format_program(dict(enumerate(lists))), whole_step(size))[1]:
+            check_nominal_count(program)
     else:
         with pytest.raises(ProgramError):
             fuse_exchanges(program)

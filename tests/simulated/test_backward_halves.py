@@ -142,7 +142,7 @@ def test_a_users_own_backward_and_autocast_are_whole():
 @pytest.mark.parametrize("rows", [(6,), (2, 3)], ids=["2-D", "3-D"])
 @pytest.mark.parametrize("around", [False, True], ids=["", "within saved tensor hooks"])
 def test_a_checkpoint_of_the_users_own_keeps_its_gradients(rows, around):
-    """Its second forward saves what torch's layers save: of a 2-D input and a square weight, tensors of equal shapes."""
+    """Its second forward saves what torch's layers save: of a 2-D input and a square weight, equal shapes."""
     layers = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)).double()
     x, outside = torch.randn(*rows, 6, dtype=torch.double), nn.Linear(6, 6).double()
     parameters = [*layers.parameters(), *outside.parameters()]

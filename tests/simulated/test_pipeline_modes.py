@@ -70,6 +70,20 @@ def test_a_written_program_may_complete_the_first_stage_before_a_later_one(zero,
         assert oracle.deviation(got, one_device(CASE)) <= TOLERANCE
 
 
+FORWARD_BEFORE_BACKWARD = """
+0: F0.0 F2.0 F0.1 F2.1 B2.0 B2.1 B0.0 B0.1
+1: F1.0 F3.0 B3.0 F1.1 F3.1 B3.1 B1.0 B1.1
+"""
+"""Rank 1 sends a gradient back while rank 0 waits for activations from it: two edges between the same two ranks."""
+
+
+@pytest.mark.parametrize("hosts", [1, 2], ids=["shared memory", "process groups"])
+def test_both_edges_between_two_ranks_carry_their_own_messages(hosts):
+    plan = Plan(pp=2, interleave=2, microbatches=2, schedule="written", program=FORWARD_BEFORE_BACKWARD)
+    for got in trained(plan, hosts=hosts):
+        assert oracle.deviation(got, one_device(CASE)) <= TOLERANCE
+
+
 @pytest.mark.parametrize(("optimizer", "fields"), [("LARS", PIPELINE), ("LAMB", {**INTERLEAVED, "zero": 2})])
 def test_layerwise_updates_are_those_of_one_device(optimizer, fields):
     case = dataclasses.replace(CASE, optimizer=optimizer)

@@ -99,7 +99,7 @@ class DeferredGrads:
     @contextlib.contextmanager
     def in_forward(self) -> Iterator[None]:
         before = getattr(_thread, "deferred", None)
-        _thread.deferred, self._hooks_around = self, innermost_saved_tensor_hooks()
+        _thread.deferred, self._hooks_around = self, innermost_saved_tensor_hooks(False)
         try:
             with _LinearMode(self):
                 yield
@@ -144,7 +144,7 @@ class DeferredGrads:
             return None
         if torch.is_autocast_enabled(autocast_device(input)) or torch.compiler.is_compiling() or has_user_hooks(weight):
             return None
-        if innermost_saved_tensor_hooks() != self._hooks_around:
+        if innermost_saved_tensor_hooks(False) != self._hooks_around:
             return None
         return index
 

@@ -4,7 +4,6 @@ A release of torch may change a private name without a word. Then this file is t
 which function is broken.
 Law: no other module names `torch._…` or a private attribute of one of torch's objects. The exceptions stand in
 `tests/pure/test_architecture.py`, each with its reason.
-
 Names that a hot path calls are bound, not wrapped: they cost what torch's own cost.
 """
 
@@ -37,8 +36,7 @@ __all__ = [
     "tree_map_only",
 ]
 
-Node = Any
-"""A node of autograd's graph: a `grad_fn`."""
+Node = Any  # a node of autograd's graph: a `grad_fn`
 
 # ---- autograd: the backward that runs now -----------------------------------------------------------------------
 
@@ -97,15 +95,12 @@ def storage_key(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def innermost_saved_tensor_hooks() -> Any:
-    """The innermost pair of `saved_tensors_hooks` in this thread, as a checkpoint's first forward enters; or None."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(False)
-
+innermost_saved_tensor_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
+"""The innermost `saved_tensors_hooks` of this thread, as a checkpoint enters; None: none. Called with False."""
 
 # ---- autograd: what nodes of the graph have saved ---------------------------------------------------------------
 
-REDUCTION_MEAN = 1
-"""What `saved_reduction` gives for reduction="mean"."""
+REDUCTION_MEAN = 1  # what `saved_reduction` gives for reduction="mean"
 saved_reduction: Callable[[Node], int] = operator.attrgetter("_saved_reduction")
 saved_class_weights: Callable[[Node], Tensor | None] = operator.attrgetter("_saved_weight")
 saved_total_weight: Callable[[Node], Tensor] = operator.attrgetter("_saved_total_weight")

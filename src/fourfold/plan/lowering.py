@@ -34,7 +34,7 @@ from fourfold.plan.memory import (
 )
 from fourfold.plan.param_spec import ParamSpec
 from fourfold.plan.pipeline.asynchronous import steady_actions
-from fourfold.plan.pipeline.sends import add_sends
+from fourfold.plan.pipeline.sends import add_nominal_count, add_sends
 from fourfold.plan.pipeline.ties import add_copies, add_ties
 from fourfold.plan.plan import Plan
 from fourfold.plan.precision import compute_specs, gradient_bucket
@@ -159,7 +159,7 @@ class Blueprint:
     def _compute_lists(self) -> tuple[tuple[Action, ...], ...]:
         """By place on the pipeline axis: the forwards and backwards of a step, with the messages between stages."""
         lists = add_sends(self.plan.compute_lists, self.plan.num_stages)
-        return add_ties(lists) if self._has_ties else lists
+        return add_nominal_count(add_ties(lists) if self._has_ties else lists)
 
     @cached_property
     def _undrained_lists(self) -> tuple[tuple[Action, ...], ...]:

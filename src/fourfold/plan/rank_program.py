@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from fourfold.words.program import Action, Verb, bucket_of
 from fourfold.words.trace_events import COMPUTE_LANE, GATHER_LANE, REDUCE_LANE, SEND_LANE
 
+BACKWARD_PHASES = (Verb.TIE_GRADIENT, Verb.RECEIVE_BACKWARD, Verb.BACKWARD, Verb.BACKWARD_INPUT)
+"""What a backward begins with."""
 SENDS = frozenset({Verb.SEND_FORWARD, Verb.RECEIVE_FORWARD, Verb.SEND_BACKWARD, Verb.RECEIVE_BACKWARD})
 LANE_BY_VERB = {
     Verb.REDUCE: REDUCE_LANE,

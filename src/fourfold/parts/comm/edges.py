@@ -28,8 +28,10 @@ def make_edges(
     size, edges = pipeline.size, StageEdges()
     # A rank has two neighbours: pairs that begin with an even index, then those that begin with an odd one.
     rounds = [[(start, start + 1) for start in range(parity, size - 1, 2)] for parity in range(min(2, size - 1))]
-    for pairs in [*rounds, *([[(size - 1, 0)]] if is_ring else [])]:
+    for pairs in rounds:
         edges = _connect(pipeline, pairs, edges, meter, choice, purpose="edge")
+    if is_ring:  # groups of its own: with two ranks, both edges are between the same ones
+        edges = _connect(pipeline, [(size - 1, 0)], edges, meter, choice, purpose="ring edge")
     return edges
 
 

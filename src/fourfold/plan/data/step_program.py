@@ -12,6 +12,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from fourfold.plan.data.zero import RESTING_LAYOUTS, RestingLayouts, layout_changes
+from fourfold.plan.rank_program import BACKWARD_PHASES
 from fourfold.words.layout import Change
 from fourfold.words.program import (
     GRAD_NORM,
@@ -25,7 +26,6 @@ from fourfold.words.program import (
 )
 
 UNSHARDED = (Verb.FORWARD, Verb.BACKWARD, Verb.BACKWARD_INPUT)  # the phases that use weights
-BACKWARD_PHASES = (Verb.TIE_GRADIENT, Verb.RECEIVE_BACKWARD, Verb.BACKWARD, Verb.BACKWARD_INPUT)
 COMPLETE_BACKWARD = (Verb.BACKWARD, Verb.BACKWARD_WEIGHT)  # all gradients of a microbatch are there
 
 
@@ -60,7 +60,8 @@ class DataStepSpec(NamedTuple):
     has_trust_ratios        the optimizer needs norms of single parameters, and ranks hold parts of these
     use_orders              as recorded in the first step; None: as `predict_use_orders` has them
     measures_nominal_count  the step finds out what gradients are divided by before the loss count is known
-    computes                the forwards and backwards of the stage, and its messages; empty: each microbatch in turn
+    computes                the forwards and backwards of the stage, its messages, and the nominal count where a step
+                            would measure it; empty: each microbatch in turn
     undrained               the same of a step of an asynchronous schedule; empty: of a synchronous one
     """
 
@@ -82,9 +83,13 @@ class DataStepSpec(NamedTuple):
 
     @property
     def compute_actions(self) -> tuple[Action, ...]:
-        """The forwards and backwards of the stage, and its messages, in order."""
-        verbs = Verb.FORWARD, Verb.BACKWARD
-        return self.computes or tuple(Action(v, self.stage, i) for i in range(self.microbatches) for v in verbs)
+        """The forwards and backwards of the stage, its messages, and the nominal count if it is measured, in order."""
+        count, verbs = Action(Verb.MEASURE, self.stage, NOMINAL_COUNT), (Verb.FORWARD, Verb.BACKWARD)
+        computes = self.computes
+        if not computes:
+            first, *others = (Action(v, self.stage, i) for i in range(self.microbatches) for v in verbs)
+            computes = (first, count, *others)
+        return tuple(each for each in computes if each != count or self.measures_nominal_count)
 
     @property
     def reduction_order(self) -> tuple[int, ...]:
@@ -184,10 +189,11 @@ def _compute_phases(
 ) -> list[Action]:
     """The forwards and backwards with their unshards, the measures of the loss, the reductions.
 
-    The measures stand where all forwards have been sent that another stage needs to come to its own: in front of the
-    next backward, or of the receipt of its gradient. What a backward sends back goes before its reductions.
+    The measure of the loss stands in front of the first backward behind all forwards, or of the receipt of its
+    gradient: what other stages need has been sent. What a backward sends back goes before its reductions.
     """
-    unshards, measures, rounds = _Unshards(step), _LossMeasures(step), Counter[int]()
+    unshards, rounds = _Unshards(step), Counter[int]()
+    num_forwards = sum(action.verb == Verb.FORWARD for action in step.compute_actions)
     num_left = Counter(action.stage for action in step.compute_actions if action.verb in COMPLETE_BACKWARD)
     every_backward = layout_changes(step.resting_layouts).after_backward != Change.NONE
     actions: list[Action] = []
@@ -196,7 +202,10 @@ def _compute_phases(
         if action.verb != Verb.SEND_BACKWARD:
             actions += reductions
             reductions = []
-        actions += measures.before(action)
+        num_forwards -= action.verb == Verb.FORWARD
+        if num_forwards == 0 and action.verb in BACKWARD_PHASES:
+            num_forwards = -1
+            actions.append(Action(Verb.MEASURE, step.stage, LOSS))
         if action.verb in UNSHARDED:
             orders = unshards.orders
             order = orders.forward if action.verb == Verb.FORWARD else orders.backward
@@ -211,25 +220,6 @@ def _compute_phases(
                 reductions = _reductions(step, round_number, buckets, updates, is_last=is_last)
             rounds[action.stage] += 1
     return [*actions, *reductions]
-
-
-class _LossMeasures:
-    """Where a step measures the nominal count and the loss: once each, before a backward."""
-
-    def __init__(self, step: DataStepSpec) -> None:
-        self._step = step
-        self._wants_count = step.measures_nominal_count
-        self._num_forwards = sum(action.verb == Verb.FORWARD for action in step.compute_actions)
-
-    def before(self, action: Action) -> list[Action]:
-        """The measures that stand in front of an action."""
-        self._num_forwards -= action.verb == Verb.FORWARD
-        if action.verb not in BACKWARD_PHASES:
-            return []
-        wants_loss = self._num_forwards == 0
-        measures = _chosen_measures(self._step, {NOMINAL_COUNT: self._wants_count, LOSS: wants_loss})
-        self._wants_count, self._num_forwards = False, self._num_forwards - wants_loss
-        return measures
 
 
 def _reductions(
@@ -252,10 +242,5 @@ def _reductions(
 
 def _measures(step: DataStepSpec) -> list[Action]:
     """The measures that need all gradients."""
-    return _chosen_measures(
-        step, {USED_PARAMS: step.allows_unused, GRAD_NORM: step.has_clip, TRUST_NORMS: step.has_trust_ratios}
-    )
-
-
-def _chosen_measures(step: DataStepSpec, wanted: Mapping[int, bool]) -> list[Action]:
+    wanted = {USED_PARAMS: step.allows_unused, GRAD_NORM: step.has_clip, TRUST_NORMS: step.has_trust_ratios}
     return [Action(Verb.MEASURE, step.stage, scalars) for scalars, is_wanted in wanted.items() if is_wanted]

@@ -1,4 +1,4 @@
-"""Sends: the messages between stages, added to lists of compute actions.
+"""Sends: the messages between stages, and the count in which all ranks meet, added to lists of compute actions.
 
 boundary  where stage s ends and stage s + 1 begins; an activation crosses it forward, a gradient backward
 message   a send on one pipeline index and a receive on another
@@ -9,8 +9,8 @@ a boundary whose two stages are on the same index has none.
 from collections.abc import Iterator, Sequence
 
 from fourfold.plan.pipeline.spec import ComputeLists, owner_of
-from fourfold.plan.rank_program import SENDS
-from fourfold.words.program import Action, Verb
+from fourfold.plan.rank_program import BACKWARD_PHASES, SENDS
+from fourfold.words.program import NOMINAL_COUNT, Action, Verb
 
 BACKWARDS = frozenset({Verb.BACKWARD, Verb.BACKWARD_INPUT})
 COMPUTE_VERBS = BACKWARDS | {Verb.FORWARD, Verb.BACKWARD_WEIGHT}
@@ -26,6 +26,29 @@ def add_sends(lists: Sequence[Sequence[Action]], num_stages: int) -> ComputeList
     pp = len(lists)
     boundaries = {stage for stage in range(num_stages - 1) if owner_of(stage, pp) != owner_of(stage + 1, pp)}
     return tuple(tuple(each for action in actions for each in _with_messages(action, boundaries)) for actions in lists)
+
+
+def add_nominal_count(lists: Sequence[Sequence[Action]]) -> ComputeLists:
+    """Lists with messages, and with the measure of the nominal count, for which all ranks wait.
+
+    Behind all that ranks can do before one of them runs a backward, which needs it: so it follows the first loss, and
+    no rank waits in it for what comes behind another rank's backward.
+    """
+    fronts, sent = [0] * len(lists), set[Action]()
+
+    def comes_before(action: Action) -> bool:
+        made = Action(Verb.SEND_FORWARD, action.stage - 1, action.index)
+        return action.verb not in BACKWARD_PHASES and (action.verb != Verb.RECEIVE_FORWARD or made in sent)
+
+    while any(comes_before(actions[front]) for actions, front in zip(lists, fronts, strict=True)):
+        for index, actions in enumerate(lists):
+            while comes_before(action := actions[fronts[index]]):
+                sent.add(action)
+                fronts[index] += 1
+    return tuple(
+        (*actions[:front], Action(Verb.MEASURE, index, NOMINAL_COUNT), *actions[front:])
+        for index, (actions, front) in enumerate(zip(lists, fronts, strict=True))
+    )
 
 
 def _with_messages(action: Action, boundaries: set[int]) -> Iterator[Action]:
