@@ -275,7 +275,7 @@ def test_the_second_forward_of_a_checkpoint_is_intercepted(name):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("fields", [{"sp": 2}, {"dp": 2, "zero": 3}, {"update": "in_forward"}])
+@pytest.mark.parametrize("fields", [{"sp": 2}, {"tp": 2}, {"pp": 2}, {"dp": 2, "zero": 3}, {"update": "in_forward"}])
 def test_compiled_code_is_refused_where_it_hides_calls(fields):
     body = Body(Attention())
     assert not model_problems(body, Plan(**fields))

@@ -182,6 +182,7 @@ def _compiled_problems(model: nn.Module, plan: Plan) -> list[Problem]:
             "to replace layers, which compiled code has inlined",
             "tp = 1",
         ),
+        (plan.pp > 1, f"pp = {plan.pp}", "hooks of its own in each forward, which compiled code ignores", "pp = 1"),
         (plan.sp > 1, f"sp = {plan.sp}", "to see each call of attention, which compiled code hides", "sp = 1"),
         (
             plan.batch_norm == "sync" and has_norms,
