@@ -40,13 +40,14 @@ class Countdown:
 
         All that were in the round before have been launched.
         """
-        self.round_order = [bucket for bucket in self.launch_order if bucket in buckets]
+        own = set(buckets)
+        self.round_order = [bucket for bucket in self.launch_order if bucket in own]
         """The order of the round's reductions."""
         for bucket in buckets:
             self._rounds[bucket] = number
             self._num_missing[bucket] = self._sizes[bucket]
         for index, bucket in enumerate(self.bucket_of):
-            self.counted[index] = self.counted[index] and bucket not in buckets
+            self.counted[index] = self.counted[index] and bucket not in own
         self.num_launched = 0
         self.is_last_backward = False
         """Whether the current backward is the round's last: buckets may be launched as they become complete."""

@@ -28,6 +28,7 @@ class GroupScalars:
         self._begin(kind, values.to(self._communicator.device, copy=True))
 
     def _begin(self, kind: int, tensor: Tensor) -> None:
+        assert kind not in self._pending, "the sum of this kind before it has not been waited for"
         with self._communicator.report_dead_peers():
             self._pending[kind] = tensor, self._group.all_reduce(tensor)
 
