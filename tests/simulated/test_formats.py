@@ -470,14 +470,13 @@ def test_what_cannot_be_opened_is_said_with_what_can(tmp_path: Path):
     assert "no field 'nunber'" in error(FILES / "mds", target="nunber")
     assert "try number" in error(FILES / "mds", target="nunber")
     assert "no column 'none'" in error(FILES / "mds", columns=["text"], target="none")
-    with pytest.raises(DamagedSample, match="no b, but a"):
-        ff.open_source(tmp_path / "train.csv", columns=["b"])[0]
+    assert "no field 'b'" in error(tmp_path / "train.csv", columns=["b"])
 
 
 def test_files_with_other_columns_are_named(tmp_path: Path):
     pq.write_table(table(), tmp_path / "0.parquet")
     pq.write_table(table().rename_columns(["x", "m", "small", "flag", "text", "raw"]), tmp_path / "1.parquet")
-    with pytest.raises(DataError, match=r"1\.parquet: x .*, as in .*0\.parquet"):
+    with pytest.raises(DataError, match=r"1\.parquet: no n, m int64 +need n int64, no m, as in .*0\.parquet"):
         ff.open_source(tmp_path)
 
 

@@ -18,15 +18,16 @@ DTYPE_HINT = "convert them in the source, for instance with .float() or .long()"
 Handler = Callable[..., Any]
 
 
-def collate_samples(samples: Sequence[Any], indices: Sequence[int]) -> Any:
+def collate_samples(samples: Sequence[Any], indices: Sequence[int], *, nulls: bool = False) -> Any:
     """The samples as one batch, as torch's `default_collate` makes it. `indices`: their numbers in the source.
 
-    Raises DataError where a sample is None, or has other shapes, dtypes or keys than the first one.
+    Raises DataError where a sample is None, or has other shapes, dtypes or keys than the first one. `nulls`: None, as
+    JSON has it, may be among text, or in its place; they become a list.
     """
     try:
-        return collate(samples, collate_fn_map=_HANDLERS)
+        return collate(samples, collate_fn_map=_WITH_NULLS if nulls else _HANDLERS)
     except Exception as error:
-        problem = _first_mismatch(samples, indices)
+        problem = (None if nulls else _first_none(samples, indices)) or _first_mismatch(samples, indices)
         if problem is None:  # strings in an array, sparse tensors
             reason = "tensors and arrays in one place" if isinstance(error, _Mismatch) else _first_line(error)
             got = f"samples from {indices[0] if indices else 0} on cannot be stacked: {reason}"
@@ -58,6 +59,12 @@ def _collate_dicts(batch: Sequence[Mapping[Any, Any]], *, collate_fn_map: Any = 
     return {key: collate([sample[key] for sample in batch], collate_fn_map=collate_fn_map) for key in batch[0]}
 
 
+def _collate_nulls(batch: Sequence[Any], *, collate_fn_map: Any = None) -> list[Any]:
+    if not all(isinstance(value, str | None) for value in batch):
+        raise _Mismatch
+    return list(batch)
+
+
 def _dtype(value: Any) -> Any:
     return value.dtype
 
@@ -76,15 +83,21 @@ _HANDLERS: dict[Any, Handler] = {
     float: _require_same(default_collate_fn_map[float], type),
     int: _require_same(default_collate_fn_map[int], type),
 }
+_WITH_NULLS = {**_HANDLERS, type(None): _collate_nulls}
 
 
-def _first_mismatch(samples: Sequence[Any], indices: Sequence[int]) -> Problem | None:
-    """The first sample that is None or differs from the first one, and in what."""
+def _first_none(samples: Sequence[Any], indices: Sequence[int]) -> Problem | None:
+    """The first sample that is None, and where."""
     for sample, index in zip(samples, indices, strict=False):
         for path, form in _leaf_forms(sample):
             if form == "None":
                 need = "a pair (inputs, targets)" if not path else "a tensor there"
                 return Problem(f"sample {index}{path and f': {path}'} is None", need, "a source without such samples")
+    return None
+
+
+def _first_mismatch(samples: Sequence[Any], indices: Sequence[int]) -> Problem | None:
+    """The first sample that differs from the first one, and in what."""
     first = dict(_leaf_forms(samples[0]))
     for sample, index in zip(samples[1:], indices[1:], strict=False):
         form = dict(_leaf_forms(sample))
@@ -92,7 +105,9 @@ def _first_mismatch(samples: Sequence[Any], indices: Sequence[int]) -> Problem |
             a, b = first.get(path, "missing"), form.get(path, "missing")
             if a != b:
                 got = f"{path or 'samples'}: {a} in sample {indices[0]}, {b} in sample {index}"
-                if "missing" in (a, b):
+                if "None" in (a, b):
+                    attempt = "a number in place of null, or columns= without it"
+                elif "missing" in (a, b):
                     attempt = "the same keys in every sample"
                 else:
                     attempt = PADDING_HINT if a.partition(" ")[2] != b.partition(" ")[2] else DTYPE_HINT

@@ -6,10 +6,10 @@ Law: every function returns the problems of one argument, or none if it is valid
 import inspect
 import numbers
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeGuard
 
-from fourfold.words.errors import Problem
+from fourfold.words.errors import Problem, closest_match
 
 OPTIMIZER_NEED = "a function from parameters to a torch optimizer"
 OPTIMIZER_ATTEMPT = "functools.partial(torch.optim.AdamW, lr=3e-4)"
@@ -51,11 +51,13 @@ def tensor_rule_problems(name: str, value: Any) -> list[Problem]:
     return [Problem(format_argument(name, value), need, f'{name}={{"*.up": "column", "*.down": "row"}}')]
 
 
-def str_problems(name: str, value: Any, *, optional: bool = False, path: bool = False) -> list[Problem]:
+def str_problems(
+    name: str, value: Any, *, optional: bool = False, path: bool = False, attempt: str = ""
+) -> list[Problem]:
     """Require a string; `path` also allows an object such as pathlib.Path."""
     if isinstance(value, str) or (value is None and optional) or (path and isinstance(value, os.PathLike)):
         return []
-    return [Problem(format_argument(name, value), f"a {'path' if path else 'string'}{_or_none(optional)}")]
+    return [Problem(format_argument(name, value), f"a {'path' if path else 'string'}{_or_none(optional)}", attempt)]
 
 
 def callable_problems(name: str, value: Any, *, need: str, optional: bool = False, attempt: str = "") -> list[Problem]:
@@ -117,6 +119,23 @@ def tokenizer_problems(name: str, value: Any) -> list[Problem]:
         return []
     need, attempt = "an object with save_pretrained(folder), or None", "transformers.AutoTokenizer.from_pretrained(…)"
     return [Problem(format_argument(name, value), need, attempt)]
+
+
+def name_list_problems(name: str, value: Any, *, optional: bool = False) -> list[Problem]:
+    """Require a list or tuple of different strings, at least one."""
+    if value is None and optional:
+        return []
+    if isinstance(value, list | tuple) and 0 < len(value) == len({each for each in value if isinstance(each, str)}):
+        return []
+    return [Problem(f"{name} = {value!r}"[:80], "a list of different names", f'{name}=["x", "y"]')]
+
+
+def unknown_name_problems(what: str, names: Iterable[str], known: Sequence[str]) -> list[Problem]:
+    """Require names of columns, or of whatever `what` says, that are among the known ones; suggest the nearest."""
+    need = f"one of {', '.join(known)}"
+    need = need if len(need) <= 300 else f"{need[:300]} …"
+    unknown = [name for name in names if name not in known]
+    return [Problem(f"no {what} {name!r}", need, closest_match(name, known) or "") for name in unknown]
 
 
 def mapping_problems(name: str, value: Any, *, optional: bool = False) -> list[Problem]:

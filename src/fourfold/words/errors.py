@@ -155,6 +155,7 @@ def os_error_text(error: OSError) -> str:
 
 
 def closest_match(word: str, choices: Iterable[str]) -> str | None:
-    """The choice that a mistyped word most likely means, or None."""
-    close = difflib.get_close_matches(word, list(choices), n=1, cutoff=0.6)
-    return close[0] if close else None
+    """The choice that a mistyped word, or one in other letter case, most likely means, or None."""
+    by_lower = {choice.lower(): choice for choice in choices}
+    close = difflib.get_close_matches(word.lower(), list(by_lower), n=1, cutoff=0.6)
+    return by_lower[close[0]] if close else None

@@ -5,6 +5,7 @@ index   where each record begins in its file, in memory: 8 bytes each
 Law: sample i is the i-th record of the files in their order; blank lines of JSON lines and CSV are no records.
 """
 
+import codecs
 import csv
 import functools
 import io
@@ -21,6 +22,8 @@ from fourfold.feed.files.listing import Listing
 from fourfold.words.errors import DamagedSample, DataError, FourfoldError, Problem
 
 INT = re.compile(r"-?(?:0|[1-9]\d*)", re.ASCII)
+MARK = codecs.BOM_UTF8  # which editors and spreadsheets write before the first line
+UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 FLOAT = re.compile(r"[+-]?(?:(?:0|[1-9]\d*)(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?|nan|[+-]?inf", re.ASCII)
 Parse = Callable[[str], Any]
 Column = Callable[[str], Any]
@@ -81,7 +84,7 @@ def open_jsonl(listing: Listing) -> LineSource:
 
 
 def _parse_object(line: str) -> Any:
-    value = json.loads(line)
+    value = json.loads(line.removeprefix("\ufeff"))  # files that were joined have marks in between
     if not isinstance(value, dict):
         raise ValueError(f"a {type(value).__name__}, not an object")
     return value
@@ -90,8 +93,9 @@ def _parse_object(line: str) -> Any:
 def _index(listing: Listing, *, skip_blank: bool) -> "list[array[int]]":
     offsets = []
     for number in range(len(listing.names)):
-        starts, at = array("Q"), 0
-        with open(listing.path(number), "rb") as file:
+        path, starts = listing.path(number), array("Q")
+        with open(path, "rb") as file:
+            at = _skip_mark(file, path)
             for line in file:
                 # A blank line is read with the record before it, which JSON and CSV allow.
                 if not (skip_blank and line.isspace()):
@@ -100,6 +104,15 @@ def _index(listing: Listing, *, skip_blank: bool) -> "list[array[int]]":
         starts.append(at)
         offsets.append(starts)
     return offsets
+
+
+def _skip_mark(file: BinaryIO, path: str) -> int:
+    """Where the text of a file begins: behind a byte-order mark. Raises DataError for a mark of UTF-16."""
+    start = file.read(len(MARK))
+    if start.startswith(UTF16_MARKS):
+        attempt = f"iconv -f UTF-16 -t UTF-8 {os.path.basename(path)}"
+        raise DataError(Problem("text in UTF-16", "text in UTF-8", attempt), where=path)
+    return file.seek(len(MARK) if start == MARK else 0)
 
 
 def open_csv(listing: Listing) -> LineSource:
@@ -137,14 +150,14 @@ class _CsvReader:
     """The rows of a CSV file with the bytes where they begin."""
 
     def __init__(self, file: BinaryIO, path: str) -> None:
-        self._file, self._path, self._at = file, path, 0
+        self._file, self._path, self._at = file, path, _skip_mark(file, path)
         self._rows = csv.reader(self._lines(), delimiter=_delimiter(path), strict=True)
 
     def _lines(self) -> Iterator[str]:
         for number, line in enumerate(self._file, 1):
             self._at += len(line)
             try:
-                yield line.decode("utf-8-sig" if number == 1 else "utf-8")
+                yield line.decode()
             except UnicodeDecodeError as error:
                 raise DataError(Problem(f"line {number}: {error}", "text in UTF-8"), where=self._path) from error
 

@@ -43,6 +43,7 @@ class ArrayShards:
         self.name, self._files = name, PositionedFiles(paths)
         self._arrays = [self._open(file) for file in range(len(paths))]
         first = self._arrays[0]
+        self.field_names = list(first)
         for path, arrays in zip(paths, self._arrays, strict=True):
             if _form(arrays) != _form(first):
                 problem = Problem(f"{path}: {_form(arrays)}", f"{_form(first)}, as in {paths[0]}", "a folder for each")

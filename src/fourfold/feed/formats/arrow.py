@@ -1,8 +1,9 @@
 """Parquet and Arrow: the rows of tables.
 
 part    what is read of a file at once: a row group of Parquet, a record batch of Arrow
-Law: a part is read when a row of it is needed; at most MAX_PARTS are held. All files have one schema. A stream has no
-index, so its batches are held: they point into its mapped file, and a compressed one that does not fit is refused.
+Law: a part is read when a row of it is needed; at most MAX_PARTS are held. The wanted columns have one type in all
+files, and the order of the first. A stream has no index, so its batches are held: they point into its mapped file, and
+a compressed one that does not fit is refused.
 """
 
 import bisect
@@ -10,11 +11,11 @@ import contextlib
 import itertools
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from fourfold.feed.formats.positioned import file_size
-from fourfold.feed.formats.tables import choose_columns, image_columns, pyarrow, rows_of
+from fourfold.feed.formats.tables import choose_columns, image_columns, pyarrow, rows_of, type_text
 from fourfold.words.errors import DataError, Problem
 
 MAX_PARTS = 4
@@ -129,14 +130,15 @@ class TableRows:
 
     def _start(self) -> None:
         self._files = [_open(path, self._wanted) for path in self._paths]
-        first = self._files[0].schema
-        for path, file in zip(self._paths, self._files, strict=True):
-            if not file.schema.equals(first):
-                got = f"{path}: {_summary(file.schema)}"
-                problem = Problem(got, f"{_summary(first)}, as in {self._paths[0]}", "a folder for each")
-                raise DataError(problem, where=self.name)
+        types = [{name: type_text(file.schema.field(name).type) for name in file.columns} for file in self._files]
         self.field_names = self._files[0].columns
-        self._images = image_columns(first)
+        for path, file, found in zip(self._paths, self._files, types, strict=True):
+            if differ := [name for name in {**types[0], **found} if found.get(name) != types[0].get(name)]:
+                need = f"{_summary(types[0], differ)}, as in {self._paths[0]}"
+                attempt = "a folder for each, or columns= without them"
+                raise DataError(Problem(f"{path}: {_summary(found, differ)}", need, attempt), where=self.name)
+            file.columns = self.field_names
+        self._images = image_columns(self._files[0].schema)
         self._ends = [list(itertools.accumulate(file.sizes)) for file in self._files]
         self.shard_sizes = [ends[-1] if ends else 0 for ends in self._ends]
         self._parts, self._lock = OrderedDict[tuple[int, int], Any](), threading.Lock()
@@ -178,6 +180,6 @@ class TableRows:
             return table
 
 
-def _summary(schema: Any) -> str:
-    text = ", ".join(f"{field.name} {field.type}" for field in schema)
+def _summary(types: Mapping[str, str], names: Sequence[str]) -> str:
+    text = ", ".join(f"{name} {types[name]}" if name in types else f"no {name}" for name in names)
     return text if len(text) <= 300 else f"{text[:300]} …"

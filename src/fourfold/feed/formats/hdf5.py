@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fourfold.feed.formats.positioned import file_size
+from fourfold.words import argument_checks
 from fourfold.words.errors import DataError, Problem
 
 MAX_OPEN, MAX_DATASETS, MAX_DEPTH = 16, 1000, 16
@@ -95,11 +96,7 @@ class HDF5Rows:
             with _h5py().File(path, "r") as file:
                 found = _datasets(file, "", 0)
                 wanted = self._columns if self._columns is not None else list(found)
-                problems = [
-                    Problem(f"{path}: no dataset {name!r}", f"some of {', '.join(found)}")
-                    for name in wanted
-                    if name not in found
-                ]
+                problems = argument_checks.unknown_name_problems("dataset", wanted, list(found))
                 chosen = {name: found[name] for name in found if name in wanted}
                 problems += [problem for name, each in chosen.items() for problem in _problems(path, name, each, size)]
                 if problems:

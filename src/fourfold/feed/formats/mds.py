@@ -19,6 +19,7 @@ import numpy as np
 from fourfold.feed.formats.compressed import UnpackedFiles, check_compression
 from fourfold.feed.formats.mds_values import Encoding, parse_encoding
 from fourfold.feed.formats.positioned import PositionedFiles, file_size
+from fourfold.words import argument_checks
 from fourfold.words.errors import DataError, Problem
 
 INDEX_FILE = "index.json"
@@ -158,9 +159,7 @@ def _columns_of(shards: Sequence[dict[str, Any]], wanted: Sequence[str] | None, 
             got = f"shard {number} with other columns than shard 0"
             raise DataError(Problem(got, "one schema", "a folder for each"), where=where)
     unwanted = {name for name in names if wanted is not None and name not in wanted}
-    problems = [
-        Problem(f"no column {name!r}", f"some of {', '.join(names)}") for name in wanted or () if name not in names
-    ]
+    problems = argument_checks.unknown_name_problems("column", wanted or (), names)
     encodings = []
     for name, text, size in zip(names, texts, sizes, strict=True):
         try:

@@ -8,7 +8,7 @@ import glob
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +27,7 @@ from fourfold.feed.formats.webdataset import TarSamples
 from fourfold.feed.pack.layout import INDEX_FILE, MANIFEST_FILE
 from fourfold.feed.pack.reader import Pack
 from fourfold.feed.source import TokenSource
-from fourfold.words.argument_checks import int_problems
+from fourfold.words import argument_checks
 from fourfold.words.errors import DataError, Problem, closest_match, os_error_text
 
 SUFFIXES = {
@@ -41,6 +41,22 @@ SUFFIXES = {
 SHARD_NUMBER = re.compile(r"-\d+-of-\d+$")  # as TensorFlow names shards: train.tfrecord-00000-of-00016
 MAGIC = {b"PAR1": "arrow", b"ARROW1": "arrow", b"\x89HDF\r\n\x1a\n": "hdf5", b"\x93NUMPY": "npy"}
 TAR_MAGIC_AT, START_BYTES = 257, 512
+# Of files that are not read: the first bytes, or a pattern of the name; what such a file is, and what to do.
+UNREAD = {
+    b"\x1f\x8b": ("compressed by gzip", "gunzip it first"),
+    b"BZh": ("compressed by bzip2", "bunzip2 it first"),
+    b"\x28\xb5\x2f\xfd": ("compressed by zstd", "unzstd it first"),
+    b"\xfd7zXZ": ("compressed by xz", "unxz it first"),
+    b"PK\x03\x04": ("a zip archive", "the folder that unzip makes of it"),
+    b"SQLite format 3\0": ("a database of SQLite", 'ff.sql("sqlite:///FILE", query, key=…)'),
+    r"\.json$": ("one JSON document", "a .jsonl file, an object on each line: jq -c '.[]' FILE"),
+    r"/(index|state|manifest)\.json$": ("perhaps the index of a folder", "its folder"),
+    r"\.mds(\.|$)": (
+        f"a shard of MDS in a folder without {mds.INDEX_FILE}",
+        f"the {mds.INDEX_FILE} that was written with it",
+    ),
+}
+SPLITS = frozenset(("train", "training", "val", "valid", "validation", "dev", "eval", "test", "testing"))
 KNOWN = (
     "a pack; images, .npy, .npz, .txt, .jsonl, .csv, .tsv; .parquet, .arrow, .feather; a folder of `datasets` or MDS; "
     ".tar (WebDataset), .tfrecord, .h5, Megatron's .bin and .idx"
@@ -85,9 +101,12 @@ def open_source(
     Raises DataError, with what is known, if nothing there can be read; DamagedSample, when a sample is read, if it is
     damaged. Nothing is unpickled.
     """
-    if isinstance(columns, str) or (columns is not None and (not columns or len(set(columns)) < len(columns))):
-        raise DataError(Problem(f"columns = {columns!r}", "a list of different names", 'columns=["x", "y"]'))
-    if problems := int_problems("length", length, minimum=1, optional=True):
+    problems = argument_checks.name_list_problems("columns", columns, optional=True)
+    problems += argument_checks.str_problems("target", target, optional=True)
+    problems += argument_checks.int_problems("length", length, minimum=1, optional=True)
+    if not problems and columns is not None and set(columns) == {target}:
+        problems.append(Problem(f"columns = {columns} with target = {target!r}", "at least one of the inputs"))
+    if problems:
         raise DataError(problems)
     options, given = Options(columns, target, images, rows, length), Path(path).expanduser()
     if given.is_dir():
@@ -97,7 +116,8 @@ def open_source(
     elif os.path.isfile(f"{given}.idx"):  # Megatron names its files so
         name, paths = str(given), [f"{given}.bin", f"{given}.idx"]
     elif glob.has_magic(str(given)):
-        name, paths = str(given), sorted(filter(os.path.isfile, glob.glob(str(given), recursive=True)))
+        found = glob.glob(str(given), recursive=True)
+        name, paths = str(given), sorted(path for path in found if os.path.isfile(path) and not _is_marker(path))
         if not paths:
             raise DataError(Problem(f"no file that fits {name}", "at least one"), where=name)
     elif given.exists():
@@ -123,20 +143,31 @@ def _open_folder(folder: Path, options: Options) -> Any:
         return _source(mds.MDS(folder, options.fields), options, "MDS")
     if (folder / hugging_face.STATE_FILE).is_file():
         return _source(TableRows(str(folder), hugging_face.saved_files(folder), options.fields), options, "a data set")
-    _refuse_splits(folder)
+    for index in (mds.INDEX_FILE, hugging_face.STATE_FILE, MANIFEST_FILE):
+        _refuse_splits(str(folder), {path.parent.name for path in folder.glob(f"*/{index}")})
     paths = _files_below(folder)
     if not paths:
         raise DataError(Problem(f"no files in {folder}", KNOWN), where=str(folder))
     return _open_files(str(folder), paths, options)
 
 
-def _refuse_splits(folder: Path) -> None:
+def _refuse_splits(folder: str, names: Iterable[str]) -> None:
     """Raise DataError for a folder of data sets, such as `train` and `validation`: which of them is meant?"""
-    for index in (mds.INDEX_FILE, hugging_face.STATE_FILE, MANIFEST_FILE):
-        splits = sorted(path.parent.name for path in folder.glob(f"*/{index}"))
-        if splits:
-            got = f"{folder} holds several data sets: {', '.join(splits[:8])}"
-            raise DataError(Problem(got, "one of them", str(folder / splits[0])), where=str(folder))
+    if splits := sorted(names):
+        got = f"{folder} holds several data sets: {', '.join(splits[:8])}"
+        raise DataError(Problem(got, "one of them", os.path.join(folder, splits[0])), where=folder)
+
+
+def _check_folders(name: str, paths: Sequence[str], *, has_classes: bool) -> None:
+    """Raise DataError for folders that are named as data sets, such as `train2017`, and for folders below one class."""
+    folders = {os.path.dirname(path) or "." for path in paths}
+    root = os.path.commonpath(list(folders)) or "."
+    below = {os.path.relpath(folder, root).partition("/")[0] for folder in folders}
+    splits = [each for each in below if each.lower().rstrip("0123456789_-") in SPLITS]
+    _refuse_splits(root, splits if len(splits) > 1 else ())
+    if has_classes and os.path.isdir(name) and len(folders) > 1 and not os.path.samefile(name, root):
+        got = f"{name} with one class, {os.path.relpath(root, name).partition('/')[0]}, and folders below it"
+        raise DataError(Problem(got, "the folder that holds the classes", root), where=name)
 
 
 def _files_below(folder: Path) -> list[str]:
@@ -147,25 +178,58 @@ def _files_below(folder: Path) -> list[str]:
     paths = []
     for root, folders, names in os.walk(folder, onerror=stop):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        paths += [os.path.join(root, name) for name in names if not name.startswith(".")]
+        paths += [os.path.join(root, name) for name in names if not name.startswith(".") and not _is_marker(name)]
     return sorted(paths)
+
+
+def _is_marker(path: str) -> bool:
+    """Whether a file is a mark of the program that wrote those beside it, such as Spark's `_SUCCESS`: no data."""
+    name = os.path.basename(path)
+    return name.startswith("_") and "." not in name
 
 
 def _open_files(name: str, paths: Sequence[str], options: Options) -> Any:
     kinds = Counter(_kind_of(path) for path in paths)
     if len(kinds) > 1 or None in kinds:
-        counts = ", ".join(f"{count} {kind or 'of no known kind'}" for kind, count in kinds.items())
-        named = next(path for path in paths if _kind_of(path) is None) if None in kinds else ""
-        got = f"{name}: {counts}{f', such as {named}' if named and named != name else ''}"
-        attempt = f'a pattern, such as "{os.path.join(os.path.dirname(paths[0]), "*" + os.path.splitext(paths[0])[1])}"'
-        raise DataError(Problem(got, KNOWN, attempt if len(kinds) > 1 else "a source of your own"), where=name)
+        raise DataError(_kinds_problem(name, paths, kinds), where=name)
     kind = next(iter(kinds))
     assert kind is not None
+    if os.path.isdir(name) or kind == "images":  # whose folders are classes, however they were found
+        _check_folders(name, paths, has_classes=kind == "images")
     if kind == "megatron" and options.length is not None:
         return _open_tokens(name, paths, options)
     if kind in PLAIN_OPENERS:
         return _source(_open_plain(name, paths, kind, options), options, kind, rows=kind in ("npy", "npz"))
     return _source(OPENERS[kind](name, paths, options), options, kind)
+
+
+def _kinds_problem(name: str, paths: Sequence[str], kinds: Mapping[str | None, int]) -> Problem:
+    """The problem of files of several kinds, or of none that is known."""
+    counts = ", ".join(f"{count} {kind or 'of no known kind'}" for kind, count in kinds.items())
+    known = {kind: count for kind, count in kinds.items() if kind is not None}
+    got, attempt = f"{name}: {counts}", "a source of your own"
+    if None in kinds:
+        unknown = next(path for path in paths if _kind_of(path) is None)
+        got += f", such as {unknown}" if unknown != name else ""
+        start, lower = _start_of(unknown), unknown.lower()
+        for sign, (what, remedy) in UNREAD.items():
+            if start.startswith(sign) if isinstance(sign, bytes) else re.search(sign, lower):
+                got, attempt = f"{got}, {what}", remedy
+    if known:
+        attempt = _pattern_of(max(known, key=known.__getitem__), paths)
+    return Problem(got, KNOWN, attempt)
+
+
+def _pattern_of(kind: str, paths: Sequence[str]) -> str:
+    """A pattern that the files of a kind have, and no others of these paths."""
+    chosen = [path for path in paths if _kind_of(path) == kind]
+    folder = glob.escape(os.path.commonpath([os.path.dirname(path) for path in chosen]))
+    suffixes = {os.path.splitext(SHARD_NUMBER.sub("", path))[1] for path in chosen}
+    suffix = suffixes.pop()
+    if suffixes or not suffix:
+        return "the files of one kind in a folder of their own"
+    ending = suffix if all(path.endswith(suffix) for path in chosen) else f"{suffix}-*"
+    return f'a pattern, such as "{os.path.join(folder, "**", "*")}{ending}"'
 
 
 def _open_plain(name: str, paths: Sequence[str], kind: str, options: Options) -> Records:
@@ -227,15 +291,19 @@ def _kind_of(path: str) -> str | None:
 
 
 def _kind_by_content(path: str) -> str | None:
-    file_size(path)
-    try:
-        with open(path, "rb") as file:
-            start = file.read(START_BYTES)
-    except OSError as error:
-        raise DataError(Problem(f"{path}: {os_error_text(error)}", "a file that can be read"), where=path) from error
+    start = _start_of(path)
     for magic, kind in MAGIC.items():
         if start.startswith(magic):
             return kind
     if start[TAR_MAGIC_AT:].startswith(b"ustar"):
         return "tar"
     return "tfrecord" if is_tfrecord(start) else None
+
+
+def _start_of(path: str) -> bytes:
+    file_size(path)
+    try:
+        with open(path, "rb") as file:
+            return file.read(START_BYTES)
+    except OSError as error:
+        raise DataError(Problem(f"{path}: {os_error_text(error)}", "a file that can be read"), where=path) from error

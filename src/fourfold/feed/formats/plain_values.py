@@ -20,9 +20,7 @@ def parse_json(content: bytes | str) -> Any:
 
 
 def stackable(value: Any) -> Any:
-    """A value of JSON with its lists of numbers as tensors. Raises ValueError for null, which no batch can hold."""
-    if value is None:
-        raise ValueError("null, where a value must be")
+    """A value of JSON with its lists of numbers as tensors; a null stays None."""
     if isinstance(value, dict):
         return {name: stackable(each) for name, each in value.items()}
     if isinstance(value, list):

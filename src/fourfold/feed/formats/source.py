@@ -8,6 +8,7 @@ the record, and no other error.
 """
 
 import bisect
+import contextlib
 import itertools
 import os
 from collections.abc import Mapping, Sequence
@@ -18,9 +19,11 @@ from fourfold.feed.collate import collate_samples
 from fourfold.feed.pack.schema import PAIR, EncodedImage
 from fourfold.feed.pack.values import decode_image
 from fourfold.feed.source import empty_like
-from fourfold.words.errors import DamagedSample, DataError, Problem, closest_match
+from fourfold.words import argument_checks
+from fourfold.words.errors import DamagedSample, DataError, Problem
 
 MAX_THREADS = 4
+NUM_TRIED = 64  # records, for the names of fields
 UNREADABLE = (ValueError, OSError, EOFError, MemoryError, OverflowError, RecursionError)
 Record = dict[str, Any]
 
@@ -45,7 +48,7 @@ class FormatSource:
     target   a field: samples are pairs (the other fields, target). With one other field, the inputs are its values
     images   decode images to uint8 [3, height, width]; else their bytes are the sample
 
-    A batch stacks arrays and numbers, and makes lists of text and bytes.
+    A batch stacks arrays and numbers, and makes lists of text, bytes and nulls.
     """
 
     def __init__(
@@ -55,14 +58,30 @@ class FormatSource:
         self._ends = list(itertools.accumulate(records.shard_sizes))
         if not len(self):
             raise DataError(Problem(f"{records.name} has no samples", "at least one"), where=records.name)
-        fields = getattr(records, "field_names", None)  # where all records have the same
-        if fields is not None and target is not None and target not in fields:
-            problem = Problem(
-                f"no field {target!r}", f"some of {', '.join(fields)}", closest_match(target, fields) or ""
-            )
-            raise DataError(problem, where=records.name)
         if columns is not None and target is not None and target not in columns:
             self._columns = [*columns, target]
+        self._check_names()
+
+    def _check_names(self) -> None:
+        """Raise DataError for names that no record has: the names are wrong, and not the records damaged."""
+        wanted = self._columns if self._columns is not None else [] if self._target is None else [self._target]
+        known = list(getattr(self._records, "field_names", ()) or (self._names_of_some(wanted) if wanted else ()))
+        problems = argument_checks.unknown_name_problems("field", wanted, known) if known else []
+        if known == [self._target]:
+            problems.append(Problem(f"no field but the target {self._target}", "at least one of the inputs"))
+        if problems:
+            raise DataError(problems, where=self.name)
+
+    def _names_of_some(self, wanted: Sequence[str]) -> list[str]:
+        """The fields of some records, spread evenly, until enough are found; none if no record is whole."""
+        found: dict[str, None] = {}
+        for number in dict.fromkeys(index * len(self) // NUM_TRIED for index in range(NUM_TRIED)):
+            file, record = self._place(number)
+            with contextlib.suppress(*UNREADABLE):  # a damaged record is reported when it is read
+                found |= dict.fromkeys(self._records.read(file, [record])[0])
+            if found.keys() >= set(wanted) and (self._columns is not None or len(found) > 1):
+                break
+        return list(found)
 
     @property
     def name(self) -> str:
@@ -100,7 +119,7 @@ class FormatSource:
             threads = min(MAX_THREADS, len(numbers), len(os.sched_getaffinity(0)))
             with ThreadPoolExecutor(threads, thread_name_prefix="fourfold images") as pool:
                 samples = list(pool.map(self._decoded, numbers, samples))
-        batch = collate_samples(samples, numbers)
+        batch = collate_samples(samples, numbers, nulls=True)
         return batch if isinstance(batch, dict) else tuple(batch)
 
     def pack_sample(self, index: int) -> Any:
@@ -189,6 +208,6 @@ def _batch_of_none(sample: Any) -> Any:
         return {name: _batch_of_none(value) for name, value in sample.items()}
     if isinstance(sample, tuple):
         return tuple(map(_batch_of_none, sample))
-    if isinstance(sample, str | bytes | list):
+    if sample is None or isinstance(sample, str | bytes | list):
         return []
     return empty_like(collate_samples([sample], [0]))

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from fourfold.feed.pack.schema import EncodedImage
+from fourfold.words import argument_checks
 from fourfold.words.errors import DataError, Problem
 
 FILE_FIELDS = {"bytes", "path"}
@@ -33,11 +34,7 @@ def pyarrow() -> Any:
 
 def choose_columns(schema: Any, wanted: Sequence[str] | None, where: str) -> list[str]:
     """The names of the wanted columns. Raises DataError for those that are missing, or of types that cannot be read."""
-    problems = [
-        Problem(f"no column {name!r}", f"some of {', '.join(schema.names)}")
-        for name in wanted or ()
-        if name not in schema.names
-    ]
+    problems = argument_checks.unknown_name_problems("column", wanted or (), schema.names)
     names = [name for name in schema.names if wanted is None or name in wanted]
     if len(set(schema.names)) < len(schema.names):
         problems.append(Problem(f"columns {', '.join(schema.names)}", "a different name for each"))
@@ -63,6 +60,16 @@ def _is_readable(kind: Any) -> bool:
     return (
         types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind) or _is_text(kind) or _is_bytes(kind)
     )
+
+
+def type_text(kind: Any) -> str:
+    """What a type is to a sample: the same text for types that differ in how they are stored, or may be null."""
+    if _is_list(kind := _plain(kind)):
+        return f"list<{type_text(kind.value_type)}>"
+    if pyarrow().types.is_struct(kind):
+        fields = (kind.field(number) for number in range(kind.num_fields))
+        return f"struct<{', '.join(f'{field.name} {type_text(field.type)}' for field in fields)}>"
+    return "string" if _is_text(kind) else "binary" if _is_bytes(kind) else str(kind)
 
 
 def _plain(kind: Any) -> Any:

@@ -27,10 +27,14 @@ PICKLES = frozenset({"pyd", "pickle", "pkl", "pth", "pt"})
 MAX_FIELDS = 1000
 
 
+def _text(content: bytes) -> str:
+    return content.decode("utf-8-sig")  # without the byte-order mark that some editors write
+
+
 DECODERS: dict[str, Callable[[bytes], Any]] = {
     **dict.fromkeys(("jpg", "jpeg", "png", "webp", "bmp", "tif", "tiff", "gif"), EncodedImage),
-    **dict.fromkeys(("cls", "cls2", "index", "inx", "id"), lambda content: np.array(int(content), np.int64)),
-    **dict.fromkeys(("txt", "text", "transcript"), lambda content: content.decode()),
+    **dict.fromkeys(("cls", "cls2", "index", "inx", "id"), lambda content: np.array(int(_text(content)), np.int64)),
+    **dict.fromkeys(("txt", "text", "transcript"), _text),
     **dict.fromkeys(("json", "jsn"), parse_json),
     "npy": parse_npy,
 }
@@ -46,7 +50,7 @@ class TarSamples:
         self._archives = [_Archive() for _ in paths]
         for file in range(len(paths)):
             self._index(file)
-        self._names = list(self._fields)
+        self._names = self.field_names = list(self._fields)
         self.shard_sizes = [len(archive.first) - 1 for archive in self._archives]
 
     @property

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from fourfold.feed.rows.database import Row
+from fourfold.words import argument_checks
 from fourfold.words.errors import DataError, Problem
 
 NPY_MAGIC = b"\x93NUMPY"
@@ -50,10 +51,9 @@ class Columns:
         problems = []
         if not self._places:
             problems.append(Problem(f"a query with no column but {self.key}", "the columns of a sample"))
-        wanted = [("target", self._target)] if self._target is not None else []
-        for what, name in [*wanted, *(("arrays", name) for name in arrays)]:
-            if name not in self._places:
-                problems.append(Problem(f"{what}: no column {name!r}", f"one of {', '.join(self._places)}"))
+        for what, names in (("target", () if self._target is None else (self._target,)), ("arrays", arrays)):
+            found = argument_checks.unknown_name_problems("column", names, list(self._places))
+            problems += [problem._replace(got=f"{what}: {problem.got}") for problem in found]
         if list(self._places) == [self._target]:
             problems.append(Problem(f"no column but the target {self._target}", "at least one of the inputs"))
         if problems:

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
-from fourfold.words.errors import DataError, Problem
+from fourfold.words.errors import DataError, Problem, closest_match
 
 Row = tuple[Any, ...]
 
@@ -66,7 +66,8 @@ def check_columns(columns: list[str], key: str, *, where: str) -> list[str]:
     """The columns. Raises DataError if the key is none of them, or two have one name."""
     problems = []
     if key not in columns:
-        problems.append(Problem(f"key = {key!r}", f"one of the columns: {', '.join(columns)}"))
+        need = f"one of the columns: {', '.join(columns)}"
+        problems.append(Problem(f"key = {key!r}", need, closest_match(str(key), columns) or ""))
     twice = sorted({name for name in columns if columns.count(name) > 1})
     if twice:
         problems.append(Problem(f"several columns named {', '.join(twice)}", "one of each name", "AS another_name"))
