@@ -220,6 +220,15 @@ def test_percent_signs_and_strange_names_are_as_in_any_query(place):
     assert source.fetch([0, 1])["label"].shape == (2,)
 
 
+@pytest.mark.parametrize("end", [
+    " -- the small ones", "; -- done", "\n/* the ; small ones */ ;;", " -- it's\n;", " AND label < 99 -- ';'",
+])  # fmt: skip
+def test_a_query_may_end_in_comments_and_semicolons(place, end):
+    table = place.make()
+    query = f"/* ; */ SELECT id, label, ';-- \"' AS text FROM {table} WHERE ';' = ';' AND '; --' <> ''{end}"
+    assert sql(place.url, query, key="id")[0]["text"] == ';-- "'
+
+
 def test_a_query_cannot_write(place):
     table = place.make()
     with pytest.raises(DataError):
@@ -301,6 +310,17 @@ def test_passwords_are_neither_shown_nor_stored(tmp_path):
         sql(url, "SELECT 1", key="id")
     assert "secret" not in str(found.value)
     assert "postgresql://127.0.0.1:1/name" in str(found.value)
+
+
+def test_a_path_is_no_url_and_no_query(tmp_path):
+    path = tmp_path / "x.db"
+    path.touch()
+    with pytest.raises(DataError, match=rf"url of type PosixPath +need a string +try sqlite:///{path}"):
+        sql(path, "SELECT 1", key="id")
+    with pytest.raises(DataError, match=rf"{path} +need sqlite:///FILE .* try sqlite:///{path}"):
+        sql(str(path), "SELECT 1", key="id")
+    with pytest.raises(DataError, match=r"query of type PosixPath +need a string +try .*read_text"):
+        sql(f"sqlite:///{path}", path, key="id")
 
 
 def test_urls_of_no_known_database_are_named(tmp_path, monkeypatch):

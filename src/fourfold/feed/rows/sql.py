@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from fourfold.feed.rows.columns import Columns
 from fourfold.feed.rows.source import RowSource
 from fourfold.feed.rows.sql_databases import open_database
+from fourfold.words import argument_checks
+from fourfold.words.errors import DataError
 
 
 def sql(
@@ -30,6 +32,13 @@ def sql(
 
     Raises DataError for a query that cannot be read, and for keys that are not unique.
     """
+    problems = argument_checks.str_problems("url", url, attempt=f"sqlite:///{url}")
+    problems += argument_checks.str_problems("query", query, attempt="its text, such as Path.read_text()")
+    problems += argument_checks.str_problems("key", key)
+    problems += argument_checks.str_problems("target", target, optional=True)
+    problems += argument_checks.str_problems("index", index, optional=True, path=True)
+    if problems:
+        raise DataError(problems, where="ff.sql")
     database = open_database(url, query, key)
     columns = Columns(database.columns, key=key, target=target, arrays=arrays or {})
     return RowSource(database, columns, of=f"{' '.join(query.split())} by {key}, {database.url}", index=index)

@@ -4,6 +4,8 @@ query   one SELECT; it runs as a subquery, on a connection that cannot write
 Law: nothing that is sent to the server is made of values; the key's name is quoted, keys are parameters.
 """
 
+import os
+import re
 import sqlite3
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,19 +18,38 @@ from fourfold.words.errors import DataError, Problem
 
 SCAN_ROWS = 1000
 MAX_SQLITE_KEYS = 500  # 999 parameters is the limit of old versions
+# Of SQL: what is quoted, where no character means anything; blanks and comments; and every other character.
+TOKENS = re.compile(
+    r"""[eE]'(?:[^'\\]|\\.|'')*' | '(?:[^']|'')*' | "(?:[^"]|"")*" | `[^`]*` | \[[^\]]*\] | \$(\w*)\$.*?\$\1\$
+        | (?P<gap> \s+ | --[^\n]* | /\*.*?\*/ ) | .""",
+    re.DOTALL | re.VERBOSE,
+)
 INSTALL = "pip install 'fourfold[postgres]'"
 
 
 def open_database(url: str, query: str, key: str) -> Database:
     """The database at `sqlite:///FILE` or `postgresql://USER@HOST/NAME`. Raises DataError if it has no such query."""
-    query = query.strip().rstrip(";")
+    query = as_subquery(query)
     scheme = url.partition("://")[0]
     if scheme == "sqlite":
         return SqliteDatabase(url, query, key)
     if scheme in ("postgresql", "postgres"):
         return PostgresDatabase(url, query, key)
     need = "sqlite:///FILE or postgresql://USER@HOST/NAME"
-    raise DataError(Problem(without_password(url) or repr(url), need), where="ff.sql")
+    attempt = f"sqlite:///{os.path.abspath(url)}" if os.path.isfile(url) else ""
+    raise DataError(Problem(without_password(url) or repr(url), need, attempt), where="ff.sql")
+
+
+def as_subquery(query: str) -> str:
+    """A query in brackets, without the semicolons at its end. A comment at its end stops before the bracket."""
+    semicolons = list[int]()
+    for token in TOKENS.finditer(query):
+        if token[0] == ";":
+            semicolons.append(token.start())
+        elif token["gap"] is None:
+            semicolons.clear()
+    kept = (char for place, char in enumerate(query) if place not in semicolons)
+    return f"({''.join(kept)}\n)"
 
 
 class SqliteDatabase:
@@ -37,7 +58,7 @@ class SqliteDatabase:
     def __init__(self, url: str, query: str, key: str) -> None:
         path = Path(unquote(urlsplit(url).path.removeprefix("/")))
         self.url, self._path = f"sqlite:///{path}", path
-        self._source, self._key = f"({query})", quoted(key)
+        self._source, self._key = query, quoted(key)
         self._connections = Connections()
         if not path.is_file():
             raise DataError(Problem(f"{path}, which is no file", "a file of SQLite"), where="ff.sql")
@@ -80,7 +101,7 @@ class PostgresDatabase:
         self.url, self._given = without_password(url), url
         # psycopg takes % for its own, where there are parameters. There always are: a query with parameters, even none,
         # is sent as one statement, and several are an error of the server.
-        self._source, self._key = f"({query.replace('%', '%%')}) AS samples", quoted(key).replace("%", "%%")
+        self._source, self._key = f"{query.replace('%', '%%')} AS samples", quoted(key).replace("%", "%%")
         self._connections = Connections()
         self._psycopg = _import_psycopg()
         try:
