@@ -321,6 +321,17 @@ def test_a_batch_without_a_sample_dim_is_refused(batch: Any) -> None:
     refused(lambda: step(batch), "without dims")
 
 
+@pytest.mark.parametrize(("target", "place"), [
+    ((torch.zeros(4, 1), ["a"] * 4), "targets[1][0] of type str"),
+    ({"box": [torch.zeros(4, 1), None]}, "targets['box'][1] of type NoneType"),
+    (torch.zeros(()), "targets, a tensor without dims"),
+    ((torch.zeros(4, 1), torch.zeros(3)), "4 in targets[0], 3 in targets[1]"),
+])  # fmt: skip
+def test_what_no_batch_can_be_cut_by_is_named_by_its_place(target: Any, place: str) -> None:
+    step = ff.parallelize(nn.Linear(4, 1), squares, SGD)
+    refused(lambda: step((torch.zeros(4, 4), target)), place)
+
+
 @pytest.mark.parametrize("state", [None, (0, 0), ("a", 0, 0), (0, 0, 1.5), (0, 0, 99)])
 def test_an_invalid_feed_state_is_refused(state: Any) -> None:
     refused(lambda: ff.Feed(Source(), batch_size=2).load_state(state), "the feed")

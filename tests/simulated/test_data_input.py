@@ -3,7 +3,7 @@
 import functools
 import itertools
 import random
-from typing import Any
+from typing import Any, NamedTuple
 
 import datasets
 import numpy as np
@@ -18,6 +18,7 @@ from torch.utils import data
 
 import fourfold as ff
 from fourfold.environment.world import World
+from fourfold.feed.feed import Feed
 from fourfold.feed.source import fetch
 from fourfold.parts.comm import init
 from fourfold.plan.sample_order import rows
@@ -268,6 +269,60 @@ def test_ranks_whose_batches_are_padded_to_different_widths_train_as_one_device(
         assert found == pytest.approx(losses, rel=0, abs=1e-9)
         for name, weight in weights.items():
             torch.testing.assert_close(values[name], weight, rtol=0, atol=1e-9)
+
+
+class Boxes(NamedTuple):
+    category: Any
+    box: Any
+
+
+class Detector(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.trunk, self.category, self.box = (torch.nn.Linear(4, size).double() for size in (4, 3, 2))
+
+    def forward(self, inputs):
+        image, (scale,) = inputs
+        hidden = torch.tanh(self.trunk(image)) * scale
+        return self.category(hidden), self.box(hidden)
+
+
+def detection_loss(outputs, targets):
+    category, box = targets if isinstance(targets, list) else (targets.category, targets.box)
+    distance = (outputs[1] - box).square().mean(1)
+    return torch.nn.functional.cross_entropy(outputs[0], category, reduction="none") + distance
+
+
+def detection_sample(number, kind):
+    values = torch.randn(7, generator=torch.Generator().manual_seed(number), dtype=torch.float64)
+    return (values[:4], (values[4:5],)), kind(torch.tensor(number % 3), values[5:])
+
+
+@pytest.mark.parametrize("kind", [Boxes, lambda *values: values])
+@pytest.mark.parametrize(("zero", "microbatches"), [(0, 1), (2, 2)])
+def test_inputs_and_targets_of_tuples_train_as_one_device(kind, zero, microbatches):
+    source, sgd = [detection_sample(number, kind) for number in range(15)], functools.partial(torch.optim.SGD, lr=0.1)
+
+    def trained(comm):
+        plan = ff.Plan(dp=comm.size, zero=zero, microbatches=microbatches)
+        step = TrainStep(Detector(), detection_loss, sgd, plan=plan, communicator=comm, clip=None)
+        feed = Feed.of_data_rank(source, size=comm.size, index=comm.rank, batch_size=6, shuffle=False)
+        losses = [step(batch).loss for batch in feed]
+        return losses, step.state_dict()["model"]
+
+    model = Detector()
+    optimizer, losses = sgd(model.parameters()), []
+    for inputs, targets in data.DataLoader(source, batch_size=6):  # pyright: ignore[reportArgumentType]
+        optimizer.zero_grad()
+        loss = detection_loss(model(inputs), targets).mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    for found, weights in threads.run(2, trained):
+        assert found == pytest.approx(losses, rel=0, abs=1e-9)
+        for name, weight in model.state_dict().items():
+            torch.testing.assert_close(weights[name], weight, rtol=0, atol=1e-9)
 
 
 # ---- Streams ----------------------------------------------------------------------------------------

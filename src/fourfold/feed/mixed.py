@@ -200,7 +200,8 @@ def _join(batches: Sequence[Any], order: Tensor, names: Sequence[str]) -> Any:
     if isinstance(first, tuple | list):
         if any(not isinstance(each, tuple | list) or len(each) != len(first) for each in batches):
             raise _mismatch(names, batches)
-        return type(first)(_join(list(each), order, names) for each in zip(*batches, strict=True))
+        parts = [_join(list(each), order, names) for each in zip(*batches, strict=True)]
+        return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)
     if any(not isinstance(each, Tensor) or _form(each) != _form(first) for each in batches):
         raise _mismatch(names, batches)
     return torch.cat(list(batches))[order]

@@ -2,7 +2,7 @@
 
 sample   (inputs, targets) without a batch dim, or a dict of a model's inputs, the labels among them
 source   a map from a number to a sample
-batch    (inputs, targets) with samples on dim 0, inputs a tensor or a dict of tensors; or one dict of tensors
+batch    (inputs, targets) with samples on dim 0, each a tensor, or dicts, lists and tuples of tensors; or one dict
 Law: `fetch(source, indices)` equals the stack of `source[i]`, with or without a `fetch` of the source's own; or what
 the source's collate function makes of the samples `source[i]`.
 
@@ -258,7 +258,8 @@ def map_leaves(values: Any, function: Callable[[Any], Any]) -> Any:
     if isinstance(values, dict):
         return {name: map_leaves(value, function) for name, value in values.items()}
     if isinstance(values, list | tuple):
-        return type(values)(map_leaves(value, function) for value in values)
+        parts = [map_leaves(value, function) for value in values]
+        return type(values)(*parts) if hasattr(values, "_fields") else type(values)(parts)
     return function(values)
 
 

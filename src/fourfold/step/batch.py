@@ -1,4 +1,5 @@
-"""Batches: (inputs, targets), each a tensor or a dict of tensors whose first dim counts samples.
+"""Batches: (inputs, targets), each a tree of tensors whose first dim counts samples: a tensor, or dicts, lists and
+tuples of tensors.
 
 A batch may also be one dict: the inputs of a model that returns its own loss, without targets.
 
@@ -44,17 +45,17 @@ def split_microbatches(
     """Split a batch into microbatches on `device`, as equal in size as possible, larger ones last.
 
     `real_tokens`: int64, the indices of the input tokens that are not padding (targets have no padding); None: all.
-    Raises TaskError unless the batch consists of tensors, or dicts of tensors, with one number of samples.
+    Raises TaskError unless the batch consists of trees of tensors with one number of samples.
     """
-    inputs, targets = (_to_device(part, device) for part in unpack_batch(batch))
+    inputs, targets = tree_map(unpack_batch(batch), lambda tensor: tensor.to(device, non_blocking=True))
     samples = num_samples((inputs, targets))
     microbatches = []
     real_tokens = None if real_tokens is None else real_tokens.to(device)
     for index in range(num_microbatches):
         start, stop = shard_range(0, samples, num_microbatches, index)
-        part = _slice_tree(inputs, start, stop)
-        tokens = num_tokens(part) if real_tokens is None else (stop - start) * len(real_tokens)
-        microbatches.append(Microbatch(part, _slice_tree(targets, start, stop), stop - start, tokens, real_tokens))
+        part = slice_samples((inputs, targets), start, stop)
+        tokens = num_tokens(part[0]) if real_tokens is None else (stop - start) * len(real_tokens)
+        microbatches.append(Microbatch(*part, stop - start, tokens, real_tokens))
     return microbatches
 
 
@@ -69,33 +70,37 @@ def unpack_batch(batch: Any) -> tuple[Any, Any]:
 
 
 def num_samples(batch: Any) -> int:
-    """The first dim of all tensors of a batch. Raises TaskError if they differ, or if there is no tensor."""
+    """The first dim of all tensors of a batch. Raises TaskError if they differ, and for anything else than tensors."""
     inputs, targets = unpack_batch(batch)
-    tensors = [*_batch_tensors(inputs), *([] if targets is None else _batch_tensors(targets))]
-    if any(tensor.dim() == 0 for tensor in tensors):
-        raise TaskError(Problem("a batch with a tensor without dims", "tensors whose first dim counts samples"))
-    lengths = {tensor.shape[0] for tensor in tensors}
+    leaves = dict([*_leaves("inputs", inputs), *([] if targets is None else _leaves("targets", targets))])
+    for name, leaf in leaves.items():
+        if not isinstance(leaf, Tensor):
+            got, need = f"{name} of type {type(leaf).__name__}", "tensors, or dicts, lists or tuples of them"
+            raise TaskError(Problem(got, need, "numbers in its place, or samples without it"), where="the batch")
+        if leaf.dim() == 0:
+            need = "tensors whose first dim counts samples"
+            raise TaskError(Problem(f"{name}, a tensor without dims", need), where="the batch")
+    lengths = {len(leaf) for leaf in leaves.values()}
     if len(lengths) != 1:
-        sizes = [*_first_dims("inputs", inputs), *([] if targets is None else _first_dims("targets", targets))]
+        sizes = ", ".join(f"{len(leaf)} in {name}" for name, leaf in leaves.items())
         need = "one number of samples, the first dim of each tensor: batches are split along it"
         attempt = "samples padded to one length, instead of lists joined end to end with offsets or indices"
-        raise TaskError(Problem(f"a batch with {', '.join(sizes) or 'no tensor'}", need, attempt), where="the batch")
+        raise TaskError(Problem(f"a batch with {sizes or 'no tensor'}", need, attempt), where="the batch")
     return lengths.pop()
 
 
-def _first_dims(name: str, tree: Any) -> Iterator[str]:
-    """The first dim of each tensor and its name, for a message."""
-    if isinstance(tree, dict):
-        for key, part in tree.items():
-            yield from _first_dims(f"{name}[{key!r}]", part)
+def _leaves(name: str, tree: Any) -> Iterator[tuple[str, Any]]:
+    """What a batch has in its dicts, lists and tuples, with its place."""
+    if isinstance(tree, dict | list | tuple):
+        for key, part in tree.items() if isinstance(tree, dict) else enumerate(tree):
+            yield from _leaves(f"{name}[{key!r}]", part)
     else:
-        yield f"{len(tree)} in {name}"
+        yield name, tree
 
 
 def slice_samples(batch: Any, start: int, stop: int) -> tuple[Any, Any]:
     """The samples [start, stop) of a batch."""
-    inputs, targets = unpack_batch(batch)
-    return _slice_tree(inputs, start, stop), _slice_tree(targets, start, stop)
+    return tree_map(unpack_batch(batch), lambda tensor: tensor[start:stop])
 
 
 def subsample(batch: Any, num_picked: int) -> tuple[Any, Any]:
@@ -129,26 +134,6 @@ def find_positions(inputs: Any) -> Any:
 def has_token_dim(tensor: Tensor, length: int) -> bool:
     """Whether dim 1 of a tensor counts `length` tokens."""
     return tensor.dim() >= 2 and tensor.shape[1] == length
-
-
-def _batch_tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, dict):
-        return [tensor for part in value.values() for tensor in _batch_tensors(part)]
-    raise TaskError(Problem(f"a batch with a {type(value).__name__}", "tensors, or dicts of tensors"))
-
-
-def _to_device(value: Any, device: torch.device) -> Any:
-    if isinstance(value, dict):
-        return {name: _to_device(part, device) for name, part in value.items()}
-    return value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
-
-
-def _slice_tree(value: Any, start: int, stop: int) -> Any:
-    if isinstance(value, dict):
-        return {name: _slice_tree(part, start, stop) for name, part in value.items()}
-    return None if value is None else value[start:stop]
 
 
 def input_names(inputs: Any) -> str:
