@@ -389,6 +389,8 @@ def test_compiled_code_is_recognized():
     assert not private.is_compiled_function(F.mse_loss)
     assert isinstance(whole := torch.compile(model, backend="eager"), nn.Module)
     assert private.is_compiled(whole)
+    assert private.uncompiled(whole) is model
+    assert private.uncompiled(in_place) is in_place
     assert private.is_compiled(in_place)
     assert private.is_compiled(torch.jit.script(model))
     assert private.is_compiled_function(torch.compile(lambda a, b: (a - b).sum(), backend="eager"))

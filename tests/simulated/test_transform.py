@@ -1,6 +1,8 @@
 """Laws of transforms: what a sample becomes depends on (seed, epoch, sample) alone."""
 
+import functools
 import io
+import operator
 import pickle
 import random
 import threading
@@ -58,6 +60,74 @@ def test_a_transformed_sample_is_the_same_on_any_number_of_ranks_and_threads_and
     found = epoch_of(size, batch_size, position=position, source=source, transform=None)
     assert len(found) == NUM_SAMPLES - position
     assert all(found[number] == EXPECTED[number] for number in found)
+
+
+class OfSample:
+    def __call__(self, sample):
+        return sample[0] + torch.rand(3), sample[1]
+
+
+class AnyInputs(torch.nn.Module):
+    """As torchvision's v2 transforms: a sample is one input."""
+
+    def forward(self, *inputs):
+        (sample,) = inputs
+        return sample[0] + torch.rand(3), sample[1]
+
+
+OF_SAMPLE = {
+    "an object": OfSample(),
+    "a module": AnyInputs(),
+    "a compiled module": torch.compile(AnyInputs(), backend="eager"),
+    "a lambda with a default": lambda sample, place=0: (sample[place] + torch.rand(3), sample[1]),
+    "a partial": functools.partial(lambda sample, size: (sample[0] + torch.rand(size), sample[1]), size=3),
+}
+
+
+class Jitter(torch.nn.Module):
+    def forward(self, sample, generator):
+        return jitter(sample, generator)
+
+
+OF_BOTH = {
+    "by name": lambda sample, *, generator: jitter(sample, generator),
+    "a default": lambda sample, generator=None: jitter(sample, generator),
+    "bound": functools.partial(lambda sample, offset, generator: jitter(sample, generator), offset=3),
+    "any arguments": lambda *arguments: jitter(*arguments),
+    "another name": lambda sample, rng: jitter(sample, rng),
+    "a module": Jitter(),
+    "a compiled module": torch.compile(Jitter(), backend="eager"),
+}
+
+
+@pytest.mark.parametrize("kind", OF_SAMPLE)
+def test_a_transform_of_the_sample_alone_is_called_so_and_seeded(kind):
+    whole = epoch_of(1, NUM_SAMPLES, transform=OF_SAMPLE[kind])
+    assert whole == epoch_of(2, 4, transform=OF_SAMPLE[kind])
+    assert whole == epoch_of(1, NUM_SAMPLES, transform=OfSample())
+
+
+@pytest.mark.parametrize("kind", OF_BOTH)
+def test_a_transform_that_has_a_place_for_the_generator_gets_it(kind):
+    assert epoch_of(1, 7, transform=OF_BOTH[kind]) == EXPECTED
+
+
+def test_functions_without_a_signature_get_the_sample():
+    for function in (operator.itemgetter(slice(None)), tuple):
+        assert by_sample(Feed.single_rank(SOURCE, batch_size=5, transform=function)).keys() == EXPECTED.keys()
+    rows = [torch.ones(2)] * 3
+    with pytest.raises(DataError, match=r"sample \d is a Tensor"):  # torch.relu, without an error of its own
+        list(Feed.single_rank(rows, batch_size=3, transform=torch.relu))
+
+
+@pytest.mark.parametrize(("transform", "shown"), [
+    (lambda: 0, r"<lambda>\(\)"),
+    (lambda sample, size, generator: 0, r"<lambda>\(sample, size, generator\)"),
+    (lambda sample, *, size: 0, r"<lambda>\(sample, \*, size\)"),
+])  # fmt: skip
+def test_a_transform_that_needs_other_arguments_is_refused_where_it_is_given(transform, shown):
+    with pytest.raises(DataError, match=rf"transform = {shown} +need a function \(sample, generator\)"):
+        Transformed(SOURCE, transform)
 
 
 def test_epochs_seeds_and_samples_draw_different_numbers():

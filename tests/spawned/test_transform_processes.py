@@ -30,7 +30,7 @@ def jitter(sample, generator):
     assert os.getpid() != %d
     return inputs + torch.rand(3, generator=generator), number
 
-def fail(sample, generator):
+def fail(sample):
     if sample[1] == 7:
         raise ValueError("no such colour")
     return sample

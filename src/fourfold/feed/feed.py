@@ -61,7 +61,7 @@ class Feed:
     order       how samples are shuffled: "global", all of them; "windowed", for slow storage: the files, and within a
                 window of a few files their samples, by the source's `shard_sizes`. None: global, or that of a mixture
     window      with order = "windowed": how many files are shuffled together
-    transform   (sample, torch.Generator) -> sample, called in threads: `ff.Transformed(source, transform)`
+    transform   (sample, torch.Generator) -> sample, or (sample) -> sample; in threads: `ff.Transformed(source, …)`
     bad_samples   how many damaged samples this rank may leave out of its batches; the next one raises
     shared      whether ranks of one host that need the same samples (with a plan of sp, tp or pp) read them once: then
                 the first loop over the feed is collective

@@ -1,6 +1,6 @@
 """Transforms: what a user's function makes of each sample, such as an augmented image.
 
-transform  (sample, generator) -> sample; it draws from the torch.Generator that it is given
+transform  (sample, generator) -> sample, which draws from the torch.Generator that it is given; or (sample) -> sample
 view       a transformed source in one epoch
 Law: the numbers that the generator gives are a function of (seed, epoch, sample). So augmented samples are the same on
 any number of ranks and threads, and after a resume.
@@ -21,30 +21,28 @@ from torch.utils.data import IterableDataset
 
 from fourfold.feed.source import CollatedSource, source_attribute
 from fourfold.feed.transform_processes import ProcessTransform, TransformError
+from fourfold.feed.transform_signature import WHERE, with_generator
 from fourfold.words import argument_checks
 from fourfold.words.errors import DataError, FourfoldError, Problem
 from fourfold.words.task import Source
 
-WHERE = "the transform"
 # What a source may have besides its samples. Transforms change none of it.
 PASSED_ON = ("bytes_read", "expect_batches", "sample_key", "sample_order", "shard_sizes")
-SampleTransform = Callable[[Any, torch.Generator], Any] | str
+SampleTransform = Callable[..., Any] | str
 
 
 class Transformed:
     """A source whose samples pass a transform: `transform(source[i], generator)`.
 
-    transform  a function, which runs in threads, or "FILE.py:name", which runs in processes of its own
+    transform  a function of (sample, generator), or of the sample alone, as torchvision's are; it runs in threads. Or
+               "FILE.py:name", which runs in processes of its own
     threads    or processes, that transform the samples of a batch; None: one for each core, at most 16
     Sources are read by one thread, unless they have an attribute `thread_safe` that is true, as `ff.Pack` has.
     Raises DataError for a source without numbered samples; and with the sample for a transform that raises.
     """
 
     def __init__(self, source: Source, transform: SampleTransform, *, threads: int | None = None) -> None:
-        need = "a function (sample, generator) -> sample, or FILE.py:name"
-        is_spec = isinstance(transform, str)
-        problems = [] if is_spec else argument_checks.callable_problems("transform", transform, need=need)
-        problems += argument_checks.int_problems("threads", threads, minimum=1, optional=True)
+        problems = argument_checks.int_problems("threads", threads, minimum=1, optional=True)
         has_samples = hasattr(source, "__getitem__") and hasattr(source, "__len__")
         if not has_samples or isinstance(source, IterableDataset):
             got = argument_checks.format_argument("source", source)
@@ -54,6 +52,7 @@ class Transformed:
         self._num_threads = threads or min(16, os.cpu_count() or 1)
         self.source = source
         self.transform = ProcessTransform(transform, self._num_threads) if isinstance(transform, str) else transform
+        self.call = with_generator(self.transform)
         self._pool: ThreadPoolExecutor | None = None
         self._pool_process = 0
         self._lock = threading.Lock()
@@ -123,7 +122,7 @@ class _EpochView:
     def _transform(self, index: int, sample: Any) -> Any:
         generator = torch.Generator().manual_seed(sample_seed(self._seed, self._epoch, index))
         try:
-            return self._transformed.transform(sample, generator)
+            return self._transformed.call(sample, generator)
         except FourfoldError:
             raise
         except TransformError as error:

@@ -1,6 +1,6 @@
 """Transform processes: a transform that is mostly Python, in processes of its own.
 
-spec     FILE.py:name, a function (sample, generator) -> sample
+spec     FILE.py:name, a function of (sample, generator) or of the sample
 slot     growing memory that this process and one of its workers map; a sample goes there and comes back as raw bytes
 message  a line of JSON on a socket: how the sample in the slot is laid out, and the seed of its generator
 Law: nothing is pickled, and a sample is what the function would make of it in this process. A worker ends when its
@@ -22,12 +22,12 @@ import torch
 
 from fourfold.feed.pack.schema import Schema
 from fourfold.feed.pack.values import Encoder, decode, schema_of
+from fourfold.feed.transform_signature import NEED, WHERE
 from fourfold.parts import memory
 from fourfold.words.errors import DataError, Problem
 
 SLOT_BYTES = 2**34  # of addresses, not of memory
 EXIT_SECONDS = 5.0
-WHERE = "the transform"
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -129,7 +129,7 @@ class ProcessTransform:
     def __init__(self, spec: str, count: int) -> None:
         file, _, name = spec.partition(":")
         if not file.endswith(".py") or not name.isidentifier() or not Path(file).is_file():
-            need = "FILE.py:name, a function (sample, generator) -> sample in a Python file"
+            need = f"FILE.py:name, in a Python file {NEED}"
             raise DataError(Problem(f"transform = {spec}", need, "transform='augment.py:augment'"), where=WHERE)
         self.spec, self.count = f"{Path(file).resolve()}:{name}", count
         self._process = 0

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from fourfold.feed.transform_processes import Message, Slot
+from fourfold.feed.transform_signature import with_generator
 
 
 def main(spec: str, connection: int, handle: int) -> None:
@@ -48,7 +49,7 @@ def _find(spec: str) -> Callable[[Any, torch.Generator], Any]:
     function = getattr(module, name, None)
     if not callable(function):
         raise TypeError(f"{file} has no function {name}")
-    return function
+    return with_generator(function)
 
 
 if __name__ == "__main__":

@@ -198,20 +198,21 @@ def forward_pre_hooks(module: nn.Module) -> list[Callable[..., Any]]:
 
 
 def swapped_state(module: nn.Module, state: Mapping[str, Tensor]) -> AbstractContextManager[None]:
-    """Within, a module has these parameters and buffers, by name; tied ones follow.
-
-    Unlike `torch.func.functional_call`, it spans a backward: a checkpoint's second forward sees the same weights.
-    """
+    """Within, a module has these parameters and buffers, by name; tied ones follow."""
+    # Unlike `torch.func.functional_call`, it spans a backward: a checkpoint's second forward sees the same weights.
     return _reparametrize_module(module, dict(state), tie_weights=True)
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether a module was compiled: by `torch.compile`, as a whole or in place, or by TorchScript.
-
-    Function modes see nothing of what a compiled forward calls.
-    """
+    """Whether a module was compiled: by `torch.compile`, as a whole or in place, or by TorchScript."""
+    # Function modes see nothing of what a compiled forward calls.
     in_place = getattr(module, "_compiled_call_impl", None) is not None
-    return in_place or isinstance(module, torch.jit.ScriptModule) or hasattr(module, "_orig_mod")
+    return in_place or isinstance(module, torch.jit.ScriptModule) or uncompiled(module) is not module
+
+
+def uncompiled(module: Any) -> Any:
+    """The module that `torch.compile` has wrapped; any other is returned as it is."""
+    return getattr(module, "_orig_mod", module)
 
 
 def is_compiled_function(function: Any) -> bool:
@@ -274,10 +275,8 @@ def mark_step_called(optimizer: Optimizer) -> None:
 
 
 def step_without_wrappers(optimizer: Optimizer) -> None:
-    """One step of the optimizer's class, past torch's wrappers: no hooks, no import of torch._dynamo.
-
-    The caller switches autograd off, which the wrappers do otherwise.
-    """
+    """One step of the optimizer's class, past torch's wrappers: no hooks, no import of torch._dynamo."""
+    # The caller switches autograd off, which the wrappers do otherwise.
     inspect.unwrap(type(optimizer).step)(optimizer)
 
 
