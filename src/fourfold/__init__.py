@@ -4,11 +4,13 @@ The names below are the whole public interface. They are loaded on first use: `i
 """
 
 import importlib
-from typing import TYPE_CHECKING, Any
 
 from fourfold.words.version import VERSION
 
+TYPE_CHECKING = False  # `typing` takes most of this import's time, in which a command cannot answer signals yet
 if TYPE_CHECKING:
+    from typing import Any
+
     from fourfold import callbacks, losses, optim
     from fourfold.attention import DocumentMask
     from fourfold.checkpoint.checkpoints import Checkpoints
@@ -105,7 +107,7 @@ _MODULE_OF = {
 }
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> "Any":
     if name in ("callbacks", "losses", "optim"):
         return importlib.import_module(f"fourfold.{name}")
     if name not in _MODULE_OF:

@@ -81,9 +81,12 @@ with stop_signal.handle_stop_signals(heartbeat, Path("."), World(), limit_second
 
 
 def child(body: str, folder: Path, *, limit: float = 600.0) -> "subprocess.Popen[str]":
-    script = CHILD + "".join(f"    {line}\n" for line in body.splitlines())
+    return start(CHILD + "".join(f"    {line}\n" for line in body.splitlines()), folder, str(limit))
+
+
+def start(script: str, folder: Path, *arguments: str) -> "subprocess.Popen[str]":
     pipe = subprocess.PIPE
-    command = [sys.executable, "-c", script, str(limit)]
+    command = [sys.executable, "-c", script, *arguments]
     process = subprocess.Popen(command, cwd=folder, stdout=pipe, stderr=pipe, text=True)
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
@@ -100,6 +103,15 @@ def test_a_process_whose_step_does_not_end_is_terminated_and_its_stack_reported(
         "nothing is saved, and the same command starts over\nit was here, innermost first\n"
     )
     assert ", in block_in_c\n" in err
+
+
+def test_sigterm_before_training_ends_a_process_that_waits_in_c(tmp_path: Path) -> None:
+    begin, _, _ = CHILD.partition("stop_signal.INTERRUPT_SECONDS")
+    early = "from fourfold.environment.early_sigterm import *\ninstall()\nanswer_in_thread()\n"
+    stuck = start(f"{begin}{early}print('ready', flush=True)\nblock_in_c()", tmp_path)
+    stuck.send_signal(signal.SIGTERM)
+    _, err = stuck.communicate(timeout=SECONDS)
+    assert (stuck.returncode, err) == (75, "fourfold: stopped by SIGTERM; run the same command again\n")
 
 
 BUSY = "while True: time.sleep(0.01)"

@@ -21,14 +21,14 @@ from fourfold.launcher.agent import TORCH_SIGNALS_VARIABLE
 from fourfold.launcher.forked_process import fork
 from fourfold.launcher.local_rendezvous import LOOPBACK, AgentRendezvous
 from fourfold.launcher.rank_start import ranks_started_by
-from fourfold.launcher.signals import restored_handlers
+from fourfold.launcher.signals import handled_signals, signal_handler
 
 MAX_RESTARTS = 5
 
 
 @pytest.fixture(autouse=True)
 def _restore_handlers() -> Iterator[None]:
-    with restored_handlers():
+    with signal_handler(handled_signals(), signal.raise_signal):
         yield
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -71,7 +72,7 @@ def command(tmp_path: Path) -> Command:
     (tmp_path / "script.py").write_text(TASK)
     foreign = ("RANK", "WORLD_SIZE", *THREAD_VARIABLES, TUNABLES_VARIABLE)
     environ = {name: value for name, value in os.environ.items() if name not in foreign}
-    environ["PYTHONPATH"] = str(SOURCE)
+    environ["PYTHONPATH"] = f"{tmp_path}:{SOURCE}"
 
     def start(*words: str) -> subprocess.Popen[str]:
         pipe = subprocess.PIPE
@@ -79,6 +80,15 @@ def command(tmp_path: Path) -> Command:
         return subprocess.Popen(argv, cwd=tmp_path, env=environ, stdout=pipe, stderr=pipe, text=True)
 
     return start
+
+
+def until(job: subprocess.Popen[str], path: Path) -> None:
+    """Wait until the job has written this file."""
+    deadline = time.monotonic() + 300
+    while not path.exists() or not path.read_text():
+        assert time.monotonic() < deadline
+        assert job.poll() is None
+        time.sleep(0.01)
 
 
 def test_a_forked_rank_begins_like_a_new_process(command: Command, tmp_path: Path) -> None:
@@ -136,16 +146,56 @@ def test_ctrl_c_during_the_checks_ends_them_and_prints_one_line(command: Command
     )
     (tmp_path / "script.py").write_text(script)
     job = command("train", "script.py", "name=first", "-n", "2")
-    deadline, checked_by = time.monotonic() + 300, tmp_path / "checked-by"
-    while not checked_by.exists() or not checked_by.read_text():
-        assert time.monotonic() < deadline
-        assert job.poll() is None
-        time.sleep(0.01)
+    checked_by = tmp_path / "checked-by"
+    until(job, checked_by)
     job.send_signal(2)
     _, err = job.communicate(timeout=60)
     assert job.returncode == 130
     assert err == "fourfold: stopped by SIGINT\n"
     assert not Path(f"/proc/{checked_by.read_text()}").exists()
+
+
+STOPPED = "fourfold: stopped by SIGTERM; run the same command again\n"
+READY = "import pathlib, signal, threading, time\npathlib.Path('ready').write_text('yes')\n"
+WAITS = f"{READY}threading.Event().wait(99)"
+# The launcher replaces itself by the same command once: what comes in between must not be lost.
+WAITS_FOR_THE_SIGNAL = f"""
+import os
+if {TUNABLES_VARIABLE!r} in os.environ:
+    {READY.replace(chr(10), chr(10) + "    ")}
+    while signal.SIGTERM not in signal.sigpending():
+        time.sleep(0.01)
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "module", "body"),
+    [
+        (("train", "-n", "2"), "typer", WAITS),  # what parses the command line
+        (("train", "-n", "2"), "torch", WAITS),
+        (("train", "-n", "2"), "sitecustomize", WAITS_FOR_THE_SIGNAL),
+        (("train", "-n", "1"), "torch", WAITS),
+        (("run", "-n", "2", "script.py"), "torch", WAITS),
+        (("plan", "lm"), "torch", WAITS),
+    ],
+)
+def test_sigterm_while_a_command_starts_asks_for_the_same_command_again(
+    command: Command, tmp_path: Path, words: tuple[str, ...], module: str, body: str
+) -> None:
+    (tmp_path / f"{module}.py").write_text(body)
+    job = command(*words)
+    until(job, tmp_path / "ready")
+    job.send_signal(signal.SIGTERM)
+    _, err = job.communicate(timeout=60)
+    assert (job.returncode, err) == (75, STOPPED)
+
+
+def test_sigterm_during_the_checks_asks_for_the_same_command_again(command: Command, tmp_path: Path) -> None:
+    stops = 'if "RANK" not in os.environ:\n    os.kill(os.getppid(), 15)\n\n\nclass Source'
+    (tmp_path / "script.py").write_text(TASK.replace("class Source", stops))
+    job = command("train", "script.py", "-n", "2")
+    _, err = job.communicate(timeout=60)
+    assert (job.returncode, err) == (75, STOPPED)
 
 
 FORKS = """
@@ -161,7 +211,8 @@ def child():
     try:
         file.fileno(), open(f"/proc/self/fd/{file.fileno()}")
     except OSError:
-        print(numpy.random.rand(), random.random(), signal.getsignal(signal.SIGTERM) == signal.SIG_DFL)
+        words = numpy.random.rand(), random.random(), signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+        print(" ".join(map(str, words)) + "\\n", end="")  # one write, even if Python does not buffer
         sys.exit(5)
 
 

@@ -1,5 +1,16 @@
-"""Floor 7: the command line, `fourfold …`."""
+"""Floor 7: the command line, `fourfold …`. Importing this package imports next to nothing: the command begins here."""
 
-from fourfold.cli.entry import main
+from collections.abc import Sequence
 
-__all__ = ["main"]
+from fourfold.environment import early_sigterm
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The `fourfold` command. Always ends the process: raises SystemExit."""
+    early_sigterm.install()
+    try:
+        from fourfold.cli.entry import main as run_command
+
+        run_command(arguments)
+    finally:
+        early_sigterm.restore()

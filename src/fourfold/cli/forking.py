@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fourfold.cli import sigint
+from fourfold.environment import early_sigterm
 from fourfold.environment.imports import collection_paused
 from fourfold.environment.processes import end_with_parent
 from fourfold.environment.standard_streams import flush_streams, print_stderr
@@ -53,6 +54,7 @@ def set_launch_variables(num_processes: int) -> None:
     if any(name.startswith("GLIBC_") for name in missing):
         sigint.raise_pending()
         flush_streams()
+        early_sigterm.keep_over_exec()
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
@@ -80,6 +82,8 @@ def run_in_copy(check: Callable[[], Mapping[str, Any]]) -> dict[str, Any] | int:
     finally:
         os.close(reader)
         copy.kill()
+    if code == -signal.SIGTERM:
+        early_sigterm.exit_requeued()
     if code < 0:
         print_stderr(f"fourfold: the process that checked the task was killed by {signal.Signals(-code).name}")
         return 1

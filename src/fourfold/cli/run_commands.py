@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fourfold.cli import forking, plan_word, sigint
+from fourfold.environment import early_sigterm
 from fourfold.environment.imports import collection_paused
 from fourfold.environment.standard_streams import print_stderr, redirect_to_null
 from fourfold.environment.world import World, from_environment
@@ -59,6 +60,7 @@ def train(words: Sequence[str], processes: str | None) -> int:
         from fourfold.cli import rank_main
 
         sigint.restore_and_raise()
+        early_sigterm.answer_in_thread()
         rank_main.train(ready, world)
         return 0
     return _launch_run(run)
@@ -208,6 +210,7 @@ def run(command: Sequence[str], processes: str | None, restarts: str = "0") -> i
     num_processes = required or default_num_processes()
     if world is not None or num_processes == 1:
         sigint.restore_and_raise()
+        early_sigterm.restore()
         run_program(command)
         return 0
     return _launch(

@@ -18,6 +18,7 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing import SignalException
@@ -30,7 +31,7 @@ from fourfold.launcher.local_rendezvous import LOOPBACK, AgentRendezvous
 from fourfold.launcher.process_defaults import launch_variables
 from fourfold.launcher.rank_start import WORKER_MODULE, RankStarter, ranks_started_by, spawn_rank
 from fourfold.launcher.restart_policy import SupervisionPolicy
-from fourfold.launcher.signals import handled_signals, restored_handlers
+from fourfold.launcher.signals import handled_signals, signal_handler
 from fourfold.trainer.heartbeat import HEARTBEAT_VARIABLE
 from fourfold.words.errors import REQUEUE_EXIT_CODE
 
@@ -59,11 +60,25 @@ def launch(
     write to this process's standard streams. Call it in the main thread, which alone may handle signals.
     """
     policy = policy or SupervisionPolicy()
+    try:
+        # torch's agent replaces these handlers when it starts the ranks, and does not put them back.
+        with signal_handler(handled_signals(), _raise_signal):
+            return _launch(command, num_processes, policy, start_rank)
+    except SignalException as stop:  # while there was no rank
+        return _stopped_result(policy, num_processes, stop.sigval, has_ranks=False)
+
+
+def _raise_signal(number: signal.Signals) -> NoReturn:
+    raise SignalException(f"the launcher got {number.name}", number)
+
+
+def _launch(
+    command: Sequence[str], num_processes: int, policy: SupervisionPolicy, start_rank: RankStarter
+) -> JobResult:
     with (
         _private_folder() as name,
         _extended_environment(launch_variables(num_processes)),
         _silence_logging(),
-        restored_handlers(),
     ):
         folder, run_id = Path(name), uuid.uuid4().hex
         heartbeats = HeartbeatFile(folder, num_processes)
@@ -95,16 +110,14 @@ def _run_agent(agent: Agent) -> JobResult:
     try:
         agent.run()
     except SignalException as stop:
-        return _stopped_result(agent, stop.sigval)
-    except KeyboardInterrupt:  # The agent did not handle signals yet, so no rank had been started.
-        return JobResult(128 + signal.SIGINT, "stopped by SIGINT")
+        return _stopped_job_result(agent, stop.sigval)
     finally:
         agent.clean_up()
     cause = agent.cause
     return JobResult() if cause is None else JobResult(cause.exit_code, cause.text)
 
 
-def _stopped_result(agent: Agent, number: signal.Signals) -> JobResult:
+def _stopped_job_result(agent: Agent, number: signal.Signals) -> JobResult:
     """The result of a job that a signal has ended. If its ranks saved a checkpoint, their records say so."""
     cause = agent.find_cause()
     if cause is not None and cause.is_stopped:
@@ -112,9 +125,15 @@ def _stopped_result(agent: Agent, number: signal.Signals) -> JobResult:
     codes = agent.exit_codes().values()
     if codes and not any(codes):
         return JobResult()
-    hint = agent.policy.resume_hint()
-    text = f"stopped by {number.name}; all {agent.num_ranks} processes have ended{f'; {hint}' if hint else ''}"
-    is_requeued = agent.policy.has_heartbeat and number == signal.SIGTERM
+    return _stopped_result(agent.policy, agent.num_ranks, number, has_ranks=bool(codes))
+
+
+def _stopped_result(policy: SupervisionPolicy, num_ranks: int, number: signal.Signals, *, has_ranks: bool) -> JobResult:
+    hint = policy.resume_hint()
+    ended = f"; all {num_ranks} processes have ended" if has_ranks else ""
+    text = f"stopped by {number.name}{ended}{f'; {hint}' if hint else ''}"
+    # A script that has begun chooses its own answer to SIGTERM, and without one has Python's code.
+    is_requeued = number == signal.SIGTERM and (policy.has_heartbeat or not has_ranks)
     return JobResult(REQUEUE_EXIT_CODE if is_requeued else 128 + number, text)
 
 

@@ -27,14 +27,3 @@ def signal_handler(signals: Iterable[signal.Signals], new_handler: Callable[[sig
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-@contextlib.contextmanager
-def restored_handlers() -> Iterator[None]:
-    """Afterwards the handlers are as they were: torch's agent replaces them and does not put them back."""
-    before = {number: signal.getsignal(number) for number in SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

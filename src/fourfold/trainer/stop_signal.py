@@ -26,6 +26,7 @@ from types import FrameType
 from typing import NoReturn
 
 from fourfold.checkpoint.store import resume_hint
+from fourfold.environment import early_sigterm
 from fourfold.environment.world import World
 from fourfold.trainer.heartbeat import Heartbeat
 from fourfold.trainer.stack_text import MAX_FRAMES, waits_for_peers
@@ -78,7 +79,8 @@ def handle_stop_signals(
 
 
 def _unhandled_signals() -> list[signal.Signals]:
-    """The stop signals that still have Python's default handlers."""
+    """The stop signals that the user does not handle: Python's default handlers, or our own of a command's start."""
+    early_sigterm.restore()
     default = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
     return [number for number, handler in default.items() if signal.getsignal(number) is handler]
 

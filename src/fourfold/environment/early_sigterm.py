@@ -1,0 +1,71 @@
+"""Early SIGTERM: a command that has not begun its work yet answers SIGTERM with one line and the exit code 75.
+
+early  from the first line of the command until training, or the launcher of its ranks, handles SIGTERM itself
+Law: a scheduler that ends a job early starts the same command again, whatever the command was doing.
+
+Python's own default would end the process with code 143. This module imports next to nothing: it comes first.
+"""
+
+import os
+import signal
+from types import FrameType
+
+LINE = b"fourfold: stopped by SIGTERM; run the same command again\n"
+_SIGTERM = {signal.SIGTERM}
+
+
+def install() -> None:
+    """From now on SIGTERM ends this process with exit code 75. Changes nothing if SIGTERM is handled or ignored."""
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, exit_requeued)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGTERM)
+
+
+def exit_requeued(number: int = signal.SIGTERM, frame: FrameType | None = None) -> None:
+    """The handler. It may run in the middle of an import, so it imports nothing and raises nothing."""
+    try:
+        os.write(2, LINE)
+    finally:
+        os._exit(os.EX_TEMPFAIL)
+
+
+def keep_over_exec() -> None:
+    """A SIGTERM from here on waits until the program that replaces this one calls `install`."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGTERM)
+
+
+def is_installed() -> bool:
+    return signal.getsignal(signal.SIGTERM) is exit_requeued
+
+
+def answer_in_thread() -> None:
+    """Answer SIGTERM even while the main thread waits in a call that runs no handler, such as a rendezvous."""
+    if not is_installed():
+        return
+    import threading
+
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    threading.Thread(target=_watch, args=(reader,), name="fourfold SIGTERM", daemon=True).start()
+
+
+def _watch(reader: int) -> None:
+    while numbers := os.read(reader, 4096):
+        if signal.SIGTERM in numbers and is_installed():
+            exit_requeued()
+
+
+def restore() -> None:
+    """Python's own handler again, for a program that is not ours."""
+    if is_installed():
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _restore_in_fork() -> None:
+    if is_installed():
+        signal.set_wakeup_fd(-1)  # or this process's thread would take the fork's signals for its own
+        restore()
+
+
+os.register_at_fork(after_in_child=_restore_in_fork)
