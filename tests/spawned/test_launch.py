@@ -126,6 +126,28 @@ def test_errors_that_follow_from_the_first_are_not_reported(start: Start) -> Non
     assert ended.err.count("\n") == 5
 
 
+DYING_SLOWLY = """
+import os, signal, time
+from pathlib import Path
+from fourfold.words.errors import PeerError
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+survivor = Path("survivor")
+if os.environ["RANK"] == "0":
+    survivor.write_text(str(os.getpid()))
+    raise PeerError("rank 1 died")
+while not (survivor.exists() and survivor.read_text()) or Path("/proc", survivor.read_text()).exists():
+    time.sleep(0.01)  # until the launcher has seen the end of rank 0
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_rank_that_dies_slowly_is_the_cause_though_its_peer_ends_first(start: Start) -> None:
+    ended = end(start(DYING_SLOWLY, ["run", "-n", "2", "script.py"]))
+    assert ended.code == 1
+    assert ended.err.startswith("fourfold: rank 1 of 2 was killed by SIGKILL"), ended.err
+
+
 LEAVING = """
 import atexit, sys, time
 import torch.distributed as dist

@@ -34,6 +34,7 @@ UNLIMITED_RESTARTS = 10**9  # for torch's agent; `RestartBudget` does the counti
 TORCH_SIGNALS_VARIABLE = "TORCHELASTIC_SIGNALS_TO_HANDLE"  # torch's agent installs its own handlers for these
 STOP_TEXTS = {REQUEUE_EXIT_CODE: "it was asked to stop (SIGTERM)", INTERRUPT_EXIT_CODE: "it was asked to stop (SIGINT)"}
 POLL_SECONDS = 0.02
+FIRST_FAILURE_SECONDS = 5.0  # for the exit status of a rank whose peers have noticed already that it is gone
 STACK_PRINT_SECONDS = 1.0  # a rank that ends itself at the end of its grace period first prints its stack
 
 
@@ -76,6 +77,8 @@ class Agent(LocalElasticAgent):
         # When a rank fails, torch's agent closes the context with default arguments and so waits 30 s, whatever its
         # settings say.
         def close_after_save(death_sig: signal.Signals | None = None, timeout: int = 0) -> None:
+            if self._stop_requested_at is None:
+                self._wait_for_first_failure()
             self._save_exit_codes()
             with (
                 contextlib.nullcontext()
@@ -173,6 +176,20 @@ class Agent(LocalElasticAgent):
         if not self._early_exit_codes:
             self._early_exit_codes = {rank: code for rank, code in self.exit_codes().items() if code is not None}
 
+    def _wait_for_first_failure(self) -> None:
+        """While all that is known are errors that say that a peer is gone: wait until the peer's process has ended too.
+
+        The kernel takes up to seconds to free the memory of a process that it kills. Its peers notice, and end, before
+        its parent learns its exit status.
+        """
+        deadline = time.monotonic() + FIRST_FAILURE_SECONDS
+        while self._live_pids() and time.monotonic() < deadline:
+            records = self._records()
+            ended = [rank for rank, code in self.exit_codes().items() if code is not None]
+            if any(rank not in records or not records[rank].is_echo for rank in ended):
+                return
+            time.sleep(POLL_SECONDS)
+
     def _is_starting(self) -> bool:
         return self.policy.has_heartbeat and all(beat.resumed_step < 0 for beat in self._heartbeats.read())
 
@@ -229,11 +246,7 @@ class Agent(LocalElasticAgent):
         """Why the current attempt ended, as far as its ranks have recorded it; None if no rank has failed."""
         if self._hang is not None:
             return self._hang_cause(self._hang)
-        records = {}
-        for rank, path in self._pcontext_of("error_files").items():
-            entry = failure_report.load_record(Path(path))
-            if entry is not None:
-                records[rank] = entry
+        records = self._records()
         early_exits = self._early_exits()
         has_failed = any(entry.kind != failure_report.ENDED for entry in records.values())
         if not has_failed and not early_exits and not any(self._early_exit_codes.values()):
@@ -252,6 +265,12 @@ class Agent(LocalElasticAgent):
             text = f"{cause.text}: {STOP_TEXTS[cause.exit_code]}; {self.policy.resume_hint()}".removesuffix("; ")
             return dataclasses.replace(cause, text=text, is_final=True, is_stopped=True)
         return cause
+
+    def _records(self) -> dict[int, failure_report.FailureRecord]:
+        """What the ranks have recorded of their ends."""
+        paths = self._pcontext_of("error_files")
+        records = {rank: failure_report.load_record(Path(path)) for rank, path in paths.items()}
+        return {rank: record for rank, record in records.items() if record is not None}
 
     def _hang_cause(self, hang: hang_detector.Hang) -> failure_report.Cause:
         names = self._rank_names()

@@ -130,8 +130,7 @@ def _stopped_job_result(agent: Agent, number: signal.Signals) -> JobResult:
 
 def _stopped_result(policy: SupervisionPolicy, num_ranks: int, number: signal.Signals, *, has_ranks: bool) -> JobResult:
     hint = policy.resume_hint()
-    ended = f"; all {num_ranks} processes have ended" if has_ranks else ""
-    text = f"stopped by {number.name}{ended}{f'; {hint}' if hint else ''}"
+    text = f"stopped by {number.name}; all {num_ranks} processes have ended{f'; {hint}' if hint else ''}"
     # A script that has begun chooses its own answer to SIGTERM, and without one has Python's code.
     is_requeued = number == signal.SIGTERM and (policy.has_heartbeat or not has_ranks)
     return JobResult(REQUEUE_EXIT_CODE if is_requeued else 128 + number, text)
