@@ -1,5 +1,6 @@
 """The progress line: few redraws on a terminal, few plain lines in a log."""
 
+import dataclasses
 import io
 import os
 from pathlib import Path
@@ -101,6 +102,21 @@ def test_a_line_fits_its_terminal(width: int) -> None:
     assert text.strip("━ ").startswith("step  500/1000   loss 2.5000")
     assert len(text) < width or width < 35
     assert ("━" in text) == (width >= len("   ".join(format_cells(line(500)))) + 14)  # a bar only if all cells fit
+
+
+def test_a_wait_is_shown_in_the_line_and_in_a_log_once_a_minute() -> None:
+    text = "rank 1 waits 0:04 for http://host/x: refused"
+    assert format_cells(dataclasses.replace(line(7), wait=text)) == ["step    7/1000", "loss 2.5000", text]
+    assert fit_to_width(dataclasses.replace(line(7), wait=text), 40)[0][0] == "step    7/1000   loss 2.5000   rank 1 w"
+    file, clock = io.StringIO(), Clock()
+    progress = Progress(file, clock=clock)
+    progress.show_wait(text)  # before the first step
+    progress.show_step(line(7))
+    for clock.now in range(100, 200):
+        progress.show_wait(text)
+    lines = file.getvalue().splitlines()
+    assert [text in shown for shown in lines] == [True, False, True, True]
+    assert lines[2].startswith("step    7/1000   loss 2.5000   rank 1")
 
 
 def test_messages_are_printed_without_terminal_controls() -> None:

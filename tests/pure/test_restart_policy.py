@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from fourfold.environment.known_waits import KnownWait
 from fourfold.launcher import failure_report, hang_detector
 from fourfold.launcher.failure_report import Cause
 from fourfold.launcher.heartbeat_file import HeartbeatFile
@@ -85,6 +86,18 @@ def test_only_ranks_beyond_their_limit_are_overdue() -> None:
         HeartbeatRecord(9, 0, STEPPING, 89.0, 0.1),
     ]
     assert hang_detector.overdue_ranks(beats, min_seconds=10.0, now=100.0) == [2]
+
+
+def test_the_clock_stands_still_while_a_rank_waits_for_what_it_knows() -> None:
+    def overdue(wait: KnownWait, now: float) -> list[int]:
+        beats = [HeartbeatRecord(9, 0, STEPPING, 50.0, 0.1), HeartbeatRecord(9, 0, STEPPING, 50.0, 0.1, wait)]
+        return hang_detector.overdue_ranks(beats, min_seconds=10.0, now=now)
+
+    assert overdue(KnownWait(), 61.0) == [0, 1]
+    assert overdue(KnownWait("http://host/x", 55.0), 900.0) == []
+    assert overdue(KnownWait("", 0.0, 100.0), 109.0) == []  # it has ended
+    assert overdue(KnownWait("", 0.0, 100.0), 111.0) == [0, 1]
+    assert overdue(KnownWait("http://host/x", 55.0), 56.0 + hang_detector.MAX_WAIT_SECONDS + 10.0) == [0, 1]
 
 
 def test_a_launcher_reads_the_heartbeats_of_its_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

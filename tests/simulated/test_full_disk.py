@@ -50,6 +50,7 @@ class MemoryDisplay:
         self.beginning = text
 
     def show_step(self, line: Any) -> None: ...
+    def show_wait(self, text: str) -> None: ...
 
     def print_message(self, text: str) -> None:
         self.notes.append(text)

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import itertools
+import logging
 import os
 import pwd
 import random
@@ -21,6 +22,7 @@ import pytest
 import torch
 
 from fourfold.feed.feed import Feed
+from fourfold.feed.rows import sql_databases
 from fourfold.feed.rows.row_index import open_index, row_digest
 from fourfold.feed.rows.source import RowSource
 from fourfold.feed.rows.sql import sql
@@ -301,6 +303,57 @@ def test_a_server_that_stays_away_ends_the_run_with_its_url_and_no_password(serv
             source[0]
     finally:
         server.start()
+
+
+class Released(logging.Handler):
+    """Calls a function when the first attempt has failed: the retry is logged."""
+
+    def __init__(self, release: Callable[[], object]) -> None:
+        super().__init__()
+        self.on_first, self.texts = release, list[str]()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+        if len(self.texts) == 1:
+            self.on_first()
+
+
+@contextlib.contextmanager
+def released_by_retry(release: Callable[[], object]) -> Iterator[list[str]]:
+    handler, log = Released(release), logging.getLogger("fourfold")
+    log.addHandler(handler)
+    try:
+        yield handler.texts
+    finally:
+        log.removeHandler(handler)
+        assert handler.texts
+
+
+def test_a_file_of_sqlite_that_is_locked_is_waited_for_when_it_is_opened_and_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(sql_databases, "TIMEOUT_SECONDS", 0.01)
+    path = tmp_path / "rows.db"
+    writer = sqlite3.connect(path, isolation_level=None)
+    writer.execute("CREATE TABLE t (id INTEGER PRIMARY KEY, x REAL)")
+    writer.executemany("INSERT INTO t VALUES (?, ?)", [(n, float(n)) for n in range(4)])
+    found = []
+    for read in (lambda: found.append(sql(f"sqlite:///{path}", "SELECT * FROM t", key="id")), lambda: found[0][3]):
+        writer.execute("BEGIN EXCLUSIVE")
+        with released_by_retry(lambda: writer.execute("COMMIT")) as texts:
+            read()
+        assert "database is locked; again in" in texts[0]
+    writer.close()
+
+
+def test_a_file_of_sqlite_that_was_moved_is_waited_for_until_it_returns(tmp_path):
+    path, elsewhere = tmp_path / "rows.db", tmp_path / "elsewhere.db"
+    with contextlib.closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute("CREATE TABLE t (id INTEGER PRIMARY KEY, x REAL)")
+        connection.executemany("INSERT INTO t VALUES (?, ?)", [(n, float(n)) for n in range(4)])
+    feed = Feed(sql(f"sqlite:///{path}", "SELECT * FROM t", key="id"), batch_size=2)
+    assert len(list(feed)) == 2
+    path.rename(elsewhere)
+    with released_by_retry(lambda: elsewhere.rename(path)):
+        assert len(list(feed)) == 2
 
 
 def test_passwords_are_neither_shown_nor_stored(tmp_path):

@@ -1,8 +1,8 @@
 """Each private name of torch that `parts/torch_dispatch.py` uses is there, and does what its function says.
 
 They are torch.utils._python_dispatch, _should_skip_dynamo, _make_wrapper_subclass, torch._C._DisableTorchDispatch,
-_SetExcludeDispatchKeyGuard, _backward_hooks and _post_accumulate_grad_hooks of a tensor, and the _schema of an
-operation.
+_SetExcludeDispatchKeyGuard, _backward_hooks and _post_accumulate_grad_hooks of a tensor, the _schema of an operation,
+and the compilation callbacks of torch._dynamo.
 """
 
 import subprocess
@@ -142,3 +142,12 @@ def test_products_and_attention_are_what_a_transformer_block_calls_below_autogra
         torch.softmax(x @ x.mT, -1)
     names = {func.overloadpacket.__name__ for func in recorder.seen & private.PRODUCTS_AND_ATTENTION}
     assert names == {"addmm", "mm", "convolution", "_scaled_dot_product_flash_attention_for_cpu"}
+
+
+def test_compilations_are_noted_from_their_beginning_to_their_end():
+    found = []
+    compiled = torch.compile(lambda x: x + 1, backend=lambda graph, _: found.append("compiles") or graph.forward)
+    with private.compilations_noted(lambda: found.append("begin"), lambda: found.append("end")):
+        compiled(torch.ones(2))
+        compiled(torch.ones(2))
+    assert found == ["begin", "compiles", "end"]

@@ -1,18 +1,21 @@
 """Faults of real runs: ranks are killed, suspended, told to stop; training resumes as if uninterrupted."""
 
 import contextlib
+import io
 import json
 import os
 import re
 import shutil
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 
@@ -226,6 +229,46 @@ def test_ranks_that_die_hang_or_stop_are_reported_and_restarted_without_changing
     assert ", line " in job.err, job.err
     assert " in stop\n" in job.err, job.err
     assert " in hang\n" in job.err, job.err
+
+
+ORIGIN = """
+import torch
+import torch.nn.functional as F
+import fourfold as ff
+
+
+def task():
+    return ff.Task(
+        model=lambda: torch.nn.Linear(1, 1),
+        loss=lambda outputs, targets: (F.mse_loss(outputs[:, 0], targets[:, 0], reduction="sum"), len(targets)),
+        data=lambda: ff.Data(train=ff.sql("sqlite:///rows.db", "SELECT * FROM t", key="id", target="y", index="index")),
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.0),
+        steps=10**6,
+        batch_size=8,
+    )
+"""
+
+
+def test_an_origin_that_is_away_is_waited_for_and_named_and_is_no_hang(start: Start, tmp_path: Path):
+    (tmp_path / "origin.py").write_text(ORIGIN)
+    database, away = tmp_path / "rows.db", tmp_path / "away.db"
+    with contextlib.closing(sqlite3.connect(database)) as connection, connection:
+        connection.execute("CREATE TABLE t (id INTEGER PRIMARY KEY, x BLOB, y BLOB)")
+        value = io.BytesIO()
+        np.save(value, np.zeros(1, dtype=np.float32))
+        rows = [(number, value.getvalue(), value.getvalue()) for number in range(16)]
+        connection.executemany("INSERT INTO t VALUES (?, ?, ?)", rows)
+    job = start("train", "origin.py", "name=first", "hang_seconds=2", "restarts=0", "-n", "2")
+    assert job.process.stdout
+    lines = iter(job.process.stdout.readline, "")
+    assert any("step       1/1000000" in line for line in lines)
+    database.rename(away)  # each epoch of two steps opens it again
+    assert any(re.search(r"rank [01] waits 0:\d\d for sqlite:///rows.db: unable to open", line) for line in lines)
+    away.rename(database)
+    assert any("/s" in line for line in lines)  # training goes on
+    job.process.send_signal(signal.SIGTERM)
+    assert job.end() == 75, job.err
+    assert [fault["kind"] for fault in faults(tmp_path / "runs" / "first")] == ["terminated"]
 
 
 FAILING = ("what=fail", "times=9", "later=0", "checkpoint_every=0", "restarts=1", "trace_every=1")

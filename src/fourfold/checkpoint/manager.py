@@ -25,6 +25,7 @@ from fourfold.checkpoint.restore import changed_options, restore
 from fourfold.checkpoint.store import CheckpointStore, Retention
 from fourfold.checkpoint.write import Snapshot
 from fourfold.checkpoint.writer import CheckpointWriter, SaveRequest, WrittenCheckpoint
+from fourfold.environment.known_waits import waiting_for
 from fourfold.plan.checkpoint_boxes import shard_file_name
 from fourfold.plan.checkpoint_manifest import MANIFEST_VERSION, Manifest
 from fourfold.plan.damaged_samples import DamagedRecord
@@ -108,7 +109,8 @@ class CheckpointManager:
         """
         if self._rank == 0:
             self._store.remove_partial()
-        found = find_newest_good(self._training_state.step, self._store)
+        with waiting_for("the newest checkpoint to be checked"):
+            found = find_newest_good(self._training_state.step, self._store)
         if self._rank == 0:
             for step in found.damaged:
                 self._store.quarantine(step)
@@ -122,7 +124,7 @@ class CheckpointManager:
         return progress
 
     def _restore(self, folder: Path) -> TrainingProgress:
-        with CheckpointReader(folder) as reader:
+        with waiting_for(f"{folder} to be read"), CheckpointReader(folder) as reader:
             restore(self._training_state, reader, seed=self._seed)
             manifest = reader.manifest
         self._log.truncate_log(manifest.metrics_bytes)

@@ -32,6 +32,7 @@ from fourfold.checkpoint.markers import (
 )
 from fourfold.checkpoint.store import CheckpointStore, Retention
 from fourfold.checkpoint.write import Snapshot, estimated_bytes, write_file, write_snapshot
+from fourfold.environment.known_waits import waiting_for
 from fourfold.plan.checkpoint_boxes import shard_file_name
 from fourfold.plan.checkpoint_manifest import (
     MANIFEST_FILE,
@@ -102,7 +103,8 @@ class CheckpointWriter:
     def wait(self) -> None:
         """Wait until it is written."""
         if self._thread is not None:
-            self._thread.join()
+            with waiting_for("the checkpoint to be written"):
+                self._thread.join()
             self._thread = None
 
     def abort(self) -> None:

@@ -259,7 +259,7 @@ class Agent(LocalElasticAgent):
             return failure_report.Cause(text, REQUEUE_EXIT_CODE, cause.rank, is_final=True, is_stopped=True)
         # The record says why the rank ended, but not that a person asked for it.
         is_training = cause.rank is not None and self._heartbeats.read()[cause.rank].resumed_step >= 0
-        record = records.get(cause.rank)
+        record = None if cause.rank is None else records.get(cause.rank)
         was_asked = record is None or record.kind == failure_report.INTERRUPTED
         if is_training and cause.exit_code in STOP_TEXTS and was_asked:
             text = f"{cause.text}: {STOP_TEXTS[cause.exit_code]}; {self.policy.resume_hint()}".removesuffix("; ")

@@ -1,6 +1,6 @@
 """Hang detector: finds the rank that holds up all the others, and kills it.
 
-overdue  a rank that has been in one phase longer than its limit
+overdue  a rank that has been in one phase longer than its limit, not counting the time of known waits of any rank
 culprit  a rank that was stopped (SIGSTOP); if none was, one that does not wait for others; if all wait, the overdue
 stack    where a culprit was, as Python's faulthandler writes it on SIGUSR2
 Law: a culprit is killed with SIGKILL, because a stopped process does not react to SIGTERM.
@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from fourfold.environment.known_waits import KnownWait
 from fourfold.environment.processes import process_state
 from fourfold.trainer.heartbeat import STARTING, HeartbeatRecord
 from fourfold.trainer.stack_text import waits_for_peers
@@ -23,6 +24,7 @@ STACKS_VARIABLE = "FOURFOLD_STACKS"
 DUMP_SIGNAL = signal.SIGUSR2
 DUMP_SECONDS, RESEND_SECONDS = 3.0, 0.1
 POLL_SECONDS = 0.002
+MAX_WAIT_SECONDS = 1200.0  # an origin gives up after 900 (`feed/staging/origin.py`)
 STACK_ENDS = (" in _run_module_as_main\n", "  ...\n")  # the outermost frame, or very many
 
 
@@ -37,8 +39,18 @@ class Hang:
 
 
 def overdue_ranks(heartbeats: Sequence[HeartbeatRecord], *, min_seconds: float, now: float) -> list[int]:
-    """The ranks that have been in the same phase for longer than their limit."""
-    return [rank for rank, beat in enumerate(heartbeats) if now - beat.phase_start > beat.limit_seconds(min_seconds)]
+    """The ranks that have been in the same phase for longer than their limit.
+
+    Ranks wait for each other, so the clock of all stands still while one of them waits for what it knows.
+    """
+    waited_until = max((_waited_until(beat.wait, now) for beat in heartbeats), default=0.0)
+    starts = [max(beat.phase_start, waited_until) for beat in heartbeats]
+    limits = [beat.limit_seconds(min_seconds) for beat in heartbeats]
+    return [rank for rank, limit in enumerate(limits) if now - starts[rank] > limit]
+
+
+def _waited_until(wait: KnownWait, now: float) -> float:
+    return min(now, wait.since + MAX_WAIT_SECONDS) if wait.since else wait.until
 
 
 def kill_culprits(

@@ -4,6 +4,7 @@ import mmap
 import time
 from pathlib import Path
 
+from fourfold.environment import known_waits
 from fourfold.trainer.heartbeat import (
     PHASE,
     PHASE_START,
@@ -11,6 +12,7 @@ from fourfold.trainer.heartbeat import (
     RESUMED_STEP,
     STEP,
     TYPICAL_SECONDS,
+    WAIT_WORDS,
     HeartbeatRecord,
 )
 
@@ -35,10 +37,11 @@ class HeartbeatFile:
     def read(self) -> list[HeartbeatRecord]:
         """Every rank's record."""
         starts = range(0, RECORD_WORDS * self._num_ranks, RECORD_WORDS)
-        rows = [self._words[start : start + RECORD_WORDS].tolist() for start in starts]
-        return [
-            HeartbeatRecord(
-                row[STEP], row[RESUMED_STEP], row[PHASE], row[PHASE_START] / 1e9, row[TYPICAL_SECONDS] / 1e9
-            )
-            for row in rows
-        ]
+        return [_record(self._words[start : start + RECORD_WORDS]) for start in starts]
+
+
+def _record(row: memoryview) -> HeartbeatRecord:
+    wait = known_waits.read(row[WAIT_WORDS])
+    return HeartbeatRecord(
+        row[STEP], row[RESUMED_STEP], row[PHASE], row[PHASE_START] / 1e9, row[TYPICAL_SECONDS] / 1e9, wait
+    )

@@ -1,9 +1,11 @@
-"""torch's private names for code that runs in place of operations, below autograd.
+"""torch's private names for code that runs in place of operations, below autograd, and around compilations.
 
 Law: as in `parts/torch_private.py`: each name is behind a small one with a public name, and has a test.
 """
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -72,3 +74,19 @@ def kept_alias(result: Tensor) -> Tensor:
     # Below autograd, `detach` would give the alias a version of its own.
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         return result.detach()
+
+
+@contextlib.contextmanager
+def compilations_noted(begin: Callable[[], None], end: Callable[[], None]) -> Iterator[None]:
+    """Within: torch.compile calls `begin` and `end` around each compilation. Nothing where it was never called."""
+    dynamo: Any = sys.modules.get("torch._dynamo.callback")
+    if dynamo is None:
+        yield
+        return
+    handler = dynamo.callback_handler
+    callbacks = handler.register_start_callback(lambda _: begin()), handler.register_end_callback(lambda _: end())
+    try:
+        yield
+    finally:
+        handler.remove_start_callback(callbacks[0])
+        handler.remove_end_callback(callbacks[1])

@@ -1,8 +1,9 @@
 """Heartbeats: what every rank of a host is doing, in memory that its launcher reads.
 
-record   one rank's numbers: its last finished step, the step it resumed from, its phase, and since when
+record   one rank's numbers: its last finished step, the step it resumed from, its phase, and since when; its known wait
 phase    starting, stepping, paused (an evaluation or a checkpoint), or done
 limit    how long a phase may last: learned from the steps and pauses that this rank has measured
+known wait   what the rank waits for, where it knows that (`environment/known_waits.py`)
 Law: a rank writes only its own record, and never waits for a reader.
 
 The launcher makes the file (`launcher.heartbeat_file`) and names it in FOURFOLD_PULSE. Without that variable the record
@@ -20,8 +21,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from fourfold.environment import known_waits
+from fourfold.environment.known_waits import KnownWait
+
 HEARTBEAT_VARIABLE = "FOURFOLD_PULSE"
-RECORD_WORDS = 8  # int64s of a record: a cache line
+RECORD_WORDS = 32  # int64s of a record: four cache lines
+WAIT_WORDS = slice(RECORD_WORDS - known_waits.SLOT_WORDS, RECORD_WORDS)
 STEP, RESUMED_STEP, PHASE, PHASE_START, TYPICAL_SECONDS = range(5)
 STARTING, STEPPING, PAUSED, DONE = range(4)
 MAX_SAMPLES = 31  # steps that the median is taken over
@@ -40,6 +45,7 @@ class HeartbeatRecord(NamedTuple):
     phase: int
     phase_start: float
     typical_seconds: float
+    wait: KnownWait = KnownWait()
 
     def limit_seconds(self, min_seconds: float) -> float:
         """How long the present phase may last."""
@@ -60,6 +66,17 @@ class Heartbeat:
         self._step_seconds: deque[float] = deque(maxlen=MAX_SAMPLES)
         self._pause_seconds: deque[float] = deque(maxlen=MAX_SAMPLES)
         self._phase_start = time.monotonic()
+
+    @property
+    def num_ranks(self) -> int:
+        """The ranks whose records these are: those of this host, or this one."""
+        return len(self._words) // RECORD_WORDS
+
+    def waits(self) -> dict[int, KnownWait]:
+        """What the ranks of this host wait for, by their index on it, as far as they know it."""
+        records = [self._words[at : at + RECORD_WORDS] for at in range(0, len(self._words), RECORD_WORDS)]
+        waits = {index: known_waits.read(record[WAIT_WORDS]) for index, record in enumerate(records)}
+        return {index: wait for index, wait in waits.items() if wait.since}
 
     @property
     def phase_start(self) -> float:
@@ -103,9 +120,15 @@ class Heartbeat:
 
 
 def from_environment(environ: Mapping[str, str] = os.environ) -> Heartbeat:
-    """This rank's heartbeat in the launcher's shared file, or one without a reader if there is no launcher."""
+    """This rank's heartbeat in the launcher's shared file, or one without a reader if there is no launcher.
+
+    The known waits of this process stand in it from now on.
+    """
     path = environ.get(HEARTBEAT_VARIABLE)
     if path is None:
-        return Heartbeat(memoryview(bytearray(8 * RECORD_WORDS)).cast("q"))
-    with Path(path).open("r+b") as file:
-        return Heartbeat(memoryview(mmap.mmap(file.fileno(), 0)).cast("q"), int(environ["LOCAL_RANK"]), has_reader=True)
+        words, index = memoryview(bytearray(8 * RECORD_WORDS)).cast("q"), 0
+    else:
+        with Path(path).open("r+b") as file:
+            words, index = memoryview(mmap.mmap(file.fileno(), 0)).cast("q"), int(environ["LOCAL_RANK"])
+    known_waits.write_to(words[index * RECORD_WORDS :][WAIT_WORDS])
+    return Heartbeat(words, index, has_reader=path is not None)

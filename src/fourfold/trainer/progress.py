@@ -8,9 +8,11 @@ cannot be written (`| head` has ended) never stops the run.
 
 import atexit
 import contextlib
+import dataclasses
 import errno
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, TextIO
@@ -46,6 +48,10 @@ class Progress:
         self._began_at = clock()
         self._last: ProgressLine | None = None
         self._drawn: ProgressLine | None = None
+        self._wait_shown_at: float | None = None
+        """When a wait was shown, since the last step."""
+        self._lock = threading.RLock()
+        """Of the output: waits are shown by a thread of their own."""
         self._is_output_open = True
         self._console: Console | None = None
         self._live: Live | None = None
@@ -57,12 +63,24 @@ class Progress:
 
     def show_step(self, line: ProgressLine) -> None:
         """Show a finished step, if a redraw or a line of the log is due."""
-        self._last = line
+        self._last, self._wait_shown_at = line, None
         now = self._clock()
         if self._shown_at is not None and now - self._shown_at < self._interval(line, now):
             return
         self._shown_at = now
         self._draw(line)
+
+    def show_wait(self, text: str) -> None:
+        """Show in place of the rest of the line what the run waits for; in a log, at first and once a minute."""
+        now = self._clock()
+        is_due = self._wait_shown_at is None or now - self._wait_shown_at >= LOG_INTERVAL_SECONDS[1]
+        if not (is_due or self._is_live()):
+            return
+        self._wait_shown_at = now
+        if self._last is not None:
+            self._draw(dataclasses.replace(self._last, wait=text))
+        elif is_due:
+            self._print(text)
 
     def print_message(self, text: str) -> None:
         """Print a message above the line."""
@@ -124,7 +142,8 @@ class Progress:
     def _tolerating_write_errors(self) -> Iterator[None]:
         """Context manager: the first write error is reported on stderr, and from then on nothing is shown."""
         try:
-            yield
+            with self._lock:
+                yield
         except OSError as error:
             if self._is_output_open:
                 self._is_output_open = False
@@ -161,9 +180,10 @@ def make_progress() -> Progress:
 def format_cells(line: ProgressLine) -> list[str]:
     """The cells of a line, padded so that they rarely move during a run."""
     width = len(str(line.num_steps))
-    cells = [
-        f"step {line.step:>{width}}/{line.num_steps}",
-        f"loss {format_loss(line.loss):>6}",
+    cells = [f"step {line.step:>{width}}/{line.num_steps}", f"loss {format_loss(line.loss):>6}"]
+    if line.wait:
+        return [*cells, line.wait]
+    cells += [
         f"{format_si(line.units_per_second):>7} {line.unit}/s",
         f"waiting {round(100 * line.waiting_fraction):>2} %",
     ]
@@ -175,6 +195,8 @@ def format_cells(line: ProgressLine) -> list[str]:
 def fit_to_width(line: ProgressLine, width: int) -> list[tuple[str, str]]:
     """The line for a terminal of `width` columns, as (text, style): a bar if there is room, else fewer cells."""
     cells = format_cells(line)
+    if line.wait:
+        return [("   ".join(cells)[: width - 1], "bold")]
     num_cells = len(cells)
     while len(cells) > MIN_CELLS and len("   ".join(cells)) >= width:
         cells.pop(2 if len(cells) == 3 else 3)  # waiting and time left go first, then the rate

@@ -39,6 +39,7 @@ class ProgressDisplay(Protocol):
 
     def start(self, text: str) -> None: ...
     def show_step(self, line: ProgressLine) -> None: ...
+    def show_wait(self, text: str) -> None: ...
     def print_message(self, text: str) -> None: ...
     def finish(self, text: str) -> None: ...
 
@@ -217,6 +218,15 @@ class RunLogger:
         if self._report is not None:
             num_steps, unit = self._settings.steps, self._task.unit
             self._report.show_step(self.throughput.progress_line(step_number, num_steps=num_steps, unit=unit))
+
+    @property
+    def shows_progress(self) -> bool:
+        return self._run_dir is not None and self._report is not None
+
+    def show_wait(self, text: str) -> None:
+        """Show what the run waits for. Called by a thread of its own."""
+        if self._report is not None:
+            self._report.show_wait(text)
 
     def _log_skipped(self, step_number: int, skipped: Skipped) -> None:
         kind, rank, text = "skipped step", skipped.rank, skipped.text

@@ -45,6 +45,7 @@ from fourfold.trainer.stop_signal import handle_stop_signals, stop_seconds
 from fourfold.trainer.summary import RunResult
 from fourfold.trainer.task_scheduler import check_evaluations, make_scheduler
 from fourfold.trainer.tracer import Tracer
+from fourfold.trainer.wait_watch import compilations_known, waits_shown
 from fourfold.words.callback import Callback
 from fourfold.words.errors import PeerError
 from fourfold.words.task import Task
@@ -144,7 +145,12 @@ def train(
             )
             here = World(rank=step.rank, size=plan.mesh.size)
             stop_signals = handle_stop_signals(heartbeat, logger.run_path, here, limit_seconds=limit_seconds)
-            with stop_signals as stop_signal, _add_step_to_peer_error(step, logger, heartbeat):
+            with (
+                waits_shown(heartbeat, logger),
+                compilations_known(),
+                stop_signals as stop_signal,
+                _add_step_to_peer_error(step, logger, heartbeat),
+            ):
                 progress = loop.run_steps(progress, stop_signal)
                 seconds = time.perf_counter() - begin
                 return loop.finish(progress, seconds)

@@ -9,6 +9,7 @@ class ProgressLine:
 
     units_per_second  over all ranks
     waiting_fraction  of the time, spent communicating and waiting; 0 to 1
+    wait              what the run waits for at the moment; "" while it trains
     """
 
     step: int
@@ -18,3 +19,4 @@ class ProgressLine:
     unit: str
     waiting_fraction: float
     remaining_seconds: float | None
+    wait: str = ""

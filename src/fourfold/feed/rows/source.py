@@ -9,7 +9,7 @@ import atexit
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from fourfold.feed.rows.columns import Columns
 from fourfold.feed.rows.database import Database, Row
 from fourfold.feed.rows.row_index import RowIndex, open_index, row_digest
 from fourfold.feed.source import empty_like, make_batch
-from fourfold.feed.staging.origin import Backoff, retry
+from fourfold.feed.staging.origin import Backoff, Result, retry
 from fourfold.words.errors import DamagedSample
 
 
@@ -30,7 +30,7 @@ class RowSource:
         """`of`: what the index is of."""
         self._database, self._columns, self._backoff = database, columns, backoff or Backoff()
         folder = _temporary_folder() if index is None else Path(index)
-        self._index: RowIndex = open_index(folder, of, self._digested())
+        self._index: RowIndex = self._retry(lambda: open_index(folder, of, self._digested()))
 
     def __len__(self) -> int:
         return len(self._index)
@@ -72,9 +72,12 @@ class RowSource:
         return found
 
     def _query(self, keys: Sequence[Any]) -> list[Row]:
-        def attempt() -> list[Row]:
+        return self._retry(lambda: self._database.rows(keys))
+
+    def _retry(self, read: Callable[[], Result]) -> Result:
+        def attempt() -> Result:
             try:
-                return self._database.rows(keys)
+                return read()
             except Exception:
                 self._database.disconnect()
                 raise

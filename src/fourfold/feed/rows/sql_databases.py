@@ -13,7 +13,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from fourfold.feed.rows.database import Connections, Database, Row, check_columns, first_line
-from fourfold.feed.staging.origin import without_password
+from fourfold.feed.staging.origin import Backoff, retry, without_password
 from fourfold.words.errors import DataError, Problem
 
 SCAN_ROWS = 1000
@@ -24,6 +24,7 @@ TOKENS = re.compile(
         | (?P<gap> \s+ | --[^\n]* | /\*.*?\*/ ) | .""",
     re.DOTALL | re.VERBOSE,
 )
+TIMEOUT_SECONDS = 5.0  # for a lock of SQLite, in one attempt
 INSTALL = "pip install 'fourfold[postgres]'"
 
 
@@ -62,11 +63,16 @@ class SqliteDatabase:
         self._connections = Connections()
         if not path.is_file():
             raise DataError(Problem(f"{path}, which is no file", "a file of SQLite"), where="ff.sql")
-        try:
-            described = self._connection().execute(f"SELECT * FROM {self._source} LIMIT 0").description
-        except sqlite3.Error as error:
-            raise DataError(Problem(f"{self.url}: {error}", "a query that can be read"), where="ff.sql") from error
+        described = retry(self._describe, self.url, Backoff(), may_pass=self.may_pass)
         self.columns = check_columns([each[0] for each in described], key, where="ff.sql")
+
+    def _describe(self) -> Sequence[Any]:
+        try:
+            return self._connection().execute(f"SELECT * FROM {self._source} LIMIT 0").description
+        except sqlite3.Error as error:
+            if self.may_pass(error):
+                raise
+            raise DataError(Problem(f"{self.url}: {error}", "a query that can be read"), where="ff.sql") from error
 
     def scan(self) -> Iterator[Row]:
         cursor = self._connection().execute(f"SELECT * FROM {self._source} ORDER BY {self._key}")
@@ -86,11 +92,19 @@ class SqliteDatabase:
         self._connections.close()
 
     def may_pass(self, error: Exception) -> bool:
-        return isinstance(error, sqlite3.OperationalError) and "locked" in str(error)
+        """Another process has locked the file, or it has been moved and may return."""
+        code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # the rest are details
+        is_gone = code == sqlite3.SQLITE_CANTOPEN and not self._path.exists()
+        return is_gone or code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_PROTOCOL)
 
     def _connection(self) -> sqlite3.Connection:
         return self._connections.get(
-            lambda: sqlite3.connect(f"{self._path.resolve().as_uri()}?mode=ro", uri=True, check_same_thread=False)
+            lambda: sqlite3.connect(
+                f"{self._path.resolve().as_uri()}?mode=ro",
+                uri=True,
+                check_same_thread=False,
+                timeout=TIMEOUT_SECONDS,
+            )
         )
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from fourfold.environment.known_waits import waiting_for
 from fourfold.words.errors import DataError, Problem
 
 log = logging.getLogger("fourfold")
@@ -190,20 +191,23 @@ def retry(
     `may_pass`: whether another attempt may succeed after an error; None: all but permanent ones.
     """
     delays, begin = backoff.delays(), time.monotonic()
-    while True:
-        try:
-            result = attempt()
-        except Exception as error:
-            if not (may_pass or _may_pass)(error):
-                raise DataError(Problem(f"{what}: {_first_line(error)}", "a readable file")) from error
-            delay = next(delays, None)
-            if delay is None:
-                got = f"{what}: {_first_line(error)}, for {time.monotonic() - begin:.0f} s"
-                raise DataError(Problem(got, "an origin that can be reached")) from error
-            log.warning(f"{what}: {_first_line(error)}; again in {delay:.1f} s")
-            time.sleep(delay)
-        else:
-            return result
+    with waiting_for(what) as say:
+        while True:
+            try:
+                return attempt()
+            except Exception as error:
+                got = f"{what}: {_first_line(error)}"
+                if not (may_pass or _may_pass)(error):
+                    if isinstance(error, DataError):
+                        raise
+                    raise DataError(Problem(got, "a readable file")) from error
+                delay = next(delays, None)
+                if delay is None:
+                    got = f"{got}, for {time.monotonic() - begin:.0f} s"
+                    raise DataError(Problem(got, "an origin that can be reached")) from error
+                say(got)
+                log.warning(f"{got}; again in {delay:.1f} s")
+                time.sleep(delay)
 
 
 def _may_pass(error: Exception) -> bool:

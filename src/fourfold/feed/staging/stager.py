@@ -16,6 +16,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 
+from fourfold.environment.known_waits import waiting_for
 from fourfold.feed.staging.origin import Origin
 from fourfold.feed.staging.shard_cache import NoRoomError, Shard, ShardCache, StagedFile
 from fourfold.words.errors import DataError
@@ -92,9 +93,10 @@ class Stager:
             copy = self._copies.get(shard)
             if copy is None:
                 return None
-            if is_read_whole:
-                self._changed.wait_for(lambda: copy.state is not _State.QUEUED or self._lacks_room())
-            self._changed.wait_for(lambda: copy.state is not _State.COPYING)
+            with waiting_for(f"the copy of {self._shards[shard].name} from {self._origin.url}"):
+                if is_read_whole:
+                    self._changed.wait_for(lambda: copy.state is not _State.QUEUED or self._lacks_room())
+                self._changed.wait_for(lambda: copy.state is not _State.COPYING)
             if copy.error is not None:
                 raise copy.error
             return copy.staged
