@@ -114,6 +114,7 @@ def test_a_seed_invalid_in_torch_is_refused_everywhere(seed: Any, tmp_path: Any)
         "trace_every": (-1, None, "a"),
         "checkpoint_every": (-1, None, 1.5),
         "skip_nan": (-1, None, 1.5),
+        "peer_timeout": (0, -1.0, "a", NAN),
         "ema": (0, 1, "a", NAN, INF),
         "name": (3, "", "a/b", "..", "a\0b", "a\nb", "\x1b[31m", "x" * 300),
         "folder": (3, None),

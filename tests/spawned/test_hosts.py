@@ -1,9 +1,12 @@
 """Laws of several hosts, simulated on this machine by network namespaces."""
 
 import os
+import re
 import select
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -13,10 +16,12 @@ from fourfold.testing.network_namespaces import Host, Hosts
 from fourfold.testing.oracle import TOLERANCE
 from fourfold.testing.process_world import SpawnedWorld
 from tests.conftest import ROOT
+from tests.ports import free_ports
 
 pytestmark = pytest.mark.hosts
 CASES = "tests.spawned.rank_functions"
 SECONDS = 30
+RATE, HOST = "1gbit", re.escape(socket.gethostname())
 ZERO_AND_SHARD = [(0, None), (3, None), (3, 2)]  # zero 3 sends half as much again, unless a host holds all shards
 OWNER = """
 import subprocess, sys, time
@@ -30,7 +35,7 @@ with Hosts(2) as made:
 
 @pytest.fixture(scope="module")
 def two() -> Iterator[Hosts]:
-    with Hosts(2, rate="1gbit") as made:
+    with Hosts(2, rate=RATE) as made:
         yield made
 
 
@@ -65,6 +70,82 @@ def test_each_host_sends_the_bytes_of_the_formula(four_ranks, two, zero, shard):
 
 
 GRADIENT_BYTES = 4 * (1024 * 1024 + 1024)
+
+
+TASK = """
+import torch
+import fourfold as ff
+
+
+class Source:
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        return torch.zeros(512), torch.zeros(512)
+
+
+def task():
+    return ff.Task(
+        model=lambda: torch.nn.Linear(512, 512),
+        loss=lambda outputs, targets: ((outputs - targets).square().sum(), len(targets)),
+        data=lambda: ff.Data(train=Source()),
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.0),
+        steps=10**6,
+        batch_size=4,
+    )
+"""
+WORDS = ("train", "script.py", "dp=2", "name=first", "checkpoint_every=0", "peer_timeout=5")
+
+
+@pytest.fixture
+def job(two: Hosts, tmp_path) -> Iterator[list[subprocess.Popen[str]]]:
+    """A training with one rank on each host."""
+    (tmp_path / "script.py").write_text(TASK)
+    environ = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "MASTER_PORT": str(free_ports(1)[0])}
+    ranks = []
+    for rank in range(2):
+        command = two.host_of(rank, 2).command([sys.executable, "-m", "fourfold", *WORDS])
+        variables, pipe = {**environ, **two.rank_environ(rank, 2)}, subprocess.PIPE
+        ranks.append(subprocess.Popen(command, cwd=tmp_path, env=variables, stdout=pipe, stderr=pipe, text=True))
+    yield ranks
+    for each in ranks:
+        each.kill()
+        each.communicate()
+    two.set_link(1, "up")
+    two.set_rate(RATE)
+
+
+def test_a_slow_or_cut_link_is_named_and_only_one_that_stays_cut_ends_the_run(two: Hosts, job, tmp_path) -> None:
+    lines = iter(job[0].stdout.readline, "")
+    both = rf"rank 0 \(host {HOST}\) and rank 1 \(host {HOST}\)"
+
+    def until(pattern: str) -> None:
+        read = []
+        assert any(read.append(line) or re.search(pattern, line) for line in lines), read
+
+    def until_a_step_ends() -> None:
+        log = tmp_path / "runs" / "first" / "metrics.jsonl"
+        before, deadline = log.stat().st_size, time.monotonic() + SECONDS
+        while log.stat().st_size == before:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+    until("^step .*/s")
+    two.set_rate("1mbit")
+    until(f"^{both}: a slow link: both have waited for [34] s in a step")
+    two.set_rate(RATE)
+    until_a_step_ends()
+    two.set_link(1, "down")
+    until(f"^{both} have heard nothing of each other for [34] s; the run ends after 5 s")
+    two.set_link(1, "up")
+    until(f"^{both} hear each other again, after [3-9] s")
+    until_a_step_ends()
+    two.set_link(1, "down")
+    for rank in job:
+        _, err = rank.communicate(timeout=SECONDS)
+        assert rank.returncode == 75, err
+        assert re.search(r"PeerError: rank \d .* and rank \d .* for [56] s \(peer_timeout\)", err), err
 
 
 def exists(name: str) -> bool:

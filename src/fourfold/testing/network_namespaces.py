@@ -96,6 +96,16 @@ class Hosts(AbstractContextManager["Hosts"]):
     def sent_bytes(self) -> list[int]:
         return [host.sent_bytes() for host in self.hosts]
 
+    def set_rate(self, rate: str) -> None:
+        """Limit each host in both directions from now on. Only where there was a limit before."""
+        for index, host in enumerate(self.hosts):
+            _limit_rate(host.name, INTERFACE, rate, verb="change")
+            _limit_rate(self._bridge, f"v{index}", rate, verb="change")
+
+    def set_link(self, index: int, state: str) -> None:
+        """Cut a host off ("down"), or join it again ("up")."""
+        _ip("-n", self._bridge, "link", "set", f"v{index}", state)
+
     def _create(self) -> None:
         _ip("netns", "add", self._bridge)
         _ip("-n", self._bridge, "link", "add", BRIDGE, "type", "bridge")
@@ -131,9 +141,9 @@ def remove_stale() -> None:
             _remove(name)
 
 
-def _limit_rate(name: str, device: str, rate: str) -> None:
+def _limit_rate(name: str, device: str, rate: str, *, verb: str = "add") -> None:
     filtered = ["tbf", "rate", rate, "burst", "128kb", "latency", "100ms"]
-    _run(["tc", "-n", name, "qdisc", "add", "dev", device, "root", *filtered])
+    _run(["tc", "-n", name, "qdisc", verb, "dev", device, "root", *filtered])
 
 
 def _namespaces() -> list[str]:

@@ -83,6 +83,16 @@ class Heartbeat:
         """When the last step, evaluation or checkpoint began or ended, on the monotonic clock."""
         return self._phase_start
 
+    @property
+    def is_stepping(self) -> bool:
+        """Whether a step has ended, and neither an evaluation nor a checkpoint has begun since."""
+        return self._words[self._offset + PHASE] == STEPPING
+
+    @property
+    def step_seconds(self) -> float:
+        """The median of the last steps; 0 before the first."""
+        return statistics.median(self._step_seconds) if self._step_seconds else 0.0
+
     def set_resumed_step(self, step: int) -> None:
         """Training resumes after `step`; the next step is this process's first."""
         self._words[self._offset + RESUMED_STEP] = step
@@ -91,7 +101,7 @@ class Heartbeat:
         """`step` has finished."""
         now = time.monotonic()
         self._step_seconds.append(now - self._phase_start)
-        self._set_phase(STEPPING, now, statistics.median(self._step_seconds))
+        self._set_phase(STEPPING, now, self.step_seconds)
         self._words[self._offset + STEP] = self.step = step
 
     @contextlib.contextmanager
@@ -105,7 +115,7 @@ class Heartbeat:
         yield
         now = time.monotonic()
         self._pause_seconds.append(now - begin)
-        self._set_phase(STEPPING, now, statistics.median(self._step_seconds))
+        self._set_phase(STEPPING, now, self.step_seconds)
 
     def mark_done(self) -> None:
         """From now on nothing has a limit."""

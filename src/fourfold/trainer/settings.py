@@ -189,6 +189,13 @@ class Settings:
     drift_check: int = setting(
         DRIFT_CHECK, type=int, minimum=0, help="steps between checks that ranks hold the same weights; 0: never"
     )
+    peer_timeout: float | None = setting(
+        120.0,
+        type=float,
+        is_optional=True,
+        above=0,
+        help="seconds of silence between two hosts after which the run ends; none: never",
+    )
     rates: LRSchedule | None = setting(  # noqa: RUF009 (a field, as the others)
         None,
         type=LRSchedule,
@@ -230,6 +237,7 @@ class TrainOptions(TypedDict, total=False):
     init: str | None
     skip_nan: int
     drift_check: int
+    peer_timeout: float | None
     rates: LRSchedule | None
 
 

@@ -33,6 +33,7 @@ from fourfold.trainer import heartbeat as heartbeat_module
 from fourfold.trainer.callback_list import check_callbacks, required_metrics
 from fourfold.trainer.callback_runner import CallbackRunner
 from fourfold.trainer.heartbeat import Heartbeat
+from fourfold.trainer.link_watch import links_watched
 from fourfold.trainer.loop import TrainingLoop
 from fourfold.trainer.memory_log import MemoryBaseline, MemoryLog, predict_bytes
 from fourfold.trainer.metric_checks import check_measured, metric_needs
@@ -90,6 +91,7 @@ def train(
     init        initial weights: a plain safetensors file, or a folder as `save_pretrained` writes it
     skip_nan    how many steps in a row may be skipped because the loss, or the norm where `clip` measures one, is not
                 finite; faults.jsonl lists them
+    peer_timeout  seconds of silence between two hosts after which the run ends with a PeerError; None: never
     drift_check   every so many steps, and after the first and the last one, ranks compare the weights that several
                 of them hold; 0: never
     rates       scales the learning rate with the batch size, warms it up and decays it; None: the task's schedule
@@ -146,6 +148,7 @@ def train(
             here = World(rank=step.rank, size=plan.mesh.size)
             stop_signals = handle_stop_signals(heartbeat, logger.run_path, here, limit_seconds=limit_seconds)
             with (
+                links_watched(step.communicator, heartbeat, logger, timeout_seconds=settings.peer_timeout),
                 waits_shown(heartbeat, logger),
                 compilations_known(),
                 stop_signals as stop_signal,

@@ -1,0 +1,146 @@
+"""Link watch: a thread on the first rank of each host that says which link between hosts is slow or cut.
+
+silent   a peer of which nothing was heard for MISSED_BEATS beats
+slow     a link whose two ends wait in a step that lasts much longer than their steps do
+Law: a link that is slow or cut for a while changes nothing but the time; only silence for `peer_timeout` ends a run.
+"""
+
+import contextlib
+import os
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import NoReturn
+
+from fourfold.environment.standard_streams import print_stderr
+from fourfold.parts.comm import polling
+from fourfold.parts.comm.communicator import Communicator
+from fourfold.parts.comm.peer_beats import BEAT_SECONDS, Peer, PeerBeats, open_beats
+from fourfold.trainer.heartbeat import Heartbeat
+from fourfold.trainer.progress import format_seconds
+from fourfold.trainer.run_logger import RunLogger
+from fourfold.trainer.stack_text import MAX_FRAMES, waits_for_peers
+from fourfold.words.errors import REQUEUE_EXIT_CODE
+
+MISSED_BEATS = 3
+LISTEN_SECONDS = 0.1
+SLOW_FACTOR = 3  # of a step's usual length
+ANSWER_FACTOR = 5  # of the time that this host's other peers take to answer
+
+
+@contextlib.contextmanager
+def links_watched(
+    comm: Communicator, heartbeat: Heartbeat, logger: RunLogger, *, timeout_seconds: float | None
+) -> Iterator[None]:
+    """Within: slow and cut links are named, and the second kind ends this process after `timeout_seconds`. Collective.
+
+    timeout_seconds: None: never
+    """
+    beats = open_beats(comm)
+    if beats is None:
+        yield
+        return
+    say = logger.log_message if comm.global_rank == 0 else _print_error
+    watch, ended = LinkWatch(beats, heartbeat, say, timeout_seconds), threading.Event()
+
+    def run() -> None:
+        while not ended.is_set():
+            beats.beat(is_waiting=main_thread_waits())
+            next_beat = time.monotonic() + BEAT_SECONDS
+            while not ended.is_set() and time.monotonic() < next_beat:
+                beats.listen(LISTEN_SECONDS)
+            if lost := watch.look(time.monotonic()):
+                _exit(lost, heartbeat, logger)
+
+    thread = threading.Thread(target=run, name="fourfold links", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+        beats.close()
+
+
+class LinkWatch:
+    """What is said of the links of this host."""
+
+    def __init__(
+        self, beats: PeerBeats, heartbeat: Heartbeat, say: Callable[[str], None], timeout_seconds: float | None
+    ) -> None:
+        self._beats, self._heartbeat, self._say, self._timeout = beats, heartbeat, say, timeout_seconds
+        self._silent_since: dict[int, float] = {}
+        self._slow_step: int | None = None
+        """The step in which a slow link was named."""
+
+    def look(self, now: float) -> str:
+        """Say what is new. Returns why the run cannot go on; "" if it can."""
+        for index, peer in self._beats.peers.items():
+            if peer.heard_at is None or peer.has_left:
+                continue
+            if lost := self._look_at(index, peer, peer.heard_at, now):
+                return lost
+        if not self._silent_since and self._is_slow(now) and (peer := self._slowest()):
+            self._slow_step, waited = self._heartbeat.step, now - self._heartbeat.phase_start
+            self._say(
+                f"{self._beats.own} and {peer}: a slow link: both have waited for {waited:.0f} s in a step, which took "
+                f"{format_seconds(self._heartbeat.step_seconds)}; an answer takes {format_seconds(peer.answer_seconds)}"
+            )
+        return ""
+
+    def _look_at(self, index: int, peer: Peer, heard_at: float, now: float) -> str:
+        silence, names = now - heard_at, f"{self._beats.own} and {peer}"
+        if self._timeout is not None and silence > self._timeout:
+            return f"{names} have heard nothing of each other for {silence:.0f} s (peer_timeout)"
+        is_silent, tells = silence > MISSED_BEATS * BEAT_SECONDS, self._beats.index < index  # one of the two tells
+        if is_silent and index not in self._silent_since:
+            self._silent_since[index] = heard_at
+            if tells:
+                limit = "" if self._timeout is None else f"; the run ends after {self._timeout:g} s (peer_timeout)"
+                self._say(f"{names} have heard nothing of each other for {silence:.0f} s{limit}")
+        elif not is_silent and index in self._silent_since:
+            since = self._silent_since.pop(index)
+            if tells:
+                self._say(f"{names} hear each other again, after {heard_at - since:.0f} s")
+        return ""
+
+    def _is_slow(self, now: float) -> bool:
+        heartbeat = self._heartbeat
+        limit = max(MISSED_BEATS * BEAT_SECONDS, SLOW_FACTOR * heartbeat.step_seconds)
+        is_new = self._slow_step != heartbeat.step
+        return heartbeat.is_stepping and is_new and now - heartbeat.phase_start > limit and main_thread_waits()
+
+    def _slowest(self) -> Peer | None:
+        """The peer that answers slowest, if this host tells of that link and the peer too waits for others."""
+        peers = {index: peer for index, peer in self._beats.peers.items() if not peer.has_left}
+        if not peers:
+            return None
+        index = max(peers, key=lambda index: peers[index].answer_seconds)
+        others = [peer.answer_seconds for other, peer in peers.items() if other != index]
+        stands_out = not others or peers[index].answer_seconds > ANSWER_FACTOR * statistics.median(others)
+        is_told_here = self._beats.index < index and peers[index].is_waiting
+        return peers[index] if stands_out and is_told_here else None
+
+
+def main_thread_waits() -> bool:
+    """Whether the main thread of this process waits for other hosts: for other ranks, and not in shared memory."""
+    frame, names = sys._current_frames().get(threading.main_thread().ident or 0), []
+    while frame is not None and len(names) < MAX_FRAMES:
+        names.append(frame.f_code.co_filename)
+        frame = frame.f_back
+    return waits_for_peers(names) and polling.__file__ not in names
+
+
+def _print_error(text: str) -> None:
+    print_stderr(f"fourfold: {text}")
+
+
+def _exit(text: str, heartbeat: Heartbeat, logger: RunLogger) -> NoReturn:
+    """End this process: its main thread is inside a collective of torch, which nothing else ends."""
+    try:
+        logger.record_fault("lost rank", heartbeat.step, text)
+        _print_error(f"PeerError: {text}; start the same command again")
+    finally:
+        os._exit(REQUEUE_EXIT_CODE)
