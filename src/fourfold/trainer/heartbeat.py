@@ -136,7 +136,7 @@ def from_environment(environ: Mapping[str, str] = os.environ) -> Heartbeat:
     """
     path = environ.get(HEARTBEAT_VARIABLE)
     if path is None:
-        words, index = memoryview(bytearray(8 * RECORD_WORDS)).cast("q"), 0
+        words, index = memoryview(mmap.mmap(-1, 8 * RECORD_WORDS)).cast("q"), 0  # shared with forks
     else:
         with Path(path).open("r+b") as file:
             words, index = memoryview(mmap.mmap(file.fileno(), 0)).cast("q"), int(environ["LOCAL_RANK"])
