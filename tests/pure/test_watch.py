@@ -1,5 +1,6 @@
 """Laws of the live page: it shows the run as its files are, to this machine only; nothing else is answered."""
 
+import contextlib
 import fcntl
 import http.client
 import json
@@ -116,6 +117,26 @@ def test_a_request_with_two_hosts_is_refused(server):
     with socket.create_connection(server.server_address[:2], timeout=10) as connection:
         connection.sendall(f"GET /{server.token}/ HTTP/1.1\r\nHost: localhost\r\nHost: evil.example\r\n\r\n".encode())
         assert connection.recv(100).startswith(b"HTTP/1.0 403")
+
+
+@pytest.mark.parametrize("line", [
+    b"GET http://[/ HTTP/1.1", b"GET http://[::1/TOKEN/ HTTP/1.1", b"GET //[/ HTTP/1.1", b"GET http://[x]/ HTTP/1.1",
+    b"GET", b"GET /", b"GET  HTTP/1.1", b"GET / HTTP/9.9", b"GET / HTTP/1.\xb2", b"GET / HTTP/" + b"9" * 5000 + b".0",
+    b"GET /\xff\x00\x1b[2J HTTP/1.1", b"GET /%ff%00?since=%ff HTTP/1.1", b"\xff\x00\xfe / HTTP/1.1", b"get / HTTP/1.1",
+    b"GET /" + b"x" * 70_000 + b" HTTP/1.1", b"GET / HTTP/1.1\r\nHost: \xff\xfe", b"GET / HTTP/1.1\r\n\xff: \x00",
+    b"GET / HTTP/1.1\r\nHost: localhost\r\nno colon", b"GET / HTTP/1.1" + b"\r\na: b" * 200,
+    b"GET / HTTP/1.1\r\nHost: localhost\r\nExpect: 100-continue\r\nContent-Length: -1",
+])  # fmt: skip
+def test_no_request_brings_an_error_of_the_server(server, capfd, line):
+    named = line if b"Host" in line else line + b"\r\nHost: localhost"
+    with socket.create_connection(server.server_address[:2], timeout=10) as connection:
+        with contextlib.suppress(ConnectionError):  # a request that is too long is refused before all of it is read
+            connection.sendall(named + b"\r\n\r\n")
+            connection.shutdown(socket.SHUT_WR)
+            while connection.recv(4096):
+                pass
+    assert ask(server, f"/{server.token}/")[0] == 200
+    assert capfd.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize("method", ["HEAD", "POST", "PUT", "DELETE", "PATCH", "OPTIONS"])

@@ -12,7 +12,7 @@ import secrets
 import sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs
 
 from fourfold.report.live_page import SECURITY_POLICY, page_title, render_live_page
 from fourfold.report.live_run import LiveRun
@@ -62,15 +62,16 @@ class _Handler(BaseHTTPRequestHandler):
         if not self._names_this_machine():
             self.send_error(403, "Forbidden")
             return
-        address = urlsplit(self.path)
+        # Nothing of the address is parsed before the token is checked: a parser may raise for what a stranger sends.
+        address, _, query = self.path.partition("?")
         path = f"/{self.server.token}/"
-        folder, name = address.path[: len(path)], address.path[len(path) :]
+        folder, name = address[: len(path)], address[len(path) :]
         if not hmac.compare_digest(folder.encode(), path.encode()) or name not in ("", "data"):
             self.send_error(404, "Not Found")
             return
         run = self.server.run
         if name == "data":
-            (since,) = parse_qs(address.query).get("since", [""])[-1:]
+            (since,) = parse_qs(query).get("since", [""])[-1:]
             view = run.view(since)
             content = {**view._asdict(), "title": page_title(run.name, view.state)}
             self._send(json.dumps(content), "application/json")
