@@ -8,7 +8,6 @@ Law: what is exported appears under its name when it is complete. Nothing of a r
 
 import contextlib
 import os
-import secrets
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +18,7 @@ import msgspec
 from fourfold.checkpoint.pretrained_files import CONFIG_FILE, PRETRAINED_DIR
 from fourfold.checkpoint.read import CheckpointReader
 from fourfold.checkpoint.weights_file import exported_tensors, write_weights
+from fourfold.environment.temporary_folder import temporary_folder
 from fourfold.plan.decode import DecodeError, from_json, read_bounded
 from fourfold.words.errors import CheckpointError, Problem
 
@@ -84,13 +84,6 @@ def read_config(source: Path) -> dict[str, Any]:
 @contextlib.contextmanager
 def _staged(target: Path) -> Iterator[Path]:
     """A path to write to; what is there at the end gets the target's name, or is removed after an error."""
-    staging = target.with_name(f".{target.name[:100]}-{secrets.token_hex(4)}.part")
-    try:
-        yield staging
-        os.rename(staging, target)
-    except BaseException:
-        if staging.is_dir():
-            shutil.rmtree(staging, ignore_errors=True)
-        else:
-            staging.unlink(missing_ok=True)
-        raise
+    with temporary_folder(target.parent) as folder:
+        yield folder / target.name
+        os.rename(folder / target.name, target)

@@ -10,7 +10,6 @@ Law: measurements are refused while others use the machine, unless they are forc
 import json
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import NamedTuple
 
 from fourfold.cli import job
 from fourfold.environment.atomic_file import write_atomically
+from fourfold.environment.temporary_folder import temporary_folder
 from fourfold.environment.world import from_environment, num_cores
 from fourfold.launcher.process_defaults import THREAD_VARIABLES
 from fourfold.plan.predict.calibration import (
@@ -62,8 +62,8 @@ def calibrate(
     machine = this_machine(num_ranks, threads=threads_of_rank(num_ranks))
     load = os.getloadavg()[0] if is_forced else check_quiet(num_ranks)
     begin = time.perf_counter()
-    with tempfile.TemporaryDirectory(prefix="fourfold-calibrate-") as folder:
-        request, result = Path(folder, "request.json"), Path(folder, "result.json")
+    with temporary_folder() as folder:
+        request, result = folder / "request.json", folder / "result.json"
         request.write_text(json.dumps([list(machine), load, is_forced]), encoding="utf-8")
         command = ["-m", "fourfold.cli.plan_calibrate", str(request), str(result), *words]
         if launch(command, num_ranks) != 0:

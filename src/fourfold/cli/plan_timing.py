@@ -9,12 +9,12 @@ Law: plans are timed in one job and in turns; each starts with the same weights 
 
 import json
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from fourfold.cli import job
 from fourfold.environment.atomic_file import write_atomically
+from fourfold.environment.temporary_folder import temporary_folder
 from fourfold.environment.world import from_environment
 from fourfold.plan.plan import Plan
 
@@ -44,8 +44,8 @@ def measure_plans(plans: Sequence[Plan], words: Sequence[str], launch: Launch) -
 
     words   name the task; launch  starts a command in so many processes, and returns the exit code
     """
-    with tempfile.TemporaryDirectory(prefix="fourfold-plan-") as folder:
-        request, result = Path(folder, "plans.json"), Path(folder, "seconds.json")
+    with temporary_folder() as folder:
+        request, result = folder / "plans.json", folder / "seconds.json"
         request.write_text(json.dumps([plan.to_toml() for plan in plans]), encoding="utf-8")
         command = ["-m", "fourfold.cli.plan_timing", str(request), str(result), *words]
         if launch(command, plans[0].mesh.size) != 0:

@@ -10,12 +10,12 @@ import os
 import select
 import signal
 import statistics
-import tempfile
 import time
 from datetime import timedelta
 from pathlib import Path
 
 from fourfold.doctor.facts import GlooTiming
+from fourfold.environment.temporary_folder import temporary_folder
 
 TIMEOUT_SECONDS = 3.0
 NUM_SCALARS, NUM_BULKS = 50, 5
@@ -24,9 +24,9 @@ BULK_ELEMENTS = 2**20  # float32: 4 MiB, a bucket of the default size
 
 def measure_gloo() -> GlooTiming:
     """All-reduce between two forks. Call it before this process has used torch's threads."""
-    with tempfile.TemporaryDirectory(prefix="fourfold-") as folder:
+    with temporary_folder() as folder:
         read_fd, write_fd = os.pipe()
-        children = [_fork_rank(rank, Path(folder) / "store", write_fd) for rank in range(2)]
+        children = [_fork_rank(rank, folder / "store", write_fd) for rank in range(2)]
         os.close(write_fd)
         try:
             return _read_result(read_fd)

@@ -100,7 +100,7 @@ def _probe_disk(folder: Path) -> tuple[float, float, str]:
     """Bytes per second with fsync, the skew of a new file's time stamp, and why nothing could be written."""
     block = os.urandom(MIB)  # random bytes: a file system that compresses must not look fast
     try:
-        with tempfile.NamedTemporaryFile(dir=folder, prefix=".fourfold-doctor-") as file:
+        with tempfile.TemporaryFile(dir=folder) as file:
             begin, written = time.perf_counter(), 0
             while written < WRITE_BYTES and time.perf_counter() - begin < WRITE_SECONDS:
                 file.write(block)

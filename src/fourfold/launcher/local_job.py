@@ -9,21 +9,18 @@ Law: when `launch` returns, none of its processes is left.
 import contextlib
 import logging
 import os
-import shutil
 import signal
 import sys
-import tempfile
-import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NoReturn
 
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing import SignalException
 
 from fourfold.environment.rendezvous import STORE_VARIABLE
+from fourfold.environment.temporary_folder import temporary_folder
 from fourfold.launcher import hang_detector
 from fourfold.launcher.agent import TORCH_SIGNALS_VARIABLE, UNLIMITED_RESTARTS, Agent
 from fourfold.launcher.heartbeat_file import HeartbeatFile
@@ -36,7 +33,6 @@ from fourfold.trainer.heartbeat import HEARTBEAT_VARIABLE
 from fourfold.words.errors import REQUEUE_EXIT_CODE
 
 MONITOR_SECONDS = 0.05
-REMOVE_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
@@ -76,11 +72,11 @@ def _launch(
     command: Sequence[str], num_processes: int, policy: SupervisionPolicy, start_rank: RankStarter
 ) -> JobResult:
     with (
-        _private_folder() as name,
+        temporary_folder() as folder,
         _extended_environment(launch_variables(num_processes)),
         _silence_logging(),
     ):
-        folder, run_id = Path(name), uuid.uuid4().hex
+        run_id = uuid.uuid4().hex
         heartbeats = HeartbeatFile(folder, num_processes)
         spec = WorkerSpec(
             role="rank",
@@ -92,7 +88,7 @@ def _launch(
             monitor_interval=MONITOR_SECONDS,
             local_addr=LOOPBACK,
         )
-        variables = {hang_detector.STACKS_VARIABLE: name} if policy.hang_seconds is not None else {}
+        variables = {hang_detector.STACKS_VARIABLE: str(folder)} if policy.hang_seconds is not None else {}
         variables[TORCH_SIGNALS_VARIABLE] = ",".join(number.name for number in handled_signals())
         with _extended_environment(
             {
@@ -139,30 +135,6 @@ def _stopped_result(policy: SupervisionPolicy, num_ranks: int, number: signal.Si
 def _escape_macro(word: str) -> str:
     """The word, escaped so that the agent does not expand `${local_rank}` in it."""
     return word.replace("$", "$$")
-
-
-@contextlib.contextmanager
-def _private_folder() -> Iterator[str]:
-    """Within: a folder that only this user may enter. A fork that ends would remove a `TemporaryDirectory`."""
-    name = tempfile.mkdtemp(prefix="fourfold-")
-    try:
-        yield name
-    finally:
-        _remove(name)
-
-
-def _remove(folder: str) -> None:
-    """Remove a folder. A rank that is being ended may write into it for another moment."""
-    deadline = time.monotonic() + REMOVE_SECONDS
-    while True:
-        try:
-            shutil.rmtree(folder)
-        except OSError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.05)
-        else:
-            return
 
 
 @contextlib.contextmanager

@@ -13,7 +13,6 @@ import os
 import select
 import signal
 import sys
-import tempfile
 import time
 import uuid
 from collections.abc import Callable, Mapping
@@ -22,6 +21,7 @@ from typing import Any
 
 from fourfold.environment.processes import end_with_parent, set_process_name
 from fourfold.environment.rendezvous import STORE_VARIABLE
+from fourfold.environment.temporary_folder import temporary_folder
 from fourfold.environment.world import from_environment
 from fourfold.launcher import env_store, failure_report
 from fourfold.launcher.forked_process import ForkedProcess, fork
@@ -57,8 +57,8 @@ def launch(function: Callable[..., Any], *args: Any, n: int = 2, **kwargs: Any) 
     not JSON.
     """
     _check(function, n)
-    with tempfile.TemporaryDirectory(prefix="fourfold-") as name:
-        folder, rendezvous = Path(name), AgentRendezvous(run_id=uuid.uuid4().hex)
+    with temporary_folder() as folder:
+        rendezvous = AgentRendezvous(run_id=uuid.uuid4().hex)
         world = _world_variables(folder, rendezvous, n)
         reader, writer = os.pipe()
         ranks: list[ForkedProcess] = []

@@ -14,8 +14,6 @@ import errno
 import fcntl
 import os
 import platform
-import secrets
-import shutil
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -26,6 +24,7 @@ import torch
 
 from fourfold.checkpoint.store import CHECKPOINTS_DIR
 from fourfold.environment.atomic_file import write_atomically
+from fourfold.environment.temporary_folder import temporary_folder
 from fourfold.plan.decode import check_not_pipe
 from fourfold.plan.plan import Plan
 from fourfold.trainer.run_identity import (
@@ -186,24 +185,22 @@ def _create(parent: Path, name: str | None, *, run_prefix: str, identity: Identi
     """The run's folder; a new one has its settings.json from the first moment, because it is renamed into place."""
     if name is not None and (parent / name).exists():
         return parent / name
-    staging = parent / f".new-{secrets.token_hex(8)}"
-    with _wrap_write_errors(staging):
-        staging.mkdir(parents=True)
-    try:
+    with _wrap_write_errors(parent), temporary_folder(_made(parent)) as folder:
+        staging = _made(folder / "run")
         _write_file(staging / SETTINGS_FILE, _encode_settings({"identity": identity}))
-    except TrainingError:
-        shutil.rmtree(staging, ignore_errors=True)
-        raise
-    for number in range(1, MAX_UNNAMED_RUNS):
-        path = parent / (name if name is not None else f"{run_prefix}-{number}")
-        with contextlib.suppress(OSError):
-            staging.rename(path)  # fails if the folder exists and is not empty
-            return path
-        if name is not None:
-            break
-    (staging / SETTINGS_FILE).unlink()
-    staging.rmdir()
+        for number in range(1, MAX_UNNAMED_RUNS):
+            path = parent / (name if name is not None else f"{run_prefix}-{number}")
+            with contextlib.suppress(OSError):
+                staging.rename(path)  # fails if the folder exists and is not empty
+                return path
+            if name is not None:
+                break
     raise SettingError(Problem(f"{parent / (name or run_prefix)}-… cannot be made", "a folder", "name=another"))
+
+
+def _made(path: Path) -> Path:
+    path.mkdir(parents=True, exist_ok=True)
+    return path
 
 
 def _check_is_dir(path: Path) -> None:

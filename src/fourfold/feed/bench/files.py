@@ -10,7 +10,6 @@ import io
 import json
 import os
 import shutil
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -19,6 +18,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from fourfold.environment.temporary_folder import temporary_folder
 from fourfold.words.errors import DataError, Problem, closest_match, os_error_text
 from fourfold.words.units import format_bytes
 
@@ -157,12 +157,13 @@ def record_number(row: Any) -> int:
 
 def write_durably(path: Path, write: Callable[[BinaryIO], Any]) -> None:
     """Write a file aside, fsync it, and rename it."""
-    aside = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.part")  # another run may write it too
-    with aside.open("wb") as file:
-        write(file)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(path)
+    with temporary_folder(path.parent) as folder:  # another run may write it too
+        aside = folder / path.name
+        with aside.open("wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(path)
 
 
 def read_npz(file: io.IOBase, path: Path) -> np.ndarray:

@@ -5,14 +5,12 @@ Law: sample i is the row with the i-th key, with the values it had when the inde
 since, or is gone, is no sample.
 """
 
-import atexit
-import os
-import shutil
-import tempfile
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from fourfold.environment.temporary_folder import temporary_folder
 from fourfold.feed.rows.columns import Columns
 from fourfold.feed.rows.database import Database, Row
 from fourfold.feed.rows.row_index import RowIndex, open_index, row_digest
@@ -29,8 +27,9 @@ class RowSource:
     ) -> None:
         """`of`: what the index is of."""
         self._database, self._columns, self._backoff = database, columns, backoff or Backoff()
-        folder = _temporary_folder() if index is None else Path(index)
-        self._index: RowIndex = self._retry(lambda: open_index(folder, of, self._digested()))
+        # The mapping of an index in a temporary folder lives on when its files have no name any more.
+        with temporary_folder() if index is None else contextlib.nullcontext(Path(index)) as folder:
+            self._index: RowIndex = self._retry(lambda: open_index(folder, of, self._digested()))
 
     def __len__(self) -> int:
         return len(self._index)
@@ -83,14 +82,3 @@ class RowSource:
                 raise
 
         return retry(attempt, self._database.url, self._backoff, may_pass=self._database.may_pass)
-
-
-def _temporary_folder() -> Path:
-    folder, process = tempfile.mkdtemp(prefix="fourfold-rows-"), os.getpid()
-
-    def remove() -> None:
-        if os.getpid() == process:  # a fork has inherited this function
-            shutil.rmtree(folder, ignore_errors=True)
-
-    atexit.register(remove)
-    return Path(folder)
