@@ -133,6 +133,25 @@ def test_a_checkpoint_in_the_middle_continues_as_without_it():
             torch.testing.assert_close(other[name], weight, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize(("pp", "schedule", "microbatches"), [(2, "2bw", 2), (4, "2bw", 4), (4, "pipedream", 1)])
+def test_the_first_steps_after_a_resume_report_the_loss_of_their_first_batch(pp, schedule, microbatches):
+    plan = Plan(pp=pp, schedule=schedule, microbatches=microbatches)
+    lag = pp - 1 if schedule == "pipedream" else 1
+    batches = [cases.local_batch(batch, 1, 0) for batch in cases.batches(CASE)[: lag + 2]]
+
+    def body(comm: Any) -> Any:
+        step = make_step(comm, plan)
+        step(batches[0])
+        resumed = make_step(comm, plan)
+        resumed.load_state_dict(step.state_dict())  # drains
+        expected = resumed.evaluate(batches[1])
+        return (expected.loss, expected.samples), [resumed(batch) for batch in batches[1:]]
+
+    for expected, reported in threads.run(plan.mesh.size, body):
+        for metrics in reported:
+            assert (metrics.loss, metrics.samples) == pytest.approx(expected, abs=1e-9)
+
+
 def test_versions_are_freed_and_as_many_as_the_schedule_says():
     parameter = nn.Parameter(torch.zeros(4))
     for schedule, stage in (("pipedream", 0), ("pipedream", 1), ("2bw", 0)):

@@ -22,7 +22,7 @@ from fourfold.plan.pipeline.spec import PipelineSpec
 from fourfold.step.pipeline.weight_versions import WeightVersions
 from fourfold.step.step_parts import StageParts, StepParts
 from fourfold.step.step_programs import StepPrograms
-from fourfold.step.step_state import NUM_TOTALS, StepRequest, StepState, StepTotals
+from fourfold.step.step_state import StepState
 from fourfold.step.update_timing import UPDATE_AFTER, begin_gradients, end_stages
 from fourfold.step.verbs import VERBS, VerbFunction
 from fourfold.words.program import LOSS, Action, Verb
@@ -71,8 +71,7 @@ class AcrossSteps:
         self._current: _Batch | None = None
         """The batch of the last backward; None: that was one of a batch before the last drain."""
         self._is_draining = False
-        # Of a run that continues from a checkpoint, no batch has ended here in its first steps.
-        self._last_ended = StepState(parts, StepRequest([]), totals=StepTotals(*[0.0] * NUM_TOTALS))
+        self._last_ended: StepState | None = None
         self._across: Mapping[Verb, VerbFunction] = {
             **VERBS,
             Verb.FORWARD: self._forward,
@@ -100,12 +99,14 @@ class AcrossSteps:
             end_stages(step.parts)
 
     def ended(self, step: StepState) -> StepState:
-        """The newest batch that has ended on all stages."""
+        """The newest batch that has ended on all stages; its own where a run continues and none has ended here yet."""
         wanted = self._num_batches - 1 - self._counts.lag
         found = next((each for each in self._batches if each.number == wanted), None)
         if found is not None:
             self._last_ended = found.step
             self._batches = [each for each in self._batches if each.number >= wanted]
+        # No stage has to begin its next step for the totals of this one: its last forward adds to them. This waits once.
+        self._last_ended = self._last_ended or step
         return self._last_ended
 
     def _forward(self, step: StepState, action: Action) -> None:
