@@ -1,9 +1,22 @@
 """Laws of stragglers: which ranks are named, and in which phase."""
 
+import os
+import subprocess
+import sys
+import time
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fourfold.plan.stragglers import STRAGGLER_FACTOR, find_stragglers, median_step_seconds
+from fourfold.environment.processes import processor_delay_seconds
+from fourfold.plan.stragglers import (
+    DELAY,
+    STRAGGLER_FACTOR,
+    find_steady_stragglers,
+    find_stragglers,
+    median_step_seconds,
+)
 from fourfold.words.mesh import Mesh
 
 EVEN = {"data": 0.001, "forward": 0.020, "backward": 0.040}
@@ -25,6 +38,45 @@ def test_the_slow_phase_is_the_one_with_the_largest_excess_not_the_longest_one()
 def test_one_slow_step_makes_no_straggler():
     slow = [EVEN] * 18 + [{**EVEN, "data": 5.0}] * 2
     assert find_stragglers([median_step_seconds([EVEN] * 20), median_step_seconds(slow)], Mesh(dp=2)) == []
+
+
+def test_a_rank_whose_processor_others_use_is_no_straggler():
+    busy = [{"forward": 0.029, DELAY: 0.026}, {"forward": 0.003, DELAY: 0.0}]  # equal work
+    assert find_stragglers(busy, Mesh(dp=2)) == []
+    slow = [{"forward": 0.029, "data": 0.0, DELAY: 0.001}, {"forward": 0.003, "data": 0.0, DELAY: 0.002}]
+    (found,) = find_stragglers(slow, Mesh(dp=2))
+    assert (found.rank, found.place, found.seconds) == (0, "forward", pytest.approx(0.028))
+
+
+def test_a_rank_that_only_waits_for_others_without_a_processor_makes_them_no_stragglers():
+    assert find_stragglers([{"forward": 0.010, DELAY: 0.0}, {"forward": 0.010, DELAY: 0.009}], Mesh(dp=2)) == []
+
+
+def test_only_a_rank_that_is_slow_in_every_segment_is_a_straggler():
+    slow = {**EVEN, "forward": 0.200}
+    turns = [[slow, EVEN], [EVEN, slow], [slow, EVEN]]
+    assert find_steady_stragglers(turns, Mesh(dp=2)) == []
+    assert find_steady_stragglers([[EVEN, EVEN], [slow, EVEN], [slow, EVEN]], Mesh(dp=2)) == []
+    (found,) = find_steady_stragglers([[slow, EVEN]] * 3, Mesh(dp=2))
+    assert found.rank == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel says it on Linux only")
+def test_the_delay_is_the_time_in_which_others_had_the_processor():
+    allowed = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(allowed)})
+    spinner = subprocess.Popen([sys.executable, "-c", "while True: pass"])  # on the same core
+    try:
+        delay, begin = processor_delay_seconds(), time.perf_counter()
+        used = time.thread_time()
+        while processor_delay_seconds() - delay < 0.05:
+            assert time.perf_counter() - begin < 30
+        waited = time.perf_counter() - begin - (time.thread_time() - used)
+        assert waited / 2 < processor_delay_seconds() - delay < waited * 1.2  # this thread never sleeps
+    finally:
+        os.sched_setaffinity(0, allowed)
+        spinner.kill()
+        spinner.wait()
 
 
 @given(st.lists(st.floats(0.01, 0.01 * STRAGGLER_FACTOR), min_size=1, max_size=8))

@@ -129,12 +129,15 @@ def test_a_request_with_two_hosts_is_refused(server):
 ])  # fmt: skip
 def test_no_request_brings_an_error_of_the_server(server, capfd, line):
     named = line if b"Host" in line else line + b"\r\nHost: localhost"
-    with socket.create_connection(server.server_address[:2], timeout=10) as connection:
-        with contextlib.suppress(ConnectionError):  # a request that is too long is refused before all of it is read
-            connection.sendall(named + b"\r\n\r\n")
-            connection.shutdown(socket.SHUT_WR)
-            while connection.recv(4096):
-                pass
+    # A request that is too long is refused before all of it is read.
+    with (
+        socket.create_connection(server.server_address[:2], timeout=10) as connection,
+        contextlib.suppress(ConnectionError),
+    ):
+        connection.sendall(named + b"\r\n\r\n")
+        connection.shutdown(socket.SHUT_WR)
+        while connection.recv(4096):
+            pass
     assert ask(server, f"/{server.token}/")[0] == 200
     assert capfd.readouterr() == ("", "")
 

@@ -10,7 +10,7 @@ from fourfold.step.train_step import TrainStep
 from fourfold.testing import threads
 from fourfold.trainer.stragglers import WINDOW_STEPS, StragglerDetector
 
-SECONDS = 0.05
+SECONDS = 0.02
 BATCH = (torch.ones(2, 4), torch.zeros(2))
 
 

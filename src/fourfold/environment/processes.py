@@ -48,6 +48,18 @@ def parent_pid(pid: int) -> int:
     return int(fields[PARENT]) if fields else 0
 
 
+def processor_delay_seconds() -> float:
+    """How long this thread has waited for a processor while it was ready; 0 where the kernel does not say."""
+    try:
+        file = os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return 0.0
+    try:
+        return int(os.read(file, 100).split()[1]) / 1e9
+    finally:
+        os.close(file)
+
+
 def has_variable(pid: int, name: str) -> bool:
     """Whether a process began with this environment variable; False where this user may not read its environment."""
     try:

@@ -5,14 +5,15 @@ Law: ranks exchange their busy times once in WINDOW_STEPS steps; no other step c
 
 import dataclasses
 import socket
-from collections import deque
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from fourfold.plan.stragglers import find_stragglers, median_step_seconds
+from fourfold.environment.processes import processor_delay_seconds
+from fourfold.plan.stragglers import DELAY, find_steady_stragglers, median_step_seconds
 from fourfold.step.train_step import TrainStep
 
-WINDOW_STEPS = 20
+SEGMENT_STEPS, NUM_SEGMENTS = 20, 3
+WINDOW_STEPS = SEGMENT_STEPS * NUM_SEGMENTS
 DATA = "data"
 
 
@@ -28,21 +29,26 @@ class StragglerDetector:
 
     def __init__(self, step: TrainStep, log: StragglerLog) -> None:
         self._step, self._log = step, log
-        self._steps: deque[dict[str, float]] = deque(maxlen=WINDOW_STEPS)
-        self._num_steps = 0
+        self._steps: list[dict[str, float]] = []
+        self._delay = processor_delay_seconds()
         self._reported_ranks: set[int] = set()
 
     def step_done(self, step_number: int, data_seconds: float | None) -> None:
         """Step `step_number` of the run has ended, after a wait of `data_seconds`. Collective once in WINDOW_STEPS."""
-        self._steps.append({DATA: data_seconds or 0.0, **self._step.busy_seconds})
-        self._num_steps += 1
-        if self._num_steps % WINDOW_STEPS or self._step.plan.mesh.size == 1:
+        if self._step.plan.mesh.size == 1:
             return
-        by_rank = self._step.all_gather_json([socket.gethostname(), median_step_seconds(self._steps)])
-        for straggler in find_stragglers([busy for _, busy in by_rank], self._step.plan.mesh):
+        before, self._delay = self._delay, processor_delay_seconds()
+        self._steps.append({DATA: data_seconds or 0.0, **self._step.busy_seconds, DELAY: self._delay - before})
+        if len(self._steps) < WINDOW_STEPS:
+            return
+        starts = range(0, WINDOW_STEPS, SEGMENT_STEPS)
+        typical = [median_step_seconds(self._steps[start : start + SEGMENT_STEPS]) for start in starts]
+        self._steps = []
+        hosts, rows = zip(*self._step.all_gather_json([socket.gethostname(), typical]), strict=True)
+        for straggler in find_steady_stragglers(list(zip(*rows, strict=True)), self._step.plan.mesh):
             if straggler.rank not in self._reported_ranks:
                 self._reported_ranks.add(straggler.rank)
-                host = by_rank[straggler.rank][0]
+                host = hosts[straggler.rank]
                 steps = f"steps {step_number - WINDOW_STEPS + 1} to {step_number}"
                 self._log.log_message(f"{straggler.describe(host)} ({steps})")
                 self._log.write_record({"late": {**dataclasses.asdict(straggler), "host": host, "step": step_number}})

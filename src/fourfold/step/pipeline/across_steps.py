@@ -105,7 +105,7 @@ class AcrossSteps:
         if found is not None:
             self._last_ended = found.step
             self._batches = [each for each in self._batches if each.number >= wanted]
-        # No stage has to begin its next step for the totals of this one: its last forward adds to them. This waits once.
+        # No stage has to begin its next step for the totals of this one: they are complete after all forwards.
         self._last_ended = self._last_ended or step
         return self._last_ended
 
