@@ -48,6 +48,42 @@ def test_before_the_first_step_a_killed_rank_is_restarted_and_a_failed_program_i
     assert restart_decisions([(3, 0), (-1, -1)], of=FAILED) == [True, True]  # an earlier attempt has finished steps
 
 
+def failures(*deaths: tuple[Exception, int], rank: int = 1) -> list[bool]:
+    """Whether the job restarts after each error, with the step before it."""
+    budget = RestartBudget(SupervisionPolicy(max_restarts=9, has_heartbeat=True))
+    decisions = []
+    for error, step in deaths:
+        cause = failure_report.first_cause(
+            {rank: failure_report.make_record(error, rank=rank)}, {}, ["rank 0", "rank 1"]
+        )
+        decisions.append(budget.allows_restart(cause, at(step)))
+    return decisions
+
+
+def test_the_same_error_twice_at_one_step_ends_the_job() -> None:
+    assert failures((KeyError("a"), 5), (KeyError("a"), 5)) == [True, False]
+    assert failures((KeyError("a"), 5), (KeyError("b"), 5), (ValueError("b"), 5), (KeyError("b"), 5)) == [True] * 4
+    assert failures((KeyError("a"), 5), (KeyError("a"), 6), (KeyError("a"), 6)) == [True, True, False]
+    assert failures((KeyError("<a at 0x7f1>"), 5), (KeyError("<a at 0x7f2>"), 5)) == [True, False]
+    assert failures(*[(PeerError("rank 0 died"), 5)] * 3) == [True] * 3  # no error of the program
+    assert restart_decisions([(5, 0)] * 3, of=KILLED) == [True] * 3
+
+
+def test_a_script_whose_steps_are_unknown_restarts_as_often_as_it_is_allowed() -> None:
+    budget = RestartBudget(SupervisionPolicy(max_restarts=3))
+    cause = failure_report.first_cause({0: failure_report.make_record(KeyError("a"), rank=0)}, {}, ["rank 0"])
+    assert [budget.allows_restart(cause, at(-1, -1)) for _ in range(4)] == [True, True, True, False]
+
+
+def test_a_job_that_ends_with_the_same_error_says_so(tmp_path: Path) -> None:
+    budget = RestartBudget(SupervisionPolicy(max_restarts=9, has_heartbeat=True, run_dir=tmp_path))
+    cause = failure_report.first_cause({0: failure_report.make_record(KeyError("a"), rank=0)}, {}, ["rank 0"])
+    assert [budget.allows_restart(cause, at(5)), budget.allows_restart(cause, at(5))] == [True, False]
+    text = budget.exhausted_text(cause)
+    assert text.startswith("gave up after 1 restart: the same error came again after step 5\n  look at")
+    assert "restarts=" not in text
+
+
 @pytest.mark.parametrize("error", [CheckpointError("bad"), TrainingError("no gradient"), StoppedError("requested")])
 def test_errors_that_would_recur_are_not_retried(error: Exception) -> None:
     cause = failure_report.first_cause({0: failure_report.make_record(error, rank=0)}, {0: 1}, ["rank 0 of 1"])

@@ -1,15 +1,20 @@
 """Laws of sources: what a sample covers, what a batch is, and which bytes are held out."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
 import torch
+from torch.utils.data import DataLoader, IterableDataset
 
 from fourfold.feed.corpus import Corpus, FileRange, is_validation_file, open_text, standard_library
 from fourfold.feed.feed import Feed
+from fourfold.feed.mixed import Mixed, Weighted
 from fourfold.feed.source import TensorSource, TokenSource, fetch
+from fourfold.feed.transform import Transformed
+from fourfold.launcher.traceback_text import format_error
 from fourfold.plan.plan import Plan
 from fourfold.words.errors import DataError
 
@@ -38,6 +43,55 @@ class Counted:
 
     def __getitem__(self, index: int, /) -> tuple[dict[str, object], int]:
         return {"image": torch.full((2, 3), float(index)), "age": index}, -index
+
+
+class Failing:
+    """Samples of which number 3 cannot be made, by an error of the program."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int, /) -> tuple[torch.Tensor, int]:
+        return torch.tensor([1.0 / (index - 3)]), index
+
+    def sample_key(self, index: int) -> str:
+        return f"row-{index}"
+
+
+class FailingTogether(Failing):
+    def __getitems__(self, indices: list[int]) -> list[tuple[torch.Tensor, int]]:
+        return [self[index] for index in indices]
+
+
+class FailingBatch(Failing):
+    def fetch(self, indices: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.stack([self[index][0] for index in indices]), torch.tensor(indices)
+
+
+class FailingStream(IterableDataset):
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, int]]:
+        yield from (Failing()[index] for index in range(8))
+
+
+def divide(samples: list[tuple[torch.Tensor, int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.tensor([1.0 / (index + 2) for _, index in samples]), torch.tensor([1.0 for _ in samples])
+
+
+@pytest.mark.parametrize(("source", "note"), [
+    (Failing(), "sample 3 (row-3) of Failing"),
+    (FailingTogether(), "sample 3 (row-3) of FailingTogether"),
+    (FailingBatch(), "sample 3 (row-3) of FailingBatch"),
+    (Transformed(Failing(), lambda sample, _: sample), "sample 3 (row-3) of Failing"),
+    (Mixed({"one": Weighted(Failing(), 1.0)}), "sample 3 (one: row-3) of Mixed"),
+    (DataLoader(Failing(), batch_size=4), "sample 3 (row-3) of Failing"),
+    (DataLoader(Counted(), batch_size=4, collate_fn=divide), "samples 0, 1, 2, 3 of Counted"),
+    (DataLoader(Failing(), batch_size=4, num_workers=1), "sample 3 (row-3) of Failing"),
+    (FailingStream(), "sample 3 of FailingStream"),
+])  # fmt: skip
+def test_an_error_of_a_dataset_names_the_sample_and_the_source(source, note):
+    with pytest.raises(ZeroDivisionError) as caught:
+        list(Feed.single_rank(source, batch_size=4))
+    assert f"while reading {note}" in format_error(caught.value)
 
 
 def test_a_corpus_is_the_concatenation_of_its_file_ranges(tmp_path: Path):

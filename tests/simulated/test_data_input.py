@@ -561,3 +561,36 @@ def test_the_state_with_the_last_batch_of_an_epoch_is_the_beginning_of_the_next_
     feed = ff.Feed(Pairs(10), batch_size=4, drop_last=drop_last)
     states = [feed.state[1:3] for _ in feed]
     assert states == ([(0, 4), (1, 0)] if drop_last else [(0, 4), (0, 8), (1, 0)])
+
+
+def test_an_error_of_the_program_names_the_step_the_samples_and_the_source(tmp_path):
+    class Failing(Pairs):
+        def __getitem__(self, index) -> Any:
+            return torch.tensor([1.0 / (index - 13)]), torch.tensor([0.0])
+
+    def loss(outputs, targets):
+        calls.append(1)
+        assert len(calls) < 3, "a loss that fails"
+        return (outputs - targets).square()
+
+    def notes(dataset: Any, loss: Any) -> list[str]:
+        task = ff.Task(
+            model=lambda: torch.nn.Linear(1, 1),
+            loss=loss,
+            optimizer=functools.partial(torch.optim.SGD, lr=0.1),
+            data=lambda: ff.Data(train=dataset),
+        )
+        with pytest.raises((ZeroDivisionError, AssertionError)) as caught:
+            ff.train(task, steps=5, batch_size=4, seed=1, checkpoint_every=0, folder=str(tmp_path), quiet=True)
+        return caught.value.__notes__
+
+    order = rows(20, 1, 0, 0, 20).tolist()
+    step = order.index(13) // 4 + 1
+    assert notes(Failing(), torch.nn.functional.mse_loss) == [
+        "while reading sample 13 of Failing",
+        f"in step {step}",
+    ]
+    calls: list[int] = []
+    named = ", ".join(map(str, order[8:12]))
+    pairs = data.StackDataset(torch.ones(20, 1), torch.ones(20, 1))
+    assert notes(pairs, loss) == [f"in step 3, with samples {named} of StackDataset"]

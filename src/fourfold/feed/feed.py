@@ -28,7 +28,7 @@ from fourfold.feed.readable import Fetched, check_damage
 from fourfold.feed.reading import FETCHED, STREAMED, BatchReader
 from fourfold.feed.sharing.channel import IsOpen
 from fourfold.feed.sharing.shared_reads import OWN_READS, UNOPENED_READS, Key, Loop, Reads, open_shared_reads
-from fourfold.feed.source import CollatedSource, source_attribute
+from fourfold.feed.source import CollatedSource, sample_names, source_attribute
 from fourfold.feed.source_fingerprint import Fingerprint, probe_source
 from fourfold.feed.state_dict import describe_order, make_state_dict, state_dict_problems
 from fourfold.feed.stream import Stream, StreamPart, split_batch_problem, stream_end_problem
@@ -140,6 +140,10 @@ class Feed:
         feed = cls(source, **options)
         feed._size, feed._index = size, index
         return feed
+
+    def sample_names(self, samples: BatchRange) -> str:
+        """This rank's samples of a batch, for people."""
+        return sample_names(self._input.source, samples.sample_ids())
 
     def share_reads(self, comm: Communicator) -> None:
         """Read once what the ranks of a host need that have the same data index. Collective among `comm`'s ranks."""

@@ -11,6 +11,7 @@ B batch · L sequence length
 
 from __future__ import annotations
 
+import contextlib
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -21,8 +22,11 @@ import torch
 from torch import Tensor
 
 from fourfold.feed.collate import collate_samples
-from fourfold.words.errors import DataError, Problem
+from fourfold.words.errors import DataError, FourfoldError, Problem
 from fourfold.words.task import Source
+
+READING = "while reading "
+MAX_NAMED_SAMPLES = 8
 
 
 class BatchSource(Source, Protocol):
@@ -55,24 +59,75 @@ def _fetch(source: Source, indices: Sequence[int], before: Callable[[int], None]
     if method is not None:
         if before is not None and len(indices):
             before(indices[0])
-        return _check_num_samples(method(indices), len(indices), f"fetch of {len(indices)} indices")
+        batch = _read_together(source, method, indices)
+        return _check_num_samples(batch, len(indices), f"fetch of {len(indices)} indices")
     numbers = list(indices) or [0]
-    samples = _read_samples(source, numbers, before)
-    batch = make_batch(samples, numbers, source.collate_fn if isinstance(source, CollatedSource) else None)
+    collate_fn, dataset = (source.collate_fn, source.dataset) if isinstance(source, CollatedSource) else (None, source)
+    samples = read_samples(dataset, numbers, before)
+    try:
+        batch = make_batch(samples, numbers, collate_fn)
+    except Exception as error:
+        add_sample_note(error, dataset, numbers)
+        raise
     return batch if len(indices) else empty_like(batch)
 
 
-def _read_samples(source: Source, numbers: Sequence[int], before: Callable[[int], None] | None) -> list[Any]:
-    dataset = source.dataset if isinstance(source, CollatedSource) else source
+def read_samples(dataset: Source, numbers: Sequence[int], before: Callable[[int], None] | None = None) -> list[Any]:
+    """Samples of a dataset, by its `__getitems__` if it has it. An error of the dataset has a note with the sample."""
     read_many = getattr(dataset, "__getitems__", None)  # as torch's DataLoader does; `datasets` reads a table once
     if read_many is not None and before is None:
-        return list(read_many(numbers))
-    samples = []
-    for number in numbers:
-        if before is not None:
-            before(number)
-        samples.append(dataset[number])
+        return list(_read_together(dataset, read_many, numbers))
+    samples, number = [], 0
+    try:
+        for number in numbers:
+            if before is not None:
+                before(number)
+            samples.append(dataset[number])
+    except Exception as error:
+        add_sample_note(error, dataset, [number])
+        raise
     return samples
+
+
+def _read_together(source: Any, read: Callable[[Sequence[int]], Any], numbers: Sequence[int]) -> Any:
+    """What `read` returns for these samples. The note of an error has the first sample that fails alone, or all."""
+    try:
+        return read(numbers)
+    except Exception as error:
+        failing = numbers if isinstance(error, FourfoldError) else _first_failing(read, numbers, type(error))
+        add_sample_note(error, source, failing)
+        raise
+
+
+def _first_failing(
+    read: Callable[[Sequence[int]], Any], numbers: Sequence[int], kind: type[Exception]
+) -> Sequence[int]:
+    for number in numbers:
+        try:
+            read([number])
+        except Exception as error:
+            if type(error) is kind:
+                return [number]
+    return numbers
+
+
+def add_sample_note(error: Exception, source: Any, numbers: Sequence[int]) -> None:
+    """Add to an error of the user's code which samples were being read; the innermost source knows best."""
+    notes = getattr(error, "__notes__", ())
+    if not isinstance(error, FourfoldError) and not any(note.startswith(READING) for note in notes):
+        error.add_note(f"{READING}{sample_names(source, numbers)}")
+
+
+def sample_names(source: Any, numbers: Sequence[int]) -> str:
+    """Samples for people: `sample 7 (a.tar/0007) of Faces`, or `samples 7, 3 of Faces`."""
+    dataset = source.dataset if isinstance(source, CollatedSource) else source
+    key = source_attribute(source, "sample_key")
+    shown = [str(number) for number in numbers[:MAX_NAMED_SAMPLES]]
+    if len(numbers) == 1 and key is not None:
+        with contextlib.suppress(Exception):  # whatever a source's own method raises: the number is enough
+            shown[0] += f" ({key(numbers[0])})"
+    more = f" and {len(numbers) - len(shown)} more" if len(numbers) > len(shown) else ""
+    return f"sample{'s' * (len(numbers) != 1)} {', '.join(shown)}{more} of {type(dataset).__name__}"
 
 
 def make_batch(samples: Sequence[Any], numbers: Sequence[int], collate_fn: Callable[[Any], Any] | None = None) -> Any:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from fourfold.feed.sample_rng import are_current, generator_states, restore, seed_generators
-from fourfold.feed.source import empty_like, make_batch
+from fourfold.feed.source import add_sample_note, empty_like, make_batch
 from fourfold.feed.source_fingerprint import Fingerprint, fingerprint_of
 from fourfold.feed.workers import copy_loader, raise_refused, refused
 from fourfold.plan.sample_order import shard_range
@@ -168,9 +168,13 @@ class _Reader:
             if self.uses_rng:
                 seed_generators(self._part.seed, self._part.epoch, self._num_read * self._num_readers + self._index)
                 seeded = None if self.has_drawn else generator_states()
-            if self._samples is None:
-                self._samples = iter(self._dataset)
-            sample = next(self._samples, _END)
+            try:
+                if self._samples is None:
+                    self._samples = iter(self._dataset)
+                sample = next(self._samples, _END)
+            except Exception as error:
+                add_sample_note(error, self._dataset, [self._num_read])
+                raise
             self.has_drawn = self.has_drawn or (seeded is not None and not are_current(seeded))
             if sample is _END:
                 break

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset
 
-from fourfold.feed.source import CollatedSource, source_attribute
+from fourfold.feed.source import CollatedSource, read_samples, source_attribute
 from fourfold.feed.transform_processes import ProcessTransform, TransformError
 from fourfold.feed.transform_signature import WHERE, with_generator
 from fourfold.words import argument_checks
@@ -108,15 +108,14 @@ class _EpochView:
         return len(self._transformed)
 
     def __getitem__(self, index: int, /) -> Any:
-        return self._transform(index, self._transformed.source[index])
+        return self._transform(index, read_samples(self._transformed.source, [index])[0])
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """These samples, transformed in threads."""
         transformed, source = self._transformed, self._transformed.source
         if getattr(source, "thread_safe", False):
             return transformed.map(lambda row: self[indices[row]], len(indices))
-        read_many = getattr(source, "__getitems__", None)
-        samples = list(read_many(indices)) if read_many is not None else [source[index] for index in indices]
+        samples = read_samples(source, indices)
         return transformed.map(lambda row: self._transform(indices[row], samples[row]), len(indices))
 
     def _transform(self, index: int, sample: Any) -> Any:

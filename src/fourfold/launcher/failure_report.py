@@ -11,6 +11,7 @@ exit, then an echo.
 
 import dataclasses
 import json
+import re
 import signal
 import time
 from collections.abc import Mapping, Sequence
@@ -25,6 +26,7 @@ from fourfold.words.errors import INTERRUPT_EXIT_CODE, PEER_GONE_MESSAGES, Fourf
 
 # If a rank dies during the rendezvous, the others end with a LaunchError.
 ECHO_KINDS = ("PeerError", "LaunchError", "DistNetworkError")
+ADDRESS = re.compile(r"0x[0-9a-f]+")  # of an object, in its repr
 ENDED = "ended"  # the kind of an end record
 INTERRUPTED = KeyboardInterrupt.__name__
 
@@ -57,6 +59,7 @@ class Cause:
     signal      the number of the signal that killed it
     is_final    another attempt would end in the same way
     is_stopped  the job was asked to stop, and did
+    error       the type and the text of an error of the program, by which it is recognized; "" for another cause
     """
 
     text: str
@@ -65,6 +68,7 @@ class Cause:
     signal: int | None = None
     is_final: bool = False
     is_stopped: bool = False
+    error: str = ""
 
 
 def make_record(error: BaseException, *, rank: int) -> FailureRecord:
@@ -179,7 +183,8 @@ def _cause_of_record(entry: FailureRecord, names: Sequence[str]) -> Cause:
     if entry.kind in (SystemExit.__name__, INTERRUPTED):
         return Cause(f"{names[entry.rank]} {entry.text}", entry.exit_code, entry.rank, is_final=entry.final)
     text = f"{names[entry.rank]} failed\n{entry.text.rstrip()}"
-    return Cause(text, entry.exit_code, entry.rank, is_final=entry.final)
+    error = "" if entry.is_echo else ADDRESS.sub("", f"{entry.kind}: {entry.message}")
+    return Cause(text, entry.exit_code, entry.rank, is_final=entry.final, error=error)
 
 
 def _cause_of_exit_code(rank: int, code: int, name: str) -> Cause:

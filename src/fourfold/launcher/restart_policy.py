@@ -2,8 +2,8 @@
 
 progress  a step that no earlier attempt had finished, or a newer checkpoint to resume from
 budget    how many restarts in a row may come without progress
-Law: a job does not start again where another attempt would fail too: after bad input, after a request to stop, and
-after an error of the program before the job has finished a single step.
+Law: a job does not start again where another attempt would fail too: after bad input, after a request to stop, after
+an error of the program before the job has finished a single step, and after the same error twice at one step.
 """
 
 from collections.abc import Callable, Sequence
@@ -55,6 +55,10 @@ class RestartBudget:
         self._policy = policy
         self.num_used = 0
         self._last_step = self._resumed_step = -1
+        self._last_failure: tuple[str, int] | None = None
+        """The last error of the program, and the last step of the rank that raised it."""
+        self._is_repeated = False
+        """Whether the error before was the same."""
 
     def allows_restart(self, cause: Cause, heartbeats: Sequence[HeartbeatRecord]) -> bool:
         """Whether the job starts again after this attempt. Counts the restart if it does."""
@@ -63,21 +67,31 @@ class RestartBudget:
             self.num_used = 0
         self._last_step, self._resumed_step = max(step, self._last_step), max(resumed, self._resumed_step)
         has_no_step = self._policy.has_heartbeat and self._last_step < 0 and cause.signal is None
-        if cause.is_final or has_no_step or self.num_used >= self._policy.max_restarts:
+        failure = None
+        if cause.error and cause.rank is not None and self._policy.has_heartbeat:
+            failure = cause.error, heartbeats[cause.rank].step
+        self._is_repeated, self._last_failure = failure is not None and failure == self._last_failure, failure
+        if cause.is_final or has_no_step or self._is_repeated or self.num_used >= self._policy.max_restarts:
             return False
         self.num_used += 1
         return True
 
     def exhausted_text(self, cause: Cause) -> str:
-        """What to report if the job does not start again because the budget is used up; otherwise ""."""
-        if cause.is_final or self.num_used == 0 or self.num_used < self._policy.max_restarts:
+        """What to report if the job does not start again after restarts; otherwise ""."""
+        is_used_up = self.num_used >= self._policy.max_restarts
+        if cause.is_final or self.num_used == 0 or not (is_used_up or self._is_repeated):
             return ""
         gave_up = f"gave up after {self.num_used} restart{'s' * (self.num_used > 1)}"
         if self._policy.run_dir is None:
             return gave_up
+        if is_used_up:
+            gave_up += f" in a row without getting past step {max(self._last_step, 0)}"
+            attempt = f", or restarts={10 * self._policy.max_restarts} if the machine is to blame"
+        else:
+            gave_up, attempt = f"{gave_up}: the same error came again after step {max(self._last_step, 0)}", ""
         return (
-            f"{gave_up} in a row without getting past step {max(self._last_step, 0)}\n"
+            f"{gave_up}\n"
             f"  look at   the error above; earlier ones are in {self._policy.run_dir / FAULTS_FILE}\n"
-            f"  try       to fix its cause, or restarts={10 * self._policy.max_restarts} if the machine is to blame\n"
+            f"  try       to fix its cause{attempt}\n"
             f"  then      {self._policy.resume_hint()}"
         )

@@ -31,7 +31,15 @@ from fourfold.trainer.stragglers import StragglerDetector
 from fourfold.trainer.summary import RunResult
 from fourfold.trainer.throughput import AVERAGED_STEPS
 from fourfold.trainer.tracer import Tracer
-from fourfold.words.errors import INTERRUPT_EXIT_CODE, DataError, Problem, StoppedError, TaskError, TrainingError
+from fourfold.words.errors import (
+    INTERRUPT_EXIT_CODE,
+    DataError,
+    FourfoldError,
+    Problem,
+    StoppedError,
+    TaskError,
+    TrainingError,
+)
 from fourfold.words.measures import is_better
 from fourfold.words.task import Task
 
@@ -79,12 +87,7 @@ class TrainingLoop:
             number = progress.step
             if lr_factor is not None:
                 self._set_lr(lr_factor, number)
-            with self.tracer.sample(number + 1) as recorder:
-                with recorder.reading():
-                    batch = next(batches)
-                meter.batch_read(batch)
-                step.request_stop(stop_signal() > 0 or self.callbacks.stop_reason is not None)
-                metrics = step(batch)
+            metrics = self._train_step(number + 1, batches, meter, stop_signal)
             lr = step.optimizer.param_groups[0]["lr"]
             if self.state.scheduler is not None:
                 self.state.scheduler.step_done()
@@ -105,6 +108,25 @@ class TrainingLoop:
                     progress = self._evaluate_and_save_if_due(progress, period)
         meter.end_segment()
         return progress
+
+    def _train_step(
+        self, number: int, batches: Iterator[Any], meter: DataMeter, stop_signal: Callable[[], int]
+    ) -> Metrics:
+        """Read the batch of step `number`, and train with it. An error of the user's code has a note with both."""
+        step, batch = self.state.step, None
+        try:
+            with self.tracer.sample(number) as recorder:
+                with recorder.reading():
+                    batch = next(batches)
+                meter.batch_read(batch)
+                step.request_stop(stop_signal() > 0 or self.callbacks.stop_reason is not None)
+                return step(batch)
+        except Exception as error:
+            if not isinstance(error, FourfoldError):
+                samples = getattr(batch, "samples", None)
+                names = "" if samples is None else f", with {self._feed.sample_names(samples)}"
+                error.add_note(f"in step {number}{names}")
+            raise
 
     @property
     def _feed(self) -> Feed:

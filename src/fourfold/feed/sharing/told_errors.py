@@ -38,7 +38,8 @@ def tell(error: Exception, rank: int) -> ToldError:
         return ToldError("DamagedSample", [[error.key, error.reason]], error.where)
     if type(error).__name__ in KINDS and isinstance(error, FourfoldError):
         return ToldError(type(error).__name__, [list(map(str, each)) for each in error.problems], error.where)
-    got = f"{type(error).__name__}: {error}, on rank {rank}, which reads for this one too"
+    text = ", ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
+    got = f"{text}, on rank {rank}, which reads for this one too"
     return ToldError("DataError", [[got, "a source that can be read", f"rank {rank} has the traceback"]], "the source")
 
 
