@@ -2,7 +2,10 @@
 
 import errno
 import json
+import os
+import re
 import shutil
+import signal
 import warnings
 from pathlib import Path
 from typing import Any
@@ -13,12 +16,20 @@ from torch import nn
 
 import fourfold as ff
 from fourfold.checkpoint import writer
+from fourfold.checkpoint.export import export_weights
+from fourfold.checkpoint.manager import TrainingProgress
 from fourfold.checkpoint.store import newest_valid
 from fourfold.feed.source import TensorSource
+from fourfold.plan.checkpoint_boxes import shard_file_name
 from fourfold.plan.trace_file import decode_trace
+from fourfold.testing import threads
+from fourfold.trainer import last_checkpoint
 from fourfold.trainer.run_dir import RunDir
-from fourfold.words.errors import SettingError, TrainingError
+from fourfold.words.errors import SettingError, StoppedError, TrainingError
+from tests.cases import Case
+from tests.checkpoint_runs import ThreadRun
 
+OPTIMIZERS: dict[str, Any] = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}
 FULL = OSError(errno.ENOSPC, "No space left on device")
 
 
@@ -59,14 +70,14 @@ class MemoryDisplay:
         self.ending = text
 
 
-def train(folder: Path, **given: Any) -> MemoryDisplay:
+def train(folder: Path, *, optimizer: str = "sgd", **given: Any) -> MemoryDisplay:
     torch.manual_seed(1)
     data = TensorSource(torch.randn(16, 4), torch.randn(16, 2))
     task = ff.Task(
         model=lambda: nn.Linear(4, 2),
         loss=lambda outputs, targets: (outputs - targets).square(),
         data=lambda: ff.Data(train=data),
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        optimizer=lambda parameters: OPTIMIZERS[optimizer](parameters, lr=0.1),
     )
     display = MemoryDisplay()
     options: dict[str, Any] = {"steps": 6, "batch_size": 4, "trace_every": 0, **given}
@@ -194,11 +205,101 @@ def test_a_run_is_finished_only_when_its_last_checkpoint_is_written(tmp_path, mo
     with monkeypatch.context() as patch:
         patch.setattr(writer, "write_snapshot", fails)
         with pytest.raises(TrainingError, match=r"the last checkpoint could not be written.*resumes from step 4"):
-            train(tmp_path, checkpoint_every=4)
+            train(tmp_path, checkpoint_every=4, disk_wait_seconds=0)
     display = train(tmp_path, checkpoint_every=4)
     assert display.notes == [f"{tmp_path / 'run'} resumes from step 4 of 6"]
     assert "for 2 steps" in display.ending
     assert newest_valid(tmp_path / "run").name == "step-00000006"
+
+
+class SmallDisk:
+    """`write_snapshot` on a disk that has room for files below a size from some attempt on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, refusals: int, room: int = 0) -> None:
+        self.refusals, self.room, self._real = refusals, room, writer.write_snapshot
+        monkeypatch.setattr(writer, "write_snapshot", self.write)
+        monkeypatch.setattr(last_checkpoint, "RETRY_SECONDS", 0.001)
+
+    def write(self, path: Path, snapshot: Any) -> Any:
+        if self.refusals > 0 and snapshot.num_bytes > self.room:
+            self.refusals -= 1
+            raise FULL
+        return self._real(path, snapshot)
+
+
+def test_a_finished_run_waits_for_room_for_its_last_checkpoint(tmp_path, monkeypatch):
+    SmallDisk(monkeypatch, refusals=5)
+    display = train(tmp_path, optimizer="adam")
+    (held, written) = display.notes
+    assert "the checkpoint of step 6 could not be written: rank 0: no space left on device; the result of " in held
+    assert re.search(r"the result of \d+ B is held in memory, .* waiting up to 600 s \(disk_wait_seconds\)", held)
+    assert written == "the checkpoint of step 6 is written"
+    assert newest_valid(tmp_path / "run").name == "step-00000006"
+    assert "finished" in lines(tmp_path / "run" / "metrics.jsonl")[-1]
+
+
+def test_a_finished_run_saves_its_weights_alone_where_the_rest_has_no_room(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        SmallDisk(patch, refusals=10**9, room=400)
+        with pytest.raises(TrainingError, match=r"try fourfold checkpoint export .*/weights, which") as caught:
+            train(tmp_path, optimizer="adam", disk_wait_seconds=0, checkpoint_every=4)
+    got = "all 6 steps are done, but the last checkpoint could not be written: rank 0: no space left on device"
+    assert got in str(caught.value)
+    assert "or the same command, which starts over" in str(caught.value)
+    alone, whole = tmp_path / "alone.safetensors", tmp_path / "whole.safetensors"
+    export_weights(newest_valid(tmp_path / "run" / "weights"), alone)
+    train(tmp_path, optimizer="adam", checkpoint_every=4)
+    export_weights(newest_valid(tmp_path / "run"), whole)
+    assert alone.read_bytes() == whole.read_bytes()
+
+
+def test_a_finished_run_without_room_for_anything_says_so(tmp_path, monkeypatch):
+    SmallDisk(monkeypatch, refusals=10**9)
+    with pytest.raises(
+        TrainingError, match=r"nor could the weights alone: .*no space left .*the same command, which starts"
+    ):
+        train(tmp_path, disk_wait_seconds=0)
+    assert not list((tmp_path / "run").rglob("*step-*"))
+
+
+def test_a_stop_signal_ends_the_wait_for_room(tmp_path, monkeypatch):
+    disk = SmallDisk(monkeypatch, refusals=10**9)
+
+    def write(path: Path, snapshot: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return disk.write(path, snapshot)
+
+    monkeypatch.setattr(writer, "write_snapshot", write)
+    with pytest.raises(StoppedError, match="stopped by SIGTERM after step 6; nothing is saved"):
+        train(tmp_path)
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_ranks_hold_and_save_their_result_together(zero, tmp_path, monkeypatch):
+    """Rank 1's file is refused; the weights alone are those of an undisturbed save."""
+    SmallDisk(monkeypatch, refusals=0)
+
+    def write(path: Path, snapshot: Any, real: Any = writer.write_snapshot) -> Any:
+        if path.name == shard_file_name(1) and "weights" not in str(path) and len(refused) < 3:
+            refused.append(1)
+            raise FULL
+        return real(path, snapshot)
+
+    refused: list[int] = []
+    monkeypatch.setattr(writer, "write_snapshot", write)
+
+    def body(comm: Any) -> tuple[bool, str]:
+        run = ThreadRun(Case(zero=zero), comm, tmp_path)
+        run.run_steps(0, 2)
+        run.checkpoints.save(TrainingProgress(2))
+        how: dict[str, Any] = {"last": 2, "wait_seconds": 600, "is_stopping": lambda: False}
+        is_saved = last_checkpoint.wait_until_saved(run.checkpoints, run.step, run.log, **how)
+        return is_saved, run.checkpoints.save_weights(TrainingProgress(2))[1]
+
+    assert threads.run(2, body) == [(True, "")] * 2
+    for name, folder in (("whole", tmp_path), ("alone", tmp_path / "weights")):
+        export_weights(newest_valid(folder), tmp_path / name)
+    assert (tmp_path / "alone").read_bytes() == (tmp_path / "whole").read_bytes()
 
 
 @pytest.mark.parametrize("resumed", [False, True], ids=["new run", "resumed run"])
@@ -206,7 +307,7 @@ def test_a_run_that_starts_on_a_full_disk_names_the_file_and_changes_nothing(res
     if resumed:
         monkeypatch.setattr(writer, "write_snapshot", refuse)
         with pytest.raises(TrainingError, match="could not be written"):
-            train(tmp_path)
+            train(tmp_path, disk_wait_seconds=0)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     monkeypatch.setattr(Path, "write_bytes", refuse)
     name = "plan.toml" if resumed else "settings.json"

@@ -23,12 +23,14 @@ from fourfold.checkpoint.newest import find_newest_good, short_text
 from fourfold.checkpoint.read import CheckpointReader
 from fourfold.checkpoint.restore import changed_options, restore
 from fourfold.checkpoint.store import CheckpointStore, Retention
-from fourfold.checkpoint.write import Snapshot
+from fourfold.checkpoint.write import Snapshot, estimated_bytes
 from fourfold.checkpoint.writer import CheckpointWriter, SaveRequest, WrittenCheckpoint
 from fourfold.environment.known_waits import waiting_for
 from fourfold.plan.checkpoint_boxes import shard_file_name
-from fourfold.plan.checkpoint_manifest import MANIFEST_VERSION, Manifest
+from fourfold.plan.checkpoint_manifest import MANIFEST_VERSION, Manifest, TensorKind
 from fourfold.plan.damaged_samples import DamagedRecord
+
+WEIGHTS_DIR = "weights"  # in a run's folder: a checkpoint of the weights alone, where the disk had no room for more
 
 
 class CheckpointLog(Protocol):
@@ -96,6 +98,8 @@ class CheckpointManager:
         self._rank, self._size = training_state.step.rank, training_state.step.plan.mesh.size
         self._store = CheckpointStore(attempt_dir.run_dir)
         self._snapshot: Snapshot | None = None
+        self._request: SaveRequest | None = None
+        """The last save."""
         self._writer = CheckpointWriter(training_state.step, self._store, log, retention)
         self.saved_step: int | None = None
         self._start_time = time.perf_counter()
@@ -177,14 +181,51 @@ class CheckpointManager:
             {"step": progress.step, "checkpoint": name, "pause_seconds": pause, "elapsed_seconds": elapsed}
         )
         self.saved_step = progress.step
-        self._writer.start(
-            SaveRequest(
-                self._store.staging_dir(progress.step, self._attempt_dir.token),
-                self._snapshot,
-                RankReport(self._snapshot.entries, state.aliases, state.scalars, random),
-                self._manifest(progress, own or OwnState(self._group_options)) if self._rank == 0 else None,
-            )
+        self._request = SaveRequest(
+            self._store.staging_dir(progress.step, self._attempt_dir.token),
+            self._snapshot,
+            RankReport(self._snapshot.entries, state.aliases, state.scalars, random),
+            self._manifest(progress, own or OwnState(self._group_options)) if self._rank == 0 else None,
         )
+        self._writer.start(self._request)
+
+    @property
+    def last_reason(self) -> str:
+        """Why the last write failed; on rank 0."""
+        return self._writer.last_reason
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the last save: what all ranks hold."""
+        return 0 if self._request is None else estimated_bytes(self._request.snapshot.held)
+
+    def is_saved(self, step: int) -> bool:
+        """Whether the checkpoint of the last save, of this step, is on the disk; or there was nothing to save."""
+        return self._request is None or self.newest_step() == step
+
+    def save_again(self) -> None:
+        """Write the last save again, which has failed on all ranks. Collective."""
+        assert self._request is not None
+        self._writer.start(self._request)
+
+    def save_weights(self, progress: TrainingProgress) -> tuple[Path, str]:
+        """Write the weights and their averages into a folder of their own, in place of the last save. Collective.
+
+        Returns the folder, which `fourfold checkpoint export` reads; and on rank 0 why it could not be written, or "".
+        """
+        self._snapshot = self._request = None  # frees its memory first
+        state = collect_state(self._training_state)
+        live = [each for each in state.live_tensors if each.held.tensor.kind in (TensorKind.MODEL, TensorKind.EMA)]
+        snapshot = Snapshot([each.held for each in live], shard_file_name(self._rank))
+        snapshot.capture(live)
+        folder = self._attempt_dir.run_dir / WEIGHTS_DIR
+        store = CheckpointStore(folder)
+        writer = CheckpointWriter(self._training_state.step, store, self._log, self._retention)
+        report = RankReport(snapshot.entries, state.aliases, {}, rng_state(self._training_state.step))
+        manifest = self._manifest(progress, OwnState(self._group_options)) if self._rank == 0 else None
+        writer.start(SaveRequest(store.staging_dir(progress.step, self._attempt_dir.token), snapshot, report, manifest))
+        writer.wait()
+        return folder, writer.last_reason
 
     def _manifest(self, progress: TrainingProgress, own: OwnState) -> Manifest:
         """The manifest, without what the ranks' markers will report."""

@@ -90,6 +90,8 @@ class CheckpointWriter:
         self._aborted = threading.Event()
         self.failures: list[str] = []
         """Why checkpoints could not be written; on rank 0."""
+        self.last_reason = ""
+        """Why, of the last one that could not be; on rank 0."""
         self.written: list[WrittenCheckpoint] = []
         """Those that are on the disk; on rank 0."""
 
@@ -124,8 +126,9 @@ class CheckpointWriter:
                 raise CheckpointError(Problem(f"rank {self._rank}: {failure}"))
             self._commit(request, request.manifest)
         except (OSError, CheckpointError) as error:
-            text = f"the checkpoint of step {request.manifest.step} could not be written: {error_text(error)}"
-            self.failures.append(text)
+            self.last_reason = error_text(error)
+            name = f"the checkpoint of step {request.manifest.step}"
+            self.failures.append(f"{name} could not be written: {self.last_reason}")
             shutil.rmtree(request.staging_dir, ignore_errors=True)
 
     def _write_rank_file(self, request: SaveRequest) -> str:

@@ -23,6 +23,7 @@ from fourfold.trainer.callback_runner import CallbackRunner
 from fourfold.trainer.data_meter import DataMeter
 from fourfold.trainer.evaluate import evaluate
 from fourfold.trainer.heartbeat import Heartbeat
+from fourfold.trainer.last_checkpoint import save_weights_alone, wait_until_saved
 from fourfold.trainer.lr_factors import lr_factors
 from fourfold.trainer.memory_log import MemoryLog
 from fourfold.trainer.run_length import RunSettings
@@ -38,7 +39,6 @@ from fourfold.words.errors import (
     Problem,
     StoppedError,
     TaskError,
-    TrainingError,
 )
 from fourfold.words.measures import is_better
 from fourfold.words.task import Task
@@ -251,7 +251,18 @@ class TrainingLoop:
         is_best = is_better(value, progress.best, self.settings.best_mode)
         return progress._replace(valid=valid, best=value if is_best else progress.best, damaged=damaged)
 
-    def finish(self, progress: TrainingProgress, seconds: float) -> RunResult:
+    def _wait_until_saved(self, progress: TrainingProgress, stop_signal: Callable[[], int]) -> None:
+        """The last checkpoint is on the disk when this returns. Collective. Raises StoppedError and TrainingError."""
+        step, checkpoints = self.state.step, self.checkpoints
+        how = {"last": progress.step, "wait_seconds": self.settings.disk_wait_seconds}
+        if wait_until_saved(checkpoints, step, self.logger, **how, is_stopping=lambda: stop_signal() > 0):
+            return
+        number = stop_signal()
+        if any(step.all_gather_json(number)):
+            self.save_and_stop(progress, number)
+        save_weights_alone(checkpoints, step, progress)
+
+    def finish(self, progress: TrainingProgress, seconds: float, stop_signal: Callable[[], int]) -> RunResult:
         """The last evaluation, checkpoint and sample; logs and returns the result. Collective."""
         step, average = self.state.step, self.state.ema
         step.flush()
@@ -261,7 +272,7 @@ class TrainingLoop:
             progress = self.evaluate(progress)
         self.heartbeat.mark_done()
         if self.settings.checkpoint_every and self.checkpoints.saved_step != progress.step:
-            self._save(progress)
+            self.checkpoints.save(progress._replace(callbacks=self.callbacks.state_dicts()))
         sample = None
         if self.task.sample is not None:
             weights = step.swapped_weights(average.values) if average is not None else contextlib.nullcontext()
@@ -269,10 +280,9 @@ class TrainingLoop:
                 # The stages and tensor ranks of a place call the model together; rank 0's text is that of all.
                 if step.rank in step.plan.mesh.peers(0, "pp", "tp"):
                     sample = self.task.sample(model)
-        self.checkpoints.wait()
-        self._report_checkpoints()
         if self.settings.checkpoint_every:
-            self._check_last_step_saved(progress.step)
+            self._wait_until_saved(progress, stop_signal)
+        self._report_checkpoints()
         self.memory.log(progress.step)
         losses = progress.losses
         loss = sum(losses) / len(losses) if losses else float("nan")
@@ -283,18 +293,6 @@ class TrainingLoop:
         self.logger.finish(result)
         self.callbacks.end(result)
         return result
-
-    def _check_last_step_saved(self, last: int) -> None:
-        """Raise TrainingError if the last step is not saved: the run has not finished. Collective.
-
-        Raises PeerError if a rank died while it wrote its file.
-        """
-        newest = self.state.step.all_gather_json(self.checkpoints.newest_step())[0]
-        if newest == last:
-            return
-        where = f"resumes from step {newest}" if newest else "starts over"
-        got = f"all {last} steps are done, but the last checkpoint could not be written"
-        raise TrainingError(Problem(got, "it on the disk", f"the same command: it {where}"), where="training")
 
 
 def _format_saved(newest: int | None, step: int) -> str:
