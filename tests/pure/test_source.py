@@ -7,7 +7,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from fourfold.feed.corpus import Corpus, FileRange, is_validation_file, open_text, standard_library
 from fourfold.feed.feed import Feed
@@ -35,7 +35,7 @@ def all_bytes(corpus: Corpus) -> bytes:
     return corpus.read([0], len(corpus)).tobytes()
 
 
-class Counted:
+class Counted(Dataset):
     """Samples of numbers, dicts and tensors, without a `fetch` of their own."""
 
     def __len__(self) -> int:
@@ -45,7 +45,7 @@ class Counted:
         return {"image": torch.full((2, 3), float(index)), "age": index}, -index
 
 
-class Failing:
+class Failing(Dataset):
     """Samples of which number 3 cannot be made, by an error of the program."""
 
     def __len__(self) -> int:

@@ -592,5 +592,5 @@ def test_an_error_of_the_program_names_the_step_the_samples_and_the_source(tmp_p
     ]
     calls: list[int] = []
     named = ", ".join(map(str, order[8:12]))
-    pairs = data.StackDataset(torch.ones(20, 1), torch.ones(20, 1))
-    assert notes(pairs, loss) == [f"in step 3, with samples {named} of StackDataset"]
+    pairs = data.TensorDataset(torch.ones(20, 1), torch.ones(20, 1))
+    assert notes(pairs, loss) == [f"in step 3, with samples {named} of TensorDataset"]

@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-REMOVE_SECONDS = 2.0
+REMOVE_SECONDS, POLL_SECONDS = 2.0, 0.05
 
 
 @contextlib.contextmanager
@@ -57,7 +57,11 @@ def _open(folder: Path) -> int:
 
 
 def _remove_leftovers(parent: Path, prefix: str) -> None:
-    for name in os.listdir(parent):
+    try:
+        names = os.listdir(parent)
+    except PermissionError:  # some temporary folders may be written and not read
+        return
+    for name in names:
         if not name.startswith(prefix):
             continue
         with contextlib.suppress(OSError):  # in use, another user's, or just removed by another process
@@ -71,12 +75,13 @@ def _remove_leftovers(parent: Path, prefix: str) -> None:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a folder. A process that is being ended may write into it for another moment."""
+    """Remove a folder. A process that is being ended may write into it for another moment.
+
+    What cannot be removed is a leftover, such as the files that NFS keeps while they are mapped.
+    """
     deadline = time.monotonic() + REMOVE_SECONDS
-    while folder.exists():
+    while folder.exists() and time.monotonic() < deadline:
         try:
             shutil.rmtree(folder)
         except OSError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.05)
+            time.sleep(POLL_SECONDS)
