@@ -41,7 +41,7 @@ class Counted(Dataset):
     def __len__(self) -> int:
         return 5
 
-    def __getitem__(self, index: int, /) -> tuple[dict[str, object], int]:
+    def __getitem__(self, index: int) -> tuple[dict[str, object], int]:
         return {"image": torch.full((2, 3), float(index)), "age": index}, -index
 
 
@@ -51,7 +51,7 @@ class Failing(Dataset):
     def __len__(self) -> int:
         return 8
 
-    def __getitem__(self, index: int, /) -> tuple[torch.Tensor, int]:
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
         return torch.tensor([1.0 / (index - 3)]), index
 
     def sample_key(self, index: int) -> str:
@@ -329,7 +329,7 @@ def test_numpy_strings_in_a_sample_are_refused():
 class Exhausted(Counted):
     """Reads from an iterator that ends too early."""
 
-    def __getitem__(self, index: int, /) -> tuple[dict[str, object], int]:
+    def __getitem__(self, index: int) -> tuple[dict[str, object], int]:
         if index == 3:
             next(iter(()))
         return super().__getitem__(index)

@@ -205,7 +205,7 @@ def test_a_run_is_finished_only_when_its_last_checkpoint_is_written(tmp_path, mo
     with monkeypatch.context() as patch:
         patch.setattr(writer, "write_snapshot", fails)
         with pytest.raises(TrainingError, match=r"the last checkpoint could not be written.*resumes from step 4"):
-            train(tmp_path, checkpoint_every=4, disk_wait_seconds=0)
+            train(tmp_path, checkpoint_every=4, disk_seconds=0)
     display = train(tmp_path, checkpoint_every=4)
     assert display.notes == [f"{tmp_path / 'run'} resumes from step 4 of 6"]
     assert "for 2 steps" in display.ending
@@ -232,7 +232,7 @@ def test_a_finished_run_waits_for_room_for_its_last_checkpoint(tmp_path, monkeyp
     display = train(tmp_path, optimizer="adam")
     (held, written) = display.notes
     assert "the checkpoint of step 6 could not be written: rank 0: no space left on device; the result of " in held
-    assert re.search(r"the result of \d+ B is held in memory, .* waiting up to 600 s \(disk_wait_seconds\)", held)
+    assert re.search(r"the result of \d+ B is held in memory, .* waiting up to 600 s \(disk_seconds\)", held)
     assert written == "the checkpoint of step 6 is written"
     assert newest_valid(tmp_path / "run").name == "step-00000006"
     assert "finished" in lines(tmp_path / "run" / "metrics.jsonl")[-1]
@@ -242,7 +242,7 @@ def test_a_finished_run_saves_its_weights_alone_where_the_rest_has_no_room(tmp_p
     with monkeypatch.context() as patch:
         SmallDisk(patch, refusals=10**9, room=400)
         with pytest.raises(TrainingError, match=r"try fourfold checkpoint export .*/weights, which") as caught:
-            train(tmp_path, optimizer="adam", disk_wait_seconds=0, checkpoint_every=4)
+            train(tmp_path, optimizer="adam", disk_seconds=0, checkpoint_every=4)
     got = "all 6 steps are done, but the last checkpoint could not be written: rank 0: no space left on device"
     assert got in str(caught.value)
     assert "or the same command, which starts over" in str(caught.value)
@@ -258,7 +258,7 @@ def test_a_finished_run_without_room_for_anything_says_so(tmp_path, monkeypatch)
     with pytest.raises(
         TrainingError, match=r"nor could the weights alone: .*no space left .*the same command, which starts"
     ):
-        train(tmp_path, disk_wait_seconds=0)
+        train(tmp_path, disk_seconds=0)
     assert not list((tmp_path / "run").rglob("*step-*"))
 
 
@@ -307,7 +307,7 @@ def test_a_run_that_starts_on_a_full_disk_names_the_file_and_changes_nothing(res
     if resumed:
         monkeypatch.setattr(writer, "write_snapshot", refuse)
         with pytest.raises(TrainingError, match="could not be written"):
-            train(tmp_path, disk_wait_seconds=0)
+            train(tmp_path, disk_seconds=0)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     monkeypatch.setattr(Path, "write_bytes", refuse)
     name = "plan.toml" if resumed else "settings.json"

@@ -469,7 +469,7 @@ def test_a_run_whose_last_checkpoint_does_not_fit_on_the_disk_fails(train_here: 
     with small_disk(disk):
         (disk / "script.py").write_text(TASK)
         (disk / "other").write_bytes(b"x" * (shutil.disk_usage(disk).free - 65536))
-        text = train_here("disk_wait_seconds=0", folder=disk, code=1)
+        text = train_here("disk_seconds=0", folder=disk, code=1)
         assert "all 30 steps are done, but the last checkpoint could not be written" in text
         (disk / "other").unlink()
         train_here(folder=disk)

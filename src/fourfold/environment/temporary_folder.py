@@ -62,7 +62,7 @@ def _remove_leftovers(parent: Path, prefix: str) -> None:
     except PermissionError:  # some temporary folders may be written and not read
         return
     for name in names:
-        if not name.startswith(prefix):
+        if not name.startswith(prefix) or "-" in name.removeprefix(prefix):  # of a host with a longer name
             continue
         with contextlib.suppress(OSError):  # in use, another user's, or just removed by another process
             lock = _open(parent / name)

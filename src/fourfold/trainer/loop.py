@@ -254,7 +254,7 @@ class TrainingLoop:
     def _wait_until_saved(self, progress: TrainingProgress, stop_signal: Callable[[], int]) -> None:
         """The last checkpoint is on the disk when this returns. Collective. Raises StoppedError and TrainingError."""
         step, checkpoints = self.state.step, self.checkpoints
-        how = {"last": progress.step, "wait_seconds": self.settings.disk_wait_seconds}
+        how = {"last": progress.step, "wait_seconds": self.settings.disk_seconds}
         if wait_until_saved(checkpoints, step, self.logger, **how, is_stopping=lambda: stop_signal() > 0):
             return
         number = stop_signal()

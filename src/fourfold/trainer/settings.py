@@ -155,7 +155,7 @@ class Settings:
     checkpoint_every: int = setting(
         100, type=int, minimum=0, help="steps between checkpoints; 0: none, not even of the last step"
     )
-    disk_wait_seconds: int = setting(
+    disk_seconds: int = setting(
         600, type=int, minimum=0, help="how long a finished run waits for room on the disk for its last checkpoint"
     )
     keep: int = setting(2, type=int, minimum=1, help="how many of the newest checkpoints are kept")
@@ -232,7 +232,7 @@ class TrainOptions(TypedDict, total=False):
     config_text: str | None
     argument_defaults: Mapping[str, Any] | None
     checkpoint_every: int
-    disk_wait_seconds: int
+    disk_seconds: int
     keep: int
     keep_best: int
     best_metric: str

@@ -76,7 +76,7 @@ def train(
     evaluate_every   steps; None evaluates only at the end
     trace_every      steps; steps 3 and 4 and every such step are recorded in trace.json; 0 records none
     checkpoint_every   steps; 0 never saves, otherwise the last step and every new best validation are saved too
-    disk_wait_seconds   how long a finished run waits for room for its last checkpoint before it saves the weights alone
+    disk_seconds   how long a finished run waits for room for its last checkpoint before it saves the weights alone
     keep, keep_best  how many of the newest checkpoints are kept, and of the best
     best_metric, best_mode   the validation metric that chooses the best checkpoint, and whether its "min" or "max" is
                 the best value

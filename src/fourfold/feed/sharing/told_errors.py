@@ -38,8 +38,8 @@ def tell(error: Exception, rank: int) -> ToldError:
         return ToldError("DamagedSample", [[error.key, error.reason]], error.where)
     if type(error).__name__ in KINDS and isinstance(error, FourfoldError):
         return ToldError(type(error).__name__, [list(map(str, each)) for each in error.problems], error.where)
-    text = ", ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
-    got = f"{text}, on rank {rank}, which reads for this one too"
+    place = f"on rank {rank}, which reads for this one too"
+    got = ", ".join([f"{type(error).__name__}: {error}", place, *getattr(error, "__notes__", ())])
     return ToldError("DataError", [[got, "a source that can be read", f"rank {rank} has the traceback"]], "the source")
 
 
