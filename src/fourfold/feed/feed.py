@@ -143,7 +143,8 @@ class Feed:
 
     def sample_names(self, samples: BatchRange) -> str:
         """This rank's samples of a batch, for people."""
-        return sample_names(self._input.source, samples.sample_ids())
+        source = self._input.source
+        return sample_names(source.dataset if isinstance(source, Stream) else source, samples.sample_ids())
 
     def share_reads(self, comm: Communicator) -> None:
         """Read once what the ranks of a host need that have the same data index. Collective among `comm`'s ranks."""
