@@ -1,9 +1,11 @@
 """Files of other libraries are sources, where they are: each is written by its own library, and read back."""
 
 import io
+import itertools
 import json
 import os
 import pickle
+import re
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +28,7 @@ import fourfold as ff
 from fourfold.cli import feed_pack
 from fourfold.feed.collate import collate_samples
 from fourfold.feed.pack.schema import leaves
+from fourfold.feed.formats.webdataset import split_name
 from fourfold.words.errors import DamagedSample, DataError, SettingError
 
 FILES = Path(__file__).parents[1] / "format_files"
@@ -251,6 +254,17 @@ def test_all_forms_of_tar_are_read(tmp_path: Path, form: int):
         str(n) * 600 * n for n in range(len(names))
     ]
     assert [source.sample_key(n).partition("sample ")[2] + ".txt" for n in range(len(names))] == names
+
+
+def test_names_of_members_are_divided_as_webdataset_divides_them(tmp_path: Path):
+    its = re.compile(r"((?:.*/|)[^.]+)[.]([^/]*)")
+    for name in map("".join, itertools.chain.from_iterable(itertools.product("a./", repeat=n) for n in range(8))):
+        found = its.fullmatch(name)
+        assert split_name(name) == (found and found.groups())
+    with tarfile.open(tmp_path / "x.tar", "w", format=tarfile.PAX_FORMAT) as archive:
+        for name in ("a/" * 2**18 + "b", "s0.txt"):  # for webdataset's expression, an hour
+            archive.addfile(tarfile.TarInfo(name))
+    assert ff.open_source(tmp_path / "x.tar")[0] == {"txt": ""}
 
 
 def test_pickles_are_refused_when_opened(tmp_path: Path):

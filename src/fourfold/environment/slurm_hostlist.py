@@ -9,6 +9,8 @@ import itertools
 import re
 from collections.abc import Iterator
 
+from fourfold.words.comma_lists import split_at_commas
+
 _PART = re.compile(r"[^\[\],\s]+|\[[^\[\]]*\]")
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 _COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
@@ -16,22 +18,11 @@ _COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
 def expand_nodelist(text: str) -> Iterator[str]:
     """The host names of a node list, in order: "n[08-10]" gives n08, n09, n10. Raises ValueError."""
-    for entry in _entries(text):
+    for entry in split_at_commas(text, "[]"):
         parts = _PART.findall(entry)
         if not parts or "".join(parts) != entry:
             raise ValueError(f"a node list {text!r}")
         yield from _expand_parts(parts, text)
-
-
-def _entries(text: str) -> list[str]:
-    """The list, split at the commas outside brackets."""
-    entries, depth, start = [], 0, 0
-    for index, char in enumerate(text):
-        depth += (char == "[") - (char == "]")
-        if char == "," and not depth:
-            entries.append(text[start:index])
-            start = index + 1
-    return [*entries, text[start:]]
 
 
 def _expand_parts(parts: list[str], text: str) -> Iterator[str]:

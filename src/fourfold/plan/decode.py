@@ -18,7 +18,7 @@ MAX_SMALL_BYTES = 2**20  # for plans, settings of a run, error reports of a rank
 MAX_TOML_CHARS = 2**16
 # tomllib needs memory quadratic in the number of parts of a dotted key, which is one line: 100,000 parts took 24 GiB.
 MAX_LINE_LENGTH = 1000
-TOML_PLACE = re.compile(r"(.*) \(at line (\d+), column \d+\)")  # in an error of tomllib
+TOML_PLACE = re.compile(r" \(at line (\d+), column \d+\)$")  # in an error of tomllib
 
 T = TypeVar("T")
 
@@ -53,7 +53,9 @@ def from_toml(text: str) -> dict[str, Any]:
     except RecursionError:
         raise DecodeError("nested too deeply") from None
     except ValueError as error:  # TOMLDecodeError, or an integer of thousands of digits
-        raise DecodeError(TOML_PLACE.sub(r"line \2: \1", _first_line(error))) from None
+        reason = _first_line(error)
+        place = TOML_PLACE.search(reason)
+        raise DecodeError(f"line {place[1]}: {reason[: place.start()]}" if place else reason) from None
     if is_too_deep(table):
         raise DecodeError("nested too deeply")
     return table

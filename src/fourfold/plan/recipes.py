@@ -32,4 +32,4 @@ def recipe_text(name: str) -> str:
 def recipe_summary(name: str) -> str:
     """The first sentence of a recipe's comment, without the citations in it."""
     lines = [line.removeprefix("#").strip() for line in recipe_text(name).splitlines() if line.startswith("#")]
-    return re.sub(r" \([^)]*\)", "", " ".join(lines)).partition(". ")[0].removesuffix(".")
+    return re.sub(r" \([^()]*\)", "", " ".join(lines)).partition(". ")[0].removesuffix(".")

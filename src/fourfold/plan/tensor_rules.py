@@ -24,6 +24,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from fourfold.plan.decode import DecodeError, from_toml
+from fourfold.words.comma_lists import split_at_commas
 from fourfold.words.errors import PlanError, Problem, closest_match
 
 
@@ -42,11 +43,10 @@ SYNONYMS = {"colwise": Style.COLUMN, "rowwise": Style.ROW, "embedding": Style.VO
 FUSED_STYLES = (Style.COLUMN, Style.ROW)
 EXAMPLE_LINE = '"blocks.*.mlp.up" = "column"'
 
-_RULE = re.compile(r"\s*(?P<style>\w+)\s*(?:\((?P<inside>[^()]*)\))?\s*")
+_RULE = re.compile(r"\s*+(?P<style>\w++)\s*+(?:\((?P<inside>[^()]*+)\))?+\s*+")
 _COUNT = re.compile(r"(?P<name>[^\W\d]\w*)\s*(?:=\s*(?P<value>[0-9]+))?")
 _NUMBER = re.compile(r"[0-9]+")
-_COMMA = re.compile(r",(?![^()]*\))")  # outside of brackets
-_DIM = re.compile(r"\s*(?P<name>[^\W\d]\w*)\s*(?:\((?P<inside>[^()]*)\))?\s*(?P<mark>:\s*tp)?\s*")
+_DIM = re.compile(r"\s*+(?P<name>[^\W\d]\w*+)\s*+(?:\((?P<inside>[^()]*+)\))?+\s*+(?P<mark>:\s*tp)?\s*+")
 _QUOTIENT = re.compile(r"(?P<name>[^\W\d]\w*)\s*(?:=\s*(?P<dividend>[^\W\d]\w*)\s*/\s*(?P<divisor>[^\W\d]\w*))?")
 
 
@@ -164,12 +164,12 @@ def _with_brackets(style: Style, inside: str) -> Rule | None:
 
 def has_named_dims(text: str) -> bool:
     """Whether the text names the dims of a weight, and no style."""
-    return isinstance(text, str) and text.count("(") == text.count(")") and len(_COMMA.split(text)) > 1
+    return isinstance(text, str) and text.count("(") == text.count(")") and len(split_at_commas(text, "()")) > 1
 
 
 def parse_dims(text: str) -> DimNames:
     """The dims that `text` names. Raises PlanError."""
-    found = [_DIM.fullmatch(part) for part in _COMMA.split(text)]
+    found = [_DIM.fullmatch(part) for part in split_at_commas(text, "()")]
     dims = tuple(
         NamedDim(each["name"], _with_brackets(Style.COLUMN, each["inside"] or ""), bool(each["mark"]))
         for each in found

@@ -71,7 +71,7 @@ def parse_options(text: str) -> dict[str, str]:
 
 def _decode_numbers(values: str) -> str:
     """Bits of numbers as decimals: `0x9a9999999999b93f…` becomes `0.1, …`."""
-    bits = re.fullmatch(rf"{HEX_PREFIX}((?:[0-9a-f]{{16}})+)[0-9a-f]*{ELLIPSIS}?", values)
+    bits = re.fullmatch(rf"{HEX_PREFIX}((?:[0-9a-f]{{16}})++)[0-9a-f]*{ELLIPSIS}?", values)
     if bits is None:
         return values
     raw = bytes.fromhex(bits[1])

@@ -11,7 +11,7 @@ import re
 
 from fourfold.words.errors import Problem
 
-NUMBER_AND_UNIT = re.compile(r"\s*([+-]?[0-9.]+(?:[eE][+-]?\d+)?)\s*(\S*)\s*")
+NUMBER_AND_UNIT = re.compile(r"\s*+([+-]?[0-9.]++(?:[eE][+-]?\d++)?+)\s*+(\S*+)\s*+")
 SI = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
 BINARY = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
 
