@@ -51,7 +51,7 @@ def test_every_regular_expression_is_linear(text: str):
     assert how, "it is used under another name"
     drawn = re.compile(re.sub(r"(?<=[*+?}])\+", "", text), re.DOTALL)  # hypothesis knows no possessive repeats
 
-    own = sorted(set(text) - set("abcdefghijklmnopqrstuvwxyz\\")) + ["a", "1", " "]
+    own = [*sorted(set(text) - set("abcdefghijklmnopqrstuvwxyz\\")), "a", "1", " "]
 
     @settings(max_examples=6, deadline=None, derandomize=True, database=None, phases=[Phase.generate])
     @given(st.from_regex(drawn, fullmatch=True, alphabet=st.characters(codec="ascii")))

@@ -27,8 +27,8 @@ from webdataset.writer import TarWriter
 import fourfold as ff
 from fourfold.cli import feed_pack
 from fourfold.feed.collate import collate_samples
-from fourfold.feed.pack.schema import leaves
 from fourfold.feed.formats.webdataset import split_name
+from fourfold.feed.pack.schema import leaves
 from fourfold.words.errors import DamagedSample, DataError, SettingError
 
 FILES = Path(__file__).parents[1] / "format_files"

@@ -108,7 +108,7 @@ def test_what_cannot_be_a_source_is_refused_with_the_reason(database, options, m
 def test_a_field_that_a_document_lacks_is_named(database):
     fill(database)
     source = mongo(URL, "samples", ["picture"])
-    with pytest.raises(DataError, match=r"picture of the row with _id = '.*' is missing, or NULL"):
+    with pytest.raises(DataError, match=r"sample _id = '.*' cannot be read: picture is missing, or NULL"):
         source[0]
 
 

@@ -28,7 +28,7 @@ from fourfold.feed.rows.source import RowSource
 from fourfold.feed.rows.sql import sql
 from fourfold.feed.rows.sql_databases import open_database
 from fourfold.feed.staging.origin import Backoff
-from fourfold.words.errors import DataError
+from fourfold.words.errors import DamagedSample, DataError
 
 QUICK = Backoff(first=0.01, longest=0.05, give_up=0.3)
 NUM_ROWS = 23
@@ -254,9 +254,9 @@ class Trap:
 @pytest.mark.parametrize(("content", "expected"), [
     (npy(np.arange(6.0).reshape(2, 3)), np.arange(6.0).reshape(2, 3)),
     (b"abc", np.frombuffer(b"abc", np.uint8)),
-    (npy(np.array([Trap()], dtype=object), allow_pickle=True), "bytes of a .npy file without objects"),
-    (npy(np.arange(6.0))[:-5], "need the bytes of a .npy file"),
-    (None, "content of the row with id = 1 is missing, or NULL"),
+    (npy(np.array([Trap()], dtype=object), allow_pickle=True), "id = 1 cannot be read: content.*: an array of object"),
+    (npy(np.arange(6.0))[:-5], "id = 1 cannot be read: content, a .npy file: 43 bytes for an array of float64"),
+    (None, "id = 1 cannot be read: content is missing, or NULL"),
 ])  # fmt: skip
 def test_binary_columns_are_arrays_and_never_unpickled(place, content, expected):
     table = f"samples_{next(names)}"
@@ -272,8 +272,35 @@ def test_binary_columns_are_arrays_and_never_unpickled(place, content, expected)
 
 def test_an_array_of_another_size_is_named(place):
     source = open_source(place, place.make(), arrays={"image": ("uint8", (3, 5))})
-    with pytest.raises(DataError, match=r"image of the row with id = -?\d+ has 12 bytes +need 15, for uint8 \[3, 5\]"):
+    with pytest.raises(DataError, match=r"id = -?\d+ cannot be read: image has 12 bytes, not 15, for uint8 \[3, 5\]"):
         source[0]
+
+
+@pytest.mark.parametrize(("column", "value"), [
+    ("image", b"short"), ("image", "text"), ("image", None), ("label", "text"), ("label", 0.5), ("label", None),
+    ("label", b"blob"), ("name", b"\xff"), ("name", "\udcff".encode("utf-8", "surrogatepass")), ("weight", "text"),
+    ("array", b"\x93NUMPY, and no more"), ("array", npy(np.zeros(2))[:-1]),
+])  # fmt: skip
+def test_a_row_with_a_value_that_its_column_cannot_have_is_a_damaged_sample(tmp_path, column, value):
+    path = tmp_path / "x.db"
+    with sqlite3.connect(path) as connection:
+        connection.execute("CREATE TABLE t (id INTEGER PRIMARY KEY, image, label, name TEXT, weight, array)")
+        rows = [(i, image(i).tobytes(), i, "name", i / 2 if i % 3 else i, npy(np.zeros(2))) for i in range(100)]
+        connection.executemany("INSERT INTO t VALUES (?, ?, ?, ?, ?, ?)", rows)
+        cast = "CAST(? AS TEXT)" if column == "name" else "?"
+        connection.execute(f"UPDATE t SET {column} = {cast} WHERE id = 77", [value])
+    source = sql(f"sqlite:///{path}", "SELECT * FROM t", key="id", target="label", arrays={"image": ("uint8", (3, 4))})
+    with pytest.raises(DamagedSample, match=f"sample id = 77 cannot be read: {column}"):
+        source.fetch(range(70, 80))
+
+    def without_text(sample: Any, generator: torch.Generator) -> Any:
+        return {name: each for name, each in sample[0].items() if name != "name"}, sample[1]
+
+    with pytest.raises(DamagedSample, match="id = 77"):
+        list(Feed(source, batch_size=10, transform=without_text))
+    batches = list(Feed(source, batch_size=10, bad_samples=1, transform=without_text))
+    assert sorted(torch.cat([labels for _, labels in batches]).tolist()) == sorted({*range(100)} - {77})
+    assert all(inputs["weight"].dtype == torch.float64 for inputs, _ in batches)
 
 
 def test_a_server_that_goes_away_and_comes_back_is_waited_for(server, caplog):

@@ -1,22 +1,25 @@
 """Columns: how the values of a row become those of a sample, and the rows of a batch its tensors.
 
 binary  a column of bytes: arrays of one dtype and shape; or the content of .npy files; or bytes as they are
+type    of a column: that of most of its values; in SQLite and MongoDB, rows may have values of others
 Law: the batch of some rows is the stack of their samples. Nothing is unpickled.
 """
 
-import io
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+from fourfold.feed.formats.plain_values import parse_npy
 from fourfold.feed.rows.database import Row
 from fourfold.words import argument_checks
 from fourfold.words.errors import DataError, Problem
 
 NPY_MAGIC = b"\x93NUMPY"
 NUMBERS = (bool, int, float)
+TYPES = (*NUMBERS, str, bytes, list)
 
 
 class ArrayForm:
@@ -46,6 +49,14 @@ class Columns:
         self._target = target
         self._check_names(arrays)
         self._arrays = _array_forms(arrays)
+        self._types = dict[str, type]()
+
+    def learn_types(self, rows: Sequence[Row]) -> None:
+        """Take the types of the columns from some rows: a value of another type is damage."""
+        for name, place in self._places.items():
+            counts = Counter(_type(row[place]) for row in rows if row[place] is not None)
+            if counts:
+                self._types[name] = counts.most_common(1)[0][0]
 
     def _check_names(self, arrays: Mapping[str, Any]) -> None:
         problems = []
@@ -60,8 +71,8 @@ class Columns:
             raise DataError(problems, where="ff.sql")
 
     def sample(self, row: Row) -> Any:
-        """The sample of a row. Raises DataError for values that are no numbers, text or bytes."""
-        return self._arranged({name: self._value(name, row[place], row) for name, place in self._places.items()})
+        """The sample of a row. Raises ValueError for a value that is none of its column."""
+        return self._arranged({name: self._value(name, row[place]) for name, place in self._places.items()})
 
     def batch(self, rows: Sequence[Row]) -> Any:
         """The samples of some rows, stacked; None: they have to be made one by one."""
@@ -90,22 +101,34 @@ class Columns:
         dtype, shape = (np.dtype(np.uint8), (len(values[0]),)) if form is None else (form.dtype, form.shape)
         return torch.from_numpy(np.frombuffer(bytearray().join(values), dtype).reshape(len(values), *shape))
 
-    def _value(self, name: str, value: Any, row: Row) -> Any:
-        form = self._arrays.get(name)
-        if isinstance(value, (*NUMBERS, str)) and form is None:
+    def _value(self, name: str, value: Any) -> Any:
+        form, kind = self._arrays.get(name), _type(value)
+        usual = bytes if form is not None else self._types.get(name, kind)
+        if usual is float and kind is int and int(float(value)) == value:  # SQLite's 1, where others are 0.5
+            value, kind = float(value), float
+        if kind is not usual or kind not in TYPES:
+            got = "missing, or NULL" if value is None else kind.__name__
+            need = usual.__name__ if usual in TYPES else "a number, text, bytes or a list of numbers"
+            raise ValueError(f"{name} is {got}, not {need}; the query can convert it, or leave such rows out")
+        if kind is list:
+            return _number_array(value, name)
+        if kind is not bytes:
             return value
-        what = f"{name} of the row with {self.key} = {row[self.key_place]!r}"
-        if isinstance(value, list) and form is None:
-            return _number_array(value, what)
-        if not isinstance(value, bytes):
-            kind = "missing, or NULL" if value is None else f"a {type(value).__name__}"
-            attempt = f"{name} converted, or such rows left out, in the query"
-            raise DataError(Problem(f"{what} is {kind}", "numbers, text, bytes or lists of numbers", attempt))
         if form is not None:
             if len(value) != form.num_bytes:
-                raise DataError(Problem(f"{what} has {len(value)} bytes", f"{form.num_bytes}, for {form}"))
+                raise ValueError(f"{name} has {len(value)} bytes, not {form.num_bytes}, for {form}")
             return np.frombuffer(bytearray(value), form.dtype).reshape(form.shape)
-        return _read_npy(value, what) if value.startswith(NPY_MAGIC) else np.frombuffer(bytearray(value), np.uint8)
+        if not value.startswith(NPY_MAGIC):
+            return np.frombuffer(bytearray(value), np.uint8)
+        try:
+            return parse_npy(value)
+        except ValueError as error:
+            raise ValueError(f"{name}, a .npy file: {error}") from error
+
+
+def _type(value: Any) -> type:
+    """The one of TYPES that a value is of, or its own: databases have subclasses of them."""
+    return next((each for each in TYPES if isinstance(value, each)), type(value))
 
 
 def _array_forms(arrays: Mapping[str, tuple[str, Sequence[int]]]) -> dict[str, ArrayForm]:
@@ -122,19 +145,11 @@ def _array_forms(arrays: Mapping[str, tuple[str, Sequence[int]]]) -> dict[str, A
     return forms
 
 
-def _number_array(values: list[Any], what: str) -> np.ndarray:
+def _number_array(values: list[Any], name: str) -> np.ndarray:
     try:
         array = np.asarray(values)
     except ValueError:  # rows of different lengths
         array = np.empty(0, dtype=object)
     if array.dtype.kind not in "biuf":
-        raise DataError(Problem(f"{what} is a list of other things than numbers", "numbers, in rows of one length"))
+        raise ValueError(f"{name} is a list of other things than numbers, or of rows of several lengths")
     return array
-
-
-def _read_npy(content: bytes, what: str) -> np.ndarray:
-    try:
-        return np.load(io.BytesIO(content), allow_pickle=False)
-    except (ValueError, EOFError, OSError, MemoryError) as error:
-        got = f"{what}: {(str(error).splitlines() or [type(error).__name__])[0][:200]}"
-        raise DataError(Problem(got, "the bytes of a .npy file without objects")) from None

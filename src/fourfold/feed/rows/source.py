@@ -2,7 +2,7 @@
 
 sample  a dict of the row's columns without the key; or a pair, if a `target` is named
 Law: sample i is the row with the i-th key, with the values it had when the index was made. A row that has changed
-since, or is gone, is no sample.
+since, or is gone, or has a value that its column cannot have, is no sample.
 """
 
 import contextlib
@@ -18,6 +18,8 @@ from fourfold.feed.source import empty_like, make_batch
 from fourfold.feed.staging.origin import Backoff, Result, retry
 from fourfold.words.errors import DamagedSample
 
+NUM_TYPED = 64  # rows, spread evenly, that show the types of the columns
+
 
 class RowSource:
     """Numbered samples of a database. `fetch` reads a batch in one query."""
@@ -30,12 +32,14 @@ class RowSource:
         # The mapping of an index in a temporary folder lives on when its files have no name any more.
         with temporary_folder() if index is None else contextlib.nullcontext(Path(index)) as folder:
             self._index: RowIndex = self._retry(lambda: open_index(folder, of, self._digested()))
+        some = [number * len(self) // NUM_TYPED for number in range(NUM_TYPED)]
+        columns.learn_types(self._query([each.key for each in self._index.rows(list(dict.fromkeys(some)))]))
 
     def __len__(self) -> int:
         return len(self._index)
 
     def __getitem__(self, number: int, /) -> Any:
-        return self._columns.sample(self._read([number])[0])
+        return self._sample(number, self._read([number])[0])
 
     def fetch(self, numbers: Sequence[int], /) -> Any:
         """The batch of these samples."""
@@ -43,8 +47,14 @@ class RowSource:
         rows = self._read(wanted)
         batch = self._columns.batch(rows)
         if batch is None:
-            batch = make_batch([self._columns.sample(row) for row in rows], wanted)
+            batch = make_batch([self._sample(*each) for each in zip(wanted, rows, strict=True)], wanted)
         return batch if len(numbers) else empty_like(batch)
+
+    def _sample(self, number: int, row: Row) -> Any:
+        try:
+            return self._columns.sample(row)
+        except (ValueError, OverflowError) as error:
+            raise DamagedSample(self.sample_key(number), str(error), where=self._database.url) from error
 
     def sample_key(self, number: int) -> str:
         """The key of a sample's row."""

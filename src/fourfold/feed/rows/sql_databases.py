@@ -98,14 +98,21 @@ class SqliteDatabase:
         return is_gone or code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_PROTOCOL)
 
     def _connection(self) -> sqlite3.Connection:
-        return self._connections.get(
-            lambda: sqlite3.connect(
-                f"{self._path.resolve().as_uri()}?mode=ro",
-                uri=True,
-                check_same_thread=False,
-                timeout=TIMEOUT_SECONDS,
-            )
-        )
+        return self._connections.get(self._connect)
+
+    def _connect(self) -> sqlite3.Connection:
+        uri = f"{self._path.resolve().as_uri()}?mode=ro"
+        connection = sqlite3.connect(uri, uri=True, check_same_thread=False, timeout=TIMEOUT_SECONDS)
+        connection.text_factory = _text_or_bytes
+        return connection
+
+
+def _text_or_bytes(content: bytes) -> str | bytes:
+    """A value of SQLite's type TEXT, which may be any bytes: in a column of text, those that are none are damage."""
+    try:
+        return content.decode()
+    except UnicodeDecodeError:
+        return content
 
 
 class PostgresDatabase:
