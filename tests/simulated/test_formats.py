@@ -15,6 +15,7 @@ import datasets
 import h5py
 import numpy as np
 import pyarrow as pa
+import pyarrow.csv as csv
 import pyarrow.feather as feather
 import pyarrow.parquet as pq
 import pytest
@@ -29,6 +30,7 @@ from fourfold.cli import feed_pack
 from fourfold.feed.collate import collate_samples
 from fourfold.feed.formats.webdataset import split_name
 from fourfold.feed.pack.schema import leaves
+from fourfold.step.model_call import call_model
 from fourfold.words.errors import DamagedSample, DataError, SettingError
 
 FILES = Path(__file__).parents[1] / "format_files"
@@ -139,6 +141,46 @@ def test_rows_of_tables_are_samples(tmp_path: Path, write: Callable[[Path], None
         ff.open_source(tmp_path / "files", columns=["x"], target="n"),
         [(row(i)["x"], row(i)["n"]) for i in range(SAMPLES)],
     )
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "csv", "npz"])
+def test_numbers_of_a_table_train_in_the_dtype_that_is_asked_for(tmp_path: Path, suffix: str):
+    path, count = tmp_path / f"x.{suffix}", 8
+    if suffix == "npz":
+        np.savez(path, x=np.arange(2.0 * count).reshape(count, 2), y=np.arange(count), label=np.zeros(count, int))
+    else:
+        both = {"y": list(range(count)), "label": [0] * count}
+        both |= (
+            {"x": [[float(i), i / 2] for i in range(count)]}
+            if suffix == "parquet"
+            else {"x": [i / 3 for i in range(count)]}
+        )
+        (pq.write_table if suffix == "parquet" else csv.write_csv)(pa.table(both), path)
+    inputs, labels = ff.open_source(path, target="label", dtype="float32").fetch(range(count))
+    assert {each.dtype for each in inputs.values()} == {torch.float32}
+    assert labels.dtype == torch.int64
+    assert inputs["y"].tolist() == list(range(count))
+    source = ff.open_source(path, target="label", dtype={"x": torch.bfloat16, "label": "int32"})
+    inputs, labels = source.fetch(range(count))
+    assert (inputs["x"].dtype, inputs["y"].dtype, labels.dtype) == (torch.bfloat16, torch.int64, torch.int32)
+    check(source, [source[i] for i in range(count)])
+
+
+def test_a_dtype_that_is_none_is_refused_and_one_that_is_missing_is_named_by_the_model(tmp_path: Path):
+    path = tmp_path / "x.parquet"
+    pq.write_table(pa.table({"x": [[0.0, 1.0]] * 4, "label": [0, 1] * 2}), path)
+    for dtype, message in (
+        ("float23", "dtype = 'float23' .*try float32"),
+        ({"y": "int8"}, "no field 'y'"),
+        (3, "dtype = 3"),
+    ):
+        with pytest.raises(DataError, match=message):
+            ff.open_source(path, dtype=dtype)
+    x, _ = ff.open_source(path, target="label").fetch([0, 1])
+    with pytest.raises(RuntimeError) as caught:
+        call_model(torch.nn.Linear(2, 1), x)
+    assert [note.partition("  ")[0] for note in caught.value.__notes__] == ["inputs of float64"]
+    assert 'try ff.open_source(…, dtype="float32")' in caught.value.__notes__[0]
 
 
 def test_values_that_no_batch_can_hold_are_refused(tmp_path: Path):

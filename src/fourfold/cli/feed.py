@@ -73,6 +73,7 @@ def pack(words: Words = None) -> Command:
     \b
     columns=x,y          the fields of a sample; default: all
     target=label         a field: samples are pairs (the others, it)
+    dtype=float32        of all numbers but the target's; default: as in the files
     rows=true            of a folder of .npy or .npz: a sample per row of each file
 
     \b

@@ -52,10 +52,11 @@ WORDS: dict[str, tuple[Callable[[str], Any], str]] = {
     "variable": (_names, NAMES),
     "columns": (_names, NAMES),
     "target": (lambda text: _names(text)[0], "the name of a field"),
+    "dtype": (lambda text: _names(text)[0], "a dtype, such as float32"),
     "rows": (lambda text: {"true": True, "false": False}[text], "true or false"),
     "row_tokens": (_whole, "the tokens of a row, such as 1024"),
 }
-READING = ("columns", "target", "rows")  # what is read of files; the others say how the pack is written
+READING = ("columns", "target", "rows", "dtype")  # what is read of files; the others say how the pack is written
 
 
 def parse_words(words: Sequence[str]) -> tuple[str, str, dict[str, Any]]:

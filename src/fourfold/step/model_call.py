@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fourfold.step.batch import find_positions, has_token_dim, input_names
-from fourfold.step.tensor_tree import tree_map
+from fourfold.step.tensor_tree import tree_leaves, tree_map
 from fourfold.words.errors import Problem, TaskError
 
 
@@ -17,11 +17,28 @@ def call_model(model: torch.nn.Module, inputs: Any, real_tokens: Tensor | None =
 
     `real_tokens`: the indices of the tokens that are not padding; None: all.
     """
-    outputs = model(**inputs) if isinstance(inputs, dict) else model(inputs)
+    try:
+        outputs = model(**inputs) if isinstance(inputs, dict) else model(inputs)
+    except (RuntimeError, TypeError) as error:
+        if "type" in str(error) and (note := _dtype_note(model, inputs)):
+            error.add_note(note)
+        raise
     if real_tokens is None:
         return outputs
     length = find_positions(inputs).shape[1]
     return tree_map(outputs, lambda tensor: tensor[:, real_tokens] if has_token_dim(tensor, length) else tensor)
+
+
+def _dtype_note(model: torch.nn.Module, inputs: Any) -> str:
+    """What to do if inputs have other dtypes than the weights, as the columns of a table often have."""
+    given, needed = (
+        sorted({str(each.dtype).removeprefix("torch.") for each in tensors})
+        for tensors in (tree_leaves(inputs), model.parameters())
+    )
+    if not needed or given == needed:
+        return ""
+    attempt = f'ff.open_source(…, dtype="{needed[0]}"), or a conversion in the source'
+    return f"inputs of {', '.join(given)}   need what the weights take, of {', '.join(needed)}   try {attempt}"
 
 
 @contextlib.contextmanager

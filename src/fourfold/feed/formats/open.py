@@ -21,7 +21,7 @@ from fourfold.feed.formats.arrow import TableRows
 from fourfold.feed.formats.hdf5 import HDF5Rows
 from fourfold.feed.formats.plain_files import PlainRecords
 from fourfold.feed.formats.positioned import file_size
-from fourfold.feed.formats.source import FormatSource, Records
+from fourfold.feed.formats.source import Dtypes, FormatSource, Records
 from fourfold.feed.formats.tfrecord import TFRecords, is_tfrecord
 from fourfold.feed.formats.webdataset import TarSamples
 from fourfold.feed.pack.layout import INDEX_FILE, MANIFEST_FILE
@@ -71,6 +71,7 @@ class Options(NamedTuple):
     images: bool
     rows: bool
     length: int | None
+    dtype: Dtypes | None
 
     @property
     def fields(self) -> Sequence[str] | None:
@@ -88,6 +89,7 @@ def open_source(
     images: bool = True,
     rows: bool = False,
     length: int | None = None,
+    dtype: Dtypes | None = None,
 ) -> Any:
     """The samples of files as a source, where they are: a pack, or files of a format of others.
 
@@ -96,6 +98,9 @@ def open_source(
     target   a field: samples are pairs (the other fields, target). With one other field, the inputs are its values
     images   decode images to uint8 [3, height, width] (pip install 'fourfold[images]'); else they are bytes
     rows     of a folder of npy or npz files: each row is a sample, not each file
+    dtype    of the numbers in a sample, but for those of the target: "float32", or torch.float32; by field, a dict of
+             them, which may name the target too. None: as in the files, where numbers are often float64 or int64.
+             Images stay uint8
     length   of Megatron's files: a sample is so many tokens with the next ones as targets, not a sequence
 
     Raises DataError, with what is known, if nothing there can be read; DamagedSample, when a sample is read, if it is
@@ -108,7 +113,7 @@ def open_source(
         problems.append(Problem(f"columns = {columns} with target = {target!r}", "at least one of the inputs"))
     if problems:
         raise DataError(problems)
-    options, given = Options(columns, target, images, rows, length), Path(path).expanduser()
+    options, given = Options(columns, target, images, rows, length, dtype), Path(path).expanduser()
     if given.is_dir():
         return _open_folder(given, options)
     if given.is_file():
@@ -137,7 +142,7 @@ def _nothing_there(path: Path) -> DataError:
 
 def _open_folder(folder: Path, options: Options) -> Any:
     if (folder / MANIFEST_FILE).is_file() and (folder / INDEX_FILE).is_file():
-        _refuse(options, str(folder), "a pack", columns=True, target=True, rows=True, length=True)
+        _refuse(options, str(folder), "a pack", columns=True, target=True, rows=True, length=True, dtype=True)
         return Pack(folder, images=options.images)
     if (folder / mds.INDEX_FILE).is_file():
         return _source(mds.MDS(folder, options.fields), options, "MDS")
@@ -244,7 +249,7 @@ def _open_plain(name: str, paths: Sequence[str], kind: str, options: Options) ->
 
 
 def _open_tokens(name: str, paths: Sequence[str], options: Options) -> TokenSource:
-    _refuse(options, name, "tokens", columns=True, target=True, rows=True)
+    _refuse(options, name, "tokens", columns=True, target=True, rows=True, dtype=True)
     assert options.length is not None
     return TokenSource(megatron.MegatronTokens(name, _megatron_prefixes(name, paths)), length=options.length)
 
@@ -272,7 +277,8 @@ OPENERS: dict[str, Callable[[str, Sequence[str], Options], Records]] = {
 
 def _source(records: Records, options: Options, what: str, *, rows: bool = False) -> FormatSource:
     _refuse(options, records.name, what, rows=not rows, length=True)
-    return FormatSource(records, columns=options.columns, target=options.target, images=options.images)
+    wanted = {"columns": options.columns, "target": options.target, "images": options.images, "dtype": options.dtype}
+    return FormatSource(records, **wanted)
 
 
 def _refuse(options: Options, name: str, what: str, **refused: bool) -> None:

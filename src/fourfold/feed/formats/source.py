@@ -15,17 +15,21 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
+import numpy as np
+import torch
+
 from fourfold.feed.collate import collate_samples
 from fourfold.feed.pack.schema import PAIR, EncodedImage
-from fourfold.feed.pack.values import decode_image
+from fourfold.feed.pack.values import DTYPES, decode_image
 from fourfold.feed.source import empty_like
 from fourfold.words import argument_checks
-from fourfold.words.errors import DamagedSample, DataError, Problem
+from fourfold.words.errors import DamagedSample, DataError, Problem, closest_match
 
 MAX_THREADS = 4
 NUM_TRIED = 64  # records, for the names of fields
 UNREADABLE = (ValueError, OSError, EOFError, MemoryError, OverflowError, RecursionError)
 Record = dict[str, Any]
+Dtypes = str | torch.dtype | Mapping[str, str | torch.dtype]
 
 
 class Records(Protocol):
@@ -47,14 +51,22 @@ class FormatSource:
     columns  the fields of a sample, in this order; None: all
     target   a field: samples are pairs (the other fields, target). With one other field, the inputs are its values
     images   decode images to uint8 [3, height, width]; else their bytes are the sample
+    dtype    of all numbers but the target's; or a dtype by field
 
     A batch stacks arrays and numbers, and makes lists of text, bytes and nulls.
     """
 
     def __init__(
-        self, records: Records, *, columns: Sequence[str] | None = None, target: str | None = None, images: bool = True
+        self,
+        records: Records,
+        *,
+        columns: Sequence[str] | None = None,
+        target: str | None = None,
+        images: bool = True,
+        dtype: Dtypes | None = None,
     ) -> None:
         self._records, self._columns, self._target, self._images = records, columns, target, images
+        self._dtypes = _read_dtypes(dtype)
         self._ends = list(itertools.accumulate(records.shard_sizes))
         if not len(self):
             raise DataError(Problem(f"{records.name} has no samples", "at least one"), where=records.name)
@@ -64,7 +76,8 @@ class FormatSource:
 
     def _check_names(self) -> None:
         """Raise DataError for names that no record has: the names are wrong, and not the records damaged."""
-        wanted = self._columns if self._columns is not None else [] if self._target is None else [self._target]
+        named = (self._target, *self._dtypes) if self._columns is None else (*self._columns, *self._dtypes)
+        wanted = [name for name in named if name is not None]
         known = list(getattr(self._records, "field_names", ()) or (self._names_of_some(wanted) if wanted else ()))
         problems = argument_checks.unknown_name_problems("field", wanted, known) if known else []
         if known == [self._target]:
@@ -165,13 +178,18 @@ class FormatSource:
         needed = wanted if self._target is None else [*wanted, self._target]
         if missing := [name for name in needed if name not in record]:
             raise ValueError(f"no {' and no '.join(missing)}, but {', '.join(record) or 'nothing'}")
-        values = {name: record[name] for name in wanted}
+        values = {name: self._converted(name, record[name]) for name in wanted}
         if self._target is not None:
             target = values.pop(self._target)
             if not values:
                 raise ValueError(f"no field but the target {self._target}")
             return next(iter(values.values())) if len(values) == 1 else values, target
         return tuple(values[name] for name in PAIR) if set(values) == set(PAIR) else values
+
+    def _converted(self, name: str, value: Any) -> Any:
+        target = self._target or PAIR[1]
+        dtype = self._dtypes.get(name, None if name == target else self._dtypes.get(None))
+        return value if dtype is None else _converted(value, dtype)
 
     def _decoded(self, index: int, sample: Any) -> Any:
         if not self._images:
@@ -185,6 +203,36 @@ class FormatSource:
 def reason_of(error: BaseException) -> str:
     """The first line of an error's message."""
     return (str(error).splitlines() or [""])[0][:300] or type(error).__name__
+
+
+def _read_dtypes(given: Dtypes | None) -> dict[str | None, torch.dtype]:
+    """The dtypes by field; under None, that of the others. Raises DataError for what is no dtype."""
+    by_name = given if isinstance(given, Mapping) else {None: given} if given is not None else {}
+    found = {name: each if isinstance(each, torch.dtype) else DTYPES.get(str(each)) for name, each in by_name.items()}
+    problems = [
+        Problem(
+            f"dtype = {by_name[name]!r}", f"one of {', '.join(DTYPES)}", closest_match(str(by_name[name]), DTYPES) or ""
+        )
+        for name, each in found.items()
+        if each not in DTYPES.values()
+    ]
+    if problems:
+        raise DataError(problems, where="open_source")
+    return {name: each for name, each in found.items() if each is not None}
+
+
+def _converted(value: Any, dtype: torch.dtype) -> Any:
+    """A value with its numbers in a dtype; text and bytes stay as they are."""
+    if isinstance(value, Mapping):
+        return {name: _converted(each, dtype) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_converted(each, dtype) for each in value]
+    if isinstance(value, np.ndarray | np.generic | bool | int | float):
+        array = np.array(value)
+        if array.dtype == object:
+            raise ValueError(f"a whole number of more than 64 bits, for {str(dtype).removeprefix('torch.')}")
+        value = torch.from_numpy(array)
+    return value.to(dtype) if isinstance(value, torch.Tensor) else value
 
 
 def _decode_images(value: Any) -> Any:
