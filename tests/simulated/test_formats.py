@@ -150,11 +150,7 @@ def test_numbers_of_a_table_train_in_the_dtype_that_is_asked_for(tmp_path: Path,
         np.savez(path, x=np.arange(2.0 * count).reshape(count, 2), y=np.arange(count), label=np.zeros(count, int))
     else:
         both = {"y": list(range(count)), "label": [0] * count}
-        both |= (
-            {"x": [[float(i), i / 2] for i in range(count)]}
-            if suffix == "parquet"
-            else {"x": [i / 3 for i in range(count)]}
-        )
+        both["x"] = [[float(i), i / 2] if suffix == "parquet" else i / 3 for i in range(count)]
         (pq.write_table if suffix == "parquet" else csv.write_csv)(pa.table(both), path)
     inputs, labels = ff.open_source(path, target="label", dtype="float32").fetch(range(count))
     assert {each.dtype for each in inputs.values()} == {torch.float32}
@@ -169,11 +165,8 @@ def test_numbers_of_a_table_train_in_the_dtype_that_is_asked_for(tmp_path: Path,
 def test_a_dtype_that_is_none_is_refused_and_one_that_is_missing_is_named_by_the_model(tmp_path: Path):
     path = tmp_path / "x.parquet"
     pq.write_table(pa.table({"x": [[0.0, 1.0]] * 4, "label": [0, 1] * 2}), path)
-    for dtype, message in (
-        ("float23", "dtype = 'float23' .*try float32"),
-        ({"y": "int8"}, "no field 'y'"),
-        (3, "dtype = 3"),
-    ):
+    wrong = {"dtype = 'float23' .*try float32": "float23", "no field 'y'": {"y": "int8"}, "dtype = 3": 3}
+    for message, dtype in wrong.items():
         with pytest.raises(DataError, match=message):
             ff.open_source(path, dtype=dtype)
     x, _ = ff.open_source(path, target="label").fetch([0, 1])

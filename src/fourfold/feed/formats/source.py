@@ -210,11 +210,9 @@ def _read_dtypes(given: Dtypes | None) -> dict[str | None, torch.dtype]:
     by_name = given if isinstance(given, Mapping) else {None: given} if given is not None else {}
     found = {name: each if isinstance(each, torch.dtype) else DTYPES.get(str(each)) for name, each in by_name.items()}
     problems = [
-        Problem(
-            f"dtype = {by_name[name]!r}", f"one of {', '.join(DTYPES)}", closest_match(str(by_name[name]), DTYPES) or ""
-        )
-        for name, each in found.items()
-        if each not in DTYPES.values()
+        Problem(f"dtype = {each!r}", f"one of {', '.join(DTYPES)}", closest_match(str(each), DTYPES) or "")
+        for name, each in by_name.items()
+        if found[name] not in DTYPES.values()
     ]
     if problems:
         raise DataError(problems, where="open_source")
