@@ -8,6 +8,7 @@ Law: an unknown amount is None, never a guess; an unknown limit does not lower t
 """
 
 import contextlib
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -49,12 +50,21 @@ class MemoryLimit(NamedTuple):
 
 def available_bytes() -> int | None:
     """Bytes that could be allocated on this host, swap included; None if the system does not say."""
-    meminfo = _meminfo()
-    if meminfo is None:
+    available, free_swap = _meminfo("MemAvailable"), _meminfo("SwapFree") or 0
+    if available is None:
         return None
-    available, free_swap = meminfo
     headrooms = (limit.headroom_bytes + limit.swap_beyond(free_swap) for limit in _memory_limits())
     return min([available + free_swap, *headrooms])
+
+
+def total_bytes() -> int | None:
+    """The memory of this host, or what a cgroup or a limit of this process allows; None if the system does not say."""
+    total = _meminfo("MemTotal")
+    if total is None:
+        return None
+    limits = [limit.limit_bytes for limit in _memory_limits()]
+    address_space, _ = resource.getrlimit(resource.RLIMIT_AS)
+    return min([total, *limits, *([] if address_space == resource.RLIM_INFINITY else [address_space])])
 
 
 def resident_bytes(entry: str = "VmRSS") -> int | None:
@@ -71,13 +81,13 @@ def tightest_memory_limit() -> MemoryLimit | None:
     return min(_memory_limits(), key=lambda limit: limit.headroom_bytes, default=None)
 
 
-def _meminfo() -> tuple[int, int] | None:
-    """MemAvailable (since Linux 3.14) and SwapFree, in bytes."""
+def _meminfo(name: str) -> int | None:
+    """An entry in bytes, such as MemAvailable (since Linux 3.14)."""
     try:
         lines = MEMINFO.read_text().splitlines()
         values = {name: int(text.split()[0]) * 1024 for name, _, text in (line.partition(":") for line in lines)}
-        return values["MemAvailable"], values.get("SwapFree", 0)
-    except (OSError, ValueError, IndexError, KeyError):
+        return values.get(name)
+    except (OSError, ValueError, IndexError):
         return None
 
 

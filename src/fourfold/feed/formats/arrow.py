@@ -1,7 +1,7 @@
 """Parquet and Arrow: the rows of tables.
 
 part    what is read of a file at once: a row group of Parquet, a record batch of Arrow
-Law: a part is read when a row of it is needed; at most MAX_PARTS are held. The wanted columns have one type in all
+Law: a part is read when a row of it is needed; few of them are held. The wanted columns have one type in all
 files, and the order of the first. A stream has no index, so its batches are held: they point into its mapped file, and
 a compressed one that does not fit is refused.
 """
@@ -9,18 +9,23 @@ a compressed one that does not fit is refused.
 import bisect
 import contextlib
 import itertools
-import threading
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from fourfold.feed.formats.positioned import file_size
 from fourfold.feed.formats.tables import choose_columns, image_columns, pyarrow, rows_of, type_text
+from fourfold.feed.unpacked import Unpacked, check_fits, share_bytes
 from fourfold.words.errors import DataError, Problem
 
-MAX_PARTS = 4
 MAX_RATIO = 2000  # of zstd and the encodings of Parquet together, for data that are not one value
-MAX_ROWS = 2**48
+MAX_ROWS, MOST_ROWS = 2**48, 2**16  # of a row group; of what is read of it at once
+WIDTHS = {
+    "INT32": 4,
+    "FLOAT": 4,
+    "INT64": 8,
+    "DOUBLE": 8,
+    "INT96": 12,
+}  # of the physical types of Parquet; not of bits and bytes
 MAX_STREAM_BYTES = 2**28  # in memory, of a stream that is compressed
 
 
@@ -47,9 +52,30 @@ class _Parquet:
         self.sizes = [group.num_rows for group in groups]
         self.columns = choose_columns(self.schema, columns, path)
 
+    def _chunks(self, number: int) -> list[Any]:
+        """What a row group says of the columns that are read, or of their parts."""
+        group = self._file.metadata.row_group(number)
+        chunks = [group.column(place) for place in range(group.num_columns)]
+        return [each for each in chunks if each.path_in_schema.partition(".")[0] in self.columns]
+
+    def part_bytes(self, number: int) -> int:
+        """What a row group has in memory, at least: a page of a few bytes may stand for any number of equal values."""
+        return sum(
+            max(each.total_uncompressed_size, WIDTHS.get(each.physical_type, 0) * each.num_values)
+            for each in self._chunks(number)
+        )
+
     def part(self, number: int) -> Any:
-        table = self._file.read_row_group(number, columns=self.columns, use_threads=False)
-        return table.select(self.columns)
+        total, batches = 0, []
+        # A value is no longer than its column, but may stand in every row.
+        longest = max((each.total_uncompressed_size for each in self._chunks(number)), default=0)
+        rows = min(MOST_ROWS, max(1, share_bytes() // (4 * max(1, longest))))
+        for batch in self._file.iter_batches(rows, row_groups=[number], columns=self.columns, use_threads=False):
+            total += batch.nbytes
+            check_fits(2 * total, f"row group {number}")  # twice: as batches, and as one table
+            batches.append(batch)
+        table = pyarrow().Table.from_batches(batches, None if batches else self.schema)
+        return table.select(self.columns).combine_chunks()
 
 
 class _ArrowFile:
@@ -66,6 +92,9 @@ class _ArrowFile:
         options = library.ipc.IpcReadOptions(included_fields=[cheap] if self.schema.names else [])
         counted = library.ipc.open_file(library.memory_map(path), options=options)
         self.sizes = [counted.get_batch(number).num_rows for number in range(counted.num_record_batches)]
+
+    def part_bytes(self, number: int) -> int:
+        return 0  # not known before it is unpacked
 
     def part(self, number: int) -> Any:
         batch = self._file.get_batch(number)
@@ -94,6 +123,9 @@ class _ArrowStream:
                 )
                 raise DataError(problem, where=path)
         self.sizes = [batch.num_rows for batch in self._batches]
+
+    def part_bytes(self, number: int) -> int:
+        return 0  # in the mapped file, or in memory already
 
     def part(self, number: int) -> Any:
         return pyarrow().Table.from_batches([self._batches[number]]).select(self.columns)
@@ -141,7 +173,7 @@ class TableRows:
         self._images = image_columns(self._files[0].schema)
         self._ends = [list(itertools.accumulate(file.sizes)) for file in self._files]
         self.shard_sizes = [ends[-1] if ends else 0 for ends in self._ends]
-        self._parts, self._lock = OrderedDict[tuple[int, int], Any](), threading.Lock()
+        self._parts = Unpacked[Any]()
 
     def __getstate__(self) -> dict[str, Any]:
         return {"name": self.name, "_paths": self._paths, "_wanted": self._wanted}
@@ -167,17 +199,14 @@ class TableRows:
         return found
 
     def _part(self, file: int, number: int) -> Any:
-        with self._lock:
-            table = self._parts.pop((file, number), None)
-            if table is None:
-                table = self._files[file].part(number)
-                if table.num_rows != self._files[file].sizes[number]:
-                    raise ValueError(f"part {number} of {table.num_rows} rows")
-                table.validate(full=True)  # offsets of damaged files point anywhere
-            self._parts[file, number] = table
-            if len(self._parts) > MAX_PARTS:
-                self._parts.popitem(last=False)
+        def unpack() -> Any:
+            table = self._files[file].part(number)
+            if table.num_rows != self._files[file].sizes[number]:
+                raise ValueError(f"part {number} of {table.num_rows} rows")
+            table.validate(full=True)  # offsets of damaged files point anywhere
             return table
+
+        return self._parts.get((file, number), self._files[file].part_bytes(number), unpack)
 
 
 def _summary(types: Mapping[str, str], names: Sequence[str]) -> str:

@@ -1,20 +1,18 @@
 """Compressed files: unpacked as a whole into memory, when something of them is read.
 
 Law: no more is unpacked than the index says that the file has, and the compressed file bounds what it may say. A file
-of another size, or without its end, is damaged. At most MAX_UNPACKED files are held.
+of another size, or without its end, is damaged.
 """
 
 import bz2
 import io
-import threading
 import zlib
-from collections import OrderedDict
 from typing import Any
 
 from fourfold.feed.formats.positioned import PositionedFiles
+from fourfold.feed.unpacked import Unpacked
 from fourfold.words.errors import DataError, Problem
 
-MAX_UNPACKED = 4
 LEAST_BYTES, MAX_RATIO = 2**26, 2000  # MDS writes 64 MiB by default; more from less is one value over and over
 COMPRESSIONS = ("zstd", "gz", "bz2")
 
@@ -39,21 +37,17 @@ def _zstandard() -> Any:
 
 
 class UnpackedFiles:
-    """The contents of compressed files; the least recently used one is dropped."""
+    """The contents of compressed files."""
 
     def __init__(self, files: PositionedFiles) -> None:
-        self._files, self._held, self._lock = files, OrderedDict[int, bytes](), threading.Lock()
+        self._files, self._unpacked = files, Unpacked[bytes]()
 
     def read(self, file: int, compression: str, num_bytes: int, offset: int, length: int) -> bytes:
         """Bytes of the unpacked file. Raises ValueError if it is damaged or has not got them."""
-        with self._lock:  # one thread unpacks, and others wait for what they will need too
-            content = self._held.pop(file, None)
-            if content is None:
-                packed = self._files.read(file, 0, self._files.sizes[file])
-                content = unpack(packed, compression, num_bytes)
-            self._held[file] = content
-            if len(self._held) > MAX_UNPACKED:
-                self._held.popitem(last=False)
+        size = self._files.sizes[file]
+        content = self._unpacked.get(
+            file, size + num_bytes, lambda: unpack(self._files.read(file, 0, size), compression, num_bytes)
+        )
         if offset + length > len(content):
             raise ValueError(f"bytes {offset} to {offset + length} of {len(content)}")
         return content[offset : offset + length]

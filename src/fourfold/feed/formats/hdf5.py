@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fourfold.feed.formats.positioned import file_size
+from fourfold.feed.unpacked import check_fits
 from fourfold.words import argument_checks
 from fourfold.words.errors import DataError, Problem
 
@@ -152,6 +153,11 @@ def _problems(path: str, name: str, dataset: Any, file_bytes: int) -> list[Probl
         num_bytes = dataset.dtype.itemsize * math.prod(shape)
         if num_bytes > most:
             return [Problem(f"{where} with {what} of {num_bytes} bytes, in a file of {file_bytes}", f"at most {most}")]
+    for shape, what in ((dataset.shape[1:], "a row"), (dataset.chunks or (), "a chunk")):
+        try:
+            check_fits(dataset.dtype.itemsize * math.prod(shape), what)
+        except ValueError as error:
+            return [Problem(f"{where}: {error}", "rows and chunks that fit", "smaller chunks")]
     return []
 
 

@@ -20,12 +20,11 @@ import torch
 
 from fourfold.feed.collate import collate_samples
 from fourfold.feed.pack.schema import PAIR, EncodedImage
-from fourfold.feed.pack.values import DTYPES, decode_image
+from fourfold.feed.pack.values import DTYPES, IMAGE_THREADS, decode_image
 from fourfold.feed.source import empty_like
 from fourfold.words import argument_checks
 from fourfold.words.errors import DamagedSample, DataError, Problem, closest_match
 
-MAX_THREADS = 4
 NUM_TRIED = 64  # records, for the names of fields
 UNREADABLE = (ValueError, OSError, EOFError, MemoryError, OverflowError, RecursionError)
 Record = dict[str, Any]
@@ -129,7 +128,7 @@ class FormatSource:
             return _batch_of_none(self[0])
         samples = self._read_many(numbers)
         if self._images and any(isinstance(value, EncodedImage) for value in _values(samples[0])):
-            threads = min(MAX_THREADS, len(numbers), len(os.sched_getaffinity(0)))
+            threads = min(IMAGE_THREADS, len(numbers), len(os.sched_getaffinity(0)))
             with ThreadPoolExecutor(threads, thread_name_prefix="fourfold images") as pool:
                 samples = list(pool.map(self._decoded, numbers, samples))
         batch = collate_samples(samples, numbers, nulls=True)

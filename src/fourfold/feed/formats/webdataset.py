@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from fourfold.feed.formats.plain_values import parse_json, parse_npy
+from fourfold.feed.files.numpy_files import parse_npy
+from fourfold.feed.formats.plain_values import parse_json
 from fourfold.feed.formats.positioned import PositionedFiles
 from fourfold.feed.formats.tar_index import Member, members
 from fourfold.feed.pack.schema import EncodedImage

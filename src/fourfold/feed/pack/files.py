@@ -17,6 +17,7 @@ import xxhash
 
 from fourfold.feed.expected import NOT_STAGED, Expected
 from fourfold.feed.pack import layout
+from fourfold.feed.unpacked import check_fits
 from fourfold.words.errors import DamagedSample, DataError, Problem, os_error_text
 
 MAX_OPEN = 256
@@ -139,6 +140,15 @@ class PackFiles:
         if wrong.any():
             number = int(numbers[int(wrong.argmax())])
             raise DamagedSample(self.place(number), "its entry in the index is damaged", where=self.name)
+        try:
+            longest, total = int(entries["length"].argmax()), int(entries["length"].sum())
+            check_fits(int(entries["length"][longest]), "a record")
+        except ValueError as error:  # of a file with holes, which has no such bytes on the disk
+            raise DamagedSample(self.place(int(numbers[longest])), str(error), where=self.name) from error
+        try:
+            check_fits(total, f"a batch of {len(numbers)} records")
+        except ValueError as error:
+            raise DataError(Problem(str(error), "a batch that fits", "a smaller batch_size"), where=self.name) from None
         numbers_of_shards = shards.tolist()
         files = {shard: self._place.open(shard) for shard in set(numbers_of_shards)}
         opened = [files[shard] for shard in numbers_of_shards]

@@ -25,6 +25,7 @@ from fourfold.feed.pack.schema import (
     build,
     leaves,
 )
+from fourfold.feed.unpacked import check_fits
 from fourfold.words.errors import DataError, Problem
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_BYTES}
@@ -39,6 +40,7 @@ KINDS: dict[type, Kind] = {
 }
 INT64 = range(-(2**63), 2**63)
 IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "GIF")
+IMAGE_THREADS, PIXEL_BYTES = 4, 8  # that decode at once; of a pixel as it is stored, as RGB, and in the batch
 STRUCT_OF_NUMBER = {"int": struct.Struct("<q"), "float": struct.Struct("<d"), "bool": struct.Struct("<?")}
 Part = bytes | memoryview
 
@@ -215,6 +217,9 @@ def decode_image(content: bytes) -> Tensor:
         raise DataError(Problem("images, and no Pillow", need, attempt)) from None
     try:
         with Image.open(io.BytesIO(content), formats=IMAGE_FORMATS) as image:
+            check_fits(
+                IMAGE_THREADS * PIXEL_BYTES * image.width * image.height, f"{image.width} × {image.height} pixels"
+            )
             pixels = np.array(image.convert("RGB"))
     except (OSError, SyntaxError, Image.DecompressionBombError) as error:  # Pillow's errors for damaged files
         raise ValueError(f"an image that cannot be decoded: {str(error) or type(error).__name__}") from error

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from fourfold.feed.unpacked import check_fits
 from fourfold.words.errors import DataError, Problem
 
 LEVEL = 3
@@ -42,8 +43,9 @@ class Codec(threading.local):
             claimed = self._library.frame_content_size(stored)
             if not 0 <= claimed <= max_bytes:
                 raise ValueError(f"a frame of {claimed} bytes, of at most {max_bytes}")
+            check_fits(claimed, "a record")
             record = self._decompressor.decompress(stored)
-        except self._library.ZstdError as error:
+        except (self._library.ZstdError, MemoryError) as error:
             raise ValueError(str(error)) from error
         if len(record) != claimed:
             raise ValueError(f"a frame of {claimed} bytes that holds {len(record)}")
