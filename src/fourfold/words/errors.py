@@ -17,6 +17,8 @@ from fourfold.words.text_table import align_columns
 REQUEUE_EXIT_CODE = 75
 INTERRUPT_EXIT_CODE = 130  # 128 + SIGINT, as in a shell: a person pressed Ctrl-C
 
+MAX_TEXT = 3000  # characters of a part of a problem
+
 # Parts of the messages of torch and gloo that mean: the peer process is gone.
 PEER_GONE_MESSAGES = (
     "connection closed by peer",
@@ -139,7 +141,7 @@ class DivergenceError(FourfoldError):
 
 def format_problems(problems: Sequence[Problem], *, where: str = "") -> str:
     """The text of an error: a heading, then one row per problem with aligned columns. Safe to print."""
-    problems = [Problem(*map(escape_controls, problem)) for problem in problems]
+    problems = [Problem(*map(escape_controls, map(_shortened, problem))) for problem in problems]
     if len(problems) == 1 and not where and not problems[0].need and not problems[0].attempt:
         return problems[0].got
     head = f"{len(problems)} problems" if len(problems) > 1 else "1 problem"
@@ -147,6 +149,11 @@ def format_problems(problems: Sequence[Problem], *, where: str = "") -> str:
     rows = [(p.got, f"need {p.need}" if p.need else "", f"try {p.attempt}" if p.attempt else "") for p in problems]
     lines = align_columns(rows, "<<<", gap="   ")
     return "\n".join([f"{head}{location}", *("  " + line for line in lines)])
+
+
+def _shortened(text: str) -> str:
+    """The text, or of one that is very long, such as a name in a forged file, its beginning and its end."""
+    return text if len(text) <= MAX_TEXT else f"{text[: MAX_TEXT // 2]} … {text[-MAX_TEXT // 2 :]}"
 
 
 def os_error_text(error: OSError) -> str:
