@@ -20,15 +20,19 @@ import pyarrow as pa
 import pyarrow.feather as feather
 import pyarrow.parquet as pq
 import pytest
+import xxhash
 import zstandard
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from PIL import Image
 from tfrecord.writer import TFRecordWriter
 
 import fourfold as ff
+from fourfold.feed import unpacked
 from fourfold.feed.formats import arrow
 from fourfold.feed.formats.crc32c import masked_crc32c
 from fourfold.feed.formats.positioned import PositionedFiles
+from fourfold.feed.pack import layout
 from fourfold.words.errors import DamagedSample, DataError
 
 FILES = Path(__file__).parents[1] / "format_files"
@@ -345,3 +349,81 @@ def test_what_a_file_claims_is_bounded_before_it_is_believed(tmp_path: Path, lie
     write(tmp_path)
     with few_bytes(), pytest.raises(DataError, match=message):
         ff.open_source(tmp_path, rows=any(tmp_path.glob("*.np*")))[0]
+
+
+# Bombs: small files, all that they say is true, that would unpack to 64 MiB
+
+
+def npz_of_zeros(folder: Path) -> None:
+    np.savez_compressed(folder / "x.npz", inputs=np.zeros((4, 2**24), np.uint8))
+
+
+def parquet_of_one_number(folder: Path) -> None:
+    column = pa.DictionaryArray.from_arrays(pa.array(np.zeros(2**21, np.int8)), pa.array([0.5])).cast(pa.float64())
+    pq.write_table(pa.table({f"x{i}": column for i in range(4)}), folder / "x.parquet", row_group_size=2**21)
+
+
+def parquet_of_one_text(folder: Path) -> None:
+    rows = pa.DictionaryArray.from_arrays(pa.array(np.zeros(2**6, np.int8)), pa.array(["a" * 2**20]))
+    pq.write_table(pa.table({"x": rows.cast(pa.string())}), folder / "x.parquet", compression="zstd")
+
+
+def chunk_of_zeros(folder: Path) -> None:
+    with h5py.File(folder / "x.h5", "w") as file:
+        file.create_dataset("x", data=np.zeros((1, 2**26), "u1"), chunks=(1, 2**26), compression="gzip")
+
+
+def pack_of_zeros(folder: Path) -> None:
+    ff.pack([{"x": bytes(2**26)}], folder / "pack", compression="zstd")
+
+
+def pack_with_a_hole(folder: Path) -> None:
+    """A pack whose shard takes no room on the disk."""
+    ff.pack([(np.zeros(8, np.uint8), 0)] * 2, folder / "pack")
+    pack, length = folder / "pack", 2**26 + 8
+    manifest = json.loads((pack / "manifest.json").read_bytes())["manifest"]
+    manifest["schema"]["fields"][0]["shape"] = [2**26]
+    manifest |= {"max_record_bytes": length, "shards": [[2, 2**30, "0" * 32]]}
+    body = json.dumps(manifest, separators=(",", ":"))
+    digest = xxhash.xxh3_128_hexdigest(body.encode())
+    (pack / "manifest.json").write_text(f'{{"xxh3_128":"{digest}","manifest":{body}}}\n')
+    with (pack / "shard-00000.data").open("r+b") as file:
+        file.truncate(2**30)
+    np.array([(0, length, 0), (2**29, length, 0)], dtype=layout.ENTRY).tofile(pack / "index")
+
+
+def image_of_one_color(folder: Path) -> None:
+    Image.new("RGB", (2000, 2000)).save(folder / "x.png")
+
+
+def mds_of_zeros(folder: Path) -> None:
+    """A shard of 64 MiB, which is within the ratio that honest data may have."""
+    lying_mds(folder, "mds-zstd", raw_data__bytes=2**26)
+    for path in folder.glob("*.zstd"):
+        path.write_bytes(zstandard.compress(bytes(2**26)))
+
+
+BOMBS: dict[str, tuple[Callable[[Path], None], str, str]] = {
+    "a .npz": (npz_of_zeros, "x.npz", "arrays of 67108992 bytes, and memory of 32.0 MiB for each rank"),
+    "rows of a .npz": (npz_of_zeros, "", "arrays of 67108992 bytes"),
+    "a file of .npz": (npz_of_zeros, "", "arrays of 67108992 bytes"),
+    "a row group of one number": (parquet_of_one_number, "", "a part of 67108864 bytes"),
+    "a row group of one text": (parquet_of_one_text, "", "row group 0 of [0-9]+ bytes"),
+    "a chunk": (chunk_of_zeros, "", "a row of 67108864 bytes"),
+    "a record": (pack_of_zeros, "pack", "a record of 67108872 bytes"),
+    "a hole": (pack_with_a_hole, "pack", "a record of 67108872 bytes"),
+    "a shard": (mds_of_zeros, "", "a part of 671[0-9]{5} bytes"),
+    "an image": (image_of_one_color, "", "2000 × 2000 pixels of 128000000 bytes"),
+}
+
+
+@pytest.mark.parametrize("bomb", BOMBS)
+def test_nothing_unpacks_to_more_than_the_memory_of_a_rank(tmp_path: Path, bomb: str, monkeypatch: pytest.MonkeyPatch):
+    write, name, message = BOMBS[bomb]
+    write(tmp_path)
+    size = sum(path.stat().st_blocks * 512 for path in tmp_path.rglob("*") if path.is_file())
+    assert size < 2**20
+    monkeypatch.setattr(unpacked, "share_bytes", lambda: 2**25)
+    monkeypatch.setattr(arrow, "share_bytes", lambda: 2**25)
+    with few_bytes(), pytest.raises(DataError, match=message):
+        ff.open_source(tmp_path / name, rows=bomb.startswith("rows"))[0]

@@ -50,8 +50,14 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 def forged(value: Any, rng: random.Random, secret: Path) -> Any:
     """The value with something else at a place: a number, a name, nothing, itself twice or nested deeply."""
     value = copy.deepcopy(value)
-    *way, key = rng.choice(list(places(value)))
-    inner = value
+    for _ in range(rng.choice([1, 1, 2, 3])):
+        if found := list(places(value)):
+            change(value, rng.choice(found), rng, secret)
+    return value
+
+
+def change(inner: Any, path: tuple[Any, ...], rng: random.Random, secret: Path) -> None:
+    *way, key = path
     for each in way:
         inner = inner[each]
     kind = rng.choice(["number", "number", "other", "path", "gone", "twice", "deep", "same"])
@@ -66,15 +72,14 @@ def forged(value: Any, rng: random.Random, secret: Path) -> Any:
         inner[key] = inner[rng.choice(list(inner))]
     else:
         inner[key] = rng.choice({"number": NUMBERS, "path": [str(secret), "../secret"]}.get(kind, OTHERS))
-    return value
 
 
 # What is forged: how it is made, forged once, and read to its end
 
 
 def make_pack(folder: Path) -> None:
-    samples = [{"x": torch.arange(i % 3 * 4.0).reshape(-1, 2), "n": i, "t": "text" * (i % 5)} for i in range(12)]
-    ff.pack(samples, folder / "pack", shard_bytes=300)
+    samples = [{"x": torch.zeros(i % 3, 2 + i % 2), "n": i, "t": "text" * (i % 5)} for i in range(12)]
+    ff.pack(samples, folder / "pack", shard_bytes=300, variable=["x"])
 
 
 def make_rows(folder: Path) -> None:

@@ -105,7 +105,7 @@ def _read_npz(path: str, read: Any, kinds: str) -> dict[str, Any]:
     try:
         with zipfile.ZipFile(path) as archive:
             entries = archive.infolist()
-            check_fits(sum(entry.file_size for entry in entries), f"{len(entries)} arrays")
+            check_fits(sum(entry.file_size for entry in entries), "arrays")
             for entry in entries:
                 if not entry.filename.endswith(".npy"):
                     raise ValueError(f"{entry.filename} is no array")
