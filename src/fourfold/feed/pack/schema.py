@@ -205,6 +205,11 @@ def schema_problems(schema: Schema) -> Iterator[str]:
         yield "a pair without inputs or without targets"
 
 
+def is_possible(shape: Sequence[int]) -> bool:
+    """Whether a tensor may have this shape: even one without elements has strides, which are products of sizes."""
+    return math.prod(max(1, size) for size in shape) <= MAX_RECORD_BYTES
+
+
 def _field_problems(field: Field, is_pair: bool) -> Iterator[str]:
     if not 1 <= len(field.path) <= MAX_PATH or any(not 0 < len(name) <= MAX_NAME_LENGTH for name in field.path):
         yield "a path of no or too many names, or of names too long"
@@ -215,8 +220,8 @@ def _field_problems(field: Field, is_pair: bool) -> Iterator[str]:
         return
     if len(field.shape) > MAX_DIMS or any(not OPEN <= size <= MAX_RECORD_BYTES for size in field.shape):
         yield "a shape with too many dims, or with sizes out of bounds"
-    elif field.num_bytes > MAX_RECORD_BYTES:
-        yield f"{field.num_bytes} bytes in a record"
+    elif field.num_bytes > MAX_RECORD_BYTES or not is_possible(field.shape):
+        yield f"{field.dtype} {list(field.shape)}, of {field.num_bytes} bytes in a record"
     if len(field.classes) > MAX_CLASSES:
         yield f"{len(field.classes)} classes"
     if field.kind in DTYPE_OF_NUMBER and (field.dtype, field.shape) != (DTYPE_OF_NUMBER[field.kind], ()):

@@ -23,6 +23,7 @@ from fourfold.feed.pack.schema import (
     Kind,
     Schema,
     build,
+    is_possible,
     leaves,
 )
 from fourfold.feed.unpacked import check_fits
@@ -181,8 +182,8 @@ def decode(schema: Schema, record: np.ndarray, *, images: bool) -> Any:
     extents = []
     for extent in schema.extents(sizes):
         extents.append(extent)
-        if extent.stop > len(record):
-            raise ValueError(f"{extent.field.name} ends at byte {extent.stop} of {len(record)}")
+        if extent.stop > len(record) or not is_possible(extent.shape):
+            raise ValueError(f"{extent.field.name} of {extent.shape} ends at byte {extent.stop} of {len(record)}")
     if extents[-1].stop != len(record):
         raise ValueError(f"a record of {len(record)} bytes, and fields of {extents[-1].stop}")
     return build(schema, [_value(each, record[each.start : each.stop], images) for each in extents])
