@@ -39,7 +39,8 @@ def pattern_of(call: ast.Call) -> str | None:
         return None
     if isinstance(call.args[0], ast.JoinedStr):
         return "".join(str(part.value) if isinstance(part, ast.Constant) else "a" for part in call.args[0].values)
-    return call.args[0].value if isinstance(call.args[0], ast.Constant) else None
+    given = call.args[0].value if isinstance(call.args[0], ast.Constant) else None
+    return given if isinstance(given, str) else None
 
 
 PATTERNS = find_patterns()

@@ -149,7 +149,7 @@ def test_numbers_of_a_table_train_in_the_dtype_that_is_asked_for(tmp_path: Path,
     if suffix == "npz":
         np.savez(path, x=np.arange(2.0 * count).reshape(count, 2), y=np.arange(count), label=np.zeros(count, int))
     else:
-        both = {"y": list(range(count)), "label": [0] * count}
+        both: dict[str, Any] = {"y": list(range(count)), "label": [0] * count}
         both["x"] = [[float(i), i / 2] if suffix == "parquet" else i / 3 for i in range(count)]
         (pq.write_table if suffix == "parquet" else csv.write_csv)(pa.table(both), path)
     inputs, labels = ff.open_source(path, target="label", dtype="float32").fetch(range(count))

@@ -1,8 +1,8 @@
 """Parquet and Arrow: the rows of tables.
 
 part    what is read of a file at once: a row group of Parquet, a record batch of Arrow
-Law: a part is read when a row of it is needed; few of them are held. The wanted columns have one type in all
-files, and the order of the first. A stream has no index, so its batches are held: they point into its mapped file, and
+Law: a part is read when a row of it is needed; few of them are held. The wanted columns have one type in all files,
+and the order of the first. A stream has no index, so its batches are held: they point into its mapped file, and
 a compressed one that does not fit is refused.
 """
 
@@ -19,13 +19,7 @@ from fourfold.words.errors import DataError, Problem
 
 MAX_RATIO = 2000  # of zstd and the encodings of Parquet together, for data that are not one value
 MAX_ROWS, MOST_ROWS = 2**48, 2**16  # of a row group; of what is read of it at once
-WIDTHS = {
-    "INT32": 4,
-    "FLOAT": 4,
-    "INT64": 8,
-    "DOUBLE": 8,
-    "INT96": 12,
-}  # of the physical types of Parquet; not of bits and bytes
+WIDTHS = {"INT32": 4, "FLOAT": 4, "INT64": 8, "DOUBLE": 8, "INT96": 12}  # of the physical types; not of bits and bytes
 MAX_STREAM_BYTES = 2**28  # in memory, of a stream that is compressed
 
 

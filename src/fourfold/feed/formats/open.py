@@ -106,14 +106,8 @@ def open_source(
     Raises DataError, with what is known, if nothing there can be read; DamagedSample, when a sample is read, if it is
     damaged. Nothing is unpickled.
     """
-    problems = argument_checks.name_list_problems("columns", columns, optional=True)
-    problems += argument_checks.str_problems("target", target, optional=True)
-    problems += argument_checks.int_problems("length", length, minimum=1, optional=True)
-    if not problems and columns is not None and set(columns) == {target}:
-        problems.append(Problem(f"columns = {columns} with target = {target!r}", "at least one of the inputs"))
-    if problems:
-        raise DataError(problems)
     options, given = Options(columns, target, images, rows, length, dtype), Path(path).expanduser()
+    _check_options(options)
     if given.is_dir():
         return _open_folder(given, options)
     if given.is_file():
@@ -130,6 +124,18 @@ def open_source(
     else:
         raise _nothing_there(given)
     return _open_files(name, paths, options)
+
+
+def _check_options(options: Options) -> None:
+    """Raise DataError for values that are not what they must be."""
+    columns, target = options.columns, options.target
+    problems = argument_checks.name_list_problems("columns", columns, optional=True)
+    problems += argument_checks.str_problems("target", target, optional=True)
+    problems += argument_checks.int_problems("length", options.length, minimum=1, optional=True)
+    if not problems and columns is not None and set(columns) == {target}:
+        problems.append(Problem(f"columns = {columns} with target = {target!r}", "at least one of the inputs"))
+    if problems:
+        raise DataError(problems)
 
 
 def _nothing_there(path: Path) -> DataError:

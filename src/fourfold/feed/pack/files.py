@@ -140,20 +140,24 @@ class PackFiles:
         if wrong.any():
             number = int(numbers[int(wrong.argmax())])
             raise DamagedSample(self.place(number), "its entry in the index is damaged", where=self.name)
-        try:
-            longest, total = int(entries["length"].argmax()), int(entries["length"].sum())
-            check_fits(int(entries["length"][longest]), "a record")
-        except ValueError as error:  # of a file with holes, which has no such bytes on the disk
-            raise DamagedSample(self.place(int(numbers[longest])), str(error), where=self.name) from error
-        try:
-            check_fits(total, f"a batch of {len(numbers)} records")
-        except ValueError as error:
-            raise DataError(Problem(str(error), "a batch that fits", "a smaller batch_size"), where=self.name) from None
+        self._check_fits(numbers, entries["length"])
         numbers_of_shards = shards.tolist()
         files = {shard: self._place.open(shard) for shard in set(numbers_of_shards)}
         opened = [files[shard] for shard in numbers_of_shards]
         columns = (entries[name].tolist() for name in ("offset", "length", "digest"))
         return list(map(Record, numbers.tolist(), opened, *columns))
+
+    def _check_fits(self, numbers: np.ndarray, lengths: np.ndarray) -> None:
+        """Raise an error for records that are larger than memory: a file with holes has them without such a disk."""
+        longest = int(lengths.argmax())
+        try:
+            check_fits(int(lengths[longest]), "a record")
+        except ValueError as error:
+            raise DamagedSample(self.place(int(numbers[longest])), str(error), where=self.name) from error
+        try:
+            check_fits(int(lengths.sum()), f"a batch of {len(numbers)} records")
+        except ValueError as error:
+            raise DataError(Problem(str(error), "a batch that fits", "a smaller batch_size"), where=self.name) from None
 
     def stored_lengths(self) -> np.ndarray:
         """The length of each record, as it is stored: uint64 [samples]."""
