@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fourfold as ff
 from fourfold.environment import host_memory
+from fourfold.feed import unpacked
 from fourfold.feed.source import fetch
 from fourfold.step import memory_bound
 from fourfold.step.activation_bytes import activation_bytes_per_sample
@@ -165,6 +166,19 @@ def test_available_memory_is_the_least_of_the_hosts_memory_and_its_limits(
     files: dict[str, str], available: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert host(tmp_path, monkeypatch, files) == available
+
+
+def test_what_a_rank_may_unpack_is_its_part_of_the_memory_or_of_the_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host(tmp_path, monkeypatch, {"meminfo": MEMINFO})
+    assert host_memory.total_bytes() == 2000 * 1024
+    host(tmp_path, monkeypatch, {"cgroup/memory.max": "6000\n", "cgroup/memory.current": "5999\n"})
+    for name, value in {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    assert unpacked.share_bytes.__wrapped__() == 3000
+    (tmp_path / "meminfo").unlink()
+    assert host_memory.total_bytes() is None
 
 
 # ---- the bound is a lower bound
