@@ -102,7 +102,7 @@ def test_a_launcher_removes_what_a_killed_one_has_left(here):
 
     def stop(*_: object, **__: object) -> None:
         seen.extend(here.iterdir())
-        raise KeyboardInterrupt
+        signal.raise_signal(signal.SIGINT)
 
     seen: list[Path] = []
     assert local_job.launch(["-c"], num_processes=1, start_rank=stop).exit_code != 0  # type: ignore[arg-type]

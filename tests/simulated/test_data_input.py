@@ -25,6 +25,7 @@ from fourfold.plan.sample_order import rows
 from fourfold.step.train_step import TrainStep
 from fourfold.testing import threads
 from fourfold.words.errors import DataError
+from tests import cases
 
 
 class Pairs(data.Dataset):
@@ -279,8 +280,9 @@ class Boxes(NamedTuple):
 class Detector(torch.nn.Module):
     def __init__(self):
         super().__init__()
-        torch.manual_seed(0)
-        self.trunk, self.category, self.box = (torch.nn.Linear(4, size).double() for size in (4, 3, 2))
+        with cases.SEED_LOCK:
+            torch.manual_seed(0)
+            self.trunk, self.category, self.box = (torch.nn.Linear(4, size).double() for size in (4, 3, 2))
 
     def forward(self, inputs):
         image, (scale,) = inputs
