@@ -342,3 +342,18 @@ def test_an_invalid_feed_state_is_refused(state: Any) -> None:
 def test_invalid_lr_schedule_arguments_of_any_type_are_reported_by_name(name: str) -> None:
     for value in ([[]], {"a": 1}, "x", object(), NAN, -1.5):
         refused(lambda value=value: ff.LRSchedule(**{name: value}), name)  # type: ignore[arg-type]
+
+
+def test_a_model_that_something_else_lays_over_devices_is_refused_by_name(tmp_path: Any) -> None:
+    engine = type("DeepSpeedEngine", (nn.Module,), {})  # by name: the package is not installed
+    for kind, attempt in ((nn.DataParallel, "model.0.module"), (engine, "model.0 before deepspeed.initialize")):
+
+        def model(kind: Any = kind) -> nn.Module:
+            return nn.Sequential(kind(nn.Linear(4, 1)) if kind is nn.DataParallel else kind(), nn.Linear(4, 1))
+
+        made, words = model(), (f"model.0 in {kind.__name__}", f"try {attempt}")
+        refused(lambda made=made: ff.parallelize(made, squares, SGD), *words)
+        refused(lambda make=model: ff.parallelize(make, squares, SGD), *words)
+        refused(lambda made=made: ff.DistributedOptimizer(SGD(made.parameters()), made), *words)
+        refused(lambda make=model: verify(task(model=make), ff.Plan()), *words)
+        assert words[0] in str(train(tmp_path, task(model=model)))

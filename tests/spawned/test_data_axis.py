@@ -145,6 +145,17 @@ def test_a_backward_after_a_failed_one_is_refused(world):
         assert "after one that ended with an error" in messages[1]
 
 
+def test_a_model_that_torch_lays_over_ranks_itself_is_refused(world):
+    for said in world(2).run(f"{WRAPPED}:with_another_wrapper"):
+        for build in ("0", "1"):
+            assert "try model.module" in said[f"ddp {build}"]
+            assert "try model.0.module" in said[f"nested {build}"]
+            assert "in FullyShardedDataParallel" in said[f"fsdp {build}"]
+            assert "split over devices already" in said[f"inside fsdp {build}"]
+            assert "without fully_shard" in said[f"fsdp2 {build}"]
+        assert "model.module(…) in place of model(…)" in said["loop"]
+
+
 @pytest.mark.parametrize("wraps", [True, False])
 def test_all_ranks_begin_with_the_tensors_of_rank_0_of_any_strides(world, wraps):
     assert world(2).run(f"{WRAPPED}:lying_anyhow", wraps=wraps) == [[True] * 5] * 2

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 import fourfold as ff
-from fourfold.words.errors import DivergenceError
+from fourfold.words.errors import DivergenceError, FourfoldError
 from tests import cases
 from tests.cases import Case
 from tests.spawned.rank_functions import fake_hosts, keep_groups, sgd
@@ -162,6 +163,34 @@ def with_unused_layers() -> dict[str, Any]:
     layers["always"](ones).sum().backward()
     gradients = {name: layer.get_parameter("weight").grad for name, layer in layers.items()}
     return {name: None if g is None else g.item() for name, g in gradients.items()}
+
+
+def with_another_wrapper() -> dict[str, str]:
+    """What is said of a model that torch lays over ranks itself, and of a loop that calls such a wrapper."""
+    whole = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
+    flat = FullyShardedDataParallel(nn.Linear(2, 2), device_id=torch.device("cpu"), use_orig_params=True)
+    blocks = nn.Sequential(fully_shard(nn.Linear(2, 2)), nn.Linear(2, 2))
+    models = {"ddp": whole, "nested": nn.Sequential(whole), "fsdp": flat, "inside fsdp": flat.module, "fsdp2": blocks}
+    said = {}
+    for name, model in models.items():
+        made = sgd([nn.Parameter(torch.zeros(1))])
+        for build in (lambda m=model, o=made: ff.DistributedOptimizer(o, m), lambda m=model: _parallelized(m)):
+            try:
+                build()
+            except FourfoldError as error:
+                said[f"{name} {len(said) % 2}"] = str(error)
+    optimizer = ff.DistributedOptimizer(sgd(whole.module.parameters()), whole.module)
+    try:
+        whole(torch.ones(1, 2)).sum().backward()
+    except FourfoldError as error:
+        said["loop"] = str(error)
+    optimizer.zero_grad()
+    keep_groups()
+    return said
+
+
+def _parallelized(model: nn.Module) -> Any:
+    return ff.parallelize(model, nn.MSELoss(reduction="none"), sgd)
 
 
 def diverges(transport: str) -> str:

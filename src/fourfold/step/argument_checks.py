@@ -21,6 +21,16 @@ from fourfold.words.errors import OptimizerError, PlanError, Problem, SettingErr
 WRAPPER_PLAN_FIELDS = ("dp", "bucket_bytes", "unused", "batch_norm", "transport")
 """The fields of a plan that a DistributedOptimizer carries out."""
 
+WRAPPERS = {
+    "DistributedDataParallel": "{model}.module",
+    "DataParallel": "{model}.module",
+    "DeepSpeedEngine": "{model} before deepspeed.initialize(…)",
+    "FullyShardedDataParallel": "{model} before it was wrapped, and zero = 3 in the plan, which splits its weights",
+    "FSDPModule": "{model} without fully_shard(…), and zero = 3 in the plan, which splits its weights",
+}
+"""By the name of a class that lays a model over devices by itself: what to pass instead. By name, since some need
+packages that are not installed, or imports that take seconds."""
+
 
 def check_arguments(
     *, model: Any, loss: Any, optimizer: Any, plan: Any, clip: Any = None, seed: Any = 0, skip_nan: Any = 0, tensor: Any
@@ -119,8 +129,10 @@ def plan_argument_problems(plan: Any) -> list[Problem]:
 
 
 def model_argument_problems(model: Any, name: str = "model") -> list[Problem]:
-    """Require a model with values."""
+    """Require a model with values, which nothing else lays over devices."""
     if isinstance(model, nn.Module):
+        if wrapped := wrapper_problems(model):
+            return wrapped
         meta = [name for name, p in model.named_parameters() if p.is_meta]
         if not meta:
             return []
@@ -131,6 +143,22 @@ def model_argument_problems(model: Any, name: str = "model") -> list[Problem]:
         return [Problem(got, "parameters with values", attempt)]
     attempt = "its result: model()" if callable(model) else ""
     return [Problem(argument_checks.format_argument(name, model), "a torch.nn.Module", attempt)]
+
+
+def wrapper_problems(model: nn.Module) -> list[Problem]:
+    """Refuse a model that is laid over devices already, as a whole or in parts."""
+    need = "a plain model: Fourfold itself splits weights and reduces gradients, which another wrapper would lose"
+    found: dict[str, str] = {}
+    for name, module in model.named_modules():
+        for kind in (cls.__name__ for cls in type(module).__mro__ if cls.__name__ in WRAPPERS):
+            found.setdefault(kind, f"model.{name}" if name else "model")
+    if found:
+        return [Problem(f"{at} in {kind}", need, WRAPPERS[kind].format(model=at)) for kind, at in found.items()]
+    split = [name for name, p in model.named_parameters() if hasattr(p, "device_mesh") or hasattr(p, "_fsdp_flattened")]
+    if not split:
+        return []
+    got = f"a model whose parameters are split over devices already, {split[0]} the first of them"
+    return [Problem(got, need, "the model before it was wrapped or split")]
 
 
 def device_problems(model: nn.Module, device: torch.device, *, may_be_on_cpu: bool) -> list[Problem]:

@@ -144,7 +144,8 @@ class DistributedOptimizer(OptimizerProxy):
         self._backward_id = backward
         self._rounds.begin_round(self._next_round())
         self._averager.begin_round()
-        call_after_backward(self._on_backward_end)
+        # Behind all other callbacks, those that are added later too: one of another wrapper may write `.grad`.
+        call_after_backward(lambda: call_after_backward(self._on_backward_end))
 
     @torch.no_grad()
     def _on_backward_end(self) -> None:

@@ -99,7 +99,11 @@ class GradAverager:
         self._gradients.slots.copy_referenced_views()
 
     def finish_backward(self) -> None:
-        """After a backward: reduce what earlier ones have left, too. Raises TrainingError for missing gradients."""
+        """After a backward: reduce what earlier ones have left, too.
+
+        Raises TrainingError for missing gradients, and for those that something else has written since.
+        """
+        self._gradients.check_taken()
         self._gradients.store_leftover_grads()
         self._gradients.check_all_reached(range(self.num_buckets))
         self.launch_all()

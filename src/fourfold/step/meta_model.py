@@ -16,6 +16,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 
 from fourfold.parts.dropped_arguments import restore_arguments
+from fourfold.step.argument_checks import wrapper_problems
 from fourfold.words.argument_checks import format_argument
 from fourfold.words.errors import FourfoldError, Problem, SettingError, TaskError
 from fourfold.words.task import Task
@@ -43,6 +44,8 @@ def model_problem(model: Any) -> Problem | None:
     """What is wrong with the result of a task's `model` function; None if it is a module that can be trained."""
     if not isinstance(model, nn.Module):
         return Problem(format_argument("model()", model), "a torch.nn.Module", "model=lambda: Net()")
+    if wrapped := wrapper_problems(model):
+        return wrapped[0]
     lazy = [name for name, p in model.named_parameters() if isinstance(p, nn.parameter.UninitializedParameter)]
     if not lazy:
         return None

@@ -17,6 +17,7 @@ from fourfold.parts.data.grad_checks import (
     check_all_reached,
     raise_grad_cleared,
     raise_grad_has_graph,
+    raise_grad_written,
     raise_second_grad,
 )
 from fourfold.parts.data.grad_slots import GradSlots
@@ -156,6 +157,15 @@ class GradBuckets:
         for index, parameter in enumerate(self.slots.parameters):
             if parameter.grad is not None and not self.countdown.counted[index]:
                 self._take(index, parameter.grad)
+
+    def check_taken(self) -> None:
+        """Raise TrainingError naming a parameter whose `.grad` was written after its gradient was taken from there."""
+        slots, countdown = self.slots, self.countdown
+        for index, parameter in enumerate(slots.parameters):
+            gradient = parameter.grad if countdown.counted[index] else None
+            is_ours = gradient is slots.views[index] or index in self._waiting_params[countdown.bucket_of[index]]
+            if gradient is not None and not is_ours:
+                raise_grad_written(slots.names[index])
 
     def check_all_reached(self, buckets: Sequence[int]) -> None:
         """Raise TrainingError naming the parameters of these buckets that no backward of the step has reached."""

@@ -20,6 +20,13 @@ def raise_grad_cleared(name: str) -> NoReturn:
     raise TaskError(Problem(got, need, "a hook that reads .grad, or changes it"))
 
 
+def raise_grad_written(name: str) -> NoReturn:
+    """Raise TrainingError for a `.grad` that something else has written in the same backward."""
+    got = f".grad of {name}, written again in the backward that it was taken from (by DistributedDataParallel?)"
+    need = "one that reduces gradients: a second one would lose them"
+    raise TrainingError(Problem(got, need, "the plain model in the loop: model.module(…) in place of model(…)"))
+
+
 def raise_grad_has_graph(name: str) -> NoReturn:
     """Raise TaskError for a gradient that has a graph: its derivative would be lost in the reduction."""
     got = f"backward(create_graph=True), which gives .grad of {name} a graph"
