@@ -24,6 +24,7 @@ CASES = [
     Case(model="frozen", optimizer="NAdam", batch_sizes=(8, 8, 8, 8), bucket_bytes=900),
     Case(model="mlp", optimizer="SGD", batch_sizes=(8, 8, 8, 8), microbatches=2),
     Case(model="sometimes", unused="allow", batch_sizes=(5, 6, 7, 8)),
+    Case(model="sometimes", unused="allow", optimizer="SGD", batch_sizes=(9, 9, 9, 6)),
     Case(model="tied", clip=0.5, batch_sizes=(12, 12, 11, 12), zero=1),
     Case(model="sometimes", unused="allow", batch_sizes=(5, 6, 7, 8), zero=1),
     Case(model="mlp", microbatches=2, batch_sizes=(12, 12, 11, 12), zero=2),

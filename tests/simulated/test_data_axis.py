@@ -27,6 +27,14 @@ def test_a_flat_update_equals_the_update_of_each_parameter(kind, zero):
     assert max(threads.run(3, lambda comm: deviation(case, 3, comm))) <= TOLERANCE
 
 
+@pytest.mark.parametrize("kind", [cls.__name__ for cls in ELEMENTWISE])
+@pytest.mark.parametrize("zero", [0, 2])
+def test_a_parameter_whose_first_gradient_comes_in_a_later_step_is_trained(kind, zero):
+    # The spare layer is used for even numbers of samples, so first in the third step.
+    case = Case(model="sometimes", unused="allow", optimizer=kind, batch_sizes=(9, 9, 6, 9, 6), zero=zero)
+    assert max(threads.run(3, lambda comm: deviation(case, 3, comm))) <= TOLERANCE
+
+
 @pytest.mark.parametrize(("zero", "microbatches"), [(0, 1), (0, 2), (1, 1), (2, 2)])
 def test_a_parameter_without_gradient_is_named(zero, microbatches):
     case = Case(model="unused", zero=zero, microbatches=microbatches)

@@ -151,8 +151,7 @@ class FlatOptimizer:
                 _write_back(run)
         else:
             for run in self._prepared_updates(bucket, used, factor, gradient):
-                # The wrappers around `step` cost more than a small update.
-                step_without_wrappers(run.optimizer)
+                _step(run)
                 _write_back(run)
         self._notify_schedulers()
 
@@ -277,6 +276,23 @@ def _converted_grad(update_slice: UpdateSlice, factor: float) -> Tensor:
     # Always a copy: other ranks may still read the slot, and some updates change their gradients.
     gradient = update_slice.gradient.to(update_slice.weight.device, update_slice.weight.dtype, copy=True)
     return gradient if factor == 1.0 else gradient.mul_(factor)
+
+
+def _step(update: _FlatUpdate) -> None:
+    """One step of all weights that have a gradient."""
+    weights = [each.weight for each in update.slices if each.weight.grad is not None]
+    seen = [(each, each.grad) for each in weights if update.optimizer.state.get(each)]
+    if seen and len(seen) < len(weights):
+        # Those without a state by themselves: torch's fused SGD makes the momentum of all weights of a call, or of none.
+        for each, _ in seen:
+            each.grad = None
+        step_without_wrappers(update.optimizer)
+        for each in weights:
+            each.grad = None
+        for each, gradient in seen:
+            each.grad = gradient
+    # The wrappers around `step` cost more than a small update.
+    step_without_wrappers(update.optimizer)
 
 
 def _write_back(update: _FlatUpdate) -> None:
