@@ -322,6 +322,45 @@ class Checkpointed(nn.Module):
         return checkpoint(self.inner, x, use_reentrant=self.use_reentrant)  # pyright: ignore[reportReturnType]
 
 
+class CheckpointedBody(Body):
+    """Checkpoints its blocks, which hold frozen weights, itself: each, or all in one."""
+
+    def __init__(self, together: bool) -> None:
+        super().__init__(lambda: nn.Sequential(nn.Linear(16, 16).requires_grad_(False), nn.Tanh(), nn.Linear(16, 16)))
+        self.together = together
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in [nn.Sequential(*self.blocks)] if self.together else self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)  # pyright: ignore[reportAssignmentType]
+        return self.head(x)
+
+
+@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize("fields", [{}, {"tp": 2}])
+def test_a_block_in_a_checkpoint_of_the_model_is_left_to_it(together: bool, fields: dict[str, Any]) -> None:
+    # As many rows as features: torch cannot tell saved tensors of one shape from each other.
+    case = Case(batch_sizes=(16, 5))
+
+    def body(comm: Any, recompute: str) -> TrainingResult:
+        with cases.SEED_LOCK:
+            torch.manual_seed(7)
+            model = CheckpointedBody(together).double()
+        rules = {"blocks.*.0": "column", "blocks.*.2": "row"} if fields else {}
+        plan = Plan(recompute=recompute, **fields)
+        step = TrainStep(
+            model, cases.loss(case), cases.optimizer(case), plan=plan, communicator=comm, tensor=rules
+        )
+        return cases.train_step(case, step)
+
+    none, *others = (
+        threads.run(2 if fields else 1, functools.partial(body, recompute=each))[0]
+        for each in ("none", "selective", "full")
+    )
+    for got in others:
+        assert all(torch.equal(got.weights[name], weight) for name, weight in none.weights.items())
+
+
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_a_pipeline_refuses_a_reentrant_checkpoint_by_name_and_takes_others(use_reentrant: bool) -> None:
     case = Case(batch_sizes=(4,))

@@ -54,6 +54,17 @@ is_graph_kept: Callable[[], bool] = torch._C._autograd._get_current_graph_task_k
 """In a backward: whether its graph is kept for another one."""
 
 
+def runs_within(function: Callable[..., Any]) -> bool:
+    """Whether this thread is in a call of a function that is written in Python, under its decorators.
+
+    A checkpoint leaves no other trace in what runs in it.
+    """
+    frame, code = inspect.currentframe(), inspect.unwrap(function).__code__
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return frame is not None
+
+
 def call_after_backward(callback: Callable[[], None]) -> None:
     """Call `callback` when the backward that runs now ends."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fourfold.parts.comm.tensor.protocol import TensorGroup
-from fourfold.parts.recompute import BoundaryPart, compute_twice, is_same_on_ranks, trained_inputs
+from fourfold.parts.recompute import BoundaryPart, compute_twice, is_in_own_checkpoint, is_same_on_ranks, trained_inputs
 from fourfold.parts.torch_private import BatchNormBase, is_compiled, is_in_backward, swapped_state, version_of
 from fourfold.step.pipeline.chain import find_chain
 from fourfold.step.tensor_tree import tree_leaves, tree_map
@@ -103,7 +103,9 @@ class _Block:
 
     def run(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The block's forward."""
-        if not torch.is_grad_enabled() or is_in_backward():
+        # A checkpoint of the model's own around the block computes it again, without what is installed here: its two
+        # forwards must be the same.
+        if not torch.is_grad_enabled() or is_in_backward() or is_in_own_checkpoint():
             return forward(*args, **kwargs)
         self._check_arguments(kwargs)
         block = _Forwards(self.name, module, forward)

@@ -8,7 +8,6 @@ forward of a reentrant checkpoint runs as a graph of its own, which knows neithe
 """
 
 import contextlib
-import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,16 +15,13 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointFunction
 
+from fourfold.parts.torch_private import runs_within
 from fourfold.words.errors import Problem, TaskError
 
 
 def is_in_reentrant_checkpoint() -> bool:
     """Whether this thread runs the first forward of a checkpoint with `use_reentrant=True`."""
-    # Such a checkpoint leaves no other trace before its backward.
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_code is not CheckpointFunction.forward.__code__:
-        frame = frame.f_back
-    return frame is not None
+    return runs_within(CheckpointFunction.forward)
 
 
 class ReentrantCheck:
