@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
+from torch.utils.checkpoint import checkpoint
 
 from fourfold.parts.optim.option_tracker import OptionTracker
 from fourfold.plan.plan import Plan
@@ -216,6 +217,17 @@ def test_gradients_with_a_graph_are_refused():
         mine, _ = wrapped(comm)
         with pytest.raises(TaskError, match=r"create_graph=True.*torch\.autograd\.grad"):
             loss_of(mine, 0, comm.rank).backward(create_graph=True)
+        return True
+
+    assert threads.run(2, body) == [True, True]
+
+
+def test_a_reentrant_checkpoint_is_refused_by_name():
+    def body(comm):
+        mine, _ = wrapped(comm)
+        hidden = checkpoint(mine[:2], batch(0, comm.rank).requires_grad_(), use_reentrant=True)
+        with pytest.raises(TrainingError, match=r"a checkpoint with use_reentrant=True.*try checkpoint\(…, use_reentrant=F"):
+            mine[2](hidden).sum().backward()
         return True
 
     assert threads.run(2, body) == [True, True]
