@@ -128,11 +128,13 @@ def test_outside_a_step_a_model_keeps_its_configured_attention():
     assert threads.run(2, body) == ["sdpa", "sdpa"]
 
 
-def test_packed_documents_are_refused():
-    given = batches()[:1]
-    given[0][0]["position_ids"] = torch.arange(LENGTH).remainder(5).expand(4, LENGTH)
-    with pytest.raises(TaskError, match=r"packed documents"):
-        threads.run(2, lambda comm: train(comm, "llama", Plan(sp=2), given))
+@pytest.mark.parametrize("kind", ["llama", "uncached"])
+@pytest.mark.parametrize("first", [0, 1])
+def test_packed_documents_are_refused(kind, first):
+    given = batches()[: first + 1]
+    given[first][0].update(position_ids=torch.arange(LENGTH).remainder(5).expand(4, LENGTH), attention_mask=None)
+    with pytest.raises(TaskError, match=r"(?s)in the batch.*packed documents"):
+        threads.run(2, lambda comm: train(comm, kind, Plan(sp=2), given))
 
 
 def test_sliding_windows_are_refused():

@@ -21,6 +21,7 @@ from fourfold.step.sequence.dry_run import DryRunResult, SequenceDryRun, truncat
 from fourfold.step.sequence.grad_sum_check import GradProjections, gradient_sum_problem
 from fourfold.step.sequence.losses import LossSum, ObservedLoss, loss_sum_problem, non_mean_problem, observe_loss
 from fourfold.step.sequence.token_shards import sequence_length, shard_tokens, token_shards
+from fourfold.step.sequence.transformers import packed_problems
 from fourfold.step.tensor_tree import tree_leaves, tree_map
 from fourfold.words.errors import Problem, TaskError
 
@@ -61,7 +62,7 @@ class CollectiveDryRun:
 
         Raises TaskError if the model or the loss cannot be sharded by tokens.
         """
-        report: Report = {"sp_ranks": self._sp_group.ranks, "problems": [], "digest": digest}
+        report: Report = {"sp_ranks": self._sp_group.ranks, "packed": [], "problems": [], "digest": digest}
         memory_fit = self._find_memory_fit()
         # Leaving `unsharded` is collective with sharded weights, so nothing within may communicate: a rank without
         # samples leaves at once.
@@ -107,6 +108,8 @@ class CollectiveDryRun:
 
     def _run_local(self, inputs: Mapping[str, Any], targets: Any, memory_fit: MemoryFit) -> Report:
         """The report of a rank that has samples."""
+        if packed := packed_problems(self._model, inputs):  # of the whole batch: the dry run takes the first tokens only
+            return {"packed": packed}
         result, losses = self._inspect(inputs, targets, memory_fit)
         return {
             "problems": result.problems,
@@ -154,9 +157,10 @@ class CollectiveDryRun:
         for group in _by_sp_group(reports):
             if len({report["digest"] for report in group}) > 1:
                 raise TaskError(batch_mismatch_problem("sp", group[0]["sp_ranks"]), where="the batch")
-        problems = [Problem(*problem) for report in reports for problem in report["problems"]]
-        if problems:
-            raise TaskError(list(dict.fromkeys(problems)), where="the model")
+        for kind, where in (("packed", "the batch"), ("problems", "the model")):
+            problems = [Problem(*problem) for report in reports for problem in report[kind]]
+            if problems:
+                raise TaskError(list(dict.fromkeys(problems)), where=where)
 
     def _check_gradients(self, reports: list[Report]) -> None:
         """Raise TaskError if the parameter gradients of the shards do not add up; log a weaker check."""

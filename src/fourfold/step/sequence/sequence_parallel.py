@@ -31,10 +31,10 @@ from fourfold.step.sequence.token_shards import (
     shard_tokens,
     token_shards,
 )
-from fourfold.step.sequence.transformers import check_not_packed, has_transformers_model, install_attention
+from fourfold.step.sequence.transformers import install_attention, packed_problems
 from fourfold.step.tensor.draw_slices import DrawSlices
 from fourfold.step.tensor_tree import tree_leaves, tree_map
-from fourfold.words.errors import Problem
+from fourfold.words.errors import Problem, TaskError
 
 
 class LocalBatch(NamedTuple):
@@ -81,8 +81,8 @@ class SequenceParallel:
         """This rank's tokens of a batch. Raises TaskError if the batch has no tokens that can be sharded."""
         inputs, targets = inputs_and_targets(batch)
         length = sequence_length((inputs, targets))
-        if has_transformers_model(self._model):
-            check_not_packed(inputs)
+        if problems := packed_problems(self._model, inputs):
+            raise TaskError(problems, where="the batch")
         if self._ignored_indices is not None:
             self._check_even_targets(targets, length)
         shard = self._shard = token_shards(self._spec, length)[self._sequence_group.index]

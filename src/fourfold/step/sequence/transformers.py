@@ -57,13 +57,14 @@ def install_attention(model: nn.Module) -> Iterator[None]:
             config._attn_implementation_internal = implementation
 
 
-def check_not_packed(inputs: Mapping[str, Any]) -> None:
-    """Raise TaskError for packed documents, which transformers recognizes by positions that restart."""
-    positions = find_positions(inputs)
-    if "attention_mask" not in inputs and bool((positions.diff(dim=1) != 1).any()):
-        got = "sp > 1 and positions that restart within a sample (packed documents), for a transformers model"
-        need = "one document per sample, or attention_mask for padding"
-        raise TaskError(Problem(got, need, "position_ids = 0, 1, 2 …"), where="the batch")
+def packed_problems(model: nn.Module, inputs: Mapping[str, Any]) -> list[Problem]:
+    """Refuse packed documents, which transformers recognizes by positions that restart."""
+    if not has_transformers_model(model) or inputs.get("attention_mask") is not None:
+        return []
+    if not bool((find_positions(inputs).diff(dim=1) != 1).any()):
+        return []
+    got = "sp > 1 and positions that restart within a sample (packed documents), for a transformers model"
+    return [Problem(got, "one document per sample, or attention_mask for padding", "position_ids = 0, 1, 2 …")]
 
 
 def _configs(model: nn.Module) -> Iterator[Any]:
