@@ -348,9 +348,7 @@ def test_a_block_in_a_checkpoint_of_the_model_is_left_to_it(together: bool, fiel
             model = CheckpointedBody(together).double()
         rules = {"blocks.*.0": "column", "blocks.*.2": "row"} if fields else {}
         plan = Plan(recompute=recompute, **fields)
-        step = TrainStep(
-            model, cases.loss(case), cases.optimizer(case), plan=plan, communicator=comm, tensor=rules
-        )
+        step = TrainStep(model, cases.loss(case), cases.optimizer(case), plan=plan, communicator=comm, tensor=rules)
         return cases.train_step(case, step)
 
     none, *others = (

@@ -59,8 +59,11 @@ TRAINED = {
     "autograd of parameters": autograd_of_parameters,
     "vmap": lambda model, x: torch.func.vmap(lambda y: model.energy(y) * y)(x),
     "jvp": lambda model, x: x * torch.func.jvp(lambda y: torch.tanh(model.first(y)), (x,), (x,))[1].sum(),
+    "jvp of two layers": lambda model, x: torch.func.jvp(lambda y: model.energy(y) * y, (x,), (x,))[1],
+    "jacfwd": lambda model, x: torch.func.vmap(torch.func.jacfwd(lambda y: model.energy(y) * y))(x).sum(1),
 }
 WAYS = REFUSED | TRAINED
+FORWARD_MODE = ("jvp", "jvp of two layers", "jacfwd")
 
 
 def trained(way, *, zero, size=2):
@@ -74,7 +77,7 @@ def trained(way, *, zero, size=2):
         step = TrainStep(Energy(way), loss, sgd, plan=plan, communicator=comm, clip=None)
         generator = torch.Generator().manual_seed(comm.rank)
         # Forward-mode levels belong to the process, not to a thread, so only one rank may use them.
-        samples = 0 if way == "jvp" and comm.rank else 2
+        samples = 0 if way in FORWARD_MODE and comm.rank else 2
         draw = lambda: torch.randn(samples, 3, generator=generator, dtype=torch.float64)  # noqa: E731
         losses = [step((draw(), draw())).loss for _ in range(3)]
         return losses, {name: weight.detach().clone() for name, weight in step.named_weights()}

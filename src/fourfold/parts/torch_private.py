@@ -141,8 +141,12 @@ def grad_shapes(node: Node) -> list[Sequence[int]]:
 
 are_transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 """Whether a transform of `torch.func`, such as vmap or grad, is active in this thread."""
-is_transform_tensor: Callable[[Tensor], bool] = functorch.is_functorch_wrapped_tensor
-"""Whether a tensor belongs to a transform of `torch.func`: such a tensor has no memory of its own."""
+
+
+def has_memory(tensor: Tensor) -> bool:
+    """Whether a tensor has an address. Those of transforms of `torch.func` have none, nor zeros of forward mode."""
+    is_plain = not (functorch.is_functorch_wrapped_tensor(tensor) or tensor._is_zerotensor())
+    return is_plain and tensor.layout is torch.strided
 
 
 def suspend_transforms() -> AbstractContextManager[Any]:

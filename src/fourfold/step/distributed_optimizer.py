@@ -142,7 +142,9 @@ class DistributedOptimizer(OptimizerProxy):
         if self._backward_id != NO_BACKWARD_ID:
             if runs_within(CheckpointFunction.backward):
                 got = "a checkpoint with use_reentrant=True, whose backward runs within another one"
-                raise TrainingError(Problem(got, "one backward with all gradients", "checkpoint(…, use_reentrant=False)"))
+                raise TrainingError(
+                    Problem(got, "one backward with all gradients", "checkpoint(…, use_reentrant=False)")
+                )
             got = "a backward after one that ended with an error, or within another one"
             raise TrainingError(Problem(got, "ranks that agree on what has been summed", "a new DistributedOptimizer"))
         self._backward_id = backward

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from fourfold.parts.data.param_access import outside_transforms
 from fourfold.parts.dtypes import bucket_dtype
+from fourfold.parts.torch_private import has_memory
 from fourfold.plan.data.buckets import Bucket
 
 
@@ -47,9 +48,7 @@ class UnshardedBuckets:
 
     def bucket_of(self, tensor: Tensor) -> int | None:
         """The bucket in whose buffer a tensor lies."""
-        if tensor.layout is not torch.strided:
-            return None
-        return self._bucket_of_address.get(tensor.untyped_storage().data_ptr())
+        return self._bucket_of_address.get(tensor.untyped_storage().data_ptr()) if has_memory(tensor) else None
 
     def store(self, bucket: int, buffer: Tensor) -> None:
         """A bucket is whole in this buffer: make its parameters views of it."""

@@ -22,8 +22,8 @@ from fourfold.parts.dropped_arguments import restore_arguments
 from fourfold.parts.fingerprint import fingerprints
 from fourfold.parts.torch_private import (
     DisableTorchFunction,
+    has_memory,
     is_operator,
-    is_transform_tensor,
     is_view,
     version_of,
     written_arguments,
@@ -82,9 +82,9 @@ class WeightWriteTracker(TorchFunctionMode):
         """The names of the parameters that share elements with a tensor."""
         same = [name for name, p in self._parameters.items() if p is target]
         # Tensors inside a transform of torch.func have no memory of their own.
-        if same or not _has_storage(target):
+        if same or not has_memory(target):
             return same
-        return [name for name, p in self._parameters.items() if _has_storage(p) and _overlap(p, target)]
+        return [name for name, p in self._parameters.items() if has_memory(p) and _overlap(p, target)]
 
     @torch.no_grad()
     def changes(self) -> Mapping[str, Tensor]:
@@ -148,10 +148,6 @@ def _may_alias_param(tensor: Tensor) -> bool:
     """Whether a tensor may share elements with a parameter. A result of autograd does so only if it is a view."""
     with DisableTorchFunction():
         return tensor.grad_fn is None or is_view(tensor)
-
-
-def _has_storage(tensor: Tensor) -> bool:
-    return tensor.layout is torch.strided and not is_transform_tensor(tensor)
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from fourfold.parts.data.param_access import METADATA_FUNCTIONS
 from fourfold.parts.tensor.cut import local_part
-from fourfold.parts.torch_private import DisableTorchFunction, tree_leaves, tree_map_only
+from fourfold.parts.torch_private import DisableTorchFunction, has_memory, tree_leaves, tree_map_only
 from fourfold.plan.tensor_shard import TensorShard
 from fourfold.step.dry_run.check_config import CheckUnavailable
 from fourfold.step.tensor.whole_model import RandomWeights
@@ -129,7 +129,7 @@ class DrawnWeights(TorchFunctionMode):
         self._gradients[name] = self._gradients[name] + part if name in self._gradients else part
 
     def _pack(self, tensor: Tensor) -> Tensor | _Saved:
-        name = self._in_use.get(tensor.untyped_storage().data_ptr()) if self._in_use else None
+        name = self._in_use.get(tensor.untyped_storage().data_ptr()) if self._in_use and has_memory(tensor) else None
         if name is None:
             return tensor
         return _Saved(name, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
