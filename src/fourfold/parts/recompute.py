@@ -142,7 +142,7 @@ def _selective_contexts() -> tuple[Any, Any]:
 
 
 def is_in_own_checkpoint() -> bool:
-    """Whether this thread runs the first forward of a checkpoint without reentrant autograd: the model's own, or ours."""
+    """Whether this thread runs a forward in `torch.utils.checkpoint`: the model's own, or one of ours."""
     return runs_within(checkpoint)
 
 

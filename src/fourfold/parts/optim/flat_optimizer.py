@@ -283,7 +283,7 @@ def _step(update: _FlatUpdate) -> None:
     weights = [each.weight for each in update.slices if each.weight.grad is not None]
     seen = [(each, each.grad) for each in weights if update.optimizer.state.get(each)]
     if seen and len(seen) < len(weights):
-        # Those without a state by themselves: torch's fused SGD makes the momentum of all weights of a call, or of none.
+        # Those without a state by themselves: torch's fused SGD makes the momentum of all weights, or of none.
         for each, _ in seen:
             each.grad = None
         step_without_wrappers(update.optimizer)
