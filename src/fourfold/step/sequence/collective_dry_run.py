@@ -108,9 +108,8 @@ class CollectiveDryRun:
 
     def _run_local(self, inputs: Mapping[str, Any], targets: Any, memory_fit: MemoryFit) -> Report:
         """The report of a rank that has samples."""
-        if packed := packed_problems(
-            self._model, inputs
-        ):  # of the whole batch: the dry run takes the first tokens only
+        # Of all tokens: the dry run takes the first ones only.
+        if packed := packed_problems(self._model, inputs):
             return {"packed": packed}
         result, losses = self._inspect(inputs, targets, memory_fit)
         return {
