@@ -10,6 +10,7 @@ from fourfold.parts.comm.meter import CommMeter
 from fourfold.parts.comm.tensor import process_group
 from fourfold.parts.comm.tensor_groups import make_tensor_group
 from fourfold.parts.tensor.products import RowProduct
+from fourfold.parts.tensor.split_region import SplitRegion, origins
 from fourfold.testing import threads
 
 FEATURES, OUT = 6, 8
@@ -96,3 +97,15 @@ def test_small_products_are_not_cut():
         return [group.num_chunks(big), group.num_chunks(2 * least - 1), group.num_chunks(0), shared.num_chunks(big)]
 
     assert threads.run(2, body) == [[process_group.MAX_CHUNKS, 1, 1, 1]] * 2
+
+
+def test_what_is_made_in_a_region_is_told_from_what_leaves_it():
+    def body(comm):
+        region = SplitRegion(make_tensor_group(comm, "tensor", CommMeter()))
+        hidden, up, down, norm = (torch.ones(6, 6, requires_grad=True) for _ in range(4))
+        inside = region.linear(hidden * 1, up, None).relu() * region.partial(norm)
+        left = hidden * 2 + region.row_product(inside, down)
+        leaves = list(origins(left))
+        return None in set(origins(inside)), len(leaves) == 1 and leaves[0] is hidden, list(origins(up)) == [up]
+
+    assert threads.run(2, body) == [(True, True, True)] * 2

@@ -216,18 +216,6 @@ def test_a_division_saves_the_divisor_that_hooks_have_packed():
     assert private.packed_divisor(hooked) is packed
 
 
-def test_a_function_that_this_thread_is_in_is_found_under_its_decorators():
-    def around(body):
-        return body()
-
-    @functools.wraps(around)
-    def decorated(body):
-        return around(body)
-
-    assert decorated(lambda: private.runs_within(decorated))
-    assert not private.runs_within(decorated)
-
-
 # ---- function modes, tensor subclasses and transforms of torch.func ----
 
 

@@ -151,7 +151,7 @@ def test_a_model_that_torch_lays_over_ranks_itself_is_refused(world):
             assert "try model.module" in said[f"ddp {build}"]
             assert "try model.0.module" in said[f"nested {build}"]
             assert "in FullyShardedDataParallel" in said[f"fsdp {build}"]
-            assert "split over devices already" in said[f"inside fsdp {build}"]
+            assert "split over devices already" in said[f"dtensor {build}"]
             assert "without fully_shard" in said[f"fsdp2 {build}"]
         assert "model.module(…) in place of model(…)" in said["loop"]
 

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import distribute_module
 
 import fourfold as ff
 from fourfold.words.errors import DivergenceError, FourfoldError
@@ -170,7 +172,8 @@ def with_another_wrapper() -> dict[str, str]:
     whole = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
     flat = FullyShardedDataParallel(nn.Linear(2, 2), device_id=torch.device("cpu"), use_orig_params=True)
     blocks = nn.Sequential(fully_shard(nn.Linear(2, 2)), nn.Linear(2, 2))
-    models = {"ddp": whole, "nested": nn.Sequential(whole), "fsdp": flat, "inside fsdp": flat.module, "fsdp2": blocks}
+    split = distribute_module(nn.Linear(2, 2), init_device_mesh("cpu", (2,)))
+    models = {"ddp": whole, "nested": nn.Sequential(whole), "fsdp": flat, "fsdp2": blocks, "dtensor": split}
     said = {}
     for name, model in models.items():
         made = sgd([nn.Parameter(torch.zeros(1))])

@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fourfold.parts.comm.tensor.protocol import TensorGroup
 from fourfold.parts.torch_dispatch import PRODUCTS_AND_ATTENTION, EagerDispatchMode, kept_alias
-from fourfold.parts.torch_private import runs_within, version_of
+from fourfold.parts.torch_private import version_of
 from fourfold.words.errors import Problem, TrainingError
 
 Compute = Callable[[], tuple[Tensor, ...]]
@@ -139,11 +139,6 @@ def _entered(mode: _Keeping | _Replaying) -> Iterator[None]:
 def _selective_contexts() -> tuple[Any, Any]:
     results = _Results()
     return _entered(_Keeping(results)), _entered(_Replaying(results))
-
-
-def is_in_own_checkpoint() -> bool:
-    """Whether this thread runs a forward in `torch.utils.checkpoint`: the model's own, or one of ours."""
-    return runs_within(checkpoint)
 
 
 def compute_twice(function: Callable[..., Any], args: Any, kwargs: Any, *, selective: bool) -> Any:

@@ -54,17 +54,6 @@ is_graph_kept: Callable[[], bool] = torch._C._autograd._get_current_graph_task_k
 """In a backward: whether its graph is kept for another one."""
 
 
-def runs_within(function: Callable[..., Any]) -> bool:
-    """Whether this thread is in a call of a function that is written in Python, under its decorators.
-
-    A checkpoint leaves no other trace in what runs in it.
-    """
-    frame, code = inspect.currentframe(), inspect.unwrap(function).__code__
-    while frame is not None and frame.f_code is not code:
-        frame = frame.f_back
-    return frame is not None
-
-
 def call_after_backward(callback: Callable[[], None]) -> None:
     """Call `callback` when the backward that runs now ends."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
@@ -145,8 +134,8 @@ are_transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_a
 
 def has_memory(tensor: Tensor) -> bool:
     """Whether a tensor has an address. Those of transforms of `torch.func` have none, nor zeros of forward mode."""
-    is_plain = not (functorch.is_functorch_wrapped_tensor(tensor) or tensor._is_zerotensor())
-    return is_plain and tensor.layout is torch.strided
+    is_strided = tensor.layout is torch.strided
+    return is_strided and not functorch.is_functorch_wrapped_tensor(tensor) and not tensor._is_zerotensor()
 
 
 def suspend_transforms() -> AbstractContextManager[Any]:
@@ -290,8 +279,7 @@ def mark_step_called(optimizer: Optimizer) -> None:
 
 
 def step_without_wrappers(optimizer: Optimizer) -> None:
-    """One step of the optimizer's class, past torch's wrappers: no hooks, no import of torch._dynamo."""
-    # The caller switches autograd off, which the wrappers do otherwise.
+    """One step of the optimizer's class, without hooks and torch._dynamo. The caller has switched autograd off."""
     inspect.unwrap(type(optimizer).step)(optimizer)
 
 

@@ -154,7 +154,7 @@ def wrapper_problems(model: nn.Module) -> list[Problem]:
             found.setdefault(kind, f"model.{name}" if name else "model")
     if found:
         return [Problem(f"{at} in {kind}", need, WRAPPERS[kind].format(model=at)) for kind, at in found.items()]
-    split = [name for name, p in model.named_parameters() if hasattr(p, "device_mesh") or hasattr(p, "_fsdp_flattened")]
+    split = [name for name, p in model.named_parameters() if hasattr(p, "device_mesh")]
     if not split:
         return []
     got = f"a model whose parameters are split over devices already, {split[0]} the first of them"

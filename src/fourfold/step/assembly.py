@@ -221,7 +221,7 @@ def _find_recomputed(plan: Plan, axes: _Axes) -> RecomputedBlocks:
     shares_inputs = plan.recompute == "full" and plan.residual == RESIDUAL_WHOLE
     group = tensor.group if shares_inputs else SingleRankTensorGroup(tensor.group.meter, pipeline.ranks.device)
     names = recomputed_blocks(pipeline.skeleton, plan.recompute)
-    return RecomputedBlocks(names, group, is_selective=plan.recompute == "selective")
+    return RecomputedBlocks(names, group, plan.recompute == "selective", tensor.split_params)
 
 
 def _take_optimizer(source: OptimizerSource, model: nn.Module, plan: Plan, options: StepOptions) -> Optimizer:

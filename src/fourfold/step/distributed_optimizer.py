@@ -12,14 +12,14 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from fourfold.parts.checkpoints import is_in_reentrant_backward
 from fourfold.parts.comm import init
 from fourfold.parts.comm.communicator import Communicator
 from fourfold.parts.data.grad_hooks import register_last_hook
 from fourfold.parts.optim.option_checks import check_options
-from fourfold.parts.torch_private import NO_BACKWARD_ID, call_after_backward, current_backward_id, runs_within
+from fourfold.parts.torch_private import NO_BACKWARD_ID, call_after_backward, current_backward_id
 from fourfold.plan.intervals import DRIFT_CHECK
 from fourfold.plan.plan import Plan
 from fourfold.step import argument_checks
@@ -140,11 +140,10 @@ class DistributedOptimizer(OptimizerProxy):
         if backward == self._backward_id:
             return
         if self._backward_id != NO_BACKWARD_ID:
-            if runs_within(CheckpointFunction.backward):
+            if is_in_reentrant_backward():
                 got = "a checkpoint with use_reentrant=True, whose backward runs within another one"
-                raise TrainingError(
-                    Problem(got, "one backward with all gradients", "checkpoint(…, use_reentrant=False)")
-                )
+                attempt = "checkpoint(…, use_reentrant=False)"
+                raise TrainingError(Problem(got, "one backward with all gradients", attempt))
             got = "a backward after one that ended with an error, or within another one"
             raise TrainingError(Problem(got, "ranks that agree on what has been summed", "a new DistributedOptimizer"))
         self._backward_id = backward

@@ -10,14 +10,16 @@ torch restores its generators for the second forward. Fourfold's own draws follo
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from fourfold.parts.checkpoints import is_in_checkpoint
 from fourfold.parts.comm.tensor.protocol import TensorGroup
-from fourfold.parts.recompute import BoundaryPart, compute_twice, is_in_own_checkpoint, is_same_on_ranks, trained_inputs
+from fourfold.parts.recompute import BoundaryPart, compute_twice, is_same_on_ranks, trained_inputs
+from fourfold.parts.tensor.split_region import origins
 from fourfold.parts.torch_private import BatchNormBase, is_compiled, is_in_backward, swapped_state, version_of
 from fourfold.step.pipeline.chain import find_chain
 from fourfold.step.tensor_tree import tree_leaves, tree_map
@@ -32,9 +34,19 @@ class Recompute:
     group  the ranks that have the same inputs of blocks, each of which keeps a part of them; one rank: it keeps all
     """
 
-    def __init__(self, model: nn.Module, blocks: Sequence[str], group: TensorGroup, *, selective: bool) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        blocks: Sequence[str],
+        group: TensorGroup,
+        *,
+        selective: bool,
+        split_params: Container[str] = (),
+    ) -> None:
+        """`split_params`: of which the ranks of the group have parts."""
         self._model = model
-        self._blocks = [_Block(name, group, selective=selective) for name in blocks]
+        split = [p for name, p in model.named_parameters(remove_duplicate=False) if name in split_params]
+        self._blocks = [_Block(name, group, split, selective=selective) for name in blocks]
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
@@ -63,11 +75,12 @@ class RecomputedBlocks(NamedTuple):
     names: tuple[str, ...]
     group: TensorGroup
     is_selective: bool
+    split_params: frozenset[str]
 
     def of(self, model: nn.Module, indexes: Iterable[int] | None = None) -> Recompute:
         """Those that a stage has, by their places in the chain; None: all. `model`: what the rank has of it."""
         names = self.names if indexes is None else [self.names[index] for index in indexes if self.names]
-        return Recompute(model, names, self.group, selective=self.is_selective)
+        return Recompute(model, names, self.group, selective=self.is_selective, split_params=self.split_params)
 
 
 def recomputed_blocks(model: nn.Module, recompute: str) -> tuple[str, ...]:
@@ -94,18 +107,19 @@ def recomputed_blocks(model: nn.Module, recompute: str) -> tuple[str, ...]:
 
 
 class _Block:
-    """One block. What its first forward finds out holds for all."""
+    """One block. The layout of its inputs in its first forward holds for all."""
 
-    def __init__(self, name: str, group: TensorGroup, *, selective: bool) -> None:
+    def __init__(self, name: str, group: TensorGroup, split_params: Sequence[Tensor], *, selective: bool) -> None:
         self.name, self._group, self._selective = name, group, selective
-        self._is_same: dict[int, bool] = {}
+        self._split_ids = {id(p) for p in split_params}
+        self._is_whole: dict[int, bool] = {}
         """By place among the tensors that need gradients: whether all ranks of the group have the same."""
 
     def run(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The block's forward."""
         # A checkpoint of the model's own around the block computes it again, without what is installed here: its two
         # forwards must be the same.
-        if not torch.is_grad_enabled() or is_in_backward() or is_in_own_checkpoint():
+        if not torch.is_grad_enabled() or is_in_backward() or is_in_checkpoint():
             return forward(*args, **kwargs)
         self._check_arguments(kwargs)
         block = _Forwards(self.name, module, forward)
@@ -130,9 +144,18 @@ class _Block:
         """The block's inputs of which each rank of the group keeps a part."""
         inputs = trained_inputs(tree_leaves((args, kwargs)))
         for place, tensor in enumerate(inputs):
-            if place not in self._is_same:
-                self._is_same[place] = is_same_on_ranks(tensor, self._group)
-        return [tensor for place, tensor in enumerate(inputs) if self._is_same[place]]
+            if place not in self._is_whole:
+                self._is_whole[place] = self._has_whole_layout(tensor)
+        return [tensor for place, tensor in enumerate(inputs) if self._is_whole[place]]
+
+    def _has_whole_layout(self, tensor: Tensor) -> bool:
+        """Whether a tensor is made outside of split regions. Collective where another stage may have made it."""
+        leaves = list(origins(tensor))
+        if any(each is None or id(each) in self._split_ids for each in leaves):
+            return False
+        # Values may be equal by chance in a first forward. Of what a stage has received, nothing else is known.
+        received = [each for each in leaves if each is not None and not isinstance(each, nn.Parameter)]
+        return all(is_same_on_ranks(each, self._group) for each in received)
 
 
 class _Forwards:

@@ -31,7 +31,7 @@ from fourfold.parts.tensor.token_collectives import (
     TokenCount,
     token_range,
 )
-from fourfold.parts.torch_private import version_of
+from fourfold.parts.torch_private import Node, version_of
 from fourfold.plan.tensor_shard import TensorShard
 from fourfold.words.errors import Problem, TaskError
 
@@ -182,6 +182,29 @@ def gather_last_dim(tensor: Tensor, group: TensorGroup, length: int) -> Tensor:
     return _Gather.apply(tensor, group, length)
 
 
+def origins(tensor: Tensor) -> Iterator[Tensor | None]:
+    """Where a tensor comes from outside of regions: the leaves of its graph; None for what is made inside of one.
+
+    Nothing behind the end of a region is followed: there, all ranks have the same.
+    """
+    pending: list[Node] = [tensor.grad_fn]
+    seen = {tensor.grad_fn}
+    if tensor.grad_fn is None:
+        yield tensor
+    while pending:
+        node = pending.pop()
+        if node is None or node.name() in _ENDS:
+            continue
+        if node.name() in _INSIDES:
+            yield None
+        elif hasattr(node, "variable"):
+            yield node.variable
+        else:
+            before = {each for each, _ in node.next_functions} - seen
+            seen |= before
+            pending += before
+
+
 class _SumGrad(torch.autograd.Function):
     """The same values in forward; the sum over ranks in backward, unless the layer that uses them has made it."""
 
@@ -276,3 +299,11 @@ class _SumPieceGrads(torch.autograd.Function):
         for found, place, (part, sharing) in zip(sums, places, shared, strict=True):
             part.copy_(found.view(place.shape)[group.index // sharing])
         return grad, None, None
+
+
+def _nodes_of(*functions: type[torch.autograd.Function]) -> frozenset[str]:
+    return frozenset(f"{each.__name__}Backward" for each in functions)
+
+
+_ENDS = _nodes_of(_Sum, RowProduct, _Gather)
+_INSIDES = _nodes_of(_SumGrad, _SumGrads, _SumPieceGrads, ColumnProduct)

@@ -13,15 +13,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointFunction
 
-from fourfold.parts.torch_private import runs_within
+from fourfold.parts.checkpoints import is_in_reentrant_checkpoint
 from fourfold.words.errors import Problem, TaskError
-
-
-def is_in_reentrant_checkpoint() -> bool:
-    """Whether this thread runs the first forward of a checkpoint with `use_reentrant=True`."""
-    return runs_within(CheckpointFunction.forward)
 
 
 class ReentrantCheck:

@@ -64,6 +64,11 @@ class TensorAxis(NamedTuple):
         return bool(self.residual.blocks)
 
     @property
+    def split_params(self) -> frozenset[str]:
+        """The parameters of which ranks hold parts."""
+        return frozenset(name for name, shard in self.shards.items() if not shard.is_whole)
+
+    @property
     def totals_of_peers(self) -> list[int]:
         """Which of a step's totals the first rank of the group adds for all, by their places in `StepTotals`."""
         return COMMON_TOTALS if self.group.index else []

@@ -1,0 +1,32 @@
+"""Checkpoints of `torch.utils.checkpoint`: whether this thread runs inside one.
+
+Law: found from the calls that this thread is in. A checkpoint leaves no other trace in what runs inside it.
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from torch.utils.checkpoint import CheckpointFunction, checkpoint
+
+
+def is_in_checkpoint() -> bool:
+    """Whether this thread runs the first forward of a checkpoint, of either kind."""
+    return _runs_within(checkpoint)
+
+
+def is_in_reentrant_checkpoint() -> bool:
+    """Whether this thread runs the first forward of a checkpoint with `use_reentrant=True`."""
+    return _runs_within(CheckpointFunction.forward)
+
+
+def is_in_reentrant_backward() -> bool:
+    """Whether this thread runs the backward of such a checkpoint, which runs within another one."""
+    return _runs_within(CheckpointFunction.backward)
+
+
+def _runs_within(function: Callable[..., Any]) -> bool:
+    frame, code = inspect.currentframe(), inspect.unwrap(function).__code__
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return frame is not None
