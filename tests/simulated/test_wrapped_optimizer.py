@@ -224,7 +224,7 @@ def test_gradients_with_a_graph_are_refused():
 
 def test_a_reentrant_checkpoint_is_refused_by_name():
     def body(comm):
-        mine, _ = wrapped(comm)
+        mine: Any = wrapped(comm)[0]
         hidden = checkpoint(mine[:2], batch(0, comm.rank).requires_grad_(), use_reentrant=True)
         with pytest.raises(TrainingError, match=r"use_reentrant=True.*try checkpoint\(…, use_reentrant=F"):
             mine[2](hidden).sum().backward()

@@ -171,7 +171,8 @@ def with_another_wrapper() -> dict[str, str]:
     """What is said of a model that torch lays over ranks itself, and of a loop that calls such a wrapper."""
     whole = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
     flat = FullyShardedDataParallel(nn.Linear(2, 2), device_id=torch.device("cpu"), use_orig_params=True)
-    blocks = nn.Sequential(fully_shard(nn.Linear(2, 2)), nn.Linear(2, 2))
+    blocks = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    fully_shard(blocks[0])
     split = distribute_module(nn.Linear(2, 2), init_device_mesh("cpu", (2,)))
     models = {"ddp": whole, "nested": nn.Sequential(whole), "fsdp": flat, "fsdp2": blocks, "dtensor": split}
     said = {}

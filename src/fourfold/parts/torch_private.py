@@ -132,10 +132,9 @@ are_transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_a
 """Whether a transform of `torch.func`, such as vmap or grad, is active in this thread."""
 
 
-def has_memory(tensor: Tensor) -> bool:
+def has_memory(x: Tensor) -> bool:
     """Whether a tensor has an address. Those of transforms of `torch.func` have none, nor zeros of forward mode."""
-    is_strided = tensor.layout is torch.strided
-    return is_strided and not functorch.is_functorch_wrapped_tensor(tensor) and not tensor._is_zerotensor()
+    return x.layout is torch.strided and not functorch.is_functorch_wrapped_tensor(x) and not x._is_zerotensor()
 
 
 def suspend_transforms() -> AbstractContextManager[Any]:
@@ -208,8 +207,7 @@ def swapped_state(module: nn.Module, state: Mapping[str, Tensor]) -> AbstractCon
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether a module was compiled: by `torch.compile`, as a whole or in place, or by TorchScript."""
-    # Function modes see nothing of what a compiled forward calls.
+    """Whether a module was compiled, as a whole or in place: function modes see nothing of what its forward calls."""
     in_place = getattr(module, "_compiled_call_impl", None) is not None
     return in_place or isinstance(module, torch.jit.ScriptModule) or uncompiled(module) is not module
 
