@@ -72,6 +72,7 @@ class RowProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, group: TensorGroup) -> Tensor:
         ctx.save_for_backward(input, weight)
+        ctx.is_region_end = True  # see `split_region.origins`
         ctx.autocast, ctx.deferral = _autocast_options(input), deferral_of(weight, input)
         casts = ctx.autocast["enabled"] or input.dtype != weight.dtype or input.ndim < 2
         (total,) = kept(lambda: (_summed_product(input, weight, group, casts=casts),))

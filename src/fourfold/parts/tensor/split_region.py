@@ -185,21 +185,22 @@ def gather_last_dim(tensor: Tensor, group: TensorGroup, length: int) -> Tensor:
 def origins(tensor: Tensor) -> Iterator[Tensor | None]:
     """Where a tensor comes from outside of regions: the leaves of its graph; None for what is made inside of one.
 
-    Nothing behind the end of a region is followed: there, all ranks have the same.
+    Nothing behind the end of a region is followed: there, all ranks have the same. The functions at both ends say
+    `is_region_end`.
     """
-    pending: list[Node] = [tensor.grad_fn]
-    seen = {tensor.grad_fn}
     if tensor.grad_fn is None:
         yield tensor
+        return
+    pending: list[Node] = [tensor.grad_fn]
+    seen = {None, tensor.grad_fn}
     while pending:
         node = pending.pop()
-        if node is None or node.name() in _ENDS:
-            continue
-        if node.name() in _INSIDES:
+        is_end = getattr(node, "is_region_end", None)
+        if is_end is False:
             yield None
-        elif hasattr(node, "variable"):
+        elif is_end is None and hasattr(node, "variable"):
             yield node.variable
-        else:
+        elif is_end is None:
             before = {each for each, _ in node.next_functions} - seen
             seen |= before
             pending += before
@@ -210,7 +211,7 @@ class _SumGrad(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: TensorGroup, uses: InputUses) -> Tensor:
-        ctx.group, ctx.uses = group, uses
+        ctx.group, ctx.uses, ctx.is_region_end = group, uses, False
         # Not a view, which would keep its base alive; the version is shared, so autograd sees changes in place.
         return tensor.detach()
 
@@ -228,7 +229,7 @@ class _SumGrads(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, group: TensorGroup, *weights: Tensor) -> tuple[Tensor, ...]:
-        ctx.group = group
+        ctx.group, ctx.is_region_end = group, False
         ctx.set_materialize_grads(False)  # a weight that no rank uses has no gradient
         return tuple(weight.detach() for weight in weights)
 
@@ -247,6 +248,7 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, partial: Tensor, group: TensorGroup) -> Tensor:
+        ctx.is_region_end = True
         if is_keeping():  # the product that made `partial` is kept too
             (total,) = kept(lambda: (group.all_reduce(partial.clone()),))
             return total
@@ -265,7 +267,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: TensorGroup, length: int) -> Tensor:
-        share = -(-length // group.size)
+        ctx.is_region_end, share = True, -(-length // group.size)
         ctx.start, ctx.length = group.index * share, tensor.shape[-1]
         padded = torch.nn.functional.pad(tensor, (0, share - ctx.length)) if ctx.length < share else tensor
         return group.all_gather(padded, tensor.ndim - 1)[..., :length]
@@ -280,7 +282,7 @@ class _SumPieceGrads(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, group: TensorGroup, shard: TensorShard) -> Tensor:
-        ctx.group, ctx.shard = group, shard
+        ctx.group, ctx.shard, ctx.is_region_end = group, shard, False
         return weight.view_as(weight)
 
     @staticmethod
@@ -299,11 +301,3 @@ class _SumPieceGrads(torch.autograd.Function):
         for found, place, (part, sharing) in zip(sums, places, shared, strict=True):
             part.copy_(found.view(place.shape)[group.index // sharing])
         return grad, None, None
-
-
-def _nodes_of(*functions: type[torch.autograd.Function]) -> frozenset[str]:
-    return frozenset(f"{each.__name__}Backward" for each in functions)
-
-
-_ENDS = _nodes_of(_Sum, RowProduct, _Gather)
-_INSIDES = _nodes_of(_SumGrad, _SumGrads, _SumPieceGrads, ColumnProduct)
