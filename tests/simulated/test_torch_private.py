@@ -109,20 +109,6 @@ def test_a_backward_keeps_function_modes_active():
     assert torch.equal(weight.grad, weight.detach().cos())
 
 
-def test_a_checkpoint_is_seen_by_the_hooks_that_it_enters():
-    assert private.innermost_saved_tensor_hooks(False) is None
-    seen = []
-    checkpoint(
-        lambda x: seen.append(private.innermost_saved_tensor_hooks(False)) or x.sin(), parameter(3), use_reentrant=False
-    )
-    assert seen[0] is not None
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
-        outer = private.innermost_saved_tensor_hooks(False)
-        assert outer == private.innermost_saved_tensor_hooks(False)
-        with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
-            assert private.innermost_saved_tensor_hooks(False) != outer
-
-
 # ---- autograd: tensors ----
 
 

@@ -23,10 +23,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
+from fourfold.parts.checkpoints import is_in_checkpoint
 from fourfold.parts.data.grad_hooks import GradHooks, GradSink, has_user_hooks
 from fourfold.parts.data.param_access import untracked_access
 from fourfold.parts.dtypes import autocast_device
-from fourfold.parts.torch_private import innermost_saved_tensor_hooks
 
 _thread = threading.local()
 
@@ -93,13 +93,11 @@ class DeferredGrads:
         self._parameters = parameters
         self._index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
         self._pending: PendingGrads | None = None
-        self._hooks_around: Any = None
-        """The saved tensor hooks that the forward runs under: others are of a checkpoint within it."""
 
     @contextlib.contextmanager
     def in_forward(self) -> Iterator[None]:
         before = getattr(_thread, "deferred", None)
-        _thread.deferred, self._hooks_around = self, innermost_saved_tensor_hooks(False)
+        _thread.deferred = self
         try:
             with _LinearMode(self):
                 yield
@@ -144,7 +142,7 @@ class DeferredGrads:
             return None
         if torch.is_autocast_enabled(autocast_device(input)) or torch.compiler.is_compiling() or has_user_hooks(weight):
             return None
-        if innermost_saved_tensor_hooks(False) != self._hooks_around:
+        if is_in_checkpoint():
             return None
         return index
 

@@ -95,9 +95,6 @@ def storage_key(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-innermost_saved_tensor_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks  # type: ignore[attr-defined]
-"""The innermost `saved_tensors_hooks` of this thread, as a checkpoint enters; None: none. Called with False."""
-
 # ---- autograd: what nodes of the graph have saved ---------------------------------------------------------------
 
 REDUCTION_MEAN = 1  # what `saved_reduction` gives for reduction="mean"
