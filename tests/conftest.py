@@ -22,6 +22,8 @@ hypothesis.settings.register_profile("search", deadline=None)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fourfold"))
 
 ROOT = Path(__file__).parent.parent
+# Tests compare messages as they are before they are wrapped; `tests/pure/test_text.py` wraps some itself.
+os.environ["COLUMNS"] = "1000"
 
 
 @pytest.fixture(scope="session")

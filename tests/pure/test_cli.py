@@ -564,3 +564,44 @@ def test_a_command_runs_with_stdin_and_stdout_closed():
     command = f"{sys.executable} -m fourfold --version <&- >&-"
     ended = subprocess.run(["sh", "-c", command], stderr=subprocess.PIPE, text=True, timeout=60, check=False)
     assert (ended.returncode, ended.stderr) == (0, "")
+
+
+MISSING = """
+import sys
+from fourfold.cli.named_files import check_named_files
+for words, expected in {
+    "train": ("nofile.py:task", "nofile.py (no such file)"),
+    "name": ("mine.py:tusk", "no tusk"),
+    "hf": ("hf:no.json", "no.json (no such file)"),
+    "text": ("lm data=no", "nothing at no"),
+    "init": ("lm init=no", "init = no (no such file)"),
+    "rules": ("lm tensor=no.toml", "tensor = no.toml (no such file)"),
+    "callback": ("lm callback=csv,no.py:x", "no.py (no such file)"),
+    "program": ("lm program=no", "program = no: No such file"),
+    "plan": ("lm no.toml", "no.toml (no such file"),
+    "recipe": ("lm recipe:no", "recipe:no"),
+    "in a settings file": ("run.toml", "init = no (no such file)"),
+    "callback's name": ("mine.py callback=mine.py:x", "no x"),
+}.values():
+    try:
+        check_named_files(words.split())
+    except Exception as error:
+        assert expected in str(error), (words, error)
+    else:
+        raise AssertionError(words)
+check_named_files(["mine.py"])
+check_named_files(["mine.py:task", "init=no", "tensor=no"])  # the task's own
+try:
+    check_named_files("no.py init=no tensor=no.toml".split())
+except Exception as error:
+    assert "no.py" in str(error), error
+assert "torch" not in sys.modules
+"""
+
+
+def test_files_and_names_that_are_not_there_are_refused_before_torch_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def task(*, init: str = 'a', tensor: int = 1): ...\n")
+    (tmp_path / "run.toml").write_text('[task]\nname = "lm"\n[run]\ninit = "no"\n')
+    command = [sys.executable, "-c", MISSING]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    assert result.returncode == 0, result.stderr

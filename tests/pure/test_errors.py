@@ -1,5 +1,7 @@
 """Errors say got / need / try, all problems at once, in columns."""
 
+import pytest
+
 from fourfold.words.errors import PlanError, Problem, closest_match
 
 
@@ -15,6 +17,21 @@ def test_problems_are_printed_in_columns():
     )
 
 
+def test_problems_that_do_not_fit_beside_one_another_stand_below_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    long = "a gradient for every parameter that is trained"
+    problems = [Problem(f"parameter {name} got no gradient", long, 'unused = "allow"') for name in "ab"]
+    assert str(PlanError([*problems, Problem("c", "d")])) == (
+        "3 problems\n"
+        "  parameter a got no gradient\n"
+        "  parameter b got no gradient\n"
+        f"    need {long}\n"
+        '    try unused = "allow"\n'
+        "  c\n"
+        "    need d"
+    )
+
+
 def test_a_plain_message_is_one_line():
     assert PlanError("nothing fits").full_message() == "PlanError: nothing fits"
 
@@ -22,3 +39,12 @@ def test_a_plain_message_is_one_line():
 def test_closest_match_finds_a_similar_word_or_none():
     assert closest_match("microbatch", ["microbatches", "dp"]) == "microbatches"
     assert closest_match("xyz", ["microbatches", "dp"]) is None
+
+
+def test_closest_match_knows_the_words_of_other_frameworks_in_any_spelling():
+    known = ["steps", "batch_size", "lr", "lr_warmup", "microbatches", "weight_decay"]
+    words = ["max_steps", "bs", "learning-rate", "LR", "num_warmup_steps", "gradient_accumulation_steps", "wd"]
+    assert [closest_match(word, known) for word in words] == [
+        *("steps", "batch_size", "lr", "lr", "lr_warmup", "microbatches", "weight_decay")
+    ]
+    assert closest_match("learning_rate", ["steps"]) is None

@@ -1,15 +1,21 @@
 """Why a job ended: the first cause is reported once, with the lines of the user's code."""
 
+import dataclasses
 import os
+import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from fourfold.launcher import failure_report
 from fourfold.launcher.traceback_text import format_error
+from fourfold.step.dry_run.loss_check import peer_failed
+from fourfold.words import error_notes
+from fourfold.words.error_notes import describe_function, noting
 from fourfold.words.errors import PeerError, PlanError, Problem
 
 
@@ -222,6 +228,39 @@ def test_an_error_inside_fourfold_keeps_every_frame() -> None:
     assert error.__traceback__ is not None
     error.__traceback__ = error.__traceback__.tb_next  # this test's own frame
     assert "failure_report.py" in format_error(error)
+
+
+def test_an_error_that_a_note_explains_needs_no_frame_of_ours() -> None:
+    with pytest.raises(TypeError) as caught, noting(f"  in the loss, {describe_function(_loss_of_one)}"):
+        failure_report.first_cause(None, {}, [], 1)  # type: ignore[arg-type]
+    error = caught.value
+    error.__traceback__ = None if error.__traceback__ is None else error.__traceback__.tb_next
+    message, note, hint = format_error(error).splitlines()
+    assert message.startswith("TypeError: first_cause() takes 3")
+    assert note == f"  in the loss, _loss_of_one (test_failure_report.py, line {_loss_of_one.__code__.co_firstlineno})"
+    assert hint == "  FOURFOLD_TRACEBACK=full shows every frame"
+
+
+def _loss_of_one(outputs: object) -> None: ...
+
+
+def test_of_a_library_only_the_line_that_failed_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(error_notes, "LIBRARY_PATHS", {"/packages/"})
+    code = compile("def outer(): inner()\n\ndef inner(): 1 / 0\n", "/packages/lib/core.py", "exec")
+    library: dict[str, Any] = {}
+    exec(code, library)
+    text = format_error(raised("call()", call=library["outer"]))
+    assert re.findall(r'File "(.*)", line (\d+)|… (.*)', text)[-3:] == [
+        ("user.py", "1", ""),
+        ("", "", "1 frame inside lib"),
+        ("/packages/lib/core.py", "3", ""),
+    ]
+
+
+def test_a_rank_that_tells_of_anothers_error_is_not_the_cause() -> None:
+    told = failure_report.make_record(peer_failed(1, "KeyError: 'x'"), rank=0)
+    own = dataclasses.replace(failure_report.make_record(KeyError("x"), rank=1), timestamp=told.timestamp + 1)
+    assert failure_report.first_cause({0: told, 1: own}, {0: 2, 1: 1}, ["rank 0", "rank 1"]).rank == 1
 
 
 def test_the_direct_cause_of_an_error_is_reported() -> None:

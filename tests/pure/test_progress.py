@@ -78,7 +78,7 @@ def test_the_last_step_is_shown_once() -> None:
 def test_lines_of_a_run_are_aligned() -> None:
     texts = ["   ".join(format_cells(line(step))) for step in (1, 20, 300, 1000)]
     assert len({len(text) for text in texts}) == 1
-    assert texts[0] == "step    1/1000   loss 2.5000    12.3 k tokens/s   waiting  8 %      1:00 left"
+    assert texts[0] == "step    1/1000   mean loss 2.5000    12.3 k tokens/s   waiting  8 %      1:00 left"
 
 
 def test_a_terminal_shows_one_progress_line_with_messages_above_it() -> None:
@@ -99,7 +99,7 @@ def test_a_terminal_shows_one_progress_line_with_messages_above_it() -> None:
 def test_a_line_fits_its_terminal(width: int) -> None:
     parts = fit_to_width(line(500), width)
     text = "".join(part for part, _ in parts)
-    assert text.strip("━ ").startswith("step  500/1000   loss 2.5000")
+    assert text.strip("━ ").startswith("step  500/1000   mean loss 2.5000")
     assert len(text) < width or width < 35
     assert ("━" in text) == (width >= len("   ".join(format_cells(line(500)))) + 14)  # a bar only if all cells fit
 

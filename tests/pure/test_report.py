@@ -16,7 +16,10 @@ from fourfold.plan.trace_file import Event, Trace, encode_trace
 from fourfold.report import charts, comparison, html_table, line_chart, page, run_record, step_timeline, svg
 from fourfold.report.key_figures import key_figures
 from fourfold.report.style import CSS
+from fourfold.step.metrics import Metrics
 from fourfold.trainer import progress
+from fourfold.trainer.throughput import Throughput
+from fourfold.words.measures import num_units
 from fourfold.words.program import Action, Verb
 from fourfold.words.trace_events import COMPUTE_LANE, REDUCE_LANE
 from tests.recorded_traces import trace
@@ -61,6 +64,16 @@ def test_a_page_is_well_formed_and_self_contained(run):
     assert not re.search(r"(src|href)=|url\(|@import|fetch\(|XMLHttp|import\(", html)
     assert {node.tag.split("}")[-1] for node in root.iter()} >= {"svg", "table", "style", "title"}
     assert "prefers-color-scheme: dark" in html
+
+
+def test_terminal_and_page_mean_the_same_by_waiting_and_count_the_unit_of_the_task(run):
+    metrics = Metrics(3.0, 8, 2048, None, seconds=0.5, waiting_seconds=0.125)
+    throughput = Throughput()
+    for _ in range(6):
+        throughput.add_step(num_units("samples", metrics.tokens, metrics.samples), metrics)
+    line = throughput.progress_line(6, num_steps=6, unit="samples")
+    assert line.waiting_fraction == run_record.read_run(run).waiting_fraction() == 0.25
+    assert throughput.num_units == 6 * 8
 
 
 def test_every_key_figure_is_on_the_page(run):

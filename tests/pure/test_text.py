@@ -10,11 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fourfold.cli import main
+from fourfold.cli.commands import COMMANDS
 from fourfold.launcher.traceback_text import format_error
 from fourfold.tasks import lm
 from fourfold.trainer.progress import Progress
 from fourfold.words.errors import Problem, SettingError
-from fourfold.words.terminal_text import escape_controls
+from fourfold.words.terminal_text import escape_controls, wrap_lines
 
 CONTROLS = {"Cc", "Cf", "Cs", "Zl", "Zp"}  # Unicode categories
 NASTY = "a\x1b[31mb\x07\x9bc\x7f\u202ed\u2066\u2028\r\x00"
@@ -107,3 +108,42 @@ def test_no_command_prints_a_users_control_characters(
     out, err = capfd.readouterr()
     assert out or err
     assert not controls_in(out + err)
+
+
+@given(
+    st.lists(st.text(st.characters(categories=["L", "N", "P"]), min_size=1, max_size=30), min_size=1), st.integers(0, 8)
+)
+def test_wrapped_lines_fit_and_keep_every_word(words: list[str], indent: int) -> None:
+    text = " " * indent + " ".join(words)
+    lines = wrap_lines(text, 60).split("\n")
+    assert all(len(line) <= 60 for line in lines)
+    assert " ".join(lines).split() == text.split()
+
+
+def test_a_wrapped_line_goes_on_below_its_last_column() -> None:
+    assert wrap_lines("  name  a b c d e", 12) == "  name  a b\n        c d\n        e"
+    assert wrap_lines("    need a b c d", 12) == "    need a b\n         c d"
+
+
+def test_wide_tables_and_frames_are_not_wrapped() -> None:
+    for text in ("a" * 30 + "  " + "b" * 30 + "  cc dd", '  File "a b c.py", line 1\n    some code that is long\n'):
+        assert wrap_lines(text, 20) == text
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS, "feed bench", "feed pack", "checkpoint export"])
+def test_the_help_of_every_command_fits_into_80_columns(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        main([*command.split(), "--help"])
+    assert max(map(len, capsys.readouterr().out.split("\n"))) <= 80
+
+
+def test_the_list_of_recipes_fits_into_80_columns(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        main(["show", "recipe:"])
+    assert max(map(len, capsys.readouterr().out.split("\n"))) <= 80

@@ -303,7 +303,7 @@ def test_train_prints_what_the_command_prints_unless_it_is_quiet(tmp_path, capfd
     train(make_task(), tmp_path, steps=2, name="loud", quiet=False)
     out, err = capfd.readouterr()
     assert out.startswith("run · 5 parameters · 1 process · one rank")
-    assert "step 1/2   loss" in out
+    assert "step 1/2   mean loss" in out
     assert "validation loss" in out
     assert str(tmp_path / "loud") in out
     assert not err

@@ -1,6 +1,8 @@
 """Laws of scalar losses: however a batch is split, they train as in one process, or are refused."""
 
 import functools
+import inspect
+import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -14,7 +16,7 @@ from torch import Tensor, nn
 from fourfold.feed.source import TensorSource
 from fourfold.plan.plan import Plan
 from fourfold.plan.sample_order import shard_range
-from fourfold.step.torch_losses import _safe_mean, observing
+from fourfold.step.torch_losses import COUNT_FUNCTIONS, _safe_mean, observing
 from fourfold.step.train_step import TrainStep
 from fourfold.testing import oracle, threads
 from fourfold.testing.oracle import TOLERANCE, TrainingResult
@@ -385,3 +387,30 @@ def test_the_mean_without_device_synchronization_equals_torchs_own():
         given["target"] = torch.full_like(targets, -100)
         (gradient,) = torch.autograd.grad(_safe_mean(F.cross_entropy, given, torch.tensor(0.0, dtype=WIDE)), ours)
         assert not gradient.any()
+
+
+WRONG = (
+    *(torch.rand(4), torch.rand(3), torch.tensor(1.0), torch.rand(4, 5, 6), torch.randint(0, 5, (3,))),
+    *(torch.full((4,), 7), torch.zeros(4, dtype=torch.bool), None, 3, "a"),
+)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("function", COUNT_FUNCTIONS, ids=lambda function: function.__name__)
+def test_of_wrong_arguments_torch_says_what_it_says_without_us(function: Callable[..., Any]) -> None:
+    scores, parameters = torch.randn(4, 5, requires_grad=True), inspect.signature(function).parameters
+    num_others = sum(each.default is each.empty for each in parameters.values()) - 1
+    calls = [((scores, *others), {}) for others in itertools.product([scores, *WRONG], repeat=min(num_others, 2))]
+    calls += [((scores,) * (len(parameters) + 1), {}), ((scores, scores), {"input": scores}), ((scores,), {"no": 1})]
+    for args, kwargs in calls:
+        with observing():
+            found = error_of(function, *args, **kwargs)
+        assert found == error_of(function, *args, **kwargs), args
+
+
+def error_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str | None:
+    try:
+        function(*args, **kwargs)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None

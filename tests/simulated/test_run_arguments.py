@@ -10,6 +10,7 @@ import pytest
 import fourfold as ff
 from fourfold.cli.job import Job, parse_job
 from fourfold.report.run_record import read_run
+from fourfold.trainer.settings import recorded_settings
 
 TASK = """
 import torch
@@ -90,3 +91,13 @@ def test_a_run_whose_settings_repeat_the_arguments_as_older_versions_wrote_them_
     make_unfinished(run_dir)
     assert train(parse_job(WORDS)) == run_dir
     assert json.loads((run_dir / "settings.json").read_text()) == now
+
+
+def test_the_settings_and_callbacks_of_a_run_stand_in_its_settings_and_its_report(job: Job) -> None:
+    settings = {**job.settings, "ema": 0.9, "evaluate_every": 1}
+    ff.train(job.task, job.plan, quiet=True, callbacks=[ff.Callback(), ff.Callback()], **settings)
+    recorded = json.loads((job.run_dir / "settings.json").read_text())
+    assert set(recorded) >= set(recorded_settings())
+    assert (recorded["ema"], recorded["evaluate_every"]) == (0.9, 1)
+    assert recorded["callbacks"] == ["Callback", "Callback 2"]
+    assert recorded.items() >= read_run(job.run_dir).sections["settings"].items()

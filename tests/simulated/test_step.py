@@ -5,8 +5,12 @@ import os
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
+from fourfold.feed.feed import Feed
+from fourfold.feed.source import TensorSource
+from fourfold.launcher.traceback_text import format_error
 from fourfold.plan.plan import Plan
 from fourfold.step.loss_sum import sum_loss
 from fourfold.step.train_step import TrainStep
@@ -251,3 +255,53 @@ def test_an_unreferenced_step_frees_its_shared_memory():
     for _ in range(3):
         threads.run(2, body)
     assert files() <= before
+
+
+FAILING = {
+    "shape": (
+        torch.ones(4, 3),
+        torch.zeros(4).long(),
+        "RuntimeError: mat1",
+        "  in module 1, Linear(in_features=2, out",
+    ),
+    "dtype": (torch.ones(4, 2).double(), torch.zeros(4).long(), "RuntimeError: mat1", "  in module 1, Linear(in_f"),
+    "class": (torch.ones(4, 2), torch.full((4,), 9), "IndexError: Target 9 is out", "  in the loss, cross_entropy"),
+    "float": (torch.ones(4, 2), torch.zeros(4), "RuntimeError: expected target", "  in the loss, cross_entropy"),
+}
+
+
+@pytest.mark.parametrize("name", FAILING)
+def test_an_error_of_model_or_loss_is_told_in_lines_that_name_module_batch_and_samples(name):
+    inputs, targets, message, where = FAILING[name]
+
+    def body(comm):
+        model = nn.Sequential(nn.Identity(), nn.Linear(2, 2))
+        step = TrainStep(model, F.cross_entropy, sgd, plan=Plan(dp=2), communicator=comm, clip=None)
+        feed = Feed.of_data_rank(TensorSource(inputs, targets), size=2, index=comm.rank, batch_size=4, shuffle=False)
+        with pytest.raises((RuntimeError, IndexError)) as raised:
+            step(next(iter(feed)))
+        error = raised.value
+        error.__traceback__ = error.__traceback__.tb_next  # without this test's own frame
+        return format_error(error).splitlines()
+
+    for rank, lines in enumerate(threads.run(2, body)):
+        assert len(lines) == 5
+        assert lines[0].startswith(message)
+        assert lines[1].startswith(where)
+        kind = str(inputs.dtype).removeprefix("torch.")
+        assert lines[2].startswith(f"  batch: inputs {kind} [2, {inputs.shape[1]}], targets ")
+        assert lines[3].startswith(f"  samples: {2 * rank}, {2 * rank + 1} (positions 0 to 4 of epoch 0")
+
+
+def test_an_error_in_backward_says_so_and_names_the_batch():
+    class Written(nn.Linear):
+        def forward(self, x):
+            return super().forward(x).exp().add_(1)
+
+    def body(comm):
+        with pytest.raises(RuntimeError, match="inplace operation") as raised:
+            linear(comm, Written(2, 2))(BATCH)
+        return raised.value.__notes__
+
+    (notes,) = threads.run(1, body)
+    assert notes == ["  in backward", "  batch: inputs float32 [2, 2], targets float32 [2]"]

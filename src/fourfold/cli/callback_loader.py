@@ -11,7 +11,6 @@ from typing import Any
 
 from fourfold.cli import task_loader
 from fourfold.cli.arguments import CALLBACK_WORD, ParsedValues, ValueType
-from fourfold.cli.errors import is_file, nearest_file
 from fourfold.trainer.callbacks import registry
 from fourfold.words.callback import Callback
 from fourfold.words.errors import Problem, SettingError, closest_match
@@ -95,10 +94,8 @@ def _parse_options(name: str, texts: Mapping[str, str]) -> dict[str, Any]:
 def _load_from_file(spec: str) -> Callback:
     """The callback in FILE.py:name: an object, or a class or function that makes one without arguments."""
     file, _, name = spec.partition(":")
-    path = Path(file)
-    if not is_file(path):
-        raise SettingError(Problem(f"{file} (no such file)", "a Python file", nearest_file(path, "*.py")))
-    module = task_loader.import_file(path, reuse=True)
+    task_loader.check_python_file(file, SettingError, "a Python file")
+    module = task_loader.import_file(Path(file), reuse=True)
     member = getattr(module, name, None) if name else None
     if not isinstance(member, Callback):
         if not callable(member):

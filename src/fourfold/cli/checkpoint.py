@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 from fourfold.cli.errors import nearest_file
+from fourfold.cli.output import print_text
 from fourfold.environment.standard_streams import print_stderr
 from fourfold.words.errors import (
     CheckpointError,
@@ -49,7 +50,7 @@ def list_checkpoints(run: str) -> int:
         age = _format_age(time.time() - path.stat().st_mtime)
         rows.append((str(step), size, age, str(len(manifest.files)), "" if loss is None else f"{loss:.4f}", word))
     if len(rows) == 1:
-        print(escape_controls(f"{store.path} holds no checkpoint"))
+        print_text(f"{store.path} holds no checkpoint")
         return 0
     print("\n".join(align_columns([[*map(escape_controls, row)] for row in rows], ">>>>><")))
     return 0
@@ -68,9 +69,9 @@ def verify_checkpoints(run: str) -> int:
             word = "damaged" if problems else "good"
         except UnreadableCheckpointError as error:
             problems, word = [problem.got for problem in error.problems], "cannot be read here"
-        print(escape_controls(f"{store.step_dir(step)}   {word}"))
+        print_text(f"{store.step_dir(step)}   {word}")
         for text in problems:
-            print(escape_controls(f"  {text}"))
+            print_text(f"  {text}")
         code = 1 if problems else code
     if not steps:
         raise CheckpointError(Problem(f"{store.path} holds no checkpoint", "at least one"))
@@ -96,13 +97,15 @@ def export_checkpoint(run: str, target: str | None, *, form: str, step: int | No
     except OSError as error:
         got = f"{path} could not be written: {os_error_text(error)}"
         raise SettingError(Problem(got, "a place that can be written to", "another PATH")) from None
-    print(escape_controls(f"{path}   {format_bytes(num_bytes)} of weights from {source}"))
+    print_text(f"{path}   {format_bytes(num_bytes)} of weights from {source}")
     if form == "hf":
         for name in export.read_config(path).get("architectures") or ():
-            print(escape_controls(f"transformers.{name}.from_pretrained({str(path)!r}) loads it"))
+            print_text(f"transformers.{name}.from_pretrained({str(path)!r}) loads it")
     elif form == "dcp":
-        print(escape_controls(f"torch.distributed.checkpoint.load(model.state_dict(), checkpoint_id={str(path)!r})"))
-        print("loads it into a model; it reads .metadata, which is a pickle: share it only with people who trust you")
+        print_text(f"torch.distributed.checkpoint.load(model.state_dict(), checkpoint_id={str(path)!r})")
+        print_text(
+            "loads it into a model; it reads .metadata, which is a pickle: share it only with people who trust you"
+        )
     return 0
 
 

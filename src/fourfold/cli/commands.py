@@ -3,7 +3,9 @@
 Law: parsing the command line runs nothing and does not import torch; it returns the command as a function.
 """
 
+import contextlib
 import functools
+import io
 from collections.abc import Callable
 from typing import Annotated, Any
 
@@ -12,6 +14,7 @@ from typer.core import TyperCommand
 
 from fourfold.cli.checkpoint_commands import checkpoints
 from fourfold.cli.feed import feed
+from fourfold.cli.output import print_text
 from fourfold.words.errors import Problem, SettingError, closest_match
 
 Command = Callable[[], int]
@@ -46,11 +49,14 @@ def parse_command(arguments: list[str]) -> Command | None:
             where="fourfold",
         )
     try:
-        command: Any = app(arguments, prog_name="fourfold", standalone_mode=False)
+        with contextlib.redirect_stdout(io.StringIO()) as help_text:
+            command: Any = app(arguments, prog_name="fourfold", standalone_mode=False)
     except Exception as error:
         if not hasattr(error, "format_message"):
             raise
         raise _usage_error(error, f"fourfold {word}" if word else "fourfold") from None
+    if help_text.getvalue():
+        print_text(help_text.getvalue().removesuffix("\n"))
     return command if isinstance(command, functools.partial) else None
 
 

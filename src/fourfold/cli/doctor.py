@@ -6,6 +6,8 @@ Law: the same findings as rows and as JSON; exit code 1 if any of them fails.
 import dataclasses
 import json
 
+from fourfold.cli.output import print_text
+
 
 def run_doctor(*, as_json: bool) -> int:
     """`fourfold doctor`; returns the exit code."""
@@ -22,7 +24,7 @@ def run_doctor(*, as_json: bool) -> int:
     if as_json:
         print(json.dumps([_json_row(dataclasses.asdict(finding)) for finding in findings], indent=2))
     else:
-        print(format_findings(findings))
+        print_text(format_findings(findings))
     return exit_code(findings)
 
 

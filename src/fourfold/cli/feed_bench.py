@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fourfold.cli.output import print_text
 from fourfold.words.errors import Problem, SettingError, closest_match, os_error_text
 from fourfold.words.run_files import LOG_FILE, RUNS_DIR
-from fourfold.words.terminal_text import escape_controls
 
 if TYPE_CHECKING:
     from fourfold.feed.bench.result import Result
@@ -139,9 +139,9 @@ def run_bench(words: Sequence[str]) -> int:
     results = []
     for workload, options in _trainings(name, values, folder):
         results.append(_run(workload, options))
-        print(escape_controls(format_result(results[-1])) + "\n")
+        print_text(format_result(results[-1]) + "\n")
     if len(results) > 1:
-        print(escape_controls(format_sweep(results)) + "\n")
+        print_text(format_sweep(results) + "\n")
     _write(page or folder / "bench.html", render_feed_bench(results))
     if json_file is not None:
         _write(json_file, json.dumps([each.to_json() for each in results], indent=1) + "\n")
@@ -151,7 +151,7 @@ def run_bench(words: Sequence[str]) -> int:
 def _run(workload: "Workload", options: "Options") -> "Result":
     from fourfold.feed.bench.run import run_workload
 
-    return run_workload(workload, options, say=lambda text: print(escape_controls(text), flush=True))
+    return run_workload(workload, options, say=print_text)
 
 
 def _trainings(name: str, values: Mapping[str, Any], folder: Path) -> "list[tuple[Workload, Options]]":
@@ -221,4 +221,4 @@ def _write(path: Path, text: str) -> None:
     except OSError as error:
         got = f"{path} could not be written: {os_error_text(error)}"
         raise SettingError(Problem(got, "a place that can be written to", "another PATH"), where=WHERE) from None
-    print(escape_controls(f"wrote {path}"))
+    print_text(f"wrote {path}")

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from fourfold.cli.feed_bench import parse_size
+from fourfold.cli.output import print_text
 from fourfold.words.errors import DataError, Problem, SettingError, closest_match
-from fourfold.words.terminal_text import escape_controls
 from fourfold.words.text_table import align_columns
 from fourfold.words.units import format_bytes, format_bytes_per_second, format_count
 
@@ -197,7 +197,7 @@ def run_show(path: str) -> int:
 
 
 def _say(text: str) -> None:
-    print("\n".join(map(escape_controls, text.split("\n"))), flush=True)
+    print_text(text)
 
 
 @contextlib.contextmanager

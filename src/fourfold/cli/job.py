@@ -13,23 +13,22 @@ from typing import TYPE_CHECKING, Any
 from fourfold.cli import arguments, settings_file, task_loader
 from fourfold.cli.arguments import CALLBACK_WORD, RULES_WORD, LaunchSettings, ParsedValues, ValueType
 from fourfold.cli.callback_loader import check_shipped_callbacks, load_callbacks, options_of_file
-from fourfold.cli.errors import ErrorCollector, nearest_file
+from fourfold.cli.errors import ErrorCollector
 from fourfold.cli.job_checks import check_batch_size, check_fits_memory, check_init, check_order, check_tokens
+from fourfold.cli.plan_file import read_plan_text
 from fourfold.cli.resolved_settings import argument_defaults, format_resolved, json_arguments
 from fourfold.cli.rules_file import read_rules_setting
 from fourfold.cli.task_source import argument_names
 from fourfold.launcher.process_defaults import default_num_processes
-from fourfold.plan.decode import DecodeError, read_bounded
 from fourfold.plan.lr_schedule import LRSchedule
 from fourfold.plan.plan import Plan
 from fourfold.plan.plan_fields import FIELDS
-from fourfold.plan.recipes import RECIPE_PREFIX, recipe_text
 from fourfold.trainer.callback_list import required_metrics
 from fourfold.trainer.lr_factors import tuned_batch_size
 from fourfold.trainer.run_identity import HF_PREFIX, check_run_name, default_run_name, run_identity
 from fourfold.trainer.settings import LR_PREFIX, TASK_FIELDS, make_settings, run_length
 from fourfold.words.callback import Callback
-from fourfold.words.errors import FourfoldError, PlanError, Problem, SettingError, os_error_text
+from fourfold.words.errors import FourfoldError, PlanError, SettingError
 from fourfold.words.run_files import RUNS_DIR
 from fourfold.words.task import Task, length_problems
 
@@ -295,20 +294,6 @@ def _fit_plan(plan: Plan, num_processes: int | None, *, has_dp: bool, where: str
     if num_processes is not None and plan.mesh.size != num_processes:
         raise PlanError(size_problems(plan, num_processes, start="or -n {size}"), where=where)
     return plan
-
-
-def read_plan_text(file: str) -> str:
-    if file.startswith(RECIPE_PREFIX):
-        return recipe_text(file.removeprefix(RECIPE_PREFIX))
-    try:
-        return read_bounded(Path(file)).decode()
-    except DecodeError as error:
-        raise PlanError(Problem(f"{file} has {error}", "a plan in TOML"), where=file) from None
-    except OSError as error:
-        close = nearest_file(Path(file), "*.toml")
-        raise PlanError(Problem(f"{file} ({os_error_text(error)})", "a file", close)) from None
-    except UnicodeDecodeError:
-        raise PlanError(Problem(f"{file} is not a text file", "TOML in UTF-8"), where=file) from None
 
 
 def _default_dp(plan: Plan, num_processes: int | None) -> int:

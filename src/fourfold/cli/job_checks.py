@@ -11,6 +11,7 @@ from fourfold.cli.errors import is_file, nearest_file
 from fourfold.environment.world import from_environment
 from fourfold.plan.plan import Plan
 from fourfold.words.errors import DataError, Problem, SettingError
+from fourfold.words.run_files import WEIGHTS_NEED
 from fourfold.words.task import Task
 
 if TYPE_CHECKING:
@@ -64,13 +65,16 @@ def check_fits_memory(task: Task, plan: Plan, data: "DataInput", meta_model: Any
 def check_init(task: Task, init: str | None) -> None:
     """Raises SettingError or CheckpointError where the files of initial weights are missing or another model's."""
     from fourfold.checkpoint.initial_weights import check_weights
-    from fourfold.parts.weight_files import NEED
     from fourfold.step.meta_model import build_meta_model
 
-    if init is None:
-        return
+    if init is not None:
+        check_init_path(init)
+        check_weights(build_meta_model(task), Path(init))
+
+
+def check_init_path(init: str) -> None:
+    """Raise SettingError where there is neither file nor folder."""
     path = Path(init)
     if not (is_file(path) or os.path.isdir(path)):
         got = f"init = {init} (no such file)"
-        raise SettingError(Problem(got, NEED, nearest_file(path, "*.safetensors")))
-    check_weights(build_meta_model(task), path)
+        raise SettingError(Problem(got, WEIGHTS_NEED, nearest_file(path, "*.safetensors")))

@@ -5,8 +5,8 @@ Law: the file trains as it is, and a file that exists is never overwritten.
 
 from pathlib import Path
 
+from fourfold.cli.output import print_text
 from fourfold.words.errors import Problem, SettingError, os_error_text
-from fourfold.words.terminal_text import escape_controls
 
 TEMPLATE = '''"""A training task: what is learned, for one device. Nothing in this file mentions ranks.
 
@@ -96,5 +96,5 @@ def write_task(file: str) -> int:
         raise SettingError(
             Problem(f"{file} ({os_error_text(error)})", "a place to write"), where="fourfold new"
         ) from None
-    print(escape_controls(f"{file} is a task that trains: fourfold train {file} -n 2"))
+    print_text(f"{file} is a task that trains: fourfold train {file} -n 2")
     return 0

@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fourfold.analysis.plan_words import best_baseline
+from fourfold.cli.named_files import check_task
+from fourfold.cli.output import print_text
 from fourfold.cli.plan_arguments import CALIBRATE, WHERE, PlanArguments, parse_plan_words
 from fourfold.environment.atomic_file import write_atomically
 from fourfold.plan.decide.decision import Decision
 from fourfold.plan.predict.prediction import Prediction
+from fourfold.trainer.run_identity import HF_PREFIX
 from fourfold.words.errors import Problem, SettingError, os_error_text
-from fourfold.words.terminal_text import escape_controls
 from fourfold.words.units import format_bytes, format_count, format_step_seconds
 
 if TYPE_CHECKING:
@@ -33,6 +35,8 @@ def plan(words: Sequence[str], processes: str | None) -> int:
 
     devices = check_num_processes(processes, None)
     arguments = parse_plan_words(words)
+    if arguments.name and (arguments.name.startswith(HF_PREFIX) or ".py" in arguments.name):
+        check_task(arguments.name)
     if arguments.name == CALIBRATE:
         return _calibrate(arguments, devices)
     from fourfold.cli import plan_what_if
@@ -66,7 +70,7 @@ def _calibrate(arguments: PlanArguments, devices: int | None) -> int:
     words = [word for word in task_words(arguments) if word != CALIBRATE]
     run = find_planned_run(words[0]) if len(words) == 1 else None
     if run is not None:
-        print(escape_controls(refine_by_run(run)))
+        print_text(refine_by_run(run))
         return 0
     prepared = job.parse_job(words, has_run_dir=False)
     num_ranks = arguments.value("devices") or devices or default_num_processes()
@@ -75,7 +79,7 @@ def _calibrate(arguments: PlanArguments, devices: int | None) -> int:
     measured = calibrate(calibration_words(prepared), num_ranks, launch_quietly, key=key, is_forced=is_forced)
     if measured is None:
         return 1
-    print(escape_controls("\n".join(format_calibrated(measured))))
+    print_text("\n".join(format_calibrated(measured)))
     return 0
 
 
@@ -97,8 +101,8 @@ def _answer(questions: "Questions", arguments: PlanArguments, run: "PlannedRun |
     if run is not None:
         own = question.predict(run.plan)
         decision = plan_run.beside(run, decision, own)
-        print(escape_controls(plan_run.format_run(run, own)) + "\n")
-    print(escape_controls(format_decision(decision, workload)), flush=True)
+        print_text(plan_run.format_run(run, own) + "\n")
+    print_text(format_decision(decision, workload))
     chosen, measured = decision.answer, None
     if (count := arguments.value("confirm")) is not None:
         seconds = _confirm(decision, question, arguments, count)
@@ -114,7 +118,7 @@ def _answer(questions: "Questions", arguments: PlanArguments, run: "PlannedRun |
         write_file(page, render_decision(decision, workload))
         lines.append(f"page   {page}")
     if lines:
-        print(escape_controls("\n" + "\n".join(lines)))
+        print_text("\n" + "\n".join(lines))
     return 0
 
 
@@ -147,12 +151,12 @@ def _show_curves(questions: "Questions", arguments: PlanArguments, lists: Mappin
         raise SettingError(Problem(got, "one value of each to run here", "the same without confirm="), where=WHERE)
     curves = plan_what_if.make_curves(questions, lists)
     head = describe_curves(curves, lists, arguments)
-    print(escape_controls(format_curves(curves, head=head)), flush=True)
+    print_text(format_curves(curves, head=head))
     if (page := arguments.value("html")) is not None:
         from fourfold.report.plan_curves_page import render_curves
 
         write_file(page, render_curves(curves, title="What if", under=head))
-        print(escape_controls(f"\npage   {page}"))
+        print_text(f"\npage   {page}")
     return 0
 
 
@@ -181,7 +185,7 @@ def _confirm(decision: Decision, question: "Question", arguments: PlanArguments,
     seconds = measure_plans([each.plan for each in candidates], task_words(arguments), launch_quietly)
     if seconds is None:
         return None
-    print(escape_controls("\n" + format_confirmed(candidates, seconds)), flush=True)
+    print_text("\n" + format_confirmed(candidates, seconds))
     return list(zip(candidates, seconds, strict=True))
 
 

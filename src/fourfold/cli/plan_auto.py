@@ -11,6 +11,7 @@ from pathlib import Path
 
 from fourfold.analysis.plan_words import best_baseline, plan_words
 from fourfold.cli import job, settings_file
+from fourfold.cli.output import print_text
 from fourfold.cli.plan_arguments import PlanArguments, parse_plan_words
 from fourfold.cli.plan_question import Question, Questions, is_ask, pinned_fields
 from fourfold.cli.plan_word import AUTO, PLAN_AUTO
@@ -21,7 +22,6 @@ from fourfold.plan.plan import Plan
 from fourfold.plan.plan_fields import FIELDS
 from fourfold.words.errors import Problem, SettingError
 from fourfold.words.run_files import PLAN_FILE
-from fourfold.words.terminal_text import escape_controls
 from fourfold.words.units import format_bytes, format_step_seconds
 
 
@@ -39,11 +39,11 @@ def resolve_words(words: Sequence[str], *, num_processes: int | None, world: Wor
     ready = job.parse_job(others)
     kept = None if ready.fresh else _kept_plan(ready.run_dir, num_processes, pinned)
     if kept is not None:
-        print(escape_controls(f"plan   {plan_words(kept)}, kept from {ready.run_dir}"), flush=True)
+        print_text(f"plan   {plan_words(kept)}, kept from {ready.run_dir}")
         return [*others, *_missing_words(kept, pinned)]
     question = Questions(arguments, devices=num_processes).make()
     decision = question.decide()
-    print(escape_controls("\n".join(format_decided(decision, question))), flush=True)
+    print_text("\n".join(format_decided(decision, question)))
     return [*others, *_missing_words(decision.answer.plan, pinned)]
 
 

@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from fourfold.cli.output import print_text
 from fourfold.cli.plan_arguments import WHERE
 from fourfold.environment.world import num_cores
 from fourfold.plan.precision import COMPUTE_FORMATS
@@ -84,11 +85,11 @@ def this_machine(words: Sequence[str], source: FactsSource, devices: int, *, is_
     key = task_key(source)
     calibration = find_calibration(key, devices)
     if calibration is None:
-        print(why_measured(words, key, devices), flush=True)
+        print_text(why_measured(words, key, devices))
         measured = calibrate(words, devices, launch_quietly, key=key, is_forced=is_forced)
         if measured is None:
             raise CalibrationError(Problem("the ranks that measure this machine failed", "", "fourfold doctor"))
-        print("\n".join(format_calibrated(measured)) + "\n", flush=True)
+        print_text("\n".join(format_calibrated(measured)) + "\n")
         calibration = measured.calibration
     return _as_measured(calibration)
 

@@ -6,6 +6,7 @@ Law: this file prints no error; the launcher reports the first cause once.
 """
 
 import importlib
+import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,10 +14,12 @@ from pathlib import Path
 from fourfold.checkpoint.store import resume_hint
 from fourfold.cli import job
 from fourfold.environment.imports import collection_paused
+from fourfold.environment.standard_streams import print_stderr
 from fourfold.environment.world import World, from_environment
 from fourfold.launcher import failure_report
 from fourfold.launcher.traceback_text import format_error
 from fourfold.words.errors import FourfoldError, TrainingError
+from fourfold.words.terminal_text import escape_controls
 
 
 def main(words: Sequence[str]) -> None:
@@ -34,6 +37,7 @@ def train(prepared: job.Job, world: World | None) -> None:
     task's exit code, but never 0: the run has not ended.
     Raises KeyboardInterrupt with the text to report; the text is "" on all ranks but 0.
     """
+    logging.lastResort = _WrappedLog(logging.WARNING)
     try:
         _train(prepared, world)
     except SystemExit as system_exit:
@@ -45,6 +49,13 @@ def train(prepared: job.Job, world: World | None) -> None:
     except KeyboardInterrupt:
         is_reporter = world is None or world.rank == 0
         raise KeyboardInterrupt(f"stopped by SIGINT; {resume_hint(prepared.run_dir)}" if is_reporter else "") from None
+
+
+class _WrappedLog(logging.Handler):
+    """Warnings on stderr, wrapped, unless the task has set up logging of its own."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print_stderr(escape_controls(self.format(record)))
 
 
 def _train(prepared: job.Job, world: World | None) -> None:

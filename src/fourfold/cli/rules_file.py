@@ -25,11 +25,17 @@ def read_rules_setting(given: str | Mapping[str, str] | None) -> dict[str, Mappi
     return {RULES_WORD: _read(given) if isinstance(given, str) else given}
 
 
-def _read(name: str) -> Mapping[str, str]:
+def check_rules_path(name: str) -> None:
+    """Raise PlanError for a file that is not there."""
     path, setting = Path(name), f"{RULES_WORD} = {name or '(nothing)'}"
     if not is_file(path):
         problem = Problem(f"{setting} (no such file)", NEED, nearest_file(path, "*.toml"))
         raise PlanError(problem if name else Problem(setting, NEED, f"{RULES_WORD}=rules.toml"))
+
+
+def _read(name: str) -> Mapping[str, str]:
+    check_rules_path(name)
+    path, setting = Path(name), f"{RULES_WORD} = {name}"
     try:
         text = read_bounded(path).decode()
     except DecodeError as error:

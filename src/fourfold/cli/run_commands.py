@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fourfold.cli import forking, plan_word, sigint
+from fourfold.cli.output import print_text
 from fourfold.environment import early_sigterm
 from fourfold.environment.imports import collection_paused
 from fourfold.environment.standard_streams import print_stderr, redirect_to_null
@@ -33,6 +34,7 @@ SHOW_CURSOR = "\x1b[?25h"
 def train(words: Sequence[str], processes: str | None) -> int:
     """`fourfold train`; returns the exit code."""
     from fourfold.cli import job, sweep
+    from fourfold.cli.named_files import check_named_files
     from fourfold.launcher.process_defaults import check_num_processes
 
     world = from_environment()
@@ -40,6 +42,7 @@ def train(words: Sequence[str], processes: str | None) -> int:
     asks_for_plan = plan_word.wants_plan(words)
     if swept := sweep.swept_values([word for word in words if word != plan_word.PLAN_AUTO]):
         return _train_sweep(words, swept, required, world)
+    check_named_files(words)
     if asks_for_plan:
         from fourfold.cli import plan_auto
 
@@ -175,7 +178,7 @@ def _start_over(ready: "Job", words: Sequence[str], *, is_reporter: bool, has_ow
     archived = archive_run(ready.run_dir)
     if archived is None:
         return words
-    print(escape_controls(f"{ready.run_dir} starts over; the earlier run is now {archived}"), flush=True)
+    print_text(f"{ready.run_dir} starts over; the earlier run is now {archived}")
     return [str(archived / Path(word).absolute().relative_to(here)) if word in inside else word for word in words]
 
 
@@ -185,7 +188,7 @@ def _check_finished(ready: "Job", *, is_reporter: bool) -> bool:
 
     finished = read_finished_record(ready.run_dir)
     if finished is not None and is_reporter:
-        print(escape_controls(format_finished(ready.run_dir, finished, ready.plan)), flush=True)
+        print_text(format_finished(ready.run_dir, finished, ready.plan))
     return finished is not None
 
 
@@ -222,14 +225,16 @@ def run(command: Sequence[str], processes: str | None, restarts: str = "0") -> i
 
 def show(words: Sequence[str], page: str | None = None) -> int:
     """`fourfold show`; returns the exit code. `page`: the file of an HTML page, instead of a text."""
+    from fourfold.cli.named_files import check_named_files
     from fourfold.cli.settings_file import parse_command
     from fourfold.plan.recipes import RECIPE_PREFIX, recipe_names, recipe_summary
 
     command = parse_command(words)
     if command.plan_file == RECIPE_PREFIX:
         for line in align_columns([(f"{RECIPE_PREFIX}{name}", recipe_summary(name)) for name in recipe_names()], "<<"):
-            print(line)
+            print_text(line)
         return 0
+    check_named_files(words)
 
     from fourfold.analysis.describe import show as describe_plan
     from fourfold.cli import job
@@ -247,9 +252,9 @@ def show(words: Sequence[str], page: str | None = None) -> int:
         ready = job.parse_job([*words, f"layers={num_stages}"], has_run_dir=False)
     text = describe_plan(ready.plan, ready.task) + describe_prediction(ready)
     if page is None:
-        print(escape_controls(text))
+        print_text(text)
     else:
-        print(escape_controls(_write_page(page, render_plan(ready.plan, text))))
+        print_text(_write_page(page, render_plan(ready.plan, text)))
     return 0
 
 
@@ -266,11 +271,13 @@ def _write_page(page: str, html: str) -> str:
 def verify(words: Sequence[str], processes: str | None) -> int:
     """`fourfold verify`; returns the exit code."""
     from fourfold.cli import job
+    from fourfold.cli.named_files import check_named_files
     from fourfold.cli.settings_file import parse_command
     from fourfold.launcher.process_defaults import check_num_processes
     from fourfold.launcher.restart_policy import SupervisionPolicy
 
     parsed = parse_command(words)
+    check_named_files(words)
     words = [*words] if "steps" in parsed.values else [*words, f"steps={VERIFY_STEPS}"]
     world = from_environment()
     required = check_num_processes(processes, world)
@@ -305,7 +312,7 @@ def report(words: Sequence[str]) -> int:
 
     if not words:
         raise SettingError(Problem("no run", "RUN [RUN…]", "fourfold report --help"), where="fourfold report")
-    print(escape_controls(str(write_report([find_run(word, parent=Path(RUNS_DIR)) for word in dict.fromkeys(words)]))))
+    print_text(str(write_report([find_run(word, parent=Path(RUNS_DIR)) for word in dict.fromkeys(words)])))
     return 0
 
 

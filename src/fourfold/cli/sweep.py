@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 from fourfold.cli import job, task_loader
 from fourfold.cli.arguments import KEY_VALUE, RUN_SETTINGS, ValueType
 from fourfold.cli.errors import ErrorCollector, report_error
+from fourfold.cli.output import print_text
 from fourfold.cli.plan_word import PLAN_AUTO
 from fourfold.cli.settings_file import parse_command
 from fourfold.plan.plan_fields import FIELDS
 from fourfold.trainer.run_identity import read_finished_record
 from fourfold.words.errors import INTERRUPT_EXIT_CODE, REQUEUE_EXIT_CODE, FourfoldError, Problem, SettingError
-from fourfold.words.terminal_text import escape_controls
 from fourfold.words.text_table import align_columns
 
 MAX_VALUE_IN_NAME = 40
@@ -113,17 +113,17 @@ def run_sweep(sweep: Sweep, train: Callable[[Sequence[str]], int]) -> int:
     It is 1 if a member has failed, and that of the stop if one was stopped: then the rest is left for the next time.
     """
     codes: dict[Member, int] = {}
-    print(f"sweep of {len(sweep.members)} runs: {', '.join(sweep.keys)}", flush=True)
+    print_text(f"sweep of {len(sweep.members)} runs: {', '.join(sweep.keys)}")
     for number, member in enumerate(sweep.members, 1):
         values = " ".join(f"{key}={value}" for key, value in zip(sweep.keys, member.values, strict=True))
-        print(escape_controls(f"\nrun {number} of {len(sweep.members)}: {values}"), flush=True)
+        print_text(f"\nrun {number} of {len(sweep.members)}: {values}")
         try:
             codes[member] = train(member.words)
         except FourfoldError as error:  # another process trains this run, say: the others must not wait for it
             codes[member] = report_error(error)
         if codes[member] in STOP_CODES:
             break
-    print(escape_controls("\n" + "\n".join(format_sweep(sweep, codes))), flush=True)
+    print_text("\n" + "\n".join(format_sweep(sweep, codes)))
     stopped = next((code for code in codes.values() if code in STOP_CODES), None)
     return stopped if stopped is not None else int(any(codes.values()))
 

@@ -16,6 +16,7 @@ from fourfold.cli.arguments import ValueType, argument_types
 from fourfold.cli.errors import is_file, nearest_file
 from fourfold.launcher.traceback_text import format_error
 from fourfold.trainer.run_identity import HF_PREFIX
+from fourfold.words.error_notes import describe_function, noting
 from fourfold.words.errors import DataError, FourfoldError, Problem, TaskError, closest_match
 from fourfold.words.task import Task
 
@@ -36,27 +37,40 @@ def find_task(spec: str) -> TaskFactory:
 
     Raises TaskError.
     """
+    check_task_file(spec)
     if spec in BUILT_IN:
         return importlib.import_module(BUILT_IN[spec]).task
     if spec.startswith(HF_PREFIX):
-        return _model_task(spec.removeprefix(HF_PREFIX))
+        return functools.partial(importlib.import_module(HF_MODULE).task, spec.removeprefix(HF_PREFIX))
     file, _, name = spec.partition(":")
+    return _find_member(import_file(Path(file)), name or DEFAULT_NAME, file=file)
+
+
+def check_task_file(spec: str) -> None:
+    """Raise TaskError for a task that is neither built in nor in a file that is there. Imports nothing."""
+    if spec in BUILT_IN:
+        return
+    if spec.startswith(HF_PREFIX):
+        _check_config(spec.removeprefix(HF_PREFIX))
+        return
+    file = spec.partition(":")[0]
     if not file.endswith(".py"):
         raise TaskError(_unknown_task(spec))
-    path = Path(file)
-    if not is_file(path):
-        raise TaskError(Problem(f"{file} (no such file)", "a Python file with a task", nearest_file(path, "*.py")))
-    return _find_member(import_file(path), name or DEFAULT_NAME, file=file)
+    check_python_file(file, TaskError, "a Python file with a task")
 
 
-def _model_task(config: str) -> TaskFactory:
-    """The task of a config file of transformers."""
+def check_python_file(file: str, kind: type[FourfoldError], need: str) -> None:
+    """Raise an error for a file that is not there."""
+    if not is_file(Path(file)):
+        raise kind(Problem(f"{file} (no such file)", need, nearest_file(Path(file), "*.py")))
+
+
+def _check_config(config: str) -> None:
     path = Path(config)
     if not is_file(path):
         close = str(path / "config.json") if is_file(path / "config.json") else nearest_file(path, "*.json")
         got = f"{config or '(nothing)'} (no such file)"
         raise TaskError(Problem(got, "a config file of transformers", f"{HF_PREFIX}{close}" if close else ""))
-    return functools.partial(importlib.import_module(HF_MODULE).task, config)
 
 
 def task_arguments(factory: TaskFactory) -> dict[str, ValueType]:
@@ -68,7 +82,7 @@ def make_task(factory: TaskFactory, values: Mapping[str, Any], *, spec: str) -> 
     """The task with these arguments. Raises TaskError if its function fails or does not return a Task."""
     if isinstance(factory, Task):
         return factory
-    with wrap_user_errors(f"{spec}: the task's function failed"):
+    with wrap_user_errors(f"{spec}: the task's function failed"), noting(f"  in {describe_function(factory)}"):
         task = factory(**values)
     if not isinstance(task, Task):
         raise TaskError(Problem(f"a {type(task).__name__}", "the task's function to return a Task"), where=spec)
@@ -79,7 +93,8 @@ def open_task_data(task: Task, *, spec: str) -> "TaskInputs":
     """The task's data. Raises DataError if it cannot be opened or is empty."""
     from fourfold.feed.data_input import open_data  # not on top: it imports torch, as this file does not
 
-    with wrap_user_errors(f"{spec}: the data cannot be opened", DataError):
+    cannot_open = wrap_user_errors(f"{spec}: the data cannot be opened", DataError)
+    with cannot_open, noting(f"  in the task's data, {describe_function(task.data)}"):
         data = task.data()
     return open_data(data, where=spec)
 

@@ -11,6 +11,20 @@ from fourfold.cli.task_loader import BUILT_IN, DEFAULT_NAME, HF_MODULE
 from fourfold.trainer.run_identity import HF_PREFIX
 
 
+def bound_names(file: Path) -> list[str] | None:
+    """The names that a file binds anywhere, functions first; None if it may bind others too, or cannot be read."""
+    try:
+        nodes = list(ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
+    except (OSError, ValueError, SyntaxError):
+        return None
+    names = [node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef)]
+    names += [node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
+    imported = [each for node in nodes if isinstance(node, ast.Import | ast.ImportFrom) for each in node.names]
+    names += [each.asname or each.name.partition(".")[0] for each in imported]
+    used = {node.id for node in nodes if isinstance(node, ast.Name)}
+    return None if {"*", "__getattr__"} & {*names} or {"globals", "exec", "setattr", "vars"} & used else names
+
+
 def argument_names(spec: str) -> list[str] | None:
     """The keyword arguments of a task's function; None if it is not there yet, half written, decorated or made."""
     file, _, name = spec.partition(":")

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from fourfold.cli import job
+from fourfold.cli.output import print_text
 from fourfold.environment.world import World, from_environment
 from fourfold.words.errors import FourfoldError, Problem
-from fourfold.words.terminal_text import escape_controls
 from fourfold.words.text_table import align_columns
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def verify(prepared: job.Job, world: World | None) -> None:
     result = run(prepared.task, prepared.plan, seed=prepared.settings.get("seed", 0))
     if result is None:
         return
-    print(escape_controls("\n".join(format_result(prepared, result))), flush=True)
+    print_text("\n".join(format_result(prepared, result)))
     if not result.max_deviation <= TOLERANCE:
         raise VerifyError(_problems(result, TOLERANCE), where="the comparison")
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fourfold.cli import sigint
+from fourfold.cli.output import print_text
 from fourfold.words.errors import Problem, SettingError, closest_match, os_error_text
 from fourfold.words.run_files import LOG_FILE, RUNS_DIR, SETTINGS_FILE
 from fourfold.words.terminal_text import escape_controls
@@ -61,10 +62,10 @@ def _find(word: str, parent: Path) -> Path:
     names = _names(path.parent)
     close = closest_match(path.name, names)
     if close is not None:
-        print(escape_controls(f"there is a run {path.parent / close}"), flush=True)
+        print_text(f"there is a run {path.parent / close}")
     elif names:
         more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
-        print(escape_controls(f"runs in {path.parent}/: {', '.join(names[:MAX_NAMED])}{more}"), flush=True)
+        print_text(f"runs in {path.parent}/: {', '.join(names[:MAX_NAMED])}{more}")
     return path
 
 

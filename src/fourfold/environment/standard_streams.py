@@ -8,13 +8,15 @@ import os
 import sys
 from typing import TextIO
 
+from fourfold.words.terminal_text import wrap_lines
+
 
 def print_stderr(text: str) -> None:
-    """Write a line to stderr at once; do nothing if stderr cannot be written."""
+    """Write a text to stderr at once, wrapped to the terminal; do nothing if stderr cannot be written."""
     if sys.stderr is None:  # print(file=None) would write to stdout
         return
     try:
-        print(text, file=sys.stderr, flush=True)
+        print(wrap_lines(text), file=sys.stderr, flush=True)
     except (OSError, ValueError):  # ValueError: the program closed it
         redirect_to_null(sys.stderr)
 

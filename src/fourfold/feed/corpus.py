@@ -18,7 +18,8 @@ import numpy as np
 import torch
 import xxhash
 
-from fourfold.words.errors import DataError, Problem, closest_match, os_error_text
+from fourfold.feed.text_path import resolve_text_path
+from fourfold.words.errors import DataError, Problem
 
 VALID_ONE_IN = 16  # one file in sixteen is for validation: 6 %
 SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__"})
@@ -112,28 +113,6 @@ def open_text(path: str | os.PathLike[str] | None = None) -> CorpusSplit:
     return _split_by_path(root, file_ranges)
 
 
-def resolve_text_path(path: str | os.PathLike[str]) -> Path:
-    """The path. Raises DataError if no file or folder is there that this user may read."""
-    if not str(path):
-        got, attempt = "data= with nothing after it", "no data=, for Python's own source code"
-        raise DataError(Problem(got, "a file or folder of text", attempt))
-    try:
-        root = Path(path).expanduser()
-        is_there = root.exists()
-    except (OSError, RuntimeError) as error:  # a name that is too long, or ~NAME of an unknown user
-        got = f"{str(path)[:60]}: {os_error_text(error) if isinstance(error, OSError) else str(error)}"
-        raise DataError(Problem(got, "a file or folder of text"), where="data") from None
-    if not is_there:
-        close = closest_match(root.name, _names(root.parent))
-        attempt = str(root.parent / close) if close else "no data=, for Python's own source code"
-        raise DataError(Problem(f"nothing at {root}", "a file or folder of text", attempt), where=f"data={path}")
-    if not (root.is_file() or root.is_dir()):
-        raise DataError(Problem(f"{root} is neither file nor folder", "text that can be mapped"), where=f"data={path}")
-    if not os.access(root, os.R_OK):
-        raise DataError(Problem(f"{root}: permission denied", "read permission", f"chmod u+r {root}"), where=str(path))
-    return root
-
-
 def _map_file(file_range: FileRange) -> np.ndarray:
     """The file's first `stop` bytes, mapped: uint8 [stop]."""
     try:
@@ -185,10 +164,3 @@ def _is_text(path: Path) -> bool:
             return b"\0" not in file.read(TEXT_CHECK_BYTES)
     except OSError:
         return False
-
-
-def _names(folder: Path) -> list[str]:
-    try:
-        return [path.name for path in folder.iterdir()]
-    except OSError:
-        return []

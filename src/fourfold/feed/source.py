@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from fourfold.feed.collate import collate_samples
+from fourfold.words.error_notes import user_frame
 from fourfold.words.errors import DataError, FourfoldError, Problem
 from fourfold.words.task import Source
 
@@ -49,7 +50,7 @@ def fetch(source: Source, indices: Sequence[int], *, before_sample: Callable[[in
 
 
 def _stop_iteration_problem(error: StopIteration) -> Problem:
-    place = traceback.extract_tb(error.__traceback__)[-1]
+    place = user_frame(error) or traceback.extract_tb(error.__traceback__)[-1]
     got = f"StopIteration in {Path(place.filename).name}, line {place.lineno}"
     return Problem(got, "a sample for every number below len(source)", "IndexError, or next(iterator, default)")
 

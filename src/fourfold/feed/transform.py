@@ -23,6 +23,7 @@ from fourfold.feed.source import CollatedSource, read_samples, source_attribute
 from fourfold.feed.transform_processes import ProcessTransform, TransformError
 from fourfold.feed.transform_signature import WHERE, with_generator
 from fourfold.words import argument_checks
+from fourfold.words.error_notes import error_line
 from fourfold.words.errors import DataError, FourfoldError, Problem
 from fourfold.words.task import Source
 
@@ -128,7 +129,7 @@ class _EpochView:
             got = f"{sample_name(self._transformed.source, index)}: {error}"
             raise DataError(Problem(got, "a transform that takes every sample"), where=WHERE) from None
         except Exception as error:
-            got = f"{sample_name(self._transformed.source, index)}: {type(error).__name__}: {error}"
+            got = f"{sample_name(self._transformed.source, index)}: {error_line(error)}"
             raise DataError(Problem(got, "a transform that takes every sample"), where=WHERE) from error
 
 

@@ -18,6 +18,7 @@ import torch
 
 from fourfold.feed.transform_processes import Message, Slot
 from fourfold.feed.transform_signature import with_generator
+from fourfold.words.error_notes import error_line
 
 
 def main(spec: str, connection: int, handle: int) -> None:
@@ -35,7 +36,7 @@ def main(spec: str, connection: int, handle: int) -> None:
         except BrokenPipeError:
             return
         except Exception as error:  # raised again in the process that waits for the sample
-            slot.reply(Message(error=f"{type(error).__name__}: {error}"))
+            slot.reply(Message(error=error_line(error)))
 
 
 def _find(spec: str) -> Callable[[Any, torch.Generator], Any]:

@@ -2,7 +2,8 @@
 
 record      what a rank writes about the error that ended it: a JSON file, replaced atomically
 end record  the record of a program that returned, or called `sys.exit(0)`, written before its process ends
-echo        an error that only says that another rank is gone (a connection reset); the cause only if there is no other
+echo        an error that only says that another rank is gone (a connection reset), or has failed; the cause only if
+            there is no other
 final       an error with which another attempt would end too: every FourfoldError except PeerError
 early exit  a rank that ended with code 0 while others still needed it
 Law: the cause is the earliest record that is no echo; without one, a death by signal, then an exit code, then an early
@@ -22,7 +23,14 @@ import msgspec
 
 from fourfold.environment.atomic_file import write_atomically
 from fourfold.launcher.traceback_text import format_error, user_line
-from fourfold.words.errors import INTERRUPT_EXIT_CODE, PEER_GONE_MESSAGES, FourfoldError, PeerError, StoppedError
+from fourfold.words.errors import (
+    INTERRUPT_EXIT_CODE,
+    PEER_FAILED,
+    PEER_GONE_MESSAGES,
+    FourfoldError,
+    PeerError,
+    StoppedError,
+)
 
 # If a rank dies during the rendezvous, the others end with a LaunchError.
 ECHO_KINDS = ("PeerError", "LaunchError", "DistNetworkError")
@@ -48,7 +56,7 @@ class FailureRecord:
         message = self.message.lower()
         if self.kind == SystemExit.__name__:
             return False
-        return self.kind in ECHO_KINDS or any(echo in message for echo in PEER_GONE_MESSAGES)
+        return self.kind in ECHO_KINDS or any(echo in message for echo in (*PEER_GONE_MESSAGES, PEER_FAILED))
 
 
 @dataclass(frozen=True)

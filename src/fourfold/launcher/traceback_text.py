@@ -1,29 +1,26 @@
 """The text of an error for the person who reads it: the user's own lines of the traceback.
 
-owner   who wrote the code of a frame: Python's start-up machinery, torch, fourfold, or the user
+owner   who wrote the code of a frame: Python's start-up machinery, torch, fourfold, another library, or the user
 elided  consecutive frames that are not the user's, shown as one line that counts them
-Law: an error without any line of the user's keeps every frame, since the fault may be ours.
+Law: an error without any line of the user's or a library keeps every frame, since the fault may be ours; unless a note
+says in which call of the user's it was raised (`words/error_notes.py`).
 """
 
 import os
-import sys
-import sysconfig
 import traceback
-from pathlib import Path
 
+from fourfold.words.error_notes import frame_owner, has_note, user_frame
 from fourfold.words.errors import FourfoldError
 from fourfold.words.terminal_text import escape_controls
+
+INTERNAL = ("fourfold", "torch", "Python")
+FULL_HINT = "  FOURFOLD_TRACEBACK=full shows every frame"
 
 
 def user_line(error: BaseException) -> str:
     """The innermost frame of the user's, on a line of its own; "" if there is none."""
-    library = sysconfig.get_path("stdlib") + os.sep
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if _frame_owner(frame.filename) is None and not frame.filename.startswith(library)
-    ]
-    return "" if not frames else "\n" + "".join(traceback.format_list(frames[-1:])).rstrip()
+    frame = user_frame(error)
+    return "" if frame is None else "\n" + "".join(traceback.format_list([frame])).rstrip()
 
 
 def format_error(error: BaseException) -> str:
@@ -35,8 +32,9 @@ def format_error(error: BaseException) -> str:
     if isinstance(error, FourfoldError) and not full:
         return error.full_message()
     report = traceback.TracebackException.from_exception(error)
-    if not full:
-        _elide_frames(report)
+    if full:
+        return escape_controls("".join(report.format()))
+    _elide_frames(report)
     return escape_controls("".join(report.format()))
 
 
@@ -56,9 +54,14 @@ def _elide_frames(report: traceback.TracebackException) -> None:
     for other in (report.__cause__, report.__context__, *(report.exceptions or ())):
         if other is not None:
             _elide_frames(other)
-    owners = [_frame_owner(frame.filename) for frame in report.stack]
+    owners = [frame_owner(frame.filename) for frame in report.stack]
+    # Of a library only the line that failed, and only where no line of the user's is within it.
+    if owners and (libraries := [index for index, owner in enumerate(owners) if owner not in INTERNAL]):
+        owners[libraries[-1]] = None
     if all(owners) and not issubclass(report.exc_type or Exception, SyntaxError):
-        return  # No line of the user's: the fault may be ours, which needs every frame.
+        if not has_note(report):
+            return  # The fault may be ours, which needs every frame.
+        report.__notes__ = [*(report.__notes__ or ()), FULL_HINT]
     frames = _ElidedStack()
     skipped: list[str] = []
     for frame, owner in zip([*report.stack, None], [*owners, None], strict=True):
@@ -73,18 +76,3 @@ def _elide_frames(report: traceback.TracebackException) -> None:
         if frame is not None:
             frames.append(frame)
     report.stack = frames
-
-
-def _frame_owner(filename: str) -> str | None:
-    """Who wrote a frame's code: "fourfold", "torch", "Python" (its start-up machinery), or None for the user."""
-    if filename.startswith("<frozen ") or os.path.basename(filename) in ("runpy.py", "contextlib.py"):
-        return "Python"
-    path = os.path.abspath(filename)
-    if path.startswith(_FOURFOLD_PATH):
-        return None if path.startswith(_TASKS_PATH) else "fourfold"
-    torch = getattr(sys.modules.get("torch"), "__file__", None)
-    return "torch" if torch and path.startswith(os.path.dirname(torch) + os.sep) else None
-
-
-_FOURFOLD_PATH = str(Path(__file__).resolve().parent.parent) + os.sep
-_TASKS_PATH = _FOURFOLD_PATH + "tasks" + os.sep

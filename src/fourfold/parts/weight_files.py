@@ -25,10 +25,10 @@ from fourfold.parts.deferred_init import InitialWeights
 from fourfold.plan.decode import DecodeError, from_json, read_bounded
 from fourfold.plan.tensor_shard import TensorShard
 from fourfold.words.errors import CheckpointError, Problem, os_error_text
+from fourfold.words.run_files import WEIGHTS_NEED
 
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 MAX_INDEX_BYTES = 2**26
-NEED = "a safetensors file of weights, or a folder of them"
 CHUNK_ELEMENTS = 2**22  # of two tensors that are compared
 
 
@@ -151,7 +151,7 @@ def _files(path: Path) -> tuple[list[Path], dict[str, str]]:
     got = f"{path} with neither {SINGLE_FILE} nor {INDEX_FILE}" + (
         f", but {pickles[0]}: a pickle, which is never read" if pickles else ""
     )
-    raise CheckpointError(Problem(got, NEED, "model.save_pretrained(FOLDER) of transformers writes one"))
+    raise CheckpointError(Problem(got, WEIGHTS_NEED, "model.save_pretrained(FOLDER) of transformers writes one"))
 
 
 def _read_index(path: Path) -> dict[str, str]:
@@ -181,4 +181,4 @@ def open_safetensors(path: Path) -> Iterator[Any]:
         with safe_open(path, framework="pt") as file:
             yield file
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(Problem(f"{path}: {error}", NEED)) from None
+        raise CheckpointError(Problem(f"{path}: {error}", WEIGHTS_NEED)) from None

@@ -15,7 +15,7 @@ from fourfold.words.units import format_bytes, format_si
 
 Direction = Literal["lower", "higher", ""]
 
-NUM_LAST_STEPS = 20  # that the training loss is the mean of
+NUM_LAST_STEPS = 20  # that the training loss is the mean of, as on the terminal
 # Words in the name of a measure.
 LOWER = {"loss", "bits", "perplexity", "ppl", "error", "nll", "wer", "cer", "mae", "mse", "rmse", "distance", "fid"}
 HIGHER = {"accuracy", "acc", "f1", "auc", "auroc", "precision", "recall", "bleu", "rouge", "iou", "miou", "map", "psnr"}
@@ -46,13 +46,14 @@ def key_figures(record: RunRecord) -> list[Figure]:
     if losses:
         loss = sum(losses) / len(losses)
         figures.append(Figure("training loss", f"{loss:.4f}", loss, "lower"))
-    rate, waiting = record.units_per_second, 100 * record.waiting_fraction
+    rate, waiting = record.units_per_second, 100 * record.waiting_fraction()
+    recent = f"last {NUM_LAST_STEPS} steps {100 * record.waiting_fraction(last=NUM_LAST_STEPS):.0f} %"
     segments = f"{len(record.segments)} segments" if len(record.segments) > 1 else ""
     figures += [
         Figure("steps", f"{len(record.steps):,}"),
         Figure(f"{record.unit} a second", format_si(rate), rate, "higher"),
         Figure("time", format_duration(record.total_seconds), record.total_seconds, note=segments),
-        Figure("waiting", f"{waiting:.1f} %", waiting, "lower"),
+        Figure("waiting", f"{waiting:.1f} %", waiting, "lower", note=recent),
         *_utilization_figures(record),
         Figure("sent a step by rank 0", format_bytes(record.mean_sent_bytes), record.mean_sent_bytes, "lower"),
     ]

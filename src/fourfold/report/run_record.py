@@ -17,20 +17,20 @@ from fourfold.plan.predict.prediction_file import RecordedPrediction, decode_pre
 from fourfold.plan.trace_file import Trace, decode_trace
 from fourfold.report import checkpoint_card, data_card, faults, memory_card
 from fourfold.report import segments as segments_module
+from fourfold.trainer.settings import recorded_settings
 from fourfold.words.errors import FourfoldError, Problem, closest_match
+from fourfold.words.measures import num_units, waiting_fraction
 from fourfold.words.run_files import (
-    ALWAYS_RECORDED,
     ARGUMENTS_KEY,
     LOG_FILE,
     PLAN_FILE,
     PREDICTION_FILE,
-    RECORDED_IF_GIVEN,
     SETTINGS_FILE,
 )
 
 REQUIRED_FILES = (SETTINGS_FILE, PLAN_FILE, LOG_FILE)
 ENVIRONMENT_KEYS = ("transport", "versions", "machine", "cores")
-RUN_KEYS = ("task", "rates", *ALWAYS_RECORDED, *RECORDED_IF_GIVEN)
+RUN_KEYS = ("task", "rates", "callbacks", "unit", *recorded_settings())
 
 
 class LogLine(TypedDict, total=False):
@@ -120,16 +120,15 @@ class RunRecord:
 
     @property
     def unit(self) -> str:
-        return (self.finish_line or {}).get("unit") or (
-            "tokens" if self.step_units(0) != self.step_samples(0) else "samples"
-        )
+        given = (self.finish_line or self.settings).get("unit")
+        return given or ("tokens" if self.steps and self.steps[0].get("tokens") else "samples")
 
     def step_samples(self, index: int) -> float:
         return self.steps[index]["samples"] if self.steps else 0
 
     def step_units(self, index: int) -> float:
-        """The tokens of a step, or its samples if it has no tokens."""
-        return (self.steps[index].get("tokens") or self.step_samples(index)) if self.steps else 0
+        """What the throughput counts of a step."""
+        return num_units(self.unit, self.steps[index].get("tokens"), self.step_samples(index)) if self.steps else 0
 
     @property
     def total_seconds(self) -> float:
@@ -147,11 +146,9 @@ class RunRecord:
         """The mean bytes per step that rank 0 has sent; 0 for a run of an older version, which did not log them."""
         return sum(line.get("sent_bytes", 0.0) for line in self.steps) / max(len(self.steps), 1)
 
-    @property
-    def waiting_fraction(self) -> float:
-        """The fraction of the steps' time that rank 0 has spent reducing and waiting."""
-        seconds = sum(line["seconds"] for line in self.steps)
-        return sum(line["waiting_seconds"] for line in self.steps) / max(seconds, 1e-9)
+    def waiting_fraction(self, *, last: int = 0) -> float:
+        """Rank 0's, of all steps or of the last ones."""
+        return waiting_fraction([(line["waiting_seconds"], line["seconds"]) for line in self.steps[-last:]])
 
 
 def find_run(word: str, *, parent: Path) -> Path:

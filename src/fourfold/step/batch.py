@@ -17,13 +17,14 @@ from fourfold.step.tensor_tree import tree_map
 from fourfold.words.errors import Problem, TaskError
 
 POSITION_KEYS = ("position_ids", "positions")
+TOKEN_KEYS = (*POSITION_KEYS, "input_ids", "tokens")
 
 
 class Microbatch(NamedTuple):
     """Consecutive samples of a batch.
 
     targets      None if the batch has none
-    num_tokens   0 if the inputs have no positions
+    num_tokens   0 if the inputs have none
     real_tokens  int64, the indices of the tokens that are not padding, if the rank has a shard of the tokens; None: all
     draw_seed    of what a model on several stages draws (`step/pipeline/block_draws.py`)
     """
@@ -119,9 +120,9 @@ def batch_and_parts(batch: Any) -> tuple[Any, list[Any]]:
 
 
 def num_tokens(inputs: Any) -> int:
-    """The number of positions, if the inputs are a dict with `position_ids` or `positions`; else 0."""
-    positions = find_positions(inputs)
-    return 0 if positions is None else positions.numel()
+    """The number of tokens, padding included, if the inputs are a dict with one of TOKEN_KEYS; else 0."""
+    named = inputs if isinstance(inputs, dict) else {}
+    return next((named[name].numel() for name in TOKEN_KEYS if isinstance(named.get(name), Tensor)), 0)
 
 
 def find_positions(inputs: Any) -> Any:

@@ -12,6 +12,7 @@ from torch import nn
 
 from fourfold.parts.deferred_init import OWN_WEIGHTS, InitialModel, InitialWeights, deferred_model
 from fourfold.step.argument_checks import device_problems, model_argument_problems
+from fourfold.words.error_notes import describe_function, noting
 from fourfold.words.errors import FourfoldError, SettingError
 
 log = logging.getLogger("fourfold")
@@ -32,7 +33,8 @@ def make_initial_model(
         return model
     if isinstance(model, nn.Module):
         return InitialModel(model.to(device))
-    made, weights = _deferred(model, device, is_log_rank=is_log_rank) if defers else (model(), OWN_WEIGHTS)
+    with noting(f"  in the model's function, {describe_function(model)}"):
+        made, weights = _deferred(model, device, is_log_rank=is_log_rank) if defers else (model(), OWN_WEIGHTS)
     if problems := model_argument_problems(made, "model()") or device_problems(made, device, may_be_on_cpu=True):
         raise SettingError(problems, where="the arguments of parallelize")
     return InitialModel(made.to(device), weights)

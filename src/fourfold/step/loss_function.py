@@ -14,6 +14,7 @@ from fourfold.parts.torch_private import is_compiled_function
 from fourfold.step.batch import Microbatch, input_names
 from fourfold.step.model_call import model_loss
 from fourfold.step.tensor_tree import tree_leaves, tree_map
+from fourfold.words.error_notes import describe_function
 from fourfold.words.errors import Problem, TaskError
 
 
@@ -80,6 +81,9 @@ class UserLoss:
         if self.is_compiled:  # the compiler would look into the collectives that gather logits
             outputs = tree_map(outputs, whole_logits)
         return self._function(outputs, part.targets)
+
+    def __str__(self) -> str:
+        return describe_function(self._function)
 
     def modules(self, model: nn.Module) -> nn.ModuleList:
         function: Any = self._function

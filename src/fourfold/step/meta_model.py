@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from fourfold.parts.dropped_arguments import restore_arguments
 from fourfold.step.argument_checks import wrapper_problems
 from fourfold.words.argument_checks import format_argument
+from fourfold.words.error_notes import describe_function, noting
 from fourfold.words.errors import FourfoldError, Problem, SettingError, TaskError
 from fourfold.words.task import Task
 from fourfold.words.units import format_bytes
@@ -74,7 +75,8 @@ def _uncached(function: Callable[[], Any]) -> Callable[[], Any]:
 
 def _real_model(task: Task) -> nn.Module:
     try:
-        return task.model()
+        with noting(f"  in the model's function, {describe_function(task.model)}"):
+            return task.model()
     except (RuntimeError, TypeError) as error:
         _raise_if_too_large(error)
         raise

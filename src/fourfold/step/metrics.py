@@ -12,7 +12,8 @@ class Metrics:
 
     loss             mean over all elements of the global batch
     samples          of the global batch
-    tokens           of the global batch; None if the inputs have no positions
+    tokens           of the global batch, padding included; None unless the inputs are a dict with `position_ids`,
+                     `positions`, `input_ids` or `tokens`
     grad_norm        norm of the global gradient before clipping; None without `clip`, unless the loss is scaled. With
                      local steps: the root mean square of the ranks' own norms
     seconds          duration of the step

@@ -119,15 +119,16 @@ class NanGuard:
         bad_ranks = [rank for rank, (is_bad, _, _) in enumerate(by_rank) if is_bad]
         noun = "samples" if samples is not None else "samples of its batch"
         if bad_ranks:
-            parts = [f"rank {rank}, {noun} {_sample_list(by_rank[rank][1])}" for rank in bad_ranks]
+            parts = [f"rank {rank}, {noun} {sample_list(by_rank[rank][1])}" for rank in bad_ranks]
         else:
-            parts = [f"rank {rank}, {noun} {_sample_list(ids)}" for rank, (_, _, ids) in enumerate(by_rank) if ids]
+            parts = [f"rank {rank}, {noun} {sample_list(ids)}" for rank, (_, _, ids) in enumerate(by_rank) if ids]
             parts = [*(["every rank's own loss is finite"] if state.bad_reason != NO_ELEMENTS else []), *parts]
         place = "" if samples is None else f" ({samples})"
         text = f"step {step}: {'; '.join([str(state.bad_reason), *parts])}{place}"
         return Skipped(text, bad_ranks[0] if len(bad_ranks) == 1 else None)
 
 
-def _sample_list(numbers: list[int]) -> str:
-    more = f" and {len(numbers) - MAX_NAMED_SAMPLES} more" if len(numbers) > MAX_NAMED_SAMPLES else ""
-    return ", ".join(map(str, numbers[:MAX_NAMED_SAMPLES])) + more
+def sample_list(numbers: list[int], *, limit: int = MAX_NAMED_SAMPLES) -> str:
+    """The numbers of a rank's samples, for a message."""
+    more = f" and {len(numbers) - limit} more" if len(numbers) > limit else ""
+    return ", ".join(map(str, numbers[:limit])) + more

@@ -26,6 +26,7 @@ from fourfold.step.pipeline.gates import Gates, SplitResidual, StageEnd
 from fourfold.step.pipeline.reentrant import ReentrantCheck
 from fourfold.step.recompute import Recompute, RecomputedBlocks
 from fourfold.step.tensor_tree import tree_leaves
+from fourfold.words.error_notes import noting
 from fourfold.words.errors import Problem, TaskError
 
 
@@ -153,5 +154,5 @@ def _loss(objective: Objective, output: StageOutput, part: Microbatch) -> Loss:
 
 
 def _backward(statistics: BatchStatistics, outputs: Sequence[Tensor], upstream: Sequence[Tensor] | None) -> None:
-    with statistics.in_backward():
+    with statistics.in_backward(), noting("  in backward"):
         torch.autograd.backward(outputs, upstream)

@@ -17,6 +17,7 @@ from fourfold.plan.damaged_samples import DamagedRecord, records_of_ranks
 from fourfold.plan.sample_order import BatchRange
 from fourfold.step.assembly import Assembly
 from fourfold.step.batch import NO_SAMPLES, Microbatch
+from fourfold.step.call_notes import noting_batch
 from fourfold.step.executor import Executor
 from fourfold.step.loss_sum import Loss
 from fourfold.step.metrics import Metrics
@@ -42,7 +43,7 @@ class StepRunner:
     """The training steps and forwards of one rank."""
 
     def __init__(self, model: nn.Module, assembly: Assembly, access: StateAccess) -> None:
-        self._model, self._assembly, self._access = model, assembly, access
+        self.model, self._assembly, self._access = model, assembly, access
         self._parts, self._calls, self._programs = assembly.parts, assembly.calls, assembly.programs
         self._checks, self._weights = assembly.checks, assembly.state.weights
         self.executor = Executor(assembly.timing)
@@ -51,6 +52,7 @@ class StepRunner:
         self.totals = StepTotals(*[0.0] * NUM_TOTALS)
         """Of the last step."""
 
+    @noting_batch
     def train(self, batch: Any) -> Metrics:
         """See `TrainStep.__call__`."""
         begin, meter = time.perf_counter(), self._parts.meter
@@ -106,7 +108,7 @@ class StepRunner:
             self._parts.objective.finish_first_step()
         skipped = self._checks.after_step(step, samples)
         memory.tune_freed_memory(self._parts.device, self._checks.num_calls)
-        self._checks.compare_replicas_if_due(self._access.replicated_tensors(self._model))
+        self._checks.compare_replicas_if_due(self._access.replicated_tensors(self.model))
         self._learn_use_orders()
         if not programs.has_record:
             # Without elements there is no estimate.
@@ -130,6 +132,7 @@ class StepRunner:
         stages = self._parts.stages.items()
         self._programs.set_use_orders({index: stage.weights.storage.use_orders() for index, stage in stages})
 
+    @noting_batch
     @torch.no_grad()
     def evaluate(self, batch: Any) -> Metrics:
         """See `TrainStep.evaluate`."""
@@ -139,7 +142,7 @@ class StepRunner:
         self._assembly.timing.flush()
         batch, problem = self._assembly.batches.compare(batch)
         self.dry_run(batch)
-        with self._microbatch(batch) as part, eval_mode(self._model):
+        with self._microbatch(batch) as part, eval_mode(self.model):
             request = StepRequest([part], batch_mismatch=problem, damaged=damaged)
             step = StepState(self._parts, request)
             self.executor.evaluate(self._programs.evaluation, step)
@@ -155,6 +158,7 @@ class StepRunner:
             damaged=self._gather_damaged(totals, damaged),
         )
 
+    @noting_batch
     def dry_run(self, batch: Any, *, training: bool = False) -> None:
         """See `TrainStep.dry_run`."""
         batches, checks = self._assembly.batches, self._assembly.dry_run
@@ -175,6 +179,7 @@ class StepRunner:
         with self._assembly.batches.microbatches(batch, 1, step=self._calls.num_steps, samples=samples) as (part,):
             yield part
 
+    @noting_batch
     @torch.no_grad()
     def run_forward(self, batch: Any) -> ForwardRun | None:
         """See `TrainStep.run_forward`."""

@@ -5,7 +5,8 @@ count  what a mean divides by: the targets that are not ignored, or the sum of t
 Law: mean × count is the sum, so the counted means of the parts of a batch add up to the mean of the whole batch.
 
 `observing` is a TorchFunctionMode: it sees calls however the caller got the function, but not inside compiled code.
-Inside, a mean over no elements is 0, where torch gives NaN: such a part adds nothing to a batch.
+Inside, a mean over no elements is 0, where torch gives NaN: such a part adds nothing to a batch. Of arguments that
+cannot be counted, torch says what is wrong.
 """
 
 import inspect
@@ -156,17 +157,30 @@ class observing(TorchFunctionMode):
         # Inside vmap a scalar is one value per sample, and a transform's tensors are not valid outside of it.
         if are_transforms_active():
             return func(*args, **kwargs)
-        return self._observe(func, _bind_arguments(func, args, kwargs))
+        return self._observe(func, args, kwargs)
 
-    def _observe(self, func: Any, given: Arguments) -> Any:
+    def _observe(self, func: Any, args: tuple[Any, ...], kwargs: Arguments) -> Any:
+        given = _bind_arguments(func, args, kwargs)
         reduction = given["reduction"]
         if reduction not in ("mean", "batchmean", "sum"):
-            return _call_loss(func, given)
-        count = COUNT_FUNCTIONS[func](func, given)
-        value = _safe_mean(func, given, count) if reduction != "sum" else _call_loss(func, given)
+            return func(*args, **kwargs)
+        count = _try_count(func, given)
+        if isinstance(count, Exception):
+            func(*args, **kwargs)  # raises, and names the argument
+            raise count
+        is_plain = reduction == "sum" or (not isinstance(count, Tensor) and count)
+        value = func(*args, **kwargs) if is_plain else _safe_mean(func, given, count)
         is_trained = value.requires_grad if torch.is_grad_enabled() else None
         self._calls.append(LossCall(func.__name__, count, reduction != "sum", value, is_trained, call_site=call_site()))
         return value
+
+
+def _try_count(func: Any, given: Arguments) -> Count | Exception:
+    """The count, or why there is none."""
+    try:
+        return COUNT_FUNCTIONS[func](func, given)
+    except Exception as error:
+        return error
 
 
 def _bind_arguments(func: Any, args: tuple[Any, ...], kwargs: Arguments) -> Arguments:
@@ -180,17 +194,13 @@ def _bind_arguments(func: Any, args: tuple[Any, ...], kwargs: Arguments) -> Argu
     return given
 
 
-def _call_loss(func: Any, given: Arguments, reduction: str | None = None) -> Any:
-    return func(**given | ({} if reduction is None else {"reduction": reduction}))
-
-
 def _safe_mean(func: Any, given: Arguments, count: Count) -> Tensor:
-    """The mean; 0, with gradients of 0, over no elements."""
+    """The mean where there may be no elements; over none it is 0, with gradients of 0."""
     if not isinstance(count, Tensor):
-        return _call_loss(func, given) if count else _call_loss(func, given, "sum")
+        return func(**given | {"reduction": "sum"})
     # Without reading the count, which would wait for the device. In float32 at least: a sum of many values overflows
     # half precision.
-    values = _call_loss(func, given, "none")
+    values = func(**given | {"reduction": "none"})
     total = values.sum(dtype=torch.promote_types(values.dtype, torch.float32))
     return (total / count.where(count != 0, 1.0).to(total.dtype)).to(values.dtype)
 

@@ -21,8 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fourfold.feed.corpus import CorpusSplit, open_text, resolve_text_path
+from fourfold.feed.corpus import CorpusSplit, open_text
 from fourfold.feed.source import TokenRow, TokenSource
+from fourfold.feed.text_path import resolve_text_path
 from fourfold.losses import cross_entropy
 from fourfold.tasks import text
 from fourfold.tasks.hf_tokenizer import Tokenizer, read_tokenizer

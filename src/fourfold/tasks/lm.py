@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fourfold.attention import DocumentMask
-from fourfold.feed.corpus import open_text, resolve_text_path
+from fourfold.feed.corpus import open_text
+from fourfold.feed.text_path import resolve_text_path
 from fourfold.losses import cross_entropy
 from fourfold.tasks import text
 from fourfold.words.errors import Problem, SettingError

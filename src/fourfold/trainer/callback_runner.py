@@ -5,9 +5,7 @@ that callback is not called again.
 """
 
 import contextlib
-import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -34,6 +32,7 @@ from fourfold.words.callback import (
     StartEvent,
     StepEvent,
 )
+from fourfold.words.error_notes import error_line
 from fourfold.words.errors import FourfoldError, StoppedError
 
 MAX_STATE_BYTES = 2**20  # of one callback, in a manifest
@@ -193,17 +192,10 @@ class CallbackRunner:
             yield
         except Exception as error:
             del self._active[name]
-            text = f"callback {name} failed in {hook}: {_format_error(error)}"
+            text = f"callback {name} failed in {hook}: {error_line(error)}"
             self._logger.log_message(f"warning: {text}; it is switched off; training continues")
             self._logger.write_record({"warning": text})
             self._logger.record_fault(CALLBACK_FAILED, self._last_step, text)
-
-
-def _format_error(error: Exception) -> str:
-    """The error in a line, with the innermost line of its traceback."""
-    frames = traceback.extract_tb(error.__traceback__)
-    where = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {error}{where}"
 
 
 def _read_only(values: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -21,7 +21,7 @@ from fourfold.environment.launchers import OPEN_MPI, detected_launchers
 from fourfold.environment.standard_streams import print_stderr, redirect_to_null
 from fourfold.words.errors import os_error_text
 from fourfold.words.progress import ProgressLine
-from fourfold.words.terminal_text import escape_controls
+from fourfold.words.terminal_text import escape_controls, wrap_lines
 from fourfold.words.units import format_si, format_three_digits
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ class Progress:
         from rich.text import Text
 
         with self._tolerating_write_errors():
-            self._get_console().print(Text(escape_controls(text)), soft_wrap=True)
+            self._get_console().print(Text(wrap_lines(escape_controls(text))), soft_wrap=True)
 
     @contextlib.contextmanager
     def _tolerating_write_errors(self) -> Iterator[None]:
@@ -180,7 +180,7 @@ def make_progress() -> Progress:
 def format_cells(line: ProgressLine) -> list[str]:
     """The cells of a line, padded so that they rarely move during a run."""
     width = len(str(line.num_steps))
-    cells = [f"step {line.step:>{width}}/{line.num_steps}", f"loss {format_loss(line.loss):>6}"]
+    cells = [f"step {line.step:>{width}}/{line.num_steps}", f"mean loss {format_loss(line.loss):>6}"]
     if line.wait:
         return [*cells, line.wait]
     cells += [

@@ -6,7 +6,7 @@ Law: only rank 0 writes and prints; on other ranks the same calls only count.
 import platform
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,11 +25,13 @@ from fourfold.trainer.lr_factors import tuned_batch_size
 from fourfold.trainer.run_dir import RunDir, RunInfo
 from fourfold.trainer.run_identity import Identity, format_finished
 from fourfold.trainer.run_length import RunSettings
+from fourfold.trainer.settings import recorded_settings
 from fourfold.trainer.summary import RunResult, format_metrics, format_offload, format_summary
 from fourfold.trainer.throughput import Throughput
 from fourfold.words.errors import os_error_text
+from fourfold.words.measures import num_units
 from fourfold.words.progress import ProgressLine
-from fourfold.words.run_files import ALWAYS_RECORDED, ARGUMENTS_KEY, RECORDED_IF_GIVEN
+from fourfold.words.run_files import ARGUMENTS_KEY
 from fourfold.words.task import Task
 from fourfold.words.units import format_count
 
@@ -67,8 +69,12 @@ class RunLogger:
         """The run's folder as the user named it; None on ranks other than 0."""
         return self._run_dir.path if self._run_dir else None
 
-    def open_run_dir(self, step: TrainStep, plan: Plan, identity: Identity) -> None:
-        """Open the run's folder, and send its path to every rank. Collective. `identity`: of the settings as given."""
+    def open_run_dir(self, step: TrainStep, plan: Plan, identity: Identity, callbacks: Sequence[str] = ()) -> None:
+        """Open the run's folder, and send its path to every rank. Collective.
+
+        identity   of the settings as given
+        callbacks  their names
+        """
         settings = self._settings
         self.base_lrs = [group["lr"] for group in step.optimizer.param_groups]
         if self.rank == 0:
@@ -82,11 +88,10 @@ class RunLogger:
         if self._run_dir is None or self.run_info.finished_record is not None:
             return
         rates = self._describe_lr()
-        record = {name: getattr(settings, name) for name in ALWAYS_RECORDED}
-        record |= {name: getattr(settings, name) for name in RECORDED_IF_GIVEN if getattr(settings, name)}
+        record = {name: getattr(settings, name) for name in recorded_settings()}
+        record |= {"name": self._run_dir.path.name, "callbacks": list(callbacks), "unit": self._task.unit}
         record |= {} if rates is None else {"rates": rates}
         record["transport"] = step.transport_name
-        # Apart from the run's own settings: an argument may have the name of one, such as seed.
         arguments = {**(settings.argument_defaults or {}), **(settings.extra_settings or {})}
         record |= {ARGUMENTS_KEY: arguments} if arguments else {}
         self.settings_record = {"task": settings.run_prefix, **record}
@@ -190,7 +195,7 @@ class RunLogger:
 
     def log_step(self, step_number: int, metrics: Metrics, *, lr: float) -> None:
         """Write a step's line, and show the progress. Other ranks count the samples or tokens."""
-        self.throughput.add_step(metrics.tokens or metrics.samples, metrics)
+        self.throughput.add_step(num_units(self._task.unit, metrics.tokens, metrics.samples), metrics)
         if self._run_dir is None:
             return
         record: dict[str, Any] = {

@@ -282,6 +282,11 @@ def check_setting_names(given: Mapping[str, Any]) -> None:
         raise SettingError(problems, where="the arguments of ff.train")
 
 
+def recorded_settings() -> list[str]:
+    """The settings that settings.json and the report of a run have under their own names."""
+    return [name for name, each in declared_settings(Settings).items() if each.word is not None]
+
+
 def make_settings(task: Task, **given: Any) -> Settings:
     """The settings of a run: what is given, and the task's length, batch size and clip where they are None.
 

@@ -7,6 +7,7 @@ import time
 from collections import deque
 
 from fourfold.step.metrics import Metrics
+from fourfold.words.measures import waiting_fraction
 from fourfold.words.progress import ProgressLine
 
 AVERAGED_STEPS = 20  # steps over which the progress line averages
@@ -16,9 +17,9 @@ class Throughput:
     """The clock of a run on one rank."""
 
     def __init__(self) -> None:
-        self.num_units = 0
+        self.num_units = 0.0
         """Samples or tokens of all steps since `restart`."""
-        self._recent_metrics: deque[tuple[int, Metrics]] = deque(maxlen=AVERAGED_STEPS)
+        self._recent_metrics: deque[tuple[float, Metrics]] = deque(maxlen=AVERAGED_STEPS)
         self.restart(0)
 
     def restart(self, step: int) -> None:
@@ -28,7 +29,7 @@ class Throughput:
         # The end of each recent step, and of the step before them: the time in between includes reading data.
         self._step_end_times = deque([self._start_time], maxlen=AVERAGED_STEPS + 1)
 
-    def add_step(self, units: int, metrics: Metrics) -> None:
+    def add_step(self, units: float, metrics: Metrics) -> None:
         """A step of so many samples or tokens has ended just now."""
         self.num_units += units
         self._recent_metrics.append((units, metrics))
@@ -53,6 +54,6 @@ class Throughput:
             loss=sum(losses) / len(losses) if losses else float("nan"),
             units_per_second=self.units_per_second,
             unit=unit,
-            waiting_fraction=sum(m.waiting_seconds for _, m in self._recent_metrics) / self._recent_seconds,
+            waiting_fraction=waiting_fraction([(m.waiting_seconds, m.seconds) for _, m in self._recent_metrics]),
             remaining_seconds=elapsed / (step - self.first_step) * (num_steps - step),
         )

@@ -30,7 +30,7 @@ from fourfold.step.meta_model import try_meta_model
 from fourfold.step.parallelize import parallelize
 from fourfold.step.train_step import TrainStep
 from fourfold.trainer import heartbeat as heartbeat_module
-from fourfold.trainer.callback_list import check_callbacks, required_metrics
+from fourfold.trainer.callback_list import check_callbacks, required_metrics, unique_names
 from fourfold.trainer.callback_runner import CallbackRunner
 from fourfold.trainer.heartbeat import Heartbeat
 from fourfold.trainer.link_watch import links_watched
@@ -48,6 +48,7 @@ from fourfold.trainer.task_scheduler import check_evaluations, make_scheduler
 from fourfold.trainer.tracer import Tracer
 from fourfold.trainer.wait_watch import compilations_known, waits_shown
 from fourfold.words.callback import Callback
+from fourfold.words.error_notes import describe_function, noting
 from fourfold.words.errors import PeerError
 from fourfold.words.task import Task
 
@@ -126,7 +127,7 @@ def train(
     _check_metrics(callbacks, step, task, inputs, settings)
     with (
         _display(report, quiet=quiet or step.rank > 0) as display,
-        _run_logger(task, step, plan, settings, run_identity(given, plan), display) as logger,
+        _run_logger(task, step, plan, settings, run_identity(given, plan), display, unique_names(callbacks)) as logger,
     ):
         if logger.run_info.finished_record is not None:
             heartbeat.mark_done()
@@ -174,7 +175,9 @@ def _open_task(task: Task, seed: int) -> _OpenedTask:
     # Before the seed: building a model may draw random numbers, and the real model must draw the same as without this.
     meta_model = try_meta_model(task, max_bytes=available_bytes())
     torch.manual_seed(seed)
-    return _OpenedTask(meta_model, open_data(task.data(), where="the task's data"), before_bytes)
+    with noting(f"  in the task's data, {describe_function(task.data)}"):
+        data = task.data()
+    return _OpenedTask(meta_model, open_data(data, where="the task's data"), before_bytes)
 
 
 def _make_feed(data: DataInput, step: TrainStep, settings: RunSettings) -> Feed:
@@ -221,10 +224,11 @@ def _run_logger(
     settings: RunSettings,
     identity: Identity,
     report: ProgressDisplay | None,
+    callbacks: Sequence[str],
 ) -> Iterator[RunLogger]:
     logger = RunLogger(task, settings, rank=step.rank, report=report)
     try:
-        logger.open_run_dir(step, plan, identity)
+        logger.open_run_dir(step, plan, identity, callbacks)
         yield logger
     finally:
         logger.close()

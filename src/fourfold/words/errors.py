@@ -7,10 +7,11 @@ Law: an error about a user's input is a `FourfoldError`, raised before any proce
 
 import difflib
 import functools
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from fourfold.words.terminal_text import escape_controls
+from fourfold.words.terminal_text import escape_controls, terminal_width
 from fourfold.words.text_table import align_columns
 
 # EX_TEMPFAIL of BSD's sysexits.h, "try again later": schedulers can be configured to requeue a job that ends with it.
@@ -30,6 +31,42 @@ PEER_GONE_MESSAGES = (
     "remote process exited",
     "application timeout caused pair closure",
 )
+PEER_FAILED = "failed on its first batch"
+"""In the errors of the ranks that learn in a dry run that another rank has failed: see `peer_failed`."""
+
+_WORDS_OF_OTHERS = {
+    "lr": "learning_rate learningrate base_lr max_lr peak_lr",
+    "batch_size": "bs batch batchsize global_batch_size train_batch_size per_device_train_batch_size micro_batch_size",
+    "steps": "max_steps num_steps n_steps train_steps total_steps max_iters iterations train_iters max_train_steps",
+    "epochs": "max_epochs num_epochs n_epochs num_train_epochs",
+    "clip": "grad_clip gradient_clip gradient_clip_val gradient_clipping max_grad_norm clip_grad clip_grad_norm",
+    "weight_decay": "wd",
+    "warmup lr_warmup": "warmup_steps num_warmup_steps lr_warmup_steps lr_warmup_iters warmup_ratio",
+    "lr_schedule": "scheduler lr_scheduler lr_scheduler_type lr_decay_style",
+    "evaluate_every": "eval_every eval_steps eval_interval eval_freq val_every val_check_interval evaluation_interval",
+    "checkpoint_every": "save_every save_steps save_interval save_freq ckpt_every checkpoint_interval",
+    "keep": "save_total_limit save_top_k keep_last max_to_keep",
+    "seed": "random_seed manual_seed",
+    "init": "pretrained weights load load_from init_from model_name_or_path checkpoint ckpt",
+    "name": "run_name run experiment exp_name experiment_name output_dir out_dir save_dir",
+    "callback": "callbacks logger loggers report_to",
+    "ema": "ema_decay use_ema",
+    "microbatches": "grad_accum gradient_accumulation gradient_accumulation_steps accumulate_grad_batches accum_steps",
+    "precision": "dtype mixed_precision amp bf16 fp16 torch_dtype",
+    "recompute": "gradient_checkpointing activation_checkpointing grad_checkpointing recompute_granularity",
+    "zero": "zero_stage fsdp sharding_strategy",
+    "dp": "data_parallel data_parallel_size ddp dp_size",
+    "tp": "tensor_parallel tensor_parallel_size tensor_model_parallel_size tp_size",
+    "pp": "pipeline_parallel pipeline_parallel_size pipeline_model_parallel_size pp_size",
+    "cp sp": "cp context_parallel context_parallel_size sequence_parallel sequence_parallel_size sp_size",
+    "length": "seq_len seq_length sequence_length max_length max_seq_len block_size context_length",
+    "width": "hidden_size d_model n_embd dim embed_dim hidden_dim",
+    "layers": "num_layers n_layers n_layer depth num_hidden_layers",
+    "heads": "num_heads n_heads n_head nhead num_attention_heads",
+    "data": "dataset data_dir data_path dataset_path train_file",
+}
+SYNONYMS = {other: ours for ours, others in _WORDS_OF_OTHERS.items() for other in others.split()}
+"""By the word of another framework: ours, the likeliest first."""
 
 
 class Problem(NamedTuple):
@@ -140,7 +177,10 @@ class DivergenceError(FourfoldError):
 
 
 def format_problems(problems: Sequence[Problem], *, where: str = "") -> str:
-    """The text of an error: a heading, then one row per problem with aligned columns. Safe to print."""
+    """The text of an error: a heading, then one row per problem with aligned columns. Safe to print.
+
+    Where a row does not fit into the terminal, got, need and try stand below one another.
+    """
     problems = [Problem(*map(escape_controls, map(_shortened, problem))) for problem in problems]
     if len(problems) == 1 and not where and not problems[0].need and not problems[0].attempt:
         return problems[0].got
@@ -148,6 +188,8 @@ def format_problems(problems: Sequence[Problem], *, where: str = "") -> str:
     location = f" in {escape_controls(where)}" if where else ""
     rows = [(p.got, f"need {p.need}" if p.need else "", f"try {p.attempt}" if p.attempt else "") for p in problems]
     lines = align_columns(rows, "<<<", gap="   ")
+    if max(map(len, lines)) + 2 > terminal_width():
+        lines = list(_stacked_lines(problems))
     return "\n".join([f"{head}{location}", *("  " + line for line in lines)])
 
 
@@ -156,13 +198,22 @@ def _shortened(text: str) -> str:
     return text if len(text) <= MAX_TEXT else f"{text[: MAX_TEXT // 2]} … {text[-MAX_TEXT // 2 :]}"
 
 
+def _stacked_lines(problems: Sequence[Problem]) -> Iterator[str]:
+    """Each problem's got, need and try below one another; what several in a row need is said once."""
+    for (need, attempt), group in itertools.groupby(problems, key=lambda problem: problem[1:]):
+        yield from (problem.got for problem in group)
+        yield from (f"  {label} {text}" for label, text in (("need", need), ("try", attempt)) if text)
+
+
 def os_error_text(error: OSError) -> str:
     """The message of the operating system in lower case: "no space left on device"."""
     return (error.strerror or str(error)).lower()
 
 
 def closest_match(word: str, choices: Iterable[str]) -> str | None:
-    """The choice that a mistyped word, or one in other letter case, most likely means, or None."""
-    by_lower = {choice.lower(): choice for choice in choices}
-    close = difflib.get_close_matches(word.lower(), list(by_lower), n=1, cutoff=0.6)
-    return by_lower[close[0]] if close else None
+    """The choice that a mistyped word, in any letter case, or another framework's word most likely means, or None."""
+    by_plain = {choice.lower().replace("-", "_"): choice for choice in choices}
+    plain = word.lower().replace("-", "_")
+    meant = [each for each in SYNONYMS.get(plain, "").split() if each in by_plain]
+    close = meant or difflib.get_close_matches(plain, list(by_plain), n=1, cutoff=0.6)
+    return by_plain[close[0]] if close else None

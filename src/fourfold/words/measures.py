@@ -1,10 +1,23 @@
-"""Measures: which of two values of a measure is the better one.
+"""Measures: which of two values of a measure is the better one; what throughput and waiting are.
 
-mode  "min": the smaller value is better, as for a loss; "max": the larger one, as for an accuracy
+mode     "min": the smaller value is better, as for a loss; "max": the larger one, as for an accuracy
+waiting  the part of the steps' time that a rank communicates in or waits for other ranks; not its waits for data
 Law: NaN is never better, and every other value is better than none.
 """
 
+from collections.abc import Sequence
+
 MODES = ("min", "max")
+
+
+def num_units(unit: str, tokens: int | None, samples: float) -> float:
+    """What throughput counts of a step: its tokens, unless the task's unit is samples or there are none."""
+    return samples if unit == "samples" else tokens or samples
+
+
+def waiting_fraction(steps: Sequence[tuple[float, float]]) -> float:
+    """0 to 1, of steps that have waited and taken so many seconds."""
+    return sum(waited for waited, _ in steps) / max(sum(taken for _, taken in steps), 1e-9)
 
 
 def is_better(value: float | None, best: float | None, mode: str, *, min_delta: float = 0.0) -> bool:

@@ -8,7 +8,7 @@ class ProgressLine:
     """Where a run stands. Loss, throughput and waiting are means of the last steps.
 
     units_per_second  over all ranks
-    waiting_fraction  of the time, spent communicating and waiting; 0 to 1
+    waiting_fraction  see `measures.waiting_fraction`
     wait              what the run waits for at the moment; "" while it trains
     """
 

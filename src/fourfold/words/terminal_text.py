@@ -1,11 +1,18 @@
 """Terminal text: text from data, files or users, made safe to print.
 
-Law: escaped text cannot control a terminal, and escaping twice is the same as escaping once.
+Law: escaped text cannot control a terminal, and escaping twice is the same as escaping once. Wrapped lines fit into the
+width, except for words that are longer.
 """
 
+import re
+import shutil
+import textwrap
 import unicodedata
 
 ALLOWED_CONTROLS = "\n\t"
+MIN_WIDTH = 40
+MAX_LABEL = 40  # characters in front of a text that continues below itself, such as the name of a setting
+COLUMN = re.compile(r"(?<=\S) {2,}(?=\S)|^ +(?:need|try) ")
 
 
 def escape_controls(text: str) -> str:
@@ -17,6 +24,35 @@ def escape_controls(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(char if _is_safe(char) else char.encode("unicode_escape").decode() for char in text)
+
+
+def terminal_width() -> int:
+    """The columns of this process's terminal, or COLUMNS; 80 without either."""
+    return max(MIN_WIDTH, shutil.get_terminal_size().columns)
+
+
+def wrap_lines(text: str, width: int | None = None) -> str:
+    """The text with its long lines wrapped to `width`, by default the terminal's.
+
+    A line goes on below its last column if that begins near the left, else two columns to the right of its start. Rows
+    of wide tables, and the frames of a traceback, stay as they are.
+    """
+    width, lines, is_frame = width or terminal_width(), list[str](), False
+    for line in text.split("\n"):
+        is_frame = line.startswith('  File "') or (is_frame and line.startswith("    "))
+        lines += [line] if is_frame else _wrap(line, width)
+    return "\n".join(lines)
+
+
+def _wrap(line: str, width: int) -> list[str]:
+    columns = [match.end() for match in COLUMN.finditer(line)]
+    is_wide_table = len(columns) > 1 and columns[-1] > MAX_LABEL
+    if len(line) <= width or is_wide_table:
+        return [line]
+    below = columns[-1] if columns and columns[-1] <= MAX_LABEL else len(line) - len(line.lstrip()) + 2
+    wrapper = textwrap.TextWrapper(width, subsequent_indent=" " * below, replace_whitespace=False)
+    wrapper.break_long_words = wrapper.break_on_hyphens = False
+    return wrapper.wrap(line)
 
 
 def _is_safe(char: str) -> bool:

@@ -14,6 +14,7 @@ from fourfold.feed.pack.plan_file import PackingPlan
 from fourfold.feed.pack.shard_writer import ShardWriter, WrittenShard, read_note
 from fourfold.feed.pack.values import Encoder
 from fourfold.feed.pack.zstd import Codec
+from fourfold.words.error_notes import error_line
 from fourfold.words.errors import DataError, FourfoldError, Problem
 
 Progress = Callable[[int, int], Any]
@@ -58,7 +59,7 @@ def named_errors(samples: Iterator[Any], number: int = 0) -> Iterator[Any]:
 
 
 def _unreadable(key: str, error: Exception) -> DataError:
-    problem = Problem(f"{key}: {type(error).__name__}: {error}", "a sample that can be read")
+    problem = Problem(f"{key}: {error_line(error)}", "a sample that can be read")
     return DataError(problem, where="the source to pack")
 
 

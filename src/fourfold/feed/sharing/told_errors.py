@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from fourfold.words.error_notes import error_line
 from fourfold.words.errors import (
     CheckpointError,
     DamagedSample,
@@ -39,7 +40,7 @@ def tell(error: Exception, rank: int) -> ToldError:
     if type(error).__name__ in KINDS and isinstance(error, FourfoldError):
         return ToldError(type(error).__name__, [list(map(str, each)) for each in error.problems], error.where)
     place = f"on rank {rank}, which reads for this one too"
-    got = ", ".join([f"{type(error).__name__}: {error}", place, *getattr(error, "__notes__", ())])
+    got = ", ".join([error_line(error), place, *getattr(error, "__notes__", ())])
     return ToldError("DataError", [[got, "a source that can be read", f"rank {rank} has the traceback"]], "the source")
 
 

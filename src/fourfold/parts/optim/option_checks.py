@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from fourfold.words.error_notes import describe_function, noting
 from fourfold.words.errors import OptimizerError, Problem
 
 # These multiply what is added to a weight. Others may be infinite on purpose, for example a bound on the step size.
@@ -23,11 +24,13 @@ _TORCH = Path(torch.__file__).parent
 def call_factory(factory: Callable[[Any], Any], parameters: Any) -> Any:
     """`factory(parameters)`. Raises OptimizerError for options that torch refuses, for example a negative rate."""
     try:
-        return factory(parameters)
+        with noting(f"  in the optimizer's function, {describe_function(factory)}"):
+            return factory(parameters)
     except (TypeError, ValueError) as error:
         if not comes_from_torch(error.__traceback__):
             raise  # An error of the user's own code: its traceback says more.
-        raise OptimizerError(Problem(str(error), "options that the optimizer accepts")) from error
+        got = f"{describe_function(factory)}: {error}"
+        raise OptimizerError(Problem(got, "options that the optimizer accepts")) from error
 
 
 def check_options(optimizer: Optimizer) -> None:

@@ -31,7 +31,7 @@ from fourfold.step.dry_run.forward_state import (
 )
 from fourfold.step.dry_run.grad_hook_check import hook_problems
 from fourfold.step.dry_run.loss_additivity import LossComparison
-from fourfold.step.dry_run.loss_check import CheckResult, check_loss, summarize_error
+from fourfold.step.dry_run.loss_check import CheckResult, check_loss, peer_failed, summarize_error
 from fourfold.step.dry_run.state_problems import sample_dependence_problems
 from fourfold.step.dry_run.weight_write_check import WeightWriteCheck
 from fourfold.step.model_call import eval_mode
@@ -201,4 +201,4 @@ def _raise_first_error(reports: list[dict[str, Any]], error: Exception | None) -
         raise error
     if errors:
         rank, text = next(iter(errors.items()))
-        raise TaskError(Problem(f"rank {rank} failed on its first batch: {text}"), where="the task")
+        raise peer_failed(rank, text)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from fourfold.parts.comm.communicator import Communicator
 from fourfold.step.batch import num_samples, unpack_batch
 from fourfold.step.dry_run.fixed_random import without_randomness
-from fourfold.step.dry_run.loss_check import summarize_error
+from fourfold.step.dry_run.loss_check import peer_failed, summarize_error
 from fourfold.step.dry_run.preserve_module import preserve_module
 from fourfold.step.model_call import call_model, eval_mode
 from fourfold.step.pipeline.chain import StageMap
@@ -69,7 +69,7 @@ class PipelineDryRun:
             raise error
         for rank, report in enumerate(reports):
             if report["error"] is not None:
-                raise TaskError(Problem(f"rank {rank} failed on its first batch: {report['error']}"), where="the task")
+                raise peer_failed(rank, report["error"])
         found = [Problem(*problem) for report in reports for problem in report["problems"]]
         if found:
             raise TaskError(list(dict.fromkeys(found)), where="the pipeline")

@@ -15,7 +15,7 @@ from torch import nn
 from fourfold.parts.comm.communicator import Communicator
 from fourfold.step.batch import POSITION_KEYS, has_token_dim, num_samples, unpack_batch
 from fourfold.step.dry_run.check_config import MemoryFit, find_memory_fit, fit_of_bytes
-from fourfold.step.dry_run.loss_check import summarize_error
+from fourfold.step.dry_run.loss_check import peer_failed, summarize_error
 from fourfold.step.sequence.dry_run import truncate_batch
 from fourfold.step.sequence.transformers import install_attention
 from fourfold.step.tensor.draw_slices import DrawSlices, FoundDraw, slices_mismatch, with_slices_of_one_token
@@ -103,7 +103,7 @@ class CollectiveTensorDryRun:
         """Raise TaskError for what any rank has found; log what could not be compared."""
         for rank, report in enumerate(reports):
             if report["error"] is not None:
-                raise TaskError(Problem(f"rank {rank} failed on its first batch: {report['error']}"), where="the task")
+                raise peer_failed(rank, report["error"])
         problems = [Problem(*problem) for report in reports for problem in report["problems"]]
         groups = sorted({tuple(report["tp_ranks"]) for report in reports})
         words = RuleProblems(self._model, self._axis)
