@@ -20,18 +20,20 @@ def main() -> None:
     data = TensorDataset(inputs, inputs.square().mean(1, keepdim=True))
     feed = ff.Feed(data, batch_size=64, seed=0)  # batch_size is global; each epoch has its own order
 
-    model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))
+    model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1)).to(world.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     optimizer = ff.DistributedOptimizer(optimizer, model)  # rank 0's weights, everywhere
     # If only rank 0 has read a checkpoint, this sends it to all ranks: weights, optimizer state, the epoch.
     begin = optimizer.broadcast_state(0)
     for _ in range(begin, 10):
         for x, y in feed:
+            x, y = x.to(world.device), y.to(world.device)
             optimizer.zero_grad()
             F.mse_loss(model(x), y).backward()  # when it returns, every .grad is the mean over ranks
             optimizer.clip_grad_norm_(1.0)
             optimizer.step()
-    loss = F.mse_loss(model(data.tensors[0]), data.tensors[1]).item()
+    inputs, targets = (tensor.to(world.device) for tensor in data.tensors)
+    loss = F.mse_loss(model(inputs), targets).item()
     if world.rank == 0:
         print(f"loss {loss:.4f} on {world.size} ranks, gradients through: {optimizer.transport_name}")
     assert loss < 0.01

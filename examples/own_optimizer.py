@@ -15,7 +15,7 @@ import fourfold as ff
 def main() -> None:
     world = ff.world()
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))
+    model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1)).to(world.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     optimizer = ff.DistributedOptimizer(optimizer, model)  # the one line
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=200)
@@ -23,7 +23,7 @@ def main() -> None:
     generator = torch.Generator().manual_seed(world.rank)  # every rank draws samples of its own
     loss = torch.tensor(float("nan"))
     for _ in range(200):
-        x = torch.rand(64 // world.size, 8, generator=generator)
+        x = torch.rand(64 // world.size, 8, generator=generator).to(world.device)
         loss = F.mse_loss(model(x), x.square().mean(1, keepdim=True))
         optimizer.zero_grad()
         loss.backward()  # when it returns, every .grad is the mean over ranks
