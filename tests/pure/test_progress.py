@@ -106,8 +106,8 @@ def test_a_line_fits_its_terminal(width: int) -> None:
 
 def test_a_wait_is_shown_in_the_line_and_in_a_log_once_a_minute() -> None:
     text = "rank 1 waits 0:04 for http://host/x: refused"
-    assert format_cells(dataclasses.replace(line(7), wait=text)) == ["step    7/1000", "loss 2.5000", text]
-    assert fit_to_width(dataclasses.replace(line(7), wait=text), 40)[0][0] == "step    7/1000   loss 2.5000   rank 1 w"
+    assert format_cells(dataclasses.replace(line(7), wait=text)) == ["step    7/1000", "mean loss 2.5000", text]
+    assert fit_to_width(dataclasses.replace(line(7), wait=text), 40)[0][0] == "step    7/1000   mean loss 2.5000   ran"
     file, clock = io.StringIO(), Clock()
     progress = Progress(file, clock=clock)
     progress.show_wait(text)  # before the first step
@@ -116,7 +116,7 @@ def test_a_wait_is_shown_in_the_line_and_in_a_log_once_a_minute() -> None:
         progress.show_wait(text)
     lines = file.getvalue().splitlines()
     assert [text in shown for shown in lines] == [True, False, True, True]
-    assert lines[2].startswith("step    7/1000   loss 2.5000   rank 1")
+    assert lines[2].startswith("step    7/1000   mean loss 2.5000   rank 1")
 
 
 def test_messages_are_printed_without_terminal_controls() -> None:
