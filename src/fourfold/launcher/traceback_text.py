@@ -32,9 +32,8 @@ def format_error(error: BaseException) -> str:
     if isinstance(error, FourfoldError) and not full:
         return error.full_message()
     report = traceback.TracebackException.from_exception(error)
-    if full:
-        return escape_controls("".join(report.format()))
-    _elide_frames(report)
+    if not full:
+        _elide_frames(report)
     return escape_controls("".join(report.format()))
 
 
