@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from fourfold.checkpoint.write import Holders, LiveTensor, make_live_parts, make_live_tensor
@@ -16,6 +17,7 @@ from fourfold.feed.feed import Feed
 from fourfold.feed.state_dict import describe_order
 from fourfold.parts.codec.residual import RESIDUAL_KEY
 from fourfold.parts.generators import states_of
+from fourfold.parts.memory_order import is_in_order, shaped
 from fourfold.parts.optim.lr_scheduler import SteppedScheduler
 from fourfold.parts.rank_layout import RankLayout
 from fourfold.plan.checkpoint_manifest import (
@@ -107,6 +109,8 @@ class _Rank:
         return self._parts(tensor, name, [value.reshape(-1)], self.step.weight_layout(name))
 
     def optimizer_state(self, name: str, key: str, segments: list[Tensor]) -> list[LiveTensor]:
+        if not is_in_order(parameter := self.parameters[name]):
+            segments = [shaped(torch.cat(segments), parameter).reshape(-1)]
         if self.step.plan.sync == "local":
             tensor = TensorKey(TensorKind.OPTIMIZER, name, key, self.place)
             return self.as_parameter(tensor, name, segments, holders=self.alone)

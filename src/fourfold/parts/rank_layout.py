@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fourfold.parts.comm.communicator import Communicator
 from fourfold.parts.comm.reduce.protocol import GradReducer, shard_addend
+from fourfold.parts.memory_order import shaped
 from fourfold.plan.data.buckets import Bucket
 
 
@@ -61,7 +62,7 @@ class WholeLayout:
 
     @torch.no_grad()
     def gather(self, name: str, part: Tensor) -> Tensor:
-        return part.clone().view(self._parameters[name].shape)
+        return shaped(part.clone(), self._parameters[name])
 
     def gather_json(self, value: Any) -> list[Any]:
         return [value]

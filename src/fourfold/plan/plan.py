@@ -228,6 +228,12 @@ class Plan:
         return self.pp > 1 and self.schedule in ASYNCHRONOUS
 
     @property
+    def has_plain_flats(self) -> bool:
+        """Whether every rank has all of a parameter, once: nothing tells a part of it by its place in a flat."""
+        is_once = self.precision == "keep" and self.offload == "none" and not self.is_asynchronous
+        return is_once and (self.zero, self.tp, self.sync, self.codec) == (0, 1, "step", "none")
+
+    @property
     def least_held(self) -> float:
         """The activations that the fullest stage holds at a time, at least, relative to a microbatch on all stages."""
         if self.pp == 1:

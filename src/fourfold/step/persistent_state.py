@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fourfold.parts.comm.communicator import Communicator
+from fourfold.parts.memory_order import state_in_memory_order
 from fourfold.parts.optim import flat_optimizer
 from fourfold.parts.rank_layout import RankLayout
 from fourfold.parts.tensor_reader import TensorReader
@@ -99,8 +100,13 @@ class PersistentState:
 
         The state has everything that the model and the optimizer need, in their shapes.
         """
+        trainable = self.weights.trainable
         by_bucket = [
-            [(slot.start, slot.stop, saved.optimizer[slot.name]) for slot in bucket.slots] for bucket in self.buckets
+            [
+                (slot.start, slot.stop, state_in_memory_order(saved.optimizer[slot.name], trainable[slot.name]))
+                for slot in bucket.slots
+            ]
+            for bucket in self.buckets
         ]
         # The shards of ranks hold different parameters: all ranks raise, or none.
         can_load = all(self.optimizer.can_load_state(index, slots) for index, slots in enumerate(by_bucket))

@@ -30,6 +30,7 @@ from fourfold.parts.data.unbucketed_grads import UnbucketedGrads
 from fourfold.parts.data.weight_edits import RefusedEdits, TrainedEdits, WeightEdits
 from fourfold.parts.data.weight_storage import HostSharedWeights, ResidentWeights, ShardedWeights, WeightStorage
 from fourfold.parts.deferred_grads import BackwardHalves
+from fourfold.parts.memory_order import agree_on_memory_order
 from fourfold.parts.optim.flat_optimizer import FlatOptimizer
 from fourfold.parts.optim.master_weights import MasterWeightPolicy, MasterWeights, offload_device
 from fourfold.parts.optim.step_hooks import StepHooks
@@ -125,6 +126,7 @@ def make_stage(
 ) -> StageAssembly:
     """Make the parts of a stage. Collective. Raises PlanError."""
     data_ranks, whole_tensors = world.along("dp", "sp"), tensor.whole_tensors
+    agree_on_memory_order(trained.by_name, data_ranks, is_possible=trained.plan.has_plain_flats)
     codecs = make_codecs(trained.plan.codec_spec, trained.group.stage.gradient_buckets, trained.by_bucket)
     topology = topology_along(world, trained.blueprint.topology, data_ranks)
     gradients, transport, averager = _make_gradients(trained, data_ranks, topology, meter, calls, codecs)

@@ -1,7 +1,7 @@
 """Flat parameters: the weights of a model move into one flat per bucket.
 
 flat  one-dimensional memory of a bucket; each parameter of the bucket becomes a view of its slot
-Law: a parameter keeps its values and its shape.
+Law: a parameter keeps its values, its shape and its memory order.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from fourfold.parts import memory
 from fourfold.parts.comm.reduce.protocol import WeightGatherer
 from fourfold.parts.dtypes import bucket_dtype
+from fourfold.parts.memory_order import shaped
 from fourfold.plan.data.buckets import Bucket
 from fourfold.plan.param_spec import ParamSpec
 from fourfold.plan.tensor_shard import TensorShard
@@ -49,7 +50,7 @@ def flatten_params(
     for bucket, flat in zip(buckets, flats, strict=True):
         for slot in bucket.slots:
             parameter = parameters[slot.name]
-            view = flat[slot.start : slot.stop].view(parameter.shape)
+            view = shaped(flat[slot.start : slot.stop], parameter)
             if gatherer.is_writer:
                 view.copy_(parameter)
             parameter.data = view

@@ -12,14 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from fourfold.parts.data.grad_checks import check_dense
-from fourfold.parts.data.param_access import untracked_access
+from fourfold.parts.memory_order import shaped
 from fourfold.plan.data.buckets import Bucket
-
-
-def _view_like(parameter: Tensor, flat: Tensor) -> Tensor:
-    """A view of a flat with the parameter's shape and memory format: fused updates traverse both at once."""
-    with untracked_access():
-        return flat.as_strided(parameter.shape, torch.empty_like(parameter, device="meta").stride())
 
 
 class GradSlots:
@@ -34,7 +28,7 @@ class GradSlots:
         self._paddings = [buffers[bucket.index][bucket.slots[-1].stop :] for bucket in buckets]
         self._first_param = list(itertools.accumulate((len(bucket.slots) for bucket in buckets), initial=0))
         self.views = [
-            _view_like(parameters[slot.name], buffers[bucket.index][slot.start : slot.stop])
+            shaped(buffers[bucket.index][slot.start : slot.stop], parameters[slot.name])
             for bucket in buckets
             for slot in bucket.slots
         ]

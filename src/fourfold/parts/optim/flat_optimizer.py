@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fourfold.parts import memory
+from fourfold.parts.memory_order import flat_of
 from fourfold.parts.optim.layerwise import (
     LayerwiseOptimizer,
     PendingLayerwiseUpdate,
@@ -268,7 +269,7 @@ class FlatOptimizer:
 def _unbucketed_grad(update_slice: UpdateSlice) -> Tensor | None:
     """The gradient where autograd left it, flat; None if there is none."""
     gradient = update_slice.gradient.grad
-    return None if gradient is None else gradient.reshape(-1)
+    return None if gradient is None else flat_of(gradient, update_slice.gradient)
 
 
 def _converted_grad(update_slice: UpdateSlice, factor: float) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer, lr_scheduler
 
 from fourfold.parts.comm.reduce.protocol import GradReducer
+from fourfold.parts.memory_order import shaped
 from fourfold.parts.torch_private import StepHook, has_any_hook, step_post_hooks, step_pre_hooks
 from fourfold.plan.data.buckets import Bucket
 from fourfold.words.errors import OptimizerError, Problem
@@ -118,7 +119,7 @@ class StepHooks:
 
     def _views(self) -> list[Tensor]:
         return [
-            flat[slot.start : slot.stop].view(parameter.shape)
+            shaped(flat[slot.start : slot.stop], parameter)
             for bucket, flat, members in zip(self._buckets, self.bucket_grads, self._parameters, strict=True)
             for slot, parameter in zip(bucket.slots, members, strict=True)
             if flat is not None
