@@ -11,13 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from fourfold.analysis.task_facts.data_dependence import NEED, StepNeedsValues
-from fourfold.analysis.task_facts.fake_attention import FakeAttention, attention_collectives
+from fourfold.analysis.task_facts.fake_attention import FakeAttention
 from fourfold.analysis.task_facts.fake_ranks import META
 from fourfold.analysis.task_facts.laid_out_model import FakeBatch, LaidOutModel
 from fourfold.analysis.task_facts.operations import Kernel, KernelRecorder
 from fourfold.analysis.task_facts.segments import SegmentTracker
 from fourfold.plan.plan import Plan
-from fourfold.plan.predict.facts import Collective
 from fourfold.step.model_call import call_model, model_loss
 from fourfold.step.pipeline.tied import replace_by_copy
 from fourfold.step.sequence.sdpa_interception import AttentionCall, AttentionHandler, intercept_attention
@@ -30,8 +29,9 @@ Loss = Callable[[Any, Any], Any] | None
 class FakeModel(NamedTuple):
     """What a fake step runs.
 
-    blocks  names of the chain
-    copies  of weights that other stages own: see `step/pipeline/tied.py`
+    blocks   names of the chain
+    same_as  by block: the first one that is equal to it
+    copies   of weights that other stages own: see `step/pipeline/tied.py`
     """
 
     laid_out: LaidOutModel
@@ -39,6 +39,7 @@ class FakeModel(NamedTuple):
     loss: Loss
     batch: FakeBatch
     plan: Plan
+    same_as: Sequence[int]
     copies: Sequence[Tensor] = ()
 
     @property
@@ -49,13 +50,18 @@ class FakeModel(NamedTuple):
     def weights(self) -> list[Tensor]:
         return [*self.model.parameters(), *self.copies]
 
+    @property
+    def tokens_of_rank(self) -> int | None:
+        """Of a sample; None: samples are not split over sequence ranks."""
+        return self.batch.tokens_of_rank(self.plan)
+
     def with_copies(self, ties: Mapping[str, Sequence[str]]) -> "FakeModel":
         """The same, with a copy of each of these weights under its other names."""
         copies = [replace_by_copy(self.model, names, self.model.get_parameter(name)) for name, names in ties.items()]
         return self._replace(copies=copies)
 
     def tracker(self, on_switch: Callable[[int], None] = lambda segment: None) -> SegmentTracker:
-        return SegmentTracker([self.model.get_submodule(name) for name in self.blocks], on_switch)
+        return SegmentTracker([self.model.get_submodule(name) for name in self.blocks], self.same_as, on_switch)
 
     def samples(self, num_samples: int) -> tuple[Any, Any]:
         """Inputs and targets."""
@@ -99,26 +105,24 @@ def _total(loss: Any) -> Tensor:
 
 
 class ForwardRecord(NamedTuple):
-    """By segment: the kernels of a forward, and what attention sends for one of its samples."""
+    """By segment: the kernels of a forward, and its calls of attention."""
 
     kernels: list[tuple[int, Kernel]]
-    sent_by_attention: list[tuple[int, Collective]]
+    attention: list[tuple[int, AttentionCall]]
     tracker: SegmentTracker
 
 
 def record_forward(fake: FakeModel, num_samples: int) -> ForwardRecord:
     """Count the kernels of a forward of so many samples."""
-    tracker, sent = fake.tracker(), list[tuple[int, Collective]]()
+    tracker, calls = fake.tracker(), list[tuple[int, AttentionCall]]()
     recorder = KernelRecorder(tracker, fake.weights)
-    spec = fake.plan.sequence_spec
-    handle = FakeAttention(spec, recorder)
+    handle = FakeAttention(fake.plan.sequence_spec, recorder)
 
     def attend(call: AttentionCall) -> Tensor:
-        if spec.size > 1:
-            sent.extend((tracker.current, each) for each in attention_collectives(call, spec, num_samples))
+        calls.append((tracker.current, AttentionCall(call.q.detach(), call.k.detach(), call.v.detach())))
         return handle(call)
 
     samples = fake.samples(num_samples)
     with recorder:
         fake.forward(samples, tracker, attend)
-    return ForwardRecord(recorder.kernels, sent, tracker)
+    return ForwardRecord(recorder.kernels, calls, tracker)

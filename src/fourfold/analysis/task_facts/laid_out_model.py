@@ -80,17 +80,19 @@ class FakeBatch(NamedTuple):
 
     def of(self, num_samples: int, plan: Plan) -> tuple[Any, Any]:
         """Inputs and targets of so many samples, on the meta device, with the tokens of one sequence rank."""
-        expand = functools.partial(_on_meta, num_samples=num_samples, lengths=self._lengths(plan))
+        tokens = self.tokens_of_rank(plan)
+        lengths = () if tokens is None or self.num_tokens is None else (self.num_tokens, tokens)
+        expand = functools.partial(_on_meta, num_samples=num_samples, lengths=lengths)
         return tree_map(self.inputs, expand), tree_map(self.targets, expand)
 
-    def _lengths(self, plan: Plan) -> Sequence[int]:
-        """The tokens of a sample, and those of a rank; empty: samples are not split."""
+    def tokens_of_rank(self, plan: Plan) -> int | None:
+        """Of a sample; None: samples are not split over sequence ranks. Raises PlanError."""
         if plan.sp == 1:
-            return ()
+            return None
         if self.num_tokens is None:
             need = f"inputs that are a dict with {' or '.join(POSITION_KEYS)}"
             raise PlanError(Problem(f"sp = {plan.sp} and inputs without positions", need, "sp = 1"), where="the plan")
-        return self.num_tokens, plan.sequence_spec.padded_length(self.num_tokens) // plan.sp
+        return plan.sequence_spec.padded_length(self.num_tokens) // plan.sp
 
 
 def _on_meta(tensor: Tensor, *, num_samples: int, lengths: Sequence[int]) -> Tensor:

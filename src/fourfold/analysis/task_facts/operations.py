@@ -1,7 +1,8 @@
 """Operations: the kernels that a forward calls, on tensors of the meta device.
 
-kernel  one call, for all samples of a forward
-view    a result in the memory of an argument: no kernel
+kernel      one call, for all samples of a forward
+view        a result in the memory of an argument: no kernel
+allocation  a result that nothing has written yet: no kernel
 Law: every kernel of a forward is counted once, in its segment; those of backward follow from them.
 """
 
@@ -22,6 +23,7 @@ PRODUCTS = {ATEN.mm: 0, ATEN.bmm: 0, ATEN.addmm: 1, ATEN.baddbmm: 1}
 """By product: the place of its left factor among the arguments."""
 BATCHED = {ATEN.bmm, ATEN.baddbmm}
 CONVOLUTIONS = {ATEN.convolution}
+ALLOCATIONS = {ATEN.empty, ATEN.empty_like, ATEN.empty_strided, ATEN.new_empty, ATEN.new_empty_strided}
 LOOKUPS = {ATEN.embedding, ATEN.index_select, ATEN.gather, ATEN.index}
 
 
@@ -56,7 +58,7 @@ class KernelRecorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if not is_in_backward():
+        if not is_in_backward() and func.overloadpacket not in ALLOCATIONS:
             given = [leaf for leaf in tree_leaves((args, kwargs or {})) if isinstance(leaf, Tensor)]
             made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
             keys = {storage_key(tensor) for tensor in given}

@@ -54,8 +54,8 @@ def _merged(kernels: Sequence[Kernel]) -> list[Kernel]:
 
 
 def _check_affine(lists: Sequence[Sequence[Kernel]], numbers: Sequence[int]) -> None:
-    flops = [sum(kernel.flops for kernel in each) for each in lists]
-    if flops[2] - flops[1] != (flops[1] - flops[0]) * (numbers[2] - numbers[1]) / (numbers[1] - numbers[0]):
+    flops = [sum(int(kernel.flops) for kernel in each) for each in lists]  # whole numbers: sums are exact
+    if (flops[2] - flops[1]) * (numbers[1] - numbers[0]) != (flops[1] - flops[0]) * (numbers[2] - numbers[1]):
         few, many, more = (f"{each:g}" for each in flops)
         got = f"a step with {few}, {many} and {more} operations for {numbers[0]}, {numbers[1]} and {numbers[2]} samples"
         need, attempt = "as many for each sample", "a loss that compares no samples of a batch with each other"

@@ -8,7 +8,7 @@ Law: every operation of a forward belongs to one segment, in the order of the ch
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -19,18 +19,18 @@ FIRST = 0  # the segment before the chain; block i is segment i + 1, and what is
 COUNTERS = ("idx", "index", "layer_id")  # parts of the names of settings that only number a block
 
 
-def equal_blocks(blocks: Sequence[nn.Module]) -> list[int]:
-    """By block: the first one that is equal to it, perhaps itself."""
+def equal_blocks(blocks: Mapping[str, nn.Module]) -> list[int]:
+    """By block: the first one that is equal to it, perhaps itself. `blocks`: by name, in order."""
     found: dict[Any, int] = {}
-    return [found.setdefault(_signature(block), place) for place, block in enumerate(blocks)]
+    return [found.setdefault(_signature(name, block), place) for place, (name, block) in enumerate(blocks.items())]
 
 
-def _signature(block: nn.Module) -> Any:
+def _signature(own_name: str, block: nn.Module) -> Any:
     """What decides the cost of a block: its modules and their settings, and the shapes of its tensors."""
     tensors = itertools.chain(block.named_parameters(), block.named_buffers())
     shapes = tuple((name, tuple(each.shape), str(each.dtype), each.requires_grad) for name, each in tensors)
     settings = tuple(
-        (name, type(module).__qualname__, key, _setting(value))
+        (name, type(module).__qualname__, key, _setting(value, own_name))
         for name, module in block.named_modules()
         for key, value in sorted(vars(module).items())
         if not key.startswith("_") and not any(part in key for part in COUNTERS)
@@ -38,11 +38,14 @@ def _signature(block: nn.Module) -> Any:
     return repr(block), shapes, settings
 
 
-def _setting(value: Any) -> object:
-    """A setting as something that can be compared: plain values by themselves, other objects by identity."""
-    if isinstance(value, bool | int | float | str | None):
+def _setting(value: Any, own_name: str) -> object:
+    """A setting as something that can be compared: plain values by themselves, other objects by identity.
+
+    The block's own name does not count: modules that say where they stand are equal in every block.
+    """
+    if isinstance(value, bool | int | float | None):
         return value
-    return repr(value) if isinstance(value, tuple | list | dict | set) else id(value)
+    return repr(value).replace(own_name, "") if isinstance(value, str | tuple | list | dict | set) else id(value)
 
 
 class Boundary(NamedTuple):
@@ -60,8 +63,14 @@ class Boundary(NamedTuple):
 class SegmentTracker:
     """Knows which segment computes. `on_switch(segment)` is called when one has ended its forward."""
 
-    def __init__(self, blocks: Sequence[nn.Module], on_switch: Callable[[int], None] = lambda segment: None) -> None:
-        self._blocks, self._same_as, self._on_switch = blocks, equal_blocks(blocks), on_switch
+    def __init__(
+        self,
+        blocks: Sequence[nn.Module],
+        same_as: Sequence[int] = (),
+        on_switch: Callable[[int], None] = lambda segment: None,
+    ) -> None:
+        """`same_as`: see `equal_blocks`."""
+        self._blocks, self._same_as, self._on_switch = blocks, same_as, on_switch
         self.current = FIRST
         self.passed = set[int]()
         """Segments of blocks in whose place their input was returned."""
