@@ -12,8 +12,9 @@ the rest of the memory, what is exposed, and the update; of one mesh and `recomp
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from fourfold.plan.check import combination_problems
@@ -61,6 +62,20 @@ class _Group(NamedTuple):
     plan: Plan
 
 
+class _Mesh:
+    """The groups of a mesh of which some plan can be carried out.
+
+    fits  whether some plan of them fits: found when it is asked for, because it takes the facts of activations
+    """
+
+    def __init__(self, groups: Sequence[_Group], has_lean: Callable[[_Group], bool]) -> None:
+        self.groups, self._has_lean = groups, has_lean
+
+    @cached_property
+    def fits(self) -> bool:
+        return any(map(self._has_lean, _smallest(self.groups)))
+
+
 def search(
     ask: Ask, space: Space, pricing: Pricing, *, limit_bytes: float, margin: float, best: float = math.inf
 ) -> Found:
@@ -79,7 +94,7 @@ def search(
 def first_fitting(ask: Ask, space: Space, pricing: Pricing, limit_bytes: float) -> Plan | None:
     """Some plan of an ask that fits; None: there is none."""
     searcher = _Searcher(ask, space, pricing, limit_bytes, 1.0, math.inf)
-    return next((searcher.found.kept[0].plan for _ in searcher.queue() if searcher.found.kept), None)
+    return next((searcher.found.kept[0].plan for mesh in searcher.meshes() if mesh.fits and searcher.found.kept), None)
 
 
 class _Searcher:
@@ -96,24 +111,20 @@ class _Searcher:
         self._too_large: dict[tuple[Any, ...], int] = {}
 
     def run(self) -> None:
-        num_left = MAX_FRONT_GROUPS
-        for group in sorted(self.queue(), key=lambda group: group.floor):
+        queue = [(group, mesh) for mesh in self.meshes() for group in mesh.groups]
+        fastest, num_left = dict[tuple[Any, ...], _Mesh](), MAX_FRONT_GROUPS
+        for group, mesh in sorted(queue, key=lambda pair: pair[0].floor):
+            is_fastest = fastest.setdefault(_axes_of(group.fields), mesh) is mesh
             if self._may_be_kept(group.floor):
-                self._explore(group)
-            elif group.floor <= self._best * FRONT_RANGE and num_left:
+                if mesh.fits:
+                    self._explore(group)
+            elif is_fastest and num_left and group.floor <= self._best * FRONT_RANGE and mesh.fits:
                 num_left -= 1
                 self._has_lean(group)
 
-    def queue(self) -> Iterator[_Group]:
-        """The groups of the meshes that have at least one plan that fits."""
+    def meshes(self) -> Iterator[_Mesh]:
         for _, members in itertools.groupby(groups(self._ask, self._space), key=_mesh_of):
-            of_mesh = list(members)
-            if any(self._has_lean(group) for group in self._make_groups(_smallest(of_mesh))):
-                yield from self._make_groups(of_mesh)
-
-    def _make_groups(self, fields: Sequence[Fields]) -> Iterator[_Group]:
-        """The groups of which some plan can be carried out."""
-        return (group for each in fields if (group := self._group(each)) is not None)
+            yield _Mesh([group for fields in members if (group := self._group(fields)) is not None], self._has_lean)
 
     def _group(self, fields: Fields) -> _Group | None:
         """The group of these fields; None: no plan of it can be carried out."""
@@ -242,11 +253,16 @@ def _mesh_of(fields: Fields) -> tuple[Any, ...]:
     return tuple(fields[name] for name in MESH_FIELDS)
 
 
-def _smallest(of_mesh: Sequence[Fields]) -> list[Fields]:
+def _axes_of(fields: Fields) -> tuple[Any, ...]:
+    """What meshes have in common that differ only in how sequence ranks share attention: they hold about as much."""
+    return tuple(fields[name] for name in MESH_FIELDS if name not in ("ulysses", "ring"))
+
+
+def _smallest(groups: Sequence[_Group]) -> list[_Group]:
     """By recompute: the group with the smallest microbatches; first those that compute most again."""
-    smallest: dict[str, Fields] = {}
-    for fields in of_mesh:
-        known = smallest.get(fields["recompute"])
-        if known is None or fields["microbatches"] > known["microbatches"]:
-            smallest[fields["recompute"]] = fields
+    smallest: dict[str, _Group] = {}
+    for group in groups:
+        known = smallest.get(group.plan.recompute)
+        if known is None or group.plan.microbatches > known.plan.microbatches:
+            smallest[group.plan.recompute] = group
     return list(reversed(smallest.values()))
