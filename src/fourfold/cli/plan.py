@@ -95,9 +95,11 @@ def check_out(arguments: PlanArguments) -> None:
 def _answer(questions: "Questions", arguments: PlanArguments, run: "PlannedRun | None" = None) -> int:
     from fourfold.analysis.plan_text import format_decision
     from fourfold.cli import plan_run
+    from fourfold.cli.plan_progress import shown_progress
 
-    question = questions.make()
-    decision, workload = question.decide(), question.workload
+    with shown_progress(questions.progress):
+        question = questions.make()
+        decision, workload = question.decide(), question.workload
     if run is not None:
         own = question.predict(run.plan)
         decision = plan_run.beside(run, decision, own)
@@ -145,11 +147,13 @@ def write_file(path: Path, text: str) -> None:
 def _show_curves(questions: "Questions", arguments: PlanArguments, lists: Mapping[str, list[str]]) -> int:
     from fourfold.analysis.plan_curves import format_curves
     from fourfold.cli import plan_what_if
+    from fourfold.cli.plan_progress import shown_progress
 
     if confirm := arguments.value("confirm"):
         got = f"confirm = {confirm}, with several values of {' and '.join(lists)}"
         raise SettingError(Problem(got, "one value of each to run here", "the same without confirm="), where=WHERE)
-    curves = plan_what_if.make_curves(questions, lists)
+    with shown_progress(questions.progress):
+        curves = plan_what_if.make_curves(questions, lists)
     head = describe_curves(curves, lists, arguments)
     print_text(format_curves(curves, head=head))
     if (page := arguments.value("html")) is not None:

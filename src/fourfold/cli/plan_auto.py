@@ -13,6 +13,7 @@ from fourfold.analysis.plan_words import best_baseline, plan_words
 from fourfold.cli import job, settings_file
 from fourfold.cli.output import print_text
 from fourfold.cli.plan_arguments import PlanArguments, parse_plan_words
+from fourfold.cli.plan_progress import shown_progress
 from fourfold.cli.plan_question import Question, Questions, is_ask, pinned_fields
 from fourfold.cli.plan_word import AUTO, PLAN_AUTO
 from fourfold.environment.world import World
@@ -41,8 +42,10 @@ def resolve_words(words: Sequence[str], *, num_processes: int | None, world: Wor
     if kept is not None:
         print_text(f"plan   {plan_words(kept)}, kept from {ready.run_dir}")
         return [*others, *_missing_words(kept, pinned)]
-    question = Questions(arguments, devices=num_processes).make()
-    decision = question.decide()
+    questions = Questions(arguments, devices=num_processes)
+    with shown_progress(questions.progress):
+        question = questions.make()
+        decision = question.decide()
     print_text("\n".join(format_decided(decision, question)))
     return [*others, *_missing_words(decision.answer.plan, pinned)]
 

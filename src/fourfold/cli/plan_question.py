@@ -21,6 +21,7 @@ from fourfold.plan.decide.ask import AUTO, Ask
 from fourfold.plan.decide.asks import ASK_PREFIX, ask_text
 from fourfold.plan.decide.decision import Decision
 from fourfold.plan.decide.layers import NO_DIMS
+from fourfold.plan.decide.progress import Progress
 from fourfold.plan.param_spec import ParamSpec
 from fourfold.plan.plan import Plan
 from fourfold.plan.plan_fields import FIELDS
@@ -58,7 +59,10 @@ class ResizedSource:
 
 @dataclass(frozen=True)
 class Question:
-    """What is to be planned. `task`: for people; `is_task`: it can be trained, and is no formula."""
+    """What is to be planned. `task`: for people; `is_task`: it can be trained, and is no formula.
+
+    progress  of all questions of the command
+    """
 
     task: str
     is_task: bool
@@ -66,6 +70,7 @@ class Question:
     machine: Machine
     ask: Ask
     dims: Mapping[str, bool] = field(default_factory=dict)
+    progress: Progress = field(default_factory=Progress)
 
     @property
     def workload(self) -> Workload:
@@ -94,7 +99,12 @@ class Question:
         """The best plans. Raises PlanError if none fits."""
         from fourfold.plan.decide.decide import decide
 
-        return decide(self.ask, self.source, self.machine.prices, self.machine.cluster, dims=self.dims)
+        self.progress.best = None
+        self.progress.begin("counting what the model computes")
+        machine = self.machine
+        return decide(
+            self.ask, self.source, machine.prices, machine.cluster, dims=self.dims, progress=self.progress
+        )
 
 
 class TaskSource(NamedTuple):
@@ -117,7 +127,7 @@ class Questions:
     """
 
     def __init__(self, arguments: PlanArguments, *, devices: int | None) -> None:
-        self._arguments, self._devices = arguments, devices
+        self._arguments, self._devices, self.progress = arguments, devices, Progress()
         self._sources: dict[tuple[str, ...], TaskSource] = {}
         self._machines: dict[tuple[object, ...], Machine] = {}
 
@@ -125,7 +135,9 @@ class Questions:
         """The question of the command, with these words in place of its own. Raises FourfoldError."""
         arguments = self._arguments.with_changes(changes or {})
         ask = read_ask(arguments, _command_of(arguments), devices=self._devices)
+        self.progress.begin("reading the task")
         task = self._task(arguments)
+        self.progress.begin("")  # a machine that is measured says so itself
         machine = self._machine(arguments, task, ask)
         if ask.devices is None:
             ask = ask.with_changes(devices=machine.cluster.num_devices)
@@ -134,7 +146,7 @@ class Questions:
             ask = ask.with_changes(precision=machine.mixed_precision)
         batch = next((word for word in arguments.others if word.startswith(f"{BATCH}=")), None)
         source = task.source if batch is None else ResizedSource(task.source, parse_batch(batch))
-        return Question(task.name, not is_formula, source, machine, ask, task.dims)
+        return Question(task.name, not is_formula, source, machine, ask, task.dims, self.progress)
 
     def _task(self, arguments: PlanArguments) -> TaskSource:
         words = tuple(word for word in task_words(arguments) if not word.startswith(f"{BATCH}="))

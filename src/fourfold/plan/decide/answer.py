@@ -16,6 +16,7 @@ from fourfold.plan.decide.decision import Decision, Refused
 from fourfold.plan.decide.front import time_memory_front
 from fourfold.plan.decide.layers import NO_DIMS, Chain, search_layers
 from fourfold.plan.decide.pricing import Pricing
+from fourfold.plan.decide.progress import Progress
 from fourfold.plan.decide.refusals import explain, explain_refused, nothing_fits
 from fourfold.plan.decide.search import Found, search
 from fourfold.plan.decide.space import Space
@@ -43,20 +44,24 @@ class Question(NamedTuple):
     error: float = PREDICTION_ERROR
 
 
-def decide_among(question: Question) -> Decision:
+def decide_among(question: Question, progress: Progress | None = None) -> Decision:
     """The answer among all plans of the space. Raises PlanError if none is legal, or none fits."""
     ask, space, pricing, limit = question[:4]
-    baselines = price_baselines(ask, space, pricing, limit_bytes=limit)
+    progress = progress or Progress()
+    baselines = price_baselines(ask, space, pricing, limit_bytes=limit, progress=progress)
     priced = list(fitting(baselines))
-    found = _search(question, priced)
+    found = _search(question, priced, progress)
     if not found.kept and not priced:
         raise PlanError(_why_nothing(found, question), where="the ask")
     kept = _with_single_layers(_distinct([*found.kept, *priced]), question)
     cutoff = min(each.seconds for each in kept) * _margin(question)
-    choice = choose(kept, priced, pricing, limit_bytes=limit, error=question.error, cutoff=cutoff)
+    choice = choose(
+        kept, priced, pricing, limit_bytes=limit, error=question.error, cutoff=cutoff, progress=progress
+    )
     if not choice.ranked:
         problems = [problem for each in kept for problem in pricing.problems(each.plan)]
         raise PlanError(problems or Problem("no plan whose program fits"), where="the ask")
+    progress.begin("saying why")
     simulated = {each.plan: each for each in choice.ranked}
     refused = explain_refused(
         found.too_large, ask, space, pricing, limit_bytes=limit, best=min(each.seconds for each in kept)
@@ -72,15 +77,16 @@ def decide_among(question: Question) -> Decision:
     )
 
 
-def _search(question: Question, priced: list[Prediction]) -> Found:
+def _search(question: Question, priced: list[Prediction], progress: Progress) -> Found:
     """The search within hosts, and beyond them if nothing fits."""
     ask, space, pricing, limit = question[:4]
     best = min((each.seconds for each in priced), default=float("inf"))
     margin = _margin(question)
-    found = search(ask, space, pricing, limit_bytes=limit, margin=margin, best=best)
+    found = search(ask, space, pricing, limit_bytes=limit, margin=margin, best=best, progress=progress)
     if found.kept or priced or not ask.is_open("tp"):
         return found
-    beyond = search(ask, space._replace(devices_per_host=None), pricing, limit_bytes=limit, margin=margin)
+    across_hosts = space._replace(devices_per_host=None)
+    beyond = search(ask, across_hosts, pricing, limit_bytes=limit, margin=margin, progress=progress)
     return beyond if beyond.kept else found
 
 

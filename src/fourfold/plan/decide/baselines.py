@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from fourfold.plan.decide.ask import AUTO, Ask
 from fourfold.plan.decide.decision import Refused
 from fourfold.plan.decide.pricing import Pricing
+from fourfold.plan.decide.progress import Progress
 from fourfold.plan.decide.search import Found, search
 from fourfold.plan.decide.space import CHOICES, Space, divisors
 from fourfold.plan.plan import Plan
@@ -37,10 +38,18 @@ class _Question(NamedTuple):
     limit_bytes: float
 
 
-def price_baselines(ask: Ask, space: Space, pricing: Pricing, *, limit_bytes: float) -> dict[str, Prediction | Refused]:
+def price_baselines(
+    ask: Ask, space: Space, pricing: Pricing, *, limit_bytes: float, progress: Progress | None = None
+) -> dict[str, Prediction | Refused]:
     """The best plan of each baseline, estimated. One that differs from what the ask pins is refused, with its price."""
-    question = _Question(ask, space, pricing, limit_bytes)
-    found = {name: _best_of(pins, question) for name, pins in _families(space).items()}
+    question, progress = _Question(ask, space, pricing, limit_bytes), progress or Progress()
+    families, found = _families(space), dict[str, Prediction | Refused | None]()
+    progress.begin("pricing baselines", len(families) + 1)
+    for name, pins in families.items():
+        found[name] = each = _best_of(pins, question)
+        progress.done += 1
+        if isinstance(each, Prediction):
+            progress.offer(each)
     found[MEGATRON] = _megatron(question)
     return {name: each for name, each in found.items() if each is not None}
 

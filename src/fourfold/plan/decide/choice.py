@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from fourfold.plan.decide.pricing import Pricing
+from fourfold.plan.decide.progress import Progress
 from fourfold.plan.plan import Plan
 from fourfold.plan.predict.estimate import ESTIMATE_ERROR
 from fourfold.plan.predict.prediction import Prediction
@@ -55,13 +56,16 @@ def choose(
     limit_bytes: float,
     error: float,
     cutoff: float = math.inf,
+    progress: Progress | None = None,
 ) -> Choice:
     """The answer among estimated plans.
 
     baselines  those that the answer must not be slower than; they are among the kept ones
     cutoff     the least estimate of a plan that has not been kept
     """
-    simulations = _Simulations(pricing, limit_bytes)
+    progress = progress or Progress()
+    progress.begin("simulating the best", MAX_SIMULATED + MAX_SIMPLER)
+    simulations = _Simulations(pricing, limit_bytes, progress)
     for each in baselines:
         simulations.add(each)
     not_slower_than = min((each.seconds for each in simulations.fitting), default=math.inf)
@@ -86,8 +90,8 @@ def _order(prediction: Prediction) -> tuple[float, Simplicity]:
 class _Simulations:
     """The plans that have been simulated, and how their estimates compare."""
 
-    def __init__(self, pricing: Pricing, limit_bytes: float) -> None:
-        self._pricing, self._limit = pricing, limit_bytes
+    def __init__(self, pricing: Pricing, limit_bytes: float, progress: Progress) -> None:
+        self._pricing, self._limit, self._progress = pricing, limit_bytes, progress
         self._by_plan: dict[Plan, Prediction | None] = {}
         self._estimates: list[float] = []
         self.least_ratio = 1.0
@@ -105,6 +109,7 @@ class _Simulations:
         plan = estimated.plan
         if plan not in self._by_plan:
             self._by_plan[plan] = found = self._simulate(plan)
+            self._progress.done = min(self._progress.done + 1, self._progress.total)
             self._estimates.append(estimated.seconds)
             if found is not None:
                 self.least_ratio = min(self.least_ratio, found.seconds / estimated.seconds)

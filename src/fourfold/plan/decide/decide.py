@@ -7,6 +7,7 @@ from fourfold.plan.decide.answer import PREDICTION_ERROR, Question, decide_among
 from fourfold.plan.decide.ask import Ask
 from fourfold.plan.decide.decision import Decision
 from fourfold.plan.decide.layers import NO_DIMS
+from fourfold.plan.decide.progress import Progress
 from fourfold.plan.decide.space import make_space
 from fourfold.plan.decide.step_pricing import StepPricing
 from fourfold.plan.plan import Plan
@@ -23,6 +24,7 @@ def decide(
     *,
     dims: Mapping[str, bool] = NO_DIMS,
     error: float = PREDICTION_ERROR,
+    progress: Progress | None = None,
 ) -> Decision:
     """The best plan for a task, the others that come close, and why.
 
@@ -45,5 +47,5 @@ def decide(
     )
     limit_bytes = float(ask.memory_bytes or cluster.memory_bytes)
     pricing = StepPricing(source, prices, cluster)
-    decision = decide_among(Question(ask, space, pricing, limit_bytes, dims, error))
+    decision = decide_among(Question(ask, space, pricing, limit_bytes, dims, error), progress)
     return dataclasses.replace(decision, host_order=pricing.host_order(decision.answer.plan))

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from fourfold.plan.check import combination_problems
 from fourfold.plan.decide.ask import Ask
 from fourfold.plan.decide.pricing import Pricing
+from fourfold.plan.decide.progress import Progress
 from fourfold.plan.decide.space import GROUP_FIELDS, VARIANT_FIELDS, Fields, Space, choices, expand, groups
 from fourfold.plan.plan import Plan
 from fourfold.plan.predict.prediction import Prediction
@@ -77,13 +78,20 @@ class _Mesh:
 
 
 def search(
-    ask: Ask, space: Space, pricing: Pricing, *, limit_bytes: float, margin: float, best: float = math.inf
+    ask: Ask,
+    space: Space,
+    pricing: Pricing,
+    *,
+    limit_bytes: float,
+    margin: float,
+    best: float = math.inf,
+    progress: Progress | None = None,
 ) -> Found:
     """The plans of an ask that fit and are within the margin of the best.
 
     best  the seconds of a plan that is known already; infinite: none
     """
-    searcher = _Searcher(ask, space, pricing, limit_bytes, margin, best)
+    searcher = _Searcher(ask, space, pricing, limit_bytes, margin, best, progress)
     searcher.run()
     found = searcher.found
     limit = min(found.best, best) * margin
@@ -101,9 +109,17 @@ class _Searcher:
     """One pass over the groups, most promising first."""
 
     def __init__(
-        self, ask: Ask, space: Space, pricing: Pricing, limit_bytes: float, margin: float, best: float
+        self,
+        ask: Ask,
+        space: Space,
+        pricing: Pricing,
+        limit_bytes: float,
+        margin: float,
+        best: float,
+        progress: Progress | None = None,
     ) -> None:
         self._ask, self._space, self._pricing = ask, space, pricing
+        self._progress = progress or Progress()
         self._limit, self._margin, self._best = limit_bytes, margin, best
         self.found = Found()
         self._estimates: dict[tuple[tuple[str, Any], ...], Prediction | None] = {}
@@ -111,9 +127,12 @@ class _Searcher:
         self._too_large: dict[tuple[Any, ...], int] = {}
 
     def run(self) -> None:
+        self._progress.begin("counting what ranks compute")
         queue = [(group, mesh) for mesh in self.meshes() for group in mesh.groups]
+        self._progress.begin("searching", len(queue))
         fastest, num_left = dict[tuple[Any, ...], _Mesh](), MAX_FRONT_GROUPS
         for group, mesh in sorted(queue, key=lambda pair: pair[0].floor):
+            self._progress.done += 1
             is_fastest = fastest.setdefault(_axes_of(group.fields), mesh) is mesh
             if self._may_be_kept(group.floor):
                 if mesh.fits:
@@ -234,6 +253,7 @@ class _Searcher:
             self._note(problems)
             return
         self.found.kept.append(found)
+        self._progress.offer(found)
         self._best = min(self._best, found.seconds)
 
     def _note(self, problems: Sequence[Problem]) -> None:
