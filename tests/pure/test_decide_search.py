@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from fourfold.plan.check import combination_problems
 from fourfold.plan.decide.ask import Ask
-from fourfold.plan.decide.search import search
+from fourfold.plan.decide.progress import Progress
+from fourfold.plan.decide.search import FRONT_RANGE, search
 from fourfold.plan.decide.space import groups, variants
 from fourfold.plan.plan import Plan
 from fourfold.plan.predict.prediction import Prediction
@@ -80,3 +81,17 @@ def test_what_is_pinned_stays_in_every_plan(pricing, ask):
     for plan in plans:
         assert all(getattr(plan, name) == value for name, value in ask.pinned.items())
         assert plan.mesh.size == pricing.space.num_devices
+
+
+def test_no_plan_of_a_mesh_that_is_too_slow_is_estimated():
+    # Facts of activations, which estimates need, take most of the time of a question about a task.
+    pricing = make_case(devices=6, per_host=4, batch=8, model=Model(), clip=None)
+    pricing.rates = Rates(tensor=20.0)
+    progress = Progress()
+    found = search(Ask(), pricing.space, pricing, limit_bytes=math.inf, margin=1.1, progress=progress)
+    slow = [plan for plan in pricing.estimated if pricing.floor(plan) > FRONT_RANGE * found.best * 1.1]
+    assert pricing.estimated
+    assert slow == []
+    assert progress.done == progress.total > 0
+    assert progress.best is not None
+    assert progress.best.seconds == found.best

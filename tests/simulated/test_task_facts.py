@@ -8,7 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from fourfold.analysis.task_facts import source as source_module
+from fourfold.analysis.task_facts.laid_out_model import lay_out
+from fourfold.analysis.task_facts.segments import equal_blocks
 from fourfold.analysis.task_facts.source import TaskFacts
+from fourfold.losses import cross_entropy
 from fourfold.parts.comm.meter import CommMeter
 from fourfold.parts.comm.tensor.single_rank import SingleRankTensorGroup
 from fourfold.plan.plan import Plan
@@ -220,3 +224,65 @@ def test_heads_that_cannot_be_divided_are_a_problem_of_the_plan():
     for _ in range(2):  # the second one is remembered
         with pytest.raises(PlanError, match="ulysses = 4, 2 heads"):
             source.facts(Plan(sp=4, ulysses=4))
+
+
+def count_calls(monkeypatch, name: str) -> list[tuple[object, ...]]:
+    """The arguments of each call of a function that `source` uses, as they are made."""
+    calls, function = list[tuple[object, ...]](), getattr(source_module, name)
+
+    def call(*args: object) -> object:
+        calls.append(args[1:])
+        return function(*args)
+
+    monkeypatch.setattr(source_module, name, call)
+    return calls
+
+
+def test_activations_are_counted_when_they_are_read_and_kernels_once_for_alike_variants(monkeypatch):
+    forwards, memories = (count_calls(monkeypatch, f"record_{each}") for each in ("forward", "memory"))
+    source = TaskFacts(tiny_lm())
+    variants = [source.facts(Plan(**each)) for each in ({"sp": 2}, {"sp": 2, "ulysses": 2}, {"sp": 2, "ring": "gather"})]
+    assert len(forwards) == 3  # numbers of samples
+    assert memories == []
+    assert {each.blocks[0].operations for each in variants} == {variants[0].blocks[0].operations}
+    kept = [each.saved_bytes["full"] for each in variants[0].segments]
+    assert [each.saved_bytes["full"] for each in variants[0].segments] == kept
+    assert {each[1] for each in memories} == {"full"}
+    assert len(memories) == 2  # numbers of samples
+
+
+def test_equal_blocks_are_found_where_modules_know_their_own_names():
+    # The first block splits the residual, and the others are equal, though each module has its name in its role.
+    model = lay_out(tiny_lm(5), Plan(tp=2, residual="split")).model
+    blocks = {f"blocks.{number}": model.get_submodule(f"blocks.{number}") for number in range(5)}
+    assert equal_blocks(blocks) == [0, 1, 1, 1, 1]
+
+
+class Vocabulary(nn.Module):
+    """Logits of many classes, for each token."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.embed, self.blocks = nn.Embedding(classes, 8), nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.head = nn.Linear(8, classes)
+
+    def forward(self, tokens_BL: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(tokens_BL)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden)
+
+
+@pytest.mark.parametrize("precision", ["keep", "bf16", "fp16"])
+@pytest.mark.parametrize(("classes", "length"), [(128_256, 128), (151_936, 100), (256_000, 48), (32_000, 512)])
+def test_large_vocabularies_have_facts_in_every_precision(classes: int, length: int, precision: str):
+    # The loss works on so many rows at a time: here few samples are less rows than that, and more samples are more.
+    tokens = torch.zeros(4, length, dtype=torch.int64)
+    task = Task(
+        model=functools.partial(Vocabulary, classes),
+        loss=cross_entropy,
+        data=lambda: Data(train=[(row, row) for row in tokens]),
+        optimizer=lambda p: torch.optim.SGD(p, 0.1),
+    )
+    facts = TaskFacts(task).facts(Plan(precision=precision))
+    assert products(facts.last) == 2 * length * 8 * classes

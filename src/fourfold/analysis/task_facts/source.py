@@ -30,6 +30,7 @@ from fourfold.feed.sample_rng import fetch_one
 from fourfold.feed.stream import Stream
 from fourfold.parts.optim.user_optimizer import build_optimizer
 from fourfold.plan.param_spec import ParamSpec
+from fourfold.plan.pipeline.division import StageSpec
 from fourfold.plan.plan import Plan
 from fourfold.plan.predict.facts import Collective, ModelFacts, SegmentFacts
 from fourfold.plan.sequence import heads_problem
@@ -63,6 +64,7 @@ class TaskFacts:
         self._laid_out: dict[tuple[object, ...], FakeModel] = {}
         self._refused: dict[tuple[object, ...], Sequence[Problem]] = {}
         self._specs: dict[tuple[object, ...], list[ParamSpec]] = {}
+        self._stage_blocks: dict[StageSpec, tuple[range, ...]] = {}
 
     @property
     def batch_size(self) -> int:
@@ -113,7 +115,9 @@ class TaskFacts:
     def stage_blocks(self, plan: Plan) -> tuple[range, ...]:
         if plan.num_stages == 1:
             return (range(len(self._chain.blocks)),)
-        return map_stages(self._model, plan.stage_spec).blocks
+        if plan.stage_spec not in self._stage_blocks:
+            self._stage_blocks[plan.stage_spec] = map_stages(self._model, plan.stage_spec).blocks
+        return self._stage_blocks[plan.stage_spec]
 
     def facts(self, plan: Plan) -> ModelFacts:
         ties = self._ties if plan.num_stages > 1 else {}

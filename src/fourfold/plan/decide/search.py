@@ -27,6 +27,7 @@ from fourfold.plan.predict.prediction import Prediction
 from fourfold.words.errors import PlanError, Problem
 
 MESH_FIELDS = tuple(name for name in GROUP_FIELDS if name not in ("microbatches", "recompute"))
+CUT_FIELDS = ("precision", "tp", "sp", "ulysses", "ring", "residual")
 SCHEDULE_FIELDS = ("schedule", "interleave", "max_in_flight")
 SHARD_FIELDS = ("zero", "shard")
 FRONT_RANGE = 2.0  # plans slower than this factor of the best are not worth the memory that they save
@@ -130,16 +131,19 @@ class _Searcher:
         self._progress.begin("counting what ranks compute")
         queue = [(group, mesh) for mesh in self.meshes() for group in mesh.groups]
         self._progress.begin("searching", len(queue))
-        fastest, num_left = dict[tuple[Any, ...], _Mesh](), MAX_FRONT_GROUPS
+        explored, num_left = set[tuple[Any, ...]](), MAX_FRONT_GROUPS
         for group, mesh in sorted(queue, key=lambda pair: pair[0].floor):
             self._progress.done += 1
-            is_fastest = fastest.setdefault(_axes_of(group.fields), mesh) is mesh
+            cut = tuple(group.fields[name] for name in CUT_FIELDS)
             if self._may_be_kept(group.floor):
                 if mesh.fits:
+                    explored.add(cut)
                     self._explore(group)
-            elif is_fastest and num_left and group.floor <= self._best * FRONT_RANGE and mesh.fits:
-                num_left -= 1
-                self._has_lean(group)
+            elif num_left and group.floor <= self._best * FRONT_RANGE:
+                # Samples cut among sequence ranks in another way save little, and their activations take long to count.
+                if (group.plan.sp == 1 or cut in explored) and mesh.fits:
+                    num_left -= 1
+                    self._has_lean(group)
 
     def meshes(self) -> Iterator[_Mesh]:
         for _, members in itertools.groupby(groups(self._ask, self._space), key=_mesh_of):
@@ -271,11 +275,6 @@ def _of_variant(plan: Plan) -> dict[str, Any]:
 
 def _mesh_of(fields: Fields) -> tuple[Any, ...]:
     return tuple(fields[name] for name in MESH_FIELDS)
-
-
-def _axes_of(fields: Fields) -> tuple[Any, ...]:
-    """What meshes have in common that differ only in how sequence ranks share attention: they hold about as much."""
-    return tuple(fields[name] for name in MESH_FIELDS if name not in ("ulysses", "ring"))
 
 
 def _smallest(groups: Sequence[_Group]) -> list[_Group]:
