@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fourfold.analysis.task_facts.meta_calls import MetaCalls
 from fourfold.analysis.task_facts.operations import KernelRecorder
 from fourfold.analysis.task_facts.segments import SegmentTracker
 from fourfold.feed.sample_rng import fetch_one
@@ -42,7 +43,7 @@ def forward_bounds(make_model: Callable[[], torch.nn.Module], source: Source) ->
 
 def _num_operations(model: torch.nn.Module, source: Source, number: int) -> float:
     inputs: Any = unpack_batch(fetch_one(source, number))[0]
-    recorder = KernelRecorder(SegmentTracker([]), model.parameters())
+    recorder = KernelRecorder(SegmentTracker([]), model.parameters(), MetaCalls())
     with torch.no_grad(), recorder:
         call_model(model, inputs)
     return sum(kernel.flops for _, kernel in recorder.kernels)

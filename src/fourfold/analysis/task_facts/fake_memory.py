@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from fourfold.analysis.task_facts.fake_attention import FakeAttention
 from fourfold.analysis.task_facts.fake_ranks import META, RecordedCollective
 from fourfold.analysis.task_facts.fake_step import FakeModel
+from fourfold.analysis.task_facts.meta_calls import MetaCalls
 from fourfold.analysis.task_facts.segments import FIRST
 from fourfold.parts.comm.meter import CommMeter
 from fourfold.parts.comm.tensor.protocol import TensorGroup
@@ -63,15 +64,16 @@ OF_FIRST = "activations of the first segment"
 class _Levels(PeakMemory):
     """Also: `levels`, what is held when each operation has returned. `before_next` is called before the next one."""
 
-    def __init__(self) -> None:
+    def __init__(self, calls: MetaCalls) -> None:
         super().__init__()
+        self._calls = calls
         self.levels: list[int] = []
         self.before_next: Callable[[], None] | None = None
         self.forward_kind = OF_FIRST
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.end()
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        return super().__torch_dispatch__(lambda *a, **k: self._calls.call(func, a, k), types, args, kwargs)
 
     def end(self) -> None:
         """What an operation would call first."""
@@ -89,7 +91,7 @@ class _MemoryCount:
     """One forward and backward."""
 
     def __init__(self, fake: FakeModel, recompute: str) -> None:
-        self._fake, self._memory = fake, _Levels()
+        self._fake, self._memory = fake, _Levels(fake.calls)
         self._tracker = fake.tracker(self._forward_returned)
         self._ends = dict[int, int]()
         """By segment: what was held when its forward ended."""

@@ -14,6 +14,7 @@ from fourfold.analysis.task_facts.data_dependence import NEED, StepNeedsValues
 from fourfold.analysis.task_facts.fake_attention import FakeAttention
 from fourfold.analysis.task_facts.fake_ranks import META
 from fourfold.analysis.task_facts.laid_out_model import FakeBatch, LaidOutModel
+from fourfold.analysis.task_facts.meta_calls import MetaCalls
 from fourfold.analysis.task_facts.operations import Kernel, KernelRecorder
 from fourfold.analysis.task_facts.segments import SegmentTracker
 from fourfold.plan.plan import Plan
@@ -31,6 +32,7 @@ class FakeModel(NamedTuple):
 
     blocks   names of the chain
     same_as  by block: the first one that is equal to it
+    calls    of all fake models of a task
     copies   of weights that other stages own: see `step/pipeline/tied.py`
     """
 
@@ -40,6 +42,7 @@ class FakeModel(NamedTuple):
     batch: FakeBatch
     plan: Plan
     same_as: Sequence[int]
+    calls: MetaCalls
     copies: Sequence[Tensor] = ()
 
     @property
@@ -115,7 +118,7 @@ class ForwardRecord(NamedTuple):
 def record_forward(fake: FakeModel, num_samples: int) -> ForwardRecord:
     """Count the kernels of a forward of so many samples."""
     tracker, calls = fake.tracker(), list[tuple[int, AttentionCall]]()
-    recorder = KernelRecorder(tracker, fake.weights)
+    recorder = KernelRecorder(tracker, fake.weights, fake.calls)
     handle = FakeAttention(fake.plan.sequence_spec, recorder)
 
     def attend(call: AttentionCall) -> Tensor:

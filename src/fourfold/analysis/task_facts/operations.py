@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fourfold.analysis.task_facts.meta_calls import MetaCalls
 from fourfold.analysis.task_facts.segments import SegmentTracker
 from fourfold.parts.torch_private import TorchDispatchMode, is_in_backward, storage_key
 from fourfold.plan.predict.facts import OperationKind
@@ -44,8 +45,9 @@ class Kernel(NamedTuple):
 class KernelRecorder(TorchDispatchMode):
     """Within: `kernels` gets every kernel of a forward, with its segment. `weights`: the model's parameters."""
 
-    def __init__(self, tracker: SegmentTracker, weights: Iterable[Tensor]) -> None:
+    def __init__(self, tracker: SegmentTracker, weights: Iterable[Tensor], calls: MetaCalls) -> None:
         super().__init__()
+        self._calls = calls
         self.kernels: list[tuple[int, Kernel]] = []
         self._tracker = tracker
         self._weights = {storage_key(weight) for weight in weights}
@@ -57,7 +59,7 @@ class KernelRecorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        result = func(*args, **(kwargs or {}))
+        result = self._calls.call(func, args, kwargs or {})
         if not is_in_backward() and func.overloadpacket not in ALLOCATIONS:
             given = [leaf for leaf in tree_leaves((args, kwargs or {})) if isinstance(leaf, Tensor)]
             made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]

@@ -23,6 +23,7 @@ from fourfold.analysis.task_facts.fake_rank import FakeRank, RankBytes
 from fourfold.analysis.task_facts.fake_ranks import RecordedCollective
 from fourfold.analysis.task_facts.fake_step import FakeModel, ForwardRecord, record_forward
 from fourfold.analysis.task_facts.laid_out_model import FakeBatch, lay_out
+from fourfold.analysis.task_facts.meta_calls import MetaCalls
 from fourfold.analysis.task_facts.sample_operations import operations_of_sample
 from fourfold.analysis.task_facts.segments import Boundary, equal_blocks
 from fourfold.feed.data_input import open_data
@@ -59,6 +60,7 @@ class TaskFacts:
     def __init__(self, task: Task) -> None:
         check_task(task)
         self._task = task
+        self._calls = MetaCalls()
         self._facts: dict[tuple[object, ...], ModelFacts] = {}
         self._forwards: dict[tuple[object, ...], _Forwards] = {}
         self._laid_out: dict[tuple[object, ...], FakeModel] = {}
@@ -180,7 +182,7 @@ class TaskFacts:
     def _fake_model(self, plan: Plan, ties: Mapping[str, Sequence[str]]) -> FakeModel:
         laid_out, blocks = lay_out(self._task, plan), self._chain.blocks
         same_as = equal_blocks({name: laid_out.model.get_submodule(name) for name in blocks})
-        return FakeModel(laid_out, blocks, self._task.loss, self._batch, plan, same_as).with_copies(ties)
+        return FakeModel(laid_out, blocks, self._task.loss, self._batch, plan, same_as, self._calls).with_copies(ties)
 
 
 class _Segments:
