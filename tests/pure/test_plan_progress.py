@@ -33,7 +33,7 @@ class Stream(io.StringIO):
 @pytest.mark.parametrize("width", [40, 60, 80])
 def test_a_line_says_how_far_it_is_and_the_best_so_far_and_fits(width: int):
     line = progress_line(DEEP, width)
-    assert line.startswith("searching, 20 %; best so far 41.0 ms: "[:width - 2])
+    assert line.startswith("searching, 20 %; best so far 41.0 ms: "[: width - 2])
     assert len(line) < width
     assert progress_line(Progress(), width) == ""
 
@@ -50,7 +50,7 @@ def test_a_terminal_gets_one_line_and_other_readers_whole_ones(monkeypatch, caps
         assert "\n" not in text
         assert text.endswith(CLEAR)
     else:
-        assert {line for line in text.splitlines()} == {progress_line(DEEP, 80)}
+        assert set(text.splitlines()) == {progress_line(DEEP, 80)}
     assert capsys.readouterr().out == ""
 
 

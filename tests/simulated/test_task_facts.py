@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fourfold.analysis.task_facts import source as source_module
+from fourfold.analysis.task_facts import counted_variant
 from fourfold.analysis.task_facts.laid_out_model import lay_out
 from fourfold.analysis.task_facts.segments import equal_blocks
 from fourfold.analysis.task_facts.source import TaskFacts
@@ -227,21 +227,23 @@ def test_heads_that_cannot_be_divided_are_a_problem_of_the_plan():
 
 
 def count_calls(monkeypatch, name: str) -> list[tuple[object, ...]]:
-    """The arguments of each call of a function that `source` uses, as they are made."""
-    calls, function = list[tuple[object, ...]](), getattr(source_module, name)
+    """The arguments of each call of a function that counts, as they are made."""
+    calls, function = list[tuple[object, ...]](), getattr(counted_variant, name)
 
     def call(*args: object) -> object:
         calls.append(args[1:])
         return function(*args)
 
-    monkeypatch.setattr(source_module, name, call)
+    monkeypatch.setattr(counted_variant, name, call)
     return calls
 
 
 def test_activations_are_counted_when_they_are_read_and_kernels_once_for_alike_variants(monkeypatch):
     forwards, memories = (count_calls(monkeypatch, f"record_{each}") for each in ("forward", "memory"))
     source = TaskFacts(tiny_lm())
-    variants = [source.facts(Plan(**each)) for each in ({"sp": 2}, {"sp": 2, "ulysses": 2}, {"sp": 2, "ring": "gather"})]
+    variants = [
+        source.facts(Plan(**each)) for each in ({"sp": 2}, {"sp": 2, "ulysses": 2}, {"sp": 2, "ring": "gather"})
+    ]
     assert len(forwards) == 3  # numbers of samples
     assert memories == []
     assert {each.blocks[0].operations for each in variants} == {variants[0].blocks[0].operations}

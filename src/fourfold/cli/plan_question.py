@@ -102,9 +102,7 @@ class Question:
         self.progress.best = None
         self.progress.begin("counting what the model computes")
         machine = self.machine
-        return decide(
-            self.ask, self.source, machine.prices, machine.cluster, dims=self.dims, progress=self.progress
-        )
+        return decide(self.ask, self.source, machine.prices, machine.cluster, dims=self.dims, progress=self.progress)
 
 
 class TaskSource(NamedTuple):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fourfold.analysis.task_facts.fake_ranks import META
-from fourfold.parts.torch_private import makes_new_tensors, storage_key
+from fourfold.parts.torch_private import storage_key
 from fourfold.step.tensor_tree import tree_leaves
 
 PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.memory_format, torch.layout)
@@ -29,8 +29,8 @@ class MetaCalls:
 
     def call(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """`func(*args, **kwargs)`."""
-        key = (func, *_form_of((tuple(args), tuple(kwargs.items())))) if makes_new_tensors(func) else ()
-        if not key or _UNKNOWN in key:
+        key = (func, *_form_of((tuple(args), tuple(kwargs.items()))))
+        if _UNKNOWN in key:
             return func(*args, **kwargs)
         if (form := self._forms.get(key)) is not None:
             return torch.empty_strided(form[0], form[1], dtype=form[2], device=META)

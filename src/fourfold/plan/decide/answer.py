@@ -55,9 +55,7 @@ def decide_among(question: Question, progress: Progress | None = None) -> Decisi
         raise PlanError(_why_nothing(found, question), where="the ask")
     kept = _with_single_layers(_distinct([*found.kept, *priced]), question)
     cutoff = min(each.seconds for each in kept) * _margin(question)
-    choice = choose(
-        kept, priced, pricing, limit_bytes=limit, error=question.error, cutoff=cutoff, progress=progress
-    )
+    choice = choose(kept, priced, pricing, limit_bytes=limit, error=question.error, cutoff=cutoff, progress=progress)
     if not choice.ranked:
         problems = [problem for each in kept for problem in pricing.problems(each.plan)]
         raise PlanError(problems or Problem("no plan whose program fits"), where="the ask")

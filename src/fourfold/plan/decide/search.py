@@ -135,15 +135,15 @@ class _Searcher:
         for group, mesh in sorted(queue, key=lambda pair: pair[0].floor):
             self._progress.done += 1
             cut = tuple(group.fields[name] for name in CUT_FIELDS)
+            # Samples cut in yet another way save little memory, and what their activations take is long to count.
+            is_for_front = num_left and (group.plan.sp == 1 or cut in explored)
             if self._may_be_kept(group.floor):
                 if mesh.fits:
                     explored.add(cut)
                     self._explore(group)
-            elif num_left and group.floor <= self._best * FRONT_RANGE:
-                # Samples cut among sequence ranks in another way save little, and their activations take long to count.
-                if (group.plan.sp == 1 or cut in explored) and mesh.fits:
-                    num_left -= 1
-                    self._has_lean(group)
+            elif is_for_front and group.floor <= self._best * FRONT_RANGE and mesh.fits:
+                num_left -= 1
+                self._has_lean(group)
 
     def meshes(self) -> Iterator[_Mesh]:
         for _, members in itertools.groupby(groups(self._ask, self._space), key=_mesh_of):
