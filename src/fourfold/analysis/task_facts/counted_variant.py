@@ -96,7 +96,7 @@ class CountedVariant:
     """The fake steps of one variant. `counting`: runs what is counted later, and says why it cannot be."""
 
     def __init__(
-        self, fake: FakeModel, forwards: Forwards, segments: Segments, counting: Callable[[Callable[[], _T]], _T]
+        self, fake: FakeModel, forwards: Forwards, segments: Segments, counting: Callable[[Callable[[], Any]], Any]
     ) -> None:
         self._fake, self._forwards, self._segments, self._counting = fake, forwards, segments, counting
         self._recomputes = RECOMPUTES if fake.blocks else RECOMPUTES[:1]
