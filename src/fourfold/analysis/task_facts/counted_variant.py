@@ -7,7 +7,7 @@ Law: what activations take, which costs most to count, is counted when it is rea
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import nn
 
