@@ -29,6 +29,7 @@ class ChainFacts:
     """A `FactsSource`: an embedding, equal blocks with two matrices each, a head. `width` is divisible by tp.
 
     end_factor  the flops of the embedding over those of a block; the head has twice as many
+    has_bare_blocks  every second block has no weights, as an activation function has none
     """
 
     num_blocks: int = 8
@@ -39,6 +40,11 @@ class ChainFacts:
     has_tied_head: bool = False
     end_factor: float = 0.25
     norm_channels: tuple[int, ...] = ()
+    has_bare_blocks: bool = False
+
+    def _names(self, index: int) -> list[str]:
+        """The weights of a block."""
+        return [] if self.has_bare_blocks and index % 2 else [f"blocks.{index}.up", f"blocks.{index}.down"]
 
     def _segment(self, name: str, params: Sequence[str], factor: float, plan: Plan) -> SegmentFacts:
         width, tokens = self.width, self.tokens / plan.sp
@@ -62,7 +68,7 @@ class ChainFacts:
 
     def facts(self, plan: Plan) -> ModelFacts:
         blocks = tuple(
-            self._segment(f"blocks.{i}", [f"blocks.{i}.up", f"blocks.{i}.down"], 1.0, plan)
+            self._segment(f"blocks.{i}", self._names(i), 1.0, plan)
             for i in range(self.num_blocks)
         )
         tied = ["embedding"] if self.has_tied_head else []
@@ -81,9 +87,8 @@ class ChainFacts:
         shards = tuple(TensorShard.even(shape, 0, index, plan.tp) for index in range(plan.tp)) if plan.tp > 1 else ()
         specs = [ParamSpec("embedding", shape, "float32", 4, is_tied=self.has_tied_head and plan.pp > 1)]
         for index in range(self.num_blocks):
-            for name in ("up", "down"):
-                stage = stage_of[index]
-                specs.append(ParamSpec(f"blocks.{index}.{name}", shape, "float32", 4, stage=stage, shards=shards))
+            for name in self._names(index):
+                specs.append(ParamSpec(name, shape, "float32", 4, stage=stage_of[index], shards=shards))
         return [*specs, ParamSpec("head", shape, "float32", 4, stage=last)]
 
     def stage_blocks(self, plan: Plan) -> tuple[range, ...]:
@@ -217,7 +222,15 @@ def cases(draw: st.DrawFn) -> Case:
             )
         )
     update_spec = UpdateSpec(draw(st.sampled_from([None, None, 1.0])), num_states=(2,))
-    facts = ChainFacts(16, batch_size=dp * microbatches * 4, update_spec=update_spec, has_tied_head=draw(st.booleans()))
+    has_tied_head, has_bare_blocks = draw(st.booleans()), draw(st.booleans())
+    num_blocks = pp * int(fields.get("interleave", 1)) if has_bare_blocks else 16  # some stages have no weights
+    facts = ChainFacts(
+        num_blocks,
+        batch_size=dp * microbatches * 4,
+        update_spec=update_spec,
+        has_tied_head=has_tied_head,
+        has_bare_blocks=has_bare_blocks,
+    )
     size = pp * dp * tp * sp
     hosts = draw(st.sampled_from([1, 2] if size > 1 else [1]))
     topology = Topology.regular(

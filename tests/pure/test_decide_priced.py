@@ -32,6 +32,7 @@ SOURCES = st.builds(
     batch_size=st.sampled_from([4, 8]),
     tokens=st.sampled_from([8, 64]),
     end_factor=st.sampled_from([0.25, 2.0]),
+    has_bare_blocks=st.booleans(),
 )
 PRICES = st.builds(
     LinearPrices,

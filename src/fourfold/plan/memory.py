@@ -137,7 +137,7 @@ def _unsharded_bytes(buckets: Sequence[BucketBytes], host: HostRanks) -> int:
 
     Every rank holds MAX_UNSHARDED buckets and one that is being gathered; staging buffers exist once per host.
     """
-    largest = max(b.num_elements * b.weight for b in buckets)
+    largest = max((b.num_elements * b.weight for b in buckets), default=0)
     per_rank = min(len(buckets), MAX_UNSHARDED + 1)
     return largest * (per_rank * host.num_ranks + NUM_STAGING_BUFFERS * host.has_shared_memory)
 

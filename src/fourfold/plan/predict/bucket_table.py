@@ -40,8 +40,16 @@ class Totals(NamedTuple):
 
     own: float
     sent: float
-    first: float
-    last: float
+    first: float = 0.0
+    last: float = 0.0
+
+
+class Updates(NamedTuple):
+    """Seconds of all updates of a place, of the first one, and of the last one."""
+
+    all: float
+    first: float = 0.0
+    last: float = 0.0
 
 
 class Wait(NamedTuple):
@@ -68,7 +76,6 @@ class PlaceData(NamedTuple):
     """What the data axis costs and holds on a place, without activations.
 
     waits      of reductions: none of them ends before the longest of these
-    updates    the seconds of all updates, of the first and of the last one
     measured   scalars that a step waits for: the seconds of the place itself, and of their sums
     gradients  seconds of a backward: with the gradients of a step's first microbatch, and with those of later ones
     """
@@ -79,7 +86,7 @@ class PlaceData(NamedTuple):
     unshard: Totals
     push: Totals
     waits: tuple[Wait, ...]
-    updates: tuple[float, float, float]
+    updates: Updates
     pull_seconds: float
     num_buckets: int
     measured: CollectiveSeconds
@@ -213,8 +220,9 @@ def _place_data(blueprint: Blueprint, group: DataGroup, own: _PlaceBuckets, pric
     def totals(price: Callable[[int], CollectiveSeconds]) -> Totals:
         each = [price(number) for number in range(len(group.buckets))]
         own_seconds, sent = (sum(each[number][part] * count for number, count in counts.items()) for part in (0, 1))
-        return Totals(own_seconds, sent, each[order[0]].sent, each[order[-1]].sent)
+        return Totals(own_seconds, sent, *(each[number].sent for number in ends))
 
+    ends = (order[0], order[-1]) if order else ()  # a stage may have no weights
     updates = [buckets.update(number).update for number in range(len(group.buckets))]
     reductions = [collectives.reduce(number).sent for number in range(len(group.buckets))]
     pulled = [buckets.pull(number).update * count for number, count in counts.items()]
@@ -228,10 +236,8 @@ def _place_data(blueprint: Blueprint, group: DataGroup, own: _PlaceBuckets, pric
         unshard=totals(collectives.unshard),
         push=totals(collectives.push),
         waits=_waits([(group.buckets[number].num_bytes, reductions[number]) for number in order]),
-        updates=(
-            sum(updates[number] * count for number, count in counts.items()),
-            updates[order[0]],
-            updates[order[-1]],
+        updates=Updates(
+            sum(updates[number] * count for number, count in counts.items()), *(updates[number] for number in ends)
         ),
         pull_seconds=sum(pulled) if plan.sync == "local" else 0.0,
         num_buckets=len(order),
@@ -255,7 +261,8 @@ def _measured(blueprint: Blueprint, buckets: BucketPrices, place: int) -> Collec
 def _waits(buckets: Sequence[tuple[int, float]]) -> tuple[Wait, ...]:
     """`buckets`: bytes and seconds of each, in order of reduction. A bucket is ready when as many bytes have gradients.
 
-    Of the lines sent − fraction · backward only those are kept that are the highest for some backward.
+    Of the lines sent − fraction · backward only those are kept that are the highest for some backward. Without buckets,
+    nothing is waited for.
     """
     total, ready = sum(num_bytes for num_bytes, _ in buckets), 0
     left = sum(seconds for _, seconds in buckets)
@@ -267,7 +274,7 @@ def _waits(buckets: Sequence[tuple[int, float]]) -> tuple[Wait, ...]:
             hull.pop()
         hull.append(wait)
         left -= seconds
-    return tuple(hull)
+    return tuple(hull) or (Wait(0.0, 0.0),)
 
 
 def _is_below(wait: Wait, before: Wait, after: Wait) -> bool:

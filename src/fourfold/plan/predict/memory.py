@@ -106,7 +106,8 @@ def _unbucketed_bytes(blueprint: Blueprint, sizes: Sequence[int]) -> float:
     """Gradients that stay where autograd leaves them: all of a stage, or one bucket's if updates free them at once."""
     if not blueprint.has_unbucketed_grads:
         return 0.0
-    return max(sizes) if blueprint.plan.update == "in_backward" and blueprint.plan.microbatches == 1 else sum(sizes)
+    frees_early = blueprint.plan.update == "in_backward" and blueprint.plan.microbatches == 1
+    return max(sizes, default=0) if frees_early else sum(sizes)
 
 
 def _codec_bytes(plan: Plan, group: DataGroup, order: Sequence[int]) -> float:

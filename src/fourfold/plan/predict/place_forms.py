@@ -40,7 +40,7 @@ def extras(plan: Plan, compute: PlaceCompute, data: PlaceData, slowdown: float) 
     forward, backward = compute.forward_seconds, compute.backward_seconds
     # All buckets of the first segment of a stage are waited for; then others come while those before them are used.
     own, sent = data.unshard.own, data.unshard.sent
-    in_front = min(1.0, plan.interleave / min(data.num_buckets, compute.num_segments))
+    in_front = min(1.0, plan.interleave / max(1, min(data.num_buckets, compute.num_segments)))
     waits = [
         own + slowed(slowdown, sent, phase) + max(in_front * sent, sent - (1.0 - in_front) * phase)
         for phase in (forward, backward)
@@ -87,7 +87,7 @@ def update_seconds(plan: Plan, compute: PlaceCompute, data: PlaceData, reduced: 
         averaged = pushed - updated + data.push.own + data.pull_seconds
         return updated + averaged / plan.sync_interval
     if plan.update == "in_forward":  # in the next step, when all gradients are there
-        window = compute.forward_seconds / plan.interleave * (1.0 - 1.0 / data.num_buckets)
+        window = compute.forward_seconds / plan.interleave * (1.0 - 1.0 / max(1, data.num_buckets))
         gathered = first + max(gather.first, gather.sent - window) if gather.sent else 0.0
         return reduced.all + max(update, gathered) + gather.own
     gathered = max(updated + gather.last, reduced.first + first + gather.sent) if gather.sent else updated
