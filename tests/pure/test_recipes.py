@@ -5,14 +5,17 @@ import sys
 import pytest
 
 from fourfold.cli import main
+from fourfold.cli.job import parse_job, prepare_job
+from fourfold.cli.plan_question import trained_task
+from fourfold.cli.run_commands import _print_recipe
 from fourfold.plan.plan import Plan
-from fourfold.plan.recipes import recipe_names, recipe_summary, recipe_text
-from fourfold.words.errors import PlanError
+from fourfold.plan.recipes import recipe_fields, recipe_names, recipe_summary
+from fourfold.words.errors import FourfoldError, PlanError
 
 
 def test_a_recipe_is_the_plan_in_its_file_with_fields_of_ones_own():
     for name in recipe_names():
-        assert Plan.recipe(name) == Plan.from_toml(recipe_text(name))
+        assert Plan.recipe(name) == Plan.from_dict(recipe_fields(name))
     assert Plan.recipe("zero3", dp=4) == Plan(dp=4, zero=3, microbatches=2)
     with pytest.raises(PlanError, match=r"recipe:zero3\n.*dpp = 4 .*a field of the plan"):
         Plan.recipe("zero3", dpp=4)
@@ -23,6 +26,31 @@ def test_an_unknown_recipe_names_the_closest():
         with pytest.raises(PlanError, match=f"recipe:{name} .*one of dapple, dct") as raised:
             Plan.recipe(name)
         assert name != "zer3" or "try recipe:zero3" in str(raised.value)
+
+
+def test_every_recipe_is_accepted_for_the_built_in_tasks_as_it_is(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    refused = []
+    for name in recipe_names():
+        job = prepare_job(["lm", f"recipe:{name}"])
+        assert job.plan == Plan.recipe(name)
+        try:
+            prepare_job(["digits", f"recipe:{name}"])
+        except (FourfoldError, ExceptionGroup):
+            refused.append(name)
+    # Images have no tokens to split, and a model of convolutions has no blocks of column and row layers.
+    split = [name for name in recipe_names() if (plan := Plan.recipe(name)).sp * plan.tp > 1]
+    assert refused == split
+
+
+def test_a_recipe_brings_settings_of_the_run_which_words_replace(capsys):
+    for words, clip in (((), None), (("clip=2",), 2.0)):
+        job = parse_job(["digits", "recipe:pipedream", *words])
+        assert (job.task.clip, job.plan) == (clip, Plan.recipe("pipedream"))
+        _print_recipe(["digits", "recipe:pipedream", *words])
+        assert capsys.readouterr().out == ("" if words else "recipe:pipedream: clip = none\n")
+    source = trained_task(["lm", "recipe:pipedream"]).source
+    assert source.update_spec.clip is None
 
 
 def test_show_lists_the_recipes_and_prints_one(monkeypatch, capsys):

@@ -5,6 +5,7 @@ import dataclasses
 import gc
 import itertools
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -18,11 +19,11 @@ from torch import nn
 
 import fourfold as ff
 from fourfold.analysis.verify import verify
+from fourfold.cli.job import parse_job
 from fourfold.parts.comm import init
 from fourfold.parts.comm.meter import CommMeter
 from fourfold.parts.sequence.sequence_group import connect_sequence
 from fourfold.plan.codec import codec_rounds
-from fourfold.plan.pipeline.asynchronous import ASYNCHRONOUS
 from fourfold.plan.trace_file import encode_trace
 from fourfold.tasks import lm
 from fourfold.testing import oracle
@@ -276,12 +277,12 @@ def wide_steps(steps: int, zero: int, shard: int | None) -> int:
 
 
 def final_loss(recipe: str, folder: str) -> float:
-    """The loss of a small language model that has been trained for a few steps with a plan file."""
-    plan = ff.Plan.from_toml(Path(recipe).read_text())
-    clip = None if plan.schedule in ASYNCHRONOUS else 1.0
-    task = lm.task(width=32, layers=plan.pp * plan.interleave, length=32, valid_bytes=256, clip=clip)
-    steps = plan.local_steps if plan.sync == "local" else 4
-    return ff.train(task, plan, steps=steps, folder=folder, name="run", quiet=True).loss
+    """The loss of a small language model that has been trained for a few steps with a recipe, as it is."""
+    layers = math.prod(getattr(ff.Plan.recipe(recipe), name) for name in ("pp", "interleave"))
+    sizes = ["width=32", f"layers={layers}", "length=32", "valid_bytes=256"]
+    job = parse_job(["lm", f"recipe:{recipe}", *sizes])
+    steps = job.plan.local_steps if job.plan.sync == "local" else 4
+    return ff.train(job.task, job.plan, steps=steps, folder=folder, name="run", quiet=True).loss
 
 
 def late_in_data(folder: str) -> list[Any]:

@@ -47,6 +47,8 @@ def train(words: Sequence[str], processes: str | None) -> int:
         from fourfold.cli import plan_auto
 
         words = plan_auto.resolve_words(words, num_processes=required, world=world)
+    if world is None or world.rank == 0:
+        _print_recipe(words)
     if has_own_ranks and _becomes_forking_launcher(job.planned_size(words, required)):
 
         def check() -> dict[str, Any]:
@@ -67,6 +69,17 @@ def train(words: Sequence[str], processes: str | None) -> int:
         rank_main.train(ready, world)
         return 0
     return _launch_run(run)
+
+
+def _print_recipe(words: Sequence[str]) -> None:
+    """Say which settings of the run a recipe brings with it; those of the command come first."""
+    from fourfold.cli.settings_file import parse_command
+
+    command = parse_command(words)
+    if (file := command.settings_file) is not None:
+        own = {key: value for key, value in file.settings_of_recipe.items() if key not in command.values}
+        for key, value in own.items():
+            print(f"{file.path}: {key} = {value}", flush=True)
 
 
 def _launch_run(run: "_CheckedRun", *, is_forked: bool = False) -> int:

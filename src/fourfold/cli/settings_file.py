@@ -12,9 +12,10 @@ from typing import Any
 
 from fourfold.cli import arguments
 from fourfold.cli.arguments import CALLBACK_WORD, RULES_WORD, RUN_SETTINGS, ParsedValues, ValueType
-from fourfold.plan.decode import DecodeError, read_toml
+from fourfold.plan.decode import DecodeError, from_toml, read_toml
 from fourfold.plan.plan import VERSION, Plan
 from fourfold.plan.plan_fields import FIELD_RULES, FIELDS, RENAMED_FIELDS
+from fourfold.plan.recipes import RECIPE_PREFIX, recipe_text
 from fourfold.plan.tensor_rules import table_problems
 from fourfold.plan.toml_writer import format_pair
 from fourfold.trainer.callbacks.registry import SHIPPED
@@ -36,6 +37,11 @@ class SettingsFile:
     path: str
     sections: Mapping[str, dict[str, Any]]
     problems: Sequence[Problem] = ()
+
+    @property
+    def settings_of_recipe(self) -> Mapping[str, Any]:
+        """The settings of the run that a recipe has; empty for a user's own file."""
+        return self.sections[RUN] if self.path.startswith(RECIPE_PREFIX) else {}
 
     @property
     def task(self) -> str | None:
@@ -172,8 +178,9 @@ def parse_command(words: Sequence[str]) -> Command:
 def read_settings_file(path: str) -> SettingsFile | None:
     """The settings in a TOML with sections; None for any other file: it is a plan, or refused as one."""
     try:
-        table = read_toml(Path(path))
-    except (OSError, DecodeError):
+        is_recipe = path.startswith(RECIPE_PREFIX)
+        table = from_toml(recipe_text(path.removeprefix(RECIPE_PREFIX))) if is_recipe else read_toml(Path(path))
+    except (OSError, DecodeError, PlanError):
         return None
     if not any(isinstance(value, dict) or _is_list_of_tables(value) for value in table.values()):
         return None

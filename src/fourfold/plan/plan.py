@@ -21,7 +21,7 @@ from fourfold.plan.pipeline.in_flight import least_held
 from fourfold.plan.pipeline.schedules import SCHEDULES, compute_actions
 from fourfold.plan.pipeline.spec import ComputeLists, PipelineSpec
 from fourfold.plan.plan_fields import FIELDS, RENAMED_FIELDS, plan_problems, to_builtin
-from fourfold.plan.recipes import RECIPE_PREFIX, recipe_text
+from fourfold.plan.recipes import RECIPE_PREFIX, recipe_fields
 from fourfold.plan.sequence import SequenceSpec
 from fourfold.plan.tensor_dims import TensorSpec
 from fourfold.plan.toml_writer import format_pair
@@ -310,8 +310,7 @@ class Plan:
         `fourfold show recipe:` lists the names. Raises PlanError if there is no such recipe, or a field is wrong.
         """
         where = f"{RECIPE_PREFIX}{name}"
-        plan = cls.from_toml(recipe_text(name), where=where)
-        return cls.from_dict({**dataclasses.asdict(plan), **fields}, where=where)
+        return cls.from_dict({**recipe_fields(name), **fields}, where=where)
 
     def to_toml(self, *, defaults: bool = False) -> str:
         """The plan as TOML: the fields that differ from their defaults, or all of them."""

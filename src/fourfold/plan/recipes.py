@@ -1,12 +1,14 @@
 """Recipes: the plans that come with Fourfold, one for each named system.
 
-recipe   a file of `fourfold/recipes`; its comment says which system it is
-Law: `recipe:NAME` stands wherever the name of a plan file may stand.
+recipe   a file of `fourfold/recipes`: a plan, or with sections a settings file; its comment says which system it is
+Law: `recipe:NAME` stands wherever the name of such a file may stand.
 """
 
 import re
 from importlib import resources
+from typing import Any
 
+from fourfold.plan.decode import from_toml
 from fourfold.words.errors import PlanError, Problem, closest_match
 
 RECIPE_PREFIX = "recipe:"
@@ -27,6 +29,12 @@ def recipe_text(name: str) -> str:
         problem = Problem(f"{RECIPE_PREFIX}{name}", f"one of {', '.join(names)}", f"{RECIPE_PREFIX}{close or names[0]}")
         raise PlanError(problem, where="the plan")
     return (RECIPES / f"{name}{SUFFIX}").read_text(encoding="utf-8")
+
+
+def recipe_fields(name: str) -> dict[str, Any]:
+    """The fields of a recipe's plan. Raises PlanError."""
+    table = from_toml(recipe_text(name))
+    return {key: value for key, value in table.get("plan", table).items() if key != "version"}
 
 
 def recipe_summary(name: str) -> str:

@@ -71,6 +71,8 @@ def check_steps(steps: int | None, plan: Plan) -> None:
         return
     below = steps // period * period
     fitting = f"steps={below} or {below + period}" if below else f"steps={period}"
+    if (divisor := max(each for each in range(1, period) if steps % each == 0)) > 1:
+        fitting += f", or local_steps={divisor}"
     got, need = f"steps = {steps}, local_steps = {period}", "a number of steps divisible by local_steps"
     raise SettingError(Problem(got, need, fitting), where="the settings")
 
