@@ -1,7 +1,9 @@
 """What calibration measures, and when it refuses to: cuts, shortened models, the clock of segments, foreign load."""
 
 import dataclasses
+import errno
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,10 +17,12 @@ from fourfold.analysis.calibrate.cuts import cuts_of
 from fourfold.analysis.calibrate.machine import Busy, busiest_processes, check_quiet, this_machine
 from fourfold.analysis.calibrate.probe import BLOCKS_OF_A_KIND, shorten
 from fourfold.analysis.calibrate.timing import is_steady
-from fourfold.cli.plan_calibrate import threads_of_rank
-from fourfold.plan.predict.calibration import CalibrationError, Cut
+from fourfold.cli import plan_calibrate
+from fourfold.cli.plan_calibrate import calibrate, format_calibrated, threads_of_rank
+from fourfold.plan.predict.calibration import CalibrationError, Cut, encode_calibration
 from fourfold.tasks import lm
 from fourfold.words.task import Task
+from tests.calibration_cases import calibration
 
 
 class Chain(nn.Module):
@@ -157,17 +161,49 @@ def test_turns_are_steady_once_more_of_them_would_change_little():
 
 def test_foreign_load_is_refused_and_named(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(os, "getloadavg", lambda: (5.2, 1.0, 1.0))
+    monkeypatch.setattr(machine, "num_cores", lambda: 4)
     monkeypatch.setattr(machine, "busiest_processes", lambda: [Busy("compiler", 17, 1.52), Busy("editor", 4, 0.25)])
     with pytest.raises(CalibrationError) as raised:
-        check_quiet(2)
+        check_quiet()
     (problem,) = raised.value.problems
-    assert problem.got == "load average 5.2: compiler (pid 17) 1.5 cores, editor (pid 4) 0.2 cores"
+    assert problem.got == "load average 5.2 on 4 cores: compiler (pid 17) 1.5 cores, editor (pid 4) 0.2 cores"
     assert "force=true" in problem.attempt
 
 
 def test_a_quiet_machine_is_measured(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(os, "getloadavg", lambda: (1.9, 9.0, 9.0))
-    assert check_quiet(2) == 1.9
+    monkeypatch.setattr(os, "getloadavg", lambda: (3.9, 9.0, 9.0))
+    monkeypatch.setattr(machine, "num_cores", lambda: 4)
+    assert check_quiet() == 3.9  # by cores: however few ranks will be measured
+
+
+def test_a_place_that_cannot_be_written_is_told_before_anything_is_measured(monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+
+    def launch(command, num_ranks):
+        raise AssertionError("measured")
+
+    with pytest.raises(CalibrationError, match="could not be written"):
+        calibrate(["digits"], 1, launch, key="key", is_forced=True)
+
+
+def test_what_was_measured_is_used_though_it_cannot_be_stored(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+    def launch(command, num_ranks):
+        result = Path(command[3])
+        result.write_text("[]")
+        result.with_name("calibration.json").write_bytes(encode_calibration(calibration()))
+        return 0
+
+    def is_full(path, calibration):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(plan_calibrate, "write_calibration", is_full)
+    measured = calibrate(["digits"], 1, launch, key="key", is_forced=True)
+    assert measured is not None
+    assert measured.calibration == calibration()
+    assert format_calibrated(measured)[-1].endswith("no space left on device")
 
 
 def test_this_process_is_not_foreign():

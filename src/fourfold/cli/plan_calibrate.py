@@ -25,6 +25,7 @@ from fourfold.plan.predict.calibration import (
     CalibrationError,
     MachineIdentity,
     calibration_path,
+    check_writable,
     decode_calibration,
     encode_calibration,
     read_calibration,
@@ -38,12 +39,13 @@ CALIBRATION_FILE = "calibration.json"
 
 
 class Calibrated(NamedTuple):
-    """A calibration, where it is stored, and what was left out of it."""
+    """A calibration, where it is stored, and what was left out of it. `unstored`: why it could not be stored; or ""."""
 
     calibration: Calibration
     path: Path
     left_out: list[str]
     seconds: float
+    unstored: str = ""
 
 
 def calibrate(
@@ -60,7 +62,14 @@ def calibrate(
 
     job.parse_job([*words, *_as_many_ranks(num_ranks)], has_run_dir=False)
     machine = this_machine(num_ranks, threads=threads_of_rank(num_ranks))
-    load = os.getloadavg()[0] if is_forced else check_quiet(num_ranks)
+    load = os.getloadavg()[0] if is_forced else check_quiet()
+    path = calibration_path(machine, key)
+    try:
+        check_writable(path)
+    except OSError as error:
+        got = f"{path} could not be written: {os_error_text(error)}"
+        problem = Problem(got, "a folder that can be written to", "XDG_CACHE_HOME=FOLDER")
+        raise CalibrationError(problem, where=WHERE) from None
     begin = time.perf_counter()
     with temporary_folder() as folder:
         request, result = folder / "request.json", folder / "result.json"
@@ -71,13 +80,12 @@ def calibrate(
         left_out = json.loads(result.read_text(encoding="utf-8"))
         data = result.with_name(CALIBRATION_FILE).read_bytes()
     calibration = decode_calibration(data, where=WHERE)
-    path = calibration_path(machine, key)
+    unstored = ""
     try:
         write_calibration(path, calibration)
-    except OSError as error:
-        got = f"{path} could not be written: {os_error_text(error)}"
-        raise CalibrationError(Problem(got, "a folder that can be written to", "XDG_CACHE_HOME=FOLDER")) from None
-    return Calibrated(calibration, path, left_out, time.perf_counter() - begin)
+    except OSError as error:  # a disk that has become full meanwhile: what was measured can be used all the same
+        unstored = os_error_text(error)
+    return Calibrated(calibration, path, left_out, time.perf_counter() - begin, unstored)
 
 
 def find_calibration(key: str, num_ranks: int) -> Calibration | None:
@@ -105,7 +113,7 @@ def threads_of_rank(num_ranks: int) -> int:
 
 def format_calibrated(calibrated: Calibrated) -> list[str]:
     """What was measured, in a few lines."""
-    calibration, path, left_out, seconds = calibrated
+    calibration, path, left_out, seconds, unstored = calibrated
     machine = calibration.machine
     products, passes = calibration.operations.products, calibration.operations.passes
     lines = [
@@ -118,7 +126,7 @@ def format_calibrated(calibrated: Calibrated) -> list[str]:
     if calibration.is_forced:
         lines.append("  forced: other processes may have been at work")
     lines += [f"  left out: {text}" for text in left_out]
-    return [*lines, f"stored in {path}"]
+    return [*lines, f"not stored in {path}: {unstored}" if unstored else f"stored in {path}"]
 
 
 def _as_many_ranks(num_ranks: int) -> list[str]:

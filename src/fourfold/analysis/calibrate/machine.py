@@ -68,14 +68,14 @@ def _cpu_seconds() -> dict[tuple[int, str], float]:
     return found
 
 
-def check_quiet(num_ranks: int) -> float:
-    """The load average; raises CalibrationError if it is above the number of ranks, and names who is at work."""
-    load = os.getloadavg()[0]
-    if load > num_ranks:
+def check_quiet() -> float:
+    """The load average; raises CalibrationError if it is above the number of cores, and names who is at work."""
+    load, cores = os.getloadavg()[0], num_cores()
+    if load > cores:
         busy = busiest_processes()
         names = [f"{each.name} (pid {each.pid}) {each.cores:.1f} cores" for each in busy[:NUM_NAMED]]
         at_work = f": {', '.join(names)}" if names else ""
-        got = f"load average {load:.1f}{at_work}"
-        need = f"at most {num_ranks}, as many as there are ranks: what others use is measured too"
+        got = f"load average {load:.1f} on {cores} cores{at_work}"
+        need = f"at most {cores}, as many as there are cores: what others use is measured too"
         raise CalibrationError(Problem(got, need, "the same when they have ended, or force=true"), where="calibration")
     return load

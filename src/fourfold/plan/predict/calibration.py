@@ -8,6 +8,7 @@ Law: decode_calibration(encode_calibration(calibration)) == calibration; what wa
 import hashlib
 import math
 import os
+import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -275,6 +276,13 @@ def other_conditions(machine: MachineIdentity, task: str) -> list[str]:
         pairs = zip(MachineIdentity._fields, was, machine, strict=True)
         return [f"{name.replace('_', ' ')} {there}" for name, there, here in pairs if there != here]
     return []
+
+
+def check_writable(path: Path) -> None:
+    """Raises OSError where no calibration could be written to this path: to be asked before one is measured."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=path.parent):
+        pass
 
 
 def write_calibration(path: Path, calibration: Calibration) -> None:
